@@ -1,0 +1,74 @@
+# make demo    sets up what it needs, trains a small model on two local workers
+# make test    sets up what it needs, runs every C++ and Python test
+#
+# Both work on a fresh clone of a bare Debian or Ubuntu with Python 3.10 or later, as root or not, in any
+# order and again. tools/setup.sh says what it does and which variables steer it.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON := .venv/bin/python
+# cmake finds the ninja of the virtual environment on PATH.
+CMAKE := CMAKE_GENERATOR=Ninja PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/cmake
+JOBS ?= $(shell nproc)
+CXX_FILES = $(shell find csrc tests/cpp bench/micro -name '*.h' -o -name '*.cc' -o -name '*.cu' | sort)
+
+.PHONY: help setup test test-cpp test-python demo lint asan tsan bench clean
+
+help:
+	@grep -E '^# make' Makefile | sed 's/^# //'
+	@echo "make setup | test-cpp | test-python | lint | asan | tsan | bench | clean"
+
+setup:
+	@tools/setup.sh
+
+test: test-cpp test-python
+
+# The C++ tests load the libzmq that the pyzmq wheel brings.
+test-cpp: setup
+	@echo "==> C++ tests (build/dev)"
+	@$(CMAKE) --preset dev --log-level=STATUS
+	@$(CMAKE) --build --preset dev --parallel $(JOBS)
+	@libzmq=$$(echo .venv/lib/python*/site-packages/pyzmq.libs/libzmq*.so*); \
+	PIPEDREAM_LIBZMQ="$${PIPEDREAM_LIBZMQ:-$$PWD/$$libzmq}" .venv/bin/ctest --preset dev --parallel $(JOBS)
+
+# After the C++ tests: a broken core is better seen there.
+test-python: setup
+	@echo "==> Python tests"
+	@$(PYTHON) -m pytest tests/python -q
+
+demo: setup
+	@echo "==> digits example on two local workers"
+	@$(PYTHON) examples/digits.py --workers 2
+
+lint: setup
+	@echo "==> ruff"
+	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m ruff format --check .
+	@echo "==> mypy"
+	@$(PYTHON) -m mypy
+	@if command -v clang-format >/dev/null; then echo "==> clang-format"; clang-format --dry-run --Werror $(CXX_FILES); \
+	else echo "==> clang-format is not installed: not checked"; fi
+	@if command -v clang-tidy >/dev/null; then echo "==> clang-tidy"; $(CMAKE) --preset dev >/dev/null; \
+	clang-tidy --quiet -p build/dev $$(find csrc -name '*.cc' -not -path 'csrc/bindings/*' | sort); \
+	else echo "==> clang-tidy is not installed: not checked"; fi
+
+# One command each: configure, build, run the C++ tests under the sanitizer.
+asan: setup
+	@$(CMAKE) --preset asan-ubsan
+	@$(CMAKE) --build --preset asan-ubsan --parallel $(JOBS)
+	@.venv/bin/ctest --preset asan-ubsan --parallel $(JOBS)
+
+tsan: setup
+	@$(CMAKE) --preset tsan
+	@$(CMAKE) --build --preset tsan --parallel $(JOBS)
+	@.venv/bin/ctest --preset tsan --parallel $(JOBS)
+
+bench: setup
+	@$(CMAKE) --preset release
+	@$(CMAKE) --build --preset release --parallel $(JOBS)
+	@for bench in build/release/bench/micro/pd_*_bench; do echo "==> $$bench"; $$bench; done
+
+clean:
+	rm -rf build
+	@echo "the virtual environment stays; 'rm -rf .venv' removes it"

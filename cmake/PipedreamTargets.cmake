@@ -1,0 +1,59 @@
+# How every target of this project is made: warnings, sanitizers, one library per folder, one test
+# executable per folder.
+#
+# Sources are globbed with CONFIGURE_DEPENDS: the tree says what a folder consists of, and a new file is
+# picked up by the next build.
+
+# pd_options: what our own code is compiled with; third-party code does not see it.
+add_library(pd_options INTERFACE)
+target_include_directories(pd_options INTERFACE ${PROJECT_SOURCE_DIR}/csrc)
+target_compile_options(pd_options INTERFACE
+  $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Wpedantic;-Wconversion;-Wshadow>)
+if(PIPEDREAM_WARNINGS_AS_ERRORS)
+  target_compile_options(pd_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Werror>)
+endif()
+if(PIPEDREAM_SANITIZE)
+  # Everything below this line is instrumented, GoogleTest included when it is built from source.
+  add_compile_options(-fsanitize=${PIPEDREAM_SANITIZE} -fno-omit-frame-pointer -fno-sanitize-recover=all)
+  add_link_options(-fsanitize=${PIPEDREAM_SANITIZE})
+  # gcc does not model atomic_thread_fence under TSAN and says so; we use no fences, libstdc++ does.
+  if(PIPEDREAM_SANITIZE MATCHES "thread" AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    target_compile_options(pd_options INTERFACE -Wno-tsan)
+  endif()
+endif()
+
+# pd_add_folder(<folder> [LINKS <folder>...] [EXTRA <target>...] [EXCLUDE <regex>])
+# The sources of the calling csrc/<folder>/ as static library pd_<folder>, alias pipedream::<folder>.
+# Without any source it is an interface library. A source whose path matches EXCLUDE is left out.
+function(pd_add_folder folder)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "EXCLUDE" "LINKS;EXTRA")
+  file(GLOB_RECURSE sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/*.cc)
+  if(arg_EXCLUDE)
+    list(FILTER sources EXCLUDE REGEX ${arg_EXCLUDE})
+  endif()
+  set(links ${arg_LINKS})
+  list(TRANSFORM links PREPEND pipedream::)
+  if(sources)
+    add_library(pd_${folder} STATIC ${sources})
+    target_link_libraries(pd_${folder} PUBLIC pd_options ${links} ${arg_EXTRA})
+  else()
+    add_library(pd_${folder} INTERFACE)
+    target_link_libraries(pd_${folder} INTERFACE pd_options ${links} ${arg_EXTRA})
+  endif()
+  add_library(pipedream::${folder} ALIAS pd_${folder})
+endfunction()
+
+# pd_add_tests(<folder> <target>...): tests/cpp/<folder>/*.cc as one executable pd_<folder>_test, linked with
+# the targets.
+function(pd_add_tests folder)
+  file(GLOB sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/${folder}/*.cc)
+  if(NOT sources)
+    return()
+  endif()
+  add_executable(pd_${folder}_test ${sources})
+  target_include_directories(pd_${folder}_test PRIVATE ${PROJECT_SOURCE_DIR}/tests/cpp)
+  target_link_libraries(pd_${folder}_test PRIVATE ${ARGN} GTest::gtest GTest::gtest_main)
+  # Discovered when ctest runs, not while building. The timeout ends a deadlock; it judges no speed.
+  gtest_discover_tests(pd_${folder}_test TEST_PREFIX ${folder}/ DISCOVERY_MODE PRE_TEST
+                       DISCOVERY_TIMEOUT 120 PROPERTIES TIMEOUT 300 LABELS ${folder})
+endfunction()
