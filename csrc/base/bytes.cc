@@ -1,0 +1,24 @@
+// Sizes as people read them.
+#include "base/bytes.h"
+
+#include <array>
+#include <cstdio>
+
+namespace pipedream {
+
+std::string format_bytes(std::size_t num_bytes) {
+  constexpr std::array<const char*, 6> kUnits = {"KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
+  if (num_bytes < 1024) return std::to_string(num_bytes) + " bytes";
+  double scaled = static_cast<double>(num_bytes) / 1024;
+  std::size_t unit_index = 0;
+  // 1023.995 would print as 1024.00 of the smaller unit.
+  while (scaled >= 1023.995 && unit_index + 1 < kUnits.size()) {
+    scaled /= 1024;
+    ++unit_index;
+  }
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%.2f %s", scaled, kUnits.at(unit_index));
+  return text.data();
+}
+
+}  // namespace pipedream

@@ -1,0 +1,22 @@
+// Names of the world's failures, as Python's exceptions are named.
+#include "base/failure.h"
+
+namespace pipedream {
+
+std::string_view failure_kind_name(FailureKind kind) {
+  switch (kind) {
+    case FailureKind::kPeerLost:
+      return "PeerLost";
+    case FailureKind::kTimeout:
+      return "Timeout";
+    case FailureKind::kCorruptFrame:
+      return "CorruptFrame";
+    case FailureKind::kAborted:
+      return "Aborted";
+    case FailureKind::kClosed:
+      return "Closed";
+  }
+  PD_CHECK(false, "failure kind " << static_cast<int>(kind));
+}
+
+}  // namespace pipedream

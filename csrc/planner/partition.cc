@@ -1,0 +1,276 @@
+// The exact partition. See partition.h for the cost model and the method.
+//
+// Every comparison with the bound t uses the same floating-point stage times as the reported bottleneck,
+// so the answer is the least double t for which a plan exists, and the bottleneck of the returned plan is
+// that very double.
+#include "planner/partition.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstddef>
+#include <limits>
+#include <string>
+
+#include "base/check.h"
+#include "base/failure.h"
+
+namespace pipedream {
+namespace {
+
+// Far above any cluster; keeps every sum of workers inside 64 bits.
+constexpr std::int64_t kNumWorkersMax = std::int64_t{1} << 30;
+
+// The sums over a stage's layers, taken in layer order so that equal stages have equal times to the bit.
+struct StageCost {
+  double compute_s = 0;
+  double parameter_bytes = 0;
+
+  void add(const LayerCost& layer) {
+    compute_s += layer.compute_s;
+    parameter_bytes += layer.parameter_bytes;
+  }
+
+  // T(first..last, num_replicas).
+  [[nodiscard]] double time_s(std::int64_t num_replicas, double bandwidth_bytes_per_s) const {
+    if (num_replicas == 1) return compute_s;  // nothing to synchronise
+    const auto replicas = static_cast<double>(num_replicas);
+    const double sync_s = 4 * (replicas - 1) * parameter_bytes / (replicas * bandwidth_bytes_per_s);
+    return std::max(compute_s, sync_s) / replicas;
+  }
+};
+
+struct Problem {
+  const std::vector<LayerCost>& layers;
+  std::int64_t num_replicas_max;  // num_workers, or 1 for a straight plan
+  std::int64_t num_workers;
+  double bandwidth_bytes_per_s;
+
+  [[nodiscard]] double boundary_s(std::size_t layer_index) const {
+    return 2 * (layers[layer_index].activation_bytes / bandwidth_bytes_per_s);
+  }
+};
+
+constexpr std::int64_t kImpossible = -1;
+
+// A real lower bound, but for rounding, on the replicas m >= 2 with T(m) <= t: from compute_s / m <= t,
+// and from 4 (m - 1) w / (m^2 B) <= t, that is q m^2 - m + 1 >= 0 with q = t B / (4 w).
+double estimate_replicas(const StageCost& cost, double bottleneck_s, double bandwidth_bytes_per_s) {
+  const double for_compute = cost.compute_s / bottleneck_s;
+  const double quotient = bottleneck_s * bandwidth_bytes_per_s / (4 * cost.parameter_bytes);
+  const double discriminant = 1 - 4 * quotient;
+  // Negative or NaN (no parameters): the sync is fast enough at every m.
+  if (!(discriminant >= 0)) return for_compute;
+  return std::max(for_compute, (1 + std::sqrt(discriminant)) / (2 * quotient));
+}
+
+// The fewest replicas with T(m) <= t, or kImpossible. T falls with m except from 1 to 2, where the sync
+// begins: 4 (m - 1) w / (m^2 B) is 0 at m = 1 and has its maximum at m = 2.
+std::int64_t fewest_replicas(const Problem& problem, const StageCost& cost, double bottleneck_s) {
+  const auto is_enough = [&](std::int64_t num_replicas) {
+    return cost.time_s(num_replicas, problem.bandwidth_bytes_per_s) <= bottleneck_s;
+  };
+  if (is_enough(1)) return 1;
+  std::int64_t enough = problem.num_replicas_max;
+  if (enough < 2 || !is_enough(enough)) return kImpossible;
+
+  const double estimate = std::ceil(estimate_replicas(cost, bottleneck_s, problem.bandwidth_bytes_per_s));
+  if (estimate < static_cast<double>(enough)) {
+    const auto guess = std::max<std::int64_t>(2, static_cast<std::int64_t>(estimate));
+    if (is_enough(guess)) enough = guess;
+  }
+  if (enough == 2 || !is_enough(enough - 1)) return enough;
+  // The estimate was off by rounding: halve down to the exact answer.
+  std::int64_t too_few = 1;
+  while (enough - too_few > 1) {
+    const std::int64_t middle = too_few + (enough - too_few) / 2;
+    (is_enough(middle) ? enough : too_few) = middle;
+  }
+  return enough;
+}
+
+// Calls visit(first_layer, last_layer, num_replicas) for every stage that runs within bottleneck_s, after
+// a boundary that does, whose first layer is_reachable; first layers ascend.
+template <class IsReachable, class Visit>
+void for_each_stage_within(const Problem& problem, double bottleneck_s, IsReachable is_reachable,
+                           Visit visit) {
+  for (std::size_t first = 0; first < problem.layers.size(); ++first) {
+    if (first > 0 && problem.boundary_s(first - 1) > bottleneck_s) continue;
+    if (!is_reachable(first)) continue;
+    StageCost cost;
+    for (std::size_t last = first; last < problem.layers.size(); ++last) {
+      cost.add(problem.layers[last]);
+      const std::int64_t num_replicas = fewest_replicas(problem, cost, bottleneck_s);
+      if (num_replicas == kImpossible) break;  // more layers only add to it
+      visit(first, last, num_replicas);
+    }
+  }
+}
+
+// True when at most num_workers workers cover all layers within bottleneck_s.
+bool is_feasible(const Problem& problem, double bottleneck_s) {
+  constexpr std::int64_t kUnreached = std::numeric_limits<std::int64_t>::max();
+  // fewest_workers[j] cover the layers before j.
+  std::vector<std::int64_t> fewest_workers(problem.layers.size() + 1, kUnreached);
+  fewest_workers[0] = 0;
+  for_each_stage_within(
+      problem, bottleneck_s, [&](std::size_t first) { return fewest_workers[first] < problem.num_workers; },
+      [&](std::size_t first, std::size_t last, std::int64_t num_replicas) {
+        fewest_workers[last + 1] = std::min(fewest_workers[last + 1], fewest_workers[first] + num_replicas);
+      });
+  return fewest_workers.back() <= problem.num_workers;
+}
+
+// The least bottleneck that is feasible. One replica of everything is always feasible.
+double least_bottleneck_s(const Problem& problem) {
+  StageCost everything;
+  for (const LayerCost& layer : problem.layers) everything.add(layer);
+  // Doubles from 0 on are ordered like their bit patterns.
+  std::uint64_t feasible = std::bit_cast<std::uint64_t>(everything.compute_s);
+  std::uint64_t lowest = 0;
+  while (lowest < feasible) {
+    const std::uint64_t middle = lowest + (feasible - lowest) / 2;
+    if (is_feasible(problem, std::bit_cast<double>(middle))) {
+      feasible = middle;
+    } else {
+      lowest = middle + 1;
+    }
+  }
+  return std::bit_cast<double>(feasible);
+}
+
+// The best cover of the layers before one: fewer workers, then fewer stages, then the earliest start of
+// the last stage.
+struct Cover {
+  std::int64_t num_workers = 0;
+  std::int64_t num_stages = 0;
+  PlannedStage last_stage;
+
+  [[nodiscard]] bool is_reached() const { return num_stages > 0; }
+  [[nodiscard]] bool is_better_than(const Cover& other) const {
+    if (!other.is_reached()) return true;
+    if (num_workers != other.num_workers) return num_workers < other.num_workers;
+    return num_stages < other.num_stages;
+  }
+};
+
+std::vector<PlannedStage> smallest_plan(const Problem& problem, double bottleneck_s) {
+  std::vector<Cover> covers(problem.layers.size() + 1);
+  for_each_stage_within(
+      problem, bottleneck_s, [&](std::size_t first) { return first == 0 || covers[first].is_reached(); },
+      [&](std::size_t first, std::size_t last, std::int64_t num_replicas) {
+        const PlannedStage stage{static_cast<std::int64_t>(first), static_cast<std::int64_t>(last),
+                                 num_replicas};
+        const Cover cover{covers[first].num_workers + num_replicas, covers[first].num_stages + 1, stage};
+        if (cover.is_better_than(covers[last + 1])) covers[last + 1] = cover;
+      });
+  std::vector<PlannedStage> stages;
+  for (std::size_t num_layers = problem.layers.size(); num_layers > 0;) {
+    PD_CHECK(covers[num_layers].is_reached(),
+             "no plan within " << bottleneck_s << " s covers " << num_layers);
+    stages.push_back(covers[num_layers].last_stage);
+    num_layers = static_cast<std::size_t>(covers[num_layers].last_stage.first_layer);
+  }
+  std::reverse(stages.begin(), stages.end());
+  return stages;
+}
+
+void check_cost(const char* name, std::size_t layer_index, double value) {
+  if (std::isfinite(value) && value >= 0) return;
+  throw UserError(std::string(name) + " of layer " + std::to_string(layer_index) + " is " +
+                  std::to_string(value) + "; it must be finite and not negative");
+}
+
+void check_layers(const std::vector<LayerCost>& layers, double bandwidth_bytes_per_s) {
+  if (layers.empty()) throw UserError("the profile has no layers; it needs at least one");
+  if (!std::isfinite(bandwidth_bytes_per_s) || bandwidth_bytes_per_s <= 0) {
+    throw UserError("bandwidth_bytes_per_s is " + std::to_string(bandwidth_bytes_per_s) +
+                    "; it must be finite and above 0");
+  }
+  StageCost everything;
+  for (std::size_t layer_index = 0; layer_index < layers.size(); ++layer_index) {
+    check_cost("compute_s", layer_index, layers[layer_index].compute_s);
+    check_cost("activation_bytes", layer_index, layers[layer_index].activation_bytes);
+    check_cost("parameter_bytes", layer_index, layers[layer_index].parameter_bytes);
+    everything.add(layers[layer_index]);
+  }
+  if (!std::isfinite(everything.compute_s) || !std::isfinite(everything.parameter_bytes)) {
+    throw UserError("the layers' compute_s or parameter_bytes add up to more than a double holds");
+  }
+}
+
+void check_stage(const std::vector<LayerCost>& layers, const PlannedStage& stage) {
+  const auto num_layers = static_cast<std::int64_t>(layers.size());
+  if (stage.first_layer < 0 || stage.last_layer < stage.first_layer || stage.last_layer >= num_layers) {
+    throw UserError("a stage of layers " + std::to_string(stage.first_layer) + " to " +
+                    std::to_string(stage.last_layer) + " is not within the model's " +
+                    std::to_string(num_layers) + " layers, which are counted from 0");
+  }
+  if (stage.num_replicas < 1) {
+    throw UserError("the stage of layers " + std::to_string(stage.first_layer) + " to " +
+                    std::to_string(stage.last_layer) + " has " + std::to_string(stage.num_replicas) +
+                    " replicas; it must have at least 1");
+  }
+}
+
+StageCost sum_cost(const std::vector<LayerCost>& layers, const PlannedStage& stage) {
+  StageCost cost;
+  for (std::int64_t layer = stage.first_layer; layer <= stage.last_layer; ++layer) {
+    cost.add(layers[static_cast<std::size_t>(layer)]);
+  }
+  return cost;
+}
+
+}  // namespace
+
+double stage_time_s(const std::vector<LayerCost>& layers, std::int64_t first_layer, std::int64_t last_layer,
+                    std::int64_t num_replicas, double bandwidth_bytes_per_s) {
+  const PlannedStage stage{first_layer, last_layer, num_replicas};
+  check_layers(layers, bandwidth_bytes_per_s);
+  check_stage(layers, stage);
+  return sum_cost(layers, stage).time_s(num_replicas, bandwidth_bytes_per_s);
+}
+
+double bottleneck_s(const std::vector<LayerCost>& layers, const std::vector<PlannedStage>& stages,
+                    double bandwidth_bytes_per_s) {
+  check_layers(layers, bandwidth_bytes_per_s);
+  const Problem problem{layers, 0, 0, bandwidth_bytes_per_s};
+  double slowest_s = 0;
+  std::int64_t next_layer = 0;
+  for (const PlannedStage& stage : stages) {
+    check_stage(layers, stage);
+    if (stage.first_layer != next_layer) {
+      throw UserError("a stage begins at layer " + std::to_string(stage.first_layer) +
+                      "; it must begin at layer " + std::to_string(next_layer) +
+                      ", so that stages neither overlap nor leave gaps");
+    }
+    if (next_layer > 0)
+      slowest_s = std::max(slowest_s, problem.boundary_s(static_cast<std::size_t>(next_layer - 1)));
+    slowest_s =
+        std::max(slowest_s, sum_cost(layers, stage).time_s(stage.num_replicas, bandwidth_bytes_per_s));
+    next_layer = stage.last_layer + 1;
+  }
+  if (next_layer != static_cast<std::int64_t>(layers.size())) {
+    throw UserError("the stages end before layer " + std::to_string(next_layer) + "; the model has " +
+                    std::to_string(layers.size()) + " layers");
+  }
+  return slowest_s;
+}
+
+Partition partition(const std::vector<LayerCost>& layers, std::int64_t num_workers,
+                    double bandwidth_bytes_per_s, bool straight) {
+  check_layers(layers, bandwidth_bytes_per_s);
+  if (num_workers < 1 || num_workers > kNumWorkersMax) {
+    throw UserError("num_workers is " + std::to_string(num_workers) + "; it must be between 1 and " +
+                    std::to_string(kNumWorkersMax));
+  }
+  const Problem problem{layers, straight ? 1 : num_workers, num_workers, bandwidth_bytes_per_s};
+  Partition best;
+  best.bottleneck_s = least_bottleneck_s(problem);
+  best.stages = smallest_plan(problem, best.bottleneck_s);
+  PD_CHECK(bottleneck_s(layers, best.stages, bandwidth_bytes_per_s) == best.bottleneck_s,
+           "the plan's bottleneck is not the least feasible one, " << best.bottleneck_s << " s");
+  return best;
+}
+
+}  // namespace pipedream

@@ -1,0 +1,53 @@
+// Exact partition of a profiled model into replicated stages, by dynamic programming.
+//
+// T(i..j, m) = (1/m) max( sum T_l, sum W_l^m ),  W_l^m = 4 (m-1) w_l / (m B),  C_i = a_i / B
+// A(j, m)    = min( T(0..j, m), min over i<j, m'<m of max( A(i, m-m'), 2 C_i, T(i+1..j, m') ) )
+// The optimum uses at most num_workers; ties: fewer workers, then fewer stages.
+// Source: PipeDream (SOSP'19), section 3.1; design.md section 5.
+//
+// Method. "Is there a plan with bottleneck <= t?" is answered by a DP over layers alone: the fewest
+// workers that cover layers 0..j, O(N^2). Feasibility is monotone in t, and the non-negative doubles are
+// ordered like their bit patterns, so 64 halvings find the exact optimum.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace pipedream {
+
+struct LayerCost {
+  double compute_s = 0;  // forward and backward of one minibatch
+  double activation_bytes = 0;
+  double parameter_bytes = 0;
+};
+
+struct PlannedStage {
+  std::int64_t first_layer = 0;
+  std::int64_t last_layer = 0;  // inclusive
+  std::int64_t num_replicas = 1;
+
+  friend bool operator==(const PlannedStage&, const PlannedStage&) = default;
+};
+
+struct Partition {
+  std::vector<PlannedStage> stages;
+  double bottleneck_s = 0;
+};
+
+// T(first..last, num_replicas) in seconds, summed in layer order. Throws UserError for a stage that the
+// model does not have, and as partition() does.
+[[nodiscard]] double stage_time_s(const std::vector<LayerCost>& layers, std::int64_t first_layer,
+                                  std::int64_t last_layer, std::int64_t num_replicas,
+                                  double bandwidth_bytes_per_s);
+
+// The slowest of a given plan's stages and boundaries (2 C_i). Throws UserError for stages that overlap,
+// leave gaps or do not cover the model, and as partition() does.
+[[nodiscard]] double bottleneck_s(const std::vector<LayerCost>& layers,
+                                  const std::vector<PlannedStage>& stages, double bandwidth_bytes_per_s);
+
+// Throws UserError for no layers, num_workers < 1, a bandwidth that is not positive, a cost that is
+// negative or not finite. straight: every stage has one replica.
+[[nodiscard]] Partition partition(const std::vector<LayerCost>& layers, std::int64_t num_workers,
+                                  double bandwidth_bytes_per_s, bool straight = false);
+
+}  // namespace pipedream
