@@ -1,0 +1,276 @@
+// The CUDA backend, on the CUDA runtime API alone: no kernels here, so the host compiler builds it.
+//
+// Every entry makes the device current for the calling thread and restores what was, so that the caller's
+// framework sees no change. Streams are non-blocking: nothing here meets the legacy default stream unless
+// the caller wraps it. The runtime is linked statically and shares the driver's primary context with any
+// other runtime in the process (torch's), so streams, events and pointers of both mix.
+#include <cuda_runtime_api.h>
+
+#include <cstdio>
+#include <utility>
+
+#include "base/bytes.h"
+#include "base/check.h"
+#include "base/failure.h"
+#include "device/device.h"
+#include "device/host/host_memory.h"
+
+namespace pipedream {
+namespace {
+
+std::string device_label(int device_index) { return "cuda:" + std::to_string(device_index); }
+
+void throw_if_failed(cudaError_t status, const char* call, int device_index) {
+  if (status == cudaSuccess) return;
+  (void)cudaGetLastError();  // the next call must not report this one again
+  throw DeviceError(device_label(device_index) + ": " + call + " failed: " + cudaGetErrorString(status) +
+                    " (" + cudaGetErrorName(status) +
+                    "); it may come from earlier work on this device, CUDA_LAUNCH_BLOCKING=1 finds it");
+}
+
+// For destructors: log, never throw. At process exit the driver may be gone already: that is no news.
+void log_if_failed(cudaError_t status, const char* call, int device_index) noexcept {
+  if (status == cudaSuccess || status == cudaErrorCudartUnloading) return;
+  (void)cudaGetLastError();
+  std::fprintf(stderr, "pipedream: cuda:%d: %s failed: %s\n", device_index, call, cudaGetErrorString(status));
+}
+
+#define PD_CUDA(call, device_index) ::pipedream::throw_if_failed((call), #call, (device_index))
+#define PD_CUDA_LOG(call, device_index) ::pipedream::log_if_failed((call), #call, (device_index))
+
+// The device is current on this thread while this lives.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(int device_index) : device_index_(device_index) {
+    PD_CUDA(cudaGetDevice(&previous_index_), device_index_);
+    if (previous_index_ != device_index_) PD_CUDA(cudaSetDevice(device_index_), device_index_);
+  }
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+  ~CurrentDevice() {
+    if (previous_index_ != device_index_) PD_CUDA_LOG(cudaSetDevice(previous_index_), previous_index_);
+  }
+
+ private:
+  const int device_index_;
+  int previous_index_ = 0;
+};
+
+class CudaEvent final : public Event {
+ public:
+  explicit CudaEvent(int device_index) : device_index_(device_index) {
+    const CurrentDevice current(device_index_);
+    // Blocking: a waiting thread sleeps instead of taking a core from the one that computes.
+    PD_CUDA(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming | cudaEventBlockingSync), device_index_);
+  }
+  ~CudaEvent() override { PD_CUDA_LOG(cudaEventDestroy(event_), device_index_); }
+
+  [[nodiscard]] bool done() const override {
+    const CurrentDevice current(device_index_);
+    const cudaError_t status = cudaEventQuery(event_);
+    if (status == cudaErrorNotReady) {
+      (void)cudaGetLastError();  // an answer, not an error
+      return false;
+    }
+    throw_if_failed(status, "cudaEventQuery", device_index_);
+    return true;
+  }
+  void wait() const override {
+    const CurrentDevice current(device_index_);
+    PD_CUDA(cudaEventSynchronize(event_), device_index_);
+  }
+  [[nodiscard]] cudaEvent_t native() const { return event_; }
+
+ private:
+  const int device_index_;
+  cudaEvent_t event_ = nullptr;
+};
+
+cudaEvent_t native_of(const Event& event) {
+  const auto* const cuda_event = dynamic_cast<const CudaEvent*>(&event);
+  PD_CHECK(cuda_event != nullptr, "an event of another device on a CUDA stream");
+  return cuda_event->native();
+}
+
+void CUDART_CB run_call(void* data) noexcept {
+  const std::unique_ptr<std::function<void()>> function(static_cast<std::function<void()>*>(data));
+  (*function)();
+}
+
+class CudaStream final : public Stream {
+ public:
+  explicit CudaStream(int device_index) : device_index_(device_index), owned_(true) {
+    const CurrentDevice current(device_index_);
+    PD_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), device_index_);
+  }
+  // The caller's: neither finished nor destroyed with this object.
+  CudaStream(int device_index, cudaStream_t stream)
+      : device_index_(device_index), owned_(false), stream_(stream) {}
+  ~CudaStream() override {
+    if (!owned_) return;
+    PD_CUDA_LOG(cudaStreamSynchronize(stream_), device_index_);
+    PD_CUDA_LOG(cudaStreamDestroy(stream_), device_index_);
+  }
+
+  void copy(void* to, const void* from, std::size_t num_bytes) override {
+    if (num_bytes == 0) return;
+    const CurrentDevice current(device_index_);
+    PD_CUDA(cudaMemcpyAsync(to, from, num_bytes, cudaMemcpyDefault, stream_), device_index_);
+  }
+  void record(Event& event) override {
+    const CurrentDevice current(device_index_);
+    PD_CUDA(cudaEventRecord(native_of(event), stream_), device_index_);
+  }
+  void wait(const Event& event) override {
+    const CurrentDevice current(device_index_);
+    PD_CUDA(cudaStreamWaitEvent(stream_, native_of(event), 0), device_index_);
+  }
+  void call(std::function<void()> function) override {
+    const CurrentDevice current(device_index_);
+    auto owned_function = std::make_unique<std::function<void()>>(std::move(function));
+    PD_CUDA(cudaLaunchHostFunc(stream_, run_call, owned_function.get()), device_index_);
+    (void)owned_function.release();  // run_call owns it now
+  }
+  void synchronize() override {
+    const CurrentDevice current(device_index_);
+    PD_CUDA(cudaStreamSynchronize(stream_), device_index_);
+  }
+
+ private:
+  const int device_index_;
+  const bool owned_;
+  cudaStream_t stream_ = nullptr;
+};
+
+class CudaDeviceMemory final : public Memory {
+ public:
+  CudaDeviceMemory(int device_index, std::size_t num_bytes)
+      : device_index_(device_index), size_bytes_(num_bytes) {
+    PD_CHECK(num_bytes > 0, "0 bytes of device memory on " << device_label(device_index));
+    const CurrentDevice current(device_index_);
+    void* data = nullptr;
+    const cudaError_t status = cudaMalloc(&data, num_bytes);
+    if (status == cudaErrorMemoryAllocation) {
+      (void)cudaGetLastError();
+      std::size_t free_bytes = 0;
+      std::size_t total_bytes = 0;
+      PD_CUDA(cudaMemGetInfo(&free_bytes, &total_bytes), device_index_);
+      throw_not_enough_memory(num_bytes, "device memory on " + device_label(device_index_),
+                              format_bytes(free_bytes) + " of " + format_bytes(total_bytes) + " are free");
+    }
+    throw_if_failed(status, "cudaMalloc", device_index_);
+    data_ = static_cast<std::byte*>(data);
+    zero();
+  }
+  ~CudaDeviceMemory() override { PD_CUDA_LOG(cudaFree(data_), device_index_); }
+
+  [[nodiscard]] std::byte* data() const override { return data_; }
+  [[nodiscard]] std::size_t size_bytes() const override { return size_bytes_; }
+
+ private:
+  void zero() {
+    cudaStream_t stream = nullptr;
+    PD_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), device_index_);
+    const cudaError_t enqueued = cudaMemsetAsync(data_, 0, size_bytes_, stream);
+    const cudaError_t finished = cudaStreamSynchronize(stream);
+    PD_CUDA_LOG(cudaStreamDestroy(stream), device_index_);
+    throw_if_failed(enqueued, "cudaMemsetAsync", device_index_);
+    throw_if_failed(finished, "cudaStreamSynchronize", device_index_);
+  }
+
+  const int device_index_;
+  const std::size_t size_bytes_;
+  std::byte* data_ = nullptr;
+};
+
+// Mapped and touched like any host memory of ours, then pinned, for all devices of the process.
+class CudaStagingMemory final : public Memory {
+ public:
+  CudaStagingMemory(int device_index, std::size_t num_bytes)
+      : device_index_(device_index), memory_(num_bytes, "staging memory of " + device_label(device_index)) {
+    const CurrentDevice current(device_index_);
+    const cudaError_t status = cudaHostRegister(memory_.data(), num_bytes, cudaHostRegisterPortable);
+    if (status == cudaErrorMemoryAllocation) {
+      (void)cudaGetLastError();
+      throw_not_enough_memory(num_bytes, "staging memory of " + device_label(device_index_),
+                              "it cannot be pinned");
+    }
+    throw_if_failed(status, "cudaHostRegister", device_index_);
+  }
+  ~CudaStagingMemory() override { PD_CUDA_LOG(cudaHostUnregister(memory_.data()), device_index_); }
+
+  [[nodiscard]] std::byte* data() const override { return memory_.data(); }
+  [[nodiscard]] std::size_t size_bytes() const override { return memory_.size_bytes(); }
+
+ private:
+  const int device_index_;
+  const HostMemory memory_;
+};
+
+class CudaDevice final : public Device {
+ public:
+  explicit CudaDevice(int device_index) : device_index_(device_index) {
+    cudaDeviceProp properties{};
+    PD_CUDA(cudaGetDeviceProperties(&properties, device_index_), device_index_);
+    name_ = device_label(device_index_) + " " + static_cast<const char*>(properties.name);
+  }
+
+  [[nodiscard]] DeviceType type() const override { return DeviceType::kCuda; }
+  [[nodiscard]] int index() const override { return device_index_; }
+  [[nodiscard]] std::string name() const override { return name_; }
+
+  [[nodiscard]] std::unique_ptr<Stream> make_stream() override {
+    return std::make_unique<CudaStream>(device_index_);
+  }
+  [[nodiscard]] std::unique_ptr<Event> make_event() override {
+    return std::make_unique<CudaEvent>(device_index_);
+  }
+  [[nodiscard]] std::unique_ptr<Stream> wrap_stream(std::uintptr_t native_handle) override {
+    // NOLINTNEXTLINE(performance-no-int-to-ptr): that is how frameworks hand a stream over
+    return std::make_unique<CudaStream>(device_index_, reinterpret_cast<cudaStream_t>(native_handle));
+  }
+  [[nodiscard]] std::unique_ptr<Memory> allocate(std::size_t num_bytes, MemoryKind kind) override {
+    if (kind == MemoryKind::kStaging) return std::make_unique<CudaStagingMemory>(device_index_, num_bytes);
+    return std::make_unique<CudaDeviceMemory>(device_index_, num_bytes);
+  }
+  [[nodiscard]] bool device_memory_is_host_memory() const override { return false; }
+
+ private:
+  const int device_index_;
+  std::string name_;
+};
+
+struct DeviceCount {
+  int num_devices = 0;
+  std::string why_none;
+};
+
+// Quiet: no driver, an old driver and no device are answers, not errors.
+DeviceCount count_devices() {
+  int num_devices = 0;
+  const cudaError_t status = cudaGetDeviceCount(&num_devices);
+  if (status == cudaSuccess && num_devices > 0) return {num_devices, ""};
+  (void)cudaGetLastError();
+  return {0, status == cudaSuccess ? "no CUDA device" : cudaGetErrorString(status)};
+}
+
+}  // namespace
+
+bool built_with_cuda() { return true; }
+
+bool cuda_available() { return count_devices().num_devices > 0; }
+
+std::unique_ptr<Device> make_cuda_device(int index) {
+  const DeviceCount count = count_devices();
+  if (count.num_devices == 0) {
+    throw UserError(device_label(index) + " was asked for, but CUDA is not available: " + count.why_none +
+                    "; use the host device");
+  }
+  if (index < 0 || index >= count.num_devices) {
+    throw UserError(device_label(index) + " does not exist: this machine has " +
+                    std::to_string(count.num_devices) + " CUDA device(s), counted from cuda:0");
+  }
+  return std::make_unique<CudaDevice>(index);
+}
+
+}  // namespace pipedream

@@ -1,0 +1,114 @@
+// What a stage needs of a device: streams, events, memory. Two implementations of one contract: host/ (a
+// thread per stream, truly asynchronous) and cuda/. The contract suite tests/cpp/device runs on both.
+//
+// Async functions take the stream explicitly; there is no default stream.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+namespace pipedream {
+
+// A call that the device refused, or earlier work on it that failed (most often a kernel of the user's
+// model). The device is of no use afterwards. Never thrown by the host backend. RuntimeError in Python.
+class DeviceError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+enum class DeviceType { kHost, kCuda };
+
+enum class MemoryKind {
+  kDevice,   // where the stage computes
+  kStaging,  // pinned host memory between device and wire; on the host backend plain host memory
+};
+
+// A point in a stream's order. Record it, then wait for it from the CPU or from another stream.
+// Any thread; one recorder at a time.
+class Event {
+ public:
+  Event() = default;
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  virtual ~Event() = default;
+
+  // True once everything before the last record() is done; true if never recorded.
+  [[nodiscard]] virtual bool done() const = 0;
+  // Blocks the calling CPU thread until done().
+  virtual void wait() const = 0;
+};
+
+// An ordered queue of asynchronous work. Any thread may enqueue; order is that of the calls. It is bounded:
+// with kStreamDepth operations pending, or more, an enqueuing thread may have to wait for room.
+// Destruction finishes what is enqueued. Events are those of the stream's own device.
+inline constexpr std::size_t kStreamDepth = 512;
+
+class Stream {
+ public:
+  Stream() = default;
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+  virtual ~Stream() = default;
+
+  // Both ranges stay valid and unchanged until the copy is done; they do not overlap.
+  virtual void copy(void* to, const void* from, std::size_t num_bytes) = 0;
+  virtual void record(Event& event) = 0;
+  // Work enqueued after this starts only when the event is done. The CPU does not wait.
+  virtual void wait(const Event& event) = 0;
+  // Runs on a CPU thread in stream order. It must be short, and must not call the device.
+  virtual void call(std::function<void()> function) = 0;
+  // Blocks the calling CPU thread until everything enqueued is done.
+  virtual void synchronize() = 0;
+};
+
+// Owns one allocation. Host memory is 64-byte aligned at least, huge pages advised.
+class Memory {
+ public:
+  Memory() = default;
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  virtual ~Memory() = default;
+
+  [[nodiscard]] virtual std::byte* data() const = 0;
+  [[nodiscard]] virtual std::size_t size_bytes() const = 0;
+};
+
+class Device {
+ public:
+  Device() = default;
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+  virtual ~Device() = default;
+
+  [[nodiscard]] virtual DeviceType type() const = 0;
+  [[nodiscard]] virtual int index() const = 0;         // 0 on the host
+  [[nodiscard]] virtual std::string name() const = 0;  // "host", "cuda:0 NVIDIA H100"
+
+  [[nodiscard]] virtual std::unique_ptr<Stream> make_stream() = 0;
+  [[nodiscard]] virtual std::unique_ptr<Event> make_event() = 0;
+  // Wraps a stream that the caller's framework computes on (a cudaStream_t as an integer). On the host
+  // the handle is 0 and means the calling thread: work is done when the call returns.
+  [[nodiscard]] virtual std::unique_ptr<Stream> wrap_stream(std::uintptr_t native_handle) = 0;
+
+  // Throws UserError naming size and device when there is not enough. Host memory (both kinds on the
+  // host backend, kStaging on CUDA) is touched page by page here, so that the first minibatch does not
+  // pay for it; device memory is zeroed.
+  [[nodiscard]] virtual std::unique_ptr<Memory> allocate(std::size_t num_bytes, MemoryKind kind) = 0;
+
+  // True when the CPU, and so the wire, can read device memory: then nothing is staged.
+  [[nodiscard]] virtual bool device_memory_is_host_memory() const = 0;
+};
+
+[[nodiscard]] std::unique_ptr<Device> make_host_device();
+
+// False when built without CUDA, without a driver, or without a device.
+[[nodiscard]] bool cuda_available();
+[[nodiscard]] bool built_with_cuda();
+// Throws UserError when not cuda_available() or the index does not exist.
+[[nodiscard]] std::unique_ptr<Device> make_cuda_device(int index);
+
+}  // namespace pipedream

@@ -1,0 +1,123 @@
+// mmap, madvise, touch. The first touch of a fresh page costs 10 to 100 us on virtual machines: all of it
+// is paid here.
+#include "device/host/host_memory.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <limits>
+
+#include "base/bytes.h"
+#include "base/check.h"
+#include "base/failure.h"
+
+namespace pipedream {
+namespace {
+
+constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
+
+std::size_t round_up(std::size_t num_bytes, std::size_t multiple) {
+  return (num_bytes + multiple - 1) / multiple * multiple;
+}
+
+std::size_t page_bytes() {
+  const long num_bytes = ::sysconf(_SC_PAGESIZE);
+  PD_CHECK(num_bytes > 0, "page size " << num_bytes);
+  return static_cast<std::size_t>(num_bytes);
+}
+
+// MemAvailable in /proc/meminfo, in bytes; the largest size when it cannot be read.
+std::size_t mem_available_bytes() {
+  std::ifstream meminfo("/proc/meminfo");
+  std::string line;
+  while (std::getline(meminfo, line)) {
+    unsigned long long num_kib = 0;
+    if (std::sscanf(line.c_str(), "MemAvailable: %llu kB", &num_kib) == 1) {
+      return static_cast<std::size_t>(num_kib) * 1024;
+    }
+  }
+  return std::numeric_limits<std::size_t>::max();
+}
+
+// A control group's limit in bytes; the largest size for "max", or when there is no such file.
+std::size_t limit_in(const char* path) {
+  std::ifstream file(path);
+  std::size_t limit_bytes = 0;
+  return (file >> limit_bytes) ? limit_bytes : std::numeric_limits<std::size_t>::max();
+}
+
+// Starts at a huge page where the range holds one, so that the kernel can use them from the first byte.
+std::byte* map_aligned(std::size_t mapped_bytes) {
+  const std::size_t slack_bytes = mapped_bytes >= kHugePageBytes ? kHugePageBytes : 0;
+  void* const mapping =
+      ::mmap(nullptr, mapped_bytes + slack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapping == MAP_FAILED) return nullptr;
+  auto* const begin = static_cast<std::byte*>(mapping);
+  if (slack_bytes == 0) return begin;
+
+  const auto address = reinterpret_cast<std::uintptr_t>(begin);
+  const std::size_t head_bytes = round_up(address, kHugePageBytes) - address;
+  const std::size_t tail_bytes = slack_bytes - head_bytes;
+  if (head_bytes > 0) ::munmap(begin, head_bytes);
+  if (tail_bytes > 0) ::munmap(begin + head_bytes + mapped_bytes, tail_bytes);
+  return begin + head_bytes;
+}
+
+// False when the kernel has no memory left for it.
+bool touch_all(std::byte* data, std::size_t mapped_bytes, std::size_t page) {
+#ifdef MADV_POPULATE_WRITE
+  if (::madvise(data, mapped_bytes, MADV_POPULATE_WRITE) == 0) return true;
+  if (errno == ENOMEM || errno == EFAULT) return false;
+#endif
+  // A kernel before 5.14. volatile: the stores are the point.
+  for (std::size_t offset = 0; offset < mapped_bytes; offset += page) {
+    *reinterpret_cast<volatile std::byte*>(data + offset) = std::byte{0};
+  }
+  return true;
+}
+
+}  // namespace
+
+void throw_not_enough_memory(std::size_t num_bytes, const std::string& what, const std::string& why) {
+  throw UserError("cannot allocate " + format_bytes(num_bytes) + " (" + std::to_string(num_bytes) +
+                  " bytes) of " + what + ": " + why +
+                  "; use smaller minibatches, more stages or more memory");
+}
+
+std::size_t host_memory_available_bytes() {
+  return std::min({mem_available_bytes(), limit_in("/sys/fs/cgroup/memory.max"),
+                   limit_in("/sys/fs/cgroup/memory/memory.limit_in_bytes")});
+}
+
+HostMemory::HostMemory(std::size_t num_bytes, const std::string& what) : size_bytes_(num_bytes) {
+  PD_CHECK(num_bytes > 0, "0 bytes of " << what);
+  // Asked first: an overcommitting kernel would say yes now and kill the process while it touches pages.
+  const std::size_t available_bytes = host_memory_available_bytes();
+  if (num_bytes > available_bytes) {
+    throw_not_enough_memory(num_bytes, what, format_bytes(available_bytes) + " are available");
+  }
+  const std::size_t page = page_bytes();
+  mapped_bytes_ = round_up(num_bytes, page);
+  data_ = map_aligned(mapped_bytes_);
+  if (data_ == nullptr) throw_not_enough_memory(num_bytes, what, std::strerror(errno));
+  // Advice only: a kernel without huge pages refuses, and small pages are right, just slower.
+  (void)::madvise(data_, mapped_bytes_, MADV_HUGEPAGE);
+  if (!touch_all(data_, mapped_bytes_, page)) {
+    ::munmap(data_, mapped_bytes_);
+    throw_not_enough_memory(num_bytes, what, "the kernel ran out of pages");
+  }
+}
+
+HostMemory::~HostMemory() {
+  if (::munmap(data_, mapped_bytes_) != 0) {
+    std::fprintf(stderr, "pipedream: munmap of %zu bytes failed: %s\n", mapped_bytes_, std::strerror(errno));
+  }
+}
+
+}  // namespace pipedream

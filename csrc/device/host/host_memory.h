@@ -1,0 +1,34 @@
+// Anonymous host memory: mapped, huge pages advised, every page touched before the constructor returns.
+// Shared by both backends (CUDA pins it). Owned by whoever holds it; any thread.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "device/device.h"
+
+namespace pipedream {
+
+class HostMemory final : public Memory {
+ public:
+  // Zeroed. Throws UserError naming the size, what (e.g. "staging memory of cuda:0") and what is available.
+  HostMemory(std::size_t num_bytes, const std::string& what);
+  ~HostMemory() override;
+
+  [[nodiscard]] std::byte* data() const override { return data_; }
+  [[nodiscard]] std::size_t size_bytes() const override { return size_bytes_; }
+
+ private:
+  std::byte* data_ = nullptr;
+  std::size_t size_bytes_ = 0;    // as asked for
+  std::size_t mapped_bytes_ = 0;  // whole pages
+};
+
+// "cannot allocate 2.00 GiB (2147483648 bytes) of staging memory on host: <why>; <remedy>", as UserError.
+[[noreturn]] void throw_not_enough_memory(std::size_t num_bytes, const std::string& what,
+                                          const std::string& why);
+
+// What can be allocated without swapping: the smaller of MemAvailable and the control group's limit.
+[[nodiscard]] std::size_t host_memory_available_bytes();
+
+}  // namespace pipedream

@@ -1,0 +1,101 @@
+// Streams and events of the host backend.
+//
+//   enqueuing threads --BoundedQueue--> stream thread: runs one operation after the other
+//
+// The stream thread blocks where a CUDA stream would stall: in wait(event). Enqueuing never runs the work.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <variant>
+
+#include "base/bounded_queue.h"
+#include "device/device.h"
+
+namespace pipedream {
+
+// Shared by the event and by the operations that still mention it, so an event may die before they run.
+// Records are numbered from 1; record k is complete when everything before it in its stream is done.
+class HostEventState {
+ public:
+  // A new record; its number. The record is not complete yet.
+  std::uint64_t begin_record();
+  void complete(std::uint64_t record);
+  [[nodiscard]] std::uint64_t last_record() const;
+  [[nodiscard]] bool is_complete(std::uint64_t record) const;
+  void wait_for(std::uint64_t record) const;
+
+ private:
+  mutable std::mutex mutex_;  // guards both counts
+  mutable std::condition_variable completed_;
+  std::uint64_t num_records_ = 0;
+  std::uint64_t last_complete_ = 0;
+};
+
+class HostEvent final : public Event {
+ public:
+  [[nodiscard]] bool done() const override { return state_->is_complete(state_->last_record()); }
+  void wait() const override { state_->wait_for(state_->last_record()); }
+  [[nodiscard]] const std::shared_ptr<HostEventState>& state() const { return state_; }
+
+ private:
+  const std::shared_ptr<HostEventState> state_ = std::make_shared<HostEventState>();
+};
+
+// One thread per stream, which ends when the stream is destroyed.
+class HostStream final : public Stream {
+ public:
+  HostStream();
+  ~HostStream() override;
+
+  void copy(void* to, const void* from, std::size_t num_bytes) override;
+  void record(Event& event) override;
+  void wait(const Event& event) override;
+  void call(std::function<void()> function) override;
+  void synchronize() override;
+
+ private:
+  struct Copy {
+    void* to;
+    const void* from;
+    std::size_t num_bytes;
+  };
+  struct CompleteRecord {
+    std::shared_ptr<HostEventState> state;
+    std::uint64_t record;
+  };
+  struct WaitForRecord {
+    std::shared_ptr<HostEventState> state;
+    std::uint64_t record;
+  };
+  using Call = std::function<void()>;
+  using Operation = std::variant<Copy, CompleteRecord, WaitForRecord, Call>;
+
+  void enqueue(Operation operation);
+  [[nodiscard]] bool idle() const;
+  void run_operations();
+
+  BoundedQueue<Operation> operations_;
+  // Counted before the push and after the run: equal means that nothing is pending.
+  std::atomic<std::uint64_t> num_enqueued_ = 0;
+  std::atomic<std::uint64_t> num_done_ = 0;
+  std::thread thread_;  // last: it uses the members above
+};
+
+// The calling thread as a stream: everything is done when the call returns. Owns nothing.
+class CallerStream final : public Stream {
+ public:
+  void copy(void* to, const void* from, std::size_t num_bytes) override;
+  void record(Event& event) override;
+  void wait(const Event& event) override;
+  void call(std::function<void()> function) override;
+  void synchronize() override {}
+};
+
+}  // namespace pipedream

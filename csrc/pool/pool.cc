@@ -1,0 +1,227 @@
+// Budget, seal, lease. See the header; the order in memory is that of add().
+#include "pool/pool.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <utility>
+
+#include "base/bytes.h"
+#include "base/check.h"
+#include "base/failure.h"
+
+namespace pipedream {
+namespace {
+
+constexpr std::array<MemoryKind, 2> kKinds = {MemoryKind::kDevice, MemoryKind::kStaging};
+
+const char* kind_name(MemoryKind kind) { return kind == MemoryKind::kDevice ? "device" : "staging"; }
+
+// The distance between two slots, in bytes. Throws UserError when the term's sum is no size at all.
+std::size_t stride_of(const PoolTerm& term) {
+  std::size_t padded_bytes = 0;
+  std::size_t sum_bytes = 0;
+  if (__builtin_add_overflow(term.slot_bytes, kSlotAlignment - 1, &padded_bytes) ||
+      __builtin_mul_overflow(padded_bytes, static_cast<std::size_t>(term.num_slots), &sum_bytes)) {
+    throw UserError("pool term '" + term.name + "': " + std::to_string(term.num_slots) + " slots of " +
+                    std::to_string(term.slot_bytes) +
+                    " bytes are more than can be addressed; check the sizes");
+  }
+  return padded_bytes / kSlotAlignment * kSlotAlignment;
+}
+
+}  // namespace
+
+// --- Lease -------------------------------------------------------------------------------------------
+
+Lease::Lease(SlotGroup* group, std::byte* data, std::size_t size_bytes, SlotIndex slot)
+    : group_(group), data_(data), size_bytes_(size_bytes), slot_(slot) {}
+
+Lease::Lease(Lease&& other) noexcept
+    : group_(std::exchange(other.group_, nullptr)),
+      data_(std::exchange(other.data_, nullptr)),
+      size_bytes_(std::exchange(other.size_bytes_, 0)),
+      slot_(other.slot_) {}
+
+Lease& Lease::operator=(Lease&& other) noexcept {
+  if (this != &other) {
+    release();
+    group_ = std::exchange(other.group_, nullptr);
+    data_ = std::exchange(other.data_, nullptr);
+    size_bytes_ = std::exchange(other.size_bytes_, 0);
+    slot_ = other.slot_;
+  }
+  return *this;
+}
+
+Lease::~Lease() { release(); }
+
+void Lease::release() {
+  if (group_ == nullptr) return;
+  data_ = nullptr;
+  size_bytes_ = 0;
+  std::exchange(group_, nullptr)->give_back(slot_);
+}
+
+// --- SlotGroup ---------------------------------------------------------------------------------------
+
+SlotGroup::SlotGroup(PoolTerm term, std::byte* base, std::size_t stride_bytes)
+    : term_(std::move(term)), stride_bytes_(stride_bytes), base_(base), placed_(base != nullptr) {
+  PD_CHECK(term_.num_slots >= 0, "pool term '" << term_.name << "' has " << term_.num_slots << " slots");
+  PD_CHECK(stride_bytes_ >= term_.slot_bytes,
+           "pool term '" << term_.name << "': stride " << stride_bytes_ << ", slot " << term_.slot_bytes);
+  free_slots_.reserve(static_cast<std::size_t>(term_.num_slots));
+  for (std::int64_t slot = term_.num_slots; slot-- > 0;) free_slots_.push_back(slot);  // slot 0 on top
+}
+
+SlotGroup::~SlotGroup() {
+  PD_CHECK(num_free() == term_.num_slots, term_.num_slots - num_free()
+                                              << " of " << term_.num_slots << " slots of '" << term_.name
+                                              << "' are still leased while their pool is destroyed");
+}
+
+std::optional<Lease> SlotGroup::try_lease() {
+  PD_CHECK(placed_, "'" << term_.name << "' is leased before the pool is sealed");
+  std::int64_t slot = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    if (free_slots_.empty()) return std::nullopt;
+    slot = free_slots_.back();
+    free_slots_.pop_back();
+    const std::int64_t num_leased = term_.num_slots - static_cast<std::int64_t>(free_slots_.size());
+    num_leased_max_ = std::max(num_leased_max_, num_leased);
+  }
+  return Lease(this, base_ + static_cast<std::size_t>(slot) * stride_bytes_, term_.slot_bytes,
+               SlotIndex(slot));
+}
+
+Lease SlotGroup::lease() {
+  std::optional<Lease> lease = try_lease();
+  PD_CHECK(lease.has_value(), "all " << term_.num_slots << " slots of '" << term_.name << "' ("
+                                     << term_.slot_bytes << " bytes each) are leased");
+  return std::move(*lease);
+}
+
+std::int64_t SlotGroup::num_free() const {
+  const std::lock_guard lock(mutex_);
+  return static_cast<std::int64_t>(free_slots_.size());
+}
+
+std::byte* SlotGroup::slot_data(SlotIndex slot) const {
+  PD_CHECK(placed_, "'" << term_.name << "' has no memory before the pool is sealed");
+  PD_CHECK(slot.value() >= 0 && slot.value() < term_.num_slots,
+           "slot " << slot.value() << " of " << term_.num_slots << " of '" << term_.name << "'");
+  return base_ + static_cast<std::size_t>(slot.value()) * stride_bytes_;
+}
+
+void SlotGroup::on_release(std::function<void()> callback) {
+  PD_CHECK(num_free() == term_.num_slots,
+           "on_release of '" << term_.name << "' is set after the first lease");
+  on_release_ = std::move(callback);
+}
+
+TermReport SlotGroup::report() const {
+  const std::lock_guard lock(mutex_);
+  return {term_.name,      term_.kind,      term_.slot_bytes,
+          term_.num_slots, planned_bytes(), static_cast<std::size_t>(num_leased_max_) * stride_bytes_};
+}
+
+void SlotGroup::place(std::byte* base) {
+  base_ = base;
+  placed_ = true;
+}
+
+void SlotGroup::give_back(SlotIndex slot) {
+  {
+    const std::lock_guard lock(mutex_);
+    free_slots_.push_back(slot.value());
+  }
+  if (on_release_) on_release_();
+}
+
+std::size_t SlotGroup::planned_bytes() const {
+  return static_cast<std::size_t>(term_.num_slots) * stride_bytes_;
+}
+
+// --- Pool --------------------------------------------------------------------------------------------
+
+Pool::Pool(Device& device) : device_(device) {}
+
+Pool::~Pool() = default;
+
+SlotGroup& Pool::add(PoolTerm term) {
+  PD_CHECK(!sealed_, "pool term '" << term.name << "' of " << term.num_slots << " x " << term.slot_bytes
+                                   << " bytes is added after the seal");
+  PD_CHECK(term.num_slots >= 0, "pool term '" << term.name << "' has " << term.num_slots << " slots");
+  for (const SlotGroup& group : groups_) {
+    if (group.term().name == term.name) {
+      throw UserError("pool term '" + term.name + "' exists already; every user needs a name of its own");
+    }
+  }
+  const std::size_t stride_bytes = stride_of(term);
+  return groups_.emplace_back(std::move(term), nullptr, stride_bytes);
+}
+
+void Pool::seal() {
+  PD_CHECK(!sealed_, "the pool is sealed twice");
+  try {
+    for (const MemoryKind kind : kKinds) allocate_kind(kind);
+  } catch (const UserError& error) {
+    allocations_.clear();
+    throw UserError(error.what() + std::string("\n") + describe());
+  }
+  sealed_ = true;
+}
+
+void Pool::allocate_kind(MemoryKind kind) {
+  const std::size_t sum_bytes = planned_bytes(kind);
+  std::byte* next = nullptr;  // stays null when no slot of this kind has any bytes
+  if (sum_bytes > 0) next = allocations_.emplace_back(device_.allocate(sum_bytes, kind))->data();
+  std::size_t num_placed_bytes = 0;
+  for (SlotGroup& group : groups_) {
+    if (group.term().kind != kind) continue;
+    group.place(next);
+    if (next != nullptr) next += group.planned_bytes();
+    num_placed_bytes += group.planned_bytes();
+  }
+  PD_CHECK(num_placed_bytes == sum_bytes, "placed " << num_placed_bytes << " of " << sum_bytes << " bytes");
+}
+
+bool Pool::sealed() const { return sealed_; }
+
+std::size_t Pool::planned_bytes(MemoryKind kind) const {
+  std::size_t sum_bytes = 0;
+  for (const SlotGroup& group : groups_) {
+    if (group.term().kind != kind) continue;
+    if (__builtin_add_overflow(sum_bytes, group.planned_bytes(), &sum_bytes)) {
+      throw UserError("the pool's terms are more than can be addressed, at '" + group.term().name + "'");
+    }
+  }
+  return sum_bytes;
+}
+
+std::vector<TermReport> Pool::report() const {
+  std::vector<TermReport> reports;
+  reports.reserve(groups_.size());
+  for (const SlotGroup& group : groups_) reports.push_back(group.report());
+  return reports;
+}
+
+std::string Pool::describe() const {
+  std::size_t name_width = std::string_view("sum, staging").size();
+  for (const SlotGroup& group : groups_) name_width = std::max(name_width, group.term().name.size());
+  const auto line = [&](const std::string& name, const std::string& text) {
+    return name + std::string(name_width - name.size() + 2, ' ') + text + "\n";
+  };
+  std::string table;
+  for (const TermReport& term : report()) {
+    table += line(term.name, format_bytes(term.planned_bytes) + " = " + std::to_string(term.num_slots) +
+                                 " x " + format_bytes(term.slot_bytes) + " (" + kind_name(term.kind) + ")");
+  }
+  for (const MemoryKind kind : kKinds) {
+    table += line(std::string("sum, ") + kind_name(kind), format_bytes(planned_bytes(kind)));
+  }
+  return table;
+}
+
+}  // namespace pipedream

@@ -1,0 +1,136 @@
+// A worker's memory: budget -> seal -> lease. Every user names a term (so many slots of so many bytes)
+// before the first minibatch; the pool allocates and pre-faults the sum once, then only leases.
+//
+// Leasing is O(1) and allocates nothing. Any thread may lease and release; a mutex per group guards its
+// free list. A Lease must not outlive the Pool.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/ids.h"
+#include "device/device.h"
+
+namespace pipedream {
+
+struct PoolTerm {
+  std::string name;            // who uses it, e.g. "received activations"
+  std::size_t slot_bytes = 0;  // 0 is allowed: a stage without parameters still counts its versions
+  std::int64_t num_slots = 0;
+  MemoryKind kind = MemoryKind::kDevice;
+};
+
+class SlotGroup;
+
+// One slot, given back when the lease dies. Movable, not copyable.
+class Lease {
+ public:
+  Lease() = default;
+  Lease(Lease&& other) noexcept;
+  Lease& operator=(Lease&& other) noexcept;
+  Lease(const Lease&) = delete;
+  Lease& operator=(const Lease&) = delete;
+  ~Lease();
+
+  [[nodiscard]] bool valid() const { return group_ != nullptr; }
+  [[nodiscard]] std::byte* data() const { return data_; }
+  [[nodiscard]] std::size_t size_bytes() const { return size_bytes_; }
+  [[nodiscard]] SlotIndex slot() const { return slot_; }
+  void release();
+
+ private:
+  friend class SlotGroup;
+  Lease(SlotGroup* group, std::byte* data, std::size_t size_bytes, SlotIndex slot);
+
+  SlotGroup* group_ = nullptr;
+  std::byte* data_ = nullptr;
+  std::size_t size_bytes_ = 0;
+  SlotIndex slot_;
+};
+
+struct TermReport {
+  std::string name;
+  MemoryKind kind = MemoryKind::kDevice;
+  std::size_t slot_bytes = 0;  // as asked for; slots are spaced at kSlotAlignment
+  std::int64_t num_slots = 0;
+  std::size_t planned_bytes = 0;  // with the spacing
+  std::size_t peak_bytes = 0;     // most that was leased at once, with the spacing
+};
+
+// The slots of one term, LIFO so that a warm slot is used again first.
+class SlotGroup {
+ public:
+  // base is null while the pool is not sealed: nothing can be leased then.
+  SlotGroup(PoolTerm term, std::byte* base, std::size_t stride_bytes);
+  SlotGroup(const SlotGroup&) = delete;
+  SlotGroup& operator=(const SlotGroup&) = delete;
+  ~SlotGroup();  // aborts (our bug) when a lease is still out
+
+  // Empty when all slots are out. Allocates nothing.
+  [[nodiscard]] std::optional<Lease> try_lease();
+  // Aborts (our bug) when all slots are out: for users whose plan proves that one is free.
+  [[nodiscard]] Lease lease();
+  [[nodiscard]] std::int64_t num_free() const;
+  [[nodiscard]] const PoolTerm& term() const { return term_; }
+  [[nodiscard]] std::byte* slot_data(SlotIndex slot) const;
+  // Runs after each release, on the releasing thread, outside the lock. Set before the first lease.
+  void on_release(std::function<void()> callback);
+  [[nodiscard]] TermReport report() const;
+
+ private:
+  friend class Lease;
+  friend class Pool;
+  void place(std::byte* base);  // at seal, before any lease
+  void give_back(SlotIndex slot);
+  [[nodiscard]] std::size_t planned_bytes() const;
+
+  const PoolTerm term_;
+  const std::size_t stride_bytes_;
+  std::byte* base_;
+  bool placed_;
+  std::function<void()> on_release_;
+  mutable std::mutex mutex_;              // guards the two below
+  std::vector<std::int64_t> free_slots_;  // a stack with room for all: push and pop allocate nothing
+  std::int64_t num_leased_max_ = 0;
+};
+
+inline constexpr std::size_t kSlotAlignment = 256;
+
+class Pool {
+ public:
+  explicit Pool(Device& device);  // the device outlives the pool
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+  ~Pool();
+
+  // Before seal. The reference stays valid; leases only after seal. Throws UserError for a second term
+  // of one name and for a size that overflows, aborts after seal.
+  SlotGroup& add(PoolTerm term);
+  // Allocates the sum of all terms, one allocation per MemoryKind. Throws UserError with the table of
+  // terms when the device has less.
+  void seal();
+  [[nodiscard]] bool sealed() const;
+
+  [[nodiscard]] std::size_t planned_bytes(MemoryKind kind) const;
+  [[nodiscard]] std::vector<TermReport> report() const;
+  // One term a line with its bytes, then the sum.
+  [[nodiscard]] std::string describe() const;
+
+ private:
+  void allocate_kind(MemoryKind kind);
+
+  Device& device_;
+  bool sealed_ = false;
+  std::vector<std::unique_ptr<Memory>> allocations_;  // before the groups: they go first
+  std::deque<SlotGroup> groups_;                      // a deque never moves them
+};
+
+}  // namespace pipedream
