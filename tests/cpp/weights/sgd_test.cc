@@ -1,0 +1,179 @@
+// The vectorised SGD against a plain scalar one, for every combination of options.
+#include "weights/sgd.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <random>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "base/failure.h"
+
+namespace pipedream {
+namespace {
+
+// The formula of sgd.h, one element at a time.
+template <class T>
+T scalar_sgd(const SgdOptions& options, T weight, T gradient, T& momentum_buffer, bool first_step) {
+  if (options.maximize) gradient = -gradient;
+  if (options.weight_decay != 0) gradient += static_cast<T>(options.weight_decay) * weight;
+  T direction = gradient;
+  if (options.momentum != 0) {
+    if (first_step) {
+      momentum_buffer = gradient;
+    } else {
+      momentum_buffer = static_cast<T>(options.momentum) * momentum_buffer +
+                        static_cast<T>(1 - options.dampening) * gradient;
+    }
+    direction =
+        options.nesterov ? gradient + static_cast<T>(options.momentum) * momentum_buffer : momentum_buffer;
+  }
+  return weight - static_cast<T>(options.lr) * direction;
+}
+
+std::vector<SgdOptions> all_options() {
+  std::vector<SgdOptions> all;
+  for (const double momentum : {0.0, 0.9}) {
+    for (const double dampening : {0.0, 0.25}) {
+      for (const double weight_decay : {0.0, 0.01}) {
+        for (const bool nesterov : {false, true}) {
+          for (const bool maximize : {false, true}) {
+            if (nesterov && (momentum == 0 || dampening != 0)) continue;
+            all.push_back({0.1, momentum, dampening, weight_decay, nesterov, maximize});
+          }
+        }
+      }
+    }
+  }
+  return all;
+}
+
+std::string describe(const SgdOptions& options) {
+  return "momentum " + std::to_string(options.momentum) + " dampening " + std::to_string(options.dampening) +
+         " weight_decay " + std::to_string(options.weight_decay) + (options.nesterov ? " nesterov" : "") +
+         (options.maximize ? " maximize" : "");
+}
+
+template <class T>
+class Sgd : public testing::Test {
+ protected:
+  static constexpr DType kDType = std::is_same_v<T, float> ? DType::kFloat32 : DType::kFloat64;
+  // Room for rounding only: a fused multiply-add differs from two roundings by an ulp or so.
+  static constexpr T kTolerance = 16 * std::numeric_limits<T>::epsilon();
+
+  std::vector<T> random_values(std::size_t num_elements) {
+    std::uniform_real_distribution<T> distribution(-1, 1);
+    std::vector<T> values(num_elements);
+    for (T& value : values) value = distribution(generator_);
+    return values;
+  }
+
+ private:
+  std::mt19937_64 generator_{20191027};
+};
+
+using Elements = testing::Types<float, double>;
+TYPED_TEST_SUITE(Sgd, Elements);
+
+constexpr std::int64_t kNumSteps = 3;
+
+TYPED_TEST(Sgd, EqualsTheScalarFormulaForAllOptionsInPlaceAndOutOfPlace) {
+  for (const SgdOptions& options : all_options()) {
+    for (const bool in_place : {false, true}) {
+      for (const std::size_t num_elements : {1U, 2U, 3U, 4U, 7U, 8U, 15U, 16U, 17U, 64U, 1023U}) {
+        SCOPED_TRACE(describe(options) + (in_place ? " in place " : " out of place ") +
+                     std::to_string(num_elements));
+        std::vector<TypeParam> weight_in = this->random_values(num_elements);
+        std::vector<TypeParam> weight_out(num_elements);
+        std::vector<TypeParam> momentum_buffer(num_elements, std::numeric_limits<TypeParam>::quiet_NaN());
+        std::vector<TypeParam> expected = weight_in;
+        std::vector<TypeParam> expected_momentum = momentum_buffer;
+        for (std::int64_t step = 0; step < kNumSteps; ++step) {
+          const std::vector<TypeParam> gradient = this->random_values(num_elements);
+          const std::vector<TypeParam> weight_before = weight_in;
+          std::vector<TypeParam>& target = in_place ? weight_in : weight_out;
+          sgd_step_host(options, this->kDType, static_cast<std::int64_t>(num_elements), weight_in.data(),
+                        target.data(), gradient.data(),
+                        options.momentum == 0 ? nullptr : momentum_buffer.data(), step == 0);
+          if (!in_place) {
+            ASSERT_EQ(weight_in, weight_before);  // version v stays as it is
+          }
+          for (std::size_t element = 0; element < num_elements; ++element) {
+            expected[element] = scalar_sgd(options, expected[element], gradient[element],
+                                           expected_momentum[element], step == 0);
+            ASSERT_NEAR(target[element], expected[element], this->kTolerance) << "element " << element;
+            if (options.momentum == 0) continue;
+            ASSERT_NEAR(momentum_buffer[element], expected_momentum[element], this->kTolerance);
+          }
+          if (!in_place) std::swap(weight_in, weight_out);
+        }
+      }
+    }
+  }
+}
+
+TYPED_TEST(Sgd, WritesNothingBeyondItsElements) {
+  constexpr TypeParam kGuard = 77;
+  const SgdOptions options{0.1, 0.9, 0, 0.01, true, false};
+  for (const std::size_t num_elements : {0U, 1U, 5U, 16U, 31U}) {
+    const std::vector<TypeParam> weight_in(num_elements + 8, 1);
+    const std::vector<TypeParam> gradient(num_elements + 8, 1);
+    std::vector<TypeParam> weight_out(num_elements + 8, kGuard);
+    std::vector<TypeParam> momentum_buffer(num_elements + 8, kGuard);
+    sgd_step_host(options, this->kDType, static_cast<std::int64_t>(num_elements), weight_in.data(),
+                  weight_out.data(), gradient.data(), momentum_buffer.data(), true);
+    for (std::size_t element = 0; element < num_elements + 8; ++element) {
+      EXPECT_EQ(weight_out[element] == kGuard, element >= num_elements);
+      EXPECT_EQ(momentum_buffer[element] == kGuard, element >= num_elements);
+    }
+  }
+}
+
+TYPED_TEST(Sgd, WithoutWeightDecayAnInfiniteWeightGivesNoNan) {
+  const std::vector<TypeParam> weight_in(5, std::numeric_limits<TypeParam>::infinity());
+  const std::vector<TypeParam> gradient(5, 1);
+  std::vector<TypeParam> weight_out(5);
+  sgd_step_host({.lr = 0.1}, this->kDType, 5, weight_in.data(), weight_out.data(), gradient.data(), nullptr,
+                false);
+  EXPECT_EQ(weight_out, weight_in);
+}
+
+TEST(SgdOptions, RefusesWhatTorchRefuses) {
+  constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+  EXPECT_NO_THROW(check_sgd_options({}));
+  EXPECT_NO_THROW(check_sgd_options({.momentum = 0.9, .nesterov = true}));
+  EXPECT_NO_THROW(check_sgd_options({.momentum = 0.9, .dampening = -0.5}));
+  EXPECT_THROW(check_sgd_options({.lr = -0.1}), UserError);
+  EXPECT_THROW(check_sgd_options({.lr = kNan}), UserError);
+  EXPECT_THROW(check_sgd_options({.momentum = -0.1}), UserError);
+  EXPECT_THROW(check_sgd_options({.weight_decay = -0.1}), UserError);
+  EXPECT_THROW(check_sgd_options({.dampening = kNan}), UserError);
+  EXPECT_THROW(check_sgd_options({.nesterov = true}), UserError);
+  EXPECT_THROW(check_sgd_options({.momentum = 0.9, .dampening = 0.1, .nesterov = true}), UserError);
+}
+
+TEST(SgdDeathTest, AbortsOnMisuse) {
+  std::vector<float> values(16, 1);
+  std::vector<float> gradient(8, 1);
+  const SgdOptions with_momentum{.momentum = 0.9};
+  EXPECT_DEATH(
+      sgd_step_host({}, DType::kFloat16, 8, values.data(), values.data(), gradient.data(), nullptr, true),
+      "dtype float16");
+  EXPECT_DEATH(sgd_step_host(with_momentum, DType::kFloat32, 8, values.data(), values.data(), gradient.data(),
+                             nullptr, true),
+               "without a buffer");
+  EXPECT_DEATH(
+      sgd_step_host({}, DType::kFloat32, 8, values.data(), values.data() + 4, gradient.data(), nullptr, true),
+      "overlap over 32 bytes");
+  EXPECT_DEATH(sgd_step_host({}, DType::kFloat32, 8, values.data(), values.data(), nullptr, nullptr, true),
+               "gradient");
+  EXPECT_DEATH(
+      sgd_step_host({}, DType::kFloat32, -1, values.data(), values.data(), gradient.data(), nullptr, true),
+      "num_elements -1");
+}
+
+}  // namespace
+}  // namespace pipedream
