@@ -1,0 +1,157 @@
+// Links between transports of one process: a frame is copied once, on the sender's thread, and handed to
+// the receiver's task queue. Endpoints are numbers in a registry of the process.
+//
+// The registry's mutex guards which links listen and who is whose peer, for all inproc links. A link that
+// has a peer is alive: links leave under that mutex before they are destroyed.
+#include <poll.h>
+
+#include <cerrno>
+#include <charconv>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "base/check.h"
+#include "transport/link_core.h"
+#include "transport/transport_core.h"
+
+namespace pipedream {
+namespace {
+
+constexpr std::string_view kScheme = "inproc://";
+
+class InprocLink;
+
+class InprocRegistry {
+ public:
+  static InprocRegistry& instance();
+
+  std::uint64_t listen(InprocLink& link);
+  // False when nothing listens there, or no longer.
+  [[nodiscard]] bool connect(InprocLink& link, std::uint64_t number);
+  // Dropped when `from` has no peer, or no longer.
+  void deliver(const InprocLink& from, FrameHeaderBytes header, std::vector<std::byte> payload);
+  void leave(InprocLink& link);
+
+ private:
+  std::mutex mutex_;  // guards the members and every link's peer_
+  std::uint64_t next_number_ = 1;
+  std::map<std::uint64_t, InprocLink*> listeners_;
+};
+
+class InprocLink final : public LinkCore {
+ public:
+  InprocLink(TransportCore& transport, LinkOptions options, LinkHandler& handler)
+      : LinkCore(transport, std::move(options), handler, Role::kListener),
+        number_(InprocRegistry::instance().listen(*this)) {}
+  InprocLink(TransportCore& transport, LinkOptions options, LinkHandler& handler, std::uint64_t number)
+      : LinkCore(transport, std::move(options), handler, Role::kConnector), number_(number) {}
+  ~InprocLink() override { InprocRegistry::instance().leave(*this); }
+
+  [[nodiscard]] std::string endpoint() const override {
+    return std::string(kScheme) + std::to_string(number_);
+  }
+
+ private:
+  friend class InprocRegistry;
+
+  std::optional<std::string> open_connection() override {
+    if (InprocRegistry::instance().connect(*this, number_)) return std::nullopt;
+    return "nothing listens at " + endpoint() + ", or it has its peer";
+  }
+  void carry(const FrameHeaderBytes& header, HeldFrame frame) override {
+    InprocRegistry::instance().deliver(*this, header, {frame.payload().begin(), frame.payload().end()});
+  }
+  void disconnect() override { InprocRegistry::instance().leave(*this); }
+
+  InprocLink* peer_ = nullptr;  // guarded by the registry's mutex
+  const std::uint64_t number_;
+};
+
+InprocRegistry& InprocRegistry::instance() {
+  static InprocRegistry registry;
+  return registry;
+}
+
+std::uint64_t InprocRegistry::listen(InprocLink& link) {
+  const std::lock_guard lock(mutex_);
+  listeners_.emplace(next_number_, &link);
+  return next_number_++;
+}
+
+bool InprocRegistry::connect(InprocLink& link, std::uint64_t number) {
+  const std::lock_guard lock(mutex_);
+  const auto listener = listeners_.find(number);
+  if (listener == listeners_.end()) return false;
+  link.peer_ = listener->second;
+  listener->second->peer_ = &link;
+  listeners_.erase(listener);
+  return true;
+}
+
+void InprocRegistry::deliver(const InprocLink& from, FrameHeaderBytes header,
+                             std::vector<std::byte> payload) {
+  const std::lock_guard lock(mutex_);
+  InprocLink* const to = from.peer_;
+  if (to == nullptr) return;
+  to->transport().enqueue([to, header, payload = std::move(payload)] { to->receive(header, payload); });
+}
+
+void InprocRegistry::leave(InprocLink& link) {
+  const std::lock_guard lock(mutex_);
+  if (const auto listener = listeners_.find(link.number_);
+      listener != listeners_.end() && listener->second == &link) {
+    listeners_.erase(listener);
+  }
+  InprocLink* const peer = std::exchange(link.peer_, nullptr);
+  if (peer == nullptr) return;
+  peer->peer_ = nullptr;
+  peer->transport().enqueue([peer] { peer->lost("it ended without a farewell"); });
+}
+
+std::uint64_t parse_endpoint(const std::string& endpoint) {
+  std::uint64_t number = 0;
+  if (endpoint.starts_with(kScheme)) {
+    const char* const first = endpoint.data() + kScheme.size();
+    const char* const last = endpoint.data() + endpoint.size();
+    const auto [end, error] = std::from_chars(first, last, number);
+    if (error == std::errc() && end == last) return number;
+  }
+  throw UserError("cannot connect to '" + endpoint + "': an inproc endpoint looks like inproc://7");
+}
+
+class InprocTransport final : public TransportCore {
+ public:
+  explicit InprocTransport(const TransportOptions& options) : TransportCore(options) { start(); }
+  ~InprocTransport() override { shutdown(0); }
+
+  [[nodiscard]] std::string_view name() const override { return "inproc"; }
+
+  Link& listen(LinkOptions options, LinkHandler& handler) override {
+    return add(std::make_unique<InprocLink>(*this, std::move(options), handler));
+  }
+  Link& connect(LinkOptions options, const std::string& endpoint, LinkHandler& handler) override {
+    return add(std::make_unique<InprocLink>(*this, std::move(options), handler, parse_endpoint(endpoint)));
+  }
+
+ private:
+  // Frames arrive as tasks, so there is only the wake-up to wait for.
+  bool poll(int timeout_ms) override {
+    pollfd wake{wake_fd(), POLLIN, 0};
+    const int num_ready = ::poll(&wake, 1, timeout_ms);
+    PD_CHECK(num_ready >= 0 || errno == EINTR, "poll: " << std::strerror(errno));
+    if (num_ready > 0) clear_wake();
+    return false;
+  }
+  void teardown() override {}
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> make_inproc_transport(const TransportOptions& options) {
+  return std::make_unique<InprocTransport>(options);
+}
+
+}  // namespace pipedream

@@ -1,0 +1,280 @@
+#include "transport/link_core.h"
+
+#include <cstdio>
+#include <vector>
+
+#include "base/check.h"
+
+namespace pipedream {
+namespace {
+
+std::string hex(std::uint64_t value) {
+  std::array<char, 20> text{};
+  std::snprintf(text.data(), text.size(), "%016llx", static_cast<unsigned long long>(value));
+  return text.data();
+}
+
+}  // namespace
+
+LinkCore::LinkCore(TransportCore& transport, LinkOptions options, LinkHandler& handler, Role role)
+    : options_(std::move(options)), transport_(transport), handler_(handler), role_(role) {}
+
+// ---- Any thread ----
+
+void LinkCore::send(OutgoingFrame frame) {
+  const FrameHeader& header = frame.header;
+  PD_CHECK(header.kind != FrameKind::kHello && header.kind != FrameKind::kBye,
+           options_.name << ": the link itself says " << frame_kind_name(header.kind));
+  PD_CHECK(header.payload_bytes == frame.payload.size(), options_.name << ": payload_bytes "
+                                                                       << header.payload_bytes << ", payload "
+                                                                       << frame.payload.size());
+  PD_CHECK(
+      frame.payload.size() <= options_.payload_bytes_max,
+      options_.name << ": payload " << frame.payload.size() << ", at most " << options_.payload_bytes_max);
+  const std::optional<Failure> violation = find_violation(header);
+  PD_CHECK(!violation, options_.name << ": " << violation->message);
+  transport_.enqueue([this, held = HeldFrame(std::move(frame))]() mutable { submit(std::move(held)); });
+}
+
+void LinkCore::close() {
+  if (close_called_.exchange(true)) return;
+  transport_.enqueue([this] { begin_close(); });
+}
+
+LinkCounters LinkCore::counters() const {
+  LinkCounters counters;
+  counters.bytes_sent = bytes_sent_.load(std::memory_order_relaxed);
+  counters.bytes_received = bytes_received_.load(std::memory_order_relaxed);
+  counters.frames_sent = frames_sent_.load(std::memory_order_relaxed);
+  counters.frames_received = frames_received_.load(std::memory_order_relaxed);
+  return counters;
+}
+
+// ---- Life ----
+
+void LinkCore::start() {
+  if (ended()) return;
+  if (role_ == Role::kListener) return;
+  hello_deadline_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(
+                                       transport_.transport_options().peer_timeout_s));
+  if (const std::optional<std::string> failure = open_connection()) {
+    lost(*failure);
+    return;
+  }
+  say(FrameKind::kHello);
+}
+
+void LinkCore::begin_close() {
+  close_called_.store(true);
+  if (state_ == State::kOpen) say_farewell();
+  if (state_ != State::kConnecting) return;
+  closing_ = true;
+  // A connector has said HELLO: its peer is owed a BYE. What was sent waits for the link to open.
+  if (role_ == Role::kListener && waiting_.empty()) end();
+}
+
+void LinkCore::end() { end_quietly(State::kEnded); }
+
+// Lingering keeps the connection until the peer ends it.
+void LinkCore::end_quietly(State state) {
+  if (ended()) return;
+  state_ = state;
+  std::deque<HeldFrame>().swap(waiting_);
+  if (state == State::kEnded) disconnect();
+}
+
+std::optional<Deadline> LinkCore::hello_deadline() const {
+  if (state_ != State::kConnecting || role_ == Role::kListener) return std::nullopt;
+  return hello_deadline_;
+}
+
+void LinkCore::hello_is_late() {
+  fail({FailureKind::kTimeout, options_.peer + " at " + endpoint() + " said no HELLO within " +
+                                   std::to_string(transport_.transport_options().peer_timeout_s) + " s (" +
+                                   options_.name + ")"});
+}
+
+// ---- Sending ----
+
+void LinkCore::submit(HeldFrame frame) {
+  if (state_ == State::kOpen) {
+    transmit(std::move(frame));
+  } else if (state_ == State::kConnecting && !closing_) {
+    waiting_.push_back(std::move(frame));
+  }
+  // Else it dies here: the link has closed or failed.
+}
+
+void LinkCore::transmit(HeldFrame frame) {
+  frame.header().identity = options_.identity;
+  frame.header().sequence = next_sent_++;
+  FrameHeaderBytes bytes;
+  encode(frame.header(), bytes);
+  frames_sent_.fetch_add(1, std::memory_order_relaxed);
+  bytes_sent_.fetch_add(bytes.size() + frame.payload().size(), std::memory_order_relaxed);
+  carry(bytes, std::move(frame));
+}
+
+void LinkCore::say(FrameKind kind) {
+  OutgoingFrame frame;
+  frame.header.kind = kind;
+  if (kind == FrameKind::kHello) {
+    frame.header.tag = options_.plan_hash;
+    said_hello_ = true;
+  }
+  transmit(HeldFrame(std::move(frame)));
+}
+
+void LinkCore::say_farewell() {
+  state_ = State::kFarewell;
+  say(FrameKind::kBye);
+}
+
+void LinkCore::inject(const FrameHeaderBytes& header, std::vector<std::byte> payload) {
+  if (ended()) return;
+  auto bytes = std::make_shared<std::vector<std::byte>>(std::move(payload));
+  OutgoingFrame frame;
+  frame.payload = *bytes;
+  frame.on_sent = [bytes] {};  // keeps them
+  carry(header, HeldFrame(std::move(frame)));
+}
+
+// ---- Receiving ----
+
+void LinkCore::receive(std::span<const std::byte> header_bytes, std::span<const std::byte> payload) {
+  if (state_ == State::kEnded || state_ == State::kLingering) return;
+  bytes_received_.fetch_add(header_bytes.size() + payload.size(), std::memory_order_relaxed);
+  const Result<FrameHeader> decoded = decode(header_bytes);
+  if (!decoded) {
+    fail(corrupt("sent a " + decoded.failure().message));
+    return;
+  }
+  const FrameHeader& header = decoded.value();
+  // Answered even when it is refused: then both sides name the mismatch.
+  if (header.kind == FrameKind::kHello && !said_hello_) say(FrameKind::kHello);
+  if (const std::optional<Failure> failure = refusal(header, payload)) {
+    fail(*failure);
+    return;
+  }
+  ++next_received_;
+  frames_received_.fetch_add(1, std::memory_order_relaxed);
+  dispatch(header, payload);
+}
+
+void LinkCore::receive_malformed(const std::string& what) { fail(corrupt(what)); }
+
+std::optional<Failure> LinkCore::refusal(const FrameHeader& header,
+                                         std::span<const std::byte> payload) const {
+  if (auto failure = identity_refusal(header)) return failure;
+  if (header.sequence != next_received_) {
+    return corrupt("sent frame " + std::to_string(header.sequence) + " where frame " +
+                   std::to_string(next_received_) + " is due: frames were lost or repeated");
+  }
+  if (header.payload_bytes > options_.payload_bytes_max) {
+    return corrupt("sent payload_bytes " + std::to_string(header.payload_bytes) + ", planned are at most " +
+                   std::to_string(options_.payload_bytes_max));
+  }
+  if (header.payload_bytes != payload.size()) {
+    return corrupt("sent " + std::to_string(payload.size()) + " bytes of payload where payload_bytes is " +
+                   std::to_string(header.payload_bytes));
+  }
+  if (header.has_payload_checksum && crc32c(payload) != header.payload_checksum) {
+    return corrupt("sent a payload that does not match its payload_checksum");
+  }
+  return kind_refusal(header);
+}
+
+std::optional<Failure> LinkCore::identity_refusal(const FrameHeader& header) const {
+  const LinkIdentity& theirs = header.identity;
+  const LinkIdentity& ours = options_.identity;
+  if (theirs.run_id != ours.run_id) {
+    return corrupt("belongs to run " + hex(theirs.run_id) + ", not to this run " + hex(ours.run_id));
+  }
+  if (theirs.incarnation != ours.incarnation) {
+    return corrupt("sent a frame of incarnation " + std::to_string(theirs.incarnation) +
+                   ", this is incarnation " + std::to_string(ours.incarnation) +
+                   ": one of the two is a stale worker");
+  }
+  if (theirs.channel_id != ours.channel_id) {
+    return corrupt("sent a frame of channel_id " + std::to_string(theirs.channel_id) + " on channel_id " +
+                   std::to_string(ours.channel_id));
+  }
+  return std::nullopt;
+}
+
+std::optional<Failure> LinkCore::kind_refusal(const FrameHeader& header) const {
+  const bool is_hello = header.kind == FrameKind::kHello;
+  if (state_ == State::kConnecting && !is_hello) {
+    return corrupt("sent " + std::string(frame_kind_name(header.kind)) + " before HELLO");
+  }
+  if (state_ != State::kConnecting && is_hello) return corrupt("sent HELLO twice");
+  if (is_hello && header.tag != options_.plan_hash) {
+    return corrupt("has another plan, hash " + hex(header.tag) + " where this worker's is " +
+                   hex(options_.plan_hash) + ": start all workers with the same plan");
+  }
+  return std::nullopt;
+}
+
+Failure LinkCore::corrupt(const std::string& what) const {
+  return {FailureKind::kCorruptFrame, options_.peer + " " + what + " (" + options_.name + ")"};
+}
+
+void LinkCore::dispatch(const FrameHeader& header, std::span<const std::byte> payload) {
+  switch (header.kind) {
+    case FrameKind::kHello:
+      open();
+      return;
+    case FrameKind::kBye:
+      hear_farewell();
+      return;
+    default:
+      break;
+  }
+  if (close_called_.load()) return;
+  if (const std::optional<Failure> failure = handler_.on_frame(*this, header, payload)) fail(*failure);
+}
+
+void LinkCore::open() {
+  state_ = State::kOpen;
+  std::deque<HeldFrame> waiting;
+  waiting.swap(waiting_);
+  while (!waiting.empty()) {
+    transmit(std::move(waiting.front()));
+    waiting.pop_front();
+  }
+  if (closing_) {
+    say_farewell();
+  } else if (!close_called_.load()) {
+    handler_.on_open(*this);
+  }
+}
+
+void LinkCore::hear_farewell() {
+  if (state_ == State::kFarewell) {
+    end();
+    return;
+  }
+  say(FrameKind::kBye);
+  end_quietly(State::kLingering);
+  if (!close_called_.load()) handler_.on_closed(*this);
+}
+
+// ---- Failing ----
+
+void LinkCore::lost(const std::string& how) {
+  if (state_ == State::kConnecting || state_ == State::kOpen) {
+    fail({FailureKind::kPeerLost, options_.peer + " is lost: " + how + " (" + options_.name + ")"});
+  } else {
+    end();
+  }
+}
+
+void LinkCore::fail(const Failure& failure) {
+  if (state_ == State::kEnded || state_ == State::kLingering) return;
+  const bool refused_hello = state_ == State::kConnecting && role_ == Role::kListener && said_hello_;
+  const bool tell = state_ != State::kFarewell && !close_called_.load();
+  end_quietly(refused_hello ? State::kLingering : State::kEnded);
+  if (tell) handler_.on_failed(*this, failure);
+}
+
+}  // namespace pipedream

@@ -1,0 +1,136 @@
+// One link's protocol, the same for every transport: sequence numbers, identity, who may say what when.
+// Subclasses carry bytes and report what arrived or that the peer is gone.
+//
+//              HELLO heard            close(): BYE said             BYE heard, or the peer is gone
+//   connecting ------------> open ----------------------> farewell ------------------------------> ended
+//       |                    |  | BYE heard: on_closed, BYE said               the peer is gone     ^ ^
+//       |                    |  +----------------------------------> lingering ---------------------+ |
+//       |                    | frame refused, peer gone: on_failed                                    |
+//       +--------------------+------------------------------------------------------------------------+
+//
+// A connector says HELLO first; a listener answers it, so it never speaks to a silent stranger. After BYE
+// the connection is kept until the other side has answered: closing a TCP socket while the peer still
+// sends would reset it and destroy what is on the way. A listener that refuses a HELLO lingers too, so
+// that its own HELLO arrives and the other side names the same mismatch.
+//
+// Threads: send(), close(), counters() and options() on any; the rest on the transport thread.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <deque>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/clock.h"
+#include "transport/transport.h"
+#include "transport/transport_core.h"
+
+namespace pipedream {
+
+using FrameHeaderBytes = std::array<std::byte, kFrameHeaderBytes>;
+
+// A frame on its way. on_sent runs when it dies, wherever that is: so it runs exactly once in every outcome.
+class HeldFrame {
+ public:
+  explicit HeldFrame(OutgoingFrame frame) : frame_(std::move(frame)) {}
+  HeldFrame(HeldFrame&& other) noexcept : frame_(std::move(other.frame_)) { other.frame_.on_sent = nullptr; }
+  HeldFrame& operator=(HeldFrame&&) = delete;
+  HeldFrame(const HeldFrame&) = delete;
+  HeldFrame& operator=(const HeldFrame&) = delete;
+  ~HeldFrame() {
+    if (frame_.on_sent) frame_.on_sent();
+  }
+
+  [[nodiscard]] FrameHeader& header() { return frame_.header; }
+  [[nodiscard]] std::span<const std::byte> payload() const { return frame_.payload; }
+
+ private:
+  OutgoingFrame frame_;
+};
+
+class LinkCore : public Link {
+ public:
+  enum class Role { kListener, kConnector };
+
+  LinkCore(TransportCore& transport, LinkOptions options, LinkHandler& handler, Role role);
+
+  void send(OutgoingFrame frame) final;
+  void close() final;
+  [[nodiscard]] LinkCounters counters() const final;
+  [[nodiscard]] const LinkOptions& options() const final { return options_; }
+
+  // Transport thread, for TransportCore.
+  void start();
+  void begin_close();
+  void end();  // without a farewell; idempotent
+  [[nodiscard]] bool ended() const { return state_ == State::kEnded; }
+  // When the peer's HELLO is due; empty when it is not awaited.
+  [[nodiscard]] std::optional<Deadline> hello_deadline() const;
+  void hello_is_late();
+
+  // Carries bytes as they are, past every rule. For tests; transport thread.
+  void inject(const FrameHeaderBytes& header, std::vector<std::byte> payload);
+
+ protected:
+  // Connectors, before HELLO. A failure ends the link.
+  [[nodiscard]] virtual std::optional<std::string> open_connection() { return std::nullopt; }
+  // Takes the frame: it dies when its payload is no longer read.
+  virtual void carry(const FrameHeaderBytes& header, HeldFrame frame) = 0;
+  // No more bytes either way. Idempotent. What is still on its way may be dropped.
+  virtual void disconnect() = 0;
+
+  // What the subclass reports. receive() may end the link.
+  void receive(std::span<const std::byte> header_bytes, std::span<const std::byte> payload);
+  void lost(const std::string& how);  // after everything that had arrived was given to receive()
+  // Bytes that are not even a header and a payload.
+  void receive_malformed(const std::string& what);
+
+  [[nodiscard]] bool connecting() const { return state_ == State::kConnecting; }
+  [[nodiscard]] TransportCore& transport() const { return transport_; }
+
+ private:
+  enum class State { kConnecting, kOpen, kFarewell, kLingering, kEnded };
+
+  void submit(HeldFrame frame);
+  void transmit(HeldFrame frame);
+  void say(FrameKind kind);
+  void say_farewell();
+
+  [[nodiscard]] std::optional<Failure> refusal(const FrameHeader& header,
+                                               std::span<const std::byte> payload) const;
+  [[nodiscard]] std::optional<Failure> identity_refusal(const FrameHeader& header) const;
+  [[nodiscard]] std::optional<Failure> kind_refusal(const FrameHeader& header) const;
+  [[nodiscard]] Failure corrupt(const std::string& what) const;
+
+  void dispatch(const FrameHeader& header, std::span<const std::byte> payload);
+  void open();
+  void hear_farewell();
+  void fail(const Failure& failure);
+  void end_quietly(State state);
+
+  const LinkOptions options_;
+  TransportCore& transport_;
+  LinkHandler& handler_;
+  const Role role_;
+
+  std::atomic<bool> close_called_{false};  // the handler hears nothing more
+  std::atomic<std::uint64_t> bytes_sent_{0};
+  std::atomic<std::uint64_t> bytes_received_{0};
+  std::atomic<std::uint64_t> frames_sent_{0};
+  std::atomic<std::uint64_t> frames_received_{0};
+
+  // Transport thread.
+  State state_ = State::kConnecting;
+  bool closing_ = false;  // BYE as soon as the link is open
+  bool said_hello_ = false;
+  std::deque<HeldFrame> waiting_;  // sent before the link was open
+  std::uint64_t next_sent_ = 0;    // sequence numbers
+  std::uint64_t next_received_ = 0;
+  Deadline hello_deadline_;
+};
+
+}  // namespace pipedream

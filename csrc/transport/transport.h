@@ -1,0 +1,124 @@
+// Moves frames between two workers, in order, exactly once, or says that the peer is lost. Knows bytes
+// and identities, not tensors (channel/ does). zmq/ and inproc/ implement one contract; the suite in
+// tests/cpp/transport runs on both.
+//
+// Threads: one transport thread per worker owns all sockets and calls every handler. send() and post()
+// may be called from any thread and never block. Handlers must not block either.
+//
+// Life of a link:  listen/connect -> HELLO both ways -> on_open -> on_frame ... -> close (BYE) | on_failed
+// A listening link accepts one peer; once it has said a valid HELLO others are refused. There is no
+// reconnect: what is lost is lost, and the run restarts from a checkpoint.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "base/failure.h"
+#include "wire/frame.h"
+
+namespace pipedream {
+
+struct OutgoingFrame {
+  FrameHeader header;  // the link fills in identity and sequence
+  // Sent from the caller's memory, without a copy. Must stay valid until on_sent.
+  std::span<const std::byte> payload;
+  // The payload is no longer read: it was sent, or the link failed or closed. Exactly once, on any
+  // thread, must be short. May be empty.
+  std::function<void()> on_sent;
+};
+
+class Link;
+
+class LinkHandler {
+ public:
+  LinkHandler() = default;
+  LinkHandler(const LinkHandler&) = delete;
+  LinkHandler& operator=(const LinkHandler&) = delete;
+  virtual ~LinkHandler() = default;
+
+  // All on the transport thread.
+  virtual void on_open(Link& link) = 0;  // HELLOs exchanged and accepted
+  // The payload is valid until this returns. A returned failure is fatal for the link: it is closed and
+  // on_failed follows with that failure.
+  [[nodiscard]] virtual std::optional<Failure> on_frame(Link& link, const FrameHeader& header,
+                                                        std::span<const std::byte> payload) = 0;
+  // Once at most; nothing follows. Not called after the peer's BYE: then on_closed.
+  virtual void on_failed(Link& link, const Failure& failure) = 0;
+  virtual void on_closed(Link& link) = 0;  // the peer said BYE; frames that it sent before were delivered
+};
+
+struct LinkOptions {
+  LinkIdentity identity;
+  std::uint64_t plan_hash = 0;              // sent and expected in HELLO's tag
+  std::string name;                         // for errors: "activations of stage 0 to stage 1"
+  std::string peer;                         // for errors: "stage 1 (rank 1)"
+  std::size_t payload_bytes_max = 1 << 20;  // larger frames are refused before anything is allocated
+};
+
+struct LinkCounters {
+  std::uint64_t bytes_sent = 0;  // payload and headers
+  std::uint64_t bytes_received = 0;
+  std::uint64_t frames_sent = 0;
+  std::uint64_t frames_received = 0;
+};
+
+class Link {
+ public:
+  Link() = default;
+  Link(const Link&) = delete;
+  Link& operator=(const Link&) = delete;
+  virtual ~Link() = default;
+
+  // Frames sent before the link is open wait for it, in order. After close, failure or the peer's BYE they
+  // are dropped. on_sent may run inside this call when the transport has been shut down.
+  virtual void send(OutgoingFrame frame) = 0;
+  // Says BYE after what was sent before, then closes. Once it has returned no handler call of this link
+  // begins. Idempotent.
+  virtual void close() = 0;
+  [[nodiscard]] virtual LinkCounters counters() const = 0;
+  [[nodiscard]] virtual const LinkOptions& options() const = 0;
+  [[nodiscard]] virtual std::string endpoint()
+      const = 0;  // "tcp://127.0.0.1:40001"; what the peer connects to
+};
+
+struct TransportOptions {
+  std::string bind_host = "127.0.0.1";
+  double peer_timeout_s = 15.0;  // a silent peer is lost after this, heartbeats included
+};
+
+class Transport {
+ public:
+  Transport() = default;
+  Transport(const Transport&) = delete;
+  Transport& operator=(const Transport&) = delete;
+  virtual ~Transport() = default;  // shutdown(0)
+
+  [[nodiscard]] virtual std::string_view name() const = 0;  // "zmq/tcp", "inproc"
+
+  // Any thread. The handler outlives the transport or its shutdown(). Links are owned by the transport
+  // and live until it is destroyed. Throws UserError for an endpoint that cannot be bound or parsed.
+  virtual Link& listen(LinkOptions options, LinkHandler& handler) = 0;
+  virtual Link& connect(LinkOptions options, const std::string& endpoint, LinkHandler& handler) = 0;
+
+  // Runs on the transport thread, after what was posted before. Dropped after shutdown.
+  virtual void post(std::function<void()> function) = 0;
+
+  // Closes all links (BYE), waits until the peers have received what was sent and answered, linger_s at
+  // most, then stops the thread. No handler is called afterwards; every pending on_sent has been. Idempotent.
+  virtual void shutdown(double linger_s) = 0;
+};
+
+// libzmq is loaded at run time: libzmq_path, else $PIPEDREAM_LIBZMQ, else the system's libzmq.so.5.
+// Throws UserError naming what was tried when it cannot be loaded or is older than 4.3.
+[[nodiscard]] std::unique_ptr<Transport> make_zmq_transport(const TransportOptions& options,
+                                                            const std::string& libzmq_path = "");
+// Between transports of one process; endpoints look like "inproc://7".
+[[nodiscard]] std::unique_ptr<Transport> make_inproc_transport(const TransportOptions& options);
+
+}  // namespace pipedream

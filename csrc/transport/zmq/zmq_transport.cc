@@ -1,0 +1,455 @@
+// Links over ZeroMQ and TCP. One context with one I/O thread per transport; per link a PAIR socket and its
+// monitor. All sockets belong to the transport thread once their link is added.
+//
+//   send      caller -> task queue -> transport thread: header and payload, two parts -> I/O thread -> TCP
+//             the payload is the caller's memory; libzmq's free callback is on_sent
+//   receive   TCP -> I/O thread -> message (libzmq's memory) -> transport thread -> handler, no copy
+//   loss      the monitor tells at once that a connection ended; heartbeats and TCP's user timeout end it
+//             when the peer is silent
+//
+// What bounds the queues: the credits of the channels above. The high-water marks are off, because they
+// count messages and a full socket would block the transport thread.
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <charconv>
+#include <cstring>
+#include <mutex>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/check.h"
+#include "transport/link_core.h"
+#include "transport/transport_core.h"
+#include "transport/zmq/libzmq.h"
+#include "transport/zmq/zmq_gate.h"
+
+namespace pipedream {
+namespace {
+
+constexpr std::string_view kScheme = "tcp://";
+constexpr int kNumSocketsMax = 16384;
+constexpr int kNumMessagesPerRound = 16;  // of one link, before the others have their turn
+
+int milliseconds(double seconds) { return static_cast<int>(std::clamp(seconds * 1e3, 1.0, 6'553'500.0)); }
+
+// A message that closes itself.
+class Message {
+ public:
+  explicit Message(const LibZmq& zmq) : zmq_(zmq) {
+    PD_CHECK(zmq_.msg_init(&message_) == 0, zmq_.last_error());
+  }
+  ~Message() { PD_CHECK(zmq_.msg_close(&message_) == 0, zmq_.last_error()); }
+  Message(const Message&) = delete;
+  Message& operator=(const Message&) = delete;
+
+  // False when nothing has arrived.
+  [[nodiscard]] bool receive(void* socket) {
+    for (;;) {
+      if (zmq_.msg_recv(&message_, socket, zmq::kDontWait) >= 0) return true;
+      const int error = zmq_.errno_of_thread();
+      if (error == EAGAIN) return false;
+      PD_CHECK(error == EINTR, zmq_.last_error());
+    }
+  }
+  [[nodiscard]] std::span<const std::byte> bytes() {
+    return {static_cast<const std::byte*>(zmq_.msg_data(&message_)), zmq_.msg_size(&message_)};
+  }
+  [[nodiscard]] bool more() const { return zmq_.msg_more(&message_) != 0; }
+  // The file descriptor of the connection that it came over; -1 when unknown.
+  [[nodiscard]] int connection_fd() const {
+    const char* const text = zmq_.msg_gets(&message_, "__fd");
+    int fd = -1;
+    if (text != nullptr) std::from_chars(text, text + std::strlen(text), fd);
+    return fd;
+  }
+
+ private:
+  const LibZmq& zmq_;
+  ZmqMessage message_;
+};
+
+// A payload that libzmq still reads.
+struct Loan {
+  HeldFrame frame;
+  std::atomic<std::int64_t>& num_loans;
+};
+
+// libzmq's I/O thread, or the transport thread when the message never left it.
+void give_back(void* /*data*/, void* hint) {
+  auto* const loan = static_cast<Loan*>(hint);
+  std::atomic<std::int64_t>& num_loans = loan->num_loans;
+  delete loan;  // on_sent
+  num_loans.fetch_sub(1);
+}
+
+// The listening links that still wait for their peer, by gate domain. Filled on the thread that listens,
+// emptied by the gate: a connection may ask before the link has started.
+class OpenDoors {
+ public:
+  void open(const std::string& domain) {
+    const std::lock_guard lock(mutex_);
+    domains_.insert(domain);
+  }
+  void shut(const std::string& domain) { static_cast<void>(enter(domain)); }
+  // One connection at a time: the door closes behind it.
+  [[nodiscard]] bool enter(const std::string& domain) {
+    const std::lock_guard lock(mutex_);
+    return domains_.erase(domain) > 0;
+  }
+
+ private:
+  std::mutex mutex_;  // guards domains_
+  std::set<std::string> domains_;
+};
+
+// What links need of their transport.
+struct ZmqShared {
+  const LibZmq& zmq;
+  void* context;
+  TransportOptions options;
+  OpenDoors doors{};
+  std::atomic<std::int64_t> num_loans{0};
+  std::atomic<std::uint64_t> next_link_number{0};
+};
+
+class ZmqLink final : public LinkCore {
+ public:
+  ZmqLink(TransportCore& transport, LinkOptions options, LinkHandler& handler, Role role, ZmqShared& shared);
+  ~ZmqLink() override { disconnect(); }
+
+  void bind();                                // throws UserError
+  void connect(const std::string& endpoint);  // throws UserError
+
+  [[nodiscard]] std::string endpoint() const override { return endpoint_; }
+
+  // Transport thread.
+  [[nodiscard]] void* socket() const { return socket_; }
+  [[nodiscard]] void* monitor() const { return monitor_; }
+  void read_events();
+  [[nodiscard]] bool has_connection_news() const { return connection_ended_; }
+  // True when it stopped before the socket was empty.
+  [[nodiscard]] bool receive_some();
+
+ private:
+  // Connections of this link's socket, by file descriptor. A listener may see strangers' connections end.
+  static constexpr int kAnyFd = -1;
+
+  void carry(const FrameHeaderBytes& header, HeldFrame frame) override;
+  void disconnect() override;
+  void open_monitor();
+  void set_option(int option, int value);
+  void handle_event(int event, int value);
+  void receive_one(Message& header);
+  void carry_payload(HeldFrame frame);
+  // True when it was handed over; false when the connection has ended.
+  [[nodiscard]] bool handed_over(int send_result);
+
+  ZmqShared& shared_;
+  const LibZmq& zmq_;
+  const Role role_;
+  const std::string domain_;  // of the gate; unique in the transport
+  void* socket_ = nullptr;
+  void* monitor_ = nullptr;
+  std::string endpoint_;
+
+  // Transport thread.
+  int peer_fd_ = kAnyFd;     // a listener's connection that said HELLO
+  std::set<int> ended_fds_;  // a listener's connections that ended and were not opened anew
+  bool connection_ended_ = false;
+  std::string how_it_ended_ = "the connection ended without a farewell";
+};
+
+ZmqLink::ZmqLink(TransportCore& transport, LinkOptions options, LinkHandler& handler, Role role,
+                 ZmqShared& shared)
+    : LinkCore(transport, std::move(options), handler, role),
+      shared_(shared),
+      zmq_(shared.zmq),
+      role_(role),
+      domain_("link " + std::to_string(shared.next_link_number++)),
+      socket_(zmq_.socket(shared.context, zmq::kPair)) {
+  if (socket_ == nullptr) throw UserError("cannot make a ZeroMQ socket: " + zmq_.last_error());
+  const double peer_timeout_s = shared_.options.peer_timeout_s;
+  set_option(zmq::kLinger, 0);
+  set_option(zmq::kSndHwm, 0);
+  set_option(zmq::kRcvHwm, 0);
+  set_option(zmq::kReconnectIvl, -1);
+  // A silent peer is lost after at most an eighth and a half of the timeout. TCP's user timeout stands in
+  // where a full send buffer holds the heartbeat itself back.
+  set_option(zmq::kHeartbeatIvl, milliseconds(peer_timeout_s / 8));
+  set_option(zmq::kHeartbeatTimeout, milliseconds(peer_timeout_s / 2));
+  set_option(zmq::kHeartbeatTtl, std::max(100, milliseconds(peer_timeout_s / 2)));
+  set_option(zmq::kTcpMaxRt, milliseconds(peer_timeout_s / 2));
+  set_option(zmq::kConnectTimeout, milliseconds(peer_timeout_s));
+  set_option(zmq::kHandshakeIvl, milliseconds(peer_timeout_s));
+  // A longer part ends the connection before memory is allocated for it.
+  const auto part_bytes_max =
+      static_cast<std::int64_t>(std::max<std::size_t>(this->options().payload_bytes_max, kFrameHeaderBytes));
+  PD_CHECK(zmq_.setsockopt(socket_, zmq::kMaxMsgSize, &part_bytes_max, sizeof(part_bytes_max)) == 0,
+           zmq_.last_error());
+  open_monitor();
+}
+
+void ZmqLink::set_option(int option, int value) {
+  PD_CHECK(zmq_.setsockopt(socket_, option, &value, sizeof(value)) == 0,
+           "socket option " << option << " = " << value << ": " << zmq_.last_error());
+}
+
+void ZmqLink::open_monitor() {
+  const std::string address = "inproc://monitor of " + domain_;
+  const int events = zmq::kEventAccepted | zmq::kEventClosed | zmq::kEventDisconnected |
+                     zmq::kEventHandshakeFailedNoDetail | zmq::kEventHandshakeFailedProtocol |
+                     zmq::kEventHandshakeFailedAuth;
+  monitor_ = zmq_.socket(shared_.context, zmq::kPair);
+  const int linger = 0;
+  if (monitor_ == nullptr || zmq_.socket_monitor(socket_, address.c_str(), events) != 0 ||
+      zmq_.setsockopt(monitor_, zmq::kLinger, &linger, sizeof(linger)) != 0 ||
+      zmq_.connect(monitor_, address.c_str()) != 0) {
+    const std::string reason = zmq_.last_error();
+    disconnect();
+    throw UserError("cannot make a ZeroMQ socket: " + reason);
+  }
+}
+
+void ZmqLink::bind() {
+  const std::string& host = shared_.options.bind_host;
+  const bool ipv6 = host.find(':') != std::string::npos;
+  if (ipv6) set_option(zmq::kIpv6, 1);
+  PD_CHECK(zmq_.setsockopt(socket_, zmq::kZapDomain, domain_.data(), domain_.size()) == 0, zmq_.last_error());
+  shared_.doors.open(domain_);
+  const bool bare_ipv6 = ipv6 && host.front() != '[';
+  const std::string wanted = std::string(kScheme) + (bare_ipv6 ? "[" + host + "]" : host) + ":*";
+  if (zmq_.bind(socket_, wanted.c_str()) != 0) {
+    throw UserError("cannot listen at '" + wanted + "': " + zmq_.last_error() +
+                    "; bind_host must be an address or interface of this machine");
+  }
+  char bound[256] = {};
+  std::size_t num_bytes = sizeof(bound);
+  PD_CHECK(zmq_.getsockopt(socket_, zmq::kLastEndpoint, bound, &num_bytes) == 0, zmq_.last_error());
+  endpoint_ = bound;
+}
+
+void ZmqLink::connect(const std::string& endpoint) {
+  endpoint_ = endpoint;
+  const std::string refusal = "cannot connect to '" + endpoint + "': ";
+  if (!endpoint.starts_with(kScheme))
+    throw UserError(refusal + "an endpoint looks like tcp://127.0.0.1:40001");
+  if (endpoint.find('[') != std::string::npos) set_option(zmq::kIpv6, 1);
+  if (zmq_.connect(socket_, endpoint.c_str()) != 0) {
+    throw UserError(refusal + zmq_.last_error() + "; an endpoint looks like tcp://127.0.0.1:40001");
+  }
+}
+
+void ZmqLink::disconnect() {
+  shared_.doors.shut(domain_);
+  if (monitor_ != nullptr) {
+    // Fails only when there is no monitor, as half way through the constructor.
+    [[maybe_unused]] const int stopped = zmq_.socket_monitor(socket_, nullptr, 0);
+    PD_CHECK(zmq_.close(monitor_) == 0, zmq_.last_error());
+    monitor_ = nullptr;
+  }
+  if (socket_ != nullptr) {
+    PD_CHECK(zmq_.close(socket_) == 0, zmq_.last_error());
+    socket_ = nullptr;
+  }
+}
+
+// ---- Sending ----
+
+void ZmqLink::carry(const FrameHeaderBytes& header, HeldFrame frame) {
+  const bool has_payload = !frame.payload().empty();
+  const int flags = zmq::kDontWait | (has_payload ? zmq::kSndMore : 0);
+  if (!handed_over(zmq_.send(socket_, header.data(), header.size(), flags))) return;
+  if (has_payload) carry_payload(std::move(frame));
+}
+
+void ZmqLink::carry_payload(HeldFrame frame) {
+  const std::span<const std::byte> payload = frame.payload();
+  shared_.num_loans.fetch_add(1);
+  auto* const loan = new Loan{std::move(frame), shared_.num_loans};
+  ZmqMessage message;
+  // libzmq does not write through the pointer.
+  const int made =
+      zmq_.msg_init_data(&message, const_cast<std::byte*>(payload.data()), payload.size(), give_back, loan);
+  PD_CHECK(made == 0, zmq_.last_error());
+  if (!handed_over(zmq_.msg_send(&message, socket_, zmq::kDontWait))) {
+    PD_CHECK(zmq_.msg_close(&message) == 0, zmq_.last_error());  // gives the loan back
+  }
+}
+
+bool ZmqLink::handed_over(int send_result) {
+  if (send_result >= 0) return true;
+  // Without a high-water mark a socket refuses only when it has no connection.
+  PD_CHECK(zmq_.errno_of_thread() == EAGAIN, zmq_.last_error());
+  connection_ended_ = true;
+  return false;
+}
+
+// ---- Receiving ----
+
+void ZmqLink::read_events() {
+  while (monitor_ != nullptr) {
+    Message event(zmq_);
+    if (!event.receive(monitor_)) return;
+    Message address(zmq_);
+    PD_CHECK(event.more() && address.receive(monitor_), "monitor event without an address");
+    // 16 bits of event, 32 bits of value.
+    std::uint16_t code = 0;
+    std::int32_t value = 0;
+    PD_CHECK(event.bytes().size() == sizeof(code) + sizeof(value), event.bytes().size());
+    std::memcpy(&code, event.bytes().data(), sizeof(code));
+    std::memcpy(&value, event.bytes().data() + sizeof(code), sizeof(value));
+    handle_event(code, value);
+  }
+}
+
+void ZmqLink::handle_event(int event, int value) {
+  if (role_ == Role::kConnector) {
+    connection_ended_ = true;
+    if (!connecting()) return;
+    if (event == zmq::kEventHandshakeFailedAuth) {
+      how_it_ended_ = "it refused the connection to " + endpoint_ + ": it has its peer already";
+    } else if (event == zmq::kEventClosed) {
+      how_it_ended_ = "nothing accepts connections at " + endpoint_;
+    }
+    return;
+  }
+  if (event == zmq::kEventAccepted) {
+    ended_fds_.erase(value);
+    return;
+  }
+  if (event == zmq::kEventClosed) return;
+  if (event == zmq::kEventDisconnected) ended_fds_.insert(value);
+  if (connecting()) shared_.doors.open(domain_);  // a stranger left; the peer may still come
+}
+
+bool ZmqLink::receive_some() {
+  for (int count = 0; count < kNumMessagesPerRound; ++count) {
+    if (socket_ == nullptr) return false;
+    Message header(zmq_);
+    if (header.receive(socket_)) {
+      receive_one(header);
+      continue;
+    }
+    // Only now is everything delivered that came before the end.
+    if (peer_fd_ != kAnyFd && ended_fds_.contains(peer_fd_)) connection_ended_ = true;
+    if (connection_ended_) lost(how_it_ended_);
+    return false;
+  }
+  return true;
+}
+
+void ZmqLink::receive_one(Message& header) {
+  if (connecting() && role_ == Role::kListener) peer_fd_ = header.connection_fd();
+  if (!header.more()) {
+    receive(header.bytes(), {});
+    return;
+  }
+  Message payload(zmq_);
+  PD_CHECK(payload.receive(socket_), "parts of a message arrive together");
+  if (!payload.more()) {
+    receive(header.bytes(), payload.bytes());
+    return;
+  }
+  receive_malformed("sent a message of more than two parts");
+}
+
+class ZmqTransport final : public TransportCore {
+ public:
+  ZmqTransport(const TransportOptions& options, const LibZmq& zmq)
+      : TransportCore(options),
+        context_(make_context(zmq)),
+        shared_{zmq, context_, options},
+        gate_(std::make_unique<ZmqGate>(
+            zmq, context_, [this](const std::string& domain) { return shared_.doors.enter(domain); })) {
+    start();
+  }
+  ~ZmqTransport() override { shutdown(0); }
+
+  [[nodiscard]] std::string_view name() const override { return "zmq/tcp"; }
+
+  Link& listen(LinkOptions options, LinkHandler& handler) override {
+    auto link =
+        std::make_unique<ZmqLink>(*this, std::move(options), handler, LinkCore::Role::kListener, shared_);
+    link->bind();
+    return add(std::move(link));
+  }
+  Link& connect(LinkOptions options, const std::string& endpoint, LinkHandler& handler) override {
+    auto link =
+        std::make_unique<ZmqLink>(*this, std::move(options), handler, LinkCore::Role::kConnector, shared_);
+    link->connect(endpoint);
+    return add(std::move(link));
+  }
+
+ private:
+  // Poll items: the wake-up, the gate, then monitor and socket of each link.
+  static constexpr std::size_t kNumOwnItems = 2;
+  static constexpr std::size_t kNumItemsPerLink = 2;
+
+  static void* make_context(const LibZmq& zmq) {
+    void* const context = zmq.ctx_new();
+    if (context == nullptr) throw UserError("cannot make a ZeroMQ context: " + zmq.last_error());
+    PD_CHECK(zmq.ctx_set(context, zmq::kIoThreads, 1) == 0, zmq.last_error());
+    PD_CHECK(zmq.ctx_set(context, zmq::kMaxSockets, kNumSocketsMax) == 0, zmq.last_error());
+    return context;
+  }
+
+  [[nodiscard]] static ZmqLink& as_zmq(LinkCore* link) { return static_cast<ZmqLink&>(*link); }
+
+  bool poll(int timeout_ms) override {
+    items_.clear();
+    items_.push_back({nullptr, wake_fd(), zmq::kPollIn, 0});
+    items_.push_back({gate_->socket(), 0, zmq::kPollIn, 0});
+    for (LinkCore* link : active_links()) {
+      items_.push_back({as_zmq(link).monitor(), 0, zmq::kPollIn, 0});
+      items_.push_back({as_zmq(link).socket(), 0, zmq::kPollIn, 0});
+      if (as_zmq(link).has_connection_news()) timeout_ms = 0;
+    }
+    const int num_ready = shared_.zmq.poll(items_.data(), static_cast<int>(items_.size()), timeout_ms);
+    PD_CHECK(num_ready >= 0 || shared_.zmq.errno_of_thread() == EINTR, shared_.zmq.last_error());
+    if (num_ready < 0) return true;
+    if (items_[0].revents != 0) clear_wake();
+    if (items_[1].revents != 0) gate_->answer();
+    return deliver();
+  }
+
+  // A turn for each link.
+  bool deliver() {
+    bool traffic_left = false;
+    for (std::size_t index = 0; index < active_links().size(); ++index) {
+      ZmqLink& link = as_zmq(active_links()[index]);
+      const std::size_t item = kNumOwnItems + index * kNumItemsPerLink;
+      const bool has_events = items_[item].revents != 0;
+      // Events first: what was received before a connection ended is then in the socket.
+      if (has_events) link.read_events();
+      if (has_events || items_[item + 1].revents != 0 || link.has_connection_news()) {
+        traffic_left |= link.receive_some();
+      }
+    }
+    return traffic_left;
+  }
+
+  void teardown() override {
+    gate_.reset();
+    while (shared_.zmq.ctx_term(context_) != 0) {
+      PD_CHECK(shared_.zmq.errno_of_thread() == EINTR, shared_.zmq.last_error());
+    }
+    PD_CHECK(shared_.num_loans.load() == 0, shared_.num_loans.load() << " payloads were not given back");
+  }
+
+  void* const context_;
+  ZmqShared shared_;
+  std::unique_ptr<ZmqGate> gate_;
+  std::vector<ZmqPollItem> items_;
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> make_zmq_transport(const TransportOptions& options,
+                                              const std::string& libzmq_path) {
+  return std::make_unique<ZmqTransport>(options, load_libzmq(libzmq_path));
+}
+
+}  // namespace pipedream

@@ -1,0 +1,277 @@
+// Frame headers to bytes and back. Pure functions; any thread.
+#include "wire/frame.h"
+
+#include <bit>
+#include <cstddef>
+#include <cstring>
+#include <limits>
+#include <optional>
+#include <type_traits>
+
+namespace pipedream {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "fields are copied as they lie in memory");
+
+// As it lies on the wire. Every byte belongs to a field, so one header has one encoding.
+struct WireHeader {
+  std::uint32_t magic;
+  std::uint16_t format_version;
+  std::uint16_t header_bytes;
+  std::uint64_t run_id;
+  std::uint32_t incarnation;
+  std::uint32_t channel_id;
+  std::uint64_t sequence;
+  std::int64_t minibatch;
+  std::int64_t microbatch;
+  std::int64_t shape[kNumDimsMax];
+  std::uint64_t tensor_bytes;
+  std::uint64_t chunk_offset;
+  std::uint64_t payload_bytes;
+  std::uint64_t tag;
+  std::uint16_t tensor_index;
+  std::uint16_t num_tensors;
+  std::uint8_t kind;
+  std::uint8_t dtype;
+  std::uint8_t num_dims;
+  std::uint8_t flags;
+  std::uint32_t payload_checksum;
+  std::uint8_t reserved[32];      // zero
+  std::uint32_t header_checksum;  // CRC-32C of all bytes before it
+};
+
+static_assert(std::is_trivially_copyable_v<WireHeader>);
+static_assert(sizeof(WireHeader) == kFrameHeaderBytes);
+static_assert(offsetof(WireHeader, magic) == 0);
+static_assert(offsetof(WireHeader, format_version) == 4);
+static_assert(offsetof(WireHeader, header_bytes) == 6);
+static_assert(offsetof(WireHeader, run_id) == 8);
+static_assert(offsetof(WireHeader, incarnation) == 16);
+static_assert(offsetof(WireHeader, channel_id) == 20);
+static_assert(offsetof(WireHeader, sequence) == 24);
+static_assert(offsetof(WireHeader, minibatch) == 32);
+static_assert(offsetof(WireHeader, microbatch) == 40);
+static_assert(offsetof(WireHeader, shape) == 48);
+static_assert(offsetof(WireHeader, tensor_bytes) == 112);
+static_assert(offsetof(WireHeader, chunk_offset) == 120);
+static_assert(offsetof(WireHeader, payload_bytes) == 128);
+static_assert(offsetof(WireHeader, tag) == 136);
+static_assert(offsetof(WireHeader, tensor_index) == 144);
+static_assert(offsetof(WireHeader, num_tensors) == 146);
+static_assert(offsetof(WireHeader, kind) == 148);
+static_assert(offsetof(WireHeader, dtype) == 149);
+static_assert(offsetof(WireHeader, num_dims) == 150);
+static_assert(offsetof(WireHeader, flags) == 151);
+static_assert(offsetof(WireHeader, payload_checksum) == 152);
+static_assert(offsetof(WireHeader, reserved) == 156);
+static_assert(offsetof(WireHeader, header_checksum) == 188);
+
+constexpr std::uint8_t kFlagPayloadChecksum = 1;
+
+std::uint32_t checksum_of(std::span<const std::byte> bytes) {
+  return crc32c(bytes.first(offsetof(WireHeader, header_checksum)));
+}
+
+bool is_known_kind(std::uint8_t code) {
+  return code >= static_cast<std::uint8_t>(FrameKind::kHello) &&
+         code <= static_cast<std::uint8_t>(FrameKind::kBye);
+}
+
+bool all_zero(std::span<const std::uint8_t> bytes) {
+  for (const std::uint8_t byte : bytes) {
+    if (byte != 0) return false;
+  }
+  return true;
+}
+
+Failure corrupt(const std::string& what) {
+  return {FailureKind::kCorruptFrame, "corrupt frame header: " + what};
+}
+
+template <class Value>
+Failure corrupt_field(std::string_view field, Value value, const std::string& rule) {
+  return corrupt(std::string(field) + " " + std::to_string(value) + ", " + rule);
+}
+
+// Empty when the product is more than 64 bits hold. No dimension is negative.
+std::optional<std::uint64_t> shape_bytes(const FrameHeader& header) {
+  std::uint64_t num_bytes = dtype_bytes(header.dtype);
+  bool overflow = false;
+  for (std::size_t dim = 0; dim < header.num_dims; ++dim) {
+    const auto extent = static_cast<std::uint64_t>(header.shape[dim]);
+    if (extent == 0) return 0;
+    overflow = overflow || num_bytes > std::numeric_limits<std::uint64_t>::max() / extent;
+    num_bytes *= extent;
+  }
+  if (overflow) return std::nullopt;
+  return num_bytes;
+}
+
+std::optional<Failure> shape_violation(const FrameHeader& header) {
+  if (header.num_dims > kNumDimsMax) {
+    return corrupt_field("num_dims", header.num_dims, "at most " + std::to_string(kNumDimsMax));
+  }
+  for (std::size_t dim = 0; dim < kNumDimsMax; ++dim) {
+    const bool used = dim < header.num_dims;
+    if (used ? header.shape[dim] >= 0 : header.shape[dim] == 0) continue;
+    return corrupt_field(
+        "shape[" + std::to_string(dim) + "]", header.shape[dim],
+        used ? "must not be negative" : "must be 0 beyond num_dims " + std::to_string(header.num_dims));
+  }
+  return std::nullopt;
+}
+
+std::optional<Failure> tensor_violation(const FrameHeader& header) {
+  if (header.tensor_index >= header.num_tensors) {
+    return corrupt_field("tensor_index", header.tensor_index,
+                         "must be below num_tensors " + std::to_string(header.num_tensors));
+  }
+  const std::optional<std::uint64_t> num_bytes = shape_bytes(header);
+  if (!num_bytes) return corrupt("shape has more bytes than 64 bits can count");
+  if (header.tensor_bytes != *num_bytes) {
+    return corrupt_field("tensor_bytes", header.tensor_bytes,
+                         "shape and dtype make " + std::to_string(*num_bytes));
+  }
+  if (header.chunk_offset > header.tensor_bytes) {
+    return corrupt_field("chunk_offset", header.chunk_offset,
+                         "beyond tensor_bytes " + std::to_string(header.tensor_bytes));
+  }
+  if (header.payload_bytes > header.tensor_bytes - header.chunk_offset) {
+    return corrupt_field("payload_bytes", header.payload_bytes,
+                         "from chunk_offset " + std::to_string(header.chunk_offset) +
+                             " beyond tensor_bytes " + std::to_string(header.tensor_bytes));
+  }
+  return std::nullopt;
+}
+
+// Frames without a tensor leave its fields zero: what nobody reads, nobody may smuggle.
+std::optional<Failure> tensorless_violation(const FrameHeader& header) {
+  const auto not_zero = [&](std::string_view field, std::uint64_t value) {
+    return corrupt_field(field, value,
+                         "must be 0 in a " + std::string(frame_kind_name(header.kind)) + " frame");
+  };
+  if (header.num_tensors != 0) return not_zero("num_tensors", header.num_tensors);
+  if (header.tensor_index != 0) return not_zero("tensor_index", header.tensor_index);
+  if (header.num_dims != 0) return not_zero("num_dims", header.num_dims);
+  if (header.tensor_bytes != 0) return not_zero("tensor_bytes", header.tensor_bytes);
+  if (header.chunk_offset != 0) return not_zero("chunk_offset", header.chunk_offset);
+  if (header.payload_bytes != 0 && header.kind != FrameKind::kAbort) {
+    return not_zero("payload_bytes", header.payload_bytes);
+  }
+  return std::nullopt;
+}
+
+// What must hold before the bytes can be read as fields at all.
+std::optional<Failure> envelope_violation(const WireHeader& wire, std::span<const std::byte> bytes) {
+  if (wire.magic != kFrameMagic)
+    return corrupt_field("magic", wire.magic, "expected " + std::to_string(kFrameMagic));
+  if (wire.format_version != kFrameFormatVersion) {
+    return corrupt_field("format_version", wire.format_version,
+                         "this build speaks " + std::to_string(kFrameFormatVersion));
+  }
+  if (wire.header_checksum != checksum_of(bytes)) return corrupt("header_checksum does not match the bytes");
+  if (wire.header_bytes != kFrameHeaderBytes) {
+    return corrupt_field("header_bytes", wire.header_bytes, "expected " + std::to_string(kFrameHeaderBytes));
+  }
+  if (!is_known_kind(wire.kind)) return corrupt_field("kind", wire.kind, "unknown");
+  if (!is_known_dtype(wire.dtype)) return corrupt_field("dtype", wire.dtype, "unknown");
+  if ((wire.flags & ~kFlagPayloadChecksum) != 0) return corrupt_field("flags", wire.flags, "unknown bits");
+  if (!all_zero(wire.reserved)) return corrupt("reserved bytes are not 0");
+  return std::nullopt;
+}
+
+}  // namespace
+
+std::string_view frame_kind_name(FrameKind kind) {
+  switch (kind) {
+    case FrameKind::kHello:
+      return "HELLO";
+    case FrameKind::kTensor:
+      return "TENSOR";
+    case FrameKind::kCredit:
+      return "CREDIT";
+    case FrameKind::kEnd:
+      return "END";
+    case FrameKind::kAbort:
+      return "ABORT";
+    case FrameKind::kBye:
+      return "BYE";
+  }
+  PD_CHECK(false, "frame kind " << static_cast<int>(kind));
+}
+
+void encode(const FrameHeader& header, std::span<std::byte, kFrameHeaderBytes> bytes) {
+  WireHeader wire{};
+  wire.magic = kFrameMagic;
+  wire.format_version = kFrameFormatVersion;
+  wire.header_bytes = kFrameHeaderBytes;
+  wire.run_id = header.identity.run_id;
+  wire.incarnation = header.identity.incarnation;
+  wire.channel_id = header.identity.channel_id;
+  wire.sequence = header.sequence;
+  wire.minibatch = header.minibatch.value();
+  wire.microbatch = header.microbatch.value();
+  for (std::size_t dim = 0; dim < kNumDimsMax; ++dim) wire.shape[dim] = header.shape[dim];
+  wire.tensor_bytes = header.tensor_bytes;
+  wire.chunk_offset = header.chunk_offset;
+  wire.payload_bytes = header.payload_bytes;
+  wire.tag = header.tag;
+  wire.tensor_index = header.tensor_index;
+  wire.num_tensors = header.num_tensors;
+  wire.kind = static_cast<std::uint8_t>(header.kind);
+  wire.dtype = static_cast<std::uint8_t>(header.dtype);
+  wire.num_dims = header.num_dims;
+  wire.flags = header.has_payload_checksum ? kFlagPayloadChecksum : std::uint8_t{0};
+  wire.payload_checksum = header.payload_checksum;
+  std::memcpy(bytes.data(), &wire, sizeof(wire));
+  wire.header_checksum = checksum_of(bytes);
+  std::memcpy(bytes.data(), &wire, sizeof(wire));
+}
+
+std::optional<Failure> find_violation(const FrameHeader& header) {
+  if (header.minibatch.value() < 0) {
+    return corrupt_field("minibatch", header.minibatch.value(), "must not be negative");
+  }
+  if (header.microbatch.value() < 0) {
+    return corrupt_field("microbatch", header.microbatch.value(), "must not be negative");
+  }
+  if (header.payload_bytes > kChunkBytesMax) {
+    return corrupt_field("payload_bytes", header.payload_bytes, "at most " + std::to_string(kChunkBytesMax));
+  }
+  if (!header.has_payload_checksum && header.payload_checksum != 0) {
+    return corrupt_field("payload_checksum", header.payload_checksum, "must be 0 when there is none");
+  }
+  if (auto violation = shape_violation(header)) return violation;
+  return header.kind == FrameKind::kTensor ? tensor_violation(header) : tensorless_violation(header);
+}
+
+Result<FrameHeader> decode(std::span<const std::byte> bytes) {
+  if (bytes.size() != kFrameHeaderBytes) {
+    return corrupt_field("length", bytes.size(), "expected " + std::to_string(kFrameHeaderBytes) + " bytes");
+  }
+  WireHeader wire{};
+  std::memcpy(&wire, bytes.data(), sizeof(wire));
+  if (auto violation = envelope_violation(wire, bytes)) return *violation;
+
+  FrameHeader header;
+  header.kind = static_cast<FrameKind>(wire.kind);
+  header.identity = {wire.run_id, wire.incarnation, wire.channel_id};
+  header.sequence = wire.sequence;
+  header.minibatch = MinibatchId(wire.minibatch);
+  header.microbatch = MicrobatchIndex(wire.microbatch);
+  header.tensor_index = wire.tensor_index;
+  header.num_tensors = wire.num_tensors;
+  header.dtype = static_cast<DType>(wire.dtype);
+  header.num_dims = wire.num_dims;
+  for (std::size_t dim = 0; dim < kNumDimsMax; ++dim) header.shape[dim] = wire.shape[dim];
+  header.tensor_bytes = wire.tensor_bytes;
+  header.chunk_offset = wire.chunk_offset;
+  header.payload_bytes = wire.payload_bytes;
+  header.tag = wire.tag;
+  header.has_payload_checksum = (wire.flags & kFlagPayloadChecksum) != 0;
+  header.payload_checksum = wire.payload_checksum;
+  if (auto violation = find_violation(header)) return *violation;
+  return header;
+}
+
+}  // namespace pipedream

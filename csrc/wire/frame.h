@@ -1,0 +1,88 @@
+// The frame header: hand-written fixed layout, little endian, checksummed. Bytes only: nothing here
+// allocates or knows sockets. Any thread.
+//
+// A receiver checks magic, format version, checksum and ranges before it believes a single field; who
+// may send what is checked above, against the plan (channel/).
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "base/dtype.h"
+#include "base/failure.h"
+#include "base/ids.h"
+
+namespace pipedream {
+
+inline constexpr std::uint32_t kFrameMagic = 0x4D445250;  // "PRDM" in memory
+inline constexpr std::uint16_t kFrameFormatVersion = 1;
+inline constexpr std::size_t kNumDimsMax = 8;
+inline constexpr std::size_t kFrameHeaderBytes = 192;
+inline constexpr std::size_t kChunkBytesMax = std::size_t{64} << 20;
+
+enum class FrameKind : std::uint8_t {
+  kHello = 1,   // first frame in both directions; tag = plan hash
+  kTensor = 2,  // a chunk of a tensor; tag = fingerprint of the minibatch's data
+  kCredit = 3,  // receiver to sender: tag = how many more items may be sent
+  kEnd = 4,     // no more items; minibatch = how many there were
+  kAbort = 5,   // the sender stops; payload = why, UTF-8
+  kBye = 6,     // farewell: closing the connection now is no failure
+};
+
+[[nodiscard]] std::string_view frame_kind_name(FrameKind kind);
+
+// Which conversation a frame belongs to. Anything that differs is from another run or incarnation.
+struct LinkIdentity {
+  std::uint64_t run_id = 0;
+  std::uint32_t incarnation = 0;
+  std::uint32_t channel_id = 0;
+
+  friend bool operator==(const LinkIdentity&, const LinkIdentity&) = default;
+};
+
+struct FrameHeader {
+  FrameKind kind = FrameKind::kHello;
+  LinkIdentity identity;
+  std::uint64_t sequence = 0;  // per link and direction, from 0, without gaps; the link fills it in
+  MinibatchId minibatch;
+  MicrobatchIndex microbatch;
+  std::uint16_t tensor_index = 0;
+  std::uint16_t num_tensors = 0;
+  DType dtype = DType::kUInt8;
+  std::uint8_t num_dims = 0;
+  std::array<std::int64_t, kNumDimsMax> shape{};
+  std::uint64_t tensor_bytes = 0;
+  std::uint64_t chunk_offset = 0;
+  std::uint64_t payload_bytes = 0;
+  std::uint64_t tag = 0;
+  // CRC-32C of the payload, when has_payload_checksum.
+  bool has_payload_checksum = false;
+  std::uint32_t payload_checksum = 0;
+
+  friend bool operator==(const FrameHeader&, const FrameHeader&) = default;
+};
+
+void encode(const FrameHeader& header, std::span<std::byte, kFrameHeaderBytes> bytes);
+
+// kCorruptFrame, saying which field, unless every rule holds: exact length, magic, format version,
+// checksum, known kind and dtype, num_dims <= 8, no negative dimension, shape x dtype == tensor_bytes
+// without overflow, chunk_offset + payload_bytes <= tensor_bytes for a tensor, tensor_index < num_tensors.
+// Frames of other kinds than TENSOR leave the tensor's fields zero and, but for ABORT, have no payload.
+[[nodiscard]] Result<FrameHeader> decode(std::span<const std::byte> bytes);
+
+// The rules of decode() that concern the fields alone. A link asks before it sends: a header that the
+// peer would refuse is our bug.
+[[nodiscard]] std::optional<Failure> find_violation(const FrameHeader& header);
+
+// CRC-32C (Castagnoli), hardware instruction where there is one.
+[[nodiscard]] std::uint32_t crc32c(std::span<const std::byte> bytes, std::uint32_t seed = 0);
+
+// 64-bit fingerprint of bytes, fast (not cryptographic): tells whether two workers read the same data.
+[[nodiscard]] std::uint64_t fingerprint(std::span<const std::byte> bytes, std::uint64_t seed = 0);
+
+}  // namespace pipedream

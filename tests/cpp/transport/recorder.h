@@ -1,0 +1,202 @@
+// What the transport tests share: a handler that records what it hears, and transports by name.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "transport/transport.h"
+#include "transport/transport_core.h"
+
+namespace pipedream {
+
+// Ends a deadlocked test; judges no speed.
+inline constexpr auto kPatience = std::chrono::seconds(60);
+
+// Any thread.
+class Recorder final : public LinkHandler {
+ public:
+  struct Frame {
+    FrameHeader header;
+    std::vector<std::byte> payload;
+  };
+
+  // Runs on the transport thread, before the frame is recorded. Set before the link exists.
+  std::function<std::optional<Failure>(Link&, const FrameHeader&)> when_frame;
+  std::function<void(Link&)> when_open;
+
+  void on_open(Link& link) override {
+    if (when_open) when_open(link);
+    change([&] { ++num_opened_; });
+  }
+  std::optional<Failure> on_frame(Link& link, const FrameHeader& header,
+                                  std::span<const std::byte> payload) override {
+    std::optional<Failure> failure;
+    if (when_frame) failure = when_frame(link, header);
+    change([&] { frames_.push_back({header, {payload.begin(), payload.end()}}); });
+    return failure;
+  }
+  void on_failed(Link& /*link*/, const Failure& failure) override {
+    change([&] { failures_.push_back(failure); });
+  }
+  void on_closed(Link& /*link*/) override {
+    change([&] { ++num_closed_; });
+  }
+
+  [[nodiscard]] bool wait_open() {
+    return wait([&] { return num_opened_ > 0; });
+  }
+  // Whether it opened.
+  [[nodiscard]] bool wait_open_or_failure() {
+    return wait([&] { return num_opened_ > 0 || !failures_.empty(); }) && num_opened() > 0;
+  }
+  [[nodiscard]] bool wait_closed() {
+    return wait([&] { return num_closed_ > 0; });
+  }
+  [[nodiscard]] bool wait_frames(std::size_t num_frames) {
+    return wait([&] { return frames_.size() >= num_frames; });
+  }
+  // The failure, or one that says that none came.
+  [[nodiscard]] Failure wait_failure() {
+    if (!wait([&] { return !failures_.empty(); })) return {FailureKind::kClosed, "no failure came"};
+    const std::lock_guard lock(mutex_);
+    return failures_.front();
+  }
+
+  [[nodiscard]] std::vector<Frame> frames() const { return locked(frames_); }
+  [[nodiscard]] int num_opened() const { return locked(num_opened_); }
+  [[nodiscard]] int num_closed() const { return locked(num_closed_); }
+  [[nodiscard]] std::size_t num_failures() const { return locked(failures_).size(); }
+  [[nodiscard]] std::size_t num_calls() const {
+    const std::lock_guard lock(mutex_);
+    return frames_.size() + failures_.size() + static_cast<std::size_t>(num_opened_ + num_closed_);
+  }
+
+ private:
+  template <class Change>
+  void change(Change apply) {
+    {
+      const std::lock_guard lock(mutex_);
+      apply();
+    }
+    changed_.notify_all();
+  }
+  template <class Predicate>
+  bool wait(Predicate predicate) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, kPatience, predicate);
+  }
+  template <class Value>
+  Value locked(const Value& value) const {
+    const std::lock_guard lock(mutex_);
+    return value;
+  }
+
+  mutable std::mutex mutex_;  // guards the members below
+  std::condition_variable changed_;
+  std::vector<Frame> frames_;
+  std::vector<Failure> failures_;
+  int num_opened_ = 0;
+  int num_closed_ = 0;
+};
+
+// Counts on_sent. Outlives the transports.
+class SentCount {
+ public:
+  [[nodiscard]] std::function<void()> callback() {
+    return [this] {
+      {
+        const std::lock_guard lock(mutex_);
+        ++count_;
+      }
+      changed_.notify_all();
+    };
+  }
+  [[nodiscard]] bool wait(int count) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, kPatience, [&] { return count_ >= count; });
+  }
+  [[nodiscard]] int count() const {
+    const std::lock_guard lock(mutex_);
+    return count_;
+  }
+
+ private:
+  mutable std::mutex mutex_;  // guards count_
+  std::condition_variable changed_;
+  int count_ = 0;
+};
+
+inline LinkOptions link_options(const std::string& peer = "stage 1 (rank 1)") {
+  LinkOptions options;
+  options.identity = {0xABCDEF, 4, 17};
+  options.plan_hash = 0x5EED;
+  options.name = "activations of stage 0 to stage 1";
+  options.peer = peer;
+  options.payload_bytes_max = std::size_t{8} << 20;
+  return options;
+}
+
+// A chunk of a one-dimensional tensor of bytes.
+inline OutgoingFrame tensor_frame(std::int64_t minibatch, std::span<const std::byte> payload,
+                                  std::function<void()> on_sent = {}) {
+  OutgoingFrame frame;
+  frame.header.kind = FrameKind::kTensor;
+  frame.header.minibatch = MinibatchId(minibatch);
+  frame.header.num_tensors = 1;
+  frame.header.num_dims = 1;
+  frame.header.shape[0] = static_cast<std::int64_t>(payload.size());
+  frame.header.tensor_bytes = payload.size();
+  frame.header.payload_bytes = payload.size();
+  frame.payload = payload;
+  frame.on_sent = std::move(on_sent);
+  return frame;
+}
+
+inline OutgoingFrame credit_frame(std::uint64_t num_items, std::function<void()> on_sent = {}) {
+  OutgoingFrame frame;
+  frame.header.kind = FrameKind::kCredit;
+  frame.header.tag = num_items;
+  frame.on_sent = std::move(on_sent);
+  return frame;
+}
+
+inline std::vector<std::byte> patterned_bytes(std::size_t num_bytes, std::uint32_t seed) {
+  std::vector<std::byte> bytes(num_bytes);
+  std::uint32_t state = seed * 2654435761U + 1;
+  for (std::byte& byte : bytes) {
+    state = state * 1664525U + 1013904223U;
+    byte = static_cast<std::byte>(state >> 24);
+  }
+  return bytes;
+}
+
+// Null when this transport is not to be tested here: libzmq is missing, or $PIPEDREAM_TEST_TRANSPORTS
+// (comma separated) leaves it out.
+inline std::unique_ptr<Transport> make_transport(const std::string& name,
+                                                 const TransportOptions& options = {}) {
+  const char* const chosen = std::getenv("PIPEDREAM_TEST_TRANSPORTS");
+  if (chosen != nullptr && std::string(chosen).find(name) == std::string::npos) return nullptr;
+  if (name == "inproc") return make_inproc_transport(options);
+  try {
+    static_cast<void>(make_zmq_transport({}));  // what a missing libzmq says must not hide a bad option
+  } catch (const UserError&) {
+    return nullptr;
+  }
+  return make_zmq_transport(options);
+}
+
+inline TransportCore& core_of(Transport& transport) { return dynamic_cast<TransportCore&>(transport); }
+
+}  // namespace pipedream

@@ -1,0 +1,636 @@
+// One contract, every transport: order, exactly once, identity, farewell against loss.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <latch>
+#include <limits>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "recorder.h"
+#include "transport/link_core.h"
+
+namespace pipedream {
+namespace {
+
+class TransportContract : public testing::TestWithParam<std::string> {
+ protected:
+  void SetUp() override {
+    listening_ = make_transport(GetParam());
+    if (!listening_) GTEST_SKIP() << GetParam() << " is not available";
+    connecting_ = make_transport(GetParam());
+  }
+
+  // A link between the two transports, open on both sides.
+  void open_link(LinkOptions listener_options = link_options("stage 0 (rank 0)"),
+                 LinkOptions connector_options = link_options()) {
+    make_link(std::move(listener_options), std::move(connector_options));
+    ASSERT_TRUE(at_listener_.wait_open());
+    ASSERT_TRUE(at_connector_.wait_open());
+  }
+  void make_link(LinkOptions listener_options = link_options("stage 0 (rank 0)"),
+                 LinkOptions connector_options = link_options()) {
+    listener_ = &listening_->listen(std::move(listener_options), at_listener_);
+    connector_ = &connecting_->connect(std::move(connector_options), listener_->endpoint(), at_connector_);
+  }
+
+  // Sends bytes as they are from the connector.
+  void inject(const FrameHeader& header, std::vector<std::byte> payload = {}) {
+    FrameHeaderBytes bytes;
+    encode(header, bytes);
+    inject_bytes(bytes, std::move(payload));
+  }
+  void inject_bytes(const FrameHeaderBytes& bytes, std::vector<std::byte> payload = {}) {
+    connecting_->post([this, bytes, payload = std::move(payload)] {
+      dynamic_cast<LinkCore&>(*connector_).inject(bytes, payload);
+    });
+  }
+  // What the connector's link would send next after `num_sent` frames, HELLO included.
+  FrameHeader next_header(std::uint64_t num_sent, FrameKind kind = FrameKind::kCredit) {
+    FrameHeader header;
+    header.kind = kind;
+    header.identity = link_options().identity;
+    header.sequence = num_sent;
+    return header;
+  }
+
+  void expect_listener_refuses(const std::string& what) {
+    const Failure failure = at_listener_.wait_failure();
+    EXPECT_EQ(failure.kind, FailureKind::kCorruptFrame) << failure.message;
+    EXPECT_NE(failure.message.find(what), std::string::npos) << failure.message;
+    EXPECT_NE(failure.message.find("stage 0 (rank 0)"), std::string::npos) << failure.message;
+    EXPECT_NE(failure.message.find("activations of stage 0 to stage 1"), std::string::npos)
+        << failure.message;
+    EXPECT_EQ(failure.message.find('\n'), std::string::npos) << failure.message;
+  }
+
+  // Declared first: they outlive the transports.
+  Recorder at_listener_;
+  Recorder at_connector_;
+  SentCount sent_;
+  std::vector<std::vector<std::byte>> payloads_;
+  std::unique_ptr<Transport> listening_;
+  std::unique_ptr<Transport> connecting_;
+  Link* listener_ = nullptr;
+  Link* connector_ = nullptr;
+};
+
+// ---- Order and content ----
+
+TEST_P(TransportContract, FramesOfEverySizeArriveInOrderAndUnchanged) {
+  open_link();
+  const std::vector<std::size_t> sizes = {0, 1, 191, 192, 193, 4096, 65536, (1 << 20) + 1, 0, 8 << 20, 7};
+  for (std::size_t index = 0; index < sizes.size(); ++index) {
+    payloads_.push_back(patterned_bytes(sizes[index], static_cast<std::uint32_t>(index)));
+  }
+  for (std::size_t index = 0; index < sizes.size(); ++index) {
+    OutgoingFrame frame = tensor_frame(static_cast<std::int64_t>(index), payloads_[index], sent_.callback());
+    frame.header.tag = 1000 + index;
+    connector_->send(std::move(frame));
+  }
+  ASSERT_TRUE(at_listener_.wait_frames(sizes.size()));
+  const std::vector<Recorder::Frame> frames = at_listener_.frames();
+  for (std::size_t index = 0; index < sizes.size(); ++index) {
+    EXPECT_EQ(frames[index].header.minibatch, MinibatchId(static_cast<std::int64_t>(index)));
+    EXPECT_EQ(frames[index].header.tag, 1000 + index);
+    EXPECT_EQ(frames[index].header.sequence, 1 + index);  // HELLO was 0
+    EXPECT_EQ(frames[index].header.identity, link_options().identity);
+    EXPECT_EQ(frames[index].payload, payloads_[index]) << "frame " << index;
+  }
+  EXPECT_TRUE(sent_.wait(static_cast<int>(sizes.size())));
+}
+
+TEST_P(TransportContract, BothDirectionsKeepTheirOrderAtOnce) {
+  open_link();
+  constexpr int kNumFrames = 2000;
+  const auto send_all = [](Link& link) {
+    for (int index = 0; index < kNumFrames; ++index)
+      link.send(credit_frame(static_cast<std::uint64_t>(index)));
+  };
+  std::thread one([&] { send_all(*connector_); });
+  std::thread other([&] { send_all(*listener_); });
+  one.join();
+  other.join();
+  for (Recorder* recorder : {&at_listener_, &at_connector_}) {
+    ASSERT_TRUE(recorder->wait_frames(kNumFrames));
+    const std::vector<Recorder::Frame> frames = recorder->frames();
+    for (std::uint64_t index = 0; index < kNumFrames; ++index) ASSERT_EQ(frames[index].header.tag, index);
+  }
+}
+
+TEST_P(TransportContract, FramesSentBeforeTheLinkIsOpenWaitForItInOrder) {
+  listener_ = &listening_->listen(link_options("stage 0 (rank 0)"), at_listener_);
+  for (std::uint64_t index = 0; index < 5; ++index) listener_->send(credit_frame(index, sent_.callback()));
+  EXPECT_EQ(sent_.count(), 0);
+  connector_ = &connecting_->connect(link_options(), listener_->endpoint(), at_connector_);
+  for (std::uint64_t index = 0; index < 5; ++index) connector_->send(credit_frame(index, sent_.callback()));
+  ASSERT_TRUE(at_connector_.wait_frames(5));
+  ASSERT_TRUE(at_listener_.wait_frames(5));
+  for (std::uint64_t index = 0; index < 5; ++index) {
+    EXPECT_EQ(at_connector_.frames()[index].header.tag, index);
+    EXPECT_EQ(at_listener_.frames()[index].header.tag, index);
+  }
+  EXPECT_TRUE(sent_.wait(10));
+}
+
+TEST_P(TransportContract, PayloadIsNotReadAfterOnSent) {
+  open_link();
+  constexpr int kNumFrames = 20;
+  for (int index = 0; index < kNumFrames; ++index) {
+    payloads_.push_back(patterned_bytes(std::size_t{256} << 10, static_cast<std::uint32_t>(index)));
+  }
+  const std::vector<std::vector<std::byte>> originals = payloads_;
+  for (int index = 0; index < kNumFrames; ++index) {
+    std::vector<std::byte>& payload = payloads_[static_cast<std::size_t>(index)];
+    connector_->send(
+        tensor_frame(index, payload, [&payload] { std::fill(payload.begin(), payload.end(), std::byte{}); }));
+  }
+  ASSERT_TRUE(at_listener_.wait_frames(kNumFrames));
+  for (std::size_t index = 0; index < kNumFrames; ++index) {
+    EXPECT_EQ(at_listener_.frames()[index].payload, originals[index]) << "frame " << index;
+  }
+}
+
+TEST_P(TransportContract, ManyLinksOfTwoTransportsDoNotMix) {
+  constexpr std::size_t kNumLinks = 40;
+  constexpr std::uint64_t kNumFrames = 50;
+  std::vector<Recorder> at_listeners(kNumLinks);
+  std::vector<Recorder> at_connectors(kNumLinks);
+  std::vector<Link*> connectors;
+  for (std::size_t index = 0; index < kNumLinks; ++index) {
+    LinkOptions options = link_options();
+    options.identity.channel_id = static_cast<std::uint32_t>(index);
+    const Link& listener = listening_->listen(options, at_listeners[index]);
+    connectors.push_back(&connecting_->connect(options, listener.endpoint(), at_connectors[index]));
+  }
+  for (std::uint64_t frame = 0; frame < kNumFrames; ++frame) {
+    for (std::size_t index = 0; index < kNumLinks; ++index)
+      connectors[index]->send(credit_frame(index * 1000 + frame));
+  }
+  for (std::size_t index = 0; index < kNumLinks; ++index) {
+    ASSERT_TRUE(at_listeners[index].wait_frames(kNumFrames)) << "link " << index;
+    const std::vector<Recorder::Frame> frames = at_listeners[index].frames();
+    for (std::uint64_t frame = 0; frame < kNumFrames; ++frame)
+      ASSERT_EQ(frames[frame].header.tag, index * 1000 + frame);
+  }
+  listening_.reset();  // the recorders of this test die first
+  connecting_.reset();
+}
+
+TEST_P(TransportContract, CountersCountFramesAndTheirBytes) {
+  open_link();
+  payloads_.push_back(patterned_bytes(5000, 1));
+  connector_->send(tensor_frame(0, payloads_[0]));
+  connector_->send(credit_frame(1));
+  ASSERT_TRUE(at_listener_.wait_frames(2));
+  const LinkCounters sent = connector_->counters();
+  const LinkCounters received = listener_->counters();
+  EXPECT_EQ(sent.frames_sent, 3u);  // HELLO too
+  EXPECT_EQ(sent.bytes_sent, 3 * kFrameHeaderBytes + 5000);
+  EXPECT_EQ(received.frames_received, sent.frames_sent);
+  EXPECT_EQ(received.bytes_received, sent.bytes_sent);
+  EXPECT_EQ(received.frames_sent, 1u);
+  EXPECT_EQ(received.bytes_sent, kFrameHeaderBytes);
+}
+
+TEST_P(TransportContract, CallbacksMaySend) {
+  at_connector_.when_open = [](Link& link) { link.send(credit_frame(100)); };
+  at_listener_.when_frame = [](Link& link, const FrameHeader& header) {
+    link.send(credit_frame(header.tag + 1));
+    return std::nullopt;
+  };
+  open_link();
+  ASSERT_TRUE(at_connector_.wait_frames(1));
+  EXPECT_EQ(at_connector_.frames()[0].header.tag, 101u);
+}
+
+TEST_P(TransportContract, AbortFramesReachTheHandlerWithTheirReason) {
+  open_link();
+  const std::string why = "stage 0 failed at minibatch 7: loss is not finite";
+  OutgoingFrame frame;
+  frame.header.kind = FrameKind::kAbort;
+  frame.header.payload_bytes = why.size();
+  frame.payload = std::as_bytes(std::span(why));
+  frame.on_sent = sent_.callback();
+  connector_->send(std::move(frame));
+  ASSERT_TRUE(at_listener_.wait_frames(1));
+  const Recorder::Frame received = at_listener_.frames()[0];
+  EXPECT_EQ(received.header.kind, FrameKind::kAbort);
+  EXPECT_EQ(std::string(reinterpret_cast<const char*>(received.payload.data()), received.payload.size()),
+            why);
+  EXPECT_TRUE(sent_.wait(1));
+}
+
+// ---- on_sent exactly once ----
+
+TEST_P(TransportContract, OnSentRunsOnceWhenNoPeerEverCame) {
+  listener_ = &listening_->listen(link_options(), at_listener_);
+  payloads_.push_back(patterned_bytes(100'000, 1));
+  for (int index = 0; index < 10; ++index)
+    listener_->send(tensor_frame(index, payloads_[0], sent_.callback()));
+  listener_->close();
+  listening_->shutdown(0.01);
+  EXPECT_EQ(sent_.count(), 10);
+  EXPECT_EQ(at_listener_.num_calls(), 0u);
+}
+
+TEST_P(TransportContract, OnSentRunsOnceWhenThePeerIsLost) {
+  open_link();
+  payloads_.push_back(patterned_bytes(std::size_t{1} << 20, 1));
+  for (int index = 0; index < 20; ++index)
+    connector_->send(tensor_frame(index, payloads_[0], sent_.callback()));
+  core_of(*listening_).abandon();
+  for (int index = 20; index < 40; ++index)
+    connector_->send(tensor_frame(index, payloads_[0], sent_.callback()));
+  EXPECT_EQ(at_connector_.wait_failure().kind, FailureKind::kPeerLost);
+  connector_->send(tensor_frame(40, payloads_[0], sent_.callback()));
+  EXPECT_TRUE(sent_.wait(41));
+  connecting_->shutdown(0);
+  EXPECT_EQ(sent_.count(), 41);
+  EXPECT_EQ(at_connector_.num_failures(), 1u);
+}
+
+TEST_P(TransportContract, OnSentRunsOnceAfterCloseAndAfterShutdown) {
+  open_link();
+  payloads_.push_back(patterned_bytes(1000, 1));
+  connector_->close();
+  connector_->send(tensor_frame(0, payloads_[0], sent_.callback()));
+  EXPECT_TRUE(sent_.wait(1));
+  connecting_->shutdown(0);
+  connector_->send(tensor_frame(1, payloads_[0], sent_.callback()));
+  EXPECT_EQ(sent_.count(), 2);
+  EXPECT_EQ(at_listener_.frames().size(), 0u);
+}
+
+// ---- Who may speak ----
+
+TEST_P(TransportContract, WorkersWithDifferentPlansBothSaySo) {
+  LinkOptions other_plan = link_options();
+  other_plan.plan_hash = 0xBAD;
+  make_link(link_options("stage 0 (rank 0)"), other_plan);
+  expect_listener_refuses("another plan");
+  const Failure failure = at_connector_.wait_failure();
+  EXPECT_EQ(failure.kind, FailureKind::kCorruptFrame);
+  EXPECT_NE(failure.message.find("another plan"), std::string::npos) << failure.message;
+  EXPECT_EQ(at_listener_.num_opened() + at_connector_.num_opened(), 0);
+}
+
+TEST_P(TransportContract, PeerOfAnotherIncarnationIsAStaleWorker) {
+  LinkOptions stale = link_options();
+  stale.identity.incarnation = 3;
+  make_link(link_options("stage 0 (rank 0)"), stale);
+  expect_listener_refuses("incarnation 3, this is incarnation 4");
+  EXPECT_NE(at_connector_.wait_failure().message.find("stale worker"), std::string::npos);
+}
+
+TEST_P(TransportContract, PeerOfAnotherRunIsRefused) {
+  LinkOptions other_run = link_options();
+  other_run.identity.run_id = 0xF00;
+  make_link(link_options("stage 0 (rank 0)"), other_run);
+  expect_listener_refuses("belongs to run 0000000000000f00");
+}
+
+TEST_P(TransportContract, PeerOfAnotherChannelIsRefused) {
+  LinkOptions other_channel = link_options();
+  other_channel.identity.channel_id = 18;
+  make_link(link_options("stage 0 (rank 0)"), other_channel);
+  expect_listener_refuses("channel_id 18");
+}
+
+TEST_P(TransportContract, SecondConnectorIsRefusedAndTheFirstGoesOn) {
+  open_link();
+  Recorder at_second;
+  const std::unique_ptr<Transport> second = make_transport(GetParam());
+  second->connect(link_options(), listener_->endpoint(), at_second);
+  const Failure failure = at_second.wait_failure();
+  EXPECT_EQ(failure.kind, FailureKind::kPeerLost) << failure.message;
+  EXPECT_NE(failure.message.find("has its peer"), std::string::npos) << failure.message;
+  connector_->send(credit_frame(5));
+  ASSERT_TRUE(at_listener_.wait_frames(1));
+  EXPECT_EQ(at_listener_.num_opened(), 1);
+  EXPECT_EQ(at_listener_.num_failures(), 0u);
+}
+
+TEST_P(TransportContract, ConnectingToAnEndedListenerIsALostPeer) {
+  std::string endpoint;
+  {
+    const std::unique_ptr<Transport> gone = make_transport(GetParam());
+    endpoint = gone->listen(link_options(), at_listener_).endpoint();
+  }
+  connecting_->connect(link_options(), endpoint, at_connector_);
+  const Failure failure = at_connector_.wait_failure();
+  EXPECT_EQ(failure.kind, FailureKind::kPeerLost);
+  EXPECT_NE(failure.message.find(endpoint), std::string::npos) << failure.message;
+}
+
+// ---- Corrupt frames ----
+
+TEST_P(TransportContract, CorruptHeaderClosesTheLink) {
+  open_link();
+  FrameHeaderBytes bytes;
+  encode(next_header(1), bytes);
+  bytes[100] ^= std::byte{4};
+  inject_bytes(bytes);
+  expect_listener_refuses("header_checksum");
+  EXPECT_EQ(at_connector_.wait_failure().kind, FailureKind::kPeerLost);
+}
+
+TEST_P(TransportContract, SequenceGapClosesTheLink) {
+  open_link();
+  inject(next_header(2));
+  expect_listener_refuses("frame 2 where frame 1 is due");
+}
+
+TEST_P(TransportContract, RepeatedFrameClosesTheLink) {
+  open_link();
+  inject(next_header(1));
+  inject(next_header(1));
+  expect_listener_refuses("frame 1 where frame 2 is due");
+  EXPECT_EQ(at_listener_.frames().size(), 1u);
+}
+
+TEST_P(TransportContract, FrameOfAnIncarnationBeforeClosesTheLink) {
+  open_link();
+  FrameHeader header = next_header(1);
+  header.identity.incarnation = 3;
+  inject(header);
+  expect_listener_refuses("stale worker");
+}
+
+TEST_P(TransportContract, SecondHelloClosesTheLink) {
+  open_link();
+  FrameHeader header = next_header(1, FrameKind::kHello);
+  header.tag = link_options().plan_hash;
+  inject(header);
+  expect_listener_refuses("HELLO twice");
+}
+
+TEST_P(TransportContract, PayloadOfAnotherLengthThanTheHeaderSaysClosesTheLink) {
+  open_link();
+  FrameHeader header = tensor_frame(0, std::vector<std::byte>(10)).header;
+  header.identity = link_options().identity;
+  header.sequence = 1;
+  inject(header, std::vector<std::byte>(9));
+  expect_listener_refuses("9 bytes of payload where payload_bytes is 10");
+}
+
+TEST_P(TransportContract, PayloadLongerThanPlannedClosesTheLink) {
+  LinkOptions small = link_options("stage 0 (rank 0)");
+  small.payload_bytes_max = 1000;
+  open_link(small);
+  FrameHeader header = tensor_frame(0, std::vector<std::byte>(1001)).header;
+  header.identity = link_options().identity;
+  header.sequence = 1;
+  inject(header);
+  expect_listener_refuses("payload_bytes 1001");
+}
+
+TEST_P(TransportContract, PayloadThatDoesNotMatchItsChecksumClosesTheLink) {
+  open_link();
+  payloads_.push_back(patterned_bytes(5000, 1));
+  OutgoingFrame good = tensor_frame(0, payloads_[0]);
+  good.header.has_payload_checksum = true;
+  good.header.payload_checksum = crc32c(payloads_[0]);
+  OutgoingFrame bad = good;
+  bad.header.payload_checksum ^= 1;
+  connector_->send(std::move(good));
+  connector_->send(std::move(bad));
+  expect_listener_refuses("payload_checksum");
+  EXPECT_EQ(at_listener_.frames().size(), 1u);
+}
+
+TEST_P(TransportContract, NothingFollowsAFailure) {
+  open_link();
+  inject(next_header(7));
+  for (std::uint64_t index = 8; index < 20; ++index) inject(next_header(index));
+  inject(next_header(20, FrameKind::kBye));
+  expect_listener_refuses("frame 7");
+  listening_->shutdown(1);
+  EXPECT_EQ(at_listener_.num_calls(), 2u);  // open, failed
+}
+
+TEST_P(TransportContract, FailureThatAHandlerReturnsIsFatalForTheLink) {
+  at_listener_.when_frame = [](Link&, const FrameHeader& header) -> std::optional<Failure> {
+    if (header.tag < 3) return std::nullopt;
+    return Failure{FailureKind::kAborted, "the handler refuses item 3"};
+  };
+  open_link();
+  for (std::uint64_t index = 0; index < 10; ++index) connector_->send(credit_frame(index));
+  const Failure failure = at_listener_.wait_failure();
+  EXPECT_EQ(failure.kind, FailureKind::kAborted);
+  EXPECT_EQ(failure.message, "the handler refuses item 3");
+  EXPECT_EQ(at_listener_.frames().size(), 4u);
+  EXPECT_EQ(at_connector_.wait_failure().kind, FailureKind::kPeerLost);
+}
+
+// ---- Farewell and loss ----
+
+TEST_P(TransportContract, FarewellComesAfterEverythingThatWasSent) {
+  open_link();
+  payloads_.push_back(patterned_bytes(std::size_t{1} << 20, 1));
+  for (int index = 0; index < 10; ++index)
+    connector_->send(tensor_frame(index, payloads_[0], sent_.callback()));
+  connector_->close();
+  connector_->close();
+  ASSERT_TRUE(at_listener_.wait_closed());
+  EXPECT_EQ(at_listener_.frames().size(), 10u);
+  listening_->shutdown(1);
+  connecting_->shutdown(1);
+  EXPECT_EQ(at_listener_.num_calls(), 12u);  // open, 10 frames, closed
+  EXPECT_EQ(at_connector_.num_calls(), 1u);  // open
+  EXPECT_EQ(sent_.count(), 10);
+}
+
+TEST_P(TransportContract, ListenerSaysFarewellToo) {
+  open_link();
+  listener_->send(credit_frame(1));
+  listener_->close();
+  ASSERT_TRUE(at_connector_.wait_closed());
+  EXPECT_EQ(at_connector_.frames().size(), 1u);
+  EXPECT_EQ(at_connector_.num_failures(), 0u);
+}
+
+TEST_P(TransportContract, CloseBeforeTheLinkIsOpenStillDeliversWhatWasSent) {
+  listener_ = &listening_->listen(link_options("stage 0 (rank 0)"), at_listener_);
+  connector_ = &connecting_->connect(link_options(), listener_->endpoint(), at_connector_);
+  connector_->send(credit_frame(1));
+  connector_->send(credit_frame(2));
+  connector_->close();
+  ASSERT_TRUE(at_listener_.wait_closed());
+  EXPECT_EQ(at_listener_.frames().size(), 2u);
+  connecting_->shutdown(1);
+  EXPECT_EQ(at_connector_.num_calls(), 0u);
+}
+
+TEST_P(TransportContract, ListenerClosedBeforeAPeerCameRefusesIt) {
+  listener_ = &listening_->listen(link_options("stage 0 (rank 0)"), at_listener_);
+  listener_->close();
+  std::latch closed(1);
+  listening_->post([&] { closed.count_down(); });
+  closed.wait();
+  connecting_->connect(link_options(), listener_->endpoint(), at_connector_);
+  EXPECT_EQ(at_connector_.wait_failure().kind, FailureKind::kPeerLost);
+  EXPECT_EQ(at_listener_.num_calls(), 0u);
+}
+
+TEST_P(TransportContract, BothSidesMayCloseAtOnce) {
+  for (int round = 0; round < 20; ++round) {
+    Recorder at_listener;
+    Recorder at_connector;
+    Link& listener = listening_->listen(link_options(), at_listener);
+    Link& connector = connecting_->connect(link_options(), listener.endpoint(), at_connector);
+    ASSERT_TRUE(at_listener.wait_open());
+    ASSERT_TRUE(at_connector.wait_open());
+    std::thread other([&] { listener.close(); });
+    connector.close();
+    other.join();
+    for (Transport* transport : {listening_.get(), connecting_.get()}) {
+      std::latch silent(1);  // no call of the handlers is under way
+      transport->post([&] { silent.count_down(); });
+      silent.wait();
+    }
+    EXPECT_EQ(at_listener.num_failures() + at_connector.num_failures(), 0u);
+  }
+}
+
+TEST_P(TransportContract, CloseFromACallbackEndsTheCallbacks) {
+  at_listener_.when_frame = [](Link& link, const FrameHeader& header) {
+    if (header.tag == 2) link.close();
+    return std::nullopt;
+  };
+  open_link();
+  for (std::uint64_t index = 0; index < 100; ++index) connector_->send(credit_frame(index));
+  ASSERT_TRUE(at_connector_.wait_closed());
+  listening_->shutdown(1);
+  EXPECT_EQ(at_listener_.frames().size(), 3u);
+  EXPECT_EQ(at_listener_.num_closed(), 0);
+  EXPECT_EQ(at_listener_.num_failures(), 0u);
+}
+
+TEST_P(TransportContract, LostConnectorIsAFailureThatNamesThePeerAndTheLink) {
+  open_link();
+  connector_->send(credit_frame(1));
+  ASSERT_TRUE(at_listener_.wait_frames(1));
+  core_of(*connecting_).abandon();
+  const Failure failure = at_listener_.wait_failure();
+  EXPECT_EQ(failure.kind, FailureKind::kPeerLost);
+  EXPECT_NE(failure.message.find("stage 0 (rank 0)"), std::string::npos) << failure.message;
+  EXPECT_NE(failure.message.find("activations of stage 0 to stage 1"), std::string::npos) << failure.message;
+  EXPECT_EQ(at_listener_.num_closed(), 0);
+}
+
+TEST_P(TransportContract, LostListenerIsAFailureAtTheConnector) {
+  open_link();
+  core_of(*listening_).abandon();
+  const Failure failure = at_connector_.wait_failure();
+  EXPECT_EQ(failure.kind, FailureKind::kPeerLost);
+  EXPECT_NE(failure.message.find("stage 1 (rank 1)"), std::string::npos) << failure.message;
+}
+
+// ---- The transport ----
+
+TEST_P(TransportContract, ShutdownDeliversWhatWasSent) {
+  open_link();
+  payloads_.push_back(patterned_bytes(std::size_t{1} << 20, 1));
+  for (int index = 0; index < 20; ++index)
+    connector_->send(tensor_frame(index, payloads_[0], sent_.callback()));
+  // The peer answers all the while: its frames arrive after the farewell, and must not reset the connection.
+  for (int index = 0; index < 20; ++index) listener_->send(credit_frame(1));
+  connecting_->shutdown(60);
+  EXPECT_EQ(sent_.count(), 20);
+  ASSERT_TRUE(at_listener_.wait_closed());
+  EXPECT_EQ(at_listener_.frames().size(), 20u);
+  EXPECT_EQ(at_listener_.num_failures(), 0u);
+}
+
+TEST_P(TransportContract, ShutdownIsBoundedWhenNobodyTakesWhatWasSent) {
+  listener_ = &listening_->listen(link_options(), at_listener_);
+  payloads_.push_back(patterned_bytes(std::size_t{1} << 20, 1));
+  for (int index = 0; index < 20; ++index)
+    listener_->send(tensor_frame(index, payloads_[0], sent_.callback()));
+  listening_->shutdown(0.05);
+  EXPECT_EQ(sent_.count(), 20);
+}
+
+TEST_P(TransportContract, ShutdownIsIdempotentFromManyThreads) {
+  open_link();
+  std::vector<std::thread> threads;
+  for (int index = 0; index < 4; ++index) threads.emplace_back([&] { connecting_->shutdown(5); });
+  for (std::thread& thread : threads) thread.join();
+  connecting_->shutdown(5);
+  EXPECT_TRUE(at_listener_.wait_closed());
+}
+
+TEST_P(TransportContract, NoHandlerIsCalledAfterShutdown) {
+  open_link();
+  std::atomic<bool> stop{false};
+  std::thread sender([&] {
+    while (!stop.load()) connector_->send(credit_frame(1));
+  });
+  ASSERT_TRUE(at_listener_.wait_frames(10));
+  listening_->shutdown(0);
+  const std::size_t num_calls = at_listener_.num_calls();
+  stop.store(true);
+  sender.join();
+  connecting_->shutdown(0);
+  EXPECT_EQ(at_listener_.num_calls(), num_calls);
+}
+
+TEST_P(TransportContract, LinksAfterShutdownAreRefused) {
+  const std::string endpoint = listening_->listen(link_options(), at_listener_).endpoint();
+  connecting_->shutdown(0);
+  EXPECT_THROW(connecting_->listen(link_options(), at_connector_), UserError);
+  EXPECT_THROW(connecting_->connect(link_options(), endpoint, at_connector_), UserError);
+}
+
+TEST_P(TransportContract, PostedFunctionsRunInOrderOnTheTransportThreadAndNotAfterShutdown) {
+  std::vector<int> order;
+  std::thread::id thread;
+  at_connector_.when_open = [&](Link&) { thread = std::this_thread::get_id(); };
+  open_link();
+  bool on_transport_thread = true;
+  for (int index = 0; index < 100; ++index) {
+    connecting_->post([&, index] {
+      order.push_back(index);
+      on_transport_thread = on_transport_thread && std::this_thread::get_id() == thread;
+    });
+  }
+  connecting_->shutdown(0);
+  ASSERT_EQ(order.size(), 100u);
+  EXPECT_TRUE(std::is_sorted(order.begin(), order.end()));
+  EXPECT_TRUE(on_transport_thread);
+  connecting_->post([&] { order.push_back(-1); });
+  EXPECT_EQ(order.size(), 100u);
+}
+
+TEST_P(TransportContract, EndpointThatCannotBeParsedIsTheUsersMistake) {
+  for (const std::string endpoint :
+       {"", "nonsense", "inproc://", "inproc://seven", "tcp://", "tcp://127.0.0.1"}) {
+    EXPECT_THROW(connecting_->connect(link_options(), endpoint, at_connector_), UserError) << endpoint;
+  }
+}
+
+TEST_P(TransportContract, PeerTimeoutMustBePositive) {
+  for (const double seconds : {0.0, -1.0, std::numeric_limits<double>::quiet_NaN()}) {
+    TransportOptions options;
+    options.peer_timeout_s = seconds;
+    EXPECT_THROW(make_transport(GetParam(), options), UserError) << seconds;
+  }
+}
+
+TEST_P(TransportContract, SendingWhatThePeerWouldRefuseIsOurBug) {
+  testing::GTEST_FLAG(death_test_style) = "threadsafe";
+  open_link();
+  OutgoingFrame frame = credit_frame(1);
+  frame.header.payload_bytes = 10;
+  EXPECT_DEATH(connector_->send(frame), "payload_bytes 10, payload 0");
+}
+
+INSTANTIATE_TEST_SUITE_P(Transports, TransportContract, testing::Values("inproc", "zmq"),
+                         [](const auto& parameter) { return parameter.param; });
+
+}  // namespace
+}  // namespace pipedream

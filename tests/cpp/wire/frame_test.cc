@@ -1,0 +1,307 @@
+// The frame header: what is encoded is what is decoded, and everything else is refused with its field's name.
+#include "wire/frame.h"
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace pipedream {
+namespace {
+
+using HeaderBytes = std::array<std::byte, kFrameHeaderBytes>;
+
+constexpr std::size_t kChecksumAt = 188;
+
+FrameHeader tensor_header() {
+  FrameHeader header;
+  header.kind = FrameKind::kTensor;
+  header.identity = {0x1122334455667788, 7, 42};
+  header.sequence = 123456789012;
+  header.minibatch = MinibatchId(1'000'000'007);
+  header.microbatch = MicrobatchIndex(3);
+  header.tensor_index = 1;
+  header.num_tensors = 2;
+  header.dtype = DType::kFloat32;
+  header.num_dims = 4;
+  header.shape = {128, 3, 10, 10, 0, 0, 0, 0};
+  header.tensor_bytes = std::uint64_t{128} * 3 * 10 * 10 * 4;
+  header.chunk_offset = 4096;
+  header.payload_bytes = 8192;
+  header.tag = 0xDEADBEEFCAFEF00D;
+  header.has_payload_checksum = true;
+  header.payload_checksum = 0x12345678;
+  return header;
+}
+
+FrameHeader header_of_kind(FrameKind kind) {
+  FrameHeader header;
+  header.kind = kind;
+  header.identity = {1, 2, 3};
+  header.tag = 99;
+  return header;
+}
+
+HeaderBytes encoded(const FrameHeader& header) {
+  HeaderBytes bytes{};
+  encode(header, bytes);
+  return bytes;
+}
+
+// Puts `value` at `offset` and makes the checksum right again, as a buggy or malicious peer would.
+template <class Value>
+HeaderBytes forged(HeaderBytes bytes, std::size_t offset, Value value) {
+  std::memcpy(bytes.data() + offset, &value, sizeof(value));
+  const std::uint32_t checksum = crc32c(std::span<const std::byte>(bytes).first(kChecksumAt));
+  std::memcpy(bytes.data() + kChecksumAt, &checksum, sizeof(checksum));
+  return bytes;
+}
+
+void expect_refused(std::span<const std::byte> bytes, const std::string& field) {
+  const Result<FrameHeader> result = decode(bytes);
+  ASSERT_FALSE(result.ok()) << "expected a refusal that names " << field;
+  EXPECT_EQ(result.failure().kind, FailureKind::kCorruptFrame);
+  EXPECT_NE(result.failure().message.find(field), std::string::npos) << result.failure().message;
+  EXPECT_EQ(result.failure().message.find('\n'), std::string::npos) << result.failure().message;
+}
+
+std::span<const std::byte> bytes_of(const std::string& text) { return std::as_bytes(std::span(text)); }
+
+TEST(Frame, EveryKindSurvivesTheRoundTrip) {
+  std::vector<FrameHeader> headers = {tensor_header()};
+  for (const FrameKind kind :
+       {FrameKind::kHello, FrameKind::kCredit, FrameKind::kEnd, FrameKind::kAbort, FrameKind::kBye}) {
+    headers.push_back(header_of_kind(kind));
+  }
+  headers.back().minibatch = MinibatchId(std::numeric_limits<std::int64_t>::max());
+  headers[4].payload_bytes = 57;  // ABORT says why
+  for (const FrameHeader& header : headers) {
+    const Result<FrameHeader> result = decode(encoded(header));
+    ASSERT_TRUE(result.ok()) << frame_kind_name(header.kind) << ": " << result.failure().message;
+    EXPECT_EQ(result.value(), header) << frame_kind_name(header.kind);
+  }
+}
+
+TEST(Frame, ScalarsEmptyTensorsAndEightDimensionsSurviveTheRoundTrip) {
+  FrameHeader scalar = tensor_header();
+  scalar.num_dims = 0;
+  scalar.shape = {};
+  scalar.tensor_bytes = 4;
+  scalar.chunk_offset = 0;
+  scalar.payload_bytes = 4;
+  FrameHeader empty = tensor_header();
+  empty.shape = {128, 0, 10, 10};
+  empty.tensor_bytes = empty.chunk_offset = empty.payload_bytes = 0;
+  FrameHeader deep = tensor_header();
+  deep.num_dims = 8;
+  deep.shape = {2, 2, 2, 2, 2, 2, 2, 32};
+  deep.tensor_bytes = 128 * 32 * 4;
+  for (const FrameHeader& header : {scalar, empty, deep}) {
+    const Result<FrameHeader> result = decode(encoded(header));
+    ASSERT_TRUE(result.ok()) << result.failure().message;
+    EXPECT_EQ(result.value(), header);
+  }
+}
+
+TEST(Frame, BytesOnTheWireNeverChange) {
+  const HeaderBytes bytes = encoded(tensor_header());
+  EXPECT_EQ(std::memcmp(bytes.data(), "PRDM\x01\x00\xC0\x00", 8), 0);
+  EXPECT_EQ(std::memcmp(bytes.data() + 8, "\x88\x77\x66\x55\x44\x33\x22\x11", 8), 0);
+  EXPECT_EQ(bytes[16], std::byte{7});
+  EXPECT_EQ(bytes[20], std::byte{42});
+  EXPECT_EQ(bytes[148], std::byte{2});  // kind
+  EXPECT_EQ(bytes[149], std::byte{8});  // dtype
+  EXPECT_EQ(bytes[150], std::byte{4});  // num_dims
+}
+
+TEST(Frame, EverySingleBitFlipIsRefused) {
+  const HeaderBytes good = encoded(tensor_header());
+  for (std::size_t bit = 0; bit < good.size() * 8; ++bit) {
+    HeaderBytes bad = good;
+    bad[bit / 8] ^= std::byte{1} << (bit % 8);
+    ASSERT_FALSE(decode(bad).ok()) << "bit " << bit;
+  }
+}
+
+TEST(Frame, EveryOtherLengthIsRefused) {
+  std::vector<std::byte> bytes(kFrameHeaderBytes * 2);
+  encode(tensor_header(), std::span(bytes).first<kFrameHeaderBytes>());
+  for (std::size_t length = 0; length <= bytes.size(); ++length) {
+    if (length == kFrameHeaderBytes) continue;
+    expect_refused(std::span<const std::byte>(bytes).first(length), "length");
+  }
+}
+
+TEST(Frame, RandomBytesAreRefused) {
+  std::mt19937_64 random(1);
+  HeaderBytes bytes{};
+  for (int round = 0; round < 20'000; ++round) {
+    for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());
+    ASSERT_FALSE(decode(bytes).ok());
+    // With the right magic, version and checksum the fields' own rules must hold the line without a crash.
+    const HeaderBytes plausible = forged(forged(bytes, 0, kFrameMagic), 4, kFrameFormatVersion);
+    ASSERT_FALSE(decode(plausible).ok());
+  }
+}
+
+struct Violation {
+  std::string field;
+  std::function<void(FrameHeader&)> break_rule;
+};
+
+TEST(Frame, EachBrokenRuleIsRefusedByItsField) {
+  const std::vector<Violation> violations = {
+      {"minibatch", [](FrameHeader& header) { header.minibatch = MinibatchId(-1); }},
+      {"microbatch", [](FrameHeader& header) { header.microbatch = MicrobatchIndex(-1); }},
+      {"num_dims", [](FrameHeader& header) { header.num_dims = 9; }},
+      {"shape[1]", [](FrameHeader& header) { header.shape[1] = -3; }},
+      {"shape[5]", [](FrameHeader& header) { header.shape[5] = 1; }},
+      {"tensor_index", [](FrameHeader& header) { header.tensor_index = 2; }},
+      {"tensor_index", [](FrameHeader& header) { header.tensor_index = header.num_tensors = 0; }},
+      {"tensor_bytes", [](FrameHeader& header) { header.tensor_bytes += 1; }},
+      {"tensor_bytes", [](FrameHeader& header) { header.dtype = DType::kFloat64; }},
+      {"chunk_offset", [](FrameHeader& header) { header.chunk_offset = header.tensor_bytes + 1; }},
+      {"payload_bytes", [](FrameHeader& header) { header.chunk_offset = header.tensor_bytes - 8191; }},
+      {"payload_bytes", [](FrameHeader& header) { header.payload_bytes = kChunkBytesMax + 1; }},
+      {"payload_bytes", [](FrameHeader& header) { header.payload_bytes = ~std::uint64_t{0}; }},
+      {"payload_checksum", [](FrameHeader& header) { header.has_payload_checksum = false; }},
+  };
+  for (const Violation& violation : violations) {
+    FrameHeader header = tensor_header();
+    violation.break_rule(header);
+    expect_refused(encoded(header), violation.field);
+    EXPECT_TRUE(find_violation(header)) << violation.field;
+  }
+  EXPECT_FALSE(find_violation(tensor_header()));
+}
+
+TEST(Frame, FramesWithoutATensorCarryNoneOfItsFields) {
+  const std::vector<Violation> violations = {
+      {"num_tensors", [](FrameHeader& header) { header.num_tensors = 1; }},
+      {"tensor_index", [](FrameHeader& header) { header.tensor_index = 1; }},
+      {"num_dims", [](FrameHeader& header) { header.num_dims = 1; }},
+      {"tensor_bytes", [](FrameHeader& header) { header.tensor_bytes = 1; }},
+      {"chunk_offset", [](FrameHeader& header) { header.chunk_offset = 1; }},
+  };
+  for (const FrameKind kind :
+       {FrameKind::kHello, FrameKind::kCredit, FrameKind::kEnd, FrameKind::kAbort, FrameKind::kBye}) {
+    for (const Violation& violation : violations) {
+      FrameHeader header = header_of_kind(kind);
+      violation.break_rule(header);
+      expect_refused(encoded(header), violation.field);
+    }
+    FrameHeader with_payload = header_of_kind(kind);
+    with_payload.payload_bytes = 1;
+    EXPECT_EQ(decode(encoded(with_payload)).ok(), kind == FrameKind::kAbort) << frame_kind_name(kind);
+  }
+}
+
+TEST(Frame, EnvelopeIsCheckedBeforeAnyField) {
+  const HeaderBytes good = encoded(tensor_header());
+  expect_refused(forged(good, 0, std::uint32_t{0x4D445251}), "magic");
+  expect_refused(forged(good, 4, std::uint16_t{2}), "format_version");
+  expect_refused(forged(good, 6, std::uint16_t{191}), "header_bytes");
+  expect_refused(forged(good, 148, std::uint8_t{0}), "kind");
+  expect_refused(forged(good, 148, std::uint8_t{7}), "kind");
+  expect_refused(forged(good, 149, std::uint8_t{0}), "dtype");
+  expect_refused(forged(good, 149, std::uint8_t{13}), "dtype");
+  expect_refused(forged(good, 151, std::uint8_t{2}), "flags");
+  expect_refused(forged(good, 187, std::uint8_t{1}), "reserved");
+  HeaderBytes flipped = good;
+  flipped[24] ^= std::byte{1};
+  expect_refused(flipped, "header_checksum");
+}
+
+TEST(Frame, ShapeThatOverflowsIsRefused) {
+  FrameHeader header = tensor_header();
+  header.shape = {std::int64_t{1} << 31, std::int64_t{1} << 31, 1 << 4, 1, 0, 0, 0, 0};
+  header.tensor_bytes = 0;  // what the product is modulo 2^64
+  header.chunk_offset = header.payload_bytes = 0;
+  expect_refused(encoded(header), "shape");
+  header.shape.fill(std::numeric_limits<std::int64_t>::max());
+  header.num_dims = 8;
+  expect_refused(encoded(header), "shape");
+  header.shape[7] = 0;  // an empty tensor has no bytes however long its other dimensions
+  EXPECT_TRUE(decode(encoded(header)).ok());
+}
+
+TEST(Crc32c, KnownVectors) {
+  EXPECT_EQ(crc32c({}), 0u);
+  EXPECT_EQ(crc32c(bytes_of("123456789")), 0xE3069283u);
+  // RFC 3720, appendix B.4.
+  EXPECT_EQ(crc32c(bytes_of(std::string(32, '\0'))), 0x8A9136AAu);
+  EXPECT_EQ(crc32c(bytes_of(std::string(32, '\xFF'))), 0x62A8AB43u);
+  std::string rising(32, '\0');
+  for (std::size_t index = 0; index < rising.size(); ++index) rising[index] = static_cast<char>(index);
+  EXPECT_EQ(crc32c(bytes_of(rising)), 0x46DD794Eu);
+  EXPECT_EQ(crc32c(bytes_of(std::string(rising.rbegin(), rising.rend()))), 0x113FDB5Cu);
+}
+
+TEST(Crc32c, SeedContinuesAnEarlierPart) {
+  const std::string text = "activations of stage 0 to stage 1, minibatch 17";
+  for (std::size_t cut = 0; cut <= text.size(); ++cut) {
+    EXPECT_EQ(crc32c(bytes_of(text.substr(cut)), crc32c(bytes_of(text.substr(0, cut)))),
+              crc32c(bytes_of(text)));
+  }
+}
+
+TEST(Fingerprint, EverySingleBitCounts) {
+  for (const std::size_t length : {1u, 7u, 8u, 9u, 31u, 32u, 33u, 64u, 100u}) {
+    std::string text(length, '\x5A');
+    const std::uint64_t original = fingerprint(bytes_of(text));
+    for (std::size_t bit = 0; bit < length * 8; ++bit) {
+      std::string changed = text;
+      changed[bit / 8] = static_cast<char>(changed[bit / 8] ^ (1 << (bit % 8)));
+      ASSERT_NE(fingerprint(bytes_of(changed)), original) << length << " bytes, bit " << bit;
+    }
+  }
+}
+
+TEST(Fingerprint, EveryBitOfTheInputReachesHalfOfTheOutput) {
+  std::mt19937_64 random(2);
+  std::string text(64, '\0');
+  double num_changed = 0;
+  constexpr int kRounds = 2000;
+  for (int round = 0; round < kRounds; ++round) {
+    for (char& byte : text) byte = static_cast<char>(random());
+    const std::uint64_t original = fingerprint(bytes_of(text));
+    const std::size_t bit = random() % (text.size() * 8);
+    text[bit / 8] = static_cast<char>(text[bit / 8] ^ (1 << (bit % 8)));
+    num_changed += __builtin_popcountll(original ^ fingerprint(bytes_of(text)));
+  }
+  EXPECT_NEAR(num_changed / kRounds, 32.0, 1.0);
+}
+
+TEST(Fingerprint, OrderLengthAndSeedCount) {
+  std::string text(96, '\0');
+  for (std::size_t index = 0; index < text.size(); ++index) text[index] = static_cast<char>(index);
+  const std::uint64_t original = fingerprint(bytes_of(text));
+  for (std::size_t word = 8; word + 8 <= text.size(); word += 8) {
+    std::string swapped = text;
+    std::swap_ranges(swapped.begin(), swapped.begin() + 8,
+                     swapped.begin() + static_cast<std::ptrdiff_t>(word));
+    EXPECT_NE(fingerprint(bytes_of(swapped)), original) << "words 0 and " << word / 8;
+  }
+  EXPECT_NE(fingerprint(bytes_of(text), 1), original);
+  std::vector<std::uint64_t> of_zeros;
+  for (std::size_t length = 0; length < 100; ++length) {
+    of_zeros.push_back(fingerprint(bytes_of(std::string(length, '\0'))));
+    for (std::size_t shorter = 0; shorter < length; ++shorter) ASSERT_NE(of_zeros[shorter], of_zeros[length]);
+  }
+  EXPECT_EQ(fingerprint(bytes_of(text)), original);
+}
+
+TEST(Fingerprint, ValueNeverChanges) {
+  // Workers of one run compare it; a new formula needs a new wire format version.
+  EXPECT_EQ(fingerprint({}), 14635312740567249312u);
+  EXPECT_EQ(fingerprint(bytes_of("the same minibatch on both workers, more than one block long")),
+            9549274882692903696u);
+}
+
+}  // namespace
+}  // namespace pipedream
