@@ -1,0 +1,63 @@
+// A tensor as the core sees it (pointer, dtype, shape), and what the plan says may cross a boundary.
+// Plain values; any thread. Tensors are contiguous, row-major.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/dtype.h"
+#include "base/failure.h"
+#include "wire/frame.h"
+
+namespace pipedream {
+
+struct TensorView {
+  DType dtype = DType::kFloat32;
+  std::uint8_t num_dims = 0;
+  std::array<std::int64_t, kNumDimsMax> shape{};
+  std::byte* data = nullptr;
+
+  [[nodiscard]] std::size_t size_bytes() const;
+};
+
+// "float32[64, 3, 32, 32]"
+[[nodiscard]] std::string to_string(const TensorView& tensor);
+
+// One tensor of a boundary, as the dry run of the first minibatch saw it. Later ones have the same rank
+// and dtype and at most as many bytes (a short last batch is smaller).
+struct TensorSpec {
+  DType dtype = DType::kFloat32;
+  std::uint8_t num_dims = 0;
+  std::size_t bytes_max = 0;
+};
+
+// All tensors of one work item at a boundary: they travel together and share one slot.
+class ItemSpec {
+ public:
+  ItemSpec() = default;
+  // Throws UserError for more than kNumTensorsMax tensors or kNumDimsMax dimensions.
+  explicit ItemSpec(std::vector<TensorSpec> tensors);
+
+  static constexpr std::size_t kNumTensorsMax = 1024;
+  static constexpr std::size_t kTensorAlignment = 64;
+
+  [[nodiscard]] std::size_t num_tensors() const { return tensors_.size(); }
+  [[nodiscard]] const std::vector<TensorSpec>& tensors() const { return tensors_; }
+  [[nodiscard]] std::size_t slot_bytes() const { return slot_bytes_; }
+  [[nodiscard]] std::size_t offset_bytes(std::size_t tensor_index) const { return offsets_.at(tensor_index); }
+
+  // What is wrong with sending this tensor as the index-th of an item; empty when nothing is.
+  [[nodiscard]] std::optional<std::string> mismatch(std::size_t tensor_index, DType dtype, std::uint8_t num_dims,
+                                                    std::size_t tensor_bytes) const;
+
+ private:
+  std::vector<TensorSpec> tensors_;
+  std::vector<std::size_t> offsets_;
+  std::size_t slot_bytes_ = 0;
+};
+
+}  // namespace pipedream

@@ -1,0 +1,217 @@
+#include "stage/engine.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace pipedream {
+
+namespace {
+
+WorkKind work_kind_of(Opcode opcode) {
+  switch (opcode) {
+    case Opcode::kForward:
+      return WorkKind::kForward;
+    case Opcode::kBackward:
+      return WorkKind::kBackward;
+    case Opcode::kUpdate:
+      return WorkKind::kUpdate;
+  }
+  PD_CHECK(false, "opcode " << static_cast<int>(opcode));
+}
+
+}  // namespace
+
+const char* work_kind_name(WorkKind kind) {
+  switch (kind) {
+    case WorkKind::kForward:
+      return "FORWARD";
+    case WorkKind::kBackward:
+      return "BACKWARD";
+    case WorkKind::kUpdate:
+      return "UPDATE";
+    case WorkKind::kDone:
+      return "DONE";
+  }
+  PD_CHECK(false, "work kind " << static_cast<int>(kind));
+}
+
+StageEngine::StageEngine(const ProgramOptions& options, VersionSlots& slots, StageChannels channels, Wakeup& wakeup,
+                         std::size_t num_spans_max)
+    : cursor_(options), slots_(slots), channels_(channels), wakeup_(wakeup), num_spans_max_(num_spans_max) {
+  PD_CHECK(num_spans_max > 0, num_spans_max);
+  PD_CHECK(slots.num_slots() == num_versions_kept(options),
+           slots.num_slots() << " slots for " << num_versions_kept(options) << " versions");
+  spans_.reserve(num_spans_max);
+}
+
+Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
+  PD_CHECK(!handed_out_, "not completed: " << to_string(doing_));
+  for (SendChannel* channel : {channels_.activations_out, channels_.gradients_out}) {
+    if (channel != nullptr) channel->collect_released();
+  }
+  if (asked_ns_ == 0) asked_ns_ = now_ns();
+  if (started_ns_ == 0) started_ns_ = asked_ns_;
+
+  for (;;) {
+    const std::optional<Instruction> instruction = cursor_.current();
+    if (!instruction) {
+      WorkItem done;
+      done.num_minibatches = cursor_.num_minibatches().value_or(0);
+      return std::optional<WorkItem>(std::move(done));
+    }
+    doing_ = *instruction;
+    ReceiveChannel* source = source_of(*instruction);
+    if (source == nullptr) {
+      // Nothing to wait for here, so a failure elsewhere would pass unseen.
+      if (const auto failure = wakeup_.failure()) return located(*failure);
+      return std::optional<WorkItem>(hand_out(*instruction, std::nullopt));
+    }
+    ReceivedItem item;
+    const std::int64_t wait_began_ns = now_ns();
+    const Result<bool> received = receive(*source, deadline, item);
+    wait_ns_ += now_ns() - wait_began_ns;
+    if (!received) return received.failure();
+    if (!received.value()) return std::optional<WorkItem>();
+    if (!item.is_end) return std::optional<WorkItem>(hand_out(*instruction, std::move(item)));
+    learn_num_minibatches(item.num_minibatches);
+  }
+}
+
+ReceiveChannel* StageEngine::source_of(const Instruction& instruction) const {
+  switch (instruction.opcode) {
+    case Opcode::kForward:
+      return channels_.activations_in;
+    case Opcode::kBackward:
+      return channels_.gradients_in;
+    case Opcode::kUpdate:
+      return nullptr;
+  }
+  PD_CHECK(false, to_string(instruction));
+}
+
+// True: item is what the program needs now. False: the deadline passed.
+Result<bool> StageEngine::receive(ReceiveChannel& channel, Deadline deadline, ReceivedItem& item) {
+  bool exhausted = false;
+  const bool accepted = wakeup_.wait_until(deadline, [&] {
+    if (channel.try_take(item)) return true;
+    exhausted = channel.exhausted();
+    return exhausted;
+  });
+  if (accepted && !exhausted) {
+    PD_CHECK(item.is_end || (item.minibatch == doing_.minibatch && item.microbatch == doing_.microbatch),
+             "received minibatch " << item.minibatch.value() << " for " << to_string(doing_));
+    return true;
+  }
+  if (exhausted) {
+    return located({FailureKind::kPeerLost, channel.options().name + ": closed by the peer before it was complete"});
+  }
+  if (const auto failure = wakeup_.failure()) return located(*failure);
+  return false;
+}
+
+WorkItem StageEngine::hand_out(const Instruction& instruction, std::optional<ReceivedItem> received) {
+  WorkItem work;
+  work.kind = work_kind_of(instruction.opcode);
+  work.minibatch = instruction.minibatch;
+  work.microbatch = instruction.microbatch;
+  work.received = std::move(received);
+  switch (instruction.opcode) {
+    case Opcode::kForward:
+      work.read_version = instruction.version;
+      work.read_slot = slots_.acquire(instruction.version);
+      versions_.push_back({instruction.version, instruction.version});
+      break;
+    case Opcode::kBackward:
+      work.read_version = instruction.version;
+      work.read_slot = slots_.slot_of(instruction.version);
+      versions_.at(static_cast<std::size_t>(instruction.minibatch.value())).backward = instruction.version;
+      break;
+    case Opcode::kUpdate:
+      work.read_version = slots_.newest();
+      work.read_slot = slots_.slot_of(slots_.newest());
+      work.write_version = slots_.newest().next();
+      work.write_slot = slots_.begin_update();
+      PD_CHECK(work.write_version == instruction.version, to_string(instruction));
+      break;
+  }
+  handed_out_ = true;
+  ready_ns_ = now_ns();
+  return work;
+}
+
+void StageEngine::complete_forward(Outgoing outgoing, std::int64_t compute_ns) {
+  if (channels_.activations_out != nullptr) {
+    channels_.activations_out->send(doing_.minibatch, doing_.microbatch, outgoing.tag, outgoing.tensors,
+                                    std::move(outgoing.ready), std::move(outgoing.keep_alive));
+  }
+  complete(WorkKind::kForward, compute_ns);
+}
+
+void StageEngine::complete_backward(Outgoing outgoing, std::int64_t compute_ns) {
+  if (channels_.gradients_out != nullptr) {
+    channels_.gradients_out->send(doing_.minibatch, doing_.microbatch, outgoing.tag, outgoing.tensors,
+                                  std::move(outgoing.ready), std::move(outgoing.keep_alive));
+  }
+  slots_.release(doing_.version);
+  complete(WorkKind::kBackward, compute_ns);
+}
+
+void StageEngine::complete_update(std::int64_t compute_ns) {
+  slots_.publish(slots_.begin_update());
+  complete(WorkKind::kUpdate, compute_ns);
+}
+
+void StageEngine::end_of_data() {
+  PD_CHECK(handed_out_ && doing_.opcode == Opcode::kForward && channels_.activations_in == nullptr,
+           to_string(doing_));
+  slots_.release(doing_.version);
+  versions_.pop_back();
+  handed_out_ = false;
+  learn_num_minibatches(doing_.minibatch.value());
+}
+
+void StageEngine::learn_num_minibatches(std::int64_t num_minibatches) {
+  cursor_.set_num_minibatches(num_minibatches);
+  if (channels_.activations_out != nullptr) channels_.activations_out->send_end(num_minibatches);
+}
+
+void StageEngine::complete(WorkKind kind, std::int64_t compute_ns) {
+  PD_CHECK(handed_out_ && work_kind_of(doing_.opcode) == kind,
+           work_kind_name(kind) << " completed while doing " << to_string(doing_));
+  const std::int64_t completed_ns = now_ns();
+  const Span span{kind, doing_.minibatch, asked_ns_, ready_ns_, completed_ns, wait_ns_, compute_ns};
+  if (spans_.size() < num_spans_max_) {
+    spans_.push_back(span);
+  } else {
+    spans_[next_span_] = span;
+  }
+  next_span_ = (next_span_ + 1) % num_spans_max_;
+  ++totals_.num_work_items;
+  totals_.wait_ns += wait_ns_;
+  totals_.compute_ns += compute_ns;
+  totals_.elapsed_ns = completed_ns - started_ns_;
+  handed_out_ = false;
+  asked_ns_ = 0;
+  wait_ns_ = 0;
+  cursor_.advance();
+}
+
+std::vector<Span> StageEngine::spans() const {
+  std::vector<Span> ordered(spans_);
+  if (spans_.size() == num_spans_max_) {
+    std::rotate(ordered.begin(), ordered.begin() + static_cast<std::ptrdiff_t>(next_span_), ordered.end());
+  }
+  return ordered;
+}
+
+std::string StageEngine::position() const {
+  return "stage " + std::to_string(cursor_.options().stage.value()) + " at minibatch " +
+         std::to_string(doing_.minibatch.value()) + " (" + opcode_name(doing_.opcode) + ")";
+}
+
+Failure StageEngine::located(const Failure& failure) const {
+  if (failure.kind == FailureKind::kAborted) return failure;  // the peer has said where
+  return {failure.kind, position() + ": " + failure.message};
+}
+
+}  // namespace pipedream

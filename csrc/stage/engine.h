@@ -1,0 +1,138 @@
+// Hands out the next work item of a stage's program and takes its completion: "the ML worker pulls its
+// next work assignment" (PipeDream report, section 4). Knows schedules, versions and channels; knows
+// nothing about models, so that any framework can do the computing.
+//
+//   next_work() -> FORWARD  minibatch 3, read slot 0, input tensors     compute, complete_forward(outputs)
+//   next_work() -> BACKWARD minibatch 1, read slot 1, gradient tensors  compute, complete_backward(gradients)
+//   next_work() -> UPDATE   minibatch 1, read slot 1, write slot 2      step,    complete_update()
+//   next_work() -> DONE     there were num_minibatches
+//
+// Owned by the compute thread; every call is on it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/failure.h"
+#include "base/ids.h"
+#include "channel/receive_channel.h"
+#include "channel/send_channel.h"
+#include "channel/wakeup.h"
+#include "schedule/program.h"
+#include "weights/version_slots.h"
+
+namespace pipedream {
+
+enum class WorkKind { kForward, kBackward, kUpdate, kDone };
+
+[[nodiscard]] const char* work_kind_name(WorkKind kind);  // "FORWARD", "BACKWARD", "UPDATE", "DONE"
+
+struct WorkItem {
+  WorkKind kind = WorkKind::kDone;
+  MinibatchId minibatch;
+  MicrobatchIndex microbatch;
+  WeightVersion read_version;
+  SlotIndex read_slot;
+  WeightVersion write_version;  // kUpdate
+  SlotIndex write_slot;         // kUpdate
+  // kForward: activations from upstream, absent at the first stage. kBackward: gradients from
+  // downstream, absent at the last.
+  std::optional<ReceivedItem> received;
+  std::int64_t num_minibatches = 0;  // kDone
+};
+
+// The engine's neighbours; null where there is none.
+struct StageChannels {
+  ReceiveChannel* activations_in = nullptr;
+  SendChannel* activations_out = nullptr;
+  ReceiveChannel* gradients_in = nullptr;
+  SendChannel* gradients_out = nullptr;
+};
+
+// The tensors that a completion sends on.
+struct Outgoing {
+  std::uint64_t tag = 0;
+  std::vector<TensorView> tensors;
+  std::unique_ptr<Event> ready;
+  std::shared_ptr<void> keep_alive;
+};
+
+// When one work item was asked for, got its inputs and was completed; compute_ns of that was the user's.
+struct Span {
+  WorkKind kind = WorkKind::kForward;
+  MinibatchId minibatch;
+  std::int64_t asked_ns = 0;
+  std::int64_t ready_ns = 0;
+  std::int64_t completed_ns = 0;
+  std::int64_t wait_ns = 0;  // of asked to ready: blocked on a channel
+  std::int64_t compute_ns = 0;
+};
+
+struct VersionsRead {
+  WeightVersion forward;
+  WeightVersion backward;
+};
+
+struct EngineTotals {
+  std::int64_t num_work_items = 0;
+  std::int64_t wait_ns = 0;      // blocked until the input was there
+  std::int64_t compute_ns = 0;   // reported with the completions
+  std::int64_t elapsed_ns = 0;   // first ask to last completion
+};
+
+class StageEngine {
+ public:
+  // The last num_spans_max spans are kept.
+  StageEngine(const ProgramOptions& options, VersionSlots& slots, StageChannels channels, Wakeup& wakeup,
+              std::size_t num_spans_max);
+
+  // The next work item, or empty at the deadline (ask again), or why the run failed: the message names
+  // stage and minibatch. Aborts when the item handed out before was not completed.
+  [[nodiscard]] Result<std::optional<WorkItem>> next_work(Deadline deadline);
+
+  // compute_ns: time spent in user code for this item, as the caller measured it.
+  void complete_forward(Outgoing outgoing, std::int64_t compute_ns);
+  void complete_backward(Outgoing outgoing, std::int64_t compute_ns);
+  void complete_update(std::int64_t compute_ns);
+  // Instead of completing a FORWARD of the first stage: there is no such minibatch.
+  void end_of_data();
+
+  // What forward and backward of each minibatch actually read; backward is valid for completed ones.
+  [[nodiscard]] const std::vector<VersionsRead>& versions() const { return versions_; }
+  [[nodiscard]] std::vector<Span> spans() const;  // oldest first
+  [[nodiscard]] EngineTotals totals() const { return totals_; }
+  // Where the stage is: the instruction that is being waited for or done.
+  [[nodiscard]] std::string position() const;
+
+ private:
+  [[nodiscard]] ReceiveChannel* source_of(const Instruction& instruction) const;
+  [[nodiscard]] Result<bool> receive(ReceiveChannel& channel, Deadline deadline, ReceivedItem& item);
+  [[nodiscard]] WorkItem hand_out(const Instruction& instruction, std::optional<ReceivedItem> received);
+  void learn_num_minibatches(std::int64_t num_minibatches);
+  void complete(WorkKind kind, std::int64_t compute_ns);
+  [[nodiscard]] Failure located(const Failure& failure) const;
+
+  ProgramCursor cursor_;
+  VersionSlots& slots_;
+  const StageChannels channels_;
+  Wakeup& wakeup_;
+
+  bool handed_out_ = false;
+  Instruction doing_;
+  std::int64_t asked_ns_ = 0;  // 0: not asking
+  std::int64_t ready_ns_ = 0;
+  std::int64_t wait_ns_ = 0;
+  std::int64_t started_ns_ = 0;
+  std::vector<VersionsRead> versions_;
+  std::vector<Span> spans_;  // ring
+  std::size_t num_spans_max_;
+  std::size_t next_span_ = 0;
+  EngineTotals totals_;
+};
+
+}  // namespace pipedream

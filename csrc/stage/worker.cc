@@ -1,0 +1,272 @@
+#include "stage/worker.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <utility>
+
+namespace pipedream {
+
+namespace {
+
+constexpr std::size_t kAbortTextBytesMax = 1024;
+
+void send_abort(Link& link, const std::string& why) {
+  const auto text = std::make_shared<const std::string>(why.substr(0, kAbortTextBytesMax));
+  OutgoingFrame frame;
+  frame.header.kind = FrameKind::kAbort;
+  frame.header.payload_bytes = text->size();
+  frame.payload = std::as_bytes(std::span(*text));
+  frame.on_sent = [text] {};  // owns the text until it has left
+  link.send(std::move(frame));
+}
+
+// Chunks of a slot may be larger than what is left of it, never larger than this.
+std::size_t payload_bytes_max(const ChannelSpec& spec) {
+  return std::max(std::min(spec.chunk_bytes, spec.item.slot_bytes()), kAbortTextBytesMax);
+}
+
+std::unique_ptr<Device> make_device(const std::string& name) {
+  if (name == "host") return make_host_device();
+  constexpr std::string_view kCudaPrefix = "cuda:";
+  if (name.starts_with(kCudaPrefix)) return make_cuda_device(std::atoi(name.c_str() + kCudaPrefix.size()));
+  throw UserError("device '" + name + "' is unknown: use 'host' or 'cuda:N'");
+}
+
+std::unique_ptr<Transport> make_transport(const WorkerOptions& options) {
+  TransportOptions transport;
+  transport.bind_host = options.bind_host;
+  transport.peer_timeout_s = options.peer_timeout_s;
+  if (options.transport == "zmq") return make_zmq_transport(transport, options.libzmq_path);
+  if (options.transport == "inproc") return make_inproc_transport(transport);
+  throw UserError("transport '" + options.transport + "' is unknown: use 'zmq' or 'inproc'");
+}
+
+}  // namespace
+
+Worker::Worker(WorkerOptions options)
+    : options_(std::move(options)), device_(make_device(options_.device)), transport_(make_transport(options_)) {
+  if (device_->type() != DeviceType::kHost) compute_stream_ = device_->wrap_stream(options_.compute_stream);
+  // Items may outlive the worker in the framework's hands; they keep the pool, and the pool what it needs.
+  pool_ = std::shared_ptr<Pool>(new Pool(*device_), [device = device_, stream = compute_stream_](Pool* pool) {
+    delete pool;  // NOLINT(cppcoreguidelines-owning-memory)
+  });
+}
+
+Worker::~Worker() { close(0); }
+
+void Worker::check_new(const std::string& name) const {
+  if (senders_.contains(name) || receivers_.contains(name)) throw UserError("channel '" + name + "' exists already");
+}
+
+bool Worker::is_staged(const ChannelSpec& spec) const {
+  return spec.on_device && (options_.force_staging || !device_->device_memory_is_host_memory());
+}
+
+SlotGroup* Worker::add_staging(const ChannelSpec& spec) {
+  if (!is_staged(spec)) return nullptr;
+  return &pool_->add({"staging, " + spec.name, spec.item.slot_bytes(), spec.num_items, MemoryKind::kStaging});
+}
+
+void Worker::add_receive_channel(const ChannelSpec& spec) {
+  check_new(spec.name);
+  Receiver& receiver = receivers_[spec.name];
+  receiver.spec = spec;
+  receiver.slots = &pool_->add({spec.name, spec.item.slot_bytes(), spec.num_items,
+                                spec.on_device ? MemoryKind::kDevice : MemoryKind::kStaging});
+  receiver.staging = add_staging(spec);
+}
+
+void Worker::add_send_channel(const ChannelSpec& spec) {
+  check_new(spec.name);
+  Sender& sender = senders_[spec.name];
+  sender.spec = spec;
+  sender.staging = add_staging(spec);
+}
+
+void Worker::add_term(PoolTerm term) {
+  const std::string name = term.name;
+  terms_[name] = &pool_->add(std::move(term));
+}
+
+void Worker::seal() {
+  pool_->seal();
+  for (auto& [name, receiver] : receivers_) {
+    receiver.channel = std::make_unique<ReceiveChannel>(
+        ChannelOptions{name, receiver.spec.item, receiver.spec.chunk_bytes,
+                       static_cast<std::size_t>(receiver.spec.num_items)},
+        *transport_, wakeup_, *device_, *receiver.slots, receiver.staging,
+        receiver.spec.on_device ? compute_stream_.get() : nullptr);
+  }
+  for (auto& [name, sender] : senders_) {
+    sender.channel = std::make_unique<SendChannel>(
+        ChannelOptions{name, sender.spec.item, sender.spec.chunk_bytes, static_cast<std::size_t>(sender.spec.num_items)},
+        *transport_, wakeup_, *device_, sender.staging);
+  }
+}
+
+LinkOptions Worker::link_options(const ChannelSpec& spec) const {
+  LinkOptions link;
+  link.identity = {options_.run_id, options_.incarnation, spec.channel_id};
+  link.plan_hash = options_.plan_hash;
+  link.name = spec.name;
+  link.peer = spec.peer;
+  link.payload_bytes_max = payload_bytes_max(spec);
+  return link;
+}
+
+std::map<std::string, std::string> Worker::listen() {
+  std::map<std::string, std::string> endpoints;
+  for (auto& [name, receiver] : receivers_) {
+    receiver.link = &transport_->listen(link_options(receiver.spec), *receiver.channel);
+    receiver.channel->attach(*receiver.link);
+    endpoints[name] = receiver.link->endpoint();
+  }
+  return endpoints;
+}
+
+void Worker::connect(const std::map<std::string, std::string>& endpoints) {
+  for (auto& [name, sender] : senders_) {
+    const auto endpoint = endpoints.find(name);
+    if (endpoint == endpoints.end()) throw UserError("no endpoint for channel '" + name + "'");
+    sender.link = &transport_->connect(link_options(sender.spec), endpoint->second, *sender.channel);
+    sender.channel->attach(*sender.link);
+  }
+}
+
+Result<bool> Worker::wait_open(Deadline deadline) {
+  const bool open = wakeup_.wait_until(deadline, [&] { return channels_not_open().empty(); });
+  if (!open) {
+    if (auto failure = wakeup_.failure()) return *failure;
+  }
+  return open;
+}
+
+std::vector<std::string> Worker::channels_not_open() const {
+  std::vector<std::string> names;
+  for (const auto& [name, receiver] : receivers_) {
+    if (!receiver.channel->open()) names.push_back(name);
+  }
+  for (const auto& [name, sender] : senders_) {
+    if (!sender.channel->open()) names.push_back(name);
+  }
+  return names;
+}
+
+Worker::HeldSlot Worker::hold_slot(const std::string& term) {
+  const auto group = terms_.find(term);
+  PD_CHECK(group != terms_.end(), term);
+  return {pool_, group->second->lease()};
+}
+
+Worker::Sender& Worker::sender(const std::string& name) {
+  const auto found = senders_.find(name);
+  PD_CHECK(found != senders_.end(), "no send channel '" << name << "'");
+  return found->second;
+}
+
+Worker::Receiver& Worker::receiver(const std::string& name) {
+  const auto found = receivers_.find(name);
+  PD_CHECK(found != receivers_.end(), "no receive channel '" << name << "'");
+  return found->second;
+}
+
+void Worker::start(const ProgramOptions& program, const std::string& activations_in,
+                   const std::string& activations_out, const std::string& gradients_in,
+                   const std::string& gradients_out, std::size_t num_spans_max) {
+  StageChannels channels;
+  if (!activations_in.empty()) channels.activations_in = receiver(activations_in).channel.get();
+  if (!activations_out.empty()) channels.activations_out = sender(activations_out).channel.get();
+  if (!gradients_in.empty()) channels.gradients_in = receiver(gradients_in).channel.get();
+  if (!gradients_out.empty()) channels.gradients_out = sender(gradients_out).channel.get();
+  slots_ = std::make_unique<VersionSlots>(num_versions_kept(program));
+  engine_ = std::make_unique<StageEngine>(program, *slots_, channels, wakeup_, num_spans_max);
+}
+
+StageEngine& Worker::engine() {
+  PD_CHECK(engine_ != nullptr, "start() comes first");
+  return *engine_;
+}
+
+Result<std::optional<WorkItem>> Worker::next_work(Deadline deadline) {
+  auto work = engine().next_work(deadline);
+  if (work && work.value() && work.value()->received && work.value()->received->ready) {
+    compute_stream_->wait(*work.value()->received->ready);
+  }
+  return work;
+}
+
+std::unique_ptr<Event> Worker::record_compute() {
+  if (!compute_stream_) return nullptr;
+  auto event = device_->make_event();
+  compute_stream_->record(*event);
+  return event;
+}
+
+Result<bool> Worker::send_item(const std::string& channel, std::uint64_t tag, const std::vector<TensorView>& tensors,
+                               std::shared_ptr<void> keep_alive, Deadline deadline) {
+  Sender& to = sender(channel);
+  to.channel->collect_released();
+  if (!to.channel->wait_for_room(deadline)) {
+    if (auto failure = wakeup_.failure()) return *failure;
+    return false;
+  }
+  to.channel->send(MinibatchId(to.num_items_sent++), MicrobatchIndex(0), tag, tensors, nullptr,
+                   std::move(keep_alive));
+  return true;
+}
+
+void Worker::send_end(const std::string& channel) {
+  Sender& to = sender(channel);
+  to.channel->send_end(to.num_items_sent);
+}
+
+Result<std::optional<ReceivedItem>> Worker::receive_item(const std::string& channel, Deadline deadline) {
+  ReceiveChannel& from = *receiver(channel).channel;
+  ReceivedItem item;
+  bool exhausted = false;
+  const bool accepted = wakeup_.wait_until(deadline, [&] {
+    if (from.try_take(item)) return true;
+    exhausted = from.exhausted();
+    return exhausted;
+  });
+  if (exhausted) return Failure{FailureKind::kPeerLost, channel + ": closed by the peer before it was complete"};
+  if (accepted) return std::optional<ReceivedItem>(std::move(item));
+  if (auto failure = wakeup_.failure()) return *failure;
+  return std::optional<ReceivedItem>();
+}
+
+void Worker::abort(const std::string& why) {
+  for (auto& [name, sender] : senders_) {
+    if (sender.link != nullptr) send_abort(*sender.link, why);
+  }
+  for (auto& [name, receiver] : receivers_) {
+    if (receiver.link != nullptr) send_abort(*receiver.link, why);
+  }
+}
+
+void Worker::close(double linger_s) {
+  if (closed_) return;
+  closed_ = true;
+  for (auto& [name, receiver] : receivers_) {
+    if (receiver.channel) receiver.channel->detach();
+  }
+  transport_->shutdown(linger_s);
+  for (auto& [name, sender] : senders_) {
+    if (sender.channel) sender.channel->collect_released();
+  }
+}
+
+std::string Worker::transport_name() const { return std::string(transport_->name()); }
+
+std::map<std::string, LinkCounters> Worker::counters() const {
+  std::map<std::string, LinkCounters> counters;
+  for (const auto& [name, sender] : senders_) {
+    if (sender.channel) counters[name] = sender.channel->counters();
+  }
+  for (const auto& [name, receiver] : receivers_) {
+    if (receiver.channel) counters[name] = receiver.channel->counters();
+  }
+  return counters;
+}
+
+}  // namespace pipedream

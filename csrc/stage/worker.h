@@ -1,0 +1,151 @@
+// One worker: the device, the pool, the transport, the named channels and the stage engine of one
+// process, put together in the order in which they depend on each other.
+//
+//   add_*  ->  seal  ->  listen  ->  connect  ->  wait_open  ->  start  ->  next_work / complete_*  ->  close
+//
+// Owned by the compute thread; every call is on it. abort() may come from any thread.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/failure.h"
+#include "channel/receive_channel.h"
+#include "channel/send_channel.h"
+#include "channel/wakeup.h"
+#include "device/device.h"
+#include "pool/pool.h"
+#include "schedule/program.h"
+#include "stage/engine.h"
+#include "transport/transport.h"
+#include "weights/version_slots.h"
+
+namespace pipedream {
+
+struct WorkerOptions {
+  std::string device = "host";     // or "cuda:0"
+  std::string transport = "zmq";   // or "inproc"
+  std::string libzmq_path;         // empty: as transport.h says
+  std::string bind_host = "127.0.0.1";
+  double peer_timeout_s = 15.0;
+  std::uint64_t run_id = 0;
+  std::uint32_t incarnation = 0;
+  std::uint64_t plan_hash = 0;
+  std::uintptr_t compute_stream = 0;  // the framework's stream; 0 on the host
+  // Stage through pinned memory even where the wire reads device memory: how the tests run the path of
+  // an asynchronous device on the host.
+  bool force_staging = false;
+};
+
+// A channel of this worker. Both ends give the same name, channel_id and spec.
+struct ChannelSpec {
+  std::string name;
+  std::string peer;  // for errors: "stage 1 (rank 1)"
+  std::uint32_t channel_id = 0;
+  ItemSpec item;
+  std::int64_t num_items = 2;  // receive: slots, and so credits; send: items that may wait or be on the wire
+  std::size_t chunk_bytes = std::size_t{512} << 10;
+  bool on_device = true;  // false: items live in host memory on every device
+};
+
+class Worker {
+ public:
+  explicit Worker(WorkerOptions options);
+  ~Worker();
+  Worker(const Worker&) = delete;
+  Worker& operator=(const Worker&) = delete;
+
+  // Before seal. Throw UserError for a name that is taken.
+  void add_receive_channel(const ChannelSpec& spec);
+  void add_send_channel(const ChannelSpec& spec);
+  void add_term(PoolTerm term);
+  // Allocates and pre-faults everything.
+  void seal();
+  // Channel name -> endpoint, for every receive channel.
+  [[nodiscard]] std::map<std::string, std::string> listen();
+  // Endpoints of every send channel; throws UserError naming the one that is missing.
+  void connect(const std::map<std::string, std::string>& endpoints);
+  // True: all channels are open. False: the deadline; channels_not_open() says which.
+  [[nodiscard]] Result<bool> wait_open(Deadline deadline);
+  [[nodiscard]] std::vector<std::string> channels_not_open() const;
+
+  // A slot of a term, leased for the worker's life. The holder keeps pool and memory alive.
+  struct HeldSlot {
+    std::shared_ptr<Pool> pool;
+    Lease lease;
+  };
+  [[nodiscard]] HeldSlot hold_slot(const std::string& term);
+
+  // Channel names; empty where the stage has no such neighbour.
+  void start(const ProgramOptions& program, const std::string& activations_in, const std::string& activations_out,
+             const std::string& gradients_in, const std::string& gradients_out, std::size_t num_spans_max);
+  [[nodiscard]] StageEngine& engine();
+
+  // engine().next_work(); on an asynchronous device the compute stream waits for the item's bytes.
+  [[nodiscard]] Result<std::optional<WorkItem>> next_work(Deadline deadline);
+  // An event after which what the compute stream does now is done; null on the host.
+  [[nodiscard]] std::unique_ptr<Event> record_compute();
+
+  // Items outside the schedule (weights, results): strictly in order, minibatch counts them.
+  // False at the deadline: no room yet.
+  [[nodiscard]] Result<bool> send_item(const std::string& channel, std::uint64_t tag,
+                                       const std::vector<TensorView>& tensors, std::shared_ptr<void> keep_alive,
+                                       Deadline deadline);
+  void send_end(const std::string& channel);
+  [[nodiscard]] Result<std::optional<ReceivedItem>> receive_item(const std::string& channel, Deadline deadline);
+
+  // Tells every peer why this worker stops. Any thread.
+  void abort(const std::string& why);
+  // Waits linger_s at most for what was sent to leave, then stops the transport. Idempotent.
+  void close(double linger_s);
+
+  [[nodiscard]] std::string transport_name() const;
+  [[nodiscard]] Device& device() { return *device_; }
+  [[nodiscard]] std::string device_name() const { return device_->name(); }
+  [[nodiscard]] const std::shared_ptr<Pool>& pool() const { return pool_; }
+  [[nodiscard]] std::map<std::string, LinkCounters> counters() const;
+
+ private:
+  struct Sender {
+    ChannelSpec spec;
+    SlotGroup* staging = nullptr;
+    std::unique_ptr<SendChannel> channel;
+    Link* link = nullptr;
+    std::int64_t num_items_sent = 0;
+  };
+  struct Receiver {
+    ChannelSpec spec;
+    SlotGroup* slots = nullptr;
+    SlotGroup* staging = nullptr;
+    std::unique_ptr<ReceiveChannel> channel;
+    Link* link = nullptr;
+  };
+
+  void check_new(const std::string& name) const;
+  [[nodiscard]] bool is_staged(const ChannelSpec& spec) const;
+  [[nodiscard]] SlotGroup* add_staging(const ChannelSpec& spec);
+  [[nodiscard]] LinkOptions link_options(const ChannelSpec& spec) const;
+  [[nodiscard]] Sender& sender(const std::string& name);
+  [[nodiscard]] Receiver& receiver(const std::string& name);
+
+  const WorkerOptions options_;
+  // Destroyed from the last to the first: channels before the transport's handlers are gone would be
+  // called, so close() runs first.
+  std::shared_ptr<Device> device_;
+  std::shared_ptr<Stream> compute_stream_;
+  std::shared_ptr<Pool> pool_;
+  Wakeup wakeup_;
+  std::map<std::string, Sender> senders_;
+  std::map<std::string, Receiver> receivers_;
+  std::unique_ptr<Transport> transport_;
+  std::map<std::string, SlotGroup*> terms_;
+  std::unique_ptr<VersionSlots> slots_;
+  std::unique_ptr<StageEngine> engine_;
+  bool closed_ = false;
+};
+
+}  // namespace pipedream
