@@ -1,0 +1,13 @@
+// The bindings of each subsystem; module.cc calls them.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace pipedream {
+
+void bind_schedule(pybind11::module_& module);
+void bind_planner(pybind11::module_& module);
+void bind_weights(pybind11::module_& module);
+void bind_worker(pybind11::module_& module);
+
+}  // namespace pipedream

@@ -1,0 +1,22 @@
+// The extension module pipedream._core. One file per subsystem; this one lists them and translates errors.
+#include <pybind11/pybind11.h>
+
+#include "base/failure.h"
+#include "bindings/bindings.h"
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(_core, module) {
+  module.doc() = "The C++ core of pipedream: schedules, planner, pool, weights, transport, stage engine.";
+  py::register_exception_translator([](std::exception_ptr exception) {
+    try {
+      if (exception) std::rethrow_exception(exception);
+    } catch (const pipedream::UserError& error) {
+      PyErr_SetString(PyExc_ValueError, error.what());
+    }
+  });
+  pipedream::bind_schedule(module);
+  pipedream::bind_planner(module);
+  pipedream::bind_weights(module);
+  pipedream::bind_worker(module);
+}

@@ -1,0 +1,89 @@
+// pipedream._core: the exact partition. Layers cross as one list per figure, stages as tuples of
+// (first_layer, last_layer, num_replicas). Called with the GIL held.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "base/failure.h"
+#include "bindings/bindings.h"
+#include "planner/partition.h"
+
+namespace py = pybind11;
+
+namespace pipedream {
+
+namespace {
+
+using Figures = std::vector<double>;
+using StageTuple = std::tuple<std::int64_t, std::int64_t, std::int64_t>;
+
+std::vector<LayerCost> make_layers(const Figures& compute_s, const Figures& activation_bytes,
+                                   const Figures& parameter_bytes) {
+  if (compute_s.size() != activation_bytes.size() || compute_s.size() != parameter_bytes.size()) {
+    throw UserError("compute_s, activation_bytes and parameter_bytes have " +
+                    std::to_string(compute_s.size()) + ", " + std::to_string(activation_bytes.size()) +
+                    " and " + std::to_string(parameter_bytes.size()) + " layers; they need the same number");
+  }
+  std::vector<LayerCost> layers;
+  layers.reserve(compute_s.size());
+  for (std::size_t layer = 0; layer < compute_s.size(); ++layer) {
+    layers.push_back({compute_s[layer], activation_bytes[layer], parameter_bytes[layer]});
+  }
+  return layers;
+}
+
+std::pair<std::vector<StageTuple>, double> partition_layers(const Figures& compute_s,
+                                                            const Figures& activation_bytes,
+                                                            const Figures& parameter_bytes,
+                                                            std::int64_t num_workers,
+                                                            double bandwidth_bytes_per_s, bool straight) {
+  const Partition best = partition(make_layers(compute_s, activation_bytes, parameter_bytes), num_workers,
+                                   bandwidth_bytes_per_s, straight);
+  std::vector<StageTuple> stages;
+  for (const PlannedStage& stage : best.stages) {
+    stages.emplace_back(stage.first_layer, stage.last_layer, stage.num_replicas);
+  }
+  return {std::move(stages), best.bottleneck_s};
+}
+
+double stage_time_of_layers(const Figures& compute_s, const Figures& activation_bytes,
+                            const Figures& parameter_bytes, std::int64_t first_layer, std::int64_t last_layer,
+                            std::int64_t num_replicas, double bandwidth_bytes_per_s) {
+  return stage_time_s(make_layers(compute_s, activation_bytes, parameter_bytes), first_layer, last_layer,
+                      num_replicas, bandwidth_bytes_per_s);
+}
+
+double bottleneck_of_stages(const Figures& compute_s, const Figures& activation_bytes,
+                            const Figures& parameter_bytes, const std::vector<StageTuple>& stages,
+                            double bandwidth_bytes_per_s) {
+  std::vector<PlannedStage> planned;
+  planned.reserve(stages.size());
+  for (const auto& [first_layer, last_layer, num_replicas] : stages) {
+    planned.push_back({first_layer, last_layer, num_replicas});
+  }
+  return bottleneck_s(make_layers(compute_s, activation_bytes, parameter_bytes), planned,
+                      bandwidth_bytes_per_s);
+}
+
+}  // namespace
+
+void bind_planner(py::module_& module) {
+  module.def("partition", &partition_layers, py::arg("compute_s"), py::arg("activation_bytes"),
+             py::arg("parameter_bytes"), py::arg("num_workers"), py::arg("bandwidth_bytes_per_s"),
+             py::arg("straight") = false, py::call_guard<py::gil_scoped_release>(),
+             "The exact optimum: ([(first_layer, last_layer, num_replicas)], bottleneck_s).");
+  module.def("stage_time_s", &stage_time_of_layers, py::arg("compute_s"), py::arg("activation_bytes"),
+             py::arg("parameter_bytes"), py::arg("first_layer"), py::arg("last_layer"),
+             py::arg("num_replicas"), py::arg("bandwidth_bytes_per_s"),
+             "T(first_layer..last_layer, num_replicas) in seconds.");
+  module.def("bottleneck_s", &bottleneck_of_stages, py::arg("compute_s"), py::arg("activation_bytes"),
+             py::arg("parameter_bytes"), py::arg("stages"), py::arg("bandwidth_bytes_per_s"),
+             "The slowest stage or boundary of a given plan, in seconds.");
+}
+
+}  // namespace pipedream

@@ -1,0 +1,340 @@
+// pipedream._core.Worker: one object per worker that hands out the next work item and takes its
+// completion. No GIL across a wait; long waits look for signals every kSignalCheckPeriod.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/process.h"
+#include "bindings/bindings.h"
+#include "bindings/tensor_exchange.h"
+#include "stage/worker.h"
+
+namespace py = pybind11;
+
+namespace pipedream {
+
+namespace {
+
+constexpr auto kSignalCheckPeriod = std::chrono::milliseconds(100);
+
+// The world's failure as a Python exception: RunFailure(kind, message).
+PyObject* g_run_failure = nullptr;  // set once, when the module is imported
+
+[[noreturn]] void raise(const Failure& failure) {
+  PyErr_SetObject(g_run_failure, py::make_tuple(std::string(failure_kind_name(failure.kind)), failure.message).ptr());
+  throw py::error_already_set();
+}
+
+Deadline deadline_after(double seconds) {
+  constexpr double kForeverSeconds = 1e9;
+  return Clock::now() +
+         std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(seconds, kForeverSeconds)));
+}
+
+// Calls `attempt(deadline)` without the GIL until it gives a value (or `done` says so), the time is over
+// or a signal handler raises. What attempt returned last is returned.
+template <class Attempt, class Done>
+auto with_signals(double timeout_s, Attempt attempt, Done done) {
+  const Deadline end = deadline_after(timeout_s);
+  for (;;) {
+    const Deadline slice = std::min<Deadline>(end, Clock::now() + kSignalCheckPeriod);
+    auto result = [&] {
+      const py::gil_scoped_release release;
+      return attempt(slice);
+    }();
+    if (!result) raise(result.failure());
+    if (done(result.value()) || Clock::now() >= end) return result;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  }
+}
+
+ItemSpec item_spec(const std::vector<std::tuple<std::string, int, std::size_t>>& tensors) {
+  std::vector<TensorSpec> specs;
+  for (const auto& [dtype, num_dims, bytes_max] : tensors) {
+    specs.push_back({dtype_from_name(dtype), static_cast<std::uint8_t>(num_dims), bytes_max});
+  }
+  return ItemSpec(std::move(specs));
+}
+
+}  // namespace
+
+// Keeps what Python borrows alive: the pool outlives the lease.
+struct ItemHolder {
+  std::shared_ptr<Pool> pool;
+  ReceivedItem item;
+};
+
+class PyWorker;
+
+// A work item, or an item outside the schedule, as Python sees it.
+struct PyItem {
+  WorkItem work;
+  std::shared_ptr<Pool> pool;
+  DeviceType device = DeviceType::kHost;
+  int device_index = 0;
+
+  // One capsule per tensor; the slot is free again when all are gone. Once.
+  py::list take_tensors() {
+    py::list capsules;
+    if (!work.received || work.received->is_end) return capsules;
+    auto holder = std::make_shared<ItemHolder>(ItemHolder{pool, std::move(*work.received)});
+    work.received.reset();
+    for (const TensorView& tensor : holder->item.tensors) {
+      capsules.append(to_capsule(tensor, device, device_index, holder));
+    }
+    return capsules;
+  }
+};
+
+class PyWorker {
+ public:
+  explicit PyWorker(WorkerOptions options) : worker_(std::make_unique<Worker>(std::move(options))) {}
+
+  static std::unique_ptr<PyWorker> make(const std::string& device, const std::string& transport,
+                                        const std::string& libzmq_path, const std::string& bind_host,
+                                        double peer_timeout_s, std::uint64_t run_id, std::uint32_t incarnation,
+                                        std::uint64_t plan_hash, std::uintptr_t compute_stream, bool force_staging) {
+    return std::make_unique<PyWorker>(WorkerOptions{device, transport, libzmq_path, bind_host, peer_timeout_s, run_id,
+                                                    incarnation, plan_hash, compute_stream, force_staging});
+  }
+
+  void add_channel(const std::string& name, bool sends, const std::string& peer, std::uint32_t channel_id,
+                   const std::vector<std::tuple<std::string, int, std::size_t>>& tensors, std::int64_t num_items,
+                   std::size_t chunk_bytes, bool on_device) {
+    ChannelSpec spec{name, peer, channel_id, item_spec(tensors), num_items, chunk_bytes, on_device};
+    if (sends) {
+      worker_->add_send_channel(spec);
+    } else {
+      worker_->add_receive_channel(spec);
+    }
+  }
+
+  void add_term(const std::string& name, std::size_t slot_bytes, std::int64_t num_slots) {
+    worker_->add_term({name, slot_bytes, num_slots, MemoryKind::kDevice});
+  }
+
+  void seal() { worker_->seal(); }
+  std::map<std::string, std::string> listen() { return worker_->listen(); }
+  void connect(const std::map<std::string, std::string>& endpoints) { worker_->connect(endpoints); }
+
+  bool wait_open(double timeout_s) {
+    return with_signals(
+               timeout_s, [&](Deadline deadline) { return worker_->wait_open(deadline); },
+               [](bool open) { return open; })
+        .value();
+  }
+
+  // A flat uint8 tensor over one slot of a term, kept for good.
+  py::capsule hold_slot(const std::string& term) {
+    auto held = std::make_shared<Worker::HeldSlot>(worker_->hold_slot(term));
+    TensorView view;
+    view.dtype = DType::kUInt8;
+    view.num_dims = 1;
+    view.shape[0] = static_cast<std::int64_t>(held->lease.size_bytes());
+    view.data = held->lease.data();
+    return to_capsule(view, worker_->device().type(), worker_->device().index(), held);
+  }
+
+  void start(const std::string& schedule, std::int64_t stage, std::int64_t num_stages, std::int64_t in_flight,
+             const std::string& activations_in, const std::string& activations_out, const std::string& gradients_in,
+             const std::string& gradients_out, std::size_t num_spans_max) {
+    worker_->start({schedule, StageIndex(stage), num_stages, in_flight}, activations_in, activations_out,
+                   gradients_in, gradients_out, num_spans_max);
+  }
+
+  std::unique_ptr<PyItem> next_work() {
+    auto result = with_signals(
+        1e9, [&](Deadline deadline) { return worker_->next_work(deadline); },
+        [](const std::optional<WorkItem>& work) { return work.has_value(); });
+    return wrap(std::move(*result.value()));
+  }
+
+  void complete_forward(const py::list& tensors, std::uint64_t tag, std::int64_t compute_ns) {
+    worker_->engine().complete_forward(outgoing(tensors, tag), compute_ns);
+  }
+  void complete_backward(const py::list& tensors, std::uint64_t tag, std::int64_t compute_ns) {
+    worker_->engine().complete_backward(outgoing(tensors, tag), compute_ns);
+  }
+  void complete_update(std::int64_t compute_ns) { worker_->engine().complete_update(compute_ns); }
+  void end_of_data() { worker_->engine().end_of_data(); }
+
+  bool send_item(const std::string& channel, const py::list& tensors, std::uint64_t tag, double timeout_s) {
+    const Borrowed borrowed = from_capsules(tensors);
+    return with_signals(
+               timeout_s,
+               [&](Deadline deadline) {
+                 return worker_->send_item(channel, tag, borrowed.tensors, borrowed.owner, deadline);
+               },
+               [](bool sent) { return sent; })
+        .value();
+  }
+  void send_end(const std::string& channel) { worker_->send_end(channel); }
+
+  // None at the time-out.
+  std::unique_ptr<PyItem> receive_item(const std::string& channel, double timeout_s) {
+    auto result = with_signals(
+        timeout_s, [&](Deadline deadline) { return worker_->receive_item(channel, deadline); },
+        [](const std::optional<ReceivedItem>& item) { return item.has_value(); });
+    if (!result.value()) return nullptr;
+    WorkItem work;
+    work.minibatch = result.value()->minibatch;
+    work.num_minibatches = result.value()->num_minibatches;
+    work.kind = result.value()->is_end ? WorkKind::kDone : WorkKind::kForward;
+    const bool on_device = result.value()->use != nullptr;
+    work.received = std::move(*result.value());
+    auto item = wrap(std::move(work));
+    if (!on_device) item->device = DeviceType::kHost;
+    return item;
+  }
+
+  py::list versions() const {
+    py::list pairs;
+    for (const VersionsRead& read : worker_->engine().versions()) {
+      pairs.append(py::make_tuple(read.forward.value(), read.backward.value()));
+    }
+    return pairs;
+  }
+  py::list spans() const {
+    py::list rows;
+    for (const Span& span : worker_->engine().spans()) {
+      rows.append(py::make_tuple(work_kind_name(span.kind), span.minibatch.value(), span.asked_ns, span.ready_ns,
+                                 span.completed_ns, span.wait_ns, span.compute_ns));
+    }
+    return rows;
+  }
+  py::dict totals() const {
+    const EngineTotals totals = worker_->engine().totals();
+    py::dict entries;
+    entries["num_work_items"] = totals.num_work_items;
+    entries["wait_ns"] = totals.wait_ns;
+    entries["compute_ns"] = totals.compute_ns;
+    entries["elapsed_ns"] = totals.elapsed_ns;
+    return entries;
+  }
+  py::list memory() const {
+    py::list rows;
+    for (const TermReport& term : worker_->pool()->report()) {
+      rows.append(py::make_tuple(term.name, term.planned_bytes, term.peak_bytes));
+    }
+    return rows;
+  }
+  py::dict counters() const {
+    py::dict entries;
+    for (const auto& [name, counters] : worker_->counters()) {
+      entries[py::str(name)] = py::make_tuple(counters.bytes_sent, counters.bytes_received);
+    }
+    return entries;
+  }
+
+  Worker& worker() { return *worker_; }
+
+ private:
+  std::unique_ptr<PyItem> wrap(WorkItem work) {
+    auto item = std::make_unique<PyItem>();
+    item->work = std::move(work);
+    item->pool = worker_->pool();
+    item->device = worker_->device().type();
+    item->device_index = worker_->device().index();
+    return item;
+  }
+
+  Outgoing outgoing(const py::list& tensors, std::uint64_t tag) {
+    Borrowed borrowed = from_capsules(tensors);
+    return {tag, std::move(borrowed.tensors), worker_->record_compute(), std::move(borrowed.owner)};
+  }
+
+  std::unique_ptr<Worker> worker_;
+};
+
+namespace {
+
+void bind_item(py::module_& module) {
+  py::class_<PyItem>(module, "WorkItem", "What to do next: FORWARD, BACKWARD, UPDATE or DONE.")
+      .def_property_readonly("kind", [](const PyItem& item) { return work_kind_name(item.work.kind); })
+      .def_property_readonly("minibatch", [](const PyItem& item) { return item.work.minibatch.value(); })
+      .def_property_readonly("read_slot", [](const PyItem& item) { return item.work.read_slot.value(); })
+      .def_property_readonly("write_slot", [](const PyItem& item) { return item.work.write_slot.value(); })
+      .def_property_readonly("read_version", [](const PyItem& item) { return item.work.read_version.value(); })
+      .def_property_readonly("write_version", [](const PyItem& item) { return item.work.write_version.value(); })
+      .def_property_readonly("num_minibatches", [](const PyItem& item) { return item.work.num_minibatches; })
+      .def_property_readonly("tag",
+                             [](const PyItem& item) { return item.work.received ? item.work.received->tag : 0; })
+      .def("take_tensors", &PyItem::take_tensors, "DLPack capsules of the received tensors, once.");
+}
+
+}  // namespace
+
+void bind_worker(py::module_& module) {
+  g_run_failure = PyErr_NewException("pipedream._core.RunFailure", PyExc_RuntimeError, nullptr);
+  module.attr("RunFailure") = py::handle(g_run_failure);
+  bind_item(module);
+
+  py::class_<PyWorker>(module, "Worker", "One worker: device, pool, transport, channels and stage engine.")
+      .def(py::init(&PyWorker::make), py::kw_only(), py::arg("device") = "host", py::arg("transport") = "zmq",
+           py::arg("libzmq_path") = "", py::arg("bind_host") = "127.0.0.1", py::arg("peer_timeout_s") = 15.0,
+           py::arg("run_id") = 0, py::arg("incarnation") = 0, py::arg("plan_hash") = 0,
+           py::arg("compute_stream") = 0, py::arg("force_staging") = false)
+      .def("add_channel", &PyWorker::add_channel, py::kw_only(), py::arg("name"), py::arg("sends"), py::arg("peer"),
+           py::arg("channel_id"), py::arg("tensors"), py::arg("num_items"),
+           py::arg("chunk_bytes") = std::size_t{512} << 10, py::arg("on_device") = true)
+      .def("add_term", &PyWorker::add_term, py::arg("name"), py::arg("slot_bytes"), py::arg("num_slots"))
+      .def("seal", &PyWorker::seal, py::call_guard<py::gil_scoped_release>())
+      .def("listen", &PyWorker::listen)
+      .def("connect", &PyWorker::connect, py::arg("endpoints"))
+      .def("wait_open", &PyWorker::wait_open, py::arg("timeout_s"))
+      .def("channels_not_open", [](PyWorker& self) { return self.worker().channels_not_open(); })
+      .def("hold_slot", &PyWorker::hold_slot, py::arg("term"))
+      .def("start", &PyWorker::start, py::kw_only(), py::arg("schedule"), py::arg("stage"), py::arg("num_stages"),
+           py::arg("in_flight"), py::arg("activations_in") = "", py::arg("activations_out") = "",
+           py::arg("gradients_in") = "", py::arg("gradients_out") = "", py::arg("num_spans_max") = 200'000)
+      .def("next_work", &PyWorker::next_work, "Blocks; raises RunFailure(kind, message).")
+      .def("complete_forward", &PyWorker::complete_forward, py::arg("tensors"), py::arg("tag"), py::arg("compute_ns"))
+      .def("complete_backward", &PyWorker::complete_backward, py::arg("tensors"), py::arg("tag"),
+           py::arg("compute_ns"))
+      .def("complete_update", &PyWorker::complete_update, py::arg("compute_ns"))
+      .def("end_of_data", &PyWorker::end_of_data)
+      .def("send_item", &PyWorker::send_item, py::arg("channel"), py::arg("tensors"), py::arg("tag") = 0,
+           py::arg("timeout_s") = 1e9)
+      .def("send_end", &PyWorker::send_end, py::arg("channel"))
+      .def("receive_item", &PyWorker::receive_item, py::arg("channel"), py::arg("timeout_s") = 1e9)
+      .def("versions", &PyWorker::versions)
+      .def("spans", &PyWorker::spans)
+      .def("totals", &PyWorker::totals)
+      .def("memory", &PyWorker::memory)
+      .def("describe_memory", [](PyWorker& self) { return self.worker().pool()->describe(); })
+      .def("counters", &PyWorker::counters)
+      .def_property_readonly("transport_name", [](PyWorker& self) { return self.worker().transport_name(); })
+      .def_property_readonly("device_name", [](PyWorker& self) { return self.worker().device_name(); })
+      .def(
+          "abort", [](PyWorker& self, const std::string& why) { self.worker().abort(why); }, py::arg("why"))
+      .def(
+          "close",
+          [](PyWorker& self, double linger_s) {
+            const py::gil_scoped_release release;
+            self.worker().close(linger_s);
+          },
+          py::arg("linger_s") = 5.0);
+
+  module.def(
+      "fingerprint",
+      [](std::uintptr_t address, std::size_t num_bytes, std::uint64_t seed) {
+        // NOLINTNEXTLINE(performance-no-int-to-ptr)
+        const auto* data = reinterpret_cast<const std::byte*>(address);
+        return fingerprint(std::span<const std::byte>(data, num_bytes), seed);
+      },
+      py::arg("address"), py::arg("num_bytes"), py::arg("seed") = 0, py::call_guard<py::gil_scoped_release>(),
+      "64-bit fingerprint of bytes in host memory.");
+  module.def("die_with_parent", &die_with_parent);
+  module.def("keep_freed_memory", &keep_freed_memory);
+  module.def("cuda_available", &cuda_available);
+  module.def("built_with_cuda", &built_with_cuda);
+}
+
+}  // namespace pipedream
