@@ -1,0 +1,322 @@
+"""The command line: pipedream profile | partition | run. One process, its main thread.
+
+Exit status 0; 2 for a user's mistake and 1 for any other failure, each one line on stderr. With --json
+stdout holds exactly one JSON object. Nothing here imports torch until a command needs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from . import __version__
+from .errors import PipelineError
+from .layer_profile import Profile
+from .partitioner import partition
+from .plan import Plan
+from .trace import check_trace_path
+
+if TYPE_CHECKING:
+    from .result import RunResult
+
+__all__ = ["app", "main"]
+
+_USER_ERROR_STATUS = 2
+_FAILURE_STATUS = 1
+_INTERRUPTED_STATUS = 130  # as a shell reports SIGINT
+
+# `run` without a plan profiles first: long enough for steady figures, short beside the training.
+_PROFILE_BEFORE_RUN_S = 10.0
+
+_RESULT_FIELDS = (
+    "losses",
+    "epoch_losses",
+    "samples_per_s",
+    "predicted_ms",
+    "measured_ms",
+    "bubble_share",
+    "bytes_sent",
+    "transports",
+    "worker_pids",
+)
+
+# rich_markup_mode=None: plain help and plain errors, and no import of rich.
+app = typer.Typer(
+    name="pipedream",
+    help="Pipeline-parallel training of PyTorch models.",
+    epilog="PIPEDREAM_TRACEBACK=1 shows where in the code an error arose.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+_Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="path/to/file.py:function or package.module:function; the function returns a mapping or an"
+        " object with model, data, loss_fn and, to run, optimizer.",
+    ),
+]
+_Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")
+]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"pipedream {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def pipedream(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Pipeline-parallel training of PyTorch models: profile the layers, partition them, run the pipeline."""
+
+
+@app.command("profile")
+def profile_command(
+    target: _Target,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the profile here.")] = None,
+    minibatches: Annotated[int, typer.Option(help="Minibatches to time at most.")] = 1000,
+    seconds: Annotated[float | None, typer.Option(help="Seconds to time at most.")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Time every layer of a model on this machine."""
+    from .target import load_job
+
+    _check_output(output)
+    with _clean_stdout(as_json):
+        job = load_job(target, needs_optimizer=False)
+        from .profiler import profile
+
+        measured = profile(job.model, job.data, job.loss_fn, minibatches=minibatches, seconds=seconds)
+    if output is not None:
+        measured.save(output)
+    _print(measured, measured.to_dict(), as_json)
+
+
+@app.command("partition")
+def partition_command(
+    profile_file: Annotated[Path, typer.Argument(metavar="PROFILE", help="A file that `profile` saved.")],
+    workers: Annotated[int, typer.Option(help="Workers to use at most.")],
+    bandwidth: Annotated[str, typer.Option(help="Of the links between workers, for example 10Gbit/s.")],
+    straight: Annotated[bool, typer.Option("--straight", help="One replica per stage.")] = False,
+    cost_model: Annotated[str, typer.Option(help="What predicts the times: paper.")] = "paper",
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the plan here.")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Cut a profiled model into the fastest stages."""
+    _check_output(output)
+    plan = partition(Profile.load(profile_file), workers, bandwidth, cost_model=cost_model, straight=straight)
+    if output is not None:
+        plan.save(output)
+    _print(plan, plan.to_dict(), as_json)
+
+
+@app.command("run")
+def run_command(
+    target: _Target,
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", metavar="FILE", help="A file from `partition`.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Without --plan: profile and plan for so many.")] = None,
+    bandwidth: Annotated[str | None, typer.Option(help="With --workers, for example 10Gbit/s.")] = None,
+    straight: Annotated[
+        bool, typer.Option("--straight", help="With --workers: one replica per stage.")
+    ] = False,
+    epochs: Annotated[int, typer.Option(help="Times through the data.")] = 1,
+    schedule: Annotated[
+        str, typer.Option(help="How minibatches and weight versions are ordered.")
+    ] = "pipedream",
+    transport: Annotated[str, typer.Option(help="How tensors travel between workers.")] = "auto",
+    seed: Annotated[int | None, typer.Option(help="Seed of every worker's random numbers.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Save the trained weights here (.safetensors).")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Save a Perfetto trace here (.json or .json.gz).")
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Train a model as a pipeline of worker processes."""
+    from .target import load_job
+
+    for path in (output, trace):
+        _check_output(path)
+    if trace is not None:
+        check_trace_path(trace)
+    _check_plan_options(plan_file, workers, bandwidth, straight)
+    given_plan = None if plan_file is None else Plan.load(plan_file)
+    with _clean_stdout(as_json):
+        plan = given_plan or _make_plan(target, workers or 0, bandwidth or "", straight)
+        if not as_json and _is_first_rank():
+            typer.echo(f"{plan}\n")
+        job = load_job(target, needs_optimizer=True)
+        from .runner import run
+
+        result = run(
+            job.model,
+            plan,
+            data=job.data,
+            loss_fn=job.loss_fn,
+            optimizer=job.optimizer,
+            epochs=epochs,
+            schedule=schedule,
+            transport=transport,
+            seed=seed,
+            progress=not as_json,
+            trace=None if trace is None else os.fspath(trace),
+        )
+        if output is not None and _is_first_rank():
+            _save_weights(job.model, output)
+    if _is_first_rank():
+        summary = {"plan": plan.to_dict()} | {name: getattr(result, name) for name in _RESULT_FIELDS}
+        _print(_describe(result, output, trace), summary, as_json)
+
+
+def _check_plan_options(
+    plan_file: Path | None, workers: int | None, bandwidth: str | None, straight: bool
+) -> None:
+    if plan_file is None:
+        if workers is None or bandwidth is None:
+            raise ValueError("give --plan FILE, or --workers N and --bandwidth, for example 10Gbit/s")
+        if "RANK" in os.environ:
+            raise ValueError("under torchrun give --plan FILE: every rank would measure and plan on its own")
+    elif workers is not None or bandwidth is not None or straight:
+        raise ValueError(
+            "--plan already says what --workers, --bandwidth and --straight would: leave those out"
+        )
+
+
+def _make_plan(target: str, workers: int, bandwidth: str, straight: bool) -> Plan:
+    # The target is called once to profile and once more to run: its data may be a generator, and what is
+    # trained should not be what was profiled.
+    from .target import load_job
+
+    job = load_job(target, needs_optimizer=True)
+    from .profiler import profile
+
+    measured = profile(job.model, job.data, job.loss_fn, seconds=_PROFILE_BEFORE_RUN_S)
+    return partition(measured, workers, bandwidth, straight=straight)
+
+
+def _save_weights(model: Any, output: Path) -> None:
+    import torch
+    from safetensors.torch import save_model
+
+    # save_model, not save_file: it keeps one copy of tied weights instead of refusing them.
+    save_model(
+        model if isinstance(model, torch.nn.Module) else torch.nn.Sequential(*model), os.fspath(output)
+    )
+
+
+def _describe(result: RunResult, output: Path | None, trace: Path | None) -> str:
+    lines = [f"trained on {len(result.losses)} minibatches, {result.samples_per_s:.1f} samples/s"]
+    if result.losses:
+        lines[0] += f", last loss {result.losses[-1]:.4f}"
+    if result.epoch_losses:
+        lines.append("mean loss per epoch: " + ", ".join(f"{loss:.4f}" for loss in result.epoch_losses))
+    predicted = "" if result.predicted_ms is None else f", predicted {result.predicted_ms:.3f} ms"
+    lines.append(f"per minibatch: measured {result.measured_ms:.3f} ms{predicted}")
+    lines += [
+        f"{what} saved in {path}"
+        for what, path in (("weights", output), ("trace", trace))
+        if path is not None
+    ]
+    return "\n".join(lines)
+
+
+def _check_output(path: Path | None) -> None:
+    """Refuses, before hours of work, a file that could not be written after them."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.absolute().parent}")
+    if path is not None and path.is_dir():
+        raise ValueError(f"{path}: is a folder, give a file")
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextlib.contextmanager
+def _clean_stdout(as_json: bool) -> Iterator[None]:
+    """While it lasts, prints go to stderr: the user's code and its worker processes print too."""
+    if not as_json:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        # The descriptor for other processes and C++; the name for a sys.stdout that is not on descriptor 1.
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _print(shown: object, fields: Mapping[str, Any], as_json: bool) -> None:
+    typer.echo(json.dumps(_to_json(fields), allow_nan=False) if as_json else str(shown))
+
+
+def _to_json(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null stands for both."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _to_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_to_json(item) for item in value]
+    return value
+
+
+def _fail(error: BaseException | str, status: int) -> int:
+    if os.environ.get("PIPEDREAM_TRACEBACK") == "1" and isinstance(error, BaseException):
+        traceback.print_exception(error)
+    message = " ".join(str(error).split()) or type(error).__name__
+    print(f"pipedream: error: {message}", file=sys.stderr)
+    return status
+
+
+def _run_command(arguments: list[str] | None) -> int:
+    """The exit status. Errors become one line here and nowhere else."""
+    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        status = app(given or ["--help"], prog_name="pipedream", standalone_mode=False)
+        if status == _INTERRUPTED_STATUS:  # some versions of typer return it, others raise
+            return _fail("interrupted", _INTERRUPTED_STATUS)
+        return status if isinstance(status, int) else 0
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("interrupted", _INTERRUPTED_STATUS)
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        named = f"{error.filename}: {error.strerror}" if error.filename else error
+        return _fail(named, _USER_ERROR_STATUS)
+    except (ValueError, TypeError) as error:
+        return _fail(error, _USER_ERROR_STATUS)
+    except PipelineError as error:
+        return _fail(error, _FAILURE_STATUS)
+    except Exception as error:
+        # Wrong options: typer has its own exception for them, which is not part of its public names.
+        if hasattr(error, "format_message"):
+            return _fail(error.format_message(), _USER_ERROR_STATUS)
+        return _fail(f"{type(error).__name__}: {error}", _FAILURE_STATUS)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The `pipedream` command."""
+    sys.exit(_run_command(arguments))

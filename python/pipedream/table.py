@@ -1,0 +1,23 @@
+"""Plain-text tables for `print(plan)` and `print(profile)`: no colours, no width of the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def format_table(headings: Sequence[str], rows: Sequence[Sequence[str]], aligned: str) -> str:
+    """Columns two spaces apart, aligned by one of "<" and ">" each; a column of empty cells is left out."""
+    kept = [c for c in range(len(headings)) if any(row[c] for row in rows)]
+    widths = {c: max(len(headings[c]), *(len(row[c]) for row in rows)) for c in kept}
+    lines = [
+        "  ".join(f"{row[c]:{aligned[c]}{widths[c]}}" for c in kept).rstrip() for row in (headings, *rows)
+    ]
+    return "\n".join(lines)
+
+
+def shorten(text: str, length_max: int) -> str:
+    """The text, with ".." for its middle if longer than length_max: both ends tell layers apart."""
+    if len(text) <= length_max:
+        return text
+    kept = length_max - 2
+    return f"{text[: kept // 2]}..{text[len(text) - (kept - kept // 2) :]}"

@@ -1,0 +1,84 @@
+"""TARGET of the command line: "path/to/file.py:function" or "package.module:function".
+
+The function takes no arguments and returns a mapping or an object with `model`, `data`, `loss_fn` and, to
+run, `optimizer`. Runs on the main thread of the command; what the user's function imports, it imports.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+__all__ = ["Job", "load_job"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the user's function returned. `optimizer` is None where none was asked for."""
+
+    model: Any
+    data: Any
+    loss_fn: Any
+    optimizer: Any = None
+
+
+def load_job(target: str, *, needs_optimizer: bool) -> Job:
+    """Calls the function that `target` names; raises ValueError naming what is wrong with it."""
+    module_name, separator, function_name = target.rpartition(":")
+    if not (separator and module_name and function_name):
+        raise ValueError(f"target is {target!r}: write path/to/file.py:function or package.module:function")
+    function = _find_function(target, module_name, function_name)
+    made = function()
+    names = ["model", "data", "loss_fn"] + ["optimizer"] * needs_optimizer
+    return Job(**{name: _get(target, made, name, names) for name in names})
+
+
+def _find_function(target: str, module_name: str, function_name: str) -> Callable[[], Any]:
+    module = _import_file(module_name) if module_name.endswith(".py") else _import_module(target, module_name)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ValueError(f"target is {target!r}: {module_name} has no function {function_name!r}")
+    found: Callable[[], Any] = function
+    return found
+
+
+def _import_file(path: str) -> ModuleType:
+    # Imported by its plain name from its own folder, as `python file.py` would find its neighbours: the
+    # worker processes inherit sys.path, and find the classes that they are sent by the same name.
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise ValueError(f"target file is {path!r}: there is no such file")
+    _prepend_to_path(str(file.parent))
+    module = importlib.import_module(file.stem)
+    if Path(module.__file__ or "").resolve() != file:
+        raise ValueError(f"target file is {path!r}: another module is called {file.stem!r}, rename the file")
+    return module
+
+
+def _import_module(target: str, module_name: str) -> ModuleType:
+    _prepend_to_path(os.getcwd())
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # A module that is missing inside the user's own module is another error than a wrong target.
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(f"target is {target!r}: there is no module {error.name!r} here") from None
+
+
+def _prepend_to_path(folder: str) -> None:
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+
+
+def _get(target: str, made: Any, name: str, names: Iterable[str]) -> Any:
+    found = made.get(name) if isinstance(made, Mapping) else getattr(made, name, None)
+    if found is None:
+        raise ValueError(f"target {target!r} returned no {name!r}: it must return {', '.join(names)}")
+    return found

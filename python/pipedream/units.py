@@ -1,0 +1,106 @@
+"""Bandwidths, sizes and durations: from text, and to text.
+
+Bandwidths are decimal bits per second with a unit ("10Gbit/s"), as networks are sold; sizes are binary
+bytes ("16GiB"), as memory is. Inside the program both are plain bytes (and bytes per second).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+__all__ = [
+    "format_bandwidth",
+    "format_bytes",
+    "format_duration",
+    "parse_bandwidth",
+    "parse_size",
+]
+
+_BITS_PER_S = {"bit/s": 1e0, "kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9, "Tbit/s": 1e12}
+_BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(\S*)\s*", re.ASCII)
+
+
+def parse_bandwidth(bandwidth: str | float) -> float:
+    """Bytes per second from "10Gbit/s", or from a number that already is in bytes per second.
+
+    Raises ValueError for an unknown or missing unit and for what is not positive and finite.
+    """
+    if isinstance(bandwidth, str):
+        count, unit = _split_quantity(bandwidth, "bandwidth", list(_BITS_PER_S), "10Gbit/s")
+        bytes_per_s = count * _BITS_PER_S[unit] / 8
+    else:
+        bytes_per_s = _to_float(
+            bandwidth, "bandwidth", 'a text such as "10Gbit/s" or a number of bytes per second'
+        )
+    if not (math.isfinite(bytes_per_s) and bytes_per_s > 0):
+        raise ValueError(f"bandwidth is {bandwidth!r}: it must be positive and finite")
+    return bytes_per_s
+
+
+def parse_size(size: str | int) -> int:
+    """Bytes from "16GiB", or from a number of bytes; a fraction of a byte is dropped.
+
+    Raises ValueError for an unknown or missing unit and for what is negative or not finite.
+    """
+    if isinstance(size, str):
+        count, unit = _split_quantity(size, "size", list(_BYTES), "16GiB")
+        num_bytes = count * _BYTES[unit]
+    else:
+        num_bytes = _to_float(size, "size", 'a text such as "16GiB" or a number of bytes')
+    if not (math.isfinite(num_bytes) and num_bytes >= 0):
+        raise ValueError(f"size is {size!r}: it must be finite and not negative")
+    return int(num_bytes) if isinstance(size, str) else int(size)
+
+
+def format_bandwidth(bytes_per_s: float) -> str:
+    """ "10 Gbit/s" from 1.25e9."""
+    bits_per_s = bytes_per_s * 8
+    unit = _largest_unit(bits_per_s, _BITS_PER_S)
+    return f"{bits_per_s / _BITS_PER_S[unit]:.4g} {unit}"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """ "1.53 GiB" from 1644167168; whole bytes below one KiB."""
+    unit = _largest_unit(num_bytes, _BYTES)
+    return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes / _BYTES[unit]:.2f} {unit}"
+
+
+def format_duration(seconds: float) -> str:
+    """ "44.159 ms" from 0.044159; microseconds below one millisecond, minutes from two minutes on."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.1f} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3f} ms"
+    if seconds < 120:
+        return f"{seconds:.2f} s"
+    return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+
+
+def _split_quantity(text: str, what: str, units: list[str], example: str) -> tuple[float, str]:
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{what} is {text!r}: write a number and a unit, for example {example}")
+    count, unit = match.groups()
+    if unit not in units:
+        fault = f"the unit {unit!r} is unknown" if unit else "it has no unit"
+        raise ValueError(f"{what} is {text!r}: {fault}; units are {', '.join(units)}")
+    return float(count), unit
+
+
+def _to_float(number: float, what: str, remedy: str) -> float:
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise TypeError(f"{what} is {number!r}: give {remedy}")
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf
+
+
+def _largest_unit(amount: float, units: dict[str, float] | dict[str, int]) -> str:
+    # Units are listed from small to large; the first one serves for everything below the second.
+    names = list(units)
+    return max(
+        (name for name in names if abs(amount) >= units[name]), key=lambda name: units[name], default=names[0]
+    )

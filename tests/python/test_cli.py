@@ -1,0 +1,398 @@
+"""The command line. Most tests call main() in this process; a few start a real one."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from pipedream.cli import main
+from pipedream.errors import WorkerLost
+from pipedream.layer_profile import LayerProfile, Profile
+from pipedream.plan import Plan, Stage
+
+PROFILE = Profile(
+    (LayerProfile("first", 4, 6, 1000, 8), LayerProfile("second", 4, 6, 0, 16)), model="tiny", batch_size=32
+)
+SHARED_PROFILES = Path(__file__).resolve().parents[3] / "shared" / "profiles"
+
+TARGET = """
+import os
+
+def make():
+    print("print of the user")
+    os.system("echo from another process")
+    return dict(model="m", data=[1, 2], loss_fn=len, optimizer=list)
+"""
+
+
+class Outcome:
+    """What one call of main() did."""
+
+    def __init__(self, status: int, stdout: str, stderr: str) -> None:
+        self.status, self.stdout, self.stderr = status, stdout, stderr
+
+    def error(self) -> str:
+        """The one line on stderr, nothing being on stdout."""
+        assert self.stdout == ""
+        assert self.stderr.startswith("pipedream: error: ")
+        assert self.stderr.count("\n") == 1
+        return self.stderr.removeprefix("pipedream: error: ").rstrip("\n")
+
+
+class Caller:
+    def __init__(self, capture: pytest.CaptureFixture[str]) -> None:
+        self.capture = capture
+
+    def __call__(self, *arguments: str | Path) -> Outcome:
+        self.capture.readouterr()
+        with pytest.raises(SystemExit) as exit_info:
+            main([str(argument) for argument in arguments])
+        stdout, stderr = self.capture.readouterr()
+        assert isinstance(exit_info.value.code, int)
+        return Outcome(exit_info.value.code, stdout, stderr)
+
+
+@pytest.fixture
+def call(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Caller]:
+    """main() in a folder with a profile and a target, whose imports are taken away afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("PIPEDREAM_TRACEBACK", raising=False)
+    PROFILE.save("profile.json")
+    Plan.straight(2, 2).save("plan.json")
+    Path("cli_target.py").write_text(TARGET)
+    yield Caller(capfd)
+    sys.modules.pop("cli_target", None)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Stands in for the profiler and the runner, which need torch: notes what the command gave them."""
+    noted: dict[str, Any] = {}
+
+    def profile(model: Any, batches: Any, loss_fn: Any, **options: Any) -> Profile:
+        noted["profile"] = (model, batches, loss_fn, options)
+        print("print of the profiler")
+        return PROFILE
+
+    def run(model: Any, plan: Plan, **options: Any) -> SimpleNamespace:
+        noted["run"] = (model, plan, options)
+        print("print of the runner")
+        return SimpleNamespace(
+            losses=[0.5, math.nan],
+            epoch_losses=[0.25],
+            samples_per_s=100.0,
+            predicted_ms=10.0,
+            measured_ms=11.0,
+            bubble_share=0.1,
+            bytes_sent=1000,
+            transports=("zmq",),
+            worker_pids=[1, 2],
+        )
+
+    for name, function in (("profiler", profile), ("runner", run)):
+        module = ModuleType(f"pipedream.{name}")
+        setattr(module, function.__name__, function)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return noted
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_partition_prints_the_plan_as_a_table(call: Caller) -> None:
+    outcome = call("partition", "profile.json", "--workers", "2", "--bandwidth", "10Gbit/s", "--straight")
+    assert (outcome.status, outcome.stderr) == (0, "")
+    assert outcome.stdout.startswith("plan for tiny of 2 layers: 2 stages on 2 workers, 10 Gbit/s\n")
+
+
+def test_partition_json_is_the_plan_file(call: Caller) -> None:
+    outcome = call(
+        *("partition", "profile.json", "--workers", "2", "--bandwidth", "8Mbit/s", "--straight"),
+        *("--output", "new.json", "--json"),
+    )
+    assert (outcome.status, outcome.stderr) == (0, "")
+    fields = json.loads(outcome.stdout)
+    assert fields == json.loads(Path("new.json").read_text())
+    plan = Plan.from_dict(fields)
+    assert plan.stages == (Stage(0, 0), Stage(1, 1))
+    assert (plan.num_workers, plan.bandwidth_bytes_per_s) == (2, 1e6)
+    assert plan.bottleneck_ms == pytest.approx(10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["profile.json", "--workers", "0", "--bandwidth", "1Gbit/s"], "num_workers is 0: give at least 1"),
+        (
+            ["profile.json", "--workers", "2", "--bandwidth", "1Gb"],
+            "bandwidth is '1Gb': the unit 'Gb' is unk",
+        ),
+        (
+            ["profile.json", "--workers", "2", "--bandwidth", "-1Gbit/s"],
+            "bandwidth is '-1Gbit/s': it must be",
+        ),
+        (["profile.json", "--workers", "x", "--bandwidth", "1Gbit/s"], "Invalid value for '--workers'"),
+        (["profile.json", "--workers", "2"], "Missing option '--bandwidth'"),
+        ([], "Missing argument 'PROFILE'"),
+        (["gone.json", "--workers", "2", "--bandwidth", "1Gbit/s"], "gone.json: No such file or directory"),
+        (
+            ["plan.json", "--workers", "2", "--bandwidth", "1Gbit/s"],
+            "plan.json: format is 'pipedream.plan/1'",
+        ),
+        ([".", "--workers", "2", "--bandwidth", "1Gbit/s"], ".: Is a directory"),
+        (
+            ["profile.json", "--workers", "2", "--bandwidth", "1Gbit/s", "--cost-model", "real"],
+            "cost_model is 'real': it is one of paper",
+        ),
+        (
+            ["profile.json", "--workers", "2", "--bandwidth", "1Gbit/s", "--output", "gone/plan.json"],
+            "gone/plan.json: there is no folder",
+        ),
+        (["profile.json", "--workers", "2", "--bandwidth", "1Gbit/s", "--output", "."], ".: is a folder"),
+        (["profile.json", "--bandwith", "1Gbit/s"], "No such option"),
+    ],
+)
+def test_mistake_is_one_line_on_stderr_and_status_2(call: Caller, arguments: list[str], message: str) -> None:
+    for arguments_in_json in (arguments, [*arguments, "--json"]):
+        outcome = call("partition", *arguments_in_json)
+        assert outcome.status == 2
+        assert outcome.error().startswith(message)
+
+
+def test_malformed_profile_is_named_with_its_field(call: Caller) -> None:
+    fields = PROFILE.to_dict()
+    fields["layers"][1]["forward_ms"] = math.nan
+    Path("bad.json").write_text(json.dumps(fields))
+    outcome = call("partition", "bad.json", "--workers", "2", "--bandwidth", "1Gbit/s", "--json")
+    assert outcome.status == 2
+    assert outcome.error() == "bad.json: layers[1].forward_ms is nan: it must be finite"
+
+
+def test_profile_gives_the_profiler_the_job_and_saves_what_it_measured(
+    call: Caller, calls: dict[str, Any]
+) -> None:
+    outcome = call(
+        "profile", "cli_target.py:make", "--minibatches", "7", "--seconds", "2", "--output", "p.json"
+    )
+    assert outcome.status == 0
+    assert calls["profile"] == ("m", [1, 2], len, {"minibatches": 7, "seconds": 2.0})
+    assert Profile.load("p.json") == PROFILE
+    assert "profile of tiny: 2 layers" in outcome.stdout
+
+
+def test_json_keeps_stdout_clean_of_what_user_code_and_its_processes_print(
+    call: Caller, calls: dict[str, Any]
+) -> None:
+    outcome = call("profile", "cli_target.py:make", "--json")
+    assert outcome.status == 0
+    assert json.loads(outcome.stdout) == PROFILE.to_dict()
+    for text in ("print of the user", "from another process", "print of the profiler"):
+        assert text in outcome.stderr
+    outcome = call("run", "cli_target.py:make", "--plan", "plan.json", "--json")
+    assert outcome.status == 0
+    assert json.loads(outcome.stdout)["worker_pids"] == [1, 2]
+    assert "print of the runner" in outcome.stderr
+
+
+def test_run_gives_the_runner_the_job_the_plan_and_the_options(call: Caller, calls: dict[str, Any]) -> None:
+    outcome = call(
+        *("run", "cli_target.py:make", "--plan", "plan.json", "--epochs", "3", "--seed", "5"),
+        *("--transport", "zmq", "--trace", "trace.json"),
+    )
+    assert outcome.status == 0
+    model, plan, options = calls["run"]
+    assert (model, plan) == ("m", Plan.straight(2, 2))
+    assert options == {
+        "data": [1, 2],
+        "loss_fn": len,
+        "optimizer": list,
+        "epochs": 3,
+        "schedule": "pipedream",
+        "transport": "zmq",
+        "seed": 5,
+        "progress": True,
+        "trace": "trace.json",
+    }
+    assert "profile" not in calls
+    assert "trained on 2 minibatches, 100.0 samples/s" in outcome.stdout
+    assert "measured 11.000 ms, predicted 10.000 ms" in outcome.stdout
+
+
+def test_run_json_has_the_plan_and_the_result_with_null_for_nan(call: Caller, calls: dict[str, Any]) -> None:
+    fields = json.loads(call("run", "cli_target.py:make", "--plan", "plan.json", "--json").stdout)
+    assert fields["plan"] == Plan.straight(2, 2).to_dict()
+    assert fields["losses"] == [0.5, None]
+    assert fields["transports"] == ["zmq"]
+    assert calls["run"][2]["progress"] is False
+
+
+def test_run_without_a_plan_profiles_and_plans_first(call: Caller, calls: dict[str, Any]) -> None:
+    outcome = call("run", "cli_target.py:make", "--workers", "2", "--bandwidth", "10Gbit/s", "--straight")
+    assert outcome.status == 0
+    assert calls["profile"][3]["seconds"] > 0
+    assert calls["run"][1].stages == (Stage(0, 0), Stage(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give --plan FILE, or --workers N and --bandwidth"),
+        (["--workers", "2"], "give --plan FILE, or --workers N and --bandwidth"),
+        (["--plan", "plan.json", "--workers", "2"], "--plan already says"),
+        (["--plan", "profile.json"], "profile.json: format is 'pipedream.profile/1', not 'pipedream.plan/1'"),
+        (
+            ["--plan", "plan.json", "--output", "gone/model.safetensors"],
+            "gone/model.safetensors: there is no",
+        ),
+        (["--plan", "plan.json", "--trace", "trace.txt"], "trace file is 'trace.txt': its name must end in"),
+        (["--plan", "plan.json", "--trace", "gone/trace.json"], "gone/trace.json: there is no folder"),
+    ],
+)
+def test_mistake_in_run_is_found_before_anything_runs(
+    call: Caller, calls: dict[str, Any], arguments: list[str], message: str
+) -> None:
+    outcome = call("run", "cli_target.py:make", *arguments)
+    assert outcome.status == 2
+    assert outcome.error().startswith(message)
+    assert calls == {}
+
+
+def test_run_under_torchrun_needs_a_plan_that_all_ranks_share(
+    call: Caller, calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    outcome = call("run", "cli_target.py:make", "--workers", "2", "--bandwidth", "10Gbit/s")
+    assert outcome.status == 2
+    assert outcome.error().startswith("under torchrun give --plan FILE")
+
+
+def test_other_ranks_than_the_first_print_nothing(
+    call: Caller, calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    outcome = call("run", "cli_target.py:make", "--plan", "plan.json", "--json")
+    assert (outcome.status, outcome.stdout) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (WorkerLost("stage 1 replica 0\nended at minibatch 7"), 1, "stage 1 replica 0 ended at minibatch 7"),
+        (RuntimeError("no luck"), 1, "RuntimeError: no luck"),
+        (ValueError("epochs is 0: give at least 1"), 2, "epochs is 0: give at least 1"),
+        (TypeError("data is 3: give an iterable"), 2, "data is 3: give an iterable"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_failure_of_a_run_is_one_line_with_its_status(
+    call: Caller, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int, line: str
+) -> None:
+    def run(*_: object, **__: object) -> None:
+        raise error
+
+    module = ModuleType("pipedream.runner")
+    module.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pipedream.runner", module)
+    outcome = call("run", "cli_target.py:make", "--plan", "plan.json", "--json")
+    assert (outcome.status, outcome.stdout) == (status, "")
+    assert outcome.stderr.splitlines()[-1] == f"pipedream: error: {line}"
+
+
+def test_traceback_is_shown_where_the_environment_asks_for_it(
+    call: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPEDREAM_TRACEBACK", "1")
+    outcome = call("partition", "profile.json", "--workers", "0", "--bandwidth", "1Gbit/s")
+    assert outcome.status == 2
+    assert outcome.stderr.startswith("Traceback")
+
+
+def test_weights_are_saved_with_tied_ones_kept_once(
+    call: Caller, calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    layers = [torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)]
+    layers[1].weight = layers[0].weight
+    module = ModuleType("cli_layers_target")
+    module.make = lambda: {"model": layers, "data": [1], "loss_fn": len, "optimizer": list}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cli_layers_target", module)
+    outcome = call("run", "cli_layers_target:make", "--plan", "plan.json", "--output", "model.safetensors")
+    assert outcome.status == 0
+    saved = load_file("model.safetensors")
+    assert set(saved) == {"0.weight", "0.bias", "1.bias"}
+    assert torch.equal(saved["0.weight"], layers[0].weight)
+
+
+def test_no_arguments_show_the_help_and_version_the_version(call: Caller) -> None:
+    outcome = call()
+    assert outcome.status == 0
+    for command in ("profile", "partition", "run"):
+        assert f"  {command}  " in outcome.stdout
+    version = importlib.import_module("pipedream").__version__
+    assert call("--version").stdout == f"pipedream {version}\n"
+
+
+def test_partition_in_a_process_of_its_own_imports_no_torch(tmp_path: Path) -> None:
+    PROFILE.save(tmp_path / "profile.json")
+    script = (
+        "import sys\nimport pipedream.cli\n"
+        "try:\n    pipedream.cli.main(sys.argv[1:])\n"
+        "finally:\n"
+        "    heavy = {'torch', 'numpy', 'zmq', 'rich', 'safetensors'} & set(sys.modules)\n"
+        "    print('heavy', sorted(heavy), file=sys.stderr)\n"
+    )
+    profile_file = str(tmp_path / "profile.json")
+    done = run_python(
+        "-c", script, "partition", profile_file, "--workers", "2", "--bandwidth", "10Gbit/s", "--json"
+    )
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["format"] == "pipedream.plan/1"
+    assert done.stderr == "heavy []\n"
+    done = run_python("-c", script, "partition", "--help")
+    assert done.returncode == 0
+    assert "--bandwidth" in done.stdout
+    assert done.stderr == "heavy []\n"
+
+
+def test_package_import_loads_no_torch_and_lists_its_public_names() -> None:
+    script = (
+        "import sys, pipedream\n"
+        "assert set(pipedream.__all__) <= set(dir(pipedream))\n"
+        "assert pipedream.Plan.straight(2, 2).num_stages == 2\n"
+        "assert pipedream.partition.__module__ == 'pipedream.partitioner'\n"
+        "assert pipedream.FileFormatError.__mro__[1] is ValueError\n"
+        "assert not {'torch', 'numpy', 'typer'} & set(sys.modules)\n"
+        "try:\n    pipedream.plann\n"
+        "except AttributeError as error:\n    print(error)\n"
+    )
+    done = run_python("-c", script)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "module 'pipedream' has no attribute 'plann'\n"
+
+
+@pytest.mark.skipif(not SHARED_PROFILES.is_dir(), reason="the published profiles are not beside this tree")
+def test_module_as_a_command_prints_the_published_vgg16_plan() -> None:
+    done = run_python(
+        *("-m", "pipedream", "partition", str(SHARED_PROFILES / "vgg16.json")),
+        *("--workers", "16", "--bandwidth", "10Gbit/s", "--json"),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    fields = json.loads(done.stdout)
+    assert [stage["num_replicas"] for stage in fields["stages"]] == [15, 1]
+    assert fields["bottleneck_ms"] == pytest.approx(44.159, rel=1e-9)

@@ -1,0 +1,70 @@
+"""Chrome traces of spans."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pipedream.trace import Span, write_trace
+
+SPANS = [
+    Span("stage 0", "compute", "F0", 5_000, 7_500, {"minibatch": 0}),
+    Span("stage 1", "compute", "F0", 8_000, 9_000),
+    Span("stage 0", "send", "activation 0", 7_500, 8_000),
+    Span("stage 0", "compute", "F1", 4_000, 5_000),
+]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    data = path.read_bytes()
+    document = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    events: list[dict[str, Any]] = document["traceEvents"]
+    return events
+
+
+@pytest.mark.parametrize("file_name", ["trace.json", "trace.json.gz"])
+def test_spans_become_complete_events_in_microseconds_since_the_first(tmp_path: Path, file_name: str) -> None:
+    write_trace(tmp_path / file_name, iter(SPANS))
+    complete = [event for event in read(tmp_path / file_name) if event["ph"] == "X"]
+    assert [(e["name"], e["ts"], e["dur"]) for e in complete] == [
+        ("F1", 0.0, 1.0),
+        ("F0", 1.0, 2.5),
+        ("activation 0", 3.5, 0.5),
+        ("F0", 4.0, 1.0),
+    ]
+    assert complete[1]["args"] == {"minibatch": 0}
+
+
+def test_workers_are_named_processes_and_tracks_their_named_threads(tmp_path: Path) -> None:
+    write_trace(tmp_path / "trace.json", SPANS)
+    events = read(tmp_path / "trace.json")
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert sorted(processes.values()) == ["stage 0", "stage 1"]
+    shown = {(processes[e["pid"]], threads[e["pid"], e["tid"]], e["name"]) for e in events if e["ph"] == "X"}
+    assert shown == {(span.worker_name, span.track, span.name) for span in SPANS}
+
+
+def test_same_spans_give_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("a.json.gz", "b.json.gz"):
+        write_trace(tmp_path / name, SPANS)
+    assert (tmp_path / "a.json.gz").read_bytes() == (tmp_path / "b.json.gz").read_bytes()
+
+
+def test_no_spans_make_an_empty_trace(tmp_path: Path) -> None:
+    write_trace(tmp_path / "trace.json", [])
+    assert read(tmp_path / "trace.json") == []
+
+
+def test_span_that_ends_before_it_begins_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="span 'F0' of 'stage 0' ends before it begins"):
+        write_trace(tmp_path / "trace.json", [Span("stage 0", "compute", "F0", 2, 1)])
+    assert not (tmp_path / "trace.json").exists()
+
+
+def test_another_ending_of_the_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"must end in \.json or \.json\.gz"):
+        write_trace(tmp_path / "trace.txt", SPANS)
