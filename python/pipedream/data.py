@@ -1,0 +1,155 @@
+"""The user's data as one stream of minibatches, the same at every worker that reads it.
+
+The first stage needs the inputs and the last the targets. Both iterate their own copy of the user's
+`data`, from equally seeded global generators (seeding.py), and compare fingerprints: a minibatch that two
+workers read differently is reported and not trained on. Owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from . import _core
+from .boundary import Boundary, check_pair, tensors_of
+
+__all__ = [
+    "DataStream",
+    "ForwardedData",
+    "Minibatch",
+    "MinibatchStream",
+    "ReceivedStream",
+    "epochs_of",
+    "fingerprint",
+    "num_samples",
+]
+
+_UINT64_MASK = 0xFFFF_FFFF_FFFF_FFFF
+
+
+class Minibatch(NamedTuple):
+    """What one weight update is computed from. A forwarded one has only what its stage needs."""
+
+    inputs: Any
+    targets: Any
+    epoch: int
+    fingerprint: int
+    """Of inputs and targets; 0 where nobody compares."""
+
+
+class MinibatchStream(Protocol):
+    num_minibatches: int | None
+    """Of all epochs, as the data's len() says; None when it has none."""
+
+    def peek(self) -> tuple[Any, Any]:
+        """(inputs, targets) of minibatch 0, before next(); raises ValueError when there is none."""
+
+    def next(self) -> Minibatch | None:
+        """The next minibatch of all epochs in order; None once they are over."""
+
+
+def num_samples(value: Any) -> int:
+    """Size of the first dimension of the first tensor in a nested value; 1 where there is none."""
+    return next((int(tensor.shape[0]) for tensor in tensors_of(value) if tensor.dim() > 0), 1)
+
+
+def fingerprint(inputs: Any, targets: Any) -> int:
+    """64 bits that two workers compare to know that they read the same minibatch. Tensors only."""
+    mark = 0
+    for tensor in tensors_of((inputs, targets)):
+        content = tensor.detach().cpu().contiguous()
+        mark = _core.fingerprint(content.data_ptr(), content.numel() * content.element_size(), mark)
+        mark ^= zlib.crc32(f"{content.dtype}{tuple(content.shape)}".encode())
+    return mark & _UINT64_MASK
+
+
+def epochs_of(data: Iterable[Any], epochs: int) -> Iterator[tuple[Any, Any, int]]:
+    """(inputs, targets, epoch) of all epochs. Raises ValueError for an epoch without a minibatch."""
+    minibatch = 0
+    for epoch in range(epochs):
+        first_of_epoch = minibatch
+        for batch in data:
+            yield *check_pair(batch, minibatch), epoch
+            minibatch += 1
+        if minibatch == first_of_epoch:
+            raise ValueError(
+                f"data yielded nothing in epoch {epoch}: give data with at least one minibatch that can be"
+                " iterated once per epoch, as a DataLoader or a list"
+            )
+
+
+class DataStream:
+    """This worker's own iteration of the user's data. with_fingerprint: somebody else reads it too."""
+
+    def __init__(self, data: Iterable[Any], *, epochs: int, with_fingerprint: bool) -> None:
+        self.num_minibatches = epochs * len(data) if isinstance(data, Sized) else None
+        self._batches = epochs_of(data, epochs)
+        self._with_fingerprint = with_fingerprint
+        self._peeked: tuple[Any, Any, int] | None = None
+
+    def peek(self) -> tuple[Any, Any]:
+        self._peeked = next(self._batches)  # there is one: epochs_of raises for an empty epoch
+        return self._peeked[0], self._peeked[1]
+
+    def next(self) -> Minibatch | None:
+        batch = self._peeked if self._peeked is not None else next(self._batches, None)
+        self._peeked = None
+        if batch is None:
+            return None
+        inputs, targets, epoch = batch
+        return Minibatch(
+            inputs, targets, epoch, fingerprint(inputs, targets) if self._with_fingerprint else 0
+        )
+
+
+@dataclass(frozen=True)
+class ForwardedData:
+    """Stands for data that cannot be sent to the workers: the caller iterates and forwards it.
+
+    first: minibatch 0, for the dry run. The boundaries say what later ones must look like.
+    """
+
+    first: tuple[Any, Any]
+    inputs: Boundary
+    targets: Boundary
+    num_minibatches: int | None
+
+
+class ReceivedStream:
+    """Minibatches that the caller forwards. receive: one of a channel's items as (tensors, fingerprint),
+    None at the end; a channel this stage does not read is None."""
+
+    def __init__(
+        self,
+        data: ForwardedData,
+        receive_inputs: Callable[[], tuple[list[torch.Tensor], int] | None] | None,
+        receive_targets: Callable[[], tuple[list[torch.Tensor], int] | None] | None,
+    ) -> None:
+        self.num_minibatches = data.num_minibatches
+        self._data = data
+        self._sources = (
+            (data.inputs, receive_inputs),
+            (data.targets, receive_targets),
+        )
+
+    def peek(self) -> tuple[Any, Any]:
+        return self._data.first
+
+    def next(self) -> Minibatch | None:
+        values: list[Any] = []
+        epoch = mark = 0
+        for boundary, receive in self._sources:
+            if receive is None:
+                values.append(None)
+                continue
+            item = receive()
+            if item is None:
+                return None
+            (*tensors, epoch_tensor), mark = item
+            epoch = int(epoch_tensor)
+            values.append(boundary.unflatten(tensors))
+        return Minibatch(values[0], values[1], epoch, mark)

@@ -1,0 +1,42 @@
+"""The guard that a script with local workers needs, and what is said when it is missing.
+
+A worker process imports the caller's script anew to find its classes and functions. Without
+`if __name__ == "__main__":` that import would train again, in every worker. Torch-free; any thread.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from pathlib import Path
+
+__all__ = ["RUN_FOLDER_VARIABLE", "check_main_guard", "error_path"]
+
+# Where a local worker leaves its error for the caller; set while local workers run.
+RUN_FOLDER_VARIABLE = "PIPEDREAM_RUN_FOLDER"
+
+_MESSAGE = (
+    "the script trains at import: put what calls pipedream under `if __name__ == \"__main__\":`, because each"
+    " worker process imports the script to find its classes"
+)
+
+
+def error_path(folder: str | os.PathLike[str], name: str) -> Path:
+    return Path(folder) / f"error-{name}.json"
+
+
+def check_main_guard() -> None:
+    """Call first in whatever an unguarded script would call. Returns at once in any other process.
+
+    In a worker that is importing the script, leaves the message for the caller and ends the process.
+    """
+    if not getattr(multiprocessing.current_process(), "_inheriting", False):
+        return
+    folder = os.environ.get(RUN_FOLDER_VARIABLE)
+    if folder is None:
+        raise RuntimeError(_MESSAGE)
+    error = {"type": "RuntimeError", "message": _MESSAGE, "derived": False, "traceback": None}
+    path = error_path(folder, f"guard-{os.getpid()}")
+    path.write_text(json.dumps(error), encoding="utf-8")
+    os._exit(2)  # an exception would print a traceback of the user's script in every worker

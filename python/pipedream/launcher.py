@@ -1,0 +1,525 @@
+"""Local workers for a plain script: torch elastic starts, watches and ends one process per stage.
+
+What the workers need goes to them through a folder that only this user can read, and comes back the same
+way; the weights come back as safetensors. Data that cannot be sent is iterated here and forwarded. Runs on
+the caller's thread; forwarding on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import pickle
+import secrets
+import signal
+import stat
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.utils.dlpack import to_dlpack
+
+from . import _core, errors
+from .boundary import Boundary, check_pair
+from .data import ForwardedData, epochs_of, fingerprint
+from .guard import RUN_FOLDER_VARIABLE, error_path
+from .plan import Plan
+from .rendezvous import Rendezvous, connect_store, host_store
+from .result import RunResult
+from .seeding import RngState
+from .splitter import Model, split
+from .worker import (
+    CALLER,
+    INPUTS,
+    TARGETS,
+    JobOptions,
+    StatusBoard,
+    WorkerPlace,
+    channels_of_run,
+    check_plan_is_built,
+    find_libzmq,
+    run_worker,
+)
+
+__all__ = ["run_locally"]
+
+_SHUTDOWN_S = 5  # from SIGTERM to SIGKILL for the workers that are left
+_START_TIMEOUT_S = 600.0
+_STORE_PREFIX = "pipedream"
+_KILLED_BY_LAUNCHER = (-signal.SIGTERM, -signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class _Errand:
+    """What a local worker process is told, besides the files in the folder."""
+
+    folder: str
+    store_port: int
+    run_id: int
+
+
+class _RemoteTraceback(Exception):  # noqa: N818 (not an error of its own: the cause that is shown)
+    """The traceback of a worker process, as the cause of the error that the caller sees."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def run_locally(model: Model, data: Iterable[Any], options: JobOptions) -> RunResult:
+    """Trains in worker processes and updates the model in place.
+
+    Raises ValueError for what cannot be sent to the workers, and for whatever a worker found mistaken;
+    WorkerLost, PeerLost and other PipelineErrors when the run fails. No process is left behind.
+    """
+    # What is known to be wrong is said before any process starts.
+    check_plan_is_built(options.plan)
+    split(model, options.plan)
+    with tempfile.TemporaryDirectory(prefix="pipedream-") as folder_name:
+        folder = Path(folder_name)
+        folder.chmod(stat.S_IRWXU)
+        _write_part(folder, "model", model, "define its classes at the top level of a module")
+        _write_options(folder, options)
+        forwarded = _write_data(folder, data, options)
+        _write_part(folder, "rng", RngState.capture(), "")
+        board = StatusBoard(folder / "board", options.plan.workers_used, create=True)
+        store, port = host_store()
+        errand = _Errand(os.fspath(folder), port, secrets.randbits(64))
+        rendezvous = Rendezvous(store, _STORE_PREFIX)
+        with _forwarding(forwarded, data, options, errand, rendezvous):
+            _launch(errand, options.plan, board)
+        result = RunResult.from_dict(json.loads((folder / "result.json").read_text(encoding="utf-8")))
+        if options.gather != "none":
+            _load_state(model, options.plan, folder / "weights.safetensors")
+        return result
+
+
+# What goes to the workers.
+
+
+def _write_part(folder: Path, name: str, value: Any, remedy: str) -> None:
+    try:
+        content = pickle.dumps(value)
+    except Exception as error:
+        raise ValueError(
+            f"{name} ({_name_of(value)}) cannot be sent to the workers: {_first_line(error)}; {remedy}"
+        ) from None
+    (folder / f"{name}.pickle").write_bytes(content)
+
+
+def _write_options(folder: Path, options: JobOptions) -> None:
+    remedy = "use a function or class that is defined at the top level of a module"
+    for name in ("loss_fn", "optimizer"):
+        _write_part(folder, name, getattr(options, name), remedy)
+    _write_part(folder, "options", options, "")
+
+
+def _write_data(folder: Path, data: Iterable[Any], options: JobOptions) -> ForwardedData | None:
+    """Writes the data for the workers, or what stands for it when it must be forwarded from here."""
+    try:
+        content = pickle.dumps(data)
+    except Exception:  # whatever a user's object raises: then it stays here
+        forwarded = _describe_forwarded(data, options)
+        content = pickle.dumps(forwarded)
+    else:
+        forwarded = None
+    (folder / "data.pickle").write_bytes(content)
+    return forwarded
+
+
+def _describe_forwarded(data: Iterable[Any], options: JobOptions) -> ForwardedData:
+    # An iterator gives its first minibatch once; _Forwarder puts it back in front.
+    first = data.peek() if isinstance(data, PeekedIterator) else next(iter(data), None)
+    if first is None:
+        raise ValueError("data yields no minibatch: check the dataset, batch_size and drop_last")
+    inputs, targets = check_pair(first, 0)
+    length = len(data) * options.epochs if hasattr(data, "__len__") else None
+    return ForwardedData(
+        (inputs, targets),
+        Boundary.of(inputs, name="the inputs"),
+        Boundary.of(targets, name="the targets"),
+        length,
+    )
+
+
+class PeekedIterator:
+    """An iterator whose first item may be looked at before it is taken."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._peeked: list[Any] = []
+
+    def peek(self) -> Any | None:
+        if not self._peeked:
+            self._peeked = [item for item in [next(self._iterator, None)] if item is not None]
+        return self._peeked[0] if self._peeked else None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._peeked.pop() if self._peeked else next(self._iterator)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an iterator stays with the caller")
+
+
+def _name_of(value: Any) -> str:
+    name = getattr(value, "__qualname__", None)
+    return name if isinstance(name, str) else type(value).__name__
+
+
+def _first_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text or type(error).__name__
+
+
+# Forwarding.
+
+
+@contextlib.contextmanager
+def _forwarding(
+    forwarded: ForwardedData | None,
+    data: Iterable[Any],
+    options: JobOptions,
+    errand: _Errand,
+    rendezvous: Rendezvous,
+) -> Iterator[None]:
+    if forwarded is None:
+        yield
+        return
+    forwarder = _Forwarder(forwarded, data, options, errand, rendezvous)
+    forwarder.start()
+    try:
+        yield
+    except errors.PipelineError as failure:
+        forwarder.stop()
+        if forwarder.error is not None:  # the user's own: it is why the workers stopped
+            raise forwarder.error from failure
+        raise
+    finally:
+        forwarder.stop()
+
+
+class _Forwarder(threading.Thread):
+    """Iterates the caller's data and sends inputs to the first stage and targets to the last."""
+
+    def __init__(
+        self,
+        forwarded: ForwardedData,
+        data: Iterable[Any],
+        options: JobOptions,
+        errand: _Errand,
+        rendezvous: Rendezvous,
+    ) -> None:
+        super().__init__(name="pipedream-forwarder", daemon=True)
+        self._forwarded = forwarded
+        self._data = data
+        self._options = options
+        self._errand = errand
+        self._rendezvous = rendezvous
+        self._stopping = threading.Event()
+        self.error: Exception | None = None
+        """Raised by the user's data, or by what it yielded."""
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self.join()
+
+    def run(self) -> None:
+        plan = self._options.plan
+        core = _core.Worker(
+            libzmq_path=find_libzmq(),
+            peer_timeout_s=self._options.peer_timeout_s,
+            run_id=self._errand.run_id,
+            plan_hash=plan.hash(),
+        )
+        try:
+            self._connect(core, plan)
+            self._forward(core)
+            while not self._stopping.wait(0.05):
+                pass  # what was sent may still be on its way
+        except _core.RunFailure:
+            pass  # a worker is gone: the launcher says which and why
+        except Exception as error:
+            self.error = error
+            with contextlib.suppress(Exception):
+                core.abort(f"{type(error).__name__}: {_first_line(error)}")
+                self._rendezvous.fail(f"{type(error).__name__}: {_first_line(error)}")
+        finally:
+            core.close(1.0)
+
+    def _connect(self, core: _core.Worker, plan: Plan) -> None:
+        specs = [Boundary({}, ())] * (plan.num_stages - 1)  # only their number matters: ids count channels
+        receivers = set()
+        for channel in channels_of_run(plan, plan.workers_used, specs, self._forwarded):
+            if channel.sender == CALLER:
+                channel.add_to(core, CALLER)
+                receivers.add(channel.receiver)
+        core.seal()
+        endpoints: dict[str, str] = {}
+        for receiver in sorted(receivers):
+            (published,) = self._wait_for(f"endpoints/{receiver}")
+            endpoints |= published
+        core.connect(endpoints)
+        while not core.wait_open(0.1):
+            self._check_stopping()
+
+    def _wait_for(self, key: str) -> list[Any]:
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        while True:
+            self._check_stopping()
+            with contextlib.suppress(errors.PeerLost):
+                return self._rendezvous.wait_for([key], 0.1, lambda _: "no word")
+            if time.monotonic() > deadline_s:
+                raise errors.PeerLost(f"no {key} within {_START_TIMEOUT_S:g} s")
+
+    def _forward(self, core: _core.Worker) -> None:
+        forwarded = self._forwarded
+        for minibatch, (inputs, targets, epoch) in enumerate(epochs_of(self._data, self._options.epochs)):
+            mark = fingerprint(inputs, targets)
+            for channel, boundary, value in (
+                (INPUTS, forwarded.inputs, inputs),
+                (TARGETS, forwarded.targets, targets),
+            ):
+                tensors = boundary.flatten(value, minibatch=minibatch)
+                boundary.check(tensors, minibatch=minibatch)
+                self._send(core, channel, [*tensors, torch.tensor([epoch])], mark)
+        core.send_end(INPUTS)
+        core.send_end(TARGETS)
+
+    def _send(self, core: _core.Worker, channel: str, tensors: list[torch.Tensor], mark: int) -> None:
+        # A copy: the user's generator may reuse its memory for the next minibatch.
+        copies = [tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+        capsules = [to_dlpack(copy) for copy in copies]
+        while not core.send_item(channel, capsules, mark, 0.1):
+            self._check_stopping()
+            capsules = [to_dlpack(copy) for copy in copies]
+
+    def _check_stopping(self) -> None:
+        if self._stopping.is_set():
+            raise _core.RunFailure("Closed", "the run is over")
+
+
+# Launching.
+
+
+def _launch(errand: _Errand, plan: Plan, board: StatusBoard) -> None:
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=plan.workers_used,
+        run_id=f"pipedream-{errand.run_id:016x}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="spawn",
+        local_addr="127.0.0.1",
+        logs_specs=DefaultLogsSpecs(log_dir=os.path.join(errand.folder, "logs")),
+        **({"shutdown_timeout": _SHUTDOWN_S} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}),
+    )
+    with _quiet_elastic(), _environment(RUN_FOLDER_VARIABLE, errand.folder), _signal_handlers_kept():
+        try:
+            elastic_launch(config, _local_worker)(errand)
+        except ChildFailedError as failure:
+            raise _cause_of(failure, Path(errand.folder), plan, board) from _traceback_of(Path(errand.folder))
+        except SignalException as stopped:
+            if stopped.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise
+
+
+def _local_worker(errand: _Errand) -> None:
+    """Entry point of a worker process."""
+    _core.die_with_parent()
+    rank = int(os.environ["RANK"])
+    folder = Path(errand.folder)
+    try:
+        _run_errand(errand, folder, rank)
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None
+    except Exception as error:
+        _write_error(folder, rank, error)
+        raise SystemExit(1) from None  # the caller reports; a traceback here would only repeat it
+
+
+def _run_errand(errand: _Errand, folder: Path, rank: int) -> None:
+    options: JobOptions = _read_part(folder, "options")
+    plan = options.plan
+    model = _read_part(folder, "model")
+    reads_data = rank in (0, plan.workers_used - 1)
+    data = _read_part(folder, "data") if reads_data else ()
+    # Not before: unpickling may import what draws random numbers.
+    rng: RngState = _read_part(folder, "rng")
+    rng.restore()
+    place = WorkerPlace(
+        rank=rank,
+        world_size=plan.workers_used,
+        local_rank=rank,
+        run_id=errand.run_id,
+        incarnation=0,
+        rendezvous=Rendezvous(connect_store(errand.store_port), _STORE_PREFIX),
+        board=StatusBoard(folder / "board", plan.workers_used, create=False),
+    )
+    result = run_worker(place, options, model, data)
+    if rank == 0:
+        if options.gather != "none":
+            _save_state(model, plan, folder / "weights.safetensors")
+        (folder / "result.json").write_text(json.dumps(result.to_dict()), encoding="utf-8")
+
+
+def _read_part(folder: Path, name: str) -> Any:
+    try:
+        return pickle.loads((folder / f"{name}.pickle").read_bytes())
+    except Exception as error:
+        raise ValueError(
+            f"{name} cannot be rebuilt in a worker process: {_first_line(error)}; define its classes and"
+            " functions in a module or script file that can be imported"
+        ) from error
+
+
+@contextlib.contextmanager
+def _quiet_elastic() -> Iterator[None]:
+    """Elastic logs every failure at length; the caller gets one error instead."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+@contextlib.contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """Elastic installs handlers of its own and leaves them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+# What went wrong.
+
+
+def _write_error(folder: Path, rank: int, error: Exception) -> None:
+    record = {
+        "type": type(error).__name__,
+        "message": _first_line(error),
+        "derived": getattr(error, "_pipedream_derived", False),
+        "traceback": None if isinstance(error, (ValueError, TypeError)) else traceback.format_exc(),
+    }
+    error_path(folder, str(rank)).write_text(json.dumps(record), encoding="utf-8")
+
+
+def _read_errors(folder: Path) -> list[dict[str, Any]]:
+    paths = sorted(folder.glob("error-*.json"), key=lambda path: path.stat().st_mtime_ns)
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def _first_cause(folder: Path) -> dict[str, Any] | None:
+    """The earliest error that is not the consequence of another worker's end."""
+    records = _read_errors(folder)
+    causes = [r for r in records if not r["derived"] and r["type"] != "PeerLost"]
+    return next(iter(causes), None)
+
+
+def _traceback_of(folder: Path) -> BaseException | None:
+    cause = _first_cause(folder)
+    return _RemoteTraceback(cause["traceback"]) if cause is not None and cause["traceback"] else None
+
+
+_ERROR_TYPES: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (
+        ValueError,
+        TypeError,
+        RuntimeError,
+        errors.PipelineError,
+        errors.DataMismatch,
+        errors.NonFiniteLoss,
+        errors.PeerLost,
+    )
+}
+
+
+def _cause_of(failure: ChildFailedError, folder: Path, plan: Plan, board: StatusBoard) -> Exception:
+    """One error for a run in which some workers failed: the first cause, not its consequences."""
+    cause = _first_cause(folder)
+    if cause is not None:
+        return _ERROR_TYPES.get(cause["type"], errors.PipelineError)(cause["message"])
+    # A worker that wrote nothing was killed. The launcher ends the others with SIGTERM: not the cause.
+    codes = {rank: failed.exitcode for rank, failed in failure.failures.items()}
+    written = {path.stem.removeprefix("error-") for path in folder.glob("error-*.json")}
+    killed = [rank for rank in sorted(codes) if str(rank) not in written]
+    killed.sort(key=lambda rank: codes[rank] in _KILLED_BY_LAUNCHER[:1])
+    if killed:
+        rank = killed[0]
+        return errors.WorkerLost(f"stage {rank} (rank {rank}) {_end_of(codes[rank])} {_position(board, rank)}")
+    records = _read_errors(folder)
+    message = records[0]["message"] if records else f"a worker failed: {_first_line(failure)}"
+    return _ERROR_TYPES.get(records[0]["type"], errors.PipelineError)(message) if records else errors.WorkerLost(message)
+
+
+def _end_of(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit status {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def _position(board: StatusBoard, rank: int) -> str:
+    minibatch = board.read(rank)
+    return "before its first minibatch" if minibatch < 0 else f"at minibatch {minibatch}"
+
+
+# What comes back.
+
+
+def _state_by_name(model: Model, plan: Plan) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = {}
+    for stage in split(model, plan):
+        named = [*stage.trainable_parameters(), *stage.frozen_parameters(), *stage.stage_buffers()]
+        state.update(named)
+    return state
+
+
+def _save_state(model: Model, plan: Plan, path: Path) -> None:
+    # clone: safetensors refuses tensors that share memory, which unique parameters do not need to.
+    state = {name: t.detach().cpu().clone() for name, t in _state_by_name(model, plan).items()}
+    save_file(state, path)
+
+
+def _load_state(model: Model, plan: Plan, path: Path) -> None:
+    trained = load_file(path)
+    with torch.no_grad():
+        for name, tensor in _state_by_name(model, plan).items():
+            tensor.copy_(trained[name])
