@@ -82,11 +82,15 @@ void SendChannel::collect_released() {
   collected_.clear();
 }
 
-bool SendChannel::wait_for_room(Deadline deadline) {
-  waiting_for_room_.store(true);  // before looking, so that a release from now on wakes us
-  const bool room = wakeup_.wait_until(deadline, [&] { return num_unreleased_.load() < options_.num_items_max; });
-  waiting_for_room_.store(false);
-  return room;
+bool SendChannel::wait_for_room(Deadline deadline) { return wait_until_fewer(options_.num_items_max, deadline); }
+
+bool SendChannel::wait_until_sent(Deadline deadline) { return wait_until_fewer(1, deadline); }
+
+bool SendChannel::wait_until_fewer(std::size_t num_items, Deadline deadline) {
+  waiting_for_release_.store(true);  // before looking, so that a release from now on wakes us
+  const bool fewer = wakeup_.wait_until(deadline, [&] { return num_unreleased_.load() < num_items; });
+  waiting_for_release_.store(false);
+  return fewer;
 }
 
 SendChannel::Item* SendChannel::take_free_item() {
@@ -228,7 +232,7 @@ void SendChannel::release(Item& item) {
     free_items_.push_back(&item);
   }
   num_unreleased_.fetch_sub(1);
-  if (waiting_for_room_.load()) wakeup_.update([] {});
+  if (waiting_for_release_.load()) wakeup_.update([] {});
   if (staged) schedule_pump();  // the staging slot is free for the next item
 }
 

@@ -61,6 +61,8 @@ class SendChannel final : public LinkHandler {
   // Waits until an item can be sent without exceeding num_items_max: for senders without a schedule,
   // which bounds the others. False at the deadline or when the run has failed.
   [[nodiscard]] bool wait_for_room(Deadline deadline);
+  // Waits until everything that was given to send() and send_end() has left. False as above.
+  bool wait_until_sent(Deadline deadline);
   // Items that are not released yet.
   [[nodiscard]] std::size_t num_unreleased() const { return num_unreleased_.load(); }
   [[nodiscard]] const ChannelOptions& options() const { return options_; }
@@ -92,6 +94,7 @@ class SendChannel final : public LinkHandler {
 
   static constexpr std::uint64_t kCreditsMax = 1 << 20;  // more is a broken peer
 
+  [[nodiscard]] bool wait_until_fewer(std::size_t num_items, Deadline deadline);
   void enqueue(Item* item);
   Item* take_free_item();
   void schedule_pump();
@@ -112,7 +115,7 @@ class SendChannel final : public LinkHandler {
   std::atomic<bool> open_{false};
   std::atomic<bool> pump_scheduled_{false};
   std::atomic<std::size_t> num_unreleased_{0};
-  std::atomic<bool> waiting_for_room_{false};
+  std::atomic<bool> waiting_for_release_{false};
 
   std::mutex mutex_;  // guards the three below
   std::vector<Item*> free_items_;

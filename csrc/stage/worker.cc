@@ -236,6 +236,7 @@ Result<std::optional<ReceivedItem>> Worker::receive_item(const std::string& chan
 }
 
 void Worker::abort(const std::string& why) {
+  aborted_.store(true);
   for (auto& [name, sender] : senders_) {
     if (sender.link != nullptr) send_abort(*sender.link, why);
   }
@@ -250,7 +251,12 @@ void Worker::close(double linger_s) {
   for (auto& [name, receiver] : receivers_) {
     if (receiver.channel) receiver.channel->detach();
   }
-  transport_->shutdown(linger_s);
+  const Deadline deadline =
+      Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(linger_s));
+  for (auto& [name, sender] : senders_) {
+    if (sender.link != nullptr && !aborted_.load()) sender.channel->wait_until_sent(deadline);
+  }
+  transport_->shutdown(std::max(0.0, std::chrono::duration<double>(deadline - Clock::now()).count()));
   for (auto& [name, sender] : senders_) {
     if (sender.channel) sender.channel->collect_released();
   }

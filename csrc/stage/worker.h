@@ -6,6 +6,7 @@
 // Owned by the compute thread; every call is on it. abort() may come from any thread.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -100,7 +101,8 @@ class Worker {
 
   // Tells every peer why this worker stops. Any thread.
   void abort(const std::string& why);
-  // Waits linger_s at most for what was sent to leave, then stops the transport. Idempotent.
+  // Waits linger_s at most for what was sent to leave, items that wait for a credit included, then stops
+  // the transport. After abort() items do not count. Idempotent.
   void close(double linger_s);
 
   [[nodiscard]] std::string transport_name() const;
@@ -145,6 +147,7 @@ class Worker {
   std::map<std::string, SlotGroup*> terms_;
   std::unique_ptr<VersionSlots> slots_;
   std::unique_ptr<StageEngine> engine_;
+  std::atomic<bool> aborted_{false};
   bool closed_ = false;
 };
 
