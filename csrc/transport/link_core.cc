@@ -1,3 +1,4 @@
+// One link's protocol; the drawing is in link_core.h. Transport thread, but for the first part.
 #include "transport/link_core.h"
 
 #include <cstdio>

@@ -1,3 +1,4 @@
+// The loop of the transport thread, and how work reaches it. Threads as in transport_core.h.
 #include "transport/transport_core.h"
 
 #include <pthread.h>

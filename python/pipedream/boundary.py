@@ -189,7 +189,8 @@ class Boundary:
 def boundary_specs(stages: Sequence[StageModule], inputs: Any) -> list[Boundary]:
     """The boundary after each stage but the last, from a dry run of the first minibatch's inputs.
 
-    Random number generators, buffers, gradients and training flags are afterwards as they were. Raises ValueError naming the stage for what cannot cross.
+    Random number generators, buffers, gradients and training flags are afterwards as they were. Raises
+    ValueError naming the stage for what cannot cross.
     """
     boundaries = []
     # A copy, as a first layer that works in place would change the caller's data.

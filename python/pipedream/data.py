@@ -44,6 +44,8 @@ class Minibatch(NamedTuple):
 class MinibatchStream(Protocol):
     num_minibatches: int | None
     """Of all epochs, as the data's len() says; None when it has none."""
+    draws: bool
+    """Whether next() may draw random numbers in this process."""
 
     def peek(self) -> tuple[Any, Any]:
         """(inputs, targets) of minibatch 0, before next(); raises ValueError when there is none."""
@@ -87,6 +89,7 @@ class DataStream:
 
     def __init__(self, data: Iterable[Any], *, epochs: int, with_fingerprint: bool) -> None:
         self.num_minibatches = epochs * len(data) if isinstance(data, Sized) else None
+        self.draws = type(data) not in (list, tuple)
         self._batches = epochs_of(data, epochs)
         self._with_fingerprint = with_fingerprint
         self._peeked: tuple[Any, Any, int] | None = None
@@ -130,6 +133,7 @@ class ReceivedStream:
         receive_targets: Callable[[], tuple[list[torch.Tensor], int] | None] | None,
     ) -> None:
         self.num_minibatches = data.num_minibatches
+        self.draws = False
         self._data = data
         self._sources = (
             (data.inputs, receive_inputs),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -197,7 +198,8 @@ def _run_this_rank(model: Model, data: Iterable[Any], options: JobOptions) -> Ru
     job = os.environ.get("TORCHELASTIC_RUN_ID", "torchrun")
     incarnation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     # A script may call run() several times: each has its own keys and run id, counted alike at all ranks.
-    prefix = f"pipedream/{job}/{incarnation}/{_next_run_index()}"
+    script = f"pipedream/{job}/{incarnation}"
+    prefix = f"{script}/{_next_run_index(script)}"
     place = WorkerPlace(
         rank=rank,
         world_size=world_size,
@@ -210,13 +212,13 @@ def _run_this_rank(model: Model, data: Iterable[Any], options: JobOptions) -> Ru
     return run_worker(place, options, model, data)
 
 
-_num_runs = 0
+# Runs of this process so far, by torchrun's run id and restart count.
+_num_runs: Counter[str] = Counter()
 
 
-def _next_run_index() -> int:
-    global _num_runs
-    _num_runs += 1
-    return _num_runs
+def _next_run_index(script: str) -> int:
+    _num_runs[script] += 1
+    return _num_runs[script]
 
 
 def _run_id_of(prefix: str) -> int:

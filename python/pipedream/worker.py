@@ -450,9 +450,7 @@ class _StageLoop:
         # The pool hands slots out in any order; only that each is one version's matters.
         self._weights = StageWeights(self._stage, slots, worker._offsets)
         self._optimizer = StageOptimizer(options.optimizer, self._weights)
-        self._rng: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if plan.num_stages > 1:
-            self._rng = RngStream(stage_seed(worker._base_seed, self._stage_index))
+        self._rng = self._own_stream(plan.num_stages, worker._base_seed)
         # Minibatch -> what its backward needs: received leaves, and the outputs or the loss.
         self._in_flight: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         self._gradient_slot = 0
@@ -461,6 +459,16 @@ class _StageLoop:
         self._losses: list[float] = []
         self._samples: list[int] = []
         self._epochs: list[int] = []
+
+    def _own_stream(self, num_stages: int, base: int) -> contextlib.AbstractContextManager[Any]:
+        """Around what draws random numbers for the model; seeding.py has the rule."""
+        if num_stages == 1:
+            return contextlib.nullcontext()
+        seed = stage_seed(base, self._stage_index)
+        if (self._is_first or self._is_last) and self._stream.draws:
+            return RngStream(seed)
+        torch.manual_seed(seed)  # nobody else draws here, so nothing needs swapping
+        return contextlib.nullcontext()
 
     def train(self) -> dict[str, Any]:
         plan, core = self._options.plan, self._core

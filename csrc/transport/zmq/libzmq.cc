@@ -1,3 +1,4 @@
+// Finds, loads and checks libzmq. Any thread; a mutex guards the table of what is loaded.
 #include "transport/zmq/libzmq.h"
 
 #include <dlfcn.h>

@@ -1,3 +1,4 @@
+// Answers libzmq's questions whether a connection may enter. Transport thread.
 #include "transport/zmq/zmq_gate.h"
 
 #include <cerrno>

@@ -455,10 +455,13 @@ TEST_P(TransportContract, ListenerSaysFarewellToo) {
 
 TEST_P(TransportContract, CloseBeforeTheLinkIsOpenStillDeliversWhatWasSent) {
   listener_ = &listening_->listen(link_options("stage 0 (rank 0)"), at_listener_);
+  std::latch closed(1);
+  connecting_->post([&] { closed.wait(); });  // so that the link cannot open before
   connector_ = &connecting_->connect(link_options(), listener_->endpoint(), at_connector_);
   connector_->send(credit_frame(1));
   connector_->send(credit_frame(2));
   connector_->close();
+  closed.count_down();
   ASSERT_TRUE(at_listener_.wait_closed());
   EXPECT_EQ(at_listener_.frames().size(), 2u);
   connecting_->shutdown(1);

@@ -1,0 +1,155 @@
+"""Steady throughput of a balanced 2-stage pipeline on 2 cores against one process on one core.
+
+    python bench/system/two_stages.py [--rounds 7] [--minibatches 200] [--json]
+
+Each round runs both sides, one after the other, so that a drift of the machine's speed meets both. A side
+is warmed up before it is timed. Ideal ratio: 2.0. Also prints, for the same runs, how close the pipeline
+comes to its slowest stage's own rate (ideal 1.0), and the runtime's overhead per work item: time in which
+a worker neither runs user code nor waits for data (ideal 0).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import platform
+import statistics
+import time
+from typing import Any
+
+import pipedream
+import torch
+from pipedream import _core
+from torch import nn
+
+# width, batch: large has stages of some 10 ms on a slow core; small has stages of well under 1 ms, where
+# the runtime's own time shows.
+MODELS = {"large": (768, 128), "small": (64, 8)}
+LAYERS_PER_STAGE = 3
+
+
+def make_model(width: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(2 * LAYERS_PER_STAGE):
+        layers += [nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def make_data(width: int, batch: int, num_minibatches: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    pair = (torch.randn(batch, width), torch.randn(batch, width))
+    return [pair] * num_minibatches
+
+
+def one_process_ms(width: int, batch: int, num_minibatches: int) -> float:
+    """Milliseconds per minibatch of a plain loop on one core."""
+    torch.set_num_threads(1)
+    model = make_model(width)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    data = make_data(width, batch, num_minibatches)
+    num_warm_up = max(3, num_minibatches // 10)
+    for minibatch, (inputs, targets) in enumerate(data):
+        if minibatch == num_warm_up:
+            began_s = time.perf_counter()
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+    return (time.perf_counter() - began_s) * 1e3 / (num_minibatches - num_warm_up)
+
+
+def pipeline(width: int, batch: int, num_minibatches: int) -> pipedream.RunResult:
+    torch.set_num_threads(1)
+    model = make_model(width)
+    return pipedream.run(
+        model,
+        pipedream.Plan.straight(len(model), 2),
+        data=make_data(width, batch, num_minibatches),
+        loss_fn=nn.functional.mse_loss,
+        optimizer=functools.partial(torch.optim.SGD, lr=1e-3),
+        progress=False,
+    )
+
+
+def steady_ms(result: pipedream.RunResult) -> float:
+    """Milliseconds per minibatch between the last stage's updates, without the first tenth."""
+    done_ns = [span[4] for span in result.spans[-1] if span[0] == "UPDATE"]
+    first = max(3, len(done_ns) // 10)
+    return (done_ns[-1] - done_ns[first]) / 1e6 / (len(done_ns) - 1 - first)
+
+
+def slowest_stage_ms(result: pipedream.RunResult) -> float:
+    """Milliseconds of user code per minibatch at the busiest stage, over the same minibatches."""
+    first = max(3, len(result.losses) // 10)
+    per_stage = [
+        sum(span[6] for span in spans if span[1] > first) / 1e6 / (len(result.losses) - 1 - first)
+        for spans in result.spans
+    ]
+    return max(per_stage)
+
+
+def overhead_us(result: pipedream.RunResult) -> list[float]:
+    """Per stage, the median over work items of completed - asked - waited - user code."""
+    return [
+        statistics.median((span[4] - span[2] - span[5] - span[6]) / 1e3 for span in spans)
+        for spans in result.spans
+    ]
+
+
+def measure(name: str, rounds: int, num_minibatches: int) -> dict[str, Any]:
+    width, batch = MODELS[name]
+    rows = []
+    for round_index in range(rounds):
+        plain_ms = one_process_ms(width, batch, num_minibatches)
+        result = pipeline(width, batch, num_minibatches)
+        rows.append(
+            {
+                "one_process_ms": plain_ms,
+                "pipeline_ms": steady_ms(result),
+                "speed_up": plain_ms / steady_ms(result),
+                "of_slowest_stage": slowest_stage_ms(result) / steady_ms(result),
+                "overhead_us": max(overhead_us(result)),
+                "mean_overhead_us": max(result.overhead_us),
+            }
+        )
+        print(f"{name}, round {round_index + 1} of {rounds}: speed-up {rows[-1]['speed_up']:.2f}", flush=True)
+    summary: dict[str, Any] = {"model": name, "rounds": rounds, "minibatches": num_minibatches}
+    for figure in rows[0]:
+        values = [row[figure] for row in rows]
+        summary[figure] = {"min": min(values), "median": statistics.median(values), "max": max(values)}
+    return summary
+
+
+IDEAL = {"speed_up": "2.0", "of_slowest_stage": "1.0", "overhead_us": "0", "mean_overhead_us": "0"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--minibatches", type=int, default=200, help="of the large model; the small: ten times")
+    parser.add_argument("--json", type=str, metavar="FILE", help="write the figures here too")
+    options = parser.parse_args()
+    _core.keep_freed_memory()  # as in the workers: both sides keep their memory
+    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    print(f"machine: {machine}")
+    summaries = [
+        measure("large", options.rounds, options.minibatches),
+        measure("small", options.rounds, 10 * options.minibatches),
+    ]
+    for summary in summaries:
+        print(f"\n{summary['model']} model: {summary['rounds']} rounds, {summary['minibatches']} minibatches")
+        print(f"{'figure':20} {'min':>9} {'median':>9} {'max':>9}   ideal")
+        for figure, values in summary.items():
+            if isinstance(values, dict):
+                numbers = " ".join(f"{values[key]:9.3f}" for key in ("min", "median", "max"))
+                print(f"{figure:20} {numbers}   {IDEAL.get(figure, '')}")
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump({"machine": machine, "results": summaries}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
