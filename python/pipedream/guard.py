@@ -17,7 +17,7 @@ __all__ = ["RUN_FOLDER_VARIABLE", "check_main_guard", "error_path"]
 RUN_FOLDER_VARIABLE = "PIPEDREAM_RUN_FOLDER"
 
 _MESSAGE = (
-    "the script trains at import: put what calls pipedream under `if __name__ == \"__main__\":`, because each"
+    'the script trains at import: put what calls pipedream under `if __name__ == "__main__":`, because each'
     " worker process imports the script to find its classes"
 )
 

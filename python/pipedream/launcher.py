@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,13 +127,12 @@ def _write_options(folder: Path, options: JobOptions) -> None:
 
 def _write_data(folder: Path, data: Iterable[Any], options: JobOptions) -> ForwardedData | None:
     """Writes the data for the workers, or what stands for it when it must be forwarded from here."""
+    forwarded: ForwardedData | None = None
     try:
         content = pickle.dumps(data)
     except Exception:  # whatever a user's object raises: then it stays here
         forwarded = _describe_forwarded(data, options)
         content = pickle.dumps(forwarded)
-    else:
-        forwarded = None
     (folder / "data.pickle").write_bytes(content)
     return forwarded
 
@@ -144,7 +143,7 @@ def _describe_forwarded(data: Iterable[Any], options: JobOptions) -> ForwardedDa
     if first is None:
         raise ValueError("data yields no minibatch: check the dataset, batch_size and drop_last")
     inputs, targets = check_pair(first, 0)
-    length = len(data) * options.epochs if hasattr(data, "__len__") else None
+    length = len(data) * options.epochs if isinstance(data, Sized) else None
     return ForwardedData(
         (inputs, targets),
         Boundary.of(inputs, name="the inputs"),
@@ -316,6 +315,9 @@ class _Forwarder(threading.Thread):
 
 
 def _launch(errand: _Errand, plan: Plan, board: StatusBoard) -> None:
+    newer: dict[str, Any] = {}  # what this torch's elastic knows, and an older one may not
+    if "shutdown_timeout" in LaunchConfig.__dataclass_fields__:
+        newer["shutdown_timeout"] = _SHUTDOWN_S
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -328,7 +330,7 @@ def _launch(errand: _Errand, plan: Plan, board: StatusBoard) -> None:
         start_method="spawn",
         local_addr="127.0.0.1",
         logs_specs=DefaultLogsSpecs(log_dir=os.path.join(errand.folder, "logs")),
-        **({"shutdown_timeout": _SHUTDOWN_S} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}),
+        **newer,
     )
     with _quiet_elastic(), _environment(RUN_FOLDER_VARIABLE, errand.folder), _signal_handlers_kept():
         try:
@@ -417,7 +419,10 @@ def _signal_handlers_kept() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
+    kept = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    }
     try:
         yield
     finally:
@@ -481,10 +486,16 @@ def _cause_of(failure: ChildFailedError, folder: Path, plan: Plan, board: Status
     killed.sort(key=lambda rank: codes[rank] in _KILLED_BY_LAUNCHER[:1])
     if killed:
         rank = killed[0]
-        return errors.WorkerLost(f"stage {rank} (rank {rank}) {_end_of(codes[rank])} {_position(board, rank)}")
+        return errors.WorkerLost(
+            f"stage {rank} (rank {rank}) {_end_of(codes[rank])} {_position(board, rank)}"
+        )
     records = _read_errors(folder)
     message = records[0]["message"] if records else f"a worker failed: {_first_line(failure)}"
-    return _ERROR_TYPES.get(records[0]["type"], errors.PipelineError)(message) if records else errors.WorkerLost(message)
+    return (
+        _ERROR_TYPES.get(records[0]["type"], errors.PipelineError)(message)
+        if records
+        else errors.WorkerLost(message)
+    )
 
 
 def _end_of(code: int) -> str:

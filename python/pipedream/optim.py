@@ -54,7 +54,7 @@ class SGD(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters in place from their .grad, as torch.optim.SGD does."""
         loss = None
         if closure is not None:
@@ -91,8 +91,8 @@ class SGD(torch.optim.Optimizer):
         dtype = _NATIVE_DTYPES.get(source.dtype)
         if dtype is None or source.device.type != "cpu":
             raise TypeError(
-                f"pipedream.optim.SGD got a {source.dtype} parameter on {source.device}: it handles float32 and"
-                " float64 in host memory; use torch.optim.SGD"
+                f"pipedream.optim.SGD got a {source.dtype} parameter on {source.device}: it handles float32"
+                " and float64 in host memory; use torch.optim.SGD"
             )
         dense = gradient.to_dense() if gradient.is_sparse else gradient
         dense = dense.to(source.dtype).contiguous()

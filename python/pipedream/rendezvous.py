@@ -35,7 +35,8 @@ def connect_store(port: int) -> dist.Store:
 
 def torchrun_store() -> dist.Store:
     """The store that torchrun offers, without a process group."""
-    return next(iter(dist.rendezvous("env://")))[0]
+    store: dist.Store = next(iter(dist.rendezvous("env://")))[0]
+    return store
 
 
 class Rendezvous:

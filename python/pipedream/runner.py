@@ -192,8 +192,8 @@ def _run_this_rank(model: Model, data: Iterable[Any], options: JobOptions) -> Ru
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if local_world_size != world_size:
         raise ValueError(
-            f"{world_size} ranks, {local_world_size} of them here: runs on several machines are not built yet,"
-            " as they need keys; start all ranks on one"
+            f"{world_size} ranks, {local_world_size} of them here: runs on several machines need keys, which"
+            " are not built yet; start all ranks on one"
         )
     job = os.environ.get("TORCHELASTIC_RUN_ID", "torchrun")
     incarnation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

@@ -60,7 +60,7 @@ class StageWeights:
             container[key] = leaf
         self._bound_slot = slot
 
-    def leaves(self, slot: int) -> list[Tensor]:
+    def leaves(self, slot: int) -> list[nn.Parameter]:
         return self._leaves[slot]
 
     def copy_version(self, read_slot: int, write_slot: int) -> None:

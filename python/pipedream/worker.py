@@ -25,7 +25,16 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from . import _core
-from .boundary import Boundary, TensorSpec, boundary_input, boundary_specs, check_loss, to_device
+from .boundary import (
+    Boundary,
+    TensorSpec,
+    boundary_input,
+    boundary_specs,
+    check_loss,
+    map_tensors,
+    tensors_of,
+    to_device,
+)
 from .bulk import PIECE_BYTES, receive_document, receive_tensors, send_document, send_tensors
 from .data import DataStream, ForwardedData, MinibatchStream, ReceivedStream, num_samples
 from .errors import DataMismatch, NonFiniteLoss, PeerLost, PipelineError
@@ -37,7 +46,16 @@ from .seeding import RngStream, base_seed, data_seed, seed_all, stage_seed
 from .splitter import Model, StageModule, split
 from .weights import StageOptimizer, StageWeights, weight_layout
 
-__all__ = ["JobOptions", "StatusBoard", "WorkerPlace", "channels_of_run", "check_plan_is_built", "describe_error", "find_libzmq", "run_worker"]
+__all__ = [
+    "JobOptions",
+    "StatusBoard",
+    "WorkerPlace",
+    "channels_of_run",
+    "check_plan_is_built",
+    "describe_error",
+    "find_libzmq",
+    "run_worker",
+]
 
 # Other ranks may still be profiling, or importing torch on a slow disk, while this one waits.
 _START_TIMEOUT_S = 600.0
@@ -306,7 +324,9 @@ class _Worker:
         except (ValueError, TypeError):
             raise
         except Exception as error:
-            raise PipelineError(f"the first minibatch does not pass the model: {describe_error(error)}") from error
+            raise PipelineError(
+                f"the first minibatch does not pass the model: {describe_error(error)}"
+            ) from error
 
     # Open.
 
@@ -319,7 +339,9 @@ class _Worker:
             raise ValueError(f"PIPEDREAM_DEVICE is {wanted!r}: use auto, host or cuda")
         usable = torch.cuda.is_available() and _core.cuda_available()
         if wanted == "cuda" and not usable:
-            raise ValueError("PIPEDREAM_DEVICE is 'cuda', but there is no usable CUDA device, or no CUDA build")
+            raise ValueError(
+                "PIPEDREAM_DEVICE is 'cuda', but there is no usable CUDA device, or no CUDA build"
+            )
         if wanted == "host" or not usable:
             return torch.device("cpu")
         device = torch.device("cuda", self._place.local_rank % torch.cuda.device_count())
@@ -446,6 +468,9 @@ class _StageLoop:
         self._boundary_in = None if self._is_first else boundaries[self._stage_index - 1]
         self._boundary_out = None if self._is_last else boundaries[self._stage_index]
         self._input_boundary = worker._input_boundary if self._is_first else None
+        # A first layer that works in place would change the data of the next epoch, here and not at the last
+        # stage. None: not known before the first forward.
+        self._clone_inputs: bool | None = None if self._is_first and not self._is_last else False
         slots = [from_dlpack(core.hold_slot("weight versions")) for _ in range(worker._num_slots)]
         # The pool hands slots out in any order; only that each is one version's matters.
         self._weights = StageWeights(self._stage, slots, worker._offsets)
@@ -492,6 +517,9 @@ class _StageLoop:
         with self._progress:
             while (work := core.next_work()).kind != "DONE":
                 self._user.elapsed_ns = 0
+                self._minibatch = work.minibatch
+                if self._board is not None:
+                    self._board.write(self._rank, work.minibatch)
                 do[work.kind](work)
                 if work.kind == "UPDATE":
                     newest_slot = work.write_slot
@@ -501,9 +529,7 @@ class _StageLoop:
         return self._report()
 
     def _forward(self, work: _core.WorkItem) -> None:
-        minibatch = self._minibatch = work.minibatch
-        if self._board is not None:
-            self._board.write(self._rank, minibatch)
+        minibatch = work.minibatch
         inputs: Any = None
         targets: Any = None
         leaves: list[Tensor] = []
@@ -525,6 +551,8 @@ class _StageLoop:
                 flat = self._input_boundary.flatten(inputs, stage=0, minibatch=minibatch)
                 self._input_boundary.check(flat, stage=0, minibatch=minibatch)
             value = to_device(inputs, self._device)
+            if self._clone_inputs is not False:
+                value = map_tensors(torch.Tensor.clone, value)
         else:
             assert self._boundary_in is not None
             leaves = [from_dlpack(capsule) for capsule in work.take_tensors()]
@@ -534,6 +562,8 @@ class _StageLoop:
         self._weights.bind(work.read_slot)
         with self._rng, self._user("forward"):
             output = self._stage(value)
+        if self._clone_inputs is None:
+            self._clone_inputs = any(tensor._version > 0 for tensor in tensors_of(value))
         if self._is_last:
             self._loss(minibatch, output, targets, leaves)
         else:
@@ -590,7 +620,9 @@ class _StageLoop:
         self._core.complete_update(self._user.elapsed_ns)
 
     def _where(self, what: str) -> str:
-        return f"stage {self._stage_index} (rank {self._rank}) failed at minibatch {self._minibatch} in {what}"
+        return (
+            f"stage {self._stage_index} (rank {self._rank}) failed at minibatch {self._minibatch} in {what}"
+        )
 
     def _data_mismatch(self, minibatch: int) -> DataMismatch:
         return DataMismatch(
@@ -613,7 +645,9 @@ class _StageLoop:
             "versions": self._core.versions(),
             "totals": self._core.totals(),
             "spans": self._core.spans(),
-            "memory": {name: {"predicted": planned, "peak": peak} for name, planned, peak in self._core.memory()},
+            "memory": {
+                name: {"predicted": planned, "peak": peak} for name, planned, peak in self._core.memory()
+            },
             "bytes_sent": sum(counters[name][0] for name in between_stages if name in counters),
             "losses": self._losses,
             "samples": self._samples,
@@ -696,15 +730,21 @@ def channels_of_run(
     def add(name: str, sender: int, receiver: int, specs: Iterable[TensorSpec], slots: int, unsent: int,
             on_device: bool) -> None:  # fmt: skip
         tensors = [(str(s.dtype).removeprefix("torch."), len(s.shape), s.num_bytes) for s in specs]
-        channels.append(
-            RunChannel(name, len(channels), sender, receiver, tensors, slots, unsent, on_device)
-        )
+        channels.append(RunChannel(name, len(channels), sender, receiver, tensors, slots, unsent, on_device))
 
     for stage, boundary in enumerate(boundaries):
         # Downstream keeps n_s activations until their backward, and one more may arrive meanwhile.
         in_flight, in_flight_downstream = plan.in_flight[stage], plan.in_flight[stage + 1]
         unsent = 2 * in_flight + 4  # never more than n_s are in flight; the rest: released a little late
-        add(activations_name(stage), stage, stage + 1, boundary.tensors, in_flight_downstream + 1, unsent, True)
+        add(
+            activations_name(stage),
+            stage,
+            stage + 1,
+            boundary.tensors,
+            in_flight_downstream + 1,
+            unsent,
+            True,
+        )
         gradients = [spec for spec in boundary.tensors if spec.requires_grad] or [_NO_GRADIENT]
         add(gradients_name(stage), stage + 1, stage, gradients, 2, unsent, True)
     piece = [TensorSpec(torch.uint8, (PIECE_BYTES,), requires_grad=False)]
@@ -746,13 +786,15 @@ def _combine(plan: Plan, transport: str, reports: list[dict[str, Any]]) -> RunRe
         samples_per_s=sum(samples) / max(elapsed_ns / 1e9, 1e-9),
         predicted_ms=plan.bottleneck_ms,
         measured_ms=_steady_ms(last["spans"], plan.in_flight[0]),
-        bubble_share=1.0 - sum(t["compute_ns"] for t in totals) / max(sum(t["elapsed_ns"] for t in totals), 1),
+        bubble_share=1.0
+        - sum(t["compute_ns"] for t in totals) / max(sum(t["elapsed_ns"] for t in totals), 1),
         bytes_sent=sum(report["bytes_sent"] for report in reports),
         transports=transports,
         worker_pids=[report["pid"] for report in reports],
         memory=[report["memory"] for report in reports],
         overhead_us=[
-            (t["elapsed_ns"] - t["wait_ns"] - t["compute_ns"]) / 1e3 / max(t["num_work_items"], 1) for t in totals
+            (t["elapsed_ns"] - t["wait_ns"] - t["compute_ns"]) / 1e3 / max(t["num_work_items"], 1)
+            for t in totals
         ],
         wait_share=[t["wait_ns"] / max(t["elapsed_ns"], 1) for t in totals],
         spans=[[tuple(span) for span in report["spans"]] for report in reports],

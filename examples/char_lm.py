@@ -1,0 +1,187 @@
+"""Trains a small GPT-like character model on the Python standard library's own source text.
+
+    python examples/char_lm.py --workers 2
+    torchrun --nproc-per-node 2 examples/char_lm.py
+
+Both give the same losses for the same seed. The losses depend on the plan, and a plan made from timings may
+differ from run to run, so the first one is kept in the output folder and used again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import math
+import os
+import string
+import sysconfig
+from collections import OrderedDict
+from pathlib import Path
+
+import pipedream
+import torch
+from matplotlib.figure import Figure  # draws to a file, needs no display
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+CHARACTERS = string.printable  # any other character of the text becomes "?"
+CONTEXT, WIDTH, HEADS, BLOCKS, BATCH_SIZE = 64, 128, 4, 4, 32
+TEXT_LENGTH, HELD_OUT_LENGTH = 1_000_000, 50_000
+
+
+class Embed(nn.Module):
+    """Characters (batch, context) to vectors (batch, context, WIDTH) that know their position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.character = nn.Embedding(len(CHARACTERS), WIDTH)
+        self.position = nn.Parameter(0.02 * torch.randn(CONTEXT, WIDTH))
+
+    def forward(self, characters: torch.Tensor) -> torch.Tensor:
+        return self.character(characters) + self.position
+
+
+class Block(nn.Module):
+    """Causal self-attention, then an MLP, each on normalised input and added to what comes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.projection = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.qkv(self.attention_norm(x)).unflatten(-1, (3 * HEADS, -1)).transpose(1, 2)
+        query, key, value = heads.chunk(3, dim=1)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.projection(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+def make_model() -> nn.Sequential:
+    """Characters (batch, context) to scores (batch, context, len(CHARACTERS))."""
+    layers: OrderedDict[str, nn.Module] = OrderedDict(embed=Embed())
+    for number in range(1, BLOCKS + 1):
+        layers[f"block{number}"] = Block()
+    layers["head"] = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, len(CHARACTERS)))
+    return nn.Sequential(layers)
+
+
+def loss_fn(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean nats per character."""
+    return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+
+def load_text() -> tuple[torch.Tensor, torch.Tensor]:
+    """(to train on, held out): the start of the standard library's modules, in order of their names."""
+    code = {character: index for index, character in enumerate(CHARACTERS)}
+    codes: list[int] = []
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        if len(codes) < TEXT_LENGTH:
+            codes += [code.get(character, code["?"]) for character in path.read_text("utf-8", "replace")]
+    text = torch.tensor(codes[:TEXT_LENGTH])
+    return text[:-HELD_OUT_LENGTH], text[-HELD_OUT_LENGTH:]
+
+
+def make_loader(text: torch.Tensor, num_minibatches: int) -> DataLoader[tuple[torch.Tensor, ...]]:
+    """Random windows of the text, as (characters, the characters that follow them)."""
+    windows = text.unfold(0, CONTEXT + 1, 1)
+    dataset = TensorDataset(windows[:, :-1], windows[:, 1:])
+    sampler = RandomSampler(dataset, num_samples=num_minibatches * BATCH_SIZE)
+    return DataLoader(dataset, batch_size=BATCH_SIZE, sampler=sampler)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, text: torch.Tensor) -> float:
+    """Mean nats per character over the text, in windows that do not overlap."""
+    windows = text.unfold(0, CONTEXT + 1, CONTEXT)
+    model.eval()
+    nats = [
+        loss_fn(model(part[:, :-1]), part[:, 1:]).item() * len(part) for part in windows.split(BATCH_SIZE)
+    ]
+    model.train()
+    return sum(nats) / len(windows)
+
+
+def make_plan(model: nn.Sequential, loader: DataLoader, num_workers: int, path: Path) -> pipedream.Plan:
+    """The plan in the file, if it is for this model and number of workers; else one from a profile."""
+    name = f"char_lm {BLOCKS}x{WIDTH}"
+    if path.exists():
+        plan = pipedream.Plan.load(path)
+        if (plan.model, plan.num_workers) == (name, num_workers):
+            print(f"plan from {path} (delete it to profile again)")
+            return plan
+    profile = pipedream.profile(model, loader, loss_fn, minibatches=30)
+    plan = pipedream.partition(profile, num_workers, "10Gbit/s", straight=True)
+    plan = dataclasses.replace(plan, model=name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plan.save(path)
+    return plan
+
+
+def report(result: pipedream.RunResult, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    figure = Figure(figsize=(7, 4), layout="tight")
+    axes = figure.subplots()
+    axes.plot(result.losses, linewidth=0.8)
+    axes.set(xlabel="minibatch", ylabel="training loss, nats per character", title="standard library source")
+    figure.savefig(folder / "loss.png", dpi=120)
+    result.save_trace(folder / "trace.json")
+    predicted = "unknown" if result.predicted_ms is None else f"{result.predicted_ms:.2f} ms"
+    print(f"workers            {len(result.worker_pids)} processes, transports {result.transports}")
+    print(f"minibatches        {len(result.losses)}, loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}")
+    print(f"speed              {result.samples_per_s:.0f} samples/s")
+    print(f"time per minibatch {predicted} predicted, {result.measured_ms:.2f} ms measured")
+    print(f"loss plot          {folder / 'loss.png'}")
+    print(f"trace              {folder / 'trace.json'} (open it at https://ui.perfetto.dev)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Trains a character model as a pipeline of workers.")
+    parser.add_argument("--workers", type=int, default=2, help="worker processes; torchrun sets its own")
+    parser.add_argument("--minibatches", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--plan", type=Path, help="use this plan instead of output-dir/plan.json")
+    parser.add_argument("--transport", default="auto")
+    parser.add_argument("--output-dir", type=Path, default=Path("results/char_lm"))
+    options = parser.parse_args()
+
+    is_main = os.environ.get("RANK", "0") == "0"  # torchrun starts this script once per worker
+    num_workers = int(os.environ.get("WORLD_SIZE", options.workers))
+    # The workers will share this machine's cores; the profile must be taken with a worker's share of them.
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_workers))
+    torch.manual_seed(options.seed)
+    model = make_model()
+    train, held_out = load_text()
+    loader = make_loader(train, options.minibatches)
+
+    if options.plan is not None:
+        plan = pipedream.Plan.load(options.plan)
+    elif is_main:
+        plan = make_plan(model, loader, num_workers, options.output_dir / "plan.json")
+    else:
+        plan = pipedream.Plan.straight(len(model), num_workers)  # rank 0's plan is used everywhere
+    if is_main:
+        print(plan, "\n", flush=True)
+        untrained = evaluate(model, held_out)
+
+    result = pipedream.run(
+        model,
+        plan,
+        data=loader,
+        loss_fn=loss_fn,
+        optimizer=functools.partial(torch.optim.AdamW, lr=2e-3),
+        seed=options.seed,
+        transport=options.transport,
+    )
+    if is_main:
+        report(result, options.output_dir)
+        nats = evaluate(model, held_out)
+        bits = nats / math.log(2)
+        print(f"held-out loss      {untrained:.3f} -> {nats:.3f} nats ({bits:.3f} bits) per character")
+
+
+if __name__ == "__main__":
+    main()
