@@ -35,7 +35,7 @@ test-cpp: setup
 # After the C++ tests: a broken core is better seen there.
 test-python: setup
 	@echo "==> Python tests"
-	@$(PYTHON) -m pytest tests/python -q
+	@$(PYTHON) -m pytest -q
 
 demo: setup
 	@echo "==> digits example on two local workers"

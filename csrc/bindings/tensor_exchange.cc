@@ -22,11 +22,11 @@ struct DTypeCode {
 };
 
 constexpr std::array kDTypeCodes{
-    DTypeCode{DType::kUInt8, kDLUInt, 8},        DTypeCode{DType::kInt8, kDLInt, 8},
-    DTypeCode{DType::kInt16, kDLInt, 16},        DTypeCode{DType::kInt32, kDLInt, 32},
-    DTypeCode{DType::kInt64, kDLInt, 64},        DTypeCode{DType::kFloat16, kDLFloat, 16},
-    DTypeCode{DType::kBFloat16, kDLBfloat, 16},  DTypeCode{DType::kFloat32, kDLFloat, 32},
-    DTypeCode{DType::kFloat64, kDLFloat, 64},    DTypeCode{DType::kBool, kDLBool, 8},
+    DTypeCode{DType::kUInt8, kDLUInt, 8},         DTypeCode{DType::kInt8, kDLInt, 8},
+    DTypeCode{DType::kInt16, kDLInt, 16},         DTypeCode{DType::kInt32, kDLInt, 32},
+    DTypeCode{DType::kInt64, kDLInt, 64},         DTypeCode{DType::kFloat16, kDLFloat, 16},
+    DTypeCode{DType::kBFloat16, kDLBfloat, 16},   DTypeCode{DType::kFloat32, kDLFloat, 32},
+    DTypeCode{DType::kFloat64, kDLFloat, 64},     DTypeCode{DType::kBool, kDLBool, 8},
     DTypeCode{DType::kComplex64, kDLComplex, 64}, DTypeCode{DType::kComplex128, kDLComplex, 128},
 };
 
@@ -76,8 +76,8 @@ bool is_contiguous(const DLTensor& tensor) {
 
 TensorView view_of(const DLTensor& tensor) {
   if (tensor.ndim > static_cast<std::int32_t>(kNumDimsMax)) {
-    throw UserError("a tensor of " + std::to_string(tensor.ndim) + " dimensions cannot cross a boundary: at most " +
-                    std::to_string(kNumDimsMax));
+    throw UserError("a tensor of " + std::to_string(tensor.ndim) +
+                    " dimensions cannot cross a boundary: at most " + std::to_string(kNumDimsMax));
   }
   if (!is_contiguous(tensor)) throw UserError("a tensor that is not contiguous cannot cross a boundary");
   TensorView view;
@@ -90,7 +90,8 @@ TensorView view_of(const DLTensor& tensor) {
 
 }  // namespace
 
-py::capsule to_capsule(const TensorView& tensor, DeviceType device, int device_index, std::shared_ptr<void> owner) {
+py::capsule to_capsule(const TensorView& tensor, DeviceType device, int device_index,
+                       std::shared_ptr<void> owner) {
   auto exported = std::make_unique<Exported>();
   exported->owner = std::move(owner);
   exported->shape = tensor.shape;

@@ -22,20 +22,22 @@ namespace pipedream {
 
 namespace {
 
+constexpr double kStarvedCheckSeconds = 1.0;
 constexpr auto kSignalCheckPeriod = std::chrono::milliseconds(100);
 
 // The world's failure as a Python exception: RunFailure(kind, message).
 PyObject* g_run_failure = nullptr;  // set once, when the module is imported
 
 [[noreturn]] void raise(const Failure& failure) {
-  PyErr_SetObject(g_run_failure, py::make_tuple(std::string(failure_kind_name(failure.kind)), failure.message).ptr());
+  PyErr_SetObject(g_run_failure,
+                  py::make_tuple(std::string(failure_kind_name(failure.kind)), failure.message).ptr());
   throw py::error_already_set();
 }
 
 Deadline deadline_after(double seconds) {
   constexpr double kForeverSeconds = 1e9;
-  return Clock::now() +
-         std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(seconds, kForeverSeconds)));
+  return Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                            std::chrono::duration<double>(std::min(seconds, kForeverSeconds)));
 }
 
 // Calls `attempt(deadline)` without the GIL until it gives a value (or `done` says so), the time is over
@@ -99,15 +101,17 @@ class PyWorker {
 
   static std::unique_ptr<PyWorker> make(const std::string& device, const std::string& transport,
                                         const std::string& libzmq_path, const std::string& bind_host,
-                                        double peer_timeout_s, std::uint64_t run_id, std::uint32_t incarnation,
-                                        std::uint64_t plan_hash, std::uintptr_t compute_stream, bool force_staging) {
-    return std::make_unique<PyWorker>(WorkerOptions{device, transport, libzmq_path, bind_host, peer_timeout_s, run_id,
-                                                    incarnation, plan_hash, compute_stream, force_staging});
+                                        double peer_timeout_s, std::uint64_t run_id,
+                                        std::uint32_t incarnation, std::uint64_t plan_hash,
+                                        std::uintptr_t compute_stream, bool force_staging) {
+    return std::make_unique<PyWorker>(WorkerOptions{device, transport, libzmq_path, bind_host, peer_timeout_s,
+                                                    run_id, incarnation, plan_hash, compute_stream,
+                                                    force_staging});
   }
 
   void add_channel(const std::string& name, bool sends, const std::string& peer, std::uint32_t channel_id,
-                   const std::vector<std::tuple<std::string, int, std::size_t>>& tensors, std::int64_t num_items,
-                   std::size_t chunk_bytes, bool on_device) {
+                   const std::vector<std::tuple<std::string, int, std::size_t>>& tensors,
+                   std::int64_t num_items, std::size_t chunk_bytes, bool on_device) {
     ChannelSpec spec{name, peer, channel_id, item_spec(tensors), num_items, chunk_bytes, on_device};
     if (sends) {
       worker_->add_send_channel(spec);
@@ -143,17 +147,21 @@ class PyWorker {
   }
 
   void start(const std::string& schedule, std::int64_t stage, std::int64_t num_stages, std::int64_t in_flight,
-             const std::string& activations_in, const std::string& activations_out, const std::string& gradients_in,
-             const std::string& gradients_out, std::size_t num_spans_max) {
+             const std::string& activations_in, const std::string& activations_out,
+             const std::string& gradients_in, const std::string& gradients_out, std::size_t num_spans_max) {
     worker_->start({schedule, StageIndex(stage), num_stages, in_flight}, activations_in, activations_out,
                    gradients_in, gradients_out, num_spans_max);
   }
 
   std::unique_ptr<PyItem> next_work() {
-    auto result = with_signals(
-        1e9, [&](Deadline deadline) { return worker_->next_work(deadline); },
-        [](const std::optional<WorkItem>& work) { return work.has_value(); });
-    return wrap(std::move(*result.value()));
+    std::optional<Clock::time_point> starved_since;
+    for (;;) {
+      auto result = with_signals(
+          kStarvedCheckSeconds, [&](Deadline deadline) { return worker_->next_work(deadline); },
+          [](const std::optional<WorkItem>& work) { return work.has_value(); });
+      if (result.value()) return wrap(std::move(*result.value()));
+      check_not_starved(starved_since);
+    }
   }
 
   void complete_forward(const py::list& tensors, std::uint64_t tag, std::int64_t compute_ns) {
@@ -204,8 +212,8 @@ class PyWorker {
   py::list spans() const {
     py::list rows;
     for (const Span& span : worker_->engine().spans()) {
-      rows.append(py::make_tuple(work_kind_name(span.kind), span.minibatch.value(), span.asked_ns, span.ready_ns,
-                                 span.completed_ns, span.wait_ns, span.compute_ns));
+      rows.append(py::make_tuple(work_kind_name(span.kind), span.minibatch.value(), span.asked_ns,
+                                 span.ready_ns, span.completed_ns, span.wait_ns, span.compute_ns));
     }
     return rows;
   }
@@ -245,6 +253,24 @@ class PyWorker {
     return item;
   }
 
+  // User code that keeps the tensors it was given keeps their slots, and then nothing can arrive. Garbage
+  // may hold them too, so that goes first.
+  void check_not_starved(std::optional<Clock::time_point>& starved_since) {
+    const ReceiveChannel* channel = worker_->engine().starved_channel();
+    if (channel == nullptr) {
+      starved_since.reset();
+    } else if (!starved_since) {
+      starved_since = Clock::now();
+      py::module_::import("gc").attr("collect")();
+    } else if (Clock::now() - *starved_since >
+               std::chrono::duration<double>(worker_->options().peer_timeout_s)) {
+      throw UserError(
+          worker_->engine().position() + ": nothing can arrive on '" + channel->options().name +
+          "', because all tensors that came before are still in use; a layer that keeps its input must "
+          "keep a clone");
+    }
+  }
+
   Outgoing outgoing(const py::list& tensors, std::uint64_t tag) {
     Borrowed borrowed = from_capsules(tensors);
     return {tag, std::move(borrowed.tensors), worker_->record_compute(), std::move(borrowed.owner)};
@@ -261,11 +287,13 @@ void bind_item(py::module_& module) {
       .def_property_readonly("minibatch", [](const PyItem& item) { return item.work.minibatch.value(); })
       .def_property_readonly("read_slot", [](const PyItem& item) { return item.work.read_slot.value(); })
       .def_property_readonly("write_slot", [](const PyItem& item) { return item.work.write_slot.value(); })
-      .def_property_readonly("read_version", [](const PyItem& item) { return item.work.read_version.value(); })
-      .def_property_readonly("write_version", [](const PyItem& item) { return item.work.write_version.value(); })
+      .def_property_readonly("read_version",
+                             [](const PyItem& item) { return item.work.read_version.value(); })
+      .def_property_readonly("write_version",
+                             [](const PyItem& item) { return item.work.write_version.value(); })
       .def_property_readonly("num_minibatches", [](const PyItem& item) { return item.work.num_minibatches; })
-      .def_property_readonly("tag",
-                             [](const PyItem& item) { return item.work.received ? item.work.received->tag : 0; })
+      .def_property_readonly(
+          "tag", [](const PyItem& item) { return item.work.received ? item.work.received->tag : 0; })
       .def("take_tensors", &PyItem::take_tensors, "DLPack capsules of the received tensors, once.");
 }
 
@@ -281,8 +309,8 @@ void bind_worker(py::module_& module) {
            py::arg("libzmq_path") = "", py::arg("bind_host") = "127.0.0.1", py::arg("peer_timeout_s") = 15.0,
            py::arg("run_id") = 0, py::arg("incarnation") = 0, py::arg("plan_hash") = 0,
            py::arg("compute_stream") = 0, py::arg("force_staging") = false)
-      .def("add_channel", &PyWorker::add_channel, py::kw_only(), py::arg("name"), py::arg("sends"), py::arg("peer"),
-           py::arg("channel_id"), py::arg("tensors"), py::arg("num_items"),
+      .def("add_channel", &PyWorker::add_channel, py::kw_only(), py::arg("name"), py::arg("sends"),
+           py::arg("peer"), py::arg("channel_id"), py::arg("tensors"), py::arg("num_items"),
            py::arg("chunk_bytes") = std::size_t{512} << 10, py::arg("on_device") = true)
       .def("add_term", &PyWorker::add_term, py::arg("name"), py::arg("slot_bytes"), py::arg("num_slots"))
       .def("seal", &PyWorker::seal, py::call_guard<py::gil_scoped_release>())
@@ -291,11 +319,13 @@ void bind_worker(py::module_& module) {
       .def("wait_open", &PyWorker::wait_open, py::arg("timeout_s"))
       .def("channels_not_open", [](PyWorker& self) { return self.worker().channels_not_open(); })
       .def("hold_slot", &PyWorker::hold_slot, py::arg("term"))
-      .def("start", &PyWorker::start, py::kw_only(), py::arg("schedule"), py::arg("stage"), py::arg("num_stages"),
-           py::arg("in_flight"), py::arg("activations_in") = "", py::arg("activations_out") = "",
-           py::arg("gradients_in") = "", py::arg("gradients_out") = "", py::arg("num_spans_max") = 200'000)
+      .def("start", &PyWorker::start, py::kw_only(), py::arg("schedule"), py::arg("stage"),
+           py::arg("num_stages"), py::arg("in_flight"), py::arg("activations_in") = "",
+           py::arg("activations_out") = "", py::arg("gradients_in") = "", py::arg("gradients_out") = "",
+           py::arg("num_spans_max") = 50'000)
       .def("next_work", &PyWorker::next_work, "Blocks; raises RunFailure(kind, message).")
-      .def("complete_forward", &PyWorker::complete_forward, py::arg("tensors"), py::arg("tag"), py::arg("compute_ns"))
+      .def("complete_forward", &PyWorker::complete_forward, py::arg("tensors"), py::arg("tag"),
+           py::arg("compute_ns"))
       .def("complete_backward", &PyWorker::complete_backward, py::arg("tensors"), py::arg("tag"),
            py::arg("compute_ns"))
       .def("complete_update", &PyWorker::complete_update, py::arg("compute_ns"))

@@ -1,14 +1,23 @@
 #include "channel/receive_channel.h"
 
 #include <cstring>
+#include <memory>
 #include <utility>
 
 namespace pipedream {
 
 ReceivedItem::~ReceivedItem() {
-  if (use && slot.valid()) {
-    use->compute_stream->record(*use->last_read.at(static_cast<std::size_t>(slot.slot().value())));
+  if (use && staged) {
+    use->compute_stream->record(*use->last_read.at(static_cast<std::size_t>(staged->slot.slot().value())));
   }
+}
+
+ReceivedItem& ReceivedItem::operator=(ReceivedItem&& other) noexcept {
+  if (this != &other) {
+    std::destroy_at(this);
+    std::construct_at(this, std::move(other));
+  }
+  return *this;
 }
 
 ReceiveChannel::ReceiveChannel(ChannelOptions options, Transport& transport, Wakeup& wakeup, Device& device,
@@ -22,10 +31,13 @@ ReceiveChannel::ReceiveChannel(ChannelOptions options, Transport& transport, Wak
       copy_stream_(staging != nullptr ? device.make_stream() : nullptr),
       credit_return_(std::make_shared<CreditReturn>()) {
   PD_CHECK(slots.term().slot_bytes >= options_.spec.slot_bytes(), options_.name);
+  PD_CHECK(staging == nullptr || staging->term().num_slots >= slots.term().num_slots, options_.name);
+  PD_CHECK(compute_stream == nullptr || staging != nullptr, options_.name);  // who computes apart is staged
   if (compute_stream != nullptr) {
     use_ = std::make_shared<SlotUse>();
     use_->compute_stream = compute_stream;
-    for (std::int64_t slot = 0; slot < slots.term().num_slots; ++slot) use_->last_read.push_back(device.make_event());
+    for (std::int64_t slot = 0; slot < slots.term().num_slots; ++slot)
+      use_->last_read.push_back(device.make_event());
   }
   credit_return_->channel = this;
   slots_.on_release([credit_return = credit_return_] {
@@ -68,15 +80,18 @@ std::optional<Failure> ReceiveChannel::on_frame(Link& /*link*/, const FrameHeade
     case FrameKind::kEnd:
       return on_end(header);
     case FrameKind::kAbort:
-      return Failure{FailureKind::kAborted, std::string(reinterpret_cast<const char*>(payload.data()), payload.size())};
+      return Failure{FailureKind::kAborted,
+                     std::string(reinterpret_cast<const char*>(payload.data()), payload.size())};
     default:
       return broken("a " + std::string(frame_kind_name(header.kind)) + " frame");
   }
 }
 
-std::optional<Failure> ReceiveChannel::on_tensor(const FrameHeader& header, std::span<const std::byte> payload) {
+std::optional<Failure> ReceiveChannel::on_tensor(const FrameHeader& header,
+                                                 std::span<const std::byte> payload) {
   if (auto what = misplaced(header)) return broken(*what);
-  if (auto what = options_.spec.mismatch(header.tensor_index, header.dtype, header.num_dims, header.tensor_bytes)) {
+  if (auto what =
+          options_.spec.mismatch(header.tensor_index, header.dtype, header.num_dims, header.tensor_bytes)) {
     return broken(*what);
   }
   if (!current_) {
@@ -91,20 +106,22 @@ std::optional<Failure> ReceiveChannel::on_tensor(const FrameHeader& header, std:
 std::optional<std::string> ReceiveChannel::misplaced(const FrameHeader& header) const {
   if (ended_) return "a tensor after the end";
   if (header.num_tensors != options_.spec.num_tensors()) {
-    return std::to_string(header.num_tensors) + " tensors, planned " + std::to_string(options_.spec.num_tensors());
+    return std::to_string(header.num_tensors) + " tensors, planned " +
+           std::to_string(options_.spec.num_tensors());
   }
   const MinibatchId minibatch = current_ ? current_->minibatch : next_minibatch_;
   if (header.minibatch != minibatch || header.microbatch != MicrobatchIndex(0)) {
-    return "minibatch " + std::to_string(header.minibatch.value()) + " where " + std::to_string(minibatch.value()) +
-           " is due";
+    return "minibatch " + std::to_string(header.minibatch.value()) + " where " +
+           std::to_string(minibatch.value()) + " is due";
   }
   if (header.tensor_index != tensor_index_ || header.chunk_offset != tensor_offset_) {
-    return "tensor " + std::to_string(header.tensor_index) + " from byte " + std::to_string(header.chunk_offset) +
-           " where tensor " + std::to_string(tensor_index_) + " from byte " + std::to_string(tensor_offset_) +
-           " is due";
+    return "tensor " + std::to_string(header.tensor_index) + " from byte " +
+           std::to_string(header.chunk_offset) + " where tensor " + std::to_string(tensor_index_) +
+           " from byte " + std::to_string(tensor_offset_) + " is due";
   }
   const bool first_chunk = tensor_offset_ == 0;
-  if (!first_chunk && current_->tensors.back().shape != header.shape) return "a shape that changes between chunks";
+  if (!first_chunk && current_->tensors.back().shape != header.shape)
+    return "a shape that changes between chunks";
   if (header.payload_bytes == 0 && header.tensor_bytes != 0) return "an empty chunk";
   return std::nullopt;
 }
@@ -117,11 +134,14 @@ std::optional<Failure> ReceiveChannel::begin_item(const FrameHeader& header) {
   item.microbatch = header.microbatch;
   item.tag = header.tag;
   item.tensors.reserve(options_.spec.num_tensors());
-  item.slot = std::move(*slot);
-  if (staging_ != nullptr) item.staging = staging_->lease();  // one for each slot, so one is free
+  if (staging_ == nullptr) {
+    item.slot = std::move(*slot);
+    return std::nullopt;
+  }
+  item.staged = std::make_shared<StagedLease>(StagedLease{std::move(*slot), staging_->lease()});
   if (use_) {
     item.use = use_;
-    copy_stream_->wait(*use_->last_read.at(static_cast<std::size_t>(item.slot.slot().value())));
+    copy_stream_->wait(*use_->last_read.at(static_cast<std::size_t>(item.staged->slot.slot().value())));
   }
   return std::nullopt;
 }
@@ -129,15 +149,16 @@ std::optional<Failure> ReceiveChannel::begin_item(const FrameHeader& header) {
 void ReceiveChannel::land(const FrameHeader& header, std::span<const std::byte> payload) {
   ReceivedItem& item = *current_;
   const std::size_t tensor_at = options_.spec.offset_bytes(tensor_index_);
+  std::byte* const tensor = (item.staged ? item.staged->slot : item.slot).data() + tensor_at;
   if (tensor_offset_ == 0) {
-    item.tensors.push_back(TensorView{header.dtype, header.num_dims, header.shape, item.slot.data() + tensor_at});
+    item.tensors.push_back(TensorView{header.dtype, header.num_dims, header.shape, tensor});
   }
   if (!payload.empty()) {
-    std::byte* slot = item.slot.data() + tensor_at + tensor_offset_;
+    std::byte* slot = tensor + tensor_offset_;
     if (staging_ == nullptr) {
       std::memcpy(slot, payload.data(), payload.size());
     } else {
-      std::byte* staged = item.staging.data() + tensor_at + tensor_offset_;
+      std::byte* staged = item.staged->staging.data() + tensor_at + tensor_offset_;
       std::memcpy(staged, payload.data(), payload.size());
       copy_stream_->copy(slot, staged, payload.size());
     }
@@ -151,6 +172,7 @@ void ReceiveChannel::land(const FrameHeader& header, std::span<const std::byte> 
   if (copy_stream_) {
     item.ready = device_.make_event();
     copy_stream_->record(*item.ready);
+    copy_stream_->call([staged = item.staged] {});  // dropped when the copies before it are done
   }
   deliver(std::move(item));
   current_.reset();

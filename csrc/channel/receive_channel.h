@@ -40,11 +40,19 @@ struct SlotUse {
   std::vector<std::unique_ptr<Event>> last_read;
 };
 
+// A staged item's slot and staging buffer. The copy stream holds them beside the item, until its copies are
+// done: an item may be dropped before the device has copied it. The staging buffer goes first: a slot that
+// is free has one.
+struct StagedLease {
+  Lease slot;
+  Lease staging;
+};
+
 // A work item's tensors in leased slots. They are valid while the item lives.
 struct ReceivedItem {
   ReceivedItem() = default;
   ReceivedItem(ReceivedItem&&) noexcept = default;
-  ReceivedItem& operator=(ReceivedItem&&) noexcept = default;
+  ReceivedItem& operator=(ReceivedItem&& other) noexcept;  // what was held is dropped as by the destructor
   ReceivedItem(const ReceivedItem&) = delete;
   ReceivedItem& operator=(const ReceivedItem&) = delete;
   ~ReceivedItem();
@@ -55,9 +63,9 @@ struct ReceivedItem {
   MicrobatchIndex microbatch;
   std::uint64_t tag = 0;
   std::vector<TensorView> tensors;
-  Lease slot;
-  Lease staging;                  // invalid when nothing was staged
-  std::shared_ptr<SlotUse> use;   // null when the device is the host
+  Lease slot;                           // invalid when it was staged
+  std::shared_ptr<StagedLease> staged;  // null when nothing was staged
+  std::shared_ptr<SlotUse> use;         // null when the device is the host
   std::unique_ptr<Event> ready;  // null when the bytes are there; else wait for it on the compute stream
 };
 
@@ -66,8 +74,8 @@ class ReceiveChannel final : public LinkHandler {
   // slots: of spec.slot_bytes() on the device. staging: null when the wire writes device memory, else
   // as many slots of the same size. compute_stream: what the items are read on; null on the host. All
   // outlive the channel and its items.
-  ReceiveChannel(ChannelOptions options, Transport& transport, Wakeup& wakeup, Device& device, SlotGroup& slots,
-                 SlotGroup* staging, Stream* compute_stream);
+  ReceiveChannel(ChannelOptions options, Transport& transport, Wakeup& wakeup, Device& device,
+                 SlotGroup& slots, SlotGroup* staging, Stream* compute_stream);
   ~ReceiveChannel() override;
 
   void attach(Link& link) { link_.store(&link); }
@@ -76,6 +84,10 @@ class ReceiveChannel final : public LinkHandler {
   [[nodiscard]] bool try_take(ReceivedItem& item);
   // The peer said BYE and the inbox is empty: nothing will come.
   [[nodiscard]] bool exhausted() const { return closed_ && inbox_.empty(); }
+
+  // No slot is free to receive into. Never so while the compute thread waits for this channel and gives
+  // back what it was given: the plan has a slot more than it keeps.
+  [[nodiscard]] bool all_slots_held() const { return slots_.num_free() == 0; }
 
   // Stops returning credits; items may die after this.
   void detach();
@@ -97,7 +109,8 @@ class ReceiveChannel final : public LinkHandler {
     ReceiveChannel* channel = nullptr;
   };
 
-  [[nodiscard]] std::optional<Failure> on_tensor(const FrameHeader& header, std::span<const std::byte> payload);
+  [[nodiscard]] std::optional<Failure> on_tensor(const FrameHeader& header,
+                                                 std::span<const std::byte> payload);
   [[nodiscard]] std::optional<Failure> on_end(const FrameHeader& header);
   [[nodiscard]] std::optional<Failure> begin_item(const FrameHeader& header);
   [[nodiscard]] std::optional<std::string> misplaced(const FrameHeader& header) const;
@@ -114,8 +127,8 @@ class ReceiveChannel final : public LinkHandler {
   SlotGroup& slots_;
   SlotGroup* const staging_;
   std::unique_ptr<Stream> copy_stream_;  // null when nothing is staged
-  std::shared_ptr<SlotUse> use_;          // null when the device is the host
-  std::atomic<Link*> link_{nullptr};  // set by attach() or on_open(), whichever comes first
+  std::shared_ptr<SlotUse> use_;         // null when the device is the host
+  std::atomic<Link*> link_{nullptr};     // set by attach() or on_open(), whichever comes first
   std::atomic<bool> open_{false};
   std::atomic<std::uint64_t> num_credits_owed_{0};
   std::shared_ptr<CreditReturn> credit_return_;

@@ -9,7 +9,8 @@ namespace pipedream {
 namespace {
 
 std::size_t chunks_of(std::size_t num_bytes, std::size_t chunk_bytes) {
-  return std::max<std::size_t>(1, (num_bytes + chunk_bytes - 1) / chunk_bytes);  // an empty tensor is one frame
+  return std::max<std::size_t>(1,
+                               (num_bytes + chunk_bytes - 1) / chunk_bytes);  // an empty tensor is one frame
 }
 
 }  // namespace
@@ -23,15 +24,21 @@ SendChannel::SendChannel(ChannelOptions options, Transport& transport, Wakeup& w
       copy_stream_(staging != nullptr ? device.make_stream() : nullptr) {
   PD_CHECK(options_.chunk_bytes > 0 && options_.chunk_bytes <= kChunkBytesMax, options_.chunk_bytes);
   PD_CHECK(options_.num_items_max > 0, options_.name);
-  for (std::size_t item_index = 0; item_index < options_.num_items_max; ++item_index) {
+  const std::size_t num_items = options_.num_items_max + kNumSpareItems;
+  for (std::size_t item_index = 0; item_index < num_items; ++item_index) {
     auto item = std::make_unique<Item>();
     item->channel = this;
     item->tensors.reserve(options_.spec.num_tensors());
     free_items_.push_back(item.get());
     items_.push_back(std::move(item));
   }
-  released_.reserve(options_.num_items_max);
-  collected_.reserve(options_.num_items_max);
+  released_.reserve(num_items);
+  collected_.reserve(num_items);
+}
+
+// Copies of items that never left may still be enqueued: they read the items' memory and call back.
+SendChannel::~SendChannel() {
+  if (copy_stream_) copy_stream_->synchronize();
 }
 
 void SendChannel::send(MinibatchId minibatch, MicrobatchIndex microbatch, std::uint64_t tag,
@@ -46,8 +53,8 @@ void SendChannel::send(MinibatchId minibatch, MicrobatchIndex microbatch, std::u
   for (std::size_t tensor_index = 0; tensor_index < tensors.size(); ++tensor_index) {
     const TensorView& tensor = tensors[tensor_index];
     if (auto why = options_.spec.mismatch(tensor_index, tensor.dtype, tensor.num_dims, tensor.size_bytes())) {
-      throw UserError(options_.name + ", minibatch " + std::to_string(minibatch.value()) + ": " + *why + " (" +
-                      to_string(tensor) + "); sizes are planned from the first minibatch");
+      throw UserError(options_.name + ", minibatch " + std::to_string(minibatch.value()) + ": " + *why +
+                      " (" + to_string(tensor) + "); sizes are planned from the first minibatch");
     }
     num_chunks += chunks_of(tensor.size_bytes(), options_.chunk_bytes);
   }
@@ -71,6 +78,8 @@ void SendChannel::send_end(std::int64_t num_minibatches) {
   item->is_end = true;
   item->minibatch = MinibatchId(num_minibatches);
   item->tensors.clear();
+  item->num_chunks = 0;
+  item->num_chunks_framed = 0;
   enqueue(item);
 }
 
@@ -82,7 +91,9 @@ void SendChannel::collect_released() {
   collected_.clear();
 }
 
-bool SendChannel::wait_for_room(Deadline deadline) { return wait_until_fewer(options_.num_items_max, deadline); }
+bool SendChannel::wait_for_room(Deadline deadline) {
+  return wait_until_fewer(options_.num_items_max, deadline);
+}
 
 bool SendChannel::wait_until_sent(Deadline deadline) { return wait_until_fewer(1, deadline); }
 
@@ -95,7 +106,8 @@ bool SendChannel::wait_until_fewer(std::size_t num_items, Deadline deadline) {
 
 SendChannel::Item* SendChannel::take_free_item() {
   const std::lock_guard lock(mutex_);
-  PD_CHECK(!free_items_.empty(), options_.name << ": more than " << options_.num_items_max << " items in flight");
+  PD_CHECK(!free_items_.empty(),
+           options_.name << ": more than " << options_.num_items_max << " items in flight");
   Item* item = free_items_.back();
   free_items_.pop_back();
   num_unreleased_.fetch_add(1);
@@ -118,6 +130,7 @@ void SendChannel::schedule_pump() {
 void SendChannel::pump() {
   pump_scheduled_.store(false);  // before looking: what comes from now on schedules anew
   if (failed_) return fail_queued();
+  if (peer_left_ && has_unsent_tensors()) return on_closed(*link_.load());
   for (;;) {
     Item* next = nullptr;
     {
@@ -140,10 +153,7 @@ void SendChannel::pump() {
 
 // False when the item must wait.
 bool SendChannel::start(Item& item) {
-  if (item.is_end) {
-    item.num_chunks = 0;
-    return true;
-  }
+  if (item.is_end) return true;
   if (num_credits_ == 0) return false;
   if (staging_ == nullptr) {
     item.num_chunks_copied = item.num_chunks;
@@ -255,7 +265,8 @@ std::optional<Failure> SendChannel::on_frame(Link& /*link*/, const FrameHeader& 
       pump();
       return std::nullopt;
     case FrameKind::kAbort:
-      return Failure{FailureKind::kAborted, std::string(reinterpret_cast<const char*>(payload.data()), payload.size())};
+      return Failure{FailureKind::kAborted,
+                     std::string(reinterpret_cast<const char*>(payload.data()), payload.size())};
     default:
       break;
   }
@@ -271,17 +282,20 @@ void SendChannel::on_failed(Link& /*link*/, const Failure& failure) {
   wakeup_.fail(failure);
 }
 
-// A receiver leaves first only when it has all it needs.
+// A receiver leaves first only when it has all it needs; it may do without the end.
 void SendChannel::on_closed(Link& link) {
-  bool unsent = !started_.empty();
-  {
-    const std::lock_guard lock(mutex_);
-    unsent = unsent || !queued_.empty();
-  }
-  if (unsent) {
+  peer_left_ = true;
+  if (has_unsent_tensors()) {
     on_failed(link, Failure{FailureKind::kPeerLost, link.options().peer + " closed " + options_.name +
                                                         " before it had received everything"});
   }
+}
+
+bool SendChannel::has_unsent_tensors() {
+  const auto has_tensors = [](const Item* item) { return !item->is_end; };
+  const std::lock_guard lock(mutex_);
+  return std::any_of(started_.begin(), started_.end(), has_tensors) ||
+         std::any_of(queued_.begin(), queued_.end(), has_tensors);
 }
 
 // Frames that were handed to the link are released by it; the rest here.
@@ -293,6 +307,10 @@ void SendChannel::fail_queued() {
   }
   for (Item* item : unsent) release(*item);
   for (Item* item : started_) {
+    if (item->is_end) {
+      release(*item);
+      continue;
+    }
     const std::size_t num_never_framed = item->num_chunks - item->num_chunks_framed;
     if (num_never_framed == 0) continue;
     item->num_chunks_framed = item->num_chunks;

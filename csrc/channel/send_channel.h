@@ -8,7 +8,8 @@
 //   7 collect_released() <------------------------- 6 last chunk has left
 //
 // Threads: send(), send_end() and collect_released() on the compute thread; the rest on the transport
-// thread. Which member belongs to whom is said below. Bound: num_items_max items that are not released.
+// thread. Which member belongs to whom is said below. Bound: num_items_max items that are not released, and
+// kNumSpareItems.
 #pragma once
 
 #include <atomic>
@@ -42,7 +43,9 @@ class SendChannel final : public LinkHandler {
  public:
   // staging: null when the wire reads device memory. Otherwise slots of spec.slot_bytes(), and the
   // device whose copy stream fills them. All outlive the channel.
-  SendChannel(ChannelOptions options, Transport& transport, Wakeup& wakeup, Device& device, SlotGroup* staging);
+  SendChannel(ChannelOptions options, Transport& transport, Wakeup& wakeup, Device& device,
+              SlotGroup* staging);
+  ~SendChannel() override;  // the transport has been shut down
 
   // Before the first send.
   void attach(Link& link) { link_.store(&link); }
@@ -51,7 +54,8 @@ class SendChannel final : public LinkHandler {
   // an event on the compute stream after which the tensors are written; null when they are. Never
   // blocks. Throws UserError when a tensor is not what the plan says.
   void send(MinibatchId minibatch, MicrobatchIndex microbatch, std::uint64_t tag,
-            const std::vector<TensorView>& tensors, std::unique_ptr<Event> ready, std::shared_ptr<void> keep_alive);
+            const std::vector<TensorView>& tensors, std::unique_ptr<Event> ready,
+            std::shared_ptr<void> keep_alive);
   // No more items; the receiver learns how many minibatches there were.
   void send_end(std::int64_t num_minibatches);
   // Destroys, on this thread, the keep_alives of items that have left.
@@ -93,6 +97,8 @@ class SendChannel final : public LinkHandler {
   };
 
   static constexpr std::uint64_t kCreditsMax = 1 << 20;  // more is a broken peer
+  // The end, which waits for no room, and an item whose on_sent is late: the answer to it may come first.
+  static constexpr std::size_t kNumSpareItems = 2;
 
   [[nodiscard]] bool wait_until_fewer(std::size_t num_items, Deadline deadline);
   void enqueue(Item* item);
@@ -105,13 +111,14 @@ class SendChannel final : public LinkHandler {
   void chunk_sent(Item& item);
   void release(Item& item);
   void fail_queued();
+  [[nodiscard]] bool has_unsent_tensors();
 
   const ChannelOptions options_;
   Transport& transport_;
   Wakeup& wakeup_;
   SlotGroup* const staging_;
   std::unique_ptr<Stream> copy_stream_;  // null when nothing is staged
-  std::atomic<Link*> link_{nullptr};  // set by attach() or on_open(), whichever comes first
+  std::atomic<Link*> link_{nullptr};     // set by attach() or on_open(), whichever comes first
   std::atomic<bool> open_{false};
   std::atomic<bool> pump_scheduled_{false};
   std::atomic<std::size_t> num_unreleased_{0};
@@ -122,13 +129,14 @@ class SendChannel final : public LinkHandler {
   std::deque<Item*> queued_;
   std::vector<std::shared_ptr<void>> released_;
 
-  std::vector<std::unique_ptr<Item>> items_;  // fixed after construction
+  std::vector<std::unique_ptr<Item>> items_;      // fixed after construction
   std::vector<std::shared_ptr<void>> collected_;  // compute thread
 
   // Transport thread.
   std::deque<Item*> started_;
   std::uint64_t num_credits_ = 0;
   bool failed_ = false;
+  bool peer_left_ = false;  // it said BYE: what is sent from now on would vanish
 };
 
 }  // namespace pipedream

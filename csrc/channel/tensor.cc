@@ -13,12 +13,14 @@ std::size_t TensorView::size_bytes() const {
 std::string to_string(const TensorView& tensor) {
   std::ostringstream text;
   text << dtype_name(tensor.dtype) << '[';
-  for (std::size_t dim = 0; dim < tensor.num_dims; ++dim) text << (dim == 0 ? "" : ", ") << tensor.shape.at(dim);
+  for (std::size_t dim = 0; dim < tensor.num_dims; ++dim)
+    text << (dim == 0 ? "" : ", ") << tensor.shape.at(dim);
   text << ']';
   return text.str();
 }
 
 ItemSpec::ItemSpec(std::vector<TensorSpec> tensors) : tensors_(std::move(tensors)) {
+  if (tensors_.empty()) throw UserError("a boundary of no tensors: at least one must cross");
   if (tensors_.size() > kNumTensorsMax) {
     throw UserError("a boundary of " + std::to_string(tensors_.size()) + " tensors: at most " +
                     std::to_string(kNumTensorsMax) + " may cross; cut the model elsewhere");

@@ -39,7 +39,7 @@ struct TensorSpec {
 class ItemSpec {
  public:
   ItemSpec() = default;
-  // Throws UserError for more than kNumTensorsMax tensors or kNumDimsMax dimensions.
+  // Throws UserError for no tensors, more than kNumTensorsMax of them or more than kNumDimsMax dimensions.
   explicit ItemSpec(std::vector<TensorSpec> tensors);
 
   static constexpr std::size_t kNumTensorsMax = 1024;
@@ -51,8 +51,8 @@ class ItemSpec {
   [[nodiscard]] std::size_t offset_bytes(std::size_t tensor_index) const { return offsets_.at(tensor_index); }
 
   // What is wrong with sending this tensor as the index-th of an item; empty when nothing is.
-  [[nodiscard]] std::optional<std::string> mismatch(std::size_t tensor_index, DType dtype, std::uint8_t num_dims,
-                                                    std::size_t tensor_bytes) const;
+  [[nodiscard]] std::optional<std::string> mismatch(std::size_t tensor_index, DType dtype,
+                                                    std::uint8_t num_dims, std::size_t tensor_bytes) const;
 
  private:
   std::vector<TensorSpec> tensors_;

@@ -35,8 +35,8 @@ const char* work_kind_name(WorkKind kind) {
   PD_CHECK(false, "work kind " << static_cast<int>(kind));
 }
 
-StageEngine::StageEngine(const ProgramOptions& options, VersionSlots& slots, StageChannels channels, Wakeup& wakeup,
-                         std::size_t num_spans_max)
+StageEngine::StageEngine(const ProgramOptions& options, VersionSlots& slots, StageChannels channels,
+                         Wakeup& wakeup, std::size_t num_spans_max)
     : cursor_(options), slots_(slots), channels_(channels), wakeup_(wakeup), num_spans_max_(num_spans_max) {
   PD_CHECK(num_spans_max > 0, num_spans_max);
   PD_CHECK(slots.num_slots() == num_versions_kept(options),
@@ -73,6 +73,10 @@ Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
     if (!received) return received.failure();
     if (!received.value()) return std::optional<WorkItem>();
     if (!item.is_end) return std::optional<WorkItem>(hand_out(*instruction, std::move(item)));
+    if (instruction->opcode != Opcode::kForward) {
+      return located(
+          {FailureKind::kCorruptFrame, source->options().name + ": ended with gradients still due"});
+    }
     learn_num_minibatches(item.num_minibatches);
   }
 }
@@ -89,6 +93,11 @@ ReceiveChannel* StageEngine::source_of(const Instruction& instruction) const {
   PD_CHECK(false, to_string(instruction));
 }
 
+const ReceiveChannel* StageEngine::starved_channel() const {
+  const ReceiveChannel* source = source_of(doing_);
+  return source != nullptr && source->all_slots_held() ? source : nullptr;
+}
+
 // True: item is what the program needs now. False: the deadline passed.
 Result<bool> StageEngine::receive(ReceiveChannel& channel, Deadline deadline, ReceivedItem& item) {
   bool exhausted = false;
@@ -102,10 +111,12 @@ Result<bool> StageEngine::receive(ReceiveChannel& channel, Deadline deadline, Re
              "received minibatch " << item.minibatch.value() << " for " << to_string(doing_));
     return true;
   }
-  if (exhausted) {
-    return located({FailureKind::kPeerLost, channel.options().name + ": closed by the peer before it was complete"});
-  }
+  // A failure says more than a farewell: it may be the abort that came on another channel.
   if (const auto failure = wakeup_.failure()) return located(*failure);
+  if (exhausted) {
+    return located(
+        {FailureKind::kPeerLost, channel.options().name + ": closed by the peer before it was complete"});
+  }
   return false;
 }
 

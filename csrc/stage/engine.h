@@ -80,9 +80,9 @@ struct VersionsRead {
 
 struct EngineTotals {
   std::int64_t num_work_items = 0;
-  std::int64_t wait_ns = 0;      // blocked until the input was there
-  std::int64_t compute_ns = 0;   // reported with the completions
-  std::int64_t elapsed_ns = 0;   // first ask to last completion
+  std::int64_t wait_ns = 0;     // blocked until the input was there
+  std::int64_t compute_ns = 0;  // reported with the completions
+  std::int64_t elapsed_ns = 0;  // first ask to last completion
 };
 
 class StageEngine {
@@ -101,6 +101,10 @@ class StageEngine {
   void complete_update(std::int64_t compute_ns);
   // Instead of completing a FORWARD of the first stage: there is no such minibatch.
   void end_of_data();
+
+  // After next_work() gave nothing: the channel that cannot receive because the user's code keeps every
+  // tensor it was given. Null when that is not the reason.
+  [[nodiscard]] const ReceiveChannel* starved_channel() const;
 
   // What forward and backward of each minibatch actually read; backward is valid for completed ones.
   [[nodiscard]] const std::vector<VersionsRead>& versions() const { return versions_; }

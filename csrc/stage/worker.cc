@@ -1,7 +1,7 @@
 #include "stage/worker.h"
 
 #include <algorithm>
-#include <cstdlib>
+#include <charconv>
 #include <utility>
 
 namespace pipedream {
@@ -10,8 +10,19 @@ namespace {
 
 constexpr std::size_t kAbortTextBytesMax = 1024;
 
+// The beginning of a text in UTF-8, not cut inside a character.
+std::string beginning_of(const std::string& text, std::size_t num_bytes_max) {
+  if (text.size() <= num_bytes_max) return text;
+  const auto continues = [&](std::size_t at) {
+    return (static_cast<unsigned char>(text[at]) & 0xC0U) == 0x80U;
+  };
+  std::size_t num_bytes = num_bytes_max;
+  while (num_bytes > 0 && continues(num_bytes)) --num_bytes;
+  return text.substr(0, num_bytes);
+}
+
 void send_abort(Link& link, const std::string& why) {
-  const auto text = std::make_shared<const std::string>(why.substr(0, kAbortTextBytesMax));
+  const auto text = std::make_shared<const std::string>(beginning_of(why, kAbortTextBytesMax));
   OutgoingFrame frame;
   frame.header.kind = FrameKind::kAbort;
   frame.header.payload_bytes = text->size();
@@ -28,7 +39,12 @@ std::size_t payload_bytes_max(const ChannelSpec& spec) {
 std::unique_ptr<Device> make_device(const std::string& name) {
   if (name == "host") return make_host_device();
   constexpr std::string_view kCudaPrefix = "cuda:";
-  if (name.starts_with(kCudaPrefix)) return make_cuda_device(std::atoi(name.c_str() + kCudaPrefix.size()));
+  if (name.starts_with(kCudaPrefix)) {
+    const char* const end = name.data() + name.size();
+    unsigned device_index = 0;
+    const auto [stop, error] = std::from_chars(name.data() + kCudaPrefix.size(), end, device_index);
+    if (error == std::errc() && stop == end) return make_cuda_device(static_cast<int>(device_index));
+  }
   throw UserError("device '" + name + "' is unknown: use 'host' or 'cuda:N'");
 }
 
@@ -44,7 +60,9 @@ std::unique_ptr<Transport> make_transport(const WorkerOptions& options) {
 }  // namespace
 
 Worker::Worker(WorkerOptions options)
-    : options_(std::move(options)), device_(make_device(options_.device)), transport_(make_transport(options_)) {
+    : options_(std::move(options)),
+      device_(make_device(options_.device)),
+      transport_(make_transport(options_)) {
   if (device_->type() != DeviceType::kHost) compute_stream_ = device_->wrap_stream(options_.compute_stream);
   // Items may outlive the worker in the framework's hands; they keep the pool, and the pool what it needs.
   pool_ = std::shared_ptr<Pool>(new Pool(*device_), [device = device_, stream = compute_stream_](Pool* pool) {
@@ -55,7 +73,8 @@ Worker::Worker(WorkerOptions options)
 Worker::~Worker() { close(0); }
 
 void Worker::check_new(const std::string& name) const {
-  if (senders_.contains(name) || receivers_.contains(name)) throw UserError("channel '" + name + "' exists already");
+  if (senders_.contains(name) || receivers_.contains(name))
+    throw UserError("channel '" + name + "' exists already");
 }
 
 bool Worker::is_staged(const ChannelSpec& spec) const {
@@ -91,16 +110,17 @@ void Worker::add_term(PoolTerm term) {
 void Worker::seal() {
   pool_->seal();
   for (auto& [name, receiver] : receivers_) {
-    receiver.channel = std::make_unique<ReceiveChannel>(
-        ChannelOptions{name, receiver.spec.item, receiver.spec.chunk_bytes,
-                       static_cast<std::size_t>(receiver.spec.num_items)},
-        *transport_, wakeup_, *device_, *receiver.slots, receiver.staging,
-        receiver.spec.on_device ? compute_stream_.get() : nullptr);
+    receiver.channel =
+        std::make_unique<ReceiveChannel>(ChannelOptions{name, receiver.spec.item, receiver.spec.chunk_bytes,
+                                                        static_cast<std::size_t>(receiver.spec.num_items)},
+                                         *transport_, wakeup_, *device_, *receiver.slots, receiver.staging,
+                                         receiver.spec.on_device ? compute_stream_.get() : nullptr);
   }
   for (auto& [name, sender] : senders_) {
-    sender.channel = std::make_unique<SendChannel>(
-        ChannelOptions{name, sender.spec.item, sender.spec.chunk_bytes, static_cast<std::size_t>(sender.spec.num_items)},
-        *transport_, wakeup_, *device_, sender.staging);
+    sender.channel =
+        std::make_unique<SendChannel>(ChannelOptions{name, sender.spec.item, sender.spec.chunk_bytes,
+                                                     static_cast<std::size_t>(sender.spec.num_items)},
+                                      *transport_, wakeup_, *device_, sender.staging);
   }
 }
 
@@ -117,9 +137,10 @@ LinkOptions Worker::link_options(const ChannelSpec& spec) const {
 std::map<std::string, std::string> Worker::listen() {
   std::map<std::string, std::string> endpoints;
   for (auto& [name, receiver] : receivers_) {
-    receiver.link = &transport_->listen(link_options(receiver.spec), *receiver.channel);
-    receiver.channel->attach(*receiver.link);
-    endpoints[name] = receiver.link->endpoint();
+    Link& link = transport_->listen(link_options(receiver.spec), *receiver.channel);
+    receiver.link.store(&link);
+    receiver.channel->attach(link);
+    endpoints[name] = link.endpoint();
   }
   return endpoints;
 }
@@ -128,8 +149,9 @@ void Worker::connect(const std::map<std::string, std::string>& endpoints) {
   for (auto& [name, sender] : senders_) {
     const auto endpoint = endpoints.find(name);
     if (endpoint == endpoints.end()) throw UserError("no endpoint for channel '" + name + "'");
-    sender.link = &transport_->connect(link_options(sender.spec), endpoint->second, *sender.channel);
-    sender.channel->attach(*sender.link);
+    Link& link = transport_->connect(link_options(sender.spec), endpoint->second, *sender.channel);
+    sender.link.store(&link);
+    sender.channel->attach(link);
   }
 }
 
@@ -189,10 +211,18 @@ StageEngine& Worker::engine() {
 
 Result<std::optional<WorkItem>> Worker::next_work(Deadline deadline) {
   auto work = engine().next_work(deadline);
-  if (work && work.value() && work.value()->received && work.value()->received->ready) {
-    compute_stream_->wait(*work.value()->received->ready);
-  }
+  if (work && work.value() && work.value()->received) wait_for_bytes(*work.value()->received);
   return work;
+}
+
+// The compute stream waits, not the CPU; where there is none (a host that is made to stage) the CPU does.
+void Worker::wait_for_bytes(const ReceivedItem& item) {
+  if (!item.ready) return;
+  if (compute_stream_) {
+    compute_stream_->wait(*item.ready);
+  } else {
+    item.ready->wait();
+  }
 }
 
 std::unique_ptr<Event> Worker::record_compute() {
@@ -202,10 +232,13 @@ std::unique_ptr<Event> Worker::record_compute() {
   return event;
 }
 
-Result<bool> Worker::send_item(const std::string& channel, std::uint64_t tag, const std::vector<TensorView>& tensors,
-                               std::shared_ptr<void> keep_alive, Deadline deadline) {
+Result<bool> Worker::send_item(const std::string& channel, std::uint64_t tag,
+                               const std::vector<TensorView>& tensors, std::shared_ptr<void> keep_alive,
+                               Deadline deadline) {
   Sender& to = sender(channel);
   to.channel->collect_released();
+  // A failed channel always has room.
+  if (auto failure = wakeup_.failure()) return *failure;
   if (!to.channel->wait_for_room(deadline)) {
     if (auto failure = wakeup_.failure()) return *failure;
     return false;
@@ -229,19 +262,23 @@ Result<std::optional<ReceivedItem>> Worker::receive_item(const std::string& chan
     exhausted = from.exhausted();
     return exhausted;
   });
-  if (exhausted) return Failure{FailureKind::kPeerLost, channel + ": closed by the peer before it was complete"};
-  if (accepted) return std::optional<ReceivedItem>(std::move(item));
+  if (accepted && !exhausted) {
+    wait_for_bytes(item);
+    return std::optional<ReceivedItem>(std::move(item));
+  }
   if (auto failure = wakeup_.failure()) return *failure;
+  if (exhausted)
+    return Failure{FailureKind::kPeerLost, channel + ": closed by the peer before it was complete"};
   return std::optional<ReceivedItem>();
 }
 
 void Worker::abort(const std::string& why) {
   aborted_.store(true);
   for (auto& [name, sender] : senders_) {
-    if (sender.link != nullptr) send_abort(*sender.link, why);
+    if (Link* link = sender.link.load()) send_abort(*link, why);
   }
   for (auto& [name, receiver] : receivers_) {
-    if (receiver.link != nullptr) send_abort(*receiver.link, why);
+    if (Link* link = receiver.link.load()) send_abort(*link, why);
   }
 }
 
@@ -254,7 +291,7 @@ void Worker::close(double linger_s) {
   const Deadline deadline =
       Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(linger_s));
   for (auto& [name, sender] : senders_) {
-    if (sender.link != nullptr && !aborted_.load()) sender.channel->wait_until_sent(deadline);
+    if (sender.link.load() != nullptr && !aborted_.load()) sender.channel->wait_until_sent(deadline);
   }
   transport_->shutdown(std::max(0.0, std::chrono::duration<double>(deadline - Clock::now()).count()));
   for (auto& [name, sender] : senders_) {

@@ -28,9 +28,9 @@
 namespace pipedream {
 
 struct WorkerOptions {
-  std::string device = "host";     // or "cuda:0"
-  std::string transport = "zmq";   // or "inproc"
-  std::string libzmq_path;         // empty: as transport.h says
+  std::string device = "host";    // or "cuda:0"
+  std::string transport = "zmq";  // or "inproc"
+  std::string libzmq_path;        // empty: as transport.h says
   std::string bind_host = "127.0.0.1";
   double peer_timeout_s = 15.0;
   std::uint64_t run_id = 0;
@@ -82,11 +82,13 @@ class Worker {
   [[nodiscard]] HeldSlot hold_slot(const std::string& term);
 
   // Channel names; empty where the stage has no such neighbour.
-  void start(const ProgramOptions& program, const std::string& activations_in, const std::string& activations_out,
-             const std::string& gradients_in, const std::string& gradients_out, std::size_t num_spans_max);
+  void start(const ProgramOptions& program, const std::string& activations_in,
+             const std::string& activations_out, const std::string& gradients_in,
+             const std::string& gradients_out, std::size_t num_spans_max);
   [[nodiscard]] StageEngine& engine();
 
-  // engine().next_work(); on an asynchronous device the compute stream waits for the item's bytes.
+  // engine().next_work(); on an asynchronous device the compute stream waits for the item's bytes. So in
+  // receive_item().
   [[nodiscard]] Result<std::optional<WorkItem>> next_work(Deadline deadline);
   // An event after which what the compute stream does now is done; null on the host.
   [[nodiscard]] std::unique_ptr<Event> record_compute();
@@ -94,10 +96,11 @@ class Worker {
   // Items outside the schedule (weights, results): strictly in order, minibatch counts them.
   // False at the deadline: no room yet.
   [[nodiscard]] Result<bool> send_item(const std::string& channel, std::uint64_t tag,
-                                       const std::vector<TensorView>& tensors, std::shared_ptr<void> keep_alive,
-                                       Deadline deadline);
+                                       const std::vector<TensorView>& tensors,
+                                       std::shared_ptr<void> keep_alive, Deadline deadline);
   void send_end(const std::string& channel);
-  [[nodiscard]] Result<std::optional<ReceivedItem>> receive_item(const std::string& channel, Deadline deadline);
+  [[nodiscard]] Result<std::optional<ReceivedItem>> receive_item(const std::string& channel,
+                                                                 Deadline deadline);
 
   // Tells every peer why this worker stops. Any thread.
   void abort(const std::string& why);
@@ -106,6 +109,7 @@ class Worker {
   void close(double linger_s);
 
   [[nodiscard]] std::string transport_name() const;
+  [[nodiscard]] const WorkerOptions& options() const { return options_; }
   [[nodiscard]] Device& device() { return *device_; }
   [[nodiscard]] std::string device_name() const { return device_->name(); }
   [[nodiscard]] const std::shared_ptr<Pool>& pool() const { return pool_; }
@@ -116,7 +120,7 @@ class Worker {
     ChannelSpec spec;
     SlotGroup* staging = nullptr;
     std::unique_ptr<SendChannel> channel;
-    Link* link = nullptr;
+    std::atomic<Link*> link{nullptr};  // abort() may come from any thread
     std::int64_t num_items_sent = 0;
   };
   struct Receiver {
@@ -124,7 +128,7 @@ class Worker {
     SlotGroup* slots = nullptr;
     SlotGroup* staging = nullptr;
     std::unique_ptr<ReceiveChannel> channel;
-    Link* link = nullptr;
+    std::atomic<Link*> link{nullptr};  // abort() may come from any thread
   };
 
   void check_new(const std::string& name) const;
@@ -133,17 +137,18 @@ class Worker {
   [[nodiscard]] LinkOptions link_options(const ChannelSpec& spec) const;
   [[nodiscard]] Sender& sender(const std::string& name);
   [[nodiscard]] Receiver& receiver(const std::string& name);
+  void wait_for_bytes(const ReceivedItem& item);
 
   const WorkerOptions options_;
-  // Destroyed from the last to the first: channels before the transport's handlers are gone would be
-  // called, so close() runs first.
+  // Destroyed from the last to the first. close() runs before: the transport calls the channels no more, and
+  // the channels' copy streams, which end with them, may still post to it.
   std::shared_ptr<Device> device_;
   std::shared_ptr<Stream> compute_stream_;
   std::shared_ptr<Pool> pool_;
   Wakeup wakeup_;
+  std::unique_ptr<Transport> transport_;
   std::map<std::string, Sender> senders_;
   std::map<std::string, Receiver> receivers_;
-  std::unique_ptr<Transport> transport_;
   std::map<std::string, SlotGroup*> terms_;
   std::unique_ptr<VersionSlots> slots_;
   std::unique_ptr<StageEngine> engine_;
