@@ -2,7 +2,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-class RunFailure(RuntimeError):
+class RunFailure(RuntimeError):  # noqa: N818
     """The world's failure: args are (kind, message), kind "PeerLost", "Timeout", "CorruptFrame", ..."""
 
 class Instruction:
@@ -129,7 +129,7 @@ class Worker:
         activations_out: str = "",
         gradients_in: str = "",
         gradients_out: str = "",
-        num_spans_max: int = 200000,
+        num_spans_max: int = 50000,
     ) -> None: ...
     def next_work(self) -> WorkItem: ...
     def complete_forward(self, tensors: list[Any], tag: int, compute_ns: int) -> None: ...

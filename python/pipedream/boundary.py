@@ -29,6 +29,7 @@ __all__ = [
     "check_loss",
     "check_pair",
     "device_of",
+    "exportable",
     "map_tensors",
     "tensors_of",
     "to_device",
@@ -303,6 +304,15 @@ def check_loss(loss: Any, minibatch: int) -> torch.Tensor:
             f"floating-point scalar"
         )
     return loss
+
+
+def exportable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's values as plain contiguous memory, for whoever reads it by its address.
+
+    The same memory where that is what it is already; the lazy conjugate and negative bits, which DLPack and
+    raw pointers do not carry, are resolved.
+    """
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

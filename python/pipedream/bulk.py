@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from . import _core
+from .boundary import exportable
 
 __all__ = ["PIECE_BYTES", "receive_document", "receive_tensors", "send_document", "send_tensors"]
 
@@ -22,7 +23,7 @@ PIECE_BYTES = 1 << 20
 
 def send_tensors(core: _core.Worker, channel: str, tensors: list[Tensor]) -> None:
     for tensor in tensors:
-        _send_bytes(core, channel, _bytes_of(tensor.detach().cpu().contiguous()))
+        _send_bytes(core, channel, _bytes_of(exportable(tensor.cpu())))
 
 
 def receive_tensors(core: _core.Worker, channel: str, tensors: list[Tensor]) -> None:

@@ -8,14 +8,14 @@ workers read differently is reported and not trained on. Owned by the worker's c
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from . import _core
-from .boundary import Boundary, check_pair, tensors_of
+from .boundary import Boundary, check_pair, exportable, tensors_of
 
 __all__ = [
     "DataStream",
@@ -25,6 +25,7 @@ __all__ = [
     "ReceivedStream",
     "epochs_of",
     "fingerprint",
+    "num_minibatches_of",
     "num_samples",
 ]
 
@@ -46,6 +47,8 @@ class MinibatchStream(Protocol):
     """Of all epochs, as the data's len() says; None when it has none."""
     draws: bool
     """Whether next() may draw random numbers in this process."""
+    may_reuse_memory: bool
+    """Whether next() may overwrite the tensors of a minibatch that is still in flight."""
 
     def peek(self) -> tuple[Any, Any]:
         """(inputs, targets) of minibatch 0, before next(); raises ValueError when there is none."""
@@ -63,7 +66,7 @@ def fingerprint(inputs: Any, targets: Any) -> int:
     """64 bits that two workers compare to know that they read the same minibatch. Tensors only."""
     mark = 0
     for tensor in tensors_of((inputs, targets)):
-        content = tensor.detach().cpu().contiguous()
+        content = exportable(tensor.cpu())
         mark = _core.fingerprint(content.data_ptr(), content.numel() * content.element_size(), mark)
         mark ^= zlib.crc32(f"{content.dtype}{tuple(content.shape)}".encode())
     return mark & _UINT64_MASK
@@ -84,12 +87,26 @@ def epochs_of(data: Iterable[Any], epochs: int) -> Iterator[tuple[Any, Any, int]
             )
 
 
+def num_minibatches_of(data: Iterable[Any], epochs: int) -> int | None:
+    """Of all epochs, as len() says; None for data without a length, as an iterable dataset's loader is."""
+    try:
+        return epochs * len(data)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _collates(data: Iterable[Any]) -> bool:
+    # A DataLoader that batches makes new tensors for each minibatch.
+    return isinstance(data, torch.utils.data.DataLoader) and data.batch_size is not None
+
+
 class DataStream:
     """This worker's own iteration of the user's data. with_fingerprint: somebody else reads it too."""
 
     def __init__(self, data: Iterable[Any], *, epochs: int, with_fingerprint: bool) -> None:
-        self.num_minibatches = epochs * len(data) if isinstance(data, Sized) else None
+        self.num_minibatches = num_minibatches_of(data, epochs)
         self.draws = type(data) not in (list, tuple)
+        self.may_reuse_memory = self.draws and not _collates(data)
         self._batches = epochs_of(data, epochs)
         self._with_fingerprint = with_fingerprint
         self._peeked: tuple[Any, Any, int] | None = None
@@ -134,6 +151,7 @@ class ReceivedStream:
     ) -> None:
         self.num_minibatches = data.num_minibatches
         self.draws = False
+        self.may_reuse_memory = False
         self._data = data
         self._sources = (
             (data.inputs, receive_inputs),

@@ -1,9 +1,13 @@
 """The errors that pipedream raises, besides ValueError and TypeError for a mistaken argument.
 
-Each message is one line. Imports nothing, so that every module may use it.
+Each message is one line. Imports no other module of pipedream, so that every one may use it.
 """
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import NoReturn
 
 __all__ = [
     "DataMismatch",
@@ -12,6 +16,10 @@ __all__ = [
     "PeerLost",
     "PipelineError",
     "WorkerLost",
+    "arrived_error",
+    "describe_error",
+    "failures_of_others",
+    "raise_failure",
 ]
 
 
@@ -37,3 +45,44 @@ class DataMismatch(PipelineError):  # noqa: N818 (the words of the design)
 
 class NonFiniteLoss(PipelineError):  # noqa: N818 (the words of the design)
     """A loss was NaN or infinite under on_nonfinite="stop"; names the minibatch."""
+
+
+def describe_error(error: BaseException) -> str:
+    """ "TypeName: message", as it travels to the other workers."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"
+
+
+# What one worker raises, the others raise too; anything else arrives as a PipelineError.
+_TRAVELLING = {kind.__name__: kind for kind in (ValueError, TypeError, DataMismatch, NonFiniteLoss, PeerLost)}
+
+
+def arrived_error(text: str) -> Exception:
+    name, separator, message = text.partition(": ")
+    known = _TRAVELLING.get(name)
+    if known is not None and separator:
+        error: Exception = known(message)
+    else:
+        error = PipelineError(message if name == "PipelineError" and separator else text)
+    error._pipedream_derived = True  # type: ignore[attr-defined]  # somebody else's mistake
+    return error
+
+
+def raise_failure(kind: str, message: str) -> NoReturn:
+    """Raises what the core's RunFailure(kind, message) stands for."""
+    if kind == "Aborted":
+        raise arrived_error(message) from None
+    if kind == "PeerLost":
+        raise PeerLost(message) from None
+    raise PipelineError(f"{kind}: {message}") from None
+
+
+@contextlib.contextmanager
+def failures_of_others() -> Iterator[None]:
+    """Around what raises PipelineError with the text that another worker left in the rendezvous."""
+    try:
+        yield
+    except PeerLost:
+        raise
+    except PipelineError as failed:
+        raise arrived_error(str(failed)) from None

@@ -15,17 +15,17 @@ import pickle
 import secrets
 import signal
 import stat
+import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -33,32 +33,26 @@ from torch.utils.dlpack import to_dlpack
 
 from . import _core, errors
 from .boundary import Boundary, check_pair
-from .data import ForwardedData, epochs_of, fingerprint
+from .channels import CALLER, INPUTS, TARGETS, channels_of_run, find_libzmq
+from .data import ForwardedData, epochs_of, fingerprint, num_minibatches_of
 from .guard import RUN_FOLDER_VARIABLE, error_path
+from .job import JobOptions, TorchSettings, WorkerPlace, check_plan_is_built
 from .plan import Plan
 from .rendezvous import Rendezvous, connect_store, host_store
 from .result import RunResult
-from .seeding import RngState
+from .seeding import RngState, base_seed, data_seed, generators_kept, seed_all
 from .splitter import Model, split
-from .worker import (
-    CALLER,
-    INPUTS,
-    TARGETS,
-    JobOptions,
-    StatusBoard,
-    WorkerPlace,
-    channels_of_run,
-    check_plan_is_built,
-    find_libzmq,
-    run_worker,
-)
+from .state import load_state, save_state
+from .status import NO_PID, StatusBoard
+from .worker import run_worker
 
 __all__ = ["run_locally"]
 
 _SHUTDOWN_S = 5  # from SIGTERM to SIGKILL for the workers that are left
+_WATCH_PERIOD_S = 0.05  # shorter than elastic's, to see who ends first
+_PATIENCE_S = 3.0  # with the caller's data, when the run is over
 _START_TIMEOUT_S = 600.0
 _STORE_PREFIX = "pipedream"
-_KILLED_BY_LAUNCHER = (-signal.SIGTERM, -signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -81,18 +75,21 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions) -> RunRe
     """Trains in worker processes and updates the model in place.
 
     Raises ValueError for what cannot be sent to the workers, and for whatever a worker found mistaken;
-    WorkerLost, PeerLost and other PipelineErrors when the run fails. No process is left behind.
+    WorkerLost, PeerLost and other PipelineErrors when the run fails. No process is left behind, and the
+    caller's random number generators are as they were.
     """
     # What is known to be wrong is said before any process starts.
     check_plan_is_built(options.plan)
-    split(model, options.plan)
-    with tempfile.TemporaryDirectory(prefix="pipedream-") as folder_name:
+    stages = split(model, options.plan)
+    _check_main_is_a_file()
+    with generators_kept() as rng, tempfile.TemporaryDirectory(prefix="pipedream-") as folder_name:
         folder = Path(folder_name)
         folder.chmod(stat.S_IRWXU)
         _write_part(folder, "model", model, "define its classes at the top level of a module")
         _write_options(folder, options)
         forwarded = _write_data(folder, data, options)
-        _write_part(folder, "rng", RngState.capture(), "")
+        _write_part(folder, "rng", rng, "")
+        _write_part(folder, "settings", TorchSettings.capture(), "")
         board = StatusBoard(folder / "board", options.plan.workers_used, create=True)
         store, port = host_store()
         errand = _Errand(os.fspath(folder), port, secrets.randbits(64))
@@ -101,8 +98,17 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions) -> RunRe
             _launch(errand, options.plan, board)
         result = RunResult.from_dict(json.loads((folder / "result.json").read_text(encoding="utf-8")))
         if options.gather != "none":
-            _load_state(model, options.plan, folder / "weights.safetensors")
+            load_state(stages, folder / "weights.safetensors")
         return result
+
+
+def _check_main_is_a_file() -> None:
+    main_file = getattr(sys.modules.get("__main__"), "__file__", None)
+    if main_file is not None and not Path(main_file).exists():
+        raise ValueError(
+            f"the script is {main_file!r}, which worker processes cannot import: save it to a file, or"
+            " start it with torchrun"
+        )
 
 
 # What goes to the workers.
@@ -131,10 +137,22 @@ def _write_data(folder: Path, data: Iterable[Any], options: JobOptions) -> Forwa
     try:
         content = pickle.dumps(data)
     except Exception:  # whatever a user's object raises: then it stays here
+        _seed_data(options)
+        begin = RngState.capture()
         forwarded = _describe_forwarded(data, options)
+        if not isinstance(data, PeekedIterator):
+            begin.restore()  # it will be iterated anew
         content = pickle.dumps(forwarded)
     (folder / "data.pickle").write_bytes(content)
     return forwarded
+
+
+def _seed_data(options: JobOptions) -> None:
+    """Sets the generators that the data draw from, as a worker that reads them does (seeding.py)."""
+    if options.plan.num_stages > 1:
+        seed_all(data_seed(base_seed(options.seed)))
+    elif options.seed is not None:
+        seed_all(options.seed)
 
 
 def _describe_forwarded(data: Iterable[Any], options: JobOptions) -> ForwardedData:
@@ -143,7 +161,7 @@ def _describe_forwarded(data: Iterable[Any], options: JobOptions) -> ForwardedDa
     if first is None:
         raise ValueError("data yields no minibatch: check the dataset, batch_size and drop_last")
     inputs, targets = check_pair(first, 0)
-    length = len(data) * options.epochs if isinstance(data, Sized) else None
+    length = num_minibatches_of(data, options.epochs)
     return ForwardedData(
         (inputs, targets),
         Boundary.of(inputs, name="the inputs"),
@@ -229,35 +247,39 @@ class _Forwarder(threading.Thread):
         self._errand = errand
         self._rendezvous = rendezvous
         self._stopping = threading.Event()
+        self._rng = RngState.capture()
         self.error: Exception | None = None
         """Raised by the user's data, or by what it yielded."""
 
     def stop(self) -> None:
         self._stopping.set()
-        self.join()
+        self.join(_PATIENCE_S)  # no longer: the user's data may never yield again
 
     def run(self) -> None:
         plan = self._options.plan
-        core = _core.Worker(
-            libzmq_path=find_libzmq(),
-            peer_timeout_s=self._options.peer_timeout_s,
-            run_id=self._errand.run_id,
-            plan_hash=plan.hash(),
-        )
+        core: _core.Worker | None = None
         try:
+            core = _core.Worker(
+                libzmq_path=find_libzmq(),
+                peer_timeout_s=self._options.peer_timeout_s,
+                run_id=self._errand.run_id,
+                plan_hash=plan.hash(),
+            )
             self._connect(core, plan)
             self._forward(core)
             while not self._stopping.wait(0.05):
                 pass  # what was sent may still be on its way
-        except _core.RunFailure:
-            pass  # a worker is gone: the launcher says which and why
+        except (_core.RunFailure, errors.PipelineError):
+            pass  # a worker failed or is gone: the launcher says which and why
         except Exception as error:
             self.error = error
             with contextlib.suppress(Exception):
-                core.abort(f"{type(error).__name__}: {_first_line(error)}")
-                self._rendezvous.fail(f"{type(error).__name__}: {_first_line(error)}")
+                self._rendezvous.fail(errors.describe_error(error))
+            if core is not None:
+                core.abort(errors.describe_error(error))
         finally:
-            core.close(1.0)
+            if core is not None:
+                core.close(1.0)
 
     def _connect(self, core: _core.Worker, plan: Plan) -> None:
         specs = [Boundary({}, ())] * (plan.num_stages - 1)  # only their number matters: ids count channels
@@ -286,6 +308,7 @@ class _Forwarder(threading.Thread):
 
     def _forward(self, core: _core.Worker) -> None:
         forwarded = self._forwarded
+        self._rng.restore()  # elastic draws while it starts the workers
         for minibatch, (inputs, targets, epoch) in enumerate(epochs_of(self._data, self._options.epochs)):
             mark = fingerprint(inputs, targets)
             for channel, boundary, value in (
@@ -332,11 +355,17 @@ def _launch(errand: _Errand, plan: Plan, board: StatusBoard) -> None:
         logs_specs=DefaultLogsSpecs(log_dir=os.path.join(errand.folder, "logs")),
         **newer,
     )
-    with _quiet_elastic(), _environment(RUN_FOLDER_VARIABLE, errand.folder), _signal_handlers_kept():
+    with (
+        _quiet_elastic(),
+        _environment(RUN_FOLDER_VARIABLE, errand.folder),
+        _signal_handlers_kept(),
+        _stragglers_killed(board) as first_codes,
+    ):
         try:
             elastic_launch(config, _local_worker)(errand)
         except ChildFailedError as failure:
-            raise _cause_of(failure, Path(errand.folder), plan, board) from _traceback_of(Path(errand.folder))
+            codes = {rank: failed.exitcode for rank, failed in failure.failures.items()} | first_codes
+            raise _cause_of(codes, Path(errand.folder), board) from _traceback_of(Path(errand.folder))
         except SignalException as stopped:
             if stopped.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
@@ -348,16 +377,21 @@ def _local_worker(errand: _Errand) -> None:
     _core.die_with_parent()
     rank = int(os.environ["RANK"])
     folder = Path(errand.folder)
+    board = StatusBoard(folder / "board", int(os.environ["WORLD_SIZE"]), create=False)
+    board.write_pid(rank, os.getpid())
     try:
-        _run_errand(errand, folder, rank)
+        _run_errand(errand, folder, rank, board)
     except KeyboardInterrupt:
         raise SystemExit(128 + signal.SIGINT) from None
     except Exception as error:
         _write_error(folder, rank, error)
         raise SystemExit(1) from None  # the caller reports; a traceback here would only repeat it
+    board.write_pid(rank, NO_PID)
 
 
-def _run_errand(errand: _Errand, folder: Path, rank: int) -> None:
+def _run_errand(errand: _Errand, folder: Path, rank: int, board: StatusBoard) -> None:
+    settings: TorchSettings = _read_part(folder, "settings")
+    settings.apply()  # before the model is rebuilt: its code may ask
     options: JobOptions = _read_part(folder, "options")
     plan = options.plan
     model = _read_part(folder, "model")
@@ -373,12 +407,12 @@ def _run_errand(errand: _Errand, folder: Path, rank: int) -> None:
         run_id=errand.run_id,
         incarnation=0,
         rendezvous=Rendezvous(connect_store(errand.store_port), _STORE_PREFIX),
-        board=StatusBoard(folder / "board", plan.workers_used, create=False),
+        board=board,
     )
     result = run_worker(place, options, model, data)
     if rank == 0:
         if options.gather != "none":
-            _save_state(model, plan, folder / "weights.safetensors")
+            save_state(split(model, plan), folder / "weights.safetensors")
         (folder / "result.json").write_text(json.dumps(result.to_dict()), encoding="utf-8")
 
 
@@ -394,14 +428,78 @@ def _read_part(folder: Path, name: str) -> Any:
 
 @contextlib.contextmanager
 def _quiet_elastic() -> Iterator[None]:
-    """Elastic logs every failure at length; the caller gets one error instead."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
+    """Elastic logs every failure and signal at length; the caller gets one error instead."""
+    prefixes = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
+    # Elastic gives each of its loggers a level of its own, so the parent's would not do.
+    loggers = [logging.getLogger(name) for name in [*logging.root.manager.loggerDict, *prefixes]]
+    quieted = {logger for logger in loggers if logger.name.startswith(prefixes) and not logger.disabled}
+    for logger in quieted:
+        logger.disabled = True
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger in quieted:
+            logger.disabled = False
+
+
+@contextlib.contextmanager
+def _stragglers_killed(board: StatusBoard) -> Iterator[dict[int, int]]:
+    """Kills the workers that are still there _SHUTDOWN_S after another one failed.
+
+    Elastic sends them SIGTERM at once, but waits 30 s before SIGKILL: a stopped worker, or one inside a
+    long call of C code, would hold up the error for as long. Yields what will hold the exit codes, by
+    rank, of the workers that ended first; elastic tells one only, which may be a consequence.
+    """
+    over = threading.Event()
+    first_codes: dict[int, int] = {}
+
+    def watch() -> None:
+        while not (failed := _failed_workers(board)):
+            if over.wait(_WATCH_PERIOD_S):
+                return
+        for rank, pid in failed.items():
+            code = _exit_code(pid)
+            if code is not None and code != -signal.SIGTERM:  # which elastic may have sent by now
+                first_codes[rank] = code
+        if over.wait(_SHUTDOWN_S):
+            return
+        for pid in board.pids().values():
+            if _is_running(pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    watcher = threading.Thread(target=watch, name="pipedream-watcher", daemon=True)
+    watcher.start()
+    try:
+        yield first_codes
+    finally:
+        over.set()
+        watcher.join()
+
+
+def _failed_workers(board: StatusBoard) -> dict[int, int]:
+    """Rank -> pid of the workers that ended before their work."""
+    ended = {rank: pid for rank, pid in board.pids().items() if not _is_running(pid)}
+    at_work = board.pids()  # looked at again: one may have finished and ended meanwhile
+    return {rank: pid for rank, pid in ended.items() if rank in at_work}
+
+
+# Both look at a child with WNOWAIT, as elastic still has to collect it; it may have done so already.
+
+
+def _is_running(pid: int) -> bool:
+    with contextlib.suppress(ChildProcessError):
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    return False
+
+
+def _exit_code(pid: int) -> int | None:
+    """Negative for a signal; None for a child that runs or was collected."""
+    with contextlib.suppress(ChildProcessError):
+        end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if end is not None:
+            return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+    return None
 
 
 @contextlib.contextmanager
@@ -474,28 +572,26 @@ _ERROR_TYPES: dict[str, type[Exception]] = {
 }
 
 
-def _cause_of(failure: ChildFailedError, folder: Path, plan: Plan, board: StatusBoard) -> Exception:
-    """One error for a run in which some workers failed: the first cause, not its consequences."""
+def _cause_of(codes: dict[int, int], folder: Path, board: StatusBoard) -> Exception:
+    """One error for a run in which some workers failed: the first cause, not its consequences.
+
+    codes: of workers that ended, by rank.
+    """
     cause = _first_cause(folder)
     if cause is not None:
         return _ERROR_TYPES.get(cause["type"], errors.PipelineError)(cause["message"])
     # A worker that wrote nothing was killed. The launcher ends the others with SIGTERM: not the cause.
-    codes = {rank: failed.exitcode for rank, failed in failure.failures.items()}
     written = {path.stem.removeprefix("error-") for path in folder.glob("error-*.json")}
     killed = [rank for rank in sorted(codes) if str(rank) not in written]
-    killed.sort(key=lambda rank: codes[rank] in _KILLED_BY_LAUNCHER[:1])
     if killed:
-        rank = killed[0]
+        rank = min(killed, key=lambda rank: codes[rank] == -signal.SIGTERM)
         return errors.WorkerLost(
             f"stage {rank} (rank {rank}) {_end_of(codes[rank])} {_position(board, rank)}"
         )
     records = _read_errors(folder)
-    message = records[0]["message"] if records else f"a worker failed: {_first_line(failure)}"
-    return (
-        _ERROR_TYPES.get(records[0]["type"], errors.PipelineError)(message)
-        if records
-        else errors.WorkerLost(message)
-    )
+    if not records:
+        return errors.WorkerLost(f"workers ended with the exit codes {codes}")
+    return _ERROR_TYPES.get(records[0]["type"], errors.PipelineError)(records[0]["message"])
 
 
 def _end_of(code: int) -> str:
@@ -510,27 +606,3 @@ def _end_of(code: int) -> str:
 def _position(board: StatusBoard, rank: int) -> str:
     minibatch = board.read(rank)
     return "before its first minibatch" if minibatch < 0 else f"at minibatch {minibatch}"
-
-
-# What comes back.
-
-
-def _state_by_name(model: Model, plan: Plan) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = {}
-    for stage in split(model, plan):
-        named = [*stage.trainable_parameters(), *stage.frozen_parameters(), *stage.stage_buffers()]
-        state.update(named)
-    return state
-
-
-def _save_state(model: Model, plan: Plan, path: Path) -> None:
-    # clone: safetensors refuses tensors that share memory, which unique parameters do not need to.
-    state = {name: t.detach().cpu().clone() for name, t in _state_by_name(model, plan).items()}
-    save_file(state, path)
-
-
-def _load_state(model: Model, plan: Plan, path: Path) -> None:
-    trained = load_file(path)
-    with torch.no_grad():
-        for name, tensor in _state_by_name(model, plan).items():
-            tensor.copy_(trained[name])

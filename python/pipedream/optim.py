@@ -94,12 +94,11 @@ class SGD(torch.optim.Optimizer):
                 f"pipedream.optim.SGD got a {source.dtype} parameter on {source.device}: it handles float32"
                 " and float64 in host memory; use torch.optim.SGD"
             )
-        dense = gradient.to_dense() if gradient.is_sparse else gradient
-        dense = dense.to(source.dtype).contiguous()
+        dense = _laid_out_like(source, gradient.to_dense() if gradient.is_sparse else gradient)
         state = self.state[key]
         first_step = group["momentum"] != 0 and "momentum_buffer" not in state
         if first_step:
-            state["momentum_buffer"] = torch.empty_like(source, memory_format=torch.contiguous_format)
+            state["momentum_buffer"] = torch.empty_like(source)
         buffer = state.get("momentum_buffer")
         _core.sgd_step(
             dtype=dtype,
@@ -116,3 +115,10 @@ class SGD(torch.optim.Optimizer):
             nesterov=group["nesterov"],
             maximize=group["maximize"],
         )
+
+
+def _laid_out_like(weight: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient with its elements in the order in memory that the weight's have (channels_last, say)."""
+    if gradient.dtype == weight.dtype and gradient.stride() == weight.stride():
+        return gradient
+    return torch.empty_like(weight).copy_(gradient)

@@ -27,6 +27,7 @@ class RunProgress:
         self._samples = 0
         self._began_s = time.monotonic()
         self._next_update_s = 0.0
+        self._latest = (0, 0.0)  # minibatch, loss
         self._progress = Progress(
             TextColumn("training"),
             BarColumn(),
@@ -49,17 +50,23 @@ class RunProgress:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if not self._progress.disable and self._samples > 0:
+            self._show(time.monotonic())  # what came since the last update
         self._progress.stop()
 
-    def advance(self, minibatch: int, loss: float, samples: int, *, last: bool = False) -> None:
+    def advance(self, minibatch: int, loss: float, samples: int) -> None:
         """The last stage has done this minibatch."""
         self._samples += samples
         if self._progress.disable:
             return
         now_s = time.monotonic()
-        if now_s < self._next_update_s and not last:
-            return
-        self._next_update_s = now_s + _UPDATE_PERIOD_S
+        self._latest = (minibatch, loss)
+        if now_s >= self._next_update_s:
+            self._next_update_s = now_s + _UPDATE_PERIOD_S
+            self._show(now_s)
+
+    def _show(self, now_s: float) -> None:
+        minibatch, loss = self._latest
         rate = self._samples / max(now_s - self._began_s, 1e-9)
         status = f"loss {loss:.4f}  {rate:.0f} samples/s  {self._versions(minibatch)}"
         self._progress.update(self._task, completed=minibatch + 1, status=status)

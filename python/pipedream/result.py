@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
+from .plan import Plan
 from .trace import Span, write_trace
 
-__all__ = ["RunResult"]
+__all__ = ["RunResult", "combine_reports"]
 
 
 @dataclass
@@ -49,7 +50,7 @@ class RunResult:
         write_trace(path, list(self._trace_spans()))
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(vars(self))  # not asdict: copying the spans one by one takes seconds
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> RunResult:
@@ -68,3 +69,54 @@ class RunResult:
                     yield Span(worker_name, "waiting", "wait", asked_ns, ready_ns, arguments)
                 name = f"{kind[0]}{minibatch}"
                 yield Span(worker_name, "compute", name, ready_ns, completed_ns, arguments)
+
+
+def combine_reports(plan: Plan, transport: str, reports: list[dict[str, Any]]) -> RunResult:
+    """The run's result from what the workers report, in the order of their ranks."""
+    last = reports[-1]
+    losses, samples, epochs = last["losses"], last["samples"], last["epochs"]
+    totals = [report["totals"] for report in reports]
+    elapsed_ns = max(entry["elapsed_ns"] for entry in totals)
+    transports: dict[str, str] = {}
+    for stage in range(plan.num_stages - 1):
+        transports[f"{stage}->{stage + 1}"] = transport
+        transports[f"{stage + 1}->{stage}"] = transport
+    return RunResult(
+        losses=losses,
+        epoch_losses=_epoch_losses(losses, samples, epochs),
+        versions=[[(forward, backward) for forward, backward in report["versions"]] for report in reports],
+        samples_per_s=sum(samples) / max(elapsed_ns / 1e9, 1e-9),
+        predicted_ms=plan.bottleneck_ms,
+        measured_ms=_steady_ms(last["spans"], plan.in_flight[0]),
+        bubble_share=1.0
+        - sum(t["compute_ns"] for t in totals) / max(sum(t["elapsed_ns"] for t in totals), 1),
+        bytes_sent=sum(report["bytes_sent"] for report in reports),
+        transports=transports,
+        worker_pids=[report["pid"] for report in reports],
+        memory=[report["memory"] for report in reports],
+        overhead_us=[
+            (t["elapsed_ns"] - t["wait_ns"] - t["compute_ns"]) / 1e3 / max(t["num_work_items"], 1)
+            for t in totals
+        ],
+        wait_share=[t["wait_ns"] / max(t["elapsed_ns"], 1) for t in totals],
+        spans=[[tuple(span) for span in report["spans"]] for report in reports],
+    )
+
+
+def _epoch_losses(losses: list[float], samples: list[int], epochs: list[int]) -> list[float]:
+    """Mean loss per sample of each epoch."""
+    sums: dict[int, tuple[float, int]] = {}
+    for loss, count, epoch in zip(losses, samples, epochs, strict=True):
+        total, seen = sums.get(epoch, (0.0, 0))
+        sums[epoch] = (total + loss * count, seen + count)
+    return [total / max(seen, 1) for _, (total, seen) in sorted(sums.items())]
+
+
+def _steady_ms(spans: list[tuple[Any, ...]], num_warm_up: int) -> float:
+    """Milliseconds per minibatch between updates of the last stage, after as many minibatches as are in
+    flight; over all of them when there are too few."""
+    done_ns = [span[4] for span in spans if span[0] == "UPDATE"]
+    if len(done_ns) < 2:
+        return (spans[-1][4] - spans[0][2]) / 1e6 / max(len(done_ns), 1) if spans else 0.0
+    steady = done_ns[num_warm_up:] if len(done_ns) > num_warm_up + 2 else done_ns
+    return float(steady[-1] - steady[0]) / 1e6 / (len(steady) - 1)

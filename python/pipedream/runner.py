@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -11,13 +12,15 @@ from typing import Any
 import torch
 
 from .guard import check_main_guard
+from .job import JobOptions, WorkerPlace
 from .launcher import PeekedIterator, run_locally
 from .plan import Plan
 from .rendezvous import Rendezvous, torchrun_store
 from .result import RunResult
-from .splitter import Model
+from .seeding import base_seed, generators_kept
+from .splitter import Model, layers_of
 from .trace import check_trace_path
-from .worker import JobOptions, WorkerPlace, run_worker
+from .worker import run_worker
 
 __all__ = ["run"]
 
@@ -88,6 +91,8 @@ def run(
     progress: show loss, samples/s and weight versions while training, on a terminal.
     trace: a file (.json or .json.gz) for a trace that ui.perfetto.dev opens.
 
+    The random number generators of the calling process are afterwards as they were.
+
     The other arguments belong to features that are not built yet, and are refused. Raises ValueError or
     TypeError for a mistake in the arguments, errors.PipelineError for a run that fails.
     """
@@ -120,12 +125,14 @@ def run(
     _check_choice("gather", gather, ("rank0", "all", "none"))
     if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
         raise ValueError(f"epochs is {epochs!r}: give a whole number of at least 1")
-    if not peer_timeout > 0:
+    if not isinstance(peer_timeout, (int, float)) or not 0 < peer_timeout < math.inf:
         raise ValueError(f"peer_timeout is {peer_timeout!r}: give seconds, more than 0")
+    base_seed(seed)  # raises for a seed that is none, before any process starts
     for name, value in (("loss_fn", loss_fn), ("optimizer", optimizer)):
         if not callable(value):
             raise TypeError(f"{name} is a {type(value).__name__}: give a function")
     _check_data(data, epochs)
+    _check_hooks(model)
     if trace is not None:
         check_trace_path(trace)
 
@@ -175,12 +182,21 @@ def _check_data(data: Any, epochs: int) -> None:
         )
 
 
+def _check_hooks(model: Model) -> None:
+    for layer_name, layer in layers_of(model):
+        for name, parameter in layer.named_parameters():
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise ValueError(
+                    f"parameter {name!r} of layer {layer_name!r} has a hook, which would not see the"
+                    " gradients of the weight versions: remove it, or do its work in the optimizer"
+                )
+
+
 def _threads_per_worker(plan: Plan) -> int:
     """The caller's torch threads, shared by the workers of this machine."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or plan.workers_used
     if _under_torchrun():
         return torch.get_num_threads()  # torchrun and the user have said how many
-    return max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // local))
+    return max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // plan.workers_used))
 
 
 def _under_torchrun() -> bool:
@@ -209,7 +225,8 @@ def _run_this_rank(model: Model, data: Iterable[Any], options: JobOptions) -> Ru
         rendezvous=Rendezvous(torchrun_store(), prefix),
         board=None,
     )
-    return run_worker(place, options, model, data)
+    with generators_kept():
+        return run_worker(place, options, model, data)
 
 
 # Runs of this process so far, by torchrun's run id and restart count.

@@ -16,16 +16,18 @@ Generators are global to a process: use by the thread that runs the stage.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
 
-__all__ = ["RngState", "RngStream", "base_seed", "data_seed", "seed_all", "stage_seed"]
+__all__ = ["RngState", "RngStream", "base_seed", "data_seed", "generators_kept", "seed_all", "stage_seed"]
 
 _SEED_BITS = 63  # torch.manual_seed takes a signed 64-bit number
 _NUMPY_SEED_BITS = 32  # numpy.random.seed takes no more
@@ -89,6 +91,16 @@ class RngState:
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[RngState]:
+    """Inside, the generators may be used; afterwards they are as they were. Gives their state."""
+    state = RngState.capture()
+    try:
+        yield state
+    finally:
+        state.restore()
 
 
 class RngStream:

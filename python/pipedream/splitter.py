@@ -89,6 +89,19 @@ class StageModule(nn.Module):
                 unique.setdefault(id(buffer), (prefix + name, buffer))
         return list(unique.values())
 
+    def owns(self, name: str) -> bool:
+        """Whether a full name in the model belongs to one of the stage's layers."""
+        return any(name.startswith(prefix) for prefix in self._prefixes)
+
+    def set_buffer(self, name: str, value: torch.Tensor) -> None:
+        """Makes the tensor the buffer of this full name in the model, which may be new."""
+        for prefix, layer in zip(self._prefixes, self.layers, strict=True):
+            if name.startswith(prefix):
+                path, _, own_name = name.removeprefix(prefix).rpartition(".")
+                layer.get_submodule(path)._buffers[own_name] = value
+                return
+        raise KeyError(name)
+
     def _unique_parameters(self) -> list[tuple[str, nn.Parameter]]:
         unique: dict[int, tuple[str, nn.Parameter]] = {}
         for prefix, layer in zip(self._prefixes, self.layers, strict=True):

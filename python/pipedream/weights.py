@@ -78,10 +78,28 @@ class StageWeights:
 
 def _make_leaf(slot: Tensor, offset: int, original: nn.Parameter) -> nn.Parameter:
     num_bytes = original.numel() * original.element_size()
-    view = slot[offset : offset + num_bytes].view(original.dtype).view(original.shape)
+    flat = slot[offset : offset + num_bytes].view(original.dtype)
+    # The strides of the original too: kernels choose by them (channels_last), and so do their roundings.
+    view = (
+        flat.as_strided(original.shape, original.stride())
+        if _is_dense(original)
+        else flat.view(original.shape)
+    )
     # .data: a leaf with a version counter of its own. Plain views share their base's, and writing one
     # slot would make the backward of another fail falsely.
-    return nn.Parameter(view.data)
+    leaf = nn.Parameter(view.data)
+    leaf.__dict__.update(original.__dict__)  # marks such as `no_weight_decay`
+    return leaf
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill the memory from first to last without gaps or overlaps, in any order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _find_sites(stage: StageModule, originals: list[nn.Parameter]) -> list[tuple[int, _Container, Any]]:
@@ -124,6 +142,12 @@ def _wants_names(factory: Callable[..., Any]) -> bool:
     return bool(parameters) and parameters[0] == "named_parameters"
 
 
+def _make_master(leaf: nn.Parameter) -> nn.Parameter:
+    master = nn.Parameter(leaf.data)
+    master.__dict__.update(leaf.__dict__)
+    return master
+
+
 class StageOptimizer:
     """Makes version v + 1 from version v and a minibatch's gradients.
 
@@ -133,18 +157,29 @@ class StageOptimizer:
 
     def __init__(self, factory: Callable[..., torch.optim.Optimizer], weights: StageWeights) -> None:
         self._weights = weights
-        self._masters = [nn.Parameter(leaf.data) for leaf in weights.leaves(0)]
+        self._masters = [_make_master(leaf) for leaf in weights.leaves(0)]
         # A stage without parameters has nothing to optimize, and torch refuses an empty list.
         self.optimizer: torch.optim.Optimizer | None = None
         if self._masters:
             self.optimizer = build_optimizer(factory, weights.names, self._masters)
-        self._native = isinstance(self.optimizer, optim.SGD) and self._keeps_order()
+            self._check_parameters(self.optimizer)
+        # Exactly: a subclass may have a step of its own.
+        self._native = type(self.optimizer) is optim.SGD and self._keeps_order(self.optimizer)
 
-    def _keeps_order(self) -> bool:
-        # A factory may sort parameters into groups; the native step takes them in the given order.
-        assert self.optimizer is not None
-        listed = [id(p) for group in self.optimizer.param_groups for p in group["params"]]
-        return listed == [id(p) for p in self._masters]
+    def _check_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        given = {id(master) for master in self._masters}
+        if any(id(p) not in given for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                "optimizer was made of other parameters than those it was called with: use its argument, as"
+                " in lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
+            )
+
+    def _keeps_order(self, optimizer: torch.optim.Optimizer) -> bool:
+        # A factory may sort parameters into groups; the native step takes them in the given order. Hooks
+        # belong to step().
+        listed = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        return listed == [id(p) for p in self._masters] and not hooked
 
     def step(self, gradient_slot: int, read_slot: int, write_slot: int) -> None:
         """gradient_slot: of the version whose leaves hold the gradients. They are given up here."""
@@ -155,7 +190,7 @@ class StageOptimizer:
         if self.optimizer is None:
             return
         if self._native:
-            assert isinstance(self.optimizer, optim.SGD)
+            assert isinstance(self.optimizer, optim.SGD)  # for the type checker
             self.optimizer.step_out_of_place(
                 self._weights.leaves(read_slot), self._weights.leaves(write_slot), gradients
             )
@@ -167,5 +202,8 @@ class StageOptimizer:
             master.data = leaf.data
             master.grad = gradient
         self.optimizer.step()
-        for master in self._masters:
+        for master, leaf in zip(self._masters, written, strict=True):
             master.grad = None
+            if master.data_ptr() != leaf.data_ptr():  # the optimizer replaced .data instead of writing it
+                with torch.no_grad():
+                    leaf.copy_(master)
