@@ -1,0 +1,318 @@
+"""Models, data and optimizers that do unusual things, each of which once gave a wrong result or a hang."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pipedream
+import pytest
+import torch
+from farm import Farm
+from pipedream import Plan, reference
+from torch import Tensor, nn
+
+_NUM_MINIBATCHES = 10
+_WIDTH = 6
+
+
+def _linear() -> nn.Linear:
+    return nn.Linear(_WIDTH, _WIDTH, dtype=torch.float64)
+
+
+def _data() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    shape = (_NUM_MINIBATCHES, 4, _WIDTH)
+    inputs, targets = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    return list(zip(inputs, targets, strict=True))
+
+
+def _model(*layers: nn.Module) -> nn.Sequential:
+    torch.manual_seed(5)
+    model = nn.Sequential(*layers)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+_OPTIMIZER = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+def _run(make_model: Callable[[], nn.Sequential], num_stages: int, **options: Any) -> tuple[Any, ...]:
+    """A rank's part: losses, and the state of the model as it is afterwards."""
+    model = make_model()
+    arguments = {"data": _data(), "loss_fn": nn.functional.mse_loss, "optimizer": _OPTIMIZER, "seed": 1}
+    arguments |= {"progress": False} | options
+    result = pipedream.run(model, Plan.straight(len(model), num_stages), **arguments)
+    return result.losses, dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def _expect(make_model: Callable[[], nn.Sequential], num_stages: int, **options: Any) -> tuple[Any, ...]:
+    model = make_model()
+    arguments = {"data": _data(), "loss_fn": nn.functional.mse_loss, "optimizer": _OPTIMIZER, "seed": 1}
+    result = reference.run(model, Plan.straight(len(model), num_stages), **(arguments | options))
+    return result.losses, dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def _assert_equals_reference(
+    farm: Farm, make_model: Callable[[], nn.Sequential], num_stages: int, **options: Any
+) -> None:
+    losses, state = farm.results(_run, make_model, num_stages, num_ranks=num_stages, **options)[0]
+    wanted_losses, wanted_state = _expect(make_model, num_stages, **options)
+    assert losses == pytest.approx(wanted_losses, rel=1e-9)
+    assert state.keys() == wanted_state.keys()
+    for name, wanted in wanted_state.items():
+        torch.testing.assert_close(state[name], wanted, rtol=1e-9, atol=1e-12)
+
+
+class _CountsInABuffer(nn.Module):
+    """Passes on a buffer that its next forward changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(64, dtype=torch.float64))
+
+    def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        self.count += 1
+        return value, self.count
+
+
+class _UsesTheCount(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        value, count = pair
+        return value * (1 + count[0] / 10)
+
+
+def _model_with_a_buffer_as_output() -> nn.Sequential:
+    return _model(_linear(), _CountsInABuffer(), _linear_of_first(), _UsesTheCount())
+
+
+class _OnFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = _linear()
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.linear(pair[0]), pair[1]
+
+
+def _linear_of_first() -> nn.Module:
+    return _OnFirst()
+
+
+def test_an_output_that_is_a_buffer_arrives_as_it_was_sent(farm: Farm) -> None:
+    _assert_equals_reference(farm, _model_with_a_buffer_as_output, 2)
+
+
+class _Conjugate(nn.Module):
+    def forward(self, value: Tensor) -> Tensor:
+        return torch.complex(value, 2 * value).conj()
+
+
+class _Imaginary(nn.Module):
+    def forward(self, value: Tensor) -> Tensor:
+        return value.imag
+
+
+def _model_with_a_conjugate() -> nn.Sequential:
+    return _model(_linear(), _Conjugate(), _Imaginary(), _linear())
+
+
+def test_a_lazy_conjugate_crosses_a_cut(farm: Farm) -> None:
+    _assert_equals_reference(farm, _model_with_a_conjugate, 2)
+
+
+class _MakesABuffer(nn.Module):
+    """Registers a cache in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = _linear()
+        self.register_buffer("mean", torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, value: Tensor) -> Tensor:
+        if self.mean.numel() != _WIDTH:
+            self.mean = torch.zeros(_WIDTH, dtype=torch.float64)
+        self.mean.mul_(0.9).add_(value.detach().mean(dim=0), alpha=0.1)
+        return self.linear(value) + self.mean
+
+
+def _model_with_a_buffer_that_grows() -> nn.Sequential:
+    return _model(_linear(), nn.Tanh(), _MakesABuffer(), _linear())
+
+
+def test_a_buffer_that_changes_its_shape_in_training_comes_back(farm: Farm) -> None:
+    _assert_equals_reference(farm, _model_with_a_buffer_that_grows, 2)
+
+
+def _plain_model() -> nn.Sequential:
+    return _model(_linear(), nn.Tanh(), _linear(), nn.Tanh(), _linear())
+
+
+class _ReusesItsMemory:
+    """Yields the same tensors again and again, with other contents."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        inputs, targets = (torch.empty_like(tensor) for tensor in _data()[0])
+        for pair in _data():
+            inputs.copy_(pair[0])
+            targets.copy_(pair[1])
+            yield inputs, targets
+
+
+def test_data_that_reuses_its_memory_trains_as_data_that_does_not(farm: Farm) -> None:
+    losses, _ = farm.results(_run, _plain_model, 3, num_ranks=3, data=_ReusesItsMemory())[0]
+    assert losses == pytest.approx(_expect(_plain_model, 3)[0], rel=1e-9)
+
+
+class _AssignsData(torch.optim.Optimizer):
+    """Replaces .data where others write it."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data = parameter.data - group["lr"] * parameter.grad
+
+
+class _SignSGD(pipedream.optim.SGD):
+    """A subclass with a step of its own."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(group["lr"] * parameter.grad.sign())
+
+
+@pytest.mark.parametrize("optimizer", [_AssignsData, functools.partial(_SignSGD, lr=0.01)])
+def test_a_step_of_its_own_is_the_one_that_is_taken(farm: Farm, optimizer: Any) -> None:
+    _assert_equals_reference(farm, _plain_model, 2, optimizer=optimizer)
+
+
+def _channels_last_model() -> nn.Sequential:
+    torch.manual_seed(5)
+    layers = [nn.Conv2d(4, 4, 3, padding=1, dtype=torch.float64) for _ in range(4)]
+    return nn.Sequential(*layers).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+
+def _images() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    shape = (_NUM_MINIBATCHES, 2, 4, 5, 5)
+    inputs, targets = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    return [
+        (i.contiguous(memory_format=torch.channels_last), t) for i, t in zip(inputs, targets, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "optimizer", [_OPTIMIZER, functools.partial(pipedream.optim.SGD, lr=0.05, momentum=0.9)]
+)
+def test_channels_last_parameters_train_alike(farm: Farm, optimizer: Any) -> None:
+    _assert_equals_reference(farm, _channels_last_model, 2, optimizer=optimizer, data=_images())
+
+
+def _run_from_a_random_state(num_stages: int) -> tuple[float, float]:
+    model = _plain_model()
+    torch.manual_seed(11)
+    pipedream.run(
+        model,
+        Plan.straight(len(model), num_stages),
+        data=_data(),
+        loss_fn=nn.functional.mse_loss,
+        optimizer=_OPTIMIZER,
+        progress=False,
+    )
+    after_run = torch.rand(1).item()
+    torch.manual_seed(11)
+    return after_run, torch.rand(1).item()
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_the_callers_random_numbers_are_as_without_the_run(farm: Farm, num_stages: int) -> None:
+    for after_run, without_run in farm.results(_run_from_a_random_state, num_stages, num_ranks=num_stages):
+        assert after_run == without_run
+
+
+def _nan_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.mse_loss(outputs, targets) * float("nan")
+
+
+def _parameters_before_and_after_a_failure() -> tuple[bool, bool]:
+    model = _plain_model()
+    before = list(model.parameters())
+    failed = False
+    try:
+        pipedream.run(
+            model,
+            Plan.straight(len(model), 1),
+            data=_data(),
+            loss_fn=_nan_loss,
+            optimizer=_OPTIMIZER,
+            progress=False,
+        )
+    except pipedream.NonFiniteLoss:
+        failed = True
+    return failed, all(a is b for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_after_a_failure_the_model_has_its_own_parameters(farm: Farm) -> None:
+    assert farm.results(_parameters_before_and_after_a_failure, num_ranks=1)[0] == (True, True)
+
+
+class _KeepsItsInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.kept.append(value.detach())
+        return value
+
+
+def _model_that_keeps_its_inputs() -> nn.Sequential:
+    return _model(_linear(), nn.Tanh(), _KeepsItsInputs(), _linear())
+
+
+def test_a_layer_that_keeps_all_its_inputs_is_named_instead_of_waited_for(farm: Farm) -> None:
+    outcomes = farm.run(_run, _model_that_keeps_its_inputs, 2, num_ranks=2, peer_timeout=2.0)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, ValueError), outcome
+        assert "stage 1 at minibatch" in str(outcome.error)
+        assert "must keep a clone" in str(outcome.error)
+
+
+def _detached_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.mse_loss(outputs.detach(), targets)
+
+
+def test_a_loss_without_a_graph_is_refused(farm: Farm) -> None:
+    for outcome in farm.run(_run, _plain_model, 2, num_ranks=2, loss_fn=_detached_loss):
+        assert isinstance(outcome.error, ValueError)
+        assert "loss_fn must not detach" in str(outcome.error)
+
+
+_OTHER_PARAMETERS = [nn.Parameter(torch.zeros(1))]
+
+
+def _optimizer_of_other_parameters(_: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(_OTHER_PARAMETERS, lr=0.1)
+
+
+def test_an_optimizer_of_other_parameters_is_refused(farm: Farm) -> None:
+    for outcome in farm.run(_run, _plain_model, 2, num_ranks=2, optimizer=_optimizer_of_other_parameters):
+        assert isinstance(outcome.error, ValueError)
+        assert "use its argument" in str(outcome.error)
+
+
+def test_a_parameter_with_a_hook_is_refused() -> None:
+    model = _plain_model()
+    model[2].weight.register_hook(lambda gradient: gradient * 0)
+    with pytest.raises(ValueError, match="parameter 'weight' of layer '2' has a hook"):
+        pipedream.run(
+            model, Plan.straight(5, 2), data=_data(), loss_fn=nn.functional.mse_loss, optimizer=_OPTIMIZER
+        )

@@ -1,0 +1,49 @@
+"""The stream of minibatches that a worker reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from pipedream.data import DataStream, fingerprint, num_minibatches_of
+from torch.utils.data import DataLoader, IterableDataset
+
+
+class _Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(torch.ones(2), torch.zeros(2)), (torch.ones(2), torch.ones(2))])
+
+
+def test_a_loader_over_an_iterable_dataset_has_no_length_and_is_read() -> None:
+    loader = DataLoader(_Endless(), batch_size=None)
+    assert num_minibatches_of(loader, 2) is None
+    stream = DataStream(loader, epochs=2, with_fingerprint=True)
+    epochs = []
+    while (minibatch := stream.next()) is not None:
+        epochs.append(minibatch.epoch)
+    assert epochs == [0, 0, 1, 1]
+
+
+def test_peek_gives_the_minibatch_that_next_gives_again() -> None:
+    stream = DataStream([(torch.ones(2), torch.zeros(2))], epochs=1, with_fingerprint=False)
+    assert stream.peek()[0] is stream.next().inputs  # type: ignore[union-attr]
+    assert stream.next() is None
+
+
+def test_an_epoch_without_a_minibatch_is_refused() -> None:
+    with pytest.raises(ValueError, match="data yielded nothing in epoch 0"):
+        DataStream([], epochs=1, with_fingerprint=False).peek()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [torch.arange(6.0).flip(0), torch.arange(6.0).reshape(2, 3), torch.arange(6.0).double()],
+    ids=["order", "shape", "dtype"],
+)
+def test_fingerprints_of_different_data_differ(other: torch.Tensor) -> None:
+    targets = torch.zeros(1)
+    assert fingerprint(torch.arange(6.0), targets) == fingerprint(torch.arange(6.0), targets)
+    assert fingerprint(torch.arange(6.0), targets) != fingerprint(other, targets)
+    assert fingerprint(torch.arange(6.0), targets) != fingerprint(torch.arange(6.0), targets + 1)
