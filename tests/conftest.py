@@ -1,0 +1,26 @@
+"""What the tests that run a pipeline share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from farm import Farm
+
+
+@pytest.fixture(scope="session")
+def farm() -> Iterator[Farm]:
+    """Processes that stand in for the ranks of torchrun."""
+    farm = Farm()
+    yield farm
+    farm.close()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch computes on one thread, as the workers of a test do: bits depend on it."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)

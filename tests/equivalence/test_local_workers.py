@@ -1,0 +1,114 @@
+"""A plain call of run() starts its workers itself, and gives what the ranks of torchrun give."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import psutil
+import torch
+from pipedream import reference
+from training import (
+    Training,
+    assert_close_losses,
+    assert_close_state,
+    assert_equal_state,
+    expected_versions,
+    train_by_reference,
+    train_in_pipeline,
+    train_plainly,
+)
+
+
+def _children() -> set[int]:
+    processes = psutil.Process().children(recursive=True)
+    return {p.pid for p in processes if "resource_tracker" not in " ".join(p.cmdline())}
+
+
+def test_local_workers_train_the_callers_model_in_place() -> None:
+    training = Training("cnn", 3, epochs=2, short_last=False, shuffled=True)
+    before, state_before = _children(), torch.get_rng_state()
+    result, state = train_in_pipeline(training, transport="tcp")
+    expected, expected_state = train_by_reference(training)
+    assert_close_losses(result.losses, expected.losses, 1e-9)
+    assert_close_state(state, expected_state, 1e-9)
+    assert result.versions == expected_versions(training.plan, 14)
+    assert len({*result.worker_pids, os.getpid()}) == 4
+    assert all("tcp" in name for name in result.transports.values()) and len(result.transports) == 4
+    assert result.bytes_sent > 0
+    assert _children() == before
+    assert torch.equal(torch.get_rng_state(), state_before)
+
+
+def test_a_generator_of_unknown_length_is_iterated_by_the_caller_and_forwarded() -> None:
+    training = Training("lstm", 2, num_minibatches=5, short_last=True)
+    iterated_by: list[int] = []
+
+    def batches() -> Iterator[Any]:
+        for batch in training.data():
+            iterated_by.append(os.getpid())
+            yield batch
+
+    result, state = train_in_pipeline(training, data=batches())
+    expected, expected_state = train_by_reference(training)
+    assert iterated_by == [os.getpid()] * 5
+    assert_close_losses(result.losses, expected.losses, 1e-9)
+    assert_close_state(state, expected_state, 1e-9)
+    assert result.versions == expected.versions
+
+
+class Reusing:
+    """Fills the same memory for every minibatch, and cannot be sent."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
+        self._hook: Callable[[], None] = lambda: None
+
+    def __iter__(self) -> Iterator[Any]:
+        inputs, targets = (tensor.clone() for tensor in self._batches[0])
+        for next_inputs, next_targets in self._batches:
+            inputs.copy_(next_inputs)
+            targets.copy_(next_targets)
+            yield inputs, targets
+
+
+def test_one_local_worker_equals_a_plain_loop_bit_for_bit_also_with_forwarded_data() -> None:
+    training = Training("dropout", 1, epochs=2, short_last=False)
+    result, state = train_in_pipeline(training, data=Reusing(list(training.data())))
+    losses, plain_state = train_plainly(training)
+    assert result.losses == losses
+    assert_equal_state(state, plain_state)
+    assert result.epoch_losses == [sum(losses[:7]) / 7, sum(losses[7:]) / 7]
+    assert result.worker_pids != [os.getpid()]
+
+
+def test_forwarded_data_draw_the_random_numbers_that_a_workers_own_would() -> None:
+    training = Training("dropout", 2, num_minibatches=4, epochs=2, short_last=False, seed=None)
+    noise = Noise(training.data())
+    model = training.model()
+    torch.manual_seed(11)
+    expected = reference.run(model, training.plan, **(training.options() | {"data": noise}))
+    torch.manual_seed(11)
+    state_before = torch.get_rng_state(), random.getstate()
+    held = [lambda: None]  # what a lambda is in cannot be sent
+    result, state = train_in_pipeline(training, data=Noise(training.data(), held), gather="none")
+    assert_close_losses(result.losses, expected.losses, 1e-9)
+    # gather="none": nothing comes back into the caller's model.
+    assert_equal_state(state, training.model().state_dict())
+    assert torch.equal(torch.get_rng_state(), state_before[0])
+    assert random.getstate() == state_before[1]
+
+
+class Noise:
+    """A shuffled order, and noise on every minibatch, from the global generators."""
+
+    def __init__(self, batches: Iterable[Any], held: Any = None) -> None:
+        self._batches = list(batches)
+        self._held = held
+
+    def __iter__(self) -> Iterator[Any]:
+        for i in torch.randperm(len(self._batches)):
+            inputs, targets = self._batches[i]
+            yield inputs + torch.randn_like(inputs), targets * random.random()

@@ -1,0 +1,53 @@
+"""One stage is plain PyTorch training, bit for bit, random numbers included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from farm import Farm
+from models import CASES
+from training import (
+    OPTIMIZERS,
+    State,
+    Training,
+    assert_equal_state,
+    train_in_pipeline,
+    train_plainly,
+)
+
+
+def _train_and_draw(training: Training) -> tuple[list[float], State, torch.Tensor]:
+    result, state = train_in_pipeline(training)
+    return result.losses, state, torch.rand(3)
+
+
+@pytest.fixture(autouse=True)
+def _same_threads(one_thread: Any) -> None:
+    """The farm's ranks compute on one thread."""
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("case_name", CASES)
+def test_one_stage_equals_a_plain_loop_bit_for_bit(
+    farm: Farm, case_name: str, dtype: torch.dtype, optimizer: str
+) -> None:
+    training = Training(case_name, 1, dtype, OPTIMIZERS[optimizer], num_minibatches=4, epochs=2)
+    losses, state, drawn = farm.results(_train_and_draw, training, num_ranks=1)[0]
+    plain_losses, plain_state = train_plainly(training)
+    assert losses == plain_losses
+    assert_equal_state(state, plain_state)
+    torch.manual_seed(0)  # where the farm's rank 0 starts: a run leaves the generators as they were
+    assert torch.equal(drawn, torch.rand(3))
+
+
+@pytest.mark.parametrize("seed", [None, 9])
+def test_one_stage_shuffles_and_drops_out_as_a_plain_loop_does(farm: Farm, seed: int | None) -> None:
+    training = Training("dropout", 1, shuffled=True, short_last=False, epochs=3, seed=seed)
+    losses, state, _ = farm.results(_train_and_draw, training, num_ranks=1)[0]
+    torch.manual_seed(0)  # where the farm's rank 0 starts
+    plain_losses, plain_state = train_plainly(training)
+    assert losses == plain_losses
+    assert_equal_state(state, plain_state)

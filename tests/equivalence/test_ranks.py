@@ -1,0 +1,166 @@
+"""What a run gives back, and where, as ranks of torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from typing import Any
+
+import pipedream
+import pytest
+import torch
+from farm import Farm
+from pipedream import RunResult, reference
+from pipedream.boundary import boundary_specs
+from pipedream.splitter import split
+from training import (
+    State,
+    Training,
+    assert_close_losses,
+    assert_close_state,
+    is_rank_0,
+    train_by_reference,
+    train_in_pipeline,
+)
+
+_TRAINING = Training("cnn", 2)
+
+
+def _train_and_tell_pid(training: Training, **options: Any) -> tuple[int, RunResult, State]:
+    return os.getpid(), *train_in_pipeline(training, **options)
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp", "zmq"])
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_losses_crossed_between_processes_over_zmq(farm: Farm, num_stages: int, transport: str) -> None:
+    training = Training("transformer", num_stages, num_minibatches=6, short_last=False)
+    outcomes = farm.results(_train_and_tell_pid, training, transport=transport, num_ranks=num_stages)
+    pids = [pid for pid, _, _ in outcomes]
+    _, result, _ = outcomes[0]
+    assert result.worker_pids == pids
+    assert len({*pids, os.getpid()}) == num_stages + 1
+    links = [(s, s + 1) for s in range(num_stages - 1)]
+    wanted = {f"{a}->{b}" for a, b in links} | {f"{b}->{a}" for a, b in links}
+    assert set(result.transports) == wanted
+    assert all("tcp" in name for name in result.transports.values())
+    (inputs, _), *_ = training.data()
+    boundaries = boundary_specs(split(training.model(), training.plan), inputs)
+    # Each tensor crosses once as an activation, and its gradient crosses back.
+    payload_bytes = 6 * 2 * sum(boundary.num_bytes for boundary in boundaries)
+    assert payload_bytes < result.bytes_sent < 2 * payload_bytes
+    assert_close_losses(result.losses, train_by_reference(training)[0].losses, 1e-9)
+
+
+def test_one_stage_sends_nothing(farm: Farm) -> None:
+    result, _ = farm.results(train_in_pipeline, Training("mlp", 1), num_ranks=1)[0]
+    assert result.bytes_sent == 0
+    assert result.transports == {}
+
+
+def test_every_rank_has_the_same_result_but_for_the_spans_that_rank_0_keeps(farm: Farm) -> None:
+    outcomes = farm.results(train_in_pipeline, Training("mlp", 3), num_ranks=3)
+    results = [result for result, _ in outcomes]
+    for result in results[1:]:
+        assert result.spans == []
+        assert replace(result, spans=results[0].spans) == results[0]
+    assert len(results[0].memory) == len(results[0].overhead_us) == len(results[0].spans) == 3
+    assert results[0].samples_per_s > 0
+    assert results[0].measured_ms > 0
+    assert 0 <= results[0].bubble_share <= 1
+
+
+def _own_names(training: Training, stage_index: int) -> set[str]:
+    stage = split(training.model(), training.plan)[stage_index]
+    named = [*stage.trainable_parameters(), *stage.frozen_parameters(), *stage.stage_buffers()]
+    return {name for name, _ in named}
+
+
+def test_gather_all_gives_every_rank_the_whole_model(farm: Farm) -> None:
+    outcomes = farm.results(train_in_pipeline, _TRAINING, gather="all", num_ranks=2)
+    _, expected = train_by_reference(_TRAINING)
+    for _, state in outcomes:
+        assert_close_state(state, expected, 1e-9)
+
+
+def test_gather_none_leaves_every_rank_with_its_own_stage_alone(farm: Farm) -> None:
+    outcomes = farm.results(train_in_pipeline, _TRAINING, gather="none", num_ranks=2)
+    _, expected = train_by_reference(_TRAINING)
+    initial = _TRAINING.model().state_dict()
+    for rank, (_, state) in enumerate(outcomes):
+        own = _own_names(_TRAINING, rank)
+        assert own and own != expected.keys()
+        assert_close_state({n: state[n] for n in own}, {n: expected[n] for n in own}, 1e-9)
+        for name in expected.keys() - own:
+            untrained = initial[name] if rank == 0 else torch.zeros_like(initial[name])
+            assert torch.equal(state[name], untrained), f"rank {rank}: {name}"
+
+
+def test_gather_rank0_leaves_the_others_without_the_stages_of_others(farm: Farm) -> None:
+    outcomes = farm.results(train_in_pipeline, _TRAINING, num_ranks=2)
+    for name in _own_names(_TRAINING, 0):
+        assert not outcomes[1][1][name].any(), name
+
+
+@pytest.mark.parametrize("gather", ["rank0", "all", "none"])
+def test_ranks_that_the_plan_does_not_use_wait_for_the_result(farm: Farm, gather: str) -> None:
+    outcomes = farm.results(_train_and_tell_pid, _TRAINING, gather=gather, num_ranks=4)
+    pids = [pid for pid, _, _ in outcomes]
+    expected, expected_state = train_by_reference(_TRAINING)
+    for _, result, _ in outcomes:
+        assert_close_losses(result.losses, expected.losses, 1e-9)
+        assert result.worker_pids == pids[:2]
+    if gather == "all":
+        assert_close_state(outcomes[3][2], expected_state, 1e-9)
+
+
+def _train_twice(training: Training) -> tuple[list[float], list[float], State]:
+    model = training.model()
+    first = pipedream.run(model, training.plan, progress=False, gather="all", **training.options())
+    second = pipedream.run(model, training.plan, progress=False, **training.options())
+    return first.losses, second.losses, model.state_dict()
+
+
+def test_a_script_may_run_several_times(farm: Farm) -> None:
+    training = Training("cnn", 3)
+    first, second, state = farm.results(_train_twice, training, num_ranks=3)[0]
+    model = training.model()
+    assert_close_losses(first, reference.run(model, training.plan, **training.options()).losses, 1e-9)
+    assert_close_losses(second, reference.run(model, training.plan, **training.options()).losses, 1e-9)
+    assert_close_state(state, model.state_dict(), 1e-9)
+
+
+def test_runs_are_counted_per_script_not_per_process(farm: Farm) -> None:
+    # Rank 1 sat out a script before this one; its next run still meets rank 0's.
+    farm.results(train_in_pipeline, Training("mlp", 1), num_ranks=1)
+    for _ in range(2):
+        farm.results(train_in_pipeline, _TRAINING, num_ranks=2, torchrun_id="one-script-in-two-parts")
+
+
+def _train_other_plan(training: Training) -> tuple[RunResult, State]:
+    """A script whose ranks profiled for themselves, and came to another plan than rank 0."""
+    model = training.model()
+    plan = training.plan if is_rank_0() else Training(training.case_name, 3).plan
+    result = pipedream.run(model, plan, progress=False, **training.options())
+    return result, model.state_dict()
+
+
+def test_rank_0s_plan_is_everybodys(farm: Farm) -> None:
+    result, state = farm.results(_train_other_plan, _TRAINING, num_ranks=2)[0]
+    expected, expected_state = train_by_reference(_TRAINING)
+    assert_close_losses(result.losses, expected.losses, 1e-9)
+    assert_close_state(state, expected_state, 1e-9)
+
+
+def _train_and_trace(training: Training, path: str) -> None:
+    train_in_pipeline(training, trace=path)
+
+
+def test_a_trace_shows_every_work_item_of_every_worker(farm: Farm, tmp_path: Any) -> None:
+    path = tmp_path / "trace.json"
+    farm.results(_train_and_trace, _TRAINING, str(path), num_ranks=2)
+    events = json.loads(path.read_text(encoding="utf-8"))
+    events = events["traceEvents"] if isinstance(events, dict) else events
+    names = [event["name"] for event in events if event.get("ph") == "X"]
+    for minibatch in range(7):
+        assert names.count(f"F{minibatch}") == names.count(f"B{minibatch}") == 2

@@ -1,0 +1,177 @@
+"""A farm of processes that stand in for the ranks of torchrun: started once, they run case after case.
+
+Starting a process with torch takes seconds, a case milliseconds. Each process is a real one with a torch of
+its own; together they see the environment and the store that torchrun offers. One that dies or outlives the
+deadline is replaced, so that a case may kill its ranks. Owned by the thread that runs the tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import itertools
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+from pipedream.rendezvous import host_store
+
+__all__ = ["Farm", "Outcome"]
+
+_NUM_RANKS_MAX = 4
+_DEADLINE_S = 120.0  # far beyond any case: only a hang gets here
+_LAST_WORDS_S = 1.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case ended at one rank."""
+
+    value: Any = None
+    """What the function returned."""
+    error: BaseException | None = None
+    """What it raised."""
+    trace: str = ""
+    """Of the error, as the rank saw it."""
+    exit_code: int | None = None
+    """Of a process that died; -9 also for one that was given up at the deadline."""
+
+
+class Farm:
+    """Ranks 0, 1, ... of a stand-in torchrun on this machine."""
+
+    def __init__(self) -> None:
+        self._store, self._port = host_store()
+        self._context = multiprocessing.get_context("spawn")
+        self._ranks: list[tuple[Any, Connection]] = []
+        self._case_indices = itertools.count()
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        num_ranks: int,
+        torchrun_id: str = "",
+        deadline_s: float = _DEADLINE_S,
+        **kwargs: Any,
+    ) -> list[Outcome]:
+        """Calls function(*args, **kwargs) at ranks 0 .. num_ranks - 1 and waits for all of them.
+
+        The function is sent by name, the arguments by value. torchrun_id: two cases with the same one are
+        two parts of one script; without it, every case is a script of its own.
+        """
+        assert num_ranks <= _NUM_RANKS_MAX
+        while len(self._ranks) < num_ranks:
+            self._ranks.append(self._start(len(self._ranks)))
+        environment = {
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_RUN_ID": torchrun_id or f"case-{os.getpid()}-{next(self._case_indices)}",
+        }
+        task = pickle.dumps((environment, function, args, kwargs))
+        for _, connection in self._ranks[:num_ranks]:
+            connection.send_bytes(task)
+        return self._collect(num_ranks, time.monotonic() + deadline_s)
+
+    def results(self, function: Callable[..., Any], *args: Any, num_ranks: int, **kwargs: Any) -> list[Any]:
+        """What the function returned at each rank, for a case that must not fail at any."""
+        outcomes = self.run(function, *args, num_ranks=num_ranks, **kwargs)
+        for rank, outcome in enumerate(outcomes):
+            assert outcome.exit_code is None, f"rank {rank} ended with {outcome.exit_code}: {outcomes}"
+        failed = [f"rank {rank}: {outcome.trace}" for rank, outcome in enumerate(outcomes) if outcome.error]
+        assert not failed, "\n".join(failed)
+        return [outcome.value for outcome in outcomes]
+
+    def close(self) -> None:
+        for process, connection in self._ranks:
+            process.kill()
+            process.join()
+            connection.close()
+        self._ranks.clear()
+
+    def _start(self, rank: int) -> tuple[Any, Connection]:
+        here, there = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(rank, there), name=f"rank {rank}", daemon=True)
+        process.start()
+        there.close()
+        return process, here
+
+    def _collect(self, num_ranks: int, deadline_s: float) -> list[Outcome]:
+        outcomes: dict[int, Outcome] = {}
+        while len(outcomes) < num_ranks:
+            pending = [rank for rank in range(num_ranks) if rank not in outcomes]
+            connections = [self._ranks[rank][1] for rank in pending]
+            ready = wait(connections, timeout=max(0.0, deadline_s - time.monotonic()))
+            if not ready:
+                outcomes |= {rank: self._give_up(rank) for rank in pending}
+            for rank, connection in zip(pending, connections, strict=True):
+                if connection not in ready:
+                    continue
+                try:
+                    outcomes[rank] = pickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    outcomes[rank] = self._replace(rank)
+        return [outcomes[rank] for rank in range(num_ranks)]
+
+    def _give_up(self, rank: int) -> Outcome:
+        process, _ = self._ranks[rank]
+        os.kill(process.pid, signal.SIGUSR1)  # shows on stderr where it hangs
+        process.join(_LAST_WORDS_S)
+        process.kill()
+        return self._replace(rank)
+
+    def _replace(self, rank: int) -> Outcome:
+        process, connection = self._ranks[rank]
+        process.join()
+        connection.close()
+        self._ranks[rank] = self._start(rank)
+        return Outcome(exit_code=process.exitcode)
+
+
+def _serve(rank: int, connection: Connection) -> None:
+    """A rank: performs one task after the other until the farm closes."""
+    faulthandler.register(signal.SIGUSR1)
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError):
+        while True:
+            task = connection.recv_bytes()
+            connection.send_bytes(_perform(rank, task))
+
+
+def _perform(rank: int, task: bytes) -> bytes:
+    try:
+        environment, function, args, kwargs = pickle.loads(task)
+        environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        os.environ.update(environment)
+        # As in a script of its own, no rank starts from the generators of another or of the last case.
+        torch.manual_seed(rank)
+        random.seed(rank)
+        try:
+            outcome = Outcome(value=function(*args, **kwargs))
+        finally:
+            for name in environment:
+                del os.environ[name]
+        return pickle.dumps(outcome)
+    except BaseException as error:
+        return pickle.dumps(Outcome(error=_sendable(error), trace=traceback.format_exc()))
+
+
+def _sendable(error: BaseException) -> BaseException:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,0 +1,140 @@
+"""A model in which something goes wrong at one stage and minibatch: always the same, without a clock.
+
+The inputs of minibatch i are full of the number i, and every layer passes its input on unchanged, so each
+layer sees which minibatch it has. Importable by worker processes.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pipedream
+import torch
+from pipedream import RunResult
+
+NUM_MINIBATCHES = 12
+BOUND_S = 15.0  # the contract's: from the loss of a worker to the end of the run
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+
+Mishap = Callable[[], None]
+
+
+def be_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def be_stopped() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def kill_parent_and_hang() -> None:
+    """What a worker sees when its launcher is killed while it computes."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    signal.pause()
+
+
+def raise_error() -> None:
+    raise RuntimeError("the layer gave up")
+
+
+class Layer(torch.nn.Module):
+    """Passes its input on. At one minibatch notes pid and time in a file, and then has its mishap."""
+
+    def __init__(
+        self, mishap: Mishap | None = None, at: int = -1, note: str = "", *, in_backward: bool = False
+    ) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
+        self._mishap = mishap
+        self._at = at
+        self._note = note
+        self._in_backward = in_backward
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        output = value + 0 * self.weight
+        if self._mishap is not None and int(value.flatten()[0]) == self._at:
+            if self._in_backward:
+                output.register_hook(lambda _: self._happen())  # type: ignore[no-untyped-call]
+            else:
+                self._happen()
+        return output
+
+    def _happen(self) -> None:
+        if self._note:
+            Path(self._note).write_text(f"{os.getpid()} {time.monotonic()}", encoding="utf-8")
+        assert self._mishap is not None
+        self._mishap()
+
+
+def model_with(mishap: Mishap | None, *, stages: int = 3, stage: int = 0, at: int = 0, note: str = "",
+               in_backward: bool = False) -> torch.nn.Sequential:  # fmt: skip
+    """One layer per stage, one of them with the mishap."""
+    layers = [Layer() for _ in range(stages)]
+    layers[stage] = Layer(mishap, at, note, in_backward=in_backward)
+    return torch.nn.Sequential(*layers)
+
+
+def minibatches(count: int = NUM_MINIBATCHES) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(torch.full((4, 3), i, dtype=torch.float64), torch.zeros(4, 3).double()) for i in range(count)]
+
+
+def error_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return ((outputs - targets) ** 2).mean()
+
+
+def run(model: torch.nn.Sequential, **options: Any) -> RunResult:
+    """pipedream.run with one stage per layer, as a rank of the farm or with local workers."""
+    plan = options.pop("plan", None) or pipedream.Plan.straight(len(model), len(model))
+    defaults: dict[str, Any] = {
+        "data": minibatches(),
+        "loss_fn": error_of,
+        "optimizer": SGD,
+        "progress": False,
+        "seed": 0,
+    }
+    return pipedream.run(model, plan, **(defaults | options))
+
+
+def noted(note: str | os.PathLike[str]) -> tuple[int, float]:
+    """(pid, monotonic time) that a layer noted before its mishap."""
+    pid, moment_s = Path(note).read_text(encoding="utf-8").split()
+    return int(pid), float(moment_s)
+
+
+class Stubborn:
+    """Yields minibatches until one where it raises."""
+
+    def __init__(self, at: int) -> None:
+        self._at = at
+
+    def __iter__(self) -> Iterator[Any]:
+        for i, batch in enumerate(minibatches()):
+            if i == self._at:
+                raise OSError("the disk is full")
+            yield batch
+
+
+class FailingSGD(torch.optim.SGD):
+    """Fails in its step number 5, which is minibatch 5's."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self._num_steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        if self._num_steps == 5:
+            raise ArithmeticError("the step is too long")
+        self._num_steps += 1
+        return super().step(closure)
+
+
+def failing_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    if int(outputs.flatten()[0]) == 4:
+        raise LookupError("no such label")
+    return error_of(outputs, targets)

@@ -1,0 +1,135 @@
+"""What goes wrong in local workers reaches the caller as one error, in time, and leaves no process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from mishaps import BOUND_S, be_killed, be_stopped, minibatches, model_with, noted, raise_error, run
+from pipedream import PeerLost, PipelineError, WorkerLost
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    """The children of this process are afterwards those of before: the farm's, and multiprocessing's own."""
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    yield
+    left = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
+    left = [process for process in left if "resource_tracker" not in " ".join(process.cmdline())]
+    assert not left
+
+
+def _error_of(kind: type[Exception], call: Callable[[], Any]) -> Exception:
+    """What the call raises: exactly of this kind, and one line."""
+    with pytest.raises(kind) as caught:
+        call()
+    assert type(caught.value) is kind
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+@pytest.mark.parametrize(("stage", "at"), [(1, 0), (0, 7)], ids=["warm-up", "steady"])
+def test_a_killed_worker_ends_the_run_and_names_stage_and_minibatch(
+    tmp_path: Path, stage: int, at: int
+) -> None:
+    note = tmp_path / "note"
+    model = model_with(be_killed, stages=2, stage=stage, at=at, note=str(note))
+    error = _error_of(WorkerLost, lambda: run(model))
+    _, killed_s = noted(note)
+    assert time.monotonic() - killed_s < BOUND_S
+    assert str(error) == f"stage {stage} (rank {stage}) was killed by SIGKILL at minibatch {at}"
+
+
+def test_a_stopped_worker_ends_the_run(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    model = model_with(be_stopped, stages=2, stage=1, at=7, note=str(note))
+    # Its neighbour notices; and SIGTERM, which elastic tries for 30 s, does not end a stopped process.
+    error = _error_of(PeerLost, lambda: run(model, peer_timeout=3.0))
+    _, stopped_s = noted(note)
+    assert time.monotonic() - stopped_s < BOUND_S
+    assert str(error).startswith("stage 0 at minibatch 7 (BACKWARD): stage 1 (rank 1) is lost")
+
+
+def test_a_users_error_has_the_workers_traceback_as_its_cause() -> None:
+    error = _error_of(PipelineError, lambda: run(model_with(raise_error, stages=2, stage=1, at=4)))
+    assert str(error) == (
+        "stage 1 (rank 1) failed at minibatch 4 in forward: RuntimeError: the layer gave up"
+    )
+    assert "mishaps.py" in str(error.__cause__)
+    assert "in raise_error" in str(error.__cause__)
+
+
+def test_an_error_in_data_that_are_forwarded_arrives_as_it_is() -> None:
+    def batches() -> Iterator[Any]:
+        yield from minibatches(3)
+        raise OSError("the disk is full")
+
+    error = _error_of(OSError, lambda: run(model_with(None, stages=2), data=batches()))
+    assert str(error) == "the disk is full"
+
+
+def test_a_killed_worker_ends_the_run_though_the_callers_data_never_yield_again(tmp_path: Path) -> None:
+    def batches() -> Iterator[Any]:
+        yield from minibatches(6)
+        threading.Event().wait()
+
+    note = tmp_path / "note"
+    model = model_with(be_killed, stages=2, stage=1, at=5, note=str(note))
+    _error_of(WorkerLost, lambda: run(model, data=batches()))
+    _, killed_s = noted(note)
+    assert time.monotonic() - killed_s < BOUND_S
+
+
+def test_a_model_that_a_worker_cannot_import_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    here_only = types.ModuleType("only_in_the_caller")
+    exec("import mishaps\nclass Layer(mishaps.Layer): ...", here_only.__dict__)
+    monkeypatch.setitem(sys.modules, "only_in_the_caller", here_only)
+    model = model_with(None, stages=2)
+    model[1] = here_only.Layer()
+    pickle.dumps(model)  # so the caller cannot know
+    error = _error_of(ValueError, lambda: run(model))
+    assert "model cannot be rebuilt in a worker process" in str(error)
+    assert "only_in_the_caller" in str(error)
+    assert "define its classes" in str(error)
+
+
+_LAUNCHER = """
+import sys
+from mishaps import kill_parent_and_hang, model_with, run
+
+if __name__ == "__main__":
+    run(model_with(kill_parent_and_hang, stages=2, stage=1, at=5, note=sys.argv[1]))
+"""
+
+
+def test_workers_end_with_a_killed_launcher(tmp_path: Path) -> None:
+    script, note = tmp_path / "train.py", tmp_path / "note"
+    script.write_text(_LAUNCHER, encoding="utf-8")
+    paths = os.pathsep.join(path for path in sys.path if path)
+    launcher = subprocess.Popen(
+        [sys.executable, str(script), str(note)], env=os.environ | {"PYTHONPATH": paths}
+    )
+    family: set[psutil.Process] = set()
+    deadline_s = time.monotonic() + 120
+    while launcher.poll() is None and time.monotonic() < deadline_s:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family |= set(psutil.Process(launcher.pid).children(recursive=True))
+        time.sleep(0.05)
+    assert launcher.returncode == -signal.SIGKILL
+    worker_pid, killed_s = noted(note)
+    assert worker_pid in {process.pid for process in family}
+    _, alive = psutil.wait_procs(family, timeout=BOUND_S)
+    assert not alive
+    assert time.monotonic() - killed_s < BOUND_S

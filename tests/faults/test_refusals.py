@@ -1,0 +1,350 @@
+"""Mistakes that run() refuses: one line each, naming the value and the remedy, the same at every rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pipedream
+import pytest
+import torch
+from farm import Farm
+from mishaps import SGD, Layer, error_of, minibatches, model_with, run
+from pipedream import DataMismatch, NonFiniteLoss, PeerLost, PipelineError, Plan, Stage, worker
+
+_MODEL = model_with(None, stages=2)
+_PLAN = Plan.straight(2, 2)
+
+
+def _refused(call: Callable[[], Any], kind: type[Exception], *words: str) -> None:
+    """The call raises exactly this kind, in one line with these words."""
+    with pytest.raises(kind) as caught:
+        call()
+    _assert_says(caught.value, kind, *words)
+
+
+def _assert_says(error: BaseException | None, kind: type[Exception], *words: str) -> None:
+    assert type(error) is kind, repr(error)
+    assert "\n" not in str(error)
+    for word in words:
+        assert word in str(error)
+
+
+# Before any process starts.
+
+
+def test_plans_that_do_not_fit_the_model() -> None:
+    _refused(lambda: run(_MODEL, plan=Plan.straight(5, 2)), ValueError, "covers 5 layers", "has 2", "profile")
+    _refused(
+        lambda: run(_MODEL, plan=Plan.straight(3, 3)), ValueError, "3 stages", "2 layers", "at most 2 workers"
+    )
+    replicated = Plan((Stage(0, 0, 2), Stage(1, 1, 1)))
+    _refused(lambda: run(_MODEL, plan=replicated), ValueError, "stage 0", "2 replicas", "straight=True")
+    _refused(lambda: run(_MODEL, plan={"stages": []}), TypeError, "plan is a dict", "Plan.load")
+
+
+def test_models_that_cannot_be_cut_as_planned() -> None:
+    wrong: Any = "model"
+    tied = model_with(None, stages=2)
+    tied[1].weight = tied[0].weight
+    _refused(lambda: run(tied), ValueError, "'0.weight'", "'1.weight'", "tied", "one stage")
+    half = model_with(None, stages=2)
+    half[1].half()
+    _refused(lambda: run(half), ValueError, "'1.weight'", "float16", "model.float()")
+    _refused(lambda: pipedream.run(wrong, _PLAN, data=[], loss_fn=error_of, optimizer=SGD), TypeError, "str")
+
+
+class _Closed:
+    def __reduce__(self) -> Any:
+        raise TypeError("it holds an open file")
+
+
+def test_what_cannot_be_sent_to_the_workers() -> None:
+    local: Any = model_with(None, stages=2)
+    local[1].callback = lambda: None
+    _refused(lambda: run(local), ValueError, "model (Sequential)", "top level of a module")
+    held: Any = model_with(None, stages=2)
+    held[1].file = _Closed()
+    _refused(lambda: run(held), ValueError, "model", "it holds an open file")
+    _refused(
+        lambda: run(_MODEL, loss_fn=lambda outputs, targets: outputs.sum()),
+        ValueError,
+        "loss_fn",
+        "<lambda>",
+        "top level of a module",
+    )
+    _refused(
+        lambda: run(_MODEL, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
+        ValueError,
+        "optimizer",
+        "<lambda>",
+        "top level of a module",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("microbatches", 2),
+        ("lr_scheduler", torch.optim.lr_scheduler.StepLR),
+        ("recompute", True),
+        ("memory", "1GiB"),
+        ("autocast", torch.bfloat16),
+        ("max_grad_norm", 1.0),
+        ("codec", "int8"),
+        ("keys", "keys"),
+        ("bind", "0.0.0.0"),
+        ("insecure", True),
+        ("sync", "ssp"),
+        ("staleness", 1),
+        ("sync_every", 2),
+        ("checkpoint_dir", "checkpoints"),
+        ("resume", True),
+        ("on_epoch_end", print),
+        ("schedule", "vertical_sync"),
+        ("schedule", "2bw"),
+        ("schedule", "gpipe"),
+    ],
+)
+def test_arguments_of_features_that_are_not_built(name: str, value: Any) -> None:
+    _refused(lambda: run(_MODEL, **{name: value}), ValueError, f"{name} is {value!r}", "not built yet")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind", "remedy"),
+    [
+        ("schedule", "1f1b", ValueError, "use one of 'pipedream'"),
+        ("transport", "udp", ValueError, "use one of 'auto'"),
+        ("on_nonfinite", "ignore", ValueError, "'continue'"),
+        ("gather", "rank1", ValueError, "'rank0'"),
+        ("epochs", 0, ValueError, "at least 1"),
+        ("epochs", 1.5, ValueError, "whole number"),
+        ("epochs", True, ValueError, "whole number"),
+        ("peer_timeout", 0, ValueError, "more than 0"),
+        ("peer_timeout", float("nan"), ValueError, "more than 0"),
+        ("peer_timeout", float("inf"), ValueError, "seconds"),
+        ("peer_timeout", "soon", ValueError, "seconds"),
+        ("seed", "one", TypeError, "give an int"),
+        ("loss_fn", None, TypeError, "give a function"),
+        ("optimizer", 0.1, TypeError, "give a function"),
+        ("data", 3, TypeError, "yields (inputs, targets)"),
+    ],
+)
+def test_arguments_out_of_range(name: str, value: Any, kind: type[Exception], remedy: str) -> None:
+    _refused(lambda: run(_MODEL, **{name: value}), kind, f"{name} is ", remedy)
+
+
+def test_a_trace_file_of_another_kind() -> None:
+    _refused(lambda: run(_MODEL, trace="trace.txt"), ValueError, "trace file is 'trace.txt'", ".json.gz")
+
+
+def test_data_that_can_be_read_once_for_several_epochs() -> None:
+    _refused(lambda: run(_MODEL, data=iter(minibatches()), epochs=2), ValueError, "read once", "epochs is 2")
+
+
+def test_forwarded_data_that_are_empty_or_no_pairs() -> None:
+    _refused(lambda: run(_MODEL, data=iter(())), ValueError, "no minibatch")
+    _refused(lambda: run(_MODEL, data=iter([torch.ones(2)])), TypeError, "Tensor", "pairs")
+
+
+# By the ranks.
+
+
+def _refused_by_ranks(
+    farm: Farm, kind: type[Exception], *words: str, num_ranks: int = 2, **options: Any
+) -> None:
+    """Every rank raises exactly this kind, in one line with these words."""
+    options = {"model": _MODEL} | options
+    for outcome in farm.run(run, num_ranks=num_ranks, **options):
+        _assert_says(outcome.error, kind, *words)
+
+
+def test_fewer_ranks_than_the_plan_needs(farm: Farm) -> None:
+    model = model_with(None, stages=3)
+    words = ("needs 3 workers", "only 2 ranks", "--nproc-per-node 3")
+    _refused_by_ranks(farm, ValueError, *words, model=model)
+
+
+def test_plans_that_do_not_fit_are_refused_at_every_rank(farm: Farm) -> None:
+    _refused_by_ranks(farm, ValueError, "covers 5 layers", "has 2", plan=Plan.straight(5, 2))
+    replicated = Plan((Stage(0, 1, 2),))
+    _refused_by_ranks(farm, ValueError, "stage 0", "2 replicas", plan=replicated)
+
+
+def test_data_that_are_empty_or_no_pairs(farm: Farm) -> None:
+    _refused_by_ranks(farm, ValueError, "yielded nothing in epoch 0", data=[])
+    _refused_by_ranks(
+        farm, TypeError, "minibatch 0", "Tensor", "pairs (inputs, targets)", data=[torch.ones(2)]
+    )
+
+
+def _with_minibatch_4(inputs: torch.Tensor) -> list[Any]:
+    batches = minibatches()
+    batches[4] = (inputs, batches[4][1])
+    return batches
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        (torch.ones(5, 3).double(), ("(5, 3), larger than the planned (4, 3)", "largest minibatch first")),
+        (torch.ones(4, 4).double(), ("(4, 4), larger than the planned (4, 3)",)),
+        (torch.ones(4, 3, 1).double(), ("(4, 3, 1) of rank 3, planned (4, 3) of rank 2", "one rank")),
+        (torch.ones(4, 3).float(), ("is float32, planned float64", "one dtype")),
+        ((torch.ones(4, 3).double(),), ("is a tuple, planned a tensor", "first minibatch")),
+    ],
+    ids=["larger batch", "larger rows", "rank", "dtype", "structure"],
+)
+def test_a_minibatch_that_is_not_as_planned(farm: Farm, inputs: Any, words: tuple[str, ...]) -> None:
+    where = "stage 0, minibatch 4: "
+    _refused_by_ranks(farm, ValueError, where, *words, data=_with_minibatch_4(inputs))
+
+
+class Reshaping(Layer):
+    """Passes on something else at minibatch 4 than it did at first."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def forward(self, value: torch.Tensor) -> Any:
+        output = super().forward(value)
+        if int(value.flatten()[0]) != 4:
+            return output
+        if self._kind == "dtype":
+            return output.float()
+        if self._kind == "rank":
+            return output.unsqueeze(0)
+        if self._kind == "larger":
+            return torch.cat([output, output])
+        return [output]
+
+
+@pytest.mark.parametrize("kind", ["dtype", "rank", "larger", "structure"])
+def test_a_stage_whose_output_changes(farm: Farm, kind: str) -> None:
+    model = torch.nn.Sequential(Layer(), Reshaping(kind), Layer())
+    _refused_by_ranks(farm, ValueError, "stage 1, minibatch 4: ", "planned", model=model, num_ranks=3)
+
+
+def _loss_not_finite_at_4(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    loss = error_of(outputs, targets)
+    return loss + float("inf") if int(outputs.flatten()[0]) == 4 else loss
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(farm: Farm) -> None:
+    words = ("minibatch 4 is inf", "learning rate", 'on_nonfinite="continue"')
+    _refused_by_ranks(farm, NonFiniteLoss, *words, loss_fn=_loss_not_finite_at_4)
+
+
+def test_a_loss_that_is_not_finite_is_trained_on_when_asked_to(farm: Farm) -> None:
+    results = farm.results(run, _MODEL, loss_fn=_loss_not_finite_at_4, on_nonfinite="continue", num_ranks=2)
+    assert results[0].losses == [float("inf") if i == 4 else float(i * i) for i in range(12)]
+
+
+def _no_scalar(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return outputs - targets
+
+
+def _no_tensor(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+    return 1.0
+
+
+def test_a_loss_that_is_no_scalar(farm: Farm) -> None:
+    _refused_by_ranks(farm, PipelineError, "minibatch 0", "(4, 3)", "return a scalar", loss_fn=_no_scalar)
+    _refused_by_ranks(farm, PipelineError, "minibatch 0", "returned a float", loss_fn=_no_tensor)
+
+
+def _no_optimizer(parameters: Any) -> str:
+    return "sgd"
+
+
+def _lbfgs(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(parameters)
+
+
+def test_an_optimizer_that_is_none_or_needs_a_closure(farm: Farm) -> None:
+    _refused_by_ranks(
+        farm, TypeError, "optimizer returned str", "torch.optim.Optimizer", optimizer=_no_optimizer
+    )
+    _refused_by_ranks(farm, ValueError, "LBFGS needs a closure", "use another", optimizer=_lbfgs)
+
+
+# Data that two workers read differently.
+
+
+class Diverging:
+    """Equal at all processes up to a minibatch, from which on each process has its own; or an end there."""
+
+    def __init__(self, at: int, *, ends_at_rank: str = "") -> None:
+        self._at = at
+        self._ends_at_rank = ends_at_rank
+
+    def __iter__(self) -> Iterator[Any]:
+        for i, (inputs, targets) in enumerate(minibatches()):
+            if i < self._at:
+                yield inputs, targets
+            elif not self._ends_at_rank:
+                yield inputs, targets + os.getpid()
+            elif self._ends_at_rank == os.environ["RANK"]:
+                return
+            else:
+                yield inputs, targets
+
+
+_seen: list[int] = []
+
+
+def _loss_that_notes(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    _seen.append(int(outputs.flatten()[0]))
+    return error_of(outputs, targets)
+
+
+def _run_and_tell_seen(data: Diverging) -> tuple[Exception | None, list[int]]:
+    _seen.clear()
+    try:
+        run(_MODEL, data=data, loss_fn=_loss_that_notes)
+    except Exception as error:
+        return error, list(_seen)
+    return None, list(_seen)
+
+
+@pytest.mark.parametrize("at", [0, 5])
+@pytest.mark.parametrize("ends_at_rank", ["", "0", "1"], ids=["differ", "shorter first", "shorter last"])
+def test_workers_that_read_different_data_train_on_none_of_it(farm: Farm, at: int, ends_at_rank: str) -> None:
+    if at == 0 and ends_at_rank:
+        at = 1  # an empty epoch has an error of its own
+    outcomes = farm.results(_run_and_tell_seen, Diverging(at, ends_at_rank=ends_at_rank), num_ranks=2)
+    words = (f"minibatch {at} is not the same data", "stage 0 (rank 0)", "stage 1 (rank 1)", "seeded")
+    for error, _ in outcomes:
+        _assert_says(error, DataMismatch, *words)
+    assert outcomes[1][1] == list(range(at))  # the losses that the last stage computed
+
+
+def test_data_that_a_middle_rank_need_not_read_may_differ_there(farm: Farm) -> None:
+    # Only the first stage reads inputs and only the last one targets.
+    results = farm.results(run, model_with(None), data=OnlyOutside(), num_ranks=3)
+    assert results[0].losses == [float(i * i) for i in range(12)]
+
+
+class OnlyOutside:
+    def __iter__(self) -> Iterator[Any]:
+        if os.environ["RANK"] == "1":
+            raise OSError("this rank has no data set")
+        yield from minibatches()
+
+
+def test_a_rank_that_never_comes_is_named(farm: Farm) -> None:
+    outcomes = farm.run(_run_with_short_start, num_ranks=2)
+    _assert_says(outcomes[0].error, PeerLost, "rank 1")
+    assert outcomes[1].value is None and outcomes[1].error is None
+
+
+def _run_with_short_start() -> None:
+    if os.environ["RANK"] == "1":
+        return
+    patience_s, worker._START_TIMEOUT_S = worker._START_TIMEOUT_S, 0.5
+    try:
+        run(_MODEL)
+    finally:
+        worker._START_TIMEOUT_S = patience_s

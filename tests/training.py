@@ -1,0 +1,162 @@
+"""One training run of the zoo, done in three ways: as a pipeline, by the oracle, and by a plain loop.
+
+Importable by worker processes: what a rank or a worker must find is a module-level name.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pipedream
+import torch
+from models import CASES, Batch, Case
+from pipedream import RunResult, reference
+from pipedream.plan import Plan
+from torch import nn
+from torch.utils.data import DataLoader
+
+State = dict[str, torch.Tensor]
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "adam": functools.partial(torch.optim.Adam, lr=0.01),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.01),
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.05),
+}
+
+
+def weight_decay_by_name(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """Decays matrices only, and the layers of the model called "0..." at a rate of their own."""
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in named_parameters:
+        decay = 0.1 if parameter.dim() > 1 else 0.0
+        rate = 0.02 if name.startswith("0") else 0.05
+        groups.setdefault((decay, rate), []).append(parameter)
+    return torch.optim.AdamW(
+        [{"params": group, "weight_decay": decay, "lr": rate} for (decay, rate), group in groups.items()]
+    )
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained, and how: small, and equal wherever it is built."""
+
+    case_name: str
+    num_stages: int
+    dtype: torch.dtype = torch.float64
+    optimizer: Callable[[Any], torch.optim.Optimizer] = OPTIMIZERS["sgd"]
+    num_minibatches: int = 7
+    epochs: int = 1
+    short_last: bool = True
+    shuffled: bool = False
+    seed: int | None = 1
+    in_flight: tuple[int, ...] = ()
+
+    @property
+    def case(self) -> Case:
+        return CASES[self.case_name]
+
+    @property
+    def plan(self) -> Plan:
+        plan = self.case.plan(self.num_stages)
+        return Plan(plan.stages, in_flight=self.in_flight) if self.in_flight else plan
+
+    def model(self) -> nn.Sequential:
+        return self.case.model(self.dtype)
+
+    def data(self) -> Iterable[Batch]:
+        batches = self.case.data(self.num_minibatches, self.dtype, short_last=self.short_last)
+        # A list has what a DataLoader needs of a dataset.
+        return DataLoader(batches, batch_size=None, shuffle=True) if self.shuffled else batches  # type: ignore[arg-type]
+
+    def options(self) -> dict[str, Any]:
+        """The arguments that pipedream.run and reference.run share."""
+        return {
+            "data": self.data(),
+            "loss_fn": self.case.loss_fn,
+            "optimizer": self.optimizer,
+            "epochs": self.epochs,
+            "seed": self.seed,
+        }
+
+
+def train_in_pipeline(training: Training, **options: Any) -> tuple[RunResult, State]:
+    """A rank's part, or a whole local run. Only rank 0 has the right initial weights."""
+    model = training.model()
+    if not is_rank_0():
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.zero_()
+    options = {**training.options(), "progress": False, **options}
+    result = pipedream.run(model, training.plan, **options)
+    return result, model.state_dict()
+
+
+def is_rank_0() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+@functools.cache
+def train_by_reference(training: Training) -> tuple[reference.ReferenceResult, State]:
+    """The oracle's numbers. The result is shared: do not change it."""
+    model = training.model()
+    with torch.random.fork_rng(devices=[]):
+        result = reference.run(model, training.plan, **training.options())
+    return result, model.state_dict()
+
+
+def train_plainly(training: Training) -> tuple[list[float], State]:
+    """The loop that any PyTorch user would write, without a pipeline."""
+    model = training.model()
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = training.optimizer(parameters)
+    losses = []
+    if training.seed is not None:
+        torch.manual_seed(training.seed)
+    for _ in range(training.epochs):
+        for inputs, targets in training.data():
+            optimizer.zero_grad()
+            loss = training.case.loss_fn(model(inputs), targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Relative, of losses and weights, between two orders of the same arithmetic."""
+    return 1e-9 if dtype == torch.float64 else 1e-5
+
+
+def assert_close_losses(losses: list[float], expected: list[float], relative: float) -> None:
+    assert len(losses) == len(expected)
+    for minibatch, (loss, wanted) in enumerate(zip(losses, expected, strict=True)):
+        assert abs(loss - wanted) <= relative * abs(wanted), f"minibatch {minibatch}: {loss}, not {wanted}"
+
+
+def assert_close_state(state: State, expected: State, relative: float) -> None:
+    """Equal up to `relative` of each tensor's largest element; exactly equal where they are integers."""
+    assert state.keys() == expected.keys()
+    for name, wanted in expected.items():
+        if not wanted.is_floating_point():
+            assert torch.equal(state[name], wanted), name
+            continue
+        assert state[name].dtype == wanted.dtype
+        difference = (state[name] - wanted).abs().max().item()
+        assert difference <= relative * wanted.abs().max().item(), f"{name}: {difference}"
+
+
+def assert_equal_state(state: State, expected: State) -> None:
+    """Bit for bit."""
+    assert state.keys() == expected.keys()
+    for name, wanted in expected.items():
+        assert torch.equal(state[name], wanted), name
+
+
+def expected_versions(plan: Plan, num_minibatches: int) -> list[list[tuple[int, int]]]:
+    """Weight stashing: forward and backward of minibatch i read version max(0, i - n_s + 1)."""
+    return [[(max(0, i - n + 1),) * 2 for i in range(num_minibatches)] for n in plan.in_flight]
