@@ -312,7 +312,10 @@ def exportable(tensor: torch.Tensor) -> torch.Tensor:
     The same memory where that is what it is already; the lazy conjugate and negative bits, which DLPack and
     raw pointers do not carry, are resolved.
     """
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+    plain = tensor.detach()
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
+    return plain if plain.is_contiguous() else plain.contiguous()
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

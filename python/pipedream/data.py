@@ -7,6 +7,7 @@ workers read differently is reported and not trained on. Owned by the worker's c
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ __all__ = [
     "ReceivedStream",
     "epochs_of",
     "fingerprint",
+    "mark_of",
     "num_minibatches_of",
     "num_samples",
 ]
@@ -38,8 +40,8 @@ class Minibatch(NamedTuple):
     inputs: Any
     targets: Any
     epoch: int
-    fingerprint: int
-    """Of inputs and targets; 0 where nobody compares."""
+    received_mark: int | None = None
+    """Of a forwarded minibatch: the fingerprint that the caller took of it."""
 
 
 class MinibatchStream(Protocol):
@@ -68,8 +70,20 @@ def fingerprint(inputs: Any, targets: Any) -> int:
     for tensor in tensors_of((inputs, targets)):
         content = exportable(tensor.cpu())
         mark = _core.fingerprint(content.data_ptr(), content.numel() * content.element_size(), mark)
-        mark ^= zlib.crc32(f"{content.dtype}{tuple(content.shape)}".encode())
+        mark ^= _kind_mark(content.dtype, content.shape)
     return mark & _UINT64_MASK
+
+
+@functools.lru_cache(maxsize=64)  # the same few for all minibatches
+def _kind_mark(dtype: torch.dtype, shape: torch.Size) -> int:
+    return zlib.crc32(f"{dtype}{tuple(shape)}".encode())
+
+
+def mark_of(minibatch: Minibatch) -> int:
+    """The minibatch's fingerprint, as taken by whoever read it."""
+    if minibatch.received_mark is not None:
+        return minibatch.received_mark
+    return fingerprint(minibatch.inputs, minibatch.targets)
 
 
 def epochs_of(data: Iterable[Any], epochs: int) -> Iterator[tuple[Any, Any, int]]:
@@ -101,14 +115,13 @@ def _collates(data: Iterable[Any]) -> bool:
 
 
 class DataStream:
-    """This worker's own iteration of the user's data. with_fingerprint: somebody else reads it too."""
+    """This worker's own iteration of the user's data."""
 
-    def __init__(self, data: Iterable[Any], *, epochs: int, with_fingerprint: bool) -> None:
+    def __init__(self, data: Iterable[Any], *, epochs: int) -> None:
         self.num_minibatches = num_minibatches_of(data, epochs)
         self.draws = type(data) not in (list, tuple)
         self.may_reuse_memory = self.draws and not _collates(data)
         self._batches = epochs_of(data, epochs)
-        self._with_fingerprint = with_fingerprint
         self._peeked: tuple[Any, Any, int] | None = None
 
     def peek(self) -> tuple[Any, Any]:
@@ -120,10 +133,7 @@ class DataStream:
         self._peeked = None
         if batch is None:
             return None
-        inputs, targets, epoch = batch
-        return Minibatch(
-            inputs, targets, epoch, fingerprint(inputs, targets) if self._with_fingerprint else 0
-        )
+        return Minibatch(*batch)
 
 
 @dataclass(frozen=True)
@@ -163,7 +173,7 @@ class ReceivedStream:
 
     def next(self) -> Minibatch | None:
         values: list[Any] = []
-        epoch = mark = 0
+        epoch, mark = 0, None
         for boundary, receive in self._sources:
             if receive is None:
                 values.append(None)

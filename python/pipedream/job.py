@@ -43,7 +43,7 @@ class WorkerPlace:
     world_size: int
     local_rank: int
     run_id: int
-    """64 bits that no other run has."""
+    """64 random bits, so that no other run has them; rank 0's are everybody's."""
     incarnation: int
     """How often the run was restarted."""
     rendezvous: Rendezvous

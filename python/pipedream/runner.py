@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
+import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -91,7 +91,8 @@ def run(
     progress: show loss, samples/s and weight versions while training, on a terminal.
     trace: a file (.json or .json.gz) for a trace that ui.perfetto.dev opens.
 
-    The random number generators of the calling process are afterwards as they were.
+    The random number generators of the calling process are afterwards as they were, but for one draw from
+    torch's when there is no seed, so that the next run differs.
 
     The other arguments belong to features that are not built yet, and are refused. Raises ValueError or
     TypeError for a mistake in the arguments, errors.PipelineError for a run that fails.
@@ -156,6 +157,9 @@ def run(
         if isinstance(data, Iterator):
             data = PeekedIterator(data)
         result = run_locally(model, data, options)
+    if seed is None:
+        # The next run without a seed is another one: its shuffles and dropouts must not repeat this one's.
+        torch.empty((), dtype=torch.int64).random_()
     if trace is not None and int(os.environ.get("RANK", "0")) == 0:
         result.save_trace(trace)
     return result
@@ -220,7 +224,7 @@ def _run_this_rank(model: Model, data: Iterable[Any], options: JobOptions) -> Ru
         rank=rank,
         world_size=world_size,
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
-        run_id=_run_id_of(prefix),
+        run_id=secrets.randbits(64),
         incarnation=incarnation,
         rendezvous=Rendezvous(torchrun_store(), prefix),
         board=None,
@@ -236,7 +240,3 @@ _num_runs: Counter[str] = Counter()
 def _next_run_index(script: str) -> int:
     _num_runs[script] += 1
     return _num_runs[script]
-
-
-def _run_id_of(prefix: str) -> int:
-    return int.from_bytes(hashlib.blake2b(prefix.encode(), digest_size=8).digest(), "little")

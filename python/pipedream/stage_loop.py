@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch._C import _from_dlpack as from_dlpack  # the public one takes several us to get there
+from torch.utils.dlpack import to_dlpack
 
 from . import _core
 from .boundary import (
@@ -27,7 +28,7 @@ from .boundary import (
     to_device,
 )
 from .channels import activations_name, gradients_name
-from .data import MinibatchStream, num_samples
+from .data import MinibatchStream, mark_of, num_samples
 from .errors import DataMismatch, NonFiniteLoss, PipelineError, describe_error
 from .job import JobOptions, WorkerPlace
 from .progress import RunProgress
@@ -162,16 +163,20 @@ class StageLoop:
         inputs: Any = None
         targets: Any = None
         leaves: list[Tensor] = []
-        mark = work.tag
+        mark = work_mark = work.tag
         if self._is_first or self._is_last:
             with self._user("reading data"):
                 batch = self._stream.next()
             if batch is None and self._is_first:
                 self._core.end_of_data()
                 return
-            if batch is None or (not self._is_first and batch.fingerprint != mark):
+            if batch is None:
                 raise self._data_mismatch(minibatch)
-            inputs, targets, mark = batch.inputs, batch.targets, batch.fingerprint
+            if not (self._is_first and self._is_last):  # else nobody reads it too
+                mark = mark_of(batch)
+            if not self._is_first and mark != work_mark:
+                raise self._data_mismatch(minibatch)
+            inputs, targets = batch.inputs, batch.targets
             if self._is_last:
                 self._samples.append(num_samples(targets))
                 self._epochs.append(batch.epoch)

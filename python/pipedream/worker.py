@@ -127,11 +127,12 @@ class _Worker:
             self._stages = split(self._model, plan)
             base = base_seed(self._options.seed)
             self._seed(base, plan.num_stages)
-            stream = self._make_stream(data, plan.num_stages)
+            stream = self._make_stream(data)
             self._boundaries = self._dry_run(stream)
             agreed = {
                 "plan": plan.to_dict(),
                 "base_seed": base,
+                "run_id": self._place.run_id,
                 "boundaries": [boundary.to_json() for boundary in self._boundaries],
             }
             rendezvous.publish("agreed", agreed)
@@ -141,10 +142,11 @@ class _Worker:
         plan = Plan.from_dict(agreed["plan"], source="rank 0's plan")
         self._options = replace(self._options, plan=plan)
         self._base_seed = int(agreed["base_seed"])
+        self._place = replace(self._place, run_id=int(agreed["run_id"]))
         self._boundaries = [Boundary.from_json(text) for text in agreed["boundaries"]]
         self._stages = split(self._model, plan)
         self._seed(self._base_seed, plan.num_stages)
-        return self._make_stream(data, plan.num_stages)
+        return self._make_stream(data)
 
     def _wait_for(self, keys: list[str], describe: Callable[[list[str]], str]) -> list[Any]:
         with failures_of_others():
@@ -165,10 +167,10 @@ class _Worker:
         elif self._options.seed is not None:
             seed_all(self._options.seed)
 
-    def _make_stream(self, data: Iterable[Any] | ForwardedData, num_stages: int) -> MinibatchStream:
+    def _make_stream(self, data: Iterable[Any] | ForwardedData) -> MinibatchStream:
         if isinstance(data, ForwardedData):
             return ReceivedStream(data, None, None)  # for peek(); replaced when the channels are open
-        return DataStream(data, epochs=self._options.epochs, with_fingerprint=num_stages > 1)
+        return DataStream(data, epochs=self._options.epochs)
 
     def _dry_run(self, stream: MinibatchStream) -> list[Boundary]:
         inputs, _ = stream.peek()

@@ -216,26 +216,45 @@ def test_channels_last_parameters_train_alike(farm: Farm, optimizer: Any) -> Non
     _assert_equals_reference(farm, _channels_last_model, 2, optimizer=optimizer, data=_images())
 
 
-def _run_from_a_random_state(num_stages: int) -> tuple[float, float]:
-    model = _plain_model()
+def _numbers_after_runs(num_stages: int, seed: int | None) -> tuple[float, float, list[float], list[float]]:
     torch.manual_seed(11)
-    pipedream.run(
-        model,
-        Plan.straight(len(model), num_stages),
-        data=_data(),
-        loss_fn=nn.functional.mse_loss,
-        optimizer=_OPTIMIZER,
-        progress=False,
-    )
-    after_run = torch.rand(1).item()
+    without_run = torch.rand(1).item()
+    losses = []
     torch.manual_seed(11)
-    return after_run, torch.rand(1).item()
+    for _ in range(2):
+        model = _model_with_dropout()
+        result = pipedream.run(
+            model,
+            Plan.straight(len(model), num_stages),
+            data=_data(),
+            loss_fn=nn.functional.mse_loss,
+            optimizer=_OPTIMIZER,
+            seed=seed,
+            progress=False,
+        )
+        losses.append(result.losses)
+    return without_run, torch.rand(1).item(), losses[0], losses[1]
+
+
+def _model_with_dropout() -> nn.Sequential:
+    """Made without touching the generators."""
+    with torch.random.fork_rng(devices=[]):
+        return _model(_linear(), nn.Dropout(0.5), _linear())
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
-def test_the_callers_random_numbers_are_as_without_the_run(farm: Farm, num_stages: int) -> None:
-    for after_run, without_run in farm.results(_run_from_a_random_state, num_stages, num_ranks=num_stages):
-        assert after_run == without_run
+def test_a_run_with_a_seed_leaves_the_callers_random_numbers_alone(farm: Farm, num_stages: int) -> None:
+    for without, after, first, second in farm.results(
+        _numbers_after_runs, num_stages, 7, num_ranks=num_stages
+    ):
+        assert after == without
+        assert first == second
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_runs_without_a_seed_differ_from_each_other(farm: Farm, num_stages: int) -> None:
+    for _, _, first, second in farm.results(_numbers_after_runs, num_stages, None, num_ranks=num_stages):
+        assert first != second
 
 
 def _nan_loss(outputs: Tensor, targets: Tensor) -> Tensor:

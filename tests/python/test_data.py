@@ -19,7 +19,7 @@ class _Endless(IterableDataset[Any]):
 def test_a_loader_over_an_iterable_dataset_has_no_length_and_is_read() -> None:
     loader = DataLoader(_Endless(), batch_size=None)
     assert num_minibatches_of(loader, 2) is None
-    stream = DataStream(loader, epochs=2, with_fingerprint=True)
+    stream = DataStream(loader, epochs=2)
     epochs = []
     while (minibatch := stream.next()) is not None:
         epochs.append(minibatch.epoch)
@@ -27,14 +27,14 @@ def test_a_loader_over_an_iterable_dataset_has_no_length_and_is_read() -> None:
 
 
 def test_peek_gives_the_minibatch_that_next_gives_again() -> None:
-    stream = DataStream([(torch.ones(2), torch.zeros(2))], epochs=1, with_fingerprint=False)
+    stream = DataStream([(torch.ones(2), torch.zeros(2))], epochs=1)
     assert stream.peek()[0] is stream.next().inputs  # type: ignore[union-attr]
     assert stream.next() is None
 
 
 def test_an_epoch_without_a_minibatch_is_refused() -> None:
     with pytest.raises(ValueError, match="data yielded nothing in epoch 0"):
-        DataStream([], epochs=1, with_fingerprint=False).peek()
+        DataStream([], epochs=1).peek()
 
 
 @pytest.mark.parametrize(
