@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import json
 import math
 import os
 import string
@@ -129,12 +130,13 @@ def report(result: pipedream.RunResult, folder: Path) -> None:
     axes.set(xlabel="minibatch", ylabel="training loss, nats per character", title="standard library source")
     figure.savefig(folder / "loss.png", dpi=120)
     result.save_trace(folder / "trace.json")
+    (folder / "losses.json").write_text(json.dumps(result.losses))
     predicted = "unknown" if result.predicted_ms is None else f"{result.predicted_ms:.2f} ms"
     print(f"workers            {len(result.worker_pids)} processes, transports {result.transports}")
     print(f"minibatches        {len(result.losses)}, loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}")
     print(f"speed              {result.samples_per_s:.0f} samples/s")
     print(f"time per minibatch {predicted} predicted, {result.measured_ms:.2f} ms measured")
-    print(f"loss plot          {folder / 'loss.png'}")
+    print(f"losses             {folder / 'losses.json'}, plot in {folder / 'loss.png'}")
     print(f"trace              {folder / 'trace.json'} (open it at https://ui.perfetto.dev)")
 
 
