@@ -17,6 +17,7 @@ class StrongId {
   [[nodiscard]] constexpr std::int64_t value() const { return value_; }
   [[nodiscard]] constexpr StrongId next() const { return StrongId(value_ + 1); }
 
+  // NOLINTNEXTLINE(modernize-use-nullptr): clang-tidy 14 takes the defaulted operator for a literal 0
   friend constexpr auto operator<=>(StrongId, StrongId) = default;
 
  private:

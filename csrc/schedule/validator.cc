@@ -251,7 +251,7 @@ Fault Replay::check_forward(std::size_t stage, const Instruction& instruction) c
     return "in_flight is " + std::to_string(options.in_flight) +
            ", and as many minibatches still wait for their backward";
   }
-  if (const Fault fault = state.versions.check_held(instruction.version); !fault.empty()) return fault;
+  if (Fault fault = state.versions.check_held(instruction.version); !fault.empty()) return fault;
   return check_rule(instruction.version, forward_version(options, instruction.minibatch));
 }
 
@@ -259,8 +259,7 @@ Fault Replay::check_backward(std::size_t stage, const Instruction& instruction) 
   if (progress(stage, instruction.minibatch) == Progress::kNone) return "the minibatch was not forwarded yet";
   if (progress(stage, instruction.minibatch) != Progress::kForwarded) return "the backward was already done";
   const ProgramOptions& options = programs_[stage].options;
-  if (const Fault fault = stages_[stage].versions.check_held(instruction.version); !fault.empty())
-    return fault;
+  if (Fault fault = stages_[stage].versions.check_held(instruction.version); !fault.empty()) return fault;
   return check_rule(instruction.version, backward_version(options, instruction.minibatch));
 }
 
