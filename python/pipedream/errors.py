@@ -19,6 +19,7 @@ __all__ = [
     "arrived_error",
     "describe_error",
     "failures_of_others",
+    "one_line",
     "raise_failure",
 ]
 
@@ -49,8 +50,12 @@ class NonFiniteLoss(PipelineError):  # noqa: N818 (the words of the design)
 
 def describe_error(error: BaseException) -> str:
     """ "TypeName: message", as it travels to the other workers."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"
+    return f"{type(error).__name__}: {one_line(error)}"
+
+
+def one_line(error: BaseException) -> str:
+    """The error's message in one line; its type's name when it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 # What one worker raises, the others raise too; anything else arrives as a PipelineError.

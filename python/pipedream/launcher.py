@@ -40,7 +40,7 @@ from .job import JobOptions, TorchSettings, WorkerPlace, check_plan_is_built
 from .plan import Plan
 from .rendezvous import Rendezvous, connect_store, host_store
 from .result import RunResult
-from .seeding import RngState, base_seed, data_seed, generators_kept, seed_all
+from .seeding import RngState, base_seed, generators_kept, seed_data
 from .splitter import Model, split
 from .state import load_state, save_state
 from .status import NO_PID, StatusBoard
@@ -119,7 +119,7 @@ def _write_part(folder: Path, name: str, value: Any, remedy: str) -> None:
         content = pickle.dumps(value)
     except Exception as error:
         raise ValueError(
-            f"{name} ({_name_of(value)}) cannot be sent to the workers: {_first_line(error)}; {remedy}"
+            f"{name} ({_name_of(value)}) cannot be sent to the workers: {errors.one_line(error)}; {remedy}"
         ) from None
     (folder / f"{name}.pickle").write_bytes(content)
 
@@ -137,7 +137,7 @@ def _write_data(folder: Path, data: Iterable[Any], options: JobOptions) -> Forwa
     try:
         content = pickle.dumps(data)
     except Exception:  # whatever a user's object raises: then it stays here
-        _seed_data(options)
+        seed_data(base_seed(options.seed), options.seed, options.plan.num_stages)
         begin = RngState.capture()
         forwarded = _describe_forwarded(data, options)
         if not isinstance(data, PeekedIterator):
@@ -145,14 +145,6 @@ def _write_data(folder: Path, data: Iterable[Any], options: JobOptions) -> Forwa
         content = pickle.dumps(forwarded)
     (folder / "data.pickle").write_bytes(content)
     return forwarded
-
-
-def _seed_data(options: JobOptions) -> None:
-    """Sets the generators that the data draw from, as a worker that reads them does (seeding.py)."""
-    if options.plan.num_stages > 1:
-        seed_all(data_seed(base_seed(options.seed)))
-    elif options.seed is not None:
-        seed_all(options.seed)
 
 
 def _describe_forwarded(data: Iterable[Any], options: JobOptions) -> ForwardedData:
@@ -195,11 +187,6 @@ class PeekedIterator:
 def _name_of(value: Any) -> str:
     name = getattr(value, "__qualname__", None)
     return name if isinstance(name, str) else type(value).__name__
-
-
-def _first_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text or type(error).__name__
 
 
 # Forwarding.
@@ -421,7 +408,7 @@ def _read_part(folder: Path, name: str) -> Any:
         return pickle.loads((folder / f"{name}.pickle").read_bytes())
     except Exception as error:
         raise ValueError(
-            f"{name} cannot be rebuilt in a worker process: {_first_line(error)}; define its classes and"
+            f"{name} cannot be rebuilt in a worker process: {errors.one_line(error)}; define its classes and"
             " functions in a module or script file that can be imported"
         ) from error
 
@@ -534,7 +521,7 @@ def _signal_handlers_kept() -> Iterator[None]:
 def _write_error(folder: Path, rank: int, error: Exception) -> None:
     record = {
         "type": type(error).__name__,
-        "message": _first_line(error),
+        "message": errors.one_line(error),
         "derived": getattr(error, "_pipedream_derived", False),
         "traceback": None if isinstance(error, (ValueError, TypeError)) else traceback.format_exc(),
     }

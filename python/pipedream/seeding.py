@@ -27,7 +27,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["RngState", "RngStream", "base_seed", "data_seed", "generators_kept", "seed_all", "stage_seed"]
+__all__ = [
+    "RngState",
+    "RngStream",
+    "base_seed",
+    "data_seed",
+    "generators_kept",
+    "seed_all",
+    "seed_data",
+    "stage_seed",
+]
 
 _SEED_BITS = 63  # torch.manual_seed takes a signed 64-bit number
 _NUMPY_SEED_BITS = 32  # numpy.random.seed takes no more
@@ -66,6 +75,14 @@ def seed_all(seed: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % (1 << _NUMPY_SEED_BITS))
+
+
+def seed_data(base: int, seed: int | None, num_stages: int) -> None:
+    """Sets the global generators as whoever reads the data of a run does, by the rule above."""
+    if num_stages > 1:
+        seed_all(data_seed(base))
+    elif seed is not None:
+        seed_all(seed)
 
 
 @dataclass(frozen=True)

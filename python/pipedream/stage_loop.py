@@ -104,7 +104,7 @@ class StageLoop:
         self._clone_inputs: bool | None = False
         if self._is_first and not self._is_last:
             self._clone_inputs = True if stream.may_reuse_memory else None
-        self._buffer_memory = {_memory_of(buffer) for _, buffer in stage.stage_buffers()}
+        self._buffer_memory: set[int] = set()  # known after the first forward, which may make buffers
         # Minibatch -> what its backward needs: received leaves, and the outputs or the loss.
         self._in_flight: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         self._gradient_slot = 0
@@ -227,6 +227,8 @@ class StageLoop:
 
     def _send_activations(self, minibatch: int, output: Any, leaves: list[Tensor], mark: int) -> None:
         assert self._boundary_out is not None
+        if minibatch == 0:
+            self._buffer_memory = {_memory_of(buffer) for _, buffer in self._stage.stage_buffers()}
         tensors = self._boundary_out.flatten(output, stage=self._stage_index, minibatch=minibatch)
         self._boundary_out.check(tensors, stage=self._stage_index, minibatch=minibatch)
         self._in_flight[minibatch] = (leaves, tensors)

@@ -30,7 +30,7 @@ from .errors import PeerLost, PipelineError, describe_error, failures_of_others,
 from .job import JobOptions, WorkerPlace, check_plan_is_built
 from .plan import Plan
 from .result import RunResult, combine_reports
-from .seeding import base_seed, data_seed, seed_all
+from .seeding import base_seed, seed_data
 from .splitter import Model, StageModule, split
 from .stage_loop import StageLoop
 from .state import receive_state, send_state
@@ -91,9 +91,9 @@ class _Worker:
             if isinstance(data, ForwardedData):
                 stream = self._received_stream(core, data)
             self._share_initial_weights(core)
-            report: dict[str, Any] = {"pid": os.getpid()}
+            report: dict[str, Any] = {}  # a rank beyond the plan has nothing to report
             if self._place.rank < plan.workers_used:
-                report |= self._make_loop(core, stream).train()
+                report = self._make_loop(core, stream).train()
             return self._gather(core, report)
         except _core.RunFailure as failure:
             raise_failure(*failure.args)
@@ -126,7 +126,7 @@ class _Worker:
             self._check_world(plan)
             self._stages = split(self._model, plan)
             base = base_seed(self._options.seed)
-            self._seed(base, plan.num_stages)
+            seed_data(base, self._options.seed, plan.num_stages)
             stream = self._make_stream(data)
             self._boundaries = self._dry_run(stream)
             agreed = {
@@ -145,7 +145,7 @@ class _Worker:
         self._place = replace(self._place, run_id=int(agreed["run_id"]))
         self._boundaries = [Boundary.from_json(text) for text in agreed["boundaries"]]
         self._stages = split(self._model, plan)
-        self._seed(self._base_seed, plan.num_stages)
+        seed_data(self._base_seed, self._options.seed, plan.num_stages)
         return self._make_stream(data)
 
     def _wait_for(self, keys: list[str], describe: Callable[[list[str]], str]) -> list[Any]:
@@ -160,12 +160,6 @@ class _Worker:
                 f" start torchrun with --nproc-per-node {plan.workers_used}, or partition for"
                 f" {self._place.world_size}"
             )
-
-    def _seed(self, base: int, num_stages: int) -> None:
-        if num_stages > 1:
-            seed_all(data_seed(base))
-        elif self._options.seed is not None:
-            seed_all(self._options.seed)
 
     def _make_stream(self, data: Iterable[Any] | ForwardedData) -> MinibatchStream:
         if isinstance(data, ForwardedData):

@@ -78,6 +78,15 @@ class _CountsInABuffer(nn.Module):
         return value, self.count
 
 
+class _MakesItsBuffer(_CountsInABuffer):
+    """Replaces the buffer in its first forward, then changes the new one in place."""
+
+    def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        if self.count.numel() != 128:
+            self.count = torch.zeros(128, dtype=torch.float64)
+        return super().forward(value)
+
+
 class _UsesTheCount(nn.Module):
     def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
         value, count = pair
@@ -86,6 +95,10 @@ class _UsesTheCount(nn.Module):
 
 def _model_with_a_buffer_as_output() -> nn.Sequential:
     return _model(_linear(), _CountsInABuffer(), _linear_of_first(), _UsesTheCount())
+
+
+def _model_with_a_new_buffer_as_output() -> nn.Sequential:
+    return _model(_linear(), _MakesItsBuffer(), _linear_of_first(), _UsesTheCount())
 
 
 class _OnFirst(nn.Module):
@@ -101,8 +114,11 @@ def _linear_of_first() -> nn.Module:
     return _OnFirst()
 
 
-def test_an_output_that_is_a_buffer_arrives_as_it_was_sent(farm: Farm) -> None:
-    _assert_equals_reference(farm, _model_with_a_buffer_as_output, 2)
+@pytest.mark.parametrize("make_model", [_model_with_a_buffer_as_output, _model_with_a_new_buffer_as_output])
+def test_an_output_that_is_a_buffer_arrives_as_it_was_sent(
+    farm: Farm, make_model: Callable[[], nn.Sequential]
+) -> None:
+    _assert_equals_reference(farm, make_model, 2)
 
 
 class _Conjugate(nn.Module):
