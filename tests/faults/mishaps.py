@@ -33,6 +33,19 @@ def be_stopped() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def be_stopped_after(gate: str) -> None:
+    """Once the file is there: what this worker had sent before has then been used by whoever made it."""
+    deadline_s = time.monotonic() + 60.0
+    while not Path(gate).exists():
+        assert time.monotonic() < deadline_s, f"{gate} was not made"
+        time.sleep(0.01)
+    be_stopped()
+
+
+def make_file(path: str) -> None:
+    Path(path).touch()
+
+
 def kill_parent_and_hang() -> None:
     """What a worker sees when its launcher is killed while it computes."""
     os.kill(os.getppid(), signal.SIGKILL)

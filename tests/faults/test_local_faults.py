@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 import signal
@@ -17,7 +18,18 @@ from typing import Any
 
 import psutil
 import pytest
-from mishaps import BOUND_S, be_killed, be_stopped, minibatches, model_with, noted, raise_error, run
+from mishaps import (
+    BOUND_S,
+    Layer,
+    be_killed,
+    be_stopped_after,
+    make_file,
+    minibatches,
+    model_with,
+    noted,
+    raise_error,
+    run,
+)
 from pipedream import PeerLost, PipelineError, WorkerLost
 
 
@@ -53,8 +65,11 @@ def test_a_killed_worker_ends_the_run_and_names_stage_and_minibatch(
 
 
 def test_a_stopped_worker_ends_the_run(tmp_path: Path) -> None:
-    note = tmp_path / "note"
-    model = model_with(be_stopped, stages=2, stage=1, at=7, note=str(note))
+    note, gate = tmp_path / "note", str(tmp_path / "gate")
+    model = model_with(functools.partial(be_stopped_after, gate), stages=2, stage=1, at=7, note=str(note))
+    # Stage 0 forwards minibatch 8 when it has the gradient of 6, which a worker that stops at once may not
+    # have put on the wire yet; then it waits for that of 7.
+    model[0] = Layer(functools.partial(make_file, gate), 8)
     # Its neighbour notices; and SIGTERM, which elastic tries for 30 s, does not end a stopped process.
     error = _error_of(PeerLost, lambda: run(model, peer_timeout=3.0))
     _, stopped_s = noted(note)
