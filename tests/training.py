@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pipedream
@@ -41,6 +41,9 @@ def weight_decay_by_name(named_parameters: list[tuple[str, nn.Parameter]]) -> to
     )
 
 
+_OPTIONS = ("schedule", "microbatches", "lr_scheduler", "recompute", "autocast", "max_grad_norm")
+
+
 @dataclass(frozen=True)
 class Training:
     """What is trained, and how: small, and equal wherever it is built."""
@@ -55,6 +58,12 @@ class Training:
     shuffled: bool = False
     seed: int | None = 1
     in_flight: tuple[int, ...] = ()
+    schedule: str = "pipedream"
+    microbatches: int = 1
+    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    recompute: bool | tuple[int, ...] | None = None
+    autocast: str | None = None
+    max_grad_norm: float | None = None
 
     @property
     def case(self) -> Case:
@@ -74,13 +83,18 @@ class Training:
         return DataLoader(batches, batch_size=None, shuffle=True) if self.shuffled else batches  # type: ignore[arg-type]
 
     def options(self) -> dict[str, Any]:
-        """The arguments that pipedream.run and reference.run share."""
-        return {
+        """The arguments that pipedream.run and reference.run share; of some only what is not the default."""
+        always = {
             "data": self.data(),
             "loss_fn": self.case.loss_fn,
             "optimizer": self.optimizer,
             "epochs": self.epochs,
             "seed": self.seed,
+        }
+        return always | {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name in _OPTIONS and getattr(self, field.name) != field.default
         }
 
 
@@ -110,21 +124,42 @@ def train_by_reference(training: Training) -> tuple[reference.ReferenceResult, S
 
 
 def train_plainly(training: Training) -> tuple[list[float], State]:
-    """The loop that any PyTorch user would write, without a pipeline."""
+    """The loop that any PyTorch user would write, without a pipeline: gradient accumulation, clipping by the
+    norm of all gradients, and a scheduler that follows the optimizer. Without autocast."""
+    assert training.autocast is None
     model = training.model()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = training.optimizer(parameters)
+    scheduler = training.lr_scheduler(optimizer) if training.lr_scheduler else None
     losses = []
     if training.seed is not None:
         torch.manual_seed(training.seed)
     for _ in range(training.epochs):
         for inputs, targets in training.data():
             optimizer.zero_grad()
-            loss = training.case.loss_fn(model(inputs), targets)
-            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(_accumulate(model, training, inputs, targets))
+            if training.max_grad_norm is not None:
+                nn.utils.clip_grad_norm_(parameters, training.max_grad_norm)
             optimizer.step()
-            losses.append(loss.item())
+            if scheduler is not None:
+                scheduler.step()
     return losses, model.state_dict()
+
+
+def _accumulate(model: nn.Module, training: Training, inputs: Any, targets: Any) -> float:
+    """Adds a minibatch's gradients, microbatch by microbatch; its loss."""
+    if training.microbatches == 1:
+        loss = training.case.loss_fn(model(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.item()
+    total = 0.0
+    chunks = (torch.chunk(tensor, training.microbatches) for tensor in (inputs, targets))
+    for some_inputs, some_targets in zip(*chunks, strict=True):
+        loss = training.case.loss_fn(model(some_inputs), some_targets)
+        loss = loss * (len(some_targets) / len(targets))
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.item()
+    return total
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -157,6 +192,22 @@ def assert_equal_state(state: State, expected: State) -> None:
         assert torch.equal(state[name], wanted), name
 
 
-def expected_versions(plan: Plan, num_minibatches: int) -> list[list[tuple[int, int]]]:
-    """Weight stashing: forward and backward of minibatch i read version max(0, i - n_s + 1)."""
-    return [[(max(0, i - n + 1),) * 2 for i in range(num_minibatches)] for n in plan.in_flight]
+def expected_versions(
+    plan: Plan, num_minibatches: int, *, schedule: str = "pipedream"
+) -> list[list[tuple[int, int]]]:
+    """versions[stage][minibatch] = (forward, backward): the table of design.md, section 4."""
+    forward: dict[str, Callable[[int, int], int]] = {
+        "pipedream": lambda i, n: max(0, i - n + 1),
+        "vertical_sync": lambda i, n: max(0, i - plan.in_flight[0] + 1),
+        "naive": lambda i, n: max(0, i - n + 1),
+        "2bw": lambda i, n: max(0, i - 1),
+        "flush": lambda i, n: i,
+        "gpipe": lambda i, n: i,
+        "interleaved": lambda i, n: i,
+        "model_parallel": lambda i, n: i,
+    }
+    read = forward[schedule]
+    return [
+        [(read(i, n), i if schedule == "naive" else read(i, n)) for i in range(num_minibatches)]
+        for n in plan.in_flight
+    ]

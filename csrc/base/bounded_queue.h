@@ -1,30 +1,31 @@
 // A bounded blocking FIFO between threads. Any number of producers and consumers; the mutex guards all
-// members. close() wakes every waiter: push then refuses, pop drains what is left and then returns empty.
+// members. Only the constructor allocates. close() wakes every waiter: push then refuses, pop drains what is
+// left and then returns empty.
 #pragma once
 
 #include <condition_variable>
 #include <cstddef>
-#include <deque>
 #include <mutex>
 #include <optional>
 #include <utility>
 
 #include "base/check.h"
 #include "base/clock.h"
+#include "base/ring_buffer.h"
 
 namespace pipedream {
 
 template <class T>
 class BoundedQueue {
  public:
-  explicit BoundedQueue(std::size_t num_items_max) : num_items_max_(num_items_max) {
+  explicit BoundedQueue(std::size_t num_items_max) : items_(num_items_max) {
     PD_CHECK(num_items_max > 0, "num_items_max " << num_items_max);
   }
 
   // Waits for room. False once closed: the item was not taken.
   [[nodiscard]] bool push(T item) {
     std::unique_lock lock(mutex_);
-    room_.wait(lock, [&] { return closed_ || items_.size() < num_items_max_; });
+    room_.wait(lock, [&] { return closed_ || !items_.full(); });
     if (closed_) return false;
     items_.push_back(std::move(item));
     lock.unlock();
@@ -36,7 +37,7 @@ class BoundedQueue {
   [[nodiscard]] bool try_push(T item) {
     {
       const std::lock_guard lock(mutex_);
-      if (closed_ || items_.size() >= num_items_max_) return false;
+      if (closed_ || items_.full()) return false;
       items_.push_back(std::move(item));
     }
     available_.notify_one();
@@ -75,23 +76,21 @@ class BoundedQueue {
     const std::lock_guard lock(mutex_);
     return items_.size();
   }
-  [[nodiscard]] std::size_t num_items_max() const { return num_items_max_; }
+  [[nodiscard]] std::size_t num_items_max() const { return items_.num_items_max(); }
 
  private:
   std::optional<T> take(std::unique_lock<std::mutex>& lock) {
     if (items_.empty()) return std::nullopt;
-    std::optional<T> item(std::move(items_.front()));
-    items_.pop_front();
+    std::optional<T> item(items_.take_front());
     lock.unlock();
     room_.notify_one();
     return item;
   }
 
-  const std::size_t num_items_max_;
   mutable std::mutex mutex_;
   std::condition_variable room_;
   std::condition_variable available_;
-  std::deque<T> items_;
+  RingBuffer<T> items_;
   bool closed_ = false;
 };
 

@@ -1,13 +1,14 @@
-// pipedream._core: programs, weight versions and their replay. Ids cross as plain ints, opcodes as their
-// names. Called with the GIL held.
+// pipedream._core: schedules, their programs as data and as text, and the replay. Ids cross as plain ints,
+// opcodes and phases as their names. Called with the GIL held.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "base/failure.h"
 #include "bindings/bindings.h"
 #include "schedule/program.h"
 #include "schedule/validator.h"
@@ -18,26 +19,27 @@ namespace pipedream {
 
 namespace {
 
-ProgramOptions make_options(const std::string& schedule, std::int64_t stage, std::int64_t num_stages,
-                            std::int64_t in_flight) {
-  return {schedule, StageIndex(stage), num_stages, in_flight};
+using Programs = std::vector<std::vector<Instruction>>;
+
+std::vector<Instruction> make_worker_program(const ScheduleOptions& options, std::int64_t worker,
+                                             std::int64_t num_minibatches) {
+  const py::gil_scoped_release release;
+  return make_program(options, WorkerIndex(worker), num_minibatches);
 }
 
-py::dict replay_schedule(const std::string& schedule, const std::vector<std::int64_t>& in_flight,
-                         std::int64_t num_minibatches) {
-  if (in_flight.empty())
-    throw UserError("in_flight is empty; it has one number per stage, and at least one stage");
-  const ReplayReport report = [&] {
-    const py::gil_scoped_release release;
-    std::vector<StageProgram> programs;
-    const auto num_stages = static_cast<std::int64_t>(in_flight.size());
-    for (std::int64_t stage = 0; stage < num_stages; ++stage) {
-      const ProgramOptions options =
-          make_options(schedule, stage, num_stages, in_flight[static_cast<std::size_t>(stage)]);
-      programs.push_back({options, make_program(options, num_minibatches)});
+ReplayReport replay_programs(const ScheduleOptions& options, std::int64_t num_minibatches,
+                             std::optional<Programs> programs) {
+  const py::gil_scoped_release release;
+  if (!programs) {
+    programs.emplace();
+    for (std::int64_t worker = 0; worker < num_workers(options); ++worker) {
+      programs->push_back(make_program(options, WorkerIndex(worker), num_minibatches));
     }
-    return replay(programs, num_minibatches);
-  }();
+  }
+  return replay(options, *programs, num_minibatches);
+}
+
+py::dict to_dict(const ReplayReport& report) {
   py::dict result;
   result["ok"] = report.ok;
   result["error"] = report.error;
@@ -49,9 +51,11 @@ py::dict replay_schedule(const std::string& schedule, const std::vector<std::int
 }
 
 void bind_instruction(py::module_& module) {
-  py::class_<Instruction>(module, "Instruction", "One step of a stage's program.")
+  py::class_<Instruction>(module, "Instruction", "One step of a worker's program.")
       .def_property_readonly("opcode",
                              [](const Instruction& instruction) { return opcode_name(instruction.opcode); })
+      .def_property_readonly("stage",
+                             [](const Instruction& instruction) { return instruction.stage.value(); })
       .def_property_readonly("minibatch",
                              [](const Instruction& instruction) { return instruction.minibatch.value(); })
       .def_property_readonly("microbatch",
@@ -62,49 +66,132 @@ void bind_instruction(py::module_& module) {
           "__eq__",
           [](const Instruction& instruction, const Instruction& other) { return instruction == other; },
           py::is_operator())
+      .def("__str__", [](const Instruction& instruction) { return to_string(instruction); })
       .def("__repr__", [](const Instruction& instruction) { return "<" + to_string(instruction) + ">"; });
+}
+
+void bind_options(py::module_& module) {
+  py::class_<ScheduleOptions>(module, "ScheduleOptions",
+                              "What a plan and the arguments of a run say about the schedule, checked.")
+      .def(py::init([](std::string schedule, std::vector<std::int64_t> in_flight,
+                       std::int64_t num_microbatches, std::vector<std::int64_t> worker_of_stage,
+                       std::vector<bool> recompute) {
+             ScheduleOptions options{std::move(schedule), std::move(in_flight), num_microbatches,
+                                     std::move(worker_of_stage), std::move(recompute)};
+             check_schedule_options(options);
+             return options;
+           }),
+           py::arg("schedule") = "pipedream", py::arg("in_flight") = std::vector<std::int64_t>{1},
+           py::arg("num_microbatches") = 1, py::arg("worker_of_stage") = std::vector<std::int64_t>(),
+           py::arg("recompute") = std::vector<bool>())
+      .def_readonly("schedule", &ScheduleOptions::schedule)
+      .def_readonly("in_flight", &ScheduleOptions::in_flight)
+      .def_readonly("num_microbatches", &ScheduleOptions::num_microbatches)
+      .def_readonly("worker_of_stage", &ScheduleOptions::worker_of_stage)
+      .def_readonly("recompute", &ScheduleOptions::recompute)
+      .def_property_readonly("num_stages", &num_stages)
+      .def_property_readonly("num_workers", &num_workers);
+}
+
+void bind_versions(py::module_& module) {
+  const auto def_version = [&](const char* name, auto version, const char* doc) {
+    module.def(
+        name,
+        [version](const ScheduleOptions& options, std::int64_t stage, std::int64_t minibatch) {
+          return version(options, StageIndex(stage), MinibatchId(minibatch)).value();
+        },
+        py::arg("options"), py::arg("stage"), py::arg("minibatch"), doc);
+  };
+  def_version("forward_version", &forward_version, "The weight version that the minibatch's forward reads.");
+  def_version("backward_version", &backward_version,
+              "The weight version that the minibatch's backward reads.");
+  module.def(
+      "tied_version",
+      [](const ScheduleOptions& options, std::int64_t minibatch) {
+        return tied_version(options, MinibatchId(minibatch)).value();
+      },
+      py::arg("options"), py::arg("minibatch"),
+      "The version that every use of a parameter tied across stages reads.");
+  module.def("num_tied_versions_kept", &num_tied_versions_kept, py::arg("options"),
+             "Versions kept of a parameter tied across stages.");
+}
+
+void bind_stages(py::module_& module) {
+  const auto def_count = [&](const char* name, auto count, const char* doc) {
+    module.def(
+        name,
+        [count](const ScheduleOptions& options, std::int64_t stage) {
+          return count(options, StageIndex(stage));
+        },
+        py::arg("options"), py::arg("stage"), doc);
+  };
+  def_count("num_versions_kept", &num_versions_kept,
+            "Weight versions kept at the stage: how many slots it needs.");
+  def_count("num_microbatches_in_flight", &num_microbatches_in_flight,
+            "The most microbatches that are forwarded and not yet backwarded at the stage.");
+  module.def(
+      "worker_of",
+      [](const ScheduleOptions& options, std::int64_t stage) {
+        return worker_of(options, StageIndex(stage)).value();
+      },
+      py::arg("options"), py::arg("stage"), "The worker that holds the stage.");
+  module.def(
+      "stages_of",
+      [](const ScheduleOptions& options, std::int64_t worker) {
+        std::vector<std::int64_t> stages;
+        for (const StageIndex stage : stages_of(options, WorkerIndex(worker)))
+          stages.push_back(stage.value());
+        return stages;
+      },
+      py::arg("options"), py::arg("worker"), "The stages that the worker holds, ascending.");
+  module.def("derive_in_flight", &derive_in_flight, py::arg("num_replicas"),
+             "Minibatches in flight at each replica of every stage: n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s).");
+}
+
+void bind_schedules(py::module_& module) {
+  module.def("schedule_names", &schedule_names, "The names that `schedule` may have.");
+  module.def("drains_every_minibatch", &drains_every_minibatch, py::arg("options"),
+             "Whether every minibatch is finished at all stages before the next one starts at any.");
+  module.def("stashes_versions", &stashes_versions, py::arg("options"),
+             "Whether a backward reads the version that its forward read.");
+}
+
+void bind_programs(py::module_& module) {
+  module.def("make_program", &make_worker_program, py::arg("options"), py::arg("worker"),
+             py::arg("num_minibatches"), "The whole list of one worker's instructions.");
+  module.def("print_programs", &print_programs, py::arg("programs"),
+             "All workers' programs as text: 'worker 0', then one instruction per line, and so on.");
+  module.def(
+      "parse_programs", [](const std::string& text) { return parse_programs(text); }, py::arg("text"),
+      "The inverse of print_programs. ValueError names the line; '#' starts a comment.");
+  module.def(
+      "phase_of",
+      [](const ScheduleOptions& options, const Instruction& instruction,
+         std::optional<std::int64_t> num_minibatches) {
+        return phase_name(phase_of(options, instruction, num_minibatches));
+      },
+      py::arg("options"), py::arg("instruction"), py::arg("num_minibatches"),
+      "'warm-up', 'steady' or 'cool-down'; num_minibatches is None while it is unknown.");
+  module.def(
+      "replay",
+      [](const ScheduleOptions& options, std::int64_t num_minibatches, std::optional<Programs> programs) {
+        return to_dict(replay_programs(options, num_minibatches, std::move(programs)));
+      },
+      py::arg("options"), py::arg("num_minibatches"), py::arg("programs") = py::none(),
+      "Replays the programs of all workers, by default make_program's. A dict: ok, error, the most "
+      "that was alive per stage (versions_live_max, activations_live_max) and that can wait per boundary "
+      "(activations_queued_max, gradients_queued_max).");
 }
 
 }  // namespace
 
 void bind_schedule(py::module_& module) {
   bind_instruction(module);
-  module.def("derive_in_flight", &derive_in_flight, py::arg("num_replicas"),
-             "Minibatches in flight at each replica of every stage: n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s).");
-  module.def(
-      "make_program",
-      [](const std::string& schedule, std::int64_t stage, std::int64_t num_stages, std::int64_t in_flight,
-         std::int64_t num_minibatches) {
-        return make_program(make_options(schedule, stage, num_stages, in_flight), num_minibatches);
-      },
-      py::arg("schedule"), py::arg("stage"), py::arg("num_stages"), py::arg("in_flight"),
-      py::arg("num_minibatches"), "The whole list of one stage's instructions.");
-  const auto def_version = [&](const char* name, auto version, const char* doc) {
-    module.def(
-        name,
-        [version](const std::string& schedule, std::int64_t stage, std::int64_t num_stages,
-                  std::int64_t in_flight, std::int64_t minibatch) {
-          return version(make_options(schedule, stage, num_stages, in_flight), MinibatchId(minibatch))
-              .value();
-        },
-        py::arg("schedule"), py::arg("stage"), py::arg("num_stages"), py::arg("in_flight"),
-        py::arg("minibatch"), doc);
-  };
-  def_version("forward_version", &forward_version, "The weight version that the minibatch's forward reads.");
-  def_version("backward_version", &backward_version,
-              "The weight version that the minibatch's backward reads.");
-  module.def(
-      "num_versions_kept",
-      [](const std::string& schedule, std::int64_t stage, std::int64_t num_stages, std::int64_t in_flight) {
-        return num_versions_kept(make_options(schedule, stage, num_stages, in_flight));
-      },
-      py::arg("schedule"), py::arg("stage"), py::arg("num_stages"), py::arg("in_flight"),
-      "Weight versions kept at the stage: how many slots it needs.");
-  module.def(
-      "replay", &replay_schedule, py::arg("schedule"), py::arg("in_flight"), py::arg("num_minibatches"),
-      "Replays the programs of all stages, one number in flight per stage. A dict: ok, error, the most "
-      "that was alive per stage (versions_live_max, activations_live_max) and waiting per boundary "
-      "(activations_queued_max, gradients_queued_max).");
+  bind_options(module);
+  bind_schedules(module);
+  bind_stages(module);
+  bind_versions(module);
+  bind_programs(module);
 }
 
 }  // namespace pipedream

@@ -3,10 +3,16 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
+#include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
+#include "base/failure.h"
 #include "bindings/bindings.h"
+#include "weights/adam.h"
+#include "weights/reductions.h"
 #include "weights/sgd.h"
 #include "weights/weight_layout.h"
 
@@ -32,16 +38,85 @@ std::pair<std::size_t, std::vector<std::size_t>> weight_layout(const std::vector
 }
 
 void* pointer(std::uintptr_t address) {
-  return reinterpret_cast<void*>(address);
-}  // NOLINT(performance-no-int-to-ptr)
+  return reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
+}
 
-void sgd_step(const std::string& dtype, std::int64_t num_elements, std::uintptr_t weight_in,
-              std::uintptr_t weight_out, std::uintptr_t gradient, std::uintptr_t momentum_buffer,
-              bool first_step, double lr, double momentum, double dampening, double weight_decay,
-              bool nesterov, bool maximize) {
+// True for "cuda", false for "host".
+bool on_cuda(const std::string& device) {
+  if (device == "cuda") return true;
+  if (device == "host") return false;
+  throw UserError("device is '" + device + "'; it must be 'host' or 'cuda'");
+}
+
+// Tensors come as one tuple of integers each: elements, then addresses in the order of the struct.
+template <std::size_t kNumFields>
+std::array<std::uintptr_t, kNumFields> fields_of(const py::handle& row) {
+  const auto tuple = py::cast<py::tuple>(row);
+  if (tuple.size() != kNumFields) {
+    throw UserError("a tensor has " + std::to_string(tuple.size()) + " fields; it must have " +
+                    std::to_string(kNumFields));
+  }
+  std::array<std::uintptr_t, kNumFields> fields{};
+  for (std::size_t field = 0; field < kNumFields; ++field)
+    fields[field] = py::cast<std::uintptr_t>(tuple[field]);
+  return fields;
+}
+
+void sgd_step(const py::sequence& tensors, const std::string& dtype, bool first_step, double lr,
+              double momentum, double dampening, double weight_decay, bool nesterov, bool maximize,
+              double gradient_scale, const std::string& device, std::uintptr_t stream, int num_threads) {
   const SgdOptions options{lr, momentum, dampening, weight_decay, nesterov, maximize};
-  sgd_step_host(options, dtype_from_name(dtype), num_elements, pointer(weight_in), pointer(weight_out),
-                pointer(gradient), pointer(momentum_buffer), first_step);
+  check_sgd_options(options);
+  std::vector<SgdTensor> rows;
+  rows.reserve(tensors.size());
+  for (const py::handle row : tensors) {
+    const auto [num_elements, weight_in, weight_out, gradient, momentum_buffer] = fields_of<5>(row);
+    rows.push_back({static_cast<std::int64_t>(num_elements), pointer(weight_in), pointer(weight_out),
+                    pointer(gradient), pointer(momentum_buffer)});
+  }
+  const bool is_cuda = on_cuda(device);
+  const py::gil_scoped_release released;
+  if (is_cuda) {
+    sgd_step_cuda(options, dtype_from_name(dtype), rows, first_step, gradient_scale, stream);
+  } else {
+    sgd_step_host(options, dtype_from_name(dtype), rows, first_step, gradient_scale, num_threads);
+  }
+}
+
+void adam_step(const py::sequence& tensors, const std::string& dtype, std::int64_t step, double lr,
+               double beta1, double beta2, double eps, double weight_decay, bool decoupled_weight_decay,
+               bool amsgrad, bool maximize, double gradient_scale, const std::string& device,
+               std::uintptr_t stream, int num_threads) {
+  const AdamOptions options{lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, amsgrad, maximize};
+  check_adam_options(options);
+  std::vector<AdamTensor> rows;
+  rows.reserve(tensors.size());
+  for (const py::handle row : tensors) {
+    const auto [num_elements, weight_in, weight_out, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq] =
+        fields_of<7>(row);
+    rows.push_back({static_cast<std::int64_t>(num_elements), pointer(weight_in), pointer(weight_out),
+                    pointer(gradient), pointer(exp_avg), pointer(exp_avg_sq), pointer(max_exp_avg_sq)});
+  }
+  const bool is_cuda = on_cuda(device);
+  const py::gil_scoped_release released;
+  if (is_cuda) {
+    adam_step_cuda(options, dtype_from_name(dtype), rows, step, gradient_scale, stream);
+  } else {
+    adam_step_host(options, dtype_from_name(dtype), rows, step, gradient_scale, num_threads);
+  }
+}
+
+double squared_norm(const std::string& dtype, std::int64_t num_elements, std::uintptr_t address,
+                    const std::string& device, std::uintptr_t stream, int num_threads) {
+  if (on_cuda(device))
+    return squared_norm_cuda(dtype_from_name(dtype), num_elements, pointer(address), stream);
+  return squared_norm_host(dtype_from_name(dtype), num_elements, pointer(address), num_threads);
+}
+
+bool all_finite(const std::string& dtype, std::int64_t num_elements, std::uintptr_t address,
+                const std::string& device, std::uintptr_t stream, int num_threads) {
+  if (on_cuda(device)) return all_finite_cuda(dtype_from_name(dtype), num_elements, pointer(address), stream);
+  return all_finite_host(dtype_from_name(dtype), num_elements, pointer(address), num_threads);
 }
 
 }  // namespace
@@ -49,11 +124,25 @@ void sgd_step(const std::string& dtype, std::int64_t num_elements, std::uintptr_
 void bind_weights(py::module_& module) {
   module.def("weight_layout", &weight_layout, py::arg("parameters"),
              "(slot_bytes, offsets) of (name, dtype, num_elements) parameters in a version's flat slot.");
-  module.def("sgd_step", &sgd_step, py::arg("dtype"), py::arg("num_elements"), py::arg("weight_in"),
-             py::arg("weight_out"), py::arg("gradient"), py::arg("momentum_buffer"), py::arg("first_step"),
-             py::arg("lr"), py::arg("momentum"), py::arg("dampening"), py::arg("weight_decay"),
-             py::arg("nesterov"), py::arg("maximize"), py::call_guard<py::gil_scoped_release>(),
-             "One out-of-place SGD step over host memory; addresses as integers.");
+  module.def("sgd_step", &sgd_step, py::arg("tensors"), py::kw_only(), py::arg("dtype"),
+             py::arg("first_step"), py::arg("lr"), py::arg("momentum"), py::arg("dampening"),
+             py::arg("weight_decay"), py::arg("nesterov"), py::arg("maximize"), py::arg("gradient_scale") = 1,
+             py::arg("device") = "host", py::arg("stream") = 0, py::arg("num_threads") = 1,
+             "One out-of-place SGD step. tensors: (num_elements, weight_in, weight_out, gradient,\n"
+             "momentum_buffer) each, addresses as integers.");
+  module.def("adam_step", &adam_step, py::arg("tensors"), py::kw_only(), py::arg("dtype"), py::arg("step"),
+             py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
+             py::arg("decoupled_weight_decay"), py::arg("amsgrad"), py::arg("maximize"),
+             py::arg("gradient_scale") = 1, py::arg("device") = "host", py::arg("stream") = 0,
+             py::arg("num_threads") = 1,
+             "One out-of-place Adam or AdamW step; step is 1 for the first. tensors: (num_elements,\n"
+             "weight_in, weight_out, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq) each.");
+  module.def("squared_norm", &squared_norm, py::arg("dtype"), py::arg("num_elements"), py::arg("address"),
+             py::kw_only(), py::arg("device") = "host", py::arg("stream") = 0, py::arg("num_threads") = 1,
+             py::call_guard<py::gil_scoped_release>(), "The sum of the squares, accumulated in double.");
+  module.def("all_finite", &all_finite, py::arg("dtype"), py::arg("num_elements"), py::arg("address"),
+             py::kw_only(), py::arg("device") = "host", py::arg("stream") = 0, py::arg("num_threads") = 1,
+             py::call_guard<py::gil_scoped_release>(), "False when a value is infinite or NaN.");
 }
 
 }  // namespace pipedream

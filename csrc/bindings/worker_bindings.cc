@@ -73,6 +73,8 @@ struct ItemHolder {
   ReceivedItem item;
 };
 
+using StageNames = std::tuple<std::int64_t, std::string, std::string, std::string, std::string>;
+
 class PyWorker;
 
 // A work item, or an item outside the schedule, as Python sees it.
@@ -111,8 +113,10 @@ class PyWorker {
 
   void add_channel(const std::string& name, bool sends, const std::string& peer, std::uint32_t channel_id,
                    const std::vector<std::tuple<std::string, int, std::size_t>>& tensors,
-                   std::int64_t num_items, std::size_t chunk_bytes, bool on_device) {
-    ChannelSpec spec{name, peer, channel_id, item_spec(tensors), num_items, chunk_bytes, on_device};
+                   std::int64_t num_items, std::int64_t num_microbatches, std::size_t chunk_bytes,
+                   bool on_device) {
+    ChannelSpec spec{name,        peer,     channel_id, item_spec(tensors), num_items, num_microbatches,
+                     chunk_bytes, on_device};
     if (sends) {
       worker_->add_send_channel(spec);
     } else {
@@ -146,11 +150,14 @@ class PyWorker {
     return to_capsule(view, worker_->device().type(), worker_->device().index(), held);
   }
 
-  void start(const std::string& schedule, std::int64_t stage, std::int64_t num_stages, std::int64_t in_flight,
-             const std::string& activations_in, const std::string& activations_out,
-             const std::string& gradients_in, const std::string& gradients_out, std::size_t num_spans_max) {
-    worker_->start({schedule, StageIndex(stage), num_stages, in_flight}, activations_in, activations_out,
-                   gradients_in, gradients_out, num_spans_max);
+  // parts: (stage, activations_in, activations_out, gradients_in, gradients_out)
+  void start(const ScheduleOptions& options, std::int64_t worker, const std::vector<StageNames>& parts,
+             std::size_t num_spans_max) {
+    std::vector<StageChannelNames> named;
+    for (const auto& [stage, activations_in, activations_out, gradients_in, gradients_out] : parts) {
+      named.push_back({StageIndex(stage), activations_in, activations_out, gradients_in, gradients_out});
+    }
+    worker_->start(options, WorkerIndex(worker), named, num_spans_max);
   }
 
   std::unique_ptr<PyItem> next_work() {
@@ -167,8 +174,11 @@ class PyWorker {
   void complete_forward(const py::list& tensors, std::uint64_t tag, std::int64_t compute_ns) {
     worker_->engine().complete_forward(outgoing(tensors, tag), compute_ns);
   }
-  void complete_backward(const py::list& tensors, std::uint64_t tag, std::int64_t compute_ns) {
-    worker_->engine().complete_backward(outgoing(tensors, tag), compute_ns);
+  void complete_recompute(std::int64_t compute_ns) { worker_->engine().complete_recompute(compute_ns); }
+  // The slot whose version nobody reads any more because of this; -1 when there is none.
+  std::int64_t complete_backward(const py::list& tensors, std::uint64_t tag, std::int64_t compute_ns) {
+    const auto freed = worker_->engine().complete_backward(outgoing(tensors, tag), compute_ns);
+    return freed ? freed->value() : -1;
   }
   void complete_update(std::int64_t compute_ns) { worker_->engine().complete_update(compute_ns); }
   void end_of_data() { worker_->engine().end_of_data(); }
@@ -195,16 +205,16 @@ class PyWorker {
     work.minibatch = result.value()->minibatch;
     work.num_minibatches = result.value()->num_minibatches;
     work.kind = result.value()->is_end ? WorkKind::kDone : WorkKind::kForward;
-    const bool on_device = result.value()->use != nullptr;
+    const bool on_device = worker_->receives_on_device(channel);
     work.received = std::move(*result.value());
     auto item = wrap(std::move(work));
     if (!on_device) item->device = DeviceType::kHost;
     return item;
   }
 
-  py::list versions() const {
+  py::list versions(std::int64_t stage) const {
     py::list pairs;
-    for (const VersionsRead& read : worker_->engine().versions()) {
+    for (const VersionsRead& read : worker_->engine().versions(StageIndex(stage))) {
       pairs.append(py::make_tuple(read.forward.value(), read.backward.value()));
     }
     return pairs;
@@ -212,8 +222,9 @@ class PyWorker {
   py::list spans() const {
     py::list rows;
     for (const Span& span : worker_->engine().spans()) {
-      rows.append(py::make_tuple(work_kind_name(span.kind), span.minibatch.value(), span.asked_ns,
-                                 span.ready_ns, span.completed_ns, span.wait_ns, span.compute_ns));
+      rows.append(py::make_tuple(work_kind_name(span.kind), span.stage.value(), span.minibatch.value(),
+                                 span.microbatch.value(), span.asked_ns, span.ready_ns, span.completed_ns,
+                                 span.wait_ns, span.compute_ns));
     }
     return rows;
   }
@@ -282,9 +293,11 @@ class PyWorker {
 namespace {
 
 void bind_item(py::module_& module) {
-  py::class_<PyItem>(module, "WorkItem", "What to do next: FORWARD, BACKWARD, UPDATE or DONE.")
+  py::class_<PyItem>(module, "WorkItem", "What to do next: FORWARD, RECOMPUTE, BACKWARD, UPDATE or DONE.")
       .def_property_readonly("kind", [](const PyItem& item) { return work_kind_name(item.work.kind); })
+      .def_property_readonly("stage", [](const PyItem& item) { return item.work.stage.value(); })
       .def_property_readonly("minibatch", [](const PyItem& item) { return item.work.minibatch.value(); })
+      .def_property_readonly("microbatch", [](const PyItem& item) { return item.work.microbatch.value(); })
       .def_property_readonly("read_slot", [](const PyItem& item) { return item.work.read_slot.value(); })
       .def_property_readonly("write_slot", [](const PyItem& item) { return item.work.write_slot.value(); })
       .def_property_readonly("read_version",
@@ -311,7 +324,8 @@ void bind_worker(py::module_& module) {
            py::arg("compute_stream") = 0, py::arg("force_staging") = false)
       .def("add_channel", &PyWorker::add_channel, py::kw_only(), py::arg("name"), py::arg("sends"),
            py::arg("peer"), py::arg("channel_id"), py::arg("tensors"), py::arg("num_items"),
-           py::arg("chunk_bytes") = std::size_t{512} << 10, py::arg("on_device") = true)
+           py::arg("num_microbatches") = 1, py::arg("chunk_bytes") = std::size_t{512} << 10,
+           py::arg("on_device") = true)
       .def("add_term", &PyWorker::add_term, py::arg("name"), py::arg("slot_bytes"), py::arg("num_slots"))
       .def("seal", &PyWorker::seal, py::call_guard<py::gil_scoped_release>())
       .def("listen", &PyWorker::listen)
@@ -319,13 +333,12 @@ void bind_worker(py::module_& module) {
       .def("wait_open", &PyWorker::wait_open, py::arg("timeout_s"))
       .def("channels_not_open", [](PyWorker& self) { return self.worker().channels_not_open(); })
       .def("hold_slot", &PyWorker::hold_slot, py::arg("term"))
-      .def("start", &PyWorker::start, py::kw_only(), py::arg("schedule"), py::arg("stage"),
-           py::arg("num_stages"), py::arg("in_flight"), py::arg("activations_in") = "",
-           py::arg("activations_out") = "", py::arg("gradients_in") = "", py::arg("gradients_out") = "",
+      .def("start", &PyWorker::start, py::kw_only(), py::arg("options"), py::arg("worker"), py::arg("parts"),
            py::arg("num_spans_max") = 50'000)
       .def("next_work", &PyWorker::next_work, "Blocks; raises RunFailure(kind, message).")
       .def("complete_forward", &PyWorker::complete_forward, py::arg("tensors"), py::arg("tag"),
            py::arg("compute_ns"))
+      .def("complete_recompute", &PyWorker::complete_recompute, py::arg("compute_ns"))
       .def("complete_backward", &PyWorker::complete_backward, py::arg("tensors"), py::arg("tag"),
            py::arg("compute_ns"))
       .def("complete_update", &PyWorker::complete_update, py::arg("compute_ns"))
@@ -334,7 +347,7 @@ void bind_worker(py::module_& module) {
            py::arg("timeout_s") = 1e9)
       .def("send_end", &PyWorker::send_end, py::arg("channel"))
       .def("receive_item", &PyWorker::receive_item, py::arg("channel"), py::arg("timeout_s") = 1e9)
-      .def("versions", &PyWorker::versions)
+      .def("versions", &PyWorker::versions, py::arg("stage"))
       .def("spans", &PyWorker::spans)
       .def("totals", &PyWorker::totals)
       .def("memory", &PyWorker::memory)
@@ -361,6 +374,8 @@ void bind_worker(py::module_& module) {
       },
       py::arg("address"), py::arg("num_bytes"), py::arg("seed") = 0, py::call_guard<py::gil_scoped_release>(),
       "64-bit fingerprint of bytes in host memory.");
+  module.def("poisons_released_slots", &poison_by_default,
+             "Whether memory is filled with NaN when nobody may read it any more ($PIPEDREAM_POISON).");
   module.def("die_with_parent", &die_with_parent);
   module.def("keep_freed_memory", &keep_freed_memory);
   module.def("cuda_available", &cuda_available);

@@ -6,10 +6,19 @@
 
 namespace pipedream {
 
+// The staging buffer goes first: a slot that is free has one. After the slot has gone, all of this belongs to
+// the next item.
+void ReceivedSlot::drop() {
+  if (num_holders.fetch_sub(1) != 1) return;
+  Lease released = std::move(slot);
+  staging.release();
+  released.release();
+}
+
 ReceivedItem::~ReceivedItem() {
-  if (use && staged) {
-    use->compute_stream->record(*use->last_read.at(static_cast<std::size_t>(staged->slot.slot().value())));
-  }
+  if (!held) return;
+  if (held->compute_stream != nullptr) held->compute_stream->record(*held->last_read);
+  held->drop();
 }
 
 ReceivedItem& ReceivedItem::operator=(ReceivedItem&& other) noexcept {
@@ -25,19 +34,21 @@ ReceiveChannel::ReceiveChannel(ChannelOptions options, Transport& transport, Wak
     : options_(std::move(options)),
       transport_(transport),
       wakeup_(wakeup),
-      device_(device),
       slots_(slots),
       staging_(staging),
+      received_slots_(
+          std::make_shared<std::vector<ReceivedSlot>>(static_cast<std::size_t>(slots.term().num_slots))),
       copy_stream_(staging != nullptr ? device.make_stream() : nullptr),
-      credit_return_(std::make_shared<CreditReturn>()) {
+      credit_return_(std::make_shared<CreditReturn>()),
+      inbox_(received_slots_->size() + 1) {
   PD_CHECK(slots.term().slot_bytes >= options_.spec.slot_bytes(), options_.name);
   PD_CHECK(staging == nullptr || staging->term().num_slots >= slots.term().num_slots, options_.name);
   PD_CHECK(compute_stream == nullptr || staging != nullptr, options_.name);  // who computes apart is staged
-  if (compute_stream != nullptr) {
-    use_ = std::make_shared<SlotUse>();
-    use_->compute_stream = compute_stream;
-    for (std::int64_t slot = 0; slot < slots.term().num_slots; ++slot)
-      use_->last_read.push_back(device.make_event());
+  for (ReceivedSlot& received : *received_slots_) {
+    received.tensors.reserve(options_.spec.num_tensors());
+    if (staging != nullptr) received.ready = device.make_event();
+    received.compute_stream = compute_stream;
+    if (compute_stream != nullptr) received.last_read = device.make_event();
   }
   credit_return_->channel = this;
   slots_.on_release([credit_return = credit_return_] {
@@ -46,7 +57,11 @@ ReceiveChannel::ReceiveChannel(ChannelOptions options, Transport& transport, Wak
   });
 }
 
-ReceiveChannel::~ReceiveChannel() { detach(); }
+// Copies of half an item may still be enqueued: they write into slots that go back to the pool now.
+ReceiveChannel::~ReceiveChannel() {
+  detach();
+  if (copy_stream_) copy_stream_->synchronize();
+}
 
 void ReceiveChannel::detach() {
   const std::lock_guard lock(credit_return_->mutex);
@@ -55,8 +70,7 @@ void ReceiveChannel::detach() {
 
 bool ReceiveChannel::try_take(ReceivedItem& item) {
   if (inbox_.empty()) return false;
-  item = std::move(inbox_.front());
-  inbox_.pop_front();
+  item = inbox_.take_front();
   return true;
 }
 
@@ -110,9 +124,11 @@ std::optional<std::string> ReceiveChannel::misplaced(const FrameHeader& header) 
            std::to_string(options_.spec.num_tensors());
   }
   const MinibatchId minibatch = current_ ? current_->minibatch : next_minibatch_;
-  if (header.minibatch != minibatch || header.microbatch != MicrobatchIndex(0)) {
-    return "minibatch " + std::to_string(header.minibatch.value()) + " where " +
-           std::to_string(minibatch.value()) + " is due";
+  const MicrobatchIndex microbatch = current_ ? current_->microbatch : next_microbatch_;
+  if (header.minibatch != minibatch || header.microbatch != microbatch) {
+    return "minibatch " + std::to_string(header.minibatch.value()) + " microbatch " +
+           std::to_string(header.microbatch.value()) + " where " + std::to_string(minibatch.value()) +
+           " microbatch " + std::to_string(microbatch.value()) + " is due";
   }
   if (header.tensor_index != tensor_index_ || header.chunk_offset != tensor_offset_) {
     return "tensor " + std::to_string(header.tensor_index) + " from byte " +
@@ -120,7 +136,7 @@ std::optional<std::string> ReceiveChannel::misplaced(const FrameHeader& header) 
            " from byte " + std::to_string(tensor_offset_) + " is due";
   }
   const bool first_chunk = tensor_offset_ == 0;
-  if (!first_chunk && current_->tensors.back().shape != header.shape)
+  if (!first_chunk && current_->held->tensors.back().shape != header.shape)
     return "a shape that changes between chunks";
   if (header.payload_bytes == 0 && header.tensor_bytes != 0) return "an empty chunk";
   return std::nullopt;
@@ -129,36 +145,33 @@ std::optional<std::string> ReceiveChannel::misplaced(const FrameHeader& header) 
 std::optional<Failure> ReceiveChannel::begin_item(const FrameHeader& header) {
   auto slot = slots_.try_lease();
   if (!slot) return broken("an item without a credit");
+  ReceivedSlot& received = received_slots_->at(static_cast<std::size_t>(slot->slot().value()));
+  received.num_holders = 1;
+  received.slot = std::move(*slot);
+  received.tensors.clear();
+  if (staging_ != nullptr) received.staging = staging_->lease();
+  if (received.last_read) copy_stream_->wait(*received.last_read);
   ReceivedItem& item = current_.emplace();
   item.minibatch = header.minibatch;
   item.microbatch = header.microbatch;
   item.tag = header.tag;
-  item.tensors.reserve(options_.spec.num_tensors());
-  if (staging_ == nullptr) {
-    item.slot = std::move(*slot);
-    return std::nullopt;
-  }
-  item.staged = std::make_shared<StagedLease>(StagedLease{std::move(*slot), staging_->lease()});
-  if (use_) {
-    item.use = use_;
-    copy_stream_->wait(*use_->last_read.at(static_cast<std::size_t>(item.staged->slot.slot().value())));
-  }
+  item.held = std::shared_ptr<ReceivedSlot>(received_slots_, &received);
   return std::nullopt;
 }
 
 void ReceiveChannel::land(const FrameHeader& header, std::span<const std::byte> payload) {
-  ReceivedItem& item = *current_;
+  ReceivedSlot& received = *current_->held;
   const std::size_t tensor_at = options_.spec.offset_bytes(tensor_index_);
-  std::byte* const tensor = (item.staged ? item.staged->slot : item.slot).data() + tensor_at;
+  std::byte* const tensor = received.slot.data() + tensor_at;
   if (tensor_offset_ == 0) {
-    item.tensors.push_back(TensorView{header.dtype, header.num_dims, header.shape, tensor});
+    received.tensors.push_back(TensorView{header.dtype, header.num_dims, header.shape, tensor});
   }
   if (!payload.empty()) {
     std::byte* slot = tensor + tensor_offset_;
     if (staging_ == nullptr) {
       std::memcpy(slot, payload.data(), payload.size());
     } else {
-      std::byte* staged = item.staged->staging.data() + tensor_at + tensor_offset_;
+      std::byte* staged = received.staging.data() + tensor_at + tensor_offset_;
       std::memcpy(staged, payload.data(), payload.size());
       copy_stream_->copy(slot, staged, payload.size());
     }
@@ -168,11 +181,23 @@ void ReceiveChannel::land(const FrameHeader& header, std::span<const std::byte> 
   tensor_offset_ = 0;
   if (++tensor_index_ < header.num_tensors) return;
   tensor_index_ = 0;
-  next_minibatch_ = item.minibatch.next();
+  finish_item();
+}
+
+void ReceiveChannel::finish_item() {
+  ReceivedItem& item = *current_;
+  next_microbatch_ = item.microbatch.next();
+  if (next_microbatch_.value() == options_.num_microbatches) {
+    next_microbatch_ = MicrobatchIndex(0);
+    next_minibatch_ = item.minibatch.next();
+  }
+  ReceivedSlot& received = *item.held;
+  item.tensors = TensorList(received.tensors);
   if (copy_stream_) {
-    item.ready = device_.make_event();
-    copy_stream_->record(*item.ready);
-    copy_stream_->call([staged = item.staged] {});  // dropped when the copies before it are done
+    copy_stream_->record(*received.ready);
+    item.ready = received.ready.get();
+    ++received.num_holders;
+    copy_stream_->call([&received] { received.drop(); });  // when the copies before it are done
   }
   deliver(std::move(item));
   current_.reset();
@@ -183,7 +208,7 @@ void ReceiveChannel::deliver(ReceivedItem item) {
 }
 
 std::optional<Failure> ReceiveChannel::on_end(const FrameHeader& header) {
-  if (ended_ || current_ || header.minibatch != next_minibatch_) {
+  if (ended_ || current_ || header.minibatch != next_minibatch_ || next_microbatch_.value() != 0) {
     return broken("an end after " + std::to_string(header.minibatch.value()) + " minibatches where " +
                   std::to_string(next_minibatch_.value()) + " have come");
   }

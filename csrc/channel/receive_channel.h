@@ -8,21 +8,24 @@
 //                    5 last chunk: item into the inbox, event after its copies ---> 6 try_take()
 //   credit <-------- 8 <-------------------------------------------------------- 7 the lease dies
 //
-// A sender holds one credit per free slot, so the bytes in flight are bounded by the plan. Threads: as
-// drawn; the inbox is guarded by the Wakeup's mutex.
+// A sender holds one credit per free slot, so the bytes in flight are bounded by the plan. What an item needs
+// besides is kept per slot, so that to receive one allocates nothing. Threads: as drawn; the inbox is guarded
+// by the Wakeup's mutex.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "base/check.h"
 #include "base/ids.h"
+#include "base/ring_buffer.h"
 #include "channel/send_channel.h"
 #include "channel/tensor.h"
 #include "channel/wakeup.h"
@@ -32,20 +35,34 @@
 
 namespace pipedream {
 
-// On an asynchronous device a slot may be dropped while kernels that read it are still enqueued: the next
-// copy into it waits for the event that its last reader recorded. One event a slot; shared with the items,
-// which may outlive the channel.
-struct SlotUse {
+// What the channel keeps for the item in one slot, from its first chunk to its last holder. A staged item has
+// two: the item and, until its copies are done, the copy stream, as an item may be dropped before the device
+// has copied it. Shared with the items, which may outlive the channel.
+struct ReceivedSlot {
+  void drop();  // by a holder, once each; any thread
+
+  std::atomic<int> num_holders{0};
+  Lease slot;
+  Lease staging;                    // invalid when it was not staged
+  std::vector<TensorView> tensors;  // with room for all
+  std::unique_ptr<Event> ready;     // recorded after the copies; null when nothing is staged
+
+  // On an asynchronous device a slot may be dropped while kernels that read it are still enqueued: the next
+  // copy into it waits for the event that its last reader recorded. Both null when the device is the host.
   Stream* compute_stream = nullptr;  // outlives the items
-  std::vector<std::unique_ptr<Event>> last_read;
+  std::unique_ptr<Event> last_read;
 };
 
-// A staged item's slot and staging buffer. The copy stream holds them beside the item, until its copies are
-// done: an item may be dropped before the device has copied it. The staging buffer goes first: a slot that
-// is free has one.
-struct StagedLease {
-  Lease slot;
-  Lease staging;
+// A view of an item's tensors.
+class TensorList : public std::span<const TensorView> {
+ public:
+  TensorList() = default;
+  explicit TensorList(const std::vector<TensorView>& tensors) : span(tensors) {}
+
+  [[nodiscard]] const TensorView& at(std::size_t index) const {
+    PD_CHECK(index < size(), "tensor " << index << " of " << size());
+    return (*this)[index];
+  }
 };
 
 // A work item's tensors in leased slots. They are valid while the item lives.
@@ -62,11 +79,9 @@ struct ReceivedItem {
   MinibatchId minibatch;
   MicrobatchIndex microbatch;
   std::uint64_t tag = 0;
-  std::vector<TensorView> tensors;
-  Lease slot;                           // invalid when it was staged
-  std::shared_ptr<StagedLease> staged;  // null when nothing was staged
-  std::shared_ptr<SlotUse> use;         // null when the device is the host
-  std::unique_ptr<Event> ready;  // null when the bytes are there; else wait for it on the compute stream
+  TensorList tensors;
+  const Event* ready = nullptr;  // null when the bytes are there; else wait for it on the compute stream
+  std::shared_ptr<ReceivedSlot> held;  // what the above lies in; null for the end
 };
 
 class ReceiveChannel final : public LinkHandler {
@@ -116,6 +131,7 @@ class ReceiveChannel final : public LinkHandler {
   [[nodiscard]] std::optional<std::string> misplaced(const FrameHeader& header) const;
   [[nodiscard]] Failure broken(const std::string& what) const;
   void land(const FrameHeader& header, std::span<const std::byte> payload);
+  void finish_item();
   void deliver(ReceivedItem item);
   void slot_released();
   void return_credits();
@@ -123,18 +139,17 @@ class ReceiveChannel final : public LinkHandler {
   const ChannelOptions options_;
   Transport& transport_;
   Wakeup& wakeup_;
-  Device& device_;
   SlotGroup& slots_;
   SlotGroup* const staging_;
-  std::unique_ptr<Stream> copy_stream_;  // null when nothing is staged
-  std::shared_ptr<SlotUse> use_;         // null when the device is the host
-  std::atomic<Link*> link_{nullptr};     // set by attach() or on_open(), whichever comes first
+  const std::shared_ptr<std::vector<ReceivedSlot>> received_slots_;  // by slot index
+  std::unique_ptr<Stream> copy_stream_;                              // null when nothing is staged
+  std::atomic<Link*> link_{nullptr};  // set by attach() or on_open(), whichever comes first
   std::atomic<bool> open_{false};
   std::atomic<std::uint64_t> num_credits_owed_{0};
   std::shared_ptr<CreditReturn> credit_return_;
 
   // Guarded by wakeup_'s mutex.
-  std::deque<ReceivedItem> inbox_;
+  RingBuffer<ReceivedItem> inbox_;  // an item a slot, and the end
   bool closed_ = false;
 
   // Transport thread: the item being received.
@@ -142,6 +157,7 @@ class ReceiveChannel final : public LinkHandler {
   std::size_t tensor_index_ = 0;   // being received
   std::size_t tensor_offset_ = 0;  // bytes of it that are here
   MinibatchId next_minibatch_;
+  MicrobatchIndex next_microbatch_;
   bool ended_ = false;
 };
 

@@ -21,7 +21,9 @@ SendChannel::SendChannel(ChannelOptions options, Transport& transport, Wakeup& w
       transport_(transport),
       wakeup_(wakeup),
       staging_(staging),
-      copy_stream_(staging != nullptr ? device.make_stream() : nullptr) {
+      copy_stream_(staging != nullptr ? device.make_stream() : nullptr),
+      queued_(options_.num_items_max + kNumSpareItems),
+      started_(options_.num_items_max + kNumSpareItems) {
   PD_CHECK(options_.chunk_bytes > 0 && options_.chunk_bytes <= kChunkBytesMax, options_.chunk_bytes);
   PD_CHECK(options_.num_items_max > 0, options_.name);
   const std::size_t num_items = options_.num_items_max + kNumSpareItems;
@@ -292,31 +294,36 @@ void SendChannel::on_closed(Link& link) {
 }
 
 bool SendChannel::has_unsent_tensors() {
-  const auto has_tensors = [](const Item* item) { return !item->is_end; };
   const std::lock_guard lock(mutex_);
-  return std::any_of(started_.begin(), started_.end(), has_tensors) ||
-         std::any_of(queued_.begin(), queued_.end(), has_tensors);
+  return has_tensors(started_) || has_tensors(queued_);
+}
+
+bool SendChannel::has_tensors(RingBuffer<Item*>& items) {
+  for (std::size_t index = 0; index < items.size(); ++index) {
+    if (!items[index]->is_end) return true;
+  }
+  return false;
+}
+
+SendChannel::Item* SendChannel::take_queued() {
+  const std::lock_guard lock(mutex_);
+  return queued_.empty() ? nullptr : queued_.take_front();
 }
 
 // Frames that were handed to the link are released by it; the rest here.
 void SendChannel::fail_queued() {
-  std::deque<Item*> unsent;
-  {
-    const std::lock_guard lock(mutex_);
-    unsent.swap(queued_);
-  }
-  for (Item* item : unsent) release(*item);
-  for (Item* item : started_) {
-    if (item->is_end) {
-      release(*item);
+  while (Item* item = take_queued()) release(*item);
+  while (!started_.empty()) {
+    Item& item = *started_.take_front();
+    if (item.is_end) {
+      release(item);
       continue;
     }
-    const std::size_t num_never_framed = item->num_chunks - item->num_chunks_framed;
+    const std::size_t num_never_framed = item.num_chunks - item.num_chunks_framed;
     if (num_never_framed == 0) continue;
-    item->num_chunks_framed = item->num_chunks;
-    if (item->num_chunks_left.fetch_sub(num_never_framed) == num_never_framed) release(*item);
+    item.num_chunks_framed = item.num_chunks;
+    if (item.num_chunks_left.fetch_sub(num_never_framed) == num_never_framed) release(item);
   }
-  started_.clear();
 }
 
 }  // namespace pipedream

@@ -9,13 +9,12 @@
 //
 // Threads: send(), send_end() and collect_released() on the compute thread; the rest on the transport
 // thread. Which member belongs to whom is said below. Bound: num_items_max items that are not released, and
-// kNumSpareItems.
+// kNumSpareItems. All of them are made with the channel: to send an item allocates nothing.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -24,6 +23,7 @@
 #include <vector>
 
 #include "base/ids.h"
+#include "base/ring_buffer.h"
 #include "channel/tensor.h"
 #include "channel/wakeup.h"
 #include "device/device.h"
@@ -37,6 +37,7 @@ struct ChannelOptions {
   ItemSpec spec;
   std::size_t chunk_bytes = std::size_t{512} << 10;
   std::size_t num_items_max = 16;
+  std::int64_t num_microbatches = 1;  // of every minibatch: items come in the order of both
 };
 
 class SendChannel final : public LinkHandler {
@@ -111,7 +112,9 @@ class SendChannel final : public LinkHandler {
   void chunk_sent(Item& item);
   void release(Item& item);
   void fail_queued();
+  [[nodiscard]] Item* take_queued();  // null when there is none
   [[nodiscard]] bool has_unsent_tensors();
+  [[nodiscard]] static bool has_tensors(RingBuffer<Item*>& items);
 
   const ChannelOptions options_;
   Transport& transport_;
@@ -126,14 +129,14 @@ class SendChannel final : public LinkHandler {
 
   std::mutex mutex_;  // guards the three below
   std::vector<Item*> free_items_;
-  std::deque<Item*> queued_;
+  RingBuffer<Item*> queued_;
   std::vector<std::shared_ptr<void>> released_;
 
   std::vector<std::unique_ptr<Item>> items_;      // fixed after construction
   std::vector<std::shared_ptr<void>> collected_;  // compute thread
 
   // Transport thread.
-  std::deque<Item*> started_;
+  RingBuffer<Item*> started_;
   std::uint64_t num_credits_ = 0;
   bool failed_ = false;
   bool peer_left_ = false;  // it said BYE: what is sent from now on would vanish

@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string_view>
 #include <utility>
 
 #include "base/bytes.h"
@@ -14,6 +16,10 @@ namespace pipedream {
 namespace {
 
 constexpr std::array<MemoryKind, 2> kKinds = {MemoryKind::kDevice, MemoryKind::kStaging};
+
+#ifndef PD_POISON_BY_DEFAULT
+#error "csrc/pool/CMakeLists.txt defines PD_POISON_BY_DEFAULT as 0 or 1"
+#endif
 
 const char* kind_name(MemoryKind kind) { return kind == MemoryKind::kDevice ? "device" : "staging"; }
 
@@ -31,6 +37,15 @@ std::size_t stride_of(const PoolTerm& term) {
 }
 
 }  // namespace
+
+bool poison_by_default() {
+  const char* const text = std::getenv("PIPEDREAM_POISON");
+  if (text == nullptr) return PD_POISON_BY_DEFAULT != 0;
+  const std::string_view value = text;
+  if (value == "1" || value == "0") return value == "1";
+  throw UserError("PIPEDREAM_POISON is '" + std::string(value) +
+                  "'; set it to 1 (fill released memory with 0xFF) or 0 (leave it)");
+}
 
 // --- Lease -------------------------------------------------------------------------------------------
 
@@ -126,12 +141,21 @@ TermReport SlotGroup::report() const {
           term_.num_slots, planned_bytes(), static_cast<std::size_t>(num_leased_max_) * stride_bytes_};
 }
 
-void SlotGroup::place(std::byte* base) {
+void SlotGroup::place(std::byte* base, bool poison) {
   base_ = base;
   placed_ = true;
+  poison_ = poison && term_.poison && term_.slot_bytes > 0;
+  if (!poison_) return;
+  for (std::int64_t slot = 0; slot < term_.num_slots; ++slot) fill_with_poison(slot);
+}
+
+void SlotGroup::fill_with_poison(std::int64_t slot) {
+  std::memset(base_ + static_cast<std::size_t>(slot) * stride_bytes_, std::to_integer<int>(kPoisonByte),
+              term_.slot_bytes);
 }
 
 void SlotGroup::give_back(SlotIndex slot) {
+  if (poison_) fill_with_poison(slot.value());  // before it is free: then it is the next one's
   {
     const std::lock_guard lock(mutex_);
     free_slots_.push_back(slot.value());
@@ -145,7 +169,7 @@ std::size_t SlotGroup::planned_bytes() const {
 
 // --- Pool --------------------------------------------------------------------------------------------
 
-Pool::Pool(Device& device) : device_(device) {}
+Pool::Pool(Device& device, bool poison) : device_(device), poison_(poison) {}
 
 Pool::~Pool() = default;
 
@@ -177,10 +201,11 @@ void Pool::allocate_kind(MemoryKind kind) {
   const std::size_t sum_bytes = planned_bytes(kind);
   std::byte* next = nullptr;  // stays null when no slot of this kind has any bytes
   if (sum_bytes > 0) next = allocations_.emplace_back(device_.allocate(sum_bytes, kind))->data();
+  const bool cpu_can_write = kind == MemoryKind::kStaging || device_.device_memory_is_host_memory();
   std::size_t num_placed_bytes = 0;
   for (SlotGroup& group : groups_) {
     if (group.term().kind != kind) continue;
-    group.place(next);
+    group.place(next, poison_ && cpu_can_write);
     if (next != nullptr) next += group.planned_bytes();
     num_placed_bytes += group.planned_bytes();
   }

@@ -3,6 +3,11 @@
 //
 // Leasing is O(1) and allocates nothing. Any thread may lease and release; a mutex per group guards its
 // free list. A Lease must not outlive the Pool.
+//
+// Poison: every slot that nobody has leased is filled with kPoisonByte, from the seal on, so that what is
+// read before it was written or after it was released shows: NaN in every float type, -1 in the integers. In
+// memory that the CPU can write; device memory of another device is left alone (a fill would need a stream,
+// and the order of that stream and the readers').
 #pragma once
 
 #include <cstddef>
@@ -26,7 +31,16 @@ struct PoolTerm {
   std::size_t slot_bytes = 0;  // 0 is allowed: a stage without parameters still counts its versions
   std::int64_t num_slots = 0;
   MemoryKind kind = MemoryKind::kDevice;
+  // False: never poisoned. For a user that reads what it did not write (device.h says what that is), and for
+  // slots that enqueued work still reads after their release.
+  bool poison = true;
 };
+
+inline constexpr std::byte kPoisonByte{0xFF};
+
+// $PIPEDREAM_POISON, 1 or 0; without it on in debug builds (CMAKE_BUILD_TYPE=Debug) and off in others. Throws
+// UserError for another value.
+[[nodiscard]] bool poison_by_default();
 
 class SlotGroup;
 
@@ -88,7 +102,8 @@ class SlotGroup {
  private:
   friend class Lease;
   friend class Pool;
-  void place(std::byte* base);  // at seal, before any lease
+  void place(std::byte* base, bool poison);  // at seal, before any lease
+  void fill_with_poison(std::int64_t slot);
   void give_back(SlotIndex slot);
   [[nodiscard]] std::size_t planned_bytes() const;
 
@@ -96,6 +111,7 @@ class SlotGroup {
   const std::size_t stride_bytes_;
   std::byte* base_;
   bool placed_;
+  bool poison_ = false;
   std::function<void()> on_release_;
   mutable std::mutex mutex_;              // guards the two below
   std::vector<std::int64_t> free_slots_;  // a stack with room for all: push and pop allocate nothing
@@ -106,7 +122,8 @@ inline constexpr std::size_t kSlotAlignment = 256;
 
 class Pool {
  public:
-  explicit Pool(Device& device);  // the device outlives the pool
+  // The device outlives the pool.
+  explicit Pool(Device& device, bool poison = poison_by_default());
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
   ~Pool();
@@ -128,6 +145,7 @@ class Pool {
   void allocate_kind(MemoryKind kind);
 
   Device& device_;
+  const bool poison_;
   bool sealed_ = false;
   std::vector<std::unique_ptr<Memory>> allocations_;  // before the groups: they go first
   std::deque<SlotGroup> groups_;                      // a deque never moves them

@@ -1,16 +1,87 @@
-// Text of an instruction. Pure; any thread.
+// Text of an instruction, and back. Pure; any thread.
 #include "schedule/instruction.h"
 
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <cstdint>
 #include <sstream>
+#include <system_error>
 
 #include "base/check.h"
+#include "base/failure.h"
 
 namespace pipedream {
+namespace {
+
+constexpr std::array<Opcode, 4> kOpcodes = {Opcode::kForward, Opcode::kRecompute, Opcode::kBackward,
+                                            Opcode::kUpdate};
+constexpr std::string_view kBlanks = " \t\r\n\v\f";
+
+// Takes an instruction's text apart, word by word.
+class Reader {
+ public:
+  explicit Reader(std::string_view text) : text_(text), rest_(text) {}
+
+  Opcode read_opcode() {
+    const std::string_view word = next_word();
+    for (const Opcode opcode : kOpcodes) {
+      if (word == opcode_name(opcode)) return opcode;
+    }
+    fail(found(word) + " where FORWARD, RECOMPUTE, BACKWARD or UPDATE is expected");
+  }
+
+  void read_word(std::string_view expected) {
+    const std::string_view word = next_word();
+    if (word != expected) fail(found(word) + " where \"" + std::string(expected) + "\" is expected");
+  }
+
+  // "minibatch 3"
+  std::int64_t read_number(std::string_view name) {
+    read_word(name);
+    const std::string_view word = next_word();
+    std::int64_t number = 0;
+    const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), number);
+    if (error == std::errc::result_out_of_range) fail(found(word) + " is too large a number");
+    if (error != std::errc() || end != word.data() + word.size() || number < 0) {
+      fail(found(word) + " where the number of the " + std::string(name) + ", 0 or more, is expected");
+    }
+    return number;
+  }
+
+  void read_end() {
+    const std::string_view word = next_word();
+    if (!word.empty()) fail(found(word) + " where the end is expected");
+  }
+
+ private:
+  std::string_view next_word() {
+    rest_.remove_prefix(std::min(rest_.find_first_not_of(kBlanks), rest_.size()));
+    const std::string_view word = rest_.substr(0, rest_.find_first_of(kBlanks));
+    rest_.remove_prefix(word.size());
+    return word;
+  }
+
+  static std::string found(std::string_view word) {
+    return word.empty() ? "the text ends" : "\"" + std::string(word) + "\"";
+  }
+
+  [[noreturn]] void fail(const std::string& why) const {
+    throw UserError("\"" + std::string(text_) + "\" is not an instruction: " + why);
+  }
+
+  std::string_view text_;
+  std::string_view rest_;
+};
+
+}  // namespace
 
 const char* opcode_name(Opcode opcode) {
   switch (opcode) {
     case Opcode::kForward:
       return "FORWARD";
+    case Opcode::kRecompute:
+      return "RECOMPUTE";
     case Opcode::kBackward:
       return "BACKWARD";
     case Opcode::kUpdate:
@@ -20,11 +91,27 @@ const char* opcode_name(Opcode opcode) {
 }
 
 std::string to_string(const Instruction& instruction) {
+  const bool is_update = instruction.opcode == Opcode::kUpdate;
   std::ostringstream text;
-  text << opcode_name(instruction.opcode) << " minibatch " << instruction.minibatch.value() << " microbatch "
-       << instruction.microbatch.value() << (instruction.opcode == Opcode::kUpdate ? " writes" : " reads")
-       << " version " << instruction.version.value();
+  text << opcode_name(instruction.opcode) << " stage " << instruction.stage.value() << " minibatch "
+       << instruction.minibatch.value();
+  if (!is_update) text << " microbatch " << instruction.microbatch.value();
+  text << (is_update ? " writes" : " reads") << " version " << instruction.version.value();
   return text.str();
+}
+
+Instruction parse_instruction(std::string_view text) {
+  Reader reader(text);
+  Instruction instruction;
+  instruction.opcode = reader.read_opcode();
+  const bool is_update = instruction.opcode == Opcode::kUpdate;
+  instruction.stage = StageIndex(reader.read_number("stage"));
+  instruction.minibatch = MinibatchId(reader.read_number("minibatch"));
+  if (!is_update) instruction.microbatch = MicrobatchIndex(reader.read_number("microbatch"));
+  reader.read_word(is_update ? "writes" : "reads");
+  instruction.version = WeightVersion(reader.read_number("version"));
+  reader.read_end();
+  return instruction;
 }
 
 }  // namespace pipedream

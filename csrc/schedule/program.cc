@@ -1,9 +1,11 @@
-// 1F1B with weight stashing, as a pure function of position. See program.h for the picture.
+// Every schedule as a window over an order of microbatches, and a delay of weight versions. See program.h
+// for the table that the switches below spell out.
 #include "schedule/program.h"
 
 #include <algorithm>
 #include <array>
 #include <sstream>
+#include <utility>
 
 #include "base/check.h"
 #include "base/failure.h"
@@ -11,66 +13,356 @@
 namespace pipedream {
 namespace {
 
-constexpr std::array<std::string_view, 9> kKnownSchedules = {
-    "pipedream", "vertical_sync",  "2bw",           "flush",      "gpipe",
-    "naive",     "model_parallel", "data_parallel", "interleaved"};
-constexpr std::string_view kBuiltSchedule = "pipedream";
+enum class Kind { kPipedream, kVerticalSync, kNaive, k2bw, kFlush, kGpipe, kModelParallel, kInterleaved };
+
+constexpr std::array<std::pair<Kind, std::string_view>, 8> kKinds = {{
+    {Kind::kPipedream, "pipedream"},
+    {Kind::kVerticalSync, "vertical_sync"},
+    {Kind::kNaive, "naive"},
+    {Kind::k2bw, "2bw"},
+    {Kind::kFlush, "flush"},
+    {Kind::kGpipe, "gpipe"},
+    {Kind::kModelParallel, "model_parallel"},
+    {Kind::kInterleaved, "interleaved"},
+}};
+constexpr std::string_view kNotBuilt = "data_parallel";
 
 // Far above any cluster; keeps n_s r_s, at most twice the sum of the r_s, inside 64 bits.
 constexpr std::int64_t kNumReplicasMax = std::int64_t{1} << 30;
 
-void check_schedule(std::string_view schedule) {
-  if (schedule == kBuiltSchedule) return;
+std::optional<Kind> find_kind(std::string_view schedule) {
+  for (const auto& [kind, name] : kKinds) {
+    if (name == schedule) return kind;
+  }
+  return std::nullopt;
+}
+
+Kind kind_of(const ScheduleOptions& options) {
+  const std::optional<Kind> kind = find_kind(options.schedule);
+  PD_CHECK(kind.has_value(), options.schedule);
+  return *kind;
+}
+
+// What check_schedule_options is made of.
+
+void check_schedule(const std::string& schedule) {
+  if (find_kind(schedule)) return;
   std::ostringstream message;
-  if (std::find(kKnownSchedules.begin(), kKnownSchedules.end(), schedule) != kKnownSchedules.end()) {
-    message << "schedule \"" << schedule << "\" is not built yet; use one that is: \"" << kBuiltSchedule
-            << "\"";
-    throw UserError(message.str());
+  if (schedule == kNotBuilt) {
+    message << "schedule \"" << schedule << "\" is not built yet; use one that is:";
+  } else {
+    message << "unknown schedule \"" << schedule << "\"; known are:";
   }
-  message << "unknown schedule \"" << schedule << "\"; known are";
-  for (const std::string_view known : kKnownSchedules) {
-    message << (known == kKnownSchedules.front() ? " \"" : ", \"") << known << "\"";
-  }
+  for (const auto& [kind, name] : kKinds)
+    message << (kind == kKinds.front().first ? " \"" : ", \"") << name << '"';
   throw UserError(message.str());
 }
 
-// Newest version at the forward of this minibatch in 1F1B: in_flight - 1 minibatches are still under way.
-WeightVersion stashed_version(std::int64_t in_flight, MinibatchId minibatch) {
-  return WeightVersion(std::max<std::int64_t>(0, minibatch.value() - in_flight + 1));
+void check_counts(const ScheduleOptions& options) {
+  if (options.in_flight.empty()) {
+    throw UserError("in_flight is empty; it has one number per stage, and at least one stage");
+  }
+  for (std::size_t stage = 0; stage < options.in_flight.size(); ++stage) {
+    if (options.in_flight[stage] >= 1 && options.in_flight[stage] <= kInFlightMax) continue;
+    throw UserError("in_flight is " + std::to_string(options.in_flight[stage]) + " at stage " +
+                    std::to_string(stage) + "; it must be at least 1 and at most " +
+                    std::to_string(kInFlightMax));
+  }
+  if (options.num_microbatches < 1 || options.num_microbatches > kNumMicrobatchesMax) {
+    throw UserError("num_microbatches is " + std::to_string(options.num_microbatches) +
+                    "; it must be at least 1 and at most " + std::to_string(kNumMicrobatchesMax));
+  }
+}
+
+void check_length(const char* name, std::size_t length, const ScheduleOptions& options) {
+  if (length == 0 || length == options.in_flight.size()) return;
+  throw UserError(std::string(name) + " has " + std::to_string(length) + " entries for " +
+                  std::to_string(options.in_flight.size()) + " stages; give one per stage, or none");
+}
+
+void check_2bw(const ScheduleOptions& options) {
+  for (std::size_t stage = 0; stage < options.in_flight.size(); ++stage) {
+    if (options.num_microbatches >= options.in_flight[stage]) continue;
+    throw UserError("num_microbatches is " + std::to_string(options.num_microbatches) + " with in_flight " +
+                    std::to_string(options.in_flight[stage]) + " at stage " + std::to_string(stage) +
+                    "; schedule \"2bw\" keeps two versions, so it needs at least as many microbatches");
+  }
+}
+
+// "worker_of_stage is 2 at stage 1; it must be 0: " and why.
+[[noreturn]] void refuse_placement(std::size_t stage, std::int64_t worker, std::int64_t expected,
+                                   const std::string& why) {
+  throw UserError("worker_of_stage is " + std::to_string(worker) + " at stage " + std::to_string(stage) +
+                  "; it must be " + std::to_string(expected) + ": " + why);
+}
+
+void check_one_stage_per_worker(const ScheduleOptions& options) {
+  const std::vector<std::int64_t>& worker_of_stage = options.worker_of_stage;
+  for (std::size_t stage = 0; stage < worker_of_stage.size(); ++stage) {
+    const std::int64_t worker = worker_of_stage[stage];
+    if (worker == static_cast<std::int64_t>(stage)) continue;
+    const bool is_shared = std::count(worker_of_stage.begin(), worker_of_stage.end(), worker) > 1;
+    refuse_placement(stage, worker, static_cast<std::int64_t>(stage),
+                     is_shared ? "only schedule \"interleaved\" runs several stages at a worker"
+                               : "stage s lies at worker s");
+  }
+}
+
+void check_interleaved(const ScheduleOptions& options) {
+  const auto stages = static_cast<std::int64_t>(options.in_flight.size());
+  const std::vector<std::int64_t>& worker_of_stage = options.worker_of_stage;
+  if (worker_of_stage.empty()) return;  // one stage per worker
+  const std::int64_t highest = *std::max_element(worker_of_stage.begin(), worker_of_stage.end());
+  const std::int64_t workers = std::clamp<std::int64_t>(highest, 0, stages - 1) + 1;
+  for (std::size_t stage = 0; stage < worker_of_stage.size(); ++stage) {
+    const std::int64_t expected = static_cast<std::int64_t>(stage) % workers;
+    if (worker_of_stage[stage] == expected) continue;
+    refuse_placement(stage, worker_of_stage[stage], expected,
+                     "schedule \"interleaved\" has stage s at worker s mod " + std::to_string(workers));
+  }
+  if (workers == 1 && stages > 1) {
+    throw UserError("worker_of_stage puts all " + std::to_string(stages) +
+                    " stages at one worker; schedule \"interleaved\" needs at least 2 workers");
+  }
+  if (stages % workers != 0) {
+    throw UserError("worker_of_stage spreads " + std::to_string(stages) + " stages over " +
+                    std::to_string(workers) +
+                    " workers; schedule \"interleaved\" needs as many stages at every worker");
+  }
+}
+
+// Everything below expects checked options.
+
+std::int64_t count_workers(const ScheduleOptions& options) {
+  if (options.worker_of_stage.empty()) return static_cast<std::int64_t>(options.in_flight.size());
+  return *std::max_element(options.worker_of_stage.begin(), options.worker_of_stage.end()) + 1;
+}
+
+void check_stage(const ScheduleOptions& options, StageIndex stage) {
+  check_schedule_options(options);
+  const auto stages = static_cast<std::int64_t>(options.in_flight.size());
+  if (stage.value() >= 0 && stage.value() < stages) return;
+  throw UserError("stage " + std::to_string(stage.value()) + " is outside the plan of " +
+                  std::to_string(stages) + " stages, which are counted from 0");
+}
+
+void check_worker(const ScheduleOptions& options, WorkerIndex worker) {
+  check_schedule_options(options);
+  const std::int64_t workers = count_workers(options);
+  if (worker.value() >= 0 && worker.value() < workers) return;
+  throw UserError("worker " + std::to_string(worker.value()) + " is outside the plan of " +
+                  std::to_string(workers) + " workers, which are counted from 0");
 }
 
 void check_minibatch(MinibatchId minibatch) {
-  if (minibatch.value() >= 0) return;
-  throw UserError("minibatch " + std::to_string(minibatch.value()) + " is negative; they are counted from 0");
+  if (minibatch.value() >= 0 && minibatch.value() < kNumMinibatchesMax) return;
+  throw UserError("minibatch " + std::to_string(minibatch.value()) + " is not between 0 and " +
+                  std::to_string(kNumMinibatchesMax - 1));
+}
+
+void check_microbatch(const ScheduleOptions& options, MicrobatchIndex microbatch) {
+  if (microbatch.value() >= 0 && microbatch.value() < options.num_microbatches) return;
+  throw UserError("microbatch " + std::to_string(microbatch.value()) + " is not one of the " +
+                  std::to_string(options.num_microbatches) + " of a minibatch, which are counted from 0");
+}
+
+std::int64_t in_flight_at(const ScheduleOptions& options, StageIndex stage) {
+  return options.in_flight[static_cast<std::size_t>(stage.value())];
+}
+
+bool drains(Kind kind) {
+  switch (kind) {
+    case Kind::kPipedream:
+    case Kind::kVerticalSync:
+    case Kind::kNaive:
+    case Kind::k2bw:
+      return false;
+    case Kind::kFlush:
+    case Kind::kGpipe:
+    case Kind::kModelParallel:
+    case Kind::kInterleaved:
+      return true;
+  }
+  PD_CHECK(false, "kind " << static_cast<int>(kind));
+}
+
+// Minibatch i reads version max(0, i - delay) in its forward.
+std::int64_t forward_delay(const ScheduleOptions& options, StageIndex stage) {
+  switch (kind_of(options)) {
+    case Kind::kPipedream:
+    case Kind::kNaive:
+      return in_flight_at(options, stage) - 1;
+    case Kind::kVerticalSync:
+      return options.in_flight.front() - 1;
+    case Kind::k2bw:
+      return 1;
+    case Kind::kFlush:
+    case Kind::kGpipe:
+    case Kind::kModelParallel:
+    case Kind::kInterleaved:
+      return 0;
+  }
+  PD_CHECK(false, options.schedule);
+}
+
+std::int64_t backward_delay(const ScheduleOptions& options, StageIndex stage) {
+  return kind_of(options) == Kind::kNaive ? 0 : forward_delay(options, stage);
+}
+
+std::int64_t tied_delay(const ScheduleOptions& options) { return forward_delay(options, StageIndex(0)); }
+
+WeightVersion delayed_version(MinibatchId minibatch, std::int64_t delay) {
+  return WeightVersion(std::max<std::int64_t>(0, minibatch.value() - delay));
+}
+
+MicrobatchOrder order_of(const ScheduleOptions& options) {
+  const std::int64_t workers = count_workers(options);
+  const std::int64_t num_chunks = static_cast<std::int64_t>(options.in_flight.size()) / workers;
+  return {options.num_microbatches, num_chunks, num_chunks == 1 ? 1 : workers};
+}
+
+// The most positions of the order that are forwarded and not yet backwarded at the worker.
+std::int64_t window_of(const ScheduleOptions& options, WorkerIndex worker) {
+  const StageIndex first_stage(worker.value());
+  const std::int64_t num_microbatches = options.num_microbatches;
+  const std::int64_t in_flight = in_flight_at(options, first_stage);
+  const std::int64_t num_downstream = count_workers(options) - worker.value() - 1;
+  switch (kind_of(options)) {
+    case Kind::kPipedream:
+    case Kind::kVerticalSync:
+    case Kind::kNaive:
+      return (in_flight - 1) * num_microbatches + 1;
+    case Kind::k2bw:
+      return in_flight;
+    case Kind::kFlush:
+      return std::min(num_microbatches, in_flight);
+    case Kind::kGpipe:
+      return num_microbatches;
+    case Kind::kModelParallel:
+      return 1;
+    case Kind::kInterleaved: {
+      const MicrobatchOrder order = order_of(options);
+      if (order.num_chunks == 1) return std::min(num_microbatches, num_downstream + 1);
+      return 2 * num_downstream + (order.num_chunks - 1) * order.group_size + 1;
+    }
+  }
+  PD_CHECK(false, options.schedule);
+}
+
+// The most of one stage among what the worker's window holds.
+std::int64_t count_in_flight_at_chunk(const ScheduleOptions& options, StageIndex stage) {
+  ProgramCursor cursor(options, WorkerIndex(stage.value() % count_workers(options)));
+  cursor.set_num_minibatches(1);
+  std::int64_t num_in_flight = 0;
+  std::int64_t num_in_flight_max = 0;
+  for (auto instruction = cursor.current(); instruction; instruction = cursor.current()) {
+    if (instruction->stage == stage && instruction->opcode == Opcode::kForward) ++num_in_flight;
+    if (instruction->stage == stage && instruction->opcode == Opcode::kBackward) --num_in_flight;
+    num_in_flight_max = std::max(num_in_flight_max, num_in_flight);
+    cursor.advance();
+  }
+  return num_in_flight_max;
 }
 
 }  // namespace
 
-void check_program_options(const ProgramOptions& options) {
+void check_schedule_options(const ScheduleOptions& options) {
   check_schedule(options.schedule);
-  if (options.in_flight < 1) {
-    throw UserError("in_flight is " + std::to_string(options.in_flight) + " at stage " +
-                    std::to_string(options.stage.value()) + "; it must be at least 1");
-  }
-  if (options.stage.value() < 0 || options.stage.value() >= options.num_stages) {
-    throw UserError("stage " + std::to_string(options.stage.value()) + " is outside the plan of " +
-                    std::to_string(options.num_stages) + " stages, which are counted from 0");
+  check_counts(options);
+  check_length("worker_of_stage", options.worker_of_stage.size(), options);
+  check_length("recompute", options.recompute.size(), options);
+  if (kind_of(options) == Kind::k2bw) check_2bw(options);
+  if (kind_of(options) == Kind::kInterleaved) {
+    check_interleaved(options);
+  } else {
+    check_one_stage_per_worker(options);
   }
 }
 
-std::int64_t num_versions_kept(const ProgramOptions& options) {
-  check_program_options(options);
-  return options.in_flight;
+void check_num_minibatches(std::int64_t num_minibatches) {
+  if (num_minibatches >= 0 && num_minibatches <= kNumMinibatchesMax) return;
+  throw UserError("num_minibatches is " + std::to_string(num_minibatches) + "; it must be between 0 and " +
+                  std::to_string(kNumMinibatchesMax));
 }
 
-WeightVersion forward_version(const ProgramOptions& options, MinibatchId minibatch) {
-  check_program_options(options);
+const std::vector<std::string>& schedule_names() {
+  static const std::vector<std::string> names = [] {
+    std::vector<std::string> made;
+    for (const auto& [kind, name] : kKinds) made.emplace_back(name);
+    made.emplace_back(kNotBuilt);
+    return made;
+  }();
+  return names;
+}
+
+std::int64_t num_stages(const ScheduleOptions& options) {
+  check_schedule_options(options);
+  return static_cast<std::int64_t>(options.in_flight.size());
+}
+
+std::int64_t num_workers(const ScheduleOptions& options) {
+  check_schedule_options(options);
+  return count_workers(options);
+}
+
+WorkerIndex worker_of(const ScheduleOptions& options, StageIndex stage) {
+  check_stage(options, stage);
+  return WorkerIndex(stage.value() % count_workers(options));
+}
+
+std::vector<StageIndex> stages_of(const ScheduleOptions& options, WorkerIndex worker) {
+  check_worker(options, worker);
+  std::vector<StageIndex> stages;
+  const auto end = static_cast<std::int64_t>(options.in_flight.size());
+  for (std::int64_t stage = worker.value(); stage < end; stage += count_workers(options)) {
+    stages.emplace_back(stage);
+  }
+  return stages;
+}
+
+bool drains_every_minibatch(const ScheduleOptions& options) {
+  check_schedule_options(options);
+  return drains(kind_of(options));
+}
+
+bool stashes_versions(const ScheduleOptions& options) {
+  check_schedule_options(options);
+  return kind_of(options) != Kind::kNaive;
+}
+
+std::int64_t num_versions_kept(const ScheduleOptions& options, StageIndex stage) {
+  check_stage(options, stage);
+  // From the version that the next backward reads to the newest.
+  return backward_delay(options, stage) + 1;
+}
+
+WeightVersion forward_version(const ScheduleOptions& options, StageIndex stage, MinibatchId minibatch) {
+  check_stage(options, stage);
   check_minibatch(minibatch);
-  return stashed_version(options.in_flight, minibatch);
+  return delayed_version(minibatch, forward_delay(options, stage));
 }
 
-WeightVersion backward_version(const ProgramOptions& options, MinibatchId minibatch) {
-  return forward_version(options, minibatch);  // stashing: the backward reads what its forward read
+WeightVersion backward_version(const ScheduleOptions& options, StageIndex stage, MinibatchId minibatch) {
+  check_stage(options, stage);
+  check_minibatch(minibatch);
+  return delayed_version(minibatch, backward_delay(options, stage));
+}
+
+WeightVersion tied_version(const ScheduleOptions& options, MinibatchId minibatch) {
+  check_schedule_options(options);
+  check_minibatch(minibatch);
+  return delayed_version(minibatch, tied_delay(options));
+}
+
+std::int64_t num_tied_versions_kept(const ScheduleOptions& options) {
+  check_schedule_options(options);
+  return tied_delay(options) + 1;
+}
+
+std::int64_t num_microbatches_in_flight(const ScheduleOptions& options, StageIndex stage) {
+  check_stage(options, stage);
+  if (order_of(options).num_chunks == 1) return window_of(options, WorkerIndex(stage.value()));
+  return count_in_flight_at_chunk(options, stage);
 }
 
 std::vector<std::int64_t> derive_in_flight(const std::vector<std::int64_t>& num_replicas) {
@@ -100,73 +392,144 @@ const char* phase_name(Phase phase) {
   PD_CHECK(false, "phase " << static_cast<int>(phase));
 }
 
-Phase phase_of(const ProgramOptions& options, const Instruction& instruction,
+Phase phase_of(const ScheduleOptions& options, const Instruction& instruction,
                std::optional<std::int64_t> num_minibatches) {
-  const std::int64_t minibatch = instruction.minibatch.value();
+  const WorkerIndex worker = worker_of(options, instruction.stage);
+  check_minibatch(instruction.minibatch);
+  check_microbatch(options, instruction.microbatch);
+  const MicrobatchOrder order = order_of(options);
+  const std::int64_t num_warm_up = window_of(options, worker) - 1;
+  const MicrobatchOrder::Item item{instruction.stage.value() / count_workers(options),
+                                   instruction.microbatch.value()};
+  // A schedule that drains starts anew in every minibatch, the others go on counting.
+  const bool starts_anew = drains(kind_of(options));
+  const std::int64_t num_before = starts_anew ? 0 : instruction.minibatch.value() * order.num_positions();
   if (instruction.opcode == Opcode::kForward) {
-    return minibatch < options.in_flight - 1 ? Phase::kWarmUp : Phase::kSteady;
+    return num_before + order.forward_position(item) < num_warm_up ? Phase::kWarmUp : Phase::kSteady;
   }
-  // The body pairs this backward with the forward of the minibatch that takes its place, if there is one.
-  const bool is_paired = !num_minibatches || minibatch < *num_minibatches - (options.in_flight - 1);
+  // The body pairs this backward with the forward that takes its place in the window, if there is one.
+  const std::int64_t position =
+      instruction.opcode == Opcode::kUpdate ? order.last_position() : order.backward_position(item);
+  const std::int64_t partner = num_before + position + num_warm_up;
+  const bool is_paired = starts_anew ? partner <= order.last_position()
+                                     : !num_minibatches || partner / order.num_positions() < *num_minibatches;
   return is_paired ? Phase::kSteady : Phase::kCoolDown;
 }
 
-ProgramCursor::ProgramCursor(ProgramOptions options) : options_(std::move(options)) {
-  check_program_options(options_);
+ProgramCursor::ProgramCursor(ScheduleOptions options, WorkerIndex worker)
+    : options_(std::move(options)), worker_(worker) {
+  check_worker(options_, worker_);
+  const StageIndex first_stage(worker_.value());
+  order_ = order_of(options_);
+  num_workers_ = count_workers(options_);
+  window_ = window_of(options_, worker_);
+  drains_ = drains(kind_of(options_));
+  forward_delay_ = forward_delay(options_, first_stage);
+  backward_delay_ = backward_delay(options_, first_stage);
 }
 
 std::optional<Instruction> ProgramCursor::current() const {
-  const MinibatchId oldest(num_updated_);
-  if (backward_done_)
-    return Instruction{Opcode::kUpdate, oldest, MicrobatchIndex(0), WeightVersion(num_updated_ + 1)};
-
-  const bool has_room = num_forwarded_ - num_updated_ < options_.in_flight;
-  const bool has_more = !num_minibatches_ || num_forwarded_ < *num_minibatches_;
-  if (has_room && has_more) {
-    const MinibatchId newest(num_forwarded_);
-    return Instruction{Opcode::kForward, newest, MicrobatchIndex(0),
-                       stashed_version(options_.in_flight, newest)};
-  }
-  if (num_updated_ < num_forwarded_) {
-    return Instruction{Opcode::kBackward, oldest, MicrobatchIndex(0),
-                       stashed_version(options_.in_flight, oldest)};
-  }
+  if (is_update_due()) return update();
+  if (may_forward()) return forward();
+  if (num_backwarded_ < num_forwarded_) return recompute_or_backward();
   return std::nullopt;
 }
 
 void ProgramCursor::advance() {
   const std::optional<Instruction> instruction = current();
-  PD_CHECK(instruction.has_value(), "stage " << options_.stage.value()
-                                             << ": the program is over after minibatch " << num_updated_ - 1);
+  PD_CHECK(instruction.has_value(),
+           "worker " << worker_.value() << ": the program is over after " << num_updates_ << " updates");
   switch (instruction->opcode) {
     case Opcode::kForward:
       ++num_forwarded_;
       break;
+    case Opcode::kRecompute:
+      recomputed_ = true;
+      break;
     case Opcode::kBackward:
-      backward_done_ = true;
+      recomputed_ = false;
+      ++num_backwarded_;
       break;
     case Opcode::kUpdate:
-      backward_done_ = false;
-      ++num_updated_;
+      ++num_updates_;
       break;
   }
+  pass_over_absent();
 }
 
 void ProgramCursor::set_num_minibatches(std::int64_t num_minibatches) {
-  PD_CHECK(!num_minibatches_.has_value(), "stage " << options_.stage.value()
-                                                   << ": num_minibatches was already set to "
-                                                   << *num_minibatches_ << ", now " << num_minibatches);
-  PD_CHECK(num_minibatches >= num_forwarded_, "stage " << options_.stage.value() << ": num_minibatches "
-                                                       << num_minibatches << " is below the "
-                                                       << num_forwarded_ << " already forwarded");
+  const std::int64_t num_positions = order_.num_positions();
+  const std::int64_t num_started = (num_forwarded_ + num_positions - 1) / num_positions;
+  PD_CHECK(!num_minibatches_.has_value(), "worker " << worker_.value()
+                                                    << ": num_minibatches was already set to "
+                                                    << *num_minibatches_ << ", now " << num_minibatches);
+  PD_CHECK(num_minibatches >= num_started, "worker " << worker_.value() << ": num_minibatches "
+                                                     << num_minibatches << " is below the " << num_started
+                                                     << " already forwarded");
   num_minibatches_ = num_minibatches;
 }
 
-std::vector<Instruction> make_program(const ProgramOptions& options, std::int64_t num_minibatches) {
-  if (num_minibatches < 0) {
-    throw UserError("num_minibatches is " + std::to_string(num_minibatches) + "; it must be 0 or more");
+bool ProgramCursor::is_update_due() const {
+  const std::int64_t minibatch = num_updates_ / order_.num_chunks;
+  return num_backwarded_ >= (minibatch + 1) * order_.num_positions();
+}
+
+bool ProgramCursor::may_forward() const {
+  const std::int64_t minibatch = num_forwarded_ / order_.num_positions();
+  if (num_forwarded_ - num_backwarded_ >= window_) return false;
+  if (num_minibatches_ && minibatch >= *num_minibatches_) return false;
+  return !drains_ || minibatch == num_updates_ / order_.num_chunks;
+}
+
+Instruction ProgramCursor::update() const {
+  const MinibatchId minibatch(num_updates_ / order_.num_chunks);
+  return {Opcode::kUpdate, stage_of(num_updates_ % order_.num_chunks), minibatch, MicrobatchIndex(0),
+          WeightVersion(minibatch.value() + 1)};
+}
+
+Instruction ProgramCursor::forward() const {
+  const MinibatchId minibatch(num_forwarded_ / order_.num_positions());
+  const MicrobatchOrder::Item item = order_.forward_at(num_forwarded_ % order_.num_positions());
+  return {Opcode::kForward, stage_of(item.chunk), minibatch, MicrobatchIndex(item.microbatch),
+          delayed_version(minibatch, forward_delay_)};
+}
+
+Instruction ProgramCursor::recompute_or_backward() const {
+  const MinibatchId minibatch(num_backwarded_ / order_.num_positions());
+  const MicrobatchOrder::Item item = order_.backward_at(num_backwarded_ % order_.num_positions());
+  const StageIndex stage = stage_of(item.chunk);
+  const bool recompute_first = must_recompute(stage) && !recomputed_;
+  return {recompute_first ? Opcode::kRecompute : Opcode::kBackward, stage, minibatch,
+          MicrobatchIndex(item.microbatch), delayed_version(minibatch, backward_delay_)};
+}
+
+StageIndex ProgramCursor::stage_of(std::int64_t chunk) const {
+  return StageIndex(worker_.value() + chunk * num_workers_);
+}
+
+bool ProgramCursor::must_recompute(StageIndex stage) const {
+  return !options_.recompute.empty() && options_.recompute[static_cast<std::size_t>(stage.value())];
+}
+
+// Bounded by the positions of a minibatch: its first forward, and its update, always exist.
+void ProgramCursor::pass_over_absent() {
+  const std::int64_t num_positions = order_.num_positions();
+  while (!is_update_due()) {
+    if (may_forward()) {
+      if (order_.exists(order_.forward_at(num_forwarded_ % num_positions))) return;
+      ++num_forwarded_;
+    } else {
+      if (num_backwarded_ == num_forwarded_) return;
+      if (order_.exists(order_.backward_at(num_backwarded_ % num_positions))) return;
+      ++num_backwarded_;
+    }
   }
-  ProgramCursor cursor(options);
+}
+
+std::vector<Instruction> make_program(const ScheduleOptions& options, WorkerIndex worker,
+                                      std::int64_t num_minibatches) {
+  check_num_minibatches(num_minibatches);
+  ProgramCursor cursor(options, worker);
   cursor.set_num_minibatches(num_minibatches);
   std::vector<Instruction> instructions;
   for (auto instruction = cursor.current(); instruction; instruction = cursor.current()) {

@@ -1,4 +1,4 @@
-// Replays the programs of all stages in memory and proves, for the given lists, that there is no
+// Replays the programs of all workers in memory and proves, for the given lists, that there is no
 // deadlock, every read sees the version that the rule names, no more versions live than are kept, and
 // every boundary buffer is bounded. Pure; any thread.
 #pragma once
@@ -12,24 +12,24 @@
 
 namespace pipedream {
 
-struct StageProgram {
-  ProgramOptions options;
-  std::vector<Instruction> instructions;
-};
-
 struct ReplayReport {
   bool ok = true;
-  std::string error;  // names stage, position and instruction at fault; empty when ok
+  std::string error;  // names worker, position and instruction at fault; empty when ok
   // Per stage: the most that was alive at once. Versions: the newest, those still read, and during an
   // update the one that is being written, except in place.
   std::vector<std::int64_t> versions_live_max;
-  std::vector<std::int64_t> activations_live_max;  // forwarded, not yet backwarded
-  // Per boundary between stage s and s + 1: the most that can wait there, however the stages' speeds
-  // interleave.
+  std::vector<std::int64_t> activations_live_max;  // microbatches forwarded, not yet backwarded
+  // Per boundary between stage s and s + 1: the most microbatches that can wait there, however the workers'
+  // speeds interleave.
   std::vector<std::int64_t> activations_queued_max;
   std::vector<std::int64_t> gradients_queued_max;
 };
 
-[[nodiscard]] ReplayReport replay(const std::vector<StageProgram>& programs, std::int64_t num_minibatches);
+// programs: one list per worker. Any list may be given; the report says whether it is one that trains
+// num_minibatches minibatches as the options say, in an order that may differ from make_program's. Within a
+// stage forwards, and backwards, must go in the order of (minibatch, microbatch).
+[[nodiscard]] ReplayReport replay(const ScheduleOptions& options,
+                                  const std::vector<std::vector<Instruction>>& programs,
+                                  std::int64_t num_minibatches);
 
 }  // namespace pipedream

@@ -7,10 +7,14 @@ namespace pipedream {
 
 namespace {
 
+constexpr std::size_t kNumMinibatchesReserved = std::size_t{1} << 16;  // beyond, the record grows by doubling
+
 WorkKind work_kind_of(Opcode opcode) {
   switch (opcode) {
     case Opcode::kForward:
       return WorkKind::kForward;
+    case Opcode::kRecompute:
+      return WorkKind::kRecompute;
     case Opcode::kBackward:
       return WorkKind::kBackward;
     case Opcode::kUpdate:
@@ -25,6 +29,8 @@ const char* work_kind_name(WorkKind kind) {
   switch (kind) {
     case WorkKind::kForward:
       return "FORWARD";
+    case WorkKind::kRecompute:
+      return "RECOMPUTE";
     case WorkKind::kBackward:
       return "BACKWARD";
     case WorkKind::kUpdate:
@@ -35,20 +41,50 @@ const char* work_kind_name(WorkKind kind) {
   PD_CHECK(false, "work kind " << static_cast<int>(kind));
 }
 
-StageEngine::StageEngine(const ProgramOptions& options, VersionSlots& slots, StageChannels channels,
-                         Wakeup& wakeup, std::size_t num_spans_max)
-    : cursor_(options), slots_(slots), channels_(channels), wakeup_(wakeup), num_spans_max_(num_spans_max) {
+StageEngine::StageEngine(const ScheduleOptions& options, WorkerIndex worker,
+                         const std::vector<StagePart>& parts, Wakeup& wakeup, std::size_t num_spans_max)
+    : cursor_(options, worker),
+      stashes_(stashes_versions(options)),
+      wakeup_(wakeup),
+      num_spans_max_(num_spans_max) {
   PD_CHECK(num_spans_max > 0, num_spans_max);
-  PD_CHECK(slots.num_slots() == num_versions_kept(options),
-           slots.num_slots() << " slots for " << num_versions_kept(options) << " versions");
+  const std::vector<StageIndex> stages = stages_of(options, worker);
+  PD_CHECK(parts.size() == stages.size(),
+           parts.size() << " stages given for worker " << worker.value() << " of " << stages.size());
+  for (std::size_t part = 0; part < parts.size(); ++part) {
+    const StagePart& given = parts[part];
+    PD_CHECK(given.stage == stages[part], "stage " << given.stage.value() << " at worker " << worker.value());
+    PD_CHECK(given.slots->num_slots() == num_versions_kept(options, given.stage),
+             given.slots->num_slots()
+                 << " slots for " << num_versions_kept(options, given.stage) << " versions");
+    parts_.push_back({given, {}});
+    parts_.back().versions.reserve(kNumMinibatchesReserved);
+    for (SendChannel* channel : {given.channels.activations_out, given.channels.gradients_out}) {
+      if (channel != nullptr) senders_.push_back(channel);
+    }
+  }
   spans_.reserve(num_spans_max);
+}
+
+StageEngine::Part& StageEngine::part_of(StageIndex stage) {
+  for (Part& part : parts_) {
+    if (part.stage_part.stage == stage) return part;
+  }
+  PD_CHECK(false, "stage " << stage.value() << " is not at worker " << cursor_.worker().value());
+}
+
+// NOLINTNEXTLINE(cppcoreguidelines-pro-type-const-cast): one search for both
+const StageEngine::Part& StageEngine::part_of(StageIndex stage) const {
+  return const_cast<StageEngine*>(this)->part_of(stage);
+}
+
+const std::vector<VersionsRead>& StageEngine::versions(StageIndex stage) const {
+  return part_of(stage).versions;
 }
 
 Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
   PD_CHECK(!handed_out_, "not completed: " << to_string(doing_));
-  for (SendChannel* channel : {channels_.activations_out, channels_.gradients_out}) {
-    if (channel != nullptr) channel->collect_released();
-  }
+  for (SendChannel* channel : senders_) channel->collect_released();
   if (asked_ns_ == 0) asked_ns_ = now_ns();
   if (started_ns_ == 0) started_ns_ = asked_ns_;
 
@@ -82,11 +118,13 @@ Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
 }
 
 ReceiveChannel* StageEngine::source_of(const Instruction& instruction) const {
+  const StageChannels& channels = part_of(instruction.stage).stage_part.channels;
   switch (instruction.opcode) {
     case Opcode::kForward:
-      return channels_.activations_in;
+      return channels.activations_in;
     case Opcode::kBackward:
-      return channels_.gradients_in;
+      return channels.gradients_in;
+    case Opcode::kRecompute:
     case Opcode::kUpdate:
       return nullptr;
   }
@@ -121,27 +159,35 @@ Result<bool> StageEngine::receive(ReceiveChannel& channel, Deadline deadline, Re
 }
 
 WorkItem StageEngine::hand_out(const Instruction& instruction, std::optional<ReceivedItem> received) {
+  Part& part = part_of(instruction.stage);
+  VersionSlots& slots = *part.stage_part.slots;
   WorkItem work;
   work.kind = work_kind_of(instruction.opcode);
+  work.stage = instruction.stage;
   work.minibatch = instruction.minibatch;
   work.microbatch = instruction.microbatch;
   work.received = std::move(received);
+  work.read_version = instruction.version;
   switch (instruction.opcode) {
     case Opcode::kForward:
-      work.read_version = instruction.version;
-      work.read_slot = slots_.acquire(instruction.version);
-      versions_.push_back({instruction.version, instruction.version});
+      // Without stashing the version is not kept for the backward: the update writes over it.
+      work.read_slot = stashes_ ? slots.acquire(instruction.version) : slots.slot_of(instruction.version);
+      if (instruction.microbatch.value() == 0)
+        part.versions.push_back({instruction.version, instruction.version});
+      break;
+    case Opcode::kRecompute:
+      work.read_slot = slots.slot_of(instruction.version);
       break;
     case Opcode::kBackward:
-      work.read_version = instruction.version;
-      work.read_slot = slots_.slot_of(instruction.version);
-      versions_.at(static_cast<std::size_t>(instruction.minibatch.value())).backward = instruction.version;
+      work.read_slot = slots.slot_of(instruction.version);
+      part.versions.at(static_cast<std::size_t>(instruction.minibatch.value())).backward =
+          instruction.version;
       break;
     case Opcode::kUpdate:
-      work.read_version = slots_.newest();
-      work.read_slot = slots_.slot_of(slots_.newest());
-      work.write_version = slots_.newest().next();
-      work.write_slot = slots_.begin_update();
+      work.read_version = slots.newest();
+      work.read_slot = slots.slot_of(slots.newest());
+      work.write_version = slots.newest().next();
+      work.write_slot = slots.begin_update();
       PD_CHECK(work.write_version == instruction.version, to_string(instruction));
       break;
   }
@@ -151,46 +197,70 @@ WorkItem StageEngine::hand_out(const Instruction& instruction, std::optional<Rec
 }
 
 void StageEngine::complete_forward(Outgoing outgoing, std::int64_t compute_ns) {
-  if (channels_.activations_out != nullptr) {
-    channels_.activations_out->send(doing_.minibatch, doing_.microbatch, outgoing.tag, outgoing.tensors,
-                                    std::move(outgoing.ready), std::move(outgoing.keep_alive));
+  if (SendChannel* channel = part_of(doing_.stage).stage_part.channels.activations_out) {
+    channel->send(doing_.minibatch, doing_.microbatch, outgoing.tag, outgoing.tensors,
+                  std::move(outgoing.ready), std::move(outgoing.keep_alive));
   }
   complete(WorkKind::kForward, compute_ns);
 }
 
-void StageEngine::complete_backward(Outgoing outgoing, std::int64_t compute_ns) {
-  if (channels_.gradients_out != nullptr) {
-    channels_.gradients_out->send(doing_.minibatch, doing_.microbatch, outgoing.tag, outgoing.tensors,
-                                  std::move(outgoing.ready), std::move(outgoing.keep_alive));
+void StageEngine::complete_recompute(std::int64_t compute_ns) { complete(WorkKind::kRecompute, compute_ns); }
+
+std::optional<SlotIndex> StageEngine::complete_backward(Outgoing outgoing, std::int64_t compute_ns) {
+  if (SendChannel* channel = part_of(doing_.stage).stage_part.channels.gradients_out) {
+    channel->send(doing_.minibatch, doing_.microbatch, outgoing.tag, outgoing.tensors,
+                  std::move(outgoing.ready), std::move(outgoing.keep_alive));
   }
-  slots_.release(doing_.version);
+  const std::optional<SlotIndex> freed = release_version();
   complete(WorkKind::kBackward, compute_ns);
+  return freed;
+}
+
+// Of the backward that is being done.
+std::optional<SlotIndex> StageEngine::release_version() {
+  if (!stashes_) return std::nullopt;
+  const Part& part = part_of(doing_.stage);
+  VersionSlots& slots = *part.stage_part.slots;
+  slots.release(doing_.version);
+  const MinibatchId next_minibatch(static_cast<std::int64_t>(part.versions.size()));
+  // The newest is read by the update that follows.
+  const bool is_read_later =
+      doing_.version == slots.newest() ||
+      doing_.version >= forward_version(cursor_.options(), doing_.stage, next_minibatch);
+  if (is_read_later || slots.num_readers(doing_.version) > 0) return std::nullopt;
+  return slots.slot_of(doing_.version);
 }
 
 void StageEngine::complete_update(std::int64_t compute_ns) {
-  slots_.publish(slots_.begin_update());
+  VersionSlots& slots = *part_of(doing_.stage).stage_part.slots;
+  slots.publish(slots.begin_update());
   complete(WorkKind::kUpdate, compute_ns);
 }
 
 void StageEngine::end_of_data() {
-  PD_CHECK(handed_out_ && doing_.opcode == Opcode::kForward && channels_.activations_in == nullptr,
+  Part& part = part_of(doing_.stage);
+  PD_CHECK(handed_out_ && doing_.opcode == Opcode::kForward && doing_.microbatch.value() == 0 &&
+               part.stage_part.channels.activations_in == nullptr,
            to_string(doing_));
-  slots_.release(doing_.version);
-  versions_.pop_back();
+  if (stashes_) part.stage_part.slots->release(doing_.version);
+  part.versions.pop_back();
   handed_out_ = false;
   learn_num_minibatches(doing_.minibatch.value());
 }
 
 void StageEngine::learn_num_minibatches(std::int64_t num_minibatches) {
   cursor_.set_num_minibatches(num_minibatches);
-  if (channels_.activations_out != nullptr) channels_.activations_out->send_end(num_minibatches);
+  for (const Part& part : parts_) {
+    if (SendChannel* channel = part.stage_part.channels.activations_out) channel->send_end(num_minibatches);
+  }
 }
 
 void StageEngine::complete(WorkKind kind, std::int64_t compute_ns) {
   PD_CHECK(handed_out_ && work_kind_of(doing_.opcode) == kind,
            work_kind_name(kind) << " completed while doing " << to_string(doing_));
   const std::int64_t completed_ns = now_ns();
-  const Span span{kind, doing_.minibatch, asked_ns_, ready_ns_, completed_ns, wait_ns_, compute_ns};
+  const Span span{kind,      doing_.stage, doing_.minibatch, doing_.microbatch, asked_ns_,
+                  ready_ns_, completed_ns, wait_ns_,         compute_ns};
   if (spans_.size() < num_spans_max_) {
     spans_.push_back(span);
   } else {
@@ -216,7 +286,7 @@ std::vector<Span> StageEngine::spans() const {
 }
 
 std::string StageEngine::position() const {
-  return "stage " + std::to_string(cursor_.options().stage.value()) + " at minibatch " +
+  return "stage " + std::to_string(doing_.stage.value()) + " at minibatch " +
          std::to_string(doing_.minibatch.value()) + " (" + opcode_name(doing_.opcode) + ")";
 }
 

@@ -2,11 +2,13 @@
 // next work assignment" (PipeDream report, section 4). Knows schedules, versions and channels; knows
 // nothing about models, so that any framework can do the computing.
 //
-//   next_work() -> FORWARD  minibatch 3, read slot 0, input tensors     compute, complete_forward(outputs)
-//   next_work() -> BACKWARD minibatch 1, read slot 1, gradient tensors  compute, complete_backward(gradients)
-//   next_work() -> UPDATE   minibatch 1, read slot 1, write slot 2      step,    complete_update()
-//   next_work() -> DONE     there were num_minibatches
+//   next_work() -> FORWARD   minibatch 3, read slot 0, input tensors     compute, complete_forward(outputs)
+//   next_work() -> RECOMPUTE minibatch 1, read slot 1                    compute, complete_recompute()
+//   next_work() -> BACKWARD  minibatch 1, read slot 1, gradient tensors  compute,
+//   complete_backward(gradients) next_work() -> UPDATE    minibatch 1, read slot 1, write slot 2      step,
+//   complete_update() next_work() -> DONE      there were num_minibatches
 //
+// A worker has one stage, or several with an interleaved schedule; each item names its stage.
 // Owned by the compute thread; every call is on it.
 #pragma once
 
@@ -28,12 +30,13 @@
 
 namespace pipedream {
 
-enum class WorkKind { kForward, kBackward, kUpdate, kDone };
+enum class WorkKind { kForward, kRecompute, kBackward, kUpdate, kDone };
 
-[[nodiscard]] const char* work_kind_name(WorkKind kind);  // "FORWARD", "BACKWARD", "UPDATE", "DONE"
+[[nodiscard]] const char* work_kind_name(WorkKind kind);  // "FORWARD", "RECOMPUTE", ...
 
 struct WorkItem {
   WorkKind kind = WorkKind::kDone;
+  StageIndex stage;
   MinibatchId minibatch;
   MicrobatchIndex microbatch;
   WeightVersion read_version;
@@ -46,12 +49,19 @@ struct WorkItem {
   std::int64_t num_minibatches = 0;  // kDone
 };
 
-// The engine's neighbours; null where there is none.
+// A stage's neighbours; null where there is none.
 struct StageChannels {
   ReceiveChannel* activations_in = nullptr;
   SendChannel* activations_out = nullptr;
   ReceiveChannel* gradients_in = nullptr;
   SendChannel* gradients_out = nullptr;
+};
+
+// One stage of this worker. The slots and channels outlive the engine.
+struct StagePart {
+  StageIndex stage;
+  VersionSlots* slots = nullptr;
+  StageChannels channels;
 };
 
 // The tensors that a completion sends on.
@@ -65,7 +75,9 @@ struct Outgoing {
 // When one work item was asked for, got its inputs and was completed; compute_ns of that was the user's.
 struct Span {
   WorkKind kind = WorkKind::kForward;
+  StageIndex stage;
   MinibatchId minibatch;
+  MicrobatchIndex microbatch;
   std::int64_t asked_ns = 0;
   std::int64_t ready_ns = 0;
   std::int64_t completed_ns = 0;
@@ -87,9 +99,9 @@ struct EngineTotals {
 
 class StageEngine {
  public:
-  // The last num_spans_max spans are kept.
-  StageEngine(const ProgramOptions& options, VersionSlots& slots, StageChannels channels, Wakeup& wakeup,
-              std::size_t num_spans_max);
+  // parts: the worker's stages in ascending order. The last num_spans_max spans are kept.
+  StageEngine(const ScheduleOptions& options, WorkerIndex worker, const std::vector<StagePart>& parts,
+              Wakeup& wakeup, std::size_t num_spans_max);
 
   // The next work item, or empty at the deadline (ask again), or why the run failed: the message names
   // stage and minibatch. Aborts when the item handed out before was not completed.
@@ -97,33 +109,45 @@ class StageEngine {
 
   // compute_ns: time spent in user code for this item, as the caller measured it.
   void complete_forward(Outgoing outgoing, std::int64_t compute_ns);
-  void complete_backward(Outgoing outgoing, std::int64_t compute_ns);
+  void complete_recompute(std::int64_t compute_ns);
+  // Gives the slot of the stage whose version nobody will read again because of this, if there is one.
+  std::optional<SlotIndex> complete_backward(Outgoing outgoing, std::int64_t compute_ns);
   void complete_update(std::int64_t compute_ns);
-  // Instead of completing a FORWARD of the first stage: there is no such minibatch.
+  // Instead of completing the FORWARD of a first microbatch at the first stage: there is no such minibatch.
   void end_of_data();
 
   // After next_work() gave nothing: the channel that cannot receive because the user's code keeps every
   // tensor it was given. Null when that is not the reason.
   [[nodiscard]] const ReceiveChannel* starved_channel() const;
 
-  // What forward and backward of each minibatch actually read; backward is valid for completed ones.
-  [[nodiscard]] const std::vector<VersionsRead>& versions() const { return versions_; }
+  // What forward and backward of each minibatch actually read at one of the worker's stages; backward is
+  // valid for completed ones.
+  [[nodiscard]] const std::vector<VersionsRead>& versions(StageIndex stage) const;
   [[nodiscard]] std::vector<Span> spans() const;  // oldest first
   [[nodiscard]] EngineTotals totals() const { return totals_; }
   // Where the stage is: the instruction that is being waited for or done.
   [[nodiscard]] std::string position() const;
 
  private:
+  struct Part {
+    StagePart stage_part;
+    std::vector<VersionsRead> versions;  // by minibatch
+  };
+
+  [[nodiscard]] Part& part_of(StageIndex stage);
+  [[nodiscard]] const Part& part_of(StageIndex stage) const;
   [[nodiscard]] ReceiveChannel* source_of(const Instruction& instruction) const;
   [[nodiscard]] Result<bool> receive(ReceiveChannel& channel, Deadline deadline, ReceivedItem& item);
   [[nodiscard]] WorkItem hand_out(const Instruction& instruction, std::optional<ReceivedItem> received);
+  [[nodiscard]] std::optional<SlotIndex> release_version();
   void learn_num_minibatches(std::int64_t num_minibatches);
   void complete(WorkKind kind, std::int64_t compute_ns);
   [[nodiscard]] Failure located(const Failure& failure) const;
 
   ProgramCursor cursor_;
-  VersionSlots& slots_;
-  const StageChannels channels_;
+  const bool stashes_;
+  std::vector<Part> parts_;
+  std::vector<SendChannel*> senders_;  // of all parts
   Wakeup& wakeup_;
 
   bool handed_out_ = false;
@@ -132,7 +156,6 @@ class StageEngine {
   std::int64_t ready_ns_ = 0;
   std::int64_t wait_ns_ = 0;
   std::int64_t started_ns_ = 0;
-  std::vector<VersionsRead> versions_;
   std::vector<Span> spans_;  // ring
   std::size_t num_spans_max_;
   std::size_t next_span_ = 0;

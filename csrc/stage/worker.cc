@@ -110,17 +110,17 @@ void Worker::add_term(PoolTerm term) {
 void Worker::seal() {
   pool_->seal();
   for (auto& [name, receiver] : receivers_) {
-    receiver.channel =
-        std::make_unique<ReceiveChannel>(ChannelOptions{name, receiver.spec.item, receiver.spec.chunk_bytes,
-                                                        static_cast<std::size_t>(receiver.spec.num_items)},
-                                         *transport_, wakeup_, *device_, *receiver.slots, receiver.staging,
-                                         receiver.spec.on_device ? compute_stream_.get() : nullptr);
+    receiver.channel = std::make_unique<ReceiveChannel>(
+        ChannelOptions{name, receiver.spec.item, receiver.spec.chunk_bytes,
+                       static_cast<std::size_t>(receiver.spec.num_items), receiver.spec.num_microbatches},
+        *transport_, wakeup_, *device_, *receiver.slots, receiver.staging,
+        receiver.spec.on_device ? compute_stream_.get() : nullptr);
   }
   for (auto& [name, sender] : senders_) {
-    sender.channel =
-        std::make_unique<SendChannel>(ChannelOptions{name, sender.spec.item, sender.spec.chunk_bytes,
-                                                     static_cast<std::size_t>(sender.spec.num_items)},
-                                      *transport_, wakeup_, *device_, sender.staging);
+    sender.channel = std::make_unique<SendChannel>(
+        ChannelOptions{name, sender.spec.item, sender.spec.chunk_bytes,
+                       static_cast<std::size_t>(sender.spec.num_items), sender.spec.num_microbatches},
+        *transport_, wakeup_, *device_, sender.staging);
   }
 }
 
@@ -192,16 +192,22 @@ Worker::Receiver& Worker::receiver(const std::string& name) {
   return found->second;
 }
 
-void Worker::start(const ProgramOptions& program, const std::string& activations_in,
-                   const std::string& activations_out, const std::string& gradients_in,
-                   const std::string& gradients_out, std::size_t num_spans_max) {
-  StageChannels channels;
-  if (!activations_in.empty()) channels.activations_in = receiver(activations_in).channel.get();
-  if (!activations_out.empty()) channels.activations_out = sender(activations_out).channel.get();
-  if (!gradients_in.empty()) channels.gradients_in = receiver(gradients_in).channel.get();
-  if (!gradients_out.empty()) channels.gradients_out = sender(gradients_out).channel.get();
-  slots_ = std::make_unique<VersionSlots>(num_versions_kept(program));
-  engine_ = std::make_unique<StageEngine>(program, *slots_, channels, wakeup_, num_spans_max);
+void Worker::start(const ScheduleOptions& options, WorkerIndex worker,
+                   const std::vector<StageChannelNames>& parts, std::size_t num_spans_max) {
+  const auto receives = [&](const std::string& name) {
+    return name.empty() ? nullptr : receiver(name).channel.get();
+  };
+  const auto sends = [&](const std::string& name) {
+    return name.empty() ? nullptr : sender(name).channel.get();
+  };
+  std::vector<StagePart> stage_parts;
+  for (const StageChannelNames& part : parts) {
+    slots_.push_back(std::make_unique<VersionSlots>(num_versions_kept(options, part.stage)));
+    stage_parts.push_back({part.stage, slots_.back().get(),
+                           StageChannels{receives(part.activations_in), sends(part.activations_out),
+                                         receives(part.gradients_in), sends(part.gradients_out)}});
+  }
+  engine_ = std::make_unique<StageEngine>(options, worker, stage_parts, wakeup_, num_spans_max);
 }
 
 StageEngine& Worker::engine() {

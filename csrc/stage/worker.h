@@ -49,8 +49,18 @@ struct ChannelSpec {
   std::uint32_t channel_id = 0;
   ItemSpec item;
   std::int64_t num_items = 2;  // receive: slots, and so credits; send: items that may wait or be on the wire
+  std::int64_t num_microbatches = 1;  // of every minibatch: items come in the order of both
   std::size_t chunk_bytes = std::size_t{512} << 10;
   bool on_device = true;  // false: items live in host memory on every device
+};
+
+// One stage of the worker and its neighbours' channels; empty names where there is no neighbour.
+struct StageChannelNames {
+  StageIndex stage;
+  std::string activations_in;
+  std::string activations_out;
+  std::string gradients_in;
+  std::string gradients_out;
 };
 
 class Worker {
@@ -81,10 +91,9 @@ class Worker {
   };
   [[nodiscard]] HeldSlot hold_slot(const std::string& term);
 
-  // Channel names; empty where the stage has no such neighbour.
-  void start(const ProgramOptions& program, const std::string& activations_in,
-             const std::string& activations_out, const std::string& gradients_in,
-             const std::string& gradients_out, std::size_t num_spans_max);
+  // parts: this worker's stages in ascending order.
+  void start(const ScheduleOptions& options, WorkerIndex worker, const std::vector<StageChannelNames>& parts,
+             std::size_t num_spans_max);
   [[nodiscard]] StageEngine& engine();
 
   // engine().next_work(); on an asynchronous device the compute stream waits for the item's bytes. So in
@@ -108,6 +117,8 @@ class Worker {
   // the transport. After abort() items do not count. Idempotent.
   void close(double linger_s);
 
+  // Whether the channel's items arrive in device memory.
+  [[nodiscard]] bool receives_on_device(const std::string& channel) { return receiver(channel).spec.on_device; }
   [[nodiscard]] std::string transport_name() const;
   [[nodiscard]] const WorkerOptions& options() const { return options_; }
   [[nodiscard]] Device& device() { return *device_; }
@@ -150,7 +161,7 @@ class Worker {
   std::map<std::string, Sender> senders_;
   std::map<std::string, Receiver> receivers_;
   std::map<std::string, SlotGroup*> terms_;
-  std::unique_ptr<VersionSlots> slots_;
+  std::vector<std::unique_ptr<VersionSlots>> slots_;  // of each stage
   std::unique_ptr<StageEngine> engine_;
   std::atomic<bool> aborted_{false};
   bool closed_ = false;

@@ -45,7 +45,10 @@ Deadline seconds_from_now(double seconds) {
 }  // namespace
 
 TransportCore::TransportCore(TransportOptions options)
-    : options_(checked(std::move(options))), wake_fd_(make_wake_fd()) {}
+    : options_(checked(std::move(options))), wake_fd_(make_wake_fd()) {
+  tasks_.reserve(kNumTasksAtFirst);
+  running_tasks_.reserve(kNumTasksAtFirst);
+}
 
 TransportCore::~TransportCore() {
   PD_CHECK(!thread_.joinable(), "a transport is destroyed while its thread runs");
@@ -65,11 +68,11 @@ void TransportCore::start() {
 
 void TransportCore::post(std::function<void()> function) { enqueue(std::move(function)); }
 
-std::unique_ptr<Task> TransportCore::try_enqueue(std::unique_ptr<Task> task) {
+bool TransportCore::try_enqueue(Task& task) {
   bool wake = false;
   {
     const std::lock_guard lock(mutex_);
-    if (stopped_) return task;
+    if (stopped_) return false;
     tasks_.push_back(std::move(task));
     wake = std::exchange(sleeping_, false);
   }
@@ -78,7 +81,7 @@ std::unique_ptr<Task> TransportCore::try_enqueue(std::unique_ptr<Task> task) {
     // Fails only when the counter is full, and then the thread wakes anyway.
     [[maybe_unused]] const ssize_t written = ::write(wake_fd_, &one, sizeof(one));
   }
-  return nullptr;
+  return true;
 }
 
 void TransportCore::clear_wake() {
@@ -150,8 +153,8 @@ TransportCore::Stop TransportCore::run_tasks() {
     running_tasks_.swap(tasks_);
     stop = stop_;
   }
-  for (std::unique_ptr<Task>& task : running_tasks_) {
-    task->run();
+  for (Task& task : running_tasks_) {
+    task();
     task.reset();
   }
   running_tasks_.clear();

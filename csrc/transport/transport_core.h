@@ -4,9 +4,12 @@
 //   any thread       send, close, post, listen ---> task queue ---> transport thread
 //   transport thread loop: 1 run tasks  2 close or time out links  3 wait for traffic, deliver it
 //
-// Ownership: owns its thread and its links. Bound of the queue: what channels have credits for.
+// Ownership: owns its thread and its links. Bound of the queue: what channels have credits for. Tasks lie in
+// the queue itself, which keeps the room it has once had: in the steady state nothing is allocated.
 #pragma once
 
+#include <cstddef>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -14,20 +17,16 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "base/inline_function.h"
 #include "transport/transport.h"
 
 namespace pipedream {
 
 class LinkCore;
 
-class Task {
- public:
-  Task() = default;
-  Task(const Task&) = delete;
-  Task& operator=(const Task&) = delete;
-  virtual ~Task() = default;
-  virtual void run() = 0;
-};
+// Room for the largest: a frame with its encoded header.
+inline constexpr std::size_t kTaskBytesMax = 448;
+using Task = InlineFunction<kTaskBytesMax>;
 
 class TransportCore : public Transport {
  public:
@@ -46,15 +45,11 @@ class TransportCore : public Transport {
   template <class Function>
   void enqueue(Function function) {
     // What is refused dies here, outside the lock: its destructor may run the user's on_sent.
-    const std::unique_ptr<Task> refused = try_enqueue(make_task(std::move(function)));
+    Task task(std::move(function));
+    static_cast<void>(try_enqueue(task));
   }
-  // Gives the task back when the thread has ended.
-  [[nodiscard]] std::unique_ptr<Task> try_enqueue(std::unique_ptr<Task> task);
-
-  template <class Function>
-  [[nodiscard]] static std::unique_ptr<Task> make_task(Function function) {
-    return std::make_unique<FunctionTask<Function>>(std::move(function));
-  }
+  // False when the thread has ended: the task was not taken.
+  [[nodiscard]] bool try_enqueue(Task& task);
 
   [[nodiscard]] const TransportOptions& transport_options() const { return options_; }
 
@@ -78,15 +73,7 @@ class TransportCore : public Transport {
   [[nodiscard]] const std::vector<LinkCore*>& active_links() const { return active_links_; }
 
  private:
-  template <class Function>
-  class FunctionTask final : public Task {
-   public:
-    explicit FunctionTask(Function function) : function_(std::move(function)) {}
-    void run() override { function_(); }
-
-   private:
-    Function function_;
-  };
+  static constexpr std::size_t kNumTasksAtFirst = 64;  // room for more is made when it is needed
 
   struct Stop {
     bool requested = false;
@@ -108,7 +95,7 @@ class TransportCore : public Transport {
   std::thread thread_;
 
   std::mutex mutex_;  // guards the members below
-  std::vector<std::unique_ptr<Task>> tasks_;
+  std::vector<Task> tasks_;
   std::vector<std::unique_ptr<LinkCore>> links_;
   Stop stop_;
   bool sleeping_ = false;  // a task must wake the thread
@@ -116,7 +103,7 @@ class TransportCore : public Transport {
 
   // Transport thread.
   std::vector<LinkCore*> active_links_;
-  std::vector<std::unique_ptr<Task>> running_tasks_;
+  std::vector<Task> running_tasks_;
   bool traffic_left_ = false;
 };
 

@@ -1,6 +1,6 @@
 // Out-of-place SGD: reads version v, writes version v+1 into another slot, in one pass over memory.
 // Same arithmetic as torch.optim.SGD:
-//   g = gradient + weight_decay * w
+//   g = gradient_scale * gradient + weight_decay * w
 //   b = g on the first step, else momentum * b + (1 - dampening) * g
 //   d = nesterov ? g + momentum * b : b          (momentum == 0: d = g)
 //   w' = w - lr * d
@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 
 #include "base/dtype.h"
 
@@ -22,13 +23,29 @@ struct SgdOptions {
   bool maximize = false;
 };
 
+// One parameter of a step; all pointers are to num_elements of the step's dtype, in one order.
+struct SgdTensor {
+  std::int64_t num_elements = 0;
+  const void* weight_in = nullptr;
+  void* weight_out = nullptr;
+  const void* gradient = nullptr;
+  void* momentum_buffer = nullptr;  // may be null when momentum == 0
+};
+
 // Throws UserError, as torch.optim.SGD does, for a negative or not finite lr, momentum, weight_decay, a
 // dampening that is not finite, and nesterov without momentum or with dampening.
 void check_sgd_options(const SgdOptions& options);
 
-// dtype: kFloat32 or kFloat64, for all pointers. momentum_buffer may be null when momentum == 0.
-// Host memory; runs on the calling thread.
-void sgd_step_host(const SgdOptions& options, DType dtype, std::int64_t num_elements, const void* weight_in,
-                   void* weight_out, const void* gradient, void* momentum_buffer, bool first_step);
+// dtype: kFloat32 or kFloat64, for all pointers. gradient_scale multiplies the gradients first: unscaling
+// and clipping cost no pass of their own. On the calling thread and num_threads - 1 others at most; done
+// when the call returns.
+void sgd_step_host(const SgdOptions& options, DType dtype, std::span<const SgdTensor> tensors,
+                   bool first_step, double gradient_scale = 1, int num_threads = 1);
+
+// The same over device memory, enqueued on the stream (a cudaStream_t as an integer) of the device that is
+// current. The tensors' memory stays valid until the stream is done. Throws UserError without CUDA,
+// DeviceError when the device refuses.
+void sgd_step_cuda(const SgdOptions& options, DType dtype, std::span<const SgdTensor> tensors,
+                   bool first_step, double gradient_scale, std::uintptr_t stream);
 
 }  // namespace pipedream

@@ -42,6 +42,10 @@ SlotIndex VersionSlots::slot_of(WeightVersion version) const {
                              << " slots; the newest is " << newest_.value());
 }
 
+std::int64_t VersionSlots::num_readers(WeightVersion version) const {
+  return slots_[static_cast<std::size_t>(slot_of(version).value())].num_readers;
+}
+
 SlotIndex VersionSlots::begin_update() const {
   // The oldest version goes first: schedules that read behind the newest still find the younger ones.
   const Slot* oldest = nullptr;

@@ -19,13 +19,12 @@ import torch
 from torch import nn
 
 from .seeding import RngState
-from .splitter import StageModule, dtype_name
+from .splitter import dtype_name
 
 __all__ = [
     "Boundary",
     "TensorSpec",
     "boundary_input",
-    "boundary_specs",
     "check_loss",
     "check_pair",
     "device_of",
@@ -185,30 +184,6 @@ class Boundary:
             return cls(fields["structure"], specs)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"not a boundary: {error}") from None
-
-
-def boundary_specs(stages: Sequence[StageModule], inputs: Any) -> list[Boundary]:
-    """The boundary after each stage but the last, from a dry run of the first minibatch's inputs.
-
-    Random number generators, buffers, gradients and training flags are afterwards as they were. Raises
-    ValueError naming the stage for what cannot cross.
-    """
-    boundaries = []
-    # A copy, as a first layer that works in place would change the caller's data.
-    device = device_of(stages)
-    value = map_tensors(lambda tensor: tensor.detach().to(device, copy=True), inputs)
-    with untouched(stages), torch.enable_grad():
-        for stage in stages[:-1]:
-            value = stage(value)
-            boundary = Boundary.of(value, name=f"the output of stage {stage.stage_index}")
-            boundaries.append(boundary)
-            # As in training, a stage sees its input without the graph of the stages before.
-            leaves = [
-                tensor.detach().requires_grad_(spec.requires_grad)
-                for tensor, spec in zip(boundary.flatten(value), boundary.tensors, strict=True)
-            ]
-            value = boundary.unflatten([boundary_input(leaf) for leaf in leaves])
-    return boundaries
 
 
 class _Alias(torch.autograd.Function):

@@ -6,7 +6,7 @@ caller number them alike. Plain values; any thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,11 +23,17 @@ __all__ = [
     "INPUTS",
     "TARGETS",
     "RunChannel",
+    "TieSpec",
     "activations_name",
     "channels_of_run",
+    "data_channels",
     "find_libzmq",
     "from_rank_0",
     "gradients_name",
+    "norm_name",
+    "tied_gradients_name",
+    "tied_tensors",
+    "tied_weights_name",
     "to_rank_0",
 ]
 
@@ -37,6 +43,14 @@ _NO_GRADIENT = TensorSpec(torch.uint8, (1,), requires_grad=False)
 INPUTS = "inputs from the caller"
 TARGETS = "targets from the caller"
 CALLER = -1  # as a rank: the process that called run(), when it forwards data
+
+
+@dataclass(frozen=True)
+class TieSpec:
+    """A parameter tied across stages, as the channels need it; stages[0] owns it."""
+
+    stages: tuple[int, ...]
+    spec: TensorSpec
 
 
 def activations_name(stage_index: int) -> str:
@@ -55,6 +69,18 @@ def to_rank_0(rank: int) -> str:
     return f"rank {rank} to rank 0"
 
 
+def tied_weights_name(owner: int, user: int) -> str:
+    return f"tied weights of stage {owner} to stage {user}"
+
+
+def tied_gradients_name(owner: int, user: int) -> str:
+    return f"tied gradients of stage {user} to stage {owner}"
+
+
+def norm_name(sender: int, receiver: int) -> str:
+    return f"gradient norm of rank {sender} to rank {receiver}"
+
+
 @dataclass(frozen=True)
 class RunChannel:
     """A directed channel between two ranks. tensors: (dtype name, dimensions, bytes at most)."""
@@ -68,9 +94,11 @@ class RunChannel:
     """At the receiver: items that may be received and not yet given back."""
     num_unsent_max: int
     """At the sender: items that may be waiting or on their way."""
+    num_microbatches: int
+    """Of every minibatch: the items come in the order of both. 1 where minibatches are not cut."""
     on_device: bool
 
-    def add_to(self, core: _core.Worker, rank: int) -> None:
+    def add_to(self, core: _core.Worker, rank: int, plan: Plan) -> None:
         """Adds this end of the channel to the worker; nothing when the rank has no end of it."""
         if rank not in (self.sender, self.receiver):
             return
@@ -79,51 +107,134 @@ class RunChannel:
         core.add_channel(
             name=self.name,
             sends=sends,
-            peer="the caller" if peer == CALLER else f"stage {peer} (rank {peer})",
+            peer="the caller" if peer == CALLER else plan.describe_worker(peer),
             channel_id=self.channel_id,
             tensors=self.tensors,
             num_items=self.num_unsent_max if sends else self.num_slots,
+            num_microbatches=self.num_microbatches,
             on_device=self.on_device,
         )
 
 
+class _ChannelList:
+    """Numbers the channels in the order in which they are added."""
+
+    def __init__(self) -> None:
+        self.channels: list[RunChannel] = []
+
+    def add(
+        self,
+        name: str,
+        ends: tuple[int, int],
+        specs: Iterable[TensorSpec],
+        *,
+        slots: int,
+        unsent: int,
+        num_microbatches: int = 1,
+        on_device: bool = True,
+    ) -> None:
+        sender, receiver = ends
+        tensors = [(str(s.dtype).removeprefix("torch."), len(s.shape), s.num_bytes) for s in specs]
+        self.channels.append(
+            RunChannel(
+                name,
+                len(self.channels),
+                sender,
+                receiver,
+                tensors,
+                slots,
+                unsent,
+                num_microbatches,
+                on_device,
+            )
+        )
+
+
 def channels_of_run(
-    plan: Plan, world_size: int, boundaries: list[Boundary], forwarded: ForwardedData | None
+    plan: Plan,
+    schedule: _core.ScheduleOptions,
+    world_size: int,
+    boundaries: Sequence[Boundary],
+    ties: Sequence[TieSpec],
+    forwarded: ForwardedData | None,
+    *,
+    exchanges_norms: bool,
 ) -> list[RunChannel]:
     """All channels of a run, the same list at every worker."""
-    channels: list[RunChannel] = []
-
-    def add(name: str, sender: int, receiver: int, specs: Iterable[TensorSpec], slots: int, unsent: int,
-            on_device: bool) -> None:  # fmt: skip
-        tensors = [(str(s.dtype).removeprefix("torch."), len(s.shape), s.num_bytes) for s in specs]
-        channels.append(RunChannel(name, len(channels), sender, receiver, tensors, slots, unsent, on_device))
-
+    found = _ChannelList()
+    if forwarded is not None:
+        found.channels += data_channels(plan, forwarded)
+    worker_of = plan.worker_of_stage
     for stage, boundary in enumerate(boundaries):
-        # Downstream keeps n_s activations until their backward, and one more may arrive meanwhile.
-        in_flight, in_flight_downstream = plan.in_flight[stage], plan.in_flight[stage + 1]
-        unsent = 2 * in_flight + 4  # never more than n_s are in flight; the rest: released a little late
-        add(
+        # Downstream keeps a slot per microbatch in flight until its backward, and one more may arrive.
+        in_flight = _core.num_microbatches_in_flight(schedule, stage)
+        in_flight_downstream = _core.num_microbatches_in_flight(schedule, stage + 1)
+        unsent = 2 * in_flight + 4  # never more are in flight; the rest: released a little late
+        ends = (worker_of[stage], worker_of[stage + 1])
+        found.add(
             activations_name(stage),
-            stage,
-            stage + 1,
+            ends,
             boundary.tensors,
-            in_flight_downstream + 1,
-            unsent,
-            True,
+            slots=in_flight_downstream + 1,
+            unsent=unsent,
+            num_microbatches=schedule.num_microbatches,
         )
         gradients = [spec for spec in boundary.tensors if spec.requires_grad] or [_NO_GRADIENT]
-        add(gradients_name(stage), stage + 1, stage, gradients, 2, unsent, True)
+        found.add(
+            gradients_name(stage),
+            ends[::-1],
+            gradients,
+            slots=2,
+            unsent=unsent,
+            num_microbatches=schedule.num_microbatches,
+        )
+    _add_ties(found, worker_of, schedule, ties)
+    if exchanges_norms:
+        figures = [TensorSpec(torch.float64, (2,), requires_grad=False)]
+        for rank in range(plan.workers_used - 1):
+            for ends in ((rank, rank + 1), (rank + 1, rank)):
+                found.add(norm_name(*ends), ends, figures, slots=2, unsent=4, on_device=False)
     piece = [TensorSpec(torch.uint8, (PIECE_BYTES,), requires_grad=False)]
     for rank in range(1, world_size):
-        add(from_rank_0(rank), 0, rank, piece, 4, 4, False)
-        add(to_rank_0(rank), rank, 0, piece, 4, 4, False)
-    if forwarded is not None:
-        epoch = TensorSpec(torch.int64, (1,), requires_grad=False)
-        last = plan.num_stages - 1
-        inputs, targets = [*forwarded.inputs.tensors, epoch], [*forwarded.targets.tensors, epoch]
-        add(INPUTS, CALLER, 0, inputs, plan.in_flight[0] + 1, 2, False)
-        add(TARGETS, CALLER, last, targets, plan.in_flight[last] + 1, 2, False)
-    return channels
+        found.add(from_rank_0(rank), (0, rank), piece, slots=4, unsent=4, on_device=False)
+        found.add(to_rank_0(rank), (rank, 0), piece, slots=4, unsent=4, on_device=False)
+    return found.channels
+
+
+def data_channels(plan: Plan, forwarded: ForwardedData) -> list[RunChannel]:
+    """The caller's channels, which come first in a run: the caller knows nothing of the others."""
+    found = _ChannelList()
+    epoch = TensorSpec(torch.int64, (1,), requires_grad=False)
+    inputs, targets = [*forwarded.inputs.tensors, epoch], [*forwarded.targets.tensors, epoch]
+    first, last = plan.worker_of_stage[0], plan.worker_of_stage[-1]
+    # A minibatch's slot is free when its last microbatch has been through.
+    first_slots, last_slots = plan.in_flight[0] + 1, plan.in_flight[-1] + 1
+    found.add(INPUTS, (CALLER, first), inputs, slots=first_slots, unsent=2, on_device=False)
+    found.add(TARGETS, (CALLER, last), targets, slots=last_slots, unsent=2, on_device=False)
+    return found.channels
+
+
+def _add_ties(
+    found: _ChannelList,
+    worker_of: Sequence[int],
+    schedule: _core.ScheduleOptions,
+    ties: Sequence[TieSpec],
+) -> None:
+    # One of the two ends is never more than n_0 minibatches ahead of the other, so no send waits for room.
+    ahead = max(schedule.in_flight[0], 2) + 1
+    for (owner, user), specs in tied_tensors(ties).items():
+        ends = (worker_of[owner], worker_of[user])
+        found.add(tied_weights_name(owner, user), ends, specs, slots=ahead, unsent=ahead + 2)
+        found.add(tied_gradients_name(owner, user), ends[::-1], specs, slots=2, unsent=ahead + 2)
+
+
+def tied_tensors(ties: Sequence[TieSpec]) -> dict[tuple[int, int], list[TensorSpec]]:
+    """(owner, user) -> the tied parameters that travel between the two stages, in order."""
+    found: dict[tuple[int, int], list[TensorSpec]] = {}
+    for tie in ties:
+        for user in tie.stages[1:]:
+            found.setdefault((tie.stages[0], user), []).append(tie.spec)
+    return found
 
 
 def find_libzmq() -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import _core
 from .plan import Plan
 from .rendezvous import Rendezvous
 from .status import StatusBoard
@@ -23,7 +24,15 @@ class JobOptions:
     plan: Plan
     loss_fn: Callable[[Any, Any], Tensor]
     optimizer: Callable[..., torch.optim.Optimizer]
+    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None
     schedule: str
+    microbatches: int
+    recompute: tuple[bool, ...] | None
+    """Per stage; None: each worker decides, to fit into memory_bytes."""
+    memory_bytes: int | None
+    """What a worker may use, at most."""
+    autocast: torch.dtype | None
+    max_grad_norm: float | None
     epochs: int
     seed: int | None
     transport: str
@@ -33,6 +42,26 @@ class JobOptions:
     progress: bool
     num_threads: int
     """Of torch, per worker."""
+
+    def schedule_options(self) -> _core.ScheduleOptions:
+        """The schedule as the core takes it. Raises ValueError for what plan and schedule cannot do."""
+        return _core.ScheduleOptions(
+            schedule=self.schedule,
+            in_flight=list(self.plan.in_flight),
+            num_microbatches=self.microbatches,
+            worker_of_stage=list(self.plan.worker_of_stage),
+            recompute=list(self.recompute or ()),
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """What all ranks must have given alike, ready for JSON."""
+        return {
+            "schedule": self.schedule,
+            "microbatches": self.microbatches,
+            "autocast": None if self.autocast is None else str(self.autocast),
+            "max_grad_norm": self.max_grad_norm,
+            "epochs": self.epochs,
+        }
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from torch.utils.dlpack import to_dlpack
 
 from . import _core, errors
 from .boundary import Boundary, check_pair
-from .channels import CALLER, INPUTS, TARGETS, channels_of_run, find_libzmq
+from .channels import CALLER, INPUTS, TARGETS, data_channels, find_libzmq
 from .data import ForwardedData, epochs_of, fingerprint, num_minibatches_of
 from .guard import RUN_FOLDER_VARIABLE, error_path
 from .job import JobOptions, TorchSettings, WorkerPlace, check_plan_is_built
@@ -126,7 +126,7 @@ def _write_part(folder: Path, name: str, value: Any, remedy: str) -> None:
 
 def _write_options(folder: Path, options: JobOptions) -> None:
     remedy = "use a function or class that is defined at the top level of a module"
-    for name in ("loss_fn", "optimizer"):
+    for name in ("loss_fn", "optimizer", "lr_scheduler"):
         _write_part(folder, name, getattr(options, name), remedy)
     _write_part(folder, "options", options, "")
 
@@ -269,11 +269,10 @@ class _Forwarder(threading.Thread):
                 core.close(1.0)
 
     def _connect(self, core: _core.Worker, plan: Plan) -> None:
-        specs = [Boundary({}, ())] * (plan.num_stages - 1)  # only their number matters: ids count channels
         receivers = set()
-        for channel in channels_of_run(plan, plan.workers_used, specs, self._forwarded):
+        for channel in data_channels(plan, self._forwarded):
             if channel.sender == CALLER:
-                channel.add_to(core, CALLER)
+                channel.add_to(core, CALLER, plan)
                 receivers.add(channel.receiver)
         core.seal()
         endpoints: dict[str, str] = {}
@@ -352,7 +351,7 @@ def _launch(errand: _Errand, plan: Plan, board: StatusBoard) -> None:
             elastic_launch(config, _local_worker)(errand)
         except ChildFailedError as failure:
             codes = {rank: failed.exitcode for rank, failed in failure.failures.items()} | first_codes
-            raise _cause_of(codes, Path(errand.folder), board) from _traceback_of(Path(errand.folder))
+            raise _cause_of(codes, Path(errand.folder), board, plan) from _traceback_of(Path(errand.folder))
         except SignalException as stopped:
             if stopped.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
@@ -382,7 +381,8 @@ def _run_errand(errand: _Errand, folder: Path, rank: int, board: StatusBoard) ->
     options: JobOptions = _read_part(folder, "options")
     plan = options.plan
     model = _read_part(folder, "model")
-    reads_data = rank in (0, plan.workers_used - 1)
+    own_stages = plan.stages_of(rank)
+    reads_data = 0 in own_stages or plan.num_stages - 1 in own_stages
     data = _read_part(folder, "data") if reads_data else ()
     # Not before: unpickling may import what draws random numbers.
     rng: RngState = _read_part(folder, "rng")
@@ -559,7 +559,7 @@ _ERROR_TYPES: dict[str, type[Exception]] = {
 }
 
 
-def _cause_of(codes: dict[int, int], folder: Path, board: StatusBoard) -> Exception:
+def _cause_of(codes: dict[int, int], folder: Path, board: StatusBoard, plan: Plan) -> Exception:
     """One error for a run in which some workers failed: the first cause, not its consequences.
 
     codes: of workers that ended, by rank.
@@ -573,7 +573,7 @@ def _cause_of(codes: dict[int, int], folder: Path, board: StatusBoard) -> Except
     if killed:
         rank = min(killed, key=lambda rank: codes[rank] == -signal.SIGTERM)
         return errors.WorkerLost(
-            f"stage {rank} (rank {rank}) {_end_of(codes[rank])} {_position(board, rank)}"
+            f"{plan.describe_worker(rank)} {_end_of(codes[rank])} {_position(board, rank)}"
         )
     records = _read_errors(folder)
     if not records:

@@ -1,12 +1,16 @@
-"""Native optimizers: one pass over memory, from one version's slot into another's.
+"""Native optimizers: one pass over memory, from one version's slot into another's, on the host or on CUDA.
 
-They are torch optimizers, so they also work in a plain loop (in place); a pipeline calls
-`step_out_of_place`, which reads version v and writes version v + 1 without a copy. SGD is built;
-Adam and AdamW are not yet: use torch.optim's, which work through one copy.
+They are torch optimizers with the arguments, the arithmetic and the state_dict of torch.optim's, so they also
+work in a plain loop (in place), and torch's lr schedulers work with them. A pipeline calls
+`step_out_of_place`, which reads version v and writes version v + 1 without a copy, and `place_state`, which
+puts the optimizer's state into memory that the pipeline owns. Used by one thread at a time.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,22 +19,242 @@ from torch import Tensor
 
 from . import _core
 
-__all__ = ["SGD"]
+__all__ = ["SGD", "Adam", "AdamW", "NativeOptimizer"]
 
 _NATIVE_DTYPES = {torch.float32: "float32", torch.float64: "float64"}
+_NATIVE_DEVICES = {"cpu": "host", "cuda": "cuda"}
+
+_Group = dict[str, Any]
+_Row = tuple[int, ...]  # elements, then addresses: as _core's steps take a tensor
 
 
-class SGD(torch.optim.Optimizer):
+class NativeOptimizer(torch.optim.Optimizer):
+    """What SGD, Adam and AdamW have in common. Parameters are dense float32 or float64 tensors, in host or
+    CUDA memory; any memory format."""
+
+    # Keys of the state tensors as large as the parameter, in the order in which the core takes them. A group
+    # uses the first few.
+    _STATE_NAMES: tuple[str, ...]
+    _TAKES_SPARSE = False
+    _placed: dict[Tensor, list[Tensor]]
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+        self._placed = {}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the parameters in place from their .grad, as torch's optimizers do."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            gradients = [parameter.grad for parameter in parameters]
+            self._step_group(group, parameters, parameters, parameters, gradients, 1.0)
+            # The core writes through raw pointers: autograd is told, so that it can refuse an old graph.
+            torch.autograd.graph.increment_version(parameters)
+        return loss
+
+    @torch.no_grad()
+    def step_out_of_place(
+        self,
+        read: Sequence[Tensor],
+        write: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        gradient_scale: float = 1.0,
+    ) -> None:
+        """Reads version v of the parameters and writes version v + 1.
+
+        The sequences are in the order in which the optimizer has its parameters, over all groups; each
+        tensor of `write` has the strides of that of `read`, and may be the same memory. A parameter without
+        a gradient is copied. `gradient_scale` multiplies the gradients first (unscaling, clipping); they
+        keep their values.
+        """
+        first = 0
+        for group in self.param_groups:
+            end = first + len(group["params"])
+            with_gradient = [index for index in range(first, end) if gradients[index] is not None]
+            self._step_group(
+                group,
+                [group["params"][index - first] for index in with_gradient],
+                [read[index] for index in with_gradient],
+                [write[index] for index in with_gradient],
+                [gradients[index] for index in with_gradient],
+                gradient_scale,
+            )
+            for index in range(first, end):
+                if gradients[index] is None and read[index].data_ptr() != write[index].data_ptr():
+                    write[index].copy_(read[index])
+            first = end
+
+    @property
+    def num_state_tensors(self) -> int:
+        """The most state tensors as large as the parameter, over the groups: of SGD 0 or 1, of Adam 2 or,
+        with amsgrad, 3."""
+        return max(self._num_state_tensors(group) for group in self.param_groups)
+
+    @torch.no_grad()
+    def place_state(self, make: Callable[[int, Tensor], Sequence[Tensor]]) -> None:
+        """From now on the state is kept in the tensors that `make` returns.
+
+        make(parameter_index, parameter) returns num_state_tensors zeroed tensors with the parameter's shape,
+        strides, dtype and device; the index counts the optimizer's parameters over all groups. State that
+        is there already is copied into them. Raises ValueError for tensors that do not fit.
+        """
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for parameter_index, parameter in enumerate(parameters):
+            tensors = list(make(parameter_index, parameter))
+            if len(tensors) != self.num_state_tensors or not all(
+                _same_layout(tensor, parameter) for tensor in tensors
+            ):
+                raise ValueError(
+                    f"make returned {[(tuple(t.shape), t.stride(), t.dtype) for t in tensors]} for parameter"
+                    f" {parameter_index}: it must return {self.num_state_tensors} tensors with its shape"
+                    f" {tuple(parameter.shape)}, strides {parameter.stride()}, dtype and device"
+                )
+            self._placed[parameter] = tensors
+        self._own_state()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, and of torch's optimizers too. The state is copied, into placed memory where there is
+        some."""
+        super().load_state_dict(state_dict)
+        self._own_state()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. Raises ValueError for an option out of range."""
+        super().add_param_group(param_group)
+        self._check_group(self.param_groups[-1])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("_placed", {})  # a copy of this optimizer has memory of its own
+
+    @abstractmethod
+    def _check_group(self, group: _Group) -> None:
+        """Raises ValueError for an option out of range."""
+
+    @abstractmethod
+    def _num_state_tensors(self, group: _Group) -> int:
+        """How many of _STATE_NAMES the group uses."""
+
+    @abstractmethod
+    def _next_steps(self, group: _Group, parameters: list[Tensor]) -> list[int]:
+        """What the core must know of each parameter's past; parameters with one value step together."""
+
+    @abstractmethod
+    def _run(self, group: _Group, step: int, rows: list[_Row], common: dict[str, Any]) -> None:
+        """Calls the core."""
+
+    def _step_group(
+        self,
+        group: _Group,
+        parameters: list[Tensor],
+        read: Sequence[Tensor],
+        write: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        gradient_scale: float,
+    ) -> None:
+        """One call of the core per device, dtype and step count: most often one."""
+        names = self._STATE_NAMES[: self._num_state_tensors(group)]
+        absent = (0,) * (len(self._STATE_NAMES) - len(names))
+        dense = [self._dense(source, gradient) for source, gradient in zip(read, gradients, strict=True)]
+        steps = self._next_steps(group, parameters)
+        batches: dict[tuple[torch.device, torch.dtype, int], list[_Row]] = {}
+        for parameter, source, target, gradient, step in zip(
+            parameters, read, write, dense, steps, strict=True
+        ):
+            state = (self._state_tensor(parameter, index, source) for index in range(len(names)))
+            addresses = [tensor.data_ptr() for tensor in (source, target, gradient, *state)]
+            row = (source.numel(), *addresses, *absent)
+            batches.setdefault((source.device, source.dtype, step), []).append(row)
+        for (device, dtype, step), rows in batches.items():
+            on_cuda = device.type == "cuda"
+            with torch.cuda.device(device) if on_cuda else contextlib.nullcontext():
+                self._run(
+                    group,
+                    step,
+                    rows,
+                    {
+                        "dtype": _NATIVE_DTYPES[dtype],
+                        "device": _NATIVE_DEVICES[device.type],
+                        "stream": torch.cuda.current_stream().cuda_stream if on_cuda else 0,
+                        "gradient_scale": gradient_scale,
+                        "num_threads": torch.get_num_threads(),
+                    },
+                )
+
+    def _dense(self, source: Tensor, gradient: Tensor | None) -> Tensor:
+        """The gradient with its elements in the weight's order in memory (channels_last, say).
+
+        Raises TypeError for a weight or a gradient that the core cannot take.
+        """
+        assert gradient is not None
+        name = type(self).__name__
+        if source.dtype not in _NATIVE_DTYPES or source.device.type not in _NATIVE_DEVICES:
+            raise TypeError(
+                f"pipedream.optim.{name} got a {source.dtype} parameter on {source.device}: it takes float32"
+                f" and float64 in host or CUDA memory; use torch.optim.{name}"
+            )
+        if not _is_dense(source):
+            raise TypeError(
+                f"pipedream.optim.{name} got a parameter of shape {tuple(source.shape)} and strides"
+                f" {source.stride()}, with gaps or overlaps: make it contiguous, or use torch.optim.{name}"
+            )
+        if gradient.is_sparse:
+            if not self._TAKES_SPARSE:
+                raise TypeError(
+                    f"pipedream.optim.{name} got a sparse gradient: use pipedream.optim.SGD, or make the"
+                    " layer without sparse=True"
+                )
+            gradient = gradient.to_dense()
+        return gradient if _same_layout(gradient, source) else torch.empty_like(source).copy_(gradient)
+
+    def _state_tensor(self, parameter: Tensor, index: int, source: Tensor) -> Tensor:
+        """Zero at first; laid out as the weight, which may have got another layout since the last step."""
+        name = self._STATE_NAMES[index]
+        state = self.state[parameter]
+        tensor: Tensor | None = state.get(name)
+        if tensor is None or not _same_layout(tensor, source):
+            placed = self._placed.get(parameter)
+            fresh = torch.zeros_like(source) if placed is None else placed[index]
+            state[name] = fresh if tensor is None else fresh.copy_(tensor)
+        result: Tensor = state[name]
+        return result
+
+    def _own_state(self) -> None:
+        """Moves the state of every parameter into memory of this optimizer: placed, or its own."""
+        for parameter, state in self.state.items():
+            placed = self._placed.get(parameter)
+            for index, name in enumerate(self._STATE_NAMES):
+                tensor = state.get(name)
+                if tensor is None:
+                    continue
+                if placed is not None and index < len(placed):
+                    state[name] = placed[index].copy_(tensor)
+                else:
+                    state[name] = torch.empty_like(parameter).copy_(tensor)
+            if "step" in state:
+                state["step"] = _step_tensor(float(state["step"]))
+
+
+class SGD(NativeOptimizer):
     """Stochastic gradient descent with momentum, Nesterov momentum and weight decay.
 
-    The arithmetic and the arguments are those of torch.optim.SGD. Parameters are contiguous float32 or
-    float64 tensors in host memory. Raises ValueError for an argument out of range.
+    The arithmetic and the arguments are those of torch.optim.SGD; sparse gradients are made dense. Raises
+    ValueError for an argument out of range.
     """
+
+    _STATE_NAMES = ("momentum_buffer",)
+    _TAKES_SPARSE = True
 
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
@@ -38,11 +262,6 @@ class SGD(torch.optim.Optimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            if not value >= 0:
-                raise ValueError(f"{name} is {value}: it must not be negative")
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise ValueError("nesterov needs momentum > 0 and dampening 0")
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -53,72 +272,177 @@ class SGD(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters in place from their .grad, as torch.optim.SGD does."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step_one(group, parameter, parameter, parameter, parameter.grad)
-        return loss
+            group.setdefault("nesterov", False)
+            group.setdefault("maximize", False)
 
-    @torch.no_grad()
-    def step_out_of_place(
-        self, read: Sequence[Tensor], write: Sequence[Tensor], gradients: Sequence[Tensor | None]
-    ) -> None:
-        """Reads version v of the parameters and writes version v + 1.
+    def _check_group(self, group: _Group) -> None:
+        _check_numbers(group, "lr", "momentum", "weight_decay")
+        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
+            raise ValueError("nesterov needs momentum > 0 and dampening 0")
 
-        The sequences are in the order in which the optimizer got its parameters. A parameter without
-        a gradient is copied. `read` and `write` may be the same memory.
-        """
-        position = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                source, target, gradient = read[position], write[position], gradients[position]
-                position += 1
-                if gradient is not None:
-                    self._step_one(group, parameter, source, target, gradient)
-                elif source.data_ptr() != target.data_ptr():
-                    target.copy_(source)
+    def _num_state_tensors(self, group: _Group) -> int:
+        return 1 if group["momentum"] != 0 else 0
 
-    def _step_one(
-        self, group: dict[str, Any], key: Tensor, source: Tensor, target: Tensor, gradient: Tensor
-    ) -> None:
-        dtype = _NATIVE_DTYPES.get(source.dtype)
-        if dtype is None or source.device.type != "cpu":
-            raise TypeError(
-                f"pipedream.optim.SGD got a {source.dtype} parameter on {source.device}: it handles float32"
-                " and float64 in host memory; use torch.optim.SGD"
-            )
-        dense = _laid_out_like(source, gradient.to_dense() if gradient.is_sparse else gradient)
-        state = self.state[key]
-        first_step = group["momentum"] != 0 and "momentum_buffer" not in state
-        if first_step:
-            state["momentum_buffer"] = torch.empty_like(source)
-        buffer = state.get("momentum_buffer")
+    def _next_steps(self, group: _Group, parameters: list[Tensor]) -> list[int]:
+        """1 where the momentum starts with this step, else 0."""
+        if group["momentum"] == 0:
+            return [0] * len(parameters)
+        return [int(self.state[parameter].get("momentum_buffer") is None) for parameter in parameters]
+
+    def _run(self, group: _Group, step: int, rows: list[_Row], common: dict[str, Any]) -> None:
         _core.sgd_step(
-            dtype=dtype,
-            num_elements=source.numel(),
-            weight_in=source.data_ptr(),
-            weight_out=target.data_ptr(),
-            gradient=dense.data_ptr(),
-            momentum_buffer=0 if buffer is None else buffer.data_ptr(),
-            first_step=first_step,
+            rows,
+            first_step=step == 1,
             lr=float(group["lr"]),
             momentum=group["momentum"],
             dampening=group["dampening"],
             weight_decay=group["weight_decay"],
             nesterov=group["nesterov"],
             maximize=group["maximize"],
+            **common,
         )
 
 
-def _laid_out_like(weight: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient with its elements in the order in memory that the weight's have (channels_last, say)."""
-    if gradient.dtype == weight.dtype and gradient.stride() == weight.stride():
-        return gradient
-    return torch.empty_like(weight).copy_(gradient)
+class Adam(NativeOptimizer):
+    """Adam (Kingma and Ba, ICLR'15), with amsgrad and with L2 or decoupled weight decay.
+
+    The arithmetic and the arguments are those of torch.optim.Adam. Raises ValueError for an argument out of
+    range.
+    """
+
+    _STATE_NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        decoupled_weight_decay: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": (float(betas[0]), float(betas[1])),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
+        super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("amsgrad", False)
+            group.setdefault("maximize", False)
+            group.setdefault("decoupled_weight_decay", False)
+
+    def _check_group(self, group: _Group) -> None:
+        _check_numbers(group, "lr", "eps", "weight_decay")
+        for beta in group["betas"]:
+            if not 0 <= beta < 1:
+                raise ValueError(f"betas are {group['betas']}: each must be at least 0 and below 1")
+
+    def _num_state_tensors(self, group: _Group) -> int:
+        return 3 if group["amsgrad"] else 2
+
+    def _next_steps(self, group: _Group, parameters: list[Tensor]) -> list[int]:
+        """The number of the step, from 1; counted in the state, as torch does."""
+        if not parameters:
+            return []
+        for parameter in parameters:
+            if "step" not in self.state[parameter]:
+                self.state[parameter]["step"] = _step_tensor(0.0)
+        counts = [self.state[parameter]["step"] for parameter in parameters]
+        torch._foreach_add_(counts, 1)
+        return [int(count) for count in torch.stack(counts).tolist()]
+
+    def _run(self, group: _Group, step: int, rows: list[_Row], common: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        _core.adam_step(
+            rows,
+            step=step,
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+            amsgrad=group["amsgrad"],
+            maximize=group["maximize"],
+            **common,
+        )
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, ICLR'19).
+
+    The arithmetic and the arguments are those of torch.optim.AdamW. Raises ValueError for an argument out of
+    range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, decoupled_weight_decay=True
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group["decoupled_weight_decay"] = True
+
+
+def _check_numbers(group: _Group, *names: str) -> None:
+    for name in names:
+        value = group[name]
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"{name} is a tensor of {value.numel()} elements: it must have one")
+        if not 0 <= float(value) < math.inf:
+            raise ValueError(f"{name} is {float(value)}: it must be a finite number that is not negative")
+
+
+def _step_tensor(step: float) -> Tensor:
+    """On the host and of the dtype that torch's optimizers take."""
+    return torch.tensor(step, dtype=torch.get_default_dtype(), device="cpu")
+
+
+def _same_layout(tensor: Tensor, like: Tensor) -> bool:
+    """Whether the elements lie in the same order in memory, without gaps if those of `like` do."""
+    return (
+        tensor.stride() == like.stride()
+        and tensor.shape == like.shape
+        and tensor.dtype == like.dtype
+        and tensor.device == like.device
+    )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one piece of memory, in any order of the dimensions."""
+    if tensor.is_contiguous():
+        return True
+    num_elements = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != num_elements:
+            return False
+        num_elements *= size
+    return True

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from .document import (
     check_figures,
@@ -29,7 +29,7 @@ from .errors import FileFormatError
 from .table import format_table, shorten
 from .units import format_bandwidth, format_bytes
 
-__all__ = ["Assignment", "Plan", "Stage"]
+__all__ = ["Plan", "Stage"]
 
 _KIND = "plan"
 _VERSION = 1
@@ -46,6 +46,9 @@ class Stage:
     first_layer: int
     last_layer: int
     num_replicas: int = 1
+    worker: int | None = None
+    """The worker that runs it, where workers hold several stages (schedule "interleaved"); None: the plan
+    gives each replica of each stage a worker of its own, in order."""
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
     """Fields of the file that this version does not know; written back as they were."""
 
@@ -53,6 +56,8 @@ class Stage:
         _set(self, "first_layer", check_whole("first_layer", self.first_layer))
         _set(self, "last_layer", check_whole("last_layer", self.last_layer))
         _set(self, "num_replicas", check_whole("num_replicas", self.num_replicas, at_least=1))
+        if self.worker is not None:
+            _set(self, "worker", check_whole("worker", self.worker))
         if self.last_layer < self.first_layer:
             raise ValueError(
                 f"last_layer is {self.last_layer}: it must not be below first_layer {self.first_layer}"
@@ -63,14 +68,8 @@ class Stage:
         return self.last_layer - self.first_layer + 1
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _STAGE_FIELDS} | self.extra
-
-
-class Assignment(NamedTuple):
-    """What one rank does."""
-
-    stage_index: int
-    replica_index: int
+        worker = {} if self.worker is None else {"worker": self.worker}
+        return {name: getattr(self, name) for name in _STAGE_FIELDS} | worker | self.extra
 
 
 @dataclass(frozen=True)
@@ -103,6 +102,7 @@ class Plan:
     def __post_init__(self) -> None:
         _set(self, "stages", tuple(self.stages))
         _check_stages(self.stages)
+        _check_workers(self.stages)
         _set(
             self, "num_workers", check_whole("num_workers", self.num_workers or self.workers_used, at_least=1)
         )
@@ -133,7 +133,31 @@ class Plan:
 
     @property
     def workers_used(self) -> int:
+        if self.stages[0].worker is not None:
+            return len(set(self.worker_of_stage))
         return sum(stage.num_replicas for stage in self.stages)
+
+    @property
+    def worker_of_stage(self) -> tuple[int, ...]:
+        """The rank of each stage's worker; of its first replica where it has several."""
+        if self.stages[0].worker is not None:
+            return tuple(stage.worker or 0 for stage in self.stages)
+        first_ranks, next_rank = [], 0
+        for stage in self.stages:
+            first_ranks.append(next_rank)
+            next_rank += stage.num_replicas
+        return tuple(first_ranks)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank runs, in order; none for a rank beyond the plan."""
+        return tuple(stage for stage, worker in enumerate(self.worker_of_stage) if worker == rank)
+
+    def describe_worker(self, rank: int) -> str:
+        """ "stage 1 (rank 1)", as errors and traces name a worker."""
+        stages = self.stages_of(rank)
+        if not stages:
+            return f"rank {rank}"
+        return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))} (rank {rank})"
 
     @property
     def noam(self) -> int:
@@ -143,43 +167,46 @@ class Plan:
         """
         return -(-self.workers_used // self.stages[0].num_replicas)
 
-    @property
-    def is_replicated(self) -> bool:
-        return any(stage.num_replicas > 1 for stage in self.stages)
-
-    @property
-    def assignments(self) -> tuple[Assignment, ...]:
-        """Rank -> stage and replica, the replicas of a stage beside each other."""
-        return tuple(
-            Assignment(stage_index, replica_index)
-            for stage_index, stage in enumerate(self.stages)
-            for replica_index in range(stage.num_replicas)
-        )
-
     @classmethod
-    def straight(cls, num_layers: int, num_stages: int, *, model: str | None = None) -> Plan:
-        """An unreplicated plan with an equal number of layers per stage; the odd ones go upstream."""
+    def straight(
+        cls, num_layers: int, num_stages: int, *, num_workers: int | None = None, model: str | None = None
+    ) -> Plan:
+        """An unreplicated plan with an equal number of layers per stage; the odd ones go upstream.
+
+        num_workers: for schedule "interleaved", fewer than stages: stage s goes to worker s mod num_workers.
+        """
         check_whole("num_layers", num_layers, at_least=1)
         check_whole("num_stages", num_stages, at_least=1)
         if num_stages > num_layers:
             raise ValueError(
                 f"num_stages is {num_stages}, but there are {num_layers} layers: a stage needs one"
             )
+        if num_workers is not None and not 1 <= check_whole("num_workers", num_workers) <= num_stages:
+            raise ValueError(
+                f"num_workers is {num_workers}, but there are {num_stages} stages: give 1 to {num_stages}"
+            )
         base, num_larger = divmod(num_layers, num_stages)
         stages = []
         first_layer = 0
         for stage_index in range(num_stages):
             last_layer = first_layer + base + (stage_index < num_larger) - 1
-            stages.append(Stage(first_layer, last_layer))
+            shared = num_workers is not None and num_workers < num_stages
+            worker = stage_index % num_workers if num_workers is not None and shared else None
+            stages.append(Stage(first_layer, last_layer, worker=worker))
             first_layer = last_layer + 1
         return cls(tuple(stages), model=model)
 
     def hash(self) -> int:
         """64 bits that two workers compare before they talk: equal for plans that run alike.
 
-        Made of the stages and in_flight only, and the same on every machine and Python version.
+        Made of the stages, their workers and in_flight only; the same on every machine and Python version.
         """
-        content = [[[s.first_layer, s.last_layer, s.num_replicas] for s in self.stages], list(self.in_flight)]
+        content: list[Any] = [
+            [[s.first_layer, s.last_layer, s.num_replicas] for s in self.stages],
+            list(self.in_flight),
+        ]
+        if self.stages[0].worker is not None:
+            content.append(list(self.worker_of_stage))
         text = json.dumps(content, separators=(",", ":"))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -307,6 +334,27 @@ def _check_stages(stages: tuple[Stage, ...]) -> None:
         raise ValueError(f"{where}: it {fault} with stages[{stage_index - 1}]")
 
 
+def _check_workers(stages: tuple[Stage, ...]) -> None:
+    given = [stage.worker for stage in stages]
+    if all(worker is None for worker in given):
+        return
+    for stage_index, stage in enumerate(stages):
+        if stage.worker is None:
+            raise ValueError(f"stages[{stage_index}].worker is missing: give it for all stages or for none")
+        if stage.num_replicas > 1:
+            raise ValueError(
+                f"stages[{stage_index}].worker is {stage.worker}, but the stage has {stage.num_replicas}"
+                " replicas: a plan names workers only where no stage is replicated"
+            )
+    used = {worker for worker in given if worker is not None}
+    missing = next((worker for worker in range(max(used)) if worker not in used), None)
+    if missing is not None:
+        raise ValueError(
+            f"no stage has worker {missing}, but stages[{given.index(max(used))}].worker is {max(used)}:"
+            " number the workers 0, 1, 2, ..."
+        )
+
+
 def _derive_in_flight(stages: tuple[Stage, ...]) -> tuple[int, ...]:
     from . import _core
 
@@ -335,9 +383,10 @@ def _stage_from_dict(stage_index: int, value: object) -> Stage:
     where = f"stages[{stage_index}]"
     fields = check_object(where, value)
     require(fields, _STAGE_FIELDS, where + ".")
-    extra = {name: fields[name] for name in fields if name not in _STAGE_FIELDS}
+    extra = {name: fields[name] for name in fields if name not in (*_STAGE_FIELDS, "worker")}
     try:
-        return Stage(**{name: fields[name] for name in _STAGE_FIELDS}, extra=extra)
+        known = {name: fields[name] for name in _STAGE_FIELDS}
+        return Stage(**known, worker=fields.get("worker"), extra=extra)
     except ValueError as error:
         raise ValueError(f"{where}.{error}") from None
 

@@ -13,6 +13,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from . import _core
+
 __all__ = ["RunProgress"]
 
 _UPDATE_PERIOD_S = 0.25
@@ -21,9 +23,11 @@ _UPDATE_PERIOD_S = 0.25
 class RunProgress:
     """Use as a context manager. num_minibatches: None when the data has no length."""
 
-    def __init__(self, *, enabled: bool, num_minibatches: int | None, in_flight: tuple[int, ...]) -> None:
+    def __init__(
+        self, *, enabled: bool, num_minibatches: int | None, schedule: _core.ScheduleOptions
+    ) -> None:
         console = Console(stderr=True)
-        self._in_flight = in_flight
+        self._schedule = schedule
         self._samples = 0
         self._began_s = time.monotonic()
         self._next_update_s = 0.0
@@ -72,5 +76,8 @@ class RunProgress:
         self._progress.update(self._task, completed=minibatch + 1, status=status)
 
     def _versions(self, minibatch: int) -> str:
-        newest = [str(max(0, minibatch - in_flight + 1)) for in_flight in self._in_flight]
-        return f"minibatch {minibatch} read weight versions {' '.join(newest)}"
+        read = [
+            str(_core.forward_version(self._schedule, stage, minibatch))
+            for stage in range(self._schedule.num_stages)
+        ]
+        return f"minibatch {minibatch} read weight versions {' '.join(read)}"

@@ -3,26 +3,44 @@
 It keeps a full copy of every weight version that may still be read and computes minibatch after
 minibatch, so it shows what numbers a schedule must give, not how to get them fast. The fast path is
 compared with it. Random numbers: see seeding.py.
+
+    a minibatch   1. a leaf of every parameter, with the content of the version that its stage reads
+                  2. forward of each microbatch through all stages, in order, and its loss
+                  3. naive only: the leaves get the content of the newest version, in place
+                  4. backward of each microbatch, in the same order; gradients add up in the leaves
+                  5. one update per stage of the model's own parameters, which are the newest version
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from .boundary import check_loss, check_pair, device_of, to_device
-from .seeding import RngState, RngStream, base_seed, data_seed, seed_all, stage_seed
-from .splitter import Model, PlannedStage, StageModule, split
+from .boundary import check_loss, check_pair, device_of, map_tensors, tensors_of, to_device
+from .data import num_samples
+from .microbatch import chunk, weights
+from .precision import LossScaler, autocast_dtype, autocast_region
+from .seeding import RngState, RngStream, base_seed, data_seed, generators_kept, seed_all, stage_seed
+from .splitter import Model, PlannedStage, StageModule, Tie, find_ties, split
 
 __all__ = ["ReferenceResult", "run"]
 
+LossFunction = Callable[[Any, Any], Tensor]
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
+SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
+
+# Every minibatch is finished at all stages before the next one starts.
+_DRAINING = ("flush", "gpipe", "model_parallel", "interleaved")
+_SCHEDULES = ("pipedream", "vertical_sync", "naive", "2bw", *_DRAINING)
 
 
 class RunnablePlan(Protocol):
@@ -47,87 +65,478 @@ def run(
     plan: RunnablePlan,
     *,
     data: Iterable[Any],
-    loss_fn: Callable[[Any, Any], torch.Tensor],
+    loss_fn: LossFunction,
     optimizer: OptimizerFactory,
     epochs: int = 1,
     schedule: str = "pipedream",
+    microbatches: int = 1,
+    lr_scheduler: SchedulerFactory | None = None,
+    recompute: bool | Sequence[int] | None = None,
+    autocast: str | torch.dtype | None = None,
+    max_grad_norm: float | None = None,
     seed: int | None = None,
 ) -> ReferenceResult:
     """Trains the model in place as the schedule would. Arguments as pipedream.run's.
 
-    Weight stashing: minibatch i reads version max(0, i - n_s + 1) of stage s, n_s = plan.in_flight[s], in its
-    forward and its backward; its gradient then updates the stage's newest version i to version i + 1.
-    Buffers are not versioned. With one stage this is plain training, bit for bit. Raises ValueError for
-    what cannot be run. Source: PipeDream (SOSP'19), section 3.3; design.md, section 4.
+    The gradient of minibatch i, taken at the versions that its stages read (see _Versions), updates each
+    stage's newest version i to version i + 1. Buffers are not versioned. With one stage every schedule but
+    2bw is plain training, with one microbatch bit for bit. recompute, True for all stages or the indices of
+    some, changes numbers with naive only, whose recomputed forward reads the newest version. Raises
+    ValueError or TypeError for what cannot be run. Sources: PipeDream (SOSP'19), section 3.3; PipeDream-2BW
+    (ICML'21), section 3.1; GPipe (NeurIPS'19), section 2; design.md, section 4.
     """
-    if schedule != "pipedream":
-        raise ValueError(f"schedule is {schedule!r}: only 'pipedream' is built")
     if any(stage.num_replicas > 1 for stage in plan.stages):
         raise ValueError(
             "the plan has replicated stages, which are not built: use partition(..., straight=True)"
         )
+    versions = _Versions(schedule, list(plan.in_flight))
+    _check_microbatches(schedule, microbatches, plan.in_flight[0])
+    recomputed = _recomputed_stages(recompute, len(plan.stages))
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm is {max_grad_norm!r}: give a number above 0, or None not to clip")
+    dtype = autocast_dtype(autocast)
     modules = split(model, plan)
     device = device_of(modules)
+    ties = find_ties(modules)
     with _random_streams(len(modules), seed) as streams:
         stages = [
-            _Stage(module, in_flight, optimizer, stream)
-            for module, in_flight, stream in zip(modules, plan.in_flight, streams, strict=True)
+            _Stage(
+                module,
+                # Elsewhere a recomputed forward is the first one again, number by number.
+                recomputes_newest=schedule == "naive" and stage_index in recomputed,
+                stream=streams[stage_index],
+                autocast=functools.partial(autocast_region, device.type, dtype),
+                loss_fn=loss_fn if stage_index == len(modules) - 1 else None,
+                statistics=_MinibatchStatistics(module) if microbatches > 1 else None,
+                updater=_Updater(_owned_parameters(module, ties), optimizer, lr_scheduler),
+            )
+            for stage_index, module in enumerate(modules)
         ]
-        losses = []
-        for minibatch, (inputs, targets) in enumerate(_minibatches(data, epochs)):
-            value = to_device(inputs, device)
-            for stage in stages:
-                value = stage.forward(minibatch, value)
-            with stages[-1].stream:
-                loss = check_loss(loss_fn(value, to_device(targets, device)), minibatch)
-            # One graph through all stages: each parameter's gradient is at the version its stage read.
-            loss.backward()  # type: ignore[no-untyped-call]
-            for stage in stages:
-                stage.update(minibatch)
-            losses.append(loss.item())
-    return ReferenceResult(losses, [stage.versions_read for stage in stages])
+        trainer = _Trainer(
+            stages,
+            versions,
+            tied={id(tie.parameter) for tie in ties},
+            device=device,
+            num_microbatches=microbatches,
+            max_grad_norm=max_grad_norm,
+            scaler=LossScaler(versions.num_late_overflows) if dtype == torch.float16 else None,
+        )
+        losses = [
+            trainer.train(minibatch, inputs, targets)
+            for minibatch, (inputs, targets) in enumerate(_minibatches(data, epochs))
+        ]
+    return ReferenceResult(losses, trainer.versions_read)
 
 
-class _Stage:
-    """One stage's weight versions, and its optimizer on the newest: the model's own parameters."""
+class _Versions:
+    """Which versions a schedule reads: the table of design.md, section 4."""
+
+    def __init__(self, schedule: str, in_flight: Sequence[int]) -> None:
+        if schedule not in _SCHEDULES:
+            raise ValueError(
+                f"schedule is {schedule!r}: use one of {', '.join(repr(name) for name in _SCHEDULES)}"
+            )
+        self._schedule = schedule
+        self._in_flight = in_flight
+
+    @property
+    def drains(self) -> bool:
+        return self._schedule in _DRAINING
+
+    def of_forward(self, stage_index: int, minibatch: int) -> int:
+        if self.drains:
+            return minibatch
+        if self._schedule == "2bw":
+            return max(0, minibatch - 1)
+        if self._schedule == "vertical_sync":
+            return max(0, minibatch - self._in_flight[0] + 1)
+        return max(0, minibatch - self._in_flight[stage_index] + 1)
+
+    def of_backward(self, stage_index: int, minibatch: int) -> int:
+        return minibatch if self._schedule == "naive" else self.of_forward(stage_index, minibatch)
+
+    def of_tied(self, minibatch: int) -> int:
+        """Of a parameter that several stages use: at each of them the same, forward and backward."""
+        return self.of_forward(0, minibatch)
+
+    @property
+    def num_late_overflows(self) -> int:
+        """How many minibatches a backoff of the loss scale waits for before the next one."""
+        return 1 if self.drains else self._in_flight[0]
+
+    def overflow_delay(self, stage_index: int) -> int:
+        """d: the update of minibatch i at the stage is the newest when it forwards minibatch i + d.
+
+        What was not finite there is known at the last stage with the activation of minibatch i + d.
+        """
+        if self.drains:
+            return 1
+        if self._schedule == "2bw":
+            # in_flight counts microbatches here, and the one before the first of a minibatch is the last of
+            # the minibatch before: only where none else is in flight has that one been updated.
+            return 1 if self._in_flight[stage_index] == 1 else 2
+        return self._in_flight[stage_index]
+
+
+class _History:
+    """The versions of one parameter that may still be read; the parameter itself is the newest."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+        self._newest = 0
+        self._copies = {0: parameter.detach().clone()}
+
+    def leaf(self, version: int) -> Tensor:
+        """A new leaf with the content of a version. No earlier one is read afterwards."""
+        for old in [held for held in self._copies if held < version]:
+            del self._copies[old]
+        return self._copies[version].clone().requires_grad_()
+
+    def add(self) -> None:
+        """The parameter was updated: its content is the next version."""
+        self._newest += 1
+        self._copies[self._newest] = self.parameter.detach().clone()
+
+
+class _Updater:
+    """One stage's optimizer, on the newest version: the model's own parameters."""
 
     def __init__(
         self,
-        module: StageModule,
-        in_flight: int,
+        owned: Sequence[tuple[str, nn.Parameter]],
         optimizer: OptimizerFactory,
-        stream: contextlib.AbstractContextManager[Any],
+        lr_scheduler: SchedulerFactory | None,
     ) -> None:
-        self.stream = stream
-        self.versions_read: list[tuple[int, int]] = []
-        self._module = module
-        self._in_flight = in_flight
-        # The names inside the stage module, which is what functional_call replaces by.
-        self._newest = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._copies = {0: self._copy_newest()}
-        self._leaves: dict[str, torch.Tensor] = {}
-        named = module.trainable_parameters()
-        self._optimizer = _make_optimizer(optimizer, named) if named else None
+        self.parameters = [parameter for _, parameter in owned]
+        # A stage with nothing to train has no optimizer: torch refuses an empty list.
+        self._optimizer = _make_optimizer(optimizer, owned) if owned else None
+        self._scheduler = None
+        if self._optimizer is not None and lr_scheduler is not None:
+            self._scheduler = lr_scheduler(self._optimizer)
 
-    def forward(self, minibatch: int, value: Any) -> Any:
-        version = max(0, minibatch - self._in_flight + 1)
-        for old in [held for held in self._copies if held < version]:
-            del self._copies[old]
-        self._leaves = {name: copy.detach().requires_grad_() for name, copy in self._copies[version].items()}
-        self.versions_read.append((version, version))
-        with self.stream:
-            return torch.func.functional_call(self._module, self._leaves, (value,))
-
-    def update(self, minibatch: int) -> None:
-        for name, parameter in self._newest.items():
-            parameter.grad = self._leaves[name].grad
+    def step(self) -> None:
         if self._optimizer is not None:
             self._optimizer.step()
-            self._optimizer.zero_grad()
-        self._copies[minibatch + 1] = self._copy_newest()
+        if self._scheduler is not None:
+            self._scheduler.step()
 
-    def _copy_newest(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.detach().clone() for name, parameter in self._newest.items()}
+
+@dataclass
+class _Stage:
+    """One stage's forward, and what it needs around it."""
+
+    module: StageModule
+    recomputes_newest: bool
+    """Whether its backward runs on a forward that is done again at the newest version."""
+    stream: contextlib.AbstractContextManager[Any]
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]]
+    loss_fn: LossFunction | None
+    """Of the last stage, whose output is the loss."""
+    statistics: _MinibatchStatistics | None
+    """With several microbatches per minibatch."""
+    updater: _Updater
+
+    def forward(self, value: Any, targets: Any, leaves: dict[int, Tensor]) -> Any:
+        """leaves: by the id of their parameter."""
+        with self.stream:
+            return self._forward(value, targets, leaves, buffers={}, is_first_time=True)
+
+    def forward_again(
+        self, value: Any, targets: Any, leaves: dict[int, Tensor], buffers: dict[str, Tensor]
+    ) -> Any:
+        """Draws from the generators as they are, works on these buffers and leaves the stage's own alone."""
+        return self._forward(value, targets, leaves, buffers, is_first_time=False)
+
+    def _forward(
+        self,
+        value: Any,
+        targets: Any,
+        leaves: dict[int, Tensor],
+        buffers: dict[str, Tensor],
+        *,
+        is_first_time: bool,
+    ) -> Any:
+        # The names inside the stage module, which is what functional_call replaces by.
+        named = {name: leaves[id(p)] for name, p in self.module.named_parameters() if p.requires_grad}
+        with contextlib.ExitStack() as around:
+            if self.statistics is not None:
+                around.enter_context(self.statistics.microbatch(collect=is_first_time))
+            around.enter_context(self.autocast())
+            output = torch.func.functional_call(self.module, named | buffers, (value,))
+        if self.loss_fn is None:
+            return output
+        with self.autocast():
+            return self.loss_fn(output, targets)
+
+
+class _Recomputed:
+    """One microbatch's forward of a stage that will be done again at newer weights, just before its backward.
+
+    upstream graph -> inputs -> forward, its graph dropped     outputs (leaves) -> downstream graph -> loss
+                            \\-> forward again -> its outputs, given the gradients of the leaves
+    """
+
+    def __init__(self, stage: _Stage, inputs: Any, targets: Any, leaves: dict[int, Tensor]) -> None:
+        self._stage = stage
+        self._inputs = inputs
+        self._targets = targets
+        self._leaves = leaves
+        self._buffers = {name: buffer.clone() for name, buffer in stage.module.named_buffers()}
+        with stage.stream:
+            self._generators = RngState.capture()
+        # A clone: the first layer may work in place.
+        outputs = stage.forward(map_tensors(Tensor.clone, inputs), targets, leaves)
+        self._outputs = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), outputs)
+
+    def outputs(self) -> Any:
+        """What goes downstream."""
+        return map_tensors(Tensor.clone, self._outputs)
+
+    def backward(self) -> None:
+        """After the backward of everything downstream."""
+        with generators_kept():
+            self._generators.restore()
+            outputs = self._stage.forward_again(self._inputs, self._targets, self._leaves, self._buffers)
+        roots = [
+            (output, leaf.grad)
+            for output, leaf in zip(tensors_of(outputs), tensors_of(self._outputs), strict=True)
+            if leaf.grad is not None
+        ]
+        torch.autograd.backward([output for output, _ in roots], [gradient for _, gradient in roots])
+
+
+class _Trainer:
+    """Trains minibatch after minibatch."""
+
+    def __init__(
+        self,
+        stages: list[_Stage],
+        versions: _Versions,
+        *,
+        tied: set[int],
+        device: torch.device,
+        num_microbatches: int,
+        max_grad_norm: float | None,
+        scaler: LossScaler | None,
+    ) -> None:
+        """tied: ids of the parameters that several stages use."""
+        self.versions_read: list[list[tuple[int, int]]] = [[] for _ in stages]
+        self._stages = stages
+        self._versions = versions
+        self._tied = tied
+        self._device = device
+        self._num_microbatches = num_microbatches
+        self._max_grad_norm = max_grad_norm
+        self._scaler = scaler
+        self._overflows: set[tuple[int, int]] = set()  # (stage, minibatch)
+        self._histories = {id(p): _History(p) for stage in stages for p in stage.updater.parameters}
+
+    def train(self, minibatch: int, inputs: Any, targets: Any) -> float:
+        """One minibatch; its loss."""
+        pieces = _cut(inputs, targets, self._num_microbatches, minibatch)
+        shares = weights([num_samples(piece) for _, piece in pieces])
+        leaves = self._read(minibatch)
+        scale = self._next_scale(minibatch)
+        losses = []
+        backwards = []
+        for (piece, piece_targets), share in zip(pieces, shares, strict=True):
+            loss, recomputed = self._forward(minibatch, piece, piece_targets, leaves)
+            # A single microbatch is multiplied by nothing, so that it is plain training to the last bit.
+            counted = loss if self._num_microbatches == 1 else loss * share
+            backwards.append((counted if scale is None else counted * scale, recomputed))
+            losses.append(loss.item() * share)
+        for stage in self._stages:
+            if stage.statistics is not None:
+                stage.statistics.update()
+        self._overwrite(minibatch, leaves)
+        for root, recomputed in backwards:
+            root.backward()  # type: ignore[no-untyped-call]
+            for stage_again in reversed(recomputed):
+                stage_again.backward()
+        self._update(minibatch, leaves, scale)
+        return sum(losses)
+
+    def _read(self, minibatch: int) -> dict[int, Tensor]:
+        """The leaf of each parameter, by the parameter's id, at the version that the minibatch reads."""
+        leaves = {}
+        for stage_index, stage in enumerate(self._stages):
+            version = self._versions.of_forward(stage_index, minibatch)
+            read = (version, self._versions.of_backward(stage_index, minibatch))
+            self.versions_read[stage_index].append(read)
+            for parameter in stage.updater.parameters:
+                is_tied = id(parameter) in self._tied
+                leaves[id(parameter)] = self._histories[id(parameter)].leaf(
+                    self._versions.of_tied(minibatch) if is_tied else version
+                )
+        return leaves
+
+    def _forward(
+        self, minibatch: int, inputs: Any, targets: Any, leaves: dict[int, Tensor]
+    ) -> tuple[Tensor, list[_Recomputed]]:
+        """The loss of a microbatch, and what is to be recomputed for its backward."""
+        recomputed = []
+        value = to_device(inputs, self._device)
+        targets = to_device(targets, self._device)
+        if len(self._stages) > 1:
+            # A first layer that works in place must not change the caller's data, which every worker reads
+            # for itself. With one stage a plain loop would change them too.
+            value = map_tensors(Tensor.clone, value)
+        for stage in self._stages:
+            if stage.recomputes_newest:
+                recomputed.append(_Recomputed(stage, value, targets, leaves))
+                value = recomputed[-1].outputs()
+            else:
+                # One graph through all stages: each parameter's gradient is at the version its stage read.
+                value = stage.forward(value, targets, leaves)
+        return check_loss(value, minibatch), recomputed
+
+    def _overwrite(self, minibatch: int, leaves: dict[int, Tensor]) -> None:
+        """Without stashing the backward finds the newest version where its forward found an older one."""
+        for stage_index, stage in enumerate(self._stages):
+            if self._versions.of_backward(stage_index, minibatch) == self.versions_read[stage_index][-1][0]:
+                continue
+            for parameter in stage.updater.parameters:
+                if id(parameter) not in self._tied:
+                    # .data: autograd must not see that what it saved has changed.
+                    leaves[id(parameter)].data.copy_(parameter.detach())
+
+    def _next_scale(self, minibatch: int) -> float | None:
+        """What float16 multiplies the minibatch's loss by, as the last stage can know it."""
+        if self._scaler is None:
+            return None
+        known = {
+            (stage_index, minibatch - self._versions.overflow_delay(stage_index))
+            for stage_index in range(len(self._stages))
+        }
+        return self._scaler.next_scale(bool(known & self._overflows))
+
+    def _update(self, minibatch: int, leaves: dict[int, Tensor], scale: float | None) -> None:
+        for stage in self._stages:
+            for parameter in stage.updater.parameters:
+                gradient = leaves[id(parameter)].grad
+                parameter.grad = gradient if gradient is None or scale is None else gradient / scale
+        skipped = self._overflowed_stages(minibatch) if scale is not None else set()
+        self._clip()
+        for stage_index, stage in enumerate(self._stages):
+            if stage_index not in skipped:
+                stage.updater.step()
+            for parameter in stage.updater.parameters:
+                parameter.grad = None
+                self._histories[id(parameter)].add()
+
+    def _overflowed_stages(self, minibatch: int) -> set[int]:
+        """The stages that skip their update. Where the pipeline drains, one's overflow is everybody's."""
+        overflowed = {
+            stage_index
+            for stage_index, stage in enumerate(self._stages)
+            if not all(p.grad is None or bool(torch.isfinite(p.grad).all()) for p in stage.updater.parameters)
+        }
+        if overflowed and self._versions.drains:
+            overflowed = set(range(len(self._stages)))
+        self._overflows |= {(stage_index, minibatch) for stage_index in overflowed}
+        return overflowed
+
+    def _clip(self) -> None:
+        if self._max_grad_norm is None:
+            return
+        if self._versions.drains:
+            together = [[parameter for stage in self._stages for parameter in stage.updater.parameters]]
+        else:
+            together = [stage.updater.parameters for stage in self._stages]
+        for parameters in together:
+            torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm)
+
+
+class _MinibatchStatistics:
+    """Batch norms of a stage under microbatches: each microbatch is normalised by its own statistics, and the
+    running ones take one step per minibatch, by the mean and variance over all its microbatches.
+
+    Source: GPipe (NeurIPS'19), section 2.2.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._norms = [norm for norm in module.modules() if isinstance(norm, _BatchNorm)]
+        self._inputs: dict[_BatchNorm, list[Tensor]] = {}
+
+    @contextlib.contextmanager
+    def microbatch(self, *, collect: bool) -> Iterator[None]:
+        """Around a forward; collect: its inputs count."""
+        tracking = [norm for norm in self._norms if norm.training and norm.track_running_stats]
+        hooks = [norm.register_forward_pre_hook(self._collect) for norm in tracking if collect]
+        for norm in tracking:
+            norm.track_running_stats = False
+        try:
+            yield
+        finally:
+            for norm in tracking:
+                norm.track_running_stats = True
+            for hook in hooks:
+                hook.remove()
+
+    def _collect(self, norm: Any, arguments: tuple[Any, ...]) -> None:
+        self._inputs.setdefault(norm, []).append(arguments[0].detach().clone())
+
+    def update(self) -> None:
+        for norm, inputs in self._inputs.items():
+            assert norm.running_mean is not None
+            momentum = norm.momentum
+            if norm.num_batches_tracked is not None:
+                norm.num_batches_tracked += 1
+                if momentum is None:
+                    momentum = 1 / float(norm.num_batches_tracked)
+            # (samples, channels): positions of an image count as samples too.
+            values = torch.cat([x.transpose(0, 1).flatten(1) for x in inputs], dim=1).t()
+            with torch.no_grad():
+                F.batch_norm(
+                    values.to(norm.running_mean.dtype),
+                    norm.running_mean,
+                    norm.running_var,
+                    training=True,
+                    momentum=momentum or 0.0,
+                )
+        self._inputs.clear()
+
+
+def _owned_parameters(module: StageModule, ties: Sequence[Tie]) -> list[tuple[str, nn.Parameter]]:
+    """(full name, parameter) of what the stage updates: all it uses, but those tied to a stage upstream."""
+    owner = {id(tie.parameter): tie.stages[0] for tie in ties}
+    stage_index = module.stage_index
+    return [
+        (name, p) for name, p in module.trainable_parameters() if owner.get(id(p), stage_index) == stage_index
+    ]
+
+
+def _cut(inputs: Any, targets: Any, num_microbatches: int, minibatch: int) -> list[tuple[Any, Any]]:
+    """(inputs, targets) of each microbatch. Raises ValueError for what cannot be cut alike."""
+    input_pieces = chunk(inputs, num_microbatches, name="the inputs", minibatch=minibatch)
+    target_pieces = chunk(targets, num_microbatches, name="the targets", minibatch=minibatch)
+    if len(input_pieces) != len(target_pieces):
+        raise ValueError(
+            f"minibatch {minibatch} has inputs that make {len(input_pieces)} microbatches and targets that "
+            f"make {len(target_pieces)}: give both one entry per sample"
+        )
+    return list(zip(input_pieces, target_pieces, strict=True))
+
+
+def _check_microbatches(schedule: str, microbatches: int, in_flight: int) -> None:
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+        raise ValueError(f"microbatches is {microbatches!r}: give a whole number of at least 1")
+    if schedule == "2bw" and microbatches < in_flight:
+        raise ValueError(
+            f"microbatches is {microbatches}, but schedule '2bw' has {in_flight} of them in flight at the "
+            f"first stage: use microbatches={in_flight} or more"
+        )
+
+
+def _recomputed_stages(recompute: bool | Sequence[int] | None, num_stages: int) -> set[int]:
+    if recompute is None or isinstance(recompute, bool):
+        return set(range(num_stages)) if recompute else set()
+    for stage_index in recompute:
+        if not 0 <= stage_index < num_stages:
+            raise ValueError(
+                f"recompute names stage {stage_index}, but the plan has stages 0 to {num_stages - 1}"
+            )
+    return set(recompute)
 
 
 def _make_optimizer(

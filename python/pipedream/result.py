@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from . import _core
+from .memory import describe_memory
 from .plan import Plan
 from .trace import Span, write_trace
 
@@ -35,19 +37,30 @@ class RunResult:
     transports: dict[str, str]
     """"0->1": how activations travel from stage 0 to 1, and gradients back as "1->0"."""
     worker_pids: list[int]
-    memory: list[dict[str, dict[str, int]]]
-    """Per worker and named term: "predicted" and "peak" bytes."""
+    memory: list[dict[str, dict[str, int | None]]]
+    """Per worker and named term: "predicted" and "peak" bytes; None where a term cannot be measured. On the
+    host the terms that torch makes are measured over the first minibatches."""
     overhead_us: list[float] = field(default_factory=list)
     """Per worker: mean time per work item in which it neither ran user code nor waited for data."""
     wait_share: list[float] = field(default_factory=list)
     """Per worker: share of its time spent waiting for a neighbour's tensors."""
-    spans: list[list[tuple[str, int, int, int, int, int, int]]] = field(default_factory=list, repr=False)
-    """Per worker: (kind, minibatch, asked_ns, ready_ns, completed_ns, wait_ns, compute_ns) of the
-    latest work items, on the machine's monotonic clock."""
+    recompute: list[bool] = field(default_factory=list)
+    """Per stage: whether its forwards were done again before their backwards."""
+    spans: list[list[tuple[str, int, int, int, int, int, int, int, int]]] = field(
+        default_factory=list, repr=False
+    )
+    """Per worker: (kind, stage, minibatch, microbatch, asked_ns, ready_ns, completed_ns, wait_ns,
+    compute_ns) of the latest work items, on the machine's monotonic clock."""
+    worker_names: list[str] = field(default_factory=list, repr=False)
+    """Per worker: its stages and rank."""
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Writes a Chrome trace (.json or .json.gz) that ui.perfetto.dev opens."""
         write_trace(path, list(self._trace_spans()))
+
+    def describe_memory(self) -> str:
+        """A table of `memory`: predicted and peak bytes per worker and term."""
+        return describe_memory(self.worker_names, self.memory)
 
     def to_dict(self) -> dict[str, Any]:
         return dict(vars(self))  # not asdict: copying the spans one by one takes seconds
@@ -61,45 +74,52 @@ class RunResult:
         return cls(**fields)
 
     def _trace_spans(self) -> Any:
+        num_microbatches = 1 + max((span[3] for worker in self.spans for span in worker), default=0)
         for rank, worker_spans in enumerate(self.spans):
-            worker_name = f"worker {rank} (stage {rank})"
-            for kind, minibatch, asked_ns, ready_ns, completed_ns, wait_ns, _ in worker_spans:
-                arguments = {"minibatch": minibatch}
+            worker_name = f"worker {rank} ({self.worker_names[rank]})"
+            for kind, stage, minibatch, microbatch, asked, ready, completed, wait_ns, _ in worker_spans:
+                arguments = {"stage": stage, "minibatch": minibatch, "microbatch": microbatch}
                 if wait_ns > 0:
-                    yield Span(worker_name, "waiting", "wait", asked_ns, ready_ns, arguments)
-                name = f"{kind[0]}{minibatch}"
-                yield Span(worker_name, "compute", name, ready_ns, completed_ns, arguments)
+                    yield Span(worker_name, "waiting", "wait", asked, ready, arguments)
+                part = f".{microbatch}" if num_microbatches > 1 and kind != "UPDATE" else ""
+                yield Span(worker_name, "compute", f"{kind[0]}{minibatch}{part}", ready, completed, arguments)
 
 
-def combine_reports(plan: Plan, transport: str, reports: list[dict[str, Any]]) -> RunResult:
+def combine_reports(
+    plan: Plan, schedule: _core.ScheduleOptions, transport: str, reports: list[dict[str, Any]]
+) -> RunResult:
     """The run's result from what the workers report, in the order of their ranks."""
-    last = reports[-1]
+    last = reports[plan.worker_of_stage[-1]]
     losses, samples, epochs = last["losses"], last["samples"], last["epochs"]
     totals = [report["totals"] for report in reports]
     elapsed_ns = max(entry["elapsed_ns"] for entry in totals)
+    stages = [reports[worker]["stages"][str(stage)] for stage, worker in enumerate(plan.worker_of_stage)]
     transports: dict[str, str] = {}
     for stage in range(plan.num_stages - 1):
         transports[f"{stage}->{stage + 1}"] = transport
         transports[f"{stage + 1}->{stage}"] = transport
+    num_warm_up = 1 if _core.drains_every_minibatch(schedule) else plan.in_flight[0]
     return RunResult(
         losses=losses,
         epoch_losses=_epoch_losses(losses, samples, epochs),
-        versions=[[(forward, backward) for forward, backward in report["versions"]] for report in reports],
+        versions=[[(forward, backward) for forward, backward in stage["versions"]] for stage in stages],
         samples_per_s=sum(samples) / max(elapsed_ns / 1e9, 1e-9),
         predicted_ms=plan.bottleneck_ms,
-        measured_ms=_steady_ms(last["spans"], plan.in_flight[0]),
+        measured_ms=_steady_ms(last["spans"], num_warm_up),
         bubble_share=1.0
         - sum(t["compute_ns"] for t in totals) / max(sum(t["elapsed_ns"] for t in totals), 1),
         bytes_sent=sum(report["bytes_sent"] for report in reports),
         transports=transports,
         worker_pids=[report["pid"] for report in reports],
         memory=[report["memory"] for report in reports],
+        recompute=[stage["recompute"] for stage in stages],
         overhead_us=[
             (t["elapsed_ns"] - t["wait_ns"] - t["compute_ns"]) / 1e3 / max(t["num_work_items"], 1)
             for t in totals
         ],
         wait_share=[t["wait_ns"] / max(t["elapsed_ns"], 1) for t in totals],
         spans=[[tuple(span) for span in report["spans"]] for report in reports],
+        worker_names=[plan.describe_worker(rank) for rank in range(len(reports))],
     )
 
 
@@ -115,8 +135,9 @@ def _epoch_losses(losses: list[float], samples: list[int], epochs: list[int]) ->
 def _steady_ms(spans: list[tuple[Any, ...]], num_warm_up: int) -> float:
     """Milliseconds per minibatch between updates of the last stage, after as many minibatches as are in
     flight; over all of them when there are too few."""
-    done_ns = [span[4] for span in spans if span[0] == "UPDATE"]
+    last_stage = max((span[1] for span in spans), default=0)
+    done_ns = [span[6] for span in spans if span[0] == "UPDATE" and span[1] == last_stage]
     if len(done_ns) < 2:
-        return (spans[-1][4] - spans[0][2]) / 1e6 / max(len(done_ns), 1) if spans else 0.0
+        return (spans[-1][6] - spans[0][4]) / 1e6 / max(len(done_ns), 1) if spans else 0.0
     steady = done_ns[num_warm_up:] if len(done_ns) > num_warm_up + 2 else done_ns
     return float(steady[-1] - steady[0]) / 1e6 / (len(steady) - 1)

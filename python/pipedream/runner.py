@@ -11,30 +11,22 @@ from typing import Any
 
 import torch
 
+from . import _core
 from .guard import check_main_guard
 from .job import JobOptions, WorkerPlace
 from .launcher import PeekedIterator, run_locally
 from .plan import Plan
+from .precision import autocast_dtype
 from .rendezvous import Rendezvous, torchrun_store
 from .result import RunResult
 from .seeding import base_seed, generators_kept
 from .splitter import Model, layers_of
 from .trace import check_trace_path
+from .units import parse_size
 from .worker import run_worker
 
 __all__ = ["run"]
 
-_SCHEDULES = ("pipedream",)
-_SCHEDULES_TO_COME = (
-    "vertical_sync",
-    "2bw",
-    "flush",
-    "gpipe",
-    "naive",
-    "model_parallel",
-    "data_parallel",
-    "interleaved",
-)
 _TRANSPORTS = ("auto", "tcp", "zmq")
 
 
@@ -71,7 +63,7 @@ def run(
     progress: bool = True,
     trace: str | os.PathLike[str] | None = None,
 ) -> RunResult:
-    """Trains `model` as the pipeline of `plan`, with 1F1B and weight stashing.
+    """Trains `model` as the pipeline of `plan`, by the schedule that is named.
 
     In a plain script it starts the local workers and returns only in the caller, with the model's weights
     and buffers updated in place. Under torchrun it is this rank's worker: rank 0 returns with the whole
@@ -83,6 +75,19 @@ def run(
     loss_fn: (outputs, targets) -> scalar tensor, run by the last stage.
     optimizer: called once per stage with its parameters, or with (name, parameter) pairs when its first
         argument is called `named_parameters`. For example functools.partial(torch.optim.SGD, lr=0.1).
+    schedule: "pipedream" (1F1B with weight stashing), "vertical_sync", "2bw", "flush" (PipeDream-Flush),
+        "gpipe", "interleaved", "model_parallel", or "naive" for comparison; docs/schedules.md helps choose.
+    microbatches: each minibatch is cut into so many along dimension 0 of its tensors; the loss and gradient
+        are the means over them, weighted by their samples.
+    lr_scheduler: called with each stage's optimizer; its step() follows every update, once a minibatch. For
+        example functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1000).
+    recompute: True, or the stages that keep only their input and run their forward again before the
+        backward; None leaves it to `memory`.
+    memory: what a worker may use ("8GiB" or bytes), counted in the terms of RunResult.memory; recompute is
+        turned on where that is needed. A worker that does not fit is refused, term by term.
+    autocast: "bfloat16", or "float16" with loss scaling; parameters stay float32.
+    max_grad_norm: gradients are scaled down to this 2-norm, over all stages where the schedule drains every
+        minibatch ("flush", "gpipe", "interleaved", "model_parallel"), else per stage.
     transport: "auto" chooses; "tcp" (or "zmq") is ZeroMQ over tcp.
     peer_timeout: seconds after which a silent worker is given up.
     seed: of all random numbers; None continues from the caller's generators.
@@ -99,12 +104,6 @@ def run(
     """
     check_main_guard()
     _refuse_unbuilt(
-        microbatches=(microbatches, 1),
-        lr_scheduler=(lr_scheduler, None),
-        recompute=(recompute, None),
-        memory=(memory, None),
-        autocast=(autocast, None),
-        max_grad_norm=(max_grad_norm, None),
         codec=(codec, None),
         keys=(keys, None),
         bind=(bind, None),
@@ -118,9 +117,7 @@ def run(
     )
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is a {type(plan).__name__}: use pipedream.partition(...) or Plan.load(file)")
-    if schedule in _SCHEDULES_TO_COME:
-        raise ValueError(f"schedule is {schedule!r}, which is not built yet: use 'pipedream'")
-    _check_choice("schedule", schedule, _SCHEDULES)
+    _check_choice("schedule", schedule, tuple(_core.schedule_names()))
     _check_choice("transport", transport, _TRANSPORTS)
     _check_choice("on_nonfinite", on_nonfinite, ("stop", "continue"))
     _check_choice("gather", gather, ("rank0", "all", "none"))
@@ -129,7 +126,15 @@ def run(
     if not isinstance(peer_timeout, (int, float)) or not 0 < peer_timeout < math.inf:
         raise ValueError(f"peer_timeout is {peer_timeout!r}: give seconds, more than 0")
     base_seed(seed)  # raises for a seed that is none, before any process starts
-    for name, value in (("loss_fn", loss_fn), ("optimizer", optimizer)):
+    _check_microbatches(microbatches)
+    if max_grad_norm is not None and not (
+        isinstance(max_grad_norm, (int, float)) and 0 < max_grad_norm < math.inf
+    ):
+        raise ValueError(f"max_grad_norm is {max_grad_norm!r}: give a number above 0, or None")
+    callables = {"loss_fn": loss_fn, "optimizer": optimizer}
+    if lr_scheduler is not None:
+        callables["lr_scheduler"] = lr_scheduler
+    for name, value in callables.items():
         if not callable(value):
             raise TypeError(f"{name} is a {type(value).__name__}: give a function")
     _check_data(data, epochs)
@@ -141,7 +146,13 @@ def run(
         plan=plan,
         loss_fn=loss_fn,
         optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
         schedule=schedule,
+        microbatches=microbatches,
+        recompute=_recompute_of(recompute, plan),
+        memory_bytes=None if memory is None else parse_size(memory),
+        autocast=autocast_dtype(autocast),
+        max_grad_norm=max_grad_norm,
         epochs=epochs,
         seed=seed,
         transport=transport,
@@ -151,6 +162,7 @@ def run(
         progress=progress,
         num_threads=_threads_per_worker(plan),
     )
+    options.schedule_options()  # says what the plan and the schedule cannot do, before any process starts
     if _under_torchrun():
         result = _run_this_rank(model, data, options)
     else:
@@ -169,6 +181,26 @@ def _refuse_unbuilt(**arguments: tuple[Any, Any]) -> None:
     for name, (value, default) in arguments.items():
         if value != default:
             raise ValueError(f"{name} is {value!r}: this is not built yet, leave it at {default!r}")
+
+
+def _check_microbatches(microbatches: Any) -> None:
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+        raise ValueError(f"microbatches is {microbatches!r}: give a whole number of at least 1")
+
+
+def _recompute_of(recompute: Any, plan: Plan) -> tuple[bool, ...] | None:
+    """Per stage; None: not said."""
+    if recompute is None:
+        return None
+    if isinstance(recompute, bool):
+        return (recompute,) * plan.num_stages
+    if isinstance(recompute, str) or not isinstance(recompute, Iterable):
+        raise ValueError(f"recompute is {recompute!r}: use True, False, or a list of stages such as [0, 1]")
+    stages = list(recompute)
+    for stage in stages:
+        if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage < plan.num_stages:
+            raise ValueError(f"recompute names stage {stage!r}: the plan has 0 to {plan.num_stages - 1}")
+    return tuple(stage in stages for stage in range(plan.num_stages))
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

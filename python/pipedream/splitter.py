@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["Model", "StageModule", "check_split", "layers_of", "model_name", "split"]
+__all__ = ["Model", "StageModule", "Tie", "check_split", "find_ties", "layers_of", "model_name", "split"]
 
 # What users may pass as a model: any module, or a list of layers.
 Model = nn.Module | Sequence[nn.Module]
@@ -110,6 +110,41 @@ class StageModule(nn.Module):
         return list(unique.values())
 
 
+@dataclass(frozen=True)
+class Tie:
+    """A trainable parameter that several stages use.
+
+    One nn.Parameter object here; in separate processes each stage's is an object of its own, and the names
+    say which belong together.
+    """
+
+    parameter: nn.Parameter
+    stages: tuple[int, ...]
+    """Ascending; the first one owns the parameter: its optimizer updates it."""
+    names: tuple[str, ...]
+    """Full name in the model at each of these stages."""
+
+
+def find_ties(stages: Sequence[StageModule]) -> list[Tie]:
+    """The trainable parameters that two or more of the stages use, in the order of the owners' parameters.
+
+    A frozen parameter that stages share needs nothing, and is not listed.
+    """
+    uses: dict[int, list[tuple[int, str, nn.Parameter]]] = {}
+    for stage in stages:
+        for name, parameter in stage.trainable_parameters():
+            uses.setdefault(id(parameter), []).append((stage.stage_index, name, parameter))
+    return [
+        Tie(
+            parameter=of_one[0][2],
+            stages=tuple(stage_index for stage_index, _, _ in of_one),
+            names=tuple(name for _, name, _ in of_one),
+        )
+        for of_one in uses.values()
+        if len(of_one) > 1
+    ]
+
+
 def layers_of(model: Model) -> list[tuple[str, nn.Module]]:
     """(name, layer) in the order they run; what the profiler times and a plan may cut after.
 
@@ -138,8 +173,9 @@ def split(model: Model, plan: StagePlan) -> list[StageModule]:
 def check_split(model: Model, plan: StagePlan) -> None:
     """Raises ValueError, one line naming the value and the remedy, unless the plan can cut the model.
 
-    Refused: more stages than layers, a plan of another number of layers, modules, parameters or buffers
-    that two stages share, trainable parameters that are neither float32 nor float64.
+    Refused: more stages than layers, a plan of another number of layers, buffers (or modules with buffers)
+    that two stages share, trainable parameters that are neither float32 nor float64. Parameters may be tied
+    across stages: see find_ties.
     """
     layers = _layers(model)
     _check_coverage(len(layers), plan)
@@ -150,7 +186,6 @@ def check_split(model: Model, plan: StagePlan) -> None:
     ]
     _check_parameters(layers)
     _check_shared_modules(layers, stage_of_layer)
-    _check_tied_parameters(layers, stage_of_layer)
     _check_shared_buffers(layers, stage_of_layer)
     _check_storages(layers)
 
@@ -230,26 +265,14 @@ def _check_shared_modules(layers: list[_Layer], stage_of_layer: list[int]) -> No
     first_use: dict[int, tuple[int, str]] = {}
     for stage_index, layer in zip(stage_of_layer, layers, strict=True):
         for path, module in layer.module.named_modules(prefix=layer.name):
-            if not any(True for _ in module.parameters()) and not any(True for _ in module.buffers()):
-                continue  # without a state, each stage may have the same object
+            if not any(True for _ in module.buffers()):
+                continue  # parameters are tied then; without a state, each stage may have the same object
             first_stage, first_path = first_use.setdefault(id(module), (stage_index, path))
             if first_stage != stage_index:
                 raise ValueError(
                     f"module {first_path!r} ({type(module).__name__}) of stage {first_stage} is also "
-                    f"{path!r} of stage {stage_index}: keep them in one stage, or give each its own module"
-                )
-
-
-def _check_tied_parameters(layers: list[_Layer], stage_of_layer: list[int]) -> None:
-    first_use: dict[int, tuple[int, str]] = {}
-    for stage_index, layer in zip(stage_of_layer, layers, strict=True):
-        for name, parameter in layer.module.named_parameters(remove_duplicate=False):
-            path = layer.prefix + name
-            first_stage, first_path = first_use.setdefault(id(parameter), (stage_index, path))
-            if first_stage != stage_index:
-                raise ValueError(
-                    f"parameter {first_path!r} of stage {first_stage} is tied to {path!r} of "
-                    f"stage {stage_index}: keep them in one stage"
+                    f"{path!r} of stage {stage_index}, and has buffers: keep them in one stage, or give each "
+                    f"its own module"
                 )
 
 

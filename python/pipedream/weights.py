@@ -2,13 +2,14 @@
 
 The core keeps K flat slots, one per live version. Each (slot, unique parameter) is one autograd leaf that
 views its slot. A forward binds the modules' `_parameters` to the leaves of its version (design.md,
-section 4). Owned by the worker's compute thread.
+section 4). Parameters tied across stages follow a version rule of their own, so they have slots of their own.
+Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,27 +18,30 @@ from torch import Tensor, nn
 from . import _core, optim
 from .splitter import StageModule
 
-__all__ = ["StageOptimizer", "StageWeights", "build_optimizer", "weight_layout"]
+__all__ = ["StageOptimizer", "StageWeights", "WeightVersions", "build_optimizer", "weight_layout"]
 
 _Container = dict[str, Any] | list[Any]
+_Named = Sequence[tuple[str, nn.Parameter]]
+_POISON = 0xFF  # bytes that are NaN as a float of any width
 
 
-def weight_layout(stage: StageModule) -> tuple[int, list[int]]:
-    """(bytes of one version, offset of each unique trainable parameter) in a flat slot."""
-    return _core.weight_layout(
-        [(name, str(p.dtype).removeprefix("torch."), p.numel()) for name, p in stage.trainable_parameters()]
-    )
+def weight_layout(named: _Named) -> tuple[int, list[int]]:
+    """(bytes of one version, offset of each parameter) in a flat slot."""
+    return _core.weight_layout([(name, str(p.dtype).removeprefix("torch."), p.numel()) for name, p in named])
 
 
-class StageWeights:
-    """`slots` are flat uint8 tensors, one per version kept; version 0 is copied into slot 0."""
+class WeightVersions:
+    """Some parameters of a stage in flat slots, one per version kept.
 
-    def __init__(self, stage: StageModule, slots: list[Tensor], offsets: list[int]) -> None:
-        named = stage.trainable_parameters()
+    `slots` are flat uint8 tensors; version 0 is copied into slot 0.
+    """
+
+    def __init__(self, stage: nn.Module, named: _Named, slots: list[Tensor]) -> None:
         self.names = [name for name, _ in named]
         self._originals = [parameter for _, parameter in named]
         self._slots = slots
         self._sites = _find_sites(stage, self._originals)
+        _, offsets = weight_layout(named)
         self._leaves = [
             [_make_leaf(slot, offset, p) for offset, p in zip(offsets, self._originals, strict=True)]
             for slot in slots
@@ -52,6 +56,10 @@ class StageWeights:
             for leaf, original in zip(self._leaves[0], self._originals, strict=True):
                 leaf.copy_(original)
 
+    @property
+    def num_slots(self) -> int:
+        return len(self._slots)
+
     def bind(self, slot: int) -> None:
         """Makes the modules read the version in the slot."""
         if slot == self._bound_slot:
@@ -63,8 +71,20 @@ class StageWeights:
     def leaves(self, slot: int) -> list[nn.Parameter]:
         return self._leaves[slot]
 
+    def take_gradients(self, slot: int) -> list[Tensor | None]:
+        """What the backwards accumulated in the slot's leaves, which give it up."""
+        gradients = [leaf.grad for leaf in self._leaves[slot]]
+        for leaf in self._leaves[slot]:
+            leaf.grad = None
+        return gradients
+
     def copy_version(self, read_slot: int, write_slot: int) -> None:
-        self._slots[write_slot].copy_(self._slots[read_slot])
+        if write_slot != read_slot:
+            self._slots[write_slot].copy_(self._slots[read_slot])
+
+    def poison(self, slot: int) -> None:
+        """Nobody may read the slot before it is written: whoever does gets NaN."""
+        self._slots[slot].fill_(_POISON)
 
     def restore(self, slot: int) -> None:
         """Gives the modules their own parameters back, with the values of the version in the slot."""
@@ -76,7 +96,42 @@ class StageWeights:
         self._bound_slot = -1
 
 
-def _make_leaf(slot: Tensor, offset: int, original: nn.Parameter) -> nn.Parameter:
+class StageWeights:
+    """The versions of a stage's own parameters, and of those tied to other stages."""
+
+    def __init__(
+        self,
+        stage: StageModule,
+        own_slots: list[Tensor],
+        tied_slots: list[Tensor],
+        tied: Sequence[nn.Parameter],
+    ) -> None:
+        own_named, tied_named = split_tied(stage, tied)
+        self.own = WeightVersions(stage, own_named, own_slots)
+        self.tied = WeightVersions(stage, tied_named, tied_slots)
+
+    def bind(self, own_slot: int, tied_slot: int) -> None:
+        self.own.bind(own_slot)
+        if self.tied.names:
+            self.tied.bind(tied_slot)
+
+    @property
+    def has_parameters(self) -> bool:
+        return bool(self.own.names or self.tied.names)
+
+
+def split_tied(
+    stage: StageModule, tied: Sequence[nn.Parameter]
+) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
+    """The stage's trainable parameters: (its own, those among `tied`, in the order of `tied`)."""
+    position = {id(parameter): index for index, parameter in enumerate(tied)}
+    named = stage.trainable_parameters()
+    own = [(name, parameter) for name, parameter in named if id(parameter) not in position]
+    shared = [(name, parameter) for name, parameter in named if id(parameter) in position]
+    return own, sorted(shared, key=lambda entry: position[id(entry[1])])
+
+
+def _view_like(slot: Tensor, offset: int, original: Tensor) -> Tensor:
     num_bytes = original.numel() * original.element_size()
     flat = slot[offset : offset + num_bytes].view(original.dtype)
     # The strides of the original too: kernels choose by them (channels_last), and so do their roundings.
@@ -85,9 +140,13 @@ def _make_leaf(slot: Tensor, offset: int, original: nn.Parameter) -> nn.Paramete
         if _is_dense(original)
         else flat.view(original.shape)
     )
-    # .data: a leaf with a version counter of its own. Plain views share their base's, and writing one
+    # .data: a tensor with a version counter of its own. Plain views share their base's, and writing one
     # slot would make the backward of another fail falsely.
-    leaf = nn.Parameter(view.data)
+    return view.data
+
+
+def _make_leaf(slot: Tensor, offset: int, original: nn.Parameter) -> nn.Parameter:
+    leaf = nn.Parameter(_view_like(slot, offset, original))
     leaf.__dict__.update(original.__dict__)  # marks such as `no_weight_decay`
     return leaf
 
@@ -102,7 +161,7 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _find_sites(stage: StageModule, originals: list[nn.Parameter]) -> list[tuple[int, _Container, Any]]:
+def _find_sites(stage: nn.Module, originals: list[nn.Parameter]) -> list[tuple[int, _Container, Any]]:
     """Every place that holds a trainable parameter: (its index, container, key). Tied ones have several."""
     index_of = {id(parameter): index for index, parameter in enumerate(originals)}
     sites: list[tuple[int, _Container, Any]] = []
@@ -142,29 +201,112 @@ def _wants_names(factory: Callable[..., Any]) -> bool:
     return bool(parameters) and parameters[0] == "named_parameters"
 
 
-def _make_master(leaf: nn.Parameter) -> nn.Parameter:
-    master = nn.Parameter(leaf.data)
-    master.__dict__.update(leaf.__dict__)
-    return master
-
-
 class StageOptimizer:
     """Makes version v + 1 from version v and a minibatch's gradients.
 
     A native optimizer writes it in one pass. Any torch optimizer works on master parameters that are
-    pointed at a copy of v in the new slot.
+    pointed at a copy of v in the new slot. Made before the slots are, because its state has a place there.
     """
 
-    def __init__(self, factory: Callable[..., torch.optim.Optimizer], weights: StageWeights) -> None:
-        self._weights = weights
-        self._masters = [_make_master(leaf) for leaf in weights.leaves(0)]
+    def __init__(
+        self,
+        factory: Callable[..., torch.optim.Optimizer],
+        named: _Named,
+        lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+    ) -> None:
+        """named: the parameters that this stage updates, with their initial values."""
+        self._named = list(named)
+        self._masters = [_make_master(parameter) for _, parameter in named]
         # A stage without parameters has nothing to optimize, and torch refuses an empty list.
         self.optimizer: torch.optim.Optimizer | None = None
+        self._scheduler: Any = None
         if self._masters:
-            self.optimizer = build_optimizer(factory, weights.names, self._masters)
+            self.optimizer = build_optimizer(factory, [name for name, _ in named], self._masters)
             self._check_parameters(self.optimizer)
+            if lr_scheduler is not None:
+                self._scheduler = _build_scheduler(lr_scheduler, self.optimizer)
         # Exactly: a subclass may have a step of its own.
-        self._native = type(self.optimizer) is optim.SGD and self._keeps_order(self.optimizer)
+        self._native: optim.NativeOptimizer | None = None
+        if (
+            isinstance(self.optimizer, optim.NativeOptimizer)
+            and type(self.optimizer) in (optim.SGD, optim.Adam, optim.AdamW)
+            and self._keeps_order(self.optimizer)
+        ):
+            self._native = self.optimizer
+
+    @property
+    def num_placed_states(self) -> int:
+        """State tensors per parameter that place_state wants memory for."""
+        return 0 if self._native is None else self._native.num_state_tensors
+
+    def place_state(self, slots: Sequence[Tensor]) -> None:
+        """Gives the native optimizer its state's memory: num_placed_states flat slots, as weight_layout has
+        them."""
+        if self._native is None or not slots:
+            return
+        _, offsets = weight_layout(self._named)
+        for slot in slots:
+            slot.zero_()
+
+        def make(parameter_index: int, parameter: Tensor) -> list[Tensor]:
+            return [_view_like(slot, offsets[parameter_index], parameter) for slot in slots]
+
+        self._native.place_state(make)
+
+    def torch_state_bytes(self) -> int:
+        """What the optimizer keeps outside the slots of place_state, each tensor once."""
+        if self.optimizer is None:
+            return 0
+        placed = self.num_placed_states
+        tensors = {
+            id(value): value.numel() * value.element_size()
+            for parameter, state in self.optimizer.state.items()
+            for value in state.values()
+            if isinstance(value, Tensor) and not (placed and value.shape == parameter.shape and value.dim())
+        }
+        return sum(tensors.values())
+
+    def step(
+        self,
+        read: Sequence[nn.Parameter],
+        write: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor | None],
+        gradient_scale: float = 1.0,
+    ) -> None:
+        """From the leaves of version v to those of v + 1, in the order of `named`; they may be the same."""
+        if self.optimizer is None:
+            return
+        if self._native is not None:
+            self._native.step_out_of_place(read, write, gradients, gradient_scale)
+        else:
+            self._step_through_masters(self.optimizer, read, write, gradients, gradient_scale)
+        if self._scheduler is not None:
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a native step is not step()
+            self._scheduler.step()
+
+    def _step_through_masters(
+        self,
+        optimizer: torch.optim.Optimizer,
+        read: Sequence[nn.Parameter],
+        write: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor | None],
+        gradient_scale: float,
+    ) -> None:
+        with torch.no_grad():
+            if gradient_scale != 1.0:
+                torch._foreach_mul_([g for g in gradients if g is not None], gradient_scale)
+            moved = [pair for pair in zip(write, read, strict=True) if pair[0] is not pair[1]]
+            if moved:
+                torch._foreach_copy_([target for target, _ in moved], [source for _, source in moved])
+        for master, leaf, gradient in zip(self._masters, write, gradients, strict=True):
+            master.data = leaf.data
+            master.grad = gradient
+        optimizer.step()
+        for master, leaf in zip(self._masters, write, strict=True):
+            master.grad = None
+            if master.data_ptr() != leaf.data_ptr():  # the optimizer replaced .data instead of writing it
+                with torch.no_grad():
+                    leaf.copy_(master)
 
     def _check_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         given = {id(master) for master in self._masters}
@@ -181,29 +323,25 @@ class StageOptimizer:
         hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
         return listed == [id(p) for p in self._masters] and not hooked
 
-    def step(self, gradient_slot: int, read_slot: int, write_slot: int) -> None:
-        """gradient_slot: of the version whose leaves hold the gradients. They are given up here."""
-        source = self._weights.leaves(gradient_slot)
-        gradients = [leaf.grad for leaf in source]
-        for leaf in source:
-            leaf.grad = None
-        if self.optimizer is None:
-            return
-        if self._native:
-            assert isinstance(self.optimizer, optim.SGD)  # for the type checker
-            self.optimizer.step_out_of_place(
-                self._weights.leaves(read_slot), self._weights.leaves(write_slot), gradients
-            )
-            return
-        if write_slot != read_slot:
-            self._weights.copy_version(read_slot, write_slot)
-        written = self._weights.leaves(write_slot)
-        for master, leaf, gradient in zip(self._masters, written, gradients, strict=True):
-            master.data = leaf.data
-            master.grad = gradient
-        self.optimizer.step()
-        for master, leaf in zip(self._masters, written, strict=True):
-            master.grad = None
-            if master.data_ptr() != leaf.data_ptr():  # the optimizer replaced .data instead of writing it
-                with torch.no_grad():
-                    leaf.copy_(master)
+
+def _build_scheduler(
+    factory: Callable[[torch.optim.Optimizer], Any], optimizer: torch.optim.Optimizer
+) -> Any:
+    scheduler = factory(optimizer)
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ValueError(
+            "lr_scheduler is a ReduceLROnPlateau, which needs a metric that the stages do not have: use one"
+            " that counts steps, as functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1000)"
+        )
+    if not callable(getattr(scheduler, "step", None)):
+        raise TypeError(
+            f"lr_scheduler returned {type(scheduler).__name__}: it must return a learning-rate scheduler, as"
+            " functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1000) does"
+        )
+    return scheduler
+
+
+def _make_master(parameter: nn.Parameter) -> nn.Parameter:
+    master = nn.Parameter(parameter.data)
+    master.__dict__.update(parameter.__dict__)
+    return master

@@ -13,28 +13,53 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from . import _core
-from .boundary import Boundary, boundary_specs, device_of
+from .boundary import Boundary, TensorSpec, device_of
 from .bulk import receive_document, send_document
-from .channels import INPUTS, TARGETS, channels_of_run, find_libzmq, from_rank_0, to_rank_0
+from .channels import (
+    INPUTS,
+    TARGETS,
+    RunChannel,
+    TieSpec,
+    channels_of_run,
+    find_libzmq,
+    from_rank_0,
+    to_rank_0,
+)
 from .data import DataStream, ForwardedData, MinibatchStream, ReceivedStream
 from .errors import PeerLost, PipelineError, describe_error, failures_of_others, raise_failure
+from .footprint import Footprint, dry_run
+from .gradients import owned_parameters
 from .job import JobOptions, WorkerPlace, check_plan_is_built
+from .memory import (
+    GRADIENTS,
+    OPTIMIZER_STATE,
+    STASH,
+    TIED_VERSIONS,
+    TRANSIENT,
+    WEIGHT_VERSIONS,
+    MemoryPlan,
+    choose_recompute,
+    model_bytes,
+    predict_state_bytes,
+)
+from .microbatch import chunk
 from .plan import Plan
 from .result import RunResult, combine_reports
 from .seeding import base_seed, seed_data
-from .splitter import Model, StageModule, split
-from .stage_loop import StageLoop
+from .splitter import Model, StageModule, Tie, find_ties, split
+from .stage_loop import PreparedStage, WorkerLoop
 from .state import receive_state, send_state
-from .weights import StageWeights, weight_layout
+from .tied import TiedParameters
+from .weights import StageOptimizer, StageWeights, split_tied, weight_layout
 
 __all__ = ["run_worker"]
 
@@ -69,10 +94,12 @@ class _Worker:
         self._model = model
         self._core: _core.Worker | None = None
         self._stages: list[StageModule] = []
+        self._ties: list[Tie] = []
         self._boundaries: list[Boundary] = []
+        self._footprints: list[Footprint] = []
         self._input_boundary: Boundary | None = None  # None: nothing to check the inputs against
-        self._offsets: list[int] = []
-        self._num_slots = 0
+        self._optimizers: dict[int, StageOptimizer] = {}  # by stage, of this worker's
+        self._predicted: dict[str, int] = {}
 
     # The run, in the order of the module's docstring.
 
@@ -80,7 +107,6 @@ class _Worker:
         torch.set_num_threads(self._options.num_threads)
         _core.keep_freed_memory()
         stream = self._agree(data)
-        plan = self._options.plan
         own_device = device_of(self._own_stages())  # where the user has the model, and finds it again
         self._device = self._choose_device()
         for stage in self._own_stages():
@@ -92,7 +118,7 @@ class _Worker:
                 stream = self._received_stream(core, data)
             self._share_initial_weights(core)
             report: dict[str, Any] = {}  # a rank beyond the plan has nothing to report
-            if self._place.rank < plan.workers_used:
+            if self._own_stages():
                 report = self._make_loop(core, stream).train()
             return self._gather(core, report)
         except _core.RunFailure as failure:
@@ -124,16 +150,19 @@ class _Worker:
         if self._place.rank == 0:
             plan = self._options.plan
             self._check_world(plan)
-            self._stages = split(self._model, plan)
+            self._options.schedule_options()  # says what the schedule and the plan cannot do
+            self._split(plan)
             base = base_seed(self._options.seed)
             seed_data(base, self._options.seed, plan.num_stages)
             stream = self._make_stream(data)
-            self._boundaries = self._dry_run(stream)
+            self._dry_run(stream)
             agreed = {
                 "plan": plan.to_dict(),
+                "settings": self._options.settings(),
                 "base_seed": base,
                 "run_id": self._place.run_id,
                 "boundaries": [boundary.to_json() for boundary in self._boundaries],
+                "footprints": [footprint.to_dict() for footprint in self._footprints],
             }
             rendezvous.publish("agreed", agreed)
             self._base_seed = base
@@ -141,10 +170,12 @@ class _Worker:
         (agreed,) = self._wait_for(["agreed"], lambda _: "rank 0 did not start")
         plan = Plan.from_dict(agreed["plan"], source="rank 0's plan")
         self._options = replace(self._options, plan=plan)
+        self._check_settings(agreed["settings"])
         self._base_seed = int(agreed["base_seed"])
         self._place = replace(self._place, run_id=int(agreed["run_id"]))
         self._boundaries = [Boundary.from_json(text) for text in agreed["boundaries"]]
-        self._stages = split(self._model, plan)
+        self._footprints = [Footprint(**fields) for fields in agreed["footprints"]]
+        self._split(plan)
         seed_data(self._base_seed, self._options.seed, plan.num_stages)
         return self._make_stream(data)
 
@@ -161,30 +192,55 @@ class _Worker:
                 f" {self._place.world_size}"
             )
 
+    def _check_settings(self, agreed: dict[str, Any]) -> None:
+        for name, value in self._options.settings().items():
+            if value != agreed[name]:
+                raise ValueError(
+                    f"{name} is {value!r} at rank {self._place.rank}, but {agreed[name]!r} at rank 0:"
+                    " give all ranks the same arguments"
+                )
+
+    def _split(self, plan: Plan) -> None:
+        self._stages = split(self._model, plan)
+        self._ties = find_ties(self._stages)
+
     def _make_stream(self, data: Iterable[Any] | ForwardedData) -> MinibatchStream:
         if isinstance(data, ForwardedData):
             return ReceivedStream(data, None, None)  # for peek(); replaced when the channels are open
         return DataStream(data, epochs=self._options.epochs)
 
-    def _dry_run(self, stream: MinibatchStream) -> list[Boundary]:
-        inputs, _ = stream.peek()
-        if len(self._stages) == 1:
-            return []
+    def _dry_run(self, stream: MinibatchStream) -> None:
+        """Boundaries and footprints of all stages, from the first microbatch."""
+        options = self._options
+        inputs, targets = stream.peek()
         with contextlib.suppress(ValueError):  # inputs that cannot cross need not: they are read here
-            self._input_boundary = Boundary.of(inputs, name="the inputs")
+            if len(self._stages) > 1:
+                self._input_boundary = Boundary.of(inputs, name="the inputs")
+        m = options.microbatches
+        first_inputs = chunk(inputs, m, name="the inputs", minibatch=0)[0]
+        first_targets = chunk(targets, m, name="the targets", minibatch=0)[0]
         try:
-            return boundary_specs(self._stages, inputs)
+            rehearsed = dry_run(
+                self._stages,
+                first_inputs,
+                first_targets,
+                options.loss_fn,
+                autocast=options.autocast,
+                repeats=m > 1,
+            )
         except (ValueError, TypeError):
             raise
         except Exception as error:
             raise PipelineError(
                 f"the first minibatch does not pass the model: {describe_error(error)}"
             ) from error
+        self._boundaries, self._footprints = rehearsed.boundaries, rehearsed.footprints
 
     # Open.
 
     def _own_stages(self) -> list[StageModule]:
-        return self._stages[self._place.rank : self._place.rank + 1]  # none at a rank beyond the plan
+        # None at a rank beyond the plan.
+        return [self._stages[stage] for stage in self._options.plan.stages_of(self._place.rank)]
 
     def _choose_device(self) -> torch.device:
         wanted = os.environ.get("PIPEDREAM_DEVICE", "auto")
@@ -216,19 +272,82 @@ class _Worker:
 
     def _open(self, core: _core.Worker, data: Iterable[Any] | ForwardedData) -> None:
         rank, plan = self._place.rank, self._options.plan
+        schedule = self._options.schedule_options()
+        measures = self._options.max_grad_norm is not None or self._options.autocast is torch.float16
         channels = channels_of_run(
-            plan, self._place.world_size, self._boundaries, data if isinstance(data, ForwardedData) else None
+            plan,
+            schedule,
+            self._place.world_size,
+            self._boundaries,
+            [TieSpec(tie.stages, _spec_of(tie.parameter)) for tie in self._ties],
+            data if isinstance(data, ForwardedData) else None,
+            exchanges_norms=measures and _core.drains_every_minibatch(schedule),
         )
         for channel in channels:
-            channel.add_to(core, rank)
-        for stage in self._own_stages():
-            slot_bytes, self._offsets = weight_layout(stage)
-            num_slots = _core.num_versions_kept(
-                self._options.schedule, rank, plan.num_stages, plan.in_flight[rank]
-            )
-            core.add_term("weight versions", slot_bytes, num_slots)
-            self._num_slots = num_slots
+            channel.add_to(core, rank, plan)
+        self._plan_memory(core, schedule, channels)
         core.seal()
+        self._connect(core, channels)
+
+    def _plan_memory(
+        self, core: _core.Worker, schedule: _core.ScheduleOptions, channels: Sequence[RunChannel]
+    ) -> None:
+        """Adds the stages' terms to the pool, and decides where to recompute."""
+        own_bytes: dict[int, int] = {}
+        tied_bytes: dict[int, int] = {}
+        placed_bytes: dict[int, int] = {}
+        torch_bytes: dict[int, int] = {}
+        for stage in self._own_stages():
+            index = stage.stage_index
+            own, tied = split_tied(stage, self._tied_parameters_of(index))
+            owned = [i for i, tie in enumerate(self._ties_of(index)) if tie.stages[0] == index]
+            named = owned_parameters(own, tied, owned)
+            optimizer = StageOptimizer(self._options.optimizer, named, self._options.lr_scheduler)
+            self._optimizers[index] = optimizer
+            own_bytes[index], tied_bytes[index] = weight_layout(own)[0], weight_layout(tied)[0]
+            placed_bytes[index] = optimizer.num_placed_states * weight_layout(named)[0]
+            torch_bytes[index] = (
+                0 if optimizer.num_placed_states else predict_state_bytes(optimizer.optimizer)
+            )
+            core.add_term(
+                _term(WEIGHT_VERSIONS, index), own_bytes[index], _core.num_versions_kept(schedule, index)
+            )
+            if tied:
+                core.add_term(
+                    _term(TIED_VERSIONS, index), tied_bytes[index], _core.num_tied_versions_kept(schedule)
+                )
+            if optimizer.num_placed_states:
+                slot_bytes = weight_layout(named)[0]
+                core.add_term(_term(OPTIMIZER_STATE, index), slot_bytes, optimizer.num_placed_states)
+        if not self._own_stages():
+            return
+        memory = MemoryPlan(
+            self._options.plan,
+            self._place.rank,
+            schedule,
+            dict(enumerate(self._footprints)),
+            channels,
+            own_bytes,
+            tied_bytes,
+            placed_bytes,
+            torch_bytes,
+            model_bytes(self._stages if self._device.type == "cpu" else self._own_stages()),
+        )
+        recompute = choose_recompute(memory, self._options.recompute, self._options.memory_bytes)
+        self._options = replace(self._options, recompute=recompute)
+        self._predicted = memory.with_recompute(recompute).terms()
+        if not all(self._footprints[stage.stage_index].is_measured for stage in self._own_stages()):
+            for term in (STASH, TRANSIENT, GRADIENTS):
+                self._predicted.pop(term, None)
+
+    def _ties_of(self, stage_index: int) -> list[Tie]:
+        return [tie for tie in self._ties if stage_index in tie.stages]
+
+    def _tied_parameters_of(self, stage_index: int) -> list[nn.Parameter]:
+        return [tie.parameter for tie in self._ties_of(stage_index)]
+
+    def _connect(self, core: _core.Worker, channels: Sequence[RunChannel]) -> None:
+        rank = self._place.rank
         self._place.rendezvous.publish(f"endpoints/{rank}", core.listen())
         receivers = sorted({c.receiver for c in channels if c.sender == rank})
         published = self._wait_for(
@@ -255,31 +374,47 @@ class _Worker:
 
             return receive
 
-        is_first = self._place.rank == 0
-        is_last = self._place.rank == self._options.plan.num_stages - 1
+        own = self._options.plan.stages_of(self._place.rank)
+        is_first, is_last = 0 in own, self._options.plan.num_stages - 1 in own
         return ReceivedStream(
             data, receiver(INPUTS) if is_first else None, receiver(TARGETS) if is_last else None
         )
 
-    def _make_loop(self, core: _core.Worker, stream: MinibatchStream) -> StageLoop:
-        stage_index = self._place.rank
-        slots = [from_dlpack(core.hold_slot("weight versions")) for _ in range(self._num_slots)]
-        # The pool hands slots out in any order; only that each is one version's matters.
-        weights = StageWeights(self._stages[stage_index], slots, self._offsets)
-        boundaries = dict(enumerate(self._boundaries))
-        return StageLoop(
+    def _make_loop(self, core: _core.Worker, stream: MinibatchStream) -> WorkerLoop:
+        schedule = self._options.schedule_options()
+        return WorkerLoop(
             core,
             self._options,
             self._place,
-            stage=self._stages[stage_index],
-            weights=weights,
+            schedule=schedule,
+            prepared=[self._prepare(core, schedule, stage) for stage in self._own_stages()],
             stream=stream,
             device=self._device,
             base_seed=self._base_seed,
             input_boundary=self._input_boundary,
-            boundary_in=boundaries.get(stage_index - 1),
-            boundary_out=boundaries.get(stage_index),
+            boundaries=self._boundaries,
+            predicted=self._predicted,
         )
+
+    def _prepare(
+        self, core: _core.Worker, schedule: _core.ScheduleOptions, stage: StageModule
+    ) -> PreparedStage:
+        """Puts the stage's weights and its optimizer's state into the pool."""
+        index = stage.stage_index
+        ties = self._ties_of(index)
+
+        def slots(term: str, num_slots: int) -> list[Tensor]:
+            # The pool hands slots out in any order; only that each is one version's matters.
+            return [from_dlpack(core.hold_slot(_term(term, index))) for _ in range(num_slots)]
+
+        own_slots = slots(WEIGHT_VERSIONS, _core.num_versions_kept(schedule, index))
+        nothing = [torch.empty(0, dtype=torch.uint8, device=self._device)]
+        tied_slots = slots(TIED_VERSIONS, _core.num_tied_versions_kept(schedule)) if ties else nothing
+        weights = StageWeights(stage, own_slots, tied_slots, self._tied_parameters_of(index))
+        optimizer = self._optimizers[index]
+        optimizer.place_state(slots(OPTIMIZER_STATE, optimizer.num_placed_states))
+        tied = TiedParameters(core, schedule, index, ties, weights.tied)
+        return PreparedStage(stage, weights, tied, optimizer)
 
     # Weights and results between rank 0 and the others.
 
@@ -288,16 +423,19 @@ class _Worker:
         others = range(1, self._options.plan.workers_used)
         if self._place.rank == 0:
             for rank in others:
-                send_state(core, from_rank_0(rank), self._stages[rank])
+                for stage in self._stages_of(rank):
+                    send_state(core, from_rank_0(rank), stage)
         elif self._place.rank in others:
-            receive_state(core, from_rank_0(self._place.rank), self._stages[self._place.rank])
+            for stage in self._own_stages():
+                receive_state(core, from_rank_0(self._place.rank), stage)
 
     def _gather(self, core: _core.Worker, report: dict[str, Any]) -> RunResult:
         rank, plan, gather = self._place.rank, self._options.plan, self._options.gather
         if rank != 0:
             if rank < plan.workers_used:
                 if gather != "none":
-                    send_state(core, to_rank_0(rank), self._stages[rank])
+                    for stage in self._own_stages():
+                        send_state(core, to_rank_0(rank), stage)
                 send_document(core, to_rank_0(rank), report)
             result = RunResult.from_dict(receive_document(core, from_rank_0(rank)))
             if gather == "all":
@@ -307,9 +445,10 @@ class _Worker:
         reports = [report]
         for other in range(1, plan.workers_used):
             if gather != "none":
-                receive_state(core, to_rank_0(other), self._stages[other])
+                for stage in self._stages_of(other):
+                    receive_state(core, to_rank_0(other), stage)
             reports.append(receive_document(core, to_rank_0(other)))
-        result = combine_reports(plan, core.transport_name, reports)
+        result = combine_reports(plan, self._options.schedule_options(), core.transport_name, reports)
         # The farewell: nobody closes before everybody has all it needs.
         shared = result.to_dict() | {"spans": []}  # the trace is rank 0's: it can be large
         for other in range(1, self._place.world_size):
@@ -319,5 +458,17 @@ class _Worker:
                     send_state(core, from_rank_0(other), stage)
         return result
 
+    def _stages_of(self, rank: int) -> list[StageModule]:
+        return [self._stages[stage] for stage in self._options.plan.stages_of(rank)]
+
     def _other_stages(self, rank: int) -> list[StageModule]:
-        return [stage for stage_index, stage in enumerate(self._stages) if stage_index != rank]
+        own = self._options.plan.stages_of(rank)
+        return [stage for stage in self._stages if stage.stage_index not in own]
+
+
+def _term(name: str, stage_index: int) -> str:
+    return f"{name} of stage {stage_index}"
+
+
+def _spec_of(parameter: nn.Parameter) -> TensorSpec:
+    return TensorSpec(parameter.dtype, tuple(parameter.shape), requires_grad=True)

@@ -53,6 +53,18 @@ class TiedHead(nn.Module):
         return F.linear(x, self.weight)
 
 
+class TokenConv(nn.Module):
+    """A convolution along the sequence, (batch, sequence, width) -> the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        convolved: torch.Tensor = self.conv(x.transpose(1, 2)).transpose(1, 2)
+        return convolved
+
+
 class Pack(nn.Module):
     """(outputs, (h, c)) of an LSTM -> a nested dict with a tensor that occurs twice and a constant."""
 
@@ -117,6 +129,13 @@ def _tied() -> nn.Sequential:
         nn.Linear(VOCABULARY, WIDTH),
         nn.Tanh(),
         nn.Linear(WIDTH, VOCABULARY),
+    )
+
+
+def _tied_apart() -> nn.Sequential:
+    embedding = nn.Embedding(VOCABULARY, WIDTH)
+    return nn.Sequential(
+        embedding, TokenConv(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), TiedHead(embedding)
     )
 
 
@@ -219,6 +238,8 @@ CASES = {
         Case("transformer", _transformer, _texts, cross_entropy, {1: (), 2: (2,), 3: (1, 2), 4: (1, 2, 3)}),
         # The embedding and its head stay in one stage.
         Case("tied", _tied, _texts, cross_entropy, {1: (), 2: (3,), 3: (3, 4), 4: (3, 4, 5)}),
+        # The embedding is in the first stage and its head in the last, which at 4 stages has nothing else.
+        Case("tied_apart", _tied_apart, _texts, cross_entropy, {1: (), 2: (2,), 3: (1, 3), 4: (1, 2, 4)}),
         Case("lstm", _lstm, _next_words, cross_entropy, {1: (), 2: (3,), 3: (2, 3), 4: (1, 2, 3)}),
         Case("dropout", _dropout, _vectors, squared_error, {1: (), 2: (3,), 3: (2, 4), 4: (1, 2, 4)}, True),
         # The first stage has nothing to train, and no gradient crosses the first cut.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import CASES, Case, TiedHead, straight_plan
 from pipedream.plan import Plan, Stage
-from pipedream.splitter import check_split, layers_of, model_name, split
+from pipedream.splitter import Tie, check_split, find_ties, layers_of, model_name, split
 from torch import nn
 
 
@@ -102,9 +102,12 @@ def test_stages_share_out_the_models_parameters_and_buffers_by_full_name(case: C
     trainable = [(n, p) for stage in stages for n, p in stage.trainable_parameters()]
     frozen = [(n, p) for stage in stages for n, p in stage.frozen_parameters()]
     buffers = [(n, b) for stage in stages for n, b in stage.stage_buffers()]
-    assert [n for n, _ in trainable] == [n for n, p in model.named_parameters() if p.requires_grad]
     assert all(model.get_parameter(name) is parameter for name, parameter in trainable + frozen)
-    assert len(trainable) + len(frozen) == len(list(model.parameters()))
+    # A parameter tied across stages is listed by each of them; the first use names it in the model.
+    first_uses = list({id(p): n for n, p in reversed(trainable)}.values())[::-1]
+    assert first_uses == [n for n, p in model.named_parameters() if p.requires_grad]
+    extra_uses = sum(len(tie.stages) - 1 for tie in find_ties(stages))
+    assert len(trainable) + len(frozen) - extra_uses == len(list(model.parameters()))
     assert [n for n, _ in buffers] == [n for n, _ in model.named_buffers()]
     assert all(model.get_buffer(name) is buffer for name, buffer in buffers)
 
@@ -144,21 +147,47 @@ def test_stages_with_a_gap_are_refused() -> None:
         check_split(_linears(3), plan)
 
 
-def test_a_parameter_tied_across_stages_is_refused_naming_both_places() -> None:
+def test_a_parameter_tied_across_stages_is_found_with_its_stages_and_names() -> None:
     embedding = nn.Embedding(4, 2)
-    model = nn.Sequential(embedding, nn.Tanh(), TiedHead(embedding))
-    check_split(model, straight_plan(3, ()))
-    message = _refusal(model, straight_plan(3, (1,)))
-    assert "'0.weight' of stage 0 is tied to '2.weight' of stage 1" in message
-    assert "keep them in one stage" in message
+    model = nn.Sequential(embedding, nn.Linear(2, 2), TiedHead(embedding), nn.Linear(4, 2))
+    stages = split(model, straight_plan(4, (1, 2)))
+    assert find_ties(stages) == [Tie(embedding.weight, (0, 2), ("0.weight", "2.weight"))]
+    assert [n for n, _ in stages[2].trainable_parameters()] == ["2.weight", "3.weight", "3.bias"]
+    assert find_ties(split(model, straight_plan(4, (3,)))) == []  # tied inside a stage
 
 
-def test_a_module_with_state_in_two_stages_is_refused() -> None:
-    for shared in (nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False)):
+def test_ties_come_in_the_order_of_their_owners_parameters() -> None:
+    first, second, third = (nn.Linear(2, 2, bias=False) for _ in range(3))
+    for tied, untied in ((first, second), (second, first)):
+        model = nn.Sequential(first, second, third, TiedHead(tied), TiedHead(third), TiedHead(untied))
+        ties = find_ties(split(model, straight_plan(6, (3, 4))))
+        assert [tie.parameter for tie in ties] == [first.weight, second.weight, third.weight]
+        assert [tie.stages for tie in ties if tie.parameter is third.weight] == [(0, 2)]
+    model = nn.Sequential(first, TiedHead(first), TiedHead(first))
+    (tie,) = find_ties(split(model, straight_plan(3, (1, 2))))
+    assert (tie.stages, tie.names) == ((0, 1, 2), ("0.weight", "1.weight", "2.weight"))
+
+
+def test_a_frozen_parameter_in_two_stages_is_no_tie() -> None:
+    embedding = nn.Embedding(4, 2).requires_grad_(False)
+    stages = split(nn.Sequential(embedding, nn.Tanh(), TiedHead(embedding)), straight_plan(3, (1,)))
+    assert find_ties(stages) == []
+    assert [n for stage in stages for n, _ in stage.frozen_parameters()] == ["0.weight", "2.weight"]
+
+
+def test_a_module_of_parameters_in_two_stages_ties_them() -> None:
+    shared = nn.Linear(2, 2)
+    model = nn.Sequential(shared, nn.Tanh(), nn.Sequential(nn.ReLU(), shared))
+    ties = find_ties(split(model, straight_plan(3, (1,))))
+    assert [tie.names for tie in ties] == [("0.weight", "2.1.weight"), ("0.bias", "2.1.bias")]
+
+
+def test_a_module_with_buffers_in_two_stages_is_refused() -> None:
+    for shared in (nn.BatchNorm1d(2), nn.BatchNorm1d(2, affine=False)):
         model = nn.Sequential(shared, nn.Tanh(), nn.Sequential(nn.ReLU(), shared))
         check_split(model, straight_plan(3, ()))
         message = _refusal(model, straight_plan(3, (1,)))
-        assert f"module '0' ({type(shared).__name__}) of stage 0 is also '2.1' of stage 1" in message
+        assert "module '0' (BatchNorm1d) of stage 0 is also '2.1' of stage 1, and has buffers" in message
         assert "keep them in one stage" in message
 
 

@@ -1,5 +1,9 @@
-// Links between transports of one process: a frame is copied once, on the sender's thread, and handed to
-// the receiver's task queue. Endpoints are numbers in a registry of the process.
+// Links between transports of one process: a frame itself is handed to the receiver's task queue, without a
+// copy or an allocation. Endpoints are numbers in a registry of the process.
+//
+// The receiver reads the sender's memory, and on_sent runs on the receiver's transport thread. So a transport
+// that ends waits until the others have given back what they read of it; one that ends gives back first, so
+// two that end at once do not wait for each other.
 //
 // The registry's mutex guards which links listen and who is whose peer, for all inproc links. A link that
 // has a peer is alive: links leave under that mutex before they are destroyed.
@@ -7,8 +11,10 @@
 
 #include <cerrno>
 #include <charconv>
+#include <condition_variable>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -24,6 +30,43 @@ constexpr std::string_view kScheme = "inproc://";
 
 class InprocLink;
 
+// How many payloads of a transport its peers still read. Any thread.
+class LoanCount {
+ public:
+  void lend() {
+    const std::lock_guard lock(mutex_);
+    ++num_loans_;
+  }
+  void give_back() {
+    const std::lock_guard lock(mutex_);
+    if (--num_loans_ == 0) none_left_.notify_all();  // under the lock: the waiter may destroy this
+  }
+  void wait_until_none() {
+    std::unique_lock lock(mutex_);
+    none_left_.wait(lock, [&] { return num_loans_ == 0; });
+  }
+
+ private:
+  std::mutex mutex_;  // guards num_loans_
+  std::condition_variable none_left_;
+  std::int64_t num_loans_ = 0;
+};
+
+struct GiveBack {
+  void operator()(LoanCount* count) const { count->give_back(); }
+};
+using Loan = std::unique_ptr<LoanCount, GiveBack>;
+
+// A frame in the receiver's task queue. The frame dies before its loan ends.
+struct Delivery {
+  void operator()();
+
+  InprocLink* to;
+  FrameHeaderBytes header;
+  Loan loan;
+  HeldFrame frame;
+};
+
 class InprocRegistry {
  public:
   static InprocRegistry& instance();
@@ -32,7 +75,7 @@ class InprocRegistry {
   // False when nothing listens there, or no longer.
   [[nodiscard]] bool connect(InprocLink& link, std::uint64_t number);
   // Dropped when `from` has no peer, or no longer.
-  void deliver(const InprocLink& from, FrameHeaderBytes header, std::vector<std::byte> payload);
+  void deliver(const InprocLink& from, const FrameHeaderBytes& header, HeldFrame frame);
   void leave(InprocLink& link);
 
  private:
@@ -43,11 +86,13 @@ class InprocRegistry {
 
 class InprocLink final : public LinkCore {
  public:
-  InprocLink(TransportCore& transport, LinkOptions options, LinkHandler& handler)
+  InprocLink(TransportCore& transport, LinkOptions options, LinkHandler& handler, LoanCount& loans)
       : LinkCore(transport, std::move(options), handler, Role::kListener),
+        loans_(loans),
         number_(InprocRegistry::instance().listen(*this)) {}
-  InprocLink(TransportCore& transport, LinkOptions options, LinkHandler& handler, std::uint64_t number)
-      : LinkCore(transport, std::move(options), handler, Role::kConnector), number_(number) {}
+  InprocLink(TransportCore& transport, LinkOptions options, LinkHandler& handler, LoanCount& loans,
+             std::uint64_t number)
+      : LinkCore(transport, std::move(options), handler, Role::kConnector), loans_(loans), number_(number) {}
   ~InprocLink() override { InprocRegistry::instance().leave(*this); }
 
   [[nodiscard]] std::string endpoint() const override {
@@ -56,19 +101,23 @@ class InprocLink final : public LinkCore {
 
  private:
   friend class InprocRegistry;
+  friend struct Delivery;
 
   std::optional<std::string> open_connection() override {
     if (InprocRegistry::instance().connect(*this, number_)) return std::nullopt;
     return "nothing listens at " + endpoint() + ", or it has its peer";
   }
   void carry(const FrameHeaderBytes& header, HeldFrame frame) override {
-    InprocRegistry::instance().deliver(*this, header, {frame.payload().begin(), frame.payload().end()});
+    InprocRegistry::instance().deliver(*this, header, std::move(frame));
   }
   void disconnect() override { InprocRegistry::instance().leave(*this); }
 
   InprocLink* peer_ = nullptr;  // guarded by the registry's mutex
+  LoanCount& loans_;            // of this link's transport
   const std::uint64_t number_;
 };
+
+void Delivery::operator()() { to->receive(header, frame.payload()); }
 
 InprocRegistry& InprocRegistry::instance() {
   static InprocRegistry registry;
@@ -91,12 +140,14 @@ bool InprocRegistry::connect(InprocLink& link, std::uint64_t number) {
   return true;
 }
 
-void InprocRegistry::deliver(const InprocLink& from, FrameHeaderBytes header,
-                             std::vector<std::byte> payload) {
+void InprocRegistry::deliver(const InprocLink& from, const FrameHeaderBytes& header, HeldFrame frame) {
+  Task refused;  // dies after the lock: on_sent is the user's
   const std::lock_guard lock(mutex_);
   InprocLink* const to = from.peer_;
   if (to == nullptr) return;
-  to->transport().enqueue([to, header, payload = std::move(payload)] { to->receive(header, payload); });
+  from.loans_.lend();
+  Task task(Delivery{to, header, Loan(&from.loans_), std::move(frame)});
+  if (!to->transport().try_enqueue(task)) refused = std::move(task);
 }
 
 void InprocRegistry::leave(InprocLink& link) {
@@ -130,10 +181,11 @@ class InprocTransport final : public TransportCore {
   [[nodiscard]] std::string_view name() const override { return "inproc"; }
 
   Link& listen(LinkOptions options, LinkHandler& handler) override {
-    return add(std::make_unique<InprocLink>(*this, std::move(options), handler));
+    return add(std::make_unique<InprocLink>(*this, std::move(options), handler, loans_));
   }
   Link& connect(LinkOptions options, const std::string& endpoint, LinkHandler& handler) override {
-    return add(std::make_unique<InprocLink>(*this, std::move(options), handler, parse_endpoint(endpoint)));
+    return add(
+        std::make_unique<InprocLink>(*this, std::move(options), handler, loans_, parse_endpoint(endpoint)));
   }
 
  private:
@@ -145,7 +197,9 @@ class InprocTransport final : public TransportCore {
     if (num_ready > 0) clear_wake();
     return false;
   }
-  void teardown() override {}
+  void teardown() override { loans_.wait_until_none(); }
+
+  LoanCount loans_;
 };
 
 }  // namespace

@@ -14,7 +14,9 @@
 #include <cerrno>
 #include <charconv>
 #include <cstring>
+#include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -71,18 +73,45 @@ class Message {
   ZmqMessage message_;
 };
 
-// A payload that libzmq still reads.
-struct Loan {
-  HeldFrame frame;
-  std::atomic<std::int64_t>& num_loans;
+// Payloads that libzmq still reads. Their places are used again, so only a new peak allocates. Any thread.
+class Loans {
+ public:
+  struct Loan {
+    Loans* owner;
+    std::optional<HeldFrame> frame;
+  };
+
+  [[nodiscard]] Loan* lend(HeldFrame frame) {
+    const std::lock_guard lock(mutex_);
+    if (free_.empty()) {
+      free_.push_back(loans_.emplace_back(std::make_unique<Loan>(Loan{this, std::nullopt})).get());
+      free_.reserve(loans_.size());  // to give back allocates nothing
+    }
+    Loan* const loan = free_.back();
+    free_.pop_back();
+    loan->frame.emplace(std::move(frame));
+    return loan;
+  }
+  void give_back(Loan& loan) {
+    loan.frame.reset();  // on_sent, outside the lock
+    const std::lock_guard lock(mutex_);
+    free_.push_back(&loan);
+  }
+  [[nodiscard]] std::size_t num_out() const {
+    const std::lock_guard lock(mutex_);
+    return loans_.size() - free_.size();
+  }
+
+ private:
+  mutable std::mutex mutex_;  // guards the members below
+  std::vector<std::unique_ptr<Loan>> loans_;
+  std::vector<Loan*> free_;
 };
 
 // libzmq's I/O thread, or the transport thread when the message never left it.
 void give_back(void* /*data*/, void* hint) {
-  auto* const loan = static_cast<Loan*>(hint);
-  std::atomic<std::int64_t>& num_loans = loan->num_loans;
-  delete loan;  // on_sent
-  num_loans.fetch_sub(1);
+  auto* const loan = static_cast<Loans::Loan*>(hint);
+  loan->owner->give_back(*loan);
 }
 
 // The listening links that still wait for their peer, by gate domain. Filled on the thread that listens,
@@ -111,7 +140,7 @@ struct ZmqShared {
   void* context;
   TransportOptions options;
   OpenDoors doors{};
-  std::atomic<std::int64_t> num_loans{0};
+  Loans loans{};
   std::atomic<std::uint64_t> next_link_number{0};
 };
 
@@ -267,8 +296,7 @@ void ZmqLink::carry(const FrameHeaderBytes& header, HeldFrame frame) {
 
 void ZmqLink::carry_payload(HeldFrame frame) {
   const std::span<const std::byte> payload = frame.payload();
-  shared_.num_loans.fetch_add(1);
-  auto* const loan = new Loan{std::move(frame), shared_.num_loans};
+  Loans::Loan* const loan = shared_.loans.lend(std::move(frame));
   ZmqMessage message;
   // libzmq does not write through the pointer.
   const int made =
@@ -436,7 +464,7 @@ class ZmqTransport final : public TransportCore {
     while (shared_.zmq.ctx_term(context_) != 0) {
       PD_CHECK(shared_.zmq.errno_of_thread() == EINTR, shared_.zmq.last_error());
     }
-    PD_CHECK(shared_.num_loans.load() == 0, shared_.num_loans.load() << " payloads were not given back");
+    PD_CHECK(shared_.loans.num_out() == 0, shared_.loans.num_out() << " payloads were not given back");
   }
 
   void* const context_;

@@ -527,11 +527,11 @@ struct Break {
 
 const std::vector<Break>& breaks() {
   static const std::vector<Break> all = {
-      {"MinibatchRepeated", "minibatch 0 where 1 is due",
+      {"MinibatchRepeated", "minibatch 0 microbatch 0 where 1 microbatch 0 is due",
        [](FrameHeader& h) { h.minibatch = MinibatchId(0); }},
-      {"MinibatchSkipped", "minibatch 2 where 1 is due",
+      {"MinibatchSkipped", "minibatch 2 microbatch 0 where 1 microbatch 0 is due",
        [](FrameHeader& h) { h.minibatch = MinibatchId(2); }},
-      {"MicrobatchUnknown", "minibatch 1 where 1 is due",
+      {"MicrobatchUnknown", "minibatch 1 microbatch 1 where 1 microbatch 0 is due",
        [](FrameHeader& h) { h.microbatch = MicrobatchIndex(1); }},
       {"TensorSkipped", "tensor 1 from byte 0 where tensor 0 from byte 0 is due",
        [](FrameHeader& h) { h.tensor_index = 1; }},
@@ -672,7 +672,7 @@ TEST_P(BrokenSender, MinibatchMayNotChangeInsideAnItem) {
   header.tensor_bytes = 0;
   header.payload_bytes = 0;
   send_frame(header);
-  expect_refused("minibatch 1 where 0 is due");
+  expect_refused("minibatch 1 microbatch 0 where 0 microbatch 0 is due");
 }
 
 TEST_P(BrokenSender, ItemWithoutACreditIsRefusedBeforeItIsRead) {

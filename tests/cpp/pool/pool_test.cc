@@ -3,8 +3,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -14,6 +17,7 @@
 #include <vector>
 
 #include "base/failure.h"
+#include "support/allocation_counter.h"
 
 namespace pipedream {
 namespace {
@@ -21,8 +25,9 @@ namespace {
 // A host device that counts what the pool asks of it, and can be as small as a test needs.
 class CountingDevice final : public Device {
  public:
-  explicit CountingDevice(std::size_t num_bytes_max = std::numeric_limits<std::size_t>::max())
-      : num_bytes_max_(num_bytes_max) {}
+  explicit CountingDevice(std::size_t num_bytes_max = std::numeric_limits<std::size_t>::max(),
+                          bool device_memory_is_host_memory = true)
+      : num_bytes_max_(num_bytes_max), device_memory_is_host_memory_(device_memory_is_host_memory) {}
 
   [[nodiscard]] DeviceType type() const override { return host_->type(); }
   [[nodiscard]] int index() const override { return host_->index(); }
@@ -38,12 +43,13 @@ class CountingDevice final : public Device {
     allocations.emplace_back(num_bytes, kind);
     return host_->allocate(num_bytes, kind);
   }
-  [[nodiscard]] bool device_memory_is_host_memory() const override { return true; }
+  [[nodiscard]] bool device_memory_is_host_memory() const override { return device_memory_is_host_memory_; }
 
   std::vector<std::pair<std::size_t, MemoryKind>> allocations;
 
  private:
   const std::size_t num_bytes_max_;
+  const bool device_memory_is_host_memory_;
   const std::unique_ptr<Device> host_ = make_host_device();
 };
 
@@ -271,6 +277,133 @@ TEST_F(PoolTest, ThreadsNeverHoldTheSameSlotAtOnce) {
   EXPECT_GT(num_leases, 0);
   EXPECT_EQ(group.num_free(), 3);
   EXPECT_LE(group.report().peak_bytes, 3 * kSlotAlignment);
+}
+
+// --- Poison ---
+
+class PoisonTest : public testing::Test {
+ protected:
+  static bool all_bytes_are(const std::byte* data, std::size_t num_bytes, std::byte value) {
+    return std::all_of(data, data + num_bytes, [&](std::byte byte) { return byte == value; });
+  }
+  static bool is_poison(const Lease& lease) {
+    return all_bytes_are(lease.data(), lease.size_bytes(), kPoisonByte);
+  }
+
+  CountingDevice device_;
+};
+
+TEST_F(PoisonTest, ReadingASlotAfterItsReleaseSeesPoisonAndNothingElseIsTouched) {
+  Pool pool(device_, /*poison=*/true);
+  SlotGroup& group = pool.add({"activations", 1000, 2, MemoryKind::kDevice});
+  pool.seal();
+  Lease held = group.lease();
+  Lease released = group.lease();
+  std::memset(held.data(), 7, held.size_bytes());
+  std::memset(released.data(), 7, released.size_bytes());
+  const std::byte* const stale = released.data();
+  released.release();
+  EXPECT_TRUE(all_bytes_are(stale, 1000, kPoisonByte));
+  EXPECT_TRUE(all_bytes_are(held.data(), 1000, std::byte{7}));
+}
+
+TEST_F(PoisonTest, IsNanInFloatsAndMinusOneInIntegers) {
+  Pool pool(device_, /*poison=*/true);
+  SlotGroup& group = pool.add({"activations", 8, 1, MemoryKind::kDevice});
+  pool.seal();
+  const Lease lease = group.lease();
+  float as_float = 0;
+  double as_double = 0;
+  std::int64_t as_integer = 0;
+  std::memcpy(&as_float, lease.data(), sizeof(as_float));
+  std::memcpy(&as_double, lease.data(), sizeof(as_double));
+  std::memcpy(&as_integer, lease.data(), sizeof(as_integer));
+  EXPECT_TRUE(std::isnan(as_float));
+  EXPECT_TRUE(std::isnan(as_double));
+  EXPECT_EQ(as_integer, -1);
+}
+
+TEST_F(PoisonTest, FreshSlotsOfBothKindsArePoisonedUnlessTheirUserRefuses) {
+  Pool pool(device_, /*poison=*/true);
+  SlotGroup& device_slots = pool.add({"activations", 300, 3, MemoryKind::kDevice});
+  SlotGroup& staging_slots = pool.add({"staging", 300, 1, MemoryKind::kStaging});
+  SlotGroup& zeroed = pool.add({"moments", 300, 1, MemoryKind::kDevice, /*poison=*/false});
+  SlotGroup& no_bytes = pool.add({"no bytes", 0, 1, MemoryKind::kDevice});
+  pool.seal();
+  for (std::int64_t slot = 0; slot < 3; ++slot) {
+    EXPECT_TRUE(all_bytes_are(device_slots.slot_data(SlotIndex(slot)), 300, kPoisonByte)) << slot;
+  }
+  EXPECT_TRUE(is_poison(staging_slots.lease()));
+  EXPECT_TRUE(all_bytes_are(zeroed.lease().data(), 300, std::byte{0}));
+  EXPECT_TRUE(no_bytes.lease().valid());
+}
+
+TEST_F(PoisonTest, APoisonedSlotIsUsedAgainLikeAnyOther) {
+  Pool pool(device_, /*poison=*/true);
+  SlotGroup& group = pool.add({"activations", 64, 1, MemoryKind::kDevice});
+  pool.seal();
+  for (int round = 0; round < 3; ++round) {
+    const Lease lease = group.lease();
+    EXPECT_TRUE(is_poison(lease));
+    std::memset(lease.data(), round, lease.size_bytes());
+    EXPECT_TRUE(all_bytes_are(lease.data(), 64, static_cast<std::byte>(round)));
+  }
+}
+
+TEST_F(PoisonTest, OffLeavesTheBytes) {
+  Pool pool(device_, /*poison=*/false);
+  SlotGroup& group = pool.add({"activations", 64, 1, MemoryKind::kDevice});
+  pool.seal();
+  EXPECT_TRUE(all_bytes_are(group.slot_data(SlotIndex(0)), 64, std::byte{0}));
+  {
+    const Lease lease = group.lease();
+    std::memset(lease.data(), 7, lease.size_bytes());
+  }
+  EXPECT_TRUE(all_bytes_are(group.slot_data(SlotIndex(0)), 64, std::byte{7}));
+}
+
+TEST_F(PoisonTest, MemoryThatTheCpuCannotWriteIsLeftAlone) {
+  CountingDevice device(std::numeric_limits<std::size_t>::max(), /*device_memory_is_host_memory=*/false);
+  Pool pool(device, /*poison=*/true);
+  SlotGroup& device_slots = pool.add({"activations", 64, 1, MemoryKind::kDevice});
+  SlotGroup& staging_slots = pool.add({"staging", 64, 1, MemoryKind::kStaging});
+  pool.seal();
+  { const Lease lease = device_slots.lease(); }
+  EXPECT_TRUE(all_bytes_are(device_slots.slot_data(SlotIndex(0)), 64, std::byte{0}));
+  EXPECT_TRUE(is_poison(staging_slots.lease()));
+}
+
+TEST(PoisonByDefault, FollowsTheEnvironmentAndRefusesWhatItDoesNotKnow) {
+  const char* const before = std::getenv("PIPEDREAM_POISON");
+  const std::string restored = before == nullptr ? "" : before;
+  ::setenv("PIPEDREAM_POISON", "1", 1);
+  EXPECT_TRUE(poison_by_default());
+  ::setenv("PIPEDREAM_POISON", "0", 1);
+  EXPECT_FALSE(poison_by_default());
+  ::setenv("PIPEDREAM_POISON", "yes", 1);
+  try {
+    static_cast<void>(poison_by_default());
+    FAIL();
+  } catch (const UserError& error) {
+    EXPECT_NE(std::string(error.what()).find("PIPEDREAM_POISON is 'yes'"), std::string::npos) << error.what();
+  }
+  if (before == nullptr) {
+    ::unsetenv("PIPEDREAM_POISON");
+  } else {
+    ::setenv("PIPEDREAM_POISON", restored.c_str(), 1);
+  }
+}
+
+TEST_F(PoolTest, LeasingAndReleasingCallsNoAllocator) {
+  if (!AllocationCounter::counts()) GTEST_SKIP() << "a sanitizer has the allocator";
+  SlotGroup& group = pool_.add({"activations", 64, 4, MemoryKind::kDevice});
+  pool_.seal();
+  const AllocationCounter counter;
+  for (int round = 0; round < 1000; ++round) {
+    const Lease first = group.lease();
+    const std::optional<Lease> second = group.try_lease();
+  }
+  EXPECT_EQ(counter.num_in_all(), 0u);
 }
 
 TEST_F(PoolDeathTest, LeaseWithoutAFreeSlotAbortsAndNamesTheUser) {

@@ -1,0 +1,175 @@
+"""The native out-of-place step against torch's fused in-place step, at 1M, 10M and 100M parameters.
+
+    python bench/micro/optimizer_bench.py [--quick] [--rounds 15] [--threads N] [--json]
+    python bench/micro/optimizer_bench.py --threshold
+
+Both sides run in one process, on memory of one kind, with the same number of threads; each round runs torch,
+native and a copy of the same number of bytes, in an order that changes from round to round, so that a drift
+of the machine's speed meets all. The native side alternates between two weight slots, as a pipeline does.
+The target is a ratio (native / torch, of the minima) of 1.05 or less. `bytes` is what a step has to move,
+each operand once; GB/s is that over the minimum, beside the copy's, which counts what it reads and writes.
+
+--threshold times one step on 1 and on 2 threads around the size from which the core uses several.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pipedream import optim
+
+# Freed memory stays with the process: else fresh pages, not the step, are measured.
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+
+# name: (native, torch's, arguments, float32 arrays read, written)
+CASES: dict[str, tuple[Any, Any, dict[str, Any], int, int]] = {
+    "SGD": (optim.SGD, torch.optim.SGD, {"lr": 1e-3}, 2, 1),
+    "SGD momentum": (optim.SGD, torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}, 3, 2),
+    "Adam": (optim.Adam, torch.optim.Adam, {"lr": 1e-3}, 4, 3),
+    "AdamW": (optim.AdamW, torch.optim.AdamW, {"lr": 1e-3}, 4, 3),
+}
+SIZES = {"1M": 1_000_000, "10M": 10_000_000, "100M": 100_000_000}
+# Small steps are repeated until a timing is long beside the clock and a thread's waking.
+NUM_ELEMENTS_PER_TIMING = 20_000_000
+
+
+def time_ms(step: Callable[[], object], num_repeats: int) -> float:
+    """Milliseconds per call."""
+    began_ns = time.perf_counter_ns()
+    for _ in range(num_repeats):
+        step()
+    return (time.perf_counter_ns() - began_ns) / 1e6 / num_repeats
+
+
+class OutOfPlace:
+    """A native optimizer's step between two slots, to and fro."""
+
+    def __init__(self, make: Callable[..., Any], gradient: torch.Tensor) -> None:
+        self._slots = [torch.randn_like(gradient), torch.randn_like(gradient)]
+        self._gradient = gradient
+        self._optimizer = make([self._slots[0]])
+
+    def __call__(self) -> None:
+        read, write = self._slots
+        self._optimizer.step_out_of_place([read], [write], [self._gradient])
+        self._slots.reverse()
+
+
+def make_sides(case: str, num_elements: int) -> tuple[dict[str, Callable[[], object]], int]:
+    """The three sides, and the bytes that a step moves."""
+    native, of_torch, arguments, num_read, num_written = CASES[case]
+    gradient = torch.randn(num_elements) * 1e-3
+    parameter = torch.randn(num_elements).requires_grad_()
+    parameter.grad = gradient
+    num_bytes = (num_read + num_written) * 4 * num_elements
+    copied = torch.empty(num_bytes // 8).normal_()
+    sides: dict[str, Callable[[], object]] = {
+        "torch": of_torch([parameter], **arguments, fused=True).step,
+        "native": OutOfPlace(functools.partial(native, **arguments), gradient),
+        "copy": functools.partial(torch.empty_like(copied).copy_, copied),
+    }
+    return sides, num_bytes
+
+
+def measure(case: str, size: str, rounds: int) -> dict[str, Any]:
+    num_elements = SIZES[size]
+    num_repeats = max(1, NUM_ELEMENTS_PER_TIMING // num_elements)
+    sides, num_bytes = make_sides(case, num_elements)
+    for step in sides.values():
+        time_ms(step, max(2, num_repeats // 4))
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    names = list(sides)
+    for round_index in range(rounds):
+        turn = round_index % len(names)
+        for name in names[turn:] + names[:turn]:
+            times[name].append(time_ms(sides[name], num_repeats))
+    ratios = [native / other for native, other in zip(times["native"], times["torch"], strict=True)]
+    row: dict[str, Any] = {"case": case, "size": size, "bytes": num_bytes}
+    for name, values in times.items():
+        row[name] = {"min_ms": min(values), "median_ms": statistics.median(values), "max_ms": max(values)}
+        row[name]["gb_per_s"] = num_bytes / min(values) / 1e6
+    row["ratio_of_minima"] = min(times["native"]) / min(times["torch"])
+    row["ratio"] = {"min": min(ratios), "median": statistics.median(ratios), "max": max(ratios)}
+    return row
+
+
+def show(row: dict[str, Any]) -> None:
+    sides = "  ".join(
+        f"{name} {row[name]['min_ms']:8.3f} / {row[name]['median_ms']:8.3f} ms {row[name]['gb_per_s']:5.1f} GB/s"
+        for name in ("native", "torch", "copy")
+    )
+    ratio = row["ratio"]
+    print(
+        f"{row['case']:>12} {row['size']:>4}  {row['ratio_of_minima']:.3f} of minima, rounds"
+        f" {ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f})  {sides}",
+        flush=True,
+    )
+
+
+def measure_threshold(rounds: int) -> list[dict[str, Any]]:
+    """One step on 1 and on 2 threads; without the core's own threshold that is where 2 begin to win."""
+    rows = []
+    for exponent in range(14, 22):
+        num_elements = 1 << exponent
+        step = OutOfPlace(functools.partial(optim.SGD, lr=1e-3, momentum=0.9), torch.randn(num_elements))
+        num_repeats = max(20, NUM_ELEMENTS_PER_TIMING // 4 // num_elements)
+        times: dict[int, list[float]] = {1: [], 2: []}
+        for _ in range(rounds):
+            for num_threads, values in times.items():
+                torch.set_num_threads(num_threads)
+                values.append(time_ms(step, num_repeats))
+        medians_us = {str(n): statistics.median(values) * 1e3 for n, values in times.items()}
+        rows.append({"num_elements": num_elements, "median_us": medians_us})
+        print(
+            f"{num_elements:>8} elements: 1 thread {medians_us['1']:.1f} us, 2 threads {medians_us['2']:.1f} us"
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
+    parser.add_argument("--sizes", nargs="*", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--quick", action="store_true", help="1M and 10M, 5 rounds")
+    parser.add_argument("--threshold", action="store_true", help="1 against 2 threads, by size")
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    options = parser.parse_args()
+    rounds, sizes = (5, ["1M", "10M"]) if options.quick else (options.rounds, options.sizes)
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    print(
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {options.threads} threads,"
+        f" torch {torch.__version__}, minimum / median of {rounds} rounds"
+    )
+    if options.threshold:
+        rows = measure_threshold(rounds)
+    else:
+        rows = []
+        for size in sizes:
+            for case in options.cases:
+                rows.append(measure(case, size, rounds))
+                show(rows[-1])
+    if options.json:
+        print(
+            json.dumps(
+                {"torch": torch.__version__, "threads": options.threads, "rounds": rounds, "rows": rows}
+            )
+        )
+
+
+if __name__ == "__main__":
+    if any(name not in os.environ for name in _MALLOC):
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | _MALLOC)
+    main()

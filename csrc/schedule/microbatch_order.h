@@ -1,0 +1,58 @@
+// The order in which a worker goes through the microbatches of one minibatch, over all its stages.
+// Pure arithmetic; any thread.
+//
+// A worker with one stage takes them as they come. One with several (its chunks) takes them in groups of
+// as many as there are workers, every group through all chunks, backwards through the chunks in reverse
+// (Megatron-LM, SC'21, section 2.2). With 2 workers, 2 chunks a and b, and 3 microbatches:
+//
+//   position   0   1   2   3   4   5   6   7
+//   forward    a0  a1  b0  b1  a2  -   b2  -       the last group is filled up with microbatches that do
+//   backward   b0  b1  a0  a1  b2  -   a2  -       not exist: their positions are passed over
+//
+// The order for the filled-up groups has no deadlock (Megatron-LM's own case), and leaving out microbatches
+// altogether only removes work that the others never wait for, so any number of microbatches has none.
+#pragma once
+
+#include <cstdint>
+
+namespace pipedream {
+
+struct MicrobatchOrder {
+  std::int64_t num_microbatches = 1;
+  std::int64_t num_chunks = 1;
+  std::int64_t group_size = 1;
+
+  struct Item {
+    std::int64_t chunk = 0;
+    std::int64_t microbatch = 0;
+  };
+
+  // Of one minibatch, those that are passed over included.
+  [[nodiscard]] std::int64_t num_positions() const {
+    return (num_microbatches + group_size - 1) / group_size * group_size * num_chunks;
+  }
+  [[nodiscard]] Item forward_at(std::int64_t position) const {
+    const std::int64_t in_group = position % (group_size * num_chunks);
+    const std::int64_t group = position / (group_size * num_chunks);
+    return {in_group / group_size, group * group_size + in_group % group_size};
+  }
+  [[nodiscard]] Item backward_at(std::int64_t position) const {
+    const Item item = forward_at(position);
+    return {num_chunks - 1 - item.chunk, item.microbatch};
+  }
+  [[nodiscard]] bool exists(Item item) const { return item.microbatch < num_microbatches; }
+
+  [[nodiscard]] std::int64_t forward_position(Item item) const {
+    const std::int64_t group = item.microbatch / group_size;
+    return (group * num_chunks + item.chunk) * group_size + item.microbatch % group_size;
+  }
+  [[nodiscard]] std::int64_t backward_position(Item item) const {
+    return forward_position({num_chunks - 1 - item.chunk, item.microbatch});
+  }
+  // Of the last forward, and the last backward, that exists.
+  [[nodiscard]] std::int64_t last_position() const {
+    return forward_position({num_chunks - 1, num_microbatches - 1});
+  }
+};
+
+}  // namespace pipedream

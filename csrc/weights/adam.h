@@ -1,0 +1,53 @@
+// Out-of-place Adam and AdamW: reads version v, writes version v+1 into another slot, in one pass over
+// memory. Same arithmetic as torch.optim.Adam and AdamW (Kingma and Ba, ICLR'15; Loshchilov and Hutter,
+// ICLR'19; amsgrad: Reddi et al., ICLR'18), t counting steps from 1:
+//   g = gradient_scale * gradient (+ weight_decay * w, unless decoupled)
+//   w = (1 - lr * weight_decay) * w, where decoupled
+//   m = m + (1 - beta1) * (g - m)
+//   v = beta2 * v + (1 - beta2) * g * g
+//   u = amsgrad ? max(largest v so far, v) : v
+//   w' = w - lr / (1 - beta1^t) * m / (sqrt(u) / sqrt(1 - beta2^t) + eps)
+// weight_in == weight_out is allowed (in place); gradient and the moments overlap nothing.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "base/dtype.h"
+
+namespace pipedream {
+
+struct AdamOptions {
+  double lr = 1e-3;
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double eps = 1e-8;
+  double weight_decay = 0;
+  bool decoupled_weight_decay = false;  // AdamW
+  bool amsgrad = false;
+  bool maximize = false;
+};
+
+// One parameter of a step; all pointers are to num_elements of the step's dtype, in one order. The moments
+// are zero before the first step.
+struct AdamTensor {
+  std::int64_t num_elements = 0;
+  const void* weight_in = nullptr;
+  void* weight_out = nullptr;
+  const void* gradient = nullptr;
+  void* exp_avg = nullptr;
+  void* exp_avg_sq = nullptr;
+  void* max_exp_avg_sq = nullptr;  // may be null without amsgrad
+};
+
+// Throws UserError, as torch.optim.Adam does, for a negative or not finite lr, eps, weight_decay and a beta
+// outside [0, 1).
+void check_adam_options(const AdamOptions& options);
+
+// step: 1 for the first. Otherwise as sgd_step_host and sgd_step_cuda (sgd.h).
+void adam_step_host(const AdamOptions& options, DType dtype, std::span<const AdamTensor> tensors,
+                    std::int64_t step, double gradient_scale = 1, int num_threads = 1);
+void adam_step_cuda(const AdamOptions& options, DType dtype, std::span<const AdamTensor> tensors,
+                    std::int64_t step, double gradient_scale, std::uintptr_t stream);
+
+}  // namespace pipedream

@@ -1,0 +1,34 @@
+// The CUDA part of sgd.h, adam.h and reductions.h in a build without CUDA: not available, and says how to
+// get it.
+#include <string>
+
+#include "base/failure.h"
+#include "weights/adam.h"
+#include "weights/reductions.h"
+#include "weights/sgd.h"
+
+namespace pipedream {
+namespace {
+
+[[noreturn]] void refuse(const std::string& what) {
+  throw UserError(what +
+                  " on a CUDA device was asked for, but pipedream was built without CUDA; install the CUDA "
+                  "toolkit and reinstall with PIPEDREAM_CUDA=on, or use torch.optim's");
+}
+
+}  // namespace
+
+void sgd_step_cuda(const SgdOptions&, DType, std::span<const SgdTensor>, bool, double, std::uintptr_t) {
+  refuse("the native SGD");
+}
+
+void adam_step_cuda(const AdamOptions&, DType, std::span<const AdamTensor>, std::int64_t, double,
+                    std::uintptr_t) {
+  refuse("the native Adam");
+}
+
+double squared_norm_cuda(DType, std::int64_t, const void*, std::uintptr_t) { refuse("squared_norm"); }
+
+bool all_finite_cuda(DType, std::int64_t, const void*, std::uintptr_t) { refuse("all_finite"); }
+
+}  // namespace pipedream

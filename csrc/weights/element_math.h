@@ -1,0 +1,99 @@
+// The arithmetic of one element of the native optimizers, the same text for host and device. Pure; any
+// thread. C++17, as nvcc compiles it too; it includes nothing of ours.
+//
+// Everything is of internal linkage: the host kernels are compiled once per instruction set, and a copy that
+// the linker shared between them could hold instructions that the processor lacks.
+//
+// A Flags argument has the members of SgdFlags or AdamFlags, either as constants of its type (host: one
+// loop per combination, without branches) or as values (device: the branches are uniform and cost nothing
+// beside the memory traffic).
+#pragma once
+
+#include <cmath>
+
+#if defined(__CUDACC__)
+#define PD_ELEMENT static __host__ __device__ __forceinline__
+#else
+#define PD_ELEMENT static inline __attribute__((always_inline))
+#endif
+
+namespace pipedream {
+
+struct SgdFlags {
+  bool has_weight_decay;
+  bool has_momentum;
+  bool nesterov;
+  bool first_step;
+};
+
+// Scalars rounded to the element type once, as torch does with Python's.
+template <class T>
+struct SgdFactors {
+  T gradient_scale;  // negative to maximize
+  T weight_decay;
+  T momentum;
+  T gradient_share;  // 1 - dampening
+  T minus_lr;
+};
+
+// The new weight; *momentum_buffer is replaced by the new momentum, and not touched without momentum.
+template <class Flags, class T>
+PD_ELEMENT T sgd_element(Flags flags, const SgdFactors<T>& factors, T weight, T gradient_in,
+                         T* momentum_buffer) {
+  T gradient = factors.gradient_scale * gradient_in;
+  if (flags.has_weight_decay) gradient += factors.weight_decay * weight;
+  T direction = gradient;
+  if (flags.has_momentum) {
+    const T buffer =
+        flags.first_step ? gradient : factors.momentum * *momentum_buffer + factors.gradient_share * gradient;
+    *momentum_buffer = buffer;
+    direction = flags.nesterov ? gradient + factors.momentum * buffer : buffer;
+  }
+  return weight + factors.minus_lr * direction;
+}
+
+struct AdamFlags {
+  bool has_weight_decay;  // added to the gradient; a decoupled one is in AdamFactors::weight_share
+  bool amsgrad;
+  bool lerp_from_gradient;  // 1 - beta1 >= 0.5: torch's lerp then counts from the other end
+};
+
+template <class T>
+struct AdamFactors {
+  T gradient_scale;  // negative to maximize
+  T weight_decay;
+  T weight_share;  // 1 - lr * weight_decay where that is decoupled, else 1
+  T lerp_factor;   // of the difference between gradient and first moment
+  T beta2;
+  T square_share;  // 1 - beta2
+  T root_divisor;  // sqrt(1 - beta2 ^ step)
+  T eps;
+  T minus_step_size;  // -lr / (1 - beta1 ^ step)
+};
+
+// The new weight; the moments are replaced by the new ones. max_exp_avg_sq is not touched without amsgrad.
+template <class Flags, class T>
+PD_ELEMENT T adam_element(Flags flags, const AdamFactors<T>& factors, T weight_in, T gradient_in, T* exp_avg,
+                          T* exp_avg_sq, T* max_exp_avg_sq) {
+  using std::sqrt;
+  T gradient = factors.gradient_scale * gradient_in;
+  if (flags.has_weight_decay) gradient += factors.weight_decay * weight_in;
+  const T weight = factors.weight_share * weight_in;
+  const T difference = gradient - *exp_avg;
+  const T first = flags.lerp_from_gradient ? gradient - factors.lerp_factor * difference
+                                           : *exp_avg + factors.lerp_factor * difference;
+  const T second = factors.beta2 * *exp_avg_sq + factors.square_share * gradient * gradient;
+  *exp_avg = first;
+  *exp_avg_sq = second;
+  T largest = second;
+  if (flags.amsgrad) {
+    // As torch.maximum: a NaN on either side stays.
+    const T before = *max_exp_avg_sq;
+    largest = (second > before) | (second != second) ? second : before;
+    *max_exp_avg_sq = largest;
+  }
+  const T denominator = sqrt(largest) / factors.root_divisor + factors.eps;
+  return weight + factors.minus_step_size * first / denominator;
+}
+
+}  // namespace pipedream

@@ -1,0 +1,20 @@
+// The host kernels with AVX2, for x86-64 processors that have it (2013 and later). Pure; any thread.
+//
+// CMakeLists.txt adds -mavx2 where the compiler takes it. Nothing but host_kernels_impl.h may be included.
+#if defined(__AVX2__)
+#include "weights/host_kernels_impl.h"
+
+namespace pipedream {
+
+HostKernelSet avx2_kernels() { return {"avx2", &kHostKernels<float>, &kHostKernels<double>}; }
+
+}  // namespace pipedream
+#else
+#include "weights/host_kernels.h"
+
+namespace pipedream {
+
+HostKernelSet avx2_kernels() { return {"avx2", nullptr, nullptr}; }
+
+}  // namespace pipedream
+#endif

@@ -1,0 +1,225 @@
+// The text of the host kernels. Included by one source per instruction set, each compiled with its own flags
+// (see CMakeLists.txt); everything here is of internal linkage, and only headers that are free of shared
+// inline functions may be included, for the reason in element_math.h. Pure; any thread.
+//
+// Every option that would be a branch per element is a constant of the flags' type, so each combination is
+// one loop that the compiler vectorises.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+#include "weights/host_kernels.h"
+
+// The next loop reads and writes element i only at step i, also where two pointers are equal.
+#if defined(__clang__)
+#define PD_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define PD_INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
+namespace pipedream {
+namespace {
+
+template <bool weight_decay, bool momentum, bool is_nesterov, bool is_first_step>
+struct StaticSgdFlags {
+  static constexpr bool has_weight_decay = weight_decay;
+  static constexpr bool has_momentum = momentum;
+  static constexpr bool nesterov = is_nesterov;
+  static constexpr bool first_step = is_first_step;
+};
+
+template <bool weight_decay, bool has_amsgrad, bool from_gradient>
+struct StaticAdamFlags {
+  static constexpr bool has_weight_decay = weight_decay;
+  static constexpr bool amsgrad = has_amsgrad;
+  static constexpr bool lerp_from_gradient = from_gradient;
+};
+
+// Elements that a streaming kernel computes at a time: with the other operands they stay in the first cache.
+template <class T>
+constexpr std::int64_t kBlockElements = 4096 / sizeof(T);
+
+// Copies past the caches. The stores are ordered by fence_streams() only.
+template <class T>
+void stream_out(std::int64_t num_elements, const T* from, T* to) {
+#if defined(__SSE2__)
+  constexpr std::int64_t kPackElements = 16 / sizeof(T);
+  std::int64_t first = 0;
+  while (first < num_elements && reinterpret_cast<std::uintptr_t>(to + first) % 16 != 0) {
+    to[first] = from[first];
+    ++first;
+  }
+  for (; first + kPackElements <= num_elements; first += kPackElements) {
+    const __m128i pack = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + first));
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to + first), pack);
+  }
+  for (; first < num_elements; ++first) to[first] = from[first];
+#else
+  std::memcpy(to, from, static_cast<std::size_t>(num_elements) * sizeof(T));
+#endif
+}
+
+void fence_streams() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+// Calls compute(first, count, target) over blocks: target[0..count) are the new weights of elements
+// first.., either in place in weight_out or in a block on the stack that is then streamed there.
+template <class T, class Compute>
+void for_each_block(std::int64_t num_elements, T* weight_out, bool streaming, Compute compute) {
+  if (!streaming) return compute(0, num_elements, weight_out);
+  alignas(64) T block[kBlockElements<T>];
+  for (std::int64_t first = 0; first < num_elements; first += kBlockElements<T>) {
+    const std::int64_t left = num_elements - first;
+    const std::int64_t count = left < kBlockElements<T> ? left : kBlockElements<T>;
+    compute(first, count, static_cast<T*>(block));
+    stream_out(count, static_cast<const T*>(block), weight_out + first);
+  }
+  fence_streams();
+}
+
+template <class Flags, class T>
+void sgd_loop(const SgdFactors<T>& factors_in, const SgdRange<T>& range, bool streaming) {
+  const SgdFactors<T> factors = factors_in;
+  for_each_block(range.num_elements, range.weight_out, streaming,
+                 [&](std::int64_t first, std::int64_t count, T* target) {
+                   const T* const weight = range.weight_in + first;
+                   const T* const gradient = range.gradient + first;
+                   T* const momentum_buffer = Flags::has_momentum ? range.momentum_buffer + first : nullptr;
+                   PD_INDEPENDENT
+                   for (std::int64_t i = 0; i < count; ++i) {
+                     T momentum = Flags::has_momentum && !Flags::first_step ? momentum_buffer[i] : T{};
+                     target[i] = sgd_element(Flags{}, factors, weight[i], gradient[i], &momentum);
+                     if (Flags::has_momentum) momentum_buffer[i] = momentum;
+                   }
+                 });
+}
+
+template <bool kWeightDecay, class T>
+void sgd_by_momentum(SgdFlags flags, const SgdFactors<T>& factors, const SgdRange<T>& range, bool streaming) {
+  if (!flags.has_momentum)
+    return sgd_loop<StaticSgdFlags<kWeightDecay, false, false, false>>(factors, range, streaming);
+  if (flags.nesterov) {
+    if (flags.first_step)
+      return sgd_loop<StaticSgdFlags<kWeightDecay, true, true, true>>(factors, range, streaming);
+    return sgd_loop<StaticSgdFlags<kWeightDecay, true, true, false>>(factors, range, streaming);
+  }
+  if (flags.first_step)
+    return sgd_loop<StaticSgdFlags<kWeightDecay, true, false, true>>(factors, range, streaming);
+  return sgd_loop<StaticSgdFlags<kWeightDecay, true, false, false>>(factors, range, streaming);
+}
+
+template <class T>
+void sgd_kernel(SgdFlags flags, const SgdFactors<T>& factors, const SgdRange<T>& range, bool streaming) {
+  if (flags.has_weight_decay) return sgd_by_momentum<true>(flags, factors, range, streaming);
+  return sgd_by_momentum<false>(flags, factors, range, streaming);
+}
+
+template <class Flags, class T>
+void adam_loop(const AdamFactors<T>& factors_in, const AdamRange<T>& range, bool streaming) {
+  const AdamFactors<T> factors = factors_in;
+  for_each_block(range.num_elements, range.weight_out, streaming,
+                 [&](std::int64_t first, std::int64_t count, T* target) {
+                   const T* const weight = range.weight_in + first;
+                   const T* const gradient = range.gradient + first;
+                   T* const exp_avg = range.exp_avg + first;
+                   T* const exp_avg_sq = range.exp_avg_sq + first;
+                   T* const max_exp_avg_sq = Flags::amsgrad ? range.max_exp_avg_sq + first : nullptr;
+                   PD_INDEPENDENT
+                   for (std::int64_t i = 0; i < count; ++i) {
+                     T moment = exp_avg[i];
+                     T square = exp_avg_sq[i];
+                     T largest = Flags::amsgrad ? max_exp_avg_sq[i] : T{};
+                     target[i] =
+                         adam_element(Flags{}, factors, weight[i], gradient[i], &moment, &square, &largest);
+                     exp_avg[i] = moment;
+                     exp_avg_sq[i] = square;
+                     if (Flags::amsgrad) max_exp_avg_sq[i] = largest;
+                   }
+                 });
+}
+
+template <bool kWeightDecay, bool kAmsgrad, class T>
+void adam_by_lerp(AdamFlags flags, const AdamFactors<T>& factors, const AdamRange<T>& range, bool streaming) {
+  if (flags.lerp_from_gradient)
+    return adam_loop<StaticAdamFlags<kWeightDecay, kAmsgrad, true>>(factors, range, streaming);
+  return adam_loop<StaticAdamFlags<kWeightDecay, kAmsgrad, false>>(factors, range, streaming);
+}
+
+template <class T>
+void adam_kernel(AdamFlags flags, const AdamFactors<T>& factors, const AdamRange<T>& range, bool streaming) {
+  if (flags.has_weight_decay) {
+    if (flags.amsgrad) return adam_by_lerp<true, true>(flags, factors, range, streaming);
+    return adam_by_lerp<true, false>(flags, factors, range, streaming);
+  }
+  if (flags.amsgrad) return adam_by_lerp<false, true>(flags, factors, range, streaming);
+  return adam_by_lerp<false, false>(flags, factors, range, streaming);
+}
+
+// Enough independent sums to hide an addition's latency; part of the result, so the same everywhere.
+constexpr std::int64_t kNumLanes = 16;
+
+template <class T>
+double squared_sum_kernel(std::int64_t num_elements, const T* values) {
+  double lanes[kNumLanes] = {};
+  std::int64_t first = 0;
+  for (; first + kNumLanes <= num_elements; first += kNumLanes) {
+    for (std::int64_t lane = 0; lane < kNumLanes; ++lane) {
+      const auto value = static_cast<double>(values[first + lane]);
+      lanes[lane] += value * value;
+    }
+  }
+  for (; first < num_elements; ++first) {
+    const auto value = static_cast<double>(values[first]);
+    lanes[first % kNumLanes] += value * value;
+  }
+  double sum = 0;
+  for (const double lane : lanes) sum += lane;
+  return sum;
+}
+
+template <class T>
+struct FloatBits;
+template <>
+struct FloatBits<float> {
+  using Bits = std::uint32_t;
+  static constexpr Bits kExponent = 0x7f800000U;
+};
+template <>
+struct FloatBits<double> {
+  using Bits = std::uint64_t;
+  static constexpr Bits kExponent = 0x7ff0000000000000U;
+};
+
+// An exponent of all ones is an infinity or a NaN. Block by block, so that the first one found ends it.
+template <class T>
+bool all_finite_kernel(std::int64_t num_elements, const T* values) {
+  using Bits = typename FloatBits<T>::Bits;
+  constexpr Bits kExponent = FloatBits<T>::kExponent;
+  for (std::int64_t first = 0; first < num_elements; first += kBlockElements<T>) {
+    const std::int64_t left = num_elements - first;
+    const std::int64_t count = left < kBlockElements<T> ? left : kBlockElements<T>;
+    Bits num_special = 0;
+    for (std::int64_t i = first; i < first + count; ++i) {
+      Bits bits;
+      std::memcpy(&bits, values + i, sizeof(bits));
+      num_special += (bits & kExponent) == kExponent ? 1 : 0;
+    }
+    if (num_special != 0) return false;
+  }
+  return true;
+}
+
+template <class T>
+constexpr HostKernels<T> kHostKernels = {sgd_kernel<T>, adam_kernel<T>, squared_sum_kernel<T>,
+                                         all_finite_kernel<T>};
+
+}  // namespace
+}  // namespace pipedream

@@ -1,0 +1,81 @@
+// A step over many tensors as one row of elements, cut into tasks for the thread team: small tensors share a
+// task and large ones are shared. Internal to csrc/weights; pure, any thread.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <span>
+
+#include "base/check.h"
+#include "base/dtype.h"
+#include "weights/thread_team.h"
+
+namespace pipedream {
+
+// Some 20 us of work on one core: long beside claiming a task, short beside a step.
+inline constexpr std::int64_t kTaskElements = 1 << 15;
+// Below this waking a helper costs as much as it saves (bench/micro/optimizer_bench.py --threshold).
+inline constexpr std::int64_t kParallelElementsMin = 1 << 17;
+
+// The elements of the row in [begin, end): calls body(tensor, first, count) for each tensor's part of it.
+template <class Tensor, class Body>
+void for_each_part(std::span<const Tensor> tensors, std::int64_t begin, std::int64_t end, const Body& body) {
+  std::int64_t tensor_begin = 0;
+  for (const Tensor& tensor : tensors) {
+    if (tensor_begin >= end) return;
+    const std::int64_t first = std::max<std::int64_t>(begin - tensor_begin, 0);
+    const std::int64_t last = std::min(end - tensor_begin, tensor.num_elements);
+    if (first < last) body(tensor, first, last - first);
+    tensor_begin += tensor.num_elements;
+  }
+}
+
+template <class Tensor>
+std::int64_t sum_of_elements(std::span<const Tensor> tensors) {
+  std::int64_t num_elements = 0;
+  for (const Tensor& tensor : tensors) num_elements += tensor.num_elements;
+  return num_elements;
+}
+
+// body(tensor, first, count) over all elements, on num_threads threads at most where that pays.
+template <class Tensor, class Body>
+void run_over_tensors(std::span<const Tensor> tensors, int num_threads, const Body& body) {
+  const std::int64_t num_elements = sum_of_elements(tensors);
+  if (num_threads <= 1 || num_elements < kParallelElementsMin)
+    return for_each_part(tensors, 0, num_elements, body);
+  const std::int64_t num_tasks = (num_elements + kTaskElements - 1) / kTaskElements;
+  ThreadTeam::of_process().run(num_threads, num_tasks, [&](std::int64_t task_index) {
+    const std::int64_t begin = task_index * kTaskElements;
+    for_each_part(tensors, begin, std::min(begin + kTaskElements, num_elements), body);
+  });
+}
+
+// True when two ranges of num_bytes share a byte.
+inline bool overlap(const void* a, const void* b, std::size_t num_bytes) {
+  const auto* a_bytes = static_cast<const std::byte*>(a);
+  const auto* b_bytes = static_cast<const std::byte*>(b);
+  const std::less<> before;
+  return num_bytes > 0 && before(a_bytes, b_bytes + num_bytes) && before(b_bytes, a_bytes + num_bytes);
+}
+
+// Aborts unless the weights and the gradient of a tensor are there, and the weights equal or apart.
+template <class Tensor>
+void check_tensor(DType dtype, const Tensor& tensor) {
+  PD_CHECK(dtype == DType::kFloat32 || dtype == DType::kFloat64, "dtype " << dtype_name(dtype));
+  PD_CHECK(tensor.num_elements >= 0, "num_elements " << tensor.num_elements);
+  if (tensor.num_elements == 0) return;
+  PD_CHECK(tensor.weight_in != nullptr && tensor.weight_out != nullptr && tensor.gradient != nullptr,
+           tensor.weight_in << ", " << tensor.weight_out << ", " << tensor.gradient);
+  const std::size_t num_bytes = static_cast<std::size_t>(tensor.num_elements) * dtype_bytes(dtype);
+  PD_CHECK(tensor.weight_in == tensor.weight_out || !overlap(tensor.weight_in, tensor.weight_out, num_bytes),
+           "weights at " << tensor.weight_in << " and " << tensor.weight_out << " overlap over " << num_bytes
+                         << " bytes");
+}
+
+// Whether a step is to write its weights past the caches: it writes elsewhere than it reads, and touches
+// more memory than the last-level cache holds.
+[[nodiscard]] bool worth_streaming(std::size_t num_bytes);
+
+}  // namespace pipedream

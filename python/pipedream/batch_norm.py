@@ -1,0 +1,110 @@
+"""Batch norm under microbatches, as GPipe has it: each microbatch is normalised by its own statistics, and
+the running statistics take one step a minibatch, by the mean and variance over all its microbatches.
+
+Source: GPipe (NeurIPS'19), section 2.2. Owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+__all__ = ["MinibatchStatistics"]
+
+
+class _Moments:
+    """Count, mean and sum of squared deviations per channel, merged from parts (Chan et al., 1979)."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean: Tensor | None = None
+        self.squares: Tensor | None = None
+
+    def merge(self, values: Tensor, dtype: torch.dtype) -> None:
+        """values: (batch, channels, ...)."""
+        if values.numel() == 0:
+            return
+        dims = [dim for dim in range(values.dim()) if dim != 1]
+        variance, mean = torch.var_mean(values.detach().to(dtype), dims, correction=0)
+        count = values.numel() // values.shape[1]
+        squares = variance * count
+        if self.mean is None or self.squares is None:
+            self.count, self.mean, self.squares = count, mean, squares
+            return
+        total = self.count + count
+        distance = mean - self.mean
+        self.squares = self.squares + squares + distance**2 * (self.count * count / total)
+        self.mean = self.mean + distance * (count / total)
+        self.count = total
+
+
+class MinibatchStatistics:
+    """The batch norms of one stage. Use `microbatch()` around each forward, then `update()` once."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        self._norms = [module for module in stage.modules() if isinstance(module, _BatchNorm)]
+        self._moments: dict[_BatchNorm, _Moments] = {}
+
+    @contextlib.contextmanager
+    def microbatch(self) -> Iterator[None]:
+        """The forward of one microbatch."""
+        norms = [norm for norm in self._norms if _tracks(norm)]
+        with contextlib.ExitStack() as undo:
+            for norm in norms:
+                hook = norm.register_forward_pre_hook(self._collect)
+                undo.callback(hook.remove)
+                undo.enter_context(_not_tracking(norm))
+            yield
+
+    @contextlib.contextmanager
+    def recomputation(self) -> Iterator[None]:
+        """The forward of a microbatch whose statistics were collected before."""
+        with contextlib.ExitStack() as undo:
+            for norm in self._norms:
+                if _tracks(norm):
+                    undo.enter_context(_not_tracking(norm))
+            yield
+
+    def update(self) -> None:
+        """The minibatch is complete: its statistics go into the running ones."""
+        with torch.no_grad():
+            for norm, moments in self._moments.items():
+                _update_running(norm, moments)
+        self._moments.clear()
+
+    def _collect(self, norm: Any, inputs: tuple[Any, ...]) -> None:
+        assert norm.running_mean is not None
+        self._moments.setdefault(norm, _Moments()).merge(inputs[0], norm.running_mean.dtype)
+
+
+def _tracks(norm: _BatchNorm) -> bool:
+    return norm.training and norm.track_running_stats and norm.running_mean is not None
+
+
+@contextlib.contextmanager
+def _not_tracking(norm: _BatchNorm) -> Iterator[None]:
+    # Without tracking, a norm in training uses the batch's statistics and touches no buffer.
+    norm.track_running_stats = False
+    try:
+        yield
+    finally:
+        norm.track_running_stats = True
+
+
+def _update_running(norm: _BatchNorm, moments: _Moments) -> None:
+    if moments.mean is None or moments.squares is None:
+        return
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    share = norm.momentum
+    if norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+        if norm.momentum is None:
+            share = 1.0 / float(norm.num_batches_tracked)
+    norm.running_mean.lerp_(moments.mean, share or 0.0)
+    norm.running_var.lerp_(moments.squares / max(moments.count - 1, 1), share or 0.0)

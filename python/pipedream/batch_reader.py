@@ -1,0 +1,109 @@
+"""Minibatches cut into microbatches for the stages that read data: the first, the last, or both.
+
+Owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .data import MinibatchStream, mark_of, num_samples
+from .microbatch import chunk, weights
+
+__all__ = ["EMPTY_MARK", "MARK_MASK", "BatchReader", "Microbatch"]
+
+# Fingerprints travel in 63 bits of a tag; one value says that a microbatch is empty.
+MARK_MASK = (1 << 63) - 1
+EMPTY_MARK = MARK_MASK
+
+
+@dataclass
+class Microbatch:
+    """What the data give for one forward. Empty: torch.chunk made fewer pieces than microbatches."""
+
+    inputs: Any = None
+    targets: Any = None
+    mark: int = 0
+    """Of the whole minibatch; both ends of the pipeline compare it."""
+    weight: float = 1.0
+    """Share of the minibatch's loss."""
+
+    @property
+    def is_empty(self) -> bool:
+        return self.mark == EMPTY_MARK
+
+
+class BatchReader:
+    """Hands out microbatches in order."""
+
+    def __init__(
+        self,
+        stream: MinibatchStream,
+        num_microbatches: int,
+        *,
+        is_first: bool,
+        is_last: bool,
+        check_inputs: Callable[[Any, int], None],
+    ) -> None:
+        """check_inputs: (inputs, minibatch); raises ValueError for what the pipeline was not planned for."""
+        self._stream = stream
+        self._num_microbatches = num_microbatches
+        self._is_first = is_first
+        self._is_last = is_last
+        self._check_inputs = check_inputs
+        self._pieces: list[Microbatch] = []
+        self.samples: list[int] = []
+        """Per minibatch, known to the last stage; so is the epoch."""
+        self.epochs: list[int] = []
+
+    def read(self, minibatch: int, microbatch: int) -> Microbatch | None:
+        """None: there is no such minibatch. Raises ValueError for data that cannot be cut."""
+        if microbatch == 0 and not self._read_minibatch(minibatch):
+            return None
+        if microbatch >= len(self._pieces):
+            return Microbatch(mark=EMPTY_MARK)
+        piece = self._pieces[microbatch]
+        self._pieces[microbatch] = Microbatch()  # whoever has it keeps it no longer than it must
+        return piece
+
+    def is_over(self) -> bool:
+        """Whether there is no further minibatch. Takes it when there is one."""
+        return self._stream.next() is None
+
+    def _read_minibatch(self, minibatch: int) -> bool:
+        batch = self._stream.next()
+        if batch is None:
+            return False
+        # With a single stage nobody else reads it.
+        mark = 0 if self._is_first and self._is_last else mark_of(batch) & MARK_MASK
+        inputs = self._cut(batch.inputs, "the inputs", minibatch) if self._is_first else None
+        targets = self._cut(batch.targets, "the targets", minibatch) if self._is_last else None
+        if self._is_first:
+            self._check_inputs(batch.inputs, minibatch)
+        if inputs is not None and targets is not None and len(inputs) != len(targets):
+            raise ValueError(
+                f"minibatch {minibatch} has inputs that make {len(inputs)} microbatches and targets that make"
+                f" {len(targets)}: give both one entry per sample"
+            )
+        shares = [1.0]
+        if targets is not None and len(targets) > 1:
+            shares = weights([num_samples(piece) for piece in targets])
+        num_pieces = len(targets if targets is not None else inputs or [])
+        self._pieces = [
+            Microbatch(
+                inputs=inputs[index] if inputs is not None else None,
+                targets=targets[index] if targets is not None else None,
+                mark=mark,
+                weight=shares[index] if targets is not None else 1.0,
+            )
+            for index in range(num_pieces)
+        ]
+        if self._is_last:
+            self.samples.append(num_samples(batch.targets))
+            self.epochs.append(batch.epoch)
+        return True
+
+    def _cut(self, value: Any, name: str, minibatch: int) -> list[Any]:
+        return chunk(value, self._num_microbatches, name=name, minibatch=minibatch)

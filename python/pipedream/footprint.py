@@ -1,0 +1,312 @@
+"""What a stage's own work needs of memory beside the pool: measured in a dry run, and again while training.
+
+On CUDA the allocator counts. On the host torch keeps no count, so a dispatch mode sees every tensor that an
+operator makes and when its memory goes; that costs some us per operator, so it watches only the first
+minibatches. What an operator allocates and frees inside itself is not seen on the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .boundary import Boundary, boundary_input, check_loss, device_of, map_tensors, tensors_of, untouched
+from .precision import autocast_region
+from .splitter import StageModule
+
+__all__ = ["DryRun", "Footprint", "MemoryMeter", "WorkMeter", "dry_run", "make_meter", "storage_bytes"]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of torch's own memory that one stage needs, the minibatch being cut as the run will."""
+
+    input_bytes: int
+    """Of one microbatch's inputs (and targets at the last stage)."""
+    stash_bytes: int
+    """Made by the forward of a microbatch and kept until its backward."""
+    transient_bytes: int
+    """The most beyond what is kept before or after, while a forward or a backward runs."""
+    gradient_bytes: int
+    """Of the parameters' gradients."""
+    is_measured: bool
+    """False: the stage could not be measured (it is compiled, or its dry run failed)."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class DryRun:
+    boundaries: list[Boundary]
+    """After each stage but the last."""
+    footprints: list[Footprint]
+    """Of each stage."""
+
+
+class MemoryMeter(Protocol):
+    """Counts the live bytes of torch's tensors on one device while it is entered."""
+
+    @property
+    def live_bytes(self) -> int: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    def reset_peak(self) -> None: ...
+    def __enter__(self) -> Any: ...
+    def __exit__(self, *error: Any) -> None: ...
+
+
+def make_meter(device: torch.device) -> MemoryMeter:
+    return _CudaMeter(device) if device.type == "cuda" else _HostMeter()
+
+
+class _CudaMeter:
+    """The caching allocator's own figures."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def live_bytes(self) -> int:
+        return int(torch.cuda.memory_allocated(self._device))
+
+    @property
+    def peak_bytes(self) -> int:
+        return int(torch.cuda.max_memory_allocated(self._device))
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def __enter__(self) -> _CudaMeter:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        return None
+
+
+class _HostMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Every storage that an operator returns and that was not there before."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        # Storages by the address of their C++ object, with a weak reference that keeps the entry true.
+        self._known: dict[int, Any] = {}
+
+    def reset_peak(self) -> None:
+        self.peak_bytes = self.live_bytes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, Tensor):
+                self._note(value, counts=False)
+        result = func(*args, **kwargs)
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor):
+                self._note(value, counts=True)
+        return result
+
+    def _note(self, tensor: Tensor, *, counts: bool) -> None:
+        if tensor.layout != torch.strided or tensor.is_meta:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        num_bytes = storage.nbytes() if counts else 0
+
+        def gone(_: Any) -> None:
+            self._known.pop(key, None)
+            self.live_bytes -= num_bytes
+
+        self._known[key] = weakref.ref(storage, gone)
+        self.live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+class WorkMeter:
+    """Reads a meter around work items and keeps the peaks per term."""
+
+    def __init__(self, meter: MemoryMeter) -> None:
+        self._meter = meter
+        self._gradient_bytes = 0
+        self.stash_peak_bytes = 0
+        self.transient_peak_bytes = 0
+        self.gradient_peak_bytes = 0
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        meter = self._meter
+        with meter:
+            meter.reset_peak()
+            yield
+            kept = meter.live_bytes
+            self.transient_peak_bytes = max(self.transient_peak_bytes, meter.peak_bytes - kept)
+            self.stash_peak_bytes = max(self.stash_peak_bytes, kept - self._gradient_bytes)
+
+    @contextlib.contextmanager
+    def backward(self, gradients: Callable[[], int]) -> Iterator[None]:
+        """gradients: bytes of the parameters' gradients that there are."""
+        meter = self._meter
+        with meter:
+            meter.reset_peak()
+            began = meter.live_bytes
+            yield
+            grown = gradients() - self._gradient_bytes
+            self._gradient_bytes += grown
+            self.gradient_peak_bytes = max(self.gradient_peak_bytes, self._gradient_bytes)
+            self.transient_peak_bytes = max(self.transient_peak_bytes, meter.peak_bytes - began - grown)
+
+    def updated(self) -> None:
+        """The gradients were used and given up."""
+        self._gradient_bytes = 0
+
+
+def storage_bytes(tensors: Sequence[Tensor | None]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+
+
+def dry_run(
+    stages: Sequence[StageModule],
+    inputs: Any,
+    targets: Any = None,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    *,
+    autocast: torch.dtype | None = None,
+    repeats: bool = False,
+) -> DryRun:
+    """Passes one microbatch through the stages, forward and, given a loss_fn, backward.
+
+    repeats: the backward comes twice, as under microbatches gradients are added to those that are there.
+    Random number generators, buffers, gradients and training flags are afterwards as they were. Raises
+    ValueError naming the stage for what cannot cross; a last stage, loss or backward that fails is left to
+    the first minibatch, which says where.
+    """
+    boundaries: list[Boundary] = []
+    footprints: list[Footprint] = []
+    # A copy, as a first layer that works in place would change the caller's data.
+    device = device_of(stages)
+    value = map_tensors(lambda tensor: tensor.detach().to(device, copy=True), inputs)
+    targets = map_tensors(lambda tensor: tensor.to(device), targets)
+    with untouched(stages), torch.enable_grad():
+        for stage in stages:
+            is_last = stage is stages[-1]
+            rehearsal = _Rehearsal(stage, value, targets if is_last else None, loss_fn, autocast)
+            if is_last:
+                with contextlib.suppress(Exception):
+                    rehearsal.forward()
+            else:
+                rehearsal.forward()
+            if not is_last:
+                boundary = Boundary.of(rehearsal.output, name=f"the output of stage {stage.stage_index}")
+                boundaries.append(boundary)
+                value = _detached(boundary, rehearsal.output)
+            footprints.append(rehearsal.footprint(with_backward=loss_fn is not None, repeats=repeats))
+            del rehearsal
+    return DryRun(boundaries, footprints)
+
+
+def _detached(boundary: Boundary, output: Any) -> Any:
+    """As in training, a stage sees its input without the graph of the stages before."""
+    leaves = [
+        tensor.detach().clone().requires_grad_(spec.requires_grad)
+        for tensor, spec in zip(boundary.flatten(output), boundary.tensors, strict=True)
+    ]
+    return boundary.unflatten(leaves)
+
+
+class _Rehearsal:
+    """One stage's forward and backward under a meter."""
+
+    def __init__(
+        self,
+        stage: StageModule,
+        value: Any,
+        targets: Any,
+        loss_fn: Callable[[Any, Any], Tensor] | None,
+        autocast: torch.dtype | None,
+    ) -> None:
+        self._stage = stage
+        self._leaves = value
+        self._targets = targets
+        self._is_last = targets is not None
+        self._loss_fn = loss_fn
+        self._autocast = autocast
+        self._device = device_of([stage])
+        self._metered = not _is_compiled(stage)
+        self._meter = WorkMeter(make_meter(self._device))
+        self.output: Any = None
+        self._roots: list[Tensor] = []
+
+    def forward(self) -> None:
+        value = map_tensors(boundary_input, self._leaves)
+        region = self._meter.forward() if self._metered else contextlib.nullcontext()
+        with region:
+            with autocast_region(self._device.type, self._autocast):
+                output = self._stage(value)
+            if self._is_last and self._loss_fn is not None:
+                with autocast_region(self._device.type, self._autocast):
+                    loss = check_loss(self._loss_fn(output, self._targets), 0)
+                self._roots = [loss]
+                output = None
+            else:
+                self.output = output
+                self._roots = tensors_of(output)
+            del output, value
+
+    def footprint(self, *, with_backward: bool, repeats: bool) -> Footprint:
+        measured = self._metered
+        stash = self._meter.stash_peak_bytes
+        parameters = [parameter for _, parameter in self._stage.trainable_parameters()]
+        if with_backward:
+            try:
+                self._backward(parameters)
+                if repeats:
+                    self.forward()
+                    self._backward(parameters)
+            except Exception:
+                measured = False
+        for parameter in parameters:
+            parameter.grad = None
+        return Footprint(
+            input_bytes=storage_bytes([*tensors_of(self._leaves), *tensors_of(self._targets)]),
+            stash_bytes=stash,
+            transient_bytes=self._meter.transient_peak_bytes,
+            gradient_bytes=storage_bytes(parameters),
+            is_measured=measured,
+        )
+
+    def _backward(self, parameters: Sequence[nn.Parameter]) -> None:
+        roots = [root for root in self._roots if root.requires_grad]
+        seeds = [torch.ones_like(root) for root in roots]
+        self._roots = []
+        self.output = None
+        region = (
+            self._meter.backward(lambda: storage_bytes([p.grad for p in parameters]))
+            if self._metered
+            else contextlib.nullcontext()
+        )
+        with region:
+            if roots:
+                torch.autograd.backward(roots, seeds)
+            del roots, seeds
+
+
+def _is_compiled(stage: nn.Module) -> bool:
+    # A compiled forward would see the dispatch mode, and compile again or not at all.
+    return any(
+        type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+        for module in stage.modules()
+    )

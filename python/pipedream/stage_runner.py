@@ -1,0 +1,466 @@
+"""The work items of one stage: forward, recompute, backward and update in PyTorch.
+
+Owned by the worker's compute thread, as all that it is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _from_dlpack as from_dlpack  # the public one takes several us to get there
+from torch.utils.dlpack import to_dlpack
+
+from . import _core
+from .batch_norm import MinibatchStatistics
+from .batch_reader import MARK_MASK, BatchReader, Microbatch
+from .boundary import Boundary, boundary_input, check_loss, exportable, map_tensors, tensors_of, to_device
+from .errors import DataMismatch, NonFiniteLoss, PipelineError, describe_error
+from .footprint import WorkMeter
+from .gradients import StageGradients
+from .job import JobOptions
+from .precision import LossScaler, autocast_region
+from .recompute import GeneratorState, buffers_kept
+from .splitter import StageModule
+from .tied import TiedParameters
+from .weights import StageWeights
+
+__all__ = ["LossRecord", "StageParts", "StageRunner", "UserCode"]
+
+# The tag of an activation: the minibatch's mark in the low bits, and in the highest whether a stage upstream
+# has had gradients that overflowed. The tag of a gradient: the loss's scale, as the bits of a double.
+_OVERFLOW_BIT = 1 << 63
+
+
+class UserCode:
+    """Errors of the user's own code, told with stage and minibatch. Times what it encloses."""
+
+    def __init__(self, where: Callable[[str], str]) -> None:
+        self._where = where
+        self._what = ""
+        self._began_ns = 0
+        self.elapsed_ns = 0
+        """Since it was last reset to 0."""
+
+    def __call__(self, what: str) -> UserCode:
+        self._what = what
+        return self
+
+    def __enter__(self) -> None:
+        self._began_ns = time.perf_counter_ns()
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        self.elapsed_ns += time.perf_counter_ns() - self._began_ns
+        # Forwarded data come from the core: its failures are the world's.
+        if isinstance(error, Exception) and not isinstance(error, (PipelineError, _core.RunFailure)):
+            raise PipelineError(f"{self._where(self._what)}: {describe_error(error)}") from error
+
+
+class LossRecord:
+    """The losses of the last stage, one per minibatch: the mean over its microbatches by their samples."""
+
+    def __init__(self, on_nonfinite: str, on_minibatch: Callable[[int, float], None]) -> None:
+        self.values: list[float] = []
+        self._on_nonfinite = on_nonfinite
+        self._on_minibatch = on_minibatch
+        self._sum = 0.0
+
+    def add(self, minibatch: int, value: float, weight: float) -> None:
+        if not math.isfinite(value) and self._on_nonfinite == "stop":
+            raise NonFiniteLoss(
+                f"the loss of minibatch {minibatch} is {value}: lower the learning rate or check the data, or"
+                ' go on with on_nonfinite="continue"'
+            )
+        self._sum += value if weight == 1.0 else value * weight
+
+    def close(self, minibatch: int) -> None:
+        value, self._sum = self._sum, 0.0
+        self.values.append(value)
+        self._on_minibatch(minibatch, value)
+
+
+@dataclass
+class _Stashed:
+    """What the backward of a microbatch needs."""
+
+    leaves: list[Tensor]
+    """Received tensors: their gradients go upstream."""
+    outputs: list[Tensor]
+    """Of the forward that the backward goes through, or the loss; empty before a recompute."""
+    piece: Microbatch
+    scale: float = 1.0
+    """Of the loss in float16, where it is taken."""
+    value: Any = None
+    """Recompute: the stage's input."""
+    generators: GeneratorState | None = None
+
+
+@dataclass(frozen=True)
+class StageParts:
+    """What a runner works with."""
+
+    stage: StageModule
+    weights: StageWeights
+    tied: TiedParameters
+    gradients: StageGradients
+    boundary_in: Boundary | None
+    """Towards upstream; None at the first stage."""
+    boundary_out: Boundary | None
+    """Towards downstream; None at the last stage."""
+    reader: BatchReader | None
+    """At the first and the last stage."""
+    losses: LossRecord | None
+    """At the last stage."""
+    rng: contextlib.AbstractContextManager[Any]
+    """Around what draws random numbers for the model; seeding.py has the rule."""
+    clones_inputs: bool | None
+    """Whether the first stage works on copies of the data; None leaves it to the first forward."""
+
+
+class StageRunner:
+    """One stage's forward, recompute, backward and update."""
+
+    def __init__(
+        self,
+        core: _core.Worker,
+        options: JobOptions,
+        schedule: _core.ScheduleOptions,
+        parts: StageParts,
+        device: torch.device,
+        user: UserCode,
+        describe: str,
+    ) -> None:
+        """describe: the worker, for errors."""
+        self.stage_index = parts.stage.stage_index
+        self.parts = parts
+        self.gradient_slot = 0
+        """Of the version whose leaves hold the gradients."""
+        self.meter: WorkMeter | None = None
+        """Measures the work items while there is one."""
+        self._core = core
+        self._options = options
+        self._device = device
+        self._user = user
+        self._describe = describe
+        self._num_microbatches = schedule.num_microbatches
+        self._recomputes = bool(schedule.recompute) and schedule.recompute[self.stage_index]
+        self._statistics = MinibatchStatistics(parts.stage) if schedule.num_microbatches > 1 else None
+        self._clone_inputs = parts.clones_inputs
+        self._works_in_place: bool | None = None  # the first layer, on its input; known after a forward
+        self._buffer_memory: set[int] = set()  # known after the first forward, which may make buffers
+        self._in_flight: dict[tuple[int, int], _Stashed] = {}
+        self._poisons = _core.poisons_released_slots()
+        self._scales_loss = options.autocast is torch.float16
+        self._scaler: LossScaler | None = None
+        if self._scales_loss and parts.losses is not None:
+            drains = _core.drains_every_minibatch(schedule)
+            self._scaler = LossScaler(1 if drains else schedule.in_flight[0])
+        self._scale = 1.0  # of the minibatch that is being forwarded
+        self._overflow_upstream = False
+        self.loss_scale = 1.0
+        """Of the gradients that the latest backward left."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.parts.boundary_in is None
+
+    @property
+    def is_last(self) -> bool:
+        return self.parts.boundary_out is None
+
+    # Forward.
+
+    def forward(self, work: _core.WorkItem) -> None:
+        piece = self._read(work)
+        if piece is None:
+            self._core.end_of_data()
+            return
+        if work.microbatch == 0:
+            self._begin_minibatch(work)
+        if piece.is_empty:
+            self._forward_nothing(work, piece)
+            return
+        leaves, value = self._take_input(work, piece)
+        stashed = _Stashed(leaves, [], piece, self._scale)
+        self.parts.weights.bind(work.read_slot, self.parts.tied.slot_read_by(work.minibatch))
+        with self._metered_forward():
+            output = self._run(work.minibatch, stashed, value)
+            del value
+        if work.minibatch == 0 and not self._buffer_memory:
+            self._buffer_memory = {_memory_of(buffer) for _, buffer in self.parts.stage.stage_buffers()}
+        self._in_flight[work.minibatch, work.microbatch] = stashed
+        if self.is_last:
+            assert isinstance(output, Tensor)
+            self._complete_loss(work, stashed, output)
+        else:
+            self._send_activations(work, stashed, output)
+
+    def _read(self, work: _core.WorkItem) -> Microbatch | None:
+        reader = self.parts.reader
+        received_mark = work.tag & MARK_MASK
+        if reader is None:
+            return Microbatch(mark=received_mark)
+        with self._user("reading data"):
+            piece = reader.read(work.minibatch, work.microbatch)
+        if not self.is_first and (piece is None or piece.mark != received_mark):
+            raise self.data_mismatch(work.minibatch)
+        return piece
+
+    def _begin_minibatch(self, work: _core.WorkItem) -> None:
+        self.parts.tied.pull_for(work.minibatch)
+        if not self._scales_loss:
+            return
+        overflowed = self.parts.gradients.take_overflow() or bool(work.tag & _OVERFLOW_BIT)
+        if self._scaler is not None:
+            self._scale = self._scaler.next_scale(overflowed)
+        self._overflow_upstream = overflowed
+
+    def _take_input(self, work: _core.WorkItem, piece: Microbatch) -> tuple[list[Tensor], Any]:
+        """(received leaves, the stage's input)."""
+        boundary = self.parts.boundary_in
+        if boundary is None:
+            value = to_device(piece.inputs, self._device)
+            piece.inputs = None
+            if self._clone_inputs is not False:
+                value = map_tensors(torch.Tensor.clone, value)
+            return [], value
+        leaves = [from_dlpack(capsule) for capsule in work.take_tensors()]
+        for leaf, spec in zip(leaves, boundary.tensors, strict=True):
+            leaf.requires_grad_(spec.requires_grad)
+        return leaves, boundary.unflatten(leaves)
+
+    def _run(self, minibatch: int, stashed: _Stashed, value: Any) -> Any:
+        """The stage's output, or the loss at the last stage."""
+        statistics = self._statistics.microbatch() if self._statistics else contextlib.nullcontext()
+        if not self._recomputes:
+            given = map_tensors(boundary_input, value)
+            with statistics, self.parts.rng:
+                output = self._run_stage(given)
+                self._learn_clone_inputs(given)
+                return self._run_loss(minibatch, output, stashed) if self.is_last else output
+        stashed.value = value
+        # The first layer may work in place, and the recompute needs its input as it was.
+        in_place = self._works_in_place is not False
+        given = map_tensors(lambda tensor: tensor.detach().clone() if in_place else tensor.detach(), value)
+        with statistics, self.parts.rng, torch.no_grad():
+            stashed.generators = GeneratorState.capture(self._device)
+            output = self._run_stage(given)
+            if self._works_in_place is None:
+                self._works_in_place = any(tensor._version > 0 for tensor in tensors_of(given))
+            self._learn_clone_inputs(given)
+            return self._run_loss(minibatch, output, stashed) if self.is_last else output
+
+    def _learn_clone_inputs(self, given: Any) -> None:
+        if self._clone_inputs is None:
+            self._clone_inputs = any(tensor._version > 0 for tensor in tensors_of(given))
+
+    def _run_stage(self, value: Any) -> Any:
+        with self._user("forward"), autocast_region(self._device.type, self._options.autocast):
+            return self.parts.stage(value)
+
+    def _run_loss(self, minibatch: int, output: Any, stashed: _Stashed) -> Tensor:
+        with self._user("loss_fn"), autocast_region(self._device.type, self._options.autocast):
+            targets = to_device(stashed.piece.targets, self._device)
+            return check_loss(self._options.loss_fn(output, targets), minibatch)
+
+    def _complete_loss(self, work: _core.WorkItem, stashed: _Stashed, loss: Tensor) -> None:
+        assert self.parts.losses is not None
+        if not self._recomputes:
+            self._check_trains(work.minibatch, loss, stashed)
+            stashed.outputs = [loss]
+            stashed.piece.targets = None
+        self.parts.losses.add(work.minibatch, float(loss.detach()), stashed.piece.weight)
+        self._close_microbatch(work)
+        self._core.complete_forward([], 0, self._user.elapsed_ns)
+
+    def _check_trains(self, minibatch: int, loss: Tensor, stashed: _Stashed) -> None:
+        trains = self.parts.weights.has_parameters or any(leaf.requires_grad for leaf in stashed.leaves)
+        if trains and not loss.requires_grad:
+            raise ValueError(
+                f"the loss of minibatch {minibatch} needs no gradient, so nothing would be trained: loss_fn"
+                " must not detach, and run() must not be called under torch.no_grad()"
+            )
+
+    def _send_activations(self, work: _core.WorkItem, stashed: _Stashed, output: Any) -> None:
+        tensors = self._flat(output, work.minibatch)
+        if not self._recomputes:
+            stashed.outputs = tensors
+        self._close_microbatch(work)
+        capsules = [to_dlpack(self._settled(tensor)) for tensor in tensors]
+        self._core.complete_forward(capsules, self._tag_of(stashed.piece), self._user.elapsed_ns)
+
+    def _flat(self, output: Any, minibatch: int) -> list[Tensor]:
+        boundary = self.parts.boundary_out
+        assert boundary is not None
+        tensors = boundary.flatten(output, stage=self.stage_index, minibatch=minibatch)
+        boundary.check(tensors, stage=self.stage_index, minibatch=minibatch)
+        return tensors
+
+    def _settled(self, tensor: Tensor) -> Tensor:
+        """Memory that stays as it is until it has been sent."""
+        settled = exportable(tensor)
+        # The next forward may write into a buffer, and the send reads without a copy.
+        return settled.clone() if _memory_of(settled) in self._buffer_memory else settled
+
+    def _tag_of(self, piece: Microbatch) -> int:
+        return piece.mark | (_OVERFLOW_BIT if self._overflow_upstream else 0)
+
+    def _close_microbatch(self, work: _core.WorkItem) -> None:
+        """The forward is done; the last one of a minibatch closes it."""
+        if work.microbatch + 1 < self._num_microbatches:
+            return
+        if self._statistics is not None:
+            self._statistics.update()
+        if self.parts.losses is not None:
+            self.parts.losses.close(work.minibatch)
+
+    def _forward_nothing(self, work: _core.WorkItem, piece: Microbatch) -> None:
+        work.take_tensors()
+        self._in_flight[work.minibatch, work.microbatch] = _Stashed([], [], piece, self._scale)
+        self._close_microbatch(work)
+        capsules = [] if self.is_last else _nothing_like(self.parts.boundary_out, gradients=False)
+        self._core.complete_forward(capsules, self._tag_of(piece), self._user.elapsed_ns)
+
+    # Recompute.
+
+    def recompute(self, work: _core.WorkItem) -> None:
+        """The forward again, now with its graph."""
+        stashed = self._in_flight[work.minibatch, work.microbatch]
+        if not stashed.piece.is_empty:
+            self.parts.weights.bind(work.read_slot, self.parts.tied.slot_read_by(work.minibatch))
+            with self._metered_forward():
+                self._rerun(work.minibatch, stashed)
+        self._core.complete_recompute(self._user.elapsed_ns)
+
+    def _rerun(self, minibatch: int, stashed: _Stashed) -> None:
+        assert stashed.generators is not None
+        value, stashed.value = stashed.value, None
+        given = map_tensors(boundary_input, value)
+        statistics = self._statistics.recomputation() if self._statistics else contextlib.nullcontext()
+        with buffers_kept(self.parts.stage), statistics, stashed.generators.replayed(self._device):
+            output = self._run_stage(given)
+            if self.is_last:
+                loss = self._run_loss(minibatch, output, stashed)
+                self._check_trains(minibatch, loss, stashed)
+                stashed.outputs = [loss]
+                stashed.piece.targets = None
+            else:
+                stashed.outputs = self._flat(output, minibatch)
+
+    # Backward.
+
+    def backward(self, work: _core.WorkItem) -> None:
+        stashed = self._in_flight.pop((work.minibatch, work.microbatch))
+        self.gradient_slot = work.read_slot
+        if self._scales_loss:
+            self.loss_scale = stashed.scale if self.is_last else _double_of(work.tag)
+        received = [from_dlpack(capsule) for capsule in work.take_tensors()]
+        if not stashed.piece.is_empty:
+            with self._metered_backward(), self._user("backward"):
+                self._run_backward(stashed, received)
+        del received
+        if work.microbatch + 1 == self._num_microbatches:
+            self.parts.tied.push(work.minibatch)
+        tag = _bits_of(self.loss_scale) if self._scales_loss else 0
+        freed = self._core.complete_backward(self._outgoing_gradients(stashed), tag, self._user.elapsed_ns)
+        if freed >= 0 and self._poisons:
+            self.parts.weights.own.poison(freed)
+
+    def _run_backward(self, stashed: _Stashed, received: list[Tensor]) -> None:
+        if self.is_last:
+            (loss,) = stashed.outputs
+            if loss.requires_grad:  # else nothing is to be trained: see _check_trains
+                factor = stashed.piece.weight * stashed.scale
+                root = loss if factor == 1.0 else loss * factor
+                root.backward()  # type: ignore[no-untyped-call]
+            stashed.outputs = []
+            return
+        boundary = self.parts.boundary_out
+        assert boundary is not None
+        crossing = [
+            output
+            for output, spec in zip(stashed.outputs, boundary.tensors, strict=True)
+            if spec.requires_grad
+        ]
+        stashed.outputs = []
+        if not crossing:
+            return
+        roots = [(o, g) for o, g in zip(crossing, received, strict=True) if o.requires_grad]
+        if roots:
+            torch.autograd.backward([output for output, _ in roots], [gradient for _, gradient in roots])
+
+    def _outgoing_gradients(self, stashed: _Stashed) -> list[Any]:
+        if self.parts.boundary_in is None:
+            return []
+        if stashed.piece.is_empty:
+            return _nothing_like(self.parts.boundary_in, gradients=True)
+        sent = [_gradient_of(leaf) for leaf in stashed.leaves if leaf.requires_grad]
+        return [to_dlpack(gradient) for gradient in sent or [_no_gradient()]]
+
+    # Update.
+
+    def update(self, work: _core.WorkItem, gradient_scale: float | None) -> None:
+        """gradient_scale: None skips the update."""
+        with self._user("optimizer"):
+            if gradient_scale is None:
+                self.parts.gradients.skip(work.read_slot, work.write_slot)
+            else:
+                self.parts.gradients.apply(work.read_slot, work.write_slot, gradient_scale)
+        if self.meter is not None:
+            self.meter.updated()
+        self._core.complete_update(self._user.elapsed_ns)
+
+    def data_mismatch(self, minibatch: int) -> DataMismatch:
+        return DataMismatch(
+            f"minibatch {minibatch} is not the same data at stage 0 (rank 0) and {self._describe}:"
+            " every worker iterates `data` itself, so its order must follow from the seeded generators of"
+            " torch, random and numpy, or be fixed"
+        )
+
+    def _metered_forward(self) -> contextlib.AbstractContextManager[None]:
+        return self.meter.forward() if self.meter is not None else contextlib.nullcontext()
+
+    def _metered_backward(self) -> contextlib.AbstractContextManager[None]:
+        if self.meter is None:
+            return contextlib.nullcontext()
+        return self.meter.backward(lambda: self.parts.gradients.num_bytes(self.gradient_slot))
+
+
+def _gradient_of(leaf: Tensor) -> Tensor:
+    # The loss may not depend on every tensor that could have had a gradient.
+    return torch.zeros_like(leaf) if leaf.grad is None else exportable(leaf.grad)
+
+
+def _no_gradient() -> Tensor:
+    """The word that a backward is done, where no tensor of the boundary needs a gradient."""
+    return torch.zeros(1, dtype=torch.uint8)
+
+
+def _nothing_like(boundary: Boundary | None, *, gradients: bool) -> list[Any]:
+    """Tensors without elements in the place of a boundary's: an empty microbatch."""
+    assert boundary is not None
+    specs = [spec for spec in boundary.tensors if spec.requires_grad or not gradients]
+    if not specs:
+        return [to_dlpack(_no_gradient())]
+    return [
+        to_dlpack(torch.zeros((0, *spec.shape[1:]) if spec.shape else (), dtype=spec.dtype)) for spec in specs
+    ]
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _bits_of(number: float) -> int:
+    return int(struct.unpack("<Q", struct.pack("<d", number))[0])
+
+
+def _double_of(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<Q", bits))[0])
