@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pipedream
@@ -72,7 +72,13 @@ class Training:
     @property
     def plan(self) -> Plan:
         plan = self.case.plan(self.num_stages)
+        if self.schedule == "interleaved":
+            return Plan(tuple(replace(s, worker=i % 2) for i, s in enumerate(plan.stages)))
         return Plan(plan.stages, in_flight=self.in_flight) if self.in_flight else plan
+
+    @property
+    def num_workers(self) -> int:
+        return self.plan.workers_used
 
     def model(self) -> nn.Sequential:
         return self.case.model(self.dtype)

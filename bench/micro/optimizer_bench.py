@@ -76,7 +76,7 @@ def make_sides(case: str, num_elements: int) -> tuple[dict[str, Callable[[], obj
     sides: dict[str, Callable[[], object]] = {
         "torch": of_torch([parameter], **arguments, fused=True).step,
         "native": OutOfPlace(functools.partial(native, **arguments), gradient),
-        "copy": functools.partial(torch.empty_like(copied).copy_, copied),
+        "copy": functools.partial(torch.zeros_like(copied).copy_, copied),
     }
     return sides, num_bytes
 
@@ -105,7 +105,7 @@ def measure(case: str, size: str, rounds: int) -> dict[str, Any]:
 
 def show(row: dict[str, Any]) -> None:
     sides = "  ".join(
-        f"{name} {row[name]['min_ms']:8.3f} / {row[name]['median_ms']:8.3f} ms {row[name]['gb_per_s']:5.1f} GB/s"
+        f"{name} {row[name]['min_ms']:.3f} / {row[name]['median_ms']:.3f} ms {row[name]['gb_per_s']:.1f} GB/s"
         for name in ("native", "torch", "copy")
     )
     ratio = row["ratio"]
@@ -131,7 +131,7 @@ def measure_threshold(rounds: int) -> list[dict[str, Any]]:
         medians_us = {str(n): statistics.median(values) * 1e3 for n, values in times.items()}
         rows.append({"num_elements": num_elements, "median_us": medians_us})
         print(
-            f"{num_elements:>8} elements: 1 thread {medians_us['1']:.1f} us, 2 threads {medians_us['2']:.1f} us"
+            f"{num_elements:>8} elements: {medians_us['1']:.1f} us on 1 thread, {medians_us['2']:.1f} us on 2"
         )
     return rows
 

@@ -14,6 +14,7 @@
 #include "weights/adam.h"
 #include "weights/reductions.h"
 #include "weights/sgd.h"
+#include "weights/thread_team.h"
 #include "weights/weight_layout.h"
 
 namespace py = pybind11;
@@ -137,6 +138,12 @@ void bind_weights(py::module_& module) {
              py::arg("num_threads") = 1,
              "One out-of-place Adam or AdamW step; step is 1 for the first. tensors: (num_elements,\n"
              "weight_in, weight_out, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq) each.");
+  module.def(
+      "share_openmp",
+      [](const std::string& library_path) { return ThreadTeam::of_process().share_openmp(library_path); },
+      py::arg("library_path"),
+      "Kernels on several threads use the OpenMP pool of this loaded library from now on; False when it has\n"
+      "none: they keep threads of their own.");
   module.def("squared_norm", &squared_norm, py::arg("dtype"), py::arg("num_elements"), py::arg("address"),
              py::kw_only(), py::arg("device") = "host", py::arg("stream") = 0, py::arg("num_threads") = 1,
              py::call_guard<py::gil_scoped_release>(), "The sum of the squares, accumulated in double.");

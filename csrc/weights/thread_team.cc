@@ -1,7 +1,8 @@
-// Seats for a job are offered under the mutex; whoever takes one claims tasks until none is left. See
-// thread_team.h. A forked child has no helpers: its caller then finds every task unclaimed and runs it.
+// A job is offered under the mutex; the helpers that come in time join it, claim tasks until none is left,
+// and leave. See thread_team.h. A forked child has no helpers: its caller then runs every task itself.
 #include "weights/thread_team.h"
 
+#include <dlfcn.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -19,7 +20,7 @@ ThreadTeam::~ThreadTeam() {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
   }
-  seats_offered_.notify_all();
+  job_offered_.notify_all();
   const bool helpers_are_ours = started_by_ == getpid();  // false in a forked child, which has none
   for (std::thread& helper : helpers_) {
     if (helpers_are_ours) {
@@ -35,64 +36,112 @@ int ThreadTeam::num_helpers() const {
   return static_cast<int>(helpers_.size());
 }
 
+bool ThreadTeam::share_openmp(const std::string& library_path) {
+  void* const library = dlopen(library_path.c_str(), RTLD_NOLOAD | RTLD_LAZY);
+  if (library == nullptr) return false;
+  // Searches the library and what it was linked with. The handle is kept: so are the functions.
+  void* const parallel = dlsym(library, "GOMP_parallel");
+  void* const thread_index = dlsym(library, "omp_get_thread_num");
+  if (parallel == nullptr || thread_index == nullptr) {
+    dlclose(library);
+    return false;
+  }
+  openmp_thread_index_.store(reinterpret_cast<OpenMpThreadIndex>(thread_index), std::memory_order_release);
+  openmp_parallel_.store(reinterpret_cast<OpenMpParallel>(parallel), std::memory_order_release);
+  return true;
+}
+
 void ThreadTeam::run_tasks(int num_threads, std::int64_t num_tasks, Task task, const void* context) {
-  const std::int64_t num_useful = std::min<std::int64_t>(num_threads, num_tasks) - 1;
-  const int num_seats = static_cast<int>(std::min<std::int64_t>(num_useful, kNumHelpersMax));
-  if (num_seats < 1 || in_use_.exchange(true, std::memory_order_acquire)) {
+  const auto num_shares = std::min<std::int64_t>({num_threads, num_tasks, kTeamThreadsMax});
+  if (num_shares <= 1 || in_use_.exchange(true, std::memory_order_acquire)) {
     for (std::int64_t task_index = 0; task_index < num_tasks; ++task_index) task(context, task_index);
     return;
   }
-  const Job job{task, context, num_tasks};
+  const OpenMpParallel parallel = openmp_parallel_.load(std::memory_order_acquire);
   {
-    const std::lock_guard lock(mutex_);
-    start_helpers(num_seats);
-    next_task_.store(0, std::memory_order_relaxed);
-    job_ = job;
-    num_seats_ = num_seats;
+    const std::lock_guard lock(mutex_);  // a helper that came too late for the last job may still look
+    job_ = {task, context, num_tasks, static_cast<int>(num_shares)};
+    for (int share = 0; share < job_.num_shares; ++share)
+      shares_[static_cast<std::size_t>(share)].next_task.store(share_begin(share), std::memory_order_relaxed);
   }
-  for (int seat = 0; seat < num_seats; ++seat) seats_offered_.notify_one();
-  claim_tasks(job);
-  {
-    // Who has not joined by now is not waited for.
-    std::unique_lock lock(mutex_);
-    num_seats_ = 0;
-    helpers_left_.wait(lock, [this] { return num_inside_ == 0; });
+  if (parallel != nullptr) {
+    run_on_openmp(parallel);
+  } else {
+    run_on_helpers();
   }
   in_use_.store(false, std::memory_order_release);
+}
+
+void ThreadTeam::run_on_openmp(OpenMpParallel parallel) {
+  parallel(
+      [](void* team_pointer) {
+        auto* const team = static_cast<ThreadTeam*>(team_pointer);
+        team->claim_tasks(team->openmp_thread_index_.load(std::memory_order_relaxed)());
+      },
+      this, static_cast<unsigned>(job_.num_shares), 0);
+}
+
+void ThreadTeam::run_on_helpers() {
+  {
+    const std::lock_guard lock(mutex_);
+    start_helpers(job_.num_shares - 1);
+    num_offered_ = job_.num_shares;
+    ++job_number_;
+  }
+  job_offered_.notify_all();
+  claim_tasks(0);
+  // Who has not joined by now is not waited for.
+  std::unique_lock lock(mutex_);
+  num_offered_ = 0;
+  helpers_left_.wait(lock, [this] { return num_inside_ == 0; });
 }
 
 void ThreadTeam::start_helpers(int num_helpers) {
   while (static_cast<int>(helpers_.size()) < num_helpers) {
     try {
       if (helpers_.empty()) started_by_ = getpid();
-      helpers_.emplace_back([this] { help(); });
+      const int share_index = static_cast<int>(helpers_.size()) + 1;
+      helpers_.emplace_back([this, share_index] { help(share_index); });
     } catch (const std::system_error&) {
       return;  // the system gives no more threads: those there are do the work
     }
   }
 }
 
-void ThreadTeam::help() {
+void ThreadTeam::help(int share_index) {
+  std::uint64_t last_job = 0;
   std::unique_lock lock(mutex_);
   for (;;) {
-    seats_offered_.wait(lock, [this] { return stopping_ || num_seats_ > 0; });
+    job_offered_.wait(lock,
+                      [&] { return stopping_ || (share_index < num_offered_ && job_number_ != last_job); });
     if (stopping_) return;
-    --num_seats_;
+    last_job = job_number_;
     ++num_inside_;
-    const Job job = job_;
     lock.unlock();
-    claim_tasks(job);
+    claim_tasks(share_index);
     lock.lock();
     if (--num_inside_ == 0) helpers_left_.notify_one();
   }
 }
 
-void ThreadTeam::claim_tasks(const Job& job) {
-  for (;;) {
-    const std::int64_t task_index = next_task_.fetch_add(1, std::memory_order_relaxed);
-    if (task_index >= job.num_tasks) return;
-    job.task(job.context, task_index);
+// Its own share first, then what the others have left.
+void ThreadTeam::claim_tasks(int first_share) {
+  const int num_shares = job_.num_shares;
+  for (int turn = 0; turn < num_shares; ++turn) claim_share((first_share + turn) % num_shares);
+}
+
+void ThreadTeam::claim_share(int share_index) {
+  std::atomic<std::int64_t>& next_task = shares_[static_cast<std::size_t>(share_index)].next_task;
+  const std::int64_t end = share_begin(share_index + 1);
+  while (next_task.load(std::memory_order_relaxed) < end) {
+    const std::int64_t task_index = next_task.fetch_add(1, std::memory_order_relaxed);
+    if (task_index >= end) return;
+    job_.task(job_.context, task_index);
   }
+}
+
+std::int64_t ThreadTeam::share_begin(int share_index) const {
+  return job_.num_tasks * share_index / job_.num_shares;
 }
 
 }  // namespace pipedream

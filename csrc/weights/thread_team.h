@@ -1,21 +1,29 @@
 // A few threads that share the tasks of one loop with the calling thread, for kernels over large memory.
 // One team per process, started when first needed and joined at exit.
 //
-// Nothing is allocated per call. Tasks are claimed one at a time, so a helper that wakes late, or a core that
-// is busy, delays the end by one task at most. While one thread uses the team another runs its tasks alone.
+// Where the process has an OpenMP pool that spins between its regions, as torch's does, a second team beside
+// it is harmful: both want the same cores, and a region was seen to take 8 ms instead of 0.1, long after.
+// So the team can be told to run on that pool instead (share_openmp), and then starts no threads.
+//
+// Nothing is allocated per call. Each thread has a share of the tasks, the same at every call, so that its
+// core's caches keep what it works on; who is done takes from the others' shares, so a thread that comes
+// late, or whose core is busy, delays the end by one task at most. While one thread uses the team another
+// runs its tasks alone.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <type_traits>
 #include <vector>
 
 namespace pipedream {
 
-inline constexpr int kNumHelpersMax = 255;
+inline constexpr int kTeamThreadsMax = 256;  // the caller included
 
 class ThreadTeam {
  public:
@@ -26,8 +34,12 @@ class ThreadTeam {
 
   static ThreadTeam& of_process();
 
-  // Calls body(task_index) for every index in [0, num_tasks), on num_threads threads at most, the caller
-  // included; returns when all are done. body must not throw. Any thread.
+  // From now on run() uses the OpenMP pool that the library, which is loaded already, was linked with. False
+  // when there is none such: nothing changes. Any thread.
+  bool share_openmp(const std::string& library_path);
+
+  // Calls body(task_index) once for every index in [0, num_tasks), on num_threads threads at most, the
+  // caller included; returns when all are done. body must not throw. Any thread.
   template <class Body>
   void run(int num_threads, std::int64_t num_tasks, const Body& body) {
     static_assert(std::is_invocable_v<const Body&, std::int64_t>);
@@ -47,22 +59,37 @@ class ThreadTeam {
     Task task = nullptr;
     const void* context = nullptr;
     std::int64_t num_tasks = 0;
+    int num_shares = 0;  // one per thread
   };
+  struct alignas(64) Share {
+    std::atomic<std::int64_t> next_task{0};
+  };
+  // GOMP_parallel and omp_get_thread_num, which every OpenMP runtime for gcc or clang exports.
+  using OpenMpParallel = void (*)(void (*body)(void*), void* data, unsigned num_threads, unsigned flags);
+  using OpenMpThreadIndex = int (*)();
 
   void run_tasks(int num_threads, std::int64_t num_tasks, Task task, const void* context);
+  void run_on_openmp(OpenMpParallel parallel);
+  void run_on_helpers();
   void start_helpers(int num_helpers);
-  void help();
-  void claim_tasks(const Job& job);
+  void help(int share_index);
+  void claim_tasks(int first_share);
+  void claim_share(int share_index);
+  [[nodiscard]] std::int64_t share_begin(int share_index) const;
 
-  std::atomic<bool> in_use_{false};         // by a caller of run()
-  std::atomic<std::int64_t> next_task_{0};  // of job_
+  std::atomic<bool> in_use_{false};  // by a caller of run()
+  std::atomic<OpenMpParallel> openmp_parallel_{nullptr};
+  std::atomic<OpenMpThreadIndex> openmp_thread_index_{nullptr};
+  // Written by the caller of run() before a thread joins its job, read by those that have.
+  Job job_;
+  std::array<Share, kTeamThreadsMax> shares_;
 
   mutable std::mutex mutex_;  // guards all below
-  std::condition_variable seats_offered_;
+  std::condition_variable job_offered_;
   std::condition_variable helpers_left_;
-  Job job_;
-  int num_seats_ = 0;   // helpers that may still join the job
-  int num_inside_ = 0;  // helpers at work on it
+  int num_offered_ = 0;  // shares of the job that is on offer; helpers may join while this is not 0
+  std::uint64_t job_number_ = 0;
+  int num_inside_ = 0;  // helpers at work on the job
   bool stopping_ = false;
   std::int64_t started_by_ = 0;  // process id
   std::vector<std::thread> helpers_;

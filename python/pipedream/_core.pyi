@@ -120,6 +120,7 @@ def adam_step(
     stream: int = 0,
     num_threads: int = 1,
 ) -> None: ...
+def share_openmp(library_path: str) -> bool: ...
 def squared_norm(
     dtype: str,
     num_elements: int,

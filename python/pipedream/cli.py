@@ -336,7 +336,7 @@ def _make_traced(request: _TraceRequest, program_file: Path | None) -> _Traced:
     if programs is None:
         num_workers = len(set(options.worker_of_stage))
         programs = [_core.make_program(options, worker, num_minibatches) for worker in range(num_workers)]
-    report = _core.replay(options, programs, num_minibatches)
+    report = _core.replay(options, num_minibatches, programs)
     if not report["ok"]:
         if program_file is not None:
             raise ValueError(f"{program_file}: {report['error']}")
@@ -457,8 +457,8 @@ def _read_in_flight(text: str, num_stages: int) -> list[int]:
         in_flight = []
     if len(in_flight) != num_stages:
         raise ValueError(
-            f"--in-flight is {text!r}: give one whole number for each of the {_count(num_stages, 'stage')}, with"
-            " commas between them"
+            f"--in-flight is {text!r}: give one whole number for each of the"
+            f" {_count(num_stages, 'stage')}, with commas between them"
         )
     return in_flight
 
@@ -495,9 +495,11 @@ def _input_phases(traced: _Traced, simulation: Simulation) -> list[PhaseSpan]:
 
 
 def _describe_bubble(simulation: Simulation) -> str:
-    text = f"bubble {100 * simulation.bubble_share:.1f} %"
-    if simulation.steady_bubble_share is not None:
-        text += f", {100 * simulation.steady_bubble_share:.1f} % in the steady state"
+    whole, steady = simulation.bubble_share, simulation.steady_bubble_share
+    text = f"bubble {100 * whole:.1f} %"
+    # Equal where every minibatch drains: there is no other state.
+    if steady is not None and not math.isclose(whole, steady, abs_tol=5e-4):
+        text += f", {100 * steady:.1f} % in the steady state"
     return text
 
 

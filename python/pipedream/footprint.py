@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .batch_norm import MinibatchStatistics
 from .boundary import Boundary, boundary_input, check_loss, device_of, map_tensors, tensors_of, untouched
 from .precision import autocast_region
 from .splitter import StageModule
@@ -139,9 +140,10 @@ class _HostMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class WorkMeter:
     """Reads a meter around work items and keeps the peaks per term."""
 
-    def __init__(self, meter: MemoryMeter) -> None:
+    def __init__(self, meter: MemoryMeter, gradient_bytes: Callable[[], int]) -> None:
+        """gradient_bytes: of the parameters' gradients that there are."""
         self._meter = meter
-        self._gradient_bytes = 0
+        self._gradient_bytes = gradient_bytes
         self.stash_peak_bytes = 0
         self.transient_peak_bytes = 0
         self.gradient_peak_bytes = 0
@@ -154,24 +156,19 @@ class WorkMeter:
             yield
             kept = meter.live_bytes
             self.transient_peak_bytes = max(self.transient_peak_bytes, meter.peak_bytes - kept)
-            self.stash_peak_bytes = max(self.stash_peak_bytes, kept - self._gradient_bytes)
+            self.stash_peak_bytes = max(self.stash_peak_bytes, kept - self._gradient_bytes())
 
     @contextlib.contextmanager
-    def backward(self, gradients: Callable[[], int]) -> Iterator[None]:
-        """gradients: bytes of the parameters' gradients that there are."""
+    def backward(self) -> Iterator[None]:
         meter = self._meter
         with meter:
             meter.reset_peak()
-            began = meter.live_bytes
+            began, began_gradients = meter.live_bytes, self._gradient_bytes()
             yield
-            grown = gradients() - self._gradient_bytes
-            self._gradient_bytes += grown
-            self.gradient_peak_bytes = max(self.gradient_peak_bytes, self._gradient_bytes)
+            gradients = self._gradient_bytes()
+            grown = gradients - began_gradients
+            self.gradient_peak_bytes = max(self.gradient_peak_bytes, gradients)
             self.transient_peak_bytes = max(self.transient_peak_bytes, meter.peak_bytes - began - grown)
-
-    def updated(self) -> None:
-        """The gradients were used and given up."""
-        self._gradient_bytes = 0
 
 
 def storage_bytes(tensors: Sequence[Tensor | None]) -> int:
@@ -203,7 +200,7 @@ def dry_run(
     with untouched(stages), torch.enable_grad():
         for stage in stages:
             is_last = stage is stages[-1]
-            rehearsal = _Rehearsal(stage, value, targets if is_last else None, loss_fn, autocast)
+            rehearsal = _Rehearsal(stage, value, targets if is_last else None, loss_fn, autocast, repeats)
             if is_last:
                 with contextlib.suppress(Exception):
                     rehearsal.forward()
@@ -213,7 +210,7 @@ def dry_run(
                 boundary = Boundary.of(rehearsal.output, name=f"the output of stage {stage.stage_index}")
                 boundaries.append(boundary)
                 value = _detached(boundary, rehearsal.output)
-            footprints.append(rehearsal.footprint(with_backward=loss_fn is not None, repeats=repeats))
+            footprints.append(rehearsal.footprint(with_backward=loss_fn is not None))
             del rehearsal
     return DryRun(boundaries, footprints)
 
@@ -237,8 +234,11 @@ class _Rehearsal:
         targets: Any,
         loss_fn: Callable[[Any, Any], Tensor] | None,
         autocast: torch.dtype | None,
+        repeats: bool,
     ) -> None:
         self._stage = stage
+        self._repeats = repeats
+        self._statistics = MinibatchStatistics(stage) if repeats else None
         self._leaves = value
         self._targets = targets
         self._is_last = targets is not None
@@ -246,7 +246,10 @@ class _Rehearsal:
         self._autocast = autocast
         self._device = device_of([stage])
         self._metered = not _is_compiled(stage)
-        self._meter = WorkMeter(make_meter(self._device))
+        self._parameters = [parameter for _, parameter in stage.trainable_parameters()]
+        self._meter = WorkMeter(
+            make_meter(self._device), lambda: storage_bytes([p.grad for p in self._parameters])
+        )
         self.output: Any = None
         self._roots: list[Tensor] = []
 
@@ -254,7 +257,8 @@ class _Rehearsal:
         value = map_tensors(boundary_input, self._leaves)
         region = self._meter.forward() if self._metered else contextlib.nullcontext()
         with region:
-            with autocast_region(self._device.type, self._autocast):
+            statistics = self._statistics.microbatch() if self._statistics else contextlib.nullcontext()
+            with statistics, autocast_region(self._device.type, self._autocast):
                 output = self._stage(value)
             if self._is_last and self._loss_fn is not None:
                 with autocast_region(self._device.type, self._autocast):
@@ -266,39 +270,37 @@ class _Rehearsal:
                 self._roots = tensors_of(output)
             del output, value
 
-    def footprint(self, *, with_backward: bool, repeats: bool) -> Footprint:
+    def footprint(self, *, with_backward: bool) -> Footprint:
         measured = self._metered
         stash = self._meter.stash_peak_bytes
-        parameters = [parameter for _, parameter in self._stage.trainable_parameters()]
         if with_backward:
             try:
-                self._backward(parameters)
-                if repeats:
+                self._backward()
+                if self._repeats:
                     self.forward()
-                    self._backward(parameters)
+                    self._backward()
             except Exception:
                 measured = False
-        for parameter in parameters:
+        for parameter in self._parameters:
             parameter.grad = None
         return Footprint(
             input_bytes=storage_bytes([*tensors_of(self._leaves), *tensors_of(self._targets)]),
             stash_bytes=stash,
             transient_bytes=self._meter.transient_peak_bytes,
-            gradient_bytes=storage_bytes(parameters),
+            gradient_bytes=storage_bytes(self._parameters),
             is_measured=measured,
         )
 
-    def _backward(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _backward(self) -> None:
         roots = [root for root in self._roots if root.requires_grad]
-        seeds = [torch.ones_like(root) for root in roots]
+        # Gradients come in the pool's memory; a loss starts with one that torch makes.
+        seeds = [None if self._is_last else torch.ones_like(root) for root in roots]
         self._roots = []
         self.output = None
-        region = (
-            self._meter.backward(lambda: storage_bytes([p.grad for p in parameters]))
-            if self._metered
-            else contextlib.nullcontext()
-        )
+        region = self._meter.backward() if self._metered else contextlib.nullcontext()
         with region:
+            if self._is_last and self._repeats:
+                roots = [root * 0.5 for root in roots]  # as a microbatch's share of the minibatch
             if roots:
                 torch.autograd.backward(roots, seeds)
             del roots, seeds

@@ -17,6 +17,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from . import _core
 from .channels import norm_name
+from .footprint import storage_bytes
 from .tied import TiedParameters
 from .weights import StageOptimizer, StageWeights
 
@@ -55,11 +56,9 @@ class StageGradients:
 
     def num_bytes(self, own_slot: int) -> int:
         """Of what the backwards have accumulated so far."""
-        return sum(
-            leaf.grad.numel() * leaf.grad.element_size()
-            for leaf in self._weights.own.leaves(own_slot)
-            if leaf.grad is not None
-        )
+        tied = self._weights.tied
+        leaves = [leaf for slot in range(tied.num_slots) for leaf in tied.leaves(slot)]
+        return storage_bytes([leaf.grad for leaf in (*self._weights.own.leaves(own_slot), *leaves)])
 
     def take(self, minibatch: int, own_slot: int) -> None:
         """Collects what the backwards of the minibatch left, at this stage and at the users of its tied

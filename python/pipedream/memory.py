@@ -121,6 +121,8 @@ class MemoryPlan:
             stash += in_flight * kept
             # Beside them: the microbatches' own inputs, or gradients that wait for the neighbour's slots.
             stash += (in_flight if stage == 0 else queued[stage - 1]) * footprint.input_bytes
+            # Tied gradients on their way to the owner, as many as the channel may hold.
+            stash += self.tied_bytes[stage] * (self.schedule.in_flight[0] + 1)
             transient = max(transient, footprint.transient_bytes + extra)
             gradients += footprint.gradient_bytes
         return {STASH: stash, TRANSIENT: transient, GRADIENTS: gradients}

@@ -9,9 +9,11 @@ puts the optimizer's state into memory that the pipeline owns. Used by one threa
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -183,7 +185,7 @@ class NativeOptimizer(torch.optim.Optimizer):
                         "device": _NATIVE_DEVICES[device.type],
                         "stream": torch.cuda.current_stream().cuda_stream if on_cuda else 0,
                         "gradient_scale": gradient_scale,
-                        "num_threads": torch.get_num_threads(),
+                        "num_threads": _num_threads(),
                     },
                 )
 
@@ -408,6 +410,17 @@ class AdamW(Adam):
         super().__setstate__(state)
         for group in self.param_groups:
             group["decoupled_weight_decay"] = True
+
+
+@functools.cache
+def _share_torch_threads() -> None:
+    """Two pools of threads in one process would take the cores from each other: the core uses torch's."""
+    _core.share_openmp(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+
+
+def _num_threads() -> int:
+    _share_torch_threads()
+    return torch.get_num_threads()
 
 
 def _check_numbers(group: _Group, *names: str) -> None:

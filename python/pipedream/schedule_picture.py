@@ -254,8 +254,9 @@ class _Drawing:
         self.num_chunks = max((len(stages) for stages in self.stages_of_worker), default=1)
         self.row_names = [_name_row(worker, stages) for worker, stages in enumerate(self.stages_of_worker)]
         self.time_name = f"time, {time_unit}"
-        longest = max([*self.row_names, self.time_name], key=len)
-        self.left = _MARGIN + _text_width(longest, _TEXT_PT) + 0.08
+        row_name = max(self.row_names, key=len, default="")
+        self.left = _MARGIN + 0.08
+        self.left += max(_text_width(row_name, _TEXT_PT), _text_width(self.time_name, _SMALL_PT))
         self.inches_per_ms = self._scale()
         self.right = self.left + max(_CHART_WIDTH_MIN, simulation.makespan_ms * self.inches_per_ms)
         self.rows_bottom = _MARGIN + _LEGEND + _TIME

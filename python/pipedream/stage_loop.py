@@ -253,10 +253,15 @@ class WorkerLoop:
     # What was done.
 
     def _start_measuring(self) -> WorkMeter:
-        meter = WorkMeter(make_meter(self._device))
+        meter = WorkMeter(make_meter(self._device), self._gradient_bytes)
         for runner in self._runners.values():
             runner.meter = meter if self._predicted.get(STASH) is not None else None
         return meter
+
+    def _gradient_bytes(self) -> int:
+        return sum(
+            runner.parts.gradients.num_bytes(runner.gradient_slot) for runner in self._runners.values()
+        )
 
     def _memory(self, meter: WorkMeter) -> dict[str, dict[str, int | None]]:
         measured: dict[str, int | None] = {

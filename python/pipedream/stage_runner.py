@@ -375,12 +375,11 @@ class StageRunner:
 
     def _run_backward(self, stashed: _Stashed, received: list[Tensor]) -> None:
         if self.is_last:
-            (loss,) = stashed.outputs
-            if loss.requires_grad:  # else nothing is to be trained: see _check_trains
+            root = stashed.outputs.pop()
+            if root.requires_grad:  # else nothing is to be trained: see _check_trains
                 factor = stashed.piece.weight * stashed.scale
-                root = loss if factor == 1.0 else loss * factor
+                root = root if factor == 1.0 else root * factor
                 root.backward()  # type: ignore[no-untyped-call]
-            stashed.outputs = []
             return
         boundary = self.parts.boundary_out
         assert boundary is not None
@@ -413,8 +412,6 @@ class StageRunner:
                 self.parts.gradients.skip(work.read_slot, work.write_slot)
             else:
                 self.parts.gradients.apply(work.read_slot, work.write_slot, gradient_scale)
-        if self.meter is not None:
-            self.meter.updated()
         self._core.complete_update(self._user.elapsed_ns)
 
     def data_mismatch(self, minibatch: int) -> DataMismatch:
@@ -428,9 +425,7 @@ class StageRunner:
         return self.meter.forward() if self.meter is not None else contextlib.nullcontext()
 
     def _metered_backward(self) -> contextlib.AbstractContextManager[None]:
-        if self.meter is None:
-            return contextlib.nullcontext()
-        return self.meter.backward(lambda: self.parts.gradients.num_bytes(self.gradient_slot))
+        return self.meter.backward() if self.meter is not None else contextlib.nullcontext()
 
 
 def _gradient_of(leaf: Tensor) -> Tensor:

@@ -1,26 +1,40 @@
-"""reference.py: the oracle is plain training with one stage, and the stated versions with more."""
+"""reference.py: the oracle of every schedule is plain training where it must be, and where versions are
+delayed it is the loop that one would write by hand."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from models import CASES, Case, squared_error, straight_plan
+from models import CASES, Case, TiedHead, squared_error, straight_plan
 from pipedream import reference
 from pipedream.plan import Plan, Stage
 from torch import nn
 from torch.utils.data import DataLoader
+from training import (
+    OPTIMIZERS,
+    State,
+    Training,
+    assert_close_losses,
+    assert_close_state,
+    assert_equal_state,
+    expected_versions,
+    train_by_reference,
+    train_plainly,
+)
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),
-    "adam": functools.partial(torch.optim.Adam, lr=0.01),
-    "adamw": functools.partial(torch.optim.AdamW, lr=0.01),
-    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.05),
-}
+# One thread: the tensors are tiny.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+DRAINING = ("flush", "gpipe", "model_parallel", "interleaved")
+DELAYED = ("pipedream", "vertical_sync", "2bw")
 
 
 def _train_plainly(
@@ -231,14 +245,754 @@ def test_the_optimizer_is_called_once_per_stage_with_names_if_it_asks_for_them()
     assert [p for stage in seen for p in stage] == list(model.parameters())
 
 
+def _is_running(name: str) -> bool:
+    """Whether a buffer is a batch norm's running statistic, which microbatches change."""
+    return name.endswith(("running_mean", "running_var", "num_batches_tracked"))
+
+
+def _without_running(state: State) -> State:
+    return {name: tensor for name, tensor in state.items() if not _is_running(name)}
+
+
+def _assert_trains_plainly(training: Training, relative: float = 1e-9) -> None:
+    """Losses and weights are those of a plain loop with gradient accumulation."""
+    result, state = train_by_reference(training)
+    losses, plain_state = train_plainly(training)
+    assert_close_losses(result.losses, losses, relative)
+    if training.microbatches > 1:
+        state, plain_state = _without_running(state), _without_running(plain_state)
+    assert_close_state(state, plain_state, relative)
+
+
+# Dropout draws from a stream per stage, so only one stage draws as a plain loop does.
+_NOT_DRAWING = [name for name, case in CASES.items() if not case.draws]
+
+
+@pytest.mark.parametrize("microbatches", [1, 3, 4])
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("case_name", _NOT_DRAWING)
+def test_schedules_that_drain_equal_plain_gradient_accumulation(
+    case_name: str, num_stages: int, microbatches: int
+) -> None:
+    for schedule in DRAINING:
+        training = Training(
+            case_name,
+            num_stages,
+            num_minibatches=4,
+            # 6 samples in 4 microbatches are 2, 2 and 2; half of them would be too few.
+            short_last=microbatches < 4,
+            schedule=schedule,
+            microbatches=microbatches,
+        )
+        _assert_trains_plainly(training)
+
+
+@pytest.mark.parametrize("schedule", [name for name in (*DELAYED, "naive", *DRAINING) if name != "2bw"])
+@pytest.mark.parametrize("case_name", CASES)
+def test_one_stage_of_any_schedule_but_2bw_is_plain_training(case_name: str, schedule: str) -> None:
+    training = Training(case_name, 1, torch.float32, num_minibatches=4, epochs=2, schedule=schedule)
+    result, state = train_by_reference(training)
+    losses, plain_state = train_plainly(training)
+    assert result.losses == losses
+    assert_equal_state(state, plain_state)
+    _assert_trains_plainly(replace(training, dtype=torch.float64, microbatches=3))
+
+
+def test_microbatches_count_by_their_samples() -> None:
+    # 5 samples in 4 microbatches are 2, 2 and 1.
+    training = Training("mlp", 1, microbatches=4)
+    case = training.case
+    data = [(inputs[:5], targets[:5]) for inputs, targets in case.data(3)]
+    plain, model = case.model(), case.model()
+    losses = _train_plainly(plain, data, case.loss_fn, training.optimizer)
+    options = training.options() | {"data": data}
+    result = reference.run(model, case.plan(3), **options | {"schedule": "flush"})
+    assert_close_losses(result.losses, losses, 1e-9)
+    assert_close_state(model.state_dict(), plain.state_dict(), 1e-9)
+
+
+def _owner_stages(case: Case, num_stages: int, model: nn.Sequential) -> tuple[dict[str, int], set[str]]:
+    """Parameter name -> the stage that owns it, and the names of those that several stages use."""
+    cuts = case.cuts[num_stages]
+    stages_of: dict[int, set[int]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        layer = int(name.split(".")[0])
+        stages_of.setdefault(id(parameter), set()).add(sum(layer >= cut for cut in cuts))
+    named = dict(model.named_parameters())
+    owners = {name: min(stages_of[id(parameter)]) for name, parameter in named.items()}
+    return owners, {name for name, parameter in named.items() if len(stages_of[id(parameter)]) > 1}
+
+
+def _train_delayed(
+    training: Training,
+    version_of: Callable[[int, int], int],
+    tied_version_of: Callable[[int], int],
+    *,
+    region: Callable[[], Any] = contextlib.nullcontext,
+) -> tuple[list[float], State]:
+    """Minibatch i's gradient is taken by a copy of the model, whose weights are put together from all former
+    ones: stage s has version_of(s, i). It then changes the newest weights."""
+    case = training.case
+    model = training.model()
+    owners, tied = _owner_stages(case, training.num_stages, model)
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = training.optimizer(trainable.values())
+    scheduler = training.lr_scheduler(optimizer) if training.lr_scheduler else None
+    former = [{name: p.detach().clone() for name, p in trainable.items()}]
+    losses = []
+    for i, (inputs, targets) in enumerate(training.data()):
+        reader = copy.deepcopy(model)
+        parameters = dict(reader.named_parameters())
+        for name in trainable:
+            version = tied_version_of(i) if name in tied else version_of(owners[name], i)
+            parameters[name].data.copy_(former[version][name])
+        total = 0.0
+        for micro_inputs, micro_targets in zip(
+            torch.chunk(inputs, training.microbatches),
+            torch.chunk(targets, training.microbatches),
+            strict=True,
+        ):
+            with region():
+                loss = case.loss_fn(reader(micro_inputs), micro_targets)
+            (loss * (len(micro_targets) / len(targets))).backward()
+            total += loss.item() * len(micro_targets) / len(targets)
+        losses.append(total)
+        for name, parameter in trainable.items():
+            parameter.grad = parameters[name].grad
+        if training.max_grad_norm is not None:
+            for stage_index in range(training.num_stages):
+                own = [p for name, p in trainable.items() if owners[name] == stage_index]
+                nn.utils.clip_grad_norm_(own, training.max_grad_norm)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        former.append({name: p.detach().clone() for name, p in trainable.items()})
+        for buffer, read in zip(model.buffers(), reader.buffers(), strict=True):
+            buffer.copy_(read)
+    return losses, model.state_dict()
+
+
+def _by_hand(training: Training) -> tuple[Callable[[int, int], int], Callable[[int], int]]:
+    """The versions of a straight pipeline: of stage and minibatch, and of a tied parameter."""
+    depth = training.num_stages
+    if training.schedule == "pipedream":
+        return (lambda s, i: max(0, i - (depth - s - 1))), (lambda i: max(0, i - (depth - 1)))
+    delay = depth - 1 if training.schedule == "vertical_sync" else 1
+    return (lambda s, i: max(0, i - delay)), (lambda i: max(0, i - delay))
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("case_name", _NOT_DRAWING)
+def test_delayed_schedules_equal_a_hand_written_delayed_loop(
+    case_name: str, num_stages: int, microbatches: int
+) -> None:
+    for schedule in DELAYED:
+        if schedule == "2bw" and microbatches < num_stages:
+            continue
+        training = Training(
+            case_name, num_stages, short_last=False, schedule=schedule, microbatches=microbatches
+        )
+        result, state = train_by_reference(training)
+        losses, expected = _train_delayed(training, *_by_hand(training))
+        assert_close_losses(result.losses, losses, 1e-9)
+        if microbatches > 1:
+            state, expected = _without_running(state), _without_running(expected)
+        assert_close_state(state, expected, 1e-9)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_a_tied_parameter_is_read_at_one_version_by_all_its_stages(num_stages: int) -> None:
+    # The test above can fail: with the version that its last stage would read, other numbers come out.
+    training = Training("tied_apart", num_stages)
+    result, _ = train_by_reference(training)
+    version_of, _ = _by_hand(training)
+    losses, _ = _train_delayed(training, version_of, lambda i: i)
+    assert result.losses[0] == pytest.approx(losses[0], rel=1e-12)
+    with pytest.raises(AssertionError, match="minibatch"):
+        assert_close_losses(result.losses, losses, 1e-6)
+
+
+def test_a_tied_parameter_is_stashed_with_naive_too() -> None:
+    # All weights but the tied one stay as they are, so that nothing else can tell naive from stashing.
+    case = CASES["tied_apart"]
+
+    def only_the_tied(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        groups = [{"params": [p], "lr": 0.05 if name == "0.weight" else 0.0} for name, p in named_parameters]
+        return torch.optim.SGD(groups, lr=0.0)
+
+    stashing, naive = (
+        train_by_reference(Training(case.name, 3, optimizer=only_the_tied, schedule=schedule))
+        for schedule in ("pipedream", "naive")
+    )
+    assert naive[0].losses == stashing[0].losses
+    assert_equal_state(naive[1], stashing[1])
+    assert len(set(naive[0].losses)) == len(naive[0].losses)
+
+
+def test_the_owner_of_a_tied_parameter_alone_has_it_in_its_optimizer() -> None:
+    seen: list[list[str]] = []
+
+    def by_name(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        seen.append([name for name, _ in named_parameters])
+        return torch.optim.SGD([p for _, p in named_parameters], lr=0.1)
+
+    train_by_reference(Training("tied_apart", 4, optimizer=by_name))
+    # The last stage has nothing else, so no optimizer is made there.
+    assert seen == [
+        ["0.weight"],
+        ["1.conv.weight", "1.conv.bias"],
+        ["2.weight", "2.bias", "3.weight", "3.bias"],
+    ]
+
+
+def test_2bw_is_a_step_with_the_gradient_at_the_weights_before_the_newest() -> None:
+    # W(t + 1) = W(t) - rate * gradient at W(t - 1): PipeDream-2BW (ICML'21), section 3.1.
+    case, rate = CASES["transformer"], 0.05
+    older, newest = case.model(), case.model()
+    losses = []
+    for inputs, targets in case.data(6):
+        loss = case.loss_fn(older(inputs), targets)
+        gradients = torch.autograd.grad(loss, list(older.parameters()))
+        losses.append(loss.item())
+        older = copy.deepcopy(newest)
+        with torch.no_grad():
+            for parameter, gradient in zip(newest.parameters(), gradients, strict=True):
+                parameter.sub_(rate * gradient)
+    still = functools.partial(torch.optim.SGD, lr=rate)
+    for num_stages in (1, 2, 3):
+        training = Training(
+            case.name, num_stages, optimizer=still, num_minibatches=6, short_last=False, schedule="2bw"
+        )
+        result, state = train_by_reference(replace(training, microbatches=3))
+        assert_close_losses(result.losses, losses, 1e-9)
+        assert_close_state(state, newest.state_dict(), 1e-9)
+
+
+@pytest.mark.parametrize("schedule", [*DELAYED, "naive", *DRAINING])
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_versions_are_those_of_the_table(num_stages: int, schedule: str) -> None:
+    training = Training("mlp", num_stages, short_last=False, schedule=schedule, microbatches=4)
+    result, _ = train_by_reference(training)
+    assert result.versions == expected_versions(training.plan, 7, schedule=schedule)
+
+
+def test_versions_of_three_stages_are_those_worked_out_by_hand() -> None:
+    def forward_versions(schedule: str) -> list[list[int]]:
+        training = Training("mlp", 3, num_minibatches=5, schedule=schedule, microbatches=3)
+        return [[read for read, _ in stage] for stage in train_by_reference(training)[0].versions]
+
+    assert forward_versions("pipedream") == [[0, 0, 0, 1, 2], [0, 0, 1, 2, 3], [0, 1, 2, 3, 4]]
+    assert forward_versions("naive") == forward_versions("pipedream")
+    assert forward_versions("vertical_sync") == [[0, 0, 0, 1, 2]] * 3
+    assert forward_versions("2bw") == [[0, 0, 1, 2, 3]] * 3
+    assert forward_versions("flush") == [[0, 1, 2, 3, 4]] * 3
+    naive = train_by_reference(Training("mlp", 3, num_minibatches=5, schedule="naive", microbatches=3))[0]
+    assert [[read for _, read in stage] for stage in naive.versions] == [[0, 1, 2, 3, 4]] * 3
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+@pytest.mark.parametrize("case_name", ["cnn", "transformer", "tied_apart", "lstm"])
+def test_naive_differs_from_stashing_once_a_stage_has_been_updated_in_between(
+    case_name: str, num_stages: int
+) -> None:
+    for microbatches in (1, 3):
+        training = Training(case_name, num_stages, microbatches=microbatches)
+        stashing = train_by_reference(training)[0].losses
+        naive = train_by_reference(replace(training, schedule="naive"))[0].losses
+        # The first backward of naive has the weights of its forward.
+        assert naive[0] == stashing[0]
+        assert all(math.isfinite(loss) for loss in naive)
+        with pytest.raises(AssertionError, match="minibatch"):
+            assert_close_losses(naive, stashing, 1e-9)
+
+
+@pytest.mark.parametrize("training", [Training("mlp", 2), Training("frozen", 4)], ids=lambda t: t.case_name)
+def test_naive_is_stashing_where_no_stage_but_the_last_passes_a_gradient_on(training: Training) -> None:
+    # The backward of a linear layer reads its weight for the gradient of its input alone.
+    stashing, state = train_by_reference(training)
+    naive, naive_state = train_by_reference(replace(training, schedule="naive"))
+    assert naive.losses == stashing.losses
+    assert_equal_state(naive_state, state)
+
+
+@pytest.mark.parametrize("recompute", [None, True, [0], [1, 2]])
+def test_naive_is_the_recursion_worked_out_by_hand(recompute: Any) -> None:
+    # Three stages of two scales each: y = q (p x). The forward is at old weights, the backward at new ones,
+    # and p x, which it needs for q's gradient, is old unless the stage recomputes it.
+    rate, samples = 0.05, [(0.5, 1.0), (-1.0, 0.3), (0.8, -0.2), (1.2, 0.7), (0.1, 0.1), (-0.4, 0.9)]
+    recomputed = {0, 1, 2} if recompute is True else set(recompute or [])
+    former = [[(0.7, 1.2)], [(-0.4, 0.9)], [(1.1, 0.8)]]
+    losses = []
+    for i, (x, y) in enumerate(samples):
+        read = [stage[max(0, i - lag)] for stage, lag in zip(former, (2, 1, 0), strict=True)]
+        newest = [stage[i] for stage in former]
+        inputs = [x]
+        for p, q in read:
+            inputs.append(q * p * inputs[-1])
+        error = inputs[-1] - y
+        losses.append(error**2)
+        gradient = 2 * error
+        for s in (2, 1, 0):
+            p, q = newest[s]
+            between = (p if s in recomputed else read[s][0]) * inputs[s]
+            former[s].append((p - rate * gradient * q * inputs[s], q - rate * gradient * between))
+            gradient *= q * p
+    model = nn.Sequential(*(_scale(weight) for stage in former for weight in stage[0]))
+    data = [tuple(torch.tensor([[value]], dtype=torch.float64) for value in sample) for sample in samples]
+    result = reference.run(
+        model,
+        straight_plan(6, (2, 4)),
+        data=data,
+        loss_fn=squared_error,
+        optimizer=functools.partial(torch.optim.SGD, lr=rate),
+        schedule="naive",
+        recompute=recompute,
+    )
+    assert result.losses == pytest.approx(losses, rel=1e-9)
+    expected = [weight for stage in former for weight in stage[-1]]
+    assert [layer.weight.item() for layer in model] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("case_name", CASES)
+def test_a_recomputed_forward_at_the_same_weights_changes_nothing(case_name: str, microbatches: int) -> None:
+    # With one minibatch in flight naive reads the same version twice, so only dropouts that are drawn
+    # anew or buffers that step twice could make a difference.
+    training = Training(
+        case_name, 3, in_flight=(1, 1, 1), microbatches=microbatches, schedule="naive", epochs=2
+    )
+    expected, expected_state = train_by_reference(training)
+    for recompute in (True, (1,), (0, 2)):
+        result, state = train_by_reference(replace(training, recompute=recompute))
+        # Up to the order in which a tied parameter's gradients are added.
+        assert_close_losses(result.losses, expected.losses, 1e-12)
+        assert_close_state(state, expected_state, 1e-12)
+    one_stage = replace(training, num_stages=1, in_flight=())
+    assert train_by_reference(replace(one_stage, recompute=True))[0] == train_by_reference(one_stage)[0]
+
+
+@pytest.mark.parametrize("schedule", [*DELAYED, *DRAINING])
+def test_recompute_changes_no_number_where_the_backward_reads_what_the_forward_read(schedule: str) -> None:
+    for case_name in ("cnn", "dropout"):
+        training = Training(case_name, 3, schedule=schedule, microbatches=3)
+        expected, expected_state = train_by_reference(training)
+        result, state = train_by_reference(replace(training, recompute=True))
+        assert result == expected
+        assert_equal_state(state, expected_state)
+
+
+def test_naive_with_recompute_differs_from_naive() -> None:
+    for case_name in ("cnn", "transformer", "lstm"):
+        training = Training(case_name, 3, schedule="naive")
+        losses = train_by_reference(training)[0].losses
+        again = train_by_reference(replace(training, recompute=True))[0].losses
+        assert again[0] == losses[0]
+        with pytest.raises(AssertionError, match="minibatch"):
+            assert_close_losses(again, losses, 1e-9)
+
+
+@pytest.mark.parametrize("schedule", DELAYED)
+@pytest.mark.parametrize("case_name", ["mlp", "cnn", "transformer", "tied", "tied_apart", "lstm"])
+def test_gradients_are_the_slopes_of_the_loss_at_the_versions_read(case_name: str, schedule: str) -> None:
+    """The step of plain gradient descent, seen at each stage, against central differences of the loss of the
+    unsplit model put together from the versions that minibatch 4 reads."""
+    num_stages, minibatch, rate = 3, 4, 0.05
+    training = Training(
+        case_name,
+        num_stages,
+        optimizer=functools.partial(torch.optim.SGD, lr=rate),
+        num_minibatches=minibatch + 1,
+        short_last=False,
+        schedule=schedule,
+        microbatches=3 if schedule == "2bw" else 1,
+    )
+    case = training.case
+    states = [case.model().state_dict()]
+    for count in range(1, minibatch + 2):
+        model = case.model()
+        reference.run(model, training.plan, **training.options() | {"data": training.data()[:count]})
+        states.append(model.state_dict())
+    model = case.model()
+    owners, tied = _owner_stages(case, num_stages, model)
+    version_of, tied_version_of = _by_hand(training)
+    read = {
+        name: states[tied_version_of(minibatch) if name in tied else version_of(stage, minibatch)][name]
+        for name, stage in owners.items()
+    }
+    inputs, targets = training.data()[minibatch]
+
+    def loss_at(weights: State) -> float:
+        reader = case.model()
+        with torch.no_grad():
+            for name, parameter in reader.named_parameters():
+                parameter.copy_(weights[name])
+            pieces = zip(
+                inputs.chunk(training.microbatches), targets.chunk(training.microbatches), strict=True
+            )
+            losses = [case.loss_fn(reader(x), y).item() for x, y in pieces]
+        return sum(losses) / len(losses)
+
+    generator = torch.Generator().manual_seed(5)
+    for stage_index in range(num_stages):
+        own = [name for name, stage in owners.items() if stage == stage_index]
+        if not own:
+            continue
+        direction = {n: torch.randn(read[n].shape, generator=generator, dtype=torch.float64) for n in own}
+        step = 1e-6
+        up, down = (
+            loss_at(read | {n: read[n] + sign * step * direction[n] for n in own}) for sign in (1, -1)
+        )
+        slope = (up - down) / (2 * step)
+        taken = {n: (states[minibatch][n] - states[minibatch + 1][n]) / rate for n in own}
+        measured = sum(float((taken[n] * direction[n]).sum()) for n in own)
+        assert measured == pytest.approx(slope, rel=1e-5, abs=1e-8)
+        assert abs(slope) > 1e-4
+
+
+_STEP_LR = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_clipping_where_the_pipeline_drains_is_by_the_norm_over_all_stages(
+    num_stages: int, microbatches: int
+) -> None:
+    for schedule in DRAINING:
+        for case_name in ("transformer", "tied_apart"):
+            training = Training(
+                case_name, num_stages, schedule=schedule, microbatches=microbatches, max_grad_norm=0.3
+            )
+            _assert_trains_plainly(training)
+            unclipped, _ = train_by_reference(replace(training, max_grad_norm=None))
+            with pytest.raises(AssertionError, match="minibatch"):
+                assert_close_losses(train_by_reference(training)[0].losses, unclipped.losses, 1e-6)
+
+
+@pytest.mark.parametrize("schedule", DELAYED)
+@pytest.mark.parametrize("case_name", ["transformer", "tied_apart"])
+def test_clipping_and_schedulers_of_delayed_schedules_are_each_stages_own(
+    case_name: str, schedule: str
+) -> None:
+    training = Training(
+        case_name,
+        3,
+        short_last=False,
+        schedule=schedule,
+        microbatches=3,
+        max_grad_norm=0.2,
+        lr_scheduler=_STEP_LR,
+    )
+    result, state = train_by_reference(training)
+    losses, expected = _train_delayed(training, *_by_hand(training))
+    assert_close_losses(result.losses, losses, 1e-9)
+    assert_close_state(state, expected, 1e-9)
+
+
+def test_a_scheduler_follows_every_update() -> None:
+    for schedule in DRAINING:
+        training = Training("cnn", 3, schedule=schedule, lr_scheduler=_STEP_LR, optimizer=OPTIMIZERS["adam"])
+        _assert_trains_plainly(training)
+    assert not _same_losses(training, replace(training, lr_scheduler=None))
+
+
+def _same_losses(training: Training, other: Training) -> bool:
+    return train_by_reference(training)[0].losses == train_by_reference(other)[0].losses
+
+
+_BFLOAT16 = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "vertical_sync", "flush"])
+@pytest.mark.parametrize("num_stages", [1, 3])
+@pytest.mark.parametrize("case_name", ["mlp", "cnn", "transformer", "tied_apart"])
+def test_autocast_is_around_each_stage_and_the_loss(case_name: str, num_stages: int, schedule: str) -> None:
+    training = Training(
+        case_name, num_stages, torch.float32, short_last=False, schedule=schedule, autocast="bfloat16"
+    )
+    version_of, tied_version_of = _by_hand(training)
+    if schedule == "flush":
+        version_of, tied_version_of = (lambda s, i: i), (lambda i: i)
+    result, state = train_by_reference(training)
+    losses, expected = _train_delayed(training, version_of, tied_version_of, region=_BFLOAT16)
+    assert result.losses == pytest.approx(losses, rel=1e-3)
+    # Bits of bfloat16 may flip where a tied parameter's gradients are added in another order.
+    assert_close_state(state, expected, 2e-2)
+    if num_stages == 1:
+        assert result.losses == losses
+        assert_equal_state(state, expected)
+    assert all(tensor.dtype == torch.float32 for tensor in state.values() if tensor.is_floating_point())
+    assert not _same_losses(training, replace(training, autocast=None))
+
+
+class _Probe(torch.autograd.Function):
+    """Passes a value on, writes down the mean gradient that comes back, and spoils the weight's at will."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, weight: torch.Tensor, probe: Any) -> torch.Tensor:
+        ctx.probe = probe
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        probe = ctx.probe
+        probe.gradients.append(gradients[0].sum().item())
+        is_spoilt = len(probe.gradients) - 1 in probe.overflows_at
+        return gradients[0], torch.tensor([math.inf if is_spoilt else 1.0]), None
+
+
+class _ProbeLayer(nn.Module):
+    """Its weight's gradient is 1, whatever the loss scale, but infinite in the backwards `overflows_at`."""
+
+    def __init__(self, overflows_at: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.overflows_at = overflows_at
+        self.gradients: list[float] = []
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        probed: torch.Tensor = _Probe.apply(value, self.weight, self)
+        return probed
+
+
+def _sum_of_outputs(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return outputs.float().sum()
+
+
+def _scales(overflows_at: list[tuple[int, ...]], schedule: str, **options: Any) -> tuple[list[float], Any]:
+    """The loss scale of each minibatch in units of the first one, and the layers. One layer per stage."""
+    layers = [_ProbeLayer(at) for at in overflows_at]
+    result = reference.run(
+        nn.Sequential(*layers),
+        straight_plan(len(layers), tuple(range(1, len(layers)))),
+        data=[(torch.ones(1, 1), torch.ones(1, 1))] * 10,
+        loss_fn=_sum_of_outputs,
+        optimizer=functools.partial(torch.optim.SGD, lr=2.0**16),
+        schedule=schedule,
+        autocast="float16",
+        **options,
+    )
+    assert result.losses == [1.0] * 10  # as the user's loss_fn said, without the scale
+    first = layers[-1].gradients[0]
+    assert first == 2.0**16
+    return [gradient / first for gradient in layers[-1].gradients], layers
+
+
+def test_an_overflow_halves_the_loss_scale_once_and_skips_the_update_of_its_stage() -> None:
+    # Stage 0 of 3 reads its update of minibatch 2 first in minibatch 5, whose activation tells the last
+    # stage. A second overflow before that, of the same scale, says nothing new.
+    scales, layers = _scales([(2, 3), (), ()], "pipedream")
+    assert scales == [1.0] * 5 + [0.5] * 5
+    # lr * gradient / scale: 1 per update at the first scale, 2 at the second.
+    assert layers[0].weight.item() == -(3 * 1 + 5 * 2)
+    assert layers[1].weight.item() == layers[2].weight.item() == -(5 * 1 + 5 * 2)
+
+
+def test_the_last_stage_knows_its_own_overflow_at_the_next_minibatch() -> None:
+    scales, layers = _scales([(), (), (2,)], "pipedream")
+    assert scales == [1.0] * 3 + [0.5] * 7
+    assert layers[2].weight.item() == -(2 * 1 + 7 * 2)
+    assert layers[0].weight.item() == -(3 * 1 + 7 * 2)
+
+
+@pytest.mark.parametrize("schedule", DRAINING)
+def test_where_the_pipeline_drains_all_stages_skip_together(schedule: str) -> None:
+    scales, layers = _scales([(2,), (), ()], schedule, lr_scheduler=_STEP_LR)
+    assert scales == [1.0] * 3 + [0.5] * 7
+    # The rate halves after every second update that was made: 2, 0 (skipped), 2, 2, 2, 1.
+    expected = 2 * 1 + 2 * (2 * 0.5 + 2 * 0.25 + 2 * 0.125 + 1 * 0.0625)
+    assert [layer.weight.item() for layer in layers] == [-expected] * 3
+
+
+def test_2bw_tells_an_overflow_when_the_next_minibatch_but_one_starts() -> None:
+    options: dict[str, Any] = {"schedule": "2bw"}
+    # A stage with several microbatches in flight has not updated the minibatch before when one starts.
+    scales, _ = _scales_of_2bw([(4, 5), ()], **options)
+    assert scales == [1.0] * 4 + [0.5] * 6
+    scales, _ = _scales_of_2bw([(), (4, 5)], **options)
+    assert scales == [1.0] * 3 + [0.5] * 7
+
+
+def _scales_of_2bw(overflows_at: list[tuple[int, ...]], schedule: str) -> tuple[list[float], Any]:
+    """As _scales, of two microbatches each; overflows_at counts microbatches."""
+    layers = [_ProbeLayer(at) for at in overflows_at]
+    reference.run(
+        nn.Sequential(*layers),
+        straight_plan(len(layers), tuple(range(1, len(layers)))),
+        data=[(torch.ones(2, 1), torch.ones(2, 1))] * 10,
+        loss_fn=_sum_of_outputs,
+        optimizer=functools.partial(torch.optim.SGD, lr=1.0),
+        schedule=schedule,
+        microbatches=2,
+        autocast="float16",
+    )
+    gradients = layers[-1].gradients[::2]
+    return [gradient / gradients[0] for gradient in gradients], layers
+
+
+def test_float16_trains_as_float32_does_to_its_precision() -> None:
+    for schedule in ("pipedream", "flush"):
+        training = Training("mlp", 3, torch.float32, schedule=schedule, microbatches=3)
+        exact, exact_state = train_by_reference(training)
+        result, state = train_by_reference(replace(training, autocast="float16"))
+        assert result.losses != exact.losses
+        assert result.losses == pytest.approx(exact.losses, rel=1e-2)
+        assert_close_state(state, exact_state, 1e-2)
+
+
+def _still(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("schedule", ["pipedream", "naive", "2bw", "flush"])
+def test_running_statistics_step_once_a_minibatch_by_the_statistics_over_its_microbatches(
+    schedule: str, momentum: float | None
+) -> None:
+    case = CASES["cnn"]
+    model, data = case.model(), case.data(4)
+    for norm in (model[1], model[4]):
+        norm.momentum = momentum
+    means, variances = torch.zeros(4).double(), torch.ones(4).double()
+    for count, (inputs, _) in enumerate(data, start=1):
+        # Of the whole minibatch; the second norm's inputs are made by microbatches.
+        values = model[0](inputs).detach().transpose(0, 1).flatten(1)
+        share = momentum or 1 / count
+        means = (1 - share) * means + share * values.mean(dim=1)
+        variances = (1 - share) * variances + share * values.var(dim=1)
+    reference.run(
+        model,
+        case.plan(3),
+        data=data,
+        loss_fn=case.loss_fn,
+        optimizer=_still,
+        schedule=schedule,
+        microbatches=3,
+        recompute=True,
+    )
+    torch.testing.assert_close(model[1].running_mean, means, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(model[1].running_var, variances, rtol=1e-12, atol=1e-12)
+    assert int(model[1].num_batches_tracked) == int(model[4].num_batches_tracked) == 4
+    assert model[1].track_running_stats
+    assert not model[1]._forward_pre_hooks
+
+
+def test_microbatches_are_normalised_by_their_own_statistics() -> None:
+    norm = nn.BatchNorm1d(8).double()
+    seen: list[torch.Tensor] = []
+
+    def keep(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        seen.append(outputs.detach())
+        return outputs.sum()
+
+    ((inputs, targets),) = CASES["mlp"].data(1)
+    reference.run(
+        nn.Sequential(norm),
+        straight_plan(1, ()),
+        data=[(inputs, targets)],
+        loss_fn=keep,
+        optimizer=_still,
+        schedule="gpipe",
+        microbatches=2,
+    )
+    for piece, outputs in zip(inputs.chunk(2), seen, strict=True):
+        deviation = piece.var(dim=0, correction=0)
+        torch.testing.assert_close(outputs, (piece - piece.mean(dim=0)) / (deviation + norm.eps).sqrt())
+
+
+def test_a_norm_in_eval_mode_stays_as_it_is_under_microbatches() -> None:
+    case = CASES["cnn"]
+    model = case.model()
+    model[1].eval()
+    before = copy.deepcopy(model[1].state_dict())
+    reference.run(
+        model, case.plan(2), data=case.data(2), loss_fn=case.loss_fn, optimizer=_still, microbatches=2
+    )
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model[1].state_dict().items())
+
+
+def test_a_layer_shared_by_two_stages_trains_as_the_unsplit_model() -> None:
+    shared = nn.Linear(8, 8).double()
+    layers = [shared, nn.Tanh(), nn.Linear(8, 8).double(), shared, nn.Linear(8, 4).double()]
+    plain, model = (nn.Sequential(*copy.deepcopy(layers)) for _ in range(2))
+    case = CASES["mlp"]
+    losses = _train_plainly(plain, case.data(5), case.loss_fn, OPTIMIZERS["sgd"])
+    result = reference.run(
+        model,
+        straight_plan(5, (2, 3)),
+        data=case.data(5),
+        loss_fn=case.loss_fn,
+        optimizer=OPTIMIZERS["sgd"],
+        schedule="flush",
+        microbatches=2,
+    )
+    assert_close_losses(result.losses, losses, 1e-9)
+    assert_close_state(model.state_dict(), plain.state_dict(), 1e-9)
+
+
+def test_a_frozen_parameter_used_by_two_stages_stays_as_it_is() -> None:
+    embedding = nn.Embedding(13, 8).double().requires_grad_(False)
+    model = nn.Sequential(embedding, nn.Linear(8, 8).double(), TiedHead(embedding))
+    before = embedding.weight.clone()
+    case = CASES["tied"]
+    result = reference.run(
+        model,
+        straight_plan(3, (1, 2)),
+        data=case.data(5),
+        loss_fn=case.loss_fn,
+        optimizer=OPTIMIZERS["sgd"],
+    )
+    assert len(set(result.losses)) == 5
+    assert torch.equal(embedding.weight, before)
+
+
+class _Doubles(nn.Module):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value.mul_(2)
+
+
+def test_the_data_of_several_stages_stay_as_they_are_when_the_first_layer_works_in_place() -> None:
+    model = nn.Sequential(_Doubles(), nn.Linear(8, 8).double(), nn.Linear(8, 4).double())
+    data = CASES["mlp"].data(3)
+    for schedule, recompute in (("pipedream", None), ("naive", True)):
+        reference.run(
+            model,
+            straight_plan(3, (2,)),
+            data=data,
+            loss_fn=squared_error,
+            optimizer=OPTIMIZERS["sgd"],
+            epochs=2,
+            schedule=schedule,
+            recompute=recompute,
+        )
+        for (inputs, _), (expected, _) in zip(data, CASES["mlp"].data(3), strict=True):
+            assert torch.equal(inputs, expected)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"schedule": "gpipe"}, ValueError, "schedule is 'gpipe'"),
+        ({"schedule": "data_parallel"}, ValueError, "schedule is 'data_parallel': use one of 'pipedream'"),
+        ({"microbatches": 0}, ValueError, "microbatches is 0"),
+        ({"microbatches": 7}, ValueError, "minibatch 0: 6 samples in the inputs, fewer than microbatches=7"),
+        ({"schedule": "2bw"}, ValueError, "microbatches is 1, but schedule '2bw' has 2 of them in flight"),
+        ({"recompute": [0, 2]}, ValueError, "recompute names stage 2, but the plan has stages 0 to 1"),
+        ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm is 0.0"),
+        ({"autocast": "float64"}, ValueError, "autocast is 'float64'"),
         ({"plan": straight_plan(3, (1,))}, ValueError, "covers 3 layers but the model has 5"),
         ({"plan": Plan((Stage(0, 4, 2),), in_flight=(1,))}, ValueError, "replicated stages"),
         ({"data": []}, ValueError, "nothing in epoch 0"),
         ({"data": iter(CASES["mlp"].data(1)), "epochs": 2}, ValueError, "nothing in epoch 1"),
+        (
+            {"data": [(torch.zeros(6, 8).double(), torch.zeros(5, 4).double())], "microbatches": 6},
+            ValueError,
+            "minibatch 0: 5 samples in the targets, fewer than microbatches=6",
+        ),
+        (
+            {"data": [(torch.zeros(8, 8).double(), torch.zeros(5, 4).double())], "microbatches": 4},
+            ValueError,
+            "minibatch 0 has inputs that make 4 microbatches and targets that make 3",
+        ),
         ({"data": [torch.zeros(3)]}, TypeError, "minibatch 0 of the data is a Tensor"),
         ({"loss_fn": lambda outputs, targets: 1.0}, TypeError, "loss_fn returned a float"),
         ({"optimizer": "sgd"}, TypeError, "optimizer is a str"),

@@ -104,8 +104,10 @@ def test_stages_share_out_the_models_parameters_and_buffers_by_full_name(case: C
     buffers = [(n, b) for stage in stages for n, b in stage.stage_buffers()]
     assert all(model.get_parameter(name) is parameter for name, parameter in trainable + frozen)
     # A parameter tied across stages is listed by each of them; the first use names it in the model.
-    first_uses = list({id(p): n for n, p in reversed(trainable)}.values())[::-1]
-    assert first_uses == [n for n, p in model.named_parameters() if p.requires_grad]
+    first_uses: dict[int, str] = {}
+    for name, parameter in trainable:
+        first_uses.setdefault(id(parameter), name)
+    assert list(first_uses.values()) == [n for n, p in model.named_parameters() if p.requires_grad]
     extra_uses = sum(len(tie.stages) - 1 for tie in find_ties(stages))
     assert len(trainable) + len(frozen) - extra_uses == len(list(model.parameters()))
     assert [n for n, _ in buffers] == [n for n, _ in model.named_buffers()]

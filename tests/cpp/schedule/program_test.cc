@@ -1,154 +1,386 @@
-// The programs in the shape they have on paper, and their weight versions against the formula.
+// The programs in the shape they have in the papers, their weight versions against the formulas, and the
+// cursor that walks them.
 #include "schedule/program.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <map>
 #include <string>
 #include <vector>
 
 #include "base/failure.h"
+#include "schedule/programs.h"
 
 namespace pipedream {
 namespace {
 
-ProgramOptions straight_options(std::int64_t stage, std::int64_t num_stages) {
-  return {"pipedream", StageIndex(stage), num_stages, num_stages - stage};
-}
-
-// "F0 F1 | F2 B0 U0 | B1 U1": bars stand between the phases.
-std::string on_paper(const ProgramOptions& options, std::int64_t num_minibatches) {
-  std::string text;
-  std::optional<Phase> phase;
-  for (const Instruction& instruction : make_program(options, num_minibatches)) {
-    const Phase next = phase_of(options, instruction, num_minibatches);
-    if (phase && *phase != next) text += " |";
-    phase = next;
-    if (!text.empty()) text += ' ';
-    text +=
-        std::string(1, opcode_name(instruction.opcode)[0]) + std::to_string(instruction.minibatch.value());
-  }
-  return text;
-}
-
 // Versions of all instructions of one kind, in program order.
-std::vector<std::int64_t> versions_of(Opcode opcode, const ProgramOptions& options,
-                                      std::int64_t num_minibatches) {
-  std::vector<std::int64_t> versions;
-  for (const Instruction& instruction : make_program(options, num_minibatches)) {
+Counts versions_of(Opcode opcode, const ScheduleOptions& options, std::int64_t worker,
+                   std::int64_t num_minibatches) {
+  Counts versions;
+  for (const Instruction& instruction : make_program(options, WorkerIndex(worker), num_minibatches)) {
     if (instruction.opcode == opcode) versions.push_back(instruction.version.value());
   }
   return versions;
 }
 
-std::string message_of(const ProgramOptions& options) {
+std::string error_of(const ScheduleOptions& options) {
   try {
-    check_program_options(options);
+    check_schedule_options(options);
   } catch (const UserError& error) {
     return error.what();
   }
   return "";
 }
 
-using Versions = std::vector<std::int64_t>;
-
-TEST(Program, OneStageIsPlainTraining) {
-  EXPECT_EQ(on_paper(straight_options(0, 1), 3), "F0 B0 U0 F1 B1 U1 F2 B2 U2");
-  EXPECT_EQ(versions_of(Opcode::kForward, straight_options(0, 1), 3), (Versions{0, 1, 2}));
-  EXPECT_EQ(versions_of(Opcode::kBackward, straight_options(0, 1), 3), (Versions{0, 1, 2}));
-  EXPECT_EQ(versions_of(Opcode::kUpdate, straight_options(0, 1), 3), (Versions{1, 2, 3}));
+std::string error_of_placement(const std::string& schedule, const Counts& worker_of_stage) {
+  ScheduleOptions options = make_options(schedule, straight(static_cast<std::int64_t>(worker_of_stage.size())));
+  options.worker_of_stage = worker_of_stage;
+  return error_of(options);
 }
 
-TEST(Program, TwoStagesHaveTheShapeOnPaper) {
-  EXPECT_EQ(on_paper(straight_options(0, 2), 4), "F0 | F1 B0 U0 F2 B1 U1 F3 B2 U2 | B3 U3");
-  EXPECT_EQ(on_paper(straight_options(1, 2), 4), "F0 B0 U0 F1 B1 U1 F2 B2 U2 F3 B3 U3");
-  EXPECT_EQ(versions_of(Opcode::kForward, straight_options(0, 2), 4), (Versions{0, 0, 1, 2}));
-  EXPECT_EQ(versions_of(Opcode::kForward, straight_options(1, 2), 4), (Versions{0, 1, 2, 3}));
+const std::vector<std::string> kStraightSchedules = {"pipedream", "vertical_sync", "naive",         "2bw",
+                                                     "flush",     "gpipe",         "model_parallel"};
+
+// PipeDream (SOSP'19), figures 4 and 8.
+
+TEST(PipeDream, OneStageIsPlainTraining) {
+  const ScheduleOptions options = make_options("pipedream", {1});
+  EXPECT_EQ(on_paper(options, 0, 3), "F0 B0 U0 F1 B1 U1 F2 B2 U2");
+  EXPECT_EQ(versions_of(Opcode::kForward, options, 0, 3), (Counts{0, 1, 2}));
+  EXPECT_EQ(versions_of(Opcode::kBackward, options, 0, 3), (Counts{0, 1, 2}));
+  EXPECT_EQ(versions_of(Opcode::kUpdate, options, 0, 3), (Counts{1, 2, 3}));
 }
 
-TEST(Program, ThreeStagesHaveTheShapeOnPaper) {
-  EXPECT_EQ(on_paper(straight_options(0, 3), 5), "F0 F1 | F2 B0 U0 F3 B1 U1 F4 B2 U2 | B3 U3 B4 U4");
-  EXPECT_EQ(on_paper(straight_options(1, 3), 5), "F0 | F1 B0 U0 F2 B1 U1 F3 B2 U2 F4 B3 U3 | B4 U4");
-  EXPECT_EQ(on_paper(straight_options(2, 3), 5), "F0 B0 U0 F1 B1 U1 F2 B2 U2 F3 B3 U3 F4 B4 U4");
-  EXPECT_EQ(versions_of(Opcode::kForward, straight_options(0, 3), 5), (Versions{0, 0, 0, 1, 2}));
-  EXPECT_EQ(versions_of(Opcode::kBackward, straight_options(0, 3), 5), (Versions{0, 0, 0, 1, 2}));
-  EXPECT_EQ(versions_of(Opcode::kForward, straight_options(1, 3), 5), (Versions{0, 0, 1, 2, 3}));
+TEST(PipeDream, FourStagesHaveTheShapeOnPaper) {
+  const ScheduleOptions options = make_options("pipedream", {4, 3, 2, 1});
+  EXPECT_EQ(on_paper(options, 0, 6), "F0 F1 F2 | F3 B0 U0 F4 B1 U1 F5 B2 U2 | B3 U3 B4 U4 B5 U5");
+  EXPECT_EQ(on_paper(options, 1, 6), "F0 F1 | F2 B0 U0 F3 B1 U1 F4 B2 U2 F5 B3 U3 | B4 U4 B5 U5");
+  EXPECT_EQ(on_paper(options, 2, 6), "F0 | F1 B0 U0 F2 B1 U1 F3 B2 U2 F4 B3 U3 F5 B4 U4 | B5 U5");
+  EXPECT_EQ(on_paper(options, 3, 6), "F0 B0 U0 F1 B1 U1 F2 B2 U2 F3 B3 U3 F4 B4 U4 F5 B5 U5");
+  EXPECT_EQ(versions_of(Opcode::kForward, options, 0, 6), (Counts{0, 0, 0, 0, 1, 2}));
+  EXPECT_EQ(versions_of(Opcode::kBackward, options, 0, 6), (Counts{0, 0, 0, 0, 1, 2}));
+  EXPECT_EQ(versions_of(Opcode::kForward, options, 3, 6), (Counts{0, 1, 2, 3, 4, 5}));
+  EXPECT_EQ(versions_of(Opcode::kUpdate, options, 0, 6), (Counts{1, 2, 3, 4, 5, 6}));
 }
 
-TEST(Program, FourStagesHaveTheShapeOnPaper) {
-  EXPECT_EQ(on_paper(straight_options(0, 4), 6), "F0 F1 F2 | F3 B0 U0 F4 B1 U1 F5 B2 U2 | B3 U3 B4 U4 B5 U5");
-  EXPECT_EQ(on_paper(straight_options(1, 4), 6), "F0 F1 | F2 B0 U0 F3 B1 U1 F4 B2 U2 F5 B3 U3 | B4 U4 B5 U5");
-  EXPECT_EQ(on_paper(straight_options(2, 4), 6), "F0 | F1 B0 U0 F2 B1 U1 F3 B2 U2 F4 B3 U3 F5 B4 U4 | B5 U5");
-  EXPECT_EQ(on_paper(straight_options(3, 4), 6), "F0 B0 U0 F1 B1 U1 F2 B2 U2 F3 B3 U3 F4 B4 U4 F5 B5 U5");
-  EXPECT_EQ(versions_of(Opcode::kForward, straight_options(0, 4), 6), (Versions{0, 0, 0, 0, 1, 2}));
-  EXPECT_EQ(versions_of(Opcode::kUpdate, straight_options(0, 4), 6), (Versions{1, 2, 3, 4, 5, 6}));
+TEST(PipeDream, FewerMinibatchesThanInFlightGoesFromWarmUpToCoolDown) {
+  const ScheduleOptions options = make_options("pipedream", {4, 3, 2, 1});
+  EXPECT_EQ(on_paper(options, 0, 2), "F0 F1 | B0 U0 B1 U1");
+  EXPECT_EQ(on_paper(options, 1, 2), "F0 F1 | B0 U0 B1 U1");
+  EXPECT_EQ(on_paper(options, 2, 2), "F0 | F1 B0 U0 | B1 U1");
+  EXPECT_EQ(on_paper(options, 0, 1), "F0 | B0 U0");
+  EXPECT_EQ(on_paper(options, 0, 0), "");
 }
 
-TEST(Program, FewerMinibatchesThanInFlightGoesFromWarmUpToCoolDown) {
-  EXPECT_EQ(on_paper(straight_options(0, 4), 2), "F0 F1 | B0 U0 B1 U1");
-  EXPECT_EQ(on_paper(straight_options(1, 4), 2), "F0 F1 | B0 U0 B1 U1");
-  EXPECT_EQ(on_paper(straight_options(2, 4), 2), "F0 | F1 B0 U0 | B1 U1");
-  EXPECT_EQ(on_paper(straight_options(0, 4), 1), "F0 | B0 U0");
-  EXPECT_EQ(on_paper(straight_options(0, 4), 0), "");
+TEST(PipeDream, MicrobatchesOfAMinibatchReadOneVersionAndAreUpdatedOnce) {
+  const ScheduleOptions options = make_options("pipedream", {2, 1}, 2);
+  EXPECT_EQ(on_paper(options, 0, 3), "F0.0 F0.1 | F1.0 B0.0 F1.1 B0.1 U0 F2.0 B1.0 F2.1 B1.1 U1 | B2.0 B2.1 U2");
+  EXPECT_EQ(on_paper(options, 1, 2), "F0.0 B0.0 F0.1 B0.1 U0 F1.0 B1.0 F1.1 B1.1 U1");
+  EXPECT_EQ(versions_of(Opcode::kForward, options, 0, 3), (Counts{0, 0, 0, 0, 1, 1}));
+  EXPECT_EQ(versions_of(Opcode::kUpdate, options, 0, 3), (Counts{1, 2, 3}));
 }
 
-TEST(Program, VersionsAreTheNewestAtTheForwardAndEqualTheFormula) {
-  for (std::int64_t in_flight = 1; in_flight <= 16; ++in_flight) {
-    const ProgramOptions options{"pipedream", StageIndex(0), 1, in_flight};
-    for (const std::int64_t num_minibatches : {0, 1, 2, 15, 16, 17, 50}) {
-      std::int64_t newest = 0;
-      std::vector<std::int64_t> version_read(static_cast<std::size_t>(num_minibatches), -1);
-      for (const Instruction& instruction : make_program(options, num_minibatches)) {
-        const std::int64_t minibatch = instruction.minibatch.value();
-        const std::int64_t formula = std::max<std::int64_t>(0, minibatch - in_flight + 1);
-        std::int64_t& read = version_read[static_cast<std::size_t>(minibatch)];
-        switch (instruction.opcode) {
-          case Opcode::kForward:
-            EXPECT_EQ(instruction.version.value(), newest);
-            EXPECT_EQ(instruction.version.value(), formula);
-            EXPECT_EQ(forward_version(options, instruction.minibatch), instruction.version);
-            read = instruction.version.value();
-            break;
-          case Opcode::kBackward:
-            EXPECT_EQ(instruction.version.value(), read);
-            EXPECT_EQ(backward_version(options, instruction.minibatch), instruction.version);
-            break;
-          case Opcode::kUpdate:
-            EXPECT_EQ(instruction.version.value(), ++newest);
-            break;
-        }
+TEST(VerticalSync, HasPipeDreamsOrderAndTheInputStagesVersionsEverywhere) {
+  const ScheduleOptions options = make_options("vertical_sync", {3, 2, 1});
+  EXPECT_EQ(on_paper(options, 0, 5), on_paper(make_options("pipedream", {3, 2, 1}), 0, 5));
+  EXPECT_EQ(on_paper(options, 2, 5), on_paper(make_options("pipedream", {3, 2, 1}), 2, 5));
+  for (std::int64_t worker = 0; worker < 3; ++worker) {
+    EXPECT_EQ(versions_of(Opcode::kForward, options, worker, 5), (Counts{0, 0, 0, 1, 2}));
+    EXPECT_EQ(versions_of(Opcode::kBackward, options, worker, 5), (Counts{0, 0, 0, 1, 2}));
+  }
+}
+
+TEST(Naive, BackwardReadsTheNewestVersion) {
+  const ScheduleOptions options = make_options("naive", {3, 2, 1});
+  EXPECT_EQ(on_paper(options, 0, 5), on_paper(make_options("pipedream", {3, 2, 1}), 0, 5));
+  EXPECT_EQ(versions_of(Opcode::kForward, options, 0, 5), (Counts{0, 0, 0, 1, 2}));
+  EXPECT_EQ(versions_of(Opcode::kBackward, options, 0, 5), (Counts{0, 1, 2, 3, 4}));
+}
+
+// PipeDream-2BW (ICML'21), figure 2: 4 workers, 4 microbatches per minibatch.
+TEST(TwoBw, HasTheShapeOnPaper) {
+  const ScheduleOptions options = make_options("2bw", {4, 3, 2, 1}, 4);
+  EXPECT_EQ(on_paper(options, 0, 3),
+            "F0.0 F0.1 F0.2 | F0.3 B0.0 F1.0 B0.1 F1.1 B0.2 F1.2 B0.3 U0 "
+            "F1.3 B1.0 F2.0 B1.1 F2.1 B1.2 F2.2 B1.3 U1 F2.3 B2.0 | B2.1 B2.2 B2.3 U2");
+  EXPECT_EQ(on_paper(options, 3, 2),
+            "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 F0.3 B0.3 U0 F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 F1.3 B1.3 U1");
+}
+
+TEST(TwoBw, MicrobatchKReadsThePapersVersionAtEveryStage) {
+  for (std::int64_t num_microbatches = 4; num_microbatches <= 7; ++num_microbatches) {
+    const ScheduleOptions options = make_options("2bw", {4, 3, 2, 1}, num_microbatches);
+    for (std::int64_t worker = 0; worker < 4; ++worker) {
+      std::int64_t k = 1;  // counted through the run, as in the paper
+      for (const std::int64_t version : versions_of(Opcode::kForward, options, worker, 6)) {
+        EXPECT_EQ(version, std::max<std::int64_t>((k - 1) / num_microbatches - 1, 0));
+        ++k;
       }
-      EXPECT_EQ(newest, num_minibatches);
     }
   }
 }
 
-TEST(Program, NumVersionsKeptIsInFlight) {
-  for (std::int64_t stage = 0; stage < 4; ++stage)
-    EXPECT_EQ(num_versions_kept(straight_options(stage, 4)), 4 - stage);
+// PipeDream-2BW (ICML'21), section 3.2.
+TEST(Flush, IsOneForwardOneBackwardThatDrainsInEveryMinibatch) {
+  const ScheduleOptions options = make_options("flush", {3, 2, 1}, 4);
+  EXPECT_EQ(on_paper(options, 0, 2),
+            "F0.0 F0.1 | F0.2 B0.0 F0.3 B0.1 | B0.2 B0.3 U0 | F1.0 F1.1 | F1.2 B1.0 F1.3 B1.1 | B1.2 B1.3 U1");
+  EXPECT_EQ(on_paper(options, 1, 1), "F0.0 | F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 | B0.3 U0");
+  EXPECT_EQ(on_paper(options, 2, 1), "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 F0.3 B0.3 U0");
+  EXPECT_EQ(versions_of(Opcode::kForward, options, 0, 2), (Counts{0, 0, 0, 0, 1, 1, 1, 1}));
 }
 
-TEST(Instruction, TextSaysWhatIsReadAndWhatIsWritten) {
-  const Instruction forward{Opcode::kForward, MinibatchId(3), MicrobatchIndex(0), WeightVersion(1)};
-  const Instruction update{Opcode::kUpdate, MinibatchId(3), MicrobatchIndex(0), WeightVersion(4)};
-  EXPECT_EQ(to_string(forward), "FORWARD minibatch 3 microbatch 0 reads version 1");
-  EXPECT_EQ(to_string(update), "UPDATE minibatch 3 microbatch 0 writes version 4");
+TEST(Flush, FewerMicrobatchesThanStagesGoesFromWarmUpToCoolDown) {
+  EXPECT_EQ(on_paper(make_options("flush", {4, 3, 2, 1}, 2), 0, 1), "F0.0 | F0.1 B0.0 | B0.1 U0");
+  EXPECT_EQ(on_paper(make_options("flush", {4, 3, 2, 1}, 1), 0, 2), "F0 B0 U0 F1 B1 U1");
+}
+
+// GPipe (NeurIPS'19), figure 2.
+TEST(Gpipe, ForwardsAllMicrobatchesAndThenBackwardsAll) {
+  const ScheduleOptions options = make_options("gpipe", {4, 3, 2, 1}, 4);
+  for (std::int64_t worker = 0; worker < 4; ++worker) {
+    EXPECT_EQ(on_paper(options, worker, 2),
+              "F0.0 F0.1 F0.2 | F0.3 B0.0 | B0.1 B0.2 B0.3 U0 | F1.0 F1.1 F1.2 | F1.3 B1.0 | B1.1 B1.2 B1.3 U1");
+  }
+}
+
+TEST(Gpipe, RecomputeStandsRightBeforeItsBackward) {
+  ScheduleOptions options = make_options("gpipe", {2, 1}, 2);
+  options.recompute = {true, false};
+  EXPECT_EQ(on_paper(options, 0, 1), "F0.0 | F0.1 R0.0 B0.0 | R0.1 B0.1 U0");
+  EXPECT_EQ(on_paper(options, 1, 1), "F0.0 | F0.1 B0.0 | B0.1 U0");
+}
+
+TEST(ModelParallel, HasOneMicrobatchInFlightWhateverThePlanSays) {
+  EXPECT_EQ(on_paper(make_options("model_parallel", {4, 3, 2, 1}), 0, 3), "F0 B0 U0 F1 B1 U1 F2 B2 U2");
+  EXPECT_EQ(on_paper(make_options("model_parallel", {2, 1}, 2), 0, 2),
+            "F0.0 B0.0 F0.1 B0.1 U0 F1.0 B1.0 F1.1 B1.1 U1");
+}
+
+// Megatron-LM (SC'21), figure 4, lower half: 4 workers, 2 chunks each, 8 microbatches.
+TEST(Interleaved, HasMegatronsOrder) {
+  const ScheduleOptions options = make_interleaved(4, 2, 8);
+  EXPECT_EQ(on_paper(options, 0, 1),
+            "F0:0.0 F0:0.1 F0:0.2 F0:0.3 F4:0.0 F4:0.1 F4:0.2 F4:0.3 F0:0.4 F0:0.5 | "
+            "F0:0.6 B4:0.0 F0:0.7 B4:0.1 F4:0.4 B4:0.2 F4:0.5 B4:0.3 F4:0.6 B0:0.0 F4:0.7 B0:0.1 | "
+            "B0:0.2 B0:0.3 B4:0.4 B4:0.5 B4:0.6 B4:0.7 B0:0.4 B0:0.5 B0:0.6 B0:0.7 U0:0 U4:0");
+  EXPECT_EQ(on_paper(options, 3, 1),
+            "F3:0.0 F3:0.1 F3:0.2 F3:0.3 | F7:0.0 B7:0.0 F7:0.1 B7:0.1 F7:0.2 B7:0.2 F7:0.3 B7:0.3 "
+            "F3:0.4 B3:0.0 F3:0.5 B3:0.1 F3:0.6 B3:0.2 F3:0.7 B3:0.3 F7:0.4 B7:0.4 F7:0.5 B7:0.5 "
+            "F7:0.6 B7:0.6 F7:0.7 B7:0.7 | B3:0.4 B3:0.5 B3:0.6 B3:0.7 U3:0 U7:0");
+}
+
+TEST(Interleaved, MicrobatchesThatDoNotFillAGroupArePassedOver) {
+  const ScheduleOptions options = make_interleaved(2, 2, 3);
+  EXPECT_EQ(on_paper(options, 0, 1),
+            "F0:0.0 F0:0.1 F2:0.0 F2:0.1 | F0:0.2 B2:0.0 B2:0.1 F2:0.2 B0:0.0 | B0:0.1 B2:0.2 B0:0.2 U0:0 U2:0");
+  EXPECT_EQ(on_paper(make_interleaved(3, 2, 1), 0, 2),
+            "F0:0 F3:0 | B3:0 B0:0 U0:0 U3:0 | F0:1 F3:1 | B3:1 B0:1 U0:1 U3:1");
+}
+
+TEST(Interleaved, OneChunkPerWorkerIsFlush) {
+  for (std::int64_t num_workers = 1; num_workers <= 5; ++num_workers) {
+    for (std::int64_t num_microbatches = 1; num_microbatches <= 9; ++num_microbatches) {
+      const ScheduleOptions flush = make_options("flush", straight(num_workers), num_microbatches);
+      EXPECT_EQ(make_programs(make_interleaved(num_workers, 1, num_microbatches), 3), make_programs(flush, 3));
+      // Whatever the plan says is in flight.
+      ScheduleOptions interleaved = make_options("interleaved", flush.in_flight, num_microbatches);
+      interleaved.in_flight.assign(interleaved.in_flight.size(), 7);
+      EXPECT_EQ(make_programs(interleaved, 3), make_programs(flush, 3));
+    }
+  }
+}
+
+// design.md, section 4, written out once more.
+std::int64_t version_by_formula(const std::string& schedule, const Counts& in_flight, std::size_t stage,
+                                std::int64_t minibatch) {
+  if (schedule == "pipedream" || schedule == "naive") {
+    return std::max<std::int64_t>(0, minibatch - in_flight[stage] + 1);
+  }
+  if (schedule == "vertical_sync") return std::max<std::int64_t>(0, minibatch - in_flight[0] + 1);
+  if (schedule == "2bw") return std::max<std::int64_t>(0, minibatch - 1);
+  return minibatch;
+}
+
+std::int64_t num_kept_by_formula(const std::string& schedule, const Counts& in_flight, std::size_t stage) {
+  const std::map<std::string, std::int64_t> kept = {
+      {"pipedream", in_flight[stage]}, {"vertical_sync", in_flight[0]}, {"2bw", 2}};
+  return kept.contains(schedule) ? kept.at(schedule) : 1;
+}
+
+TEST(Versions, EqualTheFormulas) {
+  for (std::int64_t num_stages = 1; num_stages <= 6; ++num_stages) {
+    for (const std::string& schedule : kStraightSchedules) {
+      const ScheduleOptions options = make_options(schedule, straight(num_stages), 6);
+      for (std::int64_t stage = 0; stage < num_stages; ++stage) {
+        const auto stage_index = static_cast<std::size_t>(stage);
+        EXPECT_EQ(num_versions_kept(options, StageIndex(stage)),
+                  num_kept_by_formula(schedule, options.in_flight, stage_index));
+        for (const Instruction& instruction : make_program(options, WorkerIndex(stage), 9)) {
+          const std::int64_t minibatch = instruction.minibatch.value();
+          const std::int64_t formula = version_by_formula(schedule, options.in_flight, stage_index, minibatch);
+          if (instruction.opcode == Opcode::kForward) {
+            EXPECT_EQ(instruction.version.value(), formula);
+            EXPECT_EQ(forward_version(options, instruction.stage, instruction.minibatch), instruction.version);
+          } else if (instruction.opcode == Opcode::kBackward) {
+            EXPECT_EQ(instruction.version.value(), schedule == "naive" ? minibatch : formula);
+            EXPECT_EQ(backward_version(options, instruction.stage, instruction.minibatch), instruction.version);
+          } else {
+            EXPECT_EQ(instruction.version.value(), minibatch + 1);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Versions, WithOneStageOnlyTwoBwDelays) {
+  for (const std::string& schedule : schedule_names()) {
+    if (schedule == "data_parallel") continue;
+    const ScheduleOptions options = make_options(schedule, {1}, 2);
+    const std::int64_t delay = schedule == "2bw" ? 1 : 0;
+    EXPECT_EQ(forward_version(options, StageIndex(0), MinibatchId(5)), WeightVersion(5 - delay)) << schedule;
+    EXPECT_EQ(num_versions_kept(options, StageIndex(0)), 1 + delay) << schedule;
+  }
+}
+
+TEST(Versions, InTheStashingSchedulesAForwardReadsTheNewest) {
+  for (std::int64_t in_flight = 1; in_flight <= 8; ++in_flight) {
+    for (std::int64_t num_microbatches = 1; num_microbatches <= 4; ++num_microbatches) {
+      const ScheduleOptions options = make_options("pipedream", {in_flight}, num_microbatches);
+      std::int64_t newest = 0;
+      for (const Instruction& instruction : make_program(options, WorkerIndex(0), 20)) {
+        if (instruction.opcode == Opcode::kForward) EXPECT_EQ(instruction.version.value(), newest);
+        if (instruction.opcode == Opcode::kUpdate) EXPECT_EQ(instruction.version.value(), ++newest);
+      }
+      EXPECT_EQ(newest, 20);
+    }
+  }
+}
+
+TEST(TiedVersions, FollowVerticalSyncWhereStagesReadDifferentVersions) {
+  const auto version = [](const std::string& schedule, std::int64_t minibatch) {
+    return tied_version(make_options(schedule, {3, 2, 1}, 3), MinibatchId(minibatch)).value();
+  };
+  for (std::int64_t minibatch = 0; minibatch < 9; ++minibatch) {
+    for (const std::string schedule : {"pipedream", "vertical_sync", "naive"}) {
+      EXPECT_EQ(version(schedule, minibatch), std::max<std::int64_t>(0, minibatch - 2)) << schedule;
+    }
+    for (const std::string schedule : {"flush", "gpipe", "model_parallel", "interleaved"}) {
+      EXPECT_EQ(version(schedule, minibatch), minibatch) << schedule;
+    }
+    EXPECT_EQ(version("2bw", minibatch), std::max<std::int64_t>(0, minibatch - 1));
+  }
+}
+
+TEST(TiedVersions, KeepWhatTheirRuleNeeds) {
+  const std::map<std::string, std::int64_t> kept = {
+      {"pipedream", 3}, {"vertical_sync", 3}, {"naive", 3},          {"2bw", 2},
+      {"flush", 1},     {"gpipe", 1},         {"model_parallel", 1}, {"interleaved", 1}};
+  for (const auto& [schedule, num_kept] : kept) {
+    EXPECT_EQ(num_tied_versions_kept(make_options(schedule, {3, 2, 1}, 3)), num_kept) << schedule;
+  }
+}
+
+TEST(Window, IsTheTables) {
+  const auto window = [](const std::string& schedule, std::int64_t num_microbatches, std::int64_t stage) {
+    return num_microbatches_in_flight(make_options(schedule, {4, 3, 2, 1}, num_microbatches),
+                                      StageIndex(stage));
+  };
+  for (const std::string schedule : {"pipedream", "vertical_sync", "naive"}) {
+    EXPECT_EQ(window(schedule, 1, 0), 4);
+    EXPECT_EQ(window(schedule, 5, 0), 16);
+    EXPECT_EQ(window(schedule, 5, 3), 1);
+  }
+  EXPECT_EQ(window("2bw", 5, 1), 3);
+  EXPECT_EQ(window("flush", 5, 1), 3);
+  EXPECT_EQ(window("flush", 2, 0), 2);
+  EXPECT_EQ(window("gpipe", 5, 3), 5);
+  EXPECT_EQ(window("model_parallel", 5, 0), 1);
+  EXPECT_EQ(window("interleaved", 5, 1), 3);
+}
+
+TEST(Window, OfInterleavedIsWhatEachStageHoldsAtMost) {
+  // From the lists of HasMegatronsOrder.
+  const ScheduleOptions options = make_interleaved(4, 2, 8);
+  EXPECT_EQ(num_microbatches_in_flight(options, StageIndex(0)), 8);
+  EXPECT_EQ(num_microbatches_in_flight(options, StageIndex(3)), 5);
+  EXPECT_EQ(num_microbatches_in_flight(options, StageIndex(7)), 1);
+}
+
+TEST(Schedules, KnowWhichDrainAndWhichStash) {
+  const std::map<std::string, bool> drains = {
+      {"pipedream", false}, {"vertical_sync", false}, {"naive", false},         {"2bw", false},
+      {"flush", true},      {"gpipe", true},          {"model_parallel", true}, {"interleaved", true}};
+  for (const auto& [schedule, does_drain] : drains) {
+    EXPECT_EQ(drains_every_minibatch(make_options(schedule, {2, 1}, 2)), does_drain) << schedule;
+    EXPECT_EQ(stashes_versions(make_options(schedule, {2, 1}, 2)), schedule != "naive") << schedule;
+  }
+}
+
+TEST(Schedules, AreNamedInTheOrderOfTheTable) {
+  EXPECT_EQ(schedule_names(),
+            (std::vector<std::string>{"pipedream", "vertical_sync", "naive", "2bw", "flush", "gpipe",
+                                      "model_parallel", "interleaved", "data_parallel"}));
+}
+
+TEST(Placement, StagesAndWorkersFindEachOther) {
+  const ScheduleOptions interleaved = make_interleaved(3, 2, 1);
+  EXPECT_EQ(num_stages(interleaved), 6);
+  EXPECT_EQ(num_workers(interleaved), 3);
+  EXPECT_EQ(worker_of(interleaved, StageIndex(4)), WorkerIndex(1));
+  EXPECT_EQ(stages_of(interleaved, WorkerIndex(1)), (std::vector<StageIndex>{StageIndex(1), StageIndex(4)}));
+  const ScheduleOptions flush = make_options("flush", {3, 2, 1});
+  EXPECT_EQ(num_workers(flush), 3);
+  EXPECT_EQ(worker_of(flush, StageIndex(2)), WorkerIndex(2));
+  EXPECT_EQ(stages_of(flush, WorkerIndex(1)), (std::vector<StageIndex>{StageIndex(1)}));
+}
+
+TEST(Placement, StagesAndWorkersOutsideThePlanAreRefused) {
+  const ScheduleOptions options = make_options("flush", {2, 1});
+  EXPECT_THROW((void)worker_of(options, StageIndex(2)), UserError);
+  EXPECT_THROW((void)stages_of(options, WorkerIndex(-1)), UserError);
+  EXPECT_THROW((void)stages_of(options, WorkerIndex(2)), UserError);
+  EXPECT_THROW((void)make_program(options, WorkerIndex(2), 1), UserError);
+  EXPECT_THROW((void)num_versions_kept(options, StageIndex(-1)), UserError);
+  EXPECT_THROW((void)forward_version(options, StageIndex(2), MinibatchId(0)), UserError);
+  EXPECT_THROW((void)forward_version(options, StageIndex(0), MinibatchId(-1)), UserError);
+  EXPECT_THROW((void)make_program(options, WorkerIndex(0), -1), UserError);
 }
 
 TEST(Phase, NothingCoolsDownWhileTheNumberOfMinibatchesIsUnknown) {
-  const ProgramOptions options = straight_options(0, 3);
-  const Instruction backward{Opcode::kBackward, MinibatchId(4), MicrobatchIndex(0), WeightVersion(2)};
+  const ScheduleOptions options = make_options("pipedream", {3, 2, 1});
+  const Instruction backward{Opcode::kBackward, StageIndex(0), MinibatchId(4), MicrobatchIndex(0),
+                             WeightVersion(2)};
   EXPECT_EQ(phase_of(options, backward, std::nullopt), Phase::kSteady);
   EXPECT_EQ(phase_of(options, backward, 7), Phase::kSteady);
   EXPECT_EQ(phase_of(options, backward, 6), Phase::kCoolDown);
+  EXPECT_STREQ(phase_name(Phase::kWarmUp), "warm-up");
+  EXPECT_STREQ(phase_name(Phase::kSteady), "steady");
   EXPECT_STREQ(phase_name(Phase::kCoolDown), "cool-down");
 }
 
+TEST(Phase, OfADrainingScheduleDoesNotDependOnTheNumberOfMinibatches) {
+  const ScheduleOptions options = make_options("flush", {2, 1}, 2);
+  for (const Instruction& instruction : make_program(options, WorkerIndex(0), 3)) {
+    EXPECT_EQ(phase_of(options, instruction, std::nullopt), phase_of(options, instruction, 3));
+  }
+}
+
+TEST(Phase, RefusesInstructionsThatThePlanDoesNotHave) {
+  const ScheduleOptions options = make_options("flush", {2, 1}, 2);
+  EXPECT_THROW((void)phase_of(options, {Opcode::kForward, StageIndex(2), {}, {}, {}}, 1), UserError);
+  EXPECT_THROW((void)phase_of(options, {Opcode::kForward, {}, MinibatchId(-1), {}, {}}, 1), UserError);
+  EXPECT_THROW((void)phase_of(options, {Opcode::kForward, {}, {}, MicrobatchIndex(2), {}}, 1), UserError);
+}
+
 // Walks a cursor that learns the number of minibatches just before its `num_known_from`-th step.
-std::vector<Instruction> walk(const ProgramOptions& options, std::int64_t num_minibatches,
-                              std::size_t num_known_from) {
-  ProgramCursor cursor(options);
-  std::vector<Instruction> instructions;
+Instructions walk(const ScheduleOptions& options, std::int64_t worker, std::int64_t num_minibatches,
+                  std::size_t num_known_from) {
+  ProgramCursor cursor(options, WorkerIndex(worker));
+  Instructions instructions;
   while (true) {
     if (instructions.size() == num_known_from) cursor.set_num_minibatches(num_minibatches);
     const std::optional<Instruction> instruction = cursor.current();
@@ -158,28 +390,39 @@ std::vector<Instruction> walk(const ProgramOptions& options, std::int64_t num_mi
   }
 }
 
+// Steps before the cursor would first forward a minibatch that does not exist: the latest moment to learn.
+std::size_t num_steps_until_asked(const ScheduleOptions& options, std::int64_t worker,
+                                  std::int64_t num_minibatches) {
+  ProgramCursor cursor(options, WorkerIndex(worker));
+  std::size_t num_steps = 0;
+  for (; cursor.current()->minibatch.value() < num_minibatches; ++num_steps) cursor.advance();
+  EXPECT_EQ(cursor.current()->opcode, Opcode::kForward);
+  EXPECT_EQ(cursor.current()->microbatch, MicrobatchIndex(0));
+  return num_steps;
+}
+
 TEST(ProgramCursor, LearningTheNumberOfMinibatchesLateGivesTheSameProgram) {
-  for (std::int64_t in_flight = 1; in_flight <= 5; ++in_flight) {
-    const ProgramOptions options{"pipedream", StageIndex(0), 1, in_flight};
-    for (std::int64_t num_minibatches = 0; num_minibatches <= 9; ++num_minibatches) {
-      const std::vector<Instruction> expected = make_program(options, num_minibatches);
-      // The latest moment: the stage would forward a minibatch that does not exist.
-      std::size_t latest = 0;
-      for (std::size_t position = 0; position < expected.size(); ++position) {
-        if (expected[position].opcode == Opcode::kForward) latest = position + 1;
-      }
-      if (num_minibatches >= in_flight) latest += 2;  // the backward and update that make room again
-      for (std::size_t num_known_from = 0; num_known_from <= latest; ++num_known_from) {
-        EXPECT_EQ(walk(options, num_minibatches, num_known_from), expected)
-            << "in_flight " << in_flight << ", " << num_minibatches << " minibatches, known from "
-            << num_known_from;
+  std::vector<ScheduleOptions> all = {make_interleaved(2, 2, 3)};
+  for (const std::string& schedule : kStraightSchedules) all.push_back(make_options(schedule, {3, 2, 1}, 3));
+  for (ScheduleOptions& options : all) {
+    options.recompute.assign(options.in_flight.size(), false);
+    options.recompute.front() = true;
+    for (std::int64_t worker = 0; worker < num_workers(options); ++worker) {
+      for (std::int64_t num_minibatches = 0; num_minibatches <= 5; ++num_minibatches) {
+        const Instructions expected = make_program(options, WorkerIndex(worker), num_minibatches);
+        const std::size_t latest = num_steps_until_asked(options, worker, num_minibatches);
+        for (std::size_t num_known_from = 0; num_known_from <= latest; ++num_known_from) {
+          EXPECT_EQ(walk(options, worker, num_minibatches, num_known_from), expected)
+              << options.schedule << ", worker " << worker << ", " << num_minibatches
+              << " minibatches, known from " << num_known_from;
+        }
       }
     }
   }
 }
 
 TEST(ProgramCursor, AsksForAForwardWhileTheNumberOfMinibatchesIsUnknown) {
-  ProgramCursor cursor(straight_options(0, 2));
+  ProgramCursor cursor(make_options("pipedream", {2, 1}), WorkerIndex(0));
   for (int position = 0; position < 3000; ++position) {
     ASSERT_TRUE(cursor.current().has_value());
     cursor.advance();
@@ -188,22 +431,30 @@ TEST(ProgramCursor, AsksForAForwardWhileTheNumberOfMinibatchesIsUnknown) {
 }
 
 TEST(ProgramCursor, NoMinibatchesEndsTheProgramAtOnce) {
-  ProgramCursor cursor(straight_options(0, 3));
+  ProgramCursor cursor(make_options("gpipe", {2, 1}, 4), WorkerIndex(1));
   cursor.set_num_minibatches(0);
   EXPECT_FALSE(cursor.current().has_value());
   EXPECT_EQ(cursor.num_minibatches(), 0);
 }
 
 TEST(ProgramCursor, EndingInsideTheWarmUpGoesOnWithTheFirstBackward) {
-  ProgramCursor cursor(straight_options(0, 4));
+  ProgramCursor cursor(make_options("pipedream", {4, 3, 2, 1}), WorkerIndex(0));
   cursor.advance();
   EXPECT_EQ(cursor.current()->opcode, Opcode::kForward);
   cursor.set_num_minibatches(1);
-  EXPECT_EQ(to_string(*cursor.current()), "BACKWARD minibatch 0 microbatch 0 reads version 0");
+  EXPECT_EQ(to_string(*cursor.current()), "BACKWARD stage 0 minibatch 0 microbatch 0 reads version 0");
+}
+
+TEST(ProgramCursor, RecomputeForNaiveReadsWhatItsBackwardReads) {
+  ScheduleOptions options = make_options("naive", {2, 1});
+  options.recompute = {true, true};
+  EXPECT_EQ(versions_of(Opcode::kForward, options, 0, 4), (Counts{0, 0, 1, 2}));
+  EXPECT_EQ(versions_of(Opcode::kRecompute, options, 0, 4), (Counts{0, 1, 2, 3}));
+  EXPECT_EQ(versions_of(Opcode::kBackward, options, 0, 4), (Counts{0, 1, 2, 3}));
 }
 
 TEST(ProgramCursorDeathTest, AbortsOnMisuse) {
-  ProgramCursor cursor(straight_options(0, 4));
+  ProgramCursor cursor(make_options("pipedream", {4, 3, 2, 1}), WorkerIndex(0));
   cursor.advance();
   cursor.advance();
   EXPECT_DEATH(cursor.set_num_minibatches(1), "num_minibatches 1 is below the 2 already forwarded");
@@ -215,30 +466,36 @@ TEST(ProgramCursorDeathTest, AbortsOnMisuse) {
   EXPECT_DEATH(cursor.advance(), "the program is over");
 }
 
+TEST(ProgramCursorDeathTest, AMinibatchThatWasBegunExists) {
+  ProgramCursor cursor(make_options("gpipe", {2, 1}, 4), WorkerIndex(0));
+  cursor.advance();
+  EXPECT_DEATH(cursor.set_num_minibatches(0), "num_minibatches 0 is below the 1 already forwarded");
+}
+
 TEST(DeriveInFlight, AStraightPipelineHasOneMinibatchPerStageDownstreamAndItself) {
-  for (std::size_t num_stages = 1; num_stages <= 16; ++num_stages) {
-    const std::vector<std::int64_t> in_flight = derive_in_flight(std::vector<std::int64_t>(num_stages, 1));
-    for (std::size_t stage = 0; stage < num_stages; ++stage) {
-      EXPECT_EQ(in_flight[stage], static_cast<std::int64_t>(num_stages - stage));
+  for (std::int64_t num_stages = 1; num_stages <= 16; ++num_stages) {
+    const Counts in_flight = straight(num_stages);
+    for (std::int64_t stage = 0; stage < num_stages; ++stage) {
+      EXPECT_EQ(in_flight[static_cast<std::size_t>(stage)], num_stages - stage);
     }
   }
 }
 
 TEST(DeriveInFlight, ReplicatedPlansFollowTheFormula) {
-  EXPECT_EQ(derive_in_flight({15, 1}), (std::vector<std::int64_t>{2, 1}));
-  EXPECT_EQ(derive_in_flight({1, 2, 1}), (std::vector<std::int64_t>{5, 2, 1}));
-  EXPECT_EQ(derive_in_flight({2, 1}), (std::vector<std::int64_t>{2, 1}));
-  EXPECT_EQ(derive_in_flight({1, 2}), (std::vector<std::int64_t>{3, 1}));
-  EXPECT_EQ(derive_in_flight({2, 2}), (std::vector<std::int64_t>{2, 1}));
-  EXPECT_EQ(derive_in_flight({4, 3, 2, 1}), (std::vector<std::int64_t>{4, 3, 2, 1}));
-  EXPECT_EQ(derive_in_flight({1, 15}), (std::vector<std::int64_t>{16, 1}));
+  EXPECT_EQ(derive_in_flight({15, 1}), (Counts{2, 1}));
+  EXPECT_EQ(derive_in_flight({1, 2, 1}), (Counts{5, 2, 1}));
+  EXPECT_EQ(derive_in_flight({2, 1}), (Counts{2, 1}));
+  EXPECT_EQ(derive_in_flight({1, 2}), (Counts{3, 1}));
+  EXPECT_EQ(derive_in_flight({2, 2}), (Counts{2, 1}));
+  EXPECT_EQ(derive_in_flight({4, 3, 2, 1}), (Counts{4, 3, 2, 1}));
+  EXPECT_EQ(derive_in_flight({1, 15}), (Counts{16, 1}));
 }
 
 TEST(DeriveInFlight, NeverDeadlocks) {
   // (n_s - 1) r_s never rises downstream.
-  for (const std::vector<std::int64_t>& num_replicas :
-       std::vector<std::vector<std::int64_t>>{{15, 1}, {1, 2, 1}, {3, 5, 2, 7}, {7, 2, 5, 3}, {1, 9, 1, 9}}) {
-    const std::vector<std::int64_t> in_flight = derive_in_flight(num_replicas);
+  for (const Counts& num_replicas :
+       std::vector<Counts>{{15, 1}, {1, 2, 1}, {3, 5, 2, 7}, {7, 2, 5, 3}, {1, 9, 1, 9}}) {
+    const Counts in_flight = derive_in_flight(num_replicas);
     for (std::size_t stage = 0; stage + 1 < in_flight.size(); ++stage) {
       EXPECT_GE((in_flight[stage] - 1) * num_replicas[stage],
                 (in_flight[stage + 1] - 1) * num_replicas[stage + 1]);
@@ -253,30 +510,72 @@ TEST(DeriveInFlight, RefusesNoStagesAndImpossibleReplicaCounts) {
   EXPECT_THROW((void)derive_in_flight({std::int64_t{1} << 40}), UserError);
 }
 
-TEST(ProgramOptions, PublishedSchedulesThatAreNotBuiltAreNamedAsSuch) {
-  for (const std::string schedule : {"vertical_sync", "2bw", "flush", "gpipe", "naive", "model_parallel",
-                                     "data_parallel", "interleaved"}) {
-    EXPECT_EQ(message_of({schedule, StageIndex(0), 1, 1}),
-              "schedule \"" + schedule + "\" is not built yet; use one that is: \"pipedream\"");
-  }
+TEST(ScheduleOptions, DataParallelIsKnownAndNotBuilt) {
+  EXPECT_EQ(error_of(make_options("data_parallel", {1})),
+            "schedule \"data_parallel\" is not built yet; use one that is: \"pipedream\", \"vertical_sync\", "
+            "\"naive\", \"2bw\", \"flush\", \"gpipe\", \"model_parallel\", \"interleaved\"");
+  EXPECT_THROW(ProgramCursor(make_options("data_parallel", {1}), WorkerIndex(0)), UserError);
 }
 
-TEST(ProgramOptions, AnUnknownScheduleListsTheKnownOnes) {
-  EXPECT_EQ(
-      message_of({"pipedreams", StageIndex(0), 1, 1}),
-      "unknown schedule \"pipedreams\"; known are \"pipedream\", \"vertical_sync\", \"2bw\", \"flush\", "
-      "\"gpipe\", \"naive\", \"model_parallel\", \"data_parallel\", \"interleaved\"");
+TEST(ScheduleOptions, AnUnknownScheduleListsTheKnownOnes) {
+  EXPECT_EQ(error_of(make_options("pipedreams", {1})),
+            "unknown schedule \"pipedreams\"; known are: \"pipedream\", \"vertical_sync\", \"naive\", \"2bw\", "
+            "\"flush\", \"gpipe\", \"model_parallel\", \"interleaved\"");
 }
 
-TEST(ProgramOptions, RefusesWhatIsOutOfRange) {
-  EXPECT_NE(message_of({"pipedream", StageIndex(0), 1, 0}).find("in_flight is 0 at stage 0"),
-            std::string::npos);
-  EXPECT_NE(message_of({"pipedream", StageIndex(2), 2, 1}).find("stage 2 is outside"), std::string::npos);
-  EXPECT_NE(message_of({"pipedream", StageIndex(-1), 2, 1}).find("stage -1 is outside"), std::string::npos);
-  EXPECT_EQ(message_of({"pipedream", StageIndex(1), 2, 1}), "");
-  EXPECT_THROW((void)make_program(straight_options(0, 1), -1), UserError);
-  EXPECT_THROW((void)forward_version(straight_options(0, 1), MinibatchId(-1)), UserError);
-  EXPECT_THROW(ProgramCursor(ProgramOptions{"gpipe", StageIndex(0), 1, 1}), UserError);
+TEST(ScheduleOptions, RefusesCountsThatAreOutOfRange) {
+  EXPECT_EQ(error_of(make_options("flush", {})),
+            "in_flight is empty; it has one number per stage, and at least one stage");
+  EXPECT_EQ(error_of(make_options("flush", {2, 0})),
+            "in_flight is 0 at stage 1; it must be at least 1 and at most 1099511627776");
+  EXPECT_NE(error_of(make_options("flush", {kInFlightMax + 1})), "");
+  EXPECT_EQ(error_of(make_options("flush", {kInFlightMax}, kNumMicrobatchesMax)), "");
+  EXPECT_EQ(error_of(make_options("flush", {1}, 0)),
+            "num_microbatches is 0; it must be at least 1 and at most 1048576");
+  EXPECT_NE(error_of(make_options("flush", {1}, kNumMicrobatchesMax + 1)), "");
+}
+
+TEST(ScheduleOptions, RefusesListsOfTheWrongLength) {
+  ScheduleOptions options = make_options("flush", {2, 1});
+  options.recompute = {true};
+  EXPECT_EQ(error_of(options), "recompute has 1 entries for 2 stages; give one per stage, or none");
+  options.recompute = {true, false};
+  options.worker_of_stage = {0, 1, 2};
+  EXPECT_EQ(error_of(options), "worker_of_stage has 3 entries for 2 stages; give one per stage, or none");
+}
+
+TEST(ScheduleOptions, TwoBwNeedsAsManyMicrobatchesAsAreInFlight) {
+  EXPECT_EQ(error_of(make_options("2bw", {3, 2, 1}, 2)),
+            "num_microbatches is 2 with in_flight 3 at stage 0; schedule \"2bw\" keeps two versions, so it "
+            "needs at least as many microbatches");
+  EXPECT_EQ(error_of(make_options("2bw", {3, 2, 1}, 3)), "");
+}
+
+TEST(ScheduleOptions, OnlyInterleavedHasSeveralStagesAtAWorker) {
+  EXPECT_EQ(error_of_placement("flush", {0, 1, 2}), "");
+  EXPECT_EQ(error_of_placement("flush", {0, 1, 0}),
+            "worker_of_stage is 0 at stage 2; it must be 2: only schedule \"interleaved\" runs several stages "
+            "at a worker");
+  EXPECT_EQ(error_of_placement("flush", {0, 2, 1}),
+            "worker_of_stage is 2 at stage 1; it must be 1: stage s lies at worker s");
+  EXPECT_NE(error_of_placement("flush", {-1, 1}), "");
+}
+
+TEST(ScheduleOptions, InterleavedDealsItsStagesOut) {
+  EXPECT_EQ(error_of_placement("interleaved", {0, 1, 0, 1}), "");
+  EXPECT_EQ(error_of_placement("interleaved", {0, 1, 2}), "");
+  EXPECT_EQ(error_of_placement("interleaved", {0}), "");
+  EXPECT_EQ(error_of_placement("interleaved", {0, 1, 1, 0}),
+            "worker_of_stage is 1 at stage 2; it must be 0: schedule \"interleaved\" has stage s at worker s "
+            "mod 2");
+  EXPECT_EQ(error_of_placement("interleaved", {0, 1, 0}),
+            "worker_of_stage spreads 3 stages over 2 workers; schedule \"interleaved\" needs as many stages at "
+            "every worker");
+  EXPECT_EQ(error_of_placement("interleaved", {0, 0}),
+            "worker_of_stage puts all 2 stages at one worker; schedule \"interleaved\" needs at least 2 "
+            "workers");
+  EXPECT_NE(error_of_placement("interleaved", {0, -1}), "");
+  EXPECT_NE(error_of_placement("interleaved", {0, std::int64_t{1} << 62}), "");
 }
 
 }  // namespace

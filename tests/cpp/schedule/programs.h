@@ -1,0 +1,70 @@
+// What the tests of this folder share: options by name, all workers' programs, and programs as on paper.
+#pragma once
+
+#include <cstdint>
+#include <numeric>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "schedule/program.h"
+
+namespace pipedream {
+
+using Counts = std::vector<std::int64_t>;
+using Instructions = std::vector<Instruction>;
+using Programs = std::vector<Instructions>;
+
+// S, S - 1, ..., 1: what a straight pipeline needs.
+inline Counts straight(std::int64_t num_stages) {
+  return derive_in_flight(Counts(static_cast<std::size_t>(num_stages), 1));
+}
+
+inline ScheduleOptions make_options(const std::string& schedule, const Counts& in_flight,
+                                    std::int64_t num_microbatches = 1) {
+  ScheduleOptions options;
+  options.schedule = schedule;
+  options.in_flight = in_flight;
+  options.num_microbatches = num_microbatches;
+  return options;
+}
+
+inline ScheduleOptions make_interleaved(std::int64_t num_workers, std::int64_t num_chunks,
+                                        std::int64_t num_microbatches) {
+  ScheduleOptions options = make_options("interleaved", straight(num_workers * num_chunks), num_microbatches);
+  for (std::int64_t stage = 0; stage < num_workers * num_chunks; ++stage) {
+    options.worker_of_stage.push_back(stage % num_workers);
+  }
+  return options;
+}
+
+inline Programs make_programs(const ScheduleOptions& options, std::int64_t num_minibatches) {
+  Programs programs;
+  for (std::int64_t worker = 0; worker < num_workers(options); ++worker) {
+    programs.push_back(make_program(options, WorkerIndex(worker), num_minibatches));
+  }
+  return programs;
+}
+
+// "F0 F1 | F2 B0 U0 | B1 U1": minibatches, and bars between the phases. With microbatches "F0.1"; with
+// several stages at the worker the stage comes first, "F4:0.1".
+inline std::string on_paper(const ScheduleOptions& options, std::int64_t worker,
+                            std::int64_t num_minibatches) {
+  std::string text;
+  std::optional<Phase> phase;
+  for (const Instruction& instruction : make_program(options, WorkerIndex(worker), num_minibatches)) {
+    const Phase next = phase_of(options, instruction, num_minibatches);
+    if (phase && *phase != next) text += " |";
+    phase = next;
+    if (!text.empty()) text += ' ';
+    text += opcode_name(instruction.opcode)[0];
+    if (num_workers(options) < num_stages(options)) text += std::to_string(instruction.stage.value()) + ':';
+    text += std::to_string(instruction.minibatch.value());
+    if (options.num_microbatches > 1 && instruction.opcode != Opcode::kUpdate) {
+      text += '.' + std::to_string(instruction.microbatch.value());
+    }
+  }
+  return text;
+}
+
+}  // namespace pipedream
