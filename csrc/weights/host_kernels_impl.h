@@ -42,34 +42,25 @@ struct StaticAdamFlags {
   static constexpr bool lerp_from_gradient = from_gradient;
 };
 
-// Elements that a streaming kernel computes at a time: 1 KiB. Reads and streamed writes then take turns often
-// enough for the memory to do both at once; with 4 KiB a step took half as long again.
+constexpr std::int64_t kCacheLineBytes = 64;
 template <class T>
-constexpr std::int64_t kBlockElements = PD_BLOCK / sizeof(T);
+constexpr std::int64_t kLineElements = kCacheLineBytes / sizeof(T);
 
-// Copies past the caches. The stores are ordered by fence_streams() only.
+// Copies a cache line of values past the caches; `to` is aligned. Ordered by fence_streams() only.
 template <class T>
-void stream_out(std::int64_t num_elements, const T* from, T* to) {
+void stream_line(const T* from, T* to) {
 #if defined(__AVX2__)
-  using Pack = __m256i;
-  const auto load = [](const T* address) { return _mm256_loadu_si256(reinterpret_cast<const Pack*>(address)); };
-  const auto stream = [](T* address, Pack pack) { _mm256_stream_si256(reinterpret_cast<Pack*>(address), pack); };
-#elif defined(__SSE2__)
-  using Pack = __m128i;
-  const auto load = [](const T* address) { return _mm_loadu_si128(reinterpret_cast<const Pack*>(address)); };
-  const auto stream = [](T* address, Pack pack) { _mm_stream_si128(reinterpret_cast<Pack*>(address), pack); };
-#endif
-#if defined(__SSE2__)
-  constexpr std::int64_t kPackElements = sizeof(Pack) / sizeof(T);
-  std::int64_t first = 0;
-  while (first < num_elements && reinterpret_cast<std::uintptr_t>(to + first) % sizeof(Pack) != 0) {
-    to[first] = from[first];
-    ++first;
+  for (std::int64_t i = 0; i < kLineElements<T>; i += 32 / sizeof(T)) {
+    const __m256i pack = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i), pack);
   }
-  for (; first + kPackElements <= num_elements; first += kPackElements) stream(to + first, load(from + first));
-  for (; first < num_elements; ++first) to[first] = from[first];
+#elif defined(__SSE2__)
+  for (std::int64_t i = 0; i < kLineElements<T>; i += 16 / sizeof(T)) {
+    const __m128i pack = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), pack);
+  }
 #else
-  std::memcpy(to, from, static_cast<std::size_t>(num_elements) * sizeof(T));
+  std::memcpy(to, from, kCacheLineBytes);
 #endif
 }
 
@@ -79,25 +70,36 @@ void fence_streams() {
 #endif
 }
 
-// Calls compute(first, count, target) over blocks: target[0..count) are the new weights of elements
-// first.., either in place in weight_out or in a block on the stack that is then streamed there.
+// Elements before the first whole cache line.
+template <class T>
+std::int64_t elements_to_line(const T* address) {
+  const auto past_line = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(address) %
+                                                   static_cast<std::uintptr_t>(kCacheLineBytes));
+  return past_line == 0 ? 0 : (kCacheLineBytes - past_line) / static_cast<std::int64_t>(sizeof(T));
+}
+
+// Calls compute(first, count, target) so that target[0..count) become the new weights of elements first..:
+// straight in weight_out or, to stream, a cache line at a time. Larger pieces were slower by half: reads and
+// streamed writes have to take turns for the memory to do both at once.
 template <class T, class Compute>
-void for_each_block(std::int64_t num_elements, T* weight_out, bool streaming, Compute compute) {
+void for_each_piece(std::int64_t num_elements, T* weight_out, bool streaming, Compute compute) {
   if (!streaming) return compute(0, num_elements, weight_out);
-  alignas(64) T block[kBlockElements<T>];
-  for (std::int64_t first = 0; first < num_elements; first += kBlockElements<T>) {
-    const std::int64_t left = num_elements - first;
-    const std::int64_t count = left < kBlockElements<T> ? left : kBlockElements<T>;
-    compute(first, count, static_cast<T*>(block));
-    stream_out(count, static_cast<const T*>(block), weight_out + first);
+  std::int64_t first = elements_to_line(weight_out);
+  if (first > num_elements) first = num_elements;
+  compute(0, first, weight_out);
+  for (; first + kLineElements<T> <= num_elements; first += kLineElements<T>) {
+    alignas(kCacheLineBytes) T line[kLineElements<T>];
+    compute(first, kLineElements<T>, static_cast<T*>(line));
+    stream_line(static_cast<const T*>(line), weight_out + first);
   }
+  compute(first, num_elements - first, weight_out + first);
   fence_streams();
 }
 
 template <class Flags, class T>
 void sgd_loop(const SgdFactors<T>& factors_in, const SgdRange<T>& range, bool streaming) {
   const SgdFactors<T> factors = factors_in;
-  for_each_block(range.num_elements, range.weight_out, streaming,
+  for_each_piece(range.num_elements, range.weight_out, streaming,
                  [&](std::int64_t first, std::int64_t count, T* target) {
                    const T* const weight = range.weight_in + first;
                    const T* const gradient = range.gradient + first;
@@ -134,7 +136,7 @@ void sgd_kernel(SgdFlags flags, const SgdFactors<T>& factors, const SgdRange<T>&
 template <class Flags, class T>
 void adam_loop(const AdamFactors<T>& factors_in, const AdamRange<T>& range, bool streaming) {
   const AdamFactors<T> factors = factors_in;
-  for_each_block(range.num_elements, range.weight_out, streaming,
+  for_each_piece(range.num_elements, range.weight_out, streaming,
                  [&](std::int64_t first, std::int64_t count, T* target) {
                    const T* const weight = range.weight_in + first;
                    const T* const gradient = range.gradient + first;
@@ -207,14 +209,16 @@ struct FloatBits<double> {
   static constexpr Bits kExponent = 0x7ff0000000000000U;
 };
 
-// An exponent of all ones is an infinity or a NaN. Block by block, so that the first one found ends it.
+constexpr std::int64_t kCheckedElements = 1024;
+
+// An exponent of all ones is an infinity or a NaN. Piece by piece, so that the first one found ends it.
 template <class T>
 bool all_finite_kernel(std::int64_t num_elements, const T* values) {
   using Bits = typename FloatBits<T>::Bits;
   constexpr Bits kExponent = FloatBits<T>::kExponent;
-  for (std::int64_t first = 0; first < num_elements; first += kBlockElements<T>) {
+  for (std::int64_t first = 0; first < num_elements; first += kCheckedElements) {
     const std::int64_t left = num_elements - first;
-    const std::int64_t count = left < kBlockElements<T> ? left : kBlockElements<T>;
+    const std::int64_t count = left < kCheckedElements ? left : kCheckedElements;
     Bits num_special = 0;
     for (std::int64_t i = first; i < first + count; ++i) {
       Bits bits;

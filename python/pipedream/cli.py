@@ -308,7 +308,7 @@ class _Traced(NamedTuple):
     report: dict[str, Any]
 
     def title(self) -> str:
-        options, num_stages = self.options, len(self.options.in_flight)
+        options, num_stages = self.options, self.options.num_stages
         title = f"{options.schedule}: {_count(num_stages, 'stage')}"
         if len(self.programs) < num_stages:
             title += f" on {_count(len(self.programs), 'worker')}"
@@ -334,8 +334,8 @@ def _make_traced(request: _TraceRequest, program_file: Path | None) -> _Traced:
     num_minibatches = _choose_minibatches(request, options)
     programs = given
     if programs is None:
-        num_workers = len(set(options.worker_of_stage))
-        programs = [_core.make_program(options, worker, num_minibatches) for worker in range(num_workers)]
+        workers = range(options.num_workers)
+        programs = [_core.make_program(options, worker, num_minibatches) for worker in workers]
     report = _core.replay(options, num_minibatches, programs)
     if not report["ok"]:
         if program_file is not None:
@@ -441,7 +441,7 @@ def _choose_minibatches(request: _TraceRequest, options: _core.ScheduleOptions) 
             num_minibatches = 4 if options.schedule == "2bw" else max(8, 2 * options.in_flight[0])
     if num_minibatches < 1:
         raise ValueError(f"--minibatches is {num_minibatches}: give at least 1")
-    num_instructions = num_minibatches * options.num_microbatches * len(options.in_flight) * 3
+    num_instructions = num_minibatches * options.num_microbatches * options.num_stages * 3
     if num_instructions > _TRACED_INSTRUCTIONS_MAX:
         raise ValueError(
             f"{num_minibatches} minibatches make up to {num_instructions} instructions, and trace shows at"
@@ -510,7 +510,7 @@ def _trace_fields(
     names = ("opcode", "stage", "minibatch", "microbatch", "version")
     return {
         "schedule": options.schedule,
-        "num_stages": len(options.in_flight),
+        "num_stages": options.num_stages,
         "num_workers": simulation.num_workers,
         "worker_of_stage": list(options.worker_of_stage),
         "num_minibatches": traced.num_minibatches,

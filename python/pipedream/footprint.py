@@ -144,6 +144,7 @@ class WorkMeter:
         """gradient_bytes: of the parameters' gradients that there are."""
         self._meter = meter
         self._gradient_bytes = gradient_bytes
+        self._recomputed_bytes = 0
         self.stash_peak_bytes = 0
         self.transient_peak_bytes = 0
         self.gradient_peak_bytes = 0
@@ -159,11 +160,23 @@ class WorkMeter:
             self.stash_peak_bytes = max(self.stash_peak_bytes, kept - self._gradient_bytes())
 
     @contextlib.contextmanager
+    def recompute(self) -> Iterator[None]:
+        """What it makes lives until the backward that follows, so it counts as transient."""
+        meter = self._meter
+        with meter:
+            meter.reset_peak()
+            began = meter.live_bytes
+            yield
+            self._recomputed_bytes = meter.live_bytes - began
+            self.transient_peak_bytes = max(self.transient_peak_bytes, meter.peak_bytes - began)
+
+    @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
         meter = self._meter
         with meter:
             meter.reset_peak()
-            began, began_gradients = meter.live_bytes, self._gradient_bytes()
+            began, began_gradients = meter.live_bytes - self._recomputed_bytes, self._gradient_bytes()
+            self._recomputed_bytes = 0
             yield
             gradients = self._gradient_bytes()
             grown = gradients - began_gradients

@@ -117,7 +117,8 @@ class MemoryPlan:
             in_flight = _core.num_microbatches_in_flight(self.schedule, stage)
             kept, extra = footprint.stash_bytes, 0
             if recompute[stage]:
-                kept, extra = footprint.input_bytes + _GENERATOR_BYTES, footprint.stash_bytes
+                kept = footprint.input_bytes + _GENERATOR_BYTES
+                extra = footprint.input_bytes + footprint.stash_bytes
             stash += in_flight * kept
             # Beside them: the microbatches' own inputs, or gradients that wait for the neighbour's slots.
             stash += (in_flight if stage == 0 else queued[stage - 1]) * footprint.input_bytes

@@ -335,7 +335,7 @@ class StageRunner:
         stashed = self._in_flight[work.minibatch, work.microbatch]
         if not stashed.piece.is_empty:
             self.parts.weights.bind(work.read_slot, self.parts.tied.slot_read_by(work.minibatch))
-            with self._metered_forward():
+            with self._metered_recompute():
                 self._rerun(work.minibatch, stashed)
         self._core.complete_recompute(self._user.elapsed_ns)
 
@@ -423,6 +423,9 @@ class StageRunner:
 
     def _metered_forward(self) -> contextlib.AbstractContextManager[None]:
         return self.meter.forward() if self.meter is not None else contextlib.nullcontext()
+
+    def _metered_recompute(self) -> contextlib.AbstractContextManager[None]:
+        return self.meter.recompute() if self.meter is not None else contextlib.nullcontext()
 
     def _metered_backward(self) -> contextlib.AbstractContextManager[None]:
         return self.meter.backward() if self.meter is not None else contextlib.nullcontext()

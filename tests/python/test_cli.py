@@ -396,3 +396,225 @@ def test_module_as_a_command_prints_the_published_vgg16_plan() -> None:
     fields = json.loads(done.stdout)
     assert [stage["num_replicas"] for stage in fields["stages"]] == [15, 1]
     assert fields["bottleneck_ms"] == pytest.approx(44.159, rel=1e-9)
+
+
+def test_trace_draws_the_schedule_and_says_its_bubble(call: Caller) -> None:
+    outcome = call("trace", "--stages", "4")
+    assert (outcome.status, outcome.stderr) == (0, "")
+    assert outcome.stdout == (
+        "pipedream: 4 stages, 8 minibatches\n"
+        "bubble 27.3 %, 0.0 % in the steady state\n"
+        "picture saved in schedule.svg\n"
+    )
+    drawn = Path("schedule.svg").read_text()
+    for text in ("pipedream: 4 stages, 8 minibatches", "warm-up", "steady", "cool-down", "time, forwards"):
+        assert f">{text}</text>" in drawn
+
+
+@pytest.mark.parametrize(
+    ("schedule", "title"),
+    [
+        ("vertical_sync", "vertical_sync: 4 stages, 8 minibatches"),
+        ("naive", "naive: 4 stages, 8 minibatches"),
+        ("2bw", "2bw: 4 stages, 4 minibatches of 4 microbatches"),
+        ("flush", "flush: 4 stages, 2 minibatches of 4 microbatches"),
+        ("gpipe", "gpipe: 4 stages, 2 minibatches of 4 microbatches"),
+        ("interleaved", "interleaved: 4 stages on 2 workers, 2 minibatches of 4 microbatches"),
+        ("model_parallel", "model_parallel: 4 stages, 3 minibatches"),
+    ],
+)
+def test_trace_has_fitting_numbers_for_every_schedule(call: Caller, schedule: str, title: str) -> None:
+    outcome = call("trace", "--schedule", schedule, "--stages", "4", "--output", "picture.txt")
+    assert (outcome.status, outcome.stderr) == (0, "")
+    assert outcome.stdout.splitlines()[0] == title
+    assert Path("picture.txt").read_text().startswith(title + "\nbubble ")
+
+
+def test_trace_text_can_be_read_back_and_drawn(call: Caller) -> None:
+    chosen = ("--schedule", "interleaved", "--stages", "6", "--workers", "2", "--recompute")
+    outcome = call("trace", *chosen, "--microbatches", "3", "--minibatches", "2", "--text")
+    assert (outcome.status, outcome.stderr) == (0, "")
+    assert outcome.stdout.startswith(
+        "# interleaved: 6 stages on 2 workers, 2 minibatches of 3 microbatches\nworker 0\nFORWARD stage 0 "
+    )
+    assert not Path("schedule.svg").exists()
+    Path("lists").write_text(outcome.stdout)
+    again = call("trace", "--schedule", "interleaved", "--program", "lists", "--text")
+    assert again.stdout == outcome.stdout
+
+
+def test_trace_shows_lists_in_another_order_than_the_schedules_own(call: Caller) -> None:
+    text = call("trace", "--schedule", "gpipe", "--stages", "2", "--minibatches", "1", "--text").stdout
+    lines = text.splitlines()
+    last_stage = lines.index("worker 1") + 1
+    lines[last_stage + 1], lines[last_stage + 2] = lines[last_stage + 2], lines[last_stage + 1]
+    Path("lists").write_text("\n".join(lines))
+    fields = json.loads(call("trace", "--schedule", "gpipe", "--program", "lists", "--json").stdout)
+    assert [step["opcode"] for step in fields["programs"][1]][:2] == ["FORWARD", "BACKWARD"]
+    assert fields["activations_live_max"] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("found", "put", "message"),
+    [
+        ("BACKWARD stage 1 minibatch 0 microbatch 1 reads version 0\n", "", "BACKWARD stage 1 minibatch 0"),
+        (
+            "BACKWARD stage 1 minibatch 0 microbatch 1 reads version 0",
+            "BACKWARD stage 1 minibatch 0 microbatch 1 reads version 1",
+            "lists: worker 1, position 3, BACKWARD stage 1 minibatch 0 microbatch 1 reads version 1: ",
+        ),
+        ("UPDATE stage 0", "UPGRADE stage 0", "UPGRADE"),
+        ("worker 1\n", "", "stage 1"),
+    ],
+)
+def test_broken_list_is_refused_with_the_instruction_at_fault(
+    call: Caller, found: str, put: str, message: str
+) -> None:
+    text = call("trace", "--schedule", "flush", "--stages", "2", "--minibatches", "1", "--text").stdout
+    assert found in text
+    Path("lists").write_text(text.replace(found, put))
+    outcome = call("trace", "--schedule", "flush", "--stages", "2", "--program", "lists")
+    assert outcome.status == 2
+    assert outcome.error().startswith("lists: ")
+    assert message in outcome.error()
+    assert not Path("schedule.svg").exists()
+
+
+def test_trace_json_has_the_figures_and_every_instruction_with_its_time(call: Caller) -> None:
+    outcome = call(
+        *("trace", "--schedule", "flush", "--stages", "2", "--microbatches", "3", "--minibatches", "2"),
+        *("--times", "10,20,5", "--transfer", "1", "--json"),
+    )
+    assert (outcome.status, outcome.stderr) == (0, "")
+    fields = json.loads(outcome.stdout)
+    programs = fields.pop("programs")
+    # Stage 1: an activation arrives at 11, then three forwards and backwards of 30 ms; stage 0's last
+    # backward begins a transfer after the last of them, at 102, and an update ends at 127.
+    assert fields == {
+        "schedule": "flush",
+        "num_stages": 2,
+        "num_workers": 2,
+        "worker_of_stage": [0, 1],
+        "num_minibatches": 2,
+        "num_microbatches": 3,
+        "in_flight": [2, 1],
+        "recompute": [False, False],
+        "forward_ms": 10.0,
+        "backward_ms": 20.0,
+        "update_ms": 5.0,
+        "transfer_ms": 1.0,
+        "makespan_ms": 254.0,
+        "bubble_share": pytest.approx(1 - 4 * 95 / (2 * 254)),
+        "steady_bubble_share": pytest.approx(1 - 95 / 127),
+        "ms_per_minibatch": 127.0,
+        "versions_live_max": [1, 1],
+        "activations_live_max": [2, 1],
+        "activations_queued_max": [2],
+        "gradients_queued_max": fields["gradients_queued_max"],
+        "output": None,
+    }
+    assert [len(program) for program in programs] == [14, 14]
+    assert programs[0][-1] == {
+        "opcode": "UPDATE",
+        "stage": 0,
+        "minibatch": 1,
+        "microbatch": 0,
+        "version": 2,
+        "begin_ms": 249.0,
+        "end_ms": 254.0,
+    }
+    assert not Path("schedule.svg").exists()
+
+
+def test_trace_takes_stages_in_flight_and_workers_from_a_plan(call: Caller) -> None:
+    Plan((Stage(0, 1), Stage(2, 2)), in_flight=(5, 1)).save("deep.json")
+    fields = json.loads(call("trace", "--plan", "deep.json", "--json").stdout)
+    assert (fields["in_flight"], fields["worker_of_stage"], fields["num_minibatches"]) == ([5, 1], [0, 1], 10)
+    Plan.straight(4, 4, num_workers=2).save("shared.json")
+    outcome = call("trace", "--plan", "shared.json", "--schedule", "interleaved", "--json")
+    assert json.loads(outcome.stdout)["worker_of_stage"] == [0, 1, 0, 1]
+
+
+def test_trace_writes_a_perfetto_trace_where_the_name_says_so(call: Caller) -> None:
+    assert call("trace", "--stages", "2", "--output", "trace.json").status == 0
+    events = json.loads(Path("trace.json").read_text())["traceEvents"]
+    assert "backward 7.0" in {event["name"] for event in events}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give --stages N, for example 4, or --plan FILE"),
+        (["--stages", "0"], "there are 0 stages: trace shows from 1 to 1024"),
+        (["--stages", "1000000000000"], "there are 1000000000000 stages: trace shows from 1 to 1024"),
+        (["--stages", "2", "--plan", "plan.json"], "--plan already says what --stages and --workers would"),
+        (["--stages", "2", "--schedule", "nope"], 'unknown schedule "nope"; known are'),
+        (["--stages", "2", "--schedule", "data_parallel"], 'schedule "data_parallel" is not built yet'),
+        (
+            ["--stages", "5", "--schedule", "interleaved"],
+            "--stages is 5: give an even number, or --workers too",
+        ),
+        (["--stages", "4", "--schedule", "interleaved", "--workers", "0"], "--workers is 0: give at least 1"),
+        (["--stages", "4", "--workers", "2"], 'only schedule "interleaved" runs several stages at a worker'),
+        (
+            ["--stages", "3", "--schedule", "2bw", "--microbatches", "2"],
+            "num_microbatches is 2 with in_flight 3",
+        ),
+        (["--stages", "2", "--microbatches", "0"], "num_microbatches is 0"),
+        (["--stages", "2", "--minibatches", "0"], "--minibatches is 0: give at least 1"),
+        (["--stages", "2", "--minibatches", "1000000"], "trace shows at most 2000000: give fewer with"),
+        (["--stages", "2", "--minibatches", "9000"], "instructions are too many to draw (at most 20000)"),
+        (
+            ["--stages", "3", "--in-flight", "2,1"],
+            "--in-flight is '2,1': give one whole number for each of the 3",
+        ),
+        (
+            ["--stages", "2", "--in-flight", "2,x"],
+            "--in-flight is '2,x': give one whole number for each of the 2",
+        ),
+        (
+            ["--stages", "2", "--in-flight", "1,2"],
+            "--in-flight is '1,2': it must not rise downstream; deadlock",
+        ),
+        (
+            ["--stages", "2", "--times", "1"],
+            "--times is '1': give forward,backward or forward,backward,update",
+        ),
+        (["--stages", "2", "--times", "1,2,3,4"], "--times is '1,2,3,4': give forward,backward or"),
+        (["--stages", "2", "--times", "1,-2"], "backward_ms is -2.0: it must not be negative"),
+        (["--stages", "2", "--transfer", "nan"], "transfer_ms is nan: it must be finite"),
+        (["--stages", "2", "--output", "a.bmp"], "picture file is 'a.bmp': its name must end in one of .svg"),
+        (["--stages", "2", "--output", "no/a.svg"], "no/a.svg: there is no folder"),
+        (["--stages", "2", "--text", "--json"], "--text and --json both print on stdout: give one of them"),
+        (["--program", "missing"], "missing: No such file or directory"),
+        (["--program", "empty"], "empty: has no instructions; `pipedream trace --text` prints some"),
+        (["--program", "huge"], "there are 1000000000001 stages: trace shows from 1 to 1024"),
+        (
+            ["--plan", "replicated.json"],
+            "replicated.json: stage 0 has 2 replicas, and trace shows one per stage",
+        ),
+    ],
+)
+def test_mistake_in_trace_is_one_line_and_status_2(call: Caller, arguments: list[str], message: str) -> None:
+    Path("empty").write_text("# nothing\n")
+    Path("huge").write_text(
+        "worker 0\nFORWARD stage 1000000000000 minibatch 0 microbatch 0 reads version 0\n"
+    )
+    Plan((Stage(0, 0, 2), Stage(1, 1))).save("replicated.json")
+    outcome = call("trace", *arguments)
+    assert outcome.status == 2
+    assert message in outcome.error()
+
+
+def test_trace_text_and_json_import_neither_torch_nor_matplotlib() -> None:
+    script = (
+        "import sys\nimport pipedream.cli\n"
+        "try:\n    pipedream.cli.main(sys.argv[1:])\n"
+        "finally:\n"
+        "    heavy = {'torch', 'numpy', 'zmq', 'matplotlib'} & set(sys.modules)\n"
+        "    print('heavy', sorted(heavy), file=sys.stderr)\n"
+    )
+    for form in ("--text", "--json"):
+        done = run_python("-c", script, "trace", "--stages", "4", form)
+        assert (done.returncode, done.stderr) == (0, "heavy []\n")
+        assert "FORWARD" in done.stdout
