@@ -1,15 +1,12 @@
 """The native out-of-place step against torch's fused in-place step, at 1M, 10M and 100M parameters.
 
     python bench/micro/optimizer_bench.py [--quick] [--rounds 15] [--threads N] [--json]
-    python bench/micro/optimizer_bench.py --threshold
 
 Both sides run in one process, on memory of one kind, with the same number of threads; each round runs torch,
 native and a copy of the same number of bytes, in an order that changes from round to round, so that a drift
 of the machine's speed meets all. The native side alternates between two weight slots, as a pipeline does.
 The target is a ratio (native / torch, of the minima) of 1.05 or less. `bytes` is what a step has to move,
 each operand once; GB/s is that over the minimum, beside the copy's, which counts what it reads and writes.
-
---threshold times one step on 1 and on 2 threads around the size from which the core uses several.
 """
 
 from __future__ import annotations
@@ -116,26 +113,6 @@ def show(row: dict[str, Any]) -> None:
     )
 
 
-def measure_threshold(rounds: int) -> list[dict[str, Any]]:
-    """One step on 1 and on 2 threads; without the core's own threshold that is where 2 begin to win."""
-    rows = []
-    for exponent in range(14, 22):
-        num_elements = 1 << exponent
-        step = OutOfPlace(functools.partial(optim.SGD, lr=1e-3, momentum=0.9), torch.randn(num_elements))
-        num_repeats = max(20, NUM_ELEMENTS_PER_TIMING // 4 // num_elements)
-        times: dict[int, list[float]] = {1: [], 2: []}
-        for _ in range(rounds):
-            for num_threads, values in times.items():
-                torch.set_num_threads(num_threads)
-                values.append(time_ms(step, num_repeats))
-        medians_us = {str(n): statistics.median(values) * 1e3 for n, values in times.items()}
-        rows.append({"num_elements": num_elements, "median_us": medians_us})
-        print(
-            f"{num_elements:>8} elements: {medians_us['1']:.1f} us on 1 thread, {medians_us['2']:.1f} us on 2"
-        )
-    return rows
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=15)
@@ -143,7 +120,6 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--sizes", nargs="*", choices=SIZES, default=list(SIZES))
     parser.add_argument("--quick", action="store_true", help="1M and 10M, 5 rounds")
-    parser.add_argument("--threshold", action="store_true", help="1 against 2 threads, by size")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     options = parser.parse_args()
     rounds, sizes = (5, ["1M", "10M"]) if options.quick else (options.rounds, options.sizes)
@@ -153,14 +129,11 @@ def main() -> None:
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {options.threads} threads,"
         f" torch {torch.__version__}, minimum / median of {rounds} rounds"
     )
-    if options.threshold:
-        rows = measure_threshold(rounds)
-    else:
-        rows = []
-        for size in sizes:
-            for case in options.cases:
-                rows.append(measure(case, size, rounds))
-                show(rows[-1])
+    rows = []
+    for size in sizes:
+        for case in options.cases:
+            rows.append(measure(case, size, rounds))
+            show(rows[-1])
     if options.json:
         print(
             json.dumps(

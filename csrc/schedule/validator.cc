@@ -199,8 +199,8 @@ Fault StageChecker::check_read(WeightVersion version, WeightVersion rule) const 
 std::int64_t StageChecker::num_versions_live(Opcode opcode) const {
   // The newest, and beside it what an update writes, unless it writes in place.
   std::int64_t num_live = opcode == Opcode::kUpdate && num_kept_ > 1 ? 2 : 1;
-  const std::int64_t next_reader = (stashes_ ? num_backwarded_ : num_forwarded_) / num_microbatches_;
-  if (next_reader >= num_minibatches_) return num_live;
+  const std::int64_t next_reader = num_backwarded_ / num_microbatches_;
+  if (!stashes_ || next_reader >= num_minibatches_) return num_live;
   const auto read_by = [&](std::int64_t minibatch) {
     return forward_version(options_, stage_, MinibatchId(minibatch)).value();
   };

@@ -57,13 +57,14 @@ StageEngine::StageEngine(const ScheduleOptions& options, WorkerIndex worker,
     PD_CHECK(given.slots->num_slots() == num_versions_kept(options, given.stage),
              given.slots->num_slots()
                  << " slots for " << num_versions_kept(options, given.stage) << " versions");
-    parts_.push_back({given, {}});
+    parts_.push_back({given, {}, 0});
     parts_.back().versions.reserve(kNumMinibatchesReserved);
     for (SendChannel* channel : {given.channels.activations_out, given.channels.gradients_out}) {
       if (channel != nullptr) senders_.push_back(channel);
     }
   }
   spans_.reserve(num_spans_max);
+  if (const auto first = cursor_.current()) doing_ = *first;
 }
 
 StageEngine::Part& StageEngine::part_of(StageIndex stage) {
@@ -174,6 +175,7 @@ WorkItem StageEngine::hand_out(const Instruction& instruction, std::optional<Rec
       work.read_slot = stashes_ ? slots.acquire(instruction.version) : slots.slot_of(instruction.version);
       if (instruction.microbatch.value() == 0)
         part.versions.push_back({instruction.version, instruction.version});
+      ++part.num_forwards;
       break;
     case Opcode::kRecompute:
       work.read_slot = slots.slot_of(instruction.version);
@@ -222,13 +224,18 @@ std::optional<SlotIndex> StageEngine::release_version() {
   const Part& part = part_of(doing_.stage);
   VersionSlots& slots = *part.stage_part.slots;
   slots.release(doing_.version);
-  const MinibatchId next_minibatch(static_cast<std::int64_t>(part.versions.size()));
-  // The newest is read by the update that follows.
-  const bool is_read_later =
-      doing_.version == slots.newest() ||
-      doing_.version >= forward_version(cursor_.options(), doing_.stage, next_minibatch);
-  if (is_read_later || slots.num_readers(doing_.version) > 0) return std::nullopt;
+  const bool is_read_later = doing_.version == slots.newest() || slots.num_readers(doing_.version) > 0 ||
+                             is_forwarded_later(part, doing_.version);
+  if (is_read_later) return std::nullopt;
   return slots.slot_of(doing_.version);
+}
+
+// The next microbatch may still belong to a minibatch that others are forwarded of.
+bool StageEngine::is_forwarded_later(const Part& part, WeightVersion version) const {
+  const ScheduleOptions& options = cursor_.options();
+  const MinibatchId next(part.num_forwards / options.num_microbatches);
+  if (cursor_.num_minibatches() && next.value() >= *cursor_.num_minibatches()) return false;
+  return version >= forward_version(options, part.stage_part.stage, next);
 }
 
 void StageEngine::complete_update(std::int64_t compute_ns) {
@@ -244,6 +251,7 @@ void StageEngine::end_of_data() {
            to_string(doing_));
   if (stashes_) part.stage_part.slots->release(doing_.version);
   part.versions.pop_back();
+  --part.num_forwards;
   handed_out_ = false;
   learn_num_minibatches(doing_.minibatch.value());
 }

@@ -110,7 +110,8 @@ class StageEngine {
   // compute_ns: time spent in user code for this item, as the caller measured it.
   void complete_forward(Outgoing outgoing, std::int64_t compute_ns);
   void complete_recompute(std::int64_t compute_ns);
-  // Gives the slot of the stage whose version nobody will read again because of this, if there is one.
+  // Gives the slot of the stage whose version nobody will read again because of this, if there is one: no
+  // later item reads it, and it is not the newest, which the next update reads.
   std::optional<SlotIndex> complete_backward(Outgoing outgoing, std::int64_t compute_ns);
   void complete_update(std::int64_t compute_ns);
   // Instead of completing the FORWARD of a first microbatch at the first stage: there is no such minibatch.
@@ -132,6 +133,7 @@ class StageEngine {
   struct Part {
     StagePart stage_part;
     std::vector<VersionsRead> versions;  // by minibatch
+    std::int64_t num_forwards = 0;       // microbatches handed out
   };
 
   [[nodiscard]] Part& part_of(StageIndex stage);
@@ -140,6 +142,7 @@ class StageEngine {
   [[nodiscard]] Result<bool> receive(ReceiveChannel& channel, Deadline deadline, ReceivedItem& item);
   [[nodiscard]] WorkItem hand_out(const Instruction& instruction, std::optional<ReceivedItem> received);
   [[nodiscard]] std::optional<SlotIndex> release_version();
+  [[nodiscard]] bool is_forwarded_later(const Part& part, WeightVersion version) const;
   void learn_num_minibatches(std::int64_t num_minibatches);
   void complete(WorkKind kind, std::int64_t compute_ns);
   [[nodiscard]] Failure located(const Failure& failure) const;

@@ -118,7 +118,9 @@ class Worker {
   void close(double linger_s);
 
   // Whether the channel's items arrive in device memory.
-  [[nodiscard]] bool receives_on_device(const std::string& channel) { return receiver(channel).spec.on_device; }
+  [[nodiscard]] bool receives_on_device(const std::string& channel) {
+    return receiver(channel).spec.on_device;
+  }
   [[nodiscard]] std::string transport_name() const;
   [[nodiscard]] const WorkerOptions& options() const { return options_; }
   [[nodiscard]] Device& device() { return *device_; }

@@ -89,7 +89,8 @@ PD_ELEMENT T adam_element(Flags flags, const AdamFactors<T>& factors, T weight_i
   if (flags.amsgrad) {
     // As torch.maximum: a NaN on either side stays.
     const T before = *max_exp_avg_sq;
-    largest = (second > before) | (second != second) ? second : before;
+    const bool is_new = (second > before) | (second != second);  // no branch: it would stop the vectoriser
+    largest = is_new ? second : before;
     *max_exp_avg_sq = largest;
   }
   const T denominator = sqrt(largest) / factors.root_divisor + factors.eps;

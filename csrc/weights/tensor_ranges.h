@@ -14,9 +14,9 @@
 
 namespace pipedream {
 
-// Some 20 us of work on one core: long beside claiming a task, short beside a step.
+// 5 to 20 us of work on one core: long beside claiming a task, short beside a step.
 inline constexpr std::int64_t kTaskElements = 1 << 15;
-// Below this waking a helper costs as much as it saves (bench/micro/optimizer_bench.py --threshold).
+// Below this, some 40 us on one core, waking another costs as much as it saves.
 inline constexpr std::int64_t kParallelElementsMin = 1 << 17;
 
 // The elements of the row in [begin, end): calls body(tensor, first, count) for each tensor's part of it.

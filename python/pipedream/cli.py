@@ -368,7 +368,7 @@ def _complete_request(request: _TraceRequest, programs: list[list[_core.Instruct
         request = request._replace(minibatches=1 + max(step.minibatch for step in steps))
     if request.microbatches is None:
         request = request._replace(microbatches=1 + max(step.microbatch for step in steps))
-    if request.workers is None and request.plan_file is None:
+    if request.workers is None and request.plan_file is None and request.schedule == "interleaved":
         request = request._replace(workers=len(programs))
     return request
 

@@ -27,7 +27,7 @@ _TEXT_SUFFIX = ".txt"
 # Beyond this nobody can read a picture, and drawing takes minutes; a trace may hold any number.
 _DRAWN_BOXES_MAX = 20_000
 _TEXT_COLUMNS_MAX = 2_000
-_PICTURE_INCHES_MAX = 48.0
+_PICTURE_INCHES_MAX = 100.0
 
 _LETTERS = {"FORWARD": "F", "BACKWARD": "B", "RECOMPUTE": "R", "UPDATE": "U"}
 _MEANINGS = {"FORWARD": "forward", "RECOMPUTE": "recompute", "BACKWARD": "backward", "UPDATE": "update"}
@@ -211,6 +211,7 @@ def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
 
 # Blue and orange of the Okabe-Ito palette: they differ for every kind of colour vision, and in lightness too.
 _COLOURS = {"FORWARD": (0.34, 0.71, 0.91), "RECOMPUTE": (0.75, 0.88, 0.95), "BACKWARD": (0.95, 0.67, 0.18)}
+_DARKEST = {"FORWARD": 0.62, "RECOMPUTE": 0.84, "BACKWARD": 0.62}  # of a worker's last stage
 _IDLE_COLOUR = "#f1f1f1"
 _UPDATE_COLOUR = "#303030"
 _QUIET_COLOUR = "#666666"
@@ -229,6 +230,7 @@ _CHART_WIDTH_MIN = 5.2
 _TEXT_PT = 9.0
 _TEXT_PT_MIN = 3.5
 _SMALL_PT = 7.5
+_VERSION_PT = 6.0
 _INCHES_PER_CHARACTER_PT = 0.62 / 72  # a digit's width, of a letter's height in points
 
 
@@ -300,7 +302,7 @@ class _Drawing:
     def _label_width(self, step: Step) -> float:
         return max(
             _text_width(self.labels.name(step), _TEXT_PT),
-            _text_width(self.labels.version(step), _SMALL_PT - 1.5),
+            _text_width(self.labels.version(step), _VERSION_PT),
         )
 
     def _x(self, time_ms: float) -> float:
@@ -332,9 +334,10 @@ class _Drawing:
             self._write(middle, bottom + _ROW / 2, name, points, align="center", colour=ink)
             return
         self._write(middle, bottom + _ROW * 0.64, name, points, align="center", colour=ink)
-        small = min(_SMALL_PT - 1.5, (end - begin - 0.03) / (len(version) * _INCHES_PER_CHARACTER_PT))
-        if small >= _TEXT_PT_MIN:
-            self._write(middle, bottom + _ROW * 0.23, version, small, align="center", colour=ink)
+        small = min(
+            _VERSION_PT, 0.75 * points, (end - begin - 0.03) / (len(version) * _INCHES_PER_CHARACTER_PT)
+        )
+        self._write(middle, bottom + _ROW * 0.23, version, small, align="center", colour=ink)
 
     def _draw_update(self, timed: TimedInstruction, bottom: float) -> None:
         begin, end = self._x(timed.begin_ms), self._x(timed.end_ms)
@@ -343,13 +346,15 @@ class _Drawing:
 
     def _draw_phases(self) -> None:
         y = self.rows_top + 0.10
+        free_x = 0.0
         for name, begin_ms, end_ms in self.phases:
             begin, end = self._x(begin_ms) + 0.02, self._x(end_ms) - 0.02
             self.axes.plot([begin, begin, end, end], [y - 0.05, y, y, y - 0.05], color=_QUIET_COLOUR, lw=0.9)
-            if _text_width(name, _SMALL_PT) <= end - begin:
-                self._write(
-                    (begin + end) / 2, y + 0.10, name, _SMALL_PT, align="center", colour=_QUIET_COLOUR
-                )
+            width = _text_width(name, _SMALL_PT)
+            x = max(begin, (begin + end - width) / 2)  # a short phase's name goes on to its right
+            if x >= free_x:
+                self._write(x, y + 0.10, name, _SMALL_PT, colour=_QUIET_COLOUR)
+                free_x = x + width + 0.05
 
     def _draw_time(self) -> None:
         y = self.rows_bottom - 0.10
@@ -395,10 +400,10 @@ class _Drawing:
         base = _COLOURS[opcode]
         if self.num_chunks == 1:
             return base
-        # From half as far from white as the base to a dark one: as many steps as there are chunks.
+        # From half as far from white as the base to a dark one, in as many steps as there are chunks.
         share = chunk / (self.num_chunks - 1)
         light = tuple(1 - 0.5 * (1 - part) for part in base)
-        dark = tuple(0.62 * part for part in base)
+        dark = tuple(_DARKEST[opcode] * part for part in base)
         red, green, blue = (a + share * (b - a) for a, b in zip(light, dark, strict=True))
         return red, green, blue
 

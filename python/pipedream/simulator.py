@@ -20,6 +20,7 @@ __all__ = [
     "Transfer",
     "TransferTimes",
     "simulate",
+    "summarize",
 ]
 
 
@@ -191,7 +192,7 @@ class _Replay:
             if not num_done:
                 raise ValueError(self._describe_deadlock())
             num_left -= num_done
-        return _summarize(self.timeline, self.transfers)
+        return summarize(self.timeline, self.transfers)
 
     def _advance(self, worker: int) -> int:
         """Does all that the worker can do now; how many instructions."""
@@ -315,7 +316,7 @@ def _spread_transfers(given: float | Sequence[TransferTimes], num_boundaries: in
     return list(given)
 
 
-def _summarize(timeline: list[list[TimedInstruction]], transfers: list[Transfer]) -> Simulation:
+def summarize(timeline: list[list[TimedInstruction]], transfers: list[Transfer]) -> Simulation:
     makespan_ms = max((row[-1].end_ms for row in timeline if row), default=0.0)
     busy_ms = sum(_busy_ms(row, 0.0, makespan_ms) for row in timeline)
     steady_bubble_share, ms_per_minibatch = _measure_steady(timeline)

@@ -16,13 +16,13 @@ from pipedream.boundary import (
     Boundary,
     TensorSpec,
     boundary_input,
-    boundary_specs,
     check_loss,
     check_pair,
     map_tensors,
     tensors_of,
     untouched,
 )
+from pipedream.footprint import dry_run
 from pipedream.splitter import split
 from torch import nn
 
@@ -190,7 +190,7 @@ def test_json_that_is_no_boundary_is_refused(text: str) -> None:
 def test_dry_run_plans_what_training_then_sends(case: Case, num_stages: int) -> None:
     stages = split(case.model(), case.plan(num_stages))
     data = case.data(3, short_last=True)
-    boundaries = boundary_specs(stages, data[0][0])
+    boundaries = dry_run(stages, data[0][0]).boundaries
     assert len(boundaries) == num_stages - 1
     for minibatch, (inputs, _) in enumerate(data):
         value = inputs
@@ -208,7 +208,7 @@ def test_dry_run_plans_what_training_then_sends(case: Case, num_stages: int) -> 
 def test_dry_run_of_a_nested_value_finds_the_expected_specs() -> None:
     case = CASES["lstm"]
     inputs = case.data(1)[0][0]
-    tokens, packed = boundary_specs(split(case.model(), case.plan(3)), inputs)
+    tokens, packed = dry_run(split(case.model(), case.plan(3)), inputs).boundaries
     assert set(tokens.structure) == {"tuple"}
     assert packed.structure == {
         "dict": {
@@ -219,10 +219,9 @@ def test_dry_run_of_a_nested_value_finds_the_expected_specs() -> None:
         }
     }
     assert packed.tensors[1] == TensorSpec(torch.float64, (1, BATCH, WIDTH), True)
-    frozen = boundary_specs(
-        split(CASES["frozen"].model(), CASES["frozen"].plan(2)), CASES["frozen"].data(1)[0][0]
-    )
-    assert not frozen[0].tensors[0].requires_grad
+    case = CASES["frozen"]
+    (frozen,) = dry_run(split(case.model(), case.plan(2)), case.data(1)[0][0]).boundaries
+    assert not frozen.tensors[0].requires_grad
 
 
 def test_dry_run_names_the_stage_whose_output_cannot_cross() -> None:
@@ -233,7 +232,7 @@ def test_dry_run_names_the_stage_whose_output_cannot_cross() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 2), nn.Linear(2, 2), ToSet(), nn.Identity())
     plan = CASES["frozen"].plan(4)
     with pytest.raises(ValueError, match=r"the output of stage 2\['x'\] is a set"):
-        boundary_specs(split(model, plan), torch.zeros(1, WIDTH))
+        dry_run(split(model, plan), torch.zeros(1, WIDTH))
 
 
 def _everything(model: nn.Module) -> dict[str, Any]:
@@ -281,7 +280,7 @@ def test_dry_run_leaves_no_trace() -> None:
     inputs = torch.randn(4, WIDTH)
     kept = inputs.clone()
     before = _everything(model)
-    boundary_specs(split(model, straight_plan(5, (1, 2, 3, 4))), inputs)
+    dry_run(split(model, straight_plan(5, (1, 2, 3, 4))), inputs)
     assert _everything(model) == before
     assert torch.equal(inputs, kept)
     assert model[0].missing is None

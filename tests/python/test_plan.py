@@ -51,7 +51,7 @@ def test_plan_of_the_design_is_read_as_it_is_written() -> None:
     assert plan.stages == (Stage(0, 30, 15), Stage(31, 39, 1))
     assert (plan.num_stages, plan.num_layers, plan.num_workers, plan.workers_used) == (2, 40, 16, 16)
     assert (plan.noam, plan.in_flight, plan.bottleneck_ms) == (2, (2, 1), 44.159)
-    assert plan.is_replicated
+    assert (plan.worker_of_stage, plan.stages_of(15), plan.stages_of(16)) == ((0, 15), (1,), ())
     assert plan.to_dict() == VGG16_FIELDS
 
 
@@ -97,21 +97,80 @@ def test_derived_in_flight_follows_the_recurrence_and_can_be_given_back(plan: Pl
 
 
 @given(plans)
-def test_every_rank_is_assigned_one_replica_stage_by_stage(plan: Plan) -> None:
-    assert len(plan.assignments) == plan.workers_used
-    assert list(plan.assignments) == sorted(set(plan.assignments))
+def test_ranks_go_to_the_replicas_stage_by_stage(plan: Plan) -> None:
+    next_rank = 0
     for stage_index, stage in enumerate(plan.stages):
-        mine = [a.replica_index for a in plan.assignments if a.stage_index == stage_index]
-        assert mine == list(range(stage.num_replicas))
+        assert plan.worker_of_stage[stage_index] == next_rank
+        assert plan.stages_of(next_rank) == (stage_index,)
+        next_rank += stage.num_replicas
+    assert plan.workers_used == next_rank
+    assert plan.stages_of(next_rank) == ()
+
+
+def test_workers_that_the_stages_name_run_several_of_them() -> None:
+    plan = Plan(tuple(Stage(i, i, worker=i % 2) for i in range(5)))
+    assert plan.workers_used == plan.num_workers == 2
+    assert plan.worker_of_stage == (0, 1, 0, 1, 0)
+    assert [plan.stages_of(rank) for rank in range(3)] == [(0, 2, 4), (1, 3), ()]
+    assert plan.describe_worker(0) == "stages 0, 2, 4 (rank 0)"
+    assert plan.describe_worker(1) == "stages 1, 3 (rank 1)"
+    assert Plan.straight(3, 3).describe_worker(2) == "stage 2 (rank 2)"
+    assert plan.describe_worker(2) == "rank 2"
+
+
+def test_a_plan_with_workers_is_written_and_read_back_and_hashes_otherwise() -> None:
+    plan = Plan.straight(4, 4, num_workers=2)
+    assert [stage["worker"] for stage in plan.to_dict()["stages"]] == [0, 1, 0, 1]
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    # Two workers with one plan each would wait for each other's stages for ever.
+    straight = Plan.straight(4, 4)
+    swapped = Plan(tuple(Stage(i, i, worker=w) for i, w in enumerate((1, 0, 1, 0))))
+    assert len({plan.hash(), straight.hash(), swapped.hash()}) == 3
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ((Stage(0, 0, worker=0), Stage(1, 1)), r"stages\[1\].worker is missing: give it for all"),
+        ((Stage(0, 0), Stage(1, 1, worker=0)), r"stages\[0\].worker is missing"),
+        ((Stage(0, 0, 2, worker=0), Stage(1, 1, worker=1)), r"stages\[0\].worker is 0, but .* 2 replicas"),
+        ((Stage(0, 0, worker=0), Stage(1, 1, worker=2)), r"no stage has worker 1, but stages\[1\]"),
+    ],
+)
+def test_workers_that_make_no_sense_are_refused(stages: tuple[Stage, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        Plan(stages)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_stage_refuses_a_worker_that_is_no_rank() -> None:
+    for worker in (-1, 0.5, True, "0"):
+        with pytest.raises(ValueError, match="worker is "):
+            Stage(0, 0, worker=worker)  # type: ignore[arg-type]
 
 
 def test_straight_plan_spreads_the_layers_evenly_larger_stages_upstream() -> None:
     plan = Plan.straight(7, 3, model="tiny")
     assert plan.stages == (Stage(0, 2), Stage(3, 4), Stage(5, 6))
     assert (plan.in_flight, plan.noam, plan.model) == ((3, 2, 1), 3, "tiny")
-    assert not plan.is_replicated
+    assert plan.worker_of_stage == (0, 1, 2)
     assert Plan.straight(4, 4).stages == tuple(Stage(i, i) for i in range(4))
     assert Plan.straight(5, 1).stages == (Stage(0, 4),)
+
+
+def test_straight_plan_for_fewer_workers_deals_the_stages_out_in_turn() -> None:
+    plan = Plan.straight(7, 4, num_workers=2)
+    assert [(s.first_layer, s.last_layer, s.worker) for s in plan.stages] == [
+        (0, 1, 0),
+        (2, 3, 1),
+        (4, 5, 0),
+        (6, 6, 1),
+    ]
+    # As many workers as stages: nothing to say.
+    assert Plan.straight(7, 4, num_workers=4) == Plan.straight(7, 4)
+    for num_workers in (0, 5):
+        with pytest.raises(ValueError, match=f"num_workers is {num_workers}, but there are 4 stages: give 1"):
+            Plan.straight(7, 4, num_workers=num_workers)
 
 
 @pytest.mark.parametrize(

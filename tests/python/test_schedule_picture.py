@@ -1,4 +1,4 @@
-"""Pictures of schedules: ASCII to the character, drawings by the boxes in their SVG, traces by their spans."""
+"""Pictures of schedules: ASCII to the character, drawings by their boxes, traces by their spans."""
 
 from __future__ import annotations
 
@@ -42,15 +42,16 @@ class Box(NamedTuple):
     colour: str
     begin: float
     end: float
-    top: float
+    bottom: float
 
 
 def boxes_of(path: Path) -> list[Box]:
     """The filled rectangles of an SVG, hatched ones too."""
-    pattern = r'<path d="M (\S+) (\S+) \nL (\S+) (\S+) \nL .*?\nL .*?\nz\n" (?:clip-path="\S+" )?style="fill: (#\w+|url)'
+    corners = r'<path d="M (\S+) (\S+) \nL (\S+) (\S+) \nL .*?\nL .*?\nz\n"'
+    pattern = corners + r' (?:clip-path="\S+" )?style="fill: (#\w+|url)'
     return [
-        Box(colour, float(begin), float(end), min(float(y), float(y)))
-        for begin, y, end, _, colour in re.findall(pattern, path.read_text())
+        Box(colour, float(begin), float(end), float(bottom))
+        for begin, bottom, end, _, colour in re.findall(pattern, path.read_text())
     ]
 
 
@@ -61,8 +62,8 @@ def texts_of(path: Path) -> list[str]:
 FORWARD, BACKWARD, UPDATE = "#57b5e8", "#f2ab2e", "#303030"
 
 
-def of_colour(boxes: list[Box], colour: str, *, wider_than: float = 0.0) -> list[Box]:
-    return [box for box in boxes if box.colour == colour and box.end - box.begin > wider_than]
+def of_colour(boxes: list[Box], colour: str) -> list[Box]:
+    return [box for box in boxes if box.colour == colour]
 
 
 def test_ascii_picture_of_two_stages() -> None:
@@ -82,8 +83,8 @@ def test_ascii_picture_names_microbatches_recomputes_and_long_updates() -> None:
         *("gpipe", 2, 1), num_microbatches=2, recompute=True, times=StageTimes(1, 2, update_ms=1)
     )
     assert draw_text(simulation, "title").splitlines()[2:] == [
-        "worker 0  |F0.0|F0.1|R0.0|..............|B0.0     |R0.1|....|B0.1     ******",
-        "worker 1  .....|F0.0|F0.1|R0.0|B0.0     |R0.1|B0.1     ******...............",
+        "worker 0  |F0.0|F0.1|R0.0|..............|B0.0     |R0.1|B0.1     ******",
+        "worker 1  .....|F0.0|F0.1|R0.0|B0.0     |R0.1|B0.1     ******..........",
         "",
         "F forward,   R recompute,   B backward,   * update,   . idle,   3.1  minibatch 3, microbatch 1",
     ]
@@ -126,11 +127,11 @@ def test_drawn_boxes_are_the_instructions_at_their_times(tmp_path: Path) -> None
     first = min(drawn["FORWARD"], key=lambda box: box.begin)
     last = max(drawn["BACKWARD"], key=lambda box: box.end)
     points_per_ms = (last.end - first.begin) / simulation.makespan_ms
-    rows = sorted({box.top for box in drawn["FORWARD"]})
+    rows = sorted({box.bottom for box in drawn["FORWARD"]})
     for worker, row in enumerate(simulation.timeline):
         for opcode in ("FORWARD", "BACKWARD"):
             expected = [(begin, end) for step, begin, end in row if step.opcode == opcode]
-            found = sorted(box for box in drawn[opcode] if box.top == rows[worker])
+            found = sorted(box for box in drawn[opcode] if box.bottom == rows[worker])
             times = [
                 ((box.begin - first.begin) / points_per_ms, (box.end - first.begin) / points_per_ms)
                 for box in found
@@ -229,7 +230,7 @@ def test_trace_has_compute_and_a_track_of_sends_per_neighbour(tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["a.bmp", "svg", "a", "a.svg.gz"])
 def test_ending_that_names_no_form_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(
-        ValueError, match="its name must end in one of .svg, .png, .pdf, .txt, .json, .json.gz"
+        ValueError, match=r"its name must end in one of .svg, .png, .pdf, .txt, .json, .json.gz"
     ):
         write_picture(tmp_path / name, simulate_schedule("pipedream", 1, 1), "title")
     assert list(tmp_path.iterdir()) == []

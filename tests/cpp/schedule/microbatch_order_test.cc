@@ -12,8 +12,7 @@ namespace {
 std::string on_paper(const MicrobatchOrder& order, bool is_backward) {
   std::string text;
   for (std::int64_t position = 0; position < order.num_positions(); ++position) {
-    const MicrobatchOrder::Item item =
-        is_backward ? order.backward_at(position) : order.forward_at(position);
+    const MicrobatchOrder::Item item = is_backward ? order.backward_at(position) : order.forward_at(position);
     if (position > 0) text += ' ';
     text += order.exists(item)
                 ? std::string(1, static_cast<char>('a' + item.chunk)) + std::to_string(item.microbatch)

@@ -35,7 +35,8 @@ std::string error_of(const ScheduleOptions& options) {
 }
 
 std::string error_of_placement(const std::string& schedule, const Counts& worker_of_stage) {
-  ScheduleOptions options = make_options(schedule, straight(static_cast<std::int64_t>(worker_of_stage.size())));
+  ScheduleOptions options =
+      make_options(schedule, straight(static_cast<std::int64_t>(worker_of_stage.size())));
   options.worker_of_stage = worker_of_stage;
   return error_of(options);
 }
@@ -76,7 +77,8 @@ TEST(PipeDream, FewerMinibatchesThanInFlightGoesFromWarmUpToCoolDown) {
 
 TEST(PipeDream, MicrobatchesOfAMinibatchReadOneVersionAndAreUpdatedOnce) {
   const ScheduleOptions options = make_options("pipedream", {2, 1}, 2);
-  EXPECT_EQ(on_paper(options, 0, 3), "F0.0 F0.1 | F1.0 B0.0 F1.1 B0.1 U0 F2.0 B1.0 F2.1 B1.1 U1 | B2.0 B2.1 U2");
+  EXPECT_EQ(on_paper(options, 0, 3),
+            "F0.0 F0.1 | F1.0 B0.0 F1.1 B0.1 U0 F2.0 B1.0 F2.1 B1.1 U1 | B2.0 B2.1 U2");
   EXPECT_EQ(on_paper(options, 1, 2), "F0.0 B0.0 F0.1 B0.1 U0 F1.0 B1.0 F1.1 B1.1 U1");
   EXPECT_EQ(versions_of(Opcode::kForward, options, 0, 3), (Counts{0, 0, 0, 0, 1, 1}));
   EXPECT_EQ(versions_of(Opcode::kUpdate, options, 0, 3), (Counts{1, 2, 3}));
@@ -125,8 +127,9 @@ TEST(TwoBw, MicrobatchKReadsThePapersVersionAtEveryStage) {
 // PipeDream-2BW (ICML'21), section 3.2.
 TEST(Flush, IsOneForwardOneBackwardThatDrainsInEveryMinibatch) {
   const ScheduleOptions options = make_options("flush", {3, 2, 1}, 4);
-  EXPECT_EQ(on_paper(options, 0, 2),
-            "F0.0 F0.1 | F0.2 B0.0 F0.3 B0.1 | B0.2 B0.3 U0 | F1.0 F1.1 | F1.2 B1.0 F1.3 B1.1 | B1.2 B1.3 U1");
+  EXPECT_EQ(
+      on_paper(options, 0, 2),
+      "F0.0 F0.1 | F0.2 B0.0 F0.3 B0.1 | B0.2 B0.3 U0 | F1.0 F1.1 | F1.2 B1.0 F1.3 B1.1 | B1.2 B1.3 U1");
   EXPECT_EQ(on_paper(options, 1, 1), "F0.0 | F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 | B0.3 U0");
   EXPECT_EQ(on_paper(options, 2, 1), "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 F0.3 B0.3 U0");
   EXPECT_EQ(versions_of(Opcode::kForward, options, 0, 2), (Counts{0, 0, 0, 0, 1, 1, 1, 1}));
@@ -141,8 +144,9 @@ TEST(Flush, FewerMicrobatchesThanStagesGoesFromWarmUpToCoolDown) {
 TEST(Gpipe, ForwardsAllMicrobatchesAndThenBackwardsAll) {
   const ScheduleOptions options = make_options("gpipe", {4, 3, 2, 1}, 4);
   for (std::int64_t worker = 0; worker < 4; ++worker) {
-    EXPECT_EQ(on_paper(options, worker, 2),
-              "F0.0 F0.1 F0.2 | F0.3 B0.0 | B0.1 B0.2 B0.3 U0 | F1.0 F1.1 F1.2 | F1.3 B1.0 | B1.1 B1.2 B1.3 U1");
+    EXPECT_EQ(
+        on_paper(options, worker, 2),
+        "F0.0 F0.1 F0.2 | F0.3 B0.0 | B0.1 B0.2 B0.3 U0 | F1.0 F1.1 F1.2 | F1.3 B1.0 | B1.1 B1.2 B1.3 U1");
   }
 }
 
@@ -174,8 +178,9 @@ TEST(Interleaved, HasMegatronsOrder) {
 
 TEST(Interleaved, MicrobatchesThatDoNotFillAGroupArePassedOver) {
   const ScheduleOptions options = make_interleaved(2, 2, 3);
-  EXPECT_EQ(on_paper(options, 0, 1),
-            "F0:0.0 F0:0.1 F2:0.0 F2:0.1 | F0:0.2 B2:0.0 B2:0.1 F2:0.2 B0:0.0 | B0:0.1 B2:0.2 B0:0.2 U0:0 U2:0");
+  EXPECT_EQ(
+      on_paper(options, 0, 1),
+      "F0:0.0 F0:0.1 F2:0.0 F2:0.1 | F0:0.2 B2:0.0 B2:0.1 F2:0.2 B0:0.0 | B0:0.1 B2:0.2 B0:0.2 U0:0 U2:0");
   EXPECT_EQ(on_paper(make_interleaved(3, 2, 1), 0, 2),
             "F0:0 F3:0 | B3:0 B0:0 U0:0 U3:0 | F0:1 F3:1 | B3:1 B0:1 U0:1 U3:1");
 }
@@ -184,7 +189,8 @@ TEST(Interleaved, OneChunkPerWorkerIsFlush) {
   for (std::int64_t num_workers = 1; num_workers <= 5; ++num_workers) {
     for (std::int64_t num_microbatches = 1; num_microbatches <= 9; ++num_microbatches) {
       const ScheduleOptions flush = make_options("flush", straight(num_workers), num_microbatches);
-      EXPECT_EQ(make_programs(make_interleaved(num_workers, 1, num_microbatches), 3), make_programs(flush, 3));
+      EXPECT_EQ(make_programs(make_interleaved(num_workers, 1, num_microbatches), 3),
+                make_programs(flush, 3));
       // Whatever the plan says is in flight.
       ScheduleOptions interleaved = make_options("interleaved", flush.in_flight, num_microbatches);
       interleaved.in_flight.assign(interleaved.in_flight.size(), 7);
@@ -220,13 +226,16 @@ TEST(Versions, EqualTheFormulas) {
                   num_kept_by_formula(schedule, options.in_flight, stage_index));
         for (const Instruction& instruction : make_program(options, WorkerIndex(stage), 9)) {
           const std::int64_t minibatch = instruction.minibatch.value();
-          const std::int64_t formula = version_by_formula(schedule, options.in_flight, stage_index, minibatch);
+          const std::int64_t formula =
+              version_by_formula(schedule, options.in_flight, stage_index, minibatch);
           if (instruction.opcode == Opcode::kForward) {
             EXPECT_EQ(instruction.version.value(), formula);
-            EXPECT_EQ(forward_version(options, instruction.stage, instruction.minibatch), instruction.version);
+            EXPECT_EQ(forward_version(options, instruction.stage, instruction.minibatch),
+                      instruction.version);
           } else if (instruction.opcode == Opcode::kBackward) {
             EXPECT_EQ(instruction.version.value(), schedule == "naive" ? minibatch : formula);
-            EXPECT_EQ(backward_version(options, instruction.stage, instruction.minibatch), instruction.version);
+            EXPECT_EQ(backward_version(options, instruction.stage, instruction.minibatch),
+                      instruction.version);
           } else {
             EXPECT_EQ(instruction.version.value(), minibatch + 1);
           }
@@ -252,8 +261,11 @@ TEST(Versions, InTheStashingSchedulesAForwardReadsTheNewest) {
       const ScheduleOptions options = make_options("pipedream", {in_flight}, num_microbatches);
       std::int64_t newest = 0;
       for (const Instruction& instruction : make_program(options, WorkerIndex(0), 20)) {
-        if (instruction.opcode == Opcode::kForward) EXPECT_EQ(instruction.version.value(), newest);
-        if (instruction.opcode == Opcode::kUpdate) EXPECT_EQ(instruction.version.value(), ++newest);
+        if (instruction.opcode == Opcode::kForward) {
+          EXPECT_EQ(instruction.version.value(), newest);
+        } else if (instruction.opcode == Opcode::kUpdate) {
+          EXPECT_EQ(instruction.version.value(), ++newest);
+        }
       }
       EXPECT_EQ(newest, 20);
     }
@@ -518,9 +530,10 @@ TEST(ScheduleOptions, DataParallelIsKnownAndNotBuilt) {
 }
 
 TEST(ScheduleOptions, AnUnknownScheduleListsTheKnownOnes) {
-  EXPECT_EQ(error_of(make_options("pipedreams", {1})),
-            "unknown schedule \"pipedreams\"; known are: \"pipedream\", \"vertical_sync\", \"naive\", \"2bw\", "
-            "\"flush\", \"gpipe\", \"model_parallel\", \"interleaved\"");
+  EXPECT_EQ(
+      error_of(make_options("pipedreams", {1})),
+      "unknown schedule \"pipedreams\"; known are: \"pipedream\", \"vertical_sync\", \"naive\", \"2bw\", "
+      "\"flush\", \"gpipe\", \"model_parallel\", \"interleaved\"");
 }
 
 TEST(ScheduleOptions, RefusesCountsThatAreOutOfRange) {
@@ -553,9 +566,10 @@ TEST(ScheduleOptions, TwoBwNeedsAsManyMicrobatchesAsAreInFlight) {
 
 TEST(ScheduleOptions, OnlyInterleavedHasSeveralStagesAtAWorker) {
   EXPECT_EQ(error_of_placement("flush", {0, 1, 2}), "");
-  EXPECT_EQ(error_of_placement("flush", {0, 1, 0}),
-            "worker_of_stage is 0 at stage 2; it must be 2: only schedule \"interleaved\" runs several stages "
-            "at a worker");
+  EXPECT_EQ(
+      error_of_placement("flush", {0, 1, 0}),
+      "worker_of_stage is 0 at stage 2; it must be 2: only schedule \"interleaved\" runs several stages "
+      "at a worker");
   EXPECT_EQ(error_of_placement("flush", {0, 2, 1}),
             "worker_of_stage is 2 at stage 1; it must be 1: stage s lies at worker s");
   EXPECT_NE(error_of_placement("flush", {-1, 1}), "");
@@ -568,9 +582,10 @@ TEST(ScheduleOptions, InterleavedDealsItsStagesOut) {
   EXPECT_EQ(error_of_placement("interleaved", {0, 1, 1, 0}),
             "worker_of_stage is 1 at stage 2; it must be 0: schedule \"interleaved\" has stage s at worker s "
             "mod 2");
-  EXPECT_EQ(error_of_placement("interleaved", {0, 1, 0}),
-            "worker_of_stage spreads 3 stages over 2 workers; schedule \"interleaved\" needs as many stages at "
-            "every worker");
+  EXPECT_EQ(
+      error_of_placement("interleaved", {0, 1, 0}),
+      "worker_of_stage spreads 3 stages over 2 workers; schedule \"interleaved\" needs as many stages at "
+      "every worker");
   EXPECT_EQ(error_of_placement("interleaved", {0, 0}),
             "worker_of_stage puts all 2 stages at one worker; schedule \"interleaved\" needs at least 2 "
             "workers");

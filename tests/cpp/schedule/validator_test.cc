@@ -4,320 +4,646 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <numeric>
+#include <functional>
+#include <set>
 #include <utility>
+
+#include "schedule/programs.h"
 
 namespace pipedream {
 namespace {
 
-std::vector<StageProgram> make_programs(const std::vector<std::int64_t>& in_flight,
-                                        std::int64_t num_minibatches) {
-  std::vector<StageProgram> programs;
-  const auto num_stages = static_cast<std::int64_t>(in_flight.size());
+const std::vector<std::string> kStraightSchedules = {"pipedream", "vertical_sync", "naive",         "2bw",
+                                                     "flush",     "gpipe",         "model_parallel"};
+
+std::string name_of(const ScheduleOptions& options, std::int64_t num_minibatches) {
+  return options.schedule + ", " + std::to_string(num_stages(options)) + " stages, " +
+         std::to_string(num_workers(options)) + " workers, n_0 " + std::to_string(options.in_flight[0]) +
+         ", " + std::to_string(options.num_microbatches) + " microbatches, " +
+         std::to_string(num_minibatches) + " minibatches";
+}
+
+// In flight that never rises downstream: what is needed, more of it everywhere, a steep one, a flat one.
+std::vector<Counts> in_flight_variants(std::int64_t num_stages) {
+  std::vector<Counts> variants(4);
   for (std::int64_t stage = 0; stage < num_stages; ++stage) {
-    const ProgramOptions options{"pipedream", StageIndex(stage), num_stages,
-                                 in_flight[static_cast<std::size_t>(stage)]};
-    programs.push_back({options, make_program(options, num_minibatches)});
+    const std::int64_t needed = num_stages - stage;
+    variants[0].push_back(needed);
+    variants[1].push_back(needed + 2);
+    variants[2].push_back(2 * needed - 1);
+    variants[3].push_back(2);
   }
-  return programs;
+  return variants;
 }
 
-std::vector<StageProgram> make_straight_programs(std::int64_t num_stages, std::int64_t num_minibatches) {
-  return make_programs(derive_in_flight(std::vector<std::int64_t>(static_cast<std::size_t>(num_stages), 1)),
-                       num_minibatches);
-}
-
-using Instructions = std::vector<Instruction>;
-
-Instructions::iterator find(Instructions& instructions, Opcode opcode, std::int64_t minibatch) {
-  return std::find_if(instructions.begin(), instructions.end(), [&](const Instruction& instruction) {
-    return instruction.opcode == opcode && instruction.minibatch.value() == minibatch;
-  });
-}
-
-void expect_fault(const std::vector<StageProgram>& programs, std::int64_t num_minibatches,
-                  const std::string& error) {
-  const ReplayReport report = replay(programs, num_minibatches);
-  EXPECT_FALSE(report.ok);
-  EXPECT_EQ(report.error, error);
-}
-
-// Most slots in use at once at a stage, from the formula alone: during the update of minibatch i, the
-// newest version i, the new version i + 1 (in place with one slot), and what minibatches i + 1 to
-// i + n_s - 1 still read.
-std::int64_t slots_from_formula(std::int64_t in_flight, std::int64_t num_minibatches) {
-  std::int64_t num_slots_max = 1;
-  for (std::int64_t updated = 0; in_flight > 1 && updated < num_minibatches; ++updated) {
-    std::vector<std::int64_t> versions = {updated, updated + 1};
-    for (std::int64_t reader = updated + 1; reader < std::min(updated + in_flight, num_minibatches);
-         ++reader) {
-      versions.push_back(std::max<std::int64_t>(0, reader - in_flight + 1));
-    }
-    std::sort(versions.begin(), versions.end());
-    versions.erase(std::unique(versions.begin(), versions.end()), versions.end());
-    num_slots_max = std::max(num_slots_max, static_cast<std::int64_t>(versions.size()));
-  }
-  return num_slots_max;
-}
-
-TEST(Validator, AcceptsStraightPipelinesOfEveryDepthAndLength) {
-  for (std::int64_t num_stages = 1; num_stages <= 16; ++num_stages) {
-    for (const std::int64_t num_minibatches : {0, 1, 2, 3, 7, 15, 16, 17, 40}) {
-      const ReplayReport report =
-          replay(make_straight_programs(num_stages, num_minibatches), num_minibatches);
-      ASSERT_TRUE(report.ok) << report.error;
-      for (std::int64_t stage = 0; stage < num_stages; ++stage) {
-        const auto stage_index = static_cast<std::size_t>(stage);
-        EXPECT_EQ(report.activations_live_max[stage_index], std::min(num_stages - stage, num_minibatches));
-        EXPECT_EQ(report.versions_live_max[stage_index],
-                  slots_from_formula(num_stages - stage, num_minibatches))
-            << "stage " << stage << " of " << num_stages << ", " << num_minibatches << " minibatches";
+// Every schedule at S = 1..6 and m = 1..8, with recompute at every second stage.
+void for_all_schedules(const std::function<void(const ScheduleOptions&)>& body) {
+  for (std::int64_t num_stages = 1; num_stages <= 6; ++num_stages) {
+    for (std::int64_t num_microbatches = 1; num_microbatches <= 8; ++num_microbatches) {
+      std::vector<ScheduleOptions> all;
+      for (const std::string& schedule : kStraightSchedules) {
+        for (const Counts& in_flight : in_flight_variants(num_stages)) {
+          if (schedule == "2bw" && num_microbatches < in_flight[0]) continue;
+          all.push_back(make_options(schedule, in_flight, num_microbatches));
+        }
+      }
+      for (std::int64_t num_workers = 2; num_workers <= num_stages; ++num_workers) {
+        if (num_stages % num_workers != 0) continue;
+        all.push_back(make_interleaved(num_workers, num_stages / num_workers, num_microbatches));
+      }
+      for (ScheduleOptions& options : all) {
+        for (std::int64_t stage = 0; stage < num_stages; ++stage) options.recompute.push_back(stage % 2 == 1);
+        body(options);
       }
     }
   }
 }
 
+TEST(Validator, AcceptsEveryScheduleOfEveryShapeAndLength) {
+  for_all_schedules([](const ScheduleOptions& options) {
+    for (std::int64_t num_minibatches = 0; num_minibatches <= 9; ++num_minibatches) {
+      const ReplayReport report = replay(options, make_programs(options, num_minibatches), num_minibatches);
+      ASSERT_TRUE(report.ok) << name_of(options, num_minibatches) << ": " << report.error;
+      for (std::int64_t stage = 0; stage < num_stages(options); ++stage) {
+        const auto stage_index = static_cast<std::size_t>(stage);
+        const std::int64_t window = num_microbatches_in_flight(options, StageIndex(stage));
+        const std::int64_t num_together = drains_every_minibatch(options) ? 1 : num_minibatches;
+        ASSERT_EQ(report.activations_live_max[stage_index],
+                  num_minibatches == 0 ? 0 : std::min(window, num_together * options.num_microbatches))
+            << name_of(options, num_minibatches) << ", stage " << stage;
+        ASSERT_LE(report.versions_live_max[stage_index], num_versions_kept(options, StageIndex(stage)))
+            << name_of(options, num_minibatches) << ", stage " << stage;
+      }
+    }
+  });
+}
+
 TEST(Validator, VersionsKeptIsTight) {
-  // Never more than n_s slots, and all of them as soon as the run is long enough: no spare slot, none less.
-  for (std::int64_t in_flight = 1; in_flight <= 16; ++in_flight) {
-    const std::int64_t num_minibatches_to_fill = std::max<std::int64_t>(1, 2 * in_flight - 3);
-    for (std::int64_t num_minibatches = 1; num_minibatches <= 3 * in_flight; ++num_minibatches) {
-      const ReplayReport report = replay(make_programs({in_flight}, num_minibatches), num_minibatches);
+  // All slots are in use as soon as the run is long enough: no spare slot, none less.
+  for_all_schedules([](const ScheduleOptions& options) {
+    const std::int64_t num_minibatches = 2 * options.in_flight[0];
+    const ReplayReport report = replay(options, make_programs(options, num_minibatches), num_minibatches);
+    ASSERT_TRUE(report.ok) << report.error;
+    for (std::int64_t stage = 0; stage < num_stages(options); ++stage) {
+      ASSERT_EQ(report.versions_live_max[static_cast<std::size_t>(stage)],
+                num_versions_kept(options, StageIndex(stage)))
+          << name_of(options, num_minibatches) << ", stage " << stage;
+    }
+  });
+}
+
+// Most slots in use at once at a stage of weight stashing, from the formula alone: during the update of
+// minibatch i, the newest version i, the new version i + 1 (in place with one slot), and what minibatches
+// i + 1 to i + n_s - 1 still read.
+std::int64_t slots_from_formula(std::int64_t in_flight, std::int64_t num_minibatches) {
+  std::size_t num_slots_max = 1;
+  for (std::int64_t updated = 0; in_flight > 1 && updated < num_minibatches; ++updated) {
+    std::set<std::int64_t> versions = {updated, updated + 1};
+    for (std::int64_t reader = updated + 1; reader < std::min(updated + in_flight, num_minibatches);
+         ++reader) {
+      versions.insert(std::max<std::int64_t>(0, reader - in_flight + 1));
+    }
+    num_slots_max = std::max(num_slots_max, versions.size());
+  }
+  return static_cast<std::int64_t>(num_slots_max);
+}
+
+TEST(Validator, StashedVersionsOfShortRunsAreThoseOfTheFormula) {
+  for (std::int64_t num_stages = 1; num_stages <= 16; ++num_stages) {
+    for (const std::int64_t num_minibatches : {0, 1, 2, 3, 7, 15, 16, 17, 40}) {
+      const ScheduleOptions options = make_options("pipedream", straight(num_stages));
+      const ReplayReport report = replay(options, make_programs(options, num_minibatches), num_minibatches);
       ASSERT_TRUE(report.ok) << report.error;
-      EXPECT_LE(report.versions_live_max[0], in_flight);
-      EXPECT_EQ(report.versions_live_max[0] == in_flight, num_minibatches >= num_minibatches_to_fill)
-          << "in_flight " << in_flight << ", " << num_minibatches << " minibatches";
+      for (std::int64_t stage = 0; stage < num_stages; ++stage) {
+        EXPECT_EQ(report.versions_live_max[static_cast<std::size_t>(stage)],
+                  slots_from_formula(num_stages - stage, num_minibatches))
+            << name_of(options, num_minibatches) << ", stage " << stage;
+      }
     }
   }
 }
 
-TEST(Validator, BoundaryQueuesAreBoundedAtAnySpeedOfTheStages) {
+TEST(Validator, InterleavedHasNoDeadlockForAnyNumberOfMicrobatches) {
+  for (std::int64_t num_workers = 2; num_workers <= 4; ++num_workers) {
+    for (std::int64_t num_chunks = 1; num_chunks <= 4; ++num_chunks) {
+      for (std::int64_t num_microbatches = 1; num_microbatches <= 12; ++num_microbatches) {
+        const ScheduleOptions options = make_interleaved(num_workers, num_chunks, num_microbatches);
+        const ReplayReport report = replay(options, make_programs(options, 2), 2);
+        ASSERT_TRUE(report.ok) << name_of(options, 2) << ": " << report.error;
+      }
+    }
+  }
+}
+
+// The longest that any queue can be, by trying every state that the workers can reach. States are the
+// workers' positions; the first num_boundaries results are of activations, the others of gradients.
+Counts queued_max_by_trying_everything(const ScheduleOptions& options, const Programs& programs) {
+  const auto num_boundaries = static_cast<std::size_t>(num_stages(options) - 1);
+  Counts queued_max(2 * num_boundaries, 0);
+  std::set<std::vector<std::size_t>> seen;
+  std::vector<std::vector<std::size_t>> to_do = {std::vector<std::size_t>(programs.size(), 0)};
+  while (!to_do.empty()) {
+    const std::vector<std::size_t> positions = to_do.back();
+    to_do.pop_back();
+    if (!seen.insert(positions).second) continue;
+    Counts queued(2 * num_boundaries, 0);
+    for (std::size_t worker = 0; worker < programs.size(); ++worker) {
+      for (std::size_t position = 0; position < positions[worker]; ++position) {
+        const Instruction& done = programs[worker][position];
+        const auto stage = static_cast<std::size_t>(done.stage.value());
+        if (done.opcode == Opcode::kForward && stage > 0) --queued[stage - 1];
+        if (done.opcode == Opcode::kForward && stage < num_boundaries) ++queued[stage];
+        if (done.opcode == Opcode::kBackward && stage < num_boundaries) --queued[num_boundaries + stage];
+        if (done.opcode == Opcode::kBackward && stage > 0) ++queued[num_boundaries + stage - 1];
+      }
+    }
+    if (*std::min_element(queued.begin(), queued.end()) < 0) continue;  // read before it was written
+    for (std::size_t queue = 0; queue < queued.size(); ++queue) {
+      queued_max[queue] = std::max(queued_max[queue], queued[queue]);
+    }
+    for (std::size_t worker = 0; worker < programs.size(); ++worker) {
+      if (positions[worker] == programs[worker].size()) continue;
+      to_do.push_back(positions);
+      ++to_do.back()[worker];
+    }
+  }
+  return queued_max;
+}
+
+TEST(Validator, BoundaryQueuesAreExactlyTheWorstOverAllSpeeds) {
+  std::vector<ScheduleOptions> all = {make_interleaved(2, 2, 2), make_interleaved(2, 2, 3),
+                                      make_interleaved(3, 2, 1), make_options("pipedream", {5, 2, 1})};
+  for (const std::string& schedule : kStraightSchedules) {
+    all.push_back(make_options(schedule, {2, 1}, 3));
+    if (schedule != "2bw") all.push_back(make_options(schedule, {3, 2, 1}, 1));
+  }
+  for (const ScheduleOptions& options : all) {
+    const Programs programs = make_programs(options, 3);
+    const ReplayReport report = replay(options, programs, 3);
+    ASSERT_TRUE(report.ok) << report.error;
+    Counts queued_max = report.activations_queued_max;
+    queued_max.insert(queued_max.end(), report.gradients_queued_max.begin(),
+                      report.gradients_queued_max.end());
+    EXPECT_EQ(queued_max, queued_max_by_trying_everything(options, programs)) << name_of(options, 3);
+  }
+}
+
+TEST(Validator, BoundaryQueuesOfAStraightPipelineHoldWhatUpstreamMayHaveInFlight) {
   for (std::int64_t num_stages = 2; num_stages <= 8; ++num_stages) {
-    const ReplayReport report = replay(make_straight_programs(num_stages, 50), 50);
+    const ScheduleOptions options = make_options("pipedream", straight(num_stages));
+    const ReplayReport report = replay(options, make_programs(options, 50), 50);
     ASSERT_TRUE(report.ok) << report.error;
     for (std::int64_t boundary = 0; boundary + 1 < num_stages; ++boundary) {
       const auto boundary_index = static_cast<std::size_t>(boundary);
-      // Downstream stands still: everything that upstream may have in flight waits there.
       EXPECT_EQ(report.activations_queued_max[boundary_index], num_stages - boundary);
-      // Upstream stands still after its last forward: downstream finishes all that is in flight.
       EXPECT_EQ(report.gradients_queued_max[boundary_index], num_stages - boundary);
     }
   }
 }
 
-TEST(Validator, AcceptsMoreInFlightThanNeeded) {
-  const ReplayReport report = replay(make_programs({6, 3, 1}, 20), 20);
+// Lists that make_program would not give, and that are right all the same.
+
+TEST(Validator, AcceptsABackwardThatGoesAheadOfAForward) {
+  // 1F1B with a smaller window: F0.0 B0.0 F0.1 B0.1 ... instead of F0.0 F0.1 B0.0 ...
+  const ScheduleOptions options = make_options("flush", {2, 1}, 4);
+  Programs programs = make_programs(options, 2);
+  programs[0] = make_program(make_options("flush", {1, 1}, 4), WorkerIndex(0), 2);
+  const ReplayReport report = replay(options, programs, 2);
   EXPECT_TRUE(report.ok) << report.error;
-  EXPECT_EQ(report.versions_live_max, (std::vector<std::int64_t>{6, 3, 1}));
-  EXPECT_EQ(report.activations_queued_max, (std::vector<std::int64_t>{6, 3}));
+  EXPECT_EQ(report.activations_live_max, (Counts{1, 1}));
 }
 
-TEST(Validator, InFlightThatRisesDownstreamDeadlocks) {
+TEST(Validator, AcceptsUpdatesOfAWorkersStagesInAnyOrder) {
+  const ScheduleOptions options = make_interleaved(2, 2, 2);
+  Programs programs = make_programs(options, 1);
+  std::swap(programs[0][programs[0].size() - 1], programs[0][programs[0].size() - 2]);
+  const ReplayReport report = replay(options, programs, 1);
+  EXPECT_TRUE(report.ok) << report.error;
+}
+
+TEST(Validator, AcceptsARecomputeThatGoesAheadOfAForward) {
+  ScheduleOptions options = make_options("gpipe", {1}, 2);
+  options.recompute = {true};
+  Programs programs = make_programs(options, 1);  // F0.0 F0.1 R0.0 B0.0 ... becomes F0.0 R0.0 F0.1 B0.0 ...
+  std::swap(programs[0][1], programs[0][2]);
+  EXPECT_TRUE(replay(options, programs, 1).ok);
+}
+
+TEST(Validator, AcceptsTextThatAPersonWrote) {
+  const ScheduleOptions options = make_options("gpipe", {1}, 2);
+  const Programs programs = parse_programs(R"(
+      worker 0
+      FORWARD  stage 0 minibatch 0 microbatch 0 reads version 0
+      BACKWARD stage 0 minibatch 0 microbatch 0 reads version 0   # not as GPipe does it, but right
+      FORWARD  stage 0 minibatch 0 microbatch 1 reads version 0
+      BACKWARD stage 0 minibatch 0 microbatch 1 reads version 0
+      UPDATE   stage 0 minibatch 0 writes version 1)");
+  EXPECT_TRUE(replay(options, programs, 1).ok);
+}
+
+// Broken lists.
+
+Instructions::iterator find(Instructions& program, Opcode opcode, std::int64_t minibatch,
+                            std::int64_t microbatch = 0, std::int64_t stage = -1) {
+  const auto found = std::find_if(program.begin(), program.end(), [&](const Instruction& instruction) {
+    return instruction.opcode == opcode && instruction.minibatch.value() == minibatch &&
+           instruction.microbatch.value() == microbatch && (stage < 0 || instruction.stage.value() == stage);
+  });
+  EXPECT_NE(found, program.end());
+  return found;
+}
+
+void move_before(Instructions& program, Instructions::iterator moved, Instructions::iterator target) {
+  const Instruction instruction = *moved;
+  const auto target_index = target - program.begin();
+  program.erase(moved);
+  program.insert(program.begin() + target_index - (target > moved ? 1 : 0), instruction);
+}
+
+class BrokenList : public testing::Test {
+ protected:
+  void use(const ScheduleOptions& options, std::int64_t num_minibatches) {
+    options_ = options;
+    num_minibatches_ = num_minibatches;
+    programs_ = make_programs(options, num_minibatches);
+  }
+  void use(const std::string& schedule, const Counts& in_flight, std::int64_t num_microbatches,
+           std::int64_t num_minibatches) {
+    use(make_options(schedule, in_flight, num_microbatches), num_minibatches);
+  }
+  [[nodiscard]] Instructions& program(std::size_t worker) { return programs_.at(worker); }
+
+  void expect_fault(const std::string& error) const {
+    const ReplayReport report = replay(options_, programs_, num_minibatches_);
+    EXPECT_FALSE(report.ok);
+    EXPECT_EQ(report.error, error);
+  }
+
+  ScheduleOptions options_;
+  std::int64_t num_minibatches_ = 0;
+  Programs programs_;
+};
+
+TEST_F(BrokenList, InFlightThatRisesDownstreamDeadlocks) {
+  use("pipedream", {1, 2}, 1, 4);
   expect_fault(
-      make_programs({1, 2}, 4), 4,
-      "deadlock; stage 0, position 1, BACKWARD minibatch 0 microbatch 0 reads version 0: waits for the "
-      "gradient from stage 1; stage 1, position 1, FORWARD minibatch 1 microbatch 0 reads version 0: waits "
-      "for the activation from stage 0");
+      "deadlock; worker 0, position 1, BACKWARD stage 0 minibatch 0 microbatch 0 reads version 0: waits for "
+      "the gradient from stage 1; worker 1, position 1, FORWARD stage 1 minibatch 1 microbatch 0 reads "
+      "version 0: waits for the activation from stage 0");
+  use("pipedream", {1, 2}, 1, 1);
+  EXPECT_TRUE(replay(options_, programs_, num_minibatches_).ok) << "harmless in a run of one minibatch";
 }
 
-TEST(Validator, InFlightThatRisesDownstreamIsHarmlessWhenTheRunIsShorter) {
-  EXPECT_TRUE(replay(make_programs({1, 2}, 1), 1).ok);
-}
-
-TEST(Validator, SwappedOrderThatDeadlocksIsFound) {
-  std::vector<StageProgram> programs = make_straight_programs(3, 5);
-  Instructions& instructions = programs[0].instructions;  // F0 F1 F2 B0 ... becomes F0 B0 F2 F1 ...
-  std::swap(instructions[1], instructions[3]);
+TEST_F(BrokenList, OrderThatIsRightAtEveryWorkerAndDeadlocksTogether) {
+  use("flush", {3, 2, 1}, 3, 1);
+  programs_[0] = make_program(make_options("flush", {1, 1, 1}, 3), WorkerIndex(0), 1);
   expect_fault(
-      programs, 5,
-      "deadlock; stage 0, position 1, BACKWARD minibatch 0 microbatch 0 reads version 0: waits for the "
-      "gradient from stage 1; stage 1, position 1, FORWARD minibatch 1 microbatch 0 reads version 0: waits "
-      "for the activation from stage 0; stage 2, position 3, FORWARD minibatch 1 microbatch 0 reads version "
-      "1: waits for the activation from stage 1");
+      "deadlock; worker 0, position 1, BACKWARD stage 0 minibatch 0 microbatch 0 reads version 0: waits for "
+      "the gradient from stage 1; worker 1, position 1, FORWARD stage 1 minibatch 0 microbatch 1 reads "
+      "version 0: waits for the activation from stage 0; worker 2, position 2, FORWARD stage 2 minibatch 0 "
+      "microbatch 1 reads version 0: waits for the activation from stage 1");
 }
 
-TEST(Validator, MissingBackwardLeavesTheUpdateWithoutAGradient) {
-  std::vector<StageProgram> programs = make_straight_programs(2, 4);
-  Instructions& instructions = programs[1].instructions;
-  instructions.erase(find(instructions, Opcode::kBackward, 1));
+TEST_F(BrokenList, MissingInstructionIsNamedWhereTheNextOneNeedsIt) {
+  use("pipedream", {2, 1}, 1, 4);
+  program(1).erase(find(program(1), Opcode::kForward, 1));
   expect_fault(
-      programs, 4,
-      "stage 1, position 4, UPDATE minibatch 1 microbatch 0 writes version 2: there is no gradient: the "
-      "backward of the minibatch was not done yet");
-}
-
-TEST(Validator, MissingInstructionAtTheEndIsNamedRatherThanTheDeadlockItCauses) {
-  std::vector<StageProgram> programs = make_straight_programs(2, 3);
-  Instructions& instructions = programs[1].instructions;
-  instructions.pop_back();
-  expect_fault(programs, 3, "stage 1, position 8, end of the program: UPDATE minibatch 2 is missing");
-  instructions.pop_back();
-  expect_fault(programs, 3, "stage 1, position 7, end of the program: BACKWARD minibatch 2 is missing");
-  instructions.pop_back();
-  expect_fault(programs, 3, "stage 1, position 6, end of the program: FORWARD minibatch 2 is missing");
-}
-
-TEST(Validator, WrongVersionIsFound) {
-  std::vector<StageProgram> programs = make_straight_programs(3, 5);
-  Instructions& instructions = programs[0].instructions;
-  find(instructions, Opcode::kForward, 3)->version = WeightVersion(0);  // still held, but not the newest
+      "worker 1, position 3, BACKWARD stage 1 minibatch 1 microbatch 0 reads version 1: the microbatch was "
+      "not "
+      "forwarded yet");
+  use("pipedream", {2, 1}, 1, 4);
+  program(1).erase(find(program(1), Opcode::kBackward, 1));
   expect_fault(
-      programs, 5,
-      "stage 0, position 5, FORWARD minibatch 3 microbatch 0 reads version 0: the rule names version 1");
-}
-
-TEST(Validator, BackwardThatReadsAnotherVersionThanItsForwardIsFound) {
-  std::vector<StageProgram> programs = make_straight_programs(2, 5);
-  Instructions& instructions = programs[0].instructions;
-  find(instructions, Opcode::kBackward, 1)->version = WeightVersion(1);  // the newest, as without stashing
+      "worker 1, position 4, UPDATE stage 1 minibatch 1 writes version 2: the gradient is not complete: the "
+      "backward of 0 of 1 microbatches was done");
+  use("pipedream", {2, 1}, 1, 4);
+  program(1).erase(find(program(1), Opcode::kUpdate, 1));
   expect_fault(
-      programs, 5,
-      "stage 0, position 5, BACKWARD minibatch 1 microbatch 0 reads version 1: the rule names version 0");
+      "worker 1, position 5, FORWARD stage 1 minibatch 2 microbatch 0 reads version 2: version 2 is not "
+      "written yet; the newest is 1");
 }
 
-TEST(Validator, VersionThatIsNotWrittenYetIsFound) {
-  std::vector<StageProgram> programs = make_straight_programs(2, 5);
-  find(programs[0].instructions, Opcode::kForward, 1)->version = WeightVersion(1);
+TEST_F(BrokenList, MissingInstructionAtTheEndIsNamedRatherThanTheDeadlockItCauses) {
+  use("pipedream", {2, 1}, 1, 3);
+  program(1).pop_back();
+  expect_fault("worker 1, position 8, end of the program: UPDATE stage 1 minibatch 2 is missing");
+  program(1).pop_back();
   expect_fault(
-      programs, 5,
-      "stage 0, position 1, FORWARD minibatch 1 microbatch 0 reads version 1: version 1 is not written yet; "
-      "the newest is 0");
-}
-
-TEST(Validator, VersionThatWasOverwrittenIsFound) {
-  std::vector<StageProgram> programs = make_straight_programs(2, 6);
-  find(programs[0].instructions, Opcode::kForward, 4)->version = WeightVersion(1);
+      "worker 1, position 7, end of the program: BACKWARD stage 1 minibatch 2 microbatch 0 is missing");
+  program(1).pop_back();
   expect_fault(
-      programs, 6,
-      "stage 0, position 10, FORWARD minibatch 4 microbatch 0 reads version 1: version 1 was overwritten; "
-      "held are 2 to 3 in 2 slots");
-}
-
-TEST(Validator, InPlaceUpdateOverwritesTheOnlySlot) {
-  std::vector<StageProgram> programs = make_straight_programs(1, 3);
-  find(programs[0].instructions, Opcode::kForward, 1)->version = WeightVersion(0);
+      "worker 1, position 6, end of the program: FORWARD stage 1 minibatch 2 microbatch 0 is missing");
+  program(1).clear();
   expect_fault(
-      programs, 3,
-      "stage 0, position 3, FORWARD minibatch 1 microbatch 0 reads version 0: version 0 was overwritten; "
-      "held are 1 to 1 in 1 slots");
+      "worker 1, position 0, end of the program: FORWARD stage 1 minibatch 0 microbatch 0 is missing");
 }
 
-TEST(Validator, DoubleUpdateIsFound) {
-  std::vector<StageProgram> programs = make_straight_programs(2, 4);
-  Instructions& instructions = programs[1].instructions;
-  const auto update = find(instructions, Opcode::kUpdate, 1);
-  instructions.insert(update, *update);
+TEST_F(BrokenList, UpdateOfOneOfAWorkersStagesThatIsMissing) {
+  use(make_interleaved(2, 2, 2), 2);
+  program(1).pop_back();
+  expect_fault("worker 1, position 19, end of the program: UPDATE stage 3 minibatch 1 is missing");
+}
+
+TEST_F(BrokenList, RepeatedForwardBackwardAndUpdate) {
+  use("pipedream", {3, 2, 1}, 1, 3);
+  program(0).insert(program(0).begin(), program(0).front());
   expect_fault(
-      programs, 4,
-      "stage 1, position 6, UPDATE minibatch 1 microbatch 0 writes version 2: the update was already done");
-}
-
-TEST(Validator, UpdateBeforeItsBackwardIsFound) {
-  std::vector<StageProgram> programs = make_straight_programs(2, 4);
-  Instructions& instructions = programs[0].instructions;  // F0 F1 B0 U0 becomes F0 F1 U0 B0
-  std::swap(instructions[2], instructions[3]);
+      "worker 0, position 1, FORWARD stage 0 minibatch 0 microbatch 0 reads version 0: the microbatch was "
+      "already forwarded");
+  use("pipedream", {3, 2, 1}, 1, 3);
+  program(0).insert(find(program(0), Opcode::kUpdate, 0), *find(program(0), Opcode::kBackward, 0));
   expect_fault(
-      programs, 4,
-      "stage 0, position 2, UPDATE minibatch 0 microbatch 0 writes version 1: there is no gradient: the "
-      "backward of the minibatch was not done yet");
-}
-
-TEST(Validator, UpdateThatSkipsAVersionIsFound) {
-  std::vector<StageProgram> programs = make_straight_programs(1, 3);
-  find(programs[0].instructions, Opcode::kUpdate, 1)->version = WeightVersion(3);
-  expect_fault(programs, 3,
-               "stage 0, position 5, UPDATE minibatch 1 microbatch 0 writes version 3: the newest version is "
-               "1, so the "
-               "update writes version 2");
-}
-
-TEST(Validator, UpdatesOutOfOrderAreFound) {
-  std::vector<StageProgram> programs = make_programs({2}, 2);  // F0 F1 B0 U0 B1 U1 becomes F0 F1 B0 B1 U1 U0
-  Instructions& instructions = programs[0].instructions;
-  std::rotate(instructions.begin() + 3, instructions.begin() + 4, instructions.end());
+      "worker 0, position 4, BACKWARD stage 0 minibatch 0 microbatch 0 reads version 0: the backward was "
+      "already done");
+  use("pipedream", {3, 2, 1}, 1, 3);
+  program(0).insert(find(program(0), Opcode::kUpdate, 0), *find(program(0), Opcode::kUpdate, 0));
   expect_fault(
-      programs, 2,
-      "stage 0, position 4, UPDATE minibatch 1 microbatch 0 writes version 2: updates go in order; the next "
-      "minibatch is 0");
+      "worker 0, position 5, UPDATE stage 0 minibatch 0 writes version 1: the update was already done");
 }
 
-TEST(Validator, BackwardBeforeItsForwardIsFound) {
-  std::vector<StageProgram> programs = make_straight_programs(1, 2);
-  std::swap(programs[0].instructions[0], programs[0].instructions[1]);
+TEST_F(BrokenList, WrongVersionOfAForwardABackwardAndAnUpdate) {
+  use("pipedream", {3, 2, 1}, 1, 5);
+  find(program(0), Opcode::kForward, 3)->version = WeightVersion(0);  // still held, but not the rule's
   expect_fault(
-      programs, 2,
-      "stage 0, position 0, BACKWARD minibatch 0 microbatch 0 reads version 0: the minibatch was not "
+      "worker 0, position 5, FORWARD stage 0 minibatch 3 microbatch 0 reads version 0: the rule names "
+      "version "
+      "1");
+  use("pipedream", {3, 2, 1}, 1, 5);
+  find(program(0), Opcode::kBackward, 1)->version = WeightVersion(1);  // the newest, as without stashing
+  expect_fault(
+      "worker 0, position 6, BACKWARD stage 0 minibatch 1 microbatch 0 reads version 1: the rule names "
+      "version "
+      "0");
+  use("pipedream", {3, 2, 1}, 1, 5);
+  find(program(0), Opcode::kUpdate, 1)->version = WeightVersion(3);
+  expect_fault(
+      "worker 0, position 7, UPDATE stage 0 minibatch 1 writes version 3: the newest version is 1, so the "
+      "update writes version 2");
+}
+
+TEST_F(BrokenList, VersionsOfAnotherScheduleAreNotThisOnes) {
+  use("vertical_sync", {3, 2, 1}, 1, 5);
+  programs_ = make_programs(make_options("pipedream", {3, 2, 1}), 5);
+  expect_fault(
+      "worker 1, position 4, FORWARD stage 1 minibatch 2 microbatch 0 reads version 1: the rule names "
+      "version "
+      "0");
+  use("naive", {3, 2, 1}, 1, 5);
+  programs_ = make_programs(make_options("pipedream", {3, 2, 1}), 5);
+  expect_fault(
+      "worker 0, position 6, BACKWARD stage 0 minibatch 1 microbatch 0 reads version 0: the rule names "
+      "version "
+      "1");
+}
+
+TEST_F(BrokenList, ForwardThatReadsAVersionNotWrittenYet) {
+  use("pipedream", {2, 1}, 1, 5);  // F0 F1 B0 U0 F2 ... becomes F0 F1 B0 F2 U0 ...
+  move_before(program(0), find(program(0), Opcode::kForward, 2), find(program(0), Opcode::kUpdate, 0));
+  expect_fault(
+      "worker 0, position 3, FORWARD stage 0 minibatch 2 microbatch 0 reads version 1: version 1 is not "
+      "written yet; the newest is 0");
+}
+
+TEST_F(BrokenList, NaiveForwardThatComesTooLateForItsVersion) {
+  use("naive", {2, 1}, 1, 4);  // F0 F1 B0 U0 F2 B1 U1 ... becomes F0 F1 B0 U0 B1 U1 F2 ...
+  move_before(program(0), find(program(0), Opcode::kForward, 2), find(program(0), Opcode::kUpdate, 1) + 1);
+  expect_fault(
+      "worker 0, position 6, FORWARD stage 0 minibatch 2 microbatch 0 reads version 1: version 1 was "
+      "overwritten; the newest is 2, and 1 are kept");
+}
+
+TEST_F(BrokenList, SwappedForwardsAndBackwards) {
+  use("gpipe", {2, 1}, 3, 1);
+  std::swap(program(0)[0], program(0)[1]);
+  expect_fault(
+      "worker 0, position 0, FORWARD stage 0 minibatch 0 microbatch 1 reads version 0: forwards go in order; "
+      "the next is minibatch 0 microbatch 0");
+  use("gpipe", {2, 1}, 3, 1);
+  std::swap(program(1)[3], program(1)[5]);  // GPipe's figure has them in this order; the queues do not
+  expect_fault(
+      "worker 1, position 3, BACKWARD stage 1 minibatch 0 microbatch 2 reads version 0: backwards go in "
+      "order; "
+      "the next is minibatch 0 microbatch 0");
+}
+
+TEST_F(BrokenList, BackwardBeforeItsForward) {
+  use("pipedream", {1}, 1, 2);
+  std::swap(program(0)[0], program(0)[1]);
+  expect_fault(
+      "worker 0, position 0, BACKWARD stage 0 minibatch 0 microbatch 0 reads version 0: the microbatch was "
+      "not "
       "forwarded yet");
 }
 
-TEST(Validator, RepeatedForwardAndBackwardAreFound) {
-  std::vector<StageProgram> programs = make_programs({2}, 3);
-  Instructions& instructions = programs[0].instructions;
-  instructions.insert(instructions.begin(), instructions.front());
+TEST_F(BrokenList, UpdateBeforeAllMicrobatchesWentBackward) {
+  use("2bw", {2, 1}, 3, 2);
+  move_before(program(0), find(program(0), Opcode::kUpdate, 0), find(program(0), Opcode::kBackward, 0, 2));
   expect_fault(
-      programs, 3,
-      "stage 0, position 1, FORWARD minibatch 0 microbatch 0 reads version 0: the minibatch was already "
-      "forwarded");
-  instructions.erase(instructions.begin());
-  const auto backward = find(instructions, Opcode::kBackward, 0);
-  instructions.insert(backward, *backward);
-  expect_fault(programs, 3,
-               "stage 0, position 3, BACKWARD minibatch 0 microbatch 0 reads version 0: the backward was "
-               "already done");
+      "worker 0, position 6, UPDATE stage 0 minibatch 0 writes version 1: the gradient is not complete: the "
+      "backward of 2 of 3 microbatches was done");
 }
 
-TEST(Validator, GradientsThatArriveInAnotherOrderAreFound) {
-  std::vector<StageProgram> programs = make_programs({2, 2}, 2);
-  Instructions& instructions = programs[0].instructions;  // F0 F1 B0 U0 B1 U1 becomes F0 F1 B1 U0 B0 U1
-  std::swap(instructions[2], instructions[4]);
+TEST_F(BrokenList, BackwardOfTheNextMinibatchBeforeTheUpdate) {
+  use("pipedream", {2}, 1, 3);  // F0 F1 B0 U0 F2 B1 ... becomes F0 F1 B0 B1 U0 F2 ...
+  move_before(program(0), find(program(0), Opcode::kBackward, 1), find(program(0), Opcode::kUpdate, 0));
   expect_fault(
-      programs, 2,
-      "stage 0, position 2, BACKWARD minibatch 1 microbatch 0 reads version 0: the next message to arrive is "
-      "of minibatch 0");
+      "worker 0, position 3, BACKWARD stage 0 minibatch 1 microbatch 0 reads version 0: the update of "
+      "minibatch 0 is due first: gradients of two minibatches would be added up");
 }
 
-TEST(Validator, ForwardsOutOfOrderAreFound) {
-  std::vector<StageProgram> programs = make_straight_programs(2, 3);
-  std::swap(programs[0].instructions[0], programs[0].instructions[1]);
+TEST_F(BrokenList, UpdatesOutOfOrder) {
+  use("pipedream", {2, 1}, 1, 3);
+  std::swap(*find(program(0), Opcode::kUpdate, 0), *find(program(0), Opcode::kUpdate, 1));
   expect_fault(
-      programs, 3,
-      "stage 0, position 0, FORWARD minibatch 1 microbatch 0 reads version 0: forwards go in order; the next "
-      "minibatch is 0");
+      "worker 0, position 3, UPDATE stage 0 minibatch 1 writes version 2: the gradient is not complete: the "
+      "backward of 0 of 1 microbatches was done");
 }
 
-TEST(Validator, MoreInFlightThanAllowedIsFound) {
-  std::vector<StageProgram> programs = make_programs({3}, 5);
-  programs[0].options.in_flight = 2;  // the list was made for 3
+TEST_F(BrokenList, MoreInFlightThanTheWindow) {
+  use("pipedream", {2, 1}, 2, 3);
+  programs_[0] = make_program(make_options("pipedream", {3, 2}, 2), WorkerIndex(0), 3);
   expect_fault(
-      programs, 5,
-      "stage 0, position 2, FORWARD minibatch 2 microbatch 0 reads version 0: in_flight is 2, and as many "
-      "minibatches still wait for their backward");
+      "worker 0, position 3, FORWARD stage 0 minibatch 1 microbatch 1 reads version 0: at most 3 "
+      "microbatches "
+      "may be in flight at the stage, and as many wait for their backward");
+  use("flush", {2, 1}, 4, 1);
+  programs_ = make_programs(make_options("gpipe", {2, 1}, 4), 1);
+  expect_fault(
+      "worker 0, position 2, FORWARD stage 0 minibatch 0 microbatch 2 reads version 0: at most 2 "
+      "microbatches "
+      "may be in flight at the stage, and as many wait for their backward");
 }
 
-TEST(Validator, MinibatchesAndMicrobatchesThatDoNotExistAreFound) {
-  std::vector<StageProgram> programs = make_straight_programs(1, 3);
-  expect_fault(
-      programs, 2,
-      "stage 0, position 6, FORWARD minibatch 2 microbatch 0 reads version 2: the minibatch does not exist; "
-      "there are 2");
-  programs[0].instructions[0].microbatch = MicrobatchIndex(1);
-  expect_fault(
-      programs, 3,
-      "stage 0, position 0, FORWARD minibatch 0 microbatch 1 reads version 0: the microbatch does not exist; "
-      "a minibatch has one");
+TEST_F(BrokenList, ForwardOfTheNextMinibatchBeforeADrainingScheduleHasUpdated) {
+  for (const std::string schedule : {"flush", "gpipe", "model_parallel"}) {
+    use(schedule, {1, 1}, 1, 2);
+    move_before(program(1), find(program(1), Opcode::kForward, 1), find(program(1), Opcode::kUpdate, 0));
+    expect_fault(
+        "worker 1, position 2, FORWARD stage 1 minibatch 1 microbatch 0 reads version 1: the schedule drains "
+        "every minibatch, and the update of minibatch 0 was not done yet");
+  }
 }
 
-TEST(Validator, RefusesProgramsThatAreNoPipeline) {
-  expect_fault({}, 1, "there are no programs; a plan has at least one stage");
-  expect_fault(make_straight_programs(1, 1), -1, "num_minibatches is -1; it must be 0 or more");
-  std::vector<StageProgram> programs = make_straight_programs(2, 1);
-  std::swap(programs[0], programs[1]);
-  expect_fault(programs, 1, "program 0 of 2 is for stage 1 of 2");
-  programs.pop_back();
-  expect_fault(programs, 1, "program 0 of 1 is for stage 1 of 2");
-  programs = make_straight_programs(1, 1);
-  programs[0].options.in_flight = 0;
-  expect_fault(programs, 1, "in_flight is 0 at stage 0; it must be at least 1");
+TEST_F(BrokenList, UpdateBeforeAnotherStageOfTheWorkerHasDrained) {
+  use(make_interleaved(2, 2, 1), 1);  // F0 F2 B2 B0 U0 U2 becomes F0 F2 B2 U2 B0 U0
+  move_before(program(0), find(program(0), Opcode::kUpdate, 0, 0, 2),
+              find(program(0), Opcode::kBackward, 0, 0, 0));
+  expect_fault(
+      "worker 0, position 3, UPDATE stage 2 minibatch 0 writes version 1: the schedule drains every "
+      "minibatch, "
+      "and stage 0 still has backwards to do");
+}
+
+TEST_F(BrokenList, RecomputeWhereItIsNotAskedForOrMissingWhereItIs) {
+  use("flush", {2, 1}, 1, 1);
+  ScheduleOptions with_recompute = options_;
+  with_recompute.recompute = {true, false};
+  programs_ = make_programs(with_recompute, 1);
+  expect_fault(
+      "worker 0, position 1, RECOMPUTE stage 0 minibatch 0 microbatch 0 reads version 0: the options ask for "
+      "no recompute at the stage");
+  use(with_recompute, 1);
+  programs_ = make_programs(make_options("flush", {2, 1}), 1);
+  expect_fault(
+      "worker 0, position 1, BACKWARD stage 0 minibatch 0 microbatch 0 reads version 0: the options ask for "
+      "a "
+      "recompute first");
+}
+
+TEST_F(BrokenList, RecomputeThatIsEarlyRepeatedLateOrOfAnotherVersion) {
+  ScheduleOptions options = make_options("gpipe", {1}, 2);
+  options.recompute = {true};
+  use(options, 1);
+  std::swap(program(0)[0], program(0)[2]);  // F0.0 F0.1 R0.0 B0.0 ...
+  expect_fault(
+      "worker 0, position 0, RECOMPUTE stage 0 minibatch 0 microbatch 0 reads version 0: the microbatch was "
+      "not forwarded yet");
+  use(options, 1);
+  program(0).insert(program(0).begin() + 2, program(0)[2]);
+  expect_fault(
+      "worker 0, position 3, RECOMPUTE stage 0 minibatch 0 microbatch 0 reads version 0: the microbatch was "
+      "already recomputed");
+  use(options, 1);
+  std::swap(program(0)[2], program(0)[4]);
+  expect_fault(
+      "worker 0, position 2, RECOMPUTE stage 0 minibatch 0 microbatch 1 reads version 0: backwards go in "
+      "order; the next is minibatch 0 microbatch 0");
+  use(options, 1);
+  program(0)[2].version = WeightVersion(1);
+  expect_fault(
+      "worker 0, position 2, RECOMPUTE stage 0 minibatch 0 microbatch 0 reads version 1: the rule names "
+      "version 0");
+}
+
+TEST_F(BrokenList, RecomputeOfTwoMicrobatchesAtOnce) {
+  ScheduleOptions options = make_options("gpipe", {1}, 2);
+  options.recompute = {true};
+  use(options, 1);
+  std::swap(program(0)[3], program(0)[4]);  // F F R0.0 B0.0 R0.1 B0.1 becomes F F R0.0 R0.1 B0.0 B0.1
+  expect_fault(
+      "worker 0, position 3, RECOMPUTE stage 0 minibatch 0 microbatch 1 reads version 0: backwards go in "
+      "order; the next is minibatch 0 microbatch 0");
+}
+
+TEST_F(BrokenList, WrongStage) {
+  use("pipedream", {3, 2, 1}, 1, 2);
+  program(1)[1].stage = StageIndex(2);
+  expect_fault(
+      "worker 1, position 1, FORWARD stage 2 minibatch 1 microbatch 0 reads version 0: the stage lies at "
+      "worker "
+      "2");
+  program(1)[1].stage = StageIndex(3);
+  expect_fault(
+      "worker 1, position 1, FORWARD stage 3 minibatch 1 microbatch 0 reads version 0: the stage does not "
+      "exist; there are 3");
+  program(1)[1].stage = StageIndex(-1);
+  expect_fault(
+      "worker 1, position 1, FORWARD stage -1 minibatch 1 microbatch 0 reads version 0: the stage does not "
+      "exist; there are 3");
+  use(make_interleaved(2, 2, 1), 1);
+  program(0)[1].stage = StageIndex(0);
+  expect_fault(
+      "worker 0, position 1, FORWARD stage 0 minibatch 0 microbatch 0 reads version 0: the microbatch was "
+      "already forwarded");
+}
+
+TEST_F(BrokenList, MinibatchesAndMicrobatchesThatDoNotExist) {
+  use("pipedream", {1}, 1, 3);
+  num_minibatches_ = 2;
+  expect_fault(
+      "worker 0, position 6, FORWARD stage 0 minibatch 2 microbatch 0 reads version 2: the minibatch does "
+      "not "
+      "exist; there are 2");
+  program(0)[0].minibatch = MinibatchId(-1);
+  expect_fault(
+      "worker 0, position 0, FORWARD stage 0 minibatch -1 microbatch 0 reads version 0: the minibatch does "
+      "not "
+      "exist; there are 2");
+  use("pipedream", {1}, 2, 1);
+  program(0)[1].microbatch = MicrobatchIndex(2);
+  expect_fault(
+      "worker 0, position 1, BACKWARD stage 0 minibatch 0 microbatch 2 reads version 0: the microbatch does "
+      "not "
+      "exist; a minibatch has 2");
+  use("pipedream", {1}, 2, 1);
+  program(0).back().microbatch = MicrobatchIndex(1);
+  expect_fault(
+      "worker 0, position 4, UPDATE stage 0 minibatch 0 writes version 1: an update is of the whole "
+      "minibatch, "
+      "not of microbatch 1");
+}
+
+TEST_F(BrokenList, ProgramsThatAreNotThePlans) {
+  use("pipedream", {2, 1}, 1, 1);
+  programs_.pop_back();
+  expect_fault("there are 1 programs; the plan has 2 workers");
+  programs_.clear();
+  expect_fault("there are 0 programs; the plan has 2 workers");
+  use("pipedream", {2, 1}, 1, 1);
+  std::swap(programs_[0], programs_[1]);
+  expect_fault(
+      "worker 0, position 0, FORWARD stage 1 minibatch 0 microbatch 0 reads version 0: the stage lies at "
+      "worker "
+      "1");
+}
+
+TEST_F(BrokenList, OptionsThatAreRefused) {
+  use("pipedream", {2, 1}, 1, 1);
+  num_minibatches_ = -1;
+  expect_fault("num_minibatches is -1; it must be between 0 and 1099511627776");
+  use("pipedream", {2, 1}, 1, 1);
+  options_.in_flight = {2, 0};
+  expect_fault("in_flight is 0 at stage 1; it must be at least 1 and at most 1099511627776");
+}
+
+TEST_F(BrokenList, NoInstructionCanBeLeftOutGivenTwiceOrRenumbered) {
+  std::vector<ScheduleOptions> all = {make_interleaved(2, 2, 3)};
+  for (const std::string& schedule : kStraightSchedules) all.push_back(make_options(schedule, {3, 2, 1}, 3));
+  for (ScheduleOptions& options : all) {
+    options.recompute.assign(options.in_flight.size(), true);
+    const Programs right = make_programs(options, 3);
+    for (std::size_t worker = 0; worker < right.size(); ++worker) {
+      for (std::size_t position = 0; position < right[worker].size(); ++position) {
+        const auto offset = static_cast<std::ptrdiff_t>(position);
+        const std::string changed = to_string(right[worker][position]) + " of " + options.schedule;
+        use(options, 3);
+        program(worker).erase(program(worker).begin() + offset);
+        EXPECT_FALSE(replay(options, programs_, 3).ok) << changed << " left out";
+        use(options, 3);
+        program(worker).insert(program(worker).begin() + offset, right[worker][position]);
+        EXPECT_FALSE(replay(options, programs_, 3).ok) << changed << " given twice";
+        use(options, 3);
+        program(worker)[position].version = program(worker)[position].version.next();
+        EXPECT_FALSE(replay(options, programs_, 3).ok) << changed << " of another version";
+        use(options, 3);
+        program(worker)[position].minibatch = program(worker)[position].minibatch.next();
+        EXPECT_FALSE(replay(options, programs_, 3).ok) << changed << " of another minibatch";
+        use(options, 3);
+        program(worker)[position].microbatch = program(worker)[position].microbatch.next();
+        EXPECT_FALSE(replay(options, programs_, 3).ok) << changed << " of another microbatch";
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -4,21 +4,89 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "schedule/programs.h"
 
 namespace pipedream {
 namespace {
 
 constexpr auto kPatience = std::chrono::seconds(60);
+constexpr std::int64_t kPoison = -1;
+
+Opcode opcode_of(WorkKind kind) {
+  switch (kind) {
+    case WorkKind::kForward:
+      return Opcode::kForward;
+    case WorkKind::kRecompute:
+      return Opcode::kRecompute;
+    case WorkKind::kBackward:
+      return Opcode::kBackward;
+    case WorkKind::kUpdate:
+      return Opcode::kUpdate;
+    case WorkKind::kDone:
+      break;
+  }
+  ADD_FAILURE() << "done is no instruction";
+  return Opcode::kForward;
+}
+
+// Every schedule that the planner or a user can ask for, small.
+std::vector<ScheduleOptions> every_schedule() {
+  std::vector<ScheduleOptions> cases;
+  for (const std::string& schedule : schedule_names()) {
+    if (schedule == "data_parallel") continue;
+    for (const Counts& in_flight : {Counts{1}, straight(2), straight(4), Counts{5, 2, 2}}) {
+      for (const std::int64_t num_microbatches : {1, 3, 4, 6}) {
+        if (schedule == "2bw" && num_microbatches < in_flight.front()) continue;
+        cases.push_back(make_options(schedule, in_flight, num_microbatches));
+      }
+    }
+  }
+  for (const std::int64_t num_microbatches : {1, 2, 3, 4}) {
+    cases.push_back(make_interleaved(2, 2, num_microbatches));
+    cases.push_back(make_interleaved(2, 3, num_microbatches));
+    cases.push_back(make_interleaved(3, 2, num_microbatches));
+  }
+  const std::size_t num_plain = cases.size();
+  for (std::size_t index = 0; index < num_plain; ++index) {
+    ScheduleOptions options = cases[index];
+    options.recompute.assign(options.in_flight.size(), true);
+    if (index % 2 == 0) options.recompute.front() = false;
+    cases.push_back(std::move(options));
+  }
+  return cases;
+}
+
+std::string describe(const ScheduleOptions& options, std::int64_t worker, std::int64_t num_minibatches) {
+  std::string text = options.schedule + ", in flight";
+  for (const std::int64_t in_flight : options.in_flight) text += ' ' + std::to_string(in_flight);
+  return text + ", microbatches " + std::to_string(options.num_microbatches) +
+         (options.recompute.empty() ? "" : ", recompute") + ", worker " + std::to_string(worker) + " of " +
+         std::to_string(num_workers(options)) + ", minibatches " + std::to_string(num_minibatches);
+}
 
 class Engine : public testing::Test {
  protected:
-  void make(std::int64_t in_flight = 1, std::size_t num_spans_max = 100) {
-    options_ = {"pipedream", StageIndex(0), 1, in_flight};
-    slots_ = std::make_unique<VersionSlots>(in_flight);
-    engine_ = std::make_unique<StageEngine>(options_, *slots_, StageChannels{}, wakeup_, num_spans_max);
+  void make(const ScheduleOptions& options, std::int64_t worker = 0, std::size_t num_spans_max = 100) {
+    options_ = options;
+    engine_.reset();
+    slots_.clear();
+    std::vector<StagePart> parts;
+    for (const StageIndex stage : stages_of(options, WorkerIndex(worker))) {
+      slots_[stage] = std::make_unique<VersionSlots>(num_versions_kept(options, stage));
+      parts.push_back({stage, slots_[stage].get(), {}});
+    }
+    engine_ = std::make_unique<StageEngine>(options, WorkerIndex(worker), parts, wakeup_, num_spans_max);
+  }
+  void make_pipedream(std::int64_t in_flight = 1, std::size_t num_spans_max = 100) {
+    make(make_options("pipedream", {in_flight}), 0, num_spans_max);
   }
   // DONE when something else than work came.
   WorkItem next() {
@@ -27,124 +95,267 @@ class Engine : public testing::Test {
     if (!work.ok() || !work.value()) return {};
     return std::move(*work.value());
   }
-  void complete(const WorkItem& work, std::int64_t compute_ns = 0) {
+  // What complete_backward says.
+  std::optional<SlotIndex> complete(const WorkItem& work, std::int64_t compute_ns = 0) {
     switch (work.kind) {
       case WorkKind::kForward:
-        return engine_->complete_forward({}, compute_ns);
+        engine_->complete_forward({}, compute_ns);
+        break;
+      case WorkKind::kRecompute:
+        engine_->complete_recompute(compute_ns);
+        break;
       case WorkKind::kBackward:
         return engine_->complete_backward({}, compute_ns);
       case WorkKind::kUpdate:
-        return engine_->complete_update(compute_ns);
+        engine_->complete_update(compute_ns);
+        break;
       case WorkKind::kDone:
-        return;
+        break;
     }
+    return std::nullopt;
+  }
+  // The next work item of a run of so many minibatches; DONE at its end. What follows the last minibatch is
+  // taken back on the way.
+  WorkItem next_of(std::int64_t num_minibatches) {
+    WorkItem work = next();
+    if (work.kind != WorkKind::kForward || work.minibatch.value() < num_minibatches) return work;
+    engine_->end_of_data();
+    return next();
   }
   // Runs so many minibatches to the end; what was handed out, in order.
-  std::vector<Instruction> run(std::int64_t num_minibatches, std::int64_t compute_ns = 0) {
-    std::vector<Instruction> done;
-    for (WorkItem work = next(); work.kind != WorkKind::kDone; work = next()) {
-      if (work.kind == WorkKind::kForward && work.minibatch.value() == num_minibatches) {
-        engine_->end_of_data();
-        continue;
-      }
+  Instructions run(std::int64_t num_minibatches, std::int64_t compute_ns = 0) {
+    Instructions done;
+    for (WorkItem work = next_of(num_minibatches); work.kind != WorkKind::kDone;
+         work = next_of(num_minibatches)) {
       const bool updates = work.kind == WorkKind::kUpdate;
-      done.push_back({opcode_of(work.kind), work.minibatch, work.microbatch,
+      done.push_back({opcode_of(work.kind), work.stage, work.minibatch, work.microbatch,
                       updates ? work.write_version : work.read_version});
       complete(work, compute_ns);
     }
     return done;
   }
-  static Opcode opcode_of(WorkKind kind) {
-    if (kind == WorkKind::kForward) return Opcode::kForward;
-    return kind == WorkKind::kBackward ? Opcode::kBackward : Opcode::kUpdate;
+  // Calls check() for every schedule, worker and number of minibatches, with the engine made.
+  template <class Check>
+  void for_every_run(Check check) {
+    for (const ScheduleOptions& options : every_schedule()) {
+      for (std::int64_t worker = 0; worker < num_workers(options); ++worker) {
+        for (const std::int64_t num_minibatches : {0, 1, 2, 3, 4, 12}) {
+          SCOPED_TRACE(describe(options, worker, num_minibatches));
+          make(options, worker);
+          check(WorkerIndex(worker), num_minibatches);
+          if (HasFailure()) return;
+        }
+      }
+    }
   }
 
-  ProgramOptions options_;
+  ScheduleOptions options_;
   Wakeup wakeup_;
-  std::unique_ptr<VersionSlots> slots_;
+  std::map<StageIndex, std::unique_ptr<VersionSlots>> slots_;
   std::unique_ptr<StageEngine> engine_;
 };
 
 using EngineDeathTest = Engine;
 
-TEST_F(Engine, HandsOutTheProgramWhateverTheNumberOfMinibatches) {
-  for (std::int64_t in_flight = 1; in_flight <= 4; ++in_flight) {
-    for (const std::int64_t num_minibatches : {0, 1, 2, 3, 4, 20}) {
-      SCOPED_TRACE("in_flight " + std::to_string(in_flight) + ", minibatches " +
-                   std::to_string(num_minibatches));
-      make(in_flight);
-      EXPECT_EQ(run(num_minibatches), make_program(options_, num_minibatches));
-      const WorkItem done = next();  // asking again changes nothing
-      EXPECT_EQ(done.kind, WorkKind::kDone);
-      EXPECT_EQ(done.num_minibatches, num_minibatches);
-      ASSERT_EQ(engine_->versions().size(), static_cast<std::size_t>(num_minibatches));
+TEST_F(Engine, HandsOutTheProgramOfEveryScheduleWhateverTheNumberOfMinibatches) {
+  for_every_run([&](WorkerIndex worker, std::int64_t num_minibatches) {
+    EXPECT_EQ(run(num_minibatches), make_program(options_, worker, num_minibatches));
+    const WorkItem done = next();  // asking again changes nothing
+    EXPECT_EQ(done.kind, WorkKind::kDone);
+    EXPECT_EQ(done.num_minibatches, num_minibatches);
+    for (const auto& [stage, slots] : slots_) {
+      const std::vector<VersionsRead>& versions = engine_->versions(stage);
+      ASSERT_EQ(versions.size(), static_cast<std::size_t>(num_minibatches));
       for (std::int64_t minibatch = 0; minibatch < num_minibatches; ++minibatch) {
-        const WeightVersion expected(std::max<std::int64_t>(0, minibatch - in_flight + 1));
-        EXPECT_EQ(engine_->versions()[static_cast<std::size_t>(minibatch)].forward, expected);
-        EXPECT_EQ(engine_->versions()[static_cast<std::size_t>(minibatch)].backward, expected);
+        const VersionsRead& read = versions[static_cast<std::size_t>(minibatch)];
+        EXPECT_EQ(read.forward, forward_version(options_, stage, MinibatchId(minibatch)));
+        EXPECT_EQ(read.backward, backward_version(options_, stage, MinibatchId(minibatch)));
       }
-      EXPECT_EQ(slots_->newest(), WeightVersion(num_minibatches));
-      EXPECT_EQ(slots_->num_live(), 1);  // every version that was read was given back
+      EXPECT_EQ(slots->newest(), WeightVersion(num_minibatches));
+      EXPECT_EQ(slots->num_live(), 1);  // every version that was read was given back
     }
+  });
+}
+
+// The slots hold their version's number here, poison while they are written and from when they are said to be
+// free.
+TEST_F(Engine, EveryReadFindsItsVersionThoughFreedSlotsAreOverwritten) {
+  for_every_run([&](WorkerIndex /*worker*/, std::int64_t num_minibatches) {
+    std::map<StageIndex, std::vector<std::int64_t>> contents;
+    for (const auto& [stage, slots] : slots_) {
+      contents[stage].assign(static_cast<std::size_t>(slots->num_slots()), kPoison);
+      contents[stage].front() = 0;
+    }
+    const auto content = [&](const WorkItem& work, SlotIndex slot) -> std::int64_t& {
+      return contents.at(work.stage).at(static_cast<std::size_t>(slot.value()));
+    };
+    for (WorkItem work = next_of(num_minibatches); work.kind != WorkKind::kDone;
+         work = next_of(num_minibatches)) {
+      EXPECT_EQ(content(work, work.read_slot), work.read_version.value()) << engine_->position();
+      if (work.kind == WorkKind::kUpdate) {
+        EXPECT_EQ(work.write_version, work.read_version.next());
+        EXPECT_EQ(work.write_slot == work.read_slot, contents.at(work.stage).size() == 1);  // in place
+        content(work, work.write_slot) = work.write_version.value();
+      }
+      const std::optional<SlotIndex> freed = complete(work);
+      if (freed) content(work, *freed) = kPoison;
+    }
+  });
+}
+
+// By the program: the version of this backward is neither the newest nor read by a later item. What follows
+// the last minibatch counts as an item until the engine learns that it does not exist.
+bool is_last_read(const Instructions& program, std::size_t position) {
+  const Instruction& backward = program[position];
+  const auto reads_it_later = [&](const Instruction& later) {
+    return later.opcode != Opcode::kUpdate && later.stage == backward.stage &&
+           later.version == backward.version;
+  };
+  const auto here = program.begin() + static_cast<std::ptrdiff_t>(position);
+  const auto newest = std::count_if(program.begin(), here, [&](const Instruction& earlier) {
+    return earlier.opcode == Opcode::kUpdate && earlier.stage == backward.stage;
+  });
+  return backward.version != WeightVersion(newest) && std::none_of(here + 1, program.end(), reads_it_later);
+}
+
+TEST_F(Engine, BackwardFreesASlotExactlyWhenItWasTheLastToReadAnOldVersion) {
+  for_every_run([&](WorkerIndex worker, std::int64_t num_minibatches) {
+    const Instructions program = make_program(options_, worker, num_minibatches);
+    const Instructions endless = make_program(options_, worker, num_minibatches + options_.in_flight[0] + 2);
+    const auto learned_at = static_cast<std::size_t>(
+        std::mismatch(program.begin(), program.end(), endless.begin()).first - program.begin());
+    std::size_t position = 0;
+    for (WorkItem work = next_of(num_minibatches); work.kind != WorkKind::kDone;
+         work = next_of(num_minibatches), ++position) {
+      const SlotIndex read_slot = work.read_slot;
+      const std::optional<SlotIndex> freed = complete(work);
+      ASSERT_LT(position, program.size());
+      const bool expected = stashes_versions(options_) && work.kind == WorkKind::kBackward &&
+                            is_last_read(position < learned_at ? endless : program, position);
+      EXPECT_EQ(freed.has_value(), expected) << to_string(program[position]);
+      if (freed) {
+        EXPECT_EQ(*freed, read_slot);
+      }
+    }
+    EXPECT_EQ(position, program.size());
+  });
+}
+
+TEST_F(Engine, NumberOfSlotsFreedInARun) {
+  const auto count = [&](const ScheduleOptions& options, std::int64_t worker) {
+    make(options, worker);
+    std::int64_t num_freed = 0;
+    for (WorkItem work = next_of(20); work.kind != WorkKind::kDone; work = next_of(20)) {
+      if (complete(work)) ++num_freed;
+    }
+    return num_freed;
+  };
+  // Versions 0 to 20 - n are read and superseded.
+  EXPECT_EQ(count(make_options("pipedream", {3, 2, 1}), 0), 18);
+  EXPECT_EQ(count(make_options("pipedream", {3, 2, 1}), 1), 19);
+  EXPECT_EQ(count(make_options("pipedream", {3, 2, 1}), 2), 0);
+  for (std::int64_t worker = 0; worker < 3; ++worker) {
+    EXPECT_EQ(count(make_options("vertical_sync", {3, 2, 1}, 4), worker), 18);
+    EXPECT_EQ(count(make_options("2bw", {3, 2, 1}, 4), worker), 19);
+    EXPECT_EQ(count(make_options("naive", {3, 2, 1}, 4), worker), 0);
+    EXPECT_EQ(count(make_options("flush", {3, 2, 1}, 4), worker), 0);
+  }
+  EXPECT_EQ(count(make_interleaved(2, 2, 4), 1), 0);
+}
+
+// A stage with one microbatch in flight and an old version: the microbatches of a minibatch read it one after
+// the other, with nobody in between who holds it. It was said to be free after the first of them.
+TEST_F(Engine, SlotIsNotFreedBetweenTheMicrobatchesOfAMinibatch) {
+  make(make_options("2bw", {1}, 3));
+  std::vector<std::int64_t> freed_after;  // microbatches of minibatch 2, which reads version 1
+  for (WorkItem work = next_of(6); work.kind != WorkKind::kDone; work = next_of(6)) {
+    const std::int64_t minibatch = work.minibatch.value();
+    const std::int64_t microbatch = work.microbatch.value();
+    if (complete(work) && minibatch == 2) freed_after.push_back(microbatch);
+  }
+  EXPECT_EQ(freed_after, std::vector<std::int64_t>{2});
+}
+
+TEST_F(Engine, NaiveHoldsNoVersionAndUpdatesInPlace) {
+  make(make_options("naive", {3, 2, 1}, 2));
+  const VersionSlots& slots = *slots_.at(StageIndex(0));
+  for (WorkItem work = next_of(9); work.kind != WorkKind::kDone; work = next_of(9)) {
+    EXPECT_EQ(slots.num_readers(slots.newest()), 0);
+    EXPECT_EQ(work.read_slot, SlotIndex(0));
+    if (work.kind == WorkKind::kUpdate) {
+      EXPECT_EQ(work.write_slot, SlotIndex(0));
+    }
+    if (work.kind == WorkKind::kBackward) {
+      EXPECT_EQ(work.read_version, slots.newest());
+    }
+    EXPECT_FALSE(complete(work).has_value());
+  }
+  EXPECT_EQ(slots.newest(), WeightVersion(9));
+}
+
+TEST_F(Engine, ForwardHoldsItsVersionUntilItsBackwardMicrobatchByMicrobatch) {
+  make(make_options("pipedream", {2, 1}, 3));
+  const VersionSlots& slots = *slots_.at(StageIndex(0));
+  std::map<WeightVersion, std::int64_t> num_readers;
+  for (WorkItem work = next_of(9); work.kind != WorkKind::kDone; work = next_of(9)) {
+    if (work.kind == WorkKind::kForward) ++num_readers[work.read_version];
+    EXPECT_EQ(slots.num_readers(work.read_version), num_readers[work.read_version]);
+    if (work.kind == WorkKind::kBackward) --num_readers[work.read_version];
+    complete(work);
   }
 }
 
-TEST_F(Engine, UpdateNeverWritesASlotThatIsReadAndInPlaceOnlyWithASingleSlot) {
-  make(3);
-  std::vector<std::int64_t> slot_of(20, -1);  // by minibatch: the slot its forward reads
-  for (WorkItem work = next(); work.kind != WorkKind::kDone; work = next()) {
-    const auto minibatch = static_cast<std::size_t>(work.minibatch.value());
-    if (work.kind == WorkKind::kForward) {
-      if (minibatch == 12) {
-        engine_->end_of_data();
-        continue;
-      }
-      slot_of[minibatch] = work.read_slot.value();
-    } else if (work.kind == WorkKind::kBackward) {
-      EXPECT_EQ(work.read_slot.value(), slot_of[minibatch]);
-    } else {
-      EXPECT_NE(work.write_slot, work.read_slot);
-      EXPECT_EQ(work.write_version, work.read_version.next());
-      for (std::size_t later = minibatch + 1; later < slot_of.size() && slot_of[later] >= 0; ++later) {
-        EXPECT_NE(work.write_slot.value(), slot_of[later]) << "minibatch " << later << " still reads it";
-      }
-    }
-    complete(work);
-  }
-  make(1);
+TEST_F(Engine, EndOfDataTakesTheForwardBack) {
+  make(make_options("2bw", {2, 1}, 2));
   complete(next());
   complete(next());
-  const WorkItem update = next();
-  EXPECT_EQ(update.kind, WorkKind::kUpdate);
-  EXPECT_EQ(update.write_slot, update.read_slot);
+  EXPECT_EQ(next().kind, WorkKind::kBackward);
+  complete([] {
+    WorkItem work;
+    work.kind = WorkKind::kBackward;
+    return work;
+  }());
+  const WorkItem forward = next();
+  EXPECT_EQ(forward.kind, WorkKind::kForward);
+  EXPECT_EQ(forward.minibatch, MinibatchId(1));
+  EXPECT_EQ(slots_.at(StageIndex(0))->num_readers(WeightVersion(0)), 2);
+  EXPECT_EQ(engine_->versions(StageIndex(0)).size(), 2U);
+  engine_->end_of_data();
+  EXPECT_EQ(slots_.at(StageIndex(0))->num_readers(WeightVersion(0)), 1);
+  EXPECT_EQ(engine_->versions(StageIndex(0)).size(), 1U);
+  EXPECT_EQ(next().kind, WorkKind::kBackward);
 }
 
 TEST_F(Engine, SpansKeepTheLatestOldestFirst) {
-  make(1, 5);
-  const std::vector<Instruction> done = run(4);  // 12 work items
-  const std::vector<Span> spans = engine_->spans();
-  ASSERT_EQ(spans.size(), 5U);
-  for (std::size_t index = 0; index < spans.size(); ++index) {
-    const Instruction& expected = done[done.size() - 5 + index];
-    EXPECT_EQ(opcode_of(spans[index].kind), expected.opcode);
-    EXPECT_EQ(spans[index].minibatch, expected.minibatch);
-    EXPECT_LE(spans[index].asked_ns, spans[index].ready_ns);
-    EXPECT_LE(spans[index].ready_ns, spans[index].completed_ns);
-    if (index > 0) {
-      EXPECT_LE(spans[index - 1].completed_ns, spans[index].asked_ns);
+  const auto expect_the_last = [&](std::size_t num_spans, const Instructions& done) {
+    const std::vector<Span> spans = engine_->spans();
+    ASSERT_EQ(spans.size(), num_spans);
+    for (std::size_t index = 0; index < spans.size(); ++index) {
+      const Instruction& expected = done[done.size() - num_spans + index];
+      EXPECT_EQ(opcode_of(spans[index].kind), expected.opcode);
+      EXPECT_EQ(spans[index].stage, expected.stage);
+      EXPECT_EQ(spans[index].minibatch, expected.minibatch);
+      EXPECT_EQ(spans[index].microbatch, expected.microbatch);
+      EXPECT_LE(spans[index].asked_ns, spans[index].ready_ns);
+      EXPECT_LE(spans[index].ready_ns, spans[index].completed_ns);
+      if (index > 0) {
+        EXPECT_LE(spans[index - 1].completed_ns, spans[index].asked_ns);
+      }
     }
+  };
+  for (const auto& [num_spans_max, num_spans] :
+       {std::pair<std::size_t, std::size_t>{5, 5}, {12, 12}, {13, 12}}) {
+    make_pipedream(1, num_spans_max);
+    expect_the_last(num_spans, run(4));  // 12 work items
   }
-  make(1, 12);
-  run(4);
-  EXPECT_EQ(engine_->spans().size(), 12U);  // just full
-  EXPECT_EQ(engine_->spans().front().minibatch, MinibatchId(0));
-  make(1, 13);
-  run(4);
-  EXPECT_EQ(engine_->spans().size(), 12U);
+  ScheduleOptions options = make_interleaved(2, 2, 3);
+  options.recompute.assign(4, true);
+  make(options, 1, 30);
+  expect_the_last(30, run(2));
 }
 
 TEST_F(Engine, TotalsAreTheSumsOfTheSpans) {
-  make(2);
+  make_pipedream(2);
   EXPECT_EQ(engine_->totals().num_work_items, 0);
   const std::int64_t began_ns = now_ns();
   run(5, 3);
@@ -159,7 +370,7 @@ TEST_F(Engine, TotalsAreTheSumsOfTheSpans) {
 }
 
 TEST_F(Engine, FailureElsewhereEndsAStageThatWaitsForNothingAndSaysWhereItWas) {
-  make();
+  make_pipedream();
   complete(next());
   complete(next());
   wakeup_.fail({FailureKind::kPeerLost, "stage 2 (rank 2) is lost"});
@@ -172,8 +383,17 @@ TEST_F(Engine, FailureElsewhereEndsAStageThatWaitsForNothingAndSaysWhereItWas) {
   }
 }
 
+TEST_F(Engine, PositionIsTheWorkersOwnFromTheBeginning) {
+  make(make_interleaved(2, 2, 2), 1);
+  EXPECT_EQ(engine_->position(), "stage 1 at minibatch 0 (FORWARD)");
+  complete(next());
+  complete(next());
+  EXPECT_EQ(next().stage, StageIndex(3));
+  EXPECT_EQ(engine_->position(), "stage 3 at minibatch 0 (FORWARD)");
+}
+
 TEST_F(Engine, AbortIsPassedOnAsThePeerSaidIt) {
-  make();
+  make_pipedream();
   wakeup_.fail({FailureKind::kAborted, "stage 1: the loss is nan at minibatch 7"});
   const auto work = engine_->next_work(Clock::now() + kPatience);
   ASSERT_FALSE(work.ok());
@@ -183,14 +403,41 @@ TEST_F(Engine, AbortIsPassedOnAsThePeerSaidIt) {
 
 TEST_F(EngineDeathTest, MisuseAborts) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
-  make();
+  make(make_options("gpipe", {1}, 2));
   EXPECT_DEATH(engine_->complete_update(0), "UPDATE completed while doing");
+  EXPECT_DEATH(engine_->complete_recompute(0), "RECOMPUTE completed while doing");
   EXPECT_DEATH(engine_->end_of_data(), "check failed");
+  EXPECT_DEATH(static_cast<void>(engine_->versions(StageIndex(1))), "stage 1 is not at worker 0");
   static_cast<void>(next());
-  EXPECT_DEATH(static_cast<void>(next()), "not completed: FORWARD minibatch 0");
+  EXPECT_DEATH(static_cast<void>(next()), "not completed: FORWARD stage 0 minibatch 0");
   EXPECT_DEATH(engine_->complete_update(0), "check failed");
-  VersionSlots too_many(2);
-  EXPECT_DEATH(StageEngine(options_, too_many, {}, wakeup_, 1), "2 slots for 1 versions");
+  engine_->complete_forward({}, 0);
+  static_cast<void>(next());
+  EXPECT_DEATH(engine_->end_of_data(), "FORWARD stage 0 minibatch 0 microbatch 1");
+}
+
+TEST_F(EngineDeathTest, StagesOfAnotherPlanAbort) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  VersionSlots one(1);
+  VersionSlots two(2);
+  const auto make_with = [&](const ScheduleOptions& options, std::int64_t worker,
+                             const std::vector<StagePart>& parts) {
+    const StageEngine engine(options, WorkerIndex(worker), parts, wakeup_, 1);
+  };
+  const ScheduleOptions pipedream = make_options("pipedream", {2, 1});
+  const ScheduleOptions interleaved = make_interleaved(2, 2, 2);
+  EXPECT_DEATH(make_with(pipedream, 1, {{StageIndex(1), &two, {}}}), "2 slots for 1 versions");
+  EXPECT_DEATH(make_with(pipedream, 1, {{StageIndex(0), &two, {}}}), "stage 0 at worker 1");
+  EXPECT_DEATH(make_with(interleaved, 1, {{StageIndex(1), &one, {}}}), "1 stages given for worker 1 of 2");
+  EXPECT_DEATH(make_with(interleaved, 1, {{StageIndex(3), &one, {}}, {StageIndex(1), &one, {}}}),
+               "stage 3 at worker 1");
+}
+
+TEST_F(Engine, ScheduleThatDoesNotExistIsRefused) {
+  VersionSlots one(1);
+  EXPECT_THROW(
+      StageEngine(make_options("gpip", {1}), WorkerIndex(0), {{StageIndex(0), &one, {}}}, wakeup_, 1),
+      UserError);
 }
 
 }  // namespace

@@ -80,6 +80,16 @@ TYPED_TEST_SUITE(Sgd, Elements);
 
 constexpr std::int64_t kNumSteps = 3;
 
+// A step of one tensor.
+template <class T>
+void step(const SgdOptions& options, std::int64_t num_elements, const T* weight_in, T* weight_out,
+          const T* gradient, T* momentum_buffer, bool first_step, double gradient_scale = 1,
+          int num_threads = 1) {
+  const SgdTensor tensor{num_elements, weight_in, weight_out, gradient, momentum_buffer};
+  constexpr DType kDType = std::is_same_v<T, float> ? DType::kFloat32 : DType::kFloat64;
+  sgd_step_host(options, kDType, {&tensor, 1}, first_step, gradient_scale, num_threads);
+}
+
 TYPED_TEST(Sgd, EqualsTheScalarFormulaForAllOptionsInPlaceAndOutOfPlace) {
   for (const SgdOptions& options : all_options()) {
     for (const bool in_place : {false, true}) {
@@ -91,19 +101,18 @@ TYPED_TEST(Sgd, EqualsTheScalarFormulaForAllOptionsInPlaceAndOutOfPlace) {
         std::vector<TypeParam> momentum_buffer(num_elements, std::numeric_limits<TypeParam>::quiet_NaN());
         std::vector<TypeParam> expected = weight_in;
         std::vector<TypeParam> expected_momentum = momentum_buffer;
-        for (std::int64_t step = 0; step < kNumSteps; ++step) {
+        for (std::int64_t step_index = 0; step_index < kNumSteps; ++step_index) {
           const std::vector<TypeParam> gradient = this->random_values(num_elements);
           const std::vector<TypeParam> weight_before = weight_in;
           std::vector<TypeParam>& target = in_place ? weight_in : weight_out;
-          sgd_step_host(options, this->kDType, static_cast<std::int64_t>(num_elements), weight_in.data(),
-                        target.data(), gradient.data(),
-                        options.momentum == 0 ? nullptr : momentum_buffer.data(), step == 0);
+          step(options, static_cast<std::int64_t>(num_elements), weight_in.data(), target.data(),
+               gradient.data(), options.momentum == 0 ? nullptr : momentum_buffer.data(), step_index == 0);
           if (!in_place) {
             ASSERT_EQ(weight_in, weight_before);  // version v stays as it is
           }
           for (std::size_t element = 0; element < num_elements; ++element) {
             expected[element] = scalar_sgd(options, expected[element], gradient[element],
-                                           expected_momentum[element], step == 0);
+                                           expected_momentum[element], step_index == 0);
             ASSERT_NEAR(target[element], expected[element], this->kTolerance) << "element " << element;
             if (options.momentum == 0) continue;
             ASSERT_NEAR(momentum_buffer[element], expected_momentum[element], this->kTolerance);
@@ -123,8 +132,8 @@ TYPED_TEST(Sgd, WritesNothingBeyondItsElements) {
     const std::vector<TypeParam> gradient(num_elements + 8, 1);
     std::vector<TypeParam> weight_out(num_elements + 8, kGuard);
     std::vector<TypeParam> momentum_buffer(num_elements + 8, kGuard);
-    sgd_step_host(options, this->kDType, static_cast<std::int64_t>(num_elements), weight_in.data(),
-                  weight_out.data(), gradient.data(), momentum_buffer.data(), true);
+    step(options, static_cast<std::int64_t>(num_elements), weight_in.data(), weight_out.data(),
+         gradient.data(), momentum_buffer.data(), true);
     for (std::size_t element = 0; element < num_elements + 8; ++element) {
       EXPECT_EQ(weight_out[element] == kGuard, element >= num_elements);
       EXPECT_EQ(momentum_buffer[element] == kGuard, element >= num_elements);
@@ -136,9 +145,66 @@ TYPED_TEST(Sgd, WithoutWeightDecayAnInfiniteWeightGivesNoNan) {
   const std::vector<TypeParam> weight_in(5, std::numeric_limits<TypeParam>::infinity());
   const std::vector<TypeParam> gradient(5, 1);
   std::vector<TypeParam> weight_out(5);
-  sgd_step_host({.lr = 0.1}, this->kDType, 5, weight_in.data(), weight_out.data(), gradient.data(), nullptr,
-                false);
+  step<TypeParam>({.lr = 0.1}, 5, weight_in.data(), weight_out.data(), gradient.data(), nullptr, false);
   EXPECT_EQ(weight_out, weight_in);
+}
+
+TYPED_TEST(Sgd, GradientScaleIsAGradientMultipliedFirst) {
+  const SgdOptions options{0.1, 0.9, 0, 0.01, true, false};
+  const std::vector<TypeParam> weight_in = this->random_values(33);
+  const std::vector<TypeParam> gradient = this->random_values(33);
+  std::vector<TypeParam> scaled = gradient;
+  for (TypeParam& value : scaled) value *= TypeParam(0.37);
+  std::vector<TypeParam> momentum_buffer(33, 0.5);
+  std::vector<TypeParam> expected_momentum = momentum_buffer;
+  std::vector<TypeParam> weight_out(33);
+  std::vector<TypeParam> expected(33);
+  step(options, 33, weight_in.data(), weight_out.data(), gradient.data(), momentum_buffer.data(), false,
+       TypeParam(0.37));
+  step(options, 33, weight_in.data(), expected.data(), scaled.data(), expected_momentum.data(), false);
+  EXPECT_EQ(weight_out, expected);
+  EXPECT_EQ(momentum_buffer, expected_momentum);
+}
+
+// Large enough for several tasks, and for streaming with the usual cache.
+TYPED_TEST(Sgd, ThreadsAndStreamingChangeNoBit) {
+  const SgdOptions options{0.1, 0.9, 0, 0.01, true, false};
+  const std::size_t num_elements = (std::size_t{40} << 20) / (4 * sizeof(TypeParam)) + 13;
+  const std::vector<TypeParam> weight_in = this->random_values(num_elements);
+  const std::vector<TypeParam> gradient = this->random_values(num_elements);
+  std::vector<TypeParam> in_place = weight_in;
+  std::vector<TypeParam> momentum_in_place(num_elements, 0.5);
+  step(options, static_cast<std::int64_t>(num_elements), in_place.data(), in_place.data(), gradient.data(),
+       momentum_in_place.data(), false);
+  for (const int num_threads : {1, 2, 3}) {
+    std::vector<TypeParam> weight_out(num_elements);
+    std::vector<TypeParam> momentum_buffer(num_elements, 0.5);
+    step(options, static_cast<std::int64_t>(num_elements), weight_in.data(), weight_out.data(),
+         gradient.data(), momentum_buffer.data(), false, 1, num_threads);
+    EXPECT_EQ(weight_out, in_place) << num_threads << " threads";
+    EXPECT_EQ(momentum_buffer, momentum_in_place) << num_threads << " threads";
+  }
+}
+
+TYPED_TEST(Sgd, OneStepOverManyTensorsIsOneStepOverEach) {
+  const SgdOptions options{0.1, 0, 0, 0.01, false, false};
+  std::vector<std::vector<TypeParam>> weights;
+  std::vector<std::vector<TypeParam>> gradients;
+  for (const std::size_t num_elements : {0U, 5U, 40000U, 1U, 200000U, 0U, 7U}) {
+    weights.push_back(this->random_values(num_elements));
+    gradients.push_back(this->random_values(num_elements));
+  }
+  std::vector<std::vector<TypeParam>> expected = weights;
+  std::vector<SgdTensor> tensors;
+  for (std::size_t tensor = 0; tensor < weights.size(); ++tensor) {
+    const auto num_elements = static_cast<std::int64_t>(weights[tensor].size());
+    tensors.push_back(
+        {num_elements, weights[tensor].data(), weights[tensor].data(), gradients[tensor].data(), nullptr});
+    step<TypeParam>(options, num_elements, expected[tensor].data(), expected[tensor].data(),
+                    gradients[tensor].data(), nullptr, false);
+  }
+  sgd_step_host(options, this->kDType, tensors, false, 1, 2);
+  EXPECT_EQ(weights, expected);
 }
 
 TEST(SgdOptions, RefusesWhatTorchRefuses) {
@@ -158,21 +224,17 @@ TEST(SgdOptions, RefusesWhatTorchRefuses) {
 TEST(SgdDeathTest, AbortsOnMisuse) {
   std::vector<float> values(16, 1);
   std::vector<float> gradient(8, 1);
-  const SgdOptions with_momentum{.momentum = 0.9};
-  EXPECT_DEATH(
-      sgd_step_host({}, DType::kFloat16, 8, values.data(), values.data(), gradient.data(), nullptr, true),
-      "dtype float16");
-  EXPECT_DEATH(sgd_step_host(with_momentum, DType::kFloat32, 8, values.data(), values.data(), gradient.data(),
-                             nullptr, true),
+  const SgdTensor half_precision{8, values.data(), values.data(), gradient.data(), nullptr};
+  EXPECT_DEATH(sgd_step_host({}, DType::kFloat16, {&half_precision, 1}, true), "dtype float16");
+  float* const no_buffer = nullptr;
+  const float* const no_gradient = nullptr;
+  EXPECT_DEATH(step({.momentum = 0.9}, 8, values.data(), values.data(), gradient.data(), no_buffer, true),
                "without a buffer");
-  EXPECT_DEATH(
-      sgd_step_host({}, DType::kFloat32, 8, values.data(), values.data() + 4, gradient.data(), nullptr, true),
-      "overlap over 32 bytes");
-  EXPECT_DEATH(sgd_step_host({}, DType::kFloat32, 8, values.data(), values.data(), nullptr, nullptr, true),
-               "gradient");
-  EXPECT_DEATH(
-      sgd_step_host({}, DType::kFloat32, -1, values.data(), values.data(), gradient.data(), nullptr, true),
-      "num_elements -1");
+  EXPECT_DEATH(step({}, 8, values.data(), values.data() + 4, gradient.data(), no_buffer, true),
+               "overlap over 32 bytes");
+  EXPECT_DEATH(step({}, 8, values.data(), values.data(), no_gradient, no_buffer, true), "gradient");
+  EXPECT_DEATH(step({}, -1, values.data(), values.data(), gradient.data(), no_buffer, true),
+               "num_elements -1");
 }
 
 }  // namespace

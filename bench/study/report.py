@@ -1,0 +1,169 @@
+"""The study's figures, and its tables between the markers of the document."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import findings
+import matplotlib
+from findings import Finding
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from sweep import DEPTHS, NUM_MINIBATCHES_PER_POINT, OPTIMIZERS, RATES, SEEDS, Results, Setting
+from tasks import Task
+
+# Okabe and Ito's, which the colour-blind tell apart.
+_COLOURS = {
+    "flush": "#000000",
+    "pipedream": "#0072B2",
+    "vertical_sync": "#D55E00",
+    "2bw": "#009E73",
+    "naive": "#CC79A7",
+    "flush, microbatches": "#999999",
+}
+_LINES = {4: "--", 8: "-"}
+# Of the smallest error that is drawn: the axis is logarithmic.
+_SMALLEST_ERROR = 0.001
+
+
+def rows(task: Task) -> list[str]:
+    names = ["flush", "pipedream", "vertical_sync", "2bw", "naive"]
+    return names if task.cuts_alike else ["flush", "flush, microbatches", *names[1:]]
+
+
+def setting_of(task: Task, row: str, depth: int) -> Setting:
+    """The run that stands for a row at a depth."""
+    if row == "flush":
+        return Setting("flush", 1)
+    if row in ("2bw", "flush, microbatches"):
+        return Setting(row.split(",")[0], 1, 1 if task.cuts_alike else depth)
+    return Setting(row, depth)
+
+
+def find_all(task: Task, optimizer: str, results: Results) -> dict[tuple[str, int], Finding]:
+    """By row and depth."""
+    plain = findings.collect(task, optimizer, Setting("flush", 1), results)
+    target = findings.target_loss(findings.best_of(task, plain))
+    return {
+        (row, depth): findings.find(
+            task, findings.collect(task, optimizer, setting_of(task, row, depth), results), target
+        )
+        for row in rows(task)
+        for depth in DEPTHS
+    }
+
+
+def write(tasks: Iterable[Task], results: Results, document: Path, images: Path) -> None:
+    """Draws the figures and fills in the document's tables."""
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "study", "font.size": 9})
+    text = document.read_text()
+    for task in tasks:
+        found = {name: find_all(task, name, results) for name in OPTIMIZERS if (task.name, name) in RATES}
+        for optimizer, of_optimizer in found.items():
+            text = _replace(text, f"{task.name}, {optimizer}", _table(task, of_optimizer))
+        _save(_rates_figure(task, found), images / f"{task.name}_rates.svg")
+        _save(_losses_figure(task, found), images / f"{task.name}_losses.svg")
+    document.write_text(text)
+
+
+def _replace(text: str, name: str, table: str) -> str:
+    """Between `<!-- table: name -->` and `<!-- end -->`."""
+    pattern = re.compile(rf"(<!-- table: {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
+    if not pattern.search(text):
+        raise SystemExit(f"the document has no line '<!-- table: {name} -->' followed by '<!-- end -->'")
+    return pattern.sub(lambda match: match[1] + table + match[2], text)
+
+
+def _table(task: Task, found: dict[tuple[str, int], Finding]) -> str:
+    titles: dict[str, Callable[[Finding], str]] = {
+        f"best {task.metric}": lambda finding: _held_out(task, finding),
+        "at rate": lambda finding: f"{finding.best.rate:g}" + ("*" if finding.is_best_at_edge else ""),
+        "largest stable rate": lambda finding: f"{finding.largest_stable_rate:g}",
+        "minibatches to target": lambda finding: _count(finding.minibatches_to_target),
+    }
+    heads = [f"{title}, {depth}" for title in titles for depth in DEPTHS]
+    lines = ["| schedule | " + " | ".join(heads) + " |", "| --- |" + " --- |" * len(heads)]
+    for row in rows(task):
+        cells = [show(found[row, depth]) for show in titles.values() for depth in DEPTHS]
+        lines.append(f"| {row} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _held_out(task: Task, finding: Finding) -> str:
+    digits = 3 if task.higher_is_better else 2
+    values = finding.best.held_out
+    return f"{finding.best.mean:.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def _count(minibatches: float) -> str:
+    return "never" if math.isinf(minibatches) else f"{minibatches:.0f}"
+
+
+def _rates_figure(task: Task, found: dict[str, dict[tuple[str, int], Finding]]) -> Figure:
+    figure = Figure(figsize=(4 * len(found), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
+    for axes, (optimizer, of_optimizer) in zip(panels, found.items(), strict=True):
+        for (row, depth), finding in of_optimizer.items():
+            if _is_drawn(task, row, depth):
+                rates = [at.rate for at in finding.at_rates]
+                values = [_drawn_value(task, at.mean) for at in finding.at_rates]
+                _line(axes, task, row, depth, rates, values, marker=".")
+        axes.set(xscale="log", title=f"{task.name}, {optimizer}", xlabel="learning rate")
+        axes.grid(alpha=0.3)
+    if task.higher_is_better:
+        panels[0].set(yscale="log", ylabel=f"held-out error, mean of {len(SEEDS)} seeds")
+    else:
+        panels[0].set(ylabel=f"held-out {task.metric}, mean of {len(SEEDS)} seeds")
+    _legend(figure, panels[0])
+    return figure
+
+
+def _losses_figure(task: Task, found: dict[str, dict[tuple[str, int], Finding]]) -> Figure:
+    figure = Figure(figsize=(4 * len(found), 5.6), layout="constrained")
+    panels = figure.subplots(len(DEPTHS), len(found), sharex=True, sharey=True, squeeze=False)
+    for line_of_panels, depth in zip(panels, DEPTHS, strict=True):
+        for axes, (optimizer, of_optimizer) in zip(line_of_panels, found.items(), strict=True):
+            for row in rows(task):
+                losses = of_optimizer[row, depth].best.losses
+                minibatches = [NUM_MINIBATCHES_PER_POINT * (index + 1) for index in range(len(losses))]
+                axes.plot(minibatches, losses, color=_COLOURS[row], label=row, linewidth=1.1)
+            axes.set(title=f"{task.name}, {optimizer}, {depth} stages")
+            axes.grid(alpha=0.3)
+            if task.higher_is_better:
+                axes.set_yscale("log")
+        line_of_panels[0].set_ylabel("training loss")
+    for axes in panels[-1]:
+        axes.set_xlabel("minibatches")
+    _legend(figure, panels[0][0])
+    return figure
+
+
+def _is_drawn(task: Task, row: str, depth: int) -> bool:
+    """One line stands for all depths whose runs are the same."""
+    return depth == DEPTHS[-1] or setting_of(task, row, depth) != setting_of(task, row, DEPTHS[-1])
+
+
+def _drawn_value(task: Task, value: float) -> float:
+    return max(1 - value, _SMALLEST_ERROR) if task.higher_is_better else value
+
+
+def _line(
+    axes: Axes, task: Task, row: str, depth: int, xs: list[float], ys: list[float], *, marker: str
+) -> None:
+    same = setting_of(task, row, DEPTHS[0]) == setting_of(task, row, DEPTHS[-1])
+    label = f"{row}, any depth" if same else f"{row}, {depth} stages"
+    axes.plot(xs, ys, color=_COLOURS[row], linestyle=_LINES[depth], marker=marker, label=label, linewidth=1.1)
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Without the date: the same results give the same file.
+    figure.savefig(path, metadata={"Date": None})

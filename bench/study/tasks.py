@@ -1,0 +1,185 @@
+"""What the study trains: two small models of eight layers, their data, and how a trained one is judged.
+
+A task makes everything from a seed, so that runs which differ only in their schedule start alike and see the
+same minibatches in the same order.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+import string
+import sysconfig
+from collections import OrderedDict
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+class Task(abc.ABC):
+    """A model of eight layers with its data."""
+
+    name: str
+    metric: str
+    """Name and unit of the held-out result."""
+    higher_is_better: bool
+    chance: float
+    """The held-out result of guessing."""
+    num_minibatches: int
+    """Of one training run."""
+    cuts_alike: bool
+    """Whether cutting a minibatch into microbatches leaves its gradient the same, but for rounding."""
+
+    @abc.abstractmethod
+    def make_model(self, seed: int) -> nn.Sequential: ...
+
+    @abc.abstractmethod
+    def batches(self, seed: int) -> Batches:
+        """The minibatches of one run, in order."""
+
+    @abc.abstractmethod
+    def loss(self, scores: Tensor, targets: Tensor) -> Tensor: ...
+
+    @abc.abstractmethod
+    def judge(self, model: nn.Module) -> float:
+        """The held-out result, in eval mode."""
+
+
+class Digits(Task):
+    """Seven convolutions with batch norm and a linear layer on scikit-learn's 1,797 real 8x8 digits."""
+
+    name, metric, higher_is_better, chance = "digits", "accuracy", True, 0.1
+    num_minibatches, cuts_alike = 240, False  # eight epochs
+
+    _CHANNELS = (16, 16, 16, 32, 32, 32, 32)
+    _POOL_AFTER = 3
+    _BATCH_SIZE = 48
+
+    def __init__(self) -> None:
+        digits = load_digits()
+        self._images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+        self._labels = torch.tensor(digits.target)
+        # The same fifth is held out for every seed.
+        order = torch.randperm(len(self._labels), generator=torch.Generator().manual_seed(0))
+        self._held_out, self._train = order[: len(order) // 5], order[len(order) // 5 :]
+
+    def make_model(self, seed: int) -> nn.Sequential:
+        """Images (batch, 1, 8, 8) to scores (batch, 10)."""
+        torch.manual_seed(seed)
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        channels = 1
+        for number, wider in enumerate(self._CHANNELS, start=1):
+            block = [nn.Conv2d(channels, wider, 3, padding=1, bias=False), nn.BatchNorm2d(wider), nn.ReLU()]
+            layers[f"conv{number}"] = nn.Sequential(*block)
+            if number == self._POOL_AFTER:
+                layers[f"conv{number}"].append(nn.MaxPool2d(2))
+            channels = wider
+        layers["scores"] = nn.Sequential(nn.Flatten(), nn.Linear(channels * 4 * 4, 10))
+        return nn.Sequential(layers)
+
+    def batches(self, seed: int) -> Batches:
+        generator = torch.Generator().manual_seed(seed)
+        batches: Batches = []
+        while len(batches) < self.num_minibatches:
+            order = self._train[torch.randperm(len(self._train), generator=generator)]
+            whole = order[: len(order) // self._BATCH_SIZE * self._BATCH_SIZE]
+            batches += [(self._images[part], self._labels[part]) for part in whole.split(self._BATCH_SIZE)]
+        return batches[: self.num_minibatches]
+
+    def loss(self, scores: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(scores, targets)
+
+    @torch.no_grad()
+    def judge(self, model: nn.Module) -> float:
+        model.eval()
+        guesses = model(self._images[self._held_out]).argmax(dim=1)
+        return float((guesses == self._labels[self._held_out]).double().mean())
+
+
+class Characters(Task):
+    """A small GPT-like model of the characters of the Python standard library's source."""
+
+    name, metric, higher_is_better = "characters", "nats per character", False
+    num_minibatches, cuts_alike = 240, True
+    chance = math.log(len(string.printable))
+
+    _CONTEXT, _WIDTH, _HEADS, _BLOCKS, _BATCH_SIZE = 16, 32, 4, 6, 16
+    _TEXT_LENGTH, _HELD_OUT_LENGTH = 1_000_000, 20_000
+
+    def __init__(self) -> None:
+        text = _source_text(self._TEXT_LENGTH)
+        self._train = text[: -self._HELD_OUT_LENGTH].unfold(0, self._CONTEXT + 1, 1)
+        # Windows that do not overlap.
+        self._held_out = text[-self._HELD_OUT_LENGTH :].unfold(0, self._CONTEXT + 1, self._CONTEXT)
+
+    def make_model(self, seed: int) -> nn.Sequential:
+        """Characters (batch, context) to scores (batch, context, characters)."""
+        torch.manual_seed(seed)
+        layers: OrderedDict[str, nn.Module] = OrderedDict(embed=_Embed(self._CONTEXT, self._WIDTH))
+        for number in range(1, self._BLOCKS + 1):
+            layers[f"block{number}"] = _Block(self._WIDTH, self._HEADS)
+        layers["head"] = nn.Sequential(
+            nn.LayerNorm(self._WIDTH), nn.Linear(self._WIDTH, len(string.printable))
+        )
+        return nn.Sequential(layers)
+
+    def batches(self, seed: int) -> Batches:
+        generator = torch.Generator().manual_seed(seed)
+        starts = torch.randint(
+            len(self._train), (self.num_minibatches, self._BATCH_SIZE), generator=generator
+        )
+        return [(self._train[row, :-1], self._train[row, 1:]) for row in starts]
+
+    def loss(self, scores: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+    @torch.no_grad()
+    def judge(self, model: nn.Module) -> float:
+        model.eval()
+        return float(self.loss(model(self._held_out[:, :-1]), self._held_out[:, 1:]))
+
+
+class _Embed(nn.Module):
+    """Characters (batch, context) to vectors (batch, context, width) that know their position."""
+
+    def __init__(self, context: int, width: int) -> None:
+        super().__init__()
+        self.character = nn.Embedding(len(string.printable), width)
+        self.position = nn.Parameter(0.02 * torch.randn(context, width))
+
+    def forward(self, characters: Tensor) -> Tensor:
+        return self.character(characters) + self.position
+
+
+class _Block(nn.Module):
+    """Causal self-attention, then an MLP, each on normalised input and added to what comes in."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self._heads = heads
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.attention_norm(x)).unflatten(-1, (3 * self._heads, -1)).transpose(1, 2)
+        query, key, value = heads.chunk(3, dim=1)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.projection(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+def _source_text(length: int) -> Tensor:
+    """The start of the standard library's modules, in order of their names, as positions in
+    string.printable; any other character becomes "?"."""
+    code = {character: position for position, character in enumerate(string.printable)}
+    codes: list[int] = []
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        if len(codes) < length:
+            codes += [code.get(character, code["?"]) for character in path.read_text("utf-8", "replace")]
+    return torch.tensor(codes[:length])

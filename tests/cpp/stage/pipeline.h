@@ -1,0 +1,71 @@
+// Whole pipelines for the tests of this folder: the channels of a worker, and a run of all workers of a
+// schedule, each on a thread of its own, that checks everything they compute.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "schedule/programs.h"
+#include "stage/worker.h"
+
+namespace pipedream {
+
+inline std::string activations_name(std::int64_t stage) {
+  return "activations of stage " + std::to_string(stage) + " to stage " + std::to_string(stage + 1);
+}
+inline std::string gradients_name(std::int64_t stage) {
+  return "gradients of stage " + std::to_string(stage) + " to stage " + std::to_string(stage - 1);
+}
+
+// The schedule on so many stages in a straight line; interleaved has 4 of them on 2 workers.
+[[nodiscard]] ScheduleOptions make_straight(const std::string& schedule, std::int64_t num_stages,
+                                            std::int64_t num_microbatches);
+
+// What Worker::start takes.
+[[nodiscard]] std::vector<StageChannelNames> parts_of(const ScheduleOptions& schedule, WorkerIndex worker);
+
+// The channels of the worker's stages, in both directions, with as many slots and places as the schedule
+// needs and no more. Every item is as `item` says.
+void add_channels(Worker& worker, const ScheduleOptions& schedule, WorkerIndex worker_index,
+                  const ItemSpec& item, std::size_t chunk_bytes);
+
+[[nodiscard]] Deadline patience();
+
+enum class Fault { kNone, kAbort, kDestroyed, kClosed };
+
+struct PipelineOptions {
+  std::string transport = "inproc";
+  bool staged = false;
+  ScheduleOptions schedule;
+  std::int64_t num_minibatches = 0;
+  std::uint32_t seed = 1;
+  // The engine of a worker with several stages takes the end of its first one; whether the test takes those
+  // of the others, which come later than the worker is done.
+  bool takes_every_end = true;
+  Fault fault = Fault::kNone;  // of faulty_stage, instead of completing the first forward of faulty_minibatch
+  std::int64_t faulty_stage = 0;
+  std::int64_t faulty_minibatch = 0;
+};
+
+inline constexpr const char* kAbortText = "stage 1 stops: the loss is nan at minibatch 5";
+inline constexpr std::size_t kNumSpansMax = 50;
+
+struct WorkerReport {
+  std::optional<Failure> failure;
+  bool faulted = false;
+  std::int64_t num_minibatches = -1;                // of DONE
+  std::vector<StageIndex> stages;                   // the worker's
+  std::vector<std::vector<VersionsRead>> versions;  // of each of them
+  EngineTotals totals;
+  std::vector<Span> spans;
+};
+
+// One report per worker. What they compute is compared with a replay of the schedule's formulas.
+[[nodiscard]] std::vector<WorkerReport> run_pipeline(const PipelineOptions& options);
+
+// The reports are those of a run that went through.
+void expect_complete(const std::vector<WorkerReport>& reports, const PipelineOptions& options);
+
+}  // namespace pipedream

@@ -1,0 +1,376 @@
+// Workers between neighbours: what ends a run, items outside the schedule, and what a worker refuses. Over
+// every transport; whole runs are in worker_pipeline_test.cc.
+#include "stage/worker.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "schedule/programs.h"
+#include "stage/pipeline.h"
+#include "transport/recorder.h"
+
+namespace pipedream {
+namespace {
+
+// ---- Faults ----
+
+class Faults : public testing::TestWithParam<std::string> {
+ protected:
+  void SetUp() override {
+    if (!make_transport(GetParam())) GTEST_SKIP() << GetParam() << " is not available";
+  }
+  [[nodiscard]] static PipelineOptions options(Fault fault, std::int64_t stage, std::int64_t minibatch) {
+    PipelineOptions options;
+    options.transport = GetParam();
+    options.schedule = make_straight("pipedream", 4, 1);
+    options.num_minibatches = 1000;
+    options.fault = fault;
+    options.faulty_stage = stage;
+    options.faulty_minibatch = minibatch;
+    return options;
+  }
+  // Stages 0 and 1 in one thread: a sends activations to b, b gradients to a; also items to a.
+  void make_pair(std::int64_t num_items = 2) {
+    WorkerOptions worker;
+    worker.transport = GetParam();
+    a_ = std::make_unique<Worker>(worker);
+    b_ = std::make_unique<Worker>(worker);
+    const auto spec = [num_items](const std::string& name, const std::string& peer,
+                                  std::uint32_t channel_id) {
+      return ChannelSpec{name,      peer, channel_id, ItemSpec({{DType::kUInt8, 1, 1000}}),
+                         num_items, 1,    300,        true};
+    };
+    a_->add_send_channel(spec(activations_name(0), "stage 1 (rank 1)", 1));
+    b_->add_receive_channel(spec(activations_name(0), "stage 0 (rank 0)", 1));
+    b_->add_send_channel(spec(gradients_name(1), "stage 0 (rank 0)", 2));
+    a_->add_receive_channel(spec(gradients_name(1), "stage 1 (rank 1)", 2));
+    a_->seal();
+    b_->seal();
+    const auto endpoints_of_a = a_->listen();
+    a_->connect(b_->listen());
+    b_->connect(endpoints_of_a);
+    for (Worker* worker_here : {a_.get(), b_.get()}) {
+      const Result<bool> open = worker_here->wait_open(patience());
+      ASSERT_TRUE(open.ok() && open.value());
+    }
+  }
+  void start_pair() {
+    const ScheduleOptions schedule = make_straight("pipedream", 2, 1);
+    a_->start(schedule, WorkerIndex(0), parts_of(schedule, WorkerIndex(0)), 10);
+    b_->start(schedule, WorkerIndex(1), parts_of(schedule, WorkerIndex(1)), 10);
+  }
+  static WorkItem next(Worker& worker) {
+    auto work = worker.next_work(patience());
+    EXPECT_TRUE(work.ok()) << work.failure().message;
+    return work.ok() && work.value() ? std::move(*work.value()) : WorkItem();
+  }
+  static Failure next_failure(Worker& worker) {
+    const auto work = worker.next_work(patience());
+    if (work.ok()) return {FailureKind::kClosed, "there was no failure"};
+    return work.failure();
+  }
+  Outgoing outgoing(std::uint32_t seed) {
+    auto bytes = std::make_shared<std::vector<std::byte>>(patterned_bytes(1000, seed));
+    Outgoing outgoing;
+    outgoing.tensors = {view(*bytes)};
+    outgoing.keep_alive = bytes;
+    return outgoing;
+  }
+  static TensorView view(std::vector<std::byte>& bytes) {
+    TensorView tensor;
+    tensor.dtype = DType::kUInt8;
+    tensor.num_dims = 1;
+    tensor.shape[0] = static_cast<std::int64_t>(bytes.size());
+    tensor.data = bytes.data();
+    return tensor;
+  }
+  static bool send_item(Worker& worker, const std::string& channel, std::uint32_t seed, Deadline deadline) {
+    auto bytes = std::make_shared<std::vector<std::byte>>(patterned_bytes(1000, seed));
+    const Result<bool> sent = worker.send_item(channel, seed, {view(*bytes)}, bytes, deadline);
+    return sent.ok() && sent.value();
+  }
+
+  std::unique_ptr<Worker> a_;
+  std::unique_ptr<Worker> b_;
+};
+
+TEST_P(Faults, AbortEndsEveryOtherWorkerWithItsText) {
+  for (std::int64_t stage = 0; stage < 4; ++stage) {
+    for (const std::int64_t minibatch : {0, 1, 25}) {
+      SCOPED_TRACE("stage " + std::to_string(stage) + ", minibatch " + std::to_string(minibatch));
+      const auto reports = run_pipeline(options(Fault::kAbort, stage, minibatch));
+      for (std::int64_t other = 0; other < 4; ++other) {
+        SCOPED_TRACE("at stage " + std::to_string(other));
+        const WorkerReport& report = reports[static_cast<std::size_t>(other)];
+        EXPECT_EQ(report.faulted, other == stage);
+        if (other == stage) continue;
+        ASSERT_TRUE(report.failure.has_value());
+        EXPECT_EQ(report.failure->kind, FailureKind::kAborted) << report.failure->message;
+        EXPECT_EQ(report.failure->message, kAbortText);
+      }
+    }
+  }
+}
+
+TEST_P(Faults, WorkerThatVanishesEndsTheOthersWithWhereTheyWere) {
+  for (const Fault fault : {Fault::kDestroyed, Fault::kClosed}) {
+    for (std::int64_t stage = 0; stage < 4; ++stage) {
+      SCOPED_TRACE("stage " + std::to_string(stage));
+      const auto reports = run_pipeline(options(fault, stage, 7));
+      for (std::int64_t other = 0; other < 4; ++other) {
+        SCOPED_TRACE("at stage " + std::to_string(other));
+        const WorkerReport& report = reports[static_cast<std::size_t>(other)];
+        EXPECT_EQ(report.faulted, other == stage);
+        if (other == stage) continue;
+        ASSERT_TRUE(report.failure.has_value());
+        EXPECT_EQ(report.failure->kind, FailureKind::kPeerLost) << report.failure->message;
+        const std::string where = "stage " + std::to_string(other) + " at minibatch ";
+        EXPECT_EQ(report.failure->message.find(where), 0U) << report.failure->message;
+        EXPECT_EQ(report.failure->message.find('\n'), std::string::npos) << report.failure->message;
+      }
+    }
+  }
+}
+
+// With two workers of two stages each is the other's upstream and downstream.
+TEST_P(Faults, WorkersWithSeveralStagesEndAsTheOthersDo) {
+  for (const Fault fault : {Fault::kAbort, Fault::kDestroyed, Fault::kClosed}) {
+    for (std::int64_t stage = 0; stage < 4; ++stage) {
+      SCOPED_TRACE("stage " + std::to_string(stage));
+      PipelineOptions pipeline = options(fault, stage, 7);
+      pipeline.schedule = make_straight("interleaved", 4, 3);
+      const auto reports = run_pipeline(pipeline);
+      const auto faulty = static_cast<std::size_t>(stage % 2);
+      EXPECT_TRUE(reports[faulty].faulted);
+      const WorkerReport& other = reports[1 - faulty];
+      EXPECT_FALSE(other.faulted);
+      ASSERT_TRUE(other.failure.has_value());
+      if (fault == Fault::kAbort) {
+        EXPECT_EQ(other.failure->kind, FailureKind::kAborted) << other.failure->message;
+        EXPECT_EQ(other.failure->message, kAbortText);
+      } else {
+        EXPECT_EQ(other.failure->kind, FailureKind::kPeerLost) << other.failure->message;
+        EXPECT_EQ(other.failure->message.find("stage "), 0U) << other.failure->message;
+      }
+    }
+  }
+}
+
+TEST_P(Faults, DeadlineReturnsNothingAndTheNextAskGetsTheWork) {
+  make_pair();
+  start_pair();
+  const std::int64_t asked_ns = now_ns();
+  for (int attempt = 0; attempt < 3; ++attempt) {
+    const auto nothing = b_->next_work(Clock::now() + std::chrono::milliseconds(2));
+    ASSERT_TRUE(nothing.ok()) << nothing.failure().message;
+    EXPECT_FALSE(nothing.value().has_value());
+  }
+  EXPECT_EQ(next(*a_).kind, WorkKind::kForward);
+  a_->engine().complete_forward(outgoing(1), 0);
+  {
+    const WorkItem work = next(*b_);
+    EXPECT_EQ(work.kind, WorkKind::kForward);
+    EXPECT_EQ(work.minibatch, MinibatchId(0));
+    ASSERT_TRUE(work.received.has_value());
+    EXPECT_EQ(std::memcmp(work.received->tensors[0].data, patterned_bytes(1000, 1).data(), 1000), 0);
+  }
+  b_->engine().complete_forward({}, 0);
+  const Span span = b_->engine().spans().at(0);
+  EXPECT_GE(span.wait_ns, 6'000'000);  // all three attempts count
+  EXPECT_GE(span.asked_ns, asked_ns);
+  EXPECT_LE(span.wait_ns, span.ready_ns - span.asked_ns);
+}
+
+TEST_P(Faults, EndOnAGradientChannelIsRefused) {
+  make_pair();
+  start_pair();
+  for (std::uint32_t minibatch = 0; minibatch < 2; ++minibatch) {
+    EXPECT_EQ(next(*a_).kind, WorkKind::kForward);
+    a_->engine().complete_forward(outgoing(minibatch), 0);
+  }
+  b_->send_end(gradients_name(1));
+  const Failure failure = next_failure(*a_);
+  EXPECT_EQ(failure.kind, FailureKind::kCorruptFrame);
+  EXPECT_EQ(
+      failure.message,
+      "stage 0 at minibatch 0 (BACKWARD): gradients of stage 1 to stage 0: ended with gradients still due");
+}
+
+// The tensors are the user's: too large for the plan, they are refused before anything has changed.
+TEST_P(Faults, CompletionThatDoesNotFitThePlanCanBeRepeated) {
+  make_pair();
+  start_pair();
+  const auto too_large = [bytes = std::make_shared<std::vector<std::byte>>(1001)] {
+    Outgoing outgoing;
+    outgoing.tensors = {view(*bytes)};
+    return outgoing;
+  };
+  EXPECT_EQ(next(*a_).kind, WorkKind::kForward);
+  EXPECT_THROW(a_->engine().complete_forward(too_large(), 0), UserError);
+  a_->engine().complete_forward(outgoing(3), 0);
+  EXPECT_EQ(next(*b_).minibatch, MinibatchId(0));
+  b_->engine().complete_forward({}, 0);
+  EXPECT_EQ(next(*b_).kind, WorkKind::kBackward);
+  EXPECT_THROW(static_cast<void>(b_->engine().complete_backward(too_large(), 0)), UserError);
+  static_cast<void>(b_->engine().complete_backward(outgoing(4), 0));
+  EXPECT_EQ(next(*b_).kind, WorkKind::kUpdate);
+}
+
+// ---- Items outside the schedule ----
+
+TEST_P(Faults, CloseWaitsForItemsThatHaveNoCreditYet) {
+  make_pair(4);
+  for (std::uint32_t index = 0; index < 4; ++index) {
+    ASSERT_TRUE(send_item(*a_, activations_name(0), index, patience()));
+  }
+  std::vector<ReceivedItem> held;  // so many that the rest has no credit
+  for (std::uint32_t index = 0; index < 4; ++index) {
+    auto item = b_->receive_item(activations_name(0), patience());
+    ASSERT_TRUE(item.ok() && item.value());
+    held.push_back(std::move(*item.value()));
+  }
+  for (std::uint32_t index = 4; index < 7; ++index) {
+    ASSERT_TRUE(send_item(*a_, activations_name(0), index, patience()));
+  }
+  a_->send_end(activations_name(0));
+  std::thread closer([&] { a_->close(60); });
+  for (std::uint32_t index = 4; index < 7; ++index) {
+    held.erase(held.begin());
+    auto item = b_->receive_item(activations_name(0), patience());
+    ASSERT_TRUE(item.ok()) << item.failure().message;
+    ASSERT_TRUE(item.value().has_value());
+    EXPECT_EQ(item.value()->tag, index);
+    EXPECT_EQ(std::memcmp(item.value()->tensors[0].data, patterned_bytes(1000, index).data(), 1000), 0);
+    held.push_back(std::move(*item.value()));
+  }
+  auto end = b_->receive_item(activations_name(0), patience());
+  ASSERT_TRUE(end.ok() && end.value());
+  EXPECT_TRUE(end.value()->is_end);
+  EXPECT_EQ(end.value()->num_minibatches, 7);
+  b_->close(60);
+  closer.join();
+}
+
+TEST_P(Faults, SendItemWaitsForRoomUntilTheDeadlineAndFailsWithTheRun) {
+  make_pair(1);
+  ASSERT_TRUE(send_item(*a_, activations_name(0), 0, patience()));
+  auto held = b_->receive_item(activations_name(0), patience());
+  ASSERT_TRUE(held.ok() && held.value());
+  ASSERT_TRUE(send_item(*a_, activations_name(0), 1, patience()));
+  EXPECT_FALSE(send_item(*a_, activations_name(0), 2, Clock::now() + std::chrono::milliseconds(20)));
+  held.value().reset();
+  ASSERT_TRUE(send_item(*a_, activations_name(0), 2, patience()));
+  b_->abort(kAbortText);
+  std::optional<Failure> failure;
+  for (std::uint32_t index = 3; !failure; ++index) {  // room there is from now on, and soon an error instead
+    std::vector<std::byte> bytes(10);
+    const Result<bool> sent = a_->send_item(activations_name(0), 0, {view(bytes)}, nullptr, patience());
+    if (!sent.ok()) failure = sent.failure();
+    ASSERT_LT(index, 100'000'000U);
+  }
+  EXPECT_EQ(failure->kind, FailureKind::kAborted);
+  EXPECT_EQ(failure->message, kAbortText);
+}
+
+TEST_P(Faults, ReceiveItemSaysThatThePeerHasClosedItsChannel) {
+  make_pair();
+  const auto nothing = b_->receive_item(activations_name(0), Clock::now() + std::chrono::milliseconds(2));
+  ASSERT_TRUE(nothing.ok());
+  EXPECT_FALSE(nothing.value().has_value());
+  a_->close(60);
+  const auto item = b_->receive_item(activations_name(0), patience());
+  ASSERT_FALSE(item.ok());
+  EXPECT_EQ(item.failure().kind, FailureKind::kPeerLost);
+  EXPECT_EQ(item.failure().message, activations_name(0) + ": closed by the peer before it was complete");
+}
+
+TEST_P(Faults, AbortTextIsNeverCutInsideACharacter) {
+  make_pair();
+  std::string text = "x";
+  while (text.size() < 2000) text += "\xC3\xA9";  // two bytes each, so the limit falls between them
+  a_->abort(text);
+  const auto item = b_->receive_item(activations_name(0), patience());
+  ASSERT_FALSE(item.ok());
+  EXPECT_EQ(item.failure().kind, FailureKind::kAborted);
+  EXPECT_EQ(item.failure().message, text.substr(0, 1023));
+}
+
+TEST_P(Faults, ItemsMayOutliveTheWorkerWhileTheyHoldItsPool) {
+  make_pair();
+  ASSERT_TRUE(send_item(*a_, activations_name(0), 5, patience()));
+  const std::shared_ptr<Pool> pool = b_->pool();
+  auto item = b_->receive_item(activations_name(0), patience());
+  ASSERT_TRUE(item.ok() && item.value());
+  b_.reset();
+  a_.reset();
+  EXPECT_EQ(std::memcmp(item.value()->tensors[0].data, patterned_bytes(1000, 5).data(), 1000), 0);
+  std::thread([received = std::move(*item.value())] { EXPECT_EQ(received.tag, 5U); }).join();
+}
+
+TEST_P(Faults, AbortMayComeFromAnyThreadAtAnyTime) {
+  make_pair();
+  start_pair();
+  std::thread other([&] { b_->abort(kAbortText); });
+  const Failure failure = [&] {
+    for (std::uint32_t minibatch = 0; minibatch < 2; ++minibatch) {
+      auto work = a_->next_work(patience());
+      if (!work.ok()) return work.failure();
+      a_->engine().complete_forward(outgoing(minibatch), 0);
+    }
+    return next_failure(*a_);
+  }();
+  EXPECT_EQ(failure.kind, FailureKind::kAborted);
+  EXPECT_EQ(failure.message, kAbortText);
+  other.join();
+}
+
+std::string transport_of(const testing::TestParamInfo<std::string>& parameter) { return parameter.param; }
+
+INSTANTIATE_TEST_SUITE_P(Transports, Faults, testing::Values("inproc", "zmq"), transport_of);
+
+// ---- The user's mistakes ----
+
+TEST(WorkerOptions, WhatIsUnknownIsRefusedByName) {
+  const auto text_of = [](const WorkerOptions& options) {
+    try {
+      const Worker worker(options);
+      return std::string("nothing was thrown");
+    } catch (const UserError& error) {
+      return std::string(error.what());
+    }
+  };
+  WorkerOptions options;
+  options.transport = "carrier pigeon";
+  EXPECT_EQ(text_of(options), "transport 'carrier pigeon' is unknown: use 'zmq' or 'inproc'");
+  options.transport = "inproc";
+  for (const char* device : {"tpu", "cuda", "cuda:", "cuda:x", "cuda:0x", "cuda:-1"}) {
+    options.device = device;
+    EXPECT_EQ(text_of(options), "device '" + std::string(device) + "' is unknown: use 'host' or 'cuda:N'");
+  }
+}
+
+TEST(WorkerOptions, ChannelNamesAreUniqueAndEveryEndpointIsNeeded) {
+  WorkerOptions options;
+  options.transport = "inproc";
+  Worker worker(options);
+  const ChannelSpec spec{"weights", "stage 1 (rank 1)", 1, ItemSpec({{DType::kUInt8, 1, 10}})};
+  worker.add_send_channel(spec);
+  EXPECT_THROW(worker.add_send_channel(spec), UserError);
+  EXPECT_THROW(worker.add_receive_channel(spec), UserError);
+  worker.seal();
+  EXPECT_TRUE(worker.listen().empty());
+  EXPECT_THROW(worker.connect({{"others", "inproc://1"}}), UserError);
+  EXPECT_EQ(worker.channels_not_open(), std::vector<std::string>{"weights"});
+  worker.close(0);
+  worker.close(60);  // idempotent
+}
+
+}  // namespace
+}  // namespace pipedream

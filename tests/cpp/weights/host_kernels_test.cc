@@ -1,0 +1,142 @@
+// Every set of host kernels gives the same bits, streamed or not, whatever the alignment.
+#include "weights/host_kernels.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <random>
+#include <type_traits>
+#include <vector>
+
+namespace pipedream {
+namespace {
+
+template <class T>
+const HostKernels<T>* kernels_of(const HostKernelSet& set) {
+  if constexpr (std::is_same_v<T, float>) {
+    return set.for_float32;
+  } else {
+    return set.for_float64;
+  }
+}
+
+template <class T>
+class HostKernelSets : public testing::Test {
+ protected:
+  static constexpr std::int64_t kNumElements = 1000;
+  // Offsets into an allocation: vectors and cache lines then begin anywhere.
+  static constexpr std::int64_t kNumOffsets = 17;
+
+  std::vector<T> random_values() {
+    std::uniform_real_distribution<T> distribution(-1, 1);
+    std::vector<T> values(kNumElements + kNumOffsets);
+    for (T& value : values) value = distribution(generator_);
+    return values;
+  }
+
+  // The sets that this processor runs.
+  static std::vector<const HostKernels<T>*> sets() {
+    std::vector<const HostKernels<T>*> sets = {kernels_of<T>(baseline_kernels())};
+    const HostKernels<T>* const avx2 = kernels_of<T>(avx2_kernels());
+    if (avx2 != nullptr && processor_has_avx2()) sets.push_back(avx2);
+    return sets;
+  }
+
+ private:
+  std::mt19937_64 generator_{20191027};
+};
+
+using Elements = testing::Types<float, double>;
+TYPED_TEST_SUITE(HostKernelSets, Elements);
+
+TYPED_TEST(HostKernelSets, SgdGivesTheSameBits) {
+  const SgdFactors<TypeParam> factors{TypeParam(0.7), TypeParam(0.01), TypeParam(0.9), TypeParam(0.8),
+                                      TypeParam(-0.1)};
+  const auto weight = this->random_values();
+  const auto gradient = this->random_values();
+  const auto momentum = this->random_values();
+  for (const SgdFlags flags : {SgdFlags{false, false, false, false}, SgdFlags{true, true, false, false},
+                               SgdFlags{true, true, true, false}, SgdFlags{false, true, true, true}}) {
+    for (std::int64_t offset = 0; offset < this->kNumOffsets; ++offset) {
+      std::vector<std::vector<TypeParam>> results;
+      for (const auto* kernels : this->sets()) {
+        for (const bool streaming : {false, true}) {
+          std::vector<TypeParam> weight_out(weight.size());
+          std::vector<TypeParam> momentum_out = momentum;
+          kernels->sgd(flags, factors,
+                       {this->kNumElements, weight.data() + offset, weight_out.data() + offset,
+                        gradient.data() + offset, momentum_out.data() + offset},
+                       streaming);
+          weight_out.insert(weight_out.end(), momentum_out.begin(), momentum_out.end());
+          results.push_back(weight_out);
+        }
+      }
+      for (const auto& result : results) ASSERT_EQ(result, results.front()) << "offset " << offset;
+    }
+  }
+}
+
+TYPED_TEST(HostKernelSets, AdamGivesTheSameBits) {
+  const AdamFactors<TypeParam> factors{TypeParam(0.7),  TypeParam(0.01), TypeParam(0.999),
+                                       TypeParam(0.1),  TypeParam(0.99), TypeParam(0.01),
+                                       TypeParam(0.25), TypeParam(1e-6), TypeParam(-0.01)};
+  const auto weight = this->random_values();
+  const auto gradient = this->random_values();
+  const auto moment = this->random_values();
+  auto square = this->random_values();
+  for (TypeParam& value : square) value *= value;
+  for (const AdamFlags flags : {AdamFlags{false, false, false}, AdamFlags{true, true, false},
+                                AdamFlags{true, false, true}, AdamFlags{false, true, true}}) {
+    for (std::int64_t offset = 0; offset < this->kNumOffsets; ++offset) {
+      std::vector<std::vector<TypeParam>> results;
+      for (const auto* kernels : this->sets()) {
+        for (const bool streaming : {false, true}) {
+          std::vector<TypeParam> weight_out(weight.size());
+          std::vector<TypeParam> first = moment;
+          std::vector<TypeParam> second = square;
+          std::vector<TypeParam> largest = square;
+          kernels->adam(flags, factors,
+                        {this->kNumElements, weight.data() + offset, weight_out.data() + offset,
+                         gradient.data() + offset, first.data() + offset, second.data() + offset,
+                         largest.data() + offset},
+                        streaming);
+          for (const auto* values : {&first, &second, &largest})
+            weight_out.insert(weight_out.end(), values->begin(), values->end());
+          results.push_back(weight_out);
+        }
+      }
+      for (const auto& result : results) ASSERT_EQ(result, results.front()) << "offset " << offset;
+    }
+  }
+}
+
+TYPED_TEST(HostKernelSets, SquaredSumGivesTheSameBits) {
+  const auto values = this->random_values();
+  for (std::int64_t offset = 0; offset < this->kNumOffsets; ++offset) {
+    const double expected = this->sets().front()->squared_sum(this->kNumElements, values.data() + offset);
+    for (const auto* kernels : this->sets())
+      EXPECT_EQ(kernels->squared_sum(this->kNumElements, values.data() + offset), expected);
+  }
+}
+
+TYPED_TEST(HostKernelSets, StreamingWritesNothingBeyondItsElements) {
+  constexpr TypeParam kGuard = 77;
+  const auto weight = this->random_values();
+  for (const auto* kernels : this->sets()) {
+    for (std::int64_t offset = 0; offset < this->kNumOffsets; ++offset) {
+      for (const std::int64_t num_elements : {0, 1, 7, 15, 16, 17, 40}) {
+        std::vector<TypeParam> weight_out(100, kGuard);
+        kernels->sgd({false, false, false, false}, {1, 0, 0, 1, TypeParam(-0.1)},
+                     {num_elements, weight.data(), weight_out.data() + offset, weight.data(), nullptr}, true);
+        for (std::int64_t element = 0; element < 100; ++element) {
+          const bool inside = element >= offset && element < offset + num_elements;
+          ASSERT_EQ(weight_out[static_cast<std::size_t>(element)] == kGuard, !inside)
+              << "element " << element << ", offset " << offset << ", " << num_elements << " elements";
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace pipedream
