@@ -1,4 +1,4 @@
-"""How far each schedule trains in the same number of minibatches: the sweep behind docs/statistical_efficiency.md.
+"""How far each schedule trains in the same number of minibatches: docs/statistical_efficiency.md's figures.
 
     nice python bench/study/statistical_efficiency.py             # everything, about an hour on one core
     python bench/study/statistical_efficiency.py --report         # tables and figures from the kept results
@@ -36,9 +36,9 @@ def check(tasks: dict[str, Task]) -> None:
         if task.cuts_alike:
             pairs += [(Setting(name, depth, depth), Setting(name, 1)) for name in ("flush", "2bw")]
         for whole, stand_in in pairs:
-            losses = [_first_losses(task, setting) for setting in (whole, stand_in)]
-            if not torch.allclose(*map(torch.tensor, losses), rtol=1e-3):
-                raise SystemExit(f"{task.name}: {whole} and {stand_in} differ: {losses}")
+            losses, losses_too = _first_losses(task, whole), _first_losses(task, stand_in)
+            if not torch.allclose(torch.tensor(losses), torch.tensor(losses_too), rtol=1e-3):
+                raise SystemExit(f"{task.name}: {whole} gives {losses}, {stand_in} gives {losses_too}")
 
 
 def _first_losses(task: Task, setting: Setting) -> list[float]:

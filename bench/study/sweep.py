@@ -142,7 +142,7 @@ def _points(losses: list[float]) -> tuple[float, ...]:
 
 
 class Results:
-    """Outcomes by run. Where it has a log, a file with a line of JSON per run, an interrupted sweep goes on."""
+    """Outcomes by run. With a log, a file with a line of JSON per run, an interrupted sweep can go on."""
 
     def __init__(self, log: Path | None = None) -> None:
         self._log = log

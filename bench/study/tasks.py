@@ -74,10 +74,11 @@ class Digits(Task):
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         channels = 1
         for number, wider in enumerate(self._CHANNELS, start=1):
-            block = [nn.Conv2d(channels, wider, 3, padding=1, bias=False), nn.BatchNorm2d(wider), nn.ReLU()]
-            layers[f"conv{number}"] = nn.Sequential(*block)
+            convolution = nn.Conv2d(channels, wider, 3, padding=1, bias=False)
+            block: list[nn.Module] = [convolution, nn.BatchNorm2d(wider), nn.ReLU()]
             if number == self._POOL_AFTER:
-                layers[f"conv{number}"].append(nn.MaxPool2d(2))
+                block.append(nn.MaxPool2d(2))
+            layers[f"conv{number}"] = nn.Sequential(*block)
             channels = wider
         layers["scores"] = nn.Sequential(nn.Flatten(), nn.Linear(channels * 4 * 4, 10))
         return nn.Sequential(layers)
@@ -88,7 +89,8 @@ class Digits(Task):
         while len(batches) < self.num_minibatches:
             order = self._train[torch.randperm(len(self._train), generator=generator)]
             whole = order[: len(order) // self._BATCH_SIZE * self._BATCH_SIZE]
-            batches += [(self._images[part], self._labels[part]) for part in whole.split(self._BATCH_SIZE)]
+            parts = torch.split(whole, self._BATCH_SIZE)
+            batches += [(self._images[part], self._labels[part]) for part in parts]
         return batches[: self.num_minibatches]
 
     def loss(self, scores: Tensor, targets: Tensor) -> Tensor:
@@ -153,7 +155,8 @@ class _Embed(nn.Module):
         self.position = nn.Parameter(0.02 * torch.randn(context, width))
 
     def forward(self, characters: Tensor) -> Tensor:
-        return self.character(characters) + self.position
+        vectors: Tensor = self.character(characters)
+        return vectors + self.position
 
 
 class _Block(nn.Module):
@@ -171,7 +174,8 @@ class _Block(nn.Module):
         query, key, value = heads.chunk(3, dim=1)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.projection(attended.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.mlp_norm(x))
+        changed: Tensor = self.mlp(self.mlp_norm(x))
+        return x + changed
 
 
 def _source_text(length: int) -> Tensor:

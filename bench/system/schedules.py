@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from pipedream import _core, reference
 from pipedream.plan import Plan
+from pipedream.result import WorkSpan
 from pipedream.simulator import StageTimes, TimedInstruction, simulate, summarize
 from torch import Tensor, nn
 
@@ -210,9 +211,7 @@ def measure_time(schedule: str, num_stages: int, microbatches: int) -> dict[str,
         forward_ms=1e3 * FORWARD_S * share / microbatches, backward_ms=1e3 * BACKWARD_S * share / microbatches
     )
     options = options_of(schedule, plan, microbatches)
-    programs = [
-        _core.make_program(options, worker, num_minibatches) for worker in range(options.num_workers)
-    ]
+    programs = [_core.make_program(options, worker, num_minibatches) for worker in range(options.num_workers)]
     predicted = simulate(programs, times)
     measured = summarize([_timeline(programs[w], spans) for w, spans in enumerate(result.spans)], [])
     return {
@@ -223,15 +222,15 @@ def measure_time(schedule: str, num_stages: int, microbatches: int) -> dict[str,
     }
 
 
-def _timeline(program: list[_core.Instruction], spans: list[tuple[Any, ...]]) -> list[TimedInstruction]:
+def _timeline(program: list[_core.Instruction], spans: list[WorkSpan]) -> list[TimedInstruction]:
     """What a worker did and when: from having its input to having computed."""
     timeline = []
     for instruction, span in zip(program, spans, strict=True):
-        kind, stage, minibatch, microbatch, _, ready_ns, _, _, compute_ns = span
-        done = (kind, stage, minibatch, microbatch)
+        done = (span.kind, span.stage, span.minibatch, span.microbatch)
         if done != (instruction.opcode, instruction.stage, instruction.minibatch, instruction.microbatch):
             raise RuntimeError(f"did {done} instead of {instruction}")
-        timeline.append(TimedInstruction(instruction, ready_ns / 1e6, (ready_ns + compute_ns) / 1e6))
+        end_ns = span.ready_ns + span.compute_ns
+        timeline.append(TimedInstruction(instruction, span.ready_ns / 1e6, end_ns / 1e6))
     return timeline
 
 
@@ -270,7 +269,8 @@ def format_rows(rows: list[Row]) -> str:
 
 
 def describe_machine() -> str:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, check=False, capture_output=True, text=True)
     return (
         f"Commit {commit.stdout.strip() or 'unknown'}, torch {torch.__version__}, Python"
         f" {platform.python_version()}, {torch.get_num_threads()} cores, no GPU."

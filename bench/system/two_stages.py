@@ -89,7 +89,7 @@ def pipeline(width: int, batch: int, num_minibatches: int) -> pipedream.RunResul
 
 def steady_ms(result: pipedream.RunResult) -> float:
     """Milliseconds per minibatch between the last stage's updates, without the first tenth."""
-    done_ns = [span[4] for span in result.spans[-1] if span[0] == "UPDATE"]
+    done_ns = [span.completed_ns for span in result.spans[-1] if span.kind == "UPDATE"]
     first = max(3, len(done_ns) // 10)
     return (done_ns[-1] - done_ns[first]) / 1e6 / (len(done_ns) - 1 - first)
 
@@ -98,7 +98,9 @@ def slowest_stage_ms(result: pipedream.RunResult) -> float:
     """Milliseconds of user code per minibatch at the busiest stage, over the same minibatches."""
     first = max(3, len(result.losses) // 10)
     per_stage = [
-        sum(span[6] for span in spans if span[1] > first) / 1e6 / (len(result.losses) - 1 - first)
+        sum(span.compute_ns for span in spans if span.minibatch > first)
+        / 1e6
+        / (len(result.losses) - 1 - first)
         for spans in result.spans
     ]
     return max(per_stage)
@@ -107,7 +109,9 @@ def slowest_stage_ms(result: pipedream.RunResult) -> float:
 def overhead_us(result: pipedream.RunResult) -> list[float]:
     """Per stage, the median over work items of completed - asked - waited - user code."""
     return [
-        statistics.median((span[4] - span[2] - span[5] - span[6]) / 1e3 for span in spans)
+        statistics.median(
+            (span.completed_ns - span.asked_ns - span.wait_ns - span.compute_ns) / 1e3 for span in spans
+        )
         for spans in result.spans
     ]
 

@@ -4,14 +4,33 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import _core
 from .memory import describe_memory
 from .plan import Plan
 from .trace import Span, write_trace
 
-__all__ = ["RunResult", "combine_reports"]
+__all__ = ["RunResult", "WorkSpan", "combine_reports"]
+
+
+class WorkSpan(NamedTuple):
+    """One work item of a worker; times on the machine's monotonic clock."""
+
+    kind: str
+    """FORWARD, RECOMPUTE, BACKWARD or UPDATE."""
+    stage: int
+    minibatch: int
+    microbatch: int
+    asked_ns: int
+    """When the worker asked for it."""
+    ready_ns: int
+    """When it had its input."""
+    completed_ns: int
+    wait_ns: int
+    """Of asked to ready: waiting for a neighbour's tensors."""
+    compute_ns: int
+    """Of ready to completed: in user code."""
 
 
 @dataclass
@@ -46,11 +65,8 @@ class RunResult:
     """Per worker: share of its time spent waiting for a neighbour's tensors."""
     recompute: list[bool] = field(default_factory=list)
     """Per stage: whether its forwards were done again before their backwards."""
-    spans: list[list[tuple[str, int, int, int, int, int, int, int, int]]] = field(
-        default_factory=list, repr=False
-    )
-    """Per worker: (kind, stage, minibatch, microbatch, asked_ns, ready_ns, completed_ns, wait_ns,
-    compute_ns) of the latest work items, on the machine's monotonic clock."""
+    spans: list[list[WorkSpan]] = field(default_factory=list, repr=False)
+    """Per worker: the latest work items, oldest first."""
     worker_names: list[str] = field(default_factory=list, repr=False)
     """Per worker: its stages and rank."""
 
@@ -70,19 +86,24 @@ class RunResult:
         """The result from its JSON form, with tuples where JSON has lists."""
         fields = dict(fields)
         fields["versions"] = [[(pair[0], pair[1]) for pair in stage] for stage in fields["versions"]]
-        fields["spans"] = [[tuple(span) for span in worker] for worker in fields["spans"]]
+        fields["spans"] = [[WorkSpan(*span) for span in worker] for worker in fields["spans"]]
         return cls(**fields)
 
     def _trace_spans(self) -> Any:
-        num_microbatches = 1 + max((span[3] for worker in self.spans for span in worker), default=0)
+        num_microbatches = 1 + max((span.microbatch for worker in self.spans for span in worker), default=0)
         for rank, worker_spans in enumerate(self.spans):
             worker_name = f"worker {rank} ({self.worker_names[rank]})"
-            for kind, stage, minibatch, microbatch, asked, ready, completed, wait_ns, _ in worker_spans:
-                arguments = {"stage": stage, "minibatch": minibatch, "microbatch": microbatch}
-                if wait_ns > 0:
-                    yield Span(worker_name, "waiting", "wait", asked, ready, arguments)
-                part = f".{microbatch}" if num_microbatches > 1 and kind != "UPDATE" else ""
-                yield Span(worker_name, "compute", f"{kind[0]}{minibatch}{part}", ready, completed, arguments)
+            for span in worker_spans:
+                arguments = {
+                    "stage": span.stage,
+                    "minibatch": span.minibatch,
+                    "microbatch": span.microbatch,
+                }
+                if span.wait_ns > 0:
+                    yield Span(worker_name, "waiting", "wait", span.asked_ns, span.ready_ns, arguments)
+                part = f".{span.microbatch}" if num_microbatches > 1 and span.kind != "UPDATE" else ""
+                name = f"{span.kind[0]}{span.minibatch}{part}"
+                yield Span(worker_name, "compute", name, span.ready_ns, span.completed_ns, arguments)
 
 
 def combine_reports(
@@ -118,7 +139,7 @@ def combine_reports(
             for t in totals
         ],
         wait_share=[t["wait_ns"] / max(t["elapsed_ns"], 1) for t in totals],
-        spans=[[tuple(span) for span in report["spans"]] for report in reports],
+        spans=[[WorkSpan(*span) for span in report["spans"]] for report in reports],
         worker_names=[plan.describe_worker(rank) for rank in range(len(reports))],
     )
 
@@ -132,12 +153,15 @@ def _epoch_losses(losses: list[float], samples: list[int], epochs: list[int]) ->
     return [total / max(seen, 1) for _, (total, seen) in sorted(sums.items())]
 
 
-def _steady_ms(spans: list[tuple[Any, ...]], num_warm_up: int) -> float:
+def _steady_ms(spans: list[list[int | str]], num_warm_up: int) -> float:
     """Milliseconds per minibatch between updates of the last stage, after as many minibatches as are in
     flight; over all of them when there are too few."""
-    last_stage = max((span[1] for span in spans), default=0)
-    done_ns = [span[6] for span in spans if span[0] == "UPDATE" and span[1] == last_stage]
+    named = [WorkSpan(*span) for span in spans]  # type: ignore[arg-type]
+    if not named:
+        return 0.0
+    last_stage = max(span.stage for span in named)
+    done_ns = [span.completed_ns for span in named if span.kind == "UPDATE" and span.stage == last_stage]
     if len(done_ns) < 2:
-        return (spans[-1][6] - spans[0][4]) / 1e6 / max(len(done_ns), 1) if spans else 0.0
+        return (named[-1].completed_ns - named[0].asked_ns) / 1e6 / max(len(done_ns), 1)
     steady = done_ns[num_warm_up:] if len(done_ns) > num_warm_up + 2 else done_ns
     return float(steady[-1] - steady[0]) / 1e6 / (len(steady) - 1)
