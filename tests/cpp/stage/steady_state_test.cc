@@ -32,13 +32,13 @@ using Gate = std::barrier<>;
 class SteadyWorker {
  public:
   SteadyWorker(const std::string& transport, bool staged, const ScheduleOptions& schedule, std::int64_t index)
-      : schedule_(schedule), parts_(parts_of(schedule, WorkerIndex(index))) {
+      : schedule_(schedule), index_(index), parts_(parts_of(schedule, index_)) {
     WorkerOptions options;
     options.transport = transport;
     options.force_staging = staged;
     worker_ = std::make_unique<Worker>(options);
     const ItemSpec item({{DType::kUInt8, 1, kItemBytes}, {DType::kFloat32, 1, 64}});
-    add_channels(*worker_, schedule, WorkerIndex(index), item, kChunkBytes);
+    add_channels(*worker_, schedule, index_, item, kChunkBytes);
     worker_->seal();
     for (const TensorSpec& tensor : item.tensors()) {
       TensorView view{tensor.dtype, tensor.num_dims, {}, bytes_->data()};
@@ -49,7 +49,6 @@ class SteadyWorker {
       stashes_[part.stage].resize(static_cast<std::size_t>(num_microbatches_in_flight(schedule, part.stage)) +
                                   1);
     }
-    worker_->start(schedule, WorkerIndex(index), parts_, 100);
   }
 
   [[nodiscard]] Worker& worker() { return *worker_; }
@@ -57,6 +56,9 @@ class SteadyWorker {
   [[nodiscard]] std::uint64_t num_vectors() const { return num_vectors_; }
 
   void run(Gate& gate) {
+    const Result<bool> open = worker_->wait_open(patience());
+    ASSERT_TRUE(open.ok() && open.value());
+    worker_->start(schedule_, index_, parts_, 100);
     for (;;) {
       auto work = worker_->next_work(patience());
       ASSERT_TRUE(work.ok()) << work.failure().message;
@@ -114,6 +116,7 @@ class SteadyWorker {
   }
 
   const ScheduleOptions schedule_;
+  const WorkerIndex index_;
   const std::vector<StageChannelNames> parts_;
   const std::int64_t num_stages_ = static_cast<std::int64_t>(schedule_.in_flight.size());
   const std::shared_ptr<std::vector<std::byte>> bytes_ =
@@ -151,7 +154,6 @@ Count measure(SteadyWorker& a, SteadyWorker& b) {
   gate.arrive_and_wait();
   thread_of_a.join();
   thread_of_b.join();
-  // The copies of the others' last items are done; a.close() alone would wait for b to give them back.
   std::thread closing([&] { a.worker().close(60); });
   b.worker().close(60);
   closing.join();
