@@ -23,6 +23,22 @@ constexpr std::array<MemoryKind, 2> kKinds = {MemoryKind::kDevice, MemoryKind::k
 
 const char* kind_name(MemoryKind kind) { return kind == MemoryKind::kDevice ? "device" : "staging"; }
 
+// SlotGroup's head word; the drawing is in the header.
+struct Head {
+  std::uint16_t top = 0;
+  std::uint16_t num_free = 0;
+  std::uint32_t tag = 0;
+};
+
+constexpr Head unpack(std::uint64_t word) {
+  return {static_cast<std::uint16_t>(word), static_cast<std::uint16_t>(word >> 16),
+          static_cast<std::uint32_t>(word >> 32)};
+}
+
+constexpr std::uint64_t pack(Head head) {
+  return std::uint64_t{head.top} | std::uint64_t{head.num_free} << 16 | std::uint64_t{head.tag} << 32;
+}
+
 // The distance between two slots, in bytes. Throws UserError when the term's sum is no size at all.
 std::size_t stride_of(const PoolTerm& term) {
   std::size_t padded_bytes = 0;
@@ -81,12 +97,20 @@ void Lease::release() {
 // --- SlotGroup ---------------------------------------------------------------------------------------
 
 SlotGroup::SlotGroup(PoolTerm term, std::byte* base, std::size_t stride_bytes)
-    : term_(std::move(term)), stride_bytes_(stride_bytes), base_(base), placed_(base != nullptr) {
-  PD_CHECK(term_.num_slots >= 0, "pool term '" << term_.name << "' has " << term_.num_slots << " slots");
+    : term_(std::move(term)),
+      stride_bytes_(stride_bytes),
+      base_(base),
+      placed_(base != nullptr),
+      next_free_(static_cast<std::size_t>(term_.num_slots)) {
+  PD_CHECK(term_.num_slots <= kNumSlotsMax, "'" << term_.name << "' has " << term_.num_slots << " slots");
   PD_CHECK(stride_bytes_ >= term_.slot_bytes,
            "pool term '" << term_.name << "': stride " << stride_bytes_ << ", slot " << term_.slot_bytes);
-  free_slots_.reserve(static_cast<std::size_t>(term_.num_slots));
-  for (std::int64_t slot = term_.num_slots; slot-- > 0;) free_slots_.push_back(slot);  // slot 0 on top
+  const auto num_slots = static_cast<std::uint16_t>(term_.num_slots);
+  for (std::uint16_t slot = 0; slot < num_slots; ++slot) {  // slot 0 on top
+    const bool last = slot + 1 == num_slots;
+    next_free_[slot].store(last ? std::uint16_t{0} : static_cast<std::uint16_t>(slot + 2));
+  }
+  head_.store(pack({num_slots > 0 ? std::uint16_t{1} : std::uint16_t{0}, num_slots, 0}));
 }
 
 SlotGroup::~SlotGroup() {
@@ -97,17 +121,21 @@ SlotGroup::~SlotGroup() {
 
 std::optional<Lease> SlotGroup::try_lease() {
   PD_CHECK(placed_, "'" << term_.name << "' is leased before the pool is sealed");
-  std::int64_t slot = 0;
-  {
-    const std::lock_guard lock(mutex_);
-    if (free_slots_.empty()) return std::nullopt;
-    slot = free_slots_.back();
-    free_slots_.pop_back();
-    const std::int64_t num_leased = term_.num_slots - static_cast<std::int64_t>(free_slots_.size());
-    num_leased_max_ = std::max(num_leased_max_, num_leased);
-  }
-  return Lease(this, base_ + static_cast<std::size_t>(slot) * stride_bytes_, term_.slot_bytes,
-               SlotIndex(slot));
+  std::uint64_t word = head_.load(std::memory_order_acquire);
+  Head head;
+  std::size_t slot = 0;
+  do {
+    head = unpack(word);
+    if (head.top == 0) return std::nullopt;
+    slot = head.top - std::size_t{1};
+    head.top = next_free_[slot].load(std::memory_order_relaxed);  // stale only when the head has changed
+    --head.num_free;
+    ++head.tag;
+  } while (
+      !head_.compare_exchange_weak(word, pack(head), std::memory_order_acq_rel, std::memory_order_acquire));
+  note_leased(term_.num_slots - head.num_free);
+  return Lease(this, base_ + slot * stride_bytes_, term_.slot_bytes,
+               SlotIndex(static_cast<std::int64_t>(slot)));
 }
 
 Lease SlotGroup::lease() {
@@ -117,10 +145,14 @@ Lease SlotGroup::lease() {
   return std::move(*lease);
 }
 
-std::int64_t SlotGroup::num_free() const {
-  const std::lock_guard lock(mutex_);
-  return static_cast<std::int64_t>(free_slots_.size());
+void SlotGroup::note_leased(std::int64_t num_leased) {
+  std::int64_t before = num_leased_max_.load(std::memory_order_relaxed);
+  while (before < num_leased &&
+         !num_leased_max_.compare_exchange_weak(before, num_leased, std::memory_order_relaxed)) {
+  }
 }
+
+std::int64_t SlotGroup::num_free() const { return unpack(head_.load(std::memory_order_acquire)).num_free; }
 
 std::byte* SlotGroup::slot_data(SlotIndex slot) const {
   PD_CHECK(placed_, "'" << term_.name << "' has no memory before the pool is sealed");
@@ -136,9 +168,9 @@ void SlotGroup::on_release(std::function<void()> callback) {
 }
 
 TermReport SlotGroup::report() const {
-  const std::lock_guard lock(mutex_);
+  const auto num_leased_max = static_cast<std::size_t>(num_leased_max_.load(std::memory_order_relaxed));
   return {term_.name,      term_.kind,      term_.slot_bytes,
-          term_.num_slots, planned_bytes(), static_cast<std::size_t>(num_leased_max_) * stride_bytes_};
+          term_.num_slots, planned_bytes(), num_leased_max * stride_bytes_};
 }
 
 void SlotGroup::place(std::byte* base, bool poison) {
@@ -156,10 +188,16 @@ void SlotGroup::fill_with_poison(std::int64_t slot) {
 
 void SlotGroup::give_back(SlotIndex slot) {
   if (poison_) fill_with_poison(slot.value());  // before it is free: then it is the next one's
-  {
-    const std::lock_guard lock(mutex_);
-    free_slots_.push_back(slot.value());
-  }
+  std::uint64_t word = head_.load(std::memory_order_relaxed);
+  Head head;
+  do {
+    head = unpack(word);
+    next_free_[static_cast<std::size_t>(slot.value())].store(head.top, std::memory_order_relaxed);
+    head.top = static_cast<std::uint16_t>(slot.value() + 1);
+    ++head.num_free;
+    ++head.tag;
+  } while (
+      !head_.compare_exchange_weak(word, pack(head), std::memory_order_acq_rel, std::memory_order_relaxed));
   if (on_release_) on_release_();
 }
 
@@ -177,6 +215,11 @@ SlotGroup& Pool::add(PoolTerm term) {
   PD_CHECK(!sealed_, "pool term '" << term.name << "' of " << term.num_slots << " x " << term.slot_bytes
                                    << " bytes is added after the seal");
   PD_CHECK(term.num_slots >= 0, "pool term '" << term.name << "' has " << term.num_slots << " slots");
+  if (term.num_slots > kNumSlotsMax) {
+    throw UserError("pool term '" + term.name + "' has " + std::to_string(term.num_slots) +
+                    " slots, at most " + std::to_string(kNumSlotsMax) +
+                    " are possible; use fewer microbatches or fewer minibatches in flight");
+  }
   for (const SlotGroup& group : groups_) {
     if (group.term().name == term.name) {
       throw UserError("pool term '" + term.name + "' exists already; every user needs a name of its own");

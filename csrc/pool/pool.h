@@ -1,8 +1,8 @@
 // A worker's memory: budget -> seal -> lease. Every user names a term (so many slots of so many bytes)
 // before the first minibatch; the pool allocates and pre-faults the sum once, then only leases.
 //
-// Leasing is O(1) and allocates nothing. Any thread may lease and release; a mutex per group guards its
-// free list. A Lease must not outlive the Pool.
+// Leasing is O(1), allocates nothing and waits for nobody. Any thread may lease and release; a group's free
+// list is one atomic word. A Lease must not outlive the Pool.
 //
 // Poison: every slot that nobody has leased is filled with kPoisonByte, from the seal on, so that what is
 // read before it was written or after it was released shows: NaN in every float type, -1 in the integers. In
@@ -10,12 +10,12 @@
 // and the order of that stream and the readers').
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -79,7 +79,13 @@ struct TermReport {
   std::size_t peak_bytes = 0;     // most that was leased at once, with the spacing
 };
 
-// The slots of one term, LIFO so that a warm slot is used again first.
+// The slots of one term, LIFO so that a warm slot is used again first. The free ones are a stack, linked by
+// index. Its head is one word, so that a lease and a release are one atomic exchange each:
+//
+//   | tag: 32 bits | free slots: 16 bits | top: 16 bits, slot index + 1, 0 when none is free |
+//
+// The tag counts the changes: a thread that was stopped between reading the head and exchanging it finds it
+// changed although the same slot may be on top again.
 class SlotGroup {
  public:
   // base is null while the pool is not sealed: nothing can be leased then.
@@ -105,6 +111,7 @@ class SlotGroup {
   void place(std::byte* base, bool poison);  // at seal, before any lease
   void fill_with_poison(std::int64_t slot);
   void give_back(SlotIndex slot);
+  void note_leased(std::int64_t num_leased);
   [[nodiscard]] std::size_t planned_bytes() const;
 
   const PoolTerm term_;
@@ -113,12 +120,13 @@ class SlotGroup {
   bool placed_;
   bool poison_ = false;
   std::function<void()> on_release_;
-  mutable std::mutex mutex_;              // guards the two below
-  std::vector<std::int64_t> free_slots_;  // a stack with room for all: push and pop allocate nothing
-  std::int64_t num_leased_max_ = 0;
+  std::atomic<std::uint64_t> head_{0};
+  std::vector<std::atomic<std::uint16_t>> next_free_;  // by slot: the top below it
+  std::atomic<std::int64_t> num_leased_max_{0};
 };
 
 inline constexpr std::size_t kSlotAlignment = 256;
+inline constexpr std::int64_t kNumSlotsMax = 65535;  // of one term
 
 class Pool {
  public:
@@ -129,7 +137,7 @@ class Pool {
   ~Pool();
 
   // Before seal. The reference stays valid; leases only after seal. Throws UserError for a second term
-  // of one name and for a size that overflows, aborts after seal.
+  // of one name, for more than kNumSlotsMax slots and for a size that overflows, aborts after seal.
   SlotGroup& add(PoolTerm term);
   // Allocates the sum of all terms, one allocation per MemoryKind. Throws UserError with the table of
   // terms when the device has less.

@@ -487,7 +487,7 @@ ReplayReport replay(const ScheduleOptions& options, const Programs& programs, st
   report.error = check_shape(options, programs, num_minibatches);
   if (report.error.empty()) report.error = check_lists(options, programs, num_minibatches, report);
   if (report.error.empty()) report.error = check_together(options, programs, report);
-  report.ok = report.error.empty();
+  if (!report.error.empty()) return {false, report.error, {}, {}, {}, {}};  // what was counted is partial
   return report;
 }
 

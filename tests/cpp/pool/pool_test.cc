@@ -226,6 +226,26 @@ TEST_F(PoolTest, SizesThatOverflowAreRefused) {
   EXPECT_THROW((void)pool_.planned_bytes(MemoryKind::kDevice), UserError);
 }
 
+TEST_F(PoolTest, MoreSlotsThanCanBeCountedAreRefusedAndTheMostAreAllLeasedOnce) {
+  try {
+    pool_.add({"too many", 0, kNumSlotsMax + 1, MemoryKind::kDevice});
+    FAIL();
+  } catch (const UserError& error) {
+    EXPECT_NE(std::string(error.what()).find("'too many' has 65536 slots, at most 65535"), std::string::npos)
+        << error.what();
+  }
+  SlotGroup& group = pool_.add({"the most", 0, kNumSlotsMax, MemoryKind::kDevice});
+  pool_.seal();
+  std::vector<Lease> leases;
+  for (std::int64_t slot = 0; slot < kNumSlotsMax; ++slot) {
+    leases.push_back(group.lease());
+    ASSERT_EQ(leases.back().slot(), SlotIndex(slot));
+  }
+  EXPECT_FALSE(group.try_lease());
+  leases.clear();
+  EXPECT_EQ(group.num_free(), kNumSlotsMax);
+}
+
 TEST_F(PoolTest, TermsOfNoSlotsOrNoBytesTakeNoMemory) {
   SlotGroup& no_slots = pool_.add({"no slots", 64, 0, MemoryKind::kDevice});
   SlotGroup& no_bytes = pool_.add({"no bytes", 0, 2, MemoryKind::kDevice});

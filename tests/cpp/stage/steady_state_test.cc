@@ -56,6 +56,12 @@ class SteadyWorker {
   [[nodiscard]] std::uint64_t num_vectors() const { return num_vectors_; }
 
   void run(Gate& gate) {
+    train(gate);
+    gate.arrive_and_drop();  // nobody waits for one that has failed
+  }
+
+ private:
+  void train(Gate& gate) {
     const Result<bool> open = worker_->wait_open(patience());
     ASSERT_TRUE(open.ok() && open.value());
     worker_->start(schedule_, index_, parts_, 100);
@@ -74,8 +80,6 @@ class SteadyWorker {
       }
     }
   }
-
- private:
   static bool is_last(std::int64_t num_minibatches) {
     return num_minibatches == kNumWarmupMinibatches + kNumMinibatches;
   }

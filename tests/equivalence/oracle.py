@@ -1,0 +1,77 @@
+"""What a run of the zoo must give: the oracle's numbers, the table's versions, and memory as predicted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from farm import Farm
+from pipedream import RunResult, reference
+from training import (
+    State,
+    Training,
+    assert_close_losses,
+    assert_close_state,
+    expected_versions,
+    tolerance,
+    train_by_reference,
+    train_in_pipeline,
+)
+
+__all__ = ["assert_equals_reference", "assert_memory_as_predicted", "assert_same_numbers"]
+
+
+def assert_equals_reference(
+    farm: Farm,
+    training: Training,
+    *,
+    native: Any = None,
+    data: Any = None,
+    relative: float | None = None,
+    train: Any = train_in_pipeline,
+    **options: Any,
+) -> tuple[RunResult, State]:
+    """Runs it at as many ranks as its plan has workers; rank 0's result and state.
+
+    native: the optimizer of the pipeline where it is another than the oracle's. data: in the place of the
+    training's own, for both. options: of the pipeline alone. relative: by default what two orders of the
+    same arithmetic may differ by. train: what the ranks call.
+    """
+    if native is not None:
+        options["optimizer"] = native
+    if data is not None:
+        options["data"] = data
+    result, state = farm.results(train, training, num_ranks=training.num_workers, **options)[0]
+    losses, expected_state = _expect(training, data)
+    assert_same_numbers(result.losses, state, losses, expected_state, relative or tolerance(training.dtype))
+    assert result.versions == expected_versions(training.plan, len(losses), schedule=training.schedule)
+    assert_memory_as_predicted(result)
+    return result, state
+
+
+def _expect(training: Training, data: Any) -> tuple[list[float], State]:
+    if data is None:
+        result, state = train_by_reference(training)
+        assert result.versions == expected_versions(
+            training.plan, len(result.losses), schedule=training.schedule
+        )
+        return result.losses, state
+    model = training.model()
+    losses = reference.run(model, training.plan, **training.options() | {"data": data}).losses
+    return losses, model.state_dict()
+
+
+def assert_same_numbers(
+    losses: list[float], state: State, expected: list[float], expected_state: State, relative: float
+) -> None:
+    assert_close_losses(losses, expected, relative)
+    assert_close_state(state, expected_state, relative)
+
+
+def assert_memory_as_predicted(result: RunResult) -> None:
+    """No term of any worker had more at its peak than was predicted."""
+    for name, terms in zip(result.worker_names, result.memory, strict=True):
+        assert terms, name
+        for term, figures in terms.items():
+            predicted, peak = figures["predicted"], figures["peak"]
+            if predicted is not None and peak is not None:
+                assert peak <= predicted, f"{name}, {term}: peak {peak}, predicted {predicted}"
