@@ -136,6 +136,7 @@ def report(result: pipedream.RunResult, folder: Path) -> None:
     print(f"minibatches        {len(result.losses)}, loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}")
     print(f"speed              {result.samples_per_s:.0f} samples/s")
     print(f"time per minibatch {predicted} predicted, {result.measured_ms:.2f} ms measured")
+    print(f"\n{result.describe_memory()}")
     print(f"losses             {folder / 'losses.json'}, plot in {folder / 'loss.png'}")
     print(f"trace              {folder / 'trace.json'} (open it at https://ui.perfetto.dev)")
 

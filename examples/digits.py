@@ -118,6 +118,7 @@ def main() -> None:
     print(f"minibatches        {len(result.losses)}, loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}")
     print(f"speed              {result.samples_per_s:.0f} samples/s")
     print(f"time per minibatch {predicted} predicted, {result.measured_ms:.2f} ms measured")
+    print(f"\n{result.describe_memory()}")
     print(f"loss plot          {options.output_dir / 'loss.png'}")
     print(f"trace              {options.output_dir / 'trace.json'} (open it at https://ui.perfetto.dev)")
     print(f"plan               {options.output_dir / 'plan.json'}")

@@ -2,9 +2,9 @@
 
     python bench/micro/optimizer_bench.py [--quick] [--rounds 15] [--threads N] [--json]
 
-Both sides run in one process, on memory of one kind, with the same number of threads; each round runs torch,
-native and a copy of the same number of bytes, in an order that changes from round to round, so that a drift
-of the machine's speed meets all. The native side alternates between two weight slots, as a pipeline does.
+Both sides run in one process, with the same number of threads, and all their tensors are in memory as the
+pool's (huge pages advised); each round runs torch, native and a copy of the same number of bytes, in an order
+that changes from round to round, so that a drift of the machine's speed meets all. The native side alternates between two weight slots, as a pipeline does.
 The target is a ratio (native / torch, of the minima) of 1.05 or less. `bytes` is what a step has to move,
 each operand once; GB/s is that over the minimum, beside the copy's, which counts what it reads and writes.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import mmap
 import os
 import platform
 import statistics
@@ -48,13 +49,44 @@ def time_ms(step: Callable[[], object], num_repeats: int) -> float:
     return (time.perf_counter_ns() - began_ns) / 1e6 / num_repeats
 
 
+def in_huge_pages(values: torch.Tensor) -> torch.Tensor:
+    """A copy in memory of its own, as the pool's."""
+    memory = mmap.mmap(-1, values.numel() * values.element_size())
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=values.dtype).copy_(values)
+
+
+class InPlace:
+    """torch's fused step."""
+
+    def __init__(self, make: Callable[..., torch.optim.Optimizer], gradient: torch.Tensor) -> None:
+        parameter = in_huge_pages(torch.randn_like(gradient)).requires_grad_()
+        parameter.grad = gradient
+        self._optimizer = make([parameter])
+        self._optimizer.step()
+        state = self._optimizer.state[parameter]
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                state[name] = in_huge_pages(value)
+
+    def __call__(self) -> None:
+        self._optimizer.step()
+
+
 class OutOfPlace:
     """A native optimizer's step between two slots, to and fro."""
 
-    def __init__(self, make: Callable[..., Any], gradient: torch.Tensor) -> None:
-        self._slots = [torch.randn_like(gradient), torch.randn_like(gradient)]
+    def __init__(self, make: Callable[..., optim.NativeOptimizer], gradient: torch.Tensor) -> None:
+        self._slots = [in_huge_pages(torch.randn_like(gradient)) for _ in range(2)]
         self._gradient = gradient
         self._optimizer = make([self._slots[0]])
+        num_state_tensors = self._optimizer.num_state_tensors
+        self._optimizer.place_state(
+            lambda _, parameter: [
+                in_huge_pages(torch.zeros_like(parameter)) for _ in range(num_state_tensors)
+            ]
+        )
 
     def __call__(self) -> None:
         read, write = self._slots
@@ -65,15 +97,13 @@ class OutOfPlace:
 def make_sides(case: str, num_elements: int) -> tuple[dict[str, Callable[[], object]], int]:
     """The three sides, and the bytes that a step moves."""
     native, of_torch, arguments, num_read, num_written = CASES[case]
-    gradient = torch.randn(num_elements) * 1e-3
-    parameter = torch.randn(num_elements).requires_grad_()
-    parameter.grad = gradient
+    gradient = in_huge_pages(torch.randn(num_elements) * 1e-3)
     num_bytes = (num_read + num_written) * 4 * num_elements
-    copied = torch.empty(num_bytes // 8).normal_()
+    copied = in_huge_pages(torch.randn(num_bytes // 8))
     sides: dict[str, Callable[[], object]] = {
-        "torch": of_torch([parameter], **arguments, fused=True).step,
+        "torch": InPlace(functools.partial(of_torch, **arguments, fused=True), gradient),
         "native": OutOfPlace(functools.partial(native, **arguments), gradient),
-        "copy": functools.partial(torch.zeros_like(copied).copy_, copied),
+        "copy": functools.partial(in_huge_pages(torch.zeros_like(copied)).copy_, copied),
     }
     return sides, num_bytes
 

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -124,8 +125,9 @@ class PyWorker {
     }
   }
 
-  void add_term(const std::string& name, std::size_t slot_bytes, std::int64_t num_slots) {
-    worker_->add_term({name, slot_bytes, num_slots, MemoryKind::kDevice});
+  void add_term(const std::string& name, std::size_t slot_bytes, std::int64_t num_slots, bool staging) {
+    worker_->add_term({name, slot_bytes, num_slots, staging ? MemoryKind::kStaging : MemoryKind::kDevice});
+    if (staging) staging_terms_.insert(name);
   }
 
   void seal() { worker_->seal(); }
@@ -147,6 +149,7 @@ class PyWorker {
     view.num_dims = 1;
     view.shape[0] = static_cast<std::int64_t>(held->lease.size_bytes());
     view.data = held->lease.data();
+    if (staging_terms_.contains(term)) return to_capsule(view, DeviceType::kHost, 0, held);
     return to_capsule(view, worker_->device().type(), worker_->device().index(), held);
   }
 
@@ -288,6 +291,7 @@ class PyWorker {
   }
 
   std::unique_ptr<Worker> worker_;
+  std::set<std::string> staging_terms_;  // in pinned host memory
 };
 
 namespace {
@@ -326,7 +330,8 @@ void bind_worker(py::module_& module) {
            py::arg("peer"), py::arg("channel_id"), py::arg("tensors"), py::arg("num_items"),
            py::arg("num_microbatches") = 1, py::arg("chunk_bytes") = std::size_t{512} << 10,
            py::arg("on_device") = true)
-      .def("add_term", &PyWorker::add_term, py::arg("name"), py::arg("slot_bytes"), py::arg("num_slots"))
+      .def("add_term", &PyWorker::add_term, py::arg("name"), py::arg("slot_bytes"), py::arg("num_slots"),
+           py::arg("staging") = false, "staging: in pinned host memory instead of the device's.")
       .def("seal", &PyWorker::seal, py::call_guard<py::gil_scoped_release>())
       .def("listen", &PyWorker::listen)
       .def("connect", &PyWorker::connect, py::arg("endpoints"))

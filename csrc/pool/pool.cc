@@ -63,37 +63,6 @@ bool poison_by_default() {
                   "'; set it to 1 (fill released memory with 0xFF) or 0 (leave it)");
 }
 
-// --- Lease -------------------------------------------------------------------------------------------
-
-Lease::Lease(SlotGroup* group, std::byte* data, std::size_t size_bytes, SlotIndex slot)
-    : group_(group), data_(data), size_bytes_(size_bytes), slot_(slot) {}
-
-Lease::Lease(Lease&& other) noexcept
-    : group_(std::exchange(other.group_, nullptr)),
-      data_(std::exchange(other.data_, nullptr)),
-      size_bytes_(std::exchange(other.size_bytes_, 0)),
-      slot_(other.slot_) {}
-
-Lease& Lease::operator=(Lease&& other) noexcept {
-  if (this != &other) {
-    release();
-    group_ = std::exchange(other.group_, nullptr);
-    data_ = std::exchange(other.data_, nullptr);
-    size_bytes_ = std::exchange(other.size_bytes_, 0);
-    slot_ = other.slot_;
-  }
-  return *this;
-}
-
-Lease::~Lease() { release(); }
-
-void Lease::release() {
-  if (group_ == nullptr) return;
-  data_ = nullptr;
-  size_bytes_ = 0;
-  std::exchange(group_, nullptr)->give_back(slot_);
-}
-
 // --- SlotGroup ---------------------------------------------------------------------------------------
 
 SlotGroup::SlotGroup(PoolTerm term, std::byte* base, std::size_t stride_bytes)
@@ -120,13 +89,26 @@ SlotGroup::~SlotGroup() {
 }
 
 std::optional<Lease> SlotGroup::try_lease() {
+  Lease taken = take();
+  if (!taken.valid()) return std::nullopt;
+  return taken;
+}
+
+Lease SlotGroup::lease() {
+  Lease taken = take();
+  PD_CHECK(taken.valid(), "all " << term_.num_slots << " slots of '" << term_.name << "' ("
+                                 << term_.slot_bytes << " bytes each) are leased");
+  return taken;
+}
+
+Lease SlotGroup::take() {
   PD_CHECK(placed_, "'" << term_.name << "' is leased before the pool is sealed");
   std::uint64_t word = head_.load(std::memory_order_acquire);
   Head head;
   std::size_t slot = 0;
   do {
     head = unpack(word);
-    if (head.top == 0) return std::nullopt;
+    if (head.top == 0) return {};
     slot = head.top - std::size_t{1};
     head.top = next_free_[slot].load(std::memory_order_relaxed);  // stale only when the head has changed
     --head.num_free;
@@ -136,13 +118,6 @@ std::optional<Lease> SlotGroup::try_lease() {
   note_leased(term_.num_slots - head.num_free);
   return Lease(this, base_ + slot * stride_bytes_, term_.slot_bytes,
                SlotIndex(static_cast<std::int64_t>(slot)));
-}
-
-Lease SlotGroup::lease() {
-  std::optional<Lease> lease = try_lease();
-  PD_CHECK(lease.has_value(), "all " << term_.num_slots << " slots of '" << term_.name << "' ("
-                                     << term_.slot_bytes << " bytes each) are leased");
-  return std::move(*lease);
 }
 
 void SlotGroup::note_leased(std::int64_t num_leased) {

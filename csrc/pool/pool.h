@@ -19,6 +19,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "base/ids.h"
@@ -48,11 +49,15 @@ class SlotGroup;
 class Lease {
  public:
   Lease() = default;
-  Lease(Lease&& other) noexcept;
+  Lease(Lease&& other) noexcept
+      : group_(std::exchange(other.group_, nullptr)),
+        data_(std::exchange(other.data_, nullptr)),
+        size_bytes_(std::exchange(other.size_bytes_, 0)),
+        slot_(other.slot_) {}
   Lease& operator=(Lease&& other) noexcept;
   Lease(const Lease&) = delete;
   Lease& operator=(const Lease&) = delete;
-  ~Lease();
+  ~Lease() { release(); }
 
   [[nodiscard]] bool valid() const { return group_ != nullptr; }
   [[nodiscard]] std::byte* data() const { return data_; }
@@ -62,7 +67,8 @@ class Lease {
 
  private:
   friend class SlotGroup;
-  Lease(SlotGroup* group, std::byte* data, std::size_t size_bytes, SlotIndex slot);
+  Lease(SlotGroup* group, std::byte* data, std::size_t size_bytes, SlotIndex slot)
+      : group_(group), data_(data), size_bytes_(size_bytes), slot_(slot) {}
 
   SlotGroup* group_ = nullptr;
   std::byte* data_ = nullptr;
@@ -110,6 +116,7 @@ class SlotGroup {
   friend class Pool;
   void place(std::byte* base, bool poison);  // at seal, before any lease
   void fill_with_poison(std::int64_t slot);
+  [[nodiscard]] Lease take();  // an invalid one when all slots are out
   void give_back(SlotIndex slot);
   void note_leased(std::int64_t num_leased);
   [[nodiscard]] std::size_t planned_bytes() const;
@@ -124,6 +131,24 @@ class SlotGroup {
   std::vector<std::atomic<std::uint16_t>> next_free_;  // by slot: the top below it
   std::atomic<std::int64_t> num_leased_max_{0};
 };
+
+inline Lease& Lease::operator=(Lease&& other) noexcept {
+  if (this != &other) {
+    release();
+    group_ = std::exchange(other.group_, nullptr);
+    data_ = std::exchange(other.data_, nullptr);
+    size_bytes_ = std::exchange(other.size_bytes_, 0);
+    slot_ = other.slot_;
+  }
+  return *this;
+}
+
+inline void Lease::release() {
+  if (group_ == nullptr) return;
+  data_ = nullptr;
+  size_bytes_ = 0;
+  std::exchange(group_, nullptr)->give_back(slot_);
+}
 
 inline constexpr std::size_t kSlotAlignment = 256;
 inline constexpr std::int64_t kNumSlotsMax = 65535;  // of one term

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .data import MinibatchStream, mark_of, num_samples
+from .data import Minibatch, MinibatchStream, mark_of, num_samples
 from .microbatch import chunk, weights
 
 __all__ = ["EMPTY_MARK", "MARK_MASK", "BatchReader", "Microbatch"]
@@ -53,29 +53,29 @@ class BatchReader:
         self._is_first = is_first
         self._is_last = is_last
         self._check_inputs = check_inputs
+        self._batch: Minibatch | None = None
         self._pieces: list[Microbatch] = []
         self.samples: list[int] = []
         """Per minibatch, known to the last stage; so is the epoch."""
         self.epochs: list[int] = []
 
-    def read(self, minibatch: int, microbatch: int) -> Microbatch | None:
-        """None: there is no such minibatch. Raises ValueError for data that cannot be cut."""
-        if microbatch == 0 and not self._read_minibatch(minibatch):
-            return None
+    def fetch(self) -> bool:
+        """Takes the next minibatch from the data, whose code this runs. False: there is none."""
+        self._batch = self._stream.next()
+        return self._batch is not None
+
+    def read(self, minibatch: int, microbatch: int) -> Microbatch:
+        """A microbatch of the minibatch that was fetched. Raises ValueError for data that cannot be cut."""
+        if self._batch is not None:
+            batch, self._batch = self._batch, None
+            self._open(minibatch, batch)
         if microbatch >= len(self._pieces):
             return Microbatch(mark=EMPTY_MARK)
         piece = self._pieces[microbatch]
         self._pieces[microbatch] = Microbatch()  # whoever has it keeps it no longer than it must
         return piece
 
-    def is_over(self) -> bool:
-        """Whether there is no further minibatch. Takes it when there is one."""
-        return self._stream.next() is None
-
-    def _read_minibatch(self, minibatch: int) -> bool:
-        batch = self._stream.next()
-        if batch is None:
-            return False
+    def _open(self, minibatch: int, batch: Minibatch) -> None:
         # With a single stage nobody else reads it.
         mark = 0 if self._is_first and self._is_last else mark_of(batch) & MARK_MASK
         inputs = self._cut(batch.inputs, "the inputs", minibatch) if self._is_first else None
@@ -103,7 +103,6 @@ class BatchReader:
         if self._is_last:
             self.samples.append(num_samples(batch.targets))
             self.epochs.append(batch.epoch)
-        return True
 
     def _cut(self, value: Any, name: str, minibatch: int) -> list[Any]:
         return chunk(value, self._num_microbatches, name=name, minibatch=minibatch)

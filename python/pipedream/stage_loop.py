@@ -245,8 +245,8 @@ class WorkerLoop:
 
     def _check_end(self, num_minibatches: int) -> None:
         with self._user("reading data"):
-            is_over = self._reader.is_over()
-        if not is_over:
+            there_is_more = self._reader.fetch()
+        if there_is_more:
             last = next(runner for runner in self._runners.values() if runner.is_last)
             raise last.data_mismatch(num_minibatches)
 

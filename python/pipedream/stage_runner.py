@@ -207,8 +207,11 @@ class StageRunner:
         received_mark = work.tag & MARK_MASK
         if reader is None:
             return Microbatch(mark=received_mark)
-        with self._user("reading data"):
-            piece = reader.read(work.minibatch, work.microbatch)
+        is_over = False
+        if work.microbatch == 0:
+            with self._user("reading data"):
+                is_over = not reader.fetch()
+        piece = None if is_over else reader.read(work.minibatch, work.microbatch)
         if not self.is_first and (piece is None or piece.mark != received_mark):
             raise self.data_mismatch(work.minibatch)
         return piece

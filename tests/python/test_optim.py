@@ -204,8 +204,9 @@ SCHEDULERS: list[Callable[[torch.optim.Optimizer], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("lr", [0.05, torch.tensor(0.05)])
+@pytest.mark.parametrize("scheduler", SCHEDULERS, ids=["step", "cosine", "one_cycle", "lambda"])
+# As a tensor in float64: torch computes 1 - lr * weight_decay in the dtype of lr.
+@pytest.mark.parametrize("lr", [0.05, torch.tensor(0.05, dtype=torch.float64)], ids=["number", "tensor"])
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_lr_schedulers_work(name: str, lr: float | Tensor, scheduler: Callable[..., Any]) -> None:
     parameters = make_parameters()

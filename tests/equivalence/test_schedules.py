@@ -1,0 +1,468 @@
+"""Every schedule, over separate processes and ZeroMQ, gives the oracle's numbers, with every option of run().
+
+Each run is also checked for the versions that it read, and that no term of memory went over its prediction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pipedream
+import pytest
+import torch
+import torch.nn.functional as F
+from farm import Farm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import BATCH
+from oracle import assert_equals_reference, assert_memory_as_predicted, assert_same_numbers
+from pipedream import Plan, RunResult, _core, reference
+from pipedream.boundary import tensors_of
+from torch import nn
+from training import (
+    OPTIMIZERS,
+    State,
+    Training,
+    assert_close_losses,
+    assert_close_state,
+    is_rank_0,
+    train_by_reference,
+    train_in_pipeline,
+    train_plainly,
+)
+
+DELAYED = ("pipedream", "vertical_sync", "naive", "2bw")
+DRAINING = ("flush", "gpipe", "model_parallel", "interleaved")
+SCHEDULES = (*DELAYED, *DRAINING)
+_MODELS = ("mlp", "cnn", "transformer", "tied_apart", "dropout", "lstm", "frozen")
+_ALL_MICROBATCHES = ("cnn", "tied_apart")
+
+# Interleaved has two workers here, so the number of stages is even, or one.
+_STAGE_COUNTS = {schedule: (1, 2, 4) if schedule == "interleaved" else (1, 2, 3, 4) for schedule in SCHEDULES}
+
+
+def _microbatch_counts(schedule: str, num_stages: int) -> tuple[int, ...]:
+    """2bw needs as many as are in flight. 6 samples in 4 or 5 make 3 pieces, so 1 or 2 are empty."""
+    return (num_stages, num_stages + 1, 6) if schedule == "2bw" else (1, 2, 4)
+
+
+def _training(case_name: str, num_stages: int, schedule: str, microbatches: int, **options: Any) -> Training:
+    # The last minibatch has half the samples, where these are enough.
+    short_last = microbatches <= BATCH // 2
+    given = {"short_last": short_last, "schedule": schedule, "microbatches": microbatches} | options
+    return Training(case_name, num_stages, **given)
+
+
+def _matrix() -> Iterator[Training]:
+    for row, case_name in enumerate(_MODELS):
+        for column, schedule in enumerate(SCHEDULES):
+            for num_stages in _STAGE_COUNTS[schedule]:
+                counts = _microbatch_counts(schedule, num_stages)
+                if case_name not in _ALL_MICROBATCHES:
+                    counts = (counts[(row + column + num_stages) % len(counts)],)
+                for microbatches in counts:
+                    yield _training(case_name, num_stages, schedule, microbatches)
+
+
+def _name(training: Training) -> str:
+    return f"{training.case_name}-{training.schedule}-{training.num_stages}-{training.microbatches}"
+
+
+def test_the_schedules_here_are_all_that_there_are() -> None:
+    assert {*SCHEDULES, "data_parallel"} == set(_core.schedule_names())
+
+
+@pytest.mark.parametrize("training", _matrix(), ids=_name)
+def test_losses_weights_buffers_and_versions_equal_the_references(farm: Farm, training: Training) -> None:
+    assert_equals_reference(farm, training)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("case_name", ["cnn", "transformer"])
+def test_float32_equals_the_reference_to_its_precision(farm: Farm, case_name: str, schedule: str) -> None:
+    assert_equals_reference(farm, _training(case_name, 2, schedule, 3, dtype=torch.float32))
+
+
+def _without_running(state: State) -> State:
+    """Without what a batch norm counts, which under microbatches is not what a plain loop's counts."""
+    running = ("running_mean", "running_var", "num_batches_tracked")
+    return {name: tensor for name, tensor in state.items() if not name.endswith(running)}
+
+
+@pytest.mark.parametrize("schedule", DRAINING)
+@pytest.mark.parametrize("case_name", [name for name in _MODELS if name != "dropout"])
+def test_schedules_that_drain_equal_plain_gradient_accumulation(
+    farm: Farm, case_name: str, schedule: str
+) -> None:
+    training = _training(case_name, 4, schedule, 3, num_minibatches=5)
+    result, state = farm.results(train_in_pipeline, training, num_ranks=training.num_workers)[0]
+    losses, plain_state = train_plainly(training)
+    assert_close_losses(result.losses, losses, 1e-9)
+    assert_close_state(_without_running(state), _without_running(plain_state), 1e-9)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+@pytest.mark.parametrize("case_name", ["mlp", "cnn", "transformer", "tied_apart", "lstm"])
+def test_naive_trains_otherwise_than_stashing(farm: Farm, case_name: str, num_stages: int) -> None:
+    # If it did not, a run that forgot to stash would pass as well.
+    naive = Training(case_name, num_stages, schedule="naive", short_last=False)
+    result, _ = farm.results(train_in_pipeline, naive, num_ranks=num_stages)[0]
+    stashing, _ = train_by_reference(replace(naive, schedule="pipedream"))
+    assert_close_losses(result.losses[:1], stashing.losses[:1], 1e-9)
+    with pytest.raises(AssertionError, match="minibatch"):
+        assert_close_losses(result.losses, stashing.losses, 1e-6)
+
+
+# Options.
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("case_name", "recompute"),
+    [("cnn", True), ("dropout", True), ("tied_apart", (0,)), ("lstm", (1, 3)), ("frozen", True)],
+    ids=["cnn", "dropout", "first stage of tied_apart", "some stages of lstm", "frozen"],
+)
+def test_recompute_gives_the_references_numbers(
+    farm: Farm, case_name: str, recompute: Any, schedule: str
+) -> None:
+    training = _training(case_name, 4, schedule, 4 if schedule == "2bw" else 2, recompute=recompute)
+    result, _ = assert_equals_reference(farm, training)
+    wanted = [recompute is True or stage in recompute for stage in range(4)]
+    assert result.recompute == wanted
+    kinds = {(span[1], span[0]) for spans in result.spans for span in spans}
+    assert [(stage, "RECOMPUTE") in kinds for stage in range(4)] == wanted
+
+
+_ADAM = functools.partial(torch.optim.Adam, lr=0.01)
+_NATIVE: dict[str, tuple[Any, Any]] = {
+    "sgd": (OPTIMIZERS["sgd"], functools.partial(pipedream.optim.SGD, **OPTIMIZERS["sgd"].keywords)),  # type: ignore[attr-defined]
+    "adam": (
+        functools.partial(torch.optim.Adam, lr=0.01, amsgrad=True),
+        functools.partial(pipedream.optim.Adam, lr=0.01, amsgrad=True),
+    ),
+    "adamw": (OPTIMIZERS["adamw"], functools.partial(pipedream.optim.AdamW, lr=0.01)),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", _NATIVE)
+def test_native_optimizers_give_the_numbers_of_torchs(farm: Farm, name: str, schedule: str) -> None:
+    optimizer, native = _NATIVE[name]
+    training = _training("tied_apart", 2, schedule, 3, optimizer=optimizer)
+    assert_equals_reference(farm, training, native=native)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", ["adam", "adagrad"])
+def test_torch_optimizers_give_the_references_numbers(farm: Farm, name: str, schedule: str) -> None:
+    num_stages = 4 if schedule == "interleaved" else 3
+    assert_equals_reference(farm, _training("cnn", num_stages, schedule, 3, optimizer=OPTIMIZERS[name]))
+
+
+_STEP_LR = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+# Changes the momentum too.
+_ONE_CYCLE = functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=20)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
+@pytest.mark.parametrize("lr_scheduler", [_STEP_LR, _ONE_CYCLE], ids=["StepLR", "OneCycleLR"])
+def test_a_scheduler_follows_every_update(farm: Farm, lr_scheduler: Any, native: bool, schedule: str) -> None:
+    training = _training("transformer", 2, schedule, 2, lr_scheduler=lr_scheduler)
+    assert_equals_reference(farm, training, native=_NATIVE["sgd"][1] if native else None)
+    constant, _ = train_by_reference(replace(training, lr_scheduler=None))
+    assert train_by_reference(training)[0].losses != constant.losses
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
+@pytest.mark.parametrize("case_name", ["tied_apart", "frozen"])
+def test_gradients_are_clipped_as_the_references(
+    farm: Farm, case_name: str, native: bool, schedule: str
+) -> None:
+    num_stages = 4 if schedule in DRAINING else 3
+    microbatches = 3 if schedule == "2bw" else 2
+    training = _training(case_name, num_stages, schedule, microbatches, max_grad_norm=0.3)
+    assert_equals_reference(farm, training, native=_NATIVE["sgd"][1] if native else None)
+    unclipped, _ = train_by_reference(replace(training, max_grad_norm=None))
+    assert train_by_reference(training)[0].losses[1:] != unclipped.losses[1:]
+
+
+# In the precision of autocast the bits that differ would be seen: the oracle computes the very same ones.
+_SAME_BITS = 1e-6
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("case_name", ["cnn", "transformer"])
+@pytest.mark.parametrize("autocast", ["bfloat16", "float16"])
+def test_autocast_gives_the_references_numbers(
+    farm: Farm, one_thread: None, autocast: str, case_name: str, schedule: str
+) -> None:
+    recompute = (0,) if case_name == "transformer" else None
+    training = _training(
+        case_name, 2, schedule, 2, dtype=torch.float32, autocast=autocast, recompute=recompute
+    )
+    _, state = assert_equals_reference(farm, training, relative=_SAME_BITS)
+    assert all(tensor.dtype == torch.float32 for tensor in state.values() if tensor.is_floating_point())
+    exact, _ = train_by_reference(replace(training, autocast=None))
+    assert train_by_reference(training)[0].losses != exact.losses
+
+
+_HUGE = 16.0
+
+
+def _huge_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return _HUGE * F.mse_loss(outputs.float(), targets)
+
+
+class _CountingSGD(torch.optim.SGD):
+    """A rate that makes up for the huge loss, and the number of steps that were taken in this process."""
+
+    num_steps = 0
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.05 / _HUGE, momentum=0.9)
+
+    def step(self, closure: Any = None) -> Any:
+        _CountingSGD.num_steps += 1
+        return super().step(closure)
+
+
+@dataclass(frozen=True)
+class _Overflowing(Training):
+    """Its first minibatches overflow float16 at the initial loss scale."""
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"loss_fn": _huge_loss}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_updates_that_overflow_float16_are_skipped_as_by_the_reference(
+    farm: Farm, one_thread: None, num_stages: int, schedule: str
+) -> None:
+    training = _Overflowing(
+        "mlp",
+        num_stages,
+        torch.float32,
+        _CountingSGD,
+        num_minibatches=12,
+        schedule=schedule,
+        microbatches=2,
+        autocast="float16",
+        lr_scheduler=_STEP_LR,
+        max_grad_norm=20.0,
+    )
+    _CountingSGD.num_steps = 0
+    reference.run(training.model(), training.plan, **training.options())
+    assert 0 < _CountingSGD.num_steps < 12 * num_stages, "no update was skipped, or all were"
+    result, _ = assert_equals_reference(farm, training, relative=_SAME_BITS)
+    assert result.losses[-1] < result.losses[0]
+
+
+class _Spoil(torch.autograd.Function):
+    """Passes a value on; the weight's gradient is 1, or infinite in the backwards `at`."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, weight: torch.Tensor, layer: Any) -> torch.Tensor:
+        ctx.layer = layer
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        layer = ctx.layer
+        is_spoilt = layer.num_backwards in layer.at
+        layer.num_backwards += 1
+        return gradients[0], torch.tensor([float("inf") if is_spoilt else gradients[0].sum().item()]), None
+
+
+class _SpoiltLayer(nn.Module):
+    def __init__(self, at: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.at = at
+        self.num_backwards = 0
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        # Also a number, so that what the loss is tells which updates were made.
+        output: torch.Tensor = _Spoil.apply(value, self.weight, self)
+        return output * (1 - 1e-6 * self.weight.detach())
+
+
+def _mean(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return outputs.float().mean()
+
+
+def _spoilt(at: list[tuple[int, ...]], schedule: str, *, is_dry_run: bool) -> tuple[Any, Any, dict[str, Any]]:
+    """Model, plan and arguments. Two microbatches each; `at` counts the backwards of microbatches."""
+    # The dry run of a pipeline goes backward twice before training, at rank 0.
+    extra = 2 if is_dry_run else 0
+    model = nn.Sequential(*(_SpoiltLayer(tuple(i + extra for i in of_layer)) for of_layer in at))
+    options = {
+        "data": [(torch.ones(2, 1), torch.ones(2, 1))] * 10,
+        "loss_fn": _mean,
+        "optimizer": functools.partial(torch.optim.SGD, lr=1.0),
+        "schedule": schedule,
+        "microbatches": 2,
+        "autocast": "float16",
+        "lr_scheduler": _STEP_LR,
+    }
+    return model, Plan.straight(len(model), len(model)), options
+
+
+def _train_spoilt(at: list[tuple[int, ...]], schedule: str) -> tuple[RunResult, State]:
+    model, plan, options = _spoilt(at, schedule, is_dry_run=is_rank_0())
+    return pipedream.run(model, plan, progress=False, **options), model.state_dict()
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "interleaved"])
+@pytest.mark.parametrize(
+    "at", [[(5,), ()], [(), (5,)], [(4, 5, 6), (7,)]], ids=["first stage", "last stage", "both"]
+)
+def test_an_overflow_of_one_stage_skips_what_the_reference_skips(
+    farm: Farm, one_thread: None, at: list[tuple[int, ...]], schedule: str
+) -> None:
+    result, state = farm.results(_train_spoilt, at, schedule, num_ranks=2)[0]
+    model, plan, options = _spoilt(at, schedule, is_dry_run=False)
+    expected = reference.run(model, plan, **options)
+    assert_same_numbers(result.losses, state, expected.losses, model.state_dict(), _SAME_BITS)
+    assert_memory_as_predicted(result)
+    model, plan, options = _spoilt([(), ()], schedule, is_dry_run=False)
+    reference.run(model, plan, **options)
+    with pytest.raises(AssertionError):
+        assert_close_state(state, model.state_dict(), _SAME_BITS)  # nothing was skipped there
+
+
+# Data.
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("case_name", ["cnn", "dropout"])
+def test_microbatches_are_torchs_chunks_and_count_by_their_samples(
+    farm: Farm, case_name: str, schedule: str
+) -> None:
+    # 5 samples in 4 microbatches are 2, 2, 1 and none; 4 are one each; 6 are 2, 2, 2 and none.
+    training = _training(case_name, 2, schedule, 4)
+    data = [
+        (inputs[:size], targets[:size])
+        for size, (inputs, targets) in zip((6, 5, 5, 4, 6, 5, 4), training.data(), strict=True)
+    ]
+    assert_equals_reference(farm, training, data=data)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_epochs_go_on_and_short_batches_count_by_their_samples(farm: Farm, schedule: str) -> None:
+    training = _training("cnn", 2, schedule, 3, num_minibatches=3, epochs=3)
+    result, _ = assert_equals_reference(farm, training)
+    first, second, third = result.losses[:3]
+    assert result.epoch_losses[0] == pytest.approx((6 * first + 6 * second + 3 * third) / 15)
+
+
+def _train_on_iterator(training: Training, **options: Any) -> tuple[RunResult, State]:
+    return train_in_pipeline(training, data=iter(training.data()), **options)
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2, 5])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_data_of_unknown_length_train_to_their_end(farm: Farm, schedule: str, num_minibatches: int) -> None:
+    num_stages = 4 if schedule == "interleaved" else 3
+    training = _training("mlp", num_stages, schedule, 3, num_minibatches=num_minibatches, short_last=False)
+    result, _ = assert_equals_reference(farm, training, train=_train_on_iterator)
+    assert len(result.losses) == num_minibatches
+
+
+@pytest.mark.parametrize("in_flight", [(1, 1, 1), (2, 1, 1), (3, 3, 3), (5, 4, 2)], ids=str)
+@pytest.mark.parametrize("schedule", [*DELAYED, "flush"])
+def test_any_number_in_flight_equals_the_reference(
+    farm: Farm, schedule: str, in_flight: tuple[int, ...]
+) -> None:
+    assert_equals_reference(farm, _training("tied_apart", 3, schedule, 5, in_flight=in_flight))
+
+
+# Anything at once.
+
+
+class _Sleep:
+    """A forward hook: takes up to some milliseconds in the forward and again in the backward."""
+
+    def __init__(self, longest_ms: float, seed: str) -> None:
+        self._random = random.Random(seed)  # its own: torch's draws are part of the result
+        self._longest_s = longest_ms / 1e3
+
+    def __call__(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        self._sleep()
+        for tensor in tensors_of(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._sleep())  # type: ignore[no-untyped-call]
+
+    def _sleep(self) -> None:
+        time.sleep(self._random.uniform(0, self._longest_s))
+
+
+@dataclass(frozen=True)
+class _Jittery(Training):
+    longest_ms: float = 0.0
+
+    def model(self) -> nn.Sequential:
+        model = super().model()
+        for i, layer in enumerate(model):
+            layer.register_forward_hook(_Sleep(self.longest_ms, f"{i} {os.environ['RANK']}"))
+        return model
+
+
+def _train_with_jitter(training: Training, longest_ms: float, **options: Any) -> tuple[RunResult, State]:
+    given = {field.name: getattr(training, field.name) for field in dataclasses.fields(training)}
+    return train_in_pipeline(_Jittery(**given, longest_ms=longest_ms), **options)
+
+
+def _optimizer_pairs() -> dict[str, tuple[Callable[[Any], torch.optim.Optimizer], Any]]:
+    plain = {name: (optimizer, None) for name, optimizer in OPTIMIZERS.items()}
+    return plain | {f"native {name}": pair for name, pair in _NATIVE.items()}
+
+
+@st.composite
+def _trainings(draw: st.DrawFn) -> tuple[Training, Any]:
+    schedule = draw(st.sampled_from(SCHEDULES))
+    num_stages = draw(st.sampled_from(_STAGE_COUNTS[schedule]))
+    in_flight: tuple[int, ...] = ()
+    if schedule != "interleaved" and draw(st.booleans()):
+        sizes = st.lists(st.integers(1, 5), min_size=num_stages, max_size=num_stages)
+        in_flight = tuple(sorted(draw(sizes), reverse=True))  # one that rises downstream is refused
+    fewest = (in_flight or (num_stages,))[0] if schedule == "2bw" else 1
+    microbatches = draw(st.integers(fewest, BATCH))
+    optimizer, native = _optimizer_pairs()[draw(st.sampled_from(sorted(_optimizer_pairs())))]
+    stages = st.sets(st.integers(0, num_stages - 1)).map(lambda chosen: tuple(sorted(chosen)))
+    training = _training(
+        draw(st.sampled_from(_MODELS)),
+        num_stages,
+        schedule,
+        microbatches,
+        optimizer=optimizer,
+        num_minibatches=draw(st.integers(1, 8)),
+        epochs=draw(st.integers(1, 2)),
+        seed=draw(st.integers(0, 3)),
+        in_flight=in_flight,
+        recompute=draw(st.none() | st.just(True) | stages),
+        lr_scheduler=draw(st.sampled_from([None, _STEP_LR])),
+        max_grad_norm=draw(st.sampled_from([None, 0.3])),
+    )
+    if training.num_minibatches == 1:
+        training = replace(training, short_last=False)  # the first minibatch is the largest
+    return training, native
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(drawn=_trainings(), longest_ms=st.sampled_from([0.0, 1.0, 3.0]))
+def test_any_combination_equals_the_reference(
+    farm: Farm, drawn: tuple[Training, Any], longest_ms: float
+) -> None:
+    training, native = drawn
+    train = functools.partial(_train_with_jitter, longest_ms=longest_ms)
+    assert_equals_reference(farm, training, native=native, train=train)
