@@ -4,9 +4,10 @@
 
 Both sides run in one process, with the same number of threads, and all their tensors are in memory as the
 pool's (huge pages advised); each round runs torch, native and a copy of the same number of bytes, in an order
-that changes from round to round, so that a drift of the machine's speed meets all. The native side alternates between two weight slots, as a pipeline does.
-The target is a ratio (native / torch, of the minima) of 1.05 or less. `bytes` is what a step has to move,
-each operand once; GB/s is that over the minimum, beside the copy's, which counts what it reads and writes.
+that changes from round to round, so that a drift of the machine's speed meets all. The native side alternates
+between two weight slots, as a pipeline does. The target is a ratio (native / torch, of the minima) of 1.05 or
+less. The MB are what a step has to move, each operand once; GB/s is that over the minimum, beside the copy's,
+which counts what it reads and writes.
 """
 
 from __future__ import annotations
@@ -137,8 +138,9 @@ def show(row: dict[str, Any]) -> None:
     )
     ratio = row["ratio"]
     print(
-        f"{row['case']:>12} {row['size']:>4}  {row['ratio_of_minima']:.3f} of minima, rounds"
-        f" {ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f})  {sides}",
+        f"{row['case']:>12} {row['size']:>4} {row['bytes'] / 1e6:6.0f} MB"
+        f"  {row['ratio_of_minima']:.3f} of minima, rounds {ratio['median']:.3f}"
+        f" ({ratio['min']:.3f} to {ratio['max']:.3f})  {sides}",
         flush=True,
     )
 

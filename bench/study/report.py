@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -70,11 +69,12 @@ def write(tasks: Iterable[Task], results: Results, document: Path, images: Path)
 
 
 def _replace(text: str, name: str, table: str) -> str:
-    """Between `<!-- table: name -->` and `<!-- end -->`."""
-    pattern = re.compile(rf"(<!-- table: {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
-    if not pattern.search(text):
-        raise SystemExit(f"the document has no line '<!-- table: {name} -->' followed by '<!-- end -->'")
-    return pattern.sub(lambda match: match[1] + table + match[2], text)
+    """Between `<!-- begin: name -->` and `<!-- end: name -->`."""
+    begin, end = f"<!-- begin: {name} -->\n", f"<!-- end: {name} -->"
+    if begin not in text or end not in text:
+        raise SystemExit(f"the document has no line '{begin.strip()}' followed by '{end}'")
+    before, rest = text.split(begin, 1)
+    return before + begin + table + end + rest.split(end, 1)[1]
 
 
 def _table(task: Task, found: dict[tuple[str, int], Finding]) -> str:

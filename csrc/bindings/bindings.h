@@ -9,5 +9,6 @@ void bind_schedule(pybind11::module_& module);
 void bind_planner(pybind11::module_& module);
 void bind_weights(pybind11::module_& module);
 void bind_worker(pybind11::module_& module);
+void bind_segments(pybind11::module_& module);
 
 }  // namespace pipedream

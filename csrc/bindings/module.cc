@@ -19,4 +19,5 @@ PYBIND11_MODULE(_core, module) {
   pipedream::bind_planner(module);
   pipedream::bind_weights(module);
   pipedream::bind_worker(module);
+  pipedream::bind_segments(module);
 }

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from .batch_norm import MinibatchStatistics
 from .boundary import Boundary, boundary_input, check_loss, device_of, map_tensors, tensors_of, untouched
+from .offload import measure_offloadable
 from .precision import autocast_region
 from .splitter import StageModule
 
@@ -40,6 +41,8 @@ class Footprint:
     """Of the parameters' gradients."""
     is_measured: bool
     """False: the stage could not be measured (it is compiled, or its dry run failed)."""
+    offloadable_bytes: int = 0
+    """Of stash_bytes, what offloading moves to the host; 0 also where nobody asked."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -196,10 +199,12 @@ def dry_run(
     *,
     autocast: torch.dtype | None = None,
     repeats: bool = False,
+    for_offload: bool = False,
 ) -> DryRun:
     """Passes one microbatch through the stages, forward and, given a loss_fn, backward.
 
     repeats: the backward comes twice, as under microbatches gradients are added to those that are there.
+    for_offload: also find out what of the stash could be offloaded, with one more forward.
     Random number generators, buffers, gradients and training flags are afterwards as they were. Raises
     ValueError naming the stage for what cannot cross; a last stage, loss or backward that fails is left to
     the first minibatch, which says where.
@@ -214,6 +219,8 @@ def dry_run(
         for stage in stages:
             is_last = stage is stages[-1]
             rehearsal = _Rehearsal(stage, value, targets if is_last else None, loss_fn, autocast, repeats)
+            if for_offload:
+                rehearsal.find_offloadable()
             if is_last:
                 with contextlib.suppress(Exception):
                     rehearsal.forward()
@@ -265,23 +272,30 @@ class _Rehearsal:
         )
         self.output: Any = None
         self._roots: list[Tensor] = []
+        self._offloadable_bytes = 0
 
     def forward(self) -> None:
         value = map_tensors(boundary_input, self._leaves)
         region = self._meter.forward() if self._metered else contextlib.nullcontext()
         with region:
             statistics = self._statistics.microbatch() if self._statistics else contextlib.nullcontext()
-            with statistics, autocast_region(self._device.type, self._autocast):
-                output = self._stage(value)
+            with statistics:
+                output = self._run(value)
             if self._is_last and self._loss_fn is not None:
-                with autocast_region(self._device.type, self._autocast):
-                    loss = check_loss(self._loss_fn(output, self._targets), 0)
-                self._roots = [loss]
-                output = None
+                self._roots = [output]
             else:
                 self.output = output
                 self._roots = tensors_of(output)
             del output, value
+
+    def _run(self, value: Any) -> Any:
+        """The stage's output, or the loss where there is one."""
+        with autocast_region(self._device.type, self._autocast):
+            output = self._stage(value)
+        if not self._is_last or self._loss_fn is None:
+            return output
+        with autocast_region(self._device.type, self._autocast):
+            return check_loss(self._loss_fn(output, self._targets), 0)
 
     def footprint(self, *, with_backward: bool) -> Footprint:
         measured = self._metered
@@ -302,7 +316,20 @@ class _Rehearsal:
             transient_bytes=self._meter.transient_peak_bytes,
             gradient_bytes=storage_bytes(self._parameters),
             is_measured=measured,
+            offloadable_bytes=self._offloadable_bytes,
         )
+
+    def find_offloadable(self) -> None:
+        """By a forward of its own: some layers do not run under the hooks, and are not offloaded then."""
+        value = map_tensors(
+            lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), self._leaves
+        )
+        given = map_tensors(boundary_input, value)
+        kept = [*tensors_of(value), *tensors_of(self._targets), *self._stage.parameters()]
+        kept += [buffer for _, buffer in self._stage.stage_buffers()]
+        with contextlib.suppress(Exception), measure_offloadable(kept) as num_bytes:
+            self._run(given)
+            self._offloadable_bytes = num_bytes()
 
     def _backward(self) -> None:
         roots = [root for root in self._roots if root.requires_grad]

@@ -1,7 +1,7 @@
 """A worker's memory as one sum of named terms, predicted before the first minibatch (design.md, section 5).
 
 What the pool holds is planned to the byte; what torch makes is predicted from a dry run. Given a limit, a
-worker turns recompute on where it would not fit. Pure; any thread.
+worker turns recompute and offloading on where it would not fit. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from . import _core
 from .channels import RunChannel
 from .footprint import Footprint, storage_bytes
+from .offload import Offload, num_resident_versions
 from .plan import Plan
 from .splitter import StageModule
 from .table import format_table
@@ -26,6 +27,8 @@ from .units import format_bytes
 __all__ = [
     "GRADIENTS",
     "MODEL",
+    "OFFLOADED_ACTIVATIONS",
+    "OFFLOADED_VERSIONS",
     "OPTIMIZER_STATE",
     "STASH",
     "TIED_VERSIONS",
@@ -33,9 +36,10 @@ __all__ = [
     "TRANSIENT",
     "WEIGHT_VERSIONS",
     "MemoryPlan",
-    "choose_recompute",
+    "choose_savings",
     "describe_memory",
     "model_bytes",
+    "num_activation_homes",
     "predict_state_bytes",
 ]
 
@@ -43,6 +47,9 @@ __all__ = [
 WEIGHT_VERSIONS = "weight versions"
 TIED_VERSIONS = "tied weight versions"
 OPTIMIZER_STATE = "optimizer state"
+# Of the pool too, but always in host memory.
+OFFLOADED_VERSIONS = "offloaded weight versions"
+OFFLOADED_ACTIVATIONS = "offloaded activations"
 # Terms of torch's own memory.
 MODEL = "model as given"
 STASH = "stashed activations"
@@ -75,6 +82,9 @@ class MemoryPlan:
     torch_state_bytes: Mapping[int, int]
     """The optimizer's state that torch makes."""
     model_bytes: int
+    device_type: str = "cpu"
+    """Of the worker's device, as torch names it."""
+    offload: Mapping[int, Offload] = field(default_factory=dict)
 
     def terms(self) -> Terms:
         """The predicted terms."""
@@ -84,9 +94,12 @@ class MemoryPlan:
                 terms[channel.name] = channel.num_slots * _aligned(_item_bytes(channel), _SLOT_ALIGNMENT)
         for stage in self.plan.stages_of(self.rank):
             versions = _core.num_versions_kept(self.schedule, stage)
+            resident = num_resident_versions(versions) if self.offloads_versions(stage) else versions
             tied_versions = _core.num_tied_versions_kept(self.schedule)
             for name, num_bytes in (
-                (WEIGHT_VERSIONS, versions * self.weight_bytes[stage]),
+                (WEIGHT_VERSIONS, resident * self.weight_bytes[stage]),
+                (OFFLOADED_VERSIONS, self.offloads_versions(stage) * versions * self.weight_bytes[stage]),
+                (OFFLOADED_ACTIVATIONS, self._activation_homes_bytes(stage)),
                 (TIED_VERSIONS, tied_versions * self.tied_bytes[stage]),
                 (OPTIMIZER_STATE, self.placed_state_bytes[stage]),
                 (TORCH_OPTIMIZER_STATE, self.torch_state_bytes[stage]),
@@ -96,6 +109,28 @@ class MemoryPlan:
             terms[name] = num_bytes
         terms[MODEL] = self.model_bytes
         return {name: num_bytes for name, num_bytes in terms.items() if num_bytes > 0}
+
+    def counted_bytes(self) -> int:
+        """The terms that a limit is for: all on the host, those in the device's memory on a GPU."""
+        return sum(self.counted_terms().values())
+
+    def counted_terms(self) -> Terms:
+        return {name: num_bytes for name, num_bytes in self.terms().items() if not self._lies_apart(name)}
+
+    def offloads_versions(self, stage: int) -> bool:
+        """Whether that is asked for, and saves anything."""
+        versions = _core.num_versions_kept(self.schedule, stage)
+        asked = self.offload.get(stage, Offload()).versions
+        return asked and num_resident_versions(versions) < versions and self.weight_bytes[stage] > 0
+
+    def offloads_activations(self, stage: int) -> bool:
+        """Whether that is asked for, and there is something to move. A recompute keeps none."""
+        asked = self.offload.get(stage, Offload()).activations
+        homes = num_activation_homes(self.schedule, stage)
+        return asked and not self._recomputes(stage) and homes * self.footprints[stage].offloadable_bytes > 0
+
+    def with_offload(self, stage: int, offload: Offload) -> MemoryPlan:
+        return replace(self, offload={**self.offload, stage: offload})
 
     def with_recompute(self, recompute: Sequence[bool]) -> MemoryPlan:
         changed = _core.ScheduleOptions(
@@ -111,14 +146,18 @@ class MemoryPlan:
         """What the forwards and backwards of the stages need beside the pool."""
         stash = transient = gradients = 0
         queued = _gradients_queued_max(self.schedule)
-        recompute = self.schedule.recompute or [False] * self.plan.num_stages
         for stage in self.plan.stages_of(self.rank):
             footprint = self.footprints[stage]
             in_flight = _core.num_microbatches_in_flight(self.schedule, stage)
             kept, extra = footprint.stash_bytes, 0
-            if recompute[stage]:
+            if self._recomputes(stage):
                 kept = footprint.input_bytes + _GENERATOR_BYTES
                 extra = footprint.input_bytes + footprint.stash_bytes
+            elif self.offloads_activations(stage):
+                # Here are those of the next backward, and those that just come or go.
+                kept = max(footprint.stash_bytes - footprint.offloadable_bytes, 0)
+                extra = footprint.offloadable_bytes
+                stash += footprint.offloadable_bytes
             stash += in_flight * kept
             # Beside them: the microbatches' own inputs, or gradients that wait for the neighbour's slots.
             stash += (in_flight if stage == 0 else queued[stage - 1]) * footprint.input_bytes
@@ -128,6 +167,26 @@ class MemoryPlan:
             gradients += footprint.gradient_bytes
         return {STASH: stash, TRANSIENT: transient, GRADIENTS: gradients}
 
+    def _recomputes(self, stage: int) -> bool:
+        return bool(self.schedule.recompute) and self.schedule.recompute[stage]
+
+    def _activation_homes_bytes(self, stage: int) -> int:
+        if not self.offloads_activations(stage):
+            return 0
+        return num_activation_homes(self.schedule, stage) * self.footprints[stage].offloadable_bytes
+
+    def _lies_apart(self, name: str) -> bool:
+        """In host memory, where the device has memory of its own."""
+        if self.device_type == "cpu":
+            return False
+        on_host = {channel.name for channel in self.channels if not channel.on_device}
+        return name in (OFFLOADED_VERSIONS, OFFLOADED_ACTIVATIONS) or name in on_host
+
+
+def num_activation_homes(schedule: _core.ScheduleOptions, stage: int) -> int:
+    """How many microbatches can be away at once: all in flight but the one whose backward is next."""
+    return _core.num_microbatches_in_flight(schedule, stage) - 1
+
 
 def _gradients_queued_max(schedule: _core.ScheduleOptions) -> list[int]:
     # Long enough to reach the steady phase and cool down again.
@@ -135,53 +194,81 @@ def _gradients_queued_max(schedule: _core.ScheduleOptions) -> list[int]:
     return list(report["gradients_queued_max"])
 
 
-def choose_recompute(
-    memory: MemoryPlan, given: Sequence[bool] | None, limit_bytes: int | None
-) -> tuple[bool, ...]:
-    """Where to recompute, per stage: as given; else where this worker would not fit into the limit.
+def choose_savings(
+    memory: MemoryPlan, recompute: Sequence[bool] | None, limit_bytes: int | None
+) -> MemoryPlan:
+    """The plan with what its worker must do to fit into the limit: recompute (unless it is given), else
+    offload weight versions, else offload activations; each where it saves most, as long as it is needed.
 
-    It is the worker's own affair: recompute changes nothing that its neighbours see. Raises ValueError,
-    term by term, when the worker does not fit at all.
+    It is the worker's own affair: its neighbours see no difference. Raises ValueError, term by term, when
+    the worker does not fit at all.
     """
-    chosen = tuple(given) if given is not None else (False,) * memory.plan.num_stages
+    memory = memory.with_recompute(recompute or (False,) * memory.plan.num_stages)
     if limit_bytes is None:
-        return chosen
-    while (needed := _sum_of(memory, chosen)) > limit_bytes:
-        stage = None if given is not None else _best_saving(memory, chosen, needed)
-        if stage is None:
-            raise ValueError(_does_not_fit(memory.with_recompute(chosen), limit_bytes))
-        chosen = _with(chosen, stage)
-    return chosen
+        return memory
+    steps: list[_Step] = [_more_recompute] if recompute is None else []
+    for step in (*steps, _more_versions_offloaded, _more_activations_offloaded):
+        memory = _save(memory, step, limit_bytes)
+    if memory.counted_bytes() > limit_bytes:
+        raise ValueError(_does_not_fit(memory, limit_bytes))
+    return _without_needless(memory, limit_bytes) if recompute is None else memory
 
 
-def _sum_of(memory: MemoryPlan, recompute: Sequence[bool]) -> int:
-    return sum(memory.with_recompute(recompute).terms().values())
+_Step = Callable[[MemoryPlan], Iterator[MemoryPlan]]
+"""A plan's variants that do one thing more, at one stage."""
 
 
-def _with(chosen: Sequence[bool], stage: int) -> tuple[bool, ...]:
-    return tuple(flag or index == stage for index, flag in enumerate(chosen))
+def _save(memory: MemoryPlan, step: _Step, limit_bytes: int) -> MemoryPlan:
+    while (needed := memory.counted_bytes()) > limit_bytes:
+        best = min(step(memory), key=MemoryPlan.counted_bytes, default=memory)
+        if best.counted_bytes() >= needed:
+            break
+        memory = best
+    return memory
 
 
-def _best_saving(memory: MemoryPlan, chosen: Sequence[bool], needed: int) -> int | None:
-    """The worker's stage whose recompute saves most; None when none saves anything."""
-    savings = {
-        stage: needed - _sum_of(memory, _with(chosen, stage))
-        for stage in memory.plan.stages_of(memory.rank)
-        if not chosen[stage]
-    }
-    best = max(savings, key=lambda stage: savings[stage], default=None)
-    return best if best is not None and savings[best] > 0 else None
+def _more_recompute(memory: MemoryPlan) -> Iterator[MemoryPlan]:
+    for stage in memory.plan.stages_of(memory.rank):
+        if not memory.schedule.recompute[stage]:
+            yield _with_recompute_at(memory, stage, True)
+
+
+def _more_versions_offloaded(memory: MemoryPlan) -> Iterator[MemoryPlan]:
+    for stage in memory.plan.stages_of(memory.rank):
+        offload = memory.offload.get(stage, Offload())
+        yield memory.with_offload(stage, replace(offload, versions=True))
+
+
+def _more_activations_offloaded(memory: MemoryPlan) -> Iterator[MemoryPlan]:
+    for stage in memory.plan.stages_of(memory.rank):
+        offload = memory.offload.get(stage, Offload())
+        yield memory.with_offload(stage, replace(offload, activations=True))
+
+
+def _without_needless(memory: MemoryPlan, limit_bytes: int) -> MemoryPlan:
+    """Without the recompute that is not needed any more, now that something is offloaded."""
+    for stage in memory.plan.stages_of(memory.rank):
+        without = _with_recompute_at(memory, stage, False)
+        if without.counted_bytes() <= limit_bytes:
+            memory = without
+    return memory
+
+
+def _with_recompute_at(memory: MemoryPlan, stage: int, recompute: bool) -> MemoryPlan:
+    flags = list(memory.schedule.recompute)
+    flags[stage] = recompute
+    return memory.with_recompute(flags)
 
 
 def _does_not_fit(memory: MemoryPlan, limit_bytes: int) -> str:
-    terms = memory.terms()
+    terms = memory.counted_terms()
     total = sum(terms.values())
     listed = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in _largest_first(terms))
     return (
         f"memory is {format_bytes(limit_bytes)}, but {memory.plan.describe_worker(memory.rank)} needs"
-        f" {format_bytes(total)}, {format_bytes(total - limit_bytes)} more, even with recompute where it"
-        f" helps ({listed}): give more memory, more stages, smaller minibatches, or a schedule that keeps"
-        " fewer versions, as '2bw' or 'flush'"
+        f" {format_bytes(total)}, {format_bytes(total - limit_bytes)} more, even with recompute and"
+        f" offloading where they help ({listed}): give more memory, more stages, smaller minibatches, or a"
+        " schedule that keeps fewer versions, as '2bw' or 'flush'"
     )
 
 

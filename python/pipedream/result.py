@@ -65,6 +65,8 @@ class RunResult:
     """Per worker: share of its time spent waiting for a neighbour's tensors."""
     recompute: list[bool] = field(default_factory=list)
     """Per stage: whether its forwards were done again before their backwards."""
+    offload: list[list[str]] = field(default_factory=list)
+    """Per stage: what waited in host memory for its use, of "versions" and "activations"."""
     spans: list[list[WorkSpan]] = field(default_factory=list, repr=False)
     """Per worker: the latest work items, oldest first."""
     worker_names: list[str] = field(default_factory=list, repr=False)
@@ -134,6 +136,7 @@ def combine_reports(
         worker_pids=[report["pid"] for report in reports],
         memory=[report["memory"] for report in reports],
         recompute=[stage["recompute"] for stage in stages],
+        offload=[stage["offload"] for stage in stages],
         overhead_us=[
             (t["elapsed_ns"] - t["wait_ns"] - t["compute_ns"]) / 1e3 / max(t["num_work_items"], 1)
             for t in totals

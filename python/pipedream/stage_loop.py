@@ -21,6 +21,7 @@ from .footprint import WorkMeter, make_meter
 from .gradients import GradientFigures, NormExchange, StageGradients, clip_scale
 from .job import JobOptions, WorkerPlace
 from .memory import GRADIENTS, MODEL, STASH, TORCH_OPTIMIZER_STATE, TRANSIENT
+from .offload import StageOffload
 from .progress import RunProgress
 from .seeding import RngStream, stage_seed
 from .splitter import StageModule
@@ -35,12 +36,18 @@ class PreparedStage:
     """One stage of this worker with its weights in the pool."""
 
     def __init__(
-        self, stage: StageModule, weights: StageWeights, tied: TiedParameters, optimizer: StageOptimizer
+        self,
+        stage: StageModule,
+        weights: StageWeights,
+        tied: TiedParameters,
+        optimizer: StageOptimizer,
+        offload: StageOffload | None,
     ) -> None:
         self.stage = stage
         self.weights = weights
         self.tied = tied
         self.optimizer = optimizer
+        self.offload = offload
 
 
 class WorkerLoop:
@@ -122,6 +129,7 @@ class WorkerLoop:
             losses=self._losses if is_last else None,
             rng=self._stream_of(stage_index, base_seed, is_alone=is_first and is_last),
             clones_inputs=clones_inputs,
+            offload=part.offload,
         )
         return StageRunner(
             self._core, self._options, self._schedule, parts, self._device, self._user, self._describe
@@ -297,8 +305,9 @@ class WorkerLoop:
                 str(stage): {
                     "versions": self._core.versions(stage),
                     "recompute": bool(recompute) and recompute[stage],
+                    "offload": [] if runner.parts.offload is None else runner.parts.offload.names(),
                 }
-                for stage in self._runners
+                for stage, runner in self._runners.items()
             },
             "totals": self._core.totals(),
             "spans": self._core.spans(),

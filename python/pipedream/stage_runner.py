@@ -26,6 +26,7 @@ from .errors import DataMismatch, NonFiniteLoss, PipelineError, describe_error
 from .footprint import WorkMeter
 from .gradients import StageGradients
 from .job import JobOptions
+from .offload import SavedTensors, StageOffload, graph_root
 from .precision import LossScaler, autocast_region
 from .recompute import GeneratorState, buffers_kept
 from .splitter import StageModule
@@ -95,11 +96,15 @@ class _Stashed:
     outputs: list[Tensor]
     """Of the forward that the backward goes through, or the loss; empty before a recompute."""
     piece: Microbatch
+    read_slot: int
+    """Of the version that the forward read."""
     scale: float = 1.0
     """Of the loss in float16, where it is taken."""
     value: Any = None
     """Recompute: the stage's input."""
     generators: GeneratorState | None = None
+    saved: SavedTensors | None = None
+    """Offloading: what the graph holds."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,7 @@ class StageParts:
     """Around what draws random numbers for the model; seeding.py has the rule."""
     clones_inputs: bool | None
     """Whether the first stage works on copies of the data; None leaves it to the first forward."""
+    offload: StageOffload | None = None
 
 
 class StageRunner:
@@ -188,7 +194,7 @@ class StageRunner:
             self._forward_nothing(work, piece)
             return
         leaves, value = self._take_input(work, piece)
-        stashed = _Stashed(leaves, [], piece, self._scale)
+        stashed = _Stashed(leaves, [], piece, work.read_slot, self._scale)
         self.parts.weights.bind(work.read_slot, self.parts.tied.slot_read_by(work.minibatch))
         with self._metered_forward():
             output = self._run(work.minibatch, stashed, value)
@@ -244,7 +250,7 @@ class StageRunner:
         statistics = self._statistics.microbatch() if self._statistics else contextlib.nullcontext()
         if not self._recomputes:
             given = map_tensors(boundary_input, value)
-            with statistics, self.parts.rng:
+            with statistics, self.parts.rng, self._saving(stashed, given, is_next=not self._in_flight):
                 output = self._run_stage(given)
                 self._learn_clone_inputs(given)
                 return self._run_loss(minibatch, output, stashed) if self.is_last else output
@@ -260,6 +266,17 @@ class StageRunner:
             self._learn_clone_inputs(given)
             return self._run_loss(minibatch, output, stashed) if self.is_last else output
 
+    def _saving(
+        self, stashed: _Stashed, given: Any, *, is_next: bool
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Around what makes the microbatch's graph. is_next: its backward is the stage's next."""
+        if self.parts.offload is None:
+            return contextlib.nullcontext()
+        kept = [*stashed.leaves, *tensors_of(given)]
+        kept += [buffer for _, buffer in self.parts.stage.stage_buffers()]
+        stashed.saved = self.parts.offload.forward(kept, is_next=is_next)
+        return contextlib.nullcontext() if stashed.saved is None else stashed.saved
+
     def _learn_clone_inputs(self, given: Any) -> None:
         if self._clone_inputs is None:
             self._clone_inputs = any(tensor._version > 0 for tensor in tensors_of(given))
@@ -271,6 +288,8 @@ class StageRunner:
     def _run_loss(self, minibatch: int, output: Any, stashed: _Stashed) -> Tensor:
         with self._user("loss_fn"), autocast_region(self._device.type, self._options.autocast):
             targets = to_device(stashed.piece.targets, self._device)
+            if stashed.saved is not None:
+                stashed.saved.keep(tensors_of(targets))
             return check_loss(self._options.loss_fn(output, targets), minibatch)
 
     def _complete_loss(self, work: _core.WorkItem, stashed: _Stashed, loss: Tensor) -> None:
@@ -296,6 +315,8 @@ class StageRunner:
         if not self._recomputes:
             stashed.outputs = tensors
         self._close_microbatch(work)
+        if stashed.saved is not None and stashed.saved.leaves_device:
+            stashed.outputs = [graph_root(tensor) for tensor in tensors]
         capsules = [to_dlpack(self._settled(tensor)) for tensor in tensors]
         self._core.complete_forward(capsules, self._tag_of(stashed.piece), self._user.elapsed_ns)
 
@@ -326,7 +347,8 @@ class StageRunner:
 
     def _forward_nothing(self, work: _core.WorkItem, piece: Microbatch) -> None:
         work.take_tensors()
-        self._in_flight[work.minibatch, work.microbatch] = _Stashed([], [], piece, self._scale)
+        stashed = _Stashed([], [], piece, work.read_slot, self._scale)
+        self._in_flight[work.minibatch, work.microbatch] = stashed
         self._close_microbatch(work)
         capsules = [] if self.is_last else _nothing_like(self.parts.boundary_out, gradients=False)
         self._core.complete_forward(capsules, self._tag_of(piece), self._user.elapsed_ns)
@@ -347,15 +369,18 @@ class StageRunner:
         value, stashed.value = stashed.value, None
         given = map_tensors(boundary_input, value)
         statistics = self._statistics.recomputation() if self._statistics else contextlib.nullcontext()
-        with buffers_kept(self.parts.stage), statistics, stashed.generators.replayed(self._device):
+        replayed = stashed.generators.replayed(self._device)
+        saving = self._saving(stashed, given, is_next=True)
+        with buffers_kept(self.parts.stage), statistics, replayed, saving:
             output = self._run_stage(given)
             if self.is_last:
-                loss = self._run_loss(minibatch, output, stashed)
-                self._check_trains(minibatch, loss, stashed)
-                stashed.outputs = [loss]
-                stashed.piece.targets = None
-            else:
-                stashed.outputs = self._flat(output, minibatch)
+                output = self._run_loss(minibatch, output, stashed)
+        if self.is_last:
+            self._check_trains(minibatch, output, stashed)
+            stashed.outputs = [output]
+            stashed.piece.targets = None
+        else:
+            stashed.outputs = self._flat(output, minibatch)
 
     # Backward.
 
@@ -365,9 +390,13 @@ class StageRunner:
         if self._scales_loss:
             self.loss_scale = stashed.scale if self.is_last else _double_of(work.tag)
         received = [from_dlpack(capsule) for capsule in work.take_tensors()]
-        if not stashed.piece.is_empty:
-            with self._metered_backward(), self._user("backward"):
-                self._run_backward(stashed, received)
+        # Layers that checkpoint themselves run again in the backward, on what is bound then.
+        self.parts.weights.bind(work.read_slot, self.parts.tied.slot_read_by(work.minibatch))
+        with self._metered_backward():
+            self._prefetch(stashed)
+            if not stashed.piece.is_empty:
+                with self._user("backward"):
+                    self._run_backward(stashed, received)
         del received
         if work.microbatch + 1 == self._num_microbatches:
             self.parts.tied.push(work.minibatch)
@@ -375,6 +404,19 @@ class StageRunner:
         freed = self._core.complete_backward(self._outgoing_gradients(stashed), tag, self._user.elapsed_ns)
         if freed >= 0 and self._poisons:
             self.parts.weights.own.poison(freed)
+
+    def _prefetch(self, current: _Stashed) -> None:
+        """What the next backward needs comes back while this one runs."""
+        if self.parts.offload is None:
+            return
+        if current.saved is not None:
+            current.saved.arrive()
+        following = next(iter(self._in_flight.values()), None)  # backwards come in the order of forwards
+        if following is None:
+            return
+        self.parts.weights.own.prefetch(following.read_slot)
+        if following.saved is not None:
+            following.saved.prefetch()
 
     def _run_backward(self, stashed: _Stashed, received: list[Tensor]) -> None:
         if self.is_last:
@@ -410,7 +452,8 @@ class StageRunner:
 
     def update(self, work: _core.WorkItem, gradient_scale: float | None) -> None:
         """gradient_scale: None skips the update."""
-        with self._user("optimizer"):
+        own = self.parts.weights.own
+        with own.updating(work.read_slot, work.write_slot), self._user("optimizer"):
             if gradient_scale is None:
                 self.parts.gradients.skip(work.read_slot, work.write_slot)
             else:

@@ -8,14 +8,16 @@ Owned by the worker's compute thread.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import _core, optim
+from .offload import ResidentVersions
 from .splitter import StageModule
 
 __all__ = ["StageOptimizer", "StageWeights", "WeightVersions", "build_optimizer", "weight_layout"]
@@ -33,19 +35,40 @@ def weight_layout(named: _Named) -> tuple[int, list[int]]:
 class WeightVersions:
     """Some parameters of a stage in flat slots, one per version kept.
 
-    `slots` are flat uint8 tensors; version 0 is copied into slot 0.
+    `slots` are flat uint8 tensors; version 0 is copied into slot 0. With `resident` they are the few that
+    lie in device memory, and it says which version is where: a leaf then views the place where its version
+    lies, and reads as NaN while that is nowhere.
     """
 
-    def __init__(self, stage: nn.Module, named: _Named, slots: list[Tensor]) -> None:
+    def __init__(
+        self,
+        stage: nn.Module,
+        named: _Named,
+        slots: list[Tensor],
+        resident: ResidentVersions | None = None,
+    ) -> None:
         self.names = [name for name, _ in named]
         self._originals = [parameter for _, parameter in named]
         self._slots = slots
+        self._resident = resident
         self._sites = _find_sites(stage, self._originals)
         _, offsets = weight_layout(named)
+
+        def views(slot: Tensor) -> list[Tensor]:
+            return [_view_like(slot, offset, p) for offset, p in zip(offsets, self._originals, strict=True)]
+
+        homes = slots if resident is None else slots[:1] * resident.num_versions
         self._leaves = [
-            [_make_leaf(slot, offset, p) for offset, p in zip(offsets, self._originals, strict=True)]
-            for slot in slots
+            [_make_leaf(view, p) for view, p in zip(views(slot), self._originals, strict=True)]
+            for slot in homes
         ]
+        if resident is not None:
+            self._views = [views(slot) for slot in slots]
+            self._nowhere = [_nan_like(original) for original in self._originals]
+            resident.on_move = self._move
+            for slot in range(1, self.num_slots):
+                self._move(slot, None)
+            resident.write(0)
         # What binding writes, flat, so that it is one short loop: (container, key, leaf).
         self._bindings = [
             [(container, key, leaves[parameter]) for parameter, container, key in self._sites]
@@ -55,13 +78,17 @@ class WeightVersions:
         with torch.no_grad():
             for leaf, original in zip(self._leaves[0], self._originals, strict=True):
                 leaf.copy_(original)
+        if resident is not None:
+            resident.written(0)
 
     @property
     def num_slots(self) -> int:
-        return len(self._slots)
+        return len(self._leaves)
 
     def bind(self, slot: int) -> None:
         """Makes the modules read the version in the slot."""
+        if self._resident is not None:
+            self._resident.read(slot)
         if slot == self._bound_slot:
             return
         for container, key, leaf in self._bindings[slot]:
@@ -78,22 +105,52 @@ class WeightVersions:
             leaf.grad = None
         return gradients
 
+    def prefetch(self, slot: int) -> None:
+        """The version that the next backward reads is to be in device memory by then."""
+        if self._resident is not None:
+            self._resident.prefetch(slot)
+
+    @contextlib.contextmanager
+    def updating(self, read_slot: int, write_slot: int) -> Iterator[None]:
+        """Around what writes the newest version from the one before."""
+        if self._resident is not None:
+            self._resident.read(read_slot)
+            self._resident.write(write_slot)
+        yield
+        if self._resident is not None:
+            self._resident.written(write_slot)
+
     def copy_version(self, read_slot: int, write_slot: int) -> None:
         if write_slot != read_slot:
-            self._slots[write_slot].copy_(self._slots[read_slot])
+            self._memory(write_slot).copy_(self._memory(read_slot))
 
     def poison(self, slot: int) -> None:
         """Nobody may read the slot before it is written: whoever does gets NaN."""
-        self._slots[slot].fill_(_POISON)
+        if self._resident is not None:
+            self._resident.poison(slot)
+        else:
+            self._slots[slot].fill_(_POISON)
 
     def restore(self, slot: int) -> None:
         """Gives the modules their own parameters back, with the values of the version in the slot."""
+        if self._resident is not None:
+            self._resident.read(slot)
         with torch.no_grad():
             for leaf, original in zip(self._leaves[slot], self._originals, strict=True):
                 original.copy_(leaf)
         for parameter, container, key in self._sites:
             container[key] = self._originals[parameter]
         self._bound_slot = -1
+
+    def _memory(self, slot: int) -> Tensor:
+        return self._slots[slot] if self._resident is None else self._resident.device_slot(slot)
+
+    def _move(self, slot: int, position: int | None) -> None:
+        # The leaf stays the same object, so the gradients of its graphs go on adding up in it. Graphs hold
+        # none of its memory: offload.py's hooks see to that.
+        views = self._nowhere if position is None else self._views[position]
+        for leaf, view in zip(self._leaves[slot], views, strict=True):
+            leaf.data = view
 
 
 class StageWeights:
@@ -105,9 +162,11 @@ class StageWeights:
         own_slots: list[Tensor],
         tied_slots: list[Tensor],
         tied: Sequence[nn.Parameter],
+        resident: ResidentVersions | None = None,
     ) -> None:
+        """resident: where own_slots hold only some of the own versions at a time."""
         own_named, tied_named = split_tied(stage, tied)
-        self.own = WeightVersions(stage, own_named, own_slots)
+        self.own = WeightVersions(stage, own_named, own_slots, resident)
         self.tied = WeightVersions(stage, tied_named, tied_slots)
 
     def bind(self, own_slot: int, tied_slot: int) -> None:
@@ -145,8 +204,13 @@ def _view_like(slot: Tensor, offset: int, original: Tensor) -> Tensor:
     return view.data
 
 
-def _make_leaf(slot: Tensor, offset: int, original: nn.Parameter) -> nn.Parameter:
-    leaf = nn.Parameter(_view_like(slot, offset, original))
+def _nan_like(original: Tensor) -> Tensor:
+    """One NaN that looks like a tensor of the original's shape."""
+    return torch.full((), float("nan"), dtype=original.dtype, device=original.device).expand(original.shape)
+
+
+def _make_leaf(view: Tensor, original: nn.Parameter) -> nn.Parameter:
+    leaf = nn.Parameter(view)
     leaf.__dict__.update(original.__dict__)  # marks such as `no_weight_decay`
     return leaf
 

@@ -41,17 +41,28 @@ from .gradients import owned_parameters
 from .job import JobOptions, WorkerPlace, check_plan_is_built
 from .memory import (
     GRADIENTS,
+    OFFLOADED_ACTIVATIONS,
+    OFFLOADED_VERSIONS,
     OPTIMIZER_STATE,
     STASH,
     TIED_VERSIONS,
     TRANSIENT,
     WEIGHT_VERSIONS,
     MemoryPlan,
-    choose_recompute,
+    choose_savings,
     model_bytes,
+    num_activation_homes,
     predict_state_bytes,
 )
 from .microbatch import chunk
+from .offload import (
+    Offload,
+    ResidentVersions,
+    StageOffload,
+    forced_offload,
+    make_copy_streams,
+    num_resident_versions,
+)
 from .plan import Plan
 from .result import RunResult, combine_reports
 from .seeding import base_seed, seed_data
@@ -99,6 +110,7 @@ class _Worker:
         self._footprints: list[Footprint] = []
         self._input_boundary: Boundary | None = None  # None: nothing to check the inputs against
         self._optimizers: dict[int, StageOptimizer] = {}  # by stage, of this worker's
+        self._offload: dict[int, Offload] = {}  # by stage, what is done
         self._predicted: dict[str, int] = {}
 
     # The run, in the order of the module's docstring.
@@ -227,6 +239,7 @@ class _Worker:
                 options.loss_fn,
                 autocast=options.autocast,
                 repeats=m > 1,
+                for_offload=options.memory_bytes is not None or forced_offload().activations,
             )
         except (ValueError, TypeError):
             raise
@@ -292,7 +305,7 @@ class _Worker:
     def _plan_memory(
         self, core: _core.Worker, schedule: _core.ScheduleOptions, channels: Sequence[RunChannel]
     ) -> None:
-        """Adds the stages' terms to the pool, and decides where to recompute."""
+        """Decides where to recompute and to offload, and adds the stages' terms to the pool."""
         own_bytes: dict[int, int] = {}
         tied_bytes: dict[int, int] = {}
         placed_bytes: dict[int, int] = {}
@@ -309,16 +322,6 @@ class _Worker:
             torch_bytes[index] = (
                 0 if optimizer.num_placed_states else predict_state_bytes(optimizer.optimizer)
             )
-            core.add_term(
-                _term(WEIGHT_VERSIONS, index), own_bytes[index], _core.num_versions_kept(schedule, index)
-            )
-            if tied:
-                core.add_term(
-                    _term(TIED_VERSIONS, index), tied_bytes[index], _core.num_tied_versions_kept(schedule)
-                )
-            if optimizer.num_placed_states:
-                slot_bytes = weight_layout(named)[0]
-                core.add_term(_term(OPTIMIZER_STATE, index), slot_bytes, optimizer.num_placed_states)
         if not self._own_stages():
             return
         memory = MemoryPlan(
@@ -332,13 +335,41 @@ class _Worker:
             placed_bytes,
             torch_bytes,
             model_bytes(self._stages if self._device.type == "cpu" else self._own_stages()),
+            self._device.type,
+            dict.fromkeys(own_bytes, forced_offload()),
         )
-        recompute = choose_recompute(memory, self._options.recompute, self._options.memory_bytes)
-        self._options = replace(self._options, recompute=recompute)
-        self._predicted = memory.with_recompute(recompute).terms()
+        memory = choose_savings(memory, self._options.recompute, self._options.memory_bytes)
+        self._options = replace(self._options, recompute=tuple(memory.schedule.recompute))
+        self._predicted = memory.terms()
+        self._add_terms(core, memory)
         if not all(self._footprints[stage.stage_index].is_measured for stage in self._own_stages()):
             for term in (STASH, TRANSIENT, GRADIENTS):
                 self._predicted.pop(term, None)
+
+    def _add_terms(self, core: _core.Worker, memory: MemoryPlan) -> None:
+        """The pool's terms of the stages, as they are planned."""
+        for stage, own_bytes in memory.weight_bytes.items():
+            offload = Offload(memory.offloads_versions(stage), memory.offloads_activations(stage))
+            self._offload[stage] = offload
+            num_versions = _core.num_versions_kept(memory.schedule, stage)
+            if offload.versions:
+                core.add_term(_term(OFFLOADED_VERSIONS, stage), own_bytes, num_versions, staging=True)
+                num_versions = num_resident_versions(num_versions)
+            core.add_term(_term(WEIGHT_VERSIONS, stage), own_bytes, num_versions)
+            if offload.activations:
+                core.add_term(
+                    _term(OFFLOADED_ACTIVATIONS, stage),
+                    memory.footprints[stage].offloadable_bytes,
+                    num_activation_homes(memory.schedule, stage),
+                    staging=True,
+                )
+            if self._ties_of(stage):
+                num_tied_versions = _core.num_tied_versions_kept(memory.schedule)
+                core.add_term(_term(TIED_VERSIONS, stage), memory.tied_bytes[stage], num_tied_versions)
+            num_states = self._optimizers[stage].num_placed_states
+            if num_states:
+                slot_bytes = memory.placed_state_bytes[stage] // num_states
+                core.add_term(_term(OPTIMIZER_STATE, stage), slot_bytes, num_states)
 
     def _ties_of(self, stage_index: int) -> list[Tie]:
         return [tie for tie in self._ties if stage_index in tie.stages]
@@ -407,14 +438,30 @@ class _Worker:
             # The pool hands slots out in any order; only that each is one version's matters.
             return [from_dlpack(core.hold_slot(_term(term, index))) for _ in range(num_slots)]
 
-        own_slots = slots(WEIGHT_VERSIONS, _core.num_versions_kept(schedule, index))
+        num_versions = _core.num_versions_kept(schedule, index)
+        offload = self._offload[index]
+        copies = make_copy_streams(self._device)
+        own_slots = slots(
+            WEIGHT_VERSIONS, num_resident_versions(num_versions) if offload.versions else num_versions
+        )
+        resident: ResidentVersions | None = None
+        if offload.versions:
+            resident = ResidentVersions(own_slots, slots(OFFLOADED_VERSIONS, num_versions), copies)
         nothing = [torch.empty(0, dtype=torch.uint8, device=self._device)]
         tied_slots = slots(TIED_VERSIONS, _core.num_tied_versions_kept(schedule)) if ties else nothing
-        weights = StageWeights(stage, own_slots, tied_slots, self._tied_parameters_of(index))
+        weights = StageWeights(stage, own_slots, tied_slots, self._tied_parameters_of(index), resident)
         optimizer = self._optimizers[index]
         optimizer.place_state(slots(OPTIMIZER_STATE, optimizer.num_placed_states))
         tied = TiedParameters(core, schedule, index, ties, weights.tied)
-        return PreparedStage(stage, weights, tied, optimizer)
+        stage_offload: StageOffload | None = None
+        if offload.names():
+            frozen = [parameter for _, parameter in stage.frozen_parameters()]
+            num_homes = num_activation_homes(schedule, index) if offload.activations else 0
+            homes = slots(OFFLOADED_ACTIVATIONS, num_homes)
+            stage_offload = StageOffload(
+                self._device, copies, homes, resident, [*own_slots, *tied_slots, *frozen]
+            )
+        return PreparedStage(stage, weights, tied, optimizer, stage_offload)
 
     # Weights and results between rank 0 and the others.
 

@@ -1,0 +1,61 @@
+// pipedream._core: segments of the worker's planned memory for torch's caching allocator.
+//
+// torch.cuda.memory.CUDAPluggableAllocator finds the two C functions by name in this module's file; they are
+// called by torch on whatever thread allocates, without the GIL. One arena per process: a process is one worker.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <sys/types.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "base/check.h"
+#include "bindings/bindings.h"
+#include "pool/segment_arena.h"
+
+namespace py = pybind11;
+
+namespace {
+
+// Set before torch is told of the allocator. Never freed: torch may give segments back while it exits.
+pipedream::SegmentArena* g_arena = nullptr;
+
+}  // namespace
+
+#define PD_EXPORT extern "C" __attribute__((visibility("default")))
+
+PD_EXPORT void* pipedream_segment_allocate(ssize_t num_bytes, int /*device*/, void* /*stream*/) {
+  if (g_arena == nullptr || num_bytes < 0) return nullptr;
+  return g_arena->allocate(static_cast<std::size_t>(num_bytes));
+}
+
+PD_EXPORT void pipedream_segment_free(void* segment, ssize_t /*num_bytes*/, int /*device*/, void* /*stream*/) {
+  if (segment != nullptr && g_arena != nullptr) g_arena->free(static_cast<std::byte*>(segment));
+}
+
+namespace pipedream {
+
+void bind_segments(py::module_& module) {
+  module.def(
+      "open_segment_arena",
+      [](std::uintptr_t address, std::size_t num_bytes) {
+        if (g_arena != nullptr && g_arena->used_bytes() > 0) return false;
+        // NOLINTNEXTLINE(performance-no-int-to-ptr, cppcoreguidelines-owning-memory)
+        auto* const arena = new SegmentArena(reinterpret_cast<std::byte*>(address), num_bytes);
+        delete g_arena;  // NOLINT(cppcoreguidelines-owning-memory)
+        g_arena = arena;
+        return true;
+      },
+      py::arg("address"), py::arg("num_bytes"),
+      "Makes this memory the process's arena. False while segments of the arena before are in use.");
+  module.def(
+      "segment_arena_bytes",
+      []() -> std::pair<std::size_t, std::size_t> {
+        if (g_arena == nullptr) return {0, 0};
+        return {g_arena->used_bytes(), g_arena->peak_bytes()};
+      },
+      "(bytes in use, the most that were in use).");
+}
+
+}  // namespace pipedream

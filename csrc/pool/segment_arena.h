@@ -1,0 +1,41 @@
+// Large pieces of one leased slot, for an allocator that divides them further: torch's caching allocator
+// takes its segments from here, so that what it makes lies inside the worker's planned memory and cannot grow
+// beyond.
+//
+// Best fit with coalescing. Segments are few and long-lived, so each call may take a microsecond. Any thread;
+// a mutex guards the free list. The memory belongs to the caller, who frees it after the arena.
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <mutex>
+
+namespace pipedream {
+
+class SegmentArena {
+ public:
+  static constexpr std::size_t kAlignment = 512;  // what cudaMalloc gives at least
+
+  // base is aligned to kAlignment, or the beginning is left unused.
+  SegmentArena(std::byte* base, std::size_t num_bytes);
+  SegmentArena(const SegmentArena&) = delete;
+  SegmentArena& operator=(const SegmentArena&) = delete;
+  ~SegmentArena() = default;
+
+  // Null when no free piece is large enough: the caller reports that memory is full.
+  [[nodiscard]] std::byte* allocate(std::size_t num_bytes);
+  // Aborts (our bug, or the framework's) for a pointer that allocate() did not give or that was freed before.
+  void free(std::byte* segment);
+
+  [[nodiscard]] std::size_t peak_bytes() const;
+  [[nodiscard]] std::size_t used_bytes() const;
+
+ private:
+  mutable std::mutex mutex_;  // guards the rest
+  std::map<std::byte*, std::size_t> free_;
+  std::map<std::byte*, std::size_t> used_;
+  std::size_t used_bytes_ = 0;
+  std::size_t peak_bytes_ = 0;
+};
+
+}  // namespace pipedream

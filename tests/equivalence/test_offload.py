@@ -1,0 +1,306 @@
+"""Offloading weight versions and activations changes no number, and leaves as little on the device as it says."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pipedream
+import pytest
+import torch
+from farm import Farm
+from models import CASES, cross_entropy
+from pipedream import RunResult, offload, reference
+from pipedream.memory import (
+    OFFLOADED_ACTIVATIONS,
+    OFFLOADED_VERSIONS,
+    STASH,
+    TRANSIENT,
+    WEIGHT_VERSIONS,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from training import (
+    OPTIMIZERS,
+    State,
+    Training,
+    assert_close_losses,
+    assert_close_state,
+    assert_equal_state,
+    expected_versions,
+    tolerance,
+    train_by_reference,
+    train_in_pipeline,
+)
+
+
+@contextmanager
+def _offloading(words: str, small_bytes: int = 0) -> Iterator[None]:
+    """In a rank: small_bytes as the tensors of the zoo are."""
+    before = offload.SMALL_BYTES
+    os.environ["PIPEDREAM_OFFLOAD"] = words
+    offload.SMALL_BYTES = small_bytes
+    try:
+        yield
+    finally:
+        offload.SMALL_BYTES = before
+        del os.environ["PIPEDREAM_OFFLOAD"]
+
+
+def _train_offloaded(
+    training: Training, words: str = "activations,versions", **options: Any
+) -> tuple[RunResult, State]:
+    with _offloading(words):
+        return train_in_pipeline(training, **options)
+
+
+def _assert_equals_reference(
+    farm: Farm, training: Training, offloaded: list[list[str]], words: str = "activations,versions", **options: Any
+) -> RunResult:
+    outcome = farm.results(_train_offloaded, training, words, num_ranks=training.num_workers, **options)[0]
+    result, state = outcome
+    expected, expected_state = train_by_reference(training)
+    relative = tolerance(training.dtype)
+    assert_close_losses(result.losses, expected.losses, relative)
+    assert_close_state(state, expected_state, relative)
+    num_minibatches = len(expected.losses)
+    assert result.versions == expected_versions(training.plan, num_minibatches, schedule=training.schedule)
+    assert result.offload == offloaded
+    return result
+
+
+_BOTH, _ACTIVATIONS, _NOTHING = ["versions", "activations"], ["activations"], list[str]()
+# By schedule: m, and what a stage of 4 offloads. K > 3 versions are kept where they can be offloaded.
+_SCHEDULES = {
+    "pipedream": (1, [_BOTH, _ACTIVATIONS, _ACTIVATIONS, _NOTHING]),
+    "vertical_sync": (1, [_BOTH, _BOTH, _BOTH, ["versions"]]),
+    "naive": (1, [_ACTIVATIONS, _ACTIVATIONS, _ACTIVATIONS, _NOTHING]),
+    "2bw": (4, [_ACTIVATIONS, _ACTIVATIONS, _ACTIVATIONS, _NOTHING]),
+    "flush": (4, [_ACTIVATIONS, _ACTIVATIONS, _ACTIVATIONS, _NOTHING]),
+    "gpipe": (3, [_ACTIVATIONS] * 4),
+    "interleaved": (4, [_ACTIVATIONS] * 4),
+}
+
+
+@pytest.mark.parametrize("recompute", [None, True], ids=["stashed", "recomputed"])
+@pytest.mark.parametrize("schedule", _SCHEDULES)
+@pytest.mark.parametrize("case_name", ["cnn", "transformer", "dropout", "tied_apart"])
+def test_every_schedule_gives_the_references_result(
+    farm: Farm, case_name: str, schedule: str, recompute: bool | None
+) -> None:
+    microbatches, offloaded = _SCHEDULES[schedule]
+    training = Training(
+        case_name,
+        4,
+        schedule=schedule,
+        microbatches=microbatches,
+        short_last=False,
+        recompute=recompute,
+        num_minibatches=9,
+    )
+    if recompute:  # leaves no activations to offload
+        offloaded = [[name for name in names if name == "versions"] for names in offloaded]
+    if case_name == "tied_apart":  # the last stage has nothing but the tied weight, which is kept on the device
+        offloaded = [*offloaded[:3], [name for name in offloaded[3] if name != "versions"]]
+        # The first has nothing else either.
+        offloaded = [[name for name in offloaded[0] if name != "versions"], *offloaded[1:]]
+    _assert_equals_reference(farm, training, offloaded)
+
+
+@pytest.mark.parametrize("in_flight", [(6, 1), (5, 4), (7, 5)])
+@pytest.mark.parametrize("schedule", ["pipedream", "vertical_sync"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_versions_that_are_away_for_long_come_back(
+    farm: Farm, microbatches: int, schedule: str, in_flight: tuple[int, ...]
+) -> None:
+    training = Training(
+        "cnn",
+        2,
+        schedule=schedule,
+        microbatches=microbatches,
+        in_flight=in_flight,
+        num_minibatches=13,
+        short_last=False,
+    )
+    kept = in_flight if schedule == "pipedream" else in_flight[:1] * 2
+    offloaded = [["versions"] if num_versions > 3 else [] for num_versions in kept]
+    result = _assert_equals_reference(farm, training, offloaded, "versions")
+    for worker, num_versions in zip(result.memory, kept, strict=True):
+        slot_bytes = _planned(worker, WEIGHT_VERSIONS) // min(num_versions, 3)
+        assert _planned(worker, OFFLOADED_VERSIONS) == (num_versions * slot_bytes if num_versions > 3 else 0)
+
+
+def _planned(worker: dict[str, dict[str, int | None]], term: str) -> int:
+    """The sum over the worker's stages."""
+    return sum(figures["predicted"] or 0 for name, figures in worker.items() if name.startswith(f"{term} of"))
+
+
+_NATIVE = functools.partial(pipedream.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3)
+_NATIVE_ADAM = functools.partial(pipedream.optim.Adam, lr=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "native"), [("sgd", _NATIVE), ("adam", _NATIVE_ADAM), ("adamw", None), ("adagrad", None)]
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+def test_every_kind_of_optimizer_writes_the_version_that_goes_home(
+    farm: Farm, dtype: torch.dtype, name: str, native: Callable[[Any], torch.optim.Optimizer] | None
+) -> None:
+    training = Training("cnn", 2, dtype, optimizer=OPTIMIZERS[name], in_flight=(5, 1), num_minibatches=9)
+    options = {} if native is None else {"optimizer": native}
+    _assert_equals_reference(farm, training, [_BOTH, _NOTHING], **options)
+
+
+def test_numbers_are_those_without_offloading_bit_for_bit(farm: Farm) -> None:
+    training = Training("cnn", 2, torch.float32, in_flight=(5, 1), num_minibatches=9)
+    offloaded, offloaded_state = farm.results(_train_offloaded, training, num_ranks=2)[0]
+    plain, plain_state = farm.results(train_in_pipeline, training, num_ranks=2)[0]
+    assert offloaded.losses == plain.losses
+    assert_equal_state(offloaded_state, plain_state)
+    assert (offloaded.offload, plain.offload) == ([_BOTH, _NOTHING], [_NOTHING, _NOTHING])
+
+
+def _train_poisoned(training: Training) -> tuple[RunResult, State]:
+    os.environ["PIPEDREAM_POISON"] = "1"
+    try:
+        return _train_offloaded(training)
+    finally:
+        del os.environ["PIPEDREAM_POISON"]
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "vertical_sync"])
+def test_nothing_reads_a_version_after_its_last_backward(farm: Farm, schedule: str) -> None:
+    training = Training("cnn", 2, schedule=schedule, in_flight=(5, 2), num_minibatches=11)
+    result, state = farm.results(_train_poisoned, training, num_ranks=2)[0]
+    expected, expected_state = train_by_reference(training)
+    assert_close_losses(result.losses, expected.losses, 1e-9)
+    assert_close_state(state, expected_state, 1e-9)
+
+
+@pytest.mark.parametrize("autocast", ["bfloat16", "float16"])
+def test_autocast_clipping_schedulers_and_uneven_microbatches_change_nothing(farm: Farm, autocast: str) -> None:
+    training = Training(
+        "transformer",
+        2,
+        torch.float32,
+        in_flight=(5, 1),
+        microbatches=4,
+        num_minibatches=7,
+        short_last=False,
+        autocast=autocast,
+        max_grad_norm=0.5,
+        lr_scheduler=functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2),
+    )
+    # Six samples in four microbatches are three of two: the fourth is empty.
+    offloaded, offloaded_state = farm.results(_train_offloaded, training, num_ranks=2)[0]
+    plain, plain_state = farm.results(train_in_pipeline, training, num_ranks=2)[0]
+    assert offloaded.losses == plain.losses
+    assert_equal_state(offloaded_state, plain_state)
+    assert offloaded.offload == [_BOTH, _NOTHING]
+
+
+def _overflowing_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    # So large a gradient is beyond float16 for the first scales.
+    return cross_entropy(outputs.float(), targets) * 50.0
+
+
+def test_a_skipped_update_copies_the_newest_version_home(farm: Farm) -> None:
+    training = Training("mlp", 2, torch.float32, in_flight=(5, 1), num_minibatches=12, autocast="float16")
+    options: dict[str, Any] = {"loss_fn": _huge_error}
+    offloaded, offloaded_state = farm.results(_train_offloaded, training, num_ranks=2, **options)[0]
+    plain, plain_state = farm.results(train_in_pipeline, training, num_ranks=2, **options)[0]
+    assert offloaded.losses == plain.losses
+    assert_equal_state(offloaded_state, plain_state)
+
+
+def _huge_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Its gradient overflows float16 at the first scales, and no longer at later ones."""
+    return 50.0 * nn.functional.mse_loss(outputs.float(), targets)
+
+
+class Checkpointed(nn.Module):
+    """Runs its layer again in the backward, by torch's own means."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = checkpoint(self.layer, value, use_reentrant=False)
+        return result
+
+
+def _checkpointed() -> nn.Sequential:
+    plain = CASES["mlp"].model()
+    return nn.Sequential(plain[0], Checkpointed(nn.Sequential(*plain[1:4])), plain[4])
+
+
+def _train_checkpointed(words: str) -> tuple[list[float], State]:
+    model, case = _checkpointed(), CASES["mlp"]
+    plan = pipedream.Plan(case.plan(2).stages, in_flight=(5, 1))
+    plan = replace(plan, stages=pipedream.Plan.straight(3, 2).stages)
+    with _offloading(words):
+        result = pipedream.run(
+            model, plan, data=case.data(9), loss_fn=case.loss_fn, optimizer=OPTIMIZERS["sgd"], progress=False
+        )
+    return result.losses, model.state_dict()
+
+
+@pytest.mark.parametrize("words", ["", "versions", "activations,versions"], ids=["here", "versions", "both"])
+def test_a_layer_that_checkpoints_itself_runs_again_on_the_version_of_its_forward(
+    farm: Farm, words: str
+) -> None:
+    losses, state = farm.results(_train_checkpointed, words, num_ranks=2)[0]
+    model, case = _checkpointed(), CASES["mlp"]
+    plan = replace(pipedream.Plan.straight(3, 2), in_flight=(5, 1))
+    expected = reference.run(
+        model, plan, data=case.data(9), loss_fn=case.loss_fn, optimizer=OPTIMIZERS["sgd"]
+    )
+    assert_close_losses(losses, expected.losses, 1e-9)
+    assert_close_state(state, model.state_dict(), 1e-9)
+
+
+@pytest.mark.parametrize(("schedule", "microbatches", "in_flight"), [("pipedream", 1, (6, 1)), ("gpipe", 6, ())])
+def test_the_device_keeps_two_microbatches_and_no_more_than_is_predicted(
+    farm: Farm, schedule: str, microbatches: int, in_flight: tuple[int, ...]
+) -> None:
+    training = Training(
+        "cnn",
+        2,
+        schedule=schedule,
+        microbatches=microbatches,
+        in_flight=in_flight,
+        num_minibatches=14,
+        short_last=False,
+    )
+    offloaded, _ = farm.results(_train_offloaded, training, "activations", num_ranks=2)[0]
+    plain, _ = farm.results(train_in_pipeline, training, num_ranks=2)[0]
+    here, there = offloaded.memory[0], plain.memory[0]
+    for term in (STASH, TRANSIENT):
+        assert 0 < here[term]["peak"] <= here[term]["predicted"], term
+    # Six microbatches are in flight: five go, and one of them at a time is just coming or going.
+    assert here[STASH]["peak"] < 0.5 * there[STASH]["peak"]
+    assert here[STASH]["peak"] + here[TRANSIENT]["peak"] < 0.7 * (there[STASH]["peak"] + there[TRANSIENT]["peak"])
+    assert _planned(here, OFFLOADED_ACTIVATIONS) > 0
+    assert not any(name.startswith(OFFLOADED_ACTIVATIONS) for name in there)
+
+
+def test_small_tensors_stay_on_the_device(farm: Farm) -> None:
+    training = Training("cnn", 2, in_flight=(4, 1))
+    result, _ = farm.results(_train_with_threshold, training, 1 << 30, num_ranks=2)[0]
+    assert result.offload == [_NOTHING, _NOTHING]
+
+
+def _train_with_threshold(training: Training, small_bytes: int) -> tuple[RunResult, State]:
+    with _offloading("activations", small_bytes):
+        return train_in_pipeline(training)
+
+
+def test_an_unknown_word_is_refused(farm: Farm) -> None:
+    outcome = farm.run(_train_offloaded, Training("mlp", 1), "weights", num_ranks=1)[0]
+    assert isinstance(outcome.error, ValueError)
+    assert "PIPEDREAM_OFFLOAD has 'weights': use activations, versions or both" in str(outcome.error)
