@@ -12,6 +12,8 @@ from tasks import Task
 # A run is stable if it ends this near to the best that its schedule reaches at any rate.
 TOLERANCES = {"digits": 0.02, "characters": 0.1}
 
+_NUM_SMOOTHED = 3  # points
+
 
 @dataclass(frozen=True)
 class AtRate:
@@ -29,10 +31,18 @@ class AtRate:
     def mean(self) -> float:
         return sum(self.held_out) / len(self.held_out)
 
+    @property
+    def smooth_losses(self) -> tuple[float, ...]:
+        """Each the mean of the last points of the losses up to it; the first points have none."""
+        ends = range(_NUM_SMOOTHED, len(self.losses) + 1)
+        return tuple(sum(self.losses[end - _NUM_SMOOTHED : end]) / _NUM_SMOOTHED for end in ends)
+
     def minibatches_to(self, loss: float) -> float:
-        """Until the training loss is this low; infinite if it never is."""
-        reached = (index for index, value in enumerate(self.losses, start=1) if value <= loss)
-        return next(reached, math.inf) * NUM_MINIBATCHES_PER_POINT
+        """Until the smooth training loss is this low; infinite if it never is."""
+        for index, value in enumerate(self.smooth_losses):
+            if value <= loss:
+                return (index + _NUM_SMOOTHED) * NUM_MINIBATCHES_PER_POINT
+        return math.inf
 
 
 @dataclass(frozen=True)
@@ -76,10 +86,8 @@ def best_of(task: Task, at_rates: Sequence[AtRate]) -> AtRate:
 
 
 def target_loss(plain: AtRate) -> float:
-    """The training loss of plain training at its best rate in the middle of the run."""
-    middle = len(plain.losses) // 2
-    around = plain.losses[middle - 1 : middle + 1]
-    return sum(around) / len(around)
+    """The smooth training loss of plain training, at its best rate, after a third of the run."""
+    return plain.smooth_losses[len(plain.losses) // 3 - _NUM_SMOOTHED]
 
 
 def _over_seeds(task: Task, rate: float, outcomes: Sequence[Outcome]) -> AtRate:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import findings
@@ -78,18 +78,23 @@ def _replace(text: str, name: str, table: str) -> str:
 
 
 def _table(task: Task, found: dict[tuple[str, int], Finding]) -> str:
-    titles: dict[str, Callable[[Finding], str]] = {
-        f"best {task.metric}": lambda finding: _held_out(task, finding),
-        "at rate": lambda finding: f"{finding.best.rate:g}" + ("*" if finding.is_best_at_edge else ""),
-        "largest stable rate": lambda finding: f"{finding.largest_stable_rate:g}",
-        "minibatches to target": lambda finding: _count(finding.minibatches_to_target),
-    }
-    heads = [f"{title}, {depth}" for title in titles for depth in DEPTHS]
-    lines = ["| schedule | " + " | ".join(heads) + " |", "| --- |" + " --- |" * len(heads)]
+    heads = ["schedule", f"best {task.metric}", "at rate", "largest stable rate", "minibatches to target"]
+    lines = [heads, ["---"] * len(heads)]
     for row in rows(task):
-        cells = [show(found[row, depth]) for show in titles.values() for depth in DEPTHS]
-        lines.append(f"| {row} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        for depth in DEPTHS:
+            if not _is_shown(task, row, depth):
+                continue
+            finding = found[row, depth]
+            lines.append(
+                [
+                    _label(task, row, depth),
+                    _held_out(task, finding),
+                    f"{finding.best.rate:g}" + (" (edge)" if finding.is_best_at_edge else ""),
+                    f"{finding.largest_stable_rate:g}",
+                    _count(finding.minibatches_to_target),
+                ]
+            )
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def _held_out(task: Task, finding: Finding) -> str:
@@ -107,11 +112,18 @@ def _rates_figure(task: Task, found: dict[str, dict[tuple[str, int], Finding]]) 
     panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
     for axes, (optimizer, of_optimizer) in zip(panels, found.items(), strict=True):
         for (row, depth), finding in of_optimizer.items():
-            if _is_drawn(task, row, depth):
-                rates = [at.rate for at in finding.at_rates]
-                values = [_drawn_value(task, at.mean) for at in finding.at_rates]
-                _line(axes, task, row, depth, rates, values, marker=".")
+            if _is_shown(task, row, depth):
+                axes.plot(
+                    [at.rate for at in finding.at_rates],
+                    [_drawn_value(task, at.mean) for at in finding.at_rates],
+                    color=_COLOURS[row],
+                    linestyle=_LINES[depth],
+                    marker=".",
+                    label=_label(task, row, depth),
+                    linewidth=1.1,
+                )
         axes.set(xscale="log", title=f"{task.name}, {optimizer}", xlabel="learning rate")
+        axes.minorticks_off()
         axes.grid(alpha=0.3)
     if task.higher_is_better:
         panels[0].set(yscale="log", ylabel=f"held-out error, mean of {len(SEEDS)} seeds")
@@ -134,6 +146,7 @@ def _losses_figure(task: Task, found: dict[str, dict[tuple[str, int], Finding]])
             axes.grid(alpha=0.3)
             if task.higher_is_better:
                 axes.set_yscale("log")
+                axes.minorticks_off()
         line_of_panels[0].set_ylabel("training loss")
     for axes in panels[-1]:
         axes.set_xlabel("minibatches")
@@ -141,21 +154,19 @@ def _losses_figure(task: Task, found: dict[str, dict[tuple[str, int], Finding]])
     return figure
 
 
-def _is_drawn(task: Task, row: str, depth: int) -> bool:
+def _is_shown(task: Task, row: str, depth: int) -> bool:
     """One line stands for all depths whose runs are the same."""
     return depth == DEPTHS[-1] or setting_of(task, row, depth) != setting_of(task, row, DEPTHS[-1])
 
 
+def _label(task: Task, row: str, depth: int) -> str:
+    if setting_of(task, row, DEPTHS[0]) == setting_of(task, row, DEPTHS[-1]):
+        return f"{row}, any depth"
+    return f"{row.split(',')[0]}, {depth} {'microbatches' if row.endswith('microbatches') else 'stages'}"
+
+
 def _drawn_value(task: Task, value: float) -> float:
     return max(1 - value, _SMALLEST_ERROR) if task.higher_is_better else value
-
-
-def _line(
-    axes: Axes, task: Task, row: str, depth: int, xs: list[float], ys: list[float], *, marker: str
-) -> None:
-    same = setting_of(task, row, DEPTHS[0]) == setting_of(task, row, DEPTHS[-1])
-    label = f"{row}, any depth" if same else f"{row}, {depth} stages"
-    axes.plot(xs, ys, color=_COLOURS[row], linestyle=_LINES[depth], marker=marker, label=label, linewidth=1.1)
 
 
 def _legend(figure: Figure, axes: Axes) -> None:

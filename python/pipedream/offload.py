@@ -252,9 +252,11 @@ class ResidentVersions:
     def _victim(self) -> int:
         """A device slot whose content nobody needs soon. There is one: three are held at most by those who
         ask, and the one who asks now holds none."""
+        if None in self._held:
+            return self._held.index(None)
         wanted = {self._newest, self._reading, self._next}
         for position, version in enumerate(self._held):
-            if version is None or version not in wanted:
+            if version not in wanted:
                 return position
         # What was read last is needed no longer by whoever reads or writes another one now.
         assert self._reading not in (None, self._newest, self._next), self._held
