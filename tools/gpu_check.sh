@@ -46,13 +46,20 @@ step build cmake --build build/gpu/cpp --parallel
 step ctest ctest --test-dir build/gpu/cpp --output-on-failure
 if command -v compute-sanitizer >/dev/null; then
   for tool in memcheck racecheck; do
-    step "sanitizer-$tool" compute-sanitizer --tool "$tool" --error-exitcode 1 \
-      "$(find build/gpu/cpp -name pd_device_test -type f | head -n 1)"
+    for suite in device weights; do
+      step "sanitizer-$tool-$suite" compute-sanitizer --tool "$tool" --error-exitcode 1 \
+        "$(find build/gpu/cpp -name "pd_${suite}_test" -type f | head -n 1)"
+    done
   done
 fi
 # The suite runs twice: on the GPU, which its workers share, and on the host of the same machine.
 PIPEDREAM_DEVICE=cuda step pytest-cuda python3 -m pytest tests -q
 PIPEDREAM_DEVICE=host step pytest-host python3 -m pytest tests -q
+# What is off unless asked for: torch's tensors in the planned memory, and offloading to the host.
+PIPEDREAM_DEVICE=cuda PIPEDREAM_TORCH_POOL=1 step pytest-torch-pool \
+  python3 -m pytest tests/equivalence/test_schedules.py -q
+PIPEDREAM_DEVICE=cuda PIPEDREAM_OFFLOAD=activations,versions step pytest-offload \
+  python3 -m pytest tests/equivalence/test_schedules.py -q
 for example in digits char_lm; do
   step "$example" python3 "examples/$example.py" --workers 2 --output-dir "$results/$example"
 done
