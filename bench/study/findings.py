@@ -52,9 +52,11 @@ class Finding:
     best: AtRate
     is_best_at_edge: bool
     """Of the sweep: a rate outside may be better."""
+    lowest: AtRate
+    """The rate with the lowest smooth training loss at the end."""
     largest_stable_rate: float
     minibatches_to_target: float
-    """The fewest over all rates."""
+    """The fewest over all rates at which no run failed."""
     at_rates: tuple[AtRate, ...]
 
 
@@ -70,12 +72,14 @@ def find(task: Task, at_rates: Sequence[AtRate], target_loss: float) -> Finding:
     best = best_of(task, at_rates)
     sign = 1 if task.higher_is_better else -1
     worst_stable = sign * best.mean - TOLERANCES[task.name]
+    sound = [at for at in at_rates if at.num_failed == 0]
     stable = [at.rate for at in at_rates if min(sign * value for value in at.held_out) >= worst_stable]
     return Finding(
         best=best,
         is_best_at_edge=best.rate in (at_rates[0].rate, at_rates[-1].rate),
+        lowest=min(sound, key=lambda at: at.smooth_losses[-1]),
         largest_stable_rate=max(stable, default=math.nan),
-        minibatches_to_target=min(at.minibatches_to(target_loss) for at in at_rates),
+        minibatches_to_target=min(at.minibatches_to(target_loss) for at in sound),
         at_rates=tuple(at_rates),
     )
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import findings
@@ -11,7 +12,7 @@ import matplotlib
 from findings import Finding
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from sweep import DEPTHS, NUM_MINIBATCHES_PER_POINT, OPTIMIZERS, RATES, SEEDS, Results, Setting
+from sweep import DEPTHS, NUM_MINIBATCHES_PER_POINT, OPTIMIZERS, RATES, Results, Setting
 from tasks import Task
 
 # Okabe and Ito's, which the colour-blind tell apart.
@@ -26,6 +27,10 @@ _COLOURS = {
 _LINES = {4: "--", 8: "-"}
 # Of the smallest error that is drawn: the axis is logarithmic.
 _SMALLEST_ERROR = 0.001
+
+
+Workloads = dict[str, dict[tuple[str, int], Finding]]
+"""What was found of each row and depth, by task and optimizer."""
 
 
 def rows(task: Task) -> list[str]:
@@ -59,12 +64,16 @@ def write(tasks: Iterable[Task], results: Results, document: Path, images: Path)
     """Draws the figures and fills in the document's tables."""
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "study", "font.size": 9})
     text = document.read_text()
+    everything: Workloads = {}
     for task in tasks:
         found = {name: find_all(task, name, results) for name in OPTIMIZERS if (task.name, name) in RATES}
         for optimizer, of_optimizer in found.items():
+            everything[f"{task.name}, {optimizer}"] = of_optimizer
             text = _replace(text, f"{task.name}, {optimizer}", _table(task, of_optimizer))
         _save(_rates_figure(task, found), images / f"{task.name}_rates.svg")
         _save(_losses_figure(task, found), images / f"{task.name}_losses.svg")
+    text = _replace(text, "minibatches over flush's", _summary(everything, _minibatches_over))
+    text = _replace(text, "stable rates over flush's", _summary(everything, _stable_rate_over))
     document.write_text(text)
 
 
@@ -97,6 +106,26 @@ def _table(task: Task, found: dict[tuple[str, int], Finding]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
+def _summary(everything: Workloads, over: Callable[[Finding, Finding], str]) -> str:
+    """One column per workload, over its plain training."""
+    lines = [["schedule", *everything], ["---"] * (1 + len(everything))]
+    for row, depth in itertools.product(("pipedream", "2bw", "naive", "vertical_sync"), DEPTHS):
+        cells = [over(found[row, depth], found["flush", depth]) for found in everything.values()]
+        lines.append([f"{row}, {depth} stages", *cells])
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def _minibatches_over(finding: Finding, plain: Finding) -> str:
+    if math.isinf(finding.minibatches_to_target):
+        run = NUM_MINIBATCHES_PER_POINT * len(plain.lowest.losses)
+        return f"over {run / plain.minibatches_to_target:.1f}"
+    return f"{finding.minibatches_to_target / plain.minibatches_to_target:.1f}"
+
+
+def _stable_rate_over(finding: Finding, plain: Finding) -> str:
+    return f"{finding.largest_stable_rate / plain.largest_stable_rate:.2g}"
+
+
 def _held_out(task: Task, finding: Finding) -> str:
     digits = 3 if task.higher_is_better else 2
     values = finding.best.held_out
@@ -120,15 +149,15 @@ def _rates_figure(task: Task, found: dict[str, dict[tuple[str, int], Finding]]) 
                     linestyle=_LINES[depth],
                     marker=".",
                     label=_label(task, row, depth),
-                    linewidth=1.1,
+                    **_weight(row),
                 )
         axes.set(xscale="log", title=f"{task.name}, {optimizer}", xlabel="learning rate")
         axes.minorticks_off()
         axes.grid(alpha=0.3)
     if task.higher_is_better:
-        panels[0].set(yscale="log", ylabel=f"held-out error, mean of {len(SEEDS)} seeds")
+        panels[0].set(yscale="log", ylabel="held-out error")
     else:
-        panels[0].set(ylabel=f"held-out {task.metric}, mean of {len(SEEDS)} seeds")
+        panels[0].set(ylabel=f"held-out {task.metric}")
     _legend(figure, panels[0])
     return figure
 
@@ -139,9 +168,9 @@ def _losses_figure(task: Task, found: dict[str, dict[tuple[str, int], Finding]])
     for line_of_panels, depth in zip(panels, DEPTHS, strict=True):
         for axes, (optimizer, of_optimizer) in zip(line_of_panels, found.items(), strict=True):
             for row in rows(task):
-                losses = of_optimizer[row, depth].best.losses
+                losses = of_optimizer[row, depth].lowest.losses
                 minibatches = [NUM_MINIBATCHES_PER_POINT * (index + 1) for index in range(len(losses))]
-                axes.plot(minibatches, losses, color=_COLOURS[row], label=row, linewidth=1.1)
+                axes.plot(minibatches, losses, color=_COLOURS[row], label=row, **_weight(row))
             axes.set(title=f"{task.name}, {optimizer}, {depth} stages")
             axes.grid(alpha=0.3)
             if task.higher_is_better:
@@ -163,6 +192,11 @@ def _label(task: Task, row: str, depth: int) -> str:
     if setting_of(task, row, DEPTHS[0]) == setting_of(task, row, DEPTHS[-1]):
         return f"{row}, any depth"
     return f"{row.split(',')[0]}, {depth} {'microbatches' if row.endswith('microbatches') else 'stages'}"
+
+
+def _weight(row: str) -> dict[str, float]:
+    # Naive lies under pipedream, which often hides it.
+    return {"linewidth": 3, "alpha": 0.6, "zorder": 1} if row == "naive" else {"linewidth": 1.1, "zorder": 2}
 
 
 def _drawn_value(task: Task, value: float) -> float:

@@ -36,11 +36,13 @@ class Footprint:
     stash_bytes: int
     """Made by the forward of a microbatch and kept until its backward."""
     transient_bytes: int
-    """The most beyond what is kept before or after, while a forward or a backward runs."""
+    """The most beyond the other terms, while a forward or a backward runs."""
     gradient_bytes: int
     """Of the parameters' gradients."""
     is_measured: bool
     """False: the stage could not be measured (it is compiled, or its dry run failed)."""
+    output_bytes: int = 0
+    """Of one microbatch's outputs; 0 at the last stage."""
     offloadable_bytes: int = 0
     """Of stash_bytes, what offloading moves to the host; 0 also where nobody asked."""
 
@@ -147,44 +149,42 @@ class WorkMeter:
         """gradient_bytes: of the parameters' gradients that there are."""
         self._meter = meter
         self._gradient_bytes = gradient_bytes
-        self._recomputed_bytes = 0
         self.stash_peak_bytes = 0
         self.transient_peak_bytes = 0
         self.gradient_peak_bytes = 0
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        meter = self._meter
-        with meter:
-            meter.reset_peak()
+        with self._measured():
             yield
-            kept = meter.live_bytes
-            self.transient_peak_bytes = max(self.transient_peak_bytes, meter.peak_bytes - kept)
-            self.stash_peak_bytes = max(self.stash_peak_bytes, kept - self._gradient_bytes())
+            self._note_kept()
 
     @contextlib.contextmanager
     def recompute(self) -> Iterator[None]:
         """What it makes lives until the backward that follows, so it counts as transient."""
-        meter = self._meter
-        with meter:
-            meter.reset_peak()
-            began = meter.live_bytes
+        with self._measured():
             yield
-            self._recomputed_bytes = meter.live_bytes - began
-            self.transient_peak_bytes = max(self.transient_peak_bytes, meter.peak_bytes - began)
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        meter = self._meter
-        with meter:
-            meter.reset_peak()
-            began, began_gradients = meter.live_bytes - self._recomputed_bytes, self._gradient_bytes()
-            self._recomputed_bytes = 0
+        with self._measured():
             yield
-            gradients = self._gradient_bytes()
-            grown = gradients - began_gradients
-            self.gradient_peak_bytes = max(self.gradient_peak_bytes, gradients)
-            self.transient_peak_bytes = max(self.transient_peak_bytes, meter.peak_bytes - began - grown)
+            self.gradient_peak_bytes = max(self.gradient_peak_bytes, self._gradient_bytes())
+            self._note_kept()  # also gradients on their way upstream
+
+    def _note_kept(self) -> None:
+        kept = self._meter.live_bytes - self._gradient_bytes()
+        self.stash_peak_bytes = max(self.stash_peak_bytes, kept)
+
+    @contextlib.contextmanager
+    def _measured(self) -> Iterator[None]:
+        with self._meter as meter:
+            meter.reset_peak()
+            yield
+            # Beyond the most that was kept, not beyond what is kept now: a microbatch of fewer samples keeps
+            # less and has the same temporary gradients, and the sum of the terms is what counts.
+            beyond = meter.peak_bytes - self._gradient_bytes() - self.stash_peak_bytes
+            self.transient_peak_bytes = max(self.transient_peak_bytes, beyond)
 
 
 def storage_bytes(tensors: Sequence[Tensor | None]) -> int:
@@ -272,6 +272,7 @@ class _Rehearsal:
         )
         self.output: Any = None
         self._roots: list[Tensor] = []
+        self._output_bytes = 0
         self._offloadable_bytes = 0
 
     def forward(self) -> None:
@@ -286,6 +287,7 @@ class _Rehearsal:
             else:
                 self.output = output
                 self._roots = tensors_of(output)
+                self._output_bytes = 0 if self._is_last else storage_bytes(self._roots)
             del output, value
 
     def _run(self, value: Any) -> Any:
@@ -316,6 +318,7 @@ class _Rehearsal:
             transient_bytes=self._meter.transient_peak_bytes,
             gradient_bytes=storage_bytes(self._parameters),
             is_measured=measured,
+            output_bytes=self._output_bytes,
             offloadable_bytes=self._offloadable_bytes,
         )
 
@@ -344,6 +347,8 @@ class _Rehearsal:
             if roots:
                 torch.autograd.backward(roots, seeds)
             del roots, seeds
+        for leaf in tensors_of(self._leaves):
+            leaf.grad = None  # each microbatch has leaves of its own
 
 
 def _is_compiled(stage: nn.Module) -> bool:

@@ -59,6 +59,7 @@ TORCH_OPTIMIZER_STATE = "optimizer state of torch"
 
 _SLOT_ALIGNMENT = 256  # csrc/pool/pool.h, kSlotAlignment
 _TENSOR_ALIGNMENT = 64  # csrc/channel/tensor.h, ItemSpec::kTensorAlignment
+_NUM_RELEASED_LATE = 1  # what a neighbour has used, and whose memory has not come back to the sender
 _GENERATOR_BYTES = 8192  # of a recompute: the state of torch's generators
 
 Terms = dict[str, int]
@@ -145,14 +146,16 @@ class MemoryPlan:
     def _torch_terms(self) -> Terms:
         """What the forwards and backwards of the stages need beside the pool."""
         stash = transient = gradients = 0
-        queued = _gradients_queued_max(self.schedule)
+        activations_queued, gradients_queued = _queued_max(self.schedule)
         for stage in self.plan.stages_of(self.rank):
             footprint = self.footprints[stage]
             in_flight = _core.num_microbatches_in_flight(self.schedule, stage)
             kept, extra = footprint.stash_bytes, 0
             if self._recomputes(stage):
-                kept = footprint.input_bytes + _GENERATOR_BYTES
+                kept = _GENERATOR_BYTES
                 extra = footprint.input_bytes + footprint.stash_bytes
+                if stage + 1 < self.plan.num_stages:
+                    stash += (activations_queued[stage] + _NUM_RELEASED_LATE) * footprint.output_bytes
             elif self.offloads_activations(stage):
                 # Here are those of the next backward, and those that just come or go.
                 kept = max(footprint.stash_bytes - footprint.offloadable_bytes, 0)
@@ -160,7 +163,8 @@ class MemoryPlan:
                 stash += footprint.offloadable_bytes
             stash += in_flight * kept
             # Beside them: the microbatches' own inputs, or gradients that wait for the neighbour's slots.
-            stash += (in_flight if stage == 0 else queued[stage - 1]) * footprint.input_bytes
+            num_beside = in_flight if stage == 0 else gradients_queued[stage - 1] + _NUM_RELEASED_LATE
+            stash += num_beside * footprint.input_bytes
             # Tied gradients on their way to the owner, as many as the channel may hold.
             stash += self.tied_bytes[stage] * (self.schedule.in_flight[0] + 1)
             transient = max(transient, footprint.transient_bytes + extra)
@@ -188,10 +192,11 @@ def num_activation_homes(schedule: _core.ScheduleOptions, stage: int) -> int:
     return _core.num_microbatches_in_flight(schedule, stage) - 1
 
 
-def _gradients_queued_max(schedule: _core.ScheduleOptions) -> list[int]:
+def _queued_max(schedule: _core.ScheduleOptions) -> tuple[list[int], list[int]]:
+    """Per boundary: microbatches whose activations, and whose gradients, may wait there."""
     # Long enough to reach the steady phase and cool down again.
     report = _core.replay(schedule, 2 * max(schedule.in_flight) + 2)
-    return list(report["gradients_queued_max"])
+    return list(report["activations_queued_max"]), list(report["gradients_queued_max"])
 
 
 def choose_savings(
