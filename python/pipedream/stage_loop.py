@@ -27,6 +27,7 @@ from .seeding import RngStream, stage_seed
 from .splitter import StageModule
 from .stage_runner import LossRecord, StageParts, StageRunner, UserCode
 from .tied import TiedParameters
+from .torch_pool import TORCH_TENSORS, TorchPool
 from .weights import StageOptimizer, StageWeights
 
 __all__ = ["PreparedStage", "WorkerLoop"]
@@ -67,9 +68,11 @@ class WorkerLoop:
         input_boundary: Boundary | None,
         boundaries: Sequence[Boundary],
         predicted: Mapping[str, int],
+        torch_pool: TorchPool | None = None,
     ) -> None:
         """prepared: this worker's stages in ascending order. input_boundary: what the first stage's inputs
-        must look like, None to check nothing. predicted: bytes of each memory term."""
+        must look like, None to check nothing. predicted: bytes of each memory term. torch_pool: where
+        forwards and backwards make their tensors, None leaves it to torch."""
         self._core = core
         self._options = options
         self._schedule = schedule
@@ -79,6 +82,7 @@ class WorkerLoop:
         self._stream = stream
         self._input_boundary = input_boundary
         self._predicted = predicted
+        self._torch_pool = torch_pool
         self._describe = options.plan.describe_worker(place.rank)
         self._user = UserCode(self._where)
         self._doing = (0, -1)  # stage, minibatch
@@ -131,9 +135,12 @@ class WorkerLoop:
             clones_inputs=clones_inputs,
             offload=part.offload,
         )
-        return StageRunner(
+        runner = StageRunner(
             self._core, self._options, self._schedule, parts, self._device, self._user, self._describe
         )
+        if self._torch_pool is not None:
+            runner.torch_region = self._torch_pool.region
+        return runner
 
     def _stream_of(
         self, stage_index: int, base_seed: int, *, is_alone: bool
@@ -284,6 +291,8 @@ class WorkerLoop:
         memory: dict[str, dict[str, int | None]] = {
             name: {"predicted": planned, "peak": peak} for name, planned, peak in self._core.memory()
         }
+        if self._torch_pool is not None:
+            memory[TORCH_TENSORS]["peak"] = self._torch_pool.peak_bytes
         for name, peak in measured.items():
             predicted = self._predicted.get(name)
             if predicted or peak:

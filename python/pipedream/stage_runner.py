@@ -150,6 +150,8 @@ class StageRunner:
         """Of the version whose leaves hold the gradients."""
         self.meter: WorkMeter | None = None
         """Measures the work items while there is one."""
+        self.torch_region: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        """Around what torch computes: where its tensors lie."""
         self._core = core
         self._options = options
         self._device = device
@@ -196,7 +198,7 @@ class StageRunner:
         leaves, value = self._take_input(work, piece)
         stashed = _Stashed(leaves, [], piece, work.read_slot, self._scale)
         self.parts.weights.bind(work.read_slot, self.parts.tied.slot_read_by(work.minibatch))
-        with self._metered_forward():
+        with self.torch_region(), self._metered_forward():
             output = self._run(work.minibatch, stashed, value)
             del value
         if work.minibatch == 0 and not self._buffer_memory:
@@ -350,7 +352,7 @@ class StageRunner:
         stashed = _Stashed([], [], piece, work.read_slot, self._scale)
         self._in_flight[work.minibatch, work.microbatch] = stashed
         self._close_microbatch(work)
-        capsules = [] if self.is_last else _nothing_like(self.parts.boundary_out, gradients=False)
+        capsules = [] if self.is_last else self._nothing_like(self.parts.boundary_out, gradients=False)
         self._core.complete_forward(capsules, self._tag_of(piece), self._user.elapsed_ns)
 
     # Recompute.
@@ -360,7 +362,7 @@ class StageRunner:
         stashed = self._in_flight[work.minibatch, work.microbatch]
         if not stashed.piece.is_empty:
             self.parts.weights.bind(work.read_slot, self.parts.tied.slot_read_by(work.minibatch))
-            with self._metered_recompute():
+            with self.torch_region(), self._metered_recompute():
                 self._rerun(work.minibatch, stashed)
         self._core.complete_recompute(self._user.elapsed_ns)
 
@@ -392,7 +394,7 @@ class StageRunner:
         received = [from_dlpack(capsule) for capsule in work.take_tensors()]
         # Layers that checkpoint themselves run again in the backward, on what is bound then.
         self.parts.weights.bind(work.read_slot, self.parts.tied.slot_read_by(work.minibatch))
-        with self._metered_backward():
+        with self.torch_region(), self._metered_backward():
             self._prefetch(stashed)
             if not stashed.piece.is_empty:
                 with self._user("backward"):
@@ -444,9 +446,9 @@ class StageRunner:
         if self.parts.boundary_in is None:
             return []
         if stashed.piece.is_empty:
-            return _nothing_like(self.parts.boundary_in, gradients=True)
+            return self._nothing_like(self.parts.boundary_in, gradients=True)
         sent = [_gradient_of(leaf) for leaf in stashed.leaves if leaf.requires_grad]
-        return [to_dlpack(gradient) for gradient in sent or [_no_gradient()]]
+        return [to_dlpack(gradient) for gradient in sent or [self._no_gradient()]]
 
     # Update.
 
@@ -467,6 +469,22 @@ class StageRunner:
             " torch, random and numpy, or be fixed"
         )
 
+    def _no_gradient(self) -> Tensor:
+        """The word that a backward is done, where no tensor of the boundary needs a gradient."""
+        return torch.zeros(1, dtype=torch.uint8, device=self._device)
+
+    def _nothing_like(self, boundary: Boundary | None, *, gradients: bool) -> list[Any]:
+        """Tensors without elements in the place of a boundary's: an empty microbatch."""
+        assert boundary is not None
+        specs = [spec for spec in boundary.tensors if spec.requires_grad or not gradients]
+        if not specs:
+            return [to_dlpack(self._no_gradient())]
+        shapes = [(0, *spec.shape[1:]) if spec.shape else () for spec in specs]
+        return [
+            to_dlpack(torch.zeros(shape, dtype=spec.dtype, device=self._device))
+            for shape, spec in zip(shapes, specs, strict=True)
+        ]
+
     def _metered_forward(self) -> contextlib.AbstractContextManager[None]:
         return self.meter.forward() if self.meter is not None else contextlib.nullcontext()
 
@@ -480,22 +498,6 @@ class StageRunner:
 def _gradient_of(leaf: Tensor) -> Tensor:
     # The loss may not depend on every tensor that could have had a gradient.
     return torch.zeros_like(leaf) if leaf.grad is None else exportable(leaf.grad)
-
-
-def _no_gradient() -> Tensor:
-    """The word that a backward is done, where no tensor of the boundary needs a gradient."""
-    return torch.zeros(1, dtype=torch.uint8)
-
-
-def _nothing_like(boundary: Boundary | None, *, gradients: bool) -> list[Any]:
-    """Tensors without elements in the place of a boundary's: an empty microbatch."""
-    assert boundary is not None
-    specs = [spec for spec in boundary.tensors if spec.requires_grad or not gradients]
-    if not specs:
-        return [to_dlpack(_no_gradient())]
-    return [
-        to_dlpack(torch.zeros((0, *spec.shape[1:]) if spec.shape else (), dtype=spec.dtype)) for spec in specs
-    ]
 
 
 def _memory_of(tensor: Tensor) -> int:

@@ -20,7 +20,10 @@ from torch import Tensor
 
 from . import _core
 
-__all__ = ["SEGMENT_SLACK_BYTES", "TorchPool", "wants_torch_pool"]
+__all__ = ["SEGMENT_SLACK_BYTES", "TORCH_TENSORS", "TorchPool", "wants_torch_pool"]
+
+TORCH_TENSORS = "tensors of torch"
+"""The pool's term."""
 
 # The caching allocator asks for segments of 2 MiB for small tensors and of 20 MiB or more for large ones, and
 # divides them: of each kind one may be mostly empty.

@@ -70,6 +70,7 @@ from .splitter import Model, StageModule, Tie, find_ties, split
 from .stage_loop import PreparedStage, WorkerLoop
 from .state import receive_state, send_state
 from .tied import TiedParameters
+from .torch_pool import SEGMENT_SLACK_BYTES, TORCH_TENSORS, TorchPool, wants_torch_pool
 from .weights import StageOptimizer, StageWeights, split_tied, weight_layout
 
 __all__ = ["run_worker"]
@@ -110,6 +111,7 @@ class _Worker:
         self._footprints: list[Footprint] = []
         self._input_boundary: Boundary | None = None  # None: nothing to check the inputs against
         self._optimizers: dict[int, StageOptimizer] = {}  # by stage, of this worker's
+        self._torch_pool_bytes = 0
         self._offload: dict[int, Offload] = {}  # by stage, what is done
         self._predicted: dict[str, int] = {}
 
@@ -342,9 +344,17 @@ class _Worker:
         self._options = replace(self._options, recompute=tuple(memory.schedule.recompute))
         self._predicted = memory.terms()
         self._add_terms(core, memory)
+        if wants_torch_pool(self._device):
+            self._pool_torch_terms(core)
         if not all(self._footprints[stage.stage_index].is_measured for stage in self._own_stages()):
             for term in (STASH, TRANSIENT, GRADIENTS):
                 self._predicted.pop(term, None)
+
+    def _pool_torch_terms(self, core: _core.Worker) -> None:
+        """What torch makes lies in one term of the pool instead of beside it."""
+        parts = [self._predicted.pop(term, 0) for term in (STASH, TRANSIENT, GRADIENTS)]
+        self._torch_pool_bytes = sum(parts) + SEGMENT_SLACK_BYTES
+        core.add_term(TORCH_TENSORS, self._torch_pool_bytes, 1)
 
     def _add_terms(self, core: _core.Worker, memory: MemoryPlan) -> None:
         """The pool's terms of the stages, as they are planned."""
@@ -425,7 +435,13 @@ class _Worker:
             input_boundary=self._input_boundary,
             boundaries=self._boundaries,
             predicted=self._predicted,
+            torch_pool=self._make_torch_pool(core),
         )
+
+    def _make_torch_pool(self, core: _core.Worker) -> TorchPool | None:
+        if self._torch_pool_bytes == 0:
+            return None
+        return TorchPool(from_dlpack(core.hold_slot(TORCH_TENSORS)))
 
     def _prepare(
         self, core: _core.Worker, schedule: _core.ScheduleOptions, stage: StageModule

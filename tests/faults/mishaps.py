@@ -57,16 +57,26 @@ def raise_error() -> None:
 
 
 class Layer(torch.nn.Module):
-    """Passes its input on. At one minibatch notes pid and time in a file, and then has its mishap."""
+    """Passes its input on. At one minibatch notes pid and time in a file, and then has its mishap.
+
+    rank: has it at this rank alone, and not in the dry run of all stages, which is rank 0's.
+    """
 
     def __init__(
-        self, mishap: Mishap | None = None, at: int = -1, note: str = "", *, in_backward: bool = False
+        self,
+        mishap: Mishap | None = None,
+        at: int = -1,
+        note: str = "",
+        *,
+        rank: int | None = None,
+        in_backward: bool = False,
     ) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
         self._mishap = mishap
         self._at = at
         self._note = note
+        self._rank = rank
         self._in_backward = in_backward
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
@@ -79,17 +89,20 @@ class Layer(torch.nn.Module):
         return output
 
     def _happen(self) -> None:
+        if self._rank is not None and os.environ["RANK"] != str(self._rank):
+            return
         if self._note:
             Path(self._note).write_text(f"{os.getpid()} {time.monotonic()}", encoding="utf-8")
         assert self._mishap is not None
         self._mishap()
 
 
-def model_with(mishap: Mishap | None, *, stages: int = 3, stage: int = 0, at: int = 0, note: str = "",
-               in_backward: bool = False) -> torch.nn.Sequential:  # fmt: skip
-    """One layer per stage, one of them with the mishap."""
+def model_with(
+    mishap: Mishap | None, *, stages: int = 3, stage: int = 0, at: int = 0, **how: Any
+) -> torch.nn.Sequential:
+    """One layer per stage, one of them with the mishap. how: further arguments of Layer."""
     layers = [Layer() for _ in range(stages)]
-    layers[stage] = Layer(mishap, at, note, in_backward=in_backward)
+    layers[stage] = Layer(mishap, at, **how)
     return torch.nn.Sequential(*layers)
 
 

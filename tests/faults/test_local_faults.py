@@ -57,7 +57,7 @@ def test_a_killed_worker_ends_the_run_and_names_stage_and_minibatch(
     tmp_path: Path, stage: int, at: int
 ) -> None:
     note = tmp_path / "note"
-    model = model_with(be_killed, stages=2, stage=stage, at=at, note=str(note))
+    model = model_with(be_killed, stages=2, stage=stage, at=at, note=str(note), rank=stage)
     error = _error_of(WorkerLost, lambda: run(model))
     _, killed_s = noted(note)
     assert time.monotonic() - killed_s < BOUND_S

@@ -57,8 +57,8 @@ def _assert_lost(
 
 @pytest.mark.parametrize(("stage", "at"), [(1, 0), (0, 6), (1, 6), (2, 11)])
 def test_a_killed_rank_is_lost_to_the_others(farm: Farm, tmp_path: Path, stage: int, at: int) -> None:
-    # In the backward, so that rank 0's dry run does not meet it.
-    model = model_with(be_killed, stage=stage, at=at, note=str(tmp_path / "note"), in_backward=True)
+    note = str(tmp_path / "note")
+    model = model_with(be_killed, stage=stage, at=at, note=note, rank=stage, in_backward=True)
     _assert_lost(farm, tmp_path, model, stage, at)
 
 

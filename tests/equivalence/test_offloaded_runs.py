@@ -88,7 +88,7 @@ _SCHEDULES: dict[str, tuple[int, set[int], set[int]]] = {
     "2bw": (4, {0, 1, 2}, set()),
     "flush": (4, {0, 1, 2}, set()),
     "gpipe": (3, {0, 1, 2, 3}, set()),
-    "interleaved": (4, {0, 1, 2, 3}, set()),
+    "interleaved": (4, {0, 1, 2}, set()),
 }
 # The stages whose graphs hold more than inputs and weights, and those with weights of their own: an embedding
 # saves its indices, an in-place ReLU works in what it received, a tied weight stays.
@@ -286,11 +286,10 @@ def test_the_device_keeps_two_microbatches_and_no_more_than_is_predicted(
     here, there = offloaded.memory[0], plain.memory[0]
     for term in (STASH, TRANSIENT):
         assert 0 < here[term]["peak"] <= here[term]["predicted"], term
-    # Six microbatches are in flight: five go, and one of them at a time is just coming or going.
-    assert here[STASH]["peak"] < 0.5 * there[STASH]["peak"]
-    assert here[STASH]["peak"] + here[TRANSIENT]["peak"] < 0.7 * (
-        there[STASH]["peak"] + there[TRANSIENT]["peak"]
-    )
+    # Six are in flight: one is there for the next backward, and one comes or goes.
+    assert here[STASH]["peak"] < there[STASH]["peak"] * 2 / 6
+    sums = [sum(memory[term]["peak"] for term in (STASH, TRANSIENT)) for memory in (here, there)]
+    assert sums[0] < 0.7 * sums[1]
     assert _planned(here, OFFLOADED_ACTIVATIONS) > 0
     assert not any(name.startswith(OFFLOADED_ACTIVATIONS) for name in there)
 
