@@ -52,12 +52,12 @@ class TorchPool:
         self._allocator = torch.cuda.memory.CUDAPluggableAllocator(
             _core.__file__ or "", "pipedream_segment_allocate", "pipedream_segment_free"
         )
-        self._pool = torch.cuda.MemPool(self._allocator.allocator())
+        self._pool = torch.cuda.MemPool(self._allocator.allocator())  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
         with (
-            torch.cuda.use_mem_pool(self._pool),  # type: ignore[no-untyped-call]
+            torch.cuda.use_mem_pool(self._pool),
             torch.autograd.set_multithreading_enabled(False),
         ):
             yield
