@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from sweep import NUM_MINIBATCHES_PER_POINT, RATES, SEEDS, Outcome, Results, Run, Setting
 from tasks import Task
 
@@ -13,6 +14,7 @@ from tasks import Task
 TOLERANCES = {"digits": 0.02, "characters": 0.1}
 
 _NUM_SMOOTHED = 3  # points
+_NUM_HALVINGS = 40
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,25 @@ def best_of(task: Task, at_rates: Sequence[AtRate]) -> AtRate:
 def target_loss(plain: AtRate) -> float:
     """The smooth training loss of plain training, at its best rate, after a third of the run."""
     return plain.smooth_losses[len(plain.losses) // 3 - _NUM_SMOOTHED]
+
+
+def quadratic_limit(delay: int, momentum: float) -> float:
+    """The rate times curvature below which SGD on a quadratic converges, its gradients `delay` updates old.
+
+    w_{t+1} = w_t + momentum (w_t - w_{t-1}) - limit w_{t-delay} has all roots of its characteristic
+    polynomial inside the unit circle. Without momentum that is 2 sin(pi / (4 delay + 2)).
+    """
+    low, high = 0.0, 2 * (1 + momentum)
+    for _ in range(_NUM_HALVINGS):
+        middle = (low + high) / 2
+        polynomial = np.zeros(max(2, delay + 1) + 1)
+        polynomial[:3] = 1, -1 - momentum, momentum
+        polynomial[1 + delay] += middle
+        if abs(np.roots(polynomial)).max() < 1:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 def _over_seeds(task: Task, rate: float, outcomes: Sequence[Outcome]) -> AtRate:

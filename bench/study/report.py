@@ -74,6 +74,7 @@ def write(tasks: Iterable[Task], results: Results, document: Path, images: Path)
         _save(_losses_figure(task, found), images / f"{task.name}_losses.svg")
     text = _replace(text, "minibatches over flush's", _summary(everything, _minibatches_over))
     text = _replace(text, "stable rates over flush's", _summary(everything, _stable_rate_over))
+    text = _replace(text, "limits of a quadratic over flush's", _quadratic_limits())
     document.write_text(text)
 
 
@@ -124,6 +125,16 @@ def _minibatches_over(finding: Finding, plain: Finding) -> str:
 
 def _stable_rate_over(finding: Finding, plain: Finding) -> str:
     return f"{finding.largest_stable_rate / plain.largest_stable_rate:.2g}"
+
+
+def _quadratic_limits() -> str:
+    momenta = (0.0, 0.9)
+    lines = ["| schedule | delay, minibatches | SGD | SGD, momentum 0.9 |", "| --- | --- | --- | --- |"]
+    schedules = [("2bw", 1), *((f"vertical_sync, {depth} stages", depth - 1) for depth in DEPTHS)]
+    for schedule, delay in schedules:
+        ratios = [findings.quadratic_limit(delay, mu) / findings.quadratic_limit(0, mu) for mu in momenta]
+        lines.append(f"| {schedule} | {delay} | " + " | ".join(f"{ratio:.2g}" for ratio in ratios) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def _held_out(task: Task, finding: Finding) -> str:

@@ -39,7 +39,7 @@ RATES: dict[tuple[str, str], tuple[float, ...]] = {
     ("digits", "SGD"): (0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
     ("digits", "SGD, momentum 0.9"): (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3),
     ("characters", "SGD"): (0.01, 0.03, 0.1, 0.3, 1.0, 3.0),
-    ("characters", "SGD, momentum 0.9"): (0.001, 0.003, 0.01, 0.03, 0.1, 0.3),
+    ("characters", "SGD, momentum 0.9"): (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
     ("characters", "Adam"): (0.0003, 0.001, 0.003, 0.01, 0.03),
 }
 # Each stage of these sees a delay of its own; of the others only the microbatches matter.

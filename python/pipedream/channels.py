@@ -224,6 +224,8 @@ def _add_ties(
     ahead = max(schedule.in_flight[0], 2) + 1
     for (owner, user), specs in tied_tensors(ties).items():
         ends = (worker_of[owner], worker_of[user])
+        if ends[0] == ends[1]:
+            continue  # tied.py hands them over
         found.add(tied_weights_name(owner, user), ends, specs, slots=ahead, unsent=ahead + 2)
         found.add(tied_gradients_name(owner, user), ends[::-1], specs, slots=2, unsent=ahead + 2)
 

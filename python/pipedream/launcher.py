@@ -36,7 +36,7 @@ from .boundary import Boundary, check_pair
 from .channels import CALLER, INPUTS, TARGETS, data_channels, find_libzmq
 from .data import ForwardedData, epochs_of, fingerprint, num_minibatches_of
 from .guard import RUN_FOLDER_VARIABLE, error_path
-from .job import JobOptions, TorchSettings, WorkerPlace, check_plan_is_built
+from .job import JobOptions, TorchSettings, WorkerPlace
 from .plan import Plan
 from .rendezvous import Rendezvous, connect_store, host_store
 from .result import RunResult
@@ -79,7 +79,6 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions) -> RunRe
     caller's random number generators are as they were.
     """
     # What is known to be wrong is said before any process starts.
-    check_plan_is_built(options.plan)
     stages = split(model, options.plan)
     _check_main_is_a_file()
     with generators_kept() as rng, tempfile.TemporaryDirectory(prefix="pipedream-") as folder_name:

@@ -157,10 +157,9 @@ class MemoryPlan:
                 if stage + 1 < self.plan.num_stages:
                     stash += (activations_queued[stage] + _NUM_RELEASED_LATE) * footprint.output_bytes
             elif self.offloads_activations(stage):
-                # Here are those of the next backward, and those that just come or go.
+                # Here are those of the next backward, and those that come or go.
                 kept = max(footprint.stash_bytes - footprint.offloadable_bytes, 0)
-                extra = footprint.offloadable_bytes
-                stash += footprint.offloadable_bytes
+                stash += 2 * footprint.offloadable_bytes
             stash += in_flight * kept
             # Beside them: the microbatches' own inputs, or gradients that wait for the neighbour's slots.
             num_beside = in_flight if stage == 0 else gradients_queued[stage - 1] + _NUM_RELEASED_LATE

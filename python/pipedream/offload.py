@@ -12,8 +12,10 @@ one that comes back or is written. (A forward of vertical sync that reads anothe
 A graph holds no version: the hooks for saved tensors turn a view of a weight slot into a note of what it
 viewed. Parameters tied across stages stay on the device.
 
-CUDA copies on streams of its own, one per direction, ordered by events; the CPU waits for none. The host has
-nothing to gain, and does the same at once, so that its tests are tests of this.
+CUDA copies on streams of its own, one per direction, ordered by events; the CPU waits for none. Device memory
+is given back only after the compute stream was made to wait for the copy from it: then whatever gets it next
+comes after in that stream, and no allocator has to look whether the copy is done. The host has nothing to
+gain, and does the same at once, so that its tests are tests of this.
 
 Not for layers that use torch.func inside, which takes no such hooks, nor for a torch.autograd.Function that
 keeps views of a weight outside save_for_backward.
@@ -126,10 +128,10 @@ class _CudaCopies:
         self._into = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def out(self, source: Tensor, target: Tensor, *after: Any) -> Any:
-        return self._copy(self._out, source, target, source, after)
+        return self._copy(self._out, source, target, after)
 
     def into(self, source: Tensor, target: Tensor, *after: Any) -> Any:
-        return self._copy(self._into, source, target, target, after)
+        return self._copy(self._into, source, target, after)
 
     def wait(self, *copies: Any) -> None:
         compute = torch.cuda.current_stream(self._device)
@@ -141,9 +143,7 @@ class _CudaCopies:
         self._out.synchronize()
         self._into.synchronize()
 
-    def _copy(
-        self, stream: torch.cuda.Stream, source: Tensor, target: Tensor, on_device: Tensor, after: Any
-    ) -> Any:
+    def _copy(self, stream: torch.cuda.Stream, source: Tensor, target: Tensor, after: Any) -> Any:
         # The source is made, or the target's former content read, by what compute has been given so far.
         stream.wait_stream(torch.cuda.current_stream(self._device))
         for event in after:
@@ -151,10 +151,7 @@ class _CudaCopies:
                 stream.wait_event(event)
         with torch.cuda.stream(stream), torch.no_grad():
             target.copy_(source, non_blocking=True)
-            done = stream.record_event()
-        # The allocator gives the memory to nobody else before the copy is done.
-        on_device.record_stream(stream)
-        return done
+            return stream.record_event()
 
 
 def make_copy_streams(device: torch.device) -> CopyStreams:
@@ -339,11 +336,11 @@ class _Memory:
         self.flat: Tensor | None = _flat(source)
         """The bytes on the device; None while they are only at home."""
 
-    def leave(self) -> None:
-        """The forward is done: nothing but the home is needed."""
+    def close(self) -> None:
+        """The forward is done, and with it what may change the content by mistake."""
         assert self._source is not None
         self._is_modified = self._source._version != self._version
-        self._source = self.flat = None
+        self._source = None
 
     def content(self) -> Tensor:
         assert self.flat is not None, "saved tensors are used before their prefetch"
@@ -408,10 +405,12 @@ class SavedTensors:
         memories = list(self._memories.values())
         self._memories = {}
         for memory in memories:
-            memory.leave()
+            memory.close()
         self._away = [weakref.ref(memory) for memory in memories]
+        self._stage.leaving = memories
 
     def prefetch(self) -> None:
+        self._stage.settle()
         slot, self._slot = self._slot, None
         if slot is None:
             return
@@ -480,6 +479,8 @@ class StageOffload:
         self.kept_memory = {_memory_of(tensor) for tensor in kept}
         self._num_homes = len(homes)
         self._free = [_HomeSlot(home) for home in homes]
+        self.leaving: list[_Memory] = []
+        """Of the latest microbatch that was forwarded, perhaps still being copied."""
 
     def names(self) -> list[str]:
         return Offload(self.versions is not None, self._num_homes > 0).names()
@@ -487,8 +488,21 @@ class StageOffload:
     def forward(self, kept: Iterable[Tensor], *, is_next: bool) -> SavedTensors | None:
         """For the forward of a microbatch; None when its graph may hold all as it is. is_next: its backward
         is the stage's next, so it stays. kept: tensors that are not the graph's alone."""
+        self.settle()
         slot = None if is_next or not self._free else self._free.pop()
         return None if slot is None and self.versions is None else SavedTensors(self, slot, kept)
+
+    def settle(self) -> None:
+        """Before the next work on the device: what was made for the microbatch before is at home by then, and
+        its memory is free."""
+        leaving, self.leaving = self.leaving, []
+        self.copies.wait(*(memory.gone_out for memory in leaving[-1:]))  # one stream: the last comes last
+        for memory in leaving:
+            memory.flat = None
+
+    def finish(self) -> None:
+        """The CPU waits for all copies: memory may go."""
+        self.copies.finish()
 
     def give_back(self, slot: _HomeSlot) -> None:
         self._free.append(slot)

@@ -13,7 +13,7 @@ import torch
 
 from . import _core
 from .guard import check_main_guard
-from .job import JobOptions, WorkerPlace
+from .job import JobOptions, WorkerPlace, check_plan_is_built
 from .launcher import PeekedIterator, run_locally
 from .plan import Plan
 from .precision import autocast_dtype
@@ -117,6 +117,7 @@ def run(
     )
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is a {type(plan).__name__}: use pipedream.partition(...) or Plan.load(file)")
+    check_plan_is_built(plan)
     _check_choice("schedule", schedule, tuple(_core.schedule_names()))
     _check_choice("transport", transport, _TRANSPORTS)
     _check_choice("on_nonfinite", on_nonfinite, ("stop", "continue"))

@@ -243,6 +243,8 @@ class WorkerLoop:
 
     def _restore(self, newest_slots: Mapping[int, int]) -> None:
         for part in self._prepared:
+            if part.offload is not None:
+                part.offload.finish()
             part.weights.own.restore(newest_slots[part.stage.stage_index])
             part.weights.tied.restore(part.tied.newest_slot)
 

@@ -411,6 +411,7 @@ class StageRunner:
         """What the next backward needs comes back while this one runs."""
         if self.parts.offload is None:
             return
+        self.parts.offload.settle()
         if current.saved is not None:
             current.saved.arrive()
         following = next(iter(self._in_flight.values()), None)  # backwards come in the order of forwards

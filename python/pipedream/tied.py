@@ -14,6 +14,7 @@ last minibatch that reads it. Owned by the worker's compute thread.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 import torch
@@ -26,7 +27,35 @@ from .channels import tied_gradients_name, tied_weights_name
 from .splitter import Tie
 from .weights import WeightVersions
 
-__all__ = ["TiedParameters"]
+__all__ = ["TieLinks", "TiedParameters"]
+
+
+class TieLinks:
+    """The ways from a worker's stages to those that they share parameters with: by the core's channels, or
+    from hand to hand between two stages of this worker, whose program has them in the right order."""
+
+    def __init__(self, core: _core.Worker, schedule: _core.ScheduleOptions) -> None:
+        self._core = core
+        self._schedule = schedule
+        self._in_hand: defaultdict[str, deque[list[Tensor]]] = defaultdict(deque)
+
+    def send(self, channel: str, ends: tuple[int, int], tensors: list[Tensor]) -> None:
+        """ends: the two stages. The tensors are read later, without a copy."""
+        if self._is_local(ends):
+            self._in_hand[channel].append(tensors)
+        else:
+            self._core.send_item(channel, [to_dlpack(exportable(tensor)) for tensor in tensors])
+
+    def receive(self, channel: str, ends: tuple[int, int]) -> list[Tensor]:
+        if self._is_local(ends):
+            return self._in_hand[channel].popleft()
+        item = self._core.receive_item(channel)
+        assert item is not None  # there is no time-out
+        return [from_dlpack(capsule) for capsule in item.take_tensors()]
+
+    def _is_local(self, ends: tuple[int, int]) -> bool:
+        first, second = ends
+        return _core.worker_of(self._schedule, first) == _core.worker_of(self._schedule, second)
 
 
 class TiedParameters:
@@ -34,14 +63,14 @@ class TiedParameters:
 
     def __init__(
         self,
-        core: _core.Worker,
+        links: TieLinks,
         schedule: _core.ScheduleOptions,
         stage_index: int,
         ties: Sequence[Tie],
         versions: WeightVersions,
     ) -> None:
         """ties: those of this stage, in the order in which `versions` has their parameters."""
-        self._core = core
+        self._links = links
         self._schedule = schedule
         self._stage = stage_index
         self._versions = versions
@@ -95,7 +124,7 @@ class TiedParameters:
         leaves = self._versions.leaves(0)
         for owner, indices in self._owners.items():
             sent = [_dense(gradients[index], leaves[index]) for index in indices]
-            self._send(tied_gradients_name(owner, self._stage), sent)
+            self._links.send(tied_gradients_name(owner, self._stage), (owner, self._stage), sent)
 
     def collect(self, minibatch: int) -> list[Tensor | None]:
         """The gradients of the owned parameters, summed over all uses; waits for the users'."""
@@ -105,7 +134,7 @@ class TiedParameters:
         for index in self._owned:
             leaves[index].grad = None
         for user, indices in self._users.items():
-            received = self._receive(tied_gradients_name(self._stage, user))
+            received = self._links.receive(tied_gradients_name(self._stage, user), (self._stage, user))
             for index, gradient in zip(indices, received, strict=True):
                 mine = total[index]
                 total[index] = gradient.clone() if mine is None else gradient + mine  # mine may be sparse
@@ -121,7 +150,8 @@ class TiedParameters:
         leaves = self._versions.leaves(self.slot_of(self._newest_owned))
         for user, indices in self._users.items():
             # Read without a copy: the slot is written again only after the user has had what is in it.
-            self._send(tied_weights_name(self._stage, user), [leaves[index].detach() for index in indices])
+            sent = [leaves[index].detach() for index in indices]
+            self._links.send(tied_weights_name(self._stage, user), (self._stage, user), sent)
 
     def _pull_until(self, version: int) -> None:
         while self._newest_pulled < version:
@@ -129,17 +159,10 @@ class TiedParameters:
             leaves = self._versions.leaves(self.slot_of(self._newest_pulled))
             with torch.no_grad():
                 for owner, indices in self._owners.items():
-                    received = self._receive(tied_weights_name(owner, self._stage))
+                    ends = (owner, self._stage)
+                    received = self._links.receive(tied_weights_name(*ends), ends)
                     for index, value in zip(indices, received, strict=True):
                         leaves[index].copy_(value)  # of the same shape, whatever its strides
-
-    def _send(self, channel: str, tensors: list[Tensor]) -> None:
-        self._core.send_item(channel, [to_dlpack(exportable(tensor)) for tensor in tensors])
-
-    def _receive(self, channel: str) -> list[Tensor]:
-        item = self._core.receive_item(channel)
-        assert item is not None  # there is no time-out
-        return [from_dlpack(capsule) for capsule in item.take_tensors()]
 
 
 def _dense(gradient: Tensor | None, parameter: Tensor) -> Tensor:

@@ -95,6 +95,10 @@ class WeightVersions:
             container[key] = leaf
         self._bound_slot = slot
 
+    def unbind(self) -> None:
+        """What the modules read is not known any more: the next bind() writes it."""
+        self._bound_slot = -1
+
     def leaves(self, slot: int) -> list[nn.Parameter]:
         return self._leaves[slot]
 
@@ -172,6 +176,7 @@ class StageWeights:
     def bind(self, own_slot: int, tied_slot: int) -> None:
         self.own.bind(own_slot)
         if self.tied.names:
+            self.tied.unbind()  # another stage of this worker may share the very modules, and have bound them
             self.tied.bind(tied_slot)
 
     @property

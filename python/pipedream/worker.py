@@ -38,7 +38,7 @@ from .data import DataStream, ForwardedData, MinibatchStream, ReceivedStream
 from .errors import PeerLost, PipelineError, describe_error, failures_of_others, raise_failure
 from .footprint import Footprint, dry_run
 from .gradients import owned_parameters
-from .job import JobOptions, WorkerPlace, check_plan_is_built
+from .job import JobOptions, WorkerPlace
 from .memory import (
     GRADIENTS,
     OFFLOADED_ACTIVATIONS,
@@ -69,7 +69,7 @@ from .seeding import base_seed, seed_data
 from .splitter import Model, StageModule, Tie, find_ties, split
 from .stage_loop import PreparedStage, WorkerLoop
 from .state import receive_state, send_state
-from .tied import TiedParameters
+from .tied import TiedParameters, TieLinks
 from .torch_pool import SEGMENT_SLACK_BYTES, TORCH_TENSORS, TorchPool, wants_torch_pool
 from .weights import StageOptimizer, StageWeights, split_tied, weight_layout
 
@@ -198,7 +198,6 @@ class _Worker:
             return self._place.rendezvous.wait_for(keys, _START_TIMEOUT_S, describe)
 
     def _check_world(self, plan: Plan) -> None:
-        check_plan_is_built(plan)
         if plan.workers_used > self._place.world_size:
             raise ValueError(
                 f"the plan needs {plan.workers_used} workers, but only {self._place.world_size} ranks run:"
@@ -423,12 +422,13 @@ class _Worker:
 
     def _make_loop(self, core: _core.Worker, stream: MinibatchStream) -> WorkerLoop:
         schedule = self._options.schedule_options()
+        links = TieLinks(core, schedule)
         return WorkerLoop(
             core,
             self._options,
             self._place,
             schedule=schedule,
-            prepared=[self._prepare(core, schedule, stage) for stage in self._own_stages()],
+            prepared=[self._prepare(core, links, schedule, stage) for stage in self._own_stages()],
             stream=stream,
             device=self._device,
             base_seed=self._base_seed,
@@ -444,7 +444,7 @@ class _Worker:
         return TorchPool(from_dlpack(core.hold_slot(TORCH_TENSORS)))
 
     def _prepare(
-        self, core: _core.Worker, schedule: _core.ScheduleOptions, stage: StageModule
+        self, core: _core.Worker, links: TieLinks, schedule: _core.ScheduleOptions, stage: StageModule
     ) -> PreparedStage:
         """Puts the stage's weights and its optimizer's state into the pool."""
         index = stage.stage_index
@@ -468,7 +468,7 @@ class _Worker:
         weights = StageWeights(stage, own_slots, tied_slots, self._tied_parameters_of(index), resident)
         optimizer = self._optimizers[index]
         optimizer.place_state(slots(OPTIMIZER_STATE, optimizer.num_placed_states))
-        tied = TiedParameters(core, schedule, index, ties, weights.tied)
+        tied = TiedParameters(links, schedule, index, ties, weights.tied)
         stage_offload: StageOffload | None = None
         if offload.names():
             frozen = [parameter for _, parameter in stage.frozen_parameters()]

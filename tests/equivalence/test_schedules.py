@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from farm import Farm
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import BATCH
+from models import BATCH, WIDTH
 from oracle import assert_equals_reference, assert_memory_as_predicted, assert_same_numbers
 from pipedream import Plan, RunResult, _core, reference
 from pipedream.boundary import tensors_of
@@ -118,6 +118,48 @@ def test_naive_trains_otherwise_than_stashing(farm: Farm, case_name: str, num_st
     assert_close_losses(result.losses[:1], stashing.losses[:1], 1e-9)
     with pytest.raises(AssertionError, match="minibatch"):
         assert_close_losses(result.losses, stashing.losses, 1e-9)
+
+
+def _tied_chunks(how: str) -> nn.Sequential:
+    """Four layers, the first and the third of which share a weight, or are one."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(6)
+        layers = [nn.Linear(WIDTH, WIDTH).double() for _ in range(4)]
+    if how == "layer":
+        layers[2] = layers[0]
+    else:
+        layers[2].weight = layers[0].weight
+    return nn.Sequential(*layers)
+
+
+def _tied_chunks_options() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(8)
+    shape = (5, BATCH, WIDTH)
+    pairs = zip(*(torch.randn(shape, generator=generator).double() for _ in range(2)), strict=True)
+    return {
+        "data": list(pairs),
+        "loss_fn": F.mse_loss,
+        "optimizer": OPTIMIZERS["sgd"],
+        "schedule": "interleaved",
+        "microbatches": 3,
+    }
+
+
+def _train_tied_chunks(how: str, **options: Any) -> tuple[RunResult, State]:
+    model, plan = _tied_chunks(how), Plan.straight(4, 4, num_workers=2)
+    result = pipedream.run(model, plan, progress=False, **_tied_chunks_options() | options)
+    return result, model.state_dict()
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}, {"recompute": True}], ids=str)
+@pytest.mark.parametrize("how", ["weight", "layer"])
+def test_two_stages_of_one_worker_may_share_parameters(farm: Farm, how: str, options: dict[str, Any]) -> None:
+    result, state = farm.results(_train_tied_chunks, how, num_ranks=2, **options)[0]
+    model = _tied_chunks(how)
+    arguments = _tied_chunks_options() | options
+    expected = reference.run(model, Plan.straight(4, 4, num_workers=2), **arguments)
+    assert_same_numbers(result.losses, state, expected.losses, model.state_dict(), 1e-9)
+    assert_memory_as_predicted(result)
 
 
 # Options.

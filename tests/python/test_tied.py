@@ -15,7 +15,7 @@ import pytest
 import torch
 from pipedream import Plan, _core
 from pipedream.splitter import StageModule, Tie, find_ties, split
-from pipedream.tied import TiedParameters
+from pipedream.tied import TiedParameters, TieLinks
 from pipedream.weights import WeightVersions
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack, to_dlpack
@@ -77,13 +77,17 @@ def _contents(num_stages: int) -> list[float]:
     return contents
 
 
-class _StageThread(threading.Thread):
-    """Runs the stage's program. Activations and gradients are tokens that keep the workers' order."""
+class _Stage:
+    """One stage's work items. Activations and gradients are tokens that keep the workers' order."""
 
     def __init__(
-        self, core: _Core, options: _core.ScheduleOptions, stage: StageModule, ties: list[Tie]
+        self,
+        core: _Core,
+        links: TieLinks,
+        options: _core.ScheduleOptions,
+        stage: StageModule,
+        ties: list[Tie],
     ) -> None:
-        super().__init__(daemon=True)
         self._core = core
         self._options = options
         self._stage = stage.stage_index
@@ -94,23 +98,20 @@ class _StageThread(threading.Thread):
         num_bytes = _core.weight_layout([(named[0][0], "float64", parameter.numel())])[0]
         slots = [torch.full((num_bytes,), 0xFF, dtype=torch.uint8) for _ in range(num_slots)]
         self._versions = WeightVersions(stage, named, slots)
-        self.tied = TiedParameters(core, options, self._stage, ties, self._versions)  # type: ignore[arg-type]
-        self.final: list[float] = []
-        self.error: BaseException | None = None
+        self.tied = TiedParameters(links, options, self._stage, ties, self._versions)
 
-    def run(self) -> None:
-        try:
-            do: dict[str, Callable[[Any], None]] = {
-                "FORWARD": self._forward,
-                "BACKWARD": self._backward,
-                "UPDATE": self._update,
-            }
-            for instruction in _core.make_program(self._options, self._stage, _NUM_MINIBATCHES):
-                do[instruction.opcode](instruction)
-            self.tied.pull_last(_NUM_MINIBATCHES)
-            self.final = self._versions.leaves(self.tied.newest_slot)[0].tolist()
-        except BaseException as error:
-            self.error = error
+    @property
+    def final(self) -> list[float]:
+        content: list[float] = self._versions.leaves(self.tied.newest_slot)[0].tolist()
+        return content
+
+    def do(self, instruction: Any) -> None:
+        work: dict[str, Callable[[Any], None]] = {
+            "FORWARD": self._forward,
+            "BACKWARD": self._backward,
+            "UPDATE": self._update,
+        }
+        work[instruction.opcode](instruction)
 
     def _check_version(self, minibatch: int) -> nn.Parameter:
         leaf = self._versions.leaves(self.tied.slot_read_by(minibatch))[0]
@@ -147,6 +148,53 @@ class _StageThread(threading.Thread):
         self.tied.publish()
 
 
+class _WorkerThread(threading.Thread):
+    """Runs a worker's program with its stages."""
+
+    def __init__(
+        self,
+        core: _Core,
+        options: _core.ScheduleOptions,
+        worker: int,
+        stages: list[StageModule],
+        ties: list[Tie],
+    ) -> None:
+        super().__init__(daemon=True)
+        self._options = options
+        self._worker = worker
+        links = TieLinks(core, options)  # type: ignore[arg-type]
+        indices = _core.stages_of(options, worker)
+        self.stages = {index: _Stage(core, links, options, stages[index], ties) for index in indices}
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            for instruction in _core.make_program(self._options, self._worker, _NUM_MINIBATCHES):
+                self.stages[instruction.stage].do(instruction)
+            for stage in self.stages.values():
+                stage.tied.pull_last(_NUM_MINIBATCHES)
+        except BaseException as error:
+            self.error = error
+
+
+def _assert_all_uses_agree(options: _core.ScheduleOptions) -> _Core:
+    core = _Core()
+    stages, ties = _stages(options.num_stages)
+    threads = [_WorkerThread(core, options, worker, stages, ties) for worker in range(options.num_workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+        assert thread.error is None, thread.error
+    for thread in threads:
+        for index, stage in thread.stages.items():
+            assert stage.tied.owned == ([0] if index == 0 else [])
+            assert stage.final == [_contents(options.num_stages)[-1]] * 3
+    left = [name for name, channel in core.channels.items() if "tied" in name and not channel.empty()]
+    assert not left
+    return core
+
+
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 @pytest.mark.parametrize("schedule", _SCHEDULES)
@@ -155,19 +203,18 @@ def test_all_uses_read_one_version_and_one_update_has_all_their_gradients(
 ) -> None:
     microbatches = max(microbatches, num_stages) if schedule == "2bw" else microbatches
     in_flight = list(range(num_stages, 0, -1))
-    options = _core.ScheduleOptions(schedule, in_flight, microbatches)
-    core = _Core()
-    stages, ties = _stages(num_stages)
-    threads = [_StageThread(core, options, stage, ties) for stage in stages]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-        assert thread.error is None, thread.error
-    assert [thread.tied.owned for thread in threads] == [[0]] + [[]] * (num_stages - 1)
-    assert [thread.final for thread in threads] == [[_contents(num_stages)[-1]] * 3] * num_stages
-    left = [name for name, channel in core.channels.items() if "tied" in name and not channel.empty()]
-    assert not left
+    _assert_all_uses_agree(_core.ScheduleOptions(schedule, in_flight, microbatches))
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_two_stages_of_one_worker_hand_over_without_a_channel(microbatches: int) -> None:
+    options = _core.ScheduleOptions("interleaved", [4, 3, 2, 1], microbatches, [0, 1, 0, 1])
+    core = _assert_all_uses_agree(options)
+    assert {name for name in core.channels if name.startswith("tied")} == {
+        f"tied {what}"
+        for user in (1, 3)
+        for what in (f"weights of stage 0 to stage {user}", f"gradients of stage {user} to stage 0")
+    }
 
 
 def _two_ties() -> tuple[list[StageModule], list[Tie]]:
@@ -192,7 +239,8 @@ def _end(core: _Core, stage: StageModule, ties: list[Tie]) -> tuple[TiedParamete
     num_bytes = _core.weight_layout([(name, "float64", p.numel()) for name, p in named])[0]
     versions = WeightVersions(stage, named, [torch.zeros(num_bytes, dtype=torch.uint8)])  # type: ignore[arg-type]
     options = _core.ScheduleOptions("flush", [3, 2, 1], 1)
-    return TiedParameters(core, options, stage.stage_index, mine, versions), versions  # type: ignore[arg-type]
+    links = TieLinks(core, options)  # type: ignore[arg-type]
+    return TiedParameters(links, options, stage.stage_index, mine, versions), versions
 
 
 def test_a_stage_that_shares_with_two_owners_sends_each_its_own() -> None:
@@ -232,7 +280,7 @@ def test_a_stage_without_ties_does_nothing() -> None:
     stages, _ = _stages(2)
     versions = WeightVersions(stages[0], [], [torch.zeros(0, dtype=torch.uint8)])
     options = _core.ScheduleOptions("pipedream", [2, 1])
-    nobody: Any = None  # a core that any call would fail on
+    nobody: Any = None  # any call of it would fail
     tied = TiedParameters(nobody, options, 0, [], versions)
     assert not tied
     assert (tied.newest_slot, tied.slot_read_by(5)) == (0, 0)

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <string>
 #include <vector>
 
 #include "schedule/program.h"
@@ -60,34 +61,36 @@ class StageWeights {
   std::int64_t num_live_max_ = 0;
 };
 
+std::vector<std::int64_t> straight_in_flight(std::int64_t num_stages) {
+  std::vector<std::int64_t> in_flight;
+  for (std::int64_t stage = 0; stage < num_stages; ++stage) in_flight.push_back(num_stages - stage);
+  return in_flight;
+}
+
+// naive keeps no version for its backward, so it has nothing to do with reference counts.
 TEST(VersionSlots, EveryStageProgramReadsItsVersionsFromTheSlotsKept) {
-  for (std::int64_t num_stages = 1; num_stages <= 8; ++num_stages) {
-    for (std::int64_t stage = 0; stage < num_stages; ++stage) {
-      const ProgramOptions options{"pipedream", StageIndex(stage), num_stages, num_stages - stage};
-      for (const std::int64_t num_minibatches : {0, 1, 2, 5, 8, 9, 30}) {
-        StageWeights weights(num_versions_kept(options));
-        for (const Instruction& instruction : make_program(options, num_minibatches)) {
-          SCOPED_TRACE("stage " + std::to_string(stage) + " of " + std::to_string(num_stages) + ", " +
-                       to_string(instruction));
-          switch (instruction.opcode) {
-            case Opcode::kForward:
-              weights.forward(instruction.version);
-              break;
-            case Opcode::kBackward:
-              weights.backward(instruction.version);
-              break;
-            case Opcode::kUpdate:
-              weights.update(instruction.version);
-              break;
+  for (const std::string schedule : {"pipedream", "vertical_sync", "2bw", "flush", "gpipe"}) {
+    for (std::int64_t num_stages = 1; num_stages <= 6; ++num_stages) {
+      ScheduleOptions options{schedule, straight_in_flight(num_stages), 1, {}, {}};
+      if (schedule == "2bw") options.num_microbatches = num_stages;
+      for (std::int64_t stage = 0; stage < num_stages; ++stage) {
+        const std::int64_t num_kept = num_versions_kept(options, StageIndex(stage));
+        for (const std::int64_t num_minibatches : {0, 1, 2, 5, 8, 9, 30}) {
+          StageWeights weights(num_kept);
+          for (const Instruction& instruction : make_program(options, WorkerIndex(stage), num_minibatches)) {
+            SCOPED_TRACE(schedule + ", " + std::to_string(num_stages) + " stages, " + to_string(instruction));
+            if (instruction.opcode == Opcode::kForward) weights.forward(instruction.version);
+            if (instruction.opcode == Opcode::kBackward) weights.backward(instruction.version);
+            if (instruction.opcode == Opcode::kUpdate) weights.update(instruction.version);
+            if (HasFatalFailure()) return;
           }
-          if (HasFatalFailure()) return;
-        }
-        EXPECT_EQ(weights.slots().newest().value(), num_minibatches);
-        EXPECT_EQ(weights.slots().num_live(), 1);
-        EXPECT_LE(weights.num_live_max(), options.in_flight);
-        // The last forward that reads version 0 keeps it until all slots are in use.
-        if (num_minibatches == 30) {
-          EXPECT_EQ(weights.num_live_max(), options.in_flight);
+          EXPECT_EQ(weights.slots().newest().value(), num_minibatches);
+          EXPECT_EQ(weights.slots().num_live(), 1);
+          EXPECT_LE(weights.num_live_max(), num_kept);
+          // The last forward that reads version 0 keeps it until all slots are in use.
+          if (num_minibatches == 30 && schedule == "pipedream") {
+            EXPECT_EQ(weights.num_live_max(), num_kept);
+          }
         }
       }
     }
@@ -96,10 +99,10 @@ TEST(VersionSlots, EveryStageProgramReadsItsVersionsFromTheSlotsKept) {
 
 TEST(VersionSlots, AnUpdateWritesIntoTheSlotThatItsOwnBackwardFreed) {
   for (std::int64_t in_flight = 1; in_flight <= 8; ++in_flight) {
-    const ProgramOptions options{"pipedream", StageIndex(0), 1, in_flight};
+    const ScheduleOptions options{"pipedream", {in_flight}, 1, {}, {}};
     StageWeights weights(in_flight);
     SlotIndex freed(-1);
-    for (const Instruction& instruction : make_program(options, 40)) {
+    for (const Instruction& instruction : make_program(options, WorkerIndex(0), 40)) {
       if (instruction.opcode == Opcode::kForward) weights.forward(instruction.version);
       if (instruction.opcode == Opcode::kBackward) {
         freed = weights.slots().slot_of(instruction.version);
@@ -112,6 +115,16 @@ TEST(VersionSlots, AnUpdateWritesIntoTheSlotThatItsOwnBackwardFreed) {
           << "in_flight " << in_flight << ", " << to_string(instruction);
     }
   }
+}
+
+TEST(VersionSlots, CountsTheReadersOfAVersion) {
+  VersionSlots slots(2);
+  EXPECT_EQ(slots.num_readers(WeightVersion(0)), 0);
+  slots.acquire(WeightVersion(0));
+  slots.acquire(WeightVersion(0));
+  EXPECT_EQ(slots.num_readers(WeightVersion(0)), 2);
+  slots.release(WeightVersion(0));
+  EXPECT_EQ(slots.num_readers(WeightVersion(0)), 1);
 }
 
 TEST(VersionSlots, VersionZeroLiesInSlotZero) {
