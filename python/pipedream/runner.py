@@ -83,8 +83,9 @@ def run(
         example functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1000).
     recompute: True, or the stages that keep only their input and run their forward again before the
         backward; None leaves it to `memory`.
-    memory: what a worker may use ("8GiB" or bytes), counted in the terms of RunResult.memory; recompute is
-        turned on where that is needed. A worker that does not fit is refused, term by term.
+    memory: what a worker may use ("8GiB" or bytes), counted in the terms of RunResult.memory; where that
+        is needed recompute is turned on, and on a GPU offloading to host memory. A worker that does not fit
+        is refused, term by term.
     autocast: "bfloat16", or "float16" with loss scaling; parameters stay float32.
     max_grad_norm: gradients are scaled down to this 2-norm, over all stages where the schedule drains every
         minibatch ("flush", "gpipe", "interleaved", "model_parallel"), else per stage.

@@ -11,7 +11,7 @@ import pytest
 import torch
 from farm import Farm
 from mishaps import SGD, Layer, error_of, minibatches, model_with, run
-from pipedream import DataMismatch, NonFiniteLoss, PeerLost, PipelineError, Plan, Stage, worker
+from pipedream import DataMismatch, NonFiniteLoss, PeerLost, PipelineError, Plan, RunResult, Stage, worker
 
 _MODEL = model_with(None, stages=2)
 _PLAN = Plan.straight(2, 2)
@@ -46,9 +46,11 @@ def test_plans_that_do_not_fit_the_model() -> None:
 
 def test_models_that_cannot_be_cut_as_planned() -> None:
     wrong: Any = "model"
-    tied = model_with(None, stages=2)
-    tied[1].weight = tied[0].weight
-    _refused(lambda: run(tied), ValueError, "'0.weight'", "'1.weight'", "tied", "one stage")
+    shared = model_with(None, stages=2)
+    for layer in shared:
+        layer.register_buffer("count", torch.zeros(1))
+    shared[1].count = shared[0].count
+    _refused(lambda: run(shared), ValueError, "'0.count'", "'1.count'", "one stage")
     half = model_with(None, stages=2)
     half[1].half()
     _refused(lambda: run(half), ValueError, "'1.weight'", "float16", "model.float()")
@@ -86,12 +88,6 @@ def test_what_cannot_be_sent_to_the_workers() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("microbatches", 2),
-        ("lr_scheduler", torch.optim.lr_scheduler.StepLR),
-        ("recompute", True),
-        ("memory", "1GiB"),
-        ("autocast", torch.bfloat16),
-        ("max_grad_norm", 1.0),
         ("codec", "int8"),
         ("keys", "keys"),
         ("bind", "0.0.0.0"),
@@ -102,9 +98,6 @@ def test_what_cannot_be_sent_to_the_workers() -> None:
         ("checkpoint_dir", "checkpoints"),
         ("resume", True),
         ("on_epoch_end", print),
-        ("schedule", "vertical_sync"),
-        ("schedule", "2bw"),
-        ("schedule", "gpipe"),
     ],
 )
 def test_arguments_of_features_that_are_not_built(name: str, value: Any) -> None:
@@ -115,6 +108,19 @@ def test_arguments_of_features_that_are_not_built(name: str, value: Any) -> None
     ("name", "value", "kind", "remedy"),
     [
         ("schedule", "1f1b", ValueError, "use one of 'pipedream'"),
+        ("microbatches", 0, ValueError, "at least 1"),
+        ("microbatches", 2.0, ValueError, "whole number"),
+        ("microbatches", True, ValueError, "whole number"),
+        ("max_grad_norm", 0, ValueError, "above 0"),
+        ("max_grad_norm", -1.0, ValueError, "above 0"),
+        ("max_grad_norm", float("nan"), ValueError, "above 0"),
+        ("max_grad_norm", float("inf"), ValueError, "or None"),
+        ("max_grad_norm", "1", ValueError, "give a number"),
+        ("autocast", "float8", ValueError, "use 'bfloat16', 'float16' or None"),
+        ("autocast", True, ValueError, "use 'bfloat16', 'float16' or None"),
+        ("recompute", "all", ValueError, "a list of stages such as [0, 1]"),
+        ("recompute", 1, ValueError, "a list of stages such as [0, 1]"),
+        ("lr_scheduler", 0.1, TypeError, "give a function"),
         ("transport", "udp", ValueError, "use one of 'auto'"),
         ("on_nonfinite", "ignore", ValueError, "'continue'"),
         ("gather", "rank1", ValueError, "'rank0'"),
@@ -133,6 +139,64 @@ def test_arguments_of_features_that_are_not_built(name: str, value: Any) -> None
 )
 def test_arguments_out_of_range(name: str, value: Any, kind: type[Exception], remedy: str) -> None:
     _refused(lambda: run(_MODEL, **{name: value}), kind, f"{name} is ", remedy)
+
+
+@pytest.mark.parametrize("stages", [[2], [0, -1], ["0"], [True], [0.0]], ids=str)
+def test_a_recompute_of_stages_that_are_not_there(stages: Any) -> None:
+    _refused(
+        lambda: run(_MODEL, recompute=stages), ValueError, f"recompute names stage {stages[-1]!r}", "0 to 1"
+    )
+
+
+@pytest.mark.parametrize("memory", ["8 apples", "-1GiB", -5, float("nan"), [], True], ids=str)
+def test_a_memory_that_is_no_size(memory: Any) -> None:
+    with pytest.raises((ValueError, TypeError)) as caught:
+        run(_MODEL, memory=memory)
+    assert "\n" not in str(caught.value)
+    assert repr(memory) in str(caught.value)
+
+
+def test_a_schedule_that_is_not_built() -> None:
+    _refused(lambda: run(_MODEL, schedule="data_parallel"), ValueError, "data_parallel", "not built yet")
+
+
+def test_2bw_with_fewer_microbatches_than_are_in_flight() -> None:
+    model = model_with(None, stages=3)
+    for microbatches in (1, 2):
+        _refused(
+            lambda: run(model, schedule="2bw", microbatches=microbatches),  # noqa: B023
+            ValueError,
+            f"microbatches is {microbatches}",
+            "in_flight 3",
+            "2bw",
+        )
+
+
+def test_plans_with_several_stages_at_a_worker_and_schedules_that_cannot_run_them() -> None:
+    model = model_with(None, stages=4)
+    chunks = Plan.straight(4, 4, num_workers=2)
+    for schedule in ("pipedream", "flush", "model_parallel"):
+        _refused(
+            lambda: run(model, plan=chunks, schedule=schedule),  # noqa: B023
+            ValueError,
+            "stage 2",
+            "only schedule",
+            "interleaved",
+        )
+    uneven = Plan(tuple(Stage(i, i, worker=i % 2) for i in range(3)))
+    _refused(
+        lambda: run(model_with(None), plan=uneven, schedule="interleaved"),
+        ValueError,
+        "3 stages over 2 workers",
+        "as many stages at every worker",
+    )
+    alone = Plan(tuple(Stage(i, i, worker=0) for i in range(2)))
+    _refused(
+        lambda: run(_MODEL, plan=alone, schedule="interleaved"),
+        ValueError,
+        "one worker",
+        "at least 2 workers",
+    )
 
 
 def test_a_trace_file_of_another_kind() -> None:
@@ -268,6 +332,68 @@ def test_an_optimizer_that_is_none_or_needs_a_closure(farm: Farm) -> None:
         farm, TypeError, "optimizer returned str", "torch.optim.Optimizer", optimizer=_no_optimizer
     )
     _refused_by_ranks(farm, ValueError, "LBFGS needs a closure", "use another", optimizer=_lbfgs)
+
+
+def _plateau(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+
+def _no_scheduler(optimizer: torch.optim.Optimizer) -> float:
+    return 0.1
+
+
+def test_a_scheduler_that_is_none_or_needs_a_metric(farm: Farm) -> None:
+    _refused_by_ranks(farm, ValueError, "ReduceLROnPlateau", "counts steps", lr_scheduler=_plateau)
+    _refused_by_ranks(farm, TypeError, "lr_scheduler returned float", lr_scheduler=_no_scheduler)
+
+
+def test_fewer_samples_than_microbatches(farm: Farm) -> None:
+    _refused_by_ranks(
+        farm, ValueError, "minibatch 0", "4 samples", "microbatches=5", "drop_last=True", microbatches=5
+    )
+    short = minibatches()
+    short[7] = (short[7][0][:2], short[7][1][:2])
+    words = ("minibatch 7", "2 samples", "microbatches=3")
+    _refused_by_ranks(farm, ValueError, *words, microbatches=3, data=short)
+
+
+def test_inputs_and_targets_of_different_numbers_of_microbatches(farm: Farm) -> None:
+    # With one stage; with several the targets are not there to compare.
+    data = [(inputs.repeat(2, 1), targets.repeat(2, 1)[:5]) for inputs, targets in minibatches()]
+    words = ("minibatch 0", "inputs that make 4", "targets that make 3", "one entry per sample")
+    _refused_by_ranks(
+        farm,
+        ValueError,
+        *words,
+        model=model_with(None, stages=1),
+        num_ranks=1,
+        microbatches=4,
+        data=data,
+        loss_fn=_sum_of_outputs,
+    )
+
+
+def _sum_of_outputs(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return outputs.sum()
+
+
+def _run_with_its_own(name: str, of_rank: list[Any]) -> RunResult:
+    return run(_MODEL, **{name: of_rank[int(os.environ["RANK"])]})
+
+
+@pytest.mark.parametrize(
+    ("name", "of_rank"),
+    [
+        ("schedule", ["pipedream", "flush"]),
+        ("microbatches", [1, 2]),
+        ("autocast", [None, "bfloat16"]),
+        ("max_grad_norm", [1.0, 2.0]),
+        ("epochs", [1, 2]),
+    ],
+)
+def test_ranks_with_different_arguments(farm: Farm, name: str, of_rank: list[Any]) -> None:
+    for outcome in farm.run(_run_with_its_own, name, of_rank, num_ranks=2):
+        _assert_says(outcome.error, ValueError, f"{name} is ", "at rank 1", "at rank 0", "the same arguments")
 
 
 # Data that two workers read differently.

@@ -173,12 +173,12 @@ def test_figures_take_sparse_missing_and_empty_gradients() -> None:
 
 def test_float32_norms_are_added_in_float64() -> None:
     parts = _Parts(with_tie=False)
-    # 10 squares of 1e19 are beyond float32, though the norm of each gradient is not.
+    # 10 squares of 8e18 are beyond float32, though those of each gradient are not.
     for leaf in parts.weights.own.leaves(0):
         leaf.data = leaf.data.float()
-        leaf.grad = torch.full_like(leaf, 1e19)
+        leaf.grad = torch.full_like(leaf, 8e18)
     parts.gradients.take(0, 0)
-    assert parts.gradients.figures().squared_norm == pytest.approx(10 * 1e38, rel=1e-6)
+    assert parts.gradients.figures().squared_norm == pytest.approx(10 * 64e36, rel=1e-6)
     assert not parts.gradients.figures().overflowed
 
 
