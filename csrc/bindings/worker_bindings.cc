@@ -199,9 +199,9 @@ class PyWorker {
   void send_end(const std::string& channel) { worker_->send_end(channel); }
 
   // None at the time-out.
-  std::unique_ptr<PyItem> receive_item(const std::string& channel, double timeout_s) {
+  std::unique_ptr<PyItem> receive_item(const std::string& channel, double timeout_s, bool counts_as_wait) {
     auto result = with_signals(
-        timeout_s, [&](Deadline deadline) { return worker_->receive_item(channel, deadline); },
+        timeout_s, [&](Deadline deadline) { return worker_->receive_item(channel, deadline, counts_as_wait); },
         [](const std::optional<ReceivedItem>& item) { return item.has_value(); });
     if (!result.value()) return nullptr;
     WorkItem work;
@@ -351,7 +351,8 @@ void bind_worker(py::module_& module) {
       .def("send_item", &PyWorker::send_item, py::arg("channel"), py::arg("tensors"), py::arg("tag") = 0,
            py::arg("timeout_s") = 1e9)
       .def("send_end", &PyWorker::send_end, py::arg("channel"))
-      .def("receive_item", &PyWorker::receive_item, py::arg("channel"), py::arg("timeout_s") = 1e9)
+      .def("receive_item", &PyWorker::receive_item, py::arg("channel"), py::arg("timeout_s") = 1e9,
+           py::arg("counts_as_wait") = true)
       .def("versions", &PyWorker::versions, py::arg("stage"))
       .def("spans", &PyWorker::spans)
       .def("totals", &PyWorker::totals)

@@ -128,6 +128,12 @@ class StageEngine {
   [[nodiscard]] EngineTotals totals() const { return totals_; }
   // Where the stage is: the instruction that is being waited for or done.
   [[nodiscard]] std::string position() const;
+  // The failure with the position in front; as it is when a peer has said where.
+  [[nodiscard]] Failure located(const Failure& failure) const;
+  // While an item is being done: it also waited for something outside the schedule.
+  void add_wait(std::int64_t wait_ns) {
+    if (handed_out_) wait_ns_ += wait_ns;
+  }
 
  private:
   struct Part {
@@ -145,7 +151,6 @@ class StageEngine {
   [[nodiscard]] bool is_forwarded_later(const Part& part, WeightVersion version) const;
   void learn_num_minibatches(std::int64_t num_minibatches);
   void complete(WorkKind kind, std::int64_t compute_ns);
-  [[nodiscard]] Failure located(const Failure& failure) const;
 
   ProgramCursor cursor_;
   const bool stashes_;

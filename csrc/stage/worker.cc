@@ -244,14 +244,18 @@ Result<bool> Worker::send_item(const std::string& channel, std::uint64_t tag,
   Sender& to = sender(channel);
   to.channel->collect_released();
   // A failed channel always has room.
-  if (auto failure = wakeup_.failure()) return *failure;
+  if (auto failure = wakeup_.failure()) return located(*failure);
   if (!to.channel->wait_for_room(deadline)) {
-    if (auto failure = wakeup_.failure()) return *failure;
+    if (auto failure = wakeup_.failure()) return located(*failure);
     return false;
   }
-  to.channel->send(MinibatchId(to.num_items_sent++), MicrobatchIndex(0), tag, tensors, nullptr,
-                   std::move(keep_alive));
+  to.channel->send(MinibatchId(to.num_items_sent++), MicrobatchIndex(0), tag, tensors,
+                   to.spec.on_device ? record_compute() : nullptr, std::move(keep_alive));
   return true;
+}
+
+Failure Worker::located(const Failure& failure) const {
+  return engine_ ? engine_->located(failure) : failure;
 }
 
 void Worker::send_end(const std::string& channel) {
@@ -259,22 +263,24 @@ void Worker::send_end(const std::string& channel) {
   to.channel->send_end(to.num_items_sent);
 }
 
-Result<std::optional<ReceivedItem>> Worker::receive_item(const std::string& channel, Deadline deadline) {
+Result<std::optional<ReceivedItem>> Worker::receive_item(const std::string& channel, Deadline deadline, bool counts_as_wait) {
   ReceiveChannel& from = *receiver(channel).channel;
   ReceivedItem item;
   bool exhausted = false;
+  const std::int64_t began_ns = now_ns();
   const bool accepted = wakeup_.wait_until(deadline, [&] {
     if (from.try_take(item)) return true;
     exhausted = from.exhausted();
     return exhausted;
   });
+  if (engine_ && counts_as_wait) engine_->add_wait(now_ns() - began_ns);
   if (accepted && !exhausted) {
     wait_for_bytes(item);
     return std::optional<ReceivedItem>(std::move(item));
   }
-  if (auto failure = wakeup_.failure()) return *failure;
+  if (auto failure = wakeup_.failure()) return located(*failure);
   if (exhausted)
-    return Failure{FailureKind::kPeerLost, channel + ": closed by the peer before it was complete"};
+    return located({FailureKind::kPeerLost, channel + ": closed by the peer before it was complete"});
   return std::optional<ReceivedItem>();
 }
 

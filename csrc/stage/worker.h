@@ -108,8 +108,10 @@ class Worker {
                                        const std::vector<TensorView>& tensors,
                                        std::shared_ptr<void> keep_alive, Deadline deadline);
   void send_end(const std::string& channel);
+  // counts_as_wait: in the engine's figures; false where the caller counts it as its own time.
   [[nodiscard]] Result<std::optional<ReceivedItem>> receive_item(const std::string& channel,
-                                                                 Deadline deadline);
+                                                                 Deadline deadline,
+                                                                 bool counts_as_wait = true);
 
   // Tells every peer why this worker stops. Any thread.
   void abort(const std::string& why);
@@ -151,6 +153,8 @@ class Worker {
   [[nodiscard]] Sender& sender(const std::string& name);
   [[nodiscard]] Receiver& receiver(const std::string& name);
   void wait_for_bytes(const ReceivedItem& item);
+  // Says where in the program it was; before there is one, as it is.
+  [[nodiscard]] Failure located(const Failure& failure) const;
 
   const WorkerOptions options_;
   // Destroyed from the last to the first. close() runs before: the transport calls the channels no more, and

@@ -9,6 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from .boundary import map_tensors
 from .data import Minibatch, MinibatchStream, mark_of, num_samples
 from .microbatch import chunk, weights
 
@@ -46,13 +49,16 @@ class BatchReader:
         is_first: bool,
         is_last: bool,
         check_inputs: Callable[[Any, int], None],
+        copies_targets: bool = False,
     ) -> None:
-        """check_inputs: (inputs, minibatch); raises ValueError for what the pipeline was not planned for."""
+        """check_inputs: (inputs, minibatch); raises ValueError for what the pipeline was not planned for.
+        copies_targets: they are needed after the data may have used their memory again."""
         self._stream = stream
         self._num_microbatches = num_microbatches
         self._is_first = is_first
         self._is_last = is_last
         self._check_inputs = check_inputs
+        self._copies_targets = copies_targets
         self._batch: Minibatch | None = None
         self._pieces: list[Microbatch] = []
         self.samples: list[int] = []
@@ -80,6 +86,8 @@ class BatchReader:
         mark = 0 if self._is_first and self._is_last else mark_of(batch) & MARK_MASK
         inputs = self._cut(batch.inputs, "the inputs", minibatch) if self._is_first else None
         targets = self._cut(batch.targets, "the targets", minibatch) if self._is_last else None
+        if targets is not None and self._copies_targets:
+            targets = [map_tensors(torch.Tensor.clone, piece) for piece in targets]
         if self._is_first:
             self._check_inputs(batch.inputs, minibatch)
         if inputs is not None and targets is not None and len(inputs) != len(targets):

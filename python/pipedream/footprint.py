@@ -79,14 +79,15 @@ class _CudaMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._baseline = int(torch.cuda.memory_allocated(device))  # what was there before: the model
 
     @property
     def live_bytes(self) -> int:
-        return int(torch.cuda.memory_allocated(self._device))
+        return int(torch.cuda.memory_allocated(self._device)) - self._baseline
 
     @property
     def peak_bytes(self) -> int:
-        return int(torch.cuda.max_memory_allocated(self._device))
+        return int(torch.cuda.max_memory_allocated(self._device)) - self._baseline
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)

@@ -20,6 +20,7 @@ from .channels import RunChannel
 from .footprint import Footprint, storage_bytes
 from .offload import Offload, num_resident_versions
 from .plan import Plan
+from .seeding import generators_kept
 from .splitter import StageModule
 from .table import format_table
 from .units import format_bytes
@@ -162,7 +163,12 @@ class MemoryPlan:
                 stash += 2 * footprint.offloadable_bytes
             stash += in_flight * kept
             # Beside them: the microbatches' own inputs, or gradients that wait for the neighbour's slots.
-            num_beside = in_flight if stage == 0 else gradients_queued[stage - 1] + _NUM_RELEASED_LATE
+            if stage == 0:
+                # A microbatch is a view of its minibatch, which stays whole.
+                m = self.schedule.num_microbatches
+                num_beside = (-(-(in_flight - 1) // m) + 1) * m
+            else:
+                num_beside = gradients_queued[stage - 1] + _NUM_RELEASED_LATE
             stash += num_beside * footprint.input_bytes
             # Tied gradients on their way to the owner, as many as the channel may hold.
             stash += self.tied_bytes[stage] * (self.schedule.in_flight[0] + 1)
@@ -270,8 +276,8 @@ def _does_not_fit(memory: MemoryPlan, limit_bytes: int) -> str:
     listed = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in _largest_first(terms))
     return (
         f"memory is {format_bytes(limit_bytes)}, but {memory.plan.describe_worker(memory.rank)} needs"
-        f" {format_bytes(total)}, {format_bytes(total - limit_bytes)} more, even with recompute and"
-        f" offloading where they help ({listed}): give more memory, more stages, smaller minibatches, or a"
+        f" {format_bytes(total)}, {format_bytes(total - limit_bytes)} more, with what recompute and"
+        f" offloading may save ({listed}): give more memory, more stages, smaller minibatches, or a"
         " schedule that keeps fewer versions, as '2bw' or 'flush'"
     )
 
@@ -333,7 +339,8 @@ def predict_state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
         tiny_group["params"] = [tiny_of.setdefault(id(p), _tiny_like(p)) for p in group["params"]]
         probe.param_groups.append(tiny_group)
     try:
-        type(optimizer).step(probe)
+        with generators_kept():
+            _torch_class_of(optimizer).step(probe)
     except Exception:  # a step that needs more than parameters and gradients
         return 2 * storage_bytes([p for group in optimizer.param_groups for p in group["params"]])
     total = 0
@@ -346,6 +353,13 @@ def predict_state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
                     dims = [sizes.get(size, size) for size in value.shape]
                     total += math.prod(dims) * value.element_size()
     return total
+
+
+def _torch_class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    """The optimizer's class, or what it inherits from torch: a user's own step may do more than step."""
+    known = [kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim.")]
+    kind: type[torch.optim.Optimizer] = known[0]
+    return kind
 
 
 def _tiny_like(parameter: Tensor) -> nn.Parameter:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["GeneratorState", "buffers_kept"]
+__all__ = ["BufferMemory", "Buffers", "GeneratorState", "buffers_replayed"]
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,58 @@ class GeneratorState:
             torch.cuda.set_rng_state(self.cuda, device)
 
 
+class BufferMemory:
+    """What a stage's buffers were before each forward, where the forward may both read and change them
+    (spectral norm's vectors, codebooks): the forward that is done again must read the same.
+
+    Which ones change is learned at the first forward. Batch norm's running statistics do not count: a forward
+    in training does not read them.
+    """
+
+    def __init__(self, stage: nn.Module) -> None:
+        self._owned = [
+            (module, name)
+            for module in stage.modules()
+            if not isinstance(module, _BatchNorm)
+            for name in module._buffers
+        ]
+        self._changing: list[tuple[nn.Module, str]] | None = None
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[Buffers]:
+        """Around a forward; gives what `replayed` needs."""
+        watched = self._owned if self._changing is None else self._changing
+        before = [(module, name, module._buffers.get(name)) for module, name in watched]
+        counts = [None if buffer is None else buffer._version for _, _, buffer in before]
+        kept: Buffers = [
+            (module, name, None if buffer is None else buffer.clone()) for module, name, buffer in before
+        ]
+        yield kept
+        if self._changing is not None:
+            return
+        changed = [
+            module._buffers.get(name) is not buffer or (buffer is not None and buffer._version != count)
+            for (module, name, buffer), count in zip(before, counts, strict=True)
+        ]
+        self._changing = [
+            entry for entry, has_changed in zip(self._owned, changed, strict=True) if has_changed
+        ]
+        kept[:] = [entry for entry, moved in zip(kept, changed, strict=True) if moved]
+
+
+Buffers = list[tuple[nn.Module, str, torch.Tensor | None]]
+
+
 @contextlib.contextmanager
-def buffers_kept(stage: nn.Module) -> Iterator[None]:
-    """Inside, the layers work on copies of their buffers; afterwards they have their own again, untouched."""
+def buffers_replayed(stage: nn.Module, kept: Buffers) -> Iterator[None]:
+    """Inside, the layers work on copies of their buffers, with the contents that were kept; afterwards they
+    have their own again, untouched."""
     owned = [(module, dict(module._buffers)) for module in stage.modules() if module._buffers]
     for module, buffers in owned:
         for name, buffer in buffers.items():
             module._buffers[name] = None if buffer is None else buffer.clone()
+    for module, name, content in kept:
+        module._buffers[name] = None if content is None else content.clone()
     try:
         yield
     finally:

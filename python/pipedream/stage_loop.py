@@ -94,6 +94,7 @@ class WorkerLoop:
             is_first=0 in stages,
             is_last=last in stages,
             check_inputs=self._check_inputs,
+            copies_targets=stream.may_reuse_memory and bool(schedule.recompute) and schedule.recompute[last],
         )
         self._progress = RunProgress(
             enabled=options.progress and last in stages,
@@ -109,7 +110,6 @@ class WorkerLoop:
         if self._measures_gradients and _core.drains_every_minibatch(schedule):
             self._exchange = NormExchange(core, place.rank, options.plan.workers_used)
         self._total = (-1, GradientFigures())  # of which minibatch, over all stages
-        self._torch_state_bytes = 0
 
     def _make_runner(
         self, part: PreparedStage, boundaries: Sequence[Boundary], base_seed: int
@@ -217,8 +217,6 @@ class WorkerLoop:
             if self._measures_gradients:
                 scale = self._scale_for(runner, runner.parts.gradients.figures())
         runner.update(work, scale)
-        if work.minibatch == 0:
-            self._torch_state_bytes += self._prepared_of(runner.stage_index).optimizer.torch_state_bytes()
 
     def _total_of(self, minibatch: int) -> GradientFigures:
         """Over all stages of all workers; exchanged once a minibatch, before the first stage's update."""
@@ -285,7 +283,7 @@ class WorkerLoop:
             STASH: meter.stash_peak_bytes,
             TRANSIENT: meter.transient_peak_bytes,
             GRADIENTS: meter.gradient_peak_bytes,
-            TORCH_OPTIMIZER_STATE: self._torch_state_bytes,
+            TORCH_OPTIMIZER_STATE: sum(part.optimizer.torch_state_bytes() for part in self._prepared),
             MODEL: self._predicted.get(MODEL),
         }
         if STASH not in self._predicted:

@@ -10,7 +10,7 @@ import math
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from .gradients import StageGradients
 from .job import JobOptions
 from .offload import SavedTensors, StageOffload, graph_root
 from .precision import LossScaler, autocast_region
-from .recompute import GeneratorState, buffers_kept
+from .recompute import BufferMemory, Buffers, GeneratorState, buffers_replayed
 from .splitter import StageModule
 from .tied import TiedParameters
 from .weights import StageWeights
@@ -38,6 +38,8 @@ __all__ = ["LossRecord", "StageParts", "StageRunner", "UserCode"]
 # The tag of an activation: the minibatch's mark in the low bits, and in the highest whether a stage upstream
 # has had gradients that overflowed. The tag of a gradient: the loss's scale, as the bits of a double.
 _OVERFLOW_BIT = 1 << 63
+
+_USES_OF_AN_UNSHARED_STORAGE = 2  # the tensor, and the Python object that asks
 
 
 class UserCode:
@@ -103,6 +105,8 @@ class _Stashed:
     value: Any = None
     """Recompute: the stage's input."""
     generators: GeneratorState | None = None
+    buffers: Buffers = field(default_factory=list)
+    """Recompute: what the forward read and changed."""
     saved: SavedTensors | None = None
     """Offloading: what the graph holds."""
 
@@ -162,6 +166,7 @@ class StageRunner:
         self._statistics = MinibatchStatistics(parts.stage) if schedule.num_microbatches > 1 else None
         self._clone_inputs = parts.clones_inputs
         self._works_in_place: bool | None = None  # the first layer, on its input; known after a forward
+        self._buffers = BufferMemory(parts.stage)
         self._buffer_memory: set[int] = set()  # known after the first forward, which may make buffers
         self._in_flight: dict[tuple[int, int], _Stashed] = {}
         self._poisons = _core.poisons_released_slots()
@@ -260,11 +265,11 @@ class StageRunner:
         # The first layer may work in place, and the recompute needs its input as it was.
         in_place = self._works_in_place is not False
         given = map_tensors(lambda tensor: tensor.detach().clone() if in_place else tensor.detach(), value)
-        with statistics, self.parts.rng, torch.no_grad():
+        counts = [tensor._version for tensor in tensors_of(given)]
+        with statistics, self.parts.rng, torch.no_grad(), self._buffers.forward() as stashed.buffers:
             stashed.generators = GeneratorState.capture(self._device)
             output = self._run_stage(given)
-            if self._works_in_place is None:
-                self._works_in_place = any(tensor._version > 0 for tensor in tensors_of(given))
+            self._learn_works_in_place(minibatch, given, counts)
             self._learn_clone_inputs(given)
             return self._run_loss(minibatch, output, stashed) if self.is_last else output
 
@@ -278,6 +283,16 @@ class StageRunner:
         kept += [buffer for _, buffer in self.parts.stage.stage_buffers()]
         stashed.saved = self.parts.offload.forward(kept, is_next=is_next)
         return contextlib.nullcontext() if stashed.saved is None else stashed.saved
+
+    def _learn_works_in_place(self, minibatch: int, given: Any, counts: list[int]) -> None:
+        changed = [tensor._version for tensor in tensors_of(given)] != counts
+        if self._works_in_place is None:
+            self._works_in_place = changed
+        elif changed and not self._works_in_place:
+            raise ValueError(
+                f"stage {self.stage_index} changed its input in place at minibatch {minibatch} and not at the"
+                " first: under recompute its first layer must always or never work in place, so clone there"
+            )
 
     def _learn_clone_inputs(self, given: Any) -> None:
         if self._clone_inputs is None:
@@ -373,7 +388,7 @@ class StageRunner:
         statistics = self._statistics.recomputation() if self._statistics else contextlib.nullcontext()
         replayed = stashed.generators.replayed(self._device)
         saving = self._saving(stashed, given, is_next=True)
-        with buffers_kept(self.parts.stage), statistics, replayed, saving:
+        with buffers_replayed(self.parts.stage, stashed.buffers), statistics, replayed, saving:
             output = self._run_stage(given)
             if self.is_last:
                 output = self._run_loss(minibatch, output, stashed)
@@ -404,14 +419,13 @@ class StageRunner:
             self.parts.tied.push(work.minibatch)
         tag = _bits_of(self.loss_scale) if self._scales_loss else 0
         freed = self._core.complete_backward(self._outgoing_gradients(stashed), tag, self._user.elapsed_ns)
-        if freed >= 0 and self._poisons:
-            self.parts.weights.own.poison(freed)
+        if self._poisons:
+            self._poison(work, freed)
 
     def _prefetch(self, current: _Stashed) -> None:
         """What the next backward needs comes back while this one runs."""
         if self.parts.offload is None:
             return
-        self.parts.offload.settle()
         if current.saved is not None:
             current.saved.arrive()
         following = next(iter(self._in_flight.values()), None)  # backwards come in the order of forwards
@@ -420,6 +434,15 @@ class StageRunner:
         self.parts.weights.own.prefetch(following.read_slot)
         if following.saved is not None:
             following.saved.prefetch()
+
+    def _poison(self, work: _core.WorkItem, freed: int) -> None:
+        """Whoever reads a version after its last backward gets NaN."""
+        if freed >= 0:
+            self.parts.weights.own.poison(freed)
+        if work.microbatch + 1 == self._num_microbatches:
+            freed_tied = self.parts.tied.slot_freed_by(work.minibatch)
+            if freed_tied is not None:
+                self.parts.weights.tied.poison(freed_tied)
 
     def _run_backward(self, stashed: _Stashed, received: list[Tensor]) -> None:
         if self.is_last:
@@ -497,8 +520,13 @@ class StageRunner:
 
 
 def _gradient_of(leaf: Tensor) -> Tensor:
-    # The loss may not depend on every tensor that could have had a gradient.
-    return torch.zeros_like(leaf) if leaf.grad is None else exportable(leaf.grad)
+    if leaf.grad is None:  # the loss may not depend on every tensor that could have had a gradient
+        return torch.zeros_like(leaf)
+    # Autograd may have given a parameter the same memory (x + p.unsqueeze(0) with one sample), and the next
+    # backward adds to that while this is still being sent.
+    storage = leaf.grad.untyped_storage()
+    is_shared = torch._C._storage_Use_Count(storage._cdata) > _USES_OF_AN_UNSHARED_STORAGE
+    return exportable(leaf.grad).clone() if is_shared else exportable(leaf.grad)
 
 
 def _memory_of(tensor: Tensor) -> int:

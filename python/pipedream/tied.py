@@ -116,6 +116,15 @@ class TiedParameters:
         """Of the newest version that is here."""
         return self.slot_of(max(self._newest_pulled, self._newest_owned)) if self else 0
 
+    def slot_freed_by(self, minibatch: int) -> int | None:
+        """The slot whose version no minibatch after this one reads, if the backwards of this one were the
+        last to; it is written again by the update of this minibatch."""
+        version = _core.tied_version(self._schedule, minibatch)
+        read_later = version == _core.tied_version(self._schedule, minibatch + 1)
+        if not self or read_later or self._versions.num_slots == 1:
+            return None
+        return self.slot_of(version)
+
     def push(self, minibatch: int) -> None:
         """Sends the owners this stage's gradients of the minibatch."""
         if not self._owners:
@@ -146,6 +155,8 @@ class TiedParameters:
 
     def publish(self) -> None:
         """The next version is written: the users get it."""
+        if not self._owned:
+            return
         self._newest_owned += 1
         leaves = self._versions.leaves(self.slot_of(self._newest_owned))
         for user, indices in self._users.items():

@@ -323,15 +323,15 @@ class StageOptimizer:
         self._native.place_state(make)
 
     def torch_state_bytes(self) -> int:
-        """What the optimizer keeps outside the slots of place_state, each tensor once."""
-        if self.optimizer is None:
+        """What the optimizer keeps outside the slots of place_state, each tensor once; a native optimizer's
+        step counters, some bytes, are not counted."""
+        if self.optimizer is None or self.num_placed_states:
             return 0
-        placed = self.num_placed_states
         tensors = {
             id(value): value.numel() * value.element_size()
-            for parameter, state in self.optimizer.state.items()
+            for state in self.optimizer.state.values()
             for value in state.values()
-            if isinstance(value, Tensor) and not (placed and value.shape == parameter.shape and value.dim())
+            if isinstance(value, Tensor)
         }
         return sum(tensors.values())
 

@@ -405,7 +405,8 @@ class _Worker:
     def _received_stream(self, core: _core.Worker, data: ForwardedData) -> MinibatchStream:
         def receiver(channel: str) -> Callable[[], tuple[list[Tensor], int] | None]:
             def receive() -> tuple[list[Tensor], int] | None:
-                item = core.receive_item(channel)
+                # Reading data is the user's time, wherever they come from.
+                item = core.receive_item(channel, counts_as_wait=False)
                 assert item is not None  # there is no time-out
                 if item.kind == "DONE":
                     return None

@@ -1,10 +1,11 @@
-"""run(memory=...): what fits, what makes recompute or offloading necessary, what is refused; and peaks beside predictions
+"""run(memory=...): what fits, what makes recompute necessary, what is refused; and peaks beside predictions
 where activations, not constants, are most of it."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import re
 from typing import Any
 
 import pipedream
@@ -63,3 +64,71 @@ def test_large_activations_stay_within_their_prediction(
     options = {"schedule": schedule, "microbatches": microbatches, "recompute": recompute}
     result = farm.results(_train, 4, num_workers, num_ranks=num_workers, **options)[0]
     assert_memory_as_predicted(result)
+
+
+@pytest.mark.parametrize("optimizer", _OPTIMIZERS)
+def test_versions_and_state_take_what_was_predicted(farm: Farm, optimizer: str) -> None:
+    result = farm.results(_train, 4, 4, num_ranks=4, optimizer=_OPTIMIZERS[optimizer])[0]
+    assert_memory_as_predicted(result)
+    for stage, terms in enumerate(result.memory):
+        versions = terms[f"weight versions of stage {stage}"]
+        assert versions["predicted"] == versions["peak"]
+        where = f"optimizer state of stage {stage}" if "native" in optimizer else "optimizer state of torch"
+        assert terms[where]["predicted"] == terms[where]["peak"]
+
+
+def _needed_bytes(result: RunResult) -> list[int]:
+    """Of each worker, by prediction."""
+    return [sum(figures["predicted"] or 0 for figures in terms.values()) for terms in result.memory]
+
+
+def test_a_limit_that_fits_changes_nothing(farm: Farm) -> None:
+    free = farm.results(_train, 4, 4, num_ranks=4)[0]
+    limited = farm.results(_train, 4, 4, num_ranks=4, memory=max(_needed_bytes(free)))[0]
+    assert limited.recompute == free.recompute == [False] * 4
+    assert limited.losses == free.losses
+    assert _needed_bytes(limited) == _needed_bytes(free)
+
+
+def test_a_worker_that_needs_more_recomputes_and_keeps_the_limit_and_the_numbers(farm: Farm) -> None:
+    # With two stages both cuts are narrow: a recompute need not keep wide outputs until they are sent.
+    free = farm.results(_train, 2, 2, num_ranks=2)[0]
+    needed = _needed_bytes(free)
+    limit = needed[0] - 1
+    assert needed[1] <= limit  # the last stage has one minibatch in flight, and fits
+    limited = farm.results(_train, 2, 2, num_ranks=2, memory=limit)[0]
+    assert limited.recompute == [True, False]
+    assert limited.losses == free.losses
+    assert _needed_bytes(limited)[0] <= limit
+    assert_memory_as_predicted(limited)
+
+
+def test_a_worker_that_does_not_fit_is_named_with_its_terms_and_the_excess(farm: Farm) -> None:
+    for outcome in farm.run(_train, 4, 4, num_ranks=4, memory="1MiB"):
+        assert isinstance(outcome.error, ValueError), outcome
+        said = str(outcome.error)
+        assert "\n" not in said
+        # Whichever is first; the constants of the channels alone are more than this.
+        assert re.match(
+            r"memory is 1\.00 MiB, but stage \d \(rank \d\) needs [\d.]+ MiB, [\d.]+ MiB more", said
+        )
+        assert "weight versions" in said
+        assert "give more memory" in said
+
+
+def test_a_given_recompute_is_not_changed_to_fit(farm: Farm) -> None:
+    free = farm.results(_train, 4, 4, num_ranks=4)[0]
+    limit = max(_needed_bytes(free)) - 1
+    for outcome in farm.run(_train, 4, 4, num_ranks=4, memory=limit, recompute=False):
+        assert isinstance(outcome.error, ValueError), outcome
+        assert "stage 0 (rank 0) needs" in str(outcome.error)
+
+
+def test_the_report_has_every_worker_and_term(farm: Farm) -> None:
+    result = farm.results(_train, 4, 2, num_ranks=2, schedule="interleaved", microbatches=2)[0]
+    table = result.describe_memory()
+    for rank, terms in enumerate(result.memory):
+        assert result.worker_names[rank] in table
+        assert {"stashed activations", "largest transient", "parameter gradients"} <= terms.keys()
+        for term in terms:
+            assert term in table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pipedream.recompute import GeneratorState, buffers_kept
+from pipedream.recompute import BufferMemory, GeneratorState, buffers_replayed
 from torch import nn
 
 _CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def test_buffers_are_afterwards_the_very_tensors_that_they_were_untouched(fails:
     before = dict(layer._buffers)
     # A replay of the forward must see the contents that it saw, so that is what it works on.
     try:
-        with buffers_kept(nn.Sequential(nn.Identity(), layer)):
+        with buffers_replayed(nn.Sequential(nn.Identity(), layer), []):
             assert layer(torch.zeros(1)).item() == 2
             if fails:
                 raise KeyError
@@ -82,8 +82,30 @@ def test_running_statistics_step_once_though_the_forward_runs_twice() -> None:
     norm, plain = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
     values = torch.randn(8, 3)
     first = norm(values)
-    with buffers_kept(norm):
+    with buffers_replayed(norm, []):
         assert torch.equal(norm(values), first)
     plain(values)
     for name, buffer in plain.named_buffers():
         assert torch.equal(dict(norm.named_buffers())[name], buffer), name
+
+
+def test_a_forward_done_again_reads_the_buffers_that_the_first_one_read() -> None:
+    torch.manual_seed(0)
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)).double()
+    stage = nn.Sequential(layer, nn.BatchNorm1d(6).double())
+    memory = BufferMemory(stage)
+    inputs = [torch.randn(4, 6, dtype=torch.float64) for _ in range(3)]
+    firsts, kept = [], []
+    for value in inputs:
+        with memory.forward() as buffers, torch.no_grad():
+            firsts.append(stage(value))
+        kept.append(buffers)
+    assert all({name for _, name, _ in buffers} == {"_u", "_v"} for buffers in kept)
+    after = {name: buffer.clone() for name, buffer in stage.named_buffers()}
+    for value, first, buffers in zip(inputs, firsts, kept, strict=True):
+        with buffers_replayed(stage, buffers):
+            assert torch.equal(stage(value), first)
+        with buffers_replayed(stage, []):  # as they are now: another function
+            assert not torch.equal(stage(value), first) or value is inputs[-1]
+    for name, buffer in stage.named_buffers():
+        assert torch.equal(buffer, after[name])

@@ -1,0 +1,105 @@
+"""Memory that nobody may read is filled with NaN under PIPEDREAM_POISON=1: right runs do not notice, and a
+use after release does not pass.
+
+Each bug below is put into the ranks by hand, and passes in silence without the poison.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from farm import Farm
+from oracle import assert_equals_reference
+from pipedream import NonFiniteLoss, RunResult, stage_runner
+from pipedream.gradients import StageGradients
+from pipedream.weights import StageWeights
+from torch import Tensor
+from training import State, Training, train_in_pipeline
+
+_POISON = "PIPEDREAM_POISON"
+Bug = Callable[[pytest.MonkeyPatch], None]
+
+
+def _train(
+    training: Training, poison: bool, bug: Bug | None = None, **options: Any
+) -> tuple[RunResult, State]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(_POISON, "1" if poison else "0")
+        if bug is not None:
+            bug(patch)
+        return train_in_pipeline(training, **options)
+
+
+def _train_poisoned(training: Training, **options: Any) -> tuple[RunResult, State]:
+    return _train(training, True, **options)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    ["pipedream", "vertical_sync", "naive", "2bw", "flush", "gpipe", "model_parallel", "interleaved"],
+)
+@pytest.mark.parametrize("case_name", ["cnn", "tied_apart"])
+def test_a_right_run_gives_the_same_numbers(farm: Farm, case_name: str, schedule: str) -> None:
+    microbatches = 4 if schedule == "2bw" else 2
+    training = Training(
+        case_name,
+        4,
+        schedule=schedule,
+        microbatches=microbatches,
+        short_last=microbatches <= 3,
+        recompute=(1, 2),
+        max_grad_norm=1.0,
+    )
+    assert_equals_reference(farm, training, train=_train_poisoned)
+
+
+def _update_from_the_released_version(patch: pytest.MonkeyPatch) -> None:
+    """The update starts from the version that its backward has just released, not from the newest."""
+    apply = StageGradients.apply
+
+    def wrong(self: StageGradients, read_slot: int, write_slot: int, scale: float) -> None:
+        apply(self, write_slot, write_slot, scale)
+
+    patch.setattr(StageGradients, "apply", wrong)
+
+
+def _read_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
+    """The forward binds the slot after the one that it was told."""
+    bind = StageWeights.bind
+
+    def wrong(self: StageWeights, own_slot: int, tied_slot: int) -> None:
+        bind(self, (own_slot + 1) % self.own.num_slots, tied_slot)
+
+    patch.setattr(StageWeights, "bind", wrong)
+
+
+def _use_activations_after_their_release(patch: pytest.MonkeyPatch) -> None:
+    """What a neighbour sent is read where it lay, after its slot was given back."""
+    from_dlpack = stage_runner.from_dlpack
+
+    def wrong(capsule: Any) -> Tensor:
+        tensor = from_dlpack(capsule)
+        memory = (ctypes.c_byte * tensor.untyped_storage().nbytes()).from_address(tensor.data_ptr())
+        alias = torch.frombuffer(memory, dtype=tensor.dtype)[: tensor.numel()].view(tensor.shape)
+        del tensor, capsule
+        return alias
+
+    patch.setattr(stage_runner, "from_dlpack", wrong)
+
+
+_BUGS = [_update_from_the_released_version, _read_before_it_is_written, _use_activations_after_their_release]
+
+
+@pytest.mark.parametrize("bug", _BUGS)
+def test_a_use_of_memory_that_nobody_may_read_is_caught_under_poison_alone(farm: Farm, bug: Bug) -> None:
+    training = Training("mlp", 2, num_minibatches=10)
+    for outcome in farm.run(_train, training, True, bug, num_ranks=2):
+        assert isinstance(outcome.error, NonFiniteLoss), outcome
+        assert "is nan" in str(outcome.error)
+    # Otherwise it goes through, with numbers that are finite and wrong, or right by luck.
+    result, _ = farm.results(_train, training, False, bug, num_ranks=2)[0]
+    assert len(result.losses) == 10
