@@ -1,6 +1,6 @@
 """How far each schedule trains in the same number of minibatches: docs/statistical_efficiency.md's figures.
 
-    nice python bench/study/statistical_efficiency.py             # everything, about an hour on one core
+    nice python bench/study/statistical_efficiency.py             # everything, most of an hour on one core
     python bench/study/statistical_efficiency.py --report         # tables and figures from the kept results
 
 Nothing here is a timing: every schedule runs in one process, with the exact weight versions that it reads in

@@ -54,7 +54,7 @@ class Digits(Task):
     """Seven convolutions with batch norm and a linear layer on scikit-learn's 1,797 real 8x8 digits."""
 
     name, metric, higher_is_better, chance = "digits", "accuracy", True, 0.1
-    num_minibatches, cuts_alike = 240, False  # eight epochs
+    num_minibatches, cuts_alike = 240, False  # about eight epochs
 
     _CHANNELS = (16, 16, 16, 32, 32, 32, 32)
     _POOL_AFTER = 3

@@ -42,6 +42,7 @@ __all__ = [
     "model_bytes",
     "num_activation_homes",
     "predict_state_bytes",
+    "slot_bytes",
 ]
 
 # Terms of the pool; received tensors and staging are named after their channels.
@@ -93,7 +94,7 @@ class MemoryPlan:
         terms: Terms = {}
         for channel in self.channels:
             if channel.receiver == self.rank:
-                terms[channel.name] = channel.num_slots * _aligned(_item_bytes(channel), _SLOT_ALIGNMENT)
+                terms[channel.name] = channel.num_slots * slot_bytes(_item_bytes(channel))
         for stage in self.plan.stages_of(self.rank):
             versions = _core.num_versions_kept(self.schedule, stage)
             resident = num_resident_versions(versions) if self.offloads_versions(stage) else versions
@@ -182,7 +183,9 @@ class MemoryPlan:
     def _activation_homes_bytes(self, stage: int) -> int:
         if not self.offloads_activations(stage):
             return 0
-        return num_activation_homes(self.schedule, stage) * self.footprints[stage].offloadable_bytes
+        return num_activation_homes(self.schedule, stage) * slot_bytes(
+            self.footprints[stage].offloadable_bytes
+        )
 
     def _lies_apart(self, name: str) -> bool:
         """In host memory, where the device has memory of its own."""
@@ -309,6 +312,11 @@ def _item_bytes(channel: RunChannel) -> int:
     return sum(_aligned(num_bytes, _TENSOR_ALIGNMENT) for _, _, num_bytes in channel.tensors)
 
 
+def slot_bytes(num_bytes: int) -> int:
+    """What a slot of so many bytes takes in the pool."""
+    return _aligned(num_bytes, _SLOT_ALIGNMENT)
+
+
 def _aligned(num_bytes: int, alignment: int) -> int:
     return -(-num_bytes // alignment) * alignment
 
@@ -357,7 +365,7 @@ def predict_state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
 
 def _torch_class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
     """The optimizer's class, or what it inherits from torch: a user's own step may do more than step."""
-    known = [kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim.")]
+    known = [kind for kind in type(optimizer).__mro__ if f"{kind.__module__}.".startswith("torch.optim.")]
     kind: type[torch.optim.Optimizer] = known[0]
     return kind
 

@@ -323,8 +323,8 @@ class StageOptimizer:
         self._native.place_state(make)
 
     def torch_state_bytes(self) -> int:
-        """What the optimizer keeps outside the slots of place_state, each tensor once; a native optimizer's
-        step counters, some bytes, are not counted."""
+        """What the optimizer keeps outside the slots of place_state, each tensor once. Of one that has such
+        slots that is a number per parameter, and not counted."""
         if self.optimizer is None or self.num_placed_states:
             return 0
         tensors = {

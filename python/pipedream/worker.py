@@ -53,6 +53,7 @@ from .memory import (
     model_bytes,
     num_activation_homes,
     predict_state_bytes,
+    slot_bytes,
 )
 from .microbatch import chunk
 from .offload import (
@@ -318,8 +319,9 @@ class _Worker:
             named = owned_parameters(own, tied, owned)
             optimizer = StageOptimizer(self._options.optimizer, named, self._options.lr_scheduler)
             self._optimizers[index] = optimizer
-            own_bytes[index], tied_bytes[index] = weight_layout(own)[0], weight_layout(tied)[0]
-            placed_bytes[index] = optimizer.num_placed_states * weight_layout(named)[0]
+            own_bytes[index] = slot_bytes(weight_layout(own)[0])
+            tied_bytes[index] = slot_bytes(weight_layout(tied)[0])
+            placed_bytes[index] = optimizer.num_placed_states * slot_bytes(weight_layout(named)[0])
             torch_bytes[index] = (
                 0 if optimizer.num_placed_states else predict_state_bytes(optimizer.optimizer)
             )

@@ -93,8 +93,17 @@ def test_versions_and_stash_are_as_many_as_the_schedule_keeps(schedule: str, mic
     }
 
 
-def test_the_first_stage_has_its_own_inputs_in_flight() -> None:
-    assert _kib(_memory(rank=0))[STASH] == 4 * (100 + 10)
+def _minibatches_of(in_flight: int, microbatches: int) -> int:
+    """The most minibatches that so many microbatches in a row can be of."""
+    return max(len({(first + i) // microbatches for i in range(in_flight)}) for first in range(microbatches))
+
+
+@pytest.mark.parametrize(("schedule", "microbatches"), [*_TABLE, ("2bw", 5), ("pipedream", 3)])
+def test_the_first_stage_keeps_the_inputs_of_whole_minibatches(schedule: str, microbatches: int) -> None:
+    memory = _memory(schedule, rank=0, microbatches=microbatches)
+    in_flight = _core.num_microbatches_in_flight(memory.schedule, 0)
+    inputs = _minibatches_of(in_flight, microbatches) * microbatches
+    assert _kib(memory)[STASH] == in_flight * 100 + inputs * 10
 
 
 def test_tied_parameters_state_and_the_model_have_terms_of_their_own() -> None:
@@ -134,7 +143,7 @@ def test_a_worker_of_several_stages_adds_them_up_but_has_one_transient_at_a_time
     terms = _kib(memory)
     in_flight = [_core.num_microbatches_in_flight(memory.schedule, stage) for stage in (0, 2)]
     waiting = _core.replay(memory.schedule, 10)["gradients_queued_max"][1] + 1
-    assert terms[STASH] == sum(in_flight) * 100 + in_flight[0] * 10 + waiting * 10
+    assert terms[STASH] == sum(in_flight) * 100 + _minibatches_of(in_flight[0], 2) * 2 * 10 + waiting * 10
     assert (terms[WEIGHT_VERSIONS], terms[GRADIENTS], terms[TRANSIENT]) == (2 * 3, 2 * 4, 30)
 
 
@@ -249,16 +258,19 @@ def test_the_predicted_state_is_what_the_optimizer_keeps_and_predicting_does_not
     assert predicted == storage_bytes([value for value in kept if isinstance(value, torch.Tensor)])
 
 
-class _NeedsMore(torch.optim.SGD):
-    """Cannot step on parameters that nobody has prepared."""
+class _Own(torch.optim.Optimizer):
+    """Its step may do more than step: write a log, count, talk to others."""
 
-    def step(self, closure: Any = None) -> Any:
-        raise KeyError("no statistics of this parameter")
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise AssertionError("nobody may call this to find out")
 
 
 def test_an_optimizer_that_cannot_be_tried_counts_as_two_tensors_per_parameter() -> None:
     parameters = _parameters()
-    assert predict_state_bytes(_NeedsMore(parameters, lr=0.1)) == 2 * storage_bytes(parameters)
+    assert predict_state_bytes(_Own(parameters)) == 2 * storage_bytes(parameters)
     assert predict_state_bytes(None) == 0
 
 

@@ -556,7 +556,7 @@ def test_a_given_recompute_is_not_changed() -> None:
     assert _chosen(memory, 155, [False, False]) == (False, ["versions", "activations"])
     assert _chosen(memory, 84, [False, False]) == (False, ["versions", "activations"])
     with pytest.raises(
-        ValueError, match=r"needs 84\.00 MiB, 1\.00 MiB more, even with recompute and offloading"
+        ValueError, match=r"needs 84\.00 MiB, 1\.00 MiB more, with what recompute and offloading may save"
     ):
         choose_savings(memory, [False, False], 83 * _MIB)
 
@@ -569,7 +569,7 @@ def test_recompute_that_is_not_needed_after_all_is_left_out() -> None:
 def test_on_the_host_offloading_saves_nothing_and_is_never_chosen() -> None:
     memory = _plan_of("cpu", **_LARGE)
     assert _chosen(memory, 88) == (True, [])
-    with pytest.raises(ValueError, match="even with recompute and offloading where they help"):
+    with pytest.raises(ValueError, match="with what recompute and offloading may save"):
         choose_savings(memory, None, 87 * _MIB)
     for names in (Offload(versions=True), Offload(activations=True)):
         assert memory.with_offload(0, names).counted_bytes() >= memory.counted_bytes()
