@@ -1,7 +1,8 @@
 // pipedream._core: segments of the worker's planned memory for torch's caching allocator.
 //
 // torch.cuda.memory.CUDAPluggableAllocator finds the two C functions by name in this module's file; they are
-// called by torch on whatever thread allocates, without the GIL. One arena per process: a process is one worker.
+// called by torch on whatever thread allocates, without the GIL. One arena per process: a process is one
+// worker.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <sys/types.h>
@@ -30,7 +31,8 @@ PD_EXPORT void* pipedream_segment_allocate(ssize_t num_bytes, int /*device*/, vo
   return g_arena->allocate(static_cast<std::size_t>(num_bytes));
 }
 
-PD_EXPORT void pipedream_segment_free(void* segment, ssize_t /*num_bytes*/, int /*device*/, void* /*stream*/) {
+PD_EXPORT void pipedream_segment_free(void* segment, ssize_t /*num_bytes*/, int /*device*/,
+                                      void* /*stream*/) {
   if (segment != nullptr && g_arena != nullptr) g_arena->free(static_cast<std::byte*>(segment));
 }
 

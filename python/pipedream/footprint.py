@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -220,8 +220,6 @@ def dry_run(
         for stage in stages:
             is_last = stage is stages[-1]
             rehearsal = _Rehearsal(stage, value, targets if is_last else None, loss_fn, autocast, repeats)
-            if for_offload:
-                rehearsal.find_offloadable()
             if is_last:
                 with contextlib.suppress(Exception):
                     rehearsal.forward()
@@ -231,7 +229,9 @@ def dry_run(
                 boundary = Boundary.of(rehearsal.output, name=f"the output of stage {stage.stage_index}")
                 boundaries.append(boundary)
                 value = _detached(boundary, rehearsal.output)
-            footprints.append(rehearsal.footprint(with_backward=loss_fn is not None))
+            footprint = rehearsal.footprint(with_backward=loss_fn is not None)
+            offloadable_bytes = rehearsal.offloadable_bytes() if for_offload else 0
+            footprints.append(replace(footprint, offloadable_bytes=offloadable_bytes))
             del rehearsal
     return DryRun(boundaries, footprints)
 
@@ -274,7 +274,6 @@ class _Rehearsal:
         self.output: Any = None
         self._roots: list[Tensor] = []
         self._output_bytes = 0
-        self._offloadable_bytes = 0
 
     def forward(self) -> None:
         value = map_tensors(boundary_input, self._leaves)
@@ -320,10 +319,9 @@ class _Rehearsal:
             gradient_bytes=storage_bytes(self._parameters),
             is_measured=measured,
             output_bytes=self._output_bytes,
-            offloadable_bytes=self._offloadable_bytes,
         )
 
-    def find_offloadable(self) -> None:
+    def offloadable_bytes(self) -> int:
         """By a forward of its own: some layers do not run under the hooks, and are not offloaded then."""
         value = map_tensors(
             lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), self._leaves
@@ -333,7 +331,8 @@ class _Rehearsal:
         kept += [buffer for _, buffer in self._stage.stage_buffers()]
         with contextlib.suppress(Exception), measure_offloadable(kept) as num_bytes:
             self._run(given)
-            self._offloadable_bytes = num_bytes()
+            return num_bytes()
+        return 0
 
     def _backward(self) -> None:
         roots = [root for root in self._roots if root.requires_grad]
