@@ -14,6 +14,7 @@ from farm import Farm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CASES
+from oracle import assert_equals_reference
 from pipedream import RunResult, reference
 from training import (
     OPTIMIZERS,
@@ -21,26 +22,11 @@ from training import (
     Training,
     assert_close_losses,
     assert_close_state,
-    expected_versions,
-    tolerance,
     train_by_reference,
     train_in_pipeline,
     train_plainly,
     weight_decay_by_name,
 )
-
-
-def _assert_equals_reference(farm: Farm, training: Training, **options: Any) -> RunResult:
-    """Runs it at as many ranks as it has stages; returns the result."""
-    result, state = farm.results(train_in_pipeline, training, num_ranks=training.num_stages, **options)[0]
-    expected, expected_state = train_by_reference(training)
-    relative = tolerance(training.dtype)
-    assert_close_losses(result.losses, expected.losses, relative)
-    assert_close_state(state, expected_state, relative)
-    assert result.versions == expected_versions(training.plan, len(expected.losses))
-    assert result.versions == expected.versions
-    assert isinstance(result, RunResult)
-    return result
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
@@ -49,7 +35,7 @@ def _assert_equals_reference(farm: Farm, training: Training, **options: Any) -> 
 def test_losses_weights_buffers_and_versions_equal_the_references(
     farm: Farm, case_name: str, dtype: torch.dtype, num_stages: int
 ) -> None:
-    _assert_equals_reference(farm, Training(case_name, num_stages, dtype))
+    assert_equals_reference(farm, Training(case_name, num_stages, dtype))
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
@@ -70,7 +56,7 @@ def test_several_stages_do_not_train_as_a_plain_loop_does(
 @pytest.mark.parametrize("name", ["adam", "adamw", "adagrad", "by name"])
 def test_any_torch_optimizer_gives_the_references_result(farm: Farm, name: str, num_stages: int) -> None:
     optimizer = {**OPTIMIZERS, "by name": weight_decay_by_name}[name]
-    _assert_equals_reference(farm, Training("cnn", num_stages, optimizer=optimizer))
+    assert_equals_reference(farm, Training("cnn", num_stages, optimizer=optimizer))
 
 
 _SGD_ARGUMENTS: list[dict[str, Any]] = [
@@ -88,7 +74,7 @@ def test_native_sgd_gives_the_result_of_torchs(
 ) -> None:
     training = Training("cnn", 3, dtype, optimizer=functools.partial(torch.optim.SGD, **arguments))
     native = functools.partial(pipedream.optim.SGD, **arguments)
-    _assert_equals_reference(farm, training, optimizer=native)
+    assert_equals_reference(farm, training, native=native)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
@@ -99,7 +85,7 @@ def test_a_shuffling_loader_over_several_epochs_with_a_short_batch_gives_the_ref
     training = Training(case_name, num_stages, epochs=3, num_minibatches=4, shuffled=True)
     # The short batch may come first after a shuffle, and later ones may not be larger: all of one size.
     training = replace(training, short_last=False)
-    result = _assert_equals_reference(farm, training)
+    result, _ = assert_equals_reference(farm, training)
     epochs = [result.losses[first : first + 4] for first in (0, 4, 8)]
     assert result.epoch_losses == pytest.approx([sum(losses) / 4 for losses in epochs])
     assert sorted(epochs[0]) != sorted(epochs[1])  # it went on training
@@ -109,7 +95,7 @@ def test_the_pipeline_does_not_drain_between_epochs_and_short_batches_count_by_t
     farm: Farm,
 ) -> None:
     training = Training("cnn", 3, epochs=3, num_minibatches=3, short_last=True)
-    result = _assert_equals_reference(farm, training)
+    result, _ = assert_equals_reference(farm, training)
     # Minibatch 3 is the first of epoch 1: drained, stage 0 would read version 3.
     assert result.versions[0][3] == (1, 1)
     first, second, third = result.losses[:3]
@@ -292,4 +278,4 @@ def _trainings(draw: st.DrawFn) -> Training:
 def test_any_depth_length_and_number_in_flight_equals_the_reference(farm: Farm, training: Training) -> None:
     if training.num_minibatches == 1 and training.epochs == 2:
         training = replace(training, short_last=False)
-    _assert_equals_reference(farm, training)
+    assert_equals_reference(farm, training)

@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 import torch
+from oracle import assert_memory_as_predicted
 from pipedream import reference
 from training import (
     Training,
@@ -57,6 +58,19 @@ def test_a_generator_of_unknown_length_is_iterated_by_the_caller_and_forwarded()
     assert_close_losses(result.losses, expected.losses, 1e-9)
     assert_close_state(state, expected_state, 1e-9)
     assert result.versions == expected.versions
+
+
+def test_a_generator_is_cut_into_microbatches_for_workers_of_several_stages() -> None:
+    # The first worker has stages 0 and 2, the second 1 and 3; 6 samples in 4 microbatches leave one empty.
+    training = Training("cnn", 4, num_minibatches=5, short_last=False, schedule="interleaved", microbatches=4)
+    result, state = train_in_pipeline(training, data=iter(training.data()), recompute=[1])
+    expected, expected_state = train_by_reference(training)
+    assert_close_losses(result.losses, expected.losses, 1e-9)
+    assert_close_state(state, expected_state, 1e-9)
+    assert result.versions == expected.versions
+    assert result.recompute == [False, True, False, False]
+    assert len(set(result.worker_pids)) == 2
+    assert_memory_as_predicted(result)
 
 
 class Reusing:

@@ -45,7 +45,12 @@ _OPTIMIZERS = {
 
 def _train(num_stages: int, num_workers: int, **options: Any) -> RunResult:
     plan = Plan.straight(16, num_stages, num_workers=num_workers)
-    defaults = {"optimizer": _OPTIMIZERS["sgd"], "data": _data(9), "loss_fn": F.mse_loss, "seed": 1}
+    defaults: dict[str, Any] = {
+        "optimizer": _OPTIMIZERS["sgd"],
+        "data": _data(9),
+        "loss_fn": F.mse_loss,
+        "seed": 1,
+    }
     return pipedream.run(_model(), plan, progress=False, **(defaults | options))
 
 

@@ -79,7 +79,7 @@ def _read_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
 
 def _use_activations_after_their_release(patch: pytest.MonkeyPatch) -> None:
     """What a neighbour sent is read where it lay, after its slot was given back."""
-    from_dlpack = stage_runner.from_dlpack
+    from_dlpack = stage_runner.from_dlpack  # type: ignore[attr-defined]
 
     def wrong(capsule: Any) -> Tensor:
         tensor = from_dlpack(capsule)

@@ -56,7 +56,11 @@ def _microbatch_counts(schedule: str, num_stages: int) -> tuple[int, ...]:
 def _training(case_name: str, num_stages: int, schedule: str, microbatches: int, **options: Any) -> Training:
     # The last minibatch has half the samples, where these are enough.
     short_last = microbatches <= BATCH // 2
-    given = {"short_last": short_last, "schedule": schedule, "microbatches": microbatches} | options
+    given: dict[str, Any] = {
+        "short_last": short_last,
+        "schedule": schedule,
+        "microbatches": microbatches,
+    } | options
     return Training(case_name, num_stages, **given)
 
 
@@ -333,7 +337,7 @@ class _SpoiltLayer(nn.Module):
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         # Also a number, so that what the loss is tells which updates were made.
-        output: torch.Tensor = _Spoil.apply(value, self.weight, self)
+        output: torch.Tensor = _Spoil.apply(value, self.weight, self)  # type: ignore[no-untyped-call]
         return output * (1 - 1e-6 * self.weight.detach())
 
 

@@ -56,7 +56,8 @@ def test_both_ends_mark_the_same_minibatch_alike_and_another_otherwise() -> None
 
 def test_what_the_caller_marked_is_not_marked_again() -> None:
     class Received:
-        num_minibatches, draws, may_reuse_memory = 1, False, False
+        num_minibatches: int | None = 1
+        draws = may_reuse_memory = False
 
         def next(self) -> Minibatch:
             return Minibatch(None, torch.zeros(4), 3, received_mark=(1 << 63) | 77)

@@ -48,7 +48,7 @@ class _KnownLayer(nn.Module):
         self._bytes = (kept, forward, backward)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = _Known.apply(value + self.weight, *self._bytes)
+        output: torch.Tensor = _Known.apply(value + self.weight, *self._bytes)  # type: ignore[no-untyped-call]
         return output
 
 
@@ -58,7 +58,7 @@ def _mean(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def _dry_run(*layers: nn.Module, num_stages: int, **options: Any) -> DryRun:
     stages = split(nn.Sequential(*layers), Plan.straight(len(layers), num_stages))
-    given = {"targets": torch.zeros(4), "loss_fn": _mean} | options
+    given: dict[str, Any] = {"targets": torch.zeros(4), "loss_fn": _mean} | options
     return dry_run(stages, torch.zeros(4), **given)
 
 

@@ -50,7 +50,7 @@ def _memory(
     """A rank of four stages. given: of MemoryPlan."""
     plan = Plan.straight(4, 4, num_workers=num_workers)
     options = _core.ScheduleOptions(schedule, plan.in_flight, microbatches, plan.worker_of_stage)
-    fields = {
+    fields: dict[str, Any] = {
         "footprints": {stage: _footprint() for stage in range(4)},
         "channels": [],
         "weight_bytes": dict.fromkeys(range(4), 3 * _KIB),
@@ -222,7 +222,8 @@ def _parameters() -> list[nn.Parameter]:
 
 
 def _in_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([{"params": parameters[:2], "momentum": 0.9}, {"params": parameters[2:]}], lr=0.1)
+    groups: list[dict[str, Any]] = [{"params": parameters[:2], "momentum": 0.9}, {"params": parameters[2:]}]
+    return torch.optim.SGD(groups, lr=0.1)
 
 
 _OPTIMIZERS = [

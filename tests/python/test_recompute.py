@@ -45,6 +45,11 @@ def test_generators_go_on_also_after_an_error() -> None:
 class _Counts(nn.Module):
     """Changes one buffer in place, replaces another, registers a third, and clears a fourth."""
 
+    in_place: torch.Tensor
+    replaced: torch.Tensor
+    cleared: torch.Tensor | None
+    missing: torch.Tensor | None
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("in_place", torch.zeros(2))

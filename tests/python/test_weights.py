@@ -143,7 +143,7 @@ def test_leaves_keep_strides_and_marks_of_the_parameters() -> None:
 def test_tied_parameters_have_slots_of_their_own_in_the_order_of_the_ties() -> None:
     first, second = nn.Linear(2, 2), nn.Linear(2, 3)
     stage = _stage(first, second)
-    tied = [second.bias, first.weight]
+    tied: list[Any] = [second.bias, first.weight]
     own_named, tied_named = split_tied(stage, tied)
     assert [name for name, _ in own_named] == ["0.bias", "1.weight"]
     assert [name for name, _ in tied_named] == ["1.bias", "0.weight"]
@@ -254,7 +254,7 @@ def test_a_stage_without_parameters_has_no_optimizer_and_its_steps_do_nothing() 
 
 def test_the_factory_gets_names_if_it_asks_for_them_and_parameters_that_keep_their_marks() -> None:
     layer = nn.Linear(2, 2)
-    layer.weight.no_weight_decay = True
+    layer.weight.no_weight_decay = True  # type: ignore[attr-defined]
     seen: list[Any] = []
 
     def factory(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
