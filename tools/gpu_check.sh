@@ -58,8 +58,7 @@ PIPEDREAM_DEVICE=host step pytest-host python3 -m pytest tests -q
 # What is off unless asked for: torch's tensors in the planned memory, and offloading to the host.
 PIPEDREAM_DEVICE=cuda PIPEDREAM_TORCH_POOL=1 step pytest-torch-pool \
   python3 -m pytest tests/equivalence/test_schedules.py -q
-PIPEDREAM_DEVICE=cuda PIPEDREAM_OFFLOAD=activations,versions step pytest-offload \
-  python3 -m pytest tests/equivalence/test_schedules.py -q
+PIPEDREAM_DEVICE=cuda step pytest-offload python3 -m pytest tests/equivalence/test_offloaded_runs.py -q
 for example in digits char_lm; do
   step "$example" python3 "examples/$example.py" --workers 2 --output-dir "$results/$example"
 done

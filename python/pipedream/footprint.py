@@ -27,6 +27,10 @@ from .splitter import StageModule
 __all__ = ["DryRun", "Footprint", "MemoryMeter", "WorkMeter", "dry_run", "make_meter", "storage_bytes"]
 
 
+# The loss, its share or scale, and what its backward starts with: how long each lives differs by a few bytes.
+_SCALARS_BYTES = 64
+
+
 @dataclass(frozen=True)
 class Footprint:
     """Bytes of torch's own memory that one stage needs, the minibatch being cut as the run will."""
@@ -315,7 +319,7 @@ class _Rehearsal:
         return Footprint(
             input_bytes=storage_bytes([*tensors_of(self._leaves), *tensors_of(self._targets)]),
             stash_bytes=stash,
-            transient_bytes=self._meter.transient_peak_bytes,
+            transient_bytes=self._meter.transient_peak_bytes + (_SCALARS_BYTES if self._is_last else 0),
             gradient_bytes=storage_bytes(self._parameters),
             is_measured=measured,
             output_bytes=self._output_bytes,
@@ -342,8 +346,8 @@ class _Rehearsal:
         self.output = None
         region = self._meter.backward() if self._metered else contextlib.nullcontext()
         with region:
-            if self._is_last and self._repeats:
-                roots = [root * 0.5 for root in roots]  # as a microbatch's share of the minibatch
+            if self._is_last and (self._repeats or self._autocast is torch.float16):
+                roots = [root * 0.5 for root in roots]  # a share of the minibatch, or a scale
             if roots:
                 torch.autograd.backward(roots, seeds)
             del roots, seeds

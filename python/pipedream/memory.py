@@ -160,8 +160,9 @@ class MemoryPlan:
                 # Here are those of the next backward, and those that come or go.
                 kept = max(footprint.stash_bytes - footprint.offloadable_bytes, 0)
                 stash += 2 * footprint.offloadable_bytes
-            if kept != footprint.stash_bytes and stage + 1 < self.plan.num_stages:
-                # Outputs that wait for their neighbour; elsewhere the stash has them.
+            saves = self._recomputes(stage) or self.offloads_activations(stage)
+            if saves and stage + 1 < self.plan.num_stages:
+                # Outputs that wait for their neighbour; otherwise the stash has them.
                 stash += (activations_queued[stage] + _NUM_RELEASED_LATE) * footprint.output_bytes
             stash += in_flight * kept
             # Beside them: the microbatches' own inputs, or gradients that wait for the neighbour's slots.
