@@ -99,6 +99,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             bytes_sent=1000,
             transports=("zmq",),
             worker_pids=[1, 2],
+            memory=[{"model as given": {"predicted": 8, "peak": 8}}],
+            recompute=[False],
+            describe_memory=lambda: "worker  term  predicted  peak",
         )
 
     for name, function in (("profiler", profile), ("runner", run)):
@@ -213,6 +216,8 @@ def test_run_gives_the_runner_the_job_the_plan_and_the_options(call: Caller, cal
     outcome = call(
         *("run", "cli_target.py:make", "--plan", "plan.json", "--epochs", "3", "--seed", "5"),
         *("--transport", "zmq", "--trace", "trace.json"),
+        *("--schedule", "flush", "--microbatches", "4", "--recompute", "--memory", "1GiB"),
+        *("--autocast", "bfloat16", "--max-grad-norm", "0.5"),
     )
     assert outcome.status == 0
     model, plan, options = calls["run"]
@@ -222,7 +227,12 @@ def test_run_gives_the_runner_the_job_the_plan_and_the_options(call: Caller, cal
         "loss_fn": len,
         "optimizer": list,
         "epochs": 3,
-        "schedule": "pipedream",
+        "schedule": "flush",
+        "microbatches": 4,
+        "recompute": True,
+        "memory": "1GiB",
+        "autocast": "bfloat16",
+        "max_grad_norm": 0.5,
         "transport": "zmq",
         "seed": 5,
         "progress": True,
@@ -230,6 +240,7 @@ def test_run_gives_the_runner_the_job_the_plan_and_the_options(call: Caller, cal
     }
     assert "profile" not in calls
     assert "trained on 2 minibatches, 100.0 samples/s" in outcome.stdout
+    assert "worker  term  predicted  peak" in outcome.stdout
     assert "measured 11.000 ms, predicted 10.000 ms" in outcome.stdout
 
 
@@ -238,6 +249,8 @@ def test_run_json_has_the_plan_and_the_result_with_null_for_nan(call: Caller, ca
     assert fields["plan"] == Plan.straight(2, 2).to_dict()
     assert fields["losses"] == [0.5, None]
     assert fields["transports"] == ["zmq"]
+    assert fields["memory"] == [{"model as given": {"predicted": 8, "peak": 8}}]
+    assert fields["recompute"] == [False]
     assert calls["run"][2]["progress"] is False
 
 
