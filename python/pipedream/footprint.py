@@ -27,7 +27,7 @@ from .splitter import StageModule
 __all__ = ["DryRun", "Footprint", "MemoryMeter", "WorkMeter", "dry_run", "make_meter", "storage_bytes"]
 
 
-# The loss, its share or scale, and what its backward starts with: how long each lives differs by a few bytes.
+# Scalars, as the loss, its scale and what its backward starts with: how long each lives differs.
 _SCALARS_BYTES = 64
 
 
@@ -319,7 +319,7 @@ class _Rehearsal:
         return Footprint(
             input_bytes=storage_bytes([*tensors_of(self._leaves), *tensors_of(self._targets)]),
             stash_bytes=stash,
-            transient_bytes=self._meter.transient_peak_bytes + (_SCALARS_BYTES if self._is_last else 0),
+            transient_bytes=self._meter.transient_peak_bytes + _SCALARS_BYTES,
             gradient_bytes=storage_bytes(self._parameters),
             is_measured=measured,
             output_bytes=self._output_bytes,

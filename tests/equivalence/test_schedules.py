@@ -325,8 +325,9 @@ class _Spoil(torch.autograd.Function):
         layer = ctx.layer
         is_spoilt = layer.num_backwards in layer.at
         layer.num_backwards += 1
-        slope = gradients[0].sum().reshape(1)
-        return gradients[0], slope * float("inf") if is_spoilt else slope, None
+        # By the same operators either way: memory is predicted from a backward that is not spoilt.
+        slope = gradients[0].sum().reshape(1) * (float("inf") if is_spoilt else 1.0)
+        return gradients[0], slope, None
 
 
 class _SpoiltLayer(nn.Module):
