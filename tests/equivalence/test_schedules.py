@@ -83,7 +83,7 @@ def test_the_schedules_here_are_all_that_there_are() -> None:
     assert {*SCHEDULES, "data_parallel"} == set(_core.schedule_names())
 
 
-@pytest.mark.parametrize("training", _matrix(), ids=_name)
+@pytest.mark.parametrize("training", list(_matrix()), ids=_name)
 def test_losses_weights_buffers_and_versions_equal_the_references(farm: Farm, training: Training) -> None:
     assert_equals_reference(farm, training)
 
