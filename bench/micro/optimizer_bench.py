@@ -5,9 +5,13 @@
 Both sides run in one process, with the same number of threads, and all their tensors are in memory as the
 pool's (huge pages advised); each round runs torch, native and a copy of the same number of bytes, in an order
 that changes from round to round, so that a drift of the machine's speed meets all. The native side alternates
-between two weight slots, as a pipeline does. The target is a ratio (native / torch, of the minima) of 1.05 or
-less. The MB are what a step has to move, each operand once; GB/s is that over the minimum, beside the copy's,
-which counts what it reads and writes.
+between two weight slots, as a stage with several versions does; "in place" is the native step of a stage that
+keeps one. The target is a ratio (native / torch, of the minima) of 1.05 or less. The MB are what a step has
+to move, each operand once; GB/s is that over the minimum, beside the copy's, which counts what it reads and
+writes.
+
+Plain SGD out of place touches three arrays where in place it touches two, so memory alone makes it slower:
+README.md has the bare loop's figures.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], int, int]] = {
     "AdamW": (optim.AdamW, torch.optim.AdamW, {"lr": 1e-3}, 4, 3),
 }
 SIZES = {"1M": 1_000_000, "10M": 10_000_000, "100M": 100_000_000}
+HUGE_PAGE_BYTES = 2 << 20
 # Small steps are repeated until a timing is long beside the clock and a thread's waking.
 NUM_ELEMENTS_PER_TIMING = 20_000_000
 
@@ -52,58 +57,71 @@ def time_ms(step: Callable[[], object], num_repeats: int) -> float:
 
 def in_huge_pages(values: torch.Tensor) -> torch.Tensor:
     """A copy in memory of its own, as the pool's."""
-    memory = mmap.mmap(-1, values.numel() * values.element_size())
+    num_bytes = values.numel() * values.element_size()
+    # Private: shared memory, mmap's default, gets no huge pages.
+    memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=values.dtype).copy_(values)
+    room = torch.frombuffer(memory, dtype=torch.uint8)
+    offset = -room.data_ptr() % HUGE_PAGE_BYTES
+    return room[offset : offset + num_bytes].view(values.dtype).copy_(values)
 
 
-class InPlace:
-    """torch's fused step."""
+class Arrays:
+    """What a step reads and writes. All sides share it: where memory lies matters more than who steps."""
 
-    def __init__(self, make: Callable[..., torch.optim.Optimizer], gradient: torch.Tensor) -> None:
-        parameter = in_huge_pages(torch.randn_like(gradient)).requires_grad_()
-        parameter.grad = gradient
+    def __init__(self, num_elements: int, num_states: int) -> None:
+        self.gradient = in_huge_pages(torch.randn(num_elements) * 1e-3)
+        self.slots = [in_huge_pages(torch.randn(num_elements)) for _ in range(2)]
+        self.states = [in_huge_pages(torch.zeros(num_elements)) for _ in range(num_states)]
+
+
+class OfTorch:
+    """torch's fused step in place, in the first slot."""
+
+    def __init__(self, make: Callable[..., torch.optim.Optimizer], arrays: Arrays) -> None:
+        parameter = arrays.slots[0].detach().requires_grad_()
+        parameter.grad = arrays.gradient
         self._optimizer = make([parameter])
         self._optimizer.step()
+        places = iter(arrays.states)
         state = self._optimizer.state[parameter]
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                state[name] = in_huge_pages(value)
+                state[name] = next(places)
 
     def __call__(self) -> None:
         self._optimizer.step()
 
 
-class OutOfPlace:
-    """A native optimizer's step between two slots, to and fro."""
+class Native:
+    """A native optimizer's step over slots in turn: between two, to and fro, or in place in one."""
 
-    def __init__(self, make: Callable[..., optim.NativeOptimizer], gradient: torch.Tensor) -> None:
-        self._slots = [in_huge_pages(torch.randn_like(gradient)) for _ in range(2)]
-        self._gradient = gradient
-        self._optimizer = make([self._slots[0]])
-        num_state_tensors = self._optimizer.num_state_tensors
-        self._optimizer.place_state(
-            lambda _, parameter: [
-                in_huge_pages(torch.zeros_like(parameter)) for _ in range(num_state_tensors)
-            ]
-        )
+    def __init__(
+        self, make: Callable[..., optim.NativeOptimizer], arrays: Arrays, slots: list[torch.Tensor]
+    ) -> None:
+        self._slots = slots
+        self._gradient = arrays.gradient
+        self._optimizer = make([slots[0].detach()])
+        self._optimizer.place_state(lambda *_: arrays.states)
 
     def __call__(self) -> None:
-        read, write = self._slots
+        read, write = self._slots[0], self._slots[-1]
         self._optimizer.step_out_of_place([read], [write], [self._gradient])
         self._slots.reverse()
 
 
 def make_sides(case: str, num_elements: int) -> tuple[dict[str, Callable[[], object]], int]:
-    """The three sides, and the bytes that a step moves."""
+    """The sides, and the bytes that a step moves."""
     native, of_torch, arguments, num_read, num_written = CASES[case]
-    gradient = in_huge_pages(torch.randn(num_elements) * 1e-3)
+    arrays = Arrays(num_elements, num_states=num_written - 1)
     num_bytes = (num_read + num_written) * 4 * num_elements
     copied = in_huge_pages(torch.randn(num_bytes // 8))
+    make_native = functools.partial(native, **arguments)
     sides: dict[str, Callable[[], object]] = {
-        "torch": InPlace(functools.partial(of_torch, **arguments, fused=True), gradient),
-        "native": OutOfPlace(functools.partial(native, **arguments), gradient),
+        "torch": OfTorch(functools.partial(of_torch, **arguments, fused=True), arrays),
+        "native": Native(make_native, arrays, list(arrays.slots)),
+        "in place": Native(make_native, arrays, arrays.slots[:1]),
         "copy": functools.partial(in_huge_pages(torch.zeros_like(copied)).copy_, copied),
     }
     return sides, num_bytes
@@ -134,7 +152,7 @@ def measure(case: str, size: str, rounds: int) -> dict[str, Any]:
 def show(row: dict[str, Any]) -> None:
     sides = "  ".join(
         f"{name} {row[name]['min_ms']:.3f} / {row[name]['median_ms']:.3f} ms {row[name]['gb_per_s']:.1f} GB/s"
-        for name in ("native", "torch", "copy")
+        for name in ("native", "in place", "torch", "copy")
     )
     ratio = row["ratio"]
     print(
