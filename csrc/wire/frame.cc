@@ -7,6 +7,7 @@
 #include <limits>
 #include <optional>
 #include <type_traits>
+#include <utility>
 
 namespace pipedream {
 namespace {
@@ -36,7 +37,11 @@ struct WireHeader {
   std::uint8_t num_dims;
   std::uint8_t flags;
   std::uint32_t payload_checksum;
-  std::uint8_t reserved[32];      // zero
+  std::uint16_t slot;
+  std::uint8_t codec;
+  std::uint8_t reserved_byte;  // zero
+  std::uint64_t placed_bytes;
+  std::uint8_t reserved[20];      // zero
   std::uint32_t header_checksum;  // CRC-32C of all bytes before it
 };
 
@@ -63,7 +68,11 @@ static_assert(offsetof(WireHeader, dtype) == 149);
 static_assert(offsetof(WireHeader, num_dims) == 150);
 static_assert(offsetof(WireHeader, flags) == 151);
 static_assert(offsetof(WireHeader, payload_checksum) == 152);
-static_assert(offsetof(WireHeader, reserved) == 156);
+static_assert(offsetof(WireHeader, slot) == 156);
+static_assert(offsetof(WireHeader, codec) == 158);
+static_assert(offsetof(WireHeader, reserved_byte) == 159);
+static_assert(offsetof(WireHeader, placed_bytes) == 160);
+static_assert(offsetof(WireHeader, reserved) == 168);
 static_assert(offsetof(WireHeader, header_checksum) == 188);
 
 constexpr std::uint8_t kFlagPayloadChecksum = 1;
@@ -74,7 +83,7 @@ std::uint32_t checksum_of(std::span<const std::byte> bytes) {
 
 bool is_known_kind(std::uint8_t code) {
   return code >= static_cast<std::uint8_t>(FrameKind::kHello) &&
-         code <= static_cast<std::uint8_t>(FrameKind::kBye);
+         code <= static_cast<std::uint8_t>(FrameKind::kBeat);
 }
 
 bool all_zero(std::span<const std::uint8_t> bytes) {
@@ -128,7 +137,12 @@ std::optional<Failure> tensor_violation(const FrameHeader& header) {
   }
   const std::optional<std::uint64_t> num_bytes = shape_bytes(header);
   if (!num_bytes) return corrupt("shape has more bytes than 64 bits can count");
-  if (header.tensor_bytes != *num_bytes) {
+  if (codec_for({header.codec}, header.dtype).kind != header.codec) {
+    return corrupt_field("codec", static_cast<std::uint8_t>(header.codec),
+                         "does not apply to " + std::string(dtype_name(header.dtype)));
+  }
+  // How many bytes an encoded tensor has, the channel knows: they depend on the codec's share.
+  if (header.codec == CodecKind::kNone && header.tensor_bytes != *num_bytes) {
     return corrupt_field("tensor_bytes", header.tensor_bytes,
                          "shape and dtype make " + std::to_string(*num_bytes));
   }
@@ -136,8 +150,15 @@ std::optional<Failure> tensor_violation(const FrameHeader& header) {
     return corrupt_field("chunk_offset", header.chunk_offset,
                          "beyond tensor_bytes " + std::to_string(header.tensor_bytes));
   }
-  if (header.payload_bytes > header.tensor_bytes - header.chunk_offset) {
-    return corrupt_field("payload_bytes", header.payload_bytes,
+  if (header.payload_bytes != 0 && header.placed_bytes != 0) {
+    return corrupt_field("placed_bytes", header.placed_bytes,
+                         "must be 0 beside payload_bytes " + std::to_string(header.payload_bytes));
+  }
+  const auto [field, num_chunk_bytes] = header.placed_bytes != 0
+                                            ? std::pair("placed_bytes", header.placed_bytes)
+                                            : std::pair("payload_bytes", header.payload_bytes);
+  if (num_chunk_bytes > header.tensor_bytes - header.chunk_offset) {
+    return corrupt_field(field, num_chunk_bytes,
                          "from chunk_offset " + std::to_string(header.chunk_offset) +
                              " beyond tensor_bytes " + std::to_string(header.tensor_bytes));
   }
@@ -155,6 +176,9 @@ std::optional<Failure> tensorless_violation(const FrameHeader& header) {
   if (header.num_dims != 0) return not_zero("num_dims", header.num_dims);
   if (header.tensor_bytes != 0) return not_zero("tensor_bytes", header.tensor_bytes);
   if (header.chunk_offset != 0) return not_zero("chunk_offset", header.chunk_offset);
+  if (header.placed_bytes != 0) return not_zero("placed_bytes", header.placed_bytes);
+  if (header.codec != CodecKind::kNone) return not_zero("codec", static_cast<std::uint8_t>(header.codec));
+  if (header.slot != 0 && header.kind != FrameKind::kCredit) return not_zero("slot", header.slot);
   if (header.payload_bytes != 0 && header.kind != FrameKind::kAbort) {
     return not_zero("payload_bytes", header.payload_bytes);
   }
@@ -176,7 +200,8 @@ std::optional<Failure> envelope_violation(const WireHeader& wire, std::span<cons
   if (!is_known_kind(wire.kind)) return corrupt_field("kind", wire.kind, "unknown");
   if (!is_known_dtype(wire.dtype)) return corrupt_field("dtype", wire.dtype, "unknown");
   if ((wire.flags & ~kFlagPayloadChecksum) != 0) return corrupt_field("flags", wire.flags, "unknown bits");
-  if (!all_zero(wire.reserved)) return corrupt("reserved bytes are not 0");
+  if (!is_known_codec(wire.codec)) return corrupt_field("codec", wire.codec, "unknown");
+  if (wire.reserved_byte != 0 || !all_zero(wire.reserved)) return corrupt("reserved bytes are not 0");
   return std::nullopt;
 }
 
@@ -196,6 +221,8 @@ std::string_view frame_kind_name(FrameKind kind) {
       return "ABORT";
     case FrameKind::kBye:
       return "BYE";
+    case FrameKind::kBeat:
+      return "BEAT";
   }
   PD_CHECK(false, "frame kind " << static_cast<int>(kind));
 }
@@ -223,6 +250,9 @@ void encode(const FrameHeader& header, std::span<std::byte, kFrameHeaderBytes> b
   wire.num_dims = header.num_dims;
   wire.flags = header.has_payload_checksum ? kFlagPayloadChecksum : std::uint8_t{0};
   wire.payload_checksum = header.payload_checksum;
+  wire.slot = header.slot;
+  wire.codec = static_cast<std::uint8_t>(header.codec);
+  wire.placed_bytes = header.placed_bytes;
   std::memcpy(bytes.data(), &wire, sizeof(wire));
   wire.header_checksum = checksum_of(bytes);
   std::memcpy(bytes.data(), &wire, sizeof(wire));
@@ -270,6 +300,9 @@ Result<FrameHeader> decode(std::span<const std::byte> bytes) {
   header.tag = wire.tag;
   header.has_payload_checksum = (wire.flags & kFlagPayloadChecksum) != 0;
   header.payload_checksum = wire.payload_checksum;
+  header.slot = wire.slot;
+  header.codec = static_cast<CodecKind>(wire.codec);
+  header.placed_bytes = wire.placed_bytes;
   if (auto violation = find_violation(header)) return *violation;
   return header;
 }

@@ -16,11 +16,12 @@
 #include "base/dtype.h"
 #include "base/failure.h"
 #include "base/ids.h"
+#include "wire/codec.h"
 
 namespace pipedream {
 
 inline constexpr std::uint32_t kFrameMagic = 0x4D445250;  // "PRDM" in memory
-inline constexpr std::uint16_t kFrameFormatVersion = 1;
+inline constexpr std::uint16_t kFrameFormatVersion = 2;
 inline constexpr std::size_t kNumDimsMax = 8;
 inline constexpr std::size_t kFrameHeaderBytes = 192;
 inline constexpr std::size_t kChunkBytesMax = std::size_t{64} << 20;
@@ -28,10 +29,11 @@ inline constexpr std::size_t kChunkBytesMax = std::size_t{64} << 20;
 enum class FrameKind : std::uint8_t {
   kHello = 1,   // first frame in both directions; tag = plan hash
   kTensor = 2,  // a chunk of a tensor; tag = fingerprint of the minibatch's data
-  kCredit = 3,  // receiver to sender: tag = how many more items may be sent
+  kCredit = 3,  // receiver to sender: one more item may be sent, into this slot
   kEnd = 4,     // no more items; minibatch = how many there were
   kAbort = 5,   // the sender stops; payload = why, UTF-8
   kBye = 6,     // farewell: closing the connection now is no failure
+  kBeat = 7,    // the sender's program is alive, not its process alone; tag = work items it has completed
 };
 
 [[nodiscard]] std::string_view frame_kind_name(FrameKind kind);
@@ -59,7 +61,13 @@ struct FrameHeader {
   std::uint64_t tensor_bytes = 0;
   std::uint64_t chunk_offset = 0;
   std::uint64_t payload_bytes = 0;
+  // Bytes of the chunk that the sender has written into the receiver's slot itself (same host, shared
+  // memory); the frame then has no payload.
+  std::uint64_t placed_bytes = 0;
   std::uint64_t tag = 0;
+  std::uint16_t slot = 0;  // of the receiver: granted by CREDIT, used by TENSOR
+  // TENSOR: how tensor_bytes are encoded; shape and dtype are as they were before.
+  CodecKind codec = CodecKind::kNone;
   // CRC-32C of the payload, when has_payload_checksum.
   bool has_payload_checksum = false;
   std::uint32_t payload_checksum = 0;
@@ -70,9 +78,11 @@ struct FrameHeader {
 void encode(const FrameHeader& header, std::span<std::byte, kFrameHeaderBytes> bytes);
 
 // kCorruptFrame, saying which field, unless every rule holds: exact length, magic, format version,
-// checksum, known kind and dtype, num_dims <= 8, no negative dimension, shape x dtype == tensor_bytes
-// without overflow, chunk_offset + payload_bytes <= tensor_bytes for a tensor, tensor_index < num_tensors.
-// Frames of other kinds than TENSOR leave the tensor's fields zero and, but for ABORT, have no payload.
+// checksum, known kind, dtype and codec, a codec only where it applies to the dtype, num_dims <= 8, no
+// negative dimension, shape x dtype without overflow and, unless encoded, == tensor_bytes,
+// chunk_offset + payload_bytes + placed_bytes <= tensor_bytes for a tensor, one of these two zero,
+// tensor_index < num_tensors. Frames of other kinds than TENSOR leave the tensor's fields zero (CREDIT has a
+// slot) and, but for ABORT, have no payload.
 [[nodiscard]] Result<FrameHeader> decode(std::span<const std::byte> bytes);
 
 // The rules of decode() that concern the fields alone. A link asks before it sends: a header that the

@@ -9,6 +9,7 @@
 #include <limits>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace pipedream {
@@ -17,6 +18,12 @@ namespace {
 using HeaderBytes = std::array<std::byte, kFrameHeaderBytes>;
 
 constexpr std::size_t kChecksumAt = 188;
+constexpr std::size_t kSlotAt = 156;
+constexpr std::size_t kCodecAt = 158;
+constexpr std::size_t kPlacedBytesAt = 160;
+
+constexpr FrameKind kTensorlessKinds[] = {FrameKind::kHello, FrameKind::kCredit, FrameKind::kEnd,
+                                          FrameKind::kAbort, FrameKind::kBye,    FrameKind::kBeat};
 
 FrameHeader tensor_header() {
   FrameHeader header;
@@ -34,8 +41,24 @@ FrameHeader tensor_header() {
   header.chunk_offset = 4096;
   header.payload_bytes = 8192;
   header.tag = 0xDEADBEEFCAFEF00D;
+  header.slot = 0x0102;
   header.has_payload_checksum = true;
   header.payload_checksum = 0x12345678;
+  return header;
+}
+
+// Its bytes are in the receiver's slot already.
+FrameHeader placed_header() {
+  FrameHeader header = tensor_header();
+  std::swap(header.placed_bytes, header.payload_bytes);
+  return header;
+}
+
+// A fifth of its bytes, as topk makes of it.
+FrameHeader encoded_header() {
+  FrameHeader header = tensor_header();
+  header.codec = CodecKind::kTopK;
+  header.tensor_bytes /= 5;
   return header;
 }
 
@@ -73,18 +96,60 @@ void expect_refused(std::span<const std::byte> bytes, const std::string& field) 
 std::span<const std::byte> bytes_of(const std::string& text) { return std::as_bytes(std::span(text)); }
 
 TEST(Frame, EveryKindSurvivesTheRoundTrip) {
-  std::vector<FrameHeader> headers = {tensor_header()};
-  for (const FrameKind kind :
-       {FrameKind::kHello, FrameKind::kCredit, FrameKind::kEnd, FrameKind::kAbort, FrameKind::kBye}) {
-    headers.push_back(header_of_kind(kind));
+  std::vector<FrameHeader> headers = {tensor_header(), placed_header(), encoded_header()};
+  for (const FrameKind kind : kTensorlessKinds) {
+    FrameHeader header = header_of_kind(kind);
+    if (kind == FrameKind::kAbort) header.payload_bytes = 57;  // says why
+    if (kind == FrameKind::kCredit) header.slot = std::numeric_limits<std::uint16_t>::max();
+    if (kind == FrameKind::kEnd) header.minibatch = MinibatchId(std::numeric_limits<std::int64_t>::max());
+    headers.push_back(header);
   }
-  headers.back().minibatch = MinibatchId(std::numeric_limits<std::int64_t>::max());
-  headers[4].payload_bytes = 57;  // ABORT says why
   for (const FrameHeader& header : headers) {
     const Result<FrameHeader> result = decode(encoded(header));
     ASSERT_TRUE(result.ok()) << frame_kind_name(header.kind) << ": " << result.failure().message;
     EXPECT_EQ(result.value(), header) << frame_kind_name(header.kind);
   }
+}
+
+TEST(Frame, EveryCodecSurvivesTheRoundTripWhereItApplies) {
+  for (const DType dtype : {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kInt64}) {
+    for (std::uint8_t code = 1; is_known_codec(code); ++code) {
+      FrameHeader header = encoded_header();
+      header.codec = static_cast<CodecKind>(code);
+      header.dtype = dtype;
+      const Result<FrameHeader> result = decode(encoded(header));
+      const bool applies = codec_for({header.codec}, dtype).kind == header.codec;
+      ASSERT_EQ(result.ok(), applies) << int{code} << " of " << dtype_name(dtype);
+      if (applies) {
+        EXPECT_EQ(result.value(), header);
+      } else {
+        expect_refused(encoded(header), "codec");
+      }
+    }
+  }
+}
+
+TEST(Frame, AnEncodedTensorMayHaveAnyNumberOfBytesButItsShapeIsStillChecked) {
+  FrameHeader header = encoded_header();
+  header.tensor_bytes = tensor_header().tensor_bytes + 1;
+  EXPECT_TRUE(decode(encoded(header)).ok());
+  header.shape = {std::int64_t{1} << 31, std::int64_t{1} << 31, 1 << 4, 1, 0, 0, 0, 0};
+  expect_refused(encoded(header), "shape");
+  header = encoded_header();
+  header.payload_bytes = header.tensor_bytes - header.chunk_offset + 1;
+  expect_refused(encoded(header), "payload_bytes");
+}
+
+TEST(Frame, WhatIsPlacedMayFillTheTensorAndHasNoChunkLimit) {
+  FrameHeader header = placed_header();
+  header.shape[0] = std::int64_t{1} << 20;
+  header.tensor_bytes = (std::uint64_t{1} << 20) * 3 * 10 * 10 * 4;
+  header.chunk_offset = 0;
+  header.placed_bytes = header.tensor_bytes;
+  EXPECT_GT(header.placed_bytes, kChunkBytesMax);
+  EXPECT_TRUE(decode(encoded(header)).ok());
+  header.placed_bytes += 1;
+  expect_refused(encoded(header), "placed_bytes");
 }
 
 TEST(Frame, ScalarsEmptyTensorsAndEightDimensionsSurviveTheRoundTrip) {
@@ -110,13 +175,19 @@ TEST(Frame, ScalarsEmptyTensorsAndEightDimensionsSurviveTheRoundTrip) {
 
 TEST(Frame, BytesOnTheWireNeverChange) {
   const HeaderBytes bytes = encoded(tensor_header());
-  EXPECT_EQ(std::memcmp(bytes.data(), "PRDM\x01\x00\xC0\x00", 8), 0);
+  EXPECT_EQ(std::memcmp(bytes.data(), "PRDM\x02\x00\xC0\x00", 8), 0);
   EXPECT_EQ(std::memcmp(bytes.data() + 8, "\x88\x77\x66\x55\x44\x33\x22\x11", 8), 0);
   EXPECT_EQ(bytes[16], std::byte{7});
   EXPECT_EQ(bytes[20], std::byte{42});
   EXPECT_EQ(bytes[148], std::byte{2});  // kind
   EXPECT_EQ(bytes[149], std::byte{8});  // dtype
   EXPECT_EQ(bytes[150], std::byte{4});  // num_dims
+  EXPECT_EQ(bytes[kSlotAt], std::byte{2});
+  EXPECT_EQ(bytes[kSlotAt + 1], std::byte{1});
+  EXPECT_EQ(bytes[kCodecAt], std::byte{0});
+  EXPECT_EQ(encoded(encoded_header())[kCodecAt], std::byte{4});
+  EXPECT_EQ(encoded(placed_header())[kPlacedBytesAt + 1], std::byte{8192 >> 8});
+  EXPECT_EQ(encoded(header_of_kind(FrameKind::kBeat))[148], std::byte{7});
 }
 
 TEST(Frame, EverySingleBitFlipIsRefused) {
@@ -149,6 +220,35 @@ TEST(Frame, RandomBytesAreRefused) {
   }
 }
 
+TEST(Frame, RandomFieldsAreReadOnlyWhereNoRuleIsBroken) {
+  // Small values everywhere, so that many get past the envelope, and some all the way.
+  std::mt19937_64 random(4);
+  int num_accepted = 0;
+  for (int round = 0; round < 50'000; ++round) {
+    FrameHeader header = header_of_kind(static_cast<FrameKind>(1 + random() % 7));
+    if (header.kind == FrameKind::kTensor) header.num_tensors = 1;
+    header.num_dims = static_cast<std::uint8_t>(random() % 3);
+    for (std::size_t dim = 0; dim < 2; ++dim) header.shape[dim] = static_cast<std::int64_t>(random() % 3);
+    header.dtype = random() % 2 == 0 ? DType::kUInt8 : DType::kFloat32;
+    header.tensor_bytes = random() % 3;
+    header.payload_bytes = random() % 2;
+    header.placed_bytes = random() % 2;
+    header.slot = static_cast<std::uint16_t>(random() % 2);
+    header.codec = static_cast<CodecKind>(random() % 6);
+    const Result<FrameHeader> result = decode(encoded(header));
+    const bool is_known = is_known_codec(static_cast<std::uint8_t>(header.codec));
+    ASSERT_EQ(result.ok(), is_known && !find_violation(header));
+    if (!result.ok()) continue;
+    ++num_accepted;
+    ASSERT_EQ(result.value(), header);
+    ASSERT_TRUE(header.kind == FrameKind::kTensor || header.codec == CodecKind::kNone);
+    ASSERT_TRUE(header.payload_bytes == 0 || header.placed_bytes == 0);
+    ASSERT_LE(header.payload_bytes + header.placed_bytes,
+              header.kind == FrameKind::kAbort ? 1U : header.tensor_bytes);
+  }
+  EXPECT_GT(num_accepted, 100);
+}
+
 struct Violation {
   std::string field;
   std::function<void(FrameHeader&)> break_rule;
@@ -170,6 +270,12 @@ TEST(Frame, EachBrokenRuleIsRefusedByItsField) {
       {"payload_bytes", [](FrameHeader& header) { header.payload_bytes = kChunkBytesMax + 1; }},
       {"payload_bytes", [](FrameHeader& header) { header.payload_bytes = ~std::uint64_t{0}; }},
       {"payload_checksum", [](FrameHeader& header) { header.has_payload_checksum = false; }},
+      {"placed_bytes", [](FrameHeader& header) { header.placed_bytes = 1; }},
+      {"codec",
+       [](FrameHeader& header) {
+         header.codec = CodecKind::kInt8;
+         header.dtype = DType::kInt32;
+       }},
   };
   for (const Violation& violation : violations) {
     FrameHeader header = tensor_header();
@@ -187,9 +293,10 @@ TEST(Frame, FramesWithoutATensorCarryNoneOfItsFields) {
       {"num_dims", [](FrameHeader& header) { header.num_dims = 1; }},
       {"tensor_bytes", [](FrameHeader& header) { header.tensor_bytes = 1; }},
       {"chunk_offset", [](FrameHeader& header) { header.chunk_offset = 1; }},
+      {"placed_bytes", [](FrameHeader& header) { header.placed_bytes = 1; }},
+      {"codec", [](FrameHeader& header) { header.codec = CodecKind::kBFloat16; }},
   };
-  for (const FrameKind kind :
-       {FrameKind::kHello, FrameKind::kCredit, FrameKind::kEnd, FrameKind::kAbort, FrameKind::kBye}) {
+  for (const FrameKind kind : kTensorlessKinds) {
     for (const Violation& violation : violations) {
       FrameHeader header = header_of_kind(kind);
       violation.break_rule(header);
@@ -198,19 +305,27 @@ TEST(Frame, FramesWithoutATensorCarryNoneOfItsFields) {
     FrameHeader with_payload = header_of_kind(kind);
     with_payload.payload_bytes = 1;
     EXPECT_EQ(decode(encoded(with_payload)).ok(), kind == FrameKind::kAbort) << frame_kind_name(kind);
+    FrameHeader with_slot = header_of_kind(kind);
+    with_slot.slot = 1;
+    EXPECT_EQ(decode(encoded(with_slot)).ok(), kind == FrameKind::kCredit) << frame_kind_name(kind);
   }
 }
 
 TEST(Frame, EnvelopeIsCheckedBeforeAnyField) {
   const HeaderBytes good = encoded(tensor_header());
   expect_refused(forged(good, 0, std::uint32_t{0x4D445251}), "magic");
-  expect_refused(forged(good, 4, std::uint16_t{2}), "format_version");
+  expect_refused(forged(good, 4, std::uint16_t{1}), "format_version");
+  expect_refused(forged(good, 4, std::uint16_t{3}), "format_version");
   expect_refused(forged(good, 6, std::uint16_t{191}), "header_bytes");
   expect_refused(forged(good, 148, std::uint8_t{0}), "kind");
-  expect_refused(forged(good, 148, std::uint8_t{7}), "kind");
+  expect_refused(forged(good, 148, std::uint8_t{8}), "kind");
   expect_refused(forged(good, 149, std::uint8_t{0}), "dtype");
   expect_refused(forged(good, 149, std::uint8_t{13}), "dtype");
   expect_refused(forged(good, 151, std::uint8_t{2}), "flags");
+  expect_refused(forged(good, kCodecAt, std::uint8_t{5}), "codec");
+  expect_refused(forged(good, kCodecAt, std::uint8_t{255}), "codec");
+  expect_refused(forged(good, 159, std::uint8_t{1}), "reserved");
+  expect_refused(forged(good, 168, std::uint8_t{1}), "reserved");
   expect_refused(forged(good, 187, std::uint8_t{1}), "reserved");
   HeaderBytes flipped = good;
   flipped[24] ^= std::byte{1};

@@ -1,0 +1,73 @@
+// What a tensor becomes on a slow link: fewer bytes, at a loss that is named. Bytes only, on the host; what
+// runs on a device's stream is in stream_codec.h. Pure functions; any thread.
+//
+//   none   the bytes as they are
+//   bf16   each element rounded to bfloat16, to nearest even
+//   fp16   each element rounded to float16; what is too large becomes infinite
+//   int8   blocks of kInt8BlockElements: one float32 scale (largest magnitude / 127), then the elements /
+//   scale
+//          rounded to nearest even; a block with an infinity or a NaN decodes to NaN
+//   topk   the `share` of the elements that are largest in magnitude: their number is fixed by share and the
+//          size, their indices (uint32) ascend, values (float32) follow. What is left out is added to the
+//          next item's tensor (error feedback: Seide et al. 2014; Stich et al. 2018), in `residual`
+//
+// They apply to float32 and float64 tensors; every other dtype travels as it is. The number of encoded bytes
+// depends on codec, dtype and number of elements only, so that both ends plan it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "base/dtype.h"
+
+namespace pipedream {
+
+// Values are part of the wire format.
+enum class CodecKind : std::uint8_t { kNone = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kTopK = 4 };
+
+[[nodiscard]] bool is_known_codec(std::uint8_t code);
+
+struct Codec {
+  CodecKind kind = CodecKind::kNone;
+  double share = 0.01;  // kTopK: of the elements, above 0, at most 1; at least one element travels
+
+  friend bool operator==(const Codec&, const Codec&) = default;
+};
+
+inline constexpr std::size_t kInt8BlockElements = 256;
+
+// "none", "bf16", "fp16", "int8", "topk" or "topk:0.05". Throws UserError naming the choices.
+[[nodiscard]] Codec codec_from_name(std::string_view name);
+[[nodiscard]] std::string codec_name(const Codec& codec);
+
+// The codec that tensors of this dtype travel by: the given one, or none where it does not apply.
+[[nodiscard]] Codec codec_for(const Codec& codec, DType dtype);
+
+// Exact. codec applies to dtype. At most 2^32 - 1 elements for topk (checked).
+[[nodiscard]] std::size_t encoded_bytes(const Codec& codec, DType dtype, std::size_t num_elements);
+
+struct CodecWork {
+  Codec codec;  // one that applies to dtype, or none
+  DType dtype = DType::kFloat32;
+  std::size_t num_elements = 0;
+  std::byte* values = nullptr;    // read by encode, written by decode
+  std::byte* encoded = nullptr;   // encoded_bytes(); written by encode, read by decode
+  std::byte* residual = nullptr;  // topk, encode: num_elements of dtype, zero at first; else null
+};
+
+// A NaN among the values of topk is as large as infinity. Vectorised; allocates nothing.
+void encode_host(const CodecWork& work);
+// The bytes passed encoding_violation().
+void decode_host(const CodecWork& work);
+
+// What a receiver checks before it decodes bytes that came from the wire: topk's indices ascend and are
+// within the tensor. The length is checked by the caller.
+[[nodiscard]] std::optional<std::string> encoding_violation(const Codec& codec, DType dtype,
+                                                            std::size_t num_elements,
+                                                            std::span<const std::byte> encoded);
+
+}  // namespace pipedream

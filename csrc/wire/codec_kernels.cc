@@ -1,0 +1,38 @@
+// Chooses the host kernels by what the processor has, once. Pure; any thread.
+#include "wire/codec_kernels.h"
+
+namespace pipedream {
+namespace {
+
+bool processor_runs_avx2() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx2") != 0;
+#else
+  return false;
+#endif
+}
+
+const CodecKernelSet& chosen_kernels() {
+  static const CodecKernelSets sets = codec_kernel_sets();
+  return sets.sets[sets.num_sets - 1];
+}
+
+}  // namespace
+
+CodecKernelSets codec_kernel_sets() {
+  CodecKernelSets sets = {{baseline_codec_kernels(), avx2_codec_kernels()}, 1};
+  if (sets.sets[1].for_float32 != nullptr && processor_runs_avx2()) sets.num_sets = 2;
+  return sets;
+}
+
+template <>
+const CodecKernels<float>& codec_kernels<float>() {
+  return *chosen_kernels().for_float32;
+}
+
+template <>
+const CodecKernels<double>& codec_kernels<double>() {
+  return *chosen_kernels().for_float64;
+}
+
+}  // namespace pipedream

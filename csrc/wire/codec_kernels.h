@@ -1,0 +1,58 @@
+// The loops of the codecs over host memory, one set per instruction set, and the choice between them.
+// Internal to csrc/wire; pure, any thread. All sets give the same bits.
+//
+//   int8 encoded   | scale 0 | 256 elements | scale 1 | 256 elements | ... the last block may be shorter
+//   topk encoded   | k indices | k values |
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "wire/codec_math.h"
+
+namespace pipedream {
+
+constexpr std::size_t kInt8Block = 256;  // kInt8BlockElements of codec.h, which nvcc does not read
+constexpr std::size_t kInt8BlockBytes = sizeof(float) + kInt8Block;
+
+template <class T>
+struct TopKEncode {
+  std::size_t num_elements;
+  std::size_t num_chosen;  // 1 to num_elements
+  const T* values;
+  T* residual;
+  std::uint32_t* indices;
+  float* chosen_values;  // right behind the indices: until it is written, there is room for more of them
+};
+
+// Nothing overlaps. What is encoded is 4-byte aligned.
+template <class T>
+struct CodecKernels {
+  void (*encode_bfloat16)(std::size_t num_elements, const T* values, std::uint16_t* encoded);
+  void (*decode_bfloat16)(std::size_t num_elements, const std::uint16_t* encoded, T* values);
+  void (*encode_float16)(std::size_t num_elements, const T* values, std::uint16_t* encoded);
+  void (*decode_float16)(std::size_t num_elements, const std::uint16_t* encoded, T* values);
+  void (*encode_int8)(std::size_t num_elements, const T* values, std::byte* encoded);
+  void (*decode_int8)(std::size_t num_elements, const std::byte* encoded, T* values);
+  void (*encode_topk)(const TopKEncode<T>& work);
+};
+
+// One per instruction set; null where this build has none such.
+struct CodecKernelSet {
+  const char* name;
+  const CodecKernels<float>* for_float32;
+  const CodecKernels<double>* for_float64;
+};
+[[nodiscard]] CodecKernelSet baseline_codec_kernels();
+[[nodiscard]] CodecKernelSet avx2_codec_kernels();
+
+// The sets that this build has and this processor runs, the best one last.
+struct CodecKernelSets {
+  CodecKernelSet sets[2];
+  std::size_t num_sets;
+};
+[[nodiscard]] CodecKernelSets codec_kernel_sets();
+template <class T>
+[[nodiscard]] const CodecKernels<T>& codec_kernels();
+
+}  // namespace pipedream

@@ -1,0 +1,20 @@
+// The codecs' loops with AVX2, for x86-64 processors that have it (2013 and later). Pure; any thread.
+//
+// CMakeLists.txt adds -mavx2 where the compiler takes it. Nothing but codec_kernels_impl.h may be included.
+#if defined(__AVX2__)
+#include "wire/codec_kernels_impl.h"
+
+namespace pipedream {
+
+CodecKernelSet avx2_codec_kernels() { return {"avx2", &kCodecKernels<float>, &kCodecKernels<double>}; }
+
+}  // namespace pipedream
+#else
+#include "wire/codec_kernels.h"
+
+namespace pipedream {
+
+CodecKernelSet avx2_codec_kernels() { return {"avx2", nullptr, nullptr}; }
+
+}  // namespace pipedream
+#endif

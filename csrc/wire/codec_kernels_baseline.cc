@@ -1,0 +1,10 @@
+// The codecs' loops with the instructions that every processor of the architecture has. Pure; any thread.
+#include "wire/codec_kernels_impl.h"
+
+namespace pipedream {
+
+CodecKernelSet baseline_codec_kernels() {
+  return {"baseline", &kCodecKernels<float>, &kCodecKernels<double>};
+}
+
+}  // namespace pipedream

@@ -1,0 +1,430 @@
+// The codecs for CUDA. Memory bound, so plain grid-stride loops, whose writes are whole words: `encoded` may
+// be pinned host memory. See codec_math.h for the arithmetic; compiled without contraction, so that it is
+// the host's to the bit.
+//
+// topk, in stream order:
+//   1 add     residual += values
+//   2 count   keys by their next digit; of keys in the bucket so far
+//   3 narrow  to the bucket of the last chosen key; 2 and 3 for every digit, without work once it is final
+//   4 part    how many are above the key, and how many equal, in each part of the tensor
+//   5 offset  the same of all parts before
+//   6 gather  each part writes its own, in order
+#include <cuda_runtime_api.h>
+
+#include "wire/cuda/cuda_codec_kernels.h"
+
+namespace pipedream {
+namespace {
+
+constexpr unsigned kBlockThreads = 256;
+constexpr unsigned kWarpThreads = 32;
+constexpr unsigned kBlockWarps = kBlockThreads / kWarpThreads;
+constexpr unsigned kAllLanes = 0xffffffffU;
+// Several waves on the largest device, so that the last one does not leave it half idle.
+constexpr std::size_t kNumBlocksMax = 4096;
+// A histogram per block is added to the whole one: few blocks.
+constexpr std::size_t kNumCountBlocksMax = 512;
+constexpr unsigned kScanThreads = 1024;
+static_assert(kTopKPartsMax == kScanThreads && kTopKBuckets == 2 * kScanThreads);
+
+__device__ std::size_t first_index() {
+  return static_cast<std::size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+}
+
+__device__ std::size_t index_stride() { return static_cast<std::size_t>(gridDim.x) * blockDim.x; }
+
+unsigned num_blocks_for(std::size_t num_threads, std::size_t num_blocks_max = kNumBlocksMax) {
+  const std::size_t num_blocks = (num_threads + kBlockThreads - 1) / kBlockThreads;
+  return static_cast<unsigned>(num_blocks < num_blocks_max ? num_blocks : num_blocks_max);
+}
+
+cudaStream_t stream_of(std::uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
+
+// ---- bf16 and fp16 ----
+
+struct BFloat16 {
+  template <class T>
+  static __device__ std::uint32_t encode(T value) {
+    return to_bfloat16(value);
+  }
+  static __device__ float decode(std::uint16_t bits) { return from_bfloat16(bits); }
+};
+
+struct Float16 {
+  template <class T>
+  static __device__ std::uint32_t encode(T value) {
+    return to_float16(value);
+  }
+  static __device__ float decode(std::uint16_t bits) { return from_float16(bits); }
+};
+
+// Two elements a thread, one word; the last thread has the odd one.
+template <class Format, class T>
+__global__ void __launch_bounds__(kBlockThreads)
+    encode_half_kernel(std::size_t num_elements, const T* values, std::uint16_t* encoded) {
+  auto* const words = reinterpret_cast<std::uint32_t*>(encoded);
+  const std::size_t num_words = num_elements / 2;
+  for (std::size_t i = first_index(); i < num_words; i += index_stride())
+    words[i] = Format::encode(values[2 * i]) | Format::encode(values[2 * i + 1]) << 16;
+  if (first_index() == 0 && num_elements % 2 != 0)
+    encoded[num_elements - 1] = static_cast<std::uint16_t>(Format::encode(values[num_elements - 1]));
+}
+
+template <class Format, class T>
+__global__ void __launch_bounds__(kBlockThreads)
+    decode_half_kernel(std::size_t num_elements, const std::uint16_t* encoded, T* values) {
+  const auto* const words = reinterpret_cast<const std::uint32_t*>(encoded);
+  const std::size_t num_words = num_elements / 2;
+  for (std::size_t i = first_index(); i < num_words; i += index_stride()) {
+    const std::uint32_t word = words[i];
+    values[2 * i] = static_cast<T>(Format::decode(static_cast<std::uint16_t>(word & 0xffffU)));
+    values[2 * i + 1] = static_cast<T>(Format::decode(static_cast<std::uint16_t>(word >> 16)));
+  }
+  if (first_index() == 0 && num_elements % 2 != 0)
+    values[num_elements - 1] = static_cast<T>(Format::decode(encoded[num_elements - 1]));
+}
+
+// ---- int8: a warp per block, four neighbours a lane, twice ----
+
+constexpr unsigned kLaneElements = 4;
+constexpr unsigned kRowElements = kWarpThreads * kLaneElements;
+constexpr unsigned kNumRows = kInt8Block / kRowElements;
+
+__device__ std::uint32_t largest_of_warp(std::uint32_t value) {
+  for (unsigned width = kWarpThreads / 2; width > 0; width /= 2) {
+    const std::uint32_t other = __shfl_xor_sync(kAllLanes, value, static_cast<int>(width));
+    value = other > value ? other : value;
+  }
+  return value;
+}
+
+// Four encoded elements at a word's address, as far as the tensor goes.
+__device__ void store_int8(std::byte* to, const float* values, unsigned count, float scale) {
+  const bool is_special = is_nan_bits(bits_of(scale));
+  std::uint32_t word = 0;
+  for (unsigned i = 0; i < kLaneElements; ++i) {
+    const auto element = static_cast<std::uint8_t>(is_special ? std::int8_t{0} : to_int8(values[i], scale));
+    word |= static_cast<std::uint32_t>(element) << (8 * i);
+    if (count < kLaneElements && i < count) to[i] = static_cast<std::byte>(element);
+  }
+  if (count >= kLaneElements) *reinterpret_cast<std::uint32_t*>(to) = word;
+}
+
+template <class T>
+__global__ void __launch_bounds__(kBlockThreads)
+    encode_int8_kernel(std::size_t num_elements, const T* values, std::byte* encoded) {
+  const unsigned lane = threadIdx.x % kWarpThreads;
+  const std::size_t num_blocks = (num_elements + kInt8Block - 1) / kInt8Block;
+  for (std::size_t block = first_index() / kWarpThreads; block < num_blocks;
+       block += index_stride() / kWarpThreads) {
+    const std::size_t first = block * kInt8Block;
+    const auto count =
+        static_cast<unsigned>(num_elements - first < kInt8Block ? num_elements - first : kInt8Block);
+    float own[kNumRows][kLaneElements];
+    std::uint32_t largest = 0;
+    for (unsigned row = 0; row < kNumRows; ++row) {
+      for (unsigned i = 0; i < kLaneElements; ++i) {
+        const unsigned element = row * kRowElements + lane * kLaneElements + i;
+        own[row][i] = element < count ? static_cast<float>(values[first + element]) : 0.0F;
+        const std::uint32_t magnitude = bits_of(own[row][i]) & FloatLayout<float>::kMagnitude;
+        largest = magnitude > largest ? magnitude : largest;
+      }
+    }
+    const float scale = int8_scale(largest_of_warp(largest));
+    std::byte* const to = encoded + block * kInt8BlockBytes;
+    if (lane == 0) *reinterpret_cast<float*>(to) = scale;
+    for (unsigned row = 0; row < kNumRows; ++row) {
+      const unsigned element = row * kRowElements + lane * kLaneElements;
+      if (element < count) store_int8(to + sizeof(float) + element, own[row], count - element, scale);
+    }
+  }
+}
+
+// Four neighbours a thread: they are of one block.
+template <class T>
+__global__ void __launch_bounds__(kBlockThreads)
+    decode_int8_kernel(std::size_t num_elements, const std::byte* encoded, T* values) {
+  const std::size_t num_fours = (num_elements + kLaneElements - 1) / kLaneElements;
+  for (std::size_t four = first_index(); four < num_fours; four += index_stride()) {
+    const std::size_t first = four * kLaneElements;
+    const std::byte* const block = encoded + first / kInt8Block * kInt8BlockBytes;
+    const std::byte* const from = block + sizeof(float) + first % kInt8Block;
+    const auto factor = static_cast<T>(*reinterpret_cast<const float*>(block));
+    for (unsigned i = 0; i < kLaneElements && first + i < num_elements; ++i)
+      values[first + i] = factor * static_cast<T>(static_cast<std::int8_t>(from[i]));
+  }
+}
+
+// ---- topk ----
+
+template <class T>
+__global__ void __launch_bounds__(kBlockThreads) topk_add_kernel(TopKEncode<T> work, TopKScratch* scratch) {
+  for (std::size_t i = first_index(); i < work.num_elements; i += index_stride())
+    work.residual[i] += work.values[i];
+  if (first_index() != 0) return;
+  scratch->key = 0;
+  scratch->num_equal_max = static_cast<std::uint32_t>(work.num_chosen);
+  scratch->is_final = 0;
+}
+
+// The digit is of the bits below shift_before, from shift on. scratch->counts are 0 before.
+template <class T>
+__global__ void __launch_bounds__(kBlockThreads)
+    topk_count_kernel(std::size_t num_elements, const T* residual, int shift_before, int shift,
+                      TopKScratch* scratch) {
+  using Bits = typename FloatLayout<T>::Bits;
+  if (scratch->is_final != 0) return;
+  __shared__ std::uint32_t counts[kTopKBuckets];
+  for (unsigned bucket = threadIdx.x; bucket < kTopKBuckets; bucket += kBlockThreads) counts[bucket] = 0;
+  __syncthreads();
+  const Bits prefix = static_cast<Bits>(scratch->key) >> shift_before;
+  const Bits digit_mask = (Bits{1} << (shift_before - shift)) - 1;
+  for (std::size_t i = first_index(); i < num_elements; i += index_stride()) {
+    const Bits key = magnitude_key(residual[i]);
+    if (key >> shift_before == prefix) atomicAdd(&counts[(key >> shift) & digit_mask], 1U);
+  }
+  __syncthreads();
+  for (unsigned bucket = threadIdx.x; bucket < kTopKBuckets; bucket += kBlockThreads) {
+    if (counts[bucket] != 0) atomicAdd(&scratch->counts[bucket], counts[bucket]);
+  }
+}
+
+// The sum of `value` over the threads up to this one, of kScanThreads.
+__device__ std::uint32_t sum_up_to_thread(std::uint32_t value) {
+  __shared__ std::uint32_t sums[kScanThreads];
+  sums[threadIdx.x] = value;
+  __syncthreads();
+  for (unsigned width = 1; width < kScanThreads; width *= 2) {
+    const std::uint32_t before = threadIdx.x >= width ? sums[threadIdx.x - width] : 0U;
+    __syncthreads();
+    sums[threadIdx.x] += before;
+    __syncthreads();
+  }
+  const std::uint32_t sum = sums[threadIdx.x];
+  __syncthreads();  // the caller may come again
+  return sum;
+}
+
+// One block. Each thread has two buckets, the first thread the two highest.
+__global__ void __launch_bounds__(kScanThreads) topk_narrow_kernel(int shift, TopKScratch* scratch) {
+  if (scratch->is_final != 0) return;
+  const unsigned upper = static_cast<unsigned>(kTopKBuckets) - 1 - 2 * threadIdx.x;
+  const std::uint32_t num_upper = scratch->counts[upper];
+  const std::uint32_t num_lower = scratch->counts[upper - 1];
+  const std::uint32_t num_wanted = scratch->num_equal_max;
+  const std::uint64_t key = scratch->key;
+  const std::uint32_t num_so_far = sum_up_to_thread(num_upper + num_lower);  // a barrier: all have read
+  scratch->counts[upper] = 0;
+  scratch->counts[upper - 1] = 0;
+  const std::uint32_t num_before = num_so_far - num_upper - num_lower;
+  if (num_wanted <= num_before || num_wanted > num_so_far) return;
+  const bool in_upper = num_wanted <= num_before + num_upper;
+  const std::uint32_t num_left = num_wanted - num_before - (in_upper ? 0U : num_upper);
+  scratch->key = key | static_cast<std::uint64_t>(in_upper ? upper : upper - 1) << shift;
+  scratch->num_equal_max = num_left;
+  scratch->is_final = num_left == (in_upper ? num_upper : num_lower) ? 1U : 0U;
+}
+
+// A part is the same elements in both kernels that work by parts: a block each, kBlockThreads at a time.
+struct Part {
+  std::size_t first;
+  std::size_t end;
+};
+
+__device__ Part part_of_block(std::size_t num_elements) {
+  const std::size_t num_rows = (num_elements + kBlockThreads - 1) / kBlockThreads;
+  const std::size_t part_elements = (num_rows + gridDim.x - 1) / gridDim.x * kBlockThreads;
+  const std::size_t first = blockIdx.x * part_elements;
+  const std::size_t end = first + part_elements;
+  return {first < num_elements ? first : num_elements, end < num_elements ? end : num_elements};
+}
+
+template <class T>
+__global__ void __launch_bounds__(kBlockThreads)
+    topk_part_kernel(std::size_t num_elements, const T* residual, TopKScratch* scratch) {
+  using Bits = typename FloatLayout<T>::Bits;
+  __shared__ std::uint32_t num_above;
+  __shared__ std::uint32_t num_equal;
+  if (threadIdx.x == 0) num_above = num_equal = 0;
+  __syncthreads();
+  const Bits threshold = static_cast<Bits>(scratch->key);
+  const Part part = part_of_block(num_elements);
+  std::uint32_t own_above = 0;
+  std::uint32_t own_equal = 0;
+  for (std::size_t i = part.first + threadIdx.x; i < part.end; i += kBlockThreads) {
+    const Bits key = magnitude_key(residual[i]);
+    own_above += key > threshold ? 1U : 0U;
+    own_equal += key == threshold ? 1U : 0U;
+  }
+  atomicAdd(&num_above, own_above);
+  atomicAdd(&num_equal, own_equal);
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  scratch->num_above[blockIdx.x] = num_above;
+  scratch->num_equal[blockIdx.x] = num_equal;
+}
+
+// One block, a thread per part.
+__global__ void __launch_bounds__(kScanThreads) topk_offset_kernel(unsigned num_parts, TopKScratch* scratch) {
+  const bool has_part = threadIdx.x < num_parts;
+  const std::uint32_t num_above = has_part ? scratch->num_above[threadIdx.x] : 0U;
+  const std::uint32_t num_equal = has_part ? scratch->num_equal[threadIdx.x] : 0U;
+  const std::uint32_t above_so_far = sum_up_to_thread(num_above);
+  const std::uint32_t equal_so_far = sum_up_to_thread(num_equal);
+  if (!has_part) return;
+  scratch->num_above[threadIdx.x] = above_so_far - num_above;
+  scratch->num_equal[threadIdx.x] = equal_so_far - num_equal;
+}
+
+// How many threads of the block before this one say yes; the block's sum is added to *total. Both of
+// `warp_sums` have kBlockWarps places, and a barrier comes before they are used again.
+__device__ std::uint32_t count_before_thread(bool yes, std::uint32_t* warp_sums, std::uint32_t* total) {
+  const unsigned lane = threadIdx.x % kWarpThreads;
+  const unsigned warp = threadIdx.x / kWarpThreads;
+  const unsigned mask = __ballot_sync(kAllLanes, yes);
+  if (lane == 0) warp_sums[warp] = static_cast<std::uint32_t>(__popc(mask));
+  __syncthreads();
+  auto num_before = static_cast<std::uint32_t>(__popc(mask & ((1U << lane) - 1)));
+  for (unsigned other = 0; other < kBlockWarps; ++other) {
+    if (other < warp) num_before += warp_sums[other];
+    *total += warp_sums[other];
+  }
+  return num_before;
+}
+
+template <class T>
+__global__ void __launch_bounds__(kBlockThreads)
+    topk_gather_kernel(TopKEncode<T> work, const TopKScratch* scratch) {
+  using Bits = typename FloatLayout<T>::Bits;
+  __shared__ std::uint32_t above_sums[kBlockWarps];
+  __shared__ std::uint32_t equal_sums[kBlockWarps];
+  const Bits threshold = static_cast<Bits>(scratch->key);
+  const std::uint32_t num_equal_max = scratch->num_equal_max;
+  std::uint32_t num_above = scratch->num_above[blockIdx.x];
+  std::uint32_t num_equal = scratch->num_equal[blockIdx.x];
+  const Part part = part_of_block(work.num_elements);
+  for (std::size_t row = part.first; row < part.end; row += kBlockThreads) {
+    const std::size_t i = row + threadIdx.x;
+    const bool inside = i < part.end;
+    const T value = inside ? work.residual[i] : T(0);
+    const Bits key = magnitude_key(value);
+    const bool is_above = inside && key > threshold;
+    const bool is_equal = inside && key == threshold;
+    std::uint32_t above_before = num_above;
+    std::uint32_t equal_before = num_equal;
+    above_before += count_before_thread(is_above, above_sums, &num_above);
+    equal_before += count_before_thread(is_equal, equal_sums, &num_equal);
+    if (is_above || (is_equal && equal_before < num_equal_max)) {
+      const std::uint32_t place =
+          above_before + (equal_before < num_equal_max ? equal_before : num_equal_max);
+      const auto sent = static_cast<float>(value);
+      work.indices[place] = static_cast<std::uint32_t>(i);
+      work.chosen_values[place] = sent;
+      work.residual[i] = rest_of_sent(value, sent);
+    }
+    __syncthreads();
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kBlockThreads)
+    topk_scatter_kernel(std::size_t num_chosen, const std::uint32_t* indices, const float* chosen_values,
+                        T* values) {
+  for (std::size_t i = first_index(); i < num_chosen; i += index_stride())
+    values[indices[i]] = static_cast<T>(chosen_values[i]);
+}
+
+}  // namespace
+
+template <class T>
+int launch_encode_bfloat16(std::size_t num_elements, const T* values, std::uint16_t* encoded,
+                           std::uintptr_t stream) {
+  encode_half_kernel<BFloat16, T>
+      <<<num_blocks_for(num_elements), kBlockThreads, 0, stream_of(stream)>>>(num_elements, values, encoded);
+  return cudaGetLastError();
+}
+
+template <class T>
+int launch_decode_bfloat16(std::size_t num_elements, const std::uint16_t* encoded, T* values,
+                           std::uintptr_t stream) {
+  decode_half_kernel<BFloat16, T>
+      <<<num_blocks_for(num_elements), kBlockThreads, 0, stream_of(stream)>>>(num_elements, encoded, values);
+  return cudaGetLastError();
+}
+
+template <class T>
+int launch_encode_float16(std::size_t num_elements, const T* values, std::uint16_t* encoded,
+                          std::uintptr_t stream) {
+  encode_half_kernel<Float16, T>
+      <<<num_blocks_for(num_elements), kBlockThreads, 0, stream_of(stream)>>>(num_elements, values, encoded);
+  return cudaGetLastError();
+}
+
+template <class T>
+int launch_decode_float16(std::size_t num_elements, const std::uint16_t* encoded, T* values,
+                          std::uintptr_t stream) {
+  decode_half_kernel<Float16, T>
+      <<<num_blocks_for(num_elements), kBlockThreads, 0, stream_of(stream)>>>(num_elements, encoded, values);
+  return cudaGetLastError();
+}
+
+template <class T>
+int launch_encode_int8(std::size_t num_elements, const T* values, std::byte* encoded, std::uintptr_t stream) {
+  const std::size_t num_threads = (num_elements + kInt8Block - 1) / kInt8Block * kWarpThreads;
+  encode_int8_kernel<T>
+      <<<num_blocks_for(num_threads), kBlockThreads, 0, stream_of(stream)>>>(num_elements, values, encoded);
+  return cudaGetLastError();
+}
+
+template <class T>
+int launch_decode_int8(std::size_t num_elements, const std::byte* encoded, T* values, std::uintptr_t stream) {
+  decode_int8_kernel<T>
+      <<<num_blocks_for(num_elements), kBlockThreads, 0, stream_of(stream)>>>(num_elements, encoded, values);
+  return cudaGetLastError();
+}
+
+template <class T>
+int launch_encode_topk(const TopKEncode<T>& work, TopKScratch* scratch, std::uintptr_t stream) {
+  const std::size_t num_elements = work.num_elements;
+  const unsigned num_count_blocks = num_blocks_for(num_elements, kNumCountBlocksMax);
+  const unsigned num_parts = num_blocks_for(num_elements, kTopKPartsMax);
+  topk_add_kernel<T><<<num_blocks_for(num_elements), kBlockThreads, 0, stream_of(stream)>>>(work, scratch);
+  for (int shift_before = FloatLayout<T>::kMagnitudeBits; shift_before > 0;) {
+    const int shift = next_digit_shift(shift_before);
+    topk_count_kernel<T><<<num_count_blocks, kBlockThreads, 0, stream_of(stream)>>>(
+        num_elements, work.residual, shift_before, shift, scratch);
+    topk_narrow_kernel<<<1, kScanThreads, 0, stream_of(stream)>>>(shift, scratch);
+    shift_before = shift;
+  }
+  topk_part_kernel<T>
+      <<<num_parts, kBlockThreads, 0, stream_of(stream)>>>(num_elements, work.residual, scratch);
+  topk_offset_kernel<<<1, kScanThreads, 0, stream_of(stream)>>>(num_parts, scratch);
+  topk_gather_kernel<T><<<num_parts, kBlockThreads, 0, stream_of(stream)>>>(work, scratch);
+  return cudaGetLastError();
+}
+
+template <class T>
+int launch_decode_topk(std::size_t num_elements, std::size_t num_chosen, const std::uint32_t* indices,
+                       const float* chosen_values, T* values, std::uintptr_t stream) {
+  const cudaError_t zeroed = cudaMemsetAsync(values, 0, num_elements * sizeof(T), stream_of(stream));
+  if (zeroed != cudaSuccess) return zeroed;
+  topk_scatter_kernel<T><<<num_blocks_for(num_chosen), kBlockThreads, 0, stream_of(stream)>>>(
+      num_chosen, indices, chosen_values, values);
+  return cudaGetLastError();
+}
+
+#define PD_INSTANTIATE(T)                                                                              \
+  template int launch_encode_bfloat16<T>(std::size_t, const T*, std::uint16_t*, std::uintptr_t);       \
+  template int launch_decode_bfloat16<T>(std::size_t, const std::uint16_t*, T*, std::uintptr_t);       \
+  template int launch_encode_float16<T>(std::size_t, const T*, std::uint16_t*, std::uintptr_t);        \
+  template int launch_decode_float16<T>(std::size_t, const std::uint16_t*, T*, std::uintptr_t);        \
+  template int launch_encode_int8<T>(std::size_t, const T*, std::byte*, std::uintptr_t);               \
+  template int launch_decode_int8<T>(std::size_t, const std::byte*, T*, std::uintptr_t);               \
+  template int launch_encode_topk<T>(const TopKEncode<T>&, TopKScratch*, std::uintptr_t);              \
+  template int launch_decode_topk<T>(std::size_t, std::size_t, const std::uint32_t*, const float*, T*, \
+                                     std::uintptr_t);
+PD_INSTANTIATE(float)
+PD_INSTANTIATE(double)
+#undef PD_INSTANTIATE
+
+}  // namespace pipedream

@@ -1,0 +1,179 @@
+// The codecs on a CUDA stream. Kernels run on a stream of this object, tied into the caller's by two events:
+//
+//   caller's stream   ... record(given) ------------------------- wait(done) ...
+//   own stream                    wait(given), kernels, record(done)
+//
+// so that it takes part in any Stream of the device, through the contract alone. Used by one thread at a
+// time; every entry makes the device current and restores what was.
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+
+#include "base/check.h"
+#include "device/device.h"
+#include "wire/cuda/cuda_codec_kernels.h"
+#include "wire/cuda/cuda_stream_codec.h"
+
+namespace pipedream {
+namespace {
+
+static_assert(kInt8Block == kInt8BlockElements);
+
+void throw_if_failed(int status, const char* call) {
+  const auto error = static_cast<cudaError_t>(status);
+  if (error == cudaSuccess) return;
+  (void)cudaGetLastError();  // the next call must not report this one again
+  throw DeviceError(std::string(call) + " failed: " + cudaGetErrorString(error) + " (" +
+                    cudaGetErrorName(error) +
+                    "); it may come from earlier work on this device, CUDA_LAUNCH_BLOCKING=1 finds it");
+}
+
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(int device_index) : device_index_(device_index) {
+    throw_if_failed(cudaGetDevice(&previous_index_), "cudaGetDevice");
+    if (previous_index_ != device_index_) throw_if_failed(cudaSetDevice(device_index_), "cudaSetDevice");
+  }
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+  ~CurrentDevice() {
+    if (previous_index_ != device_index_) (void)cudaSetDevice(previous_index_);
+  }
+
+ private:
+  const int device_index_;
+  int previous_index_ = 0;
+};
+
+class NativeStream {
+ public:
+  explicit NativeStream(int device_index) : device_index_(device_index) {
+    const CurrentDevice current(device_index_);
+    throw_if_failed(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+  }
+  NativeStream(const NativeStream&) = delete;
+  NativeStream& operator=(const NativeStream&) = delete;
+  // Nothing is pending: the object outlives what it enqueued.
+  ~NativeStream() { (void)cudaStreamDestroy(stream_); }
+
+  [[nodiscard]] std::uintptr_t handle() const { return reinterpret_cast<std::uintptr_t>(stream_); }
+
+ private:
+  const int device_index_;
+  cudaStream_t stream_ = nullptr;
+};
+
+template <class T>
+int launch_encode(const CodecWork& work, std::size_t num_chosen, TopKScratch* scratch,
+                  std::uintptr_t stream) {
+  const auto* const values = reinterpret_cast<const T*>(work.values);
+  auto* const halves = reinterpret_cast<std::uint16_t*>(work.encoded);
+  auto* const indices = reinterpret_cast<std::uint32_t*>(work.encoded);
+  switch (work.codec.kind) {
+    case CodecKind::kNone:
+      break;  // encode() copies
+    case CodecKind::kBFloat16:
+      return launch_encode_bfloat16(work.num_elements, values, halves, stream);
+    case CodecKind::kFloat16:
+      return launch_encode_float16(work.num_elements, values, halves, stream);
+    case CodecKind::kInt8:
+      return launch_encode_int8(work.num_elements, values, work.encoded, stream);
+    case CodecKind::kTopK:
+      PD_CHECK(work.residual != nullptr, "topk without a residual");
+      return launch_encode_topk<T>(
+          {work.num_elements, num_chosen, values, reinterpret_cast<T*>(work.residual), indices,
+           reinterpret_cast<float*>(indices + num_chosen)},
+          scratch, stream);
+  }
+  PD_CHECK(false, "codec " << static_cast<int>(work.codec.kind));
+}
+
+template <class T>
+int launch_decode(const CodecWork& work, std::size_t num_chosen, std::uintptr_t stream) {
+  auto* const values = reinterpret_cast<T*>(work.values);
+  const auto* const halves = reinterpret_cast<const std::uint16_t*>(work.encoded);
+  const auto* const indices = reinterpret_cast<const std::uint32_t*>(work.encoded);
+  switch (work.codec.kind) {
+    case CodecKind::kNone:
+      break;  // decode() copies
+    case CodecKind::kBFloat16:
+      return launch_decode_bfloat16(work.num_elements, halves, values, stream);
+    case CodecKind::kFloat16:
+      return launch_decode_float16(work.num_elements, halves, values, stream);
+    case CodecKind::kInt8:
+      return launch_decode_int8(work.num_elements, work.encoded, values, stream);
+    case CodecKind::kTopK:
+      return launch_decode_topk(work.num_elements, num_chosen, indices,
+                                reinterpret_cast<const float*>(indices + num_chosen), values, stream);
+  }
+  PD_CHECK(false, "codec " << static_cast<int>(work.codec.kind));
+}
+
+class CudaStreamCodec final : public StreamCodec {
+ public:
+  CudaStreamCodec(Device& device, std::size_t num_elements_max)
+      : device_index_(device.index()),
+        num_elements_max_(num_elements_max),
+        scratch_(device.allocate(sizeof(TopKScratch), MemoryKind::kDevice)),
+        native_stream_(device.index()),
+        own_stream_(device.wrap_stream(native_stream_.handle())),
+        given_(device.make_event()),
+        done_(device.make_event()) {}
+
+  void encode(Stream& stream, const CodecWork& work) override {
+    if (work.codec.kind == CodecKind::kNone) return stream.copy(work.encoded, work.values, bytes_of(work));
+    run_between(stream, work, [&](std::size_t num_chosen, std::uintptr_t native_stream) {
+      auto* const scratch = reinterpret_cast<TopKScratch*>(scratch_->data());
+      return work.dtype == DType::kFloat32 ? launch_encode<float>(work, num_chosen, scratch, native_stream)
+                                           : launch_encode<double>(work, num_chosen, scratch, native_stream);
+    });
+  }
+
+  void decode(Stream& stream, const CodecWork& work) override {
+    if (work.codec.kind == CodecKind::kNone) return stream.copy(work.values, work.encoded, bytes_of(work));
+    run_between(stream, work, [&](std::size_t num_chosen, std::uintptr_t native_stream) {
+      return work.dtype == DType::kFloat32 ? launch_decode<float>(work, num_chosen, native_stream)
+                                           : launch_decode<double>(work, num_chosen, native_stream);
+    });
+  }
+
+ private:
+  static std::size_t bytes_of(const CodecWork& work) {
+    return encoded_bytes(work.codec, work.dtype, work.num_elements);
+  }
+
+  template <class Launch>
+  void run_between(Stream& stream, const CodecWork& work, const Launch& launch) {
+    PD_CHECK(work.num_elements <= num_elements_max_,
+             work.num_elements << " elements, at most " << num_elements_max_);
+    // Checks codec and dtype, too; what one element takes gives topk's number of them.
+    const std::size_t num_chosen =
+        work.codec.kind == CodecKind::kTopK ? bytes_of(work) / (sizeof(std::uint32_t) + sizeof(float)) : 0;
+    if (work.num_elements == 0) return;
+    stream.record(*given_);
+    own_stream_->wait(*given_);
+    {
+      const CurrentDevice current(device_index_);
+      throw_if_failed(launch(num_chosen, native_stream_.handle()), "a codec's kernel");
+    }
+    own_stream_->record(*done_);
+    stream.wait(*done_);
+  }
+
+  const int device_index_;
+  const std::size_t num_elements_max_;
+  const std::unique_ptr<Memory> scratch_;
+  const NativeStream native_stream_;
+  const std::unique_ptr<Stream> own_stream_;
+  const std::unique_ptr<Event> given_;
+  const std::unique_ptr<Event> done_;
+};
+
+}  // namespace
+
+std::unique_ptr<StreamCodec> make_cuda_stream_codec(Device& device, std::size_t num_elements_max) {
+  return std::make_unique<CudaStreamCodec>(device, num_elements_max);
+}
+
+}  // namespace pipedream

@@ -1,0 +1,28 @@
+// Encodes and decodes in the order of a stream: CUDA kernels on a CUDA stream, a call of the host functions
+// on a host stream. One per channel, used by one thread at a time, with one stream; outlives what it
+// enqueued.
+#pragma once
+
+#include <memory>
+
+#include "device/device.h"
+#include "wire/codec.h"
+
+namespace pipedream {
+
+class StreamCodec {
+ public:
+  StreamCodec() = default;
+  StreamCodec(const StreamCodec&) = delete;
+  StreamCodec& operator=(const StreamCodec&) = delete;
+  virtual ~StreamCodec() = default;
+
+  // values and residual: device memory. encoded: device memory, or on a CUDA device pinned host memory too.
+  virtual void encode(Stream& stream, const CodecWork& work) = 0;
+  virtual void decode(Stream& stream, const CodecWork& work) = 0;
+};
+
+// num_elements_max: of one tensor; scratch memory is made now.
+[[nodiscard]] std::unique_ptr<StreamCodec> make_stream_codec(Device& device, std::size_t num_elements_max);
+
+}  // namespace pipedream

@@ -1,0 +1,100 @@
+// One tensor, what it is encoded to and its residual, in host memory, for the tests of the codecs; and the
+// oracle of topk.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <span>
+#include <type_traits>
+#include <vector>
+
+#include "device/device.h"
+#include "wire/codec.h"
+#include "wire/codec_math.h"
+
+namespace pipedream {
+
+// The indices of the num_chosen elements that are largest in magnitude, ascending; the first of equals.
+template <class T>
+std::vector<std::uint32_t> largest_by_sort(const std::vector<T>& values, std::size_t num_chosen) {
+  std::vector<std::uint32_t> indices(values.size());
+  std::iota(indices.begin(), indices.end(), std::uint32_t{0});
+  const auto magnitude = [&](std::uint32_t i) {
+    return std::isnan(values[i]) ? std::numeric_limits<T>::infinity() : std::abs(values[i]);
+  };
+  std::stable_sort(indices.begin(), indices.end(),
+                   [&](std::uint32_t a, std::uint32_t b) { return magnitude(a) > magnitude(b); });
+  indices.resize(num_chosen);
+  std::sort(indices.begin(), indices.end());
+  return indices;
+}
+
+template <class T>
+class Encoding {
+ public:
+  Encoding(const Codec& codec, std::size_t num_elements) {
+    work_.codec = codec;
+    work_.dtype = std::is_same_v<T, float> ? DType::kFloat32 : DType::kFloat64;
+    work_.num_elements = num_elements;
+    encoded_bytes_ = encoded_bytes(codec, work_.dtype, num_elements);
+    work_.values = memory(num_elements * sizeof(T));
+    work_.encoded = memory(encoded_bytes_);
+    if (codec.kind == CodecKind::kTopK) work_.residual = memory(num_elements * sizeof(T));
+  }
+
+  [[nodiscard]] const CodecWork& work() const { return work_; }
+  [[nodiscard]] std::byte* encoded() const { return work_.encoded; }
+  [[nodiscard]] std::span<const std::byte> encoded_span() const { return {work_.encoded, encoded_bytes_}; }
+  [[nodiscard]] std::vector<T> values() const { return elements(work_.values); }
+  [[nodiscard]] std::vector<T> residual() const { return elements(work_.residual); }
+  void set_values(const std::vector<T>& values) {
+    if (!values.empty()) std::memcpy(work_.values, values.data(), values.size() * sizeof(T));
+  }
+
+  void encode(const std::vector<T>& values) {
+    set_values(values);
+    encode_host(work_);
+  }
+  [[nodiscard]] std::vector<T> decode() {
+    if (work_.num_elements > 0) std::memset(work_.values, 0x55, work_.num_elements * sizeof(T));
+    decode_host(work_);
+    return values();
+  }
+  // What arrives at the other end.
+  [[nodiscard]] std::vector<T> sent(const std::vector<T>& values) {
+    encode(values);
+    return decode();
+  }
+
+  // topk's.
+  [[nodiscard]] std::size_t num_entries() const { return encoded_bytes_ / 8; }
+  [[nodiscard]] std::vector<std::uint32_t> indices() const {
+    std::vector<std::uint32_t> indices(num_entries());
+    if (!indices.empty()) std::memcpy(indices.data(), work_.encoded, indices.size() * sizeof(std::uint32_t));
+    return indices;
+  }
+
+ private:
+  std::byte* memory(std::size_t num_bytes) {
+    if (num_bytes == 0) return nullptr;
+    memories_.push_back(device_->allocate(num_bytes, MemoryKind::kStaging));
+    return memories_.back()->data();
+  }
+  std::vector<T> elements(const std::byte* bytes) const {
+    std::vector<T> elements(work_.num_elements);
+    if (!elements.empty()) std::memcpy(elements.data(), bytes, elements.size() * sizeof(T));
+    return elements;
+  }
+
+  const std::unique_ptr<Device> device_ = make_host_device();
+  std::vector<std::unique_ptr<Memory>> memories_;
+  CodecWork work_;
+  std::size_t encoded_bytes_ = 0;
+};
+
+}  // namespace pipedream
