@@ -1,6 +1,7 @@
 // One link's protocol; the drawing is in link_core.h. Transport thread, but for the first part.
 #include "transport/link_core.h"
 
+#include <chrono>
 #include <cstdio>
 #include <vector>
 
@@ -15,6 +16,16 @@ std::string hex(std::uint64_t value) {
   return text.data();
 }
 
+std::string seconds_text(double seconds) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%g s", seconds);
+  return text.data();
+}
+
+bool is_said_by_link(FrameKind kind) {
+  return kind == FrameKind::kHello || kind == FrameKind::kBye || kind == FrameKind::kBeat;
+}
+
 }  // namespace
 
 LinkCore::LinkCore(TransportCore& transport, LinkOptions options, LinkHandler& handler, Role role)
@@ -23,8 +34,8 @@ LinkCore::LinkCore(TransportCore& transport, LinkOptions options, LinkHandler& h
 // ---- Any thread ----
 
 void LinkCore::send(OutgoingFrame frame) {
-  const FrameHeader& header = frame.header;
-  PD_CHECK(header.kind != FrameKind::kHello && header.kind != FrameKind::kBye,
+  FrameHeader& header = frame.header;
+  PD_CHECK(!is_said_by_link(header.kind),
            options_.name << ": the link itself says " << frame_kind_name(header.kind));
   PD_CHECK(header.payload_bytes == frame.payload.size(), options_.name << ": payload_bytes "
                                                                        << header.payload_bytes << ", payload "
@@ -32,6 +43,10 @@ void LinkCore::send(OutgoingFrame frame) {
   PD_CHECK(
       frame.payload.size() <= options_.payload_bytes_max,
       options_.name << ": payload " << frame.payload.size() << ", at most " << options_.payload_bytes_max);
+  if (options_.checksums_payloads && !frame.payload.empty() && !header.has_payload_checksum) {
+    header.has_payload_checksum = true;
+    header.payload_checksum = crc32c(frame.payload);
+  }
   const std::optional<Failure> violation = find_violation(header);
   PD_CHECK(!violation, options_.name << ": " << violation->message);
   transport_.enqueue([this, held = HeldFrame(std::move(frame))]() mutable { submit(std::move(held)); });
@@ -48,6 +63,7 @@ LinkCounters LinkCore::counters() const {
   counters.bytes_received = bytes_received_.load(std::memory_order_relaxed);
   counters.frames_sent = frames_sent_.load(std::memory_order_relaxed);
   counters.frames_received = frames_received_.load(std::memory_order_relaxed);
+  counters.num_refused = num_refused_.load(std::memory_order_relaxed);
   return counters;
 }
 
@@ -56,13 +72,12 @@ LinkCounters LinkCore::counters() const {
 void LinkCore::start() {
   if (ended()) return;
   if (role_ == Role::kListener) return;
-  hello_deadline_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(
-                                       transport_.transport_options().peer_timeout_s));
+  hello_deadline_ = Clock::now() + peer_timeout();
   if (const std::optional<std::string> failure = open_connection()) {
     lost(*failure);
     return;
   }
-  say(FrameKind::kHello);
+  say_hello();
 }
 
 void LinkCore::begin_close() {
@@ -84,15 +99,48 @@ void LinkCore::end_quietly(State state) {
   if (state == State::kEnded) disconnect();
 }
 
-std::optional<Deadline> LinkCore::hello_deadline() const {
-  if (state_ != State::kConnecting || role_ == Role::kListener) return std::nullopt;
-  return hello_deadline_;
+// ---- Deadlines ----
+
+Clock::duration LinkCore::peer_timeout() const {
+  const std::chrono::duration<double> seconds(transport_.transport_options().peer_timeout_s);
+  return std::chrono::duration_cast<Clock::duration>(seconds);
+}
+
+std::optional<Deadline> LinkCore::deadline() const {
+  if (state_ == State::kConnecting && role_ == Role::kConnector) return hello_deadline_;
+  if (state_ == State::kOpen && transport_.transport_options().beats) return beat_deadline_;
+  return std::nullopt;
+}
+
+void LinkCore::check_deadline(Deadline now) {
+  const std::optional<Deadline> due = deadline();
+  if (!due || now < *due) return;
+  if (state_ == State::kConnecting) {
+    hello_is_late();
+  } else if (received_when_missed_ != next_received_) {
+    // This thread may have been held up while the BEAT waited: what has arrived is read first.
+    received_when_missed_ = next_received_;
+  } else {
+    beat_is_late();
+  }
 }
 
 void LinkCore::hello_is_late() {
-  fail({FailureKind::kTimeout, options_.peer + " at " + endpoint() + " said no HELLO within " +
-                                   std::to_string(transport_.transport_options().peer_timeout_s) + " s (" +
+  fail({FailureKind::kTimeout, options_.peer + " at " + address() + " said no HELLO within " +
+                                   seconds_text(transport_.transport_options().peer_timeout_s) + " (" +
                                    options_.name + ")"});
+}
+
+void LinkCore::beat_is_late() {
+  lost("its process answers, but its program has shown no sign of life for " +
+       seconds_text(transport_.transport_options().peer_timeout_s) + " (" +
+       std::to_string(num_work_items_of_peer_) + " work items done)");
+}
+
+void LinkCore::hear_beat(const FrameHeader& header) {
+  num_work_items_of_peer_ = header.tag;
+  beat_deadline_ = Clock::now() + peer_timeout();
+  received_when_missed_.reset();
 }
 
 // ---- Sending ----
@@ -116,14 +164,20 @@ void LinkCore::transmit(HeldFrame frame) {
   carry(bytes, std::move(frame));
 }
 
-void LinkCore::say(FrameKind kind) {
+void LinkCore::say(FrameKind kind, std::uint64_t tag) {
   OutgoingFrame frame;
   frame.header.kind = kind;
-  if (kind == FrameKind::kHello) {
-    frame.header.tag = options_.plan_hash;
-    said_hello_ = true;
-  }
+  frame.header.tag = tag;
   transmit(HeldFrame(std::move(frame)));
+}
+
+void LinkCore::say_hello() {
+  said_hello_ = true;
+  say(FrameKind::kHello, options_.plan_hash);
+}
+
+void LinkCore::say_beat(std::uint64_t num_work_items) {
+  if (state_ == State::kOpen) say(FrameKind::kBeat, num_work_items);
 }
 
 void LinkCore::say_farewell() {
@@ -147,14 +201,14 @@ void LinkCore::receive(std::span<const std::byte> header_bytes, std::span<const 
   bytes_received_.fetch_add(header_bytes.size() + payload.size(), std::memory_order_relaxed);
   const Result<FrameHeader> decoded = decode(header_bytes);
   if (!decoded) {
-    fail(corrupt("sent a " + decoded.failure().message));
+    refuse(corrupt("sent a " + decoded.failure().message));
     return;
   }
   const FrameHeader& header = decoded.value();
   // Answered even when it is refused: then both sides name the mismatch.
-  if (header.kind == FrameKind::kHello && !said_hello_) say(FrameKind::kHello);
+  if (header.kind == FrameKind::kHello && !said_hello_) say_hello();
   if (const std::optional<Failure> failure = refusal(header, payload)) {
-    fail(*failure);
+    refuse(*failure);
     return;
   }
   ++next_received_;
@@ -162,7 +216,7 @@ void LinkCore::receive(std::span<const std::byte> header_bytes, std::span<const 
   dispatch(header, payload);
 }
 
-void LinkCore::receive_malformed(const std::string& what) { fail(corrupt(what)); }
+void LinkCore::receive_malformed(const std::string& what) { refuse(corrupt(what)); }
 
 std::optional<Failure> LinkCore::refusal(const FrameHeader& header,
                                          std::span<const std::byte> payload) const {
@@ -228,6 +282,9 @@ void LinkCore::dispatch(const FrameHeader& header, std::span<const std::byte> pa
     case FrameKind::kBye:
       hear_farewell();
       return;
+    case FrameKind::kBeat:
+      hear_beat(header);
+      return;
     default:
       break;
   }
@@ -237,6 +294,7 @@ void LinkCore::dispatch(const FrameHeader& header, std::span<const std::byte> pa
 
 void LinkCore::open() {
   state_ = State::kOpen;
+  beat_deadline_ = Clock::now() + peer_timeout();
   std::deque<HeldFrame> waiting;
   waiting.swap(waiting_);
   while (!waiting.empty()) {
@@ -268,6 +326,11 @@ void LinkCore::lost(const std::string& how) {
   } else {
     end();
   }
+}
+
+void LinkCore::refuse(const Failure& failure) {
+  count_refusal();
+  fail(failure);
 }
 
 void LinkCore::fail(const Failure& failure) {

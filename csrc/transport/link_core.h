@@ -11,13 +11,15 @@
 // A connector says HELLO first; a listener answers it, so it never speaks to a silent stranger. After BYE
 // the connection is kept until the other side has answered: closing a TCP socket while the peer still
 // sends would reset it and destroy what is on the way. A listener that refuses a HELLO lingers too, so
-// that its own HELLO arrives and the other side names the same mismatch.
+// that its own HELLO arrives and the other side names the same mismatch. Handlers see neither HELLO nor BYE
+// nor BEAT.
 //
 // Threads: send(), close(), counters() and options() on any; the rest on the transport thread.
 #pragma once
 
 #include <array>
 #include <atomic>
+#include <cstdint>
 #include <deque>
 #include <optional>
 #include <span>
@@ -68,9 +70,10 @@ class LinkCore : public Link {
   void begin_close();
   void end();  // without a farewell; idempotent
   [[nodiscard]] bool ended() const { return state_ == State::kEnded; }
-  // When the peer's HELLO is due; empty when it is not awaited.
-  [[nodiscard]] std::optional<Deadline> hello_deadline() const;
-  void hello_is_late();
+  // When the peer's HELLO, or its next BEAT, is due at the latest; empty when none is awaited.
+  [[nodiscard]] std::optional<Deadline> deadline() const;
+  void check_deadline(Deadline now);
+  void say_beat(std::uint64_t num_work_items);  // if the link is open
 
   // Carries bytes as they are, past every rule. For tests; transport thread.
   void inject(const FrameHeaderBytes& header, std::vector<std::byte> payload);
@@ -88,6 +91,10 @@ class LinkCore : public Link {
   void lost(const std::string& how);  // after everything that had arrived was given to receive()
   // Bytes that are not even a header and a payload.
   void receive_malformed(const std::string& what);
+  void count_refusal() { num_refused_.fetch_add(1, std::memory_order_relaxed); }
+
+  // Where the link listens or connects to, for errors.
+  [[nodiscard]] virtual const std::string& address() const = 0;
 
   [[nodiscard]] bool connecting() const { return state_ == State::kConnecting; }
   [[nodiscard]] TransportCore& transport() const { return transport_; }
@@ -97,18 +104,24 @@ class LinkCore : public Link {
 
   void submit(HeldFrame frame);
   void transmit(HeldFrame frame);
-  void say(FrameKind kind);
+  void say(FrameKind kind, std::uint64_t tag = 0);
+  void say_hello();
   void say_farewell();
 
   [[nodiscard]] std::optional<Failure> refusal(const FrameHeader& header,
                                                std::span<const std::byte> payload) const;
   [[nodiscard]] std::optional<Failure> identity_refusal(const FrameHeader& header) const;
   [[nodiscard]] std::optional<Failure> kind_refusal(const FrameHeader& header) const;
+  [[nodiscard]] Clock::duration peer_timeout() const;
   [[nodiscard]] Failure corrupt(const std::string& what) const;
 
   void dispatch(const FrameHeader& header, std::span<const std::byte> payload);
   void open();
+  void hear_beat(const FrameHeader& header);
   void hear_farewell();
+  void hello_is_late();
+  void beat_is_late();
+  void refuse(const Failure& failure);
   void fail(const Failure& failure);
   void end_quietly(State state);
 
@@ -122,6 +135,7 @@ class LinkCore : public Link {
   std::atomic<std::uint64_t> bytes_received_{0};
   std::atomic<std::uint64_t> frames_sent_{0};
   std::atomic<std::uint64_t> frames_received_{0};
+  std::atomic<std::uint64_t> num_refused_{0};
 
   // Transport thread.
   State state_ = State::kConnecting;
@@ -131,6 +145,10 @@ class LinkCore : public Link {
   std::uint64_t next_sent_ = 0;    // sequence numbers
   std::uint64_t next_received_ = 0;
   Deadline hello_deadline_;
+  Deadline beat_deadline_;
+  std::uint64_t num_work_items_of_peer_ = 0;  // as its last BEAT said
+  // next_received_ when a BEAT was missed.
+  std::optional<std::uint64_t> received_when_missed_;
 };
 
 }  // namespace pipedream

@@ -18,6 +18,8 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include "base/failure.h"
 #include "wire/frame.h"
@@ -59,6 +61,8 @@ struct LinkOptions {
   std::string name;                         // for errors: "activations of stage 0 to stage 1"
   std::string peer;                         // for errors: "stage 1 (rank 1)"
   std::size_t payload_bytes_max = 1 << 20;  // larger frames are refused before anything is allocated
+  // send() adds a CRC-32C to every payload that has none, on the caller's thread.
+  bool checksums_payloads = false;
 };
 
 struct LinkCounters {
@@ -66,6 +70,9 @@ struct LinkCounters {
   std::uint64_t bytes_received = 0;
   std::uint64_t frames_sent = 0;
   std::uint64_t frames_received = 0;
+  // What a listener turned away: connections that ended before it had heard HELLO from them; and frames
+  // that broke the protocol, after which a link has failed.
+  std::uint64_t num_refused = 0;
 };
 
 class Link {
@@ -83,13 +90,28 @@ class Link {
   virtual void close() = 0;
   [[nodiscard]] virtual LinkCounters counters() const = 0;
   [[nodiscard]] virtual const LinkOptions& options() const = 0;
-  [[nodiscard]] virtual std::string endpoint()
-      const = 0;  // "tcp://127.0.0.1:40001"; what the peer connects to
+  [[nodiscard]] virtual std::string endpoint() const = 0;  // what the peer connects to, see endpoint.h
+};
+
+// A CURVE identity (CurveZMQ, RFC 26) and who may talk to it. Keys are Z85 text of 40 characters.
+struct CurveKeys {
+  std::string public_key;
+  std::string secret_key;
+  std::vector<std::string> allowed;  // public keys of the peers, one's own where all share a pair
 };
 
 struct TransportOptions {
-  std::string bind_host = "127.0.0.1";
-  double peer_timeout_s = 15.0;  // a silent peer is lost after this, heartbeats included
+  std::string bind_host = "127.0.0.1";  // address or interface
+  double peer_timeout_s = 15.0;         // a silent peer is lost after this, heartbeats included
+  // Encrypts and authenticates every link: a listener lets in the allowed keys only, a connector talks to the
+  // endpoint's key only, and only if it is allowed.
+  std::optional<CurveKeys> keys;
+  // Lets a listener without keys bind elsewhere than to loopback.
+  bool insecure = false;
+  // A peer whose program gives no sign of life is lost, too, although its process answers heartbeats: the
+  // transport says BEAT to its peers only while pulse() is called at least every peer_timeout_s / 8, and a
+  // peer that has said none for peer_timeout_s is lost. Both ends of a link must have the same setting.
+  bool beats = false;
 };
 
 class Transport {
@@ -100,6 +122,9 @@ class Transport {
   virtual ~Transport() = default;  // shutdown(0)
 
   [[nodiscard]] virtual std::string_view name() const = 0;  // "zmq/tcp", "inproc"
+
+  // This program is alive; num_work_items: how far it has come, for the peers' error messages. Any thread.
+  virtual void pulse(std::uint64_t num_work_items) = 0;
 
   // Any thread. The handler outlives the transport or its shutdown(). Links are owned by the transport
   // and live until it is destroyed. Throws UserError for an endpoint that cannot be bound or parsed.
@@ -118,6 +143,8 @@ class Transport {
 // Throws UserError naming what was tried when it cannot be loaded or is older than 4.3.
 [[nodiscard]] std::unique_ptr<Transport> make_zmq_transport(const TransportOptions& options,
                                                             const std::string& libzmq_path = "");
+// A new pair of Z85 keys, public and secret; libzmq as above.
+[[nodiscard]] std::pair<std::string, std::string> make_curve_keys(const std::string& libzmq_path = "");
 // Between transports of one process; endpoints look like "inproc://7".
 [[nodiscard]] std::unique_ptr<Transport> make_inproc_transport(const TransportOptions& options);
 

@@ -19,6 +19,9 @@ namespace pipedream {
 namespace {
 
 constexpr double kLingerMaxS = 24 * 3600;
+constexpr double kPeerTimeoutMaxS = 1e6;
+constexpr int kBeatsPerTimeout = 8;     // so that a few may be late
+constexpr int kBeatPeriodsOfPulse = 2;  // how long a pulse is felt
 
 // The transport whose thread this is. Thread ids are no substitute: they are used again.
 thread_local const TransportCore* transport_of_this_thread = nullptr;
@@ -30,22 +33,27 @@ int make_wake_fd() {
 }
 
 TransportOptions checked(TransportOptions options) {
-  if (!(options.peer_timeout_s > 0)) {
+  if (!(options.peer_timeout_s > 0 && options.peer_timeout_s <= kPeerTimeoutMaxS)) {
     throw UserError("peer_timeout_s is " + std::to_string(options.peer_timeout_s) +
-                    "; it must be a positive number of seconds");
+                    "; it must be a positive number of seconds, 1e6 at most");
   }
   return options;
 }
 
+Clock::duration duration_of(double seconds) {
+  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+}
+
 Deadline seconds_from_now(double seconds) {
-  const double bounded = std::clamp(seconds, 0.0, kLingerMaxS);
-  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(bounded));
+  return Clock::now() + duration_of(std::clamp(seconds, 0.0, kLingerMaxS));
 }
 
 }  // namespace
 
 TransportCore::TransportCore(TransportOptions options)
-    : options_(checked(std::move(options))), wake_fd_(make_wake_fd()) {
+    : options_(checked(std::move(options))),
+      beat_period_(duration_of(options_.peer_timeout_s / kBeatsPerTimeout)),
+      wake_fd_(make_wake_fd()) {
   tasks_.reserve(kNumTasksAtFirst);
   running_tasks_.reserve(kNumTasksAtFirst);
 }
@@ -64,6 +72,11 @@ void TransportCore::start() {
   thread_ = std::thread([this] { run(); });
   pthread_sigmask(SIG_SETMASK, &signals_before, nullptr);
   pthread_setname_np(thread_.native_handle(), "pd-transport");
+}
+
+void TransportCore::pulse(std::uint64_t num_work_items) {
+  num_work_items_.store(num_work_items, std::memory_order_relaxed);
+  pulse_ns_.store(now_ns(), std::memory_order_release);
 }
 
 void TransportCore::post(std::function<void()> function) { enqueue(std::move(function)); }
@@ -133,10 +146,8 @@ void TransportCore::run() {
       if (stop.farewell) close_links();
     }
     const Deadline now = Clock::now();
-    for (LinkCore* link : active_links_) {
-      const std::optional<Deadline> deadline = link->hello_deadline();
-      if (deadline && now >= *deadline) link->hello_is_late();
-    }
+    say_beats(now);
+    for (LinkCore* link : active_links_) link->check_deadline(now);
     std::erase_if(active_links_, [](const LinkCore* link) { return link->ended(); });
     if (closing && (active_links_.empty() || now >= stop.deadline)) break;
     traffic_left_ = poll(timeout_ms(stop));
@@ -165,6 +176,17 @@ void TransportCore::close_links() {
   for (LinkCore* link : active_links_) link->begin_close();
 }
 
+// A tick while there are links, whether or not there is a pulse: so pulse() need not wake this thread.
+void TransportCore::say_beats(Deadline now) {
+  if (!options_.beats || now < next_beat_) return;
+  next_beat_ = now + beat_period_;
+  const std::int64_t felt_ns = pulse_ns_.load(std::memory_order_acquire);
+  const std::chrono::nanoseconds felt_for = kBeatPeriodsOfPulse * beat_period_;
+  if (felt_ns == kNoPulse || now_ns() - felt_ns > felt_for.count()) return;
+  const std::uint64_t num_work_items = num_work_items_.load(std::memory_order_relaxed);
+  for (LinkCore* link : active_links_) link->say_beat(num_work_items);
+}
+
 bool TransportCore::may_sleep() {
   const std::lock_guard lock(mutex_);
   sleeping_ = tasks_.empty();
@@ -174,10 +196,13 @@ bool TransportCore::may_sleep() {
 int TransportCore::timeout_ms(const Stop& stop) {
   if (traffic_left_) return 0;
   std::optional<Deadline> earliest;
-  if (stop.requested) earliest = stop.deadline;
+  const auto wake_at = [&](Deadline deadline) {
+    if (!earliest || deadline < *earliest) earliest = deadline;
+  };
+  if (stop.requested) wake_at(stop.deadline);
+  if (options_.beats && !active_links_.empty()) wake_at(next_beat_);
   for (const LinkCore* link : active_links_) {
-    const std::optional<Deadline> deadline = link->hello_deadline();
-    if (deadline && (!earliest || *deadline < *earliest)) earliest = deadline;
+    if (const std::optional<Deadline> deadline = link->deadline()) wake_at(*deadline);
   }
   if (!may_sleep()) return 0;
   if (!earliest) return -1;

@@ -2,13 +2,15 @@
 // inproc/ add how bytes are carried.
 //
 //   any thread       send, close, post, listen ---> task queue ---> transport thread
-//   transport thread loop: 1 run tasks  2 close or time out links  3 wait for traffic, deliver it
+//   transport thread loop: 1 run tasks  2 close or time out links, say BEAT  3 wait for traffic, deliver it
 //
 // Ownership: owns its thread and its links. Bound of the queue: what channels have credits for. Tasks lie in
 // the queue itself, which keeps the room it has once had: in the steady state nothing is allocated.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -34,6 +36,7 @@ class TransportCore : public Transport {
   explicit TransportCore(TransportOptions options);
   ~TransportCore() override;
 
+  void pulse(std::uint64_t num_work_items) final;
   void post(std::function<void()> function) final;
   void shutdown(double linger_s) final;
 
@@ -74,6 +77,7 @@ class TransportCore : public Transport {
 
  private:
   static constexpr std::size_t kNumTasksAtFirst = 64;  // room for more is made when it is needed
+  static constexpr std::int64_t kNoPulse = -1;
 
   struct Stop {
     bool requested = false;
@@ -85,11 +89,13 @@ class TransportCore : public Transport {
   void run();
   Stop run_tasks();
   void close_links();
+  void say_beats(Deadline now);
   [[nodiscard]] bool may_sleep();
   [[nodiscard]] int timeout_ms(const Stop& stop);
   void finish();
 
   const TransportOptions options_;
+  const Clock::duration beat_period_;
   const int wake_fd_;
   std::mutex join_mutex_;  // guards thread_'s join
   std::thread thread_;
@@ -101,9 +107,13 @@ class TransportCore : public Transport {
   bool sleeping_ = false;  // a task must wake the thread
   bool stopped_ = false;   // no more tasks
 
+  std::atomic<std::int64_t> pulse_ns_{kNoPulse};  // when it was last felt
+  std::atomic<std::uint64_t> num_work_items_{0};
+
   // Transport thread.
   std::vector<LinkCore*> active_links_;
   std::vector<Task> running_tasks_;
+  Deadline next_beat_;
   bool traffic_left_ = false;
 };
 

@@ -5,6 +5,8 @@
 // that ends waits until the others have given back what they read of it; one that ends gives back first, so
 // two that end at once do not wait for each other.
 //
+// Keys and beats: a process need not hide from itself, so keys are ignored; beats are as everywhere.
+//
 // The registry's mutex guards which links listen and who is whose peer, for all inproc links. A link that
 // has a peer is alive: links leave under that mutex before they are destroyed.
 #include <poll.h>
@@ -20,6 +22,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "transport/endpoint.h"
 #include "transport/link_core.h"
 #include "transport/transport_core.h"
 
@@ -95,9 +98,7 @@ class InprocLink final : public LinkCore {
       : LinkCore(transport, std::move(options), handler, Role::kConnector), loans_(loans), number_(number) {}
   ~InprocLink() override { InprocRegistry::instance().leave(*this); }
 
-  [[nodiscard]] std::string endpoint() const override {
-    return std::string(kScheme) + std::to_string(number_);
-  }
+  [[nodiscard]] std::string endpoint() const override { return to_string(Endpoint{address_, "", ""}); }
 
  private:
   friend class InprocRegistry;
@@ -105,16 +106,18 @@ class InprocLink final : public LinkCore {
 
   std::optional<std::string> open_connection() override {
     if (InprocRegistry::instance().connect(*this, number_)) return std::nullopt;
-    return "nothing listens at " + endpoint() + ", or it has its peer";
+    return "nothing listens at " + address_ + ", or it has its peer";
   }
   void carry(const FrameHeaderBytes& header, HeldFrame frame) override {
     InprocRegistry::instance().deliver(*this, header, std::move(frame));
   }
   void disconnect() override { InprocRegistry::instance().leave(*this); }
+  [[nodiscard]] const std::string& address() const override { return address_; }
 
   InprocLink* peer_ = nullptr;  // guarded by the registry's mutex
   LoanCount& loans_;            // of this link's transport
   const std::uint64_t number_;
+  const std::string address_ = std::string(kScheme) + std::to_string(number_);
 };
 
 void Delivery::operator()() { to->receive(header, frame.payload()); }
@@ -162,15 +165,15 @@ void InprocRegistry::leave(InprocLink& link) {
   peer->transport().enqueue([peer] { peer->lost("it ended without a farewell"); });
 }
 
-std::uint64_t parse_endpoint(const std::string& endpoint) {
+std::uint64_t parse_number(const std::string& address) {
   std::uint64_t number = 0;
-  if (endpoint.starts_with(kScheme)) {
-    const char* const first = endpoint.data() + kScheme.size();
-    const char* const last = endpoint.data() + endpoint.size();
+  if (address.starts_with(kScheme)) {
+    const char* const first = address.data() + kScheme.size();
+    const char* const last = address.data() + address.size();
     const auto [end, error] = std::from_chars(first, last, number);
     if (error == std::errc() && end == last) return number;
   }
-  throw UserError("cannot connect to '" + endpoint + "': an inproc endpoint looks like inproc://7");
+  throw UserError("cannot connect to '" + address + "': an inproc endpoint looks like inproc://7");
 }
 
 class InprocTransport final : public TransportCore {
@@ -184,8 +187,8 @@ class InprocTransport final : public TransportCore {
     return add(std::make_unique<InprocLink>(*this, std::move(options), handler, loans_));
   }
   Link& connect(LinkOptions options, const std::string& endpoint, LinkHandler& handler) override {
-    return add(
-        std::make_unique<InprocLink>(*this, std::move(options), handler, loans_, parse_endpoint(endpoint)));
+    return add(std::make_unique<InprocLink>(*this, std::move(options), handler, loans_,
+                                            parse_number(parse_endpoint(endpoint).address)));
   }
 
  private:

@@ -27,6 +27,9 @@ void resolve_all(void* library, LibZmq& zmq) {
   into("zmq_version", zmq.version);
   into("zmq_errno", zmq.errno_of_thread);
   into("zmq_strerror", zmq.strerror);
+  into("zmq_has", zmq.has);
+  into("zmq_curve_keypair", zmq.curve_keypair);
+  into("zmq_curve_public", zmq.curve_public);
   into("zmq_ctx_new", zmq.ctx_new);
   into("zmq_ctx_set", zmq.ctx_set);
   into("zmq_ctx_term", zmq.ctx_term);

@@ -42,6 +42,10 @@ inline constexpr int kSndHwm = 23;
 inline constexpr int kRcvHwm = 24;
 inline constexpr int kLastEndpoint = 32;
 inline constexpr int kIpv6 = 42;
+inline constexpr int kCurveServer = 47;
+inline constexpr int kCurvePublicKey = 48;
+inline constexpr int kCurveSecretKey = 49;
+inline constexpr int kCurveServerKey = 50;
 inline constexpr int kZapDomain = 55;
 inline constexpr int kHandshakeIvl = 66;
 inline constexpr int kHeartbeatIvl = 75;
@@ -63,6 +67,9 @@ inline constexpr int kEventHandshakeFailedNoDetail = 0x0800;
 inline constexpr int kEventHandshakeFailedProtocol = 0x2000;
 inline constexpr int kEventHandshakeFailedAuth = 0x4000;
 
+// Value of kEventHandshakeFailedProtocol.
+inline constexpr int kMechanismMismatch = 0x11000002;
+
 }  // namespace zmq
 
 struct LibZmq {
@@ -71,6 +78,9 @@ struct LibZmq {
   void (*version)(int* major, int* minor, int* patch) = nullptr;
   int (*errno_of_thread)() = nullptr;
   const char* (*strerror)(int error) = nullptr;
+  int (*has)(const char* capability) = nullptr;
+  int (*curve_keypair)(char* public_key, char* secret_key) = nullptr;
+  int (*curve_public)(char* public_key, const char* secret_key) = nullptr;
 
   void* (*ctx_new)() = nullptr;
   int (*ctx_set)(void* context, int option, int value) = nullptr;

@@ -1,5 +1,6 @@
-// Who may connect: the context's ZAP handler (ZeroMQ RFC 27). Each listening link is a ZAP domain and lets
-// one connection at a time through its handshake, so a second connector is refused at once.
+// Who may connect: the context's ZAP handler (ZeroMQ RFC 27). Where there are keys only the allowed ones
+// enter. Each listening link is a ZAP domain and lets one connection at a time through its handshake, so a
+// second connector is refused at once. Without keys whoever speaks ZeroMQ may be that one connection.
 //
 // Why not unbind after the first: zmq_unbind also ends the connections that the endpoint has accepted. Why
 // not leave it to PAIR: it keeps a second connection open, silently, for ever.
@@ -8,16 +9,26 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string>
+#include <vector>
 
+#include "transport/zmq/curve.h"
 #include "transport/zmq/libzmq.h"
 
 namespace pipedream {
 
 class ZmqGate {
  public:
-  // may_enter: whether a connection to this domain is let in; called on the transport thread.
-  ZmqGate(const LibZmq& zmq, void* context, std::function<bool(const std::string& domain)> may_enter);
+  // What a connector that is refused is told: the value of its monitor's kEventHandshakeFailedAuth. ZAP has
+  // a fixed set of codes.
+  static constexpr int kKeyIsNotAllowed = 400;
+  static constexpr int kHasItsPeer = 500;
+
+  // allowed: keys, empty where links are not encrypted. may_enter: whether a connection to this domain is let
+  // in; called on the transport thread.
+  ZmqGate(const LibZmq& zmq, void* context, std::optional<std::vector<CurveKey>> allowed,
+          std::function<bool(const std::string& domain)> may_enter);
   ~ZmqGate();
   ZmqGate(const ZmqGate&) = delete;
   ZmqGate& operator=(const ZmqGate&) = delete;
@@ -28,10 +39,13 @@ class ZmqGate {
 
  private:
   [[nodiscard]] bool receive_part(std::string& part, bool& more);
-  void reply(const std::string& version, const std::string& request_id, bool enter);
+  [[nodiscard]] int verdict(const std::vector<std::string>& request) const;
+  [[nodiscard]] bool may_talk(const std::vector<std::string>& request) const;
+  void reply(const std::string& version, const std::string& request_id, int status);
 
   const LibZmq& zmq_;
   void* const socket_;
+  const std::optional<std::vector<CurveKey>> allowed_;
   const std::function<bool(const std::string&)> may_enter_;
 };
 

@@ -23,8 +23,11 @@
 #include <vector>
 
 #include "base/check.h"
+#include "transport/endpoint.h"
 #include "transport/link_core.h"
 #include "transport/transport_core.h"
+#include "transport/zmq/bind_address.h"
+#include "transport/zmq/curve.h"
 #include "transport/zmq/libzmq.h"
 #include "transport/zmq/zmq_gate.h"
 
@@ -32,8 +35,11 @@ namespace pipedream {
 namespace {
 
 constexpr std::string_view kScheme = "tcp://";
+constexpr const char* kEndpointLooks = "an endpoint looks like tcp://127.0.0.1:40001";
 constexpr int kNumSocketsMax = 16384;
 constexpr int kNumMessagesPerRound = 16;  // of one link, before the others have their turn
+
+bool is_ipv6(const std::string& address) { return address.find('[') != std::string::npos; }
 
 int milliseconds(double seconds) { return static_cast<int>(std::clamp(seconds * 1e3, 1.0, 6'553'500.0)); }
 
@@ -152,7 +158,9 @@ class ZmqLink final : public LinkCore {
   void bind();                                // throws UserError
   void connect(const std::string& endpoint);  // throws UserError
 
-  [[nodiscard]] std::string endpoint() const override { return endpoint_; }
+  [[nodiscard]] std::string endpoint() const override {
+    return to_string(Endpoint{address_, server_key_, ""});
+  }
 
   // Transport thread.
   [[nodiscard]] void* socket() const { return socket_; }
@@ -168,9 +176,13 @@ class ZmqLink final : public LinkCore {
 
   void carry(const FrameHeaderBytes& header, HeldFrame frame) override;
   void disconnect() override;
+  [[nodiscard]] const std::string& address() const override { return address_; }
   void open_monitor();
   void set_option(int option, int value);
-  void handle_event(int event, int value);
+  void set_part_bytes_max();
+  void handle_connector_event(int event, int value);
+  void handle_listener_event(int event, int value);
+  [[nodiscard]] std::string how_handshake_failed(int event, int value) const;
   void receive_one(Message& header);
   void carry_payload(HeldFrame frame);
   // True when it was handed over; false when the connection has ended.
@@ -182,11 +194,12 @@ class ZmqLink final : public LinkCore {
   const std::string domain_;  // of the gate; unique in the transport
   void* socket_ = nullptr;
   void* monitor_ = nullptr;
-  std::string endpoint_;
+  std::string address_;
+  std::string server_key_;  // of the listener; empty without keys
 
   // Transport thread.
   int peer_fd_ = kAnyFd;     // a listener's connection that said HELLO
-  std::set<int> ended_fds_;  // a listener's connections that ended and were not opened anew
+  std::set<int> ended_fds_;  // a listener's connections that ended before that and were not opened anew
   bool connection_ended_ = false;
   std::string how_it_ended_ = "the connection ended without a farewell";
 };
@@ -212,13 +225,20 @@ ZmqLink::ZmqLink(TransportCore& transport, LinkOptions options, LinkHandler& han
   set_option(zmq::kHeartbeatTtl, std::max(100, milliseconds(peer_timeout_s / 2)));
   set_option(zmq::kTcpMaxRt, milliseconds(peer_timeout_s / 2));
   set_option(zmq::kConnectTimeout, milliseconds(peer_timeout_s));
-  set_option(zmq::kHandshakeIvl, milliseconds(peer_timeout_s));
-  // A longer part ends the connection before memory is allocated for it.
-  const auto part_bytes_max =
-      static_cast<std::int64_t>(std::max<std::size_t>(this->options().payload_bytes_max, kFrameHeaderBytes));
+  // A connector's own deadline for HELLO comes first: it says what happened.
+  set_option(zmq::kHandshakeIvl,
+             milliseconds(role == Role::kConnector ? 2 * peer_timeout_s : peer_timeout_s));
+  set_part_bytes_max();
+  open_monitor();
+}
+
+// A longer part ends the connection before memory is allocated for it.
+void ZmqLink::set_part_bytes_max() {
+  std::size_t num_bytes = std::max<std::size_t>(options().payload_bytes_max, kFrameHeaderBytes);
+  if (shared_.options.keys) num_bytes = std::max(num_bytes + kCurveBytesPerPart, kCurveHandshakeBytesMax);
+  const auto part_bytes_max = static_cast<std::int64_t>(num_bytes);
   PD_CHECK(zmq_.setsockopt(socket_, zmq::kMaxMsgSize, &part_bytes_max, sizeof(part_bytes_max)) == 0,
            zmq_.last_error());
-  open_monitor();
 }
 
 void ZmqLink::set_option(int option, int value) {
@@ -243,13 +263,14 @@ void ZmqLink::open_monitor() {
 }
 
 void ZmqLink::bind() {
-  const std::string& host = shared_.options.bind_host;
-  const bool ipv6 = host.find(':') != std::string::npos;
-  if (ipv6) set_option(zmq::kIpv6, 1);
+  const std::string wanted = bind_address(shared_.options);
+  if (is_ipv6(wanted)) set_option(zmq::kIpv6, 1);
+  if (const std::optional<CurveKeys>& keys = shared_.options.keys) {
+    set_curve_server(zmq_, socket_, *keys);
+    server_key_ = keys->public_key;
+  }
   PD_CHECK(zmq_.setsockopt(socket_, zmq::kZapDomain, domain_.data(), domain_.size()) == 0, zmq_.last_error());
   shared_.doors.open(domain_);
-  const bool bare_ipv6 = ipv6 && host.front() != '[';
-  const std::string wanted = std::string(kScheme) + (bare_ipv6 ? "[" + host + "]" : host) + ":*";
   if (zmq_.bind(socket_, wanted.c_str()) != 0) {
     throw UserError("cannot listen at '" + wanted + "': " + zmq_.last_error() +
                     "; bind_host must be an address or interface of this machine");
@@ -257,17 +278,21 @@ void ZmqLink::bind() {
   char bound[256] = {};
   std::size_t num_bytes = sizeof(bound);
   PD_CHECK(zmq_.getsockopt(socket_, zmq::kLastEndpoint, bound, &num_bytes) == 0, zmq_.last_error());
-  endpoint_ = bound;
+  address_ = bound;
 }
 
 void ZmqLink::connect(const std::string& endpoint) {
-  endpoint_ = endpoint;
-  const std::string refusal = "cannot connect to '" + endpoint + "': ";
-  if (!endpoint.starts_with(kScheme))
-    throw UserError(refusal + "an endpoint looks like tcp://127.0.0.1:40001");
-  if (endpoint.find('[') != std::string::npos) set_option(zmq::kIpv6, 1);
-  if (zmq_.connect(socket_, endpoint.c_str()) != 0) {
-    throw UserError(refusal + zmq_.last_error() + "; an endpoint looks like tcp://127.0.0.1:40001");
+  const Endpoint parsed = parse_endpoint(endpoint);
+  address_ = parsed.address;
+  server_key_ = parsed.server_key;
+  const std::string refusal = "cannot connect to '" + address_ + "': ";
+  if (!address_.starts_with(kScheme)) throw UserError(refusal + kEndpointLooks);
+  const std::optional<CurveKeys>& keys = shared_.options.keys;
+  check_server_key(keys, server_key_, address_);
+  if (keys) set_curve_client(zmq_, socket_, *keys, server_key_);
+  if (is_ipv6(address_)) set_option(zmq::kIpv6, 1);
+  if (zmq_.connect(socket_, address_.c_str()) != 0) {
+    throw UserError(refusal + zmq_.last_error() + "; " + kEndpointLooks);
   }
 }
 
@@ -329,27 +354,54 @@ void ZmqLink::read_events() {
     PD_CHECK(event.bytes().size() == sizeof(code) + sizeof(value), event.bytes().size());
     std::memcpy(&code, event.bytes().data(), sizeof(code));
     std::memcpy(&value, event.bytes().data() + sizeof(code), sizeof(value));
-    handle_event(code, value);
+    if (role_ == Role::kConnector) {
+      handle_connector_event(code, value);
+    } else {
+      handle_listener_event(code, value);
+    }
   }
 }
 
-void ZmqLink::handle_event(int event, int value) {
-  if (role_ == Role::kConnector) {
-    connection_ended_ = true;
-    if (!connecting()) return;
-    if (event == zmq::kEventHandshakeFailedAuth) {
-      how_it_ended_ = "it refused the connection to " + endpoint_ + ": it has its peer already";
-    } else if (event == zmq::kEventClosed) {
-      how_it_ended_ = "nothing accepts connections at " + endpoint_;
-    }
-    return;
+void ZmqLink::handle_connector_event(int event, int value) {
+  connection_ended_ = true;
+  if (!connecting()) return;
+  if (event == zmq::kEventClosed) {
+    how_it_ended_ = "nothing accepts connections at " + address_;
+  } else if (event != zmq::kEventDisconnected) {
+    how_it_ended_ = how_handshake_failed(event, value);
   }
+}
+
+// As far as this side can know: a listener whose key is another one just ends the connection.
+std::string ZmqLink::how_handshake_failed(int event, int value) const {
+  if (event == zmq::kEventHandshakeFailedAuth) {
+    const std::string refused = "it refused the connection to " + address_ + ": ";
+    if (value == ZmqGate::kHasItsPeer) return refused + "it has its peer already";
+    return refused + "this worker's key is not in its keys.allowed";
+  }
+  const std::string failed = "the handshake with " + address_ + " failed: ";
+  if (event == zmq::kEventHandshakeFailedProtocol && value == zmq::kMechanismMismatch) {
+    return failed + (shared_.options.keys ? "it has no keys and this worker has"
+                                          : "it has keys and this worker has none");
+  }
+  return failed + (shared_.options.keys ? "it ended, or does not have the key that its endpoint names"
+                                        : "it ended, is no worker, or has keys and this worker has none");
+}
+
+void ZmqLink::handle_listener_event(int event, int value) {
   if (event == zmq::kEventAccepted) {
     ended_fds_.erase(value);
     return;
   }
   if (event == zmq::kEventClosed) return;
-  if (event == zmq::kEventDisconnected) ended_fds_.insert(value);
+  if (event == zmq::kEventDisconnected) {
+    if (value == peer_fd_) {
+      connection_ended_ = true;  // now: a stranger's connection may have the same descriptor next
+    } else {
+      ended_fds_.insert(value);
+      count_refusal();
+    }
+  }
   if (connecting()) shared_.doors.open(domain_);  // a stranger left; the peer may still come
 }
 
@@ -391,7 +443,8 @@ class ZmqTransport final : public TransportCore {
         context_(make_context(zmq)),
         shared_{zmq, context_, options},
         gate_(std::make_unique<ZmqGate>(
-            zmq, context_, [this](const std::string& domain) { return shared_.doors.enter(domain); })) {
+            zmq, context_, allowed_keys(options),
+            [this](const std::string& domain) { return shared_.doors.enter(domain); })) {
     start();
   }
   ~ZmqTransport() override { shutdown(0); }
@@ -416,6 +469,10 @@ class ZmqTransport final : public TransportCore {
   static constexpr std::size_t kNumOwnItems = 2;
   static constexpr std::size_t kNumItemsPerLink = 2;
 
+  static std::optional<std::vector<CurveKey>> allowed_keys(const TransportOptions& options) {
+    if (!options.keys) return std::nullopt;
+    return allowed_curve_keys(*options.keys);
+  }
   static void* make_context(const LibZmq& zmq) {
     void* const context = zmq.ctx_new();
     if (context == nullptr) throw UserError("cannot make a ZeroMQ context: " + zmq.last_error());
@@ -477,7 +534,9 @@ class ZmqTransport final : public TransportCore {
 
 std::unique_ptr<Transport> make_zmq_transport(const TransportOptions& options,
                                               const std::string& libzmq_path) {
-  return std::make_unique<ZmqTransport>(options, load_libzmq(libzmq_path));
+  const LibZmq& zmq = load_libzmq(libzmq_path);
+  if (options.keys) check_curve_keys(*options.keys, zmq);
+  return std::make_unique<ZmqTransport>(options, zmq);
 }
 
 }  // namespace pipedream

@@ -13,9 +13,11 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
+#include "base/clock.h"
 #include "transport/transport.h"
 #include "transport/transport_core.h"
 
@@ -182,19 +184,39 @@ inline std::vector<std::byte> patterned_bytes(std::size_t num_bytes, std::uint32
   return bytes;
 }
 
-// Null when this transport is not to be tested here: libzmq is missing, or $PIPEDREAM_TEST_TRANSPORTS
-// (comma separated) leaves it out.
-inline std::unique_ptr<Transport> make_transport(const std::string& name,
-                                                 const TransportOptions& options = {}) {
+// A pair that is allowed to talk to itself, and to others of one's choice. Throws UserError without libzmq.
+inline CurveKeys make_keys(const std::vector<std::string>& others = {}) {
+  const auto [public_key, secret_key] = make_curve_keys();
+  CurveKeys keys{public_key, secret_key, {public_key}};
+  keys.allowed.insert(keys.allowed.end(), others.begin(), others.end());
+  return keys;
+}
+
+// "inproc", "zmq" or "zmq_curve", whose transports all have one pair of keys. Null when this transport is not
+// to be tested here: libzmq is missing, or $PIPEDREAM_TEST_TRANSPORTS (comma separated) leaves it out.
+inline std::unique_ptr<Transport> make_transport(const std::string& name, TransportOptions options = {}) {
   const char* const chosen = std::getenv("PIPEDREAM_TEST_TRANSPORTS");
-  if (chosen != nullptr && std::string(chosen).find(name) == std::string::npos) return nullptr;
+  const std::string family = name.substr(0, name.find('_'));
+  if (chosen != nullptr && std::string(chosen).find(family) == std::string::npos) return nullptr;
   if (name == "inproc") return make_inproc_transport(options);
   try {
-    static_cast<void>(make_zmq_transport({}));  // what a missing libzmq says must not hide a bad option
+    // What a missing libzmq says must not hide a bad option.
+    static const CurveKeys keys = make_keys();
+    if (name == "zmq_curve") options.keys = keys;
   } catch (const UserError&) {
     return nullptr;
   }
   return make_zmq_transport(options);
+}
+
+// Polls for what no handler tells.
+template <class Predicate>
+[[nodiscard]] bool wait_until(Predicate predicate) {
+  for (const auto deadline = Clock::now() + kPatience; Clock::now() < deadline;) {
+    if (predicate()) return true;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return false;
 }
 
 inline TransportCore& core_of(Transport& transport) { return dynamic_cast<TransportCore&>(transport); }

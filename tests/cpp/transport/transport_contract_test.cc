@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "recorder.h"
+#include "transport/endpoint.h"
 #include "transport/link_core.h"
 
 namespace pipedream {
@@ -65,6 +66,15 @@ class TransportContract : public testing::TestWithParam<std::string> {
     EXPECT_NE(failure.message.find("activations of stage 0 to stage 1"), std::string::npos)
         << failure.message;
     EXPECT_EQ(failure.message.find('\n'), std::string::npos) << failure.message;
+    EXPECT_EQ(listener_->counters().num_refused, 1u);
+  }
+  // Both transports anew, with beats.
+  void make_transports_with_beats(double peer_timeout_s) {
+    TransportOptions options;
+    options.beats = true;
+    options.peer_timeout_s = peer_timeout_s;
+    listening_ = make_transport(GetParam(), options);
+    connecting_ = make_transport(GetParam(), options);
   }
 
   // Declared first: they outlive the transports.
@@ -194,6 +204,7 @@ TEST_P(TransportContract, CountersCountFramesAndTheirBytes) {
   EXPECT_EQ(received.bytes_received, sent.bytes_sent);
   EXPECT_EQ(received.frames_sent, 1u);
   EXPECT_EQ(received.bytes_sent, kFrameHeaderBytes);
+  EXPECT_EQ(sent.num_refused + received.num_refused, 0u);
 }
 
 TEST_P(TransportContract, CallbacksMaySend) {
@@ -323,7 +334,7 @@ TEST_P(TransportContract, ConnectingToAnEndedListenerIsALostPeer) {
   connecting_->connect(link_options(), endpoint, at_connector_);
   const Failure failure = at_connector_.wait_failure();
   EXPECT_EQ(failure.kind, FailureKind::kPeerLost);
-  EXPECT_NE(failure.message.find(endpoint), std::string::npos) << failure.message;
+  EXPECT_NE(failure.message.find(parse_endpoint(endpoint).address), std::string::npos) << failure.message;
 }
 
 // ---- Corrupt frames ----
@@ -400,6 +411,50 @@ TEST_P(TransportContract, PayloadThatDoesNotMatchItsChecksumClosesTheLink) {
   connector_->send(std::move(bad));
   expect_listener_refuses("payload_checksum");
   EXPECT_EQ(at_listener_.frames().size(), 1u);
+}
+
+TEST_P(TransportContract, PayloadThatChangesOnItsWayIsCaughtByTheLinksOwnChecksum) {
+  for (const bool checksums_payloads : {false, true}) {
+    Recorder at_listener;
+    Recorder at_connector;
+    LinkOptions options = link_options();
+    options.checksums_payloads = checksums_payloads;
+    const Link& listener = listening_->listen(options, at_listener);
+    Link& connector = connecting_->connect(options, listener.endpoint(), at_connector);
+    ASSERT_TRUE(at_connector.wait_open());
+    std::vector<std::byte> payload = patterned_bytes(5000, 1);
+    connector.send(tensor_frame(0, payload));
+    ASSERT_TRUE(at_listener.wait_frames(1));
+    EXPECT_EQ(at_listener.frames()[0].header.has_payload_checksum, checksums_payloads);
+    std::latch changed(1);
+    connecting_->post([&] { changed.wait(); });  // so that it is not on its way before
+    connector.send(tensor_frame(1, payload));
+    payload[2500] ^= std::byte{16};
+    changed.count_down();
+    if (checksums_payloads) {
+      const Failure failure = at_listener.wait_failure();
+      EXPECT_EQ(failure.kind, FailureKind::kCorruptFrame);
+      EXPECT_NE(failure.message.find("payload_checksum"), std::string::npos) << failure.message;
+      EXPECT_EQ(listener.counters().num_refused, 1u);
+    } else {
+      ASSERT_TRUE(at_listener.wait_frames(2));
+      EXPECT_EQ(at_listener.frames()[1].payload, payload);
+    }
+    connecting_->shutdown(1);  // before the payload and the recorders die
+    listening_->shutdown(1);
+    listening_ = make_transport(GetParam());
+    connecting_ = make_transport(GetParam());
+  }
+}
+
+TEST_P(TransportContract, FramesWithoutAPayloadCarryNoChecksum) {
+  LinkOptions options = link_options();
+  options.checksums_payloads = true;
+  open_link(options, options);
+  connector_->send(credit_frame(1));
+  connector_->send(tensor_frame(0, {}));
+  ASSERT_TRUE(at_listener_.wait_frames(2));
+  for (const Recorder::Frame& frame : at_listener_.frames()) EXPECT_FALSE(frame.header.has_payload_checksum);
 }
 
 TEST_P(TransportContract, NothingFollowsAFailure) {
@@ -533,6 +588,61 @@ TEST_P(TransportContract, LostListenerIsAFailureAtTheConnector) {
   EXPECT_NE(failure.message.find("stage 1 (rank 1)"), std::string::npos) << failure.message;
 }
 
+// ---- Signs of life ----
+
+TEST_P(TransportContract, PeerWhoseProgramStopsIsLostAlthoughItsProcessAnswers) {
+  make_transports_with_beats(2);
+  open_link();
+  std::atomic<bool> stop{false};
+  std::atomic<bool> other_lives{true};
+  std::thread program([&] {
+    while (!stop.load()) {
+      connecting_->pulse(3);
+      if (other_lives.load()) listening_->pulse(7);
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+  });
+  EXPECT_TRUE(wait_until([&] { return connector_->counters().frames_received >= 2; }));  // HELLO, BEAT
+  other_lives.store(false);
+  const Failure failure = at_connector_.wait_failure();
+  stop.store(true);
+  program.join();
+  EXPECT_EQ(failure.kind, FailureKind::kPeerLost);
+  EXPECT_NE(
+      failure.message.find("stage 1 (rank 1) is lost: its process answers, but its program has shown no "
+                           "sign of life for 2 s (7 work items done) (activations of stage 0"),
+      std::string::npos)
+      << failure.message;
+}
+
+TEST_P(TransportContract, PeerThatNeverPulsesIsLost) {
+  make_transports_with_beats(2);
+  open_link();
+  const Failure failures[] = {at_listener_.wait_failure(), at_connector_.wait_failure()};
+  for (const Failure& failure : failures) EXPECT_EQ(failure.kind, FailureKind::kPeerLost) << failure.message;
+  // Whoever said so first ended the connection.
+  const std::string both = failures[0].message + failures[1].message;
+  EXPECT_NE(both.find("no sign of life for 2 s (0 work items done)"), std::string::npos) << both;
+}
+
+TEST_P(TransportContract, PeersThatPulseLiveLongerThanThePeerTimeout) {
+  constexpr std::uint64_t kNumBeats = 12;  // of eight in the time
+  make_transports_with_beats(3);
+  open_link();
+  const bool beats_came = wait_until([&] {
+    listening_->pulse(1);
+    connecting_->pulse(2);
+    return listener_->counters().frames_received > kNumBeats &&
+           connector_->counters().frames_received > kNumBeats;
+  });
+  EXPECT_TRUE(beats_came);
+  connector_->send(credit_frame(5));
+  ASSERT_TRUE(at_listener_.wait_frames(1));
+  EXPECT_EQ(at_listener_.frames()[0].header.tag, 5u);  // handlers see no BEAT
+  EXPECT_EQ(at_connector_.num_calls(), 1u);
+  EXPECT_EQ(at_listener_.num_failures(), 0u);
+}
+
 // ---- The transport ----
 
 TEST_P(TransportContract, ShutdownDeliversWhatWasSent) {
@@ -616,8 +726,8 @@ TEST_P(TransportContract, EndpointThatCannotBeParsedIsTheUsersMistake) {
   }
 }
 
-TEST_P(TransportContract, PeerTimeoutMustBePositive) {
-  for (const double seconds : {0.0, -1.0, std::numeric_limits<double>::quiet_NaN()}) {
+TEST_P(TransportContract, PeerTimeoutMustBePositiveAndBounded) {
+  for (const double seconds : {0.0, -1.0, 1e9, std::numeric_limits<double>::quiet_NaN()}) {
     TransportOptions options;
     options.peer_timeout_s = seconds;
     EXPECT_THROW(make_transport(GetParam(), options), UserError) << seconds;
@@ -630,9 +740,12 @@ TEST_P(TransportContract, SendingWhatThePeerWouldRefuseIsOurBug) {
   OutgoingFrame frame = credit_frame(1);
   frame.header.payload_bytes = 10;
   EXPECT_DEATH(connector_->send(frame), "payload_bytes 10, payload 0");
+  OutgoingFrame beat;
+  beat.header.kind = FrameKind::kBeat;
+  EXPECT_DEATH(connector_->send(beat), "the link itself says BEAT");
 }
 
-INSTANTIATE_TEST_SUITE_P(Transports, TransportContract, testing::Values("inproc", "zmq"),
+INSTANTIATE_TEST_SUITE_P(Transports, TransportContract, testing::Values("inproc", "zmq", "zmq_curve"),
                          [](const auto& parameter) { return parameter.param; });
 
 }  // namespace

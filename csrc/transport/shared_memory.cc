@@ -1,0 +1,276 @@
+// memfd, mmap, and the checks before another process's memory is believed to be what was meant.
+#include "transport/shared_memory.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <charconv>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <limits>
+#include <string_view>
+#include <utility>
+#include <variant>
+
+#include "base/check.h"
+#include "device/host/host_memory.h"
+
+namespace pipedream {
+namespace {
+
+constexpr std::size_t kPageBytes = 4096;
+constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
+constexpr const char* kMemfdName = "pipedream";
+constexpr std::string_view kLinkPrefix = "/memfd:pipedream";  // what /proc/<pid>/fd/<fd> points to
+constexpr std::uint64_t kMagic = 0x314D454D53445250;          // "PRDSMEM1" in memory
+
+using Secret = std::array<std::uint8_t, 16>;
+
+// The first page.
+struct FirstPage {
+  std::uint64_t magic;
+  std::uint64_t num_bytes;  // behind this page
+  Secret secret;
+  std::atomic<std::uint32_t> claimed;
+};
+static_assert(sizeof(FirstPage) <= kPageBytes);
+static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
+
+struct Address {
+  std::uint64_t pid = 0;
+  std::uint64_t fd = 0;
+  std::size_t num_bytes = 0;
+  Secret secret{};
+};
+
+// The world's: no reason to end, the wire is there.
+struct Refusal {
+  std::string why;
+};
+
+std::string text_of_error() { return std::strerror(errno); }
+
+class FileDescriptor {
+ public:
+  explicit FileDescriptor(int fd) : fd_(fd) {}
+  FileDescriptor(FileDescriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  FileDescriptor& operator=(FileDescriptor&&) = delete;
+  FileDescriptor(const FileDescriptor&) = delete;
+  FileDescriptor& operator=(const FileDescriptor&) = delete;
+  ~FileDescriptor() {
+    if (fd_ >= 0) ::close(fd_);
+  }
+  [[nodiscard]] int get() const { return fd_; }
+
+ private:
+  int fd_;
+};
+
+// ---- Addresses ----
+
+std::string hex(const Secret& secret) {
+  std::string text;
+  for (const std::uint8_t byte : secret) {
+    constexpr std::string_view kDigits = "0123456789abcdef";
+    text += kDigits[byte >> 4U];
+    text += kDigits[byte & 15U];
+  }
+  return text;
+}
+
+// False unless all of the text is one number of this base.
+template <class Number>
+bool read_number(std::string_view text, Number& number, int base = 10) {
+  const char* const end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, number, base);
+  return error == std::errc() && stop == end;
+}
+
+bool read_secret(std::string_view text, Secret& secret) {
+  if (text.size() != 2 * secret.size()) return false;
+  for (std::size_t index = 0; index < secret.size(); ++index) {
+    if (!read_number(text.substr(2 * index, 2), secret[index], 16)) return false;
+  }
+  return true;
+}
+
+std::optional<Address> parse_address(std::string_view text) {
+  std::array<std::string_view, 4> parts;
+  for (std::size_t part = 0; part < parts.size(); ++part) {
+    const std::size_t end = part + 1 < parts.size() ? text.find(':') : text.size();
+    if (end == std::string_view::npos) return std::nullopt;
+    parts[part] = text.substr(0, end);
+    text.remove_prefix(std::min(end + 1, text.size()));
+  }
+  Address address;
+  const bool good = read_number(parts[0], address.pid) && read_number(parts[1], address.fd) &&
+                    read_number(parts[2], address.num_bytes) && read_secret(parts[3], address.secret);
+  const bool sized = address.num_bytes > 0 &&
+                     address.num_bytes <= std::numeric_limits<std::size_t>::max() / 2 - kHugePageBytes;
+  if (!good || !sized) return std::nullopt;
+  return address;
+}
+
+// ---- Mappings ----
+
+std::size_t mapped_bytes_of(std::size_t num_bytes) {
+  return kPageBytes + (num_bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
+}
+
+// The whole file at a huge page's boundary, so that the kernel can use them. Null when there is no room.
+std::byte* map_aligned(int fd, std::size_t mapped_bytes) {
+  const std::size_t reserved_bytes = mapped_bytes + kHugePageBytes;
+  void* const reserved = ::mmap(nullptr, reserved_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (reserved == MAP_FAILED) return nullptr;
+  auto* const begin = static_cast<std::byte*>(reserved);
+  const auto address = reinterpret_cast<std::uintptr_t>(begin);
+  const std::size_t head_bytes = (kHugePageBytes - address % kHugePageBytes) % kHugePageBytes;
+  std::byte* const aligned = begin + head_bytes;
+  const void* const mapping =
+      ::mmap(aligned, mapped_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
+  if (mapping == MAP_FAILED) {
+    ::munmap(begin, reserved_bytes);
+    return nullptr;
+  }
+  if (head_bytes > 0) ::munmap(begin, head_bytes);
+  ::munmap(aligned + mapped_bytes, reserved_bytes - head_bytes - mapped_bytes);
+  return aligned;
+}
+
+// False when the kernel has no memory left for it. The bytes stay what they are.
+bool touch_all(std::byte* data, std::size_t mapped_bytes) {
+  (void)::madvise(data, mapped_bytes, MADV_HUGEPAGE);  // advice only
+#ifdef MADV_POPULATE_WRITE
+  if (::madvise(data, mapped_bytes, MADV_POPULATE_WRITE) == 0) return true;
+  if (errno == ENOMEM || errno == EFAULT) return false;
+#endif
+  // A kernel before 5.14. An atomic addition of nothing: the other side may write already.
+  for (std::size_t offset = 0; offset < mapped_bytes; offset += kPageBytes) {
+    reinterpret_cast<std::atomic<std::uint8_t>*>(data + offset)->fetch_add(0, std::memory_order_relaxed);
+  }
+  return true;
+}
+
+class MappedFile final : public SharedMemory {
+ public:
+  // mapping: of mapped_bytes_of(num_bytes), taken over.
+  MappedFile(FileDescriptor fd, std::byte* mapping, std::size_t num_bytes)
+      : fd_(std::move(fd)), mapping_(mapping), num_bytes_(num_bytes) {}
+  ~MappedFile() override {
+    if (::munmap(mapping_, mapped_bytes_of(num_bytes_)) != 0) {
+      std::fprintf(stderr, "pipedream: munmap of %zu shared bytes failed: %s\n", num_bytes_,
+                   text_of_error().c_str());
+    }
+  }
+
+  [[nodiscard]] std::byte* data() const override { return mapping_ + kPageBytes; }
+  [[nodiscard]] std::size_t size_bytes() const override { return num_bytes_; }
+  [[nodiscard]] std::string address() const override {
+    PD_CHECK(fd_.get() >= 0, "the address of memory that was opened");
+    return std::to_string(::getpid()) + ":" + std::to_string(fd_.get()) + ":" + std::to_string(num_bytes_) +
+           ":" + hex(first_page().secret);
+  }
+  void claim() override { first_page().claimed.store(1); }
+  [[nodiscard]] bool is_claimed() const override { return first_page().claimed.load() != 0; }
+  [[nodiscard]] FirstPage& first_page() const { return *reinterpret_cast<FirstPage*>(mapping_); }
+
+ private:
+  const FileDescriptor fd_;  // the maker's: what others open; none when it was opened
+  std::byte* const mapping_;
+  const std::size_t num_bytes_;
+};
+
+// ---- Opening ----
+
+// A number of a process may be used again, and its descriptors are anything: nothing is opened that is not
+// one of ours by its looks.
+std::variant<FileDescriptor, Refusal> open_file(const Address& address) {
+  const std::string path = "/proc/" + std::to_string(address.pid) + "/fd/" + std::to_string(address.fd);
+  std::array<char, 64> link{};
+  const ssize_t link_length = ::readlink(path.c_str(), link.data(), link.size());
+  if (link_length < 0) return Refusal{path + ": " + text_of_error()};
+  const std::string_view target(link.data(), static_cast<std::size_t>(link_length));
+  if (!target.starts_with(kLinkPrefix)) return Refusal{path + " is not memory of pipedream"};
+
+  FileDescriptor fd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+  if (fd.get() < 0) return Refusal{path + ": " + text_of_error()};
+  struct stat status {};
+  if (::fstat(fd.get(), &status) != 0) return Refusal{path + ": " + text_of_error()};
+  if (status.st_size < 0 || static_cast<std::size_t>(status.st_size) != mapped_bytes_of(address.num_bytes)) {
+    return Refusal{path + " has " + std::to_string(status.st_size) + " bytes, not what the address says"};
+  }
+  // A mapping of a file that shrinks would end this process.
+  const int seals = ::fcntl(fd.get(), F_GET_SEALS);
+  if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) return Refusal{path + " is not sealed"};
+  return fd;
+}
+
+std::variant<std::unique_ptr<SharedMemory>, Refusal> open_memory(const std::string& text) {
+  const std::optional<Address> address = parse_address(text);
+  if (!address) return Refusal{"'" + text + "' is not an address of shared memory"};
+  auto opened = open_file(*address);
+  if (const auto* refusal = std::get_if<Refusal>(&opened)) return *refusal;
+  const std::size_t mapped_bytes = mapped_bytes_of(address->num_bytes);
+  std::byte* const mapping = map_aligned(std::get<FileDescriptor>(opened).get(), mapped_bytes);
+  if (mapping == nullptr) return Refusal{"it cannot be mapped: " + text_of_error()};
+  auto memory = std::make_unique<MappedFile>(FileDescriptor(-1), mapping, address->num_bytes);
+  const FirstPage& page = memory->first_page();
+  if (page.magic != kMagic || page.num_bytes != address->num_bytes || page.secret != address->secret) {
+    return Refusal{"its secret is another: it belongs to another run or host"};
+  }
+  if (!touch_all(mapping, mapped_bytes)) return Refusal{"there is no memory left to map it"};
+  return memory;
+}
+
+Secret random_secret() {
+  Secret secret;
+  // So few bytes come whole (getrandom(2)).
+  const ssize_t num_read = ::getrandom(secret.data(), secret.size(), 0);
+  PD_CHECK(num_read == static_cast<ssize_t>(secret.size()), "getrandom: " << text_of_error());
+  return secret;
+}
+
+}  // namespace
+
+std::unique_ptr<SharedMemory> SharedMemory::make(std::size_t num_bytes) {
+  PD_CHECK(num_bytes > 0, "0 bytes of shared memory");
+  const std::string what = "memory to share with other workers of this host";
+  // Asked first: an overcommitting kernel would say yes now and kill the process while it touches pages.
+  if (num_bytes > host_memory_available_bytes()) {
+    throw_not_enough_memory(num_bytes, what, "there is less available");
+  }
+  const std::size_t mapped_bytes = mapped_bytes_of(num_bytes);
+  FileDescriptor fd(::memfd_create(kMemfdName, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (fd.get() < 0 || ::ftruncate(fd.get(), static_cast<off_t>(mapped_bytes)) != 0 ||
+      ::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    throw_not_enough_memory(num_bytes, what, text_of_error());
+  }
+  std::byte* const mapping = map_aligned(fd.get(), mapped_bytes);
+  if (mapping == nullptr) throw_not_enough_memory(num_bytes, what, text_of_error());
+  auto memory = std::make_unique<MappedFile>(std::move(fd), mapping, num_bytes);
+  if (!touch_all(mapping, mapped_bytes)) {
+    throw_not_enough_memory(num_bytes, what, "the kernel ran out of pages");
+  }
+  FirstPage& page = memory->first_page();
+  page.magic = kMagic;
+  page.num_bytes = num_bytes;
+  page.secret = random_secret();
+  return memory;
+}
+
+std::unique_ptr<SharedMemory> SharedMemory::open(const std::string& address, std::string* why) {
+  auto opened = open_memory(address);
+  if (auto* memory = std::get_if<std::unique_ptr<SharedMemory>>(&opened)) return std::move(*memory);
+  if (why != nullptr) *why = std::get<Refusal>(opened).why;
+  return nullptr;
+}
+
+}  // namespace pipedream

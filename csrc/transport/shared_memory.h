@@ -1,0 +1,42 @@
+// Memory that two processes of one host both map: the receiver makes it, the sender opens it by its address.
+//
+// It has no name in any file system (memfd), so that nothing is left behind, whoever dies: the sender opens
+// it as /proc/<pid>/fd/<fd> of the receiver, which the kernel allows to processes of the same user in the
+// same pid namespace. A secret in its first page proves that it is the one that was meant; where any of this
+// fails the two are not on the same host, or may not share memory, and the caller takes the wire.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <string>
+
+namespace pipedream {
+
+// Any thread; unmapped when it dies. The other side's mapping stays valid.
+class SharedMemory {
+ public:
+  // Pre-faulted, huge pages advised. Throws UserError naming the size when there is not enough.
+  [[nodiscard]] static std::unique_ptr<SharedMemory> make(std::size_t num_bytes);
+  // Null when it cannot be opened here; why, if given, says the reason.
+  [[nodiscard]] static std::unique_ptr<SharedMemory> open(const std::string& address,
+                                                          std::string* why = nullptr);
+
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
+  virtual ~SharedMemory() = default;
+
+  [[nodiscard]] virtual std::byte* data() const = 0;  // behind the first page; 4096-byte aligned
+  [[nodiscard]] virtual std::size_t size_bytes() const = 0;
+  [[nodiscard]] virtual std::string address()
+      const = 0;  // "<pid>:<fd>:<bytes>:<secret, hex>"; of make() only
+
+  // Whoever opened it says that it will write here; both sides see that it has.
+  virtual void claim() = 0;
+  [[nodiscard]] virtual bool is_claimed() const = 0;
+
+ protected:
+  SharedMemory() = default;
+};
+
+}  // namespace pipedream

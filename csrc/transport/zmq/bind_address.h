@@ -1,0 +1,17 @@
+// Where a listener may bind: loopback freely, elsewhere with keys or with insecure=true. Any thread; pure.
+#pragma once
+
+#include <string>
+
+#include "transport/transport.h"
+
+namespace pipedream {
+
+// Every name of loopback that libzmq or a resolver knows: 127.0.0.0/8, ::1, localhost, the interface lo.
+[[nodiscard]] bool is_loopback(const std::string& host);
+
+// What options.bind_host is for zmq_bind, any free port: "tcp://127.0.0.1:*". Throws UserError for an address
+// that nobody could connect to, and for one that others reach where links are not encrypted.
+[[nodiscard]] std::string bind_address(const TransportOptions& options);
+
+}  // namespace pipedream

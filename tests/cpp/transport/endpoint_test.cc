@@ -1,0 +1,71 @@
+#include "transport/endpoint.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "base/failure.h"
+
+namespace pipedream {
+namespace {
+
+const std::string kKey = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7";  // RFC 32's example
+const std::string kMemory = "4711:12:65536:00112233445566778899aabbccddeeff";
+
+std::string refusal_of(const std::string& text) {
+  try {
+    static_cast<void>(parse_endpoint(text));
+    return "it was accepted";
+  } catch (const UserError& error) {
+    return error.what();
+  }
+}
+
+TEST(Endpoint, EveryCombinationIsReadAsItWasWritten) {
+  for (const std::string address : {"tcp://127.0.0.1:40001", "inproc://7", "tcp://[::1]:1"}) {
+    for (const std::string& key : {std::string(), kKey}) {
+      for (const std::string& memory : {std::string(), kMemory}) {
+        const Endpoint endpoint{address, key, memory};
+        EXPECT_EQ(parse_endpoint(to_string(endpoint)), endpoint) << to_string(endpoint);
+      }
+    }
+  }
+  EXPECT_EQ(to_string({"tcp://10.0.0.1:40001", kKey, kMemory}),
+            "tcp://10.0.0.1:40001 curve=" + kKey + " memory=" + kMemory);
+  EXPECT_EQ(to_string({"inproc://7", "", ""}), "inproc://7");
+}
+
+TEST(Endpoint, SymbolsThatCannotBeShownAreRefusedInOneLine) {
+  for (const char symbol : {'\n', '\0', '\t', '\x7F', '\xC3'}) {
+    EXPECT_EQ(refusal_of(std::string("tcp://127.0.0.1") + symbol + ":1"),
+              "endpoint 'tcp://127.0.0.1?:1': it has a symbol that does not belong there");
+  }
+}
+
+TEST(Endpoint, WhatIsNoEndpointIsRefusedByName) {
+  const std::string address = "tcp://127.0.0.1:1";
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {"", "it must begin with an address"},
+      {"127.0.0.1:40001", "it must begin with an address"},
+      {"curve=" + kKey, "it must begin with an address"},
+      {" " + address, "it must begin with an address"},
+      {address + " ", "only curve=<key> and memory=<address> may follow"},
+      {address + "  memory=" + kMemory, "only curve=<key>"},
+      {address + " memory=" + kMemory + " curve=" + kKey, "in this order"},
+      {address + " curve=" + kKey + " curve=" + kKey, "once each"},
+      {address + " memory=" + kMemory + " memory=" + kMemory, "once each"},
+      {address + " fast=1", "only curve=<key>"},
+      {address + " curve=", "not 40 characters of Z85"},
+      {address + " curve=" + kKey.substr(1), "not 40 characters of Z85"},
+      {address + " curve=" + kKey.substr(1) + "~", "not 40 characters of Z85"},
+      {address + " memory=", "nothing follows memory="},
+  };
+  for (const auto& [text, why] : cases) {
+    EXPECT_NE(refusal_of(text).find(why), std::string::npos) << refusal_of(text);
+    EXPECT_EQ(refusal_of(text).find("endpoint '" + text + "': "), 0U) << refusal_of(text);
+  }
+}
+
+}  // namespace
+}  // namespace pipedream

@@ -1,0 +1,337 @@
+// Memory that two processes map: what one writes the other reads, what is not meant is refused, and nothing
+// is left behind. The other process is a fork of the test that executes it again, with one test and an
+// address.
+#include "transport/shared_memory.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <csignal>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/failure.h"
+
+namespace pipedream {
+namespace {
+
+constexpr const char* kAddressVariable = "PIPEDREAM_TEST_SHARED_MEMORY";  // of the other process
+constexpr std::size_t kNumBytes = (std::size_t{3} << 20) + 100;
+constexpr std::byte kWritten{0x5A};
+constexpr std::byte kAnswered{0xA5};
+
+// What open() says of an address that it refuses.
+std::string refusal_of(const std::string& address) {
+  std::string why;
+  const auto memory = SharedMemory::open(address, &why);
+  EXPECT_EQ(memory, nullptr) << address;
+  EXPECT_EQ(SharedMemory::open(address), nullptr);  // also without asking why
+  return why;
+}
+
+std::vector<std::string> parts_of(const std::string& address) {
+  std::vector<std::string> parts(1);
+  for (const char symbol : address) {
+    if (symbol == ':') {
+      parts.emplace_back();
+    } else {
+      parts.back() += symbol;
+    }
+  }
+  return parts;
+}
+std::string joined(const std::vector<std::string>& parts) {
+  return parts.at(0) + ":" + parts.at(1) + ":" + parts.at(2) + ":" + parts.at(3);
+}
+
+// One end of a pipe that the other process writes to or reads from.
+struct Pipe {
+  Pipe() { EXPECT_EQ(::pipe(fds.data()), 0); }
+  ~Pipe() {
+    ::close(fds[0]);
+    if (fds[1] >= 0) ::close(fds[1]);
+  }
+  Pipe(const Pipe&) = delete;
+  Pipe& operator=(const Pipe&) = delete;
+  void close_writing() { ::close(std::exchange(fds[1], -1)); }
+  [[nodiscard]] std::string read_line() const {
+    std::string line;
+    for (char symbol = 0; ::read(fds[0], &symbol, 1) == 1 && symbol != '\n';) line += symbol;
+    return line;
+  }
+  std::array<int, 2> fds{-1, -1};
+};
+
+std::string this_program() { return std::filesystem::read_symlink("/proc/self/exe").string(); }
+
+// Executes this program with one test; its stdout goes to the pipe where there is one.
+pid_t spawn(const std::string& test, const std::string& address, const Pipe* output = nullptr) {
+  const std::string program = this_program();
+  const std::string filter = "--gtest_filter=" + test;
+  const pid_t child = ::fork();
+  if (child != 0) return child;
+  if (output != nullptr) ::dup2(output->fds[1], STDOUT_FILENO);
+  ::setenv(kAddressVariable, address.c_str(), 1);
+  ::execl(program.c_str(), program.c_str(), filter.c_str(), "--gtest_also_run_disabled_tests", nullptr);
+  ::_exit(127);
+}
+int exit_status_of(pid_t child) {
+  int status = 0;
+  EXPECT_EQ(::waitpid(child, &status, 0), child);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
+
+// ---- What is shared ----
+
+TEST(SharedMemory, IsMappedTwiceInOneProcess) {
+  const auto made = SharedMemory::make(kNumBytes);
+  const auto opened = SharedMemory::open(made->address());
+  ASSERT_NE(opened, nullptr);
+  EXPECT_EQ(made->size_bytes(), kNumBytes);
+  EXPECT_EQ(opened->size_bytes(), kNumBytes);
+  EXPECT_NE(opened->data(), made->data());
+  for (const SharedMemory* memory : {made.get(), opened.get()}) {
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(memory->data()) % 4096, 0U);
+  }
+  EXPECT_TRUE(std::all_of(made->data(), made->data() + kNumBytes,
+                          [](std::byte byte) { return byte == std::byte{0}; }));
+  std::memset(opened->data(), 0x5A, kNumBytes);
+  EXPECT_TRUE(
+      std::all_of(made->data(), made->data() + kNumBytes, [](std::byte byte) { return byte == kWritten; }));
+}
+
+TEST(SharedMemory, BothSidesSeeThatItIsClaimed) {
+  const auto made = SharedMemory::make(100);
+  const auto opened = SharedMemory::open(made->address());
+  ASSERT_NE(opened, nullptr);
+  EXPECT_FALSE(made->is_claimed());
+  opened->claim();
+  EXPECT_TRUE(made->is_claimed());
+  EXPECT_TRUE(opened->is_claimed());
+}
+
+TEST(SharedMemory, EveryOneHasASecretOfItsOwn) {
+  const auto first = SharedMemory::make(100);
+  const auto second = SharedMemory::make(100);
+  EXPECT_EQ(parts_of(first->address()).at(3).size(), 32U);
+  EXPECT_NE(parts_of(first->address()).at(3), parts_of(second->address()).at(3));
+}
+
+TEST(SharedMemory, MappingOutlivesItsMaker) {
+  auto made = SharedMemory::make(kNumBytes);
+  made->data()[kNumBytes - 1] = kWritten;
+  const std::string address = made->address();
+  const auto opened = SharedMemory::open(address);
+  ASSERT_NE(opened, nullptr);
+  made.reset();
+  EXPECT_EQ(opened->data()[kNumBytes - 1], kWritten);
+  opened->data()[0] = kWritten;
+  EXPECT_NE(refusal_of(address), "");
+}
+
+TEST(SharedMemory, OpeningWritesNothing) {
+  const auto made = SharedMemory::make(kNumBytes);
+  std::memset(made->data(), 0x5A, kNumBytes);
+  const auto opened = SharedMemory::open(made->address());
+  ASSERT_NE(opened, nullptr);
+  EXPECT_TRUE(std::all_of(opened->data(), opened->data() + kNumBytes,
+                          [](std::byte byte) { return byte == kWritten; }));
+}
+
+// ---- Another process ----
+
+// Run by the test below, in its own process.
+TEST(SharedMemoryOther, DISABLED_AnswersWhatItReads) {
+  const char* const address = std::getenv(kAddressVariable);
+  ASSERT_NE(address, nullptr);
+  std::string why;
+  const auto memory = SharedMemory::open(address, &why);
+  ASSERT_NE(memory, nullptr) << why;
+  ASSERT_EQ(memory->size_bytes(), kNumBytes);
+  for (std::size_t offset = 0; offset < kNumBytes; ++offset) ASSERT_EQ(memory->data()[offset], kWritten);
+  std::memset(memory->data(), 0xA5, kNumBytes);
+  memory->claim();
+}
+
+TEST(SharedMemory, AnotherProcessReadsWhatIsWrittenAndAnswers) {
+  const auto made = SharedMemory::make(kNumBytes);
+  std::memset(made->data(), 0x5A, kNumBytes);
+  const Pipe output;  // kept out of this test's own
+  const pid_t child = spawn("SharedMemoryOther.DISABLED_AnswersWhatItReads", made->address(), &output);
+  ASSERT_GT(child, 0);
+  EXPECT_EQ(exit_status_of(child), 0);
+  EXPECT_TRUE(
+      std::all_of(made->data(), made->data() + kNumBytes, [](std::byte byte) { return byte == kAnswered; }));
+  EXPECT_TRUE(made->is_claimed());
+}
+
+// Makes memory, says where, and waits to be killed.
+TEST(SharedMemoryOther, DISABLED_WaitsToBeKilled) {
+  const auto memory = SharedMemory::make(kNumBytes);
+  memory->data()[7] = kWritten;
+  const std::string line = "\naddress=" + memory->address() + "\n";
+  ASSERT_EQ(::write(STDOUT_FILENO, line.data(), line.size()), static_cast<ssize_t>(line.size()));
+  for (;;) ::pause();
+}
+
+TEST(SharedMemory, NothingIsLeftWhenItsMakerIsKilled) {
+  Pipe output;
+  const pid_t child = spawn("SharedMemoryOther.DISABLED_WaitsToBeKilled", "", &output);
+  ASSERT_GT(child, 0);
+  output.close_writing();  // so that reading ends when the child does
+  std::string line;
+  constexpr std::string_view kPrefix = "address=";
+  for (int number = 0; number < 100 && !line.starts_with(kPrefix); ++number) line = output.read_line();
+  ASSERT_TRUE(line.starts_with(kPrefix)) << line;
+  const std::string address = line.substr(kPrefix.size());
+  auto opened = SharedMemory::open(address);
+  ::kill(child, SIGKILL);
+  EXPECT_EQ(exit_status_of(child), 128 + SIGKILL);
+  ASSERT_NE(opened, nullptr);
+  EXPECT_EQ(opened->data()[7], kWritten);  // the mapping stays valid
+  EXPECT_NE(refusal_of(address), "");      // and nobody else can open it
+  for (const auto& entry : std::filesystem::directory_iterator("/dev/shm")) {
+    EXPECT_EQ(entry.path().filename().string().find("pipedream"), std::string::npos) << entry.path();
+  }
+}
+
+TEST(SharedMemory, ProcessThatIsExecutedDoesNotInheritIt) {
+  const auto made = SharedMemory::make(100);
+  const int fd = std::stoi(parts_of(made->address()).at(1));
+  EXPECT_NE(::fcntl(fd, F_GETFD) & FD_CLOEXEC, 0);
+}
+
+// ---- What is refused ----
+
+TEST(SharedMemory, AddressThatIsNoneIsRefused) {
+  const auto made = SharedMemory::make(100);
+  const std::string good = made->address();
+  const std::vector<std::string> parts = parts_of(good);
+  const std::string secret = parts.at(3);
+  std::vector<std::string> bad = {"",
+                                  ":",
+                                  ":::",
+                                  "::::",
+                                  "1:2:3",
+                                  "a:b:c:d",
+                                  good + ":1",
+                                  good + "0",
+                                  " " + good,
+                                  good + " ",
+                                  "-1:3:100:" + secret,
+                                  "1:-3:100:" + secret,
+                                  parts[0] + ":" + parts[1] + ":0:" + secret,
+                                  parts[0] + ":" + parts[1] + ":18446744073709551615:" + secret,
+                                  parts[0] + ":" + parts[1] + ":99999999999999999999:" + secret,
+                                  parts[0] + ":" + parts[1] + ":1e2:" + secret,
+                                  parts[0] + ":" + parts[1] + ":100:" + secret.substr(1),
+                                  parts[0] + ":" + parts[1] + ":100:" + secret.substr(1) + "g",
+                                  parts[0] + "/../self:" + parts[1] + ":100:" + secret,
+                                  std::string(1000, 'x'),
+                                  std::string(100, ':')};
+  for (const std::string& address : bad) {
+    EXPECT_EQ(refusal_of(address), "'" + address + "' is not an address of shared memory");
+  }
+  for (std::size_t length = 0; length < good.size(); ++length) {
+    EXPECT_NE(refusal_of(good.substr(0, length)), "");
+  }
+}
+
+TEST(SharedMemory, WrongSecretIsRefused) {
+  const auto made = SharedMemory::make(100);
+  std::vector<std::string> parts = parts_of(made->address());
+  for (const std::size_t place : {std::size_t{0}, std::size_t{15}, std::size_t{31}}) {
+    std::vector<std::string> changed = parts;
+    changed[3][place] = changed[3][place] == '0' ? '1' : '0';
+    EXPECT_NE(refusal_of(joined(changed)).find("its secret is another"), std::string::npos);
+  }
+}
+
+TEST(SharedMemory, WrongSizeIsRefused) {
+  const auto made = SharedMemory::make(100'000);
+  for (const char* num_bytes : {"1", "90000", "110000", "4611686018427387904"}) {
+    std::vector<std::string> parts = parts_of(made->address());
+    parts[2] = num_bytes;
+    EXPECT_NE(refusal_of(joined(parts)).find("not what the address says"), std::string::npos);
+  }
+  // Of the same pages, but not what was made.
+  std::vector<std::string> parts = parts_of(made->address());
+  parts[2] = "99999";
+  EXPECT_NE(refusal_of(joined(parts)), "");
+}
+
+TEST(SharedMemory, ProcessThatHasEndedIsRefused) {
+  const auto made = SharedMemory::make(100);
+  const pid_t child = ::fork();
+  if (child == 0) ::_exit(0);
+  EXPECT_EQ(exit_status_of(child), 0);
+  std::vector<std::string> parts = parts_of(made->address());
+  parts[0] = std::to_string(child);
+  EXPECT_NE(refusal_of(joined(parts)).find("No such file or directory"), std::string::npos);
+}
+
+TEST(SharedMemory, DescriptorOfAnotherKindIsNotEvenOpened) {
+  const auto made = SharedMemory::make(100);
+  std::array<int, 2> fds{};
+  ASSERT_EQ(::pipe(fds.data()), 0);  // to open a pipe's end for writing would keep it from ending
+  std::vector<std::string> parts = parts_of(made->address());
+  for (const int fd : fds) {
+    parts[1] = std::to_string(fd);
+    EXPECT_NE(refusal_of(joined(parts)).find("is not memory of pipedream"), std::string::npos);
+    ::close(fd);
+  }
+}
+
+// Of the right name, but without the seal that keeps it from shrinking under the mapping.
+TEST(SharedMemory, MemoryThatMayShrinkIsRefused) {
+  const int fd = ::memfd_create("pipedream", MFD_CLOEXEC);
+  ASSERT_GE(fd, 0);
+  ASSERT_EQ(::ftruncate(fd, 2 * 4096), 0);
+  const std::string address =
+      std::to_string(::getpid()) + ":" + std::to_string(fd) + ":100:00112233445566778899aabbccddeeff";
+  EXPECT_NE(refusal_of(address).find("is not sealed"), std::string::npos);
+  ::close(fd);
+}
+
+TEST(SharedMemory, MoreThanThereIsIsRefusedWithItsSize) {
+  try {
+    static_cast<void>(SharedMemory::make(std::numeric_limits<std::size_t>::max() / 4));
+    FAIL() << "there is so much memory";
+  } catch (const UserError& error) {
+    const std::string text = error.what();
+    EXPECT_NE(text.find("4611686018427387903 bytes"), std::string::npos) << text;
+    EXPECT_NE(text.find("memory to share"), std::string::npos) << text;
+  }
+}
+
+TEST(SharedMemory, DescriptorsAndMappingsAreGivenBack) {
+  const auto num_descriptors = [] {
+    return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {});
+  };
+  const auto before = num_descriptors();
+  for (int round = 0; round < 50; ++round) {
+    const auto made = SharedMemory::make(1 << 20);
+    const auto opened = SharedMemory::open(made->address());
+    ASSERT_NE(opened, nullptr);
+    std::vector<std::string> parts = parts_of(made->address());
+    parts[3][0] = parts[3][0] == '0' ? '1' : '0';
+    EXPECT_NE(refusal_of(joined(parts)), "");
+  }
+  EXPECT_EQ(num_descriptors(), before);
+}
+
+}  // namespace
+}  // namespace pipedream
