@@ -30,42 +30,55 @@ ReceivedItem& ReceivedItem::operator=(ReceivedItem&& other) noexcept {
 }
 
 ReceiveChannel::ReceiveChannel(ChannelOptions options, Transport& transport, Wakeup& wakeup, Device& device,
-                               SlotGroup& slots, SlotGroup* staging, Stream* compute_stream)
+                               SlotGroup& slots, SlotGroup* staging, Stream* compute_stream,
+                               const SharedMemory* shared)
     : options_(std::move(options)),
+      layout_(options_.spec, options_.codec),
       transport_(transport),
       wakeup_(wakeup),
       slots_(slots),
       staging_(staging),
-      received_slots_(
-          std::make_shared<std::vector<ReceivedSlot>>(static_cast<std::size_t>(slots.term().num_slots))),
+      shared_(shared),
+      received_slots_(std::make_shared<std::vector<ReceivedSlot>>(
+          static_cast<std::size_t>((staging != nullptr ? *staging : slots).term().num_slots))),
+      stream_codec_(layout_.encodes() ? make_stream_codec(device, layout_.num_elements_max()) : nullptr),
       copy_stream_(staging != nullptr ? device.make_stream() : nullptr),
-      credit_return_(std::make_shared<CreditReturn>()),
-      inbox_(received_slots_->size() + 1) {
+      grants_(std::make_shared<Grants>()),
+      inbox_(static_cast<std::size_t>(slots.term().num_slots) + 1) {
   PD_CHECK(slots.term().slot_bytes >= options_.spec.slot_bytes(), options_.name);
-  PD_CHECK(staging == nullptr || staging->term().num_slots >= slots.term().num_slots, options_.name);
+  PD_CHECK(staging == nullptr || (staging->term().num_slots >= slots.term().num_slots &&
+                                  staging->term().slot_bytes >= layout_.slot_bytes()),
+           options_.name);
   PD_CHECK(compute_stream == nullptr || staging != nullptr, options_.name);  // who computes apart is staged
+  PD_CHECK(!layout_.encodes() || staging != nullptr, options_.name);         // and so is what is decoded
   for (ReceivedSlot& received : *received_slots_) {
     received.tensors.reserve(options_.spec.num_tensors());
     if (staging != nullptr) received.ready = device.make_event();
     received.compute_stream = compute_stream;
     if (compute_stream != nullptr) received.last_read = device.make_event();
   }
-  credit_return_->channel = this;
-  slots_.on_release([credit_return = credit_return_] {
-    const std::lock_guard lock(credit_return->mutex);
-    if (credit_return->channel != nullptr) credit_return->channel->slot_released();
+  grants_->channel = this;
+  slots_.on_release([grants = grants_] {
+    const std::lock_guard lock(grants->mutex);
+    if (grants->channel != nullptr) grants->channel->slot_released();
   });
 }
 
-// Copies of half an item may still be enqueued: they write into slots that go back to the pool now.
+// Copies of half an item may still be enqueued: they write into slots that go back to the pool now, with
+// those that were granted and never filled. Others are held by items, which may live on.
 ReceiveChannel::~ReceiveChannel() {
   detach();
   if (copy_stream_) copy_stream_->synchronize();
+  for (ReceivedSlot& received : *received_slots_) {
+    if (!received.is_granted) continue;
+    received.staging.release();
+    received.slot.release();
+  }
 }
 
 void ReceiveChannel::detach() {
-  const std::lock_guard lock(credit_return_->mutex);
-  credit_return_->channel = nullptr;
+  const std::lock_guard lock(grants_->mutex);
+  grants_->channel = nullptr;
 }
 
 bool ReceiveChannel::try_take(ReceivedItem& item) {
@@ -74,17 +87,58 @@ bool ReceiveChannel::try_take(ReceivedItem& item) {
   return true;
 }
 
-LinkCounters ReceiveChannel::counters() const {
-  const Link* link = link_.load();
-  return link == nullptr ? LinkCounters{} : link->counters();
+ChannelStats ReceiveChannel::stats() const {
+  ChannelStats stats;
+  if (const Link* link = link_.load()) stats.link = link->counters();
+  stats.num_items = num_items_received_.load(std::memory_order_relaxed);
+  stats.num_chunks = num_chunks_received_.load(std::memory_order_relaxed);
+  stats.tensor_bytes = num_tensor_bytes_.load(std::memory_order_relaxed);
+  stats.placed_bytes = num_placed_bytes_.load(std::memory_order_relaxed);
+  stats.wait_ns = wait_ns_.load(std::memory_order_relaxed);
+  return stats;
 }
+
+// ---- Granting: transport thread, but for slot_released() ----
 
 void ReceiveChannel::on_open(Link& link) {
   attach(link);
-  num_credits_owed_.fetch_add(static_cast<std::uint64_t>(slots_.term().num_slots));
-  return_credits();
+  grant_free_slots();
   wakeup_.update([&] { open_.store(true); });
 }
+
+// Any thread: whichever drops the last reference to an item's tensors.
+void ReceiveChannel::slot_released() {
+  if (!grant_scheduled_.exchange(true)) transport_.post([this] { grant_free_slots(); });
+}
+
+void ReceiveChannel::grant_free_slots() {
+  grant_scheduled_.store(false);  // before looking: what is released from now on schedules anew
+  while (!failed_ && grant_slot()) {
+  }
+}
+
+// False when there is nothing to grant.
+bool ReceiveChannel::grant_slot() {
+  if (num_granted_.fetch_add(1) < kNumGrantsMax) {  // before the slot is leased, for all_slots_held()
+    if (auto slot = slots_.try_lease()) {
+      Lease staging = staging_ != nullptr ? staging_->lease() : Lease();
+      const SlotIndex named = staging_ != nullptr ? staging.slot() : slot->slot();
+      ReceivedSlot& received = received_slots_->at(static_cast<std::size_t>(named.value()));
+      received.is_granted = true;
+      received.slot = std::move(*slot);
+      received.staging = std::move(staging);
+      OutgoingFrame frame;
+      frame.header.kind = FrameKind::kCredit;
+      frame.header.slot = static_cast<std::uint16_t>(named.value());
+      link_.load()->send(std::move(frame));
+      return true;
+    }
+  }
+  num_granted_.fetch_sub(1);
+  return false;
+}
+
+// ---- Receiving: transport thread ----
 
 std::optional<Failure> ReceiveChannel::on_frame(Link& /*link*/, const FrameHeader& header,
                                                 std::span<const std::byte> payload) {
@@ -104,14 +158,14 @@ std::optional<Failure> ReceiveChannel::on_frame(Link& /*link*/, const FrameHeade
 std::optional<Failure> ReceiveChannel::on_tensor(const FrameHeader& header,
                                                  std::span<const std::byte> payload) {
   if (auto what = misplaced(header)) return broken(*what);
-  if (auto what =
-          options_.spec.mismatch(header.tensor_index, header.dtype, header.num_dims, header.tensor_bytes)) {
-    return broken(*what);
-  }
+  if (auto what = unplanned(header)) return broken(*what);
   if (!current_) {
     if (auto failure = begin_item(header)) return failure;
   }
   land(header, payload);
+  if (tensor_offset_ < header.tensor_bytes) return std::nullopt;
+  if (auto what = finish_tensor(header)) return broken(*what);
+  if (tensor_index_ == header.num_tensors) finish_item();
   return std::nullopt;
 }
 
@@ -135,22 +189,49 @@ std::optional<std::string> ReceiveChannel::misplaced(const FrameHeader& header) 
            std::to_string(header.chunk_offset) + " where tensor " + std::to_string(tensor_index_) +
            " from byte " + std::to_string(tensor_offset_) + " is due";
   }
+  if (current_ && header.slot != current_slot_) {
+    return "slot " + std::to_string(header.slot) + " inside an item in slot " + std::to_string(current_slot_);
+  }
   const bool first_chunk = tensor_offset_ == 0;
   if (!first_chunk && current_->held->tensors.back().shape != header.shape)
     return "a shape that changes between chunks";
-  if (header.payload_bytes == 0 && header.tensor_bytes != 0) return "an empty chunk";
+  if (header.payload_bytes + header.placed_bytes == 0 && header.tensor_bytes != 0) return "an empty chunk";
+  return std::nullopt;
+}
+
+// What the plan does not have.
+std::optional<std::string> ReceiveChannel::unplanned(const FrameHeader& header) const {
+  const TensorView tensor{header.dtype, header.num_dims, header.shape, nullptr};
+  const std::size_t tensor_bytes = tensor.size_bytes();
+  if (auto what = options_.spec.mismatch(tensor_index_, header.dtype, header.num_dims, tensor_bytes)) {
+    return what;
+  }
+  const auto which = [&] { return "tensor " + std::to_string(tensor_index_); };
+  const Codec& codec = layout_.codec(tensor_index_);
+  if (header.codec != codec.kind) {
+    return which() + " has codec " + codec_name({header.codec}) + ", planned " + codec_name(codec);
+  }
+  const std::size_t wire_bytes = layout_.wire_bytes(tensor_index_, tensor_bytes);
+  if (header.tensor_bytes != wire_bytes) {
+    return which() + " has " + std::to_string(header.tensor_bytes) + " bytes where codec " +
+           codec_name(codec) + " makes " + std::to_string(wire_bytes);
+  }
+  if (header.placed_bytes != 0 && (shared_ == nullptr || !shared_->is_claimed())) {
+    return which() + " is placed in memory that is not shared";
+  }
   return std::nullopt;
 }
 
 std::optional<Failure> ReceiveChannel::begin_item(const FrameHeader& header) {
-  auto slot = slots_.try_lease();
-  if (!slot) return broken("an item without a credit");
-  ReceivedSlot& received = received_slots_->at(static_cast<std::size_t>(slot->slot().value()));
+  if (header.slot >= received_slots_->size() || !(*received_slots_)[header.slot].is_granted) {
+    return broken("an item in slot " + std::to_string(header.slot) + ", which was not granted");
+  }
+  ReceivedSlot& received = (*received_slots_)[header.slot];
+  received.is_granted = false;
   received.num_holders = 1;
-  received.slot = std::move(*slot);
   received.tensors.clear();
-  if (staging_ != nullptr) received.staging = staging_->lease();
   if (received.last_read) copy_stream_->wait(*received.last_read);
+  current_slot_ = header.slot;
   ReceivedItem& item = current_.emplace();
   item.minibatch = header.minibatch;
   item.microbatch = header.microbatch;
@@ -161,31 +242,48 @@ std::optional<Failure> ReceiveChannel::begin_item(const FrameHeader& header) {
 
 void ReceiveChannel::land(const FrameHeader& header, std::span<const std::byte> payload) {
   ReceivedSlot& received = *current_->held;
-  const std::size_t tensor_at = options_.spec.offset_bytes(tensor_index_);
-  std::byte* const tensor = received.slot.data() + tensor_at;
+  std::byte* const tensor = received.slot.data() + options_.spec.offset_bytes(tensor_index_);
   if (tensor_offset_ == 0) {
     received.tensors.push_back(TensorView{header.dtype, header.num_dims, header.shape, tensor});
   }
-  if (!payload.empty()) {
-    std::byte* slot = tensor + tensor_offset_;
-    if (staging_ == nullptr) {
-      std::memcpy(slot, payload.data(), payload.size());
-    } else {
-      std::byte* staged = received.staging.data() + tensor_at + tensor_offset_;
-      std::memcpy(staged, payload.data(), payload.size());
-      copy_stream_->copy(slot, staged, payload.size());
-    }
+  std::byte* const wire =
+      staging_ == nullptr ? tensor : received.staging.data() + layout_.offset_bytes(tensor_index_);
+  if (!payload.empty()) std::memcpy(wire + tensor_offset_, payload.data(), payload.size());
+  const std::size_t num_bytes = payload.size() + header.placed_bytes;
+  if (staging_ != nullptr && num_bytes > 0 && header.codec == CodecKind::kNone) {
+    copy_stream_->copy(tensor + tensor_offset_, wire + tensor_offset_, num_bytes);
   }
-  tensor_offset_ += payload.size();
-  if (tensor_offset_ < header.tensor_bytes) return;
+  tensor_offset_ += num_bytes;
+  num_chunks_received_.fetch_add(1, std::memory_order_relaxed);
+  num_placed_bytes_.fetch_add(header.placed_bytes, std::memory_order_relaxed);
+}
+
+// Decodes it where that is due. What is wrong with its bytes otherwise.
+std::optional<std::string> ReceiveChannel::finish_tensor(const FrameHeader& header) {
+  const ReceivedSlot& received = *current_->held;
+  const TensorView& tensor = received.tensors.back();
+  if (header.codec != CodecKind::kNone && header.tensor_bytes > 0) {
+    CodecWork work;
+    work.codec = layout_.codec(tensor_index_);
+    work.dtype = tensor.dtype;
+    work.num_elements = tensor.size_bytes() / dtype_bytes(tensor.dtype);
+    work.values = tensor.data;
+    work.encoded = received.staging.data() + layout_.offset_bytes(tensor_index_);
+    const std::span<const std::byte> encoded(work.encoded, header.tensor_bytes);
+    if (auto what = encoding_violation(work.codec, work.dtype, work.num_elements, encoded)) {
+      return "tensor " + std::to_string(tensor_index_) + ": " + *what;
+    }
+    stream_codec_->decode(*copy_stream_, work);
+  }
+  num_tensor_bytes_.fetch_add(tensor.size_bytes(), std::memory_order_relaxed);
   tensor_offset_ = 0;
-  if (++tensor_index_ < header.num_tensors) return;
-  tensor_index_ = 0;
-  finish_item();
+  ++tensor_index_;
+  return std::nullopt;
 }
 
 void ReceiveChannel::finish_item() {
   ReceivedItem& item = *current_;
+  tensor_index_ = 0;
   next_microbatch_ = item.microbatch.next();
   if (next_microbatch_.value() == options_.num_microbatches) {
     next_microbatch_ = MicrobatchIndex(0);
@@ -199,8 +297,11 @@ void ReceiveChannel::finish_item() {
     ++received.num_holders;
     copy_stream_->call([&received] { received.drop(); });  // when the copies before it are done
   }
+  num_items_received_.fetch_add(1, std::memory_order_relaxed);
+  num_granted_.fetch_sub(1);
   deliver(std::move(item));
   current_.reset();
+  if (slots_.num_free() > 0) grant_free_slots();  // there were more than may be granted at once
 }
 
 void ReceiveChannel::deliver(ReceivedItem item) {
@@ -225,6 +326,7 @@ Failure ReceiveChannel::broken(const std::string& what) const {
 }
 
 void ReceiveChannel::on_failed(Link& /*link*/, const Failure& failure) {
+  failed_ = true;
   if (copy_stream_) copy_stream_->synchronize();  // nothing writes into a slot that is given back
   current_.reset();
   wakeup_.fail(failure);
@@ -232,22 +334,6 @@ void ReceiveChannel::on_failed(Link& /*link*/, const Failure& failure) {
 
 void ReceiveChannel::on_closed(Link& /*link*/) {
   wakeup_.update([&] { closed_ = true; });
-}
-
-// Any thread: whichever drops the last reference to an item's tensors.
-void ReceiveChannel::slot_released() {
-  if (num_credits_owed_.fetch_add(1) == 0) transport_.post([this] { return_credits(); });
-}
-
-void ReceiveChannel::return_credits() {
-  Link* link = link_.load();
-  if (link == nullptr) return;  // nothing was received yet, so nothing is owed
-  const std::uint64_t num_credits = num_credits_owed_.exchange(0);
-  if (num_credits == 0) return;
-  OutgoingFrame frame;
-  frame.header.kind = FrameKind::kCredit;
-  frame.header.tag = num_credits;
-  link->send(std::move(frame));
 }
 
 }  // namespace pipedream

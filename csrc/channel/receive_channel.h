@@ -2,15 +2,16 @@
 // leased slot, and hands whole items to the compute thread in order.
 //
 //   wire             transport thread                       copy stream            compute thread
-//   frame ---------> 1 checked against plan and order
-//                    2 first chunk: lease a slot
-//                    3 payload -> slot (host), or -> staging buffer -> 4 device slot
+//   credit <-------- 1 a free slot is leased and granted
+//   frame ---------> 2 checked against plan and order
+//                    3 payload -> the granted slot; the sender has written it already where memory is shared
+//                      staged: that is a staging buffer, its bytes (or what they decode to) -> 4 device slot
 //                    5 last chunk: item into the inbox, event after its copies ---> 6 try_take()
-//   credit <-------- 8 <-------------------------------------------------------- 7 the lease dies
+//   credit <-------- 1 <-------------------------------------------------------- 7 the lease dies
 //
-// A sender holds one credit per free slot, so the bytes in flight are bounded by the plan. What an item needs
-// besides is kept per slot, so that to receive one allocates nothing. Threads: as drawn; the inbox is guarded
-// by the Wakeup's mutex.
+// A sender fills only slots that were granted to it by their index (of the staging buffer when there is one),
+// so the bytes in flight are bounded by the plan. What an item needs besides is kept per slot, so that to
+// receive one allocates nothing. Threads: as drawn; the inbox is guarded by the Wakeup's mutex.
 #pragma once
 
 #include <atomic>
@@ -26,21 +27,26 @@
 #include "base/check.h"
 #include "base/ids.h"
 #include "base/ring_buffer.h"
+#include "channel/channel_stats.h"
 #include "channel/send_channel.h"
 #include "channel/tensor.h"
 #include "channel/wakeup.h"
+#include "channel/wire_layout.h"
 #include "device/device.h"
 #include "pool/pool.h"
+#include "transport/shared_memory.h"
 #include "transport/transport.h"
+#include "wire/stream_codec.h"
 
 namespace pipedream {
 
-// What the channel keeps for the item in one slot, from its first chunk to its last holder. A staged item has
-// two: the item and, until its copies are done, the copy stream, as an item may be dropped before the device
-// has copied it. Shared with the items, which may outlive the channel.
+// What the channel keeps for the item in one slot, from the grant of the slot to the item's last holder. A
+// staged item has two: the item and, until its copies are done, the copy stream, as an item may be dropped
+// before the device has copied it. Shared with the items, which may outlive the channel.
 struct ReceivedSlot {
   void drop();  // by a holder, once each; any thread
 
+  bool is_granted = false;  // and not filled yet; transport thread
   std::atomic<int> num_holders{0};
   Lease slot;
   Lease staging;                    // invalid when it was not staged
@@ -87,10 +93,12 @@ struct ReceivedItem {
 class ReceiveChannel final : public LinkHandler {
  public:
   // slots: of spec.slot_bytes() on the device. staging: null when the wire writes device memory, else
-  // as many slots of the same size. compute_stream: what the items are read on; null on the host. All
-  // outlive the channel and its items.
+  // as many slots of WireLayout::slot_bytes(). compute_stream: what the items are read on; null on the host.
+  // All outlive the channel and its items. shared: what the slots that the wire writes lie in, when the
+  // sender may write there itself; outlives the channel.
   ReceiveChannel(ChannelOptions options, Transport& transport, Wakeup& wakeup, Device& device,
-                 SlotGroup& slots, SlotGroup* staging, Stream* compute_stream);
+                 SlotGroup& slots, SlotGroup* staging, Stream* compute_stream,
+                 const SharedMemory* shared = nullptr);
   ~ReceiveChannel() override;
 
   void attach(Link& link) { link_.store(&link); }
@@ -100,16 +108,18 @@ class ReceiveChannel final : public LinkHandler {
   // The peer said BYE and the inbox is empty: nothing will come.
   [[nodiscard]] bool exhausted() const { return closed_ && inbox_.empty(); }
 
-  // No slot is free to receive into. Never so while the compute thread waits for this channel and gives
-  // back what it was given: the plan has a slot more than it keeps.
-  [[nodiscard]] bool all_slots_held() const { return slots_.num_free() == 0; }
+  // No slot is free, granted or being filled. Never so while the compute thread waits for this channel and
+  // gives back what it was given: the plan has a slot more than it keeps.
+  [[nodiscard]] bool all_slots_held() const { return slots_.num_free() == 0 && num_granted_.load() == 0; }
 
-  // Stops returning credits; items may die after this.
+  // Grants no more slots; items may die after this.
   void detach();
 
   [[nodiscard]] bool open() const { return open_.load(); }
   [[nodiscard]] const ChannelOptions& options() const { return options_; }
-  [[nodiscard]] LinkCounters counters() const;
+  [[nodiscard]] ChannelStats stats() const;  // any thread
+  // The compute thread waited for this channel.
+  void add_wait(std::int64_t wait_ns) { wait_ns_.fetch_add(wait_ns, std::memory_order_relaxed); }
 
   void on_open(Link& link) override;
   [[nodiscard]] std::optional<Failure> on_frame(Link& link, const FrameHeader& header,
@@ -119,7 +129,7 @@ class ReceiveChannel final : public LinkHandler {
 
  private:
   // Outlives the channel: the slots' release callback reaches the channel through it, or finds it gone.
-  struct CreditReturn {
+  struct Grants {
     std::mutex mutex;  // guards channel
     ReceiveChannel* channel = nullptr;
   };
@@ -129,24 +139,38 @@ class ReceiveChannel final : public LinkHandler {
   [[nodiscard]] std::optional<Failure> on_end(const FrameHeader& header);
   [[nodiscard]] std::optional<Failure> begin_item(const FrameHeader& header);
   [[nodiscard]] std::optional<std::string> misplaced(const FrameHeader& header) const;
+  [[nodiscard]] std::optional<std::string> unplanned(const FrameHeader& header) const;
   [[nodiscard]] Failure broken(const std::string& what) const;
   void land(const FrameHeader& header, std::span<const std::byte> payload);
+  [[nodiscard]] std::optional<std::string> finish_tensor(const FrameHeader& header);
   void finish_item();
   void deliver(ReceivedItem item);
   void slot_released();
-  void return_credits();
+  void grant_free_slots();
+  [[nodiscard]] bool grant_slot();
 
   const ChannelOptions options_;
+  const WireLayout layout_;
   Transport& transport_;
   Wakeup& wakeup_;
   SlotGroup& slots_;
   SlotGroup* const staging_;
-  const std::shared_ptr<std::vector<ReceivedSlot>> received_slots_;  // by slot index
+  const SharedMemory* const shared_;                                 // null when the memory is not shared
+  const std::shared_ptr<std::vector<ReceivedSlot>> received_slots_;  // by what the wire calls the slot
+  std::unique_ptr<StreamCodec> stream_codec_;                        // null when nothing travels encoded
   std::unique_ptr<Stream> copy_stream_;                              // null when nothing is staged
   std::atomic<Link*> link_{nullptr};  // set by attach() or on_open(), whichever comes first
   std::atomic<bool> open_{false};
-  std::atomic<std::uint64_t> num_credits_owed_{0};
-  std::shared_ptr<CreditReturn> credit_return_;
+  std::atomic<bool> grant_scheduled_{false};
+  std::atomic<std::size_t> num_granted_{0};  // granted or being filled; never less than there are
+  std::shared_ptr<Grants> grants_;
+
+  // Of stats().
+  std::atomic<std::uint64_t> num_items_received_{0};
+  std::atomic<std::uint64_t> num_chunks_received_{0};
+  std::atomic<std::uint64_t> num_tensor_bytes_{0};
+  std::atomic<std::uint64_t> num_placed_bytes_{0};
+  std::atomic<std::int64_t> wait_ns_{0};
 
   // Guarded by wakeup_'s mutex.
   RingBuffer<ReceivedItem> inbox_;  // an item a slot, and the end
@@ -154,11 +178,13 @@ class ReceiveChannel final : public LinkHandler {
 
   // Transport thread: the item being received.
   std::optional<ReceivedItem> current_;
+  std::uint16_t current_slot_ = 0;
   std::size_t tensor_index_ = 0;   // being received
   std::size_t tensor_offset_ = 0;  // bytes of it that are here
   MinibatchId next_minibatch_;
   MicrobatchIndex next_microbatch_;
   bool ended_ = false;
+  bool failed_ = false;
 };
 
 }  // namespace pipedream

@@ -1,11 +1,16 @@
 // The sending end of one directed channel between two stages: takes the tensors of a work item on the
 // device and puts them on the wire in chunks, asynchronously. Compute never waits for a send.
 //
-//   compute thread     copy stream                transport thread                  wire
-//   1 send(item) ----------------------------------> 2 waits for a credit
-//                      3 device -> staging buffer <-- 3 (only when the wire cannot read device memory)
-//                      4 chunk copied -------------> 5 frame of the chunk ------------> ...
-//   7 collect_released() <------------------------- 6 last chunk has left
+//   compute thread     copy stream                    transport thread                  wire
+//   1 send(item) --------------------------------------> 2 waits for a slot of the receiver
+//                      3 device -> slot or buffer <------ 3 (only when the wire does not read the tensors)
+//                      4 chunk copied -----------------> 5 frame of the chunk ------------> ...
+//   7 collect_released() <----------------------------- 6 last chunk has left
+//
+// Where the bytes of an item go in step 3:
+//   the receiver's own slot    its memory is shared and the item is not small: the frames tell of the bytes
+//   a staging buffer           the wire cannot read device memory, or the tensors travel encoded
+//   nowhere                    else: the wire reads the tensors
 //
 // Threads: send(), send_end() and collect_released() on the compute thread; the rest on the transport
 // thread. Which member belongs to whom is said below. Bound: num_items_max items that are not released, and
@@ -24,11 +29,16 @@
 
 #include "base/ids.h"
 #include "base/ring_buffer.h"
+#include "channel/channel_stats.h"
+#include "channel/granted_slots.h"
+#include "channel/placed_slots.h"
 #include "channel/tensor.h"
 #include "channel/wakeup.h"
+#include "channel/wire_layout.h"
 #include "device/device.h"
 #include "pool/pool.h"
 #include "transport/transport.h"
+#include "wire/stream_codec.h"
 
 namespace pipedream {
 
@@ -37,16 +47,24 @@ struct ChannelOptions {
   ItemSpec spec;
   std::size_t chunk_bytes = std::size_t{512} << 10;
   std::size_t num_items_max = 16;
-  std::int64_t num_microbatches = 1;  // of every minibatch: items come in the order of both
+  std::int64_t num_microbatches = 1;               // of every minibatch: items come in the order of both
+  Codec codec{};                                   // of the float tensors
+  std::size_t placed_bytes_min = kPlacedBytesMin;  // items with fewer go through the link
 };
 
 class SendChannel final : public LinkHandler {
  public:
-  // staging: null when the wire reads device memory. Otherwise slots of spec.slot_bytes(), and the
-  // device whose copy stream fills them. All outlive the channel.
+  // staging: null when the wire reads the tensors. Otherwise slots of WireLayout::slot_bytes(), and the
+  // device whose copy stream fills them. residual: of one slot of WireLayout::residual_bytes(), zeroed; null
+  // when the codec keeps none. All outlive the channel.
   SendChannel(ChannelOptions options, Transport& transport, Wakeup& wakeup, Device& device,
-              SlotGroup* staging);
+              SlotGroup* staging, SlotGroup* residual = nullptr);
   ~SendChannel() override;  // the transport has been shut down
+
+  // From now on items that are not small are written into the receiver's slots, which lie in this memory.
+  // Before there is a link.
+  void place_into(std::unique_ptr<SharedMemory> memory);
+  [[nodiscard]] bool places() const { return placed_slots_ != nullptr; }
 
   // Before the first send.
   void attach(Link& link) { link_.store(&link); }
@@ -71,7 +89,7 @@ class SendChannel final : public LinkHandler {
   // Items that are not released yet.
   [[nodiscard]] std::size_t num_unreleased() const { return num_unreleased_.load(); }
   [[nodiscard]] const ChannelOptions& options() const { return options_; }
-  [[nodiscard]] LinkCounters counters() const;
+  [[nodiscard]] ChannelStats stats() const;  // any thread
 
   void on_open(Link& link) override;
   [[nodiscard]] std::optional<Failure> on_frame(Link& link, const FrameHeader& header,
@@ -80,6 +98,13 @@ class SendChannel final : public LinkHandler {
   void on_closed(Link& link) override;
 
  private:
+  // The next chunk of an item, and how many came before it.
+  struct ChunkCursor {
+    std::size_t tensor_index = 0;
+    std::size_t offset = 0;
+    std::size_t num_passed = 0;
+  };
+
   // Fixed places, so that callbacks capture two pointers and allocate nothing.
   struct Item {
     SendChannel* channel = nullptr;
@@ -90,54 +115,92 @@ class SendChannel final : public LinkHandler {
     std::vector<TensorView> tensors;
     std::unique_ptr<Event> ready;
     std::shared_ptr<void> keep_alive;
-    Lease staging;
+    std::size_t num_wire_bytes = 0;
     std::size_t num_chunks = 0;
-    std::atomic<std::size_t> num_chunks_copied{0};
-    std::size_t num_chunks_framed = 0;
-    std::atomic<std::size_t> num_chunks_left{0};  // not yet sent
+    std::uint16_t slot = 0;     // of the receiver
+    bool is_placed = false;     // written there by the copy stream
+    Lease staging;              // what it is copied to otherwise; invalid when the wire reads the tensors
+    std::byte* copy = nullptr;  // in one of the two; null when there is none
+    ChunkCursor copied;         // enqueued on the copy stream
+    ChunkCursor framed;
+    std::atomic<std::size_t> num_chunks_copied{0};  // by the copy stream
+    std::atomic<std::size_t> num_chunks_left{0};    // not yet sent
   };
 
-  static constexpr std::uint64_t kCreditsMax = 1 << 20;  // more is a broken peer
   // The end, which waits for no room, and an item whose on_sent is late: the answer to it may come first.
   static constexpr std::size_t kNumSpareItems = 2;
+  // Copies that may be enqueued and not done, of two or three operations each: the transport thread must not
+  // wait for room in the stream (kStreamDepth).
+  static constexpr std::size_t kNumCopiesMax = 128;
 
+  [[nodiscard]] std::size_t check_and_count_bytes(MinibatchId minibatch,
+                                                  const std::vector<TensorView>& tensors) const;
+  [[nodiscard]] std::size_t wire_bytes(const Item& item, std::size_t tensor_index) const;
+  [[nodiscard]] std::size_t num_chunks_of(std::size_t num_bytes) const;
   [[nodiscard]] bool wait_until_fewer(std::size_t num_items, Deadline deadline);
   void enqueue(Item* item);
   Item* take_free_item();
   void schedule_pump();
   void pump();
-  bool start(Item& item);
-  void frame_copied_chunks(Item& item);
-  void frame_chunk(Item& item, std::size_t tensor_index, std::size_t offset);
+  void start_queued();
+  [[nodiscard]] bool start(Item& item);
+  void enqueue_copies();
+  [[nodiscard]] bool enqueue_copies_of(Item& item);
+  void enqueue_copy(Item& item);
+  void enqueue_encoding(Item& item);
+  void note_copied(Item& item, std::size_t num_chunks);
+  void frame_copied();
+  void frame_end(const Item& item);
+  void frame_chunk(Item& item);
+  void advance(ChunkCursor& cursor, const Item& item) const;
   void chunk_sent(Item& item);
   void release(Item& item);
   void fail_queued();
-  [[nodiscard]] Item* take_queued();  // null when there is none
+  void note_credit_wait(bool waits);
+  [[nodiscard]] Item* first_queued();  // null when there is none
+  [[nodiscard]] Item* take_queued();
   [[nodiscard]] bool has_unsent_tensors();
   [[nodiscard]] static bool has_tensors(RingBuffer<Item*>& items);
 
   const ChannelOptions options_;
+  const WireLayout layout_;
   Transport& transport_;
   Wakeup& wakeup_;
+  Device& device_;
   SlotGroup* const staging_;
-  std::unique_ptr<Stream> copy_stream_;  // null when nothing is staged
-  std::atomic<Link*> link_{nullptr};     // set by attach() or on_open(), whichever comes first
+  const Lease residual_;                       // invalid when there is none
+  std::unique_ptr<PlacedSlots> placed_slots_;  // null when the receiver's memory is not shared
+  std::unique_ptr<StreamCodec> stream_codec_;  // null when nothing travels encoded
+  std::unique_ptr<Stream> copy_stream_;        // null when nothing is copied
+  std::atomic<std::size_t> num_copies_{0};     // enqueued and not done
+  std::atomic<Link*> link_{nullptr};           // set by attach() or on_open(), whichever comes first
   std::atomic<bool> open_{false};
   std::atomic<bool> pump_scheduled_{false};
   std::atomic<std::size_t> num_unreleased_{0};
   std::atomic<bool> waiting_for_release_{false};
 
-  std::mutex mutex_;  // guards the three below
+  // Of stats().
+  std::atomic<std::uint64_t> num_items_sent_{0};
+  std::atomic<std::uint64_t> num_chunks_framed_{0};
+  std::atomic<std::uint64_t> num_tensor_bytes_{0};
+  std::atomic<std::uint64_t> num_placed_bytes_{0};
+  std::atomic<std::int64_t> credit_wait_ns_{0};
+  std::atomic<std::int64_t> credit_wait_began_ns_{0};  // 0: not waiting
+
+  mutable std::mutex mutex_;  // guards the members below
   std::vector<Item*> free_items_;
   RingBuffer<Item*> queued_;
   std::vector<std::shared_ptr<void>> released_;
+  std::size_t num_under_way_ = 0;  // items with tensors, from send() to release()
+  std::int64_t under_way_since_ns_ = 0;
+  std::int64_t transfer_ns_ = 0;
 
   std::vector<std::unique_ptr<Item>> items_;      // fixed after construction
   std::vector<std::shared_ptr<void>> collected_;  // compute thread
 
   // Transport thread.
   RingBuffer<Item*> started_;
-  std::uint64_t num_credits_ = 0;
+  GrantedSlots granted_;
   bool failed_ = false;
   bool peer_left_ = false;  // it said BYE: what is sent from now on would vanish
 };

@@ -77,6 +77,15 @@ class Memory {
   [[nodiscard]] virtual std::size_t size_bytes() const = 0;
 };
 
+// While it lives, host memory of the caller's is known to the device. It dies before the memory.
+class HostRegistration {
+ public:
+  HostRegistration() = default;
+  HostRegistration(const HostRegistration&) = delete;
+  HostRegistration& operator=(const HostRegistration&) = delete;
+  virtual ~HostRegistration() = default;
+};
+
 class Device {
  public:
   Device() = default;
@@ -98,6 +107,12 @@ class Device {
   // host backend, kStaging on CUDA) is touched page by page here, so that the first minibatch does not
   // pay for it; device memory is zeroed.
   [[nodiscard]] virtual std::unique_ptr<Memory> allocate(std::size_t num_bytes, MemoryKind kind) = 0;
+
+  // Pins host memory that the device did not allocate, so that copies from and to it are as fast and as
+  // asynchronous as with staging memory. From a page's boundary. Nothing to do on the host backend. Throws
+  // UserError naming the size when it cannot be pinned.
+  [[nodiscard]] virtual std::unique_ptr<HostRegistration> register_host_memory(std::byte* data,
+                                                                               std::size_t num_bytes) = 0;
 
   // True when the CPU, and so the wire, can read device memory: then nothing is staged.
   [[nodiscard]] virtual bool device_memory_is_host_memory() const = 0;

@@ -49,7 +49,7 @@ std::size_t stride_of(const PoolTerm& term) {
                     std::to_string(term.slot_bytes) +
                     " bytes are more than can be addressed; check the sizes");
   }
-  return padded_bytes / kSlotAlignment * kSlotAlignment;
+  return slot_stride_bytes(term.slot_bytes);
 }
 
 }  // namespace
@@ -208,6 +208,9 @@ void Pool::seal() {
   PD_CHECK(!sealed_, "the pool is sealed twice");
   try {
     for (const MemoryKind kind : kKinds) allocate_kind(kind);
+    for (SlotGroup& group : groups_) {
+      if (group.term().allocate) allocate_own(group);
+    }
   } catch (const UserError& error) {
     allocations_.clear();
     throw UserError(error.what() + std::string("\n") + describe());
@@ -215,19 +218,42 @@ void Pool::seal() {
   sealed_ = true;
 }
 
+// The terms that have no memory of their own.
 void Pool::allocate_kind(MemoryKind kind) {
-  const std::size_t sum_bytes = planned_bytes(kind);
+  const auto belongs = [kind](const SlotGroup& group) {
+    return group.term().kind == kind && !group.term().allocate;
+  };
+  static_cast<void>(planned_bytes(kind));  // throws when the sum is no size
+  std::size_t sum_bytes = 0;
+  for (const SlotGroup& group : groups_) {
+    if (belongs(group)) sum_bytes += group.planned_bytes();
+  }
   std::byte* next = nullptr;  // stays null when no slot of this kind has any bytes
   if (sum_bytes > 0) next = allocations_.emplace_back(device_.allocate(sum_bytes, kind))->data();
-  const bool cpu_can_write = kind == MemoryKind::kStaging || device_.device_memory_is_host_memory();
   std::size_t num_placed_bytes = 0;
   for (SlotGroup& group : groups_) {
-    if (group.term().kind != kind) continue;
-    group.place(next, poison_ && cpu_can_write);
+    if (!belongs(group)) continue;
+    group.place(next, is_poisoned(kind));
     if (next != nullptr) next += group.planned_bytes();
     num_placed_bytes += group.planned_bytes();
   }
   PD_CHECK(num_placed_bytes == sum_bytes, "placed " << num_placed_bytes << " of " << sum_bytes << " bytes");
+}
+
+void Pool::allocate_own(SlotGroup& group) {
+  const std::size_t num_bytes = group.planned_bytes();
+  std::byte* data = nullptr;
+  if (num_bytes > 0) {
+    const std::unique_ptr<Memory>& memory = allocations_.emplace_back(group.term().allocate(num_bytes));
+    PD_CHECK(memory->size_bytes() >= num_bytes,
+             "'" << group.term().name << "' got " << memory->size_bytes() << " of " << num_bytes << " bytes");
+    data = memory->data();
+  }
+  group.place(data, is_poisoned(group.term().kind));
+}
+
+bool Pool::is_poisoned(MemoryKind kind) const {
+  return poison_ && (kind == MemoryKind::kStaging || device_.device_memory_is_host_memory());
 }
 
 bool Pool::sealed() const { return sealed_; }

@@ -35,7 +35,18 @@ struct PoolTerm {
   // False: never poisoned. For a user that reads what it did not write (device.h says what that is), and for
   // slots that enqueued work still reads after their release.
   bool poison = true;
+  // Makes the memory of this term alone, of so many bytes, at the seal. Empty: it lies among the others of
+  // its kind. The pool keeps it.
+  std::function<std::unique_ptr<Memory>(std::size_t num_bytes)> allocate{};
 };
+
+inline constexpr std::size_t kSlotAlignment = 256;
+inline constexpr std::int64_t kNumSlotsMax = 65535;  // of one term
+
+// The distance between two slots of so many bytes. Whoever shares a term's memory finds its slots by it.
+[[nodiscard]] constexpr std::size_t slot_stride_bytes(std::size_t slot_bytes) {
+  return (slot_bytes + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment;
+}
 
 inline constexpr std::byte kPoisonByte{0xFF};
 
@@ -150,9 +161,6 @@ inline void Lease::release() {
   std::exchange(group_, nullptr)->give_back(slot_);
 }
 
-inline constexpr std::size_t kSlotAlignment = 256;
-inline constexpr std::int64_t kNumSlotsMax = 65535;  // of one term
-
 class Pool {
  public:
   // The device outlives the pool.
@@ -164,8 +172,8 @@ class Pool {
   // Before seal. The reference stays valid; leases only after seal. Throws UserError for a second term
   // of one name, for more than kNumSlotsMax slots and for a size that overflows, aborts after seal.
   SlotGroup& add(PoolTerm term);
-  // Allocates the sum of all terms, one allocation per MemoryKind. Throws UserError with the table of
-  // terms when the device has less.
+  // Allocates the sum of all terms, one allocation per MemoryKind, and one for each term with its own. Throws
+  // UserError with the table of terms when the device has less.
   void seal();
   [[nodiscard]] bool sealed() const;
 
@@ -176,6 +184,8 @@ class Pool {
 
  private:
   void allocate_kind(MemoryKind kind);
+  void allocate_own(SlotGroup& group);
+  [[nodiscard]] bool is_poisoned(MemoryKind kind) const;
 
   Device& device_;
   const bool poison_;

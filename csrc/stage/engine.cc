@@ -106,7 +106,9 @@ Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
     ReceivedItem item;
     const std::int64_t wait_began_ns = now_ns();
     const Result<bool> received = receive(*source, deadline, item);
-    wait_ns_ += now_ns() - wait_began_ns;
+    const std::int64_t wait_ns = now_ns() - wait_began_ns;
+    wait_ns_ += wait_ns;
+    source->add_wait(wait_ns);
     if (!received) return received.failure();
     if (!received.value()) return std::optional<WorkItem>();
     if (!item.is_end) return std::optional<WorkItem>(hand_out(*instruction, std::move(item)));
@@ -276,6 +278,7 @@ void StageEngine::complete(WorkKind kind, std::int64_t compute_ns) {
   }
   next_span_ = (next_span_ + 1) % num_spans_max_;
   ++totals_.num_work_items;
+  num_completed_.fetch_add(1);
   totals_.wait_ns += wait_ns_;
   totals_.compute_ns += compute_ns;
   totals_.elapsed_ns = completed_ns - started_ns_;

@@ -9,9 +9,10 @@
 //   complete_update() next_work() -> DONE      there were num_minibatches
 //
 // A worker has one stage, or several with an interleaved schedule; each item names its stage.
-// Owned by the compute thread; every call is on it.
+// Owned by the compute thread; every call is on it, but where another is said.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -126,6 +127,8 @@ class StageEngine {
   [[nodiscard]] const std::vector<VersionsRead>& versions(StageIndex stage) const;
   [[nodiscard]] std::vector<Span> spans() const;  // oldest first
   [[nodiscard]] EngineTotals totals() const { return totals_; }
+  // Work items so far. Any thread.
+  [[nodiscard]] std::uint64_t num_completed() const { return num_completed_.load(); }
   // Where the stage is: the instruction that is being waited for or done.
   [[nodiscard]] std::string position() const;
   // The failure with the position in front; as it is when a peer has said where.
@@ -168,6 +171,7 @@ class StageEngine {
   std::size_t num_spans_max_;
   std::size_t next_span_ = 0;
   EngineTotals totals_;
+  std::atomic<std::uint64_t> num_completed_{0};
 };
 
 }  // namespace pipedream

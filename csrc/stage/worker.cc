@@ -4,6 +4,11 @@
 #include <charconv>
 #include <utility>
 
+#include "channel/placed_slots.h"
+#include "channel/wire_layout.h"
+#include "transport/endpoint.h"
+#include "transport/shared_memory.h"
+
 namespace pipedream {
 
 namespace {
@@ -33,8 +38,27 @@ void send_abort(Link& link, const std::string& why) {
 
 // Chunks of a slot may be larger than what is left of it, never larger than this.
 std::size_t payload_bytes_max(const ChannelSpec& spec) {
-  return std::max(std::min(spec.chunk_bytes, spec.item.slot_bytes()), kAbortTextBytesMax);
+  const std::size_t slot_bytes = WireLayout(spec.item, spec.codec).slot_bytes();
+  return std::max(std::min(spec.chunk_bytes, slot_bytes), kAbortTextBytesMax);
 }
+
+// Shared memory as a pool term's own, pinned for the device.
+class SharedTermMemory final : public Memory {
+ public:
+  SharedTermMemory(Device& device, std::size_t num_bytes)
+      : memory_(SharedMemory::make(num_bytes)),
+        registration_(device.register_host_memory(memory_->data(), num_bytes)) {}
+
+  [[nodiscard]] std::byte* data() const override { return memory_->data(); }
+  [[nodiscard]] std::size_t size_bytes() const override { return memory_->size_bytes(); }
+  [[nodiscard]] const SharedMemory& shared() const { return *memory_; }
+
+ private:
+  const std::unique_ptr<SharedMemory> memory_;
+  const std::unique_ptr<HostRegistration> registration_;
+};
+
+constexpr const char* kInproc = "inproc";
 
 std::unique_ptr<Device> make_device(const std::string& name) {
   if (name == "host") return make_host_device();
@@ -52,8 +76,11 @@ std::unique_ptr<Transport> make_transport(const WorkerOptions& options) {
   TransportOptions transport;
   transport.bind_host = options.bind_host;
   transport.peer_timeout_s = options.peer_timeout_s;
+  transport.keys = options.keys;
+  transport.insecure = options.insecure;
+  transport.beats = options.beats;
   if (options.transport == "zmq") return make_zmq_transport(transport, options.libzmq_path);
-  if (options.transport == "inproc") return make_inproc_transport(transport);
+  if (options.transport == kInproc) return make_inproc_transport(transport);
   throw UserError("transport '" + options.transport + "' is unknown: use 'zmq' or 'inproc'");
 }
 
@@ -77,29 +104,63 @@ void Worker::check_new(const std::string& name) const {
     throw UserError("channel '" + name + "' exists already");
 }
 
-bool Worker::is_staged(const ChannelSpec& spec) const {
-  return spec.on_device && (options_.force_staging || !device_->device_memory_is_host_memory());
+void Worker::check_spec(const ChannelSpec& spec) const {
+  check_new(spec.name);
+  if (!spec.on_device && WireLayout(spec.item, spec.codec).encodes()) {
+    throw UserError("channel '" + spec.name + "' of host memory has codec " + codec_name(spec.codec) +
+                    "; only items on the device can be encoded");
+  }
 }
 
-SlotGroup* Worker::add_staging(const ChannelSpec& spec) {
-  if (!is_staged(spec)) return nullptr;
-  return &pool_->add({"staging, " + spec.name, spec.item.slot_bytes(), spec.num_items, MemoryKind::kStaging});
+bool Worker::is_staged(const ChannelSpec& spec) const {
+  if (!spec.on_device) return false;
+  return options_.force_staging || !device_->device_memory_is_host_memory() ||
+         WireLayout(spec.item, spec.codec).encodes();
+}
+
+// Whether senders of the same host may write into the slots of this channel: not when all items are small.
+bool Worker::is_shared(const ChannelSpec& spec) const {
+  return options_.shares_memory && options_.transport != kInproc &&
+         WireLayout(spec.item, spec.codec).slot_bytes() >= kPlacedBytesMin;
+}
+
+PoolTerm Worker::staging_term(const ChannelSpec& spec) const {
+  return {"staging, " + spec.name, WireLayout(spec.item, spec.codec).slot_bytes(), spec.num_items,
+          MemoryKind::kStaging};
+}
+
+std::unique_ptr<Memory> Worker::share(Receiver& receiver, std::size_t num_bytes) const {
+  auto memory = std::make_unique<SharedTermMemory>(*device_, num_bytes);
+  receiver.shared = &memory->shared();
+  return memory;
 }
 
 void Worker::add_receive_channel(const ChannelSpec& spec) {
-  check_new(spec.name);
+  check_spec(spec);
   Receiver& receiver = receivers_[spec.name];
   receiver.spec = spec;
-  receiver.slots = &pool_->add({spec.name, spec.item.slot_bytes(), spec.num_items,
-                                spec.on_device ? MemoryKind::kDevice : MemoryKind::kStaging});
-  receiver.staging = add_staging(spec);
+  PoolTerm slots{spec.name, spec.item.slot_bytes(), spec.num_items,
+                 spec.on_device ? MemoryKind::kDevice : MemoryKind::kStaging};
+  PoolTerm staging = staging_term(spec);
+  if (is_shared(spec)) {  // what the wire writes
+    (is_staged(spec) ? staging : slots).allocate = [this, &receiver](std::size_t num_bytes) {
+      return share(receiver, num_bytes);
+    };
+  }
+  receiver.slots = &pool_->add(std::move(slots));
+  if (is_staged(spec)) receiver.staging = &pool_->add(std::move(staging));
 }
 
 void Worker::add_send_channel(const ChannelSpec& spec) {
-  check_new(spec.name);
+  check_spec(spec);
   Sender& sender = senders_[spec.name];
   sender.spec = spec;
-  sender.staging = add_staging(spec);
+  if (is_staged(spec)) sender.staging = &pool_->add(staging_term(spec));
+  const std::size_t residual_bytes = WireLayout(spec.item, spec.codec).residual_bytes();
+  if (residual_bytes > 0) {  // zero at first, so not poisoned
+    sender.residual =
+        &pool_->add({"residual, " + spec.name, residual_bytes, 1, MemoryKind::kDevice, /*poison=*/false});
+  }
 }
 
 void Worker::add_term(PoolTerm term) {
@@ -107,20 +168,22 @@ void Worker::add_term(PoolTerm term) {
   terms_[name] = &pool_->add(std::move(term));
 }
 
+ChannelOptions Worker::channel_options(const ChannelSpec& spec) {
+  return {
+      spec.name, spec.item, spec.chunk_bytes, static_cast<std::size_t>(spec.num_items), spec.num_microbatches,
+      spec.codec};
+}
+
 void Worker::seal() {
   pool_->seal();
   for (auto& [name, receiver] : receivers_) {
     receiver.channel = std::make_unique<ReceiveChannel>(
-        ChannelOptions{name, receiver.spec.item, receiver.spec.chunk_bytes,
-                       static_cast<std::size_t>(receiver.spec.num_items), receiver.spec.num_microbatches},
-        *transport_, wakeup_, *device_, *receiver.slots, receiver.staging,
-        receiver.spec.on_device ? compute_stream_.get() : nullptr);
+        channel_options(receiver.spec), *transport_, wakeup_, *device_, *receiver.slots, receiver.staging,
+        receiver.spec.on_device ? compute_stream_.get() : nullptr, receiver.shared);
   }
   for (auto& [name, sender] : senders_) {
-    sender.channel = std::make_unique<SendChannel>(
-        ChannelOptions{name, sender.spec.item, sender.spec.chunk_bytes,
-                       static_cast<std::size_t>(sender.spec.num_items), sender.spec.num_microbatches},
-        *transport_, wakeup_, *device_, sender.staging);
+    sender.channel = std::make_unique<SendChannel>(channel_options(sender.spec), *transport_, wakeup_,
+                                                   *device_, sender.staging, sender.residual);
   }
 }
 
@@ -131,6 +194,7 @@ LinkOptions Worker::link_options(const ChannelSpec& spec) const {
   link.name = spec.name;
   link.peer = spec.peer;
   link.payload_bytes_max = payload_bytes_max(spec);
+  link.checksums_payloads = options_.checksums;
   return link;
 }
 
@@ -140,19 +204,30 @@ std::map<std::string, std::string> Worker::listen() {
     Link& link = transport_->listen(link_options(receiver.spec), *receiver.channel);
     receiver.link.store(&link);
     receiver.channel->attach(link);
-    endpoints[name] = link.endpoint();
+    Endpoint endpoint = parse_endpoint(link.endpoint());
+    if (receiver.shared != nullptr) endpoint.memory = receiver.shared->address();
+    endpoints[name] = to_string(endpoint);
   }
   return endpoints;
 }
 
 void Worker::connect(const std::map<std::string, std::string>& endpoints) {
   for (auto& [name, sender] : senders_) {
-    const auto endpoint = endpoints.find(name);
-    if (endpoint == endpoints.end()) throw UserError("no endpoint for channel '" + name + "'");
-    Link& link = transport_->connect(link_options(sender.spec), endpoint->second, *sender.channel);
+    const auto text = endpoints.find(name);
+    if (text == endpoints.end()) throw UserError("no endpoint for channel '" + name + "'");
+    Endpoint endpoint = parse_endpoint(text->second);
+    if (is_shared(sender.spec) && !endpoint.memory.empty()) place(sender, endpoint.memory);
+    endpoint.memory.clear();
+    Link& link = transport_->connect(link_options(sender.spec), to_string(endpoint), *sender.channel);
     sender.link.store(&link);
     sender.channel->attach(link);
   }
+}
+
+// Where the memory cannot be opened the receiver is on another host, and the wire carries the bytes.
+void Worker::place(Sender& sender, const std::string& address) const {
+  auto memory = SharedMemory::open(address);
+  if (memory) sender.channel->place_into(std::move(memory));
 }
 
 Result<bool> Worker::wait_open(Deadline deadline) {
@@ -208,6 +283,7 @@ void Worker::start(const ScheduleOptions& options, WorkerIndex worker,
                                          receives(part.gradients_in), sends(part.gradients_out)}});
   }
   engine_ = std::make_unique<StageEngine>(options, worker, stage_parts, wakeup_, num_spans_max);
+  started_engine_.store(engine_.get());
 }
 
 StageEngine& Worker::engine() {
@@ -263,7 +339,8 @@ void Worker::send_end(const std::string& channel) {
   to.channel->send_end(to.num_items_sent);
 }
 
-Result<std::optional<ReceivedItem>> Worker::receive_item(const std::string& channel, Deadline deadline, bool counts_as_wait) {
+Result<std::optional<ReceivedItem>> Worker::receive_item(const std::string& channel, Deadline deadline,
+                                                         bool counts_as_wait) {
   ReceiveChannel& from = *receiver(channel).channel;
   ReceivedItem item;
   bool exhausted = false;
@@ -273,7 +350,9 @@ Result<std::optional<ReceivedItem>> Worker::receive_item(const std::string& chan
     exhausted = from.exhausted();
     return exhausted;
   });
-  if (engine_ && counts_as_wait) engine_->add_wait(now_ns() - began_ns);
+  const std::int64_t wait_ns = now_ns() - began_ns;
+  from.add_wait(wait_ns);
+  if (engine_ && counts_as_wait) engine_->add_wait(wait_ns);
   if (accepted && !exhausted) {
     wait_for_bytes(item);
     return std::optional<ReceivedItem>(std::move(item));
@@ -313,15 +392,35 @@ void Worker::close(double linger_s) {
 
 std::string Worker::transport_name() const { return std::string(transport_->name()); }
 
-std::map<std::string, LinkCounters> Worker::counters() const {
-  std::map<std::string, LinkCounters> counters;
+std::map<std::string, ChannelStats> Worker::channel_stats() const {
+  std::map<std::string, ChannelStats> stats;
   for (const auto& [name, sender] : senders_) {
-    if (sender.channel) counters[name] = sender.channel->counters();
+    if (sender.channel) stats[name] = sender.channel->stats();
   }
   for (const auto& [name, receiver] : receivers_) {
-    if (receiver.channel) counters[name] = receiver.channel->counters();
+    if (receiver.channel) stats[name] = receiver.channel->stats();
   }
-  return counters;
+  return stats;
+}
+
+// The sender decides, and has told its receiver by claiming the memory, before it said HELLO.
+std::map<std::string, std::string> Worker::channel_transports() const {
+  const bool encrypts = options_.keys && options_.transport != kInproc;
+  const std::string by_link = transport_name() + (encrypts ? " curve" : "");
+  const auto text = [&](bool placed) { return placed ? "shared memory" : by_link; };
+  std::map<std::string, std::string> transports;
+  for (const auto& [name, sender] : senders_) {
+    transports[name] = text(sender.channel && sender.channel->places());
+  }
+  for (const auto& [name, receiver] : receivers_) {
+    transports[name] = text(receiver.shared != nullptr && receiver.shared->is_claimed());
+  }
+  return transports;
+}
+
+void Worker::pulse() {
+  const StageEngine* const engine = started_engine_.load();
+  transport_->pulse(engine != nullptr ? engine->num_completed() : 0);
 }
 
 }  // namespace pipedream

@@ -3,7 +3,7 @@
 //
 //   add_*  ->  seal  ->  listen  ->  connect  ->  wait_open  ->  start  ->  next_work / complete_*  ->  close
 //
-// Owned by the compute thread; every call is on it. abort() may come from any thread.
+// Owned by the compute thread; every call is on it. abort() and pulse() may come from any thread.
 #pragma once
 
 #include <atomic>
@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/failure.h"
+#include "channel/channel_stats.h"
 #include "channel/receive_channel.h"
 #include "channel/send_channel.h"
 #include "channel/wakeup.h"
@@ -33,6 +34,12 @@ struct WorkerOptions {
   std::string libzmq_path;        // empty: as transport.h says
   std::string bind_host = "127.0.0.1";
   double peer_timeout_s = 15.0;
+  std::optional<CurveKeys> keys;  // these three: see TransportOptions
+  bool insecure = false;
+  bool beats = false;
+  // Receive into memory that senders of the same host write straight into.
+  bool shares_memory = true;
+  bool checksums = false;  // a CRC-32C of every payload that is sent; a receiver checks whatever has one
   std::uint64_t run_id = 0;
   std::uint32_t incarnation = 0;
   std::uint64_t plan_hash = 0;
@@ -52,6 +59,7 @@ struct ChannelSpec {
   std::int64_t num_microbatches = 1;  // of every minibatch: items come in the order of both
   std::size_t chunk_bytes = std::size_t{512} << 10;
   bool on_device = true;  // false: items live in host memory on every device
+  Codec codec{};          // of its float tensors
 };
 
 // One stage of the worker and its neighbours' channels; empty names where there is no neighbour.
@@ -128,12 +136,18 @@ class Worker {
   [[nodiscard]] Device& device() { return *device_; }
   [[nodiscard]] std::string device_name() const { return device_->name(); }
   [[nodiscard]] const std::shared_ptr<Pool>& pool() const { return pool_; }
-  [[nodiscard]] std::map<std::string, LinkCounters> counters() const;
+  [[nodiscard]] std::map<std::string, ChannelStats> channel_stats() const;
+  // How each channel's tensors travel: "zmq/tcp", "zmq/tcp curve", "shared memory", "inproc". After
+  // connect(); of what this worker receives, after wait_open().
+  [[nodiscard]] std::map<std::string, std::string> channel_transports() const;
+  // This program is alive. Any thread, every peer_timeout_s / 8 at least where options.beats.
+  void pulse();
 
  private:
   struct Sender {
     ChannelSpec spec;
     SlotGroup* staging = nullptr;
+    SlotGroup* residual = nullptr;
     std::unique_ptr<SendChannel> channel;
     std::atomic<Link*> link{nullptr};  // abort() may come from any thread
     std::int64_t num_items_sent = 0;
@@ -142,13 +156,20 @@ class Worker {
     ChannelSpec spec;
     SlotGroup* slots = nullptr;
     SlotGroup* staging = nullptr;
+    const SharedMemory* shared = nullptr;  // what the wire's slots lie in, the pool's; null when private
     std::unique_ptr<ReceiveChannel> channel;
     std::atomic<Link*> link{nullptr};  // abort() may come from any thread
   };
 
   void check_new(const std::string& name) const;
+  // Aborts or throws when the channel cannot be.
+  void check_spec(const ChannelSpec& spec) const;
   [[nodiscard]] bool is_staged(const ChannelSpec& spec) const;
-  [[nodiscard]] SlotGroup* add_staging(const ChannelSpec& spec);
+  [[nodiscard]] bool is_shared(const ChannelSpec& spec) const;
+  [[nodiscard]] PoolTerm staging_term(const ChannelSpec& spec) const;
+  [[nodiscard]] std::unique_ptr<Memory> share(Receiver& receiver, std::size_t num_bytes) const;
+  [[nodiscard]] static ChannelOptions channel_options(const ChannelSpec& spec);
+  void place(Sender& sender, const std::string& address) const;
   [[nodiscard]] LinkOptions link_options(const ChannelSpec& spec) const;
   [[nodiscard]] Sender& sender(const std::string& name);
   [[nodiscard]] Receiver& receiver(const std::string& name);
@@ -169,6 +190,7 @@ class Worker {
   std::map<std::string, SlotGroup*> terms_;
   std::vector<std::unique_ptr<VersionSlots>> slots_;  // of each stage
   std::unique_ptr<StageEngine> engine_;
+  std::atomic<const StageEngine*> started_engine_{nullptr};  // pulse() may come from any thread
   std::atomic<bool> aborted_{false};
   bool closed_ = false;
 };

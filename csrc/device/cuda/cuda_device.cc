@@ -183,28 +183,40 @@ class CudaDeviceMemory final : public Memory {
   std::byte* data_ = nullptr;
 };
 
-// Mapped and touched like any host memory of ours, then pinned, for all devices of the process.
-class CudaStagingMemory final : public Memory {
+// Pinned for all devices of the process.
+class CudaHostRegistration final : public HostRegistration {
  public:
-  CudaStagingMemory(int device_index, std::size_t num_bytes)
-      : device_index_(device_index), memory_(num_bytes, "staging memory of " + device_label(device_index)) {
+  CudaHostRegistration(int device_index, std::byte* data, std::size_t num_bytes, const std::string& what)
+      : device_index_(device_index), data_(data) {
     const CurrentDevice current(device_index_);
-    const cudaError_t status = cudaHostRegister(memory_.data(), num_bytes, cudaHostRegisterPortable);
+    const cudaError_t status = cudaHostRegister(data_, num_bytes, cudaHostRegisterPortable);
     if (status == cudaErrorMemoryAllocation) {
       (void)cudaGetLastError();
-      throw_not_enough_memory(num_bytes, "staging memory of " + device_label(device_index_),
-                              "it cannot be pinned");
+      throw_not_enough_memory(num_bytes, what, "it cannot be pinned");
     }
     throw_if_failed(status, "cudaHostRegister", device_index_);
   }
-  ~CudaStagingMemory() override { PD_CUDA_LOG(cudaHostUnregister(memory_.data()), device_index_); }
+  ~CudaHostRegistration() override { PD_CUDA_LOG(cudaHostUnregister(data_), device_index_); }
+
+ private:
+  const int device_index_;
+  std::byte* const data_;
+};
+
+// Mapped and touched like any host memory of ours, then pinned.
+class CudaStagingMemory final : public Memory {
+ public:
+  CudaStagingMemory(int device_index, std::size_t num_bytes)
+      : memory_(num_bytes, "staging memory of " + device_label(device_index)),
+        registration_(device_index, memory_.data(), num_bytes,
+                      "staging memory of " + device_label(device_index)) {}
 
   [[nodiscard]] std::byte* data() const override { return memory_.data(); }
   [[nodiscard]] std::size_t size_bytes() const override { return memory_.size_bytes(); }
 
  private:
-  const int device_index_;
   const HostMemory memory_;
+  const CudaHostRegistration registration_;
 };
 
 class CudaDevice final : public Device {
@@ -232,6 +244,11 @@ class CudaDevice final : public Device {
   [[nodiscard]] std::unique_ptr<Memory> allocate(std::size_t num_bytes, MemoryKind kind) override {
     if (kind == MemoryKind::kStaging) return std::make_unique<CudaStagingMemory>(device_index_, num_bytes);
     return std::make_unique<CudaDeviceMemory>(device_index_, num_bytes);
+  }
+  [[nodiscard]] std::unique_ptr<HostRegistration> register_host_memory(std::byte* data,
+                                                                       std::size_t num_bytes) override {
+    return std::make_unique<CudaHostRegistration>(device_index_, data, num_bytes,
+                                                  "memory to pin for " + device_label(device_index_));
   }
   [[nodiscard]] bool device_memory_is_host_memory() const override { return false; }
 

@@ -23,6 +23,10 @@ class HostDevice final : public Device {
     return std::make_unique<HostMemory>(
         num_bytes, kind == MemoryKind::kDevice ? "device memory on host" : "staging memory on host");
   }
+  [[nodiscard]] std::unique_ptr<HostRegistration> register_host_memory(std::byte* /*data*/,
+                                                                       std::size_t /*num_bytes*/) override {
+    return std::make_unique<HostRegistration>();
+  }
   [[nodiscard]] bool device_memory_is_host_memory() const override { return true; }
 };
 

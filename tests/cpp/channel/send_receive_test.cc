@@ -1,236 +1,28 @@
-// Both ends of a channel over every transport, with the wire reading the tensors' memory (direct) and with
-// staging buffers between (staged), as on a device whose memory the wire cannot read.
+// Both ends of a channel over every transport and on every road (roads.h): staged as on a device whose memory
+// the wire cannot read, placed as on one host.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <functional>
 #include <latch>
 #include <memory>
+#include <random>
 #include <string>
 #include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
 
-#include "channel/receive_channel.h"
-#include "channel/send_channel.h"
-#include "transport/recorder.h"
+#include "channel/channels.h"
 
 namespace pipedream {
 namespace {
 
-constexpr const char* kName = "activations of stage 0 to stage 1";
-
-// Memory of a work item's tensors. Its death is what keep_alive is about.
-struct Content {
-  std::vector<std::vector<std::byte>> bytes;
-  std::vector<TensorView> tensors;
-
-  void add(DType dtype, const std::vector<std::int64_t>& shape, std::uint32_t seed) {
-    TensorView tensor;
-    tensor.dtype = dtype;
-    tensor.num_dims = static_cast<std::uint8_t>(shape.size());
-    std::copy(shape.begin(), shape.end(), tensor.shape.begin());
-    bytes.push_back(patterned_bytes(tensor.size_bytes(), seed));
-    tensor.data = bytes.back().data();
-    tensors.push_back(tensor);
-  }
-};
-
-// Where keep_alives die, and how often.
-class Deaths {
- public:
-  std::shared_ptr<void> watch(std::shared_ptr<Content> content) {
-    return {content.get(), [this, content](void*) mutable {
-              content.reset();
-              const std::lock_guard lock(mutex_);
-              threads_.push_back(std::this_thread::get_id());
-            }};
-  }
-  [[nodiscard]] std::size_t count() const {
-    const std::lock_guard lock(mutex_);
-    return threads_.size();
-  }
-  [[nodiscard]] bool all_on_this_thread() const {
-    const std::lock_guard lock(mutex_);
-    return std::all_of(threads_.begin(), threads_.end(),
-                       [](std::thread::id thread) { return thread == std::this_thread::get_id(); });
-  }
-
- private:
-  mutable std::mutex mutex_;  // guards threads_
-  std::vector<std::thread::id> threads_;
-};
-
-ItemSpec one_tensor_spec(std::size_t bytes_max = 4096) { return ItemSpec({{DType::kUInt8, 1, bytes_max}}); }
-
-std::shared_ptr<Content> one_tensor(std::int64_t num_bytes, std::uint32_t seed) {
-  auto content = std::make_shared<Content>();
-  content->add(DType::kUInt8, {num_bytes}, seed);
-  return content;
-}
-
-class Channels : public testing::TestWithParam<std::tuple<std::string, bool>> {
+class Channels : public ChannelPair, public testing::WithParamInterface<std::tuple<std::string, Road>> {
  protected:
-  struct Sizes {
-    std::int64_t num_slots = 2;
-    std::size_t num_items_max = 16;
-    std::size_t chunk_bytes = 1000;
-  };
-
-  void SetUp() override {
-    sending_ = make_transport(std::get<0>(GetParam()));
-    receiving_ = make_transport(std::get<0>(GetParam()));
-    if (!sending_ || !receiving_) GTEST_SKIP() << std::get<0>(GetParam()) << " is not available";
-  }
-  void TearDown() override { stop(); }
-
-  // Channels last until the transports have ended, items as long as the test wants, the pool longest.
-  void stop() {
-    if (sending_) sending_->shutdown(0);
-    if (receiving_) receiving_->shutdown(0);
-    sender_.reset();
-    receiver_.reset();
-    sending_.reset();
-    receiving_.reset();
-  }
-
-  [[nodiscard]] bool staged() const { return std::get<1>(GetParam()); }
-
-  void make_receiver(const ItemSpec& spec, const Sizes& sizes, bool computes_apart = false) {
-    spec_ = spec;
-    // Who computes apart still reads a slot after its release; on a real device that memory is not poisoned.
-    slots_ = &pool_.add(
-        {"slots", spec.slot_bytes(), sizes.num_slots, MemoryKind::kDevice, /*poison=*/!computes_apart});
-    if (staged()) {
-      receive_staging_ =
-          &pool_.add({"receive staging", spec.slot_bytes(), sizes.num_slots, MemoryKind::kStaging});
-      send_staging_ = &pool_.add({"send staging", spec.slot_bytes(), 2, MemoryKind::kStaging});
-    }
-    pool_.seal();
-    if (computes_apart) compute_stream_ = device_->make_stream();
-    receiver_ = std::make_unique<ReceiveChannel>(
-        ChannelOptions{kName, spec, sizes.chunk_bytes, static_cast<std::size_t>(sizes.num_slots)},
-        *receiving_, receiver_wakeup_, *device_, *slots_, receive_staging_, compute_stream_.get());
-    LinkOptions options = link_options("stage 0 (rank 0)");
-    receiver_link_ = &receiving_->listen(options, *receiver_);
-    receiver_->attach(*receiver_link_);
-  }
-  void make_channels(const ItemSpec& spec, const Sizes& sizes, bool computes_apart = false) {
-    make_receiver(spec, sizes, computes_apart);
-    make_sender(spec, sizes, receiver_link_->endpoint());
-    ASSERT_TRUE(sender_wakeup_.wait_until(patience(), [&] { return sender_->open(); }));
-    ASSERT_TRUE(receiver_wakeup_.wait_until(patience(), [&] { return receiver_->open(); }));
-  }
-  void make_sender(const ItemSpec& spec, const Sizes& sizes, const std::string& endpoint) {
-    sender_ =
-        std::make_unique<SendChannel>(ChannelOptions{kName, spec, sizes.chunk_bytes, sizes.num_items_max},
-                                      *sending_, sender_wakeup_, *device_, send_staging_);
-    sender_link_ = &sending_->connect(link_options(), endpoint, *sender_);
-    sender_->attach(*sender_link_);
-  }
-  // A link without a channel, to send what no channel sends. Its HELLO has been answered.
-  void make_bare_sender() {
-    sender_link_ = &sending_->connect(link_options(), receiver_link_->endpoint(), bare_sender_);
-    ASSERT_TRUE(bare_sender_.wait_open());
-  }
-  void make_bare_receiver() {
-    receiver_link_ = &receiving_->listen(link_options("stage 0 (rank 0)"), bare_receiver_);
-  }
-
-  static Deadline patience() { return Clock::now() + kPatience; }
-  // For what must not come: short, as it judges nothing but an absence.
-  static Deadline moment() { return Clock::now() + std::chrono::milliseconds(30); }
-
-  void send(std::int64_t minibatch, const std::shared_ptr<Content>& content, std::uint64_t tag = 0) {
-    sender_->send(MinibatchId(minibatch), MicrobatchIndex(0), tag, content->tensors, nullptr,
-                  deaths_.watch(content));
-  }
-  void send_one_tensor(std::int64_t minibatch) {
-    send(minibatch, one_tensor(3000, static_cast<std::uint32_t>(minibatch)));
-  }
-
-  [[nodiscard]] bool take(ReceivedItem& item, Deadline deadline) {
-    const bool taken = receiver_wakeup_.wait_until(deadline, [&] { return receiver_->try_take(item); });
-    if (taken && item.ready) item.ready->wait();
-    return taken;
-  }
-  // The next item, an invalid one when none comes.
-  [[nodiscard]] ReceivedItem take() {
-    ReceivedItem item;
-    EXPECT_TRUE(take(item, patience())) << failure_text(receiver_wakeup_);
-    return item;
-  }
-  [[nodiscard]] ReceivedItem take_after_send(std::int64_t minibatch) {
-    send_one_tensor(minibatch);
-    return take();
-  }
-  [[nodiscard]] bool nothing_comes() {
-    ReceivedItem item;
-    return !take(item, moment());
-  }
-
-  static std::string failure_text(const Wakeup& wakeup) {
-    const auto failure = wakeup.failure();
-    return failure ? failure->message : "no failure";
-  }
-  [[nodiscard]] static Failure wait_failure(Wakeup& wakeup) {
-    EXPECT_FALSE(wakeup.wait_until(patience(), [] { return false; }));
-    const auto failure = wakeup.failure();
-    return failure ? *failure : Failure{FailureKind::kClosed, "no failure came"};
-  }
-
-  // After a failure nobody is woken by a release.
-  void wait_until_none_is_unreleased() {
-    const Deadline deadline = patience();
-    while (sender_->num_unreleased() > 0 && Clock::now() < deadline) std::this_thread::yield();
-    EXPECT_EQ(sender_->num_unreleased(), 0U);
-  }
-
-  static void expect_equal(const ReceivedItem& item, const Content& content) {
-    ASSERT_EQ(item.tensors.size(), content.tensors.size());
-    for (std::size_t index = 0; index < content.tensors.size(); ++index) {
-      const TensorView& received = item.tensors[index];
-      const TensorView& sent = content.tensors[index];
-      EXPECT_EQ(received.dtype, sent.dtype);
-      EXPECT_EQ(received.num_dims, sent.num_dims);
-      EXPECT_EQ(received.shape, sent.shape);
-      ASSERT_EQ(received.size_bytes(), sent.size_bytes());
-      EXPECT_EQ(std::vector<std::byte>(received.data, received.data + received.size_bytes()),
-                content.bytes[index])
-          << "tensor " << index;
-    }
-  }
-  void expect_refused(const std::string& what) {
-    const Failure failure = wait_failure(receiver_wakeup_);
-    EXPECT_EQ(failure.kind, FailureKind::kCorruptFrame) << failure.message;
-    EXPECT_NE(failure.message.find(std::string(kName) + ": the sender broke the protocol: "),
-              std::string::npos)
-        << failure.message;
-    EXPECT_NE(failure.message.find(what), std::string::npos) << failure.message;
-    EXPECT_EQ(failure.message.find('\n'), std::string::npos) << failure.message;
-  }
-
-  Wakeup sender_wakeup_;
-  Wakeup receiver_wakeup_;
-  Recorder bare_sender_;
-  Recorder bare_receiver_;
-  Deaths deaths_;
-  std::vector<std::byte> payload_ = patterned_bytes(4096, 1);
-  std::unique_ptr<Device> device_ = make_host_device();
-  std::unique_ptr<Stream> compute_stream_;
-  Pool pool_{*device_};
-  ItemSpec spec_;
-  SlotGroup* slots_ = nullptr;
-  SlotGroup* receive_staging_ = nullptr;
-  SlotGroup* send_staging_ = nullptr;
-  std::unique_ptr<Transport> sending_;
-  std::unique_ptr<Transport> receiving_;
-  std::unique_ptr<SendChannel> sender_;
-  std::unique_ptr<ReceiveChannel> receiver_;
-  Link* sender_link_ = nullptr;
-  Link* receiver_link_ = nullptr;
+  void SetUp() override { take_road(std::get<0>(GetParam()), std::get<1>(GetParam())); }
 };
 
 class StagedChannels : public Channels {};
@@ -268,14 +60,12 @@ TEST_P(Channels, ChunksOfEverySizeCarryTheSameBytes) {
     SCOPED_TRACE(chunk_bytes);
     Channels::SetUp();
     Pool pool(*device_);
-    slots_ = &pool.add({"slots", 256, 1, MemoryKind::kDevice});
-    receive_staging_ = staged() ? &pool.add({"receive staging", 256, 1, MemoryKind::kStaging}) : nullptr;
-    send_staging_ = staged() ? &pool.add({"send staging", 256, 1, MemoryKind::kStaging}) : nullptr;
-    pool.seal();
     const ItemSpec spec({{DType::kUInt8, 1, 128}, {DType::kUInt8, 1, 128}});
+    add_terms(pool, spec, {.num_slots = 1});
+    pool.seal();
     receiver_ =
-        std::make_unique<ReceiveChannel>(ChannelOptions{kName, spec, chunk_bytes, 1}, *receiving_,
-                                         receiver_wakeup_, *device_, *slots_, receive_staging_, nullptr);
+        std::make_unique<ReceiveChannel>(channel_options(spec, chunk_bytes, 1), *receiving_, receiver_wakeup_,
+                                         *device_, *slots_, receive_staging_, nullptr, shared_);
     receiver_link_ = &receiving_->listen(link_options(), *receiver_);
     receiver_->attach(*receiver_link_);
     make_sender(spec, {.chunk_bytes = chunk_bytes}, receiver_link_->endpoint());
@@ -286,7 +76,13 @@ TEST_P(Channels, ChunksOfEverySizeCarryTheSameBytes) {
       send(minibatch, content);
       expect_equal(take(), *content);
     }
-    EXPECT_GT(sender_->counters().bytes_sent, 3 * 192U);
+    const ChannelStats stats = sender_->stats();
+    EXPECT_EQ(stats.num_items, 3U);
+    EXPECT_EQ(stats.tensor_bytes, 128U + 128 + 127 + 64 + 126 + 128);
+    EXPECT_EQ(stats.placed_bytes, placed() ? stats.tensor_bytes : 0U);
+    EXPECT_GE(stats.num_chunks, (stats.tensor_bytes + chunk_bytes - 1) / chunk_bytes);
+    EXPECT_GE(stats.link.bytes_sent,
+              stats.num_chunks * kFrameHeaderBytes + stats.tensor_bytes - stats.placed_bytes);
     stop();
   }
 }
@@ -482,7 +278,7 @@ TEST_P(StagedChannels, KeepAliveOutlivesACopyThatIsUnderWay) {
   std::latch pumped(1);
   sending_->post([&] { pumped.count_down(); });
   pumped.wait();
-  ASSERT_EQ(send_staging_->num_free(), 1);  // the copy is enqueued
+  EXPECT_EQ(send_staging_->num_free(), placed() ? 2 : 1);  // the copy is enqueued, into one of these or not
   std::thread opener([&] {
     std::this_thread::sleep_until(moment());  // time for a channel that does not wait to end
     EXPECT_EQ(deaths_.count(), 0U);
@@ -566,8 +362,14 @@ const std::vector<Break>& breaks() {
        [](FrameHeader& h) {
          h = FrameHeader();
          h.kind = FrameKind::kCredit;
-         h.tag = 1;
+         h.slot = 1;
        }},
+      {"SlotNotGranted", "an item in slot 2, which was not granted", [](FrameHeader& h) { h.slot = 2; }},
+      {"SlotFarAway", "an item in slot 65535, which was not granted", [](FrameHeader& h) { h.slot = 65535; }},
+      {"SlotThatIsFull", "an item in slot 0, which was not granted", [](FrameHeader& h) { h.slot = 0; }},
+      // Nobody has opened the memory, shared or not: the sender is a bare link.
+      {"Placed", "tensor 0 is placed in memory that is not shared",
+       [](FrameHeader& h) { h.placed_bytes = std::exchange(h.payload_bytes, 0); }},
   };
   return all;
 }
@@ -586,6 +388,7 @@ class BrokenSender : public Channels {
     FrameHeader header;
     header.kind = FrameKind::kTensor;
     header.minibatch = MinibatchId(minibatch);
+    header.slot = static_cast<std::uint16_t>(minibatch);  // granted in this order
     header.num_tensors = 2;
     header.num_dims = 1;
     header.shape[0] = 100;
@@ -615,19 +418,18 @@ TEST_P(BrokenSender, IsRefusedWithOneClearLine) {
     SCOPED_TRACE(broken.name);
     Pool pool(*device_);
     Wakeup wakeup;
-    SlotGroup& slots = pool.add({"slots", spec_.slot_bytes(), 2, MemoryKind::kDevice});
-    SlotGroup* staging =
-        staged() ? &pool.add({"staging", spec_.slot_bytes(), 2, MemoryKind::kStaging}) : nullptr;
+    add_terms(pool, spec_, {.num_slots = 2});
     pool.seal();
-    const auto receiving = make_transport(std::get<0>(GetParam()));
-    const auto sending = make_transport(std::get<0>(GetParam()));
+    const auto receiving = make_transport(transport_);
+    const auto sending = make_transport(transport_);
     Recorder recorder;
-    ReceiveChannel receiver({kName, spec_, 1000, 2}, *receiving, wakeup, *device_, slots, staging, nullptr);
-    Link& listener = receiving->listen(link_options("stage 0 (rank 0)"), receiver);
+    auto receiver = std::make_unique<ReceiveChannel>(channel_options(spec_, 1000, 2), *receiving, wakeup,
+                                                     *device_, *slots_, receive_staging_, nullptr, shared_);
+    Link& listener = receiving->listen(link_options("stage 0 (rank 0)"), *receiver);
     sender_link_ = &sending->connect(link_options(), listener.endpoint(), recorder);
     send_good_item(0);
     ReceivedItem first;
-    ASSERT_TRUE(wakeup.wait_until(patience(), [&] { return receiver.try_take(first); }));
+    ASSERT_TRUE(wakeup.wait_until(patience(), [&] { return receiver->try_take(first); }));
     FrameHeader header = good_header();
     broken.change(header);
     send_frame(header);
@@ -639,9 +441,10 @@ TEST_P(BrokenSender, IsRefusedWithOneClearLine) {
         << failure->message;
     EXPECT_NE(failure->message.find(broken.what), std::string::npos) << failure->message;
     EXPECT_EQ(failure->message.find('\n'), std::string::npos) << failure->message;
-    EXPECT_EQ(slots.num_free(), 1);  // the first item's slot is out, nothing else
     receiving->shutdown(0);
     sending->shutdown(0);
+    receiver.reset();
+    EXPECT_EQ(slots_->num_free(), 1);  // the first item's slot is out, nothing else
   }
 }
 
@@ -655,6 +458,7 @@ TEST_P(BrokenSender, ShapeMayNotChangeBetweenChunks) {
   header.tensor_bytes = 120;
   send_frame(header);
   expect_refused("a shape that changes between chunks");
+  stop();
   EXPECT_EQ(slots_->num_free(), 2);  // half an item is given back
 }
 
@@ -663,6 +467,16 @@ TEST_P(BrokenSender, TensorsOfAnItemComeInOrder) {
   send_frame(header);
   send_frame(header);
   expect_refused("tensor 0 from byte 0 where tensor 1 from byte 0 is due");
+}
+
+TEST_P(BrokenSender, SlotMayNotChangeInsideAnItem) {
+  FrameHeader header = good_header(0);
+  header.payload_bytes = 50;
+  send_frame(header);
+  header.chunk_offset = 50;
+  header.slot = 1;  // granted, too
+  send_frame(header);
+  expect_refused("slot 1 inside an item in slot 0");
 }
 
 TEST_P(BrokenSender, MinibatchMayNotChangeInsideAnItem) {
@@ -679,7 +493,7 @@ TEST_P(BrokenSender, MinibatchMayNotChangeInsideAnItem) {
 
 TEST_P(BrokenSender, ItemWithoutACreditIsRefusedBeforeItIsRead) {
   for (std::int64_t minibatch = 0; minibatch < 3; ++minibatch) send_good_item(minibatch);
-  expect_refused("an item without a credit");
+  expect_refused("an item in slot 2, which was not granted");
   EXPECT_EQ(take().minibatch, MinibatchId(0));  // what had come before is still there
   EXPECT_EQ(take().minibatch, MinibatchId(1));
 }
@@ -720,14 +534,35 @@ TEST_P(Channels, ReceiverThatSendsTensorsIsRefused) {
             std::string(kName) + ": the receiver sent a TENSOR frame that is not allowed here");
 }
 
-TEST_P(Channels, ReceiverThatGivesTooManyCreditsIsRefused) {
+TEST_P(Channels, ReceiverThatGrantsASlotTwiceIsRefused) {
   make_receiver(one_tensor_spec(), {});
   make_bare_receiver();
   make_sender(spec_, {}, receiver_link_->endpoint());
-  receiver_link_->send(credit_frame(std::uint64_t{1} << 40));
+  receiver_link_->send(grant_frame(1));
+  receiver_link_->send(grant_frame(0));
+  receiver_link_->send(grant_frame(1));
   const Failure failure = wait_failure(sender_wakeup_);
   EXPECT_EQ(failure.kind, FailureKind::kCorruptFrame);
-  EXPECT_NE(failure.message.find("the receiver sent a CREDIT frame"), std::string::npos) << failure.message;
+  EXPECT_EQ(failure.message,
+            std::string(kName) + ": the receiver granted slot 1 twice, or more than 4096 slots");
+}
+
+TEST_P(Channels, ReceiverThatGrantsWhatItDoesNotShareIsRefused) {
+  make_receiver(one_tensor_spec(), {.num_slots = 2});
+  make_bare_receiver();
+  make_sender(spec_, {}, receiver_link_->endpoint());
+  receiver_link_->send(grant_frame(1));
+  receiver_link_->send(grant_frame(2));
+  if (placed()) {
+    const Failure failure = wait_failure(sender_wakeup_);
+    EXPECT_EQ(failure.kind, FailureKind::kCorruptFrame);
+    EXPECT_EQ(
+        failure.message,
+        std::string(kName) + ": the receiver granted slot 2, which is not in the memory that it shares");
+  } else {  // its slots are its own affair
+    for (std::int64_t minibatch = 0; minibatch < 2; ++minibatch) send_one_tensor(minibatch);
+    EXPECT_TRUE(sender_->wait_until_sent(patience()));
+  }
 }
 
 // ---- Farewell ----
@@ -754,10 +589,10 @@ TEST_P(Channels, AbortTextArrivesOnBothEnds) {
   stop();
 
   Wakeup wakeup;
-  sending_ = make_transport(std::get<0>(GetParam()));
-  receiving_ = make_transport(std::get<0>(GetParam()));
+  sending_ = make_transport(transport_);
+  receiving_ = make_transport(transport_);
   make_bare_receiver();
-  SendChannel sender({kName, one_tensor_spec(), 1000, 4}, *sending_, wakeup, *device_, nullptr);
+  SendChannel sender(channel_options(one_tensor_spec(), 1000, 4), *sending_, wakeup, *device_, nullptr);
   sender_link_ = &sending_->connect(link_options(), receiver_link_->endpoint(), sender);
   send_abort(*receiver_link_, from_receiver);
   const Failure at_sender = wait_failure(wakeup);
@@ -825,17 +660,18 @@ TEST_P(Channels, ItemsOutliveTheirChannelAndItsTransport) {
   EXPECT_EQ(slots_->num_free(), 2);
 }
 
-std::string parameter_name(const testing::TestParamInfo<std::tuple<std::string, bool>>& parameter) {
-  return std::get<0>(parameter.param) + (std::get<1>(parameter.param) ? "Staged" : "Direct");
+std::string parameter_name(const testing::TestParamInfo<std::tuple<std::string, Road>>& parameter) {
+  return std::get<0>(parameter.param) + road_name(std::get<1>(parameter.param));
 }
 
-const auto kParameters = testing::Combine(testing::Values("inproc", "zmq"), testing::Bool());
+const auto kTransports = testing::Values("inproc", "zmq");
+const auto kRoads = testing::Values(Road::kDirect, Road::kStaged, Road::kPlaced, Road::kPlacedStaged);
+const auto kStagedRoads = testing::Values(Road::kStaged, Road::kPlacedStaged);
 
-INSTANTIATE_TEST_SUITE_P(Transports, Channels, kParameters, parameter_name);
-INSTANTIATE_TEST_SUITE_P(Transports, StagedChannels,
-                         testing::Combine(testing::Values("inproc", "zmq"), testing::Values(true)),
+INSTANTIATE_TEST_SUITE_P(Transports, Channels, testing::Combine(kTransports, kRoads), parameter_name);
+INSTANTIATE_TEST_SUITE_P(Transports, StagedChannels, testing::Combine(kTransports, kStagedRoads),
                          parameter_name);
-INSTANTIATE_TEST_SUITE_P(Transports, BrokenSender, kParameters, parameter_name);
+INSTANTIATE_TEST_SUITE_P(Transports, BrokenSender, testing::Combine(kTransports, kRoads), parameter_name);
 
 }  // namespace
 }  // namespace pipedream

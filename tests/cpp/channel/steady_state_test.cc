@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "channel/receive_channel.h"
+#include "channel/roads.h"
 #include "channel/send_channel.h"
 #include "support/allocation_counter.h"
 #include "transport/recorder.h"
@@ -50,19 +51,27 @@ struct Tensors {
 // One worker: a channel in, a channel out, over its own transport.
 class Peer {
  public:
-  Peer(const std::string& transport, bool staged) : transport_(make_transport(transport)) {
+  Peer(const std::string& transport, Road road, const Codec& codec) : transport_(make_transport(transport)) {
     if (!transport_) return;
-    SlotGroup& slots = pool_.add({"slots", spec().slot_bytes(), kNumInFlight, MemoryKind::kDevice});
-    SlotGroup* in = nullptr;
-    SlotGroup* out = nullptr;
-    if (staged) {
-      in = &pool_.add({"receive staging", spec().slot_bytes(), kNumInFlight, MemoryKind::kStaging});
-      out = &pool_.add({"send staging", spec().slot_bytes(), 2, MemoryKind::kStaging});
-    }
+    const WireLayout layout(spec(), codec);
+    PoolTerm slots{"slots", spec().slot_bytes(), kNumInFlight, MemoryKind::kDevice};
+    PoolTerm in{"receive staging", layout.slot_bytes(), kNumInFlight, MemoryKind::kStaging};
+    if (is_placed(road))
+      (is_staged(road) ? in : slots) = in_shared_memory(is_staged(road) ? in : slots, shared_);
+    SlotGroup& slot_group = pool_.add(slots);
+    SlotGroup* const in_group = is_staged(road) ? &pool_.add(in) : nullptr;
+    SlotGroup* const out_group =
+        is_staged(road) ? &pool_.add({"send staging", layout.slot_bytes(), 2, MemoryKind::kStaging})
+                        : nullptr;
+    SlotGroup& residual =
+        pool_.add({"residual", layout.residual_bytes(), 1, MemoryKind::kDevice, /*poison=*/false});
     pool_.seal();
-    const ChannelOptions options{"items", spec(), kChunkBytes, static_cast<std::size_t>(kNumInFlight)};
-    receiver_ = std::make_unique<ReceiveChannel>(options, *transport_, wakeup_, *device_, slots, in, nullptr);
-    sender_ = std::make_unique<SendChannel>(options, *transport_, wakeup_, *device_, out);
+    ChannelOptions options{"items", spec(), kChunkBytes, static_cast<std::size_t>(kNumInFlight)};
+    options.codec = codec;
+    options.placed_bytes_min = 1;
+    receiver_ = std::make_unique<ReceiveChannel>(options, *transport_, wakeup_, *device_, slot_group,
+                                                 in_group, nullptr, shared_);
+    sender_ = std::make_unique<SendChannel>(options, *transport_, wakeup_, *device_, out_group, &residual);
     listener_ = &transport_->listen(link_options("the other"), *receiver_);
     receiver_->attach(*listener_);
   }
@@ -72,6 +81,7 @@ class Peer {
 
   [[nodiscard]] bool available() const { return transport_ != nullptr; }
   void connect_to(const Peer& other) {
+    if (other.shared_ != nullptr) sender_->place_into(SharedMemory::open(other.shared_->address()));
     sender_->attach(transport_->connect(link_options("the other"), other.listener_->endpoint(), *sender_));
   }
   [[nodiscard]] bool wait_open() {
@@ -100,13 +110,16 @@ class Peer {
   Wakeup wakeup_;
   std::unique_ptr<Device> device_ = make_host_device();
   Pool pool_{*device_};
+  const SharedMemory* shared_ = nullptr;
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<ReceiveChannel> receiver_;
   std::unique_ptr<SendChannel> sender_;
   Link* listener_ = nullptr;
 };
 
-class SteadyState : public testing::TestWithParam<std::tuple<std::string, bool>> {
+using Case = std::tuple<std::string, Road, std::string>;  // transport, road, codec
+
+class SteadyState : public testing::TestWithParam<Case> {
  protected:
   void SetUp() override {
     if (!AllocationCounter::counts()) GTEST_SKIP() << "a sanitizer has the allocator";
@@ -128,9 +141,9 @@ class SteadyState : public testing::TestWithParam<std::tuple<std::string, bool>>
 };
 
 TEST_P(SteadyState, ItemsAreExchangedWithoutAnAllocation) {
-  const auto& [transport, staged] = GetParam();
-  Peer peer(transport, staged);
-  Peer other(transport, staged);
+  const auto& [transport, road, codec] = GetParam();
+  Peer peer(transport, road, codec_from_name(codec));
+  Peer other(transport, road, codec_from_name(codec));
   if (!peer.available() || !other.available()) GTEST_SKIP() << transport << " is not available";
   peer.connect_to(other);
   other.connect_to(peer);
@@ -150,8 +163,8 @@ TEST_P(SteadyState, ItemsAreExchangedWithoutAnAllocation) {
   peer.stop();
 
   const double num_frames = static_cast<double>(kNumItems) * 2 * 7;
-  std::printf("%s%s: %.3f allocations a frame\n", transport.c_str(), staged ? ", staged" : "",
-              static_cast<double>(num_allocations) / num_frames);
+  std::printf("%s, %s, %s: %.3f allocations a frame\n", transport.c_str(), road_name(road).c_str(),
+              codec.c_str(), static_cast<double>(num_allocations) / num_frames);
   if (transport == "inproc") {
     EXPECT_EQ(num_allocations, 0U) << first;
   } else {
@@ -160,12 +173,23 @@ TEST_P(SteadyState, ItemsAreExchangedWithoutAnAllocation) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Transports, SteadyState,
-                         testing::Combine(testing::Values("inproc", "zmq"), testing::Bool()),
-                         [](const testing::TestParamInfo<std::tuple<std::string, bool>>& parameter) {
-                           return std::get<0>(parameter.param) +
-                                  (std::get<1>(parameter.param) ? "Staged" : "Direct");
-                         });
+std::string case_name(const testing::TestParamInfo<Case>& parameter) {
+  const auto& [transport, road, codec] = parameter.param;
+  return transport + road_name(road) + "_" + codec;
+}
+
+const auto kTransports = testing::Values("inproc", "zmq");
+
+INSTANTIATE_TEST_SUITE_P(Roads, SteadyState,
+                         testing::Combine(kTransports,
+                                          testing::Values(Road::kDirect, Road::kStaged, Road::kPlaced,
+                                                          Road::kPlacedStaged),
+                                          testing::Values("none")),
+                         case_name);
+INSTANTIATE_TEST_SUITE_P(Codecs, SteadyState,
+                         testing::Combine(kTransports, testing::Values(Road::kStaged, Road::kPlacedStaged),
+                                          testing::Values("bf16", "int8", "topk")),
+                         case_name);
 
 // ---- The counter itself ----
 

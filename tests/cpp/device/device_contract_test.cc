@@ -8,6 +8,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <future>
 #include <memory>
@@ -369,6 +370,29 @@ TEST_P(DeviceContract, MemoryIsAlignedZeroedAndOfTheSizeAskedFor) {
     stream->synchronize();
     const std::vector<std::byte> expected(num_bytes);
     EXPECT_EQ(std::memcmp(zeros->data(), expected.data(), num_bytes), 0);
+  }
+}
+
+// Memory of the caller's: what is registered is copied from and to like staging memory.
+TEST_P(DeviceContract, CopiesThroughRegisteredHostMemoryArriveUnchanged) {
+  constexpr std::size_t kPageBytes = 4096;
+  struct Free {
+    void operator()(void* data) const { std::free(data); }
+  };
+  const std::unique_ptr<void, Free> owned(std::aligned_alloc(kPageBytes, 2 * kNumBytes));
+  auto* const memory = static_cast<std::byte*>(owned.get());
+  ASSERT_NE(memory, nullptr);
+  std::memset(memory, 0, 2 * kNumBytes);
+  const auto device = make_device(GetParam());
+  for (int round = 1; round <= 2; ++round) {  // also once more, after it was given back
+    const auto registration = device->register_host_memory(memory, 2 * kNumBytes);
+    const auto on_device = device->allocate(kNumBytes, MemoryKind::kDevice);
+    const auto stream = device->make_stream();
+    std::memset(memory, round, kNumBytes);
+    stream->copy(on_device->data(), memory, kNumBytes);
+    stream->copy(memory + kNumBytes, on_device->data(), kNumBytes);
+    stream->synchronize();
+    EXPECT_EQ(std::memcmp(memory, memory + kNumBytes, kNumBytes), 0);
   }
 }
 

@@ -43,7 +43,13 @@ class CountingDevice final : public Device {
     allocations.emplace_back(num_bytes, kind);
     return host_->allocate(num_bytes, kind);
   }
+  [[nodiscard]] std::unique_ptr<HostRegistration> register_host_memory(std::byte* data,
+                                                                       std::size_t num_bytes) override {
+    return host_->register_host_memory(data, num_bytes);
+  }
   [[nodiscard]] bool device_memory_is_host_memory() const override { return device_memory_is_host_memory_; }
+
+  [[nodiscard]] Device& host() { return *host_; }
 
   std::vector<std::pair<std::size_t, MemoryKind>> allocations;
 
@@ -93,6 +99,31 @@ TEST_F(PoolTest, AKindWithoutTermsIsNotAllocated) {
   pool_.seal();
   ASSERT_EQ(device_.allocations.size(), 1u);
   EXPECT_EQ(device_.allocations[0].second, MemoryKind::kDevice);
+}
+
+TEST_F(PoolTest, ATermWithMemoryOfItsOwnLiesThereAlone) {
+  std::vector<std::pair<std::size_t, std::byte*>> own;
+  const auto allocate = [&](std::size_t num_bytes) {
+    auto memory = device_.host().allocate(num_bytes, MemoryKind::kStaging);
+    own.emplace_back(num_bytes, memory->data());
+    return memory;
+  };
+  pool_.add({"weights", 1000, 3, MemoryKind::kDevice});
+  SlotGroup& received = pool_.add({"received", 300, 2, MemoryKind::kDevice, true, allocate});
+  pool_.add({"nothing", 0, 2, MemoryKind::kDevice, true, allocate});
+  pool_.add({"gradients", 1024, 1, MemoryKind::kDevice});
+  pool_.seal();
+  ASSERT_EQ(own.size(), 1U);  // for no bytes nothing is made
+  EXPECT_EQ(own[0].first, 1024U);
+  // The others have no gap where it would have been, and it counts like any term.
+  const std::vector<std::pair<std::size_t, MemoryKind>> expected = {{4096, MemoryKind::kDevice}};
+  EXPECT_EQ(device_.allocations, expected);
+  EXPECT_EQ(pool_.planned_bytes(MemoryKind::kDevice), 4096U + 1024);
+  EXPECT_EQ(pool_.report().at(1).planned_bytes, 1024U);
+  for (std::int64_t slot = 0; slot < 2; ++slot) {
+    EXPECT_EQ(received.slot_data(SlotIndex(slot)),
+              own[0].second + static_cast<std::size_t>(slot) * slot_stride_bytes(300));
+  }
 }
 
 TEST_F(PoolTest, SlotsAreAlignedAndDoNotOverlap) {

@@ -83,7 +83,7 @@ namespace {
 constexpr std::uint64_t kPoison = ~std::uint64_t{0};
 constexpr std::size_t kNumWeights = 64;
 constexpr std::size_t kNumNumbers = 3;  // minibatch, microbatch, value
-constexpr std::int64_t kPaddingMax = 3000;
+constexpr std::size_t kChunkBytes = 1024;
 
 // ---- What is computed ----
 
@@ -214,20 +214,21 @@ struct Message {
   }
 };
 
-ItemSpec message_spec() {
-  return ItemSpec({{DType::kInt64, 1, kNumNumbers * 8}, {DType::kUInt8, 2, kPaddingMax}});
+ItemSpec message_spec(std::int64_t padding_bytes_max) {
+  return ItemSpec(
+      {{DType::kInt64, 1, kNumNumbers * 8}, {DType::kUInt8, 2, static_cast<std::size_t>(padding_bytes_max)}});
 }
 std::uint64_t tag_of(const WorkItem& work) {
   return static_cast<std::uint64_t>(work.minibatch.value() * 100 + work.microbatch.value());
 }
-std::vector<std::byte> padding_of(const WorkItem& work) {
+std::vector<std::byte> padding_of(const WorkItem& work, std::int64_t padding_bytes_max) {
   const std::int64_t num_bytes =
-      (work.minibatch.value() * 797 + work.microbatch.value() * 411) % (kPaddingMax + 1);
+      (work.minibatch.value() * 797 + work.microbatch.value() * 411) % (padding_bytes_max + 1);
   return patterned_bytes(static_cast<std::size_t>(num_bytes), static_cast<std::uint32_t>(tag_of(work)));
 }
 
 // The value in an item; checks that all of the rest is what was sent for this work.
-std::uint64_t value_of(const ReceivedItem& item, const WorkItem& work) {
+std::uint64_t value_of(const ReceivedItem& item, const WorkItem& work, std::int64_t padding_bytes_max) {
   EXPECT_EQ(item.tag, tag_of(work));
   std::vector<std::uint64_t> numbers(kNumNumbers, kPoison);
   EXPECT_EQ(item.tensors.at(0).size_bytes(), kNumNumbers * 8);
@@ -235,7 +236,7 @@ std::uint64_t value_of(const ReceivedItem& item, const WorkItem& work) {
   EXPECT_EQ(numbers[0], static_cast<std::uint64_t>(work.minibatch.value()));
   EXPECT_EQ(numbers[1], static_cast<std::uint64_t>(work.microbatch.value()));
   const TensorView& padding = item.tensors.at(1);
-  const std::vector<std::byte> expected = padding_of(work);
+  const std::vector<std::byte> expected = padding_of(work, padding_bytes_max);
   EXPECT_EQ(padding.size_bytes(), expected.size());
   EXPECT_TRUE(padding.size_bytes() == expected.size() &&
               std::equal(expected.begin(), expected.end(), padding.data));
@@ -282,6 +283,7 @@ class PipelineWorker {
     WorkerOptions options;
     options.transport = pipeline.transport;
     options.force_staging = pipeline.staged;
+    options.shares_memory = pipeline.shares_memory;
     worker_ = std::make_unique<Worker>(options);
     for (const StageChannelNames& part : parts_) report_.stages.push_back(part.stage);
   }
@@ -294,6 +296,8 @@ class PipelineWorker {
         report_.versions.push_back(worker_->engine().versions(stage));
       report_.totals = worker_->engine().totals();
       report_.spans = worker_->engine().spans();
+      report_.transports = worker_->channel_transports();
+      report_.channels = worker_->channel_stats();
     }
     if (worker_) {
       stages_.clear();
@@ -318,7 +322,8 @@ class PipelineWorker {
 
   // False when another worker has ended the run already.
   bool open() {
-    add_channels(*worker_, pipeline_.schedule, worker_index_, message_spec(), 1024);
+    add_channels(*worker_, pipeline_.schedule, worker_index_, message_spec(pipeline_.padding_bytes_max),
+                 kChunkBytes);
     std::vector<std::string> outgoing;
     for (const StageChannelNames& part : parts_) {
       if (!part.activations_out.empty()) outgoing.push_back(part.activations_out);
@@ -423,7 +428,7 @@ class PipelineWorker {
     stage.stashes.erase(key_of(work));
     static_cast<void>(input_value(work, stash.received));  // the input is still what it was
     const std::uint64_t output = stash.output.value();
-    const std::uint64_t gradient = work.received ? value_of(*work.received, work) : loss_gradient_of(output);
+    const std::uint64_t gradient = work.received ? value_in(*work.received, work) : loss_gradient_of(output);
     jitter();
     const std::uint64_t input_gradient = input_gradient_of(gradient, read(stage, work));
     EXPECT_EQ(input_gradient,
@@ -487,11 +492,14 @@ class PipelineWorker {
   static std::pair<std::int64_t, std::int64_t> key_of(const WorkItem& work) {
     return {work.minibatch.value(), work.microbatch.value()};
   }
+  [[nodiscard]] std::uint64_t value_in(const ReceivedItem& item, const WorkItem& work) const {
+    return value_of(item, work, pipeline_.padding_bytes_max);
+  }
   // What the stage's forward starts from.
   [[nodiscard]] std::uint64_t input_value(const WorkItem& work,
                                           const std::optional<ReceivedItem>& received) const {
     const std::uint64_t input =
-        received ? value_of(*received, work) : input_of(work.minibatch.value(), work.microbatch.value());
+        received ? value_in(*received, work) : input_of(work.minibatch.value(), work.microbatch.value());
     EXPECT_EQ(input, replay_.input(work.stage.value(), work.minibatch.value(), work.microbatch.value()));
     return input;
   }
@@ -499,7 +507,7 @@ class PipelineWorker {
     auto message = std::make_shared<Message>();
     message->numbers = {static_cast<std::uint64_t>(work.minibatch.value()),
                         static_cast<std::uint64_t>(work.microbatch.value()), value};
-    message->padding = padding_of(work);
+    message->padding = padding_of(work, pipeline_.padding_bytes_max);
     Outgoing outgoing;
     outgoing.tag = tag_of(work);
     outgoing.tensors = message->views();

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -38,6 +39,8 @@ enum class Fault { kNone, kAbort, kDestroyed, kClosed };
 struct PipelineOptions {
   std::string transport = "inproc";
   bool staged = false;
+  std::int64_t padding_bytes_max = 3000;  // beside three numbers, in every item
+  bool shares_memory = true;
   ScheduleOptions schedule;
   std::int64_t num_minibatches = 0;
   std::uint32_t seed = 1;
@@ -60,6 +63,8 @@ struct WorkerReport {
   std::vector<std::vector<VersionsRead>> versions;  // of each of them
   EngineTotals totals;
   std::vector<Span> spans;
+  std::map<std::string, std::string> transports;  // by channel
+  std::map<std::string, ChannelStats> channels;
 };
 
 // One report per worker. What they compute is compared with a replay of the schedule's formulas.

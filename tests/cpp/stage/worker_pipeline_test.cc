@@ -131,6 +131,59 @@ TEST_P(Transports, WorkersWithSeveralStagesGetTheEndOnEveryChannel) {
   }
 }
 
+// ---- One host ----
+
+// Items on both sides of what is worth placing.
+class OneHost : public testing::TestWithParam<bool> {
+ protected:
+  void SetUp() override {
+    if (!make_transport("zmq")) GTEST_SKIP() << "zmq is not available";
+    pipeline_.transport = "zmq";
+    pipeline_.staged = GetParam();
+    pipeline_.padding_bytes_max = 40'000;
+    pipeline_.num_minibatches = 60;
+  }
+  PipelineOptions pipeline_;
+};
+
+TEST_P(OneHost, TensorsArePlacedInTheNeighboursMemory) {
+  for (const char* schedule : {"pipedream", "interleaved", "2bw"}) {
+    SCOPED_TRACE(schedule);
+    pipeline_.schedule = make_straight(schedule, 4, 4);
+    const auto reports = run_pipeline(pipeline_);
+    expect_complete(reports, pipeline_);
+    for (const WorkerReport& report : reports) {
+      EXPECT_FALSE(report.channels.empty());
+      for (const auto& [name, transport] : report.transports) {
+        EXPECT_EQ(transport, "shared memory") << name;
+        const ChannelStats& stats = report.channels.at(name);
+        EXPECT_GT(stats.placed_bytes, stats.tensor_bytes / 2) << name;
+        EXPECT_LT(stats.placed_bytes, stats.tensor_bytes) << name;
+      }
+    }
+  }
+}
+
+TEST_P(OneHost, ItsWorkersUseTheWireWhenTheyMayNotShare) {
+  pipeline_.schedule = make_straight("pipedream", 3, 1);
+  pipeline_.shares_memory = false;
+  const auto reports = run_pipeline(pipeline_);
+  expect_complete(reports, pipeline_);
+  for (const WorkerReport& report : reports) {
+    for (const auto& [name, transport] : report.transports) {
+      EXPECT_EQ(transport, "zmq/tcp") << name;
+      const ChannelStats& stats = report.channels.at(name);
+      EXPECT_EQ(stats.placed_bytes, 0U) << name;
+      EXPECT_GT(stats.tensor_bytes, 0U) << name;
+      EXPECT_GT(stats.link.bytes_sent + stats.link.bytes_received, stats.tensor_bytes) << name;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Plans, OneHost, testing::Bool(), [](const testing::TestParamInfo<bool>& parameter) {
+  return std::string(parameter.param ? "staged" : "direct");
+});
+
 INSTANTIATE_TEST_SUITE_P(Plans, Transports, testing::Values("inproc", "zmq"),
                          [](const testing::TestParamInfo<std::string>& parameter) {
                            return parameter.param;

@@ -314,6 +314,25 @@ TEST_P(Faults, ItemsMayOutliveTheWorkerWhileTheyHoldItsPool) {
   std::thread([received = std::move(*item.value())] { EXPECT_EQ(received.tag, 5U); }).join();
 }
 
+// Before there is an engine and after it has ended, too.
+TEST_P(Faults, PulseMayComeFromAnyThreadAtAnyTime) {
+  make_pair();
+  std::atomic<bool> done{false};
+  std::thread other([&] {
+    while (!done.load()) a_->pulse();
+  });
+  start_pair();
+  for (std::uint32_t minibatch = 0; minibatch < 2; ++minibatch) {
+    EXPECT_EQ(next(*a_).kind, WorkKind::kForward);
+    EXPECT_EQ(a_->engine().num_completed(), minibatch);
+    a_->engine().complete_forward(outgoing(minibatch), 0);
+  }
+  EXPECT_EQ(a_->engine().num_completed(), 2U);
+  a_->close(0);
+  done.store(true);
+  other.join();
+}
+
 TEST_P(Faults, AbortMayComeFromAnyThreadAtAnyTime) {
   make_pair();
   start_pair();
@@ -334,6 +353,190 @@ TEST_P(Faults, AbortMayComeFromAnyThreadAtAnyTime) {
 std::string transport_of(const testing::TestParamInfo<std::string>& parameter) { return parameter.param; }
 
 INSTANTIATE_TEST_SUITE_P(Transports, Faults, testing::Values("inproc", "zmq"), transport_of);
+
+// ---- How tensors travel ----
+
+// Two workers with one channel of floats from a to b.
+class OneChannel : public testing::Test {
+ protected:
+  static constexpr std::size_t kNumElements = 20'000;
+
+  void SetUp() override {
+    if (!make_transport("zmq")) GTEST_SKIP() << "zmq is not available";
+  }
+  static ChannelSpec spec(const std::string& codec = "none") {
+    ChannelSpec spec;
+    spec.name = "activations";
+    spec.peer = "the other";
+    spec.item = ItemSpec({{DType::kFloat32, 1, 4 * kNumElements}});
+    spec.codec = codec_from_name(codec);
+    return spec;
+  }
+  void make_workers(const ChannelSpec& sent, const ChannelSpec& received, bool a_shares = true,
+                    bool b_shares = true) {
+    WorkerOptions options;
+    options.shares_memory = a_shares;
+    a_ = std::make_unique<Worker>(options);
+    options.shares_memory = b_shares;
+    b_ = std::make_unique<Worker>(options);
+    a_->add_send_channel(sent);
+    b_->add_receive_channel(received);
+    a_->seal();
+    b_->seal();
+  }
+  void open() {
+    for (Worker* worker : {a_.get(), b_.get()}) {
+      const Result<bool> open = worker->wait_open(patience());
+      ASSERT_TRUE(open.ok() && open.value());
+    }
+  }
+  void send(std::vector<float> values) {
+    auto owned = std::make_shared<std::vector<float>>(std::move(values));
+    TensorView tensor;
+    tensor.num_dims = 1;
+    tensor.shape[0] = static_cast<std::int64_t>(owned->size());
+    tensor.data = reinterpret_cast<std::byte*>(owned->data());
+    const Result<bool> sent = a_->send_item("activations", 0, {tensor}, owned, patience());
+    ASSERT_TRUE(sent.ok() && sent.value());
+  }
+  std::vector<float> receive() {
+    auto item = b_->receive_item("activations", patience());
+    EXPECT_TRUE(item.ok()) << item.failure().message;
+    const TensorView& tensor = item.value()->tensors.at(0);
+    std::vector<float> values(tensor.size_bytes() / sizeof(float));
+    std::memcpy(values.data(), tensor.data, tensor.size_bytes());
+    return values;
+  }
+  void expect_transports(const std::string& expected) {
+    EXPECT_EQ(a_->channel_transports().at("activations"), expected);
+    EXPECT_EQ(b_->channel_transports().at("activations"), expected);
+  }
+
+  const std::vector<float> values_ = std::vector<float>(kNumElements, 1.5F);
+  std::unique_ptr<Worker> a_;
+  std::unique_ptr<Worker> b_;
+};
+
+TEST_F(OneChannel, BothEndsSayThatItIsSharedMemory) {
+  make_workers(spec(), spec());
+  const auto endpoints = b_->listen();
+  EXPECT_NE(endpoints.at("activations").find(" memory="), std::string::npos);
+  a_->connect(endpoints);
+  open();
+  expect_transports("shared memory");
+  send(values_);
+  EXPECT_EQ(receive(), values_);
+  EXPECT_EQ(b_->channel_stats().at("activations").placed_bytes, 4 * kNumElements);
+  EXPECT_GT(b_->channel_stats().at("activations").wait_ns, 0);
+}
+
+TEST_F(OneChannel, MemoryThatCannotBeOpenedLeavesTheWire) {
+  make_workers(spec(), spec());
+  auto endpoints = b_->listen();
+  endpoints.at("activations").back() =
+      endpoints.at("activations").back() == '0' ? '1' : '0';  // the secret's end
+  a_->connect(endpoints);
+  open();
+  expect_transports("zmq/tcp");
+  send(values_);
+  EXPECT_EQ(receive(), values_);
+  EXPECT_EQ(b_->channel_stats().at("activations").placed_bytes, 0U);
+}
+
+TEST_F(OneChannel, EitherEndMayRefuseToShare) {
+  for (const bool a_shares : {true, false}) {
+    make_workers(spec(), spec(), a_shares, !a_shares);
+    a_->connect(b_->listen());
+    open();
+    expect_transports("zmq/tcp");
+    send(values_);
+    EXPECT_EQ(receive(), values_);
+    a_->close(0);
+    b_->close(0);
+  }
+}
+
+TEST_F(OneChannel, SmallItemsAreNotWorthSharing) {
+  ChannelSpec small = spec();
+  small.item = ItemSpec({{DType::kFloat32, 1, kPlacedBytesMin - 64}});
+  make_workers(small, small);
+  const auto endpoints = b_->listen();
+  EXPECT_EQ(endpoints.at("activations").find("memory="), std::string::npos);
+  a_->connect(endpoints);
+  open();
+  expect_transports("zmq/tcp");
+}
+
+TEST_F(OneChannel, EncodedTensorsArriveDecodedOnBothRoads) {
+  for (const bool shares : {true, false}) {
+    make_workers(spec("bf16"), spec("bf16"), shares, shares);
+    a_->connect(b_->listen());
+    open();
+    expect_transports(shares ? "shared memory" : "zmq/tcp");
+    send(values_);
+    EXPECT_EQ(receive(), values_);  // 1.5 has few bits
+    const ChannelStats stats = b_->channel_stats().at("activations");
+    EXPECT_EQ(stats.tensor_bytes, 4 * kNumElements);
+    EXPECT_EQ(stats.placed_bytes, shares ? 2 * kNumElements : 0);
+    EXPECT_LT(stats.link.bytes_received, 3 * kNumElements);
+    a_->close(0);
+    b_->close(0);
+  }
+}
+
+TEST_F(OneChannel, WhatTopKLeavesOutComesLater) {
+  make_workers(spec("topk:0.5"), spec("topk:0.5"));
+  a_->connect(b_->listen());
+  open();
+  std::vector<float> first(kNumElements, 1.0F);
+  std::fill(first.begin(), first.begin() + kNumElements / 2, 2.0F);
+  send(first);
+  std::fill(first.begin() + kNumElements / 2, first.end(), 0.0F);
+  EXPECT_EQ(receive(), first);
+  send(std::vector<float>(kNumElements, 0.0F));  // what is left is 1 in the second half
+  std::vector<float> second(kNumElements, 0.0F);
+  std::fill(second.begin() + kNumElements / 2, second.end(), 1.0F);
+  EXPECT_EQ(receive(), second);
+}
+
+TEST_F(OneChannel, TermsOfACodecAreNamed) {
+  make_workers(spec("topk:0.01"), spec("topk:0.01"));
+  const auto bytes_of = [](Worker& worker, const std::string& name) {
+    for (const TermReport& term : worker.pool()->report()) {
+      if (term.name == name) return term.slot_bytes;
+    }
+    return std::size_t{0};
+  };
+  EXPECT_EQ(bytes_of(*a_, "residual, activations"), 4 * kNumElements);
+  EXPECT_EQ(bytes_of(*a_, "staging, activations"), 8 * kNumElements / 100);
+  EXPECT_EQ(bytes_of(*b_, "staging, activations"), 8 * kNumElements / 100);
+  EXPECT_EQ(bytes_of(*b_, "residual, activations"), 0U);
+}
+
+TEST_F(OneChannel, EndsWithDifferentCodecsEndTheRun) {
+  make_workers(spec("bf16"), spec("fp16"));
+  a_->connect(b_->listen());
+  open();
+  send(values_);
+  auto item = b_->receive_item("activations", patience());
+  ASSERT_FALSE(item.ok());
+  EXPECT_EQ(item.failure().kind, FailureKind::kCorruptFrame);
+  EXPECT_NE(item.failure().message.find("tensor 0 has codec bf16, planned fp16"), std::string::npos)
+      << item.failure().message;
+}
+
+TEST(ChannelCodec, IsRefusedForItemsInHostMemory) {
+  WorkerOptions options;
+  options.transport = "inproc";
+  Worker worker(options);
+  ChannelSpec spec;
+  spec.name = "weights";
+  spec.item = ItemSpec({{DType::kFloat32, 1, 400}});
+  spec.on_device = false;
+  spec.codec = codec_from_name("int8");
+  EXPECT_THROW(worker.add_send_channel(spec), UserError);
+  EXPECT_THROW(worker.add_receive_channel(spec), UserError);
+}
 
 // ---- The user's mistakes ----
 

@@ -1,0 +1,46 @@
+// The slots of a receiver of the same host, mapped here: the sender writes into them itself. Owned by the
+// send channel; written on its copy stream.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+#include "base/check.h"
+#include "device/device.h"
+#include "pool/pool.h"
+#include "transport/shared_memory.h"
+
+namespace pipedream {
+
+// Items with fewer bytes travel through the link: one message is there sooner than a copy on another thread
+// and a message that tells of it.
+inline constexpr std::size_t kPlacedBytesMin = std::size_t{16} << 10;
+
+class PlacedSlots {
+ public:
+  // slot_bytes: as the receiver plans them, too. Pins the memory for the device.
+  PlacedSlots(std::unique_ptr<SharedMemory> memory, Device& device, std::size_t slot_bytes)
+      : memory_(std::move(memory)),
+        registration_(device.register_host_memory(memory_->data(), memory_->size_bytes())),
+        slot_bytes_(slot_bytes) {
+    memory_->claim();
+  }
+
+  // Whether all of the slot lies in the memory. To be asked of every slot that the receiver names.
+  [[nodiscard]] bool contains(std::uint16_t slot) const {
+    return slot * slot_stride_bytes(slot_bytes_) + slot_bytes_ <= memory_->size_bytes();
+  }
+  [[nodiscard]] std::byte* slot_data(std::uint16_t slot) const {
+    PD_CHECK(contains(slot), "slot " << slot << " of " << slot_bytes_ << " bytes");
+    return memory_->data() + slot * slot_stride_bytes(slot_bytes_);
+  }
+
+ private:
+  const std::unique_ptr<SharedMemory> memory_;
+  const std::unique_ptr<HostRegistration> registration_;
+  const std::size_t slot_bytes_;
+};
+
+}  // namespace pipedream

@@ -1,0 +1,281 @@
+// A channel for the tests of this folder: both ends in one process, on any road.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "channel/receive_channel.h"
+#include "channel/roads.h"
+#include "channel/send_channel.h"
+#include "transport/recorder.h"
+
+namespace pipedream {
+
+inline constexpr const char* kName = "activations of stage 0 to stage 1";
+
+// Memory of a work item's tensors. Its death is what keep_alive is about.
+struct Content {
+  std::vector<std::vector<std::byte>> bytes;
+  std::vector<TensorView> tensors;
+
+  void add(DType dtype, const std::vector<std::int64_t>& shape, std::uint32_t seed) {
+    TensorView tensor;
+    tensor.dtype = dtype;
+    tensor.num_dims = static_cast<std::uint8_t>(shape.size());
+    std::copy(shape.begin(), shape.end(), tensor.shape.begin());
+    bytes.push_back(patterned_bytes(tensor.size_bytes(), seed));
+    tensor.data = bytes.back().data();
+    tensors.push_back(tensor);
+  }
+};
+
+// Where keep_alives die, and how often.
+class Deaths {
+ public:
+  std::shared_ptr<void> watch(std::shared_ptr<Content> content) {
+    return {content.get(), [this, content](void*) mutable {
+              content.reset();
+              const std::lock_guard lock(mutex_);
+              threads_.push_back(std::this_thread::get_id());
+            }};
+  }
+  [[nodiscard]] std::size_t count() const {
+    const std::lock_guard lock(mutex_);
+    return threads_.size();
+  }
+  [[nodiscard]] bool all_on_this_thread() const {
+    const std::lock_guard lock(mutex_);
+    return std::all_of(threads_.begin(), threads_.end(),
+                       [](std::thread::id thread) { return thread == std::this_thread::get_id(); });
+  }
+
+ private:
+  mutable std::mutex mutex_;  // guards threads_
+  std::vector<std::thread::id> threads_;
+};
+
+inline ItemSpec one_tensor_spec(std::size_t bytes_max = 4096) {
+  return ItemSpec({{DType::kUInt8, 1, bytes_max}});
+}
+
+inline std::shared_ptr<Content> one_tensor(std::int64_t num_bytes, std::uint32_t seed) {
+  auto content = std::make_shared<Content>();
+  content->add(DType::kUInt8, {num_bytes}, seed);
+  return content;
+}
+
+inline OutgoingFrame grant_frame(std::uint16_t slot) {
+  OutgoingFrame frame;
+  frame.header.kind = FrameKind::kCredit;
+  frame.header.slot = slot;
+  return frame;
+}
+
+// Both ends of one channel in one process, and the pool under both.
+class ChannelPair : public testing::Test {
+ protected:
+  struct Sizes {
+    std::int64_t num_slots = 2;
+    std::size_t num_items_max = 16;
+    std::size_t chunk_bytes = 1000;
+    Codec codec{};
+  };
+
+  // Skips the test where the transport is not available. First of all.
+  void take_road(const std::string& transport, Road road) {
+    transport_ = transport;
+    road_ = road;
+    sending_ = make_transport(transport);
+    receiving_ = make_transport(transport);
+    if (!sending_ || !receiving_) GTEST_SKIP() << transport << " is not available";
+  }
+  void TearDown() override { stop(); }
+
+  // Channels last until the transports have ended, items as long as the test wants, the pool longest.
+  void stop() {
+    if (sending_) sending_->shutdown(0);
+    if (receiving_) receiving_->shutdown(0);
+    sender_.reset();
+    receiver_.reset();
+    sending_.reset();
+    receiving_.reset();
+  }
+
+  [[nodiscard]] bool staged() const { return is_staged(road_); }
+  [[nodiscard]] bool placed() const { return is_placed(road_); }
+
+  // Everything that can be placed is, however small.
+  static ChannelOptions channel_options(const ItemSpec& spec, std::size_t chunk_bytes,
+                                        std::size_t num_items_max) {
+    ChannelOptions options{kName, spec, chunk_bytes, num_items_max};
+    options.placed_bytes_min = 1;
+    return options;
+  }
+  [[nodiscard]] static ChannelOptions channel_options(const ItemSpec& spec, const Sizes& sizes) {
+    ChannelOptions options = channel_options(spec, sizes.chunk_bytes, sizes.num_items_max);
+    options.codec = sizes.codec;
+    return options;
+  }
+
+  // The slots of both ends, as the road needs them.
+  void add_terms(Pool& pool, const ItemSpec& spec, const Sizes& sizes, bool poison = true) {
+    const WireLayout layout(spec, sizes.codec);
+    PoolTerm slots{"slots", spec.slot_bytes(), sizes.num_slots, MemoryKind::kDevice, poison};
+    PoolTerm staging{"receive staging", layout.slot_bytes(), sizes.num_slots, MemoryKind::kStaging};
+    if (road_ == Road::kPlaced) slots = in_shared_memory(slots, shared_);
+    if (road_ == Road::kPlacedStaged) staging = in_shared_memory(staging, shared_);
+    slots_ = &pool.add(slots);
+    receive_staging_ = staged() ? &pool.add(staging) : nullptr;
+    send_staging_ =
+        staged() ? &pool.add({"send staging", layout.slot_bytes(), 2, MemoryKind::kStaging}) : nullptr;
+    residual_ = &pool.add({"residual", layout.residual_bytes(), 1, MemoryKind::kDevice, /*poison=*/false});
+  }
+
+  void make_receiver(const ItemSpec& spec, const Sizes& sizes, bool computes_apart = false) {
+    spec_ = spec;
+    // Who computes apart still reads a slot after its release; on a real device that memory is not poisoned.
+    add_terms(pool_, spec, sizes, /*poison=*/!computes_apart);
+    pool_.seal();
+    open_receiver(spec, sizes, computes_apart);
+  }
+  // The terms are there.
+  void open_receiver(const ItemSpec& spec, const Sizes& sizes, bool computes_apart = false) {
+    if (computes_apart) compute_stream_ = device_->make_stream();
+    receiver_ =
+        std::make_unique<ReceiveChannel>(channel_options(spec, sizes), *receiving_, receiver_wakeup_,
+                                         *device_, *slots_, receive_staging_, compute_stream_.get(), shared_);
+    receiver_link_ = &receiving_->listen(link_options("stage 0 (rank 0)"), *receiver_);
+    receiver_->attach(*receiver_link_);
+  }
+  void make_channels(const ItemSpec& spec, const Sizes& sizes, bool computes_apart = false) {
+    make_receiver(spec, sizes, computes_apart);
+    open_sender(spec, sizes);
+  }
+  void open_sender(const ItemSpec& spec, const Sizes& sizes) {
+    make_sender(spec, sizes, receiver_link_->endpoint());
+    ASSERT_TRUE(sender_wakeup_.wait_until(patience(), [&] { return sender_->open(); }));
+    ASSERT_TRUE(receiver_wakeup_.wait_until(patience(), [&] { return receiver_->open(); }));
+  }
+  void make_sender(const ItemSpec& spec, const Sizes& sizes, const std::string& endpoint) {
+    sender_ = std::make_unique<SendChannel>(channel_options(spec, sizes), *sending_, sender_wakeup_, *device_,
+                                            send_staging_, residual_);
+    if (shared_ != nullptr) sender_->place_into(SharedMemory::open(shared_->address()));
+    sender_link_ = &sending_->connect(link_options(), endpoint, *sender_);
+    sender_->attach(*sender_link_);
+  }
+  // A link without a channel, to send what no channel sends. Its HELLO has been answered.
+  void make_bare_sender() {
+    sender_link_ = &sending_->connect(link_options(), receiver_link_->endpoint(), bare_sender_);
+    ASSERT_TRUE(bare_sender_.wait_open());
+  }
+  void make_bare_receiver() {
+    receiver_link_ = &receiving_->listen(link_options("stage 0 (rank 0)"), bare_receiver_);
+  }
+
+  static Deadline patience() { return Clock::now() + kPatience; }
+  // For what must not come: short, as it judges nothing but an absence.
+  static Deadline moment() { return Clock::now() + std::chrono::milliseconds(30); }
+
+  void send(std::int64_t minibatch, const std::shared_ptr<Content>& content, std::uint64_t tag = 0) {
+    sender_->send(MinibatchId(minibatch), MicrobatchIndex(0), tag, content->tensors, nullptr,
+                  deaths_.watch(content));
+  }
+  void send_one_tensor(std::int64_t minibatch) {
+    send(minibatch, one_tensor(3000, static_cast<std::uint32_t>(minibatch)));
+  }
+
+  [[nodiscard]] bool take(ReceivedItem& item, Deadline deadline) {
+    const bool taken = receiver_wakeup_.wait_until(deadline, [&] { return receiver_->try_take(item); });
+    if (taken && item.ready) item.ready->wait();
+    return taken;
+  }
+  // The next item, an invalid one when none comes.
+  [[nodiscard]] ReceivedItem take() {
+    ReceivedItem item;
+    EXPECT_TRUE(take(item, patience())) << failure_text(receiver_wakeup_);
+    return item;
+  }
+  [[nodiscard]] ReceivedItem take_after_send(std::int64_t minibatch) {
+    send_one_tensor(minibatch);
+    return take();
+  }
+  [[nodiscard]] bool nothing_comes() {
+    ReceivedItem item;
+    return !take(item, moment());
+  }
+
+  static std::string failure_text(const Wakeup& wakeup) {
+    const auto failure = wakeup.failure();
+    return failure ? failure->message : "no failure";
+  }
+  [[nodiscard]] static Failure wait_failure(Wakeup& wakeup) {
+    EXPECT_FALSE(wakeup.wait_until(patience(), [] { return false; }));
+    const auto failure = wakeup.failure();
+    return failure ? *failure : Failure{FailureKind::kClosed, "no failure came"};
+  }
+
+  // After a failure nobody is woken by a release.
+  void wait_until_none_is_unreleased() {
+    const Deadline deadline = patience();
+    while (sender_->num_unreleased() > 0 && Clock::now() < deadline) std::this_thread::yield();
+    EXPECT_EQ(sender_->num_unreleased(), 0U);
+  }
+
+  static void expect_equal(const ReceivedItem& item, const Content& content) {
+    ASSERT_EQ(item.tensors.size(), content.tensors.size());
+    for (std::size_t index = 0; index < content.tensors.size(); ++index) {
+      const TensorView& received = item.tensors[index];
+      const TensorView& sent = content.tensors[index];
+      EXPECT_EQ(received.dtype, sent.dtype);
+      EXPECT_EQ(received.num_dims, sent.num_dims);
+      EXPECT_EQ(received.shape, sent.shape);
+      ASSERT_EQ(received.size_bytes(), sent.size_bytes());
+      EXPECT_EQ(std::vector<std::byte>(received.data, received.data + received.size_bytes()),
+                content.bytes[index])
+          << "tensor " << index;
+    }
+  }
+  void expect_refused(const std::string& what) {
+    const Failure failure = wait_failure(receiver_wakeup_);
+    EXPECT_EQ(failure.kind, FailureKind::kCorruptFrame) << failure.message;
+    EXPECT_NE(failure.message.find(std::string(kName) + ": the sender broke the protocol: "),
+              std::string::npos)
+        << failure.message;
+    EXPECT_NE(failure.message.find(what), std::string::npos) << failure.message;
+    EXPECT_EQ(failure.message.find('\n'), std::string::npos) << failure.message;
+  }
+
+  Wakeup sender_wakeup_;
+  Wakeup receiver_wakeup_;
+  Recorder bare_sender_;
+  Recorder bare_receiver_;
+  Deaths deaths_;
+  std::vector<std::byte> payload_ = patterned_bytes(4096, 1);
+  std::unique_ptr<Device> device_ = make_host_device();
+  std::unique_ptr<Stream> compute_stream_;
+  Pool pool_{*device_};
+  ItemSpec spec_;
+  SlotGroup* slots_ = nullptr;
+  SlotGroup* receive_staging_ = nullptr;
+  SlotGroup* send_staging_ = nullptr;
+  SlotGroup* residual_ = nullptr;
+  const SharedMemory* shared_ = nullptr;
+  std::string transport_;
+  Road road_ = Road::kDirect;
+  std::unique_ptr<Transport> sending_;
+  std::unique_ptr<Transport> receiving_;
+  std::unique_ptr<SendChannel> sender_;
+  std::unique_ptr<ReceiveChannel> receiver_;
+  Link* sender_link_ = nullptr;
+  Link* receiver_link_ = nullptr;
+};
+
+}  // namespace pipedream

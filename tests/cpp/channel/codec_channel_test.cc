@@ -1,0 +1,217 @@
+// Channels whose float tensors travel encoded: what arrives is what the codec makes of what was sent, and
+// what a codec cannot have made is refused.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "channel/channels.h"
+
+namespace pipedream {
+namespace {
+
+using Case = std::tuple<std::string, Road, std::string>;  // transport, road, codec
+
+template <class Float>
+std::shared_ptr<Content> normal_floats(const std::vector<std::int64_t>& shape, std::uint32_t seed) {
+  constexpr DType kDType = sizeof(Float) == 4 ? DType::kFloat32 : DType::kFloat64;
+  auto content = std::make_shared<Content>();
+  content->add(kDType, shape, 0);
+  std::mt19937 random(seed);
+  std::normal_distribution<Float> normal(0, 10);
+  std::vector<Float> values(content->bytes[0].size() / sizeof(Float));
+  for (Float& value : values) value = normal(random);
+  if (!values.empty()) std::memcpy(content->bytes[0].data(), values.data(), content->bytes[0].size());
+  return content;
+}
+
+// The tensors of all as one item.
+std::shared_ptr<Content> joined(const std::vector<std::shared_ptr<Content>>& parts) {
+  auto content = std::make_shared<Content>();
+  for (const auto& part : parts) {
+    content->bytes.push_back(part->bytes[0]);
+    content->tensors.push_back(part->tensors[0]);
+    content->tensors.back().data = content->bytes.back().data();
+  }
+  return content;
+}
+
+// What a tensor is after the wire; residual is what was left out so far, as the sender keeps it.
+std::vector<std::byte> through(const Codec& codec, const TensorView& tensor,
+                               std::vector<std::byte>& residual) {
+  std::vector<std::byte> decoded(tensor.size_bytes());
+  CodecWork work;
+  work.codec = codec_for(codec, tensor.dtype);
+  work.dtype = tensor.dtype;
+  work.num_elements = tensor.size_bytes() / dtype_bytes(tensor.dtype);
+  if (work.codec.kind == CodecKind::kNone || work.num_elements == 0) {
+    return {tensor.data, tensor.data + tensor.size_bytes()};
+  }
+  std::vector<std::byte> encoded(encoded_bytes(work.codec, work.dtype, work.num_elements));
+  work.values = tensor.data;
+  work.encoded = encoded.data();
+  if (work.codec.kind == CodecKind::kTopK) work.residual = residual.data();
+  encode_host(work);
+  work.values = decoded.data();
+  decode_host(work);
+  return decoded;
+}
+
+class CodecChannels : public ChannelPair, public testing::WithParamInterface<Case> {
+ protected:
+  void SetUp() override { take_road(std::get<0>(GetParam()), std::get<1>(GetParam())); }
+  [[nodiscard]] static Codec codec() { return codec_from_name(std::get<2>(GetParam())); }
+};
+
+TEST_P(CodecChannels, ItemsArriveAsTheCodecMakesThem) {
+  constexpr std::int64_t kNumRowsMax = 70;
+  constexpr std::int64_t kNumColumns = 131;
+  const ItemSpec spec({{DType::kFloat32, 2, kNumRowsMax * kNumColumns * 4},
+                       {DType::kInt64, 1, 800},
+                       {DType::kFloat64, 1, 1000 * 8},
+                       {DType::kFloat16, 1, 100},
+                       {DType::kFloat32, 0, 4}});
+  make_channels(spec, {.num_slots = 3, .chunk_bytes = 5000, .codec = codec()});
+  std::vector<std::vector<std::byte>> residuals;
+  for (const TensorSpec& tensor : spec.tensors()) residuals.emplace_back(tensor.bytes_max);
+  for (std::uint32_t minibatch = 0; minibatch < 12; ++minibatch) {
+    auto integers = std::make_shared<Content>();
+    integers->add(DType::kInt64, {minibatch % 7}, minibatch);
+    auto halves = std::make_shared<Content>();
+    halves->add(DType::kFloat16, {50}, minibatch);
+    const std::int64_t num_rows = minibatch % 4 == 3 ? minibatch : kNumRowsMax;  // a short one now and then
+    const auto content = joined({normal_floats<float>({num_rows, kNumColumns}, minibatch), integers,
+                                 normal_floats<double>({minibatch == 5 ? 0 : 1000}, minibatch + 50), halves,
+                                 normal_floats<float>({}, minibatch + 90)});
+    Content expected = *content;
+    for (std::size_t tensor = 0; tensor < spec.num_tensors(); ++tensor) {
+      expected.bytes[tensor] = through(codec(), content->tensors[tensor], residuals[tensor]);
+    }
+    send(minibatch, content);
+    expect_equal(take(), expected);
+  }
+  const ChannelStats stats = receiver_->stats();
+  EXPECT_EQ(stats.num_items, 12U);
+  EXPECT_EQ(stats.tensor_bytes, sender_->stats().tensor_bytes);  // as they are, not as they travel
+  EXPECT_EQ(stats.placed_bytes > 0, placed());
+}
+
+// Items wait in the sender while their predecessors' residuals are not yet known: the order is kept.
+TEST_P(CodecChannels, ItemsThatAreSentAtOnceAreEncodedInOrder) {
+  constexpr std::int64_t kNumElements = 20'000;
+  const ItemSpec spec({{DType::kFloat32, 1, kNumElements * 4}});
+  make_channels(spec, {.num_slots = 2, .num_items_max = 20, .chunk_bytes = 3000, .codec = codec()});
+  std::vector<std::byte> residual(kNumElements * 4);
+  std::vector<Content> expected;
+  for (std::uint32_t minibatch = 0; minibatch < 20; ++minibatch) {
+    const auto content = normal_floats<float>({kNumElements}, minibatch);
+    expected.push_back(*content);
+    expected.back().bytes[0] = through(codec(), content->tensors[0], residual);
+    send(minibatch, content);
+  }
+  for (const Content& content : expected) expect_equal(take(), content);
+}
+
+std::string case_name(const testing::TestParamInfo<Case>& parameter) {
+  const auto& [transport, road, codec] = parameter.param;
+  return transport + road_name(road) + "_" + codec.substr(0, codec.find(':'));
+}
+
+INSTANTIATE_TEST_SUITE_P(Roads, CodecChannels,
+                         testing::Combine(testing::Values("inproc", "zmq"),
+                                          testing::Values(Road::kStaged, Road::kPlacedStaged),
+                                          testing::Values("none", "bf16", "fp16", "int8", "topk:0.05")),
+                         case_name);
+
+// ---- What no codec makes ----
+
+class BrokenEncoding : public ChannelPair {
+ protected:
+  static constexpr std::uint64_t kNumElements = 100;
+
+  void SetUp() override { take_road("inproc", Road::kStaged); }
+  void receive_by(const std::string& codec) {
+    codec_ = codec_from_name(codec);
+    make_receiver(ItemSpec({{DType::kFloat32, 1, 4 * kNumElements}}), {.codec = codec_});
+    make_bare_sender();
+    header_.kind = FrameKind::kTensor;
+    header_.num_tensors = 1;
+    header_.dtype = DType::kFloat32;
+    header_.num_dims = 1;
+    header_.shape[0] = kNumElements;
+    header_.codec = codec_.kind;
+    header_.tensor_bytes = encoded_bytes(codec_, DType::kFloat32, kNumElements);
+    header_.payload_bytes = header_.tensor_bytes;
+    payload_.assign(4096, std::byte{0});
+  }
+  void send_frame() {
+    OutgoingFrame frame;
+    frame.header = header_;
+    frame.payload = std::span<const std::byte>(payload_).first(header_.payload_bytes);
+    sender_link_->send(std::move(frame));
+  }
+
+  Codec codec_;
+  FrameHeader header_;
+};
+
+TEST_F(BrokenEncoding, OfAnotherCodecIsRefused) {
+  receive_by("bf16");
+  header_.codec = CodecKind::kFloat16;  // as many bytes
+  send_frame();
+  expect_refused("tensor 0 has codec fp16, planned bf16");
+}
+
+TEST_F(BrokenEncoding, WithoutItsCodecIsRefused) {
+  receive_by("bf16");
+  header_.codec = CodecKind::kNone;
+  header_.tensor_bytes = header_.payload_bytes = 4 * kNumElements;
+  send_frame();
+  expect_refused("tensor 0 has codec none, planned bf16");
+}
+
+TEST_F(BrokenEncoding, OfFewerBytesIsRefused) {
+  receive_by("int8");
+  header_.tensor_bytes = --header_.payload_bytes;
+  send_frame();
+  expect_refused("tensor 0 has 103 bytes where codec int8 makes 104");
+}
+
+TEST_F(BrokenEncoding, OfMoreBytesIsRefused) {
+  receive_by("topk:0.05");
+  header_.tensor_bytes = header_.payload_bytes = 48;
+  send_frame();
+  expect_refused("tensor 0 has 48 bytes where codec topk:0.05 makes 40");
+}
+
+TEST_F(BrokenEncoding, WithAnIndexBeyondTheTensorIsRefusedBeforeItIsDecoded) {
+  receive_by("topk:0.05");
+  const std::array<std::uint32_t, 5> indices = {0, 1, 2, 3, kNumElements};
+  std::memcpy(payload_.data(), indices.data(), sizeof(indices));
+  send_frame();
+  expect_refused("tensor 0: ");
+}
+
+TEST_F(BrokenEncoding, WithIndicesInAnyOrderIsRefused) {
+  receive_by("topk:0.05");
+  const std::array<std::uint32_t, 5> indices = {0, 1, 3, 2, 4};
+  std::memcpy(payload_.data(), indices.data(), sizeof(indices));
+  send_frame();
+  expect_refused("tensor 0: ");
+}
+
+TEST_F(BrokenEncoding, ThatIsRightIsAccepted) {
+  receive_by("topk:0.05");
+  const std::array<std::uint32_t, 5> indices = {0, 1, 2, 3, kNumElements - 1};
+  std::memcpy(payload_.data(), indices.data(), sizeof(indices));
+  send_frame();
+  EXPECT_EQ(take().tensors.at(0).size_bytes(), 4 * kNumElements);
+}
+
+}  // namespace
+}  // namespace pipedream

@@ -1,0 +1,60 @@
+// The ways on which an item's bytes travel, as the channel tests make them.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "base/check.h"
+#include "device/device.h"
+#include "pool/pool.h"
+#include "transport/shared_memory.h"
+
+namespace pipedream {
+
+enum class Road {
+  kDirect,        // the wire reads the tensors, and writes the receiver's slots
+  kStaged,        // through staging buffers at both ends
+  kPlaced,        // the sender writes into the receiver's slots
+  kPlacedStaged,  // the sender writes into the receiver's staging buffers
+};
+
+inline bool is_staged(Road road) { return road == Road::kStaged || road == Road::kPlacedStaged; }
+inline bool is_placed(Road road) { return road == Road::kPlaced || road == Road::kPlacedStaged; }
+
+inline std::string road_name(Road road) {
+  switch (road) {
+    case Road::kDirect:
+      return "Direct";
+    case Road::kStaged:
+      return "Staged";
+    case Road::kPlaced:
+      return "Placed";
+    case Road::kPlacedStaged:
+      return "PlacedStaged";
+  }
+  PD_CHECK(false, "road " << static_cast<int>(road));
+}
+
+// Shared memory as a pool term's own.
+class SharedTerm final : public Memory {
+ public:
+  explicit SharedTerm(std::unique_ptr<SharedMemory> memory) : memory_(std::move(memory)) {}
+  [[nodiscard]] std::byte* data() const override { return memory_->data(); }
+  [[nodiscard]] std::size_t size_bytes() const override { return memory_->size_bytes(); }
+
+ private:
+  const std::unique_ptr<SharedMemory> memory_;
+};
+
+// The term with memory that is shared; `shared` says where once the pool is sealed.
+inline PoolTerm in_shared_memory(PoolTerm term, const SharedMemory*& shared) {
+  term.allocate = [&shared](std::size_t num_bytes) {
+    auto memory = SharedMemory::make(num_bytes);
+    shared = memory.get();
+    return std::make_unique<SharedTerm>(std::move(memory));
+  };
+  return term;
+}
+
+}  // namespace pipedream
