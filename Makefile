@@ -13,11 +13,11 @@ CMAKE := CMAKE_GENERATOR=Ninja PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/cmake
 JOBS ?= $(shell nproc)
 CXX_FILES = $(shell find csrc tests/cpp bench/micro -name '*.h' -o -name '*.cc' -o -name '*.cu' | sort)
 
-.PHONY: help setup test test-cpp test-python demo lint asan tsan bench clean
+.PHONY: help setup test test-cpp test-python demo lint asan tsan fuzz bench-build bench clean
 
 help:
 	@grep -E '^# make' Makefile | sed 's/^# //'
-	@echo "make setup | test-cpp | test-python | lint | asan | tsan | bench | clean"
+	@echo "make setup | test-cpp | test-python | lint | asan | tsan | fuzz | bench | clean"
 
 setup:
 	@tools/setup.sh
@@ -64,9 +64,23 @@ tsan: setup
 	@$(CMAKE) --build --preset tsan --parallel $(JOBS)
 	@.venv/bin/ctest --preset tsan --parallel $(JOBS)
 
-bench: setup
+# libFuzzer on each target for FUZZ_SECONDS, under ASAN and UBSAN; what it finds that is new joins the corpus. clang.
+FUZZ_SECONDS ?= 60
+fuzz: setup
+	@$(CMAKE) --preset fuzz
+	@$(CMAKE) --build --preset fuzz --parallel $(JOBS) --target $(patsubst tests/fuzz/%.cc,pd_%,$(wildcard tests/fuzz/*_fuzz.cc))
+	@for target in $(patsubst tests/fuzz/%_fuzz.cc,%,$(wildcard tests/fuzz/*_fuzz.cc)); do \
+	  echo "==> $$target"; mkdir -p build/fuzz/corpus/$$target; \
+	  build/fuzz/tests/fuzz/pd_$${target}_fuzz -max_total_time=$(FUZZ_SECONDS) -print_final_stats=1 \
+	    -artifact_prefix=build/fuzz/$$target- build/fuzz/corpus/$$target tests/fuzz/corpus/$$target 2>&1 | tail -n 12; \
+	  build/fuzz/tests/fuzz/pd_$${target}_fuzz -merge=1 tests/fuzz/corpus/$$target build/fuzz/corpus/$$target 2>/dev/null; \
+	done
+
+bench-build: setup
 	@$(CMAKE) --preset release
 	@$(CMAKE) --build --preset release --parallel $(JOBS)
+
+bench: bench-build
 	@for bench in build/release/bench/micro/pd_*_bench; do echo "==> $$bench"; $$bench; done
 
 clean:

@@ -1,0 +1,79 @@
+// Encoded tensors from a stranger: what passes encoding_violation decodes within its tensor; and any values
+// encode to bytes that pass it and decode to the same again.
+#include <bit>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "fuzz.h"
+#include "wire/codec.h"
+
+namespace pipedream {
+namespace {
+
+constexpr std::size_t kNumElementsMax = 4096;
+constexpr std::byte kGuard{0xA5};
+constexpr std::size_t kNumGuardBytes = 64;
+
+// Memory of exactly so many bytes with guards behind it; a sanitizer sees more.
+class Guarded {
+ public:
+  explicit Guarded(std::size_t num_bytes)
+      : num_bytes_(num_bytes), bytes_(num_bytes + kNumGuardBytes, std::byte{0}) {
+    std::fill(bytes_.begin() + static_cast<std::ptrdiff_t>(num_bytes), bytes_.end(), kGuard);
+  }
+  ~Guarded() {
+    for (std::size_t at = num_bytes_; at < bytes_.size(); ++at) PD_CHECK(bytes_[at] == kGuard, at);
+  }
+  Guarded(const Guarded&) = delete;
+  Guarded& operator=(const Guarded&) = delete;
+
+  [[nodiscard]] std::byte* data() { return bytes_.data(); }
+  [[nodiscard]] std::span<std::byte> span() { return std::span(bytes_).first(num_bytes_); }
+
+ private:
+  std::size_t num_bytes_;
+  std::vector<std::byte> bytes_;
+};
+
+void fill(std::span<std::byte> to, FuzzInput& input) {
+  const auto bytes = input.take_bytes(to.size());
+  std::copy(bytes.begin(), bytes.end(), to.begin());
+}
+
+Codec take_codec(FuzzInput& input) {
+  constexpr std::uint8_t kNumKinds = 5;
+  Codec codec;
+  codec.kind = static_cast<CodecKind>(input.take<std::uint8_t>() % kNumKinds);
+  codec.share = (1.0 + input.take<std::uint8_t>()) / 256.0;
+  return codec;
+}
+
+}  // namespace
+}  // namespace pipedream
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t num_bytes) {
+  using namespace pipedream;
+  FuzzInput input(data, num_bytes);
+  const Codec codec = take_codec(input);
+  const DType dtype = input.take<std::uint8_t>() % 2 == 0 ? DType::kFloat32 : DType::kFloat64;
+  const std::size_t num_elements = input.take<std::uint16_t>() % (kNumElementsMax + 1);
+  const bool decodes_first = input.take<std::uint8_t>() % 2 == 0;
+
+  Guarded values(num_elements * dtype_bytes(dtype));
+  Guarded encoded(encoded_bytes(codec, dtype, num_elements));
+  Guarded residual(values.span().size());
+  CodecWork work{codec, dtype, num_elements, values.data(), encoded.data(), nullptr};
+  if (decodes_first) {
+    fill(encoded.span(), input);
+    if (!encoding_violation(codec, dtype, num_elements, encoded.span())) decode_host(work);
+    return 0;
+  }
+  fill(values.span(), input);
+  if (codec.kind == CodecKind::kTopK) work.residual = residual.data();
+  encode_host(work);
+  const auto violation = encoding_violation(codec, dtype, num_elements, encoded.span());
+  PD_CHECK(!violation, *violation);
+  decode_host(work);
+  return 0;
+}

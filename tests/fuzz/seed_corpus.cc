@@ -1,0 +1,123 @@
+// Writes the first inputs of each fuzz target: what is valid, so that mutations start near the border.
+//
+//   pd_seed_corpus tests/fuzz/corpus
+//
+// Inputs that libFuzzer found later lie beside them, under the name of their hash (`make fuzz`).
+#include <array>
+#include <cstdint>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "wire/codec.h"
+#include "wire/frame.h"
+
+namespace pipedream {
+namespace {
+
+using Bytes = std::vector<std::uint8_t>;
+
+void write(const std::filesystem::path& folder, const std::string& name, const Bytes& bytes) {
+  std::filesystem::create_directories(folder);
+  std::ofstream file(folder / name, std::ios::binary);
+  file.write(reinterpret_cast<const char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
+}
+
+void write_frame(const std::filesystem::path& folder, const std::string& name, const FrameHeader& header) {
+  std::array<std::byte, kFrameHeaderBytes> bytes;
+  encode(header, bytes);
+  const auto* first = reinterpret_cast<const std::uint8_t*>(bytes.data());
+  write(folder, name, Bytes(first, first + bytes.size()));
+}
+
+FrameHeader tensor_frame() {
+  FrameHeader header;
+  header.kind = FrameKind::kTensor;
+  header.identity = {0x1122334455667788, 2, 3};
+  header.sequence = 9;
+  header.minibatch = MinibatchId(4);
+  header.microbatch = MicrobatchIndex(1);
+  header.num_tensors = 2;
+  header.tensor_index = 1;
+  header.dtype = DType::kFloat32;
+  header.num_dims = 2;
+  header.shape = {8, 16};
+  header.tensor_bytes = 512;
+  header.chunk_offset = 128;
+  header.payload_bytes = 384;
+  header.slot = 2;
+  return header;
+}
+
+void write_frames(const std::filesystem::path& folder) {
+  FrameHeader header;
+  header.tag = 77;
+  write_frame(folder, "hello", header);
+  write_frame(folder, "tensor", tensor_frame());
+  FrameHeader placed = tensor_frame();
+  placed.placed_bytes = placed.payload_bytes;
+  placed.payload_bytes = 0;
+  write_frame(folder, "placed", placed);
+  FrameHeader encoded = tensor_frame();
+  encoded.codec = CodecKind::kBFloat16;
+  encoded.tensor_bytes = 256;
+  encoded.payload_bytes = 128;
+  encoded.has_payload_checksum = true;
+  encoded.payload_checksum = 5;
+  write_frame(folder, "encoded", encoded);
+  header.kind = FrameKind::kCredit;
+  header.slot = 3;
+  write_frame(folder, "credit", header);
+  header.slot = 0;
+  header.kind = FrameKind::kAbort;
+  header.payload_bytes = 40;
+  write_frame(folder, "abort", header);
+  header.payload_bytes = 0;
+  header.kind = FrameKind::kBeat;
+  write_frame(folder, "beat", header);
+}
+
+// kind, share, dtype, number of elements, whether to decode first, bytes
+void write_codecs(const std::filesystem::path& folder) {
+  for (std::uint8_t kind = 0; kind < 5; ++kind) {
+    for (std::uint8_t decodes = 0; decodes < 2; ++decodes) {
+      Bytes bytes = {kind, 31, 0, 40, 1, decodes};
+      for (int index = 0; index < 600; ++index) bytes.push_back(static_cast<std::uint8_t>(index * 37));
+      write(folder, "kind_" + std::to_string(kind) + (decodes == 0 ? "_decode" : "_encode"), bytes);
+    }
+  }
+}
+
+// codec, then per frame: changes (2 bits), shortened payload, payload from the input, drop an item, take one
+void write_channels(const std::filesystem::path& folder) {
+  for (std::uint8_t codec = 0; codec < 4; ++codec) {
+    Bytes honest(64, 3);
+    honest.front() = codec;
+    write(folder, "honest_" + std::to_string(codec), honest);
+    Bytes filled = honest;
+    for (std::size_t frame = 1; frame < filled.size(); ++frame) filled[frame] = 7;
+    for (int index = 0; index < 900; ++index) filled.push_back(static_cast<std::uint8_t>(index * 29));
+    write(folder, "filled_" + std::to_string(codec), filled);
+  }
+  for (std::uint8_t field = 0; field < 20; ++field) {
+    Bytes changed = {0, 3, 3, static_cast<std::uint8_t>(3U | 1U << 6U), field, 1, 0, 0, 0, 0, 0, 0, 0, 3, 3};
+    write(folder, "field_" + std::to_string(field), changed);
+  }
+}
+
+}  // namespace
+}  // namespace pipedream
+
+int main(int num_arguments, char** arguments) {
+  if (num_arguments != 2) {
+    std::fprintf(stderr, "usage: pd_seed_corpus tests/fuzz/corpus\n");
+    return 2;
+  }
+  const std::filesystem::path corpus = arguments[1];
+  pipedream::write_frames(corpus / "frame");
+  pipedream::write_codecs(corpus / "codec");
+  pipedream::write_channels(corpus / "channel");
+  return 0;
+}
