@@ -9,13 +9,18 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "base/process.h"
 #include "bindings/bindings.h"
 #include "bindings/tensor_exchange.h"
+#include "channel/placed_slots.h"
+#include "channel/wire_layout.h"
 #include "stage/worker.h"
+#include "transport/transport.h"
+#include "wire/codec.h"
 
 namespace py = pybind11;
 
@@ -58,7 +63,24 @@ auto with_signals(double timeout_s, Attempt attempt, Done done) {
   }
 }
 
-ItemSpec item_spec(const std::vector<std::tuple<std::string, int, std::size_t>>& tensors) {
+py::dict stats_entry(const ChannelStats& stats) {
+  py::dict entry;
+  entry["wire_bytes_sent"] = stats.link.bytes_sent;
+  entry["wire_bytes_received"] = stats.link.bytes_received;
+  entry["num_items"] = stats.num_items;
+  entry["num_chunks"] = stats.num_chunks;
+  entry["tensor_bytes"] = stats.tensor_bytes;
+  entry["placed_bytes"] = stats.placed_bytes;
+  entry["transfer_ns"] = stats.transfer_ns;
+  entry["credit_wait_ns"] = stats.credit_wait_ns;
+  entry["wait_ns"] = stats.wait_ns;
+  return entry;
+}
+
+// (dtype name, dimensions, bytes at most) of each tensor of an item.
+using TensorFields = std::vector<std::tuple<std::string, int, std::size_t>>;
+
+ItemSpec item_spec(const TensorFields& tensors) {
   std::vector<TensorSpec> specs;
   for (const auto& [dtype, num_dims, bytes_max] : tensors) {
     specs.push_back({dtype_from_name(dtype), static_cast<std::uint8_t>(num_dims), bytes_max});
@@ -74,6 +96,8 @@ struct ItemHolder {
   ReceivedItem item;
 };
 
+// Public key, secret key, public keys that are let in.
+using KeyFields = std::tuple<std::string, std::string, std::vector<std::string>>;
 using StageNames = std::tuple<std::int64_t, std::string, std::string, std::string, std::string>;
 
 class PyWorker;
@@ -104,20 +128,46 @@ class PyWorker {
 
   static std::unique_ptr<PyWorker> make(const std::string& device, const std::string& transport,
                                         const std::string& libzmq_path, const std::string& bind_host,
-                                        double peer_timeout_s, std::uint64_t run_id,
-                                        std::uint32_t incarnation, std::uint64_t plan_hash,
-                                        std::uintptr_t compute_stream, bool force_staging) {
-    return std::make_unique<PyWorker>(WorkerOptions{device, transport, libzmq_path, bind_host, peer_timeout_s,
-                                                    run_id, incarnation, plan_hash, compute_stream,
-                                                    force_staging});
+                                        double peer_timeout_s, const std::optional<KeyFields>& keys,
+                                        bool insecure, bool beats, bool shares_memory, bool checksums,
+                                        std::uint64_t run_id, std::uint32_t incarnation,
+                                        std::uint64_t plan_hash, std::uintptr_t compute_stream,
+                                        bool force_staging) {
+    WorkerOptions options;
+    options.device = device;
+    options.transport = transport;
+    options.libzmq_path = libzmq_path;
+    options.bind_host = bind_host;
+    options.peer_timeout_s = peer_timeout_s;
+    if (keys) {
+      const auto& [public_key, secret_key, allowed] = *keys;
+      options.keys = CurveKeys{public_key, secret_key, allowed};
+    }
+    options.insecure = insecure;
+    options.beats = beats;
+    options.shares_memory = shares_memory;
+    options.checksums = checksums;
+    options.run_id = run_id;
+    options.incarnation = incarnation;
+    options.plan_hash = plan_hash;
+    options.compute_stream = compute_stream;
+    options.force_staging = force_staging;
+    return std::make_unique<PyWorker>(std::move(options));
   }
 
   void add_channel(const std::string& name, bool sends, const std::string& peer, std::uint32_t channel_id,
-                   const std::vector<std::tuple<std::string, int, std::size_t>>& tensors,
-                   std::int64_t num_items, std::int64_t num_microbatches, std::size_t chunk_bytes,
-                   bool on_device) {
-    ChannelSpec spec{name,        peer,     channel_id, item_spec(tensors), num_items, num_microbatches,
-                     chunk_bytes, on_device};
+                   const TensorFields& tensors, std::int64_t num_items, std::int64_t num_microbatches,
+                   const std::optional<std::size_t>& chunk_bytes, bool on_device, const std::string& codec) {
+    ChannelSpec spec;
+    spec.name = name;
+    spec.peer = peer;
+    spec.channel_id = channel_id;
+    spec.item = item_spec(tensors);
+    spec.num_items = num_items;
+    spec.num_microbatches = num_microbatches;
+    if (chunk_bytes) spec.chunk_bytes = *chunk_bytes;
+    spec.on_device = on_device;
+    spec.codec = codec_from_name(codec);
     if (sends) {
       worker_->add_send_channel(spec);
     } else {
@@ -201,7 +251,8 @@ class PyWorker {
   // None at the time-out.
   std::unique_ptr<PyItem> receive_item(const std::string& channel, double timeout_s, bool counts_as_wait) {
     auto result = with_signals(
-        timeout_s, [&](Deadline deadline) { return worker_->receive_item(channel, deadline, counts_as_wait); },
+        timeout_s,
+        [&](Deadline deadline) { return worker_->receive_item(channel, deadline, counts_as_wait); },
         [](const std::optional<ReceivedItem>& item) { return item.has_value(); });
     if (!result.value()) return nullptr;
     WorkItem work;
@@ -247,11 +298,9 @@ class PyWorker {
     }
     return rows;
   }
-  py::dict counters() const {
+  py::dict channel_stats() const {
     py::dict entries;
-    for (const auto& [name, counters] : worker_->counters()) {
-      entries[py::str(name)] = py::make_tuple(counters.bytes_sent, counters.bytes_received);
-    }
+    for (const auto& [name, stats] : worker_->channel_stats()) entries[py::str(name)] = stats_entry(stats);
     return entries;
   }
 
@@ -324,12 +373,14 @@ void bind_worker(py::module_& module) {
   py::class_<PyWorker>(module, "Worker", "One worker: device, pool, transport, channels and stage engine.")
       .def(py::init(&PyWorker::make), py::kw_only(), py::arg("device") = "host", py::arg("transport") = "zmq",
            py::arg("libzmq_path") = "", py::arg("bind_host") = "127.0.0.1", py::arg("peer_timeout_s") = 15.0,
-           py::arg("run_id") = 0, py::arg("incarnation") = 0, py::arg("plan_hash") = 0,
-           py::arg("compute_stream") = 0, py::arg("force_staging") = false)
+           py::arg("keys") = py::none(), py::arg("insecure") = false, py::arg("beats") = false,
+           py::arg("shares_memory") = true, py::arg("checksums") = false, py::arg("run_id") = 0,
+           py::arg("incarnation") = 0, py::arg("plan_hash") = 0, py::arg("compute_stream") = 0,
+           py::arg("force_staging") = false)
       .def("add_channel", &PyWorker::add_channel, py::kw_only(), py::arg("name"), py::arg("sends"),
            py::arg("peer"), py::arg("channel_id"), py::arg("tensors"), py::arg("num_items"),
-           py::arg("num_microbatches") = 1, py::arg("chunk_bytes") = std::size_t{512} << 10,
-           py::arg("on_device") = true)
+           py::arg("num_microbatches") = 1, py::arg("chunk_bytes") = py::none(), py::arg("on_device") = true,
+           py::arg("codec") = "none")
       .def("add_term", &PyWorker::add_term, py::arg("name"), py::arg("slot_bytes"), py::arg("num_slots"),
            py::arg("staging") = false, "staging: in pinned host memory instead of the device's.")
       .def("seal", &PyWorker::seal, py::call_guard<py::gil_scoped_release>())
@@ -358,7 +409,11 @@ void bind_worker(py::module_& module) {
       .def("totals", &PyWorker::totals)
       .def("memory", &PyWorker::memory)
       .def("describe_memory", [](PyWorker& self) { return self.worker().pool()->describe(); })
-      .def("counters", &PyWorker::counters)
+      .def("channel_stats", &PyWorker::channel_stats)
+      .def("channel_transports", [](PyWorker& self) { return self.worker().channel_transports(); })
+      // With the GIL, on purpose: a beat says that the interpreter runs.
+      .def(
+          "pulse", [](PyWorker& self) { self.worker().pulse(); }, "Any thread.")
       .def_property_readonly("transport_name", [](PyWorker& self) { return self.worker().transport_name(); })
       .def_property_readonly("device_name", [](PyWorker& self) { return self.worker().device_name(); })
       .def(
@@ -382,6 +437,22 @@ void bind_worker(py::module_& module) {
       "64-bit fingerprint of bytes in host memory.");
   module.def("poisons_released_slots", &poison_by_default,
              "Whether memory is filled with NaN when nobody may read it any more ($PIPEDREAM_POISON).");
+  module.attr("PLACED_BYTES_MIN") = kPlacedBytesMin;
+  module.def(
+      "channel_bytes",
+      [](const TensorFields& tensors, const std::string& codec) {
+        const ItemSpec item = item_spec(tensors);
+        const WireLayout wire(item, codec_from_name(codec));
+        return py::make_tuple(item.slot_bytes(), wire.slot_bytes(), wire.residual_bytes(), wire.encodes());
+      },
+      py::arg("tensors"), py::arg("codec"),
+      "Of a slot on the device, of one on the wire, of what the codec keeps; and whether it encodes "
+      "anything.");
+  module.def(
+      "codec_name", [](const std::string& name) { return codec_name(codec_from_name(name)); },
+      py::arg("name"), "The codec's name in full; raises ValueError naming the choices.");
+  module.def("make_curve_keys", &make_curve_keys, py::arg("libzmq_path") = "",
+             "A new pair of Z85 keys: (public, secret).");
   module.def("die_with_parent", &die_with_parent);
   module.def("keep_freed_memory", &keep_freed_memory);
   module.def("cuda_available", &cuda_available);

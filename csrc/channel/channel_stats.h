@@ -12,6 +12,7 @@ struct ChannelStats {
   std::uint64_t num_items = 0;  // sent or received
   std::uint64_t num_chunks = 0;
   std::uint64_t tensor_bytes = 0;  // of the items' tensors, as they are without a codec
+  std::uint64_t chunk_bytes = 0;   // sender: as it cuts its tensors now; 0 at a receiver
   std::uint64_t placed_bytes = 0;  // of what was written into the receiver's memory
   // Sender: time in which at least one item was under way, from send() until its last byte was handed over;
   // and of it, time in which the first item in the queue had no credit.

@@ -6,7 +6,7 @@
 // each has kNumSamples times. The fastest by its median wins, if it is faster than the usual size by kGain at
 // least.
 //
-// Owned by a sending channel; one thread at a time.
+// Owned by a sending channel, whose mutex guards it.
 #pragma once
 
 #include <array>
@@ -24,8 +24,9 @@ class ChunkTuner {
   // fixed_bytes: nothing is tried; 0: as described.
   explicit ChunkTuner(std::size_t fixed_bytes);
 
-  // For the next item.
+  // For the next item that is timed, and for one that is not.
   [[nodiscard]] std::size_t chunk_bytes() const;
+  [[nodiscard]] std::size_t untimed_chunk_bytes() const { return chosen_bytes_; }
   [[nodiscard]] bool decided() const { return decided_; }
   // Items from this size on are worth timing: two of the largest chunks.
   [[nodiscard]] bool wants(std::size_t item_bytes) const {

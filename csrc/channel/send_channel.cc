@@ -18,8 +18,9 @@ SendChannel::SendChannel(ChannelOptions options, Transport& transport, Wakeup& w
       stream_codec_(layout_.encodes() ? make_stream_codec(device, layout_.num_elements_max()) : nullptr),
       copy_stream_(staging != nullptr ? device.make_stream() : nullptr),
       queued_(options_.num_items_max + kNumSpareItems),
+      tuner_(options_.chunk_bytes),
       started_(options_.num_items_max + kNumSpareItems) {
-  PD_CHECK(options_.chunk_bytes > 0 && options_.chunk_bytes <= kChunkBytesMax, options_.chunk_bytes);
+  PD_CHECK(options_.chunk_bytes <= kChunkBytesMax, options_.chunk_bytes);
   PD_CHECK(options_.num_items_max > 0, options_.name);
   PD_CHECK(!layout_.encodes() || staging != nullptr, options_.name);  // what is encoded lies somewhere
   PD_CHECK(layout_.residual_bytes() <= residual_.size_bytes(), options_.name);
@@ -61,15 +62,28 @@ void SendChannel::send(MinibatchId minibatch, MicrobatchIndex microbatch, std::u
   item->ready = std::move(ready);
   item->keep_alive = std::move(keep_alive);
   item->num_wire_bytes = num_wire_bytes;
-  item->num_chunks = 0;
-  for (std::size_t tensor_index = 0; tensor_index < tensors.size(); ++tensor_index) {
-    item->num_chunks += num_chunks_of(wire_bytes(*item, tensor_index));
-  }
+  cut(*item);
   item->copied = {};
   item->framed = {};
   item->num_chunks_copied = 0;
   item->num_chunks_left = item->num_chunks;
   enqueue(item);
+}
+
+// Decides how it travels, and in how large chunks.
+void SendChannel::cut(Item& item) {
+  item.is_placed = placed_slots_ && item.num_wire_bytes >= options_.placed_bytes_min;
+  {
+    const std::lock_guard lock(mutex_);
+    item.is_timed = !item.is_placed && num_under_way_ == 0 && tuner_.wants(item.num_wire_bytes);
+    item.chunk_bytes = item.is_timed ? tuner_.chunk_bytes() : tuner_.untimed_chunk_bytes();
+  }
+  item.started_ns = 0;
+  if (item.is_placed && options_.chunk_bytes == 0) item.chunk_bytes = kPlacedChunkBytes;
+  item.num_chunks = 0;
+  for (std::size_t tensor_index = 0; tensor_index < item.tensors.size(); ++tensor_index) {
+    item.num_chunks += num_chunks_of(wire_bytes(item, tensor_index), item.chunk_bytes);
+  }
 }
 
 // Throws what is wrong with the tensors; else how many bytes travel.
@@ -98,14 +112,15 @@ std::size_t SendChannel::wire_bytes(const Item& item, std::size_t tensor_index) 
   return layout_.wire_bytes(tensor_index, item.tensors[tensor_index].size_bytes());
 }
 
-std::size_t SendChannel::num_chunks_of(std::size_t num_bytes) const {
-  const std::size_t num_chunks = (num_bytes + options_.chunk_bytes - 1) / options_.chunk_bytes;
+std::size_t SendChannel::num_chunks_of(std::size_t num_bytes, std::size_t chunk_bytes) {
+  const std::size_t num_chunks = (num_bytes + chunk_bytes - 1) / chunk_bytes;
   return std::max<std::size_t>(1, num_chunks);  // an empty tensor is one frame
 }
 
 void SendChannel::send_end(std::int64_t num_minibatches) {
   Item* item = take_free_item();
   item->is_end = true;
+  item->is_timed = false;
   item->minibatch = MinibatchId(num_minibatches);
   item->tensors.clear();
   item->num_chunks = 0;
@@ -149,7 +164,10 @@ void SendChannel::enqueue(Item* item) {
   {
     const std::lock_guard lock(mutex_);
     queued_.push_back(item);
-    if (!item->is_end && num_under_way_++ == 0) under_way_since_ns_ = now_ns();
+    if (!item->is_end) {
+      item->send_index = num_sent_++;
+      if (num_under_way_++ == 0) under_way_since_ns_ = now_ns();
+    }
   }
   schedule_pump();
 }
@@ -183,7 +201,6 @@ bool SendChannel::start(Item& item) {
   if (item.is_end) return true;
   note_credit_wait(granted_.empty());
   if (granted_.empty()) return false;
-  item.is_placed = placed_slots_ && item.num_wire_bytes >= options_.placed_bytes_min;
   item.copy = nullptr;
   if (!item.is_placed && staging_ != nullptr) {
     auto lease = staging_->try_lease();
@@ -191,6 +208,7 @@ bool SendChannel::start(Item& item) {
     item.staging = std::move(*lease);
     item.copy = item.staging.data();
   }
+  item.started_ns = item.is_timed ? now_ns() : 0;
   item.slot = granted_.take();
   if (item.is_placed) item.copy = placed_slots_->slot_data(item.slot);
   if (item.copy == nullptr) {
@@ -227,7 +245,7 @@ bool SendChannel::enqueue_copies_of(Item& item) {
 void SendChannel::enqueue_copy(Item& item) {
   const auto [tensor_index, offset, num_passed] = item.copied;
   const TensorView& tensor = item.tensors[tensor_index];
-  const std::size_t num_bytes = std::min(options_.chunk_bytes, wire_bytes(item, tensor_index) - offset);
+  const std::size_t num_bytes = std::min(item.chunk_bytes, wire_bytes(item, tensor_index) - offset);
   std::byte* const to = item.copy + layout_.offset_bytes(tensor_index) + offset;
   if (num_bytes > 0) copy_stream_->copy(to, tensor.data + offset, num_bytes);
   advance(item.copied, item);
@@ -248,7 +266,7 @@ void SendChannel::enqueue_encoding(Item& item) {
     work.residual = residual_.data() + layout_.residual_offset_bytes(tensor_index);
   }
   stream_codec_->encode(*copy_stream_, work);
-  const std::size_t num_chunks = num_chunks_of(wire_bytes(item, tensor_index));
+  const std::size_t num_chunks = num_chunks_of(wire_bytes(item, tensor_index), item.chunk_bytes);
   for (std::size_t chunk = 0; chunk < num_chunks; ++chunk) advance(item.copied, item);
   copy_stream_->call([&item, num_chunks] { item.channel->note_copied(item, num_chunks); });
 }
@@ -262,7 +280,7 @@ void SendChannel::note_copied(Item& item, std::size_t num_chunks) {
 
 void SendChannel::advance(ChunkCursor& cursor, const Item& item) const {
   ++cursor.num_passed;
-  cursor.offset += options_.chunk_bytes;
+  cursor.offset += item.chunk_bytes;
   if (cursor.offset < wire_bytes(item, cursor.tensor_index)) return;
   cursor.offset = 0;
   ++cursor.tensor_index;
@@ -297,7 +315,7 @@ void SendChannel::frame_chunk(Item& item) {
   const auto [tensor_index, offset, num_passed] = item.framed;
   const TensorView& tensor = item.tensors[tensor_index];
   const std::size_t num_bytes = wire_bytes(item, tensor_index);
-  const std::size_t chunk_bytes = std::min(options_.chunk_bytes, num_bytes - offset);
+  const std::size_t chunk_bytes = std::min(item.chunk_bytes, num_bytes - offset);
   OutgoingFrame frame;
   FrameHeader& header = frame.header;
   header.kind = FrameKind::kTensor;
@@ -343,11 +361,18 @@ void SendChannel::release(Item& item) {
     released_.push_back(std::move(item.keep_alive));
     item.keep_alive = nullptr;
     free_items_.push_back(&item);
+    if (item.is_timed) time(item);
     if (!item.is_end && --num_under_way_ == 0) transfer_ns_ += now_ns() - under_way_since_ns_;
   }
   num_unreleased_.fetch_sub(1);
   if (waiting_for_release_.load()) wakeup_.update([] {});
   if (staged) schedule_pump();  // the staging slot is free for the next item
+}
+
+// Under the mutex. An item that another one followed, or that never started, says nothing.
+void SendChannel::time(const Item& item) {
+  if (item.started_ns == 0 || item.send_index + 1 != num_sent_ || !tuner_.wants(item.num_wire_bytes)) return;
+  tuner_.record(item.num_wire_bytes, std::max<std::int64_t>(1, now_ns() - item.started_ns));
 }
 
 // ---- Figures ----
@@ -363,6 +388,7 @@ ChannelStats SendChannel::stats() const {
   const std::int64_t credit_wait_began_ns = credit_wait_began_ns_.load();
   if (credit_wait_began_ns != 0) stats.credit_wait_ns += now_ns() - credit_wait_began_ns;
   const std::lock_guard lock(mutex_);
+  stats.chunk_bytes = tuner_.untimed_chunk_bytes();
   stats.transfer_ns = transfer_ns_ + (num_under_way_ > 0 ? now_ns() - under_way_since_ns_ : 0);
   return stats;
 }

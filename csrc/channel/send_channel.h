@@ -30,6 +30,7 @@
 #include "base/ids.h"
 #include "base/ring_buffer.h"
 #include "channel/channel_stats.h"
+#include "channel/chunk_tuner.h"
 #include "channel/granted_slots.h"
 #include "channel/placed_slots.h"
 #include "channel/tensor.h"
@@ -45,7 +46,7 @@ namespace pipedream {
 struct ChannelOptions {
   std::string name;  // for errors: "activations of stage 0 to stage 1"
   ItemSpec spec;
-  std::size_t chunk_bytes = std::size_t{512} << 10;
+  std::size_t chunk_bytes = 0;  // of what a sender cuts; 0: measured, see chunk_tuner.h
   std::size_t num_items_max = 16;
   std::int64_t num_microbatches = 1;               // of every minibatch: items come in the order of both
   Codec codec{};                                   // of the float tensors
@@ -116,7 +117,11 @@ class SendChannel final : public LinkHandler {
     std::unique_ptr<Event> ready;
     std::shared_ptr<void> keep_alive;
     std::size_t num_wire_bytes = 0;
+    std::size_t chunk_bytes = 0;
     std::size_t num_chunks = 0;
+    bool is_timed = false;         // for the tuner, if it stays alone on its way
+    std::uint64_t send_index = 0;  // among the items with tensors
+    std::int64_t started_ns = 0;
     std::uint16_t slot = 0;     // of the receiver
     bool is_placed = false;     // written there by the copy stream
     Lease staging;              // what it is copied to otherwise; invalid when the wire reads the tensors
@@ -127,6 +132,9 @@ class SendChannel final : public LinkHandler {
     std::atomic<std::size_t> num_chunks_left{0};    // not yet sent
   };
 
+  // Of placed tensors: the receiver copies nothing, so that small chunks gain nothing on the host, and on a
+  // device little.
+  static constexpr std::size_t kPlacedChunkBytes = std::size_t{4} << 20;
   // The end, which waits for no room, and an item whose on_sent is late: the answer to it may come first.
   static constexpr std::size_t kNumSpareItems = 2;
   // Copies that may be enqueued and not done, of two or three operations each: the transport thread must not
@@ -136,7 +144,9 @@ class SendChannel final : public LinkHandler {
   [[nodiscard]] std::size_t check_and_count_bytes(MinibatchId minibatch,
                                                   const std::vector<TensorView>& tensors) const;
   [[nodiscard]] std::size_t wire_bytes(const Item& item, std::size_t tensor_index) const;
-  [[nodiscard]] std::size_t num_chunks_of(std::size_t num_bytes) const;
+  void cut(Item& item);
+  [[nodiscard]] static std::size_t num_chunks_of(std::size_t num_bytes, std::size_t chunk_bytes);
+  void time(const Item& item);
   [[nodiscard]] bool wait_until_fewer(std::size_t num_items, Deadline deadline);
   void enqueue(Item* item);
   Item* take_free_item();
@@ -191,7 +201,9 @@ class SendChannel final : public LinkHandler {
   std::vector<Item*> free_items_;
   RingBuffer<Item*> queued_;
   std::vector<std::shared_ptr<void>> released_;
-  std::size_t num_under_way_ = 0;  // items with tensors, from send() to release()
+  ChunkTuner tuner_;
+  std::uint64_t num_sent_ = 0;     // items with tensors
+  std::size_t num_under_way_ = 0;  // of them, from send() to release()
   std::int64_t under_way_since_ns_ = 0;
   std::int64_t transfer_ns_ = 0;
 

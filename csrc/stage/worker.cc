@@ -39,7 +39,8 @@ void send_abort(Link& link, const std::string& why) {
 // Chunks of a slot may be larger than what is left of it, never larger than this.
 std::size_t payload_bytes_max(const ChannelSpec& spec) {
   const std::size_t slot_bytes = WireLayout(spec.item, spec.codec).slot_bytes();
-  return std::max(std::min(spec.chunk_bytes, slot_bytes), kAbortTextBytesMax);
+  const std::size_t chunk_bytes = spec.chunk_bytes != 0 ? spec.chunk_bytes : kChunkBytesTried.back();
+  return std::max(std::min(chunk_bytes, slot_bytes), kAbortTextBytesMax);
 }
 
 // Shared memory as a pool term's own, pinned for the device.

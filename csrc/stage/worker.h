@@ -57,9 +57,9 @@ struct ChannelSpec {
   ItemSpec item;
   std::int64_t num_items = 2;  // receive: slots, and so credits; send: items that may wait or be on the wire
   std::int64_t num_microbatches = 1;  // of every minibatch: items come in the order of both
-  std::size_t chunk_bytes = std::size_t{512} << 10;
-  bool on_device = true;  // false: items live in host memory on every device
-  Codec codec{};          // of its float tensors
+  std::size_t chunk_bytes = 0;        // 0: measured on the first items, see chunk_tuner.h
+  bool on_device = true;              // false: items live in host memory on every device
+  Codec codec{};                      // of its float tensors
 };
 
 // One stage of the worker and its neighbours' channels; empty names where there is no neighbour.

@@ -73,6 +73,15 @@ TEST(ChunkTuner, TimesOfItemsOfManySizesAreComparedPerByte) {
   EXPECT_EQ(tuner.chunk_bytes(), kChunkBytesTried.front());
 }
 
+TEST(ChunkTuner, ItemsThatAreNotTimedHaveTheUsualSizeUntilItHasDecided) {
+  ChunkTuner tuner(0);
+  while (!tuner.decided()) {
+    EXPECT_EQ(tuner.untimed_chunk_bytes(), kUsualChunkBytes);
+    tuner.record(kItemBytes, tuner.chunk_bytes() == kChunkBytesTried.back() ? 500 : 1000);
+  }
+  EXPECT_EQ(tuner.untimed_chunk_bytes(), kChunkBytesTried.back());
+}
+
 TEST(ChunkTuner, SmallItemsAreNotTimed) {
   const ChunkTuner tuner(0);
   EXPECT_FALSE(tuner.wants(2 * kChunkBytesTried.back() - 1));

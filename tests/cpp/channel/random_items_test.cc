@@ -1,6 +1,7 @@
 // Items of any make on every road: random dtypes, shapes and sizes, from two threads at their own pace.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstring>
@@ -118,6 +119,27 @@ TEST_P(RandomItems, ItemsOfManyThousandChunksArrive) {
     expect_equal(take(), *one_tensor(200'000, minibatch));
   }
   EXPECT_EQ(receiver_->stats().num_chunks, 3U * 3125);
+}
+
+// The chunk size is found out on the way: items of every size that is tried arrive whole.
+TEST_P(RandomItems, LargeItemsArriveWhileTheChunkSizeIsMeasured) {
+  constexpr std::int64_t kNumBytes = static_cast<std::int64_t>(2 * kChunkBytesTried.back() + 5);
+  make_channels(one_tensor_spec(kNumBytes), {.num_slots = 1, .chunk_bytes = 0});
+  const auto content = one_tensor(kNumBytes, 3);
+  for (std::int64_t minibatch = 0; minibatch < 14; ++minibatch) {
+    send(minibatch, content);
+    expect_equal(take(), *content);
+    ASSERT_TRUE(sender_->wait_until_sent(patience()));
+  }
+  const ChannelStats stats = sender_->stats();
+  EXPECT_EQ(std::count(kChunkBytesTried.begin(), kChunkBytesTried.end(), stats.chunk_bytes), 1)
+      << stats.chunk_bytes;
+  // Three of each size, then two of the one that was chosen; what is placed is not cut so small.
+  std::uint64_t num_chunks = 0;
+  const auto chunks_of = [](std::size_t chunk_bytes) { return (kNumBytes + chunk_bytes - 1) / chunk_bytes; };
+  for (const std::size_t tried : kChunkBytesTried) num_chunks += 3 * chunks_of(tried);
+  num_chunks += 2 * chunks_of(stats.chunk_bytes);
+  EXPECT_EQ(stats.num_chunks, placed() ? 14U * 2 : num_chunks);
 }
 
 // A receiver that takes nothing: what has left the sender is what there are slots for.
