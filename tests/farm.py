@@ -61,20 +61,22 @@ class Farm:
         *args: Any,
         num_ranks: int,
         torchrun_id: str = "",
+        ranks_per_machine: int | None = None,
         deadline_s: float = _DEADLINE_S,
         **kwargs: Any,
     ) -> list[Outcome]:
         """Calls function(*args, **kwargs) at ranks 0 .. num_ranks - 1 and waits for all of them.
 
         The function is sent by name, the arguments by value. torchrun_id: two cases with the same one are
-        two parts of one script; without it, every case is a script of its own.
+        two parts of one script; without it, every case is a script of its own. ranks_per_machine: what each
+        rank is told; None puts all on one machine.
         """
         assert num_ranks <= _NUM_RANKS_MAX
         while len(self._ranks) < num_ranks:
             self._ranks.append(self._start(len(self._ranks)))
         environment = {
             "WORLD_SIZE": str(num_ranks),
-            "LOCAL_WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(ranks_per_machine or num_ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -154,7 +156,8 @@ def _serve(rank: int, connection: Connection) -> None:
 def _perform(rank: int, task: bytes) -> bytes:
     try:
         environment, function, args, kwargs = pickle.loads(task)
-        environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        local_rank = rank % int(environment["LOCAL_WORLD_SIZE"])
+        environment |= {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
         os.environ.update(environment)
         # As in a script of its own, no rank starts from the generators of another or of the last case.
         torch.manual_seed(rank)

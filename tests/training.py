@@ -13,7 +13,7 @@ from typing import Any
 
 import pipedream
 import torch
-from models import CASES, Batch, Case
+from models import CASES, LARGE_CASES, Batch, Case
 from pipedream import RunResult, reference
 from pipedream.plan import Plan
 from torch import nn
@@ -67,7 +67,7 @@ class Training:
 
     @property
     def case(self) -> Case:
-        return CASES[self.case_name]
+        return {**CASES, **LARGE_CASES}[self.case_name]
 
     @property
     def plan(self) -> Plan:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from . import _core
 from .boundary import Boundary, TensorSpec
 from .bulk import PIECE_BYTES
+from .codec_choice import NO_CODEC, CodecChoice, codec_between
 from .data import ForwardedData
 from .plan import Plan
 
@@ -27,7 +27,6 @@ __all__ = [
     "activations_name",
     "channels_of_run",
     "data_channels",
-    "find_libzmq",
     "from_rank_0",
     "gradients_name",
     "norm_name",
@@ -97,6 +96,16 @@ class RunChannel:
     num_microbatches: int
     """Of every minibatch: the items come in the order of both. 1 where minibatches are not cut."""
     on_device: bool
+    codec: str = NO_CODEC
+    """By which its float tensors travel."""
+    stages: tuple[int, int] | None = None
+    """Sender and receiver of activations or gradients; None for every other channel."""
+
+    @property
+    def may_be_placed(self) -> bool:
+        """Whether its items are large enough for shared memory to pay."""
+        _, wire_bytes, _, _ = _core.channel_bytes(self.tensors, self.codec)
+        return wire_bytes >= _core.PLACED_BYTES_MIN
 
     def add_to(self, core: _core.Worker, rank: int, plan: Plan) -> None:
         """Adds this end of the channel to the worker; nothing when the rank has no end of it."""
@@ -113,6 +122,7 @@ class RunChannel:
             num_items=self.num_unsent_max if sends else self.num_slots,
             num_microbatches=self.num_microbatches,
             on_device=self.on_device,
+            codec=self.codec,
         )
 
 
@@ -132,6 +142,8 @@ class _ChannelList:
         unsent: int,
         num_microbatches: int = 1,
         on_device: bool = True,
+        codec: str = NO_CODEC,
+        stages: tuple[int, int] | None = None,
     ) -> None:
         sender, receiver = ends
         tensors = [(str(s.dtype).removeprefix("torch."), len(s.shape), s.num_bytes) for s in specs]
@@ -146,6 +158,8 @@ class _ChannelList:
                 unsent,
                 num_microbatches,
                 on_device,
+                codec,
+                stages,
             )
         )
 
@@ -159,8 +173,10 @@ def channels_of_run(
     forwarded: ForwardedData | None,
     *,
     exchanges_norms: bool,
+    codec: CodecChoice,
 ) -> list[RunChannel]:
-    """All channels of a run, the same list at every worker."""
+    """All channels of a run, the same list at every worker. codec: of activations and gradients; what else
+    travels, weights and the gradients of tied ones, is exact."""
     found = _ChannelList()
     if forwarded is not None:
         found.channels += data_channels(plan, forwarded)
@@ -178,6 +194,8 @@ def channels_of_run(
             slots=in_flight_downstream + 1,
             unsent=unsent,
             num_microbatches=schedule.num_microbatches,
+            codec=codec_between(codec, stage, stage + 1),
+            stages=(stage, stage + 1),
         )
         gradients = [spec for spec in boundary.tensors if spec.requires_grad] or [_NO_GRADIENT]
         found.add(
@@ -187,6 +205,8 @@ def channels_of_run(
             slots=2,
             unsent=unsent,
             num_microbatches=schedule.num_microbatches,
+            codec=codec_between(codec, stage + 1, stage),
+            stages=(stage + 1, stage),
         )
     _add_ties(found, worker_of, schedule, ties)
     if exchanges_norms:
@@ -237,12 +257,3 @@ def tied_tensors(ties: Sequence[TieSpec]) -> dict[tuple[int, int], list[TensorSp
         for user in tie.stages[1:]:
             found.setdefault((tie.stages[0], user), []).append(tie.spec)
     return found
-
-
-def find_libzmq() -> str:
-    """The libzmq inside the pyzmq wheel; empty leaves the search to the core."""
-    import zmq
-
-    bundled = Path(zmq.__file__).parent.parent / "pyzmq.libs"
-    found = sorted(bundled.glob("libzmq*.so*")) if bundled.is_dir() else []
-    return str(found[0]) if found else ""

@@ -1,4 +1,4 @@
-"""The command line: pipedream profile | partition | run | trace. One process, its main thread.
+"""The command line: pipedream profile | partition | run | keys | trace. One process, its main thread.
 
 Exit status 0; 2 for a user's mistake and 1 for any other failure, each one line on stderr. With --json
 stdout holds exactly one JSON object. Nothing here imports torch until a command needs it.
@@ -51,6 +51,7 @@ _RESULT_FIELDS = (
     "worker_pids",
     "memory",
     "recompute",
+    "channels",
 )
 
 # rich_markup_mode=None: plain help and plain errors, and no import of rich.
@@ -155,7 +156,25 @@ def run_command(
     ] = None,
     autocast: Annotated[str | None, typer.Option(help="bfloat16 or float16.")] = None,
     max_grad_norm: Annotated[float | None, typer.Option(help="Scale gradients down to this norm.")] = None,
-    transport: Annotated[str, typer.Option(help="How tensors travel between workers.")] = "auto",
+    transport: Annotated[
+        str, typer.Option(help="How tensors travel between workers: auto, tcp, zmq or shm.")
+    ] = "auto",
+    codec: Annotated[
+        str | None,
+        typer.Option(
+            help="What activations and gradients become between stages: bf16, fp16, int8, topk or"
+            " topk:0.05; or WHERE=CODEC,..., as activations=bf16,1->0=int8."
+        ),
+    ] = None,
+    keys: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Encrypt all links with a file from `keys`.")
+    ] = None,
+    bind: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Address or interface that workers listen on.")
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen without keys where other machines can reach it.")
+    ] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of every worker's random numbers.")] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save the trained weights here (.safetensors).")
@@ -166,6 +185,7 @@ def run_command(
     as_json: _Json = False,
 ) -> None:
     """Train a model as a pipeline of worker processes."""
+    from .codec_choice import parse_codec_text
     from .target import load_job
 
     for path in (output, trace):
@@ -173,6 +193,7 @@ def run_command(
     if trace is not None:
         check_trace_path(trace)
     _check_plan_options(plan_file, workers, bandwidth, straight)
+    chosen_codec = None if codec is None else parse_codec_text(codec)
     given_plan = None if plan_file is None else Plan.load(plan_file)
     with _clean_stdout(as_json):
         plan = given_plan or _make_plan(target, workers or 0, bandwidth or "", straight)
@@ -195,6 +216,10 @@ def run_command(
             autocast=autocast,
             max_grad_norm=max_grad_norm,
             transport=transport,
+            codec=chosen_codec,
+            keys=keys,
+            bind=bind,
+            insecure=insecure,
             seed=seed,
             progress=not as_json,
             trace=None if trace is None else os.fspath(trace),
@@ -204,6 +229,34 @@ def run_command(
     if _is_first_rank():
         summary = {"plan": plan.to_dict()} | {name: getattr(result, name) for name in _RESULT_FIELDS}
         _print(_describe(result, output, trace), summary, as_json)
+
+
+@app.command("keys")
+def keys_command(
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="The file to make; with --machines, the folder.")
+    ],
+    machines: Annotated[
+        int | None,
+        typer.Option(help="A file per machine, machine-0.json and so on, each with its own pair."),
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Make the keys that encrypt and authenticate the links of runs on several machines."""
+    from .keys import write_key_file, write_key_folder
+
+    if machines is None:
+        _check_output(path)
+        paths, made = [path], [write_key_file(path)]
+    else:
+        _check_output(path / "machine-0.json" if path.is_dir() else path)
+        paths, made = write_key_folder(path, machines)
+    fields = {"files": [os.fspath(path) for path in paths], "public": [keys.public for keys in made]}
+    if machines is None:
+        remedy = f"copy it to every machine of the run, readable by you alone, and give keys={str(path)!r}"
+    else:
+        remedy = "move each file to its machine, readable by you alone, and give its path as keys="
+    _print("\n".join([*fields["files"], remedy]), fields, as_json)
 
 
 @app.command("trace")
@@ -346,7 +399,7 @@ def _describe(result: RunResult, output: Path | None, trace: Path | None) -> str
         for what, path in (("weights", output), ("trace", trace))
         if path is not None
     ]
-    lines += ["", result.describe_memory()]
+    lines += [f"\n{table}" for table in (result.describe_memory(), result.describe_channels()) if table]
     return "\n".join(lines)
 
 
@@ -388,6 +441,8 @@ def _to_json(value: Any) -> Any:
     """JSON has no NaN and no infinity: null stands for both."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
+    if hasattr(value, "_asdict"):  # a named tuple
+        value = value._asdict()
     if isinstance(value, Mapping):
         return {str(key): _to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _core
+from .links import LinkOptions
 from .plan import Plan
 from .rendezvous import Rendezvous
 from .status import StatusBoard
@@ -35,8 +36,7 @@ class JobOptions:
     max_grad_norm: float | None
     epochs: int
     seed: int | None
-    transport: str
-    peer_timeout_s: float
+    links: LinkOptions
     on_nonfinite: str
     gather: str
     progress: bool
@@ -61,6 +61,7 @@ class JobOptions:
             "autocast": None if self.autocast is None else str(self.autocast),
             "max_grad_norm": self.max_grad_norm,
             "epochs": self.epochs,
+            **self.links.settings(),
         }
 
 

@@ -33,11 +33,12 @@ from torch.utils.dlpack import to_dlpack
 
 from . import _core, errors
 from .boundary import Boundary, check_pair
-from .channels import CALLER, INPUTS, TARGETS, data_channels, find_libzmq
+from .channels import CALLER, INPUTS, TARGETS, data_channels
 from .data import ForwardedData, epochs_of, fingerprint, num_minibatches_of
 from .guard import RUN_FOLDER_VARIABLE, error_path
 from .job import JobOptions, TorchSettings, WorkerPlace
 from .plan import Plan
+from .pulse import Pulse
 from .rendezvous import Rendezvous, connect_store, host_store
 from .result import RunResult
 from .seeding import RngState, base_seed, generators_kept, seed_data
@@ -244,13 +245,11 @@ class _Forwarder(threading.Thread):
     def run(self) -> None:
         plan = self._options.plan
         core: _core.Worker | None = None
+        pulse: Pulse | None = None
+        links = self._options.links
         try:
-            core = _core.Worker(
-                libzmq_path=find_libzmq(),
-                peer_timeout_s=self._options.peer_timeout_s,
-                run_id=self._errand.run_id,
-                plan_hash=plan.hash(),
-            )
+            core = _core.Worker(**links.core_arguments(), run_id=self._errand.run_id, plan_hash=plan.hash())
+            pulse = Pulse(core, links.peer_timeout_s)
             self._connect(core, plan)
             self._forward(core)
             while not self._stopping.wait(0.05):
@@ -266,6 +265,8 @@ class _Forwarder(threading.Thread):
         finally:
             if core is not None:
                 core.close(1.0)
+            if pulse is not None:
+                pulse.stop()
 
     def _connect(self, core: _core.Worker, plan: Plan) -> None:
         receivers = set()

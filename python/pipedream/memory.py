@@ -60,7 +60,7 @@ TRANSIENT = "largest transient"
 TORCH_OPTIMIZER_STATE = "optimizer state of torch"
 
 _SLOT_ALIGNMENT = 256  # csrc/pool/pool.h, kSlotAlignment
-_TENSOR_ALIGNMENT = 64  # csrc/channel/tensor.h, ItemSpec::kTensorAlignment
+_STAGING, _RESIDUAL = "staging, ", "residual, "  # csrc/stage/worker.cc, before the channel's name
 _NUM_RELEASED_LATE = 1  # what a neighbour has used, and whose memory has not come back to the sender
 _GENERATOR_BYTES = 8192  # of a recompute: the state of torch's generators
 
@@ -93,8 +93,7 @@ class MemoryPlan:
         """The predicted terms."""
         terms: Terms = {}
         for channel in self.channels:
-            if channel.receiver == self.rank:
-                terms[channel.name] = channel.num_slots * slot_bytes(_item_bytes(channel))
+            terms |= _channel_terms(channel, self.rank)
         for stage in self.plan.stages_of(self.rank):
             versions = _core.num_versions_kept(self.schedule, stage)
             resident = num_resident_versions(versions) if self.offloads_versions(stage) else versions
@@ -194,6 +193,7 @@ class MemoryPlan:
         if self.device_type == "cpu":
             return False
         on_host = {channel.name for channel in self.channels if not channel.on_device}
+        on_host |= {_STAGING + channel.name for channel in self.channels}
         return name in (OFFLOADED_VERSIONS, OFFLOADED_ACTIVATIONS) or name in on_host
 
 
@@ -310,8 +310,18 @@ def _bytes_or_blank(num_bytes: int | None) -> str:
     return "not measured" if num_bytes is None else format_bytes(num_bytes)
 
 
-def _item_bytes(channel: RunChannel) -> int:
-    return sum(_aligned(num_bytes, _TENSOR_ALIGNMENT) for _, _, num_bytes in channel.tensors)
+def _channel_terms(channel: RunChannel, rank: int) -> Terms:
+    """What a rank needs for a channel. On the host what is not encoded goes from and to where it lies."""
+    item_bytes, wire_bytes, residual_bytes, encodes = _core.channel_bytes(channel.tensors, channel.codec)
+    terms: Terms = {}
+    if channel.receiver == rank:
+        terms[channel.name] = channel.num_slots * slot_bytes(item_bytes)
+        if encodes:
+            terms[_STAGING + channel.name] = channel.num_slots * slot_bytes(wire_bytes)
+    elif channel.sender == rank and encodes:
+        terms[_STAGING + channel.name] = channel.num_unsent_max * slot_bytes(wire_bytes)
+        terms[_RESIDUAL + channel.name] = slot_bytes(residual_bytes)
+    return terms
 
 
 def slot_bytes(num_bytes: int) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -37,6 +38,7 @@ __all__ = ["ReferenceResult", "run"]
 LossFunction = Callable[[Any, Any], Tensor]
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
+CutFunction = Callable[[int, int, int, Tensor], Tensor]
 
 # Every minibatch is finished at all stages before the next one starts.
 _DRAINING = ("flush", "gpipe", "model_parallel", "interleaved")
@@ -75,15 +77,18 @@ def run(
     autocast: str | torch.dtype | None = None,
     max_grad_norm: float | None = None,
     seed: int | None = None,
+    across_cut: CutFunction | None = None,
 ) -> ReferenceResult:
-    """Trains the model in place as the schedule would. Arguments as pipedream.run's.
+    """Trains the model in place as the schedule would. Arguments as pipedream.run's, but for across_cut.
 
     The gradient of minibatch i, taken at the versions that its stages read (see _Versions), updates each
     stage's newest version i to version i + 1. Buffers are not versioned. With one stage every schedule but
     2bw is plain training, with one microbatch bit for bit. recompute, True for all stages or the indices of
     some, changes numbers with naive only, whose recomputed forward reads the newest version. Raises
-    ValueError or TypeError for what cannot be run. Sources: PipeDream (SOSP'19), section 3.3; PipeDream-2BW
-    (ICML'21), section 3.1; GPipe (NeurIPS'19), section 2; design.md, section 4.
+    ValueError or TypeError for what cannot be run. across_cut(sender, receiver, tensor_index, tensor): what a
+    floating-point activation, or coming back a gradient, becomes between two stages; called in the order of
+    the microbatches, returns a new tensor. None: they stay as they are. Sources: PipeDream (SOSP'19), section
+    3.3; PipeDream-2BW (ICML'21), section 3.1; GPipe (NeurIPS'19), section 2; design.md, section 4.
     """
     if any(stage.num_replicas > 1 for stage in plan.stages):
         raise ValueError(
@@ -118,6 +123,7 @@ def run(
             tied={id(tie.parameter) for tie in ties},
             device=device,
             num_microbatches=microbatches,
+            across_cut=across_cut,
             max_grad_norm=max_grad_norm,
             scaler=LossScaler(versions.num_late_overflows) if dtype == torch.float16 else None,
         )
@@ -196,6 +202,36 @@ class _History:
         """The parameter was updated: its content is the next version."""
         self._newest += 1
         self._copies[self._newest] = self.parameter.detach().clone()
+
+
+class _Cut(torch.autograd.Function):
+    """A tensor between two stages, and its gradient on the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, sender: int, receiver: int, tensor_index: int, across_cut: CutFunction
+    ) -> Tensor:
+        ctx.back = (receiver, sender, tensor_index, across_cut)
+        return across_cut(sender, receiver, tensor_index, tensor.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        receiver, sender, tensor_index, across_cut = ctx.back
+        return across_cut(receiver, sender, tensor_index, gradients[0]), None, None, None, None
+
+
+def _cross(value: Any, sender: int, receiver: int, across_cut: CutFunction) -> Any:
+    """The value with what its floating-point tensors become. All tensors count, in the structure's order."""
+    indices = itertools.count()
+
+    def cross(tensor: Tensor) -> Tensor:
+        tensor_index = next(indices)
+        if not tensor.is_floating_point():
+            return tensor
+        crossed: Tensor = _Cut.apply(tensor, sender, receiver, tensor_index, across_cut)  # type: ignore[no-untyped-call]
+        return crossed
+
+    return map_tensors(cross, value)
 
 
 class _Updater:
@@ -316,6 +352,7 @@ class _Trainer:
         tied: set[int],
         device: torch.device,
         num_microbatches: int,
+        across_cut: CutFunction | None,
         max_grad_norm: float | None,
         scaler: LossScaler | None,
     ) -> None:
@@ -326,6 +363,7 @@ class _Trainer:
         self._tied = tied
         self._device = device
         self._num_microbatches = num_microbatches
+        self._across_cut = across_cut
         self._max_grad_norm = max_grad_norm
         self._scaler = scaler
         self._overflows: set[tuple[int, int]] = set()  # (stage, minibatch)
@@ -381,7 +419,9 @@ class _Trainer:
             # A first layer that works in place must not change the caller's data, which every worker reads
             # for itself. With one stage a plain loop would change them too.
             value = map_tensors(Tensor.clone, value)
-        for stage in self._stages:
+        for stage_index, stage in enumerate(self._stages):
+            if stage_index > 0 and self._across_cut is not None:
+                value = _cross(value, stage_index - 1, stage_index, self._across_cut)
             if stage.recomputes_newest:
                 recomputed.append(_Recomputed(stage, value, targets, leaves))
                 value = recomputed[-1].outputs()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from . import _core
+from .channels import RunChannel
 from .memory import describe_memory
 from .plan import Plan
-from .trace import Span, write_trace
+from .table import format_table
+from .trace import Clock, Span, shift_ns, write_trace
+from .units import format_bytes
 
-__all__ = ["RunResult", "WorkSpan", "combine_reports"]
+__all__ = ["ChannelFigures", "RunResult", "WorkSpan", "combine_reports"]
 
 
 class WorkSpan(NamedTuple):
@@ -33,6 +37,36 @@ class WorkSpan(NamedTuple):
     """Of ready to completed: in user code."""
 
 
+class ChannelFigures(NamedTuple):
+    """What travelled by one channel between two stages, over the whole run."""
+
+    name: str
+    sender: int
+    """Its stage."""
+    receiver: int
+    transport: str
+    """As in RunResult.transports."""
+    codec: str
+    """Of its float tensors; "none" leaves them as they are."""
+    items: int
+    """Microbatches."""
+    chunks: int
+    tensor_bytes: int
+    """As they are without a codec."""
+    wire_bytes: int
+    """By the socket, headers included."""
+    placed_bytes: int
+    """Written into the receiver's memory by the sender, on one host."""
+    transfer_ms: float
+    """In which at least one item was under way."""
+    credit_wait_ms: float
+    """Of that: in which the next item waited for the receiver to have room."""
+    wait_ms: float
+    """In which the receiver had nothing to do but to wait for this channel."""
+    overlap_share: float | None
+    """Of transfer_ms: in which the receiver did not wait, 0 to 1; None when nothing was under way."""
+
+
 @dataclass
 class RunResult:
     """What `run` returns. Lists over workers are in the order of their ranks."""
@@ -52,9 +86,10 @@ class RunResult:
     bubble_share: float
     """Share of the workers' time in which they did not run user code, 0 to 1."""
     bytes_sent: int
-    """By all workers between stages, headers included."""
+    """By all workers between stages, headers included, and what they wrote into each other's memory."""
     transports: dict[str, str]
-    """"0->1": how activations travel from stage 0 to 1, and gradients back as "1->0"."""
+    """"0->1": how activations travel from stage 0 to 1, and gradients back as "1->0": "zmq/tcp", encrypted
+    as "zmq/tcp curve", or "shared memory" (where they are of 16 KiB or more)."""
     worker_pids: list[int]
     memory: list[dict[str, dict[str, int | None]]]
     """Per worker and named term: "predicted" and "peak" bytes; None where a term cannot be measured. On the
@@ -67,6 +102,8 @@ class RunResult:
     """Per stage: whether its forwards were done again before their backwards."""
     offload: list[list[str]] = field(default_factory=list)
     """Per stage: what waited in host memory for its use, of "versions" and "activations"."""
+    channels: list[ChannelFigures] = field(default_factory=list)
+    """Of every channel between two stages, activations and gradients."""
     spans: list[list[WorkSpan]] = field(default_factory=list, repr=False)
     """Per worker: the latest work items, oldest first."""
     worker_names: list[str] = field(default_factory=list, repr=False)
@@ -74,11 +111,16 @@ class RunResult:
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Writes a Chrome trace (.json or .json.gz) that ui.perfetto.dev opens."""
-        write_trace(path, list(self._trace_spans()))
+        channels = {channel.name: channel._asdict() for channel in self.channels}
+        write_trace(path, list(self._trace_spans()), {"channels": channels})
 
     def describe_memory(self) -> str:
         """A table of `memory`: predicted and peak bytes per worker and term."""
         return describe_memory(self.worker_names, self.memory)
+
+    def describe_channels(self) -> str:
+        """A table of `channels`; empty when nothing travels."""
+        return _describe_channels(self.channels)
 
     def to_dict(self) -> dict[str, Any]:
         return dict(vars(self))  # not asdict: copying the spans one by one takes seconds
@@ -88,6 +130,7 @@ class RunResult:
         """The result from its JSON form, with tuples where JSON has lists."""
         fields = dict(fields)
         fields["versions"] = [[(pair[0], pair[1]) for pair in stage] for stage in fields["versions"]]
+        fields["channels"] = [ChannelFigures(*channel) for channel in fields["channels"]]
         fields["spans"] = [[WorkSpan(*span) for span in worker] for worker in fields["spans"]]
         return cls(**fields)
 
@@ -109,18 +152,19 @@ class RunResult:
 
 
 def combine_reports(
-    plan: Plan, schedule: _core.ScheduleOptions, transport: str, reports: list[dict[str, Any]]
+    plan: Plan,
+    schedule: _core.ScheduleOptions,
+    channels: Sequence[RunChannel],
+    reports: list[dict[str, Any]],
 ) -> RunResult:
-    """The run's result from what the workers report, in the order of their ranks."""
+    """The run's result from what the workers report, in the order of their ranks. channels: those of
+    activations and gradients."""
     last = reports[plan.worker_of_stage[-1]]
     losses, samples, epochs = last["losses"], last["samples"], last["epochs"]
     totals = [report["totals"] for report in reports]
     elapsed_ns = max(entry["elapsed_ns"] for entry in totals)
     stages = [reports[worker]["stages"][str(stage)] for stage, worker in enumerate(plan.worker_of_stage)]
-    transports: dict[str, str] = {}
-    for stage in range(plan.num_stages - 1):
-        transports[f"{stage}->{stage + 1}"] = transport
-        transports[f"{stage + 1}->{stage}"] = transport
+    figures = [_figures_of(channel, reports) for channel in channels]
     num_warm_up = 1 if _core.drains_every_minibatch(schedule) else plan.in_flight[0]
     return RunResult(
         losses=losses,
@@ -131,8 +175,8 @@ def combine_reports(
         measured_ms=_steady_ms(last["spans"], num_warm_up),
         bubble_share=1.0
         - sum(t["compute_ns"] for t in totals) / max(sum(t["elapsed_ns"] for t in totals), 1),
-        bytes_sent=sum(report["bytes_sent"] for report in reports),
-        transports=transports,
+        bytes_sent=sum(channel.wire_bytes + channel.placed_bytes for channel in figures),
+        transports={f"{channel.sender}->{channel.receiver}": channel.transport for channel in figures},
         worker_pids=[report["pid"] for report in reports],
         memory=[report["memory"] for report in reports],
         recompute=[stage["recompute"] for stage in stages],
@@ -142,9 +186,70 @@ def combine_reports(
             for t in totals
         ],
         wait_share=[t["wait_ns"] / max(t["elapsed_ns"], 1) for t in totals],
-        spans=[[WorkSpan(*span) for span in report["spans"]] for report in reports],
+        channels=figures,
+        spans=[_spans_of(report, reports[0]) for report in reports],
         worker_names=[plan.describe_worker(rank) for rank in range(len(reports))],
     )
+
+
+def _figures_of(channel: RunChannel, reports: list[dict[str, Any]]) -> ChannelFigures:
+    """Counts are the receiver's, which has had everything when it reports; its sender may still be at the
+    last item then."""
+    assert channel.stages is not None
+    sent = reports[channel.sender]["channels"][channel.name]
+    received = reports[channel.receiver]["channels"][channel.name]
+    transfer_ns, wait_ns = sent["transfer_ns"], received["wait_ns"]
+    return ChannelFigures(
+        name=channel.name,
+        sender=channel.stages[0],
+        receiver=channel.stages[1],
+        transport=sent["transport"],
+        codec=channel.codec,
+        items=received["num_items"],
+        chunks=received["num_chunks"],
+        tensor_bytes=received["tensor_bytes"],
+        wire_bytes=received["wire_bytes_received"],
+        placed_bytes=received["placed_bytes"],
+        transfer_ms=transfer_ns / 1e6,
+        credit_wait_ms=sent["credit_wait_ns"] / 1e6,
+        wait_ms=wait_ns / 1e6,
+        overlap_share=min(max(1 - wait_ns / transfer_ns, 0.0), 1.0) if transfer_ns > 0 else None,
+    )
+
+
+def _describe_channels(channels: Sequence[ChannelFigures]) -> str:
+    if not channels:
+        return ""
+    headings = (
+        *("channel", "transport", "codec", "items", "tensors", "on the wire", "placed"),
+        *("under way", "no room", "waited", "overlap"),
+    )
+    rows = [
+        (
+            *(channel.name, channel.transport, channel.codec, str(channel.items)),
+            *map(format_bytes, (channel.tensor_bytes, channel.wire_bytes, channel.placed_bytes)),
+            *(f"{ms:.1f} ms" for ms in (channel.transfer_ms, channel.credit_wait_ms, channel.wait_ms)),
+            "" if channel.overlap_share is None else f"{100 * channel.overlap_share:.0f} %",
+        )
+        for channel in channels
+    ]
+    return format_table(headings, rows, "<<<>>>>>>>>")
+
+
+def _spans_of(report: dict[str, Any], first: dict[str, Any]) -> list[WorkSpan]:
+    """With times on the clock of the first worker's machine."""
+    shift = shift_ns(Clock(*report["clock"]), Clock(*first["clock"]))
+    spans = [WorkSpan(*span) for span in report["spans"]]
+    if shift == 0:
+        return spans
+    return [
+        span._replace(
+            asked_ns=span.asked_ns + shift,
+            ready_ns=span.ready_ns + shift,
+            completed_ns=span.completed_ns + shift,
+        )
+        for span in spans
+    ]
 
 
 def _epoch_losses(losses: list[float], samples: list[int], epochs: list[int]) -> list[float]:

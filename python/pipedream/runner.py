@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from . import _core
+from .codec_choice import check_pairs
 from .guard import check_main_guard
 from .job import JobOptions, WorkerPlace, check_plan_is_built
 from .launcher import PeekedIterator, run_locally
+from .links import TRANSPORTS, make_link_options
 from .plan import Plan
 from .precision import autocast_dtype
 from .rendezvous import Rendezvous, torchrun_store
@@ -26,8 +28,6 @@ from .units import parse_size
 from .worker import run_worker
 
 __all__ = ["run"]
-
-_TRANSPORTS = ("auto", "tcp", "zmq")
 
 
 def run(
@@ -89,8 +89,18 @@ def run(
     autocast: "bfloat16", or "float16" with loss scaling; parameters stay float32.
     max_grad_norm: gradients are scaled down to this 2-norm, over all stages where the schedule drains every
         minibatch ("flush", "gpipe", "interleaved", "model_parallel"), else per stage.
-    transport: "auto" chooses; "tcp" (or "zmq") is ZeroMQ over tcp.
-    peer_timeout: seconds after which a silent worker is given up.
+    transport: "auto" is shared memory between workers of one host, else ZeroMQ over tcp; "tcp" (or "zmq")
+        always takes the wire; "shm" refuses workers that cannot share memory.
+    codec: what activations and gradients become between stages: "bf16", "fp16", "int8", "topk" or
+        "topk:0.05" for all, or a mapping from "activations", "gradients" or pairs (sender stage, receiver
+        stage) to these. Weights always travel exactly. docs/transport.md says what each does.
+    keys: a file that `pipedream keys` made, or keys.CurveKeys: encrypts and authenticates every link.
+    bind: the address or interface of this machine that workers listen on; None is loopback, and under
+        torchrun on several machines this machine's address on the route to MASTER_ADDR. Elsewhere than on
+        loopback keys are needed, or insecure.
+    insecure: True listens without keys where others can reach it, and logs that.
+    peer_timeout: seconds after which a worker that is silent, or whose interpreter hangs, is given up. Code
+        that holds the GIL for so long without a break counts as a hang.
     seed: of all random numbers; None continues from the caller's generators.
     on_nonfinite: "stop" raises NonFiniteLoss naming the minibatch; "continue" trains on.
     gather: where the trained weights go: "rank0", "all", or "none" (each worker keeps its own stage's).
@@ -105,10 +115,6 @@ def run(
     """
     check_main_guard()
     _refuse_unbuilt(
-        codec=(codec, None),
-        keys=(keys, None),
-        bind=(bind, None),
-        insecure=(insecure, False),
         sync=(sync, "bsp"),
         staleness=(staleness, 0),
         sync_every=(sync_every, 1),
@@ -120,13 +126,23 @@ def run(
         raise TypeError(f"plan is a {type(plan).__name__}: use pipedream.partition(...) or Plan.load(file)")
     check_plan_is_built(plan)
     _check_choice("schedule", schedule, tuple(_core.schedule_names()))
-    _check_choice("transport", transport, _TRANSPORTS)
+    _check_choice("transport", transport, TRANSPORTS)
     _check_choice("on_nonfinite", on_nonfinite, ("stop", "continue"))
     _check_choice("gather", gather, ("rank0", "all", "none"))
     if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
         raise ValueError(f"epochs is {epochs!r}: give a whole number of at least 1")
     if not isinstance(peer_timeout, (int, float)) or not 0 < peer_timeout < math.inf:
         raise ValueError(f"peer_timeout is {peer_timeout!r}: give seconds, more than 0")
+    links = make_link_options(
+        transport=transport,
+        codec=codec,
+        keys=keys,
+        bind=bind,
+        insecure=insecure,
+        peer_timeout_s=float(peer_timeout),
+        several_machines=_is_on_several_machines(),
+    )
+    check_pairs(links.codec, plan.num_stages)
     base_seed(seed)  # raises for a seed that is none, before any process starts
     _check_microbatches(microbatches)
     if max_grad_norm is not None and not (
@@ -157,8 +173,7 @@ def run(
         max_grad_norm=max_grad_norm,
         epochs=epochs,
         seed=seed,
-        transport=transport,
-        peer_timeout_s=float(peer_timeout),
+        links=links,
         on_nonfinite=on_nonfinite,
         gather=gather,
         progress=progress,
@@ -241,14 +256,15 @@ def _under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def _is_on_several_machines() -> bool:
+    return (
+        _under_torchrun()
+        and os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]) != (os.environ["WORLD_SIZE"])
+    )
+
+
 def _run_this_rank(model: Model, data: Iterable[Any], options: JobOptions) -> RunResult:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if local_world_size != world_size:
-        raise ValueError(
-            f"{world_size} ranks, {local_world_size} of them here: runs on several machines need keys, which"
-            " are not built yet; start all ranks on one"
-        )
     job = os.environ.get("TORCHELASTIC_RUN_ID", "torchrun")
     incarnation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     # A script may call run() several times: each has its own keys and run id, counted alike at all ranks.

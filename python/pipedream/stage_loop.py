@@ -28,6 +28,7 @@ from .splitter import StageModule
 from .stage_runner import LossRecord, StageParts, StageRunner, UserCode
 from .tied import TiedParameters
 from .torch_pool import TORCH_TENSORS, TorchPool
+from .trace import read_clock
 from .weights import StageOptimizer, StageWeights
 
 __all__ = ["PreparedStage", "WorkerLoop"]
@@ -160,7 +161,7 @@ class WorkerLoop:
         core.start(
             options=self._schedule,
             worker=self._place.rank,
-            parts=[self._channels_of(runner) for runner in self._runners.values()],
+            parts=[self._channels_of(stage) for stage in self._runners],
         )
         do = {
             "FORWARD": StageRunner.forward,
@@ -190,8 +191,8 @@ class WorkerLoop:
                 self._check_end(work.num_minibatches)
         return self._report(meter)
 
-    def _channels_of(self, runner: StageRunner) -> tuple[int, str, str, str, str]:
-        stage = runner.stage_index
+    def _channels_of(self, stage: int) -> tuple[int, str, str, str, str]:
+        runner = self._runners[stage]
         return (
             stage,
             "" if runner.is_first else activations_name(stage - 1),
@@ -300,13 +301,8 @@ class WorkerLoop:
         return memory
 
     def _report(self, meter: WorkMeter) -> dict[str, Any]:
-        counters = self._core.counters()
-        sent = {
-            name
-            for stage in self._runners
-            for name in (activations_name(stage), gradients_name(stage - 1))
-            if name in counters
-        }
+        stats, transports = self._core.channel_stats(), self._core.channel_transports()
+        between = {name for stage in self._runners for name in self._channels_of(stage)[1:] if name}
         recompute = self._schedule.recompute
         return {
             "pid": os.getpid(),
@@ -321,7 +317,8 @@ class WorkerLoop:
             "totals": self._core.totals(),
             "spans": self._core.spans(),
             "memory": self._memory(meter),
-            "bytes_sent": sum(counters[name][0] for name in sent),
+            "channels": {name: stats[name] | {"transport": transports.get(name)} for name in between},
+            "clock": read_clock(),
             "losses": self._losses.values,
             "samples": self._reader.samples,
             "epochs": self._reader.epochs,

@@ -8,11 +8,14 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Span", "check_trace_path", "write_trace"]
+__all__ = ["Clock", "Span", "check_trace_path", "read_clock", "shift_ns", "write_trace"]
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Span(NamedTuple):
@@ -29,21 +32,47 @@ class Span(NamedTuple):
     args: Mapping[str, Any] = {}
 
 
+class Clock(NamedTuple):
+    """How a machine's monotonic clock stands. Travels as JSON."""
+
+    boot_id: str
+    """Of the machine's kernel: who shares it shares the clock. Empty when there is none to read."""
+    unix_ns: int
+    """What to add to the monotonic clock for nanoseconds since 1970."""
+
+
+def read_clock() -> Clock:
+    """Of this machine, now."""
+    boot_id = _BOOT_ID.read_text(encoding="ascii").strip() if _BOOT_ID.exists() else ""
+    return Clock(boot_id, time.time_ns() - time.monotonic_ns())
+
+
+def shift_ns(clock: Clock, to: Clock) -> int:
+    """What to add to times of one machine's monotonic clock to have them on the other's: 0 on one machine,
+    and as exact between two as their clocks are set (by NTP: milliseconds)."""
+    return 0 if clock.boot_id == to.boot_id else clock.unix_ns - to.unix_ns
+
+
 def check_trace_path(path: str | os.PathLike[str]) -> None:
     """Refuses a name that write_trace would, for use before a run rather than after it."""
     if not os.fspath(path).endswith((".json", ".json.gz")):
         raise ValueError(f"trace file is {os.fspath(path)!r}: its name must end in .json or .json.gz")
 
 
-def write_trace(path: str | os.PathLike[str], spans: Iterable[Span]) -> None:
+def write_trace(
+    path: str | os.PathLike[str], spans: Iterable[Span], figures: Mapping[str, Any] | None = None
+) -> None:
     """Writes the spans to a .json or .json.gz file, workers and tracks in the order of their first span.
 
-    Times are microseconds since the earliest span. Raises ValueError for another ending of the name,
-    and for a span that ends before it begins.
+    figures: of the run as a whole, kept beside them ("otherData"). Times are microseconds since the earliest
+    span. Raises ValueError for another ending of the name, and for a span that ends before it begins.
     """
     check_trace_path(path)
     target = Path(path)
-    text = json.dumps({"displayTimeUnit": "ms", "traceEvents": _make_events(list(spans))})
+    document: dict[str, Any] = {"displayTimeUnit": "ms", "traceEvents": _make_events(list(spans))}
+    if figures:
+        document["otherData"] = dict(figures)
+    text = json.dumps(document)
     data = text.encode()
     # mtime=0: the same spans give the same bytes.
     target.write_bytes(gzip.compress(data, mtime=0) if target.suffix == ".gz" else data)

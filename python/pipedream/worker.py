@@ -25,12 +25,12 @@ from . import _core
 from .boundary import Boundary, TensorSpec, device_of
 from .bulk import receive_document, send_document
 from .channels import (
+    CALLER,
     INPUTS,
     TARGETS,
     RunChannel,
     TieSpec,
     channels_of_run,
-    find_libzmq,
     from_rank_0,
     to_rank_0,
 )
@@ -65,6 +65,7 @@ from .offload import (
     num_resident_versions,
 )
 from .plan import Plan
+from .pulse import Pulse
 from .result import RunResult, combine_reports
 from .seeding import base_seed, seed_data
 from .splitter import Model, StageModule, Tie, find_ties, split
@@ -78,6 +79,7 @@ __all__ = ["run_worker"]
 
 # Other ranks may still be profiling, or importing torch on a slow disk, while this one waits.
 _START_TIMEOUT_S = 600.0
+_OPEN_POLL_S = 0.5
 _LINGER_S = 10.0
 _FAREWELL_S = 1.0  # how long a failed worker tries to tell the others why
 
@@ -106,6 +108,8 @@ class _Worker:
         self._options = options
         self._model = model
         self._core: _core.Worker | None = None
+        self._pulse: Pulse | None = None
+        self._channels: list[RunChannel] = []
         self._stages: list[StageModule] = []
         self._ties: list[Tie] = []
         self._boundaries: list[Boundary] = []
@@ -127,6 +131,7 @@ class _Worker:
         for stage in self._own_stages():
             stage.to(self._device)
         core = self._core = self._make_core()
+        self._pulse = Pulse(core, self._options.links.peer_timeout_s)
         try:
             self._open(core, data)
             if isinstance(data, ForwardedData):
@@ -155,6 +160,9 @@ class _Worker:
         if self._core is not None:
             self._core.close(_LINGER_S)
             self._core = None
+        if self._pulse is not None:
+            self._pulse.stop()
+            self._pulse = None
 
     # Agree.
 
@@ -276,9 +284,7 @@ class _Worker:
         on_cuda = self._device.type == "cuda"
         return _core.Worker(
             device=f"cuda:{self._device.index}" if on_cuda else "host",
-            transport="zmq",
-            libzmq_path=find_libzmq(),
-            peer_timeout_s=self._options.peer_timeout_s,
+            **self._options.links.core_arguments(),
             run_id=self._place.run_id,
             incarnation=self._place.incarnation,
             plan_hash=self._options.plan.hash(),
@@ -289,7 +295,7 @@ class _Worker:
         rank, plan = self._place.rank, self._options.plan
         schedule = self._options.schedule_options()
         measures = self._options.max_grad_norm is not None or self._options.autocast is torch.float16
-        channels = channels_of_run(
+        channels = self._channels = channels_of_run(
             plan,
             schedule,
             self._place.world_size,
@@ -297,6 +303,7 @@ class _Worker:
             [TieSpec(tie.stages, _spec_of(tie.parameter)) for tie in self._ties],
             data if isinstance(data, ForwardedData) else None,
             exchanges_norms=measures and _core.drains_every_minibatch(schedule),
+            codec=self._options.links.codec,
         )
         for channel in channels:
             channel.add_to(core, rank, plan)
@@ -389,20 +396,53 @@ class _Worker:
         return [tie.parameter for tie in self._ties_of(stage_index)]
 
     def _connect(self, core: _core.Worker, channels: Sequence[RunChannel]) -> None:
-        rank = self._place.rank
+        rank, links = self._place.rank, self._options.links
         self._place.rendezvous.publish(f"endpoints/{rank}", core.listen())
+        self._check_peers(channels)
         receivers = sorted({c.receiver for c in channels if c.sender == rank})
-        published = self._wait_for(
-            [f"endpoints/{receiver}" for receiver in receivers],
-            lambda keys: "no word from rank " + ", ".join(key.rpartition("/")[2] for key in keys),
-        )
+        published = self._wait_for([f"endpoints/{receiver}" for receiver in receivers], _no_word)
         core.connect({name: address for endpoints in published for name, address in endpoints.items()})
+        between = [c for c in channels if c.stages is not None and c.sender == rank and c.may_be_placed]
+        links.check_transports(
+            {c.name: self._describe_ends(c.sender, c.receiver) for c in between}, core.channel_transports()
+        )
         deadline_s = time.monotonic() + _START_TIMEOUT_S
-        while not core.wait_open(0.5):
-            with failures_of_others():
-                self._place.rendezvous.raise_if_failed()
+        while not self._wait_open(core):
+            self._raise_if_others_failed()
             if time.monotonic() > deadline_s:
                 raise PeerLost(f"channels not open within {_START_TIMEOUT_S:g} s: {core.channels_not_open()}")
+
+    def _wait_open(self, core: _core.Worker) -> bool:
+        try:
+            return core.wait_open(_OPEN_POLL_S)
+        except _core.RunFailure:
+            self._raise_if_others_failed()  # why, where the link knows only that its peer is gone
+            raise
+
+    def _raise_if_others_failed(self) -> None:
+        with failures_of_others():
+            self._place.rendezvous.raise_if_failed()
+
+    def _check_peers(self, channels: Sequence[RunChannel]) -> None:
+        """That this worker's peers may talk to it, and share memory where they must, by what they publish.
+        Returns when all of them have found so, too: a mistake is then said at once, and everywhere alike."""
+        rank, links = self._place.rank, self._options.links
+        if not links.checks_peers:
+            return
+        self._place.rendezvous.publish(f"peer/{rank}", links.introduction())
+        ends = {end for c in channels if rank in (c.sender, c.receiver) for end in (c.sender, c.receiver)}
+        peers = sorted(ends - {rank, CALLER})  # the caller has this worker's own keys, on its machine
+        neighbours = {c.sender for c in channels if c.stages is not None and c.receiver == rank}
+        introductions = self._wait_for([f"peer/{peer}" for peer in peers], _no_word)
+        for peer, introduction in zip(peers, introductions, strict=True):
+            ends_text = self._describe_ends(rank, peer)
+            name = self._options.plan.describe_worker(peer)
+            links.check_peer(name, introduction, shares_memory=peer in neighbours, ends=ends_text)
+        self._place.rendezvous.publish(f"checked/{rank}", True)
+        self._wait_for([f"checked/{peer}" for peer in peers], _no_word)
+
+    def _describe_ends(self, *ranks: int) -> str:
+        return " and ".join(map(self._options.plan.describe_worker, sorted(ranks)))
 
     def _received_stream(self, core: _core.Worker, data: ForwardedData) -> MinibatchStream:
         def receiver(channel: str) -> Callable[[], tuple[list[Tensor], int] | None]:
@@ -514,7 +554,8 @@ class _Worker:
                 for stage in self._stages_of(other):
                     receive_state(core, to_rank_0(other), stage)
             reports.append(receive_document(core, to_rank_0(other)))
-        result = combine_reports(plan, self._options.schedule_options(), core.transport_name, reports)
+        between = [channel for channel in self._channels if channel.stages is not None]
+        result = combine_reports(plan, self._options.schedule_options(), between, reports)
         # The farewell: nobody closes before everybody has all it needs.
         shared = result.to_dict() | {"spans": []}  # the trace is rank 0's: it can be large
         for other in range(1, self._place.world_size):
@@ -530,6 +571,10 @@ class _Worker:
     def _other_stages(self, rank: int) -> list[StageModule]:
         own = self._options.plan.stages_of(rank)
         return [stage for stage in self._stages if stage.stage_index not in own]
+
+
+def _no_word(keys: list[str]) -> str:
+    return "no word from rank " + ", ".join(key.rpartition("/")[2] for key in keys)
 
 
 def _term(name: str, stage_index: int) -> str:

@@ -31,7 +31,7 @@ def _train_and_tell_pid(training: Training, **options: Any) -> tuple[int, RunRes
     return os.getpid(), *train_in_pipeline(training, **options)
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp", "zmq"])
+@pytest.mark.parametrize("transport", ["tcp", "zmq"])
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_losses_crossed_between_processes_over_zmq(farm: Farm, num_stages: int, transport: str) -> None:
     training = Training("transformer", num_stages, num_minibatches=6, short_last=False)

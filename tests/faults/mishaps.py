@@ -6,6 +6,7 @@ layer sees which minibatch it has. Importable by worker processes.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import signal
@@ -40,6 +41,11 @@ def be_stopped_after(gate: str) -> None:
         assert time.monotonic() < deadline_s, f"{gate} was not made"
         time.sleep(0.01)
     be_stopped()
+
+
+def hold_the_gil() -> None:
+    """In C code, without a break: the process lives and answers heartbeats, the interpreter does not run."""
+    ctypes.PyDLL(None).sleep(3600)
 
 
 def make_file(path: str) -> None:

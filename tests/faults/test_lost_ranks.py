@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from farm import Farm
-from mishaps import BOUND_S, be_killed, be_stopped, model_with, noted, run
+from mishaps import BOUND_S, be_killed, be_stopped, hold_the_gil, model_with, noted, run
 from pipedream import PeerLost
 
 
@@ -64,4 +64,11 @@ def test_a_killed_rank_is_lost_to_the_others(farm: Farm, tmp_path: Path, stage: 
 
 def test_a_stopped_rank_is_lost_after_the_peer_timeout(farm: Farm, tmp_path: Path) -> None:
     model = model_with(be_stopped, stage=1, at=6, note=str(tmp_path / "note"), in_backward=True)
+    _assert_lost(farm, tmp_path, model, 1, 6, peer_timeout=3.0)
+
+
+def test_a_rank_whose_interpreter_hangs_is_lost_though_its_process_answers(
+    farm: Farm, tmp_path: Path
+) -> None:
+    model = model_with(hold_the_gil, stage=1, at=6, note=str(tmp_path / "note"), in_backward=True)
     _assert_lost(farm, tmp_path, model, 1, 6, peer_timeout=3.0)

@@ -88,10 +88,6 @@ def test_what_cannot_be_sent_to_the_workers() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("codec", "int8"),
-        ("keys", "keys"),
-        ("bind", "0.0.0.0"),
-        ("insecure", True),
         ("sync", "ssp"),
         ("staleness", 1),
         ("sync_every", 2),

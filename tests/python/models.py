@@ -111,6 +111,19 @@ def _cnn() -> nn.Sequential:
     )
 
 
+def _wide() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Upsample(scale_factor=4),
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.Tanh(),
+        nn.Conv2d(16, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(16 * 16 * WIDTH * WIDTH, CLASSES),
+    )
+
+
 def _transformer() -> nn.Sequential:
     return nn.Sequential(
         nn.Embedding(VOCABULARY, WIDTH),
@@ -246,3 +259,6 @@ CASES = {
         Case("frozen", _frozen, _vectors, squared_error, {1: (), 2: (1,), 3: (1, 2), 4: (1, 2, 3)}),
     )
 }
+
+# Few parameters, and much that crosses: 98,304 elements, enough for shared memory with every codec.
+LARGE_CASES = {"wide": Case("wide", _wide, _images, cross_entropy, {1: (), 2: (4,), 3: (2, 4)})}

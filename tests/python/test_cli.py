@@ -10,11 +10,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from pipedream.cli import main
 from pipedream.errors import WorkerLost
+from pipedream.keys import load_keys
 from pipedream.layer_profile import LayerProfile, Profile
 from pipedream.plan import Plan, Stage
 
@@ -31,6 +32,14 @@ def make():
     os.system("echo from another process")
     return dict(model="m", data=[1, 2], loss_fn=len, optimizer=list)
 """
+
+
+class _Channel(NamedTuple):
+    """Stands in for result.ChannelFigures."""
+
+    codec: str
+    wire_bytes: int
+    overlap_share: float | None
 
 
 class Outcome:
@@ -101,7 +110,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             worker_pids=[1, 2],
             memory=[{"model as given": {"predicted": 8, "peak": 8}}],
             recompute=[False],
+            channels=[_Channel("bf16", 512, math.nan)],
             describe_memory=lambda: "worker  term  predicted  peak",
+            describe_channels=lambda: "channel  transport",
         )
 
     for name, function in (("profiler", profile), ("runner", run)):
@@ -218,6 +229,7 @@ def test_run_gives_the_runner_the_job_the_plan_and_the_options(call: Caller, cal
         *("--transport", "zmq", "--trace", "trace.json"),
         *("--schedule", "flush", "--microbatches", "4", "--recompute", "--memory", "1GiB"),
         *("--autocast", "bfloat16", "--max-grad-norm", "0.5"),
+        *("--codec", "activations=bf16,1->0=topk:0.1", "--keys", "keys.json", "--bind", "eth0", "--insecure"),
     )
     assert outcome.status == 0
     model, plan, options = calls["run"]
@@ -234,13 +246,17 @@ def test_run_gives_the_runner_the_job_the_plan_and_the_options(call: Caller, cal
         "autocast": "bfloat16",
         "max_grad_norm": 0.5,
         "transport": "zmq",
+        "codec": {"activations": "bf16", "1->0": "topk:0.1"},
+        "keys": Path("keys.json"),
+        "bind": "eth0",
+        "insecure": True,
         "seed": 5,
         "progress": True,
         "trace": "trace.json",
     }
     assert "profile" not in calls
     assert "trained on 2 minibatches, 100.0 samples/s" in outcome.stdout
-    assert "worker  term  predicted  peak" in outcome.stdout
+    assert outcome.stdout.endswith("\n\nworker  term  predicted  peak\n\nchannel  transport\n")
     assert "measured 11.000 ms, predicted 10.000 ms" in outcome.stdout
 
 
@@ -251,6 +267,8 @@ def test_run_json_has_the_plan_and_the_result_with_null_for_nan(call: Caller, ca
     assert fields["transports"] == ["zmq"]
     assert fields["memory"] == [{"model as given": {"predicted": 8, "peak": 8}}]
     assert fields["recompute"] == [False]
+    (channel,) = fields["channels"]
+    assert (channel["codec"], channel["wire_bytes"], channel["overlap_share"]) == ("bf16", 512, None)
     assert calls["run"][2]["progress"] is False
 
 
@@ -274,6 +292,7 @@ def test_run_without_a_plan_profiles_and_plans_first(call: Caller, calls: dict[s
         ),
         (["--plan", "plan.json", "--trace", "trace.txt"], "trace file is 'trace.txt': its name must end in"),
         (["--plan", "plan.json", "--trace", "gone/trace.json"], "gone/trace.json: there is no folder"),
+        (["--plan", "plan.json", "--codec", "activations=bf16,int8"], "codec has the part 'int8': write WH"),
     ],
 )
 def test_mistake_in_run_is_found_before_anything_runs(
@@ -359,6 +378,65 @@ def test_no_arguments_show_the_help_and_version_the_version(call: Caller) -> Non
         assert f"  {command}  " in outcome.stdout
     version = importlib.import_module("pipedream").__version__
     assert call("--version").stdout == f"pipedream {version}\n"
+
+
+def test_keys_makes_one_file_for_all_machines_and_says_what_to_do_with_it(call: Caller) -> None:
+    outcome = call("keys", "keys.json")
+    assert (outcome.status, outcome.stderr) == (0, "")
+    keys = load_keys("keys.json")
+    assert outcome.stdout.startswith("keys.json\ncopy it to every machine of the run")
+    assert keys.secret not in outcome.stdout
+    again = call("keys", "keys.json")
+    assert again.status == 2
+    assert again.error().startswith("keys.json: is there already, and keys are never overwritten")
+    assert load_keys("keys.json") == keys
+
+
+def test_keys_makes_a_file_per_machine(call: Caller) -> None:
+    outcome = call("keys", "keys", "--machines", "2", "--json")
+    assert (outcome.status, outcome.stderr) == (0, "")
+    fields = json.loads(outcome.stdout)
+    assert fields["files"] == ["keys/machine-0.json", "keys/machine-1.json"]
+    made = [load_keys(path) for path in fields["files"]]
+    assert fields["public"] == [keys.public for keys in made]
+    assert all(keys.allowed == tuple(fields["public"]) for keys in made)
+    assert not any(keys.secret in outcome.stdout for keys in made)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gone/keys.json"], "gone/keys.json: there is no folder"),
+        (["gone/keys", "--machines", "2"], "gone/keys: there is no folder"),
+        (["."], ".: is a folder, give a file"),
+        (["plan.json", "--machines", "2"], "plan.json: is a file, give a folder"),
+        (["keys", "--machines", "0"], "machines is 0: give at least 1"),
+        ([], "Missing argument 'PATH'"),
+    ],
+)
+def test_mistake_in_keys_is_one_line_and_makes_no_file(
+    call: Caller, arguments: list[str], message: str
+) -> None:
+    before = sorted(Path().iterdir())
+    outcome = call("keys", *arguments)
+    assert outcome.status == 2
+    assert outcome.error().startswith(message)
+    assert sorted(Path().iterdir()) == before
+
+
+def test_keys_in_a_process_of_its_own_imports_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from pipedream.cli import main\n"
+        "try:\n"
+        "    main(['keys', sys.argv[1]])\n"
+        "finally:\n"
+        "    heavy = {'torch', 'numpy', 'rich', 'safetensors'} & set(sys.modules)\n"
+        "    assert not heavy, heavy\n"
+    )
+    done = run_python("-c", code, str(tmp_path / "keys.json"))
+    assert done.returncode == 0, done.stderr
+    assert load_keys(tmp_path / "keys.json").allowed
 
 
 def test_partition_in_a_process_of_its_own_imports_no_torch(tmp_path: Path) -> None:

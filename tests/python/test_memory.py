@@ -137,6 +137,21 @@ def test_a_received_item_lies_in_a_slot_of_the_channel() -> None:
     assert "from me" not in terms
 
 
+@pytest.mark.parametrize("codec", ["none", "bf16", "int8", "topk:0.1"])
+@pytest.mark.parametrize("rank", [0, 1], ids=["sender", "receiver"])
+def test_the_terms_of_a_channel_are_what_the_core_takes_for_it(rank: int, codec: str) -> None:
+    tensors = [("float32", 2, 4000), ("int64", 1, 72), ("float64", 1, 8000)]
+    channel = RunChannel("a", 0, 0, 1, tensors, 3, 9, 1, True, codec)
+    core = _core.Worker(transport="inproc")
+    channel.add_to(core, rank, Plan.straight(4, 4))
+    core.seal()
+    taken = {name: planned for name, planned, _ in core.memory()}
+    core.close(0.0)
+    terms = _memory(rank=rank, channels=[channel]).terms()
+    assert {name: terms[name] for name in terms if name in taken or name.endswith("a")} == taken
+    assert bool(taken) == (rank == 1 or codec != "none")
+
+
 def test_a_worker_of_several_stages_adds_them_up_but_has_one_transient_at_a_time() -> None:
     footprints = {stage: _footprint(transient=transient) for stage, transient in enumerate((7, 9, 30, 9))}
     memory = _memory("interleaved", num_workers=2, microbatches=2, footprints=footprints)

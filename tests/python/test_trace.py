@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pipedream.trace import Span, write_trace
+from pipedream.trace import Clock, Span, read_clock, shift_ns, write_trace
 
 SPANS = [
     Span("stage 0", "compute", "F0", 5_000, 7_500, {"minibatch": 0}),
@@ -68,3 +70,26 @@ def test_span_that_ends_before_it_begins_is_refused_and_nothing_is_written(tmp_p
 def test_another_ending_of_the_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"must end in \.json or \.json\.gz"):
         write_trace(tmp_path / "trace.txt", SPANS)
+
+
+def test_figures_of_the_run_stand_beside_the_events(tmp_path: Path) -> None:
+    write_trace(tmp_path / "trace.json", SPANS, {"channels": {"a": {"items": 3}}})
+    document = json.loads((tmp_path / "trace.json").read_text())
+    assert document["otherData"] == {"channels": {"a": {"items": 3}}}
+    write_trace(tmp_path / "trace.json", SPANS)
+    assert "otherData" not in json.loads((tmp_path / "trace.json").read_text())
+
+
+def test_one_machines_clock_needs_no_shift_and_anothers_is_shifted_by_their_difference() -> None:
+    here, later = Clock("a", 1_000), Clock("a", 1_007)
+    assert shift_ns(later, here) == 0
+    elsewhere = Clock("b", 5_000)  # its monotonic clock began 4,000 ns after the one here
+    assert shift_ns(elsewhere, here) == 4_000
+    assert shift_ns(here, elsewhere) == -4_000
+
+
+def test_all_processes_of_a_machine_read_one_clock() -> None:
+    text = "from pipedream.trace import read_clock; print(read_clock().boot_id)"
+    other = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout
+    assert other.strip() == read_clock().boot_id
+    assert shift_ns(read_clock(), read_clock()) == 0

@@ -1,0 +1,86 @@
+"""The address that a worker listens on: loopback, or where the other machines of its run reach it.
+
+No packet is sent to find it. IPv4, as the sockets of torchrun's usual set-ups are. Torch-free; any thread.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+
+__all__ = ["LOOPBACK", "check_reachable", "is_loopback", "resolve_bind", "route_address"]
+
+LOOPBACK = "127.0.0.1"
+
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+_INTERFACE_NAME_BYTES_MAX = 15  # IFNAMSIZ, less its final 0
+_ANY_PORT = 9  # "discard": nothing is sent there
+
+
+def resolve_bind(bind: str) -> str:
+    """The address of a `bind` argument: an address as it is, or that of the interface of the name.
+
+    Raises ValueError, naming the remedy, for neither, for a wildcard, and for an interface without one.
+    """
+    if not isinstance(bind, str) or not bind:
+        raise TypeError(f"bind is {bind!r}: give an address of this machine, or the name of an interface")
+    if bind == "localhost":
+        return LOOPBACK
+    try:
+        address = ipaddress.ip_address(bind)
+    except ValueError:
+        return _interface_address(bind)
+    if address.version != 4:
+        raise ValueError(f"bind is {bind!r}: give an IPv4 address, or the name of an interface that has one")
+    if address.is_unspecified or address.is_multicast:
+        raise ValueError(
+            f"bind is {bind!r}, which is no address that others can connect to: name one address or"
+            " interface of this machine"
+        )
+    return bind
+
+
+def _interface_address(name: str) -> str:
+    names = [known for _, known in socket.if_nameindex()]
+    if name not in names:
+        raise ValueError(
+            f"bind is {name!r}, neither an address nor an interface of this machine: it has"
+            f" {', '.join(sorted(names))}"
+        )
+    request = struct.pack("256s", name.encode()[:_INTERFACE_NAME_BYTES_MAX])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        except OSError:
+            raise ValueError(
+                f"bind is {name!r}, an interface without an IPv4 address: name another one, or an address"
+            ) from None
+    return socket.inet_ntoa(answer[20:24])  # struct ifreq: name, family and port, address
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def route_address(host: str) -> str:
+    """This machine's address on the route to a host. Raises ValueError naming it when there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, _ANY_PORT))  # of a datagram socket: chooses the route, sends nothing
+        except OSError as error:
+            raise ValueError(
+                f"MASTER_ADDR is {host!r}, to which there is no route from here ({error.strerror}): give"
+                " bind=, this machine's address or interface"
+            ) from None
+        return str(probe.getsockname()[0])
+
+
+def check_reachable(address: str, host: str) -> None:
+    """Refuses a loopback address that was found on the route to MASTER_ADDR, for several machines."""
+    if is_loopback(address):
+        raise ValueError(
+            f"MASTER_ADDR is {host!r}, which is loopback here, so that other machines could not reach this"
+            " one: give bind=, this machine's address or interface"
+        )

@@ -1,0 +1,80 @@
+"""The codecs of csrc/wire/codec.h once more, in plain torch, as reference.run's across_cut takes them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from pipedream.codec_choice import codec_between, parse_codec
+
+__all__ = ["CodecOracle", "encoded_bytes"]
+
+_INT8_BLOCK = 256
+_FLOAT32_BYTES = 4
+
+
+class CodecOracle:
+    """What becomes of the tensors that cross, with the residuals that topk keeps for each of them."""
+
+    def __init__(self, codec: Any) -> None:
+        """codec: as run's."""
+        self._choice = parse_codec(codec)
+        self._residuals: dict[tuple[int, int, int], torch.Tensor] = {}
+
+    def __call__(self, sender: int, receiver: int, tensor_index: int, tensor: torch.Tensor) -> torch.Tensor:
+        name = codec_between(self._choice, sender, receiver)
+        if tensor.dtype not in (torch.float32, torch.float64) or name == "none":
+            return tensor.clone()
+        if name == "bf16":
+            return _rounded(tensor, num_mantissa_bits=7, smallest_exponent=-126)
+        if name == "fp16":
+            return _rounded(tensor, num_mantissa_bits=10, smallest_exponent=-14)
+        if name == "int8":
+            return _through_int8(tensor)
+        share = float(name.removeprefix("topk:"))
+        return self._through_topk((sender, receiver, tensor_index), share, tensor)
+
+    def _through_topk(self, key: tuple[int, int, int], share: float, tensor: torch.Tensor) -> torch.Tensor:
+        """The largest are sent, as float32; what is left over is added to the next tensor's elements."""
+        total = tensor.flatten().clone()
+        kept = self._residuals.setdefault(key, torch.zeros_like(total))[: len(total)]
+        total += kept
+        # Of equal ones the first: what stands in several places of an image has equal activations.
+        largest_first = total.abs().sort(descending=True, stable=True).indices
+        chosen = largest_first[: max(1, math.ceil(share * len(total)))]
+        sent = torch.zeros_like(total)
+        sent[chosen] = total[chosen].float().to(total.dtype)
+        kept.copy_(total - sent)
+        return sent.view(tensor.shape).clone()
+
+
+def _rounded(tensor: torch.Tensor, *, num_mantissa_bits: int, smallest_exponent: int) -> torch.Tensor:
+    """To nearest even, once: torch's own conversion of float64 goes by way of float32 and rounds twice."""
+    wide = tensor.double()
+    exponent = (torch.frexp(wide).exponent - 1).clamp(min=smallest_exponent)
+    unit = torch.ldexp(torch.ones_like(wide), exponent - num_mantissa_bits)
+    return (torch.round(wide / unit) * unit).to(tensor.dtype)
+
+
+def _through_int8(tensor: torch.Tensor) -> torch.Tensor:
+    """Each block has a scale of its own, its largest magnitude / 127."""
+    values = tensor.flatten()
+    blocks = [_block_through_int8(block) for block in values.float().split(_INT8_BLOCK)]
+    decoded = [scale.to(tensor.dtype) * steps.to(tensor.dtype) for scale, steps in blocks]
+    return torch.cat(decoded).view(tensor.shape).clone()
+
+
+def _block_through_int8(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = block.abs().max() / 127
+    return scale, (block / scale).round() if scale > 0 else torch.zeros_like(block)
+
+
+def encoded_bytes(name: str, num_elements: int) -> int:
+    """Of a tensor of float32 or float64 on the wire."""
+    if name in ("bf16", "fp16"):
+        return 2 * num_elements
+    if name == "int8":
+        return num_elements + _FLOAT32_BYTES * math.ceil(num_elements / _INT8_BLOCK)
+    share = float(name.removeprefix("topk:"))
+    return 2 * _FLOAT32_BYTES * max(1, math.ceil(share * num_elements))

@@ -1,0 +1,287 @@
+"""The same run by every transport, with keys, over several machines' ways, and by codecs that round."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from codec_oracle import CodecOracle, encoded_bytes
+from farm import Farm
+from oracle import assert_memory_as_predicted, assert_same_numbers
+from pipedream import RunResult, reference
+from pipedream.addresses import is_loopback, resolve_bind
+from pipedream.footprint import dry_run
+from pipedream.keys import write_key_file, write_key_folder
+from pipedream.splitter import split
+from training import (
+    State,
+    Training,
+    assert_equal_state,
+    tolerance,
+    train_by_reference,
+    train_in_pipeline,
+)
+
+# A rate at which the losses fall: where they explode so does the least difference.
+_SGD = functools.partial(torch.optim.SGD, lr=0.002, momentum=0.5)
+_TRAINING = Training("wide", 3, torch.float32, _SGD, short_last=True)
+_SHARED, _TCP, _CURVE = "shared memory", "zmq/tcp", "zmq/tcp curve"
+
+
+def _train(farm: Farm, training: Training, num_ranks: int = 0, **options: Any) -> tuple[RunResult, State]:
+    num_ranks = num_ranks or training.num_workers
+    return farm.results(train_in_pipeline, training, num_ranks=num_ranks, **options)[0]
+
+
+@pytest.fixture(scope="module")
+def exact(farm: Farm) -> tuple[RunResult, State]:
+    return _train(farm, _TRAINING, transport="tcp")
+
+
+# The transports.
+
+
+def test_the_wire_is_reported_with_what_it_carried(exact: tuple[RunResult, State]) -> None:
+    result, _ = exact
+    assert set(result.transports.values()) == {_TCP}
+    assert set(result.transports) == {"0->1", "1->0", "1->2", "2->1"}
+    assert [channel.name for channel in result.channels] == [
+        "activations of stage 0 to stage 1",
+        "gradients of stage 1 to stage 0",
+        "activations of stage 1 to stage 2",
+        "gradients of stage 2 to stage 1",
+    ]
+    boundaries = _boundaries(_TRAINING)
+    for channel in result.channels:
+        (spec,) = boundaries[min(channel.sender, channel.receiver)].tensors
+        assert channel.items == 7
+        assert channel.tensor_bytes == spec.num_bytes * 6 + spec.num_bytes // 2  # the last one is short
+        assert channel.placed_bytes == 0
+        assert channel.tensor_bytes < channel.wire_bytes
+        assert channel.chunks >= channel.items
+        assert channel.transfer_ms > 0
+        assert 0 <= channel.credit_wait_ms <= channel.transfer_ms
+        assert channel.overlap_share is not None and 0 <= channel.overlap_share <= 1
+    assert result.bytes_sent == sum(channel.wire_bytes for channel in result.channels)
+    assert result.describe_channels().count(_TCP) == 4
+
+
+def _boundaries(training: Training) -> Any:
+    (inputs, _), *_ = training.data()
+    return dry_run(split(training.model(), training.plan), inputs).boundaries
+
+
+@pytest.mark.parametrize("transport", ["auto", "shm"])
+def test_shared_memory_gives_the_same_bits_and_keeps_the_tensors_off_the_wire(
+    farm: Farm, exact: tuple[RunResult, State], transport: str
+) -> None:
+    result, state = _train(farm, _TRAINING, transport=transport)
+    assert result.losses == exact[0].losses
+    assert_equal_state(state, exact[1])
+    assert result.versions == exact[0].versions
+    assert set(result.transports.values()) == {_SHARED}
+    for channel, by_wire in zip(result.channels, exact[0].channels, strict=True):
+        assert channel.tensor_bytes == channel.placed_bytes == by_wire.tensor_bytes
+        assert channel.wire_bytes < by_wire.wire_bytes
+    assert_memory_as_predicted(result)
+
+
+@pytest.mark.parametrize("transport", ["auto", "shm"])
+def test_small_tensors_take_the_socket_which_is_sooner(farm: Farm, transport: str) -> None:
+    training = Training("mlp", 3)
+    result, state = _train(farm, training, transport=transport)
+    expected, expected_state = train_by_reference(training)
+    assert_same_numbers(result.losses, state, expected.losses, expected_state, tolerance(training.dtype))
+    assert set(result.transports.values()) == {_TCP}
+
+
+@pytest.mark.parametrize(("transport", "name"), [("tcp", _CURVE), ("auto", _SHARED)])
+def test_keys_change_no_bit(
+    farm: Farm, exact: tuple[RunResult, State], tmp_path: Path, transport: str, name: str
+) -> None:
+    write_key_file(tmp_path / "keys.json")
+    result, state = _train(farm, _TRAINING, transport=transport, keys=tmp_path / "keys.json", bind="lo")
+    assert result.losses == exact[0].losses
+    assert_equal_state(state, exact[1])
+    assert set(result.transports.values()) == {name}
+
+
+def _train_with_own_keys(training: Training, folder: Path, **options: Any) -> tuple[RunResult, State]:
+    return train_in_pipeline(training, keys=folder / f"machine-{os.environ['RANK']}.json", **options)
+
+
+def test_machines_with_pairs_of_their_own_talk_to_each_other(
+    farm: Farm, exact: tuple[RunResult, State], tmp_path: Path
+) -> None:
+    write_key_folder(tmp_path / "keys", 3)
+    results = farm.results(
+        *(_train_with_own_keys, _TRAINING, tmp_path / "keys"),
+        num_ranks=3,
+        ranks_per_machine=1,
+        bind="127.0.0.1",
+        transport="tcp",
+    )
+    result, state = results[0]
+    assert result.losses == exact[0].losses
+    assert_equal_state(state, exact[1])
+    assert set(result.transports.values()) == {_CURVE}
+
+
+def _own_address() -> str:
+    """One of this machine that is not loopback."""
+    for _, name in socket.if_nameindex():
+        try:
+            address = resolve_bind(name)
+        except ValueError:
+            continue
+        if not is_loopback(address):
+            return address
+    pytest.skip("this machine has loopback alone")
+
+
+@pytest.mark.parametrize("how", ["keys", "insecure"])
+def test_workers_meet_at_an_address_that_other_machines_reach(
+    farm: Farm, exact: tuple[RunResult, State], tmp_path: Path, how: str
+) -> None:
+    address = _own_address()
+    options: dict[str, Any] = {"insecure": True}
+    if how == "keys":
+        write_key_file(tmp_path / "keys.json")
+        options = {"keys": tmp_path / "keys.json"}
+    result, state = _train(farm, _TRAINING, ranks_per_machine=1, bind=address, transport="tcp", **options)
+    assert result.losses == exact[0].losses
+    assert_equal_state(state, exact[1])
+    assert set(result.transports.values()) == {_CURVE if how == "keys" else _TCP}
+
+
+def test_local_workers_and_the_caller_that_forwards_data_share_the_keys(tmp_path: Path) -> None:
+    write_key_file(tmp_path / "keys.json")
+    training = Training("mlp", 2)
+
+    def batches() -> Iterator[Any]:
+        yield from training.data()
+
+    result, state = train_in_pipeline(
+        training, data=batches(), keys=tmp_path / "keys.json", transport="tcp", codec={"gradients": "none"}
+    )
+    expected, expected_state = train_by_reference(training)
+    assert_same_numbers(result.losses, state, expected.losses, expected_state, tolerance(training.dtype))
+    assert set(result.transports.values()) == {_CURVE}
+
+
+# The codecs.
+
+
+def _train_by_codec_oracle(training: Training, codec: Any) -> tuple[list[float], State]:
+    model = training.model()
+    with torch.random.fork_rng(devices=[]):
+        result = reference.run(model, training.plan, **training.options(), across_cut=CodecOracle(codec))
+    return result.losses, model.state_dict()
+
+
+def _assert_equals_codec_oracle(farm: Farm, training: Training, codec: Any, **options: Any) -> RunResult:
+    result, state = _train(farm, training, codec=codec, **options)
+    losses, expected_state = _train_by_codec_oracle(training, codec)
+    assert_same_numbers(result.losses, state, losses, expected_state, tolerance(training.dtype))
+    # And rounding made a difference: otherwise a codec that is ignored would pass.
+    assert result.losses != train_by_reference(training)[0].losses
+    assert_memory_as_predicted(result)
+    return result
+
+
+_CODECS: list[Any] = ["bf16", "fp16", "int8", "topk:0.25", {"activations": "bf16", "gradients": "topk:0.1"}]
+
+
+@pytest.mark.parametrize("transport", ["tcp", "auto"])
+@pytest.mark.parametrize("codec", _CODECS, ids=str)
+def test_a_codec_gives_the_numbers_of_the_same_rounding_in_one_process(
+    farm: Farm, codec: Any, transport: str
+) -> None:
+    result = _assert_equals_codec_oracle(
+        farm, replace(_TRAINING, dtype=torch.float64), codec, transport=transport
+    )
+    assert set(result.transports.values()) == {_TCP if transport == "tcp" else _SHARED}
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "topk:0.25"])
+@pytest.mark.parametrize(
+    "training",
+    [
+        Training("mlp", 4, torch.float32, schedule="flush", microbatches=3, short_last=False),
+        Training("mlp", 3, schedule="2bw", microbatches=3, recompute=True, short_last=False),
+        Training("cnn", 4, schedule="interleaved", microbatches=2),
+        # Nested tensors and one that crosses twice; a stage that returns no gradient; parameters that are
+        # tied, whose weights and gradients travel exactly.
+        Training("lstm", 3),
+        Training("frozen", 3),
+        Training("tied_apart", 3),
+    ],
+    ids=lambda training: f"{training.case_name}-{training.schedule}",
+)
+def test_a_codec_works_with_every_schedule_and_what_crosses(
+    farm: Farm, training: Training, codec: str
+) -> None:
+    _assert_equals_codec_oracle(farm, training, codec)
+
+
+def test_pairs_of_stages_have_codecs_of_their_own(farm: Farm) -> None:
+    codec = {"activations": "bf16", (1, 2): "none", "2->1": "int8"}
+    result = _assert_equals_codec_oracle(farm, Training("cnn", 3), codec)
+    assert {f"{c.sender}->{c.receiver}": c.codec for c in result.channels} == {
+        "0->1": "bf16",
+        "1->0": "none",
+        "1->2": "none",
+        "2->1": "int8",
+    }
+
+
+@pytest.mark.parametrize("codec", ["bf16", "fp16", "int8", "topk:0.1"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_encoded_tensors_are_as_small_as_their_codec_says(farm: Farm, codec: str, dtype: torch.dtype) -> None:
+    training = replace(_TRAINING, dtype=dtype)
+    result, _ = _train(farm, training, codec=codec, transport="shm")
+    boundaries = _boundaries(training)
+    for channel in result.channels:
+        (spec,) = boundaries[min(channel.sender, channel.receiver)].tensors
+        whole, short = math.prod(spec.shape), math.prod(spec.shape) // 2
+        assert channel.placed_bytes == 6 * encoded_bytes(codec, whole) + encoded_bytes(codec, short)
+        assert channel.tensor_bytes == (6 * whole + short) * dtype.itemsize
+
+
+@pytest.mark.parametrize(
+    ("codec", "relative"),
+    [
+        # Rounded to 8, to 11 and to 7 bits (of a block's largest), each tensor twice a minibatch: half a unit
+        # of the last place is 2^-9, 2^-12 and 2^-8 of what crosses. The gradient of the loss by what crosses
+        # is of the order of the loss itself here, and the errors of 7 minibatches and 2 cuts add up at worst
+        # to 28 of these units; a codec that scrambled tensors would be off by the loss itself.
+        ("bf16", 28 * 2**-9),
+        ("fp16", 28 * 2**-12),
+        ("int8", 28 * 2**-8),
+    ],
+)
+def test_a_codec_that_rounds_stays_close_to_the_exact_run(
+    farm: Farm, exact: tuple[RunResult, State], codec: str, relative: float
+) -> None:
+    result, _ = _train(farm, _TRAINING, codec=codec)
+    for loss, wanted in zip(result.losses, exact[0].losses, strict=True):
+        assert math.isfinite(loss)
+        assert abs(loss - wanted) <= relative * abs(wanted)
+
+
+def test_codecs_of_gradients_leave_the_first_minibatch_as_it_was(
+    farm: Farm, exact: tuple[RunResult, State]
+) -> None:
+    result, _ = _train(farm, _TRAINING, codec={"gradients": "topk:0.1"})
+    # The second stage reads what they have changed from minibatch 2 on, the first from 3 on.
+    assert result.losses[:2] == exact[0].losses[:2]
+    assert result.losses[2:] != exact[0].losses[2:]
+    assert all(math.isfinite(loss) for loss in result.losses)

@@ -1,0 +1,185 @@
+"""What a channel makes of a link that is cut, stalls, is slow or changes bytes, and of a peer that is not the
+one it should be: the right failure in bounded time, nothing lost, nothing without bound."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import pytest
+import torch
+from bad_link import Mischief, Proxy, corrupt_at, cut_after, delay, stall_after
+from pipedream import _core
+from pipedream.libzmq import find_libzmq
+from torch.utils.dlpack import from_dlpack, to_dlpack
+
+CHANNEL = "activations of stage 0 to stage 1"
+NUM_ELEMENTS = 1 << 16
+NUM_SLOTS = 3
+HELLO_BYTES = 192
+# Of a failure, beyond peer_timeout: the machine may be busy. Well below what an unbounded wait would take.
+SLACK_S = 15.0
+PEER_TIMEOUT_S = 2.0
+PATIENT_S = 30.0
+
+
+def make_worker(*, sends: bool, peer_timeout_s: float = PEER_TIMEOUT_S, **options: Any) -> _core.Worker:
+    core = _core.Worker(
+        libzmq_path=find_libzmq(), peer_timeout_s=peer_timeout_s, shares_memory=False, **options
+    )
+    core.add_channel(
+        name=CHANNEL,
+        sends=sends,
+        peer="stage 1 (rank 1)" if sends else "stage 0 (rank 0)",
+        channel_id=3,
+        tensors=[("float32", 1, NUM_ELEMENTS * 4)],
+        num_items=NUM_SLOTS,
+    )
+    core.seal()
+    return core
+
+
+@contextmanager
+def linked(
+    mischief: Mischief | None = None,
+    *,
+    sender_options: dict[str, Any] | None = None,
+    receiver_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> Iterator[tuple[_core.Worker, _core.Worker]]:
+    """A sender and a receiver in this process, their connection through a proxy if there is mischief."""
+    with ExitStack() as stack:
+        receiver = make_worker(sends=False, **options, **(receiver_options or {}))
+        stack.callback(receiver.close, 0)
+        sender = make_worker(sends=True, **options, **(sender_options or {}))
+        stack.callback(sender.close, 0)
+        endpoints = receiver.listen()
+        if mischief is not None:
+            address, *rest = endpoints[CHANNEL].split(" ")
+            proxy = stack.enter_context(Proxy(address, mischief))
+            endpoints[CHANNEL] = " ".join([proxy.endpoint, *rest])
+        sender.connect(endpoints)
+        yield sender, receiver
+
+
+def tensor(minibatch: int) -> torch.Tensor:
+    return torch.arange(NUM_ELEMENTS, dtype=torch.float32) + minibatch
+
+
+def send(sender: _core.Worker, minibatch: int, timeout_s: float = PATIENT_S) -> bool:
+    return sender.send_item(CHANNEL, [to_dlpack(tensor(minibatch))], timeout_s=timeout_s)
+
+
+def receive(receiver: _core.Worker) -> torch.Tensor:
+    item = receiver.receive_item(CHANNEL, timeout_s=PATIENT_S)
+    assert item is not None, "nothing came"
+    (capsule,) = item.take_tensors()
+    return from_dlpack(capsule).clone()
+
+
+def exchange(sender: _core.Worker, receiver: _core.Worker, num_items: int) -> None:
+    for minibatch in range(num_items):
+        assert send(sender, minibatch)
+        assert torch.equal(receive(receiver), tensor(minibatch))
+
+
+def failure_of(worker: _core.Worker, *, sends: bool) -> tuple[str, str]:
+    """Goes on until it fails; the kind and the message."""
+    with pytest.raises(_core.RunFailure) as raised:
+        for minibatch in range(1000):
+            if sends:
+                assert send(worker, minibatch)
+            else:
+                receive(worker)
+    kind, message = raised.value.args
+    return kind, message
+
+
+@pytest.mark.parametrize("after_items", [0, 1, 5])
+def test_a_cut_link_is_a_lost_peer_at_both_ends(after_items: int) -> None:
+    middle_of_an_item = HELLO_BYTES + after_items * NUM_ELEMENTS * 4 + NUM_ELEMENTS
+    with linked(cut_after(middle_of_an_item)) as (sender, receiver):
+        exchange(sender, receiver, after_items)
+        began = time.monotonic()
+        with suppress(_core.RunFailure):  # the sender may know before it has sent all
+            for minibatch in range(NUM_SLOTS):
+                send(sender, after_items + minibatch)
+        for worker, sends in ((receiver, False), (sender, True)):
+            kind, message = failure_of(worker, sends=sends)
+            assert kind == "PeerLost"
+            assert CHANNEL in message
+            assert ("stage 1 (rank 1)" if sends else "stage 0 (rank 0)") in message
+        assert time.monotonic() - began < SLACK_S
+
+
+def test_a_link_that_stalls_is_a_lost_peer_within_the_bound() -> None:
+    with linked(stall_after(HELLO_BYTES + NUM_ELEMENTS)) as (sender, receiver):
+        began = time.monotonic()
+        send(sender, 0)
+        kind, message = failure_of(receiver, sends=False)
+        assert kind == "PeerLost"
+        assert "stage 0 (rank 0)" in message
+        assert time.monotonic() - began < PEER_TIMEOUT_S + SLACK_S
+
+
+def test_a_slow_link_loses_nothing() -> None:
+    with linked(delay(0.01), peer_timeout_s=PATIENT_S) as (sender, receiver):
+        exchange(sender, receiver, 10)
+
+
+def test_a_changed_byte_never_arrives_as_a_tensor() -> None:
+    # Behind ZeroMQ's greeting and HELLO: in the first item, header or payload as it falls.
+    for position in range(500, 1100, 50):
+        with linked(corrupt_at(position), checksums=True) as (sender, receiver):
+            send(sender, 0)
+            try:
+                arrived = receive(receiver)
+            except _core.RunFailure as failure:
+                assert failure.args[0] in ("CorruptFrame", "PeerLost"), failure.args
+            else:
+                pytest.fail(f"byte {position} was changed, and {arrived[:4]} arrived")
+
+
+def test_the_checksum_finds_a_changed_payload() -> None:
+    with linked(corrupt_at(HELLO_BYTES + 4096), checksums=True) as (sender, receiver):
+        send(sender, 0)
+        kind, message = failure_of(receiver, sends=False)
+        assert kind == "CorruptFrame"
+        assert "payload_checksum" in message
+
+
+def test_a_changed_payload_arrives_without_checksums() -> None:
+    # Or the test above would prove nothing.
+    with linked(corrupt_at(HELLO_BYTES + 4096)) as (sender, receiver):
+        send(sender, 0)
+        assert not torch.equal(receive(receiver), tensor(0))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"run_id": 5}, "belongs to run"),
+        ({"incarnation": 2}, "stale worker"),
+        ({"plan_hash": 9}, "has another plan"),
+    ],
+)
+def test_a_worker_of_another_run_is_refused(options: dict[str, int], words: str) -> None:
+    with linked(sender_options=options) as (sender, receiver):
+        with suppress(_core.RunFailure):  # as above: HELLO comes before the first item
+            send(sender, 0)
+        kind, message = failure_of(receiver, sends=False)
+        assert kind == "CorruptFrame"
+        assert words in message
+
+
+def test_a_peer_that_never_reads_holds_the_sender_up_with_bounded_memory() -> None:
+    with linked(peer_timeout_s=PATIENT_S) as (sender, receiver):
+        accepted = 0
+        while send(sender, accepted, timeout_s=1.0):
+            accepted += 1
+            assert accepted <= 2 * NUM_SLOTS, "more than the slots of both sides"
+        assert accepted >= NUM_SLOTS
+        for minibatch in range(accepted):  # nothing was lost
+            assert torch.equal(receive(receiver), tensor(minibatch))

@@ -1,0 +1,152 @@
+"""RunResult: what is combined from the workers' reports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pipedream import Plan, RunResult, _core
+from pipedream.channels import RunChannel
+from pipedream.result import ChannelFigures, combine_reports
+
+_PLAN = Plan.straight(2, 2)
+_OUT, _BACK = "activations of stage 0 to stage 1", "gradients of stage 1 to stage 0"
+_MS = 1_000_000
+
+
+def _channel(name: str, sender: int, receiver: int, codec: str = "none") -> RunChannel:
+    return RunChannel(name, 0, sender, receiver, [], 2, 4, 1, True, codec, (sender, receiver))
+
+
+_CHANNELS = [_channel(_OUT, 0, 1, "bf16"), _channel(_BACK, 1, 0)]
+
+
+def _stats(**changes: Any) -> dict[str, Any]:
+    stats = {
+        "wire_bytes_sent": 0,
+        "wire_bytes_received": 0,
+        "num_items": 0,
+        "num_chunks": 0,
+        "tensor_bytes": 0,
+        "placed_bytes": 0,
+        "transfer_ns": 0,
+        "credit_wait_ns": 0,
+        "wait_ns": 0,
+        "transport": None,
+    }
+    return stats | changes
+
+
+def _report(stage: int, channels: dict[str, Any], clock: tuple[str, int] = ("a", 0)) -> dict[str, Any]:
+    span = ["UPDATE", stage, 0, 0, 100, 110, 120, 10, 10]
+    return {
+        "pid": 70 + stage,
+        "stages": {str(stage): {"versions": [(0, 0)], "recompute": False, "offload": []}},
+        "totals": {"num_work_items": 3, "wait_ns": 1, "compute_ns": 2, "elapsed_ns": 4},
+        "spans": [span],
+        "memory": {},
+        "channels": channels,
+        "clock": clock,
+        "losses": [0.5] if stage == 1 else [],
+        "samples": [6] if stage == 1 else [],
+        "epochs": [0] if stage == 1 else [],
+    }
+
+
+def _reports(wait_ns: int = 3 * _MS, clock: tuple[str, int] = ("a", 0)) -> list[dict[str, Any]]:
+    sent = {
+        "transport": "shared memory",
+        "transfer_ns": 12 * _MS,
+        "credit_wait_ns": 2 * _MS,
+        "num_items": 6,  # the last one is still to be counted
+        "wire_bytes_sent": 900,
+    }
+    received = {
+        "num_items": 7,
+        "num_chunks": 9,
+        "tensor_bytes": 4096,
+        "placed_bytes": 2048,
+        "wire_bytes_received": 1000,
+        "wait_ns": wait_ns,
+    }
+    return [
+        _report(0, {_OUT: _stats(**sent), _BACK: _stats(wire_bytes_received=50)}),
+        _report(1, {_OUT: _stats(**received), _BACK: _stats(transport="zmq/tcp")}, clock),
+    ]
+
+
+def _combined(**how: Any) -> RunResult:
+    schedule = _core.ScheduleOptions(in_flight=[2, 1])
+    return combine_reports(_PLAN, schedule, _CHANNELS, _reports(**how))
+
+
+def test_a_channels_counts_are_the_receivers_and_its_times_each_ends_own() -> None:
+    out, back = _combined().channels
+    assert out == ChannelFigures(
+        *(_OUT, 0, 1, "shared memory", "bf16", 7, 9, 4096, 1000, 2048, 12.0, 2.0, 3.0, 0.75)
+    )
+    assert (back.name, back.sender, back.receiver, back.transport, back.codec) == (
+        _BACK,
+        1,
+        0,
+        "zmq/tcp",
+        "none",
+    )
+
+
+@pytest.mark.parametrize(("wait_ns", "share"), [(0, 1.0), (12 * _MS, 0.0), (50 * _MS, 0.0)])
+def test_the_overlap_share_stays_within_0_and_1(wait_ns: int, share: float) -> None:
+    assert _combined(wait_ns=wait_ns).channels[0].overlap_share == share
+
+
+def test_the_overlap_share_of_a_channel_that_carried_nothing_is_none() -> None:
+    assert _combined().channels[1].overlap_share is None
+
+
+def test_bytes_sent_are_those_on_the_wire_and_those_that_were_placed() -> None:
+    assert _combined().bytes_sent == 1000 + 2048 + 50
+
+
+def test_transports_are_the_senders_word() -> None:
+    assert _combined().transports == {"0->1": "shared memory", "1->0": "zmq/tcp"}
+
+
+def test_a_result_survives_json() -> None:
+    result = _combined()
+    assert RunResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+
+
+def test_the_table_of_channels_has_a_row_each() -> None:
+    head, out, back = _combined().describe_channels().splitlines()
+    assert head.split()[:4] == ["channel", "transport", "codec", "items"]
+    assert out.startswith(f"{_OUT}  shared memory  bf16") and out.endswith("75 %")
+    assert "4.00 KiB" in out and "12.0 ms" in out
+    assert back.startswith(_BACK) and back.endswith("0.0 ms")
+
+
+def test_the_table_of_a_run_without_channels_is_empty() -> None:
+    result = combine_reports(Plan.straight(1, 1), _core.ScheduleOptions(), [], [_report(0, {}) | _LAST])
+    assert result.describe_channels() == ""
+    assert (result.transports, result.bytes_sent) == ({}, 0)
+
+
+_LAST = {"losses": [0.5], "samples": [6], "epochs": [0]}
+
+
+def test_spans_of_another_machine_are_shown_on_the_first_ones_clock() -> None:
+    spans = _combined(clock=("b", 7_000)).spans
+    assert [(s.asked_ns, s.ready_ns, s.completed_ns) for (s,) in spans] == [
+        (100, 110, 120),
+        (7100, 7110, 7120),
+    ]
+    same_machine = _combined(clock=("a", 7_000)).spans
+    assert [s.asked_ns for (s,) in same_machine] == [100, 100]
+
+
+def test_the_trace_has_the_channels_beside_it(tmp_path: Path) -> None:
+    _combined().save_trace(tmp_path / "trace.json")
+    figures = json.loads((tmp_path / "trace.json").read_text())["otherData"]["channels"]
+    assert figures[_OUT]["overlap_share"] == 0.75
+    assert list(figures) == [_OUT, _BACK]
