@@ -1,0 +1,102 @@
+"""Two hosts on one machine: network namespaces joined by a veth pair whose ends are shaped with tbf.
+
+    with Link("1Gbit/s") as link:
+        subprocess.run([*link.hosts[0].prefix, "python", "script.py"])
+
+Needs root, `ip` and `tc` (Debian: iproute2). What is made goes away with the context, also when it fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from typing import Any
+
+from pipedream.units import parse_bandwidth
+
+# The bucket holds what the link carries in some milliseconds: the kernel's timer refills it in steps.
+BURST_SECONDS = 0.002
+QUEUE_SECONDS = 0.02
+MTU_BYTES = 9000
+BURST_BYTES_MIN = 2 * 65536  # segments of the offload have up to 64 KiB
+
+
+@dataclass(frozen=True)
+class Host:
+    namespace: str
+    interface: str
+    address: str
+
+    @property
+    def prefix(self) -> list[str]:
+        """Runs a command on this host."""
+        return ["ip", "netns", "exec", self.namespace]
+
+
+def can_make_links() -> str | None:
+    """What is missing, or None."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    return f"{missing[0]} is not installed: apt-get install iproute2" if missing else None
+
+
+class Link:
+    """A link between two hosts; bandwidth as "1Gbit/s", or None for what the machine gives."""
+
+    def __init__(self, bandwidth: str | None, *, name: str = "pd") -> None:
+        self.bandwidth = bandwidth
+        self.bytes_per_s = None if bandwidth is None else parse_bandwidth(bandwidth)
+        tag = f"{name}{os.getpid()}"
+        self.hosts = tuple(
+            Host(f"{tag}{side}", f"{tag}{side}", f"10.203.0.{number}")
+            for side, number in (("a", 1), ("b", 2))
+        )
+
+    def __enter__(self) -> Link:
+        missing = can_make_links()
+        if missing is not None:
+            raise RuntimeError(missing)
+        try:
+            self._make()
+        except BaseException:
+            self.remove()
+            raise
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        for host in self.hosts:  # with a namespace goes its end, with an end the other one
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _run("ip", "netns", "delete", host.namespace)
+
+    def _make(self) -> None:
+        first, second = self.hosts
+        for host in self.hosts:
+            _run("ip", "netns", "add", host.namespace)
+        ends = [f"{first.interface} netns {first.namespace}", f"{second.interface} netns {second.namespace}"]
+        _run(*f"ip link add {ends[0]} type veth peer name {ends[1]}".split())
+        for host in self.hosts:
+            inside = ["ip", "-n", host.namespace]
+            _run(*inside, "address", "add", f"{host.address}/24", "dev", host.interface)
+            _run(*inside, *f"link set {host.interface} mtu {MTU_BYTES} up".split())
+            _run(*inside, "link", "set", "lo", "up")
+            if self.bytes_per_s is not None:
+                self._shape(host, self.bytes_per_s)
+
+    def _shape(self, host: Host, bytes_per_s: float) -> None:
+        burst = max(BURST_BYTES_MIN, int(bytes_per_s * BURST_SECONDS))
+        limit = burst + int(bytes_per_s * QUEUE_SECONDS)
+        shape = f"dev {host.interface} root tbf rate {int(bytes_per_s * 8)}bit burst {burst} limit {limit}"
+        _run("tc", "-n", host.namespace, "qdisc", "add", *shape.split())
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
