@@ -49,6 +49,8 @@ void LinkCore::send(OutgoingFrame frame) {
   }
   const std::optional<Failure> violation = find_violation(header);
   PD_CHECK(!violation, options_.name << ": " << violation->message);
+  // Tasks run in order, so what another thread sent before this one's cause was posted has been submitted.
+  if (transport_.on_transport_thread()) return submit(HeldFrame(std::move(frame)));
   transport_.enqueue([this, held = HeldFrame(std::move(frame))]() mutable { submit(std::move(held)); });
 }
 

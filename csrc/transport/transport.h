@@ -83,7 +83,7 @@ class Link {
   virtual ~Link() = default;
 
   // Frames sent before the link is open wait for it, in order. After close, failure or the peer's BYE they
-  // are dropped. on_sent may run inside this call when the transport has been shut down.
+  // are dropped. on_sent may run inside this call: on the transport thread, or after shutdown().
   virtual void send(OutgoingFrame frame) = 0;
   // Says BYE after what was sent before, then closes. Once it has returned no handler call of this link
   // begins. Idempotent.

@@ -81,6 +81,8 @@ void TransportCore::pulse(std::uint64_t num_work_items) {
 
 void TransportCore::post(std::function<void()> function) { enqueue(std::move(function)); }
 
+bool TransportCore::on_transport_thread() const { return transport_of_this_thread == this; }
+
 bool TransportCore::try_enqueue(Task& task) {
   bool wake = false;
   {
@@ -125,7 +127,7 @@ void TransportCore::abandon() {
 }
 
 void TransportCore::request_stop(Stop stop) {
-  PD_CHECK(transport_of_this_thread != this, "shutdown() on the transport thread would wait for itself");
+  PD_CHECK(!on_transport_thread(), "shutdown() on the transport thread would wait for itself");
   const std::lock_guard join_lock(join_mutex_);
   if (!thread_.joinable()) return;
   {

@@ -54,6 +54,8 @@ class TransportCore : public Transport {
   // False when the thread has ended: the task was not taken.
   [[nodiscard]] bool try_enqueue(Task& task);
 
+  [[nodiscard]] bool on_transport_thread() const;
+
   [[nodiscard]] const TransportOptions& transport_options() const { return options_; }
 
  protected:
