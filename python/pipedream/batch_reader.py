@@ -5,6 +5,7 @@ Owned by the worker's compute thread.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,8 @@ from typing import Any
 import torch
 
 from .boundary import map_tensors
-from .data import Minibatch, MinibatchStream, mark_of, num_samples
-from .microbatch import chunk, weights
+from .data import Minibatch, MinibatchStream, mark_of
+from .microbatch import check_alike, chunk, piece_sizes, weights
 
 __all__ = ["EMPTY_MARK", "MARK_MASK", "BatchReader", "Microbatch"]
 
@@ -84,33 +85,27 @@ class BatchReader:
     def _open(self, minibatch: int, batch: Minibatch) -> None:
         # With a single stage nobody else reads it.
         mark = 0 if self._is_first and self._is_last else mark_of(batch) & MARK_MASK
-        inputs = self._cut(batch.inputs, "the inputs", minibatch) if self._is_first else None
-        targets = self._cut(batch.targets, "the targets", minibatch) if self._is_last else None
+        cut = functools.partial(
+            chunk, num_microbatches=self._num_microbatches, minibatch=minibatch, num_samples=batch.num_samples
+        )
+        inputs = cut(batch.inputs, name="the inputs") if self._is_first else None
+        targets = cut(batch.targets, name="the targets") if self._is_last else None
+        # At every stage that reads: the others would find marks that differ. Of what is forwarded the caller.
+        check_alike(batch.inputs, batch.targets, self._num_microbatches, minibatch=minibatch)
         if targets is not None and self._copies_targets:
             targets = [map_tensors(torch.Tensor.clone, piece) for piece in targets]
         if self._is_first:
             self._check_inputs(batch.inputs, minibatch)
-        if inputs is not None and targets is not None and len(inputs) != len(targets):
-            raise ValueError(
-                f"minibatch {minibatch} has inputs that make {len(inputs)} microbatches and targets that make"
-                f" {len(targets)}: give both one entry per sample"
-            )
-        shares = [1.0]
-        if targets is not None and len(targets) > 1:
-            shares = weights([num_samples(piece) for piece in targets])
-        num_pieces = len(targets if targets is not None else inputs or [])
+        shares = weights(piece_sizes(batch.num_samples, self._num_microbatches))
         self._pieces = [
             Microbatch(
                 inputs=inputs[index] if inputs is not None else None,
                 targets=targets[index] if targets is not None else None,
                 mark=mark,
-                weight=shares[index] if targets is not None else 1.0,
+                weight=share,
             )
-            for index in range(num_pieces)
+            for index, share in enumerate(shares)
         ]
         if self._is_last:
-            self.samples.append(num_samples(batch.targets))
+            self.samples.append(1 if batch.num_samples is None else batch.num_samples)
             self.epochs.append(batch.epoch)
-
-    def _cut(self, value: Any, name: str, minibatch: int) -> list[Any]:
-        return chunk(value, self._num_microbatches, name=name, minibatch=minibatch)

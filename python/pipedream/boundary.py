@@ -84,12 +84,15 @@ class Boundary:
     tensors: tuple[TensorSpec, ...]
 
     @classmethod
-    def of(cls, value: Any, *, name: str = "the value") -> Boundary:
-        """The boundary of a value. Raises ValueError, naming the place, for what cannot cross."""
+    def of(cls, value: Any, *, name: str = "the value", needs_tensor: bool = True) -> Boundary:
+        """The boundary of a value. Raises ValueError, naming the place, for what cannot cross.
+
+        needs_tensor: constants alone cannot.
+        """
         index_of: dict[int, int] = {}
         specs: list[TensorSpec] = []
         structure = _describe(value, name, index_of, specs)
-        if not specs:
+        if not specs and needs_tensor:
             raise ValueError(f"{name} has no tensor in it: a stage must pass on at least one")
         if len(specs) > _NUM_TENSORS_MAX:
             raise ValueError(f"{name} has {len(specs)} tensors: at most {_NUM_TENSORS_MAX} can cross a cut")

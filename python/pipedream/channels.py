@@ -34,6 +34,7 @@ __all__ = [
     "tied_tensors",
     "tied_weights_name",
     "to_rank_0",
+    "weight_channels",
 ]
 
 # In place of the gradients of a boundary where no tensor needs one: the word that a backward is done.
@@ -163,6 +164,11 @@ class _ChannelList:
             )
         )
 
+    def add_bulk(self, name: str, ends: tuple[int, int]) -> None:
+        """For what goes through bulk.py."""
+        piece = [TensorSpec(torch.uint8, (PIECE_BYTES,), requires_grad=False)]
+        self.add(name, ends, piece, slots=4, unsent=4, on_device=False)
+
 
 def channels_of_run(
     plan: Plan,
@@ -214,18 +220,26 @@ def channels_of_run(
         for rank in range(plan.workers_used - 1):
             for ends in ((rank, rank + 1), (rank + 1, rank)):
                 found.add(norm_name(*ends), ends, figures, slots=2, unsent=4, on_device=False)
-    piece = [TensorSpec(torch.uint8, (PIECE_BYTES,), requires_grad=False)]
     for rank in range(1, world_size):
-        found.add(from_rank_0(rank), (0, rank), piece, slots=4, unsent=4, on_device=False)
-        found.add(to_rank_0(rank), (rank, 0), piece, slots=4, unsent=4, on_device=False)
+        found.add_bulk(from_rank_0(rank), (0, rank))
+        found.add_bulk(to_rank_0(rank), (rank, 0))
+    return found.channels
+
+
+def weight_channels(plan: Plan) -> list[RunChannel]:
+    """What carries rank 0's initial weights, before there are any others: what those need depends on what
+    optimizers make of the weights."""
+    found = _ChannelList()
+    for rank in range(1, plan.workers_used):
+        found.add_bulk(from_rank_0(rank), (0, rank))
     return found.channels
 
 
 def data_channels(plan: Plan, forwarded: ForwardedData) -> list[RunChannel]:
     """The caller's channels, which come first in a run: the caller knows nothing of the others."""
     found = _ChannelList()
-    epoch = TensorSpec(torch.int64, (1,), requires_grad=False)
-    inputs, targets = [*forwarded.inputs.tensors, epoch], [*forwarded.targets.tensors, epoch]
+    counts = TensorSpec(torch.int64, (2,), requires_grad=False)  # data.forwarded_counts
+    inputs, targets = [*forwarded.inputs.tensors, counts], [*forwarded.targets.tensors, counts]
     first, last = plan.worker_of_stage[0], plan.worker_of_stage[-1]
     # A minibatch's slot is free when its last microbatch has been through.
     first_slots, last_slots = plan.in_flight[0] + 1, plan.in_flight[-1] + 1

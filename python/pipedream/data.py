@@ -17,6 +17,7 @@ import torch
 
 from . import _core
 from .boundary import Boundary, check_pair, exportable, tensors_of
+from .microbatch import samples_of
 
 __all__ = [
     "DataStream",
@@ -26,9 +27,9 @@ __all__ = [
     "ReceivedStream",
     "epochs_of",
     "fingerprint",
+    "forwarded_counts",
     "mark_of",
     "num_minibatches_of",
-    "num_samples",
 ]
 
 _UINT64_MASK = 0xFFFF_FFFF_FFFF_FFFF
@@ -40,6 +41,8 @@ class Minibatch(NamedTuple):
     inputs: Any
     targets: Any
     epoch: int
+    num_samples: int | None
+    """As microbatch.samples_of has them, of inputs and targets."""
     received_mark: int | None = None
     """Of a forwarded minibatch: the fingerprint that the caller took of it."""
 
@@ -57,11 +60,6 @@ class MinibatchStream(Protocol):
 
     def next(self) -> Minibatch | None:
         """The next minibatch of all epochs in order; None once they are over."""
-
-
-def num_samples(value: Any) -> int:
-    """Size of the first dimension of the first tensor in a nested value; 1 where there is none."""
-    return next((int(tensor.shape[0]) for tensor in tensors_of(value) if tensor.dim() > 0), 1)
 
 
 def fingerprint(inputs: Any, targets: Any) -> int:
@@ -133,7 +131,8 @@ class DataStream:
         self._peeked = None
         if batch is None:
             return None
-        return Minibatch(*batch)
+        inputs, targets, epoch = batch
+        return Minibatch(inputs, targets, epoch, samples_of(inputs, targets))
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,7 @@ class ReceivedStream:
 
     def next(self) -> Minibatch | None:
         values: list[Any] = []
-        epoch, mark = 0, None
+        counts, mark = None, None
         for boundary, receive in self._sources:
             if receive is None:
                 values.append(None)
@@ -181,7 +180,13 @@ class ReceivedStream:
             item = receive()
             if item is None:
                 return None
-            (*tensors, epoch_tensor), mark = item
-            epoch = int(epoch_tensor)
+            (*tensors, counts), mark = item
             values.append(boundary.unflatten(tensors))
-        return Minibatch(values[0], values[1], epoch, mark)
+        assert counts is not None  # a stage reads this
+        epoch, num_samples = counts.tolist()
+        return Minibatch(values[0], values[1], epoch, num_samples if num_samples >= 0 else None, mark)
+
+
+def forwarded_counts(epoch: int, num_samples: int | None) -> torch.Tensor:
+    """What goes with the tensors of a forwarded minibatch."""
+    return torch.tensor([epoch, -1 if num_samples is None else num_samples])

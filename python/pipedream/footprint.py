@@ -24,11 +24,20 @@ from .offload import measure_offloadable
 from .precision import autocast_region
 from .splitter import StageModule
 
-__all__ = ["DryRun", "Footprint", "MemoryMeter", "WorkMeter", "dry_run", "make_meter", "storage_bytes"]
-
+__all__ = [
+    "SCALARS_BYTES",
+    "DryRun",
+    "Footprint",
+    "MemoryMeter",
+    "StepMeter",
+    "WorkMeter",
+    "dry_run",
+    "make_meter",
+    "storage_bytes",
+]
 
 # Scalars, as the loss, its scale and what its backward starts with: how long each lives differs.
-_SCALARS_BYTES = 64
+SCALARS_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,8 @@ class MemoryMeter(Protocol):
 
 
 def make_meter(device: torch.device) -> MemoryMeter:
-    return _CudaMeter(device) if device.type == "cuda" else _HostMeter()
+    """Of a device that has memory, or of "meta", whose tensors only say how much they would take."""
+    return _CudaMeter(device) if device.type == "cuda" else _HostMeter(device.type)
 
 
 class _CudaMeter:
@@ -106,8 +116,9 @@ class _CudaMeter:
 class _HostMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Every storage that an operator returns and that was not there before."""
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._device_type = device_type
         self.live_bytes = 0
         self.peak_bytes = 0
         # Storages by the address of their C++ object, with a weak reference that keeps the entry true.
@@ -130,7 +141,7 @@ class _HostMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _note(self, tensor: Tensor, *, counts: bool) -> None:
-        if tensor.layout != torch.strided or tensor.is_meta:
+        if tensor.layout != torch.strided or tensor.device.type != self._device_type:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -190,6 +201,25 @@ class WorkMeter:
             # less and has the same temporary gradients, and the sum of the terms is what counts.
             beyond = meter.peak_bytes - self._gradient_bytes() - self.stash_peak_bytes
             self.transient_peak_bytes = max(self.transient_peak_bytes, beyond)
+
+
+class StepMeter:
+    """Reads a meter around an optimizer's steps: what they make and drop. What they keep, the optimizer's
+    state, has a term of its own, so this meter is no other's."""
+
+    def __init__(self, meter: MemoryMeter) -> None:
+        self._meter = meter
+        self.peak_bytes = 0
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        with self._meter as meter:
+            before = meter.live_bytes
+            meter.reset_peak()
+            yield
+            # Gradients may go meanwhile, so that there is less than before.
+            kept = max(before, meter.live_bytes)
+            self.peak_bytes = max(self.peak_bytes, meter.peak_bytes - kept)
 
 
 def storage_bytes(tensors: Sequence[Tensor | None]) -> int:
@@ -319,7 +349,7 @@ class _Rehearsal:
         return Footprint(
             input_bytes=storage_bytes([*tensors_of(self._leaves), *tensors_of(self._targets)]),
             stash_bytes=stash,
-            transient_bytes=self._meter.transient_peak_bytes + _SCALARS_BYTES,
+            transient_bytes=self._meter.transient_peak_bytes + SCALARS_BYTES,
             gradient_bytes=storage_bytes(self._parameters),
             is_measured=measured,
             output_bytes=self._output_bytes,

@@ -34,9 +34,10 @@ from torch.utils.dlpack import to_dlpack
 from . import _core, errors
 from .boundary import Boundary, check_pair
 from .channels import CALLER, INPUTS, TARGETS, data_channels
-from .data import ForwardedData, epochs_of, fingerprint, num_minibatches_of
+from .data import ForwardedData, epochs_of, fingerprint, forwarded_counts, num_minibatches_of
 from .guard import RUN_FOLDER_VARIABLE, error_path
 from .job import JobOptions, TorchSettings, WorkerPlace
+from .microbatch import check_alike, samples_of
 from .plan import Plan
 from .pulse import Pulse
 from .rendezvous import Rendezvous, connect_store, host_store
@@ -157,7 +158,7 @@ def _describe_forwarded(data: Iterable[Any], options: JobOptions) -> ForwardedDa
     return ForwardedData(
         (inputs, targets),
         Boundary.of(inputs, name="the inputs"),
-        Boundary.of(targets, name="the targets"),
+        Boundary.of(targets, name="the targets", needs_tensor=False),  # a loss may need none
         length,
     )
 
@@ -296,14 +297,16 @@ class _Forwarder(threading.Thread):
         forwarded = self._forwarded
         self._rng.restore()  # elastic draws while it starts the workers
         for minibatch, (inputs, targets, epoch) in enumerate(epochs_of(self._data, self._options.epochs)):
+            check_alike(inputs, targets, self._options.microbatches, minibatch=minibatch)
             mark = fingerprint(inputs, targets)
+            counts = forwarded_counts(epoch, samples_of(inputs, targets))
             for channel, boundary, value in (
                 (INPUTS, forwarded.inputs, inputs),
                 (TARGETS, forwarded.targets, targets),
             ):
                 tensors = boundary.flatten(value, minibatch=minibatch)
                 boundary.check(tensors, minibatch=minibatch)
-                self._send(core, channel, [*tensors, torch.tensor([epoch])], mark)
+                self._send(core, channel, [*tensors, counts], mark)
         core.send_end(INPUTS)
         core.send_end(TARGETS)
 

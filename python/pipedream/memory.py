@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from . import _core
 from .channels import RunChannel
-from .footprint import Footprint, storage_bytes
+from .footprint import SCALARS_BYTES, Footprint, StepMeter, make_meter, storage_bytes
 from .offload import Offload, num_resident_versions
 from .plan import Plan
 from .seeding import generators_kept
@@ -40,8 +40,10 @@ __all__ = [
     "choose_savings",
     "describe_memory",
     "model_bytes",
+    "native_step_bytes",
     "num_activation_homes",
     "predict_state_bytes",
+    "predict_step_bytes",
     "slot_bytes",
 ]
 
@@ -88,6 +90,8 @@ class MemoryPlan:
     device_type: str = "cpu"
     """Of the worker's device, as torch names it."""
     offload: Mapping[int, Offload] = field(default_factory=dict)
+    step_bytes: Mapping[int, int] = field(default_factory=dict)
+    """What the optimizer's step makes and drops."""
 
     def terms(self) -> Terms:
         """The predicted terms."""
@@ -174,7 +178,7 @@ class MemoryPlan:
             stash += num_beside * footprint.input_bytes
             # Tied gradients on their way to the owner, as many as the channel may hold.
             stash += self.tied_bytes[stage] * (self.schedule.in_flight[0] + 1)
-            transient = max(transient, footprint.transient_bytes + extra)
+            transient = max(transient, footprint.transient_bytes + extra, self.step_bytes.get(stage, 0))
             gradients += footprint.gradient_bytes
         return {STASH: stash, TRANSIENT: transient, GRADIENTS: gradients}
 
@@ -350,14 +354,7 @@ def predict_state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     """What a torch optimizer will keep, found by one step on tiny parameters in the place of its own."""
     if optimizer is None:
         return 0
-    probe = copy.copy(optimizer)
-    probe.state = defaultdict(dict)
-    tiny_of: dict[int, nn.Parameter] = {}
-    probe.param_groups = []
-    for group in optimizer.param_groups:
-        tiny_group = {name: value for name, value in group.items() if name != "params"}
-        tiny_group["params"] = [tiny_of.setdefault(id(p), _tiny_like(p)) for p in group["params"]]
-        probe.param_groups.append(tiny_group)
+    probe, tiny_of = _probe_of(optimizer, _tiny_like)
     try:
         with generators_kept():
             _torch_class_of(optimizer).step(probe)
@@ -373,6 +370,66 @@ def predict_state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
                     dims = [sizes.get(size, size) for size in value.shape]
                     total += math.prod(dims) * value.element_size()
     return total
+
+
+# Of the largest parameter, where a step cannot be tried: Rprop makes as many, and so does Adam with amsgrad
+# and weight decay.
+_NUM_TEMPORARIES_GUESSED = 3
+
+
+def predict_step_bytes(optimizer: torch.optim.Optimizer | None, device_type: str) -> int:
+    """The most that a torch optimizer will make and drop in a step, found by steps on parameters of the same
+    shapes that have no memory."""
+    if optimizer is None:
+        return 0
+    probe, _ = _probe_of(optimizer, _meta_like)
+    for group in probe.param_groups:
+        if group.get("fused"):  # meta tensors know no such step; it works in place, so this is more
+            group |= {"fused": False, "foreach": False}
+        elif group.get("foreach", False) is None and device_type == "cuda":
+            group["foreach"] = True  # what torch chooses there
+    meter = StepMeter(make_meter(torch.device("meta")))
+    try:
+        for _ in range(2):  # the first makes the state
+            with meter.step(), generators_kept():
+                _torch_class_of(optimizer).step(probe)
+    except Exception:  # also where a step reads values
+        sizes = [storage_bytes([p]) for group in optimizer.param_groups for p in group["params"]]
+        at_once = any(group.get("foreach") for group in probe.param_groups)
+        return _NUM_TEMPORARIES_GUESSED * (sum(sizes) if at_once else max(sizes, default=0)) + SCALARS_BYTES
+    return meter.peak_bytes + SCALARS_BYTES
+
+
+def native_step_bytes(stage: StageModule, num_parameters: int) -> int:
+    """The same of a native optimizer: a step count per parameter, and sparse gradients made dense."""
+    sparse = [
+        parameter
+        for module in stage.modules()
+        if getattr(module, "sparse", False) is True
+        for parameter in module.parameters(recurse=False)
+    ]
+    return 8 * num_parameters + storage_bytes(sparse) + SCALARS_BYTES
+
+
+def _probe_of(
+    optimizer: torch.optim.Optimizer, replace_by: Callable[[Tensor], nn.Parameter]
+) -> tuple[torch.optim.Optimizer, dict[int, nn.Parameter]]:
+    """(a copy that has other parameters, and no state yet; those by the ids of the optimizer's own)."""
+    probe = copy.copy(optimizer)
+    probe.state = defaultdict(dict)
+    replaced: dict[int, nn.Parameter] = {}
+    probe.param_groups = []
+    for group in optimizer.param_groups:
+        probe_group = {name: value for name, value in group.items() if name != "params"}
+        probe_group["params"] = [replaced.setdefault(id(p), replace_by(p)) for p in group["params"]]
+        probe.param_groups.append(probe_group)
+    return probe, replaced
+
+
+def _meta_like(parameter: Tensor) -> nn.Parameter:
+    meta = nn.Parameter(torch.empty_like(parameter, device="meta"))
+    meta.grad = torch.empty_like(meta)
+    return meta
 
 
 def _torch_class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:

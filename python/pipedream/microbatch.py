@@ -9,18 +9,37 @@ import torch
 
 from .boundary import map_tensors, tensors_of
 
-__all__ = ["chunk", "weights"]
+__all__ = ["check_alike", "chunk", "piece_sizes", "samples_of", "weights"]
 
 # What every piece may share as it is.
 _CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
 
 
-def chunk(value: Any, num_microbatches: int, *, name: str, minibatch: int) -> list[Any]:
+def samples_of(inputs: Any, targets: Any) -> int | None:
+    """Samples of a minibatch: the size of dimension 0 of the first tensor that has one, of the targets or,
+    where they have none, of the inputs. None: neither has any."""
+    sizes = (int(tensor.shape[0]) for tensor in tensors_of((targets, inputs)) if tensor.dim() > 0)
+    return next(sizes, None)
+
+
+def piece_sizes(num_samples: int | None, num_microbatches: int) -> list[int]:
+    """Samples of each piece that torch.chunk makes; one each where there are no samples."""
+    if num_samples is None:
+        return [1] * num_microbatches
+    if num_microbatches == 1:
+        return [num_samples]
+    size = max(-(-num_samples // num_microbatches), 1)
+    return [min(size, num_samples - begin) for begin in range(0, num_samples, size)]
+
+
+def chunk(
+    value: Any, num_microbatches: int, *, name: str, minibatch: int, num_samples: int | None = None
+) -> list[Any]:
     """The microbatches of a nested value, as views, in order; [value] itself for num_microbatches = 1.
 
     Every tensor with a dimension is cut with torch.chunk along dimension 0, its samples; other tensors and
     constants go to every piece. As torch.chunk does, it may give fewer pieces than asked for (5 samples in
-    4: 2, 2, 1); a value without samples is repeated num_microbatches times.
+    4: 2, 2, 1); a value without samples is repeated for each piece of the minibatch's num_samples.
 
     Raises ValueError, naming `name` and minibatch, for fewer samples than microbatches and for tensors that
     disagree in their number of samples; TypeError for an object that hides its samples.
@@ -30,7 +49,7 @@ def chunk(value: Any, num_microbatches: int, *, name: str, minibatch: int) -> li
     _check_constants(value, name, minibatch)
     cut = {id(tensor): tensor for tensor in tensors_of(value) if tensor.dim() > 0}
     if not cut:
-        return [value] * num_microbatches
+        return [value] * len(piece_sizes(num_samples, num_microbatches))
     sizes = sorted({int(tensor.shape[0]) for tensor in cut.values()})
     if len(sizes) > 1:
         raise ValueError(
@@ -47,6 +66,17 @@ def chunk(value: Any, num_microbatches: int, *, name: str, minibatch: int) -> li
     pieces = {key: torch.chunk(tensor, num_microbatches) for key, tensor in cut.items()}
     num_pieces = len(next(iter(pieces.values())))
     return [_piece(value, pieces, index) for index in range(num_pieces)]
+
+
+def check_alike(inputs: Any, targets: Any, num_microbatches: int, *, minibatch: int) -> None:
+    """Raises ValueError for inputs and targets, both with samples, that make different numbers of pieces."""
+    counts = [samples_of(inputs, None), samples_of(None, targets)]
+    made = [len(piece_sizes(count, num_microbatches)) for count in counts if count is not None]
+    if len(set(made)) > 1:
+        raise ValueError(
+            f"minibatch {minibatch} has inputs that make {made[0]} microbatches and targets that make"
+            f" {made[1]}: give both one entry per sample in dimension 0, or use microbatches=1"
+        )
 
 
 def weights(samples: Sequence[int]) -> list[float]:

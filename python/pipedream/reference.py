@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .boundary import check_loss, check_pair, device_of, map_tensors, tensors_of, to_device
-from .data import num_samples
-from .microbatch import chunk, weights
+from .microbatch import check_alike, chunk, samples_of, weights
 from .precision import LossScaler, autocast_dtype, autocast_region
 from .seeding import RngState, RngStream, base_seed, data_seed, generators_kept, seed_all, stage_seed
 from .splitter import Model, PlannedStage, StageModule, Tie, find_ties, split
@@ -372,7 +371,7 @@ class _Trainer:
     def train(self, minibatch: int, inputs: Any, targets: Any) -> float:
         """One minibatch; its loss."""
         pieces = _cut(inputs, targets, self._num_microbatches, minibatch)
-        shares = weights([num_samples(piece) for _, piece in pieces])
+        shares = weights([samples_of(*piece) or 1 for piece in pieces])
         leaves = self._read(minibatch)
         scale = self._next_scale(minibatch)
         losses = []
@@ -548,13 +547,12 @@ def _owned_parameters(module: StageModule, ties: Sequence[Tie]) -> list[tuple[st
 
 def _cut(inputs: Any, targets: Any, num_microbatches: int, minibatch: int) -> list[tuple[Any, Any]]:
     """(inputs, targets) of each microbatch. Raises ValueError for what cannot be cut alike."""
-    input_pieces = chunk(inputs, num_microbatches, name="the inputs", minibatch=minibatch)
-    target_pieces = chunk(targets, num_microbatches, name="the targets", minibatch=minibatch)
-    if len(input_pieces) != len(target_pieces):
-        raise ValueError(
-            f"minibatch {minibatch} has inputs that make {len(input_pieces)} microbatches and targets that "
-            f"make {len(target_pieces)}: give both one entry per sample"
-        )
+    count = samples_of(inputs, targets)
+    input_pieces, target_pieces = (
+        chunk(value, num_microbatches, name=name, minibatch=minibatch, num_samples=count)
+        for name, value in (("the inputs", inputs), ("the targets", targets))
+    )
+    check_alike(inputs, targets, num_microbatches, minibatch=minibatch)
     return list(zip(input_pieces, target_pieces, strict=True))
 
 

@@ -17,7 +17,7 @@ from .batch_reader import BatchReader
 from .boundary import Boundary
 from .channels import activations_name, gradients_name
 from .data import MinibatchStream
-from .footprint import WorkMeter, make_meter
+from .footprint import StepMeter, WorkMeter, make_meter
 from .gradients import GradientFigures, NormExchange, StageGradients, clip_scale
 from .job import JobOptions, WorkerPlace
 from .memory import GRADIENTS, MODEL, STASH, TORCH_OPTIMIZER_STATE, TRANSIENT
@@ -169,7 +169,7 @@ class WorkerLoop:
             "BACKWARD": StageRunner.backward,
         }
         newest_slots = dict.fromkeys(self._runners, 0)
-        meter = self._start_measuring()
+        meter, step_meter = self._start_measuring()
         with self._progress, contextlib.ExitStack() as cleanup:
             # Also after a failure: the user's modules get their own parameters back.
             cleanup.callback(self._restore, newest_slots)
@@ -189,7 +189,7 @@ class WorkerLoop:
             self._num_minibatches = work.num_minibatches
             if any(runner.is_last and not runner.is_first for runner in self._runners.values()):
                 self._check_end(work.num_minibatches)
-        return self._report(meter)
+        return self._report(meter, step_meter)
 
     def _channels_of(self, stage: int) -> tuple[int, str, str, str, str]:
         runner = self._runners[stage]
@@ -207,7 +207,7 @@ class WorkerLoop:
         # On the host measuring costs time per operator: enough is seen once the pipeline has been full.
         if self._device.type != "cuda" and minibatch > max(self._schedule.in_flight) + 1:
             for runner in self._runners.values():
-                runner.meter = None
+                runner.meter = runner.step_meter = None
 
     def _update(self, runner: StageRunner, work: _core.WorkItem) -> None:
         scale: float | None = 1.0
@@ -268,39 +268,43 @@ class WorkerLoop:
 
     # What was done.
 
-    def _start_measuring(self) -> WorkMeter:
+    def _start_measuring(self) -> tuple[WorkMeter, StepMeter]:
         meter = WorkMeter(make_meter(self._device), self._gradient_bytes)
-        for runner in self._runners.values():
-            runner.meter = meter if self._predicted.get(STASH) is not None else None
-        return meter
+        step_meter = StepMeter(make_meter(self._device))
+        if self._predicted.get(STASH) is not None:
+            for runner in self._runners.values():
+                runner.meter, runner.step_meter = meter, step_meter
+        return meter, step_meter
 
     def _gradient_bytes(self) -> int:
         return sum(
             runner.parts.gradients.num_bytes(runner.gradient_slot) for runner in self._runners.values()
         )
 
-    def _memory(self, meter: WorkMeter) -> dict[str, dict[str, int | None]]:
+    def _memory(self, meter: WorkMeter, step_meter: StepMeter) -> dict[str, dict[str, int | None]]:
         measured: dict[str, int | None] = {
             STASH: meter.stash_peak_bytes,
-            TRANSIENT: meter.transient_peak_bytes,
+            TRANSIENT: max(meter.transient_peak_bytes, step_meter.peak_bytes),
             GRADIENTS: meter.gradient_peak_bytes,
             TORCH_OPTIMIZER_STATE: sum(part.optimizer.torch_state_bytes() for part in self._prepared),
-            MODEL: self._predicted.get(MODEL),
+            MODEL: self._predicted.get(MODEL, 0),
         }
-        if STASH not in self._predicted:
-            measured |= {STASH: None, TRANSIENT: None, GRADIENTS: None}
         memory: dict[str, dict[str, int | None]] = {
             name: {"predicted": planned, "peak": peak} for name, planned, peak in self._core.memory()
         }
         if self._torch_pool is not None:
             memory[TORCH_TENSORS]["peak"] = self._torch_pool.peak_bytes
+            del measured[STASH], measured[GRADIENTS]  # they are in it
+            measured[TRANSIENT] = None
+        elif STASH not in self._predicted:
+            measured |= {STASH: None, TRANSIENT: None, GRADIENTS: None}
         for name, peak in measured.items():
             predicted = self._predicted.get(name)
-            if predicted or peak:
+            if predicted or peak or peak is None:
                 memory[name] = {"predicted": predicted, "peak": peak}
         return memory
 
-    def _report(self, meter: WorkMeter) -> dict[str, Any]:
+    def _report(self, meter: WorkMeter, step_meter: StepMeter) -> dict[str, Any]:
         stats, transports = self._core.channel_stats(), self._core.channel_transports()
         between = {name for stage in self._runners for name in self._channels_of(stage)[1:] if name}
         recompute = self._schedule.recompute
@@ -316,7 +320,7 @@ class WorkerLoop:
             },
             "totals": self._core.totals(),
             "spans": self._core.spans(),
-            "memory": self._memory(meter),
+            "memory": self._memory(meter, step_meter),
             "channels": {name: stats[name] | {"transport": transports.get(name)} for name in between},
             "clock": read_clock(),
             "losses": self._losses.values,

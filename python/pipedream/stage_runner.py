@@ -23,7 +23,7 @@ from .batch_norm import MinibatchStatistics
 from .batch_reader import MARK_MASK, BatchReader, Microbatch
 from .boundary import Boundary, boundary_input, check_loss, exportable, map_tensors, tensors_of, to_device
 from .errors import DataMismatch, NonFiniteLoss, PipelineError, describe_error
-from .footprint import WorkMeter
+from .footprint import StepMeter, WorkMeter
 from .gradients import StageGradients
 from .job import JobOptions
 from .offload import SavedTensors, StageOffload, graph_root
@@ -153,7 +153,9 @@ class StageRunner:
         self.gradient_slot = 0
         """Of the version whose leaves hold the gradients."""
         self.meter: WorkMeter | None = None
-        """Measures the work items while there is one."""
+        """Measures forwards, recomputes and backwards while there is one."""
+        self.step_meter: StepMeter | None = None
+        """Measures updates while there is one."""
         self.torch_region: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         """Around what torch computes: where its tensors lie."""
         self._core = core
@@ -483,7 +485,8 @@ class StageRunner:
             if gradient_scale is None:
                 self.parts.gradients.skip(work.read_slot, work.write_slot)
             else:
-                self.parts.gradients.apply(work.read_slot, work.write_slot, gradient_scale)
+                with self._metered_step():
+                    self.parts.gradients.apply(work.read_slot, work.write_slot, gradient_scale)
         self._core.complete_update(self._user.elapsed_ns)
 
     def data_mismatch(self, minibatch: int) -> DataMismatch:
@@ -517,6 +520,9 @@ class StageRunner:
 
     def _metered_backward(self) -> contextlib.AbstractContextManager[None]:
         return self.meter.backward() if self.meter is not None else contextlib.nullcontext()
+
+    def _metered_step(self) -> contextlib.AbstractContextManager[None]:
+        return self.step_meter.step() if self.step_meter is not None else contextlib.nullcontext()
 
 
 def _gradient_of(leaf: Tensor) -> Tensor:

@@ -304,6 +304,11 @@ class StageOptimizer:
             self._native = self.optimizer
 
     @property
+    def is_native(self) -> bool:
+        """Whether it writes the next version in one pass, without memory of torch's but for scalars."""
+        return self._native is not None
+
+    @property
     def num_placed_states(self) -> int:
         """State tensors per parameter that place_state wants memory for."""
         return 0 if self._native is None else self._native.num_state_tensors

@@ -1,6 +1,7 @@
 """One worker of a run: its stage, its data, its channels, its loop.
 
     agree        rank 0's plan, seed and boundaries are everybody's            (rendezvous)
+    share        rank 0's initial weights are everybody's                      (bulk)
     open         pool sealed, channels open to neighbours and to rank 0        (core)
     train        next work item -> forward, backward or update -> completion   (core and torch)
     gather       final weights and results to rank 0, then a common farewell   (bulk)
@@ -33,6 +34,7 @@ from .channels import (
     channels_of_run,
     from_rank_0,
     to_rank_0,
+    weight_channels,
 )
 from .data import DataStream, ForwardedData, MinibatchStream, ReceivedStream
 from .errors import PeerLost, PipelineError, describe_error, failures_of_others, raise_failure
@@ -51,11 +53,13 @@ from .memory import (
     MemoryPlan,
     choose_savings,
     model_bytes,
+    native_step_bytes,
     num_activation_homes,
     predict_state_bytes,
+    predict_step_bytes,
     slot_bytes,
 )
-from .microbatch import chunk
+from .microbatch import check_alike, chunk
 from .offload import (
     Offload,
     ResidentVersions,
@@ -130,13 +134,12 @@ class _Worker:
         self._device = self._choose_device()
         for stage in self._own_stages():
             stage.to(self._device)
-        core = self._core = self._make_core()
-        self._pulse = Pulse(core, self._options.links.peer_timeout_s)
         try:
+            self._share_initial_weights()
+            core = self._make_core()
             self._open(core, data)
             if isinstance(data, ForwardedData):
                 stream = self._received_stream(core, data)
-            self._share_initial_weights(core)
             report: dict[str, Any] = {}  # a rank beyond the plan has nothing to report
             if self._own_stages():
                 report = self._make_loop(core, stream).train()
@@ -241,6 +244,7 @@ class _Worker:
         m = options.microbatches
         first_inputs = chunk(inputs, m, name="the inputs", minibatch=0)[0]
         first_targets = chunk(targets, m, name="the targets", minibatch=0)[0]
+        check_alike(inputs, targets, m, minibatch=0)
         try:
             rehearsed = dry_run(
                 self._stages,
@@ -258,6 +262,29 @@ class _Worker:
                 f"the first minibatch does not pass the model: {describe_error(error)}"
             ) from error
         self._boundaries, self._footprints = rehearsed.boundaries, rehearsed.footprints
+
+    # Share.
+
+    def _share_initial_weights(self) -> None:
+        """Rank 0's initial weights are used everywhere, from the construction of the optimizers on. So they
+        come before the pool is planned, through channels of their own."""
+        rank, others = self._place.rank, range(1, self._options.plan.workers_used)
+        if not others or rank > others[-1]:
+            return
+        core = self._make_core()
+        channels = weight_channels(self._options.plan)
+        for channel in channels:
+            channel.add_to(core, rank, self._options.plan)
+        core.seal()
+        self._connect(core, channels, "endpoints for weights")
+        if rank == 0:
+            for other in others:
+                for stage in self._stages_of(other):
+                    send_state(core, from_rank_0(other), stage)
+        else:
+            for stage in self._own_stages():
+                receive_state(core, from_rank_0(rank), stage)
+        self.close()
 
     # Open.
 
@@ -281,8 +308,9 @@ class _Worker:
         return device
 
     def _make_core(self) -> _core.Worker:
+        """The core until close(), and its pulse."""
         on_cuda = self._device.type == "cuda"
-        return _core.Worker(
+        core = self._core = _core.Worker(
             device=f"cuda:{self._device.index}" if on_cuda else "host",
             **self._options.links.core_arguments(),
             run_id=self._place.run_id,
@@ -290,6 +318,8 @@ class _Worker:
             plan_hash=self._options.plan.hash(),
             compute_stream=torch.cuda.current_stream().cuda_stream if on_cuda else 0,
         )
+        self._pulse = Pulse(core, self._options.links.peer_timeout_s)
+        return core
 
     def _open(self, core: _core.Worker, data: Iterable[Any] | ForwardedData) -> None:
         rank, plan = self._place.rank, self._options.plan
@@ -309,7 +339,7 @@ class _Worker:
             channel.add_to(core, rank, plan)
         self._plan_memory(core, schedule, channels)
         core.seal()
-        self._connect(core, channels)
+        self._connect(core, channels, "endpoints")
 
     def _plan_memory(
         self, core: _core.Worker, schedule: _core.ScheduleOptions, channels: Sequence[RunChannel]
@@ -319,6 +349,7 @@ class _Worker:
         tied_bytes: dict[int, int] = {}
         placed_bytes: dict[int, int] = {}
         torch_bytes: dict[int, int] = {}
+        step_bytes: dict[int, int] = {}
         for stage in self._own_stages():
             index = stage.stage_index
             own, tied = split_tied(stage, self._tied_parameters_of(index))
@@ -329,9 +360,12 @@ class _Worker:
             own_bytes[index] = slot_bytes(weight_layout(own)[0])
             tied_bytes[index] = slot_bytes(weight_layout(tied)[0])
             placed_bytes[index] = optimizer.num_placed_states * slot_bytes(weight_layout(named)[0])
-            torch_bytes[index] = (
-                0 if optimizer.num_placed_states else predict_state_bytes(optimizer.optimizer)
-            )
+            if optimizer.is_native:
+                torch_bytes[index] = 0
+                step_bytes[index] = native_step_bytes(stage, len(named))
+            else:
+                torch_bytes[index] = predict_state_bytes(optimizer.optimizer)
+                step_bytes[index] = predict_step_bytes(optimizer.optimizer, self._device.type)
         if not self._own_stages():
             return
         memory = MemoryPlan(
@@ -347,6 +381,7 @@ class _Worker:
             model_bytes(self._stages if self._device.type == "cpu" else self._own_stages()),
             self._device.type,
             dict.fromkeys(own_bytes, forced_offload()),
+            step_bytes,
         )
         memory = choose_savings(memory, self._options.recompute, self._options.memory_bytes)
         self._options = replace(self._options, recompute=tuple(memory.schedule.recompute))
@@ -354,6 +389,7 @@ class _Worker:
         self._add_terms(core, memory)
         if wants_torch_pool(self._device):
             self._pool_torch_terms(core)
+            self._predicted[TRANSIENT] = max(step_bytes.values())  # updates are not in the pool
         if not all(self._footprints[stage.stage_index].is_measured for stage in self._own_stages()):
             for term in (STASH, TRANSIENT, GRADIENTS):
                 self._predicted.pop(term, None)
@@ -395,12 +431,13 @@ class _Worker:
     def _tied_parameters_of(self, stage_index: int) -> list[nn.Parameter]:
         return [tie.parameter for tie in self._ties_of(stage_index)]
 
-    def _connect(self, core: _core.Worker, channels: Sequence[RunChannel]) -> None:
+    def _connect(self, core: _core.Worker, channels: Sequence[RunChannel], key: str) -> None:
+        """key: where the ranks publish their endpoints."""
         rank, links = self._place.rank, self._options.links
-        self._place.rendezvous.publish(f"endpoints/{rank}", core.listen())
-        self._check_peers(channels)
+        self._place.rendezvous.publish(f"{key}/{rank}", core.listen())
+        self._check_peers(channels, key)
         receivers = sorted({c.receiver for c in channels if c.sender == rank})
-        published = self._wait_for([f"endpoints/{receiver}" for receiver in receivers], _no_word)
+        published = self._wait_for([f"{key}/{receiver}" for receiver in receivers], _no_word)
         core.connect({name: address for endpoints in published for name, address in endpoints.items()})
         between = [c for c in channels if c.stages is not None and c.sender == rank and c.may_be_placed]
         links.check_transports(
@@ -423,23 +460,23 @@ class _Worker:
         with failures_of_others():
             self._place.rendezvous.raise_if_failed()
 
-    def _check_peers(self, channels: Sequence[RunChannel]) -> None:
+    def _check_peers(self, channels: Sequence[RunChannel], key: str) -> None:
         """That this worker's peers may talk to it, and share memory where they must, by what they publish.
         Returns when all of them have found so, too: a mistake is then said at once, and everywhere alike."""
         rank, links = self._place.rank, self._options.links
         if not links.checks_peers:
             return
-        self._place.rendezvous.publish(f"peer/{rank}", links.introduction())
+        self._place.rendezvous.publish(f"{key}/peer/{rank}", links.introduction())
         ends = {end for c in channels if rank in (c.sender, c.receiver) for end in (c.sender, c.receiver)}
         peers = sorted(ends - {rank, CALLER})  # the caller has this worker's own keys, on its machine
         neighbours = {c.sender for c in channels if c.stages is not None and c.receiver == rank}
-        introductions = self._wait_for([f"peer/{peer}" for peer in peers], _no_word)
+        introductions = self._wait_for([f"{key}/peer/{peer}" for peer in peers], _no_word)
         for peer, introduction in zip(peers, introductions, strict=True):
             ends_text = self._describe_ends(rank, peer)
             name = self._options.plan.describe_worker(peer)
             links.check_peer(name, introduction, shares_memory=peer in neighbours, ends=ends_text)
-        self._place.rendezvous.publish(f"checked/{rank}", True)
-        self._wait_for([f"checked/{peer}" for peer in peers], _no_word)
+        self._place.rendezvous.publish(f"{key}/checked/{rank}", True)
+        self._wait_for([f"{key}/checked/{peer}" for peer in peers], _no_word)
 
     def _describe_ends(self, *ranks: int) -> str:
         return " and ".join(map(self._options.plan.describe_worker, sorted(ranks)))
@@ -522,18 +559,7 @@ class _Worker:
             )
         return PreparedStage(stage, weights, tied, optimizer, stage_offload)
 
-    # Weights and results between rank 0 and the others.
-
-    def _share_initial_weights(self, core: _core.Worker) -> None:
-        """Rank 0's initial weights are used everywhere."""
-        others = range(1, self._options.plan.workers_used)
-        if self._place.rank == 0:
-            for rank in others:
-                for stage in self._stages_of(rank):
-                    send_state(core, from_rank_0(rank), stage)
-        elif self._place.rank in others:
-            for stage in self._own_stages():
-                receive_state(core, from_rank_0(self._place.rank), stage)
+    # Weights and results to rank 0, and from there.
 
     def _gather(self, core: _core.Worker, report: dict[str, Any]) -> RunResult:
         rank, plan, gather = self._place.rank, self._options.plan, self._options.gather

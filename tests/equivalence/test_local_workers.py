@@ -73,6 +73,25 @@ def test_a_generator_is_cut_into_microbatches_for_workers_of_several_stages() ->
     assert_memory_as_predicted(result)
 
 
+def square_of_outputs(outputs: torch.Tensor, targets: float) -> torch.Tensor:
+    return ((outputs - targets) ** 2).mean()
+
+
+def test_forwarded_targets_need_no_samples_and_no_tensors() -> None:
+    training = Training("mlp", 2, num_minibatches=4, short_last=False, microbatches=4)
+    data = [(inputs[:5], 0.5) for inputs, _ in training.data()]
+    data[1] = (data[1][0][:4], 0.5)
+    options = {"loss_fn": square_of_outputs}
+    result, state = train_in_pipeline(training, data=iter(data), **options)
+    model = training.model()
+    expected = reference.run(model, training.plan, **training.options() | options | {"data": data})
+    assert_close_losses(result.losses, expected.losses, 1e-9)
+    assert_close_state(state, model.state_dict(), 1e-9)
+    samples = [len(inputs) for inputs, _ in data]
+    mean = sum(loss * count for loss, count in zip(expected.losses, samples, strict=True)) / sum(samples)
+    assert abs(result.epoch_losses[0] - mean) <= 1e-9 * mean
+
+
 class Reusing:
     """Fills the same memory for every minibatch, and cannot be sent."""
 

@@ -82,6 +82,31 @@ def test_versions_and_state_take_what_was_predicted(farm: Farm, optimizer: str) 
         assert terms[where]["predicted"] == terms[where]["peak"]
 
 
+def _train_wide(optimizer: str) -> RunResult:
+    """Weights of 256 KiB, and activations that are small beside them."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(2)))
+        data = list(zip(*(torch.randn(6, 2, 256) for _ in range(2)), strict=True))
+    arguments: dict[str, Any] = {"data": data, "loss_fn": F.mse_loss, "optimizer": _OPTIMIZERS[optimizer]}
+    return pipedream.run(model, Plan.straight(2, 2), progress=False, **arguments)
+
+
+# Of Adam and AdamW: the denominator, and the square root that it is made of.
+@pytest.mark.parametrize(
+    ("optimizer", "num_temporaries"), [("sgd", 0), ("adam", 2), ("native adamw", 0)], ids=str
+)
+def test_what_an_update_makes_and_drops_is_within_the_largest_transient(
+    farm: Farm, optimizer: str, num_temporaries: int
+) -> None:
+    result = farm.results(_train_wide, optimizer, num_ranks=2)[0]
+    assert_memory_as_predicted(result)
+    for terms in result.memory:
+        predicted, peak = terms["largest transient"]["predicted"], terms["largest transient"]["peak"]
+        assert predicted is not None and peak is not None
+        assert num_temporaries * (256 << 10) <= peak <= predicted < (num_temporaries * 256 + 32) << 10
+
+
 def _needed_bytes(result: RunResult) -> list[int]:
     """Of each worker, by prediction."""
     return [sum(figures["predicted"] or 0 for figures in terms.values()) for terms in result.memory]
@@ -127,6 +152,21 @@ def test_a_given_recompute_is_not_changed_to_fit(farm: Farm) -> None:
     for outcome in farm.run(_train, 4, 4, num_ranks=4, memory=limit, recompute=False):
         assert isinstance(outcome.error, ValueError), outcome
         assert "stage 0 (rank 0) needs" in str(outcome.error)
+
+
+def _train_with_a_compiled_stage() -> RunResult:
+    model = _model()
+    for layer in model[8:]:  # stage 1 of 2
+        layer._compiled_call_impl = layer._call_impl  # what Module.compile() sets
+    arguments: dict[str, Any] = {"data": _data(4), "loss_fn": F.mse_loss, "optimizer": _OPTIMIZERS["adam"]}
+    return pipedream.run(model, Plan.straight(16, 2), progress=False, **arguments)
+
+
+def test_a_compiled_stages_report_says_what_is_neither_predicted_nor_measured(farm: Farm) -> None:
+    result = farm.results(_train_with_a_compiled_stage, num_ranks=2)[0]
+    blank = {"stashed activations", "largest transient", "parameter gradients"}
+    assert_memory_as_predicted(result, {1: blank})
+    assert result.describe_memory().count("not measured") == 2 * len(blank)
 
 
 def test_the_report_has_every_worker_and_term(farm: Farm) -> None:

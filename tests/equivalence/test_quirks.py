@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pipedream
@@ -40,18 +43,19 @@ _OPTIMIZER = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
 def _run(make_model: Callable[[], nn.Sequential], num_stages: int, **options: Any) -> tuple[Any, ...]:
-    """A rank's part: losses, and the state of the model as it is afterwards."""
+    """A rank's part: losses, and the state of the model as it is afterwards. options: also `plan`."""
     model = make_model()
     arguments = {"data": _data(), "loss_fn": nn.functional.mse_loss, "optimizer": _OPTIMIZER, "seed": 1}
-    arguments |= {"progress": False} | options
-    result = pipedream.run(model, Plan.straight(len(model), num_stages), **arguments)
+    arguments |= {"plan": Plan.straight(len(model), num_stages), "progress": False} | options
+    result = pipedream.run(model, **arguments)
     return result.losses, dict(model.named_parameters()) | dict(model.named_buffers())
 
 
 def _expect(make_model: Callable[[], nn.Sequential], num_stages: int, **options: Any) -> tuple[Any, ...]:
     model = make_model()
     arguments = {"data": _data(), "loss_fn": nn.functional.mse_loss, "optimizer": _OPTIMIZER, "seed": 1}
-    result = reference.run(model, Plan.straight(len(model), num_stages), **(arguments | options))
+    arguments |= {"plan": Plan.straight(len(model), num_stages)} | options
+    result = reference.run(model, **arguments)
     return result.losses, dict(model.named_parameters()) | dict(model.named_buffers())
 
 
@@ -119,6 +123,98 @@ def test_an_output_that_is_a_buffer_arrives_as_it_was_sent(
     farm: Farm, make_model: Callable[[], nn.Sequential]
 ) -> None:
     _assert_equals_reference(farm, make_model, 2)
+
+
+def _model_with_spectral_norms(how: str) -> nn.Sequential:
+    """Each forward takes a step of buffers that it reads."""
+    norm = nn.utils.spectral_norm if how == "hook" else nn.utils.parametrizations.spectral_norm
+    torch.manual_seed(5)
+    return nn.Sequential(*(layer for _ in range(4) for layer in (norm(_linear()), nn.Tanh())))
+
+
+@pytest.mark.parametrize("recompute", [True, [1, 2]], ids=str)
+@pytest.mark.parametrize("schedule", ["pipedream", "naive", "flush", "interleaved"])
+@pytest.mark.parametrize("how", ["hook", "parametrization"])
+def test_a_recompute_of_spectral_norms_reads_what_the_forward_read(
+    farm: Farm, how: str, schedule: str, recompute: Any
+) -> None:
+    make_model = functools.partial(_model_with_spectral_norms, how)
+    num_workers = 2 if schedule == "interleaved" else 4
+    options = {"schedule": schedule, "microbatches": 2, "recompute": recompute}
+    plan = Plan.straight(8, 4, num_workers=num_workers)
+    _assert_equals_reference(farm, make_model, num_workers, plan=plan, **options)
+
+
+# A gradient that is still to be sent, in memory that the next backward adds to.
+
+_DEADLINE_S = 60.0
+
+
+class _Waits(torch.autograd.Function):
+    """Passes a value on; its backward waits for the layer's gate."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, layer: _WaitsInItsBackward) -> Tensor:
+        ctx.layer = layer
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.layer.wait()
+        return gradients[0], None
+
+
+class _WaitsInItsBackward(nn.Module):
+    """At rank 1 alone, so neither in the dry run nor in the oracle."""
+
+    def __init__(self, gate: str) -> None:
+        super().__init__()
+        self.linear = _linear()
+        self._gate = gate
+
+    def forward(self, value: Tensor) -> Tensor:
+        output: Tensor = _Waits.apply(self.linear(value), self)  # type: ignore[no-untyped-call]
+        return output
+
+    def wait(self) -> None:
+        deadline_s = time.monotonic() + _DEADLINE_S
+        while os.environ.get("RANK") == "1" and not Path(self._gate).exists():
+            assert time.monotonic() < deadline_s, f"{self._gate} was not made"
+            time.sleep(0.001)
+
+
+class _AddsPositions(nn.Module):
+    """With one sample autograd gives the input and the parameter the same gradient, in the same memory. Makes
+    the gate in its sixth forward at rank 2."""
+
+    def __init__(self, gate: str) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(_WIDTH, dtype=torch.float64))
+        self._gate = gate
+        self._num_forwards = 0
+
+    def forward(self, value: Tensor) -> Tensor:
+        self._num_forwards += 1
+        if os.environ.get("RANK") == "2" and self._num_forwards == 6:
+            Path(self._gate).touch()
+        return torch.tanh(value + self.positions.unsqueeze(0))
+
+
+def _model_with_a_shared_gradient(gate: str) -> nn.Sequential:
+    return _model(_linear(), _WaitsInItsBackward(gate), _AddsPositions(gate))
+
+
+def test_a_gradient_that_waits_to_be_sent_is_not_the_memory_of_a_parameters(
+    farm: Farm, tmp_path: Path
+) -> None:
+    # Three microbatches of one sample. Stage 1 takes no gradient before stage 2 has been through two of
+    # minibatch 1, so the gradient of the first, which is also the parameter's first, waits while that of the
+    # second is added to the parameter's.
+    make_model = functools.partial(_model_with_a_shared_gradient, str(tmp_path / "gate"))
+    plan = Plan(Plan.straight(3, 3).stages, in_flight=(3, 3, 1))
+    data = [(inputs[:3], targets[:3]) for inputs, targets in _data()]
+    _assert_equals_reference(farm, make_model, 3, plan=plan, data=data, microbatches=3)
+    assert (tmp_path / "gate").exists()
 
 
 class _Conjugate(nn.Module):
@@ -208,6 +304,39 @@ class _SignSGD(pipedream.optim.SGD):
 @pytest.mark.parametrize("optimizer", [_AssignsData, functools.partial(_SignSGD, lr=0.01)])
 def test_a_step_of_its_own_is_the_one_that_is_taken(farm: Farm, optimizer: Any) -> None:
     _assert_equals_reference(farm, _plain_model, 2, optimizer=optimizer)
+
+
+def _error_of_the_transposed(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.mse_loss(outputs.t(), targets)
+
+
+def _distance_to_the_target(outputs: Tensor, targets: Tensor | None) -> Tensor:
+    return ((outputs - (0.5 if targets is None else targets)) ** 2).mean()
+
+
+def _pairs_with(kind: str) -> list[tuple[Tensor, Any]]:
+    """Minibatches of 5 samples, and one of 4, whose targets have no samples, or not in dimension 0."""
+    pairs = [(torch.cat((inputs, targets[:1])), targets) for inputs, targets in _data()]
+    pairs[-2:] = [(inputs[:4], other) for inputs, other in pairs[-2:]]
+    make: dict[str, Callable[[Tensor, Tensor], Any]] = {
+        "transposed": lambda inputs, _: torch.tanh(2 * inputs).t(),
+        "scalars": lambda _, other: other[0, 0],
+        "none": lambda *_: None,
+    }
+    return [(inputs, make[kind](inputs, other)) for inputs, other in pairs]
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+@pytest.mark.parametrize(
+    ("targets", "microbatches"), [("transposed", 1), ("scalars", 1), ("scalars", 4), ("none", 1), ("none", 4)]
+)
+def test_targets_need_no_samples_and_in_one_piece_not_in_dimension_0(
+    farm: Farm, targets: str, microbatches: int, num_stages: int
+) -> None:
+    # 5 samples in 4 microbatches are 2, 2, 1 and none: the last stage once went on, and read other data.
+    options: dict[str, Any] = {"data": _pairs_with(targets), "microbatches": microbatches}
+    options["loss_fn"] = _error_of_the_transposed if targets == "transposed" else _distance_to_the_target
+    _assert_equals_reference(farm, _plain_model, num_stages, **options)
 
 
 def _channels_last_model() -> nn.Sequential:

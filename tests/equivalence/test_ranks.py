@@ -70,6 +70,43 @@ def test_every_rank_has_the_same_result_but_for_the_spans_that_rank_0_keeps(farm
     assert 0 <= results[0].bubble_share <= 1
 
 
+class _PullsToTheStart(torch.optim.SGD):
+    """Decays towards the values that the parameters had when it was made, as fine-tuning may."""
+
+    num_made = 0
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.05)
+        _PullsToTheStart.num_made += 1
+        self._start = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for parameter, start in zip(parameters, self._start, strict=True):
+            parameter.lerp_(start, 0.3)
+        return loss
+
+
+def _train_and_count_optimizers(training: Training) -> tuple[RunResult, State, int]:
+    _PullsToTheStart.num_made = 0
+    result, state = train_in_pipeline(training)
+    return result, state, _PullsToTheStart.num_made
+
+
+@pytest.mark.parametrize("case_name", ["cnn", "tied_apart"])
+def test_an_optimizer_is_made_once_and_finds_rank_0s_initial_weights(farm: Farm, case_name: str) -> None:
+    # The other ranks start with weights of their own, which are zeros here.
+    training = Training(case_name, 3, optimizer=_PullsToTheStart)
+    outcomes = farm.results(_train_and_count_optimizers, training, num_ranks=3)
+    result, state, _ = outcomes[0]
+    expected, expected_state = train_by_reference(training)
+    assert_close_losses(result.losses, expected.losses, 1e-9)
+    assert_close_state(state, expected_state, 1e-9)
+    assert [num_made for _, _, num_made in outcomes] == [1, 1, 1]
+
+
 def _own_names(training: Training, stage_index: int) -> set[str]:
     stage = split(training.model(), training.plan)[stage_index]
     named = [*stage.trainable_parameters(), *stage.frozen_parameters(), *stage.stage_buffers()]

@@ -125,7 +125,8 @@ def test_naive_trains_otherwise_than_stashing(farm: Farm, case_name: str, num_st
 
 
 def _tied_chunks(how: str) -> nn.Sequential:
-    """Four layers, the first and the third of which share a weight, or are one."""
+    """Four layers, the first and the third of which share a weight, or are one; or the last shares it too,
+    which is the other worker's."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(6)
         layers = [nn.Linear(WIDTH, WIDTH).double() for _ in range(4)]
@@ -133,6 +134,8 @@ def _tied_chunks(how: str) -> nn.Sequential:
         layers[2] = layers[0]
     else:
         layers[2].weight = layers[0].weight
+    if how == "weight of both workers":
+        layers[3].weight = layers[0].weight
     return nn.Sequential(*layers)
 
 
@@ -156,7 +159,7 @@ def _train_tied_chunks(how: str, **options: Any) -> tuple[RunResult, State]:
 
 
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}, {"recompute": True}], ids=str)
-@pytest.mark.parametrize("how", ["weight", "layer"])
+@pytest.mark.parametrize("how", ["weight", "layer", "weight of both workers"])
 def test_two_stages_of_one_worker_may_share_parameters(farm: Farm, how: str, options: dict[str, Any]) -> None:
     result, state = farm.results(_train_tied_chunks, how, num_ranks=2, **options)[0]
     model = _tied_chunks(how)
@@ -348,7 +351,8 @@ def _mean(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def _spoilt(at: list[tuple[int, ...]], schedule: str, *, is_dry_run: bool) -> tuple[Any, Any, dict[str, Any]]:
-    """Model, plan and arguments. Two microbatches each; `at` counts the backwards of microbatches."""
+    """Model, plan and arguments. A stage per layer, at two workers where they are interleaved. Two
+    microbatches each; `at` counts the backwards of microbatches."""
     # The dry run of a pipeline goes backward twice before training, at rank 0.
     extra = 2 if is_dry_run else 0
     model = nn.Sequential(*(_SpoiltLayer(tuple(i + extra for i in of_layer)) for of_layer in at))
@@ -361,7 +365,8 @@ def _spoilt(at: list[tuple[int, ...]], schedule: str, *, is_dry_run: bool) -> tu
         "autocast": "float16",
         "lr_scheduler": _STEP_LR,
     }
-    return model, Plan.straight(len(model), len(model)), options
+    num_workers = 2 if schedule == "interleaved" else len(model)
+    return model, Plan.straight(len(model), len(model), num_workers=num_workers), options
 
 
 def _train_spoilt(at: list[tuple[int, ...]], schedule: str) -> tuple[RunResult, State]:
@@ -376,12 +381,25 @@ def _train_spoilt(at: list[tuple[int, ...]], schedule: str) -> tuple[RunResult, 
 def test_an_overflow_of_one_stage_skips_what_the_reference_skips(
     farm: Farm, one_thread: None, at: list[tuple[int, ...]], schedule: str
 ) -> None:
+    _assert_skips_as_the_reference(farm, at, schedule)
+
+
+# Stages 0 and 2 are the first worker's, 1 and 3 the second's.
+@pytest.mark.parametrize("stages", [(0,), (2,), (3,), (0, 2), (1, 2)], ids=str)
+def test_an_overflow_of_one_of_a_workers_stages_skips_what_the_reference_skips(
+    farm: Farm, one_thread: None, stages: tuple[int, ...]
+) -> None:
+    at = [(5, 8) if stage in stages else () for stage in range(4)]
+    _assert_skips_as_the_reference(farm, at, "interleaved")
+
+
+def _assert_skips_as_the_reference(farm: Farm, at: list[tuple[int, ...]], schedule: str) -> None:
     result, state = farm.results(_train_spoilt, at, schedule, num_ranks=2)[0]
     model, plan, options = _spoilt(at, schedule, is_dry_run=False)
     expected = reference.run(model, plan, **options)
     assert_same_numbers(result.losses, state, expected.losses, model.state_dict(), _SAME_BITS)
     assert_memory_as_predicted(result)
-    model, plan, options = _spoilt([(), ()], schedule, is_dry_run=False)
+    model, plan, options = _spoilt([()] * len(at), schedule, is_dry_run=False)
     reference.run(model, plan, **options)
     with pytest.raises(AssertionError):
         assert_close_state(state, model.state_dict(), _SAME_BITS)  # nothing was skipped there

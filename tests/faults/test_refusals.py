@@ -353,16 +353,16 @@ def test_fewer_samples_than_microbatches(farm: Farm) -> None:
     _refused_by_ranks(farm, ValueError, *words, microbatches=3, data=short)
 
 
-def test_inputs_and_targets_of_different_numbers_of_microbatches(farm: Farm) -> None:
-    # With one stage; with several the targets are not there to compare.
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_inputs_and_targets_of_different_numbers_of_microbatches(farm: Farm, num_ranks: int) -> None:
     data = [(inputs.repeat(2, 1), targets.repeat(2, 1)[:5]) for inputs, targets in minibatches()]
     words = ("minibatch 0", "inputs that make 4", "targets that make 3", "one entry per sample")
     _refused_by_ranks(
         farm,
         ValueError,
         *words,
-        model=model_with(None, stages=1),
-        num_ranks=1,
+        model=model_with(None, stages=num_ranks),
+        num_ranks=num_ranks,
         microbatches=4,
         data=data,
         loss_fn=_sum_of_outputs,

@@ -60,7 +60,7 @@ def test_what_the_caller_marked_is_not_marked_again() -> None:
         draws = may_reuse_memory = False
 
         def next(self) -> Minibatch:
-            return Minibatch(None, torch.zeros(4), 3, received_mark=(1 << 63) | 77)
+            return Minibatch(None, torch.zeros(4), 3, 4, received_mark=(1 << 63) | 77)
 
         def peek(self) -> Any:
             raise AssertionError
@@ -69,6 +69,36 @@ def test_what_the_caller_marked_is_not_marked_again() -> None:
     # The highest bit of a tag says something else.
     assert [piece.mark for piece in _read_all(reader, 0, 2)] == [77, 77]
     assert (reader.samples, reader.epochs) == ([4], [3])
+
+
+@pytest.mark.parametrize("targets", [None, 1.0, torch.tensor(1.0)], ids=["none", "float", "scalar"])
+def test_targets_without_samples_go_to_every_piece_of_the_inputs_and_weigh_theirs(targets: Any) -> None:
+    data = [(torch.zeros(5, 2), targets)]
+    first = _read_all(_reader(data, 4, **_FIRST), 0, 4)
+    reader = _reader(data, 4, **_LAST)
+    last = _read_all(reader, 0, 4)
+    assert [piece.mark for piece in first] == [piece.mark for piece in last]
+    assert all(piece.targets is targets for piece in last[:3])
+    assert [piece.weight for piece in last[:3]] == [0.4, 0.4, 0.2]
+    assert last[3].is_empty
+    assert reader.samples == [5]
+
+
+def test_a_minibatch_in_one_piece_needs_no_samples_in_dimension_0() -> None:
+    for inputs, targets, samples in (
+        (torch.zeros(5, 2), torch.zeros(2, 5), 2),
+        (torch.zeros(5, 2), torch.zeros(()), 5),
+        (torch.zeros(()), torch.zeros(()), 1),
+        ((torch.zeros(5, 2), torch.zeros(3)), {"a": torch.zeros(4), "b": torch.zeros(6)}, 4),
+    ):
+        (first,) = _read_all(_reader([(inputs, targets)], 1, **_FIRST), 0, 1)
+        reader = _reader([(inputs, targets)], 1, **_LAST)
+        (last,) = _read_all(reader, 0, 1)
+        assert first.inputs is inputs
+        assert last.targets is targets
+        assert first.mark == last.mark != EMPTY_MARK
+        assert last.weight == 1.0
+        assert reader.samples == [samples]
 
 
 def test_a_single_stage_gets_both_and_takes_no_fingerprint() -> None:
@@ -122,10 +152,13 @@ def test_inputs_are_checked_whole_and_before_any_is_handed_out() -> None:
     [
         (_pair(2), _FIRST, "minibatch 4: 2 samples in the inputs, fewer than microbatches=3"),
         (_pair(2), _LAST, "minibatch 4: 2 samples in the targets, fewer than microbatches=3"),
-        (
-            (torch.zeros(6, 1), torch.zeros(4)),
-            _ALONE,
-            "minibatch 4 has inputs that make 3 microbatches and targets that make 2",
+        *(
+            (
+                (torch.zeros(6, 1), torch.zeros(4)),
+                place,
+                "minibatch 4 has inputs that make 3 microbatches and targets that make 2: give both",
+            )
+            for place in (_FIRST, _LAST, _ALONE)
         ),
     ],
 )

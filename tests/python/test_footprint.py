@@ -10,7 +10,15 @@ import torch
 import torch.nn.functional as F
 from models import CASES
 from pipedream import Plan
-from pipedream.footprint import DryRun, Footprint, WorkMeter, dry_run, make_meter, storage_bytes
+from pipedream.footprint import (
+    DryRun,
+    Footprint,
+    StepMeter,
+    WorkMeter,
+    dry_run,
+    make_meter,
+    storage_bytes,
+)
 from pipedream.splitter import split
 from torch import nn
 
@@ -243,3 +251,26 @@ def test_gradients_on_their_way_upstream_are_kept_and_a_recompute_is_transient()
         output = _bytes(1)
     assert meter.stash_peak_bytes == 13 * _KIB
     assert upstream.numel() + output.numel() == 13 * _KIB
+
+
+def test_a_step_counts_what_it_drops_and_not_what_it_keeps() -> None:
+    meter = StepMeter(make_meter(_CPU))
+    state: list[torch.Tensor] = []
+    for temporary, kept in ((10, 100), (30, 0), (20, 0)):
+        gradient = _bytes(50)
+        with meter.step():
+            made = _bytes(temporary)
+            del made, gradient
+            state.append(_bytes(kept))
+    assert meter.peak_bytes == 30 * _KIB
+
+
+def test_the_meter_of_meta_tensors_counts_the_memory_that_they_do_not_have() -> None:
+    with make_meter(torch.device("meta")) as meter:
+        torch.zeros(256)
+        made = torch.zeros(256, device="meta")
+        view = made.view(16, 16)
+        del made
+        assert meter.live_bytes == meter.peak_bytes == _KIB
+        del view
+        assert meter.live_bytes == 0

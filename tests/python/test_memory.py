@@ -9,7 +9,7 @@ import pytest
 import torch
 from pipedream import Plan, _core
 from pipedream.channels import RunChannel
-from pipedream.footprint import Footprint, storage_bytes
+from pipedream.footprint import SCALARS_BYTES, Footprint, StepMeter, make_meter, storage_bytes
 from pipedream.memory import (
     GRADIENTS,
     MODEL,
@@ -23,9 +23,13 @@ from pipedream.memory import (
     choose_savings,
     describe_memory,
     model_bytes,
+    native_step_bytes,
     predict_state_bytes,
+    predict_step_bytes,
 )
+from pipedream.optim import SGD, Adam
 from pipedream.splitter import split
+from pipedream.weights import StageOptimizer, weight_layout
 from torch import nn
 
 _KIB = 1024
@@ -162,6 +166,11 @@ def test_a_worker_of_several_stages_adds_them_up_but_has_one_transient_at_a_time
     assert (terms[WEIGHT_VERSIONS], terms[GRADIENTS], terms[TRANSIENT]) == (2 * 3, 2 * 4, 30)
 
 
+def test_an_optimizers_step_comes_at_another_time_than_forwards_and_backwards() -> None:
+    for step, transient in ((5 * _KIB, 7), (9 * _KIB, 9)):
+        assert _kib(_memory(rank=1, step_bytes={1: step}))[TRANSIENT] == transient
+
+
 def test_a_recompute_keeps_outputs_until_they_are_sent_and_has_one_stash_at_a_time() -> None:
     memory = _memory(rank=1).with_recompute([False, True, False, False])
     report = _core.replay(memory.schedule, 10)
@@ -288,6 +297,108 @@ def test_an_optimizer_that_cannot_be_tried_counts_as_two_tensors_per_parameter()
     parameters = _parameters()
     assert predict_state_bytes(_Own(parameters)) == 2 * storage_bytes(parameters)
     assert predict_state_bytes(None) == 0
+
+
+# Temporary memory of optimizers.
+
+_STEPS = [
+    *_OPTIMIZERS,
+    functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
+    functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
+    functools.partial(torch.optim.Adam, amsgrad=True, weight_decay=0.1),
+    functools.partial(torch.optim.Adam, foreach=True),
+    functools.partial(torch.optim.Adam, fused=True),
+    torch.optim.Rprop,
+    functools.partial(torch.optim.Rprop, foreach=True),
+    torch.optim.ASGD,
+]
+
+
+def _measured_step_bytes(optimizer: torch.optim.Optimizer) -> int:
+    meter = StepMeter(make_meter(torch.device("cpu")))
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.full_like(parameter, 0.5)
+    for _ in range(3):
+        with meter.step():
+            optimizer.step()
+    return meter.peak_bytes
+
+
+@pytest.mark.parametrize("factory", _STEPS, ids=str)
+def test_a_step_makes_and_drops_no_more_than_predicted(factory: Any) -> None:
+    assert _measured_step_bytes(factory(_parameters())) <= predict_step_bytes(factory(_parameters()), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("factory", "num_temporaries"),
+    [
+        (functools.partial(torch.optim.SGD, lr=0.1), 0),
+        (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1), 1),
+        (torch.optim.Adam, 2),
+        (torch.optim.Rprop, 3),
+    ],
+    ids=str,
+)
+def test_a_step_on_one_large_parameter_is_predicted_to_the_byte(factory: Any, num_temporaries: int) -> None:
+    large = [nn.Parameter(torch.ones(1 << 10, 1 << 10)), nn.Parameter(torch.ones(10))]
+    assert _measured_step_bytes(factory(large)) == num_temporaries * (4 << 20)
+    assert predict_step_bytes(factory(large), "cpu") == num_temporaries * (4 << 20) + SCALARS_BYTES
+
+
+def test_predicting_a_step_takes_none_and_no_memory() -> None:
+    parameter = nn.Parameter(torch.ones(1 << 10, 1 << 10))
+    optimizer = torch.optim.Adam([parameter])
+    with make_meter(torch.device("cpu")) as meter:
+        predict_step_bytes(optimizer, "cpu")
+        assert meter.peak_bytes < _KIB
+    assert not optimizer.state
+    assert parameter.grad is None and bool((parameter == 1).all())
+
+
+def test_on_cuda_a_step_is_predicted_for_all_parameters_at_once() -> None:
+    parameters = [nn.Parameter(torch.ones(100)) for _ in range(8)]
+    one_by_one, at_once = (
+        predict_step_bytes(torch.optim.Adam(parameters), device) for device in ("cpu", "cuda")
+    )
+    assert one_by_one < storage_bytes(parameters) <= at_once
+
+
+def test_a_step_that_cannot_be_tried_counts_as_three_tensors_of_the_largest_parameter() -> None:
+    largest = 2 * 3 * 4 * 4 * 8
+    assert predict_step_bytes(_Own(_parameters()), "cpu") == 3 * largest + SCALARS_BYTES
+    assert predict_step_bytes(None, "cpu") == 0
+
+
+@pytest.mark.parametrize(
+    ("factory", "sparse"),
+    [
+        (functools.partial(SGD, lr=0.1, momentum=0.9), True),
+        (functools.partial(SGD, lr=0.1), False),
+        (functools.partial(Adam, amsgrad=True), False),
+    ],
+    ids=str,
+)
+def test_a_native_step_makes_scalars_and_sparse_gradients_dense(factory: Any, sparse: bool) -> None:
+    model = nn.Sequential(nn.Embedding(100, 8, sparse=sparse), nn.Linear(8, 4)).double()
+    (stage,) = split(model, Plan.straight(2, 1))
+    named = stage.trainable_parameters()
+    parameters = [parameter for _, parameter in named]
+    optimizer = StageOptimizer(factory, named)
+    assert optimizer.is_native
+    slot_bytes = weight_layout(named)[0]
+    optimizer.place_state(
+        [torch.empty(slot_bytes, dtype=torch.uint8) for _ in range(optimizer.num_placed_states)]
+    )
+    meter = StepMeter(make_meter(torch.device("cpu")))
+    for _ in range(3):
+        model(torch.arange(20)).sum().backward()
+        with meter.step():
+            optimizer.step(parameters, parameters, [p.grad for p in parameters])
+    dense_bytes = 100 * 8 * 8 if sparse else 0
+    assert dense_bytes <= meter.peak_bytes <= native_step_bytes(stage, len(named))
+    assert native_step_bytes(stage, len(named)) <= dense_bytes + _KIB
+    assert optimizer.torch_state_bytes() == 0
 
 
 # The model, and the table.

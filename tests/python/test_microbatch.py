@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from pipedream.microbatch import chunk, weights
+from pipedream.microbatch import check_alike, chunk, piece_sizes, samples_of, weights
 from torch import Tensor
 
 
@@ -32,6 +32,7 @@ def test_pieces_are_torch_chunks_in_order_and_weigh_their_samples(
     assert len(pieces) <= num_microbatches
     for piece, expected in zip(pieces, torch.chunk(value, num_microbatches), strict=True):
         assert torch.equal(piece, expected)
+    assert piece_sizes(num_samples, num_microbatches) == [len(piece) for piece in pieces]
     shares = weights([len(piece) for piece in pieces])
     assert shares == pytest.approx([len(piece) / num_samples for piece in pieces])
     assert sum(shares) == pytest.approx(1)
@@ -65,6 +66,25 @@ def test_pieces_share_the_values_memory() -> None:
 
 def test_a_value_without_samples_goes_to_every_microbatch() -> None:
     assert _chunk((None, 3), 4) == [(None, 3)] * 4
+    assert chunk(None, 4, name="targets", minibatch=3, num_samples=5) == [None] * 3
+
+
+def test_samples_are_those_of_the_targets_or_else_of_the_inputs() -> None:
+    three, scalar = torch.zeros(3, 7), torch.tensor(1.0)
+    assert samples_of(torch.zeros(2), {"a": [scalar, three]}) == 3
+    assert samples_of((scalar, three), scalar) == samples_of(three, None) == 3
+    assert samples_of(scalar, 1.0) is None
+    assert piece_sizes(None, 4) == [1] * 4
+    assert piece_sizes(5, 1) == [5]
+
+
+def test_inputs_and_targets_must_make_as_many_pieces() -> None:
+    five, ten, scalar = torch.zeros(5), torch.zeros(10, 2), torch.tensor(1.0)
+    for inputs, targets in ((five, five), (five, torch.zeros(6)), (five, scalar), (None, ten), (None, None)):
+        check_alike(inputs, targets, 4, minibatch=3)
+    check_alike(five, torch.zeros(2), 1, minibatch=3)
+    with pytest.raises(ValueError, match=r"minibatch 3 has inputs that make 3 .* targets that make 4"):
+        check_alike(five, ten, 4, minibatch=3)
 
 
 class _Batch:
