@@ -5,11 +5,12 @@
 //   PIPEDREAM_LIBZMQ=<libzmq> pd_transport_bench [--rounds N] [--seconds S] [--sizes BYTES,...] [--json]
 //                             [--sender-netns NAME --receiver-netns NAME --address IP]
 //
-// Every way ends with the bytes in the receiver's own buffer. Each round runs all of them in turn, the first
-// one another each time, so that a drift of the machine's speed meets all; ratios are of the rounds' medians.
-// With --*-netns the two sides live in two network namespaces (bench/system/transport.py makes some with shaped
-// links): then only what goes over the wire is measured. At the smallest size one message is under way at a
-// time and its latency, from the call that sends to the receiver's thread having it, is measured too.
+// Every way ends with the bytes in buffers of the receiver's own, eight in turn. Each round runs all of them
+// in turn, the first one another each time, so that a drift of the machine's speed meets all; ratios are of
+// the rounds' medians. With --*-netns the two sides live in two network namespaces (bench/system/transport.py
+// makes some with shaped links): then only what goes over the wire is measured. At the smallest size one
+// message is under way at a time and its latency, from the call that sends to the receiver's thread having
+// it, is measured too.
 //
 // One process: the sides are threads, so that one clock times both. It starts itself again with malloc
 // keeping its memory: else fresh pages are measured.
@@ -133,6 +134,20 @@ class Buffer {
     return std::max(kBytesAlignment, (num_bytes + kBytesAlignment - 1) / kBytesAlignment * kBytesAlignment);
   }
   std::unique_ptr<std::byte, Free> bytes_;
+};
+
+// Where messages land: as many buffers in turn as may be under way, as the slots of a channel are.
+class Landing {
+ public:
+  explicit Landing(std::size_t num_bytes) {
+    for (std::int64_t index = 0; index < kNumInFlightMax; ++index) buffers_.emplace_back(num_bytes);
+  }
+  [[nodiscard]] std::byte* current() const { return buffers_[next_].data(); }
+  void take_next() { next_ = (next_ + 1) % buffers_.size(); }
+
+ private:
+  std::vector<Buffer> buffers_;
+  std::size_t next_ = 0;
 };
 
 // One way to move messages of one size.
@@ -259,8 +274,12 @@ class ZmqWay final : public CountedWay {
  public:
   ZmqWay(const Settings& settings, std::size_t num_bytes)
       : num_bytes_(num_bytes), zmq_(load_libzmq("")), payload_(num_bytes), landing_(num_bytes) {
-    receiver_ = in_netns(settings.receiver_netns, [&] { return open(receiving_context_); });
-    must(zmq_.bind(receiver_, ("tcp://" + settings.address + ":*").c_str()) == 0, "bind");
+    const std::string address = "tcp://" + settings.address + ":*";
+    receiver_ = in_netns(settings.receiver_netns, [&] {
+      void* const socket = open(receiving_context_);
+      must(zmq_.bind(socket, address.c_str()) == 0, "bind");
+      return socket;
+    });
     char endpoint[256] = {};
     std::size_t endpoint_bytes = sizeof(endpoint);
     must(zmq_.getsockopt(receiver_, zmq::kLastEndpoint, endpoint, &endpoint_bytes) == 0, "endpoint");
@@ -301,9 +320,10 @@ class ZmqWay final : public CountedWay {
       zmq_.msg_init(&message);
       must(zmq_.msg_recv(&message, receiver_, 0) >= 0, "receive");
       const std::size_t arrived = zmq_.msg_size(&message);
-      std::memcpy(landing_.data(), zmq_.msg_data(&message), arrived);
+      std::memcpy(landing_.current(), zmq_.msg_data(&message), arrived);
       zmq_.msg_close(&message);
       if (arrived == 0) return;
+      landing_.take_next();
       arrivals().add_one();
     }
   }
@@ -311,7 +331,7 @@ class ZmqWay final : public CountedWay {
   const std::size_t num_bytes_;
   const LibZmq& zmq_;
   Buffer payload_;
-  Buffer landing_;
+  Landing landing_;
   void* receiving_context_ = nullptr;
   void* sending_context_ = nullptr;
   void* receiver_ = nullptr;
@@ -363,12 +383,15 @@ class TcpWay final : public CountedWay {
  private:
   void receive() {
     const auto whole = static_cast<ssize_t>(num_bytes_);
-    while (::recv(receive_fd_, landing_.data(), num_bytes_, MSG_WAITALL) == whole) arrivals().add_one();
+    while (::recv(receive_fd_, landing_.current(), num_bytes_, MSG_WAITALL) == whole) {
+      landing_.take_next();
+      arrivals().add_one();
+    }
   }
 
   const std::size_t num_bytes_;
   Buffer payload_;
-  Buffer landing_;
+  Landing landing_;
   int send_fd_ = -1;
   int receive_fd_ = -1;
   std::thread thread_;
@@ -429,18 +452,19 @@ class RingWay final : public CountedWay {
       }
       if (stopped_) return;
       const std::size_t length = piece(at, written - at, num_bytes_ - offset);
-      std::memcpy(landing_.data() + offset, ring_.data() + at % kRingBytes, length);
+      std::memcpy(landing_.current() + offset, ring_.data() + at % kRingBytes, length);
       pass(read_, at + length);
       offset += length;
       if (offset < num_bytes_) continue;
       offset = 0;
+      landing_.take_next();
       arrivals().add_one();
     }
   }
 
   const std::size_t num_bytes_;
   Buffer payload_;
-  Buffer landing_;
+  Landing landing_;
   Buffer ring_;
   std::atomic<std::uint64_t> written_{0};
   std::atomic<std::uint64_t> read_{0};
@@ -448,24 +472,22 @@ class RingWay final : public CountedWay {
   std::thread thread_;
 };
 
-// ---- One memcpy, to as many buffers in turn as may be under way ----
+// ---- One memcpy ----
 
 class MemcpyWay final : public Way {
  public:
-  explicit MemcpyWay(std::size_t num_bytes) : num_bytes_(num_bytes), payload_(num_bytes) {
-    for (std::int64_t index = 0; index < kNumInFlightMax; ++index) landings_.emplace_back(num_bytes);
-  }
+  explicit MemcpyWay(std::size_t num_bytes)
+      : num_bytes_(num_bytes), payload_(num_bytes), landing_(num_bytes) {}
   void send() override {
-    std::memcpy(landings_[next_].data(), payload_.data(), num_bytes_);
-    next_ = (next_ + 1) % landings_.size();
+    std::memcpy(landing_.current(), payload_.data(), num_bytes_);
+    landing_.take_next();
   }
   std::int64_t finish() override { return now_ns(); }
 
  private:
   const std::size_t num_bytes_;
   Buffer payload_;
-  std::vector<Buffer> landings_;
-  std::size_t next_ = 0;
+  Landing landing_;
 };
 
 // ---- Measuring ----

@@ -46,6 +46,8 @@ class Block(nn.Module):
         self.leave = nn.Linear(INNER, WIDTH)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not inputs.requires_grad:  # the first stage has its inputs' gradient too: as much to do
+            inputs = inputs.detach().requires_grad_()
         return self.leave(torch.relu(self.inside(self.enter(inputs))))  # type: ignore[no-any-return]
 
 
@@ -71,6 +73,7 @@ def train(in_flight: list[int], repeats: int, num_minibatches: int, path: str) -
         data=[batch] * num_minibatches,
         loss_fn=nn.functional.mse_loss,
         optimizer=lambda parameters: pipedream.optim.SGD(parameters, lr=1e-3),
+        transport="tcp",  # the two namespaces are on one host, and would share memory
         insecure=True,
         gather="none",
         progress=False,

@@ -17,7 +17,7 @@ namespace pipedream {
 
 inline constexpr std::array<std::size_t, 4> kChunkBytesTried = {
     std::size_t{256} << 10, std::size_t{512} << 10, std::size_t{1} << 20, std::size_t{2} << 20};
-inline constexpr std::size_t kUsualChunkBytes = std::size_t{512} << 10;
+inline constexpr std::size_t kUsualChunkBytes = std::size_t{1} << 20;
 
 class ChunkTuner {
  public:

@@ -94,6 +94,7 @@ ChannelStats ReceiveChannel::stats() const {
   stats.num_chunks = num_chunks_received_.load(std::memory_order_relaxed);
   stats.tensor_bytes = num_tensor_bytes_.load(std::memory_order_relaxed);
   stats.placed_bytes = num_placed_bytes_.load(std::memory_order_relaxed);
+  stats.transfer_ns = arrival_ns_.load(std::memory_order_relaxed);
   stats.wait_ns = wait_ns_.load(std::memory_order_relaxed);
   return stats;
 }
@@ -253,9 +254,26 @@ void ReceiveChannel::land(const FrameHeader& header, std::span<const std::byte> 
   if (staging_ != nullptr && num_bytes > 0 && header.codec == CodecKind::kNone) {
     copy_stream_->copy(tensor + tensor_offset_, wire + tensor_offset_, num_bytes);
   }
+  note_arrival(num_bytes);
   tensor_offset_ += num_bytes;
   num_chunks_received_.fetch_add(1, std::memory_order_relaxed);
   num_placed_bytes_.fetch_add(header.placed_bytes, std::memory_order_relaxed);
+}
+
+// What came with the first chunk was under way before it: as long as its share of the rest.
+void ReceiveChannel::note_arrival(std::size_t num_bytes) {
+  if (num_item_bytes_ == 0) {
+    first_arrival_ns_ = now_ns();
+    num_first_bytes_ = num_bytes;
+  }
+  num_item_bytes_ += num_bytes;
+}
+
+std::int64_t ReceiveChannel::take_arrival_ns() {
+  const std::size_t num_bytes = std::exchange(num_item_bytes_, 0);
+  if (num_bytes <= num_first_bytes_) return 0;
+  const double of_rest = static_cast<double>(num_bytes) / static_cast<double>(num_bytes - num_first_bytes_);
+  return static_cast<std::int64_t>(static_cast<double>(now_ns() - first_arrival_ns_) * of_rest);
 }
 
 // Decodes it where that is due. What is wrong with its bytes otherwise.
@@ -298,6 +316,7 @@ void ReceiveChannel::finish_item() {
     copy_stream_->call([&received] { received.drop(); });  // when the copies before it are done
   }
   num_items_received_.fetch_add(1, std::memory_order_relaxed);
+  arrival_ns_.fetch_add(take_arrival_ns(), std::memory_order_relaxed);
   num_granted_.fetch_sub(1);
   deliver(std::move(item));
   current_.reset();

@@ -143,6 +143,8 @@ class ReceiveChannel final : public LinkHandler {
   [[nodiscard]] Failure broken(const std::string& what) const;
   void land(const FrameHeader& header, std::span<const std::byte> payload);
   [[nodiscard]] std::optional<std::string> finish_tensor(const FrameHeader& header);
+  void note_arrival(std::size_t num_bytes);
+  [[nodiscard]] std::int64_t take_arrival_ns();
   void finish_item();
   void deliver(ReceivedItem item);
   void slot_released();
@@ -170,6 +172,7 @@ class ReceiveChannel final : public LinkHandler {
   std::atomic<std::uint64_t> num_chunks_received_{0};
   std::atomic<std::uint64_t> num_tensor_bytes_{0};
   std::atomic<std::uint64_t> num_placed_bytes_{0};
+  std::atomic<std::int64_t> arrival_ns_{0};
   std::atomic<std::int64_t> wait_ns_{0};
 
   // Guarded by wakeup_'s mutex.
@@ -179,8 +182,11 @@ class ReceiveChannel final : public LinkHandler {
   // Transport thread: the item being received.
   std::optional<ReceivedItem> current_;
   std::uint16_t current_slot_ = 0;
-  std::size_t tensor_index_ = 0;   // being received
-  std::size_t tensor_offset_ = 0;  // bytes of it that are here
+  std::size_t tensor_index_ = 0;    // being received
+  std::size_t tensor_offset_ = 0;   // bytes of it that are here
+  std::size_t num_item_bytes_ = 0;  // of the item, and of them in its first chunk
+  std::size_t num_first_bytes_ = 0;
+  std::int64_t first_arrival_ns_ = 0;
   MinibatchId next_minibatch_;
   MicrobatchIndex next_microbatch_;
   bool ended_ = false;

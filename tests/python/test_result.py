@@ -85,7 +85,7 @@ def _combined(**how: Any) -> RunResult:
 def test_a_channels_counts_are_the_receivers_and_its_times_each_ends_own() -> None:
     out, back = _combined().channels
     assert out == ChannelFigures(
-        *(_OUT, 0, 1, "shared memory", "bf16", 7, 9, 4096, 1000, 2048, 12.0, 2.0, 3.0, 0.75)
+        *(_OUT, 0, 1, "shared memory", "bf16", 7, 9, 4096, 1000, 2048, 10.0, 2.0, 3.0, 0.7)
     )
     assert (back.name, back.sender, back.receiver, back.transport, back.codec) == (
         _BACK,
@@ -94,6 +94,14 @@ def test_a_channels_counts_are_the_receivers_and_its_times_each_ends_own() -> No
         "zmq/tcp",
         "none",
     )
+
+
+def test_tensors_are_under_way_until_the_receiver_has_them() -> None:
+    reports = _reports()
+    reports[1]["channels"][_OUT]["transfer_ns"] = 30 * _MS
+    schedule = _core.ScheduleOptions(in_flight=[2, 1])
+    out = combine_reports(_PLAN, schedule, _CHANNELS, reports).channels[0]
+    assert (out.transfer_ms, out.overlap_share) == (30.0, 0.9)
 
 
 @pytest.mark.parametrize(("wait_ns", "share"), [(0, 1.0), (12 * _MS, 0.0), (50 * _MS, 0.0)])
@@ -121,8 +129,8 @@ def test_a_result_survives_json() -> None:
 def test_the_table_of_channels_has_a_row_each() -> None:
     head, out, back = _combined().describe_channels().splitlines()
     assert head.split()[:4] == ["channel", "transport", "codec", "items"]
-    assert out.startswith(f"{_OUT}  shared memory  bf16") and out.endswith("75 %")
-    assert "4.00 KiB" in out and "12.0 ms" in out
+    assert out.startswith(f"{_OUT}  shared memory  bf16") and out.endswith("70 %")
+    assert "4.00 KiB" in out and "10.0 ms" in out
     assert back.startswith(_BACK) and back.endswith("0.0 ms")
 
 
@@ -148,5 +156,5 @@ def test_spans_of_another_machine_are_shown_on_the_first_ones_clock() -> None:
 def test_the_trace_has_the_channels_beside_it(tmp_path: Path) -> None:
     _combined().save_trace(tmp_path / "trace.json")
     figures = json.loads((tmp_path / "trace.json").read_text())["otherData"]["channels"]
-    assert figures[_OUT]["overlap_share"] == 0.75
+    assert figures[_OUT]["overlap_share"] == 0.7
     assert list(figures) == [_OUT, _BACK]
