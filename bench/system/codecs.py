@@ -137,7 +137,7 @@ def main() -> None:
     print(file=sys.stderr)
     goals = [smoothed(exact["losses"])[options.minibatches * 2 // 3] for exact in found["none"]]
     print(
-        f"| codec at {options.bandwidth} | ms per minibatch | KiB per minibatch | s to the loss | held-out loss |"
+        f"| {options.bandwidth} | ms per minibatch | KiB per minibatch | s to the loss | held-out loss |"
     )
     print("| --- | --- | --- | --- | --- |")
     for codec, runs in found.items():
