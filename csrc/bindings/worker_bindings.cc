@@ -67,8 +67,10 @@ py::dict stats_entry(const ChannelStats& stats) {
   py::dict entry;
   entry["wire_bytes_sent"] = stats.link.bytes_sent;
   entry["wire_bytes_received"] = stats.link.bytes_received;
+  entry["num_refused"] = stats.link.num_refused;
   entry["num_items"] = stats.num_items;
   entry["num_chunks"] = stats.num_chunks;
+  entry["chunk_bytes"] = stats.chunk_bytes;
   entry["tensor_bytes"] = stats.tensor_bytes;
   entry["placed_bytes"] = stats.placed_bytes;
   entry["transfer_ns"] = stats.transfer_ns;
@@ -384,8 +386,8 @@ void bind_worker(py::module_& module) {
       .def("add_term", &PyWorker::add_term, py::arg("name"), py::arg("slot_bytes"), py::arg("num_slots"),
            py::arg("staging") = false, "staging: in pinned host memory instead of the device's.")
       .def("seal", &PyWorker::seal, py::call_guard<py::gil_scoped_release>())
-      .def("listen", &PyWorker::listen)
-      .def("connect", &PyWorker::connect, py::arg("endpoints"))
+      .def("listen", &PyWorker::listen, py::call_guard<py::gil_scoped_release>())
+      .def("connect", &PyWorker::connect, py::arg("endpoints"), py::call_guard<py::gil_scoped_release>())
       .def("wait_open", &PyWorker::wait_open, py::arg("timeout_s"))
       .def("channels_not_open", [](PyWorker& self) { return self.worker().channels_not_open(); })
       .def("hold_slot", &PyWorker::hold_slot, py::arg("term"))

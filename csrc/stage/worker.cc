@@ -46,8 +46,8 @@ std::size_t payload_bytes_max(const ChannelSpec& spec) {
 // Shared memory as a pool term's own, pinned for the device.
 class SharedTermMemory final : public Memory {
  public:
-  SharedTermMemory(Device& device, std::size_t num_bytes)
-      : memory_(SharedMemory::make(num_bytes)),
+  SharedTermMemory(Device& device, std::size_t num_bytes, const SharedMemoryUse& use)
+      : memory_(SharedMemory::make(num_bytes, use)),
         registration_(device.register_host_memory(memory_->data(), num_bytes)) {}
 
   [[nodiscard]] std::byte* data() const override { return memory_->data(); }
@@ -130,8 +130,13 @@ PoolTerm Worker::staging_term(const ChannelSpec& spec) const {
           MemoryKind::kStaging};
 }
 
+// Both ends know it from the plan: the endpoint, which others may write, is not asked.
+SharedMemoryUse Worker::shared_use(const ChannelSpec& spec) const {
+  return {link_options(spec).identity, WireLayout(spec.item, spec.codec).slot_bytes()};
+}
+
 std::unique_ptr<Memory> Worker::share(Receiver& receiver, std::size_t num_bytes) const {
-  auto memory = std::make_unique<SharedTermMemory>(*device_, num_bytes);
+  auto memory = std::make_unique<SharedTermMemory>(*device_, num_bytes, shared_use(receiver.spec));
   receiver.shared = &memory->shared();
   return memory;
 }
@@ -225,9 +230,10 @@ void Worker::connect(const std::map<std::string, std::string>& endpoints) {
   }
 }
 
-// Where the memory cannot be opened the receiver is on another host, and the wire carries the bytes.
+// Where the memory cannot be opened the receiver is on another host, or the address is of something else; the
+// wire carries the bytes.
 void Worker::place(Sender& sender, const std::string& address) const {
-  auto memory = SharedMemory::open(address);
+  auto memory = SharedMemory::open(address, shared_use(sender.spec));
   if (memory) sender.channel->place_into(std::move(memory));
 }
 

@@ -23,6 +23,7 @@
 #include "pool/pool.h"
 #include "schedule/program.h"
 #include "stage/engine.h"
+#include "transport/shared_memory.h"
 #include "transport/transport.h"
 #include "weights/version_slots.h"
 
@@ -167,6 +168,7 @@ class Worker {
   [[nodiscard]] bool is_staged(const ChannelSpec& spec) const;
   [[nodiscard]] bool is_shared(const ChannelSpec& spec) const;
   [[nodiscard]] PoolTerm staging_term(const ChannelSpec& spec) const;
+  [[nodiscard]] SharedMemoryUse shared_use(const ChannelSpec& spec) const;
   [[nodiscard]] std::unique_ptr<Memory> share(Receiver& receiver, std::size_t num_bytes) const;
   [[nodiscard]] static ChannelOptions channel_options(const ChannelSpec& spec);
   void place(Sender& sender, const std::string& address) const;

@@ -16,6 +16,7 @@
 #include <cstdio>
 #include <cstring>
 #include <limits>
+#include <optional>
 #include <string_view>
 #include <utility>
 #include <variant>
@@ -30,7 +31,7 @@ constexpr std::size_t kPageBytes = 4096;
 constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 constexpr const char* kMemfdName = "pipedream";
 constexpr std::string_view kLinkPrefix = "/memfd:pipedream";  // what /proc/<pid>/fd/<fd> points to
-constexpr std::uint64_t kMagic = 0x314D454D53445250;          // "PRDSMEM1" in memory
+constexpr std::uint64_t kMagic = 0x324D454D53445250;          // "PRDSMEM2" in memory
 
 using Secret = std::array<std::uint8_t, 16>;
 
@@ -39,6 +40,7 @@ struct FirstPage {
   std::uint64_t magic;
   std::uint64_t num_bytes;  // behind this page
   Secret secret;
+  SharedMemoryUse use;
   std::atomic<std::uint32_t> claimed;
 };
 static_assert(sizeof(FirstPage) <= kPageBytes);
@@ -213,7 +215,23 @@ std::variant<FileDescriptor, Refusal> open_file(const Address& address) {
   return fd;
 }
 
-std::variant<std::unique_ptr<SharedMemory>, Refusal> open_memory(const std::string& text) {
+std::string text_of(const SharedMemoryUse& use) {
+  const LinkIdentity& identity = use.identity;
+  return "channel " + std::to_string(identity.channel_id) + " of run " + std::to_string(identity.run_id) +
+         ", incarnation " + std::to_string(identity.incarnation) + ", with slots of " +
+         std::to_string(use.slot_bytes) + " bytes";
+}
+
+std::optional<Refusal> refusal_of(const FirstPage& page, const Address& address, const SharedMemoryUse& use) {
+  if (page.magic != kMagic || page.num_bytes != address.num_bytes || page.secret != address.secret) {
+    return Refusal{"its secret is another: it belongs to another run or host"};
+  }
+  if (page.use != use) return Refusal{"it is for " + text_of(page.use) + ", not for " + text_of(use)};
+  return std::nullopt;
+}
+
+std::variant<std::unique_ptr<SharedMemory>, Refusal> open_memory(const std::string& text,
+                                                                 const SharedMemoryUse& use) {
   const std::optional<Address> address = parse_address(text);
   if (!address) return Refusal{"'" + text + "' is not an address of shared memory"};
   auto opened = open_file(*address);
@@ -222,10 +240,7 @@ std::variant<std::unique_ptr<SharedMemory>, Refusal> open_memory(const std::stri
   std::byte* const mapping = map_aligned(std::get<FileDescriptor>(opened).get(), mapped_bytes);
   if (mapping == nullptr) return Refusal{"it cannot be mapped: " + text_of_error()};
   auto memory = std::make_unique<MappedFile>(FileDescriptor(-1), mapping, address->num_bytes);
-  const FirstPage& page = memory->first_page();
-  if (page.magic != kMagic || page.num_bytes != address->num_bytes || page.secret != address->secret) {
-    return Refusal{"its secret is another: it belongs to another run or host"};
-  }
+  if (auto refusal = refusal_of(memory->first_page(), *address, use)) return *refusal;
   if (!touch_all(mapping, mapped_bytes)) return Refusal{"there is no memory left to map it"};
   return memory;
 }
@@ -240,7 +255,7 @@ Secret random_secret() {
 
 }  // namespace
 
-std::unique_ptr<SharedMemory> SharedMemory::make(std::size_t num_bytes) {
+std::unique_ptr<SharedMemory> SharedMemory::make(std::size_t num_bytes, const SharedMemoryUse& use) {
   PD_CHECK(num_bytes > 0, "0 bytes of shared memory");
   const std::string what = "memory to share with other workers of this host";
   // Asked first: an overcommitting kernel would say yes now and kill the process while it touches pages.
@@ -263,11 +278,13 @@ std::unique_ptr<SharedMemory> SharedMemory::make(std::size_t num_bytes) {
   page.magic = kMagic;
   page.num_bytes = num_bytes;
   page.secret = random_secret();
+  page.use = use;
   return memory;
 }
 
-std::unique_ptr<SharedMemory> SharedMemory::open(const std::string& address, std::string* why) {
-  auto opened = open_memory(address);
+std::unique_ptr<SharedMemory> SharedMemory::open(const std::string& address, const SharedMemoryUse& use,
+                                                 std::string* why) {
+  auto opened = open_memory(address, use);
   if (auto* memory = std::get_if<std::unique_ptr<SharedMemory>>(&opened)) return std::move(*memory);
   if (why != nullptr) *why = std::get<Refusal>(opened).why;
   return nullptr;

@@ -2,24 +2,36 @@
 //
 // It has no name in any file system (memfd), so that nothing is left behind, whoever dies: the sender opens
 // it as /proc/<pid>/fd/<fd> of the receiver, which the kernel allows to processes of the same user in the
-// same pid namespace. A secret in its first page proves that it is the one that was meant; where any of this
-// fails the two are not on the same host, or may not share memory, and the caller takes the wire.
+// same pid namespace. A secret in its first page proves that it is the one that was meant, and what it is for
+// stands there, too: an address that was exchanged on its way is not believed. Where any of this fails the
+// two are not on the same host, or may not share memory, and the caller takes the wire.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 
+#include "wire/frame.h"
+
 namespace pipedream {
+
+// Whose slots the memory holds, and how large both sides plan each of them.
+struct SharedMemoryUse {
+  LinkIdentity identity;
+  std::uint64_t slot_bytes = 0;
+
+  friend bool operator==(const SharedMemoryUse&, const SharedMemoryUse&) = default;
+};
 
 // Any thread; unmapped when it dies. The other side's mapping stays valid.
 class SharedMemory {
  public:
   // Pre-faulted, huge pages advised. Throws UserError naming the size when there is not enough.
-  [[nodiscard]] static std::unique_ptr<SharedMemory> make(std::size_t num_bytes);
-  // Null when it cannot be opened here; why, if given, says the reason.
+  [[nodiscard]] static std::unique_ptr<SharedMemory> make(std::size_t num_bytes, const SharedMemoryUse& use);
+  // Null when it cannot be opened here, or was made for another use; why, if given, says the reason.
   [[nodiscard]] static std::unique_ptr<SharedMemory> open(const std::string& address,
+                                                          const SharedMemoryUse& use,
                                                           std::string* why = nullptr);
 
   SharedMemory(const SharedMemory&) = delete;

@@ -4,12 +4,13 @@
 //   none   the bytes as they are
 //   bf16   each element rounded to bfloat16, to nearest even
 //   fp16   each element rounded to float16; what is too large becomes infinite
-//   int8   blocks of kInt8BlockElements: one float32 scale (largest magnitude / 127), then the elements /
-//   scale
+//   int8   blocks of kInt8BlockElements: one float32 scale (largest magnitude / 127), then elements / scale
 //          rounded to nearest even; a block with an infinity or a NaN decodes to NaN
 //   topk   the `share` of the elements that are largest in magnitude: their number is fixed by share and the
 //          size, their indices (uint32) ascend, values (float32) follow. What is left out is added to the
-//          next item's tensor (error feedback: Seide et al. 2014; Stich et al. 2018), in `residual`
+//          next item's tensor (error feedback: Seide et al. 2014; Stich et al. 2018), in `residual`. Where
+//          the sum of both is an infinity or a NaN nothing is kept, whether it was chosen or not; chosen, it
+//          is sent as it is
 //
 // They apply to float32 and float64 tensors; every other dtype travels as it is. The number of encoded bytes
 // depends on codec, dtype and number of elements only, so that both ends plan it.

@@ -98,6 +98,7 @@ void decode_int8(std::size_t num_elements, const std::byte* encoded, T* values) 
 //   2 as soon as the elements of that bucket and above fit in `encoded`, their indices are listed there
 //   3 each further digit is counted within the bucket, over the list or over the whole tensor
 //   4 the list loses what is below the threshold; values follow the indices
+//   5 the residual loses what was sent, and what is not finite
 //
 // So the tensor is read twice, once to add and once to list, but where most of it is nearly equal.
 
@@ -243,6 +244,14 @@ void write_indices(const TopKEncode<T>& work, const Selection<T>& selection) {
   }
 }
 
+// The infinities and NaNs that were not sent: there are none unless the last chosen key is one of theirs.
+template <class T>
+void forget_what_is_not_finite(const TopKEncode<T>& work, const Selection<T>& selection) {
+  if (is_finite_key<T>(selection.key)) return;
+  for_each_within(work.num_elements, work.residual, {FloatLayout<T>::kInfinity, kNoBound<T>},
+                  [&](std::size_t i) { work.residual[i] = T(0); });
+}
+
 template <class T>
 void encode_topk(const TopKEncode<T>& work) {
   Selection<T> selection;
@@ -266,6 +275,7 @@ void encode_topk(const TopKEncode<T>& work) {
     work.chosen_values[entry] = sent;
     rest = rest_of_sent(rest, sent);
   }
+  forget_what_is_not_finite(work, selection);
 }
 
 template <class T>

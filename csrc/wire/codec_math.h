@@ -153,6 +153,13 @@ PD_CODEC_ELEMENT typename FloatLayout<T>::Bits magnitude_key(T value) {
   return magnitude < FloatLayout<T>::kInfinity ? magnitude : FloatLayout<T>::kInfinity;
 }
 
+// Of an element without a finite key, an infinity or a NaN, the residual keeps nothing, whether it was sent
+// or not: all later items would be infinite there.
+template <class T>
+PD_CODEC_ELEMENT bool is_finite_key(typename FloatLayout<T>::Bits key) {
+  return key < FloatLayout<T>::kInfinity;
+}
+
 // What the residual keeps of an element that was sent: the rounding error of float64. Nothing of an element
 // that arrives infinite or NaN, or it would be sent for ever.
 template <class T>

@@ -36,16 +36,20 @@ class CodecOracle:
         return self._through_topk((sender, receiver, tensor_index), share, tensor)
 
     def _through_topk(self, key: tuple[int, int, int], share: float, tensor: torch.Tensor) -> torch.Tensor:
-        """The largest are sent, as float32; what is left over is added to the next tensor's elements."""
+        """The largest are sent, as float32; what is left over is added to the next tensor's elements.
+
+        Of what is not finite nothing is left over, sent or not.
+        """
         total = tensor.flatten().clone()
         kept = self._residuals.setdefault(key, torch.zeros_like(total))[: len(total)]
         total += kept
         # Of equal ones the first: what stands in several places of an image has equal activations.
-        largest_first = total.abs().sort(descending=True, stable=True).indices
+        magnitudes = total.abs().nan_to_num(nan=math.inf, posinf=math.inf)
+        largest_first = magnitudes.sort(descending=True, stable=True).indices
         chosen = largest_first[: max(1, math.ceil(share * len(total)))]
         sent = torch.zeros_like(total)
         sent[chosen] = total[chosen].float().to(total.dtype)
-        kept.copy_(total - sent)
+        kept.copy_((total - sent).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
         return sent.view(tensor.shape).clone()
 
 

@@ -8,7 +8,7 @@
 //   3 narrow  to the bucket of the last chosen key; 2 and 3 for every digit, without work once it is final
 //   4 part    how many are above the key, and how many equal, in each part of the tensor
 //   5 offset  the same of all parts before
-//   6 gather  each part writes its own, in order
+//   6 gather  each part writes its own, in order; the residual loses what was sent, and what is not finite
 #include <cuda_runtime_api.h>
 
 #include "wire/cuda/cuda_codec_kernels.h"
@@ -321,6 +321,8 @@ __global__ void __launch_bounds__(kBlockThreads)
       work.indices[place] = static_cast<std::uint32_t>(i);
       work.chosen_values[place] = sent;
       work.residual[i] = rest_of_sent(value, sent);
+    } else if (!is_finite_key<T>(key)) {
+      work.residual[i] = T(0);
     }
     __syncthreads();
   }

@@ -167,7 +167,10 @@ class ChannelPair : public testing::Test {
   void make_sender(const ItemSpec& spec, const Sizes& sizes, const std::string& endpoint) {
     sender_ = std::make_unique<SendChannel>(channel_options(spec, sizes), *sending_, sender_wakeup_, *device_,
                                             send_staging_, residual_);
-    if (shared_ != nullptr) sender_->place_into(SharedMemory::open(shared_->address()));
+    if (shared_ != nullptr) {
+      const SharedMemoryUse use = shared_use(WireLayout(spec, sizes.codec).slot_bytes());
+      sender_->place_into(SharedMemory::open(shared_->address(), use));
+    }
     sender_link_ = &sending_->connect(link_options(), endpoint, *sender_);
     sender_->attach(*sender_link_);
   }

@@ -8,6 +8,7 @@
 #include "base/check.h"
 #include "device/device.h"
 #include "pool/pool.h"
+#include "transport/recorder.h"
 #include "transport/shared_memory.h"
 
 namespace pipedream {
@@ -47,10 +48,13 @@ class SharedTerm final : public Memory {
   const std::unique_ptr<SharedMemory> memory_;
 };
 
+// What the memory of a term is for, as both ends of the tests' one channel know it.
+inline SharedMemoryUse shared_use(std::size_t slot_bytes) { return {link_options().identity, slot_bytes}; }
+
 // The term with memory that is shared; `shared` says where once the pool is sealed.
 inline PoolTerm in_shared_memory(PoolTerm term, const SharedMemory*& shared) {
-  term.allocate = [&shared](std::size_t num_bytes) {
-    auto memory = SharedMemory::make(num_bytes);
+  term.allocate = [&shared, use = shared_use(term.slot_bytes)](std::size_t num_bytes) {
+    auto memory = SharedMemory::make(num_bytes, use);
     shared = memory.get();
     return std::make_unique<SharedTerm>(std::move(memory));
   };

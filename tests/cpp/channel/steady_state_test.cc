@@ -54,6 +54,7 @@ class Peer {
   Peer(const std::string& transport, Road road, const Codec& codec) : transport_(make_transport(transport)) {
     if (!transport_) return;
     const WireLayout layout(spec(), codec);
+    slot_bytes_ = layout.slot_bytes();
     PoolTerm slots{"slots", spec().slot_bytes(), kNumInFlight, MemoryKind::kDevice};
     PoolTerm in{"receive staging", layout.slot_bytes(), kNumInFlight, MemoryKind::kStaging};
     if (is_placed(road))
@@ -81,7 +82,8 @@ class Peer {
 
   [[nodiscard]] bool available() const { return transport_ != nullptr; }
   void connect_to(const Peer& other) {
-    if (other.shared_ != nullptr) sender_->place_into(SharedMemory::open(other.shared_->address()));
+    if (other.shared_ != nullptr)
+      sender_->place_into(SharedMemory::open(other.shared_->address(), shared_use(slot_bytes_)));
     sender_->attach(transport_->connect(link_options("the other"), other.listener_->endpoint(), *sender_));
   }
   [[nodiscard]] bool wait_open() {
@@ -111,6 +113,7 @@ class Peer {
   std::unique_ptr<Device> device_ = make_host_device();
   Pool pool_{*device_};
   const SharedMemory* shared_ = nullptr;
+  std::size_t slot_bytes_ = 0;  // on the wire
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<ReceiveChannel> receiver_;
   std::unique_ptr<SendChannel> sender_;

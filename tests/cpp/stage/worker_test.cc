@@ -14,6 +14,7 @@
 
 #include "schedule/programs.h"
 #include "stage/pipeline.h"
+#include "transport/endpoint.h"
 #include "transport/recorder.h"
 
 namespace pipedream {
@@ -441,6 +442,34 @@ TEST_F(OneChannel, MemoryThatCannotBeOpenedLeavesTheWire) {
   send(values_);
   EXPECT_EQ(receive(), values_);
   EXPECT_EQ(b_->channel_stats().at("activations").placed_bytes, 0U);
+}
+
+// Who writes to the rendezvous store could do it.
+TEST_F(OneChannel, ExchangedMemoriesLeaveTheWire) {
+  const ChannelSpec one = spec();
+  ChannelSpec two = spec();
+  two.name = "more activations";
+  two.channel_id = one.channel_id + 1;
+  a_ = std::make_unique<Worker>(WorkerOptions{});
+  b_ = std::make_unique<Worker>(WorkerOptions{});
+  for (const ChannelSpec& channel : {one, two}) {
+    a_->add_send_channel(channel);
+    b_->add_receive_channel(channel);
+  }
+  a_->seal();
+  b_->seal();
+  auto endpoints = b_->listen();
+  Endpoint first = parse_endpoint(endpoints.at(one.name));
+  Endpoint second = parse_endpoint(endpoints.at(two.name));
+  ASSERT_FALSE(first.memory.empty() || second.memory.empty());
+  std::swap(first.memory, second.memory);
+  endpoints = {{one.name, to_string(first)}, {two.name, to_string(second)}};
+  a_->connect(endpoints);
+  open();
+  expect_transports("zmq/tcp");
+  EXPECT_EQ(a_->channel_transports().at(two.name), "zmq/tcp");
+  send(values_);
+  EXPECT_EQ(receive(), values_);
 }
 
 TEST_F(OneChannel, EitherEndMayRefuseToShare) {

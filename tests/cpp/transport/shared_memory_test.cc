@@ -30,15 +30,16 @@ namespace {
 
 constexpr const char* kAddressVariable = "PIPEDREAM_TEST_SHARED_MEMORY";  // of the other process
 constexpr std::size_t kNumBytes = (std::size_t{3} << 20) + 100;
+constexpr SharedMemoryUse kUse{{0xABCDEF, 4, 17}, 1000};
 constexpr std::byte kWritten{0x5A};
 constexpr std::byte kAnswered{0xA5};
 
 // What open() says of an address that it refuses.
-std::string refusal_of(const std::string& address) {
+std::string refusal_of(const std::string& address, const SharedMemoryUse& use = kUse) {
   std::string why;
-  const auto memory = SharedMemory::open(address, &why);
+  const auto memory = SharedMemory::open(address, use, &why);
   EXPECT_EQ(memory, nullptr) << address;
-  EXPECT_EQ(SharedMemory::open(address), nullptr);  // also without asking why
+  EXPECT_EQ(SharedMemory::open(address, use), nullptr);  // also without asking why
   return why;
 }
 
@@ -97,8 +98,8 @@ int exit_status_of(pid_t child) {
 // ---- What is shared ----
 
 TEST(SharedMemory, IsMappedTwiceInOneProcess) {
-  const auto made = SharedMemory::make(kNumBytes);
-  const auto opened = SharedMemory::open(made->address());
+  const auto made = SharedMemory::make(kNumBytes, kUse);
+  const auto opened = SharedMemory::open(made->address(), kUse);
   ASSERT_NE(opened, nullptr);
   EXPECT_EQ(made->size_bytes(), kNumBytes);
   EXPECT_EQ(opened->size_bytes(), kNumBytes);
@@ -114,8 +115,8 @@ TEST(SharedMemory, IsMappedTwiceInOneProcess) {
 }
 
 TEST(SharedMemory, BothSidesSeeThatItIsClaimed) {
-  const auto made = SharedMemory::make(100);
-  const auto opened = SharedMemory::open(made->address());
+  const auto made = SharedMemory::make(100, kUse);
+  const auto opened = SharedMemory::open(made->address(), kUse);
   ASSERT_NE(opened, nullptr);
   EXPECT_FALSE(made->is_claimed());
   opened->claim();
@@ -124,17 +125,17 @@ TEST(SharedMemory, BothSidesSeeThatItIsClaimed) {
 }
 
 TEST(SharedMemory, EveryOneHasASecretOfItsOwn) {
-  const auto first = SharedMemory::make(100);
-  const auto second = SharedMemory::make(100);
+  const auto first = SharedMemory::make(100, kUse);
+  const auto second = SharedMemory::make(100, kUse);
   EXPECT_EQ(parts_of(first->address()).at(3).size(), 32U);
   EXPECT_NE(parts_of(first->address()).at(3), parts_of(second->address()).at(3));
 }
 
 TEST(SharedMemory, MappingOutlivesItsMaker) {
-  auto made = SharedMemory::make(kNumBytes);
+  auto made = SharedMemory::make(kNumBytes, kUse);
   made->data()[kNumBytes - 1] = kWritten;
   const std::string address = made->address();
-  const auto opened = SharedMemory::open(address);
+  const auto opened = SharedMemory::open(address, kUse);
   ASSERT_NE(opened, nullptr);
   made.reset();
   EXPECT_EQ(opened->data()[kNumBytes - 1], kWritten);
@@ -143,9 +144,9 @@ TEST(SharedMemory, MappingOutlivesItsMaker) {
 }
 
 TEST(SharedMemory, OpeningWritesNothing) {
-  const auto made = SharedMemory::make(kNumBytes);
+  const auto made = SharedMemory::make(kNumBytes, kUse);
   std::memset(made->data(), 0x5A, kNumBytes);
-  const auto opened = SharedMemory::open(made->address());
+  const auto opened = SharedMemory::open(made->address(), kUse);
   ASSERT_NE(opened, nullptr);
   EXPECT_TRUE(std::all_of(opened->data(), opened->data() + kNumBytes,
                           [](std::byte byte) { return byte == kWritten; }));
@@ -158,7 +159,7 @@ TEST(SharedMemoryOther, DISABLED_AnswersWhatItReads) {
   const char* const address = std::getenv(kAddressVariable);
   ASSERT_NE(address, nullptr);
   std::string why;
-  const auto memory = SharedMemory::open(address, &why);
+  const auto memory = SharedMemory::open(address, kUse, &why);
   ASSERT_NE(memory, nullptr) << why;
   ASSERT_EQ(memory->size_bytes(), kNumBytes);
   for (std::size_t offset = 0; offset < kNumBytes; ++offset) ASSERT_EQ(memory->data()[offset], kWritten);
@@ -167,7 +168,7 @@ TEST(SharedMemoryOther, DISABLED_AnswersWhatItReads) {
 }
 
 TEST(SharedMemory, AnotherProcessReadsWhatIsWrittenAndAnswers) {
-  const auto made = SharedMemory::make(kNumBytes);
+  const auto made = SharedMemory::make(kNumBytes, kUse);
   std::memset(made->data(), 0x5A, kNumBytes);
   const Pipe output;  // kept out of this test's own
   const pid_t child = spawn("SharedMemoryOther.DISABLED_AnswersWhatItReads", made->address(), &output);
@@ -180,7 +181,7 @@ TEST(SharedMemory, AnotherProcessReadsWhatIsWrittenAndAnswers) {
 
 // Makes memory, says where, and waits to be killed.
 TEST(SharedMemoryOther, DISABLED_WaitsToBeKilled) {
-  const auto memory = SharedMemory::make(kNumBytes);
+  const auto memory = SharedMemory::make(kNumBytes, kUse);
   memory->data()[7] = kWritten;
   const std::string line = "\naddress=" + memory->address() + "\n";
   ASSERT_EQ(::write(STDOUT_FILENO, line.data(), line.size()), static_cast<ssize_t>(line.size()));
@@ -197,7 +198,7 @@ TEST(SharedMemory, NothingIsLeftWhenItsMakerIsKilled) {
   for (int number = 0; number < 100 && !line.starts_with(kPrefix); ++number) line = output.read_line();
   ASSERT_TRUE(line.starts_with(kPrefix)) << line;
   const std::string address = line.substr(kPrefix.size());
-  auto opened = SharedMemory::open(address);
+  auto opened = SharedMemory::open(address, kUse);
   ::kill(child, SIGKILL);
   EXPECT_EQ(exit_status_of(child), 128 + SIGKILL);
   ASSERT_NE(opened, nullptr);
@@ -209,7 +210,7 @@ TEST(SharedMemory, NothingIsLeftWhenItsMakerIsKilled) {
 }
 
 TEST(SharedMemory, ProcessThatIsExecutedDoesNotInheritIt) {
-  const auto made = SharedMemory::make(100);
+  const auto made = SharedMemory::make(100, kUse);
   const int fd = std::stoi(parts_of(made->address()).at(1));
   EXPECT_NE(::fcntl(fd, F_GETFD) & FD_CLOEXEC, 0);
 }
@@ -217,7 +218,7 @@ TEST(SharedMemory, ProcessThatIsExecutedDoesNotInheritIt) {
 // ---- What is refused ----
 
 TEST(SharedMemory, AddressThatIsNoneIsRefused) {
-  const auto made = SharedMemory::make(100);
+  const auto made = SharedMemory::make(100, kUse);
   const std::string good = made->address();
   const std::vector<std::string> parts = parts_of(good);
   const std::string secret = parts.at(3);
@@ -251,7 +252,7 @@ TEST(SharedMemory, AddressThatIsNoneIsRefused) {
 }
 
 TEST(SharedMemory, WrongSecretIsRefused) {
-  const auto made = SharedMemory::make(100);
+  const auto made = SharedMemory::make(100, kUse);
   std::vector<std::string> parts = parts_of(made->address());
   for (const std::size_t place : {std::size_t{0}, std::size_t{15}, std::size_t{31}}) {
     std::vector<std::string> changed = parts;
@@ -260,8 +261,34 @@ TEST(SharedMemory, WrongSecretIsRefused) {
   }
 }
 
+TEST(SharedMemory, MemoryOfAnotherUseIsRefused) {
+  const auto made = SharedMemory::make(100, kUse);
+  const LinkIdentity identity = kUse.identity;
+  const SharedMemoryUse others[] = {
+      {{identity.run_id + 1, identity.incarnation, identity.channel_id}, kUse.slot_bytes},
+      {{identity.run_id, identity.incarnation + 1, identity.channel_id}, kUse.slot_bytes},
+      {{identity.run_id, identity.incarnation, identity.channel_id + 1}, kUse.slot_bytes},
+      {identity, kUse.slot_bytes + 64}};
+  for (const SharedMemoryUse& other : others) {
+    EXPECT_NE(refusal_of(made->address(), other)
+                  .find("it is for channel 17 of run 11259375, incarnation 4, with slots of 1000 bytes, not"),
+              std::string::npos);
+  }
+  EXPECT_FALSE(made->is_claimed());
+  EXPECT_NE(SharedMemory::open(made->address(), kUse), nullptr);
+}
+
+TEST(SharedMemory, ExchangedAddressesAreNotOpened) {
+  SharedMemoryUse other_use = kUse;
+  ++other_use.identity.channel_id;
+  const auto one = SharedMemory::make(100, kUse);
+  const auto other = SharedMemory::make(100, other_use);
+  EXPECT_NE(refusal_of(other->address(), kUse).find("it is for channel 18"), std::string::npos);
+  EXPECT_NE(refusal_of(one->address(), other_use).find("it is for channel 17"), std::string::npos);
+}
+
 TEST(SharedMemory, WrongSizeIsRefused) {
-  const auto made = SharedMemory::make(100'000);
+  const auto made = SharedMemory::make(100'000, kUse);
   for (const char* num_bytes : {"1", "90000", "110000", "4611686018427387904"}) {
     std::vector<std::string> parts = parts_of(made->address());
     parts[2] = num_bytes;
@@ -274,7 +301,7 @@ TEST(SharedMemory, WrongSizeIsRefused) {
 }
 
 TEST(SharedMemory, ProcessThatHasEndedIsRefused) {
-  const auto made = SharedMemory::make(100);
+  const auto made = SharedMemory::make(100, kUse);
   const pid_t child = ::fork();
   if (child == 0) ::_exit(0);
   EXPECT_EQ(exit_status_of(child), 0);
@@ -284,7 +311,7 @@ TEST(SharedMemory, ProcessThatHasEndedIsRefused) {
 }
 
 TEST(SharedMemory, DescriptorOfAnotherKindIsNotEvenOpened) {
-  const auto made = SharedMemory::make(100);
+  const auto made = SharedMemory::make(100, kUse);
   std::array<int, 2> fds{};
   ASSERT_EQ(::pipe(fds.data()), 0);  // to open a pipe's end for writing would keep it from ending
   std::vector<std::string> parts = parts_of(made->address());
@@ -308,7 +335,7 @@ TEST(SharedMemory, MemoryThatMayShrinkIsRefused) {
 
 TEST(SharedMemory, MoreThanThereIsIsRefusedWithItsSize) {
   try {
-    static_cast<void>(SharedMemory::make(std::numeric_limits<std::size_t>::max() / 4));
+    static_cast<void>(SharedMemory::make(std::numeric_limits<std::size_t>::max() / 4, kUse));
     FAIL() << "there is so much memory";
   } catch (const UserError& error) {
     const std::string text = error.what();
@@ -323,8 +350,8 @@ TEST(SharedMemory, DescriptorsAndMappingsAreGivenBack) {
   };
   const auto before = num_descriptors();
   for (int round = 0; round < 50; ++round) {
-    const auto made = SharedMemory::make(1 << 20);
-    const auto opened = SharedMemory::open(made->address());
+    const auto made = SharedMemory::make(1 << 20, kUse);
+    const auto opened = SharedMemory::open(made->address(), kUse);
     ASSERT_NE(opened, nullptr);
     std::vector<std::string> parts = parts_of(made->address());
     parts[3][0] = parts[3][0] == '0' ? '1' : '0';

@@ -441,6 +441,44 @@ TYPED_TEST(CodecOf, WhatTopKSendsAsInfinityOrNanIsNotSentAgain) {
   EXPECT_EQ(encoding.residual(), std::vector<TypeParam>(10));
 }
 
+// More of them than are sent, so that most stay behind: in the vectorised part and in its rest.
+TYPED_TEST(CodecOf, AnItemAfterInfinitiesAndNansThatTopKHeldBackIsSentAsFromAFreshResidual) {
+  const TypeParam specials[] = {kInfinity<TypeParam>, -kInfinity<TypeParam>, kNan<TypeParam>,
+                                -kNan<TypeParam>};
+  for (const std::size_t num_elements : {10U, 1000U, 70'001U}) {
+    std::vector<TypeParam> overflowed(num_elements);
+    std::vector<TypeParam> kept(num_elements);
+    for (std::size_t i = 0; i < num_elements; ++i) {
+      kept[i] = i % 5 == 3 ? TypeParam(0.25) : TypeParam(0);
+      overflowed[i] = i % 5 == 3 ? kept[i] : specials[i % 4];
+    }
+    Encoding<TypeParam> encoding({CodecKind::kTopK, 0.1}, num_elements);
+    encoding.encode(overflowed);
+    ASSERT_EQ(encoding.indices(), largest_by_sort(overflowed, encoding.num_entries()));
+    ASSERT_EQ(encoding.residual(), kept);
+
+    const auto finite = this->normal_values(num_elements);
+    auto with_kept = finite;
+    for (std::size_t i = 0; i < num_elements; ++i) with_kept[i] += kept[i];
+    Encoding<TypeParam> fresh({CodecKind::kTopK, 0.1}, num_elements);
+    const auto decoded = encoding.sent(finite);
+    ASSERT_EQ(decoded, fresh.sent(with_kept));
+    for (const TypeParam value : decoded) ASSERT_TRUE(std::isfinite(value));
+    ASSERT_EQ(encoding.residual(), fresh.residual());
+  }
+}
+
+TYPED_TEST(CodecOf, TopKForgetsASumThatOverflows) {
+  std::vector<TypeParam> values(40, std::numeric_limits<TypeParam>::max());
+  Encoding<TypeParam> encoding({CodecKind::kTopK, 0.05}, values.size());
+  encoding.encode(values);  // the first two are sent, the others are kept
+  encoding.encode(values);  // and are infinite now; two of them are sent
+  EXPECT_EQ(encoding.indices(), (std::vector<std::uint32_t>{2, 3}));
+  std::vector<TypeParam> kept(40);
+  kept[0] = kept[1] = std::numeric_limits<TypeParam>::max();
+  EXPECT_EQ(encoding.residual(), kept);
+}
+
 TEST(CodecDeathTest, TopKWithoutAResidualIsOurBug) {
   Encoding<float> encoding(codec_from_name("topk"), 10);
   CodecWork work = encoding.work();

@@ -135,6 +135,21 @@ TEST_P(StreamCodecContract, GivesTheHostsBytesOfEveryMagnitudeAndOfSpecials) {
   }
 }
 
+// More of them than are sent: the residual forgets the others, too.
+TEST_P(StreamCodecContract, TopKForgetsWhatIsNotFiniteAsTheHostDoes) {
+  auto values = normal_values<double>(70'001);
+  for (std::size_t i = 0; i < values.size(); i += 3) {
+    constexpr double kInfinity = std::numeric_limits<double>::infinity();
+    const double specials[] = {kInfinity, std::numeric_limits<double>::quiet_NaN(), -kInfinity};
+    values[i] = specials[i / 3 % 3];
+  }
+  const std::vector<float> floats(values.begin(), values.end());
+  for (const char* const name : {"topk:0.01", "topk:0.3"}) {
+    expect_host_bytes(name, values, MemoryKind::kDevice);
+    expect_host_bytes(name, floats, MemoryKind::kDevice);
+  }
+}
+
 TEST_P(StreamCodecContract, TopKBreaksTiesAsTheHostDoes) {
   std::uniform_int_distribution<int> few(-3, 3);
   std::vector<float> values(70'001);
