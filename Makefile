@@ -11,7 +11,7 @@ PYTHON := .venv/bin/python
 # cmake finds the ninja of the virtual environment on PATH.
 CMAKE := CMAKE_GENERATOR=Ninja PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/cmake
 JOBS ?= $(shell nproc)
-CXX_FILES = $(shell find csrc tests/cpp bench/micro -name '*.h' -o -name '*.cc' -o -name '*.cu' | sort)
+CXX_FILES = $(shell find csrc tests/cpp tests/fuzz bench/micro -name '*.h' -o -name '*.cc' -o -name '*.cu' | sort)
 
 .PHONY: help setup test test-cpp test-python demo lint asan tsan fuzz bench-build bench clean
 

@@ -136,9 +136,7 @@ def main() -> None:
                 print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     goals = [smoothed(exact["losses"])[options.minibatches * 2 // 3] for exact in found["none"]]
-    print(
-        f"| {options.bandwidth} | ms per minibatch | KiB per minibatch | s to the loss | held-out loss |"
-    )
+    print(f"| {options.bandwidth} | ms per minibatch | KiB per minibatch | s to the loss | held-out loss |")
     print("| --- | --- | --- | --- | --- |")
     for codec, runs in found.items():
         held_out = ", ".join(f"{run['held_out']:.3f}" for run in runs)

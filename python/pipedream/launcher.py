@@ -26,9 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
 from torch.utils.dlpack import to_dlpack
 
 from . import _core, errors
@@ -52,6 +50,7 @@ __all__ = ["run_locally"]
 
 _SHUTDOWN_S = 5  # from SIGTERM to SIGKILL for the workers that are left
 _WATCH_PERIOD_S = 0.05  # shorter than elastic's, to see who ends first
+_WORKERS_PERIOD_S = 0.1
 _PATIENCE_S = 3.0  # with the caller's data, when the run is over
 _START_TIMEOUT_S = 600.0
 _STORE_PREFIX = "pipedream"
@@ -122,7 +121,8 @@ def _write_part(folder: Path, name: str, value: Any, remedy: str) -> None:
         raise ValueError(
             f"{name} ({_name_of(value)}) cannot be sent to the workers: {errors.one_line(error)}; {remedy}"
         ) from None
-    (folder / f"{name}.pickle").write_bytes(content)
+    with open(os.open(folder / f"{name}.pickle", os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+        file.write(content)  # the options may hold a secret key
 
 
 def _write_options(folder: Path, options: JobOptions) -> None:
@@ -327,23 +327,8 @@ class _Forwarder(threading.Thread):
 
 
 def _launch(errand: _Errand, plan: Plan, board: StatusBoard) -> None:
-    newer: dict[str, Any] = {}  # what this torch's elastic knows, and an older one may not
-    if "shutdown_timeout" in LaunchConfig.__dataclass_fields__:
-        newer["shutdown_timeout"] = _SHUTDOWN_S
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=plan.workers_used,
-        run_id=f"pipedream-{errand.run_id:016x}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="spawn",
-        local_addr="127.0.0.1",
-        logs_specs=DefaultLogsSpecs(log_dir=os.path.join(errand.folder, "logs")),
-        **newer,
-    )
+    # Not elastic's agent: its rendezvous listens on all interfaces and unpickles what it is sent.
+    ranks = range(plan.workers_used)
     with (
         _quiet_elastic(),
         _environment(RUN_FOLDER_VARIABLE, errand.folder),
@@ -351,14 +336,40 @@ def _launch(errand: _Errand, plan: Plan, board: StatusBoard) -> None:
         _stragglers_killed(board) as first_codes,
     ):
         try:
-            elastic_launch(config, _local_worker)(errand)
-        except ChildFailedError as failure:
-            codes = {rank: failed.exitcode for rank, failed in failure.failures.items()} | first_codes
-            raise _cause_of(codes, Path(errand.folder), board, plan) from _traceback_of(Path(errand.folder))
+            workers = start_processes(
+                name="pipedream",
+                entrypoint=_local_worker,
+                args=dict.fromkeys(ranks, (errand,)),
+                envs={rank: _environment_of(rank, plan.workers_used, errand) for rank in ranks},
+                logs_specs=DefaultLogsSpecs(log_dir=os.path.join(errand.folder, "logs")),
+                start_method="spawn",
+            )
+            try:
+                ended = workers.wait(period=_WORKERS_PERIOD_S)
+            finally:
+                workers.close(timeout=_SHUTDOWN_S)
         except SignalException as stopped:
             if stopped.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise
+    assert ended is not None  # there is no time-out
+    if ended.is_failed():
+        codes = {rank: failed.exitcode for rank, failed in ended.failures.items()} | first_codes
+        raise _cause_of(codes, Path(errand.folder), board, plan) from _traceback_of(Path(errand.folder))
+
+
+def _environment_of(rank: int, num_workers: int, errand: _Errand) -> dict[str, str]:
+    """What torchrun would set."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_workers),
+        "LOCAL_WORLD_SIZE": str(num_workers),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": f"pipedream-{errand.run_id:016x}",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }
 
 
 def _local_worker(errand: _Errand) -> None:

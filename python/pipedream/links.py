@@ -53,6 +53,7 @@ class LinkOptions:
             "insecure": self.insecure,
             "beats": True,
             "shares_memory": self.shares_memory,
+            "checksums": wants_checksums(),
         }
 
     def settings(self) -> dict[str, Any]:
@@ -61,6 +62,7 @@ class LinkOptions:
             "transport": self.transport,
             "codec": self.codec or None,
             "keys": None if self.keys is None else "given",
+            "peer_timeout": self.peer_timeout_s,
         }
 
     @property
@@ -103,6 +105,14 @@ class LinkOptions:
                     f"transport is 'shm', but {ends} cannot share memory, so that {channel} would travel by"
                     f" {transports[channel]}: use 'auto', or start both on one host, as one user"
                 )
+
+
+def wants_checksums() -> bool:
+    """$PIPEDREAM_CHECKSUMS, 1 or 0: a CRC-32C over every payload on the wire, beside those of the headers."""
+    wanted = os.environ.get("PIPEDREAM_CHECKSUMS", "0")
+    if wanted not in ("0", "1"):
+        raise ValueError(f"PIPEDREAM_CHECKSUMS is {wanted!r}: use 1 or 0")
+    return wanted == "1"
 
 
 def make_link_options(

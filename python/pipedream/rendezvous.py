@@ -7,6 +7,7 @@ nothing secret goes through it, and nothing that came from it is unpickled.
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,8 +26,20 @@ _FAILED_KEY = "failed"
 
 def host_store() -> tuple[dist.Store, int]:
     """A store on a free port of the loopback interface, and the port."""
-    store = dist.TCPStore("127.0.0.1", 0, None, True, _STORE_TIMEOUT, wait_for_workers=False)
-    return store, store.port
+    # By itself the store would listen on all interfaces, whatever its host name.
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            "127.0.0.1",
+            port,
+            None,
+            True,
+            _STORE_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),  # the store closes it
+            use_libuv=False,
+        )
+    return store, port
 
 
 def connect_store(port: int) -> dist.Store:

@@ -47,7 +47,7 @@ class ChannelFigures(NamedTuple):
     transport: str
     """As in RunResult.transports."""
     codec: str
-    """Of its float tensors; "none" leaves them as they are."""
+    """Of its float32 and float64 tensors; "none" where they are left as they are, or there are none."""
     items: int
     """Microbatches."""
     chunks: int
@@ -66,6 +66,10 @@ class ChannelFigures(NamedTuple):
     overlap_share: float | None
     """Of transfer_ms: in which the receiver did not wait, 0 to 1; None when nothing was under way. At least
     so much was hidden: the receiver also waits for what its neighbour has yet to compute."""
+    chunk_bytes: int
+    """Into how large chunks tensors were cut at the end of the run; it is measured on the first ones."""
+    refused: int
+    """Connections and frames that did not belong to the run, at both ends."""
 
 
 @dataclass
@@ -207,7 +211,7 @@ def _figures_of(channel: RunChannel, reports: list[dict[str, Any]]) -> ChannelFi
         sender=channel.stages[0],
         receiver=channel.stages[1],
         transport=sent["transport"],
-        codec=channel.codec,
+        codec=channel.codec if _encodes(channel) else "none",
         items=received["num_items"],
         chunks=received["num_chunks"],
         tensor_bytes=received["tensor_bytes"],
@@ -217,7 +221,15 @@ def _figures_of(channel: RunChannel, reports: list[dict[str, Any]]) -> ChannelFi
         credit_wait_ms=sent["credit_wait_ns"] / 1e6,
         wait_ms=wait_ns / 1e6,
         overlap_share=min(max(1 - wait_ns / transfer_ns, 0.0), 1.0) if transfer_ns > 0 else None,
+        chunk_bytes=sent["chunk_bytes"],
+        refused=sent["num_refused"] + received["num_refused"],
     )
+
+
+def _encodes(channel: RunChannel) -> bool:
+    """Codecs leave what is not float32 or float64 as it is, such as what autocast has made."""
+    *_, encodes = _core.channel_bytes(channel.tensors, channel.codec)
+    return bool(encodes)
 
 
 def _describe_channels(channels: Sequence[ChannelFigures]) -> str:

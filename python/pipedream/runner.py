@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from . import _core
-from .codec_choice import check_pairs
+from .codec_choice import CodecChoice, check_pairs, codec_between
+from .errors import describe_error
 from .guard import check_main_guard
 from .job import JobOptions, WorkerPlace, check_plan_is_built
 from .launcher import PeekedIterator, run_locally
@@ -28,6 +32,9 @@ from .units import parse_size
 from .worker import run_worker
 
 __all__ = ["run"]
+
+# Where no store answers, nobody waits in it: the mistake is raised here all the same.
+_TELL_TIMEOUT = timedelta(seconds=30)
 
 
 def run(
@@ -114,74 +121,80 @@ def run(
     TypeError for a mistake in the arguments, errors.PipelineError for a run that fails.
     """
     check_main_guard()
-    _refuse_unbuilt(
-        sync=(sync, "bsp"),
-        staleness=(staleness, 0),
-        sync_every=(sync_every, 1),
-        checkpoint_dir=(checkpoint_dir, None),
-        resume=(resume, False),
-        on_epoch_end=(on_epoch_end, None),
-    )
-    if not isinstance(plan, Plan):
-        raise TypeError(f"plan is a {type(plan).__name__}: use pipedream.partition(...) or Plan.load(file)")
-    check_plan_is_built(plan)
-    _check_choice("schedule", schedule, tuple(_core.schedule_names()))
-    _check_choice("transport", transport, TRANSPORTS)
-    _check_choice("on_nonfinite", on_nonfinite, ("stop", "continue"))
-    _check_choice("gather", gather, ("rank0", "all", "none"))
-    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
-        raise ValueError(f"epochs is {epochs!r}: give a whole number of at least 1")
-    if not isinstance(peer_timeout, (int, float)) or not 0 < peer_timeout < math.inf:
-        raise ValueError(f"peer_timeout is {peer_timeout!r}: give seconds, more than 0")
-    links = make_link_options(
-        transport=transport,
-        codec=codec,
-        keys=keys,
-        bind=bind,
-        insecure=insecure,
-        peer_timeout_s=float(peer_timeout),
-        several_machines=_is_on_several_machines(),
-    )
-    check_pairs(links.codec, plan.num_stages)
-    base_seed(seed)  # raises for a seed that is none, before any process starts
-    _check_microbatches(microbatches)
-    if max_grad_norm is not None and not (
-        isinstance(max_grad_norm, (int, float)) and 0 < max_grad_norm < math.inf
-    ):
-        raise ValueError(f"max_grad_norm is {max_grad_norm!r}: give a number above 0, or None")
-    callables = {"loss_fn": loss_fn, "optimizer": optimizer}
-    if lr_scheduler is not None:
-        callables["lr_scheduler"] = lr_scheduler
-    for name, value in callables.items():
-        if not callable(value):
-            raise TypeError(f"{name} is a {type(value).__name__}: give a function")
-    _check_data(data, epochs)
-    _check_hooks(model)
-    if trace is not None:
-        check_trace_path(trace)
+    # Counted once a call, so that all ranks count alike, those with a mistake too.
+    prefix = _rendezvous_prefix() if _under_torchrun() else None
+    with _mistakes_told(prefix):
+        _refuse_unbuilt(
+            sync=(sync, "bsp"),
+            staleness=(staleness, 0),
+            sync_every=(sync_every, 1),
+            checkpoint_dir=(checkpoint_dir, None),
+            resume=(resume, False),
+            on_epoch_end=(on_epoch_end, None),
+        )
+        if not isinstance(plan, Plan):
+            raise TypeError(
+                f"plan is a {type(plan).__name__}: use pipedream.partition(...) or Plan.load(file)"
+            )
+        check_plan_is_built(plan)
+        _check_choice("schedule", schedule, tuple(_core.schedule_names()))
+        _check_choice("transport", transport, TRANSPORTS)
+        _check_choice("on_nonfinite", on_nonfinite, ("stop", "continue"))
+        _check_choice("gather", gather, ("rank0", "all", "none"))
+        if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
+            raise ValueError(f"epochs is {epochs!r}: give a whole number of at least 1")
+        if not isinstance(peer_timeout, (int, float)) or not 0 < peer_timeout < math.inf:
+            raise ValueError(f"peer_timeout is {peer_timeout!r}: give seconds, more than 0")
+        links = make_link_options(
+            transport=transport,
+            codec=codec,
+            keys=keys,
+            bind=bind,
+            insecure=insecure,
+            peer_timeout_s=float(peer_timeout),
+            several_machines=_is_on_several_machines(),
+        )
+        check_pairs(links.codec, plan.num_stages)
+        _check_loss_scale(autocast_dtype(autocast), links.codec, plan.num_stages)
+        base_seed(seed)  # raises for a seed that is none, before any process starts
+        _check_microbatches(microbatches)
+        if max_grad_norm is not None and not (
+            isinstance(max_grad_norm, (int, float)) and 0 < max_grad_norm < math.inf
+        ):
+            raise ValueError(f"max_grad_norm is {max_grad_norm!r}: give a number above 0, or None")
+        callables = {"loss_fn": loss_fn, "optimizer": optimizer}
+        if lr_scheduler is not None:
+            callables["lr_scheduler"] = lr_scheduler
+        for name, value in callables.items():
+            if not callable(value):
+                raise TypeError(f"{name} is a {type(value).__name__}: give a function")
+        _check_data(data, epochs)
+        _check_hooks(model)
+        if trace is not None:
+            check_trace_path(trace)
 
-    options = JobOptions(
-        plan=plan,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        lr_scheduler=lr_scheduler,
-        schedule=schedule,
-        microbatches=microbatches,
-        recompute=_recompute_of(recompute, plan),
-        memory_bytes=None if memory is None else parse_size(memory),
-        autocast=autocast_dtype(autocast),
-        max_grad_norm=max_grad_norm,
-        epochs=epochs,
-        seed=seed,
-        links=links,
-        on_nonfinite=on_nonfinite,
-        gather=gather,
-        progress=progress,
-        num_threads=_threads_per_worker(plan),
-    )
-    options.schedule_options()  # says what the plan and the schedule cannot do, before any process starts
-    if _under_torchrun():
-        result = _run_this_rank(model, data, options)
+        options = JobOptions(
+            plan=plan,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            schedule=schedule,
+            microbatches=microbatches,
+            recompute=_recompute_of(recompute, plan),
+            memory_bytes=None if memory is None else parse_size(memory),
+            autocast=autocast_dtype(autocast),
+            max_grad_norm=max_grad_norm,
+            epochs=epochs,
+            seed=seed,
+            links=links,
+            on_nonfinite=on_nonfinite,
+            gather=gather,
+            progress=progress,
+            num_threads=_threads_per_worker(plan),
+        )
+        options.schedule_options()  # says what the plan and the schedule cannot do, before any process starts
+    if prefix is not None:
+        result = _run_this_rank(model, data, options, prefix)
     else:
         if isinstance(data, Iterator):
             data = PeekedIterator(data)
@@ -203,6 +216,19 @@ def _refuse_unbuilt(**arguments: tuple[Any, Any]) -> None:
 def _check_microbatches(microbatches: Any) -> None:
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         raise ValueError(f"microbatches is {microbatches!r}: give a whole number of at least 1")
+
+
+def _check_loss_scale(autocast: torch.dtype | None, codec: CodecChoice, num_stages: int) -> None:
+    """What top-k holds back of a gradient is in units of the loss scale, which changes before it is sent."""
+    if autocast is not torch.float16:
+        return
+    for stage in range(1, num_stages):
+        name = codec_between(codec, stage, stage - 1)
+        if name.startswith("topk"):
+            raise ValueError(
+                f"codec is {name!r} for gradients and autocast is 'float16', whose loss scale changes while"
+                " topk holds scaled gradients back: use bf16 or int8, or autocast='bfloat16'"
+            )
 
 
 def _recompute_of(recompute: Any, plan: Plan) -> tuple[bool, ...] | None:
@@ -257,25 +283,55 @@ def _under_torchrun() -> bool:
 
 
 def _is_on_several_machines() -> bool:
-    return (
-        _under_torchrun()
-        and os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]) != (os.environ["WORLD_SIZE"])
-    )
+    if not _under_torchrun() or os.environ["WORLD_SIZE"] == "1":
+        return False
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but LOCAL_WORLD_SIZE, how many of these ranks are on"
+            " this machine, is not set: set it and LOCAL_RANK, or start with torchrun, which does"
+        )
+    return os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]
 
 
-def _run_this_rank(model: Model, data: Iterable[Any], options: JobOptions) -> RunResult:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+@contextlib.contextmanager
+def _mistakes_told(prefix: str | None) -> Iterator[None]:
+    """Around the checks. A mistake may be this rank's alone (a key file, an interface): under torchrun the
+    others hear of it, instead of waiting for a rank that will not come."""
+    try:
+        yield
+    except Exception as error:
+        if prefix is not None:
+            _tell_the_others(prefix, error)
+        raise
+
+
+def _tell_the_others(prefix: str, error: Exception) -> None:
+    """Best effort: the store may not be there either."""
+    with contextlib.suppress(Exception):
+        store = next(iter(dist.rendezvous("env://", timeout=_TELL_TIMEOUT)))[0]
+        text = f"rank {os.environ['RANK']} could not start: {describe_error(error)}"
+        Rendezvous(store, prefix).fail(text)
+
+
+def _rendezvous_prefix() -> str:
+    """Of this call's keys in the store of torchrun: a script may call run() several times."""
     job = os.environ.get("TORCHELASTIC_RUN_ID", "torchrun")
-    incarnation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    # A script may call run() several times: each has its own keys and run id, counted alike at all ranks.
-    script = f"pipedream/{job}/{incarnation}"
-    prefix = f"{script}/{_next_run_index(script)}"
+    script = f"pipedream/{job}/{_incarnation()}"
+    return f"{script}/{_next_run_index(script)}"
+
+
+def _incarnation() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def _run_this_rank(model: Model, data: Iterable[Any], options: JobOptions, prefix: str) -> RunResult:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     place = WorkerPlace(
         rank=rank,
         world_size=world_size,
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
         run_id=secrets.randbits(64),
-        incarnation=incarnation,
+        incarnation=_incarnation(),
         rendezvous=Rendezvous(torchrun_store(), prefix),
         board=None,
     )

@@ -1,4 +1,5 @@
-"""A rank of torchrun that dies or stops ends the run at the others, naming stage and minibatch."""
+"""A rank of torchrun that dies or stops ends the run at the others, naming stage and minibatch; one that
+refuses its arguments ends it, too, naming the rank."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from farm import Farm
-from mishaps import BOUND_S, be_killed, be_stopped, hold_the_gil, model_with, noted, run
-from pipedream import PeerLost
+from mishaps import BOUND_S, NUM_MINIBATCHES, be_killed, be_stopped, hold_the_gil, model_with, noted, run
+from pipedream import PeerLost, PipelineError
+from pipedream.keys import write_key_file
 
 
 def _run_until_lost(
@@ -72,3 +74,50 @@ def test_a_rank_whose_interpreter_hangs_is_lost_though_its_process_answers(
 ) -> None:
     model = model_with(hold_the_gil, stage=1, at=6, note=str(tmp_path / "note"), in_backward=True)
     _assert_lost(farm, tmp_path, model, 1, 6, peer_timeout=3.0)
+
+
+def _run_with_mistakes(options: list[dict[str, Any]]) -> tuple[Exception | None, int]:
+    """The error, and how many minibatches a run after it trains: its ranks must still find each other."""
+    error = None
+    try:
+        run(model_with(None), **options[int(os.environ["RANK"])])
+    except Exception as caught:
+        error = caught
+    return error, len(run(model_with(None)).losses)
+
+
+def _mistaken_options(mistake: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """What a rank is mistaken in, what the others are given, and what is said of it."""
+    path = folder / "keys.json"
+    write_key_file(path)
+    if mistake == "no such interface":
+        return {"bind": "eth99"}, {}, "'eth99'"
+    if mistake == "no file":
+        return {"keys": folder / "none.json"}, {"keys": path}, "No such file"
+    open_path = folder / "open.json"
+    open_path.write_bytes(path.read_bytes())
+    open_path.chmod(0o644)
+    return {"keys": open_path}, {"keys": path}, "mode 0644"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("mistake", ["no file", "open file", "no such interface"])
+def test_a_rank_that_refuses_its_arguments_is_named_to_the_others(
+    farm: Farm, tmp_path: Path, rank: int, mistake: str
+) -> None:
+    # A key file is missing on one machine: the others used to wait for it, silent, for ten minutes.
+    mistaken, given, said = _mistaken_options(mistake, tmp_path)
+    options = [given] * 3
+    options[rank] = mistaken
+    outcomes = farm.run(_run_with_mistakes, options, num_ranks=3)
+    for outcome in outcomes:
+        assert outcome.exit_code is None and outcome.error is None, outcome
+        error, num_minibatches = outcome.value
+        assert said in str(error)
+        assert "\n" not in str(error)
+        assert num_minibatches == NUM_MINIBATCHES
+    errors = [outcome.value[0] for outcome in outcomes]
+    assert type(errors.pop(rank)) is ValueError
+    for error in errors:
+        assert type(error) is PipelineError
+        assert str(error).startswith(f"rank {rank} could not start: ValueError: ")

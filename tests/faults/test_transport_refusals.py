@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from farm import Farm
-from mishaps import model_with, run
+from mishaps import NUM_MINIBATCHES, model_with, run
 from pipedream import links
 from pipedream.keys import CurveKeys, write_key_file, write_key_folder
 
@@ -88,6 +88,19 @@ def test_codecs_and_pairs_that_are_not_there(
     _refused(lambda: run(_MODEL, codec=codec), kind, *words)
 
 
+@pytest.mark.usefixtures("no_worker_starts")
+@pytest.mark.parametrize("codec", ["topk", {"gradients": "topk:0.1"}, {(1, 0): "topk:0.1"}], ids=str)
+@pytest.mark.parametrize("autocast", ["float16", torch.float16])
+def test_topk_of_gradients_whose_scale_changes(codec: Any, autocast: Any) -> None:
+    words = ("topk:0.", "autocast is 'float16'", "use bf16 or int8, or autocast='bfloat16'")
+    _refused(lambda: run(_MODEL, codec=codec, autocast=autocast), ValueError, *words)
+
+
+@pytest.mark.parametrize("options", [{"codec": {"activations": "topk:0.5"}}, {"codec": "int8"}], ids=str)
+def test_codecs_that_hold_no_gradient_back_go_with_a_loss_scale(options: dict[str, Any]) -> None:
+    assert len(run(_MODEL, autocast="float16", **options).losses) == NUM_MINIBATCHES
+
+
 def test_keys_whose_halves_do_not_belong_together(tmp_path: Path) -> None:
     _, (one, other) = write_key_folder(tmp_path / "keys", 2)
     mixed = CurveKeys(one.public, other.secret, one.allowed)
@@ -116,6 +129,7 @@ def _refused_by_ranks(farm: Farm, options: list[dict[str, Any]], *words: str, **
         ("codec", "bf16", "int8", ("'bf16'", "'int8'")),
         ("codec", {"gradients": "topk:0.1"}, None, ("None", "'topk:0.1'")),
         ("transport", "auto", "tcp", ("'auto'", "'tcp'")),
+        ("peer_timeout", 15, 20.0, ("15.0", "20.0")),
     ],
 )
 def test_ranks_that_were_given_different_arguments(
@@ -164,6 +178,19 @@ def test_several_machines_without_keys_or_with_a_master_that_only_one_reaches(
     here = {"bind": _ELSEWHERE}
     words = ("bind is '192.0.2.251'", "keys=", "insecure=True")
     _refused_by_ranks(farm, [here, here], *words, ranks_per_machine=1)
+
+
+def _run_without_local_world_size() -> None:
+    kept = os.environ.pop("LOCAL_WORLD_SIZE")
+    try:
+        run(_MODEL)
+    finally:
+        os.environ["LOCAL_WORLD_SIZE"] = kept
+
+
+def test_ranks_of_a_launcher_that_does_not_say_how_many_are_on_a_machine(farm: Farm) -> None:
+    for outcome in farm.run(_run_without_local_world_size, num_ranks=2):
+        _assert_says(outcome.error, ValueError, "WORLD_SIZE is 2", "LOCAL_WORLD_SIZE", "set it", "torchrun")
 
 
 def test_an_address_that_is_not_this_machines(farm: Farm, tmp_path: Path) -> None:

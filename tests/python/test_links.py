@@ -93,8 +93,9 @@ def test_settings_tell_ranks_apart_without_a_secret() -> None:
         "transport": "auto",
         "codec": {"activations": "topk:0.01", "gradients": "topk:0.01"},
         "keys": "given",
+        "peer_timeout": 3.0,
     }
-    assert _links().settings() == {"transport": "auto", "codec": None, "keys": None}
+    assert _links().settings() == {"transport": "auto", "codec": None, "keys": None, "peer_timeout": 3.0}
 
 
 def _check(links: LinkOptions, public: str | None = None, machine: str = "", neighbour: bool = True) -> None:
@@ -130,3 +131,19 @@ def test_shm_refuses_a_pair_that_travels_otherwise_and_auto_does_not() -> None:
         _links(transport="shm").check_transports(channels, {"activations": "zmq/tcp"})
     for word in ("transport is 'shm'", "stage 0 (rank 0) and stage 1 (rank 1)", "zmq/tcp", "'auto'"):
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(("value", "wanted"), [(None, False), ("0", False), ("1", True)])
+def test_payloads_are_checksummed_when_the_environment_says_so(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, wanted: bool
+) -> None:
+    monkeypatch.delenv("PIPEDREAM_CHECKSUMS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("PIPEDREAM_CHECKSUMS", value)
+    assert LinkOptions().core_arguments()["checksums"] is wanted
+
+
+def test_a_checksum_wish_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPEDREAM_CHECKSUMS", "yes")
+    with pytest.raises(ValueError, match="PIPEDREAM_CHECKSUMS is 'yes': use 1 or 0"):
+        LinkOptions().core_arguments()

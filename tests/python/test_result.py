@@ -16,8 +16,10 @@ _OUT, _BACK = "activations of stage 0 to stage 1", "gradients of stage 1 to stag
 _MS = 1_000_000
 
 
-def _channel(name: str, sender: int, receiver: int, codec: str = "none") -> RunChannel:
-    return RunChannel(name, 0, sender, receiver, [], 2, 4, 1, True, codec, (sender, receiver))
+def _channel(
+    name: str, sender: int, receiver: int, codec: str = "none", dtype: str = "float32"
+) -> RunChannel:
+    return RunChannel(name, 0, sender, receiver, [(dtype, 1, 4096)], 2, 4, 1, True, codec, (sender, receiver))
 
 
 _CHANNELS = [_channel(_OUT, 0, 1, "bf16"), _channel(_BACK, 1, 0)]
@@ -29,6 +31,8 @@ def _stats(**changes: Any) -> dict[str, Any]:
         "wire_bytes_received": 0,
         "num_items": 0,
         "num_chunks": 0,
+        "chunk_bytes": 0,
+        "num_refused": 0,
         "tensor_bytes": 0,
         "placed_bytes": 0,
         "transfer_ns": 0,
@@ -59,6 +63,8 @@ def _reports(wait_ns: int = 3 * _MS, clock: tuple[str, int] = ("a", 0)) -> list[
     sent = {
         "transport": "shared memory",
         "transfer_ns": 12 * _MS,
+        "chunk_bytes": 1 << 20,
+        "num_refused": 1,
         "credit_wait_ns": 2 * _MS,
         "num_items": 6,  # the last one is still to be counted
         "wire_bytes_sent": 900,
@@ -85,7 +91,7 @@ def _combined(**how: Any) -> RunResult:
 def test_a_channels_counts_are_the_receivers_and_its_times_each_ends_own() -> None:
     out, back = _combined().channels
     assert out == ChannelFigures(
-        *(_OUT, 0, 1, "shared memory", "bf16", 7, 9, 4096, 1000, 2048, 10.0, 2.0, 3.0, 0.7)
+        *(_OUT, 0, 1, "shared memory", "bf16", 7, 9, 4096, 1000, 2048, 10.0, 2.0, 3.0, 0.7, 1 << 20, 1)
     )
     assert (back.name, back.sender, back.receiver, back.transport, back.codec) == (
         _BACK,
@@ -94,6 +100,12 @@ def test_a_channels_counts_are_the_receivers_and_its_times_each_ends_own() -> No
         "zmq/tcp",
         "none",
     )
+
+
+def test_a_codec_that_applies_to_no_tensor_is_not_named() -> None:
+    schedule = _core.ScheduleOptions(in_flight=[2, 1])
+    channels = [_channel(_OUT, 0, 1, "int8", "bfloat16"), _CHANNELS[1]]
+    assert combine_reports(_PLAN, schedule, channels, _reports()).channels[0].codec == "none"
 
 
 def test_tensors_are_under_way_until_the_receiver_has_them() -> None:
