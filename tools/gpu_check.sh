@@ -46,7 +46,7 @@ step build cmake --build build/gpu/cpp --parallel
 step ctest ctest --test-dir build/gpu/cpp --output-on-failure
 if command -v compute-sanitizer >/dev/null; then
   for tool in memcheck racecheck; do
-    for suite in device weights; do
+    for suite in device weights wire channel; do
       step "sanitizer-$tool-$suite" compute-sanitizer --tool "$tool" --error-exitcode 1 \
         "$(find build/gpu/cpp -name "pd_${suite}_test" -type f | head -n 1)"
     done

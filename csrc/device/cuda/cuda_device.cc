@@ -183,13 +183,14 @@ class CudaDeviceMemory final : public Memory {
   std::byte* data_ = nullptr;
 };
 
-// Pinned for all devices of the process.
+// Pinned for all devices of the process, and mapped: the kernels of codecs read and write it.
 class CudaHostRegistration final : public HostRegistration {
  public:
   CudaHostRegistration(int device_index, std::byte* data, std::size_t num_bytes, const std::string& what)
       : device_index_(device_index), data_(data) {
     const CurrentDevice current(device_index_);
-    const cudaError_t status = cudaHostRegister(data_, num_bytes, cudaHostRegisterPortable);
+    const cudaError_t status =
+        cudaHostRegister(data_, num_bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
     if (status == cudaErrorMemoryAllocation) {
       (void)cudaGetLastError();
       throw_not_enough_memory(num_bytes, what, "it cannot be pinned");
