@@ -15,9 +15,7 @@ import functools
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "study"))
 
 import pipedream
 import torch
-from links import Link
+from links import Link, run_ranks
 from tasks import Characters
 
-PORT = 29512
 SMOOTHED_OVER = 20
 CODECS: dict[str, Any] = {
     "none": None,
@@ -88,26 +85,6 @@ def train(codec: str, seed: int, num_minibatches: int, path: str) -> None:
         Path(path).write_text(json.dumps(figures))
 
 
-def run_pair(link: Link, codec: str, seed: int, num_minibatches: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/figures.json"
-        rank_of = json.dumps([codec, seed, num_minibatches, path])
-        common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
-        place = {"MASTER_ADDR": link.hosts[0].address, "MASTER_PORT": str(PORT)}
-        ranks = [
-            subprocess.Popen(
-                [*host.prefix, sys.executable, __file__, "--rank-of", rank_of],
-                env=os.environ | common | place | {"RANK": str(rank)},
-            )
-            for rank, host in enumerate(link.hosts)
-        ]
-        codes = [rank.wait() for rank in ranks]
-        if any(codes):
-            raise SystemExit(f"{codec}: the ranks ended with {codes}")
-        loaded: dict[str, Any] = json.loads(Path(path).read_text())
-        return loaded
-
-
 def smoothed(losses: list[float]) -> list[float]:
     return [statistics.fmean(losses[max(0, end - SMOOTHED_OVER) : end]) for end in range(1, len(losses) + 1)]
 
@@ -132,7 +109,7 @@ def main() -> None:
     with Link(options.bandwidth) as link:
         for seed in range(options.seeds):
             for codec in options.codecs:
-                found[codec].append(run_pair(link, codec, seed, options.minibatches))
+                found[codec].append(run_ranks(link, __file__, [codec, seed, options.minibatches]))
                 print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     goals = [smoothed(exact["losses"])[options.minibatches * 2 // 3] for exact in found["none"]]

@@ -9,10 +9,14 @@ Needs root, `ip` and `tc` (Debian: iproute2). What is made goes away with the co
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
+import sys
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pipedream.units import parse_bandwidth
@@ -21,6 +25,7 @@ from pipedream.units import parse_bandwidth
 BURST_SECONDS = 0.002
 QUEUE_SECONDS = 0.02
 MTU_BYTES = 9000
+STORE_PORT = 29511
 BURST_BYTES_MIN = 2 * 65536  # segments of the offload have up to 64 KiB
 
 
@@ -94,6 +99,28 @@ class Link:
         limit = burst + int(bytes_per_s * QUEUE_SECONDS)
         shape = f"dev {host.interface} root tbf rate {int(bytes_per_s * 8)}bit burst {burst} limit {limit}"
         _run("tc", "-n", host.namespace, "qdisc", "add", *shape.split())
+
+
+def run_ranks(link: Link, script: str, arguments: list[Any]) -> dict[str, Any]:
+    """Starts `script --rank-of [*arguments, PATH]` on both hosts, as torchrun would on two machines; returns
+    the JSON object that rank 0 wrote to PATH."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "figures.json"
+        rank_of = json.dumps([*arguments, str(path)])
+        common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
+        place = {"MASTER_ADDR": link.hosts[0].address, "MASTER_PORT": str(STORE_PORT)}
+        ranks = [
+            subprocess.Popen(
+                [*host.prefix, sys.executable, script, "--rank-of", rank_of],
+                env=os.environ | common | place | {"RANK": str(rank)},
+            )
+            for rank, host in enumerate(link.hosts)
+        ]
+        codes = [rank.wait() for rank in ranks]
+        if any(codes):
+            raise SystemExit(f"{rank_of}: the ranks ended with {codes}")
+        figures: dict[str, Any] = json.loads(path.read_text())
+        return figures
 
 
 def _run(*command: str) -> None:

@@ -17,18 +17,14 @@ import json
 import math
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from links import Link
+from links import Link, run_ranks
 from torch import nn
 
-PORT = 29511
 BATCH = 64
 # One boundary tensor: 2 MiB forward and 2 MiB back, 17 ms each way at 1 Gbit/s.
 WIDTH = 8192
@@ -104,26 +100,6 @@ def figures(result: Any) -> dict[str, Any]:
     }
 
 
-def run_pair(link: Link, in_flight: list[int], repeats: int, num_minibatches: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/figures.json"
-        arguments = ["--rank-of", json.dumps([in_flight, repeats, num_minibatches, path])]
-        common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
-        place = {"MASTER_ADDR": link.hosts[0].address, "MASTER_PORT": str(PORT)}
-        ranks = [
-            subprocess.Popen(
-                [*host.prefix, sys.executable, __file__, *arguments],
-                env=os.environ | common | place | {"RANK": str(rank)},
-            )
-            for rank, host in enumerate(link.hosts)
-        ]
-        codes = [rank.wait() for rank in ranks]
-        if any(codes):
-            raise SystemExit(f"the ranks ended with {codes}")
-        loaded: dict[str, Any] = json.loads(Path(path).read_text())
-        return loaded
-
-
 def compute_ms(repeats: int) -> float:
     """Of one block, forward and backward, on one core; both stages at once as in the run."""
     torch.set_num_threads(1)
@@ -161,7 +137,7 @@ def main() -> None:
         )
         for _ in range(options.rounds):
             row = {
-                name: run_pair(link, [n, 1], options.repeats, options.minibatches)
+                name: run_ranks(link, __file__, [[n, 1], options.repeats, options.minibatches])
                 for name, n in (("fast link's", 2), ("hidden", hidden))
             }
             rounds.append(row)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pipedream
@@ -12,36 +12,23 @@ import torch
 from farm import Farm
 from mishaps import SGD, Layer, error_of, minibatches, model_with, run
 from pipedream import DataMismatch, NonFiniteLoss, PeerLost, PipelineError, Plan, RunResult, Stage, worker
+from refusals import assert_says, refused
 
 _MODEL = model_with(None, stages=2)
 _PLAN = Plan.straight(2, 2)
-
-
-def _refused(call: Callable[[], Any], kind: type[Exception], *words: str) -> None:
-    """The call raises exactly this kind, in one line with these words."""
-    with pytest.raises(kind) as caught:
-        call()
-    _assert_says(caught.value, kind, *words)
-
-
-def _assert_says(error: BaseException | None, kind: type[Exception], *words: str) -> None:
-    assert type(error) is kind, repr(error)
-    assert "\n" not in str(error)
-    for word in words:
-        assert word in str(error)
 
 
 # Before any process starts.
 
 
 def test_plans_that_do_not_fit_the_model() -> None:
-    _refused(lambda: run(_MODEL, plan=Plan.straight(5, 2)), ValueError, "covers 5 layers", "has 2", "profile")
-    _refused(
+    refused(lambda: run(_MODEL, plan=Plan.straight(5, 2)), ValueError, "covers 5 layers", "has 2", "profile")
+    refused(
         lambda: run(_MODEL, plan=Plan.straight(3, 3)), ValueError, "3 stages", "2 layers", "at most 2 workers"
     )
     replicated = Plan((Stage(0, 0, 2), Stage(1, 1, 1)))
-    _refused(lambda: run(_MODEL, plan=replicated), ValueError, "stage 0", "2 replicas", "straight=True")
-    _refused(lambda: run(_MODEL, plan={"stages": []}), TypeError, "plan is a dict", "Plan.load")
+    refused(lambda: run(_MODEL, plan=replicated), ValueError, "stage 0", "2 replicas", "straight=True")
+    refused(lambda: run(_MODEL, plan={"stages": []}), TypeError, "plan is a dict", "Plan.load")
 
 
 def test_models_that_cannot_be_cut_as_planned() -> None:
@@ -50,11 +37,11 @@ def test_models_that_cannot_be_cut_as_planned() -> None:
     for layer in shared:
         layer.register_buffer("count", torch.zeros(1))
     shared[1].count = shared[0].count
-    _refused(lambda: run(shared), ValueError, "'0.count'", "'1.count'", "one stage")
+    refused(lambda: run(shared), ValueError, "'0.count'", "'1.count'", "one stage")
     half = model_with(None, stages=2)
     half[1].half()
-    _refused(lambda: run(half), ValueError, "'1.weight'", "float16", "model.float()")
-    _refused(lambda: pipedream.run(wrong, _PLAN, data=[], loss_fn=error_of, optimizer=SGD), TypeError, "str")
+    refused(lambda: run(half), ValueError, "'1.weight'", "float16", "model.float()")
+    refused(lambda: pipedream.run(wrong, _PLAN, data=[], loss_fn=error_of, optimizer=SGD), TypeError, "str")
 
 
 class _Closed:
@@ -65,18 +52,18 @@ class _Closed:
 def test_what_cannot_be_sent_to_the_workers() -> None:
     local: Any = model_with(None, stages=2)
     local[1].callback = lambda: None
-    _refused(lambda: run(local), ValueError, "model (Sequential)", "top level of a module")
+    refused(lambda: run(local), ValueError, "model (Sequential)", "top level of a module")
     held: Any = model_with(None, stages=2)
     held[1].file = _Closed()
-    _refused(lambda: run(held), ValueError, "model", "it holds an open file")
-    _refused(
+    refused(lambda: run(held), ValueError, "model", "it holds an open file")
+    refused(
         lambda: run(_MODEL, loss_fn=lambda outputs, targets: outputs.sum()),
         ValueError,
         "loss_fn",
         "<lambda>",
         "top level of a module",
     )
-    _refused(
+    refused(
         lambda: run(_MODEL, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
         ValueError,
         "optimizer",
@@ -97,7 +84,7 @@ def test_what_cannot_be_sent_to_the_workers() -> None:
     ],
 )
 def test_arguments_of_features_that_are_not_built(name: str, value: Any) -> None:
-    _refused(lambda: run(_MODEL, **{name: value}), ValueError, f"{name} is {value!r}", "not built yet")
+    refused(lambda: run(_MODEL, **{name: value}), ValueError, f"{name} is {value!r}", "not built yet")
 
 
 @pytest.mark.parametrize(
@@ -134,12 +121,12 @@ def test_arguments_of_features_that_are_not_built(name: str, value: Any) -> None
     ],
 )
 def test_arguments_out_of_range(name: str, value: Any, kind: type[Exception], remedy: str) -> None:
-    _refused(lambda: run(_MODEL, **{name: value}), kind, f"{name} is ", remedy)
+    refused(lambda: run(_MODEL, **{name: value}), kind, f"{name} is ", remedy)
 
 
 @pytest.mark.parametrize("stages", [[2], [0, -1], ["0"], [True], [0.0]], ids=str)
 def test_a_recompute_of_stages_that_are_not_there(stages: Any) -> None:
-    _refused(
+    refused(
         lambda: run(_MODEL, recompute=stages), ValueError, f"recompute names stage {stages[-1]!r}", "0 to 1"
     )
 
@@ -153,13 +140,13 @@ def test_a_memory_that_is_no_size(memory: Any) -> None:
 
 
 def test_a_schedule_that_is_not_built() -> None:
-    _refused(lambda: run(_MODEL, schedule="data_parallel"), ValueError, "data_parallel", "not built yet")
+    refused(lambda: run(_MODEL, schedule="data_parallel"), ValueError, "data_parallel", "not built yet")
 
 
 def test_2bw_with_fewer_microbatches_than_are_in_flight() -> None:
     model = model_with(None, stages=3)
     for microbatches in (1, 2):
-        _refused(
+        refused(
             lambda: run(model, schedule="2bw", microbatches=microbatches),  # noqa: B023
             ValueError,
             f"microbatches is {microbatches}",
@@ -172,7 +159,7 @@ def test_plans_with_several_stages_at_a_worker_and_schedules_that_cannot_run_the
     model = model_with(None, stages=4)
     chunks = Plan.straight(4, 4, num_workers=2)
     for schedule in ("pipedream", "flush", "model_parallel"):
-        _refused(
+        refused(
             lambda: run(model, plan=chunks, schedule=schedule),  # noqa: B023
             ValueError,
             "stage 2",
@@ -180,14 +167,14 @@ def test_plans_with_several_stages_at_a_worker_and_schedules_that_cannot_run_the
             "interleaved",
         )
     uneven = Plan(tuple(Stage(i, i, worker=i % 2) for i in range(3)))
-    _refused(
+    refused(
         lambda: run(model_with(None), plan=uneven, schedule="interleaved"),
         ValueError,
         "3 stages over 2 workers",
         "as many stages at every worker",
     )
     alone = Plan(tuple(Stage(i, i, worker=0) for i in range(2)))
-    _refused(
+    refused(
         lambda: run(_MODEL, plan=alone, schedule="interleaved"),
         ValueError,
         "one worker",
@@ -196,16 +183,16 @@ def test_plans_with_several_stages_at_a_worker_and_schedules_that_cannot_run_the
 
 
 def test_a_trace_file_of_another_kind() -> None:
-    _refused(lambda: run(_MODEL, trace="trace.txt"), ValueError, "trace file is 'trace.txt'", ".json.gz")
+    refused(lambda: run(_MODEL, trace="trace.txt"), ValueError, "trace file is 'trace.txt'", ".json.gz")
 
 
 def test_data_that_can_be_read_once_for_several_epochs() -> None:
-    _refused(lambda: run(_MODEL, data=iter(minibatches()), epochs=2), ValueError, "read once", "epochs is 2")
+    refused(lambda: run(_MODEL, data=iter(minibatches()), epochs=2), ValueError, "read once", "epochs is 2")
 
 
 def test_forwarded_data_that_are_empty_or_no_pairs() -> None:
-    _refused(lambda: run(_MODEL, data=iter(())), ValueError, "no minibatch")
-    _refused(lambda: run(_MODEL, data=iter([torch.ones(2)])), TypeError, "Tensor", "pairs")
+    refused(lambda: run(_MODEL, data=iter(())), ValueError, "no minibatch")
+    refused(lambda: run(_MODEL, data=iter([torch.ones(2)])), TypeError, "Tensor", "pairs")
 
 
 # By the ranks.
@@ -217,7 +204,7 @@ def _refused_by_ranks(
     """Every rank raises exactly this kind, in one line with these words."""
     options = {"model": _MODEL} | options
     for outcome in farm.run(run, num_ranks=num_ranks, **options):
-        _assert_says(outcome.error, kind, *words)
+        assert_says(outcome.error, kind, *words)
 
 
 def test_fewer_ranks_than_the_plan_needs(farm: Farm) -> None:
@@ -389,7 +376,7 @@ def _run_with_its_own(name: str, of_rank: list[Any]) -> RunResult:
 )
 def test_ranks_with_different_arguments(farm: Farm, name: str, of_rank: list[Any]) -> None:
     for outcome in farm.run(_run_with_its_own, name, of_rank, num_ranks=2):
-        _assert_says(outcome.error, ValueError, f"{name} is ", "at rank 1", "at rank 0", "the same arguments")
+        assert_says(outcome.error, ValueError, f"{name} is ", "at rank 1", "at rank 0", "the same arguments")
 
 
 # Data that two workers read differently.
@@ -439,7 +426,7 @@ def test_workers_that_read_different_data_train_on_none_of_it(farm: Farm, at: in
     outcomes = farm.results(_run_and_tell_seen, Diverging(at, ends_at_rank=ends_at_rank), num_ranks=2)
     words = (f"minibatch {at} is not the same data", "stage 0 (rank 0)", "stage 1 (rank 1)", "seeded")
     for error, _ in outcomes:
-        _assert_says(error, DataMismatch, *words)
+        assert_says(error, DataMismatch, *words)
     assert outcomes[1][1] == list(range(at))  # the losses that the last stage computed
 
 
@@ -458,7 +445,7 @@ class OnlyOutside:
 
 def test_a_rank_that_never_comes_is_named(farm: Farm) -> None:
     outcomes = farm.run(_run_with_short_start, num_ranks=2)
-    _assert_says(outcomes[0].error, PeerLost, "rank 1")
+    assert_says(outcomes[0].error, PeerLost, "rank 1")
     assert outcomes[1].value is None and outcomes[1].error is None
 
 

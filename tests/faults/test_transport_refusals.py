@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from farm import Farm
 from mishaps import NUM_MINIBATCHES, model_with, run
 from pipedream import links
 from pipedream.keys import CurveKeys, write_key_file, write_key_folder
+from refusals import assert_says, refused
 
 _MODEL = model_with(None, stages=2)
 _ELSEWHERE = "192.0.2.251"  # TEST-NET-1 (RFC 5737): nobody's address
@@ -28,44 +28,31 @@ def no_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipedream.runner.run_locally", start)
 
 
-def _refused(call: Callable[[], Any], kind: type[Exception], *words: str) -> None:
-    with pytest.raises(kind) as caught:
-        call()
-    _assert_says(caught.value, kind, *words)
-
-
-def _assert_says(error: BaseException | None, kind: type[Exception], *words: str) -> None:
-    assert type(error) is kind, repr(error)
-    assert "\n" not in str(error)
-    for word in words:
-        assert word in str(error)
-
-
 @pytest.mark.usefixtures("no_worker_starts")
 def test_an_address_that_others_reach_without_keys() -> None:
     words = ("bind is '192.0.2.251'", "keys=", "`pipedream keys`", "insecure=True")
-    _refused(lambda: run(_MODEL, bind=_ELSEWHERE), ValueError, *words)
-    _refused(lambda: run(_MODEL, bind="0.0.0.0", insecure=True), ValueError, "'0.0.0.0'", "name one address")
-    _refused(lambda: run(_MODEL, bind="eth99"), ValueError, "'eth99'", "neither an address nor an interface")
-    _refused(lambda: run(_MODEL, bind=7), TypeError, "bind is 7")
-    _refused(lambda: run(_MODEL, insecure="yes"), TypeError, "insecure is 'yes'", "True or False")
+    refused(lambda: run(_MODEL, bind=_ELSEWHERE), ValueError, *words)
+    refused(lambda: run(_MODEL, bind="0.0.0.0", insecure=True), ValueError, "'0.0.0.0'", "name one address")
+    refused(lambda: run(_MODEL, bind="eth99"), ValueError, "'eth99'", "neither an address nor an interface")
+    refused(lambda: run(_MODEL, bind=7), TypeError, "bind is 7")
+    refused(lambda: run(_MODEL, insecure="yes"), TypeError, "insecure is 'yes'", "True or False")
 
 
 @pytest.mark.usefixtures("no_worker_starts")
 def test_key_files_that_are_missing_open_to_others_or_broken(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
-    _refused(lambda: run(_MODEL, keys=path), ValueError, str(path), "No such file", "`pipedream keys")
+    refused(lambda: run(_MODEL, keys=path), ValueError, str(path), "No such file", "`pipedream keys")
     write_key_file(path)
     for mode in (0o640, 0o604, 0o666):
         path.chmod(mode)
-        _refused(lambda: run(_MODEL, keys=path), ValueError, f"mode {mode:04o}", f"chmod 600 {path}")
+        refused(lambda: run(_MODEL, keys=path), ValueError, f"mode {mode:04o}", f"chmod 600 {path}")
     path.chmod(0o600)
     fields = json.loads(path.read_text())
     path.write_text(json.dumps(fields | {"secret": fields["secret"][1:]}))
     with pytest.raises(ValueError) as caught:
         run(_MODEL, keys=path)
     assert str(caught.value) == f"{path}: secret is 39 characters: a key is 40 characters of Z85 text"
-    _refused(lambda: run(_MODEL, keys=True), TypeError, "keys is a bool", "`pipedream keys`")
+    refused(lambda: run(_MODEL, keys=True), TypeError, "keys is a bool", "`pipedream keys`")
 
 
 @pytest.mark.usefixtures("no_worker_starts")
@@ -85,7 +72,7 @@ def test_key_files_that_are_missing_open_to_others_or_broken(tmp_path: Path) -> 
 def test_codecs_and_pairs_that_are_not_there(
     codec: Any, kind: type[Exception], words: tuple[str, ...]
 ) -> None:
-    _refused(lambda: run(_MODEL, codec=codec), kind, *words)
+    refused(lambda: run(_MODEL, codec=codec), kind, *words)
 
 
 @pytest.mark.usefixtures("no_worker_starts")
@@ -93,7 +80,7 @@ def test_codecs_and_pairs_that_are_not_there(
 @pytest.mark.parametrize("autocast", ["float16", torch.float16])
 def test_topk_of_gradients_whose_scale_changes(codec: Any, autocast: Any) -> None:
     words = ("topk:0.", "autocast is 'float16'", "use bf16 or int8, or autocast='bfloat16'")
-    _refused(lambda: run(_MODEL, codec=codec, autocast=autocast), ValueError, *words)
+    refused(lambda: run(_MODEL, codec=codec, autocast=autocast), ValueError, *words)
 
 
 @pytest.mark.parametrize("options", [{"codec": {"activations": "topk:0.5"}}, {"codec": "int8"}], ids=str)
@@ -120,7 +107,7 @@ def _run_differently(options: list[dict[str, Any]]) -> None:
 
 def _refused_by_ranks(farm: Farm, options: list[dict[str, Any]], *words: str, **how: Any) -> None:
     for outcome in farm.run(_run_differently, options, num_ranks=2, **how):
-        _assert_says(outcome.error, ValueError, *words)
+        assert_says(outcome.error, ValueError, *words)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +140,7 @@ def test_ranks_whose_keys_do_not_allow_each_other_are_named_at_once(farm: Farm, 
     outcomes = farm.run(_run_differently, options, num_ranks=2)
     messages = {str(outcome.error) for outcome in outcomes}
     for outcome in outcomes:
-        _assert_says(
+        assert_says(
             outcome.error, ValueError, "is not among the allowed ones", "one `pipedream keys` command"
         )
     named = {f"the public key of stage {rank} (rank {rank}), {made[rank].public}" for rank in (0, 1)}
@@ -190,7 +177,7 @@ def _run_without_local_world_size() -> None:
 
 def test_ranks_of_a_launcher_that_does_not_say_how_many_are_on_a_machine(farm: Farm) -> None:
     for outcome in farm.run(_run_without_local_world_size, num_ranks=2):
-        _assert_says(outcome.error, ValueError, "WORLD_SIZE is 2", "LOCAL_WORLD_SIZE", "set it", "torchrun")
+        assert_says(outcome.error, ValueError, "WORLD_SIZE is 2", "LOCAL_WORLD_SIZE", "set it", "torchrun")
 
 
 def test_an_address_that_is_not_this_machines(farm: Farm, tmp_path: Path) -> None:
@@ -220,7 +207,7 @@ def _large_minibatches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 def test_shared_memory_between_workers_that_cannot_share_any(farm: Farm) -> None:
     data = _large_minibatches()
     for outcome in farm.run(_run_with_rank_1_apart, "shares_memory", transport="shm", data=data, num_ranks=2):
-        _assert_says(
+        assert_says(
             outcome.error,
             ValueError,
             "transport is 'shm'",
@@ -232,4 +219,4 @@ def test_shared_memory_between_workers_that_cannot_share_any(farm: Farm) -> None
 def test_shared_memory_between_two_machines_is_refused_for_small_tensors_too(farm: Farm) -> None:
     words = ("transport is 'shm'", "stage 0 (rank 0) and stage 1 (rank 1) are on two machines")
     for outcome in farm.run(_run_with_rank_1_apart, "introduction", transport="shm", num_ranks=2):
-        _assert_says(outcome.error, ValueError, *words)
+        assert_says(outcome.error, ValueError, *words)
