@@ -57,3 +57,36 @@ function(pd_add_tests folder)
   gtest_discover_tests(pd_${folder}_test TEST_PREFIX ${folder}/ DISCOVERY_MODE PRE_TEST
                        DISCOVERY_TIMEOUT 120 PROPERTIES TIMEOUT 300 LABELS ${folder})
 endfunction()
+
+# pd_add_cuda_folder(<folder> [LINKS <folder>...] [EXTRA <target>...])
+# As pd_add_folder, for a folder whose cuda/ needs the CUDA toolkit: cuda/*.cu and cuda/cuda_*.cc with it,
+# cuda/no_cuda.cc without. No contraction: the device computes what the host does, to the bit.
+function(pd_add_cuda_folder folder)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "LINKS;EXTRA")
+  if(NOT PIPEDREAM_WITH_CUDA)
+    pd_add_folder(${folder} LINKS ${arg_LINKS} EXCLUDE "cuda/cuda_.*.cc$" EXTRA ${arg_EXTRA})
+    return()
+  endif()
+  pd_add_folder(${folder} LINKS ${arg_LINKS} EXCLUDE "cuda/no_cuda.cc$" EXTRA CUDA::cudart_static ${arg_EXTRA})
+  file(GLOB cuda_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/cuda/*.cu)
+  target_sources(pd_${folder} PRIVATE ${cuda_sources})
+  target_compile_options(pd_${folder} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:--fmad=false>")
+  if(PIPEDREAM_WARNINGS_AS_ERRORS)
+    target_compile_options(pd_${folder} PRIVATE
+      "$<$<COMPILE_LANGUAGE:CUDA>:--Werror=all-warnings;-Xcompiler=-Wall,-Wextra,-Werror>")
+  endif()
+endfunction()
+
+# pd_vectorise(<name>): <name>_baseline.cc and <name>_avx2.cc of the calling folder are vectorised in every
+# build type; one source per instruction set, chosen at run time, so that a build for any processor is fast on
+# this one. No contraction: all give the same bits. Exceptions and errno of the floating-point unit would stop
+# the vectoriser, and nobody reads them. A macro: source properties belong to the calling folder.
+macro(pd_vectorise name)
+  set_source_files_properties(${name}_baseline.cc ${name}_avx2.cc PROPERTIES COMPILE_OPTIONS
+    "-O3;-ffp-contract=off;-fno-math-errno;-fno-trapping-math")
+  include(CheckCXXCompilerFlag)
+  check_cxx_compiler_flag(-mavx2 PIPEDREAM_HAS_MAVX2)
+  if(PIPEDREAM_HAS_MAVX2 AND CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
+    set_property(SOURCE ${name}_avx2.cc APPEND PROPERTY COMPILE_OPTIONS -mavx2)
+  endif()
+endmacro()
