@@ -5,6 +5,7 @@ The search is C++ (csrc/planner); here are its inputs, its refusals, and the fig
 
 from __future__ import annotations
 
+from .checks import is_whole
 from .layer_profile import Profile
 from .plan import Plan, Stage
 from .units import parse_bandwidth
@@ -36,7 +37,7 @@ def partition(
         raise TypeError(
             f"profile is a {type(profile).__name__}: give a Profile, for example Profile.load(path)"
         )
-    if isinstance(num_workers, bool) or not isinstance(num_workers, int):
+    if not is_whole(num_workers):
         raise TypeError(f"num_workers is {num_workers!r}: give a whole number")
     if num_workers < 1:
         raise ValueError(f"num_workers is {num_workers}: give at least 1")

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .checks import is_number
 from .document import (
     check_figures,
     check_format,
@@ -293,9 +294,9 @@ class Plan:
             _name_range(names),
             str(stage.num_replicas),
             str(self.in_flight[stage_index]),
-            f"{stage_ms:.3f}" if _is_number(stage_ms) else "",
-            f"{boundary_ms:.3f}" if _is_number(boundary_ms) else "",
-            format_bytes(parameter_bytes) if _is_number(parameter_bytes) else "",
+            f"{stage_ms:.3f}" if is_number(stage_ms) else "",
+            f"{boundary_ms:.3f}" if is_number(boundary_ms) else "",
+            format_bytes(parameter_bytes) if is_number(parameter_bytes) else "",
         )
 
     def _summary(self) -> str:
@@ -303,7 +304,7 @@ class Plan:
         if self.bottleneck_ms is not None:
             parts.append(f"bottleneck {self.bottleneck_ms:.3f} ms per minibatch")
         samples_per_s = self.predicted.get("samples_per_s")
-        if _is_number(samples_per_s):
+        if is_number(samples_per_s):
             parts.append(f"{samples_per_s:.1f} samples/s")
         if self.cost_model is not None:
             parts.append(f"predicted by cost model {self.cost_model!r}")
@@ -425,10 +426,6 @@ def _name_range(names: Any) -> str:
         return ""
     first, last = names
     return shorten(first, 32) if first == last else f"{shorten(first, 14)} .. {shorten(last, 14)}"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _count(number: int, noun: str) -> str:

@@ -29,6 +29,7 @@ from .boundary import (
     to_device,
     untouched,
 )
+from .checks import check_count
 from .guard import check_main_guard
 from .layer_profile import LayerProfile, Profile
 from .splitter import Model, layers_of, model_name
@@ -64,8 +65,7 @@ def profile(
     section 3.1.
     """
     check_main_guard()
-    if isinstance(minibatches, bool) or not isinstance(minibatches, int) or minibatches < 1:
-        raise ValueError(f"minibatches is {minibatches!r}: give a whole number of at least 1")
+    check_count("minibatches", minibatches)
     if seconds is not None and not seconds > 0:
         raise ValueError(f"seconds is {seconds!r}: give a positive number, or None for no limit")
     named_layers = layers_of(model)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .boundary import check_loss, check_pair, device_of, map_tensors, tensors_of, to_device
+from .checks import check_choice, check_count
 from .microbatch import check_alike, chunk, samples_of, weights
 from .precision import LossScaler, autocast_dtype, autocast_region
 from .seeding import RngState, RngStream, base_seed, data_seed, generators_kept, seed_all, stage_seed
@@ -137,10 +138,7 @@ class _Versions:
     """Which versions a schedule reads: the table of design.md, section 4."""
 
     def __init__(self, schedule: str, in_flight: Sequence[int]) -> None:
-        if schedule not in _SCHEDULES:
-            raise ValueError(
-                f"schedule is {schedule!r}: use one of {', '.join(repr(name) for name in _SCHEDULES)}"
-            )
+        check_choice("schedule", schedule, _SCHEDULES)
         self._schedule = schedule
         self._in_flight = in_flight
 
@@ -557,8 +555,7 @@ def _cut(inputs: Any, targets: Any, num_microbatches: int, minibatch: int) -> li
 
 
 def _check_microbatches(schedule: str, microbatches: int, in_flight: int) -> None:
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise ValueError(f"microbatches is {microbatches!r}: give a whole number of at least 1")
+    check_count("microbatches", microbatches)
     if schedule == "2bw" and microbatches < in_flight:
         raise ValueError(
             f"microbatches is {microbatches}, but schedule '2bw' has {in_flight} of them in flight at the "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import secrets
 from collections import Counter
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from . import _core
+from .checks import check_choice, check_count, is_number, is_whole
 from .codec_choice import CodecChoice, check_pairs, codec_between
 from .errors import describe_error
 from .guard import check_main_guard
@@ -137,14 +137,16 @@ def run(
                 f"plan is a {type(plan).__name__}: use pipedream.partition(...) or Plan.load(file)"
             )
         check_plan_is_built(plan)
-        _check_choice("schedule", schedule, tuple(_core.schedule_names()))
-        _check_choice("transport", transport, TRANSPORTS)
-        _check_choice("on_nonfinite", on_nonfinite, ("stop", "continue"))
-        _check_choice("gather", gather, ("rank0", "all", "none"))
-        if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
-            raise ValueError(f"epochs is {epochs!r}: give a whole number of at least 1")
-        if not isinstance(peer_timeout, (int, float)) or not 0 < peer_timeout < math.inf:
+        check_choice("schedule", schedule, _core.schedule_names())
+        check_choice("transport", transport, TRANSPORTS)
+        check_choice("on_nonfinite", on_nonfinite, ("stop", "continue"))
+        check_choice("gather", gather, ("rank0", "all", "none"))
+        check_count("epochs", epochs)
+        check_count("microbatches", microbatches)
+        if not is_number(peer_timeout) or peer_timeout <= 0:
             raise ValueError(f"peer_timeout is {peer_timeout!r}: give seconds, more than 0")
+        if max_grad_norm is not None and (not is_number(max_grad_norm) or max_grad_norm <= 0):
+            raise ValueError(f"max_grad_norm is {max_grad_norm!r}: give a number above 0, or None")
         links = make_link_options(
             transport=transport,
             codec=codec,
@@ -157,17 +159,9 @@ def run(
         check_pairs(links.codec, plan.num_stages)
         _check_loss_scale(autocast_dtype(autocast), links.codec, plan.num_stages)
         base_seed(seed)  # raises for a seed that is none, before any process starts
-        _check_microbatches(microbatches)
-        if max_grad_norm is not None and not (
-            isinstance(max_grad_norm, (int, float)) and 0 < max_grad_norm < math.inf
-        ):
-            raise ValueError(f"max_grad_norm is {max_grad_norm!r}: give a number above 0, or None")
-        callables = {"loss_fn": loss_fn, "optimizer": optimizer}
+        _check_functions(loss_fn=loss_fn, optimizer=optimizer)
         if lr_scheduler is not None:
-            callables["lr_scheduler"] = lr_scheduler
-        for name, value in callables.items():
-            if not callable(value):
-                raise TypeError(f"{name} is a {type(value).__name__}: give a function")
+            _check_functions(lr_scheduler=lr_scheduler)
         _check_data(data, epochs)
         _check_hooks(model)
         if trace is not None:
@@ -213,9 +207,10 @@ def _refuse_unbuilt(**arguments: tuple[Any, Any]) -> None:
             raise ValueError(f"{name} is {value!r}: this is not built yet, leave it at {default!r}")
 
 
-def _check_microbatches(microbatches: Any) -> None:
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise ValueError(f"microbatches is {microbatches!r}: give a whole number of at least 1")
+def _check_functions(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if not callable(value):
+            raise TypeError(f"{name} is a {type(value).__name__}: give a function")
 
 
 def _check_loss_scale(autocast: torch.dtype | None, codec: CodecChoice, num_stages: int) -> None:
@@ -241,14 +236,9 @@ def _recompute_of(recompute: Any, plan: Plan) -> tuple[bool, ...] | None:
         raise ValueError(f"recompute is {recompute!r}: use True, False, or a list of stages such as [0, 1]")
     stages = list(recompute)
     for stage in stages:
-        if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage < plan.num_stages:
+        if not is_whole(stage) or not 0 <= stage < plan.num_stages:
             raise ValueError(f"recompute names stage {stage!r}: the plan has 0 to {plan.num_stages - 1}")
     return tuple(stage in stages for stage in range(plan.num_stages))
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}: use one of {', '.join(map(repr, choices))}")
 
 
 def _check_data(data: Any, epochs: int) -> None:

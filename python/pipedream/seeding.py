@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 
+from .checks import is_whole
+
 __all__ = [
     "RngState",
     "RngStream",
@@ -50,7 +52,7 @@ def base_seed(seed: int | None) -> int:
     """
     if seed is None:
         return _mix(b"state", torch.get_rng_state().numpy().tobytes())
-    if isinstance(seed, bool) or not isinstance(seed, int):
+    if not is_whole(seed):
         raise TypeError(f"seed is {seed!r}: give an int, or None to continue from torch's present state")
     return _mix(b"seed", str(seed).encode())
 
