@@ -1,6 +1,7 @@
-// Bytes of tensor per second that one thread encodes and decodes, per codec, beside one memcpy of the tensor:
-// the aim is the speed of memory. The tensor is larger than the caches of one core; numbers are normal, as
-// gradients are. topk is measured with its feedback: the residual is that of the rounds before.
+// Bytes of tensor per second that one thread encodes and decodes, per codec and size, beside one memcpy of
+// the tensor: the aim is the speed of memory. Numbers are normal, as gradients are. topk is measured with its
+// feedback: the residual is that of the rounds before. Its limit is one pass that adds the tensor to the
+// residual, "add".
 //
 //   pd_codec_bench --benchmark_enable_random_interleaving=true --benchmark_repetitions=5
 //       --benchmark_report_aggregates_only=true
@@ -19,24 +20,23 @@
 namespace pipedream {
 namespace {
 
-constexpr std::size_t kTensorBytes = std::size_t{64} << 20;
-const char* const kCodecNames[] = {"bf16", "fp16", "int8", "topk:0.01", "topk:0.1"};
+constexpr std::size_t kMebibytes[] = {1, 16, 64};
+const char* const kCodecNames[] = {"bf16", "fp16", "int8", "topk:0.01", "topk:0.05", "topk:0.1"};
+constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat64, DType::kBFloat16, DType::kFloat16};
 
 // A tensor, what it is encoded to, and topk's residual.
 class Workspace {
  public:
-  Workspace(const Codec& codec, DType dtype) {
+  Workspace(const Codec& codec, DType dtype, std::size_t tensor_bytes) {
     work_.codec = codec;
     work_.dtype = dtype;
-    work_.num_elements = kTensorBytes / dtype_bytes(dtype);
-    work_.values = memory(kTensorBytes);
+    work_.num_elements = tensor_bytes / dtype_bytes(dtype);
+    work_.values = memory(tensor_bytes);
     work_.encoded = memory(encoded_bytes(codec, dtype, work_.num_elements));
-    if (codec.kind == CodecKind::kTopK) work_.residual = memory(kTensorBytes);
-    if (dtype == DType::kFloat32) {
-      fill<float>();
-    } else {
-      fill<double>();
+    if (codec.kind == CodecKind::kTopK) {
+      work_.residual = memory(residual_bytes(codec, dtype, work_.num_elements));
     }
+    fill();
     encode_host(work_);
   }
   [[nodiscard]] const CodecWork& work() const { return work_; }
@@ -46,11 +46,24 @@ class Workspace {
     memories_.push_back(device_->allocate(num_bytes, MemoryKind::kDevice));
     return memories_.back()->data();
   }
-  template <class T>
+  // 16-bit elements are what their codec makes of float32.
   void fill() {
+    if (work_.dtype == DType::kFloat64) return fill_normal(reinterpret_cast<double*>(work_.values));
+    if (work_.dtype == DType::kFloat32) return fill_normal(reinterpret_cast<float*>(work_.values));
+    std::vector<float> wide(work_.num_elements);
+    fill_normal(wide.data());
+    const CodecKind kind = work_.dtype == DType::kBFloat16 ? CodecKind::kBFloat16 : CodecKind::kFloat16;
+    encode_host({{kind},
+                 DType::kFloat32,
+                 wide.size(),
+                 reinterpret_cast<std::byte*>(wide.data()),
+                 work_.values,
+                 nullptr});
+  }
+  template <class T>
+  void fill_normal(T* values) const {
     std::mt19937_64 generator(20191027);
     std::normal_distribution<T> distribution;
-    auto* const values = reinterpret_cast<T*>(work_.values);
     for (std::size_t i = 0; i < work_.num_elements; ++i) values[i] = distribution(generator);
   }
 
@@ -60,33 +73,59 @@ class Workspace {
 };
 
 template <class Body>
-void measure(benchmark::State& state, const Body& body) {
+void measure(benchmark::State& state, std::size_t tensor_bytes, const Body& body) {
   for (auto _ : state) {
     body();
     benchmark::ClobberMemory();
   }
-  state.SetBytesProcessed(state.iterations() * static_cast<std::int64_t>(kTensorBytes));
+  state.SetBytesProcessed(state.iterations() * static_cast<std::int64_t>(tensor_bytes));
 }
 
-void register_codec(const std::string& name, DType dtype) {
-  const std::string label = name + "/" + std::string(dtype_name(dtype));
-  benchmark::RegisterBenchmark(("encode/" + label).c_str(), [=](benchmark::State& state) {
-    const Workspace workspace(codec_from_name(name), dtype);
-    measure(state, [&] { encode_host(workspace.work()); });
+template <class Run>
+void register_benchmark(const std::string& name, std::size_t num_mebibytes, const Run& run) {
+  const std::string label = name + "/" + std::to_string(num_mebibytes) + "MiB";
+  benchmark::RegisterBenchmark(label.c_str(),
+                               [=](benchmark::State& state) { run(state, num_mebibytes << 20U); });
+}
+
+void register_codec(const Codec& codec, DType dtype, std::size_t num_mebibytes) {
+  const std::string label = codec_name(codec) + "/" + std::string(dtype_name(dtype));
+  register_benchmark("encode/" + label, num_mebibytes, [=](benchmark::State& state, std::size_t num_bytes) {
+    const Workspace workspace(codec, dtype, num_bytes);
+    measure(state, num_bytes, [&] { encode_host(workspace.work()); });
   });
-  benchmark::RegisterBenchmark(("decode/" + label).c_str(), [=](benchmark::State& state) {
-    const Workspace workspace(codec_from_name(name), dtype);
-    measure(state, [&] { decode_host(workspace.work()); });
+  register_benchmark("decode/" + label, num_mebibytes, [=](benchmark::State& state, std::size_t num_bytes) {
+    const Workspace workspace(codec, dtype, num_bytes);
+    measure(state, num_bytes, [&] { decode_host(workspace.work()); });
+  });
+}
+
+void register_limits(std::size_t num_mebibytes) {
+  register_benchmark("memcpy", num_mebibytes, [](benchmark::State& state, std::size_t num_bytes) {
+    const Workspace workspace(Codec{}, DType::kFloat32, num_bytes);
+    const CodecWork& work = workspace.work();
+    measure(state, num_bytes, [&] { std::memcpy(work.encoded, work.values, num_bytes); });
+  });
+  register_benchmark("add", num_mebibytes, [](benchmark::State& state, std::size_t num_bytes) {
+    const Workspace workspace({CodecKind::kTopK}, DType::kFloat32, num_bytes);
+    const CodecWork& work = workspace.work();
+    const auto* const values = reinterpret_cast<const float*>(work.values);
+    auto* const residual = reinterpret_cast<float*>(work.residual);
+    measure(state, num_bytes, [&] {
+      for (std::size_t i = 0; i < work.num_elements; ++i) residual[i] += values[i];
+    });
   });
 }
 
 [[maybe_unused]] const bool kRegistered = [] {
-  benchmark::RegisterBenchmark("memcpy", [](benchmark::State& state) {
-    const Workspace workspace(Codec{}, DType::kFloat32);
-    measure(state, [&] { std::memcpy(workspace.work().encoded, workspace.work().values, kTensorBytes); });
-  });
-  for (const DType dtype : {DType::kFloat32, DType::kFloat64}) {
-    for (const char* const name : kCodecNames) register_codec(name, dtype);
+  for (const std::size_t num_mebibytes : kMebibytes) {
+    register_limits(num_mebibytes);
+    for (const DType dtype : kDTypes) {
+      for (const char* const name : kCodecNames) {
+        const Codec codec = codec_from_name(name);
+        if (codec_for(codec, dtype) == codec) register_codec(codec, dtype, num_mebibytes);
+      }
+    }
   }
   return true;
 }();

@@ -12,11 +12,13 @@ WireLayout::WireLayout(const ItemSpec& item, const Codec& codec) {
     const std::size_t tensor_index = wire.size();
     dtypes_.push_back(tensor.dtype);
     codecs_.push_back(codec_for(codec, tensor.dtype));
+    const std::size_t num_elements = tensor.bytes_max / dtype_bytes(tensor.dtype);
     if (codecs_.back().kind != CodecKind::kNone) {
-      num_elements_max_ = std::max(num_elements_max_, tensor.bytes_max / dtype_bytes(tensor.dtype));
+      num_elements_max_ = std::max(num_elements_max_, num_elements);
     }
     wire.push_back({tensor.dtype, tensor.num_dims, wire_bytes(tensor_index, tensor.bytes_max)});
-    residual.push_back({tensor.dtype, tensor.num_dims, has_residual(tensor_index) ? tensor.bytes_max : 0});
+    residual.push_back({tensor.dtype, tensor.num_dims,
+                        pipedream::residual_bytes(codecs_.back(), tensor.dtype, num_elements)});
   }
   wire_ = ItemSpec(std::move(wire));
   residual_ = ItemSpec(std::move(residual));

@@ -28,7 +28,7 @@ class WireLayout {
   // On the wire, of a tensor that has so many bytes itself.
   [[nodiscard]] std::size_t wire_bytes(std::size_t tensor_index, std::size_t tensor_bytes) const;
 
-  // What the sender keeps between items: what its codec has left out so far, as large as the tensors.
+  // What the sender keeps between items: what its codec has left out so far.
   [[nodiscard]] std::size_t residual_bytes() const { return residual_.slot_bytes(); }
   [[nodiscard]] bool has_residual(std::size_t tensor_index) const {
     return codecs_.at(tensor_index).kind == CodecKind::kTopK;

@@ -10,6 +10,7 @@
 
 #include "base/check.h"
 #include "base/failure.h"
+#include "wire/codec_elements.h"
 #include "wire/codec_kernels.h"
 
 namespace pipedream {
@@ -18,7 +19,6 @@ namespace {
 static_assert(kInt8Block == kInt8BlockElements);
 
 constexpr std::string_view kTopKName = "topk";
-constexpr std::size_t kTopKEntryBytes = sizeof(std::uint32_t) + sizeof(float);
 
 [[noreturn]] void refuse_name(std::string_view name) {
   throw UserError("codec '" + std::string(name) +
@@ -41,19 +41,27 @@ std::string share_text(double share) {
   return {text.data(), end};
 }
 
-bool applies_to(DType dtype) { return dtype == DType::kFloat32 || dtype == DType::kFloat64; }
+bool applies_to(CodecKind kind, DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+    case DType::kFloat64:
+      return true;
+    case DType::kBFloat16:
+    case DType::kFloat16:
+      return kind == CodecKind::kInt8 || kind == CodecKind::kTopK;
+    default:
+      return kind == CodecKind::kNone;
+  }
+}
 
-// The one place that says how many elements topk sends.
-std::size_t num_chosen(const Codec& codec, std::size_t num_elements) {
-  PD_CHECK(codec.share > 0 && codec.share <= 1, "share " << codec.share);
-  PD_CHECK(num_elements <= std::numeric_limits<std::uint32_t>::max(), num_elements << " elements for topk");
-  if (num_elements == 0) return 0;
-  const double wanted = std::ceil(codec.share * static_cast<double>(num_elements));
-  return std::clamp(static_cast<std::size_t>(wanted), std::size_t{1}, num_elements);
+std::size_t topk_entry_bytes(DType dtype) {
+  return with_element_type(dtype, [](auto element) {
+    return sizeof(std::uint32_t) + sizeof(SentOf<typename decltype(element)::Type>);
+  });
 }
 
 void check_work(const CodecWork& work) {
-  PD_CHECK(work.codec.kind == CodecKind::kNone || applies_to(work.dtype),
+  PD_CHECK(work.codec.kind == CodecKind::kNone || applies_to(work.codec.kind, work.dtype),
            codec_name(work.codec) << " of " << dtype_name(work.dtype));
   PD_CHECK(work.num_elements == 0 || (work.values != nullptr && work.encoded != nullptr),
            work.num_elements << " elements at null");
@@ -62,21 +70,21 @@ void check_work(const CodecWork& work) {
 template <class T>
 void encode_topk(const CodecWork& work) {
   PD_CHECK(work.residual != nullptr, "topk without a residual");
-  const std::size_t num_sent = num_chosen(work.codec, work.num_elements);
+  const std::size_t num_sent = topk_num_chosen(work.codec, work.num_elements);
   auto* const indices = reinterpret_cast<std::uint32_t*>(work.encoded);
   codec_kernels<T>().encode_topk({work.num_elements, num_sent, reinterpret_cast<const T*>(work.values),
-                                  reinterpret_cast<T*>(work.residual), indices,
-                                  reinterpret_cast<float*>(indices + num_sent)});
+                                  reinterpret_cast<NumberOf<T>*>(work.residual), indices,
+                                  reinterpret_cast<SentOf<T>*>(indices + num_sent)});
 }
 
 template <class T>
 void decode_topk(const CodecWork& work) {
-  const std::size_t num_sent = num_chosen(work.codec, work.num_elements);
+  const std::size_t num_sent = topk_num_chosen(work.codec, work.num_elements);
   const auto* const indices = reinterpret_cast<const std::uint32_t*>(work.encoded);
-  const auto* const sent = reinterpret_cast<const float*>(indices + num_sent);
+  const auto* const sent = reinterpret_cast<const SentOf<T>*>(indices + num_sent);
   auto* const values = reinterpret_cast<T*>(work.values);
   std::memset(work.values, 0, work.num_elements * sizeof(T));
-  for (std::size_t i = 0; i < num_sent; ++i) values[indices[i]] = static_cast<T>(sent[i]);
+  for (std::size_t i = 0; i < num_sent; ++i) values[indices[i]] = element_of<T>(number_of(sent[i]));
 }
 
 template <class T>
@@ -157,11 +165,26 @@ std::string codec_name(const Codec& codec) {
   PD_CHECK(false, "codec " << static_cast<int>(codec.kind));
 }
 
-Codec codec_for(const Codec& codec, DType dtype) { return applies_to(dtype) ? codec : Codec{}; }
+Codec codec_for(const Codec& codec, DType dtype) { return applies_to(codec.kind, dtype) ? codec : Codec{}; }
+
+std::size_t residual_bytes(const Codec& codec, DType dtype, std::size_t num_elements) {
+  if (codec.kind != CodecKind::kTopK) return 0;
+  return num_elements * with_element_type(dtype, [](auto element) {
+           return sizeof(NumberOf<typename decltype(element)::Type>);
+         });
+}
+
+std::size_t topk_num_chosen(const Codec& codec, std::size_t num_elements) {
+  PD_CHECK(codec.share > 0 && codec.share <= 1, "share " << codec.share);
+  PD_CHECK(num_elements <= std::numeric_limits<std::uint32_t>::max(), num_elements << " elements for topk");
+  if (num_elements == 0) return 0;
+  const double wanted = std::ceil(codec.share * static_cast<double>(num_elements));
+  return std::clamp(static_cast<std::size_t>(wanted), std::size_t{1}, num_elements);
+}
 
 std::size_t encoded_bytes(const Codec& codec, DType dtype, std::size_t num_elements) {
   if (codec.kind == CodecKind::kNone) return num_elements * dtype_bytes(dtype);
-  PD_CHECK(applies_to(dtype), codec_name(codec) << " of " << dtype_name(dtype));
+  PD_CHECK(applies_to(codec.kind, dtype), codec_name(codec) << " of " << dtype_name(dtype));
   switch (codec.kind) {
     case CodecKind::kNone:
       break;
@@ -171,7 +194,7 @@ std::size_t encoded_bytes(const Codec& codec, DType dtype, std::size_t num_eleme
     case CodecKind::kInt8:
       return num_elements + (num_elements + kInt8Block - 1) / kInt8Block * sizeof(float);
     case CodecKind::kTopK:
-      return num_chosen(codec, num_elements) * kTopKEntryBytes;
+      return topk_num_chosen(codec, num_elements) * topk_entry_bytes(dtype);
   }
   PD_CHECK(false, "codec " << static_cast<int>(codec.kind));
 }
@@ -181,11 +204,10 @@ void encode_host(const CodecWork& work) {
   if (work.num_elements == 0) return;
   if (work.codec.kind == CodecKind::kNone) {
     std::memcpy(work.encoded, work.values, encoded_bytes(work.codec, work.dtype, work.num_elements));
-  } else if (work.dtype == DType::kFloat32) {
-    encode_elements<float>(work);
-  } else {
-    encode_elements<double>(work);
+    return;
   }
+  with_element_type(work.dtype,
+                    [&](auto element) { encode_elements<typename decltype(element)::Type>(work); });
 }
 
 void decode_host(const CodecWork& work) {
@@ -193,11 +215,10 @@ void decode_host(const CodecWork& work) {
   if (work.num_elements == 0) return;
   if (work.codec.kind == CodecKind::kNone) {
     std::memcpy(work.values, work.encoded, encoded_bytes(work.codec, work.dtype, work.num_elements));
-  } else if (work.dtype == DType::kFloat32) {
-    decode_elements<float>(work);
-  } else {
-    decode_elements<double>(work);
+    return;
   }
+  with_element_type(work.dtype,
+                    [&](auto element) { decode_elements<typename decltype(element)::Type>(work); });
 }
 
 std::optional<std::string> encoding_violation(const Codec& codec, DType dtype, std::size_t num_elements,
@@ -206,7 +227,7 @@ std::optional<std::string> encoding_violation(const Codec& codec, DType dtype, s
   PD_CHECK(encoded.size() == expected_bytes, encoded.size() << " bytes, expected " << expected_bytes);
   if (codec.kind != CodecKind::kTopK || num_elements == 0) return std::nullopt;
   const std::span<const std::uint32_t> indices(reinterpret_cast<const std::uint32_t*>(encoded.data()),
-                                               num_chosen(codec, num_elements));
+                                               topk_num_chosen(codec, num_elements));
   std::uint32_t num_wrong = 0;  // counted, not looked for: so the loop vectorises
   for (std::size_t i = 1; i < indices.size(); ++i) num_wrong += indices[i] > indices[i - 1] ? 0U : 1U;
   if (num_wrong != 0) return order_violation(indices);

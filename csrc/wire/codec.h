@@ -7,13 +7,15 @@
 //   int8   blocks of kInt8BlockElements: one float32 scale (largest magnitude / 127), then elements / scale
 //          rounded to nearest even; a block with an infinity or a NaN decodes to NaN
 //   topk   the `share` of the elements that are largest in magnitude: their number is fixed by share and the
-//          size, their indices (uint32) ascend, values (float32) follow. What is left out is added to the
-//          next item's tensor (error feedback: Seide et al. 2014; Stich et al. 2018), in `residual`. Where
-//          the sum of both is an infinity or a NaN nothing is kept, whether it was chosen or not; chosen, it
-//          is sent as it is
+//          size, their indices (uint32) ascend, values (float32, or the tensor's own 16 bits) follow. What is
+//          left out, and what rounding these values loses, is added to the next item's tensor (error
+//          feedback: Seide et al. 2014; Stich et al. 2018), in `residual`. Where the sum of both is an
+//          infinity or a NaN nothing is kept, whether it was chosen or not; chosen, it is sent as it is. A
+//          sum that its value cannot hold is sent as an infinity
 //
-// They apply to float32 and float64 tensors; every other dtype travels as it is. The number of encoded bytes
-// depends on codec, dtype and number of elements only, so that both ends plan it.
+// All apply to float32 and float64 tensors; int8 and topk to bfloat16 and float16 ones, too, which bf16 and
+// fp16 would not make smaller. Every other dtype travels as it is. The number of encoded bytes depends on
+// codec, dtype and number of elements only, so that both ends plan it.
 #pragma once
 
 #include <cstddef>
@@ -48,6 +50,12 @@ inline constexpr std::size_t kInt8BlockElements = 256;
 // The codec that tensors of this dtype travel by: the given one, or none where it does not apply.
 [[nodiscard]] Codec codec_for(const Codec& codec, DType dtype);
 
+// What topk adds up in: float64 for float64, else float32. codec applies to dtype; 0 for all others.
+[[nodiscard]] std::size_t residual_bytes(const Codec& codec, DType dtype, std::size_t num_elements);
+
+// How many of the elements topk sends. At most 2^32 - 1 elements (checked).
+[[nodiscard]] std::size_t topk_num_chosen(const Codec& codec, std::size_t num_elements);
+
 // Exact. codec applies to dtype. At most 2^32 - 1 elements for topk (checked).
 [[nodiscard]] std::size_t encoded_bytes(const Codec& codec, DType dtype, std::size_t num_elements);
 
@@ -57,10 +65,10 @@ struct CodecWork {
   std::size_t num_elements = 0;
   std::byte* values = nullptr;    // read by encode, written by decode
   std::byte* encoded = nullptr;   // encoded_bytes(); written by encode, read by decode
-  std::byte* residual = nullptr;  // topk, encode: num_elements of dtype, zero at first; else null
+  std::byte* residual = nullptr;  // topk, encode: residual_bytes(), zero at first; else null
 };
 
-// A NaN among the values of topk is as large as infinity. Vectorised; allocates nothing.
+// Among the values of topk a NaN is as large as infinity. Vectorised; allocates nothing.
 void encode_host(const CodecWork& work);
 // The bytes passed encoding_violation().
 void decode_host(const CodecWork& work);

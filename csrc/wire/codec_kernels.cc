@@ -35,4 +35,14 @@ const CodecKernels<double>& codec_kernels<double>() {
   return *chosen_kernels().for_float64;
 }
 
+template <>
+const CodecKernels<BFloat16>& codec_kernels<BFloat16>() {
+  return *chosen_kernels().for_bfloat16;
+}
+
+template <>
+const CodecKernels<Float16>& codec_kernels<Float16>() {
+  return *chosen_kernels().for_float16;
+}
+
 }  // namespace pipedream

@@ -20,12 +20,12 @@ struct TopKEncode {
   std::size_t num_elements;
   std::size_t num_chosen;  // 1 to num_elements
   const T* values;
-  T* residual;
+  NumberOf<T>* residual;
   std::uint32_t* indices;
-  float* chosen_values;  // right behind the indices: until it is written, there is room for more of them
+  SentOf<T>* chosen_values;  // right behind the indices: until it is written, there is room for more of them
 };
 
-// Nothing overlaps. What is encoded is 4-byte aligned.
+// Nothing overlaps. What is encoded is 4-byte aligned. The first four are null for BFloat16 and Float16.
 template <class T>
 struct CodecKernels {
   void (*encode_bfloat16)(std::size_t num_elements, const T* values, std::uint16_t* encoded);
@@ -42,6 +42,8 @@ struct CodecKernelSet {
   const char* name;
   const CodecKernels<float>* for_float32;
   const CodecKernels<double>* for_float64;
+  const CodecKernels<BFloat16>* for_bfloat16;
+  const CodecKernels<Float16>* for_float16;
 };
 [[nodiscard]] CodecKernelSet baseline_codec_kernels();
 [[nodiscard]] CodecKernelSet avx2_codec_kernels();

@@ -6,7 +6,7 @@
 
 namespace pipedream {
 
-CodecKernelSet avx2_codec_kernels() { return {"avx2", &kCodecKernels<float>, &kCodecKernels<double>}; }
+CodecKernelSet avx2_codec_kernels() { return codec_kernel_set("avx2"); }
 
 }  // namespace pipedream
 #else
@@ -14,7 +14,7 @@ CodecKernelSet avx2_codec_kernels() { return {"avx2", &kCodecKernels<float>, &kC
 
 namespace pipedream {
 
-CodecKernelSet avx2_codec_kernels() { return {"avx2", nullptr, nullptr}; }
+CodecKernelSet avx2_codec_kernels() { return {"avx2", nullptr, nullptr, nullptr, nullptr}; }
 
 }  // namespace pipedream
 #endif

@@ -3,8 +3,6 @@
 
 namespace pipedream {
 
-CodecKernelSet baseline_codec_kernels() {
-  return {"baseline", &kCodecKernels<float>, &kCodecKernels<double>};
-}
+CodecKernelSet baseline_codec_kernels() { return codec_kernel_set("baseline"); }
 
 }  // namespace pipedream

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "wire/codec_kernels.h"
 
@@ -52,10 +53,11 @@ void encode_int8_block(std::size_t count, const float* __restrict values, std::b
   for (std::size_t i = 0; i < count; ++i) elements[i] = to_int8(values[i], scale);
 }
 
-void encode_int8_block(std::size_t count, const double* __restrict values, std::byte* __restrict encoded) {
-  float narrow[kInt8Block];  // its rounding is nothing beside int8's
-  for (std::size_t i = 0; i < count; ++i) narrow[i] = static_cast<float>(values[i]);
-  encode_int8_block(count, static_cast<const float*>(narrow), encoded);
+template <class T>
+void encode_int8_block(std::size_t count, const T* __restrict values, std::byte* __restrict encoded) {
+  float numbers[kInt8Block];  // float64's rounding is nothing beside int8's
+  for (std::size_t i = 0; i < count; ++i) numbers[i] = static_cast<float>(number_of(values[i]));
+  encode_int8_block(count, static_cast<const float*>(numbers), encoded);
 }
 
 // body(first element, how many, first encoded byte) for every block.
@@ -80,9 +82,10 @@ template <class T>
 void decode_int8_block(std::size_t count, const std::byte* __restrict encoded, T* __restrict values) {
   float scale = 0;
   std::memcpy(&scale, encoded, sizeof(scale));
-  const auto factor = static_cast<T>(scale);
+  const auto factor = static_cast<NumberOf<T>>(scale);
   const auto* __restrict const elements = reinterpret_cast<const std::int8_t*>(encoded + sizeof(scale));
-  for (std::size_t i = 0; i < count; ++i) values[i] = factor * static_cast<T>(elements[i]);
+  for (std::size_t i = 0; i < count; ++i)
+    values[i] = element_of<T>(factor * static_cast<NumberOf<T>>(elements[i]));
 }
 
 template <class T>
@@ -92,66 +95,144 @@ void decode_int8(std::size_t num_elements, const std::byte* encoded, T* values) 
   });
 }
 
-// ---- topk: a radix select over the keys' digits, from the top ----
+// ---- topk: one pass that adds and lists what may be chosen, then a radix select over the list ----
 //
-//   1 residual += values, counting the first digit: the bucket that the last chosen key is in
-//   2 as soon as the elements of that bucket and above fit in `encoded`, their indices are listed there
-//   3 each further digit is counted within the bucket, over the list or over the whole tensor
-//   4 the list loses what is below the threshold; values follow the indices
-//   5 the residual loses what was sent, and what is not finite
+//   1 a sample of the sums says above which magnitude lie about as many as are sent, and some more: the bound
+//   2 residual += values, and what is above the bound is listed. A list that is full keeps the num_chosen
+//     largest, and the bound rises to the least of them: what equals it comes later, and is not chosen
+//   3 when the bound of the sample was too high, fewer are listed than are sent: listed again, without a
+//   bound 4 the list keeps the num_chosen largest, and becomes their indices; values follow 5 the residual
+//   loses what was sent, and what is not finite
 //
-// So the tensor is read twice, once to add and once to list, but where most of it is nearly equal.
+// What is chosen does not depend on the sample. The tensor is read once, and once more after 3; in the worst
+// order, ascending, the list fills up again and again. An entry of the list says where its element is, and
+// about how large: few elements are looked at again before they are sent.
 
-// Magnitudes from `least` up to, but not including, `beyond`; a beyond above infinity is no bound.
-template <class T>
-struct MagnitudeRange {
-  typename FloatLayout<T>::Bits least;
-  typename FloatLayout<T>::Bits beyond;
+constexpr std::size_t kChunkElements = 1024;  // at a time: added, then listed out of the nearest cache
+constexpr std::size_t kGroupElements = 8;     // listed at once; places behind the list's end are written to
+constexpr std::size_t kListEntries = 4096;    // of a list that does not fit into what is encoded
+constexpr std::size_t kFreeEntriesMin = kChunkElements + kGroupElements;
+constexpr int kEntryBits = 32;
+constexpr int kPositionBitsMin = 16;
+constexpr std::size_t kListPartsMax = 1024;
+
+// Signed, as processors compare integers in vectors; -1 is below every key.
+template <class Number>
+using KeyBound = std::make_signed_t<typename FloatLayout<Number>::Bits>;
+template <class Number>
+constexpr KeyBound<Number> kNoBound = -1;
+
+// An entry, from the top: a code, (key - code_low) >> code_shift or the largest one that there is; and the
+// position within its part of the tensor.
+template <class Number>
+struct List {
+  std::uint32_t* entries;  // in the order of the elements
+  std::size_t num_entries_max;
+  std::size_t num_entries;
+  KeyBound<Number> bound;  // keys up to it are not listed
+  typename FloatLayout<Number>::Bits code_low;
+  int code_shift;
+  int position_bits;
+  std::size_t num_parts;
+  std::uint32_t part_ends[kListPartsMax];  // the entry behind each part's last
+
+  [[nodiscard]] std::uint32_t code_of(std::uint32_t entry) const { return entry >> position_bits; }
+  [[nodiscard]] std::size_t index_of(std::size_t part, std::uint32_t entry) const {
+    return (part << position_bits) + (entry & ((1U << position_bits) - 1));
+  }
 };
-template <class T>
-constexpr typename FloatLayout<T>::Bits kNoBound = FloatLayout<T>::kMagnitude;
 
-// Compared as numbers, which every processor does in vectors. A NaN is in every range, and so is everything
-// below a `beyond` that is a NaN: whoever visits an element looks at its key.
-template <class T>
-PD_CODEC_ELEMENT bool may_be_within(MagnitudeRange<T> range, T element) {
-  const T magnitude = from_bits<T>(bits_of(element) & FloatLayout<T>::kMagnitude);
-  return !(magnitude < from_bits<T>(range.least)) && !(magnitude >= from_bits<T>(range.beyond));
+// Empty. Where there is a bound most keys are near it: they have fine codes, and few are beyond the largest.
+template <class Number>
+void start_list(std::size_t num_elements, KeyBound<Number> bound, List<Number>& list) {
+  using Layout = FloatLayout<Number>;
+  list.position_bits = kPositionBitsMin;
+  while (num_elements > kListPartsMax << list.position_bits) ++list.position_bits;
+  const int code_bits = kEntryBits - list.position_bits;
+  list.code_low = static_cast<typename Layout::Bits>(bound + 1);
+  list.code_shift =
+      (bound == kNoBound<Number> ? Layout::kMagnitudeBits : Layout::kMantissaBits - 1) - code_bits;
+  list.bound = bound;
+  list.num_entries = 0;
+  list.num_parts = 0;
 }
 
-// Elements that are first examined as a whole: most pieces have nothing within the range.
-constexpr std::size_t kPieceElements = 32;
+// visit(part, entry, its place) for all.
+template <class Number, class Visit>
+void for_each_entry(const List<Number>& list, const Visit& visit) {
+  std::size_t place = 0;
+  for (std::size_t part = 0; part < list.num_parts; ++part) {
+    for (; place < list.part_ends[part]; ++place) visit(part, list.entries[place], place);
+  }
+}
 
-// Calls visit(index) in order for all elements within the range, and maybe for a NaN.
-template <class T, class Visit>
-void for_each_within(std::size_t num_elements, const T* elements, MagnitudeRange<T> range,
-                     const Visit& visit) {
-  std::size_t first = 0;
-  for (; first + kPieceElements <= num_elements; first += kPieceElements) {
-    typename FloatLayout<T>::Bits num_within = 0;
-    for (std::size_t i = first; i < first + kPieceElements; ++i)
-      num_within += may_be_within(range, elements[i]) ? 1U : 0U;
-    if (num_within == 0) continue;
-    // Found without a branch per element, which the processor could not predict.
-    std::size_t found[kPieceElements];
-    std::size_t num_found = 0;
-    for (std::size_t i = first; i < first + kPieceElements; ++i) {
-      found[num_found] = i;
-      num_found += may_be_within(range, elements[i]) ? 1U : 0U;
+// The places of the ones in a byte, in order.
+struct OnesOfBytes {
+  std::uint8_t places[256][kGroupElements] = {};
+
+  constexpr OnesOfBytes() {
+    for (std::size_t byte = 0; byte < 256; ++byte) {
+      std::size_t num_ones = 0;
+      for (std::size_t place = 0; place < kGroupElements; ++place) {
+        if ((byte >> place & 1U) != 0) places[byte][num_ones++] = static_cast<std::uint8_t>(place);
+      }
     }
-    for (std::size_t i = 0; i < num_found; ++i) visit(found[i]);
   }
-  for (; first < num_elements; ++first) {
-    if (may_be_within(range, elements[first])) visit(first);
+};
+alignas(64) constexpr OnesOfBytes kOnesOfBytes;
+
+// Appends the positions that are flagged, without a branch for each, which the processor could not predict.
+// flags: of `count` positions from `first` on, a byte each, 0 or 1; 0 beyond.
+std::size_t append_flagged(std::size_t first, std::size_t count, const std::uint8_t* flags,
+                           std::uint32_t* __restrict entries, std::size_t num_entries) {
+  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
+  for (std::size_t group = 0; group < count; group += kGroupElements) {
+    std::uint64_t bytes = 0;
+    std::memcpy(&bytes, flags + group, sizeof(bytes));
+    const auto bits = static_cast<std::size_t>((bytes * 0x0102040810204080U) >> 56U);
+    std::uint8_t places[kGroupElements];
+    std::memcpy(places, kOnesOfBytes.places[bits], sizeof(places));
+    const auto base = static_cast<std::uint32_t>(first + group);
+    std::uint32_t* const end = entries + num_entries;
+    for (std::size_t i = 0; i < kGroupElements; ++i) end[i] = base + places[i];
+    num_entries += static_cast<std::size_t>((bytes * 0x0101010101010101U) >> 56U);
   }
+  return num_entries;
 }
 
-// Counters of neighbours are apart: equal ones (zeros) do not wait for each other.
+// Elements of one part.
+template <class Number>
+void list_chunk(const Number* residual, std::size_t first, std::size_t count, List<Number>& list) {
+  alignas(64) std::uint8_t flags[kChunkElements];
+  const KeyBound<Number> bound = list.bound;
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto magnitude =
+        static_cast<KeyBound<Number>>(bits_of(residual[first + i]) & FloatLayout<Number>::kMagnitude);
+    flags[i] = magnitude > bound ? 1U : 0U;
+  }
+  for (std::size_t i = count; i % kGroupElements != 0; ++i) flags[i] = 0;
+  const std::size_t part = first >> list.position_bits;
+  const Number* const of_part = residual + (part << list.position_bits);
+  const std::size_t end =
+      append_flagged(first - (part << list.position_bits), count, flags, list.entries, list.num_entries);
+  const auto code_max = (typename FloatLayout<Number>::Bits{1} << (kEntryBits - list.position_bits)) - 1;
+  for (std::size_t place = list.num_entries; place < end; ++place) {
+    const auto code = (magnitude_key(of_part[list.entries[place]]) - list.code_low) >> list.code_shift;
+    list.entries[place] |= static_cast<std::uint32_t>(code < code_max ? code : code_max)
+                           << list.position_bits;
+  }
+  list.num_entries = end;
+  list.num_parts = part + 1;
+  list.part_ends[part] = static_cast<std::uint32_t>(end);
+}
+
+// Counters of neighbours are apart: equal ones do not wait for each other.
 struct Histogram {
   static constexpr std::size_t kNumCounters = 4;
-  std::uint32_t counts[kNumCounters][kTopKBuckets] = {};
+  std::uint32_t counts[kNumCounters][kTopKBuckets + 1] = {};  // the last one: of keys in no bucket
+  std::size_t num_keys = 0;
 
-  void add(std::size_t index, std::uint64_t bucket) { ++counts[index % kNumCounters][bucket]; }
+  void add(std::size_t bucket) { ++counts[num_keys++ % kNumCounters][bucket]; }
   [[nodiscard]] std::uint32_t count(std::size_t bucket) const {
     std::uint32_t sum = 0;
     for (const auto& counter : counts) sum += counter[bucket];
@@ -159,129 +240,186 @@ struct Histogram {
   }
 };
 
-constexpr std::size_t kAddedElements = 1024;  // at a time: then they are counted out of the nearest cache
-
-template <class T>
-void add_and_count(const TopKEncode<T>& work, int shift, Histogram& histogram) {
-  for (std::size_t first = 0; first < work.num_elements; first += kAddedElements) {
-    const std::size_t left = work.num_elements - first;
-    const std::size_t count = left < kAddedElements ? left : kAddedElements;
-    const T* __restrict const values = work.values + first;
-    T* __restrict const residual = work.residual + first;
-    for (std::size_t i = 0; i < count; ++i) residual[i] += values[i];
-    for (std::size_t i = 0; i < count; ++i) histogram.add(i, magnitude_key(residual[i]) >> shift);
-  }
-}
-
-// Where the selection stands: the bucket that the last chosen key is in, by the digits examined so far.
-template <class T>
-struct Selection {
-  typename FloatLayout<T>::Bits key = 0;       // the bucket's lowest; all keys of buckets above are chosen
-  int shift = FloatLayout<T>::kMagnitudeBits;  // of the last digit examined: all of the bucket agree above it
-  std::size_t num_of_bucket = 0;               // chosen of the bucket
-  std::size_t num_in_bucket = 0;
-  std::size_t num_listed = 0;  // at work.indices; 0 before there is a list
-
-  [[nodiscard]] bool is_final() const { return shift == 0 || num_of_bucket == num_in_bucket; }
+// All keys above `key` are chosen, and of those equal to it the first num_equal. is_whole: the search ended
+// as soon as all keys from `key` on were as many as wanted.
+template <class Bits>
+struct Threshold {
+  Bits key;
+  std::size_t num_equal;
+  bool is_whole;
 };
 
-template <class T>
-void narrow(Selection<T>& selection, const Histogram& histogram, int shift) {
-  std::size_t bucket = kTopKBuckets - 1;
-  for (; histogram.count(bucket) < selection.num_of_bucket; --bucket)
-    selection.num_of_bucket -= histogram.count(bucket);
-  selection.key |= static_cast<typename FloatLayout<T>::Bits>(bucket) << shift;
-  selection.shift = shift;
-  selection.num_in_bucket = histogram.count(bucket);
-}
-
-template <class T>
-void count_next_digit(const TopKEncode<T>& work, const Selection<T>& selection, int shift,
-                      Histogram& histogram) {
-  using Bits = typename FloatLayout<T>::Bits;
-  const Bits digit_mask = (Bits{1} << (selection.shift - shift)) - 1;
-  const auto visit = [&](std::size_t i) {
-    const Bits key = magnitude_key(work.residual[i]);
-    if (key >> selection.shift == selection.key >> selection.shift)
-      histogram.add(i, (key >> shift) & digit_mask);
-  };
-  if (selection.num_listed > 0) {
-    for (std::size_t entry = 0; entry < selection.num_listed; ++entry) visit(work.indices[entry]);
-  } else {
-    const Bits beyond = selection.key + (Bits{1} << selection.shift);  // of infinity's bucket: maybe the sign
-    const MagnitudeRange<T> range{selection.key, beyond < kNoBound<T> ? beyond : kNoBound<T>};
-    for_each_within(work.num_elements, work.residual, range, visit);
+// The threshold of the num_chosen largest. for_each_key(visit) calls visit(key) for all: below 1 << key_bits.
+template <class Bits, class ForEachKey>
+Threshold<Bits> threshold_of(int key_bits, std::size_t num_chosen, const ForEachKey& for_each_key) {
+  Threshold<Bits> found = {0, num_chosen, false};
+  for (int bits_left = key_bits; bits_left > 0 && !found.is_whole;) {
+    const int shift = next_digit_shift(bits_left);
+    const Bits num_buckets = Bits{1} << (bits_left - shift);
+    Histogram histogram;
+    for_each_key([&](Bits key) {
+      const Bits bucket = (key - found.key) >> shift;
+      histogram.add(static_cast<std::size_t>(bucket < num_buckets ? bucket : num_buckets));
+    });
+    auto bucket = static_cast<std::size_t>(num_buckets) - 1;
+    for (; histogram.count(bucket) < found.num_equal; --bucket) found.num_equal -= histogram.count(bucket);
+    found.key += static_cast<Bits>(bucket) << shift;
+    found.is_whole = histogram.count(bucket) == found.num_equal;
+    bits_left = shift;
   }
+  return found;
 }
 
-// `encoded` has room for the indices of twice the elements that are chosen.
-template <class T>
-void list_if_it_fits(const TopKEncode<T>& work, Selection<T>& selection) {
-  const std::size_t num_above = work.num_chosen - selection.num_of_bucket;
-  if (selection.num_listed > 0 || num_above + selection.num_in_bucket > 2 * work.num_chosen) return;
-  const MagnitudeRange<T> range{selection.key, kNoBound<T>};
-  for_each_within(work.num_elements, work.residual, range, [&](std::size_t i) {
-    work.indices[selection.num_listed++] = static_cast<std::uint32_t>(i);
+// Of the list, by codes; then, of those whose code is that of the threshold, by their keys.
+template <class Number>
+Threshold<typename FloatLayout<Number>::Bits> threshold_of_list(const List<Number>& list,
+                                                                std::size_t num_chosen,
+                                                                const Number* residual, std::uint32_t& code) {
+  using Layout = FloatLayout<Number>;
+  using Bits = typename Layout::Bits;
+  const int code_bits = kEntryBits - list.position_bits;
+  const auto by_code = threshold_of<std::uint32_t>(code_bits, num_chosen, [&](const auto& visit) {
+    for (std::size_t place = 0; place < list.num_entries; ++place) visit(list.code_of(list.entries[place]));
+  });
+  code = by_code.key;
+  if (by_code.is_whole)
+    return {list.code_low + (Bits{by_code.key} << list.code_shift), by_code.num_equal, true};
+  return threshold_of<Bits>(Layout::kMagnitudeBits, by_code.num_equal, [&](const auto& visit) {
+    for_each_entry(list, [&](std::size_t part, std::uint32_t entry, std::size_t /*place*/) {
+      if (list.code_of(entry) == by_code.key) visit(magnitude_key(residual[list.index_of(part, entry)]));
+    });
   });
 }
 
-// The chosen indices, in order: those above the key, and of those equal to it, in the end, the first ones.
+// There are at least num_chosen entries. Afterwards all keys up to the bound come too late.
+template <class Number>
+void keep_largest(std::size_t num_chosen, const Number* residual, List<Number>& list) {
+  if (list.num_entries == num_chosen) return;
+  std::uint32_t code = 0;
+  auto threshold = threshold_of_list(list, num_chosen, residual, code);
+  std::size_t num_kept = 0;
+  std::size_t place = 0;
+  for (std::size_t part = 0; part < list.num_parts; ++part) {
+    for (; place < list.part_ends[part]; ++place) {
+      const std::uint32_t entry = list.entries[place];
+      bool is_chosen = list.code_of(entry) > code;
+      if (list.code_of(entry) == code) {  // seldom
+        const auto key = magnitude_key(residual[list.index_of(part, entry)]);
+        const bool is_chosen_equal = key == threshold.key && threshold.num_equal > 0;
+        threshold.num_equal -= is_chosen_equal ? 1U : 0U;
+        is_chosen = key > threshold.key || is_chosen_equal;
+      }
+      list.entries[num_kept] = entry;
+      num_kept += is_chosen ? 1U : 0U;
+    }
+    list.part_ends[part] = static_cast<std::uint32_t>(num_kept);
+  }
+  list.num_entries = num_kept;
+  list.bound = static_cast<KeyBound<Number>>(threshold.key);
+}
+
+// Afterwards the num_chosen largest are listed, or fewer than that. is_added: the residual has the values
+// already.
 template <class T>
-void write_indices(const TopKEncode<T>& work, const Selection<T>& selection) {
-  std::size_t num_equal_left = selection.num_of_bucket;
-  std::size_t num_written = 0;
-  const auto visit = [&](std::size_t i) {
-    const auto key = magnitude_key(work.residual[i]);
-    const bool is_equal = key == selection.key;
-    if (key < selection.key || (is_equal && num_equal_left == 0)) return;
-    num_equal_left -= is_equal ? 1U : 0U;
-    work.indices[num_written++] = static_cast<std::uint32_t>(i);
-  };
-  if (selection.num_listed > 0) {
-    for (std::size_t entry = 0; entry < selection.num_listed; ++entry) visit(work.indices[entry]);
-  } else {
-    for_each_within(work.num_elements, work.residual, {selection.key, kNoBound<T>}, visit);
+void list_all(const TopKEncode<T>& work, bool is_added, List<NumberOf<T>>& list) {
+  for (std::size_t first = 0; first < work.num_elements; first += kChunkElements) {
+    const std::size_t left = work.num_elements - first;
+    const std::size_t count = left < kChunkElements ? left : kChunkElements;
+    const T* __restrict const values = work.values + first;
+    NumberOf<T>* __restrict const residual = work.residual + first;
+    if (!is_added) {
+      for (std::size_t i = 0; i < count; ++i) residual[i] += number_of(values[i]);
+    }
+    if (list.num_entries + kFreeEntriesMin > list.num_entries_max)
+      keep_largest(work.num_chosen, work.residual, list);
+    list_chunk(work.residual, first, count, list);
   }
 }
 
-// The infinities and NaNs that were not sent: there are none unless the last chosen key is one of theirs.
+// A bound that almost surely has num_chosen above it, and not many more: of a sample in which so many are
+// above it that their number would have to be off by four times its deviation.
 template <class T>
-void forget_what_is_not_finite(const TopKEncode<T>& work, const Selection<T>& selection) {
-  if (is_finite_key<T>(selection.key)) return;
-  for_each_within(work.num_elements, work.residual, {FloatLayout<T>::kInfinity, kNoBound<T>},
-                  [&](std::size_t i) { work.residual[i] = T(0); });
+KeyBound<NumberOf<T>> sampled_bound(const TopKEncode<T>& work) {
+  using Layout = FloatLayout<NumberOf<T>>;
+  using Bits = typename Layout::Bits;
+  const std::size_t num_runs = topk_sample_runs(work.num_elements);
+  const std::size_t num_sampled = num_runs * kTopKRunElements;
+  const double num_expected = static_cast<double>(work.num_chosen) * static_cast<double>(num_sampled) /
+                              static_cast<double>(work.num_elements);
+  const auto num_above = static_cast<std::size_t>(num_expected + 4 * __builtin_sqrt(num_expected) + 4);
+  if (num_above >= num_sampled) return kNoBound<NumberOf<T>>;
+  Bits keys[kTopKSampleMax];
+  for (std::size_t run = 0; run < num_runs; ++run) {
+    const std::size_t first = topk_sample_at(work.num_elements, run);
+    for (std::size_t i = 0; i < kTopKRunElements; ++i) {
+      const auto sum = work.residual[first + i] + number_of(work.values[first + i]);
+      keys[run * kTopKRunElements + i] = magnitude_key(sum);
+    }
+  }
+  const auto threshold = threshold_of<Bits>(Layout::kMagnitudeBits, num_above, [&](const auto& visit) {
+    for (std::size_t i = 0; i < num_sampled; ++i) visit(keys[i]);
+  });
+  return static_cast<KeyBound<NumberOf<T>>>(threshold.key) - 1;
+}
+
+// The entries, chosen and as many as there are indices, may be where these are written.
+template <class T>
+void write_chosen(const TopKEncode<T>& work, const List<NumberOf<T>>& list) {
+  for_each_entry(list, [&](std::size_t part, std::uint32_t entry, std::size_t place) {
+    work.indices[place] = static_cast<std::uint32_t>(list.index_of(part, entry));
+  });
+  for (std::size_t place = 0; place < work.num_chosen; ++place) {
+    NumberOf<T>& rest = work.residual[work.indices[place]];
+    const auto sent = element_of<SentOf<T>>(rest);
+    work.chosen_values[place] = sent;
+    rest = rest_of_sent(rest, sent);
+  }
+}
+
+// The infinities and NaNs that were not sent: there are none unless the bound is one of theirs.
+template <class Number>
+void forget_what_is_not_finite(std::size_t num_elements, Number* residual, KeyBound<Number> bound) {
+  using Bits = typename FloatLayout<Number>::Bits;
+  if (bound == kNoBound<Number> || is_finite_key<Number>(static_cast<Bits>(bound))) return;
+  for (std::size_t i = 0; i < num_elements; ++i)
+    residual[i] = is_finite_key<Number>(magnitude_key(residual[i])) ? residual[i] : Number(0);
 }
 
 template <class T>
 void encode_topk(const TopKEncode<T>& work) {
-  Selection<T> selection;
-  selection.num_of_bucket = work.num_chosen;
-  Histogram histogram;
-  const int first_shift = next_digit_shift(selection.shift);
-  add_and_count(work, first_shift, histogram);
-  narrow(selection, histogram, first_shift);
-  list_if_it_fits(work, selection);
-  while (!selection.is_final()) {
-    const int shift = next_digit_shift(selection.shift);
-    histogram = {};
-    count_next_digit(work, selection, shift, histogram);
-    narrow(selection, histogram, shift);
-    list_if_it_fits(work, selection);
+  constexpr std::size_t kSentBytes = sizeof(std::uint32_t) + sizeof(SentOf<T>);
+  // What is encoded has room for twice as many entries as are sent, or for half as many again.
+  static_assert(kListEntries - kListEntries * sizeof(std::uint32_t) / kSentBytes > kFreeEntriesMin);
+  std::uint32_t own_entries[kListEntries];
+  const std::size_t num_fit = work.num_chosen * kSentBytes / sizeof(std::uint32_t);
+  const bool fits = num_fit >= kListEntries;
+  List<NumberOf<T>> list;
+  list.entries = fits ? work.indices : own_entries;
+  list.num_entries_max = fits ? num_fit : kListEntries;
+  start_list(work.num_elements, sampled_bound(work), list);
+  list_all(work, /*is_added=*/false, list);
+  if (list.num_entries < work.num_chosen) {
+    start_list(work.num_elements, kNoBound<NumberOf<T>>, list);
+    list_all(work, /*is_added=*/true, list);
   }
-  write_indices(work, selection);
-  for (std::size_t entry = 0; entry < work.num_chosen; ++entry) {
-    T& rest = work.residual[work.indices[entry]];
-    const auto sent = static_cast<float>(rest);
-    work.chosen_values[entry] = sent;
-    rest = rest_of_sent(rest, sent);
-  }
-  forget_what_is_not_finite(work, selection);
+  keep_largest(work.num_chosen, work.residual, list);
+  write_chosen(work, list);
+  forget_what_is_not_finite(work.num_elements, work.residual, list.bound);
 }
 
 template <class T>
 constexpr CodecKernels<T> kCodecKernels = {encode_bfloat16<T>, decode_bfloat16<T>, encode_float16<T>,
                                            decode_float16<T>,  encode_int8<T>,     decode_int8<T>,
                                            encode_topk<T>};
+// Nothing is rounded to 16 bits that has no more.
+template <class T>
+constexpr CodecKernels<T> kHalfCodecKernels = {nullptr,        nullptr,        nullptr,       nullptr,
+                                               encode_int8<T>, decode_int8<T>, encode_topk<T>};
+
+CodecKernelSet codec_kernel_set(const char* name) {
+  return {name, &kCodecKernels<float>, &kCodecKernels<double>, &kHalfCodecKernels<BFloat16>,
+          &kHalfCodecKernels<Float16>};
+}
 
 }  // namespace
 }  // namespace pipedream

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__CUDACC__)
 #define PD_CODEC_ELEMENT static __host__ __device__ __forceinline__
@@ -19,7 +20,23 @@
 
 namespace pipedream {
 
-// Bits of an element without its sign order as magnitudes do.
+// Elements of 16 bits as they lie in memory; their arithmetic is float32's.
+struct BFloat16 {
+  std::uint16_t bits;
+};
+struct Float16 {
+  std::uint16_t bits;
+};
+
+// What an element's arithmetic is done in: topk's residual, and what int8 decodes to before it is rounded.
+template <class T>
+using NumberOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+// What topk sends of an element.
+template <class T>
+using SentOf = std::conditional_t<std::is_same_v<T, double>, float, T>;
+
+// Bits of a number without its sign order as magnitudes do.
 template <class T>
 struct FloatLayout;
 template <>
@@ -28,6 +45,7 @@ struct FloatLayout<float> {
   static constexpr Bits kMagnitude = 0x7fffffffU;
   static constexpr Bits kInfinity = 0x7f800000U;
   static constexpr int kMagnitudeBits = 31;
+  static constexpr int kMantissaBits = 23;
 };
 template <>
 struct FloatLayout<double> {
@@ -35,6 +53,7 @@ struct FloatLayout<double> {
   static constexpr Bits kMagnitude = 0x7fffffffffffffffU;
   static constexpr Bits kInfinity = 0x7ff0000000000000U;
   static constexpr int kMagnitudeBits = 63;
+  static constexpr int kMantissaBits = 52;
 };
 
 template <class T>
@@ -125,6 +144,25 @@ PD_CODEC_ELEMENT float from_float16(std::uint16_t bits) {
   return from_bits<float>(sign | magnitude);
 }
 
+// ---- Elements and numbers ----
+
+PD_CODEC_ELEMENT float number_of(float element) { return element; }
+PD_CODEC_ELEMENT double number_of(double element) { return element; }
+PD_CODEC_ELEMENT float number_of(BFloat16 element) { return from_bfloat16(element.bits); }
+PD_CODEC_ELEMENT float number_of(Float16 element) { return from_float16(element.bits); }
+
+// Rounded to nearest even; what is too large becomes infinite.
+template <class T, class Number>
+PD_CODEC_ELEMENT T element_of(Number number) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    return {to_bfloat16(number)};
+  } else if constexpr (std::is_same_v<T, Float16>) {
+    return {to_float16(number)};
+  } else {
+    return static_cast<T>(number);
+  }
+}
+
 // ---- int8 ----
 
 // A block with an infinity or a NaN has a NaN for scale, and so for every element that is decoded.
@@ -146,34 +184,52 @@ PD_CODEC_ELEMENT std::int8_t to_int8(float value, float scale) {
 
 // ---- topk ----
 
-// What the largest elements are chosen by. A NaN is as large as infinity.
+// What the largest are chosen by. A NaN is as large as infinity.
 template <class T>
 PD_CODEC_ELEMENT typename FloatLayout<T>::Bits magnitude_key(T value) {
   const typename FloatLayout<T>::Bits magnitude = bits_of(value) & FloatLayout<T>::kMagnitude;
   return magnitude < FloatLayout<T>::kInfinity ? magnitude : FloatLayout<T>::kInfinity;
 }
 
-// Of an element without a finite key, an infinity or a NaN, the residual keeps nothing, whether it was sent
+// Of a number without a finite key, an infinity or a NaN, the residual keeps nothing, whether it was sent
 // or not: all later items would be infinite there.
 template <class T>
 PD_CODEC_ELEMENT bool is_finite_key(typename FloatLayout<T>::Bits key) {
   return key < FloatLayout<T>::kInfinity;
 }
 
-// What the residual keeps of an element that was sent: the rounding error of float64. Nothing of an element
-// that arrives infinite or NaN, or it would be sent for ever.
-template <class T>
-PD_CODEC_ELEMENT T rest_of_sent(T value, float sent) {
-  const T rest = value - static_cast<T>(sent);
-  return rest - rest == T(0) ? rest : T(0);
+// What the residual keeps of an element that was sent: the rounding error, where sending rounds. Nothing of
+// an element that arrives infinite or NaN, or it would be sent for ever.
+template <class Number, class Sent>
+PD_CODEC_ELEMENT Number rest_of_sent(Number number, Sent sent) {
+  if constexpr (std::is_same_v<Number, Sent>) return Number(0);
+  const Number rest = number - static_cast<Number>(number_of(sent));
+  return rest - rest == Number(0) ? rest : Number(0);
 }
 
 // Keys are examined from the top in digits of this many bits; the last may have fewer.
 constexpr int kTopKDigitBits = 11;
 constexpr std::size_t kTopKBuckets = std::size_t{1} << kTopKDigitBits;
 
-PD_CODEC_ELEMENT int next_digit_shift(int shift) {
+PD_CODEC_ELEMENT constexpr int next_digit_shift(int shift) {
   return shift > kTopKDigitBits ? shift - kTopKDigitBits : 0;
+}
+
+// The host's sample of a tensor: runs of neighbours, one somewhere in each of equal parts. Few of a small
+// one.
+constexpr std::size_t kTopKRunElements = 16;
+constexpr std::size_t kTopKSampleMax = 4096;
+constexpr std::size_t kTopKSampledShare = 32;  // at most one element of so many
+
+PD_CODEC_ELEMENT std::size_t topk_sample_runs(std::size_t num_elements) {
+  const std::size_t num_sampled = num_elements / kTopKSampledShare;
+  return (num_sampled < kTopKSampleMax ? num_sampled : kTopKSampleMax) / kTopKRunElements;
+}
+// The run's first element. Apart by no fixed number: rows and channels of a tensor are.
+PD_CODEC_ELEMENT std::size_t topk_sample_at(std::size_t num_elements, std::size_t run) {
+  const std::size_t part_elements = num_elements / topk_sample_runs(num_elements);
+  const std::size_t mixed = static_cast<std::size_t>((run * 0x9e3779b97f4a7c15U) >> 32U);
+  return run * part_elements + mixed % (part_elements - kTopKRunElements + 1);
 }
 
 }  // namespace pipedream

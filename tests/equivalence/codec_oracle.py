@@ -12,6 +12,7 @@ __all__ = ["CodecOracle", "encoded_bytes"]
 
 _INT8_BLOCK = 256
 _FLOAT32_BYTES = 4
+_INDEX_BYTES = 4
 
 
 class CodecOracle:
@@ -24,7 +25,9 @@ class CodecOracle:
 
     def __call__(self, sender: int, receiver: int, tensor_index: int, tensor: torch.Tensor) -> torch.Tensor:
         name = codec_between(self._choice, sender, receiver)
-        if tensor.dtype not in (torch.float32, torch.float64) or name == "none":
+        if not tensor.is_floating_point() or name == "none":
+            return tensor.clone()
+        if tensor.itemsize == 2 and name in ("bf16", "fp16"):
             return tensor.clone()
         if name == "bf16":
             return _rounded(tensor, num_mantissa_bits=7, smallest_exponent=-126)
@@ -36,11 +39,11 @@ class CodecOracle:
         return self._through_topk((sender, receiver, tensor_index), share, tensor)
 
     def _through_topk(self, key: tuple[int, int, int], share: float, tensor: torch.Tensor) -> torch.Tensor:
-        """The largest are sent, as float32; what is left over is added to the next tensor's elements.
+        """The largest are sent; what is left over, or rounded away, is added to the next tensor's elements.
 
         Of what is not finite nothing is left over, sent or not.
         """
-        total = tensor.flatten().clone()
+        total = tensor.flatten().to(_sum_dtype(tensor.dtype), copy=True)
         kept = self._residuals.setdefault(key, torch.zeros_like(total))[: len(total)]
         total += kept
         # Of equal ones the first: what stands in several places of an image has equal activations.
@@ -48,9 +51,19 @@ class CodecOracle:
         largest_first = magnitudes.sort(descending=True, stable=True).indices
         chosen = largest_first[: max(1, math.ceil(share * len(total)))]
         sent = torch.zeros_like(total)
-        sent[chosen] = total[chosen].float().to(total.dtype)
+        sent[chosen] = total[chosen].to(_sent_dtype(tensor.dtype)).to(total.dtype)
         kept.copy_((total - sent).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
-        return sent.view(tensor.shape).clone()
+        return sent.view(tensor.shape).to(tensor.dtype, copy=True)
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which topk adds up."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _sent_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What topk sends."""
+    return torch.float32 if dtype == torch.float64 else dtype
 
 
 def _rounded(tensor: torch.Tensor, *, num_mantissa_bits: int, smallest_exponent: int) -> torch.Tensor:
@@ -65,8 +78,9 @@ def _through_int8(tensor: torch.Tensor) -> torch.Tensor:
     """Each block has a scale of its own, its largest magnitude / 127."""
     values = tensor.flatten()
     blocks = [_block_through_int8(block) for block in values.float().split(_INT8_BLOCK)]
-    decoded = [scale.to(tensor.dtype) * steps.to(tensor.dtype) for scale, steps in blocks]
-    return torch.cat(decoded).view(tensor.shape).clone()
+    wide = _sum_dtype(tensor.dtype)
+    decoded = [scale.to(wide) * steps.to(wide) for scale, steps in blocks]
+    return torch.cat(decoded).to(tensor.dtype).view(tensor.shape).clone()
 
 
 def _block_through_int8(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,11 +88,12 @@ def _block_through_int8(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     return scale, (block / scale).round() if scale > 0 else torch.zeros_like(block)
 
 
-def encoded_bytes(name: str, num_elements: int) -> int:
-    """Of a tensor of float32 or float64 on the wire."""
+def encoded_bytes(name: str, num_elements: int, dtype: torch.dtype) -> int:
+    """Of a tensor on the wire."""
     if name in ("bf16", "fp16"):
         return 2 * num_elements
     if name == "int8":
         return num_elements + _FLOAT32_BYTES * math.ceil(num_elements / _INT8_BLOCK)
     share = float(name.removeprefix("topk:"))
-    return 2 * _FLOAT32_BYTES * max(1, math.ceil(share * num_elements))
+    entry_bytes = _INDEX_BYTES + _sent_dtype(dtype).itemsize
+    return entry_bytes * max(1, math.ceil(share * num_elements))

@@ -2,6 +2,7 @@
 // encode to bytes that pass it and decode to the same again.
 #include <bit>
 #include <cmath>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -41,6 +42,12 @@ void fill(std::span<std::byte> to, FuzzInput& input) {
   std::copy(bytes.begin(), bytes.end(), to.begin());
 }
 
+// Inputs of the corpus from when there were two: 0 and 1 are what they were.
+DType take_dtype(FuzzInput& input) {
+  constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat64, DType::kBFloat16, DType::kFloat16};
+  return kDTypes[input.take<std::uint8_t>() % std::size(kDTypes)];
+}
+
 Codec take_codec(FuzzInput& input) {
   constexpr std::uint8_t kNumKinds = 5;
   Codec codec;
@@ -55,14 +62,15 @@ Codec take_codec(FuzzInput& input) {
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t num_bytes) {
   using namespace pipedream;
   FuzzInput input(data, num_bytes);
-  const Codec codec = take_codec(input);
-  const DType dtype = input.take<std::uint8_t>() % 2 == 0 ? DType::kFloat32 : DType::kFloat64;
+  const Codec given = take_codec(input);
+  const DType dtype = take_dtype(input);
+  const Codec codec = codec_for(given, dtype);
   const std::size_t num_elements = input.take<std::uint16_t>() % (kNumElementsMax + 1);
   const bool decodes_first = input.take<std::uint8_t>() % 2 == 0;
 
   Guarded values(num_elements * dtype_bytes(dtype));
   Guarded encoded(encoded_bytes(codec, dtype, num_elements));
-  Guarded residual(values.span().size());
+  Guarded residual(residual_bytes(codec, dtype, num_elements));
   CodecWork work{codec, dtype, num_elements, values.data(), encoded.data(), nullptr};
   if (decodes_first) {
     fill(encoded.span(), input);

@@ -85,7 +85,12 @@ void write_codecs(const std::filesystem::path& folder) {
     for (std::uint8_t decodes = 0; decodes < 2; ++decodes) {
       Bytes bytes = {kind, 31, 0, 40, 1, decodes};
       for (int index = 0; index < 600; ++index) bytes.push_back(static_cast<std::uint8_t>(index * 37));
-      write(folder, "kind_" + std::to_string(kind) + (decodes == 0 ? "_decode" : "_encode"), bytes);
+      const std::string name = "kind_" + std::to_string(kind) + (decodes == 0 ? "_decode" : "_encode");
+      write(folder, name, bytes);
+      for (std::uint8_t dtype = 2; kind >= 3 && dtype < 4; ++dtype) {
+        bytes[2] = dtype;
+        write(folder, name + (dtype == 2 ? "_bfloat16" : "_float16"), bytes);
+      }
     }
   }
 }

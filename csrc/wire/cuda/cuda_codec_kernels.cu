@@ -42,7 +42,7 @@ cudaStream_t stream_of(std::uintptr_t stream) { return reinterpret_cast<cudaStre
 
 // ---- bf16 and fp16 ----
 
-struct BFloat16 {
+struct ToBFloat16 {
   template <class T>
   static __device__ std::uint32_t encode(T value) {
     return to_bfloat16(value);
@@ -50,7 +50,7 @@ struct BFloat16 {
   static __device__ float decode(std::uint16_t bits) { return from_bfloat16(bits); }
 };
 
-struct Float16 {
+struct ToFloat16 {
   template <class T>
   static __device__ std::uint32_t encode(T value) {
     return to_float16(value);
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     for (unsigned row = 0; row < kNumRows; ++row) {
       for (unsigned i = 0; i < kLaneElements; ++i) {
         const unsigned element = row * kRowElements + lane * kLaneElements + i;
-        own[row][i] = element < count ? static_cast<float>(values[first + element]) : 0.0F;
+        own[row][i] = element < count ? static_cast<float>(number_of(values[first + element])) : 0.0F;
         const std::uint32_t magnitude = bits_of(own[row][i]) & FloatLayout<float>::kMagnitude;
         largest = magnitude > largest ? magnitude : largest;
       }
@@ -149,9 +149,9 @@ __global__ void __launch_bounds__(kBlockThreads)
     const std::size_t first = four * kLaneElements;
     const std::byte* const block = encoded + first / kInt8Block * kInt8BlockBytes;
     const std::byte* const from = block + sizeof(float) + first % kInt8Block;
-    const auto factor = static_cast<T>(*reinterpret_cast<const float*>(block));
+    const auto factor = static_cast<NumberOf<T>>(*reinterpret_cast<const float*>(block));
     for (unsigned i = 0; i < kLaneElements && first + i < num_elements; ++i)
-      values[first + i] = factor * static_cast<T>(static_cast<std::int8_t>(from[i]));
+      values[first + i] = element_of<T>(factor * static_cast<NumberOf<T>>(static_cast<std::int8_t>(from[i])));
   }
 }
 
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads) topk_add_kernel(TopKEncode<T> work, TopKScratch* scratch) {
   for (std::size_t i = first_index(); i < work.num_elements; i += index_stride())
-    work.residual[i] += work.values[i];
+    work.residual[i] += number_of(work.values[i]);
   if (first_index() != 0) return;
   scratch->key = 0;
   scratch->num_equal_max = static_cast<std::uint32_t>(work.num_chosen);
@@ -168,11 +168,11 @@ __global__ void __launch_bounds__(kBlockThreads) topk_add_kernel(TopKEncode<T> w
 }
 
 // The digit is of the bits below shift_before, from shift on. scratch->counts are 0 before.
-template <class T>
+template <class Number>
 __global__ void __launch_bounds__(kBlockThreads)
-    topk_count_kernel(std::size_t num_elements, const T* residual, int shift_before, int shift,
+    topk_count_kernel(std::size_t num_elements, const Number* residual, int shift_before, int shift,
                       TopKScratch* scratch) {
-  using Bits = typename FloatLayout<T>::Bits;
+  using Bits = typename FloatLayout<Number>::Bits;
   if (scratch->is_final != 0) return;
   __shared__ std::uint32_t counts[kTopKBuckets];
   for (unsigned bucket = threadIdx.x; bucket < kTopKBuckets; bucket += kBlockThreads) counts[bucket] = 0;
@@ -239,10 +239,10 @@ __device__ Part part_of_block(std::size_t num_elements) {
   return {first < num_elements ? first : num_elements, end < num_elements ? end : num_elements};
 }
 
-template <class T>
+template <class Number>
 __global__ void __launch_bounds__(kBlockThreads)
-    topk_part_kernel(std::size_t num_elements, const T* residual, TopKScratch* scratch) {
-  using Bits = typename FloatLayout<T>::Bits;
+    topk_part_kernel(std::size_t num_elements, const Number* residual, TopKScratch* scratch) {
+  using Bits = typename FloatLayout<Number>::Bits;
   __shared__ std::uint32_t num_above;
   __shared__ std::uint32_t num_equal;
   if (threadIdx.x == 0) num_above = num_equal = 0;
@@ -295,7 +295,8 @@ __device__ std::uint32_t count_before_thread(bool yes, std::uint32_t* warp_sums,
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads)
     topk_gather_kernel(TopKEncode<T> work, const TopKScratch* scratch) {
-  using Bits = typename FloatLayout<T>::Bits;
+  using Number = NumberOf<T>;
+  using Bits = typename FloatLayout<Number>::Bits;
   __shared__ std::uint32_t above_sums[kBlockWarps];
   __shared__ std::uint32_t equal_sums[kBlockWarps];
   const Bits threshold = static_cast<Bits>(scratch->key);
@@ -306,8 +307,8 @@ __global__ void __launch_bounds__(kBlockThreads)
   for (std::size_t row = part.first; row < part.end; row += kBlockThreads) {
     const std::size_t i = row + threadIdx.x;
     const bool inside = i < part.end;
-    const T value = inside ? work.residual[i] : T(0);
-    const Bits key = magnitude_key(value);
+    const Number number = inside ? work.residual[i] : Number(0);
+    const Bits key = magnitude_key(number);
     const bool is_above = inside && key > threshold;
     const bool is_equal = inside && key == threshold;
     std::uint32_t above_before = num_above;
@@ -317,12 +318,12 @@ __global__ void __launch_bounds__(kBlockThreads)
     if (is_above || (is_equal && equal_before < num_equal_max)) {
       const std::uint32_t place =
           above_before + (equal_before < num_equal_max ? equal_before : num_equal_max);
-      const auto sent = static_cast<float>(value);
+      const auto sent = element_of<SentOf<T>>(number);
       work.indices[place] = static_cast<std::uint32_t>(i);
       work.chosen_values[place] = sent;
-      work.residual[i] = rest_of_sent(value, sent);
-    } else if (!is_finite_key<T>(key)) {
-      work.residual[i] = T(0);
+      work.residual[i] = rest_of_sent(number, sent);
+    } else if (!is_finite_key<Number>(key)) {
+      work.residual[i] = Number(0);
     }
     __syncthreads();
   }
@@ -330,10 +331,10 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads)
-    topk_scatter_kernel(std::size_t num_chosen, const std::uint32_t* indices, const float* chosen_values,
+    topk_scatter_kernel(std::size_t num_chosen, const std::uint32_t* indices, const SentOf<T>* chosen_values,
                         T* values) {
   for (std::size_t i = first_index(); i < num_chosen; i += index_stride())
-    values[indices[i]] = static_cast<T>(chosen_values[i]);
+    values[indices[i]] = element_of<T>(number_of(chosen_values[i]));
 }
 
 }  // namespace
@@ -341,7 +342,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 template <class T>
 int launch_encode_bfloat16(std::size_t num_elements, const T* values, std::uint16_t* encoded,
                            std::uintptr_t stream) {
-  encode_half_kernel<BFloat16, T>
+  encode_half_kernel<ToBFloat16, T>
       <<<num_blocks_for(num_elements), kBlockThreads, 0, stream_of(stream)>>>(num_elements, values, encoded);
   return cudaGetLastError();
 }
@@ -349,7 +350,7 @@ int launch_encode_bfloat16(std::size_t num_elements, const T* values, std::uint1
 template <class T>
 int launch_decode_bfloat16(std::size_t num_elements, const std::uint16_t* encoded, T* values,
                            std::uintptr_t stream) {
-  decode_half_kernel<BFloat16, T>
+  decode_half_kernel<ToBFloat16, T>
       <<<num_blocks_for(num_elements), kBlockThreads, 0, stream_of(stream)>>>(num_elements, encoded, values);
   return cudaGetLastError();
 }
@@ -357,7 +358,7 @@ int launch_decode_bfloat16(std::size_t num_elements, const std::uint16_t* encode
 template <class T>
 int launch_encode_float16(std::size_t num_elements, const T* values, std::uint16_t* encoded,
                           std::uintptr_t stream) {
-  encode_half_kernel<Float16, T>
+  encode_half_kernel<ToFloat16, T>
       <<<num_blocks_for(num_elements), kBlockThreads, 0, stream_of(stream)>>>(num_elements, values, encoded);
   return cudaGetLastError();
 }
@@ -365,7 +366,7 @@ int launch_encode_float16(std::size_t num_elements, const T* values, std::uint16
 template <class T>
 int launch_decode_float16(std::size_t num_elements, const std::uint16_t* encoded, T* values,
                           std::uintptr_t stream) {
-  decode_half_kernel<Float16, T>
+  decode_half_kernel<ToFloat16, T>
       <<<num_blocks_for(num_elements), kBlockThreads, 0, stream_of(stream)>>>(num_elements, encoded, values);
   return cudaGetLastError();
 }
@@ -387,19 +388,19 @@ int launch_decode_int8(std::size_t num_elements, const std::byte* encoded, T* va
 
 template <class T>
 int launch_encode_topk(const TopKEncode<T>& work, TopKScratch* scratch, std::uintptr_t stream) {
+  using Number = NumberOf<T>;
   const std::size_t num_elements = work.num_elements;
   const unsigned num_count_blocks = num_blocks_for(num_elements, kNumCountBlocksMax);
   const unsigned num_parts = num_blocks_for(num_elements, kTopKPartsMax);
   topk_add_kernel<T><<<num_blocks_for(num_elements), kBlockThreads, 0, stream_of(stream)>>>(work, scratch);
-  for (int shift_before = FloatLayout<T>::kMagnitudeBits; shift_before > 0;) {
+  for (int shift_before = FloatLayout<Number>::kMagnitudeBits; shift_before > 0;) {
     const int shift = next_digit_shift(shift_before);
-    topk_count_kernel<T><<<num_count_blocks, kBlockThreads, 0, stream_of(stream)>>>(
+    topk_count_kernel<<<num_count_blocks, kBlockThreads, 0, stream_of(stream)>>>(
         num_elements, work.residual, shift_before, shift, scratch);
     topk_narrow_kernel<<<1, kScanThreads, 0, stream_of(stream)>>>(shift, scratch);
     shift_before = shift;
   }
-  topk_part_kernel<T>
-      <<<num_parts, kBlockThreads, 0, stream_of(stream)>>>(num_elements, work.residual, scratch);
+  topk_part_kernel<<<num_parts, kBlockThreads, 0, stream_of(stream)>>>(num_elements, work.residual, scratch);
   topk_offset_kernel<<<1, kScanThreads, 0, stream_of(stream)>>>(num_parts, scratch);
   topk_gather_kernel<T><<<num_parts, kBlockThreads, 0, stream_of(stream)>>>(work, scratch);
   return cudaGetLastError();
@@ -407,7 +408,7 @@ int launch_encode_topk(const TopKEncode<T>& work, TopKScratch* scratch, std::uin
 
 template <class T>
 int launch_decode_topk(std::size_t num_elements, std::size_t num_chosen, const std::uint32_t* indices,
-                       const float* chosen_values, T* values, std::uintptr_t stream) {
+                       const SentOf<T>* chosen_values, T* values, std::uintptr_t stream) {
   const cudaError_t zeroed = cudaMemsetAsync(values, 0, num_elements * sizeof(T), stream_of(stream));
   if (zeroed != cudaSuccess) return zeroed;
   topk_scatter_kernel<T><<<num_blocks_for(num_chosen), kBlockThreads, 0, stream_of(stream)>>>(
@@ -415,18 +416,24 @@ int launch_decode_topk(std::size_t num_elements, std::size_t num_chosen, const s
   return cudaGetLastError();
 }
 
-#define PD_INSTANTIATE(T)                                                                              \
-  template int launch_encode_bfloat16<T>(std::size_t, const T*, std::uint16_t*, std::uintptr_t);       \
-  template int launch_decode_bfloat16<T>(std::size_t, const std::uint16_t*, T*, std::uintptr_t);       \
-  template int launch_encode_float16<T>(std::size_t, const T*, std::uint16_t*, std::uintptr_t);        \
-  template int launch_decode_float16<T>(std::size_t, const std::uint16_t*, T*, std::uintptr_t);        \
-  template int launch_encode_int8<T>(std::size_t, const T*, std::byte*, std::uintptr_t);               \
-  template int launch_decode_int8<T>(std::size_t, const std::byte*, T*, std::uintptr_t);               \
-  template int launch_encode_topk<T>(const TopKEncode<T>&, TopKScratch*, std::uintptr_t);              \
-  template int launch_decode_topk<T>(std::size_t, std::size_t, const std::uint32_t*, const float*, T*, \
+#define PD_INSTANTIATE(T)                                                                                  \
+  template int launch_encode_int8<T>(std::size_t, const T*, std::byte*, std::uintptr_t);                   \
+  template int launch_decode_int8<T>(std::size_t, const std::byte*, T*, std::uintptr_t);                   \
+  template int launch_encode_topk<T>(const TopKEncode<T>&, TopKScratch*, std::uintptr_t);                  \
+  template int launch_decode_topk<T>(std::size_t, std::size_t, const std::uint32_t*, const SentOf<T>*, T*, \
                                      std::uintptr_t);
+#define PD_INSTANTIATE_ROUNDING(T)                                                               \
+  template int launch_encode_bfloat16<T>(std::size_t, const T*, std::uint16_t*, std::uintptr_t); \
+  template int launch_decode_bfloat16<T>(std::size_t, const std::uint16_t*, T*, std::uintptr_t); \
+  template int launch_encode_float16<T>(std::size_t, const T*, std::uint16_t*, std::uintptr_t);  \
+  template int launch_decode_float16<T>(std::size_t, const std::uint16_t*, T*, std::uintptr_t);
 PD_INSTANTIATE(float)
 PD_INSTANTIATE(double)
+PD_INSTANTIATE(BFloat16)
+PD_INSTANTIATE(Float16)
+PD_INSTANTIATE_ROUNDING(float)
+PD_INSTANTIATE_ROUNDING(double)
 #undef PD_INSTANTIATE
+#undef PD_INSTANTIATE_ROUNDING
 
 }  // namespace pipedream

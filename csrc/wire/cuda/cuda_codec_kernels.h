@@ -22,7 +22,8 @@ struct TopKScratch {
   std::uint32_t num_equal[kTopKPartsMax];
 };
 
-// Defined for T of float and double. num_elements is not 0; otherwise as the host's.
+// Defined for T of float and double, int8 and topk for BFloat16 and Float16, too. num_elements is not 0;
+// otherwise as the host's.
 template <class T>
 int launch_encode_bfloat16(std::size_t num_elements, const T* values, std::uint16_t* encoded,
                            std::uintptr_t stream);
@@ -44,6 +45,6 @@ int launch_encode_topk(const TopKEncode<T>& work, TopKScratch* scratch, std::uin
 // Zeros, then the chosen ones.
 template <class T>
 int launch_decode_topk(std::size_t num_elements, std::size_t num_chosen, const std::uint32_t* indices,
-                       const float* chosen_values, T* values, std::uintptr_t stream);
+                       const SentOf<T>* chosen_values, T* values, std::uintptr_t stream);
 
 }  // namespace pipedream

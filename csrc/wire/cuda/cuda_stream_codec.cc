@@ -9,9 +9,11 @@
 
 #include <cstdint>
 #include <string>
+#include <type_traits>
 
 #include "base/check.h"
 #include "device/device.h"
+#include "wire/codec_elements.h"
 #include "wire/cuda/cuda_codec_kernels.h"
 #include "wire/cuda/cuda_stream_codec.h"
 
@@ -65,25 +67,45 @@ class NativeStream {
 };
 
 template <class T>
+constexpr bool kIsHalf = std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>;
+
+// bf16 and fp16, of elements that have more than 16 bits.
+template <class T>
+int launch_rounding(const CodecWork& work, std::uintptr_t stream) {
+  const auto* const values = reinterpret_cast<const T*>(work.values);
+  auto* const halves = reinterpret_cast<std::uint16_t*>(work.encoded);
+  return work.codec.kind == CodecKind::kBFloat16
+             ? launch_encode_bfloat16(work.num_elements, values, halves, stream)
+             : launch_encode_float16(work.num_elements, values, halves, stream);
+}
+template <class T>
+int launch_unrounding(const CodecWork& work, std::uintptr_t stream) {
+  auto* const values = reinterpret_cast<T*>(work.values);
+  const auto* const halves = reinterpret_cast<const std::uint16_t*>(work.encoded);
+  return work.codec.kind == CodecKind::kBFloat16
+             ? launch_decode_bfloat16(work.num_elements, halves, values, stream)
+             : launch_decode_float16(work.num_elements, halves, values, stream);
+}
+
+template <class T>
 int launch_encode(const CodecWork& work, std::size_t num_chosen, TopKScratch* scratch,
                   std::uintptr_t stream) {
   const auto* const values = reinterpret_cast<const T*>(work.values);
-  auto* const halves = reinterpret_cast<std::uint16_t*>(work.encoded);
   auto* const indices = reinterpret_cast<std::uint32_t*>(work.encoded);
   switch (work.codec.kind) {
     case CodecKind::kNone:
       break;  // encode() copies
     case CodecKind::kBFloat16:
-      return launch_encode_bfloat16(work.num_elements, values, halves, stream);
     case CodecKind::kFloat16:
-      return launch_encode_float16(work.num_elements, values, halves, stream);
+      if constexpr (!kIsHalf<T>) return launch_rounding<T>(work, stream);
+      break;
     case CodecKind::kInt8:
       return launch_encode_int8(work.num_elements, values, work.encoded, stream);
     case CodecKind::kTopK:
       PD_CHECK(work.residual != nullptr, "topk without a residual");
       return launch_encode_topk<T>(
-          {work.num_elements, num_chosen, values, reinterpret_cast<T*>(work.residual), indices,
-           reinterpret_cast<float*>(indices + num_chosen)},
+          {work.num_elements, num_chosen, values, reinterpret_cast<NumberOf<T>*>(work.residual), indices,
+           reinterpret_cast<SentOf<T>*>(indices + num_chosen)},
           scratch, stream);
   }
   PD_CHECK(false, "codec " << static_cast<int>(work.codec.kind));
@@ -92,20 +114,19 @@ int launch_encode(const CodecWork& work, std::size_t num_chosen, TopKScratch* sc
 template <class T>
 int launch_decode(const CodecWork& work, std::size_t num_chosen, std::uintptr_t stream) {
   auto* const values = reinterpret_cast<T*>(work.values);
-  const auto* const halves = reinterpret_cast<const std::uint16_t*>(work.encoded);
   const auto* const indices = reinterpret_cast<const std::uint32_t*>(work.encoded);
   switch (work.codec.kind) {
     case CodecKind::kNone:
       break;  // decode() copies
     case CodecKind::kBFloat16:
-      return launch_decode_bfloat16(work.num_elements, halves, values, stream);
     case CodecKind::kFloat16:
-      return launch_decode_float16(work.num_elements, halves, values, stream);
+      if constexpr (!kIsHalf<T>) return launch_unrounding<T>(work, stream);
+      break;
     case CodecKind::kInt8:
       return launch_decode_int8(work.num_elements, work.encoded, values, stream);
     case CodecKind::kTopK:
       return launch_decode_topk(work.num_elements, num_chosen, indices,
-                                reinterpret_cast<const float*>(indices + num_chosen), values, stream);
+                                reinterpret_cast<const SentOf<T>*>(indices + num_chosen), values, stream);
   }
   PD_CHECK(false, "codec " << static_cast<int>(work.codec.kind));
 }
@@ -125,16 +146,18 @@ class CudaStreamCodec final : public StreamCodec {
     if (work.codec.kind == CodecKind::kNone) return stream.copy(work.encoded, work.values, bytes_of(work));
     run_between(stream, work, [&](std::size_t num_chosen, std::uintptr_t native_stream) {
       auto* const scratch = reinterpret_cast<TopKScratch*>(scratch_->data());
-      return work.dtype == DType::kFloat32 ? launch_encode<float>(work, num_chosen, scratch, native_stream)
-                                           : launch_encode<double>(work, num_chosen, scratch, native_stream);
+      return with_element_type(work.dtype, [&](auto element) {
+        return launch_encode<typename decltype(element)::Type>(work, num_chosen, scratch, native_stream);
+      });
     });
   }
 
   void decode(Stream& stream, const CodecWork& work) override {
     if (work.codec.kind == CodecKind::kNone) return stream.copy(work.values, work.encoded, bytes_of(work));
     run_between(stream, work, [&](std::size_t num_chosen, std::uintptr_t native_stream) {
-      return work.dtype == DType::kFloat32 ? launch_decode<float>(work, num_chosen, native_stream)
-                                           : launch_decode<double>(work, num_chosen, native_stream);
+      return with_element_type(work.dtype, [&](auto element) {
+        return launch_decode<typename decltype(element)::Type>(work, num_chosen, native_stream);
+      });
     });
   }
 
@@ -147,9 +170,8 @@ class CudaStreamCodec final : public StreamCodec {
   void run_between(Stream& stream, const CodecWork& work, const Launch& launch) {
     PD_CHECK(work.num_elements <= num_elements_max_,
              work.num_elements << " elements, at most " << num_elements_max_);
-    // Checks codec and dtype, too; what one element takes gives topk's number of them.
     const std::size_t num_chosen =
-        work.codec.kind == CodecKind::kTopK ? bytes_of(work) / (sizeof(std::uint32_t) + sizeof(float)) : 0;
+        work.codec.kind == CodecKind::kTopK ? topk_num_chosen(work.codec, work.num_elements) : 0;
     if (work.num_elements == 0) return;
     stream.record(*given_);
     own_stream_->wait(*given_);

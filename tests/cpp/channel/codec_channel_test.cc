@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "channel/channels.h"
+#include "wire/encoding.h"
 
 namespace pipedream {
 namespace {
@@ -19,13 +20,12 @@ using Case = std::tuple<std::string, Road, std::string>;  // transport, road, co
 
 template <class Float>
 std::shared_ptr<Content> normal_floats(const std::vector<std::int64_t>& shape, std::uint32_t seed) {
-  constexpr DType kDType = sizeof(Float) == 4 ? DType::kFloat32 : DType::kFloat64;
   auto content = std::make_shared<Content>();
-  content->add(kDType, shape, 0);
+  content->add(kDTypeOf<Float>, shape, 0);
   std::mt19937 random(seed);
-  std::normal_distribution<Float> normal(0, 10);
+  std::normal_distribution<NumberOf<Float>> normal(0, 10);
   std::vector<Float> values(content->bytes[0].size() / sizeof(Float));
-  for (Float& value : values) value = normal(random);
+  for (Float& value : values) value = element_of<Float>(normal(random));
   if (!values.empty()) std::memcpy(content->bytes[0].data(), values.data(), content->bytes[0].size());
   return content;
 }
@@ -74,20 +74,21 @@ TEST_P(CodecChannels, ItemsArriveAsTheCodecMakesThem) {
   const ItemSpec spec({{DType::kFloat32, 2, kNumRowsMax * kNumColumns * 4},
                        {DType::kInt64, 1, 800},
                        {DType::kFloat64, 1, 1000 * 8},
-                       {DType::kFloat16, 1, 100},
+                       {DType::kFloat16, 1, 1000},
+                       {DType::kBFloat16, 1, 700},
                        {DType::kFloat32, 0, 4}});
   make_channels(spec, {.num_slots = 3, .chunk_bytes = 5000, .codec = codec()});
   std::vector<std::vector<std::byte>> residuals;
-  for (const TensorSpec& tensor : spec.tensors()) residuals.emplace_back(tensor.bytes_max);
+  for (const TensorSpec& tensor : spec.tensors()) residuals.emplace_back(2 * tensor.bytes_max);  // or less
   for (std::uint32_t minibatch = 0; minibatch < 12; ++minibatch) {
     auto integers = std::make_shared<Content>();
     integers->add(DType::kInt64, {minibatch % 7}, minibatch);
-    auto halves = std::make_shared<Content>();
-    halves->add(DType::kFloat16, {50}, minibatch);
     const std::int64_t num_rows = minibatch % 4 == 3 ? minibatch : kNumRowsMax;  // a short one now and then
-    const auto content = joined({normal_floats<float>({num_rows, kNumColumns}, minibatch), integers,
-                                 normal_floats<double>({minibatch == 5 ? 0 : 1000}, minibatch + 50), halves,
-                                 normal_floats<float>({}, minibatch + 90)});
+    const auto content =
+        joined({normal_floats<float>({num_rows, kNumColumns}, minibatch), integers,
+                normal_floats<double>({minibatch == 5 ? 0 : 1000}, minibatch + 50),
+                normal_floats<Float16>({500 - minibatch}, minibatch + 60),
+                normal_floats<BFloat16>({350}, minibatch + 70), normal_floats<float>({}, minibatch + 90)});
     Content expected = *content;
     for (std::size_t tensor = 0; tensor < spec.num_tensors(); ++tensor) {
       expected.bytes[tensor] = through(codec(), content->tensors[tensor], residuals[tensor]);

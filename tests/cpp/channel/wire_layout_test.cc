@@ -41,7 +41,7 @@ TEST(WireLayout, FloatTensorsTakeWhatTheirEncodingTakes) {
   EXPECT_EQ(layout.residual_bytes(), 0U);
 }
 
-TEST(WireLayout, ResidualsAreAsLargeAsTheTensorsThatHaveThem) {
+TEST(WireLayout, ResidualsAreAsLargeAsTheTensorsOf32And64BitsThatHaveThem) {
   const WireLayout layout(spec(), codec_from_name("topk:0.1"));
   EXPECT_TRUE(layout.has_residual(0));
   EXPECT_FALSE(layout.has_residual(1));
@@ -50,9 +50,28 @@ TEST(WireLayout, ResidualsAreAsLargeAsTheTensorsThatHaveThem) {
   EXPECT_EQ(layout.residual_bytes(), 4032U + 832);
 }
 
+TEST(WireLayout, TensorsOf16BitsTakeWhatTheirEncodingTakesAndResidualsOfFloat32) {
+  const ItemSpec halves({{DType::kBFloat16, 1, 2000}, {DType::kFloat16, 1, 1000}});
+  const WireLayout int8(halves, codec_from_name("int8"));
+  EXPECT_EQ(int8.num_elements_max(), 1000U);
+  EXPECT_EQ(int8.wire_bytes(0, 2000), 1016U);
+  EXPECT_EQ(int8.wire_bytes(1, 1000), 508U);
+  const WireLayout topk(halves, codec_from_name("topk:0.1"));
+  EXPECT_EQ(topk.wire_bytes(0, 2000), 600U);
+  EXPECT_EQ(topk.wire_bytes(1, 1000), 300U);
+  EXPECT_EQ(topk.residual_offset_bytes(1), 4032U);
+  EXPECT_EQ(topk.residual_bytes(), 4032U + 2048);
+  for (const char* const name : {"bf16", "fp16"}) {
+    const WireLayout as_they_are(halves, codec_from_name(name));
+    EXPECT_FALSE(as_they_are.encodes());
+    EXPECT_EQ(as_they_are.slot_bytes(), halves.slot_bytes());
+  }
+}
+
 TEST(WireLayout, NoSmallerTensorTakesMoreThanIsPlanned) {
   for (const char* name : {"none", "bf16", "fp16", "int8", "topk", "topk:1", "topk:0.333"}) {
-    for (const DType dtype : {DType::kFloat32, DType::kFloat64, DType::kInt16}) {
+    for (const DType dtype :
+         {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16, DType::kInt16}) {
       const std::size_t bytes_max = 3000 * dtype_bytes(dtype);
       const WireLayout layout(ItemSpec({{dtype, 1, bytes_max}}), codec_from_name(name));
       std::size_t smaller = 0;

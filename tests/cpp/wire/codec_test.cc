@@ -64,32 +64,54 @@ TEST(Codec, CodesOnTheWireNeverChange) {
     EXPECT_EQ(is_known_codec(static_cast<std::uint8_t>(code)), code <= 4) << code;
 }
 
-TEST(Codec, OnlyFloat32AndFloat64AreEncoded) {
-  const Codec topk = codec_from_name("topk:0.5");
+TEST(Codec, AppliesWhereItMakesFloatsSmaller) {
   for (std::uint8_t code = 0; code < 255; ++code) {
     if (!is_known_dtype(code)) continue;
     const auto dtype = static_cast<DType>(code);
-    const bool applies = dtype == DType::kFloat32 || dtype == DType::kFloat64;
-    EXPECT_EQ(codec_for(topk, dtype), applies ? topk : Codec{}) << dtype_name(dtype);
+    const bool is_wide = dtype == DType::kFloat32 || dtype == DType::kFloat64;
+    const bool is_half = dtype == DType::kBFloat16 || dtype == DType::kFloat16;
+    for (const char* const name : {"int8", "topk:0.5"}) {
+      const Codec codec = codec_from_name(name);
+      EXPECT_EQ(codec_for(codec, dtype), is_wide || is_half ? codec : Codec{}) << name << dtype_name(dtype);
+    }
+    for (const char* const name : {"bf16", "fp16"}) {
+      const Codec codec = codec_from_name(name);
+      EXPECT_EQ(codec_for(codec, dtype), is_wide ? codec : Codec{}) << name << dtype_name(dtype);
+    }
+    EXPECT_EQ(codec_for({}, dtype), Codec{});
   }
 }
 
 TEST(Codec, EncodedBytesAreThoseOfTheLayout) {
   for (const std::size_t num_elements : kSizes) {
-    for (const DType dtype : {DType::kFloat32, DType::kFloat64}) {
+    for (const DType dtype : {DType::kFloat32, DType::kFloat64, DType::kBFloat16, DType::kFloat16}) {
       const auto bytes = [&](const char* name) {
         return encoded_bytes(codec_from_name(name), dtype, num_elements);
       };
+      const bool is_half = dtype_bytes(dtype) == 2;
+      const std::size_t entry_bytes = is_half ? 6 : 8;
       EXPECT_EQ(bytes("none"), num_elements * dtype_bytes(dtype));
+      EXPECT_EQ(bytes("int8"), num_elements + 4 * ((num_elements + 255) / 256));
+      EXPECT_EQ(bytes("topk:1"), entry_bytes * num_elements);
+      EXPECT_EQ(bytes("topk:1e-12"), num_elements == 0 ? 0U : entry_bytes);
+      if (is_half) continue;
       EXPECT_EQ(bytes("bf16"), 2 * num_elements);
       EXPECT_EQ(bytes("fp16"), 2 * num_elements);
-      EXPECT_EQ(bytes("int8"), num_elements + 4 * ((num_elements + 255) / 256));
-      EXPECT_EQ(bytes("topk:1"), 8 * num_elements);
-      EXPECT_EQ(bytes("topk:1e-12"), num_elements == 0 ? 0U : 8U);
     }
   }
   EXPECT_EQ(encoded_bytes(codec_from_name("topk:0.01"), DType::kFloat32, 101), 16U);
+  EXPECT_EQ(encoded_bytes(codec_from_name("topk:0.01"), DType::kFloat16, 101), 12U);
   EXPECT_EQ(encoded_bytes(codec_from_name("none"), DType::kInt64, 3), 24U);
+}
+
+TEST(Codec, ResidualsAreAsWideAsWhatIsAddedUp) {
+  const Codec topk = codec_from_name("topk:0.01");
+  EXPECT_EQ(residual_bytes(topk, DType::kFloat32, 100), 400U);
+  EXPECT_EQ(residual_bytes(topk, DType::kFloat64, 100), 800U);
+  EXPECT_EQ(residual_bytes(topk, DType::kBFloat16, 100), 400U);
+  EXPECT_EQ(residual_bytes(topk, DType::kFloat16, 100), 400U);
+  EXPECT_EQ(residual_bytes(codec_from_name("int8"), DType::kFloat16, 100), 0U);
+  EXPECT_EQ(residual_bytes({}, DType::kInt32, 100), 0U);
 }
 
 TEST(CodecDeathTest, WhatCannotBeEncodedIsOurBug) {
@@ -97,6 +119,7 @@ TEST(CodecDeathTest, WhatCannotBeEncodedIsOurBug) {
   EXPECT_DEATH((void)encoded_bytes(codec_from_name("topk"), DType::kFloat32, too_many),
                "4294967296 elements");
   EXPECT_DEATH((void)encoded_bytes(codec_from_name("bf16"), DType::kInt32, 1), "bf16 of int32");
+  EXPECT_DEATH((void)encoded_bytes(codec_from_name("fp16"), DType::kBFloat16, 1), "fp16 of bfloat16");
   EXPECT_EQ(encoded_bytes(codec_from_name("topk:1"), DType::kFloat32, too_many - 1), (too_many - 1) * 8);
 }
 
@@ -379,6 +402,63 @@ TYPED_TEST(CodecOf, TopKOfEveryMagnitudeAndOfSpecialsChoosesWhatASortDoes) {
   }
 }
 
+// The orders that fill the list of candidates again and again, or that no bound divides.
+TYPED_TEST(CodecOf, TopKOfValuesInAnyOrderChoosesWhatASortDoes) {
+  const auto random = this->normal_values(100'003);
+  auto ascending = random;
+  std::sort(ascending.begin(), ascending.end(),
+            [](TypeParam a, TypeParam b) { return std::abs(a) < std::abs(b); });
+  const std::vector<TypeParam> descending(ascending.rbegin(), ascending.rend());
+  const std::vector<TypeParam> equal(random.size(), TypeParam(-3));
+  const std::vector<TypeParam> nans(random.size(), kNan<TypeParam>);
+  std::vector<TypeParam> few(random.size());
+  few[random.size() - 1] = few[50'000] = 1;
+  auto two_levels = equal;
+  for (std::size_t i = 0; i < two_levels.size(); i += 3) two_levels[i] = TypeParam(3.5);
+  for (const auto& values : {ascending, descending, equal, nans, few, two_levels}) {
+    for (const double share : {0.0001, 0.01, 0.1, 0.3, 0.6}) {
+      Encoding<TypeParam> encoding({CodecKind::kTopK, share}, values.size());
+      encoding.encode(values);
+      ASSERT_EQ(encoding.indices(), largest_by_sort(values, encoding.num_entries())) << share;
+    }
+  }
+}
+
+// As a tensor could be made to be, by somebody who knows which elements the sample is of.
+TYPED_TEST(CodecOf, TopKOfATensorWhoseSampleMisleadsChoosesWhatASortDoes) {
+  constexpr std::size_t kNumElements = 300'000;
+  for (const TypeParam factor : {TypeParam(1e6), TypeParam(1e-6)}) {
+    auto values = this->normal_values(kNumElements);
+    for (std::size_t run = 0; run < topk_sample_runs(kNumElements); ++run) {
+      for (std::size_t i = 0; i < kTopKRunElements; ++i)
+        values[topk_sample_at(kNumElements, run) + i] *= factor;
+    }
+    for (const double share : {0.001, 0.01, 0.05, 0.1}) {
+      Encoding<TypeParam> encoding({CodecKind::kTopK, share}, kNumElements);
+      for (int item = 0; item < 2; ++item) {
+        auto sums = encoding.residual();
+        for (std::size_t i = 0; i < kNumElements; ++i) sums[i] += values[i];
+        encoding.encode(values);
+        ASSERT_EQ(encoding.indices(), largest_by_sort(sums, encoding.num_entries()))
+            << factor << " " << share;
+      }
+    }
+  }
+}
+
+TEST(TopKSample, IsOfThePartsOfATensorInOrder) {
+  for (const std::size_t num_elements : {511UL, 512UL, 5000UL, 131'072UL, 300'000UL, 0xffffffffUL}) {
+    const std::size_t num_runs = topk_sample_runs(num_elements);
+    EXPECT_EQ(num_runs == 0, num_elements < 512) << num_elements;
+    EXPECT_LE(num_runs * kTopKRunElements, kTopKSampleMax);
+    for (std::size_t run = 0; run < num_runs; ++run) {
+      const std::size_t part_elements = num_elements / num_runs;
+      ASSERT_GE(topk_sample_at(num_elements, run), run * part_elements);
+      ASSERT_LE(topk_sample_at(num_elements, run) + kTopKRunElements, (run + 1) * part_elements);
+    }
+  }
+}
+
 TYPED_TEST(CodecOf, TopKOfZerosSendsTheFirstZeros) {
   Encoding<TypeParam> encoding({CodecKind::kTopK, 0.1}, 100);
   EXPECT_EQ(encoding.sent(std::vector<TypeParam>(100)), std::vector<TypeParam>(100));
@@ -486,14 +566,180 @@ TEST(CodecDeathTest, TopKWithoutAResidualIsOurBug) {
   EXPECT_DEATH(encode_host(work), "residual");
 }
 
+// ---- Elements of 16 bits ----
+
+template <class T>
+class CodecOfHalf : public testing::Test {
+ protected:
+  static constexpr double kHalfOfLastBit = std::is_same_v<T, BFloat16> ? 0x1p-9 : 0x1p-12;  // of 1
+  static constexpr double kSmallest = std::is_same_v<T, BFloat16> ? 0x1p-133 : 0x1p-24;
+  std::mt19937_64 generator_{20191027};
+
+  static std::vector<T> halves(const std::vector<float>& numbers) {
+    std::vector<T> halves(numbers.size());
+    std::transform(numbers.begin(), numbers.end(), halves.begin(),
+                   [](float number) { return element_of<T>(number); });
+    return halves;
+  }
+  static std::vector<float> numbers(const std::vector<T>& halves) {
+    std::vector<float> numbers(halves.size());
+    std::transform(halves.begin(), halves.end(), numbers.begin(), [](T half) { return number_of(half); });
+    return numbers;
+  }
+  std::vector<T> normal_values(std::size_t num_elements) {
+    std::normal_distribution<float> distribution;
+    std::vector<float> values(num_elements);
+    for (float& value : values) value = distribution(generator_);
+    return halves(values);
+  }
+  // Every code that there is, denormals and both zeros among them; specials only if asked for.
+  std::vector<T> all_codes(bool with_specials) {
+    std::vector<T> codes;
+    for (unsigned code = 0; code < 0x10000U; ++code) {
+      const T half = {static_cast<std::uint16_t>(code)};
+      if (with_specials || std::isfinite(number_of(half))) codes.push_back(half);
+    }
+    std::shuffle(codes.begin(), codes.end(), generator_);
+    return codes;
+  }
+};
+
+using Halves = testing::Types<BFloat16, Float16>;
+TYPED_TEST_SUITE(CodecOfHalf, Halves);
+
+TYPED_TEST(CodecOfHalf, Int8IsWithinHalfAStepAndTheRoundingTo16Bits) {
+  auto ascending = this->all_codes(/*with_specials=*/false);  // blocks of every scale
+  std::sort(ascending.begin(), ascending.end(),
+            [](TypeParam a, TypeParam b) { return std::abs(number_of(a)) < std::abs(number_of(b)); });
+  for (const auto& halves : {this->normal_values(70'001), this->all_codes(false), ascending}) {
+    Encoding<TypeParam> encoding(codec_from_name("int8"), halves.size());
+    const auto values = this->numbers(halves);
+    const auto decoded = this->numbers(encoding.sent(halves));
+    for (std::size_t first = 0; first < values.size(); first += kInt8BlockElements) {
+      const std::size_t end = std::min(first + kInt8BlockElements, values.size());
+      double largest = 0;
+      for (std::size_t i = first; i < end; ++i) largest = std::max<double>(largest, std::abs(values[i]));
+      // The scale is a float32, which has no more bits than bfloat16 near its smallest.
+      const double step = largest / 254 * (1 + 1e-5) + 0x1p-150 * 128;
+      for (std::size_t i = first; i < end; ++i) {
+        const double rounding =
+            std::max(std::abs(double{values[i]}) * 2 * this->kHalfOfLastBit, this->kSmallest);
+        ASSERT_LE(std::abs(double{decoded[i]} - double{values[i]}),
+                  step + step * this->kHalfOfLastBit + rounding)
+            << values[i] << " of a block up to " << largest;
+      }
+    }
+  }
+}
+
+TYPED_TEST(CodecOfHalf, Int8DecodesZerosOfBothSignsToZeroAndTheLargestToItself) {
+  const TypeParam largest = {std::is_same_v<TypeParam, BFloat16> ? std::uint16_t{0x7f7f}
+                                                                 : std::uint16_t{0x7bff}};
+  const TypeParam minus_largest = {static_cast<std::uint16_t>(largest.bits | 0x8000U)};
+  Encoding<TypeParam> encoding(codec_from_name("int8"), 4);
+  const auto decoded = this->numbers(encoding.sent({largest, minus_largest, {0x8000}, {0}}));
+  EXPECT_EQ(decoded, (std::vector<float>{number_of(largest), number_of(minus_largest), 0, 0}));
+  Encoding<TypeParam> zeros(codec_from_name("int8"), 300);
+  EXPECT_EQ(this->numbers(zeros.sent(std::vector<TypeParam>(300, TypeParam{0x8000}))),
+            std::vector<float>(300));
+}
+
+TYPED_TEST(CodecOfHalf, Int8BlockWithAnInfinityOrANanDecodesToNanAndNoOtherBlockDoes) {
+  for (const float special : {kInfinity<float>, -kInfinity<float>, kNan<float>}) {
+    auto halves = this->normal_values(3 * kInt8BlockElements);
+    halves[kInt8BlockElements + 17] = element_of<TypeParam>(special);
+    Encoding<TypeParam> encoding(codec_from_name("int8"), halves.size());
+    const auto decoded = this->numbers(encoding.sent(halves));
+    for (std::size_t i = 0; i < decoded.size(); ++i) {
+      ASSERT_EQ(std::isfinite(decoded[i]), i / kInt8BlockElements != 1) << i;
+      ASSERT_EQ(std::isnan(decoded[i]), i / kInt8BlockElements == 1) << i;
+    }
+  }
+}
+
+TYPED_TEST(CodecOfHalf, TopKAddsUpInFloat32SendsTheLargestRoundedAndKeepsTheRest) {
+  for (const std::size_t num_elements : {1U, 7U, 1000U, 70'001U}) {
+    for (const double share : {0.0001, 0.05, 0.4, 1.0}) {
+      Encoding<TypeParam> encoding({CodecKind::kTopK, share}, num_elements);
+      std::vector<float> sums(num_elements);
+      for (int item = 0; item < 5; ++item) {
+        const auto halves = this->normal_values(num_elements);
+        for (std::size_t i = 0; i < num_elements; ++i) sums[i] += number_of(halves[i]);
+        const auto chosen = largest_by_sort(sums, encoding.num_entries());
+        std::vector<TypeParam> expected(num_elements);
+        for (const std::uint32_t i : chosen) {
+          expected[i] = element_of<TypeParam>(sums[i]);
+          sums[i] -= number_of(expected[i]);
+        }
+        ASSERT_EQ(this->numbers(encoding.sent(halves)), this->numbers(expected)) << share << " " << item;
+        ASSERT_EQ(encoding.indices(), chosen) << share << " of " << num_elements;
+        ASSERT_EQ(encoding.residual(), sums) << share << " of " << num_elements;
+      }
+    }
+  }
+}
+
+TYPED_TEST(CodecOfHalf, NothingThatTopKLeavesOutOrRoundsIsLost) {
+  constexpr std::size_t kNumElements = 3000;
+  std::uniform_int_distribution<int> whole(1, 300);  // sums are exact in float32, and too long for 16 bits
+  Encoding<TypeParam> encoding({CodecKind::kTopK, 0.03}, kNumElements);
+  std::vector<double> missing(kNumElements);
+  bool was_rounded = false;
+  for (int item = 0; item < 200; ++item) {
+    std::vector<float> values(kNumElements);
+    for (float& value : values) value = static_cast<float>(whole(this->generator_));
+    const auto halves = this->halves(values);
+    const auto decoded = this->numbers(encoding.sent(halves));
+    const auto residual = encoding.residual();
+    for (std::size_t i = 0; i < kNumElements; ++i) {
+      missing[i] += double{number_of(halves[i])} - double{decoded[i]};
+      ASSERT_EQ(missing[i], residual[i]) << "item " << item << ", element " << i;
+      was_rounded |= decoded[i] != 0 && residual[i] != 0;
+    }
+  }
+  EXPECT_TRUE(was_rounded);
+}
+
+TYPED_TEST(CodecOfHalf, TopKSendsASumThatIsTooLargeAsAnInfinityAndForgetsIt) {
+  const TypeParam largest = {std::is_same_v<TypeParam, BFloat16> ? std::uint16_t{0x7f7f}
+                                                                 : std::uint16_t{0x7bff}};
+  Encoding<TypeParam> encoding({CodecKind::kTopK, 0.05}, 40);
+  const std::vector<TypeParam> values(40, largest);
+  encoding.encode(values);
+  const auto decoded = this->numbers(encoding.sent(values));
+  EXPECT_EQ(encoding.indices(), (std::vector<std::uint32_t>{2, 3}));
+  EXPECT_EQ(decoded[2], kInfinity<float>);
+  EXPECT_EQ(encoding.residual()[2], 0);
+  EXPECT_EQ(encoding.residual()[0], number_of(largest));
+}
+
+TYPED_TEST(CodecOfHalf, AfterInfinitiesAndNansTopKIsAsFromAFreshResidual) {
+  auto overflowed = this->normal_values(70'001);
+  for (std::size_t i = 0; i < overflowed.size(); ++i) {
+    const float specials[] = {kInfinity<float>, -kInfinity<float>, kNan<float>};
+    overflowed[i] = element_of<TypeParam>(i % 2 == 0 ? specials[i % 3] : 0.0F);
+  }
+  const auto finite = this->normal_values(overflowed.size());
+  Encoding<TypeParam> encoding({CodecKind::kTopK, 0.1}, overflowed.size());
+  encoding.encode(overflowed);
+  EXPECT_EQ(encoding.residual(), std::vector<float>(overflowed.size()));
+  Encoding<TypeParam> fresh({CodecKind::kTopK, 0.1}, overflowed.size());
+  EXPECT_EQ(this->numbers(encoding.sent(finite)), this->numbers(fresh.sent(finite)));
+  EXPECT_EQ(encoding.residual(), fresh.residual());
+}
+
 // ---- Instruction sets and alignment ----
 
 template <class T>
 const CodecKernels<T>& kernels_of(const CodecKernelSet& set) {
   if constexpr (std::is_same_v<T, float>) {
     return *set.for_float32;
-  } else {
+  } else if constexpr (std::is_same_v<T, double>) {
     return *set.for_float64;
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    return *set.for_bfloat16;
+  } else {
+    return *set.for_float16;
   }
 }
 
@@ -515,25 +761,29 @@ std::vector<std::byte> everything(const CodecKernels<T>& kernels, const std::vec
     const auto bytes = bytes_of(part);
     all.insert(all.end(), bytes.begin(), bytes.end());
   };
-  kernels.encode_bfloat16(count, values.data(), halves.data());
-  keep(halves);
-  kernels.decode_bfloat16(count, halves.data(), decoded.data());
-  keep(decoded);
-  kernels.encode_float16(count, values.data(), halves.data());
-  keep(halves);
-  kernels.decode_float16(count, halves.data(), decoded.data());
-  keep(decoded);
+  if (sizeof(T) > sizeof(std::uint16_t)) {
+    kernels.encode_bfloat16(count, values.data(), halves.data());
+    keep(halves);
+    kernels.decode_bfloat16(count, halves.data(), decoded.data());
+    keep(decoded);
+    kernels.encode_float16(count, values.data(), halves.data());
+    keep(halves);
+    kernels.decode_float16(count, halves.data(), decoded.data());
+    keep(decoded);
+  }
   kernels.encode_int8(count, values.data(), blocks.data());
   keep(blocks);
   kernels.decode_int8(count, blocks.data(), decoded.data());
   keep(decoded);
-  const std::size_t num_chosen = (count + 9) / 10;
-  std::vector<T> residual(count);
-  std::vector<std::uint32_t> entries(2 * num_chosen);
-  kernels.encode_topk({count, num_chosen, values.data(), residual.data(), entries.data(),
-                       reinterpret_cast<float*>(entries.data() + num_chosen)});
-  keep(entries);
-  keep(residual);
+  for (const std::size_t num_chosen : {(count + 99) / 100, (count + 2) / 3}) {
+    std::vector<NumberOf<T>> residual(count);
+    std::vector<std::uint32_t> entries(2 * num_chosen);
+    kernels.encode_topk({count, num_chosen, values.data(), residual.data(), entries.data(),
+                         reinterpret_cast<SentOf<T>*>(entries.data() + num_chosen)});
+    if (sizeof(SentOf<T>) == 2) entries.resize(num_chosen + num_chosen / 2);  // the rest is of the search
+    keep(entries);
+    keep(residual);
+  }
   return all;
 }
 
@@ -551,6 +801,19 @@ TYPED_TEST(CodecOf, EveryInstructionSetGivesTheSameBytes) {
         const bool same = everything(kernels_of<TypeParam>(kernel_sets.sets[set]), values) == expected;
         ASSERT_TRUE(same) << kernel_sets.sets[set].name << ", " << num_elements << " elements";
       }
+    }
+  }
+}
+
+TYPED_TEST(CodecOfHalf, EveryInstructionSetGivesTheSameBytes) {
+  const CodecKernelSets kernel_sets = codec_kernel_sets();
+  const auto& first = kernels_of<TypeParam>(kernel_sets.sets[0]);
+  for (const auto& values : {this->all_codes(false), this->all_codes(true), this->normal_values(257),
+                             this->normal_values(70'001)}) {
+    const auto expected = everything(first, values);
+    for (std::size_t set = 1; set < kernel_sets.num_sets; ++set) {
+      const bool same = everything(kernels_of<TypeParam>(kernel_sets.sets[set]), values) == expected;
+      ASSERT_TRUE(same) << kernel_sets.sets[set].name << ", " << values.size() << " elements";
     }
   }
 }

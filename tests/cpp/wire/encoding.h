@@ -10,7 +10,6 @@
 #include <memory>
 #include <numeric>
 #include <span>
-#include <type_traits>
 #include <vector>
 
 #include "device/device.h"
@@ -35,23 +34,32 @@ std::vector<std::uint32_t> largest_by_sort(const std::vector<T>& values, std::si
 }
 
 template <class T>
+constexpr DType kDTypeOf = DType::kFloat32;
+template <>
+constexpr DType kDTypeOf<double> = DType::kFloat64;
+template <>
+constexpr DType kDTypeOf<BFloat16> = DType::kBFloat16;
+template <>
+constexpr DType kDTypeOf<Float16> = DType::kFloat16;
+
+template <class T>
 class Encoding {
  public:
   Encoding(const Codec& codec, std::size_t num_elements) {
     work_.codec = codec;
-    work_.dtype = std::is_same_v<T, float> ? DType::kFloat32 : DType::kFloat64;
+    work_.dtype = kDTypeOf<T>;
     work_.num_elements = num_elements;
     encoded_bytes_ = encoded_bytes(codec, work_.dtype, num_elements);
     work_.values = memory(num_elements * sizeof(T));
     work_.encoded = memory(encoded_bytes_);
-    if (codec.kind == CodecKind::kTopK) work_.residual = memory(num_elements * sizeof(T));
+    if (codec.kind == CodecKind::kTopK) work_.residual = memory(num_elements * sizeof(NumberOf<T>));
   }
 
   [[nodiscard]] const CodecWork& work() const { return work_; }
   [[nodiscard]] std::byte* encoded() const { return work_.encoded; }
   [[nodiscard]] std::span<const std::byte> encoded_span() const { return {work_.encoded, encoded_bytes_}; }
-  [[nodiscard]] std::vector<T> values() const { return elements(work_.values); }
-  [[nodiscard]] std::vector<T> residual() const { return elements(work_.residual); }
+  [[nodiscard]] std::vector<T> values() const { return elements<T>(work_.values); }
+  [[nodiscard]] std::vector<NumberOf<T>> residual() const { return elements<NumberOf<T>>(work_.residual); }
   void set_values(const std::vector<T>& values) {
     if (!values.empty()) std::memcpy(work_.values, values.data(), values.size() * sizeof(T));
   }
@@ -72,7 +80,9 @@ class Encoding {
   }
 
   // topk's.
-  [[nodiscard]] std::size_t num_entries() const { return encoded_bytes_ / 8; }
+  [[nodiscard]] std::size_t num_entries() const {
+    return encoded_bytes_ / (sizeof(std::uint32_t) + sizeof(SentOf<T>));
+  }
   [[nodiscard]] std::vector<std::uint32_t> indices() const {
     std::vector<std::uint32_t> indices(num_entries());
     if (!indices.empty()) std::memcpy(indices.data(), work_.encoded, indices.size() * sizeof(std::uint32_t));
@@ -85,9 +95,10 @@ class Encoding {
     memories_.push_back(device_->allocate(num_bytes, MemoryKind::kStaging));
     return memories_.back()->data();
   }
-  std::vector<T> elements(const std::byte* bytes) const {
-    std::vector<T> elements(work_.num_elements);
-    if (!elements.empty()) std::memcpy(elements.data(), bytes, elements.size() * sizeof(T));
+  template <class Element>
+  std::vector<Element> elements(const std::byte* bytes) const {
+    std::vector<Element> elements(work_.num_elements);
+    if (!elements.empty()) std::memcpy(elements.data(), bytes, elements.size() * sizeof(Element));
     return elements;
   }
 

@@ -33,9 +33,9 @@ class StreamCodecContract : public testing::TestWithParam<DeviceType> {
 
   template <class T>
   std::vector<T> normal_values(std::size_t num_elements) {
-    std::normal_distribution<T> distribution;
+    std::normal_distribution<NumberOf<T>> distribution;
     std::vector<T> values(num_elements);
-    for (T& value : values) value = distribution(generator_);
+    for (T& value : values) value = element_of<T>(distribution(generator_));
     return values;
   }
 
@@ -53,7 +53,10 @@ class StreamCodecContract : public testing::TestWithParam<DeviceType> {
     };
     mirror.work.values = allocate(tensor_bytes, MemoryKind::kDevice);
     mirror.work.encoded = allocate(encoded_bytes(host.codec, host.dtype, host.num_elements), kind_of_encoded);
-    if (host.residual != nullptr) mirror.work.residual = allocate(tensor_bytes, MemoryKind::kDevice);
+    if (host.residual != nullptr) {
+      mirror.work.residual =
+          allocate(residual_bytes(host.codec, host.dtype, host.num_elements), MemoryKind::kDevice);
+    }
     return mirror;
   }
 
@@ -88,14 +91,15 @@ class StreamCodecContract : public testing::TestWithParam<DeviceType> {
       ASSERT_TRUE(get<std::byte>(mirror.work.encoded, bytes.size()) == expected)
           << name << " of " << values.size() << " elements, item " << item;
 
-      put(mirror.work.values, std::vector<T>(values.size(), T(1234)));
+      put(mirror.work.values, std::vector<T>(values.size(), element_of<T>(1234.0F)));
       codec_->decode(*stream_, mirror.work);
       const auto decoded = get<T>(mirror.work.values, values.size());
       ASSERT_TRUE(same_bits(decoded, host.decode())) << name << " of " << values.size() << " elements";
       if (mirror.work.residual != nullptr) {
-        ASSERT_TRUE(same_bits(get<T>(mirror.work.residual, values.size()), host.residual())) << name;
+        ASSERT_TRUE(same_bits(get<NumberOf<T>>(mirror.work.residual, values.size()), host.residual()))
+            << name;
       }
-      for (T& value : values) value = value / 2 + T(1);
+      for (T& value : values) value = element_of<T>(number_of(value) / 2 + 1);
     }
   }
   // A NaN is as good as another.
@@ -103,7 +107,7 @@ class StreamCodecContract : public testing::TestWithParam<DeviceType> {
   static bool same_bits(const std::vector<T>& one, const std::vector<T>& other) {
     if (one.size() != other.size()) return false;
     for (std::size_t i = 0; i < one.size(); ++i) {
-      if (std::isnan(one[i]) && std::isnan(other[i])) continue;
+      if (std::isnan(number_of(one[i])) && std::isnan(number_of(other[i]))) continue;
       if (std::memcmp(&one[i], &other[i], sizeof(T)) != 0) return false;
     }
     return true;
@@ -115,6 +119,12 @@ TEST_P(StreamCodecContract, GivesTheHostsBytesAtEverySize) {
     for (const std::size_t num_elements : kSizes) {
       expect_host_bytes(name, normal_values<float>(num_elements), MemoryKind::kDevice);
       expect_host_bytes(name, normal_values<double>(num_elements), MemoryKind::kDevice);
+    }
+  }
+  for (const char* const name : {"none", "int8", "topk:0.01", "topk:0.3", "topk:1"}) {
+    for (const std::size_t num_elements : kSizes) {
+      expect_host_bytes(name, normal_values<BFloat16>(num_elements), MemoryKind::kDevice);
+      expect_host_bytes(name, normal_values<Float16>(num_elements), MemoryKind::kDevice);
     }
   }
 }
@@ -132,6 +142,14 @@ TEST_P(StreamCodecContract, GivesTheHostsBytesOfEveryMagnitudeAndOfSpecials) {
   for (const char* const name : {"bf16", "fp16", "int8"}) {
     expect_host_bytes(name, floats, MemoryKind::kDevice);
     expect_host_bytes(name, doubles, MemoryKind::kDevice);
+  }
+  std::vector<BFloat16> bfloats(100'003);
+  std::vector<Float16> halves(100'003);
+  for (BFloat16& value : bfloats) value = {static_cast<std::uint16_t>(generator_())};
+  for (Float16& value : halves) value = {static_cast<std::uint16_t>(generator_())};
+  for (const char* const name : {"int8", "topk:0.01", "topk:0.3"}) {
+    expect_host_bytes(name, bfloats, MemoryKind::kDevice);
+    expect_host_bytes(name, halves, MemoryKind::kDevice);
   }
 }
 

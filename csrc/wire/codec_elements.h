@@ -1,0 +1,33 @@
+// From a dtype to the type of its elements, for the two backends of the codecs. Internal to csrc/wire; pure,
+// any thread.
+#pragma once
+
+#include "base/check.h"
+#include "base/dtype.h"
+#include "wire/codec_math.h"
+
+namespace pipedream {
+
+template <class T>
+struct ElementType {
+  using Type = T;
+};
+
+// body(ElementType<T>) for the elements of a dtype that codecs apply to.
+template <class Body>
+auto with_element_type(DType dtype, const Body& body) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return body(ElementType<float>{});
+    case DType::kFloat64:
+      return body(ElementType<double>{});
+    case DType::kBFloat16:
+      return body(ElementType<BFloat16>{});
+    case DType::kFloat16:
+      return body(ElementType<Float16>{});
+    default:
+      PD_CHECK(false, "a codec of " << dtype_name(dtype));
+  }
+}
+
+}  // namespace pipedream
