@@ -1,18 +1,21 @@
 """Steady throughput of a balanced 2-stage pipeline on 2 cores against one process on one core.
 
-    python bench/system/two_stages.py [--rounds 7] [--minibatches 200] [--json]
+    python bench/system/two_stages.py [--rounds 7] [--minibatches 200] [--kinds] [--json FILE]
 
 Each round runs both sides, one after the other, so that a drift of the machine's speed meets both. A side
 is warmed up before it is timed. Ideal ratio: 2.0; what the two cores give to two independent processes at
 once, which share caches and memory, is measured beside it as `limit`. Also prints, for the same runs, how
 close the pipeline comes to its slowest stage's own rate (ideal 1.0), and the runtime's overhead per work
-item: time in which a worker neither runs user code nor waits for data (ideal 0).
+item: time in which a worker neither runs user code nor waits for data (ideal 0), from the moment it asks for
+the item to the moment it asks for the next. --kinds measures that alone: by stage, kind of work item and
+part.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import multiprocessing
 import os
@@ -25,6 +28,7 @@ from typing import Any
 import pipedream
 import torch
 from pipedream import _core
+from pipedream.result import WorkSpan
 from torch import nn
 
 # width, batch: large has stages of some 10 ms on a slow core; small has stages of well under 1 ms, where
@@ -106,14 +110,41 @@ def slowest_stage_ms(result: pipedream.RunResult) -> float:
     return max(per_stage)
 
 
-def overhead_us(result: pipedream.RunResult) -> list[float]:
-    """Per stage, the median over work items of completed - asked - waited - user code."""
+def overheads_us(spans: list[WorkSpan]) -> list[tuple[str, float, float, float]]:
+    """Of one worker's work items but the last: (kind, then microseconds outside user code and waiting: from
+    asking to having the item, from there to completing it, from there to asking for the next)."""
     return [
-        statistics.median(
-            (span.completed_ns - span.asked_ns - span.wait_ns - span.compute_ns) / 1e3 for span in spans
+        (
+            span.kind,
+            (span.ready_ns - span.asked_ns - span.wait_ns) / 1e3,
+            (span.completed_ns - span.ready_ns - span.compute_ns) / 1e3,
+            (following.asked_ns - span.completed_ns) / 1e3,
         )
-        for spans in result.spans
+        for span, following in itertools.pairwise(spans)
     ]
+
+
+def overhead_us(result: pipedream.RunResult) -> list[float]:
+    """Per stage, the median over work items."""
+    return [statistics.median(sum(parts) for _, *parts in overheads_us(spans)) for spans in result.spans]
+
+
+def print_kinds(name: str, rounds: int, num_minibatches: int) -> None:
+    """The medians over the work items of all rounds, without the first tenth of each."""
+    rows: dict[tuple[int, str], list[tuple[float, ...]]] = {}
+    for _ in range(rounds):
+        result = pipeline(*MODELS[name], num_minibatches)
+        for stage, spans in enumerate(result.spans):
+            for kind, *parts in overheads_us(spans[len(spans) // 10 :]):
+                rows.setdefault((stage, kind), []).append((sum(parts), *parts))
+    print(f"\n{name} model: overhead in us, median and lower quartile; medians of its parts")
+    print(f"{'stage':>5} {'kind':9} {'median':>8} {'quartile':>8} {'asking':>8} {'doing':>8} {'leaving':>8}")
+    for (stage, kind), items in sorted(rows.items()):
+        total, asking, doing, leaving = zip(*items, strict=True)
+        quartile = statistics.quantiles(total, n=4)[0]
+        medians = [statistics.median(part) for part in (total, asking, doing, leaving)]
+        numbers = " ".join(f"{n:8.1f}" for n in (medians[0], quartile, *medians[1:]))
+        print(f"{stage:5} {kind:9} {numbers}")
 
 
 def measure(pool: Pool, name: str, rounds: int, num_minibatches: int) -> dict[str, Any]:
@@ -159,6 +190,7 @@ def main() -> None:
     parser.add_argument(
         "--minibatches", type=int, default=200, help="of the large model; the small: ten times"
     )
+    parser.add_argument("--kinds", action="store_true", help="only the overhead, by stage, kind and part")
     parser.add_argument("--json", type=str, metavar="FILE", help="write the figures here too")
     options = parser.parse_args()
     _core.keep_freed_memory()  # as in the workers: both sides keep their memory
@@ -166,6 +198,10 @@ def main() -> None:
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
     )
     print(f"machine: {machine}")
+    if options.kinds:
+        print_kinds("large", options.rounds, options.minibatches)
+        print_kinds("small", options.rounds, 10 * options.minibatches)
+        return
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         summaries = [
             measure(pool, "large", options.rounds, options.minibatches),

@@ -50,6 +50,10 @@ class MinibatchStatistics:
         self._norms = [module for module in stage.modules() if isinstance(module, _BatchNorm)]
         self._moments: dict[_BatchNorm, _Moments] = {}
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._norms)
+
     @contextlib.contextmanager
     def microbatch(self) -> Iterator[None]:
         """The forward of one microbatch."""

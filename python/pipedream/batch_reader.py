@@ -23,7 +23,7 @@ MARK_MASK = (1 << 63) - 1
 EMPTY_MARK = MARK_MASK
 
 
-@dataclass
+@dataclass(slots=True)
 class Microbatch:
     """What the data give for one forward. Empty: torch.chunk made fewer pieces than microbatches."""
 
@@ -37,6 +37,9 @@ class Microbatch:
     @property
     def is_empty(self) -> bool:
         return self.mark == EMPTY_MARK
+
+
+_HANDED_OUT = Microbatch()  # whoever has one keeps its tensors no longer than it must
 
 
 class BatchReader:
@@ -79,33 +82,38 @@ class BatchReader:
         if microbatch >= len(self._pieces):
             return Microbatch(mark=EMPTY_MARK)
         piece = self._pieces[microbatch]
-        self._pieces[microbatch] = Microbatch()  # whoever has it keeps it no longer than it must
+        self._pieces[microbatch] = _HANDED_OUT
         return piece
 
     def _open(self, minibatch: int, batch: Minibatch) -> None:
         # With a single stage nobody else reads it.
         mark = 0 if self._is_first and self._is_last else mark_of(batch) & MARK_MASK
-        cut = functools.partial(
-            chunk, num_microbatches=self._num_microbatches, minibatch=minibatch, num_samples=batch.num_samples
-        )
-        inputs = cut(batch.inputs, name="the inputs") if self._is_first else None
-        targets = cut(batch.targets, name="the targets") if self._is_last else None
-        # At every stage that reads: the others would find marks that differ. Of what is forwarded the caller.
-        check_alike(batch.inputs, batch.targets, self._num_microbatches, minibatch=minibatch)
-        if targets is not None and self._copies_targets:
-            targets = [map_tensors(torch.Tensor.clone, piece) for piece in targets]
+        inputs = batch.inputs if self._is_first else None
+        targets = batch.targets if self._is_last else None
+        if self._num_microbatches == 1:
+            self._pieces = [Microbatch(inputs, targets, mark)]
+        else:
+            self._pieces = self._cut(minibatch, batch, inputs, targets, mark)
+        if self._copies_targets:
+            for piece in self._pieces:
+                piece.targets = map_tensors(torch.Tensor.clone, piece.targets)
         if self._is_first:
             self._check_inputs(batch.inputs, minibatch)
-        shares = weights(piece_sizes(batch.num_samples, self._num_microbatches))
-        self._pieces = [
-            Microbatch(
-                inputs=inputs[index] if inputs is not None else None,
-                targets=targets[index] if targets is not None else None,
-                mark=mark,
-                weight=share,
-            )
-            for index, share in enumerate(shares)
-        ]
         if self._is_last:
             self.samples.append(1 if batch.num_samples is None else batch.num_samples)
             self.epochs.append(batch.epoch)
+
+    def _cut(
+        self, minibatch: int, batch: Minibatch, inputs: Any, targets: Any, mark: int
+    ) -> list[Microbatch]:
+        m = self._num_microbatches
+        cut = functools.partial(chunk, num_microbatches=m, minibatch=minibatch, num_samples=batch.num_samples)
+        cut_inputs = cut(inputs, name="the inputs")
+        cut_targets = cut(targets, name="the targets")
+        # At every stage that reads: the others would find marks that differ. Of what is forwarded the caller.
+        check_alike(batch.inputs, batch.targets, m, minibatch=minibatch)
+        shares = weights(piece_sizes(batch.num_samples, m))
+        return [
+            Microbatch(cut_inputs[index], cut_targets[index], mark, share)
+            for index, share in enumerate(shares)
+        ]

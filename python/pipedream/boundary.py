@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -103,6 +104,28 @@ class Boundary:
         """Bytes that cross per minibatch in one direction, as planned."""
         return sum(spec.num_bytes for spec in self.tensors)
 
+    @functools.cached_property
+    def _lone(self) -> TensorSpec | None:
+        """Of a value that is one tensor, as most are; None for any other."""
+        return self.tensors[0] if "tensor" in self.structure else None
+
+    def checked(
+        self, value: Any, *, stage: int | None = None, minibatch: int | None = None
+    ) -> list[torch.Tensor]:
+        """The tensors of a value in the order they cross, as flatten() gives them and check() wants them."""
+        lone = self._lone
+        if (  # as planned, in every minibatch but a short one
+            lone is not None
+            and isinstance(value, torch.Tensor)
+            and value.shape == lone.shape
+            and value.dtype == lone.dtype
+            and (lone.requires_grad or not value.requires_grad)
+        ):
+            return [value]
+        tensors = self.flatten(value, stage=stage, minibatch=minibatch)
+        self.check(tensors, stage=stage, minibatch=minibatch)
+        return tensors
+
     def flatten(
         self, value: Any, *, stage: int | None = None, minibatch: int | None = None
     ) -> list[torch.Tensor]:
@@ -111,16 +134,10 @@ class Boundary:
         Raises ValueError naming stage, minibatch and place when the structure or a constant is not as
         planned, or a tensor needs a gradient that was not planned.
         """
-        # Most boundaries are one tensor, and this runs once per minibatch.
-        if isinstance(value, torch.Tensor) and "tensor" in self.structure:
-            tensors: list[torch.Tensor | None] = [value]
-        else:
-            tensors = [None] * len(self.tensors)
-            fault = _collect(self.structure, value, "the value", tensors)
-            if fault is not None:
-                raise ValueError(
-                    f"{_where(stage, minibatch)}{fault}: keep the structure of the first minibatch"
-                )
+        tensors: list[torch.Tensor | None] = [None] * len(self.tensors)
+        fault = _collect(self.structure, value, "the value", tensors)
+        if fault is not None:
+            raise ValueError(f"{_where(stage, minibatch)}{fault}: keep the structure of the first minibatch")
         found: list[torch.Tensor] = []
         for tensor_index, (tensor, spec) in enumerate(zip(tensors, self.tensors, strict=True)):
             assert tensor is not None  # every index occurs in the structure
@@ -135,7 +152,7 @@ class Boundary:
 
     def unflatten(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The value that holds these tensors; the inverse of flatten."""
-        return _build(self.structure, tensors)
+        return tensors[0] if self._lone is not None else _build(self.structure, tensors)
 
     def check(
         self, tensors: Sequence[torch.Tensor], *, stage: int | None = None, minibatch: int | None = None
@@ -204,6 +221,11 @@ class _Alias(torch.autograd.Function):
         return gradients[0]
 
 
+# Not _Alias.apply, which first looks for transforms of torch.func: that takes longer than all the rest, and
+# there are none around a stage.
+_alias = super(torch.autograd.Function, _Alias).apply
+
+
 def boundary_input(leaf: torch.Tensor) -> torch.Tensor:
     """What a stage's first layer is given for a received leaf: a non-leaf, non-view alias of its memory.
 
@@ -213,7 +235,7 @@ def boundary_input(leaf: torch.Tensor) -> torch.Tensor:
     """
     if not leaf.requires_grad:
         return leaf
-    alias: torch.Tensor = _Alias.apply(leaf)  # type: ignore[no-untyped-call]
+    alias: torch.Tensor = _alias(leaf)  # type: ignore[no-untyped-call]
     return alias
 
 
@@ -301,19 +323,14 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 
     A tensor object that occurs twice is mapped once.
     """
-    return _map(function, value, {})
+    return function(value) if isinstance(value, torch.Tensor) else _map(function, value, {})
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors in a value's tuples, lists and dicts, each object once."""
-    found: list[torch.Tensor] = []
-
-    def collect(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(collect, value)
-    return found
+    found: dict[int, torch.Tensor] = {}
+    _find(value, found)
+    return list(found.values())
 
 
 def device_of(modules: Iterable[nn.Module]) -> torch.device:
@@ -326,7 +343,9 @@ def device_of(modules: Iterable[nn.Module]) -> torch.device:
 
 def to_device(value: Any, device: torch.device) -> Any:
     """The value with its tensors on the device; those that are there already stay the same objects."""
-    return map_tensors(lambda tensor: tensor.to(device), value)
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return _map(lambda tensor: tensor.to(device), value, {})
 
 
 def _describe(value: Any, place: str, index_of: dict[int, int], specs: list[TensorSpec]) -> dict[str, Any]:
@@ -445,6 +464,17 @@ def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Any, done: dic
             mapped[key] = _map(function, item, done)
         return mapped
     return value
+
+
+def _find(value: Any, found: dict[int, torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        found[id(value)] = value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            _find(item, found)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _find(item, found)
 
 
 def _misfit(tensor: torch.Tensor, spec: TensorSpec) -> str | None:

@@ -66,8 +66,10 @@ def fingerprint(inputs: Any, targets: Any) -> int:
     """64 bits that two workers compare to know that they read the same minibatch. Tensors only."""
     mark = 0
     for tensor in tensors_of((inputs, targets)):
-        content = exportable(tensor.cpu())
-        mark = _core.fingerprint(content.data_ptr(), content.numel() * content.element_size(), mark)
+        content = tensor if tensor.is_cpu else tensor.cpu()
+        if not content.is_contiguous() or content.is_neg() or content.is_conj():
+            content = exportable(content)
+        mark = _core.fingerprint(content.data_ptr(), content.nbytes, mark)
         mark ^= _kind_mark(content.dtype, content.shape)
     return mark & _UINT64_MASK
 

@@ -18,8 +18,10 @@ _CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, 
 def samples_of(inputs: Any, targets: Any) -> int | None:
     """Samples of a minibatch: the size of dimension 0 of the first tensor that has one, of the targets or,
     where they have none, of the inputs. None: neither has any."""
-    sizes = (int(tensor.shape[0]) for tensor in tensors_of((targets, inputs)) if tensor.dim() > 0)
-    return next(sizes, None)
+    for tensor in tensors_of((targets, inputs)):
+        if tensor.dim() > 0:
+            return int(tensor.shape[0])
+    return None
 
 
 def piece_sizes(num_samples: int | None, num_microbatches: int) -> list[int]:
@@ -70,6 +72,8 @@ def chunk(
 
 def check_alike(inputs: Any, targets: Any, num_microbatches: int, *, minibatch: int) -> None:
     """Raises ValueError for inputs and targets, both with samples, that make different numbers of pieces."""
+    if num_microbatches == 1:
+        return
     counts = [samples_of(inputs, None), samples_of(None, targets)]
     made = [len(piece_sizes(count, num_microbatches)) for count in counts if count is not None]
     if len(set(made)) > 1:

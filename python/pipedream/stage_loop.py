@@ -87,6 +87,8 @@ class WorkerLoop:
         self._describe = options.plan.describe_worker(place.rank)
         self._user = UserCode(self._where)
         self._doing = (0, -1)  # stage, minibatch
+        # On the host measuring costs time per operator: enough is seen once the pipeline has been full.
+        self._measured_until = None if device.type == "cuda" else max(schedule.in_flight) + 1
         last = options.plan.num_stages - 1
         stages = [part.stage.stage_index for part in prepared]
         self._reader = BatchReader(
@@ -135,26 +137,22 @@ class WorkerLoop:
             rng=self._stream_of(stage_index, base_seed, is_alone=is_first and is_last),
             clones_inputs=clones_inputs,
             offload=part.offload,
+            torch_region=None if self._torch_pool is None else self._torch_pool.region,
         )
-        runner = StageRunner(
+        return StageRunner(
             self._core, self._options, self._schedule, parts, self._device, self._user, self._describe
         )
-        if self._torch_pool is not None:
-            runner.torch_region = self._torch_pool.region
-        return runner
 
-    def _stream_of(
-        self, stage_index: int, base_seed: int, *, is_alone: bool
-    ) -> contextlib.AbstractContextManager[Any]:
+    def _stream_of(self, stage_index: int, base_seed: int, *, is_alone: bool) -> RngStream | None:
         """Around what draws random numbers for the model; seeding.py has the rule."""
         if is_alone:
-            return contextlib.nullcontext()
+            return None
         seed = stage_seed(base_seed, stage_index)
         reads_data = stage_index in (0, self._options.plan.num_stages - 1)
         if len(self._prepared) > 1 or (reads_data and self._stream.draws):
             return RngStream(seed)
         torch.manual_seed(seed)  # nobody else draws here, so nothing needs swapping
-        return contextlib.nullcontext()
+        return None
 
     def train(self) -> dict[str, Any]:
         core = self._core
@@ -173,17 +171,18 @@ class WorkerLoop:
         with self._progress, contextlib.ExitStack() as cleanup:
             # Also after a failure: the user's modules get their own parameters back.
             cleanup.callback(self._restore, newest_slots)
-            while (work := core.next_work()).kind != "DONE":
+            while (kind := (work := core.next_work()).kind) != "DONE":
+                stage, minibatch = work.stage, work.minibatch
                 self._user.elapsed_ns = 0
-                if work.minibatch != self._doing[1]:
-                    self._begin_minibatch(work.minibatch)
-                self._doing = (work.stage, work.minibatch)
-                runner = self._runners[work.stage]
-                if work.kind == "UPDATE":
+                if minibatch != self._doing[1]:
+                    self._begin_minibatch(minibatch)
+                self._doing = (stage, minibatch)
+                runner = self._runners[stage]
+                if kind == "UPDATE":
                     self._update(runner, work)
-                    newest_slots[work.stage] = work.write_slot
+                    newest_slots[stage] = work.write_slot
                 else:
-                    do[work.kind](runner, work)
+                    do[kind](runner, work)
             for runner in self._runners.values():
                 runner.parts.tied.pull_last(work.num_minibatches)
             self._num_minibatches = work.num_minibatches
@@ -204,8 +203,8 @@ class WorkerLoop:
     def _begin_minibatch(self, minibatch: int) -> None:
         if self._place.board is not None:
             self._place.board.write(self._place.rank, minibatch)
-        # On the host measuring costs time per operator: enough is seen once the pipeline has been full.
-        if self._device.type != "cuda" and minibatch > max(self._schedule.in_flight) + 1:
+        if self._measured_until is not None and minibatch > self._measured_until:
+            self._measured_until = None
             for runner in self._runners.values():
                 runner.meter = runner.step_meter = None
 
@@ -249,8 +248,7 @@ class WorkerLoop:
 
     def _check_inputs(self, inputs: Any, minibatch: int) -> None:
         if self._input_boundary is not None:
-            flat = self._input_boundary.flatten(inputs, stage=0, minibatch=minibatch)
-            self._input_boundary.check(flat, stage=0, minibatch=minibatch)
+            self._input_boundary.checked(inputs, stage=0, minibatch=minibatch)
 
     def _show(self, minibatch: int, loss: float) -> None:
         self._progress.advance(minibatch, loss, self._reader.samples[minibatch])
@@ -260,9 +258,7 @@ class WorkerLoop:
         return f"stage {stage} (rank {self._place.rank}) failed at minibatch {minibatch} in {what}"
 
     def _check_end(self, num_minibatches: int) -> None:
-        with self._user("reading data"):
-            there_is_more = self._reader.fetch()
-        if there_is_more:
+        if self._user.run("reading data", self._reader.fetch):
             last = next(runner for runner in self._runners.values() if runner.is_last)
             raise last.data_mismatch(num_minibatches)
 

@@ -6,12 +6,13 @@ Owned by the worker's compute thread, as all that it is given.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from .job import JobOptions
 from .offload import SavedTensors, StageOffload, graph_root
 from .precision import LossScaler, autocast_region
 from .recompute import BufferMemory, Buffers, GeneratorState, buffers_replayed
+from .seeding import RngStream
 from .splitter import StageModule
 from .tied import TiedParameters
 from .weights import StageWeights
@@ -39,31 +41,45 @@ __all__ = ["LossRecord", "StageParts", "StageRunner", "UserCode"]
 # has had gradients that overflowed. The tag of a gradient: the loss's scale, as the bits of a double.
 _OVERFLOW_BIT = 1 << 63
 
+_Result = TypeVar("_Result")
+
 _USES_OF_AN_UNSHARED_STORAGE = 2  # the tensor, and the Python object that asks
 
 
 class UserCode:
-    """Errors of the user's own code, told with stage and minibatch. Times what it encloses."""
+    """Runs the user's own code: times it, and tells its errors with stage and minibatch."""
 
     def __init__(self, where: Callable[[str], str]) -> None:
+        """where: of what is being run, for errors."""
         self._where = where
-        self._what = ""
-        self._began_ns = 0
         self.elapsed_ns = 0
         """Since it was last reset to 0."""
 
-    def __call__(self, what: str) -> UserCode:
-        self._what = what
-        return self
+    def run(self, what: str, function: Callable[..., _Result], *arguments: Any) -> _Result:
+        began_ns = time.perf_counter_ns()
+        try:
+            return function(*arguments)
+        except (PipelineError, _core.RunFailure):
+            raise  # forwarded data come from the core: its failures are the world's
+        except Exception as error:
+            raise PipelineError(f"{self._where(what)}: {describe_error(error)}") from error
+        finally:
+            self.elapsed_ns += time.perf_counter_ns() - began_ns
 
-    def __enter__(self) -> None:
-        self._began_ns = time.perf_counter_ns()
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        self.elapsed_ns += time.perf_counter_ns() - self._began_ns
-        # Forwarded data come from the core: its failures are the world's.
-        if isinstance(error, Exception) and not isinstance(error, (PipelineError, _core.RunFailure)):
-            raise PipelineError(f"{self._where(self._what)}: {describe_error(error)}") from error
+def _within(
+    region: Callable[[], contextlib.AbstractContextManager[Any]] | None, function: Callable[..., _Result]
+) -> Callable[..., _Result]:
+    """The function inside a region, made anew for each call; the function itself where there is none."""
+    if region is None:
+        return function
+    make_region = region
+
+    def inside(*arguments: Any) -> _Result:
+        with make_region():
+            return function(*arguments)
+
+    return inside
 
 
 class LossRecord:
@@ -89,21 +105,21 @@ class LossRecord:
         self._on_minibatch(minibatch, value)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Stashed:
     """What the backward of a microbatch needs."""
 
     leaves: list[Tensor]
     """Received tensors: their gradients go upstream."""
-    outputs: list[Tensor]
-    """Of the forward that the backward goes through, or the loss; empty before a recompute."""
+    value: Any
+    """The stage's input, until the forward has it; under recompute until the second one has."""
     piece: Microbatch
     read_slot: int
     """Of the version that the forward read."""
-    scale: float = 1.0
+    scale: float
     """Of the loss in float16, where it is taken."""
-    value: Any = None
-    """Recompute: the stage's input."""
+    outputs: list[Tensor] = field(default_factory=list)
+    """Of the forward that the backward goes through, or the loss; empty before a recompute."""
     generators: GeneratorState | None = None
     buffers: Buffers = field(default_factory=list)
     """Recompute: what the forward read and changed."""
@@ -127,11 +143,13 @@ class StageParts:
     """At the first and the last stage."""
     losses: LossRecord | None
     """At the last stage."""
-    rng: contextlib.AbstractContextManager[Any]
-    """Around what draws random numbers for the model; seeding.py has the rule."""
+    rng: RngStream | None
+    """Around what draws random numbers for the model; None where nobody else draws."""
     clones_inputs: bool | None
     """Whether the first stage works on copies of the data; None leaves it to the first forward."""
     offload: StageOffload | None = None
+    torch_region: Callable[[], contextlib.AbstractContextManager[None]] | None = None
+    """Around what torch computes: where its tensors lie. None leaves it to torch."""
 
 
 class StageRunner:
@@ -149,6 +167,8 @@ class StageRunner:
     ) -> None:
         """describe: the worker, for errors."""
         self.stage_index = parts.stage.stage_index
+        self.is_first = parts.boundary_in is None
+        self.is_last = parts.boundary_out is None
         self.parts = parts
         self.gradient_slot = 0
         """Of the version whose leaves hold the gradients."""
@@ -156,8 +176,6 @@ class StageRunner:
         """Measures forwards, recomputes and backwards while there is one."""
         self.step_meter: StepMeter | None = None
         """Measures updates while there is one."""
-        self.torch_region: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        """Around what torch computes: where its tensors lie."""
         self._core = core
         self._options = options
         self._device = device
@@ -165,12 +183,15 @@ class StageRunner:
         self._describe = describe
         self._num_microbatches = schedule.num_microbatches
         self._recomputes = bool(schedule.recompute) and schedule.recompute[self.stage_index]
-        self._statistics = MinibatchStatistics(parts.stage) if schedule.num_microbatches > 1 else None
+        self._statistics: MinibatchStatistics | None = None
+        if schedule.num_microbatches > 1:
+            self._statistics = MinibatchStatistics(parts.stage) or None
         self._clone_inputs = parts.clones_inputs
         self._works_in_place: bool | None = None  # the first layer, on its input; known after a forward
         self._buffers = BufferMemory(parts.stage)
         self._buffer_memory: set[int] = set()  # known after the first forward, which may make buffers
         self._in_flight: dict[tuple[int, int], _Stashed] = {}
+        self._is_tied = bool(parts.tied)
         self._poisons = _core.poisons_released_slots()
         self._scales_loss = options.autocast is torch.float16
         self._scaler: LossScaler | None = None
@@ -181,109 +202,122 @@ class StageRunner:
         self._overflow_upstream = False
         self.loss_scale = 1.0
         """Of the gradients that the latest backward left."""
+        self._surround()
 
-    @property
-    def is_first(self) -> bool:
-        return self.parts.boundary_in is None
+    def _surround(self) -> None:
+        """Puts the regions that this run has around the parts of its work, once."""
+        rng, statistics, torch_region = self.parts.rng, self._statistics, self.parts.torch_region
+        autocast: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
+        if self._options.autocast is not None:
+            autocast = functools.partial(autocast_region, self._device.type, self._options.autocast)
+        self._call_stage = _within(autocast, self.parts.stage)
+        self._call_loss = _within(autocast, self._loss_of)
 
-    @property
-    def is_last(self) -> bool:
-        return self.parts.boundary_out is None
+        forward = self._forward_without_graph if self._recomputes else self._forward_with_graph
+        forward = _within(None if rng is None else lambda: rng, forward)
+        forward = _within(None if statistics is None else statistics.microbatch, forward)
+        self._run_forward = _within(torch_region, forward)
+        rerun = _within(None if statistics is None else statistics.recomputation, self._rerun)
+        self._run_recompute = _within(torch_region, rerun)
+        self._run_backward = _within(torch_region, self._propagate)
 
     # Forward.
 
     def forward(self, work: _core.WorkItem) -> None:
-        piece = self._read(work)
+        minibatch, microbatch, tag = work.minibatch, work.microbatch, work.tag
+        piece = self._read(minibatch, microbatch, tag & MARK_MASK)
         if piece is None:
             self._core.end_of_data()
             return
-        if work.microbatch == 0:
-            self._begin_minibatch(work)
+        if microbatch == 0:
+            self._begin_minibatch(minibatch, tag)
         if piece.is_empty:
             self._forward_nothing(work, piece)
             return
-        leaves, value = self._take_input(work, piece)
-        stashed = _Stashed(leaves, [], piece, work.read_slot, self._scale)
-        self.parts.weights.bind(work.read_slot, self.parts.tied.slot_read_by(work.minibatch))
-        with self.torch_region(), self._metered_forward():
-            output = self._run(work.minibatch, stashed, value)
-            del value
-        if work.minibatch == 0 and not self._buffer_memory:
+        stashed = self._take_input(work, piece)
+        self._bind(stashed.read_slot, minibatch)
+        run = _within(self.meter.forward if self.meter else None, self._run_forward)
+        output = run(minibatch, stashed)
+        if minibatch == 0 and not self._buffer_memory:
             self._buffer_memory = {_memory_of(buffer) for _, buffer in self.parts.stage.stage_buffers()}
-        self._in_flight[work.minibatch, work.microbatch] = stashed
+        self._in_flight[minibatch, microbatch] = stashed
+        closes = microbatch + 1 == self._num_microbatches
         if self.is_last:
-            assert isinstance(output, Tensor)
-            self._complete_loss(work, stashed, output)
+            self._complete_loss(minibatch, stashed, output, closes=closes)
         else:
-            self._send_activations(work, stashed, output)
+            self._send_activations(minibatch, stashed, output, closes=closes)
 
-    def _read(self, work: _core.WorkItem) -> Microbatch | None:
+    def _read(self, minibatch: int, microbatch: int, received_mark: int) -> Microbatch | None:
         reader = self.parts.reader
-        received_mark = work.tag & MARK_MASK
         if reader is None:
             return Microbatch(mark=received_mark)
-        is_over = False
-        if work.microbatch == 0:
-            with self._user("reading data"):
-                is_over = not reader.fetch()
-        piece = None if is_over else reader.read(work.minibatch, work.microbatch)
+        is_over = microbatch == 0 and not self._user.run("reading data", reader.fetch)
+        piece = None if is_over else reader.read(minibatch, microbatch)
         if not self.is_first and (piece is None or piece.mark != received_mark):
-            raise self.data_mismatch(work.minibatch)
+            raise self.data_mismatch(minibatch)
         return piece
 
-    def _begin_minibatch(self, work: _core.WorkItem) -> None:
-        self.parts.tied.pull_for(work.minibatch)
+    def _begin_minibatch(self, minibatch: int, tag: int) -> None:
+        self.parts.tied.pull_for(minibatch)
         if not self._scales_loss:
             return
-        overflowed = self.parts.gradients.take_overflow() or bool(work.tag & _OVERFLOW_BIT)
+        overflowed = self.parts.gradients.take_overflow() or bool(tag & _OVERFLOW_BIT)
         if self._scaler is not None:
             self._scale = self._scaler.next_scale(overflowed)
         self._overflow_upstream = overflowed
 
-    def _take_input(self, work: _core.WorkItem, piece: Microbatch) -> tuple[list[Tensor], Any]:
-        """(received leaves, the stage's input)."""
+    def _take_input(self, work: _core.WorkItem, piece: Microbatch) -> _Stashed:
         boundary = self.parts.boundary_in
         if boundary is None:
-            value = to_device(piece.inputs, self._device)
-            piece.inputs = None
+            value, piece.inputs = to_device(piece.inputs, self._device), None
             if self._clone_inputs is not False:
                 value = map_tensors(torch.Tensor.clone, value)
-            return [], value
+            return _Stashed([], value, piece, work.read_slot, self._scale)
         leaves = [from_dlpack(capsule) for capsule in work.take_tensors()]
         for leaf, spec in zip(leaves, boundary.tensors, strict=True):
             leaf.requires_grad_(spec.requires_grad)
-        return leaves, boundary.unflatten(leaves)
+        return _Stashed(leaves, boundary.unflatten(leaves), piece, work.read_slot, self._scale)
 
-    def _run(self, minibatch: int, stashed: _Stashed, value: Any) -> Any:
+    def _bind(self, read_slot: int, minibatch: int) -> None:
+        """The layers read the weights of the minibatch from now on."""
+        tied = self.parts.tied
+        self.parts.weights.bind(read_slot, tied.slot_read_by(minibatch) if self._is_tied else 0)
+
+    def _forward_with_graph(self, minibatch: int, stashed: _Stashed) -> Any:
         """The stage's output, or the loss at the last stage."""
-        statistics = self._statistics.microbatch() if self._statistics else contextlib.nullcontext()
-        if not self._recomputes:
-            given = map_tensors(boundary_input, value)
-            with statistics, self.parts.rng, self._saving(stashed, given, is_next=not self._in_flight):
-                output = self._run_stage(given)
-                self._learn_clone_inputs(given)
-                return self._run_loss(minibatch, output, stashed) if self.is_last else output
-        stashed.value = value
+        given, stashed.value = map_tensors(boundary_input, stashed.value), None
+        if self.parts.offload is None:
+            return self._run_layers(minibatch, stashed, given)
+        with self._saving(self.parts.offload, stashed, given, is_next=not self._in_flight):
+            return self._run_layers(minibatch, stashed, given)
+
+    def _run_layers(self, minibatch: int, stashed: _Stashed, given: Any) -> Any:
+        output = self._user.run("forward", self._call_stage, given)
+        if self._clone_inputs is None:
+            self._clone_inputs = any(tensor._version > 0 for tensor in tensors_of(given))
+        return self._run_loss(minibatch, stashed, output) if self.is_last else output
+
+    def _forward_without_graph(self, minibatch: int, stashed: _Stashed) -> Any:
+        """As _forward_with_graph; keeps what the recompute needs."""
         # The first layer may work in place, and the recompute needs its input as it was.
         in_place = self._works_in_place is not False
-        given = map_tensors(lambda tensor: tensor.detach().clone() if in_place else tensor.detach(), value)
+        given = map_tensors(
+            lambda tensor: tensor.detach().clone() if in_place else tensor.detach(), stashed.value
+        )
         counts = [tensor._version for tensor in tensors_of(given)]
-        with statistics, self.parts.rng, torch.no_grad(), self._buffers.forward() as stashed.buffers:
+        with torch.no_grad(), self._buffers.forward() as stashed.buffers:
             stashed.generators = GeneratorState.capture(self._device)
-            output = self._run_stage(given)
+            output = self._run_layers(minibatch, stashed, given)
             self._learn_works_in_place(minibatch, given, counts)
-            self._learn_clone_inputs(given)
-            return self._run_loss(minibatch, output, stashed) if self.is_last else output
+            return output
 
     def _saving(
-        self, stashed: _Stashed, given: Any, *, is_next: bool
+        self, offload: StageOffload, stashed: _Stashed, given: Any, *, is_next: bool
     ) -> contextlib.AbstractContextManager[Any]:
         """Around what makes the microbatch's graph. is_next: its backward is the stage's next."""
-        if self.parts.offload is None:
-            return contextlib.nullcontext()
         kept = [*stashed.leaves, *tensors_of(given)]
         kept += [buffer for _, buffer in self.parts.stage.stage_buffers()]
-        stashed.saved = self.parts.offload.forward(kept, is_next=is_next)
+        stashed.saved = offload.forward(kept, is_next=is_next)
         return contextlib.nullcontext() if stashed.saved is None else stashed.saved
 
     def _learn_works_in_place(self, minibatch: int, given: Any, counts: list[int]) -> None:
@@ -296,79 +330,79 @@ class StageRunner:
                 " first: under recompute its first layer must always or never work in place, so clone there"
             )
 
-    def _learn_clone_inputs(self, given: Any) -> None:
-        if self._clone_inputs is None:
-            self._clone_inputs = any(tensor._version > 0 for tensor in tensors_of(given))
+    def _run_loss(self, minibatch: int, stashed: _Stashed, output: Any) -> Tensor:
+        return self._user.run("loss_fn", self._call_loss, minibatch, stashed, output)
 
-    def _run_stage(self, value: Any) -> Any:
-        with self._user("forward"), autocast_region(self._device.type, self._options.autocast):
-            return self.parts.stage(value)
+    def _loss_of(self, minibatch: int, stashed: _Stashed, output: Any) -> Tensor:
+        targets = to_device(stashed.piece.targets, self._device)
+        if stashed.saved is not None:
+            stashed.saved.keep(tensors_of(targets))
+        return check_loss(self._options.loss_fn(output, targets), minibatch)
 
-    def _run_loss(self, minibatch: int, output: Any, stashed: _Stashed) -> Tensor:
-        with self._user("loss_fn"), autocast_region(self._device.type, self._options.autocast):
-            targets = to_device(stashed.piece.targets, self._device)
-            if stashed.saved is not None:
-                stashed.saved.keep(tensors_of(targets))
-            return check_loss(self._options.loss_fn(output, targets), minibatch)
-
-    def _complete_loss(self, work: _core.WorkItem, stashed: _Stashed, loss: Tensor) -> None:
-        assert self.parts.losses is not None
+    def _complete_loss(self, minibatch: int, stashed: _Stashed, loss: Tensor, *, closes: bool) -> None:
+        losses = self.parts.losses
+        assert losses is not None
         if not self._recomputes:
-            self._check_trains(work.minibatch, loss, stashed)
-            stashed.outputs = [loss]
-            stashed.piece.targets = None
-        self.parts.losses.add(work.minibatch, float(loss.detach()), stashed.piece.weight)
-        self._close_microbatch(work)
+            self._keep_loss(minibatch, stashed, loss)
+        losses.add(minibatch, loss.item(), stashed.piece.weight)
+        if closes:
+            self._close_minibatch(minibatch)
         self._core.complete_forward([], 0, self._user.elapsed_ns)
 
-    def _check_trains(self, minibatch: int, loss: Tensor, stashed: _Stashed) -> None:
-        trains = self.parts.weights.has_parameters or any(leaf.requires_grad for leaf in stashed.leaves)
-        if trains and not loss.requires_grad:
+    def _keep_loss(self, minibatch: int, stashed: _Stashed, loss: Tensor) -> None:
+        """For the backward."""
+        if not loss.requires_grad:
+            self._check_trains_nothing(minibatch, stashed)
+        stashed.outputs = [loss]
+        stashed.piece.targets = None
+
+    def _check_trains_nothing(self, minibatch: int, stashed: _Stashed) -> None:
+        if self.parts.weights.has_parameters or any(leaf.requires_grad for leaf in stashed.leaves):
             raise ValueError(
                 f"the loss of minibatch {minibatch} needs no gradient, so nothing would be trained: loss_fn"
                 " must not detach, and run() must not be called under torch.no_grad()"
             )
 
-    def _send_activations(self, work: _core.WorkItem, stashed: _Stashed, output: Any) -> None:
-        tensors = self._flat(output, work.minibatch)
+    def _send_activations(self, minibatch: int, stashed: _Stashed, output: Any, *, closes: bool) -> None:
+        tensors = self._crossing(output, minibatch)
         if not self._recomputes:
             stashed.outputs = tensors
-        self._close_microbatch(work)
+        if closes:
+            self._close_minibatch(minibatch)
         if stashed.saved is not None and stashed.saved.leaves_device:
             stashed.outputs = [graph_root(tensor) for tensor in tensors]
         capsules = [to_dlpack(self._settled(tensor)) for tensor in tensors]
         self._core.complete_forward(capsules, self._tag_of(stashed.piece), self._user.elapsed_ns)
 
-    def _flat(self, output: Any, minibatch: int) -> list[Tensor]:
+    def _crossing(self, output: Any, minibatch: int) -> list[Tensor]:
         boundary = self.parts.boundary_out
         assert boundary is not None
-        tensors = boundary.flatten(output, stage=self.stage_index, minibatch=minibatch)
-        boundary.check(tensors, stage=self.stage_index, minibatch=minibatch)
-        return tensors
+        return boundary.checked(output, stage=self.stage_index, minibatch=minibatch)
 
     def _settled(self, tensor: Tensor) -> Tensor:
         """Memory that stays as it is until it has been sent."""
         settled = exportable(tensor)
         # The next forward may write into a buffer, and the send reads without a copy.
-        return settled.clone() if _memory_of(settled) in self._buffer_memory else settled
+        if self._buffer_memory and _memory_of(settled) in self._buffer_memory:
+            return settled.clone()
+        return settled
 
     def _tag_of(self, piece: Microbatch) -> int:
         return piece.mark | (_OVERFLOW_BIT if self._overflow_upstream else 0)
 
-    def _close_microbatch(self, work: _core.WorkItem) -> None:
-        """The forward is done; the last one of a minibatch closes it."""
-        if work.microbatch + 1 < self._num_microbatches:
-            return
+    def _close_minibatch(self, minibatch: int) -> None:
+        """The forward of its last microbatch is done."""
         if self._statistics is not None:
             self._statistics.update()
         if self.parts.losses is not None:
-            self.parts.losses.close(work.minibatch)
+            self.parts.losses.close(minibatch)
 
     def _forward_nothing(self, work: _core.WorkItem, piece: Microbatch) -> None:
         work.take_tensors()
-        stashed = _Stashed([], [], piece, work.read_slot, self._scale)
+        stashed = _Stashed([], None, piece, work.read_slot, self._scale)
         self._in_flight[work.minibatch, work.microbatch] = stashed
-        self._close_microbatch(work)
+        if work.microbatch + 1 == self._num_microbatches:
+            self._close_minibatch(work.minibatch)
         capsules = [] if self.is_last else self._nothing_like(self.parts.boundary_out, gradients=False)
         self._core.complete_forward(capsules, self._tag_of(piece), self._user.elapsed_ns)
 
@@ -376,58 +410,55 @@ class StageRunner:
 
     def recompute(self, work: _core.WorkItem) -> None:
         """The forward again, now with its graph."""
-        stashed = self._in_flight[work.minibatch, work.microbatch]
+        minibatch = work.minibatch
+        stashed = self._in_flight[minibatch, work.microbatch]
         if not stashed.piece.is_empty:
-            self.parts.weights.bind(work.read_slot, self.parts.tied.slot_read_by(work.minibatch))
-            with self.torch_region(), self._metered_recompute():
-                self._rerun(work.minibatch, stashed)
+            self._bind(work.read_slot, minibatch)
+            run = _within(self.meter.recompute if self.meter else None, self._run_recompute)
+            run(minibatch, stashed)
         self._core.complete_recompute(self._user.elapsed_ns)
 
     def _rerun(self, minibatch: int, stashed: _Stashed) -> None:
         assert stashed.generators is not None
-        value, stashed.value = stashed.value, None
-        given = map_tensors(boundary_input, value)
-        statistics = self._statistics.recomputation() if self._statistics else contextlib.nullcontext()
+        given, stashed.value = map_tensors(boundary_input, stashed.value), None
         replayed = stashed.generators.replayed(self._device)
-        saving = self._saving(stashed, given, is_next=True)
-        with buffers_replayed(self.parts.stage, stashed.buffers), statistics, replayed, saving:
-            output = self._run_stage(given)
-            if self.is_last:
-                output = self._run_loss(minibatch, output, stashed)
+        saving: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.parts.offload is not None:
+            saving = self._saving(self.parts.offload, stashed, given, is_next=True)
+        with buffers_replayed(self.parts.stage, stashed.buffers), replayed, saving:
+            output = self._run_layers(minibatch, stashed, given)
         if self.is_last:
-            self._check_trains(minibatch, output, stashed)
-            stashed.outputs = [output]
-            stashed.piece.targets = None
+            self._keep_loss(minibatch, stashed, output)
         else:
-            stashed.outputs = self._flat(output, minibatch)
+            stashed.outputs = self._crossing(output, minibatch)
 
     # Backward.
 
     def backward(self, work: _core.WorkItem) -> None:
-        stashed = self._in_flight.pop((work.minibatch, work.microbatch))
-        self.gradient_slot = work.read_slot
+        minibatch, microbatch, read_slot = work.minibatch, work.microbatch, work.read_slot
+        stashed = self._in_flight.pop((minibatch, microbatch))
+        self.gradient_slot = read_slot
         if self._scales_loss:
             self.loss_scale = stashed.scale if self.is_last else _double_of(work.tag)
-        received = [from_dlpack(capsule) for capsule in work.take_tensors()]
         # Layers that checkpoint themselves run again in the backward, on what is bound then.
-        self.parts.weights.bind(work.read_slot, self.parts.tied.slot_read_by(work.minibatch))
-        with self.torch_region(), self._metered_backward():
-            self._prefetch(stashed)
-            if not stashed.piece.is_empty:
-                with self._user("backward"):
-                    self._run_backward(stashed, received)
-        del received
-        if work.microbatch + 1 == self._num_microbatches:
-            self.parts.tied.push(work.minibatch)
+        self._bind(read_slot, minibatch)
+        run = _within(self.meter.backward if self.meter else None, self._run_backward)
+        run(stashed, [from_dlpack(capsule) for capsule in work.take_tensors()])
+        if microbatch + 1 == self._num_microbatches:
+            self.parts.tied.push(minibatch)
         tag = _bits_of(self.loss_scale) if self._scales_loss else 0
         freed = self._core.complete_backward(self._outgoing_gradients(stashed), tag, self._user.elapsed_ns)
         if self._poisons:
             self._poison(work, freed)
 
+    def _propagate(self, stashed: _Stashed, received: list[Tensor]) -> None:
+        if self.parts.offload is not None:
+            self._prefetch(stashed)
+        if not stashed.piece.is_empty:
+            self._user.run("backward", self._call_autograd, stashed, received)
+
     def _prefetch(self, current: _Stashed) -> None:
         """What the next backward needs comes back while this one runs."""
-        if self.parts.offload is None:
-            return
         if current.saved is not None:
             current.saved.arrive()
         following = next(iter(self._in_flight.values()), None)  # backwards come in the order of forwards
@@ -446,10 +477,10 @@ class StageRunner:
             if freed_tied is not None:
                 self.parts.weights.tied.poison(freed_tied)
 
-    def _run_backward(self, stashed: _Stashed, received: list[Tensor]) -> None:
+    def _call_autograd(self, stashed: _Stashed, received: list[Tensor]) -> None:
         if self.is_last:
             root = stashed.outputs.pop()
-            if root.requires_grad:  # else nothing is to be trained: see _check_trains
+            if root.requires_grad:  # else nothing is to be trained: see _check_trains_nothing
                 factor = stashed.piece.weight * stashed.scale
                 root = root if factor == 1.0 else root * factor
                 root.backward()  # type: ignore[no-untyped-call]
@@ -480,14 +511,21 @@ class StageRunner:
 
     def update(self, work: _core.WorkItem, gradient_scale: float | None) -> None:
         """gradient_scale: None skips the update."""
-        own = self.parts.weights.own
-        with own.updating(work.read_slot, work.write_slot), self._user("optimizer"):
-            if gradient_scale is None:
-                self.parts.gradients.skip(work.read_slot, work.write_slot)
-            else:
-                with self._metered_step():
-                    self.parts.gradients.apply(work.read_slot, work.write_slot, gradient_scale)
+        read_slot, write_slot = work.read_slot, work.write_slot
+        if self.parts.offload is None:
+            self._user.run("optimizer", self._make_version, read_slot, write_slot, gradient_scale)
+        else:
+            with self.parts.weights.own.updating(read_slot, write_slot):
+                self._user.run("optimizer", self._make_version, read_slot, write_slot, gradient_scale)
         self._core.complete_update(self._user.elapsed_ns)
+
+    def _make_version(self, read_slot: int, write_slot: int, gradient_scale: float | None) -> None:
+        if gradient_scale is None:
+            self.parts.gradients.skip(read_slot, write_slot)
+        else:
+            step_region = self.step_meter.step if self.step_meter else None
+            apply = _within(step_region, self.parts.gradients.apply)
+            apply(read_slot, write_slot, gradient_scale)
 
     def data_mismatch(self, minibatch: int) -> DataMismatch:
         return DataMismatch(
@@ -512,27 +550,16 @@ class StageRunner:
             for shape, spec in zip(shapes, specs, strict=True)
         ]
 
-    def _metered_forward(self) -> contextlib.AbstractContextManager[None]:
-        return self.meter.forward() if self.meter is not None else contextlib.nullcontext()
-
-    def _metered_recompute(self) -> contextlib.AbstractContextManager[None]:
-        return self.meter.recompute() if self.meter is not None else contextlib.nullcontext()
-
-    def _metered_backward(self) -> contextlib.AbstractContextManager[None]:
-        return self.meter.backward() if self.meter is not None else contextlib.nullcontext()
-
-    def _metered_step(self) -> contextlib.AbstractContextManager[None]:
-        return self.step_meter.step() if self.step_meter is not None else contextlib.nullcontext()
-
 
 def _gradient_of(leaf: Tensor) -> Tensor:
-    if leaf.grad is None:  # the loss may not depend on every tensor that could have had a gradient
+    gradient = leaf.grad
+    if gradient is None:  # the loss may not depend on every tensor that could have had a gradient
         return torch.zeros_like(leaf)
     # Autograd may have given a parameter the same memory (x + p.unsqueeze(0) with one sample), and the next
     # backward adds to that while this is still being sent.
-    storage = leaf.grad.untyped_storage()
+    storage = gradient.untyped_storage()
     is_shared = torch._C._storage_Use_Count(storage._cdata) > _USES_OF_AN_UNSHARED_STORAGE
-    return exportable(leaf.grad).clone() if is_shared else exportable(leaf.grad)
+    return exportable(gradient).clone() if is_shared else exportable(gradient)
 
 
 def _memory_of(tensor: Tensor) -> int:

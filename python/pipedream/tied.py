@@ -137,6 +137,8 @@ class TiedParameters:
 
     def collect(self, minibatch: int) -> list[Tensor | None]:
         """The gradients of the owned parameters, summed over all uses; waits for the users'."""
+        if not self._owned:
+            return []
         slot = self.slot_read_by(minibatch)
         leaves = self._versions.leaves(slot)
         total = {index: leaves[index].grad for index in self._owned}

@@ -104,8 +104,9 @@ class WeightVersions:
 
     def take_gradients(self, slot: int) -> list[Tensor | None]:
         """What the backwards accumulated in the slot's leaves, which give it up."""
-        gradients = [leaf.grad for leaf in self._leaves[slot]]
+        gradients = []
         for leaf in self._leaves[slot]:
+            gradients.append(leaf.grad)
             leaf.grad = None
         return gradients
 

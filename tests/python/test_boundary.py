@@ -161,6 +161,33 @@ def test_tensors_other_than_planned_are_refused(tensors: list[torch.Tensor], mes
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ((torch.zeros(4, 3),), "the value is a tuple, planned a tensor"),
+        (torch.zeros(4, 3, dtype=torch.float64), "tensor 0 is float64, planned float32"),
+        (torch.zeros(5, 3), r"tensor 0 has shape \(5, 3\), larger than the planned \(4, 3\)"),
+        (torch.zeros(4, 3, requires_grad=True), "tensor 0 needs a gradient"),
+    ],
+)
+def test_a_value_is_checked_for_all_at_once(value: Any, message: str) -> None:
+    boundary = Boundary.of(torch.zeros(4, 3))
+    with pytest.raises(ValueError, match=f"^stage 0, minibatch 2: {message}"):
+        boundary.checked(value, stage=0, minibatch=2)
+
+
+def test_a_value_as_planned_or_smaller_passes_the_checks() -> None:
+    for planned in (torch.zeros(4, 3), torch.zeros(4, 3, requires_grad=True)):
+        boundary = Boundary.of(planned)
+        for shape in ((4, 3), (1, 3), (0, 3)):
+            value = torch.zeros(shape)
+            assert boundary.checked(value)[0] is value
+            assert boundary.unflatten([value]) is value
+    a, b = torch.zeros(2), torch.zeros(3)
+    several = Boundary.of({"a": a, "b": [b, 1]})
+    assert [id(tensor) for tensor in several.checked({"a": a, "b": [b, 1]})] == [id(a), id(b)]
+
+
 def test_smaller_batches_fit() -> None:
     boundary = Boundary.of(torch.zeros(4, 3))
     for shape in ((4, 3), (1, 3), (3, 4), (0, 3), (4, 2)):

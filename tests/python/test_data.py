@@ -47,3 +47,25 @@ def test_fingerprints_of_different_data_differ(other: torch.Tensor) -> None:
     assert fingerprint(torch.arange(6.0), targets) == fingerprint(torch.arange(6.0), targets)
     assert fingerprint(torch.arange(6.0), targets) != fingerprint(other, targets)
     assert fingerprint(torch.arange(6.0), targets) != fingerprint(torch.arange(6.0), targets + 1)
+
+
+@pytest.mark.parametrize("size", [3, 300])
+def test_fingerprints_are_of_the_values_wherever_they_lie(size: int) -> None:
+    targets = torch.zeros(1)
+    values = torch.randn(size, 4, dtype=torch.complex64)
+    views = [values[::2], values.t(), values.conj(), values.conj().imag, values[:0], values.real]
+    for view in views:
+        copy = torch.tensor(view.tolist(), dtype=view.dtype).reshape(view.shape)
+        assert fingerprint(view, targets) == fingerprint(copy, targets)
+
+
+@pytest.mark.parametrize("size", [4, 768])
+def test_fingerprints_differ_in_one_element_and_in_the_order_of_samples(size: int) -> None:
+    inputs, targets = torch.randn(8, size), torch.arange(8)
+    mark = fingerprint(inputs, targets)
+    changed = inputs.clone()
+    changed[3, -1] += 1
+    assert fingerprint(changed, targets) != mark
+    swapped = torch.tensor([0, 1, 5, 3, 4, 2, 6, 7])
+    assert fingerprint(inputs[swapped], targets) != mark
+    assert fingerprint(inputs, targets[swapped]) != mark
