@@ -273,7 +273,7 @@ def _trainings(draw: st.DrawFn) -> Training:
     )
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(training=_trainings())
 def test_any_depth_length_and_number_in_flight_equals_the_reference(farm: Farm, training: Training) -> None:
     if training.num_minibatches == 1 and training.epochs == 2:

@@ -523,7 +523,7 @@ def _trainings(draw: st.DrawFn) -> tuple[Training, Any]:
     return training, native
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(drawn=_trainings(), longest_ms=st.sampled_from([0.0, 1.0, 3.0]))
 def test_any_combination_equals_the_reference(
     farm: Farm, drawn: tuple[Training, Any], longest_ms: float

@@ -43,7 +43,7 @@ def _train(module: nn.Module, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
     return outputs
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(sizes=st.lists(st.integers(0, 4), min_size=1, max_size=6), seed=st.integers(0, 5))
 @pytest.mark.parametrize("momentum", [0.1, 0.7, None])
 def test_the_running_statistics_are_those_of_torch_over_the_whole_minibatch(

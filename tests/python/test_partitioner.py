@@ -69,7 +69,7 @@ layers_strategy = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(layers_strategy, st.integers(1, 5), st.sampled_from([1e4, 1e5, 1e6, 1e7]), st.booleans())
 def test_bottleneck_is_that_of_the_best_of_all_plans(
     layers: list[tuple[float, int, int]], num_workers: int, bytes_per_s: float, straight: bool
@@ -86,7 +86,7 @@ def test_bottleneck_is_that_of_the_best_of_all_plans(
     assert not (straight and any(stage.num_replicas > 1 for stage in plan.stages))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(layers_strategy, st.integers(1, 5), st.sampled_from([1e4, 1e6]))
 def test_predicted_stage_and_boundary_times_explain_the_bottleneck(
     layers: list[tuple[float, int, int]], num_workers: int, bytes_per_s: float

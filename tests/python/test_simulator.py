@@ -241,7 +241,7 @@ def test_slowest_stage_sets_the_pace_and_the_others_wait() -> None:
 SCHEDULES = ["pipedream", "vertical_sync", "naive", "2bw", "flush", "gpipe", "interleaved", "model_parallel"]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_every_instruction_begins_as_early_as_it_may_and_no_earlier(data: st.DataObject) -> None:
     schedule = data.draw(st.sampled_from(SCHEDULES))
