@@ -15,6 +15,7 @@ import os
 import pickle
 import random
 import signal
+import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -62,6 +63,7 @@ class Farm:
         num_ranks: int,
         torchrun_id: str = "",
         ranks_per_machine: int | None = None,
+        rank_0_hosts_store: bool = False,
         deadline_s: float = _DEADLINE_S,
         **kwargs: Any,
     ) -> list[Outcome]:
@@ -69,7 +71,7 @@ class Farm:
 
         The function is sent by name, the arguments by value. torchrun_id: two cases with the same one are
         two parts of one script; without it, every case is a script of its own. ranks_per_machine: what each
-        rank is told; None puts all on one machine.
+        rank is told; None puts all on one machine. rank_0_hosts_store: as under a launcher that has none.
         """
         assert num_ranks <= _NUM_RANKS_MAX
         while len(self._ranks) < num_ranks:
@@ -78,8 +80,8 @@ class Farm:
             "WORLD_SIZE": str(num_ranks),
             "LOCAL_WORLD_SIZE": str(ranks_per_machine or num_ranks),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "MASTER_PORT": str(_free_port() if rank_0_hosts_store else self._port),
+            "TORCHELASTIC_USE_AGENT_STORE": str(not rank_0_hosts_store),
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_RUN_ID": torchrun_id or f"case-{os.getpid()}-{next(self._case_indices)}",
         }
@@ -141,6 +143,11 @@ class Farm:
         connection.close()
         self._ranks[rank] = self._start(rank)
         return Outcome(exit_code=process.exitcode)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def _serve(rank: int, connection: Connection) -> None:

@@ -38,7 +38,7 @@ from .job import JobOptions, TorchSettings, WorkerPlace
 from .microbatch import check_alike, samples_of
 from .plan import Plan
 from .pulse import Pulse
-from .rendezvous import Rendezvous, connect_store, host_store
+from .rendezvous import START_TIMEOUT_S, Rendezvous, connect_store, host_store
 from .result import RunResult
 from .seeding import RngState, base_seed, generators_kept, seed_data
 from .splitter import Model, split
@@ -52,7 +52,6 @@ _SHUTDOWN_S = 5  # from SIGTERM to SIGKILL for the workers that are left
 _WATCH_PERIOD_S = 0.05  # shorter than elastic's, to see who ends first
 _WORKERS_PERIOD_S = 0.1
 _PATIENCE_S = 3.0  # with the caller's data, when the run is over
-_START_TIMEOUT_S = 600.0
 _STORE_PREFIX = "pipedream"
 
 
@@ -93,8 +92,10 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions) -> RunRe
         board = StatusBoard(folder / "board", options.plan.workers_used, create=True)
         store, port = host_store()
         errand = _Errand(os.fspath(folder), port, secrets.randbits(64))
-        rendezvous = Rendezvous(store, _STORE_PREFIX)
-        with _forwarding(forwarded, data, options, errand, rendezvous):
+        with (
+            Rendezvous(store, _STORE_PREFIX) as rendezvous,
+            _forwarding(forwarded, data, options, errand, rendezvous),
+        ):
             _launch(errand, options.plan, board)
         result = RunResult.from_dict(json.loads((folder / "result.json").read_text(encoding="utf-8")))
         if options.gather != "none":
@@ -285,13 +286,13 @@ class _Forwarder(threading.Thread):
             self._check_stopping()
 
     def _wait_for(self, key: str) -> list[Any]:
-        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        deadline_s = time.monotonic() + START_TIMEOUT_S
         while True:
             self._check_stopping()
             with contextlib.suppress(errors.PeerLost):
                 return self._rendezvous.wait_for([key], 0.1, lambda _: "no word")
             if time.monotonic() > deadline_s:
-                raise errors.PeerLost(f"no {key} within {_START_TIMEOUT_S:g} s")
+                raise errors.PeerLost(f"no {key} within {START_TIMEOUT_S:g} s")
 
     def _forward(self, core: _core.Worker) -> None:
         forwarded = self._forwarded
@@ -401,16 +402,18 @@ def _run_errand(errand: _Errand, folder: Path, rank: int, board: StatusBoard) ->
     # Not before: unpickling may import what draws random numbers.
     rng: RngState = _read_part(folder, "rng")
     rng.restore()
-    place = WorkerPlace(
-        rank=rank,
-        world_size=plan.workers_used,
-        local_rank=rank,
-        run_id=errand.run_id,
-        incarnation=0,
-        rendezvous=Rendezvous(connect_store(errand.store_port), _STORE_PREFIX),
-        board=board,
-    )
-    result = run_worker(place, options, model, data)
+    store = connect_store(errand.store_port)
+    with Rendezvous(store, _STORE_PREFIX, rank=rank, world_size=plan.workers_used) as rendezvous:
+        place = WorkerPlace(
+            rank=rank,
+            world_size=plan.workers_used,
+            local_rank=rank,
+            run_id=errand.run_id,
+            incarnation=0,
+            rendezvous=rendezvous,
+            board=board,
+        )
+        result = run_worker(place, options, model, data)
     if rank == 0:
         if options.gather != "none":
             save_state(split(model, plan), folder / "weights.safetensors")

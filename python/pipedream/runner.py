@@ -7,11 +7,9 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from . import _core
 from .checks import check_choice, check_count, is_number, is_whole
@@ -23,7 +21,7 @@ from .launcher import PeekedIterator, run_locally
 from .links import TRANSPORTS, make_link_options
 from .plan import Plan
 from .precision import autocast_dtype
-from .rendezvous import Rendezvous, torchrun_store
+from .rendezvous import START_TIMEOUT_S, torchrun_rendezvous
 from .result import RunResult
 from .seeding import base_seed, generators_kept
 from .splitter import Model, layers_of
@@ -34,7 +32,7 @@ from .worker import run_worker
 __all__ = ["run"]
 
 # Where no store answers, nobody waits in it: the mistake is raised here all the same.
-_TELL_TIMEOUT = timedelta(seconds=30)
+_TELL_TIMEOUT_S = 30.0
 
 
 def run(
@@ -96,8 +94,8 @@ def run(
     autocast: "bfloat16", or "float16" with loss scaling; parameters stay float32.
     max_grad_norm: gradients are scaled down to this 2-norm, over all stages where the schedule drains every
         minibatch ("flush", "gpipe", "interleaved", "model_parallel"), else per stage.
-    transport: "auto" is shared memory between workers of one host, else ZeroMQ over tcp; "tcp" (or "zmq")
-        always takes the wire; "shm" refuses workers that cannot share memory.
+    transport: "auto" is CUDA IPC between GPUs of one host, shared memory between its other workers, else
+        ZeroMQ over tcp; "tcp" (or "zmq") always takes the wire; "shm" and "ipc" refuse workers that cannot.
     codec: what activations and gradients become between stages: "bf16", "fp16", "int8", "topk" or
         "topk:0.05" for all, or a mapping from "activations", "gradients" or pairs (sender stage, receiver
         stage) to these. Weights always travel exactly. docs/transport.md says what each does.
@@ -222,7 +220,7 @@ def _check_loss_scale(autocast: torch.dtype | None, codec: CodecChoice, num_stag
         if name.startswith("topk"):
             raise ValueError(
                 f"codec is {name!r} for gradients and autocast is 'float16', whose loss scale changes while"
-                " topk holds scaled gradients back: use bf16 or int8, or autocast='bfloat16'"
+                " topk holds scaled gradients back: use int8, or autocast='bfloat16'"
             )
 
 
@@ -298,9 +296,9 @@ def _mistakes_told(prefix: str | None) -> Iterator[None]:
 def _tell_the_others(prefix: str, error: Exception) -> None:
     """Best effort: the store may not be there either."""
     with contextlib.suppress(Exception):
-        store = next(iter(dist.rendezvous("env://", timeout=_TELL_TIMEOUT)))[0]
         text = f"rank {os.environ['RANK']} could not start: {describe_error(error)}"
-        Rendezvous(store, prefix).fail(text)
+        with torchrun_rendezvous(prefix, _TELL_TIMEOUT_S) as rendezvous:
+            rendezvous.fail(text)
 
 
 def _rendezvous_prefix() -> str:
@@ -316,16 +314,16 @@ def _incarnation() -> int:
 
 def _run_this_rank(model: Model, data: Iterable[Any], options: JobOptions, prefix: str) -> RunResult:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    place = WorkerPlace(
-        rank=rank,
-        world_size=world_size,
-        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
-        run_id=secrets.randbits(64),
-        incarnation=_incarnation(),
-        rendezvous=Rendezvous(torchrun_store(), prefix),
-        board=None,
-    )
-    with generators_kept():
+    with torchrun_rendezvous(prefix, START_TIMEOUT_S) as rendezvous, generators_kept():
+        place = WorkerPlace(
+            rank=rank,
+            world_size=world_size,
+            local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+            run_id=secrets.randbits(64),
+            incarnation=_incarnation(),
+            rendezvous=rendezvous,
+            board=None,
+        )
         return run_worker(place, options, model, data)
 
 

@@ -37,6 +37,7 @@ from .channels import (
     weight_channels,
 )
 from .data import DataStream, ForwardedData, MinibatchStream, ReceivedStream
+from .device_memory import agree_on_device_memory, place_on_devices
 from .errors import PeerLost, PipelineError, describe_error, failures_of_others, raise_failure
 from .footprint import Footprint, dry_run
 from .gradients import owned_parameters
@@ -70,6 +71,7 @@ from .offload import (
 )
 from .plan import Plan
 from .pulse import Pulse
+from .rendezvous import START_TIMEOUT_S
 from .result import RunResult, combine_reports
 from .seeding import base_seed, seed_data
 from .splitter import Model, StageModule, Tie, find_ties, split
@@ -77,13 +79,13 @@ from .stage_loop import PreparedStage, WorkerLoop
 from .state import receive_state, send_state
 from .tied import TiedParameters, TieLinks
 from .torch_pool import SEGMENT_SLACK_BYTES, TORCH_TENSORS, TorchPool, wants_torch_pool
+from .vigil import sign_period_s
 from .weights import StageOptimizer, StageWeights, split_tied, weight_layout
 
 __all__ = ["run_worker"]
 
-# Other ranks may still be profiling, or importing torch on a slow disk, while this one waits.
-_START_TIMEOUT_S = 600.0
 _OPEN_POLL_S = 0.5
+_LOOK_PERIOD_S = 0.02
 _LINGER_S = 10.0
 _FAREWELL_S = 1.0  # how long a failed worker tries to tell the others why
 
@@ -129,15 +131,21 @@ class _Worker:
     def run(self, data: Iterable[Any] | ForwardedData) -> RunResult:
         torch.set_num_threads(self._options.num_threads)
         _core.keep_freed_memory()
+        rendezvous = self._place.rendezvous
+        rendezvous.join(self._options.links.peer_timeout_s)
+        rendezvous.enter("agreeing on the plan")
         stream = self._agree(data)
         own_device = device_of(self._own_stages())  # where the user has the model, and finds it again
         self._device = self._choose_device()
         for stage in self._own_stages():
             stage.to(self._device)
         try:
+            rendezvous.enter("sharing the initial weights")
             self._share_initial_weights()
+            rendezvous.enter("opening links")
             core = self._make_core()
             self._open(core, data)
+            rendezvous.leave()
             if isinstance(data, ForwardedData):
                 stream = self._received_stream(core, data)
             report: dict[str, Any] = {}  # a rank beyond the plan has nothing to report
@@ -207,7 +215,7 @@ class _Worker:
 
     def _wait_for(self, keys: list[str], describe: Callable[[list[str]], str]) -> list[Any]:
         with failures_of_others():
-            return self._place.rendezvous.wait_for(keys, _START_TIMEOUT_S, describe)
+            return self._place.rendezvous.wait_for(keys, START_TIMEOUT_S, describe)
 
     def _check_world(self, plan: Plan) -> None:
         if plan.workers_used > self._place.world_size:
@@ -325,7 +333,7 @@ class _Worker:
         rank, plan = self._place.rank, self._options.plan
         schedule = self._options.schedule_options()
         measures = self._options.max_grad_norm is not None or self._options.autocast is torch.float16
-        channels = self._channels = channels_of_run(
+        channels = channels_of_run(
             plan,
             schedule,
             self._place.world_size,
@@ -335,11 +343,34 @@ class _Worker:
             exchanges_norms=measures and _core.drains_every_minibatch(schedule),
             codec=self._options.links.codec,
         )
+        channels = self._channels = self._placed_on_devices(core, channels)
         for channel in channels:
             channel.add_to(core, rank, plan)
         self._plan_memory(core, schedule, channels)
         core.seal()
         self._connect(core, channels, "endpoints")
+
+    def _placed_on_devices(self, core: _core.Worker, channels: list[RunChannel]) -> list[RunChannel]:
+        """The channels, with those between devices of one host that need no staging."""
+        rank, links = self._place.rank, self._options.links
+        if not links.places_on_devices:
+            return channels
+        on_host = self._device.type != "cuda"
+        reach = agree_on_device_memory(
+            core,
+            rank,
+            channels,
+            on_host=on_host,
+            publish=self._place.rendezvous.publish,
+            wait_for=lambda keys: self._wait_for(keys, _no_word) if keys else [],
+        )
+        between = [c for c in channels if c.stages is not None and rank in (c.sender, c.receiver)]
+        for channel in between if links.transport == "ipc" or not on_host else []:
+            why = reach[channel.sender, channel.receiver]
+            if not why and channel.is_encoded:
+                why = f"they travel encoded (codec {channel.codec})"
+            links.check_reach(self._describe_ends(channel.sender, channel.receiver), why)
+        return place_on_devices(channels, reach)
 
     def _plan_memory(
         self, core: _core.Worker, schedule: _core.ScheduleOptions, channels: Sequence[RunChannel]
@@ -443,18 +474,27 @@ class _Worker:
         links.check_transports(
             {c.name: self._describe_ends(c.sender, c.receiver) for c in between}, core.channel_transports()
         )
-        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        deadline_s = time.monotonic() + START_TIMEOUT_S
         while not self._wait_open(core):
             self._raise_if_others_failed()
             if time.monotonic() > deadline_s:
-                raise PeerLost(f"channels not open within {_START_TIMEOUT_S:g} s: {core.channels_not_open()}")
+                raise PeerLost(f"channels not open within {START_TIMEOUT_S:g} s: {core.channels_not_open()}")
 
     def _wait_open(self, core: _core.Worker) -> bool:
         try:
             return core.wait_open(_OPEN_POLL_S)
-        except _core.RunFailure:
+        except _core.RunFailure as failure:
             self._raise_if_others_failed()  # why, where the link knows only that its peer is gone
+            if failure.args[0] == "Timeout":
+                self._look_for_the_lost()
             raise
+
+    def _look_for_the_lost(self) -> None:
+        """A peer that is silent on its link gives no sign of life either, which is known a little later."""
+        deadline_s = time.monotonic() + 3 * sign_period_s(self._options.links.peer_timeout_s)
+        while time.monotonic() < deadline_s:
+            self._raise_if_others_failed()
+            time.sleep(_LOOK_PERIOD_S)
 
     def _raise_if_others_failed(self) -> None:
         with failures_of_others():

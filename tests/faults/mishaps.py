@@ -6,6 +6,7 @@ layer sees which minibatch it has. Importable by worker processes.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -34,12 +35,16 @@ def be_stopped() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def wait_for_file(path: str | os.PathLike[str]) -> None:
+    deadline_s = time.monotonic() + 60.0
+    while not Path(path).exists():
+        assert time.monotonic() < deadline_s, f"{path} was not made"
+        time.sleep(0.01)
+
+
 def be_stopped_after(gate: str) -> None:
     """Once the file is there: what this worker had sent before has then been used by whoever made it."""
-    deadline_s = time.monotonic() + 60.0
-    while not Path(gate).exists():
-        assert time.monotonic() < deadline_s, f"{gate} was not made"
-        time.sleep(0.01)
+    wait_for_file(gate)
     be_stopped()
 
 
@@ -89,12 +94,12 @@ class Layer(torch.nn.Module):
         output = value + 0 * self.weight
         if self._mishap is not None and int(value.flatten()[0]) == self._at:
             if self._in_backward:
-                output.register_hook(lambda _: self._happen())  # type: ignore[no-untyped-call]
+                output.register_hook(lambda _: self.happen())  # type: ignore[no-untyped-call]
             else:
-                self._happen()
+                self.happen()
         return output
 
-    def _happen(self) -> None:
+    def happen(self) -> None:
         if self._rank is not None and os.environ["RANK"] != str(self._rank):
             return
         if self._note:
@@ -131,6 +136,22 @@ def run(model: torch.nn.Sequential, **options: Any) -> RunResult:
         "seed": 0,
     }
     return pipedream.run(model, plan, **(defaults | options))
+
+
+def run_until_lost(model: torch.nn.Sequential, folder: str, **options: Any) -> tuple[Exception | None, float]:
+    """The error and when it came. The last rank to have one ends the rank that only stopped."""
+    error = None
+    try:
+        run(model, **options)
+    except Exception as caught:
+        error = caught
+    ended_s = time.monotonic()
+    (Path(folder) / f"ended-{os.environ['RANK']}").touch()
+    if len(list(Path(folder).glob("ended-*"))) == len(model) - 1:
+        pid, _ = noted(Path(folder) / "note")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return error, ended_s
 
 
 def noted(note: str | os.PathLike[str]) -> tuple[int, float]:

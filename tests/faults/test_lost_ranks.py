@@ -3,44 +3,34 @@ refuses its arguments ends it, too, naming the rank."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from farm import Farm
-from mishaps import BOUND_S, NUM_MINIBATCHES, be_killed, be_stopped, hold_the_gil, model_with, noted, run
+from mishaps import (
+    BOUND_S,
+    NUM_MINIBATCHES,
+    be_killed,
+    be_stopped,
+    hold_the_gil,
+    model_with,
+    noted,
+    run,
+    run_until_lost,
+)
 from pipedream import PeerLost, PipelineError
 from pipedream.keys import write_key_file
-
-
-def _run_until_lost(
-    model: torch.nn.Sequential, folder: str, **options: Any
-) -> tuple[Exception | None, float]:
-    """The error and when it came. The last rank to have one ends the rank that only stopped."""
-    error = None
-    try:
-        run(model, **options)
-    except Exception as caught:
-        error = caught
-    ended_s = time.monotonic()
-    (Path(folder) / f"ended-{os.environ['RANK']}").touch()
-    if len(list(Path(folder).glob("ended-*"))) == len(model) - 1:
-        pid, _ = noted(Path(folder) / "note")
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    return error, ended_s
 
 
 def _assert_lost(
     farm: Farm, folder: Path, model: torch.nn.Sequential, stage: int, at: int, **options: Any
 ) -> None:
-    outcomes = farm.run(_run_until_lost, model, str(folder), num_ranks=3, **options)
+    outcomes = farm.run(run_until_lost, model, str(folder), num_ranks=3, **options)
     assert outcomes[stage].exit_code == -signal.SIGKILL
     _, lost_s = noted(folder / "note")
     for rank in {0, 1, 2} - {stage}:

@@ -452,8 +452,8 @@ def test_a_rank_that_never_comes_is_named(farm: Farm) -> None:
 def _run_with_short_start() -> None:
     if os.environ["RANK"] == "1":
         return
-    patience_s, worker._START_TIMEOUT_S = worker._START_TIMEOUT_S, 0.5
+    patience_s, worker.START_TIMEOUT_S = worker.START_TIMEOUT_S, 0.5
     try:
         run(_MODEL)
     finally:
-        worker._START_TIMEOUT_S = patience_s
+        worker.START_TIMEOUT_S = patience_s

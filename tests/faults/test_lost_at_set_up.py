@@ -1,0 +1,214 @@
+"""A rank that dies or stops while a run is set up is named to all others after peer_timeout, not after the
+long wait for ranks that have not come; so is the host of the store, which goes with it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from farm import Farm, Outcome
+from mishaps import (
+    BOUND_S,
+    NUM_MINIBATCHES,
+    Layer,
+    Mishap,
+    be_killed,
+    be_stopped,
+    model_with,
+    noted,
+    run,
+    run_until_lost,
+    wait_for_file,
+)
+from pipedream import PeerLost, PipelineError, WorkerLost
+from pipedream.rendezvous import Rendezvous
+
+_TIMEOUT_S = 3.0
+_MISHAPS: list[Mishap] = [be_killed, be_stopped]
+
+
+class Moving(Layer):
+    """Has its mishap when it is moved to its device."""
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        self.happen()
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+
+def _sgd_after(layer: Layer, parameters: Any) -> torch.optim.Optimizer:
+    layer.happen()
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def _in_dry_run(mishap: Mishap, note: str) -> tuple[torch.nn.Sequential, dict[str, Any]]:
+    return model_with(mishap, stage=1, at=0, note=note, rank=0), {}  # stage 1 runs at rank 0 only there
+
+
+def _when_moved(mishap: Mishap, note: str) -> tuple[torch.nn.Sequential, dict[str, Any]]:
+    model = model_with(None)
+    model[1] = Moving(mishap, note=note, rank=1)
+    return model, {}
+
+
+def _when_optimizers_are_made(mishap: Mishap, note: str) -> tuple[torch.nn.Sequential, dict[str, Any]]:
+    optimizer = functools.partial(_sgd_after, Layer(mishap, note=note, rank=2))
+    return model_with(None), {"optimizer": optimizer}
+
+
+_PHASES = [
+    (_in_dry_run, 0, "agreeing on the plan"),
+    (_when_moved, 1, "agreeing on the plan"),
+    (_when_optimizers_are_made, 2, "opening links"),
+]
+
+
+def _assert_told(outcomes: list[Outcome], lost: int, message: str, folder: Path) -> None:
+    assert outcomes[lost].exit_code == -signal.SIGKILL
+    _, lost_s = noted(folder / "note")
+    for rank in {0, 1, 2} - {lost}:
+        assert outcomes[rank].error is None, outcomes[rank].trace
+        error, ended_s = outcomes[rank].value
+        assert type(error) is PeerLost
+        assert str(error) == message
+        assert ended_s - lost_s < BOUND_S
+
+
+@pytest.mark.parametrize("mishap", _MISHAPS)
+@pytest.mark.parametrize(("where", "lost", "phase"), _PHASES)
+def test_a_rank_that_dies_or_stops_before_links_are_open_is_named_to_all(
+    farm: Farm, tmp_path: Path, where: Any, lost: int, phase: str, mishap: Mishap
+) -> None:
+    model, options = where(mishap, str(tmp_path / "note"))
+    outcomes = farm.run(run_until_lost, model, str(tmp_path), num_ranks=3, peer_timeout=_TIMEOUT_S, **options)
+    _assert_told(outcomes, lost, f"rank {lost} gave no sign of life for 3 s while {phase}", tmp_path)
+
+
+def _be_stopped_when_published(model: torch.nn.Sequential, folder: str) -> tuple[Exception | None, float]:
+    """Rank 2 stops when the others know where it listens, and so connect to it."""
+    kept = Rendezvous.publish
+
+    def publish(self: Rendezvous, key: str, value: Any) -> None:
+        kept(self, key, value)
+        if key == "endpoints/2":
+            Layer(be_stopped, note=str(Path(folder) / "note")).happen()
+
+    Rendezvous.publish = publish  # type: ignore[method-assign]
+    try:
+        return run_until_lost(model, folder, peer_timeout=_TIMEOUT_S)
+    finally:
+        Rendezvous.publish = kept  # type: ignore[method-assign]
+
+
+def test_a_rank_that_stops_when_the_others_connect_to_it_is_named_to_all(farm: Farm, tmp_path: Path) -> None:
+    # Its link misses a HELLO in the same time: that error says less, and to its neighbour alone.
+    outcomes = farm.run(_be_stopped_when_published, model_with(None), str(tmp_path), num_ranks=3)
+    _assert_told(outcomes, 2, "rank 2 gave no sign of life for 3 s while opening links", tmp_path)
+
+
+def test_a_rank_that_is_slow_is_waited_for(farm: Farm) -> None:
+    # As one that profiles, or moves a large model. Only in the dry run: then other bounds hold.
+    model = model_with(functools.partial(time.sleep, 4.0), stage=1, at=0, rank=0)
+    results = farm.results(run, model, num_ranks=3, peer_timeout=1.0)
+    assert len(results[0].losses) == NUM_MINIBATCHES
+
+
+@contextlib.contextmanager
+def _calls_noted(name: str, folder: str) -> Iterator[None]:
+    """A file `name` in the folder for every rank that has called this of its Rendezvous."""
+    kept = getattr(Rendezvous, name)
+
+    def noting(self: Rendezvous, *args: Any) -> None:
+        kept(self, *args)
+        (Path(folder) / f"{name}-{os.environ['RANK']}").touch()
+
+    setattr(Rendezvous, name, noting)
+    try:
+        yield
+    finally:
+        setattr(Rendezvous, name, kept)
+
+
+def _after_others_joined(folder: str, mishap: Mishap) -> None:
+    for rank in (1, 2):
+        wait_for_file(Path(folder) / f"join-{rank}")
+    mishap()
+
+
+def _join_and_run_until_lost(model: torch.nn.Sequential, folder: str) -> tuple[Exception | None, float]:
+    with _calls_noted("join", folder):
+        return run_until_lost(model, folder, peer_timeout=_TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("mishap", "how"), [(be_killed, "is gone"), (be_stopped, "has not answered for 3 s")]
+)
+def test_the_host_of_the_store_is_named_though_the_store_goes_with_it(
+    farm: Farm, tmp_path: Path, mishap: Mishap, how: str
+) -> None:
+    model, _ = _in_dry_run(
+        functools.partial(_after_others_joined, str(tmp_path), mishap), str(tmp_path / "note")
+    )
+    outcomes = farm.run(_join_and_run_until_lost, model, str(tmp_path), num_ranks=3, rank_0_hosts_store=True)
+    message = f"rank 0, which hosts the store of the run, {how} while agreeing on the plan"
+    # The mishap waits for the others, so the note is older than the loss.
+    _assert_told(outcomes, 0, message, tmp_path)
+
+
+def _run_and_leave(folder: str, mistaken: int) -> Exception | None:
+    """The mistaken rank ends with its error, as a script would; rank 2 comes when that rank has told."""
+    options: dict[str, Any] = {"bind": "eth99"} if os.environ["RANK"] == str(mistaken) else {}
+    if os.environ["RANK"] == "2":
+        wait_for_file(Path(folder) / f"fail-{mistaken}")
+    try:
+        with _calls_noted("fail", folder):
+            run(model_with(None), **options)
+    except Exception as error:
+        if os.environ["RANK"] == "0":
+            os._exit(7)
+        return error
+    return None
+
+
+@pytest.mark.parametrize("mistaken", [0, 1])
+def test_the_host_of_the_store_stays_until_the_others_have_read_why(
+    farm: Farm, tmp_path: Path, mistaken: int
+) -> None:
+    # Rank 0 used to end at once, and its store with it: the others saw a connection that broke.
+    outcomes = farm.run(_run_and_leave, str(tmp_path), mistaken, num_ranks=3, rank_0_hosts_store=True)
+    assert outcomes[0].exit_code == 7
+    for rank in {1, 2} - {mistaken}:
+        error = outcomes[rank].value
+        assert type(error) is PipelineError
+        assert str(error).startswith(f"rank {mistaken} could not start: ValueError: bind is 'eth99'")
+
+
+def test_ranks_find_each_other_by_the_store_of_rank_0(farm: Farm) -> None:
+    results = farm.results(run, model_with(None), num_ranks=3, rank_0_hosts_store=True)
+    assert len(results[0].losses) == NUM_MINIBATCHES
+
+
+@pytest.mark.parametrize(
+    ("mishap", "kind", "message"),
+    [
+        (be_killed, WorkerLost, "stage 1 (rank 1) was killed by SIGKILL before its first minibatch"),
+        (be_stopped, PeerLost, "rank 1 gave no sign of life for 3 s while agreeing on the plan"),
+    ],
+)
+def test_of_a_local_worker_that_is_lost_there_is_one_error(
+    tmp_path: Path, mishap: Mishap, kind: type[Exception], message: str
+) -> None:
+    model, _ = _when_moved(mishap, str(tmp_path / "note"))
+    with pytest.raises(PipelineError) as caught:
+        run(model, peer_timeout=_TIMEOUT_S)
+    _, lost_s = noted(tmp_path / "note")
+    assert type(caught.value) is kind
+    assert str(caught.value) == message
+    assert time.monotonic() - lost_s < BOUND_S
