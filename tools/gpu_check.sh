@@ -41,12 +41,13 @@ step install python3 -m pip install -q --no-index --no-build-isolation --no-deps
 
 zmq=$(python3 -c 'import pathlib, zmq; print(next(iter(sorted((pathlib.Path(zmq.__file__).parent.parent / "pyzmq.libs").glob("libzmq*"))), ""))' 2>/dev/null)
 export PIPEDREAM_LIBZMQ=$zmq
-step configure cmake -S . -B build/gpu/cpp -DPIPEDREAM_CUDA=on -DPIPEDREAM_BUILD_TESTS=ON -DPIPEDREAM_BUILD_PYTHON=OFF
+step configure cmake -S . -B build/gpu/cpp -DPIPEDREAM_CUDA=on -DPIPEDREAM_BUILD_TESTS=ON -DPIPEDREAM_BUILD_PYTHON=OFF \
+  -DPIPEDREAM_BUILD_BENCH=ON
 step build cmake --build build/gpu/cpp --parallel
 step ctest ctest --test-dir build/gpu/cpp --output-on-failure
 if command -v compute-sanitizer >/dev/null; then
   for tool in memcheck racecheck; do
-    for suite in device weights wire channel; do
+    for suite in device weights wire transport channel; do
       step "sanitizer-$tool-$suite" compute-sanitizer --tool "$tool" --error-exitcode 1 \
         "$(find build/gpu/cpp -name "pd_${suite}_test" -type f | head -n 1)"
     done
@@ -61,6 +62,18 @@ PIPEDREAM_DEVICE=cuda PIPEDREAM_TORCH_POOL=1 step pytest-torch-pool \
 PIPEDREAM_DEVICE=cuda step pytest-offload python3 -m pytest tests/equivalence/test_offloaded_runs.py -q
 for example in digits char_lm; do
   step "$example" python3 "examples/$example.py" --workers 2 --output-dir "$results/$example"
+done
+
+# Device to device through the channel beside PCIe's copies: on one GPU, and between two where there are two.
+bench=$(find build/gpu/cpp -name pd_device_transport_bench -type f | head -n 1)
+step bench-device-transport "${bench:-pd_device_transport_bench}"
+if (($(nvidia-smi --list-gpus | wc -l) > 1)); then
+  step bench-device-transport-two "${bench:-pd_device_transport_bench}" --sender cuda:0 --receiver cuda:1
+fi
+# The timelines: staged over tcp, staged in shared memory, by CUDA IPC.
+for transport in tcp shm ipc; do
+  PIPEDREAM_DEVICE=cuda step "timeline-$transport" python3 -m torch.distributed.run --standalone --nproc-per-node 2 \
+    bench/system/device_timeline.py --folder "$results/timeline-$transport" --transport "$transport"
 done
 
 if ((${#failed[@]})); then

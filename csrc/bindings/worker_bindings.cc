@@ -159,7 +159,8 @@ class PyWorker {
 
   void add_channel(const std::string& name, bool sends, const std::string& peer, std::uint32_t channel_id,
                    const TensorFields& tensors, std::int64_t num_items, std::int64_t num_microbatches,
-                   const std::optional<std::size_t>& chunk_bytes, bool on_device, const std::string& codec) {
+                   const std::optional<std::size_t>& chunk_bytes, bool on_device, const std::string& codec,
+                   bool places_on_device) {
     ChannelSpec spec;
     spec.name = name;
     spec.peer = peer;
@@ -170,6 +171,7 @@ class PyWorker {
     if (chunk_bytes) spec.chunk_bytes = *chunk_bytes;
     spec.on_device = on_device;
     spec.codec = codec_from_name(codec);
+    spec.places_on_device = places_on_device;
     if (sends) {
       worker_->add_send_channel(spec);
     } else {
@@ -181,6 +183,14 @@ class PyWorker {
     worker_->add_term({name, slot_bytes, num_slots, staging ? MemoryKind::kStaging : MemoryKind::kDevice});
     if (staging) staging_terms_.insert(name);
   }
+
+  // (the offer, why there is none)
+  std::pair<std::string, std::string> offer_device_memory() {
+    std::string why;
+    std::string offer = worker_->offer_device_memory(&why);
+    return {std::move(offer), std::move(why)};
+  }
+  std::string why_out_of_reach(const std::string& offer) { return worker_->why_out_of_reach(offer); }
 
   void seal() { worker_->seal(); }
   std::map<std::string, std::string> listen() { return worker_->listen(); }
@@ -382,7 +392,11 @@ void bind_worker(py::module_& module) {
       .def("add_channel", &PyWorker::add_channel, py::kw_only(), py::arg("name"), py::arg("sends"),
            py::arg("peer"), py::arg("channel_id"), py::arg("tensors"), py::arg("num_items"),
            py::arg("num_microbatches") = 1, py::arg("chunk_bytes") = py::none(), py::arg("on_device") = true,
-           py::arg("codec") = "none")
+           py::arg("codec") = "none", py::arg("places_on_device") = false)
+      .def("offer_device_memory", &PyWorker::offer_device_memory, py::call_guard<py::gil_scoped_release>(),
+           "(what senders need to try whether they can write into this device's memory, why there is none)")
+      .def("why_out_of_reach", &PyWorker::why_out_of_reach, py::arg("offer"),
+           py::call_guard<py::gil_scoped_release>(), "Empty when this device can write into that memory.")
       .def("add_term", &PyWorker::add_term, py::arg("name"), py::arg("slot_bytes"), py::arg("num_slots"),
            py::arg("staging") = false, "staging: in pinned host memory instead of the device's.")
       .def("seal", &PyWorker::seal, py::call_guard<py::gil_scoped_release>())

@@ -1,5 +1,5 @@
-// The slots of a receiver of the same host, mapped here: the sender writes into them itself. Owned by the
-// send channel; written on its copy stream.
+// The slots of a receiver of the same host, mapped here: the sender writes into them itself, into the
+// receiver's device where that memory is. Owned by the send channel; written on its copy stream.
 #pragma once
 
 #include <cstddef>
@@ -20,14 +20,17 @@ inline constexpr std::size_t kPlacedBytesMin = std::size_t{16} << 10;
 
 class PlacedSlots {
  public:
-  // slot_bytes: as the receiver plans them, too. Pins the memory for the device.
+  // slot_bytes: as the receiver plans them, too. Pins host memory for the device.
   PlacedSlots(std::unique_ptr<SharedMemory> memory, Device& device, std::size_t slot_bytes)
       : memory_(std::move(memory)),
-        registration_(device.register_host_memory(memory_->data(), memory_->size_bytes())),
+        registration_(memory_->on_device()
+                          ? nullptr
+                          : device.register_host_memory(memory_->data(), memory_->size_bytes())),
         slot_bytes_(slot_bytes) {
     memory_->claim();
   }
 
+  [[nodiscard]] bool on_device() const { return memory_->on_device(); }
   // Whether all of the slot lies in the memory. To be asked of every slot that the receiver names.
   [[nodiscard]] bool contains(std::uint16_t slot) const {
     return slot * slot_stride_bytes(slot_bytes_) + slot_bytes_ <= memory_->size_bytes();
@@ -39,7 +42,7 @@ class PlacedSlots {
 
  private:
   const std::unique_ptr<SharedMemory> memory_;
-  const std::unique_ptr<HostRegistration> registration_;
+  const std::unique_ptr<HostRegistration> registration_;  // null on a device
   const std::size_t slot_bytes_;
 };
 

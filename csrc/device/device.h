@@ -77,6 +77,15 @@ class Memory {
   [[nodiscard]] virtual std::size_t size_bytes() const = 0;
 };
 
+// Device memory that other processes of this host can map, to write into it. Its maker frees it last.
+inline constexpr std::size_t kMemoryHandleBytesMax = 256;
+
+class ExportedMemory : public Memory {
+ public:
+  // What Device::import_memory() takes: any bytes, kMemoryHandleBytesMax at most.
+  [[nodiscard]] virtual const std::string& handle() const = 0;
+};
+
 // While it lives, host memory of the caller's is known to the device. It dies before the memory.
 class HostRegistration {
  public:
@@ -116,6 +125,18 @@ class Device {
 
   // True when the CPU, and so the wire, can read device memory: then nothing is staged.
   [[nodiscard]] virtual bool device_memory_is_host_memory() const = 0;
+
+  // Device memory of its own allocation, zeroed, that other processes can map. Null where that is not
+  // possible, as on the host, whose memory is shared by other means; why, if given, says the reason. Throws
+  // UserError as allocate() does.
+  [[nodiscard]] virtual std::unique_ptr<ExportedMemory> export_memory(std::size_t num_bytes,
+                                                                      std::string* why = nullptr);
+  // What a device of this kind has exported, in any process of this host: this device's streams copy from and
+  // to it. It dies before its maker frees it. The handle is believed: who hands it over must be. Null, with
+  // the reason, where it cannot be mapped.
+  [[nodiscard]] virtual std::unique_ptr<Memory> import_memory(const std::string& handle,
+                                                              std::size_t num_bytes,
+                                                              std::string* why = nullptr);
 };
 
 [[nodiscard]] std::unique_ptr<Device> make_host_device();

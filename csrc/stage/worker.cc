@@ -6,6 +6,7 @@
 
 #include "channel/placed_slots.h"
 #include "channel/wire_layout.h"
+#include "transport/device_offer.h"
 #include "transport/endpoint.h"
 #include "transport/shared_memory.h"
 
@@ -43,12 +44,14 @@ std::size_t payload_bytes_max(const ChannelSpec& spec) {
   return std::max(std::min(chunk_bytes, slot_bytes), kAbortTextBytesMax);
 }
 
-// Shared memory as a pool term's own, pinned for the device.
+// Shared memory as a pool term's own; that of the host is pinned for the device.
 class SharedTermMemory final : public Memory {
  public:
-  SharedTermMemory(Device& device, std::size_t num_bytes, const SharedMemoryUse& use)
-      : memory_(SharedMemory::make(num_bytes, use)),
-        registration_(device.register_host_memory(memory_->data(), num_bytes)) {}
+  SharedTermMemory(Device& device, std::unique_ptr<SharedMemory> memory)
+      : memory_(std::move(memory)),
+        registration_(memory_->on_device()
+                          ? nullptr
+                          : device.register_host_memory(memory_->data(), memory_->size_bytes())) {}
 
   [[nodiscard]] std::byte* data() const override { return memory_->data(); }
   [[nodiscard]] std::size_t size_bytes() const override { return memory_->size_bytes(); }
@@ -56,7 +59,7 @@ class SharedTermMemory final : public Memory {
 
  private:
   const std::unique_ptr<SharedMemory> memory_;
-  const std::unique_ptr<HostRegistration> registration_;
+  const std::unique_ptr<HostRegistration> registration_;  // null on a device
 };
 
 constexpr const char* kInproc = "inproc";
@@ -87,10 +90,12 @@ std::unique_ptr<Transport> make_transport(const WorkerOptions& options) {
 
 }  // namespace
 
-Worker::Worker(WorkerOptions options)
-    : options_(std::move(options)),
-      device_(make_device(options_.device)),
-      transport_(make_transport(options_)) {
+// The name is not there any more once the options have been moved.
+Worker::Worker(WorkerOptions options) : Worker(options, make_device(options.device)) {}
+
+Worker::Worker(WorkerOptions options, std::shared_ptr<Device> device)
+    : options_(std::move(options)), device_(std::move(device)), transport_(make_transport(options_)) {
+  wakeup_.drive_while_waiting(*transport_);
   if (device_->type() != DeviceType::kHost) compute_stream_ = device_->wrap_stream(options_.compute_stream);
   // Items may outlive the worker in the framework's hands; they keep the pool, and the pool what it needs.
   pool_ = std::shared_ptr<Pool>(new Pool(*device_), [device = device_, stream = compute_stream_](Pool* pool) {
@@ -99,6 +104,16 @@ Worker::Worker(WorkerOptions options)
 }
 
 Worker::~Worker() { close(0); }
+
+std::string Worker::offer_device_memory(std::string* why) {
+  PD_CHECK(!pool_->sealed(), "an offer of device memory after the seal");
+  if (!offer_) offer_ = make_device_offer(*device_, identity(0), why);
+  return offer_ ? offer_->address() : "";
+}
+
+std::string Worker::why_out_of_reach(const std::string& offer) {
+  return ::pipedream::why_out_of_reach(*device_, offer, identity(0));
+}
 
 void Worker::check_new(const std::string& name) const {
   if (senders_.contains(name) || receivers_.contains(name))
@@ -111,16 +126,21 @@ void Worker::check_spec(const ChannelSpec& spec) const {
     throw UserError("channel '" + spec.name + "' of host memory has codec " + codec_name(spec.codec) +
                     "; only items on the device can be encoded");
   }
+  if (!spec.places_on_device) return;
+  // The caller has asked both ends.
+  PD_CHECK(spec.on_device && !WireLayout(spec.item, spec.codec).encodes(), spec.name);
+  PD_CHECK(options_.shares_memory && options_.transport != kInproc, spec.name);
 }
 
 bool Worker::is_staged(const ChannelSpec& spec) const {
-  if (!spec.on_device) return false;
+  if (!spec.on_device || spec.places_on_device) return false;
   return options_.force_staging || !device_->device_memory_is_host_memory() ||
          WireLayout(spec.item, spec.codec).encodes();
 }
 
 // Whether senders of the same host may write into the slots of this channel: not when all items are small.
 bool Worker::is_shared(const ChannelSpec& spec) const {
+  if (spec.places_on_device) return true;
   return options_.shares_memory && options_.transport != kInproc &&
          WireLayout(spec.item, spec.codec).slot_bytes() >= kPlacedBytesMin;
 }
@@ -130,13 +150,22 @@ PoolTerm Worker::staging_term(const ChannelSpec& spec) const {
           MemoryKind::kStaging};
 }
 
+LinkIdentity Worker::identity(std::uint32_t channel_id) const {
+  return {options_.run_id, options_.incarnation, channel_id};
+}
+
 // Both ends know it from the plan: the endpoint, which others may write, is not asked.
 SharedMemoryUse Worker::shared_use(const ChannelSpec& spec) const {
-  return {link_options(spec).identity, WireLayout(spec.item, spec.codec).slot_bytes()};
+  return {identity(spec.channel_id), WireLayout(spec.item, spec.codec).slot_bytes()};
 }
 
 std::unique_ptr<Memory> Worker::share(Receiver& receiver, std::size_t num_bytes) const {
-  auto memory = std::make_unique<SharedTermMemory>(*device_, num_bytes, shared_use(receiver.spec));
+  const SharedMemoryUse use = shared_use(receiver.spec);
+  std::string why;
+  auto shared = receiver.spec.places_on_device ? SharedMemory::make_on(*device_, num_bytes, use, &why)
+                                               : SharedMemory::make(num_bytes, use);
+  if (!shared) throw UserError("the slots of " + receiver.spec.name + ": " + why);
+  auto memory = std::make_unique<SharedTermMemory>(*device_, std::move(shared));
   receiver.shared = &memory->shared();
   return memory;
 }
@@ -181,6 +210,7 @@ ChannelOptions Worker::channel_options(const ChannelSpec& spec) {
 }
 
 void Worker::seal() {
+  offer_.reset();
   pool_->seal();
   for (auto& [name, receiver] : receivers_) {
     receiver.channel = std::make_unique<ReceiveChannel>(
@@ -195,7 +225,7 @@ void Worker::seal() {
 
 LinkOptions Worker::link_options(const ChannelSpec& spec) const {
   LinkOptions link;
-  link.identity = {options_.run_id, options_.incarnation, spec.channel_id};
+  link.identity = identity(spec.channel_id);
   link.plan_hash = options_.plan_hash;
   link.name = spec.name;
   link.peer = spec.peer;
@@ -222,7 +252,8 @@ void Worker::connect(const std::map<std::string, std::string>& endpoints) {
     const auto text = endpoints.find(name);
     if (text == endpoints.end()) throw UserError("no endpoint for channel '" + name + "'");
     Endpoint endpoint = parse_endpoint(text->second);
-    if (is_shared(sender.spec) && !endpoint.memory.empty()) place(sender, endpoint.memory);
+    const bool has_memory = !endpoint.memory.empty() || sender.spec.places_on_device;
+    if (is_shared(sender.spec) && has_memory) place(sender, endpoint.memory);
     endpoint.memory.clear();
     Link& link = transport_->connect(link_options(sender.spec), to_string(endpoint), *sender.channel);
     sender.link.store(&link);
@@ -230,11 +261,19 @@ void Worker::connect(const std::map<std::string, std::string>& endpoints) {
   }
 }
 
-// Where the memory cannot be opened the receiver is on another host, or the address is of something else; the
-// wire carries the bytes.
+// Where memory of the host cannot be opened the receiver is on another host, or the address is of something
+// else; the wire carries the bytes. Device memory must be opened: nothing else is planned.
 void Worker::place(Sender& sender, const std::string& address) const {
-  auto memory = SharedMemory::open(address, shared_use(sender.spec));
-  if (memory) sender.channel->place_into(std::move(memory));
+  const ChannelSpec& spec = sender.spec;
+  std::string why;
+  auto memory = spec.places_on_device ? SharedMemory::open_on(*device_, address, shared_use(spec), &why)
+                                      : SharedMemory::open(address, shared_use(spec));
+  if (memory) {
+    sender.channel->place_into(std::move(memory));
+  } else if (spec.places_on_device) {
+    throw UserError("the device memory of " + spec.peer + " cannot be opened for " + spec.name +
+                    ", though that was tried before: " + why + "; use transport='shm' or 'tcp'");
+  }
 }
 
 Result<bool> Worker::wait_open(Deadline deadline) {
@@ -393,7 +432,9 @@ void Worker::close(double linger_s) {
   }
   transport_->shutdown(std::max(0.0, std::chrono::duration<double>(deadline - Clock::now()).count()));
   for (auto& [name, sender] : senders_) {
-    if (sender.channel) sender.channel->collect_released();
+    if (!sender.channel) continue;
+    sender.channel->collect_released();
+    sender.channel->end_placing();
   }
 }
 
@@ -414,13 +455,16 @@ std::map<std::string, ChannelStats> Worker::channel_stats() const {
 std::map<std::string, std::string> Worker::channel_transports() const {
   const bool encrypts = options_.keys && options_.transport != kInproc;
   const std::string by_link = transport_name() + (encrypts ? " curve" : "");
-  const auto text = [&](bool placed) { return placed ? "shared memory" : by_link; };
+  const auto text = [&](const ChannelSpec& spec, bool placed) -> std::string {
+    if (!placed) return by_link;
+    return spec.places_on_device ? "cuda ipc" : "shared memory";
+  };
   std::map<std::string, std::string> transports;
   for (const auto& [name, sender] : senders_) {
-    transports[name] = text(sender.channel && sender.channel->places());
+    transports[name] = text(sender.spec, sender.channel && sender.channel->places());
   }
   for (const auto& [name, receiver] : receivers_) {
-    transports[name] = text(receiver.shared != nullptr && receiver.shared->is_claimed());
+    transports[name] = text(receiver.spec, receiver.shared != nullptr && receiver.shared->is_claimed());
   }
   return transports;
 }

@@ -3,6 +3,9 @@
 //
 //   add_*  ->  seal  ->  listen  ->  connect  ->  wait_open  ->  start  ->  next_work / complete_*  ->  close
 //
+// Before add_*, workers on devices of one host may find out whose memory each of them can write into: the
+// receiver makes an offer, the sender tries it, and a channel between two that can has places_on_device.
+//
 // Owned by the compute thread; every call is on it. abort() and pulse() may come from any thread.
 #pragma once
 
@@ -61,6 +64,8 @@ struct ChannelSpec {
   std::size_t chunk_bytes = 0;        // 0: measured on the first items, see chunk_tuner.h
   bool on_device = true;              // false: items live in host memory on every device
   Codec codec{};                      // of its float tensors
+  // The sender writes into the receiver's device memory: nothing is staged. Both ends have found that it can.
+  bool places_on_device = false;
 };
 
 // One stage of the worker and its neighbours' channels; empty names where there is no neighbour.
@@ -75,9 +80,17 @@ struct StageChannelNames {
 class Worker {
  public:
   explicit Worker(WorkerOptions options);
+  // On this device instead of the one that the options name.
+  Worker(WorkerOptions options, std::shared_ptr<Device> device);
   ~Worker();
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
+
+  // What workers that will send to this one need to try whether they can write into its device's memory;
+  // until seal(). Empty, with the reason, where there is none to share.
+  [[nodiscard]] std::string offer_device_memory(std::string* why = nullptr);
+  // Empty when this worker can write into the memory that another offered; else why not.
+  [[nodiscard]] std::string why_out_of_reach(const std::string& offer);
 
   // Before seal. Throw UserError for a name that is taken.
   void add_receive_channel(const ChannelSpec& spec);
@@ -138,8 +151,8 @@ class Worker {
   [[nodiscard]] std::string device_name() const { return device_->name(); }
   [[nodiscard]] const std::shared_ptr<Pool>& pool() const { return pool_; }
   [[nodiscard]] std::map<std::string, ChannelStats> channel_stats() const;
-  // How each channel's tensors travel: "zmq/tcp", "zmq/tcp curve", "shared memory", "inproc". After
-  // connect(); of what this worker receives, after wait_open().
+  // How each channel's tensors travel: "zmq/tcp", "zmq/tcp curve", "shared memory", "cuda ipc", "inproc".
+  // After connect(); of what this worker receives, after wait_open().
   [[nodiscard]] std::map<std::string, std::string> channel_transports() const;
   // This program is alive. Any thread, every peer_timeout_s / 8 at least where options.beats.
   void pulse();
@@ -168,6 +181,7 @@ class Worker {
   [[nodiscard]] bool is_staged(const ChannelSpec& spec) const;
   [[nodiscard]] bool is_shared(const ChannelSpec& spec) const;
   [[nodiscard]] PoolTerm staging_term(const ChannelSpec& spec) const;
+  [[nodiscard]] LinkIdentity identity(std::uint32_t channel_id) const;
   [[nodiscard]] SharedMemoryUse shared_use(const ChannelSpec& spec) const;
   [[nodiscard]] std::unique_ptr<Memory> share(Receiver& receiver, std::size_t num_bytes) const;
   [[nodiscard]] static ChannelOptions channel_options(const ChannelSpec& spec);
@@ -184,6 +198,7 @@ class Worker {
   // the channels' copy streams, which end with them, may still post to it.
   std::shared_ptr<Device> device_;
   std::shared_ptr<Stream> compute_stream_;
+  std::unique_ptr<SharedMemory> offer_;  // of device memory; until seal()
   std::shared_ptr<Pool> pool_;
   Wakeup wakeup_;
   std::unique_ptr<Transport> transport_;

@@ -18,10 +18,12 @@
 #include <limits>
 #include <optional>
 #include <string_view>
+#include <thread>
 #include <utility>
 #include <variant>
 
 #include "base/check.h"
+#include "base/clock.h"
 #include "device/host/host_memory.h"
 
 namespace pipedream {
@@ -31,13 +33,22 @@ constexpr std::size_t kPageBytes = 4096;
 constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 constexpr const char* kMemfdName = "pipedream";
 constexpr std::string_view kLinkPrefix = "/memfd:pipedream";  // what /proc/<pid>/fd/<fd> points to
-constexpr std::uint64_t kMagic = 0x324D454D53445250;          // "PRDSMEM2" in memory
+constexpr std::uint64_t kMagic = 0x334D454D53445250;          // "PRDSMEM3" in memory
+// How long a maker of device memory waits for whoever opened it. All of a run end at the same time.
+constexpr auto kOpenerPatience = std::chrono::seconds(5);
+constexpr auto kOpenerPollPeriod = std::chrono::milliseconds(1);
 
 using Secret = std::array<std::uint8_t, 16>;
+
+enum class Kind : std::uint64_t {
+  kHost = 1,    // the bytes behind the first page are the memory
+  kDevice = 2,  // they are a DeviceNote, which says where it is
+};
 
 // The first page.
 struct FirstPage {
   std::uint64_t magic;
+  Kind kind;
   std::uint64_t num_bytes;  // behind this page
   Secret secret;
   SharedMemoryUse use;
@@ -45,6 +56,12 @@ struct FirstPage {
 };
 static_assert(sizeof(FirstPage) <= kPageBytes);
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
+
+struct DeviceNote {
+  std::uint64_t num_bytes;
+  std::uint64_t handle_bytes;
+  std::array<char, kMemoryHandleBytesMax> handle;  // ExportedMemory::handle()
+};
 
 struct Address {
   std::uint64_t pid = 0;
@@ -175,6 +192,7 @@ class MappedFile final : public SharedMemory {
 
   [[nodiscard]] std::byte* data() const override { return mapping_ + kPageBytes; }
   [[nodiscard]] std::size_t size_bytes() const override { return num_bytes_; }
+  [[nodiscard]] bool on_device() const override { return false; }
   [[nodiscard]] std::string address() const override {
     PD_CHECK(fd_.get() >= 0, "the address of memory that was opened");
     return std::to_string(::getpid()) + ":" + std::to_string(fd_.get()) + ":" + std::to_string(num_bytes_) +
@@ -183,6 +201,8 @@ class MappedFile final : public SharedMemory {
   void claim() override { first_page().claimed.store(1); }
   [[nodiscard]] bool is_claimed() const override { return first_page().claimed.load() != 0; }
   [[nodiscard]] FirstPage& first_page() const { return *reinterpret_cast<FirstPage*>(mapping_); }
+  [[nodiscard]] DeviceNote& note() const { return *reinterpret_cast<DeviceNote*>(data()); }
+  [[nodiscard]] int fd() const { return fd_.get(); }
 
  private:
   const FileDescriptor fd_;  // the maker's: what others open; none when it was opened
@@ -222,27 +242,37 @@ std::string text_of(const SharedMemoryUse& use) {
          std::to_string(use.slot_bytes) + " bytes";
 }
 
-std::optional<Refusal> refusal_of(const FirstPage& page, const Address& address, const SharedMemoryUse& use) {
+std::optional<Refusal> refusal_of(const FirstPage& page, Kind kind, const Address& address,
+                                  const SharedMemoryUse& use) {
   if (page.magic != kMagic || page.num_bytes != address.num_bytes || page.secret != address.secret) {
     return Refusal{"its secret is another: it belongs to another run or host"};
   }
   if (page.use != use) return Refusal{"it is for " + text_of(page.use) + ", not for " + text_of(use)};
+  if (page.kind != kind) {
+    return Refusal{kind == Kind::kHost ? "it is memory of a device" : "it is memory of the host"};
+  }
   return std::nullopt;
 }
 
-std::variant<std::unique_ptr<SharedMemory>, Refusal> open_memory(const std::string& text,
-                                                                 const SharedMemoryUse& use) {
+struct OpenedFile {
+  FileDescriptor fd;
+  std::unique_ptr<MappedFile> mapped;
+};
+
+std::variant<OpenedFile, Refusal> open_mapped(const std::string& text, Kind kind,
+                                              const SharedMemoryUse& use) {
   const std::optional<Address> address = parse_address(text);
   if (!address) return Refusal{"'" + text + "' is not an address of shared memory"};
   auto opened = open_file(*address);
   if (const auto* refusal = std::get_if<Refusal>(&opened)) return *refusal;
+  FileDescriptor fd = std::move(std::get<FileDescriptor>(opened));
   const std::size_t mapped_bytes = mapped_bytes_of(address->num_bytes);
-  std::byte* const mapping = map_aligned(std::get<FileDescriptor>(opened).get(), mapped_bytes);
+  std::byte* const mapping = map_aligned(fd.get(), mapped_bytes);
   if (mapping == nullptr) return Refusal{"it cannot be mapped: " + text_of_error()};
   auto memory = std::make_unique<MappedFile>(FileDescriptor(-1), mapping, address->num_bytes);
-  if (auto refusal = refusal_of(memory->first_page(), *address, use)) return *refusal;
+  if (auto refusal = refusal_of(memory->first_page(), kind, *address, use)) return *refusal;
   if (!touch_all(mapping, mapped_bytes)) return Refusal{"there is no memory left to map it"};
-  return memory;
+  return OpenedFile{std::move(fd), std::move(memory)};
 }
 
 Secret random_secret() {
@@ -253,9 +283,7 @@ Secret random_secret() {
   return secret;
 }
 
-}  // namespace
-
-std::unique_ptr<SharedMemory> SharedMemory::make(std::size_t num_bytes, const SharedMemoryUse& use) {
+std::unique_ptr<MappedFile> make_mapped(std::size_t num_bytes, Kind kind, const SharedMemoryUse& use) {
   PD_CHECK(num_bytes > 0, "0 bytes of shared memory");
   const std::string what = "memory to share with other workers of this host";
   // Asked first: an overcommitting kernel would say yes now and kill the process while it touches pages.
@@ -276,18 +304,141 @@ std::unique_ptr<SharedMemory> SharedMemory::make(std::size_t num_bytes, const Sh
   }
   FirstPage& page = memory->first_page();
   page.magic = kMagic;
+  page.kind = kind;
   page.num_bytes = num_bytes;
   page.secret = random_secret();
   page.use = use;
   return memory;
 }
 
-std::unique_ptr<SharedMemory> SharedMemory::open(const std::string& address, const SharedMemoryUse& use,
-                                                 std::string* why) {
-  auto opened = open_memory(address, use);
+// ---- Device memory ----
+
+// Whoever has opened it holds a shared lock of its process on the file: the kernel lets go of it when the
+// process ends, however it does. A process does not see its own: there is none to wait for.
+struct flock lock_of(short type) {
+  struct flock whole {};
+  whole.l_type = type;
+  whole.l_whence = SEEK_SET;
+  return whole;
+}
+bool lock(const FileDescriptor& fd) {
+  struct flock whole = lock_of(F_RDLCK);
+  return ::fcntl(fd.get(), F_SETLK, &whole) == 0;
+}
+bool is_locked_by_another(int fd) {
+  struct flock whole = lock_of(F_WRLCK);
+  return ::fcntl(fd, F_GETLK, &whole) == 0 && whole.l_type != F_UNLCK;
+}
+
+class DeviceSharedMemory : public SharedMemory {
+ public:
+  explicit DeviceSharedMemory(std::unique_ptr<MappedFile> file) : file_(std::move(file)) {}
+
+  [[nodiscard]] std::size_t size_bytes() const override { return file_->note().num_bytes; }
+  [[nodiscard]] bool on_device() const override { return true; }
+  [[nodiscard]] std::string address() const override { return file_->address(); }
+  void claim() override { file_->claim(); }
+  [[nodiscard]] bool is_claimed() const override { return file_->is_claimed(); }
+
+ protected:
+  [[nodiscard]] const MappedFile& file() const { return *file_; }
+
+ private:
+  const std::unique_ptr<MappedFile> file_;
+};
+
+class MadeDeviceMemory final : public DeviceSharedMemory {
+ public:
+  MadeDeviceMemory(std::unique_ptr<MappedFile> file, std::unique_ptr<ExportedMemory> memory)
+      : DeviceSharedMemory(std::move(file)), memory_(std::move(memory)) {
+    DeviceNote& note = this->file().note();
+    const std::string& handle = memory_->handle();
+    PD_CHECK(handle.size() <= note.handle.size(), "a handle of " << handle.size() << " bytes");
+    note.num_bytes = memory_->size_bytes();
+    note.handle_bytes = handle.size();
+    std::copy(handle.begin(), handle.end(), note.handle.begin());
+  }
+  ~MadeDeviceMemory() override {
+    const Deadline deadline = Clock::now() + kOpenerPatience;
+    while (is_locked_by_another(file().fd())) {
+      if (Clock::now() >= deadline) {
+        std::fprintf(stderr, "pipedream: %zu bytes of device memory are still mapped by another process\n",
+                     size_bytes());
+        static_cast<void>(memory_.release());  // to free it under a mapping is undefined
+        return;
+      }
+      std::this_thread::sleep_for(kOpenerPollPeriod);
+    }
+  }
+
+  [[nodiscard]] std::byte* data() const override { return memory_->data(); }
+
+ private:
+  std::unique_ptr<ExportedMemory> memory_;
+};
+
+class OpenedDeviceMemory final : public DeviceSharedMemory {
+ public:
+  OpenedDeviceMemory(OpenedFile opened, std::unique_ptr<Memory> memory)
+      : DeviceSharedMemory(std::move(opened.mapped)),
+        locked_(std::move(opened.fd)),
+        memory_(std::move(memory)) {}
+
+  [[nodiscard]] std::byte* data() const override { return memory_->data(); }
+
+ private:
+  const FileDescriptor locked_;  // to be closed, which unlocks it, after the memory
+  const std::unique_ptr<Memory> memory_;
+};
+
+std::variant<std::unique_ptr<SharedMemory>, Refusal> open_device_memory(Device& device,
+                                                                        const std::string& address,
+                                                                        const SharedMemoryUse& use) {
+  auto opened = open_mapped(address, Kind::kDevice, use);
+  if (const auto* refusal = std::get_if<Refusal>(&opened)) return *refusal;
+  auto& file = std::get<OpenedFile>(opened);
+  const DeviceNote& note = file.mapped->note();
+  if (file.mapped->size_bytes() != sizeof(note) || note.handle_bytes > note.handle.size()) {
+    return Refusal{"it was made by another build of pipedream"};
+  }
+  if (!lock(file.fd)) return Refusal{"it cannot be locked: " + text_of_error()};
+  std::string why;
+  auto memory = device.import_memory({note.handle.data(), note.handle_bytes}, note.num_bytes, &why);
+  if (!memory) return Refusal{why};
+  return std::make_unique<OpenedDeviceMemory>(std::move(file), std::move(memory));
+}
+
+std::unique_ptr<SharedMemory> given(std::variant<std::unique_ptr<SharedMemory>, Refusal> opened,
+                                    std::string* why) {
   if (auto* memory = std::get_if<std::unique_ptr<SharedMemory>>(&opened)) return std::move(*memory);
   if (why != nullptr) *why = std::get<Refusal>(opened).why;
   return nullptr;
+}
+
+}  // namespace
+
+std::unique_ptr<SharedMemory> SharedMemory::make(std::size_t num_bytes, const SharedMemoryUse& use) {
+  return make_mapped(num_bytes, Kind::kHost, use);
+}
+
+std::unique_ptr<SharedMemory> SharedMemory::open(const std::string& address, const SharedMemoryUse& use,
+                                                 std::string* why) {
+  auto opened = open_mapped(address, Kind::kHost, use);
+  if (const auto* refusal = std::get_if<Refusal>(&opened)) return given(*refusal, why);
+  return std::move(std::get<OpenedFile>(opened).mapped);
+}
+
+std::unique_ptr<SharedMemory> SharedMemory::make_on(Device& device, std::size_t num_bytes,
+                                                    const SharedMemoryUse& use, std::string* why) {
+  auto memory = device.export_memory(num_bytes, why);
+  if (!memory) return nullptr;
+  return std::make_unique<MadeDeviceMemory>(make_mapped(sizeof(DeviceNote), Kind::kDevice, use),
+                                            std::move(memory));
+}
+
+std::unique_ptr<SharedMemory> SharedMemory::open_on(Device& device, const std::string& address,
+                                                    const SharedMemoryUse& use, std::string* why) {
+  return given(open_device_memory(device, address, use), why);
 }
 
 }  // namespace pipedream

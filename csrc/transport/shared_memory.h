@@ -5,6 +5,10 @@
 // same pid namespace. A secret in its first page proves that it is the one that was meant, and what it is for
 // stands there, too: an address that was exchanged on its way is not believed. Where any of this fails the
 // two are not on the same host, or may not share memory, and the caller takes the wire.
+//
+// Device memory is shared alike: what is opened by its address says how the device maps the rest. Its maker
+// frees it last: its destructor waits for the other process, for a bounded time, and where that does not let
+// go it leaves the memory to the end of this process.
 #pragma once
 
 #include <cstddef>
@@ -12,6 +16,7 @@
 #include <memory>
 #include <string>
 
+#include "device/device.h"
 #include "wire/frame.h"
 
 namespace pipedream {
@@ -33,12 +38,23 @@ class SharedMemory {
   [[nodiscard]] static std::unique_ptr<SharedMemory> open(const std::string& address,
                                                           const SharedMemoryUse& use,
                                                           std::string* why = nullptr);
+  // The same of the device's own memory; the device outlives it. Null, with the reason, where the device
+  // shares none.
+  [[nodiscard]] static std::unique_ptr<SharedMemory> make_on(Device& device, std::size_t num_bytes,
+                                                             const SharedMemoryUse& use,
+                                                             std::string* why = nullptr);
+  // For what make_on() made, on a device of the same kind.
+  [[nodiscard]] static std::unique_ptr<SharedMemory> open_on(Device& device, const std::string& address,
+                                                             const SharedMemoryUse& use,
+                                                             std::string* why = nullptr);
 
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
   virtual ~SharedMemory() = default;
 
   [[nodiscard]] virtual std::byte* data() const = 0;  // behind the first page; 4096-byte aligned
+  // True: only the device's streams may read and write it.
+  [[nodiscard]] virtual bool on_device() const = 0;
   [[nodiscard]] virtual std::size_t size_bytes() const = 0;
   [[nodiscard]] virtual std::string address()
       const = 0;  // "<pid>:<fd>:<bytes>:<secret, hex>"; of make() only

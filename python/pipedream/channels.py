@@ -101,6 +101,13 @@ class RunChannel:
     """By which its float tensors travel."""
     stages: tuple[int, int] | None = None
     """Sender and receiver of activations or gradients; None for every other channel."""
+    places_on_device: bool = False
+    """Whether the sender writes into the receiver's device memory, as both have found that it can."""
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether some tensor of it travels encoded."""
+        return bool(_core.channel_bytes(self.tensors, self.codec)[3])
 
     @property
     def may_be_placed(self) -> bool:
@@ -124,6 +131,7 @@ class RunChannel:
             num_microbatches=self.num_microbatches,
             on_device=self.on_device,
             codec=self.codec,
+            places_on_device=self.places_on_device,
         )
 
 

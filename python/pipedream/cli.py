@@ -157,7 +157,7 @@ def run_command(
     autocast: Annotated[str | None, typer.Option(help="bfloat16 or float16.")] = None,
     max_grad_norm: Annotated[float | None, typer.Option(help="Scale gradients down to this norm.")] = None,
     transport: Annotated[
-        str, typer.Option(help="How tensors travel between workers: auto, tcp, zmq or shm.")
+        str, typer.Option(help="How tensors travel between workers: auto, tcp, zmq, shm or ipc.")
     ] = "auto",
     codec: Annotated[
         str | None,

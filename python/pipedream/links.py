@@ -18,8 +18,9 @@ from .trace import read_clock
 
 __all__ = ["TRANSPORTS", "LinkOptions", "make_link_options"]
 
-TRANSPORTS = ("auto", "tcp", "zmq", "shm")
+TRANSPORTS = ("auto", "tcp", "zmq", "shm", "ipc")
 SHARED_MEMORY = "shared memory"  # as the core names it (csrc/stage/worker.h)
+CUDA_IPC = "cuda ipc"
 
 _log = logging.getLogger("pipedream")
 
@@ -39,7 +40,12 @@ class LinkOptions:
     @property
     def shares_memory(self) -> bool:
         """Whether it may be used where two workers are on one host."""
-        return self.transport in ("auto", "shm")
+        return self.transport in ("auto", "shm", "ipc")
+
+    @property
+    def places_on_devices(self) -> bool:
+        """Whether workers may write into the device memory of others on their host."""
+        return self.transport in ("auto", "ipc")
 
     def core_arguments(self) -> dict[str, Any]:
         """Of _core.Worker."""
@@ -106,6 +112,16 @@ class LinkOptions:
                     f" {transports[channel]}: use 'auto', or start both on one host, as one user"
                 )
 
+    def check_reach(self, ends: str, why: str) -> None:
+        """Of a pair of neighbouring stages: says how their tensors travel where that is by CUDA IPC or might
+        have been; with transport="ipc" refuses what keeps them from it. why: empty where nothing does."""
+        if self.transport == "ipc" and why:
+            raise ValueError(
+                f"transport is 'ipc', but the tensors of {ends} cannot go from device to device: {why}; use"
+                " 'auto'"
+            )
+        _log.info("%s: %s", ends, f"not by {CUDA_IPC}: {why}" if why else CUDA_IPC)
+
 
 def wants_checksums() -> bool:
     """$PIPEDREAM_CHECKSUMS, 1 or 0: a CRC-32C over every payload on the wire, beside those of the headers."""
@@ -137,14 +153,14 @@ def make_link_options(
     if loaded is None and not is_loopback(address):
         if not insecure:
             raise ValueError(
-                f"{_address_said(bind, address)}, where anybody who reaches this machine could take part in"
-                " the run: give keys=, a file that `pipedream keys` makes, or insecure=True if you trust"
-                " everybody on the network"
+                f"{_address_said(bind, address)}, where anybody who reads the network could read the tensors"
+                " and take part in the run: give keys=, a file that `pipedream keys` makes, or insecure=True"
+                " if you trust everybody on the network"
             )
         if os.environ.get("LOCAL_RANK", "0") == "0":
             _log.warning(
-                "insecure=True: listening on %s without keys; whoever reaches it can read the tensors of this"
-                " run and send others",
+                "insecure=True: listening on %s without keys; whoever reads the network can read the tensors"
+                " of this run and send others",
                 address,
             )
     return LinkOptions(transport, parse_codec(codec), peer_timeout_s, address, loaded, insecure)

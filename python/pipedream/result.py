@@ -47,7 +47,8 @@ class ChannelFigures(NamedTuple):
     transport: str
     """As in RunResult.transports."""
     codec: str
-    """Of its float32 and float64 tensors; "none" where they are left as they are, or there are none."""
+    """Of its floating-point tensors; "none" where it applies to none of them, as bf16 and fp16 where autocast
+    has made them 16 bits long."""
     items: int
     """Microbatches."""
     chunks: int
@@ -94,7 +95,7 @@ class RunResult:
     """By all workers between stages, headers included, and what they wrote into each other's memory."""
     transports: dict[str, str]
     """"0->1": how activations travel from stage 0 to 1, and gradients back as "1->0": "zmq/tcp", encrypted
-    as "zmq/tcp curve", or "shared memory" (where they are of 16 KiB or more)."""
+    as "zmq/tcp curve", "shared memory" (where they are of 16 KiB or more), or "cuda ipc"."""
     worker_pids: list[int]
     memory: list[dict[str, dict[str, int | None]]]
     """Per worker and named term: "predicted" and "peak" bytes; None where a term cannot be measured. On the
@@ -227,7 +228,7 @@ def _figures_of(channel: RunChannel, reports: list[dict[str, Any]]) -> ChannelFi
 
 
 def _encodes(channel: RunChannel) -> bool:
-    """Codecs leave what is not float32 or float64 as it is, such as what autocast has made."""
+    """Whether the channel's codec applies to any of its tensors."""
     *_, encodes = _core.channel_bytes(channel.tensors, channel.codec)
     return bool(encodes)
 

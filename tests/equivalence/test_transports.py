@@ -7,7 +7,7 @@ import math
 import os
 import socket
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ import torch
 from codec_oracle import CodecOracle, encoded_bytes
 from farm import Farm
 from oracle import assert_memory_as_predicted, assert_same_numbers
-from pipedream import RunResult, reference
+from pipedream import RunResult, _core, reference
 from pipedream.addresses import is_loopback, resolve_bind
+from pipedream.codec_choice import codec_between, parse_codec
 from pipedream.footprint import dry_run
 from pipedream.keys import write_key_file, write_key_folder
 from pipedream.splitter import split
@@ -33,7 +34,16 @@ from training import (
 # A rate at which the losses fall: where they explode so does the least difference.
 _SGD = functools.partial(torch.optim.SGD, lr=0.002, momentum=0.5)
 _TRAINING = Training("wide", 3, torch.float32, _SGD, short_last=True)
-_SHARED, _TCP, _CURVE = "shared memory", "zmq/tcp", "zmq/tcp curve"
+_SHARED, _TCP, _CURVE, _IPC = "shared memory", "zmq/tcp", "zmq/tcp curve", "cuda ipc"
+
+
+def _is_on_cuda() -> bool:
+    """Whether workers compute on a GPU here; those of these tests share it."""
+    wanted = os.environ.get("PIPEDREAM_DEVICE", "auto")
+    return wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available() and _core.cuda_available())
+
+
+_ON_ONE_HOST = _IPC if _is_on_cuda() else _SHARED  # what "auto" takes
 
 
 def _train(farm: Farm, training: Training, num_ranks: int = 0, **options: Any) -> tuple[RunResult, State]:
@@ -87,7 +97,7 @@ def test_shared_memory_gives_the_same_bits_and_keeps_the_tensors_off_the_wire(
     assert result.losses == exact[0].losses
     assert_equal_state(state, exact[1])
     assert result.versions == exact[0].versions
-    assert set(result.transports.values()) == {_SHARED}
+    assert set(result.transports.values()) == {_SHARED if transport == "shm" else _ON_ONE_HOST}
     for channel, by_wire in zip(result.channels, exact[0].channels, strict=True):
         assert channel.tensor_bytes == channel.placed_bytes == by_wire.tensor_bytes
         assert channel.wire_bytes < by_wire.wire_bytes
@@ -100,10 +110,29 @@ def test_small_tensors_take_the_socket_which_is_sooner(farm: Farm, transport: st
     result, state = _train(farm, training, transport=transport)
     expected, expected_state = train_by_reference(training)
     assert_same_numbers(result.losses, state, expected.losses, expected_state, tolerance(training.dtype))
-    assert set(result.transports.values()) == {_TCP}
+    # Between devices nothing is staged, so that small ones are placed, too.
+    by_device = transport == "auto" and _is_on_cuda()
+    assert set(result.transports.values()) == {_IPC if by_device else _TCP}
 
 
-@pytest.mark.parametrize(("transport", "name"), [("tcp", _CURVE), ("auto", _SHARED)])
+@pytest.mark.skipif(not _is_on_cuda(), reason="no GPU")
+@pytest.mark.parametrize("training", [_TRAINING, Training("mlp", 3), Training("tied_apart", 3)], ids=str)
+def test_gpus_of_one_host_write_into_each_others_memory_and_stage_nothing(
+    farm: Farm, training: Training
+) -> None:
+    by_wire, wire_state = _train(farm, training, transport="tcp")
+    result, state = _train(farm, training, transport="ipc")
+    assert result.losses == by_wire.losses
+    assert_equal_state(state, wire_state)
+    assert set(result.transports.values()) == {_IPC}
+    for channel in result.channels:
+        assert channel.placed_bytes == channel.tensor_bytes
+    terms = {term for worker in result.memory for term in worker}
+    assert not {term for term in terms if term.startswith("staging, activations")}
+    assert_memory_as_predicted(result)
+
+
+@pytest.mark.parametrize(("transport", "name"), [("tcp", _CURVE), ("auto", _ON_ONE_HOST)])
 def test_keys_change_no_bit(
     farm: Farm, exact: tuple[RunResult, State], tmp_path: Path, transport: str, name: str
 ) -> None:
@@ -243,6 +272,11 @@ def test_pairs_of_stages_have_codecs_of_their_own(farm: Farm) -> None:
     }
 
 
+def _encoded_bytes_of_run(codec: str, whole: int, short: int, dtype: torch.dtype) -> int:
+    """Of 7 minibatches, the last one short: numbers of elements."""
+    return 6 * encoded_bytes(codec, whole, dtype) + encoded_bytes(codec, short, dtype)
+
+
 @pytest.mark.parametrize("codec", ["bf16", "fp16", "int8", "topk:0.1"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_encoded_tensors_are_as_small_as_their_codec_says(farm: Farm, codec: str, dtype: torch.dtype) -> None:
@@ -252,8 +286,89 @@ def test_encoded_tensors_are_as_small_as_their_codec_says(farm: Farm, codec: str
     for channel in result.channels:
         (spec,) = boundaries[min(channel.sender, channel.receiver)].tensors
         whole, short = math.prod(spec.shape), math.prod(spec.shape) // 2
-        assert channel.placed_bytes == 6 * encoded_bytes(codec, whole) + encoded_bytes(codec, short)
+        assert channel.placed_bytes == _encoded_bytes_of_run(codec, whole, short, dtype)
         assert channel.tensor_bytes == (6 * whole + short) * dtype.itemsize
+
+
+@pytest.mark.parametrize(
+    ("autocast", "codec"),
+    [
+        ("bfloat16", "int8"),
+        ("bfloat16", "topk:0.25"),
+        ("float16", "int8"),
+        ("float16", {"activations": "topk:0.25", "gradients": "int8"}),
+    ],
+    ids=str,
+)
+def test_a_codec_takes_effect_on_the_16_bits_of_autocast(
+    farm: Farm, one_thread: None, autocast: str, codec: Any
+) -> None:
+    training = replace(_TRAINING, autocast=autocast)
+    result = _assert_equals_codec_oracle(farm, training, codec, transport="shm")
+    dtype: torch.dtype = getattr(torch, autocast)
+    boundaries = _boundaries(_TRAINING)
+    for channel in result.channels:
+        (spec,) = boundaries[min(channel.sender, channel.receiver)].tensors
+        whole, short = math.prod(spec.shape), math.prod(spec.shape) // 2
+        assert channel.tensor_bytes == (6 * whole + short) * dtype.itemsize
+        assert channel.codec == codec_between(parse_codec(codec), channel.sender, channel.receiver)
+        assert channel.placed_bytes == _encoded_bytes_of_run(channel.codec, whole, short, dtype)
+
+
+@pytest.mark.parametrize("codec", ["bf16", "fp16"])
+@pytest.mark.parametrize("autocast", ["bfloat16", "float16"])
+def test_16_bits_are_not_rounded_to_16_bits(farm: Farm, one_thread: None, autocast: str, codec: str) -> None:
+    training = replace(_TRAINING, autocast=autocast)
+    result, _ = _train(farm, training, codec=codec)
+    assert {channel.codec for channel in result.channels} == {"none"}
+    exact, _ = _train(farm, training)
+    assert result.losses == exact.losses
+
+
+_HUGE = 64.0
+
+
+def _huge_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return _HUGE * torch.nn.functional.mse_loss(outputs.float(), targets)
+
+
+@dataclass(frozen=True)
+class _Overflowing(Training):
+    """Its first gradients overflow float16 at the initial loss scale."""
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"loss_fn": _huge_loss}
+
+
+class _OverflowOracle(CodecOracle):
+    """Keeps whether each gradient that arrived was finite."""
+
+    def __init__(self, codec: Any) -> None:
+        super().__init__(codec)
+        self.were_finite: list[bool] = []
+
+    def __call__(self, sender: int, receiver: int, tensor_index: int, tensor: torch.Tensor) -> torch.Tensor:
+        arrived = super().__call__(sender, receiver, tensor_index, tensor)
+        if sender > receiver:
+            assert arrived.isfinite().all() == tensor.isfinite().all()
+            self.were_finite.append(bool(arrived.isfinite().all()))
+        return arrived
+
+
+def test_a_gradient_that_overflowed_before_int8_is_found_and_skipped_behind_it(
+    farm: Farm, one_thread: None
+) -> None:
+    sgd = functools.partial(torch.optim.SGD, lr=0.05 / _HUGE)
+    training = _Overflowing("mlp", 2, torch.float32, sgd, num_minibatches=12, autocast="float16")
+    result, state = _train(farm, training, codec={"gradients": "int8"})
+    oracle = _OverflowOracle({"gradients": "int8"})
+    model = training.model()
+    with torch.random.fork_rng(devices=[]):
+        expected = reference.run(model, training.plan, **training.options(), across_cut=oracle)
+    assert set(oracle.were_finite) == {False, True}, "no gradient overflowed, or all did"
+    assert_same_numbers(result.losses, state, expected.losses, model.state_dict(), tolerance(torch.float32))
+    assert all(tensor.isfinite().all() for tensor in state.values())
+    assert {f"{c.sender}->{c.receiver}": c.codec for c in result.channels} == {"0->1": "none", "1->0": "int8"}
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,28 @@ def test_the_default_is_loopback_and_every_worker_beats() -> None:
 
 def test_memory_is_shared_but_where_the_wire_is_asked_for() -> None:
     shares = {name: _links(transport=name).core_arguments()["shares_memory"] for name in TRANSPORTS}
-    assert shares == {"auto": True, "shm": True, "tcp": False, "zmq": False}
+    assert shares == {"auto": True, "shm": True, "ipc": True, "tcp": False, "zmq": False}
+
+
+def test_devices_are_written_to_where_nothing_else_is_asked_for() -> None:
+    places = {name: _links(transport=name).places_on_devices for name in TRANSPORTS}
+    assert places == {"auto": True, "shm": False, "ipc": True, "tcp": False, "zmq": False}
+
+
+def test_ipc_refuses_a_pair_that_cannot_and_auto_says_why_not(caplog: pytest.LogCaptureFixture) -> None:
+    ends, why = "stage 0 (rank 0) and stage 1 (rank 1)", "cuda:0 has no peer access to cuda:1"
+    with caplog.at_level(logging.INFO, logger="pipedream"):
+        _links(transport="auto").check_reach(ends, why)
+        _links(transport="ipc").check_reach(ends, "")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{ends}: not by cuda ipc: {why}",
+        f"{ends}: cuda ipc",
+    ]
+    with pytest.raises(ValueError) as caught:
+        _links(transport="ipc").check_reach(ends, why)
+    for word in ("transport is 'ipc'", ends, why, "'auto'"):
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_another_address_needs_keys_or_insecure() -> None:

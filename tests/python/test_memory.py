@@ -144,7 +144,7 @@ def test_a_received_item_lies_in_a_slot_of_the_channel() -> None:
 @pytest.mark.parametrize("codec", ["none", "bf16", "int8", "topk:0.1"])
 @pytest.mark.parametrize("rank", [0, 1], ids=["sender", "receiver"])
 def test_the_terms_of_a_channel_are_what_the_core_takes_for_it(rank: int, codec: str) -> None:
-    tensors = [("float32", 2, 4000), ("int64", 1, 72), ("float64", 1, 8000)]
+    tensors = [("float32", 2, 4000), ("int64", 1, 72), ("float64", 1, 8000), ("bfloat16", 1, 3000)]
     channel = RunChannel("a", 0, 0, 1, tensors, 3, 9, 1, True, codec)
     core = _core.Worker(transport="inproc")
     channel.add_to(core, rank, Plan.straight(4, 4))

@@ -104,8 +104,15 @@ def test_a_channels_counts_are_the_receivers_and_its_times_each_ends_own() -> No
 
 def test_a_codec_that_applies_to_no_tensor_is_not_named() -> None:
     schedule = _core.ScheduleOptions(in_flight=[2, 1])
-    channels = [_channel(_OUT, 0, 1, "int8", "bfloat16"), _CHANNELS[1]]
-    assert combine_reports(_PLAN, schedule, channels, _reports()).channels[0].codec == "none"
+    for codec, dtype, named in [
+        ("int8", "int32", "none"),
+        ("bf16", "bfloat16", "none"),
+        ("fp16", "bfloat16", "none"),
+        ("int8", "bfloat16", "int8"),
+        ("topk:0.1", "float16", "topk:0.1"),
+    ]:
+        channels = [_channel(_OUT, 0, 1, codec, dtype), _CHANNELS[1]]
+        assert combine_reports(_PLAN, schedule, channels, _reports()).channels[0].codec == named
 
 
 def test_tensors_are_under_way_until_the_receiver_has_them() -> None:

@@ -1,60 +1,23 @@
 // The CUDA backend, on the CUDA runtime API alone: no kernels here, so the host compiler builds it.
 //
-// Every entry makes the device current for the calling thread and restores what was, so that the caller's
-// framework sees no change. Streams are non-blocking: nothing here meets the legacy default stream unless
-// the caller wraps it. The runtime is linked statically and shares the driver's primary context with any
-// other runtime in the process (torch's), so streams, events and pointers of both mix.
+// The caller's framework sees no change of the current device (cuda_calls.h). Streams are non-blocking:
+// nothing here meets the legacy default stream unless the caller wraps it. The runtime is linked statically
+// and shares the driver's primary context with any other runtime in the process (torch's), so streams, events
+// and pointers of both mix.
 #include <cuda_runtime_api.h>
 
-#include <cstdio>
 #include <utility>
 
 #include "base/bytes.h"
 #include "base/check.h"
 #include "base/failure.h"
+#include "device/cuda/cuda_calls.h"
+#include "device/cuda/cuda_ipc.h"
 #include "device/device.h"
 #include "device/host/host_memory.h"
 
 namespace pipedream {
 namespace {
-
-std::string device_label(int device_index) { return "cuda:" + std::to_string(device_index); }
-
-void throw_if_failed(cudaError_t status, const char* call, int device_index) {
-  if (status == cudaSuccess) return;
-  (void)cudaGetLastError();  // the next call must not report this one again
-  throw DeviceError(device_label(device_index) + ": " + call + " failed: " + cudaGetErrorString(status) +
-                    " (" + cudaGetErrorName(status) +
-                    "); it may come from earlier work on this device, CUDA_LAUNCH_BLOCKING=1 finds it");
-}
-
-// For destructors: log, never throw. At process exit the driver may be gone already: that is no news.
-void log_if_failed(cudaError_t status, const char* call, int device_index) noexcept {
-  if (status == cudaSuccess || status == cudaErrorCudartUnloading) return;
-  (void)cudaGetLastError();
-  std::fprintf(stderr, "pipedream: cuda:%d: %s failed: %s\n", device_index, call, cudaGetErrorString(status));
-}
-
-#define PD_CUDA(call, device_index) ::pipedream::throw_if_failed((call), #call, (device_index))
-#define PD_CUDA_LOG(call, device_index) ::pipedream::log_if_failed((call), #call, (device_index))
-
-// The device is current on this thread while this lives.
-class CurrentDevice {
- public:
-  explicit CurrentDevice(int device_index) : device_index_(device_index) {
-    PD_CUDA(cudaGetDevice(&previous_index_), device_index_);
-    if (previous_index_ != device_index_) PD_CUDA(cudaSetDevice(device_index_), device_index_);
-  }
-  CurrentDevice(const CurrentDevice&) = delete;
-  CurrentDevice& operator=(const CurrentDevice&) = delete;
-  ~CurrentDevice() {
-    if (previous_index_ != device_index_) PD_CUDA_LOG(cudaSetDevice(previous_index_), previous_index_);
-  }
-
- private:
-  const int device_index_;
-  int previous_index_ = 0;
-};
 
 class CudaEvent final : public Event {
  public:
@@ -252,6 +215,18 @@ class CudaDevice final : public Device {
                                                   "memory to pin for " + device_label(device_index_));
   }
   [[nodiscard]] bool device_memory_is_host_memory() const override { return false; }
+
+  [[nodiscard]] std::unique_ptr<ExportedMemory> export_memory(std::size_t num_bytes,
+                                                              std::string* why) override {
+    if (!has_cuda_ipc(device_index_, why)) return nullptr;
+    const std::size_t num_granules = (num_bytes + kCudaIpcGranuleBytes - 1) / kCudaIpcGranuleBytes;
+    auto memory = std::make_unique<CudaDeviceMemory>(device_index_, num_granules * kCudaIpcGranuleBytes);
+    return export_cuda_memory(device_index_, std::move(memory), num_bytes, why);
+  }
+  [[nodiscard]] std::unique_ptr<Memory> import_memory(const std::string& handle, std::size_t num_bytes,
+                                                      std::string* why) override {
+    return import_cuda_memory(device_index_, handle, num_bytes, why);
+  }
 
  private:
   const int device_index_;

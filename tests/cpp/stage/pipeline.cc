@@ -15,6 +15,7 @@
 #include <tuple>
 #include <utility>
 
+#include "support/apart_device.h"
 #include "transport/recorder.h"
 
 namespace pipedream {
@@ -46,18 +47,20 @@ std::vector<StageChannelNames> parts_of(const ScheduleOptions& schedule, WorkerI
 }
 
 void add_channels(Worker& worker, const ScheduleOptions& schedule, WorkerIndex worker_index,
-                  const ItemSpec& item, std::size_t chunk_bytes) {
+                  const ItemSpec& item, std::size_t chunk_bytes, bool places_on_device) {
   const auto spec = [&](const std::string& name, StageIndex peer, std::int64_t channel_id,
                         std::int64_t num_items) {
     const std::string rank = std::to_string(worker_of(schedule, peer).value());
-    return ChannelSpec{name,
-                       "stage " + std::to_string(peer.value()) + " (rank " + rank + ")",
-                       static_cast<std::uint32_t>(channel_id),
-                       item,
-                       num_items,
-                       schedule.num_microbatches,
-                       chunk_bytes,
-                       true};
+    ChannelSpec channel;
+    channel.name = name;
+    channel.peer = "stage " + std::to_string(peer.value()) + " (rank " + rank + ")";
+    channel.channel_id = static_cast<std::uint32_t>(channel_id);
+    channel.item = item;
+    channel.num_items = num_items;
+    channel.num_microbatches = schedule.num_microbatches;
+    channel.chunk_bytes = chunk_bytes;
+    channel.places_on_device = places_on_device;
+    return channel;
   };
   for (const StageChannelNames& part : parts_of(schedule, worker_index)) {
     const std::int64_t stage = part.stage.value();
@@ -284,7 +287,8 @@ class PipelineWorker {
     options.transport = pipeline.transport;
     options.force_staging = pipeline.staged;
     options.shares_memory = pipeline.shares_memory;
-    worker_ = std::make_unique<Worker>(options);
+    worker_ = pipeline.places_on_device ? std::make_unique<Worker>(options, std::make_shared<ApartDevice>())
+                                        : std::make_unique<Worker>(options);
     for (const StageChannelNames& part : parts_) report_.stages.push_back(part.stage);
   }
 
@@ -323,7 +327,7 @@ class PipelineWorker {
   // False when another worker has ended the run already.
   bool open() {
     add_channels(*worker_, pipeline_.schedule, worker_index_, message_spec(pipeline_.padding_bytes_max),
-                 kChunkBytes);
+                 kChunkBytes, pipeline_.places_on_device);
     std::vector<std::string> outgoing;
     for (const StageChannelNames& part : parts_) {
       if (!part.activations_out.empty()) outgoing.push_back(part.activations_out);

@@ -30,7 +30,7 @@ inline std::string gradients_name(std::int64_t stage) {
 // The channels of the worker's stages, in both directions, with as many slots and places as the schedule
 // needs and no more. Every item is as `item` says.
 void add_channels(Worker& worker, const ScheduleOptions& schedule, WorkerIndex worker_index,
-                  const ItemSpec& item, std::size_t chunk_bytes);
+                  const ItemSpec& item, std::size_t chunk_bytes, bool places_on_device = false);
 
 [[nodiscard]] Deadline patience();
 
@@ -41,6 +41,7 @@ struct PipelineOptions {
   bool staged = false;
   std::int64_t padding_bytes_max = 3000;  // beside three numbers, in every item
   bool shares_memory = true;
+  bool places_on_device = false;  // workers on devices apart, each writing into the memory of its neighbours
   ScheduleOptions schedule;
   std::int64_t num_minibatches = 0;
   std::uint32_t seed = 1;

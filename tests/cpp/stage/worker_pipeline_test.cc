@@ -180,6 +180,29 @@ TEST_P(OneHost, ItsWorkersUseTheWireWhenTheyMayNotShare) {
   }
 }
 
+TEST(DevicesOfOneHost, EveryTensorIsPlacedInTheNeighboursDevice) {
+  if (!make_transport("zmq")) GTEST_SKIP() << "zmq is not available";
+  PipelineOptions pipeline;
+  pipeline.transport = "zmq";
+  pipeline.places_on_device = true;
+  pipeline.padding_bytes_max = 40'000;
+  pipeline.num_minibatches = 60;
+  for (const std::string& schedule : built_schedules()) {
+    SCOPED_TRACE(schedule);
+    pipeline.schedule = make_straight(schedule, 4, 4);
+    const auto reports = run_pipeline(pipeline);
+    expect_complete(reports, pipeline);
+    for (const WorkerReport& report : reports) {
+      EXPECT_FALSE(report.channels.empty());
+      for (const auto& [name, transport] : report.transports) {
+        EXPECT_EQ(transport, "cuda ipc") << name;
+        const ChannelStats& stats = report.channels.at(name);
+        EXPECT_EQ(stats.placed_bytes, stats.tensor_bytes) << name;
+      }
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Plans, OneHost, testing::Bool(), [](const testing::TestParamInfo<bool>& parameter) {
   return std::string(parameter.param ? "staged" : "direct");
 });

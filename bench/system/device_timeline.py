@@ -1,0 +1,143 @@
+"""A run on GPUs whose timeline shows copies beside computing: what every stream of two workers did.
+
+    torchrun --nproc-per-node 2 bench/system/device_timeline.py --folder FOLDER [--transport tcp]
+             [--width 4096] [--batch 4096] [--minibatches 30]
+
+Both workers compute on GPUs of this machine, on one if it has no more. Each is watched by torch's profiler,
+which sees the copies and the kernels of all streams, pipedream's own among them. In FOLDER:
+
+    worker-<rank>.json.gz    kernels and copies, as ui.perfetto.dev opens them
+    run.json.gz              the work items of both workers (RunResult.save_trace)
+
+Prints JSON objects. Per rank: the milliseconds in which copies of 64 KiB and more ran, those of them in which
+kernels ran, too, and their share. Per channel: how it travelled, and the share of its time under way, copies
+and wire together, in which its receiver had other work (RunResult.channels, overlap_share). Without a GPU
+there is nothing to watch: only the channels' figures are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gzip
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pipedream
+import torch
+from torch import nn
+
+Interval = tuple[float, float]
+
+_COPY_BYTES_MIN = 64 << 10
+_LAYERS_PER_STAGE = 3
+
+
+def make_model(width: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(2 * _LAYERS_PER_STAGE):
+        layers += [nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def joined(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same times, as intervals that do not overlap, in order."""
+    found: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def common_length(one: list[Interval], other: list[Interval]) -> float:
+    """Of two lists that joined() made: how long both go on."""
+    length, index = 0.0, 0
+    for begin, end in one:
+        while index < len(other) and other[index][1] <= begin:
+            index += 1
+        at = index
+        while at < len(other) and other[at][0] < end:
+            length += min(end, other[at][1]) - max(begin, other[at][0])
+            at += 1
+    return length
+
+
+def overlap_of(events: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Of a profiler's trace events, whose times are microseconds."""
+
+    def intervals(category: str) -> list[Interval]:
+        return joined(
+            (event["ts"], event["ts"] + event["dur"])
+            for event in events
+            if event.get("ph") == "X"
+            and event.get("cat") == category
+            and (category == "kernel" or event.get("args", {}).get("bytes", 0) >= _COPY_BYTES_MIN)
+        )
+
+    copies, kernels = intervals("gpu_memcpy"), intervals("kernel")
+    copy_us = sum(end - begin for begin, end in copies)
+    both_us = common_length(copies, kernels)
+    return {
+        "copy_ms": copy_us / 1e3,
+        "copy_beside_kernels_ms": both_us / 1e3,
+        "share": both_us / copy_us if copy_us else None,
+        "kernel_ms": sum(end - begin for begin, end in kernels) / 1e3,
+    }
+
+
+def watched_run(arguments: argparse.Namespace, rank: int) -> pipedream.RunResult:
+    model = make_model(arguments.width)
+    data = torch.randn(arguments.batch, arguments.width)  # the same at both: the model's seed is set
+    has_gpu = torch.cuda.is_available()
+    activities = [torch.profiler.ProfilerActivity.CUDA] if has_gpu else []
+    train = functools.partial(
+        pipedream.run,
+        model,
+        pipedream.Plan.straight(len(model), 2),
+        data=[(data, data)] * arguments.minibatches,
+        loss_fn=nn.functional.mse_loss,
+        optimizer=functools.partial(pipedream.optim.SGD, lr=1e-4),
+        transport=arguments.transport,
+        progress=False,
+    )
+    if not activities:
+        return train()
+    with torch.profiler.profile(activities=activities) as profiler:
+        result = train()
+        torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(arguments.folder / f"worker-{rank}.json.gz"))
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--transport", default="auto")
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=4096)
+    parser.add_argument("--minibatches", type=int, default=30)
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    rank = int(os.environ["RANK"])
+    result = watched_run(arguments, rank)
+    trace = arguments.folder / f"worker-{rank}.json.gz"
+    if trace.exists():
+        events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+        print(json.dumps({"rank": rank, **overlap_of(events)}), flush=True)
+    if rank == 0:
+        result.save_trace(arguments.folder / "run.json.gz")
+        channels = {
+            channel.name: {"transport": channel.transport, "overlap_share": channel.overlap_share}
+            for channel in result.channels
+        }
+        print(json.dumps({"channels": channels, "samples_per_s": result.samples_per_s}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+#include "transport/device_offer.h"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+
+#include "base/check.h"
+
+namespace pipedream {
+namespace {
+
+// The offer's own text, which has a secret in it, and as many bytes to write to.
+constexpr std::size_t kTextBytes = 256;
+using Text = std::array<char, kTextBytes>;
+
+constexpr std::uint32_t kOfferChannelId = std::numeric_limits<std::uint32_t>::max();
+
+SharedMemoryUse use_of(LinkIdentity run) {
+  run.channel_id = kOfferChannelId;
+  return {run, kTextBytes};
+}
+
+Text padded(const std::string& text) {
+  PD_CHECK(text.size() <= kTextBytes, "an offer of " << text.size() << " bytes");
+  Text bytes{};
+  std::copy(text.begin(), text.end(), bytes.begin());
+  return bytes;
+}
+
+void copy(Device& device, void* to, const void* from) {
+  const auto stream = device.make_stream();
+  stream->copy(to, from, kTextBytes);
+  stream->synchronize();
+}
+
+}  // namespace
+
+std::unique_ptr<SharedMemory> make_device_offer(Device& device, LinkIdentity run, std::string* why) {
+  auto memory = SharedMemory::make_on(device, 2 * kTextBytes, use_of(run), why);
+  if (!memory) return nullptr;
+  const Text text = padded(memory->address());
+  copy(device, memory->data(), text.data());
+  return memory;
+}
+
+std::string why_out_of_reach(Device& device, const std::string& offer, LinkIdentity run) {
+  std::string why;
+  const auto memory = SharedMemory::open_on(device, offer, use_of(run), &why);
+  if (!memory) return why;
+  if (memory->size_bytes() != 2 * kTextBytes) return "it was made by another build of pipedream";
+  const Text expected = padded(offer);
+  Text read{};
+  copy(device, read.data(), memory->data());
+  if (read != expected) return "what is mapped is not what was offered";
+  Text written{};
+  std::reverse_copy(expected.begin(), expected.end(), written.begin());
+  copy(device, memory->data() + kTextBytes, written.data());
+  copy(device, read.data(), memory->data() + kTextBytes);
+  if (read != written) return "what is written to it is not there afterwards";
+  return "";
+}
+
+}  // namespace pipedream

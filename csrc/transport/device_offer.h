@@ -1,0 +1,22 @@
+// Whether one device can write into the memory of another, found by trying before any memory is planned: the
+// receiver offers a little of its device's memory, the sender maps it, reads what stands there and writes to
+// it. Any thread.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "device/device.h"
+#include "transport/shared_memory.h"
+
+namespace pipedream {
+
+// Of one run and incarnation: the channel_id is not looked at. The offer is the memory's address() and ends
+// with it. Null, with the reason, where the device shares none.
+[[nodiscard]] std::unique_ptr<SharedMemory> make_device_offer(Device& device, LinkIdentity run,
+                                                              std::string* why = nullptr);
+
+// Empty when the device reaches the memory of the offer; else why not.
+[[nodiscard]] std::string why_out_of_reach(Device& device, const std::string& offer, LinkIdentity run);
+
+}  // namespace pipedream

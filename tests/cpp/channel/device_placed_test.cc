@@ -1,0 +1,201 @@
+// A channel whose sender writes into the receiver's device memory: what the road kDevicePlaced has of its
+// own. A slot is granted only when those who read it are done, since nothing else would hold the sender back;
+// nothing comes by the wire; nothing is staged.
+#include <gtest/gtest.h>
+
+#include <latch>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "channel/channels.h"
+
+namespace pipedream {
+namespace {
+
+class DevicePlaced : public ChannelPair, public testing::WithParamInterface<std::string> {
+ protected:
+  void SetUp() override { take_road(GetParam(), Road::kDevicePlaced); }
+
+  // Holds the compute stream until the latch opens, and lets it read the item then.
+  void read_late(const ReceivedItem& item, std::latch& gate, std::vector<std::byte>& bytes) {
+    compute_stream_->call([&gate] { gate.wait(); });
+    compute_stream_->copy(bytes.data(), item.tensors[0].data, bytes.size());
+  }
+  // What was posted to the receiver's transport thread before has been done.
+  void wait_for_receiver() {
+    std::latch done(1);
+    receiving_->post([&] { done.count_down(); });
+    done.wait();
+  }
+};
+
+TEST_P(DevicePlaced, SlotIsGrantedAgainOnlyWhenItsLastReaderIsDone) {
+  make_channels(one_tensor_spec(), {.num_slots = 1}, /*computes_apart=*/true);
+  std::latch gate(1);
+  std::vector<std::byte> read(3000);
+  {
+    const ReceivedItem item = take_after_send(0);
+    EXPECT_EQ(item.ready, nullptr);  // the bytes are there
+    read_late(item, gate, read);
+  }  // dropped before it was read
+  send_one_tensor(1);
+  EXPECT_TRUE(nothing_comes());
+  EXPECT_EQ(slots_->num_free(), 0);           // leased for the grant
+  EXPECT_FALSE(receiver_->all_slots_held());  // so the user's code is not to blame
+  EXPECT_EQ(sender_->stats().placed_bytes, 3000U);
+  gate.count_down();
+  expect_equal(take(), *one_tensor(3000, 1));
+  compute_stream_->synchronize();
+  EXPECT_EQ(read, patterned_bytes(3000, 0));
+}
+
+TEST_P(DevicePlaced, SlotsThatAreReadAreGrantedWhileAnotherIsNot) {
+  make_channels(one_tensor_spec(), {.num_slots = 2}, /*computes_apart=*/true);
+  std::latch gate(1);
+  std::vector<std::byte> read(3000);
+  ReceivedItem first = take_after_send(0);
+  ReceivedItem second = take_after_send(1);
+  second = ReceivedItem();  // its last reader is done: nothing was enqueued
+  expect_equal(take_after_send(2), *one_tensor(3000, 2));
+  read_late(first, gate, read);
+  first = ReceivedItem();
+  expect_equal(take_after_send(3), *one_tensor(3000, 3));
+  gate.count_down();
+  compute_stream_->synchronize();
+  EXPECT_EQ(read, patterned_bytes(3000, 0));
+}
+
+TEST_P(DevicePlaced, ManyItemsThatAreReadLateArriveUnchanged) {
+  constexpr std::int64_t kNumItems = 300;
+  make_channels(one_tensor_spec(), {.num_slots = 3, .num_items_max = 4}, /*computes_apart=*/true);
+  std::vector<std::vector<std::byte>> read(kNumItems);
+  std::thread consumer([&] {
+    for (std::int64_t minibatch = 0; minibatch < kNumItems; ++minibatch) {
+      const ReceivedItem item = take();
+      auto& bytes = read[static_cast<std::size_t>(minibatch)];
+      bytes.resize(item.tensors.at(0).size_bytes());
+      compute_stream_->call([] { std::this_thread::yield(); });
+      compute_stream_->copy(bytes.data(), item.tensors[0].data, bytes.size());
+    }
+  });
+  for (std::int64_t minibatch = 0; minibatch < kNumItems; ++minibatch) {
+    sender_->collect_released();
+    ASSERT_TRUE(sender_->wait_for_room(patience())) << failure_text(sender_wakeup_);
+    send(minibatch, one_tensor(minibatch % 4096, static_cast<std::uint32_t>(minibatch)));
+  }
+  consumer.join();
+  compute_stream_->synchronize();
+  for (std::int64_t minibatch = 0; minibatch < kNumItems; ++minibatch) {
+    EXPECT_EQ(
+        read[static_cast<std::size_t>(minibatch)],
+        patterned_bytes(static_cast<std::size_t>(minibatch % 4096), static_cast<std::uint32_t>(minibatch)));
+  }
+}
+
+TEST_P(DevicePlaced, EverySizeIsPlacedAndNothingIsStaged) {
+  make_receiver(one_tensor_spec(), {});
+  ChannelOptions options{kName, spec_, 1000, 16};  // with the usual bound for what is worth placing
+  sender_ = std::make_unique<SendChannel>(options, *sending_, sender_wakeup_, *device_, nullptr);
+  sender_->place_into(SharedMemory::open_on(apart_, shared_->address(), shared_use(spec_.slot_bytes())));
+  sender_->attach(sending_->connect(link_options(), receiver_link_->endpoint(), *sender_));
+  std::size_t num_bytes = 0;
+  std::int64_t minibatch = 0;
+  for (const std::int64_t size : {1, 0, 1000, 1001, 4096}) {
+    send(minibatch, one_tensor(size, 3));
+    expect_equal(take(), *one_tensor(size, 3));
+    num_bytes += static_cast<std::size_t>(size);
+    ++minibatch;
+  }
+  EXPECT_EQ(sender_->stats().placed_bytes, num_bytes);
+  EXPECT_EQ(receiver_->stats().placed_bytes, num_bytes);
+  EXPECT_EQ(apart_.num_registered(), 0);  // nothing to pin
+  EXPECT_EQ(pool_.planned_bytes(MemoryKind::kStaging), 0U);
+}
+
+TEST_P(DevicePlaced, TensorThatComesByTheWireIsRefused) {
+  make_receiver(one_tensor_spec(), {});
+  SharedMemory::open_on(apart_, shared_->address(), shared_use(spec_.slot_bytes()))->claim();
+  make_bare_sender();
+  sender_link_->send(tensor_frame(0, std::span<const std::byte>(payload_).first(10)));
+  expect_refused("tensor 0 comes by the wire, which cannot write the device's memory");
+}
+
+TEST_P(DevicePlaced, TensorThatIsPlacedWithoutAClaimIsRefused) {
+  make_receiver(one_tensor_spec(), {});
+  make_bare_sender();
+  OutgoingFrame frame = tensor_frame(0, std::span<const std::byte>(payload_).first(10));
+  frame.header.placed_bytes = std::exchange(frame.header.payload_bytes, 0);
+  frame.payload = {};
+  sender_link_->send(std::move(frame));
+  expect_refused("tensor 0 is placed in memory that is not shared");
+}
+
+// ---- Ends ----
+
+TEST_P(DevicePlaced, GrantThatWaitsIsGivenBackWithTheChannel) {
+  make_channels(one_tensor_spec(), {.num_slots = 2}, /*computes_apart=*/true);
+  std::latch gate(1);
+  std::vector<std::byte> read(3000);
+  read_late(take_after_send(0), gate, read);
+  wait_for_receiver();
+  EXPECT_EQ(slots_->num_free(), 0);
+  std::thread opener([&] {
+    std::this_thread::sleep_until(moment());  // time for a channel that does not wait to end
+    gate.count_down();
+  });
+  stop();
+  opener.join();
+  EXPECT_EQ(slots_->num_free(), 2);
+  compute_stream_->synchronize();
+  EXPECT_EQ(read, patterned_bytes(3000, 0));
+}
+
+TEST_P(DevicePlaced, GrantThatWaitsWhileTheSenderIsLostGrantsNothing) {
+  make_channels(one_tensor_spec(), {.num_slots = 2}, /*computes_apart=*/true);
+  std::latch gate(1);
+  std::vector<std::byte> read(3000);
+  read_late(take_after_send(0), gate, read);
+  wait_for_receiver();
+  std::thread opener([&] {
+    std::this_thread::sleep_until(moment());
+    gate.count_down();
+  });
+  core_of(*sending_).abandon();
+  EXPECT_EQ(wait_failure(receiver_wakeup_).kind, FailureKind::kPeerLost);
+  opener.join();
+  compute_stream_->synchronize();
+  EXPECT_EQ(read, patterned_bytes(3000, 0));
+  stop();
+  EXPECT_EQ(slots_->num_free(), 2);
+}
+
+TEST_P(DevicePlaced, CopyIntoTheReceiversMemoryEndsBeforeThatIsLetGo) {
+  make_channels(one_tensor_spec(), {});
+  const auto stream = device_->make_stream();
+  std::latch gate(1);
+  stream->call([&] { gate.wait(); });
+  auto ready = device_->make_event();
+  stream->record(*ready);
+  const auto content = one_tensor(4096, 5);
+  sender_->send(MinibatchId(0), MicrobatchIndex(0), 0, content->tensors, std::move(ready),
+                deaths_.watch(content));
+  EXPECT_TRUE(nothing_comes());
+  sending_->shutdown(0);
+  std::thread opener([&] {
+    std::this_thread::sleep_until(moment());
+    EXPECT_EQ(apart_.num_imported(), 1);
+    gate.count_down();
+  });
+  sender_->end_placing();
+  EXPECT_EQ(apart_.num_imported(), 0);
+  opener.join();
+  EXPECT_TRUE(sender_->places());  // it did
+}
+
+INSTANTIATE_TEST_SUITE_P(Transports, DevicePlaced, testing::Values("inproc", "zmq"),
+                         [](const auto& transport) { return transport.param; });
+
+}  // namespace
+}  // namespace pipedream
