@@ -1,5 +1,5 @@
-// The receiver's slots that a sender may fill next, in the order in which they were granted. Transport
-// thread.
+// The receiver's slots that a sender may fill next, in the order in which they were granted. On
+// the thread that drives.
 #pragma once
 
 #include <bitset>

@@ -42,26 +42,24 @@ ReceiveChannel::ReceiveChannel(ChannelOptions options, Transport& transport, Wak
       received_slots_(std::make_shared<std::vector<ReceivedSlot>>(
           static_cast<std::size_t>((staging != nullptr ? *staging : slots).term().num_slots))),
       stream_codec_(layout_.encodes() ? make_stream_codec(device, layout_.num_elements_max()) : nullptr),
-      copy_stream_(staging != nullptr ? device.make_stream() : nullptr),
-      grants_(std::make_shared<Grants>()),
+      copy_stream_(staging != nullptr || compute_stream != nullptr ? device.make_stream() : nullptr),
+      grants_(std::make_shared<Grants>(*this)),
       inbox_(static_cast<std::size_t>(slots.term().num_slots) + 1) {
   PD_CHECK(slots.term().slot_bytes >= options_.spec.slot_bytes(), options_.name);
   PD_CHECK(staging == nullptr || (staging->term().num_slots >= slots.term().num_slots &&
                                   staging->term().slot_bytes >= layout_.slot_bytes()),
            options_.name);
-  PD_CHECK(compute_stream == nullptr || staging != nullptr, options_.name);  // who computes apart is staged
-  PD_CHECK(!layout_.encodes() || staging != nullptr, options_.name);         // and so is what is decoded
+  // Who computes apart is staged, or the sender writes its memory; what is decoded is staged.
+  PD_CHECK(compute_stream == nullptr || staging != nullptr || is_placed_on_device(), options_.name);
+  PD_CHECK(staging == nullptr || !is_placed_on_device(), options_.name);
+  PD_CHECK(!layout_.encodes() || staging != nullptr, options_.name);
   for (ReceivedSlot& received : *received_slots_) {
     received.tensors.reserve(options_.spec.num_tensors());
     if (staging != nullptr) received.ready = device.make_event();
     received.compute_stream = compute_stream;
     if (compute_stream != nullptr) received.last_read = device.make_event();
   }
-  grants_->channel = this;
-  slots_.on_release([grants = grants_] {
-    const std::lock_guard lock(grants->mutex);
-    if (grants->channel != nullptr) grants->channel->slot_released();
-  });
+  slots_.on_release([grants = grants_] { grants->slot_released(); });
 }
 
 // Copies of half an item may still be enqueued: they write into slots that go back to the pool now, with
@@ -70,15 +68,33 @@ ReceiveChannel::~ReceiveChannel() {
   detach();
   if (copy_stream_) copy_stream_->synchronize();
   for (ReceivedSlot& received : *received_slots_) {
-    if (!received.is_granted) continue;
+    if (!received.is_granted && !received.waits_for_grant) continue;
     received.staging.release();
     received.slot.release();
   }
 }
 
-void ReceiveChannel::detach() {
-  const std::lock_guard lock(grants_->mutex);
-  grants_->channel = nullptr;
+void ReceiveChannel::detach() { grants_->detach(); }
+
+void ReceiveChannel::Grants::detach() {
+  std::unique_lock lock(mutex_);
+  channel_ = nullptr;
+  none_grants_.wait(lock, [&] { return num_granting_ == 0; });
+}
+
+// The compute thread, most often: its credit leaves here and now. Not under the mutex: a handler takes it,
+// too.
+void ReceiveChannel::Grants::slot_released() {
+  ReceiveChannel* channel = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    if (channel_ == nullptr || !channel_->note_release()) return;
+    channel = channel_;
+    ++num_granting_;
+  }
+  channel->transport_.post_and_drive([channel] { channel->grant_free_slots(); });
+  const std::lock_guard lock(mutex_);
+  if (--num_granting_ == 0) none_grants_.notify_all();
 }
 
 bool ReceiveChannel::try_take(ReceivedItem& item) {
@@ -99,7 +115,7 @@ ChannelStats ReceiveChannel::stats() const {
   return stats;
 }
 
-// ---- Granting: transport thread, but for slot_released() ----
+// ---- Granting: who drives, but for note_release() ----
 
 void ReceiveChannel::on_open(Link& link) {
   attach(link);
@@ -107,10 +123,8 @@ void ReceiveChannel::on_open(Link& link) {
   wakeup_.update([&] { open_.store(true); });
 }
 
-// Any thread: whichever drops the last reference to an item's tensors.
-void ReceiveChannel::slot_released() {
-  if (!grant_scheduled_.exchange(true)) transport_.post([this] { grant_free_slots(); });
-}
+// Any thread. Whether it is the caller who must see to it that the free slots are granted.
+bool ReceiveChannel::note_release() { return !grant_scheduled_.exchange(true); }
 
 void ReceiveChannel::grant_free_slots() {
   grant_scheduled_.store(false);  // before looking: what is released from now on schedules anew
@@ -124,14 +138,14 @@ bool ReceiveChannel::grant_slot() {
     if (auto slot = slots_.try_lease()) {
       Lease staging = staging_ != nullptr ? staging_->lease() : Lease();
       const SlotIndex named = staging_ != nullptr ? staging.slot() : slot->slot();
-      ReceivedSlot& received = received_slots_->at(static_cast<std::size_t>(named.value()));
-      received.is_granted = true;
+      ReceivedSlot& received = received_slot(named);
       received.slot = std::move(*slot);
       received.staging = std::move(staging);
-      OutgoingFrame frame;
-      frame.header.kind = FrameKind::kCredit;
-      frame.header.slot = static_cast<std::uint16_t>(named.value());
-      link_.load()->send(std::move(frame));
+      if (is_placed_on_device() && received.last_read && !received.last_read->done()) {
+        grant_when_read(named);
+      } else {
+        grant(named);
+      }
       return true;
     }
   }
@@ -139,7 +153,30 @@ bool ReceiveChannel::grant_slot() {
   return false;
 }
 
-// ---- Receiving: transport thread ----
+// The sender writes into the slot itself, so it must not have it before.
+void ReceiveChannel::grant_when_read(SlotIndex slot) {
+  ReceivedSlot& received = received_slot(slot);
+  received.waits_for_grant = true;
+  copy_stream_->wait(*received.last_read);
+  copy_stream_->call([this, slot] { transport_.post([this, slot] { grant(slot); }); });
+}
+
+void ReceiveChannel::grant(SlotIndex slot) {
+  ReceivedSlot& received = received_slot(slot);
+  received.waits_for_grant = false;
+  received.is_granted = true;
+  if (failed_) return;
+  OutgoingFrame frame;
+  frame.header.kind = FrameKind::kCredit;
+  frame.header.slot = static_cast<std::uint16_t>(slot.value());
+  link_.load()->send(std::move(frame));
+}
+
+ReceivedSlot& ReceiveChannel::received_slot(SlotIndex slot) const {
+  return received_slots_->at(static_cast<std::size_t>(slot.value()));
+}
+
+// ---- Receiving: who drives ----
 
 std::optional<Failure> ReceiveChannel::on_frame(Link& /*link*/, const FrameHeader& header,
                                                 std::span<const std::byte> payload) {
@@ -220,6 +257,9 @@ std::optional<std::string> ReceiveChannel::unplanned(const FrameHeader& header) 
   if (header.placed_bytes != 0 && (shared_ == nullptr || !shared_->is_claimed())) {
     return which() + " is placed in memory that is not shared";
   }
+  if (header.payload_bytes != 0 && is_placed_on_device()) {
+    return which() + " comes by the wire, which cannot write the device's memory";
+  }
   return std::nullopt;
 }
 
@@ -231,7 +271,7 @@ std::optional<Failure> ReceiveChannel::begin_item(const FrameHeader& header) {
   received.is_granted = false;
   received.num_holders = 1;
   received.tensors.clear();
-  if (received.last_read) copy_stream_->wait(*received.last_read);
+  if (received.last_read && !is_placed_on_device()) copy_stream_->wait(*received.last_read);
   current_slot_ = header.slot;
   ReceivedItem& item = current_.emplace();
   item.minibatch = header.minibatch;
@@ -309,11 +349,14 @@ void ReceiveChannel::finish_item() {
   }
   ReceivedSlot& received = *item.held;
   item.tensors = TensorList(received.tensors);
-  if (copy_stream_) {
+  if (staging_ != nullptr) {
     copy_stream_->record(*received.ready);
     item.ready = received.ready.get();
     ++received.num_holders;
-    copy_stream_->call([&received] { received.drop(); });  // when the copies before it are done
+    copy_stream_->call([&received] {  // when the copies before it are done
+      const PassiveScope on_the_stream;
+      received.drop();
+    });
   }
   num_items_received_.fetch_add(1, std::memory_order_relaxed);
   arrival_ns_.fetch_add(take_arrival_ns(), std::memory_order_relaxed);

@@ -1,11 +1,13 @@
 // The receiving end of one directed channel: checks each frame against the plan, lands its bytes in a
 // leased slot, and hands whole items to the compute thread in order.
 //
-//   wire             transport thread                       copy stream            compute thread
+//   wire             who drives                             copy stream            compute thread
 //   credit <-------- 1 a free slot is leased and granted
 //   frame ---------> 2 checked against plan and order
 //                    3 payload -> the granted slot; the sender has written it already where memory is shared
 //                      staged: that is a staging buffer, its bytes (or what they decode to) -> 4 device slot
+//                      placed on the device: the sender has written the device slot, 4 and its event fall
+//                      away
 //                    5 last chunk: item into the inbox, event after its copies ---> 6 try_take()
 //   credit <-------- 1 <-------------------------------------------------------- 7 the lease dies
 //
@@ -15,6 +17,7 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -46,7 +49,8 @@ namespace pipedream {
 struct ReceivedSlot {
   void drop();  // by a holder, once each; any thread
 
-  bool is_granted = false;  // and not filled yet; transport thread
+  bool is_granted = false;       // and not filled yet; who drives
+  bool waits_for_grant = false;  // leased, and its last readers are not done; who drives
   std::atomic<int> num_holders{0};
   Lease slot;
   Lease staging;                    // invalid when it was not staged
@@ -54,7 +58,8 @@ struct ReceivedSlot {
   std::unique_ptr<Event> ready;     // recorded after the copies; null when nothing is staged
 
   // On an asynchronous device a slot may be dropped while kernels that read it are still enqueued: the next
-  // copy into it waits for the event that its last reader recorded. Both null when the device is the host.
+  // copy into it waits for the event that its last reader recorded, and so does its grant where the sender
+  // makes that copy. Both null when the device is the host.
   Stream* compute_stream = nullptr;  // outlives the items
   std::unique_ptr<Event> last_read;
 };
@@ -95,7 +100,8 @@ class ReceiveChannel final : public LinkHandler {
   // slots: of spec.slot_bytes() on the device. staging: null when the wire writes device memory, else
   // as many slots of WireLayout::slot_bytes(). compute_stream: what the items are read on; null on the host.
   // All outlive the channel and its items. shared: what the slots that the wire writes lie in, when the
-  // sender may write there itself; outlives the channel.
+  // sender may write there itself; outlives the channel. When it is device memory there is no staging, and
+  // every item is placed.
   ReceiveChannel(ChannelOptions options, Transport& transport, Wakeup& wakeup, Device& device,
                  SlotGroup& slots, SlotGroup* staging, Stream* compute_stream,
                  const SharedMemory* shared = nullptr);
@@ -129,9 +135,19 @@ class ReceiveChannel final : public LinkHandler {
 
  private:
   // Outlives the channel: the slots' release callback reaches the channel through it, or finds it gone.
-  struct Grants {
-    std::mutex mutex;  // guards channel
-    ReceiveChannel* channel = nullptr;
+  class Grants {
+   public:
+    explicit Grants(ReceiveChannel& channel) : channel_(&channel) {}
+    // Any thread: whichever drops the last reference to an item's tensors.
+    void slot_released();
+    // Afterwards nothing reaches the channel: waits for those who do.
+    void detach();
+
+   private:
+    std::mutex mutex_;  // guards the members below
+    std::condition_variable none_grants_;
+    ReceiveChannel* channel_;
+    int num_granting_ = 0;  // threads on their way to the channel, or there
   };
 
   [[nodiscard]] std::optional<Failure> on_tensor(const FrameHeader& header,
@@ -147,9 +163,13 @@ class ReceiveChannel final : public LinkHandler {
   [[nodiscard]] std::int64_t take_arrival_ns();
   void finish_item();
   void deliver(ReceivedItem item);
-  void slot_released();
+  [[nodiscard]] bool note_release();
   void grant_free_slots();
   [[nodiscard]] bool grant_slot();
+  void grant_when_read(SlotIndex slot);
+  void grant(SlotIndex slot);
+  [[nodiscard]] ReceivedSlot& received_slot(SlotIndex slot) const;
+  [[nodiscard]] bool is_placed_on_device() const { return shared_ != nullptr && shared_->on_device(); }
 
   const ChannelOptions options_;
   const WireLayout layout_;
@@ -160,8 +180,8 @@ class ReceiveChannel final : public LinkHandler {
   const SharedMemory* const shared_;                                 // null when the memory is not shared
   const std::shared_ptr<std::vector<ReceivedSlot>> received_slots_;  // by what the wire calls the slot
   std::unique_ptr<StreamCodec> stream_codec_;                        // null when nothing travels encoded
-  std::unique_ptr<Stream> copy_stream_;                              // null when nothing is staged
-  std::atomic<Link*> link_{nullptr};  // set by attach() or on_open(), whichever comes first
+  std::unique_ptr<Stream> copy_stream_;  // null when nothing is staged, and no grant waits for readers
+  std::atomic<Link*> link_{nullptr};     // set by attach() or on_open(), whichever comes first
   std::atomic<bool> open_{false};
   std::atomic<bool> grant_scheduled_{false};
   std::atomic<std::size_t> num_granted_{0};  // granted or being filled; never less than there are
@@ -179,7 +199,7 @@ class ReceiveChannel final : public LinkHandler {
   RingBuffer<ReceivedItem> inbox_;  // an item a slot, and the end
   bool closed_ = false;
 
-  // Transport thread: the item being received.
+  // Who drives: the item being received.
   std::optional<ReceivedItem> current_;
   std::uint16_t current_slot_ = 0;
   std::size_t tensor_index_ = 0;    // being received

@@ -1,6 +1,7 @@
 #include "channel/send_channel.h"
 
 #include <algorithm>
+#include <cstring>
 #include <sstream>
 #include <utility>
 
@@ -44,7 +45,15 @@ SendChannel::~SendChannel() {
 void SendChannel::place_into(std::unique_ptr<SharedMemory> memory) {
   PD_CHECK(link_.load() == nullptr, options_.name << ": the link is there already");
   placed_slots_ = std::make_unique<PlacedSlots>(std::move(memory), device_, layout_.slot_bytes());
+  places_ = true;
   if (!copy_stream_) copy_stream_ = device_.make_stream();
+}
+
+// What has not been copied by now never will be.
+void SendChannel::end_placing() {
+  if (!placed_slots_) return;
+  copy_stream_->synchronize();
+  placed_slots_.reset();
 }
 
 // ---- Compute thread ----
@@ -72,7 +81,8 @@ void SendChannel::send(MinibatchId minibatch, MicrobatchIndex microbatch, std::u
 
 // Decides how it travels, and in how large chunks.
 void SendChannel::cut(Item& item) {
-  item.is_placed = placed_slots_ && item.num_wire_bytes >= options_.placed_bytes_min;
+  const bool on_device = placed_slots_ && placed_slots_->on_device();
+  item.is_placed = placed_slots_ && (on_device || item.num_wire_bytes >= options_.placed_bytes_min);
   {
     const std::lock_guard lock(mutex_);
     item.is_timed = !item.is_placed && num_under_way_ == 0 && tuner_.wants(item.num_wire_bytes);
@@ -169,14 +179,15 @@ void SendChannel::enqueue(Item* item) {
       if (num_under_way_++ == 0) under_way_since_ns_ = now_ns();
     }
   }
-  schedule_pump();
+  if (!pump_scheduled_.exchange(true)) transport_.post_and_drive([this] { pump(); });
 }
 
+// From callbacks, whose threads do not drive.
 void SendChannel::schedule_pump() {
   if (!pump_scheduled_.exchange(true)) transport_.post([this] { pump(); });
 }
 
-// ---- Transport thread: everything strictly in order ----
+// ---- Who drives: everything strictly in order ----
 
 // Starts what has a slot, copies what has been started, and frames what has been copied.
 void SendChannel::pump() {
@@ -229,6 +240,10 @@ void SendChannel::enqueue_copies() {
 // False when no more copies may be enqueued now: the one that is done next schedules the pump.
 bool SendChannel::enqueue_copies_of(Item& item) {
   while (item.copied.num_passed < item.num_chunks) {
+    if (is_copied_here(item)) {
+      copy_here(item);
+      continue;
+    }
     if (num_copies_.load() >= kNumCopiesMax) return false;
     num_copies_.fetch_add(1);
     const std::size_t tensor_index = item.copied.tensor_index;
@@ -242,12 +257,28 @@ bool SendChannel::enqueue_copies_of(Item& item) {
   return true;
 }
 
-void SendChannel::enqueue_copy(Item& item) {
+bool SendChannel::is_copied_here(const Item& item) const {
+  return item.is_placed && item.num_wire_bytes <= kCopiedHereBytesMax && !item.ready && !layout_.encodes() &&
+         !placed_slots_->on_device() && device_.type() == DeviceType::kHost;
+}
+
+void SendChannel::copy_here(Item& item) {
+  const CopyRange range = next_copy(item);
+  if (range.num_bytes > 0) std::memcpy(range.to, range.from, range.num_bytes);
+  advance(item.copied, item);
+  item.num_chunks_copied.fetch_add(1);
+}
+
+SendChannel::CopyRange SendChannel::next_copy(const Item& item) const {
   const auto [tensor_index, offset, num_passed] = item.copied;
-  const TensorView& tensor = item.tensors[tensor_index];
   const std::size_t num_bytes = std::min(item.chunk_bytes, wire_bytes(item, tensor_index) - offset);
-  std::byte* const to = item.copy + layout_.offset_bytes(tensor_index) + offset;
-  if (num_bytes > 0) copy_stream_->copy(to, tensor.data + offset, num_bytes);
+  return {item.copy + layout_.offset_bytes(tensor_index) + offset, item.tensors[tensor_index].data + offset,
+          num_bytes};
+}
+
+void SendChannel::enqueue_copy(Item& item) {
+  const CopyRange range = next_copy(item);
+  if (range.num_bytes > 0) copy_stream_->copy(range.to, range.from, range.num_bytes);
   advance(item.copied, item);
   copy_stream_->call([&item] { item.channel->note_copied(item, 1); });
 }

@@ -1,20 +1,22 @@
 // The sending end of one directed channel between two stages: takes the tensors of a work item on the
 // device and puts them on the wire in chunks, asynchronously. Compute never waits for a send.
 //
-//   compute thread     copy stream                    transport thread                  wire
+//   compute thread     copy stream                    who drives                        wire
 //   1 send(item) --------------------------------------> 2 waits for a slot of the receiver
 //                      3 device -> slot or buffer <------ 3 (only when the wire does not read the tensors)
 //                      4 chunk copied -----------------> 5 frame of the chunk ------------> ...
 //   7 collect_released() <----------------------------- 6 last chunk has left
 //
 // Where the bytes of an item go in step 3:
-//   the receiver's own slot    its memory is shared and the item is not small: the frames tell of the bytes
+//   the receiver's own slot    its memory is shared and the item is not small, or it is its device's memory:
+//                              the frames tell of the bytes
 //   a staging buffer           the wire cannot read device memory, or the tensors travel encoded
 //   nowhere                    else: the wire reads the tensors
 //
-// Threads: send(), send_end() and collect_released() on the compute thread; the rest on the transport
-// thread. Which member belongs to whom is said below. Bound: num_items_max items that are not released, and
-// kNumSpareItems. All of them are made with the channel: to send an item allocates nothing.
+// Threads: send(), send_end() and collect_released() on the compute thread; the rest on whoever drives the
+// transport, which a compute thread that sends does itself when nobody else does. Which member belongs to
+// whom is said below. Bound: num_items_max items that are not released, and kNumSpareItems. All of them are
+// made with the channel: to send an item allocates nothing.
 #pragma once
 
 #include <atomic>
@@ -63,9 +65,12 @@ class SendChannel final : public LinkHandler {
   ~SendChannel() override;  // the transport has been shut down
 
   // From now on items that are not small are written into the receiver's slots, which lie in this memory.
-  // Before there is a link.
+  // Where it is device memory all are: a channel that the wire can neither read from nor stage for must have
+  // it. Before there is a link.
   void place_into(std::unique_ptr<SharedMemory> memory);
-  [[nodiscard]] bool places() const { return placed_slots_ != nullptr; }
+  [[nodiscard]] bool places() const { return places_; }
+  // Lets go of that memory, which the receiver frees then. The transport has been shut down.
+  void end_placing();
 
   // Before the first send.
   void attach(Link& link) { link_.store(&link); }
@@ -97,6 +102,7 @@ class SendChannel final : public LinkHandler {
                                                 std::span<const std::byte> payload) override;
   void on_failed(Link& link, const Failure& failure) override;
   void on_closed(Link& link) override;
+  [[nodiscard]] bool is_quick() const override { return true; }  // credits
 
  private:
   // The next chunk of an item, and how many came before it.
@@ -104,6 +110,12 @@ class SendChannel final : public LinkHandler {
     std::size_t tensor_index = 0;
     std::size_t offset = 0;
     std::size_t num_passed = 0;
+  };
+
+  struct CopyRange {
+    std::byte* to;
+    const std::byte* from;
+    std::size_t num_bytes;
   };
 
   // Fixed places, so that callbacks capture two pointers and allocate nothing.
@@ -135,10 +147,14 @@ class SendChannel final : public LinkHandler {
   // Of placed tensors: the receiver copies nothing, so that small chunks gain nothing on the host, and on a
   // device little.
   static constexpr std::size_t kPlacedChunkBytes = std::size_t{4} << 20;
+  // Where the memory of both is the host's, who drives copies a placed item of no more bytes itself, at once:
+  // that takes no longer than to wake the copy stream's thread and to be woken by it (24 us for 1 MiB in the
+  // cache, where either takes 15 to 25 us).
+  static constexpr std::size_t kCopiedHereBytesMax = std::size_t{1} << 20;
   // The end, which waits for no room, and an item whose on_sent is late: the answer to it may come first.
   static constexpr std::size_t kNumSpareItems = 2;
-  // Copies that may be enqueued and not done, of two or three operations each: the transport thread must not
-  // wait for room in the stream (kStreamDepth).
+  // Copies that may be enqueued and not done, of two or three operations each: who drives must not wait for
+  // room in the stream (kStreamDepth).
   static constexpr std::size_t kNumCopiesMax = 128;
 
   [[nodiscard]] std::size_t check_and_count_bytes(MinibatchId minibatch,
@@ -155,6 +171,9 @@ class SendChannel final : public LinkHandler {
   void start_queued();
   [[nodiscard]] bool start(Item& item);
   void enqueue_copies();
+  [[nodiscard]] bool is_copied_here(const Item& item) const;
+  [[nodiscard]] CopyRange next_copy(const Item& item) const;
+  void copy_here(Item& item);
   [[nodiscard]] bool enqueue_copies_of(Item& item);
   void enqueue_copy(Item& item);
   void enqueue_encoding(Item& item);
@@ -178,8 +197,9 @@ class SendChannel final : public LinkHandler {
   Wakeup& wakeup_;
   Device& device_;
   SlotGroup* const staging_;
-  const Lease residual_;                       // invalid when there is none
-  std::unique_ptr<PlacedSlots> placed_slots_;  // null when the receiver's memory is not shared
+  const Lease residual_;  // invalid when there is none
+  bool places_ = false;
+  std::unique_ptr<PlacedSlots> placed_slots_;  // null when the receiver's memory is not shared, or was let go
   std::unique_ptr<StreamCodec> stream_codec_;  // null when nothing travels encoded
   std::unique_ptr<Stream> copy_stream_;        // null when nothing is copied
   std::atomic<std::size_t> num_copies_{0};     // enqueued and not done
@@ -210,7 +230,7 @@ class SendChannel final : public LinkHandler {
   std::vector<std::unique_ptr<Item>> items_;      // fixed after construction
   std::vector<std::shared_ptr<void>> collected_;  // compute thread
 
-  // Transport thread.
+  // Who drives.
   RingBuffer<Item*> started_;
   GrantedSlots granted_;
   bool failed_ = false;

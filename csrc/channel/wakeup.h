@@ -1,35 +1,43 @@
 // Where a stage's compute thread sleeps until a channel has something for it, or the run has failed.
-// One per worker, shared by its channels. The mutex guards every channel's inbox and the failure.
+// One per worker, shared by its channels. The mutex guards every channel's inbox and the failure. A thread
+// that sleeps drives the transport meanwhile, so that what it waits for needs no other thread.
 #pragma once
 
 #include <condition_variable>
+#include <functional>
 #include <mutex>
 #include <optional>
+#include <utility>
 
 #include "base/clock.h"
 #include "base/failure.h"
+#include "transport/transport.h"
 
 namespace pipedream {
 
 class Wakeup {
  public:
+  // Before the first wait; outlives the last.
+  void drive_while_waiting(Transport& transport) { transport_ = &transport; }
+
   // The first failure is the cause and stays; later ones are consequences.
   void fail(Failure failure) {
-    {
-      const std::lock_guard lock(mutex_);
+    update([&] {
       if (!failure_) failure_ = std::move(failure);
-    }
-    changed_.notify_all();
+    });
   }
 
   // Runs `change` under the lock, then wakes the waiters.
   template <class Change>
   void update(Change change) {
+    bool waiter_drives = false;
     {
       const std::lock_guard lock(mutex_);
       change();
+      waiter_drives = waiter_drives_;
     }
     changed_.notify_all();
+    if (waiter_drives) transport_->interrupt();
   }
 
   // Runs `look` under the lock until it returns true, the run fails or the deadline passes. What `look`
@@ -39,10 +47,24 @@ class Wakeup {
   [[nodiscard]] bool wait_until(Deadline deadline, Look look) {
     std::unique_lock lock(mutex_);
     bool accepted = false;
-    changed_.wait_until(lock, deadline, [&] {
+    const auto done = [&] {
       accepted = look();
       return accepted || failure_.has_value();
-    });
+    };
+    if (done()) return accepted;
+    if (transport_ != nullptr && !waiter_drives_) {
+      waiter_drives_ = true;
+      lock.unlock();
+      const auto done_under_lock = [&] {
+        const std::lock_guard look_lock(mutex_);
+        return done();
+      };
+      const bool drove = transport_->drive_until(deadline, std::ref(done_under_lock));
+      lock.lock();
+      waiter_drives_ = false;
+      if (drove) return accepted;
+    }
+    changed_.wait_until(lock, deadline, done);
     return accepted;
   }
 
@@ -55,6 +77,9 @@ class Wakeup {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::optional<Failure> failure_;
+  bool waiter_drives_ = false;  // a thread is in drive_until()
+
+  Transport* transport_ = nullptr;
 };
 
 }  // namespace pipedream

@@ -11,6 +11,7 @@ namespace pipedream {
 namespace {
 
 constexpr std::string_view kCurve = "curve=";
+constexpr std::string_view kToken = "token=";
 constexpr std::string_view kMemory = "memory=";
 constexpr std::size_t kZ85KeyLength = 40;
 constexpr std::string_view kZ85Symbols = ".-:+=^!/*?&<>()[]{}@%$#";  // beside digits and letters (RFC 32)
@@ -42,11 +43,19 @@ bool is_z85_key(std::string_view key) {
   return key.size() == kZ85KeyLength && std::all_of(key.begin(), key.end(), is_z85);
 }
 
+bool is_token(std::string_view token) {
+  const auto is_digit = [](char symbol) {
+    return (symbol >= '0' && symbol <= '9') || (symbol >= 'a' && symbol <= 'f');
+  };
+  return token.size() == kTokenChars && std::all_of(token.begin(), token.end(), is_digit);
+}
+
 }  // namespace
 
 std::string to_string(const Endpoint& endpoint) {
   std::string text = endpoint.address;
   if (!endpoint.server_key.empty()) text.append(" ").append(kCurve).append(endpoint.server_key);
+  if (!endpoint.token.empty()) text.append(" ").append(kToken).append(endpoint.token);
   if (!endpoint.memory.empty()) text.append(" ").append(kMemory).append(endpoint.memory);
   return text;
 }
@@ -66,14 +75,19 @@ Endpoint parse_endpoint(const std::string& text) {
   }
   for (const std::string_view word : words) {
     if (word.data() == words.front().data()) continue;
-    if (word.starts_with(kCurve) && endpoint.server_key.empty() && endpoint.memory.empty()) {
+    const bool may_say_who = endpoint.server_key.empty() && endpoint.token.empty() && endpoint.memory.empty();
+    if (word.starts_with(kCurve) && may_say_who) {
       endpoint.server_key = word.substr(kCurve.size());
       if (!is_z85_key(endpoint.server_key)) refuse("the key after curve= is not 40 characters of Z85");
+    } else if (word.starts_with(kToken) && may_say_who) {
+      endpoint.token = word.substr(kToken.size());
+      if (!is_token(endpoint.token)) refuse("the token after token= is not 32 hexadecimal digits");
     } else if (word.starts_with(kMemory) && endpoint.memory.empty()) {
       endpoint.memory = word.substr(kMemory.size());
       if (endpoint.memory.empty()) refuse("nothing follows memory=");
     } else {
-      refuse("after the address only curve=<key> and memory=<address> may follow, once each, in this order");
+      refuse(
+          "after the address only curve=<key> or token=<token>, then memory=<address> may follow, once each");
     }
   }
   return endpoint;

@@ -1,4 +1,4 @@
-// One link's protocol; the drawing is in link_core.h. Transport thread, but for the first part.
+// One link's protocol; the drawing is in link_core.h. On the thread that drives, but for the first part.
 #include "transport/link_core.h"
 
 #include <chrono>
@@ -29,7 +29,11 @@ bool is_said_by_link(FrameKind kind) {
 }  // namespace
 
 LinkCore::LinkCore(TransportCore& transport, LinkOptions options, LinkHandler& handler, Role role)
-    : options_(std::move(options)), transport_(transport), handler_(handler), role_(role) {}
+    : options_(std::move(options)),
+      transport_(transport),
+      handler_(handler),
+      is_quick_(handler.is_quick()),
+      role_(role) {}
 
 // ---- Any thread ----
 
@@ -50,13 +54,15 @@ void LinkCore::send(OutgoingFrame frame) {
   const std::optional<Failure> violation = find_violation(header);
   PD_CHECK(!violation, options_.name << ": " << violation->message);
   // Tasks run in order, so what another thread sent before this one's cause was posted has been submitted.
-  if (transport_.on_transport_thread()) return submit(HeldFrame(std::move(frame)));
+  if (transport_.is_driven_here()) return submit(HeldFrame(std::move(frame)));
   transport_.enqueue([this, held = HeldFrame(std::move(frame))]() mutable { submit(std::move(held)); });
 }
 
 void LinkCore::close() {
-  if (close_called_.exchange(true)) return;
-  transport_.enqueue([this] { begin_close(); });
+  const bool was_called = close_called_.exchange(true);
+  // A handler that waits here for another transport's could wait for one that waits for it.
+  if (!TransportCore::is_any_driven_here()) const std::lock_guard no_call_is_under_way(handler_mutex_);
+  if (!was_called) transport_.enqueue([this] { begin_close(); });
 }
 
 LinkCounters LinkCore::counters() const {
@@ -73,8 +79,9 @@ LinkCounters LinkCore::counters() const {
 
 void LinkCore::start() {
   if (ended()) return;
+  watch_traffic();
   if (role_ == Role::kListener) return;
-  hello_deadline_ = Clock::now() + peer_timeout();
+  await_hello();
   if (const std::optional<std::string> failure = open_connection()) {
     lost(*failure);
     return;
@@ -99,6 +106,14 @@ void LinkCore::end_quietly(State state) {
   state_ = state;
   std::deque<HeldFrame>().swap(waiting_);
   if (state == State::kEnded) disconnect();
+  transport_.need_thread();
+}
+
+// Not after close() was called, nor when it is at the same time: see there.
+template <class Call>
+void LinkCore::tell_handler(Call call) {
+  const std::lock_guard lock(handler_mutex_);
+  if (!close_called_.load()) call();
 }
 
 // ---- Deadlines ----
@@ -109,7 +124,7 @@ Clock::duration LinkCore::peer_timeout() const {
 }
 
 std::optional<Deadline> LinkCore::deadline() const {
-  if (state_ == State::kConnecting && role_ == Role::kConnector) return hello_deadline_;
+  if (state_ == State::kConnecting) return hello_deadline_;
   if (state_ == State::kOpen && transport_.transport_options().beats) return beat_deadline_;
   return std::nullopt;
 }
@@ -117,20 +132,27 @@ std::optional<Deadline> LinkCore::deadline() const {
 void LinkCore::check_deadline(Deadline now) {
   const std::optional<Deadline> due = deadline();
   if (!due || now < *due) return;
-  if (state_ == State::kConnecting) {
-    hello_is_late();
-  } else if (received_when_missed_ != next_received_) {
-    // This thread may have been held up while the BEAT waited: what has arrived is read first.
+  if (received_when_missed_ != next_received_) {
+    // This process may have been held up while HELLO or BEAT waited: what has arrived is read first.
     received_when_missed_ = next_received_;
+    look_for_traffic();
+  } else if (state_ == State::kConnecting) {
+    hello_is_late();
   } else {
     beat_is_late();
   }
 }
 
+void LinkCore::await_hello() {
+  hello_deadline_ = Clock::now() + peer_timeout();
+  transport_.need_thread();
+}
+
 void LinkCore::hello_is_late() {
-  fail({FailureKind::kTimeout, options_.peer + " at " + address() + " said no HELLO within " +
-                                   seconds_text(transport_.transport_options().peer_timeout_s) + " (" +
-                                   options_.name + ")"});
+  const std::string at = (role_ == Role::kListener ? " connected to " : " at ") + address();
+  fail({FailureKind::kTimeout,
+        options_.peer + at + (role_ == Role::kListener ? " but said" : " said") + " no HELLO within " +
+            seconds_text(transport_.transport_options().peer_timeout_s) + " (" + options_.name + ")"});
 }
 
 void LinkCore::beat_is_late() {
@@ -290,13 +312,15 @@ void LinkCore::dispatch(const FrameHeader& header, std::span<const std::byte> pa
     default:
       break;
   }
-  if (close_called_.load()) return;
-  if (const std::optional<Failure> failure = handler_.on_frame(*this, header, payload)) fail(*failure);
+  std::optional<Failure> failure;
+  tell_handler([&] { failure = handler_.on_frame(*this, header, payload); });
+  if (failure) fail(*failure);
 }
 
 void LinkCore::open() {
   state_ = State::kOpen;
   beat_deadline_ = Clock::now() + peer_timeout();
+  transport_.need_thread();
   std::deque<HeldFrame> waiting;
   waiting.swap(waiting_);
   while (!waiting.empty()) {
@@ -305,8 +329,8 @@ void LinkCore::open() {
   }
   if (closing_) {
     say_farewell();
-  } else if (!close_called_.load()) {
-    handler_.on_open(*this);
+  } else {
+    tell_handler([&] { handler_.on_open(*this); });
   }
 }
 
@@ -317,7 +341,7 @@ void LinkCore::hear_farewell() {
   }
   say(FrameKind::kBye);
   end_quietly(State::kLingering);
-  if (!close_called_.load()) handler_.on_closed(*this);
+  tell_handler([&] { handler_.on_closed(*this); });
 }
 
 // ---- Failing ----
@@ -338,9 +362,9 @@ void LinkCore::refuse(const Failure& failure) {
 void LinkCore::fail(const Failure& failure) {
   if (state_ == State::kEnded || state_ == State::kLingering) return;
   const bool refused_hello = state_ == State::kConnecting && role_ == Role::kListener && said_hello_;
-  const bool tell = state_ != State::kFarewell && !close_called_.load();
+  const bool tell = state_ != State::kFarewell;
   end_quietly(refused_hello ? State::kLingering : State::kEnded);
-  if (tell) handler_.on_failed(*this, failure);
+  if (tell) tell_handler([&] { handler_.on_failed(*this, failure); });
 }
 
 }  // namespace pipedream

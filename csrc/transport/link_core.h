@@ -14,13 +14,14 @@
 // that its own HELLO arrives and the other side names the same mismatch. Handlers see neither HELLO nor BYE
 // nor BEAT.
 //
-// Threads: send(), close(), counters() and options() on any; the rest on the transport thread.
+// Threads: send(), close(), counters() and options() on any; the rest on the thread that drives.
 #pragma once
 
 #include <array>
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -65,7 +66,7 @@ class LinkCore : public Link {
   [[nodiscard]] LinkCounters counters() const final;
   [[nodiscard]] const LinkOptions& options() const final { return options_; }
 
-  // Transport thread, for TransportCore.
+  // For TransportCore.
   void start();
   void begin_close();
   void end();  // without a farewell; idempotent
@@ -75,10 +76,14 @@ class LinkCore : public Link {
   void check_deadline(Deadline now);
   void say_beat(std::uint64_t num_work_items);  // if the link is open
 
-  // Carries bytes as they are, past every rule. For tests; transport thread.
+  // Carries bytes as they are, past every rule. For tests.
   void inject(const FrameHeaderBytes& header, std::vector<std::byte> payload);
 
  protected:
+  // First of all: from now on traffic is to be noticed.
+  virtual void watch_traffic() {}
+  // There may be traffic of which nobody was told.
+  virtual void look_for_traffic() {}
   // Connectors, before HELLO. A failure ends the link.
   [[nodiscard]] virtual std::optional<std::string> open_connection() { return std::nullopt; }
   // Takes the frame: it dies when its payload is no longer read.
@@ -88,6 +93,7 @@ class LinkCore : public Link {
 
   // What the subclass reports. receive() may end the link.
   void receive(std::span<const std::byte> header_bytes, std::span<const std::byte> payload);
+  void await_hello();                 // a listener's peer is there: its HELLO is due within peer_timeout
   void lost(const std::string& how);  // after everything that had arrived was given to receive()
   // Bytes that are not even a header and a payload.
   void receive_malformed(const std::string& what);
@@ -97,6 +103,7 @@ class LinkCore : public Link {
   [[nodiscard]] virtual const std::string& address() const = 0;
 
   [[nodiscard]] bool connecting() const { return state_ == State::kConnecting; }
+  [[nodiscard]] bool is_quick() const { return is_quick_; }
   [[nodiscard]] TransportCore& transport() const { return transport_; }
 
  private:
@@ -124,12 +131,16 @@ class LinkCore : public Link {
   void refuse(const Failure& failure);
   void fail(const Failure& failure);
   void end_quietly(State state);
+  template <class Call>
+  void tell_handler(Call call);
 
   const LinkOptions options_;
   TransportCore& transport_;
   LinkHandler& handler_;
+  const bool is_quick_;  // as the handler said: after close() it may be gone
   const Role role_;
 
+  std::mutex handler_mutex_;               // held in every call of the handler, for close()
   std::atomic<bool> close_called_{false};  // the handler hears nothing more
   std::atomic<std::uint64_t> bytes_sent_{0};
   std::atomic<std::uint64_t> bytes_received_{0};
@@ -137,14 +148,14 @@ class LinkCore : public Link {
   std::atomic<std::uint64_t> frames_received_{0};
   std::atomic<std::uint64_t> num_refused_{0};
 
-  // Transport thread.
+  // Who drives.
   State state_ = State::kConnecting;
   bool closing_ = false;  // BYE as soon as the link is open
   bool said_hello_ = false;
   std::deque<HeldFrame> waiting_;  // sent before the link was open
   std::uint64_t next_sent_ = 0;    // sequence numbers
   std::uint64_t next_received_ = 0;
-  Deadline hello_deadline_;
+  std::optional<Deadline> hello_deadline_;  // from when the peer is known to be there
   Deadline beat_deadline_;
   std::uint64_t num_work_items_of_peer_ = 0;  // as its last BEAT said
   // next_received_ when a BEAT was missed.

@@ -2,12 +2,21 @@
 // and identities, not tensors (channel/ does). zmq/ and inproc/ implement one contract; the suite in
 // tests/cpp/transport runs on both.
 //
-// Threads: one transport thread per worker owns all sockets and calls every handler. send() and post()
-// may be called from any thread and never block. Handlers must not block either.
+// Threads: one thread at a time drives a transport: it runs what was posted, moves bytes and calls the
+// handlers. Whoever finds nobody driving may, so that a message needs no other thread to leave or to arrive:
+//
+//   a thread that sends    post_and_drive(): what it has posted, and what others have, and no more
+//   a thread that waits    drive_until(): sleeps until there is traffic, and delivers it
+//   the transport thread   whatever is left: traffic and posts while the others compute, deadlines, beats
+//
+// send() and post() may be called from any thread and never block. Handlers must not block either. They run
+// on any of these threads, one after the other, each sees what the one before it has written. Streams'
+// threads and ZeroMQ's never drive, see PassiveScope.
 //
 // Life of a link:  listen/connect -> HELLO both ways -> on_open -> on_frame ... -> close (BYE) | on_failed
-// A listening link accepts one peer; once it has said a valid HELLO others are refused. There is no
-// reconnect: what is lost is lost, and the run restarts from a checkpoint.
+// A listening link lets one connection in, which must know its endpoint: others are refused. Once it is in,
+// it has peer_timeout_s for its HELLO. There is no reconnect: what is lost is lost, and the run restarts from
+// a checkpoint.
 #pragma once
 
 #include <cstddef>
@@ -21,6 +30,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/failure.h"
 #include "wire/frame.h"
 
@@ -44,7 +54,7 @@ class LinkHandler {
   LinkHandler& operator=(const LinkHandler&) = delete;
   virtual ~LinkHandler() = default;
 
-  // All on the transport thread.
+  // All on the thread that drives.
   virtual void on_open(Link& link) = 0;  // HELLOs exchanged and accepted
   // The payload is valid until this returns. A returned failure is fatal for the link: it is closed and
   // on_failed follows with that failure.
@@ -53,6 +63,10 @@ class LinkHandler {
   // Once at most; nothing follows. Not called after the peer's BYE: then on_closed.
   virtual void on_failed(Link& link, const Failure& failure) = 0;
   virtual void on_closed(Link& link) = 0;  // the peer said BYE; frames that it sent before were delivered
+
+  // All its frames are small and on_frame is quick: a thread that drives only because it sends delivers them,
+  // too. Others wait for a thread that has time. Any thread; always the same.
+  [[nodiscard]] virtual bool is_quick() const { return false; }
 };
 
 struct LinkOptions {
@@ -83,10 +97,11 @@ class Link {
   virtual ~Link() = default;
 
   // Frames sent before the link is open wait for it, in order. After close, failure or the peer's BYE they
-  // are dropped. on_sent may run inside this call: on the transport thread, or after shutdown().
+  // are dropped. on_sent may run inside this call: of a handler or what was posted, or after shutdown().
   virtual void send(OutgoingFrame frame) = 0;
   // Says BYE after what was sent before, then closes. Once it has returned no handler call of this link
-  // begins. Idempotent.
+  // begins. Waits for one that another thread is in, so the caller holds no mutex that it takes; inside a
+  // handler, of whatever transport, it does not wait. Idempotent.
   virtual void close() = 0;
   [[nodiscard]] virtual LinkCounters counters() const = 0;
   [[nodiscard]] virtual const LinkOptions& options() const = 0;
@@ -104,7 +119,8 @@ struct TransportOptions {
   std::string bind_host = "127.0.0.1";  // address or interface
   double peer_timeout_s = 15.0;         // a silent peer is lost after this, heartbeats included
   // Encrypts and authenticates every link: a listener lets in the allowed keys only, a connector talks to the
-  // endpoint's key only, and only if it is allowed.
+  // endpoint's key only, and only if it is allowed. Without keys a connector must say the endpoint's token,
+  // in the clear.
   std::optional<CurveKeys> keys;
   // Lets a listener without keys bind elsewhere than to loopback.
   bool insecure = false;
@@ -112,6 +128,23 @@ struct TransportOptions {
   // transport says BEAT to its peers only while pulse() is called at least every peer_timeout_s / 8, and a
   // peer that has said none for peer_timeout_s is lost. Both ends of a link must have the same setting.
   bool beats = false;
+};
+
+// While one lives this thread drives no transport: post_and_drive() is post(). For callbacks on threads that
+// must not be held up or must not run handlers: a stream's (a handler may call the device, which a function
+// of Stream::call must not, or wait for the very stream) and those of ZeroMQ.
+class PassiveScope {
+ public:
+  PassiveScope() : was_passive_(std::exchange(is_passive_, true)) {}
+  ~PassiveScope() { is_passive_ = was_passive_; }
+  PassiveScope(const PassiveScope&) = delete;
+  PassiveScope& operator=(const PassiveScope&) = delete;
+
+  [[nodiscard]] static bool is_passive() { return is_passive_; }
+
+ private:
+  static inline thread_local bool is_passive_ = false;
+  const bool was_passive_;
 };
 
 class Transport {
@@ -131,8 +164,20 @@ class Transport {
   virtual Link& listen(LinkOptions options, LinkHandler& handler) = 0;
   virtual Link& connect(LinkOptions options, const std::string& endpoint, LinkHandler& handler) = 0;
 
-  // Runs on the transport thread, after what was posted before. Dropped after shutdown.
+  // Runs on the thread that drives, after what was posted before. Dropped after shutdown.
   virtual void post(std::function<void()> function) = 0;
+  // post(), and where nobody drives and this thread may, it does until nothing that was posted is left: what
+  // `function` sends leaves here and now. Never waits: where another thread drives, that one runs it. The
+  // caller holds no mutex that a handler takes.
+  virtual void post_and_drive(std::function<void()> function) = 0;
+
+  // Drives until done() or the deadline, for threads that wait for what a handler does; sleeps while there is
+  // nothing to do. done() is asked at first, after every turn, at the deadline and after interrupt(), and
+  // not again once it was true; it runs without any lock of the transport's that a poster takes. False, at
+  // once, when it cannot be: another thread waits here, or this one drives already or is passive.
+  [[nodiscard]] virtual bool drive_until(Deadline deadline, const std::function<bool()>& done) = 0;
+  // The thread that waits in drive_until() asks done() again. Any thread.
+  virtual void interrupt() = 0;
 
   // Closes all links (BYE), waits until the peers have received what was sent and answered, linger_s at
   // most, then stops the thread. No handler is called afterwards; every pending on_sent has been. Idempotent.

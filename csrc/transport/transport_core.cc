@@ -1,15 +1,11 @@
-// The loop of the transport thread, and how work reaches it. Threads as in transport_core.h.
+// The turns of those who drive, and how work reaches them. Threads as in transport_core.h.
 #include "transport/transport_core.h"
 
 #include <pthread.h>
-#include <sys/eventfd.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
 #include <csignal>
-#include <cstring>
 #include <limits>
 
 #include "base/check.h"
@@ -23,14 +19,16 @@ constexpr double kPeerTimeoutMaxS = 1e6;
 constexpr int kBeatsPerTimeout = 8;     // so that a few may be late
 constexpr int kBeatPeriodsOfPulse = 2;  // how long a pulse is felt
 
-// The transport whose thread this is. Thread ids are no substitute: they are used again.
-thread_local const TransportCore* transport_of_this_thread = nullptr;
+// The transport that this thread drives; one at a time, so a handler drives no other.
+thread_local const TransportCore* driven_here = nullptr;
 
-int make_wake_fd() {
-  const int fd = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  if (fd < 0) throw UserError(std::string("cannot create an eventfd: ") + std::strerror(errno));
-  return fd;
-}
+class DrivingScope {
+ public:
+  explicit DrivingScope(const TransportCore& transport) { driven_here = &transport; }
+  ~DrivingScope() { driven_here = nullptr; }
+  DrivingScope(const DrivingScope&) = delete;
+  DrivingScope& operator=(const DrivingScope&) = delete;
+};
 
 TransportOptions checked(TransportOptions options) {
   if (!(options.peer_timeout_s > 0 && options.peer_timeout_s <= kPeerTimeoutMaxS)) {
@@ -48,19 +46,23 @@ Deadline seconds_from_now(double seconds) {
   return Clock::now() + duration_of(std::clamp(seconds, 0.0, kLingerMaxS));
 }
 
+// Rounded up: who wakes early would sleep again.
+int milliseconds_until(Deadline deadline) {
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
+  return static_cast<int>(std::clamp<std::int64_t>(left, 0, std::numeric_limits<int>::max()));
+}
+
 }  // namespace
 
 TransportCore::TransportCore(TransportOptions options)
     : options_(checked(std::move(options))),
-      beat_period_(duration_of(options_.peer_timeout_s / kBeatsPerTimeout)),
-      wake_fd_(make_wake_fd()) {
+      beat_period_(duration_of(options_.peer_timeout_s / kBeatsPerTimeout)) {
   tasks_.reserve(kNumTasksAtFirst);
   running_tasks_.reserve(kNumTasksAtFirst);
 }
 
 TransportCore::~TransportCore() {
   PD_CHECK(!thread_.joinable(), "a transport is destroyed while its thread runs");
-  ::close(wake_fd_);
 }
 
 void TransportCore::start() {
@@ -79,30 +81,164 @@ void TransportCore::pulse(std::uint64_t num_work_items) {
   pulse_ns_.store(now_ns(), std::memory_order_release);
 }
 
+void TransportCore::watch(int fd, std::uint64_t name) {
+  waiter_watch_.add(fd, name);
+  thread_watch_.add(fd, name);
+}
+
+void TransportCore::unwatch(int fd) {
+  waiter_watch_.remove(fd);
+  thread_watch_.remove(fd);
+}
+
+// ---- Posting: any thread ----
+
 void TransportCore::post(std::function<void()> function) { enqueue(std::move(function)); }
 
-bool TransportCore::on_transport_thread() const { return transport_of_this_thread == this; }
-
 bool TransportCore::try_enqueue(Task& task) {
-  bool wake = false;
+  Watch* sleeper = nullptr;
   {
     const std::lock_guard lock(mutex_);
     if (stopped_) return false;
     tasks_.push_back(std::move(task));
-    wake = std::exchange(sleeping_, false);
+    if (!driven_) sleeper = take_sleeper();
   }
-  if (wake) {
-    const std::uint64_t one = 1;
-    // Fails only when the counter is full, and then the thread wakes anyway.
-    [[maybe_unused]] const ssize_t written = ::write(wake_fd_, &one, sizeof(one));
-  }
+  if (sleeper != nullptr) sleeper->wake();
   return true;
 }
 
-void TransportCore::clear_wake() {
-  std::uint64_t count = 0;
-  [[maybe_unused]] const ssize_t num_read = ::read(wake_fd_, &count, sizeof(count));
+// Under the mutex. Who is to take a turn now; null when both are awake and will.
+Watch* TransportCore::take_sleeper() {
+  if (std::exchange(waiter_sleeps_, false)) return &waiter_watch_;
+  if (std::exchange(thread_sleeps_, false)) return &thread_watch_;
+  return nullptr;
 }
+
+void TransportCore::post_and_drive(std::function<void()> function) {
+  if (!may_drive()) return post(std::move(function));
+  Task task(std::move(function));
+  {
+    const std::lock_guard lock(mutex_);
+    if (stopped_) return;  // what is refused dies after the lock: its destructor is the user's
+    tasks_.push_back(std::move(task));
+    if (!begin_driving()) return;
+  }
+  drive_as_poster();
+}
+
+// ---- Who drives ----
+
+bool TransportCore::is_driven_here() const { return driven_here == this; }
+
+bool TransportCore::is_any_driven_here() { return driven_here != nullptr; }
+
+bool TransportCore::may_drive() { return driven_here == nullptr && !PassiveScope::is_passive(); }
+
+// Under the mutex, for all but the transport thread, which comes first where it is needed: it is awake then.
+bool TransportCore::begin_driving() {
+  if (driven_ || needs_thread_.load()) return false;
+  driven_ = true;
+  return true;
+}
+
+// False when there is more to do, and this thread still drives. hands_over: unless another one can do it.
+bool TransportCore::stop_driving(bool hands_over) {
+  Watch* sleeper = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    const bool has_work = !tasks_.empty() || !told_.empty();
+    if (has_work && !hands_over) return false;
+    driven_ = false;
+    if (needs_thread_.load()) {
+      if (std::exchange(thread_sleeps_, false)) sleeper = &thread_watch_;
+    } else if (has_work) {
+      sleeper = take_sleeper();
+    }
+  }
+  if (sleeper != nullptr) sleeper->wake();
+  return true;
+}
+
+void TransportCore::drive_as_poster() {
+  const DrivingScope driving(*this);
+  for (int round = 1;; ++round) {
+    static_cast<void>(run_tasks());
+    deliver(Driver::kPoster);
+    if (has_traffic()) need_thread();
+    if (stop_driving(/*hands_over=*/round >= kNumPosterRoundsMax)) return;
+  }
+}
+
+// ---- Who waits ----
+
+bool TransportCore::drive_until(Deadline deadline, const std::function<bool()>& done) {
+  if (!may_drive()) return false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (waiter_) return false;
+    waiter_ = std::this_thread::get_id();
+    interrupted_ = false;  // done() is asked after this
+  }
+  bool is_done = done();
+  while (!is_done && Clock::now() < deadline) {
+    is_done = sleep_and_drive(milliseconds_until(deadline), done);
+  }
+  const std::lock_guard lock(mutex_);
+  waiter_.reset();
+  return true;
+}
+
+void TransportCore::interrupt() {
+  const std::lock_guard lock(mutex_);
+  if (!waiter_ || *waiter_ == std::this_thread::get_id()) return;
+  interrupted_ = true;
+  if (std::exchange(waiter_sleeps_, false)) waiter_watch_.wake();
+}
+
+// What is readable is perhaps told to this thread alone, so it asks for all of it before it may leave.
+bool TransportCore::sleep_and_drive(int timeout_ms, const std::function<bool()>& done) {
+  bool is_done = false;
+  std::span<const std::uint64_t> names;
+  do {
+    const bool sleeps = names.empty() && may_waiter_sleep();
+    names = waiter_watch_.sleep(sleeps ? timeout_ms : 0);
+    const auto asked = [&] { return is_done || done(); };
+    is_done = wake_waiter(names) ? drive_as_waiter(std::ref(asked)) : asked();
+  } while (names.size() == Watch::kNumNamesMax);
+  return is_done;
+}
+
+bool TransportCore::may_waiter_sleep() {
+  const std::lock_guard lock(mutex_);
+  if (std::exchange(interrupted_, false)) return false;
+  waiter_sleeps_ = driven_ || needs_thread_.load() || (tasks_.empty() && told_.empty());
+  return waiter_sleeps_;
+}
+
+// True: it drives. Else another one does, and delivers what it was told of.
+bool TransportCore::wake_waiter(std::span<const std::uint64_t> names) {
+  const std::lock_guard lock(mutex_);
+  waiter_sleeps_ = false;
+  interrupted_ = false;  // done() is asked after this
+  if (!stopped_) told_.insert(told_.end(), names.begin(), names.end());
+  return begin_driving();
+}
+
+bool TransportCore::drive_as_waiter(const std::function<bool()>& done) {
+  const DrivingScope driving(*this);
+  bool is_done = false;
+  for (int round = 1;; ++round) {
+    static_cast<void>(run_tasks());
+    deliver(Driver::kWaiter);
+    is_done = is_done || done();
+    const bool has_time = round < kNumWaiterRoundsMax;
+    if (has_traffic() && !is_done && has_time) continue;
+    if (has_traffic()) need_thread();
+    if (stop_driving(/*hands_over=*/!has_time)) return is_done;
+  }
+}
+
+// ---- Life ----
 
 Link& TransportCore::add(std::unique_ptr<LinkCore> link) {
   LinkCore* const added = link.get();
@@ -114,6 +250,7 @@ Link& TransportCore::add(std::unique_ptr<LinkCore> link) {
   enqueue([this, added] {
     active_links_.push_back(added);
     added->start();
+    need_thread();
   });
   return *added;
 }
@@ -127,22 +264,28 @@ void TransportCore::abandon() {
 }
 
 void TransportCore::request_stop(Stop stop) {
-  PD_CHECK(!on_transport_thread(), "shutdown() on the transport thread would wait for itself");
+  PD_CHECK(!is_driven_here(), "shutdown() on the thread that drives would wait for itself");
   const std::lock_guard join_lock(join_mutex_);
   if (!thread_.joinable()) return;
   {
     const std::lock_guard lock(mutex_);
     stop_ = stop;
+    need_thread();
+    if (std::exchange(thread_sleeps_, false)) thread_watch_.wake();
   }
-  enqueue([] {});  // wakes the thread
   thread_.join();
 }
 
+// ---- The transport thread ----
+
 void TransportCore::run() {
-  transport_of_this_thread = this;
-  bool closing = false;
-  for (;;) {
+  const bool drives = wake_thread({});
+  if (!drives) wait_for_traffic(std::nullopt);
+  const DrivingScope driving(*this);
+  for (bool closing = false;;) {
+    needs_thread_.store(false);  // before looking: whoever needs it from now on is heard anew
     const Stop stop = run_tasks();
+    deliver(Driver::kThread);
     if (stop.requested && !closing) {
       closing = true;
       if (stop.farewell) close_links();
@@ -152,9 +295,45 @@ void TransportCore::run() {
     for (LinkCore* link : active_links_) link->check_deadline(now);
     std::erase_if(active_links_, [](const LinkCore* link) { return link->ended(); });
     if (closing && (active_links_.empty() || now >= stop.deadline)) break;
-    traffic_left_ = poll(timeout_ms(stop));
+    const std::optional<Deadline> deadline = next_deadline(stop);
+    if (may_thread_sleep()) {
+      wait_for_traffic(deadline);
+    } else {
+      for (const std::uint64_t name : thread_watch_.sleep(0)) note_ready(name);
+    }
   }
   finish();
+}
+
+// True: this thread no longer drives.
+bool TransportCore::may_thread_sleep() {
+  if (has_traffic()) return false;
+  const std::lock_guard lock(mutex_);
+  if (!tasks_.empty() || !told_.empty() || needs_thread_.load()) return false;
+  driven_ = false;
+  thread_sleeps_ = true;
+  return true;
+}
+
+// Until it drives again.
+void TransportCore::wait_for_traffic(std::optional<Deadline> deadline) {
+  driven_here = nullptr;
+  std::span<const std::uint64_t> names;
+  do {
+    // Where another one drove at the deadline, that one wakes this thread.
+    const bool is_due = deadline && Clock::now() >= *deadline && needs_thread_.load();
+    names = thread_watch_.sleep(deadline && !is_due ? milliseconds_until(*deadline) : -1);
+  } while (!wake_thread(names));
+  driven_here = this;
+}
+
+// True: it drives. Else another one does, delivers what it was told of, and wakes it where it is needed.
+bool TransportCore::wake_thread(std::span<const std::uint64_t> names) {
+  const std::lock_guard lock(mutex_);
+  told_.insert(told_.end(), names.begin(), names.end());
+  if (driven_ && names.empty()) need_thread();
+  thread_sleeps_ = driven_;
+  return !std::exchange(driven_, true);
 }
 
 // The stop that was requested before the last of the tasks that ran.
@@ -162,10 +341,12 @@ TransportCore::Stop TransportCore::run_tasks() {
   Stop stop;
   {
     const std::lock_guard lock(mutex_);
-    sleeping_ = false;
     running_tasks_.swap(tasks_);
+    noted_.swap(told_);
     stop = stop_;
   }
+  for (const std::uint64_t name : noted_) note_ready(name);
+  noted_.clear();
   for (Task& task : running_tasks_) {
     task();
     task.reset();
@@ -189,14 +370,8 @@ void TransportCore::say_beats(Deadline now) {
   for (LinkCore* link : active_links_) link->say_beat(num_work_items);
 }
 
-bool TransportCore::may_sleep() {
-  const std::lock_guard lock(mutex_);
-  sleeping_ = tasks_.empty();
-  return sleeping_;
-}
-
-int TransportCore::timeout_ms(const Stop& stop) {
-  if (traffic_left_) return 0;
+// Of those that the thread looks after; empty when there is none.
+std::optional<Deadline> TransportCore::next_deadline(const Stop& stop) const {
   std::optional<Deadline> earliest;
   const auto wake_at = [&](Deadline deadline) {
     if (!earliest || deadline < *earliest) earliest = deadline;
@@ -206,16 +381,13 @@ int TransportCore::timeout_ms(const Stop& stop) {
   for (const LinkCore* link : active_links_) {
     if (const std::optional<Deadline> deadline = link->deadline()) wake_at(*deadline);
   }
-  if (!may_sleep()) return 0;
-  if (!earliest) return -1;
-  const auto left = std::chrono::ceil<std::chrono::milliseconds>(*earliest - Clock::now()).count();
-  return static_cast<int>(std::clamp<std::int64_t>(left, 0, std::numeric_limits<int>::max()));
+  return earliest;
 }
 
 void TransportCore::finish() {
   {
     const std::lock_guard lock(mutex_);
-    stopped_ = true;
+    stopped_ = true;  // and driven_ stays
     running_tasks_.swap(tasks_);
   }
   for (const std::unique_ptr<LinkCore>& link : links_) link->end();  // links_ no longer changes

@@ -1,8 +1,20 @@
-// What every transport shares: the transport thread, its task queue, and the life of its links. zmq/ and
-// inproc/ add how bytes are carried.
+// What every transport shares: who drives it, its task queue, and the life of its links. zmq/ and inproc/ add
+// how bytes are carried.
 //
-//   any thread       send, close, post, listen ---> task queue ---> transport thread
-//   transport thread loop: 1 run tasks  2 close or time out links, say BEAT  3 wait for traffic, deliver it
+//   any thread   send, close, post, listen ---> task queue ---> whoever drives
+//   poster       post_and_drive(): 1 run tasks  2 deliver what is quick; wake the thread for what is left
+//   waiter       drive_until():    sleep, 1 run tasks  2 deliver, until it has what it waits for
+//   thread       loop: 1 run tasks  2 deliver  3 close or time out links, say BEAT  4 sleep
+//
+// Who drives has set driven_, under the mutex. Nobody waits for that; what one has for another driver lies
+// under the same mutex, where the one who drives looks once more as it stops driving. Nothing is lost:
+//
+//   a task      is queued. Where nobody drives a sleeper is woken, the waiter before the thread
+//   traffic     is told of once, to one sleeper (watch.h), which drives or queues it for the one who does. A
+//               link that was read or written is read until it is empty, or it stays marked and the thread is
+//               woken for it: reading and writing may both use up what would tell of more traffic
+//   a deadline  is the thread's. Whoever makes a new one, or ends a link, calls need_thread(): from then on
+//               nobody else begins to drive until the thread has had its turn
 //
 // Ownership: owns its thread and its links. Bound of the queue: what channels have credits for. Tasks lie in
 // the queue itself, which keeps the room it has once had: in the steady state nothing is allocated.
@@ -14,6 +26,8 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <span>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -21,6 +35,7 @@
 #include "base/clock.h"
 #include "base/inline_function.h"
 #include "transport/transport.h"
+#include "transport/watch.h"
 
 namespace pipedream {
 
@@ -30,6 +45,13 @@ class LinkCore;
 inline constexpr std::size_t kTaskBytesMax = 448;
 using Task = InlineFunction<kTaskBytesMax>;
 
+// Why a thread drives, and so what it has time for.
+enum class Driver {
+  kPoster,  // it has posted something and goes back to its work: nothing that takes long
+  kWaiter,  // it waits for what a handler does: everything until that has come
+  kThread,  // the transport thread: everything
+};
+
 class TransportCore : public Transport {
  public:
   // Throws UserError when peer_timeout_s is not positive.
@@ -38,12 +60,15 @@ class TransportCore : public Transport {
 
   void pulse(std::uint64_t num_work_items) final;
   void post(std::function<void()> function) final;
+  void post_and_drive(std::function<void()> function) final;
+  [[nodiscard]] bool drive_until(Deadline deadline, const std::function<bool()>& done) final;
+  void interrupt() final;
   void shutdown(double linger_s) final;
 
   // Ends without a farewell, as a killed process does. For tests.
   void abandon();
 
-  // Runs `function` on the transport thread, or destroys it, here, when the thread has ended. May be
+  // Runs `function` on the thread that drives, or destroys it, here, when the transport has ended. May be
   // move-only. Any thread.
   template <class Function>
   void enqueue(Function function) {
@@ -51,10 +76,19 @@ class TransportCore : public Transport {
     Task task(std::move(function));
     static_cast<void>(try_enqueue(task));
   }
-  // False when the thread has ended: the task was not taken.
+  // False when the transport has ended: the task was not taken.
   [[nodiscard]] bool try_enqueue(Task& task);
 
-  [[nodiscard]] bool on_transport_thread() const;
+  // This thread drives this transport; any transport.
+  [[nodiscard]] bool is_driven_here() const;
+  [[nodiscard]] static bool is_any_driven_here();
+
+  // Who drives. The transport thread takes a turn soon: there is something that it alone does, or has time
+  // for.
+  void need_thread() { needs_thread_.store(true); }
+  // Who drives, or nobody yet. `name` comes with note_ready() when it becomes readable; see watch.h.
+  void watch(int fd, std::uint64_t name);
+  void unwatch(int fd);
 
   [[nodiscard]] const TransportOptions& transport_options() const { return options_; }
 
@@ -66,19 +100,19 @@ class TransportCore : public Transport {
   // Takes the link over and starts it. Throws UserError after shutdown.
   Link& add(std::unique_ptr<LinkCore> link);
 
-  // Transport thread: waits for wake_fd() or traffic, timeout_ms at most (-1: no bound), and delivers the
-  // traffic. True when it left some for the next round.
-  [[nodiscard]] virtual bool poll(int timeout_ms) = 0;
+  // The rest: who drives. What has this name is readable.
+  virtual void note_ready(std::uint64_t name) = 0;
+  // A bounded turn for each link that may have traffic.
+  virtual void deliver(Driver driver) = 0;
+  [[nodiscard]] virtual bool has_traffic() const = 0;  // left by deliver(), or noted since
   // Transport thread, last of all: every link has ended.
   virtual void teardown() = 0;
 
-  [[nodiscard]] int wake_fd() const { return wake_fd_; }  // readable when there are tasks
-  void clear_wake();
-  // Transport thread. Links that have started and not ended; changes only between calls of poll().
-  [[nodiscard]] const std::vector<LinkCore*>& active_links() const { return active_links_; }
-
  private:
   static constexpr std::size_t kNumTasksAtFirst = 64;  // room for more is made when it is needed
+  // What others post, and what arrives, may keep those who have other things to do no longer than so.
+  static constexpr int kNumPosterRoundsMax = 4;
+  static constexpr int kNumWaiterRoundsMax = 64;
   static constexpr std::int64_t kNoPulse = -1;
 
   struct Stop {
@@ -88,35 +122,54 @@ class TransportCore : public Transport {
   };
 
   void request_stop(Stop stop);
+  [[nodiscard]] static bool may_drive();
+  [[nodiscard]] Watch* take_sleeper();
+  [[nodiscard]] bool begin_driving();
+  [[nodiscard]] bool stop_driving(bool hands_over);
+  void drive_as_poster();
+  [[nodiscard]] bool sleep_and_drive(int timeout_ms, const std::function<bool()>& done);
+  [[nodiscard]] bool may_waiter_sleep();
+  [[nodiscard]] bool wake_waiter(std::span<const std::uint64_t> names);
+  [[nodiscard]] bool drive_as_waiter(const std::function<bool()>& done);
   void run();
   Stop run_tasks();
   void close_links();
   void say_beats(Deadline now);
-  [[nodiscard]] bool may_sleep();
-  [[nodiscard]] int timeout_ms(const Stop& stop);
+  void check_deadlines(Deadline now);
+  [[nodiscard]] std::optional<Deadline> next_deadline(const Stop& stop) const;
+  void wait_for_traffic(std::optional<Deadline> deadline);
+  [[nodiscard]] bool may_thread_sleep();
+  [[nodiscard]] bool wake_thread(std::span<const std::uint64_t> names);
   void finish();
 
   const TransportOptions options_;
   const Clock::duration beat_period_;
-  const int wake_fd_;
+  Watch waiter_watch_;  // descriptors are added here first: who waits is woken before the thread
+  Watch thread_watch_;
   std::mutex join_mutex_;  // guards thread_'s join
   std::thread thread_;
 
   std::mutex mutex_;  // guards the members below
   std::vector<Task> tasks_;
+  std::vector<std::uint64_t> told_;  // names of what became readable, for who drives
   std::vector<std::unique_ptr<LinkCore>> links_;
   Stop stop_;
-  bool sleeping_ = false;  // a task must wake the thread
-  bool stopped_ = false;   // no more tasks
+  bool driven_ = false;                    // and after the end: nobody drives then
+  bool thread_sleeps_ = false;             // and nobody has woken it
+  bool waiter_sleeps_ = false;             // likewise
+  std::optional<std::thread::id> waiter_;  // in drive_until()
+  bool interrupted_ = false;               // since it last slept
+  bool stopped_ = false;                   // no more tasks
 
+  std::atomic<bool> needs_thread_{false};
   std::atomic<std::int64_t> pulse_ns_{kNoPulse};  // when it was last felt
   std::atomic<std::uint64_t> num_work_items_{0};
 
-  // Transport thread.
-  std::vector<LinkCore*> active_links_;
+  // Who drives.
+  std::vector<LinkCore*> active_links_;  // started and not ended, but for those that ended in this turn
   std::vector<Task> running_tasks_;
+  std::vector<std::uint64_t> noted_;
   Deadline next_beat_;
-  bool traffic_left_ = false;
 };
 
 }  // namespace pipedream

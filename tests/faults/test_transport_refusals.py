@@ -79,7 +79,7 @@ def test_codecs_and_pairs_that_are_not_there(
 @pytest.mark.parametrize("codec", ["topk", {"gradients": "topk:0.1"}, {(1, 0): "topk:0.1"}], ids=str)
 @pytest.mark.parametrize("autocast", ["float16", torch.float16])
 def test_topk_of_gradients_whose_scale_changes(codec: Any, autocast: Any) -> None:
-    words = ("topk:0.", "autocast is 'float16'", "use bf16 or int8, or autocast='bfloat16'")
+    words = ("topk:0.", "autocast is 'float16'", "use int8, or autocast='bfloat16'")
     refused(lambda: run(_MODEL, codec=codec, autocast=autocast), ValueError, *words)
 
 
@@ -220,3 +220,26 @@ def test_shared_memory_between_two_machines_is_refused_for_small_tensors_too(far
     words = ("transport is 'shm'", "stage 0 (rank 0) and stage 1 (rank 1) are on two machines")
     for outcome in farm.run(_run_with_rank_1_apart, "introduction", transport="shm", num_ranks=2):
         assert_says(outcome.error, ValueError, *words)
+
+
+def _run_with_rank_1_on_the_host(**options: Any) -> None:
+    kept = dict(os.environ)
+    if os.environ["RANK"] == "1":
+        os.environ["PIPEDREAM_DEVICE"] = "host"
+    try:
+        run(_MODEL, **options)
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+
+
+def test_device_to_device_where_a_worker_computes_on_the_host(farm: Farm) -> None:
+    for outcome in farm.run(_run_with_rank_1_on_the_host, transport="ipc", num_ranks=2):
+        assert_says(
+            outcome.error,
+            ValueError,
+            "transport is 'ipc'",
+            "stage 0 (rank 0) and stage 1 (rank 1)",
+            "computes on the host",
+            "use 'auto'",
+        )

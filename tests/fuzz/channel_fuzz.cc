@@ -37,7 +37,9 @@ class SilentTransport final : public TransportCore {
   }
 
  private:
-  bool poll(int /*timeout_ms*/) override { return false; }
+  void note_ready(std::uint64_t /*name*/) override {}
+  void deliver(Driver /*driver*/) override {}
+  [[nodiscard]] bool has_traffic() const override { return false; }
   void teardown() override {}
 };
 

@@ -1,20 +1,16 @@
 // Links between transports of one process: a frame itself is handed to the receiver's task queue, without a
 // copy or an allocation. Endpoints are numbers in a registry of the process.
 //
-// The receiver reads the sender's memory, and on_sent runs on the receiver's transport thread. So a transport
-// that ends waits until the others have given back what they read of it; one that ends gives back first, so
-// two that end at once do not wait for each other.
+// The receiver reads the sender's memory, and on_sent runs on the thread that drives the receiver. So a
+// transport that ends waits until the others have given back what they read of it; one that ends gives back
+// first, so two that end at once do not wait for each other.
 //
 // Keys and beats: a process need not hide from itself, so keys are ignored; beats are as everywhere.
 //
 // The registry's mutex guards which links listen and who is whose peer, for all inproc links. A link that
 // has a peer is alive: links leave under that mutex before they are destroyed.
-#include <poll.h>
-
-#include <cerrno>
 #include <charconv>
 #include <condition_variable>
-#include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -98,7 +94,7 @@ class InprocLink final : public LinkCore {
       : LinkCore(transport, std::move(options), handler, Role::kConnector), loans_(loans), number_(number) {}
   ~InprocLink() override { InprocRegistry::instance().leave(*this); }
 
-  [[nodiscard]] std::string endpoint() const override { return to_string(Endpoint{address_, "", ""}); }
+  [[nodiscard]] std::string endpoint() const override { return to_string(Endpoint{.address = address_}); }
 
  private:
   friend class InprocRegistry;
@@ -192,14 +188,10 @@ class InprocTransport final : public TransportCore {
   }
 
  private:
-  // Frames arrive as tasks, so there is only the wake-up to wait for.
-  bool poll(int timeout_ms) override {
-    pollfd wake{wake_fd(), POLLIN, 0};
-    const int num_ready = ::poll(&wake, 1, timeout_ms);
-    PD_CHECK(num_ready >= 0 || errno == EINTR, "poll: " << std::strerror(errno));
-    if (num_ready > 0) clear_wake();
-    return false;
-  }
+  // Frames arrive as tasks.
+  void note_ready(std::uint64_t name) override { PD_CHECK(false, "nothing is watched, but " << name); }
+  void deliver(Driver /*driver*/) override {}
+  [[nodiscard]] bool has_traffic() const override { return false; }
   void teardown() override { loans_.wait_until_none(); }
 
   LoanCount loans_;

@@ -41,7 +41,6 @@ void resolve_all(void* library, LibZmq& zmq) {
   into("zmq_connect", zmq.connect);
   into("zmq_socket_monitor", zmq.socket_monitor);
   into("zmq_send", zmq.send);
-  into("zmq_poll", zmq.poll);
   into("zmq_msg_init", zmq.msg_init);
   into("zmq_msg_init_data", zmq.msg_init_data);
   into("zmq_msg_send", zmq.msg_send);

@@ -16,14 +16,6 @@ struct alignas(void*) ZmqMessage {
 };
 static_assert(sizeof(ZmqMessage) == 64);
 
-// zmq_pollitem_t.
-struct ZmqPollItem {
-  void* socket;
-  int fd;
-  short events;
-  short revents;
-};
-
 namespace zmq {
 
 // Context options.
@@ -35,6 +27,8 @@ inline constexpr int kPair = 0;
 inline constexpr int kRep = 4;
 
 // Socket options.
+inline constexpr int kFd = 14;
+inline constexpr int kEvents = 15;
 inline constexpr int kLinger = 17;
 inline constexpr int kReconnectIvl = 18;
 inline constexpr int kMaxMsgSize = 22;
@@ -42,6 +36,9 @@ inline constexpr int kSndHwm = 23;
 inline constexpr int kRcvHwm = 24;
 inline constexpr int kLastEndpoint = 32;
 inline constexpr int kIpv6 = 42;
+inline constexpr int kPlainServer = 44;
+inline constexpr int kPlainUsername = 45;
+inline constexpr int kPlainPassword = 46;
 inline constexpr int kCurveServer = 47;
 inline constexpr int kCurvePublicKey = 48;
 inline constexpr int kCurveSecretKey = 49;
@@ -57,7 +54,7 @@ inline constexpr int kTcpMaxRt = 80;
 // Flags.
 inline constexpr int kDontWait = 1;
 inline constexpr int kSndMore = 2;
-inline constexpr short kPollIn = 1;
+inline constexpr int kPollIn = 1;  // of kEvents
 
 // Socket events.
 inline constexpr int kEventAccepted = 0x0020;
@@ -94,7 +91,6 @@ struct LibZmq {
   int (*connect)(void* socket, const char* endpoint) = nullptr;
   int (*socket_monitor)(void* socket, const char* endpoint, int events) = nullptr;
   int (*send)(void* socket, const void* bytes, std::size_t num_bytes, int flags) = nullptr;
-  int (*poll)(ZmqPollItem* items, int num_items, long timeout_ms) = nullptr;
 
   int (*msg_init)(ZmqMessage* message) = nullptr;
   int (*msg_init_data)(ZmqMessage* message, void* data, std::size_t num_bytes,

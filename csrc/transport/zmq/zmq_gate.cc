@@ -1,4 +1,4 @@
-// Answers libzmq's questions whether a connection may enter. Transport thread.
+// Answers libzmq's questions whether a connection may enter. On the thread that drives.
 #include "transport/zmq/zmq_gate.h"
 
 #include <algorithm>
@@ -7,6 +7,7 @@
 
 #include "base/check.h"
 #include "base/failure.h"
+#include "transport/zmq/token.h"
 
 namespace pipedream {
 namespace {
@@ -16,7 +17,8 @@ constexpr const char* kZapEndpoint = "inproc://zeromq.zap.01";
 constexpr std::size_t kRequestIdPart = 1;
 constexpr std::size_t kDomainPart = 2;
 constexpr std::size_t kMechanismPart = 5;
-constexpr std::size_t kKeyPart = 6;
+constexpr std::size_t kKeyPart = 6;       // of CURVE
+constexpr std::size_t kPasswordPart = 7;  // of PLAIN, after the user's name
 constexpr int kWelcome = 200;
 
 void* make_socket(const LibZmq& zmq, void* context) {
@@ -30,12 +32,37 @@ void* make_socket(const LibZmq& zmq, void* context) {
 
 }  // namespace
 
+void ZmqDoors::open(const std::string& domain, std::string token, std::function<void()> on_enter) {
+  const std::lock_guard lock(mutex_);
+  doors_.insert_or_assign(domain, Door{std::move(token), std::move(on_enter)});
+}
+
+void ZmqDoors::shut(const std::string& domain) {
+  const std::lock_guard lock(mutex_);
+  doors_.erase(domain);
+}
+
+bool ZmqDoors::knows(const std::string& domain, std::string_view token) const {
+  const std::lock_guard lock(mutex_);
+  const auto door = doors_.find(domain);
+  return door != doors_.end() && is_same_token(token, door->second.token);
+}
+
+bool ZmqDoors::enter(const std::string& domain) {
+  std::function<void()> on_enter;  // runs after the lock: it may take others
+  {
+    const std::lock_guard lock(mutex_);
+    const auto door = doors_.find(domain);
+    if (door == doors_.end() || !std::exchange(door->second.is_open, false)) return false;
+    on_enter = door->second.on_enter;
+  }
+  on_enter();
+  return true;
+}
+
 ZmqGate::ZmqGate(const LibZmq& zmq, void* context, std::optional<std::vector<CurveKey>> allowed,
-                 std::function<bool(const std::string&)> may_enter)
-    : zmq_(zmq),
-      socket_(make_socket(zmq, context)),
-      allowed_(std::move(allowed)),
-      may_enter_(std::move(may_enter)) {}
+                 ZmqDoors& doors)
+    : zmq_(zmq), socket_(make_socket(zmq, context)), allowed_(std::move(allowed)), doors_(doors) {}
 
 ZmqGate::~ZmqGate() { PD_CHECK(zmq_.close(socket_) == 0, zmq_.last_error()); }
 
@@ -52,16 +79,20 @@ void ZmqGate::answer() {
   }
 }
 
-// The key comes first: a stranger does not take the peer's place.
-int ZmqGate::verdict(const std::vector<std::string>& request) const {
-  if (!may_talk(request)) return kKeyIsNotAllowed;
-  return may_enter_(request[kDomainPart]) ? kWelcome : kHasItsPeer;
+// Key or token come first: a stranger does not take the peer's place.
+int ZmqGate::verdict(const std::vector<std::string>& request) {
+  if (!may_talk(request)) return kIsStranger;
+  return doors_.enter(request[kDomainPart]) ? kWelcome : kHasItsPeer;
 }
 
 bool ZmqGate::may_talk(const std::vector<std::string>& request) const {
-  if (!allowed_) return true;
-  if (request[kMechanismPart] != "CURVE" || request.size() <= kKeyPart) return false;
-  const std::string& key = request[kKeyPart];
+  const std::string& mechanism = request[kMechanismPart];
+  if (allowed_) return mechanism == "CURVE" && request.size() > kKeyPart && is_allowed(request[kKeyPart]);
+  return mechanism == "PLAIN" && request.size() > kPasswordPart &&
+         doors_.knows(request[kDomainPart], request[kPasswordPart]);
+}
+
+bool ZmqGate::is_allowed(const std::string& key) const {
   return std::any_of(allowed_->begin(), allowed_->end(), [&](const CurveKey& allowed) {
     return std::equal(
         key.begin(), key.end(), allowed.begin(), allowed.end(),

@@ -1,16 +1,19 @@
-// Who may connect: the context's ZAP handler (ZeroMQ RFC 27). Where there are keys only the allowed ones
-// enter. Each listening link is a ZAP domain and lets one connection at a time through its handshake, so a
-// second connector is refused at once. Without keys whoever speaks ZeroMQ may be that one connection.
+// Who may connect: the context's ZAP handler (ZeroMQ RFC 27). With keys only the allowed ones enter; without,
+// who says the link's token. Each listening link is a ZAP domain and lets one connection through its
+// handshake, so a second connector is refused at once.
 //
 // Why not unbind after the first: zmq_unbind also ends the connections that the endpoint has accepted. Why
 // not leave it to PAIR: it keeps a second connection open, silently, for ever.
 //
-// Transport thread, but for the constructor.
+// On the thread that drives, but for the constructor and the doors.
 #pragma once
 
 #include <functional>
+#include <map>
+#include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "transport/zmq/curve.h"
@@ -18,17 +21,39 @@
 
 namespace pipedream {
 
+// The listening links by domain: a connection may ask before its link has started. Any thread.
+class ZmqDoors {
+ public:
+  // token: empty where there are keys. on_enter: called on the gate's thread when a connection is let in.
+  void open(const std::string& domain, std::string token, std::function<void()> on_enter);
+  // On the gate's thread, so that on_enter does not run any more, or when there is no gate. Idempotent.
+  void shut(const std::string& domain);
+
+  [[nodiscard]] bool knows(const std::string& domain, std::string_view token) const;
+  // False when the link has its peer. The door closes behind it for good: who enters is the peer, and there
+  // is no reconnect.
+  [[nodiscard]] bool enter(const std::string& domain);
+
+ private:
+  struct Door {
+    std::string token;
+    std::function<void()> on_enter;
+    bool is_open = true;
+  };
+
+  mutable std::mutex mutex_;  // guards doors_
+  std::map<std::string, Door, std::less<>> doors_;
+};
+
 class ZmqGate {
  public:
   // What a connector that is refused is told: the value of its monitor's kEventHandshakeFailedAuth. ZAP has
   // a fixed set of codes.
-  static constexpr int kKeyIsNotAllowed = 400;
+  static constexpr int kIsStranger = 400;  // its key is not allowed, or it does not know the token
   static constexpr int kHasItsPeer = 500;
 
-  // allowed: keys, empty where links are not encrypted. may_enter: whether a connection to this domain is let
-  // in; called on the transport thread.
-  ZmqGate(const LibZmq& zmq, void* context, std::optional<std::vector<CurveKey>> allowed,
-          std::function<bool(const std::string& domain)> may_enter);
+  // allowed: keys, empty where links are not encrypted.
+  ZmqGate(const LibZmq& zmq, void* context, std::optional<std::vector<CurveKey>> allowed, ZmqDoors& doors);
   ~ZmqGate();
   ZmqGate(const ZmqGate&) = delete;
   ZmqGate& operator=(const ZmqGate&) = delete;
@@ -39,14 +64,15 @@ class ZmqGate {
 
  private:
   [[nodiscard]] bool receive_part(std::string& part, bool& more);
-  [[nodiscard]] int verdict(const std::vector<std::string>& request) const;
+  [[nodiscard]] int verdict(const std::vector<std::string>& request);
   [[nodiscard]] bool may_talk(const std::vector<std::string>& request) const;
+  [[nodiscard]] bool is_allowed(const std::string& key) const;
   void reply(const std::string& version, const std::string& request_id, int status);
 
   const LibZmq& zmq_;
   void* const socket_;
   const std::optional<std::vector<CurveKey>> allowed_;
-  const std::function<bool(const std::string&)> may_enter_;
+  ZmqDoors& doors_;
 };
 
 }  // namespace pipedream

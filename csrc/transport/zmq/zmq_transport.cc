@@ -1,14 +1,19 @@
 // Links over ZeroMQ and TCP. One context with one I/O thread per transport; per link a PAIR socket and its
-// monitor. All sockets belong to the transport thread once their link is added.
+// monitor. All sockets belong to who drives once their link is added: libzmq wants a fence between two
+// threads that use a socket, and the mutex under which they take turns is one.
 //
-//   send      caller -> task queue -> transport thread: header and payload, two parts -> I/O thread -> TCP
+//   send      caller -> task queue -> who drives: header and payload, two parts -> I/O thread -> TCP
 //             the payload is the caller's memory; libzmq's free callback is on_sent
-//   receive   TCP -> I/O thread -> message (libzmq's memory) -> transport thread -> handler, no copy
+//   receive   TCP -> I/O thread -> message (libzmq's memory) -> who drives -> handler, no copy
 //   loss      the monitor tells at once that a connection ended; heartbeats and TCP's user timeout end it
 //             when the peer is silent
 //
+// A socket's descriptor (ZMQ_FD) tells once that something happened, and whatever is done with the socket, a
+// send as well, may use that up. So a link that was touched is marked until it was found empty: by reading it
+// until libzmq says EAGAIN, or by asking for ZMQ_EVENTS.
+//
 // What bounds the queues: the credits of the channels above. The high-water marks are off, because they
-// count messages and a full socket would block the transport thread.
+// count messages and a full socket would block who drives.
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
@@ -29,6 +34,7 @@
 #include "transport/zmq/bind_address.h"
 #include "transport/zmq/curve.h"
 #include "transport/zmq/libzmq.h"
+#include "transport/zmq/token.h"
 #include "transport/zmq/zmq_gate.h"
 
 namespace pipedream {
@@ -79,6 +85,14 @@ class Message {
   ZmqMessage message_;
 };
 
+// What becomes readable when something happens to the socket; see the top.
+int descriptor_of(const LibZmq& zmq, void* socket) {
+  int fd = -1;
+  std::size_t num_bytes = sizeof(fd);
+  PD_CHECK(zmq.getsockopt(socket, zmq::kFd, &fd, &num_bytes) == 0, zmq.last_error());
+  return fd;
+}
+
 // Payloads that libzmq still reads. Their places are used again, so only a new peak allocates. Any thread.
 class Loans {
  public:
@@ -114,40 +128,24 @@ class Loans {
   std::vector<Loan*> free_;
 };
 
-// libzmq's I/O thread, or the transport thread when the message never left it.
+// libzmq's I/O thread, or who drives when the message never left it.
 void give_back(void* /*data*/, void* hint) {
+  const PassiveScope on_a_thread_of_libzmq;
   auto* const loan = static_cast<Loans::Loan*>(hint);
   loan->owner->give_back(*loan);
 }
 
-// The listening links that still wait for their peer, by gate domain. Filled on the thread that listens,
-// emptied by the gate: a connection may ask before the link has started.
-class OpenDoors {
- public:
-  void open(const std::string& domain) {
-    const std::lock_guard lock(mutex_);
-    domains_.insert(domain);
-  }
-  void shut(const std::string& domain) { static_cast<void>(enter(domain)); }
-  // One connection at a time: the door closes behind it.
-  [[nodiscard]] bool enter(const std::string& domain) {
-    const std::lock_guard lock(mutex_);
-    return domains_.erase(domain) > 0;
-  }
-
- private:
-  std::mutex mutex_;  // guards domains_
-  std::set<std::string> domains_;
-};
+class ZmqLink;
 
 // What links need of their transport.
 struct ZmqShared {
   const LibZmq& zmq;
   void* context;
   TransportOptions options;
-  OpenDoors doors{};
+  ZmqDoors doors{};
   Loans loans{};
   std::atomic<std::uint64_t> next_link_number{0};
+  std::vector<ZmqLink*> marked_links{};  // who drives
 };
 
 class ZmqLink final : public LinkCore {
@@ -159,25 +157,30 @@ class ZmqLink final : public LinkCore {
   void connect(const std::string& endpoint);  // throws UserError
 
   [[nodiscard]] std::string endpoint() const override {
-    return to_string(Endpoint{address_, server_key_, ""});
+    return to_string(Endpoint{.address = address_, .server_key = server_key_, .token = token_});
   }
 
-  // Transport thread.
-  [[nodiscard]] void* socket() const { return socket_; }
-  [[nodiscard]] void* monitor() const { return monitor_; }
-  void read_events();
-  [[nodiscard]] bool has_connection_news() const { return connection_ended_; }
-  // True when it stopped before the socket was empty.
-  [[nodiscard]] bool receive_some();
+  // Who drives. A link's names (watch.h) are its address, even, and the next number for its monitor.
+  static void note_ready(std::uint64_t name);
+  // Unmarks the link and returns false once there is nothing more to read.
+  [[nodiscard]] bool deliver(Driver driver);
 
  private:
   // Connections of this link's socket, by file descriptor. A listener may see strangers' connections end.
   static constexpr int kAnyFd = -1;
 
+  void watch_traffic() override;
+  void look_for_traffic() override;
   void carry(const FrameHeaderBytes& header, HeldFrame frame) override;
   void disconnect() override;
   [[nodiscard]] const std::string& address() const override { return address_; }
   void open_monitor();
+  [[nodiscard]] std::uint64_t name() const { return reinterpret_cast<std::uintptr_t>(this); }
+  void mark();
+  [[nodiscard]] bool has_traffic();
+  void read_events();
+  // True when it stopped before the socket was empty.
+  [[nodiscard]] bool receive_some();
   void set_option(int option, int value);
   void set_part_bytes_max();
   void handle_connector_event(int event, int value);
@@ -196,8 +199,13 @@ class ZmqLink final : public LinkCore {
   void* monitor_ = nullptr;
   std::string address_;
   std::string server_key_;  // of the listener; empty without keys
+  std::string token_;       // of the listener; empty with keys
 
-  // Transport thread.
+  // Who drives.
+  int socket_fd_ = -1;  // what is watched; -1: nothing
+  int monitor_fd_ = -1;
+  bool is_marked_ = false;   // it is in marked_links: there may be traffic
+  bool has_events_ = false;  // the monitor may have
   int peer_fd_ = kAnyFd;     // a listener's connection that said HELLO
   std::set<int> ended_fds_;  // a listener's connections that ended before that and were not opened anew
   bool connection_ended_ = false;
@@ -268,9 +276,11 @@ void ZmqLink::bind() {
   if (const std::optional<CurveKeys>& keys = shared_.options.keys) {
     set_curve_server(zmq_, socket_, *keys);
     server_key_ = keys->public_key;
+  } else {
+    set_token_server(zmq_, socket_);
+    token_ = make_token();
   }
   PD_CHECK(zmq_.setsockopt(socket_, zmq::kZapDomain, domain_.data(), domain_.size()) == 0, zmq_.last_error());
-  shared_.doors.open(domain_);
   if (zmq_.bind(socket_, wanted.c_str()) != 0) {
     throw UserError("cannot listen at '" + wanted + "': " + zmq_.last_error() +
                     "; bind_host must be an address or interface of this machine");
@@ -279,25 +289,37 @@ void ZmqLink::bind() {
   std::size_t num_bytes = sizeof(bound);
   PD_CHECK(zmq_.getsockopt(socket_, zmq::kLastEndpoint, bound, &num_bytes) == 0, zmq_.last_error());
   address_ = bound;
+  // Not before: nobody else knows the endpoint yet.
+  shared_.doors.open(domain_, token_, [this] { await_hello(); });
 }
 
 void ZmqLink::connect(const std::string& endpoint) {
   const Endpoint parsed = parse_endpoint(endpoint);
   address_ = parsed.address;
   server_key_ = parsed.server_key;
+  token_ = parsed.token;
   const std::string refusal = "cannot connect to '" + address_ + "': ";
   if (!address_.starts_with(kScheme)) throw UserError(refusal + kEndpointLooks);
   const std::optional<CurveKeys>& keys = shared_.options.keys;
   check_server_key(keys, server_key_, address_);
-  if (keys) set_curve_client(zmq_, socket_, *keys, server_key_);
+  if (keys) {
+    set_curve_client(zmq_, socket_, *keys, server_key_);
+  } else {
+    check_token(token_, address_);
+    set_token_client(zmq_, socket_, token_);
+  }
   if (is_ipv6(address_)) set_option(zmq::kIpv6, 1);
   if (zmq_.connect(socket_, address_.c_str()) != 0) {
     throw UserError(refusal + zmq_.last_error() + "; " + kEndpointLooks);
   }
 }
 
+// Before libzmq closes the descriptors.
 void ZmqLink::disconnect() {
   shared_.doors.shut(domain_);
+  for (int* fd : {&socket_fd_, &monitor_fd_}) {
+    if (*fd >= 0) transport().unwatch(std::exchange(*fd, -1));
+  }
   if (monitor_ != nullptr) {
     // Fails only when there is no monitor, as half way through the constructor.
     [[maybe_unused]] const int stopped = zmq_.socket_monitor(socket_, nullptr, 0);
@@ -310,9 +332,59 @@ void ZmqLink::disconnect() {
   }
 }
 
+// ---- Marks ----
+
+void ZmqLink::watch_traffic() {
+  socket_fd_ = descriptor_of(zmq_, socket_);
+  monitor_fd_ = descriptor_of(zmq_, monitor_);
+  transport().watch(socket_fd_, name());
+  transport().watch(monitor_fd_, name() + 1);
+  look_for_traffic();  // what came before may have been told already
+}
+
+void ZmqLink::look_for_traffic() {
+  has_events_ = true;
+  mark();
+}
+
+void ZmqLink::mark() {
+  if (!std::exchange(is_marked_, true)) shared_.marked_links.push_back(this);
+}
+
+void ZmqLink::note_ready(std::uint64_t name) {
+  const bool is_monitor = name % 2 != 0;
+  auto* const link = reinterpret_cast<ZmqLink*>(static_cast<std::uintptr_t>(name - (is_monitor ? 1 : 0)));
+  link->has_events_ |= is_monitor;
+  link->mark();
+}
+
+// Events first: what was received before a connection ended is then in the socket.
+bool ZmqLink::deliver(Driver driver) {
+  if (socket_ != nullptr) {
+    const bool is_quick_turn = is_quick() && !has_events_ && !connection_ended_;
+    if (driver == Driver::kPoster && !is_quick_turn) {
+      if (has_traffic()) return true;
+    } else {
+      if (std::exchange(has_events_, false)) read_events();
+      if (receive_some()) return true;
+    }
+  }
+  is_marked_ = false;
+  return false;
+}
+
+bool ZmqLink::has_traffic() {
+  if (has_events_ || connection_ended_) return true;
+  int events = 0;
+  std::size_t num_bytes = sizeof(events);
+  PD_CHECK(zmq_.getsockopt(socket_, zmq::kEvents, &events, &num_bytes) == 0, zmq_.last_error());
+  return (events & zmq::kPollIn) != 0;
+}
+
 // ---- Sending ----
 
 void ZmqLink::carry(const FrameHeaderBytes& header, HeldFrame frame) {
+  mark();
   const bool has_payload = !frame.payload().empty();
   const int flags = zmq::kDontWait | (has_payload ? zmq::kSndMore : 0);
   if (!handed_over(zmq_.send(socket_, header.data(), header.size(), flags))) return;
@@ -377,7 +449,8 @@ std::string ZmqLink::how_handshake_failed(int event, int value) const {
   if (event == zmq::kEventHandshakeFailedAuth) {
     const std::string refused = "it refused the connection to " + address_ + ": ";
     if (value == ZmqGate::kHasItsPeer) return refused + "it has its peer already";
-    return refused + "this worker's key is not in its keys.allowed";
+    if (shared_.options.keys) return refused + "this worker's key is not in its keys.allowed";
+    return refused + "the token of the endpoint is not its own, so the endpoint is of another run";
   }
   const std::string failed = "the handshake with " + address_ + " failed: ";
   if (event == zmq::kEventHandshakeFailedProtocol && value == zmq::kMechanismMismatch) {
@@ -393,16 +466,13 @@ void ZmqLink::handle_listener_event(int event, int value) {
     ended_fds_.erase(value);
     return;
   }
-  if (event == zmq::kEventClosed) return;
-  if (event == zmq::kEventDisconnected) {
-    if (value == peer_fd_) {
-      connection_ended_ = true;  // now: a stranger's connection may have the same descriptor next
-    } else {
-      ended_fds_.insert(value);
-      count_refusal();
-    }
+  if (event != zmq::kEventDisconnected) return;
+  if (value == peer_fd_) {
+    connection_ended_ = true;  // now: a stranger's connection may have the same descriptor next
+  } else {
+    ended_fds_.insert(value);
+    count_refusal();
   }
-  if (connecting()) shared_.doors.open(domain_);  // a stranger left; the peer may still come
 }
 
 bool ZmqLink::receive_some() {
@@ -442,9 +512,9 @@ class ZmqTransport final : public TransportCore {
       : TransportCore(options),
         context_(make_context(zmq)),
         shared_{zmq, context_, options},
-        gate_(std::make_unique<ZmqGate>(
-            zmq, context_, allowed_keys(options),
-            [this](const std::string& domain) { return shared_.doors.enter(domain); })) {
+        gate_(std::make_unique<ZmqGate>(zmq, context_, allowed_keys(options), shared_.doors)),
+        gate_fd_(descriptor_of(zmq, gate_->socket())) {
+    watch(gate_fd_, kGateName);
     start();
   }
   ~ZmqTransport() override { shutdown(0); }
@@ -465,9 +535,7 @@ class ZmqTransport final : public TransportCore {
   }
 
  private:
-  // Poll items: the wake-up, the gate, then monitor and socket of each link.
-  static constexpr std::size_t kNumOwnItems = 2;
-  static constexpr std::size_t kNumItemsPerLink = 2;
+  static constexpr std::uint64_t kGateName = 1;  // no link's
 
   static std::optional<std::vector<CurveKey>> allowed_keys(const TransportOptions& options) {
     if (!options.keys) return std::nullopt;
@@ -481,42 +549,24 @@ class ZmqTransport final : public TransportCore {
     return context;
   }
 
-  [[nodiscard]] static ZmqLink& as_zmq(LinkCore* link) { return static_cast<ZmqLink&>(*link); }
-
-  bool poll(int timeout_ms) override {
-    items_.clear();
-    items_.push_back({nullptr, wake_fd(), zmq::kPollIn, 0});
-    items_.push_back({gate_->socket(), 0, zmq::kPollIn, 0});
-    for (LinkCore* link : active_links()) {
-      items_.push_back({as_zmq(link).monitor(), 0, zmq::kPollIn, 0});
-      items_.push_back({as_zmq(link).socket(), 0, zmq::kPollIn, 0});
-      if (as_zmq(link).has_connection_news()) timeout_ms = 0;
-    }
-    const int num_ready = shared_.zmq.poll(items_.data(), static_cast<int>(items_.size()), timeout_ms);
-    PD_CHECK(num_ready >= 0 || shared_.zmq.errno_of_thread() == EINTR, shared_.zmq.last_error());
-    if (num_ready < 0) return true;
-    if (items_[0].revents != 0) clear_wake();
-    if (items_[1].revents != 0) gate_->answer();
-    return deliver();
+  void note_ready(std::uint64_t name) override {
+    if (name != kGateName) return ZmqLink::note_ready(name);
+    gate_is_ready_ = true;
   }
 
-  // A turn for each link.
-  bool deliver() {
-    bool traffic_left = false;
-    for (std::size_t index = 0; index < active_links().size(); ++index) {
-      ZmqLink& link = as_zmq(active_links()[index]);
-      const std::size_t item = kNumOwnItems + index * kNumItemsPerLink;
-      const bool has_events = items_[item].revents != 0;
-      // Events first: what was received before a connection ended is then in the socket.
-      if (has_events) link.read_events();
-      if (has_events || items_[item + 1].revents != 0 || link.has_connection_news()) {
-        traffic_left |= link.receive_some();
-      }
+  void deliver(Driver driver) override {
+    if (driver != Driver::kPoster && std::exchange(gate_is_ready_, false)) gate_->answer();
+    delivering_.swap(shared_.marked_links);
+    for (ZmqLink* link : delivering_) {
+      if (link->deliver(driver)) shared_.marked_links.push_back(link);
     }
-    return traffic_left;
+    delivering_.clear();
   }
+
+  [[nodiscard]] bool has_traffic() const override { return gate_is_ready_ || !shared_.marked_links.empty(); }
 
   void teardown() override {
+    unwatch(gate_fd_);
     gate_.reset();
     while (shared_.zmq.ctx_term(context_) != 0) {
       PD_CHECK(shared_.zmq.errno_of_thread() == EINTR, shared_.zmq.last_error());
@@ -527,7 +577,11 @@ class ZmqTransport final : public TransportCore {
   void* const context_;
   ZmqShared shared_;
   std::unique_ptr<ZmqGate> gate_;
-  std::vector<ZmqPollItem> items_;
+  const int gate_fd_;
+
+  // Who drives.
+  bool gate_is_ready_ = true;  // what came before it was watched may have been told already
+  std::vector<ZmqLink*> delivering_;
 };
 
 }  // namespace

@@ -96,6 +96,8 @@ class ChannelPair : public testing::Test {
     sending_ = make_transport(transport);
     receiving_ = make_transport(transport);
     if (!sending_ || !receiving_) GTEST_SKIP() << transport << " is not available";
+    sender_wakeup_.drive_while_waiting(*sending_);
+    receiver_wakeup_.drive_while_waiting(*receiving_);
   }
   void TearDown() override { stop(); }
 
@@ -131,6 +133,7 @@ class ChannelPair : public testing::Test {
     PoolTerm slots{"slots", spec.slot_bytes(), sizes.num_slots, MemoryKind::kDevice, poison};
     PoolTerm staging{"receive staging", layout.slot_bytes(), sizes.num_slots, MemoryKind::kStaging};
     if (road_ == Road::kPlaced) slots = in_shared_memory(slots, shared_);
+    if (road_ == Road::kDevicePlaced) slots = in_device_memory(slots, apart_, shared_);
     if (road_ == Road::kPlacedStaged) staging = in_shared_memory(staging, shared_);
     slots_ = &pool.add(slots);
     receive_staging_ = staged() ? &pool.add(staging) : nullptr;
@@ -169,7 +172,8 @@ class ChannelPair : public testing::Test {
                                             send_staging_, residual_);
     if (shared_ != nullptr) {
       const SharedMemoryUse use = shared_use(WireLayout(spec, sizes.codec).slot_bytes());
-      sender_->place_into(SharedMemory::open(shared_->address(), use));
+      sender_->place_into(shared_->on_device() ? SharedMemory::open_on(apart_, shared_->address(), use)
+                                               : SharedMemory::open(shared_->address(), use));
     }
     sender_link_ = &sending_->connect(link_options(), endpoint, *sender_);
     sender_->attach(*sender_link_);
@@ -264,6 +268,7 @@ class ChannelPair : public testing::Test {
   std::vector<std::byte> payload_ = patterned_bytes(4096, 1);
   std::unique_ptr<Device> device_ = make_host_device();
   std::unique_ptr<Stream> compute_stream_;
+  ApartDevice apart_;  // whose memory it is on the road kDevicePlaced
   Pool pool_{*device_};
   ItemSpec spec_;
   SlotGroup* slots_ = nullptr;

@@ -188,7 +188,7 @@ std::string parameter_name(const testing::TestParamInfo<std::tuple<std::string, 
 INSTANTIATE_TEST_SUITE_P(Transports, RandomItems,
                          testing::Combine(testing::Values("inproc", "zmq"),
                                           testing::Values(Road::kDirect, Road::kStaged, Road::kPlaced,
-                                                          Road::kPlacedStaged)),
+                                                          Road::kPlacedStaged, Road::kDevicePlaced)),
                          parameter_name);
 
 // Once over the wire and once placed: the largest item that is promised.

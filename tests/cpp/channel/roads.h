@@ -8,6 +8,7 @@
 #include "base/check.h"
 #include "device/device.h"
 #include "pool/pool.h"
+#include "support/apart_device.h"
 #include "transport/recorder.h"
 #include "transport/shared_memory.h"
 
@@ -18,10 +19,12 @@ enum class Road {
   kStaged,        // through staging buffers at both ends
   kPlaced,        // the sender writes into the receiver's slots
   kPlacedStaged,  // the sender writes into the receiver's staging buffers
+  kDevicePlaced,  // the sender writes into the receiver's slots, which lie in memory that the wire cannot
+                  // reach
 };
 
 inline bool is_staged(Road road) { return road == Road::kStaged || road == Road::kPlacedStaged; }
-inline bool is_placed(Road road) { return road == Road::kPlaced || road == Road::kPlacedStaged; }
+inline bool is_placed(Road road) { return road != Road::kDirect && road != Road::kStaged; }
 
 inline std::string road_name(Road road) {
   switch (road) {
@@ -33,6 +36,8 @@ inline std::string road_name(Road road) {
       return "Placed";
     case Road::kPlacedStaged:
       return "PlacedStaged";
+    case Road::kDevicePlaced:
+      return "DevicePlaced";
   }
   PD_CHECK(false, "road " << static_cast<int>(road));
 }
@@ -55,6 +60,16 @@ inline SharedMemoryUse shared_use(std::size_t slot_bytes) { return {link_options
 inline PoolTerm in_shared_memory(PoolTerm term, const SharedMemory*& shared) {
   term.allocate = [&shared, use = shared_use(term.slot_bytes)](std::size_t num_bytes) {
     auto memory = SharedMemory::make(num_bytes, use);
+    shared = memory.get();
+    return std::make_unique<SharedTerm>(std::move(memory));
+  };
+  return term;
+}
+
+// The same with memory of the device, which outlives the pool.
+inline PoolTerm in_device_memory(PoolTerm term, Device& device, const SharedMemory*& shared) {
+  term.allocate = [&device, &shared, use = shared_use(term.slot_bytes)](std::size_t num_bytes) {
+    auto memory = SharedMemory::make_on(device, num_bytes, use);
     shared = memory.get();
     return std::make_unique<SharedTerm>(std::move(memory));
   };

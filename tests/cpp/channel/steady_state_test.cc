@@ -57,8 +57,13 @@ class Peer {
     slot_bytes_ = layout.slot_bytes();
     PoolTerm slots{"slots", spec().slot_bytes(), kNumInFlight, MemoryKind::kDevice};
     PoolTerm in{"receive staging", layout.slot_bytes(), kNumInFlight, MemoryKind::kStaging};
-    if (is_placed(road))
-      (is_staged(road) ? in : slots) = in_shared_memory(is_staged(road) ? in : slots, shared_);
+    if (road == Road::kPlaced) slots = in_shared_memory(slots, shared_);
+    if (road == Road::kPlacedStaged) in = in_shared_memory(in, shared_);
+    if (road == Road::kDevicePlaced) {
+      slots = in_device_memory(slots, apart_, shared_);
+      slots.poison = false;  // as on a device, where who computes still reads a slot after its release
+      compute_stream_ = device_->make_stream();
+    }
     SlotGroup& slot_group = pool_.add(slots);
     SlotGroup* const in_group = is_staged(road) ? &pool_.add(in) : nullptr;
     SlotGroup* const out_group =
@@ -71,7 +76,7 @@ class Peer {
     options.codec = codec;
     options.placed_bytes_min = 1;
     receiver_ = std::make_unique<ReceiveChannel>(options, *transport_, wakeup_, *device_, slot_group,
-                                                 in_group, nullptr, shared_);
+                                                 in_group, compute_stream_.get(), shared_);
     sender_ = std::make_unique<SendChannel>(options, *transport_, wakeup_, *device_, out_group, &residual);
     listener_ = &transport_->listen(link_options("the other"), *receiver_);
     receiver_->attach(*listener_);
@@ -82,8 +87,12 @@ class Peer {
 
   [[nodiscard]] bool available() const { return transport_ != nullptr; }
   void connect_to(const Peer& other) {
-    if (other.shared_ != nullptr)
-      sender_->place_into(SharedMemory::open(other.shared_->address(), shared_use(slot_bytes_)));
+    if (other.shared_ != nullptr) {
+      const std::string address = other.shared_->address();
+      const SharedMemoryUse use = shared_use(slot_bytes_);
+      sender_->place_into(other.shared_->on_device() ? SharedMemory::open_on(apart_, address, use)
+                                                     : SharedMemory::open(address, use));
+    }
     sender_->attach(transport_->connect(link_options("the other"), other.listener_->endpoint(), *sender_));
   }
   [[nodiscard]] bool wait_open() {
@@ -100,6 +109,7 @@ class Peer {
     if (item.ready) item.ready->wait();
     ASSERT_EQ(item.minibatch, MinibatchId(minibatch));
     ASSERT_EQ(std::memcmp(item.tensors.at(0).data, tensors_.views[0].data, 5000), 0);
+    if (compute_stream_) compute_stream_->call([] {});  // so that the item's last reader is not done yet
   }
   void stop() {
     if (transport_) transport_->shutdown(0);
@@ -111,6 +121,8 @@ class Peer {
   Tensors tensors_;
   Wakeup wakeup_;
   std::unique_ptr<Device> device_ = make_host_device();
+  std::unique_ptr<Stream> compute_stream_;  // null where the CPU reads the items
+  ApartDevice apart_;                       // whose memory it is on the road kDevicePlaced
   Pool pool_{*device_};
   const SharedMemory* shared_ = nullptr;
   std::size_t slot_bytes_ = 0;  // on the wire
@@ -186,7 +198,7 @@ const auto kTransports = testing::Values("inproc", "zmq");
 INSTANTIATE_TEST_SUITE_P(Roads, SteadyState,
                          testing::Combine(kTransports,
                                           testing::Values(Road::kDirect, Road::kStaged, Road::kPlaced,
-                                                          Road::kPlacedStaged),
+                                                          Road::kPlacedStaged, Road::kDevicePlaced),
                                           testing::Values("none")),
                          case_name);
 INSTANTIATE_TEST_SUITE_P(Codecs, SteadyState,

@@ -144,8 +144,8 @@ TEST_F(CurveTransports, LibraryWithoutCurveIsTheUsersMistake) {
 
 // ---- Endpoints ----
 
-TEST_F(CurveTransports, EndpointNamesTheListenersKey) {
-  EXPECT_EQ(parse_endpoint(link_->endpoint()).server_key, keys_.public_key);
+TEST_F(CurveTransports, EndpointNamesTheListenersKeyAndNoToken) {
+  EXPECT_EQ(link_->endpoint(), address() + " curve=" + keys_.public_key);
 }
 
 TEST_F(CurveTransports, MemoryOfAnEndpointIsIgnored) {
@@ -179,7 +179,7 @@ TEST_F(CurveTransports, EndpointWhoseKeyIsNotAllowedIsRefused) {
 TEST_F(CurveTransports, ListenerWithAnotherKeyThanItsEndpointNamesIsNotTalkedTo) {
   CurveKeys keys = keys_;
   keys.allowed.push_back(make_keys().public_key);
-  const Failure failure = failure_of(keys, to_string(Endpoint{address(), keys.allowed.back(), ""}));
+  const Failure failure = failure_of(keys, address() + " curve=" + keys.allowed.back());
   expect_lost(failure, "does not have the key that its endpoint names");
   expect_refused_and_the_peer_gets_through(1);
 }
@@ -191,7 +191,8 @@ TEST_F(CurveTransports, ConnectorWhoseKeyIsNotAllowedIsToldSo) {
 }
 
 TEST_F(CurveTransports, ConnectorWithoutKeysIsRefused) {
-  expect_lost(failure_of(std::nullopt, address()), "has keys and this worker has none");
+  const std::string token(kTokenChars, '0');
+  expect_lost(failure_of(std::nullopt, address() + " token=" + token), "has keys and this worker has none");
   expect_refused_and_the_peer_gets_through(1);
 }
 
@@ -199,8 +200,9 @@ TEST_F(CurveTransports, ListenerWithoutKeysIsRefused) {
   Recorder recorder;
   const std::unique_ptr<Transport> listening = transport(std::nullopt);
   const Link& link = listening->listen(link_options(), recorder);
-  const Failure failure = failure_of(keys_, to_string(Endpoint{link.endpoint(), keys_.public_key, ""}));
-  expect_lost(failure, "the handshake with " + link.endpoint() + " failed: it ");
+  const std::string address = parse_endpoint(link.endpoint()).address;
+  const Failure failure = failure_of(keys_, address + " curve=" + keys_.public_key);
+  expect_lost(failure, "the handshake with " + address + " failed: it ");
   EXPECT_TRUE(wait_until([&] { return link.counters().num_refused == 1; }));
   EXPECT_EQ(recorder.num_calls(), 0u);
 }

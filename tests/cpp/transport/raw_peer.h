@@ -1,4 +1,4 @@
-// Peers without our protocol: a bare ZeroMQ socket, a bare TCP connection.
+// Peers without our protocol: a bare ZeroMQ socket, a bare TCP connection at either end.
 #pragma once
 
 #include <arpa/inet.h>
@@ -7,23 +7,27 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <array>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "transport/endpoint.h"
 #include "transport/link_core.h"
 #include "transport/recorder.h"
+#include "transport/zmq/curve.h"
 #include "transport/zmq/libzmq.h"
+#include "transport/zmq/token.h"
 
 namespace pipedream {
 
-// A PAIR socket without our protocol.
+// A PAIR socket without our protocol. Says the token of an endpoint that has one.
 class RawPeer {
  public:
   RawPeer() : zmq_(load_libzmq("")), context_(zmq_.ctx_new()), socket_(zmq_.socket(context_, zmq::kPair)) {
     set_option(zmq::kLinger, 0);
+    set_option(zmq::kReconnectIvl, -1);
   }
   ~RawPeer() {
     EXPECT_EQ(zmq_.close(socket_), 0);
@@ -35,7 +39,15 @@ class RawPeer {
   void set_option(int option, int value) {
     ASSERT_EQ(zmq_.setsockopt(socket_, option, &value, sizeof(value)), 0);
   }
-  void connect(const std::string& endpoint) { ASSERT_EQ(zmq_.connect(socket_, endpoint.c_str()), 0); }
+  // What it needs where there are keys.
+  void take_keys(const CurveKeys& keys, const std::string& server_key) {
+    set_curve_client(zmq_, socket_, keys, server_key);
+  }
+  void connect(const std::string& endpoint) {
+    const auto [address, server_key, token, memory] = parse_endpoint(endpoint);
+    if (!token.empty()) set_token_client(zmq_, socket_, token);
+    ASSERT_EQ(zmq_.connect(socket_, address.c_str()), 0);
+  }
   // Returns once the ZeroMQ handshake is over.
   void connect_and_shake_hands(const std::string& endpoint) {
     constexpr int kEventHandshakeSucceeded = 0x1000;
@@ -49,13 +61,6 @@ class RawPeer {
     ASSERT_EQ(zmq_.msg_close(&event), 0);
     ASSERT_EQ(zmq_.socket_monitor(socket_, nullptr, 0), 0);
     ASSERT_EQ(zmq_.close(monitor), 0);
-  }
-  std::string bind() {
-    EXPECT_EQ(zmq_.bind(socket_, "tcp://127.0.0.1:*"), 0);
-    std::array<char, 256> endpoint{};
-    std::size_t num_bytes = endpoint.size();
-    EXPECT_EQ(zmq_.getsockopt(socket_, zmq::kLastEndpoint, endpoint.data(), &num_bytes), 0);
-    return endpoint.data();
   }
   void send(const std::vector<std::vector<std::byte>>& parts) {
     for (std::size_t part = 0; part < parts.size(); ++part) {
@@ -89,21 +94,33 @@ inline std::vector<std::byte> hello_bytes() {
 class TcpStranger {
  public:
   TcpStranger() : fd_(::socket(AF_INET, SOCK_STREAM, 0)) {}
-  explicit TcpStranger(const std::string& endpoint) : TcpStranger() { connect(endpoint); }
+  explicit TcpStranger(const std::string& address) : TcpStranger() { connect(address); }
+  explicit TcpStranger(int fd) : fd_(fd) {}
   TcpStranger(const TcpStranger&) = delete;
   TcpStranger& operator=(const TcpStranger&) = delete;
   ~TcpStranger() { ::close(fd_); }
 
-  void connect(const std::string& endpoint) {
-    sockaddr_in address{};
-    address.sin_family = AF_INET;
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    address.sin_port =
-        htons(static_cast<std::uint16_t>(std::stoi(endpoint.substr(endpoint.find_last_of(':') + 1))));
-    EXPECT_EQ(::connect(fd_, reinterpret_cast<const sockaddr*>(&address), sizeof(address)), 0);
+  void connect(const std::string& address) {
+    sockaddr_in there{};
+    there.sin_family = AF_INET;
+    there.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    there.sin_port =
+        htons(static_cast<std::uint16_t>(std::stoi(address.substr(address.find_last_of(':') + 1))));
+    EXPECT_EQ(::connect(fd_, reinterpret_cast<const sockaddr*>(&there), sizeof(there)), 0);
   }
   void say(std::string_view bytes) {
     EXPECT_EQ(::send(fd_, bytes.data(), bytes.size(), MSG_NOSIGNAL), static_cast<ssize_t>(bytes.size()));
+  }
+  // Says it again and again: how many bytes went until the other side had closed, num_bytes_max about at
+  // most.
+  std::size_t say_without_end(std::string_view bytes, std::size_t num_bytes_max) {
+    std::size_t num_said = 0;
+    while (num_said < num_bytes_max) {
+      const ssize_t num_sent = ::send(fd_, bytes.data(), bytes.size(), MSG_NOSIGNAL);
+      if (num_sent != static_cast<ssize_t>(bytes.size())) break;
+      num_said += bytes.size();
+    }
+    return num_said;
   }
   // Until this many bytes have come, or the other side has closed.
   std::string hear(std::size_t num_bytes) {
@@ -127,16 +144,70 @@ class TcpStranger {
 };
 
 // ZMTP 3.1 (ZeroMQ RFC 37): what a peer with this mechanism says first.
-inline std::string zmtp_greeting(const std::string& mechanism = "NULL") {
+inline std::string zmtp_greeting(const std::string& mechanism = "NULL", bool is_server = false) {
   std::string greeting("\xFF\0\0\0\0\0\0\0\1\x7F\3\1", 12);
   greeting += mechanism + std::string(20 - mechanism.size(), '\0');
-  return greeting + std::string(32, '\0');
+  return greeting + static_cast<char>(is_server) + std::string(31, '\0');
 }
 
-// READY of a PAIR socket, NULL mechanism.
-inline std::string zmtp_ready() {
-  const std::string body("\5READY\xBSocket-Type\0\0\0\4PAIR", 26);
+inline std::string zmtp_command(const std::string& body) {
   return std::string("\4") + static_cast<char>(body.size()) + body;
 }
+
+inline std::string zmtp_ready() { return zmtp_command(std::string("\5READY\xBSocket-Type\0\0\0\4PAIR", 26)); }
+
+// PLAIN (ZeroMQ RFC 24): a connector's HELLO, and the answer of a listener that lets it in.
+inline std::string plain_hello(const std::string& token) {
+  return zmtp_command("\5HELLO\4name" + std::string(1, static_cast<char>(token.size())) + token);
+}
+inline std::string plain_initiate() {
+  return zmtp_command(std::string("\x8INITIATE\xBSocket-Type\0\0\0\4PAIR", 29));
+}
+inline std::string plain_welcome() { return zmtp_command("\7WELCOME"); }
+
+// Listens on loopback with the handshake of PLAIN, takes any token, and says no HELLO of ours.
+class SilentListener {
+ public:
+  SilentListener() : fd_(::socket(AF_INET, SOCK_STREAM, 0)) {
+    address_.sin_family = AF_INET;
+    address_.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t num_bytes = sizeof(address_);
+    auto* const address = reinterpret_cast<sockaddr*>(&address_);
+    EXPECT_EQ(::bind(fd_, address, num_bytes), 0);
+    EXPECT_EQ(::listen(fd_, 1), 0);
+    EXPECT_EQ(::getsockname(fd_, address, &num_bytes), 0);
+  }
+  ~SilentListener() { ::close(fd_); }
+  SilentListener(const SilentListener&) = delete;
+  SilentListener& operator=(const SilentListener&) = delete;
+
+  [[nodiscard]] std::string endpoint() const {
+    return to_string(Endpoint{.address = "tcp://127.0.0.1:" + std::to_string(ntohs(address_.sin_port)),
+                              .token = std::string(kTokenChars, '0')});
+  }
+  // Shakes hands with one connection and then only answers its heartbeats, until it ends.
+  void serve_one() const {
+    TcpStranger connection(::accept(fd_, nullptr, nullptr));
+    connection.say(zmtp_greeting("PLAIN", true));
+    connection.hear(zmtp_greeting().size());
+    hear_one(connection);  // HELLO
+    connection.say(plain_welcome());
+    hear_one(connection);  // INITIATE
+    connection.say(zmtp_ready());
+    for (std::string heard = "something"; !heard.empty(); heard = hear_one(connection)) {
+      if (heard.starts_with("\4PING")) connection.say(zmtp_command("\4PONG"));
+    }
+  }
+
+ private:
+  // A command or frame of less than 256 bytes; empty when the connection has ended.
+  static std::string hear_one(TcpStranger& connection) {
+    const std::string start = connection.hear(2);  // flags and length
+    return start.size() < 2 ? "" : connection.hear(static_cast<unsigned char>(start[1]));
+  }
+
+  const int fd_;
+  sockaddr_in address_{};
+};
 
 }  // namespace pipedream

@@ -34,10 +34,13 @@ class Recorder final : public LinkHandler {
     std::vector<std::byte> payload;
   };
 
-  // Runs on the transport thread, before the frame is recorded. Set before the link exists.
+  // These run on the thread that drives, before the frame is recorded. Set before the link exists.
   std::function<std::optional<Failure>(Link&, const FrameHeader&)> when_frame;
   std::function<void(Link&)> when_open;
+  std::function<void()> after_frame;  // once it is recorded
+  bool quick = false;
 
+  bool is_quick() const override { return quick; }
   void on_open(Link& link) override {
     if (when_open) when_open(link);
     change([&] { ++num_opened_; });
@@ -47,6 +50,7 @@ class Recorder final : public LinkHandler {
     std::optional<Failure> failure;
     if (when_frame) failure = when_frame(link, header);
     change([&] { frames_.push_back({header, {payload.begin(), payload.end()}}); });
+    if (after_frame) after_frame();
     return failure;
   }
   void on_failed(Link& /*link*/, const Failure& failure) override {
@@ -192,6 +196,12 @@ inline CurveKeys make_keys(const std::vector<std::string>& others = {}) {
   return keys;
 }
 
+// The pair of all "zmq_curve" transports. Throws UserError without libzmq.
+inline const CurveKeys& keys_of_tests() {
+  static const CurveKeys keys = make_keys();
+  return keys;
+}
+
 // "inproc", "zmq" or "zmq_curve", whose transports all have one pair of keys. Null when this transport is not
 // to be tested here: libzmq is missing, or $PIPEDREAM_TEST_TRANSPORTS (comma separated) leaves it out.
 inline std::unique_ptr<Transport> make_transport(const std::string& name, TransportOptions options = {}) {
@@ -201,7 +211,7 @@ inline std::unique_ptr<Transport> make_transport(const std::string& name, Transp
   if (name == "inproc") return make_inproc_transport(options);
   try {
     // What a missing libzmq says must not hide a bad option.
-    static const CurveKeys keys = make_keys();
+    const CurveKeys& keys = keys_of_tests();
     if (name == "zmq_curve") options.keys = keys;
   } catch (const UserError&) {
     return nullptr;

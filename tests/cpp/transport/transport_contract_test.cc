@@ -699,7 +699,7 @@ TEST_P(TransportContract, LinksAfterShutdownAreRefused) {
   EXPECT_THROW(connecting_->connect(link_options(), endpoint, at_connector_), UserError);
 }
 
-TEST_P(TransportContract, PostedFunctionsRunInOrderOnTheTransportThreadAndNotAfterShutdown) {
+TEST_P(TransportContract, PostedFunctionsRunInOrderWhereNobodyElseDrivesOnTheTransportThread) {
   std::vector<int> order;
   std::thread::id thread;
   at_connector_.when_open = [&](Link&) { thread = std::this_thread::get_id(); };

@@ -181,8 +181,9 @@ TEST_F(ZmqTransport, MessageLongerThanPlannedEndsTheConnectionUnread) {
 TEST_F(ZmqTransport, ListenerThatSaysNoHelloIsATimeout) {
   options_.peer_timeout_s = 0.3;
   transport_ = make_transport("zmq", options_);
-  RawPeer peer;
-  transport_->connect(link_options(), peer.bind(), recorder_);
+  const SilentListener listener;
+  transport_->connect(link_options(), listener.endpoint(), recorder_);
+  listener.serve_one();
   const Failure failure = recorder_.wait_failure();
   EXPECT_EQ(failure.kind, FailureKind::kTimeout);
   EXPECT_NE(failure.message.find("no HELLO"), std::string::npos) << failure.message;

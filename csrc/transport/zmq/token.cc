@@ -1,0 +1,77 @@
+// Tokens and libzmq's PLAIN options. Any thread.
+#include "transport/zmq/token.h"
+
+#include <sys/random.h>
+
+#include <array>
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+
+#include "base/check.h"
+#include "base/failure.h"
+#include "transport/endpoint.h"
+#include "wire/frame.h"
+
+namespace pipedream {
+namespace {
+
+constexpr std::string_view kUsername = "pipedream";  // PLAIN wants one; the gate looks at the token alone
+constexpr std::size_t kTokenBytes = kTokenChars / 2;
+
+// HELLO of PLAIN: its name, and the length and text of both strings. The smallest limit of a part that a link
+// sets is a frame's header.
+constexpr std::size_t kPlainHelloBytes = 6 + 1 + kUsername.size() + 1 + kTokenChars;
+static_assert(kPlainHelloBytes <= kFrameHeaderBytes);
+
+void set_text(const LibZmq& zmq, void* socket, int option, std::string_view text) {
+  PD_CHECK(zmq.setsockopt(socket, option, text.data(), text.size()) == 0,
+           "socket option " << option << ": " << zmq.last_error());
+}
+
+}  // namespace
+
+std::string make_token() {
+  std::array<unsigned char, kTokenBytes> bytes{};
+  ssize_t num_bytes = 0;
+  do {
+    num_bytes = ::getrandom(bytes.data(), bytes.size(), 0);
+  } while (num_bytes < 0 && errno == EINTR);
+  // So few bytes come in one piece.
+  PD_CHECK(num_bytes == static_cast<ssize_t>(bytes.size()), "getrandom: " << std::strerror(errno));
+  constexpr std::string_view kDigits = "0123456789abcdef";
+  std::string token;
+  for (const unsigned char byte : bytes) {
+    token += kDigits[byte >> 4];
+    token += kDigits[byte & 0xF];
+  }
+  return token;
+}
+
+bool is_same_token(std::string_view said, std::string_view token) {
+  if (said.size() != token.size()) return false;
+  unsigned difference = 0;
+  for (std::size_t index = 0; index < token.size(); ++index) {
+    difference |= static_cast<unsigned>(static_cast<unsigned char>(said[index]) ^
+                                        static_cast<unsigned char>(token[index]));
+  }
+  return difference == 0;
+}
+
+void check_token(const std::string& token, const std::string& address) {
+  if (!token.empty()) return;
+  throw UserError("cannot connect to '" + address +
+                  "': its endpoint names no token; give the endpoint as the listener published it");
+}
+
+void set_token_server(const LibZmq& zmq, void* socket) {
+  const int is_server = 1;
+  PD_CHECK(zmq.setsockopt(socket, zmq::kPlainServer, &is_server, sizeof(is_server)) == 0, zmq.last_error());
+}
+
+void set_token_client(const LibZmq& zmq, void* socket, const std::string& token) {
+  set_text(zmq, socket, zmq::kPlainUsername, kUsername);
+  set_text(zmq, socket, zmq::kPlainPassword, token);
+}
+
+}  // namespace pipedream

@@ -1,0 +1,111 @@
+// What the threads at both ends of a channel do themselves where nobody else drives the transport, and that
+// nothing is lost where somebody does.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <thread>
+
+#include "channels.h"
+
+namespace pipedream {
+namespace {
+
+using DrivingCase = std::tuple<std::string, Road>;
+
+class ChannelDriving : public ChannelPair, public testing::WithParamInterface<DrivingCase> {
+ protected:
+  void SetUp() override { take_road(std::get<0>(GetParam()), std::get<1>(GetParam())); }
+
+  [[nodiscard]] Road road() const { return std::get<1>(GetParam()); }
+};
+
+// Tried until the sender finds nobody driving; else its item leaves on another thread, soon after.
+TEST_P(ChannelDriving, ItemOfAFreeSenderHasLeftWhenSendReturns) {
+  if (staged()) GTEST_SKIP() << "it leaves when the copy stream has copied it";
+  make_channels(one_tensor_spec(), {});
+  std::int64_t minibatch = 0;
+  EXPECT_TRUE(wait_until([&] {
+    send_one_tensor(minibatch++);
+    const bool has_left = sender_->stats().num_items == static_cast<std::uint64_t>(minibatch);
+    const ReceivedItem item = take();
+    EXPECT_TRUE(sender_wakeup_.wait_until(patience(), [&] { return sender_->num_unreleased() == 0; }) ||
+                sender_->num_unreleased() == 0);
+    return has_left;
+  }));
+}
+
+TEST_P(ChannelDriving, CreditOfADroppedItemHasLeftWhenItIsGone) {
+  make_channels(one_tensor_spec(), {});
+  std::int64_t minibatch = 0;
+  EXPECT_TRUE(wait_until([&] {
+    ReceivedItem item = take_after_send(minibatch++);
+    const std::uint64_t num_credits = receiver_->stats().link.frames_sent;
+    item = ReceivedItem();
+    return receiver_->stats().link.frames_sent > num_credits;
+  }));
+}
+
+// Both ends wait, send and drop at the same time; whatever is lost stops them.
+TEST_P(ChannelDriving, NothingIsLostBetweenThreadsThatSendWaitAndDrop) {
+  constexpr std::int64_t kNumItems = 2000;
+  make_channels(one_tensor_spec(), {.num_slots = 3, .num_items_max = 4});
+  std::thread sending([&] {
+    const auto content = one_tensor(3000, 1);
+    for (std::int64_t minibatch = 0; minibatch < kNumItems; ++minibatch) {
+      sender_->collect_released();
+      ASSERT_TRUE(sender_->wait_for_room(patience())) << "minibatch " << minibatch;
+      send(minibatch, content);
+    }
+    EXPECT_TRUE(sender_->wait_until_sent(patience()));
+  });
+  ReceivedItem before;  // dropped while the next one arrives
+  for (std::int64_t minibatch = 0; minibatch < kNumItems; ++minibatch) {
+    ReceivedItem item = take();
+    ASSERT_EQ(item.minibatch, MinibatchId(minibatch));
+    std::thread dropping;
+    if (minibatch % 64 == 0) dropping = std::thread([&] { before = ReceivedItem(); });
+    if (dropping.joinable()) dropping.join();
+    before = std::move(item);
+  }
+  before = ReceivedItem();
+  sending.join();
+}
+
+TEST_P(ChannelDriving, ItemsMayDieWhileTheChannelDetachesAndEnds) {
+  make_channels(one_tensor_spec(), {.num_slots = 4});
+  std::vector<ReceivedItem> items;
+  for (std::int64_t minibatch = 0; minibatch < 4; ++minibatch) items.push_back(take_after_send(minibatch));
+  std::thread dropping([&] { items.clear(); });
+  receiver_->detach();
+  sending_->shutdown(0);
+  receiving_->shutdown(0);
+  receiver_.reset();
+  dropping.join();
+}
+
+// The driver ends the link; nobody waits for a stream on that stream's own thread.
+TEST_P(ChannelDriving, FailureInTheMidstOfSendingEndsBothWaits) {
+  make_channels(one_tensor_spec(), {.num_slots = 3, .num_items_max = 4});
+  std::thread sending([&] {
+    const auto content = one_tensor(3000, 1);
+    for (std::int64_t minibatch = 0; sender_->wait_for_room(patience()); ++minibatch) {
+      sender_->collect_released();
+      if (sender_wakeup_.failure()) break;
+      send(minibatch, content);
+    }
+  });
+  for (int index = 0; index < 20; ++index) static_cast<void>(take());
+  core_of(*receiving_).abandon();
+  sending.join();
+  EXPECT_TRUE(sender_wakeup_.failure().has_value());
+}
+
+INSTANTIATE_TEST_SUITE_P(Roads, ChannelDriving,
+                         testing::Combine(testing::Values("inproc", "zmq"),
+                                          testing::Values(Road::kDirect, Road::kStaged, Road::kPlaced)),
+                         [](const auto& parameter) {
+                           return std::get<0>(parameter.param) + road_name(std::get<1>(parameter.param));
+                         });
+
+}  // namespace
+}  // namespace pipedream
