@@ -417,11 +417,16 @@ TEST_P(Driving, ShutdownWhileOthersPostSendAndWaitGivesBackEveryFrame) {
       connector.send(credit_frame(0, sent.callback()));
     };
     const auto has_room = [&] { return num_sent.load() - sent.count() < 100; };
+    // What is posted is bounded, as it is by a channel: a queue that grows faster than it is run has no end.
+    std::atomic<bool> is_posted{false};
     std::thread poster([&] {
-      while (!is_over.load())
+      while (!is_over.load()) {
+        if (is_posted.exchange(true)) continue;
         connecting_->post_and_drive([&] {
+          is_posted.store(false);
           if (has_room()) send();
         });
+      }
     });
     std::thread sender([&] {
       while (!is_over.load()) {
