@@ -7,12 +7,16 @@ Both workers compute on GPUs of this machine, on one if it has no more. Each is 
 which sees the copies and the kernels of all streams, pipedream's own among them. In FOLDER:
 
     worker-<rank>.json.gz    kernels and copies, as ui.perfetto.dev opens them
-    run.json.gz              the work items of both workers (RunResult.save_trace)
+    run.json.gz              the work of both workers' compute threads, and when each item was queued, copied
+                             and on the wire between them (RunResult.save_trace)
 
-Prints JSON objects. Per rank: the milliseconds in which copies of 64 KiB and more ran, those of them in which
-kernels ran, too, and their share. Per channel: how it travelled, and the share of its time under way, copies
-and wire together, in which its receiver had other work (RunResult.channels, overlap_share). Without a GPU
-there is nothing to watch: only the channels' figures are printed.
+Prints JSON objects. Per rank, from the profiler: the milliseconds in which copies of 64 KiB and more ran,
+those of them in which kernels ran, too, and their share. Per channel, from RunResult.transfers: how it
+travelled; the milliseconds in which its sender copied items (to staging buffers or into the receiver's
+memory), and those in which some were on the wire (from the first chunk's frame until the receiver had the
+last); of both, those in which the compute thread of the sender (copies) or of the receiver (wire) was at
+work; and overlap_share of RunResult.channels. On a GPU a compute thread launches kernels, which run on: what
+the profiler saw says when. Without a GPU only the channels' figures are printed.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from typing import Any
 
 import pipedream
 import torch
+from pipedream.transfers import ChannelTransfers
 from torch import nn
 
 Interval = tuple[float, float]
@@ -53,6 +58,10 @@ def joined(intervals: Iterable[Interval]) -> list[Interval]:
         else:
             found.append((begin, end))
     return found
+
+
+def length_of(intervals: list[Interval]) -> float:
+    return sum(end - begin for begin, end in intervals)
 
 
 def common_length(one: list[Interval], other: list[Interval]) -> float:
@@ -81,13 +90,35 @@ def overlap_of(events: list[dict[str, Any]]) -> dict[str, float | None]:
         )
 
     copies, kernels = intervals("gpu_memcpy"), intervals("kernel")
-    copy_us = sum(end - begin for begin, end in copies)
+    copy_us = length_of(copies)
     both_us = common_length(copies, kernels)
     return {
         "copy_ms": copy_us / 1e3,
         "copy_beside_kernels_ms": both_us / 1e3,
         "share": both_us / copy_us if copy_us else None,
-        "kernel_ms": sum(end - begin for begin, end in kernels) / 1e3,
+        "kernel_ms": length_of(kernels) / 1e3,
+    }
+
+
+def channel_times(transfers: ChannelTransfers, result: pipedream.RunResult) -> dict[str, float]:
+    """In milliseconds: see the top of this file."""
+
+    def computing(rank: int) -> list[Interval]:
+        return joined((span.ready_ns, span.completed_ns) for span in result.spans[rank])
+
+    complete_ns = {(i.minibatch, i.microbatch): i.complete_ns for i in transfers.received}
+    copies = joined((i.started_ns, i.copied_ns) for i in transfers.sent if i.copied_ns is not None)
+    wire = joined(
+        (i.framed_ns, complete_ns[i.minibatch, i.microbatch])
+        for i in transfers.sent
+        if (i.minibatch, i.microbatch) in complete_ns
+    )
+    return {
+        "copy_ms": length_of(copies) / 1e6,
+        "copy_beside_work_ms": common_length(copies, computing(transfers.sender_rank)) / 1e6,
+        "wire_ms": length_of(wire) / 1e6,
+        "wire_beside_work_ms": common_length(wire, computing(transfers.receiver_rank)) / 1e6,
+        "wire_beside_copies_ms": common_length(wire, copies) / 1e6,
     }
 
 
@@ -126,15 +157,19 @@ def main() -> None:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     rank = int(os.environ["RANK"])
     result = watched_run(arguments, rank)
-    trace = arguments.folder / f"worker-{rank}.json.gz"
-    if trace.exists():
-        events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    profile = arguments.folder / f"worker-{rank}.json.gz"
+    if profile.exists():
+        events = json.loads(gzip.decompress(profile.read_bytes()))["traceEvents"]
         print(json.dumps({"rank": rank, **overlap_of(events)}), flush=True)
     if rank == 0:
         result.save_trace(arguments.folder / "run.json.gz")
         channels = {
-            channel.name: {"transport": channel.transport, "overlap_share": channel.overlap_share}
-            for channel in result.channels
+            channel.name: {
+                "transport": channel.transport,
+                "overlap_share": channel.overlap_share,
+                **channel_times(transfers, result),
+            }
+            for channel, transfers in zip(result.channels, result.transfers, strict=True)
         }
         print(json.dumps({"channels": channels, "samples_per_s": result.samples_per_s}), flush=True)
 

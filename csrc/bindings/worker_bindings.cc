@@ -79,6 +79,25 @@ py::dict stats_entry(const ChannelStats& stats) {
   return entry;
 }
 
+py::list sent_rows(const std::vector<SentTransfer>& transfers) {
+  py::list rows;
+  for (const SentTransfer& sent : transfers) {
+    rows.append(py::make_tuple(sent.minibatch.value(), sent.microbatch.value(), sent.wire_bytes,
+                               sent.queued_ns, sent.started_ns, sent.copied_ns, sent.framed_ns,
+                               sent.released_ns));
+  }
+  return rows;
+}
+
+py::list received_rows(const std::vector<ReceivedTransfer>& transfers) {
+  py::list rows;
+  for (const ReceivedTransfer& received : transfers) {
+    rows.append(py::make_tuple(received.minibatch.value(), received.microbatch.value(), received.wire_bytes,
+                               received.arrived_ns, received.complete_ns));
+  }
+  return rows;
+}
+
 // (dtype name, dimensions, bytes at most) of each tensor of an item.
 using TensorFields = std::vector<std::tuple<std::string, int, std::size_t>>;
 
@@ -160,7 +179,7 @@ class PyWorker {
   void add_channel(const std::string& name, bool sends, const std::string& peer, std::uint32_t channel_id,
                    const TensorFields& tensors, std::int64_t num_items, std::int64_t num_microbatches,
                    const std::optional<std::size_t>& chunk_bytes, bool on_device, const std::string& codec,
-                   bool places_on_device) {
+                   bool places_on_device, std::size_t num_transfers_kept) {
     ChannelSpec spec;
     spec.name = name;
     spec.peer = peer;
@@ -172,6 +191,7 @@ class PyWorker {
     spec.on_device = on_device;
     spec.codec = codec_from_name(codec);
     spec.places_on_device = places_on_device;
+    spec.num_transfers_kept = num_transfers_kept;
     if (sends) {
       worker_->add_send_channel(spec);
     } else {
@@ -294,6 +314,20 @@ class PyWorker {
     }
     return rows;
   }
+  // After wait_for_transfers(), so that they are complete; of both directions.
+  py::tuple transfers() const {
+    py::dict sent;
+    py::dict received;
+    for (const auto& [name, transfers] : worker_->transfers()) {
+      if (!transfers.sent.empty()) sent[py::str(name)] = sent_rows(transfers.sent);
+      if (!transfers.received.empty()) received[py::str(name)] = received_rows(transfers.received);
+    }
+    return py::make_tuple(sent, received);
+  }
+  bool wait_for_transfers(double timeout_s) {
+    const py::gil_scoped_release release;
+    return worker_->wait_for_transfers(deadline_after(timeout_s));
+  }
   py::dict totals() const {
     const EngineTotals totals = worker_->engine().totals();
     py::dict entries;
@@ -392,7 +426,7 @@ void bind_worker(py::module_& module) {
       .def("add_channel", &PyWorker::add_channel, py::kw_only(), py::arg("name"), py::arg("sends"),
            py::arg("peer"), py::arg("channel_id"), py::arg("tensors"), py::arg("num_items"),
            py::arg("num_microbatches") = 1, py::arg("chunk_bytes") = py::none(), py::arg("on_device") = true,
-           py::arg("codec") = "none", py::arg("places_on_device") = false)
+           py::arg("codec") = "none", py::arg("places_on_device") = false, py::arg("num_transfers_kept") = 0)
       .def("offer_device_memory", &PyWorker::offer_device_memory, py::call_guard<py::gil_scoped_release>(),
            "(what senders need to try whether they can write into this device's memory, why there is none)")
       .def("why_out_of_reach", &PyWorker::why_out_of_reach, py::arg("offer"),
@@ -422,6 +456,10 @@ void bind_worker(py::module_& module) {
            py::arg("counts_as_wait") = true)
       .def("versions", &PyWorker::versions, py::arg("stage"))
       .def("spans", &PyWorker::spans)
+      .def("transfers", &PyWorker::transfers,
+           "(channel -> rows of what was sent, channel -> rows of what was received), oldest first")
+      .def("wait_for_transfers", &PyWorker::wait_for_transfers, py::arg("timeout_s"),
+           "Until what was sent has left, so that transfers() is complete; False at the time-out.")
       .def("totals", &PyWorker::totals)
       .def("memory", &PyWorker::memory)
       .def("describe_memory", [](PyWorker& self) { return self.worker().pool()->describe(); })

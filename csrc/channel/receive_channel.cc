@@ -44,6 +44,7 @@ ReceiveChannel::ReceiveChannel(ChannelOptions options, Transport& transport, Wak
       stream_codec_(layout_.encodes() ? make_stream_codec(device, layout_.num_elements_max()) : nullptr),
       copy_stream_(staging != nullptr || compute_stream != nullptr ? device.make_stream() : nullptr),
       grants_(std::make_shared<Grants>(*this)),
+      transfers_(options_.num_transfers_kept),
       inbox_(static_cast<std::size_t>(slots.term().num_slots) + 1) {
   PD_CHECK(slots.term().slot_bytes >= options_.spec.slot_bytes(), options_.name);
   PD_CHECK(staging == nullptr || (staging->term().num_slots >= slots.term().num_slots &&
@@ -113,6 +114,11 @@ ChannelStats ReceiveChannel::stats() const {
   stats.transfer_ns = arrival_ns_.load(std::memory_order_relaxed);
   stats.wait_ns = wait_ns_.load(std::memory_order_relaxed);
   return stats;
+}
+
+std::vector<ReceivedTransfer> ReceiveChannel::transfers() const {
+  const std::lock_guard lock(transfers_mutex_);
+  return transfers_.items();
 }
 
 // ---- Granting: who drives, but for note_release() ----
@@ -268,6 +274,8 @@ std::optional<Failure> ReceiveChannel::begin_item(const FrameHeader& header) {
     return broken("an item in slot " + std::to_string(header.slot) + ", which was not granted");
   }
   ReceivedSlot& received = (*received_slots_)[header.slot];
+  arrived_ns_ = now_ns();
+  num_item_bytes_ = 0;
   received.is_granted = false;
   received.num_holders = 1;
   received.tensors.clear();
@@ -309,11 +317,19 @@ void ReceiveChannel::note_arrival(std::size_t num_bytes) {
   num_item_bytes_ += num_bytes;
 }
 
-std::int64_t ReceiveChannel::take_arrival_ns() {
-  const std::size_t num_bytes = std::exchange(num_item_bytes_, 0);
+void ReceiveChannel::note_complete(const ReceivedItem& item) {
+  const std::int64_t complete_ns = now_ns();
+  num_items_received_.fetch_add(1, std::memory_order_relaxed);
+  arrival_ns_.fetch_add(arrival_ns(complete_ns), std::memory_order_relaxed);
+  const std::lock_guard lock(transfers_mutex_);
+  transfers_.add({item.minibatch, item.microbatch, num_item_bytes_, arrived_ns_, complete_ns});
+}
+
+std::int64_t ReceiveChannel::arrival_ns(std::int64_t complete_ns) const {
+  const std::size_t num_bytes = num_item_bytes_;
   if (num_bytes <= num_first_bytes_) return 0;
   const double of_rest = static_cast<double>(num_bytes) / static_cast<double>(num_bytes - num_first_bytes_);
-  return static_cast<std::int64_t>(static_cast<double>(now_ns() - first_arrival_ns_) * of_rest);
+  return static_cast<std::int64_t>(static_cast<double>(complete_ns - first_arrival_ns_) * of_rest);
 }
 
 // Decodes it where that is due. What is wrong with its bytes otherwise.
@@ -358,8 +374,7 @@ void ReceiveChannel::finish_item() {
       received.drop();
     });
   }
-  num_items_received_.fetch_add(1, std::memory_order_relaxed);
-  arrival_ns_.fetch_add(take_arrival_ns(), std::memory_order_relaxed);
+  note_complete(item);
   num_granted_.fetch_sub(1);
   deliver(std::move(item));
   current_.reset();

@@ -29,10 +29,12 @@
 
 #include "base/check.h"
 #include "base/ids.h"
+#include "base/newest_log.h"
 #include "base/ring_buffer.h"
 #include "channel/channel_stats.h"
 #include "channel/send_channel.h"
 #include "channel/tensor.h"
+#include "channel/transfer.h"
 #include "channel/wakeup.h"
 #include "channel/wire_layout.h"
 #include "device/device.h"
@@ -124,6 +126,8 @@ class ReceiveChannel final : public LinkHandler {
   [[nodiscard]] bool open() const { return open_.load(); }
   [[nodiscard]] const ChannelOptions& options() const { return options_; }
   [[nodiscard]] ChannelStats stats() const;  // any thread
+  // Of the items that were received last, taken or not, in their order. Any thread.
+  [[nodiscard]] std::vector<ReceivedTransfer> transfers() const;
   // The compute thread waited for this channel.
   void add_wait(std::int64_t wait_ns) { wait_ns_.fetch_add(wait_ns, std::memory_order_relaxed); }
 
@@ -160,7 +164,8 @@ class ReceiveChannel final : public LinkHandler {
   void land(const FrameHeader& header, std::span<const std::byte> payload);
   [[nodiscard]] std::optional<std::string> finish_tensor(const FrameHeader& header);
   void note_arrival(std::size_t num_bytes);
-  [[nodiscard]] std::int64_t take_arrival_ns();
+  void note_complete(const ReceivedItem& item);
+  [[nodiscard]] std::int64_t arrival_ns(std::int64_t complete_ns) const;
   void finish_item();
   void deliver(ReceivedItem item);
   [[nodiscard]] bool note_release();
@@ -195,6 +200,9 @@ class ReceiveChannel final : public LinkHandler {
   std::atomic<std::int64_t> arrival_ns_{0};
   std::atomic<std::int64_t> wait_ns_{0};
 
+  mutable std::mutex transfers_mutex_;  // guards transfers_
+  NewestLog<ReceivedTransfer> transfers_;
+
   // Guarded by wakeup_'s mutex.
   RingBuffer<ReceivedItem> inbox_;  // an item a slot, and the end
   bool closed_ = false;
@@ -206,7 +214,8 @@ class ReceiveChannel final : public LinkHandler {
   std::size_t tensor_offset_ = 0;   // bytes of it that are here
   std::size_t num_item_bytes_ = 0;  // of the item, and of them in its first chunk
   std::size_t num_first_bytes_ = 0;
-  std::int64_t first_arrival_ns_ = 0;
+  std::int64_t arrived_ns_ = 0;        // its first chunk
+  std::int64_t first_arrival_ns_ = 0;  // and had been landed
   MinibatchId next_minibatch_;
   MicrobatchIndex next_microbatch_;
   bool ended_ = false;

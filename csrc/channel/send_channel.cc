@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <sstream>
+#include <tuple>
 #include <utility>
 
 namespace pipedream {
@@ -20,6 +21,7 @@ SendChannel::SendChannel(ChannelOptions options, Transport& transport, Wakeup& w
       copy_stream_(staging != nullptr ? device.make_stream() : nullptr),
       queued_(options_.num_items_max + kNumSpareItems),
       tuner_(options_.chunk_bytes),
+      transfers_(options_.num_transfers_kept),
       started_(options_.num_items_max + kNumSpareItems) {
   PD_CHECK(options_.chunk_bytes <= kChunkBytesMax, options_.chunk_bytes);
   PD_CHECK(options_.num_items_max > 0, options_.name);
@@ -74,6 +76,7 @@ void SendChannel::send(MinibatchId minibatch, MicrobatchIndex microbatch, std::u
   cut(*item);
   item->copied = {};
   item->framed = {};
+  item->started_ns = item->copied_ns = item->framed_ns = 0;
   item->num_chunks_copied = 0;
   item->num_chunks_left = item->num_chunks;
   enqueue(item);
@@ -88,7 +91,6 @@ void SendChannel::cut(Item& item) {
     item.is_timed = !item.is_placed && num_under_way_ == 0 && tuner_.wants(item.num_wire_bytes);
     item.chunk_bytes = item.is_timed ? tuner_.chunk_bytes() : tuner_.untimed_chunk_bytes();
   }
-  item.started_ns = 0;
   if (item.is_placed && options_.chunk_bytes == 0) item.chunk_bytes = kPlacedChunkBytes;
   item.num_chunks = 0;
   for (std::size_t tensor_index = 0; tensor_index < item.tensors.size(); ++tensor_index) {
@@ -171,12 +173,13 @@ SendChannel::Item* SendChannel::take_free_item() {
 }
 
 void SendChannel::enqueue(Item* item) {
+  item->queued_ns = now_ns();
   {
     const std::lock_guard lock(mutex_);
     queued_.push_back(item);
     if (!item->is_end) {
       item->send_index = num_sent_++;
-      if (num_under_way_++ == 0) under_way_since_ns_ = now_ns();
+      if (num_under_way_++ == 0) under_way_since_ns_ = item->queued_ns;
     }
   }
   if (!pump_scheduled_.exchange(true)) transport_.post_and_drive([this] { pump(); });
@@ -219,7 +222,7 @@ bool SendChannel::start(Item& item) {
     item.staging = std::move(*lease);
     item.copy = item.staging.data();
   }
-  item.started_ns = item.is_timed ? now_ns() : 0;
+  item.started_ns = now_ns();
   item.slot = granted_.take();
   if (item.is_placed) item.copy = placed_slots_->slot_data(item.slot);
   if (item.copy == nullptr) {
@@ -266,6 +269,7 @@ void SendChannel::copy_here(Item& item) {
   const CopyRange range = next_copy(item);
   if (range.num_bytes > 0) std::memcpy(range.to, range.from, range.num_bytes);
   advance(item.copied, item);
+  if (item.copied.num_passed == item.num_chunks) item.copied_ns = now_ns();
   item.num_chunks_copied.fetch_add(1);
 }
 
@@ -305,6 +309,8 @@ void SendChannel::enqueue_encoding(Item& item) {
 // Copy stream.
 void SendChannel::note_copied(Item& item, std::size_t num_chunks) {
   num_copies_.fetch_sub(1);
+  // Before the count: after it the item may be gone.
+  if (item.num_chunks_copied.load() + num_chunks == item.num_chunks) item.copied_ns = now_ns();
   item.num_chunks_copied.fetch_add(num_chunks);
   schedule_pump();
 }
@@ -372,6 +378,7 @@ void SendChannel::frame_chunk(Item& item) {
     frame.payload = std::span<const std::byte>(source + offset, chunk_bytes);
   }
   frame.on_sent = [&item] { item.channel->chunk_sent(item); };
+  if (num_passed == 0) item.framed_ns = now_ns();
   if (offset == 0) num_tensor_bytes_.fetch_add(tensor.size_bytes(), std::memory_order_relaxed);
   advance(item.framed, item);
   num_chunks_framed_.fetch_add(1, std::memory_order_relaxed);
@@ -387,23 +394,32 @@ void SendChannel::chunk_sent(Item& item) {
 void SendChannel::release(Item& item) {
   const bool staged = item.staging.valid();
   item.staging.release();
+  const std::int64_t released_ns = now_ns();
   {
     const std::lock_guard lock(mutex_);
     released_.push_back(std::move(item.keep_alive));
     item.keep_alive = nullptr;
     free_items_.push_back(&item);
-    if (item.is_timed) time(item);
-    if (!item.is_end && --num_under_way_ == 0) transfer_ns_ += now_ns() - under_way_since_ns_;
+    if (item.is_timed) time(item, released_ns);
+    if (!item.is_end) note_left(item, released_ns);
   }
   num_unreleased_.fetch_sub(1);
   if (waiting_for_release_.load()) wakeup_.update([] {});
   if (staged) schedule_pump();  // the staging slot is free for the next item
 }
 
+// Under the mutex. Of a failed run, what never left is not kept.
+void SendChannel::note_left(const Item& item, std::int64_t released_ns) {
+  if (--num_under_way_ == 0) transfer_ns_ += released_ns - under_way_since_ns_;
+  if (item.framed_ns == 0) return;
+  transfers_.add({item.minibatch, item.microbatch, item.num_wire_bytes, item.queued_ns, item.started_ns,
+                  item.copied_ns, item.framed_ns, released_ns});
+}
+
 // Under the mutex. An item that another one followed, or that never started, says nothing.
-void SendChannel::time(const Item& item) {
+void SendChannel::time(const Item& item, std::int64_t released_ns) {
   if (item.started_ns == 0 || item.send_index + 1 != num_sent_ || !tuner_.wants(item.num_wire_bytes)) return;
-  tuner_.record(item.num_wire_bytes, std::max<std::int64_t>(1, now_ns() - item.started_ns));
+  tuner_.record(item.num_wire_bytes, std::max<std::int64_t>(1, released_ns - item.started_ns));
 }
 
 // ---- Figures ----
@@ -422,6 +438,19 @@ ChannelStats SendChannel::stats() const {
   stats.chunk_bytes = tuner_.untimed_chunk_bytes();
   stats.transfer_ns = transfer_ns_ + (num_under_way_ > 0 ? now_ns() - under_way_since_ns_ : 0);
   return stats;
+}
+
+// Kept in the order of their releases, which come from several threads.
+std::vector<SentTransfer> SendChannel::transfers() const {
+  std::vector<SentTransfer> in_order;
+  {
+    const std::lock_guard lock(mutex_);
+    in_order = transfers_.items();
+  }
+  std::sort(in_order.begin(), in_order.end(), [](const SentTransfer& one, const SentTransfer& other) {
+    return std::tie(one.minibatch, one.microbatch) < std::tie(other.minibatch, other.microbatch);
+  });
+  return in_order;
 }
 
 void SendChannel::note_credit_wait(bool waits) {

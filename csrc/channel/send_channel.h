@@ -30,12 +30,14 @@
 #include <vector>
 
 #include "base/ids.h"
+#include "base/newest_log.h"
 #include "base/ring_buffer.h"
 #include "channel/channel_stats.h"
 #include "channel/chunk_tuner.h"
 #include "channel/granted_slots.h"
 #include "channel/placed_slots.h"
 #include "channel/tensor.h"
+#include "channel/transfer.h"
 #include "channel/wakeup.h"
 #include "channel/wire_layout.h"
 #include "device/device.h"
@@ -53,6 +55,7 @@ struct ChannelOptions {
   std::int64_t num_microbatches = 1;               // of every minibatch: items come in the order of both
   Codec codec{};                                   // of the float tensors
   std::size_t placed_bytes_min = kPlacedBytesMin;  // items with fewer go through the link
+  std::size_t num_transfers_kept = 0;              // the newest items whose times each end keeps
 };
 
 class SendChannel final : public LinkHandler {
@@ -96,6 +99,8 @@ class SendChannel final : public LinkHandler {
   [[nodiscard]] std::size_t num_unreleased() const { return num_unreleased_.load(); }
   [[nodiscard]] const ChannelOptions& options() const { return options_; }
   [[nodiscard]] ChannelStats stats() const;  // any thread
+  // Of the items that were released last, in the order in which they were sent. Any thread.
+  [[nodiscard]] std::vector<SentTransfer> transfers() const;
 
   void on_open(Link& link) override;
   [[nodiscard]] std::optional<Failure> on_frame(Link& link, const FrameHeader& header,
@@ -133,7 +138,10 @@ class SendChannel final : public LinkHandler {
     std::size_t num_chunks = 0;
     bool is_timed = false;         // for the tuner, if it stays alone on its way
     std::uint64_t send_index = 0;  // among the items with tensors
-    std::int64_t started_ns = 0;
+    std::int64_t queued_ns = 0;
+    std::int64_t started_ns = 0;  // these three: 0 until then
+    std::int64_t copied_ns = 0;
+    std::int64_t framed_ns = 0;
     std::uint16_t slot = 0;     // of the receiver
     bool is_placed = false;     // written there by the copy stream
     Lease staging;              // what it is copied to otherwise; invalid when the wire reads the tensors
@@ -162,7 +170,8 @@ class SendChannel final : public LinkHandler {
   [[nodiscard]] std::size_t wire_bytes(const Item& item, std::size_t tensor_index) const;
   void cut(Item& item);
   [[nodiscard]] static std::size_t num_chunks_of(std::size_t num_bytes, std::size_t chunk_bytes);
-  void time(const Item& item);
+  void note_left(const Item& item, std::int64_t released_ns);
+  void time(const Item& item, std::int64_t released_ns);
   [[nodiscard]] bool wait_until_fewer(std::size_t num_items, Deadline deadline);
   void enqueue(Item* item);
   Item* take_free_item();
@@ -226,6 +235,7 @@ class SendChannel final : public LinkHandler {
   std::size_t num_under_way_ = 0;  // of them, from send() to release()
   std::int64_t under_way_since_ns_ = 0;
   std::int64_t transfer_ns_ = 0;
+  NewestLog<SentTransfer> transfers_;
 
   std::vector<std::unique_ptr<Item>> items_;      // fixed after construction
   std::vector<std::shared_ptr<void>> collected_;  // compute thread

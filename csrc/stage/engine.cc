@@ -1,6 +1,5 @@
 #include "stage/engine.h"
 
-#include <algorithm>
 #include <utility>
 
 namespace pipedream {
@@ -43,10 +42,7 @@ const char* work_kind_name(WorkKind kind) {
 
 StageEngine::StageEngine(const ScheduleOptions& options, WorkerIndex worker,
                          const std::vector<StagePart>& parts, Wakeup& wakeup, std::size_t num_spans_max)
-    : cursor_(options, worker),
-      stashes_(stashes_versions(options)),
-      wakeup_(wakeup),
-      num_spans_max_(num_spans_max) {
+    : cursor_(options, worker), stashes_(stashes_versions(options)), wakeup_(wakeup), spans_(num_spans_max) {
   PD_CHECK(num_spans_max > 0, num_spans_max);
   const std::vector<StageIndex> stages = stages_of(options, worker);
   PD_CHECK(parts.size() == stages.size(),
@@ -63,7 +59,6 @@ StageEngine::StageEngine(const ScheduleOptions& options, WorkerIndex worker,
       if (channel != nullptr) senders_.push_back(channel);
     }
   }
-  spans_.reserve(num_spans_max);
   if (const auto first = cursor_.current()) doing_ = *first;
 }
 
@@ -269,14 +264,8 @@ void StageEngine::complete(WorkKind kind, std::int64_t compute_ns) {
   PD_CHECK(handed_out_ && work_kind_of(doing_.opcode) == kind,
            work_kind_name(kind) << " completed while doing " << to_string(doing_));
   const std::int64_t completed_ns = now_ns();
-  const Span span{kind,      doing_.stage, doing_.minibatch, doing_.microbatch, asked_ns_,
-                  ready_ns_, completed_ns, wait_ns_,         compute_ns};
-  if (spans_.size() < num_spans_max_) {
-    spans_.push_back(span);
-  } else {
-    spans_[next_span_] = span;
-  }
-  next_span_ = (next_span_ + 1) % num_spans_max_;
+  spans_.add({kind, doing_.stage, doing_.minibatch, doing_.microbatch, asked_ns_, ready_ns_, completed_ns,
+              wait_ns_, compute_ns});
   ++totals_.num_work_items;
   num_completed_.fetch_add(1);
   totals_.wait_ns += wait_ns_;
@@ -286,14 +275,6 @@ void StageEngine::complete(WorkKind kind, std::int64_t compute_ns) {
   asked_ns_ = 0;
   wait_ns_ = 0;
   cursor_.advance();
-}
-
-std::vector<Span> StageEngine::spans() const {
-  std::vector<Span> ordered(spans_);
-  if (spans_.size() == num_spans_max_) {
-    std::rotate(ordered.begin(), ordered.begin() + static_cast<std::ptrdiff_t>(next_span_), ordered.end());
-  }
-  return ordered;
 }
 
 std::string StageEngine::position() const {

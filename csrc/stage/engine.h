@@ -23,6 +23,7 @@
 #include "base/clock.h"
 #include "base/failure.h"
 #include "base/ids.h"
+#include "base/newest_log.h"
 #include "channel/receive_channel.h"
 #include "channel/send_channel.h"
 #include "channel/wakeup.h"
@@ -125,7 +126,7 @@ class StageEngine {
   // What forward and backward of each minibatch actually read at one of the worker's stages; backward is
   // valid for completed ones.
   [[nodiscard]] const std::vector<VersionsRead>& versions(StageIndex stage) const;
-  [[nodiscard]] std::vector<Span> spans() const;  // oldest first
+  [[nodiscard]] std::vector<Span> spans() const { return spans_.items(); }  // oldest first
   [[nodiscard]] EngineTotals totals() const { return totals_; }
   // Work items so far. Any thread.
   [[nodiscard]] std::uint64_t num_completed() const { return num_completed_.load(); }
@@ -167,9 +168,7 @@ class StageEngine {
   std::int64_t ready_ns_ = 0;
   std::int64_t wait_ns_ = 0;
   std::int64_t started_ns_ = 0;
-  std::vector<Span> spans_;  // ring
-  std::size_t num_spans_max_;
-  std::size_t next_span_ = 0;
+  NewestLog<Span> spans_;
   EngineTotals totals_;
   std::atomic<std::uint64_t> num_completed_{0};
 };

@@ -204,9 +204,11 @@ void Worker::add_term(PoolTerm term) {
 }
 
 ChannelOptions Worker::channel_options(const ChannelSpec& spec) {
-  return {
+  ChannelOptions options{
       spec.name, spec.item, spec.chunk_bytes, static_cast<std::size_t>(spec.num_items), spec.num_microbatches,
       spec.codec};
+  options.num_transfers_kept = spec.num_transfers_kept;
+  return options;
 }
 
 void Worker::seal() {
@@ -449,6 +451,24 @@ std::map<std::string, ChannelStats> Worker::channel_stats() const {
     if (receiver.channel) stats[name] = receiver.channel->stats();
   }
   return stats;
+}
+
+std::map<std::string, Worker::Transfers> Worker::transfers() const {
+  std::map<std::string, Transfers> transfers;
+  for (const auto& [name, sender] : senders_) {
+    if (sender.spec.num_transfers_kept > 0) transfers[name].sent = sender.channel->transfers();
+  }
+  for (const auto& [name, receiver] : receivers_) {
+    if (receiver.spec.num_transfers_kept > 0) transfers[name].received = receiver.channel->transfers();
+  }
+  return transfers;
+}
+
+bool Worker::wait_for_transfers(Deadline deadline) {
+  return std::all_of(senders_.begin(), senders_.end(), [&](const auto& named) {
+    const Sender& sender = named.second;
+    return sender.spec.num_transfers_kept == 0 || sender.channel->wait_until_sent(deadline);
+  });
 }
 
 // The sender decides, and has told its receiver by claiming the memory, before it said HELLO.

@@ -21,6 +21,7 @@
 #include "channel/channel_stats.h"
 #include "channel/receive_channel.h"
 #include "channel/send_channel.h"
+#include "channel/transfer.h"
 #include "channel/wakeup.h"
 #include "device/device.h"
 #include "pool/pool.h"
@@ -66,6 +67,7 @@ struct ChannelSpec {
   Codec codec{};                      // of its float tensors
   // The sender writes into the receiver's device memory: nothing is staged. Both ends have found that it can.
   bool places_on_device = false;
+  std::size_t num_transfers_kept = 0;  // the newest items whose times are kept, for transfers()
 };
 
 // One stage of the worker and its neighbours' channels; empty names where there is no neighbour.
@@ -151,6 +153,16 @@ class Worker {
   [[nodiscard]] std::string device_name() const { return device_->name(); }
   [[nodiscard]] const std::shared_ptr<Pool>& pool() const { return pool_; }
   [[nodiscard]] std::map<std::string, ChannelStats> channel_stats() const;
+  // Of one end of a channel that keeps them, the other list is empty.
+  struct Transfers {
+    std::vector<SentTransfer> sent;
+    std::vector<ReceivedTransfer> received;
+  };
+  // By channel, in the order of the items. What has not left yet is not in it.
+  [[nodiscard]] std::map<std::string, Transfers> transfers() const;
+  // Waits until everything that was sent by channels that keep transfers has left, so that they are complete.
+  // False at the deadline or when the run has failed.
+  [[nodiscard]] bool wait_for_transfers(Deadline deadline);
   // How each channel's tensors travel: "zmq/tcp", "zmq/tcp curve", "shared memory", "cuda ipc", "inproc".
   // After connect(); of what this worker receives, after wait_open().
   [[nodiscard]] std::map<std::string, std::string> channel_transports() const;

@@ -21,6 +21,7 @@ from .plan import Plan
 __all__ = [
     "CALLER",
     "INPUTS",
+    "NUM_TRANSFERS_KEPT",
     "TARGETS",
     "RunChannel",
     "TieSpec",
@@ -42,6 +43,9 @@ _NO_GRADIENT = TensorSpec(torch.uint8, (1,), requires_grad=False)
 
 INPUTS = "inputs from the caller"
 TARGETS = "targets from the caller"
+# The newest items of a channel between stages whose times each end keeps for the trace, in 1 MiB at most:
+# about as many minibatches as the work items that a worker keeps.
+NUM_TRANSFERS_KEPT = 1 << 14
 CALLER = -1  # as a rank: the process that called run(), when it forwards data
 
 
@@ -132,6 +136,7 @@ class RunChannel:
             on_device=self.on_device,
             codec=self.codec,
             places_on_device=self.places_on_device,
+            num_transfers_kept=0 if self.stages is None else NUM_TRANSFERS_KEPT,
         )
 
 

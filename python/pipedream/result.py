@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from .memory import describe_memory
 from .plan import Plan
 from .table import format_table
 from .trace import Clock, Span, shift_ns, write_trace
+from .transfers import ChannelTransfers, combine_transfers, draw_transfers, transfers_from_json
 from .units import format_bytes
 
 __all__ = ["ChannelFigures", "RunResult", "WorkSpan", "combine_reports"]
@@ -112,13 +113,21 @@ class RunResult:
     """Of every channel between two stages, activations and gradients."""
     spans: list[list[WorkSpan]] = field(default_factory=list, repr=False)
     """Per worker: the latest work items, oldest first."""
+    transfers: list[ChannelTransfers] = field(default_factory=list, repr=False)
+    """As `channels`: when their latest items were under way. At rank 0 only, as `spans` are."""
     worker_names: list[str] = field(default_factory=list, repr=False)
     """Per worker: its stages and rank."""
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Writes a Chrome trace (.json or .json.gz) that ui.perfetto.dev opens."""
+        """Writes a Chrome trace (.json or .json.gz) that ui.perfetto.dev opens: the workers' items of work
+        and what travelled between them. docs/transport.md says what its tracks are."""
         channels = {channel.name: channel._asdict() for channel in self.channels}
-        write_trace(path, list(self._trace_spans()), {"channels": channels})
+        spans, arrows = list(self._work_spans()), []
+        for transfers in self.transfers:
+            drawn, drawn_arrows = self._draw(transfers)
+            spans += drawn
+            arrows += drawn_arrows
+        write_trace(path, spans, {"channels": channels}, arrows)
 
     def describe_memory(self) -> str:
         """A table of `memory`: predicted and peak bytes per worker and term."""
@@ -138,12 +147,29 @@ class RunResult:
         fields["versions"] = [[(pair[0], pair[1]) for pair in stage] for stage in fields["versions"]]
         fields["channels"] = [ChannelFigures(*channel) for channel in fields["channels"]]
         fields["spans"] = [[WorkSpan(*span) for span in worker] for worker in fields["spans"]]
+        fields["transfers"] = transfers_from_json(fields["transfers"])
         return cls(**fields)
 
-    def _trace_spans(self) -> Any:
-        num_microbatches = 1 + max((span.microbatch for worker in self.spans for span in worker), default=0)
-        for rank, worker_spans in enumerate(self.spans):
-            worker_name = f"worker {rank} ({self.worker_names[rank]})"
+    def _draw(self, transfers: ChannelTransfers) -> tuple[list[Span], list[tuple[Span, Span]]]:
+        channel = next(channel for channel in self.channels if channel.name == transfers.channel)
+        has_parts = self._has_microbatches()
+        letter = channel.name[0].upper()  # Activations and Gradients
+
+        def name_of(minibatch: int, microbatch: int) -> str:
+            return f"{letter}{minibatch}" + (f".{microbatch}" if has_parts else "")
+
+        arguments = {"codec": channel.codec, "transport": channel.transport}
+        return draw_transfers(transfers, self._process_names(), arguments, name_of)
+
+    def _has_microbatches(self) -> bool:
+        return any(span.microbatch > 0 for worker in self.spans for span in worker)
+
+    def _process_names(self) -> list[str]:
+        return [f"worker {rank} ({name})" for rank, name in enumerate(self.worker_names)]
+
+    def _work_spans(self) -> Iterator[Span]:
+        has_parts = self._has_microbatches()
+        for worker_name, worker_spans in zip(self._process_names(), self.spans, strict=True):
             for span in worker_spans:
                 arguments = {
                     "stage": span.stage,
@@ -152,7 +178,7 @@ class RunResult:
                 }
                 if span.wait_ns > 0:
                     yield Span(worker_name, "waiting", "wait", span.asked_ns, span.ready_ns, arguments)
-                part = f".{span.microbatch}" if num_microbatches > 1 and span.kind != "UPDATE" else ""
+                part = f".{span.microbatch}" if has_parts and span.kind != "UPDATE" else ""
                 name = f"{span.kind[0]}{span.minibatch}{part}"
                 yield Span(worker_name, "compute", name, span.ready_ns, span.completed_ns, arguments)
 
@@ -194,6 +220,7 @@ def combine_reports(
         wait_share=[t["wait_ns"] / max(t["elapsed_ns"], 1) for t in totals],
         channels=figures,
         spans=[_spans_of(report, reports[0]) for report in reports],
+        transfers=combine_transfers(channels, reports),
         worker_names=[plan.describe_worker(rank) for rank in range(len(reports))],
     )
 

@@ -33,6 +33,8 @@ from .weights import StageOptimizer, StageWeights
 
 __all__ = ["PreparedStage", "WorkerLoop"]
 
+_LEAVE_TIMEOUT_S = 5.0  # for what was sent to leave before a worker reports
+
 
 class PreparedStage:
     """One stage of this worker with its weights in the pool."""
@@ -301,6 +303,8 @@ class WorkerLoop:
         return memory
 
     def _report(self, meter: WorkMeter, step_meter: StepMeter) -> dict[str, Any]:
+        # Where that takes longer the trace is short of an item.
+        self._core.wait_for_transfers(_LEAVE_TIMEOUT_S)
         stats, transports = self._core.channel_stats(), self._core.channel_transports()
         between = {name for stage in self._runners for name in self._channels_of(stage)[1:] if name}
         recompute = self._schedule.recompute
@@ -316,6 +320,7 @@ class WorkerLoop:
             },
             "totals": self._core.totals(),
             "spans": self._core.spans(),
+            "transfers": self._core.transfers(),
             "memory": self._memory(meter, step_meter),
             "channels": {name: stats[name] | {"transport": transports.get(name)} for name in between},
             "clock": read_clock(),

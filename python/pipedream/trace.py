@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Clock", "Span", "check_trace_path", "read_clock", "shift_ns", "write_trace"]
+__all__ = ["Clock", "Span", "check_trace_path", "read_clock", "shift_ns", "spread", "write_trace"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -59,17 +59,37 @@ def check_trace_path(path: str | os.PathLike[str]) -> None:
         raise ValueError(f"trace file is {os.fspath(path)!r}: its name must end in .json or .json.gz")
 
 
+def spread(spans: Iterable[Span]) -> list[Span]:
+    """The same spans in the same order, those of a track that overlap on as many tracks as it takes: "wire",
+    "wire (2)" and so on. On one track the format knows only spans that follow or contain each other."""
+    spread_out = list(spans)
+    ends_ns: dict[tuple[str, str], list[int]] = {}  # of the last span on each of the tracks
+    for index in sorted(range(len(spread_out)), key=lambda index: spread_out[index].begin_ns):
+        span = spread_out[index]
+        ends = ends_ns.setdefault((span.worker_name, span.track), [])
+        place = next((place for place, end_ns in enumerate(ends) if end_ns <= span.begin_ns), len(ends))
+        ends[place : place + 1] = [span.end_ns]
+        if place > 0:
+            spread_out[index] = span._replace(track=f"{span.track} ({place + 1})")
+    return spread_out
+
+
 def write_trace(
-    path: str | os.PathLike[str], spans: Iterable[Span], figures: Mapping[str, Any] | None = None
+    path: str | os.PathLike[str],
+    spans: Iterable[Span],
+    figures: Mapping[str, Any] | None = None,
+    arrows: Iterable[tuple[Span, Span]] = (),
 ) -> None:
     """Writes the spans to a .json or .json.gz file, workers and tracks in the order of their first span.
 
-    figures: of the run as a whole, kept beside them ("otherData"). Times are microseconds since the earliest
-    span. Raises ValueError for another ending of the name, and for a span that ends before it begins.
+    figures: of the run as a whole, kept beside them ("otherData"). arrows: from the beginning of one of the
+    spans to that of another. Times are microseconds since the earliest span. Raises ValueError for another
+    ending of the name, and for a span that ends before it begins.
     """
     check_trace_path(path)
     target = Path(path)
-    document: dict[str, Any] = {"displayTimeUnit": "ms", "traceEvents": _make_events(list(spans))}
+    events = _make_events(list(spans), list(arrows))
+    document: dict[str, Any] = {"displayTimeUnit": "ms", "traceEvents": events}
     if figures:
         document["otherData"] = dict(figures)
     text = json.dumps(document)
@@ -78,7 +98,7 @@ def write_trace(
     target.write_bytes(gzip.compress(data, mtime=0) if target.suffix == ".gz" else data)
 
 
-def _make_events(spans: list[Span]) -> list[dict[str, Any]]:
+def _make_events(spans: list[Span], arrows: list[tuple[Span, Span]]) -> list[dict[str, Any]]:
     origin_ns = min((span.begin_ns for span in spans), default=0)
     process_ids: dict[str, int] = {}
     thread_ids: dict[tuple[str, str], int] = {}
@@ -100,6 +120,15 @@ def _make_events(spans: list[Span]) -> list[dict[str, Any]]:
                 "args": dict(span.args),
             }
         )
+    # After the spans: an arrow's end belongs to the span that has begun before it in the file.
+    for arrow_id, ends in enumerate(arrows):
+        for phase, span in zip(({"ph": "s"}, {"ph": "f", "bp": "e"}), ends, strict=True):
+            place = {
+                "pid": process_ids[span.worker_name],
+                "tid": thread_ids[span.worker_name, span.track],
+                "ts": (span.begin_ns - origin_ns) / 1e3,
+            }
+            events.append(phase | place | {"cat": "arrow", "name": "arrow", "id": arrow_id})
     names = []
     for worker_name, process_id in process_ids.items():
         names += _name_events("process", process_id, 0, worker_name, process_id)

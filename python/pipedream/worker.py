@@ -93,7 +93,8 @@ _FAREWELL_S = 1.0  # how long a failed worker tries to tell the others why
 def run_worker(
     place: WorkerPlace, options: JobOptions, model: Model, data: Iterable[Any] | ForwardedData
 ) -> RunResult:
-    """This rank's part of the run; returns the whole run's result at every rank, its spans at rank 0 only.
+    """This rank's part of the run; returns the whole run's result at every rank, what its trace shows at
+    rank 0 only.
 
     Afterwards `model` holds the trained weights and buffers: of all stages at rank 0, and at the other
     ranks as options.gather says. Any failure is told to the other workers before it is raised here.
@@ -623,7 +624,7 @@ class _Worker:
         between = [channel for channel in self._channels if channel.stages is not None]
         result = combine_reports(plan, self._options.schedule_options(), between, reports)
         # The farewell: nobody closes before everybody has all it needs.
-        shared = result.to_dict() | {"spans": []}  # the trace is rank 0's: it can be large
+        shared = result.to_dict() | {"spans": [], "transfers": []}  # the trace is rank 0's: it can be large
         for other in range(1, self._place.world_size):
             send_document(core, from_rank_0(other), shared)
             if gather == "all":

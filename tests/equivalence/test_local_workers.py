@@ -39,6 +39,7 @@ def test_local_workers_train_the_callers_model_in_place() -> None:
     assert len({*result.worker_pids, os.getpid()}) == 4
     assert all("tcp" in name for name in result.transports.values()) and len(result.transports) == 4
     assert result.bytes_sent > 0
+    assert [(len(t.sent), len(t.received)) for t in result.transfers] == [(14, 14)] * 4
     assert _children() == before
     assert torch.equal(torch.get_rng_state(), state_before)
 

@@ -58,12 +58,12 @@ def test_one_stage_sends_nothing(farm: Farm) -> None:
     assert result.transports == {}
 
 
-def test_every_rank_has_the_same_result_but_for_the_spans_that_rank_0_keeps(farm: Farm) -> None:
+def test_every_rank_has_the_same_result_but_for_the_times_that_rank_0_keeps(farm: Farm) -> None:
     outcomes = farm.results(train_in_pipeline, Training("mlp", 3), num_ranks=3)
     results = [result for result, _ in outcomes]
     for result in results[1:]:
-        assert result.spans == []
-        assert replace(result, spans=results[0].spans) == results[0]
+        assert result.spans == result.transfers == []
+        assert replace(result, spans=results[0].spans, transfers=results[0].transfers) == results[0]
     assert len(results[0].memory) == len(results[0].overhead_us) == len(results[0].spans) == 3
     assert results[0].samples_per_s > 0
     assert results[0].measured_ms > 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import json
 import math
 import os
 import socket
@@ -82,6 +84,52 @@ def test_the_wire_is_reported_with_what_it_carried(exact: tuple[RunResult, State
         assert channel.overlap_share is not None and 0 <= channel.overlap_share <= 1
     assert result.bytes_sent == sum(channel.wire_bytes for channel in result.channels)
     assert result.describe_channels().count(_TCP) == 4
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize(
+    "training",
+    [
+        _TRAINING,
+        Training("wide", 3, num_minibatches=4, short_last=False, schedule="gpipe", microbatches=2),
+        Training("cnn", 4, num_minibatches=4, short_last=False, schedule="interleaved", microbatches=4),
+    ],
+    ids=["minibatches", "microbatches", "stages_that_share_a_worker"],
+)
+def test_every_item_is_known_once_at_both_ends_of_its_channel_and_arrives_after_it_was_sent(
+    farm: Farm, tmp_path: Path, training: Training, transport: str
+) -> None:
+    result, _ = _train(farm, training, transport=transport)
+    every = list(itertools.product(range(len(result.losses)), range(training.microbatches)))
+    assert [transfers.channel for transfers in result.transfers] == [c.name for c in result.channels]
+    for channel, transfers in zip(result.channels, result.transfers, strict=True):
+        assert [(item.minibatch, item.microbatch) for item in transfers.sent] == every
+        assert [(item.minibatch, item.microbatch) for item in transfers.received] == every
+        for sent, received in zip(transfers.sent, transfers.received, strict=True):
+            assert sent.queued_ns <= sent.started_ns <= sent.framed_ns <= sent.released_ns
+            assert sent.framed_ns <= received.arrived_ns <= received.complete_ns
+            assert sent.wire_bytes == received.wire_bytes
+            is_placed = transport == "shm" and sent.wire_bytes >= _core.PLACED_BYTES_MIN
+            if not _is_on_cuda():
+                assert (sent.copied_ns is not None) == is_placed
+            if sent.copied_ns is not None:
+                assert sent.started_ns <= sent.copied_ns <= received.complete_ns
+        assert sum(item.wire_bytes for item in transfers.sent) == channel.tensor_bytes
+    result.save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    _assert_spans_of_a_track_follow_each_other(events)
+    for phase in "sf":
+        assert len([e for e in events if e["ph"] == phase]) == len(every) * len(result.channels)
+
+
+def _assert_spans_of_a_track_follow_each_other(events: list[dict[str, Any]]) -> None:
+    """By the rules of the trace's format those of one track may also contain each other; ours do not."""
+    ends: dict[tuple[int, int], float] = {}
+    for event in events:
+        if event["ph"] == "X":
+            track = (event["pid"], event["tid"])
+            assert ends.get(track, 0.0) <= event["ts"] + 1e-3  # microseconds, of whole nanoseconds
+            ends[track] = event["ts"] + event["dur"]
 
 
 def _boundaries(training: Training) -> Any:

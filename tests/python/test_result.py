@@ -10,6 +10,7 @@ import pytest
 from pipedream import Plan, RunResult, _core
 from pipedream.channels import RunChannel
 from pipedream.result import ChannelFigures, combine_reports
+from pipedream.transfers import ReceivedTransfer, SentTransfer
 
 _PLAN = Plan.straight(2, 2)
 _OUT, _BACK = "activations of stage 0 to stage 1", "gradients of stage 1 to stage 0"
@@ -50,6 +51,7 @@ def _report(stage: int, channels: dict[str, Any], clock: tuple[str, int] = ("a",
         "stages": {str(stage): {"versions": [(0, 0)], "recompute": False, "offload": []}},
         "totals": {"num_work_items": 3, "wait_ns": 1, "compute_ns": 2, "elapsed_ns": 4},
         "spans": [span],
+        "transfers": [{}, {}],
         "memory": {},
         "channels": channels,
         "clock": clock,
@@ -77,10 +79,21 @@ def _reports(wait_ns: int = 3 * _MS, clock: tuple[str, int] = ("a", 0)) -> list[
         "wire_bytes_received": 1000,
         "wait_ns": wait_ns,
     }
-    return [
+    reports = [
         _report(0, {_OUT: _stats(**sent), _BACK: _stats(wire_bytes_received=50)}),
         _report(1, {_OUT: _stats(**received), _BACK: _stats(transport="zmq/tcp")}, clock),
     ]
+    # Two items that overlap, the first copied and the second, longer, not; the first is no longer known at
+    # the receiver. And one back.
+    reports[0]["transfers"] = [
+        {_OUT: [[0, 0, 64, 100, 110, 130, 120, 190], [1, 0, 48, 125, 126, 0, 127, 230]]},
+        {_BACK: [[0, 0, 32, 500, 510]]},
+    ]
+    reports[1]["transfers"] = [
+        {_BACK: [[0, 0, 32, 400, 401, 0, 402, 403]]},
+        {_OUT: [[1, 0, 48, 240, 250]]},
+    ]
+    return reports
 
 
 def _combined(**how: Any) -> RunResult:
@@ -170,6 +183,60 @@ def test_spans_of_another_machine_are_shown_on_the_first_ones_clock() -> None:
     ]
     same_machine = _combined(clock=("a", 7_000)).spans
     assert [s.asked_ns for (s,) in same_machine] == [100, 100]
+
+
+def test_transfers_are_those_of_both_ends_of_every_channel() -> None:
+    out, back = _combined().transfers
+    assert (out.channel, out.sender_rank, out.receiver_rank) == (_OUT, 0, 1)
+    assert out.sent == [
+        SentTransfer(0, 0, 64, 100, 110, 130, 120, 190),
+        SentTransfer(1, 0, 48, 125, 126, None, 127, 230),
+    ]
+    assert out.received == [ReceivedTransfer(1, 0, 48, 240, 250)]
+    assert (back.channel, back.sender_rank, back.receiver_rank) == (_BACK, 1, 0)
+    assert (len(back.sent), len(back.received)) == (1, 1)
+
+
+def test_transfers_of_another_machine_are_shown_on_the_first_ones_clock() -> None:
+    out, back = _combined(clock=("b", 7_000)).transfers
+    assert out.sent == _combined().transfers[0].sent
+    assert out.received == [ReceivedTransfer(1, 0, 48, 7_240, 7_250)]
+    assert back.sent == [SentTransfer(0, 0, 32, 7_400, 7_401, None, 7_402, 7_403)]
+    assert back.received == [ReceivedTransfer(0, 0, 32, 500, 510)]
+
+
+def test_the_trace_shows_what_travelled_on_tracks_of_its_two_workers(tmp_path: Path) -> None:
+    _combined().save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    tracks = {
+        (e["pid"], e["tid"]): (e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"
+    }
+    shown = {
+        (*tracks[e["pid"], e["tid"]], e["name"], round(1e3 * e["ts"]), round(1e3 * e["dur"]))
+        for e in events
+        if e["ph"] == "X" and tracks[e["pid"], e["tid"]][1] not in ("compute", "waiting")
+    }
+    assert shown == {  # times are since the first span, which begins at 100
+        (0, f"send {_OUT}: queued", "A0", 0, 10),
+        (0, f"send {_OUT}: queued", "A1", 25, 1),
+        (0, f"send {_OUT}: copy", "A0", 10, 20),
+        (0, f"send {_OUT}: wire", "A0", 20, 70),
+        (0, f"send {_OUT}: wire (2)", "A1", 27, 103),
+        (1, f"receive {_OUT}", "A1", 140, 10),
+        (1, f"send {_BACK}: queued", "G0", 300, 1),
+        (1, f"send {_BACK}: wire", "G0", 302, 1),
+        (0, f"receive {_BACK}", "G0", 400, 10),
+    }
+    (sent,) = (e for e in events if e["ph"] == "X" and round(1e3 * e["ts"]) == 27)
+    assert sent["args"] == {
+        "minibatch": 1,
+        "microbatch": 0,
+        "bytes": 48,
+        "codec": "bf16",
+        "transport": "shared memory",
+    }
+    arrows = [(e["ph"], round(1e3 * e["ts"])) for e in events if e["ph"] in ("s", "f")]
+    assert sorted(arrows) == [("f", 140), ("f", 400), ("s", 27), ("s", 302)]
 
 
 def test_the_trace_has_the_channels_beside_it(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pipedream.trace import Clock, Span, read_clock, shift_ns, write_trace
+from pipedream.trace import Clock, Span, read_clock, shift_ns, spread, write_trace
 
 SPANS = [
     Span("stage 0", "compute", "F0", 5_000, 7_500, {"minibatch": 0}),
@@ -48,6 +48,49 @@ def test_workers_are_named_processes_and_tracks_their_named_threads(tmp_path: Pa
     assert sorted(processes.values()) == ["stage 0", "stage 1"]
     shown = {(processes[e["pid"]], threads[e["pid"], e["tid"]], e["name"]) for e in events if e["ph"] == "X"}
     assert shown == {(span.worker_name, span.track, span.name) for span in SPANS}
+
+
+def test_spans_that_overlap_are_spread_over_as_many_tracks_as_it_takes() -> None:
+    times = [(0, 10), (4, 6), (5, 20), (6, 7), (10, 12), (30, 30), (12, 40)]
+    spans = spread([Span("a", "wire", str(index), *ends) for index, ends in enumerate(times)])
+    assert [span.name for span in spans] == [str(index) for index in range(len(times))]
+    assert [(span.begin_ns, span.end_ns) for span in spans] == times
+    assert [span.track for span in spans] == [
+        *("wire", "wire (2)", "wire (3)", "wire (2)", "wire", "wire (2)", "wire")
+    ]
+
+
+def test_spans_of_other_tracks_and_workers_do_not_spread_each_other() -> None:
+    spans = [Span("a", "wire", "0", 0, 10), Span("a", "copy", "0", 0, 10), Span("b", "wire", "0", 0, 10)]
+    assert spread(spans) == spans
+
+
+def test_arrows_join_the_beginnings_of_two_spans(tmp_path: Path) -> None:
+    arrows = [(SPANS[2], SPANS[1]), (SPANS[3], SPANS[0])]
+    write_trace(tmp_path / "trace.json", SPANS, None, arrows)
+    events = read(tmp_path / "trace.json")
+    begins = {
+        (event["pid"], event["tid"], event["ts"]): event["name"] for event in events if event["ph"] == "X"
+    }
+    ends = {
+        phase: {e["id"]: e for e in events if e["ph"] == phase and e["name"] == e["cat"] == "arrow"}
+        for phase in "sf"
+    }
+    assert sorted(ends["s"]) == sorted(ends["f"]) == [0, 1]
+    for arrow_id, names in enumerate([("activation 0", "F0"), ("F1", "F0")]):
+        out, to = ends["s"][arrow_id], ends["f"][arrow_id]
+        assert (begins[out["pid"], out["tid"], out["ts"]], begins[to["pid"], to["tid"], to["ts"]]) == names
+        assert to["bp"] == "e"  # else it would point at the next span
+
+
+def test_an_arrows_end_follows_its_span_in_the_file(tmp_path: Path) -> None:
+    write_trace(tmp_path / "trace.json", SPANS, None, [(SPANS[0], SPANS[1])])
+    seen = set()
+    for event in read(tmp_path / "trace.json"):
+        if event["ph"] == "X":
+            seen.add((event["pid"], event["tid"], event["ts"]))
+        elif event["ph"] in "sf":
+            assert (event["pid"], event["tid"], event["ts"]) in seen
 
 
 def test_same_spans_give_the_same_bytes(tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ class ChannelPair : public testing::Test {
     std::size_t num_items_max = 16;
     std::size_t chunk_bytes = 1000;
     Codec codec{};
+    std::size_t num_transfers_kept = 0;
   };
 
   // Skips the test where the transport is not available. First of all.
@@ -124,6 +125,7 @@ class ChannelPair : public testing::Test {
   [[nodiscard]] static ChannelOptions channel_options(const ItemSpec& spec, const Sizes& sizes) {
     ChannelOptions options = channel_options(spec, sizes.chunk_bytes, sizes.num_items_max);
     options.codec = sizes.codec;
+    options.num_transfers_kept = sizes.num_transfers_kept;
     return options;
   }
 

@@ -24,7 +24,8 @@ namespace {
 constexpr std::int64_t kNumWarmupItems = 50;
 constexpr std::int64_t kNumItems = 1000;
 constexpr std::int64_t kNumInFlight = 4;
-constexpr std::size_t kChunkBytes = 1024;  // 5 chunks for the large tensor, 7 frames an item
+constexpr std::size_t kNumTransfersKept = 200;  // filled, and then overwritten, while it is measured
+constexpr std::size_t kChunkBytes = 1024;       // 5 chunks for the large tensor, 7 frames an item
 
 ItemSpec spec() {
   return ItemSpec({{DType::kUInt8, 1, 5000}, {DType::kInt64, 1, 64}, {DType::kFloat32, 2, 400}});
@@ -75,6 +76,7 @@ class Peer {
     ChannelOptions options{"items", spec(), kChunkBytes, static_cast<std::size_t>(kNumInFlight)};
     options.codec = codec;
     options.placed_bytes_min = 1;
+    options.num_transfers_kept = kNumTransfersKept;
     receiver_ = std::make_unique<ReceiveChannel>(options, *transport_, wakeup_, *device_, slot_group,
                                                  in_group, compute_stream_.get(), shared_);
     sender_ = std::make_unique<SendChannel>(options, *transport_, wakeup_, *device_, out_group, &residual);
@@ -110,6 +112,20 @@ class Peer {
     ASSERT_EQ(item.minibatch, MinibatchId(minibatch));
     ASSERT_EQ(std::memcmp(item.tensors.at(0).data, tensors_.views[0].data, 5000), 0);
     if (compute_stream_) compute_stream_->call([] {});  // so that the item's last reader is not done yet
+  }
+  void expect_kept_the_newest(std::int64_t num_items) const {
+    const std::int64_t first = num_items - static_cast<std::int64_t>(kNumTransfersKept);
+    std::int64_t minibatch = first;
+    for (const ReceivedTransfer& received : receiver_->transfers()) {
+      EXPECT_EQ(received.minibatch, MinibatchId(minibatch++));
+    }
+    EXPECT_EQ(minibatch, num_items);
+    ASSERT_TRUE(sender_->wait_until_sent(patience()));
+    const std::vector<SentTransfer> sent = sender_->transfers();
+    ASSERT_EQ(sent.size(), kNumTransfersKept);
+    // One that was released late may be there instead of the next.
+    EXPECT_GE(sent.front().minibatch, MinibatchId(first - kNumInFlight));
+    EXPECT_EQ(sent.back().minibatch, MinibatchId(num_items - 1));
   }
   void stop() {
     if (transport_) transport_->shutdown(0);
@@ -174,6 +190,8 @@ TEST_P(SteadyState, ItemsAreExchangedWithoutAnAllocation) {
     first = counter.first();
   }
   answering.join();
+  peer.expect_kept_the_newest(kNumWarmupItems + kNumItems);
+  other.expect_kept_the_newest(kNumWarmupItems + kNumItems);
   other.stop();  // both before the channels of either
   peer.stop();
 

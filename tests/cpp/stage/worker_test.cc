@@ -431,6 +431,42 @@ TEST_F(OneChannel, BothEndsSayThatItIsSharedMemory) {
   EXPECT_GT(b_->channel_stats().at("activations").wait_ns, 0);
 }
 
+TEST_F(OneChannel, TransfersAreKeptWhereTheChannelSaysSo) {
+  ChannelSpec keeping = spec("bf16");
+  keeping.num_transfers_kept = 2;
+  make_workers(keeping, keeping);
+  a_->connect(b_->listen());
+  open();
+  for (int minibatch = 0; minibatch < 3; ++minibatch) {
+    send(values_);
+    EXPECT_EQ(receive(), values_);
+  }
+  EXPECT_TRUE(a_->wait_for_transfers(patience()));
+  const Worker::Transfers sent = a_->transfers().at("activations");
+  const Worker::Transfers received = b_->transfers().at("activations");
+  ASSERT_EQ(sent.sent.size(), 2U);
+  ASSERT_EQ(received.received.size(), 2U);
+  EXPECT_TRUE(sent.received.empty() && received.sent.empty());
+  EXPECT_EQ(sent.sent.back().minibatch, MinibatchId(2));
+  EXPECT_EQ(sent.sent.back().wire_bytes, 2 * kNumElements);  // of what travels: 16 bits an element
+  EXPECT_EQ(received.received.back().wire_bytes, 2 * kNumElements);
+
+  make_workers(spec(), spec());
+  EXPECT_TRUE(a_->transfers().empty() && b_->transfers().empty());
+}
+
+TEST_F(OneChannel, WaitForTransfersEndsAtItsDeadlineWhileAnItemHasNoRoom) {
+  ChannelSpec keeping = spec();
+  keeping.num_transfers_kept = 2;
+  make_workers(keeping, keeping);
+  a_->connect(b_->listen());
+  open();
+  for (std::int64_t item = 0; item <= keeping.num_items; ++item) send(values_);
+  EXPECT_FALSE(a_->wait_for_transfers(Clock::now() + std::chrono::milliseconds(30)));
+  EXPECT_EQ(receive(), values_);
+  EXPECT_TRUE(a_->wait_for_transfers(patience()));
+}
+
 TEST_F(OneChannel, MemoryThatCannotBeOpenedLeavesTheWire) {
   make_workers(spec(), spec());
   auto endpoints = b_->listen();
