@@ -59,7 +59,14 @@ class Wakeup {
         const std::lock_guard look_lock(mutex_);
         return done();
       };
-      const bool drove = transport_->drive_until(deadline, std::ref(done_under_lock));
+      bool drove = false;
+      try {
+        drove = transport_->drive_until(deadline, std::ref(done_under_lock));
+      } catch (...) {  // a device's error
+        lock.lock();
+        waiter_drives_ = false;
+        throw;
+      }
       lock.lock();
       waiter_drives_ = false;
       if (drove) return accepted;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <stdexcept>
 
 #include "base/check.h"
 
@@ -33,17 +34,7 @@ void copy(Device& device, void* to, const void* from) {
   stream->synchronize();
 }
 
-}  // namespace
-
-std::unique_ptr<SharedMemory> make_device_offer(Device& device, LinkIdentity run, std::string* why) {
-  auto memory = SharedMemory::make_on(device, 2 * kTextBytes, use_of(run), why);
-  if (!memory) return nullptr;
-  const Text text = padded(memory->address());
-  copy(device, memory->data(), text.data());
-  return memory;
-}
-
-std::string why_out_of_reach(Device& device, const std::string& offer, LinkIdentity run) {
+std::string try_offer(Device& device, const std::string& offer, LinkIdentity run) {
   std::string why;
   const auto memory = SharedMemory::open_on(device, offer, use_of(run), &why);
   if (!memory) return why;
@@ -58,6 +49,32 @@ std::string why_out_of_reach(Device& device, const std::string& offer, LinkIdent
   copy(device, read.data(), memory->data() + kTextBytes);
   if (read != written) return "what is written to it is not there afterwards";
   return "";
+}
+
+}  // namespace
+
+// What throws here, a DeviceError or the UserError of too little memory, is a reason to take another way and
+// not yet the end of the run.
+
+std::unique_ptr<SharedMemory> make_device_offer(Device& device, LinkIdentity run, std::string* why) {
+  try {
+    auto memory = SharedMemory::make_on(device, 2 * kTextBytes, use_of(run), why);
+    if (!memory) return nullptr;
+    const Text text = padded(memory->address());
+    copy(device, memory->data(), text.data());
+    return memory;
+  } catch (const std::runtime_error& error) {
+    if (why != nullptr) *why = error.what();
+    return nullptr;
+  }
+}
+
+std::string why_out_of_reach(Device& device, const std::string& offer, LinkIdentity run) {
+  try {
+    return try_offer(device, offer, run);
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
 }
 
 }  // namespace pipedream

@@ -30,6 +30,19 @@ class DrivingScope {
   DrivingScope& operator=(const DrivingScope&) = delete;
 };
 
+// Ends a wait, also where an error does.
+template <class End>
+class WaitingScope {
+ public:
+  explicit WaitingScope(End end) : end_(std::move(end)) {}
+  ~WaitingScope() { end_(); }
+  WaitingScope(const WaitingScope&) = delete;
+  WaitingScope& operator=(const WaitingScope&) = delete;
+
+ private:
+  const End end_;
+};
+
 TransportOptions checked(TransportOptions options) {
   if (!(options.peer_timeout_s > 0 && options.peer_timeout_s <= kPeerTimeoutMaxS)) {
     throw UserError("peer_timeout_s is " + std::to_string(options.peer_timeout_s) +
@@ -56,7 +69,8 @@ int milliseconds_until(Deadline deadline) {
 
 TransportCore::TransportCore(TransportOptions options)
     : options_(checked(std::move(options))),
-      beat_period_(duration_of(options_.peer_timeout_s / kBeatsPerTimeout)) {
+      beat_period_(duration_of(options_.peer_timeout_s / kBeatsPerTimeout)),
+      pid_(::getpid()) {
   tasks_.reserve(kNumTasksAtFirst);
   running_tasks_.reserve(kNumTasksAtFirst);
 }
@@ -132,7 +146,10 @@ bool TransportCore::is_driven_here() const { return driven_here == this; }
 
 bool TransportCore::is_any_driven_here() { return driven_here != nullptr; }
 
-bool TransportCore::may_drive() { return driven_here == nullptr && !PassiveScope::is_passive(); }
+// Not in a child of fork() either: the sockets are its parent's.
+bool TransportCore::may_drive() const {
+  return driven_here == nullptr && !PassiveScope::is_passive() && ::getpid() == pid_;
+}
 
 // Under the mutex, for all but the transport thread, which comes first where it is needed: it is awake then.
 bool TransportCore::begin_driving() {
@@ -159,7 +176,15 @@ bool TransportCore::stop_driving(bool hands_over) {
   return true;
 }
 
-void TransportCore::drive_as_poster() {
+// After an error of a task or a handler, as a device's: it reaches who drives, and the thread goes on. What
+// this turn had taken of the queue is dropped.
+void TransportCore::drop_drive() {
+  running_tasks_.clear();
+  need_thread();
+  static_cast<void>(stop_driving(/*hands_over=*/true));
+}
+
+void TransportCore::drive_as_poster() try {
   const DrivingScope driving(*this);
   for (int round = 1;; ++round) {
     static_cast<void>(run_tasks());
@@ -167,6 +192,9 @@ void TransportCore::drive_as_poster() {
     if (has_traffic()) need_thread();
     if (stop_driving(/*hands_over=*/round >= kNumPosterRoundsMax)) return;
   }
+} catch (...) {
+  drop_drive();
+  throw;
 }
 
 // ---- Who waits ----
@@ -179,12 +207,14 @@ bool TransportCore::drive_until(Deadline deadline, const std::function<bool()>& 
     waiter_ = std::this_thread::get_id();
     interrupted_ = false;  // done() is asked after this
   }
+  const WaitingScope waiting([this] {
+    const std::lock_guard lock(mutex_);
+    waiter_.reset();
+  });
   bool is_done = done();
   while (!is_done && Clock::now() < deadline) {
     is_done = sleep_and_drive(milliseconds_until(deadline), done);
   }
-  const std::lock_guard lock(mutex_);
-  waiter_.reset();
   return true;
 }
 
@@ -204,7 +234,7 @@ bool TransportCore::sleep_and_drive(int timeout_ms, const std::function<bool()>&
     names = waiter_watch_.sleep(sleeps ? timeout_ms : 0);
     const auto asked = [&] { return is_done || done(); };
     is_done = wake_waiter(names) ? drive_as_waiter(std::ref(asked)) : asked();
-  } while (names.size() == Watch::kNumNamesMax);
+  } while (names.size() + 1 >= Watch::kNumNamesMax);
   return is_done;
 }
 
@@ -224,7 +254,7 @@ bool TransportCore::wake_waiter(std::span<const std::uint64_t> names) {
   return begin_driving();
 }
 
-bool TransportCore::drive_as_waiter(const std::function<bool()>& done) {
+bool TransportCore::drive_as_waiter(const std::function<bool()>& done) try {
   const DrivingScope driving(*this);
   bool is_done = false;
   for (int round = 1;; ++round) {
@@ -236,6 +266,9 @@ bool TransportCore::drive_as_waiter(const std::function<bool()>& done) {
     if (has_traffic()) need_thread();
     if (stop_driving(/*hands_over=*/!has_time)) return is_done;
   }
+} catch (...) {
+  drop_drive();
+  throw;
 }
 
 // ---- Life ----

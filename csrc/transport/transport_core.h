@@ -20,6 +20,8 @@
 // the queue itself, which keeps the room it has once had: in the steady state nothing is allocated.
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -122,11 +124,12 @@ class TransportCore : public Transport {
   };
 
   void request_stop(Stop stop);
-  [[nodiscard]] static bool may_drive();
+  [[nodiscard]] bool may_drive() const;
   [[nodiscard]] Watch* take_sleeper();
   [[nodiscard]] bool begin_driving();
   [[nodiscard]] bool stop_driving(bool hands_over);
   void drive_as_poster();
+  void drop_drive();
   [[nodiscard]] bool sleep_and_drive(int timeout_ms, const std::function<bool()>& done);
   [[nodiscard]] bool may_waiter_sleep();
   [[nodiscard]] bool wake_waiter(std::span<const std::uint64_t> names);
@@ -144,6 +147,7 @@ class TransportCore : public Transport {
 
   const TransportOptions options_;
   const Clock::duration beat_period_;
+  const pid_t pid_;     // whose sockets they are
   Watch waiter_watch_;  // descriptors are added here first: who waits is woken before the thread
   Watch thread_watch_;
   std::mutex join_mutex_;  // guards thread_'s join

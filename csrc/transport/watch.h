@@ -49,7 +49,7 @@ class Watch {
   void wake() { wake_fd_.set(); }
   // Until wake(), which is used up by that, until a descriptor is readable or timeout_ms have passed (-1: no
   // bound); or a signal came. The names of what is readable, valid until the next call. Where there are
-  // kNumNamesMax there may be more, which this thread must ask for.
+  // kNumNamesMax, or one fewer and a wake-up, there may be more, which this thread must ask for.
   [[nodiscard]] std::span<const std::uint64_t> sleep(int timeout_ms);
 
  private:

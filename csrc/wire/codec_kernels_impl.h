@@ -100,9 +100,9 @@ void decode_int8(std::size_t num_elements, const std::byte* encoded, T* values) 
 //   1 a sample of the sums says above which magnitude lie about as many as are sent, and some more: the bound
 //   2 residual += values, and what is above the bound is listed. A list that is full keeps the num_chosen
 //     largest, and the bound rises to the least of them: what equals it comes later, and is not chosen
-//   3 when the bound of the sample was too high, fewer are listed than are sent: listed again, without a
-//   bound 4 the list keeps the num_chosen largest, and becomes their indices; values follow 5 the residual
-//   loses what was sent, and what is not finite
+//   3 when the bound of the sample was too high, fewer are listed than are sent: listed again, without one
+//   4 the list keeps the num_chosen largest, and becomes their indices; values follow
+//   5 the residual loses what was sent, and what is not finite
 //
 // What is chosen does not depend on the sample. The tensor is read once, and once more after 3; in the worst
 // order, ascending, the list fills up again and again. An entry of the list says where its element is, and

@@ -18,7 +18,6 @@ import stat
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -286,13 +285,9 @@ class _Forwarder(threading.Thread):
             self._check_stopping()
 
     def _wait_for(self, key: str) -> list[Any]:
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while True:
-            self._check_stopping()
-            with contextlib.suppress(errors.PeerLost):
-                return self._rendezvous.wait_for([key], 0.1, lambda _: "no word")
-            if time.monotonic() > deadline_s:
-                raise errors.PeerLost(f"no {key} within {START_TIMEOUT_S:g} s")
+        return self._rendezvous.wait_for(
+            [key], START_TIMEOUT_S, lambda _: f"no {key}", meanwhile=self._check_stopping
+        )
 
     def _forward(self, core: _core.Worker) -> None:
         forwarded = self._forwarded

@@ -33,6 +33,8 @@ START_TIMEOUT_S = 600.0
 """How long a rank waits for others that have not joined: they may be profiling, or importing torch."""
 _POLL_PERIOD_S = 0.02
 _STORE_TIMEOUT = timedelta(seconds=60)
+_LAST_SIGN_S = 1.0
+"""How long a rank whose links are open waits, at most, for the store to take its last sign."""
 _FAILED_KEY = "failed"
 _LINGER_S = 5.0
 """How long the host of a store stays, at most, for those that have not heard why the run failed."""
@@ -184,11 +186,18 @@ class Rendezvous:
         if lost is not None:
             raise PeerLost(lost)
 
-    def wait_for(self, keys: list[str], timeout_s: float, describe: Callable[[list[str]], str]) -> list[Any]:
+    def wait_for(
+        self,
+        keys: list[str],
+        timeout_s: float,
+        describe: Callable[[list[str]], str],
+        *,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> list[Any]:
         """The values of the keys once all are there.
 
-        Raises what raise_if_failed() raises meanwhile, and PeerLost after timeout_s, naming by `describe` the
-        keys that are missing.
+        Raises what raise_if_failed() and `meanwhile` raise while it waits, and PeerLost after timeout_s,
+        naming by `describe` the keys that are missing.
         """
         deadline_s = time.monotonic() + timeout_s
         missing = list(keys)
@@ -200,6 +209,7 @@ class Rendezvous:
             missing = self._ask(still_missing)
             if not missing:
                 return self._ask(lambda store: [json.loads(store.get(key)) for key in keys])
+            meanwhile()
             self.raise_if_failed()
             if time.monotonic() > deadline_s:
                 raise PeerLost(f"{describe(missing)} within {timeout_s:g} s")
@@ -222,10 +232,11 @@ class Rendezvous:
             self._ask(lambda store: signs.enter(store, phase))
 
     def leave(self) -> None:
-        """This rank's links are open: they tell of its end, and of that of its peers."""
+        """This rank's links are open: they tell of its end, and of that of its peers. Best effort: nothing
+        here needs the store any more."""
         signs, self._signs = self._signs, None
         if signs is not None:
-            self._ask(signs.end)
+            concurrent.futures.wait([self._post(signs.end)], _LAST_SIGN_S)
 
     def _linger(self) -> None:
         others = [rank for rank in range(self._world_size) if rank != self._rank]
@@ -250,6 +261,17 @@ class Rendezvous:
         """What the call returns, made on the store's thread. Raises PeerLost when the store is gone."""
         if self._store_is_gone:
             raise PeerLost(self._store_is_gone)
+        answer = self._post(call)
+        try:
+            return answer.result(self._patience_s)
+        except concurrent.futures.TimeoutError:
+            how = f"has not answered for {self._patience_s:g} s"
+        except dist.DistError:
+            how = "is gone"
+        self._store_is_gone = f"{self._host}, which hosts the store of the run, {how} while {self._phase}"
+        raise PeerLost(self._store_is_gone) from None
+
+    def _post(self, call: Callable[[dist.Store], _T]) -> concurrent.futures.Future[_T]:
         answer: concurrent.futures.Future[_T] = concurrent.futures.Future()
 
         def perform() -> None:
@@ -259,14 +281,7 @@ class Rendezvous:
                 answer.set_exception(error)
 
         self._calls.put(perform)
-        try:
-            return answer.result(self._patience_s)
-        except concurrent.futures.TimeoutError:
-            how = f"has not answered for {self._patience_s:g} s"
-        except dist.DistError:
-            how = "is gone"
-        self._store_is_gone = f"{self._host}, which hosts the store of the run, {how} while {self._phase}"
-        raise PeerLost(self._store_is_gone) from None
+        return answer
 
     def _serve(self) -> None:
         while True:

@@ -133,11 +133,11 @@ class _Worker:
         torch.set_num_threads(self._options.num_threads)
         _core.keep_freed_memory()
         rendezvous = self._place.rendezvous
+        self._device = self._choose_device()  # before join(): it keeps the GIL, which signs of life need
         rendezvous.join(self._options.links.peer_timeout_s)
         rendezvous.enter("agreeing on the plan")
         stream = self._agree(data)
         own_device = device_of(self._own_stages())  # where the user has the model, and finds it again
-        self._device = self._choose_device()
         for stage in self._own_stages():
             stage.to(self._device)
         try:
@@ -314,6 +314,7 @@ class _Worker:
             return torch.device("cpu")
         device = torch.device("cuda", self._place.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        torch.cuda.synchronize(device)  # makes the device's context, which may take seconds
         return device
 
     def _make_core(self) -> _core.Worker:

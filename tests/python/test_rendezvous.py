@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+import torch.distributed as dist
 from pipedream import PeerLost, PipelineError
 from pipedream import rendezvous as module
 from pipedream.rendezvous import Rendezvous, connect_store, host_store
@@ -170,6 +171,42 @@ def test_a_store_that_does_not_answer_is_given_up_after_the_peer_timeout(ranks: 
             )
     finally:
         over.set()
+
+
+class Stalled:
+    """A store that takes nothing until it is over, and then breaks."""
+
+    def __init__(self, over: threading.Event) -> None:
+        self._over = over
+
+    def set(self, _: str, __: str) -> None:
+        self._over.wait()
+        raise dist.DistStoreError("broken")
+
+
+@pytest.mark.parametrize("breaks", [False, True], ids=["stalls", "breaks"])
+def test_a_rank_whose_links_are_open_does_without_the_store(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, breaks: bool
+) -> None:
+    monkeypatch.setattr(module, "_LAST_SIGN_S", _DEADLINE_S if breaks else 0.1)
+    over = threading.Event()
+    one = ranks.rank(0)
+    one.join(_TIMEOUT_S)
+    one._store = Stalled(over)  # type: ignore[assignment]
+    if breaks:
+        over.set()
+    try:
+        one.leave()
+    finally:
+        over.set()
+
+
+def test_whoever_waits_may_stop_waiting(ranks: Ranks) -> None:
+    def stop() -> None:
+        raise KeyError("stopped")
+
+    with pytest.raises(KeyError, match="stopped"):
+        ranks.rank(0).wait_for(["a"], _DEADLINE_S, _no_word, meanwhile=stop)
 
 
 @pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])

@@ -4,6 +4,7 @@
 // Loaded once per path and never unloaded. Any thread; sockets belong to one thread at a time.
 #pragma once
 
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -102,6 +103,16 @@ struct LibZmq {
   std::size_t (*msg_size)(const ZmqMessage* message) = nullptr;
   int (*msg_more)(const ZmqMessage* message) = nullptr;
   const char* (*msg_gets)(const ZmqMessage* message, const char* property) = nullptr;
+
+  // The result of a call that does nothing when a signal interrupts it: it is made again then. Who drives may
+  // be any thread, also one on which signals are handled.
+  template <class Call>
+  [[nodiscard]] int uninterrupted(Call call) const {
+    for (;;) {
+      const int result = call();
+      if (result >= 0 || errno_of_thread() != EINTR) return result;
+    }
+  }
 
   // What went wrong in this thread's last call.
   [[nodiscard]] std::string last_error() const;

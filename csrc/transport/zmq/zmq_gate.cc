@@ -103,13 +103,12 @@ bool ZmqGate::is_allowed(const std::string& key) const {
 bool ZmqGate::receive_part(std::string& part, bool& more) {
   ZmqMessage message;
   PD_CHECK(zmq_.msg_init(&message) == 0, zmq_.last_error());
-  const int num_bytes = zmq_.msg_recv(&message, socket_, zmq::kDontWait);
+  const int num_bytes = zmq_.uninterrupted([&] { return zmq_.msg_recv(&message, socket_, zmq::kDontWait); });
   if (num_bytes >= 0) {
     part.assign(static_cast<const char*>(zmq_.msg_data(&message)), zmq_.msg_size(&message));
     more = zmq_.msg_more(&message) != 0;
   } else {
-    const int error = zmq_.errno_of_thread();
-    PD_CHECK(error == EAGAIN || error == EINTR, zmq_.last_error());
+    PD_CHECK(zmq_.errno_of_thread() == EAGAIN, zmq_.last_error());
   }
   PD_CHECK(zmq_.msg_close(&message) == 0, zmq_.last_error());
   return num_bytes >= 0;
@@ -121,7 +120,8 @@ void ZmqGate::reply(const std::string& version, const std::string& request_id, i
       version, request_id, std::to_string(status), status == kWelcome ? "OK" : "refused", "", ""};
   for (std::size_t part = 0; part < parts.size(); ++part) {
     const int flags = zmq::kDontWait | (part + 1 < parts.size() ? zmq::kSndMore : 0);
-    PD_CHECK(zmq_.send(socket_, parts[part].data(), parts[part].size(), flags) >= 0, zmq_.last_error());
+    const auto send = [&] { return zmq_.send(socket_, parts[part].data(), parts[part].size(), flags); };
+    PD_CHECK(zmq_.uninterrupted(send) >= 0, zmq_.last_error());
   }
 }
 

@@ -61,12 +61,10 @@ class Message {
 
   // False when nothing has arrived.
   [[nodiscard]] bool receive(void* socket) {
-    for (;;) {
-      if (zmq_.msg_recv(&message_, socket, zmq::kDontWait) >= 0) return true;
-      const int error = zmq_.errno_of_thread();
-      if (error == EAGAIN) return false;
-      PD_CHECK(error == EINTR, zmq_.last_error());
-    }
+    const auto receive = [&] { return zmq_.msg_recv(&message_, socket, zmq::kDontWait); };
+    if (zmq_.uninterrupted(receive) >= 0) return true;
+    PD_CHECK(zmq_.errno_of_thread() == EAGAIN, zmq_.last_error());
+    return false;
   }
   [[nodiscard]] std::span<const std::byte> bytes() {
     return {static_cast<const std::byte*>(zmq_.msg_data(&message_)), zmq_.msg_size(&message_)};
@@ -316,6 +314,7 @@ void ZmqLink::connect(const std::string& endpoint) {
 
 // Before libzmq closes the descriptors.
 void ZmqLink::disconnect() {
+  if (socket_ == nullptr) return;  // a second time: the transport may be half gone
   shared_.doors.shut(domain_);
   for (int* fd : {&socket_fd_, &monitor_fd_}) {
     if (*fd >= 0) transport().unwatch(std::exchange(*fd, -1));
@@ -326,10 +325,8 @@ void ZmqLink::disconnect() {
     PD_CHECK(zmq_.close(monitor_) == 0, zmq_.last_error());
     monitor_ = nullptr;
   }
-  if (socket_ != nullptr) {
-    PD_CHECK(zmq_.close(socket_) == 0, zmq_.last_error());
-    socket_ = nullptr;
-  }
+  PD_CHECK(zmq_.close(socket_) == 0, zmq_.last_error());
+  socket_ = nullptr;
 }
 
 // ---- Marks ----
@@ -377,7 +374,8 @@ bool ZmqLink::has_traffic() {
   if (has_events_ || connection_ended_) return true;
   int events = 0;
   std::size_t num_bytes = sizeof(events);
-  PD_CHECK(zmq_.getsockopt(socket_, zmq::kEvents, &events, &num_bytes) == 0, zmq_.last_error());
+  const auto look = [&] { return zmq_.getsockopt(socket_, zmq::kEvents, &events, &num_bytes); };
+  PD_CHECK(zmq_.uninterrupted(look) == 0, zmq_.last_error());
   return (events & zmq::kPollIn) != 0;
 }
 
@@ -387,7 +385,8 @@ void ZmqLink::carry(const FrameHeaderBytes& header, HeldFrame frame) {
   mark();
   const bool has_payload = !frame.payload().empty();
   const int flags = zmq::kDontWait | (has_payload ? zmq::kSndMore : 0);
-  if (!handed_over(zmq_.send(socket_, header.data(), header.size(), flags))) return;
+  const auto send = [&] { return zmq_.send(socket_, header.data(), header.size(), flags); };
+  if (!handed_over(zmq_.uninterrupted(send))) return;
   if (has_payload) carry_payload(std::move(frame));
 }
 
@@ -399,7 +398,8 @@ void ZmqLink::carry_payload(HeldFrame frame) {
   const int made =
       zmq_.msg_init_data(&message, const_cast<std::byte*>(payload.data()), payload.size(), give_back, loan);
   PD_CHECK(made == 0, zmq_.last_error());
-  if (!handed_over(zmq_.msg_send(&message, socket_, zmq::kDontWait))) {
+  const auto send = [&] { return zmq_.msg_send(&message, socket_, zmq::kDontWait); };
+  if (!handed_over(zmq_.uninterrupted(send))) {
     PD_CHECK(zmq_.msg_close(&message) == 0, zmq_.last_error());  // gives the loan back
   }
 }

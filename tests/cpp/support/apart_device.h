@@ -11,11 +11,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
 
 #include "base/check.h"
+#include "base/failure.h"
 #include "device/device.h"
 
 namespace pipedream {
@@ -25,6 +27,8 @@ class ApartDevice final : public Device {
   // What goes wrong; set before it is used.
   std::string why_not_exported;  // empty: nothing
   std::string why_not_imported;
+  std::string why_no_memory;         // thrown
+  std::string why_not_copied;        // thrown
   bool maps_another_memory = false;  // as a driver might, that reuses numbers
 
   [[nodiscard]] int num_exported() const { return num_exported_; }  // and not freed
@@ -34,7 +38,10 @@ class ApartDevice final : public Device {
   [[nodiscard]] DeviceType type() const override { return DeviceType::kCuda; }
   [[nodiscard]] int index() const override { return 0; }
   [[nodiscard]] std::string name() const override { return "apart:0"; }
-  [[nodiscard]] std::unique_ptr<Stream> make_stream() override { return host_->make_stream(); }
+  [[nodiscard]] std::unique_ptr<Stream> make_stream() override {
+    if (!why_not_copied.empty()) return std::make_unique<FailingStream>(why_not_copied);
+    return host_->make_stream();
+  }
   [[nodiscard]] std::unique_ptr<Event> make_event() override { return host_->make_event(); }
   [[nodiscard]] std::unique_ptr<Stream> wrap_stream(std::uintptr_t /*native_handle*/) override {
     return host_->make_stream();
@@ -51,6 +58,7 @@ class ApartDevice final : public Device {
 
   [[nodiscard]] std::unique_ptr<ExportedMemory> export_memory(std::size_t num_bytes,
                                                               std::string* why) override {
+    if (!why_no_memory.empty()) throw UserError(why_no_memory);
     if (!why_not_exported.empty()) return refuse(why, why_not_exported);
     const int fd = ::memfd_create("apart", MFD_CLOEXEC);
     PD_CHECK(fd >= 0 && ::ftruncate(fd, static_cast<off_t>(num_bytes)) == 0, std::strerror(errno));
@@ -89,6 +97,21 @@ class ApartDevice final : public Device {
     std::atomic<int>& count_;
     std::byte* const data_;
     const std::size_t num_bytes_;
+  };
+
+  class FailingStream final : public Stream {
+   public:
+    explicit FailingStream(std::string why) : why_(std::move(why)) {}
+    void copy(void* /*to*/, const void* /*from*/, std::size_t /*num_bytes*/) override {
+      throw DeviceError(why_);
+    }
+    void record(Event& /*event*/) override {}
+    void wait(const Event& /*event*/) override {}
+    void call(std::function<void()> /*function*/) override {}
+    void synchronize() override {}
+
+   private:
+    const std::string why_;
   };
 
   class Exported final : public ExportedMemory {

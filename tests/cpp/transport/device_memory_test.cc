@@ -308,6 +308,23 @@ TEST(DeviceOffer, ReasonOfADeviceThatCannotMapItIsSaid) {
   EXPECT_EQ(why_out_of_reach(*host, offer->address(), kRun), "host maps no memory of other devices");
 }
 
+TEST(DeviceOffer, WhatADeviceThrowsMeanwhileIsTheReason) {
+  ApartDevice device;
+  const auto offer = make_device_offer(device, kRun);
+  ASSERT_NE(offer, nullptr);
+  device.why_not_copied = "apart:0: peer mapping resources exhausted";
+  EXPECT_EQ(why_out_of_reach(device, offer->address(), kRun), device.why_not_copied);
+  std::string why;
+  EXPECT_EQ(make_device_offer(device, kRun, &why), nullptr);
+  EXPECT_EQ(why, device.why_not_copied);
+  device.why_no_memory = "apart:0 has not enough memory";
+  EXPECT_EQ(make_device_offer(device, kRun, &why), nullptr);
+  EXPECT_EQ(why, device.why_no_memory);
+  EXPECT_EQ(make_device_offer(device, kRun), nullptr);
+  EXPECT_EQ(device.num_imported(), 0);
+  EXPECT_EQ(device.num_exported(), 1);  // the first
+}
+
 TEST(DeviceOffer, MappingOfOtherMemoryIsFoundOut) {
   ApartDevice device;
   const auto offer = make_device_offer(device, kRun);

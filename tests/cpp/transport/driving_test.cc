@@ -1,10 +1,13 @@
 // Who drives a transport, and that nothing is lost between two who do: every transport. Where a test says
 // which thread something runs on it tries until that thread finds nobody driving.
 #include <gtest/gtest.h>
+#include <sys/time.h>
 
 #include <atomic>
+#include <csignal>
 #include <latch>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -18,6 +21,37 @@ namespace {
 constexpr double kNoHeartbeatS = 1e4;
 
 Deadline in_patience() { return Clock::now() + kPatience; }
+
+// A signal with a handler, up to 20,000 times a second, while it lives.
+class Interruptions {
+ public:
+  Interruptions() {
+    struct sigaction action {};
+    action.sa_handler = [](int) { ++num_signals_; };
+    num_signals_ = 0;
+    EXPECT_EQ(::sigaction(SIGALRM, &action, &before_), 0);
+    set_timer(50);
+  }
+  ~Interruptions() {
+    set_timer(0);
+    ::sigaction(SIGALRM, &before_, nullptr);
+  }
+  Interruptions(const Interruptions&) = delete;
+  Interruptions& operator=(const Interruptions&) = delete;
+
+  [[nodiscard]] int num_signals() const { return num_signals_.load(); }
+
+ private:
+  static void set_timer(suseconds_t period_us) {
+    itimerval timer{};
+    timer.it_interval.tv_usec = period_us;
+    timer.it_value.tv_usec = period_us;
+    EXPECT_EQ(::setitimer(ITIMER_REAL, &timer, nullptr), 0);
+  }
+
+  static inline std::atomic<int> num_signals_{0};
+  struct sigaction before_ {};
+};
 
 class Driving : public testing::TestWithParam<std::string> {
  protected:
@@ -99,6 +133,58 @@ TEST_P(Driving, WhatIsPostedWhileAnotherThreadDrivesIsRunByThatOne) {
   posted.count_down();
   ran.wait();
   EXPECT_EQ(thread, busy_thread);
+}
+
+TEST_P(Driving, ErrorOfATaskReachesWhoDrivesAndTheThreadGoesOn) {
+  const std::thread::id here = std::this_thread::get_id();
+  const auto throws_here = [&] {
+    if (std::this_thread::get_id() == here) throw std::runtime_error("the device refuses");
+  };
+  const auto has_thrown = [&] {
+    try {
+      connecting_->post_and_drive(throws_here);
+      return false;
+    } catch (const std::runtime_error&) {
+      return true;
+    }
+  };
+  for (int round = 0; round < 10; ++round) {
+    ASSERT_TRUE(wait_until(has_thrown));
+    std::latch ran(1);
+    connecting_->post([&] { ran.count_down(); });
+    ran.wait();
+  }
+}
+
+TEST_P(Driving, ErrorOfATaskEndsAWaitAndTheNextOneMayWait) {
+  const std::thread::id here = std::this_thread::get_id();
+  std::atomic<bool> has_thrown{false};
+  const auto throws_here = [&] {
+    if (std::this_thread::get_id() == here && !has_thrown.exchange(true)) throw std::runtime_error("refused");
+  };
+  const auto wait_for_error = [&] {
+    connecting_->post(throws_here);
+    return has_thrown.load();
+  };
+  try {
+    EXPECT_TRUE(connecting_->drive_until(in_patience(), wait_for_error));
+  } catch (const std::runtime_error&) {
+  }
+  EXPECT_TRUE(has_thrown.load());
+  EXPECT_TRUE(connecting_->drive_until(in_patience(), [] { return true; }));
+}
+
+TEST_P(Driving, SignalsOnTheThreadThatDrivesLoseNothing) {
+  open_link();
+  const Interruptions interruptions;
+  constexpr int kNumSignals = 2000;
+  std::size_t num_frames = 0;
+  for (; interruptions.num_signals() < kNumSignals; ++num_frames) {
+    connecting_->post_and_drive([&] { connector_->send(credit_frame(0)); });
+    listening_->post_and_drive([&] { listener_->send(credit_frame(0)); });
+  }
+  EXPECT_TRUE(at_listener_.wait_frames(num_frames));
+  EXPECT_TRUE(at_connector_.wait_frames(num_frames));
 }
 
 TEST_P(Driving, WhatADriverPostsComesAfterWhatItIsIn) {
