@@ -101,6 +101,7 @@ def test_after_its_links_are_open_a_rank_says_nothing_to_the_store(ranks: Ranks)
     one = ranks.rank(0)
     one.join(_TIMEOUT_S)
     one.leave()
+    one.raise_if_failed()  # is answered after what was set before
     last = ranks.store.get("run/signs of life/0")
     time.sleep(2 * _TIMEOUT_S)
     assert ranks.store.get("run/signs of life/0") == last
@@ -124,7 +125,7 @@ def test_the_host_of_the_store_stays_until_the_others_have_heard_why(
     monkeypatch.setattr(time, "sleep", hear)  # what it does while it stays
     monkeypatch.setattr(module, "_LINGER_S", _DEADLINE_S)
     host.close()
-    assert heard == ["a mistake"]
+    assert set(heard) == {"a mistake"}  # once, or twice: nobody confirms what is set
 
 
 def test_the_host_of_the_store_does_not_stay_for_ever(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
