@@ -75,7 +75,8 @@ TEST(Endpoint, WhatIsNoEndpointIsRefusedByName) {
   };
   for (const auto& [text, why] : cases) {
     EXPECT_NE(refusal_of(text).find(why), std::string::npos) << refusal_of(text);
-    EXPECT_EQ(refusal_of(text).find("endpoint '" + text + "': "), 0U) << refusal_of(text);
+    const std::string shown = text.substr(0, text.find(' '));
+    EXPECT_EQ(refusal_of(text).find("endpoint '" + shown + "': "), 0U) << refusal_of(text);
   }
 }
 
