@@ -11,6 +11,7 @@
 
 #include "base/clock.h"
 #include "base/failure.h"
+#include "base/scope_exit.h"
 #include "transport/transport.h"
 
 namespace pipedream {
@@ -54,21 +55,19 @@ class Wakeup {
     if (done()) return accepted;
     if (transport_ != nullptr && !waiter_drives_) {
       waiter_drives_ = true;
-      lock.unlock();
       const auto done_under_lock = [&] {
         const std::lock_guard look_lock(mutex_);
         return done();
       };
       bool drove = false;
-      try {
+      {
+        lock.unlock();
+        const ScopeExit has_waited([&] {  // or has had a device's error
+          lock.lock();
+          waiter_drives_ = false;
+        });
         drove = transport_->drive_until(deadline, std::ref(done_under_lock));
-      } catch (...) {  // a device's error
-        lock.lock();
-        waiter_drives_ = false;
-        throw;
       }
-      lock.lock();
-      waiter_drives_ = false;
       if (drove) return accepted;
     }
     changed_.wait_until(lock, deadline, done);

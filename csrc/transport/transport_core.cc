@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "base/check.h"
+#include "base/scope_exit.h"
 #include "transport/link_core.h"
 
 namespace pipedream {
@@ -28,19 +29,6 @@ class DrivingScope {
   ~DrivingScope() { driven_here = nullptr; }
   DrivingScope(const DrivingScope&) = delete;
   DrivingScope& operator=(const DrivingScope&) = delete;
-};
-
-// Ends a wait, also where an error does.
-template <class End>
-class WaitingScope {
- public:
-  explicit WaitingScope(End end) : end_(std::move(end)) {}
-  ~WaitingScope() { end_(); }
-  WaitingScope(const WaitingScope&) = delete;
-  WaitingScope& operator=(const WaitingScope&) = delete;
-
- private:
-  const End end_;
 };
 
 TransportOptions checked(TransportOptions options) {
@@ -207,7 +195,7 @@ bool TransportCore::drive_until(Deadline deadline, const std::function<bool()>& 
     waiter_ = std::this_thread::get_id();
     interrupted_ = false;  // done() is asked after this
   }
-  const WaitingScope waiting([this] {
+  const ScopeExit no_longer_waits([this] {
     const std::lock_guard lock(mutex_);
     waiter_.reset();
   });

@@ -1,0 +1,20 @@
+// Runs what it is given where its scope ends, also where an error ends it. Any thread.
+#pragma once
+
+#include <utility>
+
+namespace pipedream {
+
+template <class Function>
+class ScopeExit {
+ public:
+  explicit ScopeExit(Function function) : function_(std::move(function)) {}
+  ~ScopeExit() { function_(); }
+  ScopeExit(const ScopeExit&) = delete;
+  ScopeExit& operator=(const ScopeExit&) = delete;
+
+ private:
+  const Function function_;
+};
+
+}  // namespace pipedream
