@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.multiprocessing
 from torch import Tensor
 
 from . import _core
@@ -15,7 +17,7 @@ from .plan import Plan
 from .rendezvous import Rendezvous
 from .status import StatusBoard
 
-__all__ = ["JobOptions", "TorchSettings", "WorkerPlace", "check_plan_is_built"]
+__all__ = ["CallerSettings", "JobOptions", "WorkerPlace", "check_plan_is_built"]
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,9 @@ class WorkerPlace:
 
 
 @dataclass(frozen=True)
-class TorchSettings:
-    """The switches of torch that decide what a model computes: local workers take the caller's."""
+class CallerSettings:
+    """What is set for a whole process and decides what a model computes or how its data are loaded: local
+    workers take the caller's."""
 
     default_dtype: torch.dtype
     deterministic: bool
@@ -90,9 +93,15 @@ class TorchSettings:
     matmul_precision: str
     cudnn_benchmark: bool
     cudnn_deterministic: bool
+    start_method: str
+    """Of multiprocessing: how a DataLoader starts its processes. A spawned worker's own would be "spawn"."""
+    sharing_strategy: str
+    """Of torch.multiprocessing: how they hand over their tensors."""
 
     @classmethod
-    def capture(cls) -> TorchSettings:
+    def capture(cls) -> CallerSettings:
+        # Without asking for it where it is not set: that would set it, for the caller too.
+        start_method = multiprocessing.get_start_method(allow_none=True)
         return cls(
             default_dtype=torch.get_default_dtype(),
             deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -100,6 +109,8 @@ class TorchSettings:
             matmul_precision=torch.get_float32_matmul_precision(),
             cudnn_benchmark=torch.backends.cudnn.benchmark,
             cudnn_deterministic=torch.backends.cudnn.deterministic,
+            start_method=start_method or multiprocessing.get_all_start_methods()[0],  # which is the default
+            sharing_strategy=torch.multiprocessing.get_sharing_strategy(),  # type: ignore[no-untyped-call]
         )
 
     def apply(self) -> None:
@@ -108,6 +119,8 @@ class TorchSettings:
         torch.set_float32_matmul_precision(self.matmul_precision)
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
         torch.backends.cudnn.deterministic = self.cudnn_deterministic
+        multiprocessing.set_start_method(self.start_method, force=True)
+        torch.multiprocessing.set_sharing_strategy(self.sharing_strategy)  # type: ignore[no-untyped-call]
 
 
 def check_plan_is_built(plan: Plan) -> None:

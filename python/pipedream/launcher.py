@@ -33,7 +33,7 @@ from .boundary import Boundary, check_pair
 from .channels import CALLER, INPUTS, TARGETS, data_channels
 from .data import ForwardedData, epochs_of, fingerprint, forwarded_counts, num_minibatches_of
 from .guard import RUN_FOLDER_VARIABLE, error_path
-from .job import JobOptions, TorchSettings, WorkerPlace
+from .job import CallerSettings, JobOptions, WorkerPlace
 from .microbatch import check_alike, samples_of
 from .plan import Plan
 from .pulse import Pulse
@@ -87,7 +87,7 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions) -> RunRe
         _write_options(folder, options)
         forwarded = _write_data(folder, data, options)
         _write_part(folder, "rng", rng, "")
-        _write_part(folder, "settings", TorchSettings.capture(), "")
+        _write_part(folder, "settings", CallerSettings.capture(), "")
         board = StatusBoard(folder / "board", options.plan.workers_used, create=True)
         store, port = host_store()
         errand = _Errand(os.fspath(folder), port, secrets.randbits(64))
@@ -373,6 +373,7 @@ def _local_worker(errand: _Errand) -> None:
     _core.die_with_parent()
     rank = int(os.environ["RANK"])
     folder = Path(errand.folder)
+    _forked_children_die_with_this_process()
     board = StatusBoard(folder / "board", int(os.environ["WORLD_SIZE"]), create=False)
     board.write_pid(rank, os.getpid())
     try:
@@ -386,7 +387,23 @@ def _local_worker(errand: _Errand) -> None:
 
 
 def _run_errand(errand: _Errand, folder: Path, rank: int, board: StatusBoard) -> None:
-    settings: TorchSettings = _read_part(folder, "settings")
+    settings: CallerSettings = _read_part(folder, "settings")
+def _forked_children_die_with_this_process() -> None:
+    """The processes of a DataLoader hold this one's sockets and memory: where it is killed, they would keep
+    both for seconds."""
+    forks_on_main_thread = False
+
+    def note_thread() -> None:
+        nonlocal forks_on_main_thread
+        forks_on_main_thread = threading.current_thread() is threading.main_thread()
+
+    def follow() -> None:
+        if forks_on_main_thread:  # the signal comes when the thread ends that forked
+            _core.die_with_parent()
+
+    os.register_at_fork(before=note_thread, after_in_child=follow)
+
+
     settings.apply()  # before the model is rebuilt: its code may ask
     options: JobOptions = _read_part(folder, "options")
     plan = options.plan

@@ -11,6 +11,9 @@ from pathlib import Path
 _SCRIPT = '''
 import functools, json, os, sys, torch, pipedream
 
+with open(sys.argv[1] + ".imports", "a") as file:
+    print(os.getpid(), file=file)
+
 class Scale(torch.nn.Module):
     """A layer of the script's own."""
     def __init__(self):
@@ -26,7 +29,7 @@ if __name__ == "__main__":
     torch.manual_seed(3)
     model = torch.nn.Sequential(Scale(), torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 4))
     dataset = torch.utils.data.TensorDataset(torch.randn(30, 4), torch.randn(30, 4))
-    loader = torch.utils.data.DataLoader(dataset, batch_size=4, shuffle=True)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=4, shuffle=True, num_workers=1)
     result = pipedream.run(
         model, pipedream.Plan.straight(4, 2), data=loader, loss_fn=loss_fn, epochs=2, progress=False,
         optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -67,6 +70,9 @@ def test_a_guarded_script_gives_the_same_result_plainly_and_under_torchrun(tmp_p
     script.write_text(_SCRIPT, encoding="utf-8")
     done = _run([str(script), str(plain)])
     assert done.returncode == 0, done.stderr
+    # The caller and two workers; the processes of their DataLoaders are forked, as the caller's would be.
+    imports = plain.with_suffix(".json.imports").read_text(encoding="utf-8").split()
+    assert len(imports) == 3
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = _run([*torchrun, str(script), str(ranks)])
     assert done.returncode == 0, done.stderr
