@@ -6,7 +6,7 @@ Each message is one line. Imports no other module of pipedream, so that every on
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "arrived_error",
     "describe_error",
     "failures_of_others",
+    "losses_kept",
     "one_line",
     "raise_failure",
 ]
@@ -30,6 +31,10 @@ class FileFormatError(ValueError):
 
 class PipelineError(RuntimeError):
     """A run that could not go on. The base of everything that fails while a pipeline runs."""
+
+    losses: Sequence[float] = ()
+    """Of the minibatches that were done, in order: in a plain script all of them, under torchrun what this
+    rank knows: all of them where it has the last stage, else none. Whatever else ends a run has them, too."""
 
 
 class WorkerLost(PipelineError):  # noqa: N818 (the words of the design)
@@ -80,6 +85,16 @@ def raise_failure(kind: str, message: str) -> NoReturn:
     if kind == "PeerLost":
         raise PeerLost(message) from None
     raise PipelineError(f"{kind}: {message}") from None
+
+
+@contextlib.contextmanager
+def losses_kept(losses: Callable[[], list[float]]) -> Iterator[None]:
+    """Around a run: whatever ends it has the losses so far as `error.losses`."""
+    try:
+        yield
+    except BaseException as error:
+        error.losses = losses()  # type: ignore[attr-defined]  # an interrupt has them, too
+        raise
 
 
 @contextlib.contextmanager

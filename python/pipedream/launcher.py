@@ -92,6 +92,7 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions) -> RunRe
         store, port = host_store()
         errand = _Errand(os.fspath(folder), port, secrets.randbits(64))
         with (
+            errors.losses_kept(board.losses),
             Rendezvous(store, _STORE_PREFIX) as rendezvous,
             _forwarding(forwarded, data, options, errand, rendezvous),
         ):

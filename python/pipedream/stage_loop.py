@@ -104,6 +104,7 @@ class WorkerLoop:
         self._progress = RunProgress(
             enabled=options.progress and last in stages,
             num_minibatches=stream.num_minibatches,
+            num_epochs=options.epochs,
             schedule=schedule,
         )
         self._losses = LossRecord(options.on_nonfinite, self._show)
@@ -155,6 +156,11 @@ class WorkerLoop:
             return RngStream(seed)
         torch.manual_seed(seed)  # nobody else draws here, so nothing needs swapping
         return None
+
+    @property
+    def losses(self) -> list[float]:
+        """So far; none where the last stage is another worker's."""
+        return self._losses.values
 
     def train(self) -> dict[str, Any]:
         core = self._core
@@ -253,7 +259,10 @@ class WorkerLoop:
             self._input_boundary.checked(inputs, stage=0, minibatch=minibatch)
 
     def _show(self, minibatch: int, loss: float) -> None:
-        self._progress.advance(minibatch, loss, self._reader.samples[minibatch])
+        reader = self._reader
+        self._progress.advance(minibatch, reader.epochs[minibatch], loss, reader.samples[minibatch])
+        if self._place.board is not None:
+            self._place.board.add_loss(loss)
 
     def _where(self, what: str) -> str:
         stage, minibatch = self._doing

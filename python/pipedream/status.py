@@ -6,15 +6,20 @@ A small file that all of them map; it survives the worker. Each rank writes its 
 from __future__ import annotations
 
 import mmap
+import struct
 from pathlib import Path
+from typing import BinaryIO
 
 __all__ = ["NO_PID", "StatusBoard"]
 
 NO_PID = -1
 
+_LOSS = struct.Struct("<d")
+
 
 class StatusBoard:
-    """Each local worker's minibatch and process, in a file that survives the worker. 16 bytes per rank.
+    """Each local worker's minibatch and process, in a file that survives the worker, 16 bytes per rank; and
+    beside it a file of the losses so far, 8 bytes per minibatch.
 
     A pid is there while its worker is at work: one that ends before has failed.
     """
@@ -26,6 +31,8 @@ class StatusBoard:
             self._map = mmap.mmap(file.fileno(), 16 * num_workers)
         numbers = memoryview(self._map).cast("q")
         self._minibatches, self._pids = numbers[:num_workers], numbers[num_workers:]
+        self._losses_path = path.with_name(f"{path.name}-losses")
+        self._losses_file: BinaryIO | None = None  # of the worker that adds some
 
     def write(self, rank: int, minibatch: int) -> None:
         self._minibatches[rank] = minibatch
@@ -39,3 +46,16 @@ class StatusBoard:
     def pids(self) -> dict[int, int]:
         """Rank -> pid, of the workers at work."""
         return {rank: pid for rank, pid in enumerate(self._pids) if pid != NO_PID}
+
+    def add_loss(self, loss: float) -> None:
+        """Of the next minibatch; by the worker of the last stage."""
+        if self._losses_file is None:
+            self._losses_file = self._losses_path.open("wb", buffering=0)
+        self._losses_file.write(_LOSS.pack(loss))
+
+    def losses(self) -> list[float]:
+        """All that were added."""
+        if not self._losses_path.exists():
+            return []
+        content = self._losses_path.read_bytes()
+        return [loss for (loss,) in _LOSS.iter_unpack(content[: len(content) // _LOSS.size * _LOSS.size])]

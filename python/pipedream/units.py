@@ -13,6 +13,7 @@ __all__ = [
     "format_bandwidth",
     "format_bytes",
     "format_duration",
+    "format_figure",
     "parse_bandwidth",
     "parse_size",
 ]
@@ -65,6 +66,11 @@ def format_bytes(num_bytes: float) -> str:
     """ "1.53 GiB" from 1644167168; whole bytes below one KiB."""
     unit = _largest_unit(num_bytes, _BYTES)
     return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes / _BYTES[unit]:.2f} {unit}"
+
+
+def format_figure(number: float) -> str:
+    """ "0.08333", "15300": four digits, or more of a larger whole number."""
+    return f"{number:.0f}" if 1000 <= abs(number) < 1e15 else f"{number:.4g}"
 
 
 def format_duration(seconds: float) -> str:

@@ -38,7 +38,7 @@ from .channels import (
 )
 from .data import DataStream, ForwardedData, MinibatchStream, ReceivedStream
 from .device_memory import agree_on_device_memory, place_on_devices
-from .errors import PeerLost, PipelineError, describe_error, failures_of_others, raise_failure
+from .errors import PeerLost, PipelineError, describe_error, failures_of_others, losses_kept, raise_failure
 from .footprint import Footprint, dry_run
 from .gradients import owned_parameters
 from .job import JobOptions, WorkerPlace
@@ -101,7 +101,8 @@ def run_worker(
     """
     worker = _Worker(place, options, model)
     try:
-        return worker.run(data)
+        with losses_kept(worker.losses):
+            return worker.run(data)
     except BaseException as error:
         worker.say_why(describe_error(error))
         raise
@@ -126,6 +127,7 @@ class _Worker:
         self._torch_pool_bytes = 0
         self._offload: dict[int, Offload] = {}  # by stage, what is done
         self._predicted: dict[str, int] = {}
+        self._loop: WorkerLoop | None = None
 
     # The run, in the order of the module's docstring.
 
@@ -151,13 +153,18 @@ class _Worker:
                 stream = self._received_stream(core, data)
             report: dict[str, Any] = {}  # a rank beyond the plan has nothing to report
             if self._own_stages():
-                report = self._make_loop(core, stream).train()
+                self._loop = self._make_loop(core, stream)
+                report = self._loop.train()
             return self._gather(core, report)
         except _core.RunFailure as failure:
             raise_failure(*failure.args)
         finally:
             for stage in self._own_stages():
                 stage.to(own_device)
+
+    def losses(self) -> list[float]:
+        """Of the minibatches that are done, as far as this worker knows."""
+        return [] if self._loop is None else self._loop.losses
 
     def say_why(self, text: str) -> None:
         """Best effort: the others may be gone too."""

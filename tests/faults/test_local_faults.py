@@ -62,6 +62,9 @@ def test_a_killed_worker_ends_the_run_and_names_stage_and_minibatch(
     _, killed_s = noted(note)
     assert time.monotonic() - killed_s < BOUND_S
     assert str(error) == f"stage {stage} (rank {stage}) was killed by SIGKILL at minibatch {at}"
+    # The losses that were known are there, also those of the worker that was killed.
+    assert list(error.losses) == [float(i * i) for i in range(len(error.losses))]  # type: ignore[attr-defined]
+    assert at - 1 <= len(error.losses) <= at  # type: ignore[attr-defined]
 
 
 def test_a_stopped_worker_ends_the_run(tmp_path: Path) -> None:
@@ -84,6 +87,7 @@ def test_a_users_error_has_the_workers_traceback_as_its_cause() -> None:
     )
     assert "mishaps.py" in str(error.__cause__)
     assert "in raise_error" in str(error.__cause__)
+    assert error.losses == [0.0, 1.0, 4.0, 9.0]  # type: ignore[attr-defined]
 
 
 def test_an_error_in_data_that_are_forwarded_arrives_as_it_is() -> None:
@@ -93,6 +97,8 @@ def test_an_error_in_data_that_are_forwarded_arrives_as_it_is() -> None:
 
     error = _error_of(OSError, lambda: run(model_with(None, stages=2), data=batches()))
     assert str(error) == "the disk is full"
+    losses = error.losses  # type: ignore[attr-defined]
+    assert losses == [0.0, 1.0, 4.0][: len(losses)]
 
 
 def test_a_killed_worker_ends_the_run_though_the_callers_data_never_yield_again(tmp_path: Path) -> None:

@@ -284,6 +284,12 @@ def test_a_loss_that_is_not_finite_stops_the_run(farm: Farm) -> None:
     _refused_by_ranks(farm, NonFiniteLoss, *words, loss_fn=_loss_not_finite_at_4)
 
 
+def test_the_error_has_the_losses_so_far_at_the_rank_of_the_last_stage(farm: Farm) -> None:
+    first, last = farm.run(run, _MODEL, loss_fn=_loss_not_finite_at_4, num_ranks=2)
+    assert last.error.losses == [float(i * i) for i in range(4)]  # type: ignore[union-attr]
+    assert first.error.losses == []  # type: ignore[union-attr]
+
+
 def test_a_loss_that_is_not_finite_is_trained_on_when_asked_to(farm: Farm) -> None:
     results = farm.results(run, _MODEL, loss_fn=_loss_not_finite_at_4, on_nonfinite="continue", num_ranks=2)
     assert results[0].losses == [float("inf") if i == 4 else float(i * i) for i in range(12)]
