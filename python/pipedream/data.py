@@ -17,7 +17,7 @@ import torch
 
 from . import _core
 from .boundary import Boundary, check_pair, exportable, tensors_of
-from .microbatch import samples_of
+from .microbatch import check_enough, samples_of
 
 __all__ = [
     "DataStream",
@@ -26,6 +26,8 @@ __all__ = [
     "MinibatchStream",
     "ReceivedStream",
     "epochs_of",
+    "check_sizes",
+    "describe_source",
     "fingerprint",
     "forwarded_counts",
     "mark_of",
@@ -112,6 +114,48 @@ def num_minibatches_of(data: Iterable[Any], epochs: int) -> int | None:
 def _collates(data: Iterable[Any]) -> bool:
     # A DataLoader that batches makes new tensors for each minibatch.
     return isinstance(data, torch.utils.data.DataLoader) and data.batch_size is not None
+
+
+def check_sizes(data: Iterable[Any], num_microbatches: int) -> None:
+    """Raises ValueError for a minibatch with fewer samples than microbatches, as far as that can be known
+    before any is read: in a list, and at the end of what a DataLoader cuts and collates by itself."""
+    if num_microbatches == 1:
+        return
+    if isinstance(data, (list, tuple)):
+        for minibatch, batch in enumerate(data):
+            count = samples_of(*check_pair(batch, minibatch))
+            check_enough(count, num_microbatches, name="the data", minibatch=minibatch)
+    elif isinstance(data, torch.utils.data.DataLoader):
+        _check_loader(data, num_microbatches)
+
+
+def _check_loader(loader: torch.utils.data.DataLoader[Any], num_microbatches: int) -> None:
+    size = loader.batch_size
+    if size is None or loader.collate_fn is not torch.utils.data.default_collate:
+        return  # its minibatches may have any number of samples
+    if size < num_microbatches:
+        raise ValueError(
+            f"data has batch_size={size}, fewer samples than microbatches={num_microbatches}: use fewer"
+            " microbatches or larger minibatches"
+        )
+    try:
+        num_samples = len(loader.sampler)  # type: ignore[arg-type]
+    except TypeError:  # an iterable dataset has no length
+        return
+    num_last = num_samples % size
+    if 0 < num_last < num_microbatches and not loader.drop_last:
+        raise ValueError(
+            f"the last minibatch of data has {num_last} samples ({num_samples} in minibatches of {size}),"
+            f" fewer than microbatches={num_microbatches}: give the DataLoader drop_last=True, or use fewer"
+            " microbatches"
+        )
+
+
+def describe_source(data: Iterable[Any]) -> str:
+    """ "DataLoader with num_workers=2"; the type's name of anything else."""
+    if isinstance(data, torch.utils.data.DataLoader):
+        return f"DataLoader with num_workers={data.num_workers}"
+    return type(data).__name__
 
 
 class DataStream:

@@ -9,7 +9,7 @@ import torch
 
 from .boundary import map_tensors, tensors_of
 
-__all__ = ["check_alike", "chunk", "piece_sizes", "samples_of", "weights"]
+__all__ = ["check_alike", "check_enough", "chunk", "piece_sizes", "samples_of", "weights"]
 
 # What every piece may share as it is.
 _CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
@@ -59,15 +59,20 @@ def chunk(
             f"(sizes of dimension 0), so they cannot be cut into {num_microbatches} microbatches: give "
             f"each of them the samples in dimension 0, or use microbatches=1"
         )
-    if sizes[0] < num_microbatches:
-        raise ValueError(
-            f"minibatch {minibatch}: {sizes[0]} samples in {name}, fewer than microbatches="
-            f"{num_microbatches}: use fewer microbatches or larger minibatches (a DataLoader drops a short "
-            f"last one with drop_last=True)"
-        )
+    check_enough(sizes[0], num_microbatches, name=name, minibatch=minibatch)
     pieces = {key: torch.chunk(tensor, num_microbatches) for key, tensor in cut.items()}
     num_pieces = len(next(iter(pieces.values())))
     return [_piece(value, pieces, index) for index in range(num_pieces)]
+
+
+def check_enough(num_samples: int | None, num_microbatches: int, *, name: str, minibatch: int) -> None:
+    """Raises ValueError for fewer samples than microbatches; None are no samples at all."""
+    if num_samples is not None and num_samples < num_microbatches:
+        raise ValueError(
+            f"minibatch {minibatch}: {num_samples} samples in {name}, fewer than microbatches="
+            f"{num_microbatches}: use fewer microbatches or larger minibatches (a DataLoader drops a short "
+            f"last one with drop_last=True)"
+        )
 
 
 def check_alike(inputs: Any, targets: Any, num_microbatches: int, *, minibatch: int) -> None:

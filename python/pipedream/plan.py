@@ -6,10 +6,12 @@ writes it by hand, the launcher and every worker read it, files carry it between
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +40,8 @@ _FORMAT = f"pipedream.{_KIND}/{_VERSION}"
 _STAGE_FIELDS = ("first_layer", "last_layer", "num_replicas")
 _DERIVED_FIELDS = ("num_workers", "noam", "in_flight", "predicted")
 _OPTIONAL_FIELDS = ("model", "bandwidth_bytes_per_s", "cost_model", "bottleneck_ms")
+_FIELDS = ("format", "stages", *_DERIVED_FIELDS, *_OPTIONAL_FIELDS)
+_SIMILARITY_MIN = 0.75  # difflib's, of two names that differ in one letter, or in the order of two
 
 
 @dataclass(frozen=True)
@@ -213,8 +217,13 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Reads a pipedream.plan/1 file; raises FileFormatError naming file and field."""
-        return cls.from_dict(read_document(path, _KIND, _VERSION), source=os.fspath(path))
+        """Reads a pipedream.plan/1 file; raises FileFormatError naming file and field, and warns of an
+        unknown field whose name is almost that of a known one."""
+        source = os.fspath(path)
+        plan = cls.from_dict(read_document(path, _KIND, _VERSION), source=source)
+        for caution in _misspelt_fields(plan):
+            warnings.warn(f"{source}: {caution}", stacklevel=2)
+        return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
         write_document(path, self.to_dict())
@@ -226,14 +235,13 @@ class Plan:
         try:
             require(fields, ["stages"], "")
             stages = check_list("stages", fields["stages"])
-            known = {"format", "stages", *_DERIVED_FIELDS, *_OPTIONAL_FIELDS}
             plan = cls(
                 tuple(_stage_from_dict(i, stage) for i, stage in enumerate(stages)),
                 **{name: fields.get(name) for name in _OPTIONAL_FIELDS},
                 num_workers=_num_workers_from_dict(fields),
                 in_flight=_in_flight_from_dict(fields),
                 predicted=check_object("predicted", _given(fields, "predicted", {})),
-                extra={name: fields[name] for name in fields if name not in known},
+                extra={name: fields[name] for name in fields if name not in _FIELDS},
             )
             _check_noam(fields, plan)
         except ValueError as error:
@@ -390,6 +398,18 @@ def _stage_from_dict(stage_index: int, value: object) -> Stage:
         return Stage(**known, worker=fields.get("worker"), extra=extra)
     except ValueError as error:
         raise ValueError(f"{where}.{error}") from None
+
+
+def _misspelt_fields(plan: Plan) -> Iterator[str]:
+    """Of the unknown fields, which are kept, those that may have been meant for a known one."""
+    of_a_stage = (*_STAGE_FIELDS, "worker")
+    parts: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [("", plan.extra, _FIELDS)]
+    parts += [(f"stages[{i}].", stage.extra, of_a_stage) for i, stage in enumerate(plan.stages)]
+    for where, extra, known in parts:
+        for name in extra:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=_SIMILARITY_MIN)
+            if near and abs(len(name) - len(near[0])) <= 1:
+                yield f"{where}{name} is an unknown field, which is kept and means nothing: is it {near[0]}?"
 
 
 def _num_workers_from_dict(fields: Mapping[str, Any]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -12,8 +13,10 @@ from typing import Any
 import torch
 
 from . import _core
+from .cautions import cautions_of
 from .checks import check_choice, check_count, is_number, is_whole
 from .codec_choice import CodecChoice, check_pairs, codec_between
+from .data import check_sizes
 from .errors import describe_error
 from .guard import check_main_guard
 from .job import JobOptions, WorkerPlace, check_plan_is_built
@@ -75,8 +78,9 @@ def run(
     trained model, the others as `gather` says; rank 0's plan and initial weights are used everywhere.
 
     model: an nn.Sequential or list of layers; any other module is one layer. float32 or float64.
-    data: yields (inputs, targets), once per epoch; a DataLoader, a list, a generator. What cannot be sent to
-        the workers is iterated here and forwarded to them.
+    data: yields (inputs, targets), once per epoch; a DataLoader, a list, a generator. The workers of the
+        first and the last stage iterate it, each its own copy; a DataLoader's processes start there, as they
+        would here. What cannot be sent to the workers is iterated here and forwarded to them.
     loss_fn: (outputs, targets) -> scalar tensor, run by the last stage.
     optimizer: called once per stage with its parameters, or with (name, parameter) pairs when its first
         argument is called `named_parameters`. For example functools.partial(torch.optim.SGD, lr=0.1).
@@ -109,14 +113,17 @@ def run(
     seed: of all random numbers; None continues from the caller's generators.
     on_nonfinite: "stop" raises NonFiniteLoss naming the minibatch; "continue" trains on.
     gather: where the trained weights go: "rank0", "all", or "none" (each worker keeps its own stage's).
-    progress: show loss, samples/s and weight versions while training, on a terminal.
+    progress: show epoch, loss and samples/s on stderr while training: on a terminal a line that changes,
+        elsewhere a line every few seconds.
     trace: a file (.json or .json.gz) for a trace that ui.perfetto.dev opens.
 
     The random number generators of the calling process are afterwards as they were, but for one draw from
     torch's when there is no seed, so that the next run differs.
 
     The other arguments belong to features that are not built yet, and are refused. Raises ValueError or
-    TypeError for a mistake in the arguments, errors.PipelineError for a run that fails.
+    TypeError for a mistake in the arguments, errors.PipelineError for a run that fails; its `losses` are
+    those of the minibatches that were done. Warns where nothing is trainable, the model is in eval(), or
+    the plan leaves workers without work.
     """
     check_main_guard()
     # Counted once a call, so that all ranks count alike, those with a mistake too.
@@ -161,6 +168,7 @@ def run(
         if lr_scheduler is not None:
             _check_functions(lr_scheduler=lr_scheduler)
         _check_data(data, epochs)
+        check_sizes(data, microbatches)
         _check_hooks(model)
         if trace is not None:
             check_trace_path(trace)
@@ -185,6 +193,10 @@ def run(
             num_threads=_threads_per_worker(plan),
         )
         options.schedule_options()  # says what the plan and the schedule cannot do, before any process starts
+    if _is_rank_0():
+        world_size = int(os.environ["WORLD_SIZE"]) if _under_torchrun() else None
+        for caution in cautions_of(model, plan, world_size):
+            warnings.warn(caution, stacklevel=2)  # names the line of the script
     if prefix is not None:
         result = _run_this_rank(model, data, options, prefix)
     else:
@@ -194,7 +206,7 @@ def run(
     if seed is None:
         # The next run without a seed is another one: its shuffles and dropouts must not repeat this one's.
         torch.empty((), dtype=torch.int64).random_()
-    if trace is not None and int(os.environ.get("RANK", "0")) == 0:
+    if trace is not None and _is_rank_0():
         result.save_trace(trace)
     return result
 
@@ -268,6 +280,11 @@ def _threads_per_worker(plan: Plan) -> int:
 
 def _under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _is_rank_0() -> bool:
+    """Also without torchrun."""
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 def _is_on_several_machines() -> bool:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from pipedream.data import DataStream, fingerprint, num_minibatches_of
-from torch.utils.data import DataLoader, IterableDataset
+from pipedream.data import DataStream, check_sizes, describe_source, fingerprint, num_minibatches_of
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 
 class _Endless(IterableDataset[Any]):
@@ -69,3 +69,47 @@ def test_fingerprints_differ_in_one_element_and_in_the_order_of_samples(size: in
     swapped = torch.tensor([0, 1, 5, 3, 4, 2, 6, 7])
     assert fingerprint(inputs[swapped], targets) != mark
     assert fingerprint(inputs, targets[swapped]) != mark
+
+
+def test_a_source_is_named_for_the_result() -> None:
+    loader = DataLoader(_Endless(), batch_size=None, num_workers=2)
+    sources = [describe_source(data) for data in (loader, [], iter(batch for batch in []))]
+    assert sources == ["DataLoader with num_workers=2", "list", "generator"]
+
+
+def _loader(num_samples: int = 10, **how: Any) -> DataLoader[Any]:
+    samples = torch.ones(num_samples, 2)
+    return DataLoader(TensorDataset(samples, samples), **{"batch_size": 4, **how})
+
+
+def _as_they_are(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(8, len(samples)), torch.ones(8)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        _loader(),
+        _loader(8),
+        _loader(drop_last=True, num_samples=9),
+        _loader(9, collate_fn=_as_they_are),
+        _loader(9, sampler=SubsetRandomSampler(range(8))),
+        DataLoader(_Endless(), batch_size=2),
+        DataLoader(_Endless(), batch_size=None),
+        [(torch.ones(2, 3), torch.ones(2)), (torch.ones(3, 3), torch.ones(3))],
+        [(torch.ones(()), torch.ones(()))],
+    ],
+)
+def test_sizes_that_are_enough_or_unknown_pass(data: Any) -> None:
+    check_sizes(data, 2)
+
+
+def test_a_last_minibatch_too_small_for_its_microbatches_is_refused_before_any_is_read() -> None:
+    with pytest.raises(ValueError, match=r"last minibatch .* 1 samples .*9 in .*4.*=2: .*drop_last=True"):
+        check_sizes(_loader(9), 2)
+    check_sizes(_loader(9), 1)
+    with pytest.raises(ValueError, match="batch_size=4, fewer samples than microbatches=5"):
+        check_sizes(_loader(drop_last=True), 5)
+    pairs = [(torch.ones(4, 3), torch.ones(4)), (torch.ones(1, 3), torch.ones(1))]
+    with pytest.raises(ValueError, match="minibatch 1: 1 samples in the data, fewer than microbatches=2"):
+        check_sizes(pairs, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,36 @@ def test_unknown_fields_are_kept_in_the_file(tmp_path: Path) -> None:
     plan.save(tmp_path / "out.json")
     assert json.loads((tmp_path / "out.json").read_text()) == fields
     assert Plan.load(tmp_path / "out.json") == plan
+
+
+def _warnings_of_loading(folder: Path, fields: dict[str, Any]) -> list[str]:
+    path = folder / "plan.json"
+    path.write_text(json.dumps(fields))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Plan.load(path)
+    assert all(warning.filename == __file__ for warning in caught)
+    return [str(warning.message).removeprefix(f"{path}: ") for warning in caught]
+
+
+def test_a_field_that_is_one_letter_off_is_told(tmp_path: Path) -> None:
+    fields = make_fields((0, 1, 1), (2, 3, 1))
+    fields["stages"][1]["workers"] = 1
+    misspelt = fields | {"in_fligth": [2, 1], "modle": "vgg16", "num_worker": 2}
+    assert _warnings_of_loading(tmp_path, misspelt) == [
+        f"{name} is an unknown field, which is kept and means nothing: is it {meant}?"
+        for name, meant in [
+            ("in_fligth", "in_flight"),
+            ("modle", "model"),
+            ("num_worker", "num_workers"),
+            ("stages[1].workers", "worker"),
+        ]
+    ]
+
+
+def test_other_unknown_fields_are_kept_without_a_word(tmp_path: Path) -> None:
+    fields = make_fields((0, 1, 1)) | {"comment": "", "predicted_ms": 3.0, "model_name": "", "notes": []}
+    assert _warnings_of_loading(tmp_path, fields) == []
 
 
 @given(plans)

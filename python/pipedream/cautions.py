@@ -1,0 +1,36 @@
+"""What a run may not have been meant to do, and is no error. Said once, before any process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .plan import Plan
+from .splitter import Model, layers_of
+
+__all__ = ["cautions_of"]
+
+
+def cautions_of(model: Model, plan: Plan, world_size: int | None) -> Iterator[str]:
+    """One line each. world_size: ranks that torchrun has started, None without it."""
+    layers = [layer for _, layer in layers_of(model)]
+    if not any(parameter.requires_grad for layer in layers for parameter in layer.parameters()):
+        yield (
+            "nothing is trained: no parameter of the model requires a gradient; set requires_grad_() on those"
+            " that should be"
+        )
+    modules = [module for layer in layers for module in layer.modules()]
+    if modules and not any(module.training for module in modules):
+        yield (
+            "the model is in eval(): dropout drops nothing and batch norm keeps its statistics; call"
+            " model.train() before run, unless that is meant"
+        )
+    if plan.workers_used < plan.num_workers:
+        yield (
+            f"the plan uses {plan.workers_used} of the {plan.num_workers} workers it was made for: with more"
+            " the partitioner finds no higher rate; print(plan) shows what limits it"
+        )
+    elif world_size is not None and plan.workers_used < world_size:
+        yield (
+            f"the plan uses {plan.workers_used} of {world_size} ranks: the others wait until the run is over;"
+            f" partition for {world_size} workers, or start {plan.workers_used}"
+        )
