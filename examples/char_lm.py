@@ -22,7 +22,6 @@ from pathlib import Path
 
 import pipedream
 import torch
-from matplotlib.figure import Figure  # draws to a file, needs no display
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
@@ -124,18 +123,10 @@ def make_plan(model: nn.Sequential, loader: DataLoader, num_workers: int, path: 
 
 def report(result: pipedream.RunResult, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    figure = Figure(figsize=(7, 4), layout="tight")
-    axes = figure.subplots()
-    axes.plot(result.losses, linewidth=0.8)
-    axes.set(xlabel="minibatch", ylabel="training loss, nats per character", title="standard library source")
-    figure.savefig(folder / "loss.png", dpi=120)
+    result.plot(folder / "loss.png")
     result.save_trace(folder / "trace.json")
     (folder / "losses.json").write_text(json.dumps(result.losses))
-    predicted = "unknown" if result.predicted_ms is None else f"{result.predicted_ms:.2f} ms"
-    print(f"workers            {len(result.worker_pids)} processes, transports {result.transports}")
-    print(f"minibatches        {len(result.losses)}, loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}")
-    print(f"speed              {result.samples_per_s:.0f} samples/s")
-    print(f"time per minibatch {predicted} predicted, {result.measured_ms:.2f} ms measured")
+    print(result.summary())
     print(f"\n{result.describe_memory()}")
     print(f"losses             {folder / 'losses.json'}, plot in {folder / 'loss.png'}")
     print(f"trace              {folder / 'trace.json'} (open it at https://ui.perfetto.dev)")

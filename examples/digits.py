@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pipedream
 import torch
-from matplotlib.figure import Figure  # draws to a file, needs no display
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -56,14 +55,6 @@ def accuracy(model: nn.Module, dataset: TensorDataset) -> float:
     model.eval()
     right: float = (model(images).argmax(dim=1) == labels).float().mean().item()
     return right
-
-
-def plot_losses(losses: list[float], path: Path) -> None:
-    figure = Figure(figsize=(7, 4), layout="tight")
-    axes = figure.subplots()
-    axes.plot(losses, linewidth=0.8)
-    axes.set(xlabel="minibatch", ylabel="training loss", yscale="log", title="digits")
-    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
@@ -111,13 +102,9 @@ def main() -> None:
 
     options.output_dir.mkdir(parents=True, exist_ok=True)
     plan.save(options.output_dir / "plan.json")
-    plot_losses(result.losses, options.output_dir / "loss.png")
+    result.plot(options.output_dir / "loss.png")
     result.save_trace(options.output_dir / "trace.json")
-    predicted = "unknown" if result.predicted_ms is None else f"{result.predicted_ms:.2f} ms"
-    print(f"workers            {len(result.worker_pids)} processes, transports {result.transports}")
-    print(f"minibatches        {len(result.losses)}, loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}")
-    print(f"speed              {result.samples_per_s:.0f} samples/s")
-    print(f"time per minibatch {predicted} predicted, {result.measured_ms:.2f} ms measured")
+    print(result.summary())
     print(f"\n{result.describe_memory()}")
     print(f"loss plot          {options.output_dir / 'loss.png'}")
     print(f"trace              {options.output_dir / 'trace.json'} (open it at https://ui.perfetto.dev)")

@@ -6,6 +6,7 @@ Owned by the worker's compute thread.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -68,10 +69,14 @@ class BatchReader:
         self.samples: list[int] = []
         """Per minibatch, known to the last stage; so is the epoch."""
         self.epochs: list[int] = []
+        self.read_ns = 0
+        """In the data's own code, the processes of a DataLoader waited for included."""
 
     def fetch(self) -> bool:
         """Takes the next minibatch from the data, whose code this runs. False: there is none."""
+        began_ns = time.perf_counter_ns()
         self._batch = self._stream.next()
+        self.read_ns += time.perf_counter_ns() - began_ns
         return self._batch is not None
 
     def read(self, minibatch: int, microbatch: int) -> Microbatch:

@@ -20,19 +20,22 @@ from .boundary import Boundary, check_pair, exportable, tensors_of
 from .microbatch import check_enough, samples_of
 
 __all__ = [
+    "FORWARDED",
     "DataStream",
     "ForwardedData",
     "Minibatch",
     "MinibatchStream",
     "ReceivedStream",
-    "epochs_of",
     "check_sizes",
     "describe_source",
+    "epochs_of",
     "fingerprint",
     "forwarded_counts",
     "mark_of",
     "num_minibatches_of",
 ]
+
+FORWARDED = "iterated by the caller and forwarded"
 
 _UINT64_MASK = 0xFFFF_FFFF_FFFF_FFFF
 
@@ -56,6 +59,8 @@ class MinibatchStream(Protocol):
     """Whether next() may draw random numbers in this process."""
     may_reuse_memory: bool
     """Whether next() may overwrite the tensors of a minibatch that is still in flight."""
+    source: str
+    """Where the minibatches come from, for the result: "DataLoader with num_workers=2"."""
 
     def peek(self) -> tuple[Any, Any]:
         """(inputs, targets) of minibatch 0, before next(); raises ValueError when there is none."""
@@ -111,11 +116,6 @@ def num_minibatches_of(data: Iterable[Any], epochs: int) -> int | None:
         return None
 
 
-def _collates(data: Iterable[Any]) -> bool:
-    # A DataLoader that batches makes new tensors for each minibatch.
-    return isinstance(data, torch.utils.data.DataLoader) and data.batch_size is not None
-
-
 def check_sizes(data: Iterable[Any], num_microbatches: int) -> None:
     """Raises ValueError for a minibatch with fewer samples than microbatches, as far as that can be known
     before any is read: in a list, and at the end of what a DataLoader cuts and collates by itself."""
@@ -158,11 +158,17 @@ def describe_source(data: Iterable[Any]) -> str:
     return type(data).__name__
 
 
+def _collates(data: Iterable[Any]) -> bool:
+    # A DataLoader that batches makes new tensors for each minibatch.
+    return isinstance(data, torch.utils.data.DataLoader) and data.batch_size is not None
+
+
 class DataStream:
     """This worker's own iteration of the user's data."""
 
     def __init__(self, data: Iterable[Any], *, epochs: int) -> None:
         self.num_minibatches = num_minibatches_of(data, epochs)
+        self.source = describe_source(data)
         self.draws = type(data) not in (list, tuple)
         self.may_reuse_memory = self.draws and not _collates(data)
         self._batches = epochs_of(data, epochs)
@@ -192,6 +198,7 @@ class ForwardedData:
     inputs: Boundary
     targets: Boundary
     num_minibatches: int | None
+    source: str
 
 
 class ReceivedStream:
@@ -205,6 +212,7 @@ class ReceivedStream:
         receive_targets: Callable[[], tuple[list[torch.Tensor], int] | None] | None,
     ) -> None:
         self.num_minibatches = data.num_minibatches
+        self.source = f"{data.source}, {FORWARDED}"
         self.draws = False
         self.may_reuse_memory = False
         self._data = data

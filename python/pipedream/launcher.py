@@ -31,7 +31,7 @@ from torch.utils.dlpack import to_dlpack
 from . import _core, errors
 from .boundary import Boundary, check_pair
 from .channels import CALLER, INPUTS, TARGETS, data_channels
-from .data import ForwardedData, epochs_of, fingerprint, forwarded_counts, num_minibatches_of
+from .data import ForwardedData, describe_source, epochs_of, fingerprint, forwarded_counts, num_minibatches_of
 from .guard import RUN_FOLDER_VARIABLE, error_path
 from .job import CallerSettings, JobOptions, WorkerPlace
 from .microbatch import check_alike, samples_of
@@ -161,6 +161,7 @@ def _describe_forwarded(data: Iterable[Any], options: JobOptions) -> ForwardedDa
         Boundary.of(inputs, name="the inputs"),
         Boundary.of(targets, name="the targets", needs_tensor=False),  # a loss may need none
         length,
+        describe_source(data.iterator if isinstance(data, PeekedIterator) else data),
     )
 
 
@@ -168,19 +169,19 @@ class PeekedIterator:
     """An iterator whose first item may be looked at before it is taken."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator = iterator
+        self.iterator = iterator
         self._peeked: list[Any] = []
 
     def peek(self) -> Any | None:
         if not self._peeked:
-            self._peeked = [item for item in [next(self._iterator, None)] if item is not None]
+            self._peeked = [item for item in [next(self.iterator, None)] if item is not None]
         return self._peeked[0] if self._peeked else None
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        return self._peeked.pop() if self._peeked else next(self._iterator)
+        return self._peeked.pop() if self._peeked else next(self.iterator)
 
     def __reduce__(self) -> Any:
         raise TypeError("an iterator stays with the caller")
@@ -372,9 +373,9 @@ def _environment_of(rank: int, num_workers: int, errand: _Errand) -> dict[str, s
 def _local_worker(errand: _Errand) -> None:
     """Entry point of a worker process."""
     _core.die_with_parent()
+    _forked_children_die_with_this_process()
     rank = int(os.environ["RANK"])
     folder = Path(errand.folder)
-    _forked_children_die_with_this_process()
     board = StatusBoard(folder / "board", int(os.environ["WORLD_SIZE"]), create=False)
     board.write_pid(rank, os.getpid())
     try:
@@ -387,8 +388,6 @@ def _local_worker(errand: _Errand) -> None:
     board.write_pid(rank, NO_PID)
 
 
-def _run_errand(errand: _Errand, folder: Path, rank: int, board: StatusBoard) -> None:
-    settings: CallerSettings = _read_part(folder, "settings")
 def _forked_children_die_with_this_process() -> None:
     """The processes of a DataLoader hold this one's sockets and memory: where it is killed, they would keep
     both for seconds."""
@@ -405,6 +404,8 @@ def _forked_children_die_with_this_process() -> None:
     os.register_at_fork(before=note_thread, after_in_child=follow)
 
 
+def _run_errand(errand: _Errand, folder: Path, rank: int, board: StatusBoard) -> None:
+    settings: CallerSettings = _read_part(folder, "settings")
     settings.apply()  # before the model is rebuilt: its code may ask
     options: JobOptions = _read_part(folder, "options")
     plan = options.plan

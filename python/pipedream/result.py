@@ -11,6 +11,7 @@ from . import _core
 from .channels import RunChannel
 from .memory import describe_memory
 from .plan import Plan
+from .summary import describe_data_waits, describe_result, plot_losses, summarize
 from .table import format_table
 from .trace import Clock, Span, shift_ns, write_trace
 from .transfers import ChannelTransfers, combine_transfers, draw_transfers, transfers_from_json
@@ -74,9 +75,10 @@ class ChannelFigures(NamedTuple):
     """Connections and frames that did not belong to the run, at both ends."""
 
 
-@dataclass
+@dataclass(repr=False)
 class RunResult:
-    """What `run` returns. Lists over workers are in the order of their ranks."""
+    """What `run` returns. Lists over workers are in the order of their ranks. Its repr has a few lines,
+    summary() has all figures."""
 
     losses: list[float]
     """One per minibatch, in order, unrounded."""
@@ -105,17 +107,23 @@ class RunResult:
     """Per worker: mean time per work item in which it neither ran user code nor waited for data."""
     wait_share: list[float] = field(default_factory=list)
     """Per worker: share of its time spent waiting for a neighbour's tensors."""
+    data_wait_share: list[float] = field(default_factory=list)
+    """Per worker: share of its time spent reading data, which counts as user code; 0 where it reads none."""
+    data_sources: list[str] = field(default_factory=list)
+    """Per worker: what it reads, as "DataLoader with num_workers=2"; "" where it reads nothing."""
+    epoch_sizes: list[int] = field(default_factory=list)
+    """Minibatches of each epoch."""
     recompute: list[bool] = field(default_factory=list)
     """Per stage: whether its forwards were done again before their backwards."""
     offload: list[list[str]] = field(default_factory=list)
     """Per stage: what waited in host memory for its use, of "versions" and "activations"."""
     channels: list[ChannelFigures] = field(default_factory=list)
     """Of every channel between two stages, activations and gradients."""
-    spans: list[list[WorkSpan]] = field(default_factory=list, repr=False)
+    spans: list[list[WorkSpan]] = field(default_factory=list)
     """Per worker: the latest work items, oldest first."""
-    transfers: list[ChannelTransfers] = field(default_factory=list, repr=False)
+    transfers: list[ChannelTransfers] = field(default_factory=list)
     """As `channels`: when their latest items were under way. At rank 0 only, as `spans` are."""
-    worker_names: list[str] = field(default_factory=list, repr=False)
+    worker_names: list[str] = field(default_factory=list)
     """Per worker: its stages and rank."""
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
@@ -134,8 +142,22 @@ class RunResult:
         return describe_memory(self.worker_names, self.memory)
 
     def describe_channels(self) -> str:
-        """A table of `channels`; empty when nothing travels."""
-        return _describe_channels(self.channels)
+        """A table of `channels`, and a line for each stage that waited for its data instead; empty when
+        nothing travels and no stage waited."""
+        parts = [_describe_channels(self.channels), "\n".join(describe_data_waits(self))]
+        return "\n\n".join(part for part in parts if part)
+
+    def __repr__(self) -> str:
+        return describe_result(self)
+
+    def summary(self) -> str:
+        """Tables of all figures but the single work items: losses by epoch, time, bytes, memory."""
+        return summarize(self)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws the losses into a .png, .svg or .pdf file. Raises ValueError for another ending, and where
+        matplotlib is missing."""
+        plot_losses(self, path)
 
     def to_dict(self) -> dict[str, Any]:
         return dict(vars(self))  # not asdict: copying the spans one by one takes seconds
@@ -218,6 +240,11 @@ def combine_reports(
             for t in totals
         ],
         wait_share=[t["wait_ns"] / max(t["elapsed_ns"], 1) for t in totals],
+        data_wait_share=[
+            report["data"]["read_ns"] / max(report["totals"]["elapsed_ns"], 1) for report in reports
+        ],
+        data_sources=[report["data"]["source"] for report in reports],
+        epoch_sizes=[epochs.count(epoch) for epoch in sorted(set(epochs))],
         channels=figures,
         spans=[_spans_of(report, reports[0]) for report in reports],
         transfers=combine_transfers(channels, reports),

@@ -9,8 +9,9 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from .figure_file import FIGURE_SUFFIXES, import_figure, save_figure
 from .simulator import Simulation, Step, TimedInstruction
 from .trace import Span, write_trace
 
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PhaseSpan", "check_picture_path", "draw_text", "make_spans", "write_picture"]
 
-_DRAWN_SUFFIXES = (".svg", ".png", ".pdf")
 _TRACE_SUFFIXES = (".json", ".json.gz")
 _TEXT_SUFFIX = ".txt"
+_OTHERWISE = ", or name a .txt or .json file"
 
 # Beyond this nobody can read a picture, and drawing takes minutes; a trace may hold any number.
 _DRAWN_BOXES_MAX = 20_000
@@ -44,11 +45,11 @@ class PhaseSpan(NamedTuple):
 def check_picture_path(path: str | os.PathLike[str]) -> None:
     """Refuses, before any work, a name whose ending says no form, and one that needs a missing matplotlib."""
     name = os.fspath(path)
-    known = (*_DRAWN_SUFFIXES, _TEXT_SUFFIX, *_TRACE_SUFFIXES)
+    known = (*FIGURE_SUFFIXES, _TEXT_SUFFIX, *_TRACE_SUFFIXES)
     if not name.endswith(known):
         raise ValueError(f"picture file is {name!r}: its name must end in one of {', '.join(known)}")
-    if name.endswith(_DRAWN_SUFFIXES):
-        _import_figure(name)
+    if name.endswith(FIGURE_SUFFIXES):
+        import_figure(name, _OTHERWISE)
 
 
 def write_picture(
@@ -86,8 +87,8 @@ def write_picture(
             " minibatches, or a .json trace"
         )
     labels = _Labels(simulation, show_versions)
-    figure_type = _import_figure(name)
-    _save(_Drawing(figure_type, simulation, labels, (title, subtitle), phases, time_unit).draw(), path)
+    figure_type = import_figure(name, _OTHERWISE)
+    save_figure(_Drawing(figure_type, simulation, labels, (title, subtitle), phases, time_unit).draw(), path)
 
 
 def make_spans(simulation: Simulation) -> Iterator[Span]:
@@ -186,27 +187,6 @@ def _text_row(
             cells[first] = "*" if cells[first] == "*" else "|"
             cells[first + 1 : last] = labels.text(instruction)[:room].ljust(room)
     return "".join(cells)
-
-
-def _import_figure(name: str) -> type[Figure]:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError(
-            f"{name}: drawing needs matplotlib: pip install matplotlib, or name a .txt or .json file"
-        ) from None
-    return Figure
-
-
-def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    import matplotlib
-
-    # Text stays text, and the same schedule gives the same bytes: no date, no random identifiers.
-    settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "pipedream", "pdf.fonttype": 42}
-    suffix = Path(path).suffix
-    metadata: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(suffix, {})
-    with matplotlib.rc_context(settings):
-        figure.savefig(path, format=suffix[1:], dpi=200, metadata=metadata)
 
 
 # Blue and orange of the Okabe-Ito palette: they differ for every kind of colour vision, and in lightness too.

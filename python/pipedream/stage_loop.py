@@ -273,6 +273,10 @@ class WorkerLoop:
             last = next(runner for runner in self._runners.values() if runner.is_last)
             raise last.data_mismatch(num_minibatches)
 
+    def _source(self) -> str:
+        reads = any(runner.is_first or runner.is_last for runner in self._runners.values())
+        return self._stream.source if reads else ""
+
     # What was done.
 
     def _start_measuring(self) -> tuple[WorkMeter, StepMeter]:
@@ -336,4 +340,5 @@ class WorkerLoop:
             "losses": self._losses.values,
             "samples": self._reader.samples,
             "epochs": self._reader.epochs,
+            "data": {"source": self._source(), "read_ns": self._reader.read_ns},
         }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from pipedream import batch_reader
 from pipedream.batch_reader import EMPTY_MARK, MARK_MASK, BatchReader, Microbatch
 from pipedream.data import DataStream, Minibatch, fingerprint
 
@@ -168,3 +170,25 @@ def test_data_that_cannot_be_cut_are_refused_in_one_line(pair: Any, place: Any, 
     with pytest.raises(ValueError, match=message) as caught:
         reader.read(4, 0)
     assert "\n" not in str(caught.value)
+
+
+def test_the_time_in_the_datas_own_code_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_ns = 0
+
+    class _Clock:
+        def perf_counter_ns(self) -> int:
+            return now_ns
+
+    def batches() -> Iterator[Any]:
+        nonlocal now_ns
+        for seconds in (1, 2):
+            now_ns += seconds
+            yield _pair(2)
+
+    monkeypatch.setattr(batch_reader, "time", _Clock())
+    stream = DataStream(batches(), epochs=1)
+    reader = BatchReader(stream, 1, check_inputs=lambda inputs, minibatch: None, **_FIRST)
+    _read_all(reader, 0, 1)
+    assert reader.read_ns == 1
+    _read_all(reader, 1, 1)
+    assert reader.read_ns == 3

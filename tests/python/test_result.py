@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,7 @@ def _report(stage: int, channels: dict[str, Any], clock: tuple[str, int] = ("a",
         "losses": [0.5] if stage == 1 else [],
         "samples": [6] if stage == 1 else [],
         "epochs": [0] if stage == 1 else [],
+        "data": {"source": "list", "read_ns": 0},
     }
 
 
@@ -244,3 +247,114 @@ def test_the_trace_has_the_channels_beside_it(tmp_path: Path) -> None:
     figures = json.loads((tmp_path / "trace.json").read_text())["otherData"]["channels"]
     assert figures[_OUT]["overlap_share"] == 0.7
     assert list(figures) == [_OUT, _BACK]
+
+
+# What a result shows of itself.
+
+
+def _trained(**changes: Any) -> RunResult:
+    """Two epochs of three minibatches with two workers."""
+    reports = _reports()
+    reports[1] |= {"losses": [3.0, 2.0, 1.0, 0.9, 0.6, 0.3], "samples": [4] * 6, "epochs": [0] * 3 + [1] * 3}
+    for report in reports:
+        report["memory"] = {
+            "weights": {"predicted": 3 << 20, "peak": 2 << 20},
+            "beyond": {"predicted": 1 << 20, "peak": None},
+        }
+    for report, source, read_ns in zip(
+        reports, ("DataLoader with num_workers=2", "list"), (2, 0), strict=True
+    ):
+        report["data"] = {"source": source, "read_ns": read_ns}
+    schedule = _core.ScheduleOptions(in_flight=[2, 1])
+    return replace(combine_reports(_PLAN, schedule, _CHANNELS, reports), **changes)
+
+
+def test_the_time_that_workers_waited_for_data_is_a_share_of_theirs() -> None:
+    result = _trained()
+    assert result.data_wait_share == [0.5, 0.0]
+    assert result.data_sources == ["DataLoader with num_workers=2", "list"]
+    assert result.epoch_sizes == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("source", "remedy"),
+    [
+        (
+            "DataLoader with num_workers=2",
+            "more num_workers, and persistent_workers=True where there are several epochs",
+        ),
+        (
+            "DataLoader with num_workers=2, iterated by the caller and forwarded",
+            "more num_workers, or a dataset that can be pickled, which the workers read themselves",
+        ),
+        ("Corpus", "a DataLoader with num_workers reads ahead"),
+    ],
+)
+def test_a_stage_that_waited_for_its_data_is_named_below_the_channels(source: str, remedy: str) -> None:
+    result = _trained(data_sources=[source, "list"], data_wait_share=[0.41, 0.09])
+    line = f"stage 0 (rank 0) waited 41.0 % of its time for its data ({source}): {remedy}"
+    assert result.describe_channels().splitlines()[-2:] == ["", line]
+    assert result.summary().endswith(line)
+    assert replace(result, channels=[]).describe_channels() == line
+
+
+def test_the_repr_has_five_short_lines() -> None:
+    result = _trained()
+    assert repr(result) == (
+        "RunResult: 6 minibatches in 2 epochs by 2 workers\n"
+        "  loss     3 -> 0.3; mean by epoch 2, 0.6\n"
+        "  time     6000000000 samples/s; 2e-05 ms per minibatch; bubble share 50.0 %\n"
+        "  traffic  3.03 KiB by shared memory, zmq/tcp\n"
+        "  memory   2.00 MiB at most, at stage 0 (rank 0); 4.00 MiB predicted"
+    )
+    many = replace(result, losses=[0.5] * 90_000, epoch_losses=[0.5] * 300, epoch_sizes=[300] * 300)
+    assert len(repr(many).splitlines()) == 5
+    assert "mean by epoch 0.5, 0.5, 0.5, 0.5, .., 0.5\n" in repr(many)
+    assert all(len(line) <= 110 for line in repr(many).splitlines())
+
+
+def test_the_summary_has_every_figure() -> None:
+    sources = ["Corpus", "list"]
+    result = _trained(measured_ms=4.25, predicted_ms=4.0, samples_per_s=12340.0, data_sources=sources)
+    assert result.summary().split("\n\n")[:4] == [
+        "6 minibatches in 2 epochs by 2 workers",
+        (
+            "epoch  minibatches  first loss  last loss  mean loss\n"
+            "    1            3           3          1          2\n"
+            "    2            3         0.9        0.3        0.6"
+        ),
+        (
+            "figure                       of the run\n"
+            "samples/s                         12340\n"
+            "ms per minibatch, measured         4.25\n"
+            "ms per minibatch, predicted           4\n"
+            "bubble share                     50.0 %\n"
+            "bytes sent                     3.03 KiB"
+        ),
+        (
+            "worker            reads   waited for peers  for data  overhead    memory  predicted\n"
+            "stage 0 (rank 0)  Corpus            25.0 %    50.0 %    0.0 us  2.00 MiB   4.00 MiB\n"
+            "stage 1 (rank 1)  list              25.0 %     0.0 %    0.0 us  2.00 MiB   4.00 MiB"
+        ),
+    ]
+
+
+def test_the_plot_is_written_in_the_form_of_its_name(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for result in (_trained(), _combined()):  # several epochs, and a single minibatch
+        result.plot(tmp_path / "loss.svg")
+        text = (tmp_path / "loss.svg").read_text()
+        assert "minibatch" in text and "loss" in text
+        assert ("mean of an epoch" in text) == (len(result.losses) > 1)
+    result.plot(tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_that_cannot_be_drawn_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"'loss.gif': its name must end in one of .svg, .png, .pdf"):
+        _trained().plot("loss.gif")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(
+        ValueError, match=r"loss.png: drawing needs matplotlib: pip install matplotlib .the extra plot."
+    ):
+        _trained().plot(tmp_path / "loss.png")
