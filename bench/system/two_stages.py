@@ -1,6 +1,6 @@
 """Steady throughput of a balanced 2-stage pipeline on 2 cores against one process on one core.
 
-    python bench/system/two_stages.py [--rounds 7] [--minibatches 200] [--kinds] [--json FILE]
+    python bench/system/two_stages.py [--rounds 7] [--minibatches 200] [--kinds] [--device cuda] [--json FILE]
 
 Each round runs both sides, one after the other, so that a drift of the machine's speed meets both. A side
 is warmed up before it is timed. Ideal ratio: 2.0; what the two cores give to two independent processes at
@@ -50,17 +50,17 @@ def make_data(width: int, batch: int, num_minibatches: int) -> list[tuple[torch.
     return [pair] * num_minibatches
 
 
-def one_process_ms(width: int, batch: int, num_minibatches: int) -> float:
-    """Milliseconds per minibatch of a plain loop on one core."""
+def one_process_ms(width: int, batch: int, num_minibatches: int, device: str) -> float:
+    """Milliseconds per minibatch of a plain loop on one core, or on a GPU."""
     torch.set_num_threads(1)
-    model = make_model(width)
+    model = make_model(width).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     data = make_data(width, batch, num_minibatches)
     num_warm_up = max(3, num_minibatches // 10)
     for minibatch, (inputs, targets) in enumerate(data):
         if minibatch == num_warm_up:
             began_s = time.perf_counter()
-        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss = nn.functional.mse_loss(model(inputs.to(device)), targets.to(device))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -68,14 +68,14 @@ def one_process_ms(width: int, batch: int, num_minibatches: int) -> float:
     return (time.perf_counter() - began_s) * 1e3 / (num_minibatches - num_warm_up)
 
 
-def _plain_loop(arguments: tuple[int, int, int]) -> float:
+def _plain_loop(arguments: tuple[int, int, int, str]) -> float:
     _core.keep_freed_memory()
     return one_process_ms(*arguments)
 
 
-def two_processes_ms(pool: Pool, width: int, batch: int, num_minibatches: int) -> float:
+def two_processes_ms(pool: Pool, width: int, batch: int, num_minibatches: int, device: str) -> float:
     """As one_process_ms, of two independent processes that run at the same time."""
-    return statistics.mean(pool.map(_plain_loop, [(width, batch, num_minibatches)] * 2, chunksize=1))
+    return statistics.mean(pool.map(_plain_loop, [(width, batch, num_minibatches, device)] * 2, chunksize=1))
 
 
 def pipeline(width: int, batch: int, num_minibatches: int) -> pipedream.RunResult:
@@ -147,12 +147,12 @@ def print_kinds(name: str, rounds: int, num_minibatches: int) -> None:
         print(f"{stage:5} {kind:9} {numbers}")
 
 
-def measure(pool: Pool, name: str, rounds: int, num_minibatches: int) -> dict[str, Any]:
+def measure(pool: Pool, name: str, rounds: int, num_minibatches: int, device: str) -> dict[str, Any]:
     width, batch = MODELS[name]
     rows = []
     for round_index in range(rounds):
-        plain_ms = one_process_ms(width, batch, num_minibatches)
-        both_ms = two_processes_ms(pool, width, batch, num_minibatches)
+        plain_ms = one_process_ms(width, batch, num_minibatches, device)
+        both_ms = two_processes_ms(pool, width, batch, num_minibatches, device)
         result = pipeline(width, batch, num_minibatches)
         rows.append(
             {
@@ -191,6 +191,9 @@ def main() -> None:
         "--minibatches", type=int, default=200, help="of the large model; the small: ten times"
     )
     parser.add_argument("--kinds", action="store_true", help="only the overhead, by stage, kind and part")
+    parser.add_argument(
+        "--device", default="cpu", help="of the plain loops; PIPEDREAM_DEVICE says the workers'"
+    )
     parser.add_argument("--json", type=str, metavar="FILE", help="write the figures here too")
     options = parser.parse_args()
     _core.keep_freed_memory()  # as in the workers: both sides keep their memory
@@ -204,8 +207,8 @@ def main() -> None:
         return
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         summaries = [
-            measure(pool, "large", options.rounds, options.minibatches),
-            measure(pool, "small", options.rounds, 10 * options.minibatches),
+            measure(pool, "large", options.rounds, options.minibatches, options.device),
+            measure(pool, "small", options.rounds, 10 * options.minibatches, options.device),
         ]
     for summary in summaries:
         print(f"\n{summary['model']} model: {summary['rounds']} rounds, {summary['minibatches']} minibatches")
@@ -216,7 +219,7 @@ def main() -> None:
                 print(f"{figure:20} {numbers}   {IDEAL.get(figure, '')}")
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
-            json.dump({"machine": machine, "results": summaries}, file, indent=1)
+            file.write(json.dumps({"machine": machine, "results": summaries}) + "\n")
 
 
 if __name__ == "__main__":
