@@ -14,7 +14,7 @@ from typing import Any
 import pipedream
 import torch
 from models import CASES, LARGE_CASES, Batch, Case
-from pipedream import RunResult, reference
+from pipedream import RunResult, _core, reference
 from pipedream.plan import Plan
 from torch import nn
 from torch.utils.data import DataLoader
@@ -120,13 +120,29 @@ def is_rank_0() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def is_on_cuda() -> bool:
+    """Whether workers compute on a GPU here; those of these tests share it."""
+    wanted = os.environ.get("PIPEDREAM_DEVICE", "auto")
+    return wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available() and _core.cuda_available())
+
+
+def state_of(model: nn.Module) -> State:
+    """In host memory, as a pipeline gives it."""
+    return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+
+
 @functools.cache
 def train_by_reference(training: Training) -> tuple[reference.ReferenceResult, State]:
     """The oracle's numbers. The result is shared: do not change it."""
-    model = training.model()
-    with torch.random.fork_rng(devices=[]):
+    model = model_of_oracle(training)
+    with torch.random.fork_rng():
         result = reference.run(model, training.plan, **training.options())
-    return result, model.state_dict()
+    return result, state_of(model)
+
+
+def model_of_oracle(training: Training) -> nn.Module:
+    """Where the workers compute: there its numbers are drawn and rounded alike."""
+    return training.model().to("cuda" if is_on_cuda() else "cpu")
 
 
 def train_plainly(training: Training) -> tuple[list[float], State]:

@@ -14,6 +14,8 @@ from training import (
     assert_close_losses,
     assert_close_state,
     expected_versions,
+    model_of_oracle,
+    state_of,
     tolerance,
     train_by_reference,
     train_in_pipeline,
@@ -57,9 +59,9 @@ def _expect(training: Training, data: Any) -> tuple[list[float], State]:
             training.plan, len(result.losses), schedule=training.schedule
         )
         return result.losses, state
-    model = training.model()
+    model = model_of_oracle(training)
     losses = reference.run(model, training.plan, **training.options() | {"data": data}).losses
-    return losses, model.state_dict()
+    return losses, state_of(model)
 
 
 def assert_same_numbers(

@@ -28,6 +28,7 @@ from training import (
     State,
     Training,
     assert_equal_state,
+    is_on_cuda,
     tolerance,
     train_by_reference,
     train_in_pipeline,
@@ -39,13 +40,7 @@ _TRAINING = Training("wide", 3, torch.float32, _SGD, short_last=True)
 _SHARED, _TCP, _CURVE, _IPC = "shared memory", "zmq/tcp", "zmq/tcp curve", "cuda ipc"
 
 
-def _is_on_cuda() -> bool:
-    """Whether workers compute on a GPU here; those of these tests share it."""
-    wanted = os.environ.get("PIPEDREAM_DEVICE", "auto")
-    return wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available() and _core.cuda_available())
-
-
-_ON_ONE_HOST = _IPC if _is_on_cuda() else _SHARED  # what "auto" takes
+_ON_ONE_HOST = _IPC if is_on_cuda() else _SHARED  # what "auto" takes
 
 
 def _train(farm: Farm, training: Training, num_ranks: int = 0, **options: Any) -> tuple[RunResult, State]:
@@ -110,7 +105,7 @@ def test_every_item_is_known_once_at_both_ends_of_its_channel_and_arrives_after_
             assert sent.framed_ns <= received.arrived_ns <= received.complete_ns
             assert sent.wire_bytes == received.wire_bytes
             is_placed = transport == "shm" and sent.wire_bytes >= _core.PLACED_BYTES_MIN
-            if not _is_on_cuda():
+            if not is_on_cuda():
                 assert (sent.copied_ns is not None) == is_placed
             if sent.copied_ns is not None:
                 assert sent.started_ns <= sent.copied_ns <= received.complete_ns
@@ -159,11 +154,11 @@ def test_small_tensors_take_the_socket_which_is_sooner(farm: Farm, transport: st
     expected, expected_state = train_by_reference(training)
     assert_same_numbers(result.losses, state, expected.losses, expected_state, tolerance(training.dtype))
     # Between devices nothing is staged, so that small ones are placed, too.
-    by_device = transport == "auto" and _is_on_cuda()
+    by_device = transport == "auto" and is_on_cuda()
     assert set(result.transports.values()) == {_IPC if by_device else _TCP}
 
 
-@pytest.mark.skipif(not _is_on_cuda(), reason="no GPU")
+@pytest.mark.skipif(not is_on_cuda(), reason="no GPU")
 @pytest.mark.parametrize("training", [_TRAINING, Training("mlp", 3), Training("tied_apart", 3)], ids=str)
 def test_gpus_of_one_host_write_into_each_others_memory_and_stage_nothing(
     farm: Farm, training: Training

@@ -1,0 +1,84 @@
+"""A covering array: few rows in which every pair of values of two factors stands together at least once.
+
+Most faults need two options that meet, not seven; a full matrix repeats each pair hundreds of times.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["Row", "covering_rows", "pairs_of"]
+
+Row = dict[str, Any]
+_Pair = frozenset[tuple[str, int]]
+
+
+def covering_rows(
+    factors: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool], given: Iterable[Row] = ()
+) -> list[Row]:
+    """Rows that hold every pair of values that any allowed row holds, the same rows at every call.
+
+    given: partial rows, each of which becomes a row of its own; what they leave open is chosen for the
+    pairs. allowed: of a row that may be partial; a row that is not allowed may not become so by more values.
+    Greedy: each choice is the value that brings most new pairs, the least used of those that bring as many.
+    """
+    chooser = _Chooser(factors, allowed)
+    rows = [chooser.complete(dict(row)) for row in given]
+    for pair in sorted(chooser.open_pairs, key=sorted):
+        if pair not in chooser.open_pairs:
+            continue
+        seed = {name: factors[name][position] for name, position in pair}
+        if allowed(seed):
+            rows.append(chooser.complete(seed))
+    return rows
+
+
+def pairs_of(factors: Mapping[str, Sequence[Any]], row: Row) -> set[_Pair]:
+    """The pairs that a row holds, as positions among the factors' values."""
+    places = [(name, factors[name].index(value)) for name, value in row.items()]
+    return {frozenset(pair) for pair in itertools.combinations(places, 2)}
+
+
+class _Chooser:
+    def __init__(self, factors: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool]) -> None:
+        self._factors = factors
+        self._allowed = allowed
+        self._uses = {(name, i): 0 for name, values in factors.items() for i in range(len(values))}
+        self.open_pairs: set[_Pair] = {
+            frozenset(pair)
+            for pair in itertools.combinations(self._uses, 2)
+            if len({name for name, _ in pair}) == 2
+        }
+
+    def complete(self, row: Row) -> Row:
+        """The row with a value of every factor. Its pairs are open no longer."""
+        row = self._filled(row)
+        for name, values in self._factors.items():
+            self._uses[name, values.index(row[name])] += 1
+        self.open_pairs -= pairs_of(self._factors, row)
+        return {name: row[name] for name in self._factors}
+
+    def _filled(self, row: Row) -> Row:
+        left = [name for name in self._factors if name not in row]
+        if not left:
+            return row
+        # The factor with most values first: its pairs are the most.
+        name = max(left, key=lambda each: len(self._factors[each]))
+        for value in sorted(self._factors[name], key=lambda value: self._worth(row, name, value)):
+            longer = row | {name: value}
+            if self._allowed(longer):
+                try:
+                    return self._filled(longer)
+                except LookupError:
+                    continue
+        raise LookupError(f"no row with {row} is allowed")
+
+    def _worth(self, row: Row, name: str, value: Any) -> tuple[int, int, int]:
+        position = self._factors[name].index(value)
+        new = sum(
+            frozenset({(name, position), (other, self._factors[other].index(chosen))}) in self.open_pairs
+            for other, chosen in row.items()
+        )
+        return -new, self._uses[name, position], position
