@@ -32,6 +32,7 @@ from .boundary import (
 from .checks import check_count
 from .guard import check_main_guard
 from .layer_profile import LayerProfile, Profile
+from .references import check_loss_fn
 from .splitter import Model, layers_of, model_name
 
 __all__ = ["profile"]
@@ -68,6 +69,7 @@ def profile(
     check_count("minibatches", minibatches)
     if seconds is not None and not seconds > 0:
         raise ValueError(f"seconds is {seconds!r}: give a positive number, or None for no limit")
+    check_loss_fn(loss_fn)
     named_layers = layers_of(model)
     layers = [layer for _, layer in named_layers]
     device = device_of(layers)

@@ -17,7 +17,7 @@ import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,6 +30,7 @@ from .boundary import check_loss, check_pair, device_of, map_tensors, tensors_of
 from .checks import check_choice, check_count
 from .microbatch import check_alike, chunk, samples_of, weights
 from .precision import LossScaler, autocast_dtype, autocast_region
+from .references import check_loss_fn, gradients_noticed, places_of
 from .seeding import RngState, RngStream, base_seed, data_seed, generators_kept, seed_all, stage_seed
 from .splitter import Model, PlannedStage, StageModule, Tie, find_ties, split
 
@@ -99,11 +100,13 @@ def run(
     recomputed = _recomputed_stages(recompute, len(plan.stages))
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm is {max_grad_norm!r}: give a number above 0, or None not to clip")
+    check_loss_fn(loss_fn)
     dtype = autocast_dtype(autocast)
     modules = split(model, plan)
     device = device_of(modules)
     ties = find_ties(modules)
-    with _random_streams(len(modules), seed) as streams:
+    own = {name: parameter for module in modules for name, parameter in module.trainable_parameters()}
+    with _random_streams(len(modules), seed) as streams, gradients_noticed(own):
         stages = [
             _Stage(
                 module,
@@ -269,33 +272,20 @@ class _Stage:
     """With several microbatches per minibatch."""
     updater: _Updater
 
-    def forward(self, value: Any, targets: Any, leaves: dict[int, Tensor]) -> Any:
-        """leaves: by the id of their parameter."""
+    def forward(self, value: Any, targets: Any) -> Any:
         with self.stream:
-            return self._forward(value, targets, leaves, buffers={}, is_first_time=True)
+            return self._forward(value, targets, buffers={}, is_first_time=True)
 
-    def forward_again(
-        self, value: Any, targets: Any, leaves: dict[int, Tensor], buffers: dict[str, Tensor]
-    ) -> Any:
+    def forward_again(self, value: Any, targets: Any, buffers: dict[str, Tensor]) -> Any:
         """Draws from the generators as they are, works on these buffers and leaves the stage's own alone."""
-        return self._forward(value, targets, leaves, buffers, is_first_time=False)
+        return self._forward(value, targets, buffers, is_first_time=False)
 
-    def _forward(
-        self,
-        value: Any,
-        targets: Any,
-        leaves: dict[int, Tensor],
-        buffers: dict[str, Tensor],
-        *,
-        is_first_time: bool,
-    ) -> Any:
-        # The names inside the stage module, which is what functional_call replaces by.
-        named = {name: leaves[id(p)] for name, p in self.module.named_parameters() if p.requires_grad}
+    def _forward(self, value: Any, targets: Any, buffers: dict[str, Tensor], *, is_first_time: bool) -> Any:
         with contextlib.ExitStack() as around:
             if self.statistics is not None:
                 around.enter_context(self.statistics.microbatch(collect=is_first_time))
             around.enter_context(self.autocast())
-            output = torch.func.functional_call(self.module, named | buffers, (value,))
+            output = torch.func.functional_call(self.module, buffers, (value,))
         if self.loss_fn is None:
             return output
         with self.autocast():
@@ -309,16 +299,15 @@ class _Recomputed:
                             \\-> forward again -> its outputs, given the gradients of the leaves
     """
 
-    def __init__(self, stage: _Stage, inputs: Any, targets: Any, leaves: dict[int, Tensor]) -> None:
+    def __init__(self, stage: _Stage, inputs: Any, targets: Any) -> None:
         self._stage = stage
         self._inputs = inputs
         self._targets = targets
-        self._leaves = leaves
         self._buffers = {name: buffer.clone() for name, buffer in stage.module.named_buffers()}
         with stage.stream:
             self._generators = RngState.capture()
         # A clone: the first layer may work in place.
-        outputs = stage.forward(map_tensors(Tensor.clone, inputs), targets, leaves)
+        outputs = stage.forward(map_tensors(Tensor.clone, inputs), targets)
         self._outputs = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), outputs)
 
     def outputs(self) -> Any:
@@ -329,7 +318,7 @@ class _Recomputed:
         """After the backward of everything downstream."""
         with generators_kept():
             self._generators.restore()
-            outputs = self._stage.forward_again(self._inputs, self._targets, self._leaves, self._buffers)
+            outputs = self._stage.forward_again(self._inputs, self._targets, self._buffers)
         roots = [
             (output, leaf.grad)
             for output, leaf in zip(tensors_of(outputs), tensors_of(self._outputs), strict=True)
@@ -374,22 +363,40 @@ class _Trainer:
         scale = self._next_scale(minibatch)
         losses = []
         backwards = []
-        for (piece, piece_targets), share in zip(pieces, shares, strict=True):
-            loss, recomputed = self._forward(minibatch, piece, piece_targets, leaves)
-            # A single microbatch is multiplied by nothing, so that it is plain training to the last bit.
-            counted = loss if self._num_microbatches == 1 else loss * share
-            backwards.append((counted if scale is None else counted * scale, recomputed))
-            losses.append(loss.item() * share)
-        for stage in self._stages:
-            if stage.statistics is not None:
-                stage.statistics.update()
-        self._overwrite(minibatch, leaves)
-        for root, recomputed in backwards:
-            root.backward()  # type: ignore[no-untyped-call]
-            for stage_again in reversed(recomputed):
-                stage_again.backward()
+        with self._bound(leaves):
+            for (piece, piece_targets), share in zip(pieces, shares, strict=True):
+                loss, recomputed = self._forward(minibatch, piece, piece_targets)
+                # A single microbatch is multiplied by nothing, so that it is plain training to the last bit.
+                counted = loss if self._num_microbatches == 1 else loss * share
+                backwards.append((counted if scale is None else counted * scale, recomputed))
+                losses.append(loss.item() * share)
+            for stage in self._stages:
+                if stage.statistics is not None:
+                    stage.statistics.update()
+            self._overwrite(minibatch, leaves)
+            for root, recomputed in backwards:
+                root.backward()  # type: ignore[no-untyped-call]
+                for stage_again in reversed(recomputed):
+                    stage_again.backward()
         self._update(minibatch, leaves, scale)
         return sum(losses)
+
+    @contextlib.contextmanager
+    def _bound(self, leaves: dict[int, Tensor]) -> Iterator[None]:
+        """The layers read the leaves, wherever they hold parameters; in the backward too, where layers that
+        checkpoint themselves run again."""
+        self._replace(leaves)
+        try:
+            yield
+        finally:
+            parameters = {id(p): p for stage in self._stages for p in stage.updater.parameters}
+            self._replace({id(leaf): parameters[key] for key, leaf in leaves.items()})
+
+    def _replace(self, others: Mapping[int, Tensor]) -> None:
+        """Puts others in the places of the tensors that have these ids."""
+        for place in list(places_of(("", stage.module) for stage in self._stages)):
+            if id(place.tensor) in others and place.container is not None:
+                place.container[place.key] = place.filled(lambda tensor: others.get(id(tensor), tensor))
 
     def _read(self, minibatch: int) -> dict[int, Tensor]:
         """The leaf of each parameter, by the parameter's id, at the version that the minibatch reads."""
@@ -405,9 +412,7 @@ class _Trainer:
                 )
         return leaves
 
-    def _forward(
-        self, minibatch: int, inputs: Any, targets: Any, leaves: dict[int, Tensor]
-    ) -> tuple[Tensor, list[_Recomputed]]:
+    def _forward(self, minibatch: int, inputs: Any, targets: Any) -> tuple[Tensor, list[_Recomputed]]:
         """The loss of a microbatch, and what is to be recomputed for its backward."""
         recomputed = []
         value = to_device(inputs, self._device)
@@ -420,11 +425,11 @@ class _Trainer:
             if stage_index > 0 and self._across_cut is not None:
                 value = _cross(value, stage_index - 1, stage_index, self._across_cut)
             if stage.recomputes_newest:
-                recomputed.append(_Recomputed(stage, value, targets, leaves))
+                recomputed.append(_Recomputed(stage, value, targets))
                 value = recomputed[-1].outputs()
             else:
                 # One graph through all stages: each parameter's gradient is at the version its stage read.
-                value = stage.forward(value, targets, leaves)
+                value = stage.forward(value, targets)
         return check_loss(value, minibatch), recomputed
 
     def _overwrite(self, minibatch: int, leaves: dict[int, Tensor]) -> None:

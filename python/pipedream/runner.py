@@ -24,6 +24,7 @@ from .launcher import PeekedIterator, run_locally
 from .links import TRANSPORTS, make_link_options
 from .plan import Plan
 from .precision import autocast_dtype
+from .references import check_loss_fn
 from .rendezvous import START_TIMEOUT_S, torchrun_rendezvous
 from .result import RunResult
 from .seeding import base_seed, generators_kept
@@ -81,7 +82,8 @@ def run(
     data: yields (inputs, targets), once per epoch; a DataLoader, a list, a generator. The workers of the
         first and the last stage iterate it, each its own copy; a DataLoader's processes start there, as they
         would here. What cannot be sent to the workers is iterated here and forwarded to them.
-    loss_fn: (outputs, targets) -> scalar tensor, run by the last stage.
+    loss_fn: (outputs, targets) -> scalar tensor, run by the last stage. It carries nothing to train: a
+        penalty on weights is the optimizer's weight_decay, which every stage applies to its own.
     optimizer: called once per stage with its parameters, or with (name, parameter) pairs when its first
         argument is called `named_parameters`. For example functools.partial(torch.optim.SGD, lr=0.1).
     schedule: "pipedream" (1F1B with weight stashing), "vertical_sync", "2bw", "flush" (PipeDream-Flush),
@@ -165,6 +167,7 @@ def run(
         _check_loss_scale(autocast_dtype(autocast), links.codec, plan.num_stages)
         base_seed(seed)  # raises for a seed that is none, before any process starts
         _check_functions(loss_fn=loss_fn, optimizer=optimizer)
+        check_loss_fn(loss_fn)
         if lr_scheduler is not None:
             _check_functions(lr_scheduler=lr_scheduler)
         _check_data(data, epochs)

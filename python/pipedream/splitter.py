@@ -7,6 +7,7 @@ model. Runs in the caller's thread, before any worker exists.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,12 +16,18 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from .references import ByteSpan, Place, places_of
+
 __all__ = ["Model", "StageModule", "Tie", "check_split", "find_ties", "layers_of", "model_name", "split"]
 
 # What users may pass as a model: any module, or a list of layers.
 Model = nn.Module | Sequence[nn.Module]
 
 _TRAINABLE_DTYPES = (torch.float32, torch.float64)
+
+
+_NamedSpan = tuple[ByteSpan, str]
+"""The memory of a parameter, and its full name."""
 
 
 class PlannedStage(Protocol):
@@ -174,8 +181,9 @@ def check_split(model: Model, plan: StagePlan) -> None:
     """Raises ValueError, one line naming the value and the remedy, unless the plan can cut the model.
 
     Refused: more stages than layers, a plan of another number of layers, buffers (or modules with buffers)
-    that two stages share, trainable parameters that are neither float32 nor float64. Parameters may be tied
-    across stages: see find_ties.
+    that two stages share, trainable parameters that are neither float32 nor float64, and places that hold
+    what a stage cannot train: views of its parameters, and unregistered parameters of other stages.
+    Parameters may be tied across stages: see find_ties.
     """
     layers = _layers(model)
     _check_coverage(len(layers), plan)
@@ -187,7 +195,8 @@ def check_split(model: Model, plan: StagePlan) -> None:
     _check_parameters(layers)
     _check_shared_modules(layers, stage_of_layer)
     _check_shared_buffers(layers, stage_of_layer)
-    _check_storages(layers)
+    spans = _check_storages(layers)
+    _check_references(layers, stage_of_layer, spans)
 
 
 def _layers(model: Model) -> list[_Layer]:
@@ -289,32 +298,80 @@ def _check_shared_buffers(layers: list[_Layer], stage_of_layer: list[int]) -> No
                 )
 
 
-def _check_storages(layers: list[_Layer]) -> None:
+def _check_storages(layers: list[_Layer]) -> list[_NamedSpan]:
+    """The memory of the trainable parameters."""
     # Parameters that overlap in memory without being one object cannot be told apart from independent
     # ones by name, and would silently come untied once each has its own place in a version.
-    spans: dict[tuple[torch.device, int], list[tuple[int, int, str]]] = {}
+    spans: list[_NamedSpan] = []
+    trainable: list[_NamedSpan] = []
     seen: set[int] = set()
     for layer in layers:
         for name, parameter in layer.module.named_parameters():
-            if id(parameter) in seen or parameter.is_meta or parameter.numel() == 0:
+            span = ByteSpan.of(parameter)
+            if id(parameter) in seen or span is None:
                 continue
             seen.add(id(parameter))
-            start = int(parameter.storage_offset())
-            extent = sum(
-                int((size - 1) * step) for size, step in zip(parameter.shape, parameter.stride(), strict=True)
+            spans.append((span, layer.prefix + name))
+            if parameter.requires_grad:
+                trainable.append(spans[-1])
+    spans.sort(key=lambda entry: (str(entry[0].device), *entry[0][1:]))
+    for (earlier, name), (later, later_name) in itertools.pairwise(spans):
+        if earlier.overlaps(later):
+            raise ValueError(
+                f"parameters {name!r} and {later_name!r} share memory but are two nn.Parameter objects: "
+                f"tie them by using one nn.Parameter in both places"
             )
-            first_byte = start * parameter.element_size()
-            end_byte = (start + extent + 1) * parameter.element_size()
-            key = (parameter.device, parameter.untyped_storage().data_ptr())
-            spans.setdefault(key, []).append((first_byte, end_byte, layer.prefix + name))
-    for of_storage in spans.values():
-        of_storage.sort()
-        for (_, end, earlier), (begin, _, later) in itertools.pairwise(of_storage):
-            if begin < end:
+    return trainable
+
+
+def _check_references(layers: list[_Layer], stage_of_layer: list[int], spans: list[_NamedSpan]) -> None:
+    names: dict[int, tuple[int, str]] = {}
+    own: set[tuple[int, int]] = set()  # (stage, id of a parameter that is registered in it)
+    for stage_index, layer in zip(stage_of_layer, layers, strict=True):
+        for name, parameter in layer.module.named_parameters():
+            own.add((stage_index, id(parameter)))
+            if parameter.requires_grad:
+                names.setdefault(id(parameter), (stage_index, layer.prefix + name))
+    num_stages_of = Counter(key for _, key in own)
+    of_storage: dict[tuple[torch.device, int], list[_NamedSpan]] = {}
+    for span, name in spans:
+        of_storage.setdefault((span.device, span.storage), []).append((span, name))
+    for stage_index in sorted(set(stage_of_layer)):
+        roots = [
+            (layer.name, layer.module)
+            for layer, stage in zip(layers, stage_of_layer, strict=True)
+            if stage == stage_index
+        ]
+        fixed: dict[tuple[int, Any], set[bool]] = {}  # of a tuple or partial: whether its parameters are tied
+        for place in places_of(roots):
+            key = id(place.tensor)
+            if key in names and place.held is not place.tensor and place.container is not None:
+                fixed.setdefault(place.where, set()).add(num_stages_of[key] > 1)
+                if len(fixed[place.where]) > 1:
+                    raise ValueError(
+                        f"{place.path} is in a tuple or partial with parameters that are tied to other stages"
+                        " and parameters that are not: keep them in a list"
+                    )
+            if key not in names:
+                _check_no_view(place, of_storage)
+            elif (stage_index, key) not in own and not place.is_outside:
+                # Through a module it may not be used: then a gradient says so.
+                other, name = names[key]
                 raise ValueError(
-                    f"parameters {earlier!r} and {later!r} share memory but are two nn.Parameter objects: "
-                    f"tie them by using one nn.Parameter in both places"
+                    f"{place.path} of stage {stage_index} holds parameter {name!r} of stage {other} without"
+                    " registering it, so the stages would not know that it is tied: make it an nn.Parameter"
+                    " attribute of the layer (self.x = parameter), or keep both layers in one stage"
                 )
+
+
+def _check_no_view(place: Place, of_storage: dict[tuple[torch.device, int], list[_NamedSpan]]) -> None:
+    span = ByteSpan.of(place.tensor)
+    for other, name in of_storage.get((span.device, span.storage), ()) if span is not None else ():
+        if span is not None and span.overlaps(other):
+            raise ValueError(
+                f"{place.path} is a view of parameter {name!r} that was made once, so it would keep the"
+                " initial weights: make it in forward(), from the parameter as it is then"
+            )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

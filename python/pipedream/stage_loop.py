@@ -193,6 +193,7 @@ class WorkerLoop:
                     do[kind](runner, work)
             for runner in self._runners.values():
                 runner.parts.tied.pull_last(work.num_minibatches)
+                runner.parts.weights.check_gradients_taken()
             self._num_minibatches = work.num_minibatches
             if any(runner.is_last and not runner.is_first for runner in self._runners.values()):
                 self._check_end(work.num_minibatches)

@@ -238,14 +238,19 @@ class StageRunner:
         self._bind(stashed.read_slot, minibatch)
         run = _within(self.meter.forward if self.meter else None, self._run_forward)
         output = run(minibatch, stashed)
-        if minibatch == 0 and not self._buffer_memory:
-            self._buffer_memory = {_memory_of(buffer) for _, buffer in self.parts.stage.stage_buffers()}
+        if minibatch == 0 and microbatch == 0:
+            self._look_at_what_was_made()
         self._in_flight[minibatch, microbatch] = stashed
         closes = microbatch + 1 == self._num_microbatches
         if self.is_last:
             self._complete_loss(minibatch, stashed, output, closes=closes)
         else:
             self._send_activations(minibatch, stashed, output, closes=closes)
+
+    def _look_at_what_was_made(self) -> None:
+        """The first forward may make buffers, and keep parameters of the version that it read."""
+        self._buffer_memory = {_memory_of(buffer) for _, buffer in self.parts.stage.stage_buffers()}
+        self.parts.weights.follow_new_references()
 
     def _read(self, minibatch: int, microbatch: int, received_mark: int) -> Microbatch | None:
         reader = self.parts.reader

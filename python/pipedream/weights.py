@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ from torch import Tensor, nn
 
 from . import _core, optim
 from .offload import ResidentVersions
+from .references import Place, places_of
 from .splitter import StageModule
 
 __all__ = ["StageOptimizer", "StageWeights", "WeightVersions", "build_optimizer", "weight_layout"]
 
-_Container = dict[str, Any] | list[Any]
 _Named = Sequence[tuple[str, nn.Parameter]]
 _POISON = 0xFF  # bytes that are NaN as a float of any width
 
@@ -30,6 +31,32 @@ _POISON = 0xFF  # bytes that are NaN as a float of any width
 def weight_layout(named: _Named) -> tuple[int, list[int]]:
     """(bytes of one version, offset of each parameter) in a flat slot."""
     return _core.weight_layout([(name, str(p.dtype).removeprefix("torch."), p.numel()) for name, p in named])
+
+
+@dataclass(slots=True)
+class _Reference:
+    """A place of a parameter beside the modules' tables. What a layer has put there since, it keeps."""
+
+    container: Any
+    key: Any
+    where: tuple[int, Any]
+    current: Any
+    original: Any
+    of_slot: list[Any]
+
+    def follow(self, slot: int) -> None:
+        self._put(self.of_slot[slot])
+
+    def restore(self) -> None:
+        self._put(self.original)
+
+    def _put(self, value: Any) -> None:
+        try:
+            held = self.container[self.key]
+        except (LookupError, AttributeError, ValueError):  # the layer took it away
+            return
+        if held is self.current:
+            self.container[self.key] = self.current = value
 
 
 class WeightVersions:
@@ -49,9 +76,9 @@ class WeightVersions:
     ) -> None:
         self.names = [name for name, _ in named]
         self._originals = [parameter for _, parameter in named]
+        self._stage = stage
         self._slots = slots
         self._resident = resident
-        self._sites = _find_sites(stage, self._originals)
         _, offsets = weight_layout(named)
 
         def views(slot: Tensor) -> list[Tensor]:
@@ -69,12 +96,8 @@ class WeightVersions:
             for slot in range(1, self.num_slots):
                 self._move(slot, None)
             resident.write(0)
-        # What binding writes, flat, so that it is one short loop: (container, key, leaf).
-        self._bindings = [
-            [(container, key, leaves[parameter]) for parameter, container, key in self._sites]
-            for leaves in self._leaves
-        ]
         self._bound_slot = -1
+        self._find_places()
         with torch.no_grad():
             for leaf, original in zip(self._leaves[0], self._originals, strict=True):
                 leaf.copy_(original)
@@ -93,11 +116,23 @@ class WeightVersions:
             return
         for container, key, leaf in self._bindings[slot]:
             container[key] = leaf
+        for reference in self._references:
+            reference.follow(slot)
         self._bound_slot = slot
 
     def unbind(self) -> None:
         """What the modules read is not known any more: the next bind() writes it."""
         self._bound_slot = -1
+
+    def follow_new_references(self) -> None:
+        """From now on also what the layers keep of the parameters since their first forward is bound."""
+        known = {reference.where for reference in self._references}
+        known |= {(id(container), key) for container, key, _ in self._bindings[0]}
+        index_of = {id(leaf): i for leaves in self._leaves for i, leaf in enumerate(leaves)}
+        for place in places_of([("", self._stage)]):
+            if id(place.tensor) in index_of and place.container is not None and place.where not in known:
+                known.add(place.where)
+                self._references.append(self._reference(place, index_of))
 
     def leaves(self, slot: int) -> list[nn.Parameter]:
         return self._leaves[slot]
@@ -109,6 +144,16 @@ class WeightVersions:
             gradients.append(leaf.grad)
             leaf.grad = None
         return gradients
+
+    def check_gradients_taken(self) -> None:
+        for leaves in self._leaves:
+            for name, leaf in zip(self.names, leaves, strict=True):
+                if leaf.grad is not None:
+                    raise ValueError(
+                        f"a gradient of parameter {name!r} went to a weight version that its backward did not"
+                        " read, so it was not trained with it: a layer keeps the parameter from an earlier"
+                        " forward, and must read it from its attribute in each"
+                    )
 
     def prefetch(self, slot: int) -> None:
         """The version that the next backward reads is to be in device memory by then."""
@@ -143,9 +188,55 @@ class WeightVersions:
         with torch.no_grad():
             for leaf, original in zip(self._leaves[slot], self._originals, strict=True):
                 original.copy_(leaf)
-        for parameter, container, key in self._sites:
+        self.follow_new_references()  # none of them is to keep a version
+        for container, key, parameter in self._own_places:
             container[key] = self._originals[parameter]
+        for reference in self._references:
+            reference.restore()
         self._bound_slot = -1
+
+    def _find_places(self) -> None:
+        """Where the parameters are bound, those that are tied within the stage in several places."""
+        index_of = {id(parameter): index for index, parameter in enumerate(self._originals)}
+        # What is written at every bind, so that it is one short loop. Recurrent layers read their weights
+        # from a list beside the table.
+        tables = {id(module._parameters) for module in self._stage.modules()}
+        tables |= {id(getattr(module, "_flat_weights", None)) for module in self._stage.modules()}
+        self._own_places: list[tuple[Any, Any, int]] = []
+        self._references: list[_Reference] = []
+        found: set[tuple[int, Any]] = set()
+        for place in places_of([("", self._stage)]):
+            index = index_of.get(id(place.tensor))
+            if index is None or place.container is None or place.where in found:
+                continue
+            found.add(place.where)
+            if id(place.container) in tables:
+                self._own_places.append((place.container, place.key, index))
+            else:
+                self._references.append(self._reference(place, index_of))
+        self._bindings = [
+            [(container, key, leaves[index]) for container, key, index in self._own_places]
+            for leaves in self._leaves
+        ]
+
+    def _reference(self, place: Place, index_of: Mapping[int, int]) -> _Reference:
+        """index_of: parameters by the id of what may lie in the place now."""
+
+        def filled_with(parameters: Sequence[nn.Parameter]) -> Any:
+            def replace(tensor: Tensor) -> Tensor:
+                index = index_of.get(id(tensor))
+                return tensor if index is None else parameters[index]
+
+            return place.filled(replace)
+
+        return _Reference(
+            place.container,
+            place.key,
+            place.where,
+            place.held,
+            filled_with(self._originals),
+            [filled_with(leaves) for leaves in self._leaves],
+        )
 
     def _memory(self, slot: int) -> Tensor:
         return self._slots[slot] if self._resident is None else self._resident.device_slot(slot)
@@ -179,6 +270,16 @@ class StageWeights:
         if self.tied.names:
             self.tied.unbind()  # another stage of this worker may share the very modules, and have bound them
             self.tied.bind(tied_slot)
+
+    def follow_new_references(self) -> None:
+        for versions in (self.own, self.tied):
+            if versions.num_slots > 1:  # else all versions have the same leaves
+                versions.follow_new_references()
+
+    def check_gradients_taken(self) -> None:
+        """When all updates are done. Raises ValueError for a gradient that was in none."""
+        for versions in (self.own, self.tied):
+            versions.check_gradients_taken()
 
     @property
     def has_parameters(self) -> bool:
@@ -229,23 +330,6 @@ def _is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
-
-
-def _find_sites(stage: nn.Module, originals: list[nn.Parameter]) -> list[tuple[int, _Container, Any]]:
-    """Every place that holds a trainable parameter: (its index, container, key). Tied ones have several."""
-    index_of = {id(parameter): index for index, parameter in enumerate(originals)}
-    sites: list[tuple[int, _Container, Any]] = []
-    for module in stage.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) in index_of:
-                sites.append((index_of[id(parameter)], module._parameters, key))
-        # Recurrent layers read their weights from a list beside _parameters.
-        flat_weights = getattr(module, "_flat_weights", None)
-        if isinstance(flat_weights, list):
-            for position, parameter in enumerate(flat_weights):
-                if id(parameter) in index_of:
-                    sites.append((index_of[id(parameter)], flat_weights, position))
-    return sites
 
 
 def build_optimizer(

@@ -71,6 +71,7 @@ from .offload import (
 )
 from .plan import Plan
 from .pulse import Pulse
+from .references import gradients_noticed
 from .rendezvous import START_TIMEOUT_S
 from .result import RunResult, combine_reports
 from .seeding import base_seed, seed_data
@@ -154,7 +155,8 @@ class _Worker:
             report: dict[str, Any] = {}  # a rank beyond the plan has nothing to report
             if self._own_stages():
                 self._loop = self._make_loop(core, stream)
-                report = self._loop.train()
+                with gradients_noticed(self._parameters()):
+                    report = self._loop.train()
             return self._gather(core, report)
         except _core.RunFailure as failure:
             raise_failure(*failure.args)
@@ -307,6 +309,10 @@ class _Worker:
     def _own_stages(self) -> list[StageModule]:
         # None at a rank beyond the plan.
         return [self._stages[stage] for stage in self._options.plan.stages_of(self._place.rank)]
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """Of all stages: the model's own, which the weight versions stand in for."""
+        return {name: p for stage in self._stages for name, p in stage.trainable_parameters()}
 
     def _choose_device(self) -> torch.device:
         wanted = os.environ.get("PIPEDREAM_DEVICE", "auto")

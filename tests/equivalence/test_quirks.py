@@ -278,6 +278,102 @@ def test_data_that_reuses_its_memory_trains_as_data_that_does_not(farm: Farm) ->
     assert losses == pytest.approx(_expect(_plain_model, 3)[0], rel=1e-9)
 
 
+# Parameters that are reached in another way than by the module's own attribute.
+
+
+class _Keeps(nn.Module):
+    """Computes with what it keeps of its weight."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.lin = _linear()
+        self._how = how
+        if how == "list":
+            self.kept: Any = [self.lin.weight]
+        if how == "partial":
+            self.kept = functools.partial(nn.functional.linear, weight=self.lin.weight)
+        if how == "after a forward":
+            self.kept = None
+
+    def forward(self, value: Tensor) -> Tensor:
+        if self._how == "after a forward":
+            self.kept = self.kept or {"weight": self.lin.weight}
+            return nn.functional.linear(value, self.kept["weight"], self.lin.bias)
+        if self._how == "partial":
+            return self.kept(value, bias=self.lin.bias)  # type: ignore[no-any-return]
+        return nn.functional.linear(value, self.kept[0], self.lin.bias)
+
+
+class _KeepsNothing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = _linear()
+
+    def forward(self, value: Tensor) -> Tensor:
+        output: Tensor = self.lin(value)
+        return output
+
+
+def _model_that_keeps_parameters() -> nn.Sequential:
+    return _model(_Keeps("list"), nn.Tanh(), _Keeps("after a forward"), _Keeps("partial"), _linear())
+
+
+def _model_that_keeps_none() -> nn.Sequential:
+    return _model(_KeepsNothing(), nn.Tanh(), _KeepsNothing(), _KeepsNothing(), _linear())
+
+
+def test_parameters_that_layers_keep_elsewhere_are_trained(farm: Farm) -> None:
+    # Computed with the initial weights once, and the gradients were lost.
+    losses, state = farm.results(_run, _model_that_keeps_parameters, 2, num_ranks=2)[0]
+    for make_model in (_model_that_keeps_none, _model_that_keeps_parameters):
+        wanted_losses, wanted = _expect(make_model, 2)
+        assert losses == pytest.approx(wanted_losses, rel=1e-9), make_model
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+def _places_after_a_run() -> bool:
+    model = _model_that_keeps_parameters()
+    plan = Plan(Plan.straight(len(model), 1).stages, in_flight=(3,))
+    loss_fn = nn.functional.mse_loss
+    pipedream.run(model, plan, data=_data(), loss_fn=loss_fn, optimizer=_OPTIMIZER, progress=False)
+    kept = [model[0].kept[0], model[2].kept["weight"], model[3].kept.keywords["weight"]]
+    return all(tensor is model[i].lin.weight for tensor, i in zip(kept, (0, 2, 3), strict=True))
+
+
+def test_afterwards_layers_keep_the_models_own_parameters(farm: Farm) -> None:
+    assert farm.results(_places_after_a_run, num_ranks=1) == [True]
+
+
+class _UsesAnother(nn.Module):
+    """Computes with the weight of a layer that it does not register."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.others = [other]
+
+    def forward(self, value: Tensor) -> Tensor:
+        return nn.functional.linear(value, self.others[0].weight)
+
+
+def _model_that_uses_another_stage() -> nn.Sequential:
+    first = _linear()
+    return _model(first, nn.Tanh(), _linear(), _UsesAnother(first))
+
+
+def test_a_gradient_for_a_parameter_of_another_stage_is_told_by_its_name(farm: Farm) -> None:
+    outcomes = farm.run(_run, _model_that_uses_another_stage, 2, num_ranks=2)
+    for outcome in outcomes:
+        assert (
+            "stage 1 (rank 1) failed at minibatch 0 in backward: ValueError: parameter '0.weight' was"
+            in str(outcome.error)
+        )
+
+
+def test_unregistered_modules_of_the_same_stage_train(farm: Farm) -> None:
+    _assert_equals_reference(farm, _model_that_uses_another_stage, 1)
+
+
 class _AssignsData(torch.optim.Optimizer):
     """Replaces .data where others write it."""
 

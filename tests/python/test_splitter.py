@@ -232,3 +232,46 @@ def test_trainable_parameters_of_other_dtypes_are_refused(dtype: torch.dtype) ->
 def test_a_lazy_parameter_is_refused() -> None:
     model = nn.Sequential(nn.LazyLinear(3), nn.ReLU())
     assert "'0.weight' has no shape yet" in _refusal(model, straight_plan(2, (1,)))
+
+
+class _Keeps(nn.Module):
+    def __init__(self, kept: Any) -> None:
+        super().__init__()
+        self.lin = nn.Linear(2, 2)
+        self.kept = kept
+
+
+def test_a_view_of_a_parameter_that_was_made_once_is_refused() -> None:
+    # It would show the initial weights for good; a copy in a worker process as well.
+    for view in (lambda weight: weight.t(), lambda weight: [weight.detach()[0]], lambda weight: weight.data):
+        layer = _Keeps(None)
+        layer.kept = view(layer.lin.weight)
+        with pytest.raises(
+            ValueError, match=r"^0\.kept.* is a view of parameter '0\.lin\.weight'.*in forward"
+        ):
+            check_split(nn.Sequential(layer), Plan.straight(1, 1))
+
+
+def test_a_parameter_of_another_stage_that_is_not_registered_is_refused() -> None:
+    first = nn.Linear(2, 2)
+    model = nn.Sequential(first, _Keeps([first.weight]))
+    check_split(model, Plan.straight(2, 1))
+    with pytest.raises(ValueError, match=r"1\.kept\[0\] of stage 1 holds parameter '0\.weight' of stage 0"):
+        check_split(model, Plan.straight(2, 2))
+
+
+def test_a_frozen_parameter_of_another_stage_may_be_held() -> None:
+    first = nn.Linear(2, 2).requires_grad_(False)
+    check_split(nn.Sequential(first, _Keeps([first.weight])), Plan.straight(2, 2))
+
+
+def test_a_tuple_of_tied_and_other_parameters_is_refused() -> None:
+    tied = nn.Linear(2, 2)
+    layer = _Keeps(None)
+    layer.kept = (layer.lin.bias, tied.weight)
+    layer.tied = tied
+    check_split(nn.Sequential(tied, layer), Plan.straight(2, 1))
+    with pytest.raises(
+        ValueError, match=r"1\.kept\[1\] is in a tuple or partial with parameters that are tied"
+    ):
+        check_split(nn.Sequential(tied, layer), Plan.straight(2, 2))

@@ -131,6 +131,50 @@ def test_restore_gives_the_modules_their_own_parameters_with_the_versions_values
     assert layer.weight is versions.leaves(1)[0]
 
 
+class _Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(2, 2)
+        self.kept: list[Any] = [self.lin.weight]
+
+
+def test_what_a_layer_keeps_of_a_parameter_follows_the_bound_version() -> None:
+    layer = _Keeps()
+    own = layer.lin.weight
+    versions = _versions(_stage(layer), 3)
+    versions.bind(1)
+    assert layer.kept[0] is layer.lin.weight is versions.leaves(1)[0]
+    layer.kept.append(layer.lin.weight)  # as a first forward may
+    versions.follow_new_references()
+    versions.bind(2)
+    assert layer.kept[0] is layer.kept[1] is versions.leaves(2)[0]
+    versions.restore(2)
+    assert layer.kept[0] is layer.kept[1] is layer.lin.weight is own
+
+
+def test_what_a_layer_put_in_the_place_of_a_parameter_stays() -> None:
+    layer = _Keeps()
+    versions = _versions(_stage(layer), 2)
+    versions.bind(1)
+    layer.kept[0] = "another"
+    versions.bind(0)
+    assert layer.kept == ["another"]
+    layer.kept.clear()
+    versions.bind(1)
+    versions.restore(1)
+    assert layer.kept == []
+
+
+def test_a_gradient_that_went_to_another_version_than_was_read_is_told_at_the_end() -> None:
+    layer = nn.Linear(2, 2)
+    versions = _versions(_stage(layer), 2)
+    versions.check_gradients_taken()
+    versions.leaves(1)[1].sum().backward()
+    versions.take_gradients(0)
+    with pytest.raises(ValueError, match=r"a gradient of parameter '0\.bias' went to a weight version that"):
+        versions.check_gradients_taken()
+
+
 def test_leaves_keep_strides_and_marks_of_the_parameters() -> None:
     layer = nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     layer.weight.no_weight_decay = True

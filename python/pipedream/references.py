@@ -1,0 +1,289 @@
+"""References: where a model or a loss holds tensors, besides the modules' tables of parameters.
+
+A forward binds its weight version in every place that holds a parameter: in the modules' tables, and in the
+lists, dicts, tuples, attributes, partials and closures that a layer keeps. What cannot be bound is refused by
+name. What is reached in a way that nobody sees here is noticed by its gradient, which arrives at the model's
+own parameter: nobody trains that one meanwhile. Stateless; any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "ByteSpan",
+    "Place",
+    "check_loss_fn",
+    "gradients_noticed",
+    "places_of",
+    "tensors_carried_by",
+]
+
+# What their own objects hold, modules apart, are no weights of the user's.
+_LIBRARIES = ("torch", "numpy", "logging", "pipedream")
+# They hold nothing, and are by far the most.
+_ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place that holds a tensor."""
+
+    path: str
+    tensor: Tensor
+    container: Any
+    """container[key] holds it, or a tuple or partial that has it inside. None: nothing can be put there."""
+    key: Any
+    held: Any
+    """What container[key] is."""
+    is_outside: bool
+    """Within a module that none of the roots has registered."""
+
+    @property
+    def where(self) -> tuple[int, Any]:
+        """Equal for the same container and key."""
+        holder = self.container.target if isinstance(self.container, _Attributes) else self.container
+        return id(holder), self.key
+
+    def filled(self, replace: Callable[[Tensor], Tensor]) -> Any:
+        """What container[key] is with replace(tensor) in the place of its tensors."""
+        return _replaced(self.held, replace)
+
+
+class ByteSpan(NamedTuple):
+    """Where a tensor lies: bytes begin <= b < end of a storage."""
+
+    device: torch.device
+    storage: int
+    begin: int
+    end: int
+
+    def overlaps(self, other: ByteSpan) -> bool:
+        return self[:2] == other[:2] and self.begin < other.end and other.begin < self.end
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> ByteSpan | None:
+        """None: it has no memory of its own to speak of."""
+        if tensor.layout != torch.strided or tensor.is_meta or tensor.numel() == 0:
+            return None
+        extent = sum(
+            (int(size) - 1) * int(step) for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        begin = int(tensor.storage_offset()) * tensor.element_size()
+        storage = tensor.untyped_storage().data_ptr()
+        return cls(tensor.device, storage, begin, begin + (extent + 1) * tensor.element_size())
+
+
+def places_of(roots: Iterable[tuple[str, nn.Module]]) -> Iterator[Place]:
+    """The places within some modules, each object entered once; roots: (path, module)."""
+    roots = list(roots)
+    registered = {id(module) for _, root in roots for module in root.modules()}
+    return _places([_Found(root, path) for path, root in roots], registered, with_globals=False)
+
+
+def tensors_carried_by(name: str, function: Any) -> list[tuple[str, Tensor]]:
+    """(path, tensor) of what a function or object has within reach: its attributes, arguments, closures, and
+    the global names that its code reads."""
+    places = _places([_Found(function, name)], set(), with_globals=True)
+    return list({id(place.tensor): (place.path, place.tensor) for place in places}.values())
+
+
+def check_loss_fn(loss_fn: Any) -> None:
+    """Raises ValueError for a loss with something to train in it: the stages train the model's parameters,
+    and each stage has only its own."""
+    for path, tensor in tensors_carried_by("loss_fn", loss_fn):
+        if tensor.requires_grad:
+            raise ValueError(
+                f"loss_fn carries the trainable tensor {path} of shape {tuple(tensor.shape)}, whose gradient"
+                " would be lost: for a penalty on weights use the optimizer's weight_decay, which every stage"
+                " applies to its own; make what a loss trains part of the model's last layer; freeze what it"
+                " only reads with requires_grad_(False)"
+            )
+
+
+@contextlib.contextmanager
+def gradients_noticed(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Inside, a gradient that arrives at one of these parameters raises ValueError with its name."""
+    handles = [
+        parameter.register_post_accumulate_grad_hook(functools.partial(_notice, name))  # type: ignore[no-untyped-call]
+        for name, parameter in parameters.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _notice(name: str, _: Tensor) -> None:
+    raise ValueError(
+        f"parameter {name!r} was used in a way that the stage does not know of (a global name, or a layer of"
+        " another stage), so it would not be trained: register it, or the module that has it, in the layer"
+        " that uses it (self.x = ...)"
+    )
+
+
+# The walk.
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """An object, and the place that holds it."""
+
+    value: Any
+    path: str
+    container: Any = None
+    key: Any = None
+    held: Any = None
+    is_outside: bool = False
+
+    def entry(self, path: str, container: Any, key: Any, value: Any) -> _Found:
+        return _Found(value, path, container, key, value, self.is_outside)
+
+    def part(self, path: str, value: Any) -> _Found:
+        """Of a value that is made anew when a part of it changes."""
+        return _Found(value, path, self.container, self.key, self.held, self.is_outside)
+
+    def fixed(self, path: str, value: Any) -> _Found:
+        return _Found(value, path, is_outside=self.is_outside)
+
+
+class _Attributes:
+    """The attributes of an object as a container."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self.target, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.target, name, value)
+
+
+def _places(roots: list[_Found], registered: set[int], *, with_globals: bool) -> Iterator[Place]:
+    seen: dict[int, Any] = {}  # by id; alive, so that no other object gets the id
+    pending = roots[::-1]
+    while pending:
+        found = pending.pop()
+        value = found.value
+        if isinstance(value, Tensor):
+            yield Place(found.path, value, found.container, found.key, found.held, found.is_outside)
+        elif type(value) not in _ATOMS:
+            # Each place of a tuple or a partial is one to fill.
+            if id(value) in seen and not _is_made_anew(value):
+                continue
+            seen[id(value)] = value
+            if isinstance(value, nn.Module) and id(value) not in registered:
+                found = _Found(value, found.path, is_outside=True)
+            pending += list(_inside(found, with_globals=with_globals))[::-1]
+
+
+def _inside(found: _Found, *, with_globals: bool) -> Iterator[_Found]:
+    value, path = found.value, found.path
+    if isinstance(value, nn.Module):
+        yield from _inside_module(found)
+    elif isinstance(value, dict):
+        yield from (found.fixed(f"a key of {path}", key) for key in value)
+        yield from (found.entry(f"{path}[{key!r}]", value, key, value[key]) for key in value)
+    elif isinstance(value, (list, deque)):
+        yield from (found.entry(f"{path}[{i}]", value, i, item) for i, item in enumerate(value))
+    elif isinstance(value, (tuple, set, frozenset)):
+        inside = found.part if _is_made_anew(value) else found.fixed
+        yield from (inside(f"{path}[{i}]", item) for i, item in enumerate(value))
+    elif isinstance(value, functools.partial):
+        inside = found.part if _is_made_anew(value) else found.fixed
+        yield inside(path, value.func)
+        yield from (inside(f"{path}.args[{i}]", item) for i, item in enumerate(value.args))
+        yield from (inside(f"{path}.{name}", item) for name, item in value.keywords.items())
+    elif isinstance(value, types.MethodType):
+        yield found.fixed(path, value.__self__)
+        yield found.fixed(path, value.__func__)
+    elif isinstance(value, types.FunctionType):
+        yield from _inside_function(found, with_globals=with_globals)
+    elif not isinstance(value, (type, types.ModuleType)) and not _is_of_a_library(value):
+        yield from _inside_object(found)
+
+
+def _inside_module(found: _Found) -> Iterator[_Found]:
+    module, path = found.value, found.path
+    own = vars(module)
+    for table in (module._parameters, module._buffers):
+        yield from (found.entry(f"{path}.{key}", table, key, tensor) for key, tensor in table.items())
+    yield from (found.fixed(f"{path}.{name}", child) for name, child in module._modules.items())
+    # What the hooks of weight_norm, spectral_norm and prune make anew before each forward.
+    hooks = module._forward_pre_hooks.values()
+    made_by_hooks = {getattr(hook, name, None) for hook in hooks for name in ("name", "_tensor_name")}
+    for key in own:
+        if key not in made_by_hooks and key not in ("_parameters", "_buffers", "_modules"):
+            yield found.entry(f"{path}.{key}", own, key, own[key])
+
+
+def _inside_function(found: _Found, *, with_globals: bool) -> Iterator[_Found]:
+    function, path = found.value, found.path
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # an empty cell
+            yield found.entry(f"{path}.{name}", _Attributes(cell), "cell_contents", cell.cell_contents)
+    defaults = _Attributes(function)
+    yield found.entry(f"{path}.__defaults__", defaults, "__defaults__", function.__defaults__)
+    yield found.fixed(path, function.__kwdefaults__)
+    yield found.fixed(path, vars(function))
+    if with_globals:
+        for name in sorted(_globals_read(function.__code__)):
+            value = function.__globals__.get(name)
+            # Other functions of the user's module, but not all that it imports.
+            if not isinstance(value, types.FunctionType) or value.__module__ == function.__module__:
+                yield found.fixed(f"{path} (the global {name})", value)
+
+
+def _inside_object(found: _Found) -> Iterator[_Found]:
+    target, path = found.value, found.path
+    attributes = getattr(target, "__dict__", None)
+    if isinstance(attributes, dict):
+        yield from (found.entry(f"{path}.{key}", attributes, key, attributes[key]) for key in attributes)
+    for kind in type(target).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(target, name):
+                yield found.entry(f"{path}.{name}", _Attributes(target), name, getattr(target, name))
+
+
+def _globals_read(code: types.CodeType) -> set[str]:
+    names = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _globals_read(constant)
+    return names
+
+
+def _is_of_a_library(value: Any) -> bool:
+    return (type(value).__module__ or "").partition(".")[0] in _LIBRARIES
+
+
+def _is_made_anew(value: Any) -> bool:
+    """Whether _replaced can."""
+    kind = type(value)
+    return kind in (functools.partial, tuple) or (isinstance(value, tuple) and hasattr(kind, "_make"))
+
+
+def _replaced(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return replace(value)
+    if not _is_made_anew(value):
+        return value
+    if isinstance(value, functools.partial):
+        arguments = [_replaced(item, replace) for item in value.args]
+        keywords = {name: _replaced(item, replace) for name, item in value.keywords.items()}
+        return functools.partial(_replaced(value.func, replace), *arguments, **keywords)
+    items = [_replaced(item, replace) for item in value]
+    return tuple(items) if type(value) is tuple else type(value)._make(items)
