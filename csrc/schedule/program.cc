@@ -288,9 +288,8 @@ void check_num_minibatches(std::int64_t num_minibatches) {
 const std::vector<std::string>& schedule_names() {
   static const std::vector<std::string> names = [] {
     std::vector<std::string> made;
-    made.reserve(kKinds.size() + 1);
+    made.reserve(kKinds.size());
     for (const auto& [kind, name] : kKinds) made.emplace_back(name);
-    made.emplace_back(kNotBuilt);
     return made;
   }();
   return names;

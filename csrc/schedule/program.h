@@ -75,7 +75,7 @@ inline constexpr std::int64_t kNumMinibatchesMax = std::int64_t{1} << 40;
 // Throws UserError outside 0 to kNumMinibatchesMax.
 void check_num_minibatches(std::int64_t num_minibatches);
 
-// The names that `schedule` may have, in the order of the table above, then data_parallel.
+// The names that `schedule` may have, in the order of the table above: those that are built.
 [[nodiscard]] const std::vector<std::string>& schedule_names();
 
 [[nodiscard]] std::int64_t num_stages(const ScheduleOptions& options);

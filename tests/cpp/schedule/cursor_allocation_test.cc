@@ -27,7 +27,6 @@ namespace {
 
 TEST(ProgramCursor, WalkingAllocatesNothing) {
   for (const std::string& schedule : schedule_names()) {
-    if (schedule == "data_parallel") continue;
     ScheduleOptions options = make_options(schedule, straight(4), 5);
     if (schedule == "interleaved") options = make_interleaved(2, 2, 5);
     options.recompute.assign(4, true);

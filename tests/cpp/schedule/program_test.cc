@@ -247,7 +247,6 @@ TEST(Versions, EqualTheFormulas) {
 
 TEST(Versions, WithOneStageOnlyTwoBwDelays) {
   for (const std::string& schedule : schedule_names()) {
-    if (schedule == "data_parallel") continue;
     const ScheduleOptions options = make_options(schedule, {1}, 2);
     const std::int64_t delay = schedule == "2bw" ? 1 : 0;
     EXPECT_EQ(forward_version(options, StageIndex(0), MinibatchId(5)), WeightVersion(5 - delay)) << schedule;
@@ -333,9 +332,8 @@ TEST(Schedules, KnowWhichDrainAndWhichStash) {
 }
 
 TEST(Schedules, AreNamedInTheOrderOfTheTable) {
-  EXPECT_EQ(schedule_names(),
-            (std::vector<std::string>{"pipedream", "vertical_sync", "naive", "2bw", "flush", "gpipe",
-                                      "model_parallel", "interleaved", "data_parallel"}));
+  EXPECT_EQ(schedule_names(), (std::vector<std::string>{"pipedream", "vertical_sync", "naive", "2bw", "flush",
+                                                        "gpipe", "model_parallel", "interleaved"}));
 }
 
 TEST(Placement, StagesAndWorkersFindEachOther) {

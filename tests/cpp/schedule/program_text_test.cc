@@ -30,7 +30,6 @@ TEST(ProgramText, IsOneInstructionALineUnderItsWorker) {
 
 TEST(ProgramText, EveryScheduleIsParsedBack) {
   for (const std::string& schedule : schedule_names()) {
-    if (schedule == "data_parallel") continue;
     ScheduleOptions options = make_options(schedule, straight(4), 4);
     if (schedule == "interleaved") options = make_interleaved(2, 2, 4);
     options.recompute = {true, false, true, false};

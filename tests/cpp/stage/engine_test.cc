@@ -41,7 +41,6 @@ Opcode opcode_of(WorkKind kind) {
 std::vector<ScheduleOptions> every_schedule() {
   std::vector<ScheduleOptions> cases;
   for (const std::string& schedule : schedule_names()) {
-    if (schedule == "data_parallel") continue;
     for (const Counts& in_flight : {Counts{1}, straight(2), straight(4), Counts{5, 2, 2}}) {
       for (const std::int64_t num_microbatches : {1, 3, 4, 6}) {
         if (schedule == "2bw" && num_microbatches < in_flight.front()) continue;

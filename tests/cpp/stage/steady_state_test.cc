@@ -189,14 +189,8 @@ TEST_P(PipelineSteadyState, AllocatesNothingOfItsOwn) {
   EXPECT_EQ(count.num_allocations, count.num_of_callers) << count.first;
 }
 
-std::vector<std::string> built_schedules() {
-  std::vector<std::string> schedules = schedule_names();
-  std::erase(schedules, "data_parallel");
-  return schedules;
-}
-
 INSTANTIATE_TEST_SUITE_P(Schedules, PipelineSteadyState,
-                         testing::Combine(testing::Bool(), testing::ValuesIn(built_schedules())),
+                         testing::Combine(testing::Bool(), testing::ValuesIn(schedule_names())),
                          [](const testing::TestParamInfo<Case>& parameter) {
                            return std::string(std::get<0>(parameter.param) ? "staged_" : "direct_") +
                                   std::get<1>(parameter.param);

@@ -70,15 +70,9 @@ std::string case_name(const testing::TestParamInfo<Case>& parameter) {
   return transport + (staged ? "_staged_" : "_direct_") + schedule + '_' + std::to_string(num_stages);
 }
 
-std::vector<std::string> built_schedules() {
-  std::vector<std::string> schedules = schedule_names();
-  std::erase(schedules, "data_parallel");
-  return schedules;
-}
-
 INSTANTIATE_TEST_SUITE_P(Schedules, Pipeline,
                          testing::Combine(testing::Values("inproc", "zmq"), testing::Values(false),
-                                          testing::ValuesIn(built_schedules()),
+                                          testing::ValuesIn(schedule_names()),
                                           testing::Values<std::int64_t>(1, 2, 3, 4)),
                          case_name);
 // Staging does not know the schedule: one of each kind.
@@ -187,7 +181,7 @@ TEST(DevicesOfOneHost, EveryTensorIsPlacedInTheNeighboursDevice) {
   pipeline.places_on_device = true;
   pipeline.padding_bytes_max = 40'000;
   pipeline.num_minibatches = 60;
-  for (const std::string& schedule : built_schedules()) {
+  for (const std::string& schedule : schedule_names()) {
     SCOPED_TRACE(schedule);
     pipeline.schedule = make_straight(schedule, 4, 4);
     const auto reports = run_pipeline(pipeline);
