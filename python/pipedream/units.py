@@ -1,7 +1,7 @@
 """Bandwidths, sizes and durations: from text, and to text.
 
-Bandwidths are decimal bits per second with a unit ("10Gbit/s"), as networks are sold; sizes are binary
-bytes ("16GiB"), as memory is. Inside the program both are plain bytes (and bytes per second).
+Bandwidths are decimal bits per second with a unit ("10Gbit/s" or "10Gbps"), as networks are sold; sizes are
+binary bytes ("16GiB"), as memory is. Inside the program both are plain bytes (and bytes per second).
 """
 
 from __future__ import annotations
@@ -19,39 +19,52 @@ __all__ = [
 ]
 
 _BITS_PER_S = {"bit/s": 1e0, "kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9, "Tbit/s": 1e12}
+_SPELLINGS = {unit.replace("bit/s", "bps"): unit for unit in _BITS_PER_S}
+# Below it is no link but a mistake: bits for bytes, or "10" for "10Gbit/s".
+_BITS_PER_S_MIN = 1e3
 _BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(\S*)\s*", re.ASCII)
 
 
 def parse_bandwidth(bandwidth: str | float) -> float:
-    """Bytes per second from "10Gbit/s", or from a number that already is in bytes per second.
+    """Bytes per second from "10Gbit/s" or "10Gbps", or from a number that already is in bytes per second.
 
-    Raises ValueError for an unknown or missing unit and for what is not positive and finite.
+    Raises ValueError for an unknown or missing unit, for what is not positive and finite, and for less than
+    1 kbit/s.
     """
     if isinstance(bandwidth, str):
-        count, unit = _split_quantity(bandwidth, "bandwidth", list(_BITS_PER_S), "10Gbit/s")
-        bytes_per_s = count * _BITS_PER_S[unit] / 8
+        count, unit = _split_quantity(
+            bandwidth, "bandwidth", [*_BITS_PER_S, *_SPELLINGS], list(_BITS_PER_S), "10Gbit/s"
+        )
+        bytes_per_s = count * _BITS_PER_S[_SPELLINGS.get(unit, unit)] / 8
     else:
         bytes_per_s = _to_float(
             bandwidth, "bandwidth", 'a text such as "10Gbit/s" or a number of bytes per second'
         )
     if not (math.isfinite(bytes_per_s) and bytes_per_s > 0):
         raise ValueError(f"bandwidth is {bandwidth!r}: it must be positive and finite")
+    if bytes_per_s * 8 < _BITS_PER_S_MIN:
+        meaning = "" if isinstance(bandwidth, str) else " (a number is bytes per second)"
+        raise ValueError(
+            f"bandwidth is {bandwidth!r}, {format_bandwidth(bytes_per_s)}{meaning}: it must be at least"
+            " 1 kbit/s; write a link's speed with its unit, for example 10Gbit/s"
+        )
     return bytes_per_s
 
 
-def parse_size(size: str | int) -> int:
-    """Bytes from "16GiB", or from a number of bytes; a fraction of a byte is dropped.
+def parse_size(size: str | int, name: str = "size") -> int:
+    """Bytes from "16GiB", or from a number of bytes; a fraction of a byte is dropped. name: of the argument,
+    for errors.
 
     Raises ValueError for an unknown or missing unit and for what is negative or not finite.
     """
     if isinstance(size, str):
-        count, unit = _split_quantity(size, "size", list(_BYTES), "16GiB")
+        count, unit = _split_quantity(size, name, list(_BYTES), list(_BYTES), "16GiB")
         num_bytes = count * _BYTES[unit]
     else:
-        num_bytes = _to_float(size, "size", 'a text such as "16GiB" or a number of bytes')
+        num_bytes = _to_float(size, name, 'a text such as "16GiB" or a number of bytes')
     if not (math.isfinite(num_bytes) and num_bytes >= 0):
-        raise ValueError(f"size is {size!r}: it must be finite and not negative")
+        raise ValueError(f"{name} is {size!r}: it must be finite and not negative")
     return int(num_bytes) if isinstance(size, str) else int(size)
 
 
@@ -84,14 +97,16 @@ def format_duration(seconds: float) -> str:
     return f"{int(seconds // 60)} min {int(seconds % 60)} s"
 
 
-def _split_quantity(text: str, what: str, units: list[str], example: str) -> tuple[float, str]:
+def _split_quantity(
+    text: str, what: str, units: list[str], shown_units: list[str], example: str
+) -> tuple[float, str]:
     match = _QUANTITY.fullmatch(text)
     if match is None:
         raise ValueError(f"{what} is {text!r}: write a number and a unit, for example {example}")
     count, unit = match.groups()
     if unit not in units:
         fault = f"the unit {unit!r} is unknown" if unit else "it has no unit"
-        raise ValueError(f"{what} is {text!r}: {fault}; units are {', '.join(units)}")
+        raise ValueError(f"{what} is {text!r}: {fault}; units are {', '.join(shown_units)}, as in {example}")
     return float(count), unit
 
 

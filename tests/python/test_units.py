@@ -16,7 +16,12 @@ from pipedream.units import format_bandwidth, format_bytes, format_duration, par
         ("10Gbit/s", 1.25e9),
         ("200Mbit/s", 25e6),
         (" 1.5 Gbit/s ", 187.5e6),
-        ("8bit/s", 1.0),
+        ("8000bit/s", 1000.0),
+        ("1kbit/s", 125.0),
+        ("10Gbps", 1.25e9),
+        ("200 Mbps", 25e6),
+        ("64kbps", 8e3),
+        ("8000bps", 1000.0),
         ("64kbit/s", 8e3),
         ("1e-3Tbit/s", 125e6),
     ],
@@ -35,6 +40,8 @@ def test_bandwidth_as_a_number_is_bytes_per_second() -> None:
     [
         ("10Gb", r"bandwidth is '10Gb': the unit 'Gb' is unknown; units are bit/s, kbit/s, Mbit/s"),
         ("10GB/s", r"the unit 'GB/s' is unknown"),
+        ("10Mbyte/s", r"units are bit/s, kbit/s, Mbit/s, Gbit/s, Tbit/s, as in 10Gbit/s$"),
+        ("10gbps", r"the unit 'gbps' is unknown"),
         ("10gbit/s", r"the unit 'gbit/s' is unknown"),
         ("1.25e9", r"bandwidth is '1.25e9': it has no unit"),
         ("Gbit/s", r"write a number and a unit, for example 10Gbit/s"),
@@ -52,6 +59,22 @@ def test_bandwidth_as_a_number_is_bytes_per_second() -> None:
 )
 def test_bandwidth_that_cannot_be_is_refused_by_value(bandwidth: str | float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
+        parse_bandwidth(bandwidth)
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "meaning"),
+    [
+        ("10bit/s", r"bandwidth is '10bit/s', 10 bit/s: it must be at least 1 kbit/s"),
+        ("999bps", r"bandwidth is '999bps', 999 bit/s: "),
+        (10, r"bandwidth is 10, 80 bit/s \(a number is bytes per second\): .* for example 10Gbit/s$"),
+        (124.9, r"bandwidth is 124\.9, 999\.2 bit/s \(a number is bytes per second\)"),
+    ],
+)
+def test_bandwidth_below_any_link_is_refused_as_the_mistake_that_it_is(
+    bandwidth: str | float, meaning: str
+) -> None:
+    with pytest.raises(ValueError, match=meaning):
         parse_bandwidth(bandwidth)
 
 
@@ -86,6 +109,17 @@ def test_size_as_a_number_keeps_every_bit() -> None:
 def test_size_that_cannot_be_is_refused_by_value(size: str | int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_size(size)
+
+
+def test_a_size_is_refused_by_the_name_of_its_argument() -> None:
+    with pytest.raises(
+        ValueError, match=r"^memory is '10Gb': the unit 'Gb' is unknown; units are B, KiB, MiB"
+    ):
+        parse_size("10Gb", "memory")
+    with pytest.raises(ValueError, match=r"^memory is -1: "):
+        parse_size(-1, "memory")
+    with pytest.raises(TypeError, match=r"^memory is \[\]: give a text such as"):
+        parse_size([], "memory")  # type: ignore[arg-type]
 
 
 @given(st.integers(1, 10**6), st.sampled_from(["kbit/s", "Mbit/s", "Gbit/s"]))
