@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-__all__ = ["check_choice", "check_count", "is_number", "is_whole"]
+__all__ = ["check_choice", "check_count", "check_output_file", "is_number", "is_whole"]
 
 
 def is_whole(value: Any) -> bool:
@@ -32,3 +34,15 @@ def check_count(name: str, value: Any) -> None:
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ValueError(f"{name} is {value!r}: use one of {', '.join(map(repr, choices))}")
+
+
+def check_output_file(path: str | os.PathLike[str], name: str = "") -> None:
+    """Refuses, before hours of work, a file that could not be written after them. name: of the argument."""
+    shown = f"{name} is {os.fspath(path)!r}" if name else os.fspath(path)
+    file = Path(path).absolute()
+    if not file.parent.is_dir():
+        raise ValueError(f"{shown}: there is no folder {file.parent}")
+    if file.is_dir():
+        raise ValueError(f"{shown}: is a folder, give a file")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(f"{shown}: may not be written, give another file or folder")

@@ -18,10 +18,11 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 from . import _core
 from .channels import norm_name
 from .footprint import storage_bytes
+from .splitter import StageModule, Tie
 from .tied import TiedParameters
-from .weights import StageOptimizer, StageWeights
+from .weights import StageOptimizer, StageWeights, split_tied
 
-__all__ = ["GradientFigures", "NormExchange", "StageGradients", "clip_scale"]
+__all__ = ["GradientFigures", "NormExchange", "StageGradients", "clip_scale", "updated_parameters"]
 
 _NORM_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
@@ -154,3 +155,11 @@ def owned_parameters(
 ) -> list[tuple[str, nn.Parameter]]:
     """What a stage's optimizer is called with, in the order of StageGradients."""
     return [*own, *(tied[index] for index in owned)]
+
+
+def updated_parameters(stage: StageModule, ties: Sequence[Tie]) -> list[tuple[str, nn.Parameter]]:
+    """What the stage's optimizer is called with, of a model with these ties."""
+    of_stage = [tie for tie in ties if stage.stage_index in tie.stages]
+    own, tied = split_tied(stage, [tie.parameter for tie in of_stage])
+    owned = [index for index, tie in enumerate(of_stage) if tie.stages[0] == stage.stage_index]
+    return owned_parameters(own, tied, owned)

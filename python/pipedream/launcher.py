@@ -18,7 +18,6 @@ import stat
 import sys
 import tempfile
 import threading
-import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,8 @@ from . import _core, errors
 from .boundary import Boundary, check_pair
 from .channels import CALLER, INPUTS, TARGETS, data_channels
 from .data import ForwardedData, describe_source, epochs_of, fingerprint, forwarded_counts, num_minibatches_of
+from .factories import try_factories
+from .gradients import updated_parameters
 from .guard import RUN_FOLDER_VARIABLE, error_path
 from .job import CallerSettings, JobOptions, WorkerPlace
 from .microbatch import check_alike, samples_of
@@ -40,10 +41,11 @@ from .pulse import Pulse
 from .rendezvous import START_TIMEOUT_S, Rendezvous, connect_store, host_store
 from .result import RunResult
 from .seeding import RngState, base_seed, generators_kept, seed_data
-from .splitter import Model, split
+from .splitter import Model, StageModule, find_ties, split
 from .state import load_state, save_state
 from .status import NO_PID, StatusBoard
-from .worker import run_worker
+from .tracebacks import describe_user_error
+from .worker import choose_device_type, run_worker
 
 __all__ = ["run_locally"]
 
@@ -85,6 +87,7 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions) -> RunRe
         folder.chmod(stat.S_IRWXU)
         _write_part(folder, "model", model, "define its classes at the top level of a module")
         _write_options(folder, options)
+        _try_factories(folder, stages, options)
         forwarded = _write_data(folder, data, options)
         _write_part(folder, "rng", rng, "")
         _write_part(folder, "settings", CallerSettings.capture(), "")
@@ -131,6 +134,18 @@ def _write_options(folder: Path, options: JobOptions) -> None:
     for name in ("loss_fn", "optimizer", "lr_scheduler"):
         _write_part(folder, name, getattr(options, name), remedy)
     _write_part(folder, "options", options, "")
+
+
+def _try_factories(folder: Path, stages: list[StageModule], options: JobOptions) -> None:
+    """What the workers will call seconds from now, called here. From the folder: theirs are copies, too, and
+    the caller's own stay as they are."""
+    ties = find_ties(stages)
+    try_factories(
+        [updated_parameters(stage, ties) for stage in stages],
+        _read_part(folder, "optimizer"),
+        _read_part(folder, "lr_scheduler"),
+        choose_device_type(),
+    )
 
 
 def _write_data(folder: Path, data: Iterable[Any], options: JobOptions) -> ForwardedData | None:
@@ -552,9 +567,11 @@ def _signal_handlers_kept() -> Iterator[None]:
 def _write_error(folder: Path, rank: int, error: Exception) -> None:
     record = {
         "type": type(error).__name__,
-        "message": errors.one_line(error),
+        "message": errors.one_line(error)
+        if type(error).__name__ in _ERROR_TYPES
+        else errors.describe_error(error),
         "derived": getattr(error, "_pipedream_derived", False),
-        "traceback": None if isinstance(error, (ValueError, TypeError)) else traceback.format_exc(),
+        "traceback": describe_user_error(error),
     }
     error_path(folder, str(rank)).write_text(json.dumps(record), encoding="utf-8")
 

@@ -34,6 +34,7 @@ from .guard import check_main_guard
 from .layer_profile import LayerProfile, Profile
 from .references import check_loss_fn
 from .splitter import Model, layers_of, model_name
+from .tracebacks import with_short_tracebacks
 
 __all__ = ["profile"]
 
@@ -45,6 +46,7 @@ _SKIPPED_FACTOR_MAX = 10
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
+@with_short_tracebacks
 def profile(
     model: Model,
     batches: Iterable[Any],

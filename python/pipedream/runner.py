@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import warnings
@@ -14,14 +15,16 @@ import torch
 
 from . import _core
 from .cautions import cautions_of
-from .checks import check_choice, check_count, is_number, is_whole
-from .codec_choice import CodecChoice, check_pairs, codec_between
+from .checks import check_choice, check_count, check_output_file, is_number, is_whole
+from .codec_choice import CodecChoice, check_pairs, codec_between, parse_codec
 from .data import check_sizes
-from .errors import describe_error
+from .errors import describe_error, one_line
 from .guard import check_main_guard
 from .job import JobOptions, WorkerPlace, check_plan_is_built
+from .keys import keys_of
 from .launcher import PeekedIterator, run_locally
-from .links import TRANSPORTS, make_link_options
+from .links import TRANSPORTS, make_link_options, wants_checksums
+from .offload import forced_offload
 from .plan import Plan
 from .precision import autocast_dtype
 from .references import check_loss_fn
@@ -30,15 +33,19 @@ from .result import RunResult
 from .seeding import base_seed, generators_kept
 from .splitter import Model, layers_of
 from .trace import check_trace_path
+from .tracebacks import with_short_tracebacks
 from .units import parse_size
-from .worker import run_worker
+from .worker import choose_device_type, run_worker
 
-__all__ = ["run"]
+__all__ = ["check_arguments", "run"]
+
+_log = logging.getLogger("pipedream")
 
 # Where no store answers, nobody waits in it: the mistake is raised here all the same.
 _TELL_TIMEOUT_S = 30.0
 
 
+@with_short_tracebacks
 def run(
     model: Model,
     plan: Plan,
@@ -131,29 +138,37 @@ def run(
     # Counted once a call, so that all ranks count alike, those with a mistake too.
     prefix = _rendezvous_prefix() if _under_torchrun() else None
     with _mistakes_told(prefix):
-        _refuse_unbuilt(
-            sync=(sync, "bsp"),
-            staleness=(staleness, 0),
-            sync_every=(sync_every, 1),
-            checkpoint_dir=(checkpoint_dir, None),
-            resume=(resume, False),
-            on_epoch_end=(on_epoch_end, None),
+        check_arguments(
+            data=data,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            epochs=epochs,
+            schedule=schedule,
+            microbatches=microbatches,
+            lr_scheduler=lr_scheduler,
+            memory=memory,
+            autocast=autocast,
+            max_grad_norm=max_grad_norm,
+            transport=transport,
+            codec=codec,
+            keys=keys,
+            peer_timeout=peer_timeout,
+            sync=sync,
+            staleness=staleness,
+            sync_every=sync_every,
+            checkpoint_dir=checkpoint_dir,
+            resume=resume,
+            on_epoch_end=on_epoch_end,
+            seed=seed,
+            on_nonfinite=on_nonfinite,
+            gather=gather,
+            trace=trace,
         )
         if not isinstance(plan, Plan):
             raise TypeError(
                 f"plan is a {type(plan).__name__}: use pipedream.partition(...) or Plan.load(file)"
             )
         check_plan_is_built(plan)
-        check_choice("schedule", schedule, _core.schedule_names())
-        check_choice("transport", transport, TRANSPORTS)
-        check_choice("on_nonfinite", on_nonfinite, ("stop", "continue"))
-        check_choice("gather", gather, ("rank0", "all", "none"))
-        check_count("epochs", epochs)
-        check_count("microbatches", microbatches)
-        if not is_number(peer_timeout) or peer_timeout <= 0:
-            raise ValueError(f"peer_timeout is {peer_timeout!r}: give seconds, more than 0")
-        if max_grad_norm is not None and (not is_number(max_grad_norm) or max_grad_norm <= 0):
-            raise ValueError(f"max_grad_norm is {max_grad_norm!r}: give a number above 0, or None")
         links = make_link_options(
             transport=transport,
             codec=codec,
@@ -165,16 +180,11 @@ def run(
         )
         check_pairs(links.codec, plan.num_stages)
         _check_loss_scale(autocast_dtype(autocast), links.codec, plan.num_stages)
-        base_seed(seed)  # raises for a seed that is none, before any process starts
-        _check_functions(loss_fn=loss_fn, optimizer=optimizer)
         check_loss_fn(loss_fn)
-        if lr_scheduler is not None:
-            _check_functions(lr_scheduler=lr_scheduler)
-        _check_data(data, epochs)
+        _check_epochs(data, epochs)
         check_sizes(data, microbatches)
         _check_hooks(model)
-        if trace is not None:
-            check_trace_path(trace)
+        _check_environment()
 
         options = JobOptions(
             plan=plan,
@@ -184,7 +194,7 @@ def run(
             schedule=schedule,
             microbatches=microbatches,
             recompute=_recompute_of(recompute, plan),
-            memory_bytes=None if memory is None else parse_size(memory),
+            memory_bytes=_memory_bytes(memory),
             autocast=autocast_dtype(autocast),
             max_grad_norm=max_grad_norm,
             epochs=epochs,
@@ -199,7 +209,7 @@ def run(
     if _is_rank_0():
         world_size = int(os.environ["WORLD_SIZE"]) if _under_torchrun() else None
         for caution in cautions_of(model, plan, world_size):
-            warnings.warn(caution, stacklevel=2)  # names the line of the script
+            warnings.warn(caution, stacklevel=3)  # names the line of the script, above the decorator
     if prefix is not None:
         result = _run_this_rank(model, data, options, prefix)
     else:
@@ -210,20 +220,109 @@ def run(
         # The next run without a seed is another one: its shuffles and dropouts must not repeat this one's.
         torch.empty((), dtype=torch.int64).random_()
     if trace is not None and _is_rank_0():
-        result.save_trace(trace)
+        _save_trace(result, trace)
     return result
 
 
-def _refuse_unbuilt(**arguments: tuple[Any, Any]) -> None:
-    for name, (value, default) in arguments.items():
-        if value != default:
-            raise ValueError(f"{name} is {value!r}: this is not built yet, leave it at {default!r}")
-
-
-def _check_functions(**arguments: Any) -> None:
+def check_arguments(**arguments: Any) -> None:
+    """Refuses arguments of run() that are mistaken whatever the model, the plan and the other arguments are.
+    Raises as run() does. May be given any of them, before what takes time."""
     for name, value in arguments.items():
-        if not callable(value):
-            raise TypeError(f"{name} is a {type(value).__name__}: give a function")
+        if name in _UNBUILT and value != _UNBUILT[name]:
+            raise ValueError(f"{name} is {value!r}: this is not built yet, leave it at {_UNBUILT[name]!r}")
+        if name in _CHECKS:
+            _CHECKS[name](name, value)
+
+
+def _check_function(name: str, value: Any) -> None:
+    if not callable(value):
+        raise TypeError(f"{name} is a {type(value).__name__}: give a function")
+
+
+def _check_lr_scheduler(name: str, value: Any) -> None:
+    if value is not None:
+        _check_function(name, value)
+
+
+def _check_peer_timeout(name: str, value: Any) -> None:
+    if not is_number(value) or value <= 0:
+        raise ValueError(f"{name} is {value!r}: give seconds, more than 0")
+
+
+def _check_max_grad_norm(name: str, value: Any) -> None:
+    if value is not None and (not is_number(value) or value <= 0):
+        raise ValueError(f"{name} is {value!r}: give a number above 0, or None")
+
+
+def _check_data(name: str, value: Any) -> None:
+    if not isinstance(value, Iterable):
+        raise TypeError(f"{name} is a {type(value).__name__}: give something that yields (inputs, targets)")
+
+
+def _check_trace(name: str, value: Any) -> None:
+    if value is None:
+        return
+    check_trace_path(value)
+    if _is_rank_0():  # which writes it; other machines need not have the folder
+        check_output_file(value, name)
+
+
+def _choice_of(*choices: str) -> Callable[[str, Any], None]:
+    return lambda name, value: check_choice(name, value, choices)
+
+
+# What each argument must be, by itself.
+_CHECKS: dict[str, Callable[[str, Any], object]] = {
+    "data": _check_data,
+    "loss_fn": _check_function,
+    "optimizer": _check_function,
+    "epochs": check_count,
+    "schedule": _choice_of(*_core.schedule_names()),
+    "microbatches": check_count,
+    "lr_scheduler": _check_lr_scheduler,
+    "memory": lambda _, value: _memory_bytes(value),
+    "autocast": lambda _, value: autocast_dtype(value),
+    "max_grad_norm": _check_max_grad_norm,
+    "transport": _choice_of(*TRANSPORTS),
+    "codec": lambda _, value: parse_codec(value),
+    "keys": lambda _, value: None if value is None else keys_of(value),
+    "peer_timeout": _check_peer_timeout,
+    "seed": lambda _, value: base_seed(value),
+    "on_nonfinite": _choice_of("stop", "continue"),
+    "gather": _choice_of("rank0", "all", "none"),
+    "trace": _check_trace,
+}
+
+# Name -> default: another value is refused.
+_UNBUILT: dict[str, Any] = {
+    "sync": "bsp",
+    "staleness": 0,
+    "sync_every": 1,
+    "checkpoint_dir": None,
+    "resume": False,
+    "on_epoch_end": None,
+}
+
+
+def _memory_bytes(memory: Any) -> int | None:
+    return None if memory is None else parse_size(memory, "memory")
+
+
+def _check_environment() -> None:
+    """The variables that steer the workers: a mistake in one is told before they start."""
+    choose_device_type()
+    wants_checksums()
+    forced_offload()
+
+
+def _save_trace(result: RunResult, trace: str | os.PathLike[str]) -> None:
+    """After a training, which no full disk may take away."""
+    try:
+        result.save_trace(trace)
+    except OSError as error:
+        _log.warning(
+            "the trace was not saved: %s; save_trace(path) of the result writes it elsewhere", one_line(error)
+        )
 
 
 def _check_loss_scale(autocast: torch.dtype | None, codec: CodecChoice, num_stages: int) -> None:
@@ -254,9 +353,7 @@ def _recompute_of(recompute: Any, plan: Plan) -> tuple[bool, ...] | None:
     return tuple(stage in stages for stage in range(plan.num_stages))
 
 
-def _check_data(data: Any, epochs: int) -> None:
-    if not isinstance(data, Iterable):
-        raise TypeError(f"data is a {type(data).__name__}: give something that yields (inputs, targets)")
+def _check_epochs(data: Iterable[Any], epochs: int) -> None:
     if isinstance(data, Iterator) and epochs > 1:
         raise ValueError(
             f"data is an iterator, which can be read once, but epochs is {epochs}: give a DataLoader, a list,"

@@ -9,8 +9,7 @@ Owned by the worker's compute thread.
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,17 +17,24 @@ import torch
 from torch import Tensor, nn
 
 from . import _core, optim
+from .factories import (
+    NamedParameters,
+    OptimizerFactory,
+    SchedulerFactory,
+    build_optimizer,
+    build_scheduler,
+    make_masters,
+)
 from .offload import ResidentVersions
 from .references import Place, places_of
 from .splitter import StageModule
 
-__all__ = ["StageOptimizer", "StageWeights", "WeightVersions", "build_optimizer", "weight_layout"]
+__all__ = ["StageOptimizer", "StageWeights", "WeightVersions", "weight_layout"]
 
-_Named = Sequence[tuple[str, nn.Parameter]]
 _POISON = 0xFF  # bytes that are NaN as a float of any width
 
 
-def weight_layout(named: _Named) -> tuple[int, list[int]]:
+def weight_layout(named: NamedParameters) -> tuple[int, list[int]]:
     """(bytes of one version, offset of each parameter) in a flat slot."""
     return _core.weight_layout([(name, str(p.dtype).removeprefix("torch."), p.numel()) for name, p in named])
 
@@ -70,7 +76,7 @@ class WeightVersions:
     def __init__(
         self,
         stage: nn.Module,
-        named: _Named,
+        named: NamedParameters,
         slots: list[Tensor],
         resident: ResidentVersions | None = None,
     ) -> None:
@@ -332,29 +338,6 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def build_optimizer(
-    factory: Callable[..., torch.optim.Optimizer], names: list[str], parameters: list[nn.Parameter]
-) -> torch.optim.Optimizer:
-    """Calls the user's factory with the parameters, or with (name, parameter) pairs if it asks for them."""
-    optimizer = factory(list(zip(names, parameters, strict=True)) if _wants_names(factory) else parameters)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"optimizer returned {type(optimizer).__name__}: it must return a torch.optim.Optimizer, as"
-            " functools.partial(torch.optim.SGD, lr=0.1) does"
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("optimizer LBFGS needs a closure, which a pipeline cannot give; use another")
-    return optimizer
-
-
-def _wants_names(factory: Callable[..., Any]) -> bool:
-    try:
-        parameters = list(inspect.signature(factory).parameters)
-    except (TypeError, ValueError):  # no signature to be had: a builtin
-        return False
-    return bool(parameters) and parameters[0] == "named_parameters"
-
-
 class StageOptimizer:
     """Makes version v + 1 from version v and a minibatch's gradients.
 
@@ -364,21 +347,22 @@ class StageOptimizer:
 
     def __init__(
         self,
-        factory: Callable[..., torch.optim.Optimizer],
-        named: _Named,
-        lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        factory: OptimizerFactory,
+        named: NamedParameters,
+        lr_scheduler: SchedulerFactory | None = None,
+        where: str = "the stage",
     ) -> None:
-        """named: the parameters that this stage updates, with their initial values."""
+        """named: the parameters that this stage updates, with their initial values. where: "stage 1", for
+        errors of the factories."""
         self._named = list(named)
-        self._masters = [_make_master(parameter) for _, parameter in named]
+        self._masters = make_masters(named)
         # A stage without parameters has nothing to optimize, and torch refuses an empty list.
         self.optimizer: torch.optim.Optimizer | None = None
         self._scheduler: Any = None
         if self._masters:
-            self.optimizer = build_optimizer(factory, [name for name, _ in named], self._masters)
-            self._check_parameters(self.optimizer)
+            self.optimizer = build_optimizer(factory, [name for name, _ in named], self._masters, where)
             if lr_scheduler is not None:
-                self._scheduler = _build_scheduler(lr_scheduler, self.optimizer)
+                self._scheduler = build_scheduler(lr_scheduler, self.optimizer, where)
         # Exactly: a subclass may have a step of its own.
         self._native: optim.NativeOptimizer | None = None
         if (
@@ -467,40 +451,9 @@ class StageOptimizer:
                 with torch.no_grad():
                     leaf.copy_(master)
 
-    def _check_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        given = {id(master) for master in self._masters}
-        if any(id(p) not in given for group in optimizer.param_groups for p in group["params"]):
-            raise ValueError(
-                "optimizer was made of other parameters than those it was called with: use its argument, as"
-                " in lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
-            )
-
     def _keeps_order(self, optimizer: torch.optim.Optimizer) -> bool:
         # A factory may sort parameters into groups; the native step takes them in the given order. Hooks
         # belong to step().
         listed = [id(p) for group in optimizer.param_groups for p in group["params"]]
         hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
         return listed == [id(p) for p in self._masters] and not hooked
-
-
-def _build_scheduler(
-    factory: Callable[[torch.optim.Optimizer], Any], optimizer: torch.optim.Optimizer
-) -> Any:
-    scheduler = factory(optimizer)
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ValueError(
-            "lr_scheduler is a ReduceLROnPlateau, which needs a metric that the stages do not have: use one"
-            " that counts steps, as functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1000)"
-        )
-    if not callable(getattr(scheduler, "step", None)):
-        raise TypeError(
-            f"lr_scheduler returned {type(scheduler).__name__}: it must return a learning-rate scheduler, as"
-            " functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1000) does"
-        )
-    return scheduler
-
-
-def _make_master(parameter: nn.Parameter) -> nn.Parameter:
-    master = nn.Parameter(parameter.data)
-    master.__dict__.update(parameter.__dict__)
-    return master

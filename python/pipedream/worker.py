@@ -40,7 +40,7 @@ from .data import DataStream, ForwardedData, MinibatchStream, ReceivedStream
 from .device_memory import agree_on_device_memory, place_on_devices
 from .errors import PeerLost, PipelineError, describe_error, failures_of_others, losses_kept, raise_failure
 from .footprint import Footprint, dry_run
-from .gradients import owned_parameters
+from .gradients import updated_parameters
 from .job import JobOptions, WorkerPlace
 from .memory import (
     GRADIENTS,
@@ -83,7 +83,7 @@ from .torch_pool import SEGMENT_SLACK_BYTES, TORCH_TENSORS, TorchPool, wants_tor
 from .vigil import sign_period_s
 from .weights import StageOptimizer, StageWeights, split_tied, weight_layout
 
-__all__ = ["run_worker"]
+__all__ = ["choose_device_type", "run_worker"]
 
 _OPEN_POLL_S = 0.5
 _LOOK_PERIOD_S = 0.02
@@ -315,15 +315,7 @@ class _Worker:
         return {name: p for stage in self._stages for name, p in stage.trainable_parameters()}
 
     def _choose_device(self) -> torch.device:
-        wanted = os.environ.get("PIPEDREAM_DEVICE", "auto")
-        if wanted not in ("auto", "host", "cuda"):
-            raise ValueError(f"PIPEDREAM_DEVICE is {wanted!r}: use auto, host or cuda")
-        usable = torch.cuda.is_available() and _core.cuda_available()
-        if wanted == "cuda" and not usable:
-            raise ValueError(
-                "PIPEDREAM_DEVICE is 'cuda', but there is no usable CUDA device, or no CUDA build"
-            )
-        if wanted == "host" or not usable:
+        if choose_device_type() == "cpu":
             return torch.device("cpu")
         device = torch.device("cuda", self._place.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -399,9 +391,10 @@ class _Worker:
         for stage in self._own_stages():
             index = stage.stage_index
             own, tied = split_tied(stage, self._tied_parameters_of(index))
-            owned = [i for i, tie in enumerate(self._ties_of(index)) if tie.stages[0] == index]
-            named = owned_parameters(own, tied, owned)
-            optimizer = StageOptimizer(self._options.optimizer, named, self._options.lr_scheduler)
+            named = updated_parameters(stage, self._ties)
+            optimizer = StageOptimizer(
+                self._options.optimizer, named, self._options.lr_scheduler, f"stage {index}"
+            )
             self._optimizers[index] = optimizer
             own_bytes[index] = slot_bytes(weight_layout(own)[0])
             tied_bytes[index] = slot_bytes(weight_layout(tied)[0])
@@ -652,6 +645,17 @@ class _Worker:
     def _other_stages(self, rank: int) -> list[StageModule]:
         own = self._options.plan.stages_of(rank)
         return [stage for stage in self._stages if stage.stage_index not in own]
+
+
+def choose_device_type() -> str:
+    """Where the workers of this machine compute, as $PIPEDREAM_DEVICE says: "cpu" or "cuda"."""
+    wanted = os.environ.get("PIPEDREAM_DEVICE", "auto")
+    if wanted not in ("auto", "host", "cuda"):
+        raise ValueError(f"PIPEDREAM_DEVICE is {wanted!r}: use auto, host or cuda")
+    usable = torch.cuda.is_available() and _core.cuda_available()
+    if wanted == "cuda" and not usable:
+        raise ValueError("PIPEDREAM_DEVICE is 'cuda', but there is no usable CUDA device, or no CUDA build")
+    return "cuda" if usable and wanted != "host" else "cpu"
 
 
 def _no_word(keys: list[str]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pipedream
@@ -11,7 +13,17 @@ import pytest
 import torch
 from farm import Farm
 from mishaps import SGD, Layer, error_of, minibatches, model_with, run
-from pipedream import DataMismatch, NonFiniteLoss, PeerLost, PipelineError, Plan, RunResult, Stage, worker
+from pipedream import (
+    DataMismatch,
+    NonFiniteLoss,
+    PeerLost,
+    PipelineError,
+    Plan,
+    RunResult,
+    Stage,
+    runner,
+    worker,
+)
 from refusals import assert_says, refused
 
 _MODEL = model_with(None, stages=2)
@@ -140,7 +152,11 @@ def test_a_memory_that_is_no_size(memory: Any) -> None:
 
 
 def test_a_schedule_that_is_not_built() -> None:
-    refused(lambda: run(_MODEL, schedule="data_parallel"), ValueError, "data_parallel", "not built yet")
+    refused(
+        lambda: run(_MODEL, schedule="data_parallel"),
+        ValueError,
+        "is 'data_parallel': use one of 'pipedream'",
+    )
 
 
 def test_2bw_with_fewer_microbatches_than_are_in_flight() -> None:
@@ -184,6 +200,41 @@ def test_plans_with_several_stages_at_a_worker_and_schedules_that_cannot_run_the
 
 def test_a_trace_file_of_another_kind() -> None:
     refused(lambda: run(_MODEL, trace="trace.txt"), ValueError, "trace file is 'trace.txt'", ".json.gz")
+
+
+def test_a_trace_file_that_could_not_be_written_after_the_training(tmp_path: Path) -> None:
+    gone = tmp_path / "gone" / "t.json"
+    refused(
+        lambda: run(_MODEL, trace=gone), ValueError, f"trace is '{gone}': there is no folder {gone.parent}"
+    )
+    folder = tmp_path / "folder.json"
+    folder.mkdir()
+    refused(lambda: run(_MODEL, trace=folder), ValueError, "trace is ", "is a folder, give a file")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("PIPEDREAM_DEVICE", "gpu"), ("PIPEDREAM_OFFLOAD", "all"), ("PIPEDREAM_CHECKSUMS", "y")],
+)
+def test_a_variable_of_the_workers_that_is_mistaken(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(runner, "run_locally", None)  # no process starts
+    refused(lambda: run(_MODEL), ValueError, variable, repr(value))
+
+
+def test_a_result_outlives_a_trace_that_cannot_be_saved_after_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    result = SimpleNamespace(save_trace=full)
+    monkeypatch.setattr(runner, "run_locally", lambda *_: result)
+    returned: Any = run(_MODEL, trace=tmp_path / "t.json")
+    assert returned is result
+    assert "the trace was not saved: [Errno 28] No space left on device" in caplog.text
 
 
 def test_data_that_can_be_read_once_for_several_epochs() -> None:
@@ -320,7 +371,7 @@ def test_an_optimizer_that_is_none_or_needs_a_closure(farm: Farm) -> None:
     _refused_by_ranks(
         farm, TypeError, "optimizer returned str", "torch.optim.Optimizer", optimizer=_no_optimizer
     )
-    _refused_by_ranks(farm, ValueError, "LBFGS needs a closure", "use another", optimizer=_lbfgs)
+    _refused_by_ranks(farm, ValueError, "optimizer is LBFGS", "closure", "use another", optimizer=_lbfgs)
 
 
 def _plateau(optimizer: torch.optim.Optimizer) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
-from pipedream.checks import check_choice, check_count, is_number, is_whole
+from pipedream.checks import check_choice, check_count, check_output_file, is_number, is_whole
 
 
 @pytest.mark.parametrize("value", [0, -3, 10**400])
@@ -38,3 +40,33 @@ def test_a_count_below_one_or_of_another_kind_is_named(value: Any) -> None:
 def test_an_unknown_choice_is_named_with_all_that_there_are() -> None:
     with pytest.raises(ValueError, match="gather is 'rank1': use one of 'rank0', 'all'"):
         check_choice("gather", "rank1", ("rank0", "all"))
+
+
+def test_a_file_that_can_be_made_or_overwritten_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_output_file("new.json")
+    Path("old.json").touch()
+    check_output_file("old.json", "trace")
+    assert not Path("new.json").exists()
+    check_output_file("/dev/null")
+
+
+def test_a_file_that_cannot_be_written_is_named_with_its_argument(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"^trace is 'gone/t\.json': there is no folder /.*/gone$"):
+        check_output_file("gone/t.json", "trace")
+    with pytest.raises(ValueError, match=r"^gone/t\.json: there is no folder"):
+        check_output_file("gone/t.json")
+    with pytest.raises(ValueError, match=r"^\.: is a folder, give a file$"):
+        check_output_file(".")
+    forbidden = {str(tmp_path), str(tmp_path / "old.json")}
+    Path("old.json").touch()
+    # As for a user; root may write everywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) not in forbidden)
+    for name in ("new.json", "old.json"):
+        with pytest.raises(ValueError, match=f"^trace is '{name}': may not be written"):
+            check_output_file(name, "trace")
