@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import __version__
+from .checks import check_count, check_output_file
 from .errors import PipelineError
 from .layer_profile import Profile
 from .partitioner import partition
 from .plan import Plan
-from .trace import check_trace_path
+from .tracebacks import wants_whole_tracebacks
+from .units import parse_bandwidth
 
 if TYPE_CHECKING:
     from .result import RunResult
@@ -69,7 +71,7 @@ _Target = Annotated[
     typer.Argument(
         metavar="TARGET",
         help="path/to/file.py:function or package.module:function; the function returns a mapping or an"
-        " object with model, data, loss_fn and, to run, optimizer.",
+        " object with model, data, loss_fn and, to run, optimizer and any other argument of pipedream.run.",
     ),
 ]
 _Json = Annotated[
@@ -109,9 +111,12 @@ def profile_command(
         from .profiler import profile
 
         measured = profile(job.model, job.data, job.loss_fn, minibatches=minibatches, seconds=seconds)
+    notes = []
     if output is not None:
         measured.save(output)
-    _print(measured, measured.to_dict(), as_json)
+    else:
+        notes.append("not saved: --output profile.json keeps it for `pipedream partition profile.json`")
+    _print(_with_notes(measured, notes), measured.to_dict(), as_json)
 
 
 @app.command("partition")
@@ -127,9 +132,14 @@ def partition_command(
     """Cut a profiled model into the fastest stages."""
     _check_output(output)
     plan = partition(Profile.load(profile_file), workers, bandwidth, cost_model=cost_model, straight=straight)
+    notes = []
+    if _is_replicated(plan):
+        notes.append("`pipedream run` does not run replicated stages yet: --straight gives a plan without")
     if output is not None:
         plan.save(output)
-    _print(plan, plan.to_dict(), as_json)
+    else:
+        notes.append("not saved: --output plan.json keeps it for `pipedream run TARGET --plan plan.json`")
+    _print(_with_notes(plan, notes), plan.to_dict(), as_json)
 
 
 @app.command("run")
@@ -143,22 +153,25 @@ def run_command(
     straight: Annotated[
         bool, typer.Option("--straight", help="With --workers: one replica per stage.")
     ] = False,
-    epochs: Annotated[int, typer.Option(help="Times through the data.")] = 1,
+    epochs: Annotated[int | None, typer.Option(help="Times through the data.")] = None,
     schedule: Annotated[
-        str, typer.Option(help="How minibatches and weight versions are ordered.")
-    ] = "pipedream",
-    microbatches: Annotated[int, typer.Option(help="Cut every minibatch into so many.")] = 1,
+        str | None, typer.Option(help="How minibatches and weight versions are ordered.")
+    ] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Cut every minibatch into so many.")] = None,
     recompute: Annotated[
-        bool, typer.Option("--recompute", help="Every stage repeats its forward before the backward.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--recompute/--no-recompute", help="Every stage repeats its forward before the backward."
+        ),
+    ] = None,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="What a worker may use, for example 8GiB.")
     ] = None,
     autocast: Annotated[str | None, typer.Option(help="bfloat16 or float16.")] = None,
     max_grad_norm: Annotated[float | None, typer.Option(help="Scale gradients down to this norm.")] = None,
     transport: Annotated[
-        str, typer.Option(help="How tensors travel between workers: auto, tcp, zmq, shm or ipc.")
-    ] = "auto",
+        str | None, typer.Option(help="How tensors travel between workers: auto, tcp, zmq, shm or ipc.")
+    ] = None,
     codec: Annotated[
         str | None,
         typer.Option(
@@ -173,8 +186,8 @@ def run_command(
         str | None, typer.Option(metavar="ADDRESS", help="Address or interface that workers listen on.")
     ] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Listen without keys where other machines can reach it.")
-    ] = False,
+        bool | None, typer.Option("--insecure", help="Listen without keys where other machines can reach it.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of every worker's random numbers.")] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save the trained weights here (.safetensors).")
@@ -184,51 +197,54 @@ def run_command(
     ] = None,
     as_json: _Json = False,
 ) -> None:
-    """Train a model as a pipeline of worker processes."""
+    """Train a model as a pipeline of worker processes.
+
+    What TARGET returns besides model, data and loss_fn are arguments of pipedream.run. An option given here
+    counts more than the job's own, and that more than the default.
+    """
     from .codec_choice import parse_codec_text
     from .target import load_job
 
-    for path in (output, trace):
-        _check_output(path)
-    if trace is not None:
-        check_trace_path(trace)
+    _check_weights_file(output)
+    _check_output(trace)
     _check_plan_options(plan_file, workers, bandwidth, straight)
-    chosen_codec = None if codec is None else parse_codec_text(codec)
+    given: dict[str, Any] = {
+        "epochs": epochs,
+        "schedule": schedule,
+        "microbatches": microbatches,
+        "recompute": recompute,
+        "memory": memory,
+        "autocast": autocast,
+        "max_grad_norm": max_grad_norm,
+        "transport": transport,
+        "codec": None if codec is None else parse_codec_text(codec),
+        "keys": keys,
+        "bind": bind,
+        "insecure": insecure,
+        "seed": seed,
+        "progress": False if as_json else None,
+        "trace": None if trace is None else os.fspath(trace),
+    }
+    options = {name: value for name, value in given.items() if value is not None}
     given_plan = None if plan_file is None else Plan.load(plan_file)
     with _clean_stdout(as_json):
-        plan = given_plan or _make_plan(target, workers or 0, bandwidth or "", straight)
-        if not as_json and _is_first_rank():
-            typer.echo(f"{plan}\n")
-        job = load_job(target, needs_optimizer=True)
-        from .runner import run
+        from .runner import check_arguments, run
 
-        result = run(
-            job.model,
-            plan,
-            data=job.data,
-            loss_fn=job.loss_fn,
-            optimizer=job.optimizer,
-            epochs=epochs,
-            schedule=schedule,
-            microbatches=microbatches,
-            recompute=True if recompute else None,
-            memory=memory,
-            autocast=autocast,
-            max_grad_norm=max_grad_norm,
-            transport=transport,
-            codec=chosen_codec,
-            keys=keys,
-            bind=bind,
-            insecure=insecure,
-            seed=seed,
-            progress=not as_json,
-            trace=None if trace is None else os.fspath(trace),
-        )
+        check_arguments(**options)
+        plan = given_plan or _make_plan(target, workers or 0, bandwidth or "", straight)
+        job = load_job(target, needs_optimizer=True)
+        options = job.options | options
+        if output is not None and options.get("gather") == "none":
+            raise ValueError("gather is 'none', which leaves no whole model to save: leave --output out")
+        if not as_json and _is_first_rank():
+            unsaved = "the trained weights will not be saved: --output FILE.safetensors does"
+            typer.echo(_with_notes(plan, [unsaved] if output is None else []) + "\n")
+        result = run(job.model, plan, data=job.data, loss_fn=job.loss_fn, **options)
         if output is not None and _is_first_rank():
             _save_weights(job.model, output)
     if _is_first_rank():
         summary = {"plan": plan.to_dict()} | {name: getattr(result, name) for name in _RESULT_FIELDS}
-        _print(_describe(result, output, trace), summary, as_json)
+        _print(_describe(result, output, options.get("trace")), summary, as_json)
 
 
 @app.command("keys")
@@ -324,13 +340,13 @@ def trace_command(
     if output is None and not (as_text or as_json):
         output = _DEFAULT_PICTURE
     _check_output(output)
-    if output is not None:
-        check_picture_path(output)
     stage_times = read_times(times)
     traced = make_traced(
         TraceRequest(schedule, stages, plan_file, minibatches, microbatches, workers, in_flight, recompute),
         program_file,
     )
+    if output is not None:
+        check_picture_path(output)  # after the other options: it may only miss matplotlib
     simulation = simulate(traced.programs, stage_times, transfer)
     if output is not None:
         write_picture(
@@ -367,13 +383,27 @@ def _check_plan_options(
 def _make_plan(target: str, workers: int, bandwidth: str, straight: bool) -> Plan:
     # The target is called once to profile and once more to run: its data may be a generator, and what is
     # trained should not be what was profiled.
+    from .runner import check_arguments
     from .target import load_job
 
+    parse_bandwidth(bandwidth)  # before the seconds that profiling takes
+    check_count("--workers", workers)
     job = load_job(target, needs_optimizer=True)
+    check_arguments(**job.options)
     from .profiler import profile
 
     measured = profile(job.model, job.data, job.loss_fn, seconds=_PROFILE_BEFORE_RUN_S)
-    return partition(measured, workers, bandwidth, straight=straight)
+    plan = partition(measured, workers, bandwidth, straight=straight)
+    if straight or not _is_replicated(plan):
+        return plan
+    print(
+        "the fastest plan replicates stages, which `run` does not do yet: taking --straight", file=sys.stderr
+    )
+    return partition(measured, workers, bandwidth, straight=True)
+
+
+def _is_replicated(plan: Plan) -> bool:
+    return any(stage.num_replicas > 1 for stage in plan.stages)
 
 
 def _save_weights(model: Any, output: Path) -> None:
@@ -386,7 +416,11 @@ def _save_weights(model: Any, output: Path) -> None:
     )
 
 
-def _describe(result: RunResult, output: Path | None, trace: Path | None) -> str:
+def _with_notes(shown: object, notes: list[str]) -> str:
+    return "\n".join([str(shown), *([""] if notes else []), *notes])
+
+
+def _describe(result: RunResult, output: Path | None, trace: str | os.PathLike[str] | None) -> str:
     lines = [f"trained on {len(result.losses)} minibatches, {result.samples_per_s:.1f} samples/s"]
     if result.losses:
         lines[0] += f", last loss {result.losses[-1]:.4f}"
@@ -397,18 +431,25 @@ def _describe(result: RunResult, output: Path | None, trace: Path | None) -> str
     lines += [
         f"{what} saved in {path}"
         for what, path in (("weights", output), ("trace", trace))
-        if path is not None
+        if path is not None and os.path.exists(path)
     ]
     lines += [f"\n{table}" for table in (result.describe_memory(), result.describe_channels()) if table]
     return "\n".join(lines)
 
 
 def _check_output(path: Path | None) -> None:
-    """Refuses, before hours of work, a file that could not be written after them."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise ValueError(f"{path}: there is no folder {path.absolute().parent}")
-    if path is not None and path.is_dir():
-        raise ValueError(f"{path}: is a folder, give a file")
+    if path is not None:
+        check_output_file(path)
+
+
+def _check_weights_file(path: Path | None) -> None:
+    if path is None:
+        return
+    _check_output(path)
+    if path.suffix != ".safetensors":
+        raise ValueError(
+            f"{path}: weights are saved in the safetensors format, so the name must end in .safetensors"
+        )
 
 
 def _is_first_rank() -> bool:
@@ -451,7 +492,7 @@ def _to_json(value: Any) -> Any:
 
 
 def _fail(error: BaseException | str, status: int) -> int:
-    if os.environ.get("PIPEDREAM_TRACEBACK") == "1" and isinstance(error, BaseException):
+    if wants_whole_tracebacks() and isinstance(error, BaseException):
         traceback.print_exception(error)
     message = " ".join(str(error).split()) or type(error).__name__
     print(f"pipedream: error: {message}", file=sys.stderr)

@@ -129,5 +129,5 @@ def check_plan_is_built(plan: Plan) -> None:
         if stage.num_replicas > 1:
             raise ValueError(
                 f"stage {stage_index} has {stage.num_replicas} replicas: replicated stages are not built yet;"
-                " use partition(..., straight=True)"
+                " use partition(..., straight=True), on the command line `pipedream partition --straight`"
             )

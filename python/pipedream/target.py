@@ -1,15 +1,18 @@
 """TARGET of the command line: "path/to/file.py:function" or "package.module:function".
 
 The function takes no arguments and returns a mapping or an object with `model`, `data`, `loss_fn` and, to
-run, `optimizer`. Runs on the main thread of the command; what the user's function imports, it imports.
+run, `optimizer`; and with any other argument of pipedream.run. Runs on the main thread of the command; what
+the user's function imports, it imports.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -18,25 +21,35 @@ from typing import Any
 __all__ = ["Job", "load_job"]
 
 
+_NEEDED = ("model", "data", "loss_fn")
+
+
 @dataclass(frozen=True)
 class Job:
-    """What the user's function returned. `optimizer` is None where none was asked for."""
+    """What the user's function returned."""
 
     model: Any
     data: Any
     loss_fn: Any
-    optimizer: Any = None
+    options: dict[str, Any]
+    """Further arguments of pipedream.run, `optimizer` among them where there is one."""
 
 
 def load_job(target: str, *, needs_optimizer: bool) -> Job:
-    """Calls the function that `target` names; raises ValueError naming what is wrong with it."""
+    """Calls the function that `target` names; raises ValueError naming what is wrong with it, or with what
+    it returns: something missing, or something that pipedream.run does not take."""
     module_name, separator, function_name = target.rpartition(":")
     if not (separator and module_name and function_name):
         raise ValueError(f"target is {target!r}: write path/to/file.py:function or package.module:function")
     function = _find_function(target, module_name, function_name)
-    made = function()
-    names = ["model", "data", "loss_fn"] + ["optimizer"] * needs_optimizer
-    return Job(**{name: _get(target, made, name, names) for name in names})
+    given = _parts_of(function())
+    needed = [*_NEEDED, "optimizer"] if needs_optimizer else _NEEDED
+    for name in needed:
+        if given.get(name) is None:
+            raise ValueError(f"target {target!r} returned no {name!r}: it must return {', '.join(needed)}")
+    _check_names(target, given)
+    options = {name: value for name, value in given.items() if name not in _NEEDED}
+    return Job(given["model"], given["data"], given["loss_fn"], options)
 
 
 def _find_function(target: str, module_name: str, function_name: str) -> Callable[[], Any]:
@@ -77,8 +90,28 @@ def _prepend_to_path(folder: str) -> None:
         sys.path.insert(0, folder)
 
 
-def _get(target: str, made: Any, name: str, names: Iterable[str]) -> Any:
-    found = made.get(name) if isinstance(made, Mapping) else getattr(made, name, None)
-    if found is None:
-        raise ValueError(f"target {target!r} returned no {name!r}: it must return {', '.join(names)}")
-    return found
+def _parts_of(made: Any) -> dict[Any, Any]:
+    """The items of a mapping; of an object its public attributes, and those of its class that run() takes."""
+    if isinstance(made, Mapping):
+        return dict(made)
+    own = [name for name in getattr(made, "__dict__", ()) if not name.startswith("_")]
+    return {name: getattr(made, name) for name in dict.fromkeys([*_known(), *own]) if hasattr(made, name)}
+
+
+def _check_names(target: str, given: Mapping[Any, Any]) -> None:
+    known = _known()
+    for name in given:
+        if name in known:
+            continue
+        close = difflib.get_close_matches(str(name), known, n=1)
+        remedy = f"do you mean {close[0]!r}?" if close else f"it may return {', '.join(known)}"
+        if name == "plan":
+            remedy = "give it with --plan FILE"
+        raise ValueError(f"target {target!r} returned {name!r}, which pipedream.run does not take: {remedy}")
+
+
+def _known() -> list[str]:
+    """What a job may have: the arguments of run(), but for the plan, which the command has."""
+    from .runner import run
+
+    return [name for name in inspect.signature(run).parameters if name != "plan"]

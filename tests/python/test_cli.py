@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import math
@@ -13,8 +14,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+from pipedream import runner
 from pipedream.cli import main
 from pipedream.errors import WorkerLost
+from pipedream.job import check_plan_is_built
 from pipedream.keys import load_keys
 from pipedream.layer_profile import LayerProfile, Profile
 from pipedream.plan import Plan, Stage
@@ -115,10 +118,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             describe_channels=lambda: "channel  transport",
         )
 
-    for name, function in (("profiler", profile), ("runner", run)):
-        module = ModuleType(f"pipedream.{name}")
-        setattr(module, function.__name__, function)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    module = ModuleType("pipedream.profiler")
+    module.profile = profile  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(runner, "run", functools.wraps(runner.run)(run))
     return noted
 
 
@@ -224,6 +227,7 @@ def test_json_keeps_stdout_clean_of_what_user_code_and_its_processes_print(
 
 
 def test_run_gives_the_runner_the_job_the_plan_and_the_options(call: Caller, calls: dict[str, Any]) -> None:
+    call("keys", "keys.json")
     outcome = call(
         *("run", "cli_target.py:make", "--plan", "plan.json", "--epochs", "3", "--seed", "5"),
         *("--transport", "zmq", "--trace", "trace.json"),
@@ -231,7 +235,7 @@ def test_run_gives_the_runner_the_job_the_plan_and_the_options(call: Caller, cal
         *("--autocast", "bfloat16", "--max-grad-norm", "0.5"),
         *("--codec", "activations=bf16,1->0=topk:0.1", "--keys", "keys.json", "--bind", "eth0", "--insecure"),
     )
-    assert outcome.status == 0
+    assert (outcome.status, outcome.stderr) == (0, "")
     model, plan, options = calls["run"]
     assert (model, plan) == ("m", Plan.straight(2, 2))
     assert options == {
@@ -251,13 +255,100 @@ def test_run_gives_the_runner_the_job_the_plan_and_the_options(call: Caller, cal
         "bind": "eth0",
         "insecure": True,
         "seed": 5,
-        "progress": True,
         "trace": "trace.json",
     }
     assert "profile" not in calls
     assert "trained on 2 minibatches, 100.0 samples/s" in outcome.stdout
     assert outcome.stdout.endswith("\n\nworker  term  predicted  peak\n\nchannel  transport\n")
     assert "measured 11.000 ms, predicted 10.000 ms" in outcome.stdout
+
+
+def job_file(more: str) -> str:
+    """A target whose job has more than TARGET's."""
+    Path("cli_target.py").write_text(
+        f"def make():\n    return dict(model='m', data=[1, 2], loss_fn=len, optimizer=list, {more})\n"
+    )
+    return "cli_target.py:make"
+
+
+def test_run_takes_the_jobs_own_arguments_and_the_command_line_counts_more(
+    call: Caller, calls: dict[str, Any]
+) -> None:
+    target = job_file("epochs=7, lr_scheduler=len, microbatches=2, seed=3, insecure=True")
+    outcome = call("run", target, "--plan", "plan.json", "--microbatches", "4", "--json")
+    assert (outcome.status, outcome.stderr) == (0, "print of the runner\n")
+    options = {name: value for name, value in calls["run"][2].items() if name not in ("data", "loss_fn")}
+    assert options == {
+        "optimizer": list,
+        "epochs": 7,
+        "lr_scheduler": len,
+        "microbatches": 4,
+        "seed": 3,
+        "insecure": True,
+        "progress": False,
+    }
+
+
+@pytest.mark.parametrize("command", [["run", "--plan", "plan.json"], ["profile"]])
+def test_a_job_with_what_nobody_reads_is_refused_before_anything_runs(
+    call: Caller, calls: dict[str, Any], command: list[str]
+) -> None:
+    target = job_file("lr_schedule=1")
+    outcome = call(command[0], target, *command[1:])
+    assert outcome.status == 2
+    assert outcome.error() == (
+        f"target '{target}' returned 'lr_schedule', which pipedream.run does not take: do you mean"
+        " 'lr_scheduler'?"
+    )
+    assert calls == {}
+
+
+def test_a_jobs_mistake_is_told_before_its_layers_are_timed(call: Caller, calls: dict[str, Any]) -> None:
+    target = job_file("memory='10Gb'")
+    outcome = call("run", target, "--workers", "2", "--bandwidth", "1Gbps")
+    assert outcome.error().startswith("memory is '10Gb'")
+    assert calls == {}
+
+
+def test_weights_that_no_rank_has_as_a_whole_are_not_saved(call: Caller, calls: dict[str, Any]) -> None:
+    target = job_file("gather='none'")
+    outcome = call("run", target, "--plan", "plan.json", "--output", "m.safetensors")
+    assert outcome.error().startswith("gather is 'none', which leaves no whole model to save")
+    assert calls == {}
+
+
+def test_what_is_not_saved_is_said_with_the_option_that_does(call: Caller, calls: dict[str, Any]) -> None:
+    for arguments, remedy in [
+        (["profile", "cli_target.py:make"], "--output profile.json keeps it for"),
+        (["partition", "profile.json", "--workers", "2", "--bandwidth", "1Gbps"], "--output plan.json keeps"),
+        (["run", "cli_target.py:make", "--plan", "plan.json"], "--output FILE.safetensors does"),
+    ]:
+        assert remedy in call(*arguments).stdout
+        json.loads(call(*arguments, "--json").stdout)
+    assert "--output" not in call("profile", "cli_target.py:make", "--output", "p.json").stdout
+
+
+def test_a_plan_that_run_would_refuse_is_printed_with_the_option_for_one_that_it_takes(call: Caller) -> None:
+    # One layer that computes and one that does not: the fastest plan replicates.
+    layers = (LayerProfile("first", 40, 60, 8, 8), LayerProfile("second", 0, 0, 0, 0))
+    Profile(layers, model="tiny").save("profile.json")
+    arguments = ["partition", "profile.json", "--workers", "2", "--bandwidth", "10Gbps", "--output", "p.json"]
+    assert "--straight gives a plan without" in call(*arguments).stdout
+    with pytest.raises(ValueError, match=r"replicated stages .* `pipedream partition --straight`"):
+        check_plan_is_built(Plan.load("p.json"))
+    assert "--straight" not in call(*arguments, "--straight").stdout
+    check_plan_is_built(Plan.load("p.json"))
+
+
+def test_run_plans_what_it_can_run(
+    call: Caller, calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = (LayerProfile("first", 40, 60, 8, 8), LayerProfile("second", 0, 0, 0, 0))
+    monkeypatch.setattr(sys.modules["pipedream.profiler"], "profile", lambda *_, **__: Profile(layers))
+    outcome = call("run", "cli_target.py:make", "--workers", "2", "--bandwidth", "10Gbps")
+    assert outcome.status == 0
+    assert "the fastest plan replicates stages, which `run` does not do yet" in outcome.stderr
+    assert all(stage.num_replicas == 1 for stage in calls["run"][1].stages)
 
 
 def test_run_json_has_the_plan_and_the_result_with_null_for_nan(call: Caller, calls: dict[str, Any]) -> None:
@@ -292,6 +383,23 @@ def test_run_without_a_plan_profiles_and_plans_first(call: Caller, calls: dict[s
         ),
         (["--plan", "plan.json", "--trace", "trace.txt"], "trace file is 'trace.txt': its name must end in"),
         (["--plan", "plan.json", "--trace", "gone/trace.json"], "gone/trace.json: there is no folder"),
+        (
+            ["--plan", "plan.json", "--output", "model.pt"],
+            "model.pt: weights are saved in the safetensors fo",
+        ),
+        (["--plan", "plan.json", "--output", "model"], "model: weights are saved in the safetensors format"),
+        (
+            ["--plan", "plan.json", "--schedule", "data_parallel"],
+            "schedule is 'data_parallel': use one of 'p",
+        ),
+        (["--workers", "2", "--bandwidth", "fast"], "bandwidth is 'fast': write a number and a unit"),
+        (["--workers", "0", "--bandwidth", "1Gbps"], "--workers is 0: give a whole number of at least 1"),
+        (
+            ["--workers", "2", "--bandwidth", "1Gbps", "--memory", "10Gb"],
+            "memory is '10Gb': the unit 'Gb' is",
+        ),
+        (["--workers", "2", "--bandwidth", "1Gbps", "--epochs", "0"], "epochs is 0: give a whole number"),
+        (["--workers", "2", "--bandwidth", "1Gbps", "--keys", "gone.json"], "keys is 'gone.json': No such"),
         (["--plan", "plan.json", "--codec", "activations=bf16,int8"], "codec has the part 'int8': write WH"),
     ],
 )
@@ -334,12 +442,11 @@ def test_other_ranks_than_the_first_print_nothing(
 def test_failure_of_a_run_is_one_line_with_its_status(
     call: Caller, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int, line: str
 ) -> None:
+    @functools.wraps(runner.run)
     def run(*_: object, **__: object) -> None:
         raise error
 
-    module = ModuleType("pipedream.runner")
-    module.run = run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "pipedream.runner", module)
+    monkeypatch.setattr(runner, "run", run)
     outcome = call("run", "cli_target.py:make", "--plan", "plan.json", "--json")
     assert (outcome.status, outcome.stdout) == (status, "")
     assert outcome.stderr.splitlines()[-1] == f"pipedream: error: {line}"
@@ -710,3 +817,12 @@ def test_trace_text_and_json_import_neither_torch_nor_matplotlib() -> None:
         done = run_python("-c", script, "trace", "--stages", "4", form)
         assert (done.returncode, done.stderr) == (0, "heavy []\n")
         assert "FORWARD" in done.stdout
+
+
+def test_a_mistaken_option_of_trace_is_told_before_a_matplotlib_that_is_missing(
+    call: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert call("trace", "--schedule", "foo", "--stages", "4").error().startswith('unknown schedule "foo"')
+    assert call("trace", "--stages", "4", "--times", "1").error().startswith("--times is '1'")
+    assert "needs matplotlib" in call("trace", "--stages", "4").error()
