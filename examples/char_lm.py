@@ -116,13 +116,11 @@ def make_plan(model: nn.Sequential, loader: DataLoader, num_workers: int, path: 
     profile = pipedream.profile(model, loader, loss_fn, minibatches=30)
     plan = pipedream.partition(profile, num_workers, "10Gbit/s", straight=True)
     plan = dataclasses.replace(plan, model=name)
-    path.parent.mkdir(parents=True, exist_ok=True)
     plan.save(path)
     return plan
 
 
 def report(result: pipedream.RunResult, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     result.plot(folder / "loss.png")
     result.save_trace(folder / "trace.json")
     (folder / "losses.json").write_text(json.dumps(result.losses))
@@ -142,6 +140,7 @@ def main() -> None:
     parser.add_argument("--output-dir", type=Path, default=Path("results/char_lm"))
     options = parser.parse_args()
 
+    options.output_dir.mkdir(parents=True, exist_ok=True)  # a mistake in it is better known now
     is_main = os.environ.get("RANK", "0") == "0"  # torchrun starts this script once per worker
     num_workers = int(os.environ.get("WORLD_SIZE", options.workers))
     # The workers will share this machine's cores; the profile must be taken with a worker's share of them.

@@ -67,6 +67,7 @@ def main() -> None:
     parser.add_argument("--output-dir", type=Path, default=Path("results/digits"))
     options = parser.parse_args()
 
+    options.output_dir.mkdir(parents=True, exist_ok=True)  # a mistake in it is better known now
     is_main = os.environ.get("RANK", "0") == "0"  # torchrun starts this script once per worker
     num_workers = int(os.environ.get("WORLD_SIZE", options.workers))
     # The workers will share this machine's cores; the profile must be taken with a worker's share of them.
@@ -100,7 +101,6 @@ def main() -> None:
     if not is_main:
         return
 
-    options.output_dir.mkdir(parents=True, exist_ok=True)
     plan.save(options.output_dir / "plan.json")
     result.plot(options.output_dir / "loss.png")
     result.save_trace(options.output_dir / "trace.json")

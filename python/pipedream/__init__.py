@@ -1,7 +1,7 @@
 """PipeDream: pipeline-parallel training of PyTorch models.
 
     profile = pipedream.profile(model, batches, loss_fn)
-    plan = pipedream.partition(profile, num_workers=4, bandwidth="10Gbit/s")
+    plan = pipedream.partition(profile, num_workers=4, bandwidth="10Gbit/s", straight=True)
     result = pipedream.run(model, plan, data=batches, loss_fn=loss_fn, optimizer=make_optimizer)
 
 Names are loaded at their first use (PEP 562), so that what needs no torch, such as planning, imports none.

@@ -66,11 +66,11 @@ def gradients_name(stage_index: int) -> str:
 
 
 def from_rank_0(rank: int) -> str:
-    return f"rank 0 to rank {rank}"
+    return f"weights and result, rank 0 to rank {rank}"
 
 
 def to_rank_0(rank: int) -> str:
-    return f"rank {rank} to rank 0"
+    return f"weights and result, rank {rank} to rank 0"
 
 
 def tied_weights_name(owner: int, user: int) -> str:

@@ -115,7 +115,7 @@ def profile_command(
     if output is not None:
         measured.save(output)
     else:
-        notes.append("not saved: --output profile.json keeps it for `pipedream partition profile.json`")
+        notes.append("not saved: --output profile.json keeps it for `pipedream partition`")
     _print(_with_notes(measured, notes), measured.to_dict(), as_json)
 
 

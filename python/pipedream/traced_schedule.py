@@ -109,7 +109,7 @@ def _read_programs(path: Path) -> list[list[_core.Instruction]]:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     if not any(programs):
-        raise ValueError(f"{path}: has no instructions; `pipedream trace --text` prints some")
+        raise ValueError(f"{path}: has no instructions; `pipedream trace --stages 4 --text` prints some")
     return programs
 
 

@@ -786,7 +786,10 @@ def test_trace_writes_a_perfetto_trace_where_the_name_says_so(call: Caller) -> N
         (["--stages", "2", "--output", "no/a.svg"], "no/a.svg: there is no folder"),
         (["--stages", "2", "--text", "--json"], "--text and --json both print on stdout: give one of them"),
         (["--program", "missing"], "missing: No such file or directory"),
-        (["--program", "empty"], "empty: has no instructions; `pipedream trace --text` prints some"),
+        (
+            ["--program", "empty"],
+            "empty: has no instructions; `pipedream trace --stages 4 --text` prints some",
+        ),
         (["--program", "huge"], "there are 1000000000001 stages: trace shows from 1 to 1024"),
         (
             ["--plan", "replicated.json"],

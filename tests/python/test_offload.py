@@ -599,7 +599,7 @@ def test_terms_name_what_lies_where() -> None:
 @pytest.mark.parametrize(("device_type", "counted"), [("cuda", 60 * _MIB), ("cpu", 60 * _MIB + 512)])
 def test_channels_in_host_memory_do_not_count_on_a_gpu(device_type: str, counted: int) -> None:
     channel = RunChannel(
-        name="rank 1 to rank 0",
+        name="weights and result, rank 1 to rank 0",
         channel_id=0,
         sender=1,
         receiver=0,

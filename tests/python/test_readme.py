@@ -1,0 +1,151 @@
+"""What README, the documents and the package's docstring show runs as it is shown. Nothing is trained: a run
+goes as far as the start of its processes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pipedream
+import pytest
+import torch
+from pipedream import Plan, Profile, RunResult, cli, profiler, runner
+from pipedream.factories import try_factories
+from torch import nn
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCUMENTS = [README, *(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))]
+
+
+def _blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+
+
+def _block_with(text: str) -> str:
+    (block,) = [block for block in _blocks("python") if text in block]
+    return block
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tuple[Any, Any]]]:
+    """What would have been run, (model, job options), in a folder of its own; profiles are short."""
+    started: list[tuple[Any, Any]] = []
+
+    def run_locally(model: Any, data: Any, options: Any) -> RunResult:
+        started.append((model, options))
+        return RunResult(
+            losses=[0.5, 0.25],
+            epoch_losses=[0.375],
+            versions=[],
+            samples_per_s=1.0,
+            predicted_ms=None,
+            measured_ms=1.0,
+            bubble_share=0.0,
+            bytes_sent=0,
+            transports={},
+            worker_pids=[],
+            memory=[],
+        )
+
+    def profile(model: Any, batches: Any, loss_fn: Any, **_: Any) -> Profile:
+        return measure(model, batches, loss_fn, minibatches=1)
+
+    measure = profiler.profile
+    monkeypatch.setattr(runner, "run_locally", run_locally)
+    monkeypatch.setattr(profiler, "profile", profile)
+    monkeypatch.setattr(pipedream, "profile", profile, raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.chdir(tmp_path)
+    yield started
+    sys.modules.pop("train", None)
+
+
+def _call(command: str, capture: pytest.CaptureFixture[str]) -> None:
+    name, *arguments = shlex.split(command, comments=True)
+    assert name == "pipedream"
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(arguments)
+    assert exit_info.value.code == 0, f"{command}\n{capture.readouterr().err}"
+
+
+def test_the_commands_of_the_readme_run_one_after_the_other(
+    runs: list[tuple[Any, Any]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    Path("train.py").write_text(_block_with("def make_job"))
+    commands = [
+        line for block in _blocks("sh") for line in block.splitlines() if line.startswith("pipedream ")
+    ]
+    assert {command.split()[1] for command in commands} == {"profile", "partition", "run", "keys"}
+    for command in commands:
+        _call(command, capfd)
+    assert [options.epochs for _, options in runs] == [3, 1]
+    assert runs[0][1].plan.stages == Plan.load("plan.json").stages
+    assert Path("trained.safetensors").is_file()
+
+
+def test_commands_inside_the_text_of_the_documents_run(
+    runs: list[tuple[Any, Any]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    commands = {command for text in DOCUMENTS for command in re.findall(r"`(pipedream \w+ --[^`]*)`", text)}
+    assert "pipedream trace --schedule 2bw --stages 4" in commands
+    for command in sorted(commands):
+        _call(command, capfd)
+
+
+def _example() -> dict[str, Any]:
+    """The names that the examples leave to the reader."""
+    loader = [(torch.randn(4, 8), torch.randint(3, (4,))) for _ in range(3)]
+    return {
+        "__name__": "__main__",
+        "pipedream": pipedream,
+        "model": nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)),
+        "train_loader": loader,
+        "batches": loader,
+        "loss_fn": nn.functional.cross_entropy,
+        "make_optimizer": torch.optim.Adam,
+    }
+
+
+def test_the_training_script_of_the_readme_runs(runs: list[tuple[Any, Any]]) -> None:
+    pytest.importorskip("matplotlib")
+    example = _example()
+    exec(_block_with("if __name__"), example)
+    ((model, options),) = runs
+    assert model is example["model"]
+    assert options.epochs == 3
+    assert Path("trace.json").is_file()
+
+
+def test_the_package_docstrings_lines_run(runs: list[tuple[Any, Any]]) -> None:
+    assert pipedream.__doc__ is not None
+    lines = [line.strip() for line in pipedream.__doc__.splitlines() if line.startswith("    ")]
+    exec("\n".join(lines), _example())
+    assert len(runs) == 1
+
+
+def test_the_parameter_groups_of_the_readme_can_be_made_of_every_stage() -> None:
+    namespace: dict[str, Any] = {"torch": torch}
+    exec(_block_with("named_parameters"), namespace)
+    made: list[Any] = []
+
+    def optimizer(named_parameters: Any) -> torch.optim.Optimizer:
+        made.append(namespace["optimizer"](named_parameters))
+        return made[-1]
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8))
+    stages = [[(n, p) for n, p in model.named_parameters() if n.startswith(f"{i}.")] for i in range(3)]
+    try_factories(stages, optimizer, None, "cpu")
+    decayed = [[len(group["params"]) for group in one.param_groups] for one in made]
+    assert decayed == [[0, 2], [1, 1], [0, 2]]
+
+
+def test_every_python_block_of_the_readme_is_python() -> None:
+    for block in _blocks("python"):
+        compile(block, "README.md", "exec")
