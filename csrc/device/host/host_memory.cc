@@ -16,6 +16,7 @@
 #include "base/bytes.h"
 #include "base/check.h"
 #include "base/failure.h"
+#include "device/host/control_group.h"
 
 namespace pipedream {
 namespace {
@@ -43,13 +44,6 @@ std::size_t mem_available_bytes() {
     }
   }
   return std::numeric_limits<std::size_t>::max();
-}
-
-// A control group's limit in bytes; the largest size for "max", or when there is no such file.
-std::size_t limit_in(const char* path) {
-  std::ifstream file(path);
-  std::size_t limit_bytes = 0;
-  return (file >> limit_bytes) ? limit_bytes : std::numeric_limits<std::size_t>::max();
 }
 
 // Starts at a huge page where the range holds one, so that the kernel can use them from the first byte.
@@ -91,8 +85,7 @@ void throw_not_enough_memory(std::size_t num_bytes, const std::string& what, con
 }
 
 std::size_t host_memory_available_bytes() {
-  return std::min({mem_available_bytes(), limit_in("/sys/fs/cgroup/memory.max"),
-                   limit_in("/sys/fs/cgroup/memory/memory.limit_in_bytes")});
+  return std::min(mem_available_bytes(), control_group_available_bytes());
 }
 
 HostMemory::HostMemory(std::size_t num_bytes, const std::string& what) : size_bytes_(num_bytes) {
