@@ -27,7 +27,7 @@ struct TensorView {
 // "float32[64, 3, 32, 32]"
 [[nodiscard]] std::string to_string(const TensorView& tensor);
 
-// One tensor of a boundary, as the dry run of the first minibatch saw it. Later ones have the same rank
+// One tensor of a boundary, as the rehearsal of the first minibatch saw it. Later ones have the same rank
 // and dtype and at most as many bytes (a short last batch is smaller).
 struct TensorSpec {
   DType dtype = DType::kFloat32;

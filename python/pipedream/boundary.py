@@ -1,4 +1,4 @@
-"""Boundary: what crosses the cut between two stages, planned from a dry run and checked at every minibatch.
+"""Boundary: what crosses the cut between two stages, planned from a rehearsal and checked at every minibatch.
 
 A value is a tensor, or nested tuples, lists and dicts (str keys) of tensors and JSON constants. On the wire
 only its tensors travel, each once, in the order of the structure; the structure is known to both sides.

@@ -6,7 +6,8 @@ caller number them alike. Plain values; any thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,11 +32,12 @@ __all__ = [
     "from_rank_0",
     "gradients_name",
     "norm_name",
+    "rehearsal_name",
+    "set_up_channels",
     "tied_gradients_name",
     "tied_tensors",
     "tied_weights_name",
     "to_rank_0",
-    "weight_channels",
 ]
 
 # In place of the gradients of a boundary where no tensor needs one: the word that a backward is done.
@@ -81,6 +83,10 @@ def tied_gradients_name(owner: int, user: int) -> str:
     return f"tied gradients of stage {user} to stage {owner}"
 
 
+def rehearsal_name(stage_index: int) -> str:
+    return f"rehearsal of stage {stage_index} for stage {stage_index + 1}"
+
+
 def norm_name(sender: int, receiver: int) -> str:
     return f"gradient norm of rank {sender} to rank {receiver}"
 
@@ -94,6 +100,7 @@ class RunChannel:
     sender: int
     receiver: int
     tensors: list[tuple[str, int, int]]
+    """None where this worker has neither end, of activations and gradients: it does not know them."""
     num_slots: int
     """At the receiver: items that may be received and not yet given back."""
     num_unsent_max: int
@@ -105,8 +112,15 @@ class RunChannel:
     """By which its float tensors travel."""
     stages: tuple[int, int] | None = None
     """Sender and receiver of activations or gradients; None for every other channel."""
+    num_transfers_kept: int = 0
+    """The newest items whose times each end keeps. Where any, whether all have left can be asked."""
     places_on_device: bool = False
     """Whether the sender writes into the receiver's device memory, as both have found that it can."""
+
+    @property
+    def codec_used(self) -> str:
+        """The codec, where some tensor of it travels encoded."""
+        return self.codec if self.is_encoded else NO_CODEC
 
     @property
     def is_encoded(self) -> bool:
@@ -136,7 +150,7 @@ class RunChannel:
             on_device=self.on_device,
             codec=self.codec,
             places_on_device=self.places_on_device,
-            num_transfers_kept=0 if self.stages is None else NUM_TRANSFERS_KEPT,
+            num_transfers_kept=self.num_transfers_kept,
         )
 
 
@@ -158,6 +172,7 @@ class _ChannelList:
         on_device: bool = True,
         codec: str = NO_CODEC,
         stages: tuple[int, int] | None = None,
+        num_transfers_kept: int = 0,
     ) -> None:
         sender, receiver = ends
         tensors = [(str(s.dtype).removeprefix("torch."), len(s.shape), s.num_bytes) for s in specs]
@@ -174,33 +189,38 @@ class _ChannelList:
                 on_device,
                 codec,
                 stages,
+                num_transfers_kept,
             )
         )
 
-    def add_bulk(self, name: str, ends: tuple[int, int]) -> None:
+    def add_bulk(self, name: str, ends: tuple[int, int], *, num_transfers_kept: int = 0) -> None:
         """For what goes through bulk.py."""
         piece = [TensorSpec(torch.uint8, (PIECE_BYTES,), requires_grad=False)]
-        self.add(name, ends, piece, slots=4, unsent=4, on_device=False)
+        kept = num_transfers_kept
+        self.add(name, ends, piece, slots=4, unsent=4, on_device=False, num_transfers_kept=kept)
 
 
 def channels_of_run(
     plan: Plan,
     schedule: _core.ScheduleOptions,
     world_size: int,
-    boundaries: Sequence[Boundary],
+    boundaries: Mapping[int, Boundary],
     ties: Sequence[TieSpec],
     forwarded: ForwardedData | None,
     *,
     exchanges_norms: bool,
     codec: CodecChoice,
 ) -> list[RunChannel]:
-    """All channels of a run, the same list at every worker. codec: of activations and gradients; what else
-    travels, weights and the gradients of tied ones, is exact."""
+    """All channels of a run, the same list at every worker but for the tensors of cuts that are not its own.
+
+    boundaries: by the stage upstream, of the cuts at this worker's stages. codec: of activations and
+    gradients; what else travels, weights and the gradients of tied ones, is exact."""
     found = _ChannelList()
     if forwarded is not None:
         found.channels += data_channels(plan, forwarded)
     worker_of = plan.worker_of_stage
-    for stage, boundary in enumerate(boundaries):
+    for stage in range(plan.num_stages - 1):
+        activations, gradients = _crossing(boundaries.get(stage))
         # Downstream keeps a slot per microbatch in flight until its backward, and one more may arrive.
         in_flight = _core.num_microbatches_in_flight(schedule, stage)
         in_flight_downstream = _core.num_microbatches_in_flight(schedule, stage + 1)
@@ -209,14 +229,14 @@ def channels_of_run(
         found.add(
             activations_name(stage),
             ends,
-            boundary.tensors,
+            activations,
             slots=in_flight_downstream + 1,
             unsent=unsent,
             num_microbatches=schedule.num_microbatches,
             codec=codec_between(codec, stage, stage + 1),
             stages=(stage, stage + 1),
+            num_transfers_kept=NUM_TRANSFERS_KEPT,
         )
-        gradients = [spec for spec in boundary.tensors if spec.requires_grad] or [_NO_GRADIENT]
         found.add(
             gradients_name(stage),
             ends[::-1],
@@ -226,6 +246,7 @@ def channels_of_run(
             num_microbatches=schedule.num_microbatches,
             codec=codec_between(codec, stage + 1, stage),
             stages=(stage + 1, stage),
+            num_transfers_kept=NUM_TRANSFERS_KEPT,
         )
     _add_ties(found, worker_of, schedule, ties)
     if exchanges_norms:
@@ -239,12 +260,22 @@ def channels_of_run(
     return found.channels
 
 
-def weight_channels(plan: Plan) -> list[RunChannel]:
-    """What carries rank 0's initial weights, before there are any others: what those need depends on what
-    optimizers make of the weights."""
+def _crossing(boundary: Boundary | None) -> tuple[Sequence[TensorSpec], Sequence[TensorSpec]]:
+    """(activations, gradients) of a cut."""
+    if boundary is None:
+        return (), ()
+    return boundary.tensors, [spec for spec in boundary.tensors if spec.requires_grad] or [_NO_GRADIENT]
+
+
+def set_up_channels(plan: Plan) -> list[RunChannel]:
+    """What carries rank 0's initial weights and the rehearsal's values, before there are any others: what
+    those need depends on what optimizers make of the weights, and on what crosses the cuts."""
     found = _ChannelList()
     for rank in range(1, plan.workers_used):
         found.add_bulk(from_rank_0(rank), (0, rank))
+    for stage, ends in enumerate(itertools.pairwise(plan.worker_of_stage)):
+        if ends[0] != ends[1]:
+            found.add_bulk(rehearsal_name(stage), ends, num_transfers_kept=1)
     return found.channels
 
 

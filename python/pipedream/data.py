@@ -191,7 +191,7 @@ class DataStream:
 class ForwardedData:
     """Stands for data that cannot be sent to the workers: the caller iterates and forwards it.
 
-    first: minibatch 0, for the dry run. The boundaries say what later ones must look like.
+    first: minibatch 0, for the rehearsal. The boundaries say what later ones must look like.
     """
 
     first: tuple[Any, Any]

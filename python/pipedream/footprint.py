@@ -1,4 +1,4 @@
-"""What a stage's own work needs of memory beside the pool: measured in a dry run, and again while training.
+"""What a stage's own work needs of memory beside the pool: measured in a rehearsal, and again while training.
 
 On CUDA the allocator counts. On the host torch keeps no count, so a dispatch mode sees every tensor that an
 operator makes and when its memory goes; that costs some us per operator, so it watches only the first
@@ -10,28 +10,20 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .batch_norm import MinibatchStatistics
-from .boundary import Boundary, boundary_input, check_loss, device_of, map_tensors, tensors_of, untouched
-from .offload import measure_offloadable
-from .precision import autocast_region
-from .splitter import StageModule
-
 __all__ = [
     "SCALARS_BYTES",
-    "DryRun",
     "Footprint",
     "MemoryMeter",
     "StepMeter",
     "WorkMeter",
-    "dry_run",
     "make_meter",
     "storage_bytes",
 ]
@@ -53,22 +45,11 @@ class Footprint:
     gradient_bytes: int
     """Of the parameters' gradients."""
     is_measured: bool
-    """False: the stage could not be measured (it is compiled, or its dry run failed)."""
+    """False: the stage could not be measured (it is compiled, or its rehearsal failed)."""
     output_bytes: int = 0
     """Of one microbatch's outputs; 0 at the last stage."""
     offloadable_bytes: int = 0
     """Of stash_bytes, what offloading moves to the host; 0 also where nobody asked."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class DryRun:
-    boundaries: list[Boundary]
-    """After each stage but the last."""
-    footprints: list[Footprint]
-    """Of each stage."""
 
 
 class MemoryMeter(Protocol):
@@ -224,170 +205,3 @@ class StepMeter:
 
 def storage_bytes(tensors: Sequence[Tensor | None]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
-
-
-def dry_run(
-    stages: Sequence[StageModule],
-    inputs: Any,
-    targets: Any = None,
-    loss_fn: Callable[[Any, Any], Tensor] | None = None,
-    *,
-    autocast: torch.dtype | None = None,
-    repeats: bool = False,
-    for_offload: bool = False,
-) -> DryRun:
-    """Passes one microbatch through the stages, forward and, given a loss_fn, backward.
-
-    repeats: the backward comes twice, as under microbatches gradients are added to those that are there.
-    for_offload: also find out what of the stash could be offloaded, with one more forward.
-    Random number generators, buffers, gradients and training flags are afterwards as they were. Raises
-    ValueError naming the stage for what cannot cross; a last stage, loss or backward that fails is left to
-    the first minibatch, which says where.
-    """
-    boundaries: list[Boundary] = []
-    footprints: list[Footprint] = []
-    # A copy, as a first layer that works in place would change the caller's data.
-    device = device_of(stages)
-    value = map_tensors(lambda tensor: tensor.detach().to(device, copy=True), inputs)
-    targets = map_tensors(lambda tensor: tensor.to(device), targets)
-    with untouched(stages), torch.enable_grad():
-        for stage in stages:
-            is_last = stage is stages[-1]
-            rehearsal = _Rehearsal(stage, value, targets if is_last else None, loss_fn, autocast, repeats)
-            if is_last:
-                with contextlib.suppress(Exception):
-                    rehearsal.forward()
-            else:
-                rehearsal.forward()
-            if not is_last:
-                boundary = Boundary.of(rehearsal.output, name=f"the output of stage {stage.stage_index}")
-                boundaries.append(boundary)
-                value = _detached(boundary, rehearsal.output)
-            footprint = rehearsal.footprint(with_backward=loss_fn is not None)
-            offloadable_bytes = rehearsal.offloadable_bytes() if for_offload else 0
-            footprints.append(replace(footprint, offloadable_bytes=offloadable_bytes))
-            del rehearsal
-    return DryRun(boundaries, footprints)
-
-
-def _detached(boundary: Boundary, output: Any) -> Any:
-    """As in training, a stage sees its input without the graph of the stages before."""
-    leaves = [
-        tensor.detach().clone().requires_grad_(spec.requires_grad)
-        for tensor, spec in zip(boundary.flatten(output), boundary.tensors, strict=True)
-    ]
-    return boundary.unflatten(leaves)
-
-
-class _Rehearsal:
-    """One stage's forward and backward under a meter."""
-
-    def __init__(
-        self,
-        stage: StageModule,
-        value: Any,
-        targets: Any,
-        loss_fn: Callable[[Any, Any], Tensor] | None,
-        autocast: torch.dtype | None,
-        repeats: bool,
-    ) -> None:
-        self._stage = stage
-        self._repeats = repeats
-        self._statistics = MinibatchStatistics(stage) if repeats else None
-        self._leaves = value
-        self._targets = targets
-        self._is_last = targets is not None
-        self._loss_fn = loss_fn
-        self._autocast = autocast
-        self._device = device_of([stage])
-        self._metered = not _is_compiled(stage)
-        self._parameters = [parameter for _, parameter in stage.trainable_parameters()]
-        self._meter = WorkMeter(
-            make_meter(self._device), lambda: storage_bytes([p.grad for p in self._parameters])
-        )
-        self.output: Any = None
-        self._roots: list[Tensor] = []
-        self._output_bytes = 0
-
-    def forward(self) -> None:
-        value = map_tensors(boundary_input, self._leaves)
-        region = self._meter.forward() if self._metered else contextlib.nullcontext()
-        with region:
-            statistics = self._statistics.microbatch() if self._statistics else contextlib.nullcontext()
-            with statistics:
-                output = self._run(value)
-            if self._is_last and self._loss_fn is not None:
-                self._roots = [output]
-            else:
-                self.output = output
-                self._roots = tensors_of(output)
-                self._output_bytes = 0 if self._is_last else storage_bytes(self._roots)
-            del output, value
-
-    def _run(self, value: Any) -> Any:
-        """The stage's output, or the loss where there is one."""
-        with autocast_region(self._device.type, self._autocast):
-            output = self._stage(value)
-        if not self._is_last or self._loss_fn is None:
-            return output
-        with autocast_region(self._device.type, self._autocast):
-            return check_loss(self._loss_fn(output, self._targets), 0)
-
-    def footprint(self, *, with_backward: bool) -> Footprint:
-        measured = self._metered
-        stash = self._meter.stash_peak_bytes
-        if with_backward:
-            try:
-                self._backward()
-                if self._repeats:
-                    self.forward()
-                    self._backward()
-            except Exception:
-                measured = False
-        for parameter in self._parameters:
-            parameter.grad = None
-        return Footprint(
-            input_bytes=storage_bytes([*tensors_of(self._leaves), *tensors_of(self._targets)]),
-            stash_bytes=stash,
-            transient_bytes=self._meter.transient_peak_bytes + SCALARS_BYTES,
-            gradient_bytes=storage_bytes(self._parameters),
-            is_measured=measured,
-            output_bytes=self._output_bytes,
-        )
-
-    def offloadable_bytes(self) -> int:
-        """By a forward of its own: some layers do not run under the hooks, and are not offloaded then."""
-        value = map_tensors(
-            lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), self._leaves
-        )
-        given = map_tensors(boundary_input, value)
-        kept = [*tensors_of(value), *tensors_of(self._targets), *self._stage.parameters()]
-        kept += [buffer for _, buffer in self._stage.stage_buffers()]
-        with contextlib.suppress(Exception), measure_offloadable(kept) as num_bytes:
-            self._run(given)
-            return num_bytes()
-        return 0
-
-    def _backward(self) -> None:
-        roots = [root for root in self._roots if root.requires_grad]
-        # Gradients come in the pool's memory; a loss starts with one that torch makes.
-        seeds = [None if self._is_last else torch.ones_like(root) for root in roots]
-        self._roots = []
-        self.output = None
-        region = self._meter.backward() if self._metered else contextlib.nullcontext()
-        with region:
-            if self._is_last and (self._repeats or self._autocast is torch.float16):
-                roots = [root * 0.5 for root in roots]  # a share of the minibatch, or a scale
-            if roots:
-                torch.autograd.backward(roots, seeds)
-            del roots, seeds
-        for leaf in tensors_of(self._leaves):
-            leaf.grad = None  # each microbatch has leaves of its own
-
-
-def _is_compiled(stage: nn.Module) -> bool:
-    # A compiled forward would see the dispatch mode, and compile again or not at all.
-    return any(
-        type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
-        for module in stage.modules()
-    )

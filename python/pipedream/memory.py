@@ -1,6 +1,6 @@
 """A worker's memory as one sum of named terms, predicted before the first minibatch (design.md, section 5).
 
-What the pool holds is planned to the byte; what torch makes is predicted from a dry run. Given a limit, a
+What the pool holds is planned to the byte; what torch makes is predicted from a rehearsal. Given a limit, a
 worker turns recompute and offloading on where it would not fit. Pure; any thread.
 """
 
@@ -316,13 +316,15 @@ def _bytes_or_blank(num_bytes: int | None) -> str:
 
 def _channel_terms(channel: RunChannel, rank: int) -> Terms:
     """What a rank needs for a channel. On the host what is not encoded goes from and to where it lies."""
+    if rank not in (channel.sender, channel.receiver):
+        return {}
     item_bytes, wire_bytes, residual_bytes, encodes = _core.channel_bytes(channel.tensors, channel.codec)
     terms: Terms = {}
     if channel.receiver == rank:
         terms[channel.name] = channel.num_slots * slot_bytes(item_bytes)
         if encodes:
             terms[_STAGING + channel.name] = channel.num_slots * slot_bytes(wire_bytes)
-    elif channel.sender == rank and encodes:
+    elif encodes:
         terms[_STAGING + channel.name] = channel.num_unsent_max * slot_bytes(wire_bytes)
         terms[_RESIDUAL + channel.name] = slot_bytes(residual_bytes)
     return terms

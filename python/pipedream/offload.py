@@ -449,7 +449,7 @@ class SavedTensors:
         if memory is None:
             num_bytes = tensor.untyped_storage().nbytes()
             begin, end = self._used_bytes, self._used_bytes + num_bytes
-            if end > self._slot.content.numel():  # more than the dry run saw
+            if end > self._slot.content.numel():  # more than the rehearsal saw
                 return None
             self._used_bytes = _aligned(end)
             memory = _Memory(tensor.detach(), self._slot.content[begin:end])

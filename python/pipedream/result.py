@@ -266,7 +266,7 @@ def _figures_of(channel: RunChannel, reports: list[dict[str, Any]]) -> ChannelFi
         sender=channel.stages[0],
         receiver=channel.stages[1],
         transport=sent["transport"],
-        codec=channel.codec if _encodes(channel) else "none",
+        codec=sent["codec"],
         items=received["num_items"],
         chunks=received["num_chunks"],
         tensor_bytes=received["tensor_bytes"],
@@ -279,12 +279,6 @@ def _figures_of(channel: RunChannel, reports: list[dict[str, Any]]) -> ChannelFi
         chunk_bytes=sent["chunk_bytes"],
         refused=sent["num_refused"] + received["num_refused"],
     )
-
-
-def _encodes(channel: RunChannel) -> bool:
-    """Whether the channel's codec applies to any of its tensors."""
-    *_, encodes = _core.channel_bytes(channel.tensors, channel.codec)
-    return bool(encodes)
 
 
 def _describe_channels(channels: Sequence[ChannelFigures]) -> str:

@@ -69,12 +69,13 @@ class WorkerLoop:
         device: torch.device,
         base_seed: int,
         input_boundary: Boundary | None,
-        boundaries: Sequence[Boundary],
+        boundaries: Mapping[int, Boundary],
         predicted: Mapping[str, int],
         torch_pool: TorchPool | None = None,
     ) -> None:
         """prepared: this worker's stages in ascending order. input_boundary: what the first stage's inputs
-        must look like, None to check nothing. predicted: bytes of each memory term. torch_pool: where
+        must look like, None to check nothing. boundaries: by the stage upstream, of the cuts at these
+        stages. predicted: bytes of each memory term. torch_pool: where
         forwards and backwards make their tensors, None leaves it to torch."""
         self._core = core
         self._options = options
@@ -118,9 +119,9 @@ class WorkerLoop:
         self._total = (-1, GradientFigures())  # of which minibatch, over all stages
 
     def _make_runner(
-        self, part: PreparedStage, boundaries: Sequence[Boundary], base_seed: int
+        self, part: PreparedStage, boundaries: Mapping[int, Boundary], base_seed: int
     ) -> StageRunner:
-        stage_index, last = part.stage.stage_index, len(boundaries)
+        stage_index, last = part.stage.stage_index, self._options.plan.num_stages - 1
         is_first, is_last = stage_index == 0, stage_index == last
         clones_inputs: bool | None = False
         # Inputs are copied when their memory may change while they are in flight, and when the first layer

@@ -1,7 +1,8 @@
 """One worker of a run: its stage, its data, its channels, its loop.
 
-    agree        rank 0's plan, seed and boundaries are everybody's            (rendezvous)
+    agree        rank 0's plan and seed are everybody's                        (rendezvous)
     share        rank 0's initial weights are everybody's                      (bulk)
+    rehearse     each worker's stages, once: what crosses, and what it takes   (bulk and torch)
     open         pool sealed, channels open to neighbours and to rank 0        (core)
     train        next work item -> forward, backward or update -> completion   (core and torch)
     gather       final weights and results to rank 0, then a common farewell   (bulk)
@@ -14,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,13 +34,13 @@ from .channels import (
     TieSpec,
     channels_of_run,
     from_rank_0,
+    set_up_channels,
     to_rank_0,
-    weight_channels,
 )
 from .data import DataStream, ForwardedData, MinibatchStream, ReceivedStream
 from .device_memory import agree_on_device_memory, place_on_devices
-from .errors import PeerLost, PipelineError, describe_error, failures_of_others, losses_kept, raise_failure
-from .footprint import Footprint, dry_run
+from .errors import PeerLost, describe_error, failures_of_others, losses_kept, raise_failure
+from .footprint import Footprint
 from .gradients import updated_parameters
 from .job import JobOptions, WorkerPlace
 from .memory import (
@@ -72,6 +73,7 @@ from .offload import (
 from .plan import Plan
 from .pulse import Pulse
 from .references import gradients_noticed
+from .rehearsal import Handover, Rehearsal
 from .rendezvous import START_TIMEOUT_S
 from .result import RunResult, combine_reports
 from .seeding import base_seed, seed_data
@@ -121,8 +123,8 @@ class _Worker:
         self._channels: list[RunChannel] = []
         self._stages: list[StageModule] = []
         self._ties: list[Tie] = []
-        self._boundaries: list[Boundary] = []
-        self._footprints: list[Footprint] = []
+        self._boundaries: dict[int, Boundary] = {}  # by the stage upstream, at this worker's stages
+        self._footprints: dict[int, Footprint] = {}  # by stage, of this worker's
         self._input_boundary: Boundary | None = None  # None: nothing to check the inputs against
         self._optimizers: dict[int, StageOptimizer] = {}  # by stage, of this worker's
         self._torch_pool_bytes = 0
@@ -145,7 +147,12 @@ class _Worker:
             stage.to(self._device)
         try:
             rendezvous.enter("sharing the initial weights")
-            self._share_initial_weights()
+            links = self._open_set_up_links()
+            with self._losses_explained():
+                self._share_initial_weights(links)
+                rendezvous.enter("rehearsing")
+                self._rehearse(links, stream)
+            self.close()
             rendezvous.enter("opening links")
             core = self._make_core()
             self._open(core, data)
@@ -157,6 +164,7 @@ class _Worker:
                 self._loop = self._make_loop(core, stream)
                 with gradients_noticed(self._parameters()):
                     report = self._loop.train()
+                self._note_codecs(report)
             return self._gather(core, report)
         except _core.RunFailure as failure:
             raise_failure(*failure.args)
@@ -188,8 +196,8 @@ class _Worker:
     # Agree.
 
     def _agree(self, data: Iterable[Any] | ForwardedData) -> MinibatchStream:
-        """Rank 0's plan, seed and boundaries become this worker's. The stream is of no use where the
-        stage reads no data."""
+        """Rank 0's plan and seed become this worker's. The stream is of no use where the stage reads no
+        data."""
         rendezvous = self._place.rendezvous
         if self._place.rank == 0:
             plan = self._options.plan
@@ -198,27 +206,21 @@ class _Worker:
             self._split(plan)
             base = base_seed(self._options.seed)
             seed_data(base, self._options.seed, plan.num_stages)
-            stream = self._make_stream(data)
-            self._dry_run(stream)
             agreed = {
                 "plan": plan.to_dict(),
                 "settings": self._options.settings(),
                 "base_seed": base,
                 "run_id": self._place.run_id,
-                "boundaries": [boundary.to_json() for boundary in self._boundaries],
-                "footprints": [footprint.to_dict() for footprint in self._footprints],
             }
             rendezvous.publish("agreed", agreed)
             self._base_seed = base
-            return stream
+            return self._make_stream(data)
         (agreed,) = self._wait_for(["agreed"], lambda _: "rank 0 did not start")
         plan = Plan.from_dict(agreed["plan"], source="rank 0's plan")
         self._options = replace(self._options, plan=plan)
         self._check_settings(agreed["settings"])
         self._base_seed = int(agreed["base_seed"])
         self._place = replace(self._place, run_id=int(agreed["run_id"]))
-        self._boundaries = [Boundary.from_json(text) for text in agreed["boundaries"]]
-        self._footprints = [Footprint(**fields) for fields in agreed["footprints"]]
         self._split(plan)
         seed_data(self._base_seed, self._options.seed, plan.num_stages)
         return self._make_stream(data)
@@ -252,57 +254,84 @@ class _Worker:
             return ReceivedStream(data, None, None)  # for peek(); replaced when the channels are open
         return DataStream(data, epochs=self._options.epochs)
 
-    def _dry_run(self, stream: MinibatchStream) -> None:
-        """Boundaries and footprints of all stages, from the first microbatch."""
-        options = self._options
+    # Share and rehearse.
+
+    def _open_set_up_links(self) -> _core.Worker | None:
+        """None where this worker has nobody to share with."""
+        rank, num_workers = self._place.rank, self._options.plan.workers_used
+        if num_workers == 1 or rank >= num_workers:
+            return None
+        core = self._make_core()
+        channels = set_up_channels(self._options.plan)
+        for channel in channels:
+            channel.add_to(core, rank, self._options.plan)
+        core.seal()
+        self._connect(core, channels, "endpoints for the set-up")
+        return core
+
+    def _share_initial_weights(self, links: _core.Worker | None) -> None:
+        """Rank 0's initial weights are used everywhere, from the construction of the optimizers on. So they
+        come before the pool is planned."""
+        rank = self._place.rank
+        if links is None:
+            return
+        if rank == 0:
+            for other in range(1, self._options.plan.workers_used):
+                for stage in self._stages_of(other):
+                    send_state(links, from_rank_0(other), stage)
+        else:
+            for stage in self._own_stages():
+                receive_state(links, from_rank_0(rank), stage)
+
+    def _rehearse(self, links: _core.Worker | None, stream: MinibatchStream) -> None:
+        """Boundaries and footprints of this worker's stages, from the first microbatch."""
+        options, stages = self._options, self._own_stages()
+        m = options.microbatches
+        inputs = targets = None
+        if {0, options.plan.num_stages - 1} & {stage.stage_index for stage in stages}:
+            inputs, targets = self._first_microbatch(stream)
+        rehearsal = Rehearsal(
+            Handover(links, options.plan.worker_of_stage),
+            self._device,
+            rank=self._place.rank,
+            loss_fn=options.loss_fn,
+            autocast=options.autocast,
+            repeats=m > 1,
+            for_offload=options.memory_bytes is not None or forced_offload().activations,
+        )
+        rehearsal.run(stages, inputs, targets)
+        self._boundaries, self._footprints = rehearsal.boundaries, rehearsal.footprints
+        if links is not None:
+            self._wait_until_sent(links)
+
+    def _first_microbatch(self, stream: MinibatchStream) -> tuple[Any, Any]:
+        """(inputs, targets), where they are read."""
+        m = self._options.microbatches
         inputs, targets = stream.peek()
         with contextlib.suppress(ValueError):  # inputs that cannot cross need not: they are read here
             if len(self._stages) > 1:
                 self._input_boundary = Boundary.of(inputs, name="the inputs")
-        m = options.microbatches
         first_inputs = chunk(inputs, m, name="the inputs", minibatch=0)[0]
         first_targets = chunk(targets, m, name="the targets", minibatch=0)[0]
         check_alike(inputs, targets, m, minibatch=0)
+        return first_inputs, first_targets
+
+    def _wait_until_sent(self, links: _core.Worker) -> None:
+        """A worker downstream may still be at the backward of another stage, for as long as that takes."""
+        while not links.wait_for_transfers(_OPEN_POLL_S):
+            self._raise_if_others_failed()
+            time.sleep(_LOOK_PERIOD_S)  # after a failure there is no wait above
+
+    @contextlib.contextmanager
+    def _losses_explained(self) -> Iterator[None]:
+        """Around waits on links: why one failed, where it knows only that its peer is silent or gone."""
         try:
-            rehearsed = dry_run(
-                self._stages,
-                first_inputs,
-                first_targets,
-                options.loss_fn,
-                autocast=options.autocast,
-                repeats=m > 1,
-                for_offload=options.memory_bytes is not None or forced_offload().activations,
-            )
-        except (ValueError, TypeError):
+            yield
+        except _core.RunFailure as failure:
+            self._raise_if_others_failed()
+            if failure.args[0] == "Timeout":
+                self._look_for_the_lost()
             raise
-        except Exception as error:
-            raise PipelineError(
-                f"the first minibatch does not pass the model: {describe_error(error)}"
-            ) from error
-        self._boundaries, self._footprints = rehearsed.boundaries, rehearsed.footprints
-
-    # Share.
-
-    def _share_initial_weights(self) -> None:
-        """Rank 0's initial weights are used everywhere, from the construction of the optimizers on. So they
-        come before the pool is planned, through channels of their own."""
-        rank, others = self._place.rank, range(1, self._options.plan.workers_used)
-        if not others or rank > others[-1]:
-            return
-        core = self._make_core()
-        channels = weight_channels(self._options.plan)
-        for channel in channels:
-            channel.add_to(core, rank, self._options.plan)
-        core.seal()
-        self._connect(core, channels, "endpoints for weights")
-        if rank == 0:
-            for other in others:
-                for stage in self._stages_of(other):
-                    send_state(core, from_rank_0(other), stage)
-        else:
-            for stage in self._own_stages():
-                receive_state(core, from_rank_0(rank), stage)
-        self.close()
 
     # Open.
 
@@ -411,7 +440,7 @@ class _Worker:
             self._options.plan,
             self._place.rank,
             schedule,
-            dict(enumerate(self._footprints)),
+            self._footprints,
             channels,
             own_bytes,
             tied_bytes,
@@ -483,19 +512,12 @@ class _Worker:
             {c.name: self._describe_ends(c.sender, c.receiver) for c in between}, core.channel_transports()
         )
         deadline_s = time.monotonic() + START_TIMEOUT_S
-        while not self._wait_open(core):
-            self._raise_if_others_failed()
-            if time.monotonic() > deadline_s:
-                raise PeerLost(f"channels not open within {START_TIMEOUT_S:g} s: {core.channels_not_open()}")
-
-    def _wait_open(self, core: _core.Worker) -> bool:
-        try:
-            return core.wait_open(_OPEN_POLL_S)
-        except _core.RunFailure as failure:
-            self._raise_if_others_failed()  # why, where the link knows only that its peer is gone
-            if failure.args[0] == "Timeout":
-                self._look_for_the_lost()
-            raise
+        with self._losses_explained():
+            while not core.wait_open(_OPEN_POLL_S):
+                self._raise_if_others_failed()
+                if time.monotonic() > deadline_s:
+                    missing = core.channels_not_open()
+                    raise PeerLost(f"channels not open within {START_TIMEOUT_S:g} s: {missing}")
 
     def _look_for_the_lost(self) -> None:
         """A peer that is silent on its link gives no sign of life either, which is known a little later."""
@@ -565,6 +587,12 @@ class _Worker:
             predicted=self._predicted,
             torch_pool=self._make_torch_pool(core),
         )
+
+    def _note_codecs(self, report: dict[str, Any]) -> None:
+        """Beside the figures of its channels: by which codec tensors really travel."""
+        for channel in self._channels:
+            if channel.name in report["channels"]:
+                report["channels"][channel.name]["codec"] = channel.codec_used
 
     def _make_torch_pool(self, core: _core.Worker) -> TorchPool | None:
         if self._torch_pool_bytes == 0:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from farm import Farm
 from pipedream import RunResult, reference
-from pipedream.footprint import dry_run
 from pipedream.splitter import split
+from rehearsing import boundaries_of
 from training import (
     State,
     Training,
@@ -45,7 +45,7 @@ def test_losses_crossed_between_processes_over_zmq(farm: Farm, num_stages: int, 
     assert set(result.transports) == wanted
     assert all("tcp" in name for name in result.transports.values())
     (inputs, _), *_ = training.data()
-    boundaries = dry_run(split(training.model(), training.plan), inputs).boundaries
+    boundaries = boundaries_of(split(training.model(), training.plan), inputs)
     # Each tensor crosses once as an activation, and its gradient crosses back.
     payload_bytes = 6 * 2 * sum(boundary.num_bytes for boundary in boundaries)
     assert payload_bytes < result.bytes_sent < 2 * payload_bytes

@@ -33,7 +33,6 @@ from training import (
     Training,
     assert_close_losses,
     assert_close_state,
-    is_rank_0,
     train_by_reference,
     train_in_pipeline,
     train_plainly,
@@ -355,11 +354,11 @@ def _mean(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return outputs.float().mean()
 
 
-def _spoilt(at: list[tuple[int, ...]], schedule: str, *, is_dry_run: bool) -> tuple[Any, Any, dict[str, Any]]:
+def _spoilt(at: list[tuple[int, ...]], schedule: str, *, rehearses: bool) -> tuple[Any, Any, dict[str, Any]]:
     """Model, plan and arguments. A stage per layer, at two workers where they are interleaved. Two
     microbatches each; `at` counts the backwards of microbatches."""
-    # The dry run of a pipeline goes backward twice before training, at rank 0.
-    extra = 2 if is_dry_run else 0
+    # A stage's rehearsal goes backward twice before training.
+    extra = 2 if rehearses else 0
     model = nn.Sequential(*(_SpoiltLayer(tuple(i + extra for i in of_layer)) for of_layer in at))
     options = {
         "data": [(torch.ones(2, 1), torch.ones(2, 1))] * 10,
@@ -375,7 +374,7 @@ def _spoilt(at: list[tuple[int, ...]], schedule: str, *, is_dry_run: bool) -> tu
 
 
 def _train_spoilt(at: list[tuple[int, ...]], schedule: str) -> tuple[RunResult, State]:
-    model, plan, options = _spoilt(at, schedule, is_dry_run=is_rank_0())
+    model, plan, options = _spoilt(at, schedule, rehearses=True)
     return pipedream.run(model, plan, progress=False, **options), model.state_dict()
 
 
@@ -400,11 +399,11 @@ def test_an_overflow_of_one_of_a_workers_stages_skips_what_the_reference_skips(
 
 def _assert_skips_as_the_reference(farm: Farm, at: list[tuple[int, ...]], schedule: str) -> None:
     result, state = farm.results(_train_spoilt, at, schedule, num_ranks=2)[0]
-    model, plan, options = _spoilt(at, schedule, is_dry_run=False)
+    model, plan, options = _spoilt(at, schedule, rehearses=False)
     expected = reference.run(model, plan, **options)
     assert_same_numbers(result.losses, state, expected.losses, model.state_dict(), _SAME_BITS)
     assert_memory_as_predicted(result)
-    model, plan, options = _spoilt([()] * len(at), schedule, is_dry_run=False)
+    model, plan, options = _spoilt([()] * len(at), schedule, rehearses=False)
     reference.run(model, plan, **options)
     with pytest.raises(AssertionError):
         assert_close_state(state, model.state_dict(), _SAME_BITS)  # nothing was skipped there

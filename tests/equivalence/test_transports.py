@@ -21,9 +21,9 @@ from oracle import assert_memory_as_predicted, assert_same_numbers
 from pipedream import RunResult, _core, reference
 from pipedream.addresses import is_loopback, resolve_bind
 from pipedream.codec_choice import codec_between, parse_codec
-from pipedream.footprint import dry_run
 from pipedream.keys import write_key_file, write_key_folder
 from pipedream.splitter import split
+from rehearsing import boundaries_of
 from training import (
     State,
     Training,
@@ -129,7 +129,7 @@ def _assert_spans_of_a_track_follow_each_other(events: list[dict[str, Any]]) -> 
 
 def _boundaries(training: Training) -> Any:
     (inputs, _), *_ = training.data()
-    return dry_run(split(training.model(), training.plan), inputs).boundaries
+    return boundaries_of(split(training.model(), training.plan), inputs)
 
 
 @pytest.mark.parametrize("transport", ["auto", "shm"])

@@ -70,7 +70,7 @@ def raise_error() -> None:
 class Layer(torch.nn.Module):
     """Passes its input on. At one minibatch notes pid and time in a file, and then has its mishap.
 
-    rank: has it at this rank alone, and not in the dry run of all stages, which is rank 0's.
+    rank: has it at this rank alone.
     """
 
     def __init__(

@@ -20,13 +20,13 @@ def _messages(farm: Farm, num_ranks: int, *args: Any, **kwargs: Any) -> list[str
 
 
 @pytest.mark.parametrize("at", [0, 7], ids=["warm-up", "steady"])
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2])
 def test_an_error_in_a_forward(farm: Farm, stage: int, at: int) -> None:
     messages = _messages(farm, 3, model_with(raise_error, stage=stage, at=at))
-    assert set(messages) == {
-        f"stage {stage} (rank {stage}) failed at minibatch {at} in forward: RuntimeError: the layer gave up"
-    } or (stage, at) == (1, 0)  # rank 0's dry run meets it first
-    assert all("the layer gave up" in message for message in messages)
+    where = f"stage {stage} (rank {stage}) failed at minibatch {at} in forward"
+    if at == 0 and stage < 2:  # the last stage's rehearsal leaves it to the minibatch
+        where = f"the first minibatch does not pass stage {stage} (rank {stage})"
+    assert set(messages) == {f"{where}: RuntimeError: the layer gave up"}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -58,11 +58,6 @@ def test_an_error_in_the_data(farm: Farm, at: int) -> None:
     for message in messages:
         assert f"failed at minibatch {at} in reading data: OSError: the disk is full" in message
         assert message.startswith("stage ")
-
-
-def test_an_error_in_the_dry_run_says_so(farm: Farm) -> None:
-    messages = _messages(farm, 2, model_with(raise_error, stages=2, stage=0, at=0))
-    assert set(messages) == {"the first minibatch does not pass the model: RuntimeError: the layer gave up"}
 
 
 def test_the_cause_is_the_users_exception_where_it_was_raised(farm: Farm) -> None:

@@ -1,4 +1,4 @@
-"""boundary.py: what crosses a cut is planned from a dry run and checked at every minibatch."""
+"""boundary.py: what crosses a cut is planned from a rehearsal and checked at every minibatch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from pipedream.boundary import (
     tensors_of,
     untouched,
 )
-from pipedream.footprint import dry_run
 from pipedream.splitter import split
+from rehearsing import boundaries_of
 from torch import nn
 
 Pair = namedtuple("Pair", "first second")
@@ -214,10 +214,10 @@ def test_json_that_is_no_boundary_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_dry_run_plans_what_training_then_sends(case: Case, num_stages: int) -> None:
+def test_a_rehearsal_plans_what_training_then_sends(case: Case, num_stages: int) -> None:
     stages = split(case.model(), case.plan(num_stages))
     data = case.data(3, short_last=True)
-    boundaries = dry_run(stages, data[0][0]).boundaries
+    boundaries = boundaries_of(stages, data[0][0])
     assert len(boundaries) == num_stages - 1
     for minibatch, (inputs, _) in enumerate(data):
         value = inputs
@@ -232,10 +232,10 @@ def test_dry_run_plans_what_training_then_sends(case: Case, num_stages: int) -> 
             value = boundary.unflatten(tensors)
 
 
-def test_dry_run_of_a_nested_value_finds_the_expected_specs() -> None:
+def test_a_rehearsal_of_a_nested_value_finds_the_expected_specs() -> None:
     case = CASES["lstm"]
     inputs = case.data(1)[0][0]
-    tokens, packed = dry_run(split(case.model(), case.plan(3)), inputs).boundaries
+    tokens, packed = boundaries_of(split(case.model(), case.plan(3)), inputs)
     assert set(tokens.structure) == {"tuple"}
     assert packed.structure == {
         "dict": {
@@ -247,11 +247,11 @@ def test_dry_run_of_a_nested_value_finds_the_expected_specs() -> None:
     }
     assert packed.tensors[1] == TensorSpec(torch.float64, (1, BATCH, WIDTH), True)
     case = CASES["frozen"]
-    (frozen,) = dry_run(split(case.model(), case.plan(2)), case.data(1)[0][0]).boundaries
+    (frozen,) = boundaries_of(split(case.model(), case.plan(2)), case.data(1)[0][0])
     assert not frozen.tensors[0].requires_grad
 
 
-def test_dry_run_names_the_stage_whose_output_cannot_cross() -> None:
+def test_a_rehearsal_names_the_stage_whose_output_cannot_cross() -> None:
     class ToSet(nn.Module):
         def forward(self, value: torch.Tensor) -> Any:
             return {"x": {value}}
@@ -259,7 +259,7 @@ def test_dry_run_names_the_stage_whose_output_cannot_cross() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 2), nn.Linear(2, 2), ToSet(), nn.Identity())
     plan = CASES["frozen"].plan(4)
     with pytest.raises(ValueError, match=r"the output of stage 2\['x'\] is a set"):
-        dry_run(split(model, plan), torch.zeros(1, WIDTH))
+        boundaries_of(split(model, plan), torch.zeros(1, WIDTH))
 
 
 def _everything(model: nn.Module) -> dict[str, Any]:
@@ -302,12 +302,12 @@ def _messy_model() -> nn.Sequential:
     return model
 
 
-def test_dry_run_leaves_no_trace() -> None:
+def test_a_rehearsal_leaves_no_trace() -> None:
     model = _messy_model()
     inputs = torch.randn(4, WIDTH)
     kept = inputs.clone()
     before = _everything(model)
-    dry_run(split(model, straight_plan(5, (1, 2, 3, 4))), inputs)
+    boundaries_of(split(model, straight_plan(5, (1, 2, 3, 4))), inputs)
     assert _everything(model) == before
     assert torch.equal(inputs, kept)
     assert model[0].missing is None

@@ -300,7 +300,7 @@ def test_two_contents_of_one_memory_are_two_copies() -> None:
     assert torch.equal(Square.unpacked[0], wanted)
 
 
-def test_the_dry_run_counts_what_would_go() -> None:
+def test_the_rehearsal_counts_what_would_go() -> None:
     leaf, kept = _random(4, 6).requires_grad_(), _random(5, 5).requires_grad_()
     with measure_offloadable([leaf, kept]) as num_bytes:
         made = leaf * 1.0
