@@ -80,6 +80,8 @@ class WorkerPlace:
     """How often the run was restarted."""
     rendezvous: Rendezvous
     board: StatusBoard | None
+    returns_model: bool = True
+    """Whether the user has the model of this process, and finds it again on the device where it was."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ the caller's thread; forwarding on a thread of its own.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -118,9 +119,32 @@ def _check_main_is_a_file() -> None:
 # What goes to the workers.
 
 
+class _HostPickler(pickle.Pickler):
+    """Writes tensors as they are in host memory: what is unpickled lies on no device of the caller's."""
+
+    def reducer_override(self, value: Any) -> Any:
+        is_typed = isinstance(value, torch.TypedStorage)
+        if not is_typed and not isinstance(value, torch.UntypedStorage):
+            return NotImplemented
+        storage: Any = value._untyped_storage if is_typed else value
+        if storage.device.type != "cuda":
+            return NotImplemented
+        on_host = storage.cpu()
+        if is_typed:
+            make: Any = torch.TypedStorage
+            on_host = make(wrap_storage=on_host, dtype=value._dtype, _internal=True)
+        return on_host.__reduce__()
+
+
+def _dumps(value: Any) -> bytes:
+    content = io.BytesIO()
+    _HostPickler(content).dump(value)
+    return content.getvalue()
+
+
 def _write_part(folder: Path, name: str, value: Any, remedy: str) -> None:
     try:
-        content = pickle.dumps(value)
+        content = _dumps(value)
     except Exception as error:
         raise ValueError(
             f"{name} ({_name_of(value)}) cannot be sent to the workers: {errors.one_line(error)}; {remedy}"
@@ -152,14 +176,14 @@ def _write_data(folder: Path, data: Iterable[Any], options: JobOptions) -> Forwa
     """Writes the data for the workers, or what stands for it when it must be forwarded from here."""
     forwarded: ForwardedData | None = None
     try:
-        content = pickle.dumps(data)
+        content = _dumps(data)
     except Exception:  # whatever a user's object raises: then it stays here
         seed_data(base_seed(options.seed), options.seed, options.plan.num_stages)
         begin = RngState.capture()
         forwarded = _describe_forwarded(data, options)
         if not isinstance(data, PeekedIterator):
             begin.restore()  # it will be iterated anew
-        content = pickle.dumps(forwarded)
+        content = _dumps(forwarded)
     (folder / "data.pickle").write_bytes(content)
     return forwarded
 
@@ -441,6 +465,7 @@ def _run_errand(errand: _Errand, folder: Path, rank: int, board: StatusBoard) ->
             incarnation=0,
             rendezvous=rendezvous,
             board=board,
+            returns_model=False,
         )
         result = run_worker(place, options, model, data)
     if rank == 0:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from . import _core
-from .boundary import exportable
+from .boundary import device_of, exportable
 from .bulk import receive_document, receive_tensors, send_document, send_tensors
 from .splitter import StageModule, dtype_name
 
@@ -73,7 +73,7 @@ def _assign(stage: StageModule, name: str, value: Tensor) -> None:
         with torch.no_grad():
             mine.copy_(value)  # in place: the user may hold the tensor
     else:
-        stage.set_buffer(name, value)
+        stage.set_buffer(name, value.to(device_of([stage]) if mine is None else mine.device))
 
 
 def _owner_of(stages: Sequence[StageModule], name: str) -> StageModule:

@@ -169,8 +169,9 @@ class _Worker:
         except _core.RunFailure as failure:
             raise_failure(*failure.args)
         finally:
-            for stage in self._own_stages():
-                stage.to(own_device)
+            if self._place.returns_model:
+                for stage in self._own_stages():
+                    stage.to(own_device)
 
     def losses(self) -> list[float]:
         """Of the minibatches that are done, as far as this worker knows."""

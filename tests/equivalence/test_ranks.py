@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from dataclasses import replace
@@ -11,9 +12,11 @@ import pipedream
 import pytest
 import torch
 from farm import Farm
-from pipedream import RunResult, reference
+from pipedream import Plan, RunResult, reference
+from pipedream.job import WorkerPlace
 from pipedream.splitter import split
 from rehearsing import boundaries_of
+from torch import nn
 from training import (
     State,
     Training,
@@ -201,3 +204,35 @@ def test_a_trace_shows_every_work_item_of_every_worker(farm: Farm, tmp_path: Any
     names = [event["name"] for event in events if event.get("ph") == "X"]
     for minibatch in range(7):
         assert names.count(f"F{minibatch}") == names.count(f"B{minibatch}") == 2
+
+
+class _CountsItsMoves(nn.Linear):
+    num_moves = 0
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.num_moves += 1
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+
+def _train_and_count_moves(*, returns_model: bool) -> int:
+    layer = _CountsItsMoves(2, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        place = functools.partial(WorkerPlace, returns_model=returns_model)
+        patch.setattr("pipedream.runner.WorkerPlace", place)
+        pipedream.run(
+            nn.Sequential(layer),
+            Plan.straight(1, 1),
+            data=[(torch.zeros(2, 2), torch.zeros(2, 2))],
+            loss_fn=nn.MSELoss(),
+            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+            progress=False,
+        )
+    return layer.num_moves
+
+
+@pytest.mark.parametrize(("returns_model", "num_moves"), [(True, 2), (False, 1)])
+def test_a_model_moves_back_only_where_its_user_has_it(
+    farm: Farm, returns_model: bool, num_moves: int
+) -> None:
+    # Of a local worker it is a copy, whose trained state has gone to the caller.
+    assert farm.results(_train_and_count_moves, returns_model=returns_model, num_ranks=1) == [num_moves]
