@@ -246,7 +246,7 @@ class PyWorker {
   }
 
   std::unique_ptr<PyItem> next_work() {
-    std::optional<Clock::time_point> starved_since;
+    Clock::time_point starved_since = kNotStarved;
     for (;;) {
       auto result = with_signals(
           kStarvedCheckSeconds, [&](Deadline deadline) { return worker_->next_work(deadline); },
@@ -364,14 +364,14 @@ class PyWorker {
 
   // User code that keeps the tensors it was given keeps their slots, and then nothing can arrive. Garbage
   // may hold them too, so that goes first.
-  void check_not_starved(std::optional<Clock::time_point>& starved_since) {
+  void check_not_starved(Clock::time_point& starved_since) {
     const ReceiveChannel* channel = worker_->engine().starved_channel();
     if (channel == nullptr) {
-      starved_since.reset();
-    } else if (!starved_since) {
+      starved_since = kNotStarved;
+    } else if (starved_since == kNotStarved) {
       starved_since = Clock::now();
       py::module_::import("gc").attr("collect")();
-    } else if (Clock::now() - *starved_since >
+    } else if (Clock::now() - starved_since >
                std::chrono::duration<double>(worker_->options().peer_timeout_s)) {
       throw UserError(
           worker_->engine().position() + ": nothing can arrive on '" + channel->options().name +
@@ -384,6 +384,8 @@ class PyWorker {
     Borrowed borrowed = from_capsules(tensors);
     return {tag, std::move(borrowed.tensors), worker_->record_compute(), std::move(borrowed.owner)};
   }
+
+  static constexpr Clock::time_point kNotStarved = Clock::time_point::max();
 
   std::unique_ptr<Worker> worker_;
   std::set<std::string> staging_terms_;  // in pinned host memory
@@ -492,6 +494,8 @@ void bind_worker(py::module_& module) {
   module.def("poisons_released_slots", &poison_by_default,
              "Whether memory is filled with NaN when nobody may read it any more ($PIPEDREAM_POISON).");
   module.attr("PLACED_BYTES_MIN") = kPlacedBytesMin;
+  module.attr("NUM_TENSORS_MAX") = py::int_(ItemSpec::kNumTensorsMax);
+  module.attr("NUM_DIMS_MAX") = py::int_(kNumDimsMax);
   module.def(
       "channel_bytes",
       [](const TensorFields& tensors, const std::string& codec) {

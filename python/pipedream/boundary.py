@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import _core
 from .seeding import RngState
 from .splitter import dtype_name
 
@@ -36,9 +37,7 @@ __all__ = [
     "untouched",
 ]
 
-# The wire's limits (csrc/wire/frame.h, csrc/base/dtype.h).
-_NUM_DIMS_MAX = 8
-_NUM_TENSORS_MAX = 65535
+# Of the wire (csrc/base/dtype.h).
 _WIRE_DTYPES = {
     dtype_name(dtype): dtype
     for dtype in (
@@ -85,18 +84,24 @@ class Boundary:
     tensors: tuple[TensorSpec, ...]
 
     @classmethod
-    def of(cls, value: Any, *, name: str = "the value", needs_tensor: bool = True) -> Boundary:
+    def of(
+        cls, value: Any, *, name: str = "the value", needs_tensor: bool = True, num_beside: int = 0
+    ) -> Boundary:
         """The boundary of a value. Raises ValueError, naming the place, for what cannot cross.
 
-        needs_tensor: constants alone cannot.
+        needs_tensor: constants alone cannot. num_beside: of further tensors that will cross with it.
         """
         index_of: dict[int, int] = {}
         specs: list[TensorSpec] = []
         structure = _describe(value, name, index_of, specs)
         if not specs and needs_tensor:
             raise ValueError(f"{name} has no tensor in it: a stage must pass on at least one")
-        if len(specs) > _NUM_TENSORS_MAX:
-            raise ValueError(f"{name} has {len(specs)} tensors: at most {_NUM_TENSORS_MAX} can cross a cut")
+        most = _core.NUM_TENSORS_MAX - num_beside
+        if len(specs) > most:
+            raise ValueError(
+                f"{name} has {len(specs)} tensors: at most {most} can cross a cut, so join some or cut"
+                " elsewhere"
+            )
         return cls(structure, tuple(specs))
 
     @property
@@ -383,9 +388,10 @@ def _spec_of(tensor: torch.Tensor, place: str) -> TensorSpec:
         raise ValueError(
             f"{place} has dtype {dtype_name(tensor.dtype)}, which cannot cross a cut: cast it first"
         )
-    if tensor.ndim > _NUM_DIMS_MAX:
+    most = _core.NUM_DIMS_MAX
+    if tensor.ndim > most:
         raise ValueError(
-            f"{place} has {tensor.ndim} dimensions: at most {_NUM_DIMS_MAX} can cross a cut, so reshape it"
+            f"{place} has {tensor.ndim} dimensions: at most {most} can cross a cut, so reshape it"
         )
     return TensorSpec(tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
 

@@ -21,6 +21,7 @@ from .microbatch import check_enough, samples_of
 
 __all__ = [
     "FORWARDED",
+    "NUM_COUNT_TENSORS",
     "DataStream",
     "ForwardedData",
     "Minibatch",
@@ -37,6 +38,8 @@ __all__ = [
 
 FORWARDED = "iterated by the caller and forwarded"
 
+NUM_COUNT_TENSORS = 1
+"""That go with the tensors of a forwarded minibatch: forwarded_counts()."""
 _UINT64_MASK = 0xFFFF_FFFF_FFFF_FFFF
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from models import BATCH, CASES, WIDTH, Case, straight_plan
+from pipedream import _core
 from pipedream.boundary import (
     Boundary,
     TensorSpec,
@@ -110,6 +111,36 @@ def test_what_cannot_cross_is_refused_in_one_line(value: Any, message: str) -> N
     with pytest.raises(ValueError, match=message) as caught:
         Boundary.of(value, name="the output")
     assert "\n" not in str(caught.value)
+
+
+def test_as_many_tensors_cross_as_the_core_takes_and_no_more() -> None:
+    most = _core.NUM_TENSORS_MAX
+
+    def core_takes(num_tensors: int) -> None:
+        _core.channel_bytes([("float32", 1, 4)] * num_tensors, "none")
+
+    core_takes(most)
+    assert len(Boundary.of([torch.zeros(1) for _ in range(most)]).tensors) == most
+    with pytest.raises(ValueError, match=f"at most {most}"):
+        core_takes(most + 1)
+    one_more = [torch.zeros(1) for _ in range(most + 1)]
+    with pytest.raises(ValueError) as caught:
+        Boundary.of(one_more, name="the output")
+    assert str(caught.value) == (
+        f"the output has {most + 1} tensors: at most {most} can cross a cut, so join some or cut elsewhere"
+    )
+    with pytest.raises(ValueError, match=f"the inputs has {most} tensors: at most {most - 1}"):
+        Boundary.of(one_more[1:], name="the inputs", num_beside=1)
+
+
+def test_as_many_dimensions_cross_as_the_core_takes_and_no_more() -> None:
+    most = _core.NUM_DIMS_MAX
+    _core.channel_bytes([("float32", most, 4)], "none")
+    Boundary.of(torch.zeros((1,) * most))
+    with pytest.raises(ValueError, match=f"at most {most}"):
+        _core.channel_bytes([("float32", most + 1, 4)], "none")
+    with pytest.raises(ValueError, match=f"{most + 1} dimensions: at most {most}"):
+        Boundary.of(torch.zeros((1,) * (most + 1)))
 
 
 @pytest.mark.parametrize(
