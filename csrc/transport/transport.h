@@ -122,7 +122,7 @@ struct TransportOptions {
   // endpoint's key only, and only if it is allowed. Without keys a connector must say the endpoint's token,
   // in the clear.
   std::optional<CurveKeys> keys;
-  // Lets a listener without keys bind elsewhere than to loopback.
+  // Lets a listener without keys bind elsewhere than to loopback, and a connector talk to such a one.
   bool insecure = false;
   // A peer whose program gives no sign of life is lost, too, although its process answers heartbeats: the
   // transport says BEAT to its peers only while pulse() is called at least every peer_timeout_s / 8, and a

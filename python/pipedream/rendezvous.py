@@ -10,6 +10,8 @@ store's host is gone, and the signs of life (vigil.py) go on while the worker co
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import errno
 import functools
 import json
 import os
@@ -24,6 +26,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from .addresses import LOOPBACK, is_loopback
 from .errors import PeerLost, PipelineError, one_line
 from .vigil import Sign, Vigil, sign_period_s
 
@@ -44,24 +47,39 @@ _T = TypeVar("_T")
 
 def host_store() -> tuple[dist.Store, int]:
     """A store on a free port of the loopback interface, and the port."""
-    # By itself the store would listen on all interfaces, whatever its host name.
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
-        store = dist.TCPStore(
-            "127.0.0.1",
+        return _store_at(listener, LOOPBACK, port), port
+
+
+def _store_at(listener: socket.socket, host: str, port: int) -> dist.Store:
+    """A store that others reach where `listener` listens, and nowhere else; this process connects to host.
+
+    By itself a store would listen on all interfaces, whatever its host name.
+    """
+    descriptor = os.dup(listener.fileno())
+    try:
+        return dist.TCPStore(
+            host,
             port,
             None,
             True,
             _STORE_TIMEOUT,
             wait_for_workers=False,
-            master_listen_fd=listener.detach(),  # the store closes it
+            multi_tenant=True,  # a process group that is made later shares it
+            master_listen_fd=descriptor,  # the store closes it
             use_libuv=False,
         )
-    return store, port
+    except BaseException:
+        # It may have closed it, and then the number may be somebody else's by now.
+        with contextlib.suppress(OSError):
+            if os.path.sameopenfile(descriptor, listener.fileno()):
+                os.close(descriptor)
+        raise
 
 
 def connect_store(port: int) -> dist.Store:
-    return dist.TCPStore("127.0.0.1", port, None, False, _STORE_TIMEOUT, wait_for_workers=False)
+    return dist.TCPStore(LOOPBACK, port, None, False, _STORE_TIMEOUT, wait_for_workers=False)
 
 
 def torchrun_rendezvous(prefix: str, timeout_s: float) -> Rendezvous:
@@ -80,11 +98,11 @@ def torchrun_rendezvous(prefix: str, timeout_s: float) -> Rendezvous:
         else:
             store = dist.TCPStore(*address, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
             store.set_timeout(_STORE_TIMEOUT)
-    except dist.DistError as error:
+    except (OSError, dist.DistError) as error:
         where = f"{address[0]}:{address[1]} (MASTER_ADDR and MASTER_PORT)"
         if hosts:
             raise PipelineError(
-                f"rank 0 cannot host the store of the run at {where}: {one_line(error)}"
+                f"rank 0 cannot host the store of the run at {where}: {_why_not_there(error)}"
             ) from None
         raise PeerLost(f"no store answers at {where} within {timeout_s:g} s: {host} did not start") from None
     return Rendezvous(store, prefix, rank=rank, world_size=world_size, host=host, hosts=hosts)
@@ -92,8 +110,43 @@ def torchrun_rendezvous(prefix: str, timeout_s: float) -> Rendezvous:
 
 @functools.cache  # kept until this process ends: it may go on before the others have read all
 def _hosted_at(host: str, port: int) -> dist.Store:
-    """This process's store; shared with a process group that it may have made."""
-    return dist.TCPStore(host, port, None, True, _STORE_TIMEOUT, wait_for_workers=False, multi_tenant=True)
+    """This process's store, at the address that `host` means here; shared with a process group that it may
+    have made, or makes later. Raises OSError or DistError when it cannot be there."""
+    try:
+        listener = _listener_at(host, port)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        # By a process group of this process, whose store it then is; or by somebody else, and this fails.
+        return dist.TCPStore(
+            host, port, None, True, _STORE_TIMEOUT, wait_for_workers=False, multi_tenant=True
+        )
+    with listener:
+        _check_others_reach(listener.getsockname()[0], host)
+        return _store_at(listener, host, port)
+
+
+def _check_others_reach(address: str, host: str) -> None:
+    world_size = os.environ.get("WORLD_SIZE")
+    if is_loopback(address) and os.environ.get("LOCAL_WORLD_SIZE", world_size) != world_size:
+        raise ValueError(
+            f"MASTER_ADDR is {host!r}, which is loopback at rank 0, so that other machines could not reach"
+            " the store of the run: set it to rank 0's address"
+        )
+
+
+def _why_not_there(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL:
+        return "that is no address of this machine; give rank 0's, which the others reach"
+    return one_line(error)
+
+
+def _listener_at(host: str, port: int) -> socket.socket:
+    """IPv4 where the host has such an address, as everywhere here (addresses.py)."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, _, _, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
+    # All ranks connect within a moment.
+    return socket.create_server(address[:2], family=family, backlog=socket.SOMAXCONN)
 
 
 def _from_environment(name: str) -> str:

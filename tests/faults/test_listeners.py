@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 from collections.abc import Iterator
 
 import pipedream
 import torch
 from listeners import listening_addresses
+from pipedream import rendezvous
 from torch import nn
 
 
@@ -30,3 +32,14 @@ def test_a_run_of_local_workers_listens_on_loopback_alone() -> None:
     )
     assert len(heard) >= 3, "the store and the channels' ends listen"
     assert all(heard.values()), heard
+
+
+def test_the_store_of_rank_0_listens_at_the_master_address_alone() -> None:
+    # Under a launcher without a store of its own. It used to listen on all interfaces.
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    before = listening_addresses(os.getpid())
+    rendezvous._hosted_at("127.0.0.1", port)
+    (address,) = listening_addresses(os.getpid()).items() - before.items()
+    assert address == (f"0100007F:{port:04X}", True)
+    rendezvous._hosted_at.cache_clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -232,3 +234,82 @@ def test_a_store_that_is_not_there_is_named_with_its_address(monkeypatch: pytest
     assert "no store answers at 127.0.0.1:1 (MASTER_ADDR and MASTER_PORT)" in str(caught.value)
     assert "rank 0 did not start" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def _num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_store_that_cannot_be_made_leaves_no_descriptor() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        before = _num_descriptors()
+        with pytest.raises(dist.DistError, match="bound to port"):
+            module._store_at(listener, "127.0.0.1", 1)  # not the listener's port
+        assert _num_descriptors() == before
+
+
+def test_a_descriptor_that_the_store_has_closed_itself_is_not_closed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reused: list[int] = []
+
+    def fail(*_: object, master_listen_fd: int, **__: object) -> None:
+        os.close(master_listen_fd)
+        reused.append(os.open(os.devnull, os.O_RDONLY))  # by some other thread
+        assert reused == [master_listen_fd]
+        raise dist.DistNetworkError("no memory")
+
+    monkeypatch.setattr(dist, "TCPStore", fail)
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(dist.DistNetworkError):
+        module._store_at(listener, "127.0.0.1", listener.getsockname()[1])
+    os.close(reused[0])  # raises when it is closed already
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def _store_of_a_process_group(port: int) -> dist.Store:
+    return dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, multi_tenant=True)
+
+
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_the_store_of_rank_0_is_shared_with_a_process_group(comes_first: bool) -> None:
+    port = _free_port()
+    makers = [_store_of_a_process_group, lambda port: module._hosted_at("127.0.0.1", port)]
+    stores = [make(port) for make in (makers if comes_first else makers[::-1])]
+    stores[0].set("key", "value")
+    assert stores[1].get("key") == b"value"
+    module._hosted_at.cache_clear()  # that of the process group listens on all interfaces
+
+
+def _at(monkeypatch: pytest.MonkeyPatch, address: str, port: int, **more: str) -> None:
+    given = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(port)} | more
+    for variable, value in given.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+
+
+def test_rank_0_says_why_it_cannot_host_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = r"rank 0 cannot host the store of the run at {}:\d+ \(MASTER_ADDR and MASTER_PORT\): "
+    _at(monkeypatch, "192.0.2.251", _free_port())  # TEST-NET-1: nobody's address
+    with pytest.raises(
+        PipelineError, match=where.format("192.0.2.251") + "that is no address of this machine"
+    ):
+        module.torchrun_rendezvous("run", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as somebody_elses:
+        _at(monkeypatch, "127.0.0.1", somebody_elses.getsockname()[1])
+        with pytest.raises(PipelineError, match=where.format("127.0.0.1")) as caught:
+            module.torchrun_rendezvous("run", 0.1)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_store_on_loopback_is_of_no_use_to_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    _at(monkeypatch, "localhost", _free_port(), LOCAL_WORLD_SIZE="1")
+    with pytest.raises(ValueError) as caught:
+        module.torchrun_rendezvous("run", 0.1)
+    assert str(caught.value) == (
+        "MASTER_ADDR is 'localhost', which is loopback at rank 0, so that other machines could not reach the"
+        " store of the run: set it to rank 0's address"
+    )

@@ -5,6 +5,7 @@
 #include <netinet/in.h>
 
 #include <optional>
+#include <string_view>
 
 #include "base/failure.h"
 
@@ -12,6 +13,7 @@ namespace pipedream {
 namespace {
 
 constexpr std::uint32_t kLoopbackNetwork = 127;
+constexpr std::string_view kTcp = "tcp://";
 
 std::string without_brackets(const std::string& host) {
   const bool has_brackets = host.size() >= 2 && host.front() == '[' && host.back() == ']';
@@ -35,6 +37,19 @@ bool is_wildcard(const std::string& host) {
   if (host == "*" || as_ipv4(host) == INADDR_ANY) return true;
   const std::optional<in6_addr> ipv6 = as_ipv6(host);
   return ipv6 && IN6_IS_ADDR_UNSPECIFIED(&*ipv6);
+}
+
+// Of "tcp://127.0.0.1:40001" and "tcp://[::1]:40001". Strictly: inet_aton lets text follow a space.
+bool is_loopback_endpoint(const std::string& address) {
+  const std::size_t colon = address.rfind(':');
+  if (!address.starts_with(kTcp) || colon < kTcp.size() || colon + 1 == address.size()) return false;
+  const std::string port = address.substr(colon + 1);
+  if (port.find_first_not_of("0123456789") != std::string::npos) return false;
+  const std::string host = address.substr(kTcp.size(), colon - kTcp.size());
+  in_addr ipv4{};
+  if (::inet_pton(AF_INET, host.c_str(), &ipv4) == 1) return ntohl(ipv4.s_addr) >> 24 == kLoopbackNetwork;
+  const std::optional<in6_addr> ipv6 = host.starts_with('[') ? as_ipv6(without_brackets(host)) : std::nullopt;
+  return ipv6 && IN6_IS_ADDR_LOOPBACK(&*ipv6);
 }
 
 }  // namespace
@@ -64,6 +79,14 @@ std::string bind_address(const TransportOptions& options) {
   if (host == "localhost") return "tcp://127.0.0.1:*";
   const bool is_ipv6 = host.find(':') != std::string::npos;
   return "tcp://" + (is_ipv6 ? "[" + host + "]" : host) + ":*";
+}
+
+void check_connect_address(const TransportOptions& options, const std::string& address) {
+  if (options.keys || options.insecure || is_loopback_endpoint(address)) return;
+  throw UserError(
+      "refuses to connect to '" + address +
+      "', which is not loopback, without encryption: give all workers keys (`pipedream keys` makes "
+      "them), or insecure=True where everybody on that network is trusted");
 }
 
 }  // namespace pipedream

@@ -1,4 +1,5 @@
-// Where a listener may bind: loopback freely, elsewhere with keys or with insecure=true. Any thread; pure.
+// Where a listener may bind and a connector may connect to: loopback freely, elsewhere with keys or with
+// insecure=true. Any thread; pure.
 #pragma once
 
 #include <string>
@@ -13,5 +14,10 @@ namespace pipedream {
 // What options.bind_host is for zmq_bind, any free port: "tcp://127.0.0.1:*". Throws UserError for an address
 // that nobody could connect to, and for one that others reach where links are not encrypted.
 [[nodiscard]] std::string bind_address(const TransportOptions& options);
+
+// address: "tcp://127.0.0.1:40001", as a listener's endpoint has it. It comes from a store in which others
+// may write: without keys or insecure=true it must be a loopback address and nothing else, no name that a
+// resolver is asked for and none of libzmq's further forms (a source address before a ';'). Throws UserError.
+void check_connect_address(const TransportOptions& options, const std::string& address);
 
 }  // namespace pipedream

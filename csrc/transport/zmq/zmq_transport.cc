@@ -298,6 +298,7 @@ void ZmqLink::connect(const std::string& endpoint) {
   token_ = parsed.token;
   const std::string refusal = "cannot connect to '" + address_ + "': ";
   if (!address_.starts_with(kScheme)) throw UserError(refusal + kEndpointLooks);
+  check_connect_address(shared_.options, address_);
   const std::optional<CurveKeys>& keys = shared_.options.keys;
   check_server_key(keys, server_key_, address_);
   if (keys) {

@@ -74,6 +74,51 @@ TEST(BindAddress, AddressThatNobodyCanConnectToIsRefusedEvenWithKeys) {
   }
 }
 
+bool may_connect(const TransportOptions& options, const std::string& address) {
+  try {
+    check_connect_address(options, address);
+    return true;
+  } catch (const UserError&) {
+    return false;
+  }
+}
+
+TEST(ConnectAddress, LoopbackNeedsNothingAndEverythingElseKeysOrAnExplicitWord) {
+  for (const char* address : {"tcp://127.0.0.1:40001", "tcp://127.255.0.9:1", "tcp://[::1]:40001"}) {
+    EXPECT_TRUE(may_connect({}, address)) << address;
+  }
+  TransportOptions insecure;
+  insecure.insecure = true;
+  TransportOptions with_keys;
+  with_keys.keys = CurveKeys{};
+  // What who may write to the rendezvous store could name, libzmq's and the resolver's own forms among it.
+  for (const char* address :
+       {"tcp://10.0.0.1:40001", "tcp://[fe80::1]:40001", "tcp://host.example.com:40001",
+        "tcp://localhost:40001", "tcp://127.0.0.1:0;10.0.0.1:40001", "tcp://127.0.0.1 ;10.0.0.1:40001",
+        "tcp://lo;10.0.0.1:40001", "tcp://127.0.0.1:40001;10.0.0.1:x", "tcp://127.1:40001", "tcp://127.0.0.1",
+        "tcp://:40001", "tcp://", "tcp://127.0.0.1:"}) {
+    EXPECT_FALSE(may_connect({}, address)) << address;
+    EXPECT_TRUE(may_connect(insecure, address)) << address;
+    EXPECT_TRUE(may_connect(with_keys, address)) << address;
+  }
+}
+
+TEST(ConnectAddress, TransportAsksBeforeItConnects) {
+  Recorder recorder;
+  const std::unique_ptr<Transport> transport = make_transport("zmq");
+  if (!transport) GTEST_SKIP() << "libzmq is not available, or not asked for";
+  // With a token, as a stranger would name one: the address alone is what is wrong.
+  const std::string endpoint = "tcp://192.0.2.1:40001 token=00112233445566778899aabbccddeeff";
+  try {
+    transport->connect(link_options(), endpoint, recorder);
+    ADD_FAILURE() << "not refused";
+  } catch (const UserError& error) {
+    EXPECT_NE(std::string(error.what()).find("refuses to connect to 'tcp://192.0.2.1:40001'"),
+              std::string::npos)
+        << error.what();
+  }
+}
+
 TEST(BindAddress, TransportAsksBeforeItListens) {
   for (const char* host : {"0.0.0.0", "192.0.2.1"}) {
     Recorder recorder;
