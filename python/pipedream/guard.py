@@ -1,4 +1,5 @@
-"""The guard that a script with local workers needs, and what is said when it is missing.
+"""Where run() may be called: what is said when the script lacks the guard that local workers need, and when
+one run is inside another.
 
 A worker process imports the caller's script anew to find its classes and functions. Without
 `if __name__ == "__main__":` that import would train again, in every worker. Torch-free; any thread.
@@ -6,12 +7,15 @@ A worker process imports the caller's script anew to find its classes and functi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["RUN_FOLDER_VARIABLE", "check_main_guard", "error_path"]
+__all__ = ["RUN_FOLDER_VARIABLE", "check_main_guard", "error_path", "one_run_at_a_time"]
 
 # Where a local worker leaves its error for the caller; set while local workers run.
 RUN_FOLDER_VARIABLE = "PIPEDREAM_RUN_FOLDER"
@@ -20,6 +24,23 @@ _MESSAGE = (
     'the script trains at import: put what calls pipedream under `if __name__ == "__main__":`, because each'
     " worker process imports the script to find its classes"
 )
+
+_running = threading.Lock()  # held by the run that this process calls, or is a worker of
+
+
+@contextlib.contextmanager
+def one_run_at_a_time() -> Iterator[None]:
+    """Around a run. What it sets for a while is the whole process's: the environment, the handlers of
+    signals, the random number generators. Raises RuntimeError within another one, in whatever thread."""
+    if not _running.acquire(blocking=False):
+        raise RuntimeError(
+            "run() was called while another run() of this process trains: call it when that one has returned,"
+            " or in another process"
+        )
+    try:
+        yield
+    finally:
+        _running.release()
 
 
 def error_path(folder: str | os.PathLike[str], name: str) -> Path:

@@ -15,12 +15,10 @@ import os
 import pickle
 import secrets
 import signal
-import stat
 import sys
-import tempfile
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +29,26 @@ from torch.utils.dlpack import to_dlpack
 from . import _core, errors
 from .boundary import Boundary, check_pair
 from .channels import CALLER, INPUTS, TARGETS, data_channels
-from .data import ForwardedData, describe_source, epochs_of, fingerprint, forwarded_counts, num_minibatches_of
+from .data import (
+    NUM_COUNT_TENSORS,
+    ForwardedData,
+    describe_source,
+    epochs_of,
+    fingerprint,
+    forwarded_counts,
+    num_minibatches_of,
+)
 from .factories import try_factories
 from .gradients import updated_parameters
-from .guard import RUN_FOLDER_VARIABLE, error_path
+from .guard import RUN_FOLDER_VARIABLE, error_path, one_run_at_a_time
 from .job import CallerSettings, JobOptions, WorkerPlace
+from .keys import CurveKeys
 from .microbatch import check_alike, samples_of
 from .plan import Plan
 from .pulse import Pulse
 from .rendezvous import START_TIMEOUT_S, Rendezvous, connect_store, host_store
 from .result import RunResult
+from .run_folder import run_folder
 from .seeding import RngState, base_seed, generators_kept, seed_data
 from .splitter import Model, StageModule, find_ties, split
 from .state import load_state, save_state
@@ -59,11 +67,14 @@ _STORE_PREFIX = "pipedream"
 
 @dataclass(frozen=True)
 class _Errand:
-    """What a local worker process is told, besides the files in the folder."""
+    """What a local worker process is told by a pipe, besides the files in the folder."""
 
     folder: str
     store_port: int
     run_id: int
+    caller_pid: int
+    keys: CurveKeys | None
+    """Not in a file: a caller that is killed cannot remove it."""
 
 
 class _RemoteTraceback(Exception):  # noqa: N818 (not an error of its own: the cause that is shown)
@@ -83,9 +94,7 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions) -> RunRe
     # What is known to be wrong is said before any process starts.
     stages = split(model, options.plan)
     _check_main_is_a_file()
-    with generators_kept() as rng, tempfile.TemporaryDirectory(prefix="pipedream-") as folder_name:
-        folder = Path(folder_name)
-        folder.chmod(stat.S_IRWXU)
+    with generators_kept() as rng, run_folder() as folder:
         _write_part(folder, "model", model, "define its classes at the top level of a module")
         _write_options(folder, options)
         _try_factories(folder, stages, options)
@@ -94,7 +103,7 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions) -> RunRe
         _write_part(folder, "settings", CallerSettings.capture(), "")
         board = StatusBoard(folder / "board", options.plan.workers_used, create=True)
         store, port = host_store()
-        errand = _Errand(os.fspath(folder), port, secrets.randbits(64))
+        errand = _Errand(os.fspath(folder), port, secrets.randbits(64), os.getpid(), options.links.keys)
         with (
             errors.losses_kept(board.losses),
             Rendezvous(store, _STORE_PREFIX) as rendezvous,
@@ -149,15 +158,15 @@ def _write_part(folder: Path, name: str, value: Any, remedy: str) -> None:
         raise ValueError(
             f"{name} ({_name_of(value)}) cannot be sent to the workers: {errors.one_line(error)}; {remedy}"
         ) from None
-    with open(os.open(folder / f"{name}.pickle", os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
-        file.write(content)  # the options may hold a secret key
+    (folder / f"{name}.pickle").write_bytes(content)
 
 
 def _write_options(folder: Path, options: JobOptions) -> None:
     remedy = "use a function or class that is defined at the top level of a module"
     for name in ("loss_fn", "optimizer", "lr_scheduler"):
         _write_part(folder, name, getattr(options, name), remedy)
-    _write_part(folder, "options", options, "")
+    without_secret = replace(options, links=replace(options.links, keys=None))
+    _write_part(folder, "options", without_secret, "")
 
 
 def _try_factories(folder: Path, stages: list[StageModule], options: JobOptions) -> None:
@@ -197,8 +206,9 @@ def _describe_forwarded(data: Iterable[Any], options: JobOptions) -> ForwardedDa
     length = num_minibatches_of(data, options.epochs)
     return ForwardedData(
         (inputs, targets),
-        Boundary.of(inputs, name="the inputs"),
-        Boundary.of(targets, name="the targets", needs_tensor=False),  # a loss may need none
+        Boundary.of(inputs, name="the inputs", num_beside=NUM_COUNT_TENSORS),
+        # A loss may need none.
+        Boundary.of(targets, name="the targets", needs_tensor=False, num_beside=NUM_COUNT_TENSORS),
         length,
         describe_source(data.iterator if isinstance(data, PeekedIterator) else data),
     )
@@ -300,10 +310,10 @@ class _Forwarder(threading.Thread):
             pass  # a worker failed or is gone: the launcher says which and why
         except Exception as error:
             self.error = error
+            if core is not None:
+                core.abort(errors.describe_error(error))  # at first: the store may not answer
             with contextlib.suppress(Exception):
                 self._rendezvous.fail(errors.describe_error(error))
-            if core is not None:
-                core.abort(errors.describe_error(error))
         finally:
             if core is not None:
                 core.close(1.0)
@@ -412,13 +422,16 @@ def _environment_of(rank: int, num_workers: int, errand: _Errand) -> dict[str, s
 def _local_worker(errand: _Errand) -> None:
     """Entry point of a worker process."""
     _core.die_with_parent()
+    if os.getppid() != errand.caller_pid:
+        os._exit(1)  # it ended before that: nobody waits for this worker
     _forked_children_die_with_this_process()
     rank = int(os.environ["RANK"])
     folder = Path(errand.folder)
     board = StatusBoard(folder / "board", int(os.environ["WORLD_SIZE"]), create=False)
     board.write_pid(rank, os.getpid())
     try:
-        _run_errand(errand, folder, rank, board)
+        with one_run_at_a_time():
+            _run_errand(errand, folder, rank, board)
     except KeyboardInterrupt:
         raise SystemExit(128 + signal.SIGINT) from None
     except Exception as error:
@@ -447,6 +460,7 @@ def _run_errand(errand: _Errand, folder: Path, rank: int, board: StatusBoard) ->
     settings: CallerSettings = _read_part(folder, "settings")
     settings.apply()  # before the model is rebuilt: its code may ask
     options: JobOptions = _read_part(folder, "options")
+    options = replace(options, links=replace(options.links, keys=errand.keys))
     plan = options.plan
     model = _read_part(folder, "model")
     own_stages = plan.stages_of(rank)

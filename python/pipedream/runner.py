@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import secrets
 import warnings
@@ -19,7 +20,7 @@ from .checks import check_choice, check_count, check_output_file, is_number, is_
 from .codec_choice import CodecChoice, check_pairs, codec_between, parse_codec
 from .data import check_sizes
 from .errors import describe_error, one_line
-from .guard import check_main_guard
+from .guard import check_main_guard, one_run_at_a_time
 from .job import JobOptions, WorkerPlace, check_plan_is_built
 from .keys import keys_of
 from .launcher import PeekedIterator, run_locally
@@ -45,7 +46,16 @@ _log = logging.getLogger("pipedream")
 _TELL_TIMEOUT_S = 30.0
 
 
+@contextlib.contextmanager
+def _place_checked() -> Iterator[None]:
+    check_main_guard()
+    _check_process()
+    with one_run_at_a_time():
+        yield
+
+
 @with_short_tracebacks
+@_place_checked()
 def run(
     model: Model,
     plan: Plan,
@@ -134,7 +144,6 @@ def run(
     those of the minibatches that were done. Warns where nothing is trainable, the model is in eval(), or
     the plan leaves workers without work.
     """
-    check_main_guard()
     # Counted once a call, so that all ranks count alike, those with a mistake too.
     prefix = _rendezvous_prefix() if _under_torchrun() else None
     with _mistakes_told(prefix):
@@ -376,6 +385,20 @@ def _threads_per_worker(plan: Plan) -> int:
     if _under_torchrun():
         return torch.get_num_threads()  # torchrun and the user have said how many
     return max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // plan.workers_used))
+
+
+def _check_process() -> None:
+    """A run is its script's own process's, which may start others."""
+    if torch.utils.data.get_worker_info() is not None:
+        raise RuntimeError(
+            "run() was called in a worker process of a DataLoader: call it in the process of the script, not"
+            " in what reads the data"
+        )
+    if multiprocessing.current_process().daemon and not _under_torchrun():
+        raise RuntimeError(
+            "run() was called in a daemonic process, which may start no workers: make that process with"
+            " daemon=False"
+        )
 
 
 def _under_torchrun() -> bool:

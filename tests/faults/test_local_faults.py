@@ -9,6 +9,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -31,6 +32,7 @@ from mishaps import (
     run,
 )
 from pipedream import PeerLost, PipelineError, WorkerLost
+from pipedream.run_folder import run_folder
 
 
 @pytest.fixture(autouse=True)
@@ -135,12 +137,16 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_end_with_a_killed_launcher(tmp_path: Path) -> None:
-    script, note = tmp_path / "train.py", tmp_path / "note"
+def test_workers_end_with_a_killed_launcher_and_the_next_run_removes_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, note, temporary = tmp_path / "train.py", tmp_path / "note", tmp_path / "temporary"
     script.write_text(_LAUNCHER, encoding="utf-8")
+    temporary.mkdir()
     paths = os.pathsep.join(path for path in sys.path if path)
     launcher = subprocess.Popen(
-        [sys.executable, str(script), str(note)], env=os.environ | {"PYTHONPATH": paths}
+        [sys.executable, str(script), str(note)],
+        env=os.environ | {"PYTHONPATH": paths, "TMPDIR": str(temporary)},
     )
     family: set[psutil.Process] = set()
     deadline_s = time.monotonic() + 120
@@ -154,3 +160,8 @@ def test_workers_end_with_a_killed_launcher(tmp_path: Path) -> None:
     _, alive = psutil.wait_procs(family, timeout=BOUND_S)
     assert not alive
     assert time.monotonic() - killed_s < BOUND_S
+    (left,) = temporary.glob("pipedream-*")
+    assert (left / "model.pickle").exists()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    with run_folder():
+        assert not left.exists()

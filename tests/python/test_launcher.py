@@ -1,15 +1,22 @@
-"""launcher.py: what is written for the workers."""
+"""launcher.py: what is written for the workers, and what they are told by another way."""
 
 from __future__ import annotations
 
+import functools
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pipedream
 import pytest
 import torch
-from pipedream import launcher
+from pipedream import Plan, launcher
+from pipedream.keys import CurveKeys
 from torch import nn
+
+_SECRET = "s" * 40
 
 
 class _TiedPair(nn.Module):
@@ -68,3 +75,51 @@ def test_data_and_functions_are_written_from_host_memory_too(
         assert launcher._write_data(tmp_path, data, None) is None  # type: ignore[arg-type]
     assert len(device.copies) == 3
     assert torch.equal(pickle.loads((tmp_path / "data.pickle").read_bytes())[0][0], torch.ones(2))
+
+
+class _StoppedError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("forwards", [False, True])
+def test_no_secret_key_is_in_a_file(monkeypatch: pytest.MonkeyPatch, forwards: bool) -> None:
+    # A caller that is killed used to leave it in the folder of the run.
+    files: dict[str, bytes] = {}
+    errands: list[Any] = []
+
+    def launch(errand: Any, *_: object) -> None:
+        errands.append(errand)
+        folder = Path(errand.folder)
+        files.update({path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()})
+        raise _StoppedError
+
+    monkeypatch.setattr(launcher, "_launch", launch)
+    batches = [(torch.ones(1, 1), torch.ones(1, 1))]
+    with pytest.raises(_StoppedError):
+        pipedream.run(
+            nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)),
+            Plan.straight(2, 2),
+            data=iter(batches) if forwards else batches,
+            loss_fn=nn.functional.mse_loss,
+            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+            keys=CurveKeys("p" * 40, _SECRET, ("p" * 40,)),
+            progress=False,
+        )
+    assert {"model.pickle", "options.pickle", "data.pickle", "owner"} <= files.keys()
+    assert not any(_SECRET.encode() in content for content in files.values())
+    (errand,) = errands
+    assert errand.keys.secret == _SECRET  # by the pipe through which a process gets its arguments
+    assert _SECRET not in repr(errand)
+    assert pickle.loads(files["options.pickle"]).links.bind_host == "127.0.0.1"
+    assert not os.path.exists(errand.folder)
+
+
+def test_a_worker_whose_caller_has_ended_before_it_began_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(launcher._core, "die_with_parent", lambda: None)
+    errand = launcher._Errand("", 0, 0, caller_pid=os.getppid() + 1, keys=None)
+    with pytest.raises(SystemExit, match="1"):
+        launcher._local_worker(errand)
