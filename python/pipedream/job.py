@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.multiprocessing
 from torch import Tensor
 
 from . import _core
+from .agreement import OWN, compared, given
 from .links import LinkOptions
 from .plan import Plan
 from .rendezvous import Rendezvous
@@ -22,27 +23,28 @@ __all__ = ["CallerSettings", "JobOptions", "WorkerPlace", "check_plan_is_built"]
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What to train and how: equal at all workers but for what rank 0 overrides (plan, base_seed)."""
+    """What to train and how: equal at all workers, which compare it (agreement.py), but for what rank 0
+    overrides (plan) and for what is declared as each one's own."""
 
-    plan: Plan
-    loss_fn: Callable[[Any, Any], Tensor]
-    optimizer: Callable[..., torch.optim.Optimizer]
-    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None
+    plan: Plan = field(metadata=OWN)
+    loss_fn: Callable[[Any, Any], Tensor] = field(metadata=OWN)
+    optimizer: Callable[..., torch.optim.Optimizer] = field(metadata=OWN)
+    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = field(metadata=compared(said=given))
     schedule: str
     microbatches: int
     recompute: tuple[bool, ...] | None
     """Per stage; None: each worker decides, to fit into memory_bytes."""
-    memory_bytes: int | None
-    """What a worker may use, at most."""
-    autocast: torch.dtype | None
+    memory_bytes: int | None = field(metadata=compared("memory", given))
+    """What this worker may use, at most."""
+    autocast: torch.dtype | None = field(metadata=compared(said=lambda dtype: dtype and str(dtype)))
     max_grad_norm: float | None
     epochs: int
     seed: int | None
     links: LinkOptions
     on_nonfinite: str
     gather: str
-    progress: bool
-    num_threads: int
+    progress: bool = field(metadata=OWN)
+    num_threads: int = field(metadata=OWN)
     """Of torch, per worker."""
 
     def schedule_options(self) -> _core.ScheduleOptions:
@@ -54,17 +56,6 @@ class JobOptions:
             worker_of_stage=list(self.plan.worker_of_stage),
             recompute=list(self.recompute or ()),
         )
-
-    def settings(self) -> dict[str, Any]:
-        """What all ranks must have given alike, ready for JSON."""
-        return {
-            "schedule": self.schedule,
-            "microbatches": self.microbatches,
-            "autocast": None if self.autocast is None else str(self.autocast),
-            "max_grad_norm": self.max_grad_norm,
-            "epochs": self.epochs,
-            **self.links.settings(),
-        }
 
 
 @dataclass(frozen=True)

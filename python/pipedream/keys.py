@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import _core
+from .agreement import OWN
 from .document import check_list, read_document, require
 from .errors import FileFormatError
 from .libzmq import find_libzmq
@@ -41,7 +42,7 @@ class CurveKeys:
     """One machine's key pair and the public keys that may talk to it. Z85 text."""
 
     public: str
-    secret: str = field(repr=False)
+    secret: str = field(repr=False, metadata=OWN)
     allowed: tuple[str, ...]
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .addresses import LOOPBACK, check_reachable, is_loopback, resolve_bind, route_address
+from .agreement import OWN, compared, given
 from .codec_choice import CodecChoice, parse_codec
 from .keys import CurveKeys, keys_of
 from .libzmq import find_libzmq
@@ -30,12 +31,12 @@ class LinkOptions:
     """What the core needs to know about links; equal at all workers but for the address and the keys."""
 
     transport: str = "auto"
-    codec: CodecChoice = field(default_factory=dict)
-    peer_timeout_s: float = 15.0
-    bind_host: str = LOOPBACK
+    codec: CodecChoice = field(default_factory=dict, metadata=compared(said=lambda choice: choice or None))
+    peer_timeout_s: float = field(default=15.0, metadata=compared("peer_timeout"))
+    bind_host: str = field(default=LOOPBACK, metadata=OWN)
     """The address that this worker listens on."""
-    keys: CurveKeys | None = None
-    insecure: bool = False
+    keys: CurveKeys | None = field(default=None, metadata=compared(said=given))
+    insecure: bool = field(default=False, metadata=OWN)
 
     @property
     def shares_memory(self) -> bool:
@@ -60,15 +61,6 @@ class LinkOptions:
             "beats": True,
             "shares_memory": self.shares_memory,
             "checksums": wants_checksums(),
-        }
-
-    def settings(self) -> dict[str, Any]:
-        """What all ranks must have given alike, ready for JSON. No secret is in it."""
-        return {
-            "transport": self.transport,
-            "codec": self.codec or None,
-            "keys": None if self.keys is None else "given",
-            "peer_timeout": self.peer_timeout_s,
         }
 
     @property

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from . import _core
+from .agreement import difference, settings_of
 from .boundary import Boundary, TensorSpec, device_of
 from .bulk import receive_document, send_document
 from .channels import (
@@ -178,13 +179,17 @@ class _Worker:
         return [] if self._loop is None else self._loop.losses
 
     def say_why(self, text: str) -> None:
-        """Best effort: the others may be gone too."""
+        """Best effort: the others may be gone too. By the links at first: the store may not answer for as
+        long as the peer timeout, and meanwhile nobody beyond the lost one would know."""
+        core = self._core
+        if core is not None:
+            with contextlib.suppress(Exception):
+                core.abort(text)
         with contextlib.suppress(Exception):
             self._place.rendezvous.fail(text)
-        if self._core is not None:
+        if core is not None:
             with contextlib.suppress(Exception):
-                self._core.abort(text)
-                self._core.close(_FAREWELL_S)
+                core.close(_FAREWELL_S)
 
     def close(self) -> None:
         if self._core is not None:
@@ -209,7 +214,7 @@ class _Worker:
             seed_data(base, self._options.seed, plan.num_stages)
             agreed = {
                 "plan": plan.to_dict(),
-                "settings": self._options.settings(),
+                "settings": settings_of(self._options),
                 "base_seed": base,
                 "run_id": self._place.run_id,
             }
@@ -239,12 +244,9 @@ class _Worker:
             )
 
     def _check_settings(self, agreed: dict[str, Any]) -> None:
-        for name, value in self._options.settings().items():
-            if value != agreed[name]:
-                raise ValueError(
-                    f"{name} is {value!r} at rank {self._place.rank}, but {agreed[name]!r} at rank 0:"
-                    " give all ranks the same arguments"
-                )
+        differs = difference(settings_of(self._options), self._place.rank, agreed)
+        if differs is not None:
+            raise ValueError(differs)
 
     def _split(self, plan: Plan) -> None:
         self._stages = split(self._model, plan)
@@ -329,7 +331,8 @@ class _Worker:
         try:
             yield
         except _core.RunFailure as failure:
-            self._raise_if_others_failed()
+            if failure.args[0] != "Aborted":  # which says why itself: the store may not answer
+                self._raise_if_others_failed()
             if failure.args[0] == "Timeout":
                 self._look_for_the_lost()
             raise

@@ -429,6 +429,12 @@ def _run_with_its_own(name: str, of_rank: list[Any]) -> RunResult:
         ("autocast", [None, "bfloat16"]),
         ("max_grad_norm", [1.0, 2.0]),
         ("epochs", [1, 2]),
+        ("gather", ["rank0", "all"]),
+        ("gather", ["none", "rank0"]),
+        ("on_nonfinite", ["stop", "continue"]),
+        ("recompute", [None, True]),
+        ("memory", [None, "1GiB"]),
+        ("seed", [0, None]),
     ],
 )
 def test_ranks_with_different_arguments(farm: Farm, name: str, of_rank: list[Any]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pipedream.agreement import settings_of
 from pipedream.keys import CurveKeys, save_keys
 from pipedream.links import TRANSPORTS, LinkOptions, make_link_options
 
@@ -109,14 +110,14 @@ def test_several_machines_listen_where_the_master_is_reached_from(monkeypatch: p
 
 
 def test_settings_tell_ranks_apart_without_a_secret() -> None:
-    settings = _links(keys=_KEYS, codec="topk").settings()
+    settings = settings_of(_links(keys=_KEYS, codec="topk", bind="127.0.0.2"))
     assert settings == {
         "transport": "auto",
         "codec": {"activations": "topk:0.01", "gradients": "topk:0.01"},
         "keys": "given",
         "peer_timeout": 3.0,
     }
-    assert _links().settings() == {"transport": "auto", "codec": None, "keys": None, "peer_timeout": 3.0}
+    assert settings_of(_links()) == {"transport": "auto", "codec": None, "keys": None, "peer_timeout": 3.0}
 
 
 def _check(links: LinkOptions, public: str | None = None, machine: str = "", neighbour: bool = True) -> None:

@@ -1,0 +1,59 @@
+"""Which options all ranks must have been given alike: every field of the dataclasses that hold them, unless
+it is declared otherwise where it stands. So a new option is compared before anything relies on it.
+
+Torch-free; any thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["OWN", "compared", "difference", "given", "settings_of"]
+
+_HOW = "pipedream.compared"
+
+OWN: dict[str, Any] = {_HOW: None}
+"""Metadata of a field that each rank may have for itself, or that says nothing in JSON (a function)."""
+
+
+def compared(name: str = "", said: Callable[[Any], Any] | None = None) -> dict[str, Any]:
+    """Metadata of a field that is compared in another way than as it stands. name: the argument of run();
+    said: what is compared of the value and shown, ready for JSON."""
+    return {_HOW: (name, said)}
+
+
+def given(value: Any) -> str | None:
+    """Of what cannot be shown, or may differ where it is given: whether it is."""
+    return None if value is None else "given"
+
+
+def settings_of(options: Any) -> dict[str, Any]:
+    """By argument of run(), as JSON gives it back."""
+    settings: dict[str, Any] = {}
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        how = field.metadata.get(_HOW, ("", None))
+        if how is None:
+            continue
+        name, said = how
+        if said is None and dataclasses.is_dataclass(value):
+            settings |= settings_of(value)
+        else:
+            settings[name or field.name] = json.loads(json.dumps(value if said is None else said(value)))
+    return settings
+
+
+def difference(mine: dict[str, Any], rank: int, of_rank_0: dict[str, Any]) -> str | None:
+    """What settings_of() two ranks' options says that differs; None when nothing does."""
+    for name in [*mine, *(name for name in of_rank_0 if name not in mine)]:
+        if name not in mine or name not in of_rank_0:
+            return f"{name} is known to one of rank {rank} and rank 0 alone: install one version everywhere"
+        if mine[name] != of_rank_0[name]:
+            return (
+                f"{name} is {mine[name]!r} at rank {rank}, but {of_rank_0[name]!r} at rank 0:"
+                " give all ranks the same arguments"
+            )
+    return None
