@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["check_choice", "check_count", "check_output_file", "is_number", "is_whole"]
+__all__ = [
+    "check_choice",
+    "check_count",
+    "check_data",
+    "check_function",
+    "check_output_file",
+    "is_number",
+    "is_whole",
+]
 
 
 def is_whole(value: Any) -> bool:
@@ -34,6 +42,16 @@ def check_count(name: str, value: Any) -> None:
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ValueError(f"{name} is {value!r}: use one of {', '.join(map(repr, choices))}")
+
+
+def check_function(name: str, value: Any) -> None:
+    if not callable(value):
+        raise TypeError(f"{name} is a {type(value).__name__}: give a function")
+
+
+def check_data(name: str, value: Any) -> None:
+    if not isinstance(value, Iterable):
+        raise TypeError(f"{name} is a {type(value).__name__}: give something that yields (inputs, targets)")
 
 
 def check_output_file(path: str | os.PathLike[str], name: str = "") -> None:

@@ -29,7 +29,7 @@ from .boundary import (
     to_device,
     untouched,
 )
-from .checks import check_count
+from .checks import check_count, check_data, check_function, is_number
 from .guard import check_main_guard
 from .layer_profile import LayerProfile, Profile
 from .references import check_loss_fn
@@ -69,8 +69,10 @@ def profile(
     """
     check_main_guard()
     check_count("minibatches", minibatches)
-    if seconds is not None and not seconds > 0:
+    if seconds is not None and (not is_number(seconds) or seconds <= 0):
         raise ValueError(f"seconds is {seconds!r}: give a positive number, or None for no limit")
+    check_data("batches", batches)
+    check_function("loss_fn", loss_fn)
     check_loss_fn(loss_fn)
     named_layers = layers_of(model)
     layers = [layer for _, layer in named_layers]

@@ -16,7 +16,15 @@ import torch
 
 from . import _core
 from .cautions import cautions_of
-from .checks import check_choice, check_count, check_output_file, is_number, is_whole
+from .checks import (
+    check_choice,
+    check_count,
+    check_data,
+    check_function,
+    check_output_file,
+    is_number,
+    is_whole,
+)
 from .codec_choice import CodecChoice, check_pairs, codec_between, parse_codec
 from .data import check_sizes
 from .errors import describe_error, one_line
@@ -102,7 +110,8 @@ def run(
     loss_fn: (outputs, targets) -> scalar tensor, run by the last stage. It carries nothing to train: a
         penalty on weights is the optimizer's weight_decay, which every stage applies to its own.
     optimizer: called once per stage with its parameters, or with (name, parameter) pairs when its first
-        argument is called `named_parameters`. For example functools.partial(torch.optim.SGD, lr=0.1).
+        argument is called `named_parameters`. For example functools.partial(torch.optim.SGD, lr=0.1). Any of
+        torch's but LBFGS. In a plain script a copy of it is tried before any process starts.
     schedule: "pipedream" (1F1B with weight stashing), "vertical_sync", "2bw", "flush" (PipeDream-Flush),
         "gpipe", "interleaved", "model_parallel", or "naive" for comparison; docs/schedules.md helps choose.
     microbatches: each minibatch is cut into so many along dimension 0 of its tensors; the loss and gradient
@@ -243,14 +252,9 @@ def check_arguments(**arguments: Any) -> None:
             _CHECKS[name](name, value)
 
 
-def _check_function(name: str, value: Any) -> None:
-    if not callable(value):
-        raise TypeError(f"{name} is a {type(value).__name__}: give a function")
-
-
 def _check_lr_scheduler(name: str, value: Any) -> None:
     if value is not None:
-        _check_function(name, value)
+        check_function(name, value)
 
 
 def _check_peer_timeout(name: str, value: Any) -> None:
@@ -261,11 +265,6 @@ def _check_peer_timeout(name: str, value: Any) -> None:
 def _check_max_grad_norm(name: str, value: Any) -> None:
     if value is not None and (not is_number(value) or value <= 0):
         raise ValueError(f"{name} is {value!r}: give a number above 0, or None")
-
-
-def _check_data(name: str, value: Any) -> None:
-    if not isinstance(value, Iterable):
-        raise TypeError(f"{name} is a {type(value).__name__}: give something that yields (inputs, targets)")
 
 
 def _check_trace(name: str, value: Any) -> None:
@@ -282,9 +281,9 @@ def _choice_of(*choices: str) -> Callable[[str, Any], None]:
 
 # What each argument must be, by itself.
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
-    "data": _check_data,
-    "loss_fn": _check_function,
-    "optimizer": _check_function,
+    "data": check_data,
+    "loss_fn": check_function,
+    "optimizer": check_function,
     "epochs": check_count,
     "schedule": _choice_of(*_core.schedule_names()),
     "microbatches": check_count,

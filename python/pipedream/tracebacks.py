@@ -28,7 +28,14 @@ _OUR_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _LIBRARY_FOLDERS = tuple(
     sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
-_MODULE_CALL = os.path.join("torch", "nn", "modules", "module.py")  # two frames around every forward
+# Torch's frames around every forward, and around every operation while a dispatch mode of ours counts bytes.
+_CALLS = tuple(
+    os.path.join("torch", *path)
+    for path in (
+        *(("nn", "modules", "module.py"), ("_compile.py",), ("_dynamo", "eval_frame.py"), ("_ops.py",)),
+        ("utils", "_python_dispatch.py"),
+    )
+)
 
 
 def wants_whole_tracebacks() -> bool:
@@ -84,7 +91,7 @@ def _cut(trace: TracebackType | None) -> TracebackType | None:
     if not any(map(_is_ours, frames)):
         return trace
     kept = [frame for frame in _users_frames(trace) or frames if not _is_ours(frame)]
-    shown = [frame for frame in kept if not frame.tb_frame.f_code.co_filename.endswith(_MODULE_CALL)]
+    shown = [frame for frame in kept if not frame.tb_frame.f_code.co_filename.endswith(_CALLS)]
     cut: TracebackType | None = None
     for frame in reversed(shown or kept):
         cut = TracebackType(cut, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)

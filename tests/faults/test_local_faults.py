@@ -89,6 +89,7 @@ def test_a_users_error_has_the_workers_traceback_as_its_cause() -> None:
     )
     assert "mishaps.py" in str(error.__cause__)
     assert "in raise_error" in str(error.__cause__)
+    assert "stage_runner.py" not in str(error.__cause__)  # of ours nothing but the message
     assert error.losses == [0.0, 1.0, 4.0, 9.0]  # type: ignore[attr-defined]
 
 

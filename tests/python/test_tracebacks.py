@@ -13,6 +13,7 @@ import pipedream
 import pytest
 import torch
 from pipedream import PipelineError, launcher, tracebacks
+from pipedream.footprint import _HostMeter
 from pipedream.guard import error_path
 from pipedream.stage_runner import UserCode
 from torch import nn
@@ -71,7 +72,8 @@ def test_an_error_of_the_users_code_shows_the_way_to_it_through_their_code(kind:
 def test_an_error_of_a_librarys_in_the_users_place_shows_the_librarys_frames() -> None:
     inner = PipelineError("stage 1 failed")
     try:
-        UserCode(lambda what: "stage 1").run("forward", nn.Linear(4, 4), torch.ones(2, 3))
+        with _HostMeter("cpu"):  # as over a worker's first minibatches
+            UserCode(lambda what: "stage 1").run("forward", nn.Linear(4, 4), torch.ones(2, 3))
     except PipelineError as error:
         inner = error
     tracebacks.shorten(inner)
