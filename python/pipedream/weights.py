@@ -90,13 +90,13 @@ class WeightVersions:
         def views(slot: Tensor) -> list[Tensor]:
             return [_view_like(slot, offset, p) for offset, p in zip(offsets, self._originals, strict=True)]
 
-        homes = slots if resident is None else slots[:1] * resident.num_versions
+        self._views = [views(slot) for slot in slots]
+        homes = self._views if resident is None else self._views[:1] * resident.num_versions
         self._leaves = [
-            [_make_leaf(view, p) for view, p in zip(views(slot), self._originals, strict=True)]
-            for slot in homes
+            [_make_leaf(view.data, p) for view, p in zip(home, self._originals, strict=True)]
+            for home in homes
         ]
         if resident is not None:
-            self._views = [views(slot) for slot in slots]
             self._nowhere = [_nan_like(original) for original in self._originals]
             resident.on_move = self._move
             for slot in range(1, self.num_slots):
@@ -174,14 +174,19 @@ class WeightVersions:
             self._resident.write(write_slot)
         yield
         if self._resident is not None:
+            self._settle(write_slot)  # its home gets what is in the slot
             self._resident.written(write_slot)
 
     def copy_version(self, read_slot: int, write_slot: int) -> None:
-        if write_slot != read_slot:
-            self._memory(write_slot).copy_(self._memory(read_slot))
+        """By the leaves: a layer may have pointed them at other memory than the slot, as a recurrent one does
+        with flatten_parameters()."""
+        if write_slot != read_slot and self._originals:
+            with torch.no_grad():
+                torch._foreach_copy_([*self._leaves[write_slot]], [*self._leaves[read_slot]])
 
     def poison(self, slot: int) -> None:
         """Nobody may read the slot before it is written: whoever does gets NaN."""
+        self._settle(slot)
         if self._resident is not None:
             self._resident.poison(slot)
         else:
@@ -244,8 +249,15 @@ class WeightVersions:
             [filled_with(leaves) for leaves in self._leaves],
         )
 
-    def _memory(self, slot: int) -> Tensor:
-        return self._slots[slot] if self._resident is None else self._resident.device_slot(slot)
+    def _settle(self, slot: int) -> None:
+        """The leaves view their place in the slot again, with the contents that they have."""
+        position = slot if self._resident is None else self._resident.position_of(slot)
+        if position is None:
+            return
+        for leaf, view in zip(self._leaves[slot], self._views[position], strict=True):
+            if leaf.data_ptr() != view.data_ptr():
+                view.copy_(leaf.data)
+                leaf.data = view
 
     def _move(self, slot: int, position: int | None) -> None:
         # The leaf stays the same object, so the gradients of its graphs go on adding up in it. Graphs hold

@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import CASES
 from pipedream import Plan, optim
+from pipedream.offload import ResidentVersions, make_copy_streams
 from pipedream.splitter import StageModule, split
 from pipedream.weights import StageOptimizer, StageWeights, WeightVersions, split_tied, weight_layout
 from torch import Tensor, nn
@@ -115,6 +116,47 @@ def test_a_copied_version_has_the_content_of_the_other() -> None:
     versions.copy_version(1, 2)
     assert all(bool((leaf == 5.0).all()) for leaf in versions.leaves(2))
     versions.copy_version(1, 1)
+    assert all(bool((leaf == 5.0).all()) for leaf in versions.leaves(1))
+
+
+def _leave_slot(versions: WeightVersions, slot: int, value: float) -> None:
+    """As flatten_parameters() does on a GPU: the weights lie elsewhere."""
+    for leaf in versions.leaves(slot):
+        leaf.data = torch.full_like(leaf, value)
+
+
+def test_a_version_that_lies_outside_its_slot_is_copied_as_it_is() -> None:
+    # A flatten_parameters() in a forward, then a skipped fp16 step: the next version was an old one.
+    versions = _versions(_stage(nn.Linear(2, 2)), 3)
+    _leave_slot(versions, 0, 5.0)
+    _leave_slot(versions, 2, 6.0)
+    for slot in (1, 2):
+        versions.copy_version(0, slot)
+        assert all(bool((leaf == 5.0).all()) for leaf in versions.leaves(slot))
+
+
+def test_a_version_outside_its_slot_is_poisoned_too() -> None:
+    versions = _versions(_stage(nn.Linear(2, 2)), 2)
+    _leave_slot(versions, 1, 5.0)
+    versions.poison(1)
+    assert all(leaf.isnan().all() for leaf in versions.leaves(1))
+
+
+@pytest.mark.parametrize("update", ["copy", "write"])
+def test_an_offloaded_version_that_was_written_outside_its_slot_comes_back_as_written(update: str) -> None:
+    stage = _stage(nn.Linear(2, 2))
+    named = stage.trainable_parameters()
+    resident = ResidentVersions(_slots(named, 3), _slots(named, 5), make_copy_streams(torch.device("cpu")))
+    versions = WeightVersions(stage, named, resident._device_slots, resident)
+    versions.bind(0)
+    _leave_slot(versions, 0, 5.0)
+    for slot in range(1, 5):
+        with versions.updating(slot - 1, slot):
+            if update == "copy":
+                versions.copy_version(slot - 1, slot)
+            else:
+                _leave_slot(versions, slot, 5.0)
+    versions.bind(1)  # it had to make room
     assert all(bool((leaf == 5.0).all()) for leaf in versions.leaves(1))
 
 
