@@ -44,7 +44,8 @@ class _Moments:
 
 
 class MinibatchStatistics:
-    """The batch norms of one stage. Use `microbatch()` around each forward, then `update()` once."""
+    """The batch norms of one stage. Use `microbatch()` around each forward, `recomputation()` around each
+    backward, and `update()` once all forwards are done."""
 
     def __init__(self, stage: nn.Module) -> None:
         self._norms = [module for module in stage.modules() if isinstance(module, _BatchNorm)]
@@ -57,21 +58,20 @@ class MinibatchStatistics:
     @contextlib.contextmanager
     def microbatch(self) -> Iterator[None]:
         """The forward of one microbatch."""
-        norms = [norm for norm in self._norms if _tracks(norm)]
-        with contextlib.ExitStack() as undo:
-            for norm in norms:
-                hook = norm.register_forward_pre_hook(self._collect)
-                undo.callback(hook.remove)
-                undo.enter_context(_not_tracking(norm))
-            yield
+        norms = self._tracking()
+        hooks = [norm.register_forward_pre_hook(self._collect) for norm in norms]
+        try:
+            with _not_tracking(norms):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     @contextlib.contextmanager
     def recomputation(self) -> Iterator[None]:
-        """The forward of a microbatch whose statistics were collected before."""
-        with contextlib.ExitStack() as undo:
-            for norm in self._norms:
-                if _tracks(norm):
-                    undo.enter_context(_not_tracking(norm))
+        """What runs the forward of a microbatch, or parts of it, whose statistics were collected before: a
+        recompute, and the backward of layers that checkpoint themselves."""
+        with _not_tracking(self._tracking()):
             yield
 
     def update(self) -> None:
@@ -81,23 +81,29 @@ class MinibatchStatistics:
                 _update_running(norm, moments)
         self._moments.clear()
 
+    def _tracking(self) -> list[_BatchNorm]:
+        return [
+            norm
+            for norm in self._norms
+            if norm.training and norm.track_running_stats and norm.running_mean is not None
+        ]
+
     def _collect(self, norm: Any, inputs: tuple[Any, ...]) -> None:
         assert norm.running_mean is not None
         self._moments.setdefault(norm, _Moments()).merge(inputs[0], norm.running_mean.dtype)
 
 
-def _tracks(norm: _BatchNorm) -> bool:
-    return norm.training and norm.track_running_stats and norm.running_mean is not None
-
-
 @contextlib.contextmanager
-def _not_tracking(norm: _BatchNorm) -> Iterator[None]:
-    # Without tracking, a norm in training uses the batch's statistics and touches no buffer.
-    norm.track_running_stats = False
+def _not_tracking(norms: list[_BatchNorm]) -> Iterator[None]:
+    # Without tracking, a norm in training uses the batch's statistics and touches no buffer. Written past
+    # nn.Module's __setattr__, which takes as long as all the rest.
+    for norm in norms:
+        norm.__dict__["track_running_stats"] = False
     try:
         yield
     finally:
-        norm.track_running_stats = True
+        for norm in norms:
+            norm.__dict__["track_running_stats"] = True
 
 
 def _update_running(norm: _BatchNorm, moments: _Moments) -> None:

@@ -11,9 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from .boundary import map_tensors
 from .data import Minibatch, MinibatchStream, mark_of
 from .microbatch import check_alike, chunk, piece_sizes, weights
 
@@ -54,16 +51,13 @@ class BatchReader:
         is_first: bool,
         is_last: bool,
         check_inputs: Callable[[Any, int], None],
-        copies_targets: bool = False,
     ) -> None:
-        """check_inputs: (inputs, minibatch); raises ValueError for what the pipeline was not planned for.
-        copies_targets: they are needed after the data may have used their memory again."""
+        """check_inputs: (inputs, minibatch); raises ValueError for what the pipeline was not planned for."""
         self._stream = stream
         self._num_microbatches = num_microbatches
         self._is_first = is_first
         self._is_last = is_last
         self._check_inputs = check_inputs
-        self._copies_targets = copies_targets
         self._batch: Minibatch | None = None
         self._pieces: list[Microbatch] = []
         self.samples: list[int] = []
@@ -99,9 +93,6 @@ class BatchReader:
             self._pieces = [Microbatch(inputs, targets, mark)]
         else:
             self._pieces = self._cut(minibatch, batch, inputs, targets, mark)
-        if self._copies_targets:
-            for piece in self._pieces:
-                piece.targets = map_tensors(torch.Tensor.clone, piece.targets)
         if self._is_first:
             self._check_inputs(batch.inputs, minibatch)
         if self._is_last:

@@ -346,11 +346,12 @@ def device_of(modules: Iterable[nn.Module]) -> torch.device:
     return torch.device("cpu")
 
 
-def to_device(value: Any, device: torch.device) -> Any:
-    """The value with its tensors on the device; those that are there already stay the same objects."""
+def to_device(value: Any, device: torch.device, *, copy: bool = False) -> Any:
+    """The value with its tensors on the device; those that are there already stay the same objects, unless
+    `copy` wants all of them in memory of their own."""
     if isinstance(value, torch.Tensor):
-        return value.to(device)
-    return _map(lambda tensor: tensor.to(device), value, {})
+        return value.to(device, copy=copy)
+    return _map(lambda tensor: tensor.to(device, copy=copy), value, {})
 
 
 def _describe(value: Any, place: str, index_of: dict[int, int], specs: list[TensorSpec]) -> dict[str, Any]:

@@ -162,8 +162,14 @@ def describe_source(data: Iterable[Any]) -> str:
 
 
 def _collates(data: Iterable[Any]) -> bool:
-    # A DataLoader that batches makes new tensors for each minibatch.
-    return isinstance(data, torch.utils.data.DataLoader) and data.batch_size is not None
+    """Whether each minibatch is of new tensors, which torch's own collate_fn makes of the samples. One of the
+    user's may fill the same memory again and again, in a process of the DataLoader's too."""
+    loader = torch.utils.data.DataLoader
+    return (
+        type(data) is loader
+        and data.batch_size is not None
+        and data.collate_fn is torch.utils.data.default_collate
+    )
 
 
 class DataStream:

@@ -375,11 +375,21 @@ class _Trainer:
                     stage.statistics.update()
             self._overwrite(minibatch, leaves)
             for root, recomputed in backwards:
-                root.backward()  # type: ignore[no-untyped-call]
-                for stage_again in reversed(recomputed):
-                    stage_again.backward()
+                with self._statistics_kept():
+                    root.backward()  # type: ignore[no-untyped-call]
+                    for stage_again in reversed(recomputed):
+                        stage_again.backward()
         self._update(minibatch, leaves, scale)
         return sum(losses)
+
+    @contextlib.contextmanager
+    def _statistics_kept(self) -> Iterator[None]:
+        """Around a backward, in which layers that checkpoint themselves run again."""
+        with contextlib.ExitStack() as around:
+            for stage in self._stages:
+                if stage.statistics is not None:
+                    around.enter_context(stage.statistics.microbatch(collect=False))
+            yield
 
     @contextlib.contextmanager
     def _bound(self, leaves: dict[int, Tensor]) -> Iterator[None]:

@@ -100,7 +100,6 @@ class WorkerLoop:
             is_first=0 in stages,
             is_last=last in stages,
             check_inputs=self._check_inputs,
-            copies_targets=stream.may_reuse_memory and bool(schedule.recompute) and schedule.recompute[last],
         )
         self._progress = RunProgress(
             enabled=options.progress and last in stages,
@@ -123,12 +122,13 @@ class WorkerLoop:
     ) -> StageRunner:
         stage_index, last = part.stage.stage_index, self._options.plan.num_stages - 1
         is_first, is_last = stage_index == 0, stage_index == last
-        clones_inputs: bool | None = False
-        # Inputs are copied when their memory may change while they are in flight, and when the first layer
-        # works in place: that would change the data of the next epoch, here and not at the last stage.
-        # None: not known before the first forward.
-        if is_first and not is_last:
-            clones_inputs = True if self._stream.may_reuse_memory else None
+        # Data are copied when their memory may change while they are in flight: autograd saves them, and a
+        # recompute reads them. Inputs also when the first layer works in place: that would change the data of
+        # the next epoch, here and not at the last stage. None: not known before the first forward.
+        copies_data = self._stream.may_reuse_memory and self._reads_ahead(stage_index)
+        clones_inputs: bool | None = copies_data
+        if is_first and not is_last and not copies_data:
+            clones_inputs = None
         parts = StageParts(
             stage=part.stage,
             weights=part.weights,
@@ -140,12 +140,18 @@ class WorkerLoop:
             losses=self._losses if is_last else None,
             rng=self._stream_of(stage_index, base_seed, is_alone=is_first and is_last),
             clones_inputs=clones_inputs,
+            copies_targets=copies_data,
             offload=part.offload,
             torch_region=None if self._torch_pool is None else self._torch_pool.region,
         )
         return StageRunner(
             self._core, self._options, self._schedule, parts, self._device, self._user, self._describe
         )
+
+    def _reads_ahead(self, stage_index: int) -> bool:
+        """Whether the stage reads the next minibatch before it is done with this one."""
+        drains = _core.drains_every_minibatch(self._schedule)
+        return not drains and self._schedule.in_flight[stage_index] > 1
 
     def _stream_of(self, stage_index: int, base_seed: int, *, is_alone: bool) -> RngStream | None:
         """Around what draws random numbers for the model; seeding.py has the rule."""

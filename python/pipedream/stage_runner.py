@@ -146,7 +146,9 @@ class StageParts:
     rng: RngStream | None
     """Around what draws random numbers for the model; None where nobody else draws."""
     clones_inputs: bool | None
-    """Whether the first stage works on copies of the data; None leaves it to the first forward."""
+    """Whether the first stage works on copies of the inputs; None leaves it to the first forward."""
+    copies_targets: bool
+    """Whether the last stage works on copies of the targets."""
     offload: StageOffload | None = None
     torch_region: Callable[[], contextlib.AbstractContextManager[None]] | None = None
     """Around what torch computes: where its tensors lie. None leaves it to torch."""
@@ -217,9 +219,10 @@ class StageRunner:
         forward = _within(None if rng is None else lambda: rng, forward)
         forward = _within(None if statistics is None else statistics.microbatch, forward)
         self._run_forward = _within(torch_region, forward)
-        rerun = _within(None if statistics is None else statistics.recomputation, self._rerun)
-        self._run_recompute = _within(torch_region, rerun)
-        self._run_backward = _within(torch_region, self._propagate)
+        # Layers that checkpoint themselves run their forward again in the backward.
+        again = None if statistics is None else statistics.recomputation
+        self._run_recompute = _within(torch_region, _within(again, self._rerun))
+        self._run_backward = _within(torch_region, _within(again, self._propagate))
 
     # Forward.
 
@@ -260,6 +263,8 @@ class StageRunner:
         piece = None if is_over else reader.read(minibatch, microbatch)
         if not self.is_first and (piece is None or piece.mark != received_mark):
             raise self.data_mismatch(minibatch)
+        if piece is not None and self.parts.copies_targets:
+            piece.targets = to_device(piece.targets, self._device, copy=True)
         return piece
 
     def _begin_minibatch(self, minibatch: int, tag: int) -> None:
@@ -274,9 +279,8 @@ class StageRunner:
     def _take_input(self, work: _core.WorkItem, piece: Microbatch) -> _Stashed:
         boundary = self.parts.boundary_in
         if boundary is None:
-            value, piece.inputs = to_device(piece.inputs, self._device), None
-            if self._clone_inputs is not False:
-                value = map_tensors(torch.Tensor.clone, value)
+            copy = self._clone_inputs is not False
+            value, piece.inputs = to_device(piece.inputs, self._device, copy=copy), None
             return _Stashed([], value, piece, work.read_slot, self._scale)
         leaves = [from_dlpack(capsule) for capsule in work.take_tensors()]
         for leaf, spec in zip(leaves, boundary.tensors, strict=True):

@@ -15,6 +15,8 @@ import torch
 from farm import Farm
 from pipedream import Plan, reference
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 _NUM_MINIBATCHES = 10
 _WIDTH = 6
@@ -278,9 +280,33 @@ class _ReusesItsMemory:
             yield inputs, targets
 
 
-def test_data_that_reuses_its_memory_trains_as_data_that_does_not(farm: Farm) -> None:
-    losses, _ = farm.results(_run, _plain_model, 3, num_ranks=3, data=_ReusesItsMemory())[0]
-    assert losses == pytest.approx(_expect(_plain_model, 3)[0], rel=1e-9)
+def _collate_into(buffers: tuple[Tensor, Tensor], samples: list[Any]) -> tuple[Tensor, Tensor]:
+    for buffer, parts in zip(buffers, zip(*samples, strict=True), strict=True):
+        torch.stack(parts, out=buffer)
+    return buffers
+
+
+def _loader_that_reuses_its_memory() -> DataLoader[Any]:
+    samples = [sample for pair in _data() for sample in zip(*pair, strict=True)]
+    inputs, targets = _data()[0]
+    collate_fn = functools.partial(_collate_into, (inputs.clone(), targets.clone()))
+    return DataLoader(samples, batch_size=len(inputs), collate_fn=collate_fn)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make_data", [_ReusesItsMemory, _loader_that_reuses_its_memory])
+@pytest.mark.parametrize("in_flight", [(3,), (3, 2), (3, 2, 1)], ids=str)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_data_that_reuses_its_memory_trains_as_data_that_does_not(
+    farm: Farm, in_flight: tuple[int, ...], make_data: Callable[[], Any], recompute: bool
+) -> None:
+    # The only or the last stage with several minibatches in flight trained on the newest one's targets.
+    num_stages = len(in_flight)
+    plan = Plan(Plan.straight(5, num_stages).stages, in_flight=in_flight)
+    options: dict[str, Any] = {"plan": plan, "recompute": recompute}
+    losses, _ = farm.results(
+        _run, _plain_model, num_stages, num_ranks=num_stages, data=make_data(), **options
+    )[0]
+    assert losses == pytest.approx(_expect(_plain_model, num_stages, **options)[0], rel=1e-9)
 
 
 # Parameters that are reached in another way than by the module's own attribute.
@@ -377,6 +403,68 @@ def test_a_gradient_for_a_parameter_of_another_stage_is_told_by_its_name(farm: F
 
 def test_unregistered_modules_of_the_same_stage_train(farm: Farm) -> None:
     _assert_equals_reference(farm, _model_that_uses_another_stage, 1)
+
+
+class _Checkpointed(nn.Module):
+    """Runs again in the backward."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(_linear(), nn.BatchNorm1d(_WIDTH, dtype=torch.float64), nn.Tanh())
+        self._use_reentrant = use_reentrant
+
+    def forward(self, value: Tensor) -> Tensor:
+        output: Tensor = checkpoint(self.layers, value, use_reentrant=self._use_reentrant)
+        return output
+
+
+class _NotCheckpointed(_Checkpointed):
+    def forward(self, value: Tensor) -> Tensor:
+        output: Tensor = self.layers(value)
+        return output
+
+
+def _model_with_checkpoints(layer: Callable[[bool], nn.Module]) -> nn.Sequential:
+    return _model(_linear(), layer(True), layer(False), _linear())
+
+
+def _train_plainly() -> tuple[list[float], dict[str, Tensor]]:
+    model = _model_with_checkpoints(_Checkpointed)
+    optimizer = _OPTIMIZER(model.parameters())
+    losses = []
+    for inputs, targets in _data():
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "flush"])
+def test_checkpointed_batch_norms_count_a_minibatch_once_under_microbatches(
+    farm: Farm, schedule: str
+) -> None:
+    options: dict[str, Any] = {"microbatches": 2, "schedule": schedule}
+    make_model = functools.partial(_model_with_checkpoints, _Checkpointed)
+    losses, state = farm.results(_run, make_model, 2, num_ranks=2, **options)[0]
+    for layer in (_NotCheckpointed, _Checkpointed):
+        wanted_losses, wanted = _expect(functools.partial(_model_with_checkpoints, layer), 2, **options)
+        assert losses == pytest.approx(wanted_losses, rel=1e-9)
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-12)
+    assert state["1.layers.1.num_batches_tracked"] == _NUM_MINIBATCHES
+
+
+def test_without_microbatches_checkpointed_batch_norms_are_those_of_a_plain_loop(farm: Farm) -> None:
+    # Where torch itself takes a step in the forward and one in the backward.
+    make_model = functools.partial(_model_with_checkpoints, _Checkpointed)
+    wanted_losses, wanted = _train_plainly()
+    losses, state = farm.results(_run, make_model, 2, num_ranks=2, schedule="flush")[0]
+    assert losses == pytest.approx(wanted_losses, rel=1e-9)
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-12)
+    assert state["1.layers.1.num_batches_tracked"] == 2 * _NUM_MINIBATCHES
 
 
 class _AssignsData(torch.optim.Optimizer):

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipedream.batch_norm import MinibatchStatistics
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 _CHANNELS = 3
 
@@ -132,6 +133,26 @@ def test_a_norm_that_does_not_count_in_plain_training_does_not_here(norm: nn.Mod
         assert torch.equal(output, expected(piece))
     for name, buffer in _buffers(norm).items():
         assert torch.equal(buffer, before[name]), name
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpointed_norm_takes_no_second_step_in_the_backward(use_reentrant: bool) -> None:
+    # num_batches_tracked was 5 after one minibatch of 4 microbatches.
+    plain, checkpointed = _norm(), _norm()
+    statistics = [MinibatchStatistics(norm) for norm in (plain, checkpointed)]
+    for piece in _images(4, 3):
+        piece.requires_grad_()
+        with statistics[0].microbatch():
+            plain(piece)
+        with statistics[1].microbatch():
+            output = checkpoint(checkpointed, piece, use_reentrant=use_reentrant)
+        with statistics[1].recomputation():
+            output.square().sum().backward()
+    for some in statistics:
+        some.update()
+    assert checkpointed.num_batches_tracked == 1
+    for name, buffer in _buffers(plain).items():
+        torch.testing.assert_close(_buffers(checkpointed)[name], buffer, rtol=0, atol=0)
 
 
 def test_the_norm_tracks_again_afterwards_also_after_an_error() -> None:
