@@ -6,8 +6,10 @@ Owned by the worker's compute thread.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from .progress import RunProgress
 from .seeding import RngStream, stage_seed
 from .splitter import StageModule
 from .stage_runner import LossRecord, StageParts, StageRunner, UserCode
+from .status import StatusBoard
 from .tied import TiedParameters
 from .torch_pool import TORCH_TENSORS, TorchPool
 from .trace import read_clock
@@ -52,6 +55,18 @@ class PreparedStage:
         self.tied = tied
         self.optimizer = optimizer
         self.offload = offload
+
+
+@dataclass
+class _Position:
+    """What is being worked on, for errors."""
+
+    rank: int
+    stage: int = 0
+    minibatch: int = -1
+
+    def __call__(self, what: str) -> str:
+        return f"stage {self.stage} (rank {self.rank}) failed at minibatch {self.minibatch} in {what}"
 
 
 class WorkerLoop:
@@ -84,12 +99,11 @@ class WorkerLoop:
         self._prepared = prepared
         self._device = device
         self._stream = stream
-        self._input_boundary = input_boundary
         self._predicted = predicted
         self._torch_pool = torch_pool
         self._describe = options.plan.describe_worker(place.rank)
-        self._user = UserCode(self._where)
-        self._doing = (0, -1)  # stage, minibatch
+        self._position = _Position(place.rank)
+        self._user = UserCode(self._position)
         # On the host measuring costs time per operator: enough is seen once the pipeline has been full.
         self._measured_until = None if device.type == "cuda" else max(schedule.in_flight) + 1
         last = options.plan.num_stages - 1
@@ -99,7 +113,7 @@ class WorkerLoop:
             options.microbatches,
             is_first=0 in stages,
             is_last=last in stages,
-            check_inputs=self._check_inputs,
+            check_inputs=functools.partial(_check_inputs, input_boundary),
         )
         self._progress = RunProgress(
             enabled=options.progress and last in stages,
@@ -107,7 +121,9 @@ class WorkerLoop:
             num_epochs=options.epochs,
             schedule=schedule,
         )
-        self._losses = LossRecord(options.on_nonfinite, self._show)
+        self._losses = LossRecord(
+            options.on_nonfinite, functools.partial(_show, self._progress, self._reader, place.board)
+        )
         self._runners = {
             part.stage.stage_index: self._make_runner(part, boundaries, base_seed) for part in prepared
         }
@@ -189,9 +205,9 @@ class WorkerLoop:
             while (kind := (work := core.next_work()).kind) != "DONE":
                 stage, minibatch = work.stage, work.minibatch
                 self._user.elapsed_ns = 0
-                if minibatch != self._doing[1]:
+                if minibatch != self._position.minibatch:
                     self._begin_minibatch(minibatch)
-                self._doing = (stage, minibatch)
+                self._position.stage, self._position.minibatch = stage, minibatch
                 runner = self._runners[stage]
                 if kind == "UPDATE":
                     self._update(runner, work)
@@ -256,25 +272,13 @@ class WorkerLoop:
         return next(part for part in self._prepared if part.stage.stage_index == stage_index)
 
     def _restore(self, newest_slots: Mapping[int, int]) -> None:
+        for runner in self._runners.values():
+            runner.meter = runner.step_meter = None
         for part in self._prepared:
             if part.offload is not None:
                 part.offload.finish()
             part.weights.own.restore(newest_slots[part.stage.stage_index])
             part.weights.tied.restore(part.tied.newest_slot)
-
-    def _check_inputs(self, inputs: Any, minibatch: int) -> None:
-        if self._input_boundary is not None:
-            self._input_boundary.checked(inputs, stage=0, minibatch=minibatch)
-
-    def _show(self, minibatch: int, loss: float) -> None:
-        reader = self._reader
-        self._progress.advance(minibatch, reader.epochs[minibatch], loss, reader.samples[minibatch])
-        if self._place.board is not None:
-            self._place.board.add_loss(loss)
-
-    def _where(self, what: str) -> str:
-        stage, minibatch = self._doing
-        return f"stage {stage} (rank {self._place.rank}) failed at minibatch {minibatch} in {what}"
 
     def _check_end(self, num_minibatches: int) -> None:
         if self._user.run("reading data", self._reader.fetch):
@@ -288,17 +292,13 @@ class WorkerLoop:
     # What was done.
 
     def _start_measuring(self) -> tuple[WorkMeter, StepMeter]:
-        meter = WorkMeter(make_meter(self._device), self._gradient_bytes)
+        gradient_bytes = functools.partial(_gradient_bytes, self._runners.values())
+        meter = WorkMeter(make_meter(self._device), gradient_bytes)
         step_meter = StepMeter(make_meter(self._device))
         if self._predicted.get(STASH) is not None:
             for runner in self._runners.values():
                 runner.meter, runner.step_meter = meter, step_meter
         return meter, step_meter
-
-    def _gradient_bytes(self) -> int:
-        return sum(
-            runner.parts.gradients.num_bytes(runner.gradient_slot) for runner in self._runners.values()
-        )
 
     def _memory(self, meter: WorkMeter, step_meter: StepMeter) -> dict[str, dict[str, int | None]]:
         measured: dict[str, int | None] = {
@@ -350,3 +350,23 @@ class WorkerLoop:
             "epochs": self._reader.epochs,
             "data": {"source": self._source(), "read_ns": self._reader.read_ns},
         }
+
+
+# Functions, not methods: what the loop makes must not hold the loop, and with it the pool, in a circle.
+
+
+def _check_inputs(boundary: Boundary | None, inputs: Any, minibatch: int) -> None:
+    if boundary is not None:
+        boundary.checked(inputs, stage=0, minibatch=minibatch)
+
+
+def _show(
+    progress: RunProgress, reader: BatchReader, board: StatusBoard | None, minibatch: int, loss: float
+) -> None:
+    progress.advance(minibatch, reader.epochs[minibatch], loss, reader.samples[minibatch])
+    if board is not None:
+        board.add_loss(loss)
+
+
+def _gradient_bytes(runners: Iterable[StageRunner]) -> int:
+    return sum(runner.parts.gradients.num_bytes(runner.gradient_slot) for runner in runners)

@@ -207,22 +207,24 @@ class StageRunner:
         self._surround()
 
     def _surround(self) -> None:
-        """Puts the regions that this run has around the parts of its work, once."""
+        """Puts the regions that this run has around the parts of its work, once: around functions that are
+        given the runner. With its methods in it, it would hold itself, and the pool, in a circle."""
         rng, statistics, torch_region = self.parts.rng, self._statistics, self.parts.torch_region
         autocast: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
         if self._options.autocast is not None:
             autocast = functools.partial(autocast_region, self._device.type, self._options.autocast)
         self._call_stage = _within(autocast, self.parts.stage)
-        self._call_loss = _within(autocast, self._loss_of)
+        self._call_loss = _within(autocast, StageRunner._loss_of)
 
-        forward = self._forward_without_graph if self._recomputes else self._forward_with_graph
+        kind = StageRunner
+        forward = kind._forward_without_graph if self._recomputes else kind._forward_with_graph
         forward = _within(None if rng is None else lambda: rng, forward)
         forward = _within(None if statistics is None else statistics.microbatch, forward)
         self._run_forward = _within(torch_region, forward)
         # Layers that checkpoint themselves run their forward again in the backward.
         again = None if statistics is None else statistics.recomputation
-        self._run_recompute = _within(torch_region, _within(again, self._rerun))
-        self._run_backward = _within(torch_region, _within(again, self._propagate))
+        self._run_recompute = _within(torch_region, _within(again, kind._rerun))
+        self._run_backward = _within(torch_region, _within(again, kind._propagate))
 
     # Forward.
 
@@ -240,7 +242,7 @@ class StageRunner:
         stashed = self._take_input(work, piece)
         self._bind(stashed.read_slot, minibatch)
         run = _within(self.meter.forward if self.meter else None, self._run_forward)
-        output = run(minibatch, stashed)
+        output = run(self, minibatch, stashed)
         if minibatch == 0 and microbatch == 0:
             self._look_at_what_was_made()
         self._in_flight[minibatch, microbatch] = stashed
@@ -340,7 +342,7 @@ class StageRunner:
             )
 
     def _run_loss(self, minibatch: int, stashed: _Stashed, output: Any) -> Tensor:
-        return self._user.run("loss_fn", self._call_loss, minibatch, stashed, output)
+        return self._user.run("loss_fn", self._call_loss, self, minibatch, stashed, output)
 
     def _loss_of(self, minibatch: int, stashed: _Stashed, output: Any) -> Tensor:
         targets = to_device(stashed.piece.targets, self._device)
@@ -424,7 +426,7 @@ class StageRunner:
         if not stashed.piece.is_empty:
             self._bind(work.read_slot, minibatch)
             run = _within(self.meter.recompute if self.meter else None, self._run_recompute)
-            run(minibatch, stashed)
+            run(self, minibatch, stashed)
         self._core.complete_recompute(self._user.elapsed_ns)
 
     def _rerun(self, minibatch: int, stashed: _Stashed) -> None:
@@ -452,7 +454,7 @@ class StageRunner:
         # Layers that checkpoint themselves run again in the backward, on what is bound then.
         self._bind(read_slot, minibatch)
         run = _within(self.meter.backward if self.meter else None, self._run_backward)
-        run(stashed, [from_dlpack(capsule) for capsule in work.take_tensors()])
+        run(self, stashed, [from_dlpack(capsule) for capsule in work.take_tensors()])
         if microbatch + 1 == self._num_microbatches:
             self.parts.tied.push(minibatch)
         tag = _bits_of(self.loss_scale) if self._scales_loss else 0

@@ -9,6 +9,7 @@ Owned by the worker's compute thread.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,9 +99,10 @@ class WeightVersions:
         ]
         if resident is not None:
             self._nowhere = [_nan_like(original) for original in self._originals]
-            resident.on_move = self._move
+            # A function, not a method: the versions would hold themselves, and their slots.
+            resident.on_move = functools.partial(_move, self._leaves, self._views, self._nowhere)
             for slot in range(1, self.num_slots):
-                self._move(slot, None)
+                resident.on_move(slot, None)
             resident.write(0)
         self._bound_slot = -1
         self._find_places()
@@ -259,13 +261,6 @@ class WeightVersions:
                 view.copy_(leaf.data)
                 leaf.data = view
 
-    def _move(self, slot: int, position: int | None) -> None:
-        # The leaf stays the same object, so the gradients of its graphs go on adding up in it. Graphs hold
-        # none of its memory: offload.py's hooks see to that.
-        views = self._nowhere if position is None else self._views[position]
-        for leaf, view in zip(self._leaves[slot], views, strict=True):
-            leaf.data = view
-
 
 class StageWeights:
     """The versions of a stage's own parameters, and of those tied to other stages."""
@@ -327,6 +322,19 @@ def _view_like(slot: Tensor, offset: int, original: Tensor) -> Tensor:
     # .data: a tensor with a version counter of its own. Plain views share their base's, and writing one
     # slot would make the backward of another fail falsely.
     return view.data
+
+
+def _move(
+    leaves: list[list[nn.Parameter]],
+    views: list[list[Tensor]],
+    nowhere: list[Tensor],
+    slot: int,
+    position: int | None,
+) -> None:
+    # The leaf stays the same object, so the gradients of its graphs go on adding up in it. Graphs hold none
+    # of its memory: offload.py's hooks see to that.
+    for leaf, view in zip(leaves[slot], nowhere if position is None else views[position], strict=True):
+        leaf.data = view
 
 
 def _nan_like(original: Tensor) -> Tensor:
