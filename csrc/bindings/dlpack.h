@@ -37,6 +37,7 @@ struct DLManagedTensor {
 
 inline constexpr std::int32_t kDLCpu = 1;
 inline constexpr std::int32_t kDLCuda = 2;
+inline constexpr std::int32_t kDLCudaHost = 3;  // pinned
 inline constexpr std::uint8_t kDLInt = 0;
 inline constexpr std::uint8_t kDLUInt = 1;
 inline constexpr std::uint8_t kDLFloat = 2;

@@ -41,8 +41,9 @@ DType from_dl(DLDataType dtype) {
   for (const DTypeCode& entry : kDTypeCodes) {
     if (entry.code == dtype.code && entry.bits == dtype.bits && dtype.lanes == 1) return entry.dtype;
   }
-  throw UserError("a tensor of DLPack type code " + std::to_string(dtype.code) + " with " +
-                  std::to_string(dtype.bits) + " bits cannot cross a boundary; cast it to a common dtype");
+  throw UserError("is of DLPack type code " + std::to_string(dtype.code) + " with " +
+                  std::to_string(dtype.bits) +
+                  " bits, which cannot cross a boundary: cast it to a common dtype");
 }
 
 struct Exported {
@@ -74,12 +75,29 @@ bool is_contiguous(const DLTensor& tensor) {
   return true;
 }
 
+std::string device_text(DLDevice device) {
+  if (device.device_type == kDLCpu || device.device_type == kDLCudaHost) return "cpu";
+  if (device.device_type == kDLCuda) return "cuda:" + std::to_string(device.device_id);
+  return "a device of DLPack type " + std::to_string(device.device_type);
+}
+
+// Whoever reads a tensor by its address must be able to.
+void check_device(const DLTensor& tensor, DLDevice wanted) {
+  const bool on_host = tensor.device.device_type == kDLCpu || tensor.device.device_type == kDLCudaHost;
+  const bool fits = wanted.device_type == kDLCpu ? on_host
+                                                 : tensor.device.device_type == wanted.device_type &&
+                                                       tensor.device.device_id == wanted.device_id;
+  if (fits) return;
+  throw UserError("is on " + device_text(tensor.device) + ", but it is sent from " + device_text(wanted) +
+                  ": move it there (.to(device)) in the layer that makes it");
+}
+
 TensorView view_of(const DLTensor& tensor) {
   if (tensor.ndim > static_cast<std::int32_t>(kNumDimsMax)) {
-    throw UserError("a tensor of " + std::to_string(tensor.ndim) +
-                    " dimensions cannot cross a boundary: at most " + std::to_string(kNumDimsMax));
+    throw UserError("has " + std::to_string(tensor.ndim) + " dimensions: at most " +
+                    std::to_string(kNumDimsMax) + " can cross a boundary");
   }
-  if (!is_contiguous(tensor)) throw UserError("a tensor that is not contiguous cannot cross a boundary");
+  if (!is_contiguous(tensor)) throw UserError("is not contiguous, and cannot cross a boundary");
   TensorView view;
   view.dtype = from_dl(tensor.dtype);
   view.num_dims = static_cast<std::uint8_t>(tensor.ndim);
@@ -113,7 +131,9 @@ py::capsule to_capsule(const TensorView& tensor, DeviceType device, int device_i
   return py::capsule(&exported.release()->managed, kFreshCapsule, drop_capsule);
 }
 
-Borrowed from_capsules(const py::list& capsules) {
+Borrowed from_capsules(const py::list& capsules, DeviceType device, int device_index,
+                       const std::function<std::string()>& where) {
+  const DLDevice wanted{device == DeviceType::kCuda ? kDLCuda : kDLCpu, device_index};
   using Tensors = std::vector<DLManagedTensor*>;
   auto owner = std::shared_ptr<Tensors>(new Tensors(), [](Tensors* tensors) {
     for (DLManagedTensor* managed : *tensors) {
@@ -129,7 +149,13 @@ Borrowed from_capsules(const py::list& capsules) {
     if (managed == nullptr) throw py::error_already_set();
     PyCapsule_SetName(capsule.ptr(), kUsedCapsule);
     owner->push_back(managed);
-    borrowed.tensors.push_back(view_of(managed->dl_tensor));
+    try {
+      check_device(managed->dl_tensor, wanted);
+      borrowed.tensors.push_back(view_of(managed->dl_tensor));
+    } catch (const UserError& error) {
+      const std::size_t tensor_index = owner->size() - 1;
+      throw UserError(where() + ": tensor " + std::to_string(tensor_index) + " " + error.what());
+    }
   }
   borrowed.owner = std::move(owner);
   return borrowed;

@@ -4,7 +4,9 @@
 
 #include <pybind11/pybind11.h>
 
+#include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "channel/tensor.h"
@@ -18,12 +20,13 @@ namespace pipedream {
                                            std::shared_ptr<void> owner);
 
 // Takes the capsules over: the views are valid while the owner lives. The owner may die on any thread
-// (the framework takes the GIL itself where it needs it). Throws UserError for a tensor that is not
-// contiguous.
+// (the framework takes the GIL itself where it needs it). Throws UserError, after `where()`, for a tensor
+// that is not contiguous or lies elsewhere than on the device.
 struct Borrowed {
   std::vector<TensorView> tensors;
   std::shared_ptr<void> owner;
 };
-[[nodiscard]] Borrowed from_capsules(const pybind11::list& capsules);
+[[nodiscard]] Borrowed from_capsules(const pybind11::list& capsules, DeviceType device, int device_index,
+                                     const std::function<std::string()>& where);
 
 }  // namespace pipedream

@@ -269,7 +269,10 @@ class PyWorker {
   void end_of_data() { worker_->engine().end_of_data(); }
 
   bool send_item(const std::string& channel, const py::list& tensors, std::uint64_t tag, double timeout_s) {
-    const Borrowed borrowed = from_capsules(tensors);
+    const DeviceType device =
+        worker_->sends_on_device(channel) ? worker_->device().type() : DeviceType::kHost;
+    const Borrowed borrowed =
+        from_capsules(tensors, device, worker_->device().index(), [&] { return "'" + channel + "'"; });
     return with_signals(
                timeout_s,
                [&](Deadline deadline) {
@@ -381,7 +384,8 @@ class PyWorker {
   }
 
   Outgoing outgoing(const py::list& tensors, std::uint64_t tag) {
-    Borrowed borrowed = from_capsules(tensors);
+    Borrowed borrowed = from_capsules(tensors, worker_->device().type(), worker_->device().index(),
+                                      [&] { return worker_->engine().position(); });
     return {tag, std::move(borrowed.tensors), worker_->record_compute(), std::move(borrowed.owner)};
   }
 

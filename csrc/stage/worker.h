@@ -143,7 +143,8 @@ class Worker {
   // the transport. After abort() items do not count. Idempotent.
   void close(double linger_s);
 
-  // Whether the channel's items arrive in device memory.
+  // Whether the channel's items are, or arrive, in device memory.
+  [[nodiscard]] bool sends_on_device(const std::string& channel) { return sender(channel).spec.on_device; }
   [[nodiscard]] bool receives_on_device(const std::string& channel) {
     return receiver(channel).spec.on_device;
   }

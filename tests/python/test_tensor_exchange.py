@@ -1,0 +1,70 @@
+"""Tensors that go to the core: what it could not read by its address is refused by name."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+from pipedream import _core
+from torch import Tensor
+from torch.utils.dlpack import to_dlpack
+
+_DEVICE_OFFSET = 8  # in DLManagedTensor: after the address
+
+_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer_of.restype = ctypes.c_void_p
+_pointer_of.argtypes = (ctypes.py_object, ctypes.c_char_p)
+
+
+def _capsule(tensor: Tensor, device_type: int, device_index: int = 0) -> Any:
+    """As if the tensor lay on a device of this DLPack type."""
+    capsule = to_dlpack(tensor)
+    address = _pointer_of(capsule, b"dltensor")
+    (ctypes.c_int32 * 2).from_address(address + _DEVICE_OFFSET)[:] = [device_type, device_index]
+    return capsule
+
+
+def _core_with_channel() -> _core.Worker:
+    core = _core.Worker(transport="inproc")
+    tensors = [("float32", 1, 16), ("float32", 1, 16)]
+    core.add_channel(name="out", sends=True, peer="stage 1", channel_id=0, tensors=tensors, num_items=2)
+    return core
+
+
+@pytest.mark.parametrize(
+    ("device_type", "where"),
+    [(2, "cuda:3"), (8, "a device of DLPack type 8"), (13, "a device of DLPack type 13")],
+)
+def test_a_tensor_on_another_device_is_refused_with_its_place(device_type: int, where: str) -> None:
+    # It was read as if it were the worker's own memory.
+    core = _core_with_channel()
+    tensors = [to_dlpack(torch.zeros(4)), _capsule(torch.zeros(4), device_type, 3)]
+    with pytest.raises(ValueError) as caught:
+        core.send_item("out", tensors)
+    assert str(caught.value) == (
+        f"'out': tensor 1 is on {where}, but it is sent from cpu: move it there (.to(device)) in the layer"
+        " that makes it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tensor", "fault"),
+    [
+        (torch.zeros(4, 4).t(), "is not contiguous, and cannot cross a boundary"),
+        (torch.zeros([1] * 9), "has 9 dimensions: at most 8 can cross a boundary"),
+    ],
+)
+def test_what_cannot_cross_is_refused_with_its_place(tensor: Tensor, fault: str) -> None:
+    with pytest.raises(ValueError, match=rf"^'out': tensor 0 {fault}$"):
+        _core_with_channel().send_item("out", [to_dlpack(tensor)])
+
+
+def test_the_tensors_of_a_refused_item_are_given_back() -> None:
+    kept = torch.zeros(4)
+    storage = kept.untyped_storage()
+    before = torch._C._storage_Use_Count(storage._cdata)
+    with pytest.raises(ValueError, match="tensor 1"):
+        _core_with_channel().send_item("out", [to_dlpack(kept), _capsule(kept, 8)])
+    assert torch._C._storage_Use_Count(storage._cdata) == before
