@@ -32,6 +32,7 @@ from .boundary import (
 from .checks import check_count, check_data, check_function, is_number
 from .guard import check_main_guard
 from .layer_profile import LayerProfile, Profile
+from .loss_placement import call_loss, loss_on
 from .references import check_loss_fn
 from .splitter import Model, layers_of, model_name
 from .tracebacks import with_short_tracebacks
@@ -78,7 +79,8 @@ def profile(
     layers = [layer for _, layer in named_layers]
     device = device_of(layers)
     measurement = _Measurement(layers)
-    with untouched(layers), torch.enable_grad(), _progress(minibatches) as advance:
+    placed = loss_on(loss_fn, device)
+    with untouched(layers), placed, torch.enable_grad(), _progress(minibatches) as advance:
         _measure(measurement, batches, loss_fn, device, minibatches, seconds, advance)
     forward_ms, backward_ms = measurement.means_ms()
     return Profile(
@@ -171,7 +173,7 @@ def _measure_minibatch(
         clock.start()
         value = layer(value)
         if is_last:
-            loss = check_loss(loss_fn(value, targets), minibatch)
+            loss = check_loss(call_loss(loss_fn, value, targets), minibatch)
         clock.stop()
         leaves_of.append(leaves)
         outputs_of.append([loss] if loss is not None else tensors_of(value))

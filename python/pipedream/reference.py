@@ -28,6 +28,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .boundary import check_loss, check_pair, device_of, map_tensors, tensors_of, to_device
 from .checks import check_choice, check_count
+from .loss_placement import call_loss, loss_on
 from .microbatch import check_alike, chunk, samples_of, weights
 from .precision import LossScaler, autocast_dtype, autocast_region
 from .references import check_loss_fn, gradients_noticed, places_of
@@ -106,7 +107,7 @@ def run(
     device = device_of(modules)
     ties = find_ties(modules)
     own = {name: parameter for module in modules for name, parameter in module.trainable_parameters()}
-    with _random_streams(len(modules), seed) as streams, gradients_noticed(own):
+    with _random_streams(len(modules), seed) as streams, gradients_noticed(own), loss_on(loss_fn, device):
         stages = [
             _Stage(
                 module,
@@ -289,7 +290,7 @@ class _Stage:
         if self.loss_fn is None:
             return output
         with self.autocast():
-            return self.loss_fn(output, targets)
+            return call_loss(self.loss_fn, output, targets)
 
 
 class _Recomputed:

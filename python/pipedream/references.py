@@ -25,6 +25,7 @@ __all__ = [
     "Place",
     "check_loss_fn",
     "gradients_noticed",
+    "modules_carried_by",
     "places_of",
     "tensors_carried_by",
 ]
@@ -96,6 +97,12 @@ def tensors_carried_by(name: str, function: Any) -> list[tuple[str, Tensor]]:
     the global names that its code reads."""
     places = _places([_Found(function, name)], set(), with_globals=True)
     return list({id(place.tensor): (place.path, place.tensor) for place in places}.values())
+
+
+def modules_carried_by(function: Any) -> list[nn.Module]:
+    """The modules that a function or object has within reach."""
+    found = _walk([_Found(function, "")], set(), with_globals=True)
+    return [entry.value for entry in found if isinstance(entry.value, nn.Module)]
 
 
 def check_loss_fn(loss_fn: Any) -> None:
@@ -172,13 +179,20 @@ class _Attributes:
 
 
 def _places(roots: list[_Found], registered: set[int], *, with_globals: bool) -> Iterator[Place]:
+    for found in _walk(roots, registered, with_globals=with_globals):
+        if isinstance(found.value, Tensor):
+            yield Place(found.path, found.value, found.container, found.key, found.held, found.is_outside)
+
+
+def _walk(roots: list[_Found], registered: set[int], *, with_globals: bool) -> Iterator[_Found]:
+    """Every object once; tensors, tuples and partials at each of their places."""
     seen: dict[int, Any] = {}  # by id; alive, so that no other object gets the id
     pending = roots[::-1]
     while pending:
         found = pending.pop()
         value = found.value
         if isinstance(value, Tensor):
-            yield Place(found.path, value, found.container, found.key, found.held, found.is_outside)
+            yield found
         elif type(value) not in _ATOMS:
             # Each place of a tuple or a partial is one to fill.
             if id(value) in seen and not _is_made_anew(value):
@@ -186,6 +200,7 @@ def _places(roots: list[_Found], registered: set[int], *, with_globals: bool) ->
             seen[id(value)] = value
             if isinstance(value, nn.Module) and id(value) not in registered:
                 found = _Found(value, found.path, is_outside=True)
+            yield found
             pending += list(_inside(found, with_globals=with_globals))[::-1]
 
 

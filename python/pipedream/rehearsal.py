@@ -41,6 +41,7 @@ from .bulk import receive_document, receive_tensors, send_document, send_tensors
 from .channels import rehearsal_name
 from .errors import PipelineError, describe_error
 from .footprint import SCALARS_BYTES, Footprint, WorkMeter, make_meter, storage_bytes
+from .loss_placement import call_loss
 from .offload import measure_offloadable
 from .precision import autocast_region
 from .splitter import StageModule
@@ -231,7 +232,7 @@ class _StageRehearsal:
         if not self._is_last or self._loss_fn is None:
             return output
         with autocast_region(self._device.type, self._autocast):
-            return check_loss(self._loss_fn(output, self._targets), 0)
+            return check_loss(call_loss(self._loss_fn, output, self._targets), 0)
 
     def footprint(self, *, with_backward: bool) -> Footprint:
         measured = self._metered

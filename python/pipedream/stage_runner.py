@@ -27,6 +27,7 @@ from .errors import DataMismatch, NonFiniteLoss, PipelineError, describe_error
 from .footprint import StepMeter, WorkMeter
 from .gradients import StageGradients
 from .job import JobOptions
+from .loss_placement import call_loss
 from .offload import SavedTensors, StageOffload, graph_root
 from .precision import LossScaler, autocast_region
 from .recompute import BufferMemory, Buffers, GeneratorState, buffers_replayed
@@ -348,7 +349,7 @@ class StageRunner:
         targets = to_device(stashed.piece.targets, self._device)
         if stashed.saved is not None:
             stashed.saved.keep(tensors_of(targets))
-        return check_loss(self._options.loss_fn(output, targets), minibatch)
+        return check_loss(call_loss(self._options.loss_fn, output, targets), minibatch)
 
     def _complete_loss(self, minibatch: int, stashed: _Stashed, loss: Tensor, *, closes: bool) -> None:
         losses = self.parts.losses

@@ -44,6 +44,7 @@ from .errors import PeerLost, describe_error, failures_of_others, losses_kept, r
 from .footprint import Footprint
 from .gradients import updated_parameters
 from .job import JobOptions, WorkerPlace
+from .loss_placement import loss_on
 from .memory import (
     GRADIENTS,
     OFFLOADED_ACTIVATIONS,
@@ -146,6 +147,9 @@ class _Worker:
         own_device = device_of(self._own_stages())  # where the user has the model, and finds it again
         for stage in self._own_stages():
             stage.to(self._device)
+        loss_placed = contextlib.ExitStack()
+        if self._options.plan.num_stages - 1 in self._options.plan.stages_of(self._place.rank):
+            loss_placed.enter_context(loss_on(self._options.loss_fn, self._device))
         try:
             rendezvous.enter("sharing the initial weights")
             links = self._open_set_up_links()
@@ -170,6 +174,7 @@ class _Worker:
         except _core.RunFailure as failure:
             raise_failure(*failure.args)
         finally:
+            loss_placed.close()
             if self._place.returns_model:
                 for stage in self._own_stages():
                     stage.to(own_device)

@@ -10,6 +10,7 @@ from typing import Any
 import pipedream
 import pytest
 import torch
+from pipedream import reference
 from pipedream.references import Place, check_loss_fn, gradients_noticed, places_of
 from torch import Tensor, nn
 
@@ -207,7 +208,7 @@ def test_run_profile_and_reference_refuse_such_a_loss_before_anything_starts() -
     for start in (
         lambda: pipedream.run(model, plan, data=data, loss_fn=loss_fn, optimizer=optimizer),
         lambda: pipedream.profile(model, data, loss_fn),
-        lambda: pipedream.reference.run(model, plan, data=data, loss_fn=loss_fn, optimizer=optimizer),
+        lambda: reference.run(model, plan, data=data, loss_fn=loss_fn, optimizer=optimizer),
     ):
         with pytest.raises(
             ValueError, match=r"^loss_fn carries the trainable tensor loss_fn\.model\.0\.weight"
