@@ -37,6 +37,7 @@ from .data import (
     fingerprint,
     forwarded_counts,
     num_minibatches_of,
+    without_processes,
 )
 from .factories import try_factories
 from .gradients import updated_parameters
@@ -185,7 +186,7 @@ def _write_data(folder: Path, data: Iterable[Any], options: JobOptions) -> Forwa
     """Writes the data for the workers, or what stands for it when it must be forwarded from here."""
     forwarded: ForwardedData | None = None
     try:
-        content = _dumps(data)
+        content = _dumps(without_processes(data))
     except Exception:  # whatever a user's object raises: then it stays here
         seed_data(base_seed(options.seed), options.seed, options.plan.num_stages)
         begin = RngState.capture()

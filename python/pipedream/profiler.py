@@ -336,6 +336,7 @@ def _progress(minibatches: int) -> Iterator[Callable[[], None]]:
         TextColumn("minibatches"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
+    to_terminal = sys.stdout.isatty()  # a file gets what the user prints
+    with Progress(*columns, console=console, transient=True, redirect_stdout=to_terminal) as progress:
         task = progress.add_task("", total=minibatches)
         yield lambda: progress.advance(task)

@@ -172,6 +172,8 @@ def _memory_of_workers(result: RunResult) -> Iterator[tuple[str, int, int]]:
 def _remedy(source: str) -> str:
     if not source.startswith("DataLoader"):
         return "a DataLoader with num_workers reads ahead"
+    if source.endswith("num_workers=0"):
+        return "with num_workers above 0 other processes read ahead"
     if source.endswith(FORWARDED):
         return "more num_workers, or a dataset that can be pickled, which the workers read themselves"
     return "more num_workers, and persistent_workers=True where there are several epochs"

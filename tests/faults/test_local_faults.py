@@ -22,6 +22,7 @@ import pytest
 from mishaps import (
     BOUND_S,
     Layer,
+    NotesReader,
     be_killed,
     be_stopped_after,
     make_file,
@@ -33,6 +34,7 @@ from mishaps import (
 )
 from pipedream import PeerLost, PipelineError, WorkerLost
 from pipedream.run_folder import run_folder
+from torch.utils.data import DataLoader
 
 
 @pytest.fixture(autouse=True)
@@ -54,19 +56,27 @@ def _error_of(kind: type[Exception], call: Callable[[], Any]) -> Exception:
     return caught.value
 
 
+def _is_alive(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # whom nobody has collected yet
+    return False
+
+
 @pytest.mark.parametrize(("stage", "at"), [(1, 0), (0, 7)], ids=["warm-up", "steady"])
 def test_a_killed_worker_ends_the_run_and_names_stage_and_minibatch(
     tmp_path: Path, stage: int, at: int
 ) -> None:
-    note = tmp_path / "note"
+    note, readers = tmp_path / "note", tmp_path / "readers"
     model = model_with(be_killed, stages=2, stage=stage, at=at, note=str(note), rank=stage)
-    error = _error_of(WorkerLost, lambda: run(model))
+    loader = DataLoader(NotesReader(str(readers)), batch_size=None, num_workers=1)
+    error = _error_of(WorkerLost, lambda: run(model, data=loader))
     _, killed_s = noted(note)
     assert time.monotonic() - killed_s < BOUND_S
     assert str(error) == f"stage {stage} (rank {stage}) was killed by SIGKILL at minibatch {at}"
     # The losses that were known are there, also those of the worker that was killed.
     assert list(error.losses) == [float(i * i) for i in range(len(error.losses))]  # type: ignore[attr-defined]
     assert at - 1 <= len(error.losses) <= at  # type: ignore[attr-defined]
+    assert not [pid for pid in set(map(int, readers.read_text().split())) if _is_alive(pid)]
 
 
 def test_a_stopped_worker_ends_the_run(tmp_path: Path) -> None:

@@ -387,6 +387,11 @@ def test_a_scheduler_that_is_none_or_needs_a_metric(farm: Farm) -> None:
     _refused_by_ranks(farm, TypeError, "lr_scheduler returned float", lr_scheduler=_no_scheduler)
 
 
+def test_a_short_last_minibatch_of_a_loader_is_refused_before_anything_starts() -> None:
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(9), torch.ones(9)), 4)
+    refused(lambda: run(_MODEL, data=loader, microbatches=2), ValueError, "the last minibatch of data has 1 ")
+
+
 def test_fewer_samples_than_microbatches(farm: Farm) -> None:
     _refused_by_ranks(
         farm, ValueError, "minibatch 0", "4 samples", "microbatches=5", "drop_last=True", microbatches=5

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from pipedream.data import DataStream, check_sizes, describe_source, fingerprint, num_minibatches_of
+from pipedream.data import (
+    DataStream,
+    check_sizes,
+    describe_source,
+    fingerprint,
+    num_minibatches_of,
+    without_processes,
+)
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 
@@ -75,6 +83,19 @@ def test_a_source_is_named_for_the_result() -> None:
     loader = DataLoader(_Endless(), batch_size=None, num_workers=2)
     sources = [describe_source(data) for data in (loader, [], iter(batch for batch in []))]
     assert sources == ["DataLoader with num_workers=2", "list", "generator"]
+
+
+def test_a_loader_that_has_its_processes_is_sent_without_them() -> None:
+    loader = _loader(num_workers=1, persistent_workers=True)
+    first = next(iter(loader))
+    with pytest.raises(NotImplementedError):
+        pickle.dumps(loader)
+    iterator = loader._iterator
+    sent = pickle.loads(pickle.dumps(without_processes(loader)))
+    assert loader._iterator is iterator
+    assert sent.persistent_workers and torch.equal(next(iter(sent))[0], first[0])
+    plain = _loader()
+    assert without_processes(plain) is plain
 
 
 def _loader(num_samples: int = 10, **how: Any) -> DataLoader[Any]:

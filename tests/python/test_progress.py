@@ -109,3 +109,13 @@ def test_a_dumb_terminal_gets_lines(clock: _Clock, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TERM", "dumb")
     _train(_progress(file := _Terminal()), clock, 5)
     assert file.getvalue() == "epoch 1/3, minibatch 5/30, loss 0.2, 8 samples/s\n"
+
+
+def test_what_is_printed_into_a_file_meanwhile_goes_there(
+    clock: _Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    with _progress(file := _Terminal()):
+        print("for the file")
+    assert capsys.readouterr().out == "for the file\n"
+    assert "for the file" not in file.getvalue()

@@ -275,6 +275,7 @@ def test_the_time_that_workers_waited_for_data_is_a_share_of_theirs() -> None:
             "DataLoader with num_workers=2, iterated by the caller and forwarded",
             "more num_workers, or a dataset that can be pickled, which the workers read themselves",
         ),
+        ("DataLoader with num_workers=0", "with num_workers above 0 other processes read ahead"),
         ("Corpus", "a DataLoader with num_workers reads ahead"),
     ],
 )
