@@ -122,11 +122,12 @@ def minibatches(count: int = NUM_MINIBATCHES) -> list[tuple[torch.Tensor, torch.
 
 
 class NotesReader(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """The minibatches, and in a file the pid of every process that reads one."""
+    """The minibatches, and in a file the pid of every process that reads one. From `stuck_at` on it hangs."""
 
-    def __init__(self, note: str) -> None:
+    def __init__(self, note: str, stuck_at: int) -> None:
         self._minibatches = minibatches()
         self._note = note
+        self._stuck_at = stuck_at
 
     def __len__(self) -> int:
         return len(self._minibatches)
@@ -134,6 +135,8 @@ class NotesReader(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         with open(self._note, "a", encoding="utf-8") as file:
             print(os.getpid(), file=file)
+        while index >= self._stuck_at:
+            signal.pause()
         return self._minibatches[index]
 
 

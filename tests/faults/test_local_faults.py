@@ -68,7 +68,7 @@ def test_a_killed_worker_ends_the_run_and_names_stage_and_minibatch(
 ) -> None:
     note, readers = tmp_path / "note", tmp_path / "readers"
     model = model_with(be_killed, stages=2, stage=stage, at=at, note=str(note), rank=stage)
-    loader = DataLoader(NotesReader(str(readers)), batch_size=None, num_workers=1)
+    loader = DataLoader(NotesReader(str(readers), stuck_at=at + 2), batch_size=None, num_workers=1)
     error = _error_of(WorkerLost, lambda: run(model, data=loader))
     _, killed_s = noted(note)
     assert time.monotonic() - killed_s < BOUND_S
