@@ -62,7 +62,7 @@ def _is_alive(pid: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize(("stage", "at"), [(1, 0), (0, 7)], ids=["warm-up", "steady"])
+@pytest.mark.parametrize(("stage", "at"), [(1, 1), (0, 7)], ids=["warm-up", "steady"])
 def test_a_killed_worker_ends_the_run_and_names_stage_and_minibatch(
     tmp_path: Path, stage: int, at: int
 ) -> None:
