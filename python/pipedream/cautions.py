@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterator
+from types import FrameType
 
 from .plan import Plan
 from .splitter import Model, layers_of
 
-__all__ = ["cautions_of"]
+__all__ = ["cautions_of", "warn_the_caller"]
+
+_BETWEEN = (__package__, "contextlib")  # modules of the frames between a warning and the user's line
 
 
 def cautions_of(model: Model, plan: Plan, world_size: int | None) -> Iterator[str]:
@@ -34,3 +39,12 @@ def cautions_of(model: Model, plan: Plan, world_size: int | None) -> Iterator[st
             f"the plan uses {plan.workers_used} of {world_size} ranks: the others wait until the run is over;"
             f" partition for {world_size} workers, or start {plan.workers_used}"
         )
+
+
+def warn_the_caller(caution: str) -> None:
+    """At the line of the script that called us, however many decorators are in between."""
+    frame: FrameType | None = sys._getframe()
+    stack_level = 1
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        frame, stack_level = frame.f_back, stack_level + 1
+    warnings.warn(caution, stacklevel=stack_level)

@@ -7,7 +7,6 @@ import logging
 import multiprocessing
 import os
 import secrets
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from . import _core
-from .cautions import cautions_of
+from .cautions import cautions_of, warn_the_caller
 from .checks import (
     check_choice,
     check_count,
@@ -227,7 +226,7 @@ def run(
     if _is_rank_0():
         world_size = int(os.environ["WORLD_SIZE"]) if _under_torchrun() else None
         for caution in cautions_of(model, plan, world_size):
-            warnings.warn(caution, stacklevel=3)  # names the line of the script, above the decorator
+            warn_the_caller(caution)
     if prefix is not None:
         result = _run_this_rank(model, data, options, prefix)
     else:
