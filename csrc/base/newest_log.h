@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <vector>
 
 namespace pipedream {
@@ -15,6 +16,7 @@ class NewestLog {
   explicit NewestLog(std::size_t num_kept_max) : num_kept_max_(num_kept_max) { items_.reserve(num_kept_max); }
 
   void add(const T& item) {
+    ++num_added_;
     if (num_kept_max_ == 0) return;
     if (items_.size() < num_kept_max_) {
       items_.push_back(item);
@@ -22,6 +24,12 @@ class NewestLog {
       items_[oldest_] = item;
       oldest_ = (oldest_ + 1) % num_kept_max_;
     }
+  }
+  [[nodiscard]] std::uint64_t num_added() const { return num_added_; }
+  // The item that was added as the number-th, counted from 0; null when newer ones have its place.
+  [[nodiscard]] T* find(std::uint64_t number) {
+    if (number >= num_added_ || num_added_ - number > items_.size()) return nullptr;
+    return &items_[static_cast<std::size_t>(number % num_kept_max_)];
   }
   // Oldest first.
   [[nodiscard]] std::vector<T> items() const {
@@ -34,6 +42,7 @@ class NewestLog {
   const std::size_t num_kept_max_;
   std::vector<T> items_;
   std::size_t oldest_ = 0;
+  std::uint64_t num_added_ = 0;
 };
 
 }  // namespace pipedream

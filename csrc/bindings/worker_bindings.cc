@@ -266,6 +266,9 @@ class PyWorker {
     return freed ? freed->value() : -1;
   }
   void complete_update(std::int64_t compute_ns) { worker_->engine().complete_update(compute_ns); }
+  void add_compute(std::int64_t began_ns, std::int64_t ended_ns) {
+    worker_->engine().add_compute(began_ns, ended_ns);
+  }
   void end_of_data() { worker_->engine().end_of_data(); }
 
   bool send_item(const std::string& channel, const py::list& tensors, std::uint64_t tag, double timeout_s) {
@@ -454,6 +457,8 @@ void bind_worker(py::module_& module) {
       .def("complete_backward", &PyWorker::complete_backward, py::arg("tensors"), py::arg("tag"),
            py::arg("compute_ns"))
       .def("complete_update", &PyWorker::complete_update, py::arg("compute_ns"))
+      .def("add_compute", &PyWorker::add_compute, py::arg("began_ns"), py::arg("ended_ns"),
+           "When the device did the work of the oldest item that was completed with COMPUTED_LATER.")
       .def("end_of_data", &PyWorker::end_of_data)
       .def("send_item", &PyWorker::send_item, py::arg("channel"), py::arg("tensors"), py::arg("tag") = 0,
            py::arg("timeout_s") = 1e9)
@@ -500,6 +505,7 @@ void bind_worker(py::module_& module) {
   module.attr("PLACED_BYTES_MIN") = kPlacedBytesMin;
   module.attr("NUM_TENSORS_MAX") = py::int_(ItemSpec::kNumTensorsMax);
   module.attr("NUM_DIMS_MAX") = py::int_(kNumDimsMax);
+  module.attr("COMPUTED_LATER") = kComputedLater;
   module.def(
       "channel_bytes",
       [](const TensorFields& tensors, const std::string& codec) {

@@ -1,5 +1,6 @@
 #include "stage/engine.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace pipedream {
@@ -264,17 +265,42 @@ void StageEngine::complete(WorkKind kind, std::int64_t compute_ns) {
   PD_CHECK(handed_out_ && work_kind_of(doing_.opcode) == kind,
            work_kind_name(kind) << " completed while doing " << to_string(doing_));
   const std::int64_t completed_ns = now_ns();
+  const bool is_later = compute_ns == kComputedLater;
+  PD_CHECK(is_later || num_told_ == 0, "compute_ns " << compute_ns << " after some that came later");
   spans_.add({kind, doing_.stage, doing_.minibatch, doing_.microbatch, asked_ns_, ready_ns_, completed_ns,
-              wait_ns_, compute_ns});
+              wait_ns_, is_later ? 0 : compute_ns});
   ++totals_.num_work_items;
   num_completed_.fetch_add(1);
   totals_.wait_ns += wait_ns_;
-  totals_.compute_ns += compute_ns;
-  totals_.elapsed_ns = completed_ns - started_ns_;
+  if (!is_later) totals_.compute_ns += compute_ns;
+  totals_.elapsed_ns = std::max(totals_.elapsed_ns, completed_ns - started_ns_);
   handed_out_ = false;
   asked_ns_ = 0;
   wait_ns_ = 0;
   cursor_.advance();
+}
+
+//   host    | wait for item 2 |launch|
+//   device  | item 1 |               | item 2 |
+//                    |--wait--|        only now it had nothing to do but to wait
+void StageEngine::add_compute(std::int64_t began_ns, std::int64_t ended_ns) {
+  PD_CHECK(num_told_ < spans_.num_added(), "no item is left of " << spans_.num_added());
+  PD_CHECK(compute_ended_ns_ <= began_ns && began_ns <= ended_ns,
+           compute_ended_ns_ << ", " << began_ns << ", " << ended_ns);
+  totals_.compute_ns += ended_ns - began_ns;
+  totals_.elapsed_ns = std::max(totals_.elapsed_ns, ended_ns - started_ns_);
+  if (Span* span = spans_.find(num_told_)) {
+    const std::int64_t free_ns = std::min(std::max(span->asked_ns, compute_ended_ns_), began_ns);
+    const std::int64_t idle_wait_ns = std::clamp<std::int64_t>(span->ready_ns - free_ns, 0, span->wait_ns);
+    totals_.wait_ns -= span->wait_ns - idle_wait_ns;
+    span->asked_ns = free_ns;
+    span->ready_ns = began_ns;
+    span->completed_ns = ended_ns;
+    span->wait_ns = idle_wait_ns;
+    span->compute_ns = ended_ns - began_ns;
+  }
+  ++num_told_;
+  compute_ended_ns_ = ended_ns;
 }
 
 std::string StageEngine::position() const {

@@ -75,6 +75,8 @@ struct Outgoing {
 };
 
 // When one work item was asked for, got its inputs and was completed; compute_ns of that was the user's.
+// Where the device works on after a completion, as the device saw it once add_compute() has told: asked when
+// it had nothing left to do, ready when it began and completed when it ended.
 struct Span {
   WorkKind kind = WorkKind::kForward;
   StageIndex stage;
@@ -86,6 +88,9 @@ struct Span {
   std::int64_t wait_ns = 0;  // of asked to ready: blocked on a channel
   std::int64_t compute_ns = 0;
 };
+
+// As compute_ns of a completion: the device has yet to do what the caller enqueued; add_compute() follows.
+inline constexpr std::int64_t kComputedLater = -1;
 
 struct VersionsRead {
   WeightVersion forward;
@@ -109,13 +114,16 @@ class StageEngine {
   // stage and minibatch. Aborts when the item handed out before was not completed.
   [[nodiscard]] Result<std::optional<WorkItem>> next_work(Deadline deadline);
 
-  // compute_ns: time spent in user code for this item, as the caller measured it.
+  // compute_ns: time spent in user code for this item, as the caller measured it, or kComputedLater for all.
   void complete_forward(Outgoing outgoing, std::int64_t compute_ns);
   void complete_recompute(std::int64_t compute_ns);
   // Gives the slot of the stage whose version nobody will read again because of this, if there is one: no
   // later item reads it, and it is not the newest, which the next update reads.
   std::optional<SlotIndex> complete_backward(Outgoing outgoing, std::int64_t compute_ns);
   void complete_update(std::int64_t compute_ns);
+  // When the device did the user's work of the oldest item that was completed with kComputedLater and has not
+  // been told yet, on the clock of now_ns(); not before the end of the one before.
+  void add_compute(std::int64_t began_ns, std::int64_t ended_ns);
   // Instead of completing the FORWARD of a first microbatch at the first stage: there is no such minibatch.
   void end_of_data();
 
@@ -168,6 +176,8 @@ class StageEngine {
   std::int64_t ready_ns_ = 0;
   std::int64_t wait_ns_ = 0;
   std::int64_t started_ns_ = 0;
+  std::uint64_t num_told_ = 0;         // by add_compute()
+  std::int64_t compute_ended_ns_ = 0;  // of the last one
   NewestLog<Span> spans_;
   EngineTotals totals_;
   std::atomic<std::uint64_t> num_completed_{0};

@@ -21,7 +21,8 @@ __all__ = ["ChannelFigures", "RunResult", "WorkSpan", "combine_reports"]
 
 
 class WorkSpan(NamedTuple):
-    """One work item of a worker; times on the machine's monotonic clock."""
+    """One work item of a worker; times on the machine's monotonic clock. On a GPU they are the device's own,
+    whenever the host asked and launched."""
 
     kind: str
     """FORWARD, RECOMPUTE, BACKWARD or UPDATE."""
@@ -29,12 +30,12 @@ class WorkSpan(NamedTuple):
     minibatch: int
     microbatch: int
     asked_ns: int
-    """When the worker asked for it."""
+    """When the worker asked for it; on a GPU not before the device had done the item before."""
     ready_ns: int
-    """When it had its input."""
+    """When it had its input; on a GPU when the device began the user's work."""
     completed_ns: int
     wait_ns: int
-    """Of asked to ready: waiting for a neighbour's tensors."""
+    """Of asked to ready: waiting for a neighbour's tensors, with nothing else to do."""
     compute_ns: int
     """Of ready to completed: in user code."""
 

@@ -138,7 +138,8 @@ def run(
     peer_timeout: seconds after which a worker that is silent, or whose interpreter hangs, is given up. Code
         that holds the GIL for so long without a break counts as a hang.
     seed: of all random numbers; None continues from the caller's generators.
-    on_nonfinite: "stop" raises NonFiniteLoss naming the minibatch; "continue" trains on.
+    on_nonfinite: "stop" raises NonFiniteLoss naming the minibatch, before it has changed a weight; "continue"
+        trains on.
     gather: where the trained weights go: "rank0", "all", or "none" (each worker keeps its own stage's).
     progress: show epoch, loss and samples/s on stderr while training: on a terminal a line that changes,
         elsewhere a line every few seconds.

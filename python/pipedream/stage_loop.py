@@ -19,15 +19,17 @@ from .batch_reader import BatchReader
 from .boundary import Boundary
 from .channels import activations_name, gradients_name
 from .data import MinibatchStream
+from .device_clock import make_device_clock, make_user_code
 from .footprint import StepMeter, WorkMeter, make_meter
 from .gradients import GradientFigures, NormExchange, StageGradients, clip_scale
 from .job import JobOptions, WorkerPlace
+from .losses import make_loss_record
 from .memory import GRADIENTS, MODEL, STASH, TORCH_OPTIMIZER_STATE, TRANSIENT
 from .offload import StageOffload
 from .progress import RunProgress
 from .seeding import RngStream, stage_seed
 from .splitter import StageModule
-from .stage_runner import LossRecord, StageParts, StageRunner, UserCode
+from .stage_runner import StageParts, StageRunner
 from .status import StatusBoard
 from .tied import TiedParameters
 from .torch_pool import TORCH_TENSORS, TorchPool
@@ -103,7 +105,8 @@ class WorkerLoop:
         self._torch_pool = torch_pool
         self._describe = options.plan.describe_worker(place.rank)
         self._position = _Position(place.rank)
-        self._user = UserCode(self._position)
+        self._clock = make_device_clock(device, core.add_compute)
+        self._user = make_user_code(self._position, self._clock)
         # On the host measuring costs time per operator: enough is seen once the pipeline has been full.
         self._measured_until = None if device.type == "cuda" else max(schedule.in_flight) + 1
         last = options.plan.num_stages - 1
@@ -121,8 +124,8 @@ class WorkerLoop:
             num_epochs=options.epochs,
             schedule=schedule,
         )
-        self._losses = LossRecord(
-            options.on_nonfinite, functools.partial(_show, self._progress, self._reader, place.board)
+        self._losses = make_loss_record(
+            options.on_nonfinite, functools.partial(_show, self._progress, self._reader, place.board), device
         )
         self._runners = {
             part.stage.stage_index: self._make_runner(part, boundaries, base_seed) for part in prepared
@@ -204,7 +207,8 @@ class WorkerLoop:
             cleanup.callback(self._restore, newest_slots)
             while (kind := (work := core.next_work()).kind) != "DONE":
                 stage, minibatch = work.stage, work.minibatch
-                self._user.elapsed_ns = 0
+                if self._clock is not None:
+                    self._clock.tell_done()
                 if minibatch != self._position.minibatch:
                     self._begin_minibatch(minibatch)
                 self._position.stage, self._position.minibatch = stage, minibatch
@@ -214,6 +218,8 @@ class WorkerLoop:
                     newest_slots[stage] = work.write_slot
                 else:
                     do[kind](runner, work)
+            if self._clock is not None:
+                self._clock.finish()
             for runner in self._runners.values():
                 runner.parts.tied.pull_last(work.num_minibatches)
                 runner.parts.weights.check_gradients_taken()

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import struct
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -23,20 +21,22 @@ from . import _core
 from .batch_norm import MinibatchStatistics
 from .batch_reader import MARK_MASK, BatchReader, Microbatch
 from .boundary import Boundary, boundary_input, check_loss, exportable, map_tensors, tensors_of, to_device
-from .errors import DataMismatch, NonFiniteLoss, PipelineError, describe_error
+from .errors import DataMismatch
 from .footprint import StepMeter, WorkMeter
 from .gradients import StageGradients
 from .job import JobOptions
 from .loss_placement import call_loss
+from .losses import LossRecord
 from .offload import SavedTensors, StageOffload, graph_root
 from .precision import LossScaler, autocast_region
 from .recompute import BufferMemory, Buffers, GeneratorState, buffers_replayed
 from .seeding import RngStream
 from .splitter import StageModule
 from .tied import TiedParameters
+from .user_code import UserCode
 from .weights import StageWeights
 
-__all__ = ["LossRecord", "StageParts", "StageRunner", "UserCode"]
+__all__ = ["StageParts", "StageRunner"]
 
 # The tag of an activation: the minibatch's mark in the low bits, and in the highest whether a stage upstream
 # has had gradients that overflowed. The tag of a gradient: the loss's scale, as the bits of a double.
@@ -45,27 +45,6 @@ _OVERFLOW_BIT = 1 << 63
 _Result = TypeVar("_Result")
 
 _USES_OF_AN_UNSHARED_STORAGE = 2  # the tensor, and the Python object that asks
-
-
-class UserCode:
-    """Runs the user's own code: times it, and tells its errors with stage and minibatch."""
-
-    def __init__(self, where: Callable[[str], str]) -> None:
-        """where: of what is being run, for errors."""
-        self._where = where
-        self.elapsed_ns = 0
-        """Since it was last reset to 0."""
-
-    def run(self, what: str, function: Callable[..., _Result], *arguments: Any) -> _Result:
-        began_ns = time.perf_counter_ns()
-        try:
-            return function(*arguments)
-        except (PipelineError, _core.RunFailure):
-            raise  # forwarded data come from the core: its failures are the world's
-        except Exception as error:
-            raise PipelineError(f"{self._where(what)}: {describe_error(error)}") from error
-        finally:
-            self.elapsed_ns += time.perf_counter_ns() - began_ns
 
 
 def _within(
@@ -81,29 +60,6 @@ def _within(
             return function(*arguments)
 
     return inside
-
-
-class LossRecord:
-    """The losses of the last stage, one per minibatch: the mean over its microbatches by their samples."""
-
-    def __init__(self, on_nonfinite: str, on_minibatch: Callable[[int, float], None]) -> None:
-        self.values: list[float] = []
-        self._on_nonfinite = on_nonfinite
-        self._on_minibatch = on_minibatch
-        self._sum = 0.0
-
-    def add(self, minibatch: int, value: float, weight: float) -> None:
-        if not math.isfinite(value) and self._on_nonfinite == "stop":
-            raise NonFiniteLoss(
-                f"the loss of minibatch {minibatch} is {value}: lower the learning rate or check the data, or"
-                ' go on with on_nonfinite="continue"'
-            )
-        self._sum += value if weight == 1.0 else value * weight
-
-    def close(self, minibatch: int) -> None:
-        value, self._sum = self._sum, 0.0
-        self.values.append(value)
-        self._on_minibatch(minibatch, value)
 
 
 @dataclass(slots=True)
@@ -194,6 +150,7 @@ class StageRunner:
         self._buffers = BufferMemory(parts.stage)
         self._buffer_memory: set[int] = set()  # known after the first forward, which may make buffers
         self._in_flight: dict[tuple[int, int], _Stashed] = {}
+        self._reads_losses_late = parts.losses is not None and parts.losses.reads_late
         self._is_tied = bool(parts.tied)
         self._poisons = _core.poisons_released_slots()
         self._scales_loss = options.autocast is torch.float16
@@ -233,6 +190,7 @@ class StageRunner:
         minibatch, microbatch, tag = work.minibatch, work.microbatch, work.tag
         piece = self._read(minibatch, microbatch, tag & MARK_MASK)
         if piece is None:
+            self._user.drop_elapsed()
             self._core.end_of_data()
             return
         if microbatch == 0:
@@ -356,10 +314,12 @@ class StageRunner:
         assert losses is not None
         if not self._recomputes:
             self._keep_loss(minibatch, stashed, loss)
-        losses.add(minibatch, loss.item(), stashed.piece.weight)
+        if self._reads_losses_late:
+            self._read_losses()
+        losses.add(minibatch, loss, stashed.piece.weight)
         if closes:
             self._close_minibatch(minibatch)
-        self._core.complete_forward([], 0, self._user.elapsed_ns)
+        self._core.complete_forward([], 0, self._user.take_elapsed_ns())
 
     def _keep_loss(self, minibatch: int, stashed: _Stashed, loss: Tensor) -> None:
         """For the backward."""
@@ -384,7 +344,7 @@ class StageRunner:
         if stashed.saved is not None and stashed.saved.leaves_device:
             stashed.outputs = [graph_root(tensor) for tensor in tensors]
         capsules = [to_dlpack(self._settled(tensor)) for tensor in tensors]
-        self._core.complete_forward(capsules, self._tag_of(stashed.piece), self._user.elapsed_ns)
+        self._core.complete_forward(capsules, self._tag_of(stashed.piece), self._user.take_elapsed_ns())
 
     def _crossing(self, output: Any, minibatch: int) -> list[Tensor]:
         boundary = self.parts.boundary_out
@@ -416,7 +376,7 @@ class StageRunner:
         if work.microbatch + 1 == self._num_microbatches:
             self._close_minibatch(work.minibatch)
         capsules = [] if self.is_last else self._nothing_like(self.parts.boundary_out, gradients=False)
-        self._core.complete_forward(capsules, self._tag_of(piece), self._user.elapsed_ns)
+        self._core.complete_forward(capsules, self._tag_of(piece), self._user.take_elapsed_ns())
 
     # Recompute.
 
@@ -428,7 +388,7 @@ class StageRunner:
             self._bind(work.read_slot, minibatch)
             run = _within(self.meter.recompute if self.meter else None, self._run_recompute)
             run(self, minibatch, stashed)
-        self._core.complete_recompute(self._user.elapsed_ns)
+        self._core.complete_recompute(self._user.take_elapsed_ns())
 
     def _rerun(self, minibatch: int, stashed: _Stashed) -> None:
         assert stashed.generators is not None
@@ -456,10 +416,13 @@ class StageRunner:
         self._bind(read_slot, minibatch)
         run = _within(self.meter.backward if self.meter else None, self._run_backward)
         run(self, stashed, [from_dlpack(capsule) for capsule in work.take_tensors()])
+        if self._reads_losses_late:  # before anything of this backward leaves the stage
+            self._read_losses()
         if microbatch + 1 == self._num_microbatches:
             self.parts.tied.push(minibatch)
         tag = _bits_of(self.loss_scale) if self._scales_loss else 0
-        freed = self._core.complete_backward(self._outgoing_gradients(stashed), tag, self._user.elapsed_ns)
+        gradients = self._outgoing_gradients(stashed)
+        freed = self._core.complete_backward(gradients, tag, self._user.take_elapsed_ns())
         if self._poisons:
             self._poison(work, freed)
 
@@ -468,6 +431,11 @@ class StageRunner:
             self._prefetch(stashed)
         if not stashed.piece.is_empty:
             self._user.run("backward", self._call_autograd, stashed, received)
+
+    def _read_losses(self) -> None:
+        """What the device could not do comes out here too, so it is the user's code that is named."""
+        assert self.parts.losses is not None
+        self._user.run("forward or loss_fn", self.parts.losses.read_pending)
 
     def _prefetch(self, current: _Stashed) -> None:
         """What the next backward needs comes back while this one runs."""
@@ -529,7 +497,7 @@ class StageRunner:
         else:
             with self.parts.weights.own.updating(read_slot, write_slot):
                 self._user.run("optimizer", self._make_version, read_slot, write_slot, gradient_scale)
-        self._core.complete_update(self._user.elapsed_ns)
+        self._core.complete_update(self._user.take_elapsed_ns())
 
     def _make_version(self, read_slot: int, write_slot: int, gradient_scale: float | None) -> None:
         if gradient_scale is None:

@@ -1,11 +1,11 @@
-"""stage_runner.UserCode: what a run says of the user's errors, and how it times the user's code."""
+"""user_code.py: what a run says of the user's errors, and how it times the user's code."""
 
 from __future__ import annotations
 
 import pytest
 from pipedream import _core
 from pipedream.errors import DataMismatch, PipelineError
-from pipedream.stage_runner import UserCode
+from pipedream.user_code import UserCode
 
 
 def _user() -> UserCode:
@@ -45,3 +45,8 @@ def test_time_adds_up_also_over_what_fails() -> None:
     times.append(user.elapsed_ns)
     assert times[0] == 0
     assert times == sorted(set(times))
+    assert user.take_elapsed_ns() == times[-1]
+    assert user.elapsed_ns == 0
+    user.run("forward", int)
+    user.drop_elapsed()
+    assert user.take_elapsed_ns() == 0

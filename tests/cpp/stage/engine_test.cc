@@ -368,6 +368,48 @@ TEST_F(Engine, TotalsAreTheSumsOfTheSpans) {
   EXPECT_EQ(totals.elapsed_ns, spans.back().completed_ns - spans.front().asked_ns);
 }
 
+// The host asks for items 1 and 2 while the device is still at the item before: of item 1's wait it was idle
+// for none, of item 2's for all.
+TEST_F(Engine, WhatADeviceDidIsToldLaterAndOfAWaitCountsWhatItWasIdleFor) {
+  make_pipedream(1);
+  for (const std::int64_t wait_ns : {0, 1'000'000'000, 1}) {
+    const WorkItem work = next();
+    engine_->add_wait(wait_ns);
+    complete(work, kComputedLater);
+  }
+  const std::vector<Span> launched = engine_->spans();
+  EXPECT_EQ(engine_->totals().compute_ns, 0);
+  EXPECT_EQ(engine_->totals().wait_ns, 1'000'000'001);
+  const std::int64_t began_ns = launched[0].asked_ns + 10;
+  engine_->add_compute(began_ns, launched[1].ready_ns);
+  engine_->add_compute(launched[1].ready_ns + 5, launched[2].asked_ns);
+  engine_->add_compute(launched[2].completed_ns + 70, launched[2].completed_ns + 100);
+  const std::vector<Span> spans = engine_->spans();
+  EXPECT_EQ(spans[0].asked_ns, launched[0].asked_ns);
+  EXPECT_EQ(spans[0].ready_ns, began_ns);
+  EXPECT_EQ(spans[0].completed_ns, launched[1].ready_ns);
+  EXPECT_EQ(spans[1].asked_ns, launched[1].ready_ns);
+  EXPECT_EQ(spans[1].wait_ns, 0);
+  EXPECT_EQ(spans[2].asked_ns, launched[2].asked_ns);
+  EXPECT_EQ(spans[2].wait_ns, 1);
+  EXPECT_EQ(spans[2].compute_ns, 30);
+  const EngineTotals totals = engine_->totals();
+  EXPECT_EQ(totals.num_work_items, 3);
+  EXPECT_EQ(totals.wait_ns, 1);
+  EXPECT_EQ(totals.compute_ns, spans[0].compute_ns + spans[1].compute_ns + 30);
+  EXPECT_EQ(totals.elapsed_ns, launched[2].completed_ns + 100 - launched[0].asked_ns);
+}
+
+TEST_F(Engine, AnItemThatIsNoLongerKeptIsToldOfAllTheSame) {
+  make_pipedream(1, 2);
+  std::int64_t now = 0;
+  for (int item = 0; item < 3; ++item) complete(next(), kComputedLater);
+  for (int item = 0; item < 3; ++item, now += 10) engine_->add_compute(now, now + 4);
+  EXPECT_EQ(engine_->totals().compute_ns, 12);
+  EXPECT_EQ(engine_->spans()[0].completed_ns, 14);
+  EXPECT_EQ(engine_->spans()[1].completed_ns, 24);
+}
+
 TEST_F(Engine, FailureElsewhereEndsAStageThatWaitsForNothingAndSaysWhereItWas) {
   make_pipedream();
   complete(next());
@@ -413,6 +455,14 @@ TEST_F(EngineDeathTest, MisuseAborts) {
   engine_->complete_forward({}, 0);
   static_cast<void>(next());
   EXPECT_DEATH(engine_->end_of_data(), "FORWARD stage 0 minibatch 0 microbatch 1");
+}
+
+TEST_F(EngineDeathTest, ComputeThatIsToldWithoutAnItemOrBackwardsAborts) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  make_pipedream();
+  EXPECT_DEATH(engine_->add_compute(1, 2), "no item is left of 0");
+  complete(next(), kComputedLater);
+  EXPECT_DEATH(engine_->add_compute(2, 1), "0, 2, 1");
 }
 
 TEST_F(EngineDeathTest, StagesOfAnotherPlanAbort) {
