@@ -7,6 +7,7 @@ thread, before the first minibatch and after the last.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,7 +17,15 @@ from torch.utils.dlpack import from_dlpack
 from . import _core
 from .boundary import exportable
 
-__all__ = ["PIECE_BYTES", "receive_document", "receive_tensors", "send_document", "send_tensors"]
+__all__ = [
+    "PIECE_BYTES",
+    "receive_document",
+    "receive_tensors",
+    "relay_document",
+    "relay_tensors",
+    "send_document",
+    "send_tensors",
+]
 
 PIECE_BYTES = 1 << 20
 
@@ -49,6 +58,20 @@ def receive_document(core: _core.Worker, channel: str) -> Any:
     return json.loads(text.numpy().tobytes())
 
 
+def relay_document(core: _core.Worker, source: str, sink: str) -> Any:
+    """Passes on what send_document sent, and returns it."""
+    document = receive_document(core, source)
+    send_document(core, sink, document)
+    return document
+
+
+def relay_tensors(core: _core.Worker, source: str, sink: str, sizes_bytes: Iterable[int]) -> None:
+    """Passes on what send_tensors sent, piece by piece."""
+    for num_bytes in sizes_bytes:
+        for _ in range(0, num_bytes, PIECE_BYTES):
+            core.send_item(sink, [torch.utils.dlpack.to_dlpack(_receive_piece(core, source))])
+
+
 def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
@@ -61,8 +84,12 @@ def _send_bytes(core: _core.Worker, channel: str, content: Tensor) -> None:
 
 def _receive_bytes(core: _core.Worker, channel: str, content: Tensor) -> None:
     for begin in range(0, content.numel(), PIECE_BYTES):
-        item = core.receive_item(channel)
-        assert item is not None  # there is no time-out
-        (capsule,) = item.take_tensors()
         piece = content[begin : begin + PIECE_BYTES]
-        piece.copy_(from_dlpack(capsule))
+        piece.copy_(_receive_piece(core, channel))
+
+
+def _receive_piece(core: _core.Worker, channel: str) -> Tensor:
+    item = core.receive_item(channel)
+    assert item is not None  # there is no time-out
+    (capsule,) = item.take_tensors()
+    return from_dlpack(capsule)

@@ -18,6 +18,7 @@ from .bulk import PIECE_BYTES
 from .codec_choice import NO_CODEC, CodecChoice, codec_between
 from .data import ForwardedData
 from .plan import Plan
+from .rank_tree import parent_of
 
 __all__ = [
     "CALLER",
@@ -29,7 +30,6 @@ __all__ = [
     "activations_name",
     "channels_of_run",
     "data_channels",
-    "from_rank_0",
     "gradients_name",
     "norm_name",
     "rehearsal_name",
@@ -37,7 +37,7 @@ __all__ = [
     "tied_gradients_name",
     "tied_tensors",
     "tied_weights_name",
-    "to_rank_0",
+    "tree_name",
 ]
 
 # In place of the gradients of a boundary where no tensor needs one: the word that a backward is done.
@@ -67,12 +67,8 @@ def gradients_name(stage_index: int) -> str:
     return f"gradients of stage {stage_index + 1} to stage {stage_index}"
 
 
-def from_rank_0(rank: int) -> str:
-    return f"weights and result, rank 0 to rank {rank}"
-
-
-def to_rank_0(rank: int) -> str:
-    return f"weights and result, rank {rank} to rank 0"
+def tree_name(sender: int, receiver: int) -> str:
+    return f"weights and result, rank {sender} to rank {receiver}"
 
 
 def tied_weights_name(owner: int, user: int) -> str:
@@ -199,6 +195,10 @@ class _ChannelList:
         kept = num_transfers_kept
         self.add(name, ends, piece, slots=4, unsent=4, on_device=False, num_transfers_kept=kept)
 
+    def add_tree(self, sender: int, receiver: int) -> None:
+        """Between a rank and one below it (rank_tree.py), one of the two directions."""
+        self.add_bulk(tree_name(sender, receiver), (sender, receiver))
+
 
 def channels_of_run(
     plan: Plan,
@@ -255,8 +255,8 @@ def channels_of_run(
             for ends in ((rank, rank + 1), (rank + 1, rank)):
                 found.add(norm_name(*ends), ends, figures, slots=2, unsent=4, on_device=False)
     for rank in range(1, world_size):
-        found.add_bulk(from_rank_0(rank), (0, rank))
-        found.add_bulk(to_rank_0(rank), (rank, 0))
+        found.add_tree(parent_of(rank), rank)
+        found.add_tree(rank, parent_of(rank))
     return found.channels
 
 
@@ -272,7 +272,7 @@ def set_up_channels(plan: Plan) -> list[RunChannel]:
     those need depends on what optimizers make of the weights, and on what crosses the cuts."""
     found = _ChannelList()
     for rank in range(1, plan.workers_used):
-        found.add_bulk(from_rank_0(rank), (0, rank))
+        found.add_tree(parent_of(rank), rank)
     for stage, ends in enumerate(itertools.pairwise(plan.worker_of_stage)):
         if ends[0] != ends[1]:
             found.add_bulk(rehearsal_name(stage), ends, num_transfers_kept=1)

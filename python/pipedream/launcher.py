@@ -39,6 +39,7 @@ from .data import (
     num_minibatches_of,
     without_processes,
 )
+from .descriptors import descriptor_limit_raised
 from .factories import try_factories
 from .gradients import updated_parameters
 from .guard import RUN_FOLDER_VARIABLE, error_path, one_run_at_a_time
@@ -431,7 +432,7 @@ def _local_worker(errand: _Errand) -> None:
     board = StatusBoard(folder / "board", int(os.environ["WORLD_SIZE"]), create=False)
     board.write_pid(rank, os.getpid())
     try:
-        with one_run_at_a_time():
+        with one_run_at_a_time(), descriptor_limit_raised():
             _run_errand(errand, folder, rank, board)
     except KeyboardInterrupt:
         raise SystemExit(128 + signal.SIGINT) from None

@@ -26,6 +26,7 @@ from .checks import (
 )
 from .codec_choice import CodecChoice, check_pairs, codec_between, parse_codec
 from .data import check_sizes
+from .descriptors import descriptor_limit_raised
 from .errors import describe_error, one_line
 from .guard import check_main_guard, one_run_at_a_time
 from .job import JobOptions, WorkerPlace, check_plan_is_built
@@ -57,7 +58,7 @@ _TELL_TIMEOUT_S = 30.0
 def _place_checked() -> Iterator[None]:
     check_main_guard()
     _check_process()
-    with one_run_at_a_time():
+    with one_run_at_a_time(), descriptor_limit_raised():
         yield
 
 

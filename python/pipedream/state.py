@@ -6,6 +6,7 @@ cache that a layer makes in its first forward). Owned by the calling thread.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 
@@ -15,10 +16,17 @@ from torch import Tensor
 
 from . import _core
 from .boundary import device_of, exportable
-from .bulk import receive_document, receive_tensors, send_document, send_tensors
+from .bulk import (
+    receive_document,
+    receive_tensors,
+    relay_document,
+    relay_tensors,
+    send_document,
+    send_tensors,
+)
 from .splitter import StageModule, dtype_name
 
-__all__ = ["load_state", "receive_state", "save_state", "send_state"]
+__all__ = ["load_state", "receive_state", "relay_state", "save_state", "send_state"]
 
 # safetensors has no complex128, so complex tensors are saved as pairs of reals under a marked name.
 _COMPLEX_MARK = "complex:"
@@ -36,6 +44,13 @@ def receive_state(core: _core.Worker, channel: str, stage: StageModule) -> None:
         value = torch.empty(shape, dtype=getattr(torch, dtype))
         receive_tensors(core, channel, [value])
         _assign(stage, name, value)
+
+
+def relay_state(core: _core.Worker, source: str, sink: str) -> None:
+    """Passes on what send_state sent, which this rank has no use for."""
+    described = relay_document(core, source, sink)
+    sizes = (math.prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape in described)
+    relay_tensors(core, source, sink, sizes)
 
 
 def save_state(stages: Sequence[StageModule], path: str | os.PathLike[str]) -> None:

@@ -3,7 +3,7 @@
     agree        rank 0's plan and seed are everybody's                        (rendezvous)
     share        rank 0's initial weights are everybody's                      (bulk)
     rehearse     each worker's stages, once: what crosses, and what it takes   (bulk and torch)
-    open         pool sealed, channels open to neighbours and to rank 0        (core)
+    open         pool sealed, channels open to neighbours, in line and tree    (core)
     train        next work item -> forward, backward or update -> completion   (core and torch)
     gather       final weights and results to rank 0, then a common farewell   (bulk)
 
@@ -26,7 +26,7 @@ from torch.utils.dlpack import from_dlpack
 from . import _core
 from .agreement import difference, settings_of
 from .boundary import Boundary, TensorSpec, device_of
-from .bulk import receive_document, send_document
+from .bulk import receive_document, relay_document, send_document
 from .channels import (
     CALLER,
     INPUTS,
@@ -34,11 +34,11 @@ from .channels import (
     RunChannel,
     TieSpec,
     channels_of_run,
-    from_rank_0,
     set_up_channels,
-    to_rank_0,
+    tree_name,
 )
 from .data import DataStream, ForwardedData, MinibatchStream, ReceivedStream
+from .descriptors import check_descriptors
 from .device_memory import agree_on_device_memory, place_on_devices
 from .errors import PeerLost, describe_error, failures_of_others, losses_kept, raise_failure
 from .footprint import Footprint
@@ -74,6 +74,7 @@ from .offload import (
 )
 from .plan import Plan
 from .pulse import Pulse
+from .rank_tree import children_of, parent_of, subtree_of
 from .references import gradients_noticed
 from .rehearsal import Handover, Rehearsal
 from .rendezvous import START_TIMEOUT_S
@@ -81,7 +82,7 @@ from .result import RunResult, combine_reports
 from .seeding import base_seed, seed_data
 from .splitter import Model, StageModule, Tie, find_ties, split
 from .stage_loop import PreparedStage, WorkerLoop
-from .state import receive_state, send_state
+from .state import receive_state, relay_state, send_state
 from .tied import TiedParameters, TieLinks
 from .torch_pool import SEGMENT_SLACK_BYTES, TORCH_TENSORS, TorchPool, wants_torch_pool
 from .vigil import sign_period_s
@@ -280,16 +281,19 @@ class _Worker:
     def _share_initial_weights(self, links: _core.Worker | None) -> None:
         """Rank 0's initial weights are used everywhere, from the construction of the optimizers on. So they
         come before the pool is planned."""
-        rank = self._place.rank
         if links is None:
             return
-        if rank == 0:
-            for other in range(1, self._options.plan.workers_used):
+        rank, num_ranks = self._place.rank, self._options.plan.workers_used
+        above = "" if rank == 0 else tree_name(parent_of(rank), rank)
+        for stage in self._own_stages() if above else []:
+            receive_state(links, above, stage)
+        for child in children_of(rank, num_ranks):
+            for other in subtree_of(child, num_ranks):
                 for stage in self._stages_of(other):
-                    send_state(links, from_rank_0(other), stage)
-        else:
-            for stage in self._own_stages():
-                receive_state(links, from_rank_0(rank), stage)
+                    if above:
+                        relay_state(links, above, tree_name(rank, child))
+                    else:
+                        send_state(links, tree_name(rank, child), stage)
 
     def _rehearse(self, links: _core.Worker | None, stream: MinibatchStream) -> None:
         """Boundaries and footprints of this worker's stages, from the first microbatch."""
@@ -511,6 +515,7 @@ class _Worker:
     def _connect(self, core: _core.Worker, channels: Sequence[RunChannel], key: str) -> None:
         """key: where the ranks publish their endpoints."""
         rank, links = self._place.rank, self._options.links
+        check_descriptors(rank, sum(rank in (c.sender, c.receiver) for c in channels))
         self._place.rendezvous.publish(f"{key}/{rank}", core.listen())
         self._check_peers(channels, key)
         receivers = sorted({c.receiver for c in channels if c.sender == rank})
@@ -647,41 +652,61 @@ class _Worker:
     # Weights and results to rank 0, and from there.
 
     def _gather(self, core: _core.Worker, report: dict[str, Any]) -> RunResult:
-        rank, plan, gather = self._place.rank, self._options.plan, self._options.gather
-        if rank != 0:
-            if rank < plan.workers_used:
-                if gather != "none":
-                    for stage in self._own_stages():
-                        send_state(core, to_rank_0(rank), stage)
-                send_document(core, to_rank_0(rank), report)
-            result = RunResult.from_dict(receive_document(core, from_rank_0(rank)))
-            if gather == "all":
-                for stage in self._other_stages(rank):
-                    receive_state(core, from_rank_0(rank), stage)
-            return result
-        reports = [report]
-        for other in range(1, plan.workers_used):
-            if gather != "none":
-                for stage in self._stages_of(other):
-                    receive_state(core, to_rank_0(other), stage)
-            reports.append(receive_document(core, to_rank_0(other)))
+        if self._place.rank != 0:
+            self._hand_up(core, report)
+            return self._hear_farewell(core)
+        plan, num_ranks = self._options.plan, self._options.plan.workers_used
+        reports = {0: report}
+        for child in children_of(0, num_ranks):
+            for other in subtree_of(child, num_ranks):
+                for stage in self._gathered_stages_of(other):
+                    receive_state(core, tree_name(child, 0), stage)
+                reports[other] = receive_document(core, tree_name(child, 0))
         between = [channel for channel in self._channels if channel.stages is not None]
-        result = combine_reports(plan, self._options.schedule_options(), between, reports)
+        in_order = [reports[rank] for rank in range(num_ranks)]
+        result = combine_reports(plan, self._options.schedule_options(), between, in_order)
         # The farewell: nobody closes before everybody has all it needs.
         shared = result.to_dict() | {"spans": [], "transfers": []}  # the trace is rank 0's: it can be large
-        for other in range(1, self._place.world_size):
-            send_document(core, from_rank_0(other), shared)
-            if gather == "all":
-                for stage in self._other_stages(other):
-                    send_state(core, from_rank_0(other), stage)
+        self._hand_down(core, shared)
         return result
+
+    def _hand_up(self, core: _core.Worker, report: dict[str, Any]) -> None:
+        rank, num_ranks = self._place.rank, self._options.plan.workers_used
+        if rank >= num_ranks:
+            return
+        above = tree_name(rank, parent_of(rank))
+        for stage in self._gathered_stages_of(rank):
+            send_state(core, above, stage)
+        send_document(core, above, report)
+        for child in children_of(rank, num_ranks):
+            for other in subtree_of(child, num_ranks):
+                for _ in self._gathered_stages_of(other):
+                    relay_state(core, tree_name(child, rank), above)
+                relay_document(core, tree_name(child, rank), above)
+
+    def _hear_farewell(self, core: _core.Worker) -> RunResult:
+        above = tree_name(parent_of(self._place.rank), self._place.rank)
+        shared = receive_document(core, above)
+        self._hand_down(core, shared, above)
+        return RunResult.from_dict(shared)
+
+    def _hand_down(self, core: _core.Worker, shared: dict[str, Any], above: str = "") -> None:
+        """The result, and all weights where all ranks want them. above: whence they come, but at rank 0."""
+        rank = self._place.rank
+        below = [tree_name(rank, child) for child in children_of(rank, self._place.world_size)]
+        for channel in below:
+            send_document(core, channel, shared)
+        for stage in self._stages if self._options.gather == "all" else []:
+            if above:
+                receive_state(core, above, stage)
+            for channel in below:
+                send_state(core, channel, stage)
+
+    def _gathered_stages_of(self, rank: int) -> list[StageModule]:
+        return [] if self._options.gather == "none" else self._stages_of(rank)
 
     def _stages_of(self, rank: int) -> list[StageModule]:
         return [self._stages[stage] for stage in self._options.plan.stages_of(rank)]
-
-    def _other_stages(self, rank: int) -> list[StageModule]:
-        own = self._options.plan.stages_of(rank)
-        return [stage for stage in self._stages if stage.stage_index not in own]
 
 
 def choose_device_type() -> str:

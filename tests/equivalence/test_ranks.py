@@ -12,7 +12,7 @@ import pipedream
 import pytest
 import torch
 from farm import Farm
-from pipedream import Plan, RunResult, reference
+from pipedream import Plan, RunResult, rank_tree, reference
 from pipedream.job import WorkerPlace
 from pipedream.splitter import split
 from rehearsing import boundaries_of
@@ -114,6 +114,41 @@ def _own_names(training: Training, stage_index: int) -> set[str]:
     stage = split(training.model(), training.plan)[stage_index]
     named = [*stage.trainable_parameters(), *stage.frozen_parameters(), *stage.stage_buffers()]
     return {name for name, _ in named}
+
+
+def _train_in_a_line(training: Training, gather: str) -> tuple[RunResult, State]:
+    """As many ranks would: each hands on what is for those behind it."""
+    kept, rank_tree.NUM_CHILDREN_MAX = rank_tree.NUM_CHILDREN_MAX, 1
+    try:
+        assert list(rank_tree.children_of(0, 4)) == [1]
+        return train_in_pipeline(training, gather=gather)
+    finally:
+        rank_tree.NUM_CHILDREN_MAX = kept
+
+
+@pytest.mark.parametrize("gather", ["rank0", "all", "none"])
+def test_weights_and_results_are_handed_on_by_ranks_in_between(farm: Farm, gather: str) -> None:
+    training = Training("cnn", 3)
+    outcomes = farm.results(_train_in_a_line, training, gather, num_ranks=4)  # the last has no stage
+    expected, expected_state = train_by_reference(training)
+    for rank, (result, state) in enumerate(outcomes):
+        assert_close_losses(result.losses, expected.losses, 1e-9)
+        mine = _own_names(training, rank) if rank < 3 else set()
+        if gather == "all" or (gather == "rank0" and rank == 0):
+            mine = set(expected_state)
+        assert_close_state(
+            {name: state[name] for name in mine}, {name: expected_state[name] for name in mine}, 1e-9
+        )
+        left = {
+            name
+            for name in expected_state.keys() - mine
+            if not torch.equal(state[name], expected_state[name])
+        }
+        if gather != "all" and rank > 0:
+            assert left  # others' stages are as they were: what went through was not used
+    assert [replace(r, spans=[], transfers=[]) for r, _ in outcomes[1:]] == [
+        replace(outcomes[0][0], spans=[], transfers=[])
+    ] * 3
 
 
 def test_gather_all_gives_every_rank_the_whole_model(farm: Farm) -> None:

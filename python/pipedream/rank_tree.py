@@ -1,0 +1,33 @@
+"""By whom initial weights, final weights and results travel between rank 0 and the others: a tree, so that no
+rank has more than NUM_CHILDREN_MAX others to talk to, however many there are.
+
+            0                  rank r hands on to ranks k r + 1 ... k r + k, with k = NUM_CHILDREN_MAX;
+      1  2 ... k               up to k + 1 ranks that is rank 0 to all others
+    k+1 ...
+
+Each rank passes on what is for those below it, in the order of subtree(). Torch-free; pure.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+__all__ = ["NUM_CHILDREN_MAX", "children_of", "parent_of", "subtree_of"]
+
+NUM_CHILDREN_MAX = 8
+
+
+def parent_of(rank: int) -> int:
+    """Of a rank that is not rank 0. Smaller than the rank: the first n ranks are a tree of their own."""
+    return (rank - 1) // NUM_CHILDREN_MAX
+
+
+def children_of(rank: int, num_ranks: int) -> range:
+    first = rank * NUM_CHILDREN_MAX + 1
+    return range(min(first, num_ranks), min(first + NUM_CHILDREN_MAX, num_ranks))
+
+
+def subtree_of(rank: int, num_ranks: int) -> list[int]:
+    """The rank and all below it, each before those below it."""
+    subtrees = (subtree_of(child, num_ranks) for child in children_of(rank, num_ranks))
+    return [rank, *itertools.chain.from_iterable(subtrees)]
