@@ -240,11 +240,18 @@ def _num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_a_store_that_cannot_be_made_leaves_no_descriptor() -> None:
+def test_a_store_that_cannot_be_made_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_at_once(*_: object, **__: object) -> None:
+        raise dist.DistNetworkError("before it has taken the descriptor over")
+
     with socket.create_server(("127.0.0.1", 0)) as listener:
         before = _num_descriptors()
         with pytest.raises(dist.DistError, match="bound to port"):
-            module._store_at(listener, "127.0.0.1", 1)  # not the listener's port
+            module._store_at(listener, "127.0.0.1", 1)  # not the listener's port: closes it
+        assert _num_descriptors() == before
+        monkeypatch.setattr(dist, "TCPStore", fail_at_once)
+        with pytest.raises(dist.DistNetworkError, match="taken the descriptor over"):
+            module._store_at(listener, "127.0.0.1", 1)
         assert _num_descriptors() == before
 
 
