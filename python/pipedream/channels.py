@@ -48,6 +48,8 @@ TARGETS = "targets from the caller"
 # The newest items of a channel between stages whose times each end keeps for the trace, in 1 MiB at most:
 # about as many minibatches as the work items that a worker keeps.
 NUM_TRANSFERS_KEPT = 1 << 14
+# Of 1 MiB: one comes while the other is read. To touch more pages takes longer than small models need.
+_NUM_SET_UP_SLOTS = 2
 CALLER = -1  # as a rank: the process that called run(), when it forwards data
 
 
@@ -189,15 +191,17 @@ class _ChannelList:
             )
         )
 
-    def add_bulk(self, name: str, ends: tuple[int, int], *, num_transfers_kept: int = 0) -> None:
+    def add_bulk(
+        self, name: str, ends: tuple[int, int], *, slots: int = 4, num_transfers_kept: int = 0
+    ) -> None:
         """For what goes through bulk.py."""
         piece = [TensorSpec(torch.uint8, (PIECE_BYTES,), requires_grad=False)]
         kept = num_transfers_kept
-        self.add(name, ends, piece, slots=4, unsent=4, on_device=False, num_transfers_kept=kept)
+        self.add(name, ends, piece, slots=slots, unsent=slots, on_device=False, num_transfers_kept=kept)
 
-    def add_tree(self, sender: int, receiver: int) -> None:
+    def add_tree(self, sender: int, receiver: int, *, slots: int = 4) -> None:
         """Between a rank and one below it (rank_tree.py), one of the two directions."""
-        self.add_bulk(tree_name(sender, receiver), (sender, receiver))
+        self.add_bulk(tree_name(sender, receiver), (sender, receiver), slots=slots)
 
 
 def channels_of_run(
@@ -272,10 +276,11 @@ def set_up_channels(plan: Plan) -> list[RunChannel]:
     those need depends on what optimizers make of the weights, and on what crosses the cuts."""
     found = _ChannelList()
     for rank in range(1, plan.workers_used):
-        found.add_tree(parent_of(rank), rank)
+        found.add_tree(parent_of(rank), rank, slots=_NUM_SET_UP_SLOTS)
     for stage, ends in enumerate(itertools.pairwise(plan.worker_of_stage)):
         if ends[0] != ends[1]:
-            found.add_bulk(rehearsal_name(stage), ends, num_transfers_kept=1)
+            name = rehearsal_name(stage)
+            found.add_bulk(name, ends, slots=_NUM_SET_UP_SLOTS, num_transfers_kept=1)
     return found.channels
 
 
