@@ -15,6 +15,10 @@ std::string_view failure_kind_name(FailureKind kind) {
       return "Aborted";
     case FailureKind::kClosed:
       return "Closed";
+    case FailureKind::kDeviceError:
+      return "DeviceError";
+    case FailureKind::kUncaught:
+      return "UncaughtError";
   }
   PD_CHECK(false, "failure kind " << static_cast<int>(kind));
 }

@@ -27,6 +27,8 @@ enum class FailureKind {
   kCorruptFrame,  // bytes that are not a frame of this protocol, or not what the plan allows here
   kAborted,       // the peer said that it stops, and why
   kClosed,        // used after close
+  kDeviceError,   // this worker's own device refused a call, or earlier work on it failed
+  kUncaught,      // an error on a thread of ours, which has nobody to throw to
 };
 
 [[nodiscard]] std::string_view failure_kind_name(FailureKind kind);  // "PeerLost", "Timeout", ...

@@ -125,8 +125,8 @@ class PyWorker;
 
 // A work item, or an item outside the schedule, as Python sees it.
 struct PyItem {
+  std::shared_ptr<Pool> pool;  // outlives what the item leases
   WorkItem work;
-  std::shared_ptr<Pool> pool;
   DeviceType device = DeviceType::kHost;
   int device_index = 0;
 
@@ -389,7 +389,11 @@ class PyWorker {
   Outgoing outgoing(const py::list& tensors, std::uint64_t tag) {
     Borrowed borrowed = from_capsules(tensors, worker_->device().type(), worker_->device().index(),
                                       [&] { return worker_->engine().position(); });
-    return {tag, std::move(borrowed.tensors), worker_->record_compute(), std::move(borrowed.owner)};
+    try {
+      return {tag, std::move(borrowed.tensors), worker_->record_compute(), std::move(borrowed.owner)};
+    } catch (const DeviceError& error) {
+      raise({FailureKind::kDeviceError, error.what()});
+    }
   }
 
   static constexpr Clock::time_point kNotStarved = Clock::time_point::max();

@@ -6,6 +6,15 @@
 
 namespace pipedream {
 
+void ReceivedSlot::end_reading() {
+  if (compute_stream == nullptr) return;
+  try {
+    compute_stream->record(*last_read);
+  } catch (const DeviceError& error) {
+    receiver->tell(error);
+  }
+}
+
 // The staging buffer goes first: a slot that is free has one. After the slot has gone, all of this belongs to
 // the next item.
 void ReceivedSlot::drop() {
@@ -17,7 +26,12 @@ void ReceivedSlot::drop() {
 
 ReceivedItem::~ReceivedItem() {
   if (!held) return;
-  if (held->compute_stream != nullptr) held->compute_stream->record(*held->last_read);
+  if (!held->receiver->is_in_its_process()) {
+    // Nor may its death, with all it leases, be theirs: nobody owns it from now on.
+    static_cast<void>(new std::shared_ptr<ReceivedSlot>(std::move(held)));  // NOLINT(*-owning-memory)
+    return;
+  }
+  held->end_reading();
   held->drop();
 }
 
@@ -39,13 +53,14 @@ ReceiveChannel::ReceiveChannel(ChannelOptions options, Transport& transport, Wak
       slots_(slots),
       staging_(staging),
       shared_(shared),
-      received_slots_(std::make_shared<std::vector<ReceivedSlot>>(
-          static_cast<std::size_t>((staging != nullptr ? *staging : slots).term().num_slots))),
+      received_slots_(
+          std::make_shared<std::vector<ReceivedSlot>>(static_cast<std::size_t>(slots.term().num_slots))),
       stream_codec_(layout_.encodes() ? make_stream_codec(device, layout_.num_elements_max()) : nullptr),
       copy_stream_(staging != nullptr || compute_stream != nullptr ? device.make_stream() : nullptr),
-      grants_(std::make_shared<Grants>(*this)),
+      access_(std::make_shared<ReceiverAccess>(*this)),
       transfers_(options_.num_transfers_kept),
-      inbox_(static_cast<std::size_t>(slots.term().num_slots) + 1) {
+      inbox_(static_cast<std::size_t>(slots.term().num_slots) + 1),
+      granted_(static_cast<std::size_t>((staging != nullptr ? *staging : slots).term().num_slots)) {
   PD_CHECK(slots.term().slot_bytes >= options_.spec.slot_bytes(), options_.name);
   PD_CHECK(staging == nullptr || (staging->term().num_slots >= slots.term().num_slots &&
                                   staging->term().slot_bytes >= layout_.slot_bytes()),
@@ -55,47 +70,60 @@ ReceiveChannel::ReceiveChannel(ChannelOptions options, Transport& transport, Wak
   PD_CHECK(staging == nullptr || !is_placed_on_device(), options_.name);
   PD_CHECK(!layout_.encodes() || staging != nullptr, options_.name);
   for (ReceivedSlot& received : *received_slots_) {
+    received.receiver = access_.get();
     received.tensors.reserve(options_.spec.num_tensors());
     if (staging != nullptr) received.ready = device.make_event();
     received.compute_stream = compute_stream;
     if (compute_stream != nullptr) received.last_read = device.make_event();
   }
-  slots_.on_release([grants = grants_] { grants->slot_released(); });
+  slots_.on_release([access = access_] { access->slot_released(); });
 }
 
 // Copies of half an item may still be enqueued: they write into slots that go back to the pool now, with
 // those that were granted and never filled. Others are held by items, which may live on.
 ReceiveChannel::~ReceiveChannel() {
   detach();
-  if (copy_stream_) copy_stream_->synchronize();
+  finish_copies();
   for (ReceivedSlot& received : *received_slots_) {
-    if (!received.is_granted && !received.waits_for_grant) continue;
+    if (!received.awaits_item) continue;
     received.staging.release();
     received.slot.release();
   }
 }
 
-void ReceiveChannel::detach() { grants_->detach(); }
+void ReceiveChannel::detach() { access_->detach(); }
 
-void ReceiveChannel::Grants::detach() {
+void ReceiverAccess::detach() {
   std::unique_lock lock(mutex_);
   channel_ = nullptr;
-  none_grants_.wait(lock, [&] { return num_granting_ == 0; });
+  none_reaches_.wait(lock, [&] { return num_reaching_ == 0; });
 }
 
-// The compute thread, most often: its credit leaves here and now. Not under the mutex: a handler takes it,
-// too.
-void ReceiveChannel::Grants::slot_released() {
+// Not under the mutex: a handler takes it, too.
+template <class Call>
+void ReceiverAccess::reach(Call call) {
   ReceiveChannel* channel = nullptr;
   {
     const std::lock_guard lock(mutex_);
-    if (channel_ == nullptr || !channel_->note_release()) return;
+    if (channel_ == nullptr) return;
     channel = channel_;
-    ++num_granting_;
+    ++num_reaching_;
   }
-  channel->transport_.post_and_drive([channel] { channel->grant_free_slots(); });
+  call(*channel);
   const std::lock_guard lock(mutex_);
-  if (--num_granting_ == 0) none_grants_.notify_all();
+  if (--num_reaching_ == 0) none_reaches_.notify_all();
+}
+
+// The compute thread, most often: its credit leaves here and now.
+void ReceiverAccess::slot_released() {
+  reach([](ReceiveChannel& channel) {
+    if (!channel.note_release()) return;
+    channel.transport_.post_and_drive([&channel] { channel.grant_free_slots(); });
+  });
+}
+
+void ReceiverAccess::tell(const DeviceError& error) {
+  reach([&](ReceiveChannel& channel) { channel.wakeup_.fail_of_device(channel.options_.name, error); });
 }
 
 bool ReceiveChannel::try_take(ReceivedItem& item) {
@@ -134,23 +162,24 @@ bool ReceiveChannel::note_release() { return !grant_scheduled_.exchange(true); }
 
 void ReceiveChannel::grant_free_slots() {
   grant_scheduled_.store(false);  // before looking: what is released from now on schedules anew
-  while (!failed_ && grant_slot()) {
-  }
+  on_device([this] {
+    while (!failed_ && grant_slot()) {
+    }
+  });
 }
 
 // False when there is nothing to grant.
 bool ReceiveChannel::grant_slot() {
   if (num_granted_.fetch_add(1) < kNumGrantsMax) {  // before the slot is leased, for all_slots_held()
     if (auto slot = slots_.try_lease()) {
-      Lease staging = staging_ != nullptr ? staging_->lease() : Lease();
-      const SlotIndex named = staging_ != nullptr ? staging.slot() : slot->slot();
-      ReceivedSlot& received = received_slot(named);
+      ReceivedSlot& received = received_slots_->at(static_cast<std::size_t>(slot->slot().value()));
       received.slot = std::move(*slot);
-      received.staging = std::move(staging);
+      if (staging_ != nullptr) received.staging = staging_->lease();  // whichever is free
+      received.awaits_item = true;
       if (is_placed_on_device() && received.last_read && !received.last_read->done()) {
-        grant_when_read(named);
+        grant_when_read(received);
       } else {
-        grant(named);
+        grant(received);
       }
       return true;
     }
@@ -160,37 +189,53 @@ bool ReceiveChannel::grant_slot() {
 }
 
 // The sender writes into the slot itself, so it must not have it before.
-void ReceiveChannel::grant_when_read(SlotIndex slot) {
-  ReceivedSlot& received = received_slot(slot);
-  received.waits_for_grant = true;
+void ReceiveChannel::grant_when_read(ReceivedSlot& received) {
   copy_stream_->wait(*received.last_read);
-  copy_stream_->call([this, slot] { transport_.post([this, slot] { grant(slot); }); });
+  copy_stream_->call([this, &received] { transport_.post([this, &received] { grant(received); }); });
 }
 
-void ReceiveChannel::grant(SlotIndex slot) {
-  ReceivedSlot& received = received_slot(slot);
-  received.waits_for_grant = false;
-  received.is_granted = true;
+void ReceiveChannel::grant(ReceivedSlot& received) {
   if (failed_) return;
+  const SlotIndex named = received.staging.valid() ? received.staging.slot() : received.slot.slot();
+  granted_.at(static_cast<std::size_t>(named.value())) = &received;
   OutgoingFrame frame;
   frame.header.kind = FrameKind::kCredit;
-  frame.header.slot = static_cast<std::uint16_t>(slot.value());
+  frame.header.slot = static_cast<std::uint16_t>(named.value());
   link_.load()->send(std::move(frame));
 }
 
-ReceivedSlot& ReceiveChannel::received_slot(SlotIndex slot) const {
-  return received_slots_->at(static_cast<std::size_t>(slot.value()));
+// ---- Errors of the device: who drives ----
+
+template <class Function>
+void ReceiveChannel::on_device(Function function) {
+  if (!wakeup_.try_on_device(options_.name, function)) give_up();
+}
+
+// The link may live on: by it the peer learns why.
+void ReceiveChannel::give_up() {
+  failed_ = true;
+  finish_copies();  // nothing writes into a slot that is given back
+  current_.reset();
+}
+
+// After an error of the device nothing is under way any more, though it may say so by another error.
+void ReceiveChannel::finish_copies() {
+  if (copy_stream_) {
+    static_cast<void>(wakeup_.try_on_device(options_.name, [this] { copy_stream_->synchronize(); }));
+  }
 }
 
 // ---- Receiving: who drives ----
 
 std::optional<Failure> ReceiveChannel::on_frame(Link& /*link*/, const FrameHeader& header,
                                                 std::span<const std::byte> payload) {
+  std::optional<Failure> failure;
   switch (header.kind) {
     case FrameKind::kTensor:
-      return on_tensor(header, payload);
+      if (!failed_) on_device([&] { failure = on_tensor(header, payload); });
+      return failure;
     case FrameKind::kEnd:
-      return on_end(header);
+      return failed_ ? failure : on_end(header);
     case FrameKind::kAbort:
       return Failure{FailureKind::kAborted,
                      std::string(reinterpret_cast<const char*>(payload.data()), payload.size())};
@@ -270,16 +315,17 @@ std::optional<std::string> ReceiveChannel::unplanned(const FrameHeader& header) 
 }
 
 std::optional<Failure> ReceiveChannel::begin_item(const FrameHeader& header) {
-  if (header.slot >= received_slots_->size() || !(*received_slots_)[header.slot].is_granted) {
+  if (header.slot >= granted_.size() || granted_[header.slot] == nullptr) {
     return broken("an item in slot " + std::to_string(header.slot) + ", which was not granted");
   }
-  ReceivedSlot& received = (*received_slots_)[header.slot];
+  ReceivedSlot& received = *granted_[header.slot];
+  if (received.last_read && !is_placed_on_device()) copy_stream_->wait(*received.last_read);
+  granted_[header.slot] = nullptr;
   arrived_ns_ = now_ns();
   num_item_bytes_ = 0;
-  received.is_granted = false;
+  received.awaits_item = false;
   received.num_holders = 1;
   received.tensors.clear();
-  if (received.last_read && !is_placed_on_device()) copy_stream_->wait(*received.last_read);
   current_slot_ = header.slot;
   ReceivedItem& item = current_.emplace();
   item.minibatch = header.minibatch;
@@ -403,9 +449,7 @@ Failure ReceiveChannel::broken(const std::string& what) const {
 }
 
 void ReceiveChannel::on_failed(Link& /*link*/, const Failure& failure) {
-  failed_ = true;
-  if (copy_stream_) copy_stream_->synchronize();  // nothing writes into a slot that is given back
-  current_.reset();
+  give_up();
   wakeup_.fail(failure);
 }
 

@@ -16,6 +16,8 @@
 // receive one allocates nothing. Threads: as drawn; the inbox is guarded by the Wakeup's mutex.
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
@@ -45,14 +47,42 @@
 
 namespace pipedream {
 
-// What the channel keeps for the item in one slot, from the grant of the slot to the item's last holder. A
-// staged item has two: the item and, until its copies are done, the copy stream, as an item may be dropped
-// before the device has copied it. Shared with the items, which may outlive the channel.
-struct ReceivedSlot {
-  void drop();  // by a holder, once each; any thread
+class ReceiveChannel;
 
-  bool is_granted = false;       // and not filled yet; who drives
-  bool waits_for_grant = false;  // leased, and its last readers are not done; who drives
+// The way from the slots, and from the items in them, to their channel: both may outlive it. Lives as long as
+// the slots' group. Any thread.
+class ReceiverAccess {
+ public:
+  explicit ReceiverAccess(ReceiveChannel& channel) : pid_(::getpid()), channel_(&channel) {}
+  // Whichever thread drops the last reference to an item's tensors.
+  void slot_released();
+  // What was read last of an item is not known: the run fails.
+  void tell(const DeviceError& error);
+  // Afterwards nothing reaches the channel: waits for those who do.
+  void detach();
+  // False in a child of fork(): slots, streams and threads are its parent's.
+  [[nodiscard]] bool is_in_its_process() const { return ::getpid() == pid_; }
+
+ private:
+  template <class Call>
+  void reach(Call call);
+
+  const pid_t pid_;
+  std::mutex mutex_;  // guards the members below
+  std::condition_variable none_reaches_;
+  ReceiveChannel* channel_;
+  int num_reaching_ = 0;  // threads on their way to the channel, or there
+};
+
+// What the channel keeps for the item in one slot of the device, from the slot's lease to the item's last
+// holder. A staged item has two: the item and, until its copies are done, the copy stream, as an item may be
+// dropped before the device has copied it. Shared with the items, which may outlive the channel.
+struct ReceivedSlot {
+  void end_reading();  // what was enqueued so far are the item's last readers; any thread
+  void drop();         // by a holder, once each; any thread
+
+  ReceiverAccess* receiver = nullptr;
+  bool awaits_item = false;  // leased for one that has not begun; who drives
   std::atomic<int> num_holders{0};
   Lease slot;
   Lease staging;                    // invalid when it was not staged
@@ -138,21 +168,7 @@ class ReceiveChannel final : public LinkHandler {
   void on_closed(Link& link) override;
 
  private:
-  // Outlives the channel: the slots' release callback reaches the channel through it, or finds it gone.
-  class Grants {
-   public:
-    explicit Grants(ReceiveChannel& channel) : channel_(&channel) {}
-    // Any thread: whichever drops the last reference to an item's tensors.
-    void slot_released();
-    // Afterwards nothing reaches the channel: waits for those who do.
-    void detach();
-
-   private:
-    std::mutex mutex_;  // guards the members below
-    std::condition_variable none_grants_;
-    ReceiveChannel* channel_;
-    int num_granting_ = 0;  // threads on their way to the channel, or there
-  };
+  friend class ReceiverAccess;
 
   [[nodiscard]] std::optional<Failure> on_tensor(const FrameHeader& header,
                                                  std::span<const std::byte> payload);
@@ -171,9 +187,12 @@ class ReceiveChannel final : public LinkHandler {
   [[nodiscard]] bool note_release();
   void grant_free_slots();
   [[nodiscard]] bool grant_slot();
-  void grant_when_read(SlotIndex slot);
-  void grant(SlotIndex slot);
-  [[nodiscard]] ReceivedSlot& received_slot(SlotIndex slot) const;
+  void grant_when_read(ReceivedSlot& received);
+  void grant(ReceivedSlot& received);
+  template <class Function>
+  void on_device(Function function);
+  void give_up();
+  void finish_copies();
   [[nodiscard]] bool is_placed_on_device() const { return shared_ != nullptr && shared_->on_device(); }
 
   const ChannelOptions options_;
@@ -183,14 +202,14 @@ class ReceiveChannel final : public LinkHandler {
   SlotGroup& slots_;
   SlotGroup* const staging_;
   const SharedMemory* const shared_;                                 // null when the memory is not shared
-  const std::shared_ptr<std::vector<ReceivedSlot>> received_slots_;  // by what the wire calls the slot
+  const std::shared_ptr<std::vector<ReceivedSlot>> received_slots_;  // by the device's slots
   std::unique_ptr<StreamCodec> stream_codec_;                        // null when nothing travels encoded
   std::unique_ptr<Stream> copy_stream_;  // null when nothing is staged, and no grant waits for readers
   std::atomic<Link*> link_{nullptr};     // set by attach() or on_open(), whichever comes first
   std::atomic<bool> open_{false};
   std::atomic<bool> grant_scheduled_{false};
   std::atomic<std::size_t> num_granted_{0};  // granted or being filled; never less than there are
-  std::shared_ptr<Grants> grants_;
+  const std::shared_ptr<ReceiverAccess> access_;
 
   // Of stats().
   std::atomic<std::uint64_t> num_items_received_{0};
@@ -206,6 +225,9 @@ class ReceiveChannel final : public LinkHandler {
   // Guarded by wakeup_'s mutex.
   RingBuffer<ReceivedItem> inbox_;  // an item a slot, and the end
   bool closed_ = false;
+
+  // Who drives: the slots that are granted and not filled yet, by what the wire calls them; else null.
+  std::vector<ReceivedSlot*> granted_;
 
   // Who drives: the item being received.
   std::optional<ReceivedItem> current_;

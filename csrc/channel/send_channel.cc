@@ -40,9 +40,7 @@ SendChannel::SendChannel(ChannelOptions options, Transport& transport, Wakeup& w
 }
 
 // Copies of items that never left may still be enqueued: they read the items' memory and call back.
-SendChannel::~SendChannel() {
-  if (copy_stream_) copy_stream_->synchronize();
-}
+SendChannel::~SendChannel() { finish_copies(); }
 
 void SendChannel::place_into(std::unique_ptr<SharedMemory> memory) {
   PD_CHECK(link_.load() == nullptr, options_.name << ": the link is there already");
@@ -54,7 +52,7 @@ void SendChannel::place_into(std::unique_ptr<SharedMemory> memory) {
 // What has not been copied by now never will be.
 void SendChannel::end_placing() {
   if (!placed_slots_) return;
-  copy_stream_->synchronize();
+  finish_copies();
   placed_slots_.reset();
 }
 
@@ -197,9 +195,12 @@ void SendChannel::pump() {
   pump_scheduled_.store(false);  // before looking: what comes from now on schedules anew
   if (failed_) return fail_queued();
   if (peer_left_ && has_unsent_tensors()) return on_closed(*link_.load());
-  start_queued();
-  enqueue_copies();
-  frame_copied();
+  const bool works = wakeup_.try_on_device(options_.name, [this] {
+    start_queued();
+    enqueue_copies();
+    frame_copied();
+  });
+  if (!works) give_up();
 }
 
 void SendChannel::start_queued() {
@@ -494,11 +495,23 @@ std::optional<Failure> SendChannel::on_frame(Link& /*link*/, const FrameHeader& 
 }
 
 void SendChannel::on_failed(Link& /*link*/, const Failure& failure) {
+  give_up();
+  wakeup_.fail(failure);
+}
+
+// The link may live on: by it the peer learns why.
+void SendChannel::give_up() {
   failed_ = true;
   note_credit_wait(false);
-  if (copy_stream_) copy_stream_->synchronize();  // the copies still read the items' memory
+  finish_copies();  // they still read the items' memory
   fail_queued();
-  wakeup_.fail(failure);
+}
+
+// After an error of the device nothing is under way any more, though it may say so by another error.
+void SendChannel::finish_copies() {
+  if (copy_stream_) {
+    static_cast<void>(wakeup_.try_on_device(options_.name, [this] { copy_stream_->synchronize(); }));
+  }
 }
 
 // A receiver leaves first only when it has all it needs; it may do without the end.

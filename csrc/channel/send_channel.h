@@ -193,6 +193,8 @@ class SendChannel final : public LinkHandler {
   void advance(ChunkCursor& cursor, const Item& item) const;
   void chunk_sent(Item& item);
   void release(Item& item);
+  void give_up();
+  void finish_copies();
   void fail_queued();
   void note_credit_wait(bool waits);
   [[nodiscard]] Item* first_queued();  // null when there is none

@@ -7,11 +7,13 @@
 #include <functional>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "base/clock.h"
 #include "base/failure.h"
 #include "base/scope_exit.h"
+#include "device/device.h"
 #include "transport/transport.h"
 
 namespace pipedream {
@@ -26,6 +28,22 @@ class Wakeup {
     update([&] {
       if (!failure_) failure_ = std::move(failure);
     });
+  }
+
+  // Runs what may call the device, on a thread that nobody can throw to. False: that has failed, and so has
+  // the run, in the device's words.
+  template <class Function>
+  [[nodiscard]] bool try_on_device(const std::string& channel_name, Function function) {
+    try {
+      function();
+      return true;
+    } catch (const DeviceError& error) {
+      fail_of_device(channel_name, error);
+      return false;
+    }
+  }
+  void fail_of_device(const std::string& channel_name, const DeviceError& error) {
+    fail({FailureKind::kDeviceError, channel_name + ": " + error.what()});
   }
 
   // Runs `change` under the lock, then wakes the waiters.

@@ -341,25 +341,32 @@ StageEngine& Worker::engine() {
 
 Result<std::optional<WorkItem>> Worker::next_work(Deadline deadline) {
   auto work = engine().next_work(deadline);
-  if (work && work.value() && work.value()->received) wait_for_bytes(*work.value()->received);
+  if (work && work.value() && work.value()->received) {
+    if (auto failure = wait_for_bytes(*work.value()->received)) return *failure;
+  }
   return work;
 }
 
 // The compute stream waits, not the CPU; where there is none (a host that is made to stage) the CPU does.
-void Worker::wait_for_bytes(const ReceivedItem& item) {
-  if (!item.ready) return;
+std::optional<Failure> Worker::wait_for_bytes(const ReceivedItem& item) try {
+  if (!item.ready) return std::nullopt;
   if (compute_stream_) {
     compute_stream_->wait(*item.ready);
   } else {
     item.ready->wait();
   }
+  return std::nullopt;
+} catch (const DeviceError& error) {
+  return located({FailureKind::kDeviceError, error.what()});
 }
 
-std::unique_ptr<Event> Worker::record_compute() {
+std::unique_ptr<Event> Worker::record_compute() try {
   if (!compute_stream_) return nullptr;
   auto event = device_->make_event();
   compute_stream_->record(*event);
   return event;
+} catch (const DeviceError& error) {
+  throw DeviceError(located({FailureKind::kDeviceError, error.what()}).message);
 }
 
 Result<bool> Worker::send_item(const std::string& channel, std::uint64_t tag,
@@ -373,8 +380,14 @@ Result<bool> Worker::send_item(const std::string& channel, std::uint64_t tag,
     if (auto failure = wakeup_.failure()) return located(*failure);
     return false;
   }
-  to.channel->send(MinibatchId(to.num_items_sent++), MicrobatchIndex(0), tag, tensors,
-                   to.spec.on_device ? record_compute() : nullptr, std::move(keep_alive));
+  std::unique_ptr<Event> ready;
+  try {
+    if (to.spec.on_device) ready = record_compute();
+  } catch (const DeviceError& error) {
+    return Failure{FailureKind::kDeviceError, error.what()};
+  }
+  to.channel->send(MinibatchId(to.num_items_sent++), MicrobatchIndex(0), tag, tensors, std::move(ready),
+                   std::move(keep_alive));
   return true;
 }
 
@@ -402,7 +415,7 @@ Result<std::optional<ReceivedItem>> Worker::receive_item(const std::string& chan
   from.add_wait(wait_ns);
   if (engine_ && counts_as_wait) engine_->add_wait(wait_ns);
   if (accepted && !exhausted) {
-    wait_for_bytes(item);
+    if (auto failure = wait_for_bytes(item)) return *failure;
     return std::optional<ReceivedItem>(std::move(item));
   }
   if (auto failure = wakeup_.failure()) return located(*failure);

@@ -123,7 +123,8 @@ class Worker {
   // engine().next_work(); on an asynchronous device the compute stream waits for the item's bytes. So in
   // receive_item().
   [[nodiscard]] Result<std::optional<WorkItem>> next_work(Deadline deadline);
-  // An event after which what the compute stream does now is done; null on the host.
+  // An event after which what the compute stream does now is done; null on the host. Throws DeviceError,
+  // which says where in the program it was.
   [[nodiscard]] std::unique_ptr<Event> record_compute();
 
   // Items outside the schedule (weights, results): strictly in order, minibatch counts them.
@@ -202,7 +203,7 @@ class Worker {
   [[nodiscard]] LinkOptions link_options(const ChannelSpec& spec) const;
   [[nodiscard]] Sender& sender(const std::string& name);
   [[nodiscard]] Receiver& receiver(const std::string& name);
-  void wait_for_bytes(const ReceivedItem& item);
+  [[nodiscard]] std::optional<Failure> wait_for_bytes(const ReceivedItem& item);
   // Says where in the program it was; before there is one, as it is.
   [[nodiscard]] Failure located(const Failure& failure) const;
 

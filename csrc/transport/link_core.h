@@ -70,6 +70,8 @@ class LinkCore : public Link {
   void start();
   void begin_close();
   void end();  // without a farewell; idempotent
+  // As end(), and the handler hears of it.
+  void fail(const Failure& failure);
   [[nodiscard]] bool ended() const { return state_ == State::kEnded; }
   // When the peer's HELLO, or its next BEAT, is due at the latest; empty when none is awaited.
   [[nodiscard]] std::optional<Deadline> deadline() const;
@@ -129,7 +131,6 @@ class LinkCore : public Link {
   void hello_is_late();
   void beat_is_late();
   void refuse(const Failure& failure);
-  void fail(const Failure& failure);
   void end_quietly(State state);
   template <class Call>
   void tell_handler(Call call);

@@ -11,7 +11,8 @@
 //
 // send() and post() may be called from any thread and never block. Handlers must not block either. They run
 // on any of these threads, one after the other, each sees what the one before it has written. Streams'
-// threads and ZeroMQ's never drive, see PassiveScope.
+// threads and ZeroMQ's never drive, see PassiveScope. What a handler or what was posted throws reaches the
+// thread that drives; on the transport thread, where nobody would hear of it, it is every link's failure.
 //
 // Life of a link:  listen/connect -> HELLO both ways -> on_open -> on_frame ... -> close (BYE) | on_failed
 // A listening link lets one connection in, which must know its endpoint: others are refused. Once it is in,

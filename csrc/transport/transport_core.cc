@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <chrono>
 #include <csignal>
+#include <cstdio>
+#include <exception>
 #include <limits>
 
 #include "base/check.h"
@@ -305,17 +307,15 @@ void TransportCore::run() {
   const DrivingScope driving(*this);
   for (bool closing = false;;) {
     needs_thread_.store(false);  // before looking: whoever needs it from now on is heard anew
-    const Stop stop = run_tasks();
-    deliver(Driver::kThread);
-    if (stop.requested && !closing) {
-      closing = true;
-      if (stop.farewell) close_links();
+    Stop stop;
+    try {
+      stop = take_turn(closing);
+    } catch (const std::exception& error) {
+      fail_links({FailureKind::kUncaught, error.what()});
+      needs_thread_.store(true);
     }
-    const Deadline now = Clock::now();
-    say_beats(now);
-    for (LinkCore* link : active_links_) link->check_deadline(now);
     std::erase_if(active_links_, [](const LinkCore* link) { return link->ended(); });
-    if (closing && (active_links_.empty() || now >= stop.deadline)) break;
+    if (closing && stop.requested && (active_links_.empty() || Clock::now() >= stop.deadline)) break;
     const std::optional<Deadline> deadline = next_deadline(stop);
     if (may_thread_sleep()) {
       wait_for_traffic(deadline);
@@ -324,6 +324,31 @@ void TransportCore::run() {
     }
   }
   finish();
+}
+
+TransportCore::Stop TransportCore::take_turn(bool& closing) {
+  const Stop stop = run_tasks();
+  deliver(Driver::kThread);
+  if (stop.requested && !closing) {
+    closing = true;
+    if (stop.farewell) close_links();
+  }
+  const Deadline now = Clock::now();
+  say_beats(now);
+  for (LinkCore* link : active_links_) link->check_deadline(now);
+  return stop;
+}
+
+// After an error that nobody else is there to be thrown to. What this turn had taken of the queue is dropped.
+void TransportCore::fail_links(const Failure& failure) {
+  running_tasks_.clear();
+  for (LinkCore* link : active_links_) {
+    try {
+      link->fail(failure);
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "pipedream: %s, and then: %s\n", failure.message.c_str(), error.what());
+    }
+  }
 }
 
 // True: this thread no longer drives.

@@ -130,11 +130,13 @@ class TransportCore : public Transport {
   [[nodiscard]] bool stop_driving(bool hands_over);
   void drive_as_poster();
   void drop_drive();
+  void fail_links(const Failure& failure);
   [[nodiscard]] bool sleep_and_drive(int timeout_ms, const std::function<bool()>& done);
   [[nodiscard]] bool may_waiter_sleep();
   [[nodiscard]] bool wake_waiter(std::span<const std::uint64_t> names);
   [[nodiscard]] bool drive_as_waiter(const std::function<bool()>& done);
   void run();
+  Stop take_turn(bool& closing);
   Stop run_tasks();
   void close_links();
   void say_beats(Deadline now);

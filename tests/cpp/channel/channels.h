@@ -94,11 +94,27 @@ class ChannelPair : public testing::Test {
   void take_road(const std::string& transport, Road road) {
     transport_ = transport;
     road_ = road;
+    renew(sender_wakeup_);
+    renew(receiver_wakeup_);
+    pool_.reset();
+    compute_stream_.reset();
+    upload_stream_.reset();
+    device_ = make_device_of(road);
+    pool_ = std::make_unique<Pool>(*device_);
+    if (on_device()) {
+      compute_stream_ = device_->make_stream();
+      upload_stream_ = device_->make_stream();
+    }
     sending_ = make_transport(transport);
     receiving_ = make_transport(transport);
     if (!sending_ || !receiving_) GTEST_SKIP() << transport << " is not available";
     sender_wakeup_.drive_while_waiting(*sending_);
     receiver_wakeup_.drive_while_waiting(*receiving_);
+  }
+  // A failure stays.
+  static void renew(Wakeup& wakeup) {
+    std::destroy_at(&wakeup);
+    std::construct_at(&wakeup);
   }
   void TearDown() override { stop(); }
 
@@ -114,6 +130,8 @@ class ChannelPair : public testing::Test {
 
   [[nodiscard]] bool staged() const { return is_staged(road_); }
   [[nodiscard]] bool placed() const { return is_placed(road_); }
+  [[nodiscard]] bool on_device() const { return is_on_device(road_); }
+  [[nodiscard]] HostileDevice& hostile() { return dynamic_cast<HostileDevice&>(*device_); }
 
   // Everything that can be placed is, however small.
   static ChannelOptions channel_options(const ItemSpec& spec, std::size_t chunk_bytes,
@@ -135,8 +153,8 @@ class ChannelPair : public testing::Test {
     PoolTerm slots{"slots", spec.slot_bytes(), sizes.num_slots, MemoryKind::kDevice, poison};
     PoolTerm staging{"receive staging", layout.slot_bytes(), sizes.num_slots, MemoryKind::kStaging};
     if (road_ == Road::kPlaced) slots = in_shared_memory(slots, shared_);
-    if (road_ == Road::kDevicePlaced) slots = in_device_memory(slots, apart_, shared_);
-    if (road_ == Road::kPlacedStaged) staging = in_shared_memory(staging, shared_);
+    if (road_ == Road::kDevicePlaced) slots = in_device_memory(slots, *device_, shared_);
+    if (staged() && placed()) staging = in_shared_memory(staging, shared_);
     slots_ = &pool.add(slots);
     receive_staging_ = staged() ? &pool.add(staging) : nullptr;
     send_staging_ =
@@ -145,15 +163,18 @@ class ChannelPair : public testing::Test {
   }
 
   void make_receiver(const ItemSpec& spec, const Sizes& sizes, bool computes_apart = false) {
-    spec_ = spec;
-    // Who computes apart still reads a slot after its release; on a real device that memory is not poisoned.
-    add_terms(pool_, spec, sizes, /*poison=*/!computes_apart);
-    pool_.seal();
+    make_receiver_terms(spec, sizes, computes_apart);
     open_receiver(spec, sizes, computes_apart);
+  }
+  // Who computes apart still reads a slot after its release; on a real device that memory is not poisoned.
+  void make_receiver_terms(const ItemSpec& spec, const Sizes& sizes, bool computes_apart = true) {
+    spec_ = spec;
+    add_terms(*pool_, spec, sizes, /*poison=*/!computes_apart);
+    pool_->seal();
   }
   // The terms are there.
   void open_receiver(const ItemSpec& spec, const Sizes& sizes, bool computes_apart = false) {
-    if (computes_apart) compute_stream_ = device_->make_stream();
+    if (computes_apart && !compute_stream_) compute_stream_ = device_->make_stream();
     receiver_ =
         std::make_unique<ReceiveChannel>(channel_options(spec, sizes), *receiving_, receiver_wakeup_,
                                          *device_, *slots_, receive_staging_, compute_stream_.get(), shared_);
@@ -174,7 +195,7 @@ class ChannelPair : public testing::Test {
                                             send_staging_, residual_);
     if (shared_ != nullptr) {
       const SharedMemoryUse use = shared_use(WireLayout(spec, sizes.codec).slot_bytes());
-      sender_->place_into(shared_->on_device() ? SharedMemory::open_on(apart_, shared_->address(), use)
+      sender_->place_into(shared_->on_device() ? SharedMemory::open_on(*device_, shared_->address(), use)
                                                : SharedMemory::open(shared_->address(), use));
     }
     sender_link_ = &sending_->connect(link_options(), endpoint, *sender_);
@@ -194,8 +215,36 @@ class ChannelPair : public testing::Test {
   static Deadline moment() { return Clock::now() + std::chrono::milliseconds(30); }
 
   void send(std::int64_t minibatch, const std::shared_ptr<Content>& content, std::uint64_t tag = 0) {
-    sender_->send(MinibatchId(minibatch), MicrobatchIndex(0), tag, content->tensors, nullptr,
-                  deaths_.watch(content));
+    std::shared_ptr<void> owner = deaths_.watch(content);
+    if (!on_device()) {
+      return sender_->send(MinibatchId(minibatch), MicrobatchIndex(0), tag, content->tensors, nullptr,
+                           std::move(owner));
+    }
+    OnDevice there = uploaded(*content, std::move(owner));
+    auto ready = device_->make_event();
+    upload_stream_->record(*ready);
+    sender_->send(MinibatchId(minibatch), MicrobatchIndex(0), tag, there.tensors, std::move(ready),
+                  std::move(there.owner));
+  }
+  // On its way there.
+  struct OnDevice {
+    std::vector<TensorView> tensors;
+    std::shared_ptr<void> owner;
+  };
+  OnDevice uploaded(const Content& content, std::shared_ptr<void> owner) {
+    std::vector<std::byte> bytes;
+    for (const std::vector<std::byte>& tensor : content.bytes) {
+      bytes.insert(bytes.end(), tensor.begin(), tensor.end());
+    }
+    const std::shared_ptr<Memory> memory = upload(*device_, *upload_stream_, std::move(bytes));
+    using Owners = std::pair<std::shared_ptr<void>, std::shared_ptr<Memory>>;
+    OnDevice there{content.tensors, std::make_shared<Owners>(std::move(owner), memory)};
+    std::byte* data = memory->data();
+    for (TensorView& tensor : there.tensors) {
+      tensor.data = data;
+      data += tensor.size_bytes();
+    }
+    return there;
   }
   void send_one_tensor(std::int64_t minibatch) {
     send(minibatch, one_tensor(3000, static_cast<std::uint32_t>(minibatch)));
@@ -203,7 +252,8 @@ class ChannelPair : public testing::Test {
 
   [[nodiscard]] bool take(ReceivedItem& item, Deadline deadline) {
     const bool taken = receiver_wakeup_.wait_until(deadline, [&] { return receiver_->try_take(item); });
-    if (taken && item.ready) item.ready->wait();
+    if (taken && item.ready != nullptr && on_device()) compute_stream_->wait(*item.ready);
+    if (taken && item.ready != nullptr && !on_device()) item.ready->wait();
     return taken;
   }
   // The next item, an invalid one when none comes.
@@ -215,6 +265,10 @@ class ChannelPair : public testing::Test {
   [[nodiscard]] ReceivedItem take_after_send(std::int64_t minibatch) {
     send_one_tensor(minibatch);
     return take();
+  }
+  // Nothing but its holder keeps the item's slot.
+  static void copies_are_done(const ReceivedItem& item) {
+    while (item.held->num_holders.load() > 1) std::this_thread::yield();
   }
   [[nodiscard]] bool nothing_comes() {
     ReceivedItem item;
@@ -238,7 +292,11 @@ class ChannelPair : public testing::Test {
     EXPECT_EQ(sender_->num_unreleased(), 0U);
   }
 
-  static void expect_equal(const ReceivedItem& item, const Content& content) {
+  [[nodiscard]] std::vector<std::byte> bytes_of(const TensorView& tensor) {
+    if (on_device()) return read_bytes(*compute_stream_, tensor.data, tensor.size_bytes());
+    return {tensor.data, tensor.data + tensor.size_bytes()};
+  }
+  void expect_equal(const ReceivedItem& item, const Content& content) {
     ASSERT_EQ(item.tensors.size(), content.tensors.size());
     for (std::size_t index = 0; index < content.tensors.size(); ++index) {
       const TensorView& received = item.tensors[index];
@@ -247,9 +305,7 @@ class ChannelPair : public testing::Test {
       EXPECT_EQ(received.num_dims, sent.num_dims);
       EXPECT_EQ(received.shape, sent.shape);
       ASSERT_EQ(received.size_bytes(), sent.size_bytes());
-      EXPECT_EQ(std::vector<std::byte>(received.data, received.data + received.size_bytes()),
-                content.bytes[index])
-          << "tensor " << index;
+      EXPECT_EQ(bytes_of(received), content.bytes[index]) << "tensor " << index;
     }
   }
   void expect_refused(const std::string& what) {
@@ -268,10 +324,10 @@ class ChannelPair : public testing::Test {
   Recorder bare_receiver_;
   Deaths deaths_;
   std::vector<std::byte> payload_ = patterned_bytes(4096, 1);
-  std::unique_ptr<Device> device_ = make_host_device();
+  std::unique_ptr<Device> device_;  // of both ends
   std::unique_ptr<Stream> compute_stream_;
-  ApartDevice apart_;  // whose memory it is on the road kDevicePlaced
-  Pool pool_{*device_};
+  std::unique_ptr<Stream> upload_stream_;  // null where tensors are sent from host memory
+  std::unique_ptr<Pool> pool_;
   ItemSpec spec_;
   SlotGroup* slots_ = nullptr;
   SlotGroup* receive_staging_ = nullptr;

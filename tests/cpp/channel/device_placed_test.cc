@@ -18,10 +18,12 @@ class DevicePlaced : public ChannelPair, public testing::WithParamInterface<std:
  protected:
   void SetUp() override { take_road(GetParam(), Road::kDevicePlaced); }
 
-  // Holds the compute stream until the latch opens, and lets it read the item then.
-  void read_late(const ReceivedItem& item, std::latch& gate, std::vector<std::byte>& bytes) {
-    compute_stream_->call([&gate] { gate.wait(); });
+  // Holds the compute stream until the gate opens, and lets it read the item then.
+  [[nodiscard]] std::unique_ptr<StreamGate> read_late(const ReceivedItem& item,
+                                                      std::vector<std::byte>& bytes) {
+    auto gate = std::make_unique<StreamGate>(*device_, *compute_stream_);
     compute_stream_->copy(bytes.data(), item.tensors[0].data, bytes.size());
+    return gate;
   }
   // What was posted to the receiver's transport thread before has been done.
   void wait_for_receiver() {
@@ -33,19 +35,19 @@ class DevicePlaced : public ChannelPair, public testing::WithParamInterface<std:
 
 TEST_P(DevicePlaced, SlotIsGrantedAgainOnlyWhenItsLastReaderIsDone) {
   make_channels(one_tensor_spec(), {.num_slots = 1}, /*computes_apart=*/true);
-  std::latch gate(1);
   std::vector<std::byte> read(3000);
+  std::unique_ptr<StreamGate> gate;
   {
     const ReceivedItem item = take_after_send(0);
     EXPECT_EQ(item.ready, nullptr);  // the bytes are there
-    read_late(item, gate, read);
+    gate = read_late(item, read);
   }  // dropped before it was read
   send_one_tensor(1);
   EXPECT_TRUE(nothing_comes());
   EXPECT_EQ(slots_->num_free(), 0);           // leased for the grant
   EXPECT_FALSE(receiver_->all_slots_held());  // so the user's code is not to blame
   EXPECT_EQ(sender_->stats().placed_bytes, 3000U);
-  gate.count_down();
+  gate->open();
   expect_equal(take(), *one_tensor(3000, 1));
   compute_stream_->synchronize();
   EXPECT_EQ(read, patterned_bytes(3000, 0));
@@ -53,16 +55,15 @@ TEST_P(DevicePlaced, SlotIsGrantedAgainOnlyWhenItsLastReaderIsDone) {
 
 TEST_P(DevicePlaced, SlotsThatAreReadAreGrantedWhileAnotherIsNot) {
   make_channels(one_tensor_spec(), {.num_slots = 2}, /*computes_apart=*/true);
-  std::latch gate(1);
   std::vector<std::byte> read(3000);
   ReceivedItem first = take_after_send(0);
   ReceivedItem second = take_after_send(1);
   second = ReceivedItem();  // its last reader is done: nothing was enqueued
   expect_equal(take_after_send(2), *one_tensor(3000, 2));
-  read_late(first, gate, read);
+  const auto gate = read_late(first, read);
   first = ReceivedItem();
-  expect_equal(take_after_send(3), *one_tensor(3000, 3));
-  gate.count_down();
+  EXPECT_EQ(take_after_send(3).minibatch, MinibatchId(3));
+  gate->open();
   compute_stream_->synchronize();
   EXPECT_EQ(read, patterned_bytes(3000, 0));
 }
@@ -76,7 +77,6 @@ TEST_P(DevicePlaced, ManyItemsThatAreReadLateArriveUnchanged) {
       const ReceivedItem item = take();
       auto& bytes = read[static_cast<std::size_t>(minibatch)];
       bytes.resize(item.tensors.at(0).size_bytes());
-      compute_stream_->call([] { std::this_thread::yield(); });
       compute_stream_->copy(bytes.data(), item.tensors[0].data, bytes.size());
     }
   });
@@ -98,7 +98,7 @@ TEST_P(DevicePlaced, EverySizeIsPlacedAndNothingIsStaged) {
   make_receiver(one_tensor_spec(), {});
   ChannelOptions options{kName, spec_, 1000, 16};  // with the usual bound for what is worth placing
   sender_ = std::make_unique<SendChannel>(options, *sending_, sender_wakeup_, *device_, nullptr);
-  sender_->place_into(SharedMemory::open_on(apart_, shared_->address(), shared_use(spec_.slot_bytes())));
+  sender_->place_into(SharedMemory::open_on(*device_, shared_->address(), shared_use(spec_.slot_bytes())));
   sender_->attach(sending_->connect(link_options(), receiver_link_->endpoint(), *sender_));
   std::size_t num_bytes = 0;
   std::int64_t minibatch = 0;
@@ -110,13 +110,13 @@ TEST_P(DevicePlaced, EverySizeIsPlacedAndNothingIsStaged) {
   }
   EXPECT_EQ(sender_->stats().placed_bytes, num_bytes);
   EXPECT_EQ(receiver_->stats().placed_bytes, num_bytes);
-  EXPECT_EQ(apart_.num_registered(), 0);  // nothing to pin
-  EXPECT_EQ(pool_.planned_bytes(MemoryKind::kStaging), 0U);
+  EXPECT_EQ(hostile().num_registered(), 0);  // nothing to pin
+  EXPECT_EQ(pool_->planned_bytes(MemoryKind::kStaging), 0U);
 }
 
 TEST_P(DevicePlaced, TensorThatComesByTheWireIsRefused) {
   make_receiver(one_tensor_spec(), {});
-  SharedMemory::open_on(apart_, shared_->address(), shared_use(spec_.slot_bytes()))->claim();
+  SharedMemory::open_on(*device_, shared_->address(), shared_use(spec_.slot_bytes()))->claim();
   make_bare_sender();
   sender_link_->send(tensor_frame(0, std::span<const std::byte>(payload_).first(10)));
   expect_refused("tensor 0 comes by the wire, which cannot write the device's memory");
@@ -136,14 +136,13 @@ TEST_P(DevicePlaced, TensorThatIsPlacedWithoutAClaimIsRefused) {
 
 TEST_P(DevicePlaced, GrantThatWaitsIsGivenBackWithTheChannel) {
   make_channels(one_tensor_spec(), {.num_slots = 2}, /*computes_apart=*/true);
-  std::latch gate(1);
   std::vector<std::byte> read(3000);
-  read_late(take_after_send(0), gate, read);
+  const auto gate = read_late(take_after_send(0), read);
   wait_for_receiver();
   EXPECT_EQ(slots_->num_free(), 0);
   std::thread opener([&] {
     std::this_thread::sleep_until(moment());  // time for a channel that does not wait to end
-    gate.count_down();
+    gate->open();
   });
   stop();
   opener.join();
@@ -154,13 +153,12 @@ TEST_P(DevicePlaced, GrantThatWaitsIsGivenBackWithTheChannel) {
 
 TEST_P(DevicePlaced, GrantThatWaitsWhileTheSenderIsLostGrantsNothing) {
   make_channels(one_tensor_spec(), {.num_slots = 2}, /*computes_apart=*/true);
-  std::latch gate(1);
   std::vector<std::byte> read(3000);
-  read_late(take_after_send(0), gate, read);
+  const auto gate = read_late(take_after_send(0), read);
   wait_for_receiver();
   std::thread opener([&] {
     std::this_thread::sleep_until(moment());
-    gate.count_down();
+    gate->open();
   });
   core_of(*sending_).abandon();
   EXPECT_EQ(wait_failure(receiver_wakeup_).kind, FailureKind::kPeerLost);
@@ -174,22 +172,23 @@ TEST_P(DevicePlaced, GrantThatWaitsWhileTheSenderIsLostGrantsNothing) {
 TEST_P(DevicePlaced, CopyIntoTheReceiversMemoryEndsBeforeThatIsLetGo) {
   make_channels(one_tensor_spec(), {});
   const auto stream = device_->make_stream();
-  std::latch gate(1);
-  stream->call([&] { gate.wait(); });
+  StreamGate gate(*device_, *stream);
   auto ready = device_->make_event();
   stream->record(*ready);
+  const std::unique_ptr<Memory> memory = device_->allocate(4096, MemoryKind::kDevice);
   const auto content = one_tensor(4096, 5);
+  content->tensors[0].data = memory->data();
   sender_->send(MinibatchId(0), MicrobatchIndex(0), 0, content->tensors, std::move(ready),
                 deaths_.watch(content));
   EXPECT_TRUE(nothing_comes());
   sending_->shutdown(0);
   std::thread opener([&] {
     std::this_thread::sleep_until(moment());
-    EXPECT_EQ(apart_.num_imported(), 1);
-    gate.count_down();
+    EXPECT_EQ(hostile().num_imported(), 1);
+    gate.open();
   });
   sender_->end_placing();
-  EXPECT_EQ(apart_.num_imported(), 0);
+  EXPECT_EQ(hostile().num_imported(), 0);
   opener.join();
   EXPECT_TRUE(sender_->places());  // it did
 }

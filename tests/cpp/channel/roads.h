@@ -8,7 +8,7 @@
 #include "base/check.h"
 #include "device/device.h"
 #include "pool/pool.h"
-#include "support/apart_device.h"
+#include "support/hostile_device.h"
 #include "transport/recorder.h"
 #include "transport/shared_memory.h"
 
@@ -19,12 +19,27 @@ enum class Road {
   kStaged,        // through staging buffers at both ends
   kPlaced,        // the sender writes into the receiver's slots
   kPlacedStaged,  // the sender writes into the receiver's staging buffers
-  kDevicePlaced,  // the sender writes into the receiver's slots, which lie in memory that the wire cannot
-                  // reach
+  // Of devices whose memory the wire cannot reach: hostile ones.
+  kDeviceStaged,
+  kDevicePlacedStaged,
+  kDevicePlaced,
 };
 
-inline bool is_staged(Road road) { return road == Road::kStaged || road == Road::kPlacedStaged; }
-inline bool is_placed(Road road) { return road != Road::kDirect && road != Road::kStaged; }
+inline bool is_on_device(Road road) {
+  return road == Road::kDeviceStaged || road == Road::kDevicePlacedStaged || road == Road::kDevicePlaced;
+}
+inline bool is_staged(Road road) {
+  return road == Road::kStaged || road == Road::kPlacedStaged || road == Road::kDeviceStaged ||
+         road == Road::kDevicePlacedStaged;
+}
+inline bool is_placed(Road road) {
+  return road != Road::kDirect && road != Road::kStaged && road != Road::kDeviceStaged;
+}
+
+inline std::unique_ptr<Device> make_device_of(Road road) {
+  if (is_on_device(road)) return std::make_unique<HostileDevice>();
+  return make_host_device();
+}
 
 inline std::string road_name(Road road) {
   switch (road) {
@@ -36,6 +51,10 @@ inline std::string road_name(Road road) {
       return "Placed";
     case Road::kPlacedStaged:
       return "PlacedStaged";
+    case Road::kDeviceStaged:
+      return "DeviceStaged";
+    case Road::kDevicePlacedStaged:
+      return "DevicePlacedStaged";
     case Road::kDevicePlaced:
       return "DevicePlaced";
   }

@@ -26,6 +26,7 @@ class Channels : public ChannelPair, public testing::WithParamInterface<std::tup
 };
 
 class StagedChannels : public Channels {};
+class DeviceStaged : public Channels {};
 class CopyingChannels : public Channels {};
 
 // ---- Order and content ----
@@ -66,7 +67,7 @@ TEST_P(Channels, ChunksOfEverySizeCarryTheSameBytes) {
     pool.seal();
     receiver_ =
         std::make_unique<ReceiveChannel>(channel_options(spec, chunk_bytes, 1), *receiving_, receiver_wakeup_,
-                                         *device_, *slots_, receive_staging_, nullptr, shared_);
+                                         *device_, *slots_, receive_staging_, compute_stream_.get(), shared_);
     receiver_link_ = &receiving_->listen(link_options(), *receiver_);
     receiver_->attach(*receiver_link_);
     make_sender(spec, {.chunk_bytes = chunk_bytes}, receiver_link_->endpoint());
@@ -116,21 +117,20 @@ TEST_P(Channels, ManyTensorsTravelAsOneItem) {
 TEST_P(CopyingChannels, CopyWaitsForTheEventThatTheTensorsAreWritten) {
   make_channels(one_tensor_spec(), {});
   const auto stream = device_->make_stream();
-  std::latch gate(1);
-  const auto content = one_tensor(4096, 5);
-  const std::vector<std::byte> written = content->bytes[0];
-  std::fill(content->bytes[0].begin(), content->bytes[0].end(), std::byte{0});
-  stream->call([&] { gate.wait(); });
-  stream->copy(content->bytes[0].data(), written.data(), written.size());
+  const std::vector<std::byte> written = patterned_bytes(4096, 5);
+  const std::unique_ptr<Memory> memory = device_->allocate(4096, MemoryKind::kDevice);
+  auto content = one_tensor(4096, 5);
+  content->tensors[0].data = memory->data();
+  StreamGate gate(*device_, *stream);
+  stream->copy(memory->data(), written.data(), written.size());
   auto ready = device_->make_event();
   stream->record(*ready);
   sender_->send(MinibatchId(0), MicrobatchIndex(0), 0, content->tensors, std::move(ready),
                 deaths_.watch(content));
   EXPECT_TRUE(nothing_comes());
-  gate.count_down();
-  const ReceivedItem item = take();
-  ASSERT_EQ(item.tensors.size(), 1U);
-  EXPECT_EQ(std::memcmp(item.tensors[0].data, written.data(), written.size()), 0);
+  gate.open();
+  expect_equal(take(), *content);
+  ASSERT_TRUE(sender_->wait_until_sent(patience()));
 }
 
 // ---- Credits ----
@@ -196,13 +196,11 @@ TEST_P(Channels, EndNeedsNoRoomAmongTheItems) {
 // needed. The buffer was once overwritten by the item after.
 TEST_P(StagedChannels, StagingBufferIsKeptUntilItsCopyIsDoneThoughTheItemIsGone) {
   make_channels(one_tensor_spec(), {.num_slots = 1}, /*computes_apart=*/true);
-  std::latch gate(1);
   std::vector<std::byte> read_late(3000);
-  {
-    const ReceivedItem item = take_after_send(0);
-    compute_stream_->call([&] { gate.wait(); });
-    compute_stream_->copy(read_late.data(), item.tensors[0].data, read_late.size());
-  }  // dropped before it was read
+  ReceivedItem item = take_after_send(0);
+  StreamGate gate(*device_, *compute_stream_);
+  compute_stream_->copy(read_late.data(), item.tensors[0].data, read_late.size());
+  item = ReceivedItem();  // dropped before it was read
   send_one_tensor(1);
   ReceivedItem unread;
   ASSERT_TRUE(receiver_wakeup_.wait_until(patience(), [&] { return receiver_->try_take(unread); }));
@@ -212,9 +210,60 @@ TEST_P(StagedChannels, StagingBufferIsKeptUntilItsCopyIsDoneThoughTheItemIsGone)
   EXPECT_EQ(receive_staging_->num_free(), 0);
   send_one_tensor(2);
   EXPECT_TRUE(nothing_comes());
-  gate.count_down();
+  gate.open();
   expect_equal(take(), *one_tensor(3000, 2));
   compute_stream_->synchronize();
+  EXPECT_EQ(read_late, patterned_bytes(3000, 0));
+}
+
+// Two items are dropped by two threads, and a slot is granted between: with the staging buffer that the other
+// slot had. The copy into it waits for its own readers, not for those of that slot.
+TEST_P(DeviceStaged, SlotIsWrittenAfterItsOwnReadersWhicheverStagingBufferItGets) {
+  const Sizes sizes{.num_slots = 2};
+  make_receiver_terms(one_tensor_spec(), sizes);
+  std::latch first_is_halfway(1);
+  std::latch second_is_halfway(1);
+  std::latch first_is_granted(1);
+  std::atomic<int> num_released{0};
+  receive_staging_->on_release([&] {
+    const int index = num_released++;
+    if (index == 0) {
+      first_is_halfway.count_down();
+      second_is_halfway.wait();
+    } else if (index == 1) {
+      second_is_halfway.count_down();
+      first_is_granted.wait();
+    }
+  });
+  open_receiver(one_tensor_spec(), sizes);
+  open_sender(one_tensor_spec(), sizes);
+  ReceivedItem first = take_after_send(0);
+  ReceivedItem second = take_after_send(1);
+  copies_are_done(first);
+  copies_are_done(second);
+  const std::byte* const slot = first.tensors[0].data;
+  const SlotIndex staging_of_second = second.held->staging.slot();
+
+  const auto late_holder = second.held;  // as the copy stream may be
+  ++late_holder->num_holders;
+  second = ReceivedItem();  // its readers are done
+  StreamGate gate(*device_, *compute_stream_);
+  std::vector<std::byte> read_late(3000);
+  compute_stream_->copy(read_late.data(), slot, read_late.size());
+  std::thread dropping([&] { first = ReceivedItem(); });
+  first_is_halfway.wait();
+  std::thread also_dropping([&] { late_holder->drop(); });
+  dropping.join();
+  send_one_tensor(2);
+  ReceivedItem third;
+  ASSERT_TRUE(receiver_wakeup_.wait_until(patience(), [&] { return receiver_->try_take(third); }));
+  EXPECT_EQ(third.tensors[0].data, slot);
+  EXPECT_EQ(third.held->staging.slot(), staging_of_second);
+  first_is_granted.count_down();
+  also_dropping.join();
+  gate.open();
+  compute_stream_->wait(*third.ready);
+  expect_equal(third, *one_tensor(3000, 2));
   EXPECT_EQ(read_late, patterned_bytes(3000, 0));
 }
 
@@ -269,11 +318,12 @@ TEST_P(Channels, KeepAliveOfWhatNeverLeftDiesWithTheChannel) {
 TEST_P(CopyingChannels, KeepAliveOutlivesACopyThatIsUnderWay) {
   make_channels(one_tensor_spec(), {});
   const auto stream = device_->make_stream();
-  std::latch gate(1);
-  stream->call([&] { gate.wait(); });
+  StreamGate gate(*device_, *stream);
   auto ready = device_->make_event();
   stream->record(*ready);
+  const std::unique_ptr<Memory> memory = device_->allocate(4096, MemoryKind::kDevice);
   const auto content = one_tensor(4096, 5);
+  content->tensors[0].data = memory->data();
   sender_->send(MinibatchId(0), MicrobatchIndex(0), 0, content->tensors, std::move(ready),
                 deaths_.watch(content));
   std::latch pumped(1);
@@ -286,7 +336,7 @@ TEST_P(CopyingChannels, KeepAliveOutlivesACopyThatIsUnderWay) {
   std::thread opener([&] {
     std::this_thread::sleep_until(moment());  // time for a channel that does not wait to end
     EXPECT_EQ(deaths_.count(), 0U);
-    gate.count_down();
+    gate.open();
   });
   stop();
   opener.join();
@@ -670,14 +720,20 @@ std::string parameter_name(const testing::TestParamInfo<std::tuple<std::string, 
 
 const auto kTransports = testing::Values("inproc", "zmq");
 const auto kRoads = testing::Values(Road::kDirect, Road::kStaged, Road::kPlaced, Road::kPlacedStaged);
-const auto kStagedRoads = testing::Values(Road::kStaged, Road::kPlacedStaged);
+const auto kStagedRoads =
+    testing::Values(Road::kStaged, Road::kPlacedStaged, Road::kDeviceStaged, Road::kDevicePlacedStaged);
 const auto kCopyingRoads =
-    testing::Values(Road::kStaged, Road::kPlaced, Road::kPlacedStaged, Road::kDevicePlaced);
-const auto kAllRoads =
-    testing::Values(Road::kDirect, Road::kStaged, Road::kPlaced, Road::kPlacedStaged, Road::kDevicePlaced);
+    testing::Values(Road::kStaged, Road::kPlaced, Road::kPlacedStaged, Road::kDeviceStaged,
+                    Road::kDevicePlacedStaged, Road::kDevicePlaced);
+const auto kAllRoads = testing::Values(Road::kDirect, Road::kStaged, Road::kPlaced, Road::kPlacedStaged,
+                                       Road::kDeviceStaged, Road::kDevicePlacedStaged, Road::kDevicePlaced);
 
 INSTANTIATE_TEST_SUITE_P(Transports, Channels, testing::Combine(kTransports, kAllRoads), parameter_name);
 INSTANTIATE_TEST_SUITE_P(Transports, CopyingChannels, testing::Combine(kTransports, kCopyingRoads),
+                         parameter_name);
+INSTANTIATE_TEST_SUITE_P(Transports, DeviceStaged,
+                         testing::Combine(kTransports,
+                                          testing::Values(Road::kDeviceStaged, Road::kDevicePlacedStaged)),
                          parameter_name);
 INSTANTIATE_TEST_SUITE_P(Transports, StagedChannels, testing::Combine(kTransports, kStagedRoads),
                          parameter_name);

@@ -44,6 +44,10 @@ struct Tensors {
       data += tensor.bytes_max;
     }
   }
+  // As they are, beginning here.
+  void move_to(std::byte* data) {
+    for (TensorView& view : views) view.data = data + (view.data - bytes->data());
+  }
   std::shared_ptr<std::vector<std::byte>> bytes =
       std::make_shared<std::vector<std::byte>>(patterned_bytes(8192, 1));
   std::vector<TensorView> views;
@@ -52,18 +56,20 @@ struct Tensors {
 // One worker: a channel in, a channel out, over its own transport.
 class Peer {
  public:
-  Peer(const std::string& transport, Road road, const Codec& codec) : transport_(make_transport(transport)) {
+  Peer(const std::string& transport, Road road, const Codec& codec)
+      : device_(make_device_of(road)), transport_(make_transport(transport)) {
     if (!transport_) return;
     const WireLayout layout(spec(), codec);
     slot_bytes_ = layout.slot_bytes();
     PoolTerm slots{"slots", spec().slot_bytes(), kNumInFlight, MemoryKind::kDevice};
     PoolTerm in{"receive staging", layout.slot_bytes(), kNumInFlight, MemoryKind::kStaging};
     if (road == Road::kPlaced) slots = in_shared_memory(slots, shared_);
-    if (road == Road::kPlacedStaged) in = in_shared_memory(in, shared_);
-    if (road == Road::kDevicePlaced) {
-      slots = in_device_memory(slots, apart_, shared_);
-      slots.poison = false;  // as on a device, where who computes still reads a slot after its release
+    if (is_staged(road) && is_placed(road)) in = in_shared_memory(in, shared_);
+    if (road == Road::kDevicePlaced) slots = in_device_memory(slots, *device_, shared_);
+    if (is_on_device(road)) {
       compute_stream_ = device_->make_stream();
+      uploaded_ = upload(*device_, *compute_stream_, *tensors_.bytes);
+      tensors_.move_to(uploaded_->data());
     }
     SlotGroup& slot_group = pool_.add(slots);
     SlotGroup* const in_group = is_staged(road) ? &pool_.add(in) : nullptr;
@@ -92,7 +98,7 @@ class Peer {
     if (other.shared_ != nullptr) {
       const std::string address = other.shared_->address();
       const SharedMemoryUse use = shared_use(slot_bytes_);
-      sender_->place_into(other.shared_->on_device() ? SharedMemory::open_on(apart_, address, use)
+      sender_->place_into(other.shared_->on_device() ? SharedMemory::open_on(*device_, address, use)
                                                      : SharedMemory::open(address, use));
     }
     sender_->attach(transport_->connect(link_options("the other"), other.listener_->endpoint(), *sender_));
@@ -105,13 +111,25 @@ class Peer {
     ASSERT_TRUE(sender_->wait_for_room(patience()));
     sender_->send(MinibatchId(minibatch), MicrobatchIndex(0), 0, tensors_.views, nullptr, tensors_.bytes);
   }
+  // The tensors can be sent.
+  void wait_uploaded() {
+    if (compute_stream_) compute_stream_->synchronize();
+  }
   void receive(std::int64_t minibatch) {
     ReceivedItem item;
     ASSERT_TRUE(wakeup_.wait_until(patience(), [&] { return receiver_->try_take(item); }));
-    if (item.ready) item.ready->wait();
     ASSERT_EQ(item.minibatch, MinibatchId(minibatch));
-    ASSERT_EQ(std::memcmp(item.tensors.at(0).data, tensors_.views[0].data, 5000), 0);
-    if (compute_stream_) compute_stream_->call([] {});  // so that the item's last reader is not done yet
+    const std::byte* read = item.tensors.at(0).data;
+    if (compute_stream_) {
+      if (item.ready) compute_stream_->wait(*item.ready);
+      compute_stream_->copy(read_.data(), read, read_.size());
+      compute_stream_->synchronize();
+      read = read_.data();
+      compute_stream_->call([] {});  // so that the item's last reader is not done yet
+    } else if (item.ready) {
+      item.ready->wait();
+    }
+    ASSERT_EQ(std::memcmp(read, tensors_.bytes->data(), read_.size()), 0);
   }
   void expect_kept_the_newest(std::int64_t num_items) const {
     const std::int64_t first = num_items - static_cast<std::int64_t>(kNumTransfersKept);
@@ -136,9 +154,10 @@ class Peer {
 
   Tensors tensors_;
   Wakeup wakeup_;
-  std::unique_ptr<Device> device_ = make_host_device();
+  std::vector<std::byte> read_ = std::vector<std::byte>(5000);
+  const std::unique_ptr<Device> device_;
   std::unique_ptr<Stream> compute_stream_;  // null where the CPU reads the items
-  ApartDevice apart_;                       // whose memory it is on the road kDevicePlaced
+  std::shared_ptr<Memory> uploaded_;        // the tensors, where they are not the host's
   Pool pool_{*device_};
   const SharedMemory* shared_ = nullptr;
   std::size_t slot_bytes_ = 0;  // on the wire
@@ -179,6 +198,8 @@ TEST_P(SteadyState, ItemsAreExchangedWithoutAnAllocation) {
   peer.connect_to(other);
   other.connect_to(peer);
   ASSERT_TRUE(peer.wait_open() && other.wait_open());
+  peer.wait_uploaded();
+  other.wait_uploaded();
   std::thread answering([&] { answer(other, kNumWarmupItems + kNumItems); });
   exchange(peer, 0, kNumWarmupItems);
   std::uint64_t num_allocations = 0;
@@ -216,7 +237,8 @@ const auto kTransports = testing::Values("inproc", "zmq");
 INSTANTIATE_TEST_SUITE_P(Roads, SteadyState,
                          testing::Combine(kTransports,
                                           testing::Values(Road::kDirect, Road::kStaged, Road::kPlaced,
-                                                          Road::kPlacedStaged, Road::kDevicePlaced),
+                                                          Road::kPlacedStaged, Road::kDeviceStaged,
+                                                          Road::kDevicePlaced),
                                           testing::Values("none")),
                          case_name);
 INSTANTIATE_TEST_SUITE_P(Codecs, SteadyState,

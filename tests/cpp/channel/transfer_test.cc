@@ -138,7 +138,8 @@ std::string parameter_name(const testing::TestParamInfo<std::tuple<std::string, 
 INSTANTIATE_TEST_SUITE_P(Transports, Transfers,
                          testing::Combine(testing::Values("inproc", "zmq"),
                                           testing::Values(Road::kDirect, Road::kStaged, Road::kPlaced,
-                                                          Road::kPlacedStaged, Road::kDevicePlaced)),
+                                                          Road::kPlacedStaged, Road::kDeviceStaged,
+                                                          Road::kDevicePlaced)),
                          parameter_name);
 
 }  // namespace

@@ -1,5 +1,6 @@
-// One contract, every backend: host always, CUDA where there is a device. What a backend promises beyond
-// the contract is tested beside it (host_stream_test.cc, host_memory_test.cc).
+// One contract, every backend: host always, CUDA where there is a device, and the tests' own stand-in for
+// CUDA (support/hostile_device.h). What a backend promises beyond the contract is tested beside it
+// (host_stream_test.cc, host_memory_test.cc, hostile_device_test.cc).
 //
 // Order is proved with gates, never with time: a call() that holds its stream until the test opens it.
 // Only one gate is closed at a time, and no other call() is needed meanwhile: CUDA may run the host
@@ -13,13 +14,13 @@
 #include <future>
 #include <memory>
 #include <numeric>
-#include <ostream>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "base/failure.h"
 #include "device/device.h"
+#include "support/hostile_device.h"
 
 namespace pipedream {
 namespace {
@@ -55,10 +56,15 @@ class Gate {
   bool is_open_ = false;
 };
 
-class DeviceContract : public testing::TestWithParam<DeviceType> {
+class DeviceContract : public testing::TestWithParam<std::string> {
  protected:
-  static std::unique_ptr<Device> make_device(DeviceType type) {
-    return type == DeviceType::kHost ? make_host_device() : make_cuda_device(0);
+  static std::unique_ptr<Device> make_device(const std::string& backend) {
+    if (backend == "Hostile") return std::make_unique<HostileDevice>();
+    return backend == "Host" ? make_host_device() : make_cuda_device(0);
+  }
+  [[nodiscard]] static bool is_host() { return GetParam() == "Host"; }
+  [[nodiscard]] static std::string name_begin() {
+    return is_host() ? "host" : GetParam() == "Cuda" ? "cuda:0" : "hostile:0";
   }
 
   // Memory that the CPU reads and writes on both backends, filled with a pattern of the seed.
@@ -81,11 +87,10 @@ class DeviceContract : public testing::TestWithParam<DeviceType> {
 };
 
 TEST_P(DeviceContract, SaysWhatItIs) {
-  EXPECT_EQ(device_->type(), GetParam());
+  EXPECT_EQ(device_->type(), is_host() ? DeviceType::kHost : DeviceType::kCuda);
   EXPECT_EQ(device_->index(), 0);
-  const bool is_host = GetParam() == DeviceType::kHost;
-  EXPECT_EQ(device_->name().rfind(is_host ? "host" : "cuda:0 ", 0), 0u) << device_->name();
-  EXPECT_EQ(device_->device_memory_is_host_memory(), is_host);
+  EXPECT_EQ(device_->name().find(name_begin()), 0u) << device_->name();
+  EXPECT_EQ(device_->device_memory_is_host_memory(), is_host());
 }
 
 TEST_P(DeviceContract, CopiesThroughDeviceMemoryArriveUnchanged) {
@@ -405,7 +410,7 @@ TEST_P(DeviceContract, MoreMemoryThanThereIsNamesSizeAndDevice) {
     } catch (const UserError& error) {
       const std::string text = error.what();
       EXPECT_NE(text.find("1.00 PiB (1125899906842624 bytes)"), std::string::npos) << text;
-      EXPECT_NE(text.find(GetParam() == DeviceType::kHost ? "host" : "cuda:0"), std::string::npos) << text;
+      EXPECT_NE(text.find(name_begin()), std::string::npos) << text;
       EXPECT_NE(text.find(kind == MemoryKind::kDevice ? "device memory" : "staging memory"),
                 std::string::npos)
           << text;
@@ -420,17 +425,14 @@ TEST_P(DeviceContract, MoreMemoryThanThereIsNamesSizeAndDevice) {
   EXPECT_TRUE(same(*to, *from));
 }
 
-std::vector<DeviceType> devices_here() {
-  std::vector<DeviceType> types = {DeviceType::kHost};
-  if (cuda_available()) types.push_back(DeviceType::kCuda);
-  return types;
+std::vector<std::string> devices_here() {
+  std::vector<std::string> backends = {"Host", "Hostile"};
+  if (cuda_available()) backends.emplace_back("Cuda");
+  return backends;
 }
 
-std::string backend_name(const testing::TestParamInfo<DeviceType>& backend) {
-  return backend.param == DeviceType::kHost ? "Host" : "Cuda";
-}
-
-INSTANTIATE_TEST_SUITE_P(Backends, DeviceContract, testing::ValuesIn(devices_here()), backend_name);
+INSTANTIATE_TEST_SUITE_P(Backends, DeviceContract, testing::ValuesIn(devices_here()),
+                         [](const auto& backend) { return backend.param; });
 
 TEST(CudaDevice, WhatDoesNotExistIsRefusedByName) {
   EXPECT_TRUE(built_with_cuda() || !cuda_available());

@@ -1,6 +1,6 @@
 // Two workers on devices of one host: they find out whether one can write into the other's memory, and
 // tensors then go from device to device, or as before where they cannot. On a device of the tests
-// (support/apart_device.h), and on CUDA where there is one: both workers share it, in one process.
+// (support/hostile_device.h), and on CUDA where there is one: both workers share it, in one process.
 #include <gtest/gtest.h>
 
 #include <memory>
@@ -10,7 +10,7 @@
 
 #include "base/failure.h"
 #include "stage/worker.h"
-#include "support/apart_device.h"
+#include "support/hostile_device.h"
 #include "transport/recorder.h"
 
 namespace pipedream {
@@ -30,7 +30,7 @@ class DeviceWorkers : public testing::TestWithParam<std::string> {
 
   static std::shared_ptr<Device> make_device() {
     if (GetParam() == "cuda") return make_cuda_device(0);
-    return std::make_shared<ApartDevice>();
+    return std::make_shared<HostileDevice>();
   }
   static std::unique_ptr<Worker> make_worker(const std::shared_ptr<Device>& device) {
     WorkerOptions options;
@@ -103,8 +103,8 @@ class DeviceWorkers : public testing::TestWithParam<std::string> {
       EXPECT_EQ(receive(), bytes);
     }
   }
-  [[nodiscard]] static ApartDevice* apart(const std::shared_ptr<Device>& device) {
-    return dynamic_cast<ApartDevice*>(device.get());
+  [[nodiscard]] static HostileDevice* hostile(const std::shared_ptr<Device>& device) {
+    return dynamic_cast<HostileDevice*>(device.get());
   }
 
   std::shared_ptr<Device> sending_device_ = make_device();
@@ -153,14 +153,14 @@ TEST_P(DeviceWorkers, MemoryOfTheReceiverIsLetGoWhenTheSenderCloses) {
   close();
   EXPECT_EQ(sender_->channel_transports().at(kName), "cuda ipc");
   receiver_.reset();  // frees its memory while the sender is still there
-  if (apart(receiving_device_) != nullptr) {
-    EXPECT_EQ(apart(sending_device_)->num_imported(), 0);
-    EXPECT_EQ(apart(receiving_device_)->num_exported(), 0);
+  if (hostile(receiving_device_) != nullptr) {
+    EXPECT_EQ(hostile(sending_device_)->num_imported(), 0);
+    EXPECT_EQ(hostile(receiving_device_)->num_exported(), 0);
   }
 }
 
 std::vector<std::string> devices_here() {
-  std::vector<std::string> names = {"apart"};
+  std::vector<std::string> names = {"hostile"};
   if (cuda_available()) names.emplace_back("cuda");
   return names;
 }
@@ -172,19 +172,19 @@ INSTANTIATE_TEST_SUITE_P(Devices, DeviceWorkers, testing::ValuesIn(devices_here(
 class RefusingDevices : public DeviceWorkers {};
 
 TEST_P(RefusingDevices, ReasonsAreSaidBeforeAnyMemoryIsPlanned) {
-  apart(receiving_device_)->why_not_exported = "apart:0 does not support it";
+  hostile(receiving_device_)->why_not_exported = "hostile:0 does not support it";
   std::string why;
   EXPECT_EQ(receiver_->offer_device_memory(&why), "");
-  EXPECT_EQ(why, "apart:0 does not support it");
-  apart(receiving_device_)->why_not_exported = "";
+  EXPECT_EQ(why, "hostile:0 does not support it");
+  hostile(receiving_device_)->why_not_exported = "";
   const std::string offer = receiver_->offer_device_memory();
-  apart(sending_device_)->why_not_imported = "apart:0 has no peer access to apart:1";
-  EXPECT_EQ(sender_->why_out_of_reach(offer), "apart:0 has no peer access to apart:1");
+  hostile(sending_device_)->why_not_imported = "hostile:0 has no peer access to hostile:1";
+  EXPECT_EQ(sender_->why_out_of_reach(offer), "hostile:0 has no peer access to hostile:1");
 }
 
 TEST_P(RefusingDevices, MemoryThatCannotBeOpenedAfterAllIsOneClearLine) {
   plan(/*places_on_device=*/true);
-  apart(sending_device_)->why_not_imported = "cudaErrorTooManyPeers";
+  hostile(sending_device_)->why_not_imported = "cudaErrorTooManyPeers";
   try {
     sender_->connect(receiver_->listen());
     FAIL() << "connected";
@@ -198,7 +198,7 @@ TEST_P(RefusingDevices, MemoryThatCannotBeOpenedAfterAllIsOneClearLine) {
 
 TEST_P(RefusingDevices, MemoryThatCannotBeExportedAfterAllIsOneClearLine) {
   receiver_->add_receive_channel(channel(/*places_on_device=*/true));
-  apart(receiving_device_)->why_not_exported = "cudaErrorNotSupported";
+  hostile(receiving_device_)->why_not_exported = "cudaErrorNotSupported";
   try {
     receiver_->seal();
     FAIL() << "sealed";
@@ -217,7 +217,7 @@ TEST_P(RefusingDevices, EndpointWithoutDeviceMemoryIsRefused) {
   EXPECT_THROW(sender_->connect(endpoints), UserError);
 }
 
-INSTANTIATE_TEST_SUITE_P(Devices, RefusingDevices, testing::Values("apart"),
+INSTANTIATE_TEST_SUITE_P(Devices, RefusingDevices, testing::Values("hostile"),
                          [](const auto& device) { return device.param; });
 
 }  // namespace

@@ -15,7 +15,6 @@
 #include <tuple>
 #include <utility>
 
-#include "support/apart_device.h"
 #include "transport/recorder.h"
 
 namespace pipedream {
@@ -230,19 +229,70 @@ std::vector<std::byte> padding_of(const WorkItem& work, std::int64_t padding_byt
   return patterned_bytes(static_cast<std::size_t>(num_bytes), static_cast<std::uint32_t>(tag_of(work)));
 }
 
+// Where the tensors are, for the thread that computes: the host's memory, or a device's.
+class Place {
+ public:
+  Place() = default;
+  explicit Place(std::shared_ptr<Device> device)
+      : device_(std::move(device)), stream_(device_->wrap_stream(0)) {}
+
+  [[nodiscard]] const std::shared_ptr<Device>& device() const { return device_; }  // null: the host's
+
+  // Waits for what was enqueued.
+  void read(void* to, const std::byte* data, std::size_t num_bytes) const {
+    if (!device_) {
+      if (num_bytes > 0) std::memcpy(to, data, num_bytes);
+      return;
+    }
+    stream_->copy(to, data, num_bytes);
+    stream_->synchronize();
+  }
+  void write(std::byte* data, const void* from, std::size_t num_bytes) const {
+    if (!device_) {
+      std::memcpy(data, from, num_bytes);
+      return;
+    }
+    stream_->copy(data, from, num_bytes);
+    stream_->synchronize();
+  }
+  // The message as an item to send; on a device soon.
+  [[nodiscard]] Outgoing outgoing(const std::shared_ptr<Message>& message) const {
+    Outgoing outgoing;
+    outgoing.tensors = message->views();
+    outgoing.keep_alive = message;
+    if (!device_) return outgoing;
+    std::vector<std::byte> bytes;
+    for (const TensorView& tensor : outgoing.tensors) {
+      bytes.insert(bytes.end(), tensor.data, tensor.data + tensor.size_bytes());
+    }
+    const std::shared_ptr<Memory> memory = upload(*device_, *stream_, std::move(bytes));
+    std::byte* data = memory->data();
+    for (TensorView& tensor : outgoing.tensors) {
+      tensor.data = data;
+      data += tensor.size_bytes();
+    }
+    outgoing.keep_alive = memory;
+    return outgoing;
+  }
+
+ private:
+  std::shared_ptr<Device> device_;
+  std::shared_ptr<Stream> stream_;  // what the worker computes on
+};
+
 // The value in an item; checks that all of the rest is what was sent for this work.
-std::uint64_t value_of(const ReceivedItem& item, const WorkItem& work, std::int64_t padding_bytes_max) {
+std::uint64_t value_of(const Place& place, const ReceivedItem& item, const WorkItem& work,
+                       std::int64_t padding_bytes_max) {
   EXPECT_EQ(item.tag, tag_of(work));
   std::vector<std::uint64_t> numbers(kNumNumbers, kPoison);
   EXPECT_EQ(item.tensors.at(0).size_bytes(), kNumNumbers * 8);
-  std::memcpy(numbers.data(), item.tensors.at(0).data, kNumNumbers * 8);
+  place.read(numbers.data(), item.tensors.at(0).data, kNumNumbers * 8);
   EXPECT_EQ(numbers[0], static_cast<std::uint64_t>(work.minibatch.value()));
   EXPECT_EQ(numbers[1], static_cast<std::uint64_t>(work.microbatch.value()));
-  const TensorView& padding = item.tensors.at(1);
-  const std::vector<std::byte> expected = padding_of(work, padding_bytes_max);
-  EXPECT_EQ(padding.size_bytes(), expected.size());
-  EXPECT_TRUE(padding.size_bytes() == expected.size() &&
-              std::equal(expected.begin(), expected.end(), padding.data));
+  std::vector<std::byte> padding(item.tensors.at(1).size_bytes());
+  place.read(padding.data(), item.tensors.at(1).data, padding.size());
+  EXPECT_EQ(padding.size(), padding_of(work, padding_bytes_max).size());
+  EXPECT_TRUE(padding == padding_of(work, padding_bytes_max));
   return numbers[2];
 }
 
@@ -287,13 +337,19 @@ class PipelineWorker {
     options.transport = pipeline.transport;
     options.force_staging = pipeline.staged;
     options.shares_memory = pipeline.shares_memory;
-    worker_ = pipeline.places_on_device ? std::make_unique<Worker>(options, std::make_shared<ApartDevice>())
-                                        : std::make_unique<Worker>(options);
+    if (pipeline.on_device) place_ = Place(std::make_shared<HostileDevice>());
+    worker_ = pipeline.on_device ? std::make_unique<Worker>(options, place_.device())
+                                 : std::make_unique<Worker>(options);
     for (const StageChannelNames& part : parts_) report_.stages.push_back(part.stage);
   }
 
   WorkerReport run() {
-    while ((started_ || open()) && work_once()) {
+    try {
+      while ((started_ || open()) && work_once()) {
+      }
+    } catch (const DeviceError& error) {  // as Python tells those of the user's code
+      const std::string where = started_ ? worker_->engine().position() + ": " : "";
+      report_.failure = Failure{FailureKind::kDeviceError, where + error.what()};
     }
     if (started_) {
       for (const StageIndex stage : report_.stages)
@@ -301,13 +357,14 @@ class PipelineWorker {
       report_.totals = worker_->engine().totals();
       report_.spans = worker_->engine().spans();
       report_.transports = worker_->channel_transports();
-      report_.channels = worker_->channel_stats();
     }
     if (worker_) {
       stages_.clear();
       // As a launcher does: what ended this worker is passed on. One that vanished has said nothing.
-      if (report_.failure && pipeline_.fault == Fault::kAbort) worker_->abort(report_.failure->message);
+      const bool tells = pipeline_.fault == Fault::kAbort || pipeline_.fault == Fault::kDevice;
+      if (report_.failure && tells) worker_->abort(report_.failure->message);
       worker_->close(report_.failure ? 1 : 60);
+      if (started_) report_.channels = worker_->channel_stats();  // now that everything has left
     }
     return report_;
   }
@@ -389,7 +446,11 @@ class PipelineWorker {
   }
 
   bool forward(WorkItem work) {
-    if (is_faulty(work)) {
+    if (is_faulty(work) && pipeline_.fault == Fault::kDevice) {
+      if (!std::exchange(report_.faulted, true)) {
+        dynamic_cast<HostileDevice&>(*place_.device()).fail(pipeline_.device_fault);
+      }
+    } else if (is_faulty(work)) {
       work.received.reset();
       fail();
       return false;
@@ -497,7 +558,7 @@ class PipelineWorker {
     return {work.minibatch.value(), work.microbatch.value()};
   }
   [[nodiscard]] std::uint64_t value_in(const ReceivedItem& item, const WorkItem& work) const {
-    return value_of(item, work, pipeline_.padding_bytes_max);
+    return value_of(place_, item, work, pipeline_.padding_bytes_max);
   }
   // What the stage's forward starts from.
   [[nodiscard]] std::uint64_t input_value(const WorkItem& work,
@@ -512,23 +573,21 @@ class PipelineWorker {
     message->numbers = {static_cast<std::uint64_t>(work.minibatch.value()),
                         static_cast<std::uint64_t>(work.microbatch.value()), value};
     message->padding = padding_of(work, pipeline_.padding_bytes_max);
-    Outgoing outgoing;
+    Outgoing outgoing = place_.outgoing(message);
     outgoing.tag = tag_of(work);
-    outgoing.tensors = message->views();
     outgoing.ready = worker_->record_compute();
-    outgoing.keep_alive = message;
     return outgoing;
   }
 
-  static void fill(const Stage& stage, SlotIndex slot, std::uint64_t weight) {
+  void fill(const Stage& stage, SlotIndex slot, std::uint64_t weight) const {
     const std::vector<std::uint64_t> weights(kNumWeights, weight);
-    std::memcpy(stage.slots.at(static_cast<std::size_t>(slot.value())).lease.data(), weights.data(),
-                kNumWeights * 8);
+    place_.write(stage.slots.at(static_cast<std::size_t>(slot.value())).lease.data(), weights.data(),
+                 kNumWeights * 8);
   }
   // The weight in the slot that the work reads: all of it is the version that the work says.
   [[nodiscard]] std::uint64_t read(const Stage& stage, const WorkItem& work) const {
     std::vector<std::uint64_t> weights(kNumWeights);
-    std::memcpy(weights.data(), stage.slots.at(static_cast<std::size_t>(work.read_slot.value())).lease.data(),
+    place_.read(weights.data(), stage.slots.at(static_cast<std::size_t>(work.read_slot.value())).lease.data(),
                 kNumWeights * 8);
     const std::uint64_t expected = replay_.weight(work.stage.value(), work.read_version.value());
     EXPECT_EQ(weights, std::vector<std::uint64_t>(kNumWeights, expected))
@@ -548,6 +607,7 @@ class PipelineWorker {
   Board& board_;
   std::mt19937 random_;
   bool started_ = false;  // the engine can be asked
+  Place place_;
   std::unique_ptr<Worker> worker_;
   std::map<StageIndex, Stage> stages_;  // destroyed before the worker
   WorkerReport report_;

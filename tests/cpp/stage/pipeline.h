@@ -10,6 +10,7 @@
 
 #include "schedule/programs.h"
 #include "stage/worker.h"
+#include "support/hostile_device.h"
 
 namespace pipedream {
 
@@ -34,14 +35,15 @@ void add_channels(Worker& worker, const ScheduleOptions& schedule, WorkerIndex w
 
 [[nodiscard]] Deadline patience();
 
-enum class Fault { kNone, kAbort, kDestroyed, kClosed };
+enum class Fault { kNone, kAbort, kDestroyed, kClosed, kDevice };
 
 struct PipelineOptions {
   std::string transport = "inproc";
   bool staged = false;
   std::int64_t padding_bytes_max = 3000;  // beside three numbers, in every item
   bool shares_memory = true;
-  bool places_on_device = false;  // workers on devices apart, each writing into the memory of its neighbours
+  bool on_device = false;         // workers on hostile devices, each its own
+  bool places_on_device = false;  // and each writes into the memory of its neighbours
   ScheduleOptions schedule;
   std::int64_t num_minibatches = 0;
   std::uint32_t seed = 1;
@@ -51,6 +53,7 @@ struct PipelineOptions {
   Fault fault = Fault::kNone;  // of faulty_stage, instead of completing the first forward of faulty_minibatch
   std::int64_t faulty_stage = 0;
   std::int64_t faulty_minibatch = 0;
+  HostileDevice::Fault device_fault;  // kDevice: of the faulty stage's device, from then on
 };
 
 inline constexpr const char* kAbortText = "stage 1 stops: the loss is nan at minibatch 5";

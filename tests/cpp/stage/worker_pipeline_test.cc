@@ -178,9 +178,10 @@ TEST(DevicesOfOneHost, EveryTensorIsPlacedInTheNeighboursDevice) {
   if (!make_transport("zmq")) GTEST_SKIP() << "zmq is not available";
   PipelineOptions pipeline;
   pipeline.transport = "zmq";
+  pipeline.on_device = true;
   pipeline.places_on_device = true;
   pipeline.padding_bytes_max = 40'000;
-  pipeline.num_minibatches = 60;
+  pipeline.num_minibatches = 10;
   for (const std::string& schedule : schedule_names()) {
     SCOPED_TRACE(schedule);
     pipeline.schedule = make_straight(schedule, 4, 4);
@@ -193,6 +194,23 @@ TEST(DevicesOfOneHost, EveryTensorIsPlacedInTheNeighboursDevice) {
         const ChannelStats& stats = report.channels.at(name);
         EXPECT_EQ(stats.placed_bytes, stats.tensor_bytes) << name;
       }
+    }
+  }
+}
+
+// Through staging buffers, by the wire or placed there by the sender.
+TEST(DevicesOfOneHost, EveryTensorIsStagedWhereItIsNotPlaced) {
+  PipelineOptions pipeline;
+  pipeline.on_device = true;
+  pipeline.padding_bytes_max = 40'000;
+  pipeline.num_minibatches = 10;
+  for (const char* transport : {"inproc", "zmq"}) {
+    if (!make_transport(transport)) continue;
+    pipeline.transport = transport;
+    for (const char* schedule : {"pipedream", "interleaved", "2bw"}) {
+      SCOPED_TRACE(std::string(transport) + ", " + schedule);
+      pipeline.schedule = make_straight(schedule, 4, 4);
+      expect_complete(run_pipeline(pipeline), pipeline);
     }
   }
 }

@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -354,6 +355,50 @@ TEST_P(Faults, AbortMayComeFromAnyThreadAtAnyTime) {
 std::string transport_of(const testing::TestParamInfo<std::string>& parameter) { return parameter.param; }
 
 INSTANTIATE_TEST_SUITE_P(Transports, Faults, testing::Values("inproc", "zmq"), transport_of);
+
+// ---- Errors of the device ----
+
+// Whichever call of it fails, on whichever thread, and whatever that leaves undone: its worker says where it
+// was and what the device said, and so learn the others.
+class DeviceFaults : public testing::TestWithParam<std::tuple<std::string, bool>> {};
+
+TEST_P(DeviceFaults, AreToldByEveryWorkerWithStageMinibatchAndTheDevicesWords) {
+  const auto& [transport, places_on_device] = GetParam();
+  if (!make_transport(transport)) GTEST_SKIP() << transport << " is not available";
+  for (std::uint64_t num_calls_before = 0; num_calls_before < 64; num_calls_before += 2) {
+    PipelineOptions options;
+    options.transport = transport;
+    options.on_device = true;
+    options.places_on_device = places_on_device;
+    options.schedule = make_straight("pipedream", 2, 1);
+    options.num_minibatches = 1000;
+    options.fault = Fault::kDevice;
+    options.faulty_stage = static_cast<std::int64_t>(num_calls_before / 2 % 2);
+    options.faulty_minibatch = 3;
+    options.device_fault.num_calls_before = num_calls_before;
+    SCOPED_TRACE("stage " + std::to_string(options.faulty_stage) + ", call " +
+                 std::to_string(num_calls_before));
+    const auto reports = run_pipeline(options);
+    const WorkerReport& failed = reports.at(static_cast<std::size_t>(options.faulty_stage));
+    const WorkerReport& other = reports.at(static_cast<std::size_t>(1 - options.faulty_stage));
+    ASSERT_TRUE(failed.failure && other.failure);
+    const std::string& text = failed.failure->message;
+    EXPECT_EQ(failed.failure->kind, FailureKind::kDeviceError) << text;
+    EXPECT_EQ(text.find("stage " + std::to_string(options.faulty_stage) + " at minibatch "), 0U) << text;
+    EXPECT_NE(text.find("hostile:0: "), std::string::npos) << text;
+    EXPECT_NE(text.find(options.device_fault.why), std::string::npos) << text;
+    EXPECT_EQ(other.failure->kind, FailureKind::kAborted) << other.failure->message;
+    EXPECT_EQ(other.failure->message, text);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Roads, DeviceFaults,
+                         testing::Values(std::tuple("inproc", false), std::tuple("zmq", false),
+                                         std::tuple("zmq", true)),
+                         [](const auto& parameter) {
+                           return std::get<0>(parameter.param) +
+                                  (std::get<1>(parameter.param) ? "Placed" : "Staged");
+                         });
 
 // ---- How tensors travel ----
 

@@ -1,4 +1,4 @@
-// Device memory that two processes map, on a device of the tests (support/apart_device.h) and on CUDA where
+// Device memory that two processes map, on a device of the tests (support/hostile_device.h) and on CUDA where
 // there is one: what one writes the other reads, what is not meant is refused, the maker frees last, and an
 // offer says whether any of it works. The other process is a fork of the test that executes it again.
 #include <gtest/gtest.h>
@@ -19,7 +19,7 @@
 #include <utility>
 #include <vector>
 
-#include "support/apart_device.h"
+#include "support/hostile_device.h"
 #include "transport/device_offer.h"
 #include "transport/recorder.h"
 #include "transport/shared_memory.h"
@@ -35,7 +35,7 @@ constexpr SharedMemoryUse kUse{{0xABCDEF, 4, 17}, 1000};
 
 std::unique_ptr<Device> make_device(const std::string& name) {
   if (name == "cuda") return make_cuda_device(0);
-  return std::make_unique<ApartDevice>();
+  return std::make_unique<HostileDevice>();
 }
 
 std::vector<std::byte> read(Device& device, const SharedMemory& memory) {
@@ -191,8 +191,8 @@ TEST_P(DeviceMemory, MakerFreesItAfterTheOtherProcessHasLetGo) {
   EXPECT_FALSE(freed.load());
   other.let_go();
   maker.join();
-  if (const auto* apart = dynamic_cast<const ApartDevice*>(device_.get())) {
-    EXPECT_EQ(apart->num_exported(), 0);
+  if (const auto* hostile = dynamic_cast<const HostileDevice*>(device_.get())) {
+    EXPECT_EQ(hostile->num_exported(), 0);
   }
 }
 
@@ -202,8 +202,8 @@ TEST_P(DeviceMemory, MakerWaitsForNobodyWhoWasKilled) {
   ASSERT_EQ(other.wait_for("answered="), "yes");
   other.kill();
   made.reset();
-  if (const auto* apart = dynamic_cast<const ApartDevice*>(device_.get())) {
-    EXPECT_EQ(apart->num_exported(), 0);  // freed, not left
+  if (const auto* hostile = dynamic_cast<const HostileDevice*>(device_.get())) {
+    EXPECT_EQ(hostile->num_exported(), 0);  // freed, not left
   }
 }
 
@@ -258,7 +258,7 @@ TEST_P(DeviceMemory, OfferOfAnotherRunIsOutOfReach) {
 }
 
 std::vector<std::string> devices_here() {
-  std::vector<std::string> names = {"apart"};
+  std::vector<std::string> names = {"hostile"};
   if (cuda_available()) names.emplace_back("cuda");
   return names;
 }
@@ -270,7 +270,7 @@ TEST(DeviceSharedMemory, DescriptorsAndMappingsAreGivenBack) {
   const auto num_descriptors = [] {
     return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {});
   };
-  ApartDevice device;
+  HostileDevice device;
   const auto before = num_descriptors();
   for (int round = 0; round < 20; ++round) {
     const auto made = SharedMemory::make_on(device, 1 << 20, kUse);
@@ -287,8 +287,8 @@ TEST(DeviceSharedMemory, DescriptorsAndMappingsAreGivenBack) {
 }
 
 TEST(DeviceOffer, ReasonOfADeviceThatExportsNothingIsSaid) {
-  ApartDevice device;
-  device.why_not_exported = "apart:0 does not support it";
+  HostileDevice device;
+  device.why_not_exported = "hostile:0 does not support it";
   std::string why;
   EXPECT_EQ(make_device_offer(device, kRun, &why), nullptr);
   EXPECT_EQ(why, device.why_not_exported);
@@ -299,25 +299,29 @@ TEST(DeviceOffer, ReasonOfADeviceThatExportsNothingIsSaid) {
 }
 
 TEST(DeviceOffer, ReasonOfADeviceThatCannotMapItIsSaid) {
-  ApartDevice device;
+  HostileDevice device;
   const auto offer = make_device_offer(device, kRun);
   ASSERT_NE(offer, nullptr);
-  device.why_not_imported = "apart:0 has no peer access to apart:1";
+  device.why_not_imported = "hostile:0 has no peer access to hostile:1";
   EXPECT_EQ(why_out_of_reach(device, offer->address(), kRun), device.why_not_imported);
   const auto host = make_host_device();
   EXPECT_EQ(why_out_of_reach(*host, offer->address(), kRun), "host maps no memory of other devices");
 }
 
 TEST(DeviceOffer, WhatADeviceThrowsMeanwhileIsTheReason) {
-  ApartDevice device;
+  HostileDevice device;
   const auto offer = make_device_offer(device, kRun);
   ASSERT_NE(offer, nullptr);
-  device.why_not_copied = "apart:0: peer mapping resources exhausted";
-  EXPECT_EQ(why_out_of_reach(device, offer->address(), kRun), device.why_not_copied);
+  const HostileDevice::Fault fault{
+      .call = "copy", .why = "peer mapping resources exhausted", .ends_context = false};
+  const std::string text = "hostile:0: copy failed: peer mapping resources exhausted";
+  device.fail(fault);
+  EXPECT_EQ(why_out_of_reach(device, offer->address(), kRun), text);
   std::string why;
+  device.fail(fault);
   EXPECT_EQ(make_device_offer(device, kRun, &why), nullptr);
-  EXPECT_EQ(why, device.why_not_copied);
-  device.why_no_memory = "apart:0 has not enough memory";
+  EXPECT_EQ(why, text);
+  device.why_no_memory = "hostile:0 has not enough memory";
   EXPECT_EQ(make_device_offer(device, kRun, &why), nullptr);
   EXPECT_EQ(why, device.why_no_memory);
   EXPECT_EQ(make_device_offer(device, kRun), nullptr);
@@ -326,7 +330,7 @@ TEST(DeviceOffer, WhatADeviceThrowsMeanwhileIsTheReason) {
 }
 
 TEST(DeviceOffer, MappingOfOtherMemoryIsFoundOut) {
-  ApartDevice device;
+  HostileDevice device;
   const auto offer = make_device_offer(device, kRun);
   ASSERT_NE(offer, nullptr);
   device.maps_another_memory = true;
@@ -334,7 +338,7 @@ TEST(DeviceOffer, MappingOfOtherMemoryIsFoundOut) {
 }
 
 TEST(DeviceOffer, NothingIsLeftOfItOrOfWhoTriedIt) {
-  ApartDevice device;
+  HostileDevice device;
   {
     const auto offer = make_device_offer(device, kRun);
     ASSERT_NE(offer, nullptr);

@@ -156,6 +156,19 @@ TEST_P(Driving, ErrorOfATaskReachesWhoDrivesAndTheThreadGoesOn) {
   }
 }
 
+// A post drives nothing, so that the transport thread runs it.
+TEST_P(Driving, ErrorOnTheTransportThreadIsTheFailureOfItsLinks) {
+  open_link();
+  connecting_->post([] { throw std::runtime_error("out of memory"); });
+  const Failure failure = at_connector_.wait_failure();
+  EXPECT_EQ(failure.kind, FailureKind::kUncaught);
+  EXPECT_EQ(failure.message, "out of memory");
+  EXPECT_EQ(at_listener_.wait_failure().kind, FailureKind::kPeerLost);
+  std::latch ran(1);
+  connecting_->post([&] { ran.count_down(); });  // the thread goes on
+  ran.wait();
+}
+
 TEST_P(Driving, ErrorOfATaskEndsAWaitAndTheNextOneMayWait) {
   const std::thread::id here = std::this_thread::get_id();
   std::atomic<bool> has_thrown{false};

@@ -1,0 +1,159 @@
+// What the device refuses, and what it can no longer do after an error, is told at the end of the channel
+// that it concerns, in the device's words; the process goes on, and all slots and tensors are given back. But
+// not in a child of fork(), which has neither the streams nor the slots.
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "channel/channels.h"
+
+namespace pipedream {
+namespace {
+
+constexpr const char* kWhy = "device-side assert triggered";
+
+class DeviceErrors : public ChannelPair, public testing::WithParamInterface<std::tuple<std::string, Road>> {
+ protected:
+  void SetUp() override { take_road(std::get<0>(GetParam()), std::get<1>(GetParam())); }
+
+  // From here on every call of the device fails.
+  void end_context() {
+    hostile().launch_fault(*upload_stream_, kWhy);
+    while (!hostile().is_broken()) std::this_thread::yield();
+  }
+  static void expect_told(const Failure& failure) {
+    EXPECT_EQ(failure_kind_name(failure.kind), "DeviceError") << failure.message;
+    EXPECT_EQ(failure.message.find(std::string(kName) + ": hostile:0: "), 0U) << failure.message;
+    EXPECT_NE(failure.message.find(kWhy), std::string::npos) << failure.message;
+  }
+  void expect_all_given_back() {
+    stop();
+    EXPECT_EQ(slots_->num_free(), slots_->term().num_slots);
+    if (!staged()) return;
+    EXPECT_EQ(receive_staging_->num_free(), receive_staging_->term().num_slots);
+    EXPECT_EQ(send_staging_->num_free(), send_staging_->term().num_slots);
+  }
+};
+
+TEST_P(DeviceErrors, OfACopyIsTheSenders) {
+  make_channels(one_tensor_spec(), {});
+  const auto content = one_tensor(3000, 1);
+  OnDevice there = uploaded(*content, deaths_.watch(content));
+  upload_stream_->synchronize();
+  hostile().fail({.call = "copy", .why = kWhy});
+  sender_->send(MinibatchId(0), MicrobatchIndex(0), 0, there.tensors, nullptr, std::move(there.owner));
+  expect_told(wait_failure(sender_wakeup_));
+  wait_until_none_is_unreleased();
+  sender_->collect_released();
+  EXPECT_EQ(deaths_.count(), 1U);
+  expect_all_given_back();
+}
+
+TEST_P(DeviceErrors, OfAnItemThatIsDroppedIsTheReceivers) {
+  make_channels(one_tensor_spec(), {});
+  ReceivedItem item = take_after_send(0);
+  end_context();
+  item = ReceivedItem();
+  expect_told(wait_failure(receiver_wakeup_));
+  expect_all_given_back();
+}
+
+// Its callbacks never come: who waits for them would wait for good.
+TEST_P(DeviceErrors, OfTheContextLeavesNothingBehindOfWhatWasEnqueued) {
+  make_channels(one_tensor_spec(), {.num_slots = 2});
+  std::vector<std::byte> read_late(3000);
+  ReceivedItem first = take_after_send(0);
+  StreamGate gate(*device_, *compute_stream_);
+  compute_stream_->copy(read_late.data(), first.tensors[0].data, read_late.size());
+  first = ReceivedItem();
+  for (std::int64_t minibatch = 1; minibatch < 5; ++minibatch) send_one_tensor(minibatch);
+  static_cast<void>(nothing_comes());  // some wait for the reader, some for a slot
+  end_context();
+  gate.open();
+  expect_all_given_back();
+  EXPECT_EQ(deaths_.count(), 5U);
+}
+
+TEST_P(DeviceErrors, OfWhicheverCallIsToldAndEverythingIsGivenBack) {
+  for (std::uint64_t num_calls_before = 0; num_calls_before < 60; ++num_calls_before) {
+    SCOPED_TRACE(num_calls_before);
+    SetUp();
+    make_channels(one_tensor_spec(), {.num_slots = 2});
+    hostile().fail({.call = "", .num_calls_before = num_calls_before, .why = kWhy});
+    std::optional<Failure> failure;
+    std::string thrown;
+    const auto is_told = [&] {
+      failure = sender_wakeup_.failure();
+      if (!failure) failure = receiver_wakeup_.failure();
+      return failure.has_value();
+    };
+    try {
+      for (std::int64_t minibatch = 0; !is_told(); ++minibatch) {
+        ASSERT_LT(minibatch, 1000);
+        sender_->collect_released();
+        send_one_tensor(minibatch);
+        ReceivedItem item;
+        while (!take(item, Clock::now() + std::chrono::milliseconds(5)) && !is_told()) {
+        }
+        if (!failure) expect_equal(item, *one_tensor(3000, static_cast<std::uint32_t>(minibatch)));
+      }
+    } catch (const DeviceError& error) {  // of a call that the test made
+      thrown = error.what();
+    }
+    if (thrown.empty()) expect_told(*failure);
+    EXPECT_NE((failure ? failure->message : thrown).find(kWhy), std::string::npos) << thrown;
+    expect_all_given_back();
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Roads, DeviceErrors,
+                         testing::Combine(testing::Values("inproc", "zmq"),
+                                          testing::Values(Road::kDeviceStaged, Road::kDevicePlacedStaged,
+                                                          Road::kDevicePlaced)),
+                         [](const auto& parameter) {
+                           return std::get<0>(parameter.param) + road_name(std::get<1>(parameter.param));
+                         });
+
+// ---- Forks ----
+
+class Forks : public DeviceErrors {};
+
+// As a worker of a DataLoader may, when its garbage is collected.
+TEST_P(Forks, ItemThatAChildDropsIsItsParents) {
+  make_channels(one_tensor_spec(), {.num_slots = 2});
+  ReceivedItem item = take_after_send(0);
+  ASSERT_TRUE(sender_->wait_until_sent(patience()));
+  copies_are_done(item);
+  if (compute_stream_) compute_stream_->synchronize();
+  const std::int64_t num_free = slots_->num_free();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    item = ReceivedItem();
+    ::_exit(slots_->num_free() == num_free ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  expect_equal(item, *one_tensor(3000, 0));
+  item = ReceivedItem();
+  EXPECT_EQ(take_after_send(1).minibatch, MinibatchId(1));
+}
+
+INSTANTIATE_TEST_SUITE_P(Roads, Forks,
+                         testing::Combine(testing::Values("inproc", "zmq"),
+                                          testing::Values(Road::kDirect, Road::kStaged, Road::kDeviceStaged,
+                                                          Road::kDevicePlaced)),
+                         [](const auto& parameter) {
+                           return std::get<0>(parameter.param) + road_name(std::get<1>(parameter.param));
+                         });
+
+}  // namespace
+}  // namespace pipedream
