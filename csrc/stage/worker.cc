@@ -55,7 +55,7 @@ class SharedTermMemory final : public Memory {
 
   [[nodiscard]] std::byte* data() const override { return memory_->data(); }
   [[nodiscard]] std::size_t size_bytes() const override { return memory_->size_bytes(); }
-  [[nodiscard]] const SharedMemory& shared() const { return *memory_; }
+  [[nodiscard]] SharedMemory& shared() const { return *memory_; }
 
  private:
   const std::unique_ptr<SharedMemory> memory_;
@@ -450,6 +450,11 @@ void Worker::close(double linger_s) {
     if (!sender.channel) continue;
     sender.channel->collect_released();
     sender.channel->end_placing();
+  }
+  // Their senders end now, too; whoever does not holds up all of the memory once, not each.
+  const Deadline patience_end = Clock::now() + kOpenerPatience;
+  for (auto& [name, receiver] : receivers_) {
+    if (receiver.shared != nullptr) receiver.shared->wait_until_at_most(patience_end);
   }
 }
 

@@ -184,7 +184,7 @@ class Worker {
     ChannelSpec spec;
     SlotGroup* slots = nullptr;
     SlotGroup* staging = nullptr;
-    const SharedMemory* shared = nullptr;  // what the wire's slots lie in, the pool's; null when private
+    SharedMemory* shared = nullptr;  // what the wire's slots lie in, the pool's; null when private
     std::unique_ptr<ReceiveChannel> channel;
     std::atomic<Link*> link{nullptr};  // abort() may come from any thread
   };

@@ -16,11 +16,13 @@
 #include <cstdio>
 #include <cstring>
 #include <limits>
+#include <mutex>
 #include <optional>
 #include <string_view>
 #include <thread>
 #include <utility>
 #include <variant>
+#include <vector>
 
 #include "base/check.h"
 #include "base/clock.h"
@@ -34,8 +36,6 @@ constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 constexpr const char* kMemfdName = "pipedream";
 constexpr std::string_view kLinkPrefix = "/memfd:pipedream";  // what /proc/<pid>/fd/<fd> points to
 constexpr std::uint64_t kMagic = 0x334D454D53445250;          // "PRDSMEM3" in memory
-// How long a maker of device memory waits for whoever opened it. All of a run end at the same time.
-constexpr auto kOpenerPatience = std::chrono::seconds(5);
 constexpr auto kOpenerPollPeriod = std::chrono::milliseconds(1);
 
 using Secret = std::array<std::uint8_t, 16>;
@@ -347,6 +347,14 @@ class DeviceSharedMemory : public SharedMemory {
   const std::unique_ptr<MappedFile> file_;
 };
 
+// A mapping of it is still there, and to free it under that is undefined. For good, and known to be.
+void leave_to_the_end_of_the_process(std::unique_ptr<ExportedMemory> memory) {
+  static std::mutex mutex;
+  static auto* const left = new std::vector<std::unique_ptr<ExportedMemory>>;  // NOLINT(*-owning-memory)
+  const std::lock_guard lock(mutex);
+  left->push_back(std::move(memory));
+}
+
 class MadeDeviceMemory final : public DeviceSharedMemory {
  public:
   MadeDeviceMemory(std::unique_ptr<MappedFile> file, std::unique_ptr<ExportedMemory> memory)
@@ -359,12 +367,12 @@ class MadeDeviceMemory final : public DeviceSharedMemory {
     std::copy(handle.begin(), handle.end(), note.handle.begin());
   }
   ~MadeDeviceMemory() override {
-    const Deadline deadline = Clock::now() + kOpenerPatience;
+    const Deadline deadline = deadline_.value_or(Clock::now() + kOpenerPatience);
     while (is_locked_by_another(file().fd())) {
       if (Clock::now() >= deadline) {
         std::fprintf(stderr, "pipedream: %zu bytes of device memory are still mapped by another process\n",
                      size_bytes());
-        static_cast<void>(memory_.release());  // to free it under a mapping is undefined
+        leave_to_the_end_of_the_process(std::move(memory_));
         return;
       }
       std::this_thread::sleep_for(kOpenerPollPeriod);
@@ -372,9 +380,11 @@ class MadeDeviceMemory final : public DeviceSharedMemory {
   }
 
   [[nodiscard]] std::byte* data() const override { return memory_->data(); }
+  void wait_until_at_most(Deadline deadline) override { deadline_ = deadline; }
 
  private:
   std::unique_ptr<ExportedMemory> memory_;
+  std::optional<Deadline> deadline_;
 };
 
 class OpenedDeviceMemory final : public DeviceSharedMemory {

@@ -7,15 +7,17 @@
 // two are not on the same host, or may not share memory, and the caller takes the wire.
 //
 // Device memory is shared alike: what is opened by its address says how the device maps the rest. Its maker
-// frees it last: its destructor waits for the other process, for a bounded time, and where that does not let
-// go it leaves the memory to the end of this process.
+// frees it last: its destructor waits for the other process, until a deadline, and where that does not let go
+// it leaves the memory to the end of this process.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
 
+#include "base/clock.h"
 #include "device/device.h"
 #include "wire/frame.h"
 
@@ -28,6 +30,10 @@ struct SharedMemoryUse {
 
   friend bool operator==(const SharedMemoryUse&, const SharedMemoryUse&) = default;
 };
+
+// How long a maker of device memory waits for whoever opened it, from its destructor on where nobody says
+// until when. All of a run end at the same time.
+inline constexpr auto kOpenerPatience = std::chrono::seconds(5);
 
 // Any thread; unmapped when it dies. The other side's mapping stays valid.
 class SharedMemory {
@@ -62,6 +68,10 @@ class SharedMemory {
   // Whoever opened it says that it will write here; both sides see that it has.
   virtual void claim() = 0;
   [[nodiscard]] virtual bool is_claimed() const = 0;
+
+  // Until when its maker's destructor waits at most: one deadline for whatever is freed together. Nothing to
+  // do but for what make_on() made.
+  virtual void wait_until_at_most(Deadline /*deadline*/) {}
 
  protected:
   SharedMemory() = default;

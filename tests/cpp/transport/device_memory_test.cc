@@ -207,6 +207,24 @@ TEST_P(DeviceMemory, MakerWaitsForNobodyWhoWasKilled) {
   }
 }
 
+// Many may be freed together: each waits until the same time.
+TEST(DeviceSharedMemory, MakerWaitsUntilTheDeadlineAndThenLeavesIt) {
+  HostileDevice device;
+  auto made = SharedMemory::make_on(device, kNumBytes, kUse);
+  auto also_made = SharedMemory::make_on(device, kNumBytes, kUse);
+  ASSERT_TRUE(made && also_made);
+  const OtherProcess one("DeviceMemoryOther.DISABLED_AnswersAndKeepsIt", "hostile", made->address());
+  const OtherProcess other("DeviceMemoryOther.DISABLED_AnswersAndKeepsIt", "hostile", also_made->address());
+  ASSERT_EQ(one.wait_for("answered="), "yes");
+  ASSERT_EQ(other.wait_for("answered="), "yes");
+  const Deadline deadline = Clock::now();
+  for (auto* memory : {&made, &also_made}) {
+    (*memory)->wait_until_at_most(deadline);
+    memory->reset();
+  }
+  EXPECT_EQ(device.num_exported(), 2);  // neither is freed under the other process
+}
+
 TEST_P(DeviceMemory, MemoryOfAnotherUseIsRefused) {
   const auto made = make(100);
   SharedMemoryUse other = kUse;
