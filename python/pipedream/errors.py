@@ -16,6 +16,7 @@ __all__ = [
     "PeerLost",
     "PipelineError",
     "WorkerLost",
+    "afterwards",
     "arrived_error",
     "describe_error",
     "failures_of_others",
@@ -95,6 +96,22 @@ def losses_kept(losses: Callable[[], list[float]]) -> Iterator[None]:
     except BaseException as error:
         error.losses = losses()  # type: ignore[attr-defined]  # an interrupt has them, too
         raise
+
+
+@contextlib.contextmanager
+def afterwards(clean_up: Callable[[], object]) -> Iterator[None]:
+    """Cleans up at the end. What fails then does not replace the error that ended the block, but is noted on
+    it: after an error of a device, whatever touches the device fails too."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            clean_up()
+        except Exception as second:
+            if hasattr(error, "add_note"):  # from Python 3.11 on
+                error.add_note(f"and then, while cleaning up: {describe_error(second)}")
+        raise
+    clean_up()
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from .boundary import Boundary
 from .channels import activations_name, gradients_name
 from .data import MinibatchStream
 from .device_clock import make_device_clock, make_user_code
+from .errors import PipelineError, afterwards, describe_error
 from .footprint import StepMeter, WorkMeter, make_meter
 from .gradients import GradientFigures, NormExchange, StageGradients, clip_scale
 from .job import JobOptions, WorkerPlace
@@ -69,6 +70,17 @@ class _Position:
 
     def __call__(self, what: str) -> str:
         return f"stage {self.stage} (rank {self.rank}) failed at minibatch {self.minibatch} in {what}"
+
+
+@contextlib.contextmanager
+def _located(position: _Position) -> Iterator[None]:
+    """An error of the device comes out of whatever call is the next that waits for it, also of ours."""
+    try:
+        yield
+    except (PipelineError, _core.RunFailure):
+        raise  # they say where
+    except RuntimeError as error:
+        raise PipelineError(f"{position('the work around the model')}: {describe_error(error)}") from error
 
 
 class WorkerLoop:
@@ -202,9 +214,9 @@ class WorkerLoop:
         }
         newest_slots = dict.fromkeys(self._runners, 0)
         meter, step_meter = self._start_measuring()
-        with self._progress, contextlib.ExitStack() as cleanup:
-            # Also after a failure: the user's modules get their own parameters back.
-            cleanup.callback(self._restore, newest_slots)
+        # Also after a failure: the user's modules get their own parameters back.
+        restore = functools.partial(self._restore, newest_slots)
+        with self._progress, afterwards(restore), _located(self._position):
             while (kind := (work := core.next_work()).kind) != "DONE":
                 stage, minibatch = work.stage, work.minibatch
                 if self._clock is not None:

@@ -13,6 +13,7 @@ Runs on the main thread of its process, which is the core's compute thread.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,7 +41,14 @@ from .channels import (
 from .data import DataStream, ForwardedData, MinibatchStream, ReceivedStream
 from .descriptors import check_descriptors
 from .device_memory import agree_on_device_memory, place_on_devices
-from .errors import PeerLost, describe_error, failures_of_others, losses_kept, raise_failure
+from .errors import (
+    PeerLost,
+    afterwards,
+    describe_error,
+    failures_of_others,
+    losses_kept,
+    raise_failure,
+)
 from .footprint import Footprint
 from .gradients import updated_parameters
 from .job import JobOptions, WorkerPlace
@@ -106,14 +114,13 @@ def run_worker(
     ranks as options.gather says. Any failure is told to the other workers before it is raised here.
     """
     worker = _Worker(place, options, model)
-    try:
-        with losses_kept(worker.losses):
-            return worker.run(data)
-    except BaseException as error:
-        worker.say_why(describe_error(error))
-        raise
-    finally:
-        worker.close()
+    with afterwards(worker.close):
+        try:
+            with losses_kept(worker.losses):
+                return worker.run(data)
+        except BaseException as error:
+            worker.say_why(describe_error(error))
+            raise
 
 
 class _Worker:
@@ -151,34 +158,39 @@ class _Worker:
         loss_placed = contextlib.ExitStack()
         if self._options.plan.num_stages - 1 in self._options.plan.stages_of(self._place.rank):
             loss_placed.enter_context(loss_on(self._options.loss_fn, self._device))
-        try:
-            rendezvous.enter("sharing the initial weights")
-            links = self._open_set_up_links()
-            with self._losses_explained():
-                self._share_initial_weights(links)
-                rendezvous.enter("rehearsing")
-                self._rehearse(links, stream)
-            self.close()
-            rendezvous.enter("opening links")
-            core = self._make_core()
-            self._open(core, data)
-            rendezvous.leave()
-            if isinstance(data, ForwardedData):
-                stream = self._received_stream(core, data)
-            report: dict[str, Any] = {}  # a rank beyond the plan has nothing to report
-            if self._own_stages():
-                self._loop = self._make_loop(core, stream)
-                with gradients_noticed(self._parameters()):
-                    report = self._loop.train()
-                self._note_codecs(report)
-            return self._gather(core, report)
-        except _core.RunFailure as failure:
-            raise_failure(*failure.args)
-        finally:
-            loss_placed.close()
-            if self._place.returns_model:
-                for stage in self._own_stages():
-                    stage.to(own_device)
+        with afterwards(functools.partial(self._give_back, own_device)), afterwards(loss_placed.close):
+            try:
+                return self._train(data, stream)
+            except _core.RunFailure as failure:
+                raise_failure(*failure.args)
+
+    def _train(self, data: Iterable[Any] | ForwardedData, stream: MinibatchStream) -> RunResult:
+        rendezvous = self._place.rendezvous
+        rendezvous.enter("sharing the initial weights")
+        links = self._open_set_up_links()
+        with self._losses_explained():
+            self._share_initial_weights(links)
+            rendezvous.enter("rehearsing")
+            self._rehearse(links, stream)
+        self.close()
+        rendezvous.enter("opening links")
+        core = self._make_core()
+        self._open(core, data)
+        rendezvous.leave()
+        if isinstance(data, ForwardedData):
+            stream = self._received_stream(core, data)
+        report: dict[str, Any] = {}  # a rank beyond the plan has nothing to report
+        if self._own_stages():
+            self._loop = self._make_loop(core, stream)
+            with gradients_noticed(self._parameters()):
+                report = self._loop.train()
+            self._note_codecs(report)
+        return self._gather(core, report)
+
+    def _give_back(self, own_device: torch.device) -> None:
+        if self._place.returns_model:
+            for stage in self._own_stages():
+                stage.to(own_device)
 
     def losses(self) -> list[float]:
         """Of the minibatches that are done, as far as this worker knows."""

@@ -14,11 +14,14 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from unittest import mock
 
 import pipedream
 import torch
-from pipedream import RunResult
+from pipedream import RunResult, _core
+from pipedream.stage_runner import StageRunner
+from pipedream.weights import WeightVersions
 
 NUM_MINIBATCHES = 12
 BOUND_S = 15.0  # the contract's: from the loss of a worker to the end of the run
@@ -210,3 +213,32 @@ def failing_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     if int(outputs.flatten()[0]) == 4:
         raise LookupError("no such label")
     return error_of(outputs, targets)
+
+
+def run_while_the_device_fails(model: torch.nn.Module, at: int) -> RunResult:
+    """At rank 1 every call that touches the device fails from an update on, as after an error of CUDA's."""
+    failed = False
+    update, restore = StageRunner.update, WeightVersions.restore
+
+    def fail() -> NoReturn:
+        nonlocal failed
+        failed = True
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    def failing_update(runner: StageRunner, work: _core.WorkItem, scale: float | None) -> None:
+        if work.minibatch == at:
+            fail()
+        update(runner, work, scale)
+
+    def failing_restore(weights: WeightVersions, slot: int) -> None:
+        if failed:
+            fail()
+        restore(weights, slot)
+
+    if os.environ["RANK"] != "1":
+        return run(model)
+    with (
+        mock.patch.object(StageRunner, "update", failing_update),
+        mock.patch.object(WeightVersions, "restore", failing_restore),
+    ):
+        return run(model)

@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 from farm import Farm
-from mishaps import FailingSGD, Stubborn, failing_loss, model_with, raise_error, run
+from mishaps import (
+    FailingSGD,
+    Stubborn,
+    failing_loss,
+    model_with,
+    raise_error,
+    run,
+    run_while_the_device_fails,
+)
 from pipedream import PipelineError
 
 
@@ -79,3 +87,14 @@ def test_a_script_may_run_again_after_a_run_that_failed(farm: Farm) -> None:
     for message, losses in farm.results(_fail_then_run, num_ranks=2):
         assert "failed at minibatch 3" in message
         assert losses == [float(i * i) for i in range(12)]
+
+
+def test_an_error_of_the_device_is_told_with_its_place_though_cleaning_up_fails_too(farm: Farm) -> None:
+    outcomes = farm.run(run_while_the_device_fails, model_with(None, stages=2), 5, num_ranks=2)
+    assert {(type(outcome.error), str(outcome.error)) for outcome in outcomes} == {
+        (
+            PipelineError,
+            "stage 1 (rank 1) failed at minibatch 5 in the work around the model:"
+            " RuntimeError: CUDA error: device-side assert triggered",
+        )
+    }
