@@ -1,9 +1,10 @@
-// What the files of this folder share: every return of the CUDA runtime is checked, and every entry makes
-// the device current for the calling thread and restores what was.
+// What all code on the CUDA runtime shares, here and in the folders after this one: every return is checked,
+// and every use of the runtime is inside a DeviceScope.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
+#include <new>
 #include <string>
 
 namespace pipedream {
@@ -13,28 +14,36 @@ namespace pipedream {
 // Throws DeviceError.
 void throw_if_failed(cudaError_t status, const char* call, int device_index);
 
-// For destructors: logs, never throws. At process exit the driver may be gone already: that is no news.
+// For destructors: logs, never throws. After an error of the context everything fails alike: an error is
+// logged once. At process exit, and in a child of fork(), the driver is not there: that is no news.
 void log_if_failed(cudaError_t status, const char* call, int device_index) noexcept;
 
 #define PD_CUDA(call, device_index) ::pipedream::throw_if_failed((call), #call, (device_index))
 #define PD_CUDA_LOG(call, device_index) ::pipedream::log_if_failed((call), #call, (device_index))
 
-// The device is current on this thread while this lives.
-class CurrentDevice {
+// While it lives the device is current on this thread, and what the thread calls ends no capture of a graph:
+// by default a query of an event, on any thread of the process, ends every capture in the global mode, which
+// is torch's.
+//
+// Then the device of before is current again, unless that would make a context on it: from CUDA 12 on
+// cudaSetDevice does, about 0.5 GB, and a thread that never chose a device has device 0. Such a thread, and
+// so each of ours, keeps this one.
+class DeviceScope {
  public:
-  explicit CurrentDevice(int device_index) : device_index_(device_index) {
-    PD_CUDA(cudaGetDevice(&previous_index_), device_index_);
-    if (previous_index_ != device_index_) PD_CUDA(cudaSetDevice(device_index_), device_index_);
-  }
-  CurrentDevice(const CurrentDevice&) = delete;
-  CurrentDevice& operator=(const CurrentDevice&) = delete;
-  ~CurrentDevice() {
-    if (previous_index_ != device_index_) PD_CUDA_LOG(cudaSetDevice(previous_index_), previous_index_);
-  }
+  explicit DeviceScope(int device_index);                  // throws DeviceError
+  DeviceScope(int device_index, std::nothrow_t) noexcept;  // logs: for destructors
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+  ~DeviceScope();
 
  private:
+  [[nodiscard]] cudaError_t enter() noexcept;
+
   const int device_index_;
   int previous_index_ = 0;
+  bool has_changed_device_ = false;
+  bool has_changed_mode_ = false;
+  cudaStreamCaptureMode capture_mode_ = cudaStreamCaptureModeRelaxed;  // then the thread's own
 };
 
 }  // namespace pipedream

@@ -1,9 +1,9 @@
 // The CUDA backend, on the CUDA runtime API alone: no kernels here, so the host compiler builds it.
 //
-// The caller's framework sees no change of the current device (cuda_calls.h). Streams are non-blocking:
-// nothing here meets the legacy default stream unless the caller wraps it. The runtime is linked statically
-// and shares the driver's primary context with any other runtime in the process (torch's), so streams, events
-// and pointers of both mix.
+// The caller's framework sees no change of the current device, and its captures go on (cuda_calls.h). Streams
+// are non-blocking: nothing here meets the legacy default stream unless the caller wraps it. The runtime is
+// linked statically and shares the driver's primary context with any other runtime in the process (torch's),
+// so streams, events and pointers of both mix.
 #include <cuda_runtime_api.h>
 
 #include <utility>
@@ -22,14 +22,17 @@ namespace {
 class CudaEvent final : public Event {
  public:
   explicit CudaEvent(int device_index) : device_index_(device_index) {
-    const CurrentDevice current(device_index_);
+    const DeviceScope scope(device_index_);
     // Blocking: a waiting thread sleeps instead of taking a core from the one that computes.
     PD_CUDA(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming | cudaEventBlockingSync), device_index_);
   }
-  ~CudaEvent() override { PD_CUDA_LOG(cudaEventDestroy(event_), device_index_); }
+  ~CudaEvent() override {
+    const DeviceScope scope(device_index_, std::nothrow);
+    PD_CUDA_LOG(cudaEventDestroy(event_), device_index_);
+  }
 
   [[nodiscard]] bool done() const override {
-    const CurrentDevice current(device_index_);
+    const DeviceScope scope(device_index_);
     const cudaError_t status = cudaEventQuery(event_);
     if (status == cudaErrorNotReady) {
       (void)cudaGetLastError();  // an answer, not an error
@@ -39,7 +42,7 @@ class CudaEvent final : public Event {
     return true;
   }
   void wait() const override {
-    const CurrentDevice current(device_index_);
+    const DeviceScope scope(device_index_);
     PD_CUDA(cudaEventSynchronize(event_), device_index_);
   }
   [[nodiscard]] cudaEvent_t native() const { return event_; }
@@ -63,7 +66,7 @@ void CUDART_CB run_call(void* data) noexcept {
 class CudaStream final : public Stream {
  public:
   explicit CudaStream(int device_index) : device_index_(device_index), owned_(true) {
-    const CurrentDevice current(device_index_);
+    const DeviceScope scope(device_index_);
     PD_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), device_index_);
   }
   // The caller's: neither finished nor destroyed with this object.
@@ -71,31 +74,32 @@ class CudaStream final : public Stream {
       : device_index_(device_index), owned_(false), stream_(stream) {}
   ~CudaStream() override {
     if (!owned_) return;
+    const DeviceScope scope(device_index_, std::nothrow);
     PD_CUDA_LOG(cudaStreamSynchronize(stream_), device_index_);
     PD_CUDA_LOG(cudaStreamDestroy(stream_), device_index_);
   }
 
   void copy(void* to, const void* from, std::size_t num_bytes) override {
     if (num_bytes == 0) return;
-    const CurrentDevice current(device_index_);
+    const DeviceScope scope(device_index_);
     PD_CUDA(cudaMemcpyAsync(to, from, num_bytes, cudaMemcpyDefault, stream_), device_index_);
   }
   void record(Event& event) override {
-    const CurrentDevice current(device_index_);
+    const DeviceScope scope(device_index_);
     PD_CUDA(cudaEventRecord(native_of(event), stream_), device_index_);
   }
   void wait(const Event& event) override {
-    const CurrentDevice current(device_index_);
+    const DeviceScope scope(device_index_);
     PD_CUDA(cudaStreamWaitEvent(stream_, native_of(event), 0), device_index_);
   }
   void call(std::function<void()> function) override {
-    const CurrentDevice current(device_index_);
+    const DeviceScope scope(device_index_);
     auto owned_function = std::make_unique<std::function<void()>>(std::move(function));
     PD_CUDA(cudaLaunchHostFunc(stream_, run_call, owned_function.get()), device_index_);
     (void)owned_function.release();  // run_call owns it now
   }
   void synchronize() override {
-    const CurrentDevice current(device_index_);
+    const DeviceScope scope(device_index_);
     PD_CUDA(cudaStreamSynchronize(stream_), device_index_);
   }
 
@@ -110,7 +114,7 @@ class CudaDeviceMemory final : public Memory {
   CudaDeviceMemory(int device_index, std::size_t num_bytes)
       : device_index_(device_index), size_bytes_(num_bytes) {
     PD_CHECK(num_bytes > 0, "0 bytes of device memory on " << device_label(device_index));
-    const CurrentDevice current(device_index_);
+    const DeviceScope scope(device_index_);
     void* data = nullptr;
     const cudaError_t status = cudaMalloc(&data, num_bytes);
     if (status == cudaErrorMemoryAllocation) {
@@ -125,7 +129,10 @@ class CudaDeviceMemory final : public Memory {
     data_ = static_cast<std::byte*>(data);
     zero();
   }
-  ~CudaDeviceMemory() override { PD_CUDA_LOG(cudaFree(data_), device_index_); }
+  ~CudaDeviceMemory() override {
+    const DeviceScope scope(device_index_, std::nothrow);
+    PD_CUDA_LOG(cudaFree(data_), device_index_);
+  }
 
   [[nodiscard]] std::byte* data() const override { return data_; }
   [[nodiscard]] std::size_t size_bytes() const override { return size_bytes_; }
@@ -151,7 +158,7 @@ class CudaHostRegistration final : public HostRegistration {
  public:
   CudaHostRegistration(int device_index, std::byte* data, std::size_t num_bytes, const std::string& what)
       : device_index_(device_index), data_(data) {
-    const CurrentDevice current(device_index_);
+    const DeviceScope scope(device_index_);
     const cudaError_t status =
         cudaHostRegister(data_, num_bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
     if (status == cudaErrorMemoryAllocation) {
@@ -160,7 +167,10 @@ class CudaHostRegistration final : public HostRegistration {
     }
     throw_if_failed(status, "cudaHostRegister", device_index_);
   }
-  ~CudaHostRegistration() override { PD_CUDA_LOG(cudaHostUnregister(data_), device_index_); }
+  ~CudaHostRegistration() override {
+    const DeviceScope scope(device_index_, std::nothrow);
+    PD_CUDA_LOG(cudaHostUnregister(data_), device_index_);
+  }
 
  private:
   const int device_index_;

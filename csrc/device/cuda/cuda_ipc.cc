@@ -90,12 +90,8 @@ class CudaImportedMemory final : public Memory {
       : device_index_(device_index), data_(data), num_bytes_(num_bytes), opened_(opened) {}
   ~CudaImportedMemory() override {
     if (!opened_) return;
-    try {
-      const CurrentDevice current(device_index_);
-      PD_CUDA_LOG(cudaIpcCloseMemHandle(data_), device_index_);
-    } catch (const DeviceError&) {
-      // The device has failed, or the driver has gone: with it the mapping.
-    }
+    const DeviceScope scope(device_index_, std::nothrow);
+    PD_CUDA_LOG(cudaIpcCloseMemHandle(data_), device_index_);
   }
 
   [[nodiscard]] std::byte* data() const override { return data_; }
@@ -126,7 +122,7 @@ bool has_cuda_ipc(int device_index, std::string* why) {
 
 std::unique_ptr<ExportedMemory> export_cuda_memory(int device_index, std::unique_ptr<Memory> memory,
                                                    std::size_t num_bytes, std::string* why) {
-  const CurrentDevice current(device_index);
+  const DeviceScope scope(device_index);
   Handle handle{};
   const cudaError_t status = cudaIpcGetMemHandle(&handle.memory, memory->data());
   if (status != cudaSuccess) {
@@ -152,7 +148,7 @@ std::unique_ptr<Memory> import_cuda_memory(int device_index, const std::string& 
     say(why, std::to_string(handle.num_bytes) + " bytes were exported, not " + std::to_string(num_bytes));
     return nullptr;
   }
-  const CurrentDevice current(device_index);
+  const DeviceScope scope(device_index);
   if (!can_access(device_index, handle.device, why)) return nullptr;
   if (handle.pid == ::getpid()) {
     // NOLINTNEXTLINE(performance-no-int-to-ptr): it was one, in this process

@@ -4,7 +4,7 @@
 //   own stream                    wait(given), kernels, record(done)
 //
 // so that it takes part in any Stream of the device, through the contract alone. Used by one thread at a
-// time; every entry makes the device current and restores what was.
+// time.
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "base/check.h"
+#include "device/cuda/cuda_calls.h"
 #include "device/device.h"
 #include "wire/codec_elements.h"
 #include "wire/cuda/cuda_codec_kernels.h"
@@ -22,42 +23,19 @@ namespace {
 
 static_assert(kInt8Block == kInt8BlockElements);
 
-void throw_if_failed(int status, const char* call) {
-  const auto error = static_cast<cudaError_t>(status);
-  if (error == cudaSuccess) return;
-  (void)cudaGetLastError();  // the next call must not report this one again
-  throw DeviceError(std::string(call) + " failed: " + cudaGetErrorString(error) + " (" +
-                    cudaGetErrorName(error) +
-                    "); it may come from earlier work on this device, CUDA_LAUNCH_BLOCKING=1 finds it");
-}
-
-class CurrentDevice {
- public:
-  explicit CurrentDevice(int device_index) : device_index_(device_index) {
-    throw_if_failed(cudaGetDevice(&previous_index_), "cudaGetDevice");
-    if (previous_index_ != device_index_) throw_if_failed(cudaSetDevice(device_index_), "cudaSetDevice");
-  }
-  CurrentDevice(const CurrentDevice&) = delete;
-  CurrentDevice& operator=(const CurrentDevice&) = delete;
-  ~CurrentDevice() {
-    if (previous_index_ != device_index_) (void)cudaSetDevice(previous_index_);
-  }
-
- private:
-  const int device_index_;
-  int previous_index_ = 0;
-};
-
 class NativeStream {
  public:
   explicit NativeStream(int device_index) : device_index_(device_index) {
-    const CurrentDevice current(device_index_);
-    throw_if_failed(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    const DeviceScope scope(device_index_);
+    PD_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), device_index_);
   }
   NativeStream(const NativeStream&) = delete;
   NativeStream& operator=(const NativeStream&) = delete;
   // Nothing is pending: the object outlives what it enqueued.
-  ~NativeStream() { (void)cudaStreamDestroy(stream_); }
+  ~NativeStream() {
+    const DeviceScope scope(device_index_, std::nothrow);
+    PD_CUDA_LOG(cudaStreamDestroy(stream_), device_index_);
+  }
 
   [[nodiscard]] std::uintptr_t handle() const { return reinterpret_cast<std::uintptr_t>(stream_); }
 
@@ -176,8 +154,9 @@ class CudaStreamCodec final : public StreamCodec {
     stream.record(*given_);
     own_stream_->wait(*given_);
     {
-      const CurrentDevice current(device_index_);
-      throw_if_failed(launch(num_chosen, native_stream_.handle()), "a codec's kernel");
+      const DeviceScope scope(device_index_);
+      const int status = launch(num_chosen, native_stream_.handle());
+      throw_if_failed(static_cast<cudaError_t>(status), "a codec's kernel", device_index_);
     }
     own_stream_->record(*done_);
     stream.wait(*done_);
