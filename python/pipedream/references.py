@@ -32,7 +32,8 @@ __all__ = [
 
 # What their own objects hold, modules apart, are no weights of the user's.
 _LIBRARIES = ("torch", "numpy", "logging", "pipedream")
-# They hold nothing, and are by far the most.
+# They hold nothing, and are by far the most: a vocabulary has a million. So they are left out where they are
+# met, before anything is made for them.
 _ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device}
 
 
@@ -209,13 +210,24 @@ def _inside(found: _Found, *, with_globals: bool) -> Iterator[_Found]:
     if isinstance(value, nn.Module):
         yield from _inside_module(found)
     elif isinstance(value, dict):
-        yield from (found.fixed(f"a key of {path}", key) for key in value)
-        yield from (found.entry(f"{path}[{key!r}]", value, key, value[key]) for key in value)
+        # As it is stored: a subclass may compute or load what it gives out.
+        items = dict.items(value)
+        yield from (found.fixed(f"a key of {path}", key) for key, _ in items if type(key) not in _ATOMS)
+        yield from (
+            found.entry(f"{path}[{key!r}]", value, key, item)
+            for key, item in items
+            if type(item) not in _ATOMS
+        )
     elif isinstance(value, (list, deque)):
-        yield from (found.entry(f"{path}[{i}]", value, i, item) for i, item in enumerate(value))
+        kind = list if isinstance(value, list) else deque
+        yield from (
+            found.entry(f"{path}[{i}]", value, i, item)
+            for i, item in enumerate(kind.__iter__(value))
+            if type(item) not in _ATOMS
+        )
     elif isinstance(value, (tuple, set, frozenset)):
         inside = found.part if _is_made_anew(value) else found.fixed
-        yield from (inside(f"{path}[{i}]", item) for i, item in enumerate(value))
+        yield from (inside(f"{path}[{i}]", item) for i, item in enumerate(value) if type(item) not in _ATOMS)
     elif isinstance(value, functools.partial):
         inside = found.part if _is_made_anew(value) else found.fixed
         yield inside(path, value.func)
@@ -262,15 +274,17 @@ def _inside_function(found: _Found, *, with_globals: bool) -> Iterator[_Found]:
 
 
 def _inside_object(found: _Found) -> Iterator[_Found]:
+    # Past the object's own ways of looking up: to ask for what it lacks may run or raise anything.
     target, path = found.value, found.path
-    attributes = getattr(target, "__dict__", None)
-    if isinstance(attributes, dict):
+    with contextlib.suppress(AttributeError):
+        attributes = object.__getattribute__(target, "__dict__")
         yield from (found.entry(f"{path}.{key}", attributes, key, attributes[key]) for key in attributes)
     for kind in type(target).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(target, name):
-                yield found.entry(f"{path}.{name}", _Attributes(target), name, getattr(target, name))
+        for name, slot in vars(kind).items() if "__slots__" in vars(kind) else ():
+            if isinstance(slot, types.MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # an empty slot
+                    value = slot.__get__(target)
+                    yield found.entry(f"{path}.{name}", _Attributes(target), name, value)
 
 
 def _globals_read(code: types.CodeType) -> set[str]:

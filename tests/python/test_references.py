@@ -10,7 +10,7 @@ from typing import Any
 import pipedream
 import pytest
 import torch
-from pipedream import reference
+from pipedream import reference, references
 from pipedream.references import Place, check_loss_fn, gradients_noticed, places_of
 from torch import Tensor, nn
 
@@ -90,6 +90,56 @@ def test_cycles_end() -> None:
     model = _Keeps(lambda weight: [])
     model.kept += [model, model.kept, (model.kept,)]
     assert [place.path for place in places_of([("0", model)])] == ["0.lin.weight"]
+
+
+class _NoLookups:
+    """What is asked of it, and is not there, raises; its slot has a private name."""
+
+    __slots__ = ("__weight", "empty")
+
+    def __init__(self, weight: Tensor) -> None:
+        self.__weight = weight
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("asked for what it has not")
+
+
+class _LoadsItsItems(dict[str, Any]):
+    def __getitem__(self, key: str) -> Any:
+        raise RuntimeError("the file is closed")
+
+
+class _CannotBeIterated(list[Any]):
+    def __iter__(self) -> Any:
+        raise RuntimeError("iterated")
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [_NoLookups, lambda weight: _LoadsItsItems(weight=weight), lambda weight: _CannotBeIterated([weight])],
+)
+def test_a_search_runs_none_of_the_users_code(keep: Any) -> None:
+    model = _Keeps(keep)
+    assert _place(model, model.lin.weight).path.startswith("0.kept")
+
+
+def test_the_words_of_a_vocabulary_are_not_walked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A dict of 200,000 words took 5 s at each search, and a run has several.
+    made = []
+    monkeypatch.setattr(references._Found, "__init__", _noting(references._Found.__init__, made))
+    words = [f"word {i}" for i in range(100)]
+    for kept in (words, tuple(words), set(words), deque(words), dict(zip(words, range(100), strict=True))):
+        made.clear()
+        list(places_of([("0", _Keeps(lambda _, kept=kept: kept))]))
+        assert 0 < len(made) < 50
+
+
+def _noting(init: Any, calls: list[Any]) -> Any:
+    def noting(*args: Any, **kwargs: Any) -> None:
+        calls.append(args)
+        init(*args, **kwargs)
+
+    return noting
 
 
 def test_what_a_hook_of_torch_makes_anew_is_no_place() -> None:
