@@ -1,12 +1,14 @@
 """A loss that has tensors of its own, class weights say: they go to the device of the stage that runs it.
 
 Those of modules are moved for as long as a run takes; of what else a loss holds nobody knows whether it may
-be, so an error says what to do. Owned by the thread that runs the loss.
+be, so an error says what to do. A loss that counts or averages goes on as if it had not been tried. Owned by
+the thread that runs the loss.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +19,7 @@ from .boundary import tensors_of
 from .errors import describe_error
 from .references import modules_carried_by, tensors_carried_by
 
-__all__ = ["call_loss", "loss_on"]
+__all__ = ["call_loss", "loss_on", "spare_loss"]
 
 
 @contextlib.contextmanager
@@ -61,6 +63,17 @@ def loss_on(loss_fn: Any, device: torch.device) -> Iterator[None]:
                 module._buffers[name] = own
             elif now is not None:  # another tensor, which the loss made
                 module._buffers[name] = now.to(own.device)
+
+
+def spare_loss(loss_fn: Any) -> Any:
+    """A copy of the loss, for calls that do not count: what it keeps in its objects stays as it is. Its
+    parameters are the same ones; so is what cannot be copied, as the global names and closures of functions.
+    """
+    parameters = [p for module in modules_carried_by(loss_fn) for p in module.parameters()]
+    try:
+        return copy.deepcopy(loss_fn, {id(parameter): parameter for parameter in parameters})
+    except Exception:  # whatever a user's object raises: then it is tried itself
+        return loss_fn
 
 
 def call_loss(loss_fn: Callable[[Any, Any], Tensor], outputs: Any, targets: Any) -> Tensor:

@@ -32,8 +32,8 @@ from .boundary import (
 from .checks import check_count, check_data, check_function, is_number
 from .guard import check_main_guard
 from .layer_profile import LayerProfile, Profile
-from .loss_placement import call_loss, loss_on
-from .references import check_loss_fn
+from .loss_placement import call_loss, loss_on, spare_loss
+from .references import check_loss_fn, modules_carried_by
 from .splitter import Model, layers_of, model_name
 from .tracebacks import with_short_tracebacks
 
@@ -63,7 +63,7 @@ def profile(
     `minibatches` measured ones (besides up to 5 of warm-up, discarded) or after `seconds` in all,
     whichever is first. loss_fn(outputs, targets) must give a scalar; its time goes to the last layer. Short
     minibatches are not timed. The model is left as it was: weights, gradients, buffers, training flags,
-    random number generators.
+    random number generators; so is a loss that is a module or another object.
 
     Raises ValueError or TypeError for arguments or batches that do not fit. Source: PipeDream (SOSP'19),
     section 3.1.
@@ -79,8 +79,9 @@ def profile(
     layers = [layer for _, layer in named_layers]
     device = device_of(layers)
     measurement = _Measurement(layers)
-    placed = loss_on(loss_fn, device)
-    with untouched(layers), placed, torch.enable_grad(), _progress(minibatches) as advance:
+    loss_fn = spare_loss(loss_fn)
+    kept, placed = untouched([*layers, *modules_carried_by(loss_fn)]), loss_on(loss_fn, device)
+    with kept, placed, torch.enable_grad(), _progress(minibatches) as advance:
         _measure(measurement, batches, loss_fn, device, minibatches, seconds, advance)
     forward_ms, backward_ms = measurement.means_ms()
     return Profile(

@@ -211,18 +211,18 @@ def _inside(found: _Found, *, with_globals: bool) -> Iterator[_Found]:
         yield from _inside_module(found)
     elif isinstance(value, dict):
         # As it is stored: a subclass may compute or load what it gives out.
-        items = dict.items(value)
-        yield from (found.fixed(f"a key of {path}", key) for key, _ in items if type(key) not in _ATOMS)
+        stored = dict.items(value)
+        yield from (found.fixed(f"a key of {path}", key) for key, _ in stored if type(key) not in _ATOMS)
         yield from (
             found.entry(f"{path}[{key!r}]", value, key, item)
-            for key, item in items
+            for key, item in stored
             if type(item) not in _ATOMS
         )
     elif isinstance(value, (list, deque)):
-        kind = list if isinstance(value, list) else deque
+        items = list.__iter__(value) if isinstance(value, list) else deque.__iter__(value)
         yield from (
             found.entry(f"{path}[{i}]", value, i, item)
-            for i, item in enumerate(kind.__iter__(value))
+            for i, item in enumerate(items)
             if type(item) not in _ATOMS
         )
     elif isinstance(value, (tuple, set, frozenset)):

@@ -17,7 +17,8 @@ That tells what crosses the cuts (Boundary) and what memory the stages need besi
   and the memory of others are not its own, so nobody collects anything, however many workers there are.
 - Several stages of one worker go in ascending order: each waits only for lower ones, so none waits for ever.
   Between two of them a value goes from hand to hand.
-- Generators, buffers, gradients and training flags are afterwards as they were.
+- Generators, buffers, gradients and training flags are afterwards as they were. Of the loss it is a copy that
+  runs.
 
 A layer that fails raises PipelineError naming stage and rank, and a value that cannot cross ValueError naming
 the stage and the place in it; a loss, a last stage or a backward that fails is left to minibatch 0, which
@@ -41,9 +42,10 @@ from .bulk import receive_document, receive_tensors, send_document, send_tensors
 from .channels import rehearsal_name
 from .errors import PipelineError, describe_error
 from .footprint import SCALARS_BYTES, Footprint, WorkMeter, make_meter, storage_bytes
-from .loss_placement import call_loss
+from .loss_placement import call_loss, spare_loss
 from .offload import measure_offloadable
 from .precision import autocast_region
+from .references import modules_carried_by
 from .splitter import StageModule
 
 __all__ = ["Handover", "Rehearsal"]
@@ -109,7 +111,7 @@ class Rehearsal:
         self._handover = handover
         self._device = device
         self._rank = rank
-        self._loss_fn = loss_fn
+        self._loss_fn = spare_loss(loss_fn)
         self._autocast = autocast
         self._repeats = repeats
         self._for_offload = for_offload
@@ -119,10 +121,16 @@ class Rehearsal:
         first and the last stage are."""
         for stage in stages:
             value = self._value_for(stage.stage_index, inputs)
-            with untouched([stage]), torch.enable_grad():
+            with untouched([stage, *self._modules_of_loss(stage)]), torch.enable_grad():
                 self._run_stage(stage, value, targets)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the pool comes from the device, not from torch's cache
+
+    def _modules_of_loss(self, stage: StageModule) -> list[nn.Module]:
+        return modules_carried_by(self._loss_fn) if self._is_last(stage) else []
+
+    def _is_last(self, stage: StageModule) -> bool:
+        return stage.stage_index == self._handover.num_stages - 1
 
     def _value_for(self, stage_index: int, inputs: Any) -> Any:
         """As in training, a stage sees its input without the graph of the stages before."""
@@ -140,7 +148,7 @@ class Rehearsal:
 
     def _run_stage(self, stage: StageModule, value: Any, targets: Any) -> None:
         index = stage.stage_index
-        is_last = index == self._handover.num_stages - 1
+        is_last = self._is_last(stage)
         stage_rehearsal = _StageRehearsal(
             stage,
             value,

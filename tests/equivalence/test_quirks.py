@@ -639,6 +639,29 @@ def test_a_layer_that_keeps_all_its_inputs_is_named_instead_of_waited_for(farm: 
         assert "must keep a clone" in str(outcome.error)
 
 
+class _GrowsFromCallToCall(nn.Module):
+    """A loss with a buffer and a number that count."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+        self.number = 0
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        self.number += 1
+        return nn.functional.mse_loss(outputs, targets) * (self.calls + self.number)
+
+
+def test_a_loss_that_counts_begins_at_the_first_minibatch(farm: Farm) -> None:
+    # The rehearsal's call counted.
+    losses, _ = farm.results(_run, _plain_model, 2, num_ranks=2, loss_fn=_GrowsFromCallToCall())[0]
+    wanted, _ = _expect(_plain_model, 2, loss_fn=_GrowsFromCallToCall())
+    assert losses == pytest.approx(wanted, rel=1e-9)
+
+
 def _detached_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.mse_loss(outputs.detach(), targets)
 

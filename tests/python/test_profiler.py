@@ -185,6 +185,27 @@ def test_profiling_leaves_model_data_and_random_numbers_as_they_were(name: str) 
         assert torch.equal(inputs, kept_inputs) and torch.equal(targets, kept_targets)
 
 
+class _Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return outputs.mean() * self.calls
+
+
+def test_profiling_leaves_a_loss_that_counts_as_it_was() -> None:
+    counts = _Counts()
+
+    def in_a_closure(outputs: torch.Tensor, targets: torch.Tensor) -> Any:
+        return counts(outputs, targets)
+
+    for loss_fn in (counts, in_a_closure):
+        profile(nn.Linear(2, 2), [(torch.ones(2, 2), torch.ones(2))], loss_fn, minibatches=2)
+        assert counts.calls == 0
+
+
 def test_a_list_of_layers_and_a_single_module_can_be_profiled() -> None:
     case = CASES["mlp"]
     measured = profile(list(case.model()), case.data(1), case.loss_fn, minibatches=1)

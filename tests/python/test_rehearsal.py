@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -234,3 +236,57 @@ def test_a_loss_that_needs_no_targets_is_rehearsed() -> None:
     _, (_, last) = rehearse(stages, torch.zeros(2, 4), None, lambda outputs, _: outputs.mean())
     assert last.output_bytes == 0
     assert last.is_measured
+
+
+class _Counts(nn.Module):
+    """A loss that knows how often it was called, in three ways."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.number = 0
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.number += 1
+        return self.frozen(outputs).mean() * self.calls
+
+
+def _counts_in_a_closure() -> tuple[Any, _Counts]:
+    counts = _Counts()
+
+    def loss_fn(outputs: torch.Tensor, targets: torch.Tensor) -> Any:
+        return counts(outputs, targets)
+
+    return loss_fn, counts
+
+
+def _counts_itself() -> tuple[Any, _Counts]:
+    counts = _Counts()
+    return counts, counts
+
+
+@pytest.mark.parametrize("make", [_counts_itself, _counts_in_a_closure])
+def test_a_loss_that_counts_goes_on_as_if_it_had_not_been_rehearsed(make: Any) -> None:
+    loss_fn, counts = make()
+    stages = split(nn.Sequential(nn.Linear(4, 4)), Plan.straight(1, 1))
+    _, (footprint,) = rehearse(stages, torch.zeros(2, 4), torch.zeros(2, 4), loss_fn, repeats=True)
+    assert footprint.is_measured
+    assert counts.calls == 0
+    assert counts.number == 0 or make is _counts_in_a_closure
+
+
+def test_a_loss_that_cannot_be_copied_is_rehearsed_itself() -> None:
+    lock = threading.Lock()
+    stages = split(nn.Sequential(nn.Linear(4, 4)), Plan.straight(1, 1))
+    loss_fn = functools.partial(_mean_under, lock=lock)
+    _, (footprint,) = rehearse(stages, torch.zeros(2, 4), torch.zeros(2, 4), loss_fn)
+    assert footprint.is_measured
+
+
+def _mean_under(outputs: torch.Tensor, targets: torch.Tensor, *, lock: Any) -> torch.Tensor:
+    with lock:
+        return outputs.mean()
