@@ -50,6 +50,7 @@ class MinibatchStatistics:
     def __init__(self, stage: nn.Module) -> None:
         self._norms = [module for module in stage.modules() if isinstance(module, _BatchNorm)]
         self._moments: dict[_BatchNorm, _Moments] = {}
+        self._tracking: list[_BatchNorm] = []  # in the latest forward, those that would have counted it
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -58,7 +59,7 @@ class MinibatchStatistics:
     @contextlib.contextmanager
     def microbatch(self) -> Iterator[None]:
         """The forward of one microbatch."""
-        norms = self._tracking()
+        norms = self._tracking = [norm for norm in self._norms if _tracks(norm)]
         hooks = [norm.register_forward_pre_hook(self._collect) for norm in norms]
         try:
             with _not_tracking(norms):
@@ -71,7 +72,7 @@ class MinibatchStatistics:
     def recomputation(self) -> Iterator[None]:
         """What runs the forward of a microbatch, or parts of it, whose statistics were collected before: a
         recompute, and the backward of layers that checkpoint themselves."""
-        with _not_tracking(self._tracking()):
+        with _not_tracking(self._tracking):
             yield
 
     def update(self) -> None:
@@ -81,22 +82,22 @@ class MinibatchStatistics:
                 _update_running(norm, moments)
         self._moments.clear()
 
-    def _tracking(self) -> list[_BatchNorm]:
-        return [
-            norm
-            for norm in self._norms
-            if norm.training and norm.track_running_stats and norm.running_mean is not None
-        ]
-
     def _collect(self, norm: Any, inputs: tuple[Any, ...]) -> None:
         assert norm.running_mean is not None
         self._moments.setdefault(norm, _Moments()).merge(inputs[0], norm.running_mean.dtype)
 
 
+def _tracks(norm: _BatchNorm) -> bool:
+    # Past nn.Module's __getattr__ and, below, its __setattr__: with them this takes ten times as long.
+    fields = norm.__dict__
+    if not (fields["training"] and fields["track_running_stats"]):
+        return False
+    return fields["_buffers"]["running_mean"] is not None
+
+
 @contextlib.contextmanager
 def _not_tracking(norms: list[_BatchNorm]) -> Iterator[None]:
-    # Without tracking, a norm in training uses the batch's statistics and touches no buffer. Written past
-    # nn.Module's __setattr__, which takes as long as all the rest.
+    # Without tracking, a norm in training uses the batch's statistics and touches no buffer.
     for norm in norms:
         norm.__dict__["track_running_stats"] = False
     try:
