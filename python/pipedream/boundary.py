@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from . import _core
+from .errors import afterwards
 from .seeding import RngState
 from .splitter import dtype_name
 
@@ -265,9 +266,8 @@ def untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
     training = [(module, module.training) for module in all_modules]
     for parameter, _ in gradients:
         parameter.grad = None
-    try:
-        yield
-    finally:
+
+    def restore() -> None:
         for module, flag in training:
             module.training = flag
         for parameter, gradient in gradients:
@@ -279,6 +279,9 @@ def untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
             module._buffers.clear()
             module._buffers.update(named)
         rng_state.restore()
+
+    with afterwards(restore):
+        yield
 
 
 def check_pair(batch: Any, minibatch: int) -> tuple[Any, Any]:

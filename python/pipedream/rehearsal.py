@@ -165,13 +165,14 @@ class Rehearsal:
         else:
             with self._located(index):
                 stage_rehearsal.forward()
-                if self._device.type == "cuda":
-                    torch.cuda.synchronize(self._device)  # where a kernel's error comes out
+                _wait_for(self._device)
             boundary = Boundary.of(stage_rehearsal.output, name=f"the output of stage {index}")
             self.boundaries[index] = boundary
             self._handover.send(index, boundary, boundary.flatten(stage_rehearsal.output))
         footprint = stage_rehearsal.footprint(with_backward=self._loss_fn is not None)
         offloadable_bytes = stage_rehearsal.offloadable_bytes() if self._for_offload else 0
+        with self._located(index):  # after an error of the device there is no minibatch 0 to leave it to
+            _wait_for(self._device)
         self.footprints[index] = replace(footprint, offloadable_bytes=offloadable_bytes)
 
     @contextlib.contextmanager
@@ -292,6 +293,12 @@ class _StageRehearsal:
             del roots, seeds
         for leaf in tensors_of(self._leaves):
             leaf.grad = None  # each microbatch has leaves of its own
+
+
+def _wait_for(device: torch.device) -> None:
+    """Where the error of a kernel comes out."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _is_compiled(stage: nn.Module) -> bool:

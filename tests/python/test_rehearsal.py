@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import CASES
-from pipedream import PipelineError, Plan
+from pipedream import PipelineError, Plan, rehearsal
 from pipedream.footprint import Footprint, storage_bytes
 from pipedream.rehearsal import Handover, Rehearsal
 from pipedream.splitter import split
@@ -227,6 +227,33 @@ def test_a_layer_that_fails_is_told_with_its_stage_and_rank() -> None:
     assert str(caught.value) == (
         "the first minibatch does not pass stage 1 (rank 7): ValueError: no such value"
     )
+
+
+def test_an_error_of_the_device_at_the_last_stage_is_told_with_stage_and_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A label out of range: the forward and the backward have launched, or failed, and no use of the device
+    # succeeds any more, giving back the buffers included.
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("state", torch.zeros(4))
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            monkeypatch.setattr(rehearsal, "_wait_for", _device_has_failed)
+            self.state.resize_(0)
+            return value
+
+    stages = split(nn.Sequential(nn.Linear(4, 4), Fails()), Plan.straight(2, 2))
+    with pytest.raises(PipelineError) as caught:
+        rehearse(stages, torch.zeros(2, 4), torch.zeros(2, 4), _mean, rank=7)
+    assert str(caught.value) == (
+        "the first minibatch does not pass stage 1 (rank 7): RuntimeError: device-side assert triggered"
+    )
+
+
+def _device_has_failed(_: torch.device) -> None:
+    raise RuntimeError("device-side assert triggered")
 
 
 def test_a_loss_that_needs_no_targets_is_rehearsed() -> None:
