@@ -38,6 +38,8 @@ __all__ = [
     "untouched",
 ]
 
+# Of a module's attributes, what cannot change but by being replaced.
+_PLAIN = (bool, int, float, complex, str, type(None))
 # Of the wire (csrc/base/dtype.h).
 _WIRE_DTYPES = {
     dtype_name(dtype): dtype
@@ -250,7 +252,8 @@ def untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Layers may run inside; afterwards everything is as it was.
 
     Kept: all random number generators, buffers (contents and objects), each parameter's .grad (None
-    inside), training flags.
+    inside), training flags, and what else a module has as plain numbers, flags and texts, as a counter or
+    `initialised`, without which a layer would take its next minibatch for another than the first.
     """
     all_modules = list({id(m): m for module in modules for m in module.modules()}.values())
     parameters = {id(p): p for module in all_modules for p in module.parameters(recurse=False)}
@@ -263,13 +266,16 @@ def untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
         if buffer is not None
     }
     gradients = [(parameter, parameter.grad) for parameter in parameters.values()]
-    training = [(module, module.training) for module in all_modules]
+    attributes = [(module, type(module), set(vars(module)), _plain(vars(module))) for module in all_modules]
     for parameter, _ in gradients:
         parameter.grad = None
 
     def restore() -> None:
-        for module, flag in training:
-            module.training = flag
+        for module, kind, names, plain in attributes:
+            if type(module) is kind:  # a lazy module has become another, with attributes of its own
+                for name in vars(module).keys() - names:
+                    del vars(module)[name]
+                vars(module).update(plain)
         for parameter, gradient in gradients:
             parameter.grad = gradient
         with torch.no_grad():
@@ -282,6 +288,10 @@ def untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
 
     with afterwards(restore):
         yield
+
+
+def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if isinstance(value, _PLAIN)}
 
 
 def check_pair(batch: Any, minibatch: int) -> tuple[Any, Any]:

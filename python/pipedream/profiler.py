@@ -62,7 +62,7 @@ def profile(
     batches: yields (inputs, targets); started again when it ends, unless it is a generator. Stops after
     `minibatches` measured ones (besides up to 5 of warm-up, discarded) or after `seconds` in all,
     whichever is first. loss_fn(outputs, targets) must give a scalar; its time goes to the last layer. Short
-    minibatches are not timed. The model is left as it was: weights, gradients, buffers, training flags,
+    minibatches are not timed. The model is left as it was: weights, gradients, buffers, flags and counters,
     random number generators; so is a loss that is a module or another object.
 
     Raises ValueError or TypeError for arguments or batches that do not fit. Source: PipeDream (SOSP'19),

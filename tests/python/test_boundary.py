@@ -355,6 +355,46 @@ def test_untouched_restores_after_an_error_and_hides_gradients_inside() -> None:
     assert _everything(model) == before
 
 
+class _InitialisedByData(nn.Module):
+    """As ActNorm is written: its first minibatch sets it up, and later ones count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_initialised, self.num_calls, self.mode, self.scale = False, 0, "new", None
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        if not self.is_initialised:
+            self.is_initialised, self.mode, self.scale = True, "used", value.std()
+        self.cached = value.detach()
+        return value / self.scale
+
+
+def test_a_layer_that_counts_or_sets_itself_up_is_untouched_too() -> None:
+    # Else its first minibatch in training would not be its first, and the losses not those of plain training.
+    layer = _InitialisedByData()
+    before = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
+    with untouched([layer]):
+        layer(torch.randn(4, WIDTH))
+        assert (layer.is_initialised, layer.num_calls) == (True, 1)
+    after = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
+    assert after == before
+    assert before == {
+        "training": True,
+        "is_initialised": False,
+        "num_calls": 0,
+        "mode": "new",
+        "scale": None,
+    }
+
+
+def test_a_lazy_layer_stays_what_it_has_become() -> None:
+    layer = nn.LazyLinear(3)
+    with untouched([layer]):
+        layer(torch.randn(4, WIDTH))
+    assert (type(layer), layer.in_features) == (nn.Linear, WIDTH)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_boundary_input_lets_the_first_layer_work_in_place_with_right_gradients(dtype: torch.dtype) -> None:
     x = torch.randn(5, 3, dtype=dtype)

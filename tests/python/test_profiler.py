@@ -158,6 +158,21 @@ def test_times_are_means_of_each_layers_own_forward_and_backward(monkeypatch: py
     assert (last.forward_ms, last.backward_ms) == pytest.approx((3 + 20, 4))  # the loss is the last layer's
 
 
+def test_profiling_leaves_the_state_of_the_loss_as_it_was() -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("centre", torch.zeros(2))
+
+        def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            self.centre.lerp_(outputs.detach().mean(0), 0.5)
+            return (outputs - self.centre - targets).square().mean()
+
+    centred = Centred()
+    profile(nn.Linear(2, 2), [(torch.ones(3, 2), torch.ones(3, 2))], centred, minibatches=2)
+    assert centred.centre.tolist() == [0, 0]
+
+
 def _trace(model: nn.Module) -> Any:
     return (
         torch.get_rng_state().tolist(),
