@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
+
+from torch import nn
+from torch.nn import functional
 
 from .plan import Plan
 from .splitter import Model, layers_of
 
 __all__ = ["cautions_of", "warn_the_caller"]
 
+# Their mean divides by the weights of the samples that count, not by the number of samples.
+_WEIGHTED = (nn.CrossEntropyLoss, nn.NLLLoss, functional.cross_entropy, functional.nll_loss)
+_IGNORED_BY_DEFAULT = -100
+
 _BETWEEN = (__package__, "contextlib")  # modules of the frames between a warning and the user's line
 
 
-def cautions_of(model: Model, plan: Plan, world_size: int | None) -> Iterator[str]:
+def cautions_of(
+    model: Model, plan: Plan, world_size: int | None, loss_fn: Any = None, microbatches: int = 1
+) -> Iterator[str]:
     """One line each. world_size: ranks that torchrun has started, None without it."""
     layers = [layer for _, layer in layers_of(model)]
     if not any(parameter.requires_grad for layer in layers for parameter in layer.parameters()):
@@ -38,6 +49,32 @@ def cautions_of(model: Model, plan: Plan, world_size: int | None) -> Iterator[st
         yield (
             f"the plan uses {plan.workers_used} of {world_size} ranks: the others wait until the run is over;"
             f" partition for {world_size} workers, or start {plan.workers_used}"
+        )
+    if microbatches > 1:
+        yield from _cautions_of_loss(loss_fn, microbatches)
+
+
+def _cautions_of_loss(loss_fn: Any, microbatches: int) -> Iterator[str]:
+    """Of torch's losses, which is a mean over samples, so that a mean of means is the same, can be seen."""
+    if isinstance(loss_fn, functools.partial):
+        kind, settings = loss_fn.func, loss_fn.keywords
+    else:
+        kind, settings = type(loss_fn), getattr(loss_fn, "__dict__", {})
+        settings = {**settings, **getattr(loss_fn, "_buffers", {})}
+    if settings.get("reduction") == "sum":
+        yield (
+            f"loss_fn has reduction='sum', and the loss of a minibatch is the mean over its {microbatches}"
+            f" microbatches: it and the gradient are 1/{microbatches} of those without microbatches; use"
+            " reduction='mean'"
+        )
+    elif kind in _WEIGHTED and (
+        settings.get("weight") is not None
+        or settings.get("ignore_index", _IGNORED_BY_DEFAULT) != _IGNORED_BY_DEFAULT
+    ):
+        yield (
+            f"loss_fn has class weights or ignore_index, so its mean is not over samples: with {microbatches}"
+            " microbatches, which count by their samples, losses and gradients differ from those of whole"
+            " minibatches; use microbatches=1 where that matters"
         )
 
 

@@ -227,7 +227,7 @@ def run(
         options.schedule_options()  # says what the plan and the schedule cannot do, before any process starts
     if _is_rank_0():
         world_size = int(os.environ["WORLD_SIZE"]) if _under_torchrun() else None
-        for caution in cautions_of(model, plan, world_size):
+        for caution in cautions_of(model, plan, world_size, loss_fn, microbatches):
             warn_the_caller(caution)
     if prefix is not None:
         result = _run_this_rank(model, data, options, prefix)

@@ -52,6 +52,42 @@ def test_workers_without_work_are_told(asked: int, world_size: int | None, words
     assert words in caution
 
 
+_WEIGHT = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "words"),
+    [
+        (nn.MSELoss(reduction="sum"), "reduction='sum'"),
+        (functools.partial(nn.functional.mse_loss, reduction="sum"), "reduction='sum'"),
+        (nn.CrossEntropyLoss(weight=_WEIGHT), "class weights or ignore_index"),
+        (nn.NLLLoss(ignore_index=0), "class weights or ignore_index"),
+        (functools.partial(nn.functional.cross_entropy, weight=_WEIGHT), "class weights or ignore_index"),
+        (functools.partial(nn.functional.nll_loss, ignore_index=0), "class weights or ignore_index"),
+    ],
+)
+def test_a_loss_that_is_no_mean_over_samples_is_told_under_microbatches_alone(
+    loss_fn: Any, words: str
+) -> None:
+    (caution,) = cautions_of(_model(), _plan(), None, loss_fn, 2)
+    assert words in caution
+    assert list(cautions_of(_model(), _plan(), None, loss_fn, 1)) == []
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        nn.CrossEntropyLoss(),
+        nn.BCEWithLogitsLoss(weight=_WEIGHT),  # divides by the number of samples all the same
+        nn.functional.cross_entropy,
+        functools.partial(nn.functional.cross_entropy, label_smoothing=0.1),
+        lambda outputs, targets: outputs.mean(),
+    ],
+)
+def test_a_loss_that_is_a_mean_over_samples_is_not_told(loss_fn: Any) -> None:
+    assert list(cautions_of(_model(), _plan(), None, loss_fn, 4)) == []
+
+
 def test_run_warns_at_the_callers_line_before_any_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     class _Launched(Exception):  # noqa: N818 (no error)
         pass
