@@ -51,7 +51,10 @@ def check_function(name: str, value: Any) -> None:
 
 def check_data(name: str, value: Any) -> None:
     if not isinstance(value, Iterable):
-        raise TypeError(f"{name} is a {type(value).__name__}: give something that yields (inputs, targets)")
+        raise TypeError(
+            f"{name} is a {type(value).__name__}: give something that yields (inputs, targets), as a"
+            " DataLoader does"
+        )
 
 
 def check_output_file(path: str | os.PathLike[str], name: str = "") -> None:

@@ -24,7 +24,7 @@ from .errors import PipelineError
 from .layer_profile import Profile
 from .partitioner import partition
 from .plan import Plan
-from .tracebacks import wants_whole_tracebacks
+from .tracebacks import place_of_user_code, wants_whole_tracebacks
 from .units import parse_bandwidth
 
 if TYPE_CHECKING:
@@ -491,10 +491,15 @@ def _to_json(value: Any) -> Any:
     return value
 
 
-def _fail(error: BaseException | str, status: int) -> int:
+def _fail(error: BaseException | str, status: int, text: str = "") -> int:
+    """text: what to say instead of what the error says itself."""
     if wants_whole_tracebacks() and isinstance(error, BaseException):
         traceback.print_exception(error)
-    message = " ".join(str(error).split()) or type(error).__name__
+    message = " ".join((text or str(error)).split()) or type(error).__name__
+    place = place_of_user_code(error) if isinstance(error, BaseException) else None
+    if place is not None:
+        named = "" if message.startswith(type(error).__name__) else f"{type(error).__name__}: "
+        message = f"{named}{message} ({place})"
     print(f"pipedream: error: {message}", file=sys.stderr)
     return status
 
@@ -510,8 +515,8 @@ def _run_command(arguments: list[str] | None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", _INTERRUPTED_STATUS)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
-        named = f"{error.filename}: {error.strerror}" if error.filename else error
-        return _fail(named, _USER_ERROR_STATUS)
+        named = f"{error.filename}: {error.strerror}" if error.filename else ""
+        return _fail(error, _USER_ERROR_STATUS, named)
     except (ValueError, TypeError) as error:
         return _fail(error, _USER_ERROR_STATUS)
     except PipelineError as error:
@@ -520,7 +525,7 @@ def _run_command(arguments: list[str] | None) -> int:
         # Wrong options: typer has its own exception for them, which is not part of its public names.
         if hasattr(error, "format_message"):
             return _fail(error.format_message(), _USER_ERROR_STATUS)
-        return _fail(f"{type(error).__name__}: {error}", _FAILURE_STATUS)
+        return _fail(error, _FAILURE_STATUS, f"{type(error).__name__}: {error}")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -107,8 +107,11 @@ def modules_carried_by(function: Any) -> list[nn.Module]:
 
 
 def check_loss_fn(loss_fn: Any) -> None:
-    """Raises ValueError for a loss with something to train in it: the stages train the model's parameters,
-    and each stage has only its own."""
+    """Raises TypeError for a class, and ValueError for a loss with something to train in it: the stages train
+    the model's parameters, and each stage has only its own."""
+    if isinstance(loss_fn, type):
+        name = loss_fn.__name__
+        raise TypeError(f"loss_fn is the class {name}: make a loss of it, as {name}() does")
     for path, tensor in tensors_carried_by("loss_fn", loss_fn):
         if tensor.requires_grad:
             raise ValueError(

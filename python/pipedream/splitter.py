@@ -207,6 +207,10 @@ def _layers(model: Model) -> list[_Layer]:
         named = [(model_name(model), "", model)]
     elif isinstance(model, (list, tuple)):
         named = [(str(layer_index), f"{layer_index}.", module) for layer_index, module in enumerate(model)]
+    elif isinstance(model, type):
+        raise TypeError(
+            f"model is the class {model.__name__}: make a model of it, as {model.__name__}(...) does"
+        )
     else:
         raise TypeError(
             f"model is a {type(model).__name__}: give an nn.Module (an nn.Sequential can be "
@@ -261,6 +265,11 @@ def _check_parameters(layers: list[_Layer]) -> None:
                 raise ValueError(
                     f"parameter {layer.prefix + name!r} has no shape yet (a lazy module): pass one minibatch "
                     f"through the model before it is split"
+                )
+            if parameter.is_meta:
+                raise ValueError(
+                    f"parameter {layer.prefix + name!r} is on the meta device, where nothing has a value: "
+                    f"use model.to_empty(device='cpu') and initialise it, or load it, before it is split"
                 )
             if parameter.requires_grad and parameter.dtype not in _TRAINABLE_DTYPES:
                 raise ValueError(

@@ -16,7 +16,13 @@ from typing import ParamSpec, TypeVar
 
 from .errors import PipelineError
 
-__all__ = ["describe_user_error", "shorten", "wants_whole_tracebacks", "with_short_tracebacks"]
+__all__ = [
+    "describe_user_error",
+    "place_of_user_code",
+    "shorten",
+    "wants_whole_tracebacks",
+    "with_short_tracebacks",
+]
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -83,6 +89,12 @@ def describe_user_error(error: BaseException) -> str | None:
     if of_user is not error or isinstance(of_user, _FORESEEN):
         of_user.__traceback__ = _cut(of_user.__traceback__)
     return "".join(traceback.format_exception(of_user))
+
+
+def place_of_user_code(error: BaseException) -> str | None:
+    """The line of the user's code that raised, where ours called it, for who shows no traceback."""
+    users = [frame for frame in _users_frames(error.__traceback__) if _is_users(frame)]
+    return f"{users[-1].tb_frame.f_code.co_filename}, line {users[-1].tb_lineno}" if users else None
 
 
 def _cut(trace: TracebackType | None) -> TracebackType | None:

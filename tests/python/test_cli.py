@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 from pipedream import runner
@@ -303,6 +304,18 @@ def test_a_job_with_what_nobody_reads_is_refused_before_anything_runs(
     assert calls == {}
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [("[][0]", "IndexError: list index out of range"), ("a, b = [1]", "ValueError: not enough values to")],
+)
+def test_an_error_of_the_jobs_code_names_its_kind_and_its_line(call: Caller, body: str, said: str) -> None:
+    Path("cli_target.py").write_text(f"def make():\n    fail()\n\ndef fail():\n    {body}\n")
+    for command in (("profile", "cli_target.py:make"), ("run", "cli_target.py:make", "--plan", "plan.json")):
+        line = call(*command).error()
+        assert line.startswith(said)
+        assert line.endswith(f"({Path('cli_target.py').resolve()}, line 5)")
+
+
 def test_a_jobs_mistake_is_told_before_its_layers_are_timed(call: Caller, calls: dict[str, Any]) -> None:
     target = job_file("memory='10Gb'")
     outcome = call("run", target, "--workers", "2", "--bandwidth", "1Gbps")
@@ -442,11 +455,8 @@ def test_other_ranks_than_the_first_print_nothing(
 def test_failure_of_a_run_is_one_line_with_its_status(
     call: Caller, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int, line: str
 ) -> None:
-    @functools.wraps(runner.run)
-    def run(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(runner, "run", run)
+    # Raised by no line of a user's, as an error of run is.
+    monkeypatch.setattr(runner, "run", functools.wraps(runner.run)(Mock(side_effect=error)))
     outcome = call("run", "cli_target.py:make", "--plan", "plan.json", "--json")
     assert (outcome.status, outcome.stdout) == (status, "")
     assert outcome.stderr.splitlines()[-1] == f"pipedream: error: {line}"

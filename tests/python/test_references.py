@@ -249,6 +249,14 @@ def test_a_loss_with_nothing_to_train_is_taken(loss_fn: Any) -> None:
     check_loss_fn(loss_fn)
 
 
+def test_a_class_is_no_loss() -> None:
+    # It can be called with two arguments, and fails in torch's words at the first minibatch.
+    with pytest.raises(
+        TypeError, match=r"^loss_fn is the class MSELoss: make a loss of it, as MSELoss\(\) does$"
+    ):
+        check_loss_fn(nn.MSELoss)
+
+
 def test_run_profile_and_reference_refuse_such_a_loss_before_anything_starts() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     data = [(torch.zeros(1, 2), torch.zeros(1, 2))]

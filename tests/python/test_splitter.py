@@ -70,6 +70,7 @@ def test_any_other_module_is_one_layer() -> None:
 def test_what_is_not_a_model_is_refused() -> None:
     for model, message in (
         (3, "model is a int"),
+        (nn.Linear, r"model is the class Linear: make a model of it, as Linear\(\.\.\.\) does"),
         ([nn.ReLU(), torch.relu], "layer '1' is a builtin_function_or_method"),
     ):
         with pytest.raises(TypeError, match=message):
@@ -232,6 +233,14 @@ def test_trainable_parameters_of_other_dtypes_are_refused(dtype: torch.dtype) ->
 def test_a_lazy_parameter_is_refused() -> None:
     model = nn.Sequential(nn.LazyLinear(3), nn.ReLU())
     assert "'0.weight' has no shape yet" in _refusal(model, straight_plan(2, (1,)))
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_parameter_without_a_value_is_refused(requires_grad: bool) -> None:
+    model = nn.Sequential(nn.ReLU(), nn.Linear(2, 3, device="meta")).requires_grad_(requires_grad)
+    message = _refusal(model, straight_plan(2, (1,)))
+    assert "'1.weight' is on the meta device" in message
+    assert "model.to_empty(device='cpu')" in message
 
 
 class _Keeps(nn.Module):
