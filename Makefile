@@ -25,12 +25,13 @@ setup:
 test: test-cpp test-python
 
 # The C++ tests load the libzmq that the pyzmq wheel brings.
+CTEST = libzmq=$$(echo .venv/lib/python*/site-packages/pyzmq.libs/libzmq*.so*); \
+	PIPEDREAM_LIBZMQ="$${PIPEDREAM_LIBZMQ:-$$PWD/$$libzmq}" .venv/bin/ctest --parallel $(JOBS) --preset
 test-cpp: setup
 	@echo "==> C++ tests (build/dev)"
 	@$(CMAKE) --preset dev --log-level=STATUS
 	@$(CMAKE) --build --preset dev --parallel $(JOBS)
-	@libzmq=$$(echo .venv/lib/python*/site-packages/pyzmq.libs/libzmq*.so*); \
-	PIPEDREAM_LIBZMQ="$${PIPEDREAM_LIBZMQ:-$$PWD/$$libzmq}" .venv/bin/ctest --preset dev --parallel $(JOBS)
+	@$(CTEST) dev
 
 # After the C++ tests: a broken core is better seen there.
 test-python: setup
@@ -57,12 +58,12 @@ lint: setup
 asan: setup
 	@$(CMAKE) --preset asan-ubsan
 	@$(CMAKE) --build --preset asan-ubsan --parallel $(JOBS)
-	@.venv/bin/ctest --preset asan-ubsan --parallel $(JOBS)
+	@$(CTEST) asan-ubsan
 
 tsan: setup
 	@$(CMAKE) --preset tsan
 	@$(CMAKE) --build --preset tsan --parallel $(JOBS)
-	@.venv/bin/ctest --preset tsan --parallel $(JOBS)
+	@$(CTEST) tsan
 
 # libFuzzer on each target for FUZZ_SECONDS, under ASAN and UBSAN; what it finds that is new joins the corpus. clang.
 FUZZ_SECONDS ?= 60
