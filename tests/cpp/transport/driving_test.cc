@@ -389,7 +389,7 @@ class DrivingWithTraffic : public Driving {
     });
     for (std::uint64_t index = 0; index < kNumRounds; ++index) {
       ++round;
-      connecting_->post_and_drive([&] { connector_->send(credit_frame(index)); });
+      connecting_->post_and_drive([&, index] { connector_->send(credit_frame(index)); });
       if (waits) {
         EXPECT_TRUE(
             connecting_->drive_until(in_patience(), [&] { return at_connector_.frames().size() > index; }));
