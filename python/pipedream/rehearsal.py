@@ -65,13 +65,15 @@ class Handover:
         return len(self._worker_of_stage)
 
     def send(self, cut: int, boundary: Boundary, tensors: list[Tensor]) -> None:
-        """Afterwards the tensors may change."""
+        """Afterwards the tensors may change, and go: the rehearsal that made them measures what it holds."""
         if self._is_local(cut):
             self._in_hand[cut] = (boundary, [tensor.detach().clone() for tensor in tensors])
             return
         assert self._core is not None
         send_document(self._core, rehearsal_name(cut), boundary.to_json())
-        send_tensors(self._core, rehearsal_name(cut), tensors)
+        # What is sent is held until it has left.
+        copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+        send_tensors(self._core, rehearsal_name(cut), copies)
 
     def receive(self, cut: int) -> tuple[Boundary, list[Tensor]]:
         """The boundary and its tensors, in memory of the receiver's own."""
