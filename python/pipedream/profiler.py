@@ -320,7 +320,9 @@ def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "cpu":
-        return f"{platform.processor() or platform.machine() or 'cpu'}, {torch.get_num_threads()} threads"
+        num_threads = torch.get_num_threads()
+        threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
+        return f"{platform.processor() or platform.machine() or 'cpu'}, {threads}"
     return device.type
 
 

@@ -76,6 +76,7 @@ def plot_losses(result: RunResult, path: str | os.PathLike[str]) -> None:
             axes.hlines(mean, begin, end - 1, color=_MEANS_COLOUR, linewidth=1.6, label=label)
         axes.legend(frameon=False)
     axes.set_xlabel("minibatch")
+    axes.locator_params(axis="x", integer=True)
     axes.set_ylabel("loss")
     if _spans_decades(result.losses):
         axes.set_yscale("log")
