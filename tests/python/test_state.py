@@ -51,11 +51,13 @@ def test_a_buffer_that_is_new_or_has_another_shape_is_taken_over(tmp_path: Path)
 
 
 def test_a_buffer_that_is_taken_over_goes_where_its_model_is(tmp_path: Path) -> None:
-    trained, fresh = _make_model(7.0), _make_model(0.0).to("meta")
+    trained, fresh = _make_model(7.0), _make_model(0.0)
     trained[2].register_buffer("cache", torch.arange(6.0))
     trained[0].empty = torch.ones(2, 4)
     plan = Plan.straight(3, 2)
     save_state(split(trained, plan), tmp_path / "state.safetensors")
-    load_state(split(fresh, plan), tmp_path / "state.safetensors")
+    stages = split(fresh, plan)
+    fresh.to("meta")
+    load_state(stages, tmp_path / "state.safetensors")
     assert fresh[2].cache.is_meta
     assert fresh[0].empty.is_meta and fresh[0].empty.shape == (2, 4)
