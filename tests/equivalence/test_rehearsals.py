@@ -25,15 +25,15 @@ class _AtHome(nn.Module):
         self.weight = nn.Parameter(torch.ones(1))
         self._layer_index = layer_index
         self._worker = worker
-        self.num_forwards = 0
+        self.forwards: list[int] = []  # a rehearsal puts numbers back as they were, and not what is in a list
 
     def forward(self, given: Any) -> Any:
         assert os.environ["RANK"] == str(self._worker), f"layer {self._layer_index} at another worker"
         value, index = (given, torch.tensor([0])) if self._layer_index == 0 else given
         assert index.tolist() == [self._layer_index]
-        if self.num_forwards == 0:
+        if not self.forwards:
             assert self.weight.item() == 1.0
-        self.num_forwards += 1
+        self.forwards.append(self._layer_index)
         return value * self.weight, index + 1
 
 
@@ -58,7 +58,7 @@ def _train(plan: Plan, width: int, **options: Any) -> tuple[list[float], list[in
         progress=False,
         **options,
     )
-    return result.losses, [layer.num_forwards for layer in model]
+    return result.losses, [len(layer.forwards) for layer in model]
 
 
 _STRAIGHT = Plan.straight(3, 3)
