@@ -150,7 +150,8 @@ def test_a_recompute_of_spectral_norms_reads_what_the_forward_read(
 # A gradient that is still to be sent, in memory that the next backward adds to.
 
 _DEADLINE_S = 60.0
-_NUM_REHEARSED = 2  # forwards, and backwards, of a stage before it trains on microbatches
+_NUM_REHEARSED = 2  # forwards, and backwards, of a stage before it trains on microbatches. Counted in lists,
+# which a rehearsal does not put back.
 
 
 class _Waits(torch.autograd.Function):
@@ -174,15 +175,15 @@ class _WaitsInItsBackward(nn.Module):
         super().__init__()
         self.linear = _linear()
         self._gate = gate
-        self._num_backwards = 0
+        self._backwards: list[None] = []
 
     def forward(self, value: Tensor) -> Tensor:
         output: Tensor = _Waits.apply(self.linear(value), self)  # type: ignore[no-untyped-call]
         return output
 
     def wait(self) -> None:
-        self._num_backwards += 1
-        if os.environ.get("RANK") != "1" or self._num_backwards <= _NUM_REHEARSED:
+        self._backwards.append(None)
+        if os.environ.get("RANK") != "1" or len(self._backwards) <= _NUM_REHEARSED:
             return
         deadline_s = time.monotonic() + _DEADLINE_S
         while not Path(self._gate).exists():
@@ -198,11 +199,11 @@ class _AddsPositions(nn.Module):
         super().__init__()
         self.positions = nn.Parameter(torch.zeros(_WIDTH, dtype=torch.float64))
         self._gate = gate
-        self._num_forwards = 0
+        self._forwards: list[None] = []
 
     def forward(self, value: Tensor) -> Tensor:
-        self._num_forwards += 1
-        if os.environ.get("RANK") == "2" and self._num_forwards == 6 + _NUM_REHEARSED:
+        self._forwards.append(None)
+        if os.environ.get("RANK") == "2" and len(self._forwards) == 6 + _NUM_REHEARSED:
             Path(self._gate).touch()
         return torch.tanh(value + self.positions.unsqueeze(0))
 

@@ -354,12 +354,10 @@ def _mean(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return outputs.float().mean()
 
 
-def _spoilt(at: list[tuple[int, ...]], schedule: str, *, rehearses: bool) -> tuple[Any, Any, dict[str, Any]]:
+def _spoilt(at: list[tuple[int, ...]], schedule: str) -> tuple[Any, Any, dict[str, Any]]:
     """Model, plan and arguments. A stage per layer, at two workers where they are interleaved. Two
-    microbatches each; `at` counts the backwards of microbatches."""
-    # A stage's rehearsal goes backward twice before training.
-    extra = 2 if rehearses else 0
-    model = nn.Sequential(*(_SpoiltLayer(tuple(i + extra for i in of_layer)) for of_layer in at))
+    microbatches each; `at` counts the backwards of microbatches, which a rehearsal leaves as they were."""
+    model = nn.Sequential(*(_SpoiltLayer(of_layer) for of_layer in at))
     options = {
         "data": [(torch.ones(2, 1), torch.ones(2, 1))] * 10,
         "loss_fn": _mean,
@@ -374,7 +372,7 @@ def _spoilt(at: list[tuple[int, ...]], schedule: str, *, rehearses: bool) -> tup
 
 
 def _train_spoilt(at: list[tuple[int, ...]], schedule: str) -> tuple[RunResult, State]:
-    model, plan, options = _spoilt(at, schedule, rehearses=True)
+    model, plan, options = _spoilt(at, schedule)
     return pipedream.run(model, plan, progress=False, **options), model.state_dict()
 
 
@@ -399,11 +397,11 @@ def test_an_overflow_of_one_of_a_workers_stages_skips_what_the_reference_skips(
 
 def _assert_skips_as_the_reference(farm: Farm, at: list[tuple[int, ...]], schedule: str) -> None:
     result, state = farm.results(_train_spoilt, at, schedule, num_ranks=2)[0]
-    model, plan, options = _spoilt(at, schedule, rehearses=False)
+    model, plan, options = _spoilt(at, schedule)
     expected = reference.run(model, plan, **options)
     assert_same_numbers(result.losses, state, expected.losses, model.state_dict(), _SAME_BITS)
     assert_memory_as_predicted(result)
-    model, plan, options = _spoilt([()] * len(at), schedule, rehearses=False)
+    model, plan, options = _spoilt([()] * len(at), schedule)
     reference.run(model, plan, **options)
     with pytest.raises(AssertionError):
         assert_close_state(state, model.state_dict(), _SAME_BITS)  # nothing was skipped there
