@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "base/handed_over.h"
 #include "transport/endpoint.h"
 #include "transport/link_core.h"
 #include "transport/transport_core.h"
@@ -130,6 +131,7 @@ class Loans {
 void give_back(void* /*data*/, void* hint) {
   const PassiveScope on_a_thread_of_libzmq;
   auto* const loan = static_cast<Loans::Loan*>(hint);
+  note_taken_over(loan);
   loan->owner->give_back(*loan);
 }
 
@@ -394,6 +396,7 @@ void ZmqLink::carry(const FrameHeaderBytes& header, HeldFrame frame) {
 void ZmqLink::carry_payload(HeldFrame frame) {
   const std::span<const std::byte> payload = frame.payload();
   Loans::Loan* const loan = shared_.loans.lend(std::move(frame));
+  note_given_away(loan);
   ZmqMessage message;
   // libzmq does not write through the pointer.
   const int made =
