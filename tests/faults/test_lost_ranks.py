@@ -47,7 +47,7 @@ def _assert_lost(
         assert ended_s - lost_s < BOUND_S
 
 
-@pytest.mark.parametrize(("stage", "at"), [(1, 0), (0, 6), (1, 6), (2, 11)])
+@pytest.mark.parametrize(("stage", "at"), [(1, 1), (0, 6), (1, 6), (2, 11)])
 def test_a_killed_rank_is_lost_to_the_others(farm: Farm, tmp_path: Path, stage: int, at: int) -> None:
     note = str(tmp_path / "note")
     model = model_with(be_killed, stage=stage, at=at, note=note, rank=stage, in_backward=True)
