@@ -17,8 +17,8 @@ That tells what crosses the cuts (Boundary) and what memory the stages need besi
   and the memory of others are not its own, so nobody collects anything, however many workers there are.
 - Several stages of one worker go in ascending order: each waits only for lower ones, so none waits for ever.
   Between two of them a value goes from hand to hand.
-- Generators, buffers, gradients, flags and counters of layers are afterwards as they were. Of the loss it is a
-  copy that runs.
+- Generators, buffers, gradients, flags and counters of layers are afterwards as they were. Of the loss it is
+  a copy that runs.
 
 A layer that fails raises PipelineError naming stage and rank, and a value that cannot cross ValueError naming
 the stage and the place in it; a loss, a last stage or a backward that fails is left to minibatch 0, which
