@@ -371,7 +371,7 @@ TEST(InsecureListener, LetsInOnlyWhoKnowsTheTokenToo) {
   Recorder recorder;
   Recorder at_connector;
   Recorder at_stranger;
-  const std::unique_ptr<Transport> connecting = make_transport("zmq");
+  const std::unique_ptr<Transport> connecting = make_transport("zmq", options);
   if (!connecting) GTEST_SKIP() << "libzmq is not available, or not asked for";
   if (options.bind_host.empty()) GTEST_SKIP() << "this machine has loopback alone";
   const std::unique_ptr<Transport> listening = make_transport("zmq", options);
