@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-from pipedream.rendezvous import host_store
+from pipedream.links.rendezvous import host_store
 
 __all__ = ["Farm", "Outcome"]
 

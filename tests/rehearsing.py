@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from pipedream.boundary import Boundary
-from pipedream.footprint import Footprint
-from pipedream.rehearsal import Handover, Rehearsal
-from pipedream.splitter import StageModule
+from pipedream.budget.footprint import Footprint
+from pipedream.budget.rehearsal import Handover, Rehearsal
+from pipedream.model.boundary import Boundary
+from pipedream.model.splitter import StageModule
 
 
 def rehearse(

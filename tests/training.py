@@ -15,7 +15,7 @@ import pipedream
 import torch
 from models import CASES, LARGE_CASES, Batch, Case
 from pipedream import RunResult, _core, reference
-from pipedream.plan import Plan
+from pipedream.planning.plan import Plan
 from torch import nn
 from torch.utils.data import DataLoader
 

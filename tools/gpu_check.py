@@ -128,7 +128,13 @@ def training_steps() -> list[Step]:
         step("pairs-two-workers", schedules, "-k", "every_pair and -2-"),
         step("pairs-four-workers", schedules, "-k", "every_pair and -4-"),
         step("transports", transports, "-k", "not codec and not round"),
-        step("kernels", "tests/python/test_optim.py", "tests/python/test_profiler.py", "-k", "gpu or cuda"),
+        step(
+            "kernels",
+            "tests/python/test_optim.py",
+            "tests/python/model/test_profiler.py",
+            "-k",
+            "gpu or cuda",
+        ),
         step("codecs", transports, "-k", "codec or round"),
         # What is off unless asked for: torch's tensors in the planned memory, and offloading to the host.
         step("torch-pool", schedules, "-k", "every_pair and -2- and cnn", PIPEDREAM_TORCH_POOL="1"),

@@ -32,7 +32,7 @@ import pipedream
 import torch
 import torch.distributed as dist
 from pipedream import _core
-from pipedream.rendezvous import host_store
+from pipedream.links.rendezvous import host_store
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 

@@ -17,10 +17,10 @@ from multiprocessing.connection import Connection
 
 import torch
 from pipedream import Plan, _core
-from pipedream.boundary import Boundary
-from pipedream.channels import RunChannel, channels_of_run, tree_name
-from pipedream.descriptors import descriptor_limit_raised
-from pipedream.links import LinkOptions
+from pipedream.links.channels import RunChannel, channels_of_run, tree_name
+from pipedream.links.descriptors import descriptor_limit_raised
+from pipedream.links.options import LinkOptions
+from pipedream.model.boundary import Boundary
 
 RUN_ID = 1
 SMALL = [("uint8", 1, 64)]

@@ -32,7 +32,7 @@ from typing import Any
 
 import pipedream
 import torch
-from pipedream.transfers import ChannelTransfers
+from pipedream.report.transfers import ChannelTransfers
 from torch import nn
 
 Interval = tuple[float, float]

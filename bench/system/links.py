@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipedream.units import parse_bandwidth
+from pipedream.common.units import parse_bandwidth
 
 # The bucket holds what the link carries in some milliseconds: the kernel's timer refills it in steps.
 BURST_SECONDS = 0.002

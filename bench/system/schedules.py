@@ -30,9 +30,9 @@ import pipedream
 import torch
 import torch.nn.functional as F
 from pipedream import _core, reference
-from pipedream.plan import Plan
-from pipedream.result import WorkSpan
-from pipedream.simulator import StageTimes, TimedInstruction, simulate, summarize
+from pipedream.planning.plan import Plan
+from pipedream.planning.simulator import StageTimes, TimedInstruction, simulate, summarize
+from pipedream.report.result import WorkSpan
 from torch import Tensor, nn
 
 SCHEDULES = ("pipedream", "vertical_sync", "2bw", "flush", "gpipe", "interleaved", "model_parallel", "naive")

@@ -28,7 +28,7 @@ from typing import Any
 import pipedream
 import torch
 from pipedream import _core
-from pipedream.result import WorkSpan
+from pipedream.report.result import WorkSpan
 from torch import nn
 
 # width, batch: large has stages of some 10 ms on a slow core; small has stages of well under 1 ms, where

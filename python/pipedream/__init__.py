@@ -13,14 +13,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import optim
-    from .errors import DataMismatch, FileFormatError, NonFiniteLoss, PeerLost, PipelineError, WorkerLost
-    from .layer_profile import LayerProfile, Profile
-    from .partitioner import partition
-    from .plan import Plan, Stage
-    from .profiler import profile
-    from .result import RunResult
-    from .runner import run
+    from pipedream import optim
+    from pipedream.common.errors import (
+        DataMismatch,
+        FileFormatError,
+        NonFiniteLoss,
+        PeerLost,
+        PipelineError,
+        WorkerLost,
+    )
+    from pipedream.launch.runner import run
+    from pipedream.model.profiler import profile
+    from pipedream.planning.layer_profile import LayerProfile, Profile
+    from pipedream.planning.partitioner import partition
+    from pipedream.planning.plan import Plan, Stage
+    from pipedream.report.result import RunResult
 
 __version__ = "0.1.0"
 
@@ -45,20 +52,20 @@ __all__ = [
 
 # Public name -> module that has it; the modules of profile, run, RunResult and optim may import torch.
 _MODULES = {
-    "DataMismatch": "errors",
-    "FileFormatError": "errors",
-    "LayerProfile": "layer_profile",
-    "NonFiniteLoss": "errors",
-    "PeerLost": "errors",
-    "PipelineError": "errors",
-    "Plan": "plan",
-    "Profile": "layer_profile",
-    "RunResult": "result",
-    "Stage": "plan",
-    "WorkerLost": "errors",
-    "partition": "partitioner",
-    "profile": "profiler",
-    "run": "runner",
+    "DataMismatch": "common.errors",
+    "FileFormatError": "common.errors",
+    "LayerProfile": "planning.layer_profile",
+    "NonFiniteLoss": "common.errors",
+    "PeerLost": "common.errors",
+    "PipelineError": "common.errors",
+    "Plan": "planning.plan",
+    "Profile": "planning.layer_profile",
+    "RunResult": "report.result",
+    "Stage": "planning.plan",
+    "WorkerLost": "common.errors",
+    "partition": "planning.partitioner",
+    "profile": "model.profiler",
+    "run": "launch.runner",
 }
 
 

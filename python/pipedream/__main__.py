@@ -1,6 +1,6 @@
 """`python -m pipedream` is the `pipedream` command."""
 
-from .cli import main
+from pipedream.cli import main
 
 if __name__ == "__main__":
     main()

@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import __version__
-from .checks import check_count, check_output_file
-from .errors import PipelineError
-from .layer_profile import Profile
-from .partitioner import partition
-from .plan import Plan
-from .tracebacks import place_of_user_code, wants_whole_tracebacks
-from .units import parse_bandwidth
+from pipedream import __version__
+from pipedream.common.checks import check_count, check_output_file
+from pipedream.common.errors import PipelineError
+from pipedream.common.tracebacks import place_of_user_code, wants_whole_tracebacks
+from pipedream.common.units import parse_bandwidth
+from pipedream.planning.layer_profile import Profile
+from pipedream.planning.partitioner import partition
+from pipedream.planning.plan import Plan
 
 if TYPE_CHECKING:
-    from .result import RunResult
+    from pipedream.report.result import RunResult
 
 __all__ = ["app", "main"]
 
@@ -103,12 +103,12 @@ def profile_command(
     as_json: _Json = False,
 ) -> None:
     """Time every layer of a model on this machine."""
-    from .target import load_job
+    from pipedream.launch.target import load_job
 
     _check_output(output)
     with _clean_stdout(as_json):
         job = load_job(target, needs_optimizer=False)
-        from .profiler import profile
+        from pipedream.model.profiler import profile
 
         measured = profile(job.model, job.data, job.loss_fn, minibatches=minibatches, seconds=seconds)
     notes = []
@@ -202,8 +202,8 @@ def run_command(
     What TARGET returns besides model, data and loss_fn are arguments of pipedream.run. An option given here
     counts more than the job's own, and that more than the default.
     """
-    from .codec_choice import parse_codec_text
-    from .target import load_job
+    from pipedream.launch.target import load_job
+    from pipedream.links.codec_choice import parse_codec_text
 
     _check_weights_file(output)
     _check_output(trace)
@@ -228,7 +228,7 @@ def run_command(
     options = {name: value for name, value in given.items() if value is not None}
     given_plan = None if plan_file is None else Plan.load(plan_file)
     with _clean_stdout(as_json):
-        from .runner import check_arguments, run
+        from pipedream.launch.runner import check_arguments, run
 
         check_arguments(**options)
         plan = given_plan or _make_plan(target, workers or 0, bandwidth or "", straight)
@@ -259,7 +259,7 @@ def keys_command(
     as_json: _Json = False,
 ) -> None:
     """Make the keys that encrypt and authenticate the links of runs on several machines."""
-    from .keys import write_key_file, write_key_folder
+    from pipedream.links.keys import write_key_file, write_key_folder
 
     if machines is None:
         _check_output(path)
@@ -324,9 +324,9 @@ def trace_command(
     as_json: _Json = False,
 ) -> None:
     """Show a schedule: a picture as in the papers, the instruction lists, the bubble. Nothing is run."""
-    from .schedule_picture import check_picture_path, write_picture
-    from .simulator import simulate
-    from .traced_schedule import (
+    from pipedream.planning.schedule_picture import check_picture_path, write_picture
+    from pipedream.planning.simulator import simulate
+    from pipedream.planning.traced_schedule import (
         TraceRequest,
         describe_bubble,
         input_phases,
@@ -383,14 +383,14 @@ def _check_plan_options(
 def _make_plan(target: str, workers: int, bandwidth: str, straight: bool) -> Plan:
     # The target is called once to profile and once more to run: its data may be a generator, and what is
     # trained should not be what was profiled.
-    from .runner import check_arguments
-    from .target import load_job
+    from pipedream.launch.runner import check_arguments
+    from pipedream.launch.target import load_job
 
     parse_bandwidth(bandwidth)  # before the seconds that profiling takes
     check_count("--workers", workers)
     job = load_job(target, needs_optimizer=True)
     check_arguments(**job.options)
-    from .profiler import profile
+    from pipedream.model.profiler import profile
 
     measured = profile(job.model, job.data, job.loss_fn, seconds=_PROFILE_BEFORE_RUN_S)
     plan = partition(measured, workers, bandwidth, straight=straight)

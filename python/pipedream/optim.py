@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _core
+from pipedream import _core
 
 __all__ = ["SGD", "Adam", "AdamW", "NativeOptimizer"]
 

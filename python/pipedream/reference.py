@@ -26,14 +26,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .boundary import check_loss, check_pair, device_of, map_tensors, tensors_of, to_device
-from .checks import check_choice, check_count
-from .loss_placement import call_loss, loss_on
-from .microbatch import check_alike, chunk, samples_of, weights
-from .precision import LossScaler, autocast_dtype, autocast_region
-from .references import check_loss_fn, gradients_noticed, places_of
-from .seeding import RngState, RngStream, base_seed, data_seed, generators_kept, seed_all, stage_seed
-from .splitter import Model, PlannedStage, StageModule, Tie, find_ties, split
+from pipedream.common.checks import check_choice, check_count
+from pipedream.model.boundary import check_loss, check_pair, device_of, map_tensors, tensors_of, to_device
+from pipedream.model.loss_placement import call_loss, loss_on
+from pipedream.model.microbatch import check_alike, chunk, samples_of, weights
+from pipedream.model.precision import LossScaler, autocast_dtype, autocast_region
+from pipedream.model.references import check_loss_fn, gradients_noticed, places_of
+from pipedream.model.seeding import (
+    RngState,
+    RngStream,
+    base_seed,
+    data_seed,
+    generators_kept,
+    seed_all,
+    stage_seed,
+)
+from pipedream.model.splitter import Model, PlannedStage, StageModule, Tie, find_ties, split
 
 __all__ = ["ReferenceResult", "run"]
 

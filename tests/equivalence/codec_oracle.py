@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import torch
-from pipedream.codec_choice import codec_between, parse_codec
+from pipedream.links.codec_choice import codec_between, parse_codec
 
 __all__ = ["CodecOracle", "encoded_bytes"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from farm import Farm
 from pipedream import RunResult, reference
-from pipedream.memory import MODEL, STASH, TRANSIENT
+from pipedream.budget.memory import MODEL, STASH, TRANSIENT
 from training import (
     State,
     Training,

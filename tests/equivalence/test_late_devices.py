@@ -16,8 +16,8 @@ import pytest
 import torch
 from farm import Farm
 from pipedream import NonFiniteLoss, RunResult
-from pipedream.device_clock import DeviceClock
-from pipedream.losses import LateLossRecord
+from pipedream.report.losses import LateLossRecord
+from pipedream.stage.device_clock import DeviceClock
 from training import State, Training, assert_equal_state, train_in_pipeline
 
 
@@ -49,10 +49,12 @@ class _Event:
 def _on_a_late_device(train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "pipedream.stage_loop.make_loss_record",
+            "pipedream.stage.stage_loop.make_loss_record",
             lambda on_nonfinite, on_minibatch, _: LateLossRecord(on_nonfinite, on_minibatch, _Copier()),
         )
-        patch.setattr("pipedream.stage_loop.make_device_clock", lambda _, tell: DeviceClock(_Event, tell))
+        patch.setattr(
+            "pipedream.stage.stage_loop.make_device_clock", lambda _, tell: DeviceClock(_Event, tell)
+        )
         return train(*args, **kwargs)
 
 

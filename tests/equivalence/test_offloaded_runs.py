@@ -13,17 +13,18 @@ import pytest
 import torch
 from farm import Farm
 from models import CASES
-from pipedream import RunResult, offload, reference
-from pipedream.memory import (
+from pipedream import RunResult, reference
+from pipedream.budget import offload
+from pipedream.budget.memory import (
     OFFLOADED_ACTIVATIONS,
     OFFLOADED_VERSIONS,
     STASH,
     TRANSIENT,
     WEIGHT_VERSIONS,
 )
-from pipedream.offload import Offload
-from pipedream.plan import Plan, Stage
-from pipedream.stage_runner import StageRunner
+from pipedream.budget.offload import Offload
+from pipedream.planning.plan import Plan, Stage
+from pipedream.stage.stage_runner import StageRunner
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import (

@@ -14,9 +14,10 @@ import pytest
 import torch
 from farm import Farm
 from oracle import assert_equals_reference
-from pipedream import NonFiniteLoss, RunResult, stage_runner
-from pipedream.gradients import StageGradients
-from pipedream.weights import StageWeights
+from pipedream import NonFiniteLoss, RunResult
+from pipedream.stage import stage_runner
+from pipedream.stage.gradients import StageGradients
+from pipedream.stage.weights import StageWeights
 from torch import Tensor
 from training import State, Training, train_in_pipeline
 

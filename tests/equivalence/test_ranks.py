@@ -12,9 +12,10 @@ import pipedream
 import pytest
 import torch
 from farm import Farm
-from pipedream import Plan, RunResult, rank_tree, reference
-from pipedream.job import WorkerPlace
-from pipedream.splitter import split
+from pipedream import Plan, RunResult, reference
+from pipedream.links import rank_tree
+from pipedream.model.splitter import split
+from pipedream.stage.job import WorkerPlace
 from rehearsing import boundaries_of
 from torch import nn
 from training import (
@@ -253,7 +254,7 @@ def _train_and_count_moves(*, returns_model: bool) -> int:
     layer = _CountsItsMoves(2, 2)
     with pytest.MonkeyPatch.context() as patch:
         place = functools.partial(WorkerPlace, returns_model=returns_model)
-        patch.setattr("pipedream.runner.WorkerPlace", place)
+        patch.setattr("pipedream.launch.runner.WorkerPlace", place)
         pipedream.run(
             nn.Sequential(layer),
             Plan.straight(1, 1),

@@ -11,7 +11,8 @@ import pipedream
 import pytest
 import torch
 from farm import Farm
-from pipedream import Plan, stage_loop, stage_runner, weights
+from pipedream import Plan
+from pipedream.stage import stage_loop, stage_runner, weights
 from torch import Tensor, nn
 
 _WIDTH = 8

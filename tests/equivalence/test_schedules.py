@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from models import BATCH, WIDTH
 from oracle import assert_equals_reference, assert_memory_as_predicted, assert_same_numbers
 from pipedream import Plan, RunResult, _core, reference
-from pipedream.boundary import tensors_of
+from pipedream.model.boundary import tensors_of
 from torch import nn
 from training import (
     OPTIMIZERS,

@@ -19,10 +19,10 @@ from codec_oracle import CodecOracle, encoded_bytes
 from farm import Farm
 from oracle import assert_memory_as_predicted, assert_same_numbers
 from pipedream import RunResult, _core, reference
-from pipedream.addresses import is_loopback, resolve_bind
-from pipedream.codec_choice import codec_between, parse_codec
-from pipedream.keys import write_key_file, write_key_folder
-from pipedream.splitter import split
+from pipedream.links.addresses import is_loopback, resolve_bind
+from pipedream.links.codec_choice import codec_between, parse_codec
+from pipedream.links.keys import write_key_file, write_key_folder
+from pipedream.model.splitter import split
 from rehearsing import boundaries_of
 from training import (
     State,

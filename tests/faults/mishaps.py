@@ -20,8 +20,8 @@ from unittest import mock
 import pipedream
 import torch
 from pipedream import RunResult, _core
-from pipedream.stage_runner import StageRunner
-from pipedream.weights import WeightVersions
+from pipedream.stage.stage_runner import StageRunner
+from pipedream.stage.weights import WeightVersions
 
 NUM_MINIBATCHES = 12
 BOUND_S = 15.0  # the contract's: from the loss of a worker to the end of the run

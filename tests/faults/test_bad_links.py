@@ -12,7 +12,7 @@ import pytest
 import torch
 from bad_link import Mischief, Proxy, corrupt_at, cut_after, delay, stall_after
 from pipedream import _core
-from pipedream.libzmq import find_libzmq
+from pipedream.links.libzmq import find_libzmq
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 CHANNEL = "activations of stage 0 to stage 1"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pipedream
 import torch
 from listeners import listening_addresses
-from pipedream import rendezvous
+from pipedream.links import rendezvous
 from torch import nn
 
 

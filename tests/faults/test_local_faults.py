@@ -33,7 +33,7 @@ from mishaps import (
     run,
 )
 from pipedream import PeerLost, PipelineError, WorkerLost
-from pipedream.run_folder import run_folder
+from pipedream.launch.run_folder import run_folder
 from torch.utils.data import DataLoader
 
 

@@ -29,7 +29,7 @@ from mishaps import (
     wait_for_file,
 )
 from pipedream import PeerLost, PipelineError, WorkerLost
-from pipedream.rendezvous import Rendezvous
+from pipedream.links.rendezvous import Rendezvous
 
 _TIMEOUT_S = 3.0
 _MISHAPS: list[Mishap] = [be_killed, be_stopped]

@@ -24,7 +24,7 @@ from mishaps import (
     run_until_lost,
 )
 from pipedream import PeerLost, PipelineError
-from pipedream.keys import write_key_file
+from pipedream.links.keys import write_key_file
 
 
 def _assert_lost(

@@ -13,17 +13,8 @@ import pytest
 import torch
 from farm import Farm
 from mishaps import SGD, Layer, error_of, minibatches, model_with, run
-from pipedream import (
-    DataMismatch,
-    NonFiniteLoss,
-    PeerLost,
-    PipelineError,
-    Plan,
-    RunResult,
-    Stage,
-    runner,
-    worker,
-)
+from pipedream import DataMismatch, NonFiniteLoss, PeerLost, PipelineError, Plan, RunResult, Stage
+from pipedream.launch import runner, worker
 from refusals import assert_says, refused
 
 _MODEL = model_with(None, stages=2)

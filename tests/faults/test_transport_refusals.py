@@ -12,8 +12,8 @@ import pytest
 import torch
 from farm import Farm
 from mishaps import NUM_MINIBATCHES, model_with, run
-from pipedream import links
-from pipedream.keys import CurveKeys, write_key_file, write_key_folder
+from pipedream.links import options as links
+from pipedream.links.keys import CurveKeys, write_key_file, write_key_folder
 from refusals import assert_says, refused
 
 _MODEL = model_with(None, stages=2)
@@ -25,7 +25,7 @@ def no_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_: object) -> None:
         raise AssertionError("workers were started")
 
-    monkeypatch.setattr("pipedream.runner.run_locally", start)
+    monkeypatch.setattr("pipedream.launch.runner.run_locally", start)
 
 
 @pytest.mark.usefixtures("no_worker_starts")

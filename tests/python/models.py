@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pipedream.plan import Plan, Stage
+from pipedream.planning.plan import Plan, Stage
 from torch import nn
 
 WIDTH = 8

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 from unittest.mock import Mock
 
 import pytest
-from pipedream import runner
 from pipedream.cli import main
-from pipedream.errors import WorkerLost
-from pipedream.job import check_plan_is_built
-from pipedream.keys import load_keys
-from pipedream.layer_profile import LayerProfile, Profile
-from pipedream.plan import Plan, Stage
+from pipedream.common.errors import WorkerLost
+from pipedream.launch import runner
+from pipedream.links.keys import load_keys
+from pipedream.planning.layer_profile import LayerProfile, Profile
+from pipedream.planning.plan import Plan, Stage
+from pipedream.stage.job import check_plan_is_built
 
 PROFILE = Profile(
     (LayerProfile("first", 4, 6, 1000, 8), LayerProfile("second", 4, 6, 0, 16)), model="tiny", batch_size=32
@@ -119,7 +119,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             describe_channels=lambda: "channel  transport",
         )
 
-    module = ModuleType("pipedream.profiler")
+    module = ModuleType("pipedream.model.profiler")
     module.profile = profile  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(runner, "run", functools.wraps(runner.run)(run))
@@ -357,7 +357,7 @@ def test_run_plans_what_it_can_run(
     call: Caller, calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers = (LayerProfile("first", 40, 60, 8, 8), LayerProfile("second", 0, 0, 0, 0))
-    monkeypatch.setattr(sys.modules["pipedream.profiler"], "profile", lambda *_, **__: Profile(layers))
+    monkeypatch.setattr(sys.modules["pipedream.model.profiler"], "profile", lambda *_, **__: Profile(layers))
     outcome = call("run", "cli_target.py:make", "--workers", "2", "--bandwidth", "10Gbps")
     assert outcome.status == 0
     assert "the fastest plan replicates stages, which `run` does not do yet" in outcome.stderr
@@ -583,7 +583,7 @@ def test_package_import_loads_no_torch_and_lists_its_public_names() -> None:
         "import sys, pipedream\n"
         "assert set(pipedream.__all__) <= set(dir(pipedream))\n"
         "assert pipedream.Plan.straight(2, 2).num_stages == 2\n"
-        "assert pipedream.partition.__module__ == 'pipedream.partitioner'\n"
+        "assert pipedream.partition.__module__ == 'pipedream.planning.partitioner'\n"
         "assert pipedream.FileFormatError.__mro__[1] is ValueError\n"
         "assert not {'torch', 'numpy', 'typer'} & set(sys.modules)\n"
         "try:\n    pipedream.plann\n"

@@ -13,8 +13,10 @@ from typing import Any
 import pipedream
 import pytest
 import torch
-from pipedream import Plan, Profile, RunResult, cli, profiler, runner
-from pipedream.factories import try_factories
+from pipedream import Plan, Profile, RunResult, cli
+from pipedream.launch import runner
+from pipedream.model import profiler
+from pipedream.model.factories import try_factories
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from models import CASES, Case, TiedHead, squared_error, straight_plan
 from pipedream import reference
-from pipedream.plan import Plan, Stage
+from pipedream.planning.plan import Plan, Stage
 from torch import nn
 from torch.utils.data import DataLoader
 from training import (

@@ -1,0 +1,448 @@
+"""A worker's memory as one sum of named terms, predicted before the first minibatch (design.md, section 5).
+
+What the pool holds is planned to the byte; what torch makes is predicted from a rehearsal. Given a limit, a
+worker turns recompute and offloading on where it would not fit. Pure; any thread.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from pipedream import _core
+from pipedream.budget.footprint import SCALARS_BYTES, Footprint, StepMeter, make_meter, storage_bytes
+from pipedream.budget.offload import Offload, num_resident_versions
+from pipedream.common.table import format_table
+from pipedream.common.units import format_bytes
+from pipedream.links.channels import RunChannel
+from pipedream.model.seeding import generators_kept
+from pipedream.model.splitter import StageModule
+from pipedream.planning.plan import Plan
+
+__all__ = [
+    "GRADIENTS",
+    "MODEL",
+    "OFFLOADED_ACTIVATIONS",
+    "OFFLOADED_VERSIONS",
+    "OPTIMIZER_STATE",
+    "STASH",
+    "TIED_VERSIONS",
+    "TORCH_OPTIMIZER_STATE",
+    "TRANSIENT",
+    "WEIGHT_VERSIONS",
+    "MemoryPlan",
+    "choose_savings",
+    "describe_memory",
+    "model_bytes",
+    "native_step_bytes",
+    "num_activation_homes",
+    "predict_state_bytes",
+    "predict_step_bytes",
+    "slot_bytes",
+]
+
+# Terms of the pool; received tensors and staging are named after their channels.
+WEIGHT_VERSIONS = "weight versions"
+TIED_VERSIONS = "tied weight versions"
+OPTIMIZER_STATE = "optimizer state"
+# Of the pool too, but always in host memory.
+OFFLOADED_VERSIONS = "offloaded weight versions"
+OFFLOADED_ACTIVATIONS = "offloaded activations"
+# Terms of torch's own memory.
+MODEL = "model as given"
+STASH = "stashed activations"
+GRADIENTS = "parameter gradients"
+TRANSIENT = "largest transient"
+TORCH_OPTIMIZER_STATE = "optimizer state of torch"
+
+_SLOT_ALIGNMENT = 256  # csrc/pool/pool.h, kSlotAlignment
+_STAGING, _RESIDUAL = "staging, ", "residual, "  # csrc/stage/worker.cc, before the channel's name
+_NUM_RELEASED_LATE = 1  # what a neighbour has used, and whose memory has not come back to the sender
+_GENERATOR_BYTES = 8192  # of a recompute: the state of torch's generators
+
+Terms = dict[str, int]
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What the terms of one worker are made of. Bytes; the mappings are by stage, of the worker's own."""
+
+    plan: Plan
+    rank: int
+    schedule: _core.ScheduleOptions
+    footprints: Mapping[int, Footprint]
+    channels: Sequence[RunChannel]
+    weight_bytes: Mapping[int, int]
+    """One version of the stage's own parameters."""
+    tied_bytes: Mapping[int, int]
+    """One version of the parameters that it shares with other stages."""
+    placed_state_bytes: Mapping[int, int]
+    """The optimizer's state that lies in the pool."""
+    torch_state_bytes: Mapping[int, int]
+    """The optimizer's state that torch makes."""
+    model_bytes: int
+    device_type: str = "cpu"
+    """Of the worker's device, as torch names it."""
+    offload: Mapping[int, Offload] = field(default_factory=dict)
+    step_bytes: Mapping[int, int] = field(default_factory=dict)
+    """What the optimizer's step makes and drops."""
+
+    def terms(self) -> Terms:
+        """The predicted terms."""
+        terms: Terms = {}
+        for channel in self.channels:
+            terms |= _channel_terms(channel, self.rank)
+        for stage in self.plan.stages_of(self.rank):
+            versions = _core.num_versions_kept(self.schedule, stage)
+            resident = num_resident_versions(versions) if self.offloads_versions(stage) else versions
+            tied_versions = _core.num_tied_versions_kept(self.schedule)
+            for name, num_bytes in (
+                (WEIGHT_VERSIONS, resident * self.weight_bytes[stage]),
+                (OFFLOADED_VERSIONS, self.offloads_versions(stage) * versions * self.weight_bytes[stage]),
+                (OFFLOADED_ACTIVATIONS, self._activation_homes_bytes(stage)),
+                (TIED_VERSIONS, tied_versions * self.tied_bytes[stage]),
+                (OPTIMIZER_STATE, self.placed_state_bytes[stage]),
+                (TORCH_OPTIMIZER_STATE, self.torch_state_bytes[stage]),
+            ):
+                terms[name] = terms.get(name, 0) + num_bytes
+        for name, num_bytes in self._torch_terms().items():
+            terms[name] = num_bytes
+        terms[MODEL] = self.model_bytes
+        return {name: num_bytes for name, num_bytes in terms.items() if num_bytes > 0}
+
+    def counted_bytes(self) -> int:
+        """The terms that a limit is for: all on the host, those in the device's memory on a GPU."""
+        return sum(self.counted_terms().values())
+
+    def counted_terms(self) -> Terms:
+        return {name: num_bytes for name, num_bytes in self.terms().items() if not self._lies_apart(name)}
+
+    def offloads_versions(self, stage: int) -> bool:
+        """Whether that is asked for, and saves anything."""
+        versions = _core.num_versions_kept(self.schedule, stage)
+        asked = self.offload.get(stage, Offload()).versions
+        return asked and num_resident_versions(versions) < versions and self.weight_bytes[stage] > 0
+
+    def offloads_activations(self, stage: int) -> bool:
+        """Whether that is asked for, and there is something to move. A recompute keeps none."""
+        asked = self.offload.get(stage, Offload()).activations
+        homes = num_activation_homes(self.schedule, stage)
+        return asked and not self._recomputes(stage) and homes * self.footprints[stage].offloadable_bytes > 0
+
+    def with_offload(self, stage: int, offload: Offload) -> MemoryPlan:
+        return replace(self, offload={**self.offload, stage: offload})
+
+    def with_recompute(self, recompute: Sequence[bool]) -> MemoryPlan:
+        changed = _core.ScheduleOptions(
+            schedule=self.schedule.schedule,
+            in_flight=self.schedule.in_flight,
+            num_microbatches=self.schedule.num_microbatches,
+            worker_of_stage=self.schedule.worker_of_stage,
+            recompute=list(recompute),
+        )
+        return replace(self, schedule=changed)
+
+    def _torch_terms(self) -> Terms:
+        """What the forwards and backwards of the stages need beside the pool."""
+        stash = transient = gradients = 0
+        activations_queued, gradients_queued = _queued_max(self.schedule)
+        for stage in self.plan.stages_of(self.rank):
+            footprint = self.footprints[stage]
+            in_flight = _core.num_microbatches_in_flight(self.schedule, stage)
+            kept, extra = footprint.stash_bytes, 0
+            if self._recomputes(stage):
+                kept = _GENERATOR_BYTES
+                extra = footprint.input_bytes + footprint.stash_bytes
+            elif self.offloads_activations(stage):
+                # Here are those of the next backward, and those that come or go.
+                kept = max(footprint.stash_bytes - footprint.offloadable_bytes, 0)
+                stash += 2 * footprint.offloadable_bytes
+            saves = self._recomputes(stage) or self.offloads_activations(stage)
+            if saves and stage + 1 < self.plan.num_stages:
+                # Outputs that wait for their neighbour; otherwise the stash has them.
+                stash += (activations_queued[stage] + _NUM_RELEASED_LATE) * footprint.output_bytes
+            stash += in_flight * kept
+            # Beside them: the microbatches' own inputs, or gradients that wait for the neighbour's slots.
+            if stage == 0:
+                # A microbatch is a view of its minibatch, which stays whole.
+                m = self.schedule.num_microbatches
+                num_beside = (-(-(in_flight - 1) // m) + 1) * m
+            else:
+                num_beside = gradients_queued[stage - 1] + _NUM_RELEASED_LATE
+            stash += num_beside * footprint.input_bytes
+            # Tied gradients on their way to the owner, as many as the channel may hold.
+            stash += self.tied_bytes[stage] * (self.schedule.in_flight[0] + 1)
+            transient = max(transient, footprint.transient_bytes + extra, self.step_bytes.get(stage, 0))
+            gradients += footprint.gradient_bytes
+        return {STASH: stash, TRANSIENT: transient, GRADIENTS: gradients}
+
+    def _recomputes(self, stage: int) -> bool:
+        return bool(self.schedule.recompute) and self.schedule.recompute[stage]
+
+    def _activation_homes_bytes(self, stage: int) -> int:
+        if not self.offloads_activations(stage):
+            return 0
+        return num_activation_homes(self.schedule, stage) * slot_bytes(
+            self.footprints[stage].offloadable_bytes
+        )
+
+    def _lies_apart(self, name: str) -> bool:
+        """In host memory, where the device has memory of its own."""
+        if self.device_type == "cpu":
+            return False
+        on_host = {channel.name for channel in self.channels if not channel.on_device}
+        on_host |= {_STAGING + channel.name for channel in self.channels}
+        return name in (OFFLOADED_VERSIONS, OFFLOADED_ACTIVATIONS) or name in on_host
+
+
+def num_activation_homes(schedule: _core.ScheduleOptions, stage: int) -> int:
+    """How many microbatches can be away at once: all in flight but the one whose backward is next."""
+    return _core.num_microbatches_in_flight(schedule, stage) - 1
+
+
+def _queued_max(schedule: _core.ScheduleOptions) -> tuple[list[int], list[int]]:
+    """Per boundary: microbatches whose activations, and whose gradients, may wait there."""
+    # Long enough to reach the steady phase and cool down again.
+    report = _core.replay(schedule, 2 * max(schedule.in_flight) + 2)
+    return list(report["activations_queued_max"]), list(report["gradients_queued_max"])
+
+
+def choose_savings(
+    memory: MemoryPlan, recompute: Sequence[bool] | None, limit_bytes: int | None
+) -> MemoryPlan:
+    """The plan with what its worker must do to fit into the limit: recompute (unless it is given), else
+    offload weight versions, else offload activations; each where it saves most, as long as it is needed.
+
+    It is the worker's own affair: its neighbours see no difference. Raises ValueError, term by term, when
+    the worker does not fit at all.
+    """
+    memory = memory.with_recompute(recompute or (False,) * memory.plan.num_stages)
+    if limit_bytes is None:
+        return memory
+    steps: list[_Step] = [_more_recompute] if recompute is None else []
+    for step in (*steps, _more_versions_offloaded, _more_activations_offloaded):
+        memory = _save(memory, step, limit_bytes)
+    if memory.counted_bytes() > limit_bytes:
+        raise ValueError(_does_not_fit(memory, limit_bytes))
+    return _without_needless(memory, limit_bytes) if recompute is None else memory
+
+
+_Step = Callable[[MemoryPlan], Iterator[MemoryPlan]]
+"""A plan's variants that do one thing more, at one stage."""
+
+
+def _save(memory: MemoryPlan, step: _Step, limit_bytes: int) -> MemoryPlan:
+    while (needed := memory.counted_bytes()) > limit_bytes:
+        best = min(step(memory), key=MemoryPlan.counted_bytes, default=memory)
+        if best.counted_bytes() >= needed:
+            break
+        memory = best
+    return memory
+
+
+def _more_recompute(memory: MemoryPlan) -> Iterator[MemoryPlan]:
+    for stage in memory.plan.stages_of(memory.rank):
+        if not memory.schedule.recompute[stage]:
+            yield _with_recompute_at(memory, stage, True)
+
+
+def _more_versions_offloaded(memory: MemoryPlan) -> Iterator[MemoryPlan]:
+    for stage in memory.plan.stages_of(memory.rank):
+        offload = memory.offload.get(stage, Offload())
+        yield memory.with_offload(stage, replace(offload, versions=True))
+
+
+def _more_activations_offloaded(memory: MemoryPlan) -> Iterator[MemoryPlan]:
+    for stage in memory.plan.stages_of(memory.rank):
+        offload = memory.offload.get(stage, Offload())
+        yield memory.with_offload(stage, replace(offload, activations=True))
+
+
+def _without_needless(memory: MemoryPlan, limit_bytes: int) -> MemoryPlan:
+    """Without the recompute that is not needed any more, now that something is offloaded."""
+    for stage in memory.plan.stages_of(memory.rank):
+        without = _with_recompute_at(memory, stage, False)
+        if without.counted_bytes() <= limit_bytes:
+            memory = without
+    return memory
+
+
+def _with_recompute_at(memory: MemoryPlan, stage: int, recompute: bool) -> MemoryPlan:
+    flags = list(memory.schedule.recompute)
+    flags[stage] = recompute
+    return memory.with_recompute(flags)
+
+
+def _does_not_fit(memory: MemoryPlan, limit_bytes: int) -> str:
+    terms = memory.counted_terms()
+    total = sum(terms.values())
+    listed = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in _largest_first(terms))
+    return (
+        f"memory is {format_bytes(limit_bytes)}, but {memory.plan.describe_worker(memory.rank)} needs"
+        f" {format_bytes(total)}, {format_bytes(total - limit_bytes)} more, with what recompute and"
+        f" offloading may save ({listed}): give more memory, more stages, smaller minibatches, or a"
+        " schedule that keeps fewer versions, as '2bw' or 'flush'"
+    )
+
+
+def _largest_first(terms: Mapping[str, int]) -> list[tuple[str, int]]:
+    return sorted(terms.items(), key=lambda entry: -entry[1])
+
+
+def describe_memory(
+    worker_names: Sequence[str], memory: Sequence[Mapping[str, Mapping[str, int | None]]]
+) -> str:
+    """RunResult.memory as a table: predicted and peak bytes per worker and term."""
+    rows: list[tuple[str, ...]] = []
+    for worker, terms in zip(worker_names, memory, strict=True):
+        label = worker
+        for name, figures in sorted(terms.items(), key=lambda entry: -(entry[1]["predicted"] or 0)):
+            rows.append((label, name, *(_bytes_or_blank(figures[kind]) for kind in ("predicted", "peak"))))
+            label = ""
+        sums = [sum(figures[kind] or 0 for figures in terms.values()) for kind in ("predicted", "peak")]
+        rows.append(("", "sum", *map(format_bytes, sums)))
+    return format_table(("worker", "term", "predicted", "peak"), rows, "<<>>")
+
+
+def _bytes_or_blank(num_bytes: int | None) -> str:
+    return "not measured" if num_bytes is None else format_bytes(num_bytes)
+
+
+def _channel_terms(channel: RunChannel, rank: int) -> Terms:
+    """What a rank needs for a channel. On the host what is not encoded goes from and to where it lies."""
+    if rank not in (channel.sender, channel.receiver):
+        return {}
+    item_bytes, wire_bytes, residual_bytes, encodes = _core.channel_bytes(channel.tensors, channel.codec)
+    terms: Terms = {}
+    if channel.receiver == rank:
+        terms[channel.name] = channel.num_slots * slot_bytes(item_bytes)
+        if encodes:
+            terms[_STAGING + channel.name] = channel.num_slots * slot_bytes(wire_bytes)
+    elif encodes:
+        terms[_STAGING + channel.name] = channel.num_unsent_max * slot_bytes(wire_bytes)
+        terms[_RESIDUAL + channel.name] = slot_bytes(residual_bytes)
+    return terms
+
+
+def slot_bytes(num_bytes: int) -> int:
+    """What a slot of so many bytes takes in the pool."""
+    return _aligned(num_bytes, _SLOT_ALIGNMENT)
+
+
+def _aligned(num_bytes: int, alignment: int) -> int:
+    return -(-num_bytes // alignment) * alignment
+
+
+def model_bytes(stages: Sequence[StageModule]) -> int:
+    """Parameters and buffers of the modules, each storage once."""
+    tensors: list[Tensor] = []
+    for stage in stages:
+        tensors += [tensor for _, tensor in (*stage.trainable_parameters(), *stage.frozen_parameters())]
+        tensors += [buffer for _, buffer in stage.stage_buffers()]
+    return storage_bytes(list({id(tensor): tensor for tensor in tensors}.values()))
+
+
+# Sizes that no real parameter has by accident: a state's dimension of such a size follows the parameter's.
+_PROBE_SIZES = (2, 3, 5, 7, 11, 13, 17, 19)
+
+
+def predict_state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+    """What a torch optimizer will keep, found by one step on tiny parameters in the place of its own."""
+    if optimizer is None:
+        return 0
+    probe, tiny_of = _probe_of(optimizer, _tiny_like)
+    try:
+        with generators_kept():
+            _torch_class_of(optimizer).step(probe)
+    except Exception:  # a step that needs more than parameters and gradients
+        return 2 * storage_bytes([p for group in optimizer.param_groups for p in group["params"]])
+    total = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            tiny = tiny_of[id(parameter)]
+            sizes = dict(zip(_PROBE_SIZES, parameter.shape, strict=False))
+            for value in probe.state[tiny].values():
+                if isinstance(value, Tensor):
+                    dims = [sizes.get(size, size) for size in value.shape]
+                    total += math.prod(dims) * value.element_size()
+    return total
+
+
+# Of the largest parameter, where a step cannot be tried: Rprop makes as many, and so does Adam with amsgrad
+# and weight decay.
+_NUM_TEMPORARIES_GUESSED = 3
+
+
+def predict_step_bytes(optimizer: torch.optim.Optimizer | None, device_type: str) -> int:
+    """The most that a torch optimizer will make and drop in a step, found by steps on parameters of the same
+    shapes that have no memory."""
+    if optimizer is None:
+        return 0
+    probe, _ = _probe_of(optimizer, _meta_like)
+    for group in probe.param_groups:
+        if group.get("fused"):  # meta tensors know no such step; it works in place, so this is more
+            group |= {"fused": False, "foreach": False}
+        elif group.get("foreach", False) is None and device_type == "cuda":
+            group["foreach"] = True  # what torch chooses there
+    meter = StepMeter(make_meter(torch.device("meta")))
+    try:
+        for _ in range(2):  # the first makes the state
+            with meter.step(), generators_kept():
+                _torch_class_of(optimizer).step(probe)
+    except Exception:  # also where a step reads values
+        sizes = [storage_bytes([p]) for group in optimizer.param_groups for p in group["params"]]
+        at_once = any(group.get("foreach") for group in probe.param_groups)
+        return _NUM_TEMPORARIES_GUESSED * (sum(sizes) if at_once else max(sizes, default=0)) + SCALARS_BYTES
+    return meter.peak_bytes + SCALARS_BYTES
+
+
+def native_step_bytes(stage: StageModule, num_parameters: int) -> int:
+    """The same of a native optimizer: a step count per parameter, and sparse gradients made dense."""
+    sparse = [
+        parameter
+        for module in stage.modules()
+        if getattr(module, "sparse", False) is True
+        for parameter in module.parameters(recurse=False)
+    ]
+    return 8 * num_parameters + storage_bytes(sparse) + SCALARS_BYTES
+
+
+def _probe_of(
+    optimizer: torch.optim.Optimizer, replace_by: Callable[[Tensor], nn.Parameter]
+) -> tuple[torch.optim.Optimizer, dict[int, nn.Parameter]]:
+    """(a copy that has other parameters, and no state yet; those by the ids of the optimizer's own)."""
+    probe = copy.copy(optimizer)
+    probe.state = defaultdict(dict)
+    replaced: dict[int, nn.Parameter] = {}
+    probe.param_groups = []
+    for group in optimizer.param_groups:
+        probe_group = {name: value for name, value in group.items() if name != "params"}
+        probe_group["params"] = [replaced.setdefault(id(p), replace_by(p)) for p in group["params"]]
+        probe.param_groups.append(probe_group)
+    return probe, replaced
+
+
+def _meta_like(parameter: Tensor) -> nn.Parameter:
+    meta = nn.Parameter(torch.empty_like(parameter, device="meta"))
+    meta.grad = torch.empty_like(meta)
+    return meta
+
+
+def _torch_class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    """The optimizer's class, or what it inherits from torch: a user's own step may do more than step."""
+    known = [kind for kind in type(optimizer).__mro__ if f"{kind.__module__}.".startswith("torch.optim.")]
+    kind: type[torch.optim.Optimizer] = known[0]
+    return kind
+
+
+def _tiny_like(parameter: Tensor) -> nn.Parameter:
+    shape = _PROBE_SIZES[: parameter.dim()]
+    tiny = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=parameter.device))
+    tiny.grad = torch.zeros_like(tiny)
+    return tiny

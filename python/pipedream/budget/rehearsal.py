@@ -1,0 +1,319 @@
+"""Rehearsal: each worker runs its own stages once, on its own device, on the first microbatch of minibatch 0.
+That tells what crosses the cuts (Boundary) and what memory the stages need beside the pool (Footprint).
+
+    worker of stage 0   forward --value--.    backward
+    worker of stage 1                     `-> forward --value--.    backward
+    worker of stage 2                                           `-> forward, loss    backward
+
+- A layer runs in no other process than the one that trains it, and as it will train: on that worker's device,
+  under the autocast lists of that device, with rank 0's initial weights and buffers.
+- Across a cut go the boundary, as a document, and then the values of its tensors, as the stage upstream made
+  them, whatever their dtype. Nothing stands in for them: integers are indices and masks select, a loss may
+  refuse what is no probability, and on a GPU one index out of range ends all use of the device. It is as much
+  as the training's first microbatch sends. They go before the backward, for which nobody else waits.
+- The first stage has the inputs and the last the targets, each of its own stream, which gives the minibatch
+  to the training again.
+- A worker learns the boundaries at both sides of its stages and the footprints of its stages. The channels
+  and the memory of others are not its own, so nobody collects anything, however many workers there are.
+- Several stages of one worker go in ascending order: each waits only for lower ones, so none waits for ever.
+  Between two of them a value goes from hand to hand.
+- Generators, buffers, gradients, flags and counters of layers are afterwards as they were. Of the loss it is
+  a copy that runs.
+
+A layer that fails raises PipelineError naming stage and rank, and a value that cannot cross ValueError naming
+the stage and the place in it; a loss, a last stage or a backward that fails is left to minibatch 0, which
+says where. Owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipedream import _core
+from pipedream.budget.footprint import SCALARS_BYTES, Footprint, WorkMeter, make_meter, storage_bytes
+from pipedream.budget.offload import measure_offloadable
+from pipedream.common.errors import PipelineError, describe_error
+from pipedream.links.channels import rehearsal_name
+from pipedream.links.state_transfer import receive_document, receive_tensors, send_document, send_tensors
+from pipedream.model.batch_norm import MinibatchStatistics
+from pipedream.model.boundary import (
+    Boundary,
+    boundary_input,
+    check_loss,
+    map_tensors,
+    tensors_of,
+    to_device,
+    untouched,
+)
+from pipedream.model.loss_placement import call_loss, spare_loss
+from pipedream.model.precision import autocast_region
+from pipedream.model.references import modules_carried_by
+from pipedream.model.splitter import StageModule
+
+__all__ = ["Handover", "Rehearsal"]
+
+
+class Handover:
+    """The ways across the cuts, each named by the stage upstream of it."""
+
+    def __init__(self, core: _core.Worker | None, worker_of_stage: Sequence[int]) -> None:
+        """core: with the channels of channels.set_up_channels; None where one worker has all stages."""
+        self._core = core
+        self._worker_of_stage = worker_of_stage
+        self._in_hand: dict[int, tuple[Boundary, list[Tensor]]] = {}
+
+    @property
+    def num_stages(self) -> int:
+        return len(self._worker_of_stage)
+
+    def send(self, cut: int, boundary: Boundary, tensors: list[Tensor]) -> None:
+        """Afterwards the tensors may change, and go: the rehearsal that made them measures what it holds."""
+        if self._is_local(cut):
+            self._in_hand[cut] = (boundary, [tensor.detach().clone() for tensor in tensors])
+            return
+        assert self._core is not None
+        send_document(self._core, rehearsal_name(cut), boundary.to_json())
+        # What is sent is held until it has left.
+        copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+        send_tensors(self._core, rehearsal_name(cut), copies)
+
+    def receive(self, cut: int) -> tuple[Boundary, list[Tensor]]:
+        """The boundary and its tensors, in memory of the receiver's own."""
+        if self._is_local(cut):
+            return self._in_hand.pop(cut)
+        assert self._core is not None
+        boundary = Boundary.from_json(receive_document(self._core, rehearsal_name(cut)))
+        tensors = [torch.empty(spec.shape, dtype=spec.dtype) for spec in boundary.tensors]
+        receive_tensors(self._core, rehearsal_name(cut), tensors)
+        return boundary, tensors
+
+    def _is_local(self, cut: int) -> bool:
+        return self._worker_of_stage[cut] == self._worker_of_stage[cut + 1]
+
+
+class Rehearsal:
+    """One worker's, and what it has learned."""
+
+    def __init__(
+        self,
+        handover: Handover,
+        device: torch.device,
+        *,
+        rank: int = 0,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        autocast: torch.dtype | None = None,
+        repeats: bool = False,
+        for_offload: bool = False,
+    ) -> None:
+        """loss_fn: None rehearses forwards alone. repeats: the backward comes twice, as under microbatches
+        gradients are added to those that are there. for_offload: also find out what of the stash could be
+        offloaded, with one more forward."""
+        self.boundaries: dict[int, Boundary] = {}
+        """By the stage upstream of the cut."""
+        self.footprints: dict[int, Footprint] = {}
+        """By stage."""
+        self._handover = handover
+        self._device = device
+        self._rank = rank
+        self._loss_fn = spare_loss(loss_fn)
+        self._autocast = autocast
+        self._repeats = repeats
+        self._for_offload = for_offload
+
+    def run(self, stages: Sequence[StageModule], inputs: Any, targets: Any) -> None:
+        """stages: the worker's, ascending, on the device. inputs, targets: of one microbatch; read where the
+        first and the last stage are."""
+        for stage in stages:
+            value = self._value_for(stage.stage_index, inputs)
+            with untouched([stage, *self._modules_of_loss(stage)]), torch.enable_grad():
+                self._run_stage(stage, value, targets)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # the pool comes from the device, not from torch's cache
+
+    def _modules_of_loss(self, stage: StageModule) -> list[nn.Module]:
+        return modules_carried_by(self._loss_fn) if self._is_last(stage) else []
+
+    def _is_last(self, stage: StageModule) -> bool:
+        return stage.stage_index == self._handover.num_stages - 1
+
+    def _value_for(self, stage_index: int, inputs: Any) -> Any:
+        """As in training, a stage sees its input without the graph of the stages before."""
+        if stage_index == 0:
+            # A copy, as a first layer that works in place would change the caller's data.
+            return map_tensors(lambda tensor: tensor.detach().to(self._device, copy=True), inputs)
+        cut = stage_index - 1
+        boundary, tensors = self._handover.receive(cut)
+        self.boundaries[cut] = boundary
+        leaves = [
+            tensor.to(self._device).requires_grad_(spec.requires_grad)
+            for tensor, spec in zip(tensors, boundary.tensors, strict=True)
+        ]
+        return boundary.unflatten(leaves)
+
+    def _run_stage(self, stage: StageModule, value: Any, targets: Any) -> None:
+        index = stage.stage_index
+        is_last = self._is_last(stage)
+        stage_rehearsal = _StageRehearsal(
+            stage,
+            value,
+            to_device(targets, self._device) if is_last else None,
+            is_last=is_last,
+            device=self._device,
+            loss_fn=self._loss_fn,
+            autocast=self._autocast,
+            repeats=self._repeats,
+        )
+        if is_last:
+            with contextlib.suppress(Exception):
+                stage_rehearsal.forward()
+        else:
+            with self._located(index):
+                stage_rehearsal.forward()
+                _wait_for(self._device)
+            boundary = Boundary.of(stage_rehearsal.output, name=f"the output of stage {index}")
+            self.boundaries[index] = boundary
+            self._handover.send(index, boundary, boundary.flatten(stage_rehearsal.output))
+        footprint = stage_rehearsal.footprint(with_backward=self._loss_fn is not None)
+        offloadable_bytes = stage_rehearsal.offloadable_bytes() if self._for_offload else 0
+        with self._located(index):  # after an error of the device there is no minibatch 0 to leave it to
+            _wait_for(self._device)
+        self.footprints[index] = replace(footprint, offloadable_bytes=offloadable_bytes)
+
+    @contextlib.contextmanager
+    def _located(self, stage_index: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise PipelineError(
+                f"the first minibatch does not pass stage {stage_index} (rank {self._rank}):"
+                f" {describe_error(error)}"
+            ) from error
+
+
+class _StageRehearsal:
+    """One stage's forward and backward under a meter."""
+
+    def __init__(
+        self,
+        stage: StageModule,
+        value: Any,
+        targets: Any,
+        *,
+        is_last: bool,
+        device: torch.device,
+        loss_fn: Callable[[Any, Any], Tensor] | None,
+        autocast: torch.dtype | None,
+        repeats: bool,
+    ) -> None:
+        self._stage = stage
+        self._repeats = repeats
+        self._statistics = MinibatchStatistics(stage) if repeats else None
+        self._leaves = value
+        self._targets = targets
+        self._is_last = is_last
+        self._loss_fn = loss_fn
+        self._autocast = autocast
+        self._device = device
+        self._metered = not _is_compiled(stage)
+        self._parameters = [parameter for _, parameter in stage.trainable_parameters()]
+        self._meter = WorkMeter(
+            make_meter(self._device), lambda: storage_bytes([p.grad for p in self._parameters])
+        )
+        self.output: Any = None
+        self._roots: list[Tensor] = []
+        self._output_bytes = 0
+
+    def forward(self) -> None:
+        value = map_tensors(boundary_input, self._leaves)
+        region = self._meter.forward() if self._metered else contextlib.nullcontext()
+        with region:
+            statistics = self._statistics.microbatch() if self._statistics else contextlib.nullcontext()
+            with statistics:
+                output = self._run(value)
+            if self._is_last and self._loss_fn is not None:
+                self._roots = [output]
+            else:
+                self.output = output
+                self._roots = tensors_of(output)
+                self._output_bytes = 0 if self._is_last else storage_bytes(self._roots)
+            del output, value
+
+    def _run(self, value: Any) -> Any:
+        """The stage's output, or the loss where there is one."""
+        with autocast_region(self._device.type, self._autocast):
+            output = self._stage(value)
+        if not self._is_last or self._loss_fn is None:
+            return output
+        with autocast_region(self._device.type, self._autocast):
+            return check_loss(call_loss(self._loss_fn, output, self._targets), 0)
+
+    def footprint(self, *, with_backward: bool) -> Footprint:
+        measured = self._metered
+        stash = self._meter.stash_peak_bytes
+        if with_backward:
+            try:
+                self._backward()
+                if self._repeats:
+                    self.forward()
+                    self._backward()
+            except Exception:
+                measured = False
+        for parameter in self._parameters:
+            parameter.grad = None
+        return Footprint(
+            input_bytes=storage_bytes([*tensors_of(self._leaves), *tensors_of(self._targets)]),
+            stash_bytes=stash,
+            transient_bytes=self._meter.transient_peak_bytes + SCALARS_BYTES,
+            gradient_bytes=storage_bytes(self._parameters),
+            is_measured=measured,
+            output_bytes=self._output_bytes,
+        )
+
+    def offloadable_bytes(self) -> int:
+        """By a forward of its own: some layers do not run under the hooks, and are not offloaded then."""
+        value = map_tensors(
+            lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), self._leaves
+        )
+        given = map_tensors(boundary_input, value)
+        kept = [*tensors_of(value), *tensors_of(self._targets), *self._stage.parameters()]
+        kept += [buffer for _, buffer in self._stage.stage_buffers()]
+        with contextlib.suppress(Exception), measure_offloadable(kept) as num_bytes:
+            self._run(given)
+            return num_bytes()
+        return 0
+
+    def _backward(self) -> None:
+        roots = [root for root in self._roots if root.requires_grad]
+        # Gradients come in the pool's memory; a loss starts with one that torch makes.
+        seeds = [None if self._is_last else torch.ones_like(root) for root in roots]
+        self._roots = []
+        self.output = None
+        region = self._meter.backward() if self._metered else contextlib.nullcontext()
+        with region:
+            if self._is_last and (self._repeats or self._autocast is torch.float16):
+                roots = [root * 0.5 for root in roots]  # a share of the minibatch, or a scale
+            if roots:
+                torch.autograd.backward(roots, seeds)
+            del roots, seeds
+        for leaf in tensors_of(self._leaves):
+            leaf.grad = None  # each microbatch has leaves of its own
+
+
+def _wait_for(device: torch.device) -> None:
+    """Where the error of a kernel comes out."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _is_compiled(stage: nn.Module) -> bool:
+    # A compiled forward would see the dispatch mode, and compile again or not at all.
+    return any(
+        type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+        for module in stage.modules()
+    )

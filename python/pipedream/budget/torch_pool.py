@@ -1,0 +1,68 @@
+"""Torch's own tensors inside the worker's planned memory, on CUDA.
+
+A term of the pool is given to torch's caching allocator as a `torch.cuda.MemPool`: what forwards and
+backwards make lies there, cannot grow beyond it, and is reported with the rest. Opt in with
+PIPEDREAM_TORCH_POOL=1.
+
+Routing follows the thread, and backwards run on autograd's threads unless multithreading is off there, so it
+is off inside (facts: pytorch 167353, 188205). A pool with a custom allocator has no expandable segments.
+Owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from pipedream import _core
+
+__all__ = ["SEGMENT_SLACK_BYTES", "TORCH_TENSORS", "TorchPool", "wants_torch_pool"]
+
+TORCH_TENSORS = "tensors of torch"
+"""The pool's term."""
+
+# The caching allocator asks for segments of 2 MiB for small tensors and of 20 MiB or more for large ones, and
+# divides them: of each kind one may be mostly empty.
+SEGMENT_SLACK_BYTES = (20 + 20 + 2) << 20
+
+
+def wants_torch_pool(device: torch.device) -> bool:
+    """Whether the user asked for it and the device can. Raises ValueError for a value that says neither."""
+    value = os.environ.get("PIPEDREAM_TORCH_POOL", "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"PIPEDREAM_TORCH_POOL is {value!r}: use 1 or 0")
+    return value == "1" and device.type == "cuda"
+
+
+class TorchPool:
+    """Use `with pool.region():` around what torch computes."""
+
+    def __init__(self, slot: Tensor) -> None:
+        """slot: flat uint8 device memory, which lives as long as the process uses CUDA."""
+        if not _core.open_segment_arena(slot.data_ptr(), slot.numel()):
+            raise ValueError(
+                "PIPEDREAM_TORCH_POOL is 1, but tensors of an earlier run in this process still lie in its"
+                " memory: drop them, or start a new process"
+            )
+        self._slot = slot
+        self._allocator = torch.cuda.memory.CUDAPluggableAllocator(
+            _core.__file__ or "", "pipedream_segment_allocate", "pipedream_segment_free"
+        )
+        self._pool = torch.cuda.MemPool(self._allocator.allocator())  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def region(self) -> Iterator[None]:
+        with (
+            torch.cuda.use_mem_pool(self._pool),
+            torch.autograd.set_multithreading_enabled(False),
+        ):
+            yield
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the segments that torch took."""
+        return _core.segment_arena_bytes()[1]

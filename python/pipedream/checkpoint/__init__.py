@@ -1,0 +1,1 @@
+"""The state of stages, in files and on its way to rank 0."""

@@ -1,0 +1,1 @@
+"""The minibatches, as every stage that reads them reads them."""

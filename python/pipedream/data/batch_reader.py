@@ -1,0 +1,115 @@
+"""Minibatches cut into microbatches for the stages that read data: the first, the last, or both.
+
+Owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pipedream.data.stream import Minibatch, MinibatchStream, mark_of
+from pipedream.model.microbatch import check_alike, chunk, piece_sizes, weights
+
+__all__ = ["EMPTY_MARK", "MARK_MASK", "BatchReader", "Microbatch"]
+
+# Fingerprints travel in 63 bits of a tag; one value says that a microbatch is empty.
+MARK_MASK = (1 << 63) - 1
+EMPTY_MARK = MARK_MASK
+
+
+@dataclass(slots=True)
+class Microbatch:
+    """What the data give for one forward. Empty: torch.chunk made fewer pieces than microbatches."""
+
+    inputs: Any = None
+    targets: Any = None
+    mark: int = 0
+    """Of the whole minibatch; both ends of the pipeline compare it."""
+    weight: float = 1.0
+    """Share of the minibatch's loss."""
+
+    @property
+    def is_empty(self) -> bool:
+        return self.mark == EMPTY_MARK
+
+
+_HANDED_OUT = Microbatch()  # whoever has one keeps its tensors no longer than it must
+
+
+class BatchReader:
+    """Hands out microbatches in order."""
+
+    def __init__(
+        self,
+        stream: MinibatchStream,
+        num_microbatches: int,
+        *,
+        is_first: bool,
+        is_last: bool,
+        check_inputs: Callable[[Any, int], None],
+    ) -> None:
+        """check_inputs: (inputs, minibatch); raises ValueError for what the pipeline was not planned for."""
+        self._stream = stream
+        self._num_microbatches = num_microbatches
+        self._is_first = is_first
+        self._is_last = is_last
+        self._check_inputs = check_inputs
+        self._batch: Minibatch | None = None
+        self._pieces: list[Microbatch] = []
+        self.samples: list[int] = []
+        """Per minibatch, known to the last stage; so is the epoch."""
+        self.epochs: list[int] = []
+        self.read_ns = 0
+        """In the data's own code, the processes of a DataLoader waited for included."""
+
+    def fetch(self) -> bool:
+        """Takes the next minibatch from the data, whose code this runs. False: there is none."""
+        began_ns = time.perf_counter_ns()
+        self._batch = self._stream.next()
+        self.read_ns += time.perf_counter_ns() - began_ns
+        return self._batch is not None
+
+    def read(self, minibatch: int, microbatch: int) -> Microbatch:
+        """A microbatch of the minibatch that was fetched. Raises ValueError for data that cannot be cut."""
+        if self._batch is not None:
+            batch, self._batch = self._batch, None
+            self._open(minibatch, batch)
+        if microbatch >= len(self._pieces):
+            return Microbatch(mark=EMPTY_MARK)
+        piece = self._pieces[microbatch]
+        self._pieces[microbatch] = _HANDED_OUT
+        return piece
+
+    def _open(self, minibatch: int, batch: Minibatch) -> None:
+        # With a single stage nobody else reads it.
+        mark = 0 if self._is_first and self._is_last else mark_of(batch) & MARK_MASK
+        inputs = batch.inputs if self._is_first else None
+        targets = batch.targets if self._is_last else None
+        if self._num_microbatches == 1:
+            self._pieces = [Microbatch(inputs, targets, mark)]
+        else:
+            self._pieces = self._cut(minibatch, batch, inputs, targets, mark)
+        if self._is_first:
+            self._check_inputs(batch.inputs, minibatch)
+        if self._is_last:
+            self.samples.append(1 if batch.num_samples is None else batch.num_samples)
+            self.epochs.append(batch.epoch)
+
+    def _cut(
+        self, minibatch: int, batch: Minibatch, inputs: Any, targets: Any, mark: int
+    ) -> list[Microbatch]:
+        m = self._num_microbatches
+        cut = functools.partial(chunk, num_microbatches=m, minibatch=minibatch, num_samples=batch.num_samples)
+        cut_inputs = cut(inputs, name="the inputs")
+        cut_targets = cut(targets, name="the targets")
+        # At every stage that reads: the others would find marks that differ. Of what is forwarded the caller.
+        check_alike(batch.inputs, batch.targets, m, minibatch=minibatch)
+        shares = weights(piece_sizes(batch.num_samples, m))
+        return [
+            Microbatch(cut_inputs[index], cut_targets[index], mark, share)
+            for index, share in enumerate(shares)
+        ]

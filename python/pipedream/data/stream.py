@@ -1,0 +1,267 @@
+"""The user's data as one stream of minibatches, the same at every worker that reads it.
+
+The first stage needs the inputs and the last the targets. Both iterate their own copy of the user's
+`data`, from equally seeded global generators (seeding.py), and compare fingerprints: a minibatch that two
+workers read differently is reported and not trained on. Owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from pipedream import _core
+from pipedream.model.boundary import Boundary, check_pair, exportable, tensors_of
+from pipedream.model.microbatch import check_enough, samples_of
+
+__all__ = [
+    "FORWARDED",
+    "NUM_COUNT_TENSORS",
+    "DataStream",
+    "ForwardedData",
+    "Minibatch",
+    "MinibatchStream",
+    "ReceivedStream",
+    "check_sizes",
+    "describe_source",
+    "epochs_of",
+    "fingerprint",
+    "forwarded_counts",
+    "mark_of",
+    "num_minibatches_of",
+    "without_processes",
+]
+
+FORWARDED = "iterated by the caller and forwarded"
+
+NUM_COUNT_TENSORS = 1
+"""That go with the tensors of a forwarded minibatch: forwarded_counts()."""
+_UINT64_MASK = 0xFFFF_FFFF_FFFF_FFFF
+
+
+class Minibatch(NamedTuple):
+    """What one weight update is computed from. A forwarded one has only what its stage needs."""
+
+    inputs: Any
+    targets: Any
+    epoch: int
+    num_samples: int | None
+    """As microbatch.samples_of has them, of inputs and targets."""
+    received_mark: int | None = None
+    """Of a forwarded minibatch: the fingerprint that the caller took of it."""
+
+
+class MinibatchStream(Protocol):
+    num_minibatches: int | None
+    """Of all epochs, as the data's len() says; None when it has none."""
+    draws: bool
+    """Whether next() may draw random numbers in this process."""
+    may_reuse_memory: bool
+    """Whether next() may overwrite the tensors of a minibatch that is still in flight."""
+    source: str
+    """Where the minibatches come from, for the result: "DataLoader with num_workers=2"."""
+
+    def peek(self) -> tuple[Any, Any]:
+        """(inputs, targets) of minibatch 0, before next(); raises ValueError when there is none."""
+
+    def next(self) -> Minibatch | None:
+        """The next minibatch of all epochs in order; None once they are over."""
+
+
+def fingerprint(inputs: Any, targets: Any) -> int:
+    """64 bits that two workers compare to know that they read the same minibatch. Tensors only."""
+    mark = 0
+    for tensor in tensors_of((inputs, targets)):
+        content = tensor if tensor.is_cpu else tensor.cpu()
+        if not content.is_contiguous() or content.is_neg() or content.is_conj():
+            content = exportable(content)
+        mark = _core.fingerprint(content.data_ptr(), content.nbytes, mark)
+        mark ^= _kind_mark(content.dtype, content.shape)
+    return mark & _UINT64_MASK
+
+
+@functools.lru_cache(maxsize=64)  # the same few for all minibatches
+def _kind_mark(dtype: torch.dtype, shape: torch.Size) -> int:
+    return zlib.crc32(f"{dtype}{tuple(shape)}".encode())
+
+
+def mark_of(minibatch: Minibatch) -> int:
+    """The minibatch's fingerprint, as taken by whoever read it."""
+    if minibatch.received_mark is not None:
+        return minibatch.received_mark
+    return fingerprint(minibatch.inputs, minibatch.targets)
+
+
+def epochs_of(data: Iterable[Any], epochs: int) -> Iterator[tuple[Any, Any, int]]:
+    """(inputs, targets, epoch) of all epochs. Raises ValueError for an epoch without a minibatch."""
+    minibatch = 0
+    for epoch in range(epochs):
+        first_of_epoch = minibatch
+        for batch in data:
+            yield *check_pair(batch, minibatch), epoch
+            minibatch += 1
+        if minibatch == first_of_epoch:
+            raise ValueError(
+                f"data yielded nothing in epoch {epoch}: give data with at least one minibatch that can be"
+                " iterated once per epoch, as a DataLoader or a list"
+            )
+
+
+def num_minibatches_of(data: Iterable[Any], epochs: int) -> int | None:
+    """Of all epochs, as len() says; None for data without a length, as an iterable dataset's loader is."""
+    try:
+        return epochs * len(data)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def without_processes(data: Iterable[Any]) -> Iterable[Any]:
+    """A DataLoader with persistent_workers that was iterated has its processes, which cannot be sent; a copy
+    of it starts its own. Other data as they are."""
+    if not isinstance(data, torch.utils.data.DataLoader) or data._iterator is None:
+        return data
+    loader = copy.copy(data)
+    loader._iterator = None
+    return loader
+
+
+def check_sizes(data: Iterable[Any], num_microbatches: int) -> None:
+    """Raises ValueError for a minibatch with fewer samples than microbatches, as far as that can be known
+    before any is read: in a list, and at the end of what a DataLoader cuts and collates by itself."""
+    if num_microbatches == 1:
+        return
+    if isinstance(data, (list, tuple)):
+        for minibatch, batch in enumerate(data):
+            count = samples_of(*check_pair(batch, minibatch))
+            check_enough(count, num_microbatches, name="the data", minibatch=minibatch)
+    elif isinstance(data, torch.utils.data.DataLoader):
+        _check_loader(data, num_microbatches)
+
+
+def _check_loader(loader: torch.utils.data.DataLoader[Any], num_microbatches: int) -> None:
+    size = loader.batch_size
+    if size is None or loader.collate_fn is not torch.utils.data.default_collate:
+        return  # its minibatches may have any number of samples
+    if size < num_microbatches:
+        raise ValueError(
+            f"data has batch_size={size}, fewer samples than microbatches={num_microbatches}: use fewer"
+            " microbatches or larger minibatches"
+        )
+    try:
+        num_samples = len(loader.sampler)  # type: ignore[arg-type]
+    except TypeError:  # an iterable dataset has no length
+        return
+    num_last = num_samples % size
+    if 0 < num_last < num_microbatches and not loader.drop_last:
+        raise ValueError(
+            f"the last minibatch of data has {num_last} samples ({num_samples} in minibatches of {size}),"
+            f" fewer than microbatches={num_microbatches}: give the DataLoader drop_last=True, or use fewer"
+            " microbatches"
+        )
+
+
+def describe_source(data: Iterable[Any]) -> str:
+    """ "DataLoader with num_workers=2"; the type's name of anything else."""
+    if isinstance(data, torch.utils.data.DataLoader):
+        return f"DataLoader with num_workers={data.num_workers}"
+    return type(data).__name__
+
+
+def _collates(data: Iterable[Any]) -> bool:
+    """Whether each minibatch is of new tensors, which torch's own collate_fn makes of the samples. One of the
+    user's may fill the same memory again and again, in a process of the DataLoader's too."""
+    loader = torch.utils.data.DataLoader
+    return (
+        type(data) is loader
+        and data.batch_size is not None
+        and data.collate_fn is torch.utils.data.default_collate
+    )
+
+
+class DataStream:
+    """This worker's own iteration of the user's data."""
+
+    def __init__(self, data: Iterable[Any], *, epochs: int) -> None:
+        self.num_minibatches = num_minibatches_of(data, epochs)
+        self.source = describe_source(data)
+        self.draws = type(data) not in (list, tuple)
+        self.may_reuse_memory = self.draws and not _collates(data)
+        self._batches = epochs_of(data, epochs)
+        self._peeked: tuple[Any, Any, int] | None = None
+
+    def peek(self) -> tuple[Any, Any]:
+        self._peeked = next(self._batches)  # there is one: epochs_of raises for an empty epoch
+        return self._peeked[0], self._peeked[1]
+
+    def next(self) -> Minibatch | None:
+        batch = self._peeked if self._peeked is not None else next(self._batches, None)
+        self._peeked = None
+        if batch is None:
+            return None
+        inputs, targets, epoch = batch
+        return Minibatch(inputs, targets, epoch, samples_of(inputs, targets))
+
+
+@dataclass(frozen=True)
+class ForwardedData:
+    """Stands for data that cannot be sent to the workers: the caller iterates and forwards it.
+
+    first: minibatch 0, for the rehearsal. The boundaries say what later ones must look like.
+    """
+
+    first: tuple[Any, Any]
+    inputs: Boundary
+    targets: Boundary
+    num_minibatches: int | None
+    source: str
+
+
+class ReceivedStream:
+    """Minibatches that the caller forwards. receive: one of a channel's items as (tensors, fingerprint),
+    None at the end; a channel this stage does not read is None."""
+
+    def __init__(
+        self,
+        data: ForwardedData,
+        receive_inputs: Callable[[], tuple[list[torch.Tensor], int] | None] | None,
+        receive_targets: Callable[[], tuple[list[torch.Tensor], int] | None] | None,
+    ) -> None:
+        self.num_minibatches = data.num_minibatches
+        self.source = f"{data.source}, {FORWARDED}"
+        self.draws = False
+        self.may_reuse_memory = False
+        self._data = data
+        self._sources = (
+            (data.inputs, receive_inputs),
+            (data.targets, receive_targets),
+        )
+
+    def peek(self) -> tuple[Any, Any]:
+        return self._data.first
+
+    def next(self) -> Minibatch | None:
+        values: list[Any] = []
+        counts, mark = None, None
+        for boundary, receive in self._sources:
+            if receive is None:
+                values.append(None)
+                continue
+            item = receive()
+            if item is None:
+                return None
+            (*tensors, counts), mark = item
+            values.append(boundary.unflatten(tensors))
+        assert counts is not None  # a stage reads this
+        epoch, num_samples = counts.tolist()
+        return Minibatch(values[0], values[1], epoch, num_samples if num_samples >= 0 else None, mark)
+
+
+def forwarded_counts(epoch: int, num_samples: int | None) -> torch.Tensor:
+    """What goes with the tensors of a forwarded minibatch."""
+    return torch.tensor([epoch, -1 if num_samples is None else num_samples])

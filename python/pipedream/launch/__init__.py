@@ -1,0 +1,1 @@
+"""The start of a run: its options, local workers and their life."""

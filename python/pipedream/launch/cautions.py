@@ -1,0 +1,87 @@
+"""What a run may not have been meant to do, and is no error. Said once, before any process starts."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from torch import nn
+from torch.nn import functional
+
+from pipedream.model.splitter import Model, layers_of
+from pipedream.planning.plan import Plan
+
+__all__ = ["cautions_of", "warn_the_caller"]
+
+# Their mean divides by the weights of the samples that count, not by the number of samples.
+_WEIGHTED = (nn.CrossEntropyLoss, nn.NLLLoss, functional.cross_entropy, functional.nll_loss)
+_IGNORED_BY_DEFAULT = -100
+
+_BETWEEN = ("pipedream", "contextlib")  # modules of the frames between a warning and the user's line
+
+
+def cautions_of(
+    model: Model, plan: Plan, world_size: int | None, loss_fn: Any = None, microbatches: int = 1
+) -> Iterator[str]:
+    """One line each. world_size: ranks that torchrun has started, None without it."""
+    layers = [layer for _, layer in layers_of(model)]
+    if not any(parameter.requires_grad for layer in layers for parameter in layer.parameters()):
+        yield (
+            "nothing is trained: no parameter of the model requires a gradient; set requires_grad_() on those"
+            " that should be"
+        )
+    modules = [module for layer in layers for module in layer.modules()]
+    if modules and not any(module.training for module in modules):
+        yield (
+            "the model is in eval(): dropout drops nothing and batch norm keeps its statistics; call"
+            " model.train() before run, unless that is meant"
+        )
+    if plan.workers_used < plan.num_workers:
+        yield (
+            f"the plan uses {plan.workers_used} of the {plan.num_workers} workers it was made for: with more"
+            " the partitioner finds no higher rate; print(plan) shows what limits it"
+        )
+    elif world_size is not None and plan.workers_used < world_size:
+        yield (
+            f"the plan uses {plan.workers_used} of {world_size} ranks: the others wait until the run is over;"
+            f" partition for {world_size} workers, or start {plan.workers_used}"
+        )
+    if microbatches > 1:
+        yield from _cautions_of_loss(loss_fn, microbatches)
+
+
+def _cautions_of_loss(loss_fn: Any, microbatches: int) -> Iterator[str]:
+    """Of torch's losses, which is a mean over samples, so that a mean of means is the same, can be seen."""
+    if isinstance(loss_fn, functools.partial):
+        kind, settings = loss_fn.func, loss_fn.keywords
+    else:
+        kind, settings = type(loss_fn), getattr(loss_fn, "__dict__", {})
+        settings = {**settings, **getattr(loss_fn, "_buffers", {})}
+    if settings.get("reduction") == "sum":
+        yield (
+            f"loss_fn has reduction='sum', and the loss of a minibatch is the mean over its {microbatches}"
+            f" microbatches: it and the gradient are 1/{microbatches} of those without microbatches; use"
+            " reduction='mean'"
+        )
+    elif kind in _WEIGHTED and (
+        settings.get("weight") is not None
+        or settings.get("ignore_index", _IGNORED_BY_DEFAULT) != _IGNORED_BY_DEFAULT
+    ):
+        yield (
+            f"loss_fn has class weights or ignore_index, so its mean is not over samples: with {microbatches}"
+            " microbatches, which count by their samples, losses and gradients differ from those of whole"
+            " minibatches; use microbatches=1 where that matters"
+        )
+
+
+def warn_the_caller(caution: str) -> None:
+    """At the line of the script that called us, however many decorators are in between."""
+    frame: FrameType | None = sys._getframe()
+    stack_level = 1
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        frame, stack_level = frame.f_back, stack_level + 1
+    warnings.warn(caution, stacklevel=stack_level)

@@ -1,0 +1,476 @@
+"""run(): checks the arguments, then trains with local workers, or as this rank's worker under torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from pipedream import _core
+from pipedream.budget.offload import forced_offload
+from pipedream.common.checks import (
+    check_choice,
+    check_count,
+    check_data,
+    check_function,
+    check_output_file,
+    is_number,
+    is_whole,
+)
+from pipedream.common.errors import describe_error, one_line
+from pipedream.common.guard import check_main_guard, one_run_at_a_time
+from pipedream.common.tracebacks import with_short_tracebacks
+from pipedream.common.units import parse_size
+from pipedream.data.stream import check_sizes
+from pipedream.launch.cautions import cautions_of, warn_the_caller
+from pipedream.launch.launcher import PeekedIterator, run_locally
+from pipedream.launch.worker import choose_device_type, run_worker
+from pipedream.links.codec_choice import CodecChoice, check_pairs, codec_between, parse_codec
+from pipedream.links.descriptors import descriptor_limit_raised
+from pipedream.links.keys import keys_of
+from pipedream.links.options import TRANSPORTS, make_link_options, wants_checksums
+from pipedream.links.rendezvous import START_TIMEOUT_S, torchrun_rendezvous
+from pipedream.model.precision import autocast_dtype
+from pipedream.model.references import check_loss_fn
+from pipedream.model.seeding import base_seed, generators_kept
+from pipedream.model.splitter import Model, layers_of
+from pipedream.planning.plan import Plan
+from pipedream.planning.trace import check_trace_path
+from pipedream.report.result import RunResult
+from pipedream.stage.job import JobOptions, WorkerPlace, check_plan_is_built
+
+__all__ = ["check_arguments", "run"]
+
+_log = logging.getLogger("pipedream")
+
+# Where no store answers, nobody waits in it: the mistake is raised here all the same.
+_TELL_TIMEOUT_S = 30.0
+
+
+@contextlib.contextmanager
+def _place_checked() -> Iterator[None]:
+    check_main_guard()
+    _check_process()
+    with one_run_at_a_time(), descriptor_limit_raised():
+        yield
+
+
+@with_short_tracebacks
+@_place_checked()
+def run(
+    model: Model,
+    plan: Plan,
+    *,
+    data: Iterable[Any],
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    optimizer: Callable[..., torch.optim.Optimizer],
+    epochs: int = 1,
+    schedule: str = "pipedream",
+    microbatches: int = 1,
+    lr_scheduler: Any = None,
+    recompute: Any = None,
+    memory: Any = None,
+    autocast: Any = None,
+    max_grad_norm: float | None = None,
+    transport: str = "auto",
+    codec: Any = None,
+    keys: Any = None,
+    bind: Any = None,
+    insecure: bool = False,
+    peer_timeout: float = 15.0,
+    sync: str = "bsp",
+    staleness: int = 0,
+    sync_every: int = 1,
+    checkpoint_dir: Any = None,
+    resume: bool = False,
+    on_epoch_end: Any = None,
+    seed: int | None = None,
+    on_nonfinite: str = "stop",
+    gather: str = "rank0",
+    progress: bool = True,
+    trace: str | os.PathLike[str] | None = None,
+) -> RunResult:
+    """Trains `model` as the pipeline of `plan`, by the schedule that is named.
+
+    In a plain script it starts the local workers and returns only in the caller, with the model's weights
+    and buffers updated in place. Under torchrun it is this rank's worker: rank 0 returns with the whole
+    trained model, the others as `gather` says; rank 0's plan and initial weights are used everywhere.
+
+    model: an nn.Sequential or list of layers; any other module is one layer. float32 or float64.
+    data: yields (inputs, targets), once per epoch; a DataLoader, a list, a generator. The workers of the
+        first and the last stage iterate it, each its own copy; a DataLoader's processes start there, as they
+        would here. What cannot be sent to the workers is iterated here and forwarded to them.
+    loss_fn: (outputs, targets) -> scalar tensor, run by the last stage. It carries nothing to train: a
+        penalty on weights is the optimizer's weight_decay, which every stage applies to its own.
+    optimizer: called once per stage with its parameters, or with (name, parameter) pairs when its first
+        argument is called `named_parameters`. For example functools.partial(torch.optim.SGD, lr=0.1). Any of
+        torch's but LBFGS. In a plain script a copy of it is tried before any process starts.
+    schedule: "pipedream" (1F1B with weight stashing), "vertical_sync", "2bw", "flush" (PipeDream-Flush),
+        "gpipe", "interleaved", "model_parallel", or "naive" for comparison; docs/schedules.md helps choose.
+    microbatches: each minibatch is cut into so many along dimension 0 of its tensors; the loss and gradient
+        are the means over them, weighted by their samples.
+    lr_scheduler: called with each stage's optimizer; its step() follows every update, once a minibatch. For
+        example functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1000).
+    recompute: True, or the stages that keep only their input and run their forward again before the
+        backward; None leaves it to `memory`.
+    memory: what a worker may use ("8GiB" or bytes), counted in the terms of RunResult.memory; where that
+        is needed recompute is turned on, and on a GPU offloading to host memory. A worker that does not fit
+        is refused, term by term.
+    autocast: "bfloat16", or "float16" with loss scaling; parameters stay float32.
+    max_grad_norm: gradients are scaled down to this 2-norm, over all stages where the schedule drains every
+        minibatch ("flush", "gpipe", "interleaved", "model_parallel"), else per stage.
+    transport: "auto" is CUDA IPC between GPUs of one host, shared memory between its other workers, else
+        ZeroMQ over tcp; "tcp" (or "zmq") always takes the wire; "shm" and "ipc" refuse workers that cannot.
+    codec: what activations and gradients become between stages: "bf16", "fp16", "int8", "topk" or
+        "topk:0.05" for all, or a mapping from "activations", "gradients" or pairs (sender stage, receiver
+        stage) to these. Weights always travel exactly. docs/transport.md says what each does.
+    keys: a file that `pipedream keys` made, or keys.CurveKeys: encrypts and authenticates every link.
+    bind: the address or interface of this machine that workers listen on; None is loopback, and under
+        torchrun on several machines this machine's address on the route to MASTER_ADDR. Elsewhere than on
+        loopback keys are needed, or insecure.
+    insecure: True listens without keys where others can reach it, and logs that.
+    peer_timeout: seconds after which a worker that is silent, or whose interpreter hangs, is given up. Code
+        that holds the GIL for so long without a break counts as a hang.
+    seed: of all random numbers; None continues from the caller's generators.
+    on_nonfinite: "stop" raises NonFiniteLoss naming the minibatch, before it has changed a weight; "continue"
+        trains on.
+    gather: where the trained weights go: "rank0", "all", or "none" (each worker keeps its own stage's).
+    progress: show epoch, loss and samples/s on stderr while training: on a terminal a line that changes,
+        elsewhere a line every few seconds.
+    trace: a file (.json or .json.gz) for a trace that ui.perfetto.dev opens.
+
+    The random number generators of the calling process are afterwards as they were, but for one draw from
+    torch's when there is no seed, so that the next run differs.
+
+    The other arguments belong to features that are not built yet, and are refused. Raises ValueError or
+    TypeError for a mistake in the arguments, errors.PipelineError for a run that fails; its `losses` are
+    those of the minibatches that were done. Warns where nothing is trainable, the model is in eval(), or
+    the plan leaves workers without work.
+    """
+    # Counted once a call, so that all ranks count alike, those with a mistake too.
+    prefix = _rendezvous_prefix() if _under_torchrun() else None
+    with _mistakes_told(prefix):
+        check_arguments(
+            data=data,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            epochs=epochs,
+            schedule=schedule,
+            microbatches=microbatches,
+            lr_scheduler=lr_scheduler,
+            memory=memory,
+            autocast=autocast,
+            max_grad_norm=max_grad_norm,
+            transport=transport,
+            codec=codec,
+            keys=keys,
+            peer_timeout=peer_timeout,
+            sync=sync,
+            staleness=staleness,
+            sync_every=sync_every,
+            checkpoint_dir=checkpoint_dir,
+            resume=resume,
+            on_epoch_end=on_epoch_end,
+            seed=seed,
+            on_nonfinite=on_nonfinite,
+            gather=gather,
+            trace=trace,
+        )
+        if not isinstance(plan, Plan):
+            raise TypeError(
+                f"plan is a {type(plan).__name__}: use pipedream.partition(...) or Plan.load(file)"
+            )
+        check_plan_is_built(plan)
+        links = make_link_options(
+            transport=transport,
+            codec=codec,
+            keys=keys,
+            bind=bind,
+            insecure=insecure,
+            peer_timeout_s=float(peer_timeout),
+            several_machines=_is_on_several_machines(),
+        )
+        check_pairs(links.codec, plan.num_stages)
+        _check_loss_scale(autocast_dtype(autocast), links.codec, plan.num_stages)
+        check_loss_fn(loss_fn)
+        _check_epochs(data, epochs)
+        check_sizes(data, microbatches)
+        _check_hooks(model)
+        _check_environment()
+
+        options = JobOptions(
+            plan=plan,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            schedule=schedule,
+            microbatches=microbatches,
+            recompute=_recompute_of(recompute, plan),
+            memory_bytes=_memory_bytes(memory),
+            autocast=autocast_dtype(autocast),
+            max_grad_norm=max_grad_norm,
+            epochs=epochs,
+            seed=seed,
+            links=links,
+            on_nonfinite=on_nonfinite,
+            gather=gather,
+            progress=progress,
+            num_threads=_threads_per_worker(plan),
+        )
+        options.schedule_options()  # says what the plan and the schedule cannot do, before any process starts
+    if _is_rank_0():
+        world_size = int(os.environ["WORLD_SIZE"]) if _under_torchrun() else None
+        for caution in cautions_of(model, plan, world_size, loss_fn, microbatches):
+            warn_the_caller(caution)
+    if prefix is not None:
+        result = _run_this_rank(model, data, options, prefix)
+    else:
+        if isinstance(data, Iterator):
+            data = PeekedIterator(data)
+        result = run_locally(model, data, options)
+    if seed is None:
+        # The next run without a seed is another one: its shuffles and dropouts must not repeat this one's.
+        torch.empty((), dtype=torch.int64).random_()
+    if trace is not None and _is_rank_0():
+        _save_trace(result, trace)
+    return result
+
+
+def check_arguments(**arguments: Any) -> None:
+    """Refuses arguments of run() that are mistaken whatever the model, the plan and the other arguments are.
+    Raises as run() does. May be given any of them, before what takes time."""
+    for name, value in arguments.items():
+        if name in _UNBUILT and value != _UNBUILT[name]:
+            raise ValueError(f"{name} is {value!r}: this is not built yet, leave it at {_UNBUILT[name]!r}")
+        if name in _CHECKS:
+            _CHECKS[name](name, value)
+
+
+def _check_lr_scheduler(name: str, value: Any) -> None:
+    if value is not None:
+        check_function(name, value)
+
+
+def _check_peer_timeout(name: str, value: Any) -> None:
+    if not is_number(value) or value <= 0:
+        raise ValueError(f"{name} is {value!r}: give seconds, more than 0")
+
+
+def _check_max_grad_norm(name: str, value: Any) -> None:
+    if value is not None and (not is_number(value) or value <= 0):
+        raise ValueError(f"{name} is {value!r}: give a number above 0, or None")
+
+
+def _check_trace(name: str, value: Any) -> None:
+    if value is None:
+        return
+    check_trace_path(value)
+    if _is_rank_0():  # which writes it; other machines need not have the folder
+        check_output_file(value, name)
+
+
+def _choice_of(*choices: str) -> Callable[[str, Any], None]:
+    return lambda name, value: check_choice(name, value, choices)
+
+
+# What each argument must be, by itself.
+_CHECKS: dict[str, Callable[[str, Any], object]] = {
+    "data": check_data,
+    "loss_fn": check_function,
+    "optimizer": check_function,
+    "epochs": check_count,
+    "schedule": _choice_of(*_core.schedule_names()),
+    "microbatches": check_count,
+    "lr_scheduler": _check_lr_scheduler,
+    "memory": lambda _, value: _memory_bytes(value),
+    "autocast": lambda _, value: autocast_dtype(value),
+    "max_grad_norm": _check_max_grad_norm,
+    "transport": _choice_of(*TRANSPORTS),
+    "codec": lambda _, value: parse_codec(value),
+    "keys": lambda _, value: None if value is None else keys_of(value),
+    "peer_timeout": _check_peer_timeout,
+    "seed": lambda _, value: base_seed(value),
+    "on_nonfinite": _choice_of("stop", "continue"),
+    "gather": _choice_of("rank0", "all", "none"),
+    "trace": _check_trace,
+}
+
+# Name -> default: another value is refused.
+_UNBUILT: dict[str, Any] = {
+    "sync": "bsp",
+    "staleness": 0,
+    "sync_every": 1,
+    "checkpoint_dir": None,
+    "resume": False,
+    "on_epoch_end": None,
+}
+
+
+def _memory_bytes(memory: Any) -> int | None:
+    return None if memory is None else parse_size(memory, "memory")
+
+
+def _check_environment() -> None:
+    """The variables that steer the workers: a mistake in one is told before they start."""
+    choose_device_type()
+    wants_checksums()
+    forced_offload()
+
+
+def _save_trace(result: RunResult, trace: str | os.PathLike[str]) -> None:
+    """After a training, which no full disk may take away."""
+    try:
+        result.save_trace(trace)
+    except OSError as error:
+        _log.warning(
+            "the trace was not saved: %s; save_trace(path) of the result writes it elsewhere", one_line(error)
+        )
+
+
+def _check_loss_scale(autocast: torch.dtype | None, codec: CodecChoice, num_stages: int) -> None:
+    """What top-k holds back of a gradient is in units of the loss scale, which changes before it is sent."""
+    if autocast is not torch.float16:
+        return
+    for stage in range(1, num_stages):
+        name = codec_between(codec, stage, stage - 1)
+        if name.startswith("topk"):
+            raise ValueError(
+                f"codec is {name!r} for gradients and autocast is 'float16', whose loss scale changes while"
+                " topk holds scaled gradients back: use int8, or autocast='bfloat16'"
+            )
+
+
+def _recompute_of(recompute: Any, plan: Plan) -> tuple[bool, ...] | None:
+    """Per stage; None: not said."""
+    if recompute is None:
+        return None
+    if isinstance(recompute, bool):
+        return (recompute,) * plan.num_stages
+    if isinstance(recompute, str) or not isinstance(recompute, Iterable):
+        raise ValueError(f"recompute is {recompute!r}: use True, False, or a list of stages such as [0, 1]")
+    stages = list(recompute)
+    for stage in stages:
+        if not is_whole(stage) or not 0 <= stage < plan.num_stages:
+            raise ValueError(f"recompute names stage {stage!r}: the plan has 0 to {plan.num_stages - 1}")
+    return tuple(stage in stages for stage in range(plan.num_stages))
+
+
+def _check_epochs(data: Iterable[Any], epochs: int) -> None:
+    if isinstance(data, Iterator) and epochs > 1:
+        raise ValueError(
+            f"data is an iterator, which can be read once, but epochs is {epochs}: give a DataLoader, a list,"
+            " or an object whose __iter__ starts anew"
+        )
+
+
+def _check_hooks(model: Model) -> None:
+    for layer_name, layer in layers_of(model):
+        for name, parameter in layer.named_parameters():
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise ValueError(
+                    f"parameter {name!r} of layer {layer_name!r} has a hook, which would not see the"
+                    " gradients of the weight versions: remove it, or do its work in the optimizer"
+                )
+
+
+def _threads_per_worker(plan: Plan) -> int:
+    """The caller's torch threads, shared by the workers of this machine."""
+    if _under_torchrun():
+        return torch.get_num_threads()  # torchrun and the user have said how many
+    return max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // plan.workers_used))
+
+
+def _check_process() -> None:
+    """A run is its script's own process's, which may start others."""
+    if torch.utils.data.get_worker_info() is not None:
+        raise RuntimeError(
+            "run() was called in a worker process of a DataLoader: call it in the process of the script, not"
+            " in what reads the data"
+        )
+    if multiprocessing.current_process().daemon and not _under_torchrun():
+        raise RuntimeError(
+            "run() was called in a daemonic process, which may start no workers: make that process with"
+            " daemon=False"
+        )
+
+
+def _under_torchrun() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _is_rank_0() -> bool:
+    """Also without torchrun."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def _is_on_several_machines() -> bool:
+    if not _under_torchrun() or os.environ["WORLD_SIZE"] == "1":
+        return False
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but LOCAL_WORLD_SIZE, how many of these ranks are on"
+            " this machine, is not set: set it and LOCAL_RANK, or start with torchrun, which does"
+        )
+    return os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]
+
+
+@contextlib.contextmanager
+def _mistakes_told(prefix: str | None) -> Iterator[None]:
+    """Around the checks. A mistake may be this rank's alone (a key file, an interface): under torchrun the
+    others hear of it, instead of waiting for a rank that will not come."""
+    try:
+        yield
+    except Exception as error:
+        if prefix is not None:
+            _tell_the_others(prefix, error)
+        raise
+
+
+def _tell_the_others(prefix: str, error: Exception) -> None:
+    """Best effort: the store may not be there either."""
+    with contextlib.suppress(Exception):
+        text = f"rank {os.environ['RANK']} could not start: {describe_error(error)}"
+        with torchrun_rendezvous(prefix, _TELL_TIMEOUT_S) as rendezvous:
+            rendezvous.fail(text)
+
+
+def _rendezvous_prefix() -> str:
+    """Of this call's keys in the store of torchrun: a script may call run() several times."""
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "torchrun")
+    script = f"pipedream/{job}/{_incarnation()}"
+    return f"{script}/{_next_run_index(script)}"
+
+
+def _incarnation() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def _run_this_rank(model: Model, data: Iterable[Any], options: JobOptions, prefix: str) -> RunResult:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    with torchrun_rendezvous(prefix, START_TIMEOUT_S) as rendezvous, generators_kept():
+        place = WorkerPlace(
+            rank=rank,
+            world_size=world_size,
+            local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+            run_id=secrets.randbits(64),
+            incarnation=_incarnation(),
+            rendezvous=rendezvous,
+            board=None,
+        )
+        return run_worker(place, options, model, data)
+
+
+# Runs of this process so far, by torchrun's run id and restart count.
+_num_runs: Counter[str] = Counter()
+
+
+def _next_run_index(script: str) -> int:
+    _num_runs[script] += 1
+    return _num_runs[script]

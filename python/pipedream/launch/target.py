@@ -1,0 +1,117 @@
+"""TARGET of the command line: "path/to/file.py:function" or "package.module:function".
+
+The function takes no arguments and returns a mapping or an object with `model`, `data`, `loss_fn` and, to
+run, `optimizer`; and with any other argument of pipedream.run. Runs on the main thread of the command; what
+the user's function imports, it imports.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+__all__ = ["Job", "load_job"]
+
+
+_NEEDED = ("model", "data", "loss_fn")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the user's function returned."""
+
+    model: Any
+    data: Any
+    loss_fn: Any
+    options: dict[str, Any]
+    """Further arguments of pipedream.run, `optimizer` among them where there is one."""
+
+
+def load_job(target: str, *, needs_optimizer: bool) -> Job:
+    """Calls the function that `target` names; raises ValueError naming what is wrong with it, or with what
+    it returns: something missing, or something that pipedream.run does not take."""
+    module_name, separator, function_name = target.rpartition(":")
+    if not (separator and module_name and function_name):
+        raise ValueError(f"target is {target!r}: write path/to/file.py:function or package.module:function")
+    function = _find_function(target, module_name, function_name)
+    given = _parts_of(function())
+    needed = [*_NEEDED, "optimizer"] if needs_optimizer else _NEEDED
+    for name in needed:
+        if given.get(name) is None:
+            raise ValueError(f"target {target!r} returned no {name!r}: it must return {', '.join(needed)}")
+    _check_names(target, given)
+    options = {name: value for name, value in given.items() if name not in _NEEDED}
+    return Job(given["model"], given["data"], given["loss_fn"], options)
+
+
+def _find_function(target: str, module_name: str, function_name: str) -> Callable[[], Any]:
+    module = _import_file(module_name) if module_name.endswith(".py") else _import_module(target, module_name)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ValueError(f"target is {target!r}: {module_name} has no function {function_name!r}")
+    found: Callable[[], Any] = function
+    return found
+
+
+def _import_file(path: str) -> ModuleType:
+    # Imported by its plain name from its own folder, as `python file.py` would find its neighbours: the
+    # worker processes inherit sys.path, and find the classes that they are sent by the same name.
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise ValueError(f"target file is {path!r}: there is no such file")
+    _prepend_to_path(str(file.parent))
+    module = importlib.import_module(file.stem)
+    if Path(module.__file__ or "").resolve() != file:
+        raise ValueError(f"target file is {path!r}: another module is called {file.stem!r}, rename the file")
+    return module
+
+
+def _import_module(target: str, module_name: str) -> ModuleType:
+    _prepend_to_path(os.getcwd())
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # A module that is missing inside the user's own module is another error than a wrong target.
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(f"target is {target!r}: there is no module {error.name!r} here") from None
+
+
+def _prepend_to_path(folder: str) -> None:
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+
+
+def _parts_of(made: Any) -> dict[Any, Any]:
+    """The items of a mapping; of an object its public attributes, and those of its class that run() takes."""
+    if isinstance(made, Mapping):
+        return dict(made)
+    own = [name for name in getattr(made, "__dict__", ()) if not name.startswith("_")]
+    return {name: getattr(made, name) for name in dict.fromkeys([*_known(), *own]) if hasattr(made, name)}
+
+
+def _check_names(target: str, given: Mapping[Any, Any]) -> None:
+    known = _known()
+    for name in given:
+        if name in known:
+            continue
+        close = difflib.get_close_matches(str(name), known, n=1)
+        remedy = f"do you mean {close[0]!r}?" if close else f"it may return {', '.join(known)}"
+        if name == "plan":
+            remedy = "give it with --plan FILE"
+        raise ValueError(f"target {target!r} returned {name!r}, which pipedream.run does not take: {remedy}")
+
+
+def _known() -> list[str]:
+    """What a job may have: the arguments of run(), but for the plan, which the command has."""
+    from pipedream.launch.runner import run
+
+    return [name for name in inspect.signature(run).parameters if name != "plan"]

@@ -1,0 +1,322 @@
+"""The channels of a run: who sends what to whom, how much, and how many at once.
+
+Names are unique in a run, and the position in the list is the channel_id, so that all workers and the
+caller number them alike. Plain values; any thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pipedream import _core
+from pipedream.data.stream import ForwardedData
+from pipedream.links.codec_choice import NO_CODEC, CodecChoice, codec_between
+from pipedream.links.rank_tree import parent_of
+from pipedream.links.state_transfer import PIECE_BYTES
+from pipedream.model.boundary import Boundary, TensorSpec
+from pipedream.planning.plan import Plan
+
+__all__ = [
+    "CALLER",
+    "INPUTS",
+    "NUM_TRANSFERS_KEPT",
+    "TARGETS",
+    "RunChannel",
+    "TieSpec",
+    "activations_name",
+    "channels_of_run",
+    "data_channels",
+    "gradients_name",
+    "norm_name",
+    "rehearsal_name",
+    "set_up_channels",
+    "tied_gradients_name",
+    "tied_tensors",
+    "tied_weights_name",
+    "tree_name",
+]
+
+# In place of the gradients of a boundary where no tensor needs one: the word that a backward is done.
+_NO_GRADIENT = TensorSpec(torch.uint8, (1,), requires_grad=False)
+
+INPUTS = "inputs from the caller"
+TARGETS = "targets from the caller"
+# The newest items of a channel between stages whose times each end keeps for the trace, in 1 MiB at most:
+# about as many minibatches as the work items that a worker keeps.
+NUM_TRANSFERS_KEPT = 1 << 14
+# Of 1 MiB: one comes while the other is read. To touch more pages takes longer than small models need.
+_NUM_SET_UP_SLOTS = 2
+CALLER = -1  # as a rank: the process that called run(), when it forwards data
+
+
+@dataclass(frozen=True)
+class TieSpec:
+    """A parameter tied across stages, as the channels need it; stages[0] owns it."""
+
+    stages: tuple[int, ...]
+    spec: TensorSpec
+
+
+def activations_name(stage_index: int) -> str:
+    return f"activations of stage {stage_index} to stage {stage_index + 1}"
+
+
+def gradients_name(stage_index: int) -> str:
+    return f"gradients of stage {stage_index + 1} to stage {stage_index}"
+
+
+def tree_name(sender: int, receiver: int) -> str:
+    return f"weights and result, rank {sender} to rank {receiver}"
+
+
+def tied_weights_name(owner: int, user: int) -> str:
+    return f"tied weights of stage {owner} to stage {user}"
+
+
+def tied_gradients_name(owner: int, user: int) -> str:
+    return f"tied gradients of stage {user} to stage {owner}"
+
+
+def rehearsal_name(stage_index: int) -> str:
+    return f"rehearsal of stage {stage_index} for stage {stage_index + 1}"
+
+
+def norm_name(sender: int, receiver: int) -> str:
+    return f"gradient norm of rank {sender} to rank {receiver}"
+
+
+@dataclass(frozen=True)
+class RunChannel:
+    """A directed channel between two ranks. tensors: (dtype name, dimensions, bytes at most)."""
+
+    name: str
+    channel_id: int
+    sender: int
+    receiver: int
+    tensors: list[tuple[str, int, int]]
+    """None where this worker has neither end, of activations and gradients: it does not know them."""
+    num_slots: int
+    """At the receiver: items that may be received and not yet given back."""
+    num_unsent_max: int
+    """At the sender: items that may be waiting or on their way."""
+    num_microbatches: int
+    """Of every minibatch: the items come in the order of both. 1 where minibatches are not cut."""
+    on_device: bool
+    codec: str = NO_CODEC
+    """By which its float tensors travel."""
+    stages: tuple[int, int] | None = None
+    """Sender and receiver of activations or gradients; None for every other channel."""
+    num_transfers_kept: int = 0
+    """The newest items whose times each end keeps. Where any, whether all have left can be asked."""
+    places_on_device: bool = False
+    """Whether the sender writes into the receiver's device memory, as both have found that it can."""
+
+    @property
+    def codec_used(self) -> str:
+        """The codec, where some tensor of it travels encoded."""
+        return self.codec if self.is_encoded else NO_CODEC
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether some tensor of it travels encoded."""
+        return bool(_core.channel_bytes(self.tensors, self.codec)[3])
+
+    @property
+    def may_be_placed(self) -> bool:
+        """Whether its items are large enough for shared memory to pay."""
+        _, wire_bytes, _, _ = _core.channel_bytes(self.tensors, self.codec)
+        return wire_bytes >= _core.PLACED_BYTES_MIN
+
+    def add_to(self, core: _core.Worker, rank: int, plan: Plan) -> None:
+        """Adds this end of the channel to the worker; nothing when the rank has no end of it."""
+        if rank not in (self.sender, self.receiver):
+            return
+        sends = rank == self.sender
+        peer = self.receiver if sends else self.sender
+        core.add_channel(
+            name=self.name,
+            sends=sends,
+            peer="the caller" if peer == CALLER else plan.describe_worker(peer),
+            channel_id=self.channel_id,
+            tensors=self.tensors,
+            num_items=self.num_unsent_max if sends else self.num_slots,
+            num_microbatches=self.num_microbatches,
+            on_device=self.on_device,
+            codec=self.codec,
+            places_on_device=self.places_on_device,
+            num_transfers_kept=self.num_transfers_kept,
+        )
+
+
+class _ChannelList:
+    """Numbers the channels in the order in which they are added."""
+
+    def __init__(self) -> None:
+        self.channels: list[RunChannel] = []
+
+    def add(
+        self,
+        name: str,
+        ends: tuple[int, int],
+        specs: Iterable[TensorSpec],
+        *,
+        slots: int,
+        unsent: int,
+        num_microbatches: int = 1,
+        on_device: bool = True,
+        codec: str = NO_CODEC,
+        stages: tuple[int, int] | None = None,
+        num_transfers_kept: int = 0,
+    ) -> None:
+        sender, receiver = ends
+        tensors = [(str(s.dtype).removeprefix("torch."), len(s.shape), s.num_bytes) for s in specs]
+        self.channels.append(
+            RunChannel(
+                name,
+                len(self.channels),
+                sender,
+                receiver,
+                tensors,
+                slots,
+                unsent,
+                num_microbatches,
+                on_device,
+                codec,
+                stages,
+                num_transfers_kept,
+            )
+        )
+
+    def add_bulk(
+        self, name: str, ends: tuple[int, int], *, slots: int = 4, num_transfers_kept: int = 0
+    ) -> None:
+        """For what goes through state_transfer.py."""
+        piece = [TensorSpec(torch.uint8, (PIECE_BYTES,), requires_grad=False)]
+        kept = num_transfers_kept
+        self.add(name, ends, piece, slots=slots, unsent=slots, on_device=False, num_transfers_kept=kept)
+
+    def add_tree(self, sender: int, receiver: int, *, slots: int = 4) -> None:
+        """Between a rank and one below it (rank_tree.py), one of the two directions."""
+        self.add_bulk(tree_name(sender, receiver), (sender, receiver), slots=slots)
+
+
+def channels_of_run(
+    plan: Plan,
+    schedule: _core.ScheduleOptions,
+    world_size: int,
+    boundaries: Mapping[int, Boundary],
+    ties: Sequence[TieSpec],
+    forwarded: ForwardedData | None,
+    *,
+    exchanges_norms: bool,
+    codec: CodecChoice,
+) -> list[RunChannel]:
+    """All channels of a run, the same list at every worker but for the tensors of cuts that are not its own.
+
+    boundaries: by the stage upstream, of the cuts at this worker's stages. codec: of activations and
+    gradients; what else travels, weights and the gradients of tied ones, is exact."""
+    found = _ChannelList()
+    if forwarded is not None:
+        found.channels += data_channels(plan, forwarded)
+    worker_of = plan.worker_of_stage
+    for stage in range(plan.num_stages - 1):
+        activations, gradients = _crossing(boundaries.get(stage))
+        # Downstream keeps a slot per microbatch in flight until its backward, and one more may arrive.
+        in_flight = _core.num_microbatches_in_flight(schedule, stage)
+        in_flight_downstream = _core.num_microbatches_in_flight(schedule, stage + 1)
+        unsent = 2 * in_flight + 4  # never more are in flight; the rest: released a little late
+        ends = (worker_of[stage], worker_of[stage + 1])
+        found.add(
+            activations_name(stage),
+            ends,
+            activations,
+            slots=in_flight_downstream + 1,
+            unsent=unsent,
+            num_microbatches=schedule.num_microbatches,
+            codec=codec_between(codec, stage, stage + 1),
+            stages=(stage, stage + 1),
+            num_transfers_kept=NUM_TRANSFERS_KEPT,
+        )
+        found.add(
+            gradients_name(stage),
+            ends[::-1],
+            gradients,
+            slots=2,
+            unsent=unsent,
+            num_microbatches=schedule.num_microbatches,
+            codec=codec_between(codec, stage + 1, stage),
+            stages=(stage + 1, stage),
+            num_transfers_kept=NUM_TRANSFERS_KEPT,
+        )
+    _add_ties(found, worker_of, schedule, ties)
+    if exchanges_norms:
+        figures = [TensorSpec(torch.float64, (2,), requires_grad=False)]
+        for rank in range(plan.workers_used - 1):
+            for ends in ((rank, rank + 1), (rank + 1, rank)):
+                found.add(norm_name(*ends), ends, figures, slots=2, unsent=4, on_device=False)
+    for rank in range(1, world_size):
+        found.add_tree(parent_of(rank), rank)
+        found.add_tree(rank, parent_of(rank))
+    return found.channels
+
+
+def _crossing(boundary: Boundary | None) -> tuple[Sequence[TensorSpec], Sequence[TensorSpec]]:
+    """(activations, gradients) of a cut."""
+    if boundary is None:
+        return (), ()
+    return boundary.tensors, [spec for spec in boundary.tensors if spec.requires_grad] or [_NO_GRADIENT]
+
+
+def set_up_channels(plan: Plan) -> list[RunChannel]:
+    """What carries rank 0's initial weights and the rehearsal's values, before there are any others: what
+    those need depends on what optimizers make of the weights, and on what crosses the cuts."""
+    found = _ChannelList()
+    for rank in range(1, plan.workers_used):
+        found.add_tree(parent_of(rank), rank, slots=_NUM_SET_UP_SLOTS)
+    for stage, ends in enumerate(itertools.pairwise(plan.worker_of_stage)):
+        if ends[0] != ends[1]:
+            name = rehearsal_name(stage)
+            found.add_bulk(name, ends, slots=_NUM_SET_UP_SLOTS, num_transfers_kept=1)
+    return found.channels
+
+
+def data_channels(plan: Plan, forwarded: ForwardedData) -> list[RunChannel]:
+    """The caller's channels, which come first in a run: the caller knows nothing of the others."""
+    found = _ChannelList()
+    counts = TensorSpec(torch.int64, (2,), requires_grad=False)  # data.forwarded_counts
+    inputs, targets = [*forwarded.inputs.tensors, counts], [*forwarded.targets.tensors, counts]
+    first, last = plan.worker_of_stage[0], plan.worker_of_stage[-1]
+    # A minibatch's slot is free when its last microbatch has been through.
+    first_slots, last_slots = plan.in_flight[0] + 1, plan.in_flight[-1] + 1
+    found.add(INPUTS, (CALLER, first), inputs, slots=first_slots, unsent=2, on_device=False)
+    found.add(TARGETS, (CALLER, last), targets, slots=last_slots, unsent=2, on_device=False)
+    return found.channels
+
+
+def _add_ties(
+    found: _ChannelList,
+    worker_of: Sequence[int],
+    schedule: _core.ScheduleOptions,
+    ties: Sequence[TieSpec],
+) -> None:
+    # One of the two ends is never more than n_0 minibatches ahead of the other, so no send waits for room.
+    ahead = max(schedule.in_flight[0], 2) + 1
+    for (owner, user), specs in tied_tensors(ties).items():
+        ends = (worker_of[owner], worker_of[user])
+        if ends[0] == ends[1]:
+            continue  # tied.py hands them over
+        found.add(tied_weights_name(owner, user), ends, specs, slots=ahead, unsent=ahead + 2)
+        found.add(tied_gradients_name(owner, user), ends[::-1], specs, slots=2, unsent=ahead + 2)
+
+
+def tied_tensors(ties: Sequence[TieSpec]) -> dict[tuple[int, int], list[TensorSpec]]:
+    """(owner, user) -> the tied parameters that travel between the two stages, in order."""
+    found: dict[tuple[int, int], list[TensorSpec]] = {}
+    for tie in ties:
+        for user in tie.stages[1:]:
+            found.setdefault((tie.stages[0], user), []).append(tie.spec)
+    return found

@@ -1,0 +1,107 @@
+"""Which codec the tensors between two stages travel by: what run(codec=...) means.
+
+A choice is a mapping, ready for JSON, from "activations", "gradients" or a pair of stages ("0->1": sender and
+receiver) to the name of a codec (csrc/wire/codec.h); a pair counts more than its direction. Torch-free; pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipedream import _core
+
+__all__ = ["NO_CODEC", "CodecChoice", "check_pairs", "codec_between", "parse_codec", "parse_codec_text"]
+
+CodecChoice = dict[str, str]
+
+NO_CODEC = "none"
+_DIRECTIONS = ("activations", "gradients")
+_EXAMPLE = 'for example "bf16", {"activations": "bf16", "gradients": "topk:0.01"} or {(0, 1): "int8"}'
+
+
+def parse_codec(codec: Any) -> CodecChoice:
+    """The choice of a `codec` argument: None, a name for all, or a mapping of names.
+
+    Raises ValueError or TypeError naming what is wrong and what may be given.
+    """
+    if codec is None:
+        return {}
+    if isinstance(codec, str):
+        name = _codec_name("codec", codec)
+        return dict.fromkeys(_DIRECTIONS, name)
+    if not isinstance(codec, Mapping):
+        raise TypeError(f"codec is a {type(codec).__name__}: give {_EXAMPLE}")
+    choice: CodecChoice = {}
+    for key, value in codec.items():
+        where = _where(key)
+        if where in choice:
+            raise ValueError(f"codec names {where} twice")
+        choice[where] = _codec_name(f"codec of {where}", NO_CODEC if value is None else value)
+    return choice
+
+
+def parse_codec_text(text: str) -> str | dict[str, str]:
+    """A `codec` argument from a command line: "bf16", or "activations=bf16,1->0=topk:0.01"."""
+    if "=" not in text:
+        return text
+    choice: dict[str, str] = {}
+    for part in text.split(","):
+        key, separator, name = part.partition("=")
+        if not separator:
+            raise ValueError(
+                f"codec has the part {part!r}: write WHERE=CODEC, as activations=bf16 or 1->0=int8"
+            )
+        choice[key.strip()] = name.strip()
+    return choice
+
+
+def check_pairs(choice: CodecChoice, num_stages: int) -> None:
+    """Refuses pairs of stages between which nothing travels."""
+    for where in choice:
+        if where in _DIRECTIONS:
+            continue
+        sender, receiver = map(int, where.split("->"))
+        if (
+            abs(sender - receiver) != 1
+            or not 0 <= min(sender, receiver) <= max(sender, receiver) < num_stages
+        ):
+            raise ValueError(
+                f"codec names {where}: tensors travel between neighbours of the plan's stages 0 to"
+                f" {num_stages - 1}, as 0->1 (activations) and 1->0 (gradients)"
+            )
+
+
+def codec_between(choice: CodecChoice, sender: int, receiver: int) -> str:
+    """The codec's name from one stage to its neighbour."""
+    direction = _DIRECTIONS[0] if sender < receiver else _DIRECTIONS[1]
+    return choice.get(f"{sender}->{receiver}", choice.get(direction, NO_CODEC))
+
+
+def _where(key: Any) -> str:
+    """A key in the form that a choice has."""
+    if key in _DIRECTIONS:
+        return str(key)
+    pair = key
+    if isinstance(key, str):
+        sender, arrow, receiver = key.partition("->")
+        pair = (_stage_of(sender), _stage_of(receiver)) if arrow else None
+    if isinstance(pair, tuple) and len(pair) == 2 and all(type(stage) is int for stage in pair):
+        return f"{pair[0]}->{pair[1]}"
+    raise ValueError(
+        f"codec names {key!r}: use 'activations', 'gradients', or a pair of stages such as (0, 1) or '0->1'"
+    )
+
+
+def _stage_of(text: str) -> int | None:
+    text = text.strip()
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def _codec_name(what: str, name: Any) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"{what} is a {type(name).__name__}: give {_EXAMPLE}")
+    try:
+        return _core.codec_name(name)
+    except ValueError as error:
+        raise ValueError(str(error) if what == "codec" else f"{what}: {error}") from None

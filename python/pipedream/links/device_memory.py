@@ -1,0 +1,70 @@
+"""Which workers write into the device memory of which, found before any memory is planned: every worker
+offers a little of its device's memory, those that will send to it try that, and say what came of it.
+
+The core does the trying (csrc/transport/device_offer.h). Torch-free; compute thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from pipedream.links.channels import RunChannel
+
+__all__ = ["Reach", "agree_on_device_memory", "place_on_devices"]
+
+Reach = dict[tuple[int, int], str]
+"""(sender, receiver) -> why the sender cannot write into the receiver's device memory; empty where it can."""
+
+ON_HOST = "a worker that computes on the host has no device memory"
+
+
+class _Core(Protocol):  # of _core.Worker
+    def offer_device_memory(self) -> tuple[str, str]: ...
+    def why_out_of_reach(self, offer: str) -> str: ...
+
+
+def agree_on_device_memory(
+    core: _Core,
+    rank: int,
+    channels: Sequence[RunChannel],
+    *,
+    on_host: bool,
+    publish: Callable[[str, Any], None],
+    wait_for: Callable[[list[str]], list[Any]],
+) -> Reach:
+    """Of all pairs of this rank that have tensors for a device; both of a pair find the same.
+
+    publish, wait_for: of the run's rendezvous; keys end in a rank. A worker on the host waits for nobody.
+    """
+    pairs = {(c.sender, c.receiver) for c in channels if c.on_device}
+    senders = sorted(sender for sender, receiver in pairs if receiver == rank)
+    receivers = sorted(receiver for sender, receiver in pairs if sender == rank)
+    if on_host:
+        offer, why_none = "", ON_HOST
+    else:
+        offer, why_none = core.offer_device_memory() if senders else ("", "")
+    publish(f"device memory/{rank}", {"offer": offer, "why": why_none})
+    reach: Reach = {}
+    if on_host:
+        reach |= {(rank, receiver): ON_HOST for receiver in receivers}
+    else:
+        offers = wait_for([f"device memory/{receiver}" for receiver in receivers])
+        for receiver, offered in zip(receivers, offers, strict=True):
+            reach[rank, receiver] = offered["why"] or core.why_out_of_reach(offered["offer"])
+    publish(f"reach/{rank}", {str(receiver): why for (_, receiver), why in reach.items()})
+    found = wait_for([f"reach/{sender}" for sender in senders]) if offer else []
+    for sender, by_receiver in zip(senders, found, strict=bool(offer)):
+        reach[sender, rank] = by_receiver[str(rank)]
+    return {(sender, rank): why_none for sender in senders} | reach
+
+
+def place_on_devices(channels: Sequence[RunChannel], reach: Reach) -> list[RunChannel]:
+    """The channels, with those marked whose sender writes into the receiver's device memory."""
+
+    def is_placed(channel: RunChannel) -> bool:
+        reached = reach.get((channel.sender, channel.receiver)) == ""
+        return reached and channel.on_device and not channel.is_encoded
+
+    return [replace(c, places_on_device=True) if is_placed(c) else c for c in channels]

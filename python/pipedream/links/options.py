@@ -1,0 +1,176 @@
+"""How the workers of a run are linked: by which transport, on which address, for whom, and how long a silent
+peer is waited for. Plain values, made by runner.py; any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipedream.common.agreement import OWN, compared, given
+from pipedream.links.addresses import LOOPBACK, check_reachable, is_loopback, resolve_bind, route_address
+from pipedream.links.codec_choice import CodecChoice, parse_codec
+from pipedream.links.keys import CurveKeys, keys_of
+from pipedream.links.libzmq import find_libzmq
+from pipedream.planning.trace import read_clock
+
+__all__ = ["TRANSPORTS", "LinkOptions", "make_link_options"]
+
+TRANSPORTS = ("auto", "tcp", "zmq", "shm", "ipc")
+SHARED_MEMORY = "shared memory"  # as the core names it (csrc/stage/worker.h)
+CUDA_IPC = "cuda ipc"
+
+_log = logging.getLogger("pipedream")
+
+
+@dataclass(frozen=True)
+class LinkOptions:
+    """What the core needs to know about links; equal at all workers but for the address and the keys."""
+
+    transport: str = "auto"
+    codec: CodecChoice = field(default_factory=dict, metadata=compared(said=lambda choice: choice or None))
+    peer_timeout_s: float = field(default=15.0, metadata=compared("peer_timeout"))
+    bind_host: str = field(default=LOOPBACK, metadata=OWN)
+    """The address that this worker listens on."""
+    keys: CurveKeys | None = field(default=None, metadata=compared(said=given))
+    insecure: bool = field(default=False, metadata=OWN)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether it may be used where two workers are on one host."""
+        return self.transport in ("auto", "shm", "ipc")
+
+    @property
+    def places_on_devices(self) -> bool:
+        """Whether workers may write into the device memory of others on their host."""
+        return self.transport in ("auto", "ipc")
+
+    def core_arguments(self) -> dict[str, Any]:
+        """Of _core.Worker."""
+        keys = self.keys
+        return {
+            "transport": "zmq",
+            "libzmq_path": find_libzmq(),
+            "bind_host": self.bind_host,
+            "peer_timeout_s": self.peer_timeout_s,
+            "keys": None if keys is None else (keys.public, keys.secret, list(keys.allowed)),
+            "insecure": self.insecure,
+            "beats": True,
+            "shares_memory": self.shares_memory,
+            "checksums": wants_checksums(),
+        }
+
+    @property
+    def checks_peers(self) -> bool:
+        """Whether workers must know of each other what introduction() says."""
+        return self.keys is not None or self.transport == "shm"
+
+    def introduction(self) -> dict[str, str | None]:
+        """What a worker says of itself to its peers, ready for JSON. No secret is in it."""
+        return {
+            "public_key": None if self.keys is None else self.keys.public,
+            "machine": read_clock().boot_id,
+        }
+
+    def check_peer(
+        self, peer: str, introduction: Mapping[str, str | None], *, shares_memory: bool, ends: str
+    ) -> None:
+        """Refuses a peer whose public key is not on the list, and with transport="shm" a neighbouring stage
+        on another machine. Without this a link would only stay silent, and small tensors would go by tcp."""
+        public = introduction["public_key"]
+        if self.keys is not None and public not in self.keys.allowed:
+            raise ValueError(
+                f"the public key of {peer}, {public}, is not among the allowed ones of this worker's key"
+                " file: make all files of a run with one `pipedream keys` command"
+            )
+        if self.transport == "shm" and shares_memory and introduction["machine"] != read_clock().boot_id:
+            raise ValueError(
+                f"transport is 'shm', but {ends} are on two machines and cannot share memory: use 'auto',"
+                " or start both on one"
+            )
+
+    def check_transports(self, peers: Mapping[str, str], transports: Mapping[str, str]) -> None:
+        """With transport="shm" refuses channels that do not share memory. peers: channel -> who is at its
+        two ends; transports: channel -> how it travels."""
+        if self.transport != "shm":
+            return
+        for channel, ends in peers.items():
+            if transports[channel] != SHARED_MEMORY:
+                raise ValueError(
+                    f"transport is 'shm', but {ends} cannot share memory, so that {channel} would travel by"
+                    f" {transports[channel]}: use 'auto', or start both on one host, as one user"
+                )
+
+    def check_reach(self, ends: str, why: str) -> None:
+        """Of a pair of neighbouring stages: says how their tensors travel where that is by CUDA IPC or might
+        have been; with transport="ipc" refuses what keeps them from it. why: empty where nothing does."""
+        if self.transport == "ipc" and why:
+            raise ValueError(
+                f"transport is 'ipc', but the tensors of {ends} cannot go from device to device: {why}; use"
+                " 'auto'"
+            )
+        _log.info("%s: %s", ends, f"not by {CUDA_IPC}: {why}" if why else CUDA_IPC)
+
+
+def wants_checksums() -> bool:
+    """$PIPEDREAM_CHECKSUMS, 1 or 0: a CRC-32C over every payload on the wire, beside those of the headers."""
+    wanted = os.environ.get("PIPEDREAM_CHECKSUMS", "0")
+    if wanted not in ("0", "1"):
+        raise ValueError(f"PIPEDREAM_CHECKSUMS is {wanted!r}: use 1 or 0")
+    return wanted == "1"
+
+
+def make_link_options(
+    *,
+    transport: str,
+    codec: Any,
+    keys: Any,
+    bind: Any,
+    insecure: Any,
+    peer_timeout_s: float,
+    several_machines: bool,
+) -> LinkOptions:
+    """Checked, and with this worker's address. Says aloud, once a machine, what `insecure` opens.
+
+    Raises ValueError or TypeError naming the argument, for an address that others can reach, too, when there
+    are neither keys nor insecure=True.
+    """
+    if not isinstance(insecure, bool):
+        raise TypeError(f"insecure is {insecure!r}: give True or False")
+    loaded = None if keys is None else keys_of(keys)
+    address = _bind_address(bind, several_machines)
+    if loaded is None and not is_loopback(address):
+        if not insecure:
+            raise ValueError(
+                f"{_address_said(bind, address)}, where anybody who reads the network could read the tensors"
+                " and take part in the run: give keys=, a file that `pipedream keys` makes, or insecure=True"
+                " if you trust everybody on the network"
+            )
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            _log.warning(
+                "insecure=True: listening on %s without keys; whoever reads the network can read the tensors"
+                " of this run and send others",
+                address,
+            )
+    return LinkOptions(transport, parse_codec(codec), peer_timeout_s, address, loaded, insecure)
+
+
+def _bind_address(bind: Any, several_machines: bool) -> str:
+    if bind is not None:
+        return resolve_bind(bind)
+    if not several_machines:
+        return LOOPBACK
+    master = os.environ["MASTER_ADDR"]
+    address = route_address(master)
+    check_reachable(address, master)
+    return address
+
+
+def _address_said(bind: Any, address: str) -> str:
+    if bind is None:
+        return f"this run has several machines, so that its workers listen on {address} here"
+    shown = f"bind is {bind!r}" if bind == address else f"bind is {bind!r}, {address}"
+    return f"{shown}, which is not loopback"

@@ -1,0 +1,418 @@
+"""How the workers of a run find each other: a c10d store, and keys of this run and incarnation only.
+
+Used before the first minibatch and after the last, never in between. The store has no authentication: no
+secret key goes through it, and nothing that came from it is unpickled.
+
+Every Rendezvous has a thread that alone talks to the store. Whoever waits for an answer can give up when the
+store's host is gone, and the signs of life (liveness.py) go on while the worker computes.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import errno
+import functools
+import json
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from pipedream.common.errors import PeerLost, PipelineError, one_line
+from pipedream.links.addresses import LOOPBACK, is_loopback
+from pipedream.links.liveness import LivenessMonitor, Sign, sign_period_s
+
+__all__ = ["START_TIMEOUT_S", "Rendezvous", "connect_store", "host_store", "torchrun_rendezvous"]
+
+START_TIMEOUT_S = 600.0
+"""How long a rank waits for others that have not joined: they may be profiling, or importing torch."""
+_POLL_PERIOD_S = 0.02
+_STORE_TIMEOUT = timedelta(seconds=60)
+_LAST_SIGN_S = 1.0
+"""How long a rank whose links are open waits, at most, for the store to take its last sign."""
+_FAILED_KEY = "failed"
+_LINGER_S = 5.0
+"""How long the host of a store stays, at most, for those that have not heard why the run failed."""
+
+_T = TypeVar("_T")
+
+
+def host_store() -> tuple[dist.Store, int]:
+    """A store on a free port of the loopback interface, and the port."""
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+        return _store_at(listener, LOOPBACK, port), port
+
+
+def _store_at(listener: socket.socket, host: str, port: int) -> dist.Store:
+    """A store that others reach where `listener` listens, and nowhere else; this process connects to host.
+
+    By itself a store would listen on all interfaces, whatever its host name.
+    """
+    descriptor = os.dup(listener.fileno())
+    try:
+        return dist.TCPStore(
+            host,
+            port,
+            None,
+            True,
+            _STORE_TIMEOUT,
+            wait_for_workers=False,
+            multi_tenant=True,  # a process group that is made later shares it
+            master_listen_fd=descriptor,  # the store closes it
+            use_libuv=False,
+        )
+    except BaseException:
+        # It may have closed it, and then the number may be somebody else's by now.
+        with contextlib.suppress(OSError):
+            if os.path.sameopenfile(descriptor, listener.fileno()):
+                os.close(descriptor)
+        raise
+
+
+def connect_store(port: int) -> dist.Store:
+    return dist.TCPStore(LOOPBACK, port, None, False, _STORE_TIMEOUT, wait_for_workers=False)
+
+
+def torchrun_rendezvous(prefix: str, timeout_s: float) -> Rendezvous:
+    """By the store that torchrun offers, or under a launcher without one rank 0, without a process group.
+
+    Raises ValueError when the environment does not say where it is, PeerLost when nothing answers there.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address = _from_environment("MASTER_ADDR"), int(_from_environment("MASTER_PORT"))
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    host = "torchrun's agent" if has_agent else "rank 0"
+    hosts = rank == 0 and not has_agent
+    try:
+        if hosts:
+            store = _hosted_at(*address)
+        else:
+            store = dist.TCPStore(*address, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
+            store.set_timeout(_STORE_TIMEOUT)
+    except (OSError, dist.DistError) as error:
+        where = f"{address[0]}:{address[1]} (MASTER_ADDR and MASTER_PORT)"
+        if hosts:
+            raise PipelineError(
+                f"rank 0 cannot host the store of the run at {where}: {_why_not_there(error)}"
+            ) from None
+        raise PeerLost(f"no store answers at {where} within {timeout_s:g} s: {host} did not start") from None
+    return Rendezvous(store, prefix, rank=rank, world_size=world_size, host=host, hosts=hosts)
+
+
+@functools.cache  # kept until this process ends: it may go on before the others have read all
+def _hosted_at(host: str, port: int) -> dist.Store:
+    """This process's store, at the address that `host` means here; shared with a process group that it may
+    have made, or makes later. Raises OSError or DistError when it cannot be there."""
+    try:
+        listener = _listener_at(host, port)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        # By a process group of this process, whose store it then is; or by somebody else, and this fails.
+        return dist.TCPStore(
+            host, port, None, True, _STORE_TIMEOUT, wait_for_workers=False, multi_tenant=True
+        )
+    with listener:
+        _check_others_reach(listener.getsockname()[0], host)
+        return _store_at(listener, host, port)
+
+
+def _check_others_reach(address: str, host: str) -> None:
+    world_size = os.environ.get("WORLD_SIZE")
+    if is_loopback(address) and os.environ.get("LOCAL_WORLD_SIZE", world_size) != world_size:
+        raise ValueError(
+            f"MASTER_ADDR is {host!r}, which is loopback at rank 0, so that other machines could not reach"
+            " the store of the run: set it to rank 0's address"
+        )
+
+
+def _why_not_there(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL:
+        return "that is no address of this machine; give rank 0's, which the others reach"
+    return one_line(error)
+
+
+def _listener_at(host: str, port: int) -> socket.socket:
+    """IPv4 where the host has such an address, as everywhere here (addresses.py)."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, _, _, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
+    # All ranks connect within a moment.
+    return socket.create_server(address[:2], family=family, backlog=socket.SOMAXCONN)
+
+
+def _from_environment(name: str) -> str:
+    value = os.environ.get(name)
+    if not value:
+        raise ValueError(f"RANK is set, but {name} is not: start with torchrun, or set it")
+    return value
+
+
+class Rendezvous:
+    """Named JSON values of one run. Owned by one thread of each process; close() it."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        prefix: str,
+        *,
+        rank: int | None = None,
+        world_size: int = 0,
+        host: str = "the launcher",
+        hosts: bool = False,
+    ) -> None:
+        """rank: this process's, None for one that is none. host: where the store is, for errors. hosts: it
+        is in this process."""
+        self._store = dist.PrefixStore(prefix, store)
+        self._rank = rank
+        self._world_size = world_size
+        self._host = host
+        self._hosts = hosts
+        self._patience_s = _STORE_TIMEOUT.total_seconds()
+        self._phase = "starting"
+        self._store_is_gone = ""  # why, once it is known
+        self._has_failed = False
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._signs: _Signs | None = None  # of the thread below, but for its describe_lost()
+        self._thread = threading.Thread(target=self._serve, name="pipedream-rendezvous", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Rendezvous:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent. Where this process hosts the store of a run that failed, it waits, not for long, until
+        the others know why: the store ends with it."""
+        if self._hosts and self._has_failed:
+            self._linger()
+        self._hosts = False
+        self._calls.put(None)
+        self._thread.join(0 if self._store_is_gone else self._patience_s)
+
+    # Values.
+
+    def publish(self, key: str, value: Any) -> None:
+        self._ask(lambda store: store.set(key, json.dumps(value)))
+
+    def fail(self, message: str) -> None:
+        """Tells everyone who waits here that the run is over, and why. The first message stays."""
+        self._has_failed = True
+
+        def tell(store: dist.Store) -> None:
+            if not store.check([_FAILED_KEY]):
+                store.set(_FAILED_KEY, json.dumps(message))
+            self._note_heard(store)
+
+        self._ask(tell)
+
+    def raise_if_failed(self) -> None:
+        """Raises PipelineError with the message of whoever called fail(), and PeerLost for a rank that has
+        joined and gives no sign of life, or when the store's host is gone."""
+
+        def read(store: dist.Store) -> str | None:
+            if not store.check([_FAILED_KEY]):
+                return None
+            message: str = json.loads(store.get(_FAILED_KEY))
+            self._note_heard(store)
+            return message
+
+        message = self._ask(read)
+        if message is not None:
+            raise PipelineError(message)
+        lost = None if self._signs is None else self._signs.describe_lost()
+        if lost is not None:
+            raise PeerLost(lost)
+
+    def wait_for(
+        self,
+        keys: list[str],
+        timeout_s: float,
+        describe: Callable[[list[str]], str],
+        *,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> list[Any]:
+        """The values of the keys once all are there.
+
+        Raises what raise_if_failed() and `meanwhile` raise while it waits, and PeerLost after timeout_s,
+        naming by `describe` the keys that are missing.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        missing = list(keys)
+
+        def still_missing(store: dist.Store) -> list[str]:
+            return [key for key in missing if not store.check([key])]
+
+        while True:
+            missing = self._ask(still_missing)
+            if not missing:
+                return self._ask(lambda store: [json.loads(store.get(key)) for key in keys])
+            meanwhile()
+            self.raise_if_failed()
+            if time.monotonic() > deadline_s:
+                raise PeerLost(f"{describe(missing)} within {timeout_s:g} s")
+            time.sleep(_POLL_PERIOD_S)
+
+    # Signs of life.
+
+    def join(self, peer_timeout_s: float) -> None:
+        """From now on this rank gives signs of life, and looks for those of the others."""
+        assert self._rank is not None
+        self._patience_s = peer_timeout_s
+        self._signs = _Signs(self._rank, self._world_size, peer_timeout_s)
+        self.enter(self._phase)  # wakes the thread, which goes on with them
+
+    def enter(self, phase: str) -> None:
+        """phase: "opening links", as in "rank 2 gave no sign of life for 15 s while opening links"."""
+        self._phase = phase
+        signs = self._signs
+        if signs is not None:
+            self._ask(lambda store: signs.enter(store, phase))
+
+    def leave(self) -> None:
+        """This rank's links are open: they tell of its end, and of that of its peers. Best effort: nothing
+        here needs the store any more."""
+        signs, self._signs = self._signs, None
+        if signs is not None:
+            concurrent.futures.wait([self._post(signs.end)], _LAST_SIGN_S)
+
+    def _linger(self) -> None:
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        deadline_s = time.monotonic() + _LINGER_S
+
+        def waiting(store: dist.Store) -> list[int]:
+            return [rank for rank in others if not _needs_no_store(store, rank)]
+
+        try:
+            while self._ask(waiting) and time.monotonic() < deadline_s:
+                time.sleep(_POLL_PERIOD_S)
+        except PeerLost:
+            pass  # there is no store to stay for
+
+    def _note_heard(self, store: dist.Store) -> None:
+        if self._rank is not None:
+            store.set(_heard_key(self._rank), "")
+
+    # The store's thread.
+
+    def _ask(self, call: Callable[[dist.Store], _T]) -> _T:
+        """What the call returns, made on the store's thread. Raises PeerLost when the store is gone."""
+        if self._store_is_gone:
+            raise PeerLost(self._store_is_gone)
+        answer = self._post(call)
+        try:
+            return answer.result(self._patience_s)
+        except concurrent.futures.TimeoutError:
+            how = f"has not answered for {self._patience_s:g} s"
+        except dist.DistError:
+            how = "is gone"
+        self._store_is_gone = f"{self._host}, which hosts the store of the run, {how} while {self._phase}"
+        raise PeerLost(self._store_is_gone) from None
+
+    def _post(self, call: Callable[[dist.Store], _T]) -> concurrent.futures.Future[_T]:
+        answer: concurrent.futures.Future[_T] = concurrent.futures.Future()
+
+        def perform() -> None:
+            try:
+                answer.set_result(call(self._store))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        self._calls.put(perform)
+        return answer
+
+    def _serve(self) -> None:
+        while True:
+            signs = self._signs
+            timeout_s = None if signs is None else max(0.0, signs.due_s - time.monotonic())
+            try:
+                call = self._calls.get(timeout=timeout_s)
+            except queue.Empty:
+                assert signs is not None
+                signs.give(self._store)
+                continue
+            if call is None:
+                return
+            call()
+
+
+class _Signs:
+    """This rank's signs of life and those of the others. Of the store's thread, but for describe_lost()."""
+
+    def __init__(self, rank: int, world_size: int, peer_timeout_s: float) -> None:
+        self._rank = rank
+        self._unheard = [other for other in range(world_size) if other != rank]
+        self._heard: list[int] = []
+        self._peer_timeout_s = peer_timeout_s
+        self._liveness = LivenessMonitor(peer_timeout_s)
+        self._count = 0
+        self._lost: str | None = None
+        self._phase = ""
+        self.due_s = 0.0
+        """When the next sign is to be given."""
+
+    def describe_lost(self) -> str | None:
+        return self._lost
+
+    def enter(self, store: dist.Store, phase: str) -> None:
+        """Said at once: the next sign may never come."""
+        self._phase = phase
+        self._say(store)
+
+    def end(self, store: dist.Store) -> None:
+        self._say(store, is_done=True)
+
+    def give(self, store: dist.Store) -> None:
+        """One sign, and a look at the others'."""
+        try:
+            self._say(store)
+            self._look(store)
+        except dist.DistError:
+            self.due_s = float("inf")  # whoever asks the store next says so
+
+    def _say(self, store: dist.Store, *, is_done: bool = False) -> None:
+        self._count += 1
+        sign = Sign(self._count, self._peer_timeout_s, self._phase, is_done)
+        store.set(_sign_key(self._rank), sign.to_json())
+        self.due_s = time.monotonic() + sign_period_s(self._peer_timeout_s)
+
+    def _look(self, store: dist.Store) -> None:
+        new = [rank for rank in self._unheard if store.check([_sign_key(rank)])]
+        self._heard += new
+        self._unheard = [rank for rank in self._unheard if rank not in new]
+        if not self._heard:
+            return
+        texts = store.multi_get([_sign_key(rank) for rank in self._heard])
+        signs = {rank: Sign.from_json(text) for rank, text in zip(self._heard, texts, strict=True)}
+        self._liveness.observe(signs, time.monotonic())
+        self._lost = self._liveness.describe_lost()
+
+
+def _sign_key(rank: int) -> str:
+    return f"signs of life/{rank}"
+
+
+def _heard_key(rank: int) -> str:
+    return f"{_FAILED_KEY}/heard/{rank}"
+
+
+def _needs_no_store(store: dist.Store, rank: int) -> bool:
+    """It knows that the run has failed, or hears it by its links."""
+    if store.check([_heard_key(rank)]):
+        return True
+    return store.check([_sign_key(rank)]) and Sign.from_json(store.get(_sign_key(rank))).is_done

@@ -1,0 +1,95 @@
+"""Tensors and documents outside the schedule, in pieces: initial weights, final weights, results.
+
+Both ends know what comes next, so the pieces carry bytes only. Blocking; owned by the worker's compute
+thread, before the first minibatch and after the last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from pipedream import _core
+from pipedream.model.boundary import exportable
+
+__all__ = [
+    "PIECE_BYTES",
+    "receive_document",
+    "receive_tensors",
+    "relay_document",
+    "relay_tensors",
+    "send_document",
+    "send_tensors",
+]
+
+PIECE_BYTES = 1 << 20
+
+
+def send_tensors(core: _core.Worker, channel: str, tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        _send_bytes(core, channel, _bytes_of(exportable(tensor.cpu())))
+
+
+def receive_tensors(core: _core.Worker, channel: str, tensors: list[Tensor]) -> None:
+    """Fills the tensors, which may be on any device, with what send_tensors sent."""
+    for tensor in tensors:
+        landed = torch.empty(tensor.shape, dtype=tensor.dtype)
+        _receive_bytes(core, channel, _bytes_of(landed))
+        with torch.no_grad():
+            tensor.copy_(landed)
+
+
+def send_document(core: _core.Worker, channel: str, document: Any) -> None:
+    """A JSON document."""
+    text = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
+    send_tensors(core, channel, [torch.tensor([text.numel()]), text])
+
+
+def receive_document(core: _core.Worker, channel: str) -> Any:
+    size = torch.empty(1, dtype=torch.int64)
+    receive_tensors(core, channel, [size])
+    text = torch.empty(int(size), dtype=torch.uint8)
+    receive_tensors(core, channel, [text])
+    return json.loads(text.numpy().tobytes())
+
+
+def relay_document(core: _core.Worker, source: str, sink: str) -> Any:
+    """Passes on what send_document sent, and returns it."""
+    document = receive_document(core, source)
+    send_document(core, sink, document)
+    return document
+
+
+def relay_tensors(core: _core.Worker, source: str, sink: str, sizes_bytes: Iterable[int]) -> None:
+    """Passes on what send_tensors sent, piece by piece."""
+    for num_bytes in sizes_bytes:
+        for _ in range(0, num_bytes, PIECE_BYTES):
+            core.send_item(sink, [torch.utils.dlpack.to_dlpack(_receive_piece(core, source))])
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _send_bytes(core: _core.Worker, channel: str, content: Tensor) -> None:
+    for begin in range(0, content.numel(), PIECE_BYTES):
+        piece = content[begin : begin + PIECE_BYTES]
+        core.send_item(channel, [torch.utils.dlpack.to_dlpack(piece)])
+
+
+def _receive_bytes(core: _core.Worker, channel: str, content: Tensor) -> None:
+    for begin in range(0, content.numel(), PIECE_BYTES):
+        piece = content[begin : begin + PIECE_BYTES]
+        piece.copy_(_receive_piece(core, channel))
+
+
+def _receive_piece(core: _core.Worker, channel: str) -> Tensor:
+    item = core.receive_item(channel)
+    assert item is not None  # there is no time-out
+    (capsule,) = item.take_tensors()
+    return from_dlpack(capsule)

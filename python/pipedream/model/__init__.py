@@ -1,0 +1,1 @@
+"""A user's model as layers: splitting, boundaries, microbatches, precision, recomputation, the profiler."""

@@ -1,0 +1,534 @@
+"""Boundary: what crosses the cut between two stages, planned from a rehearsal and checked at every minibatch.
+
+A value is a tensor, or nested tuples, lists and dicts (str keys) of tensors and JSON constants. On the wire
+only its tensors travel, each once, in the order of the structure; the structure is known to both sides.
+Also the small checks and helpers that everyone who runs layers shares. Stateless; any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipedream import _core
+from pipedream.common.errors import afterwards
+from pipedream.model.seeding import RngState
+from pipedream.model.splitter import dtype_name
+
+__all__ = [
+    "Boundary",
+    "TensorSpec",
+    "boundary_input",
+    "check_loss",
+    "check_pair",
+    "device_of",
+    "exportable",
+    "map_tensors",
+    "tensors_of",
+    "to_device",
+    "untouched",
+]
+
+# Of a module's attributes, what cannot change but by being replaced.
+_PLAIN = (bool, int, float, complex, str, type(None))
+# Of the wire (csrc/base/dtype.h).
+_WIRE_DTYPES = {
+    dtype_name(dtype): dtype
+    for dtype in (
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.bool,
+        torch.complex64,
+        torch.complex128,
+    )
+}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a boundary, as planned: the largest that may cross."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    requires_grad: bool
+    """Whether a gradient comes back for it."""
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The structure of a value and the tensors in it.
+
+    `structure` is JSON-ready, one node of: {"tensor": index}, {"tuple": [nodes]}, {"list": [nodes]},
+    {"dict": {key: node}}, {"constant": value}. A tensor object that occurs twice has one index and crosses
+    once.
+    """
+
+    structure: dict[str, Any]
+    tensors: tuple[TensorSpec, ...]
+
+    @classmethod
+    def of(
+        cls, value: Any, *, name: str = "the value", needs_tensor: bool = True, num_beside: int = 0
+    ) -> Boundary:
+        """The boundary of a value. Raises ValueError, naming the place, for what cannot cross.
+
+        needs_tensor: constants alone cannot. num_beside: of further tensors that will cross with it.
+        """
+        index_of: dict[int, int] = {}
+        specs: list[TensorSpec] = []
+        structure = _describe(value, name, index_of, specs)
+        if not specs and needs_tensor:
+            raise ValueError(f"{name} has no tensor in it: a stage must pass on at least one")
+        most = _core.NUM_TENSORS_MAX - num_beside
+        if len(specs) > most:
+            raise ValueError(
+                f"{name} has {len(specs)} tensors: at most {most} can cross a cut, so join some or cut"
+                " elsewhere"
+            )
+        return cls(structure, tuple(specs))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that cross per minibatch in one direction, as planned."""
+        return sum(spec.num_bytes for spec in self.tensors)
+
+    @functools.cached_property
+    def _lone(self) -> TensorSpec | None:
+        """Of a value that is one tensor, as most are; None for any other."""
+        return self.tensors[0] if "tensor" in self.structure else None
+
+    def checked(
+        self, value: Any, *, stage: int | None = None, minibatch: int | None = None
+    ) -> list[torch.Tensor]:
+        """The tensors of a value in the order they cross, as flatten() gives them and check() wants them."""
+        lone = self._lone
+        if (  # as planned, in every minibatch but a short one
+            lone is not None
+            and isinstance(value, torch.Tensor)
+            and value.shape == lone.shape
+            and value.dtype == lone.dtype
+            and (lone.requires_grad or not value.requires_grad)
+        ):
+            return [value]
+        tensors = self.flatten(value, stage=stage, minibatch=minibatch)
+        self.check(tensors, stage=stage, minibatch=minibatch)
+        return tensors
+
+    def flatten(
+        self, value: Any, *, stage: int | None = None, minibatch: int | None = None
+    ) -> list[torch.Tensor]:
+        """The tensors of a value in the order they cross.
+
+        Raises ValueError naming stage, minibatch and place when the structure or a constant is not as
+        planned, or a tensor needs a gradient that was not planned.
+        """
+        tensors: list[torch.Tensor | None] = [None] * len(self.tensors)
+        fault = _collect(self.structure, value, "the value", tensors)
+        if fault is not None:
+            raise ValueError(f"{_where(stage, minibatch)}{fault}: keep the structure of the first minibatch")
+        found: list[torch.Tensor] = []
+        for tensor_index, (tensor, spec) in enumerate(zip(tensors, self.tensors, strict=True)):
+            assert tensor is not None  # every index occurs in the structure
+            if tensor.requires_grad and not spec.requires_grad:
+                raise ValueError(
+                    f"{_where(stage, minibatch)}tensor {tensor_index} needs a gradient, but in the "
+                    f"first minibatch it needed none: do not switch requires_grad or no_grad between "
+                    f"minibatches"
+                )
+            found.append(tensor)
+        return found
+
+    def unflatten(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The value that holds these tensors; the inverse of flatten."""
+        return tensors[0] if self._lone is not None else _build(self.structure, tensors)
+
+    def check(
+        self, tensors: Sequence[torch.Tensor], *, stage: int | None = None, minibatch: int | None = None
+    ) -> None:
+        """Raises ValueError naming stage and minibatch unless the tensors fit what was planned.
+
+        Refused: another number of tensors, dtype or rank; a larger first dimension or more bytes. Smaller
+        is fine, as a short last batch is.
+        """
+        if len(tensors) != len(self.tensors):
+            raise ValueError(
+                f"{_where(stage, minibatch)}{len(tensors)} tensors, planned {len(self.tensors)}: pass on the "
+                f"same tensors in every minibatch"
+            )
+        for tensor_index, (tensor, spec) in enumerate(zip(tensors, self.tensors, strict=True)):
+            if tensor.shape == spec.shape and tensor.dtype == spec.dtype:
+                continue
+            fault = _misfit(tensor, spec)
+            if fault is not None:
+                raise ValueError(f"{_where(stage, minibatch)}tensor {tensor_index} {fault}")
+
+    def to_json(self) -> str:
+        tensors = [
+            {
+                "dtype": dtype_name(spec.dtype),
+                "shape": list(spec.shape),
+                "requires_grad": spec.requires_grad,
+            }
+            for spec in self.tensors
+        ]
+        return json.dumps({"structure": self.structure, "tensors": tensors}, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Boundary:
+        """The inverse of to_json. Raises ValueError for text that to_json does not write."""
+        try:
+            fields = json.loads(text)
+            specs = tuple(
+                TensorSpec(
+                    _WIRE_DTYPES[spec["dtype"]],
+                    tuple(_whole(size) for size in spec["shape"]),
+                    spec["requires_grad"] is True,
+                )
+                for spec in fields["tensors"]
+            )
+            indices = set(_indices(fields["structure"]))
+            if indices != set(range(len(specs))):
+                raise ValueError(f"tensor indices {sorted(indices)} for {len(specs)} tensors")
+            return cls(fields["structure"], specs)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"not a boundary: {error}") from None
+
+
+class _Alias(torch.autograd.Function):
+    """The same memory as a tensor that autograd takes for neither a leaf nor a view.
+
+    `.data` and not detach(): a view that a custom function returns may not be modified in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+# Not _Alias.apply, which first looks for transforms of torch.func: that takes longer than all the rest, and
+# there are none around a stage.
+_alias = super(torch.autograd.Function, _Alias).apply
+
+
+def boundary_input(leaf: torch.Tensor) -> torch.Tensor:
+    """What a stage's first layer is given for a received leaf: a non-leaf, non-view alias of its memory.
+
+    So a first layer that works in place (nn.ReLU(inplace=True)) is allowed, as it is in the unsplit model;
+    it overwrites the leaf's memory, and the gradient still arrives in leaf.grad. A tensor that needs no
+    gradient is returned as it is.
+    """
+    if not leaf.requires_grad:
+        return leaf
+    alias: torch.Tensor = _alias(leaf)  # type: ignore[no-untyped-call]
+    return alias
+
+
+@contextlib.contextmanager
+def untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Layers may run inside; afterwards everything is as it was.
+
+    Kept: all random number generators, buffers (contents and objects), each parameter's .grad (None
+    inside), training flags, and what else a module has as plain numbers, flags and texts, as a counter or
+    `initialised`, without which a layer would take its next minibatch for another than the first.
+    """
+    all_modules = list({id(m): m for module in modules for m in module.modules()}.values())
+    parameters = {id(p): p for module in all_modules for p in module.parameters(recurse=False)}
+    rng_state = RngState.capture()
+    buffers = [(module, dict(module._buffers)) for module in all_modules if module._buffers]
+    contents = {
+        id(buffer): (buffer, buffer.detach().clone())
+        for _, named in buffers
+        for buffer in named.values()
+        if buffer is not None
+    }
+    gradients = [(parameter, parameter.grad) for parameter in parameters.values()]
+    attributes = [(module, type(module), set(vars(module)), _plain(vars(module))) for module in all_modules]
+    for parameter, _ in gradients:
+        parameter.grad = None
+
+    def restore() -> None:
+        for module, kind, names, plain in attributes:
+            if type(module) is kind:  # a lazy module has become another, with attributes of its own
+                for name in vars(module).keys() - names:
+                    del vars(module)[name]
+                vars(module).update(plain)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, content in contents.values():
+                buffer.copy_(content)
+        for module, named in buffers:
+            module._buffers.clear()
+            module._buffers.update(named)
+        rng_state.restore()
+
+    with afterwards(restore):
+        yield
+
+
+def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if isinstance(value, _PLAIN)}
+
+
+def check_pair(batch: Any, minibatch: int) -> tuple[Any, Any]:
+    """(inputs, targets) of what `data` or `batches` yielded. Raises TypeError naming the minibatch."""
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        what = type(batch).__name__ + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
+        raise TypeError(
+            f"minibatch {minibatch} of the data is a {what}: yield pairs (inputs, targets); several "
+            f"inputs go into one tuple"
+        )
+    return batch[0], batch[1]
+
+
+def check_loss(loss: Any, minibatch: int) -> torch.Tensor:
+    """The loss, if it is a scalar tensor to start a backward from. Raises TypeError or ValueError."""
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(
+            f"loss_fn returned a {type(loss).__name__} for minibatch {minibatch}: return a scalar tensor"
+        )
+    if loss.ndim != 0:
+        raise ValueError(
+            f"loss_fn returned a tensor of shape {tuple(loss.shape)} for minibatch {minibatch}: return a "
+            f"scalar, for example its mean()"
+        )
+    if not loss.is_floating_point():
+        raise ValueError(
+            f"loss_fn returned a {dtype_name(loss.dtype)} tensor for minibatch {minibatch}: return a "
+            f"floating-point scalar"
+        )
+    return loss
+
+
+def exportable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's values as plain contiguous memory, for whoever reads it by its address.
+
+    The same memory where that is what it is already; the lazy conjugate and negative bits, which DLPack and
+    raw pointers do not carry, are resolved.
+    """
+    plain = tensor.detach()
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
+    return plain if plain.is_contiguous() else plain.contiguous()
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """The value with function(tensor) for each tensor in its tuples, lists and dicts.
+
+    A tensor object that occurs twice is mapped once.
+    """
+    return function(value) if isinstance(value, torch.Tensor) else _map(function, value, {})
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in a value's tuples, lists and dicts, each object once."""
+    found: dict[int, torch.Tensor] = {}
+    _find(value, found)
+    return list(found.values())
+
+
+def device_of(modules: Iterable[nn.Module]) -> torch.device:
+    """Where the first parameter or buffer is; the CPU when there is none."""
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            return tensor.device
+    return torch.device("cpu")
+
+
+def to_device(value: Any, device: torch.device, *, copy: bool = False) -> Any:
+    """The value with its tensors on the device; those that are there already stay the same objects, unless
+    `copy` wants all of them in memory of their own."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, copy=copy)
+    return _map(lambda tensor: tensor.to(device, copy=copy), value, {})
+
+
+def _describe(value: Any, place: str, index_of: dict[int, int], specs: list[TensorSpec]) -> dict[str, Any]:
+    # Exact types only: a named tuple or an ordered dict would arrive as another type than it left.
+    if isinstance(value, torch.Tensor):
+        if id(value) not in index_of:
+            index_of[id(value)] = len(specs)
+            specs.append(_spec_of(value, place))
+        return {"tensor": index_of[id(value)]}
+    if type(value) in (tuple, list):
+        kind = "tuple" if type(value) is tuple else "list"
+        return {kind: [_describe(item, f"{place}[{i}]", index_of, specs) for i, item in enumerate(value)]}
+    if type(value) is dict:
+        for key in value:
+            if type(key) is not str:
+                raise ValueError(f"{place} has the dict key {key!r}: only str keys can cross a cut")
+        return {
+            "dict": {
+                key: _describe(item, f"{place}[{key!r}]", index_of, specs) for key, item in value.items()
+            }
+        }
+    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
+        return {"constant": value}
+    what = repr(value) if isinstance(value, float) else f"a {type(value).__name__}"
+    raise ValueError(
+        f"{place} is {what}: only tensors, JSON constants, and tuples, lists and dicts of them can "
+        f"cross a cut"
+    )
+
+
+def _spec_of(tensor: torch.Tensor, place: str) -> TensorSpec:
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{place} is a {tensor.layout} tensor: only dense tensors can cross a cut")
+    if dtype_name(tensor.dtype) not in _WIRE_DTYPES:
+        raise ValueError(
+            f"{place} has dtype {dtype_name(tensor.dtype)}, which cannot cross a cut: cast it first"
+        )
+    most = _core.NUM_DIMS_MAX
+    if tensor.ndim > most:
+        raise ValueError(
+            f"{place} has {tensor.ndim} dimensions: at most {most} can cross a cut, so reshape it"
+        )
+    return TensorSpec(tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
+
+
+def _collect(node: dict[str, Any], value: Any, place: str, tensors: list[torch.Tensor | None]) -> str | None:
+    # Fills in the tensors; returns what is not as planned.
+    ((kind, content),) = node.items()
+    if kind == "tensor":
+        if not isinstance(value, torch.Tensor):
+            return f"{place} is a {type(value).__name__}, planned a tensor"
+        known = tensors[content]
+        tensors[content] = value
+        return (
+            None
+            if known is None or known is value
+            else f"{place} was the same tensor as another, now it is not"
+        )
+    if kind == "constant":
+        same = type(value) is type(content) and value == content
+        return None if same else f"{place} is {_brief(value)}, planned the constant {content!r}"
+    if type(value).__name__ != kind:
+        return f"{place} is a {type(value).__name__}, planned a {kind}"
+    if kind == "dict":
+        if value.keys() != content.keys():
+            return f"{place} has the keys {list(value)}, planned {list(content)}"
+        items = [(f"{place}[{key!r}]", child, value[key]) for key, child in content.items()]
+    else:
+        if len(value) != len(content):
+            return f"{place} has {len(value)} items, planned {len(content)}"
+        items = [(f"{place}[{i}]", child, value[i]) for i, child in enumerate(content)]
+    for child_place, child, item in items:
+        fault = _collect(child, item, child_place, tensors)
+        if fault is not None:
+            return fault
+    return None
+
+
+def _build(node: dict[str, Any], tensors: Sequence[torch.Tensor]) -> Any:
+    ((kind, content),) = node.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "constant":
+        return content
+    if kind == "dict":
+        return {key: _build(child, tensors) for key, child in content.items()}
+    items = [_build(child, tensors) for child in content]
+    return tuple(items) if kind == "tuple" else items
+
+
+def _indices(node: Any) -> Iterator[int]:
+    ((kind, content),) = node.items()
+    if kind == "tensor":
+        yield _whole(content)
+    elif kind == "dict":
+        for child in content.values():
+            yield from _indices(child)
+    elif kind in ("tuple", "list"):
+        for child in content:
+            yield from _indices(child)
+    elif kind != "constant":
+        raise ValueError(f"unknown node {kind!r}")
+
+
+def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Any, done: dict[int, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        if id(value) not in done:
+            done[id(value)] = function(value)
+        return done[id(value)]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
+        return type(value)(*(_map(function, item, done) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_map(function, item, done) for item in value)
+    if isinstance(value, dict):
+        mapped = copy.copy(value)  # keeps a default factory and the like
+        for key, item in value.items():
+            mapped[key] = _map(function, item, done)
+        return mapped
+    return value
+
+
+def _find(value: Any, found: dict[int, torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        found[id(value)] = value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            _find(item, found)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _find(item, found)
+
+
+def _misfit(tensor: torch.Tensor, spec: TensorSpec) -> str | None:
+    shape = tuple(tensor.shape)
+    if tensor.dtype != spec.dtype:
+        return (
+            f"is {dtype_name(tensor.dtype)}, planned {dtype_name(spec.dtype)}: use one dtype in all "
+            f"minibatches"
+        )
+    if len(shape) != len(spec.shape):
+        return (
+            f"has shape {shape} of rank {len(shape)}, planned {spec.shape} of rank {len(spec.shape)}: use "
+            f"one rank in all minibatches"
+        )
+    larger = math.prod(shape) > math.prod(spec.shape) or (bool(shape) and shape[0] > spec.shape[0])
+    if larger:
+        return f"has shape {shape}, larger than the planned {spec.shape}: put the largest minibatch first"
+    return None
+
+
+def _where(stage: int | None, minibatch: int | None) -> str:
+    parts = [
+        f"{word} {number}"
+        for word, number in (("stage", stage), ("minibatch", minibatch))
+        if number is not None
+    ]
+    return ", ".join(parts) + ": " if parts else ""
+
+
+def _brief(value: Any) -> str:
+    return f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _whole(number: Any) -> int:
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{number!r} is not a count")
+    return number

@@ -1,0 +1,132 @@
+"""The user's functions `optimizer` and `lr_scheduler`: called, checked, and tried before any process starts.
+
+What they raise names the argument and the stage, and has the user's own error as its cause. Any thread.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from pipedream.common.errors import PipelineError, describe_error
+from pipedream.model.seeding import generators_kept
+
+__all__ = [
+    "NamedParameters",
+    "OptimizerFactory",
+    "SchedulerFactory",
+    "build_optimizer",
+    "build_scheduler",
+    "make_masters",
+    "try_factories",
+]
+
+NamedParameters = Sequence[tuple[str, nn.Parameter]]
+OptimizerFactory = Callable[..., torch.optim.Optimizer]
+SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
+
+
+def make_masters(named: NamedParameters) -> list[nn.Parameter]:
+    """Parameters of the optimizer's own that share the memory, and the marks, of these."""
+    return [_make_master(parameter) for _, parameter in named]
+
+
+def build_optimizer(
+    factory: OptimizerFactory, names: Sequence[str], parameters: list[nn.Parameter], where: str
+) -> torch.optim.Optimizer:
+    """Calls the user's factory with the parameters, or with (name, parameter) pairs if it asks for them.
+
+    where: "stage 1", for errors. Raises ValueError or TypeError for what it raises so, PipelineError for
+    whatever else it raises, and refuses what it returns where that cannot train.
+    """
+    given = list(zip(names, parameters, strict=True)) if _wants_names(factory) else parameters
+    try:
+        optimizer = factory(given)
+    except Exception as error:
+        _raise_named("optimizer", where, error)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer returned {type(optimizer).__name__}: it must return a torch.optim.Optimizer, as"
+            " functools.partial(torch.optim.SGD, lr=0.1) does"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "optimizer is LBFGS, which computes the loss again and again in one step (a closure): a pipeline"
+            " has one backward per update; use another, for example torch.optim.Adam"
+        )
+    masters = {id(parameter) for parameter in parameters}
+    if any(id(p) not in masters for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            "optimizer was made of other parameters than those it was called with: use its argument, as"
+            " in lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
+        )
+    return optimizer
+
+
+def build_scheduler(factory: SchedulerFactory, optimizer: torch.optim.Optimizer, where: str) -> Any:
+    """Calls the user's factory with the optimizer; raises as build_optimizer does."""
+    try:
+        scheduler = factory(optimizer)
+    except Exception as error:
+        _raise_named("lr_scheduler", where, error)
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ValueError(
+            "lr_scheduler is a ReduceLROnPlateau, which needs a metric that the stages do not have: use one"
+            " that counts steps, as functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1000)"
+        )
+    if not callable(getattr(scheduler, "step", None)):
+        raise TypeError(
+            f"lr_scheduler returned {type(scheduler).__name__}: it must return a learning-rate scheduler, as"
+            " functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1000) does"
+        )
+    return scheduler
+
+
+def try_factories(
+    stages: Sequence[NamedParameters],
+    optimizer: OptimizerFactory,
+    lr_scheduler: SchedulerFactory | None,
+    device_type: str,
+) -> None:
+    """Calls them as each stage will, so that a mistake is told before the run starts, and forgets what they
+    made. stages: the parameters that each one updates. device_type: where they will be then.
+
+    Where the parameters are elsewhere now the factories may fail for that reason alone (fused=True), and
+    nothing is said: the stage's own call will tell. Random number generators stay as they are.
+    """
+    with generators_kept():
+        for stage_index, named in enumerate(stages):
+            if not named:
+                continue
+            try:
+                made = build_optimizer(
+                    optimizer, [name for name, _ in named], make_masters(named), f"stage {stage_index}"
+                )
+                if lr_scheduler is not None:
+                    build_scheduler(lr_scheduler, made, f"stage {stage_index}")
+            except (ValueError, TypeError, PipelineError):
+                if all(parameter.device.type == device_type for _, parameter in named):
+                    raise
+
+
+def _raise_named(argument: str, where: str, error: Exception) -> NoReturn:
+    kind = next((kind for kind in (ValueError, TypeError) if isinstance(error, kind)), PipelineError)
+    raise kind(f"{argument}(...) of {where} raised {describe_error(error)}") from error
+
+
+def _wants_names(factory: Callable[..., Any]) -> bool:
+    try:
+        parameters = list(inspect.signature(factory).parameters)
+    except (TypeError, ValueError):  # no signature to be had: a builtin
+        return False
+    return bool(parameters) and parameters[0] == "named_parameters"
+
+
+def _make_master(parameter: nn.Parameter) -> nn.Parameter:
+    master = nn.Parameter(parameter.data)
+    master.__dict__.update(parameter.__dict__)
+    return master

@@ -1,0 +1,178 @@
+"""Random numbers: which generator each part of a run draws from, so that a run can be repeated exactly.
+
+The rule, the same in the workers and in reference.py:
+
+- One stage: everything draws from the process's global generators, as in a plain PyTorch loop; a seed
+  that is given is set first with `seed_all`.
+- Several stages: the data own the global generators (torch, `random`, numpy), set with
+  `seed_all(data_seed(base))`, so that every worker reads the same stream; stage s draws from a torch
+  stream of its own, `RngStream(stage_seed(base, s))`, entered for each of its forwards, so that no
+  stage's draws depend on which process it runs in. The loss draws from the last stage's stream. `base` is
+  `base_seed(seed)` of the caller (of rank 0 under torchrun).
+
+So a layer of a pipeline draws from torch's generator only (as dropout does), and only in its forward.
+Generators are global to a process: use by the thread that runs the stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from pipedream.common.checks import is_whole
+
+__all__ = [
+    "RngState",
+    "RngStream",
+    "base_seed",
+    "data_seed",
+    "generators_kept",
+    "seed_all",
+    "seed_data",
+    "stage_seed",
+]
+
+_SEED_BITS = 63  # torch.manual_seed takes a signed 64-bit number
+_NUMPY_SEED_BITS = 32  # numpy.random.seed takes no more
+
+
+def base_seed(seed: int | None) -> int:
+    """The 63-bit number all streams of a run derive from: of `seed`, or of torch's present CPU state.
+
+    Draws nothing: the state stays as it is. Only torch's state counts, so that a script that calls
+    torch.manual_seed and no more is repeatable. Raises TypeError for a seed that is no int.
+    """
+    if seed is None:
+        return _mix(b"state", torch.get_rng_state().numpy().tobytes())
+    if not is_whole(seed):
+        raise TypeError(f"seed is {seed!r}: give an int, or None to continue from torch's present state")
+    return _mix(b"seed", str(seed).encode())
+
+
+def stage_seed(base: int, stage_index: int) -> int:
+    """The 63-bit seed of one stage's stream; the same on every machine and version."""
+    return _mix(b"stage", f"{base} {stage_index}".encode())
+
+
+def data_seed(base: int) -> int:
+    """The 63-bit seed of the stream that the data (shuffling, augmentation) draw from."""
+    return _mix(b"data", str(base).encode())
+
+
+def seed_all(seed: int) -> None:
+    """Sets the global generators: torch on all devices, `random`, and numpy's if numpy is imported.
+
+    `seed` is a number that torch.manual_seed takes.
+    """
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % (1 << _NUMPY_SEED_BITS))
+
+
+def seed_data(base: int, seed: int | None, num_stages: int) -> None:
+    """Sets the global generators as whoever reads the data of a run does, by the rule above."""
+    if num_stages > 1:
+        seed_all(data_seed(base))
+    elif seed is not None:
+        seed_all(seed)
+
+
+@dataclass(frozen=True)
+class RngState:
+    """A copy of every global generator: torch CPU, torch CUDA, `random`, numpy (if imported)."""
+
+    torch_cpu: torch.Tensor
+    torch_cuda: tuple[torch.Tensor, ...]
+    """One per device; empty when CUDA was not initialised at capture."""
+    python: tuple[Any, ...]
+    numpy: Any | None
+
+    @classmethod
+    def capture(cls) -> RngState:
+        numpy = sys.modules.get("numpy")
+        numpy_state = None if numpy is None else numpy.random.get_state()
+        return cls(torch.get_rng_state(), _cuda_state(), random.getstate(), numpy_state)
+
+    def restore(self) -> None:
+        """Puts the generators back; the state may be restored any number of times."""
+        torch.set_rng_state(self.torch_cpu)
+        _set_cuda_state(self.torch_cuda)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[RngState]:
+    """Inside, the generators may be used; afterwards they are as they were. Gives their state."""
+    state = RngState.capture()
+    try:
+        yield state
+    finally:
+        state.restore()
+
+
+class RngStream:
+    """A torch stream of its own (CPU and CUDA). `with stream:` draws from it where it was left.
+
+    Swapping costs about 1 us each way: `random` and numpy are left alone, they belong to the data.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._inside: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
+        self._outside: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
+
+    def __enter__(self) -> RngStream:
+        if self._outside is not None:
+            raise RuntimeError("this RngStream is already entered")
+        self._outside = (torch.get_rng_state(), _cuda_state())
+        if self._inside is None:
+            torch.manual_seed(self._seed)
+            return self
+        cpu_state, cuda_state = self._inside
+        torch.set_rng_state(cpu_state)
+        if cuda_state:
+            _set_cuda_state(cuda_state)
+        elif _cuda_is_initialized():  # CUDA came up since this stream was left
+            torch.cuda.manual_seed_all(self._seed)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._outside is not None
+        self._inside = (torch.get_rng_state(), _cuda_state())
+        cpu_state, cuda_state = self._outside
+        torch.set_rng_state(cpu_state)
+        _set_cuda_state(cuda_state)
+        self._outside = None
+
+
+def _cuda_state() -> tuple[torch.Tensor, ...]:
+    # Asking an uninitialised CUDA would initialise it, which costs memory and forbids a later fork.
+    return tuple(torch.cuda.get_rng_state_all()) if _cuda_is_initialized() else ()
+
+
+def _cuda_is_initialized() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _set_cuda_state(state: tuple[torch.Tensor, ...]) -> None:
+    for device_index, device_state in enumerate(state):
+        torch.cuda.set_rng_state(device_state, device_index)
+
+
+def _mix(purpose: bytes, content: bytes) -> int:
+    digest = hashlib.blake2b(content, digest_size=8, person=b"pd " + purpose).digest()
+    return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)

@@ -1,0 +1,186 @@
+"""Profile: what each layer of a model costs, measured on one device. The file form is pipedream.profile/1.
+
+Values that never change once built; any thread. Needs no torch: the profiler fills it, the partitioner
+reads it, files carry it between machines.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipedream.common.document import (
+    check_format,
+    check_list,
+    check_number,
+    check_object,
+    check_text,
+    check_whole,
+    read_document,
+    require,
+    write_document,
+)
+from pipedream.common.errors import FileFormatError
+from pipedream.common.table import format_table, shorten
+from pipedream.common.units import format_bytes
+
+__all__ = ["LayerProfile", "Profile"]
+
+_KIND = "profile"
+_VERSION = 1
+_FORMAT = f"pipedream.{_KIND}/{_VERSION}"
+_LAYER_FIELDS = ("name", "forward_ms", "backward_ms", "activation_bytes", "parameter_bytes")
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """One layer's cost per minibatch. Raises ValueError naming the field for a figure that cannot be."""
+
+    name: str
+    forward_ms: float
+    backward_ms: float
+    activation_bytes: int
+    """All bytes that cross the cut after this layer, each tensor once; 0 after the last layer."""
+    parameter_bytes: int
+    saved_bytes: int | None = None
+    """What autograd keeps of a minibatch for this backward, without parameters; None: not measured."""
+    extra: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Fields of the file that this version does not know; written back as they were."""
+
+    def __post_init__(self) -> None:
+        check_text("name", self.name)
+        _set(self, "forward_ms", check_number("forward_ms", self.forward_ms))
+        _set(self, "backward_ms", check_number("backward_ms", self.backward_ms))
+        _set(self, "activation_bytes", check_whole("activation_bytes", self.activation_bytes))
+        _set(self, "parameter_bytes", check_whole("parameter_bytes", self.parameter_bytes))
+        if self.saved_bytes is not None:
+            _set(self, "saved_bytes", check_whole("saved_bytes", self.saved_bytes))
+
+    @property
+    def compute_ms(self) -> float:
+        """Forward and backward of one minibatch: T_l of the paper."""
+        return self.forward_ms + self.backward_ms
+
+    def to_dict(self) -> dict[str, Any]:
+        saved = {} if self.saved_bytes is None else {"saved_bytes": self.saved_bytes}
+        return {name: getattr(self, name) for name in _LAYER_FIELDS} | saved | self.extra
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The layers of a model in order, with what they were measured on.
+
+    Raises ValueError for no layers and for a batch size or number of minibatches below 1.
+    """
+
+    layers: tuple[LayerProfile, ...]
+    model: str | None = None
+    batch_size: int | None = None
+    """Samples per minibatch; None where a sample is not a row, as in some translation models."""
+    device: str | None = None
+    minibatches: int | None = None
+    """How many minibatches the figures are means over."""
+    extra: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        _set(self, "layers", tuple(self.layers))
+        if not self.layers:
+            raise ValueError("layers is empty: a model has at least one layer")
+        for name in ("model", "device"):
+            if getattr(self, name) is not None:
+                check_text(name, getattr(self, name))
+        for name in ("batch_size", "minibatches"):
+            if getattr(self, name) is not None:
+                _set(self, name, check_whole(name, getattr(self, name), at_least=1))
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def compute_ms(self) -> float:
+        """Forward and backward of one minibatch through all layers, on one device."""
+        return sum(layer.compute_ms for layer in self.layers)
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(layer.parameter_bytes for layer in self.layers)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """Reads a pipedream.profile/1 file; raises FileFormatError naming file and field."""
+        return cls.from_dict(read_document(path, _KIND, _VERSION), source=os.fspath(path))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        write_document(path, self.to_dict())
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any], *, source: str = "profile") -> Profile:
+        """The profile in the fields of a file; `source` is what an error names. Unknown fields are kept."""
+        check_format(fields, _KIND, _VERSION, source)
+        try:
+            require(fields, ["layers"], "")
+            layers = check_list("layers", fields["layers"])
+            header = {name: fields.get(name) for name in ("model", "batch_size", "device", "minibatches")}
+            extra = {name: fields[name] for name in fields if name not in {"format", "layers", *header}}
+            return cls(
+                tuple(_layer_from_dict(i, layer) for i, layer in enumerate(layers)), **header, extra=extra
+            )
+        except ValueError as error:
+            raise FileFormatError(f"{source}: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields of the file, the long list of layers last."""
+        header = {
+            "format": _FORMAT,
+            "model": self.model,
+            "batch_size": self.batch_size,
+            "device": self.device,
+            "minibatches": self.minibatches,
+        }
+        return header | self.extra | {"layers": [layer.to_dict() for layer in self.layers]}
+
+    def __str__(self) -> str:
+        headings = ("layer", "name", "forward ms", "backward ms", "activation", "parameters", "saved")
+        rows = [
+            (
+                str(layer_index),
+                shorten(layer.name, 32),
+                f"{layer.forward_ms:.3f}",
+                f"{layer.backward_ms:.3f}",
+                format_bytes(layer.activation_bytes),
+                format_bytes(layer.parameter_bytes),
+                "" if layer.saved_bytes is None else format_bytes(layer.saved_bytes),
+            )
+            for layer_index, layer in enumerate(self.layers)
+        ]
+        title = f"profile of {self.model or 'a model'}: {self.num_layers} layers"
+        if self.batch_size is not None:
+            title += f", minibatches of {self.batch_size}"
+        if self.device is not None:
+            title += f", on {self.device}"
+        parameters = format_bytes(self.parameter_bytes)
+        sums = f"together {self.compute_ms:.3f} ms per minibatch, {parameters} of parameters"
+        return f"{title}\n\n{format_table(headings, rows, '><>>>>>')}\n\n{sums}"
+
+
+def _layer_from_dict(layer_index: int, value: object) -> LayerProfile:
+    where = f"layers[{layer_index}]"
+    fields = check_object(where, value)
+    require(fields, _LAYER_FIELDS, where + ".")
+    known = {*_LAYER_FIELDS, "saved_bytes"}
+    try:
+        return LayerProfile(
+            **{name: fields[name] for name in _LAYER_FIELDS},
+            saved_bytes=fields.get("saved_bytes"),
+            extra={name: fields[name] for name in fields if name not in known},
+        )
+    except ValueError as error:
+        raise ValueError(f"{where}.{error}") from None
+
+
+def _set(target: object, name: str, value: object) -> None:
+    # The dataclass is frozen for its users; its own checks still bring a value to its final type.
+    object.__setattr__(target, name, value)

@@ -1,0 +1,457 @@
+"""Plan: which layers run in which stage, on how many replicas. The file form is pipedream.plan/1.
+
+Values that never change once built; any thread. Needs no torch: the partitioner fills it or a person
+writes it by hand, the launcher and every worker read it, files carry it between machines.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipedream.common.checks import is_number
+from pipedream.common.document import (
+    check_figures,
+    check_format,
+    check_list,
+    check_number,
+    check_object,
+    check_text,
+    check_whole,
+    read_document,
+    require,
+    write_document,
+)
+from pipedream.common.errors import FileFormatError
+from pipedream.common.table import format_table, shorten
+from pipedream.common.units import format_bandwidth, format_bytes
+
+__all__ = ["Plan", "Stage"]
+
+_KIND = "plan"
+_VERSION = 1
+_FORMAT = f"pipedream.{_KIND}/{_VERSION}"
+_STAGE_FIELDS = ("first_layer", "last_layer", "num_replicas")
+_DERIVED_FIELDS = ("num_workers", "noam", "in_flight", "predicted")
+_OPTIONAL_FIELDS = ("model", "bandwidth_bytes_per_s", "cost_model", "bottleneck_ms")
+_FIELDS = ("format", "stages", *_DERIVED_FIELDS, *_OPTIONAL_FIELDS)
+_SIMILARITY_MIN = 0.75  # difflib's, of two names that differ in one letter, or in the order of two
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive layers that run together, both ends included. Raises ValueError naming the field."""
+
+    first_layer: int
+    last_layer: int
+    num_replicas: int = 1
+    worker: int | None = None
+    """The worker that runs it, where workers hold several stages (schedule "interleaved"); None: the plan
+    gives each replica of each stage a worker of its own, in order."""
+    extra: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Fields of the file that this version does not know; written back as they were."""
+
+    def __post_init__(self) -> None:
+        _set(self, "first_layer", check_whole("first_layer", self.first_layer))
+        _set(self, "last_layer", check_whole("last_layer", self.last_layer))
+        _set(self, "num_replicas", check_whole("num_replicas", self.num_replicas, at_least=1))
+        if self.worker is not None:
+            _set(self, "worker", check_whole("worker", self.worker))
+        if self.last_layer < self.first_layer:
+            raise ValueError(
+                f"last_layer is {self.last_layer}: it must not be below first_layer {self.first_layer}"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        return self.last_layer - self.first_layer + 1
+
+    def to_dict(self) -> dict[str, Any]:
+        worker = {} if self.worker is None else {"worker": self.worker}
+        return {name: getattr(self, name) for name in _STAGE_FIELDS} | worker | self.extra
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Stages that cover the layers 0, 1, ... in order, each layer once.
+
+    Only `stages` is needed; a plan may come from a person. Raises ValueError naming the field for
+    stages that overlap, leave gaps or are out of order, for fewer workers than replicas, and for an
+    `in_flight` of the wrong length or one that can deadlock.
+    """
+
+    stages: tuple[Stage, ...]
+    model: str | None = None
+    """Informative."""
+    num_workers: int = 0
+    """Workers asked for, of which `workers_used` may be fewer; 0 stands for as many as are used."""
+    bandwidth_bytes_per_s: float | None = None
+    cost_model: str | None = None
+    in_flight: tuple[int, ...] = ()
+    """n_s: minibatches in flight at each replica of stage s; () stands for the derived ones,
+    n_{S-1} = 1, n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s) (design.md, section 4)."""
+    bottleneck_ms: float | None = None
+    """Predicted time per minibatch of the slowest stage or boundary."""
+    predicted: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Optional figures of the cost model: samples_per_s, memory_bytes (null: not predicted), and what
+    print(plan) shows per stage: stage_ms (time per minibatch), stage_parameter_bytes, stage_layers
+    ([first, last] layer names), and boundary_ms (2 C_i after each stage but the last)."""
+    extra: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        _set(self, "stages", tuple(self.stages))
+        _check_stages(self.stages)
+        _check_workers(self.stages)
+        _set(
+            self, "num_workers", check_whole("num_workers", self.num_workers or self.workers_used, at_least=1)
+        )
+        if self.num_workers < self.workers_used:
+            raise ValueError(
+                f"num_workers is {self.num_workers}, but the stages have {self.workers_used} replicas"
+            )
+        if self.model is not None:
+            check_text("model", self.model)
+        if self.cost_model is not None:
+            check_text("cost_model", self.cost_model)
+        if self.bandwidth_bytes_per_s is not None:
+            bandwidth = check_number("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, positive=True)
+            _set(self, "bandwidth_bytes_per_s", bandwidth)
+        if self.bottleneck_ms is not None:
+            _set(self, "bottleneck_ms", check_number("bottleneck_ms", self.bottleneck_ms))
+        check_figures("predicted", check_object("predicted", self.predicted))
+        _set(self, "in_flight", tuple(self.in_flight) or _derive_in_flight(self.stages))
+        _check_in_flight(self.in_flight, self.stages)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    @property
+    def num_layers(self) -> int:
+        return self.stages[-1].last_layer + 1
+
+    @property
+    def workers_used(self) -> int:
+        if self.stages[0].worker is not None:
+            return len(set(self.worker_of_stage))
+        return sum(stage.num_replicas for stage in self.stages)
+
+    @property
+    def worker_of_stage(self) -> tuple[int, ...]:
+        """The rank of each stage's worker; of its first replica where it has several."""
+        if self.stages[0].worker is not None:
+            return tuple(stage.worker or 0 for stage in self.stages)
+        first_ranks, next_rank = [], 0
+        for stage in self.stages:
+            first_ranks.append(next_rank)
+            next_rank += stage.num_replicas
+        return tuple(first_ranks)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank runs, in order; none for a rank beyond the plan."""
+        return tuple(stage for stage, worker in enumerate(self.worker_of_stage) if worker == rank)
+
+    def describe_worker(self, rank: int) -> str:
+        """ "stage 1 (rank 1)", as errors and traces name a worker."""
+        stages = self.stages_of(rank)
+        if not stages:
+            return f"rank {rank}"
+        return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))} (rank {rank})"
+
+    @property
+    def noam(self) -> int:
+        """Number of optimal active minibatches, ceil(workers used / replicas of the input stage).
+
+        Source: PipeDream (SOSP'19), section 3.2. What is admitted is `in_flight[0]`.
+        """
+        return -(-self.workers_used // self.stages[0].num_replicas)
+
+    @classmethod
+    def straight(
+        cls, num_layers: int, num_stages: int, *, num_workers: int | None = None, model: str | None = None
+    ) -> Plan:
+        """An unreplicated plan with an equal number of layers per stage; the odd ones go upstream.
+
+        num_workers: for schedule "interleaved", fewer than stages: stage s goes to worker s mod num_workers.
+        """
+        check_whole("num_layers", num_layers, at_least=1)
+        check_whole("num_stages", num_stages, at_least=1)
+        if num_stages > num_layers:
+            raise ValueError(
+                f"num_stages is {num_stages}, but there are {num_layers} layers: a stage needs one"
+            )
+        if num_workers is not None and not 1 <= check_whole("num_workers", num_workers) <= num_stages:
+            raise ValueError(
+                f"num_workers is {num_workers}, but there are {num_stages} stages: give 1 to {num_stages}"
+            )
+        base, num_larger = divmod(num_layers, num_stages)
+        stages = []
+        first_layer = 0
+        for stage_index in range(num_stages):
+            last_layer = first_layer + base + (stage_index < num_larger) - 1
+            shared = num_workers is not None and num_workers < num_stages
+            worker = stage_index % num_workers if num_workers is not None and shared else None
+            stages.append(Stage(first_layer, last_layer, worker=worker))
+            first_layer = last_layer + 1
+        return cls(tuple(stages), model=model)
+
+    def hash(self) -> int:
+        """64 bits that two workers compare before they talk: equal for plans that run alike.
+
+        Made of the stages, their workers and in_flight only; the same on every machine and Python version.
+        """
+        content: list[Any] = [
+            [[s.first_layer, s.last_layer, s.num_replicas] for s in self.stages],
+            list(self.in_flight),
+        ]
+        if self.stages[0].worker is not None:
+            content.append(list(self.worker_of_stage))
+        text = json.dumps(content, separators=(",", ":"))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Reads a pipedream.plan/1 file; raises FileFormatError naming file and field, and warns of an
+        unknown field whose name is almost that of a known one."""
+        source = os.fspath(path)
+        plan = cls.from_dict(read_document(path, _KIND, _VERSION), source=source)
+        for caution in _misspelt_fields(plan):
+            warnings.warn(f"{source}: {caution}", stacklevel=2)
+        return plan
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        write_document(path, self.to_dict())
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any], *, source: str = "plan") -> Plan:
+        """The plan in the fields of a file; `source` is what an error names. Unknown fields are kept."""
+        check_format(fields, _KIND, _VERSION, source)
+        try:
+            require(fields, ["stages"], "")
+            stages = check_list("stages", fields["stages"])
+            plan = cls(
+                tuple(_stage_from_dict(i, stage) for i, stage in enumerate(stages)),
+                **{name: fields.get(name) for name in _OPTIONAL_FIELDS},
+                num_workers=_num_workers_from_dict(fields),
+                in_flight=_in_flight_from_dict(fields),
+                predicted=check_object("predicted", _given(fields, "predicted", {})),
+                extra={name: fields[name] for name in fields if name not in _FIELDS},
+            )
+            _check_noam(fields, plan)
+        except ValueError as error:
+            raise FileFormatError(f"{source}: {error}") from None
+        return plan
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields of the file."""
+        return {
+            "format": _FORMAT,
+            "model": self.model,
+            "num_workers": self.num_workers,
+            "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s,
+            "cost_model": self.cost_model,
+            "stages": [stage.to_dict() for stage in self.stages],
+            "noam": self.noam,
+            "in_flight": list(self.in_flight),
+            "bottleneck_ms": self.bottleneck_ms,
+            "predicted": self.predicted,
+        } | self.extra
+
+    def __str__(self) -> str:
+        headings = (
+            "stage",
+            "layers",
+            "from .. to",
+            "replicas",
+            "in flight",
+            "ms",
+            "link ms",
+            "parameters",
+        )
+        rows = [self._row(stage_index) for stage_index in range(self.num_stages)]
+        lines = [self._title(), "", format_table(headings, rows, ">><>>>>>"), "", self._summary()]
+        return "\n".join(lines)
+
+    def _title(self) -> str:
+        workers = _count(self.num_workers, "worker")
+        if self.workers_used < self.num_workers:
+            workers = f"{self.workers_used} of {workers}"
+        layers = _count(self.num_layers, "layer")
+        title = (
+            f"plan for {self.model or 'a model'} of {layers}: {_count(self.num_stages, 'stage')} on {workers}"
+        )
+        if self.bandwidth_bytes_per_s is not None:
+            title += f", {format_bandwidth(self.bandwidth_bytes_per_s)}"
+        return title
+
+    def _row(self, stage_index: int) -> tuple[str, ...]:
+        stage = self.stages[stage_index]
+        names = self._figure("stage_layers", stage_index)
+        stage_ms = self._figure("stage_ms", stage_index)
+        boundary_ms = self._figure("boundary_ms", stage_index)
+        parameter_bytes = self._figure("stage_parameter_bytes", stage_index)
+        return (
+            str(stage_index),
+            str(stage.first_layer) if stage.num_layers == 1 else f"{stage.first_layer}-{stage.last_layer}",
+            _name_range(names),
+            str(stage.num_replicas),
+            str(self.in_flight[stage_index]),
+            f"{stage_ms:.3f}" if is_number(stage_ms) else "",
+            f"{boundary_ms:.3f}" if is_number(boundary_ms) else "",
+            format_bytes(parameter_bytes) if is_number(parameter_bytes) else "",
+        )
+
+    def _summary(self) -> str:
+        parts = [f"NOAM {self.noam}"]
+        if self.bottleneck_ms is not None:
+            parts.append(f"bottleneck {self.bottleneck_ms:.3f} ms per minibatch")
+        samples_per_s = self.predicted.get("samples_per_s")
+        if is_number(samples_per_s):
+            parts.append(f"{samples_per_s:.1f} samples/s")
+        if self.cost_model is not None:
+            parts.append(f"predicted by cost model {self.cost_model!r}")
+        return ", ".join(parts)
+
+    def _figure(self, name: str, stage_index: int) -> Any:
+        # `predicted` may come from a file of anyone's: what is not in the expected form is not shown.
+        figures = self.predicted.get(name)
+        if isinstance(figures, list) and stage_index < len(figures):
+            return figures[stage_index]
+        return None
+
+
+def _check_stages(stages: tuple[Stage, ...]) -> None:
+    if not stages:
+        raise ValueError("stages is empty: a plan has at least one stage")
+    next_layer = 0
+    for stage_index, stage in enumerate(stages):
+        if stage.first_layer == next_layer:
+            next_layer = stage.last_layer + 1
+            continue
+        where = f"stages[{stage_index}].first_layer is {stage.first_layer}, not {next_layer}"
+        if stage.first_layer > next_layer:
+            raise ValueError(
+                f"{where}: no earlier stage has layer {next_layer} (a gap, or stages out of order)"
+            )
+        fault = "is out of order" if stage.last_layer < stages[stage_index - 1].first_layer else "overlaps"
+        raise ValueError(f"{where}: it {fault} with stages[{stage_index - 1}]")
+
+
+def _check_workers(stages: tuple[Stage, ...]) -> None:
+    given = [stage.worker for stage in stages]
+    if all(worker is None for worker in given):
+        return
+    for stage_index, stage in enumerate(stages):
+        if stage.worker is None:
+            raise ValueError(f"stages[{stage_index}].worker is missing: give it for all stages or for none")
+        if stage.num_replicas > 1:
+            raise ValueError(
+                f"stages[{stage_index}].worker is {stage.worker}, but the stage has {stage.num_replicas}"
+                " replicas: a plan names workers only where no stage is replicated"
+            )
+    used = {worker for worker in given if worker is not None}
+    missing = next((worker for worker in range(max(used)) if worker not in used), None)
+    if missing is not None:
+        raise ValueError(
+            f"no stage has worker {missing}, but stages[{given.index(max(used))}].worker is {max(used)}:"
+            " number the workers 0, 1, 2, ..."
+        )
+
+
+def _derive_in_flight(stages: tuple[Stage, ...]) -> tuple[int, ...]:
+    from pipedream import _core
+
+    return tuple(_core.derive_in_flight([stage.num_replicas for stage in stages]))
+
+
+def _check_in_flight(in_flight: tuple[int, ...], stages: tuple[Stage, ...]) -> None:
+    if len(in_flight) != len(stages):
+        raise ValueError(
+            f"in_flight has {len(in_flight)} numbers for {len(stages)} stages: it needs one per stage"
+        )
+    for stage_index, count in enumerate(in_flight):
+        check_whole(f"in_flight[{stage_index}]", count, at_least=1)
+    # A replica of stage s starts (n_s - 1) r_s minibatches before it must see the first one come back;
+    # where a downstream stage waits for more than upstream ever admits, both wait for ever.
+    admitted = [(count - 1) * stage.num_replicas for count, stage in zip(in_flight, stages, strict=True)]
+    for stage_index in range(1, len(stages)):
+        if admitted[stage_index] > admitted[stage_index - 1]:
+            raise ValueError(
+                f"in_flight[{stage_index}] is {in_flight[stage_index]}: it deadlocks, as (in_flight - 1) * "
+                f"num_replicas rises from {admitted[stage_index - 1]} to {admitted[stage_index]} downstream"
+            )
+
+
+def _stage_from_dict(stage_index: int, value: object) -> Stage:
+    where = f"stages[{stage_index}]"
+    fields = check_object(where, value)
+    require(fields, _STAGE_FIELDS, where + ".")
+    extra = {name: fields[name] for name in fields if name not in (*_STAGE_FIELDS, "worker")}
+    try:
+        known = {name: fields[name] for name in _STAGE_FIELDS}
+        return Stage(**known, worker=fields.get("worker"), extra=extra)
+    except ValueError as error:
+        raise ValueError(f"{where}.{error}") from None
+
+
+def _misspelt_fields(plan: Plan) -> Iterator[str]:
+    """Of the unknown fields, which are kept, those that may have been meant for a known one."""
+    of_a_stage = (*_STAGE_FIELDS, "worker")
+    parts: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [("", plan.extra, _FIELDS)]
+    parts += [(f"stages[{i}].", stage.extra, of_a_stage) for i, stage in enumerate(plan.stages)]
+    for where, extra, known in parts:
+        for name in extra:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=_SIMILARITY_MIN)
+            if near and abs(len(name) - len(near[0])) <= 1:
+                yield f"{where}{name} is an unknown field, which is kept and means nothing: is it {near[0]}?"
+
+
+def _num_workers_from_dict(fields: Mapping[str, Any]) -> int:
+    num_workers = _given(fields, "num_workers", None)
+    return 0 if num_workers is None else check_whole("num_workers", num_workers, at_least=1)
+
+
+def _in_flight_from_dict(fields: Mapping[str, Any]) -> tuple[int, ...]:
+    given = _given(fields, "in_flight", None)
+    if given is None:
+        return ()
+    in_flight = check_list("in_flight", given)
+    if not in_flight:
+        raise ValueError("in_flight is empty: give one number per stage, or leave it out")
+    return tuple(check_whole(f"in_flight[{i}]", count, at_least=1) for i, count in enumerate(in_flight))
+
+
+def _check_noam(fields: Mapping[str, Any], plan: Plan) -> None:
+    # A noam left over from other stages would mislead whoever reads the file.
+    noam = _given(fields, "noam", plan.noam)
+    if noam != plan.noam or isinstance(noam, bool):
+        raise ValueError(
+            f"noam is {noam!r}, but these stages make it {plan.noam}: correct it or leave it out"
+        )
+
+
+def _given(fields: Mapping[str, Any], name: str, default: Any) -> Any:
+    value = fields.get(name)
+    return default if value is None else value
+
+
+def _name_range(names: Any) -> str:
+    if not (isinstance(names, list) and len(names) == 2 and all(isinstance(name, str) for name in names)):
+        return ""
+    first, last = names
+    return shorten(first, 32) if first == last else f"{shorten(first, 14)} .. {shorten(last, 14)}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _set(target: object, name: str, value: object) -> None:
+    # The dataclass is frozen for its users; its own checks still bring a value to its final type.
+    object.__setattr__(target, name, value)

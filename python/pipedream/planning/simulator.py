@@ -1,0 +1,377 @@
+"""What a schedule does in time: replays the workers' instruction lists with given durations.
+
+Pure; any thread; needs no torch and no core. The lists are those that the runtime follows, so a picture or
+a bubble from here is one of the schedule that runs, not of a drawing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from pipedream.common.document import check_number
+
+__all__ = [
+    "Simulation",
+    "StageTimes",
+    "Step",
+    "TimedInstruction",
+    "Transfer",
+    "TransferTimes",
+    "simulate",
+    "summarize",
+]
+
+
+class Step(Protocol):
+    """What an instruction says; `_core.Instruction` does."""
+
+    @property
+    def opcode(self) -> str: ...  # FORWARD, RECOMPUTE, BACKWARD or UPDATE
+    @property
+    def stage(self) -> int: ...
+    @property
+    def minibatch(self) -> int: ...
+    @property
+    def microbatch(self) -> int: ...
+    @property
+    def version(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """How long a stage takes, in milliseconds: per microbatch, and `update_ms` per minibatch.
+
+    `recompute_ms` None stands for forward_ms. Raises ValueError naming the field for what is negative or
+    not finite.
+    """
+
+    forward_ms: float
+    backward_ms: float
+    update_ms: float = 0.0
+    recompute_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("forward_ms", "backward_ms", "update_ms"):
+            check_number(name, getattr(self, name))
+        if self.recompute_ms is not None:
+            check_number("recompute_ms", self.recompute_ms)
+
+    def of(self, opcode: str) -> float:
+        """Milliseconds of one instruction."""
+        if opcode == "FORWARD":
+            return self.forward_ms
+        if opcode == "RECOMPUTE":
+            return self.forward_ms if self.recompute_ms is None else self.recompute_ms
+        if opcode == "BACKWARD":
+            return self.backward_ms
+        if opcode == "UPDATE":
+            return self.update_ms
+        raise ValueError(f"opcode is {opcode!r}: known are FORWARD, RECOMPUTE, BACKWARD and UPDATE")
+
+
+@dataclass(frozen=True)
+class TransferTimes:
+    """How long one microbatch is on its way over a boundary, in milliseconds, downstream and upstream."""
+
+    activation_ms: float = 0.0
+    gradient_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_number("activation_ms", self.activation_ms)
+        check_number("gradient_ms", self.gradient_ms)
+
+
+class TimedInstruction(NamedTuple):
+    """An instruction and when it was done, in milliseconds since the first one began."""
+
+    instruction: Step
+    begin_ms: float
+    end_ms: float
+
+
+class Transfer(NamedTuple):
+    """What one link carried: the activation or the gradient of a microbatch."""
+
+    what: str
+    """activation or gradient."""
+    from_worker: int
+    to_worker: int
+    minibatch: int
+    microbatch: int
+    begin_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """When every instruction was done, and what follows from it.
+
+    Shares are of the workers' time, idle / all; compute that is repeated (RECOMPUTE) counts as work.
+
+    The steady figures are None when there are too few minibatches. Let `skipped` be the most minibatches
+    that any worker starts before its first update, less one, and N the number of minibatches. Worker w is
+    looked at from the end of its update of minibatch `skipped` to the end of its update of minibatch
+    N - 1 - `skipped`: a whole number of minibatches, after its warm-up and before its cool-down. For
+    schedules that drain every minibatch that is everything after the first one, warm-ups and cool-downs
+    included, as they are what such a schedule costs.
+    """
+
+    timeline: tuple[tuple[TimedInstruction, ...], ...]
+    """Per worker, in order."""
+    transfers: tuple[Transfer, ...]
+    """In the order of their begin; between stages of one worker nothing travels."""
+    makespan_ms: float
+    bubble_share: float
+    """1 - (sum of all workers' work) / (number of workers * makespan)."""
+    steady_bubble_share: float | None
+    ms_per_minibatch: float | None
+    """In the steady window, from when a minibatch was updated everywhere to when the last one was."""
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.timeline)
+
+    @property
+    def num_minibatches(self) -> int:
+        return 1 + max((timed.instruction.minibatch for row in self.timeline for timed in row), default=-1)
+
+
+def simulate(
+    programs: Sequence[Sequence[Step]],
+    stage_times: StageTimes | Sequence[StageTimes],
+    transfer_ms: float | Sequence[TransferTimes] = 0.0,
+) -> Simulation:
+    """Replays one list per worker; one StageTimes, or one per stage; one time per transfer, or one pair per
+    boundary between a stage and the next.
+
+    A worker does its instructions in order, one at a time, each as soon as what it needs has arrived. Its
+    sends do not keep it: they queue for the link to the other worker, which carries one at a time in each
+    direction, whatever the boundary.
+
+    Raises ValueError for lists that wait for each other, naming who waits for what, for an instruction
+    that is there twice, a stage that is at two workers or none, and figures of the wrong number.
+    """
+    return _Replay(programs, stage_times, transfer_ms).run()
+
+
+class _Needed(NamedTuple):
+    """What an instruction waits for: a message that comes to the stage, or the stage's own forward."""
+
+    what: str
+    stage: int
+    minibatch: int
+    microbatch: int
+
+
+class _Replay:
+    """Plays the lists once. A worker's times depend only on what it receives, so the order in which the
+    workers are visited changes nothing."""
+
+    def __init__(
+        self,
+        programs: Sequence[Sequence[Step]],
+        stage_times: StageTimes | Sequence[StageTimes],
+        transfer_ms: float | Sequence[TransferTimes],
+    ) -> None:
+        self.programs = programs
+        self.worker_of_stage = _find_workers(programs)
+        self.num_stages = len(self.worker_of_stage)
+        self.stage_times = _spread_times(stage_times, self.num_stages)
+        self.transfer_times = _spread_transfers(transfer_ms, self.num_stages - 1)
+        self.timeline: list[list[TimedInstruction]] = [[] for _ in programs]
+        self.transfers: list[Transfer] = []
+        self.ready_ms: dict[_Needed, float] = {}
+        self.link_free_ms: dict[tuple[int, int], float] = {}
+
+    def run(self) -> Simulation:
+        num_left = sum(len(program) for program in self.programs)
+        while num_left:
+            num_done = sum(self._advance(worker) for worker in range(len(self.programs)))
+            if not num_done:
+                raise ValueError(self._describe_deadlock())
+            num_left -= num_done
+        return summarize(self.timeline, self.transfers)
+
+    def _advance(self, worker: int) -> int:
+        """Does all that the worker can do now; how many instructions."""
+        program, done = self.programs[worker], self.timeline[worker]
+        num_before = len(done)
+        while len(done) < len(program):
+            instruction = program[len(done)]
+            takes_ms = self.stage_times[instruction.stage].of(instruction.opcode)
+            needed = self._needed(instruction)
+            if any(item not in self.ready_ms for item in needed):
+                break
+            free_ms = done[-1].end_ms if done else 0.0
+            begin_ms = max(free_ms, *(self.ready_ms[item] for item in needed), 0.0)
+            end_ms = begin_ms + takes_ms
+            done.append(TimedInstruction(instruction, begin_ms, end_ms))
+            self._publish(instruction, end_ms)
+        return len(done) - num_before
+
+    def _needed(self, instruction: Step) -> list[_Needed]:
+        opcode, stage = instruction.opcode, instruction.stage
+        place = (stage, instruction.minibatch, instruction.microbatch)
+        if opcode == "FORWARD":
+            return [_Needed("activation", *place)] if stage > 0 else []
+        if opcode == "UPDATE":
+            return []
+        own = [_Needed("forward", *place)]
+        has_downstream = opcode == "BACKWARD" and stage < self.num_stages - 1
+        return [*own, _Needed("gradient", *place)] if has_downstream else own
+
+    def _publish(self, instruction: Step, end_ms: float) -> None:
+        """Makes known what a finished instruction leaves behind, at the stage and at its neighbour."""
+        opcode, stage = instruction.opcode, instruction.stage
+        where = (instruction.minibatch, instruction.microbatch)
+        done = _Needed(opcode.lower(), stage, *where)
+        if opcode != "RECOMPUTE" and done in self.ready_ms:
+            raise ValueError(f"{_describe(instruction)} is in the lists twice")
+        self.ready_ms[done] = end_ms
+        if opcode == "FORWARD" and stage < self.num_stages - 1:
+            times = self.transfer_times[stage]
+            self._send("activation", stage, stage + 1, where, end_ms, times.activation_ms)
+        elif opcode == "BACKWARD" and stage > 0:
+            times = self.transfer_times[stage - 1]
+            self._send("gradient", stage, stage - 1, where, end_ms, times.gradient_ms)
+
+    def _send(
+        self,
+        what: str,
+        from_stage: int,
+        to_stage: int,
+        where: tuple[int, int],
+        now_ms: float,
+        takes_ms: float,
+    ) -> None:
+        from_worker, to_worker = self.worker_of_stage[from_stage], self.worker_of_stage[to_stage]
+        arrives_ms = now_ms
+        if from_worker != to_worker:
+            # Only from_worker uses this direction, and finishes its instructions in order: so first sent
+            # is first carried.
+            begin_ms = max(now_ms, self.link_free_ms.get((from_worker, to_worker), 0.0))
+            arrives_ms = begin_ms + takes_ms
+            self.link_free_ms[from_worker, to_worker] = arrives_ms
+            self.transfers.append(Transfer(what, from_worker, to_worker, *where, begin_ms, arrives_ms))
+        self.ready_ms[_Needed(what, to_stage, *where)] = arrives_ms
+
+    def _describe_deadlock(self) -> str:
+        waits = []
+        for worker, program in enumerate(self.programs):
+            position = len(self.timeline[worker])
+            if position == len(program):
+                continue
+            instruction = program[position]
+            missing = next(item for item in self._needed(instruction) if item not in self.ready_ms)
+            waits.append(
+                f"worker {worker} at position {position} ({_describe(instruction)}) waits for"
+                f" {self._describe_needed(missing)}"
+            )
+        return "the lists deadlock: " + "; ".join(waits)
+
+    def _describe_needed(self, needed: _Needed) -> str:
+        if needed.what == "forward":
+            return "its own forward"
+        source = needed.stage - 1 if needed.what == "activation" else needed.stage + 1
+        return f"the {needed.what} of stage {source} at worker {self.worker_of_stage[source]}"
+
+
+def _describe(instruction: Step) -> str:
+    text = f"{instruction.opcode} stage {instruction.stage} minibatch {instruction.minibatch}"
+    return text if instruction.opcode == "UPDATE" else f"{text} microbatch {instruction.microbatch}"
+
+
+def _find_workers(programs: Sequence[Sequence[Step]]) -> list[int]:
+    """The worker of every stage."""
+    workers: dict[int, int] = {}
+    for worker, program in enumerate(programs):
+        for instruction in program:
+            known = workers.setdefault(instruction.stage, worker)
+            if known != worker:
+                raise ValueError(f"stage {instruction.stage} is at worker {known} and at worker {worker}")
+    for stage in range(max(workers, default=-1) + 1):
+        if stage not in workers:
+            raise ValueError(f"stage {stage} has no instructions, but stage {max(workers)} has")
+    return [workers[stage] for stage in range(len(workers))]
+
+
+def _spread_times(given: StageTimes | Sequence[StageTimes], num_stages: int) -> list[StageTimes]:
+    if isinstance(given, StageTimes):
+        return [given] * num_stages
+    if len(given) != num_stages:
+        raise ValueError(f"stage_times has {len(given)} entries for {num_stages} stages: give one per stage")
+    return list(given)
+
+
+def _spread_transfers(given: float | Sequence[TransferTimes], num_boundaries: int) -> list[TransferTimes]:
+    if isinstance(given, (int, float)):
+        both_ms = check_number("transfer_ms", given)
+        return [TransferTimes(both_ms, both_ms)] * max(0, num_boundaries)
+    if len(given) != num_boundaries:
+        raise ValueError(
+            f"transfer_ms has {len(given)} entries for {num_boundaries} boundaries: give one per boundary"
+        )
+    return list(given)
+
+
+def summarize(timeline: list[list[TimedInstruction]], transfers: list[Transfer]) -> Simulation:
+    makespan_ms = max((row[-1].end_ms for row in timeline if row), default=0.0)
+    busy_ms = sum(_busy_ms(row, 0.0, makespan_ms) for row in timeline)
+    steady_bubble_share, ms_per_minibatch = _measure_steady(timeline)
+    return Simulation(
+        timeline=tuple(tuple(row) for row in timeline),
+        transfers=tuple(sorted(transfers, key=lambda transfer: transfer.begin_ms)),
+        makespan_ms=makespan_ms,
+        bubble_share=_idle_share(busy_ms, len(timeline) * makespan_ms),
+        steady_bubble_share=steady_bubble_share,
+        ms_per_minibatch=ms_per_minibatch,
+    )
+
+
+def _measure_steady(timeline: list[list[TimedInstruction]]) -> tuple[float | None, float | None]:
+    """steady_bubble_share and ms_per_minibatch, as Simulation defines them."""
+    update_ends = [_update_ends(row) for row in timeline]
+    if not all(update_ends):
+        return None, None
+    first = max(_num_started_before_first_update(row) for row in timeline) - 1
+    last = max(update_ends[0]) - first
+    if first < 0 or last <= first or not all(first in ends and last in ends for ends in update_ends):
+        return None, None
+    windows = [(ends[first], ends[last]) for ends in update_ends]
+    busy_ms = sum(_busy_ms(row, *window) for row, window in zip(timeline, windows, strict=True))
+    all_ms = sum(end_ms - begin_ms for begin_ms, end_ms in windows)
+    finished_first, finished_last = (
+        max(ends[minibatch] for ends in update_ends) for minibatch in (first, last)
+    )
+    return _idle_share(busy_ms, all_ms), (finished_last - finished_first) / (last - first)
+
+
+def _update_ends(row: list[TimedInstruction]) -> dict[int, float]:
+    """Per minibatch, when the worker's stages were all updated."""
+    return {
+        timed.instruction.minibatch: timed.end_ms for timed in row if timed.instruction.opcode == "UPDATE"
+    }
+
+
+def _num_started_before_first_update(row: list[TimedInstruction]) -> int:
+    started = set()
+    for timed in row:
+        if timed.instruction.opcode == "UPDATE":
+            break
+        started.add(timed.instruction.minibatch)
+    return len(started)
+
+
+def _busy_ms(row: list[TimedInstruction], begin_ms: float, end_ms: float) -> float:
+    """Work between two times, each of which is the begin or the end of an instruction."""
+    return sum(
+        timed.end_ms - timed.begin_ms
+        for timed in row
+        if timed.begin_ms >= begin_ms and timed.end_ms <= end_ms
+    )
+
+
+def _idle_share(busy_ms: float, all_ms: float) -> float:
+    return max(0.0, 1.0 - busy_ms / all_ms) if all_ms > 0 else 0.0

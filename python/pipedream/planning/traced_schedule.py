@@ -1,0 +1,295 @@
+"""What `pipedream trace` shows: the options that say which schedule, its checked lists, its figures.
+
+Pure but for the files it reads; any thread; needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pipedream.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from pipedream import _core
+    from pipedream.planning.schedule_picture import PhaseSpan
+    from pipedream.planning.simulator import Simulation, StageTimes
+
+__all__ = [
+    "TraceRequest",
+    "TracedSchedule",
+    "describe_bubble",
+    "input_phases",
+    "make_traced",
+    "read_times",
+    "trace_fields",
+]
+
+_REPORT_FIELDS = (
+    "versions_live_max",
+    "activations_live_max",
+    "activations_queued_max",
+    "gradients_queued_max",
+)
+
+# `trace` makes every instruction: beyond this a picture says nothing more, and memory runs out.
+_TRACED_INSTRUCTIONS_MAX = 2_000_000
+_TRACED_STAGES_MAX = 1_024
+
+
+class TraceRequest(NamedTuple):
+    """The options of `trace` that say which schedule; None where the user left the choice to us."""
+
+    schedule: str
+    stages: int | None
+    plan_file: Path | None
+    minibatches: int | None
+    microbatches: int | None
+    workers: int | None
+    in_flight: str | None
+    recompute: bool
+
+
+class TracedSchedule(NamedTuple):
+    """A schedule and its lists, which the validator has accepted."""
+
+    options: _core.ScheduleOptions
+    num_minibatches: int
+    programs: list[list[_core.Instruction]]
+    report: dict[str, Any]
+
+    def title(self) -> str:
+        options, num_stages = self.options, self.options.num_stages
+        title = f"{options.schedule}: {_count(num_stages, 'stage')}"
+        if len(self.programs) < num_stages:
+            title += f" on {_count(len(self.programs), 'worker')}"
+        title += f", {_count(self.num_minibatches, 'minibatch')}"
+        if options.num_microbatches > 1:
+            title += f" of {options.num_microbatches} microbatches"
+        return title
+
+    def text(self) -> str:
+        from pipedream import _core
+
+        return _core.print_programs(self.programs)
+
+
+def make_traced(request: TraceRequest, program_file: Path | None) -> TracedSchedule:
+    """The schedule's own lists, or those of the file, which then also say what the options left out."""
+    from pipedream import _core
+
+    given = None if program_file is None else _read_programs(program_file)
+    if given is not None:
+        request = _complete_request(request, given)
+    options = _make_options(request, given)
+    num_minibatches = _choose_minibatches(request, options)
+    programs = given
+    if programs is None:
+        workers = range(options.num_workers)
+        programs = [_core.make_program(options, worker, num_minibatches) for worker in workers]
+    report = _core.replay(options, num_minibatches, programs)
+    if not report["ok"]:
+        if program_file is not None:
+            raise ValueError(f"{program_file}: {report['error']}")
+        if request.in_flight is not None:
+            raise ValueError(
+                f"--in-flight is {request.in_flight!r}: it must not rise downstream; {report['error']}"
+            )
+        raise RuntimeError(f"the generated lists are wrong: {report['error']}")
+    return TracedSchedule(options, num_minibatches, programs, report)
+
+
+def _read_programs(path: Path) -> list[list[_core.Instruction]]:
+    from pipedream import _core
+
+    try:
+        programs = _core.parse_programs(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not any(programs):
+        raise ValueError(f"{path}: has no instructions; `pipedream trace --stages 4 --text` prints some")
+    return programs
+
+
+def _complete_request(request: TraceRequest, programs: list[list[_core.Instruction]]) -> TraceRequest:
+    steps = [step for program in programs for step in program]
+    if request.stages is None and request.plan_file is None:
+        request = request._replace(stages=1 + max(step.stage for step in steps))
+    if request.minibatches is None:
+        request = request._replace(minibatches=1 + max(step.minibatch for step in steps))
+    if request.microbatches is None:
+        request = request._replace(microbatches=1 + max(step.microbatch for step in steps))
+    if request.workers is None and request.plan_file is None and request.schedule == "interleaved":
+        request = request._replace(workers=len(programs))
+    return request
+
+
+def _make_options(
+    request: TraceRequest, given: list[list[_core.Instruction]] | None
+) -> _core.ScheduleOptions:
+    from pipedream import _core
+
+    worker_of_stage, in_flight = _choose_stages(request)
+    num_stages, num_workers = len(worker_of_stage), len(set(worker_of_stage))
+    if request.in_flight is not None:
+        in_flight = _read_in_flight(request.in_flight, num_stages)
+    num_microbatches = request.microbatches
+    if num_microbatches is None:
+        num_microbatches = {
+            "flush": num_stages,
+            "gpipe": num_stages,
+            "2bw": max(num_stages, *in_flight),
+            "interleaved": 2 * num_workers,
+        }.get(request.schedule, 1)
+    recomputed = {step.stage for program in given or [] for step in program if step.opcode == "RECOMPUTE"}
+    return _core.ScheduleOptions(
+        schedule=request.schedule,
+        in_flight=in_flight,
+        num_microbatches=num_microbatches,
+        worker_of_stage=worker_of_stage,
+        recompute=[request.recompute or stage in recomputed for stage in range(num_stages)],
+    )
+
+
+def _choose_stages(request: TraceRequest) -> tuple[list[int], list[int]]:
+    """worker_of_stage and in_flight, of the plan or of a straight pipeline."""
+    if request.plan_file is not None:
+        if request.stages is not None or request.workers is not None:
+            raise ValueError("--plan already says what --stages and --workers would: leave those out")
+        plan = Plan.load(request.plan_file)
+        replicated = next((i for i, stage in enumerate(plan.stages) if stage.num_replicas > 1), None)
+        if replicated is not None:
+            raise ValueError(
+                f"{request.plan_file}: stage {replicated} has {plan.stages[replicated].num_replicas}"
+                " replicas, and trace shows one per stage: partition with --straight"
+            )
+        return list(plan.worker_of_stage), list(plan.in_flight)
+    num_stages, num_workers = request.stages, request.workers
+    if num_stages is None:
+        raise ValueError("give --stages N, for example 4, or --plan FILE")
+    if not 1 <= num_stages <= _TRACED_STAGES_MAX:
+        raise ValueError(f"there are {num_stages} stages: trace shows from 1 to {_TRACED_STAGES_MAX}")
+    if num_workers is None:
+        num_workers = num_stages
+        if request.schedule == "interleaved":
+            if num_stages % 2:
+                raise ValueError(f"--stages is {num_stages}: give an even number, or --workers too")
+            num_workers = num_stages // 2
+    if num_workers < 1:
+        raise ValueError(f"--workers is {num_workers}: give at least 1")
+    return [stage % num_workers for stage in range(num_stages)], list(range(num_stages, 0, -1))
+
+
+def _choose_minibatches(request: TraceRequest, options: _core.ScheduleOptions) -> int:
+    """As asked for, or enough to see the steady state."""
+    from pipedream import _core
+
+    num_minibatches = request.minibatches
+    if num_minibatches is None:
+        if _core.drains_every_minibatch(options):
+            num_minibatches = 3 if options.num_microbatches == 1 else 2
+        else:
+            num_minibatches = 4 if options.schedule == "2bw" else max(8, 2 * options.in_flight[0])
+    if num_minibatches < 1:
+        raise ValueError(f"--minibatches is {num_minibatches}: give at least 1")
+    num_instructions = num_minibatches * options.num_microbatches * options.num_stages * 3
+    if num_instructions > _TRACED_INSTRUCTIONS_MAX:
+        raise ValueError(
+            f"{num_minibatches} minibatches make up to {num_instructions} instructions, and trace shows at"
+            f" most {_TRACED_INSTRUCTIONS_MAX}: give fewer with --minibatches or --microbatches"
+        )
+    return num_minibatches
+
+
+def _read_in_flight(text: str, num_stages: int) -> list[int]:
+    try:
+        in_flight = [int(number) for number in text.split(",")]
+    except ValueError:
+        in_flight = []
+    if len(in_flight) != num_stages:
+        raise ValueError(
+            f"--in-flight is {text!r}: give one whole number for each of the"
+            f" {_count(num_stages, 'stage')}, with commas between them"
+        )
+    return in_flight
+
+
+def read_times(text: str | None) -> StageTimes:
+    from pipedream.planning.simulator import StageTimes
+
+    if text is None:
+        return StageTimes(1.0, 2.0)
+    try:
+        forward_ms, backward_ms, update_ms = [*map(float, text.split(",")), 0.0][:3]
+        if text.count(",") > 2:
+            raise ValueError
+    except ValueError:
+        raise ValueError(
+            f"--times is {text!r}: give forward,backward or forward,backward,update in ms, for example 1,2"
+        ) from None
+    return StageTimes(forward_ms, backward_ms, update_ms)
+
+
+def input_phases(traced: TracedSchedule, simulation: Simulation) -> list[PhaseSpan]:
+    """Of the first worker; none where they come anew with every minibatch, too narrow to name."""
+    from pipedream import _core
+    from pipedream.planning.schedule_picture import PhaseSpan
+
+    spans: list[PhaseSpan] = []
+    for step, (_, begin_ms, end_ms) in zip(traced.programs[0], simulation.timeline[0], strict=True):
+        name = _core.phase_of(traced.options, step, traced.num_minibatches)
+        if spans and spans[-1].name == name:
+            spans[-1] = spans[-1]._replace(end_ms=end_ms)
+        else:
+            spans.append(PhaseSpan(name, begin_ms, end_ms))
+    return spans if len(spans) == len({span.name for span in spans}) else []
+
+
+def describe_bubble(simulation: Simulation) -> str:
+    whole, steady = simulation.bubble_share, simulation.steady_bubble_share
+    text = f"bubble {100 * whole:.1f} %"
+    # Equal where every minibatch drains: there is no other state.
+    if steady is not None and not math.isclose(whole, steady, abs_tol=5e-4):
+        text += f", {100 * steady:.1f} % in the steady state"
+    return text
+
+
+def trace_fields(
+    traced: TracedSchedule, simulation: Simulation, times: StageTimes, transfer_ms: float, output: Path | None
+) -> dict[str, Any]:
+    options = traced.options
+    names = ("opcode", "stage", "minibatch", "microbatch", "version")
+    return {
+        "schedule": options.schedule,
+        "num_stages": options.num_stages,
+        "num_workers": simulation.num_workers,
+        "worker_of_stage": list(options.worker_of_stage),
+        "num_minibatches": traced.num_minibatches,
+        "num_microbatches": options.num_microbatches,
+        "in_flight": list(options.in_flight),
+        "recompute": list(options.recompute),
+        "forward_ms": times.forward_ms,
+        "backward_ms": times.backward_ms,
+        "update_ms": times.update_ms,
+        "transfer_ms": transfer_ms,
+        "makespan_ms": simulation.makespan_ms,
+        "bubble_share": simulation.bubble_share,
+        "steady_bubble_share": simulation.steady_bubble_share,
+        "ms_per_minibatch": simulation.ms_per_minibatch,
+        **{name: traced.report[name] for name in _REPORT_FIELDS},
+        "output": None if output is None else os.fspath(output),
+        "programs": [
+            [
+                {name: getattr(step, name) for name in names} | {"begin_ms": begin_ms, "end_ms": end_ms}
+                for step, begin_ms, end_ms in row
+            ]
+            for row in simulation.timeline
+        ],
+    }
+
+
+def _count(number: int, noun: str) -> str:
+    plural = noun + ("es" if noun.endswith("ch") else "s")
+    return f"{number} {noun if number == 1 else plural}"

@@ -1,0 +1,1 @@
+"""What a run tells: progress while it lasts, its result, tables and pictures."""

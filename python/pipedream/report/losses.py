@@ -1,0 +1,132 @@
+"""The losses of the last stage: one per minibatch, in order, and a stop at one that is not finite.
+
+On the host a loss is read at once. To read it from a device waits until the forward is done, and the device
+would have nothing to do until the backward is launched. So it is copied behind the forward, and read when the
+stage's next item has been launched:
+
+    host    launch F | launch B |  read F's loss  | send B's gradients, update
+    device      | F     copy | B                   | ...
+
+What on_nonfinite="stop" promises is the same: a loss is read before the gradients of its own backward leave
+the stage or make an update, so no weight has changed because of its minibatch or a later one, anywhere. Owned
+by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pipedream.common.errors import NonFiniteLoss
+
+__all__ = ["LateLossRecord", "LossRecord", "make_loss_record"]
+
+
+class LossRecord:
+    """The mean of each minibatch over its microbatches by their samples."""
+
+    reads_late = False
+    """Whether read_pending() must follow an add(): before the next one, and before its backward counts."""
+
+    def __init__(self, on_nonfinite: str, on_minibatch: Callable[[int, float], None]) -> None:
+        self.values: list[float] = []
+        self._on_nonfinite = on_nonfinite
+        self._on_minibatch = on_minibatch
+        self._sum = 0.0
+
+    def add(self, minibatch: int, loss: Tensor, weight: float) -> None:
+        """Of a microbatch whose forward was run just now."""
+        self._add(minibatch, loss.item(), weight)
+
+    def close(self, minibatch: int) -> None:
+        """All its microbatches are added."""
+        value, self._sum = self._sum, 0.0
+        self.values.append(value)
+        self._on_minibatch(minibatch, value)
+
+    def read_pending(self) -> None:
+        """Where it reads late: what was added before. When the next item has been launched."""
+
+    def _add(self, minibatch: int, value: float, weight: float) -> None:
+        if not math.isfinite(value) and self._on_nonfinite == "stop":
+            raise NonFiniteLoss(
+                f"the loss of minibatch {minibatch} is {value}: lower the learning rate or check the data, or"
+                ' go on with on_nonfinite="continue"'
+            )
+        self._sum += value if weight == 1.0 else value * weight
+
+
+class Copier(Protocol):
+    """Brings one loss at a time to the host."""
+
+    def begin(self, loss: Tensor) -> None:
+        """Behind what the device has to do now."""
+
+    def finish(self) -> float:
+        """The value, once it is there."""
+
+
+class LateLossRecord(LossRecord):
+    """Of losses on a device."""
+
+    reads_late = True
+
+    def __init__(self, on_nonfinite: str, on_minibatch: Callable[[int, float], None], copier: Copier) -> None:
+        super().__init__(on_nonfinite, on_minibatch)
+        self._copier = copier
+        self._under_way: tuple[int, float] | None = None  # minibatch and weight of the loss that is copied
+        self._closing: int | None = None  # the minibatch that ends with it
+
+    def add(self, minibatch: int, loss: Tensor, weight: float) -> None:
+        assert self._under_way is None
+        self._copier.begin(loss)
+        self._under_way = (minibatch, weight)
+
+    def close(self, minibatch: int) -> None:
+        if self._under_way is None:
+            super().close(minibatch)
+        else:
+            self._closing = minibatch
+
+    def read_pending(self) -> None:
+        if self._under_way is None:
+            return
+        minibatch, weight = self._under_way
+        self._under_way = None
+        self._add(minibatch, self._copier.finish(), weight)
+        closing, self._closing = self._closing, None
+        if closing is not None:
+            super().close(closing)
+
+
+class _PinnedCopier:
+    """By pinned memory and an event of the current stream."""
+
+    def __init__(self) -> None:
+        self._landed: dict[torch.dtype, Tensor] = {}
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._newest = torch.empty(0)
+
+    def begin(self, loss: Tensor) -> None:
+        if loss.dtype not in self._landed:
+            self._landed[loss.dtype] = torch.empty((), dtype=loss.dtype, pin_memory=True)
+        self._newest = self._landed[loss.dtype]
+        self._newest.copy_(loss.detach(), non_blocking=True)
+        self._copied.record()
+
+    def finish(self) -> float:
+        self._copied.synchronize()
+        return self._newest.item()
+
+
+def make_loss_record(
+    on_nonfinite: str, on_minibatch: Callable[[int, float], None], device: torch.device
+) -> LossRecord:
+    """on_nonfinite: of run(). on_minibatch: takes each minibatch and its loss, in order."""
+    if device.type == "cpu":
+        return LossRecord(on_nonfinite, on_minibatch)
+    return LateLossRecord(on_nonfinite, on_minibatch, _PinnedCopier())

@@ -1,0 +1,204 @@
+"""The live display of a run, on stderr: epoch, minibatches, loss and samples/s.
+
+Shown by the last stage's worker, which has the losses: on a terminal one line that changes, elsewhere (a log
+file, CI) a line every few seconds and one at the end. Owned by that worker's compute thread; it has no thread
+of its own, whose locks a forked process of a DataLoader would find taken.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from pipedream import _core
+from pipedream.common.units import format_figure
+
+__all__ = ["RunProgress"]
+
+_BAR_PERIOD_S = 0.25
+_LINE_PERIOD_S = 5.0
+_RATE_WINDOW_S = 10.0
+_VERSIONS_WIDTH_MIN = 110  # of a terminal, in columns, that has room for the weight versions of
+_VERSIONS_STAGES_MAX = 8
+
+
+@dataclass(frozen=True)
+class _State:
+    """What is shown: of the newest minibatch that is done."""
+
+    minibatch: int
+    epoch: int
+    loss: float
+    samples_per_s: float
+
+
+class _Display(Protocol):
+    period_s: float
+
+    def show(self, state: _State) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class RunProgress:
+    """Use as a context manager. num_minibatches: None when the data has no length."""
+
+    def __init__(
+        self,
+        *,
+        enabled: bool,
+        num_minibatches: int | None,
+        num_epochs: int,
+        schedule: _core.ScheduleOptions,
+        file: TextIO | None = None,
+    ) -> None:
+        """file: where it is shown, None is stderr."""
+        self._enabled = enabled
+        self._make_display = functools.partial(
+            _display_for, file or sys.stderr, num_minibatches, num_epochs, schedule
+        )
+        self._display: _Display | None = None
+        self._samples = 0
+        self._newest: tuple[int, int, float] | None = None  # minibatch, epoch and loss that are not shown yet
+        self._marks: deque[tuple[float, int]] = deque()  # when, samples by then
+        self._next_s = 0.0
+
+    def __enter__(self) -> RunProgress:
+        if self._enabled:
+            now_s = time.monotonic()
+            self._display = self._make_display()
+            self._marks.append((now_s, 0))
+            self._next_s = now_s + self._display.period_s
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._display is None:
+            return
+        if self._newest is not None:  # what came since the last time
+            self._show(self._display, time.monotonic())
+        self._display.close()
+
+    def advance(self, minibatch: int, epoch: int, loss: float, samples: int) -> None:
+        """The last stage has done this minibatch."""
+        if self._display is None:
+            return
+        self._samples += samples
+        self._newest = (minibatch, epoch, loss)
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            self._next_s = now_s + self._display.period_s
+            self._show(self._display, now_s)
+
+    def _show(self, display: _Display, now_s: float) -> None:
+        assert self._newest is not None
+        minibatch, epoch, loss = self._newest
+        self._newest = None
+        display.show(_State(minibatch, epoch, loss, self._rate(now_s)))
+
+    def _rate(self, now_s: float) -> float:
+        """Samples per second over the latest seconds."""
+        self._marks.append((now_s, self._samples))
+        while self._marks[1][0] <= now_s - _RATE_WINDOW_S:
+            self._marks.popleft()
+        began_s, samples = self._marks[0]
+        return (self._samples - samples) / max(now_s - began_s, 1e-9)
+
+
+def _display_for(
+    file: TextIO, num_minibatches: int | None, num_epochs: int, schedule: _core.ScheduleOptions
+) -> _Display:
+    # Not as rich sees it: a CI that asks for colours has no terminal either.
+    if file.isatty():
+        console = Console(file=file)
+        if not console.is_dumb_terminal:
+            return _Bar(console, num_minibatches, num_epochs, schedule)
+    return _Lines(file, num_minibatches, num_epochs)
+
+
+class _Lines:
+    """Plain lines, "epoch 1/3, minibatch 120/2814, loss 0.1234, 15300 samples/s"."""
+
+    period_s = _LINE_PERIOD_S
+
+    def __init__(self, file: TextIO, num_minibatches: int | None, num_epochs: int) -> None:
+        self._file = file
+        self._of_all = "" if num_minibatches is None else f"/{num_minibatches}"
+        self._num_epochs = num_epochs
+
+    def show(self, state: _State) -> None:
+        print(
+            f"epoch {state.epoch + 1}/{self._num_epochs}, minibatch {state.minibatch + 1}{self._of_all},"
+            f" loss {format_figure(state.loss)}, {format_figure(state.samples_per_s)} samples/s",
+            file=self._file,
+            flush=True,
+        )
+
+    def close(self) -> None:
+        pass
+
+
+class _Bar:
+    """A line that changes; with the weight versions that the newest minibatch read where there is room."""
+
+    period_s = _BAR_PERIOD_S
+
+    def __init__(
+        self,
+        console: Console,
+        num_minibatches: int | None,
+        num_epochs: int,
+        schedule: _core.ScheduleOptions,
+    ) -> None:
+        self._num_epochs = num_epochs
+        self._schedule = schedule
+        self._shows_versions = (
+            console.width >= _VERSIONS_WIDTH_MIN and schedule.num_stages <= _VERSIONS_STAGES_MAX
+        )
+        self._progress = Progress(
+            TextColumn("epoch {task.fields[epoch]}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            TimeElapsedColumn(),
+            console=console,
+            expand=True,
+            auto_refresh=False,
+            redirect_stdout=sys.stdout.isatty(),  # a file gets what the user prints
+        )
+        self._task = self._progress.add_task("", total=num_minibatches, epoch=f"1/{num_epochs}", status="")
+        self._progress.start()
+
+    def show(self, state: _State) -> None:
+        status = f"loss {format_figure(state.loss)}  {format_figure(state.samples_per_s)} samples/s"
+        if self._shows_versions:
+            status += f"  {self._versions(state.minibatch)}"
+        self._progress.update(
+            self._task,
+            completed=state.minibatch + 1,
+            epoch=f"{state.epoch + 1}/{self._num_epochs}",
+            status=status,
+            refresh=True,
+        )
+
+    def close(self) -> None:
+        self._progress.stop()
+
+    def _versions(self, minibatch: int) -> str:
+        read = [
+            str(_core.forward_version(self._schedule, stage, minibatch))
+            for stage in range(self._schedule.num_stages)
+        ]
+        return f"read versions {' '.join(read)}"

@@ -1,0 +1,345 @@
+"""RunResult: what a run did. Plain values that travel as JSON; any thread."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from pipedream import _core
+from pipedream.budget.memory import describe_memory
+from pipedream.common.table import format_table
+from pipedream.common.units import format_bytes
+from pipedream.links.channels import RunChannel
+from pipedream.planning.plan import Plan
+from pipedream.planning.trace import Clock, Span, shift_ns, write_trace
+from pipedream.report.summary import describe_data_waits, describe_result, plot_losses, summarize
+from pipedream.report.transfers import (
+    ChannelTransfers,
+    combine_transfers,
+    draw_transfers,
+    transfers_from_json,
+)
+
+__all__ = ["ChannelFigures", "RunResult", "WorkSpan", "combine_reports"]
+
+
+class WorkSpan(NamedTuple):
+    """One work item of a worker; times on the machine's monotonic clock. On a GPU they are the device's own,
+    whenever the host asked and launched."""
+
+    kind: str
+    """FORWARD, RECOMPUTE, BACKWARD or UPDATE."""
+    stage: int
+    minibatch: int
+    microbatch: int
+    asked_ns: int
+    """When the worker asked for it; on a GPU not before the device had done the item before."""
+    ready_ns: int
+    """When it had its input; on a GPU when the device began the user's work."""
+    completed_ns: int
+    wait_ns: int
+    """Of asked to ready: waiting for a neighbour's tensors, with nothing else to do."""
+    compute_ns: int
+    """Of ready to completed: in user code."""
+
+
+class ChannelFigures(NamedTuple):
+    """What travelled by one channel between two stages, over the whole run."""
+
+    name: str
+    sender: int
+    """Its stage."""
+    receiver: int
+    transport: str
+    """As in RunResult.transports."""
+    codec: str
+    """Of its floating-point tensors; "none" where it applies to none of them, as bf16 and fp16 where autocast
+    has made them 16 bits long."""
+    items: int
+    """Microbatches."""
+    chunks: int
+    tensor_bytes: int
+    """As they are without a codec."""
+    wire_bytes: int
+    """By the socket, headers included."""
+    placed_bytes: int
+    """Written into the receiver's memory by the sender, on one host."""
+    transfer_ms: float
+    """In which tensors were under way, as far as the two ends can tell."""
+    credit_wait_ms: float
+    """Besides: in which the next item waited for the receiver to have room."""
+    wait_ms: float
+    """In which the receiver had nothing to do but to wait for this channel."""
+    overlap_share: float | None
+    """Of transfer_ms: in which the receiver did not wait, 0 to 1; None when nothing was under way. At least
+    so much was hidden: the receiver also waits for what its neighbour has yet to compute."""
+    chunk_bytes: int
+    """Into how large chunks tensors were cut at the end of the run; it is measured on the first ones."""
+    refused: int
+    """Connections and frames that did not belong to the run, at both ends."""
+
+
+@dataclass(repr=False)
+class RunResult:
+    """What `run` returns. Lists over workers are in the order of their ranks. Its repr has a few lines,
+    summary() has all figures."""
+
+    losses: list[float]
+    """One per minibatch, in order, unrounded."""
+    epoch_losses: list[float]
+    """Mean loss per sample of each epoch."""
+    versions: list[list[tuple[int, int]]]
+    """versions[stage][minibatch] = the weight versions that (forward, backward) actually read."""
+    samples_per_s: float
+    """All samples over the time from the first work item to the last."""
+    predicted_ms: float | None
+    """Per minibatch, by the plan's cost model; None when the plan has no figure."""
+    measured_ms: float
+    """Per minibatch, in the steady phase, at the last stage."""
+    bubble_share: float
+    """Share of the workers' time in which they did not run user code, 0 to 1."""
+    bytes_sent: int
+    """By all workers between stages, headers included, and what they wrote into each other's memory."""
+    transports: dict[str, str]
+    """"0->1": how activations travel from stage 0 to 1, and gradients back as "1->0": "zmq/tcp", encrypted
+    as "zmq/tcp curve", "shared memory" (where they are of 16 KiB or more), or "cuda ipc"."""
+    worker_pids: list[int]
+    memory: list[dict[str, dict[str, int | None]]]
+    """Per worker and named term: "predicted" and "peak" bytes; None where a term cannot be measured. On the
+    host the terms that torch makes are measured over the first minibatches."""
+    overhead_us: list[float] = field(default_factory=list)
+    """Per worker: mean time per work item in which it neither ran user code nor waited for data."""
+    wait_share: list[float] = field(default_factory=list)
+    """Per worker: share of its time spent waiting for a neighbour's tensors."""
+    data_wait_share: list[float] = field(default_factory=list)
+    """Per worker: share of its time spent reading data, which counts as user code; 0 where it reads none."""
+    data_sources: list[str] = field(default_factory=list)
+    """Per worker: what it reads, as "DataLoader with num_workers=2"; "" where it reads nothing."""
+    epoch_sizes: list[int] = field(default_factory=list)
+    """Minibatches of each epoch."""
+    recompute: list[bool] = field(default_factory=list)
+    """Per stage: whether its forwards were done again before their backwards."""
+    offload: list[list[str]] = field(default_factory=list)
+    """Per stage: what waited in host memory for its use, of "versions" and "activations"."""
+    channels: list[ChannelFigures] = field(default_factory=list)
+    """Of every channel between two stages, activations and gradients."""
+    spans: list[list[WorkSpan]] = field(default_factory=list)
+    """Per worker: the latest work items, oldest first."""
+    transfers: list[ChannelTransfers] = field(default_factory=list)
+    """As `channels`: when their latest items were under way. At rank 0 only, as `spans` are."""
+    worker_names: list[str] = field(default_factory=list)
+    """Per worker: its stages and rank."""
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Writes a Chrome trace (.json or .json.gz) that ui.perfetto.dev opens: the workers' items of work
+        and what travelled between them. docs/transport.md says what its tracks are."""
+        channels = {channel.name: channel._asdict() for channel in self.channels}
+        spans, arrows = list(self._work_spans()), []
+        for transfers in self.transfers:
+            drawn, drawn_arrows = self._draw(transfers)
+            spans += drawn
+            arrows += drawn_arrows
+        write_trace(path, spans, {"channels": channels}, arrows)
+
+    def describe_memory(self) -> str:
+        """A table of `memory`: predicted and peak bytes per worker and term."""
+        return describe_memory(self.worker_names, self.memory)
+
+    def describe_channels(self) -> str:
+        """A table of `channels`, and a line for each stage that waited for its data instead; empty when
+        nothing travels and no stage waited."""
+        parts = [_describe_channels(self.channels), "\n".join(describe_data_waits(self))]
+        return "\n\n".join(part for part in parts if part)
+
+    def __repr__(self) -> str:
+        return describe_result(self)
+
+    def summary(self) -> str:
+        """Tables of all figures but the single work items: losses by epoch, time, bytes, memory."""
+        return summarize(self)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws the losses into a .png, .svg or .pdf file. Raises ValueError for another ending, and where
+        matplotlib is missing."""
+        plot_losses(self, path)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))  # not asdict: copying the spans one by one takes seconds
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> RunResult:
+        """The result from its JSON form, with tuples where JSON has lists."""
+        fields = dict(fields)
+        fields["versions"] = [[(pair[0], pair[1]) for pair in stage] for stage in fields["versions"]]
+        fields["channels"] = [ChannelFigures(*channel) for channel in fields["channels"]]
+        fields["spans"] = [[WorkSpan(*span) for span in worker] for worker in fields["spans"]]
+        fields["transfers"] = transfers_from_json(fields["transfers"])
+        return cls(**fields)
+
+    def _draw(self, transfers: ChannelTransfers) -> tuple[list[Span], list[tuple[Span, Span]]]:
+        channel = next(channel for channel in self.channels if channel.name == transfers.channel)
+        has_parts = self._has_microbatches()
+        letter = channel.name[0].upper()  # Activations and Gradients
+
+        def name_of(minibatch: int, microbatch: int) -> str:
+            return f"{letter}{minibatch}" + (f".{microbatch}" if has_parts else "")
+
+        arguments = {"codec": channel.codec, "transport": channel.transport}
+        return draw_transfers(transfers, self._process_names(), arguments, name_of)
+
+    def _has_microbatches(self) -> bool:
+        return any(span.microbatch > 0 for worker in self.spans for span in worker)
+
+    def _process_names(self) -> list[str]:
+        return [f"worker {rank} ({name})" for rank, name in enumerate(self.worker_names)]
+
+    def _work_spans(self) -> Iterator[Span]:
+        has_parts = self._has_microbatches()
+        for worker_name, worker_spans in zip(self._process_names(), self.spans, strict=True):
+            for span in worker_spans:
+                arguments = {
+                    "stage": span.stage,
+                    "minibatch": span.minibatch,
+                    "microbatch": span.microbatch,
+                }
+                if span.wait_ns > 0:
+                    yield Span(worker_name, "waiting", "wait", span.asked_ns, span.ready_ns, arguments)
+                part = f".{span.microbatch}" if has_parts and span.kind != "UPDATE" else ""
+                name = f"{span.kind[0]}{span.minibatch}{part}"
+                yield Span(worker_name, "compute", name, span.ready_ns, span.completed_ns, arguments)
+
+
+def combine_reports(
+    plan: Plan,
+    schedule: _core.ScheduleOptions,
+    channels: Sequence[RunChannel],
+    reports: list[dict[str, Any]],
+) -> RunResult:
+    """The run's result from what the workers report, in the order of their ranks. channels: those of
+    activations and gradients."""
+    last = reports[plan.worker_of_stage[-1]]
+    losses, samples, epochs = last["losses"], last["samples"], last["epochs"]
+    totals = [report["totals"] for report in reports]
+    elapsed_ns = max(entry["elapsed_ns"] for entry in totals)
+    stages = [reports[worker]["stages"][str(stage)] for stage, worker in enumerate(plan.worker_of_stage)]
+    figures = [_figures_of(channel, reports) for channel in channels]
+    num_warm_up = 1 if _core.drains_every_minibatch(schedule) else plan.in_flight[0]
+    return RunResult(
+        losses=losses,
+        epoch_losses=_epoch_losses(losses, samples, epochs),
+        versions=[[(forward, backward) for forward, backward in stage["versions"]] for stage in stages],
+        samples_per_s=sum(samples) / max(elapsed_ns / 1e9, 1e-9),
+        predicted_ms=plan.bottleneck_ms,
+        measured_ms=_steady_ms(last["spans"], num_warm_up),
+        bubble_share=1.0
+        - sum(t["compute_ns"] for t in totals) / max(sum(t["elapsed_ns"] for t in totals), 1),
+        bytes_sent=sum(channel.wire_bytes + channel.placed_bytes for channel in figures),
+        transports={f"{channel.sender}->{channel.receiver}": channel.transport for channel in figures},
+        worker_pids=[report["pid"] for report in reports],
+        memory=[report["memory"] for report in reports],
+        recompute=[stage["recompute"] for stage in stages],
+        offload=[stage["offload"] for stage in stages],
+        overhead_us=[
+            (t["elapsed_ns"] - t["wait_ns"] - t["compute_ns"]) / 1e3 / max(t["num_work_items"], 1)
+            for t in totals
+        ],
+        wait_share=[t["wait_ns"] / max(t["elapsed_ns"], 1) for t in totals],
+        data_wait_share=[
+            report["data"]["read_ns"] / max(report["totals"]["elapsed_ns"], 1) for report in reports
+        ],
+        data_sources=[report["data"]["source"] for report in reports],
+        epoch_sizes=[epochs.count(epoch) for epoch in sorted(set(epochs))],
+        channels=figures,
+        spans=[_spans_of(report, reports[0]) for report in reports],
+        transfers=combine_transfers(channels, reports),
+        worker_names=[plan.describe_worker(rank) for rank in range(len(reports))],
+    )
+
+
+def _figures_of(channel: RunChannel, reports: list[dict[str, Any]]) -> ChannelFigures:
+    """Counts are the receiver's, which has had everything when it reports; its sender may still be at the
+    last item then."""
+    assert channel.stages is not None
+    sent = reports[channel.sender]["channels"][channel.name]
+    received = reports[channel.receiver]["channels"][channel.name]
+    # A socket takes bytes long before they are there, so the sender's time alone would be too short.
+    transfer_ns = max(sent["transfer_ns"] - sent["credit_wait_ns"], received["transfer_ns"])
+    wait_ns = received["wait_ns"]
+    return ChannelFigures(
+        name=channel.name,
+        sender=channel.stages[0],
+        receiver=channel.stages[1],
+        transport=sent["transport"],
+        codec=sent["codec"],
+        items=received["num_items"],
+        chunks=received["num_chunks"],
+        tensor_bytes=received["tensor_bytes"],
+        wire_bytes=received["wire_bytes_received"],
+        placed_bytes=received["placed_bytes"],
+        transfer_ms=transfer_ns / 1e6,
+        credit_wait_ms=sent["credit_wait_ns"] / 1e6,
+        wait_ms=wait_ns / 1e6,
+        overlap_share=min(max(1 - wait_ns / transfer_ns, 0.0), 1.0) if transfer_ns > 0 else None,
+        chunk_bytes=sent["chunk_bytes"],
+        refused=sent["num_refused"] + received["num_refused"],
+    )
+
+
+def _describe_channels(channels: Sequence[ChannelFigures]) -> str:
+    if not channels:
+        return ""
+    headings = (
+        *("channel", "transport", "codec", "items", "tensors", "on the wire", "placed"),
+        *("under way", "no room", "waited", "overlap"),
+    )
+    rows = [
+        (
+            *(channel.name, channel.transport, channel.codec, str(channel.items)),
+            *map(format_bytes, (channel.tensor_bytes, channel.wire_bytes, channel.placed_bytes)),
+            *(f"{ms:.1f} ms" for ms in (channel.transfer_ms, channel.credit_wait_ms, channel.wait_ms)),
+            "" if channel.overlap_share is None else f"{100 * channel.overlap_share:.0f} %",
+        )
+        for channel in channels
+    ]
+    return format_table(headings, rows, "<<<>>>>>>>>")
+
+
+def _spans_of(report: dict[str, Any], first: dict[str, Any]) -> list[WorkSpan]:
+    """With times on the clock of the first worker's machine."""
+    shift = shift_ns(Clock(*report["clock"]), Clock(*first["clock"]))
+    spans = [WorkSpan(*span) for span in report["spans"]]
+    if shift == 0:
+        return spans
+    return [
+        span._replace(
+            asked_ns=span.asked_ns + shift,
+            ready_ns=span.ready_ns + shift,
+            completed_ns=span.completed_ns + shift,
+        )
+        for span in spans
+    ]
+
+
+def _epoch_losses(losses: list[float], samples: list[int], epochs: list[int]) -> list[float]:
+    """Mean loss per sample of each epoch."""
+    sums: dict[int, tuple[float, int]] = {}
+    for loss, count, epoch in zip(losses, samples, epochs, strict=True):
+        total, seen = sums.get(epoch, (0.0, 0))
+        sums[epoch] = (total + loss * count, seen + count)
+    return [total / max(seen, 1) for _, (total, seen) in sorted(sums.items())]
+
+
+def _steady_ms(spans: list[list[int | str]], num_warm_up: int) -> float:
+    """Milliseconds per minibatch between updates of the last stage, after as many minibatches as are in
+    flight; over all of them when there are too few."""
+    named = [WorkSpan(*span) for span in spans]  # type: ignore[arg-type]
+    if not named:
+        return 0.0
+    last_stage = max(span.stage for span in named)
+    done_ns = [span.completed_ns for span in named if span.kind == "UPDATE" and span.stage == last_stage]
+    if len(done_ns) < 2:
+        return (named[-1].completed_ns - named[0].asked_ns) / 1e6 / max(len(done_ns), 1)
+    steady = done_ns[num_warm_up:] if len(done_ns) > num_warm_up + 2 else done_ns
+    return float(steady[-1] - steady[0]) / 1e6 / (len(steady) - 1)

@@ -1,0 +1,166 @@
+"""When the items of the channels between stages were under way, and how a trace shows it.
+
+Plain values that travel as JSON; any thread. Source of the times: csrc/channel/transfer.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from pipedream.links.channels import RunChannel
+from pipedream.planning.trace import Clock, Span, shift_ns, spread
+
+__all__ = [
+    "ChannelTransfers",
+    "ReceivedTransfer",
+    "SentTransfer",
+    "combine_transfers",
+    "draw_transfers",
+    "transfers_from_json",
+]
+
+
+class SentTransfer(NamedTuple):
+    """An item as its sender saw it; times on the machine's monotonic clock."""
+
+    minibatch: int
+    microbatch: int
+    wire_bytes: int
+    """Of its tensors as they travel: after the codec."""
+    queued_ns: int
+    """When its stage handed it over."""
+    started_ns: int
+    """When the receiver had room for it."""
+    copied_ns: int | None
+    """When all of it, encoded where that is due, lay in a staging buffer or in the receiver's memory; None
+    when the wire read the tensors themselves."""
+    framed_ns: int
+    """When its first chunk was given to the connection."""
+    released_ns: int
+    """When the connection had taken its last; the system may have kept that for longer."""
+
+
+class ReceivedTransfer(NamedTuple):
+    """An item as its receiver saw it."""
+
+    minibatch: int
+    microbatch: int
+    wire_bytes: int
+    arrived_ns: int
+    """When its first chunk was there."""
+    complete_ns: int
+    """When its last was; a copy to the device, or decoding, may follow."""
+
+
+class ChannelTransfers(NamedTuple):
+    """The latest items of one channel, oldest first at both ends."""
+
+    channel: str
+    sender_rank: int
+    receiver_rank: int
+    sent: list[SentTransfer]
+    received: list[ReceivedTransfer]
+
+
+def combine_transfers(
+    channels: Iterable[RunChannel], reports: Sequence[dict[str, Any]]
+) -> list[ChannelTransfers]:
+    """Of the workers' reports, with times on the clock of the first worker's machine."""
+    found = []
+    for channel in channels:
+        at_sender, at_receiver = reports[channel.sender], reports[channel.receiver]
+        sent, received = at_sender["transfers"][0], at_receiver["transfers"][1]
+        sent_shift, received_shift = (
+            shift_ns(Clock(*report["clock"]), Clock(*reports[0]["clock"]))
+            for report in (at_sender, at_receiver)
+        )
+        found.append(
+            ChannelTransfers(
+                channel.name,
+                channel.sender,
+                channel.receiver,
+                [_shifted_sent(row, sent_shift) for row in sent.get(channel.name, [])],
+                [_shifted_received(row, received_shift) for row in received.get(channel.name, [])],
+            )
+        )
+    return found
+
+
+def _shifted_sent(row: Sequence[int], shift: int) -> SentTransfer:
+    minibatch, microbatch, wire_bytes, queued, started, copied, framed, released = row
+    return SentTransfer(
+        *(minibatch, microbatch, wire_bytes, queued + shift, started + shift),
+        copied + shift if copied != 0 else None,
+        framed + shift,
+        released + shift,
+    )
+
+
+def _shifted_received(row: Sequence[int], shift: int) -> ReceivedTransfer:
+    minibatch, microbatch, wire_bytes, arrived, complete = row
+    return ReceivedTransfer(minibatch, microbatch, wire_bytes, arrived + shift, complete + shift)
+
+
+def transfers_from_json(rows: Sequence[Any]) -> list[ChannelTransfers]:
+    """With tuples where JSON has lists."""
+    return [
+        ChannelTransfers(
+            channel,
+            sender_rank,
+            receiver_rank,
+            [SentTransfer(*item) for item in sent],
+            [ReceivedTransfer(*item) for item in received],
+        )
+        for channel, sender_rank, receiver_rank, sent, received in rows
+    ]
+
+
+def draw_transfers(
+    transfers: ChannelTransfers,
+    worker_names: Sequence[str],
+    arguments: dict[str, Any],
+    name_of: Callable[[int, int], str],
+) -> tuple[list[Span], list[tuple[Span, Span]]]:
+    """The spans of one channel, on tracks of its two workers, and arrows from what was sent to its arrival.
+
+    arguments: of the channel, beside every span. name_of: of a minibatch and a microbatch.
+    """
+    sender, receiver = (worker_names[rank] for rank in (transfers.sender_rank, transfers.receiver_rank))
+    send, receive = f"send {transfers.channel}", f"receive {transfers.channel}"
+
+    def spans(worker: str, track: str, times: Iterable[tuple[Any, int, int]]) -> list[Span]:
+        return spread(
+            Span(worker, track, name_of(item.minibatch, item.microbatch), begin_ns, end_ns)._replace(
+                args={
+                    "minibatch": item.minibatch,
+                    "microbatch": item.microbatch,
+                    "bytes": item.wire_bytes,
+                    **arguments,
+                }
+            )
+            for item, begin_ns, end_ns in times
+        )
+
+    sent, received = transfers.sent, transfers.received
+    queued = spans(sender, f"{send}: queued", ((i, i.queued_ns, i.started_ns) for i in sent))
+    copied = spans(
+        sender, f"{send}: copy", ((i, i.started_ns, i.copied_ns) for i in sent if i.copied_ns is not None)
+    )
+    on_wire = spans(sender, f"{send}: wire", ((i, i.framed_ns, i.released_ns) for i in sent))
+    arrived = spans(receiver, receive, ((i, i.arrived_ns, i.complete_ns) for i in received))
+    return [*queued, *copied, *on_wire, *arrived], list(_arrows(sent, on_wire, received, arrived))
+
+
+def _arrows(
+    sent: Sequence[SentTransfer],
+    on_wire: Sequence[Span],
+    received: Sequence[ReceivedTransfer],
+    arrived: Sequence[Span],
+) -> Iterator[tuple[Span, Span]]:
+    """Of the items that both ends have kept."""
+    begins = {(item.minibatch, item.microbatch): span for item, span in zip(sent, on_wire, strict=True)}
+    for item, span in zip(received, arrived, strict=True):
+        begin = begins.get((item.minibatch, item.microbatch))
+        if begin is not None:
+            yield begin, span

@@ -1,0 +1,165 @@
+"""A stage's gradients from the last backward of a minibatch to the next weight version: collected, measured,
+clipped or unscaled, and used or, after an overflow, left unused.
+
+Norms are taken over all stages where the schedule drains every minibatch, else per stage: anything wider
+would make the stages wait for each other. Owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack, to_dlpack
+
+from pipedream import _core
+from pipedream.budget.footprint import storage_bytes
+from pipedream.links.channels import norm_name
+from pipedream.model.splitter import StageModule, Tie
+from pipedream.stage.tied import TiedParameters
+from pipedream.stage.weights import StageOptimizer, StageWeights, split_tied
+
+__all__ = ["GradientFigures", "NormExchange", "StageGradients", "clip_scale", "updated_parameters"]
+
+_NORM_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+
+class GradientFigures(NamedTuple):
+    """Of one stage or of several: they add up."""
+
+    squared_norm: float = 0.0
+    overflowed: bool = False
+
+    def __add__(self, other: object) -> GradientFigures:  # not a tuple's concatenation
+        assert isinstance(other, GradientFigures)
+        return GradientFigures(self.squared_norm + other.squared_norm, self.overflowed or other.overflowed)
+
+
+def clip_scale(squared_norm: float, max_norm: float | None) -> float:
+    """What the gradients are multiplied by so that their norm is at most max_norm."""
+    if max_norm is None:
+        return 1.0
+    return min(1.0, max_norm / (math.sqrt(squared_norm) + _NORM_EPSILON))
+
+
+class StageGradients:
+    """The gradients of the parameters that one stage updates: its own, then the tied ones that it owns."""
+
+    def __init__(self, weights: StageWeights, optimizer: StageOptimizer, tied: TiedParameters) -> None:
+        self._weights = weights
+        self._optimizer = optimizer
+        self._tied = tied
+        self._taken: list[Tensor | None] = []
+        self._overflowed = False
+
+    def num_bytes(self, own_slot: int) -> int:
+        """Of what the backwards have accumulated so far."""
+        tied = self._weights.tied
+        leaves = [leaf for slot in range(tied.num_slots) for leaf in tied.leaves(slot)]
+        return storage_bytes([leaf.grad for leaf in (*self._weights.own.leaves(own_slot), *leaves)])
+
+    def take(self, minibatch: int, own_slot: int) -> None:
+        """Collects what the backwards of the minibatch left, at this stage and at the users of its tied
+        parameters. own_slot: of the version that the last backward read."""
+        self._taken = [*self._weights.own.take_gradients(own_slot), *self._tied.collect(minibatch)]
+
+    def figures(self) -> GradientFigures:
+        dense = [
+            gradient.to_dense() if gradient.is_sparse else gradient
+            for gradient in self._taken
+            if gradient is not None and gradient.numel() > 0
+        ]
+        if not dense:
+            return GradientFigures()
+        norms = torch.stack([norm.double() for norm in torch._foreach_norm(dense)])
+        squared_norm = float(norms.square().sum())
+        return GradientFigures(squared_norm, not math.isfinite(squared_norm))
+
+    def apply(self, read_slot: int, write_slot: int, gradient_scale: float) -> None:
+        """Makes the next version of the parameters."""
+        tied_read, tied_write = self._tied.begin_update()
+        read, write = self._leaves(read_slot, tied_read), self._leaves(write_slot, tied_write)
+        self._optimizer.step(read, write, self._taken, gradient_scale)
+        self._finish()
+
+    def skip(self, read_slot: int, write_slot: int) -> None:
+        """After an overflow: the next version has the content of this one."""
+        tied_read, tied_write = self._tied.begin_update()
+        self._weights.own.copy_version(read_slot, write_slot)
+        with torch.no_grad():
+            for index in self._tied.owned:
+                if tied_read != tied_write:
+                    source = self._weights.tied.leaves(tied_read)[index]
+                    self._weights.tied.leaves(tied_write)[index].copy_(source)
+        self._overflowed = True
+        self._finish()
+
+    def take_overflow(self) -> bool:
+        """Whether an update was skipped since the last call."""
+        overflowed, self._overflowed = self._overflowed, False
+        return overflowed
+
+    def _finish(self) -> None:
+        self._taken = []
+        self._tied.publish()
+
+    def _leaves(self, own_slot: int, tied_slot: int) -> list[nn.Parameter]:
+        leaves = self._weights.own.leaves(own_slot)
+        owned = self._tied.owned
+        if not owned:
+            return leaves
+        tied_leaves = self._weights.tied.leaves(tied_slot)
+        return [*leaves, *(tied_leaves[index] for index in owned)]
+
+
+class NormExchange:
+    """Adds up the figures of all workers, along the pipeline and back; every worker gets the sum.
+
+    rank 0 <-- rank 1 <-- rank 2        partial sums, upstream
+    rank 0 --> rank 1 --> rank 2        the total, downstream
+    """
+
+    def __init__(self, core: _core.Worker, rank: int, num_workers: int) -> None:
+        self._core = core
+        self._rank = rank
+        self._upstream = rank - 1 if rank > 0 else None
+        self._downstream = rank + 1 if rank + 1 < num_workers else None
+
+    def total(self, figures: GradientFigures) -> GradientFigures:
+        if self._downstream is not None:
+            figures += self._receive(self._downstream)
+        if self._upstream is not None:
+            self._send(self._upstream, figures)
+            figures = self._receive(self._upstream)
+        if self._downstream is not None:
+            self._send(self._downstream, figures)
+        return figures
+
+    def _send(self, rank: int, figures: GradientFigures) -> None:
+        content = torch.tensor([figures.squared_norm, float(figures.overflowed)], dtype=torch.float64)
+        self._core.send_item(norm_name(self._rank, rank), [to_dlpack(content)])
+
+    def _receive(self, rank: int) -> GradientFigures:
+        item = self._core.receive_item(norm_name(rank, self._rank))
+        assert item is not None  # there is no time-out
+        (content,) = (from_dlpack(capsule) for capsule in item.take_tensors())
+        squared_norm, overflowed = content.tolist()
+        return GradientFigures(squared_norm, bool(overflowed))
+
+
+def owned_parameters(
+    own: Sequence[tuple[str, nn.Parameter]], tied: Sequence[tuple[str, nn.Parameter]], owned: Sequence[int]
+) -> list[tuple[str, nn.Parameter]]:
+    """What a stage's optimizer is called with, in the order of StageGradients."""
+    return [*own, *(tied[index] for index in owned)]
+
+
+def updated_parameters(stage: StageModule, ties: Sequence[Tie]) -> list[tuple[str, nn.Parameter]]:
+    """What the stage's optimizer is called with, of a model with these ties."""
+    of_stage = [tie for tie in ties if stage.stage_index in tie.stages]
+    own, tied = split_tied(stage, [tie.parameter for tie in of_stage])
+    owned = [index for index, tie in enumerate(of_stage) if tie.stages[0] == stage.stage_index]
+    return owned_parameters(own, tied, owned)

@@ -1,0 +1,126 @@
+"""What is to be trained and where this process stands in it. Plain values; any thread."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.multiprocessing
+from torch import Tensor
+
+from pipedream import _core
+from pipedream.common.agreement import OWN, compared, given
+from pipedream.links.options import LinkOptions
+from pipedream.links.rendezvous import Rendezvous
+from pipedream.planning.plan import Plan
+from pipedream.report.status import StatusBoard
+
+__all__ = ["CallerSettings", "JobOptions", "WorkerPlace", "check_plan_is_built"]
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """What to train and how: equal at all workers, which compare it (agreement.py), but for what rank 0
+    overrides (plan) and for what is declared as each one's own."""
+
+    plan: Plan = field(metadata=OWN)
+    loss_fn: Callable[[Any, Any], Tensor] = field(metadata=OWN)
+    optimizer: Callable[..., torch.optim.Optimizer] = field(metadata=OWN)
+    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = field(metadata=compared(said=given))
+    schedule: str
+    microbatches: int
+    recompute: tuple[bool, ...] | None
+    """Per stage; None: each worker decides, to fit into memory_bytes."""
+    memory_bytes: int | None = field(metadata=compared("memory", given))
+    """What this worker may use, at most."""
+    autocast: torch.dtype | None = field(metadata=compared(said=lambda dtype: dtype and str(dtype)))
+    max_grad_norm: float | None
+    epochs: int
+    seed: int | None
+    links: LinkOptions
+    on_nonfinite: str
+    gather: str
+    progress: bool = field(metadata=OWN)
+    num_threads: int = field(metadata=OWN)
+    """Of torch, per worker."""
+
+    def schedule_options(self) -> _core.ScheduleOptions:
+        """The schedule as the core takes it. Raises ValueError for what plan and schedule cannot do."""
+        return _core.ScheduleOptions(
+            schedule=self.schedule,
+            in_flight=list(self.plan.in_flight),
+            num_microbatches=self.microbatches,
+            worker_of_stage=list(self.plan.worker_of_stage),
+            recompute=list(self.recompute or ()),
+        )
+
+
+@dataclass(frozen=True)
+class WorkerPlace:
+    """Where this worker stands among the others."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    run_id: int
+    """64 random bits, so that no other run has them; rank 0's are everybody's."""
+    incarnation: int
+    """How often the run was restarted."""
+    rendezvous: Rendezvous
+    board: StatusBoard | None
+    returns_model: bool = True
+    """Whether the user has the model of this process, and finds it again on the device where it was."""
+
+
+@dataclass(frozen=True)
+class CallerSettings:
+    """What is set for a whole process and decides what a model computes or how its data are loaded: local
+    workers take the caller's."""
+
+    default_dtype: torch.dtype
+    deterministic: bool
+    deterministic_warn_only: bool
+    matmul_precision: str
+    cudnn_benchmark: bool
+    cudnn_deterministic: bool
+    start_method: str
+    """Of multiprocessing: how a DataLoader starts its processes. A spawned worker's own would be "spawn"."""
+    sharing_strategy: str
+    """Of torch.multiprocessing: how they hand over their tensors."""
+
+    @classmethod
+    def capture(cls) -> CallerSettings:
+        # Without asking for it where it is not set: that would set it, for the caller too.
+        start_method = multiprocessing.get_start_method(allow_none=True)
+        return cls(
+            default_dtype=torch.get_default_dtype(),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            deterministic_warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+            matmul_precision=torch.get_float32_matmul_precision(),
+            cudnn_benchmark=torch.backends.cudnn.benchmark,
+            cudnn_deterministic=torch.backends.cudnn.deterministic,
+            start_method=start_method or multiprocessing.get_all_start_methods()[0],  # which is the default
+            sharing_strategy=torch.multiprocessing.get_sharing_strategy(),  # type: ignore[no-untyped-call]
+        )
+
+    def apply(self) -> None:
+        torch.set_default_dtype(self.default_dtype)
+        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warn_only)
+        torch.set_float32_matmul_precision(self.matmul_precision)
+        torch.backends.cudnn.benchmark = self.cudnn_benchmark
+        torch.backends.cudnn.deterministic = self.cudnn_deterministic
+        multiprocessing.set_start_method(self.start_method, force=True)
+        torch.multiprocessing.set_sharing_strategy(self.sharing_strategy)  # type: ignore[no-untyped-call]
+
+
+def check_plan_is_built(plan: Plan) -> None:
+    """Raises ValueError for a plan that needs what is not built yet."""
+    for stage_index, stage in enumerate(plan.stages):
+        if stage.num_replicas > 1:
+            raise ValueError(
+                f"stage {stage_index} has {stage.num_replicas} replicas: replicated stages are not built yet;"
+                " use partition(..., straight=True), on the command line `pipedream partition --straight`"
+            )

@@ -1,0 +1,390 @@
+"""The loop of one worker: asks the core for work, hands it to its stages' runners, reports what was done.
+
+Owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pipedream import _core
+from pipedream.budget.footprint import StepMeter, WorkMeter, make_meter
+from pipedream.budget.memory import GRADIENTS, MODEL, STASH, TORCH_OPTIMIZER_STATE, TRANSIENT
+from pipedream.budget.offload import StageOffload
+from pipedream.budget.torch_pool import TORCH_TENSORS, TorchPool
+from pipedream.common.errors import PipelineError, afterwards, describe_error
+from pipedream.data.batch_reader import BatchReader
+from pipedream.data.stream import MinibatchStream
+from pipedream.links.channels import activations_name, gradients_name
+from pipedream.model.boundary import Boundary
+from pipedream.model.seeding import RngStream, stage_seed
+from pipedream.model.splitter import StageModule
+from pipedream.planning.trace import read_clock
+from pipedream.report.losses import make_loss_record
+from pipedream.report.progress import RunProgress
+from pipedream.report.status import StatusBoard
+from pipedream.stage.device_clock import make_device_clock, make_user_code
+from pipedream.stage.gradients import GradientFigures, NormExchange, StageGradients, clip_scale
+from pipedream.stage.job import JobOptions, WorkerPlace
+from pipedream.stage.stage_runner import StageParts, StageRunner
+from pipedream.stage.tied import TiedParameters
+from pipedream.stage.weights import StageOptimizer, StageWeights
+
+__all__ = ["PreparedStage", "WorkerLoop"]
+
+_LEAVE_TIMEOUT_S = 5.0  # for what was sent to leave before a worker reports
+
+
+class PreparedStage:
+    """One stage of this worker with its weights in the pool."""
+
+    def __init__(
+        self,
+        stage: StageModule,
+        weights: StageWeights,
+        tied: TiedParameters,
+        optimizer: StageOptimizer,
+        offload: StageOffload | None,
+    ) -> None:
+        self.stage = stage
+        self.weights = weights
+        self.tied = tied
+        self.optimizer = optimizer
+        self.offload = offload
+
+
+@dataclass
+class _Position:
+    """What is being worked on, for errors."""
+
+    rank: int
+    stage: int = 0
+    minibatch: int = -1
+
+    def __call__(self, what: str) -> str:
+        return f"stage {self.stage} (rank {self.rank}) failed at minibatch {self.minibatch} in {what}"
+
+
+@contextlib.contextmanager
+def _located(position: _Position) -> Iterator[None]:
+    """An error of the device comes out of whatever call is the next that waits for it, also of ours."""
+    try:
+        yield
+    except (PipelineError, _core.RunFailure):
+        raise  # they say where
+    except RuntimeError as error:
+        raise PipelineError(f"{position('the work around the model')}: {describe_error(error)}") from error
+
+
+class WorkerLoop:
+    """The work items of one worker."""
+
+    def __init__(
+        self,
+        core: _core.Worker,
+        options: JobOptions,
+        place: WorkerPlace,
+        *,
+        schedule: _core.ScheduleOptions,
+        prepared: Sequence[PreparedStage],
+        stream: MinibatchStream,
+        device: torch.device,
+        base_seed: int,
+        input_boundary: Boundary | None,
+        boundaries: Mapping[int, Boundary],
+        predicted: Mapping[str, int],
+        torch_pool: TorchPool | None = None,
+    ) -> None:
+        """prepared: this worker's stages in ascending order. input_boundary: what the first stage's inputs
+        must look like, None to check nothing. boundaries: by the stage upstream, of the cuts at these
+        stages. predicted: bytes of each memory term. torch_pool: where
+        forwards and backwards make their tensors, None leaves it to torch."""
+        self._core = core
+        self._options = options
+        self._schedule = schedule
+        self._place = place
+        self._prepared = prepared
+        self._device = device
+        self._stream = stream
+        self._predicted = predicted
+        self._torch_pool = torch_pool
+        self._describe = options.plan.describe_worker(place.rank)
+        self._position = _Position(place.rank)
+        self._clock = make_device_clock(device, core.add_compute)
+        self._user = make_user_code(self._position, self._clock)
+        # On the host measuring costs time per operator: enough is seen once the pipeline has been full.
+        self._measured_until = None if device.type == "cuda" else max(schedule.in_flight) + 1
+        last = options.plan.num_stages - 1
+        stages = [part.stage.stage_index for part in prepared]
+        self._reader = BatchReader(
+            stream,
+            options.microbatches,
+            is_first=0 in stages,
+            is_last=last in stages,
+            check_inputs=functools.partial(_check_inputs, input_boundary),
+        )
+        self._progress = RunProgress(
+            enabled=options.progress and last in stages,
+            num_minibatches=stream.num_minibatches,
+            num_epochs=options.epochs,
+            schedule=schedule,
+        )
+        self._losses = make_loss_record(
+            options.on_nonfinite, functools.partial(_show, self._progress, self._reader, place.board), device
+        )
+        self._runners = {
+            part.stage.stage_index: self._make_runner(part, boundaries, base_seed) for part in prepared
+        }
+        self._exchange: NormExchange | None = None
+        self._measures_gradients = options.max_grad_norm is not None or options.autocast is torch.float16
+        if self._measures_gradients and _core.drains_every_minibatch(schedule):
+            self._exchange = NormExchange(core, place.rank, options.plan.workers_used)
+        self._total = (-1, GradientFigures())  # of which minibatch, over all stages
+
+    def _make_runner(
+        self, part: PreparedStage, boundaries: Mapping[int, Boundary], base_seed: int
+    ) -> StageRunner:
+        stage_index, last = part.stage.stage_index, self._options.plan.num_stages - 1
+        is_first, is_last = stage_index == 0, stage_index == last
+        # Data are copied when their memory may change while they are in flight: autograd saves them, and a
+        # recompute reads them. Inputs also when the first layer works in place: that would change the data of
+        # the next epoch, here and not at the last stage. None: not known before the first forward.
+        copies_data = self._stream.may_reuse_memory and self._reads_ahead(stage_index)
+        clones_inputs: bool | None = copies_data
+        if is_first and not is_last and not copies_data:
+            clones_inputs = None
+        parts = StageParts(
+            stage=part.stage,
+            weights=part.weights,
+            tied=part.tied,
+            gradients=StageGradients(part.weights, part.optimizer, part.tied),
+            boundary_in=None if is_first else boundaries[stage_index - 1],
+            boundary_out=None if is_last else boundaries[stage_index],
+            reader=self._reader if is_first or is_last else None,
+            losses=self._losses if is_last else None,
+            rng=self._stream_of(stage_index, base_seed, is_alone=is_first and is_last),
+            clones_inputs=clones_inputs,
+            copies_targets=copies_data,
+            offload=part.offload,
+            torch_region=None if self._torch_pool is None else self._torch_pool.region,
+        )
+        return StageRunner(
+            self._core, self._options, self._schedule, parts, self._device, self._user, self._describe
+        )
+
+    def _reads_ahead(self, stage_index: int) -> bool:
+        """Whether the stage reads the next minibatch before it is done with this one."""
+        drains = _core.drains_every_minibatch(self._schedule)
+        return not drains and self._schedule.in_flight[stage_index] > 1
+
+    def _stream_of(self, stage_index: int, base_seed: int, *, is_alone: bool) -> RngStream | None:
+        """Around what draws random numbers for the model; seeding.py has the rule."""
+        if is_alone:
+            return None
+        seed = stage_seed(base_seed, stage_index)
+        reads_data = stage_index in (0, self._options.plan.num_stages - 1)
+        if len(self._prepared) > 1 or (reads_data and self._stream.draws):
+            return RngStream(seed)
+        torch.manual_seed(seed)  # nobody else draws here, so nothing needs swapping
+        return None
+
+    @property
+    def losses(self) -> list[float]:
+        """So far; none where the last stage is another worker's."""
+        return self._losses.values
+
+    def train(self) -> dict[str, Any]:
+        core = self._core
+        core.start(
+            options=self._schedule,
+            worker=self._place.rank,
+            parts=[self._channels_of(stage) for stage in self._runners],
+        )
+        do = {
+            "FORWARD": StageRunner.forward,
+            "RECOMPUTE": StageRunner.recompute,
+            "BACKWARD": StageRunner.backward,
+        }
+        newest_slots = dict.fromkeys(self._runners, 0)
+        meter, step_meter = self._start_measuring()
+        # Also after a failure: the user's modules get their own parameters back.
+        restore = functools.partial(self._restore, newest_slots)
+        with self._progress, afterwards(restore), _located(self._position):
+            while (kind := (work := core.next_work()).kind) != "DONE":
+                stage, minibatch = work.stage, work.minibatch
+                if self._clock is not None:
+                    self._clock.tell_done()
+                if minibatch != self._position.minibatch:
+                    self._begin_minibatch(minibatch)
+                self._position.stage, self._position.minibatch = stage, minibatch
+                runner = self._runners[stage]
+                if kind == "UPDATE":
+                    self._update(runner, work)
+                    newest_slots[stage] = work.write_slot
+                else:
+                    do[kind](runner, work)
+            if self._clock is not None:
+                self._clock.finish()
+            for runner in self._runners.values():
+                runner.parts.tied.pull_last(work.num_minibatches)
+                runner.parts.weights.check_gradients_taken()
+            self._num_minibatches = work.num_minibatches
+            if any(runner.is_last and not runner.is_first for runner in self._runners.values()):
+                self._check_end(work.num_minibatches)
+        return self._report(meter, step_meter)
+
+    def _channels_of(self, stage: int) -> tuple[int, str, str, str, str]:
+        runner = self._runners[stage]
+        return (
+            stage,
+            "" if runner.is_first else activations_name(stage - 1),
+            "" if runner.is_last else activations_name(stage),
+            "" if runner.is_last else gradients_name(stage),
+            "" if runner.is_first else gradients_name(stage - 1),
+        )
+
+    def _begin_minibatch(self, minibatch: int) -> None:
+        if self._place.board is not None:
+            self._place.board.write(self._place.rank, minibatch)
+        if self._measured_until is not None and minibatch > self._measured_until:
+            self._measured_until = None
+            for runner in self._runners.values():
+                runner.meter = runner.step_meter = None
+
+    def _update(self, runner: StageRunner, work: _core.WorkItem) -> None:
+        scale: float | None = 1.0
+        if self._exchange is not None:
+            scale = self._scale_for(runner, self._total_of(work.minibatch))
+        else:
+            runner.parts.gradients.take(work.minibatch, runner.gradient_slot)
+            if self._measures_gradients:
+                scale = self._scale_for(runner, runner.parts.gradients.figures())
+        runner.update(work, scale)
+
+    def _total_of(self, minibatch: int) -> GradientFigures:
+        """Over all stages of all workers; exchanged once a minibatch, before the first stage's update."""
+        assert self._exchange is not None
+        if self._total[0] != minibatch:
+            figures = GradientFigures()
+            for runner in self._runners.values():
+                runner.parts.gradients.take(minibatch, runner.gradient_slot)
+                figures += runner.parts.gradients.figures()
+            self._total = (minibatch, self._exchange.total(figures))
+        return self._total[1]
+
+    def _scale_for(self, runner: StageRunner, figures: GradientFigures) -> float | None:
+        """What the gradients are multiplied by; None after an overflow."""
+        unscale = 1.0 / runner.loss_scale
+        if self._options.autocast is torch.float16 and figures.overflowed:
+            return None
+        return unscale * clip_scale(figures.squared_norm * unscale**2, self._options.max_grad_norm)
+
+    def _prepared_of(self, stage_index: int) -> PreparedStage:
+        return next(part for part in self._prepared if part.stage.stage_index == stage_index)
+
+    def _restore(self, newest_slots: Mapping[int, int]) -> None:
+        for runner in self._runners.values():
+            runner.meter = runner.step_meter = None
+        for part in self._prepared:
+            if part.offload is not None:
+                part.offload.finish()
+            part.weights.own.restore(newest_slots[part.stage.stage_index])
+            part.weights.tied.restore(part.tied.newest_slot)
+
+    def _check_end(self, num_minibatches: int) -> None:
+        if self._user.run("reading data", self._reader.fetch):
+            last = next(runner for runner in self._runners.values() if runner.is_last)
+            raise last.data_mismatch(num_minibatches)
+
+    def _source(self) -> str:
+        reads = any(runner.is_first or runner.is_last for runner in self._runners.values())
+        return self._stream.source if reads else ""
+
+    # What was done.
+
+    def _start_measuring(self) -> tuple[WorkMeter, StepMeter]:
+        gradient_bytes = functools.partial(_gradient_bytes, self._runners.values())
+        meter = WorkMeter(make_meter(self._device), gradient_bytes)
+        step_meter = StepMeter(make_meter(self._device))
+        if self._predicted.get(STASH) is not None:
+            for runner in self._runners.values():
+                runner.meter, runner.step_meter = meter, step_meter
+        return meter, step_meter
+
+    def _memory(self, meter: WorkMeter, step_meter: StepMeter) -> dict[str, dict[str, int | None]]:
+        measured: dict[str, int | None] = {
+            STASH: meter.stash_peak_bytes,
+            TRANSIENT: max(meter.transient_peak_bytes, step_meter.peak_bytes),
+            GRADIENTS: meter.gradient_peak_bytes,
+            TORCH_OPTIMIZER_STATE: sum(part.optimizer.torch_state_bytes() for part in self._prepared),
+            MODEL: self._predicted.get(MODEL, 0),
+        }
+        memory: dict[str, dict[str, int | None]] = {
+            name: {"predicted": planned, "peak": peak} for name, planned, peak in self._core.memory()
+        }
+        if self._torch_pool is not None:
+            memory[TORCH_TENSORS]["peak"] = self._torch_pool.peak_bytes
+            del measured[STASH], measured[GRADIENTS]  # they are in it
+            measured[TRANSIENT] = None
+        elif STASH not in self._predicted:
+            measured |= {STASH: None, TRANSIENT: None, GRADIENTS: None}
+        for name, peak in measured.items():
+            predicted = self._predicted.get(name)
+            if predicted or peak or peak is None:
+                memory[name] = {"predicted": predicted, "peak": peak}
+        return memory
+
+    def _report(self, meter: WorkMeter, step_meter: StepMeter) -> dict[str, Any]:
+        # Where that takes longer the trace is short of an item.
+        self._core.wait_for_transfers(_LEAVE_TIMEOUT_S)
+        stats, transports = self._core.channel_stats(), self._core.channel_transports()
+        between = {name for stage in self._runners for name in self._channels_of(stage)[1:] if name}
+        recompute = self._schedule.recompute
+        return {
+            "pid": os.getpid(),
+            "stages": {
+                str(stage): {
+                    "versions": self._core.versions(stage),
+                    "recompute": bool(recompute) and recompute[stage],
+                    "offload": [] if runner.parts.offload is None else runner.parts.offload.names(),
+                }
+                for stage, runner in self._runners.items()
+            },
+            "totals": self._core.totals(),
+            "spans": self._core.spans(),
+            "transfers": self._core.transfers(),
+            "memory": self._memory(meter, step_meter),
+            "channels": {name: stats[name] | {"transport": transports.get(name)} for name in between},
+            "clock": read_clock(),
+            "losses": self._losses.values,
+            "samples": self._reader.samples,
+            "epochs": self._reader.epochs,
+            "data": {"source": self._source(), "read_ns": self._reader.read_ns},
+        }
+
+
+# Functions, not methods: what the loop makes must not hold the loop, and with it the pool, in a circle.
+
+
+def _check_inputs(boundary: Boundary | None, inputs: Any, minibatch: int) -> None:
+    if boundary is not None:
+        boundary.checked(inputs, stage=0, minibatch=minibatch)
+
+
+def _show(
+    progress: RunProgress, reader: BatchReader, board: StatusBoard | None, minibatch: int, loss: float
+) -> None:
+    progress.advance(minibatch, reader.epochs[minibatch], loss, reader.samples[minibatch])
+    if board is not None:
+        board.add_loss(loss)
+
+
+def _gradient_bytes(runners: Iterable[StageRunner]) -> int:
+    return sum(runner.parts.gradients.num_bytes(runner.gradient_slot) for runner in runners)

@@ -1,0 +1,430 @@
+"""memory.py: the terms of a worker, what a limit makes it do, and what optimizers keep."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from pipedream import Plan, _core
+from pipedream.budget.footprint import SCALARS_BYTES, Footprint, StepMeter, make_meter, storage_bytes
+from pipedream.budget.memory import (
+    GRADIENTS,
+    MODEL,
+    OPTIMIZER_STATE,
+    STASH,
+    TIED_VERSIONS,
+    TORCH_OPTIMIZER_STATE,
+    TRANSIENT,
+    WEIGHT_VERSIONS,
+    MemoryPlan,
+    choose_savings,
+    describe_memory,
+    model_bytes,
+    native_step_bytes,
+    predict_state_bytes,
+    predict_step_bytes,
+)
+from pipedream.links.channels import RunChannel
+from pipedream.model.splitter import split
+from pipedream.optim import SGD, Adam
+from pipedream.stage.weights import StageOptimizer, weight_layout
+from torch import nn
+
+_KIB = 1024
+_GENERATORS = 8192
+
+
+def _footprint(*, stash: int = 100, inputs: int = 10, outputs: int = 20, transient: int = 7) -> Footprint:
+    """KiB."""
+    return Footprint(
+        input_bytes=inputs * _KIB,
+        stash_bytes=stash * _KIB,
+        transient_bytes=transient * _KIB,
+        gradient_bytes=4 * _KIB,
+        is_measured=True,
+        output_bytes=outputs * _KIB,
+    )
+
+
+def _memory(
+    schedule: str = "pipedream", *, rank: int = 0, microbatches: int = 1, num_workers: int = 4, **given: Any
+) -> MemoryPlan:
+    """A rank of four stages. given: of MemoryPlan."""
+    plan = Plan.straight(4, 4, num_workers=num_workers)
+    options = _core.ScheduleOptions(schedule, plan.in_flight, microbatches, plan.worker_of_stage)
+    fields: dict[str, Any] = {
+        "footprints": {stage: _footprint() for stage in range(4)},
+        "channels": [],
+        "weight_bytes": dict.fromkeys(range(4), 3 * _KIB),
+        "tied_bytes": dict.fromkeys(range(4), 0),
+        "placed_state_bytes": dict.fromkeys(range(4), 0),
+        "torch_state_bytes": dict.fromkeys(range(4), 0),
+        "model_bytes": 0,
+    }
+    return MemoryPlan(plan, rank, options, **(fields | given))
+
+
+def _kib(memory: MemoryPlan) -> dict[str, float]:
+    return {name: num_bytes / _KIB for name, num_bytes in memory.terms().items()}
+
+
+# schedule, microbatches -> at stage 1 of 4: versions kept, microbatches in flight, gradients that may wait
+# for stage 0.
+_TABLE = {
+    ("pipedream", 1): (3, 3),
+    ("vertical_sync", 1): (4, 3),
+    ("naive", 1): (1, 3),
+    ("2bw", 4): (2, 3),
+    ("flush", 4): (1, 3),
+    ("gpipe", 4): (1, 4),
+    ("model_parallel", 4): (1, 1),
+}
+
+
+@pytest.mark.parametrize(("schedule", "microbatches"), _TABLE)
+def test_versions_and_stash_are_as_many_as_the_schedule_keeps(schedule: str, microbatches: int) -> None:
+    versions, in_flight = _TABLE[schedule, microbatches]
+    memory = _memory(schedule, rank=1, microbatches=microbatches)
+    report = _core.replay(memory.schedule, 10)
+    gradients_waiting = report["gradients_queued_max"][0] + 1  # and one that is released a little late
+    assert _kib(memory) == {
+        WEIGHT_VERSIONS: versions * 3,
+        STASH: in_flight * 100 + gradients_waiting * 10,
+        GRADIENTS: 4,
+        TRANSIENT: 7,
+    }
+
+
+def _minibatches_of(in_flight: int, microbatches: int) -> int:
+    """The most minibatches that so many microbatches in a row can be of."""
+    return max(len({(first + i) // microbatches for i in range(in_flight)}) for first in range(microbatches))
+
+
+@pytest.mark.parametrize(("schedule", "microbatches"), [*_TABLE, ("2bw", 5), ("pipedream", 3)])
+def test_the_first_stage_keeps_the_inputs_of_whole_minibatches(schedule: str, microbatches: int) -> None:
+    memory = _memory(schedule, rank=0, microbatches=microbatches)
+    in_flight = _core.num_microbatches_in_flight(memory.schedule, 0)
+    inputs = _minibatches_of(in_flight, microbatches) * microbatches
+    assert _kib(memory)[STASH] == in_flight * 100 + inputs * 10
+
+
+def test_tied_parameters_state_and_the_model_have_terms_of_their_own() -> None:
+    by_stage = dict.fromkeys(range(4), 2 * _KIB)
+    terms = _kib(
+        _memory(
+            rank=3,
+            tied_bytes=by_stage,
+            placed_state_bytes=by_stage,
+            torch_state_bytes=by_stage,
+            model_bytes=50 * _KIB,
+        )
+    )
+    assert terms[TIED_VERSIONS] == 4 * 2  # n_0 at every stage
+    assert terms[OPTIMIZER_STATE] == terms[TORCH_OPTIMIZER_STATE] == 2
+    assert terms[MODEL] == 50
+
+
+def test_a_received_item_lies_in_a_slot_of_the_channel() -> None:
+    tensors = [("float32", 2, 100), ("int64", 1, 8)]
+    channels = [
+        RunChannel(
+            "to me", 0, 1, 0, tensors, num_slots=3, num_unsent_max=9, num_microbatches=1, on_device=True
+        ),
+        RunChannel(
+            "from me", 1, 0, 1, tensors, num_slots=3, num_unsent_max=9, num_microbatches=1, on_device=True
+        ),
+    ]
+    terms = _memory(channels=channels).terms()
+    assert terms["to me"] == 3 * 256  # 100 and 8 bytes, each to 64, in slots of 256
+    assert "from me" not in terms
+
+
+@pytest.mark.parametrize("codec", ["none", "bf16", "int8", "topk:0.1"])
+@pytest.mark.parametrize("rank", [0, 1], ids=["sender", "receiver"])
+def test_the_terms_of_a_channel_are_what_the_core_takes_for_it(rank: int, codec: str) -> None:
+    tensors = [("float32", 2, 4000), ("int64", 1, 72), ("float64", 1, 8000), ("bfloat16", 1, 3000)]
+    channel = RunChannel("a", 0, 0, 1, tensors, 3, 9, 1, True, codec)
+    core = _core.Worker(transport="inproc")
+    channel.add_to(core, rank, Plan.straight(4, 4))
+    core.seal()
+    taken = {name: planned for name, planned, _ in core.memory()}
+    core.close(0.0)
+    terms = _memory(rank=rank, channels=[channel]).terms()
+    assert {name: terms[name] for name in terms if name in taken or name.endswith("a")} == taken
+    assert bool(taken) == (rank == 1 or codec != "none")
+
+
+def test_a_worker_of_several_stages_adds_them_up_but_has_one_transient_at_a_time() -> None:
+    footprints = {stage: _footprint(transient=transient) for stage, transient in enumerate((7, 9, 30, 9))}
+    memory = _memory("interleaved", num_workers=2, microbatches=2, footprints=footprints)
+    terms = _kib(memory)
+    in_flight = [_core.num_microbatches_in_flight(memory.schedule, stage) for stage in (0, 2)]
+    waiting = _core.replay(memory.schedule, 10)["gradients_queued_max"][1] + 1
+    assert terms[STASH] == sum(in_flight) * 100 + _minibatches_of(in_flight[0], 2) * 2 * 10 + waiting * 10
+    assert (terms[WEIGHT_VERSIONS], terms[GRADIENTS], terms[TRANSIENT]) == (2 * 3, 2 * 4, 30)
+
+
+def test_an_optimizers_step_comes_at_another_time_than_forwards_and_backwards() -> None:
+    for step, transient in ((5 * _KIB, 7), (9 * _KIB, 9)):
+        assert _kib(_memory(rank=1, step_bytes={1: step}))[TRANSIENT] == transient
+
+
+def test_a_recompute_keeps_outputs_until_they_are_sent_and_has_one_stash_at_a_time() -> None:
+    memory = _memory(rank=1).with_recompute([False, True, False, False])
+    report = _core.replay(memory.schedule, 10)
+    outputs, gradients = report["activations_queued_max"][1] + 1, report["gradients_queued_max"][0] + 1
+    terms = _kib(memory)
+    assert terms[STASH] == 3 * _GENERATORS / _KIB + outputs * 20 + gradients * 10
+    assert terms[TRANSIENT] == 7 + 100 + 10
+
+
+# Limits.
+
+
+def test_without_a_limit_recompute_is_as_given() -> None:
+    assert list(choose_savings(_memory(), None, None).schedule.recompute) == [False] * 4
+    given = [True, False, False, True]
+    assert list(choose_savings(_memory(), given, None).schedule.recompute) == given
+
+
+def test_with_room_nothing_is_recomputed_and_with_a_byte_less_it_is() -> None:
+    memory = _memory()
+    needed = memory.counted_bytes()
+    assert not any(choose_savings(memory, None, needed).schedule.recompute)
+    chosen = choose_savings(memory, None, needed - 1)
+    assert list(chosen.schedule.recompute) == [True, False, False, False]  # each worker decides for itself
+    assert chosen.counted_bytes() < needed
+
+
+@pytest.mark.parametrize("largest", [0, 2])
+def test_the_stage_that_saves_most_is_recomputed_first(largest: int) -> None:
+    footprints = {stage: _footprint(stash=2000 if stage == largest else 200) for stage in range(4)}
+    memory = _memory("interleaved", num_workers=2, microbatches=4, footprints=footprints)
+    needed = memory.counted_bytes()
+    chosen = choose_savings(memory, None, needed - 1)
+    assert list(chosen.schedule.recompute) == [stage == largest for stage in range(4)]
+    both = memory.with_recompute([True, False, True, False]).counted_bytes()
+    assert both < chosen.counted_bytes()
+    assert list(choose_savings(memory, None, both).schedule.recompute) == [True, False, True, False]
+
+
+def test_a_recompute_that_saves_nothing_is_not_chosen() -> None:
+    # At the last stage one microbatch is in flight: to do it again takes as much.
+    memory = _memory(rank=3)
+    with pytest.raises(ValueError) as caught:
+        choose_savings(memory, None, memory.counted_bytes() - 1)
+    assert "stage 3 (rank 3)" in str(caught.value)
+
+
+def test_a_worker_that_does_not_fit_is_refused_term_by_term() -> None:
+    memory = _memory(rank=1)
+    recomputed = memory.with_recompute([False, True, False, False])
+    with pytest.raises(ValueError) as caught:
+        choose_savings(memory, None, 100 * _KIB)
+    said = str(caught.value)
+    assert "\n" not in said
+    total = recomputed.counted_bytes() / _KIB
+    assert said.startswith(
+        f"memory is 100.00 KiB, but stage 1 (rank 1) needs {total:.2f} KiB, {total - 100:.2f} KiB more"
+    )
+    sizes = recomputed.counted_terms()
+    named = ", ".join(
+        f"{name} {sizes[name] / _KIB:.2f} KiB" for name in sorted(sizes, key=lambda n: -sizes[n])
+    )
+    assert f"({named})" in said
+    assert "'2bw' or 'flush'" in said
+
+
+# Optimizer state.
+
+
+def _parameters() -> list[nn.Parameter]:
+    shapes = [(17, 5), (5,), (2, 3, 4, 4), ()]
+    return [nn.Parameter(torch.ones(shape, dtype=torch.float64)) for shape in shapes]
+
+
+def _in_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    groups: list[dict[str, Any]] = [{"params": parameters[:2], "momentum": 0.9}, {"params": parameters[2:]}]
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+_OPTIMIZERS = [
+    functools.partial(torch.optim.SGD, lr=0.1),
+    functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    torch.optim.Adam,
+    functools.partial(torch.optim.Adam, amsgrad=True),
+    functools.partial(torch.optim.AdamW, foreach=False),
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    functools.partial(torch.optim.RMSprop, momentum=0.9, centered=True),
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.Rprop,
+    torch.optim.Adafactor,
+    _in_groups,
+]
+
+
+@pytest.mark.parametrize("factory", _OPTIMIZERS, ids=str)
+def test_the_predicted_state_is_what_the_optimizer_keeps_and_predicting_does_not_step(factory: Any) -> None:
+    parameters = _parameters()
+    optimizer = factory(parameters)
+    state_before = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+    predicted = predict_state_bytes(optimizer)
+    assert {parameter: dict(state) for parameter, state in optimizer.state.items()} == state_before
+    assert all(bool((parameter == 1).all()) and parameter.grad is None for parameter in parameters)
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 0.5)
+    optimizer.step()
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    assert predicted == storage_bytes([value for value in kept if isinstance(value, torch.Tensor)])
+
+
+class _Own(torch.optim.Optimizer):
+    """Its step may do more than step: write a log, count, talk to others."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise AssertionError("nobody may call this to find out")
+
+
+def test_an_optimizer_that_cannot_be_tried_counts_as_two_tensors_per_parameter() -> None:
+    parameters = _parameters()
+    assert predict_state_bytes(_Own(parameters)) == 2 * storage_bytes(parameters)
+    assert predict_state_bytes(None) == 0
+
+
+# Temporary memory of optimizers.
+
+_STEPS = [
+    *_OPTIMIZERS,
+    functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
+    functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
+    functools.partial(torch.optim.Adam, amsgrad=True, weight_decay=0.1),
+    functools.partial(torch.optim.Adam, foreach=True),
+    functools.partial(torch.optim.Adam, fused=True),
+    torch.optim.Rprop,
+    functools.partial(torch.optim.Rprop, foreach=True),
+    torch.optim.ASGD,
+]
+
+
+def _measured_step_bytes(optimizer: torch.optim.Optimizer) -> int:
+    meter = StepMeter(make_meter(torch.device("cpu")))
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.full_like(parameter, 0.5)
+    for _ in range(3):
+        with meter.step():
+            optimizer.step()
+    return meter.peak_bytes
+
+
+@pytest.mark.parametrize("factory", _STEPS, ids=str)
+def test_a_step_makes_and_drops_no_more_than_predicted(factory: Any) -> None:
+    assert _measured_step_bytes(factory(_parameters())) <= predict_step_bytes(factory(_parameters()), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("factory", "num_temporaries"),
+    [
+        (functools.partial(torch.optim.SGD, lr=0.1), 0),
+        (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1), 1),
+        (torch.optim.Adam, 2),
+        (torch.optim.Rprop, 3),
+    ],
+    ids=str,
+)
+def test_a_step_on_one_large_parameter_is_predicted_to_the_byte(factory: Any, num_temporaries: int) -> None:
+    large = [nn.Parameter(torch.ones(1 << 10, 1 << 10)), nn.Parameter(torch.ones(10))]
+    assert _measured_step_bytes(factory(large)) == num_temporaries * (4 << 20)
+    assert predict_step_bytes(factory(large), "cpu") == num_temporaries * (4 << 20) + SCALARS_BYTES
+
+
+def test_predicting_a_step_takes_none_and_no_memory() -> None:
+    parameter = nn.Parameter(torch.ones(1 << 10, 1 << 10))
+    optimizer = torch.optim.Adam([parameter])
+    with make_meter(torch.device("cpu")) as meter:
+        predict_step_bytes(optimizer, "cpu")
+        assert meter.peak_bytes < _KIB
+    assert not optimizer.state
+    assert parameter.grad is None and bool((parameter == 1).all())
+
+
+def test_on_cuda_a_step_is_predicted_for_all_parameters_at_once() -> None:
+    parameters = [nn.Parameter(torch.ones(100)) for _ in range(8)]
+    one_by_one, at_once = (
+        predict_step_bytes(torch.optim.Adam(parameters), device) for device in ("cpu", "cuda")
+    )
+    assert one_by_one < storage_bytes(parameters) <= at_once
+
+
+def test_a_step_that_cannot_be_tried_counts_as_three_tensors_of_the_largest_parameter() -> None:
+    largest = 2 * 3 * 4 * 4 * 8
+    assert predict_step_bytes(_Own(_parameters()), "cpu") == 3 * largest + SCALARS_BYTES
+    assert predict_step_bytes(None, "cpu") == 0
+
+
+@pytest.mark.parametrize(
+    ("factory", "sparse"),
+    [
+        (functools.partial(SGD, lr=0.1, momentum=0.9), True),
+        (functools.partial(SGD, lr=0.1), False),
+        (functools.partial(Adam, amsgrad=True), False),
+    ],
+    ids=str,
+)
+def test_a_native_step_makes_scalars_and_sparse_gradients_dense(factory: Any, sparse: bool) -> None:
+    model = nn.Sequential(nn.Embedding(100, 8, sparse=sparse), nn.Linear(8, 4)).double()
+    (stage,) = split(model, Plan.straight(2, 1))
+    named = stage.trainable_parameters()
+    parameters = [parameter for _, parameter in named]
+    optimizer = StageOptimizer(factory, named)
+    assert optimizer.is_native
+    slot_bytes = weight_layout(named)[0]
+    optimizer.place_state(
+        [torch.empty(slot_bytes, dtype=torch.uint8) for _ in range(optimizer.num_placed_states)]
+    )
+    meter = StepMeter(make_meter(torch.device("cpu")))
+    for _ in range(3):
+        model(torch.arange(20)).sum().backward()
+        with meter.step():
+            optimizer.step(parameters, parameters, [p.grad for p in parameters])
+    dense_bytes = 100 * 8 * 8 if sparse else 0
+    assert dense_bytes <= meter.peak_bytes <= native_step_bytes(stage, len(named))
+    assert native_step_bytes(stage, len(named)) <= dense_bytes + _KIB
+    assert optimizer.torch_state_bytes() == 0
+
+
+# The model, and the table.
+
+
+def test_the_model_counts_each_tensor_once_buffers_and_frozen_parameters_too() -> None:
+    first, second, norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+    second.weight = first.weight
+    second.bias.requires_grad_(False)
+    stages = split(nn.Sequential(first, norm, second), Plan.straight(3, 3))
+    weights = 16 + 4 + 4  # one weight, two biases
+    statistics = 4 + 4 + 4 + 4
+    assert model_bytes(stages) == 4 * (weights + statistics) + 8
+
+
+def test_the_table_has_a_row_per_term_and_a_sum_per_worker() -> None:
+    rows = describe_memory(
+        ["stage 0 (rank 0)", "stage 1 (rank 1)"],
+        [
+            {"small": {"predicted": 1024, "peak": 512}, "large": {"predicted": 4096, "peak": None}},
+            {"small": {"predicted": 2048, "peak": 2048}},
+        ],
+    ).splitlines()
+    cells = [line.split() for line in rows]
+    assert any(
+        line[:3] == ["stage", "0", "(rank"] and "large" in line and "measured" in line for line in cells
+    )
+    assert ["sum", "5.00", "KiB", "512", "bytes"] in cells or ["sum", "5.00", "KiB", "512", "B"] in cells
+    assert ["sum", "2.00", "KiB", "2.00", "KiB"] in cells

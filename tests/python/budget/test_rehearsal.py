@@ -1,0 +1,320 @@
+"""rehearsal.py: each worker runs its own stages once, on its own device; what crosses and what it takes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import CASES
+from pipedream import PipelineError, Plan
+from pipedream.budget import rehearsal
+from pipedream.budget.footprint import Footprint, storage_bytes
+from pipedream.budget.rehearsal import Handover, Rehearsal
+from pipedream.model.splitter import split
+from rehearsing import rehearse
+from torch import nn
+
+_KIB = 1024
+
+
+@pytest.fixture(autouse=True)
+def _same_threads(one_thread: Any) -> Iterator[None]:
+    """The kernels of several threads may use other temporary memory."""
+    yield
+
+
+class _Known(torch.autograd.Function):
+    """Saves `kept` bytes, and needs further ones while it runs, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, kept: int, forward: int, backward: int) -> torch.Tensor:
+        temporary = torch.zeros(forward, dtype=torch.uint8)
+        ctx.save_for_backward(torch.zeros(kept, dtype=torch.uint8))
+        ctx.backward_bytes = backward
+        del temporary
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        torch.zeros(ctx.backward_bytes, dtype=torch.uint8)
+        return gradients[0].clone(), None, None, None
+
+
+class _KnownLayer(nn.Module):
+    def __init__(self, kept: int = 0, forward: int = 0, backward: int = 0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self._bytes = (kept, forward, backward)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = _Known.apply(value + self.weight, *self._bytes)  # type: ignore[no-untyped-call]
+        return output
+
+
+def _mean(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return outputs.mean()
+
+
+def _footprints(*layers: nn.Module, num_stages: int, **options: Any) -> list[Footprint]:
+    stages = split(nn.Sequential(*layers), Plan.straight(len(layers), num_stages))
+    given: dict[str, Any] = {"targets": torch.zeros(4), "loss_fn": _mean} | options
+    return rehearse(stages, torch.zeros(4), **given)[1]
+
+
+def _assert_about(measured: int, known: int) -> None:
+    """Small tensors, the values that flow, come on top."""
+    assert known <= measured <= known + 256
+
+
+def test_what_is_kept_and_what_is_temporary_are_told_apart_stage_by_stage() -> None:
+    first, second = _footprints(
+        _KnownLayer(kept=64 * _KIB, forward=96 * _KIB, backward=8 * _KIB),
+        _KnownLayer(kept=32 * _KIB, forward=4 * _KIB, backward=200 * _KIB),
+        num_stages=2,
+    )
+    _assert_about(first.stash_bytes, 64 * _KIB)
+    _assert_about(second.stash_bytes, 32 * _KIB)
+    # The forward's temporary is there before what is kept is made.
+    _assert_about(first.transient_bytes, 96 * _KIB)
+    _assert_about(second.transient_bytes, 200 * _KIB)
+    assert first.is_measured
+    assert (first.input_bytes, first.output_bytes, first.gradient_bytes) == (16, 16, 4)
+    # The last stage has the targets too, and its loss goes nowhere.
+    assert (second.input_bytes, second.output_bytes) == (16 + 16, 0)
+
+
+def test_a_rehearsal_without_a_loss_sees_the_forwards_alone() -> None:
+    layers = [_KnownLayer(kept=64 * _KIB, backward=200 * _KIB) for _ in range(2)]
+    for footprint in _footprints(*layers, num_stages=2, targets=None, loss_fn=None):
+        _assert_about(footprint.stash_bytes, 64 * _KIB)
+        assert footprint.transient_bytes < 64 * _KIB
+
+
+def test_a_repeated_backward_sees_gradients_beside_those_that_are_there() -> None:
+    wide = nn.Linear(256, 256, bias=False)  # 256 KiB
+    stages = split(nn.Sequential(nn.Linear(256, 256), wide), Plan.straight(2, 2))
+    arguments = (stages, torch.zeros(1, 256), torch.zeros(1, 256), F.mse_loss)
+    once, again = (rehearse(*arguments, repeats=repeats)[1][1] for repeats in (False, True))
+    assert once.transient_bytes < 16 * _KIB
+    assert 250 * _KIB < again.transient_bytes - once.transient_bytes <= 256 * _KIB
+    assert once.gradient_bytes == again.gradient_bytes == 256 * _KIB
+    assert once.stash_bytes == again.stash_bytes
+
+
+@pytest.mark.parametrize("case_name", CASES)
+def test_a_larger_minibatch_keeps_more_and_the_gradients_are_the_parameters(case_name: str) -> None:
+    case = CASES[case_name]
+    ((inputs, targets),) = case.data(1)
+    stages = split(case.model(), case.plan(4))
+    whole = rehearse(stages, inputs, targets, case.loss_fn)[1]
+    half = rehearse(stages, inputs[:3], targets[:3], case.loss_fn)[1]
+    for stage, larger, smaller in zip(stages, whole, half, strict=True):
+        assert larger.is_measured and smaller.is_measured
+        assert larger.input_bytes > smaller.input_bytes
+        assert larger.stash_bytes >= smaller.stash_bytes
+        trained = [parameter for _, parameter in stage.trainable_parameters()]
+        assert larger.gradient_bytes == smaller.gradient_bytes == storage_bytes(trained)
+    assert sum(f.stash_bytes for f in whole) > sum(f.stash_bytes for f in half)
+
+
+def test_autocast_halves_what_is_kept_and_makes_the_boundary_narrow() -> None:
+    stages = split(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), Plan.straight(3, 2))
+    arguments = (stages, torch.zeros(64, 64), torch.zeros(64, 64), F.mse_loss)
+    plain, cast = (rehearse(*arguments, autocast=dtype) for dtype in (None, torch.bfloat16))
+    assert plain[0][0].tensors[0].dtype == torch.float32
+    assert cast[0][0].tensors[0].dtype == torch.bfloat16
+    assert cast[1][1].input_bytes < plain[1][1].input_bytes
+
+
+def test_a_stage_that_is_compiled_is_not_measured() -> None:
+    layers = [_KnownLayer(kept=64 * _KIB) for _ in range(2)]
+    layers[1]._compiled_call_impl = layers[1]._call_impl  # what Module.compile() sets
+    first, second = _footprints(*layers, num_stages=2)
+    assert first.is_measured
+    assert not second.is_measured
+
+
+class _Fails(nn.Module):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        output = value.clone()
+        output.register_hook(_fail)  # type: ignore[no-untyped-call]
+        return output
+
+
+def _fail(*_: Any) -> torch.Tensor:
+    raise OSError
+
+
+def test_a_backward_or_loss_that_fails_is_left_to_the_first_minibatch() -> None:
+    footprints = _footprints(_KnownLayer(), _Fails(), _KnownLayer(), num_stages=3)
+    assert [footprint.is_measured for footprint in footprints] == [True, False, True]
+    _footprints(_KnownLayer(), _KnownLayer(), num_stages=2, loss_fn=_fail)
+
+
+# Where it runs.
+
+
+class _NotesItsDevice(nn.Module):
+    """The device of what it is given, and of the autocast that it runs under."""
+
+    seen: ClassVar[list[tuple[str, str]]] = []
+    autocast: ClassVar[list[str]] = []
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        (device_type,) = self.autocast
+        self.seen.append((value.device.type, device_type))
+        return value
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "meta"])
+def test_a_stage_without_parameters_runs_on_the_workers_device_too(
+    device_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Where it ran used to be asked of its parameters: none meant the CPU, and the CPU's autocast lists.
+    @contextlib.contextmanager
+    def region(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
+        assert dtype is torch.bfloat16
+        _NotesItsDevice.autocast.append(device_type)
+        yield
+        _NotesItsDevice.autocast.pop()
+
+    monkeypatch.setattr("pipedream.budget.rehearsal.autocast_region", region)
+    stages = split(nn.Sequential(_NotesItsDevice(), _NotesItsDevice()), Plan.straight(2, 2))
+    rehearsal = Rehearsal(Handover(None, [0, 0]), torch.device(device_type), autocast=torch.bfloat16)
+    _NotesItsDevice.seen.clear()
+    rehearsal.run(stages, torch.zeros(3, 2), None)
+    assert _NotesItsDevice.seen == [(device_type, device_type)] * 2
+
+
+class _ReadsItsIndices(nn.Module):
+    """Fails, or on a GPU worse, on an index or a probability that is none."""
+
+    def forward(self, value: Any) -> torch.Tensor:
+        rows, indices, shares = value
+        assert set(indices.tolist()) == {0, 2}
+        assert torch.all((shares >= 0) & (shares <= 1))
+        return rows[indices] * shares
+
+
+class _MakesIndices(nn.Module):
+    def forward(self, value: torch.Tensor) -> Any:
+        indices = torch.tensor([2, 0, 2, 0])
+        return value, indices, torch.sigmoid(value[indices])
+
+
+def test_a_stage_is_given_what_the_stage_before_made() -> None:
+    # Masks, indices and probabilities are of no use as other values than their own.
+    stages = split(nn.Sequential(_MakesIndices(), _ReadsItsIndices(), nn.Identity()), Plan.straight(3, 3))
+    boundaries, _ = rehearse(stages, torch.randn(3, 1, requires_grad=True), torch.zeros(4, 1), F.mse_loss)
+    assert [spec.dtype for spec in boundaries[0].tensors] == [torch.float32, torch.int64, torch.float32]
+    assert [spec.requires_grad for spec in boundaries[0].tensors] == [False, False, False]
+    assert boundaries[1].tensors[0].shape == (4, 1)
+
+
+def test_a_layer_that_fails_is_told_with_its_stage_and_rank() -> None:
+    class Refuses(nn.Module):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            raise ValueError("no such value")
+
+    layers = [nn.Identity(), Refuses(), nn.Identity()]
+    with pytest.raises(PipelineError) as caught:
+        rehearse(split(nn.Sequential(*layers), Plan.straight(3, 3)), torch.zeros(2), rank=7)
+    assert str(caught.value) == (
+        "the first minibatch does not pass stage 1 (rank 7): ValueError: no such value"
+    )
+
+
+def test_an_error_of_the_device_at_the_last_stage_is_told_with_stage_and_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A label out of range: the forward and the backward have launched, or failed, and no use of the device
+    # succeeds any more, giving back the buffers included.
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("state", torch.zeros(4))
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            monkeypatch.setattr(rehearsal, "_wait_for", _device_has_failed)
+            self.state.resize_(0)
+            return value
+
+    stages = split(nn.Sequential(nn.Linear(4, 4), Fails()), Plan.straight(2, 2))
+    with pytest.raises(PipelineError) as caught:
+        rehearse(stages, torch.zeros(2, 4), torch.zeros(2, 4), _mean, rank=7)
+    assert str(caught.value) == (
+        "the first minibatch does not pass stage 1 (rank 7): RuntimeError: device-side assert triggered"
+    )
+
+
+def _device_has_failed(_: torch.device) -> None:
+    raise RuntimeError("device-side assert triggered")
+
+
+def test_a_loss_that_needs_no_targets_is_rehearsed() -> None:
+    # Its stage used to be taken for one that is not the last, and its backward for one of the outputs.
+    plan = Plan.straight(2, 2)
+    stages = split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), plan)
+    _, (_, last) = rehearse(stages, torch.zeros(2, 4), None, lambda outputs, _: outputs.mean())
+    assert last.output_bytes == 0
+    assert last.is_measured
+
+
+class _Counts(nn.Module):
+    """A loss that knows how often it was called, in three ways."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.number = 0
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.number += 1
+        return self.frozen(outputs).mean() * self.calls
+
+
+def _counts_in_a_closure() -> tuple[Any, _Counts]:
+    counts = _Counts()
+
+    def loss_fn(outputs: torch.Tensor, targets: torch.Tensor) -> Any:
+        return counts(outputs, targets)
+
+    return loss_fn, counts
+
+
+def _counts_itself() -> tuple[Any, _Counts]:
+    counts = _Counts()
+    return counts, counts
+
+
+@pytest.mark.parametrize("make", [_counts_itself, _counts_in_a_closure])
+def test_a_loss_that_counts_goes_on_as_if_it_had_not_been_rehearsed(make: Any) -> None:
+    loss_fn, counts = make()
+    stages = split(nn.Sequential(nn.Linear(4, 4)), Plan.straight(1, 1))
+    _, (footprint,) = rehearse(stages, torch.zeros(2, 4), torch.zeros(2, 4), loss_fn, repeats=True)
+    assert footprint.is_measured
+    assert counts.calls == 0
+    assert counts.number == 0 or make is _counts_in_a_closure
+
+
+def test_a_loss_that_cannot_be_copied_is_rehearsed_itself() -> None:
+    lock = threading.Lock()
+    stages = split(nn.Sequential(nn.Linear(4, 4)), Plan.straight(1, 1))
+    loss_fn = functools.partial(_mean_under, lock=lock)
+    _, (footprint,) = rehearse(stages, torch.zeros(2, 4), torch.zeros(2, 4), loss_fn)
+    assert footprint.is_measured
+
+
+def _mean_under(outputs: torch.Tensor, targets: torch.Tensor, *, lock: Any) -> torch.Tensor:
+    with lock:
+        return outputs.mean()

@@ -1,0 +1,147 @@
+"""tracebacks.py: the user sees the frames of their own code, and none of ours but one."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pipedream
+import pytest
+import torch
+from pipedream import PipelineError
+from pipedream.budget.footprint import _HostMeter
+from pipedream.common import tracebacks
+from pipedream.common.guard import error_path
+from pipedream.launch import launcher
+from pipedream.stage.stage_runner import UserCode
+from torch import nn
+
+_PACKAGE = os.path.dirname(pipedream.__file__)
+_DATA = [(torch.ones(2, 3), torch.ones(2, 3))]
+
+
+@pytest.fixture(autouse=True)
+def usual_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PIPEDREAM_TRACEBACK", raising=False)
+
+
+class _Broken(nn.Module):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error = error
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.deeper(value)
+
+    def deeper(self, value: torch.Tensor) -> torch.Tensor:
+        raise self._error
+
+
+def _shown(trace: TracebackType | None) -> list[str]:
+    """The functions of the frames, ours in brackets."""
+    return [
+        f"[{frame.name}]" if frame.filename.startswith(_PACKAGE) else frame.name
+        for frame in traceback.extract_tb(trace)
+    ]
+
+
+def _function_of_ours(body: str) -> Any:
+    """A function whose code is in the package."""
+    namespace: dict[str, Any] = {}
+    exec(compile(f"def function(*_):\n    {body}", f"{_PACKAGE}/memory.py", "exec"), namespace)
+    return namespace["function"]
+
+
+def _profile(model: Any) -> BaseException:
+    try:
+        pipedream.profile(model, _DATA, nn.functional.mse_loss, minibatches=1)
+    except BaseException as error:
+        return error
+    raise AssertionError("no error")
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyError, AssertionError])
+def test_an_error_of_the_users_code_shows_the_way_to_it_through_their_code(kind: type[Exception]) -> None:
+    error = _profile(nn.Sequential(nn.Linear(3, 3), _Broken(kind("no"))))
+    assert type(error) is kind
+    assert _shown(error.__traceback__) == ["_profile", "[call]", "forward", "deeper"]
+
+
+def test_an_error_of_a_librarys_in_the_users_place_shows_the_librarys_frames() -> None:
+    inner = PipelineError("stage 1 failed")
+    try:
+        with _HostMeter("cpu"):  # as over a worker's first minibatches
+            UserCode(lambda what: "stage 1").run("forward", nn.Linear(4, 4), torch.ones(2, 3))
+    except PipelineError as error:
+        inner = error
+    tracebacks.shorten(inner)
+    assert inner.__cause__ is not None
+    assert _shown(inner.__cause__.__traceback__) == ["forward"]  # of Linear, without module.py's two
+    assert _shown(inner.__traceback__) == [
+        "test_an_error_of_a_librarys_in_the_users_place_shows_the_librarys_frames"
+    ]
+
+
+def test_a_mistake_in_the_arguments_shows_where_the_user_made_it() -> None:
+    assert _shown(_profile("model").__traceback__) == ["_profile", "[call]"]
+
+
+def test_an_error_that_nobody_foresaw_is_shown_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "pipedream.model.profiler.layers_of", _function_of_ours("raise AssertionError('our bug')")
+    )
+    assert _shown(_profile(nn.Linear(3, 3)).__traceback__)[-2:] == ["[profile]", "[function]"]
+
+
+def test_all_frames_are_shown_where_the_environment_asks_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPEDREAM_TRACEBACK", "1")
+    shown = _shown(_profile(_Broken(ValueError("no"))).__traceback__)
+    assert "[profile]" in shown
+    assert "_call_impl" in shown
+
+
+def _fail_in_forward(error: Exception) -> Exception:
+    """What a worker raises when the user's layer raises this."""
+    try:
+        UserCode(lambda what: f"stage 1 failed in {what}").run("forward", _Broken(error), torch.ones(2, 3))
+    except PipelineError as raised:
+        return raised
+    raise AssertionError("no error")
+
+
+def _told(folder: Path, error: Exception) -> dict[str, Any]:
+    """What the caller reads of a worker's error."""
+    try:
+        raise error
+    except type(error) as raised:
+        launcher._write_error(folder, 0, raised)
+    told: dict[str, Any] = json.loads(error_path(folder, "0").read_text())
+    return told
+
+
+def test_a_worker_tells_the_users_frames_and_none_of_its_own(tmp_path: Path) -> None:
+    told = _told(tmp_path, _fail_in_forward(KeyError("mask")))
+    assert told["message"] == "stage 1 failed in forward: KeyError: 'mask'"
+    lines = told["traceback"].splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert [line.rpartition(" in ")[2] for line in lines if line.startswith("  File ")] == [
+        "forward",
+        "deeper",
+    ]
+    assert lines[-1] == "KeyError: 'mask'"
+    assert _PACKAGE not in told["traceback"]
+
+
+def test_a_worker_tells_no_frames_of_a_mistake_that_its_message_explains(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="memory is 3") as caught:
+        _function_of_ours("raise ValueError('memory is 3')")()
+    launcher._write_error(tmp_path, 0, caught.value)
+    assert json.loads(error_path(tmp_path, "0").read_text())["traceback"] is None
+
+
+def test_an_error_of_another_kind_keeps_its_name(tmp_path: Path) -> None:
+    assert _told(tmp_path, KeyError("mask"))["message"] == "KeyError: 'mask'"

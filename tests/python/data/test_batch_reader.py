@@ -1,0 +1,194 @@
+"""batch_reader.py: microbatches of a stream, for a stage that reads inputs, targets, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from pipedream.data import batch_reader
+from pipedream.data.batch_reader import EMPTY_MARK, MARK_MASK, BatchReader, Microbatch
+from pipedream.data.stream import DataStream, Minibatch, fingerprint
+
+_FIRST = {"is_first": True, "is_last": False}
+_LAST = {"is_first": False, "is_last": True}
+_ALONE = {"is_first": True, "is_last": True}
+
+
+def _pair(size: int, value: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.full((size, 2), value), torch.full((size,), -value)
+
+
+def _reader(data: list[Any], num_microbatches: int, *, epochs: int = 1, **place: bool) -> BatchReader:
+    stream = DataStream(data, epochs=epochs)
+    return BatchReader(stream, num_microbatches, check_inputs=lambda inputs, minibatch: None, **place)
+
+
+def _read_all(reader: BatchReader, minibatch: int, num_microbatches: int) -> list[Microbatch]:
+    assert reader.fetch()
+    return [reader.read(minibatch, microbatch) for microbatch in range(num_microbatches)]
+
+
+def test_the_first_stage_gets_inputs_and_the_last_targets_with_their_share_of_the_loss() -> None:
+    inputs, targets = _pair(5)
+    data = [(inputs, targets)]
+    first = _read_all(_reader(data, 4, **_FIRST), 0, 4)
+    last = _read_all(_reader(data, 4, **_LAST), 0, 4)
+    assert [len(piece.inputs) for piece in first[:3]] == [2, 2, 1]
+    assert [len(piece.targets) for piece in last[:3]] == [2, 2, 1]
+    assert [piece.weight for piece in last[:3]] == [0.4, 0.4, 0.2]
+    assert all(piece.targets is None for piece in first)
+    assert all(piece.inputs is None for piece in last)
+    # torch.chunk makes 3 pieces of 5: the fourth microbatch has nothing.
+    assert [piece.is_empty for piece in first] == [piece.is_empty for piece in last] == [False] * 3 + [True]
+
+
+def test_both_ends_mark_the_same_minibatch_alike_and_another_otherwise() -> None:
+    data, others = [_pair(4)], [_pair(4, 2.0)]
+    marks = {
+        (who, which): {piece.mark for piece in _read_all(_reader(given, 2, **place), 0, 2)}
+        for who, place in (("first", _FIRST), ("last", _LAST))
+        for which, given in (("data", data), ("others", others))
+    }
+    assert marks["first", "data"] == marks["last", "data"] == {fingerprint(*data[0]) & MARK_MASK}
+    assert marks["first", "others"] == marks["last", "others"] != marks["last", "data"]
+    assert EMPTY_MARK not in marks["first", "data"]
+
+
+def test_what_the_caller_marked_is_not_marked_again() -> None:
+    class Received:
+        num_minibatches: int | None = 1
+        draws = may_reuse_memory = False
+
+        def next(self) -> Minibatch:
+            return Minibatch(None, torch.zeros(4), 3, 4, received_mark=(1 << 63) | 77)
+
+        def peek(self) -> Any:
+            raise AssertionError
+
+    reader = BatchReader(Received(), 2, check_inputs=lambda inputs, minibatch: None, **_LAST)
+    # The highest bit of a tag says something else.
+    assert [piece.mark for piece in _read_all(reader, 0, 2)] == [77, 77]
+    assert (reader.samples, reader.epochs) == ([4], [3])
+
+
+@pytest.mark.parametrize("targets", [None, 1.0, torch.tensor(1.0)], ids=["none", "float", "scalar"])
+def test_targets_without_samples_go_to_every_piece_of_the_inputs_and_weigh_theirs(targets: Any) -> None:
+    data = [(torch.zeros(5, 2), targets)]
+    first = _read_all(_reader(data, 4, **_FIRST), 0, 4)
+    reader = _reader(data, 4, **_LAST)
+    last = _read_all(reader, 0, 4)
+    assert [piece.mark for piece in first] == [piece.mark for piece in last]
+    assert all(piece.targets is targets for piece in last[:3])
+    assert [piece.weight for piece in last[:3]] == [0.4, 0.4, 0.2]
+    assert last[3].is_empty
+    assert reader.samples == [5]
+
+
+def test_a_minibatch_in_one_piece_needs_no_samples_in_dimension_0() -> None:
+    for inputs, targets, samples in (
+        (torch.zeros(5, 2), torch.zeros(2, 5), 2),
+        (torch.zeros(5, 2), torch.zeros(()), 5),
+        (torch.zeros(()), torch.zeros(()), 1),
+        ((torch.zeros(5, 2), torch.zeros(3)), {"a": torch.zeros(4), "b": torch.zeros(6)}, 4),
+    ):
+        (first,) = _read_all(_reader([(inputs, targets)], 1, **_FIRST), 0, 1)
+        reader = _reader([(inputs, targets)], 1, **_LAST)
+        (last,) = _read_all(reader, 0, 1)
+        assert first.inputs is inputs
+        assert last.targets is targets
+        assert first.mark == last.mark != EMPTY_MARK
+        assert last.weight == 1.0
+        assert reader.samples == [samples]
+
+
+def test_a_single_stage_gets_both_and_takes_no_fingerprint() -> None:
+    (piece,) = _read_all(_reader([_pair(3)], 1, **_ALONE), 0, 1)
+    assert (len(piece.inputs), len(piece.targets), piece.mark, piece.weight) == (3, 3, 0, 1.0)
+
+
+def test_a_minibatch_in_one_piece_is_passed_on_as_it_is() -> None:
+    inputs, targets = _pair(3)
+    (piece,) = _read_all(_reader([(inputs, targets)], 1, **_ALONE), 0, 1)
+    assert piece.inputs is inputs
+    assert piece.targets is targets
+
+
+def test_what_was_read_is_not_kept() -> None:
+    reader = _reader([_pair(4)], 2, **_ALONE)
+    _read_all(reader, 0, 2)
+    again = [reader.read(0, microbatch) for microbatch in range(2)]
+    assert all(piece.inputs is None and piece.targets is None for piece in again)
+
+
+def test_samples_and_epochs_are_counted_by_the_last_stage() -> None:
+    data = [_pair(4), _pair(2)]
+    reader = _reader(data, 2, epochs=2, **_LAST)
+    for minibatch in range(4):
+        _read_all(reader, minibatch, 2)
+    assert (reader.samples, reader.epochs) == ([4, 2, 4, 2], [0, 0, 1, 1])
+    assert not reader.fetch()
+    first = _reader(data, 2, **_FIRST)
+    _read_all(first, 0, 2)
+    assert (first.samples, first.epochs) == ([], [])
+
+
+def test_inputs_are_checked_whole_and_before_any_is_handed_out() -> None:
+    seen: list[tuple[int, int]] = []
+
+    def check(inputs: torch.Tensor, minibatch: int) -> None:
+        seen.append((len(inputs), minibatch))
+        raise ValueError("larger than planned")
+
+    reader = BatchReader(DataStream([_pair(6)], epochs=1), 3, check_inputs=check, **_FIRST)
+    assert reader.fetch()
+    assert seen == []  # fetching is the data's own code, whose errors are told otherwise
+    with pytest.raises(ValueError, match="larger than planned"):
+        reader.read(0, 0)
+    assert seen == [(6, 0)]
+
+
+@pytest.mark.parametrize(
+    ("pair", "place", "message"),
+    [
+        (_pair(2), _FIRST, "minibatch 4: 2 samples in the inputs, fewer than microbatches=3"),
+        (_pair(2), _LAST, "minibatch 4: 2 samples in the targets, fewer than microbatches=3"),
+        *(
+            (
+                (torch.zeros(6, 1), torch.zeros(4)),
+                place,
+                "minibatch 4 has inputs that make 3 microbatches and targets that make 2: give both",
+            )
+            for place in (_FIRST, _LAST, _ALONE)
+        ),
+    ],
+)
+def test_data_that_cannot_be_cut_are_refused_in_one_line(pair: Any, place: Any, message: str) -> None:
+    reader = _reader([pair], 3, **place)
+    assert reader.fetch()
+    with pytest.raises(ValueError, match=message) as caught:
+        reader.read(4, 0)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_time_in_the_datas_own_code_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_ns = 0
+
+    class _Clock:
+        def perf_counter_ns(self) -> int:
+            return now_ns
+
+    def batches() -> Iterator[Any]:
+        nonlocal now_ns
+        for seconds in (1, 2):
+            now_ns += seconds
+            yield _pair(2)
+
+    monkeypatch.setattr(batch_reader, "time", _Clock())
+    stream = DataStream(batches(), epochs=1)
+    reader = BatchReader(stream, 1, check_inputs=lambda inputs, minibatch: None, **_FIRST)
+    _read_all(reader, 0, 1)
+    assert reader.read_ns == 1
+    _read_all(reader, 1, 1)
+    assert reader.read_ns == 3

@@ -1,0 +1,136 @@
+"""The stream of minibatches that a worker reads."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from pipedream.data.stream import (
+    DataStream,
+    check_sizes,
+    describe_source,
+    fingerprint,
+    num_minibatches_of,
+    without_processes,
+)
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
+
+
+class _Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(torch.ones(2), torch.zeros(2)), (torch.ones(2), torch.ones(2))])
+
+
+def test_a_loader_over_an_iterable_dataset_has_no_length_and_is_read() -> None:
+    loader = DataLoader(_Endless(), batch_size=None)
+    assert num_minibatches_of(loader, 2) is None
+    stream = DataStream(loader, epochs=2)
+    epochs = []
+    while (minibatch := stream.next()) is not None:
+        epochs.append(minibatch.epoch)
+    assert epochs == [0, 0, 1, 1]
+
+
+def test_peek_gives_the_minibatch_that_next_gives_again() -> None:
+    stream = DataStream([(torch.ones(2), torch.zeros(2))], epochs=1)
+    assert stream.peek()[0] is stream.next().inputs  # type: ignore[union-attr]
+    assert stream.next() is None
+
+
+def test_an_epoch_without_a_minibatch_is_refused() -> None:
+    with pytest.raises(ValueError, match="data yielded nothing in epoch 0"):
+        DataStream([], epochs=1).peek()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [torch.arange(6.0).flip(0), torch.arange(6.0).reshape(2, 3), torch.arange(6.0).double()],
+    ids=["order", "shape", "dtype"],
+)
+def test_fingerprints_of_different_data_differ(other: torch.Tensor) -> None:
+    targets = torch.zeros(1)
+    assert fingerprint(torch.arange(6.0), targets) == fingerprint(torch.arange(6.0), targets)
+    assert fingerprint(torch.arange(6.0), targets) != fingerprint(other, targets)
+    assert fingerprint(torch.arange(6.0), targets) != fingerprint(torch.arange(6.0), targets + 1)
+
+
+@pytest.mark.parametrize("size", [3, 300])
+def test_fingerprints_are_of_the_values_wherever_they_lie(size: int) -> None:
+    targets = torch.zeros(1)
+    values = torch.randn(size, 4, dtype=torch.complex64)
+    views = [values[::2], values.t(), values.conj(), values.conj().imag, values[:0], values.real]
+    for view in views:
+        copy = torch.tensor(view.tolist(), dtype=view.dtype).reshape(view.shape)
+        assert fingerprint(view, targets) == fingerprint(copy, targets)
+
+
+@pytest.mark.parametrize("size", [4, 768])
+def test_fingerprints_differ_in_one_element_and_in_the_order_of_samples(size: int) -> None:
+    inputs, targets = torch.randn(8, size), torch.arange(8)
+    mark = fingerprint(inputs, targets)
+    changed = inputs.clone()
+    changed[3, -1] += 1
+    assert fingerprint(changed, targets) != mark
+    swapped = torch.tensor([0, 1, 5, 3, 4, 2, 6, 7])
+    assert fingerprint(inputs[swapped], targets) != mark
+    assert fingerprint(inputs, targets[swapped]) != mark
+
+
+def test_a_source_is_named_for_the_result() -> None:
+    loader = DataLoader(_Endless(), batch_size=None, num_workers=2)
+    sources = [describe_source(data) for data in (loader, [], iter(batch for batch in []))]
+    assert sources == ["DataLoader with num_workers=2", "list", "generator"]
+
+
+def test_a_loader_that_has_its_processes_is_sent_without_them() -> None:
+    loader = _loader(num_workers=1, persistent_workers=True)
+    first = next(iter(loader))
+    with pytest.raises(NotImplementedError):
+        pickle.dumps(loader)
+    iterator = loader._iterator
+    sent = pickle.loads(pickle.dumps(without_processes(loader)))
+    assert loader._iterator is iterator
+    assert sent.persistent_workers and torch.equal(next(iter(sent))[0], first[0])
+    plain = _loader()
+    assert without_processes(plain) is plain
+
+
+def _loader(num_samples: int = 10, **how: Any) -> DataLoader[Any]:
+    samples = torch.ones(num_samples, 2)
+    return DataLoader(TensorDataset(samples, samples), **{"batch_size": 4, **how})
+
+
+def _as_they_are(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(8, len(samples)), torch.ones(8)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        _loader(),
+        _loader(8),
+        _loader(drop_last=True, num_samples=9),
+        _loader(9, collate_fn=_as_they_are),
+        _loader(9, sampler=SubsetRandomSampler(range(8))),
+        DataLoader(_Endless(), batch_size=2),
+        DataLoader(_Endless(), batch_size=None),
+        [(torch.ones(2, 3), torch.ones(2)), (torch.ones(3, 3), torch.ones(3))],
+        [(torch.ones(()), torch.ones(()))],
+    ],
+)
+def test_sizes_that_are_enough_or_unknown_pass(data: Any) -> None:
+    check_sizes(data, 2)
+
+
+def test_a_last_minibatch_too_small_for_its_microbatches_is_refused_before_any_is_read() -> None:
+    with pytest.raises(ValueError, match=r"last minibatch .* 1 samples .*9 in .*4.*=2: .*drop_last=True"):
+        check_sizes(_loader(9), 2)
+    check_sizes(_loader(9), 1)
+    with pytest.raises(ValueError, match="batch_size=4, fewer samples than microbatches=5"):
+        check_sizes(_loader(drop_last=True), 5)
+    pairs = [(torch.ones(4, 3), torch.ones(4)), (torch.ones(1, 3), torch.ones(1))]
+    with pytest.raises(ValueError, match="minibatch 1: 1 samples in the data, fewer than microbatches=2"):
+        check_sizes(pairs, 2)

@@ -1,0 +1,109 @@
+"""What run() warns of before anything starts."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pipedream
+import pytest
+import torch
+from pipedream import Plan
+from pipedream.launch import runner
+from pipedream.launch.cautions import cautions_of
+from torch import nn
+
+
+def _model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.Linear(2, 2))
+
+
+def _plan(num_workers: int = 0) -> Plan:
+    return Plan(Plan.straight(3, 2).stages, num_workers=num_workers)
+
+
+def test_an_ordinary_run_gives_no_caution() -> None:
+    assert list(cautions_of(_model(), _plan(), None)) == []
+    assert list(cautions_of(_model(), _plan(), 2)) == []
+
+
+def test_a_model_with_nothing_to_train_is_told() -> None:
+    model = _model().requires_grad_(False)
+    (caution,) = cautions_of(model, _plan(), None)
+    assert caution.startswith("nothing is trained: no parameter of the model requires a gradient")
+    model[2].bias.requires_grad_(True)
+    assert list(cautions_of(model, _plan(), None)) == []
+
+
+def test_a_model_in_eval_is_told_and_one_with_frozen_layers_is_not() -> None:
+    model = _model()
+    model[0].eval()
+    assert list(cautions_of(model, _plan(), None)) == []
+    for given in (model.eval(), list(model)):
+        (caution,) = cautions_of(given, _plan(), None)
+        assert caution.startswith("the model is in eval()")
+
+
+@pytest.mark.parametrize(
+    ("asked", "world_size", "words"),
+    [(4, None, "2 of the 4 workers"), (4, 4, "2 of the 4 workers"), (0, 3, "2 of 3 ranks")],
+)
+def test_workers_without_work_are_told(asked: int, world_size: int | None, words: str) -> None:
+    (caution,) = cautions_of(_model(), _plan(asked), world_size)
+    assert words in caution
+
+
+_WEIGHT = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "words"),
+    [
+        (nn.MSELoss(reduction="sum"), "reduction='sum'"),
+        (functools.partial(nn.functional.mse_loss, reduction="sum"), "reduction='sum'"),
+        (nn.CrossEntropyLoss(weight=_WEIGHT), "class weights or ignore_index"),
+        (nn.NLLLoss(ignore_index=0), "class weights or ignore_index"),
+        (functools.partial(nn.functional.cross_entropy, weight=_WEIGHT), "class weights or ignore_index"),
+        (functools.partial(nn.functional.nll_loss, ignore_index=0), "class weights or ignore_index"),
+    ],
+)
+def test_a_loss_that_is_no_mean_over_samples_is_told_under_microbatches_alone(
+    loss_fn: Any, words: str
+) -> None:
+    (caution,) = cautions_of(_model(), _plan(), None, loss_fn, 2)
+    assert words in caution
+    assert list(cautions_of(_model(), _plan(), None, loss_fn, 1)) == []
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        nn.CrossEntropyLoss(),
+        nn.BCEWithLogitsLoss(weight=_WEIGHT),  # divides by the number of samples all the same
+        nn.functional.cross_entropy,
+        functools.partial(nn.functional.cross_entropy, label_smoothing=0.1),
+        lambda outputs, targets: outputs.mean(),
+    ],
+)
+def test_a_loss_that_is_a_mean_over_samples_is_not_told(loss_fn: Any) -> None:
+    assert list(cautions_of(_model(), _plan(), None, loss_fn, 4)) == []
+
+
+def test_run_warns_at_the_callers_line_before_any_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    class _Launched(Exception):  # noqa: N818 (no error)
+        pass
+
+    def launch(*_: Any) -> None:
+        raise _Launched
+
+    monkeypatch.setattr(runner, "run_locally", launch)
+    pair = (torch.ones(2, 2), torch.ones(2, 2))
+    with pytest.warns(UserWarning, match=r"eval\(\)") as caught, pytest.raises(_Launched):
+        pipedream.run(
+            _model().eval(),
+            _plan(),
+            data=[pair],
+            loss_fn=nn.functional.mse_loss,
+            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        )
+    assert [warning.filename for warning in caught] == [__file__]

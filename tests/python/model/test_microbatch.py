@@ -1,0 +1,115 @@
+"""microbatch.py: a minibatch is cut as torch.chunk cuts, all its tensors alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from pipedream.model.microbatch import check_alike, chunk, piece_sizes, samples_of, weights
+from torch import Tensor
+
+
+def _chunk(value: Any, num_microbatches: int) -> list[Any]:
+    return chunk(value, num_microbatches, name="inputs", minibatch=3)
+
+
+def test_a_single_microbatch_is_the_value_itself() -> None:
+    for value in (torch.zeros(3), (torch.zeros(2), torch.zeros(5)), object(), torch.zeros(0)):
+        (piece,) = _chunk(value, 1)
+        assert piece is value
+
+
+@given(num_samples=st.integers(1, 40), num_microbatches=st.integers(1, 40))
+def test_pieces_are_torch_chunks_in_order_and_weigh_their_samples(
+    num_samples: int, num_microbatches: int
+) -> None:
+    assume(num_samples >= num_microbatches)
+    value = torch.arange(2 * num_samples).view(num_samples, 2)
+    pieces = _chunk(value, num_microbatches)
+    assert len(pieces) <= num_microbatches
+    for piece, expected in zip(pieces, torch.chunk(value, num_microbatches), strict=True):
+        assert torch.equal(piece, expected)
+    assert piece_sizes(num_samples, num_microbatches) == [len(piece) for piece in pieces]
+    shares = weights([len(piece) for piece in pieces])
+    assert shares == pytest.approx([len(piece) / num_samples for piece in pieces])
+    assert sum(shares) == pytest.approx(1)
+
+
+def test_fewer_pieces_than_asked_for_where_torch_makes_fewer() -> None:
+    assert [len(piece) for piece in _chunk(torch.zeros(5), 4)] == [2, 2, 1]
+
+
+def test_every_tensor_of_a_nested_value_is_cut_and_the_rest_goes_to_each_piece() -> None:
+    scale, shared = torch.tensor(0.5), torch.arange(4)
+    value = {"x": (shared, [shared, torch.arange(12).view(4, 3)]), "scale": scale, "flag": True, "no": None}
+    first, second = _chunk(value, 2)
+    for piece, begin in ((first, 0), (second, 2)):
+        assert piece.keys() == value.keys()
+        once, (twice, matrix) = piece["x"]
+        assert once.tolist() == [begin, begin + 1]
+        assert twice is once
+        assert torch.equal(matrix, torch.arange(12).view(4, 3)[begin : begin + 2])
+        assert piece["scale"] is scale
+        assert piece["flag"] is True
+        assert piece["no"] is None
+
+
+def test_pieces_share_the_values_memory() -> None:
+    value = torch.zeros(4)
+    for piece in _chunk(value, 2):
+        piece.add_(1)
+    assert value.tolist() == [1, 1, 1, 1]
+
+
+def test_a_value_without_samples_goes_to_every_microbatch() -> None:
+    assert _chunk((None, 3), 4) == [(None, 3)] * 4
+    assert chunk(None, 4, name="targets", minibatch=3, num_samples=5) == [None] * 3
+
+
+def test_samples_are_those_of_the_targets_or_else_of_the_inputs() -> None:
+    three, scalar = torch.zeros(3, 7), torch.tensor(1.0)
+    assert samples_of(torch.zeros(2), {"a": [scalar, three]}) == 3
+    assert samples_of((scalar, three), scalar) == samples_of(three, None) == 3
+    assert samples_of(scalar, 1.0) is None
+    assert piece_sizes(None, 4) == [1] * 4
+    assert piece_sizes(5, 1) == [5]
+
+
+def test_inputs_and_targets_must_make_as_many_pieces() -> None:
+    five, ten, scalar = torch.zeros(5), torch.zeros(10, 2), torch.tensor(1.0)
+    for inputs, targets in ((five, five), (five, torch.zeros(6)), (five, scalar), (None, ten), (None, None)):
+        check_alike(inputs, targets, 4, minibatch=3)
+    check_alike(five, torch.zeros(2), 1, minibatch=3)
+    with pytest.raises(ValueError, match=r"minibatch 3 has inputs that make 3 .* targets that make 4"):
+        check_alike(five, ten, 4, minibatch=3)
+
+
+class _Batch:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (torch.zeros(3, 7), ValueError, "minibatch 3: 3 samples in inputs, fewer than microbatches=4"),
+        (torch.zeros(0), ValueError, "minibatch 3: 0 samples in inputs, fewer than microbatches=4"),
+        (
+            (torch.zeros(8), [torch.zeros(9)]),
+            ValueError,
+            "minibatch 3: the tensors of inputs have 8 and 9 samples .* microbatches=1",
+        ),
+        ([_Batch(torch.zeros(8))], TypeError, "minibatch 3: a _Batch in inputs cannot be cut"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_in_one_line(value: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as caught:
+        _chunk(value, 4)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_single_microbatch_weighs_one_also_without_samples() -> None:
+    assert weights([5]) == weights([0]) == [1.0]

@@ -1,0 +1,271 @@
+"""profiler.py: what is measured, for how long, and that the model is left as it was."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import BATCH, CASES, CLASSES, SEQUENCE, WIDTH, Batch, Case, squared_error
+from pipedream.model.profiler import profile
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Recorder(nn.Module):
+    """Counts its forwards and notes the gradient that reaches it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        self.batch_sizes: list[int] = []
+        self.gradients: list[torch.Tensor] = []
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.batch_sizes.append(value.shape[0])
+        output = value * self.weight
+        output.register_hook(self.gradients.append)
+        return output
+
+
+def _recording_model() -> tuple[nn.Sequential, Recorder]:
+    recorder = Recorder()
+    return nn.Sequential(recorder, nn.ReLU(inplace=True), nn.Linear(WIDTH, CLASSES).double()), recorder
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_every_layer_of_the_zoo_is_measured(case: Case) -> None:
+    model = case.model()
+    measured = profile(model, case.data(2), case.loss_fn, minibatches=2)
+    assert [layer.name for layer in measured.layers] == [name for name, _ in model.named_children()]
+    assert all(layer.forward_ms > 0 and layer.backward_ms >= 0 for layer in measured.layers)
+    assert (measured.model, measured.batch_size, measured.minibatches) == ("Sequential", BATCH, 2)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    assert measured.parameter_bytes == sum(p.numel() * p.element_size() for p in trainable)
+    assert measured.layers[-1].activation_bytes == 0
+
+
+def test_activation_bytes_count_each_tensor_that_crosses_once() -> None:
+    case = CASES["lstm"]
+    measured = profile(case.model(), case.data(1), case.loss_fn, minibatches=1)
+    outputs, state = BATCH * SEQUENCE * WIDTH * 8, BATCH * WIDTH * 8
+    assert [layer.activation_bytes for layer in measured.layers] == [
+        outputs,
+        outputs + 2 * state,
+        outputs + 2 * state,  # the packed value has the outputs twice
+        state,
+        0,
+    ]
+
+
+def test_a_tied_parameter_counts_where_it_is_first_used_and_a_frozen_one_nowhere() -> None:
+    case = CASES["tied"]
+    model = case.model(torch.float32)
+    sizes = [
+        layer.parameter_bytes for layer in profile(model, case.data(1), case.loss_fn, minibatches=1).layers
+    ]
+    assert sizes[0] == model[0].weight.numel() * 4
+    assert sizes[2] == 0
+    case = CASES["frozen"]
+    assert profile(case.model(), case.data(1), case.loss_fn, minibatches=1).layers[0].parameter_bytes == 0
+
+
+def test_the_gradients_that_flow_are_those_of_the_unsplit_model() -> None:
+    model, recorder = _recording_model()
+    inputs, targets = CASES["mlp"].data(1)[0]
+    squared_error(model(inputs), targets).backward()
+    expected = recorder.gradients.pop()
+    profile(model, [(inputs, targets)], squared_error, minibatches=2)
+    assert len(recorder.gradients) == 7  # five of warm-up
+    assert all(torch.equal(gradient, expected) for gradient in recorder.gradients)
+
+
+def test_short_minibatches_are_not_timed_and_batches_start_again_when_they_end() -> None:
+    model, recorder = _recording_model()
+    dataset = TensorDataset(torch.randn(14, WIDTH).double(), torch.randn(14, CLASSES).double())
+    measured = profile(model, DataLoader(dataset, batch_size=4, shuffle=True), squared_error, minibatches=5)
+    assert recorder.batch_sizes == [4] * 10
+    assert (measured.minibatches, measured.batch_size) == (5, 4)
+
+
+def test_a_generator_that_ends_early_leaves_what_it_gave() -> None:
+    data = CASES["mlp"].data(8)
+    for num_batches, num_measured in ((8, 3), (6, 1), (3, 1), (1, 1)):
+        model, recorder = _recording_model()
+        measured = profile(model, (batch for batch in data[:num_batches]), squared_error)
+        assert len(recorder.batch_sizes) == num_batches
+        assert measured.minibatches == num_measured
+
+
+def test_the_time_limit_ends_an_endless_stream_after_at_least_one_of_warm_up() -> None:
+    def endless() -> Iterator[Batch]:
+        while True:
+            yield from CASES["mlp"].data(4)
+
+    model, recorder = _recording_model()
+    measured = profile(model, endless(), squared_error, minibatches=10**9, seconds=1e-9)
+    assert len(recorder.batch_sizes) == 2
+    assert measured.minibatches == 1
+
+
+class Clock:
+    """Stands in for the machine's: time passes only where a test says so."""
+
+    now_s = 0.0
+
+    def pass_ms(self, duration_ms: float) -> None:
+        self.now_s += duration_ms / 1e3
+
+
+class Costly(nn.Module):
+    """A layer whose forward and backward take as long as it is told."""
+
+    def __init__(self, clock: Clock, forward_ms: float, backward_ms: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.clock, self.forward_ms, self.backward_ms = clock, forward_ms, backward_ms
+        self.num_forwards = 0
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        # What warms up is slow at first, and must not count.
+        self.num_forwards += 1
+        self.clock.pass_ms(self.forward_ms if self.num_forwards > 5 else 1000)
+        output = value * self.weight
+        output.register_hook(lambda gradient: self.clock.pass_ms(self.backward_ms))
+        return output
+
+
+def test_times_are_means_of_each_layers_own_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("pipedream.model.profiler.time.perf_counter", lambda: clock.now_s)
+    losses_ms = iter([0.0] * 5 + [10.0, 20.0, 30.0])
+
+    def loss_fn(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        clock.pass_ms(next(losses_ms))
+        return outputs.sum()
+
+    def batches() -> Iterator[Batch]:
+        while True:
+            clock.pass_ms(500)  # reading the data is no layer's time
+            yield torch.ones(2, 2), torch.ones(2)
+
+    model = nn.Sequential(Costly(clock, 1, 2), Costly(clock, 3, 4))
+    first, last = profile(model, batches(), loss_fn, minibatches=3).layers
+    assert (first.forward_ms, first.backward_ms) == pytest.approx((1, 2))
+    assert (last.forward_ms, last.backward_ms) == pytest.approx((3 + 20, 4))  # the loss is the last layer's
+
+
+def test_profiling_leaves_the_state_of_the_loss_as_it_was() -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("centre", torch.zeros(2))
+
+        def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            self.centre.lerp_(outputs.detach().mean(0), 0.5)
+            return (outputs - self.centre - targets).square().mean()
+
+    centred = Centred()
+    profile(nn.Linear(2, 2), [(torch.ones(3, 2), torch.ones(3, 2))], centred, minibatches=2)
+    assert centred.centre.tolist() == [0, 0]
+
+
+def _trace(model: nn.Module) -> Any:
+    return (
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        [(p.tolist(), None if p.grad is None else (id(p.grad), p.grad.tolist())) for p in model.parameters()],
+        [(id(b), b.tolist()) for b in model.buffers()],
+        [m.training for m in model.modules()],
+    )
+
+
+@pytest.mark.parametrize("name", ["cnn", "dropout"])
+def test_profiling_leaves_model_data_and_random_numbers_as_they_were(name: str) -> None:
+    case = CASES[name]
+    # An in-place first layer would change the caller's inputs.
+    model = nn.Sequential(nn.ReLU(inplace=True), *case.model())
+    model[1].weight.grad = torch.ones_like(model[1].weight)
+    model[-1].eval()
+    data = case.data(3)
+    loader = DataLoader(data, batch_size=None, shuffle=True)
+    before = _trace(model)
+    profile(model, loader, case.loss_fn, minibatches=4)
+    assert _trace(model) == before
+    for (inputs, targets), (kept_inputs, kept_targets) in zip(data, case.data(3), strict=True):
+        assert torch.equal(inputs, kept_inputs) and torch.equal(targets, kept_targets)
+
+
+class _Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return outputs.mean() * self.calls
+
+
+def test_profiling_leaves_a_loss_that_counts_as_it_was() -> None:
+    counts = _Counts()
+
+    def in_a_closure(outputs: torch.Tensor, targets: torch.Tensor) -> Any:
+        return counts(outputs, targets)
+
+    for loss_fn in (counts, in_a_closure):
+        profile(nn.Linear(2, 2), [(torch.ones(2, 2), torch.ones(2))], loss_fn, minibatches=2)
+        assert counts.calls == 0
+
+
+def test_a_list_of_layers_and_a_single_module_can_be_profiled() -> None:
+    case = CASES["mlp"]
+    measured = profile(list(case.model()), case.data(1), case.loss_fn, minibatches=1)
+    assert (measured.model, measured.num_layers) == ("layers", 5)
+    lone = nn.ModuleDict({"a": case.model()})
+    lone.forward = lone["a"].forward
+    measured = profile(lone, case.data(1), case.loss_fn, minibatches=1)
+    assert (measured.model, [layer.name for layer in measured.layers]) == ("ModuleDict", ["ModuleDict"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batches": []}, "batches is empty"),
+        ({"minibatches": 0}, "minibatches is 0"),
+        ({"minibatches": 1.5}, "minibatches is 1.5"),
+        ({"seconds": 0}, "seconds is 0"),
+        ({"seconds": float("nan")}, "seconds is nan"),
+        ({"seconds": "10"}, "seconds is '10': give a positive number"),
+        ({"loss_fn": None}, "loss_fn is a NoneType: give a function"),
+        ({"batches": 3}, "batches is a int: give something that yields"),
+        ({"batches": [torch.zeros(2)]}, "minibatch 0 of the data is a Tensor"),
+        ({"loss_fn": lambda outputs, targets: 1.0}, "loss_fn returned a float"),
+        ({"loss_fn": lambda outputs, targets: outputs - targets}, "loss_fn returned a tensor of shape"),
+    ],
+)
+def test_unusable_arguments_are_refused_in_one_line(options: dict[str, Any], message: str) -> None:
+    case = CASES["mlp"]
+    arguments: dict[str, Any] = {"batches": case.data(1), "loss_fn": case.loss_fn} | options
+    with pytest.raises((ValueError, TypeError), match=message) as caught:
+        profile(case.model(), **arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_profiling_is_quiet_where_stderr_is_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    case = CASES["mlp"]
+    profile(case.model(), case.data(1), case.loss_fn, minibatches=1)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_layers_on_a_gpu_are_timed_by_its_events() -> None:
+    case = CASES["cnn"]
+    measured = profile(
+        case.model(torch.float32).cuda(), case.data(2, torch.float32), case.loss_fn, minibatches=2
+    )
+    assert all(layer.forward_ms > 0 for layer in measured.layers)
+    assert measured.device == torch.cuda.get_device_name()

@@ -1,0 +1,180 @@
+"""partition() against brute force and against the published optima."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipedream.planning.layer_profile import LayerProfile, Profile
+from pipedream.planning.partitioner import partition
+from pipedream.planning.plan import Stage
+
+SHARED_PROFILES = Path(__file__).resolve().parents[3] / "shared" / "profiles"
+needs_published = pytest.mark.skipif(
+    not SHARED_PROFILES.is_dir(), reason="the published profiles are not beside this tree"
+)
+
+
+def make_profile(*layers: tuple[float, int, int], batch_size: int | None = None) -> Profile:
+    """Layers as (forward and backward ms, activation bytes, parameter bytes)."""
+    return Profile(
+        tuple(
+            LayerProfile(f"layer{i}", compute_ms / 4, compute_ms * 3 / 4, activation_bytes, parameter_bytes)
+            for i, (compute_ms, activation_bytes, parameter_bytes) in enumerate(layers)
+        ),
+        batch_size=batch_size,
+    )
+
+
+def enumerate_plans(num_layers: int, num_workers: int, straight: bool) -> Iterator[tuple[Stage, ...]]:
+    def extend(first_layer: int, workers_left: int) -> Iterator[tuple[Stage, ...]]:
+        if first_layer == num_layers:
+            yield ()
+            return
+        for last_layer in range(first_layer, num_layers):
+            for replicas in range(1, (min(1, workers_left) if straight else workers_left) + 1):
+                for rest in extend(last_layer + 1, workers_left - replicas):
+                    yield (Stage(first_layer, last_layer, replicas), *rest)
+
+    yield from extend(0, num_workers)
+
+
+def bottleneck_ms(profile: Profile, stages: tuple[Stage, ...], bytes_per_s: float) -> Fraction:
+    """The cost model as design.md writes it, in exact arithmetic."""
+    times: list[Fraction] = []
+    for stage_index, stage in enumerate(stages):
+        layers = profile.layers[stage.first_layer : stage.last_layer + 1]
+        m, bandwidth = stage.num_replicas, Fraction(bytes_per_s)
+        compute = sum(
+            (Fraction(layer.forward_ms) + Fraction(layer.backward_ms) for layer in layers), Fraction(0)
+        )
+        sync = Fraction(4000 * (m - 1) * sum(layer.parameter_bytes for layer in layers), m) / bandwidth
+        times.append(max(compute, sync) / m)
+        if stage_index + 1 < len(stages):
+            times.append(Fraction(2000 * layers[-1].activation_bytes) / bandwidth)
+    return max(times)
+
+
+layers_strategy = st.lists(
+    st.tuples(st.integers(0, 40).map(lambda q: q / 4), st.integers(0, 2000), st.integers(0, 2000)),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=150)
+@given(layers_strategy, st.integers(1, 5), st.sampled_from([1e4, 1e5, 1e6, 1e7]), st.booleans())
+def test_bottleneck_is_that_of_the_best_of_all_plans(
+    layers: list[tuple[float, int, int]], num_workers: int, bytes_per_s: float, straight: bool
+) -> None:
+    profile = make_profile(*layers)
+    plan = partition(profile, num_workers, bytes_per_s, straight=straight)
+    best = min(
+        bottleneck_ms(profile, stages, bytes_per_s)
+        for stages in enumerate_plans(profile.num_layers, num_workers, straight)
+    )
+    assert plan.bottleneck_ms == pytest.approx(float(best), rel=1e-9)
+    assert float(bottleneck_ms(profile, plan.stages, bytes_per_s)) == pytest.approx(float(best), rel=1e-9)
+    assert plan.workers_used <= num_workers
+    assert not (straight and any(stage.num_replicas > 1 for stage in plan.stages))
+
+
+@settings(max_examples=50)
+@given(layers_strategy, st.integers(1, 5), st.sampled_from([1e4, 1e6]))
+def test_predicted_stage_and_boundary_times_explain_the_bottleneck(
+    layers: list[tuple[float, int, int]], num_workers: int, bytes_per_s: float
+) -> None:
+    plan = partition(make_profile(*layers), num_workers, bytes_per_s)
+    predicted = plan.predicted
+    assert len(predicted["stage_ms"]) == plan.num_stages
+    assert len(predicted["boundary_ms"]) == plan.num_stages - 1
+    slowest = max(predicted["stage_ms"] + predicted["boundary_ms"])
+    assert slowest == pytest.approx(plan.bottleneck_ms, rel=1e-9)
+
+
+def test_plan_says_what_was_asked_for_and_what_is_predicted() -> None:
+    profile = make_profile((10, 100, 8), (10, 0, 16), batch_size=32)
+    plan = partition(profile, 2, "8Mbit/s", straight=True)
+    assert plan.stages == (Stage(0, 0), Stage(1, 1))
+    assert (plan.num_workers, plan.bandwidth_bytes_per_s, plan.cost_model) == (2, 1e6, "paper")
+    assert plan.bottleneck_ms == pytest.approx(10)
+    assert plan.predicted["samples_per_s"] == pytest.approx(3200)
+    assert plan.predicted["memory_bytes"] is None
+    assert plan.predicted["boundary_ms"] == [pytest.approx(0.2)]
+    assert plan.predicted["stage_parameter_bytes"] == [8, 16]
+    assert plan.predicted["stage_layers"] == [["layer0", "layer0"], ["layer1", "layer1"]]
+
+
+def test_samples_per_s_needs_a_batch_size_and_a_time() -> None:
+    assert partition(make_profile((10, 0, 0)), 1, 1e6).predicted["samples_per_s"] is None
+    assert partition(make_profile((0, 0, 0), batch_size=4), 1, 1e6).predicted["samples_per_s"] is None
+
+
+def test_ties_go_to_fewer_workers_then_to_fewer_stages() -> None:
+    assert partition(make_profile((8, 0, 0), (8, 0, 0)), 2, 1e6).stages == (Stage(0, 1, 2),)
+    # The second layer cannot be made faster, so the first one needs no replicas.
+    plan = partition(make_profile((4, 0, 0), (8, 0, 10**9)), 8, 1e6)
+    assert plan.stages == (Stage(0, 0), Stage(1, 1))
+
+
+def test_workers_stay_idle_where_using_them_is_slower() -> None:
+    plan = partition(make_profile((8, 0, 10**9)), 4, 1e6)
+    assert (plan.num_workers, plan.workers_used, plan.noam) == (4, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"num_workers": 0}, ValueError, "num_workers is 0: give at least 1"),
+        ({"num_workers": "4"}, TypeError, "num_workers is '4': give a whole number"),
+        ({"num_workers": True}, TypeError, "num_workers is True"),
+        ({"bandwidth": "10Gb"}, ValueError, "the unit 'Gb' is unknown"),
+        ({"bandwidth": -1}, ValueError, "bandwidth is -1: it must be positive"),
+        ({"memory": "16GiB"}, ValueError, "memory is '16GiB': .* not built yet"),
+        ({"cost_model": "calibrated"}, ValueError, "cost_model is 'calibrated': it is one of paper"),
+        ({"profile": {"layers": []}}, TypeError, "profile is a dict: give a Profile"),
+    ],
+)
+def test_argument_that_cannot_be_is_refused_by_value(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    arguments: dict[str, Any] = {
+        "profile": make_profile((1, 0, 0)),
+        "num_workers": 1,
+        "bandwidth": 1e6,
+    } | changes
+    with pytest.raises(error, match=message):
+        partition(**arguments)
+
+
+@cache
+def load_published(model: str) -> Profile:
+    return Profile.load(SHARED_PROFILES / f"{model}.json")
+
+
+@needs_published
+def test_every_published_optimum_is_met() -> None:
+    rows = json.loads((SHARED_PROFILES / "optima.json").read_text())["rows"]
+    assert rows
+    for row in rows:
+        profile = load_published(row["model"])
+        plan = partition(profile, row["num_workers"], row["bandwidth_bytes_per_s"])
+        assert plan.bottleneck_ms == pytest.approx(row["bottleneck_ms"], rel=1e-9), row
+        exact = bottleneck_ms(profile, plan.stages, row["bandwidth_bytes_per_s"])
+        assert float(exact) == pytest.approx(row["bottleneck_ms"], rel=1e-9), row
+
+
+@needs_published
+def test_vgg16_on_sixteen_workers_is_fifteen_to_one() -> None:
+    plan = partition(load_published("vgg16"), 16, "10Gbit/s")
+    assert plan.stages == (Stage(0, 30, 15), Stage(31, 39, 1))
+    assert plan.bottleneck_ms == pytest.approx(44.159, rel=1e-9)
+    assert (plan.noam, plan.in_flight) == (2, (2, 1))
+    assert plan.predicted["samples_per_s"] == pytest.approx(2898.6, abs=0.05)

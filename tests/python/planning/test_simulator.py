@@ -1,0 +1,288 @@
+"""Simulation of instruction lists: hand-made ones to the millisecond, all schedules by their closed forms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipedream import _core
+from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, simulate
+
+
+class Step(NamedTuple):
+    opcode: str
+    stage: int
+    minibatch: int
+    microbatch: int = 0
+    version: int = 0
+
+
+FORWARD_1_BACKWARD_2 = StageTimes(1, 2)
+OPCODES = {"F": "FORWARD", "R": "RECOMPUTE", "B": "BACKWARD", "U": "UPDATE"}
+
+
+def steps(text: str) -> list[Step]:
+    """ "0F3.1": at stage 0 the forward of minibatch 3, microbatch 1; "0U3" its update."""
+    made = []
+    for word in text.split():
+        minibatch, _, microbatch = word[2:].partition(".")
+        made.append(Step(OPCODES[word[1]], int(word[0]), int(minibatch), int(microbatch or 0)))
+    return made
+
+
+def times_of(simulation: Simulation) -> list[list[tuple[float, float]]]:
+    return [[(begin_ms, end_ms) for _, begin_ms, end_ms in row] for row in simulation.timeline]
+
+
+def simulate_schedule(
+    schedule: str,
+    num_stages: int,
+    num_minibatches: int,
+    *,
+    num_microbatches: int = 1,
+    num_workers: int | None = None,
+    in_flight: Sequence[int] | None = None,
+    recompute: bool = False,
+    times: StageTimes | Sequence[StageTimes] = FORWARD_1_BACKWARD_2,
+    transfer_ms: float = 0.0,
+) -> Simulation:
+    workers = num_workers or num_stages
+    options = _core.ScheduleOptions(
+        schedule=schedule,
+        in_flight=list(in_flight or range(num_stages, 0, -1)),
+        num_microbatches=num_microbatches,
+        worker_of_stage=[stage % workers for stage in range(num_stages)],
+        recompute=[recompute] * num_stages,
+    )
+    programs = [_core.make_program(options, worker, num_minibatches) for worker in range(workers)]
+    return simulate(programs, times, transfer_ms)
+
+
+def test_instruction_begins_when_its_worker_is_free_and_its_input_has_arrived() -> None:
+    simulation = simulate(
+        [steps("0F0 0F1 0B0 0U0 0B1 0U1"), steps("1F0 1B0 1U0 1F1 1B1 1U1")],
+        [StageTimes(1, 2, 0.5), StageTimes(3, 4, 0.25)],
+        [TransferTimes(activation_ms=10, gradient_ms=20)],
+    )
+    assert times_of(simulation) == [
+        [(0, 1), (1, 2), (38, 40), (40, 40.5), (58, 60), (60, 60.5)],
+        [(11, 14), (14, 18), (18, 18.25), (21, 24), (24, 28), (28, 28.25)],
+    ]
+    assert simulation.makespan_ms == 60.5
+    assert simulation.bubble_share == pytest.approx(1 - (2 * 3.5 + 2 * 7.25) / (2 * 60.5))
+
+
+def test_link_carries_one_message_at_a_time_in_each_direction_and_keeps_no_compute_waiting() -> None:
+    simulation = simulate([steps("0F0 0F1 0F2 0B0"), steps("1F0 1B0 1F1 1F2")], StageTimes(1, 1), 5.0)
+    carried = [(t.what, t.minibatch, t.from_worker, t.begin_ms, t.end_ms) for t in simulation.transfers]
+    assert carried == [
+        ("activation", 0, 0, 1, 6),
+        ("activation", 1, 0, 6, 11),
+        ("gradient", 0, 1, 8, 13),
+        ("activation", 2, 0, 11, 16),
+    ]
+    assert times_of(simulation)[0] == [(0, 1), (1, 2), (2, 3), (13, 14)]
+
+
+def test_boundaries_between_the_same_two_workers_share_their_link() -> None:
+    # Stages 0, 2 at worker 0 and 1, 3 at worker 1: boundaries 0 and 2 both go from worker 0 to worker 1.
+    programs = [steps("0F0 2F0 0F1"), steps("1F0 3F0 1F1")]
+    simulation = simulate(
+        programs, StageTimes(1, 1), [TransferTimes(1, 0), TransferTimes(1, 0), TransferTimes(8, 0)]
+    )
+    assert [(t.begin_ms, t.end_ms) for t in simulation.transfers if t.from_worker == 0] == [
+        (1, 2),
+        (5, 13),
+        (13, 14),
+    ]
+
+
+def test_nothing_travels_between_stages_of_one_worker() -> None:
+    simulation = simulate([steps("0F0 1F0 1B0 0B0")], StageTimes(1, 2), 100.0)
+    assert simulation.transfers == ()
+    assert simulation.makespan_ms == 6
+    assert simulation.bubble_share == 0
+
+
+def test_recompute_takes_a_forward_unless_its_time_is_given() -> None:
+    program = [steps("0F0 0R0 0B0 0U0")]
+    assert times_of(simulate(program, StageTimes(2, 3)))[0][1] == (2, 4)
+    assert times_of(simulate(program, StageTimes(2, 3, recompute_ms=0.5)))[0][1:3] == [(2, 2.5), (2.5, 5.5)]
+
+
+def test_lists_without_instructions_take_no_time() -> None:
+    simulation = simulate([[], []], StageTimes(1, 1))
+    assert (simulation.makespan_ms, simulation.bubble_share, simulation.num_minibatches) == (0, 0, 0)
+    assert (simulation.steady_bubble_share, simulation.ms_per_minibatch) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("programs", "options", "message"),
+    [
+        (
+            ["0F0 0B1 0F1", "1F0 1B0 1F1"],
+            {},
+            r"the lists deadlock: worker 0 at position 1 \(BACKWARD stage 0 minibatch 1 microbatch 0\)"
+            r" waits for its own forward; worker 1 at position 2 \(FORWARD stage 1 minibatch 1 microbatch 0\)"
+            r" waits for the activation of stage 0 at worker 0",
+        ),
+        (["0F0 0B0", "1F0"], {}, r"worker 0 at position 1 .* waits for the gradient of stage 1 at worker 1$"),
+        (["0F0 0F0"], {}, "^FORWARD stage 0 minibatch 0 microbatch 0 is in the lists twice$"),
+        (["0F0 0U0 0U0"], {}, "^UPDATE stage 0 minibatch 0 is in the lists twice$"),
+        (["0F0", "0F1"], {}, "stage 0 is at worker 0 and at worker 1"),
+        (["0F0 2F0"], {}, "stage 1 has no instructions, but stage 2 has"),
+        (["0F0", "1F0"], {"stage_times": [StageTimes(1, 1)]}, "stage_times has 1 entries for 2 stages"),
+        (["0F0", "1F0"], {"transfer_ms": []}, "transfer_ms has 0 entries for 1 boundaries"),
+        (["0F0", "1F0"], {"transfer_ms": -1.0}, "transfer_ms is -1.0: it must not be negative"),
+    ],
+)
+def test_lists_and_figures_that_do_not_fit_are_refused(
+    programs: list[str], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        simulate([steps(text) for text in programs], **({"stage_times": StageTimes(1, 1)} | options))
+
+
+def test_unknown_opcode_is_refused() -> None:
+    with pytest.raises(ValueError, match="opcode is 'SEND': known are"):
+        simulate([[Step("SEND", 0, 0)]], StageTimes(1, 1))
+
+
+@pytest.mark.parametrize("field", ["forward_ms", "backward_ms", "update_ms", "recompute_ms"])
+def test_times_that_are_no_times_are_refused_with_their_field(field: str) -> None:
+    for value in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"^{field} is "):
+            StageTimes(**({"forward_ms": 1.0, "backward_ms": 1.0} | {field: value}))
+
+
+@pytest.mark.parametrize("schedule", ["flush", "gpipe"])
+@pytest.mark.parametrize(
+    ("num_stages", "num_microbatches"), [(1, 1), (2, 1), (2, 4), (4, 4), (4, 32), (5, 3)]
+)
+@pytest.mark.parametrize("times", [StageTimes(1, 1), StageTimes(1, 2), StageTimes(0.3, 0.5)])
+def test_bubble_of_a_flushed_minibatch_is_one_microbatch_per_other_stage(
+    schedule: str, num_stages: int, num_microbatches: int, times: StageTimes
+) -> None:
+    # GPipe (NeurIPS'19), section 2.3: (S - 1) / (m + S - 1).
+    simulation = simulate_schedule(schedule, num_stages, 3, num_microbatches=num_microbatches, times=times)
+    expected = (num_stages - 1) / (num_microbatches + num_stages - 1)
+    assert simulation.bubble_share == pytest.approx(expected)
+    assert simulation.steady_bubble_share == pytest.approx(expected)
+    per_minibatch_ms = (num_microbatches + num_stages - 1) * (times.forward_ms + times.backward_ms)
+    assert simulation.ms_per_minibatch == pytest.approx(per_minibatch_ms)
+    assert simulation.makespan_ms == pytest.approx(3 * per_minibatch_ms)
+
+
+@pytest.mark.parametrize(("num_workers", "num_chunks"), [(2, 2), (2, 3), (4, 2), (3, 4)])
+@pytest.mark.parametrize("groups", [1, 2, 5])
+def test_interleaving_divides_the_bubble_by_the_chunks(
+    num_workers: int, num_chunks: int, groups: int
+) -> None:
+    # Megatron-LM (SC'21), section 2.2.2, as a share of all time: (W - 1) / (v m + W - 1).
+    num_microbatches = groups * num_workers
+    simulation = simulate_schedule(
+        *("interleaved", num_workers * num_chunks, 3),
+        num_microbatches=num_microbatches,
+        num_workers=num_workers,
+    )
+    expected = (num_workers - 1) / (num_chunks * num_microbatches + num_workers - 1)
+    assert simulation.bubble_share == pytest.approx(expected)
+    assert simulation.steady_bubble_share == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "vertical_sync", "naive", "2bw"])
+@pytest.mark.parametrize("num_stages", [1, 2, 4, 7])
+@pytest.mark.parametrize("num_microbatches", [1, 8])
+def test_steady_state_of_an_asynchronous_schedule_has_no_bubble(
+    schedule: str, num_stages: int, num_microbatches: int
+) -> None:
+    if schedule == "2bw" and num_microbatches < num_stages:
+        num_microbatches = num_stages
+    simulation = simulate_schedule(schedule, num_stages, 20, num_microbatches=num_microbatches)
+    assert simulation.steady_bubble_share == 0
+    assert simulation.ms_per_minibatch == 3 * num_microbatches
+    # The run's whole bubble is one warm-up and one cool-down, however long it is.
+    assert simulation.makespan_ms == 3 * (20 * num_microbatches + num_stages - 1)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_model_parallelism_keeps_one_worker_busy(num_stages: int) -> None:
+    simulation = simulate_schedule("model_parallel", num_stages, 3)
+    assert simulation.bubble_share == pytest.approx(1 - 1 / num_stages)
+    assert simulation.steady_bubble_share == pytest.approx(1 - 1 / num_stages)
+    assert simulation.ms_per_minibatch == 3 * num_stages
+
+
+def test_slow_link_is_hidden_by_as_many_minibatches_in_flight_as_its_round_trip_takes() -> None:
+    # n_s = 1 + n_{s+1} + 2 C_s / T with C_s = T: two more at stage 0 than without the link.
+    options: dict[str, Any] = {"times": StageTimes(1, 2), "transfer_ms": 3.0}
+    for in_flight, is_hidden in (([2, 1], False), ([3, 1], False), ([4, 1], True)):
+        simulation = simulate_schedule("pipedream", 2, 40, in_flight=in_flight, **options)
+        assert (simulation.steady_bubble_share == 0) == is_hidden
+
+
+def test_steady_figures_need_a_whole_minibatch_after_warm_up_and_before_cool_down() -> None:
+    assert simulate_schedule("pipedream", 4, 7).steady_bubble_share is None
+    assert simulate_schedule("pipedream", 4, 8).steady_bubble_share == 0
+    assert simulate_schedule("flush", 4, 1, num_microbatches=4).ms_per_minibatch is None
+    assert simulate_schedule("flush", 4, 2, num_microbatches=4).ms_per_minibatch == 21
+
+
+def test_slowest_stage_sets_the_pace_and_the_others_wait() -> None:
+    times = [StageTimes(1, 2), StageTimes(2, 4), StageTimes(0.5, 1)]
+    simulation = simulate_schedule("pipedream", 3, 30, times=times)
+    assert simulation.ms_per_minibatch == pytest.approx(6)
+    assert simulation.steady_bubble_share == pytest.approx(1 - (3 + 6 + 1.5) / (3 * 6))
+
+
+SCHEDULES = ["pipedream", "vertical_sync", "naive", "2bw", "flush", "gpipe", "interleaved", "model_parallel"]
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_every_instruction_begins_as_early_as_it_may_and_no_earlier(data: st.DataObject) -> None:
+    schedule = data.draw(st.sampled_from(SCHEDULES))
+    num_workers = data.draw(st.integers(2 if schedule == "interleaved" else 1, 4))
+    num_stages = num_workers * (data.draw(st.integers(1, 3)) if schedule == "interleaved" else 1)
+    num_microbatches = data.draw(st.integers(num_stages if schedule == "2bw" else 1, 6))
+    durations = st.integers(0, 9).map(float)  # whole: sums are exact
+    stage_times = [StageTimes(*(data.draw(durations) for _ in range(4))) for _ in range(num_stages)]
+    transfer_ms = data.draw(durations)
+    simulation = simulate_schedule(
+        *(schedule, num_stages, data.draw(st.integers(1, 4))),
+        num_microbatches=num_microbatches,
+        num_workers=num_workers,
+        recompute=data.draw(st.booleans()),
+        times=stage_times,
+        transfer_ms=transfer_ms,
+    )
+    ends = {
+        (step.opcode, step.stage, step.minibatch, step.microbatch): end_ms
+        for row in simulation.timeline
+        for step, _, end_ms in row
+    }
+    arrivals = {
+        (t.what, t.from_worker, t.to_worker, t.minibatch, t.microbatch, t.end_ms)
+        for t in simulation.transfers
+    }
+    for row in simulation.timeline:
+        free_ms = 0.0
+        for step, begin_ms, end_ms in row:
+            assert end_ms - begin_ms == stage_times[step.stage].of(step.opcode)
+            where = (step.minibatch, step.microbatch)
+            source = None
+            if step.opcode == "FORWARD" and step.stage > 0:
+                source = ("activation", step.stage - 1, ends[("FORWARD", step.stage - 1, *where)])
+            elif step.opcode == "BACKWARD" and step.stage < num_stages - 1:
+                source = ("gradient", step.stage + 1, ends[("BACKWARD", step.stage + 1, *where)])
+            is_remote = source is not None and num_workers > 1
+            if source is not None:
+                assert begin_ms >= source[2] + (transfer_ms if is_remote else 0.0)
+            route = (source[0], source[1] % num_workers, step.stage % num_workers, *where) if source else ()
+            just_arrived = is_remote and (*route, begin_ms) in arrivals
+            assert begin_ms == free_ms or (begin_ms > free_ms and just_arrived)
+            free_ms = end_ms
+    assert simulation.makespan_ms == max(ends.values())

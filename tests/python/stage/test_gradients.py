@@ -1,0 +1,259 @@
+"""gradients.py: what becomes of a minibatch's gradients: measured, clipped, used, or left unused."""
+
+from __future__ import annotations
+
+import functools
+import math
+import queue
+import threading
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipedream import Plan
+from pipedream.model.splitter import split
+from pipedream.stage.gradients import (
+    GradientFigures,
+    NormExchange,
+    StageGradients,
+    clip_scale,
+    owned_parameters,
+)
+from pipedream.stage.weights import StageOptimizer, StageWeights, split_tied, weight_layout
+from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
+
+_DEADLINE_S = 60.0
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.floats(-100, 100), min_size=1, max_size=8),
+    st.sampled_from([1e-3, 0.5, 1.0, 7.0, 1e6]),
+)
+def test_gradients_times_the_scale_are_those_that_torch_clips(values: list[float], max_norm: float) -> None:
+    parameter = nn.Parameter(torch.zeros(len(values), dtype=torch.float64))
+    gradient = torch.tensor(values, dtype=torch.float64)
+    parameter.grad = gradient.clone()
+    torch.nn.utils.clip_grad_norm_([parameter], max_norm)
+    scale = clip_scale(float(gradient.square().sum()), max_norm)
+    torch.testing.assert_close(gradient * scale, parameter.grad, rtol=1e-12, atol=0)
+
+
+def test_without_a_largest_norm_nothing_is_scaled() -> None:
+    assert clip_scale(1e30, None) == 1.0
+    assert clip_scale(0.0, 1.0) == 1.0
+
+
+def test_figures_add_up() -> None:
+    total = GradientFigures(9.0) + GradientFigures(16.0, True) + GradientFigures()
+    assert total == GradientFigures(25.0, True)
+    assert isinstance(total, GradientFigures)
+
+
+class _Tied:
+    """Stands for the tied parameters of a stage: notes the calls; slots as if two versions were kept."""
+
+    def __init__(self, owned: list[int], received: list[Tensor | None]) -> None:
+        self.owned = owned
+        self._received = received
+        self.num_published = 0
+
+    def collect(self, minibatch: int) -> list[Tensor | None]:
+        return self._received
+
+    def begin_update(self) -> tuple[int, int]:
+        return self.num_published % 2, (self.num_published + 1) % 2
+
+    def publish(self) -> None:
+        self.num_published += 1
+
+
+class _Parts:
+    """A stage of two linear layers; the weight of the second is tied and owned here."""
+
+    def __init__(self, *, with_tie: bool = True) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False)).double()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(1.0)
+        stage = split(model, Plan.straight(2, 1))[0]
+        shared = [model[1].weight] if with_tie else []
+        own, tied = split_tied(stage, shared)  # type: ignore[arg-type]
+
+        def slots(named: Any) -> list[Tensor]:
+            return [torch.zeros(weight_layout(named)[0], dtype=torch.uint8) for _ in range(2)]
+
+        self.weights = StageWeights(stage, slots(own), slots(tied), shared)  # type: ignore[arg-type]
+        self.tied = _Tied([0] if with_tie else [], [torch.full((2, 2), 3.0).double()] if with_tie else [])
+        factory = functools.partial(torch.optim.SGD, lr=1.0)
+        step_lr = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+        named = owned_parameters(own, tied, self.tied.owned)
+        optimizer = StageOptimizer(factory, named, step_lr)
+        self.gradients = StageGradients(self.weights, optimizer, self.tied)  # type: ignore[arg-type]
+
+    def leave_gradients(self, slot: int, value: float) -> None:
+        for leaf in self.weights.own.leaves(slot):
+            leaf.grad = torch.full_like(leaf, value)
+
+    def contents(self, slot: int) -> list[list[float]]:
+        leaves = [*self.weights.own.leaves(slot), *self.weights.tied.leaves(slot)]
+        return [sorted(set(leaf.flatten().tolist())) for leaf in leaves]
+
+
+def test_the_optimizer_is_called_with_its_own_parameters_and_then_the_tied_ones_that_it_owns() -> None:
+    own, tied = ([("own", nn.Parameter(torch.zeros(1)))], [(n, nn.Parameter(torch.zeros(1))) for n in "ab"])
+    assert [name for name, _ in owned_parameters(own, tied, [1])] == ["own", "b"]
+
+
+def test_a_step_reads_one_version_writes_the_next_and_publishes_it() -> None:
+    parts = _Parts()
+    parts.leave_gradients(0, 2.0)
+    parts.gradients.take(0, 0)
+    assert all(leaf.grad is None for leaf in parts.weights.own.leaves(0))
+    parts.gradients.apply(0, 1, 0.5)
+    # 1 - lr * 0.5 * 2, and of the tied one 1 - lr * 0.5 * 3.
+    assert parts.contents(1) == [[0.0], [0.0], [-0.5]]
+    assert parts.contents(0) == [[1.0]] * 3
+    assert parts.tied.num_published == 1
+    assert not parts.gradients.take_overflow()
+
+
+def test_a_skipped_step_copies_the_version_and_leaves_optimizer_and_scheduler_alone() -> None:
+    parts = _Parts()
+    parts.leave_gradients(0, math.inf)
+    parts.gradients.take(0, 0)
+    parts.gradients.skip(0, 1)
+    assert parts.contents(1) == parts.contents(0) == [[1.0]] * 3
+    assert parts.tied.num_published == 1
+    assert parts.gradients.take_overflow()
+    assert not parts.gradients.take_overflow()  # told once
+    # The rate halves after every step that is taken: this is the first.
+    parts.leave_gradients(1, 1.0)
+    parts.gradients.take(1, 1)
+    parts.gradients.apply(1, 0, 1.0)
+    assert parts.contents(0) == [[0.0], [0.0], [-2.0]]
+
+
+def test_the_gradients_of_one_minibatch_do_not_come_again_in_the_next() -> None:
+    parts = _Parts(with_tie=False)
+    parts.leave_gradients(0, 2.0)
+    parts.gradients.take(0, 0)
+    parts.gradients.apply(0, 1, 1.0)
+    parts.gradients.take(1, 1)  # of backwards that reached no parameter
+    parts.gradients.apply(1, 0, 1.0)
+    assert parts.contents(0) == parts.contents(1) == [[-1.0]] * 3
+
+
+@pytest.mark.parametrize("spoil", [None, math.inf, math.nan])
+def test_figures_are_of_own_and_tied_gradients_and_see_what_is_not_finite(spoil: float | None) -> None:
+    parts = _Parts()
+    parts.leave_gradients(0, 2.0)
+    if spoil is not None:
+        bias = parts.weights.own.leaves(0)[1]
+        assert bias.grad is not None
+        bias.grad[0] = spoil
+    parts.gradients.take(0, 0)
+    figures = parts.gradients.figures()
+    assert figures.overflowed == (spoil is not None)
+    if spoil is None:
+        assert figures.squared_norm == pytest.approx(6 * 2.0**2 + 4 * 3.0**2)
+
+
+def test_figures_take_sparse_missing_and_empty_gradients() -> None:
+    parts = _Parts(with_tie=False)
+    first, second, _ = parts.weights.own.leaves(0)
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[0, 0], [1, 1]]), torch.tensor([1.0, 2.0]).double(), (2, 2), check_invariants=True
+    )
+    first.grad = sparse  # not coalesced: 3 at one place
+    second.grad = None
+    parts.gradients.take(0, 0)
+    assert parts.gradients.figures() == GradientFigures(9.0)
+    parts.gradients.take(1, 0)
+    assert parts.gradients.figures() == GradientFigures()
+
+
+def test_float32_norms_are_added_in_float64() -> None:
+    parts = _Parts(with_tie=False)
+    # 10 squares of 8e18 are beyond float32, though those of each gradient are not.
+    for leaf in parts.weights.own.leaves(0):
+        leaf.data = leaf.data.float()
+        leaf.grad = torch.full_like(leaf, 8e18)
+    parts.gradients.take(0, 0)
+    assert parts.gradients.figures().squared_norm == pytest.approx(10 * 64e36, rel=1e-6)
+    assert not parts.gradients.figures().overflowed
+
+
+def test_bytes_are_of_the_gradients_that_are_there() -> None:
+    parts = _Parts(with_tie=False)
+    assert parts.gradients.num_bytes(0) == 0
+    parts.leave_gradients(0, 1.0)
+    assert parts.gradients.num_bytes(0) == (4 + 2 + 4) * 8
+    parts.gradients.take(0, 0)
+    assert parts.gradients.num_bytes(0) == 0
+
+
+class _Item:
+    def __init__(self, tensors: list[Any]) -> None:
+        self._tensors = tensors
+
+    def take_tensors(self) -> list[Any]:
+        return self._tensors
+
+
+class _Core:
+    """The two calls of the core that an exchange uses, between threads."""
+
+    def __init__(self) -> None:
+        self.channels: defaultdict[str, queue.Queue[list[Any]]] = defaultdict(queue.Queue)
+
+    def send_item(self, channel: str, tensors: list[Any], tag: int = 0, timeout_s: float = 1e9) -> bool:
+        self.channels[channel].put(tensors)
+        return True
+
+    def receive_item(self, channel: str, timeout_s: float = 1e9) -> _Item:
+        return _Item(self.channels[channel].get(timeout=_DEADLINE_S))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 5])
+def test_every_worker_gets_the_sum_of_all_bit_for_bit(num_workers: int) -> None:
+    core: Any = _Core()
+    # Thirds, so that another order of adding would have other bits.
+    given = [
+        [GradientFigures((rank + step) / 3, rank == step) for rank in range(num_workers)] for step in range(3)
+    ]
+    totals: dict[int, list[GradientFigures]] = {}
+
+    def work(rank: int) -> None:
+        exchange = NormExchange(core, rank, num_workers)
+        totals[rank] = [exchange.total(figures[rank]) for figures in given]
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(num_workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(totals) == num_workers
+    for step, figures in enumerate(given):
+        expected = sum(figure.squared_norm for figure in figures)
+        assert {of_rank[step] for of_rank in totals.values()} == {totals[0][step]}
+        assert totals[0][step].squared_norm == pytest.approx(expected)
+        assert totals[0][step].overflowed == (step < num_workers)
+    assert all(channel.empty() for channel in core.channels.values())
+
+
+def test_an_infinite_norm_crosses_as_it_is() -> None:
+    core: Any = _Core()
+    exchange = NormExchange(core, 1, 2)
+    core.send_item("gradient norm of rank 0 to rank 1", [_capsule(math.inf, 1.0)])
+    assert exchange.total(GradientFigures(1.0)) == GradientFigures(math.inf, True)
+    (sent,) = core.channels["gradient norm of rank 1 to rank 0"].get(timeout=_DEADLINE_S)
+    assert from_dlpack(sent).tolist() == [1.0, 0.0]
+
+
+def _capsule(*values: float) -> Any:
+    return torch.utils.dlpack.to_dlpack(torch.tensor(values, dtype=torch.float64))

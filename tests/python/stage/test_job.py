@@ -1,0 +1,31 @@
+"""CallerSettings: what local workers take from the caller's process."""
+
+from __future__ import annotations
+
+import multiprocessing
+from dataclasses import replace
+
+import pytest
+import torch
+from farm import Farm
+from pipedream.stage.job import CallerSettings
+
+
+def _start_methods(settings: CallerSettings) -> tuple[str, str]:
+    """At a rank, which was spawned, and is afterwards as it was."""
+    own = CallerSettings.capture()
+    settings.apply()
+    found = multiprocessing.get_start_method(), torch.multiprocessing.get_sharing_strategy()
+    own.apply()
+    return found
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_workers_processes_start_as_the_callers_would(farm: Farm, method: str) -> None:
+    settings = replace(CallerSettings.capture(), start_method=method, sharing_strategy="file_system")
+    assert farm.results(_start_methods, settings, num_ranks=1) == [(method, "file_system")]
+
+
+def test_looking_does_not_settle_the_callers_start_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none=False: None)
+    assert CallerSettings.capture().start_method == multiprocessing.get_all_start_methods()[0]

@@ -1,0 +1,410 @@
+"""weights.py: versions in flat slots, bound without a copy, and the optimizer that makes the next one."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from models import CASES
+from pipedream import Plan, optim
+from pipedream.budget.offload import ResidentVersions, make_copy_streams
+from pipedream.model.splitter import StageModule, split
+from pipedream.stage.weights import StageOptimizer, StageWeights, WeightVersions, split_tied, weight_layout
+from torch import Tensor, nn
+
+_SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def _stage(*layers: nn.Module) -> StageModule:
+    return split(nn.Sequential(*layers), Plan.straight(len(layers), 1))[0]
+
+
+def _slots(named: Any, num_slots: int) -> list[Tensor]:
+    return [torch.zeros(weight_layout(named)[0], dtype=torch.uint8) for _ in range(num_slots)]
+
+
+def _versions(stage: StageModule, num_slots: int) -> WeightVersions:
+    named = stage.trainable_parameters()
+    return WeightVersions(stage, named, _slots(named, num_slots))
+
+
+def _fill(versions: WeightVersions, slot: int, value: float) -> None:
+    with torch.no_grad():
+        for leaf in versions.leaves(slot):
+            leaf.fill_(value)
+
+
+# Versions.
+
+
+@pytest.mark.parametrize("case_name", CASES)
+def test_version_0_has_the_initial_weights_and_gives_the_models_outputs(case_name: str) -> None:
+    case = CASES[case_name]
+    (inputs, _), *_ = case.data(1)
+    model = case.model().eval()  # no dropout, no running statistics
+    expected = model(inputs)
+    stage = split(model, case.plan(1))[0]
+    versions = _versions(stage, 3)
+    versions.bind(0)
+    torch.testing.assert_close(stage(inputs), expected, rtol=0, atol=0)
+
+
+def test_binding_copies_nothing_and_makes_modules_read_the_slot() -> None:
+    layer = nn.Linear(2, 2)
+    stage = _stage(layer)
+    versions = _versions(stage, 2)
+    for slot, value in ((0, 1.0), (1, 2.0)):
+        _fill(versions, slot, value)
+        versions.bind(slot)
+        assert layer.weight is versions.leaves(slot)[0]
+        assert layer(torch.ones(1, 2)).tolist() == [[3 * value, 3 * value]]
+    versions.bind(0)
+    assert layer.weight.tolist() == [[1.0, 1.0]] * 2
+
+
+def test_a_recurrent_layer_and_tied_parameters_read_the_slot_at_all_their_places() -> None:
+    lstm = nn.LSTM(3, 3, batch_first=True)
+    embedding = nn.Embedding(5, 3)
+    head = nn.Linear(3, 5, bias=False)
+    head.weight = embedding.weight
+    stage = _stage(embedding, lstm, head)
+    versions = _versions(stage, 2)
+    _fill(versions, 1, 0.0)
+    versions.bind(1)
+    assert head.weight is embedding.weight
+    outputs, _ = lstm(torch.ones(1, 2, 3))
+    assert not outputs.any()  # the flat list of an LSTM's weights is bound too
+    assert len(versions.names) == len(set(versions.names)) == 5
+
+
+def test_writing_one_slot_leaves_a_graph_of_another_valid_and_its_gradients_right() -> None:
+    # Leaves that were plain views of one tensor would share its version counter and fail here.
+    layer = nn.Linear(2, 1, bias=False)
+    versions = _versions(_stage(layer), 2)
+    _fill(versions, 0, 3.0)
+    versions.bind(0)
+    loss = layer(torch.ones(1, 2)).square().sum()
+    _fill(versions, 1, 7.0)
+    versions.bind(1)
+    loss.backward()
+    (gradient,) = versions.take_gradients(0)
+    assert gradient is not None
+    assert gradient.tolist() == [[2 * 6.0, 2 * 6.0]]
+    assert versions.take_gradients(0) == [None]
+    assert versions.leaves(1)[0].grad is None
+
+
+def test_poison_makes_whoever_reads_the_slot_get_nan_and_nobody_else() -> None:
+    layer = nn.Linear(2, 2)
+    versions = _versions(_stage(layer), 2)
+    _fill(versions, 0, 1.0)
+    versions.poison(1)
+    assert all(leaf.isnan().all() for leaf in versions.leaves(1))
+    versions.bind(1)
+    assert layer(torch.ones(1, 2)).isnan().all()
+    versions.bind(0)
+    assert not layer(torch.ones(1, 2)).isnan().any()
+
+
+def test_a_copied_version_has_the_content_of_the_other() -> None:
+    versions = _versions(_stage(nn.Linear(2, 2)), 3)
+    _fill(versions, 1, 5.0)
+    versions.copy_version(1, 2)
+    assert all(bool((leaf == 5.0).all()) for leaf in versions.leaves(2))
+    versions.copy_version(1, 1)
+    assert all(bool((leaf == 5.0).all()) for leaf in versions.leaves(1))
+
+
+def _leave_slot(versions: WeightVersions, slot: int, value: float) -> None:
+    """As flatten_parameters() does on a GPU: the weights lie elsewhere."""
+    for leaf in versions.leaves(slot):
+        leaf.data = torch.full_like(leaf, value)
+
+
+def test_a_version_that_lies_outside_its_slot_is_copied_as_it_is() -> None:
+    # A flatten_parameters() in a forward, then a skipped fp16 step: the next version was an old one.
+    versions = _versions(_stage(nn.Linear(2, 2)), 3)
+    _leave_slot(versions, 0, 5.0)
+    _leave_slot(versions, 2, 6.0)
+    for slot in (1, 2):
+        versions.copy_version(0, slot)
+        assert all(bool((leaf == 5.0).all()) for leaf in versions.leaves(slot))
+
+
+def test_a_version_outside_its_slot_is_poisoned_too() -> None:
+    versions = _versions(_stage(nn.Linear(2, 2)), 2)
+    _leave_slot(versions, 1, 5.0)
+    versions.poison(1)
+    assert all(leaf.isnan().all() for leaf in versions.leaves(1))
+
+
+@pytest.mark.parametrize("update", ["copy", "write"])
+def test_an_offloaded_version_that_was_written_outside_its_slot_comes_back_as_written(update: str) -> None:
+    stage = _stage(nn.Linear(2, 2))
+    named = stage.trainable_parameters()
+    resident = ResidentVersions(_slots(named, 3), _slots(named, 5), make_copy_streams(torch.device("cpu")))
+    versions = WeightVersions(stage, named, resident._device_slots, resident)
+    versions.bind(0)
+    _leave_slot(versions, 0, 5.0)
+    for slot in range(1, 5):
+        with versions.updating(slot - 1, slot):
+            if update == "copy":
+                versions.copy_version(slot - 1, slot)
+            else:
+                _leave_slot(versions, slot, 5.0)
+    versions.bind(1)  # it had to make room
+    assert all(bool((leaf == 5.0).all()) for leaf in versions.leaves(1))
+
+
+def test_restore_gives_the_modules_their_own_parameters_with_the_versions_values() -> None:
+    layer = nn.Linear(2, 2)
+    own = layer.weight
+    versions = _versions(_stage(layer), 2)
+    _fill(versions, 1, 4.0)
+    versions.bind(0)
+    versions.restore(1)
+    assert layer.weight is own
+    assert own.tolist() == [[4.0, 4.0]] * 2
+    versions.bind(1)  # it binds anew, though the slot may be the one that was bound last
+    assert layer.weight is versions.leaves(1)[0]
+
+
+class _Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(2, 2)
+        self.kept: list[Any] = [self.lin.weight]
+
+
+def test_what_a_layer_keeps_of_a_parameter_follows_the_bound_version() -> None:
+    layer = _Keeps()
+    own = layer.lin.weight
+    versions = _versions(_stage(layer), 3)
+    versions.bind(1)
+    assert layer.kept[0] is layer.lin.weight is versions.leaves(1)[0]
+    layer.kept.append(layer.lin.weight)  # as a first forward may
+    versions.follow_new_references()
+    versions.bind(2)
+    assert layer.kept[0] is layer.kept[1] is versions.leaves(2)[0]
+    versions.restore(2)
+    assert layer.kept[0] is layer.kept[1] is layer.lin.weight is own
+
+
+def test_what_a_layer_put_in_the_place_of_a_parameter_stays() -> None:
+    layer = _Keeps()
+    versions = _versions(_stage(layer), 2)
+    versions.bind(1)
+    layer.kept[0] = "another"
+    versions.bind(0)
+    assert layer.kept == ["another"]
+    layer.kept.clear()
+    versions.bind(1)
+    versions.restore(1)
+    assert layer.kept == []
+
+
+def test_a_gradient_that_went_to_another_version_than_was_read_is_told_at_the_end() -> None:
+    layer = nn.Linear(2, 2)
+    versions = _versions(_stage(layer), 2)
+    versions.check_gradients_taken()
+    versions.leaves(1)[1].sum().backward()
+    versions.take_gradients(0)
+    with pytest.raises(ValueError, match=r"a gradient of parameter '0\.bias' went to a weight version that"):
+        versions.check_gradients_taken()
+
+
+def test_leaves_keep_strides_and_marks_of_the_parameters() -> None:
+    layer = nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    layer.weight.no_weight_decay = True
+    versions = _versions(_stage(layer), 2)
+    for slot in range(2):
+        assert versions.leaves(slot)[0].stride() == layer.weight.stride()
+        assert versions.leaves(slot)[0].no_weight_decay  # type: ignore[attr-defined]
+
+
+def test_tied_parameters_have_slots_of_their_own_in_the_order_of_the_ties() -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 3)
+    stage = _stage(first, second)
+    tied: list[Any] = [second.bias, first.weight]
+    own_named, tied_named = split_tied(stage, tied)
+    assert [name for name, _ in own_named] == ["0.bias", "1.weight"]
+    assert [name for name, _ in tied_named] == ["1.bias", "0.weight"]
+    weights = StageWeights(stage, _slots(own_named, 2), _slots(tied_named, 3), tied)
+    weights.bind(1, 2)
+    assert first.bias is weights.own.leaves(1)[0]
+    assert second.bias is weights.tied.leaves(2)[0]
+    assert weights.has_parameters
+    assert not StageWeights(_stage(nn.Tanh()), _slots([], 1), _slots([], 1), []).has_parameters
+
+
+# The optimizer.
+
+
+def _make(
+    factory: Any, num_slots: int, lr_scheduler: Any = None
+) -> tuple[StageModule, WeightVersions, StageOptimizer]:
+    torch.manual_seed(3)
+    stage = _stage(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    named = stage.trainable_parameters()
+    optimizer = StageOptimizer(factory, named, lr_scheduler)
+    optimizer.place_state(_slots(named, optimizer.num_placed_states))
+    return stage, _versions(stage, num_slots), optimizer
+
+
+def _gradients(leaves: Sequence[Tensor], step: int) -> list[Tensor | None]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype) for leaf in leaves]
+
+
+_STEP_LR = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+_FACTORIES: dict[str, tuple[Any, Any]] = {
+    "torch SGD": (_SGD, _SGD),
+    "torch AdamW": (functools.partial(torch.optim.AdamW, lr=0.1),) * 2,
+    "torch Adagrad": (functools.partial(torch.optim.Adagrad, lr=0.1),) * 2,
+    "native SGD": (functools.partial(optim.SGD, lr=0.1, momentum=0.9), _SGD),
+    "native Adam": (functools.partial(optim.Adam, lr=0.1), functools.partial(torch.optim.Adam, lr=0.1)),
+}
+
+
+@pytest.mark.parametrize("num_slots", [1, 3])
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+@pytest.mark.parametrize("lr_scheduler", [None, _STEP_LR], ids=["", "StepLR"])
+@pytest.mark.parametrize("name", _FACTORIES)
+def test_versions_follow_the_optimizer_and_its_scheduler_slot_after_slot(
+    name: str, lr_scheduler: Any, scale: float, num_slots: int
+) -> None:
+    factory, plain_factory = _FACTORIES[name]
+    stage, versions, stage_optimizer = _make(factory, num_slots, lr_scheduler)
+    plain = [nn.Parameter(p.detach().clone()) for _, p in stage.trainable_parameters()]
+    optimizer = plain_factory(plain)
+    scheduler = lr_scheduler(optimizer) if lr_scheduler else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch's scheduler warns when it believes that nobody stepped
+        for step in range(6):
+            read, write = (versions.leaves((step + after) % num_slots) for after in (0, 1))
+            before = [leaf.detach().clone() for leaf in read]
+            stage_optimizer.step(read, write, _gradients(read, step), scale)
+            for parameter, gradient in zip(plain, _gradients(plain, step), strict=True):
+                assert gradient is not None
+                parameter.grad = gradient * scale
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            for leaf, parameter in zip(write, plain, strict=True):
+                torch.testing.assert_close(leaf.detach(), parameter.detach(), rtol=1e-12, atol=0)
+            if num_slots > 1:
+                assert all(torch.equal(leaf, kept) for leaf, kept in zip(read, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("factory", "num_states"),
+    [
+        (functools.partial(optim.SGD, lr=0.1), 0),
+        (functools.partial(optim.SGD, lr=0.1, momentum=0.9), 1),
+        (optim.AdamW, 2),
+        (functools.partial(optim.Adam, amsgrad=True), 3),
+        (torch.optim.Adam, 0),
+    ],
+)
+def test_the_state_of_native_optimizers_is_placed_and_counted_once(factory: Any, num_states: int) -> None:
+    stage = _stage(nn.Linear(3, 3))
+    named = stage.trainable_parameters()
+    optimizer = StageOptimizer(factory, named)
+    assert optimizer.num_placed_states == num_states
+    slots = [slot.fill_(0xFF) for slot in _slots(named, num_states)]  # as it comes from a poisoned pool
+    optimizer.place_state(slots)
+    versions = _versions(stage, 1)
+    for step in range(2):
+        leaves = versions.leaves(0)
+        optimizer.step(leaves, leaves, _gradients(leaves, step))
+    assert all(torch.isfinite(leaf).all() for leaf in versions.leaves(0))
+    assert all(slot.any() for slot in slots)
+    if num_states > 0:
+        assert optimizer.torch_state_bytes() == 0
+    else:
+        state = [v for of_one in optimizer.optimizer.state.values() for v in of_one.values()]  # type: ignore[union-attr]
+        assert optimizer.torch_state_bytes() == sum(v.numel() * v.element_size() for v in state)
+
+
+def test_a_stage_without_parameters_has_no_optimizer_and_its_steps_do_nothing() -> None:
+    optimizer = StageOptimizer(_SGD, [], _STEP_LR)
+    assert optimizer.optimizer is None
+    assert (optimizer.num_placed_states, optimizer.torch_state_bytes()) == (0, 0)
+    optimizer.place_state([])
+    optimizer.step([], [], [])
+
+
+def test_the_factory_gets_names_if_it_asks_for_them_and_parameters_that_keep_their_marks() -> None:
+    layer = nn.Linear(2, 2)
+    layer.weight.no_weight_decay = True  # type: ignore[attr-defined]
+    seen: list[Any] = []
+
+    def factory(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        seen.extend(named_parameters)
+        return torch.optim.SGD([p for _, p in named_parameters], lr=0.1)
+
+    StageOptimizer(factory, _stage(layer).trainable_parameters())
+    assert [name for name, _ in seen] == ["0.weight", "0.bias"]
+    assert seen[0][1].no_weight_decay
+
+
+class _Own(optim.SGD):
+    """A subclass may have a step of its own."""
+
+
+def _reversed_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return optim.SGD([{"params": [p]} for p in reversed(parameters)], lr=0.1, momentum=0.9)
+
+
+def _hooked(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    optimizer = optim.SGD(parameters, lr=0.1, momentum=0.9)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "factory", [functools.partial(_Own, lr=0.1, momentum=0.9), _reversed_groups, _hooked]
+)
+def test_a_native_optimizer_that_is_not_quite_one_goes_through_its_own_step(factory: Any) -> None:
+    stage, versions, optimizer = _make(factory, 2)
+    assert optimizer.num_placed_states == 0
+    plain = [nn.Parameter(p.detach().clone()) for _, p in stage.trainable_parameters()]
+    plain_optimizer = torch.optim.SGD(plain, lr=0.1, momentum=0.9)
+    for step in range(3):
+        read, write = versions.leaves(step % 2), versions.leaves((step + 1) % 2)
+        optimizer.step(read, write, _gradients(read, step))
+        for parameter, gradient in zip(plain, _gradients(plain, step), strict=True):
+            parameter.grad = gradient
+        plain_optimizer.step()
+    for leaf, parameter in zip(write, plain, strict=True):
+        torch.testing.assert_close(leaf.detach(), parameter.detach(), rtol=1e-12, atol=0)
+
+
+def _foreign(_: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+def _plateau(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("factory", "lr_scheduler", "kind", "message"),
+    [
+        (lambda _: "sgd", None, TypeError, "optimizer returned str: it must return a torch.optim.Optimizer"),
+        (torch.optim.LBFGS, None, ValueError, "optimizer is LBFGS, .* closure"),
+        (_foreign, None, ValueError, "optimizer was made of other parameters"),
+        (_SGD, _plateau, ValueError, "lr_scheduler is a ReduceLROnPlateau, .*: use one that counts steps"),
+        (_SGD, lambda _: 0.1, TypeError, "lr_scheduler returned float: it must return"),
+    ],
+)
+def test_what_cannot_update_a_stage_is_refused_in_one_line(
+    factory: Any, lr_scheduler: Any, kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message) as caught:
+        StageOptimizer(factory, _stage(nn.Linear(2, 2)).trainable_parameters(), lr_scheduler)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,150 @@
+"""The order of the house, both halves: a folder imports only itself and folders before it, and what plans
+needs no torch. CONTRIBUTING.md says the order to people."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_TOP = Path(__file__).parents[2]
+_PACKAGE = _TOP / "python" / "pipedream"
+_CORE = _TOP / "csrc"
+
+PYTHON_FOLDERS = [
+    "common",
+    "planning",
+    "model",
+    "data",
+    "links",
+    "budget",
+    "checkpoint",
+    "report",
+    "stage",
+    "launch",
+]
+CPP_FOLDERS = [
+    "base",
+    "schedule",
+    "planner",
+    "device",
+    "pool",
+    "weights",
+    "wire",
+    "transport",
+    "channel",
+    "stage",
+    "bindings",
+]
+_ON_TOP = {"__init__", "__main__", "_core", "cli", "optim", "reference"}
+
+
+def _imports(path: Path, *, of_annotations: bool = True) -> Iterator[str]:
+    """Of the package's own modules, dotted, without "pipedream.". of_annotations: those for types, too."""
+    tree = ast.parse(path.read_text())
+    if not of_annotations:
+        tree.body = [node for node in tree.body if not isinstance(node, ast.If)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path.name}:{node.lineno}: imports are absolute"
+            if node.module == "pipedream":
+                yield from (alias.name for alias in node.names)
+            elif (node.module or "").startswith("pipedream."):
+                module = str(node.module).removeprefix("pipedream.")
+                is_package = (_PACKAGE / module.replace(".", "/")).is_dir()
+                yield from (f"{module}.{alias.name}" if is_package else module for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (
+                alias.name.removeprefix("pipedream.")
+                for alias in node.names
+                if alias.name.startswith("pipedream.")
+            )
+
+
+def _modules() -> dict[str, Path]:
+    """Of the folders: "stage.weights" and its file."""
+    return {
+        f"{folder}.{path.stem}": path
+        for folder in PYTHON_FOLDERS
+        for path in sorted((_PACKAGE / folder).glob("*.py"))
+        if path.stem != "__init__"
+    }
+
+
+def test_every_module_has_its_folder() -> None:
+    assert {path.stem for path in _PACKAGE.glob("*.py")} <= _ON_TOP
+    folders = {path.name for path in _PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    assert folders == set(PYTHON_FOLDERS)
+    assert {path.name for path in _CORE.iterdir() if path.is_dir()} == set(CPP_FOLDERS)
+
+
+def test_python_imports_downwards_only() -> None:
+    upwards = []
+    for module, path in _modules().items():
+        floor = PYTHON_FOLDERS.index(module.split(".")[0])
+        for imported in _imports(path):
+            folder = imported.split(".")[0]
+            # The native optimizers and the core are below all folders, the command and the oracle above.
+            if folder in ("optim", "_core", "__version__"):
+                continue
+            if folder not in PYTHON_FOLDERS or PYTHON_FOLDERS.index(folder) > floor:
+                upwards.append(f"{module} imports {imported}")
+    assert not upwards
+
+
+def test_no_modules_import_each_other() -> None:
+    modules = _modules()
+    graph = {
+        module: set(_imports(path, of_annotations=False)) & set(modules) for module, path in modules.items()
+    }
+    while leaves := {module for module, imported in graph.items() if not imported & set(graph)}:
+        graph = {module: imported for module, imported in graph.items() if module not in leaves}
+    assert not graph
+
+
+def test_the_oracle_shares_no_code_with_what_it_judges() -> None:
+    judged = {"stage", "launch", "links", "budget", "data"}
+    assert not {name for name in _imports(_PACKAGE / "reference.py") if name.split(".")[0] in judged}
+
+
+def test_core_includes_downwards_only() -> None:
+    upwards = []
+    for path in sorted(_CORE.rglob("*")):
+        if path.suffix not in (".h", ".cc", ".cu"):
+            continue
+        floor = CPP_FOLDERS.index(path.relative_to(_CORE).parts[0])
+        for folder in re.findall(r'^#include "(\w+)/', path.read_text(), re.MULTILINE):
+            if folder not in CPP_FOLDERS or CPP_FOLDERS.index(folder) > floor:
+                upwards.append(f"{path.relative_to(_TOP)} includes {folder}/")
+    assert not upwards
+
+
+def test_only_the_bindings_know_python() -> None:
+    knowing = {
+        path.relative_to(_CORE).parts[0]
+        for path in _CORE.rglob("*.*")
+        if path.suffix in (".h", ".cc", ".cu") and re.search(r"#include <(pybind11|Python)", path.read_text())
+    }
+    assert knowing == {"bindings"}
+
+
+@pytest.mark.parametrize("order", [PYTHON_FOLDERS, CPP_FOLDERS], ids=["python", "core"])
+def test_contributing_names_the_folders_in_order(order: list[str]) -> None:
+    text = (_TOP / "CONTRIBUTING.md").read_text()
+    places = [text.find(f"`{folder}`", text.find(f"`{order[0]}`")) for folder in order]
+    assert -1 not in places and places == sorted(places), dict(zip(order, places, strict=True))
+
+
+def test_planning_needs_no_torch() -> None:
+    modules = [
+        f"pipedream.{module}" for module in _modules() if module.split(".")[0] in ("common", "planning")
+    ]
+    code = f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\n"
+    code += "print('torch' in sys.modules)"
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert finished.stdout.strip() == "False"
