@@ -44,7 +44,7 @@ CPP = BUILD / "cpp"
 _LIMIT_S = 540.0
 _TAIL_LINES = 25
 _NATIVE = "-DCMAKE_CUDA_ARCHITECTURES=native"  # of the GPU that is here, and no other
-_CPP_SUITES = ("device", "weights", "wire", "transport", "channel", "stage")
+_CPP_SUITES = ("device", "weights", "codec", "transport", "channel", "stage")
 
 
 @dataclass(frozen=True)

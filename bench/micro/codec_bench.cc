@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "base/dtype.h"
+#include "codec/codec.h"
 #include "device/device.h"
-#include "wire/codec.h"
 
 namespace pipedream {
 namespace {

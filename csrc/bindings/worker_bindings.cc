@@ -18,9 +18,9 @@
 #include "bindings/tensor_exchange.h"
 #include "channel/placed_slots.h"
 #include "channel/wire_layout.h"
+#include "codec/codec.h"
 #include "stage/worker.h"
 #include "transport/transport.h"
-#include "wire/codec.h"
 
 namespace py = pybind11;
 

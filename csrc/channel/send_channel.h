@@ -40,10 +40,10 @@
 #include "channel/transfer.h"
 #include "channel/wakeup.h"
 #include "channel/wire_layout.h"
+#include "codec/stream_codec.h"
 #include "device/device.h"
 #include "pool/pool.h"
 #include "transport/transport.h"
-#include "wire/stream_codec.h"
 
 namespace pipedream {
 

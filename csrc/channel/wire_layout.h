@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "channel/tensor.h"
-#include "wire/codec.h"
+#include "codec/codec.h"
 
 namespace pipedream {
 

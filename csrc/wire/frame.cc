@@ -137,7 +137,7 @@ std::optional<Failure> tensor_violation(const FrameHeader& header) {
   }
   const std::optional<std::uint64_t> num_bytes = shape_bytes(header);
   if (!num_bytes) return corrupt("shape has more bytes than 64 bits can count");
-  if (codec_for({header.codec}, header.dtype).kind != header.codec) {
+  if (!applies_to(header.codec, header.dtype)) {
     return corrupt_field("codec", static_cast<std::uint8_t>(header.codec),
                          "does not apply to " + std::string(dtype_name(header.dtype)));
   }

@@ -16,7 +16,7 @@
 #include "base/dtype.h"
 #include "base/failure.h"
 #include "base/ids.h"
-#include "wire/codec.h"
+#include "wire/codec_kind.h"
 
 namespace pipedream {
 

@@ -1,4 +1,4 @@
-"""The codecs of csrc/wire/codec.h once more, in plain torch, as reference.run's across_cut takes them."""
+"""The codecs of csrc/codec/codec.h once more, in plain torch, as reference.run's across_cut takes them."""
 
 from __future__ import annotations
 

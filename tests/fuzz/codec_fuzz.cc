@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "codec/codec.h"
 #include "fuzz.h"
-#include "wire/codec.h"
 
 namespace pipedream {
 namespace {

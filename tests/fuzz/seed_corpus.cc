@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "wire/codec.h"
+#include "codec/codec.h"
 #include "wire/frame.h"
 
 namespace pipedream {

@@ -36,6 +36,7 @@ CPP_FOLDERS = [
     "pool",
     "weights",
     "wire",
+    "codec",
     "transport",
     "channel",
     "stage",
@@ -122,6 +123,21 @@ def test_core_includes_downwards_only() -> None:
             if folder not in CPP_FOLDERS or CPP_FOLDERS.index(folder) > floor:
                 upwards.append(f"{path.relative_to(_TOP)} includes {folder}/")
     assert not upwards
+
+
+@pytest.mark.parametrize("folder", CPP_FOLDERS)
+def test_a_core_folder_names_to_cmake_the_folders_that_it_includes(folder: str) -> None:
+    recipe = (_CORE / folder / "CMakeLists.txt").read_text()
+    named = set(re.findall(r"\bpipedream::(\w+)", recipe))
+    for links in re.findall(r"\bLINKS ([\w ]+)", recipe):
+        named.update(re.split(r" (?:EXTRA|EXCLUDE)\b", links)[0].split())
+    included = {
+        name
+        for path in (_CORE / folder).rglob("*")
+        if path.suffix in (".h", ".cc", ".cu")
+        for name in re.findall(r'^#include "(\w+)/', path.read_text(), re.MULTILINE)
+    }
+    assert included - {folder} <= named
 
 
 def test_only_the_bindings_know_python() -> None:

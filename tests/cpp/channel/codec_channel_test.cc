@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "channel/channels.h"
-#include "wire/encoding.h"
+#include "codec/encoding.h"
 
 namespace pipedream {
 namespace {

@@ -12,11 +12,11 @@
 #include <type_traits>
 
 #include "base/check.h"
+#include "codec/codec_elements.h"
+#include "codec/cuda/cuda_codec_kernels.h"
+#include "codec/cuda/cuda_stream_codec.h"
 #include "device/cuda/cuda_calls.h"
 #include "device/device.h"
-#include "wire/codec_elements.h"
-#include "wire/cuda/cuda_codec_kernels.h"
-#include "wire/cuda/cuda_stream_codec.h"
 
 namespace pipedream {
 namespace {

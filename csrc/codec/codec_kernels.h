@@ -1,5 +1,5 @@
 // The loops of the codecs over host memory, one set per instruction set, and the choice between them.
-// Internal to csrc/wire; pure, any thread. All sets give the same bits.
+// Internal to csrc/codec; pure, any thread. All sets give the same bits.
 //
 //   int8 encoded   | scale 0 | 256 elements | scale 1 | 256 elements | ... the last block may be shorter
 //   topk encoded   | k indices | k values |
@@ -8,7 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "wire/codec_math.h"
+#include "codec/codec_math.h"
 
 namespace pipedream {
 

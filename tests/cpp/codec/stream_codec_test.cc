@@ -1,6 +1,6 @@
 // One contract, every backend: what a stream encodes is what the host encodes, in the order of the stream;
 // host always, CUDA where there is a device.
-#include "wire/stream_codec.h"
+#include "codec/stream_codec.h"
 
 #include <gtest/gtest.h>
 
@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "codec/encoding.h"
 #include "support/allocation_counter.h"
-#include "wire/encoding.h"
 
 namespace pipedream {
 namespace {

@@ -1,10 +1,10 @@
-// From a dtype to the type of its elements, for the two backends of the codecs. Internal to csrc/wire; pure,
+// From a dtype to the type of its elements, for the two backends of the codecs. Internal to csrc/codec; pure,
 // any thread.
 #pragma once
 
 #include "base/check.h"
 #include "base/dtype.h"
-#include "wire/codec_math.h"
+#include "codec/codec_math.h"
 
 namespace pipedream {
 

@@ -1,6 +1,6 @@
 // The CUDA part of stream_codec.h in a build without CUDA: not available, and says how to get it.
 #include "base/failure.h"
-#include "wire/cuda/cuda_stream_codec.h"
+#include "codec/cuda/cuda_stream_codec.h"
 
 namespace pipedream {
 

@@ -1,11 +1,11 @@
 // Launches of the codecs' kernels: what the .cu file, compiled by nvcc, offers to cuda_stream_codec.cc.
-// Internal to csrc/wire/cuda. C++17; results are cudaError_t as int. Any thread, the device is current.
+// Internal to csrc/codec/cuda. C++17; results are cudaError_t as int. Any thread, the device is current.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-#include "wire/codec_kernels.h"
+#include "codec/codec_kernels.h"
 
 namespace pipedream {
 

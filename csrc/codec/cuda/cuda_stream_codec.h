@@ -1,11 +1,11 @@
-// The CUDA backend of stream_codec.h. Internal to csrc/wire. Throws UserError in a build without CUDA.
+// The CUDA backend of stream_codec.h. Internal to csrc/codec. Throws UserError in a build without CUDA.
 #pragma once
 
 #include <cstddef>
 #include <memory>
 
+#include "codec/stream_codec.h"
 #include "device/device.h"
-#include "wire/stream_codec.h"
 
 namespace pipedream {
 

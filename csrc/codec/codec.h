@@ -19,20 +19,15 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 
 #include "base/dtype.h"
+#include "wire/codec_kind.h"
 
 namespace pipedream {
-
-// Values are part of the wire format.
-enum class CodecKind : std::uint8_t { kNone = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kTopK = 4 };
-
-[[nodiscard]] bool is_known_codec(std::uint8_t code);
 
 struct Codec {
   CodecKind kind = CodecKind::kNone;

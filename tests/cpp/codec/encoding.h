@@ -12,9 +12,9 @@
 #include <span>
 #include <vector>
 
+#include "codec/codec.h"
+#include "codec/codec_math.h"
 #include "device/device.h"
-#include "wire/codec.h"
-#include "wire/codec_math.h"
 
 namespace pipedream {
 

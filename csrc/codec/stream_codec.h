@@ -5,8 +5,8 @@
 
 #include <memory>
 
+#include "codec/codec.h"
 #include "device/device.h"
-#include "wire/codec.h"
 
 namespace pipedream {
 

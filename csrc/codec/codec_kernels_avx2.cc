@@ -2,7 +2,7 @@
 //
 // CMakeLists.txt adds -mavx2 where the compiler takes it. Nothing but codec_kernels_impl.h may be included.
 #if defined(__AVX2__)
-#include "wire/codec_kernels_impl.h"
+#include "codec/codec_kernels_impl.h"
 
 namespace pipedream {
 
@@ -10,7 +10,7 @@ CodecKernelSet avx2_codec_kernels() { return codec_kernel_set("avx2"); }
 
 }  // namespace pipedream
 #else
-#include "wire/codec_kernels.h"
+#include "codec/codec_kernels.h"
 
 namespace pipedream {
 

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "wire/codec_kernels.h"
+#include "codec/codec_kernels.h"
 
 namespace pipedream {
 namespace {

@@ -1,12 +1,12 @@
 // The host's codec on a stream, and the choice of backend. Used by the one thread that enqueues; what it
 // enqueues runs on the stream's thread.
-#include "wire/stream_codec.h"
+#include "codec/stream_codec.h"
 
 #include <array>
 #include <cstddef>
 
 #include "base/check.h"
-#include "wire/cuda/cuda_stream_codec.h"
+#include "codec/cuda/cuda_stream_codec.h"
 
 namespace pipedream {
 namespace {

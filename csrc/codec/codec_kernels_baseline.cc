@@ -1,5 +1,5 @@
 // The codecs' loops with the instructions that every processor of the architecture has. Pure; any thread.
-#include "wire/codec_kernels_impl.h"
+#include "codec/codec_kernels_impl.h"
 
 namespace pipedream {
 

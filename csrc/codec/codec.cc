@@ -1,5 +1,5 @@
 // Names and sizes of the codecs, the host's encode and decode, and what a receiver checks. Pure; any thread.
-#include "wire/codec.h"
+#include "codec/codec.h"
 
 #include <algorithm>
 #include <array>
@@ -10,8 +10,8 @@
 
 #include "base/check.h"
 #include "base/failure.h"
-#include "wire/codec_elements.h"
-#include "wire/codec_kernels.h"
+#include "codec/codec_elements.h"
+#include "codec/codec_kernels.h"
 
 namespace pipedream {
 namespace {
@@ -41,19 +41,6 @@ std::string share_text(double share) {
   return {text.data(), end};
 }
 
-bool applies_to(CodecKind kind, DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-    case DType::kFloat64:
-      return true;
-    case DType::kBFloat16:
-    case DType::kFloat16:
-      return kind == CodecKind::kInt8 || kind == CodecKind::kTopK;
-    default:
-      return kind == CodecKind::kNone;
-  }
-}
-
 std::size_t topk_entry_bytes(DType dtype) {
   return with_element_type(dtype, [](auto element) {
     return sizeof(std::uint32_t) + sizeof(SentOf<typename decltype(element)::Type>);
@@ -61,8 +48,8 @@ std::size_t topk_entry_bytes(DType dtype) {
 }
 
 void check_work(const CodecWork& work) {
-  PD_CHECK(work.codec.kind == CodecKind::kNone || applies_to(work.codec.kind, work.dtype),
-           codec_name(work.codec) << " of " << dtype_name(work.dtype));
+  PD_CHECK(applies_to(work.codec.kind, work.dtype), codec_name(work.codec)
+                                                        << " of " << dtype_name(work.dtype));
   PD_CHECK(work.num_elements == 0 || (work.values != nullptr && work.encoded != nullptr),
            work.num_elements << " elements at null");
 }
@@ -136,8 +123,6 @@ std::string order_violation(std::span<const std::uint32_t> indices) {
 }
 
 }  // namespace
-
-bool is_known_codec(std::uint8_t code) { return code <= static_cast<std::uint8_t>(CodecKind::kTopK); }
 
 Codec codec_from_name(std::string_view name) {
   if (name == "none") return {CodecKind::kNone};

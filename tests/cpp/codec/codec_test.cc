@@ -1,6 +1,6 @@
 // The codecs on the host: what is decoded is near what was encoded, by the bound that each promises; topk
 // chooses what a sort would, and its residual loses nothing. All instruction sets give the same bytes.
-#include "wire/codec.h"
+#include "codec/codec.h"
 
 #include <gtest/gtest.h>
 
@@ -16,8 +16,8 @@
 #include <vector>
 
 #include "base/failure.h"
-#include "wire/codec_kernels.h"
-#include "wire/encoding.h"
+#include "codec/codec_kernels.h"
+#include "codec/encoding.h"
 
 namespace pipedream {
 namespace {

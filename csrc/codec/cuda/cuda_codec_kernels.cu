@@ -11,7 +11,7 @@
 //   6 gather  each part writes its own, in order; the residual loses what was sent, and what is not finite
 #include <cuda_runtime_api.h>
 
-#include "wire/cuda/cuda_codec_kernels.h"
+#include "codec/cuda/cuda_codec_kernels.h"
 
 namespace pipedream {
 namespace {

@@ -1,5 +1,5 @@
 // Chooses the host kernels by what the processor has, once. Pure; any thread.
-#include "wire/codec_kernels.h"
+#include "codec/codec_kernels.h"
 
 namespace pipedream {
 namespace {

@@ -1,0 +1,20 @@
+// Which codec a frame's bytes are encoded by, and what it may be applied to: what a header says, without what
+// the codecs do (codec/codec.h). Pure functions; any thread.
+#pragma once
+
+#include <cstdint>
+
+#include "base/dtype.h"
+
+namespace pipedream {
+
+// Values are part of the wire format.
+enum class CodecKind : std::uint8_t { kNone = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kTopK = 4 };
+
+[[nodiscard]] bool is_known_codec(std::uint8_t code);
+
+// Whether tensors of this dtype travel by the codec: kNone is for what no other applies to, and for all
+// others.
+[[nodiscard]] bool applies_to(CodecKind kind, DType dtype);
+
+}  // namespace pipedream
