@@ -1,8 +1,9 @@
 """A farm of processes that stand in for the ranks of torchrun: started once, they run case after case.
 
-Starting a process with torch takes seconds, a case milliseconds. Each process is a real one with a torch of
-its own; together they see the environment and the store that torchrun offers. One that dies or outlives the
-deadline is replaced, so that a case may kill its ranks. Owned by the thread that runs the tests.
+The fork server makes them, as it makes local workers: importing torch takes seconds, a fork or a case
+milliseconds. Each is a real process; together they see the environment and the store that torchrun offers.
+One that dies or outlives the deadline is replaced, so that a case may kill its ranks. Owned by the thread
+that runs the tests.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+from pipedream.launch.fork_server import Process
 from pipedream.links.rendezvous import host_store
 
 __all__ = ["Farm", "Outcome"]
@@ -52,8 +54,7 @@ class Farm:
 
     def __init__(self) -> None:
         self._store, self._port = host_store()
-        self._context = multiprocessing.get_context("spawn")
-        self._ranks: list[tuple[Any, Connection]] = []
+        self._ranks: list[tuple[Process, Connection]] = []
         self._case_indices = itertools.count()
 
     def run(
@@ -106,9 +107,9 @@ class Farm:
             connection.close()
         self._ranks.clear()
 
-    def _start(self, rank: int) -> tuple[Any, Connection]:
-        here, there = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(rank, there), name=f"rank {rank}", daemon=True)
+    def _start(self, rank: int) -> tuple[Process, Connection]:
+        here, there = multiprocessing.Pipe()
+        process = Process(target=_serve, args=(rank, there), name=f"rank {rank}", daemon=True)
         process.start()
         there.close()
         return process, here

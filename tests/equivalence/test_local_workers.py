@@ -11,6 +11,7 @@ import psutil
 import torch
 from oracle import assert_memory_as_predicted
 from pipedream import reference
+from pipedream.launch.fork_server import start_server
 from training import (
     Training,
     assert_close_losses,
@@ -30,6 +31,7 @@ def _children() -> set[int]:
 
 def test_local_workers_train_the_callers_model_in_place() -> None:
     training = Training("cnn", 3, epochs=2, short_last=False, shuffled=True)
+    start_server()  # which stays, for the next run
     before, state_before = _children(), torch.get_rng_state()
     result, state = train_in_pipeline(training, transport="tcp")
     expected, expected_state = train_by_reference(training)

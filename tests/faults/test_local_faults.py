@@ -33,13 +33,16 @@ from mishaps import (
     run,
 )
 from pipedream import PeerLost, PipelineError, WorkerLost
+from pipedream.launch.fork_server import start_server
 from pipedream.launch.run_folder import run_folder
 from torch.utils.data import DataLoader
 
 
 @pytest.fixture(autouse=True)
 def no_process_is_left() -> Iterator[None]:
-    """The children of this process are afterwards those of before: the farm's, and multiprocessing's own."""
+    """The children of this process are afterwards those of before: the farm's, multiprocessing's own, and the
+    one that forks workers, which stays for the next."""
+    start_server()
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     yield
     left = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
@@ -85,7 +88,7 @@ def test_a_stopped_worker_ends_the_run(tmp_path: Path) -> None:
     # Stage 0 forwards minibatch 8 when it has the gradient of 6, which a worker that stops at once may not
     # have put on the wire yet; then it waits for that of 7.
     model[0] = Layer(functools.partial(make_file, gate), 8)
-    # Its neighbour notices; and SIGTERM, which elastic tries for 30 s, does not end a stopped process.
+    # Its neighbour notices; and SIGTERM does not end a stopped process.
     error = _error_of(PeerLost, lambda: run(model, peer_timeout=3.0))
     _, stopped_s = noted(note)
     assert time.monotonic() - stopped_s < BOUND_S
@@ -176,3 +179,27 @@ def test_workers_end_with_a_killed_launcher_and_the_next_run_removes_its_folder(
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     with run_folder():
         assert not left.exists()
+
+
+_ENDED_BY_SIGNAL = """
+import os, signal, sys
+from mishaps import model_with, run
+
+def end_the_launcher():
+    os.kill(os.getppid(), signal.SIGTERM)
+    signal.pause()
+
+if __name__ == "__main__":
+    run(model_with(end_the_launcher, stages=2, stage=1, at=2))
+"""
+
+
+def test_a_signal_that_ends_the_script_finds_its_workers_and_its_folder_removed(tmp_path: Path) -> None:
+    script, temporary = tmp_path / "train.py", tmp_path / "temporary"
+    script.write_text(_ENDED_BY_SIGNAL, encoding="utf-8")
+    temporary.mkdir()
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = os.environ | {"PYTHONPATH": paths, "TMPDIR": str(temporary)}
+    done = subprocess.run([sys.executable, str(script)], env=environment, check=False)
+    assert done.returncode == -signal.SIGTERM
+    assert not list(temporary.glob("pipedream-*"))

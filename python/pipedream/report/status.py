@@ -1,6 +1,6 @@
 """What the caller of local workers can see of them while they run, and after one was killed.
 
-A small file that all of them map; it survives the worker. Each rank writes its own entries.
+A small file that all of them map; it survives the worker. Each rank writes its own entry.
 """
 
 from __future__ import annotations
@@ -10,27 +10,21 @@ import struct
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["NO_PID", "StatusBoard"]
-
-NO_PID = -1
+__all__ = ["StatusBoard"]
 
 _LOSS = struct.Struct("<d")
 
 
 class StatusBoard:
-    """Each local worker's minibatch and process, in a file that survives the worker, 16 bytes per rank; and
-    beside it a file of the losses so far, 8 bytes per minibatch.
-
-    A pid is there while its worker is at work: one that ends before has failed.
-    """
+    """Each local worker's minibatch, in a file that survives the worker, 8 bytes per rank; and beside it a
+    file of the losses so far, 8 bytes per minibatch."""
 
     def __init__(self, path: Path, num_workers: int, *, create: bool) -> None:
         if create:
-            path.write_bytes(b"\xff" * (16 * num_workers))  # -1: at no minibatch yet, and NO_PID
+            path.write_bytes(b"\xff" * (8 * num_workers))  # -1: at no minibatch yet
         with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), 16 * num_workers)
-        numbers = memoryview(self._map).cast("q")
-        self._minibatches, self._pids = numbers[:num_workers], numbers[num_workers:]
+            self._map = mmap.mmap(file.fileno(), 8 * num_workers)
+        self._minibatches = memoryview(self._map).cast("q")
         self._losses_path = path.with_name(f"{path.name}-losses")
         self._losses_file: BinaryIO | None = None  # of the worker that adds some
 
@@ -39,13 +33,6 @@ class StatusBoard:
 
     def read(self, rank: int) -> int:
         return int(self._minibatches[rank])
-
-    def write_pid(self, rank: int, pid: int) -> None:
-        self._pids[rank] = pid
-
-    def pids(self) -> dict[int, int]:
-        """Rank -> pid, of the workers at work."""
-        return {rank: pid for rank, pid in enumerate(self._pids) if pid != NO_PID}
 
     def add_loss(self, loss: float) -> None:
         """Of the next minibatch; by the worker of the last stage."""

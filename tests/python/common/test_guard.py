@@ -77,7 +77,7 @@ def test_a_run_within_another_is_refused_and_the_other_goes_on(monkeypatch: pyte
 
 @pytest.mark.usefixtures("no_worker_starts")
 def test_a_run_in_a_worker_of_a_run_is_refused() -> None:
-    with one_run_at_a_time():  # as launcher.py calls a worker's part
+    with one_run_at_a_time():  # as local_worker.py calls a worker's part
         assert "another run() of this process" in _refusal()
 
 

@@ -1,4 +1,4 @@
-"""launcher.py: what is written for the workers, and what they are told by another way."""
+"""task_files.py and launcher.py: what is written for the workers, and what they are told by another way."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pipedream
 import pytest
 import torch
 from pipedream import Plan
-from pipedream.launch import launcher
+from pipedream.launch import launcher, local_worker
+from pipedream.launch.task_files import WorkerTask, write_data, write_part
 from pipedream.links.keys import CurveKeys
 from torch import nn
 
@@ -56,7 +57,7 @@ def test_what_lies_on_a_device_is_written_as_it_is_in_host_memory(
     model = _TiedPair()
     with monkeypatch.context() as patch:
         device = _Device(patch)
-        launcher._write_part(tmp_path, "model", model, "")
+        write_part(tmp_path, "model", model, "")
     assert len(device.copies) == 4  # the tied weight once
     rebuilt = pickle.loads((tmp_path / "model.pickle").read_bytes())
     assert rebuilt.second.weight is rebuilt.first.weight
@@ -71,9 +72,9 @@ def test_data_and_functions_are_written_from_host_memory_too(
     data = [(torch.ones(2), torch.zeros(2))]
     with monkeypatch.context() as patch:
         device = _Device(patch)
-        launcher._write_part(tmp_path, "loss_fn", nn.CrossEntropyLoss(weight=torch.ones(3)), "")
+        write_part(tmp_path, "loss_fn", nn.CrossEntropyLoss(weight=torch.ones(3)), "")
         assert len(device.copies) == 1
-        assert launcher._write_data(tmp_path, data, None) is None  # type: ignore[arg-type]
+        assert write_data(tmp_path, data, None) is None  # type: ignore[arg-type]
     assert len(device.copies) == 3
     assert torch.equal(pickle.loads((tmp_path / "data.pickle").read_bytes())[0][0], torch.ones(2))
 
@@ -86,11 +87,11 @@ class _StoppedError(Exception):
 def test_no_secret_key_is_in_a_file(monkeypatch: pytest.MonkeyPatch, forwards: bool) -> None:
     # A caller that is killed used to leave it in the folder of the run.
     files: dict[str, bytes] = {}
-    errands: list[Any] = []
+    tasks: list[Any] = []
 
-    def launch(errand: Any, *_: object) -> None:
-        errands.append(errand)
-        folder = Path(errand.folder)
+    def launch(task: Any, *_: object) -> None:
+        tasks.append(task)
+        folder = Path(task.folder)
         files.update({path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()})
         raise _StoppedError
 
@@ -108,11 +109,11 @@ def test_no_secret_key_is_in_a_file(monkeypatch: pytest.MonkeyPatch, forwards: b
         )
     assert {"model.pickle", "options.pickle", "data.pickle", "owner"} <= files.keys()
     assert not any(_SECRET.encode() in content for content in files.values())
-    (errand,) = errands
-    assert errand.keys.secret == _SECRET  # by the pipe through which a process gets its arguments
-    assert _SECRET not in repr(errand)
+    (task,) = tasks
+    assert task.keys.secret == _SECRET  # by the pipe through which a process gets its arguments
+    assert _SECRET not in repr(task)
     assert pickle.loads(files["options.pickle"]).links.bind_host == "127.0.0.1"
-    assert not os.path.exists(errand.folder)
+    assert not os.path.exists(task.folder)
 
 
 def test_a_worker_whose_caller_has_ended_before_it_began_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +121,6 @@ def test_a_worker_whose_caller_has_ended_before_it_began_ends(monkeypatch: pytes
         raise SystemExit(code)
 
     monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(launcher._core, "die_with_parent", lambda: None)
-    errand = launcher._Errand("", 0, 0, caller_pid=os.getppid() + 1, keys=None)
+    task = WorkerTask("", 0, 0, caller_pid=os.getppid() + 1, keys=None)
     with pytest.raises(SystemExit, match="1"):
-        launcher._local_worker(errand)
+        local_worker.run_local_worker(task, 0, 1)

@@ -1,0 +1,108 @@
+"""Why a local run failed: what its workers wrote before they ended, and how they ended, as one error.
+
+Each worker that fails leaves a record in the folder of the run. Any thread.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipedream.common import errors
+from pipedream.common.guard import error_path
+from pipedream.common.tracebacks import describe_user_error
+from pipedream.planning.plan import Plan
+from pipedream.report.status import StatusBoard
+
+__all__ = ["cause_of", "is_explained", "traceback_of", "write_error"]
+
+
+class _RemoteTraceback(Exception):  # noqa: N818 (not an error of its own: the cause that is shown)
+    """The traceback of a worker process, as the cause of the error that the caller sees."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def write_error(folder: Path, rank: int, error: Exception) -> None:
+    record = {
+        "type": type(error).__name__,
+        "message": errors.one_line(error)
+        if type(error).__name__ in _ERROR_TYPES
+        else errors.describe_error(error),
+        "derived": getattr(error, "_pipedream_derived", False),
+        "traceback": describe_user_error(error),
+    }
+    error_path(folder, str(rank)).write_text(json.dumps(record), encoding="utf-8")
+
+
+def _read_errors(folder: Path) -> list[dict[str, Any]]:
+    paths = sorted(folder.glob("error-*.json"), key=lambda path: path.stat().st_mtime_ns)
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def _first_cause(folder: Path) -> dict[str, Any] | None:
+    """The earliest error that is not the consequence of another worker's end."""
+    records = _read_errors(folder)
+    causes = [r for r in records if not r["derived"] and r["type"] != "PeerLost"]
+    return next(iter(causes), None)
+
+
+def traceback_of(folder: Path) -> BaseException | None:
+    cause = _first_cause(folder)
+    return _RemoteTraceback(cause["traceback"]) if cause is not None and cause["traceback"] else None
+
+
+_ERROR_TYPES: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (
+        ValueError,
+        TypeError,
+        RuntimeError,
+        errors.PipelineError,
+        errors.DataMismatch,
+        errors.NonFiniteLoss,
+        errors.PeerLost,
+    )
+}
+
+
+def is_explained(codes: Mapping[int, int], folder: Path) -> bool:
+    """Whether the workers that have failed so far say why; else another one's end is the cause."""
+    return _first_cause(folder) is not None or bool(_silent(codes, folder))
+
+
+def _silent(codes: Mapping[int, int], folder: Path) -> list[int]:
+    """Who wrote nothing, and so was killed, in the order in which they ended."""
+    return [rank for rank in codes if not error_path(folder, str(rank)).exists()]
+
+
+def cause_of(codes: Mapping[int, int], folder: Path, board: StatusBoard, plan: Plan) -> Exception:
+    """One error for a run in which some workers failed: the first cause, not its consequences.
+
+    codes: of the workers that ended by themselves, by rank, in the order of their ends.
+    """
+    cause = _first_cause(folder)
+    if cause is None:
+        for rank in _silent(codes, folder):
+            position = _position(board, rank)
+            return errors.WorkerLost(f"{plan.describe_worker(rank)} {_end_of(codes[rank])} {position}")
+        cause = _read_errors(folder)[0]
+    return _ERROR_TYPES.get(cause["type"], errors.PipelineError)(cause["message"])
+
+
+def _end_of(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit status {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def _position(board: StatusBoard, rank: int) -> str:
+    minibatch = board.read(rank)
+    return "before its first minibatch" if minibatch < 0 else f"at minibatch {minibatch}"

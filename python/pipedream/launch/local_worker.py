@@ -1,0 +1,109 @@
+"""A local worker's process: reads its part of the run from the folder, trains, and leaves its result there.
+
+On the main thread of the process, which the fork server has made and which dies with the caller.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+from pipedream import _core
+from pipedream.checkpoint.state import save_state
+from pipedream.common.guard import one_run_at_a_time
+from pipedream.launch.failure import write_error
+from pipedream.launch.task_files import WorkerTask, read_part
+from pipedream.launch.worker import run_worker
+from pipedream.links.descriptors import descriptor_limit_raised
+from pipedream.links.rendezvous import Rendezvous, connect_store
+from pipedream.model.seeding import RngState
+from pipedream.model.splitter import split
+from pipedream.report.status import StatusBoard
+from pipedream.stage.job import CallerSettings, JobOptions, WorkerPlace
+
+__all__ = ["STORE_PREFIX", "run_local_worker"]
+
+STORE_PREFIX = "pipedream"
+
+
+def run_local_worker(task: WorkerTask, rank: int, num_workers: int) -> None:
+    """Entry point of a worker process."""
+    if os.getppid() != task.caller_pid:
+        os._exit(1)  # it ended before that: nobody waits for this worker
+    _forked_children_die_with_this_process()
+    os.environ.update(_environment_of(task, rank, num_workers))
+    folder = Path(task.folder)
+    try:
+        with one_run_at_a_time(), descriptor_limit_raised():
+            _train(task, folder, rank, StatusBoard(folder / "board", num_workers, create=False))
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None
+    except Exception as error:
+        write_error(folder, rank, error)
+        raise SystemExit(1) from None  # the caller reports; a traceback here would only repeat it
+
+
+def _environment_of(task: WorkerTask, rank: int, num_workers: int) -> dict[str, str]:
+    """What torchrun would set."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_workers),
+        "LOCAL_WORLD_SIZE": str(num_workers),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": f"pipedream-{task.run_id:016x}",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }
+
+
+def _forked_children_die_with_this_process() -> None:
+    """The processes of a DataLoader hold this one's sockets and memory: where it is killed, they would keep
+    both for seconds."""
+    forks_on_main_thread = False
+
+    def note_thread() -> None:
+        nonlocal forks_on_main_thread
+        forks_on_main_thread = threading.current_thread() is threading.main_thread()
+
+    def follow() -> None:
+        if forks_on_main_thread:  # the signal comes when the thread ends that forked
+            _core.die_with_parent()
+
+    os.register_at_fork(before=note_thread, after_in_child=follow)
+
+
+def _train(task: WorkerTask, folder: Path, rank: int, board: StatusBoard) -> None:
+    settings: CallerSettings = read_part(folder, "settings")
+    settings.apply()  # before the model is rebuilt: its code may ask
+    options: JobOptions = read_part(folder, "options")
+    options = replace(options, links=replace(options.links, keys=task.keys))
+    plan = options.plan
+    model = read_part(folder, "model")
+    own_stages = plan.stages_of(rank)
+    reads_data = 0 in own_stages or plan.num_stages - 1 in own_stages
+    data = read_part(folder, "data") if reads_data else ()
+    # Not before: unpickling may import what draws random numbers.
+    rng: RngState = read_part(folder, "rng")
+    rng.restore()
+    store = connect_store(task.store_port)
+    with Rendezvous(store, STORE_PREFIX, rank=rank, world_size=plan.workers_used) as rendezvous:
+        place = WorkerPlace(
+            rank=rank,
+            world_size=plan.workers_used,
+            local_rank=rank,
+            run_id=task.run_id,
+            incarnation=0,
+            rendezvous=rendezvous,
+            board=board,
+            returns_model=False,
+        )
+        result = run_worker(place, options, model, data)
+    if rank == 0:
+        if options.gather != "none":
+            save_state(split(model, plan), folder / "weights.safetensors")
+        (folder / "result.json").write_text(json.dumps(result.to_dict()), encoding="utf-8")

@@ -1,0 +1,153 @@
+"""What the local workers are told: files in a folder that only this user can read, and a task by a pipe.
+
+Written by the caller from host memory, read by every worker, who thereby has copies of its own. Any thread.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipedream.common import errors
+from pipedream.data.stream import (
+    NUM_COUNT_TENSORS,
+    ForwardedData,
+    describe_source,
+    num_minibatches_of,
+    without_processes,
+)
+from pipedream.links.keys import CurveKeys
+from pipedream.model.boundary import Boundary, check_pair
+from pipedream.model.seeding import RngState, base_seed, seed_data
+from pipedream.stage.job import JobOptions
+
+__all__ = ["PeekedIterator", "WorkerTask", "read_part", "write_data", "write_options", "write_part"]
+
+
+@dataclass(frozen=True)
+class WorkerTask:
+    """What a local worker process is told by a pipe, besides the files in the folder."""
+
+    folder: str
+    store_port: int
+    run_id: int
+    caller_pid: int
+    keys: CurveKeys | None
+    """Not in a file: a caller that is killed cannot remove it."""
+
+
+class _HostPickler(pickle.Pickler):
+    """Writes tensors as they are in host memory: what is unpickled lies on no device of the caller's."""
+
+    def reducer_override(self, value: Any) -> Any:
+        is_typed = isinstance(value, torch.TypedStorage)
+        if not is_typed and not isinstance(value, torch.UntypedStorage):
+            return NotImplemented
+        storage: Any = value._untyped_storage if is_typed else value
+        if storage.device.type != "cuda":
+            return NotImplemented
+        on_host = storage.cpu()
+        if is_typed:
+            make: Any = torch.TypedStorage
+            on_host = make(wrap_storage=on_host, dtype=value._dtype, _internal=True)
+        return on_host.__reduce__()
+
+
+def _dumps(value: Any) -> bytes:
+    content = io.BytesIO()
+    _HostPickler(content).dump(value)
+    return content.getvalue()
+
+
+def write_part(folder: Path, name: str, value: Any, remedy: str) -> None:
+    try:
+        content = _dumps(value)
+    except Exception as error:
+        raise ValueError(
+            f"{name} ({_name_of(value)}) cannot be sent to the workers: {errors.one_line(error)}; {remedy}"
+        ) from None
+    (folder / f"{name}.pickle").write_bytes(content)
+
+
+def read_part(folder: Path, name: str) -> Any:
+    try:
+        return pickle.loads((folder / f"{name}.pickle").read_bytes())
+    except Exception as error:
+        raise ValueError(
+            f"{name} cannot be rebuilt in a worker process: {errors.one_line(error)}; define its classes and"
+            " functions in a module or script file that can be imported"
+        ) from error
+
+
+def write_options(folder: Path, options: JobOptions) -> None:
+    remedy = "use a function or class that is defined at the top level of a module"
+    for name in ("loss_fn", "optimizer", "lr_scheduler"):
+        write_part(folder, name, getattr(options, name), remedy)
+    without_secret = replace(options, links=replace(options.links, keys=None))
+    write_part(folder, "options", without_secret, "")
+
+
+def write_data(folder: Path, data: Iterable[Any], options: JobOptions) -> ForwardedData | None:
+    """Writes the data for the workers, or what stands for it when it must be forwarded from here."""
+    forwarded: ForwardedData | None = None
+    try:
+        content = _dumps(without_processes(data))
+    except Exception:  # whatever a user's object raises: then it stays here
+        seed_data(base_seed(options.seed), options.seed, options.plan.num_stages)
+        begin = RngState.capture()
+        forwarded = _describe_forwarded(data, options)
+        if not isinstance(data, PeekedIterator):
+            begin.restore()  # it will be iterated anew
+        content = _dumps(forwarded)
+    (folder / "data.pickle").write_bytes(content)
+    return forwarded
+
+
+def _describe_forwarded(data: Iterable[Any], options: JobOptions) -> ForwardedData:
+    # An iterator gives its first minibatch once; the forwarder puts it back in front.
+    first = data.peek() if isinstance(data, PeekedIterator) else next(iter(data), None)
+    if first is None:
+        raise ValueError("data yields no minibatch: check the dataset, batch_size and drop_last")
+    inputs, targets = check_pair(first, 0)
+    length = num_minibatches_of(data, options.epochs)
+    return ForwardedData(
+        (inputs, targets),
+        Boundary.of(inputs, name="the inputs", num_beside=NUM_COUNT_TENSORS),
+        # A loss may need none.
+        Boundary.of(targets, name="the targets", needs_tensor=False, num_beside=NUM_COUNT_TENSORS),
+        length,
+        describe_source(data.iterator if isinstance(data, PeekedIterator) else data),
+    )
+
+
+class PeekedIterator:
+    """An iterator whose first item may be looked at before it is taken."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self.iterator = iterator
+        self._peeked: list[Any] = []
+
+    def peek(self) -> Any | None:
+        if not self._peeked:
+            self._peeked = [item for item in [next(self.iterator, None)] if item is not None]
+        return self._peeked[0] if self._peeked else None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._peeked.pop() if self._peeked else next(self.iterator)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an iterator stays with the caller")
+
+
+def _name_of(value: Any) -> str:
+    name = getattr(value, "__qualname__", None)
+    return name if isinstance(name, str) else type(value).__name__

@@ -1,0 +1,110 @@
+"""The processes of a local run: started by the fork server, watched by their ends alone, ended together.
+
+A worker that ends with another status than 0 ends the run. Its peers may end of that before it does itself:
+unless it is known why, the others get a moment to say it. On the caller's thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import connection
+from types import FrameType
+from typing import Any
+
+from pipedream.launch.fork_server import Process
+
+__all__ = ["run_processes", "signals_deferred"]
+
+_PATIENCE_S = 2.0  # with the workers that are left, when one ended of another's failure
+_SHUTDOWN_S = 3.0  # from SIGTERM to SIGKILL for the workers that are left
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+class _Ended(BaseException):
+    """A signal came that ends this process."""
+
+
+def run_processes(
+    target: Callable[..., None],
+    arguments: Sequence[tuple[Any, ...]],
+    environment: Mapping[str, str],
+    is_explained: Callable[[Mapping[int, int]], bool],
+) -> dict[int, int]:
+    """Calls target(*arguments[rank]) in a process of each rank's own, and returns when all have ended.
+
+    Returns the exit codes (negative: of a signal) of those that failed by themselves, by rank, in the order
+    of their ends; is_explained says whether these tell why the run failed. However it returns, none of the
+    processes is left.
+    """
+    processes: list[Process] = []
+    try:
+        for rank, of_rank in enumerate(arguments):
+            name = f"pipedream-{rank}"
+            processes.append(Process(target=target, args=of_rank, name=name, environment=environment))
+            processes[-1].start()
+        return _wait(processes, is_explained)
+    finally:
+        _end([process for process in processes if process.pid is not None])
+
+
+def _wait(processes: list[Process], is_explained: Callable[[Mapping[int, int]], bool]) -> dict[int, int]:
+    codes: dict[int, int] = {}
+    running = {process.sentinel: rank for rank, process in enumerate(processes)}
+    deadline_s = float("inf")
+    while running and time.monotonic() < deadline_s:
+        timeout_s = None if not codes else max(0.0, deadline_s - time.monotonic())
+        for sentinel in connection.wait(list(running), timeout_s):
+            assert isinstance(sentinel, int)
+            rank = running.pop(sentinel)
+            processes[rank].join()
+            code = processes[rank].exitcode
+            if code:
+                codes[rank] = code
+        if codes and is_explained(codes):
+            return codes
+        if codes and deadline_s == float("inf"):
+            deadline_s = time.monotonic() + _PATIENCE_S
+    return codes
+
+
+def _end(processes: Sequence[Process]) -> None:
+    for process in processes:
+        process.terminate()
+    deadline_s = time.monotonic() + _SHUTDOWN_S
+    for process in processes:
+        process.join(max(0.0, deadline_s - time.monotonic()))
+    for process in processes:
+        process.kill()
+        process.join()
+        process.close()
+
+
+@contextlib.contextmanager
+def signals_deferred() -> Iterator[None]:
+    """What would end this process at once, by a signal that nobody handles, ends it when the block has
+    cleaned up. Handlers belong to the main thread; on another one nothing is done."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+
+    def end_the_block(number: int, _: FrameType | None) -> None:
+        if not came:
+            came.append(number)
+            raise _Ended
+
+    taken = [number for number in _SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, end_the_block)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+        if came:
+            os.kill(os.getpid(), came[0])

@@ -1,0 +1,149 @@
+"""fork_server.py: what a process that it makes has of the one that asked, and whose child it is."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from pipedream.launch import fork_server
+from pipedream.launch.fork_server import Process, start_server
+
+_BOUND_S = 60.0  # of what takes milliseconds on a machine that is not busy
+
+
+def _tell(connection: Connection, function: Callable[..., Any], *args: Any) -> None:
+    connection.send(function(*args))
+
+
+def _found(function: Callable[..., Any], *args: Any, **environment: str) -> Any:
+    """What the function returns in a process of its own."""
+    here, there = multiprocessing.Pipe()
+    process = Process(target=_tell, args=(there, function, *args), environment=environment)
+    process.start()
+    there.close()
+    found = here.recv()
+    process.join()
+    assert process.exitcode == 0
+    return found
+
+
+def _server_pid() -> int:
+    start_server()
+    assert fork_server._server is not None
+    return fork_server._server._process.pid
+
+
+def _beginning() -> tuple[int, int, bool, bool, str]:
+    is_main = multiprocessing.current_process().name == "MainProcess"
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    return os.getppid(), threads, torch.cuda.is_initialized(), is_main, sys.argv[0]
+
+
+def test_a_process_is_the_callers_child_and_begins_with_one_thread_and_no_cuda() -> None:
+    assert _found(_beginning) == (os.getpid(), 1, False, False, sys.argv[0])
+    assert psutil.Process(_server_pid()).num_threads() == 1
+
+
+def _surroundings() -> tuple[str, str | None, str | None, int, set[int]]:
+    umask = os.umask(0)
+    cpus = os.sched_getaffinity(0)
+    return os.getcwd(), os.environ.get("OF_THE_CALLER"), os.environ.get("GIVEN"), umask, cpus
+
+
+def test_a_process_has_the_surroundings_of_its_start_and_not_those_of_the_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server_pid = _server_pid()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OF_THE_CALLER", "now")
+    umask, cpus = os.umask(0o027), os.sched_getaffinity(0)
+    one_cpu = {min(cpus)}
+    os.sched_setaffinity(0, one_cpu)
+    try:
+        found = _found(_surroundings, GIVEN="as well")
+    finally:
+        os.sched_setaffinity(0, cpus)
+        os.umask(umask)
+    assert found == (str(tmp_path), "now", "as well", 0o027, one_cpu)
+    assert "GIVEN" not in os.environ
+    monkeypatch.delenv("OF_THE_CALLER")
+    assert _found(_surroundings)[1] is None
+    assert _server_pid() == server_pid
+
+
+def test_a_process_writes_where_the_caller_does(capfd: pytest.CaptureFixture[str]) -> None:
+    _found(print, "from the process")
+    assert capfd.readouterr().out == "from the process\n"
+
+
+def test_a_variable_that_libraries_read_when_they_are_loaded_takes_another_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server_pid = _server_pid()
+    monkeypatch.setenv("TORCH_OF_ANOTHER_RUN", "1")  # the least that starts with such a name
+    assert _server_pid() != server_pid
+    assert not psutil.pid_exists(server_pid)
+    monkeypatch.undo()
+    _server_pid()
+
+
+def test_a_server_that_was_killed_is_replaced() -> None:
+    server_pid = _server_pid()
+    os.kill(server_pid, signal.SIGKILL)
+    assert _found(os.getppid) == os.getpid()
+    assert _server_pid() != server_pid
+
+
+def _exit(code: int) -> None:
+    raise SystemExit(code)
+
+
+def test_the_exit_code_is_the_processes_own() -> None:
+    process = Process(target=_exit, args=(7,))
+    process.start()
+    process.join()
+    assert process.exitcode == 7
+    process = Process(target=signal.pause)
+    process.start()
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+_CALLER = """
+import os, signal, sys
+from pipedream.launch import fork_server
+fork_server.start_server()
+print(fork_server._server._process.pid, flush=True)
+os.kill(os.getpid(), getattr(signal, sys.argv[1])) if len(sys.argv) > 1 else None
+"""
+
+
+@pytest.mark.parametrize("ends_by", [[], ["SIGKILL"]])
+def test_the_server_ends_with_the_process_that_started_it(ends_by: list[str]) -> None:
+    paths = os.pathsep.join(path for path in sys.path if path)
+    # Its end is the end of file of what it inherited, too.
+    done = subprocess.run(
+        [sys.executable, "-c", _CALLER, *ends_by],
+        env=os.environ | {"PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        check=False,
+    )
+    pid = int(done.stdout)
+    deadline_s = time.monotonic() + _BOUND_S
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:  # whom nobody has collected
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
