@@ -221,18 +221,21 @@ TEST_P(StagedChannels, StagingBufferIsKeptUntilItsCopyIsDoneThoughTheItemIsGone)
 TEST_P(DeviceStaged, SlotIsWrittenAfterItsOwnReadersWhicheverStagingBufferItGets) {
   const Sizes sizes{.num_slots = 2};
   make_receiver_terms(one_tensor_spec(), sizes);
-  std::latch first_is_halfway(1);
-  std::latch second_is_halfway(1);
-  std::latch first_is_granted(1);
-  std::atomic<int> num_released{0};
-  receive_staging_->on_release([&] {
-    const int index = num_released++;
+  struct Gates {
+    std::latch first_is_halfway{1};
+    std::latch second_is_halfway{1};
+    std::latch first_is_granted{1};
+    std::atomic<int> num_released{0};
+  };
+  const auto gates = std::make_shared<Gates>();  // the channel releases again as it ends, after this test
+  receive_staging_->on_release([gates] {
+    const int index = gates->num_released++;
     if (index == 0) {
-      first_is_halfway.count_down();
-      second_is_halfway.wait();
+      gates->first_is_halfway.count_down();
+      gates->second_is_halfway.wait();
     } else if (index == 1) {
-      second_is_halfway.count_down();
-      first_is_granted.wait();
+      gates->second_is_halfway.count_down();
+      gates->first_is_granted.wait();
     }
   });
   open_receiver(one_tensor_spec(), sizes);
@@ -251,7 +254,7 @@ TEST_P(DeviceStaged, SlotIsWrittenAfterItsOwnReadersWhicheverStagingBufferItGets
   std::vector<std::byte> read_late(3000);
   compute_stream_->copy(read_late.data(), slot, read_late.size());
   std::thread dropping([&] { first = ReceivedItem(); });
-  first_is_halfway.wait();
+  gates->first_is_halfway.wait();
   std::thread also_dropping([&] { late_holder->drop(); });
   dropping.join();
   send_one_tensor(2);
@@ -259,7 +262,7 @@ TEST_P(DeviceStaged, SlotIsWrittenAfterItsOwnReadersWhicheverStagingBufferItGets
   ASSERT_TRUE(receiver_wakeup_.wait_until(patience(), [&] { return receiver_->try_take(third); }));
   EXPECT_EQ(third.tensors[0].data, slot);
   EXPECT_EQ(third.held->staging.slot(), staging_of_second);
-  first_is_granted.count_down();
+  gates->first_is_granted.count_down();
   also_dropping.join();
   gate.open();
   compute_stream_->wait(*third.ready);
