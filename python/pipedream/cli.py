@@ -202,6 +202,7 @@ def run_command(
     What TARGET returns besides model, data and loss_fn are arguments of pipedream.run. An option given here
     counts more than the job's own, and that more than the default.
     """
+    from pipedream.launch.fork_server import start_server
     from pipedream.launch.target import load_job
     from pipedream.links.codec_choice import parse_codec_text
 
@@ -227,6 +228,8 @@ def run_command(
     }
     options = {name: value for name, value in given.items() if value is not None}
     given_plan = None if plan_file is None else Plan.load(plan_file)
+    if given_plan is not None and "RANK" not in os.environ:
+        start_server()  # it imports torch while this process does; not beside a profiler
     with _clean_stdout(as_json):
         from pipedream.launch.runner import check_arguments, run
 

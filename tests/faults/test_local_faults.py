@@ -82,6 +82,17 @@ def test_a_killed_worker_ends_the_run_and_names_stage_and_minibatch(
     assert not [pid for pid in set(map(int, readers.read_text().split())) if _is_alive(pid)]
 
 
+def test_a_run_after_failed_ones_trains_as_the_first_of_a_process_does(tmp_path: Path) -> None:
+    first = run(model_with(None, stages=2))
+    _error_of(WorkerLost, lambda: run(model_with(be_killed, stages=2, stage=1, at=4, rank=1)))
+    _error_of(PipelineError, lambda: run(model_with(raise_error, stages=2, stage=0, at=4)))
+    loss_fn = lambda outputs, targets: (outputs - targets).sum()  # noqa: E731 (what cannot be sent)
+    assert "loss_fn" in str(_error_of(ValueError, lambda: run(model_with(None, stages=2), loss_fn=loss_fn)))
+    again = run(model_with(None, stages=2))
+    assert (again.losses, again.versions) == (first.losses, first.versions)
+    assert not set(again.worker_pids) & set(first.worker_pids)
+
+
 def test_a_stopped_worker_ends_the_run(tmp_path: Path) -> None:
     note, gate = tmp_path / "note", str(tmp_path / "gate")
     model = model_with(functools.partial(be_stopped_after, gate), stages=2, stage=1, at=7, note=str(note))

@@ -44,8 +44,8 @@ from pipedream.common.errors import PipelineError, one_line
 
 __all__ = ["Process", "serve", "start_server"]
 
-# What is imported before any fork. The last: whoever makes the first optimizer of a process waits for it.
-_PRELOADED = ("torch", "pipedream.launch.local_worker", "torch._dynamo")
+# What is imported before any fork. The last two: by the first link, and by the first optimizer.
+_PRELOADED = ("torch", "pipedream.launch.local_worker", "zmq", "torch._dynamo")
 # Of variables that are read when a program or a library is loaded.
 _READ_AT_LOAD = (
     *(

@@ -34,7 +34,7 @@ __all__ = ["START_TIMEOUT_S", "Rendezvous", "connect_store", "host_store", "torc
 
 START_TIMEOUT_S = 600.0
 """How long a rank waits for others that have not joined: they may be profiling, or importing torch."""
-_POLL_PERIOD_S = 0.02
+_LOOKS_AGAIN_MIN_S, _LOOKS_AGAIN_MAX_S = 0.001, 0.02
 _STORE_TIMEOUT = timedelta(seconds=60)
 _LAST_SIGN_S = 1.0
 """How long a rank whose links are open waits, at most, for the store to take its last sign."""
@@ -252,7 +252,7 @@ class Rendezvous:
         Raises what raise_if_failed() and `meanwhile` raise while it waits, and PeerLost after timeout_s,
         naming by `describe` the keys that are missing.
         """
-        deadline_s = time.monotonic() + timeout_s
+        begin_s = time.monotonic()
         missing = list(keys)
 
         def still_missing(store: dist.Store) -> list[str]:
@@ -264,9 +264,10 @@ class Rendezvous:
                 return self._ask(lambda store: [json.loads(store.get(key)) for key in keys])
             meanwhile()
             self.raise_if_failed()
-            if time.monotonic() > deadline_s:
+            waited_s = time.monotonic() - begin_s
+            if waited_s > timeout_s:
                 raise PeerLost(f"{describe(missing)} within {timeout_s:g} s")
-            time.sleep(_POLL_PERIOD_S)
+            _pause(waited_s)
 
     # Signs of life.
 
@@ -293,14 +294,14 @@ class Rendezvous:
 
     def _linger(self) -> None:
         others = [rank for rank in range(self._world_size) if rank != self._rank]
-        deadline_s = time.monotonic() + _LINGER_S
+        begin_s = time.monotonic()
 
         def waiting(store: dist.Store) -> list[int]:
             return [rank for rank in others if not _needs_no_store(store, rank)]
 
         try:
-            while self._ask(waiting) and time.monotonic() < deadline_s:
-                time.sleep(_POLL_PERIOD_S)
+            while self._ask(waiting) and time.monotonic() - begin_s < _LINGER_S:
+                _pause(time.monotonic() - begin_s)
         except PeerLost:
             pass  # there is no store to stay for
 
@@ -349,6 +350,11 @@ class Rendezvous:
             if call is None:
                 return
             call()
+
+
+def _pause(waited_s: float) -> None:
+    """Before another look: what takes milliseconds is seen within one, and a long wait costs little."""
+    time.sleep(min(max(waited_s / 8, _LOOKS_AGAIN_MIN_S), _LOOKS_AGAIN_MAX_S))
 
 
 class _Signs:
