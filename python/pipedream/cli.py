@@ -7,12 +7,13 @@ stdout holds exactly one JSON object. Nothing here imports torch until a command
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import math
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +24,7 @@ from pipedream.common.checks import check_count, check_output_file
 from pipedream.common.errors import PipelineError
 from pipedream.common.tracebacks import place_of_user_code, wants_whole_tracebacks
 from pipedream.common.units import parse_bandwidth
+from pipedream.launch.run_options import RUN_OPTIONS, check_arguments
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.partitioner import partition
 from pipedream.planning.plan import Plan
@@ -142,7 +144,38 @@ def partition_command(
     _print(_with_notes(plan, notes), plan.to_dict(), as_json)
 
 
+def _with_run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with what RUN_OPTIONS describes in place of its **arguments, all None where not given."""
+    signature = inspect.signature(command, eval_str=True)
+    own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    described = [
+        inspect.Parameter(
+            option.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                option.command.kind | None,
+                typer.Option(*option.command.flags, help=option.command.help, metavar=option.command.metavar),
+            ],
+        )
+        for option in RUN_OPTIONS
+        if option.command is not None
+    ]
+    command.__signature__ = signature.replace(parameters=[*own, *described])  # type: ignore[attr-defined]
+    return command
+
+
+def _read_run_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of pipedream.run, of those that were given."""
+    return {
+        option.name: option.command.read(arguments[option.name])
+        for option in RUN_OPTIONS
+        if option.command is not None and arguments[option.name] is not None
+    }
+
+
 @app.command("run")
+@_with_run_options
 def run_command(
     target: _Target,
     plan_file: Annotated[
@@ -153,49 +186,11 @@ def run_command(
     straight: Annotated[
         bool, typer.Option("--straight", help="With --workers: one replica per stage.")
     ] = False,
-    epochs: Annotated[int | None, typer.Option(help="Times through the data.")] = None,
-    schedule: Annotated[
-        str | None, typer.Option(help="How minibatches and weight versions are ordered.")
-    ] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Cut every minibatch into so many.")] = None,
-    recompute: Annotated[
-        bool | None,
-        typer.Option(
-            "--recompute/--no-recompute", help="Every stage repeats its forward before the backward."
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="What a worker may use, for example 8GiB.")
-    ] = None,
-    autocast: Annotated[str | None, typer.Option(help="bfloat16 or float16.")] = None,
-    max_grad_norm: Annotated[float | None, typer.Option(help="Scale gradients down to this norm.")] = None,
-    transport: Annotated[
-        str | None, typer.Option(help="How tensors travel between workers: auto, tcp, zmq, shm or ipc.")
-    ] = None,
-    codec: Annotated[
-        str | None,
-        typer.Option(
-            help="What activations and gradients become between stages: bf16, fp16, int8, topk or"
-            " topk:0.05; or WHERE=CODEC,..., as activations=bf16,1->0=int8."
-        ),
-    ] = None,
-    keys: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Encrypt all links with a file from `keys`.")
-    ] = None,
-    bind: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Address or interface that workers listen on.")
-    ] = None,
-    insecure: Annotated[
-        bool | None, typer.Option("--insecure", help="Listen without keys where other machines can reach it.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of every worker's random numbers.")] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save the trained weights here (.safetensors).")
     ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Save a Perfetto trace here (.json or .json.gz).")
-    ] = None,
     as_json: _Json = False,
+    **arguments: Any,
 ) -> None:
     """Train a model as a pipeline of worker processes.
 
@@ -204,34 +199,18 @@ def run_command(
     """
     from pipedream.launch.fork_server import start_server
     from pipedream.launch.target import load_job
-    from pipedream.links.codec_choice import parse_codec_text
 
     _check_weights_file(output)
-    _check_output(trace)
+    _check_output(arguments["trace"])
     _check_plan_options(plan_file, workers, bandwidth, straight)
-    given: dict[str, Any] = {
-        "epochs": epochs,
-        "schedule": schedule,
-        "microbatches": microbatches,
-        "recompute": recompute,
-        "memory": memory,
-        "autocast": autocast,
-        "max_grad_norm": max_grad_norm,
-        "transport": transport,
-        "codec": None if codec is None else parse_codec_text(codec),
-        "keys": keys,
-        "bind": bind,
-        "insecure": insecure,
-        "seed": seed,
-        "progress": False if as_json else None,
-        "trace": None if trace is None else os.fspath(trace),
-    }
-    options = {name: value for name, value in given.items() if value is not None}
+    options = _read_run_options(arguments)
+    if as_json:
+        options["progress"] = False
     given_plan = None if plan_file is None else Plan.load(plan_file)
     if given_plan is not None and "RANK" not in os.environ:
         start_server()  # it imports torch while this process does; not beside a profiler
     with _clean_stdout(as_json):
-        from pipedream.launch.runner import check_arguments, run
+        from pipedream.launch.runner import run
 
         check_arguments(**options)
         plan = given_plan or _make_plan(target, workers or 0, bandwidth or "", straight)
@@ -386,7 +365,6 @@ def _check_plan_options(
 def _make_plan(target: str, workers: int, bandwidth: str, straight: bool) -> Plan:
     # The target is called once to profile and once more to run: its data may be a generator, and what is
     # trained should not be what was profiled.
-    from pipedream.launch.runner import check_arguments
     from pipedream.launch.target import load_job
 
     parse_bandwidth(bandwidth)  # before the seconds that profiling takes

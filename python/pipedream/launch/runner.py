@@ -9,19 +9,13 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 from typing import Any
 
 import torch
 
-from pipedream import _core
 from pipedream.budget.offload import forced_offload
 from pipedream.common.checks import (
-    check_choice,
-    check_count,
-    check_data,
-    check_function,
-    check_output_file,
-    is_number,
     is_whole,
 )
 from pipedream.common.errors import describe_error, one_line
@@ -31,23 +25,22 @@ from pipedream.common.units import parse_size
 from pipedream.data.stream import check_sizes
 from pipedream.launch.cautions import cautions_of, warn_the_caller
 from pipedream.launch.launcher import run_locally
+from pipedream.launch.run_options import check_arguments
 from pipedream.launch.task_files import PeekedIterator
 from pipedream.launch.worker import choose_device_type, run_worker
-from pipedream.links.codec_choice import CodecChoice, check_pairs, codec_between, parse_codec
+from pipedream.links.codec_choice import CodecChoice, check_pairs, codec_between
 from pipedream.links.descriptors import descriptor_limit_raised
-from pipedream.links.keys import keys_of
-from pipedream.links.options import TRANSPORTS, make_link_options, wants_checksums
+from pipedream.links.options import make_link_options, wants_checksums
 from pipedream.links.rendezvous import START_TIMEOUT_S, torchrun_rendezvous
 from pipedream.model.precision import autocast_dtype
 from pipedream.model.references import check_loss_fn
-from pipedream.model.seeding import base_seed, generators_kept
+from pipedream.model.seeding import generators_kept
 from pipedream.model.splitter import Model, layers_of
 from pipedream.planning.plan import Plan
-from pipedream.planning.trace import check_trace_path
 from pipedream.report.result import RunResult
 from pipedream.stage.job import JobOptions, WorkerPlace, check_plan_is_built
 
-__all__ = ["check_arguments", "run"]
+__all__ = ["run"]
 
 _log = logging.getLogger("pipedream")
 
@@ -155,77 +148,11 @@ def run(
     those of the minibatches that were done. Warns where nothing is trainable, the model is in eval(), or
     the plan leaves workers without work.
     """
+    arguments = {name: value for name, value in locals().items() if name not in ("model", "plan")}
     # Counted once a call, so that all ranks count alike, those with a mistake too.
     prefix = _rendezvous_prefix() if _under_torchrun() else None
     with _mistakes_told(prefix):
-        check_arguments(
-            data=data,
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            epochs=epochs,
-            schedule=schedule,
-            microbatches=microbatches,
-            lr_scheduler=lr_scheduler,
-            memory=memory,
-            autocast=autocast,
-            max_grad_norm=max_grad_norm,
-            transport=transport,
-            codec=codec,
-            keys=keys,
-            peer_timeout=peer_timeout,
-            sync=sync,
-            staleness=staleness,
-            sync_every=sync_every,
-            checkpoint_dir=checkpoint_dir,
-            resume=resume,
-            on_epoch_end=on_epoch_end,
-            seed=seed,
-            on_nonfinite=on_nonfinite,
-            gather=gather,
-            trace=trace,
-        )
-        if not isinstance(plan, Plan):
-            raise TypeError(
-                f"plan is a {type(plan).__name__}: use pipedream.partition(...) or Plan.load(file)"
-            )
-        check_plan_is_built(plan)
-        links = make_link_options(
-            transport=transport,
-            codec=codec,
-            keys=keys,
-            bind=bind,
-            insecure=insecure,
-            peer_timeout_s=float(peer_timeout),
-            several_machines=_is_on_several_machines(),
-        )
-        check_pairs(links.codec, plan.num_stages)
-        _check_loss_scale(autocast_dtype(autocast), links.codec, plan.num_stages)
-        check_loss_fn(loss_fn)
-        _check_epochs(data, epochs)
-        check_sizes(data, microbatches)
-        _check_hooks(model)
-        _check_environment()
-
-        options = JobOptions(
-            plan=plan,
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            schedule=schedule,
-            microbatches=microbatches,
-            recompute=_recompute_of(recompute, plan),
-            memory_bytes=_memory_bytes(memory),
-            autocast=autocast_dtype(autocast),
-            max_grad_norm=max_grad_norm,
-            epochs=epochs,
-            seed=seed,
-            links=links,
-            on_nonfinite=on_nonfinite,
-            gather=gather,
-            progress=progress,
-            num_threads=_threads_per_worker(plan),
-        )
-        options.schedule_options()  # says what the plan and the schedule cannot do, before any process starts
+        options = _checked_options(model, plan, arguments)
     if _is_rank_0():
         world_size = int(os.environ["WORLD_SIZE"]) if _under_torchrun() else None
         for caution in cautions_of(model, plan, world_size, loss_fn, microbatches):
@@ -244,78 +171,41 @@ def run(
     return result
 
 
-def check_arguments(**arguments: Any) -> None:
-    """Refuses arguments of run() that are mistaken whatever the model, the plan and the other arguments are.
-    Raises as run() does. May be given any of them, before what takes time."""
-    for name, value in arguments.items():
-        if name in _UNBUILT and value != _UNBUILT[name]:
-            raise ValueError(f"{name} is {value!r}: this is not built yet, leave it at {_UNBUILT[name]!r}")
-        if name in _CHECKS:
-            _CHECKS[name](name, value)
-
-
-def _check_lr_scheduler(name: str, value: Any) -> None:
-    if value is not None:
-        check_function(name, value)
-
-
-def _check_peer_timeout(name: str, value: Any) -> None:
-    if not is_number(value) or value <= 0:
-        raise ValueError(f"{name} is {value!r}: give seconds, more than 0")
-
-
-def _check_max_grad_norm(name: str, value: Any) -> None:
-    if value is not None and (not is_number(value) or value <= 0):
-        raise ValueError(f"{name} is {value!r}: give a number above 0, or None")
-
-
-def _check_trace(name: str, value: Any) -> None:
-    if value is None:
-        return
-    check_trace_path(value)
-    if _is_rank_0():  # which writes it; other machines need not have the folder
-        check_output_file(value, name)
-
-
-def _choice_of(*choices: str) -> Callable[[str, Any], None]:
-    return lambda name, value: check_choice(name, value, choices)
-
-
-# What each argument must be, by itself.
-_CHECKS: dict[str, Callable[[str, Any], object]] = {
-    "data": check_data,
-    "loss_fn": check_function,
-    "optimizer": check_function,
-    "epochs": check_count,
-    "schedule": _choice_of(*_core.schedule_names()),
-    "microbatches": check_count,
-    "lr_scheduler": _check_lr_scheduler,
-    "memory": lambda _, value: _memory_bytes(value),
-    "autocast": lambda _, value: autocast_dtype(value),
-    "max_grad_norm": _check_max_grad_norm,
-    "transport": _choice_of(*TRANSPORTS),
-    "codec": lambda _, value: parse_codec(value),
-    "keys": lambda _, value: None if value is None else keys_of(value),
-    "peer_timeout": _check_peer_timeout,
-    "seed": lambda _, value: base_seed(value),
-    "on_nonfinite": _choice_of("stop", "continue"),
-    "gather": _choice_of("rank0", "all", "none"),
-    "trace": _check_trace,
-}
-
-# Name -> default: another value is refused.
-_UNBUILT: dict[str, Any] = {
-    "sync": "bsp",
-    "staleness": 0,
-    "sync_every": 1,
-    "checkpoint_dir": None,
-    "resume": False,
-    "on_epoch_end": None,
-}
-
-
-def _memory_bytes(memory: Any) -> int | None:
-    return None if memory is None else parse_size(memory, "memory")
+def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any]) -> JobOptions:
+    """What the workers are told of the arguments of run(). Raises ValueError or TypeError for a mistake."""
+    check_arguments(**arguments)
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan is a {type(plan).__name__}: use pipedream.partition(...) or Plan.load(file)")
+    check_plan_is_built(plan)
+    autocast, memory = autocast_dtype(arguments["autocast"]), arguments["memory"]
+    links = make_link_options(
+        **{name: arguments[name] for name in ("transport", "codec", "keys", "bind", "insecure")},
+        peer_timeout_s=float(arguments["peer_timeout"]),
+        several_machines=_is_on_several_machines(),
+    )
+    check_pairs(links.codec, plan.num_stages)
+    _check_loss_scale(autocast, links.codec, plan.num_stages)
+    check_loss_fn(arguments["loss_fn"])
+    _check_epochs(arguments["data"], arguments["epochs"])
+    check_sizes(arguments["data"], arguments["microbatches"])
+    _check_hooks(model)
+    _check_environment()
+    as_they_are = {
+        field.name: arguments[field.name] for field in fields(JobOptions) if field.name in arguments
+    }
+    options = JobOptions(
+        **as_they_are
+        | {
+            "plan": plan,
+            "links": links,
+            "autocast": autocast,
+            "memory_bytes": None if memory is None else parse_size(memory, "memory"),
+            "recompute": _recompute_of(arguments["recompute"], plan),
+            "num_threads": _threads_per_worker(plan),
+        }
+    )
+    options.schedule_options()  # says what the plan and the schedule cannot do, before any process starts
+    return options
 
 
 def _check_environment() -> None:

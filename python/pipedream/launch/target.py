@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -17,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from pipedream.launch.run_options import RUN_OPTIONS
 
 __all__ = ["Job", "load_job"]
 
@@ -112,6 +113,4 @@ def _check_names(target: str, given: Mapping[Any, Any]) -> None:
 
 def _known() -> list[str]:
     """What a job may have: the arguments of run(), but for the plan, which the command has."""
-    from pipedream.launch.runner import run
-
-    return [name for name in inspect.signature(run).parameters if name != "plan"]
+    return ["model", *(option.name for option in RUN_OPTIONS)]

@@ -1,0 +1,265 @@
+"""The arguments of run(), each described once: what it takes, its default, its check, its option on the
+command line, its line in the README.
+
+    run()          has the same names and defaults in its signature (a test compares them), and checks by this
+    cli.py         makes the options of `pipedream run`
+    target.py      what a job may have
+    README.md      options_table()
+
+What all ranks must have been given alike follows from where the values go: every field of JobOptions and
+LinkOptions, unless it says otherwise there (agreement.py). Torch-free until a check needs it; any thread.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipedream import _core
+from pipedream.common.checks import (
+    check_choice,
+    check_count,
+    check_data,
+    check_function,
+    check_output_file,
+    is_number,
+)
+from pipedream.common.units import parse_size
+from pipedream.links.codec_choice import parse_codec, parse_codec_text
+from pipedream.links.keys import keys_of
+from pipedream.links.options import TRANSPORTS
+from pipedream.planning.trace import check_trace_path
+
+__all__ = ["NEEDED", "RUN_OPTIONS", "CommandOption", "RunOption", "check_arguments", "options_table"]
+
+NEEDED = object()
+"""In place of a default."""
+
+
+@dataclass(frozen=True)
+class CommandOption:
+    """How `pipedream run` takes it; there the default is that of the job, and then that of run()."""
+
+    help: str
+    kind: type = str
+    flags: tuple[str, ...] = ()
+    """Where they are others than its name."""
+    metavar: str | None = None
+    read: Callable[[Any], Any] = lambda value: value
+    """From what is given there to the argument."""
+
+
+@dataclass(frozen=True)
+class RunOption:
+    """An argument of run()."""
+
+    name: str
+    takes: str
+    """For the README."""
+    default: Any = None
+    check: Callable[[str, Any], object] = lambda name, value: None
+    """Called with name and value; raises ValueError or TypeError for what is mistaken whatever the model, the
+    plan and the other arguments are."""
+    command: CommandOption | None = None
+    is_built: bool = True
+    """Else another value than the default is refused."""
+
+
+def check_arguments(**arguments: Any) -> None:
+    """Refuses arguments of run() that are mistaken whatever the model, the plan and the other arguments are.
+    Raises as run() does. May be given any of them, before what takes time."""
+    for option in RUN_OPTIONS:
+        if option.name not in arguments:
+            continue
+        value = arguments[option.name]
+        if not option.is_built and value != option.default:
+            raise ValueError(
+                f"{option.name} is {value!r}: this is not built yet, leave it at {option.default!r}"
+            )
+        option.check(option.name, value)
+
+
+def options_table() -> str:
+    """In Markdown, without the arguments that are not built."""
+    lines = ["| argument | default | what it takes |", "| --- | --- | --- |"]
+    for option in RUN_OPTIONS:
+        if option.is_built:
+            default = "needed" if option.default is NEEDED else f"`{option.default!r}`".replace("'", '"')
+            lines.append(f"| `{option.name}` | {default} | {option.takes} |")
+    return "\n".join(lines)
+
+
+# Checks.
+
+
+def _choice_of(*choices: str) -> Callable[[str, Any], None]:
+    return lambda name, value: check_choice(name, value, choices)
+
+
+def _or_none(check: Callable[[str, Any], object]) -> Callable[[str, Any], object]:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _check_peer_timeout(name: str, value: Any) -> None:
+    if not is_number(value) or value <= 0:
+        raise ValueError(f"{name} is {value!r}: give seconds, more than 0")
+
+
+def _check_max_grad_norm(name: str, value: Any) -> None:
+    if not is_number(value) or value <= 0:
+        raise ValueError(f"{name} is {value!r}: give a number above 0, or None")
+
+
+def _check_autocast(_: str, value: Any) -> None:
+    from pipedream.model.precision import autocast_dtype
+
+    autocast_dtype(value)
+
+
+def _check_seed(_: str, value: Any) -> None:
+    from pipedream.model.seeding import base_seed
+
+    base_seed(value)
+
+
+def _check_trace(name: str, value: Any) -> None:
+    check_trace_path(value)
+    if os.environ.get("RANK", "0") == "0":  # which writes it; other machines need not have the folder
+        check_output_file(value, name)
+
+
+RUN_OPTIONS: tuple[RunOption, ...] = (
+    RunOption(
+        "data",
+        "yields `(inputs, targets)`, once per epoch: a `DataLoader`, a list, a generator",
+        NEEDED,
+        check_data,
+    ),
+    RunOption("loss_fn", "`(outputs, targets)` -> scalar tensor", NEEDED, check_function),
+    RunOption("optimizer", "called with a stage's parameters, or named parameters", NEEDED, check_function),
+    RunOption(
+        "epochs", "times through the data", 1, check_count, CommandOption("Times through the data.", int)
+    ),
+    RunOption(
+        "schedule",
+        "a name of [docs/schedules.md](docs/schedules.md)",
+        "pipedream",
+        _choice_of(*_core.schedule_names()),
+        CommandOption("How minibatches and weight versions are ordered."),
+    ),
+    RunOption(
+        "microbatches",
+        "pieces that every minibatch is cut into",
+        1,
+        check_count,
+        CommandOption("Cut every minibatch into so many.", int),
+    ),
+    RunOption("lr_scheduler", "called with a stage's optimizer", None, _or_none(check_function)),
+    RunOption(
+        "recompute",
+        "`True`, or the stages that run their forward again before the backward",
+        command=CommandOption(
+            "Every stage repeats its forward before the backward.",
+            bool,
+            flags=("--recompute/--no-recompute",),
+        ),
+    ),
+    RunOption(
+        "memory",
+        'what a worker may use: `"8GiB"`, or bytes',
+        None,
+        _or_none(lambda name, value: parse_size(value, name)),
+        CommandOption("What a worker may use, for example 8GiB.", metavar="SIZE"),
+    ),
+    RunOption(
+        "autocast",
+        '`"bfloat16"`, or `"float16"` with loss scaling',
+        None,
+        _check_autocast,
+        CommandOption("bfloat16 or float16."),
+    ),
+    RunOption(
+        "max_grad_norm",
+        "gradients are scaled down to this 2-norm",
+        None,
+        _or_none(_check_max_grad_norm),
+        CommandOption("Scale gradients down to this norm.", float),
+    ),
+    RunOption(
+        "transport",
+        ", ".join(f'`"{name}"`' for name in TRANSPORTS),
+        "auto",
+        _choice_of(*TRANSPORTS),
+        CommandOption("How tensors travel between workers: auto, tcp, zmq, shm or ipc."),
+    ),
+    RunOption(
+        "codec",
+        '`"bf16"`, `"fp16"`, `"int8"`, `"topk:0.05"`, or a mapping of these per direction or pair of stages',
+        None,
+        lambda _, value: parse_codec(value),
+        CommandOption(
+            "What activations and gradients become between stages: bf16, fp16, int8, topk or"
+            " topk:0.05; or WHERE=CODEC,..., as activations=bf16,1->0=int8.",
+            read=parse_codec_text,
+        ),
+    ),
+    RunOption(
+        "keys",
+        "a file of `pipedream keys`: encrypts all links",
+        None,
+        _or_none(lambda _, value: keys_of(value)),
+        CommandOption("Encrypt all links with a file from `keys`.", Path, metavar="FILE"),
+    ),
+    RunOption(
+        "bind",
+        "the address or interface that workers listen on",
+        command=CommandOption("Address or interface that workers listen on.", metavar="ADDRESS"),
+    ),
+    RunOption(
+        "insecure",
+        "`True` listens without keys where others can reach it",
+        False,
+        command=CommandOption(
+            "Listen without keys where other machines can reach it.", bool, flags=("--insecure",)
+        ),
+    ),
+    RunOption("peer_timeout", "seconds until a silent worker is given up", 15.0, _check_peer_timeout),
+    RunOption("sync", "how replicas are kept alike", "bsp", is_built=False),
+    RunOption("staleness", "of replicas, in minibatches", 0, is_built=False),
+    RunOption("sync_every", "so many minibatches replicas are kept alike", 1, is_built=False),
+    RunOption("checkpoint_dir", "a folder for checkpoints", is_built=False),
+    RunOption("resume", "from the newest checkpoint", False, is_built=False),
+    RunOption("on_epoch_end", "called after every epoch", is_built=False),
+    RunOption(
+        "seed",
+        "of all random numbers; `None` continues from the caller's generators",
+        None,
+        _check_seed,
+        CommandOption("Seed of every worker's random numbers.", int),
+    ),
+    RunOption(
+        "on_nonfinite",
+        '`"stop"` raises at a loss that is NaN or infinite, `"continue"` trains on',
+        "stop",
+        _choice_of("stop", "continue"),
+    ),
+    RunOption(
+        "gather",
+        'where the trained weights go: `"rank0"`, `"all"`, `"none"`',
+        "rank0",
+        _choice_of("rank0", "all", "none"),
+    ),
+    RunOption("progress", "show epoch, loss and samples/s on stderr", True),
+    RunOption(
+        "trace",
+        "a file (.json, .json.gz) for a trace that ui.perfetto.dev opens",
+        None,
+        _or_none(_check_trace),
+        CommandOption(
+            "Save a Perfetto trace here (.json or .json.gz).", Path, metavar="FILE", read=os.fspath
+        ),
+    ),
+)

@@ -1,0 +1,47 @@
+"""run_options.py: what it describes is what run() takes, what ranks compare, and what the README says."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+
+import pipedream
+import pytest
+from pipedream.common.agreement import settings_of
+from pipedream.launch.run_options import NEEDED, RUN_OPTIONS, check_arguments, options_table
+from pipedream.links.options import LinkOptions
+from pipedream.stage.job import JobOptions
+
+_README = Path(__file__).parents[3] / "README.md"
+
+
+def test_the_signature_of_run_has_the_names_and_defaults() -> None:
+    of_run = [
+        (name, NEEDED if parameter.default is parameter.empty else parameter.default)
+        for name, parameter in inspect.signature(pipedream.run).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    ]
+    assert [(option.name, option.default) for option in RUN_OPTIONS] == of_run
+
+
+def test_every_default_passes_its_own_check() -> None:
+    check_arguments(**{option.name: option.default for option in RUN_OPTIONS if option.default is not NEEDED})
+
+
+def test_ranks_compare_every_argument_but_each_ones_own_and_what_is_not_built() -> None:
+    values = dict.fromkeys(field.name for field in dataclasses.fields(JobOptions))
+    compared = settings_of(JobOptions(**values | {"links": LinkOptions()}))  # type: ignore[arg-type]
+    own = {"data", "loss_fn", "optimizer", "bind", "insecure", "progress", "trace"}
+    assert {option.name for option in RUN_OPTIONS if option.is_built} == set(compared) | own
+
+
+def test_the_readme_has_the_table() -> None:
+    assert options_table() in _README.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("option", [o for o in RUN_OPTIONS if not o.is_built], ids=lambda option: option.name)
+def test_another_value_of_what_is_not_built_is_refused(option: object) -> None:
+    assert not check_arguments(**{option.name: option.default})  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=f"^{option.name} is 'x': this is not built yet, leave it at "):  # type: ignore[attr-defined]
+        check_arguments(**{option.name: "x"})  # type: ignore[attr-defined]
