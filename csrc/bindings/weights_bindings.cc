@@ -12,7 +12,6 @@
 #include "base/failure.h"
 #include "bindings/bindings.h"
 #include "weights/adam.h"
-#include "weights/reductions.h"
 #include "weights/sgd.h"
 #include "weights/thread_team.h"
 #include "weights/weight_layout.h"
@@ -107,19 +106,6 @@ void adam_step(const py::sequence& tensors, const std::string& dtype, std::int64
   }
 }
 
-double squared_norm(const std::string& dtype, std::int64_t num_elements, std::uintptr_t address,
-                    const std::string& device, std::uintptr_t stream, int num_threads) {
-  if (on_cuda(device))
-    return squared_norm_cuda(dtype_from_name(dtype), num_elements, pointer(address), stream);
-  return squared_norm_host(dtype_from_name(dtype), num_elements, pointer(address), num_threads);
-}
-
-bool all_finite(const std::string& dtype, std::int64_t num_elements, std::uintptr_t address,
-                const std::string& device, std::uintptr_t stream, int num_threads) {
-  if (on_cuda(device)) return all_finite_cuda(dtype_from_name(dtype), num_elements, pointer(address), stream);
-  return all_finite_host(dtype_from_name(dtype), num_elements, pointer(address), num_threads);
-}
-
 }  // namespace
 
 void bind_weights(py::module_& module) {
@@ -144,12 +130,6 @@ void bind_weights(py::module_& module) {
       py::arg("library_path"),
       "Kernels on several threads use the OpenMP pool of this loaded library from now on; False when it has\n"
       "none: they keep threads of their own.");
-  module.def("squared_norm", &squared_norm, py::arg("dtype"), py::arg("num_elements"), py::arg("address"),
-             py::kw_only(), py::arg("device") = "host", py::arg("stream") = 0, py::arg("num_threads") = 1,
-             py::call_guard<py::gil_scoped_release>(), "The sum of the squares, accumulated in double.");
-  module.def("all_finite", &all_finite, py::arg("dtype"), py::arg("num_elements"), py::arg("address"),
-             py::kw_only(), py::arg("device") = "host", py::arg("stream") = 0, py::arg("num_threads") = 1,
-             py::call_guard<py::gil_scoped_release>(), "False when a value is infinite or NaN.");
 }
 
 }  // namespace pipedream

@@ -38,8 +38,6 @@ template <class T>
 struct HostKernels {
   void (*sgd)(SgdFlags flags, const SgdFactors<T>& factors, const SgdRange<T>& range, bool streaming);
   void (*adam)(AdamFlags flags, const AdamFactors<T>& factors, const AdamRange<T>& range, bool streaming);
-  double (*squared_sum)(std::int64_t num_elements, const T* values);
-  bool (*all_finite)(std::int64_t num_elements, const T* values);
 };
 
 // One per instruction set; null where this build has none such.

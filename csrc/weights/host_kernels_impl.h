@@ -174,65 +174,8 @@ void adam_kernel(AdamFlags flags, const AdamFactors<T>& factors, const AdamRange
   return adam_by_lerp<false, false>(flags, factors, range, streaming);
 }
 
-// Enough independent sums to hide an addition's latency; part of the result, so the same everywhere.
-constexpr std::int64_t kNumLanes = 16;
-
 template <class T>
-double squared_sum_kernel(std::int64_t num_elements, const T* values) {
-  double lanes[kNumLanes] = {};
-  std::int64_t first = 0;
-  for (; first + kNumLanes <= num_elements; first += kNumLanes) {
-    for (std::int64_t lane = 0; lane < kNumLanes; ++lane) {
-      const auto value = static_cast<double>(values[first + lane]);
-      lanes[lane] += value * value;
-    }
-  }
-  for (; first < num_elements; ++first) {
-    const auto value = static_cast<double>(values[first]);
-    lanes[first % kNumLanes] += value * value;
-  }
-  double sum = 0;
-  for (const double lane : lanes) sum += lane;
-  return sum;
-}
-
-template <class T>
-struct FloatBits;
-template <>
-struct FloatBits<float> {
-  using Bits = std::uint32_t;
-  static constexpr Bits kExponent = 0x7f800000U;
-};
-template <>
-struct FloatBits<double> {
-  using Bits = std::uint64_t;
-  static constexpr Bits kExponent = 0x7ff0000000000000U;
-};
-
-constexpr std::int64_t kCheckedElements = 1024;
-
-// An exponent of all ones is an infinity or a NaN. Piece by piece, so that the first one found ends it.
-template <class T>
-bool all_finite_kernel(std::int64_t num_elements, const T* values) {
-  using Bits = typename FloatBits<T>::Bits;
-  constexpr Bits kExponent = FloatBits<T>::kExponent;
-  for (std::int64_t first = 0; first < num_elements; first += kCheckedElements) {
-    const std::int64_t left = num_elements - first;
-    const std::int64_t count = left < kCheckedElements ? left : kCheckedElements;
-    Bits num_special = 0;
-    for (std::int64_t i = first; i < first + count; ++i) {
-      Bits bits;
-      std::memcpy(&bits, values + i, sizeof(bits));
-      num_special += (bits & kExponent) == kExponent ? 1 : 0;
-    }
-    if (num_special != 0) return false;
-  }
-  return true;
-}
-
-template <class T>
-constexpr HostKernels<T> kHostKernels = {sgd_kernel<T>, adam_kernel<T>, squared_sum_kernel<T>,
-                                         all_finite_kernel<T>};
+constexpr HostKernels<T> kHostKernels = {sgd_kernel<T>, adam_kernel<T>};
 
 }  // namespace
 }  // namespace pipedream

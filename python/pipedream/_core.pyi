@@ -121,24 +121,6 @@ def adam_step(
     num_threads: int = 1,
 ) -> None: ...
 def share_openmp(library_path: str) -> bool: ...
-def squared_norm(
-    dtype: str,
-    num_elements: int,
-    address: int,
-    *,
-    device: str = "host",
-    stream: int = 0,
-    num_threads: int = 1,
-) -> float: ...
-def all_finite(
-    dtype: str,
-    num_elements: int,
-    address: int,
-    *,
-    device: str = "host",
-    stream: int = 0,
-    num_threads: int = 1,
-) -> bool: ...
 def fingerprint(address: int, num_bytes: int, seed: int = 0) -> int: ...
 def poisons_released_slots() -> bool: ...
 def open_segment_arena(address: int, num_bytes: int) -> bool: ...

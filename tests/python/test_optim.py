@@ -475,7 +475,18 @@ def test_adam_refuses_sparse_gradients_as_torch_does() -> None:
 @pytest.mark.skipif(_core.built_with_cuda(), reason="this build has CUDA kernels")
 def test_a_build_without_cuda_says_so() -> None:
     with pytest.raises(ValueError, match="built without CUDA"):
-        _core.squared_norm("float32", 0, 0, device="cuda")
+        _core.sgd_step(
+            [],
+            dtype="float32",
+            first_step=True,
+            lr=0.1,
+            momentum=0.0,
+            dampening=0.0,
+            weight_decay=0.0,
+            nesterov=False,
+            maximize=False,
+            device="cuda",
+        )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -490,16 +501,3 @@ def test_equals_the_host_on_a_gpu(name: str, options: dict[str, Any], dtype: tor
         on_host.step()
         on_gpu.step()
     assert_equal([parameter.cpu() for parameter in parameters], expected)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("num_elements", [*SIZES, 200_000])
-def test_squared_norm_and_all_finite_equal_torch(num_elements: int, dtype: str) -> None:
-    values = torch.randn(num_elements, dtype=getattr(torch, dtype))
-    squared = _core.squared_norm(dtype, num_elements, values.data_ptr(), num_threads=2)
-    assert squared == pytest.approx(float(values.double().square().sum()), rel=1e-12)
-    assert _core.all_finite(dtype, num_elements, values.data_ptr(), num_threads=2)
-    for special in (math.inf, -math.inf, math.nan):
-        if num_elements > 0:
-            values[num_elements // 2] = special
-            assert not _core.all_finite(dtype, num_elements, values.data_ptr(), num_threads=2)

@@ -129,50 +129,6 @@ __global__ void __launch_bounds__(kBlockThreads)
   }
 }
 
-// What a value adds to a reduction.
-struct Square {
-  template <class T>
-  __device__ double operator()(T value) const {
-    const double wide = static_cast<double>(value);
-    return wide * wide;
-  }
-};
-
-struct IsSpecial {  // infinite or NaN: then the difference is a NaN
-  template <class T>
-  __device__ double operator()(T value) const {
-    return value - value == T(0) ? 0.0 : 1.0;
-  }
-};
-
-// The block's threads' values added in a fixed order; valid in thread 0.
-__device__ double sum_of_block(double value) {
-  __shared__ double sums[kBlockThreads];
-  sums[threadIdx.x] = value;
-  for (int width = kBlockThreads / 2; width > 0; width /= 2) {
-    __syncthreads();
-    if (threadIdx.x < width) sums[threadIdx.x] += sums[threadIdx.x + width];
-  }
-  return sums[0];
-}
-
-template <class Term, class T>
-__global__ void __launch_bounds__(kBlockThreads)
-    sum_kernel(std::int64_t num_elements, const T* values, double* sums) {
-  const Term term;
-  double sum = 0;
-  const std::int64_t num_packs = all_aligned(values) ? num_elements / Pack<T>::kElements : 0;
-  for (std::int64_t i = first_index(); i < num_packs; i += index_stride()) {
-    const Pack<T> pack = load_pack(values, i);
-#pragma unroll
-    for (int element = 0; element < Pack<T>::kElements; ++element) sum += term(pack.values[element]);
-  }
-  for (std::int64_t i = num_packs * Pack<T>::kElements + first_index(); i < num_elements; i += index_stride())
-    sum += term(values[i]);
-  const double block_sum = sum_of_block(sum);
-  if (threadIdx.x == 0) sums[blockIdx.x] = block_sum;
-}
-
 template <class T, class Tensor>
 dim3 grid_of(const CudaTensors<Tensor>& tensors) {
   std::int64_t largest = 1;
@@ -203,27 +159,11 @@ int launch_adam(const AdamFlags& flags, const AdamFactors<T>& factors,
   return cudaGetLastError();
 }
 
-template <class T>
-int launch_squared_sums(std::int64_t num_elements, const T* values, double* sums, std::uintptr_t stream) {
-  sum_kernel<Square, T>
-      <<<kNumReductionBlocks, kBlockThreads, 0, stream_of(stream)>>>(num_elements, values, sums);
-  return cudaGetLastError();
-}
-
-template <class T>
-int launch_count_special(std::int64_t num_elements, const T* values, double* counts, std::uintptr_t stream) {
-  sum_kernel<IsSpecial, T>
-      <<<kNumReductionBlocks, kBlockThreads, 0, stream_of(stream)>>>(num_elements, values, counts);
-  return cudaGetLastError();
-}
-
 #define PD_INSTANTIATE(T)                                                                                 \
   template int launch_sgd<T>(const SgdFlags&, const SgdFactors<T>&, const CudaTensors<CudaSgdTensor<T>>&, \
                              std::uintptr_t);                                                             \
   template int launch_adam<T>(const AdamFlags&, const AdamFactors<T>&,                                    \
-                              const CudaTensors<CudaAdamTensor<T>>&, std::uintptr_t);                     \
-  template int launch_squared_sums<T>(std::int64_t, const T*, double*, std::uintptr_t);                   \
-  template int launch_count_special<T>(std::int64_t, const T*, double*, std::uintptr_t);
+                              const CudaTensors<CudaAdamTensor<T>>&, std::uintptr_t);
 PD_INSTANTIATE(float)
 PD_INSTANTIATE(double)
 #undef PD_INSTANTIATE

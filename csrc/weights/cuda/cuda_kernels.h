@@ -45,11 +45,4 @@ template <class T>
 int launch_adam(const AdamFlags& flags, const AdamFactors<T>& factors,
                 const CudaTensors<CudaAdamTensor<T>>& tensors, std::uintptr_t stream);
 
-// Partial results of a reduction, one per block: sums of squares, or the number of values not finite.
-inline constexpr int kNumReductionBlocks = 512;
-template <class T>
-int launch_squared_sums(std::int64_t num_elements, const T* values, double* sums, std::uintptr_t stream);
-template <class T>
-int launch_count_special(std::int64_t num_elements, const T* values, double* counts, std::uintptr_t stream);
-
 }  // namespace pipedream

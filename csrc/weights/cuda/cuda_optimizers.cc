@@ -1,16 +1,12 @@
-// The CUDA part of sgd.h, adam.h and reductions.h: checks, batches of tensors, launches. Any thread; the
-// stream's device is current.
+// The CUDA part of sgd.h and adam.h: checks, batches of tensors, launches. Any thread; the stream's device is
+// current.
 #include <cuda_runtime_api.h>
 
-#include <array>
-#include <cstddef>
 #include <string>
 
-#include "base/check.h"
 #include "device/device.h"
 #include "weights/adam.h"
 #include "weights/cuda/cuda_kernels.h"
-#include "weights/reductions.h"
 #include "weights/sgd.h"
 #include "weights/step_factors.h"
 #include "weights/tensor_ranges.h"
@@ -78,53 +74,6 @@ void adam_step(const AdamOptions& options, std::span<const AdamTensor> tensors, 
   });
 }
 
-// The partial results of a reduction: on the device while it runs, then added here, in order.
-class PartialSums {
- public:
-  explicit PartialSums(std::uintptr_t stream)
-      : stream_(reinterpret_cast<cudaStream_t>(stream)) {  // NOLINT(performance-no-int-to-ptr)
-    void* data = nullptr;
-    throw_if_failed(cudaMallocAsync(&data, sizeof(sums_), stream_), "cudaMallocAsync");
-    on_device_ = static_cast<double*>(data);
-  }
-  PartialSums(const PartialSums&) = delete;
-  PartialSums& operator=(const PartialSums&) = delete;
-  ~PartialSums() { (void)cudaFreeAsync(on_device_, stream_); }
-
-  [[nodiscard]] double* on_device() const { return on_device_; }
-  // Waits for the stream.
-  [[nodiscard]] double total() {
-    throw_if_failed(cudaMemcpyAsync(sums_.data(), on_device_, sizeof(sums_), cudaMemcpyDeviceToHost, stream_),
-                    "cudaMemcpyAsync");
-    throw_if_failed(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
-    double sum = 0;
-    for (const double part : sums_) sum += part;
-    return sum;
-  }
-
- private:
-  const cudaStream_t stream_;
-  double* on_device_ = nullptr;
-  std::array<double, kNumReductionBlocks> sums_{};
-};
-
-// launch is one of cuda_kernels.h's, for float and double.
-template <class Launch>
-double reduce(DType dtype, std::int64_t num_elements, const void* values, std::uintptr_t stream,
-              const Launch& launch) {
-  PD_CHECK(dtype == DType::kFloat32 || dtype == DType::kFloat64, "dtype " << dtype_name(dtype));
-  PD_CHECK(num_elements >= 0, "num_elements " << num_elements);
-  if (num_elements == 0) return 0;
-  PD_CHECK(values != nullptr, num_elements << " elements at null");
-  PartialSums sums(stream);
-  if (dtype == DType::kFloat32) {
-    throw_if_failed(launch(static_cast<const float*>(values), sums.on_device()), "a reduction kernel");
-  } else {
-    throw_if_failed(launch(static_cast<const double*>(values), sums.on_device()), "a reduction kernel");
-  }
-  return sums.total();
-}
-
 }  // namespace
 
 void sgd_step_cuda(const SgdOptions& options, DType dtype, std::span<const SgdTensor> tensors,
@@ -145,20 +94,6 @@ void adam_step_cuda(const AdamOptions& options, DType dtype, std::span<const Ada
   } else {
     adam_step<double>(options, tensors, step, gradient_scale, stream);
   }
-}
-
-double squared_norm_cuda(DType dtype, std::int64_t num_elements, const void* values, std::uintptr_t stream) {
-  return reduce(dtype, num_elements, values, stream, [&](const auto* typed_values, double* sums) {
-    return launch_squared_sums(num_elements, typed_values, sums, stream);
-  });
-}
-
-bool all_finite_cuda(DType dtype, std::int64_t num_elements, const void* values, std::uintptr_t stream) {
-  const double num_special =
-      reduce(dtype, num_elements, values, stream, [&](const auto* typed_values, double* counts) {
-        return launch_count_special(num_elements, typed_values, counts, stream);
-      });
-  return num_special == 0;
 }
 
 }  // namespace pipedream

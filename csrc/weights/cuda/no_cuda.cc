@@ -1,10 +1,8 @@
-// The CUDA part of sgd.h, adam.h and reductions.h in a build without CUDA: not available, and says how to
-// get it.
+// The CUDA part of sgd.h and adam.h in a build without CUDA: not available, and says how to get it.
 #include <string>
 
 #include "base/failure.h"
 #include "weights/adam.h"
-#include "weights/reductions.h"
 #include "weights/sgd.h"
 
 namespace pipedream {
@@ -26,9 +24,5 @@ void adam_step_cuda(const AdamOptions&, DType, std::span<const AdamTensor>, std:
                     std::uintptr_t) {
   refuse("the native Adam");
 }
-
-double squared_norm_cuda(DType, std::int64_t, const void*, std::uintptr_t) { refuse("squared_norm"); }
-
-bool all_finite_cuda(DType, std::int64_t, const void*, std::uintptr_t) { refuse("all_finite"); }
 
 }  // namespace pipedream

@@ -110,15 +110,6 @@ TYPED_TEST(HostKernelSets, AdamGivesTheSameBits) {
   }
 }
 
-TYPED_TEST(HostKernelSets, SquaredSumGivesTheSameBits) {
-  const auto values = this->random_values();
-  for (std::int64_t offset = 0; offset < this->kNumOffsets; ++offset) {
-    const double expected = this->sets().front()->squared_sum(this->kNumElements, values.data() + offset);
-    for (const auto* kernels : this->sets())
-      EXPECT_EQ(kernels->squared_sum(this->kNumElements, values.data() + offset), expected);
-  }
-}
-
 TYPED_TEST(HostKernelSets, StreamingWritesNothingBeyondItsElements) {
   constexpr TypeParam kGuard = 77;
   const auto weight = this->random_values();
