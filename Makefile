@@ -1,5 +1,5 @@
 # make demo    sets up what it needs, trains a small model on two local workers
-# make test    sets up what it needs, runs every C++ and Python test
+# make test    sets up what it needs, checks the style, runs every C++ and Python test
 #
 # Both work on a fresh clone of a bare Debian or Ubuntu with Python 3.10 or later, as root or not, in any
 # order and again. tools/setup.sh says what it does and which variables steer it.
@@ -13,16 +13,16 @@ CMAKE := CMAKE_GENERATOR=Ninja PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/cmake
 JOBS ?= $(shell nproc)
 CXX_FILES = $(shell find csrc tests/cpp tests/fuzz bench/micro -name '*.h' -o -name '*.cc' -o -name '*.cu' | sort)
 
-.PHONY: help setup test test-cpp test-python demo lint asan tsan fuzz bench-build bench clean
+.PHONY: help setup test test-cpp test-python style demo lint asan tsan fuzz bench-build bench clean
 
 help:
 	@grep -E '^# make' Makefile | sed 's/^# //'
-	@echo "make setup | test-cpp | test-python | lint | asan | tsan | fuzz | bench | clean"
+	@echo "make setup | test-cpp | test-python | style | lint | asan | tsan | fuzz | bench | clean"
 
 setup:
 	@tools/setup.sh
 
-test: test-cpp test-python
+test: style test-cpp test-python
 
 # The C++ tests load the libzmq that the pyzmq wheel brings.
 CTEST = libzmq=$$(echo .venv/lib/python*/site-packages/pyzmq.libs/libzmq*.so*); \
@@ -33,16 +33,17 @@ test-cpp: setup
 	@$(CMAKE) --build --preset dev --parallel $(JOBS)
 	@$(CTEST) dev
 
-# After the C++ tests: a broken core is better seen there.
+# After the C++ tests: a broken core is better seen there. As many at once as there are cores; each has ranks of
+# its own (tests/farm.py), whose memory is the limit on a large machine.
 test-python: setup
 	@echo "==> Python tests"
-	@$(PYTHON) -m pytest -q
+	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 demo: setup
 	@echo "==> digits example on two local workers"
 	@$(PYTHON) examples/digits.py --workers 2
 
-lint: setup
+style: setup
 	@echo "==> ruff"
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check .
@@ -50,6 +51,8 @@ lint: setup
 	@$(PYTHON) -m mypy
 	@if command -v clang-format >/dev/null; then echo "==> clang-format"; clang-format --dry-run --Werror $(CXX_FILES); \
 	else echo "==> clang-format is not installed: not checked"; fi
+
+lint: style
 	@if command -v clang-tidy >/dev/null; then echo "==> clang-tidy"; $(CMAKE) --preset dev >/dev/null; \
 	clang-tidy --quiet -p build/dev $$(find csrc -name '*.cc' -not -path 'csrc/bindings/*' | sort); \
 	else echo "==> clang-tidy is not installed: not checked"; fi

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,12 @@ from hypothesis import settings
 # A slow or loaded machine is no failure.
 settings.register_profile("pipedream", deadline=None)
 settings.load_profile("pipedream")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "faults" in item.path.relative_to(Path(__file__).parent).parts:
+            item.add_marker(pytest.mark.faults)
 
 
 @pytest.fixture(scope="session")

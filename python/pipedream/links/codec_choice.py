@@ -1,7 +1,8 @@
 """Which codec the tensors between two stages travel by: what run(codec=...) means.
 
 A choice is a mapping, ready for JSON, from "activations", "gradients" or a pair of stages ("0->1": sender and
-receiver) to the name of a codec (csrc/codec/codec.h); a pair counts more than its direction. Torch-free; pure.
+receiver) to the name of a codec (csrc/codec/codec.h); a pair counts more than its direction. Torch-free;
+pure.
 """
 
 from __future__ import annotations

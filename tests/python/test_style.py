@@ -1,0 +1,173 @@
+"""The rules of style that a program can check, over the files that git knows, beside those of clang-format
+and ruff."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_TOP = Path(__file__).parents[2]
+_FUNCTION_LINES_MAX = 70  # a screen; without docstring and signature
+_CPP_SUFFIXES = {".h", ".cc", ".cu"}
+_NAMES_THAT_SAY_NOTHING = r"n|idx|tmp|foo|bar|(?:data|buf|buffer|value|tensor|result|thing)\d"
+
+
+def _files(*folders: str) -> Iterator[Path]:
+    """Those that git knows; without git, those that are there."""
+    command = ["git", "ls-files", "--", *folders]
+    listed = subprocess.run(command, cwd=_TOP, capture_output=True, text=True, check=False)
+    if listed.returncode == 0:
+        paths = (_TOP / name for name in listed.stdout.splitlines())
+    else:
+        paths = (path for folder in folders for path in (_TOP / folder).rglob("*"))
+    return (path for path in paths if path.is_file())
+
+
+def _cpp_files() -> list[Path]:
+    return [path for path in _files("csrc", "tests", "bench") if path.suffix in _CPP_SUFFIXES]
+
+
+def _python_files() -> list[Path]:
+    folders = ("python", "tests", "bench", "tools", "examples")
+    return [path for path in _files(*folders) if path.suffix in (".py", ".pyi")]
+
+
+def _place(path: Path, line: int) -> str:
+    return f"{path.relative_to(_TOP)}:{line}"
+
+
+def _matches(path: Path, pattern: str) -> Iterator[str]:
+    """Where the pattern is in a line's code: what stands behind a comment sign, or in quotes, is none."""
+    for line, text in enumerate(path.read_text().splitlines(), start=1):
+        code = re.sub(r'"(?:[^"\\]|\\.)*"', '""', text).split("//")[0]
+        for match in re.finditer(pattern, code):
+            yield f"{_place(path, line)}: {match.group(0).strip()}"
+
+
+def test_a_source_says_first_what_it_is() -> None:
+    silent = []
+    for path in _cpp_files():
+        first = path.read_text().splitlines()[0]
+        # The header of a source, or of what it tests, describes it.
+        header = re.match(r'#include "[\w/]*?(\w+)\.h"', first)
+        is_described = header is not None and header.group(1) == path.stem.removesuffix("_test")
+        if not first.startswith("//") and not is_described:
+            silent.append(str(path.relative_to(_TOP)))
+    for path in _python_files():
+        if ast.get_docstring(ast.parse(path.read_text())) is None and not path.read_text().startswith("#"):
+            silent.append(str(path.relative_to(_TOP)))
+    assert not silent
+
+
+def test_nothing_is_left_to_be_done() -> None:
+    marks = re.compile(r"\b(?:TODO|FIXME|XXX|HACK)\b")
+    here = Path(__file__)
+    found = [
+        _place(path, line)
+        for path in (*_cpp_files(), *_python_files())
+        if path != here
+        for line, text in enumerate(path.read_text().splitlines(), start=1)
+        if marks.search(text)
+    ]
+    assert not found
+
+
+def test_names_say_what_they_name_in_cpp() -> None:
+    value_type = r"(?:auto|bool|int|double|float|char|std::[\w:]+(?:<[^<>]*>)?)"
+    declared = rf"\b{value_type}[&* ]+(?:{_NAMES_THAT_SAY_NOTHING})\b"
+    assert not [found for path in _cpp_files() for found in _matches(path, declared)]
+
+
+def test_names_say_what_they_name_in_python() -> None:
+    vague = re.compile(rf"(?:{_NAMES_THAT_SAY_NOTHING})\Z")
+    found = []
+    for path in _python_files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                named = [(each.lineno, each.arg) for each in (*node.args.args, *node.args.kwonlyargs)]
+            elif isinstance(node, ast.Assign):
+                named = [(each.lineno, each.id) for each in node.targets if isinstance(each, ast.Name)]
+            else:
+                continue
+            found += [f"{_place(path, line)}: {name}" for line, name in named if vague.match(name)]
+    assert not found
+
+
+def test_constants_of_cpp_begin_with_k() -> None:
+    declared = r"^(?:inline |static )*constexpr [\w:<>, ]+? (?!k[A-Z]|operator)\w+(?= *(?:=|\{|\[))"
+    assert not [found for path in _cpp_files() for found in _matches(path, declared)]
+
+
+def test_private_members_of_cpp_end_in_an_underscore() -> None:
+    declared = r"  (?! |return|using|friend|static|typedef)[\w:<>,*& ]+ (\w+)"
+    member = re.compile(declared + r"(?: = .*|\{.*\})?;(?: *//.*)?\Z")
+    found = []
+    for path in _cpp_files():
+        is_private = False
+        for line, text in enumerate(path.read_text().splitlines(), start=1):
+            if re.match(r"class \w.*\{$", text):
+                is_private = True
+            elif text in (" public:", " protected:", " private:"):
+                is_private = text == " private:"
+            elif text.startswith(("}", "struct ")):
+                is_private = False
+            match = member.match(text) if is_private else None
+            if match and not match.group(1).endswith("_"):
+                found.append(f"{_place(path, line)}: {match.group(1)}")
+    assert not found
+
+
+def test_a_test_of_python_is_named_by_its_fact() -> None:
+    # A fact has a subject and a verb.
+    fact = re.compile(r"test(?:_[a-z0-9]+){2,}\Z")
+    found = [
+        f"{_place(path, node.lineno)}: {node.name}"
+        for path in _python_files()
+        if path.name.startswith("test_")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test") and not fact.match(node.name)
+    ]
+    assert not found
+
+
+# A list of bindings has nothing to follow, however long it is.
+_NO_CODE = ("namespace", "class", "struct", "enum", "extern", "void bind_")
+
+
+def _function_lengths(path: Path) -> Iterator[tuple[int, int]]:
+    """(line, lines of its body) of each function."""
+    if path.suffix in _CPP_SUFFIXES:
+        begin = 0
+        for line, text in enumerate(path.read_text().splitlines(), start=1):
+            if not text.startswith((" ", "}", "#", "/")) and text.endswith("{"):
+                begin = 0 if text.startswith(_NO_CODE) else line
+            elif text.startswith("}") and begin:
+                yield begin, line - begin - 1
+                begin = 0
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            body = node.body[1:] if ast.get_docstring(node) and len(node.body) > 1 else node.body
+            yield node.lineno, int(node.end_lineno or 0) - body[0].lineno + 1
+
+
+@pytest.mark.parametrize("files", [_cpp_files, _python_files], ids=["cpp", "python"])
+def test_a_function_fits_on_a_screen(files: object) -> None:
+    assert callable(files)
+    found = [
+        f"{_place(path, line)}: {length} lines"
+        for path in files()
+        for line, length in _function_lengths(path)
+        if length > _FUNCTION_LINES_MAX
+    ]
+    assert not found
+
+
+def test_the_changelog_has_a_place_for_what_is_not_released() -> None:
+    headings = re.findall(r"^## (.*)", (_TOP / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == "Unreleased"
