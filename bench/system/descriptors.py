@@ -33,7 +33,7 @@ def links_of_run(num_workers: int) -> list[RunChannel]:
         schedule="gpipe",
         in_flight=list(plan.in_flight),
         num_microbatches=1,
-        worker_of_stage=list(plan.worker_of_stage),
+        placement=plan.placement,
         recompute=[],
     )
     cut = Boundary.of(torch.zeros(1 << 14, requires_grad=True))

@@ -148,7 +148,7 @@ def options_of(schedule: str, plan: Plan, microbatches: int) -> _core.ScheduleOp
         schedule=schedule,
         in_flight=list(plan.in_flight),
         num_microbatches=microbatches,
-        worker_of_stage=list(plan.worker_of_stage),
+        placement=plan.placement,
     )
 
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -21,10 +22,10 @@ namespace {
 
 using Programs = std::vector<std::vector<Instruction>>;
 
-std::vector<Instruction> make_worker_program(const ScheduleOptions& options, std::int64_t worker,
+std::vector<Instruction> make_worker_program(const ScheduleOptions& options, std::int64_t rank,
                                              std::int64_t num_minibatches) {
   const py::gil_scoped_release release;
-  return make_program(options, WorkerIndex(worker), num_minibatches);
+  return make_program(options, Rank(rank), num_minibatches);
 }
 
 ReplayReport replay_programs(const ScheduleOptions& options, std::int64_t num_minibatches,
@@ -32,8 +33,8 @@ ReplayReport replay_programs(const ScheduleOptions& options, std::int64_t num_mi
   const py::gil_scoped_release release;
   if (!programs) {
     programs.emplace();
-    for (std::int64_t worker = 0; worker < num_workers(options); ++worker) {
-      programs->push_back(make_program(options, WorkerIndex(worker), num_minibatches));
+    for (std::int64_t rank = 0; rank < num_workers(options); ++rank) {
+      programs->push_back(make_program(options, Rank(rank), num_minibatches));
     }
   }
   return replay(options, *programs, num_minibatches);
@@ -70,24 +71,87 @@ void bind_instruction(py::module_& module) {
       .def("__repr__", [](const Instruction& instruction) { return "<" + to_string(instruction) + ">"; });
 }
 
+// (stage, replica, shard, rank)
+using PlaceFields = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
+
+std::vector<PlaceFields> place_fields(const std::vector<Place>& places) {
+  std::vector<PlaceFields> fields;
+  fields.reserve(places.size());
+  for (const Place& place : places) {
+    fields.emplace_back(place.stage.value(), place.replica.value(), place.shard.value(), place.rank.value());
+  }
+  return fields;
+}
+
+Placement make_placement(const std::vector<PlaceFields>& fields) {
+  std::vector<Place> places;
+  places.reserve(fields.size());
+  for (const auto& [stage, replica, shard, rank] : fields) {
+    places.push_back({StageIndex(stage), ReplicaIndex(replica), ShardIndex(shard), Rank(rank)});
+  }
+  return Placement(std::move(places));
+}
+
+void bind_placement(py::module_& module) {
+  py::class_<Placement>(module, "Placement", "Who is where: (stage, replica, shard) <-> rank.")
+      .def(py::init(&make_placement), py::arg("places"), "Of (stage, replica, shard, rank).")
+      .def_static("at_ranks", &Placement::at_ranks, py::arg("rank_of_stage"),
+                  "One replica of each stage, unsharded, at these ranks.")
+      .def_static("in_order", &Placement::in_order, py::arg("num_replicas"),
+                  "Stage by stage, and in it replica by replica, each at the next rank.")
+      .def_property_readonly("num_stages", &Placement::num_stages)
+      .def_property_readonly("num_ranks", &Placement::num_ranks)
+      .def_property_readonly("places",
+                             [](const Placement& placement) { return place_fields(placement.places()); })
+      .def(
+          "num_replicas",
+          [](const Placement& placement, std::int64_t stage) {
+            return placement.num_replicas(StageIndex(stage));
+          },
+          py::arg("stage"))
+      .def(
+          "rank_of",
+          [](const Placement& placement, std::int64_t stage, std::int64_t replica, std::int64_t shard) {
+            return placement.rank_of(StageIndex(stage), ReplicaIndex(replica), ShardIndex(shard)).value();
+          },
+          py::arg("stage"), py::arg("replica") = 0, py::arg("shard") = 0)
+      .def(
+          "places_at",
+          [](const Placement& placement, std::int64_t rank) {
+            return place_fields(placement.places_at(Rank(rank)));
+          },
+          py::arg("rank"))
+      .def(
+          "stages_at",
+          [](const Placement& placement, std::int64_t rank) {
+            std::vector<std::int64_t> stages;
+            for (const StageIndex stage : placement.stages_at(Rank(rank))) stages.push_back(stage.value());
+            return stages;
+          },
+          py::arg("rank"), "Ascending; none for a rank that is not in use.")
+      .def(
+          "__eq__", [](const Placement& placement, const Placement& other) { return placement == other; },
+          py::is_operator());
+}
+
 void bind_options(py::module_& module) {
   py::class_<ScheduleOptions>(module, "ScheduleOptions",
                               "What a plan and the arguments of a run say about the schedule, checked.")
       .def(py::init([](std::string schedule, std::vector<std::int64_t> in_flight,
-                       std::int64_t num_microbatches, std::vector<std::int64_t> worker_of_stage,
+                       std::int64_t num_microbatches, std::optional<Placement> placement,
                        std::vector<bool> recompute) {
              ScheduleOptions options{std::move(schedule), std::move(in_flight), num_microbatches,
-                                     std::move(worker_of_stage), std::move(recompute)};
+                                     std::move(placement).value_or(Placement()), std::move(recompute)};
              check_schedule_options(options);
              return options;
            }),
            py::arg("schedule") = "pipedream", py::arg("in_flight") = std::vector<std::int64_t>{1},
-           py::arg("num_microbatches") = 1, py::arg("worker_of_stage") = std::vector<std::int64_t>(),
+           py::arg("num_microbatches") = 1, py::arg("placement") = py::none(),
            py::arg("recompute") = std::vector<bool>())
       .def_readonly("schedule", &ScheduleOptions::schedule)
       .def_readonly("in_flight", &ScheduleOptions::in_flight)
       .def_readonly("num_microbatches", &ScheduleOptions::num_microbatches)
-      .def_readonly("worker_of_stage", &ScheduleOptions::worker_of_stage)
+      .def_property_readonly("placement", &placement_of)
       .def_readonly("recompute", &ScheduleOptions::recompute)
       .def_property_readonly("num_stages", &num_stages)
       .def_property_readonly("num_workers", &num_workers);
@@ -129,21 +193,6 @@ void bind_stages(py::module_& module) {
             "Weight versions kept at the stage: how many slots it needs.");
   def_count("num_microbatches_in_flight", &num_microbatches_in_flight,
             "The most microbatches that are forwarded and not yet backwarded at the stage.");
-  module.def(
-      "worker_of",
-      [](const ScheduleOptions& options, std::int64_t stage) {
-        return worker_of(options, StageIndex(stage)).value();
-      },
-      py::arg("options"), py::arg("stage"), "The worker that holds the stage.");
-  module.def(
-      "stages_of",
-      [](const ScheduleOptions& options, std::int64_t worker) {
-        std::vector<std::int64_t> stages;
-        for (const StageIndex stage : stages_of(options, WorkerIndex(worker)))
-          stages.push_back(stage.value());
-        return stages;
-      },
-      py::arg("options"), py::arg("worker"), "The stages that the worker holds, ascending.");
   module.def("derive_in_flight", &derive_in_flight, py::arg("num_replicas"),
              "Minibatches in flight at each replica of every stage: n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s).");
 }
@@ -157,7 +206,7 @@ void bind_schedules(py::module_& module) {
 }
 
 void bind_programs(py::module_& module) {
-  module.def("make_program", &make_worker_program, py::arg("options"), py::arg("worker"),
+  module.def("make_program", &make_worker_program, py::arg("options"), py::arg("rank"),
              py::arg("num_minibatches"), "The whole list of one worker's instructions.");
   module.def("print_programs", &print_programs, py::arg("programs"),
              "All workers' programs as text: 'worker 0', then one instruction per line, and so on.");
@@ -187,6 +236,7 @@ void bind_programs(py::module_& module) {
 
 void bind_schedule(py::module_& module) {
   bind_instruction(module);
+  bind_placement(module);
   bind_options(module);
   bind_schedules(module);
   bind_stages(module);

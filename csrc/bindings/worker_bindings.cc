@@ -236,13 +236,13 @@ class PyWorker {
   }
 
   // parts: (stage, activations_in, activations_out, gradients_in, gradients_out)
-  void start(const ScheduleOptions& options, std::int64_t worker, const std::vector<StageNames>& parts,
+  void start(const ScheduleOptions& options, std::int64_t rank, const std::vector<StageNames>& parts,
              std::size_t num_spans_max) {
     std::vector<StageChannelNames> named;
     for (const auto& [stage, activations_in, activations_out, gradients_in, gradients_out] : parts) {
       named.push_back({StageIndex(stage), activations_in, activations_out, gradients_in, gradients_out});
     }
-    worker_->start(options, WorkerIndex(worker), named, num_spans_max);
+    worker_->start(options, Rank(rank), named, num_spans_max);
   }
 
   std::unique_ptr<PyItem> next_work() {
@@ -452,7 +452,7 @@ void bind_worker(py::module_& module) {
       .def("wait_open", &PyWorker::wait_open, py::arg("timeout_s"))
       .def("channels_not_open", [](PyWorker& self) { return self.worker().channels_not_open(); })
       .def("hold_slot", &PyWorker::hold_slot, py::arg("term"))
-      .def("start", &PyWorker::start, py::kw_only(), py::arg("options"), py::arg("worker"), py::arg("parts"),
+      .def("start", &PyWorker::start, py::kw_only(), py::arg("options"), py::arg("rank"), py::arg("parts"),
            py::arg("num_spans_max") = 50'000)
       .def("next_work", &PyWorker::next_work, "Blocks; raises RunFailure(kind, message).")
       .def("complete_forward", &PyWorker::complete_forward, py::arg("tensors"), py::arg("tag"),

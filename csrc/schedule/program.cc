@@ -89,68 +89,94 @@ void check_2bw(const ScheduleOptions& options) {
   }
 }
 
-// "worker_of_stage is 2 at stage 1; it must be 0: " and why.
-[[noreturn]] void refuse_placement(std::size_t stage, std::int64_t worker, std::int64_t expected,
-                                   const std::string& why) {
-  throw UserError("worker_of_stage is " + std::to_string(worker) + " at stage " + std::to_string(stage) +
-                  "; it must be " + std::to_string(expected) + ": " + why);
+// "stage 1 is at rank 2; it must be at rank 1: " and why.
+[[noreturn]] void refuse_rank(StageIndex stage, Rank rank, std::int64_t expected, const std::string& why) {
+  throw UserError("stage " + std::to_string(stage.value()) + " is at rank " + std::to_string(rank.value()) +
+                  "; it must be at rank " + std::to_string(expected) + ": " + why);
 }
 
-void check_one_stage_per_worker(const ScheduleOptions& options) {
-  const std::vector<std::int64_t>& worker_of_stage = options.worker_of_stage;
-  for (std::size_t stage = 0; stage < worker_of_stage.size(); ++stage) {
-    const std::int64_t worker = worker_of_stage[stage];
-    if (worker == static_cast<std::int64_t>(stage)) continue;
-    const bool is_shared = std::count(worker_of_stage.begin(), worker_of_stage.end(), worker) > 1;
-    refuse_placement(stage, worker, static_cast<std::int64_t>(stage),
-                     is_shared ? "only schedule \"interleaved\" runs several stages at a worker"
-                               : "stage s lies at worker s");
+void check_whole_stages(const Placement& placement) {
+  for (const Place& place : placement.places()) {
+    const bool is_replicated = placement.num_replicas(place.stage) > 1;
+    if (!is_replicated && placement.num_shards(place.stage) == 1) continue;
+    throw UserError("stage " + std::to_string(place.stage.value()) + " has several " +
+                    (is_replicated ? "replicas" : "shards") + ", which are not built yet; give it one rank");
   }
 }
 
-void check_interleaved(const ScheduleOptions& options) {
-  const auto stages = static_cast<std::int64_t>(options.in_flight.size());
-  const std::vector<std::int64_t>& worker_of_stage = options.worker_of_stage;
-  if (worker_of_stage.empty()) return;  // one stage per worker
-  const std::int64_t highest = *std::max_element(worker_of_stage.begin(), worker_of_stage.end());
-  const std::int64_t workers = std::clamp<std::int64_t>(highest, 0, stages - 1) + 1;
-  for (std::size_t stage = 0; stage < worker_of_stage.size(); ++stage) {
-    const std::int64_t expected = static_cast<std::int64_t>(stage) % workers;
-    if (worker_of_stage[stage] == expected) continue;
-    refuse_placement(stage, worker_of_stage[stage], expected,
-                     "schedule \"interleaved\" has stage s at worker s mod " + std::to_string(workers));
+void check_one_stage_per_worker(const Placement& placement) {
+  for (const Place& place : placement.places()) {
+    if (place.rank.value() == place.stage.value()) continue;
+    const bool is_shared = placement.stages_at(place.rank).size() > 1;
+    refuse_rank(place.stage, place.rank, place.stage.value(),
+                is_shared ? "only schedule \"interleaved\" runs several stages at a worker"
+                          : "stage s lies at rank s");
+  }
+}
+
+void check_interleaved(const Placement& placement) {
+  const std::int64_t stages = placement.num_stages();
+  const std::int64_t workers = placement.num_ranks();
+  for (const Place& place : placement.places()) {
+    const std::int64_t expected = place.stage.value() % workers;
+    if (place.rank.value() == expected) continue;
+    refuse_rank(place.stage, place.rank, expected,
+                "schedule \"interleaved\" has stage s at rank s mod " + std::to_string(workers));
   }
   if (workers == 1 && stages > 1) {
-    throw UserError("worker_of_stage puts all " + std::to_string(stages) +
+    throw UserError("the placement puts all " + std::to_string(stages) +
                     " stages at one worker; schedule \"interleaved\" needs at least 2 workers");
   }
   if (stages % workers != 0) {
-    throw UserError("worker_of_stage spreads " + std::to_string(stages) + " stages over " +
+    throw UserError("the placement spreads " + std::to_string(stages) + " stages over " +
                     std::to_string(workers) +
                     " workers; schedule \"interleaved\" needs as many stages at every worker");
   }
 }
 
+void check_placement(const ScheduleOptions& options) {
+  const Placement& placement = options.placement;
+  if (placement.empty()) return;
+  check_length("placement", static_cast<std::size_t>(placement.num_stages()), options);
+  check_whole_stages(placement);
+  if (kind_of(options) == Kind::kInterleaved) {
+    check_interleaved(placement);
+  } else {
+    check_one_stage_per_worker(placement);
+  }
+}
+
 // Everything below expects checked options.
 
+std::int64_t count_stages(const ScheduleOptions& options) {
+  return static_cast<std::int64_t>(options.in_flight.size());
+}
+
 std::int64_t count_workers(const ScheduleOptions& options) {
-  if (options.worker_of_stage.empty()) return static_cast<std::int64_t>(options.in_flight.size());
-  return *std::max_element(options.worker_of_stage.begin(), options.worker_of_stage.end()) + 1;
+  return options.placement.empty() ? count_stages(options) : options.placement.num_ranks();
+}
+
+Rank rank_of(const ScheduleOptions& options, StageIndex stage) {
+  return options.placement.empty() ? Rank(stage.value()) : options.placement.rank_of(stage);
+}
+
+std::vector<StageIndex> stages_at(const ScheduleOptions& options, Rank rank) {
+  if (options.placement.empty()) return {StageIndex(rank.value())};
+  return options.placement.stages_at(rank);
 }
 
 void check_stage(const ScheduleOptions& options, StageIndex stage) {
   check_schedule_options(options);
-  const auto stages = static_cast<std::int64_t>(options.in_flight.size());
-  if (stage.value() >= 0 && stage.value() < stages) return;
+  if (stage.value() >= 0 && stage.value() < count_stages(options)) return;
   throw UserError("stage " + std::to_string(stage.value()) + " is outside the plan of " +
-                  std::to_string(stages) + " stages, which are counted from 0");
+                  std::to_string(count_stages(options)) + " stages, which are counted from 0");
 }
 
-void check_worker(const ScheduleOptions& options, WorkerIndex worker) {
+void check_rank(const ScheduleOptions& options, Rank rank) {
   check_schedule_options(options);
   const std::int64_t workers = count_workers(options);
-  if (worker.value() >= 0 && worker.value() < workers) return;
-  throw UserError("worker " + std::to_string(worker.value()) + " is outside the plan of " +
+  if (rank.value() >= 0 && rank.value() < workers) return;
+  throw UserError("rank " + std::to_string(rank.value()) + " is outside the plan of " +
                   std::to_string(workers) + " workers, which are counted from 0");
 }
 
@@ -222,11 +248,11 @@ MicrobatchOrder order_of(const ScheduleOptions& options) {
 }
 
 // The most positions of the order that are forwarded and not yet backwarded at the worker.
-std::int64_t window_of(const ScheduleOptions& options, WorkerIndex worker) {
-  const StageIndex first_stage(worker.value());
+std::int64_t window_of(const ScheduleOptions& options, Rank rank) {
+  const StageIndex first_stage = stages_at(options, rank).front();
   const std::int64_t num_microbatches = options.num_microbatches;
   const std::int64_t in_flight = in_flight_at(options, first_stage);
-  const std::int64_t num_downstream = count_workers(options) - worker.value() - 1;
+  const std::int64_t num_downstream = count_workers(options) - rank.value() - 1;
   switch (kind_of(options)) {
     case Kind::kPipedream:
     case Kind::kVerticalSync:
@@ -251,7 +277,7 @@ std::int64_t window_of(const ScheduleOptions& options, WorkerIndex worker) {
 
 // The most of one stage among what the worker's window holds.
 std::int64_t count_in_flight_at_chunk(const ScheduleOptions& options, StageIndex stage) {
-  ProgramCursor cursor(options, WorkerIndex(stage.value() % count_workers(options)));
+  ProgramCursor cursor(options, rank_of(options, stage));
   cursor.set_num_minibatches(1);
   std::int64_t num_in_flight = 0;
   std::int64_t num_in_flight_max = 0;
@@ -269,14 +295,9 @@ std::int64_t count_in_flight_at_chunk(const ScheduleOptions& options, StageIndex
 void check_schedule_options(const ScheduleOptions& options) {
   check_schedule(options.schedule);
   check_counts(options);
-  check_length("worker_of_stage", options.worker_of_stage.size(), options);
   check_length("recompute", options.recompute.size(), options);
   if (kind_of(options) == Kind::k2bw) check_2bw(options);
-  if (kind_of(options) == Kind::kInterleaved) {
-    check_interleaved(options);
-  } else {
-    check_one_stage_per_worker(options);
-  }
+  check_placement(options);
 }
 
 void check_num_minibatches(std::int64_t num_minibatches) {
@@ -305,19 +326,10 @@ std::int64_t num_workers(const ScheduleOptions& options) {
   return count_workers(options);
 }
 
-WorkerIndex worker_of(const ScheduleOptions& options, StageIndex stage) {
-  check_stage(options, stage);
-  return WorkerIndex(stage.value() % count_workers(options));
-}
-
-std::vector<StageIndex> stages_of(const ScheduleOptions& options, WorkerIndex worker) {
-  check_worker(options, worker);
-  std::vector<StageIndex> stages;
-  const auto end = static_cast<std::int64_t>(options.in_flight.size());
-  for (std::int64_t stage = worker.value(); stage < end; stage += count_workers(options)) {
-    stages.emplace_back(stage);
-  }
-  return stages;
+Placement placement_of(const ScheduleOptions& options) {
+  check_schedule_options(options);
+  if (!options.placement.empty()) return options.placement;
+  return Placement::in_order(std::vector<std::int64_t>(options.in_flight.size(), 1));
 }
 
 bool drains_every_minibatch(const ScheduleOptions& options) {
@@ -361,7 +373,7 @@ std::int64_t num_tied_versions_kept(const ScheduleOptions& options) {
 
 std::int64_t num_microbatches_in_flight(const ScheduleOptions& options, StageIndex stage) {
   check_stage(options, stage);
-  if (order_of(options).num_chunks == 1) return window_of(options, WorkerIndex(stage.value()));
+  if (order_of(options).num_chunks == 1) return window_of(options, rank_of(options, stage));
   return count_in_flight_at_chunk(options, stage);
 }
 
@@ -394,13 +406,14 @@ const char* phase_name(Phase phase) {
 
 Phase phase_of(const ScheduleOptions& options, const Instruction& instruction,
                std::optional<std::int64_t> num_minibatches) {
-  const WorkerIndex worker = worker_of(options, instruction.stage);
+  check_stage(options, instruction.stage);
   check_minibatch(instruction.minibatch);
   check_microbatch(options, instruction.microbatch);
   const MicrobatchOrder order = order_of(options);
-  const std::int64_t num_warm_up = window_of(options, worker) - 1;
-  const MicrobatchOrder::Item item{instruction.stage.value() / count_workers(options),
-                                   instruction.microbatch.value()};
+  const std::int64_t num_warm_up = window_of(options, rank_of(options, instruction.stage)) - 1;
+  const std::vector<StageIndex> stages = stages_at(options, rank_of(options, instruction.stage));
+  const auto chunk = std::find(stages.begin(), stages.end(), instruction.stage) - stages.begin();
+  const MicrobatchOrder::Item item{chunk, instruction.microbatch.value()};
   // A schedule that drains starts anew in every minibatch, the others go on counting.
   const bool starts_anew = drains(kind_of(options));
   const std::int64_t num_before = starts_anew ? 0 : instruction.minibatch.value() * order.num_positions();
@@ -416,13 +429,12 @@ Phase phase_of(const ScheduleOptions& options, const Instruction& instruction,
   return is_paired ? Phase::kSteady : Phase::kCoolDown;
 }
 
-ProgramCursor::ProgramCursor(ScheduleOptions options, WorkerIndex worker)
-    : options_(std::move(options)), worker_(worker) {
-  check_worker(options_, worker_);
-  const StageIndex first_stage(worker_.value());
+ProgramCursor::ProgramCursor(ScheduleOptions options, Rank rank) : options_(std::move(options)), rank_(rank) {
+  check_rank(options_, rank_);
+  stages_ = stages_at(options_, rank_);
+  const StageIndex first_stage = stages_.front();
   order_ = order_of(options_);
-  num_workers_ = count_workers(options_);
-  window_ = window_of(options_, worker_);
+  window_ = window_of(options_, rank_);
   drains_ = drains(kind_of(options_));
   forward_delay_ = forward_delay(options_, first_stage);
   backward_delay_ = backward_delay(options_, first_stage);
@@ -438,7 +450,7 @@ std::optional<Instruction> ProgramCursor::current() const {
 void ProgramCursor::advance() {
   const std::optional<Instruction> instruction = current();
   PD_CHECK(instruction.has_value(),
-           "worker " << worker_.value() << ": the program is over after " << num_updates_ << " updates");
+           "rank " << rank_.value() << ": the program is over after " << num_updates_ << " updates");
   switch (instruction->opcode) {
     case Opcode::kForward:
       ++num_forwarded_;
@@ -460,12 +472,11 @@ void ProgramCursor::advance() {
 void ProgramCursor::set_num_minibatches(std::int64_t num_minibatches) {
   const std::int64_t num_positions = order_.num_positions();
   const std::int64_t num_started = (num_forwarded_ + num_positions - 1) / num_positions;
-  PD_CHECK(!num_minibatches_.has_value(), "worker " << worker_.value()
-                                                    << ": num_minibatches was already set to "
-                                                    << *num_minibatches_ << ", now " << num_minibatches);
-  PD_CHECK(num_minibatches >= num_started, "worker " << worker_.value() << ": num_minibatches "
-                                                     << num_minibatches << " is below the " << num_started
-                                                     << " already forwarded");
+  PD_CHECK(!num_minibatches_.has_value(), "rank " << rank_.value() << ": num_minibatches was already set to "
+                                                  << *num_minibatches_ << ", now " << num_minibatches);
+  PD_CHECK(num_minibatches >= num_started, "rank " << rank_.value() << ": num_minibatches " << num_minibatches
+                                                   << " is below the " << num_started
+                                                   << " already forwarded");
   num_minibatches_ = num_minibatches;
 }
 
@@ -504,7 +515,7 @@ Instruction ProgramCursor::recompute_or_backward() const {
 }
 
 StageIndex ProgramCursor::stage_of(std::int64_t chunk) const {
-  return StageIndex(worker_.value() + chunk * num_workers_);
+  return stages_[static_cast<std::size_t>(chunk)];
 }
 
 bool ProgramCursor::must_recompute(StageIndex stage) const {
@@ -526,10 +537,10 @@ void ProgramCursor::pass_over_absent() {
   }
 }
 
-std::vector<Instruction> make_program(const ScheduleOptions& options, WorkerIndex worker,
+std::vector<Instruction> make_program(const ScheduleOptions& options, Rank rank,
                                       std::int64_t num_minibatches) {
   check_num_minibatches(num_minibatches);
-  ProgramCursor cursor(options, worker);
+  ProgramCursor cursor(options, rank);
   cursor.set_num_minibatches(num_minibatches);
   std::vector<Instruction> instructions;
   for (auto instruction = cursor.current(); instruction; instruction = cursor.current()) {

@@ -48,6 +48,7 @@
 #include "base/ids.h"
 #include "schedule/instruction.h"
 #include "schedule/microbatch_order.h"
+#include "schedule/placement.h"
 
 namespace pipedream {
 
@@ -56,15 +57,16 @@ struct ScheduleOptions {
   std::string schedule = "pipedream";
   std::vector<std::int64_t> in_flight = {1};  // n_s of every stage
   std::int64_t num_microbatches = 1;          // m, of every minibatch
-  std::vector<std::int64_t> worker_of_stage;  // empty: stage s at worker s
+  Placement placement;                        // empty: stage s at rank s
   std::vector<bool> recompute;                // per stage; empty: nowhere
 };
 
 // Throws UserError, one line with the value and the remedy, for: a schedule that is unknown or not built
 // (data_parallel), no stage, in_flight < 1 or above kInFlightMax, num_microbatches < 1 or above
-// kNumMicrobatchesMax, lists of the wrong length, 2bw with m < n_s anywhere, stages at workers other than 0,
-// 1, 2, ... in order (stage s at worker s; for interleaved s mod W, with S a multiple of W, and W > 1 unless
-// there is one stage), several stages at a worker without interleaved.
+// kNumMicrobatchesMax, lists and a placement of the wrong length, 2bw with m < n_s anywhere, stages at ranks
+// other than 0, 1, 2, ... in order (stage s at rank s; for interleaved s mod W, with S a multiple of W, and W
+// > 1 unless there is one stage), several stages at a rank without interleaved, replicas and shards, which
+// are not built.
 void check_schedule_options(const ScheduleOptions& options);
 
 inline constexpr std::int64_t kNumMicrobatchesMax = std::int64_t{1} << 20;
@@ -80,9 +82,8 @@ void check_num_minibatches(std::int64_t num_minibatches);
 
 [[nodiscard]] std::int64_t num_stages(const ScheduleOptions& options);
 [[nodiscard]] std::int64_t num_workers(const ScheduleOptions& options);
-[[nodiscard]] WorkerIndex worker_of(const ScheduleOptions& options, StageIndex stage);
-// In ascending order.
-[[nodiscard]] std::vector<StageIndex> stages_of(const ScheduleOptions& options, WorkerIndex worker);
+// Where the stages are: options.placement, or what its being empty stands for.
+[[nodiscard]] Placement placement_of(const ScheduleOptions& options);
 
 // Whether every minibatch is finished at all stages before the next one starts at any: flush, gpipe,
 // interleaved, model_parallel. Then a norm over all stages can be taken before the updates.
@@ -119,7 +120,7 @@ enum class Phase { kWarmUp, kSteady, kCoolDown };
 // Walks one worker's program. current() and advance() allocate nothing.
 class ProgramCursor {
  public:
-  ProgramCursor(ScheduleOptions options, WorkerIndex worker);
+  ProgramCursor(ScheduleOptions options, Rank rank);
 
   // The instruction to do next; empty when the program is over. While the number of minibatches is
   // unknown the program never ends.
@@ -131,7 +132,7 @@ class ProgramCursor {
   [[nodiscard]] std::optional<std::int64_t> num_minibatches() const { return num_minibatches_; }
 
   [[nodiscard]] const ScheduleOptions& options() const { return options_; }
-  [[nodiscard]] WorkerIndex worker() const { return worker_; }
+  [[nodiscard]] Rank rank() const { return rank_; }
 
  private:
   [[nodiscard]] bool is_update_due() const;
@@ -144,12 +145,12 @@ class ProgramCursor {
   void pass_over_absent();
 
   ScheduleOptions options_;
-  WorkerIndex worker_;
+  Rank rank_;
   std::optional<std::int64_t> num_minibatches_;
 
   // What the options come down to at this worker.
+  std::vector<StageIndex> stages_;  // chunk by chunk
   MicrobatchOrder order_;
-  std::int64_t num_workers_ = 1;
   std::int64_t window_ = 1;
   bool drains_ = false;
   std::int64_t forward_delay_ = 0;  // minibatch i reads max(0, i - delay), the same at all stages here
@@ -164,7 +165,7 @@ class ProgramCursor {
 
 // The whole list of one worker, for replay, tests, text and pictures. Throws UserError as
 // check_num_minibatches and for a worker that the plan does not have.
-[[nodiscard]] std::vector<Instruction> make_program(const ScheduleOptions& options, WorkerIndex worker,
+[[nodiscard]] std::vector<Instruction> make_program(const ScheduleOptions& options, Rank rank,
                                                     std::int64_t num_minibatches);
 
 // All workers' programs as text that a person can read, write and change:

@@ -26,6 +26,8 @@ using Fault = std::string;
 
 std::size_t index_of(StageIndex stage) { return static_cast<std::size_t>(stage.value()); }
 
+std::size_t index_of(Rank rank) { return static_cast<std::size_t>(rank.value()); }
+
 std::string place(std::size_t worker, const std::vector<Instruction>& program, std::size_t position) {
   return "worker " + std::to_string(worker) + ", position " + std::to_string(position) + ", " +
          (position == program.size() ? "end of the program" : to_string(program[position]));
@@ -248,19 +250,17 @@ Fault StageChecker::missing_at_end() const {
 // One worker's list.
 class ListChecker {
  public:
-  ListChecker(const ScheduleOptions& options, WorkerIndex worker, std::int64_t num_minibatches)
-      : num_stages_(num_stages(options)),
-        num_workers_(num_workers(options)),
-        worker_(worker),
-        drains_(drains_every_minibatch(options)) {
-    for (const StageIndex stage : stages_of(options, worker)) {
+  ListChecker(const ScheduleOptions& options, const Placement& placement, Rank rank,
+              std::int64_t num_minibatches)
+      : placement_(placement), rank_(rank), drains_(drains_every_minibatch(options)) {
+    for (const StageIndex stage : placement.stages_at(rank)) {
       stages_.emplace_back(options, stage, num_minibatches);
     }
   }
 
   // The first fault with its place, or empty.
   [[nodiscard]] std::string run(const std::vector<Instruction>& program) {
-    const auto worker_index = static_cast<std::size_t>(worker_.value());
+    const auto worker_index = static_cast<std::size_t>(rank_.value());
     for (std::size_t position = 0; position < program.size(); ++position) {
       const Fault fault = check(program[position]);
       if (!fault.empty()) return place(worker_index, program, position) + ": " + fault;
@@ -278,12 +278,11 @@ class ListChecker {
  private:
   [[nodiscard]] Fault check(const Instruction& instruction) {
     const std::int64_t stage = instruction.stage.value();
-    if (stage < 0 || stage >= num_stages_) {
-      return "the stage does not exist; there are " + std::to_string(num_stages_);
+    if (stage < 0 || stage >= placement_.num_stages()) {
+      return "the stage does not exist; there are " + std::to_string(placement_.num_stages());
     }
-    if (stage % num_workers_ != worker_.value()) {
-      return "the stage lies at worker " + std::to_string(stage % num_workers_);
-    }
+    const Rank rank = placement_.rank_of(instruction.stage);
+    if (rank != rank_) return "the stage lies at worker " + std::to_string(rank.value());
     if (Fault fault = stage_of(instruction).check(instruction); !fault.empty()) return fault;
     return instruction.opcode == Opcode::kUpdate ? check_drained(instruction) : Fault();
   }
@@ -300,12 +299,12 @@ class ListChecker {
   }
 
   [[nodiscard]] StageChecker& stage_of(const Instruction& instruction) {
-    return stages_[static_cast<std::size_t>(instruction.stage.value() / num_workers_)];
+    return *std::find_if(stages_.begin(), stages_.end(),
+                         [&](const StageChecker& stage) { return stage.stage() == instruction.stage; });
   }
 
-  const std::int64_t num_stages_;
-  const std::int64_t num_workers_;
-  const WorkerIndex worker_;
+  const Placement& placement_;
+  const Rank rank_;
   const bool drains_;
   std::vector<StageChecker> stages_;  // ascending
 };
@@ -356,9 +355,11 @@ Pipeline::Pipeline(const ScheduleOptions& options, const Programs& programs)
       positions_(programs.size(), 0),
       activations_(num_boundaries_),
       gradients_(num_boundaries_) {
+  const Placement placement = placement_of(options);
   for (std::size_t boundary = 0; boundary < num_boundaries_; ++boundary) {
-    activations_[boundary].reader = (boundary + 1) % programs.size();
-    gradients_[boundary].reader = boundary % programs.size();
+    const StageIndex upstream(static_cast<std::int64_t>(boundary));
+    activations_[boundary].reader = index_of(placement.rank_of(upstream.next()));
+    gradients_[boundary].reader = index_of(placement.rank_of(upstream));
   }
 }
 
@@ -447,8 +448,9 @@ std::string check_lists(const ScheduleOptions& options, const Programs& programs
                         std::int64_t num_minibatches, ReplayReport& report) {
   report.versions_live_max.resize(options.in_flight.size());
   report.activations_live_max.resize(options.in_flight.size());
+  const Placement placement = placement_of(options);
   for (std::size_t worker = 0; worker < programs.size(); ++worker) {
-    ListChecker checker(options, WorkerIndex(static_cast<std::int64_t>(worker)), num_minibatches);
+    ListChecker checker(options, placement, Rank(static_cast<std::int64_t>(worker)), num_minibatches);
     if (std::string error = checker.run(programs[worker]); !error.empty()) return error;
     for (const StageChecker& stage : checker.stages()) {
       report.versions_live_max[index_of(stage.stage())] = stage.versions_live_max();

@@ -41,16 +41,16 @@ const char* work_kind_name(WorkKind kind) {
   PD_CHECK(false, "work kind " << static_cast<int>(kind));
 }
 
-StageEngine::StageEngine(const ScheduleOptions& options, WorkerIndex worker,
-                         const std::vector<StagePart>& parts, Wakeup& wakeup, std::size_t num_spans_max)
-    : cursor_(options, worker), stashes_(stashes_versions(options)), wakeup_(wakeup), spans_(num_spans_max) {
+StageEngine::StageEngine(const ScheduleOptions& options, Rank rank, const std::vector<StagePart>& parts,
+                         Wakeup& wakeup, std::size_t num_spans_max)
+    : cursor_(options, rank), stashes_(stashes_versions(options)), wakeup_(wakeup), spans_(num_spans_max) {
   PD_CHECK(num_spans_max > 0, num_spans_max);
-  const std::vector<StageIndex> stages = stages_of(options, worker);
+  const std::vector<StageIndex> stages = placement_of(options).stages_at(rank);
   PD_CHECK(parts.size() == stages.size(),
-           parts.size() << " stages given for worker " << worker.value() << " of " << stages.size());
+           parts.size() << " stages given for rank " << rank.value() << " of " << stages.size());
   for (std::size_t part = 0; part < parts.size(); ++part) {
     const StagePart& given = parts[part];
-    PD_CHECK(given.stage == stages[part], "stage " << given.stage.value() << " at worker " << worker.value());
+    PD_CHECK(given.stage == stages[part], "stage " << given.stage.value() << " at rank " << rank.value());
     PD_CHECK(given.slots->num_slots() == num_versions_kept(options, given.stage),
              given.slots->num_slots()
                  << " slots for " << num_versions_kept(options, given.stage) << " versions");
@@ -67,7 +67,7 @@ StageEngine::Part& StageEngine::part_of(StageIndex stage) {
   for (Part& part : parts_) {
     if (part.stage_part.stage == stage) return part;
   }
-  PD_CHECK(false, "stage " << stage.value() << " is not at worker " << cursor_.worker().value());
+  PD_CHECK(false, "stage " << stage.value() << " is not at rank " << cursor_.rank().value());
 }
 
 // NOLINTNEXTLINE(cppcoreguidelines-pro-type-const-cast): one search for both

@@ -107,8 +107,8 @@ struct EngineTotals {
 class StageEngine {
  public:
   // parts: the worker's stages in ascending order. The last num_spans_max spans are kept.
-  StageEngine(const ScheduleOptions& options, WorkerIndex worker, const std::vector<StagePart>& parts,
-              Wakeup& wakeup, std::size_t num_spans_max);
+  StageEngine(const ScheduleOptions& options, Rank rank, const std::vector<StagePart>& parts, Wakeup& wakeup,
+              std::size_t num_spans_max);
 
   // The next work item, or empty at the deadline (ask again), or why the run failed: the message names
   // stage and minibatch. Aborts when the item handed out before was not completed.

@@ -315,8 +315,8 @@ Worker::Receiver& Worker::receiver(const std::string& name) {
   return found->second;
 }
 
-void Worker::start(const ScheduleOptions& options, WorkerIndex worker,
-                   const std::vector<StageChannelNames>& parts, std::size_t num_spans_max) {
+void Worker::start(const ScheduleOptions& options, Rank rank, const std::vector<StageChannelNames>& parts,
+                   std::size_t num_spans_max) {
   const auto receives = [&](const std::string& name) {
     return name.empty() ? nullptr : receiver(name).channel.get();
   };
@@ -330,7 +330,7 @@ void Worker::start(const ScheduleOptions& options, WorkerIndex worker,
                            StageChannels{receives(part.activations_in), sends(part.activations_out),
                                          receives(part.gradients_in), sends(part.gradients_out)}});
   }
-  engine_ = std::make_unique<StageEngine>(options, worker, stage_parts, wakeup_, num_spans_max);
+  engine_ = std::make_unique<StageEngine>(options, rank, stage_parts, wakeup_, num_spans_max);
   started_engine_.store(engine_.get());
 }
 

@@ -116,7 +116,7 @@ class Worker {
   [[nodiscard]] HeldSlot hold_slot(const std::string& term);
 
   // parts: this worker's stages in ascending order.
-  void start(const ScheduleOptions& options, WorkerIndex worker, const std::vector<StageChannelNames>& parts,
+  void start(const ScheduleOptions& options, Rank rank, const std::vector<StageChannelNames>& parts,
              std::size_t num_spans_max);
   [[nodiscard]] StageEngine& engine();
 

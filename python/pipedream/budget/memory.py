@@ -143,7 +143,7 @@ class MemoryPlan:
             schedule=self.schedule.schedule,
             in_flight=self.schedule.in_flight,
             num_microbatches=self.schedule.num_microbatches,
-            worker_of_stage=self.schedule.worker_of_stage,
+            placement=self.schedule.placement,
             recompute=list(recompute),
         )
         return replace(self, schedule=changed)

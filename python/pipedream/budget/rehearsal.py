@@ -62,15 +62,15 @@ __all__ = ["Handover", "Rehearsal"]
 class Handover:
     """The ways across the cuts, each named by the stage upstream of it."""
 
-    def __init__(self, core: _core.Worker | None, worker_of_stage: Sequence[int]) -> None:
+    def __init__(self, core: _core.Worker | None, placement: _core.Placement) -> None:
         """core: with the channels of channels.set_up_channels; None where one worker has all stages."""
         self._core = core
-        self._worker_of_stage = worker_of_stage
+        self._placement = placement
         self._in_hand: dict[int, tuple[Boundary, list[Tensor]]] = {}
 
     @property
     def num_stages(self) -> int:
-        return len(self._worker_of_stage)
+        return self._placement.num_stages
 
     def send(self, cut: int, boundary: Boundary, tensors: list[Tensor]) -> None:
         """Afterwards the tensors may change, and go: the rehearsal that made them measures what it holds."""
@@ -94,7 +94,7 @@ class Handover:
         return boundary, tensors
 
     def _is_local(self, cut: int) -> bool:
-        return self._worker_of_stage[cut] == self._worker_of_stage[cut + 1]
+        return self._placement.rank_of(cut) == self._placement.rank_of(cut + 1)
 
 
 class Rehearsal:

@@ -315,7 +315,7 @@ class _Worker:
         if {0, options.plan.num_stages - 1} & {stage.stage_index for stage in stages}:
             inputs, targets = self._first_microbatch(stream)
         rehearsal = Rehearsal(
-            Handover(links, options.plan.worker_of_stage),
+            Handover(links, options.plan.placement),
             self._device,
             rank=self._place.rank,
             loss_fn=options.loss_fn,

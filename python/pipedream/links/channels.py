@@ -6,7 +6,6 @@ caller number them alike. Plain values; any thread.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -222,14 +221,13 @@ def channels_of_run(
     found = _ChannelList()
     if forwarded is not None:
         found.channels += data_channels(plan, forwarded)
-    worker_of = plan.worker_of_stage
     for stage in range(plan.num_stages - 1):
         activations, gradients = _crossing(boundaries.get(stage))
         # Downstream keeps a slot per microbatch in flight until its backward, and one more may arrive.
         in_flight = _core.num_microbatches_in_flight(schedule, stage)
         in_flight_downstream = _core.num_microbatches_in_flight(schedule, stage + 1)
         unsent = 2 * in_flight + 4  # never more are in flight; the rest: released a little late
-        ends = (worker_of[stage], worker_of[stage + 1])
+        ends = _ranks_of(plan, stage, stage + 1)
         found.add(
             activations_name(stage),
             ends,
@@ -252,7 +250,7 @@ def channels_of_run(
             stages=(stage + 1, stage),
             num_transfers_kept=NUM_TRANSFERS_KEPT,
         )
-    _add_ties(found, worker_of, schedule, ties)
+    _add_ties(found, plan, schedule, ties)
     if exchanges_norms:
         figures = [TensorSpec(torch.float64, (2,), requires_grad=False)]
         for rank in range(plan.workers_used - 1):
@@ -262,6 +260,11 @@ def channels_of_run(
         found.add_tree(parent_of(rank), rank)
         found.add_tree(rank, parent_of(rank))
     return found.channels
+
+
+def _ranks_of(plan: Plan, first: int, second: int) -> tuple[int, int]:
+    """Of two stages."""
+    return plan.placement.rank_of(first), plan.placement.rank_of(second)
 
 
 def _crossing(boundary: Boundary | None) -> tuple[Sequence[TensorSpec], Sequence[TensorSpec]]:
@@ -277,7 +280,8 @@ def set_up_channels(plan: Plan) -> list[RunChannel]:
     found = _ChannelList()
     for rank in range(1, plan.workers_used):
         found.add_tree(parent_of(rank), rank, slots=_NUM_SET_UP_SLOTS)
-    for stage, ends in enumerate(itertools.pairwise(plan.worker_of_stage)):
+    for stage in range(plan.num_stages - 1):
+        ends = _ranks_of(plan, stage, stage + 1)
         if ends[0] != ends[1]:
             name = rehearsal_name(stage)
             found.add_bulk(name, ends, slots=_NUM_SET_UP_SLOTS, num_transfers_kept=1)
@@ -289,7 +293,7 @@ def data_channels(plan: Plan, forwarded: ForwardedData) -> list[RunChannel]:
     found = _ChannelList()
     counts = TensorSpec(torch.int64, (2,), requires_grad=False)  # data.forwarded_counts
     inputs, targets = [*forwarded.inputs.tensors, counts], [*forwarded.targets.tensors, counts]
-    first, last = plan.worker_of_stage[0], plan.worker_of_stage[-1]
+    first, last = _ranks_of(plan, 0, plan.num_stages - 1)
     # A minibatch's slot is free when its last microbatch has been through.
     first_slots, last_slots = plan.in_flight[0] + 1, plan.in_flight[-1] + 1
     found.add(INPUTS, (CALLER, first), inputs, slots=first_slots, unsent=2, on_device=False)
@@ -299,14 +303,14 @@ def data_channels(plan: Plan, forwarded: ForwardedData) -> list[RunChannel]:
 
 def _add_ties(
     found: _ChannelList,
-    worker_of: Sequence[int],
+    plan: Plan,
     schedule: _core.ScheduleOptions,
     ties: Sequence[TieSpec],
 ) -> None:
     # One of the two ends is never more than n_0 minibatches ahead of the other, so no send waits for room.
     ahead = max(schedule.in_flight[0], 2) + 1
     for (owner, user), specs in tied_tensors(ties).items():
-        ends = (worker_of[owner], worker_of[user])
+        ends = _ranks_of(plan, owner, user)
         if ends[0] == ends[1]:
             continue  # tied.py hands them over
         found.add(tied_weights_name(owner, user), ends, specs, slots=ahead, unsent=ahead + 2)

@@ -7,13 +7,14 @@ writes it by hand, the launcher and every worker read it, files carry it between
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipedream.common.checks import is_number
 from pipedream.common.document import (
@@ -31,6 +32,9 @@ from pipedream.common.document import (
 from pipedream.common.errors import FileFormatError
 from pipedream.common.table import format_table, shorten
 from pipedream.common.units import format_bandwidth, format_bytes
+
+if TYPE_CHECKING:
+    from pipedream import _core
 
 __all__ = ["Plan", "Stage"]
 
@@ -138,24 +142,20 @@ class Plan:
 
     @property
     def workers_used(self) -> int:
-        if self.stages[0].worker is not None:
-            return len(set(self.worker_of_stage))
-        return sum(stage.num_replicas for stage in self.stages)
+        return self.placement.num_ranks
 
-    @property
-    def worker_of_stage(self) -> tuple[int, ...]:
-        """The rank of each stage's worker; of its first replica where it has several."""
+    @functools.cached_property
+    def placement(self) -> _core.Placement:
+        """Where every replica of every stage is."""
+        from pipedream import _core
+
         if self.stages[0].worker is not None:
-            return tuple(stage.worker or 0 for stage in self.stages)
-        first_ranks, next_rank = [], 0
-        for stage in self.stages:
-            first_ranks.append(next_rank)
-            next_rank += stage.num_replicas
-        return tuple(first_ranks)
+            return _core.Placement.at_ranks([stage.worker or 0 for stage in self.stages])
+        return _core.Placement.in_order([stage.num_replicas for stage in self.stages])
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank runs, in order; none for a rank beyond the plan."""
-        return tuple(stage for stage, worker in enumerate(self.worker_of_stage) if worker == rank)
+        return tuple(self.placement.stages_at(rank))
 
     def describe_worker(self, rank: int) -> str:
         """ "stage 1 (rank 1)", as errors and traces name a worker."""
@@ -211,7 +211,7 @@ class Plan:
             list(self.in_flight),
         ]
         if self.stages[0].worker is not None:
-            content.append(list(self.worker_of_stage))
+            content.append([stage.worker for stage in self.stages])
         text = json.dumps(content, separators=(",", ":"))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 

@@ -131,8 +131,8 @@ def _make_options(
 ) -> _core.ScheduleOptions:
     from pipedream import _core
 
-    worker_of_stage, in_flight = _choose_stages(request)
-    num_stages, num_workers = len(worker_of_stage), len(set(worker_of_stage))
+    placement, in_flight = _choose_stages(request)
+    num_stages, num_workers = placement.num_stages, placement.num_ranks
     if request.in_flight is not None:
         in_flight = _read_in_flight(request.in_flight, num_stages)
     num_microbatches = request.microbatches
@@ -148,13 +148,15 @@ def _make_options(
         schedule=request.schedule,
         in_flight=in_flight,
         num_microbatches=num_microbatches,
-        worker_of_stage=worker_of_stage,
+        placement=placement,
         recompute=[request.recompute or stage in recomputed for stage in range(num_stages)],
     )
 
 
-def _choose_stages(request: TraceRequest) -> tuple[list[int], list[int]]:
-    """worker_of_stage and in_flight, of the plan or of a straight pipeline."""
+def _choose_stages(request: TraceRequest) -> tuple[_core.Placement, list[int]]:
+    """Placement and in_flight, of the plan or of a straight pipeline."""
+    from pipedream import _core
+
     if request.plan_file is not None:
         if request.stages is not None or request.workers is not None:
             raise ValueError("--plan already says what --stages and --workers would: leave those out")
@@ -165,7 +167,7 @@ def _choose_stages(request: TraceRequest) -> tuple[list[int], list[int]]:
                 f"{request.plan_file}: stage {replicated} has {plan.stages[replicated].num_replicas}"
                 " replicas, and trace shows one per stage: partition with --straight"
             )
-        return list(plan.worker_of_stage), list(plan.in_flight)
+        return plan.placement, list(plan.in_flight)
     num_stages, num_workers = request.stages, request.workers
     if num_stages is None:
         raise ValueError("give --stages N, for example 4, or --plan FILE")
@@ -179,7 +181,8 @@ def _choose_stages(request: TraceRequest) -> tuple[list[int], list[int]]:
             num_workers = num_stages // 2
     if num_workers < 1:
         raise ValueError(f"--workers is {num_workers}: give at least 1")
-    return [stage % num_workers for stage in range(num_stages)], list(range(num_stages, 0, -1))
+    placement = _core.Placement.at_ranks([stage % num_workers for stage in range(num_stages)])
+    return placement, list(range(num_stages, 0, -1))
 
 
 def _choose_minibatches(request: TraceRequest, options: _core.ScheduleOptions) -> int:
@@ -265,7 +268,7 @@ def trace_fields(
         "schedule": options.schedule,
         "num_stages": options.num_stages,
         "num_workers": simulation.num_workers,
-        "worker_of_stage": list(options.worker_of_stage),
+        "worker_of_stage": [options.placement.rank_of(stage) for stage in range(options.num_stages)],
         "num_minibatches": traced.num_minibatches,
         "num_microbatches": options.num_microbatches,
         "in_flight": list(options.in_flight),

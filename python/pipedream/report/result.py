@@ -219,11 +219,12 @@ def combine_reports(
 ) -> RunResult:
     """The run's result from what the workers report, in the order of their ranks. channels: those of
     activations and gradients."""
-    last = reports[plan.worker_of_stage[-1]]
+    last = reports[plan.placement.rank_of(plan.num_stages - 1)]
     losses, samples, epochs = last["losses"], last["samples"], last["epochs"]
     totals = [report["totals"] for report in reports]
     elapsed_ns = max(entry["elapsed_ns"] for entry in totals)
-    stages = [reports[worker]["stages"][str(stage)] for stage, worker in enumerate(plan.worker_of_stage)]
+    ranks = [plan.placement.rank_of(stage) for stage in range(plan.num_stages)]
+    stages = [reports[rank]["stages"][str(stage)] for stage, rank in enumerate(ranks)]
     figures = [_figures_of(channel, reports) for channel in channels]
     num_warm_up = 1 if _core.drains_every_minibatch(schedule) else plan.in_flight[0]
     return RunResult(

@@ -53,7 +53,7 @@ class JobOptions:
             schedule=self.schedule,
             in_flight=list(self.plan.in_flight),
             num_microbatches=self.microbatches,
-            worker_of_stage=list(self.plan.worker_of_stage),
+            placement=self.plan.placement,
             recompute=list(self.recompute or ()),
         )
 

@@ -204,7 +204,7 @@ class WorkerLoop:
         core = self._core
         core.start(
             options=self._schedule,
-            worker=self._place.rank,
+            rank=self._place.rank,
             parts=[self._channels_of(stage) for stage in self._runners],
         )
         do = {

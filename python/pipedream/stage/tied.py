@@ -55,7 +55,8 @@ class TieLinks:
 
     def _is_local(self, ends: tuple[int, int]) -> bool:
         first, second = ends
-        return _core.worker_of(self._schedule, first) == _core.worker_of(self._schedule, second)
+        placement = self._schedule.placement
+        return placement.rank_of(first) == placement.rank_of(second)
 
 
 class TiedParameters:

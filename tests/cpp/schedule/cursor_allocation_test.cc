@@ -13,7 +13,7 @@ TEST(ProgramCursor, WalkingAllocatesNothing) {
     ScheduleOptions options = make_options(schedule, straight(4), 5);
     if (schedule == "interleaved") options = make_interleaved(2, 2, 5);
     options.recompute.assign(4, true);
-    ProgramCursor cursor(options, WorkerIndex(0));
+    ProgramCursor cursor(options, Rank(0));
     const AllocationCounter counter;
     for (int step = 0; step < 1000; ++step) cursor.advance();
     const bool is_over = !cursor.current().has_value();

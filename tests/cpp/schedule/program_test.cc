@@ -19,7 +19,7 @@ namespace {
 Counts versions_of(Opcode opcode, const ScheduleOptions& options, std::int64_t worker,
                    std::int64_t num_minibatches) {
   Counts versions;
-  for (const Instruction& instruction : make_program(options, WorkerIndex(worker), num_minibatches)) {
+  for (const Instruction& instruction : make_program(options, Rank(worker), num_minibatches)) {
     if (instruction.opcode == opcode) versions.push_back(instruction.version.value());
   }
   return versions;
@@ -34,10 +34,9 @@ std::string error_of(const ScheduleOptions& options) {
   return "";
 }
 
-std::string error_of_placement(const std::string& schedule, const Counts& worker_of_stage) {
-  ScheduleOptions options =
-      make_options(schedule, straight(static_cast<std::int64_t>(worker_of_stage.size())));
-  options.worker_of_stage = worker_of_stage;
+std::string error_of_placement(const std::string& schedule, const Counts& rank_of_stage) {
+  ScheduleOptions options = make_options(schedule, straight(static_cast<std::int64_t>(rank_of_stage.size())));
+  options.placement = Placement::at_ranks(rank_of_stage);
   return error_of(options);
 }
 
@@ -224,7 +223,7 @@ TEST(Versions, EqualTheFormulas) {
         const auto stage_index = static_cast<std::size_t>(stage);
         EXPECT_EQ(num_versions_kept(options, StageIndex(stage)),
                   num_kept_by_formula(schedule, options.in_flight, stage_index));
-        for (const Instruction& instruction : make_program(options, WorkerIndex(stage), 9)) {
+        for (const Instruction& instruction : make_program(options, Rank(stage), 9)) {
           const std::int64_t minibatch = instruction.minibatch.value();
           const std::int64_t formula =
               version_by_formula(schedule, options.in_flight, stage_index, minibatch);
@@ -259,7 +258,7 @@ TEST(Versions, InTheStashingSchedulesAForwardReadsTheNewest) {
     for (std::int64_t num_microbatches = 1; num_microbatches <= 4; ++num_microbatches) {
       const ScheduleOptions options = make_options("pipedream", {in_flight}, num_microbatches);
       std::int64_t newest = 0;
-      for (const Instruction& instruction : make_program(options, WorkerIndex(0), 20)) {
+      for (const Instruction& instruction : make_program(options, Rank(0), 20)) {
         if (instruction.opcode == Opcode::kForward) {
           EXPECT_EQ(instruction.version.value(), newest);
         } else if (instruction.opcode == Opcode::kUpdate) {
@@ -336,28 +335,24 @@ TEST(Schedules, AreNamedInTheOrderOfTheTable) {
                                                         "gpipe", "model_parallel", "interleaved"}));
 }
 
-TEST(Placement, StagesAndWorkersFindEachOther) {
+TEST(ScheduleOptions, WithoutAPlacementHaveStageSAtRankS) {
+  const ScheduleOptions flush = make_options("flush", {3, 2, 1});
+  EXPECT_EQ(num_workers(flush), 3);
+  EXPECT_EQ(placement_of(flush), Placement::in_order({1, 1, 1}));
   const ScheduleOptions interleaved = make_interleaved(3, 2, 1);
   EXPECT_EQ(num_stages(interleaved), 6);
   EXPECT_EQ(num_workers(interleaved), 3);
-  EXPECT_EQ(worker_of(interleaved, StageIndex(4)), WorkerIndex(1));
-  EXPECT_EQ(stages_of(interleaved, WorkerIndex(1)), (std::vector<StageIndex>{StageIndex(1), StageIndex(4)}));
-  const ScheduleOptions flush = make_options("flush", {3, 2, 1});
-  EXPECT_EQ(num_workers(flush), 3);
-  EXPECT_EQ(worker_of(flush, StageIndex(2)), WorkerIndex(2));
-  EXPECT_EQ(stages_of(flush, WorkerIndex(1)), (std::vector<StageIndex>{StageIndex(1)}));
+  EXPECT_EQ(placement_of(interleaved), interleaved.placement);
 }
 
-TEST(Placement, StagesAndWorkersOutsideThePlanAreRefused) {
+TEST(Program, OfAStageOrARankOutsideThePlanIsRefused) {
   const ScheduleOptions options = make_options("flush", {2, 1});
-  EXPECT_THROW((void)worker_of(options, StageIndex(2)), UserError);
-  EXPECT_THROW((void)stages_of(options, WorkerIndex(-1)), UserError);
-  EXPECT_THROW((void)stages_of(options, WorkerIndex(2)), UserError);
-  EXPECT_THROW((void)make_program(options, WorkerIndex(2), 1), UserError);
+  EXPECT_THROW((void)make_program(options, Rank(2), 1), UserError);
+  EXPECT_THROW((void)make_program(options, Rank(-1), 1), UserError);
   EXPECT_THROW((void)num_versions_kept(options, StageIndex(-1)), UserError);
   EXPECT_THROW((void)forward_version(options, StageIndex(2), MinibatchId(0)), UserError);
   EXPECT_THROW((void)forward_version(options, StageIndex(0), MinibatchId(-1)), UserError);
-  EXPECT_THROW((void)make_program(options, WorkerIndex(0), -1), UserError);
+  EXPECT_THROW((void)make_program(options, Rank(0), -1), UserError);
 }
 
 TEST(Phase, NothingCoolsDownWhileTheNumberOfMinibatchesIsUnknown) {
@@ -374,7 +369,7 @@ TEST(Phase, NothingCoolsDownWhileTheNumberOfMinibatchesIsUnknown) {
 
 TEST(Phase, OfADrainingScheduleDoesNotDependOnTheNumberOfMinibatches) {
   const ScheduleOptions options = make_options("flush", {2, 1}, 2);
-  for (const Instruction& instruction : make_program(options, WorkerIndex(0), 3)) {
+  for (const Instruction& instruction : make_program(options, Rank(0), 3)) {
     EXPECT_EQ(phase_of(options, instruction, std::nullopt), phase_of(options, instruction, 3));
   }
 }
@@ -389,7 +384,7 @@ TEST(Phase, RefusesInstructionsThatThePlanDoesNotHave) {
 // Walks a cursor that learns the number of minibatches just before its `num_known_from`-th step.
 Instructions walk(const ScheduleOptions& options, std::int64_t worker, std::int64_t num_minibatches,
                   std::size_t num_known_from) {
-  ProgramCursor cursor(options, WorkerIndex(worker));
+  ProgramCursor cursor(options, Rank(worker));
   Instructions instructions;
   while (true) {
     if (instructions.size() == num_known_from) cursor.set_num_minibatches(num_minibatches);
@@ -403,7 +398,7 @@ Instructions walk(const ScheduleOptions& options, std::int64_t worker, std::int6
 // Steps before the cursor would first forward a minibatch that does not exist: the latest moment to learn.
 std::size_t num_steps_until_asked(const ScheduleOptions& options, std::int64_t worker,
                                   std::int64_t num_minibatches) {
-  ProgramCursor cursor(options, WorkerIndex(worker));
+  ProgramCursor cursor(options, Rank(worker));
   std::size_t num_steps = 0;
   for (; cursor.current()->minibatch.value() < num_minibatches; ++num_steps) cursor.advance();
   EXPECT_EQ(cursor.current()->opcode, Opcode::kForward);
@@ -419,7 +414,7 @@ TEST(ProgramCursor, LearningTheNumberOfMinibatchesLateGivesTheSameProgram) {
     options.recompute.front() = true;
     for (std::int64_t worker = 0; worker < num_workers(options); ++worker) {
       for (std::int64_t num_minibatches = 0; num_minibatches <= 5; ++num_minibatches) {
-        const Instructions expected = make_program(options, WorkerIndex(worker), num_minibatches);
+        const Instructions expected = make_program(options, Rank(worker), num_minibatches);
         const std::size_t latest = num_steps_until_asked(options, worker, num_minibatches);
         for (std::size_t num_known_from = 0; num_known_from <= latest; ++num_known_from) {
           EXPECT_EQ(walk(options, worker, num_minibatches, num_known_from), expected)
@@ -432,7 +427,7 @@ TEST(ProgramCursor, LearningTheNumberOfMinibatchesLateGivesTheSameProgram) {
 }
 
 TEST(ProgramCursor, AsksForAForwardWhileTheNumberOfMinibatchesIsUnknown) {
-  ProgramCursor cursor(make_options("pipedream", {2, 1}), WorkerIndex(0));
+  ProgramCursor cursor(make_options("pipedream", {2, 1}), Rank(0));
   for (int position = 0; position < 3000; ++position) {
     ASSERT_TRUE(cursor.current().has_value());
     cursor.advance();
@@ -441,14 +436,14 @@ TEST(ProgramCursor, AsksForAForwardWhileTheNumberOfMinibatchesIsUnknown) {
 }
 
 TEST(ProgramCursor, NoMinibatchesEndsTheProgramAtOnce) {
-  ProgramCursor cursor(make_options("gpipe", {2, 1}, 4), WorkerIndex(1));
+  ProgramCursor cursor(make_options("gpipe", {2, 1}, 4), Rank(1));
   cursor.set_num_minibatches(0);
   EXPECT_FALSE(cursor.current().has_value());
   EXPECT_EQ(cursor.num_minibatches(), 0);
 }
 
 TEST(ProgramCursor, EndingInsideTheWarmUpGoesOnWithTheFirstBackward) {
-  ProgramCursor cursor(make_options("pipedream", {4, 3, 2, 1}), WorkerIndex(0));
+  ProgramCursor cursor(make_options("pipedream", {4, 3, 2, 1}), Rank(0));
   cursor.advance();
   EXPECT_EQ(cursor.current()->opcode, Opcode::kForward);
   cursor.set_num_minibatches(1);
@@ -464,7 +459,7 @@ TEST(ProgramCursor, RecomputeForNaiveReadsWhatItsBackwardReads) {
 }
 
 TEST(ProgramCursorDeathTest, AbortsOnMisuse) {
-  ProgramCursor cursor(make_options("pipedream", {4, 3, 2, 1}), WorkerIndex(0));
+  ProgramCursor cursor(make_options("pipedream", {4, 3, 2, 1}), Rank(0));
   cursor.advance();
   cursor.advance();
   EXPECT_DEATH(cursor.set_num_minibatches(1), "num_minibatches 1 is below the 2 already forwarded");
@@ -477,7 +472,7 @@ TEST(ProgramCursorDeathTest, AbortsOnMisuse) {
 }
 
 TEST(ProgramCursorDeathTest, AMinibatchThatWasBegunExists) {
-  ProgramCursor cursor(make_options("gpipe", {2, 1}, 4), WorkerIndex(0));
+  ProgramCursor cursor(make_options("gpipe", {2, 1}, 4), Rank(0));
   cursor.advance();
   EXPECT_DEATH(cursor.set_num_minibatches(0), "num_minibatches 0 is below the 1 already forwarded");
 }
@@ -524,7 +519,7 @@ TEST(ScheduleOptions, DataParallelIsKnownAndNotBuilt) {
   EXPECT_EQ(error_of(make_options("data_parallel", {1})),
             "schedule \"data_parallel\" is not built yet; use one that is: \"pipedream\", \"vertical_sync\", "
             "\"naive\", \"2bw\", \"flush\", \"gpipe\", \"model_parallel\", \"interleaved\"");
-  EXPECT_THROW(ProgramCursor(make_options("data_parallel", {1}), WorkerIndex(0)), UserError);
+  EXPECT_THROW(ProgramCursor(make_options("data_parallel", {1}), Rank(0)), UserError);
 }
 
 TEST(ScheduleOptions, AnUnknownScheduleListsTheKnownOnes) {
@@ -551,8 +546,8 @@ TEST(ScheduleOptions, RefusesListsOfTheWrongLength) {
   options.recompute = {true};
   EXPECT_EQ(error_of(options), "recompute has 1 entries for 2 stages; give one per stage, or none");
   options.recompute = {true, false};
-  options.worker_of_stage = {0, 1, 2};
-  EXPECT_EQ(error_of(options), "worker_of_stage has 3 entries for 2 stages; give one per stage, or none");
+  options.placement = Placement::in_order({1, 1, 1});
+  EXPECT_EQ(error_of(options), "placement has 3 entries for 2 stages; give one per stage, or none");
 }
 
 TEST(ScheduleOptions, TwoBwNeedsAsManyMicrobatchesAsAreInFlight) {
@@ -564,31 +559,36 @@ TEST(ScheduleOptions, TwoBwNeedsAsManyMicrobatchesAsAreInFlight) {
 
 TEST(ScheduleOptions, OnlyInterleavedHasSeveralStagesAtAWorker) {
   EXPECT_EQ(error_of_placement("flush", {0, 1, 2}), "");
-  EXPECT_EQ(
-      error_of_placement("flush", {0, 1, 0}),
-      "worker_of_stage is 0 at stage 2; it must be 2: only schedule \"interleaved\" runs several stages "
-      "at a worker");
+  EXPECT_EQ(error_of_placement("flush", {0, 1, 0}),
+            "stage 2 is at rank 0; it must be at rank 2: only schedule \"interleaved\" runs several stages "
+            "at a worker");
   EXPECT_EQ(error_of_placement("flush", {0, 2, 1}),
-            "worker_of_stage is 2 at stage 1; it must be 1: stage s lies at worker s");
-  EXPECT_NE(error_of_placement("flush", {-1, 1}), "");
+            "stage 1 is at rank 2; it must be at rank 1: stage s lies at rank s");
 }
 
 TEST(ScheduleOptions, InterleavedDealsItsStagesOut) {
   EXPECT_EQ(error_of_placement("interleaved", {0, 1, 0, 1}), "");
   EXPECT_EQ(error_of_placement("interleaved", {0, 1, 2}), "");
   EXPECT_EQ(error_of_placement("interleaved", {0}), "");
-  EXPECT_EQ(error_of_placement("interleaved", {0, 1, 1, 0}),
-            "worker_of_stage is 1 at stage 2; it must be 0: schedule \"interleaved\" has stage s at worker s "
-            "mod 2");
   EXPECT_EQ(
-      error_of_placement("interleaved", {0, 1, 0}),
-      "worker_of_stage spreads 3 stages over 2 workers; schedule \"interleaved\" needs as many stages at "
-      "every worker");
+      error_of_placement("interleaved", {0, 1, 1, 0}),
+      "stage 2 is at rank 1; it must be at rank 0: schedule \"interleaved\" has stage s at rank s mod 2");
+  EXPECT_EQ(error_of_placement("interleaved", {0, 1, 0}),
+            "the placement spreads 3 stages over 2 workers; schedule \"interleaved\" needs as many stages at "
+            "every worker");
   EXPECT_EQ(error_of_placement("interleaved", {0, 0}),
-            "worker_of_stage puts all 2 stages at one worker; schedule \"interleaved\" needs at least 2 "
+            "the placement puts all 2 stages at one worker; schedule \"interleaved\" needs at least 2 "
             "workers");
-  EXPECT_NE(error_of_placement("interleaved", {0, -1}), "");
-  EXPECT_NE(error_of_placement("interleaved", {0, std::int64_t{1} << 62}), "");
+}
+
+TEST(ScheduleOptions, ReplicasAndShardsAreRefusedUntilTheyAreBuilt) {
+  ScheduleOptions options = make_options("flush", {2, 1});
+  options.placement = Placement::in_order({1, 2});
+  EXPECT_EQ(error_of(options), "stage 1 has several replicas, which are not built yet; give it one rank");
+  options.placement = Placement({{StageIndex(0), {}, ShardIndex(0), Rank(0)},
+                                 {StageIndex(0), {}, ShardIndex(1), Rank(1)},
+                                 {StageIndex(1), {}, {}, Rank(2)}});
+  EXPECT_EQ(error_of(options), "stage 0 has several shards, which are not built yet; give it one rank");
 }
 
 }  // namespace

@@ -32,16 +32,17 @@ inline ScheduleOptions make_options(const std::string& schedule, const Counts& i
 inline ScheduleOptions make_interleaved(std::int64_t num_workers, std::int64_t num_chunks,
                                         std::int64_t num_microbatches) {
   ScheduleOptions options = make_options("interleaved", straight(num_workers * num_chunks), num_microbatches);
-  for (std::int64_t stage = 0; stage < num_workers * num_chunks; ++stage) {
-    options.worker_of_stage.push_back(stage % num_workers);
-  }
+  Counts ranks;
+  for (std::int64_t stage = 0; stage < num_workers * num_chunks; ++stage)
+    ranks.push_back(stage % num_workers);
+  options.placement = Placement::at_ranks(ranks);
   return options;
 }
 
 inline Programs make_programs(const ScheduleOptions& options, std::int64_t num_minibatches) {
   Programs programs;
   for (std::int64_t worker = 0; worker < num_workers(options); ++worker) {
-    programs.push_back(make_program(options, WorkerIndex(worker), num_minibatches));
+    programs.push_back(make_program(options, Rank(worker), num_minibatches));
   }
   return programs;
 }
@@ -52,7 +53,7 @@ inline std::string on_paper(const ScheduleOptions& options, std::int64_t worker,
                             std::int64_t num_minibatches) {
   std::string text;
   std::optional<Phase> phase;
-  for (const Instruction& instruction : make_program(options, WorkerIndex(worker), num_minibatches)) {
+  for (const Instruction& instruction : make_program(options, Rank(worker), num_minibatches)) {
     const Phase next = phase_of(options, instruction, num_minibatches);
     if (phase && *phase != next) text += " |";
     phase = next;

@@ -207,7 +207,7 @@ TEST(Validator, AcceptsABackwardThatGoesAheadOfAForward) {
   // 1F1B with a smaller window: F0.0 B0.0 F0.1 B0.1 ... instead of F0.0 F0.1 B0.0 ...
   const ScheduleOptions options = make_options("flush", {2, 1}, 4);
   Programs programs = make_programs(options, 2);
-  programs[0] = make_program(make_options("flush", {1, 1}, 4), WorkerIndex(0), 2);
+  programs[0] = make_program(make_options("flush", {1, 1}, 4), Rank(0), 2);
   const ReplayReport report = replay(options, programs, 2);
   EXPECT_TRUE(report.ok) << report.error;
   EXPECT_EQ(report.activations_live_max, (Counts{1, 1}));
@@ -296,7 +296,7 @@ TEST_F(BrokenList, InFlightThatRisesDownstreamDeadlocks) {
 
 TEST_F(BrokenList, OrderThatIsRightAtEveryWorkerAndDeadlocksTogether) {
   use("flush", {3, 2, 1}, 3, 1);
-  programs_[0] = make_program(make_options("flush", {1, 1, 1}, 3), WorkerIndex(0), 1);
+  programs_[0] = make_program(make_options("flush", {1, 1, 1}, 3), Rank(0), 1);
   expect_fault(
       "deadlock; worker 0, position 1, BACKWARD stage 0 minibatch 0 microbatch 0 reads version 0: waits for "
       "the gradient from stage 1; worker 1, position 1, FORWARD stage 1 minibatch 0 microbatch 1 reads "
@@ -461,7 +461,7 @@ TEST_F(BrokenList, UpdatesOutOfOrder) {
 
 TEST_F(BrokenList, MoreInFlightThanTheWindow) {
   use("pipedream", {2, 1}, 2, 3);
-  programs_[0] = make_program(make_options("pipedream", {3, 2}, 2), WorkerIndex(0), 3);
+  programs_[0] = make_program(make_options("pipedream", {3, 2}, 2), Rank(0), 3);
   expect_fault(
       "worker 0, position 3, FORWARD stage 0 minibatch 1 microbatch 1 reads version 0: at most 3 "
       "microbatches "

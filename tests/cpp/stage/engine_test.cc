@@ -78,11 +78,11 @@ class Engine : public testing::Test {
     engine_.reset();
     slots_.clear();
     std::vector<StagePart> parts;
-    for (const StageIndex stage : stages_of(options, WorkerIndex(worker))) {
+    for (const StageIndex stage : placement_of(options).stages_at(Rank(worker))) {
       slots_[stage] = std::make_unique<VersionSlots>(num_versions_kept(options, stage));
       parts.push_back({stage, slots_[stage].get(), {}});
     }
-    engine_ = std::make_unique<StageEngine>(options, WorkerIndex(worker), parts, wakeup_, num_spans_max);
+    engine_ = std::make_unique<StageEngine>(options, Rank(worker), parts, wakeup_, num_spans_max);
   }
   void make_pipedream(std::int64_t in_flight = 1, std::size_t num_spans_max = 100) {
     make(make_options("pipedream", {in_flight}), 0, num_spans_max);
@@ -141,7 +141,7 @@ class Engine : public testing::Test {
         for (const std::int64_t num_minibatches : {0, 1, 2, 3, 4, 12}) {
           SCOPED_TRACE(describe(options, worker, num_minibatches));
           make(options, worker);
-          check(WorkerIndex(worker), num_minibatches);
+          check(Rank(worker), num_minibatches);
           if (HasFailure()) return;
         }
       }
@@ -157,7 +157,7 @@ class Engine : public testing::Test {
 using EngineDeathTest = Engine;
 
 TEST_F(Engine, HandsOutTheProgramOfEveryScheduleWhateverTheNumberOfMinibatches) {
-  for_every_run([&](WorkerIndex worker, std::int64_t num_minibatches) {
+  for_every_run([&](Rank worker, std::int64_t num_minibatches) {
     EXPECT_EQ(run(num_minibatches), make_program(options_, worker, num_minibatches));
     const WorkItem done = next();  // asking again changes nothing
     EXPECT_EQ(done.kind, WorkKind::kDone);
@@ -179,7 +179,7 @@ TEST_F(Engine, HandsOutTheProgramOfEveryScheduleWhateverTheNumberOfMinibatches) 
 // The slots hold their version's number here, poison while they are written and from when they are said to be
 // free.
 TEST_F(Engine, EveryReadFindsItsVersionThoughFreedSlotsAreOverwritten) {
-  for_every_run([&](WorkerIndex /*worker*/, std::int64_t num_minibatches) {
+  for_every_run([&](Rank /*worker*/, std::int64_t num_minibatches) {
     std::map<StageIndex, std::vector<std::int64_t>> contents;
     for (const auto& [stage, slots] : slots_) {
       contents[stage].assign(static_cast<std::size_t>(slots->num_slots()), kPoison);
@@ -218,7 +218,7 @@ bool is_last_read(const Instructions& program, std::size_t position) {
 }
 
 TEST_F(Engine, BackwardFreesASlotExactlyWhenItWasTheLastToReadAnOldVersion) {
-  for_every_run([&](WorkerIndex worker, std::int64_t num_minibatches) {
+  for_every_run([&](Rank worker, std::int64_t num_minibatches) {
     const Instructions program = make_program(options_, worker, num_minibatches);
     const Instructions endless = make_program(options_, worker, num_minibatches + options_.in_flight[0] + 2);
     const auto learned_at = static_cast<std::size_t>(
@@ -471,7 +471,7 @@ TEST_F(EngineDeathTest, StagesOfAnotherPlanAbort) {
   VersionSlots two(2);
   const auto make_with = [&](const ScheduleOptions& options, std::int64_t worker,
                              const std::vector<StagePart>& parts) {
-    const StageEngine engine(options, WorkerIndex(worker), parts, wakeup_, 1);
+    const StageEngine engine(options, Rank(worker), parts, wakeup_, 1);
   };
   const ScheduleOptions pipedream = make_options("pipedream", {2, 1});
   const ScheduleOptions interleaved = make_interleaved(2, 2, 2);
@@ -484,9 +484,8 @@ TEST_F(EngineDeathTest, StagesOfAnotherPlanAbort) {
 
 TEST_F(Engine, ScheduleThatDoesNotExistIsRefused) {
   VersionSlots one(1);
-  EXPECT_THROW(
-      StageEngine(make_options("gpip", {1}), WorkerIndex(0), {{StageIndex(0), &one, {}}}, wakeup_, 1),
-      UserError);
+  EXPECT_THROW(StageEngine(make_options("gpip", {1}), Rank(0), {{StageIndex(0), &one, {}}}, wakeup_, 1),
+               UserError);
 }
 
 }  // namespace

@@ -27,10 +27,10 @@ ScheduleOptions make_straight(const std::string& schedule, std::int64_t num_stag
   return make_options(schedule, straight(num_stages), num_microbatches);
 }
 
-std::vector<StageChannelNames> parts_of(const ScheduleOptions& schedule, WorkerIndex worker) {
+std::vector<StageChannelNames> parts_of(const ScheduleOptions& schedule, Rank worker) {
   const StageIndex last_stage(num_stages(schedule) - 1);
   std::vector<StageChannelNames> parts;
-  for (const StageIndex stage : stages_of(schedule, worker)) {
+  for (const StageIndex stage : placement_of(schedule).stages_at(worker)) {
     StageChannelNames& part = parts.emplace_back();
     part.stage = stage;
     if (stage.value() > 0) {
@@ -45,11 +45,11 @@ std::vector<StageChannelNames> parts_of(const ScheduleOptions& schedule, WorkerI
   return parts;
 }
 
-void add_channels(Worker& worker, const ScheduleOptions& schedule, WorkerIndex worker_index,
-                  const ItemSpec& item, std::size_t chunk_bytes, bool places_on_device) {
+void add_channels(Worker& worker, const ScheduleOptions& schedule, Rank worker_index, const ItemSpec& item,
+                  std::size_t chunk_bytes, bool places_on_device) {
   const auto spec = [&](const std::string& name, StageIndex peer, std::int64_t channel_id,
                         std::int64_t num_items) {
-    const std::string rank = std::to_string(worker_of(schedule, peer).value());
+    const std::string rank = std::to_string(placement_of(schedule).rank_of(peer).value());
     ChannelSpec channel;
     channel.name = name;
     channel.peer = "stage " + std::to_string(peer.value()) + " (rank " + rank + ")";
@@ -601,7 +601,7 @@ class PipelineWorker {
   }
 
   const PipelineOptions pipeline_;
-  const WorkerIndex worker_index_;
+  const Rank worker_index_;
   const std::vector<StageChannelNames> parts_;
   const Replay& replay_;
   Board& board_;
@@ -662,8 +662,8 @@ void expect_complete(const std::vector<WorkerReport>& reports, const PipelineOpt
     EXPECT_EQ(report.num_minibatches, options.num_minibatches);
     expect_versions(report, replay);
     expect_times(report);
-    const Instructions program = make_program(
-        options.schedule, WorkerIndex(static_cast<std::int64_t>(worker)), options.num_minibatches);
+    const Instructions program =
+        make_program(options.schedule, Rank(static_cast<std::int64_t>(worker)), options.num_minibatches);
     EXPECT_EQ(report.totals.num_work_items, static_cast<std::int64_t>(program.size()));
     ASSERT_EQ(report.spans.size(), std::min(kNumSpansMax, program.size()));
     const auto first = program.end() - static_cast<std::ptrdiff_t>(report.spans.size());

@@ -26,12 +26,12 @@ inline std::string gradients_name(std::int64_t stage) {
                                             std::int64_t num_microbatches);
 
 // What Worker::start takes.
-[[nodiscard]] std::vector<StageChannelNames> parts_of(const ScheduleOptions& schedule, WorkerIndex worker);
+[[nodiscard]] std::vector<StageChannelNames> parts_of(const ScheduleOptions& schedule, Rank worker);
 
 // The channels of the worker's stages, in both directions, with as many slots and places as the schedule
 // needs and no more. Every item is as `item` says.
-void add_channels(Worker& worker, const ScheduleOptions& schedule, WorkerIndex worker_index,
-                  const ItemSpec& item, std::size_t chunk_bytes, bool places_on_device = false);
+void add_channels(Worker& worker, const ScheduleOptions& schedule, Rank worker_index, const ItemSpec& item,
+                  std::size_t chunk_bytes, bool places_on_device = false);
 
 [[nodiscard]] Deadline patience();
 

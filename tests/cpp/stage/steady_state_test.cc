@@ -120,7 +120,7 @@ class SteadyWorker {
   }
 
   const ScheduleOptions schedule_;
-  const WorkerIndex index_;
+  const Rank index_;
   const std::vector<StageChannelNames> parts_;
   const std::int64_t num_stages_ = static_cast<std::int64_t>(schedule_.in_flight.size());
   const std::shared_ptr<std::vector<std::byte>> bytes_ =

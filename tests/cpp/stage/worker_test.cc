@@ -65,8 +65,8 @@ class Faults : public testing::TestWithParam<std::string> {
   }
   void start_pair() {
     const ScheduleOptions schedule = make_straight("pipedream", 2, 1);
-    a_->start(schedule, WorkerIndex(0), parts_of(schedule, WorkerIndex(0)), 10);
-    b_->start(schedule, WorkerIndex(1), parts_of(schedule, WorkerIndex(1)), 10);
+    a_->start(schedule, Rank(0), parts_of(schedule, Rank(0)), 10);
+    b_->start(schedule, Rank(1), parts_of(schedule, Rank(1)), 10);
   }
   static WorkItem next(Worker& worker) {
     auto work = worker.next_work(patience());

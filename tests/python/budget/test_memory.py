@@ -53,7 +53,7 @@ def _memory(
 ) -> MemoryPlan:
     """A rank of four stages. given: of MemoryPlan."""
     plan = Plan.straight(4, 4, num_workers=num_workers)
-    options = _core.ScheduleOptions(schedule, plan.in_flight, microbatches, plan.worker_of_stage)
+    options = _core.ScheduleOptions(schedule, plan.in_flight, microbatches, plan.placement)
     fields: dict[str, Any] = {
         "footprints": {stage: _footprint() for stage in range(4)},
         "channels": [],

@@ -91,7 +91,7 @@ def _links(rank: int, num_ranks: int) -> list[str]:
         schedule="gpipe",
         in_flight=list(plan.in_flight),
         num_microbatches=1,
-        worker_of_stage=list(plan.worker_of_stage),
+        placement=plan.placement,
         recompute=[],
     )
     channels = channels_of_run(plan, schedule, num_ranks, {}, [], None, exchanges_norms=True, codec={})

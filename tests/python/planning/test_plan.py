@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pipedream import _core
 from pipedream.common.errors import FileFormatError
 from pipedream.planning.plan import Plan, Stage
 
@@ -52,7 +53,7 @@ def test_plan_of_the_design_is_read_as_it_is_written() -> None:
     assert plan.stages == (Stage(0, 30, 15), Stage(31, 39, 1))
     assert (plan.num_stages, plan.num_layers, plan.num_workers, plan.workers_used) == (2, 40, 16, 16)
     assert (plan.noam, plan.in_flight, plan.bottleneck_ms) == (2, (2, 1), 44.159)
-    assert (plan.worker_of_stage, plan.stages_of(15), plan.stages_of(16)) == ((0, 15), (1,), ())
+    assert (plan.placement.rank_of(1), plan.stages_of(15), plan.stages_of(16)) == (15, (1,), ())
     assert plan.to_dict() == VGG16_FIELDS
 
 
@@ -131,9 +132,11 @@ def test_derived_in_flight_follows_the_recurrence_and_can_be_given_back(plan: Pl
 def test_ranks_go_to_the_replicas_stage_by_stage(plan: Plan) -> None:
     next_rank = 0
     for stage_index, stage in enumerate(plan.stages):
-        assert plan.worker_of_stage[stage_index] == next_rank
-        assert plan.stages_of(next_rank) == (stage_index,)
-        next_rank += stage.num_replicas
+        assert plan.placement.num_replicas(stage_index) == stage.num_replicas
+        for replica in range(stage.num_replicas):
+            assert plan.placement.rank_of(stage_index, replica) == next_rank
+            assert plan.stages_of(next_rank) == (stage_index,)
+            next_rank += 1
     assert plan.workers_used == next_rank
     assert plan.stages_of(next_rank) == ()
 
@@ -141,7 +144,7 @@ def test_ranks_go_to_the_replicas_stage_by_stage(plan: Plan) -> None:
 def test_workers_that_the_stages_name_run_several_of_them() -> None:
     plan = Plan(tuple(Stage(i, i, worker=i % 2) for i in range(5)))
     assert plan.workers_used == plan.num_workers == 2
-    assert plan.worker_of_stage == (0, 1, 0, 1, 0)
+    assert [plan.placement.rank_of(stage) for stage in range(5)] == [0, 1, 0, 1, 0]
     assert [plan.stages_of(rank) for rank in range(3)] == [(0, 2, 4), (1, 3), ()]
     assert plan.describe_worker(0) == "stages 0, 2, 4 (rank 0)"
     assert plan.describe_worker(1) == "stages 1, 3 (rank 1)"
@@ -184,7 +187,7 @@ def test_straight_plan_spreads_the_layers_evenly_larger_stages_upstream() -> Non
     plan = Plan.straight(7, 3, model="tiny")
     assert plan.stages == (Stage(0, 2), Stage(3, 4), Stage(5, 6))
     assert (plan.in_flight, plan.noam, plan.model) == ((3, 2, 1), 3, "tiny")
-    assert plan.worker_of_stage == (0, 1, 2)
+    assert plan.placement == _core.Placement.in_order([1, 1, 1])
     assert Plan.straight(4, 4).stages == tuple(Stage(i, i) for i in range(4))
     assert Plan.straight(5, 1).stages == (Stage(0, 4),)
 

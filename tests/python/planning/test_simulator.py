@@ -54,7 +54,7 @@ def simulate_schedule(
         schedule=schedule,
         in_flight=list(in_flight or range(num_stages, 0, -1)),
         num_microbatches=num_microbatches,
-        worker_of_stage=[stage % workers for stage in range(num_stages)],
+        placement=_core.Placement.at_ranks([stage % workers for stage in range(num_stages)]),
         recompute=[recompute] * num_stages,
     )
     programs = [_core.make_program(options, worker, num_minibatches) for worker in range(workers)]

@@ -163,7 +163,7 @@ class _WorkerThread(threading.Thread):
         self._options = options
         self._worker = worker
         links = TieLinks(core, options)  # type: ignore[arg-type]
-        indices = _core.stages_of(options, worker)
+        indices = options.placement.stages_at(worker)
         self.stages = {index: _Stage(core, links, options, stages[index], ties) for index in indices}
         self.error: BaseException | None = None
 

@@ -1,0 +1,172 @@
+#include "schedule/placement.h"
+
+#include <algorithm>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include "base/failure.h"
+
+namespace pipedream {
+namespace {
+
+// Far above any cluster; keeps counts of places inside 64 bits.
+constexpr std::int64_t kNumRanksMax = std::int64_t{1} << 30;
+
+auto order_of(const Place& place) { return std::tie(place.stage, place.replica, place.shard); }
+
+// "stage 1 replica 0 shard 0"
+std::string name_of(StageIndex stage, std::int64_t replica, std::int64_t shard) {
+  return "stage " + std::to_string(stage.value()) + " replica " + std::to_string(replica) + " shard " +
+         std::to_string(shard);
+}
+
+std::string name_of(const Place& place) {
+  return name_of(place.stage, place.replica.value(), place.shard.value());
+}
+
+std::string at_rank(const Place& place) { return " at rank " + std::to_string(place.rank.value()); }
+
+void check_numbers(const Place& place) {
+  const auto [least, most] =
+      std::minmax({place.stage.value(), place.replica.value(), place.shard.value(), place.rank.value()});
+  if (least >= 0 && most < kNumRanksMax) return;
+  throw UserError(name_of(place) + at_rank(place) + ": all four are counted from 0, to " +
+                  std::to_string(kNumRanksMax - 1));
+}
+
+}  // namespace
+
+Placement::Placement(std::vector<Place> places) : places_(std::move(places)) {
+  for (const Place& place : places_) {
+    check_numbers(place);
+    num_ranks_ = std::max(num_ranks_, place.rank.value() + 1);
+  }
+  std::sort(places_.begin(), places_.end(),
+            [](const Place& one, const Place& other) { return order_of(one) < order_of(other); });
+  count_stages();
+  check_grid();
+  check_ranks();
+}
+
+Placement Placement::at_ranks(const std::vector<std::int64_t>& rank_of_stage) {
+  std::vector<Place> places;
+  places.reserve(rank_of_stage.size());
+  for (const std::int64_t rank : rank_of_stage) {
+    places.push_back({StageIndex(static_cast<std::int64_t>(places.size())), {}, {}, Rank(rank)});
+  }
+  return Placement(std::move(places));
+}
+
+Placement Placement::in_order(const std::vector<std::int64_t>& num_replicas) {
+  std::vector<Place> places;
+  for (std::size_t stage = 0; stage < num_replicas.size(); ++stage) {
+    const StageIndex index(static_cast<std::int64_t>(stage));
+    const std::int64_t num_places = static_cast<std::int64_t>(places.size());
+    if (num_replicas[stage] < 1 || num_replicas[stage] > kNumRanksMax - num_places) {
+      throw UserError("stage " + std::to_string(stage) + " has " + std::to_string(num_replicas[stage]) +
+                      " replicas; it must have at least 1, and all stages at most " +
+                      std::to_string(kNumRanksMax));
+    }
+    for (std::int64_t replica = 0; replica < num_replicas[stage]; ++replica) {
+      places.push_back({index, ReplicaIndex(replica), {}, Rank(num_places + replica)});
+    }
+  }
+  return Placement(std::move(places));
+}
+
+// What each stage has when nothing is missing: its last place says how many.
+void Placement::count_stages() {
+  for (std::size_t index = 0; index < places_.size(); ++index) {
+    const bool is_first = index == 0 || places_[index].stage != places_[index - 1].stage;
+    if (is_first) stages_.push_back({index, 0, 0});
+    Stage& stage = stages_.back();
+    stage.num_replicas = places_[index].replica.value() + 1;
+    stage.num_shards = std::max(stage.num_shards, places_[index].shard.value() + 1);
+  }
+}
+
+void Placement::check_grid() const {
+  for (std::size_t index = 1; index < places_.size(); ++index) {
+    if (order_of(places_[index]) != order_of(places_[index - 1])) continue;
+    throw UserError(name_of(places_[index]) + " is placed twice," + at_rank(places_[index - 1]) + " and" +
+                    at_rank(places_[index]));
+  }
+  std::size_t next = 0;
+  for (std::size_t stage_index = 0; stage_index < stages_.size(); ++stage_index) {
+    const Stage& stage = stages_[stage_index];
+    const StageIndex due_stage(static_cast<std::int64_t>(stage_index));
+    for (std::int64_t replica = 0; replica < stage.num_replicas; ++replica) {
+      for (std::int64_t shard = 0; shard < stage.num_shards; ++shard, ++next) {
+        const Place due{due_stage, ReplicaIndex(replica), ShardIndex(shard), {}};
+        if (next < places_.size() && order_of(places_[next]) == order_of(due)) continue;
+        throw UserError(name_of(due) + " is placed nowhere; stages, replicas and shards have no gaps");
+      }
+    }
+  }
+}
+
+void Placement::check_ranks() const {
+  std::vector<Place> by_rank = places_;
+  std::stable_sort(by_rank.begin(), by_rank.end(),
+                   [](const Place& one, const Place& other) { return one.rank < other.rank; });
+  std::int64_t next = 0;
+  for (std::size_t index = 0; index < by_rank.size(); ++index) {
+    const Place& place = by_rank[index];
+    if (place.rank.value() > next) {
+      throw UserError("nothing is placed at rank " + std::to_string(next) + ", and " + name_of(place) +
+                      " is" + at_rank(place) + "; ranks have no gaps");
+    }
+    next = place.rank.value() + 1;
+    if (index == 0 || by_rank[index - 1].rank != place.rank || by_rank[index - 1].stage != place.stage) {
+      continue;
+    }
+    if (by_rank[index - 1].replica != place.replica) {
+      throw UserError(name_of(by_rank[index - 1]) + " and " + name_of(place) + " are both" + at_rank(place) +
+                      "; replicas of a stage lie at different ranks");
+    }
+  }
+}
+
+const Placement::Stage& Placement::stage_at(StageIndex stage) const {
+  if (stage.value() >= 0 && stage.value() < num_stages()) {
+    return stages_[static_cast<std::size_t>(stage.value())];
+  }
+  throw UserError("stage " + std::to_string(stage.value()) + " is outside the plan of " +
+                  std::to_string(num_stages()) + " stages, which are counted from 0");
+}
+
+std::int64_t Placement::num_replicas(StageIndex stage) const { return stage_at(stage).num_replicas; }
+
+std::int64_t Placement::num_shards(StageIndex stage) const { return stage_at(stage).num_shards; }
+
+Rank Placement::rank_of(StageIndex stage, ReplicaIndex replica, ShardIndex shard) const {
+  const Stage& found = stage_at(stage);
+  const bool exists = replica.value() >= 0 && replica.value() < found.num_replicas && shard.value() >= 0 &&
+                      shard.value() < found.num_shards;
+  if (!exists) {
+    throw UserError(name_of(stage, replica.value(), shard.value()) + " does not exist; the stage has " +
+                    std::to_string(found.num_replicas) + " replicas of " + std::to_string(found.num_shards) +
+                    " shards");
+  }
+  const std::int64_t index = replica.value() * found.num_shards + shard.value();
+  return places_[found.first_place + static_cast<std::size_t>(index)].rank;
+}
+
+std::vector<Place> Placement::places_at(Rank rank) const {
+  std::vector<Place> found;
+  for (const Place& place : places_) {
+    if (place.rank == rank) found.push_back(place);
+  }
+  return found;
+}
+
+std::vector<StageIndex> Placement::stages_at(Rank rank) const {
+  std::vector<StageIndex> found;
+  for (const Place& place : places_) {
+    if (place.rank == rank && (found.empty() || found.back() != place.stage)) found.push_back(place.stage);
+  }
+  return found;
+}
+
+}  // namespace pipedream
