@@ -10,8 +10,9 @@
 #include <utility>
 #include <vector>
 
+#include "base/failure.h"
 #include "bindings/bindings.h"
-#include "schedule/program.h"
+#include "schedule/transfers.h"
 #include "schedule/validator.h"
 
 namespace py = pybind11;
@@ -46,9 +47,35 @@ py::dict to_dict(const ReplayReport& report) {
   result["error"] = report.error;
   result["versions_live_max"] = report.versions_live_max;
   result["activations_live_max"] = report.activations_live_max;
-  result["activations_queued_max"] = report.activations_queued_max;
-  result["gradients_queued_max"] = report.gradients_queued_max;
+  py::list edges;
+  for (const auto& [edge, queued_max] : report.edges) edges.append(py::make_tuple(edge, queued_max));
+  result["edges"] = edges;
   return result;
+}
+
+void bind_edge(py::module_& module) {
+  py::class_<Edge>(module, "Edge", "A way between two stages' replicas, by what it carries.")
+      .def(py::init([](const std::string& kind, std::int64_t from_stage, std::int64_t to_stage,
+                       std::int64_t from_replica, std::int64_t to_replica) {
+             const auto found = find_edge_kind(kind);
+             if (!found) throw UserError("edge kind \"" + kind + "\" is unknown");
+             return Edge{*found,
+                         {StageIndex(from_stage), ReplicaIndex(from_replica)},
+                         {StageIndex(to_stage), ReplicaIndex(to_replica)}};
+           }),
+           py::arg("kind"), py::arg("from_stage"), py::arg("to_stage"), py::arg("from_replica") = 0,
+           py::arg("to_replica") = 0)
+      .def_property_readonly("kind", [](const Edge& edge) { return edge_kind_name(edge.kind); })
+      .def_property_readonly("from_stage", [](const Edge& edge) { return edge.from.stage.value(); })
+      .def_property_readonly("to_stage", [](const Edge& edge) { return edge.to.stage.value(); })
+      .def_property_readonly("from_replica", [](const Edge& edge) { return edge.from.replica.value(); })
+      .def_property_readonly("to_replica", [](const Edge& edge) { return edge.to.replica.value(); })
+      .def(
+          "__eq__", [](const Edge& edge, const Edge& other) { return edge == other; }, py::is_operator())
+      .def("__hash__", [](const Edge& edge) { return py::hash(py::str(to_string(edge))); })
+      .def("__str__", [](const Edge& edge) { return to_string(edge); })
+      .def("__repr__", [](const Edge& edge) { return "<" + to_string(edge) + ">"; });
+  module.def("edges_of", &edges_of, py::arg("options"), "The edges of the schedule, by kind and stages.");
 }
 
 void bind_instruction(py::module_& module) {
@@ -63,6 +90,11 @@ void bind_instruction(py::module_& module) {
                              [](const Instruction& instruction) { return instruction.microbatch.value(); })
       .def_property_readonly("version",
                              [](const Instruction& instruction) { return instruction.version.value(); })
+      .def_property_readonly("edge",
+                             [](const Instruction& instruction) -> std::optional<Edge> {
+                               if (!travels(instruction.opcode)) return std::nullopt;
+                               return instruction.edge;
+                             })
       .def(
           "__eq__",
           [](const Instruction& instruction, const Instruction& other) { return instruction == other; },
@@ -139,20 +171,50 @@ void bind_options(py::module_& module) {
                               "What a plan and the arguments of a run say about the schedule, checked.")
       .def(py::init([](std::string schedule, std::vector<std::int64_t> in_flight,
                        std::int64_t num_microbatches, std::optional<Placement> placement,
-                       std::vector<bool> recompute) {
+                       std::vector<bool> recompute,
+                       const std::vector<std::pair<std::int64_t, std::int64_t>>& ties, bool exchanges_norms,
+                       std::int64_t first_minibatch, std::optional<std::int64_t> oldest_version) {
              ScheduleOptions options{std::move(schedule), std::move(in_flight), num_microbatches,
                                      std::move(placement).value_or(Placement()), std::move(recompute)};
+             for (const auto& [owner, user] : ties) {
+               options.ties.push_back({StageIndex(owner), StageIndex(user)});
+             }
+             options.exchanges_norms = exchanges_norms;
+             options.first_minibatch = MinibatchId(first_minibatch);
+             if (oldest_version) options.oldest_version = WeightVersion(*oldest_version);
              check_schedule_options(options);
              return options;
            }),
            py::arg("schedule") = "pipedream", py::arg("in_flight") = std::vector<std::int64_t>{1},
            py::arg("num_microbatches") = 1, py::arg("placement") = py::none(),
-           py::arg("recompute") = std::vector<bool>())
+           py::arg("recompute") = std::vector<bool>(),
+           py::arg("ties") = std::vector<std::pair<std::int64_t, std::int64_t>>(),
+           py::arg("exchanges_norms") = false, py::arg("first_minibatch") = 0,
+           py::arg("oldest_version") = py::none())
+      .def(
+          "with_recompute",
+          [](ScheduleOptions options, std::vector<bool> recompute) {
+            options.recompute = std::move(recompute);
+            check_schedule_options(options);
+            return options;
+          },
+          py::arg("recompute"), "The same options, but for where is recomputed.")
       .def_readonly("schedule", &ScheduleOptions::schedule)
       .def_readonly("in_flight", &ScheduleOptions::in_flight)
       .def_readonly("num_microbatches", &ScheduleOptions::num_microbatches)
       .def_property_readonly("placement", &placement_of)
       .def_readonly("recompute", &ScheduleOptions::recompute)
+      .def_property_readonly("ties",
+                             [](const ScheduleOptions& options) {
+                               std::vector<std::pair<std::int64_t, std::int64_t>> ties;
+                               for (const auto& [owner, user] : options.ties) {
+                                 ties.emplace_back(owner.value(), user.value());
+                               }
+                               return ties;
+                             })
+      .def_readonly("exchanges_norms", &ScheduleOptions::exchanges_norms)
+      .def_property_readonly("first_minibatch",
+                             [](const ScheduleOptions& options) { return options.first_minibatch.value(); })
       .def_property_readonly("num_stages", &num_stages)
       .def_property_readonly("num_workers", &num_workers);
 }
@@ -208,6 +270,19 @@ void bind_schedules(py::module_& module) {
 void bind_programs(py::module_& module) {
   module.def("make_program", &make_worker_program, py::arg("options"), py::arg("rank"),
              py::arg("num_minibatches"), "The whole list of one worker's instructions.");
+  module.def(
+      "add_transfers",
+      [](const ScheduleOptions& options, const Programs& computed, std::int64_t num_minibatches) {
+        const py::gil_scoped_release release;
+        Programs programs;
+        for (std::size_t rank = 0; rank < computed.size(); ++rank) {
+          programs.push_back(
+              add_transfers(options, Rank(static_cast<std::int64_t>(rank)), computed[rank], num_minibatches));
+        }
+        return programs;
+      },
+      py::arg("options"), py::arg("programs"), py::arg("num_minibatches"),
+      "Lists of what the workers compute, with the sends and receives that stand around it.");
   module.def("print_programs", &print_programs, py::arg("programs"),
              "All workers' programs as text: 'worker 0', then one instruction per line, and so on.");
   module.def(
@@ -228,13 +303,14 @@ void bind_programs(py::module_& module) {
       },
       py::arg("options"), py::arg("num_minibatches"), py::arg("programs") = py::none(),
       "Replays the programs of all workers, by default make_program's. A dict: ok, error, the most "
-      "that was alive per stage (versions_live_max, activations_live_max) and that can wait per boundary "
-      "(activations_queued_max, gradients_queued_max).");
+      "that was alive per stage (versions_live_max, activations_live_max), and edges: (edge, the most items "
+      "that can wait there).");
 }
 
 }  // namespace
 
 void bind_schedule(py::module_& module) {
+  bind_edge(module);
   bind_instruction(module);
   bind_placement(module);
   bind_options(module);

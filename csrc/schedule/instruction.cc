@@ -14,8 +14,8 @@
 namespace pipedream {
 namespace {
 
-constexpr std::array<Opcode, 4> kOpcodes = {Opcode::kForward, Opcode::kRecompute, Opcode::kBackward,
-                                            Opcode::kUpdate};
+constexpr std::array<Opcode, 6> kOpcodes = {Opcode::kForward, Opcode::kRecompute, Opcode::kBackward,
+                                            Opcode::kUpdate,  Opcode::kSend,      Opcode::kRecv};
 constexpr std::string_view kBlanks = " \t\r\n\v\f";
 
 // Takes an instruction's text apart, word by word.
@@ -28,7 +28,21 @@ class Reader {
     for (const Opcode opcode : kOpcodes) {
       if (word == opcode_name(opcode)) return opcode;
     }
-    fail(found(word) + " where FORWARD, RECOMPUTE, BACKWARD or UPDATE is expected");
+    fail(found(word) + " where FORWARD, RECOMPUTE, BACKWARD, UPDATE, SEND or RECV is expected");
+  }
+
+  EdgeKind read_edge_kind() {
+    const std::string_view word = next_word();
+    if (const auto kind = find_edge_kind(word)) return *kind;
+    fail(found(word) + " where activation, gradient, tied_gradient, tied_version or norm is expected");
+  }
+
+  // "stage 1", or "stage 1 replica 2"
+  StageReplica read_end() {
+    StageReplica end;
+    end.stage = StageIndex(read_number("stage"));
+    if (is_next("replica")) end.replica = ReplicaIndex(read_number("replica"));
+    return end;
   }
 
   void read_word(std::string_view expected) {
@@ -49,7 +63,12 @@ class Reader {
     return number;
   }
 
-  void read_end() {
+  [[nodiscard]] bool is_next(std::string_view expected) const {
+    Reader ahead = *this;
+    return ahead.next_word() == expected;
+  }
+
+  void read_end_of_text() {
     const std::string_view word = next_word();
     if (!word.empty()) fail(found(word) + " where the end is expected");
   }
@@ -89,11 +108,47 @@ const char* opcode_name(Opcode opcode) {
       return "BACKWARD";
     case Opcode::kUpdate:
       return "UPDATE";
+    case Opcode::kSend:
+      return "SEND";
+    case Opcode::kRecv:
+      return "RECV";
   }
   PD_CHECK(false, "opcode " << static_cast<int>(opcode));
 }
 
+namespace {
+
+// Of the items of such an edge each is a microbatch's.
+bool is_by_microbatch(EdgeKind kind) { return kind == EdgeKind::kActivation || kind == EdgeKind::kGradient; }
+
+std::string transfer_to_string(const Instruction& instruction) {
+  std::ostringstream text;
+  text << opcode_name(instruction.opcode) << ' ' << to_string(instruction.edge) << " minibatch "
+       << instruction.minibatch.value();
+  if (is_by_microbatch(instruction.edge.kind)) text << " microbatch " << instruction.microbatch.value();
+  return text.str();
+}
+
+Instruction parse_transfer(Opcode opcode, Reader& reader) {
+  Instruction instruction;
+  instruction.opcode = opcode;
+  instruction.edge.kind = reader.read_edge_kind();
+  instruction.edge.from = reader.read_end();
+  reader.read_word("to");
+  instruction.edge.to = reader.read_end();
+  instruction.stage = opcode == Opcode::kSend ? instruction.edge.from.stage : instruction.edge.to.stage;
+  instruction.minibatch = MinibatchId(reader.read_number("minibatch"));
+  if (is_by_microbatch(instruction.edge.kind)) {
+    instruction.microbatch = MicrobatchIndex(reader.read_number("microbatch"));
+  }
+  reader.read_end_of_text();
+  return instruction;
+}
+
+}  // namespace
+
 std::string to_string(const Instruction& instruction) {
+  if (travels(instruction.opcode)) return transfer_to_string(instruction);
   const bool is_update = instruction.opcode == Opcode::kUpdate;
   std::ostringstream text;
   text << opcode_name(instruction.opcode) << " stage " << instruction.stage.value() << " minibatch "
@@ -105,15 +160,17 @@ std::string to_string(const Instruction& instruction) {
 
 Instruction parse_instruction(std::string_view text) {
   Reader reader(text);
+  const Opcode opcode = reader.read_opcode();
+  if (travels(opcode)) return parse_transfer(opcode, reader);
   Instruction instruction;
-  instruction.opcode = reader.read_opcode();
+  instruction.opcode = opcode;
   const bool is_update = instruction.opcode == Opcode::kUpdate;
   instruction.stage = StageIndex(reader.read_number("stage"));
   instruction.minibatch = MinibatchId(reader.read_number("minibatch"));
   if (!is_update) instruction.microbatch = MicrobatchIndex(reader.read_number("microbatch"));
   reader.read_word(is_update ? "writes" : "reads");
   instruction.version = WeightVersion(reader.read_number("version"));
-  reader.read_end();
+  reader.read_end_of_text();
   return instruction;
 }
 

@@ -1,5 +1,8 @@
 // One step of a worker's program. A schedule is data: the runtime, the validator, the simulator and the
 // pictures read the same instructions. Plain values; any thread.
+//
+//   computes       FORWARD, RECOMPUTE, BACKWARD, UPDATE of a stage
+//   travels        SEND, RECV: one item over an edge (edge.h)
 #pragma once
 
 #include <optional>
@@ -7,30 +10,41 @@
 #include <string_view>
 
 #include "base/ids.h"
+#include "schedule/edge.h"
 
 namespace pipedream {
 
 enum class Opcode {
+  // What is computed.
   kForward,    // reads `version` of the weights, and the activation from upstream
   kRecompute,  // the forward again, from the stashed input and the same version; needs nothing from a
                // neighbour
   kBackward,   // reads `version` (the one its forward read, when stashing), and the gradient from downstream
   kUpdate,     // reads the newest version and the gradient of `minibatch`, writes `version`
+  // What travels. An item is what the instruction before it made, or what the one after it needs.
+  kSend,  // never waits: what the edge may hold is bounded (validator.h)
+  kRecv,  // waits for the edge's next item
 };
 
-[[nodiscard]] const char* opcode_name(Opcode opcode);  // "FORWARD", "RECOMPUTE", "BACKWARD", "UPDATE"
+[[nodiscard]] const char* opcode_name(Opcode opcode);  // "FORWARD", "RECOMPUTE", ..., "SEND", "RECV"
+[[nodiscard]] constexpr bool travels(Opcode opcode) {
+  return opcode == Opcode::kSend || opcode == Opcode::kRecv;
+}
 
 struct Instruction {
   Opcode opcode = Opcode::kForward;
-  StageIndex stage;
+  StageIndex stage;  // of a SEND the edge's sender, of a RECV its receiver
   MinibatchId minibatch;
-  MicrobatchIndex microbatch;  // 0 for an update
-  WeightVersion version;
+  MicrobatchIndex microbatch;  // 0 for an update, and for what travels once a minibatch
+  WeightVersion version;       // 0 where nothing is read or written
+  Edge edge{};                 // of SEND and RECV
 
   friend bool operator==(const Instruction&, const Instruction&) = default;
 };
 
-// "FORWARD stage 0 minibatch 3 microbatch 0 reads version 1", "UPDATE stage 0 minibatch 3 writes version 4"
+// "FORWARD stage 0 minibatch 3 microbatch 0 reads version 1", "UPDATE stage 0 minibatch 3 writes version 4",
+// "SEND activation stage 0 to stage 1 minibatch 3 microbatch 0", "RECV tied_version stage 0 to stage 2
+// minibatch 3": the version that the owner's update of minibatch 3 wrote
 [[nodiscard]] std::string to_string(const Instruction& instruction);
 
 // The inverse, blanks at both ends allowed. Throws UserError naming the text and what is wrong with it.

@@ -146,6 +146,40 @@ void check_placement(const ScheduleOptions& options) {
   }
 }
 
+// "stages 0 and 2"
+std::string name_of(const TiedStages& tied) {
+  return "stages " + std::to_string(tied.owner.value()) + " and " + std::to_string(tied.user.value());
+}
+
+void check_ties(const ScheduleOptions& options) {
+  const auto stages = static_cast<std::int64_t>(options.in_flight.size());
+  for (std::size_t index = 0; index < options.ties.size(); ++index) {
+    const TiedStages& tied = options.ties[index];
+    if (tied.owner.value() < 0 || tied.owner >= tied.user || tied.user.value() >= stages) {
+      throw UserError("ties has " + name_of(tied) +
+                      "; an owner is upstream of its user, and both are among the " + std::to_string(stages) +
+                      " stages");
+    }
+    if (index > 0 && options.ties[index - 1] >= tied) {
+      throw UserError("ties has " + name_of(tied) + " after " + name_of(options.ties[index - 1]) +
+                      "; give each pair once, ascending");
+    }
+  }
+}
+
+void check_start(const ScheduleOptions& options) {
+  const std::int64_t first = options.first_minibatch.value();
+  if (first < 0 || first > kNumMinibatchesMax) {
+    throw UserError("first_minibatch is " + std::to_string(first) + "; it must be between 0 and " +
+                    std::to_string(kNumMinibatchesMax));
+  }
+  if (!options.oldest_version) return;
+  const std::int64_t oldest = options.oldest_version->value();
+  if (oldest >= 0 && oldest <= first) return;
+  throw UserError("oldest_version is " + std::to_string(oldest) + "; it must be between 0 and " +
+                  std::to_string(first) + ", which the first minibatch starts from");
+}
+
 // Everything below expects checked options.
 
 std::int64_t count_stages(const ScheduleOptions& options) {
@@ -237,8 +271,11 @@ std::int64_t backward_delay(const ScheduleOptions& options, StageIndex stage) {
 
 std::int64_t tied_delay(const ScheduleOptions& options) { return forward_delay(options, StageIndex(0)); }
 
-WeightVersion delayed_version(MinibatchId minibatch, std::int64_t delay) {
-  return WeightVersion(std::max<std::int64_t>(0, minibatch.value() - delay));
+// delay_max: of all reads of these weights, which are kept as long.
+WeightVersion delayed_version(const ScheduleOptions& options, MinibatchId minibatch, std::int64_t delay,
+                              std::int64_t delay_max) {
+  const WeightVersion oldest_kept(options.first_minibatch.value() - delay_max);
+  return std::max({oldest_version(options), oldest_kept, WeightVersion(minibatch.value() - delay)});
 }
 
 MicrobatchOrder order_of(const ScheduleOptions& options) {
@@ -277,8 +314,8 @@ std::int64_t window_of(const ScheduleOptions& options, Rank rank) {
 
 // The most of one stage among what the worker's window holds.
 std::int64_t count_in_flight_at_chunk(const ScheduleOptions& options, StageIndex stage) {
-  ProgramCursor cursor(options, rank_of(options, stage));
-  cursor.set_num_minibatches(1);
+  ComputeCursor cursor(options, rank_of(options, stage));
+  cursor.set_num_minibatches(options.first_minibatch.value() + 1);
   std::int64_t num_in_flight = 0;
   std::int64_t num_in_flight_max = 0;
   for (auto instruction = cursor.current(); instruction; instruction = cursor.current()) {
@@ -298,12 +335,23 @@ void check_schedule_options(const ScheduleOptions& options) {
   check_length("recompute", options.recompute.size(), options);
   if (kind_of(options) == Kind::k2bw) check_2bw(options);
   check_placement(options);
+  check_ties(options);
+  check_start(options);
+  if (options.exchanges_norms && !drains(kind_of(options))) {
+    throw UserError("exchanges_norms is set with schedule \"" + options.schedule +
+                    "\"; a norm over all stages needs a schedule that drains every minibatch");
+  }
 }
 
-void check_num_minibatches(std::int64_t num_minibatches) {
-  if (num_minibatches >= 0 && num_minibatches <= kNumMinibatchesMax) return;
-  throw UserError("num_minibatches is " + std::to_string(num_minibatches) + "; it must be between 0 and " +
-                  std::to_string(kNumMinibatchesMax));
+WeightVersion oldest_version(const ScheduleOptions& options) {
+  return options.oldest_version.value_or(WeightVersion(options.first_minibatch.value()));
+}
+
+void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_minibatches) {
+  const std::int64_t first = options.first_minibatch.value();
+  if (num_minibatches >= first && num_minibatches <= kNumMinibatchesMax) return;
+  throw UserError("num_minibatches is " + std::to_string(num_minibatches) + "; it must be between " +
+                  std::to_string(first) + " and " + std::to_string(kNumMinibatchesMax));
 }
 
 const std::vector<std::string>& schedule_names() {
@@ -351,19 +399,21 @@ std::int64_t num_versions_kept(const ScheduleOptions& options, StageIndex stage)
 WeightVersion forward_version(const ScheduleOptions& options, StageIndex stage, MinibatchId minibatch) {
   check_stage(options, stage);
   check_minibatch(minibatch);
-  return delayed_version(minibatch, forward_delay(options, stage));
+  return delayed_version(options, minibatch, forward_delay(options, stage), backward_delay(options, stage));
 }
 
 WeightVersion backward_version(const ScheduleOptions& options, StageIndex stage, MinibatchId minibatch) {
   check_stage(options, stage);
   check_minibatch(minibatch);
-  return delayed_version(minibatch, backward_delay(options, stage));
+  const std::int64_t delay = backward_delay(options, stage);
+  return delayed_version(options, minibatch, delay, delay);
 }
 
 WeightVersion tied_version(const ScheduleOptions& options, MinibatchId minibatch) {
   check_schedule_options(options);
   check_minibatch(minibatch);
-  return delayed_version(minibatch, tied_delay(options));
+  const std::int64_t delay = tied_delay(options);
+  return delayed_version(options, minibatch, delay, delay);
 }
 
 std::int64_t num_tied_versions_kept(const ScheduleOptions& options) {
@@ -416,7 +466,9 @@ Phase phase_of(const ScheduleOptions& options, const Instruction& instruction,
   const MicrobatchOrder::Item item{chunk, instruction.microbatch.value()};
   // A schedule that drains starts anew in every minibatch, the others go on counting.
   const bool starts_anew = drains(kind_of(options));
-  const std::int64_t num_before = starts_anew ? 0 : instruction.minibatch.value() * order.num_positions();
+  const std::int64_t first = options.first_minibatch.value();
+  const std::int64_t num_before =
+      starts_anew ? 0 : (instruction.minibatch.value() - first) * order.num_positions();
   if (instruction.opcode == Opcode::kForward) {
     return num_before + order.forward_position(item) < num_warm_up ? Phase::kWarmUp : Phase::kSteady;
   }
@@ -424,12 +476,13 @@ Phase phase_of(const ScheduleOptions& options, const Instruction& instruction,
   const std::int64_t position =
       instruction.opcode == Opcode::kUpdate ? order.last_position() : order.backward_position(item);
   const std::int64_t partner = num_before + position + num_warm_up;
-  const bool is_paired = starts_anew ? partner <= order.last_position()
-                                     : !num_minibatches || partner / order.num_positions() < *num_minibatches;
+  const bool is_paired = starts_anew
+                             ? partner <= order.last_position()
+                             : !num_minibatches || first + partner / order.num_positions() < *num_minibatches;
   return is_paired ? Phase::kSteady : Phase::kCoolDown;
 }
 
-ProgramCursor::ProgramCursor(ScheduleOptions options, Rank rank) : options_(std::move(options)), rank_(rank) {
+ComputeCursor::ComputeCursor(ScheduleOptions options, Rank rank) : options_(std::move(options)), rank_(rank) {
   check_rank(options_, rank_);
   stages_ = stages_at(options_, rank_);
   const StageIndex first_stage = stages_.front();
@@ -440,14 +493,14 @@ ProgramCursor::ProgramCursor(ScheduleOptions options, Rank rank) : options_(std:
   backward_delay_ = backward_delay(options_, first_stage);
 }
 
-std::optional<Instruction> ProgramCursor::current() const {
+std::optional<Instruction> ComputeCursor::current() const {
   if (is_update_due()) return update();
   if (may_forward()) return forward();
   if (num_backwarded_ < num_forwarded_) return recompute_or_backward();
   return std::nullopt;
 }
 
-void ProgramCursor::advance() {
+void ComputeCursor::advance() {
   const std::optional<Instruction> instruction = current();
   PD_CHECK(instruction.has_value(),
            "rank " << rank_.value() << ": the program is over after " << num_updates_ << " updates");
@@ -465,65 +518,74 @@ void ProgramCursor::advance() {
     case Opcode::kUpdate:
       ++num_updates_;
       break;
+    case Opcode::kSend:
+    case Opcode::kRecv:
+      PD_CHECK(false, to_string(*instruction) << " is not computed");
   }
   pass_over_absent();
 }
 
-void ProgramCursor::set_num_minibatches(std::int64_t num_minibatches) {
+void ComputeCursor::set_num_minibatches(std::int64_t num_minibatches) {
   const std::int64_t num_positions = order_.num_positions();
   const std::int64_t num_started = (num_forwarded_ + num_positions - 1) / num_positions;
   PD_CHECK(!num_minibatches_.has_value(), "rank " << rank_.value() << ": num_minibatches was already set to "
                                                   << *num_minibatches_ << ", now " << num_minibatches);
-  PD_CHECK(num_minibatches >= num_started, "rank " << rank_.value() << ": num_minibatches " << num_minibatches
-                                                   << " is below the " << num_started
-                                                   << " already forwarded");
+  PD_CHECK(num_minibatches >= options_.first_minibatch.value() + num_started,
+           "rank " << rank_.value() << ": num_minibatches " << num_minibatches << " is below the "
+                   << num_started << " already forwarded since minibatch "
+                   << options_.first_minibatch.value());
   num_minibatches_ = num_minibatches;
 }
 
-bool ProgramCursor::is_update_due() const {
+bool ComputeCursor::is_update_due() const {
   const std::int64_t minibatch = num_updates_ / order_.num_chunks;
   return num_backwarded_ >= (minibatch + 1) * order_.num_positions();
 }
 
-bool ProgramCursor::may_forward() const {
+bool ComputeCursor::may_forward() const {
   const std::int64_t minibatch = num_forwarded_ / order_.num_positions();
   if (num_forwarded_ - num_backwarded_ >= window_) return false;
-  if (num_minibatches_ && minibatch >= *num_minibatches_) return false;
+  if (num_minibatches_ && options_.first_minibatch.value() + minibatch >= *num_minibatches_) return false;
   return !drains_ || minibatch == num_updates_ / order_.num_chunks;
 }
 
-Instruction ProgramCursor::update() const {
-  const MinibatchId minibatch(num_updates_ / order_.num_chunks);
+Instruction ComputeCursor::update() const {
+  const MinibatchId minibatch(options_.first_minibatch.value() + num_updates_ / order_.num_chunks);
   return {Opcode::kUpdate, stage_of(num_updates_ % order_.num_chunks), minibatch, MicrobatchIndex(0),
           WeightVersion(minibatch.value() + 1)};
 }
 
-Instruction ProgramCursor::forward() const {
-  const MinibatchId minibatch(num_forwarded_ / order_.num_positions());
+Instruction ComputeCursor::forward() const {
+  const MinibatchId minibatch = minibatch_at(num_forwarded_);
   const MicrobatchOrder::Item item = order_.forward_at(num_forwarded_ % order_.num_positions());
   return {Opcode::kForward, stage_of(item.chunk), minibatch, MicrobatchIndex(item.microbatch),
-          delayed_version(minibatch, forward_delay_)};
+          delayed_version(options_, minibatch, forward_delay_, backward_delay_)};
 }
 
-Instruction ProgramCursor::recompute_or_backward() const {
-  const MinibatchId minibatch(num_backwarded_ / order_.num_positions());
+Instruction ComputeCursor::recompute_or_backward() const {
+  const MinibatchId minibatch = minibatch_at(num_backwarded_);
   const MicrobatchOrder::Item item = order_.backward_at(num_backwarded_ % order_.num_positions());
   const StageIndex stage = stage_of(item.chunk);
   const bool recompute_first = must_recompute(stage) && !recomputed_;
   return {recompute_first ? Opcode::kRecompute : Opcode::kBackward, stage, minibatch,
-          MicrobatchIndex(item.microbatch), delayed_version(minibatch, backward_delay_)};
+          MicrobatchIndex(item.microbatch),
+          delayed_version(options_, minibatch, backward_delay_, backward_delay_)};
 }
 
-StageIndex ProgramCursor::stage_of(std::int64_t chunk) const {
+MinibatchId ComputeCursor::minibatch_at(std::int64_t position) const {
+  return MinibatchId(options_.first_minibatch.value() + position / order_.num_positions());
+}
+
+StageIndex ComputeCursor::stage_of(std::int64_t chunk) const {
   return stages_[static_cast<std::size_t>(chunk)];
 }
 
-bool ProgramCursor::must_recompute(StageIndex stage) const {
+bool ComputeCursor::must_recompute(StageIndex stage) const {
   return !options_.recompute.empty() && options_.recompute[static_cast<std::size_t>(stage.value())];
 }
 
 // Bounded by the positions of a minibatch: its first forward, and its update, always exist.
-void ProgramCursor::pass_over_absent() {
+void ComputeCursor::pass_over_absent() {
   const std::int64_t num_positions = order_.num_positions();
   while (!is_update_due()) {
     if (may_forward()) {
@@ -537,10 +599,11 @@ void ProgramCursor::pass_over_absent() {
   }
 }
 
-std::vector<Instruction> make_program(const ScheduleOptions& options, Rank rank,
-                                      std::int64_t num_minibatches) {
-  check_num_minibatches(num_minibatches);
-  ProgramCursor cursor(options, rank);
+std::vector<Instruction> make_compute_program(const ScheduleOptions& options, Rank rank,
+                                              std::int64_t num_minibatches) {
+  check_schedule_options(options);
+  check_num_minibatches(options, num_minibatches);
+  ComputeCursor cursor(options, rank);
   cursor.set_num_minibatches(num_minibatches);
   std::vector<Instruction> instructions;
   for (auto instruction = cursor.current(); instruction; instruction = cursor.current()) {

@@ -1,4 +1,5 @@
-// The programs of a plan's workers: a schedule's order of work and its weight versions, as data.
+// What the workers of a plan compute: a schedule's order of work and its weight versions, as data.
+// transfers.h has what travels between them, and with it their whole programs.
 //
 //   pipedream, stage 0 of 3, one microbatch        F0 F1 | F2 B0 U0  F3 B1 U1  F4 B2 U2 | B3 U3 B4 U4
 //                                                  warm-up  steady: the repeating body    cool-down
@@ -52,21 +53,36 @@
 
 namespace pipedream {
 
+// Two stages that share parameters: the owner, upstream of the user, updates them.
+struct TiedStages {
+  StageIndex owner;
+  StageIndex user;
+
+  friend auto operator<=>(const TiedStages&, const TiedStages&) = default;
+};
+
 // What a plan and the arguments of a run say about the schedule; the same at every worker.
 struct ScheduleOptions {
   std::string schedule = "pipedream";
   std::vector<std::int64_t> in_flight = {1};  // n_s of every stage
   std::int64_t num_microbatches = 1;          // m, of every minibatch
   Placement placement;                        // empty: stage s at rank s
-  std::vector<bool> recompute;                // per stage; empty: nowhere
+  std::vector<bool> recompute{};              // per stage; empty: nowhere
+  std::vector<TiedStages> ties{};             // ascending, each pair once
+  bool exchanges_norms = false;               // over all stages, before every update
+  // Where the run starts: its first minibatch i0, with version i0 of the weights, and the oldest version that
+  // is there beside it. Minibatch i reads max(oldest, i - delay) where the table says max(0, i - delay).
+  MinibatchId first_minibatch{};
+  std::optional<WeightVersion> oldest_version{};  // none: i0 alone
 };
 
 // Throws UserError, one line with the value and the remedy, for: a schedule that is unknown or not built
 // (data_parallel), no stage, in_flight < 1 or above kInFlightMax, num_microbatches < 1 or above
 // kNumMicrobatchesMax, lists and a placement of the wrong length, 2bw with m < n_s anywhere, stages at ranks
-// other than 0, 1, 2, ... in order (stage s at rank s; for interleaved s mod W, with S a multiple of W, and W
-// > 1 unless there is one stage), several stages at a rank without interleaved, replicas and shards, which
-// are not built.
+// other than 0, 1, 2, ... in order (stage s at rank s; for interleaved s mod W, with S a multiple of W, and
+// W > 1 unless there is one stage), several stages at a rank without interleaved, replicas and shards, which
+// are not built, ties that do not ascend or whose owner is not upstream of their user, norms over all stages
+// where not every minibatch drains, a first minibatch or an oldest version out of range.
 void check_schedule_options(const ScheduleOptions& options);
 
 inline constexpr std::int64_t kNumMicrobatchesMax = std::int64_t{1} << 20;
@@ -74,8 +90,8 @@ inline constexpr std::int64_t kNumMicrobatchesMax = std::int64_t{1} << 20;
 inline constexpr std::int64_t kInFlightMax = std::int64_t{1} << 40;
 inline constexpr std::int64_t kNumMinibatchesMax = std::int64_t{1} << 40;
 
-// Throws UserError outside 0 to kNumMinibatchesMax.
-void check_num_minibatches(std::int64_t num_minibatches);
+// Throws UserError outside 0 to kNumMinibatchesMax, and below the first minibatch.
+void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_minibatches);
 
 // The names that `schedule` may have, in the order of the table above: those that are built.
 [[nodiscard]] const std::vector<std::string>& schedule_names();
@@ -97,6 +113,8 @@ void check_num_minibatches(std::int64_t num_minibatches);
                                             MinibatchId minibatch);
 [[nodiscard]] WeightVersion backward_version(const ScheduleOptions& options, StageIndex stage,
                                              MinibatchId minibatch);
+// That is there when the run starts.
+[[nodiscard]] WeightVersion oldest_version(const ScheduleOptions& options);
 // Of a parameter tied across stages, at each of them, forward and backward: max(0, i - n_0 + 1) where the
 // stages would read different versions, else what they read.
 [[nodiscard]] WeightVersion tied_version(const ScheduleOptions& options, MinibatchId minibatch);
@@ -117,10 +135,10 @@ enum class Phase { kWarmUp, kSteady, kCoolDown };
 [[nodiscard]] Phase phase_of(const ScheduleOptions& options, const Instruction& instruction,
                              std::optional<std::int64_t> num_minibatches);
 
-// Walks one worker's program. current() and advance() allocate nothing.
-class ProgramCursor {
+// Walks what one worker computes. current() and advance() allocate nothing.
+class ComputeCursor {
  public:
-  ProgramCursor(ScheduleOptions options, Rank rank);
+  ComputeCursor(ScheduleOptions options, Rank rank);
 
   // The instruction to do next; empty when the program is over. While the number of minibatches is
   // unknown the program never ends.
@@ -141,6 +159,7 @@ class ProgramCursor {
   [[nodiscard]] Instruction forward() const;
   [[nodiscard]] Instruction recompute_or_backward() const;
   [[nodiscard]] StageIndex stage_of(std::int64_t chunk) const;
+  [[nodiscard]] MinibatchId minibatch_at(std::int64_t position) const;
   [[nodiscard]] bool must_recompute(StageIndex stage) const;
   void pass_over_absent();
 
@@ -153,20 +172,20 @@ class ProgramCursor {
   MicrobatchOrder order_;
   std::int64_t window_ = 1;
   bool drains_ = false;
-  std::int64_t forward_delay_ = 0;  // minibatch i reads max(0, i - delay), the same at all stages here
+  std::int64_t forward_delay_ = 0;  // the same at all stages here
   std::int64_t backward_delay_ = 0;
 
-  // Positions of order_ through the whole run, absent ones counted too.
+  // Positions of order_ since the first minibatch, absent ones counted too.
   std::int64_t num_forwarded_ = 0;
   std::int64_t num_backwarded_ = 0;
   std::int64_t num_updates_ = 0;  // of all stages here
   bool recomputed_ = false;       // the next to go backward
 };
 
-// The whole list of one worker, for replay, tests, text and pictures. Throws UserError as
-// check_num_minibatches and for a worker that the plan does not have.
-[[nodiscard]] std::vector<Instruction> make_program(const ScheduleOptions& options, Rank rank,
-                                                    std::int64_t num_minibatches);
+// What one worker computes, up to minibatch num_minibatches - 1. Throws UserError as check_num_minibatches
+// and for a rank that the plan does not have.
+[[nodiscard]] std::vector<Instruction> make_compute_program(const ScheduleOptions& options, Rank rank,
+                                                            std::int64_t num_minibatches);
 
 // All workers' programs as text that a person can read, write and change:
 //   worker 0

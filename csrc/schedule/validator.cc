@@ -1,7 +1,8 @@
 // Replay of all workers' programs in memory. See validator.h.
 //
 // In two steps. What a stage reads, keeps and updates depends on its worker's own list alone, so every
-// list is checked by itself (ListChecker). What then remains is whether the lists fit together (Pipeline).
+// list is checked by itself: what it computes (ListChecker), and what it receives for that and sends of it
+// (TransferChecker). What then remains is whether the lists fit together (check_items, Pipeline).
 // There the workers form a Kahn network: each has one order of instructions and waits only for queues, so
 // whether a deadlock exists does not depend on the workers' speeds, and one replay in any order proves it.
 // How long a queue grows does depend on them: when its reader has done j instructions, what was written
@@ -11,6 +12,8 @@
 #include "schedule/validator.h"
 
 #include <algorithm>
+#include <iterator>
+#include <map>
 #include <sstream>
 
 #include "base/check.h"
@@ -80,10 +83,10 @@ class StageChecker {
   const bool stashes_;
   const bool recomputes_;
 
-  std::int64_t num_forwarded_ = 0;  // items
-  std::int64_t num_backwarded_ = 0;
+  std::int64_t num_forwarded_;  // items since minibatch 0
+  std::int64_t num_backwarded_;
   bool recomputed_ = false;  // the next item to go backward
-  std::int64_t newest_ = 0;  // version, and so also the number of updates
+  std::int64_t newest_;      // version, and so also the next minibatch to update
   std::int64_t versions_live_max_ = 1;
   std::int64_t num_in_flight_max_ = 0;
 };
@@ -97,7 +100,10 @@ StageChecker::StageChecker(const ScheduleOptions& options, StageIndex stage, std
       num_kept_(num_versions_kept(options, stage)),
       drains_(drains_every_minibatch(options)),
       stashes_(stashes_versions(options)),
-      recomputes_(!options.recompute.empty() && options.recompute[index_of(stage)]) {}
+      recomputes_(!options.recompute.empty() && options.recompute[index_of(stage)]),
+      num_forwarded_(options.first_minibatch.value() * options.num_microbatches),
+      num_backwarded_(num_forwarded_),
+      newest_(options.first_minibatch.value()) {}
 
 Fault StageChecker::check(const Instruction& instruction) const {
   if (Fault fault = check_range(instruction); !fault.empty()) return fault;
@@ -110,11 +116,18 @@ Fault StageChecker::check(const Instruction& instruction) const {
       return check_backward(instruction);
     case Opcode::kUpdate:
       return check_update(instruction);
+    case Opcode::kSend:
+    case Opcode::kRecv:
+      break;
   }
   PD_CHECK(false, "opcode " << static_cast<int>(instruction.opcode) << ", stage " << stage_.value());
 }
 
 Fault StageChecker::check_range(const Instruction& instruction) const {
+  const std::int64_t first = options_.first_minibatch.value();
+  if (instruction.minibatch.value() >= 0 && instruction.minibatch.value() < first) {
+    return "the minibatch is before the first, " + std::to_string(first);
+  }
   if (instruction.minibatch.value() < 0 || instruction.minibatch.value() >= num_minibatches_) {
     return "the minibatch does not exist; there are " + std::to_string(num_minibatches_);
   }
@@ -232,6 +245,9 @@ void StageChecker::apply(const Instruction& instruction) {
     case Opcode::kUpdate:
       ++newest_;
       return;
+    case Opcode::kSend:
+    case Opcode::kRecv:
+      break;
   }
   PD_CHECK(false, "opcode " << static_cast<int>(instruction.opcode) << ", stage " << stage_.value());
 }
@@ -262,6 +278,7 @@ class ListChecker {
   [[nodiscard]] std::string run(const std::vector<Instruction>& program) {
     const auto worker_index = static_cast<std::size_t>(rank_.value());
     for (std::size_t position = 0; position < program.size(); ++position) {
+      if (travels(program[position].opcode)) continue;
       const Fault fault = check(program[position]);
       if (!fault.empty()) return place(worker_index, program, position) + ": " + fault;
       stage_of(program[position]).apply(program[position]);
@@ -309,7 +326,196 @@ class ListChecker {
   std::vector<StageChecker> stages_;  // ascending
 };
 
-// Messages come in the order in which they are asked for (the lists were checked), so counting is enough.
+// One worker's transfers: what is computed has what it needs, and what it makes is sent before more is made.
+class TransferChecker {
+ public:
+  TransferChecker(const ScheduleOptions& options, const Placement& placement, Rank rank,
+                  std::int64_t num_minibatches)
+      : options_(options),
+        edges_(edges_of(options)),
+        rank_(rank),
+        stages_(placement.stages_at(rank)),
+        num_minibatches_(num_minibatches),
+        transfers_(options, rank),
+        next_update_(options.first_minibatch) {
+    for (const StageIndex stage : stages_) {
+      num_backwarded_[stage] = options.first_minibatch.value() * options.num_microbatches;
+    }
+    for (const Edge& edge : edges_) {
+      if (edge.kind != EdgeKind::kTiedVersion || placement.rank_of(edge.to.stage) != rank) continue;
+      newest_tied_[edge] = WeightVersion(options.first_minibatch.value());
+    }
+    begin_update();
+  }
+
+  // The first fault with its place, or empty.
+  [[nodiscard]] std::string run(const std::vector<Instruction>& program) {
+    const auto worker_index = static_cast<std::size_t>(rank_.value());
+    for (std::size_t position = 0; position < program.size(); ++position) {
+      const Fault fault = step(program[position]);
+      if (!fault.empty()) return place(worker_index, program, position) + ": " + fault;
+    }
+    const Fault fault = missing_at_end();
+    return fault.empty() ? fault : place(worker_index, program, program.size()) + ": " + fault;
+  }
+
+ private:
+  [[nodiscard]] Fault step(const Instruction& instruction) {
+    if (!travels(instruction.opcode)) return compute(instruction);
+    if (Fault fault = check_edge(instruction); !fault.empty()) return fault;
+    if (instruction.edge.kind == EdgeKind::kNorm) return exchange_norm(instruction);
+    return instruction.opcode == Opcode::kSend ? send(instruction) : receive(instruction);
+  }
+
+  [[nodiscard]] Fault check_edge(const Instruction& instruction) const {
+    if (!std::binary_search(edges_.begin(), edges_.end(), instruction.edge)) {
+      return "there is no such edge in the schedule";
+    }
+    const Edge& edge = instruction.edge;
+    const StageIndex end = instruction.opcode == Opcode::kSend ? edge.from.stage : edge.to.stage;
+    const bool is_here = std::find(stages_.begin(), stages_.end(), end) != stages_.end();
+    if (is_here && instruction.stage == end) return {};
+    return "stage " + std::to_string(end.value()) + " is at another worker";
+  }
+
+  [[nodiscard]] Fault send(const Instruction& instruction) {
+    if (std::erase(unsent_, instruction) == 1) return {};
+    return "there is nothing to send: it was not made yet, or it was sent already";
+  }
+
+  [[nodiscard]] Fault receive(const Instruction& instruction) {
+    if (instruction.edge.kind == EdgeKind::kTiedVersion) return receive_version(instruction);
+    for (const Instruction& held : unused_) {
+      if (held.edge == instruction.edge) return to_string(held) + " was not used yet";
+    }
+    unused_.push_back(instruction);
+    return {};
+  }
+
+  [[nodiscard]] Fault receive_version(const Instruction& instruction) {
+    WeightVersion& newest = newest_tied_.at(instruction.edge);
+    const std::int64_t due = newest.value();
+    if (instruction.minibatch.value() != due) {
+      return "versions come in order; the next is that of minibatch " + std::to_string(due);
+    }
+    newest = newest.next();
+    const std::int64_t overwritten = newest.value() - num_tied_versions_kept(options_);
+    const MinibatchId reader(num_backwarded_.at(instruction.stage) / options_.num_microbatches);
+    if (reader.value() >= num_minibatches_ || overwritten < tied_version(options_, reader).value()) return {};
+    return "it overwrites version " + std::to_string(overwritten) + ", which minibatch " +
+           std::to_string(reader.value()) + " still reads";
+  }
+
+  // The exchange that is under way, in the one order that it has.
+  [[nodiscard]] Fault exchange_norm(const Instruction& instruction) {
+    for (const StageIndex stage : stages_) {
+      if (num_backwarded_.at(stage) >= (next_update_.value() + 1) * options_.num_microbatches) continue;
+      return "stage " + std::to_string(stage.value()) + " still has backwards to do";
+    }
+    for (const Instruction& due : before_update_) {
+      if (due.edge.kind != EdgeKind::kNorm && !is_unused(due)) return to_string(due) + " comes first";
+    }
+    if (num_norms_ == norms_.size()) return "the norms of the minibatch were exchanged already";
+    if (instruction != norms_[num_norms_]) return to_string(norms_[num_norms_]) + " comes first";
+    ++num_norms_;
+    return {};
+  }
+
+  [[nodiscard]] Fault compute(const Instruction& instruction) {
+    if (Fault fault = take_received(instruction); !fault.empty()) return fault;
+    for (const Instruction& due : unsent_) {
+      if (due.stage == instruction.stage && is_made_by(due.edge.kind, instruction.opcode)) {
+        return to_string(due) + " comes first";
+      }
+    }
+    transfers_.add_after(instruction, unsent_);
+    if (instruction.opcode == Opcode::kBackward) ++num_backwarded_.at(instruction.stage);
+    if (instruction.opcode == Opcode::kUpdate && ++num_updated_ == stages_.size()) {
+      next_update_ = next_update_.next();
+      begin_update();
+    }
+    return {};
+  }
+
+  [[nodiscard]] Fault take_received(const Instruction& instruction) {
+    std::vector<Instruction> needed;
+    transfers_.add_before(instruction, needed);
+    for (const Instruction& due : needed) {
+      if (due.edge.kind == EdgeKind::kNorm || due.edge.kind == EdgeKind::kTiedVersion) continue;
+      if (std::erase(unused_, due) == 0) return to_string(due) + " comes first";
+    }
+    if (instruction.opcode == Opcode::kUpdate && num_norms_ < norms_.size()) {
+      return to_string(norms_[num_norms_]) + " comes first";
+    }
+    if (instruction.opcode != Opcode::kForward) return {};
+    for (const auto& [edge, newest] : newest_tied_) {
+      const WeightVersion read = tied_version(options_, instruction.minibatch);
+      if (edge.to.stage != instruction.stage || read <= newest) continue;
+      return "RECV " + to_string(edge) + " minibatch " + std::to_string(read.value() - 1) + " comes first";
+    }
+    return {};
+  }
+
+  [[nodiscard]] static bool is_made_by(EdgeKind kind, Opcode opcode) {
+    switch (kind) {
+      case EdgeKind::kActivation:
+        return opcode == Opcode::kForward;
+      case EdgeKind::kGradient:
+      case EdgeKind::kTiedGradient:
+        return opcode == Opcode::kBackward;
+      case EdgeKind::kTiedVersion:
+        return opcode == Opcode::kUpdate;
+      case EdgeKind::kNorm:
+        return false;
+    }
+    PD_CHECK(false, "edge kind " << static_cast<int>(kind));
+  }
+
+  [[nodiscard]] bool is_unused(const Instruction& received) const {
+    return std::find(unused_.begin(), unused_.end(), received) != unused_.end();
+  }
+
+  // Of the worker's stages, those of minibatch next_update_.
+  void begin_update() {
+    num_updated_ = num_norms_ = 0;
+    before_update_.clear();
+    norms_.clear();
+    transfers_.add_before({Opcode::kUpdate, stages_.front(), next_update_, {}, {}, {}}, before_update_);
+    std::copy_if(before_update_.begin(), before_update_.end(), std::back_inserter(norms_),
+                 [](const Instruction& due) { return due.edge.kind == EdgeKind::kNorm; });
+  }
+
+  [[nodiscard]] Fault missing_at_end() const {
+    if (!unsent_.empty()) return to_string(unsent_.front()) + " is missing";
+    if (!unused_.empty()) return "nothing needs what " + to_string(unused_.front()) + " received";
+    for (const auto& [edge, newest] : newest_tied_) {
+      if (newest.value() == num_minibatches_) continue;
+      return "RECV " + to_string(edge) + " minibatch " + std::to_string(newest.value()) + " is missing";
+    }
+    return {};
+  }
+
+  const ScheduleOptions& options_;
+  const std::vector<Edge> edges_;
+  const Rank rank_;
+  const std::vector<StageIndex> stages_;
+  const std::int64_t num_minibatches_;
+  const Transfers transfers_;
+
+  std::vector<Instruction> unsent_;                    // SENDs of what was made
+  std::vector<Instruction> unused_;                    // RECVs of what nothing has used yet
+  std::map<Edge, WeightVersion> newest_tied_;          // received
+  std::map<StageIndex, std::int64_t> num_backwarded_;  // microbatches since minibatch 0
+  MinibatchId next_update_;
+  std::size_t num_updated_ = 0;             // stages, of this minibatch
+  std::vector<Instruction> before_update_;  // of the first of them
+  std::vector<Instruction> norms_;          // of these
+  std::size_t num_norms_ = 0;               // done
+};
+
+constexpr std::size_t kNoEdge = static_cast<std::size_t>(-1);
+
+// Items come in the order in which they are asked for (check_items), so counting is enough.
 struct Queue {
   std::size_t reader = 0;  // worker
   std::int64_t num_queued = 0;
@@ -319,21 +525,16 @@ struct Queue {
 // All workers at work on lists that are right by themselves.
 class Pipeline {
  public:
-  Pipeline(const ScheduleOptions& options, const Programs& programs);
+  Pipeline(const Placement& placement, const std::vector<Edge>& edges, const Programs& programs);
 
-  // Runs every program as far as it goes; `slowest` moves only when no other worker can.
+  // Runs every program as far as it goes, from the start; `slowest` moves only when no other worker can.
   void run(std::size_t slowest);
 
   [[nodiscard]] bool is_finished() const;
   [[nodiscard]] std::string describe_deadlock() const;
-  // Boundary b lies between stage b and b + 1.
-  [[nodiscard]] const std::vector<Queue>& activations() const { return activations_; }
-  [[nodiscard]] const std::vector<Queue>& gradients() const { return gradients_; }
+  [[nodiscard]] const std::vector<Queue>& queues() const { return queues_; }  // by edge
 
  private:
-  // Null where the instruction needs, or makes, no message.
-  [[nodiscard]] Queue* incoming(const Instruction& instruction);
-  [[nodiscard]] Queue* outgoing(const Instruction& instruction);
   bool step(std::size_t worker);
   void run_others(std::size_t slowest);
 
@@ -342,28 +543,31 @@ class Pipeline {
   }
 
   const Programs& programs_;
-  const std::size_t num_boundaries_;
-  std::vector<std::size_t> positions_;  // per worker
-  std::vector<Queue> activations_;      // per boundary
-  std::vector<Queue> gradients_;
+  std::vector<std::vector<std::size_t>> edge_indices_;  // per worker and instruction; kNoEdge: it computes
+  std::vector<std::size_t> positions_;                  // per worker
+  std::vector<Queue> queues_;
   std::vector<std::size_t> awake_;  // workers that may be able to move; the slowest is passed over
 };
 
-Pipeline::Pipeline(const ScheduleOptions& options, const Programs& programs)
-    : programs_(programs),
-      num_boundaries_(static_cast<std::size_t>(num_stages(options)) - 1),
-      positions_(programs.size(), 0),
-      activations_(num_boundaries_),
-      gradients_(num_boundaries_) {
-  const Placement placement = placement_of(options);
-  for (std::size_t boundary = 0; boundary < num_boundaries_; ++boundary) {
-    const StageIndex upstream(static_cast<std::int64_t>(boundary));
-    activations_[boundary].reader = index_of(placement.rank_of(upstream.next()));
-    gradients_[boundary].reader = index_of(placement.rank_of(upstream));
+Pipeline::Pipeline(const Placement& placement, const std::vector<Edge>& edges, const Programs& programs)
+    : programs_(programs) {
+  for (const std::vector<Instruction>& program : programs) {
+    std::vector<std::size_t>& indices = edge_indices_.emplace_back();
+    indices.reserve(program.size());
+    for (const Instruction& instruction : program) {
+      const auto edge = std::lower_bound(edges.begin(), edges.end(), instruction.edge);
+      indices.push_back(travels(instruction.opcode) ? static_cast<std::size_t>(edge - edges.begin())
+                                                    : kNoEdge);
+    }
+  }
+  for (const Edge& edge : edges) {
+    queues_.push_back({index_of(placement.rank_of(edge.to.stage, edge.to.replica)), 0, 0});
   }
 }
 
 void Pipeline::run(std::size_t slowest) {
+  positions_.assign(programs_.size(), 0);
+  for (Queue& queue : queues_) queue.num_queued = queue.num_queued_max = 0;
   for (std::size_t worker = programs_.size(); worker-- > 0;) awake_.push_back(worker);
   do {
     run_others(slowest);
@@ -378,34 +582,23 @@ void Pipeline::run_others(std::size_t slowest) {
   }
 }
 
-// Does the worker's next instruction, if it can, and wakes the one that was waiting for its message.
+// Does the worker's next instruction, if it can, and wakes the one that was waiting for its item.
 bool Pipeline::step(std::size_t worker) {
   if (is_over(worker)) return false;
-  const Instruction& instruction = programs_[worker][positions_[worker]];
-  if (Queue* queue = incoming(instruction)) {
-    if (queue->num_queued == 0) return false;
-    --queue->num_queued;
-  }
-  if (Queue* queue = outgoing(instruction)) {
-    if (++queue->num_queued == 1) awake_.push_back(queue->reader);
-    queue->num_queued_max = std::max(queue->num_queued_max, queue->num_queued);
+  const std::size_t position = positions_[worker];
+  const std::size_t edge = edge_indices_[worker][position];
+  if (edge != kNoEdge) {
+    Queue& queue = queues_[edge];
+    if (programs_[worker][position].opcode == Opcode::kRecv) {
+      if (queue.num_queued == 0) return false;
+      --queue.num_queued;
+    } else {
+      if (++queue.num_queued == 1) awake_.push_back(queue.reader);
+      queue.num_queued_max = std::max(queue.num_queued_max, queue.num_queued);
+    }
   }
   ++positions_[worker];
   return true;
-}
-
-Queue* Pipeline::incoming(const Instruction& instruction) {
-  const std::size_t stage = index_of(instruction.stage);
-  if (instruction.opcode == Opcode::kForward && stage > 0) return &activations_[stage - 1];
-  if (instruction.opcode == Opcode::kBackward && stage < num_boundaries_) return &gradients_[stage];
-  return nullptr;
-}
-
-Queue* Pipeline::outgoing(const Instruction& instruction) {
-  const std::size_t stage = index_of(instruction.stage);
-  if (instruction.opcode == Opcode::kForward && stage < num_boundaries_) return &activations_[stage];
-  if (instruction.opcode == Opcode::kBackward && stage > 0) return &gradients_[stage - 1];
-  return nullptr;
 }
 
 bool Pipeline::is_finished() const {
@@ -421,10 +614,8 @@ std::string Pipeline::describe_deadlock() const {
   for (std::size_t worker = 0; worker < programs_.size(); ++worker) {
     if (is_over(worker)) continue;
     const Instruction& instruction = programs_[worker][positions_[worker]];
-    const bool is_forward = instruction.opcode == Opcode::kForward;
-    text << "; " << place(worker, programs_[worker], positions_[worker]) << ": waits for the "
-         << (is_forward ? "activation" : "gradient") << " from stage "
-         << instruction.stage.value() + (is_forward ? -1 : 1);
+    text << "; " << place(worker, programs_[worker], positions_[worker]) << ": waits for stage "
+         << instruction.edge.from.stage.value();
   }
   return text.str();
 }
@@ -433,7 +624,7 @@ std::string check_shape(const ScheduleOptions& options, const Programs& programs
                         std::int64_t num_minibatches) {
   try {
     check_schedule_options(options);
-    check_num_minibatches(num_minibatches);
+    check_num_minibatches(options, num_minibatches);
   } catch (const UserError& error) {
     return error.what();
   }
@@ -460,23 +651,61 @@ std::string check_lists(const ScheduleOptions& options, const Programs& programs
   return {};
 }
 
-// All lists together. Fills in what is known per boundary; returns the deadlock, if there is one.
+// The transfers of every list by itself; returns the first fault.
+std::string check_transfers(const ScheduleOptions& options, const Programs& programs,
+                            std::int64_t num_minibatches) {
+  const Placement placement = placement_of(options);
+  for (std::size_t worker = 0; worker < programs.size(); ++worker) {
+    TransferChecker checker(options, placement, Rank(static_cast<std::int64_t>(worker)), num_minibatches);
+    if (std::string error = checker.run(programs[worker]); !error.empty()) return error;
+  }
+  return {};
+}
+
+// What an edge carries, item by item, as its sender and its receiver have it; returns the first difference.
+std::string check_items(const Programs& programs) {
+  std::map<Edge, std::vector<const Instruction*>> sent;
+  for (const std::vector<Instruction>& program : programs) {
+    for (const Instruction& instruction : program) {
+      if (instruction.opcode == Opcode::kSend) sent[instruction.edge].push_back(&instruction);
+    }
+  }
+  std::map<Edge, std::size_t> num_received;
+  for (std::size_t worker = 0; worker < programs.size(); ++worker) {
+    for (std::size_t position = 0; position < programs[worker].size(); ++position) {
+      const Instruction& received = programs[worker][position];
+      if (received.opcode != Opcode::kRecv) continue;
+      const std::vector<const Instruction*>& items = sent[received.edge];
+      const std::size_t index = num_received[received.edge]++;
+      const bool is_sent = index < items.size() && items[index]->minibatch == received.minibatch &&
+                           items[index]->microbatch == received.microbatch;
+      if (is_sent) continue;
+      return place(worker, programs[worker], position) +
+             (index < items.size() ? ": the edge's next is " + to_string(*items[index])
+                                   : std::string(": the edge carries no more"));
+    }
+  }
+  for (const auto& [edge, items] : sent) {
+    if (items.size() > num_received[edge])
+      return to_string(*items[num_received[edge]]) + " is never received";
+  }
+  return {};
+}
+
+// All lists together. Fills in what is known per edge; returns the deadlock, if there is one.
 std::string check_together(const ScheduleOptions& options, const Programs& programs, ReplayReport& report) {
-  const std::size_t num_boundaries = options.in_flight.size() - 1;
-  report.activations_queued_max.resize(num_boundaries);
-  report.gradients_queued_max.resize(num_boundaries);
+  const std::vector<Edge> edges = edges_of(options);
+  for (const Edge& edge : edges) report.edges.push_back({edge, 0});
+  Pipeline pipeline(placement_of(options), edges, programs);
   for (std::size_t slowest = 0; slowest < programs.size(); ++slowest) {
-    Pipeline pipeline(options, programs);
     pipeline.run(slowest);
     if (!pipeline.is_finished()) {
       PD_CHECK(slowest == 0, "the outcome depends on the speeds: " << pipeline.describe_deadlock());
       return pipeline.describe_deadlock();
     }
-    for (std::size_t boundary = 0; boundary < num_boundaries; ++boundary) {
-      const Queue& activations = pipeline.activations()[boundary];
-      const Queue& gradients = pipeline.gradients()[boundary];
-      if (activations.reader == slowest) report.activations_queued_max[boundary] = activations.num_queued_max;
-      if (gradients.reader == slowest) report.gradients_queued_max[boundary] = gradients.num_queued_max;
+    for (std::size_t edge = 0; edge < edges.size(); ++edge) {
+      const Queue& queue = pipeline.queues()[edge];
+      if (queue.reader == slowest) report.edges[edge].queued_max = queue.num_queued_max;
     }
   }
   return {};
@@ -488,8 +717,10 @@ ReplayReport replay(const ScheduleOptions& options, const Programs& programs, st
   ReplayReport report;
   report.error = check_shape(options, programs, num_minibatches);
   if (report.error.empty()) report.error = check_lists(options, programs, num_minibatches, report);
+  if (report.error.empty()) report.error = check_transfers(options, programs, num_minibatches);
+  if (report.error.empty()) report.error = check_items(programs);
   if (report.error.empty()) report.error = check_together(options, programs, report);
-  if (!report.error.empty()) return {false, report.error, {}, {}, {}, {}};  // what was counted is partial
+  if (!report.error.empty()) return {false, report.error, {}, {}, {}};  // what was counted is partial
   return report;
 }
 

@@ -19,6 +19,9 @@ WorkKind work_kind_of(Opcode opcode) {
       return WorkKind::kBackward;
     case Opcode::kUpdate:
       return WorkKind::kUpdate;
+    case Opcode::kSend:
+    case Opcode::kRecv:
+      break;
   }
   PD_CHECK(false, "opcode " << static_cast<int>(opcode));
 }
@@ -126,6 +129,9 @@ ReceiveChannel* StageEngine::source_of(const Instruction& instruction) const {
     case Opcode::kRecompute:
     case Opcode::kUpdate:
       return nullptr;
+    case Opcode::kSend:
+    case Opcode::kRecv:
+      break;
   }
   PD_CHECK(false, to_string(instruction));
 }
@@ -190,6 +196,9 @@ WorkItem StageEngine::hand_out(const Instruction& instruction, std::optional<Rec
       work.write_slot = slots.begin_update();
       PD_CHECK(work.write_version == instruction.version, to_string(instruction));
       break;
+    case Opcode::kSend:
+    case Opcode::kRecv:
+      PD_CHECK(false, to_string(instruction) << " is not computed");
   }
   handed_out_ = true;
   ready_ns_ = now_ns();

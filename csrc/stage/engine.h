@@ -164,7 +164,7 @@ class StageEngine {
   void learn_num_minibatches(std::int64_t num_minibatches);
   void complete(WorkKind kind, std::int64_t compute_ns);
 
-  ProgramCursor cursor_;
+  ComputeCursor cursor_;
   const bool stashes_;
   std::vector<Part> parts_;
   std::vector<SendChannel*> senders_;  // of all parts

@@ -44,7 +44,9 @@ def _mean(outputs: Any, targets: Tensor) -> Tensor:
 
 def _train(plan: Plan, width: int, **options: Any) -> tuple[list[float], list[int]]:
     """(losses, forwards of each layer in this process)."""
-    model = nn.Sequential(*(_AtHome(i, worker) for i, worker in enumerate(map(plan.placement.rank_of, range(plan.num_stages)))))
+    model = nn.Sequential(
+        *(_AtHome(i, worker) for i, worker in enumerate(map(plan.placement.rank_of, range(plan.num_stages))))
+    )
     if os.environ["RANK"] != "0":
         with torch.no_grad():
             for parameter in model.parameters():

@@ -654,12 +654,20 @@ def test_trace_text_can_be_read_back_and_drawn(call: Caller) -> None:
 def test_trace_shows_lists_in_another_order_than_the_schedules_own(call: Caller) -> None:
     text = call("trace", "--schedule", "gpipe", "--stages", "2", "--minibatches", "1", "--text").stdout
     lines = text.splitlines()
-    last_stage = lines.index("worker 1") + 1
-    lines[last_stage + 1], lines[last_stage + 2] = lines[last_stage + 2], lines[last_stage + 1]
+    second = lines.index("worker 1") + 3  # RECV FORWARD, then RECV FORWARD and BACKWARD SEND
+    lines[second : second + 4] = lines[second + 2 : second + 4] + lines[second : second + 2]
     Path("lists").write_text("\n".join(lines))
     fields = json.loads(call("trace", "--schedule", "gpipe", "--program", "lists", "--json").stdout)
-    assert [step["opcode"] for step in fields["programs"][1]][:2] == ["FORWARD", "BACKWARD"]
+    opcodes = [step["opcode"] for step in fields["programs"][1]]
+    assert opcodes[:6] == ["RECV", "FORWARD", "BACKWARD", "SEND", "RECV", "FORWARD"]
     assert fields["activations_live_max"] == [2, 1]
+
+
+def test_trace_adds_the_transfers_to_lists_that_have_none(call: Caller) -> None:
+    text = call("trace", "--schedule", "flush", "--stages", "2", "--minibatches", "1", "--text").stdout
+    computed = [line for line in text.splitlines() if not line.startswith(("SEND", "RECV"))]
+    Path("lists").write_text("\n".join(computed))
+    assert call("trace", "--schedule", "flush", "--program", "lists", "--text").stdout == text
 
 
 @pytest.mark.parametrize(
@@ -669,7 +677,7 @@ def test_trace_shows_lists_in_another_order_than_the_schedules_own(call: Caller)
         (
             "BACKWARD stage 1 minibatch 0 microbatch 1 reads version 0",
             "BACKWARD stage 1 minibatch 0 microbatch 1 reads version 1",
-            "lists: worker 1, position 3, BACKWARD stage 1 minibatch 0 microbatch 1 reads version 1: ",
+            "lists: worker 1, position 6, BACKWARD stage 1 minibatch 0 microbatch 1 reads version 1: ",
         ),
         ("UPDATE stage 0", "UPGRADE stage 0", "UPGRADE"),
         ("worker 1\n", "", "there are 1 programs; the plan has 2 workers"),
@@ -720,9 +728,23 @@ def test_trace_json_has_the_figures_and_every_instruction_with_its_time(call: Ca
         "activations_live_max": [2, 1],
         "activations_queued_max": [2],
         "gradients_queued_max": [2],
+        "edges": [
+            {"kind": "activation", "from_stage": 0, "to_stage": 1, "queued_max": 2},
+            {"kind": "gradient", "from_stage": 1, "to_stage": 0, "queued_max": 2},
+        ],
         "output": None,
     }
-    assert [len(program) for program in programs] == [14, 14]
+    assert [len(program) for program in programs] == [26, 26]
+    assert programs[0][1] == {
+        "opcode": "SEND",
+        "stage": 0,
+        "minibatch": 0,
+        "microbatch": 0,
+        "version": 0,
+        "edge": {"kind": "activation", "from_stage": 0, "to_stage": 1},
+        "begin_ms": 10,
+        "end_ms": 10,
+    }
     assert programs[0][-1] == {
         "opcode": "UPDATE",
         "stage": 0,

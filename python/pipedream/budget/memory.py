@@ -139,14 +139,7 @@ class MemoryPlan:
         return replace(self, offload={**self.offload, stage: offload})
 
     def with_recompute(self, recompute: Sequence[bool]) -> MemoryPlan:
-        changed = _core.ScheduleOptions(
-            schedule=self.schedule.schedule,
-            in_flight=self.schedule.in_flight,
-            num_microbatches=self.schedule.num_microbatches,
-            placement=self.schedule.placement,
-            recompute=list(recompute),
-        )
-        return replace(self, schedule=changed)
+        return replace(self, schedule=self.schedule.with_recompute(list(recompute)))
 
     def _torch_terms(self) -> Terms:
         """What the forwards and backwards of the stages need beside the pool."""
@@ -210,7 +203,10 @@ def _queued_max(schedule: _core.ScheduleOptions) -> tuple[list[int], list[int]]:
     """Per boundary: microbatches whose activations, and whose gradients, may wait there."""
     # Long enough to reach the steady phase and cool down again.
     report = _core.replay(schedule, 2 * max(schedule.in_flight) + 2)
-    return list(report["activations_queued_max"]), list(report["gradients_queued_max"])
+    queued_max = {edge.kind: [0] * schedule.num_stages for edge, _ in report["edges"]}
+    for edge, most in report["edges"]:
+        queued_max[edge.kind][min(edge.from_stage, edge.to_stage)] = most
+    return queued_max.get("activation", []), queued_max.get("gradient", [])
 
 
 def choose_savings(

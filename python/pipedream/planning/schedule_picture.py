@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipedream.common.figure_file import FIGURE_SUFFIXES, import_figure, save_figure
-from pipedream.planning.simulator import Simulation, Step, TimedInstruction
+from pipedream.planning.simulator import TRANSFERS, Simulation, Step, TimedInstruction
 from pipedream.planning.trace import Span, write_trace
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def write_picture(
             draw_text(simulation, title, subtitle, show_versions=show_versions), encoding="utf-8"
         )
         return
-    num_boxes = sum(len(row) for row in simulation.timeline)
+    num_boxes = sum(len(_computed(row)) for row in simulation.timeline)
     if num_boxes > _DRAWN_BOXES_MAX:
         raise ValueError(
             f"{name}: {num_boxes} instructions are too many to draw (at most {_DRAWN_BOXES_MAX}): take fewer"
@@ -94,7 +94,7 @@ def write_picture(
 def make_spans(simulation: Simulation) -> Iterator[Span]:
     """The spans of a trace: every worker computes on one track and sends on one for each neighbour."""
     for worker, row in enumerate(simulation.timeline):
-        for instruction, begin_ms, end_ms in row:
+        for instruction, begin_ms, end_ms in _computed(row):
             args = {
                 "stage": instruction.stage,
                 "minibatch": instruction.minibatch,
@@ -117,13 +117,21 @@ def draw_text(
     """The picture in ASCII, at most 2,000 columns wide; lines end in a newline."""
     labels = _Labels(simulation, show_versions)
     columns_per_ms = _text_scale(simulation, labels)
-    names = [f"worker {worker}" for worker in range(simulation.num_workers)]
-    width = max((len(name) for name in names), default=0)
+    num_columns = round(simulation.makespan_ms * columns_per_ms) + 1
+    rows = {
+        f"worker {worker}": _text_row(row, labels, columns_per_ms, num_columns)
+        for worker, row in enumerate(simulation.timeline)
+    }
+    rows |= _text_links(simulation, columns_per_ms, num_columns)
+    width = max(map(len, rows), default=0)
     lines = [title, *([subtitle] if subtitle else []), ""]
-    for name, row in zip(names, simulation.timeline, strict=True):
-        num_columns = round(simulation.makespan_ms * columns_per_ms) + 1
-        lines.append(f"{name:{width}}  {_text_row(row, labels, columns_per_ms, num_columns)}")
+    lines += [f"{name:{width}}  {row}" for name, row in rows.items()]
     return "\n".join([*lines, "", labels.text_legend(), ""])
+
+
+def _computed(row: Sequence[TimedInstruction]) -> list[TimedInstruction]:
+    """What keeps the worker, not the links."""
+    return [timed for timed in row if timed.instruction.opcode not in TRANSFERS]
 
 
 def _ns(time_ms: float) -> int:
@@ -134,7 +142,7 @@ class _Labels:
     """What is written on the instructions of one simulation."""
 
     def __init__(self, simulation: Simulation, show_versions: bool | None) -> None:
-        steps = [timed.instruction for row in simulation.timeline for timed in row]
+        steps = [timed.instruction for row in simulation.timeline for timed in _computed(row)]
         self.opcodes = {step.opcode for step in steps}
         self.has_microbatches = any(step.microbatch > 0 for step in steps)
         if show_versions is None:
@@ -176,7 +184,7 @@ def _text_row(
     row: Sequence[TimedInstruction], labels: _Labels, columns_per_ms: float, num_columns: int
 ) -> str:
     cells = ["."] * num_columns
-    for instruction, begin_ms, end_ms in row:
+    for instruction, begin_ms, end_ms in _computed(row):
         first, last = round(begin_ms * columns_per_ms), round(end_ms * columns_per_ms)
         cells[last] = "|"
         if instruction.opcode == "UPDATE":
@@ -187,6 +195,20 @@ def _text_row(
             cells[first] = "*" if cells[first] == "*" else "|"
             cells[first + 1 : last] = labels.text(instruction)[:room].ljust(room)
     return "".join(cells)
+
+
+def _text_links(simulation: Simulation, columns_per_ms: float, num_columns: int) -> dict[str, str]:
+    """A row per link that something takes time on: "a3" the activation of minibatch 3, "g" a gradient."""
+    rows: dict[str, list[str]] = {}
+    for transfer in simulation.transfers:
+        first, last = round(transfer.begin_ms * columns_per_ms), round(transfer.end_ms * columns_per_ms)
+        if first == last:
+            continue
+        cells = rows.setdefault(f"{transfer.from_worker} to {transfer.to_worker}", ["."] * num_columns)
+        text = f"{transfer.what[0]}{transfer.minibatch}"
+        cells[first:last] = ("|" + text)[: last - first].ljust(last - first)
+        cells[last] = "|"
+    return {name: "".join(rows[name]) for name in sorted(rows)}
 
 
 # Blue and orange of the Okabe-Ito palette: they differ for every kind of colour vision, and in lightness too.
@@ -260,6 +282,7 @@ class _Drawing:
         self._write(_MARGIN, top - 0.30, subtitle, _TEXT_PT - 0.5, colour=_QUIET_COLOUR)
         for worker, row in enumerate(self.simulation.timeline):
             self._draw_row(worker, row)
+        self._draw_transfers()
         self._draw_phases()
         self._draw_time()
         self._draw_legend()
@@ -289,10 +312,10 @@ class _Drawing:
         return self.left + time_ms * self.inches_per_ms
 
     def _draw_row(self, worker: int, row: Sequence[TimedInstruction]) -> None:
-        bottom = self.rows_top - _ROW - worker * (_ROW + _ROW_GAP)
+        bottom = self._bottom(worker)
         self._write(self.left - 0.08, bottom + _ROW / 2, self.row_names[worker], _TEXT_PT, align="right")
         self._fill(self.left, self._x(self.simulation.makespan_ms), bottom, _IDLE_COLOUR)
-        for timed in row:
+        for timed in _computed(row):
             if timed.instruction.opcode != "UPDATE":
                 self._draw_box(worker, timed, bottom)
         for timed in row:  # above the boxes' edges
@@ -323,6 +346,24 @@ class _Drawing:
         begin, end = self._x(timed.begin_ms), self._x(timed.end_ms)
         half_mark = max(0.0, _UPDATE_MARK - (end - begin)) / 2  # an update that takes no time is still seen
         self._fill(begin - half_mark, end + half_mark, bottom - 0.03, _UPDATE_COLOUR, height=_ROW + 0.06)
+
+    def _draw_transfers(self) -> None:
+        """A line from the sender's row to the receiver's, for what takes time."""
+        for transfer in self.simulation.transfers:
+            if transfer.end_ms == transfer.begin_ms:
+                continue
+            is_downward = transfer.to_worker > transfer.from_worker
+            edges = (0.0, _ROW) if is_downward else (_ROW, 0.0)
+            x = [self._x(transfer.begin_ms), self._x(transfer.end_ms)]
+            y = [
+                self._bottom(transfer.from_worker) + edges[0],
+                self._bottom(transfer.to_worker) + edges[1],
+            ]
+            self.axes.plot(x, y, color=_QUIET_COLOUR, lw=0.5, alpha=0.6)
+
+    def _bottom(self, worker: int) -> float:
+        """Of the worker's row."""
+        return self.rows_top - _ROW - worker * (_ROW + _ROW_GAP)
 
     def _draw_phases(self) -> None:
         y = self.rows_top + 0.10

@@ -6,6 +6,7 @@ a bubble from here is one of the schedule that runs, not of a drawing of it.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -13,9 +14,11 @@ from typing import NamedTuple, Protocol
 from pipedream.common.document import check_number
 
 __all__ = [
+    "TRANSFERS",
     "Simulation",
     "StageTimes",
     "Step",
+    "StepEdge",
     "TimedInstruction",
     "Transfer",
     "TransferTimes",
@@ -28,7 +31,7 @@ class Step(Protocol):
     """What an instruction says; `_core.Instruction` does."""
 
     @property
-    def opcode(self) -> str: ...  # FORWARD, RECOMPUTE, BACKWARD or UPDATE
+    def opcode(self) -> str: ...  # FORWARD, RECOMPUTE, BACKWARD or UPDATE; SEND or RECV
     @property
     def stage(self) -> int: ...
     @property
@@ -37,6 +40,22 @@ class Step(Protocol):
     def microbatch(self) -> int: ...
     @property
     def version(self) -> int: ...
+    @property
+    def edge(self) -> StepEdge | None: ...  # of SEND and RECV
+
+
+class StepEdge(Protocol):
+    """Over which an item travels; `_core.Edge` does. Equal, and of equal hash, at both ends."""
+
+    @property
+    def kind(self) -> str: ...  # activation, gradient, tied_gradient, tied_version or norm
+    @property
+    def from_stage(self) -> int: ...
+    @property
+    def to_stage(self) -> int: ...
+
+
+TRANSFERS = ("SEND", "RECV")
 
 
 @dataclass(frozen=True)
@@ -68,12 +87,17 @@ class StageTimes:
             return self.backward_ms
         if opcode == "UPDATE":
             return self.update_ms
-        raise ValueError(f"opcode is {opcode!r}: known are FORWARD, RECOMPUTE, BACKWARD and UPDATE")
+        if opcode in TRANSFERS:  # they keep the link, not the worker
+            return 0.0
+        raise ValueError(
+            f"opcode is {opcode!r}: known are FORWARD, RECOMPUTE, BACKWARD, UPDATE, SEND and RECV"
+        )
 
 
 @dataclass(frozen=True)
 class TransferTimes:
-    """How long one microbatch is on its way over a boundary, in milliseconds, downstream and upstream."""
+    """How long one microbatch is on its way over a boundary, in milliseconds, downstream and upstream. What
+    tied parameters and norms send takes no time beside it."""
 
     activation_ms: float = 0.0
     gradient_ms: float = 0.0
@@ -81,6 +105,10 @@ class TransferTimes:
     def __post_init__(self) -> None:
         check_number("activation_ms", self.activation_ms)
         check_number("gradient_ms", self.gradient_ms)
+
+    def of(self, kind: str) -> float:
+        """Milliseconds of one item of an edge of that kind."""
+        return {"activation": self.activation_ms, "gradient": self.gradient_ms}.get(kind, 0.0)
 
 
 class TimedInstruction(NamedTuple):
@@ -92,10 +120,10 @@ class TimedInstruction(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """What one link carried: the activation or the gradient of a microbatch."""
+    """What one link carried: an item of an edge."""
 
     what: str
-    """activation or gradient."""
+    """The edge's kind: activation, gradient, tied_gradient, tied_version or norm."""
     from_worker: int
     to_worker: int
     minibatch: int
@@ -121,7 +149,7 @@ class Simulation:
     timeline: tuple[tuple[TimedInstruction, ...], ...]
     """Per worker, in order."""
     transfers: tuple[Transfer, ...]
-    """In the order of their begin; between stages of one worker nothing travels."""
+    """In the order of their begin; between stages of one worker items go from hand to hand, at once."""
     makespan_ms: float
     bubble_share: float
     """1 - (sum of all workers' work) / (number of workers * makespan)."""
@@ -146,23 +174,14 @@ def simulate(
     """Replays one list per worker; one StageTimes, or one per stage; one time per transfer, or one pair per
     boundary between a stage and the next.
 
-    A worker does its instructions in order, one at a time, each as soon as what it needs has arrived. Its
-    sends do not keep it: they queue for the link to the other worker, which carries one at a time in each
-    direction, whatever the boundary.
+    A worker does its instructions in order, one at a time: a RECV is done as soon as its item has arrived,
+    a SEND at once. What is sent queues for the link to the other worker, which carries one item at a time in
+    each direction, whatever the edge. Of an edge items arrive in the order in which they are sent.
 
     Raises ValueError for lists that wait for each other, naming who waits for what, for an instruction
     that is there twice, a stage that is at two workers or none, and figures of the wrong number.
     """
     return _Replay(programs, stage_times, transfer_ms).run()
-
-
-class _Needed(NamedTuple):
-    """What an instruction waits for: a message that comes to the stage, or the stage's own forward."""
-
-    what: str
-    stage: int
-    minibatch: int
-    microbatch: int
 
 
 class _Replay:
@@ -177,12 +196,13 @@ class _Replay:
     ) -> None:
         self.programs = programs
         self.worker_of_stage = _find_workers(programs)
-        self.num_stages = len(self.worker_of_stage)
-        self.stage_times = _spread_times(stage_times, self.num_stages)
-        self.transfer_times = _spread_transfers(transfer_ms, self.num_stages - 1)
+        num_stages = len(self.worker_of_stage)
+        self.stage_times = _spread_times(stage_times, num_stages)
+        self.transfer_times = _spread_transfers(transfer_ms, num_stages - 1)
         self.timeline: list[list[TimedInstruction]] = [[] for _ in programs]
         self.transfers: list[Transfer] = []
-        self.ready_ms: dict[_Needed, float] = {}
+        self.done: set[tuple[str, int, int, int, StepEdge | None]] = set()
+        self.arrivals_ms: defaultdict[StepEdge, deque[float]] = defaultdict(deque)
         self.link_free_ms: dict[tuple[int, int], float] = {}
 
     def run(self) -> Simulation:
@@ -200,62 +220,49 @@ class _Replay:
         num_before = len(done)
         while len(done) < len(program):
             instruction = program[len(done)]
-            takes_ms = self.stage_times[instruction.stage].of(instruction.opcode)
-            needed = self._needed(instruction)
-            if any(item not in self.ready_ms for item in needed):
-                break
-            free_ms = done[-1].end_ms if done else 0.0
-            begin_ms = max(free_ms, *(self.ready_ms[item] for item in needed), 0.0)
-            end_ms = begin_ms + takes_ms
+            begin_ms = done[-1].end_ms if done else 0.0
+            if instruction.opcode == "RECV":
+                arrivals = self._arrivals(instruction)
+                if not arrivals:
+                    break
+                begin_ms = max(begin_ms, arrivals.popleft())
+            end_ms = begin_ms + self.stage_times[instruction.stage].of(instruction.opcode)
+            self._note_done(instruction)
+            if instruction.opcode == "SEND":
+                self._send(instruction, end_ms)
             done.append(TimedInstruction(instruction, begin_ms, end_ms))
-            self._publish(instruction, end_ms)
         return len(done) - num_before
 
-    def _needed(self, instruction: Step) -> list[_Needed]:
-        opcode, stage = instruction.opcode, instruction.stage
-        place = (stage, instruction.minibatch, instruction.microbatch)
-        if opcode == "FORWARD":
-            return [_Needed("activation", *place)] if stage > 0 else []
-        if opcode == "UPDATE":
-            return []
-        own = [_Needed("forward", *place)]
-        has_downstream = opcode == "BACKWARD" and stage < self.num_stages - 1
-        return [*own, _Needed("gradient", *place)] if has_downstream else own
+    def _arrivals(self, instruction: Step) -> deque[float]:
+        assert instruction.edge is not None
+        return self.arrivals_ms[instruction.edge]
 
-    def _publish(self, instruction: Step, end_ms: float) -> None:
-        """Makes known what a finished instruction leaves behind, at the stage and at its neighbour."""
-        opcode, stage = instruction.opcode, instruction.stage
-        where = (instruction.minibatch, instruction.microbatch)
-        done = _Needed(opcode.lower(), stage, *where)
-        if opcode != "RECOMPUTE" and done in self.ready_ms:
+    def _note_done(self, instruction: Step) -> None:
+        place = (instruction.stage, instruction.minibatch, instruction.microbatch)
+        done = (instruction.opcode, *place, instruction.edge)
+        if done in self.done:
             raise ValueError(f"{_describe(instruction)} is in the lists twice")
-        self.ready_ms[done] = end_ms
-        if opcode == "FORWARD" and stage < self.num_stages - 1:
-            times = self.transfer_times[stage]
-            self._send("activation", stage, stage + 1, where, end_ms, times.activation_ms)
-        elif opcode == "BACKWARD" and stage > 0:
-            times = self.transfer_times[stage - 1]
-            self._send("gradient", stage, stage - 1, where, end_ms, times.gradient_ms)
+        if instruction.opcode in ("RECOMPUTE", "BACKWARD") and ("FORWARD", *place, None) not in self.done:
+            raise ValueError(f"{_describe(instruction)} comes before its forward")
+        self.done.add(done)
 
-    def _send(
-        self,
-        what: str,
-        from_stage: int,
-        to_stage: int,
-        where: tuple[int, int],
-        now_ms: float,
-        takes_ms: float,
-    ) -> None:
-        from_worker, to_worker = self.worker_of_stage[from_stage], self.worker_of_stage[to_stage]
+    def _send(self, instruction: Step, now_ms: float) -> None:
+        edge = instruction.edge
+        assert edge is not None
+        ends = (self.worker_of_stage[edge.from_stage], self.worker_of_stage[edge.to_stage])
         arrives_ms = now_ms
-        if from_worker != to_worker:
-            # Only from_worker uses this direction, and finishes its instructions in order: so first sent
-            # is first carried.
-            begin_ms = max(now_ms, self.link_free_ms.get((from_worker, to_worker), 0.0))
-            arrives_ms = begin_ms + takes_ms
-            self.link_free_ms[from_worker, to_worker] = arrives_ms
-            self.transfers.append(Transfer(what, from_worker, to_worker, *where, begin_ms, arrives_ms))
-        self.ready_ms[_Needed(what, to_stage, *where)] = arrives_ms
+        if ends[0] != ends[1]:
+            # Only ends[0] uses this direction, and does its instructions in order: so first sent is first
+            # carried.
+            begin_ms = max(now_ms, self.link_free_ms.get(ends, 0.0))
+            arrives_ms = begin_ms + self._transfer_ms(edge)
+            self.link_free_ms[ends] = arrives_ms
+            item = (instruction.minibatch, instruction.microbatch)
+            self.transfers.append(Transfer(edge.kind, *ends, *item, begin_ms, arrives_ms))
+        self._arrivals(instruction).append(arrives_ms)
+
+    def _transfer_ms(self, edge: StepEdge) -> float:
+        return self.transfer_times[min(edge.from_stage, edge.to_stage)].of(edge.kind)
 
     def _describe_deadlock(self) -> str:
         waits = []
@@ -264,21 +271,19 @@ class _Replay:
             if position == len(program):
                 continue
             instruction = program[position]
-            missing = next(item for item in self._needed(instruction) if item not in self.ready_ms)
+            assert instruction.edge is not None
+            source = instruction.edge.from_stage
             waits.append(
-                f"worker {worker} at position {position} ({_describe(instruction)}) waits for"
-                f" {self._describe_needed(missing)}"
+                f"worker {worker} at position {position} ({_describe(instruction)}) waits for stage {source}"
+                f" at worker {self.worker_of_stage[source]}"
             )
         return "the lists deadlock: " + "; ".join(waits)
 
-    def _describe_needed(self, needed: _Needed) -> str:
-        if needed.what == "forward":
-            return "its own forward"
-        source = needed.stage - 1 if needed.what == "activation" else needed.stage + 1
-        return f"the {needed.what} of stage {source} at worker {self.worker_of_stage[source]}"
-
 
 def _describe(instruction: Step) -> str:
+    if instruction.edge is not None:
+        text = f"{instruction.opcode} {instruction.edge} minibatch {instruction.minibatch}"
+        return f"{text} microbatch {instruction.microbatch}"
     text = f"{instruction.opcode} stage {instruction.stage} minibatch {instruction.minibatch}"
     return text if instruction.opcode == "UPDATE" else f"{text} microbatch {instruction.microbatch}"
 

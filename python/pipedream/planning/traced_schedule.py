@@ -15,7 +15,7 @@ from pipedream.planning.plan import Plan
 if TYPE_CHECKING:
     from pipedream import _core
     from pipedream.planning.schedule_picture import PhaseSpan
-    from pipedream.planning.simulator import Simulation, StageTimes
+    from pipedream.planning.simulator import Simulation, StageTimes, StepEdge
 
 __all__ = [
     "TraceRequest",
@@ -27,12 +27,7 @@ __all__ = [
     "trace_fields",
 ]
 
-_REPORT_FIELDS = (
-    "versions_live_max",
-    "activations_live_max",
-    "activations_queued_max",
-    "gradients_queued_max",
-)
+_REPORT_FIELDS = ("versions_live_max", "activations_live_max")
 
 # `trace` makes every instruction: beyond this a picture says nothing more, and memory runs out.
 _TRACED_INSTRUCTIONS_MAX = 2_000_000
@@ -89,6 +84,9 @@ def make_traced(request: TraceRequest, program_file: Path | None) -> TracedSched
     if programs is None:
         workers = range(options.num_workers)
         programs = [_core.make_program(options, worker, num_minibatches) for worker in workers]
+    elif not any(step.edge for program in programs for step in program):
+        # Written by hand, most likely: what is computed, and the transfers follow from it.
+        programs = _core.add_transfers(options, programs, num_minibatches)
     report = _core.replay(options, num_minibatches, programs)
     if not report["ok"]:
         if program_file is not None:
@@ -242,6 +240,8 @@ def input_phases(traced: TracedSchedule, simulation: Simulation) -> list[PhaseSp
 
     spans: list[PhaseSpan] = []
     for step, (_, begin_ms, end_ms) in zip(traced.programs[0], simulation.timeline[0], strict=True):
+        if step.edge is not None:
+            continue
         name = _core.phase_of(traced.options, step, traced.num_minibatches)
         if spans and spans[-1].name == name:
             spans[-1] = spans[-1]._replace(end_ms=end_ms)
@@ -282,15 +282,35 @@ def trace_fields(
         "steady_bubble_share": simulation.steady_bubble_share,
         "ms_per_minibatch": simulation.ms_per_minibatch,
         **{name: traced.report[name] for name in _REPORT_FIELDS},
+        "activations_queued_max": _queued_max(traced, "activation"),
+        "gradients_queued_max": _queued_max(traced, "gradient"),
+        "edges": [_edge_fields(edge) | {"queued_max": most} for edge, most in traced.report["edges"]],
         "output": None if output is None else os.fspath(output),
         "programs": [
             [
-                {name: getattr(step, name) for name in names} | {"begin_ms": begin_ms, "end_ms": end_ms}
+                {name: getattr(step, name) for name in names}
+                | ({} if step.edge is None else {"edge": _edge_fields(step.edge)})
+                | {"begin_ms": begin_ms, "end_ms": end_ms}
                 for step, begin_ms, end_ms in row
             ]
             for row in simulation.timeline
         ],
     }
+
+
+def _queued_max(traced: TracedSchedule, kind: str) -> list[int]:
+    """By the boundary that the edge crosses."""
+    return [
+        most
+        for edge, most in sorted(
+            traced.report["edges"], key=lambda row: min(row[0].from_stage, row[0].to_stage)
+        )
+        if edge.kind == kind
+    ]
+
+
+def _edge_fields(edge: StepEdge) -> dict[str, Any]:
+    return {"kind": edge.kind, "from_stage": edge.from_stage, "to_stage": edge.to_stage}
 
 
 def _count(number: int, noun: str) -> str:

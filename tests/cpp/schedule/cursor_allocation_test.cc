@@ -13,6 +13,8 @@ TEST(ProgramCursor, WalkingAllocatesNothing) {
     ScheduleOptions options = make_options(schedule, straight(4), 5);
     if (schedule == "interleaved") options = make_interleaved(2, 2, 5);
     options.recompute.assign(4, true);
+    options.ties = {{StageIndex(0), StageIndex(1)}, {StageIndex(0), StageIndex(3)}};
+    options.exchanges_norms = drains_every_minibatch(options);
     ProgramCursor cursor(options, Rank(0));
     const AllocationCounter counter;
     for (int step = 0; step < 1000; ++step) cursor.advance();

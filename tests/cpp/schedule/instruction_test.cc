@@ -10,8 +10,20 @@ namespace {
 
 Instruction make(Opcode opcode, std::int64_t stage, std::int64_t minibatch, std::int64_t microbatch,
                  std::int64_t version) {
-  return {opcode, StageIndex(stage), MinibatchId(minibatch), MicrobatchIndex(microbatch),
-          WeightVersion(version)};
+  return {
+      opcode, StageIndex(stage), MinibatchId(minibatch), MicrobatchIndex(microbatch), WeightVersion(version),
+      {}};
+}
+
+Instruction transfer(Opcode opcode, EdgeKind kind, std::int64_t from, std::int64_t to, std::int64_t minibatch,
+                     std::int64_t microbatch) {
+  const Edge edge{kind, {StageIndex(from), {}}, {StageIndex(to), {}}};
+  return {opcode,
+          StageIndex(opcode == Opcode::kSend ? from : to),
+          MinibatchId(minibatch),
+          MicrobatchIndex(microbatch),
+          {},
+          edge};
 }
 
 std::string error_of(std::string_view text) {
@@ -40,6 +52,45 @@ TEST(Instruction, TextIsParsedBack) {
   }
 }
 
+TEST(Instruction, TextOfATransferNamesItsEdgeAndItsItem) {
+  EXPECT_EQ(to_string(transfer(Opcode::kSend, EdgeKind::kActivation, 0, 1, 3, 2)),
+            "SEND activation stage 0 to stage 1 minibatch 3 microbatch 2");
+  EXPECT_EQ(to_string(transfer(Opcode::kRecv, EdgeKind::kTiedVersion, 0, 4, 3, 0)),
+            "RECV tied_version stage 0 to stage 4 minibatch 3");
+  Instruction replicated = transfer(Opcode::kRecv, EdgeKind::kGradient, 2, 1, 3, 0);
+  replicated.edge.from.replica = ReplicaIndex(5);
+  EXPECT_EQ(to_string(replicated), "RECV gradient stage 2 replica 5 to stage 1 minibatch 3 microbatch 0");
+}
+
+TEST(Instruction, TextOfATransferIsParsedBack) {
+  for (const Opcode opcode : {Opcode::kSend, Opcode::kRecv}) {
+    for (const EdgeKind kind : kEdgeKinds) {
+      const bool is_by_microbatch = kind == EdgeKind::kActivation || kind == EdgeKind::kGradient;
+      Instruction instruction = transfer(opcode, kind, 7, 8, 12345678901, is_by_microbatch ? 31 : 0);
+      EXPECT_EQ(parse_instruction(to_string(instruction)), instruction);
+      instruction.edge.to.replica = ReplicaIndex(3);
+      EXPECT_EQ(parse_instruction(to_string(instruction)), instruction);
+      instruction.edge.from.replica = ReplicaIndex(2);
+      EXPECT_EQ(parse_instruction(to_string(instruction)), instruction);
+    }
+  }
+}
+
+TEST(Instruction, TextOfATransferThatIsBrokenIsRefusedAndNamed) {
+  EXPECT_EQ(error_of("SEND weights stage 0 to stage 1 minibatch 0"),
+            "\"SEND weights stage 0 to stage 1 minibatch 0\" is not an instruction: \"weights\" where "
+            "activation, gradient, tied_gradient, tied_version or norm is expected");
+  EXPECT_EQ(error_of("RECV norm stage 0 stage 1 minibatch 0"),
+            "\"RECV norm stage 0 stage 1 minibatch 0\" is not an instruction: \"stage\" where \"to\" is "
+            "expected");
+  EXPECT_EQ(error_of("SEND activation stage 0 to stage 1 minibatch 0"),
+            "\"SEND activation stage 0 to stage 1 minibatch 0\" is not an instruction: the text ends where "
+            "\"microbatch\" is expected");
+  EXPECT_EQ(error_of("SEND norm stage 0 to stage 1 minibatch 0 microbatch 0"),
+            "\"SEND norm stage 0 to stage 1 minibatch 0 microbatch 0\" is not an instruction: \"microbatch\" "
+            "where the end is expected");
+}
+
 TEST(Instruction, BlanksAtBothEndsAndBetweenWordsAreAllowed) {
   EXPECT_EQ(parse_instruction(" \tUPDATE  stage 1\tminibatch 2 writes version 3 \r\n"),
             make(Opcode::kUpdate, 1, 2, 0, 3));
@@ -47,11 +98,11 @@ TEST(Instruction, BlanksAtBothEndsAndBetweenWordsAreAllowed) {
 
 TEST(Instruction, TextThatIsNoInstructionIsRefusedAndNamed) {
   EXPECT_EQ(error_of(""),
-            "\"\" is not an instruction: the text ends where FORWARD, RECOMPUTE, BACKWARD or UPDATE is "
-            "expected");
+            "\"\" is not an instruction: the text ends where FORWARD, RECOMPUTE, BACKWARD, UPDATE, "
+            "SEND or RECV is expected");
   EXPECT_EQ(error_of("forward stage 0"),
-            "\"forward stage 0\" is not an instruction: \"forward\" where FORWARD, RECOMPUTE, BACKWARD or "
-            "UPDATE is expected");
+            "\"forward stage 0\" is not an instruction: \"forward\" where FORWARD, RECOMPUTE, "
+            "BACKWARD, UPDATE, SEND or RECV is expected");
   EXPECT_EQ(error_of("FORWARD minibatch 0"),
             "\"FORWARD minibatch 0\" is not an instruction: \"minibatch\" where \"stage\" is expected");
   EXPECT_EQ(error_of("FORWARD stage 0 minibatch"),

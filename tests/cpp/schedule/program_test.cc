@@ -19,7 +19,7 @@ namespace {
 Counts versions_of(Opcode opcode, const ScheduleOptions& options, std::int64_t worker,
                    std::int64_t num_minibatches) {
   Counts versions;
-  for (const Instruction& instruction : make_program(options, Rank(worker), num_minibatches)) {
+  for (const Instruction& instruction : make_compute_program(options, Rank(worker), num_minibatches)) {
     if (instruction.opcode == opcode) versions.push_back(instruction.version.value());
   }
   return versions;
@@ -188,12 +188,12 @@ TEST(Interleaved, OneChunkPerWorkerIsFlush) {
   for (std::int64_t num_workers = 1; num_workers <= 5; ++num_workers) {
     for (std::int64_t num_microbatches = 1; num_microbatches <= 9; ++num_microbatches) {
       const ScheduleOptions flush = make_options("flush", straight(num_workers), num_microbatches);
-      EXPECT_EQ(make_programs(make_interleaved(num_workers, 1, num_microbatches), 3),
-                make_programs(flush, 3));
+      EXPECT_EQ(make_compute_programs(make_interleaved(num_workers, 1, num_microbatches), 3),
+                make_compute_programs(flush, 3));
       // Whatever the plan says is in flight.
       ScheduleOptions interleaved = make_options("interleaved", flush.in_flight, num_microbatches);
       interleaved.in_flight.assign(interleaved.in_flight.size(), 7);
-      EXPECT_EQ(make_programs(interleaved, 3), make_programs(flush, 3));
+      EXPECT_EQ(make_compute_programs(interleaved, 3), make_compute_programs(flush, 3));
     }
   }
 }
@@ -223,7 +223,7 @@ TEST(Versions, EqualTheFormulas) {
         const auto stage_index = static_cast<std::size_t>(stage);
         EXPECT_EQ(num_versions_kept(options, StageIndex(stage)),
                   num_kept_by_formula(schedule, options.in_flight, stage_index));
-        for (const Instruction& instruction : make_program(options, Rank(stage), 9)) {
+        for (const Instruction& instruction : make_compute_program(options, Rank(stage), 9)) {
           const std::int64_t minibatch = instruction.minibatch.value();
           const std::int64_t formula =
               version_by_formula(schedule, options.in_flight, stage_index, minibatch);
@@ -258,7 +258,7 @@ TEST(Versions, InTheStashingSchedulesAForwardReadsTheNewest) {
     for (std::int64_t num_microbatches = 1; num_microbatches <= 4; ++num_microbatches) {
       const ScheduleOptions options = make_options("pipedream", {in_flight}, num_microbatches);
       std::int64_t newest = 0;
-      for (const Instruction& instruction : make_program(options, Rank(0), 20)) {
+      for (const Instruction& instruction : make_compute_program(options, Rank(0), 20)) {
         if (instruction.opcode == Opcode::kForward) {
           EXPECT_EQ(instruction.version.value(), newest);
         } else if (instruction.opcode == Opcode::kUpdate) {
@@ -347,18 +347,18 @@ TEST(ScheduleOptions, WithoutAPlacementHaveStageSAtRankS) {
 
 TEST(Program, OfAStageOrARankOutsideThePlanIsRefused) {
   const ScheduleOptions options = make_options("flush", {2, 1});
-  EXPECT_THROW((void)make_program(options, Rank(2), 1), UserError);
-  EXPECT_THROW((void)make_program(options, Rank(-1), 1), UserError);
+  EXPECT_THROW((void)make_compute_program(options, Rank(2), 1), UserError);
+  EXPECT_THROW((void)make_compute_program(options, Rank(-1), 1), UserError);
   EXPECT_THROW((void)num_versions_kept(options, StageIndex(-1)), UserError);
   EXPECT_THROW((void)forward_version(options, StageIndex(2), MinibatchId(0)), UserError);
   EXPECT_THROW((void)forward_version(options, StageIndex(0), MinibatchId(-1)), UserError);
-  EXPECT_THROW((void)make_program(options, Rank(0), -1), UserError);
+  EXPECT_THROW((void)make_compute_program(options, Rank(0), -1), UserError);
 }
 
 TEST(Phase, NothingCoolsDownWhileTheNumberOfMinibatchesIsUnknown) {
   const ScheduleOptions options = make_options("pipedream", {3, 2, 1});
-  const Instruction backward{Opcode::kBackward, StageIndex(0), MinibatchId(4), MicrobatchIndex(0),
-                             WeightVersion(2)};
+  const Instruction backward{Opcode::kBackward,  StageIndex(0),    MinibatchId(4),
+                             MicrobatchIndex(0), WeightVersion(2), {}};
   EXPECT_EQ(phase_of(options, backward, std::nullopt), Phase::kSteady);
   EXPECT_EQ(phase_of(options, backward, 7), Phase::kSteady);
   EXPECT_EQ(phase_of(options, backward, 6), Phase::kCoolDown);
@@ -369,22 +369,22 @@ TEST(Phase, NothingCoolsDownWhileTheNumberOfMinibatchesIsUnknown) {
 
 TEST(Phase, OfADrainingScheduleDoesNotDependOnTheNumberOfMinibatches) {
   const ScheduleOptions options = make_options("flush", {2, 1}, 2);
-  for (const Instruction& instruction : make_program(options, Rank(0), 3)) {
+  for (const Instruction& instruction : make_compute_program(options, Rank(0), 3)) {
     EXPECT_EQ(phase_of(options, instruction, std::nullopt), phase_of(options, instruction, 3));
   }
 }
 
 TEST(Phase, RefusesInstructionsThatThePlanDoesNotHave) {
   const ScheduleOptions options = make_options("flush", {2, 1}, 2);
-  EXPECT_THROW((void)phase_of(options, {Opcode::kForward, StageIndex(2), {}, {}, {}}, 1), UserError);
-  EXPECT_THROW((void)phase_of(options, {Opcode::kForward, {}, MinibatchId(-1), {}, {}}, 1), UserError);
-  EXPECT_THROW((void)phase_of(options, {Opcode::kForward, {}, {}, MicrobatchIndex(2), {}}, 1), UserError);
+  EXPECT_THROW((void)phase_of(options, {Opcode::kForward, StageIndex(2), {}, {}, {}, {}}, 1), UserError);
+  EXPECT_THROW((void)phase_of(options, {Opcode::kForward, {}, MinibatchId(-1), {}, {}, {}}, 1), UserError);
+  EXPECT_THROW((void)phase_of(options, {Opcode::kForward, {}, {}, MicrobatchIndex(2), {}, {}}, 1), UserError);
 }
 
 // Walks a cursor that learns the number of minibatches just before its `num_known_from`-th step.
 Instructions walk(const ScheduleOptions& options, std::int64_t worker, std::int64_t num_minibatches,
                   std::size_t num_known_from) {
-  ProgramCursor cursor(options, Rank(worker));
+  ComputeCursor cursor(options, Rank(worker));
   Instructions instructions;
   while (true) {
     if (instructions.size() == num_known_from) cursor.set_num_minibatches(num_minibatches);
@@ -398,7 +398,7 @@ Instructions walk(const ScheduleOptions& options, std::int64_t worker, std::int6
 // Steps before the cursor would first forward a minibatch that does not exist: the latest moment to learn.
 std::size_t num_steps_until_asked(const ScheduleOptions& options, std::int64_t worker,
                                   std::int64_t num_minibatches) {
-  ProgramCursor cursor(options, Rank(worker));
+  ComputeCursor cursor(options, Rank(worker));
   std::size_t num_steps = 0;
   for (; cursor.current()->minibatch.value() < num_minibatches; ++num_steps) cursor.advance();
   EXPECT_EQ(cursor.current()->opcode, Opcode::kForward);
@@ -406,7 +406,7 @@ std::size_t num_steps_until_asked(const ScheduleOptions& options, std::int64_t w
   return num_steps;
 }
 
-TEST(ProgramCursor, LearningTheNumberOfMinibatchesLateGivesTheSameProgram) {
+TEST(ComputeCursor, LearningTheNumberOfMinibatchesLateGivesTheSameProgram) {
   std::vector<ScheduleOptions> all = {make_interleaved(2, 2, 3)};
   for (const std::string& schedule : kStraightSchedules) all.push_back(make_options(schedule, {3, 2, 1}, 3));
   for (ScheduleOptions& options : all) {
@@ -414,7 +414,7 @@ TEST(ProgramCursor, LearningTheNumberOfMinibatchesLateGivesTheSameProgram) {
     options.recompute.front() = true;
     for (std::int64_t worker = 0; worker < num_workers(options); ++worker) {
       for (std::int64_t num_minibatches = 0; num_minibatches <= 5; ++num_minibatches) {
-        const Instructions expected = make_program(options, Rank(worker), num_minibatches);
+        const Instructions expected = make_compute_program(options, Rank(worker), num_minibatches);
         const std::size_t latest = num_steps_until_asked(options, worker, num_minibatches);
         for (std::size_t num_known_from = 0; num_known_from <= latest; ++num_known_from) {
           EXPECT_EQ(walk(options, worker, num_minibatches, num_known_from), expected)
@@ -426,8 +426,8 @@ TEST(ProgramCursor, LearningTheNumberOfMinibatchesLateGivesTheSameProgram) {
   }
 }
 
-TEST(ProgramCursor, AsksForAForwardWhileTheNumberOfMinibatchesIsUnknown) {
-  ProgramCursor cursor(make_options("pipedream", {2, 1}), Rank(0));
+TEST(ComputeCursor, AsksForAForwardWhileTheNumberOfMinibatchesIsUnknown) {
+  ComputeCursor cursor(make_options("pipedream", {2, 1}), Rank(0));
   for (int position = 0; position < 3000; ++position) {
     ASSERT_TRUE(cursor.current().has_value());
     cursor.advance();
@@ -435,22 +435,22 @@ TEST(ProgramCursor, AsksForAForwardWhileTheNumberOfMinibatchesIsUnknown) {
   EXPECT_FALSE(cursor.num_minibatches().has_value());
 }
 
-TEST(ProgramCursor, NoMinibatchesEndsTheProgramAtOnce) {
-  ProgramCursor cursor(make_options("gpipe", {2, 1}, 4), Rank(1));
+TEST(ComputeCursor, NoMinibatchesEndsTheProgramAtOnce) {
+  ComputeCursor cursor(make_options("gpipe", {2, 1}, 4), Rank(1));
   cursor.set_num_minibatches(0);
   EXPECT_FALSE(cursor.current().has_value());
   EXPECT_EQ(cursor.num_minibatches(), 0);
 }
 
-TEST(ProgramCursor, EndingInsideTheWarmUpGoesOnWithTheFirstBackward) {
-  ProgramCursor cursor(make_options("pipedream", {4, 3, 2, 1}), Rank(0));
+TEST(ComputeCursor, EndingInsideTheWarmUpGoesOnWithTheFirstBackward) {
+  ComputeCursor cursor(make_options("pipedream", {4, 3, 2, 1}), Rank(0));
   cursor.advance();
   EXPECT_EQ(cursor.current()->opcode, Opcode::kForward);
   cursor.set_num_minibatches(1);
   EXPECT_EQ(to_string(*cursor.current()), "BACKWARD stage 0 minibatch 0 microbatch 0 reads version 0");
 }
 
-TEST(ProgramCursor, RecomputeForNaiveReadsWhatItsBackwardReads) {
+TEST(ComputeCursor, RecomputeForNaiveReadsWhatItsBackwardReads) {
   ScheduleOptions options = make_options("naive", {2, 1});
   options.recompute = {true, true};
   EXPECT_EQ(versions_of(Opcode::kForward, options, 0, 4), (Counts{0, 0, 1, 2}));
@@ -458,8 +458,8 @@ TEST(ProgramCursor, RecomputeForNaiveReadsWhatItsBackwardReads) {
   EXPECT_EQ(versions_of(Opcode::kBackward, options, 0, 4), (Counts{0, 1, 2, 3}));
 }
 
-TEST(ProgramCursorDeathTest, AbortsOnMisuse) {
-  ProgramCursor cursor(make_options("pipedream", {4, 3, 2, 1}), Rank(0));
+TEST(ComputeCursorDeathTest, AbortsOnMisuse) {
+  ComputeCursor cursor(make_options("pipedream", {4, 3, 2, 1}), Rank(0));
   cursor.advance();
   cursor.advance();
   EXPECT_DEATH(cursor.set_num_minibatches(1), "num_minibatches 1 is below the 2 already forwarded");
@@ -471,8 +471,8 @@ TEST(ProgramCursorDeathTest, AbortsOnMisuse) {
   EXPECT_DEATH(cursor.advance(), "the program is over");
 }
 
-TEST(ProgramCursorDeathTest, AMinibatchThatWasBegunExists) {
-  ProgramCursor cursor(make_options("gpipe", {2, 1}, 4), Rank(0));
+TEST(ComputeCursorDeathTest, AMinibatchThatWasBegunExists) {
+  ComputeCursor cursor(make_options("gpipe", {2, 1}, 4), Rank(0));
   cursor.advance();
   EXPECT_DEATH(cursor.set_num_minibatches(0), "num_minibatches 0 is below the 1 already forwarded");
 }
@@ -519,7 +519,7 @@ TEST(ScheduleOptions, DataParallelIsKnownAndNotBuilt) {
   EXPECT_EQ(error_of(make_options("data_parallel", {1})),
             "schedule \"data_parallel\" is not built yet; use one that is: \"pipedream\", \"vertical_sync\", "
             "\"naive\", \"2bw\", \"flush\", \"gpipe\", \"model_parallel\", \"interleaved\"");
-  EXPECT_THROW(ProgramCursor(make_options("data_parallel", {1}), Rank(0)), UserError);
+  EXPECT_THROW(ComputeCursor(make_options("data_parallel", {1}), Rank(0)), UserError);
 }
 
 TEST(ScheduleOptions, AnUnknownScheduleListsTheKnownOnes) {

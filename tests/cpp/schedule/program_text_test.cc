@@ -20,11 +20,15 @@ TEST(ProgramText, IsOneInstructionALineUnderItsWorker) {
   EXPECT_EQ(print_programs(make_programs(make_options("pipedream", {2, 1}), 1)),
             "worker 0\n"
             "FORWARD stage 0 minibatch 0 microbatch 0 reads version 0\n"
+            "SEND activation stage 0 to stage 1 minibatch 0 microbatch 0\n"
+            "RECV gradient stage 1 to stage 0 minibatch 0 microbatch 0\n"
             "BACKWARD stage 0 minibatch 0 microbatch 0 reads version 0\n"
             "UPDATE stage 0 minibatch 0 writes version 1\n"
             "worker 1\n"
+            "RECV activation stage 0 to stage 1 minibatch 0 microbatch 0\n"
             "FORWARD stage 1 minibatch 0 microbatch 0 reads version 0\n"
             "BACKWARD stage 1 minibatch 0 microbatch 0 reads version 0\n"
+            "SEND gradient stage 1 to stage 0 minibatch 0 microbatch 0\n"
             "UPDATE stage 1 minibatch 0 writes version 1\n");
 }
 
@@ -59,8 +63,8 @@ TEST(ProgramText, CommentsEmptyLinesAndForeignLineEndsArePassedOver) {
 
 TEST(ProgramText, ErrorsNameTheLine) {
   EXPECT_EQ(error_of("worker 0\n\n# nothing\nFORWRD stage 0\n"),
-            "line 4: \"FORWRD stage 0\" is not an instruction: \"FORWRD\" where FORWARD, RECOMPUTE, BACKWARD "
-            "or UPDATE is expected");
+            "line 4: \"FORWRD stage 0\" is not an instruction: \"FORWRD\" where FORWARD, RECOMPUTE, "
+            "BACKWARD, UPDATE, SEND or RECV is expected");
   EXPECT_EQ(error_of("UPDATE stage 0 minibatch 0 writes version 1"),
             "line 1: \"UPDATE stage 0 minibatch 0 writes version 1\" stands before the first worker; write "
             "\"worker 0\" above");

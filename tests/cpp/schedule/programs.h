@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "schedule/program.h"
+#include "schedule/transfers.h"
 
 namespace pipedream {
 
@@ -47,13 +47,31 @@ inline Programs make_programs(const ScheduleOptions& options, std::int64_t num_m
   return programs;
 }
 
-// "F0 F1 | F2 B0 U0 | B1 U1": minibatches, and bars between the phases. With microbatches "F0.1"; with
-// several stages at the worker the stage comes first, "F4:0.1".
+// The same without transfers, and with what add_transfers() makes of such lists.
+inline Programs make_compute_programs(const ScheduleOptions& options, std::int64_t num_minibatches) {
+  Programs programs;
+  for (std::int64_t worker = 0; worker < num_workers(options); ++worker) {
+    programs.push_back(make_compute_program(options, Rank(worker), num_minibatches));
+  }
+  return programs;
+}
+inline Programs with_transfers(const ScheduleOptions& options, const Programs& computed,
+                               std::int64_t num_minibatches) {
+  Programs programs;
+  for (std::size_t worker = 0; worker < computed.size(); ++worker) {
+    const Rank rank(static_cast<std::int64_t>(worker));
+    programs.push_back(add_transfers(options, rank, computed[worker], num_minibatches));
+  }
+  return programs;
+}
+
+// What is computed: "F0 F1 | F2 B0 U0 | B1 U1": minibatches, and bars between the phases. With microbatches
+// "F0.1"; with several stages at the worker the stage comes first, "F4:0.1".
 inline std::string on_paper(const ScheduleOptions& options, std::int64_t worker,
                             std::int64_t num_minibatches) {
   std::string text;
   std::optional<Phase> phase;
-  for (const Instruction& instruction : make_program(options, Rank(worker), num_minibatches)) {
+  for (const Instruction& instruction : make_compute_program(options, Rank(worker), num_minibatches)) {
     const Phase next = phase_of(options, instruction, num_minibatches);
     if (phase && *phase != next) text += " |";
     phase = next;

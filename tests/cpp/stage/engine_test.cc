@@ -158,7 +158,7 @@ using EngineDeathTest = Engine;
 
 TEST_F(Engine, HandsOutTheProgramOfEveryScheduleWhateverTheNumberOfMinibatches) {
   for_every_run([&](Rank worker, std::int64_t num_minibatches) {
-    EXPECT_EQ(run(num_minibatches), make_program(options_, worker, num_minibatches));
+    EXPECT_EQ(run(num_minibatches), make_compute_program(options_, worker, num_minibatches));
     const WorkItem done = next();  // asking again changes nothing
     EXPECT_EQ(done.kind, WorkKind::kDone);
     EXPECT_EQ(done.num_minibatches, num_minibatches);
@@ -219,8 +219,9 @@ bool is_last_read(const Instructions& program, std::size_t position) {
 
 TEST_F(Engine, BackwardFreesASlotExactlyWhenItWasTheLastToReadAnOldVersion) {
   for_every_run([&](Rank worker, std::int64_t num_minibatches) {
-    const Instructions program = make_program(options_, worker, num_minibatches);
-    const Instructions endless = make_program(options_, worker, num_minibatches + options_.in_flight[0] + 2);
+    const Instructions program = make_compute_program(options_, worker, num_minibatches);
+    const Instructions endless =
+        make_compute_program(options_, worker, num_minibatches + options_.in_flight[0] + 2);
     const auto learned_at = static_cast<std::size_t>(
         std::mismatch(program.begin(), program.end(), endless.begin()).first - program.begin());
     std::size_t position = 0;
@@ -448,7 +449,7 @@ TEST_F(EngineDeathTest, MisuseAborts) {
   EXPECT_DEATH(engine_->complete_update(0), "UPDATE completed while doing");
   EXPECT_DEATH(engine_->complete_recompute(0), "RECOMPUTE completed while doing");
   EXPECT_DEATH(engine_->end_of_data(), "check failed");
-  EXPECT_DEATH(static_cast<void>(engine_->versions(StageIndex(1))), "stage 1 is not at worker 0");
+  EXPECT_DEATH(static_cast<void>(engine_->versions(StageIndex(1))), "stage 1 is not at rank 0");
   static_cast<void>(next());
   EXPECT_DEATH(static_cast<void>(next()), "not completed: FORWARD stage 0 minibatch 0");
   EXPECT_DEATH(engine_->complete_update(0), "check failed");
@@ -476,10 +477,10 @@ TEST_F(EngineDeathTest, StagesOfAnotherPlanAbort) {
   const ScheduleOptions pipedream = make_options("pipedream", {2, 1});
   const ScheduleOptions interleaved = make_interleaved(2, 2, 2);
   EXPECT_DEATH(make_with(pipedream, 1, {{StageIndex(1), &two, {}}}), "2 slots for 1 versions");
-  EXPECT_DEATH(make_with(pipedream, 1, {{StageIndex(0), &two, {}}}), "stage 0 at worker 1");
-  EXPECT_DEATH(make_with(interleaved, 1, {{StageIndex(1), &one, {}}}), "1 stages given for worker 1 of 2");
+  EXPECT_DEATH(make_with(pipedream, 1, {{StageIndex(0), &two, {}}}), "stage 0 at rank 1");
+  EXPECT_DEATH(make_with(interleaved, 1, {{StageIndex(1), &one, {}}}), "1 stages given for rank 1 of 2");
   EXPECT_DEATH(make_with(interleaved, 1, {{StageIndex(3), &one, {}}, {StageIndex(1), &one, {}}}),
-               "stage 3 at worker 1");
+               "stage 3 at rank 1");
 }
 
 TEST_F(Engine, ScheduleThatDoesNotExistIsRefused) {

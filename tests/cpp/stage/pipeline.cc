@@ -662,8 +662,8 @@ void expect_complete(const std::vector<WorkerReport>& reports, const PipelineOpt
     EXPECT_EQ(report.num_minibatches, options.num_minibatches);
     expect_versions(report, replay);
     expect_times(report);
-    const Instructions program =
-        make_program(options.schedule, Rank(static_cast<std::int64_t>(worker)), options.num_minibatches);
+    const Instructions program = make_compute_program(
+        options.schedule, Rank(static_cast<std::int64_t>(worker)), options.num_minibatches);
     EXPECT_EQ(report.totals.num_work_items, static_cast<std::int64_t>(program.size()));
     ASSERT_EQ(report.spans.size(), std::min(kNumSpansMax, program.size()));
     const auto first = program.end() - static_cast<std::ptrdiff_t>(report.spans.size());

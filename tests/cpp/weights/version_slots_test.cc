@@ -77,7 +77,7 @@ TEST(VersionSlots, EveryStageProgramReadsItsVersionsFromTheSlotsKept) {
         const std::int64_t num_kept = num_versions_kept(options, StageIndex(stage));
         for (const std::int64_t num_minibatches : {0, 1, 2, 5, 8, 9, 30}) {
           StageWeights weights(num_kept);
-          for (const Instruction& instruction : make_program(options, Rank(stage), num_minibatches)) {
+          for (const Instruction& instruction : make_compute_program(options, Rank(stage), num_minibatches)) {
             SCOPED_TRACE(schedule + ", " + std::to_string(num_stages) + " stages, " + to_string(instruction));
             if (instruction.opcode == Opcode::kForward) weights.forward(instruction.version);
             if (instruction.opcode == Opcode::kBackward) weights.backward(instruction.version);
@@ -102,7 +102,7 @@ TEST(VersionSlots, AnUpdateWritesIntoTheSlotThatItsOwnBackwardFreed) {
     const ScheduleOptions options{"pipedream", {in_flight}, 1, {}, {}};
     StageWeights weights(in_flight);
     SlotIndex freed(-1);
-    for (const Instruction& instruction : make_program(options, Rank(0), 40)) {
+    for (const Instruction& instruction : make_compute_program(options, Rank(0), 40)) {
       if (instruction.opcode == Opcode::kForward) weights.forward(instruction.version);
       if (instruction.opcode == Opcode::kBackward) {
         freed = weights.slots().slot_of(instruction.version);

@@ -83,12 +83,17 @@ _TABLE = {
 }
 
 
+def _waiting(memory: MemoryPlan, kind: str, from_stage: int, to_stage: int) -> int:
+    """The most items that can wait on the edge."""
+    edges = dict(_core.replay(memory.schedule, 10)["edges"])
+    return int(edges[_core.Edge(kind, from_stage, to_stage)])
+
+
 @pytest.mark.parametrize(("schedule", "microbatches"), _TABLE)
 def test_versions_and_stash_are_as_many_as_the_schedule_keeps(schedule: str, microbatches: int) -> None:
     versions, in_flight = _TABLE[schedule, microbatches]
     memory = _memory(schedule, rank=1, microbatches=microbatches)
-    report = _core.replay(memory.schedule, 10)
-    gradients_waiting = report["gradients_queued_max"][0] + 1  # and one that is released a little late
+    gradients_waiting = _waiting(memory, "gradient", 1, 0) + 1  # and one that is released a little late
     assert _kib(memory) == {
         WEIGHT_VERSIONS: versions * 3,
         STASH: in_flight * 100 + gradients_waiting * 10,
@@ -161,7 +166,7 @@ def test_a_worker_of_several_stages_adds_them_up_but_has_one_transient_at_a_time
     memory = _memory("interleaved", num_workers=2, microbatches=2, footprints=footprints)
     terms = _kib(memory)
     in_flight = [_core.num_microbatches_in_flight(memory.schedule, stage) for stage in (0, 2)]
-    waiting = _core.replay(memory.schedule, 10)["gradients_queued_max"][1] + 1
+    waiting = _waiting(memory, "gradient", 2, 1) + 1
     assert terms[STASH] == sum(in_flight) * 100 + _minibatches_of(in_flight[0], 2) * 2 * 10 + waiting * 10
     assert (terms[WEIGHT_VERSIONS], terms[GRADIENTS], terms[TRANSIENT]) == (2 * 3, 2 * 4, 30)
 
@@ -173,8 +178,8 @@ def test_an_optimizers_step_comes_at_another_time_than_forwards_and_backwards() 
 
 def test_a_recompute_keeps_outputs_until_they_are_sent_and_has_one_stash_at_a_time() -> None:
     memory = _memory(rank=1).with_recompute([False, True, False, False])
-    report = _core.replay(memory.schedule, 10)
-    outputs, gradients = report["activations_queued_max"][1] + 1, report["gradients_queued_max"][0] + 1
+    outputs = _waiting(memory, "activation", 1, 2) + 1
+    gradients = _waiting(memory, "gradient", 1, 0) + 1
     terms = _kib(memory)
     assert terms[STASH] == 3 * _GENERATORS / _KIB + outputs * 20 + gradients * 10
     assert terms[TRANSIENT] == 7 + 100 + 10

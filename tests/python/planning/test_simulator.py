@@ -12,12 +12,19 @@ from pipedream import _core
 from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, simulate
 
 
+class Edge(NamedTuple):
+    kind: str
+    from_stage: int
+    to_stage: int
+
+
 class Step(NamedTuple):
     opcode: str
     stage: int
     minibatch: int
     microbatch: int = 0
     version: int = 0
+    edge: Edge | None = None
 
 
 FORWARD_1_BACKWARD_2 = StageTimes(1, 2)
@@ -33,8 +40,37 @@ def steps(text: str) -> list[Step]:
     return made
 
 
+def transfer(opcode: str, kind: str, from_stage: int, to_stage: int, step: Step) -> Step:
+    stage = from_stage if opcode == "SEND" else to_stage
+    return Step(opcode, stage, step.minibatch, step.microbatch, edge=Edge(kind, from_stage, to_stage))
+
+
+def lists(*programs: str) -> list[list[Step]]:
+    """One per worker, with what travels between neighbouring stages, also of one worker."""
+    computed = [steps(text) for text in programs]
+    last = max(step.stage for program in computed for step in program)
+    return [[made for step in program for made in with_transfers(step, last)] for program in computed]
+
+
+def with_transfers(step: Step, last: int) -> list[Step]:
+    stage = step.stage
+    if step.opcode == "FORWARD":
+        before = [transfer("RECV", "activation", stage - 1, stage, step)] if stage > 0 else []
+        after = [transfer("SEND", "activation", stage, stage + 1, step)] if stage < last else []
+        return [*before, step, *after]
+    if step.opcode == "BACKWARD":
+        before = [transfer("RECV", "gradient", stage + 1, stage, step)] if stage < last else []
+        after = [transfer("SEND", "gradient", stage, stage - 1, step)] if stage > 0 else []
+        return [*before, step, *after]
+    return [step]
+
+
 def times_of(simulation: Simulation) -> list[list[tuple[float, float]]]:
-    return [[(begin_ms, end_ms) for _, begin_ms, end_ms in row] for row in simulation.timeline]
+    """Of what is computed."""
+    return [
+        [(begin_ms, end_ms) for step, begin_ms, end_ms in row if step.edge is None]
+        for row in simulation.timeline
+    ]
 
 
 def simulate_schedule(
@@ -63,7 +99,7 @@ def simulate_schedule(
 
 def test_instruction_begins_when_its_worker_is_free_and_its_input_has_arrived() -> None:
     simulation = simulate(
-        [steps("0F0 0F1 0B0 0U0 0B1 0U1"), steps("1F0 1B0 1U0 1F1 1B1 1U1")],
+        lists("0F0 0F1 0B0 0U0 0B1 0U1", "1F0 1B0 1U0 1F1 1B1 1U1"),
         [StageTimes(1, 2, 0.5), StageTimes(3, 4, 0.25)],
         [TransferTimes(activation_ms=10, gradient_ms=20)],
     )
@@ -76,7 +112,7 @@ def test_instruction_begins_when_its_worker_is_free_and_its_input_has_arrived() 
 
 
 def test_link_carries_one_message_at_a_time_in_each_direction_and_keeps_no_compute_waiting() -> None:
-    simulation = simulate([steps("0F0 0F1 0F2 0B0"), steps("1F0 1B0 1F1 1F2")], StageTimes(1, 1), 5.0)
+    simulation = simulate(lists("0F0 0F1 0F2 0B0", "1F0 1B0 1F1 1F2"), StageTimes(1, 1), 5.0)
     carried = [(t.what, t.minibatch, t.from_worker, t.begin_ms, t.end_ms) for t in simulation.transfers]
     assert carried == [
         ("activation", 0, 0, 1, 6),
@@ -89,7 +125,7 @@ def test_link_carries_one_message_at_a_time_in_each_direction_and_keeps_no_compu
 
 def test_boundaries_between_the_same_two_workers_share_their_link() -> None:
     # Stages 0, 2 at worker 0 and 1, 3 at worker 1: boundaries 0 and 2 both go from worker 0 to worker 1.
-    programs = [steps("0F0 2F0 0F1"), steps("1F0 3F0 1F1")]
+    programs = lists("0F0 2F0 0F1", "1F0 3F0 1F1")
     simulation = simulate(
         programs, StageTimes(1, 1), [TransferTimes(1, 0), TransferTimes(1, 0), TransferTimes(8, 0)]
     )
@@ -101,10 +137,37 @@ def test_boundaries_between_the_same_two_workers_share_their_link() -> None:
 
 
 def test_nothing_travels_between_stages_of_one_worker() -> None:
-    simulation = simulate([steps("0F0 1F0 1B0 0B0")], StageTimes(1, 2), 100.0)
+    simulation = simulate(lists("0F0 1F0 1B0 0B0"), StageTimes(1, 2), 100.0)
     assert simulation.transfers == ()
     assert simulation.makespan_ms == 6
     assert simulation.bubble_share == 0
+
+
+def test_other_transfers_than_those_of_a_boundary_take_the_link_without_time_unless_all_do() -> None:
+    tied = Edge("tied_version", 0, 1)
+    programs = [
+        [Step("UPDATE", 0, 0), Step("SEND", 0, 0, edge=tied)],
+        [Step("RECV", 1, 0, edge=tied), Step("UPDATE", 1, 0)],
+    ]
+    simulation = simulate(programs, StageTimes(1, 1, 2), [TransferTimes(10, 10)])
+    assert times_of(simulation) == [[(0, 2)], [(2, 4)]]
+    assert [(t.what, t.begin_ms, t.end_ms) for t in simulation.transfers] == [("tied_version", 2, 2)]
+
+
+def test_tied_parameters_and_norms_of_a_schedule_are_simulated() -> None:
+    options = _core.ScheduleOptions(
+        "flush", [3, 2, 1], num_microbatches=2, ties=[(0, 2)], exchanges_norms=True
+    )
+    programs = [_core.make_program(options, rank, 2) for rank in range(3)]
+    simulation = simulate(programs, FORWARD_1_BACKWARD_2)
+    carried = [t.what for t in simulation.transfers]
+    assert {what: carried.count(what) for what in set(carried)} == {
+        "activation": 8,
+        "gradient": 8,
+        "tied_gradient": 2,
+        "tied_version": 2,
+        "norm": 8,
+    }
 
 
 def test_recompute_takes_a_forward_unless_its_time_is_given() -> None:
@@ -123,13 +186,14 @@ def test_lists_without_instructions_take_no_time() -> None:
     ("programs", "options", "message"),
     [
         (
-            ["0F0 0B1 0F1", "1F0 1B0 1F1"],
+            ["0F0 0B0 0F1", "1F0 1F1 1B0"],
             {},
-            r"the lists deadlock: worker 0 at position 1 \(BACKWARD stage 0 minibatch 1 microbatch 0\)"
-            r" waits for its own forward; worker 1 at position 2 \(FORWARD stage 1 minibatch 1 microbatch 0\)"
-            r" waits for the activation of stage 0 at worker 0",
+            r"the lists deadlock: worker 0 at position 2 \(RECV .*minibatch 0 microbatch 0\) waits for stage"
+            r" 1 at worker 1; worker 1 at position 2 \(RECV .*minibatch 1 microbatch 0\) waits for stage 0 at"
+            r" worker 0$",
         ),
-        (["0F0 0B0", "1F0"], {}, r"worker 0 at position 1 .* waits for the gradient of stage 1 at worker 1$"),
+        (["0F0 0B1 0F1", "1F0 1B0 1F1"], {}, "^BACKWARD stage 0 minibatch 1 microbatch 0 comes before its"),
+        (["0F0 0B0", "1F0"], {}, r"worker 0 at position 2 .* waits for stage 1 at worker 1$"),
         (["0F0 0F0"], {}, "^FORWARD stage 0 minibatch 0 microbatch 0 is in the lists twice$"),
         (["0F0 0U0 0U0"], {}, "^UPDATE stage 0 minibatch 0 is in the lists twice$"),
         (["0F0", "0F1"], {}, "stage 0 is at worker 0 and at worker 1"),
@@ -143,12 +207,12 @@ def test_lists_and_figures_that_do_not_fit_are_refused(
     programs: list[str], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        simulate([steps(text) for text in programs], **({"stage_times": StageTimes(1, 1)} | options))
+        simulate(lists(*programs), **({"stage_times": StageTimes(1, 1)} | options))
 
 
 def test_unknown_opcode_is_refused() -> None:
-    with pytest.raises(ValueError, match="opcode is 'SEND': known are"):
-        simulate([[Step("SEND", 0, 0)]], StageTimes(1, 1))
+    with pytest.raises(ValueError, match="opcode is 'PUSH': known are"):
+        simulate([[Step("PUSH", 0, 0)]], StageTimes(1, 1))
 
 
 @pytest.mark.parametrize("field", ["forward_ms", "backward_ms", "update_ms", "recompute_ms"])
@@ -263,6 +327,7 @@ def test_every_instruction_begins_as_early_as_it_may_and_no_earlier(data: st.Dat
         (step.opcode, step.stage, step.minibatch, step.microbatch): end_ms
         for row in simulation.timeline
         for step, _, end_ms in row
+        if step.edge is None
     }
     arrivals = {
         (t.what, t.from_worker, t.to_worker, t.minibatch, t.microbatch, t.end_ms)
@@ -271,6 +336,8 @@ def test_every_instruction_begins_as_early_as_it_may_and_no_earlier(data: st.Dat
     for row in simulation.timeline:
         free_ms = 0.0
         for step, begin_ms, end_ms in row:
+            if step.edge is not None:
+                continue
             assert end_ms - begin_ms == stage_times[step.stage].of(step.opcode)
             where = (step.minibatch, step.microbatch)
             source = None

@@ -170,7 +170,8 @@ class _WorkerThread(threading.Thread):
     def run(self) -> None:
         try:
             for instruction in _core.make_program(self._options, self._worker, _NUM_MINIBATCHES):
-                self.stages[instruction.stage].do(instruction)
+                if instruction.edge is None:  # the stages call what exchanges their items themselves
+                    self.stages[instruction.stage].do(instruction)
             for stage in self.stages.values():
                 stage.tied.pull_last(_NUM_MINIBATCHES)
         except BaseException as error:

@@ -1,0 +1,47 @@
+// A way that items take from one replica of a stage to one of another, by its kind. Each end names the edge
+// alike; what it carries, and in which order, is what the programs say. Plain values; any thread.
+#pragma once
+
+#include <array>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "base/ids.h"
+
+namespace pipedream {
+
+enum class EdgeKind {
+  kActivation,    // downstream, an item per microbatch
+  kGradient,      // upstream, an item per microbatch
+  kTiedGradient,  // from a user of tied parameters to their owner, an item per minibatch
+  kTiedVersion,   // from the owner to the user, an item per minibatch: what its update wrote
+  kNorm,          // the gradients' norm: partial sums upstream, then the total downstream
+};
+
+inline constexpr std::array<EdgeKind, 5> kEdgeKinds = {EdgeKind::kActivation, EdgeKind::kGradient,
+                                                       EdgeKind::kTiedGradient, EdgeKind::kTiedVersion,
+                                                       EdgeKind::kNorm};
+
+[[nodiscard]] const char* edge_kind_name(EdgeKind kind);  // "activation", "tied_gradient", ...
+[[nodiscard]] std::optional<EdgeKind> find_edge_kind(std::string_view name);
+
+struct StageReplica {
+  StageIndex stage;
+  ReplicaIndex replica;
+
+  friend auto operator<=>(const StageReplica&, const StageReplica&) = default;
+};
+
+struct Edge {
+  EdgeKind kind = EdgeKind::kActivation;
+  StageReplica from;
+  StageReplica to;
+
+  friend auto operator<=>(const Edge&, const Edge&) = default;
+};
+
+// "activation stage 0 to stage 1"; with replicas other than the first "stage 0 replica 2 to stage 1"
+[[nodiscard]] std::string to_string(const Edge& edge);
+
+}  // namespace pipedream

@@ -1,0 +1,109 @@
+// What travels in a schedule: the edges between its stages, the SENDs and RECVs that stand around what a
+// worker computes, and so its whole program. Pure; any thread.
+//
+//   before FORWARD    RECV activation from upstream; before the first microbatch's, of a tied parameter's
+//   user,
+//                     RECV tied_version: what the minibatch reads, when no minibatch before it has read it
+//   after FORWARD     SEND activation downstream
+//   before BACKWARD   RECV gradient from downstream
+//   after BACKWARD    SEND gradient upstream; after the last microbatch's, of a user, SEND tied_gradient
+//   before UPDATE     of an owner, RECV tied_gradient from every user; where norms are exchanged, before the
+//                     first UPDATE of the worker's, when all its stages have theirs:
+//                     RECV norm from downstream    partial sums, upstream
+//                     SEND norm upstream
+//                     RECV norm from upstream      the total, downstream
+//                     SEND norm downstream
+//   after UPDATE      of an owner, SEND tied_version to every user
+//   at the end        of a user, RECV tied_version: those that no minibatch has read
+//
+// A SEND stands where its item is made, a RECV where it is needed: who receives is told of it beforehand by
+// the program (item_order), and has it sent ahead as far as there are slots. Norms go along the workers,
+// between the first stage of each. The edge of two stages at one rank is none of a channel: its items go from
+// hand to hand.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "base/ids.h"
+#include "schedule/edge.h"
+#include "schedule/instruction.h"
+#include "schedule/placement.h"
+#include "schedule/program.h"
+
+namespace pipedream {
+
+// In the order of kinds and stages.
+[[nodiscard]] std::vector<Edge> edges_of(const ScheduleOptions& options);
+// Whether both ends are at one rank.
+[[nodiscard]] bool is_local(const Placement& placement, const Edge& edge);
+
+// The transfers of one worker.
+class Transfers {
+ public:
+  Transfers(ScheduleOptions options, Rank rank);
+
+  // Adds what stands before, or after, an instruction that the worker computes.
+  void add_before(const Instruction& computed, std::vector<Instruction>& instructions) const;
+  void add_after(const Instruction& computed, std::vector<Instruction>& instructions) const;
+  // Adds what is received after the last update: this version of every tied parameter.
+  void add_final(WeightVersion version, std::vector<Instruction>& instructions) const;
+  // The first of these versions, the last is num_minibatches.
+  [[nodiscard]] WeightVersion first_final(std::int64_t num_minibatches) const;
+  // The most that one call, or add_before() and add_after() together, may add.
+  [[nodiscard]] std::size_t num_added_max() const;
+
+ private:
+  void add_version(StageIndex user, WeightVersion version, std::vector<Instruction>& instructions) const;
+  void add_norms(MinibatchId minibatch, std::vector<Instruction>& instructions) const;
+  [[nodiscard]] bool is_last_microbatch(const Instruction& computed) const;
+
+  ScheduleOptions options_;
+  std::vector<StageIndex> stages_;      // the worker's
+  std::optional<StageIndex> upstream_;  // where norms come from and go to: the neighbours' first stages
+  std::optional<StageIndex> downstream_;
+};
+
+// Walks one worker's whole program. current() and advance() allocate nothing.
+class ProgramCursor {
+ public:
+  ProgramCursor(const ScheduleOptions& options, Rank rank);
+
+  // The instruction to do next; empty when the program is over. While the number of minibatches is
+  // unknown the program never ends.
+  [[nodiscard]] std::optional<Instruction> current() const;
+  void advance();
+
+  // Says how many minibatches there are. Allowed once, and not below what was already forwarded; while an
+  // activation, or a first stage's forward, is current that may be what does not exist.
+  void set_num_minibatches(std::int64_t num_minibatches);
+  [[nodiscard]] std::optional<std::int64_t> num_minibatches() const { return compute_.num_minibatches(); }
+
+  [[nodiscard]] const ScheduleOptions& options() const { return compute_.options(); }
+  [[nodiscard]] Rank rank() const { return compute_.rank(); }
+
+ private:
+  void refill();
+  void refill_at_end();
+
+  ComputeCursor compute_;
+  Transfers transfers_;
+  std::vector<Instruction> instructions_;  // the one that is computed next, with its transfers
+  std::size_t position_ = 0;               // in them
+  bool computes_ = true;                   // there is one
+  std::optional<WeightVersion> final_;     // received last, or now
+};
+
+// The whole list of one worker, for replay, tests, text and pictures. Throws UserError as
+// make_compute_program.
+[[nodiscard]] std::vector<Instruction> make_program(const ScheduleOptions& options, Rank rank,
+                                                    std::int64_t num_minibatches);
+
+// A list of what one worker computes, with its transfers.
+[[nodiscard]] std::vector<Instruction> add_transfers(const ScheduleOptions& options, Rank rank,
+                                                     const std::vector<Instruction>& computed,
+                                                     std::int64_t num_minibatches);
+
+}  // namespace pipedream
