@@ -209,7 +209,9 @@ def test_all_uses_read_one_version_and_one_update_has_all_their_gradients(
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_two_stages_of_one_worker_hand_over_without_a_channel(microbatches: int) -> None:
-    options = _core.ScheduleOptions("interleaved", [4, 3, 2, 1], microbatches, [0, 1, 0, 1])
+    options = _core.ScheduleOptions(
+        "interleaved", [4, 3, 2, 1], microbatches, _core.Placement.at_ranks([0, 1, 0, 1])
+    )
     core = _assert_all_uses_agree(options)
     assert {name for name in core.channels if name.startswith("tied")} == {
         f"tied {what}"
