@@ -14,7 +14,7 @@
 // memory. The two talk by pipes, a line each:
 //
 //   receiver: offer <text>, or offer    sender: place 1 or 0    receiver: endpoints <text>    ...
-//   receiver: arrived <ns>    of every item with kLastTag, by the clock that both share
+//   receiver: arrived <ns>    of every item with kLastOfWindow, by the clock that both share
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -40,7 +40,7 @@ namespace pipedream {
 namespace {
 
 constexpr std::int64_t kNumInFlightMax = 8;
-constexpr std::uint64_t kLastTag = 1;  // of a window: its arrival is told
+constexpr std::uint64_t kLastOfWindow = 1;  // a fingerprint: its arrival is told
 constexpr const char* kChannel = "tensors";
 
 struct Settings {
@@ -123,7 +123,7 @@ void receive(const std::string& device, Road road, std::size_t num_bytes) {
     const auto item = worker->receive_item(kChannel, deadline());
     if (!item) throw std::runtime_error(item.failure().message);
     if (!item.value() || item.value()->is_end) break;
-    if (item.value()->tag != kLastTag) continue;
+    if (item.value()->fields.data_fingerprint != kLastOfWindow) continue;
     if (item.value()->ready != nullptr) item.value()->ready->wait();
     write_line(stdout, "arrived " + std::to_string(now_ns()));
   }
@@ -216,8 +216,9 @@ class ChannelWay final : public Way {
 
   std::int64_t move(std::int64_t num_messages) override {
     for (std::int64_t message = 1; message <= num_messages; ++message) {
-      const std::uint64_t tag = message == num_messages ? kLastTag : 0;
-      const auto sent = worker_->send_item(kChannel, tag, {view_}, nullptr, deadline());
+      const std::uint64_t which = message == num_messages ? kLastOfWindow : 0;
+      const auto sent =
+          worker_->send_item(kChannel, {.data_fingerprint = which}, {view_}, nullptr, deadline());
       if (!sent || !sent.value()) throw std::runtime_error("the channel failed");
     }
     return std::stoll(receiver_.expect("arrived"));

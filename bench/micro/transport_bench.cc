@@ -207,7 +207,7 @@ class ChannelWay final : public CountedWay {
 
   void send() override {
     begin_send();
-    const auto sent = sender_->send_item(kName, 0, {view_}, nullptr, deadline());
+    const auto sent = sender_->send_item(kName, {}, {view_}, nullptr, deadline());
     if (!sent || !sent.value()) throw std::runtime_error("the channel failed");
   }
 

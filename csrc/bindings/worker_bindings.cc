@@ -21,6 +21,7 @@
 #include "codec/codec.h"
 #include "stage/worker.h"
 #include "transport/transport.h"
+#include "wire/frame.h"
 
 namespace py = pybind11;
 
@@ -256,13 +257,13 @@ class PyWorker {
     }
   }
 
-  void complete_forward(const py::list& tensors, std::uint64_t tag, std::int64_t compute_ns) {
-    worker_->engine().complete_forward(outgoing(tensors, tag), compute_ns);
+  void complete_forward(const py::list& tensors, const ItemFields& fields, std::int64_t compute_ns) {
+    worker_->engine().complete_forward(outgoing(tensors, fields), compute_ns);
   }
   void complete_recompute(std::int64_t compute_ns) { worker_->engine().complete_recompute(compute_ns); }
   // The slot whose version nobody reads any more because of this; -1 when there is none.
-  std::int64_t complete_backward(const py::list& tensors, std::uint64_t tag, std::int64_t compute_ns) {
-    const auto freed = worker_->engine().complete_backward(outgoing(tensors, tag), compute_ns);
+  std::int64_t complete_backward(const py::list& tensors, const ItemFields& fields, std::int64_t compute_ns) {
+    const auto freed = worker_->engine().complete_backward(outgoing(tensors, fields), compute_ns);
     return freed ? freed->value() : -1;
   }
   void complete_update(std::int64_t compute_ns) { worker_->engine().complete_update(compute_ns); }
@@ -271,7 +272,8 @@ class PyWorker {
   }
   void end_of_data() { worker_->engine().end_of_data(); }
 
-  bool send_item(const std::string& channel, const py::list& tensors, std::uint64_t tag, double timeout_s) {
+  bool send_item(const std::string& channel, const py::list& tensors, const ItemFields& fields,
+                 double timeout_s) {
     const DeviceType device =
         worker_->sends_on_device(channel) ? worker_->device().type() : DeviceType::kHost;
     const Borrowed borrowed =
@@ -279,7 +281,7 @@ class PyWorker {
     return with_signals(
                timeout_s,
                [&](Deadline deadline) {
-                 return worker_->send_item(channel, tag, borrowed.tensors, borrowed.owner, deadline);
+                 return worker_->send_item(channel, fields, borrowed.tensors, borrowed.owner, deadline);
                },
                [](bool sent) { return sent; })
         .value();
@@ -386,11 +388,11 @@ class PyWorker {
     }
   }
 
-  Outgoing outgoing(const py::list& tensors, std::uint64_t tag) {
+  Outgoing outgoing(const py::list& tensors, const ItemFields& fields) {
     Borrowed borrowed = from_capsules(tensors, worker_->device().type(), worker_->device().index(),
                                       [&] { return worker_->engine().position(); });
     try {
-      return {tag, std::move(borrowed.tensors), worker_->record_compute(), std::move(borrowed.owner)};
+      return {fields, std::move(borrowed.tensors), worker_->record_compute(), std::move(borrowed.owner)};
     } catch (const DeviceError& error) {
       raise({FailureKind::kDeviceError, error.what()});
     }
@@ -405,6 +407,18 @@ class PyWorker {
 namespace {
 
 void bind_item(py::module_& module) {
+  py::class_<ItemFields>(module, "ItemFields", "What an item says of itself beside its tensors.")
+      .def(py::init([](std::uint64_t data_fingerprint, double loss_scale, bool gradients_overflowed,
+                       bool is_empty) {
+             return ItemFields{data_fingerprint, loss_scale, gradients_overflowed, is_empty};
+           }),
+           py::kw_only(), py::arg("data_fingerprint") = 0, py::arg("loss_scale") = 0.0,
+           py::arg("gradients_overflowed") = false, py::arg("is_empty") = false)
+      .def_readonly("data_fingerprint", &ItemFields::data_fingerprint)
+      .def_readonly("loss_scale", &ItemFields::loss_scale, "0: the loss is not scaled.")
+      .def_readonly("gradients_overflowed", &ItemFields::gradients_overflowed)
+      .def_readonly("is_empty", &ItemFields::is_empty, "The microbatch has no samples.");
+
   py::class_<PyItem>(module, "WorkItem", "What to do next: FORWARD, RECOMPUTE, BACKWARD, UPDATE or DONE.")
       .def_property_readonly("kind", [](const PyItem& item) { return work_kind_name(item.work.kind); })
       .def_property_readonly("stage", [](const PyItem& item) { return item.work.stage.value(); })
@@ -418,7 +432,9 @@ void bind_item(py::module_& module) {
                              [](const PyItem& item) { return item.work.write_version.value(); })
       .def_property_readonly("num_minibatches", [](const PyItem& item) { return item.work.num_minibatches; })
       .def_property_readonly(
-          "tag", [](const PyItem& item) { return item.work.received ? item.work.received->tag : 0; })
+          "fields",
+          [](const PyItem& item) { return item.work.received ? item.work.received->fields : ItemFields{}; },
+          "What the sender said of the received tensors.")
       .def("take_tensors", &PyItem::take_tensors, "DLPack capsules of the received tensors, once.");
 }
 
@@ -455,17 +471,17 @@ void bind_worker(py::module_& module) {
       .def("start", &PyWorker::start, py::kw_only(), py::arg("options"), py::arg("rank"), py::arg("parts"),
            py::arg("num_spans_max") = 50'000)
       .def("next_work", &PyWorker::next_work, "Blocks; raises RunFailure(kind, message).")
-      .def("complete_forward", &PyWorker::complete_forward, py::arg("tensors"), py::arg("tag"),
+      .def("complete_forward", &PyWorker::complete_forward, py::arg("tensors"), py::arg("fields"),
            py::arg("compute_ns"))
       .def("complete_recompute", &PyWorker::complete_recompute, py::arg("compute_ns"))
-      .def("complete_backward", &PyWorker::complete_backward, py::arg("tensors"), py::arg("tag"),
+      .def("complete_backward", &PyWorker::complete_backward, py::arg("tensors"), py::arg("fields"),
            py::arg("compute_ns"))
       .def("complete_update", &PyWorker::complete_update, py::arg("compute_ns"))
       .def("add_compute", &PyWorker::add_compute, py::arg("began_ns"), py::arg("ended_ns"),
            "When the device did the work of the oldest item that was completed with COMPUTED_LATER.")
       .def("end_of_data", &PyWorker::end_of_data)
-      .def("send_item", &PyWorker::send_item, py::arg("channel"), py::arg("tensors"), py::arg("tag") = 0,
-           py::arg("timeout_s") = 1e9)
+      .def("send_item", &PyWorker::send_item, py::arg("channel"), py::arg("tensors"),
+           py::arg("fields") = ItemFields{}, py::arg("timeout_s") = 1e9)
       .def("send_end", &PyWorker::send_end, py::arg("channel"))
       .def("receive_item", &PyWorker::receive_item, py::arg("channel"), py::arg("timeout_s") = 1e9,
            py::arg("counts_as_wait") = true)

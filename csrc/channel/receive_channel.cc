@@ -281,6 +281,7 @@ std::optional<std::string> ReceiveChannel::misplaced(const FrameHeader& header) 
   if (current_ && header.slot != current_slot_) {
     return "slot " + std::to_string(header.slot) + " inside an item in slot " + std::to_string(current_slot_);
   }
+  if (current_ && header.fields != current_->fields) return "fields of the item that change inside it";
   const bool first_chunk = tensor_offset_ == 0;
   if (!first_chunk && current_->held->tensors.back().shape != header.shape)
     return "a shape that changes between chunks";
@@ -330,7 +331,7 @@ std::optional<Failure> ReceiveChannel::begin_item(const FrameHeader& header) {
   ReceivedItem& item = current_.emplace();
   item.minibatch = header.minibatch;
   item.microbatch = header.microbatch;
-  item.tag = header.tag;
+  item.fields = header.fields;
   item.held = std::shared_ptr<ReceivedSlot>(received_slots_, &received);
   return std::nullopt;
 }

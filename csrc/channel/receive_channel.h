@@ -44,6 +44,7 @@
 #include "pool/pool.h"
 #include "transport/shared_memory.h"
 #include "transport/transport.h"
+#include "wire/item_fields.h"
 
 namespace pipedream {
 
@@ -121,7 +122,7 @@ struct ReceivedItem {
   std::int64_t num_minibatches = 0;  // is_end
   MinibatchId minibatch;
   MicrobatchIndex microbatch;
-  std::uint64_t tag = 0;
+  ItemFields fields{};
   TensorList tensors;
   const Event* ready = nullptr;  // null when the bytes are there; else wait for it on the compute stream
   std::shared_ptr<ReceivedSlot> held;  // what the above lies in; null for the end

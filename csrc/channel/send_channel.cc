@@ -58,7 +58,7 @@ void SendChannel::end_placing() {
 
 // ---- Compute thread ----
 
-void SendChannel::send(MinibatchId minibatch, MicrobatchIndex microbatch, std::uint64_t tag,
+void SendChannel::send(MinibatchId minibatch, MicrobatchIndex microbatch, const ItemFields& fields,
                        const std::vector<TensorView>& tensors, std::unique_ptr<Event> ready,
                        std::shared_ptr<void> keep_alive) {
   const std::size_t num_wire_bytes = check_and_count_bytes(minibatch, tensors);
@@ -66,7 +66,7 @@ void SendChannel::send(MinibatchId minibatch, MicrobatchIndex microbatch, std::u
   item->is_end = false;
   item->minibatch = minibatch;
   item->microbatch = microbatch;
-  item->tag = tag;
+  item->fields = fields;
   item->tensors.assign(tensors.begin(), tensors.end());
   item->ready = std::move(ready);
   item->keep_alive = std::move(keep_alive);
@@ -359,7 +359,7 @@ void SendChannel::frame_chunk(Item& item) {
   header.kind = FrameKind::kTensor;
   header.minibatch = item.minibatch;
   header.microbatch = item.microbatch;
-  header.tag = item.tag;
+  header.fields = item.fields;
   header.slot = item.slot;
   header.tensor_index = static_cast<std::uint16_t>(tensor_index);
   header.num_tensors = static_cast<std::uint16_t>(item.tensors.size());

@@ -44,6 +44,7 @@
 #include "device/device.h"
 #include "pool/pool.h"
 #include "transport/transport.h"
+#include "wire/item_fields.h"
 
 namespace pipedream {
 
@@ -81,7 +82,7 @@ class SendChannel final : public LinkHandler {
   // The tensors are read until they show up in collect_released(); keep_alive owns their memory. ready:
   // an event on the compute stream after which the tensors are written; null when they are. Never
   // blocks. Throws UserError when a tensor is not what the plan says.
-  void send(MinibatchId minibatch, MicrobatchIndex microbatch, std::uint64_t tag,
+  void send(MinibatchId minibatch, MicrobatchIndex microbatch, const ItemFields& fields,
             const std::vector<TensorView>& tensors, std::unique_ptr<Event> ready,
             std::shared_ptr<void> keep_alive);
   // No more items; the receiver learns how many minibatches there were.
@@ -129,7 +130,7 @@ class SendChannel final : public LinkHandler {
     bool is_end = false;
     MinibatchId minibatch;
     MicrobatchIndex microbatch;
-    std::uint64_t tag = 0;
+    ItemFields fields{};
     std::vector<TensorView> tensors;
     std::unique_ptr<Event> ready;
     std::shared_ptr<void> keep_alive;

@@ -207,7 +207,7 @@ WorkItem StageEngine::hand_out(const Instruction& instruction, std::optional<Rec
 
 void StageEngine::complete_forward(Outgoing outgoing, std::int64_t compute_ns) {
   if (SendChannel* channel = part_of(doing_.stage).stage_part.channels.activations_out) {
-    channel->send(doing_.minibatch, doing_.microbatch, outgoing.tag, outgoing.tensors,
+    channel->send(doing_.minibatch, doing_.microbatch, outgoing.fields, outgoing.tensors,
                   std::move(outgoing.ready), std::move(outgoing.keep_alive));
   }
   complete(WorkKind::kForward, compute_ns);
@@ -217,7 +217,7 @@ void StageEngine::complete_recompute(std::int64_t compute_ns) { complete(WorkKin
 
 std::optional<SlotIndex> StageEngine::complete_backward(Outgoing outgoing, std::int64_t compute_ns) {
   if (SendChannel* channel = part_of(doing_.stage).stage_part.channels.gradients_out) {
-    channel->send(doing_.minibatch, doing_.microbatch, outgoing.tag, outgoing.tensors,
+    channel->send(doing_.minibatch, doing_.microbatch, outgoing.fields, outgoing.tensors,
                   std::move(outgoing.ready), std::move(outgoing.keep_alive));
   }
   const std::optional<SlotIndex> freed = release_version();

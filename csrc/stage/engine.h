@@ -29,6 +29,7 @@
 #include "channel/wakeup.h"
 #include "schedule/program.h"
 #include "weights/version_slots.h"
+#include "wire/item_fields.h"
 
 namespace pipedream {
 
@@ -68,7 +69,7 @@ struct StagePart {
 
 // The tensors that a completion sends on.
 struct Outgoing {
-  std::uint64_t tag = 0;
+  ItemFields fields{};
   std::vector<TensorView> tensors;
   std::unique_ptr<Event> ready;
   std::shared_ptr<void> keep_alive;

@@ -369,7 +369,7 @@ std::unique_ptr<Event> Worker::record_compute() try {
   throw DeviceError(located({FailureKind::kDeviceError, error.what()}).message);
 }
 
-Result<bool> Worker::send_item(const std::string& channel, std::uint64_t tag,
+Result<bool> Worker::send_item(const std::string& channel, const ItemFields& fields,
                                const std::vector<TensorView>& tensors, std::shared_ptr<void> keep_alive,
                                Deadline deadline) {
   Sender& to = sender(channel);
@@ -386,7 +386,7 @@ Result<bool> Worker::send_item(const std::string& channel, std::uint64_t tag,
   } catch (const DeviceError& error) {
     return Failure{FailureKind::kDeviceError, error.what()};
   }
-  to.channel->send(MinibatchId(to.num_items_sent++), MicrobatchIndex(0), tag, tensors, std::move(ready),
+  to.channel->send(MinibatchId(to.num_items_sent++), MicrobatchIndex(0), fields, tensors, std::move(ready),
                    std::move(keep_alive));
   return true;
 }

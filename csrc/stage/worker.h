@@ -30,6 +30,7 @@
 #include "transport/shared_memory.h"
 #include "transport/transport.h"
 #include "weights/version_slots.h"
+#include "wire/item_fields.h"
 
 namespace pipedream {
 
@@ -129,7 +130,7 @@ class Worker {
 
   // Items outside the schedule (weights, results): strictly in order, minibatch counts them.
   // False at the deadline: no room yet.
-  [[nodiscard]] Result<bool> send_item(const std::string& channel, std::uint64_t tag,
+  [[nodiscard]] Result<bool> send_item(const std::string& channel, const ItemFields& fields,
                                        const std::vector<TensorView>& tensors,
                                        std::shared_ptr<void> keep_alive, Deadline deadline);
   void send_end(const std::string& channel);

@@ -22,6 +22,12 @@ std::string seconds_text(double seconds) {
   return text.data();
 }
 
+FrameHeader header_of(FrameKind kind) {
+  FrameHeader header;
+  header.kind = kind;
+  return header;
+}
+
 bool is_said_by_link(FrameKind kind) {
   return kind == FrameKind::kHello || kind == FrameKind::kBye || kind == FrameKind::kBeat;
 }
@@ -162,7 +168,7 @@ void LinkCore::beat_is_late() {
 }
 
 void LinkCore::hear_beat(const FrameHeader& header) {
-  num_work_items_of_peer_ = header.tag;
+  num_work_items_of_peer_ = header.num_work_items;
   beat_deadline_ = Clock::now() + peer_timeout();
   received_when_missed_.reset();
 }
@@ -188,25 +194,29 @@ void LinkCore::transmit(HeldFrame frame) {
   carry(bytes, std::move(frame));
 }
 
-void LinkCore::say(FrameKind kind, std::uint64_t tag) {
+void LinkCore::say(const FrameHeader& header) {
   OutgoingFrame frame;
-  frame.header.kind = kind;
-  frame.header.tag = tag;
+  frame.header = header;
   transmit(HeldFrame(std::move(frame)));
 }
 
 void LinkCore::say_hello() {
   said_hello_ = true;
-  say(FrameKind::kHello, options_.plan_hash);
+  FrameHeader hello = header_of(FrameKind::kHello);
+  hello.plan_hash = options_.plan_hash;
+  say(hello);
 }
 
 void LinkCore::say_beat(std::uint64_t num_work_items) {
-  if (state_ == State::kOpen) say(FrameKind::kBeat, num_work_items);
+  if (state_ != State::kOpen) return;
+  FrameHeader beat = header_of(FrameKind::kBeat);
+  beat.num_work_items = num_work_items;
+  say(beat);
 }
 
 void LinkCore::say_farewell() {
   state_ = State::kFarewell;
-  say(FrameKind::kBye);
+  say(header_of(FrameKind::kBye));
 }
 
 void LinkCore::inject(const FrameHeaderBytes& header, std::vector<std::byte> payload) {
@@ -287,8 +297,8 @@ std::optional<Failure> LinkCore::kind_refusal(const FrameHeader& header) const {
     return corrupt("sent " + std::string(frame_kind_name(header.kind)) + " before HELLO");
   }
   if (state_ != State::kConnecting && is_hello) return corrupt("sent HELLO twice");
-  if (is_hello && header.tag != options_.plan_hash) {
-    return corrupt("has another plan, hash " + hex(header.tag) + " where this worker's is " +
+  if (is_hello && header.plan_hash != options_.plan_hash) {
+    return corrupt("has another plan, hash " + hex(header.plan_hash) + " where this worker's is " +
                    hex(options_.plan_hash) + ": start all workers with the same plan");
   }
   return std::nullopt;
@@ -339,7 +349,7 @@ void LinkCore::hear_farewell() {
     end();
     return;
   }
-  say(FrameKind::kBye);
+  say(header_of(FrameKind::kBye));
   end_quietly(State::kLingering);
   tell_handler([&] { handler_.on_closed(*this); });
 }

@@ -113,7 +113,7 @@ class LinkCore : public Link {
 
   void submit(HeldFrame frame);
   void transmit(HeldFrame frame);
-  void say(FrameKind kind, std::uint64_t tag = 0);
+  void say(const FrameHeader& header);
   void say_hello();
   void say_farewell();
 

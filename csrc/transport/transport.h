@@ -72,7 +72,7 @@ class LinkHandler {
 
 struct LinkOptions {
   LinkIdentity identity;
-  std::uint64_t plan_hash = 0;              // sent and expected in HELLO's tag
+  std::uint64_t plan_hash = 0;              // sent and expected in HELLO
   std::string name;                         // for errors: "activations of stage 0 to stage 1"
   std::string peer;                         // for errors: "stage 1 (rank 1)"
   std::size_t payload_bytes_max = 1 << 20;  // larger frames are refused before anything is allocated

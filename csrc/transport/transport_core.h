@@ -44,7 +44,7 @@ namespace pipedream {
 class LinkCore;
 
 // Room for the largest: a frame with its encoded header.
-inline constexpr std::size_t kTaskBytesMax = 448;
+inline constexpr std::size_t kTaskBytesMax = 480;
 using Task = InlineFunction<kTaskBytesMax>;
 
 // Why a thread drives, and so what it has time for.

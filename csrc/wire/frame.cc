@@ -2,6 +2,7 @@
 #include "wire/frame.h"
 
 #include <bit>
+#include <cmath>
 #include <cstddef>
 #include <cstring>
 #include <limits>
@@ -29,7 +30,11 @@ struct WireHeader {
   std::uint64_t tensor_bytes;
   std::uint64_t chunk_offset;
   std::uint64_t payload_bytes;
-  std::uint64_t tag;
+  std::uint64_t placed_bytes;
+  std::uint64_t data_fingerprint;
+  double loss_scale;
+  std::uint64_t plan_hash;
+  std::uint64_t num_work_items;
   std::uint16_t tensor_index;
   std::uint16_t num_tensors;
   std::uint8_t kind;
@@ -39,9 +44,7 @@ struct WireHeader {
   std::uint32_t payload_checksum;
   std::uint16_t slot;
   std::uint8_t codec;
-  std::uint8_t reserved_byte;  // zero
-  std::uint64_t placed_bytes;
-  std::uint8_t reserved[20];      // zero
+  std::uint8_t reserved[13];      // zero
   std::uint32_t header_checksum;  // CRC-32C of all bytes before it
 };
 
@@ -60,22 +63,28 @@ static_assert(offsetof(WireHeader, shape) == 48);
 static_assert(offsetof(WireHeader, tensor_bytes) == 112);
 static_assert(offsetof(WireHeader, chunk_offset) == 120);
 static_assert(offsetof(WireHeader, payload_bytes) == 128);
-static_assert(offsetof(WireHeader, tag) == 136);
-static_assert(offsetof(WireHeader, tensor_index) == 144);
-static_assert(offsetof(WireHeader, num_tensors) == 146);
-static_assert(offsetof(WireHeader, kind) == 148);
-static_assert(offsetof(WireHeader, dtype) == 149);
-static_assert(offsetof(WireHeader, num_dims) == 150);
-static_assert(offsetof(WireHeader, flags) == 151);
-static_assert(offsetof(WireHeader, payload_checksum) == 152);
-static_assert(offsetof(WireHeader, slot) == 156);
-static_assert(offsetof(WireHeader, codec) == 158);
-static_assert(offsetof(WireHeader, reserved_byte) == 159);
-static_assert(offsetof(WireHeader, placed_bytes) == 160);
-static_assert(offsetof(WireHeader, reserved) == 168);
-static_assert(offsetof(WireHeader, header_checksum) == 188);
+static_assert(offsetof(WireHeader, placed_bytes) == 136);
+static_assert(offsetof(WireHeader, data_fingerprint) == 144);
+static_assert(offsetof(WireHeader, loss_scale) == 152);
+static_assert(offsetof(WireHeader, plan_hash) == 160);
+static_assert(offsetof(WireHeader, num_work_items) == 168);
+static_assert(offsetof(WireHeader, tensor_index) == 176);
+static_assert(offsetof(WireHeader, num_tensors) == 178);
+static_assert(offsetof(WireHeader, kind) == 180);
+static_assert(offsetof(WireHeader, dtype) == 181);
+static_assert(offsetof(WireHeader, num_dims) == 182);
+static_assert(offsetof(WireHeader, flags) == 183);
+static_assert(offsetof(WireHeader, payload_checksum) == 184);
+static_assert(offsetof(WireHeader, slot) == 188);
+static_assert(offsetof(WireHeader, codec) == 190);
+static_assert(offsetof(WireHeader, reserved) == 191);
+static_assert(offsetof(WireHeader, header_checksum) == 204);
+static_assert(std::numeric_limits<double>::is_iec559 && sizeof(double) == 8);
 
 constexpr std::uint8_t kFlagPayloadChecksum = 1;
+constexpr std::uint8_t kFlagGradientsOverflowed = 2;
+constexpr std::uint8_t kFlagEmpty = 4;
+constexpr std::uint8_t kKnownFlags = kFlagPayloadChecksum | kFlagGradientsOverflowed | kFlagEmpty;
 
 std::uint32_t checksum_of(std::span<const std::byte> bytes) {
   return crc32c(bytes.first(offsetof(WireHeader, header_checksum)));
@@ -91,6 +100,14 @@ bool all_zero(std::span<const std::uint8_t> bytes) {
     if (byte != 0) return false;
   }
   return true;
+}
+
+std::uint8_t flags_of(const FrameHeader& header) {
+  unsigned flags = 0;
+  if (header.has_payload_checksum) flags |= kFlagPayloadChecksum;
+  if (header.fields.gradients_overflowed) flags |= kFlagGradientsOverflowed;
+  if (header.fields.is_empty) flags |= kFlagEmpty;
+  return static_cast<std::uint8_t>(flags);
 }
 
 Failure corrupt(const std::string& what) {
@@ -165,23 +182,31 @@ std::optional<Failure> tensor_violation(const FrameHeader& header) {
   return std::nullopt;
 }
 
+template <class Value>
+Failure not_zero(const FrameHeader& header, std::string_view field, Value value) {
+  return corrupt_field(field, value,
+                       "must be 0 in a " + std::string(frame_kind_name(header.kind)) + " frame");
+}
+
 // Frames without a tensor leave its fields zero: what nobody reads, nobody may smuggle.
 std::optional<Failure> tensorless_violation(const FrameHeader& header) {
-  const auto not_zero = [&](std::string_view field, std::uint64_t value) {
-    return corrupt_field(field, value,
-                         "must be 0 in a " + std::string(frame_kind_name(header.kind)) + " frame");
-  };
-  if (header.num_tensors != 0) return not_zero("num_tensors", header.num_tensors);
-  if (header.tensor_index != 0) return not_zero("tensor_index", header.tensor_index);
-  if (header.num_dims != 0) return not_zero("num_dims", header.num_dims);
-  if (header.tensor_bytes != 0) return not_zero("tensor_bytes", header.tensor_bytes);
-  if (header.chunk_offset != 0) return not_zero("chunk_offset", header.chunk_offset);
-  if (header.placed_bytes != 0) return not_zero("placed_bytes", header.placed_bytes);
-  if (header.codec != CodecKind::kNone) return not_zero("codec", static_cast<std::uint8_t>(header.codec));
-  if (header.slot != 0 && header.kind != FrameKind::kCredit) return not_zero("slot", header.slot);
+  if (header.num_tensors != 0) return not_zero(header, "num_tensors", header.num_tensors);
+  if (header.tensor_index != 0) return not_zero(header, "tensor_index", header.tensor_index);
+  if (header.num_dims != 0) return not_zero(header, "num_dims", header.num_dims);
+  if (header.tensor_bytes != 0) return not_zero(header, "tensor_bytes", header.tensor_bytes);
+  if (header.chunk_offset != 0) return not_zero(header, "chunk_offset", header.chunk_offset);
+  if (header.placed_bytes != 0) return not_zero(header, "placed_bytes", header.placed_bytes);
+  if (header.codec != CodecKind::kNone)
+    return not_zero(header, "codec", static_cast<std::uint8_t>(header.codec));
+  if (header.slot != 0 && header.kind != FrameKind::kCredit) return not_zero(header, "slot", header.slot);
   if (header.payload_bytes != 0 && header.kind != FrameKind::kAbort) {
-    return not_zero("payload_bytes", header.payload_bytes);
+    return not_zero(header, "payload_bytes", header.payload_bytes);
   }
+  const ItemFields& fields = header.fields;
+  if (fields.data_fingerprint != 0) return not_zero(header, "data_fingerprint", fields.data_fingerprint);
+  if (fields.loss_scale != 0) return not_zero(header, "loss_scale", fields.loss_scale);
+  if (fields.gradients_overflowed) return not_zero(header, "gradients_overflowed", 1);
+  if (fields.is_empty) return not_zero(header, "is_empty", 1);
   return std::nullopt;
 }
 
@@ -199,9 +224,9 @@ std::optional<Failure> envelope_violation(const WireHeader& wire, std::span<cons
   }
   if (!is_known_kind(wire.kind)) return corrupt_field("kind", wire.kind, "unknown");
   if (!is_known_dtype(wire.dtype)) return corrupt_field("dtype", wire.dtype, "unknown");
-  if ((wire.flags & ~kFlagPayloadChecksum) != 0) return corrupt_field("flags", wire.flags, "unknown bits");
+  if ((wire.flags & ~kKnownFlags) != 0) return corrupt_field("flags", wire.flags, "unknown bits");
   if (!is_known_codec(wire.codec)) return corrupt_field("codec", wire.codec, "unknown");
-  if (wire.reserved_byte != 0 || !all_zero(wire.reserved)) return corrupt("reserved bytes are not 0");
+  if (!all_zero(wire.reserved)) return corrupt("reserved bytes are not 0");
   return std::nullopt;
 }
 
@@ -242,17 +267,20 @@ void encode(const FrameHeader& header, std::span<std::byte, kFrameHeaderBytes> b
   wire.tensor_bytes = header.tensor_bytes;
   wire.chunk_offset = header.chunk_offset;
   wire.payload_bytes = header.payload_bytes;
-  wire.tag = header.tag;
+  wire.placed_bytes = header.placed_bytes;
+  wire.data_fingerprint = header.fields.data_fingerprint;
+  wire.loss_scale = header.fields.loss_scale;
+  wire.plan_hash = header.plan_hash;
+  wire.num_work_items = header.num_work_items;
   wire.tensor_index = header.tensor_index;
   wire.num_tensors = header.num_tensors;
   wire.kind = static_cast<std::uint8_t>(header.kind);
   wire.dtype = static_cast<std::uint8_t>(header.dtype);
   wire.num_dims = header.num_dims;
-  wire.flags = header.has_payload_checksum ? kFlagPayloadChecksum : std::uint8_t{0};
+  wire.flags = flags_of(header);
   wire.payload_checksum = header.payload_checksum;
   wire.slot = header.slot;
   wire.codec = static_cast<std::uint8_t>(header.codec);
-  wire.placed_bytes = header.placed_bytes;
   std::memcpy(bytes.data(), &wire, sizeof(wire));
   wire.header_checksum = checksum_of(bytes);
   std::memcpy(bytes.data(), &wire, sizeof(wire));
@@ -270,6 +298,15 @@ std::optional<Failure> find_violation(const FrameHeader& header) {
   }
   if (!header.has_payload_checksum && header.payload_checksum != 0) {
     return corrupt_field("payload_checksum", header.payload_checksum, "must be 0 when there is none");
+  }
+  if (!std::isfinite(header.fields.loss_scale) || std::signbit(header.fields.loss_scale)) {
+    return corrupt_field("loss_scale", header.fields.loss_scale, "must be finite and not negative");
+  }
+  if (header.plan_hash != 0 && header.kind != FrameKind::kHello) {
+    return not_zero(header, "plan_hash", header.plan_hash);
+  }
+  if (header.num_work_items != 0 && header.kind != FrameKind::kBeat) {
+    return not_zero(header, "num_work_items", header.num_work_items);
   }
   if (auto violation = shape_violation(header)) return violation;
   return header.kind == FrameKind::kTensor ? tensor_violation(header) : tensorless_violation(header);
@@ -297,12 +334,17 @@ Result<FrameHeader> decode(std::span<const std::byte> bytes) {
   header.tensor_bytes = wire.tensor_bytes;
   header.chunk_offset = wire.chunk_offset;
   header.payload_bytes = wire.payload_bytes;
-  header.tag = wire.tag;
+  header.placed_bytes = wire.placed_bytes;
+  header.fields.data_fingerprint = wire.data_fingerprint;
+  header.fields.loss_scale = wire.loss_scale;
+  header.fields.gradients_overflowed = (wire.flags & kFlagGradientsOverflowed) != 0;
+  header.fields.is_empty = (wire.flags & kFlagEmpty) != 0;
+  header.plan_hash = wire.plan_hash;
+  header.num_work_items = wire.num_work_items;
   header.has_payload_checksum = (wire.flags & kFlagPayloadChecksum) != 0;
   header.payload_checksum = wire.payload_checksum;
   header.slot = wire.slot;
   header.codec = static_cast<CodecKind>(wire.codec);
-  header.placed_bytes = wire.placed_bytes;
   if (auto violation = find_violation(header)) return *violation;
   return header;
 }

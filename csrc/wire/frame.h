@@ -17,23 +17,24 @@
 #include "base/failure.h"
 #include "base/ids.h"
 #include "wire/codec_kind.h"
+#include "wire/item_fields.h"
 
 namespace pipedream {
 
 inline constexpr std::uint32_t kFrameMagic = 0x4D445250;  // "PRDM" in memory
-inline constexpr std::uint16_t kFrameFormatVersion = 2;
+inline constexpr std::uint16_t kFrameFormatVersion = 3;
 inline constexpr std::size_t kNumDimsMax = 8;
-inline constexpr std::size_t kFrameHeaderBytes = 192;
+inline constexpr std::size_t kFrameHeaderBytes = 208;
 inline constexpr std::size_t kChunkBytesMax = std::size_t{64} << 20;
 
 enum class FrameKind : std::uint8_t {
-  kHello = 1,   // first frame in both directions; tag = plan hash
-  kTensor = 2,  // a chunk of a tensor; tag = fingerprint of the minibatch's data
+  kHello = 1,   // first frame in both directions
+  kTensor = 2,  // a chunk of a tensor
   kCredit = 3,  // receiver to sender: one more item may be sent, into this slot
   kEnd = 4,     // no more items; minibatch = how many there were
   kAbort = 5,   // the sender stops; payload = why, UTF-8
   kBye = 6,     // farewell: closing the connection now is no failure
-  kBeat = 7,    // the sender's program is alive, not its process alone; tag = work items it has completed
+  kBeat = 7,    // the sender's program is alive, not its process alone
 };
 
 [[nodiscard]] std::string_view frame_kind_name(FrameKind kind);
@@ -64,8 +65,10 @@ struct FrameHeader {
   // Bytes of the chunk that the sender has written into the receiver's slot itself (same host, shared
   // memory); the frame then has no payload.
   std::uint64_t placed_bytes = 0;
-  std::uint64_t tag = 0;
-  std::uint16_t slot = 0;  // of the receiver: granted by CREDIT, used by TENSOR
+  ItemFields fields{};               // TENSOR: of the item, the same in all its frames
+  std::uint64_t plan_hash = 0;       // HELLO
+  std::uint64_t num_work_items = 0;  // BEAT: that the sender has completed
+  std::uint16_t slot = 0;            // of the receiver: granted by CREDIT, used by TENSOR
   // TENSOR: how tensor_bytes are encoded; shape and dtype are as they were before.
   CodecKind codec = CodecKind::kNone;
   // CRC-32C of the payload, when has_payload_checksum.
@@ -81,8 +84,9 @@ void encode(const FrameHeader& header, std::span<std::byte, kFrameHeaderBytes> b
 // checksum, known kind, dtype and codec, a codec only where it applies to the dtype, num_dims <= 8, no
 // negative dimension, shape x dtype without overflow and, unless encoded, == tensor_bytes,
 // chunk_offset + payload_bytes + placed_bytes <= tensor_bytes for a tensor, one of these two zero,
-// tensor_index < num_tensors. Frames of other kinds than TENSOR leave the tensor's fields zero (CREDIT has a
-// slot) and, but for ABORT, have no payload.
+// tensor_index < num_tensors, a finite loss_scale that is not negative. Frames of other kinds than TENSOR
+// leave the tensor's and the item's fields zero (CREDIT has a slot) and, but for ABORT, have no payload;
+// plan_hash is HELLO's alone, num_work_items BEAT's.
 [[nodiscard]] Result<FrameHeader> decode(std::span<const std::byte> bytes);
 
 // The rules of decode() that concern the fields alone. A link asks before it sends: a header that the

@@ -5,6 +5,7 @@
 // An input is a list of frames. Each is the one that is due, then changed: [number of changes, then field and
 // value each], payload from the input. Checksums are made right, or no frame would come past the first check.
 #include <array>
+#include <bit>
 #include <cstring>
 #include <deque>
 #include <memory>
@@ -90,7 +91,7 @@ class Sender {
     header.identity = link_options().identity;
     header.sequence = sequence_;
     if (sequence_ == 0) {
-      header.tag = link_options().plan_hash;
+      header.plan_hash = link_options().plan_hash;
       return header;
     }
     const bool floats = tensor_index_ == 0;
@@ -134,6 +135,29 @@ class Sender {
   std::size_t tensor_index_ = 0;
   std::size_t offset_ = 0;
 };
+
+void change_metadata(FrameHeader& header, std::uint64_t value) {
+  switch (value % 6) {
+    case 0:
+      header.fields.data_fingerprint = value;
+      return;
+    case 1:
+      header.fields.loss_scale = std::bit_cast<double>(value);
+      return;
+    case 2:
+      header.fields.gradients_overflowed = !header.fields.gradients_overflowed;
+      return;
+    case 3:
+      header.fields.is_empty = !header.fields.is_empty;
+      return;
+    case 4:
+      header.plan_hash = value;
+      return;
+    default:
+      header.num_work_items = value;
+      return;
+  }
+}
 
 // One field becomes what the input says.
 void change(FrameHeader& header, FuzzInput& input) {
@@ -188,14 +212,14 @@ void change(FrameHeader& header, FuzzInput& input) {
     case 15:
       header.placed_bytes = value;
       return;
-    case 16:
-      header.tag = value;
-      return;
     case 17:
       header.slot = static_cast<std::uint16_t>(value);
       return;
     case 18:
       header.codec = static_cast<CodecKind>(value % 6);
+      return;
+    case 16:
+      change_metadata(header, value);
       return;
     default:
       header.has_payload_checksum = value % 2 == 0;

@@ -47,14 +47,16 @@ FrameHeader tensor_frame() {
   header.tensor_bytes = 512;
   header.chunk_offset = 128;
   header.payload_bytes = 384;
+  header.fields = {.data_fingerprint = 77, .loss_scale = 65536, .gradients_overflowed = true};
   header.slot = 2;
   return header;
 }
 
 void write_frames(const std::filesystem::path& folder) {
   FrameHeader header;
-  header.tag = 77;
+  header.plan_hash = 77;
   write_frame(folder, "hello", header);
+  header.plan_hash = 0;
   write_frame(folder, "tensor", tensor_frame());
   FrameHeader placed = tensor_frame();
   placed.placed_bytes = placed.payload_bytes;
@@ -76,6 +78,7 @@ void write_frames(const std::filesystem::path& folder) {
   write_frame(folder, "abort", header);
   header.payload_bytes = 0;
   header.kind = FrameKind::kBeat;
+  header.num_work_items = 7;
   write_frame(folder, "beat", header);
 }
 
@@ -109,6 +112,11 @@ void write_channels(const std::filesystem::path& folder) {
   for (std::uint8_t field = 0; field < 20; ++field) {
     Bytes changed = {0, 3, 3, static_cast<std::uint8_t>(3U | 1U << 6U), field, 1, 0, 0, 0, 0, 0, 0, 0, 3, 3};
     write(folder, "field_" + std::to_string(field), changed);
+  }
+  for (std::uint8_t metadata = 0; metadata < 6; ++metadata) {
+    Bytes changed = {0, 3, 3, static_cast<std::uint8_t>(3U | 1U << 6U), 16, metadata, 0, 0, 0, 0, 0, 0,
+                     0, 3, 3};
+    write(folder, "metadata_" + std::to_string(metadata), changed);
   }
 }
 

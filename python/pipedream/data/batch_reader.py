@@ -11,30 +11,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pipedream.data.stream import Minibatch, MinibatchStream, mark_of
+from pipedream.data.stream import Minibatch, MinibatchStream, fingerprint_of
 from pipedream.model.microbatch import check_alike, chunk, piece_sizes, weights
 
-__all__ = ["EMPTY_MARK", "MARK_MASK", "BatchReader", "Microbatch"]
-
-# Fingerprints travel in 63 bits of a tag; one value says that a microbatch is empty.
-MARK_MASK = (1 << 63) - 1
-EMPTY_MARK = MARK_MASK
+__all__ = ["BatchReader", "Microbatch"]
 
 
 @dataclass(slots=True)
 class Microbatch:
-    """What the data give for one forward. Empty: torch.chunk made fewer pieces than microbatches."""
+    """What the data give for one forward."""
 
     inputs: Any = None
     targets: Any = None
-    mark: int = 0
+    fingerprint: int = 0
     """Of the whole minibatch; both ends of the pipeline compare it."""
     weight: float = 1.0
     """Share of the minibatch's loss."""
-
-    @property
-    def is_empty(self) -> bool:
-        return self.mark == EMPTY_MARK
+    is_empty: bool = False
+    """torch.chunk made fewer pieces than microbatches."""
 
 
 _HANDED_OUT = Microbatch()  # whoever has one keeps its tensors no longer than it must
@@ -79,20 +73,20 @@ class BatchReader:
             batch, self._batch = self._batch, None
             self._open(minibatch, batch)
         if microbatch >= len(self._pieces):
-            return Microbatch(mark=EMPTY_MARK)
+            return Microbatch(is_empty=True)
         piece = self._pieces[microbatch]
         self._pieces[microbatch] = _HANDED_OUT
         return piece
 
     def _open(self, minibatch: int, batch: Minibatch) -> None:
         # With a single stage nobody else reads it.
-        mark = 0 if self._is_first and self._is_last else mark_of(batch) & MARK_MASK
+        fingerprint = 0 if self._is_first and self._is_last else fingerprint_of(batch)
         inputs = batch.inputs if self._is_first else None
         targets = batch.targets if self._is_last else None
         if self._num_microbatches == 1:
-            self._pieces = [Microbatch(inputs, targets, mark)]
+            self._pieces = [Microbatch(inputs, targets, fingerprint)]
         else:
-            self._pieces = self._cut(minibatch, batch, inputs, targets, mark)
+            self._pieces = self._cut(minibatch, batch, inputs, targets, fingerprint)
         if self._is_first:
             self._check_inputs(batch.inputs, minibatch)
         if self._is_last:
@@ -100,16 +94,16 @@ class BatchReader:
             self.epochs.append(batch.epoch)
 
     def _cut(
-        self, minibatch: int, batch: Minibatch, inputs: Any, targets: Any, mark: int
+        self, minibatch: int, batch: Minibatch, inputs: Any, targets: Any, fingerprint: int
     ) -> list[Microbatch]:
         m = self._num_microbatches
         cut = functools.partial(chunk, num_microbatches=m, minibatch=minibatch, num_samples=batch.num_samples)
         cut_inputs = cut(inputs, name="the inputs")
         cut_targets = cut(targets, name="the targets")
-        # At every stage that reads: the others would find marks that differ. Of what is forwarded the caller.
+        # At every stage that reads: others would find another fingerprint. Of what is forwarded the caller.
         check_alike(batch.inputs, batch.targets, m, minibatch=minibatch)
         shares = weights(piece_sizes(batch.num_samples, m))
         return [
-            Microbatch(cut_inputs[index], cut_targets[index], mark, share)
+            Microbatch(cut_inputs[index], cut_targets[index], fingerprint, share)
             for index, share in enumerate(shares)
         ]

@@ -32,8 +32,8 @@ __all__ = [
     "describe_source",
     "epochs_of",
     "fingerprint",
+    "fingerprint_of",
     "forwarded_counts",
-    "mark_of",
     "num_minibatches_of",
     "without_processes",
 ]
@@ -53,7 +53,7 @@ class Minibatch(NamedTuple):
     epoch: int
     num_samples: int | None
     """As microbatch.samples_of has them, of inputs and targets."""
-    received_mark: int | None = None
+    received_fingerprint: int | None = None
     """Of a forwarded minibatch: the fingerprint that the caller took of it."""
 
 
@@ -76,25 +76,25 @@ class MinibatchStream(Protocol):
 
 def fingerprint(inputs: Any, targets: Any) -> int:
     """64 bits that two workers compare to know that they read the same minibatch. Tensors only."""
-    mark = 0
+    so_far = 0
     for tensor in tensors_of((inputs, targets)):
         content = tensor if tensor.is_cpu else tensor.cpu()
         if not content.is_contiguous() or content.is_neg() or content.is_conj():
             content = exportable(content)
-        mark = _core.fingerprint(content.data_ptr(), content.nbytes, mark)
-        mark ^= _kind_mark(content.dtype, content.shape)
-    return mark & _UINT64_MASK
+        so_far = _core.fingerprint(content.data_ptr(), content.nbytes, so_far)
+        so_far ^= _kind_bits(content.dtype, content.shape)
+    return so_far & _UINT64_MASK
 
 
 @functools.lru_cache(maxsize=64)  # the same few for all minibatches
-def _kind_mark(dtype: torch.dtype, shape: torch.Size) -> int:
+def _kind_bits(dtype: torch.dtype, shape: torch.Size) -> int:
     return zlib.crc32(f"{dtype}{tuple(shape)}".encode())
 
 
-def mark_of(minibatch: Minibatch) -> int:
+def fingerprint_of(minibatch: Minibatch) -> int:
     """The minibatch's fingerprint, as taken by whoever read it."""
-    if minibatch.received_mark is not None:
-        return minibatch.received_mark
+    if minibatch.received_fingerprint is not None:
+        return minibatch.received_fingerprint
     return fingerprint(minibatch.inputs, minibatch.targets)
 
 
@@ -247,7 +247,7 @@ class ReceivedStream:
 
     def next(self) -> Minibatch | None:
         values: list[Any] = []
-        counts, mark = None, None
+        counts, taken = None, None
         for boundary, receive in self._sources:
             if receive is None:
                 values.append(None)
@@ -255,11 +255,11 @@ class ReceivedStream:
             item = receive()
             if item is None:
                 return None
-            (*tensors, counts), mark = item
+            (*tensors, counts), taken = item
             values.append(boundary.unflatten(tensors))
         assert counts is not None  # a stage reads this
         epoch, num_samples = counts.tolist()
-        return Minibatch(values[0], values[1], epoch, num_samples if num_samples >= 0 else None, mark)
+        return Minibatch(values[0], values[1], epoch, num_samples if num_samples >= 0 else None, taken)
 
 
 def forwarded_counts(epoch: int, num_samples: int | None) -> torch.Tensor:

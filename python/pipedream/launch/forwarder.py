@@ -129,7 +129,7 @@ class _Forwarder(threading.Thread):
         self._rng.restore()
         for minibatch, (inputs, targets, epoch) in enumerate(epochs_of(self._data, self._options.epochs)):
             check_alike(inputs, targets, self._options.microbatches, minibatch=minibatch)
-            mark = fingerprint(inputs, targets)
+            fields = _core.ItemFields(data_fingerprint=fingerprint(inputs, targets))
             counts = forwarded_counts(epoch, samples_of(inputs, targets))
             for channel, boundary, value in (
                 (INPUTS, forwarded.inputs, inputs),
@@ -137,15 +137,17 @@ class _Forwarder(threading.Thread):
             ):
                 tensors = boundary.flatten(value, minibatch=minibatch)
                 boundary.check(tensors, minibatch=minibatch)
-                self._send(core, channel, [*tensors, counts], mark)
+                self._send(core, channel, [*tensors, counts], fields)
         core.send_end(INPUTS)
         core.send_end(TARGETS)
 
-    def _send(self, core: _core.Worker, channel: str, tensors: list[torch.Tensor], mark: int) -> None:
+    def _send(
+        self, core: _core.Worker, channel: str, tensors: list[torch.Tensor], fields: _core.ItemFields
+    ) -> None:
         # A copy: the user's generator may reuse its memory for the next minibatch.
         copies = [tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for tensor in tensors]
         capsules = [to_dlpack(copy) for copy in copies]
-        while not core.send_item(channel, capsules, mark, 0.1):
+        while not core.send_item(channel, capsules, fields, 0.1):
             self._check_stopping()
             capsules = [to_dlpack(copy) for copy in copies]
 

@@ -585,8 +585,8 @@ class _Worker:
                 assert item is not None  # there is no time-out
                 if item.kind == "DONE":
                     return None
-                mark = item.tag
-                return [from_dlpack(capsule) for capsule in item.take_tensors()], mark
+                tensors = [from_dlpack(capsule) for capsule in item.take_tensors()]
+                return tensors, item.fields.data_fingerprint
 
             return receive
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -21,7 +20,7 @@ from pipedream import _core
 from pipedream.budget.footprint import StepMeter, WorkMeter
 from pipedream.budget.offload import SavedTensors, StageOffload, graph_root
 from pipedream.common.errors import DataMismatch
-from pipedream.data.batch_reader import MARK_MASK, BatchReader, Microbatch
+from pipedream.data.batch_reader import BatchReader, Microbatch
 from pipedream.model.batch_norm import MinibatchStatistics
 from pipedream.model.boundary import (
     Boundary,
@@ -46,9 +45,6 @@ from pipedream.stage.weights import StageWeights
 
 __all__ = ["StageParts", "StageRunner"]
 
-# The tag of an activation: the minibatch's mark in the low bits, and in the highest whether a stage upstream
-# has had gradients that overflowed. The tag of a gradient: the loss's scale, as the bits of a double.
-_OVERFLOW_BIT = 1 << 63
 
 _Result = TypeVar("_Result")
 
@@ -195,14 +191,14 @@ class StageRunner:
     # Forward.
 
     def forward(self, work: _core.WorkItem) -> None:
-        minibatch, microbatch, tag = work.minibatch, work.microbatch, work.tag
-        piece = self._read(minibatch, microbatch, tag & MARK_MASK)
+        minibatch, microbatch, received = work.minibatch, work.microbatch, work.fields
+        piece = self._read(minibatch, microbatch, received)
         if piece is None:
             self._user.drop_elapsed()
             self._core.end_of_data()
             return
         if microbatch == 0:
-            self._begin_minibatch(minibatch, tag)
+            self._begin_minibatch(minibatch, overflowed_upstream=received.gradients_overflowed)
         if piece.is_empty:
             self._forward_nothing(work, piece)
             return
@@ -224,23 +220,23 @@ class StageRunner:
         self._buffer_memory = {_memory_of(buffer) for _, buffer in self.parts.stage.stage_buffers()}
         self.parts.weights.follow_new_references()
 
-    def _read(self, minibatch: int, microbatch: int, received_mark: int) -> Microbatch | None:
+    def _read(self, minibatch: int, microbatch: int, received: _core.ItemFields) -> Microbatch | None:
         reader = self.parts.reader
         if reader is None:
-            return Microbatch(mark=received_mark)
+            return Microbatch(fingerprint=received.data_fingerprint, is_empty=received.is_empty)
         is_over = microbatch == 0 and not self._user.run("reading data", reader.fetch)
         piece = None if is_over else reader.read(minibatch, microbatch)
-        if not self.is_first and (piece is None or piece.mark != received_mark):
+        if not self.is_first and (piece is None or not _is_same_data(piece, received)):
             raise self.data_mismatch(minibatch)
         if piece is not None and self.parts.copies_targets:
             piece.targets = to_device(piece.targets, self._device, copy=True)
         return piece
 
-    def _begin_minibatch(self, minibatch: int, tag: int) -> None:
+    def _begin_minibatch(self, minibatch: int, *, overflowed_upstream: bool) -> None:
         self.parts.tied.pull_for(minibatch)
         if not self._scales_loss:
             return
-        overflowed = self.parts.gradients.take_overflow() or bool(tag & _OVERFLOW_BIT)
+        overflowed = self.parts.gradients.take_overflow() or overflowed_upstream
         if self._scaler is not None:
             self._scale = self._scaler.next_scale(overflowed)
         self._overflow_upstream = overflowed
@@ -327,7 +323,7 @@ class StageRunner:
         losses.add(minibatch, loss, stashed.piece.weight)
         if closes:
             self._close_minibatch(minibatch)
-        self._core.complete_forward([], 0, self._user.take_elapsed_ns())
+        self._core.complete_forward([], _core.ItemFields(), self._user.take_elapsed_ns())
 
     def _keep_loss(self, minibatch: int, stashed: _Stashed, loss: Tensor) -> None:
         """For the backward."""
@@ -352,7 +348,7 @@ class StageRunner:
         if stashed.saved is not None and stashed.saved.leaves_device:
             stashed.outputs = [graph_root(tensor) for tensor in tensors]
         capsules = [to_dlpack(self._settled(tensor)) for tensor in tensors]
-        self._core.complete_forward(capsules, self._tag_of(stashed.piece), self._user.take_elapsed_ns())
+        self._core.complete_forward(capsules, self._fields_of(stashed.piece), self._user.take_elapsed_ns())
 
     def _crossing(self, output: Any, minibatch: int) -> list[Tensor]:
         boundary = self.parts.boundary_out
@@ -367,8 +363,12 @@ class StageRunner:
             return settled.clone()
         return settled
 
-    def _tag_of(self, piece: Microbatch) -> int:
-        return piece.mark | (_OVERFLOW_BIT if self._overflow_upstream else 0)
+    def _fields_of(self, piece: Microbatch) -> _core.ItemFields:
+        return _core.ItemFields(
+            data_fingerprint=piece.fingerprint,
+            gradients_overflowed=self._overflow_upstream,
+            is_empty=piece.is_empty,
+        )
 
     def _close_minibatch(self, minibatch: int) -> None:
         """The forward of its last microbatch is done."""
@@ -384,7 +384,7 @@ class StageRunner:
         if work.microbatch + 1 == self._num_microbatches:
             self._close_minibatch(work.minibatch)
         capsules = [] if self.is_last else self._nothing_like(self.parts.boundary_out, gradients=False)
-        self._core.complete_forward(capsules, self._tag_of(piece), self._user.take_elapsed_ns())
+        self._core.complete_forward(capsules, self._fields_of(piece), self._user.take_elapsed_ns())
 
     # Recompute.
 
@@ -419,7 +419,7 @@ class StageRunner:
         stashed = self._in_flight.pop((minibatch, microbatch))
         self.gradient_slot = read_slot
         if self._scales_loss:
-            self.loss_scale = stashed.scale if self.is_last else _double_of(work.tag)
+            self.loss_scale = stashed.scale if self.is_last else work.fields.loss_scale
         # Layers that checkpoint themselves run again in the backward, on what is bound then.
         self._bind(read_slot, minibatch)
         run = _within(self.meter.backward if self.meter else None, self._run_backward)
@@ -428,9 +428,9 @@ class StageRunner:
             self._read_losses()
         if microbatch + 1 == self._num_microbatches:
             self.parts.tied.push(minibatch)
-        tag = _bits_of(self.loss_scale) if self._scales_loss else 0
+        fields = _core.ItemFields(loss_scale=self.loss_scale if self._scales_loss else 0.0)
         gradients = self._outgoing_gradients(stashed)
-        freed = self._core.complete_backward(gradients, tag, self._user.take_elapsed_ns())
+        freed = self._core.complete_backward(gradients, fields, self._user.take_elapsed_ns())
         if self._poisons:
             self._poison(work, freed)
 
@@ -554,9 +554,5 @@ def _memory_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _bits_of(number: float) -> int:
-    return int(struct.unpack("<Q", struct.pack("<d", number))[0])
-
-
-def _double_of(bits: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<Q", bits))[0])
+def _is_same_data(piece: Microbatch, received: _core.ItemFields) -> bool:
+    return (piece.fingerprint, piece.is_empty) == (received.data_fingerprint, received.is_empty)

@@ -214,16 +214,16 @@ class ChannelPair : public testing::Test {
   // For what must not come: short, as it judges nothing but an absence.
   static Deadline moment() { return Clock::now() + std::chrono::milliseconds(30); }
 
-  void send(std::int64_t minibatch, const std::shared_ptr<Content>& content, std::uint64_t tag = 0) {
+  void send(std::int64_t minibatch, const std::shared_ptr<Content>& content, const ItemFields& fields = {}) {
     std::shared_ptr<void> owner = deaths_.watch(content);
     if (!on_device()) {
-      return sender_->send(MinibatchId(minibatch), MicrobatchIndex(0), tag, content->tensors, nullptr,
+      return sender_->send(MinibatchId(minibatch), MicrobatchIndex(0), fields, content->tensors, nullptr,
                            std::move(owner));
     }
     OnDevice there = uploaded(*content, std::move(owner));
     auto ready = device_->make_event();
     upload_stream_->record(*ready);
-    sender_->send(MinibatchId(minibatch), MicrobatchIndex(0), tag, there.tensors, std::move(ready),
+    sender_->send(MinibatchId(minibatch), MicrobatchIndex(0), fields, there.tensors, std::move(ready),
                   std::move(there.owner));
   }
   // On its way there.

@@ -49,7 +49,7 @@ TEST_P(DeviceErrors, OfACopyIsTheSenders) {
   OnDevice there = uploaded(*content, deaths_.watch(content));
   upload_stream_->synchronize();
   hostile().fail({.call = "copy", .why = kWhy});
-  sender_->send(MinibatchId(0), MicrobatchIndex(0), 0, there.tensors, nullptr, std::move(there.owner));
+  sender_->send(MinibatchId(0), MicrobatchIndex(0), {}, there.tensors, nullptr, std::move(there.owner));
   expect_told(wait_failure(sender_wakeup_));
   wait_until_none_is_unreleased();
   sender_->collect_released();

@@ -178,7 +178,7 @@ TEST_P(DevicePlaced, CopyIntoTheReceiversMemoryEndsBeforeThatIsLetGo) {
   const std::unique_ptr<Memory> memory = device_->allocate(4096, MemoryKind::kDevice);
   const auto content = one_tensor(4096, 5);
   content->tensors[0].data = memory->data();
-  sender_->send(MinibatchId(0), MicrobatchIndex(0), 0, content->tensors, std::move(ready),
+  sender_->send(MinibatchId(0), MicrobatchIndex(0), {}, content->tensors, std::move(ready),
                 deaths_.watch(content));
   EXPECT_TRUE(nothing_comes());
   sending_->shutdown(0);

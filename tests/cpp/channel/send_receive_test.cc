@@ -42,14 +42,21 @@ TEST_P(Channels, ItemsOfEverySizeArriveInOrderAndUnchanged) {
     content->add(DType::kInt64, {}, minibatch + 100);
     content->add(DType::kUInt8, {minibatch == 0 ? 5000 : 125 * minibatch}, minibatch + 200);
     contents.push_back(content);
-    send(minibatch, content, 7000 + minibatch);
+    send(minibatch, content,
+         {.data_fingerprint = 7000 + minibatch,
+          .loss_scale = 0.5 * minibatch,
+          .gradients_overflowed = minibatch % 2 == 0,
+          .is_empty = minibatch % 3 == 0});
   }
   sender_->send_end(40);
   for (std::uint32_t minibatch = 0; minibatch < 40; ++minibatch) {
     const ReceivedItem item = take();
     ASSERT_FALSE(item.is_end);
     EXPECT_EQ(item.minibatch, MinibatchId(minibatch));
-    EXPECT_EQ(item.tag, 7000 + minibatch);
+    EXPECT_EQ(item.fields.data_fingerprint, 7000 + minibatch);
+    EXPECT_EQ(item.fields.loss_scale, 0.5 * minibatch);
+    EXPECT_EQ(item.fields.gradients_overflowed, minibatch % 2 == 0);
+    EXPECT_EQ(item.fields.is_empty, minibatch % 3 == 0);
     expect_equal(item, *contents[minibatch]);
   }
   const ReceivedItem end = take();
@@ -125,7 +132,7 @@ TEST_P(CopyingChannels, CopyWaitsForTheEventThatTheTensorsAreWritten) {
   stream->copy(memory->data(), written.data(), written.size());
   auto ready = device_->make_event();
   stream->record(*ready);
-  sender_->send(MinibatchId(0), MicrobatchIndex(0), 0, content->tensors, std::move(ready),
+  sender_->send(MinibatchId(0), MicrobatchIndex(0), {}, content->tensors, std::move(ready),
                 deaths_.watch(content));
   EXPECT_TRUE(nothing_comes());
   gate.open();
@@ -327,7 +334,7 @@ TEST_P(CopyingChannels, KeepAliveOutlivesACopyThatIsUnderWay) {
   const std::unique_ptr<Memory> memory = device_->allocate(4096, MemoryKind::kDevice);
   const auto content = one_tensor(4096, 5);
   content->tensors[0].data = memory->data();
-  sender_->send(MinibatchId(0), MicrobatchIndex(0), 0, content->tensors, std::move(ready),
+  sender_->send(MinibatchId(0), MicrobatchIndex(0), {}, content->tensors, std::move(ready),
                 deaths_.watch(content));
   std::latch pumped(1);
   sending_->post([&] { pumped.count_down(); });
@@ -534,6 +541,16 @@ TEST_P(BrokenSender, SlotMayNotChangeInsideAnItem) {
   header.slot = 1;  // granted, too
   send_frame(header);
   expect_refused("slot 1 inside an item in slot 0");
+}
+
+TEST_P(BrokenSender, FieldsMayNotChangeInsideAnItem) {
+  FrameHeader header = good_header(0);
+  header.payload_bytes = 50;
+  send_frame(header);
+  header.chunk_offset = 50;
+  header.fields.gradients_overflowed = true;
+  send_frame(header);
+  expect_refused("fields of the item that change inside it");
 }
 
 TEST_P(BrokenSender, MinibatchMayNotChangeInsideAnItem) {

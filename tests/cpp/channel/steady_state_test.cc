@@ -109,7 +109,7 @@ class Peer {
   void send(std::int64_t minibatch) {
     sender_->collect_released();
     ASSERT_TRUE(sender_->wait_for_room(patience()));
-    sender_->send(MinibatchId(minibatch), MicrobatchIndex(0), 0, tensors_.views, nullptr, tensors_.bytes);
+    sender_->send(MinibatchId(minibatch), MicrobatchIndex(0), {}, tensors_.views, nullptr, tensors_.bytes);
   }
   // The tensors can be sent.
   void wait_uploaded() {

@@ -74,7 +74,8 @@ class DeviceWorkers : public testing::TestWithParam<std::string> {
     first.shape[0] = static_cast<std::int64_t>(bytes.size());
     TensorView second{DType::kInt64, 1, {}, memory->data() + kBytesMax};
     second.shape[0] = 8;
-    const Result<bool> sent = sender_->send_item(kName, 5, {first, second}, memory, patience());
+    const Result<bool> sent =
+        sender_->send_item(kName, {.data_fingerprint = 5}, {first, second}, memory, patience());
     ASSERT_TRUE(sent.ok() && sent.value());
   }
   [[nodiscard]] std::vector<std::byte> receive() {

@@ -220,13 +220,13 @@ ItemSpec message_spec(std::int64_t padding_bytes_max) {
   return ItemSpec(
       {{DType::kInt64, 1, kNumNumbers * 8}, {DType::kUInt8, 2, static_cast<std::size_t>(padding_bytes_max)}});
 }
-std::uint64_t tag_of(const WorkItem& work) {
+std::uint64_t number_of(const WorkItem& work) {
   return static_cast<std::uint64_t>(work.minibatch.value() * 100 + work.microbatch.value());
 }
 std::vector<std::byte> padding_of(const WorkItem& work, std::int64_t padding_bytes_max) {
   const std::int64_t num_bytes =
       (work.minibatch.value() * 797 + work.microbatch.value() * 411) % (padding_bytes_max + 1);
-  return patterned_bytes(static_cast<std::size_t>(num_bytes), static_cast<std::uint32_t>(tag_of(work)));
+  return patterned_bytes(static_cast<std::size_t>(num_bytes), static_cast<std::uint32_t>(number_of(work)));
 }
 
 // Where the tensors are, for the thread that computes: the host's memory, or a device's.
@@ -283,7 +283,7 @@ class Place {
 // The value in an item; checks that all of the rest is what was sent for this work.
 std::uint64_t value_of(const Place& place, const ReceivedItem& item, const WorkItem& work,
                        std::int64_t padding_bytes_max) {
-  EXPECT_EQ(item.tag, tag_of(work));
+  EXPECT_EQ(item.fields.data_fingerprint, number_of(work));
   std::vector<std::uint64_t> numbers(kNumNumbers, kPoison);
   EXPECT_EQ(item.tensors.at(0).size_bytes(), kNumNumbers * 8);
   place.read(numbers.data(), item.tensors.at(0).data, kNumNumbers * 8);
@@ -574,7 +574,7 @@ class PipelineWorker {
                         static_cast<std::uint64_t>(work.microbatch.value()), value};
     message->padding = padding_of(work, pipeline_.padding_bytes_max);
     Outgoing outgoing = place_.outgoing(message);
-    outgoing.tag = tag_of(work);
+    outgoing.fields.data_fingerprint = number_of(work);
     outgoing.ready = worker_->record_compute();
     return outgoing;
   }

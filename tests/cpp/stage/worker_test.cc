@@ -95,7 +95,8 @@ class Faults : public testing::TestWithParam<std::string> {
   }
   static bool send_item(Worker& worker, const std::string& channel, std::uint32_t seed, Deadline deadline) {
     auto bytes = std::make_shared<std::vector<std::byte>>(patterned_bytes(1000, seed));
-    const Result<bool> sent = worker.send_item(channel, seed, {view(*bytes)}, bytes, deadline);
+    const Result<bool> sent =
+        worker.send_item(channel, {.data_fingerprint = seed}, {view(*bytes)}, bytes, deadline);
     return sent.ok() && sent.value();
   }
 
@@ -248,7 +249,7 @@ TEST_P(Faults, CloseWaitsForItemsThatHaveNoCreditYet) {
     auto item = b_->receive_item(activations_name(0), patience());
     ASSERT_TRUE(item.ok()) << item.failure().message;
     ASSERT_TRUE(item.value().has_value());
-    EXPECT_EQ(item.value()->tag, index);
+    EXPECT_EQ(item.value()->fields.data_fingerprint, index);
     EXPECT_EQ(std::memcmp(item.value()->tensors[0].data, patterned_bytes(1000, index).data(), 1000), 0);
     held.push_back(std::move(*item.value()));
   }
@@ -273,7 +274,7 @@ TEST_P(Faults, SendItemWaitsForRoomUntilTheDeadlineAndFailsWithTheRun) {
   std::optional<Failure> failure;
   for (std::uint32_t index = 3; !failure; ++index) {  // room there is from now on, and soon an error instead
     std::vector<std::byte> bytes(10);
-    const Result<bool> sent = a_->send_item(activations_name(0), 0, {view(bytes)}, nullptr, patience());
+    const Result<bool> sent = a_->send_item(activations_name(0), {}, {view(bytes)}, nullptr, patience());
     if (!sent.ok()) failure = sent.failure();
     ASSERT_LT(index, 100'000'000U);
   }
@@ -313,7 +314,9 @@ TEST_P(Faults, ItemsMayOutliveTheWorkerWhileTheyHoldItsPool) {
   b_.reset();
   a_.reset();
   EXPECT_EQ(std::memcmp(item.value()->tensors[0].data, patterned_bytes(1000, 5).data(), 1000), 0);
-  std::thread([received = std::move(*item.value())] { EXPECT_EQ(received.tag, 5U); }).join();
+  std::thread([received = std::move(*item.value())] {
+    EXPECT_EQ(received.fields.data_fingerprint, 5U);
+  }).join();
 }
 
 // Before there is an engine and after it has ended, too.
@@ -442,7 +445,7 @@ class OneChannel : public testing::Test {
     tensor.num_dims = 1;
     tensor.shape[0] = static_cast<std::int64_t>(owned->size());
     tensor.data = reinterpret_cast<std::byte*>(owned->data());
-    const Result<bool> sent = a_->send_item("activations", 0, {tensor}, owned, patience());
+    const Result<bool> sent = a_->send_item("activations", {}, {tensor}, owned, patience());
     ASSERT_TRUE(sent.ok() && sent.value());
   }
   std::vector<float> receive() {

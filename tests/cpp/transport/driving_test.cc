@@ -421,7 +421,9 @@ TEST_P(DrivingWithTraffic, FramesOfManyThreadsKeepTheOrderOfEach) {
   for (std::uint64_t thread_index = 0; thread_index < kNumThreads; ++thread_index) {
     threads.emplace_back([&, thread_index] {
       for (std::uint64_t frame = 0; frame < kNumFrames; ++frame) {
-        const auto send = [&, tag = (thread_index << 32) + frame] { connector_->send(credit_frame(tag)); };
+        const auto send = [&, number = (thread_index << 32) + frame] {
+          connector_->send(credit_frame(number));
+        };
         if (frame % 2 == thread_index % 2) {
           connecting_->post_and_drive(send);
         } else {
@@ -438,7 +440,7 @@ TEST_P(DrivingWithTraffic, FramesOfManyThreadsKeepTheOrderOfEach) {
   const std::vector<Recorder::Frame> frames = at_listener_.frames();
   ASSERT_EQ(frames.size(), kNumAll);
   for (const Recorder::Frame& frame : frames) {
-    ASSERT_EQ(frame.header.tag & 0xFFFFFFFFU, next.at(frame.header.tag >> 32)++);
+    ASSERT_EQ(number_of(frame.header) & 0xFFFFFFFFU, next.at(number_of(frame.header) >> 32)++);
   }
 }
 

@@ -75,12 +75,13 @@ class RawPeer {
   void* const socket_;
 };
 
-inline std::vector<std::byte> header_bytes(FrameKind kind, std::uint64_t sequence, std::uint64_t tag = 0) {
+inline std::vector<std::byte> header_bytes(FrameKind kind, std::uint64_t sequence,
+                                           std::uint64_t plan_hash = 0) {
   FrameHeader header;
   header.kind = kind;
   header.identity = link_options().identity;
   header.sequence = sequence;
-  header.tag = tag;
+  header.plan_hash = plan_hash;
   FrameHeaderBytes bytes;
   encode(header, bytes);
   return {bytes.begin(), bytes.end()};

@@ -170,12 +170,16 @@ inline OutgoingFrame tensor_frame(std::int64_t minibatch, std::span<const std::b
   return frame;
 }
 
-inline OutgoingFrame credit_frame(std::uint64_t num_items, std::function<void()> on_sent = {}) {
+// A frame without a tensor, with a number that tells it from others.
+inline OutgoingFrame credit_frame(std::uint64_t number, std::function<void()> on_sent = {}) {
   OutgoingFrame frame;
   frame.header.kind = FrameKind::kCredit;
-  frame.header.tag = num_items;
+  frame.header.minibatch = MinibatchId(static_cast<std::int64_t>(number));
   frame.on_sent = std::move(on_sent);
   return frame;
+}
+[[nodiscard]] inline std::uint64_t number_of(const FrameHeader& header) {
+  return static_cast<std::uint64_t>(header.minibatch.value());
 }
 
 inline std::vector<std::byte> patterned_bytes(std::size_t num_bytes, std::uint32_t seed) {

@@ -92,20 +92,30 @@ class TransportContract : public testing::TestWithParam<std::string> {
 
 TEST_P(TransportContract, FramesOfEverySizeArriveInOrderAndUnchanged) {
   open_link();
-  const std::vector<std::size_t> sizes = {0, 1, 191, 192, 193, 4096, 65536, (1 << 20) + 1, 0, 8 << 20, 7};
+  const std::vector<std::size_t> sizes = {0,
+                                          1,
+                                          kFrameHeaderBytes - 1,
+                                          kFrameHeaderBytes,
+                                          kFrameHeaderBytes + 1,
+                                          4096,
+                                          65536,
+                                          (1 << 20) + 1,
+                                          0,
+                                          8 << 20,
+                                          7};
   for (std::size_t index = 0; index < sizes.size(); ++index) {
     payloads_.push_back(patterned_bytes(sizes[index], static_cast<std::uint32_t>(index)));
   }
   for (std::size_t index = 0; index < sizes.size(); ++index) {
     OutgoingFrame frame = tensor_frame(static_cast<std::int64_t>(index), payloads_[index], sent_.callback());
-    frame.header.tag = 1000 + index;
+    frame.header.fields.data_fingerprint = 1000 + index;
     connector_->send(std::move(frame));
   }
   ASSERT_TRUE(at_listener_.wait_frames(sizes.size()));
   const std::vector<Recorder::Frame> frames = at_listener_.frames();
   for (std::size_t index = 0; index < sizes.size(); ++index) {
     EXPECT_EQ(frames[index].header.minibatch, MinibatchId(static_cast<std::int64_t>(index)));
-    EXPECT_EQ(frames[index].header.tag, 1000 + index);
+    EXPECT_EQ(frames[index].header.fields.data_fingerprint, 1000 + index);
     EXPECT_EQ(frames[index].header.sequence, 1 + index);  // HELLO was 0
     EXPECT_EQ(frames[index].header.identity, link_options().identity);
     EXPECT_EQ(frames[index].payload, payloads_[index]) << "frame " << index;
@@ -127,7 +137,8 @@ TEST_P(TransportContract, BothDirectionsKeepTheirOrderAtOnce) {
   for (Recorder* recorder : {&at_listener_, &at_connector_}) {
     ASSERT_TRUE(recorder->wait_frames(kNumFrames));
     const std::vector<Recorder::Frame> frames = recorder->frames();
-    for (std::uint64_t index = 0; index < kNumFrames; ++index) ASSERT_EQ(frames[index].header.tag, index);
+    for (std::uint64_t index = 0; index < kNumFrames; ++index)
+      ASSERT_EQ(number_of(frames[index].header), index);
   }
 }
 
@@ -140,8 +151,8 @@ TEST_P(TransportContract, FramesSentBeforeTheLinkIsOpenWaitForItInOrder) {
   ASSERT_TRUE(at_connector_.wait_frames(5));
   ASSERT_TRUE(at_listener_.wait_frames(5));
   for (std::uint64_t index = 0; index < 5; ++index) {
-    EXPECT_EQ(at_connector_.frames()[index].header.tag, index);
-    EXPECT_EQ(at_listener_.frames()[index].header.tag, index);
+    EXPECT_EQ(number_of(at_connector_.frames()[index].header), index);
+    EXPECT_EQ(number_of(at_listener_.frames()[index].header), index);
   }
   EXPECT_TRUE(sent_.wait(10));
 }
@@ -184,7 +195,7 @@ TEST_P(TransportContract, ManyLinksOfTwoTransportsDoNotMix) {
     ASSERT_TRUE(at_listeners[index].wait_frames(kNumFrames)) << "link " << index;
     const std::vector<Recorder::Frame> frames = at_listeners[index].frames();
     for (std::uint64_t frame = 0; frame < kNumFrames; ++frame)
-      ASSERT_EQ(frames[frame].header.tag, index * 1000 + frame);
+      ASSERT_EQ(number_of(frames[frame].header), index * 1000 + frame);
   }
   listening_.reset();  // the recorders of this test die first
   connecting_.reset();
@@ -210,12 +221,12 @@ TEST_P(TransportContract, CountersCountFramesAndTheirBytes) {
 TEST_P(TransportContract, CallbacksMaySend) {
   at_connector_.when_open = [](Link& link) { link.send(credit_frame(100)); };
   at_listener_.when_frame = [](Link& link, const FrameHeader& header) {
-    link.send(credit_frame(header.tag + 1));
+    link.send(credit_frame(number_of(header) + 1));
     return std::nullopt;
   };
   open_link();
   ASSERT_TRUE(at_connector_.wait_frames(1));
-  EXPECT_EQ(at_connector_.frames()[0].header.tag, 101u);
+  EXPECT_EQ(number_of(at_connector_.frames()[0].header), 101u);
 }
 
 TEST_P(TransportContract, AbortFramesReachTheHandlerWithTheirReason) {
@@ -374,7 +385,7 @@ TEST_P(TransportContract, FrameOfAnIncarnationBeforeClosesTheLink) {
 TEST_P(TransportContract, SecondHelloClosesTheLink) {
   open_link();
   FrameHeader header = next_header(1, FrameKind::kHello);
-  header.tag = link_options().plan_hash;
+  header.plan_hash = link_options().plan_hash;
   inject(header);
   expect_listener_refuses("HELLO twice");
 }
@@ -469,7 +480,7 @@ TEST_P(TransportContract, NothingFollowsAFailure) {
 
 TEST_P(TransportContract, FailureThatAHandlerReturnsIsFatalForTheLink) {
   at_listener_.when_frame = [](Link&, const FrameHeader& header) -> std::optional<Failure> {
-    if (header.tag < 3) return std::nullopt;
+    if (number_of(header) < 3) return std::nullopt;
     return Failure{FailureKind::kAborted, "the handler refuses item 3"};
   };
   open_link();
@@ -556,7 +567,7 @@ TEST_P(TransportContract, BothSidesMayCloseAtOnce) {
 
 TEST_P(TransportContract, CloseFromACallbackEndsTheCallbacks) {
   at_listener_.when_frame = [](Link& link, const FrameHeader& header) {
-    if (header.tag == 2) link.close();
+    if (number_of(header) == 2) link.close();
     return std::nullopt;
   };
   open_link();
@@ -638,7 +649,7 @@ TEST_P(TransportContract, PeersThatPulseLiveLongerThanThePeerTimeout) {
   EXPECT_TRUE(beats_came);
   connector_->send(credit_frame(5));
   ASSERT_TRUE(at_listener_.wait_frames(1));
-  EXPECT_EQ(at_listener_.frames()[0].header.tag, 5u);  // handlers see no BEAT
+  EXPECT_EQ(number_of(at_listener_.frames()[0].header), 5u);  // handlers see no BEAT
   EXPECT_EQ(at_connector_.num_calls(), 1u);
   EXPECT_EQ(at_listener_.num_failures(), 0u);
 }

@@ -18,10 +18,16 @@ namespace {
 
 using HeaderBytes = std::array<std::byte, kFrameHeaderBytes>;
 
-constexpr std::size_t kChecksumAt = 188;
-constexpr std::size_t kSlotAt = 156;
-constexpr std::size_t kCodecAt = 158;
-constexpr std::size_t kPlacedBytesAt = 160;
+constexpr std::size_t kChecksumAt = 204;
+constexpr std::size_t kSlotAt = 188;
+constexpr std::size_t kCodecAt = 190;
+constexpr std::size_t kPlacedBytesAt = 136;
+constexpr std::size_t kFingerprintAt = 144;
+constexpr std::size_t kLossScaleAt = 152;
+constexpr std::size_t kPlanHashAt = 160;
+constexpr std::size_t kNumWorkItemsAt = 168;
+constexpr std::size_t kKindAt = 180;
+constexpr std::size_t kFlagsAt = 183;
 
 constexpr FrameKind kTensorlessKinds[] = {FrameKind::kHello, FrameKind::kCredit, FrameKind::kEnd,
                                           FrameKind::kAbort, FrameKind::kBye,    FrameKind::kBeat};
@@ -41,7 +47,10 @@ FrameHeader tensor_header() {
   header.tensor_bytes = std::uint64_t{128} * 3 * 10 * 10 * 4;
   header.chunk_offset = 4096;
   header.payload_bytes = 8192;
-  header.tag = 0xDEADBEEFCAFEF00D;
+  header.fields = {.data_fingerprint = 0xDEADBEEFCAFEF00D,
+                   .loss_scale = 65536,
+                   .gradients_overflowed = true,
+                   .is_empty = true};
   header.slot = 0x0102;
   header.has_payload_checksum = true;
   header.payload_checksum = 0x12345678;
@@ -67,7 +76,8 @@ FrameHeader header_of_kind(FrameKind kind) {
   FrameHeader header;
   header.kind = kind;
   header.identity = {1, 2, 3};
-  header.tag = 99;
+  if (kind == FrameKind::kHello) header.plan_hash = 99;
+  if (kind == FrameKind::kBeat) header.num_work_items = 100;
   return header;
 }
 
@@ -176,19 +186,24 @@ TEST(Frame, ScalarsEmptyTensorsAndEightDimensionsSurviveTheRoundTrip) {
 
 TEST(Frame, BytesOnTheWireNeverChange) {
   const HeaderBytes bytes = encoded(tensor_header());
-  EXPECT_EQ(std::memcmp(bytes.data(), "PRDM\x02\x00\xC0\x00", 8), 0);
+  EXPECT_EQ(std::memcmp(bytes.data(), "PRDM\x03\x00\xD0\x00", 8), 0);
   EXPECT_EQ(std::memcmp(bytes.data() + 8, "\x88\x77\x66\x55\x44\x33\x22\x11", 8), 0);
   EXPECT_EQ(bytes[16], std::byte{7});
   EXPECT_EQ(bytes[20], std::byte{42});
-  EXPECT_EQ(bytes[148], std::byte{2});  // kind
-  EXPECT_EQ(bytes[149], std::byte{8});  // dtype
-  EXPECT_EQ(bytes[150], std::byte{4});  // num_dims
+  EXPECT_EQ(bytes[kKindAt], std::byte{2});      // kind
+  EXPECT_EQ(bytes[kKindAt + 1], std::byte{8});  // dtype
+  EXPECT_EQ(bytes[kKindAt + 2], std::byte{4});  // num_dims
+  EXPECT_EQ(bytes[kFlagsAt], std::byte{7});     // a checksum, gradients_overflowed, is_empty
+  EXPECT_EQ(std::memcmp(bytes.data() + kFingerprintAt, "\x0D\xF0\xFE\xCA\xEF\xBE\xAD\xDE", 8), 0);
+  EXPECT_EQ(std::memcmp(bytes.data() + kLossScaleAt, "\x00\x00\x00\x00\x00\x00\xF0\x40", 8), 0);
   EXPECT_EQ(bytes[kSlotAt], std::byte{2});
   EXPECT_EQ(bytes[kSlotAt + 1], std::byte{1});
   EXPECT_EQ(bytes[kCodecAt], std::byte{0});
   EXPECT_EQ(encoded(encoded_header())[kCodecAt], std::byte{4});
   EXPECT_EQ(encoded(placed_header())[kPlacedBytesAt + 1], std::byte{8192 >> 8});
-  EXPECT_EQ(encoded(header_of_kind(FrameKind::kBeat))[148], std::byte{7});
+  EXPECT_EQ(encoded(header_of_kind(FrameKind::kBeat))[kKindAt], std::byte{7});
+  EXPECT_EQ(encoded(header_of_kind(FrameKind::kBeat))[kNumWorkItemsAt], std::byte{100});
+  EXPECT_EQ(encoded(header_of_kind(FrameKind::kHello))[kPlanHashAt], std::byte{99});
 }
 
 TEST(Frame, EverySingleBitFlipIsRefused) {
@@ -272,6 +287,13 @@ TEST(Frame, EachBrokenRuleIsRefusedByItsField) {
       {"payload_bytes", [](FrameHeader& header) { header.payload_bytes = ~std::uint64_t{0}; }},
       {"payload_checksum", [](FrameHeader& header) { header.has_payload_checksum = false; }},
       {"placed_bytes", [](FrameHeader& header) { header.placed_bytes = 1; }},
+      {"loss_scale", [](FrameHeader& header) { header.fields.loss_scale = -1; }},
+      {"loss_scale", [](FrameHeader& header) { header.fields.loss_scale = -0.0; }},
+      {"loss_scale", [](FrameHeader& header) { header.fields.loss_scale = std::nan(""); }},
+      {"loss_scale",
+       [](FrameHeader& header) { header.fields.loss_scale = std::numeric_limits<double>::infinity(); }},
+      {"plan_hash", [](FrameHeader& header) { header.plan_hash = 1; }},
+      {"num_work_items", [](FrameHeader& header) { header.num_work_items = 1; }},
       {"codec",
        [](FrameHeader& header) {
          header.codec = CodecKind::kInt8;
@@ -296,6 +318,10 @@ TEST(Frame, FramesWithoutATensorCarryNoneOfItsFields) {
       {"chunk_offset", [](FrameHeader& header) { header.chunk_offset = 1; }},
       {"placed_bytes", [](FrameHeader& header) { header.placed_bytes = 1; }},
       {"codec", [](FrameHeader& header) { header.codec = CodecKind::kBFloat16; }},
+      {"data_fingerprint", [](FrameHeader& header) { header.fields.data_fingerprint = 1; }},
+      {"loss_scale", [](FrameHeader& header) { header.fields.loss_scale = 1; }},
+      {"gradients_overflowed", [](FrameHeader& header) { header.fields.gradients_overflowed = true; }},
+      {"is_empty", [](FrameHeader& header) { header.fields.is_empty = true; }},
   };
   for (const FrameKind kind : kTensorlessKinds) {
     for (const Violation& violation : violations) {
@@ -309,25 +335,30 @@ TEST(Frame, FramesWithoutATensorCarryNoneOfItsFields) {
     FrameHeader with_slot = header_of_kind(kind);
     with_slot.slot = 1;
     EXPECT_EQ(decode(encoded(with_slot)).ok(), kind == FrameKind::kCredit) << frame_kind_name(kind);
+    FrameHeader with_plan = header_of_kind(kind);
+    with_plan.plan_hash = 1;
+    EXPECT_EQ(decode(encoded(with_plan)).ok(), kind == FrameKind::kHello) << frame_kind_name(kind);
+    FrameHeader with_count = header_of_kind(kind);
+    with_count.num_work_items = 1;
+    EXPECT_EQ(decode(encoded(with_count)).ok(), kind == FrameKind::kBeat) << frame_kind_name(kind);
   }
 }
 
 TEST(Frame, EnvelopeIsCheckedBeforeAnyField) {
   const HeaderBytes good = encoded(tensor_header());
   expect_refused(forged(good, 0, std::uint32_t{0x4D445251}), "magic");
-  expect_refused(forged(good, 4, std::uint16_t{1}), "format_version");
-  expect_refused(forged(good, 4, std::uint16_t{3}), "format_version");
-  expect_refused(forged(good, 6, std::uint16_t{191}), "header_bytes");
-  expect_refused(forged(good, 148, std::uint8_t{0}), "kind");
-  expect_refused(forged(good, 148, std::uint8_t{8}), "kind");
-  expect_refused(forged(good, 149, std::uint8_t{0}), "dtype");
-  expect_refused(forged(good, 149, std::uint8_t{13}), "dtype");
-  expect_refused(forged(good, 151, std::uint8_t{2}), "flags");
+  expect_refused(forged(good, 4, std::uint16_t{2}), "format_version");
+  expect_refused(forged(good, 4, std::uint16_t{4}), "format_version");
+  expect_refused(forged(good, 6, std::uint16_t{207}), "header_bytes");
+  expect_refused(forged(good, kKindAt, std::uint8_t{0}), "kind");
+  expect_refused(forged(good, kKindAt, std::uint8_t{8}), "kind");
+  expect_refused(forged(good, kKindAt + 1, std::uint8_t{0}), "dtype");
+  expect_refused(forged(good, kKindAt + 1, std::uint8_t{13}), "dtype");
+  expect_refused(forged(good, kFlagsAt, std::uint8_t{8}), "flags");
   expect_refused(forged(good, kCodecAt, std::uint8_t{5}), "codec");
   expect_refused(forged(good, kCodecAt, std::uint8_t{255}), "codec");
-  expect_refused(forged(good, 159, std::uint8_t{1}), "reserved");
-  expect_refused(forged(good, 168, std::uint8_t{1}), "reserved");
-  expect_refused(forged(good, 187, std::uint8_t{1}), "reserved");
+  expect_refused(forged(good, 191, std::uint8_t{1}), "reserved");
+  expect_refused(forged(good, 203, std::uint8_t{1}), "reserved");
   HeaderBytes flipped = good;
   flipped[24] ^= std::byte{1};
   expect_refused(flipped, "header_checksum");

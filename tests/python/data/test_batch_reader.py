@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pipedream.data import batch_reader
-from pipedream.data.batch_reader import EMPTY_MARK, MARK_MASK, BatchReader, Microbatch
+from pipedream.data.batch_reader import BatchReader, Microbatch
 from pipedream.data.stream import DataStream, Minibatch, fingerprint
 
 _FIRST = {"is_first": True, "is_last": False}
@@ -44,32 +44,31 @@ def test_the_first_stage_gets_inputs_and_the_last_targets_with_their_share_of_th
     assert [piece.is_empty for piece in first] == [piece.is_empty for piece in last] == [False] * 3 + [True]
 
 
-def test_both_ends_mark_the_same_minibatch_alike_and_another_otherwise() -> None:
+def test_both_ends_take_the_same_fingerprint_of_the_same_minibatch_and_another_of_another() -> None:
     data, others = [_pair(4)], [_pair(4, 2.0)]
-    marks = {
-        (who, which): {piece.mark for piece in _read_all(_reader(given, 2, **place), 0, 2)}
+    fingerprints = {
+        (who, which): {piece.fingerprint for piece in _read_all(_reader(given, 2, **place), 0, 2)}
         for who, place in (("first", _FIRST), ("last", _LAST))
         for which, given in (("data", data), ("others", others))
     }
-    assert marks["first", "data"] == marks["last", "data"] == {fingerprint(*data[0]) & MARK_MASK}
-    assert marks["first", "others"] == marks["last", "others"] != marks["last", "data"]
-    assert EMPTY_MARK not in marks["first", "data"]
+    assert fingerprints["first", "data"] == fingerprints["last", "data"] == {fingerprint(*data[0])}
+    assert fingerprints["first", "others"] == fingerprints["last", "others"]
+    assert fingerprints["last", "others"] != fingerprints["last", "data"]
 
 
-def test_what_the_caller_marked_is_not_marked_again() -> None:
+def test_the_fingerprint_that_the_caller_took_is_not_taken_again() -> None:
     class Received:
         num_minibatches: int | None = 1
         draws = may_reuse_memory = False
 
         def next(self) -> Minibatch:
-            return Minibatch(None, torch.zeros(4), 3, 4, received_mark=(1 << 63) | 77)
+            return Minibatch(None, torch.zeros(4), 3, 4, received_fingerprint=(1 << 63) | 77)
 
         def peek(self) -> Any:
             raise AssertionError
 
     reader = BatchReader(Received(), 2, check_inputs=lambda inputs, minibatch: None, **_LAST)
-    # The highest bit of a tag says something else.
-    assert [piece.mark for piece in _read_all(reader, 0, 2)] == [77, 77]
+    assert [piece.fingerprint for piece in _read_all(reader, 0, 2)] == [(1 << 63) | 77] * 2
     assert (reader.samples, reader.epochs) == ([4], [3])
 
 
@@ -79,7 +78,7 @@ def test_targets_without_samples_go_to_every_piece_of_the_inputs_and_weigh_their
     first = _read_all(_reader(data, 4, **_FIRST), 0, 4)
     reader = _reader(data, 4, **_LAST)
     last = _read_all(reader, 0, 4)
-    assert [piece.mark for piece in first] == [piece.mark for piece in last]
+    assert [piece.fingerprint for piece in first] == [piece.fingerprint for piece in last]
     assert all(piece.targets is targets for piece in last[:3])
     assert [piece.weight for piece in last[:3]] == [0.4, 0.4, 0.2]
     assert last[3].is_empty
@@ -98,14 +97,14 @@ def test_a_minibatch_in_one_piece_needs_no_samples_in_dimension_0() -> None:
         (last,) = _read_all(reader, 0, 1)
         assert first.inputs is inputs
         assert last.targets is targets
-        assert first.mark == last.mark != EMPTY_MARK
+        assert first.fingerprint == last.fingerprint and not first.is_empty
         assert last.weight == 1.0
         assert reader.samples == [samples]
 
 
 def test_a_single_stage_gets_both_and_takes_no_fingerprint() -> None:
     (piece,) = _read_all(_reader([_pair(3)], 1, **_ALONE), 0, 1)
-    assert (len(piece.inputs), len(piece.targets), piece.mark, piece.weight) == (3, 3, 0, 1.0)
+    assert (len(piece.inputs), len(piece.targets), piece.fingerprint, piece.weight) == (3, 3, 0, 1.0)
 
 
 def test_a_minibatch_in_one_piece_is_passed_on_as_it_is() -> None:

@@ -1,0 +1,23 @@
+// What a work item says of itself beside its tensors; travels in the header of each of its frames. Plain
+// values; any thread.
+#pragma once
+
+#include <cstdint>
+
+namespace pipedream {
+
+struct ItemFields {
+  // Of the minibatch's data, as the sender knows it: who reads the same data compares. 0 where nobody does.
+  std::uint64_t data_fingerprint = 0;
+  // What the loss was multiplied by, and with it the gradients of the item. 0: nothing; else finite and
+  // positive.
+  double loss_scale = 0;
+  // Towards downstream: gradients of an earlier minibatch have overflowed at the sender's stage or upstream.
+  bool gradients_overflowed = false;
+  // The microbatch has no samples: its tensors have no elements.
+  bool is_empty = false;
+
+  friend bool operator==(const ItemFields&, const ItemFields&) = default;
+};
+
+}  // namespace pipedream
