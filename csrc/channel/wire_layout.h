@@ -14,6 +14,7 @@ class WireLayout {
  public:
   WireLayout(const ItemSpec& item, const Codec& codec);
 
+  [[nodiscard]] std::size_t num_tensors() const { return codecs_.size(); }
   // Some tensor travels encoded.
   [[nodiscard]] bool encodes() const { return num_elements_max_ > 0; }
   // What the tensor travels by: the channel's codec, or none where that does not apply.

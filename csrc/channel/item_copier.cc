@@ -1,0 +1,132 @@
+// The copies of a sending channel. Threads as in item_copier.h.
+#include "channel/item_copier.h"
+
+#include <cstring>
+#include <utility>
+
+#include "base/check.h"
+#include "base/clock.h"
+
+namespace pipedream {
+
+ItemCopier::ItemCopier(const WireLayout& layout, Device& device, SlotGroup* staging, SlotGroup* residual,
+                       std::function<void()> on_copied)
+    : layout_(layout),
+      device_(device),
+      staging_(staging),
+      residual_(residual != nullptr ? residual->lease() : Lease()),
+      on_copied_(std::move(on_copied)),
+      stream_codec_(layout.encodes() ? make_stream_codec(device, layout.num_elements_max()) : nullptr),
+      copy_stream_(staging != nullptr ? device.make_stream() : nullptr) {
+  PD_CHECK(!layout.encodes() || staging != nullptr, "what is encoded lies somewhere");
+  PD_CHECK(layout.residual_bytes() <= residual_.size_bytes(), layout.residual_bytes());
+}
+
+void ItemCopier::place_into(std::unique_ptr<SharedMemory> memory) {
+  placed_slots_ = std::make_unique<PlacedSlots>(std::move(memory), device_, layout_.slot_bytes());
+  if (!copy_stream_) copy_stream_ = device_.make_stream();
+}
+
+bool ItemCopier::places(std::size_t num_wire_bytes, std::size_t placed_bytes_min) const {
+  return placed_slots_ && (placed_slots_->on_device() || num_wire_bytes >= placed_bytes_min);
+}
+
+bool ItemCopier::reserve(SendItem& item) {
+  item.copy = nullptr;
+  item.copier = this;
+  if (item.is_placed || staging_ == nullptr) return true;
+  auto lease = staging_->try_lease();
+  if (!lease) return false;
+  item.staging = std::move(*lease);
+  item.copy = item.staging.data();
+  return true;
+}
+
+void ItemCopier::start(SendItem& item) {
+  if (item.is_placed) item.copy = placed_slots_->slot_data(item.slot);
+  if (item.copy == nullptr) {
+    item.num_chunks_copied = item.num_chunks;
+  } else if (item.ready) {
+    copy_stream_->wait(*item.ready);
+  }
+}
+
+bool ItemCopier::copy(SendItem& item) {
+  if (item.copy == nullptr) return true;
+  while (item.copied.num_passed < item.num_chunks) {
+    if (is_copied_here(item)) {
+      copy_here(item);
+      continue;
+    }
+    if (num_copies_.load() >= kNumCopiesMax) return false;
+    num_copies_.fetch_add(1);
+    const std::size_t tensor_index = item.copied.tensor_index;
+    const bool encoded = layout_.codec(tensor_index).kind != CodecKind::kNone;
+    if (encoded && item.wire_bytes(tensor_index) > 0) {
+      enqueue_encoding(item);
+    } else {
+      enqueue_copy(item);
+    }
+  }
+  return true;
+}
+
+bool ItemCopier::is_copied_here(const SendItem& item) const {
+  return item.is_placed && item.num_wire_bytes <= kCopiedHereBytesMax && !item.ready && !layout_.encodes() &&
+         !placed_slots_->on_device() && device_.type() == DeviceType::kHost;
+}
+
+ItemCopier::CopyRange ItemCopier::next_copy(const SendItem& item) const {
+  const auto [tensor_index, offset, num_passed] = item.copied;
+  return {item.copy + layout_.offset_bytes(tensor_index) + offset, item.tensors[tensor_index].data + offset,
+          item.bytes_of_chunk(item.copied)};
+}
+
+void ItemCopier::copy_here(SendItem& item) {
+  const CopyRange range = next_copy(item);
+  if (range.num_bytes > 0) std::memcpy(range.to, range.from, range.num_bytes);
+  item.pass_chunk(item.copied);
+  if (item.copied.num_passed == item.num_chunks) item.copied_ns = now_ns();
+  item.num_chunks_copied.fetch_add(1);
+}
+
+void ItemCopier::enqueue_copy(SendItem& item) {
+  const CopyRange range = next_copy(item);
+  if (range.num_bytes > 0) copy_stream_->copy(range.to, range.from, range.num_bytes);
+  item.pass_chunk(item.copied);
+  copy_stream_->call([&item] { item.copier->note_copied(item, 1); });
+}
+
+// All of the tensor at once; its chunks can leave when it is done.
+void ItemCopier::enqueue_encoding(SendItem& item) {
+  const std::size_t tensor_index = item.copied.tensor_index;
+  const TensorView& tensor = item.tensors[tensor_index];
+  CodecWork work;
+  work.codec = layout_.codec(tensor_index);
+  work.dtype = tensor.dtype;
+  work.num_elements = tensor.size_bytes() / dtype_bytes(tensor.dtype);
+  work.values = tensor.data;
+  work.encoded = item.copy + layout_.offset_bytes(tensor_index);
+  if (layout_.has_residual(tensor_index)) {
+    work.residual = residual_.data() + layout_.residual_offset_bytes(tensor_index);
+  }
+  stream_codec_->encode(*copy_stream_, work);
+  const std::size_t num_chunks = item.num_chunks_of(tensor_index);
+  for (std::size_t chunk = 0; chunk < num_chunks; ++chunk) item.pass_chunk(item.copied);
+  copy_stream_->call([&item, num_chunks] { item.copier->note_copied(item, num_chunks); });
+}
+
+// Copy stream.
+void ItemCopier::note_copied(SendItem& item, std::size_t num_chunks) {
+  num_copies_.fetch_sub(1);
+  // Before the count: after it the item may be gone.
+  if (item.num_chunks_copied.load() + num_chunks == item.num_chunks) item.copied_ns = now_ns();
+  item.num_chunks_copied.fetch_add(num_chunks);
+  on_copied_();
+}
+
+void ItemCopier::synchronize() {
+  if (copy_stream_) copy_stream_->synchronize();
+}
+
+}  // namespace pipedream

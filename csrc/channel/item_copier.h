@@ -1,0 +1,89 @@
+// Copies items to where the wire, or the receiver, reads them: the middle of a sending channel.
+//
+//   placed     into the receiver's own slot, mapped here: its memory is shared and the item is not small, or
+//   it
+//              is its device's memory. The frames tell of the bytes
+//   staged     into a staging buffer: the wire cannot read device memory, or the tensors travel encoded
+//   in place   nowhere: the wire reads the tensors
+//
+// Threads: all on who drives the transport, but for places(), any, and on_copied, which the copy stream
+// calls. place_into() before there is a link.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "channel/placed_slots.h"
+#include "channel/send_item.h"
+#include "channel/wire_layout.h"
+#include "codec/stream_codec.h"
+#include "device/device.h"
+#include "pool/pool.h"
+
+namespace pipedream {
+
+class ItemCopier {
+ public:
+  // staging, residual: as SendChannel has them. on_copied: more chunks of an item can be framed, or more
+  // copies be enqueued; must be short and not call the device.
+  ItemCopier(const WireLayout& layout, Device& device, SlotGroup* staging, SlotGroup* residual,
+             std::function<void()> on_copied);
+
+  void place_into(std::unique_ptr<SharedMemory> memory);
+  // Lets go of that memory. No copy is under way.
+  void end_placing() { placed_slots_.reset(); }
+  // Whether an item of so many bytes is placed; placed_bytes_min: those with fewer take the wire, where it
+  // can.
+  [[nodiscard]] bool places(std::size_t num_wire_bytes, std::size_t placed_bytes_min) const;
+  // False: the receiver names a slot that is not in its memory.
+  [[nodiscard]] bool can_reach(std::uint16_t slot) const {
+    return placed_slots_ == nullptr || placed_slots_->contains(slot);
+  }
+
+  // Leases the staging buffer that the item needs. False when none is free: to be asked again.
+  [[nodiscard]] bool reserve(SendItem& item);
+  // The item has its slot of the receiver. Where nothing is to be copied all its chunks can be framed.
+  void start(SendItem& item);
+  // Copies what is left of the item, now or on the copy stream. False when no more copies may be enqueued
+  // now: to be asked again after the next on_copied.
+  [[nodiscard]] bool copy(SendItem& item);
+  // Until no copy is under way. Throws DeviceError.
+  void synchronize();
+
+ private:
+  struct CopyRange {
+    std::byte* to;
+    const std::byte* from;
+    std::size_t num_bytes;
+  };
+
+  // Where the memory of both is the host's, a placed item of no more bytes is copied by the calling thread,
+  // at once: that takes no longer than to wake the copy stream's thread and to be woken by it (24 us for 1
+  // MiB in the cache, where either takes 15 to 25 us).
+  static constexpr std::size_t kCopiedHereBytesMax = std::size_t{1} << 20;
+  // Copies that may be enqueued and not done, of two or three operations each: who drives must not wait for
+  // room in the stream (kStreamDepth).
+  static constexpr std::size_t kNumCopiesMax = 128;
+
+  [[nodiscard]] bool is_copied_here(const SendItem& item) const;
+  [[nodiscard]] CopyRange next_copy(const SendItem& item) const;
+  void copy_here(SendItem& item);
+  void enqueue_copy(SendItem& item);
+  void enqueue_encoding(SendItem& item);
+  void note_copied(SendItem& item, std::size_t num_chunks);
+
+  const WireLayout& layout_;
+  Device& device_;
+  SlotGroup* const staging_;  // null when the wire reads the tensors
+  const Lease residual_;      // invalid when there is none
+  const std::function<void()> on_copied_;
+  std::unique_ptr<PlacedSlots> placed_slots_;  // null when the receiver's memory is not shared, or was let go
+  std::unique_ptr<StreamCodec> stream_codec_;  // null when nothing travels encoded
+  std::atomic<std::size_t> num_copies_{0};     // enqueued and not done
+  std::unique_ptr<Stream> copy_stream_;        // null when nothing is copied; its callbacks use the above
+};
+
+}  // namespace pipedream
