@@ -16,8 +16,8 @@
 //   after UPDATE      of an owner, SEND tied_version to every user
 //   at the end        of a user, RECV tied_version: those that no minibatch has read
 //
-// A SEND stands where its item is made, a RECV where it is needed: who receives is told of it beforehand by
-// the program (item_order), and has it sent ahead as far as there are slots. Norms go along the workers,
+// A SEND stands where its item is made, a RECV where it is needed, and may come long before, as far ahead
+// as the receiver has slots for. Norms go along the workers,
 // between the first stage of each. The edge of two stages at one rank is none of a channel: its items go from
 // hand to hand.
 #pragma once

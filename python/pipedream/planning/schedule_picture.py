@@ -31,6 +31,7 @@ _TEXT_COLUMNS_MAX = 2_000
 _PICTURE_INCHES_MAX = 100.0
 
 _LETTERS = {"FORWARD": "F", "BACKWARD": "B", "RECOMPUTE": "R", "UPDATE": "U"}
+_LINK_LEGEND = ",   a activation,   g gradient, on their way"
 _MEANINGS = {"FORWARD": "forward", "RECOMPUTE": "recompute", "BACKWARD": "backward", "UPDATE": "update"}
 
 
@@ -122,11 +123,12 @@ def draw_text(
         f"worker {worker}": _text_row(row, labels, columns_per_ms, num_columns)
         for worker, row in enumerate(simulation.timeline)
     }
-    rows |= _text_links(simulation, columns_per_ms, num_columns)
+    links = _text_links(simulation, labels, columns_per_ms, num_columns)
+    rows |= links
     width = max(map(len, rows), default=0)
     lines = [title, *([subtitle] if subtitle else []), ""]
     lines += [f"{name:{width}}  {row}" for name, row in rows.items()]
-    return "\n".join([*lines, "", labels.text_legend(), ""])
+    return "\n".join([*lines, "", labels.text_legend() + (_LINK_LEGEND if links else ""), ""])
 
 
 def _computed(row: Sequence[TimedInstruction]) -> list[TimedInstruction]:
@@ -150,7 +152,10 @@ class _Labels:
         self.shows_versions = show_versions
 
     def name(self, step: Step) -> str:
-        return f"{step.minibatch}.{step.microbatch}" if self.has_microbatches else f"{step.minibatch}"
+        return self.item_name(step.minibatch, step.microbatch)
+
+    def item_name(self, minibatch: int, microbatch: int) -> str:
+        return f"{minibatch}.{microbatch}" if self.has_microbatches else f"{minibatch}"
 
     def version(self, step: Step) -> str:
         return f"v{step.version}" if self.shows_versions else ""
@@ -197,7 +202,9 @@ def _text_row(
     return "".join(cells)
 
 
-def _text_links(simulation: Simulation, columns_per_ms: float, num_columns: int) -> dict[str, str]:
+def _text_links(
+    simulation: Simulation, labels: _Labels, columns_per_ms: float, num_columns: int
+) -> dict[str, str]:
     """A row per link that something takes time on: "a3" the activation of minibatch 3, "g" a gradient."""
     rows: dict[str, list[str]] = {}
     for transfer in simulation.transfers:
@@ -205,7 +212,7 @@ def _text_links(simulation: Simulation, columns_per_ms: float, num_columns: int)
         if first == last:
             continue
         cells = rows.setdefault(f"{transfer.from_worker} to {transfer.to_worker}", ["."] * num_columns)
-        text = f"{transfer.what[0]}{transfer.minibatch}"
+        text = f"{transfer.what[0]}{labels.item_name(transfer.minibatch, transfer.microbatch)}"
         cells[first:last] = ("|" + text)[: last - first].ljust(last - first)
         cells[last] = "|"
     return {name: "".join(rows[name]) for name in sorted(rows)}

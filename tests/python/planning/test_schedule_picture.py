@@ -97,6 +97,29 @@ def test_ascii_picture_names_microbatches_recomputes_and_long_updates() -> None:
     ]
 
 
+def test_ascii_picture_has_a_row_for_each_link_that_something_takes_time_on() -> None:
+    simulation = simulate_schedule("flush", 2, 1, num_microbatches=2, transfer_ms=1.0)
+    assert draw_text(simulation, "title").splitlines()[2:] == [
+        "worker 0  |F0.0|F0.1|...................|B0.0     |....|B0.1     *",
+        "worker 1  ..........|F0.0|B0.0     |F0.1|B0.1     *...............",
+        "0 to 1    .....|a0.0|a0.1|........................................",
+        "1 to 0    .........................|g0.0|.........|g0.1|..........",
+        "",
+        "F forward,   B backward,   * update,   . idle,   3.1  minibatch 3, microbatch 1,   a activation,"
+        "   g gradient, on their way",
+    ]
+
+
+def test_drawing_has_a_line_for_each_transfer_that_takes_time(tmp_path: Path) -> None:
+    def num_paths(transfer_ms: float) -> int:
+        simulation = simulate_schedule("flush", 2, 1, num_microbatches=3, transfer_ms=transfer_ms)
+        path = tmp_path / f"{transfer_ms}.svg"
+        write_picture(path, simulation, "title", phases=[])
+        return path.read_text().count("stroke: #666666; stroke-opacity: 0.6")
+
+    assert (num_paths(0.0), num_paths(1.0)) == (0, 6)
+
+
 def test_versions_are_written_where_they_are_not_the_minibatch_or_as_asked() -> None:
     shown = "v2  reads weight version 2"
     for schedule, is_shown in (
