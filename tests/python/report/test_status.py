@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 from pipedream.report.status import StatusBoard
@@ -14,6 +15,21 @@ def test_the_losses_so_far_are_there_after_the_worker_that_had_them(tmp_path: Pa
     for loss in (0.1, float("inf"), 0.3):
         worker.add_loss(loss)
     assert board.losses() == [0.1, float("inf"), 0.3]
-    with (tmp_path / "board-losses").open("ab") as file:
-        file.write(b"torn")  # what a worker leaves that is killed meanwhile
+    with (tmp_path / "board-losses").open("r+b") as file:
+        file.seek(8 * 4)
+        file.write(struct.pack("<d", 0.4))  # by a worker that is killed before it has counted it
     assert board.losses() == [0.1, float("inf"), 0.3]
+
+
+def test_there_is_room_for_every_loss(tmp_path: Path) -> None:
+    board = StatusBoard(tmp_path / "board", 1, create=True)
+    losses = [float(minibatch) for minibatch in range(10_000)]
+    for loss in losses:
+        board.add_loss(loss)
+    assert board.losses() == losses
+
+
+def test_losses_that_were_never_filled_in_are_none(tmp_path: Path) -> None:
+    board = StatusBoard(tmp_path / "board", 1, create=True)
+    (tmp_path / "board-losses").touch()
+    assert board.losses() == []
