@@ -144,6 +144,10 @@ class Plan:
     def workers_used(self) -> int:
         return self.placement.num_ranks
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is made anew where it is asked for, and cannot be sent to another process."""
+        return {name: value for name, value in self.__dict__.items() if name != "placement"}
+
     @functools.cached_property
     def placement(self) -> _core.Placement:
         """Where every replica of every stage is."""

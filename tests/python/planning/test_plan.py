@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -344,3 +345,10 @@ def test_text_of_a_plan_by_hand_leaves_out_what_is_not_known() -> None:
 def test_text_ignores_predictions_of_another_form() -> None:
     predicted = {"stage_ms": "fast", "stage_layers": [["only one"]], "samples_per_s": "many"}
     assert "NOAM 2" in str(Plan.from_dict(make_fields((0, 0, 1), (1, 2, 1)) | {"predicted": predicted}))
+
+
+def test_a_plan_whose_placement_was_asked_for_can_be_sent_to_a_worker() -> None:
+    plan = Plan.straight(4, 2)
+    assert plan.placement.num_ranks == 2
+    sent = pickle.loads(pickle.dumps(plan))
+    assert sent == plan and sent.placement.num_ranks == 2
