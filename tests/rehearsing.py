@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from pipedream import _core
 from pipedream.budget.footprint import Footprint
 from pipedream.budget.rehearsal import Handover, Rehearsal
 from pipedream.model.boundary import Boundary
@@ -20,7 +21,7 @@ def rehearse(
     **options: Any,
 ) -> tuple[list[Boundary], list[Footprint]]:
     """(boundary after each stage but the last, footprint of each stage)."""
-    handover = Handover(None, [0] * len(stages))
+    handover = Handover(None, _core.Placement.at_ranks([0] * len(stages)))
     rehearsal = Rehearsal(handover, torch.device("cpu"), loss_fn=loss_fn, **options)
     rehearsal.run(stages, inputs, targets)
     assert list(rehearsal.boundaries) == list(range(len(stages) - 1))

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import CASES
-from pipedream import PipelineError, Plan
+from pipedream import PipelineError, Plan, _core
 from pipedream.budget import rehearsal
 from pipedream.budget.footprint import Footprint, storage_bytes
 from pipedream.budget.rehearsal import Handover, Rehearsal
@@ -186,7 +186,7 @@ def test_a_stage_without_parameters_runs_on_the_workers_device_too(
 
     monkeypatch.setattr("pipedream.budget.rehearsal.autocast_region", region)
     stages = split(nn.Sequential(_NotesItsDevice(), _NotesItsDevice()), Plan.straight(2, 2))
-    rehearsal = Rehearsal(Handover(None, [0, 0]), torch.device(device_type), autocast=torch.bfloat16)
+    rehearsal = Rehearsal(Handover(None, _core.Placement.at_ranks([0, 0])), torch.device(device_type), autocast=torch.bfloat16)
     _NotesItsDevice.seen.clear()
     rehearsal.run(stages, torch.zeros(3, 2), None)
     assert _NotesItsDevice.seen == [(device_type, device_type)] * 2
