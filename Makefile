@@ -22,16 +22,21 @@ help:
 setup:
 	@tools/setup.sh
 
+# A warning fails a test, not an install.
+test test-cpp test-python: export PIPEDREAM_WARNINGS_AS_ERRORS := ON
 test: style test-cpp test-python
 
 # The C++ tests load the libzmq that the pyzmq wheel brings.
 CTEST = libzmq=$$(echo .venv/lib/python*/site-packages/pyzmq.libs/libzmq*.so*); \
-	PIPEDREAM_LIBZMQ="$${PIPEDREAM_LIBZMQ:-$$PWD/$$libzmq}" .venv/bin/ctest --parallel $(JOBS) --preset
+	PIPEDREAM_LIBZMQ="$${PIPEDREAM_LIBZMQ:-$$PWD/$$libzmq}" .venv/bin/ctest --parallel $(JOBS)
+# In the directory where setup.py has compiled the core, so that it is compiled once.
+MODULE_DIR = $(PYTHON) -c 'import sys, sysconfig as s; print(f"build/python/{sys.implementation.cache_tag}-{s.get_platform()}")'
 test-cpp: setup
-	@echo "==> C++ tests (build/dev)"
-	@$(CMAKE) --preset dev --log-level=STATUS
-	@$(CMAKE) --build --preset dev --parallel $(JOBS)
-	@$(CTEST) dev
+	@echo "==> C++ tests (build/python)"
+	@tree=$$($(MODULE_DIR)); \
+	$(CMAKE) -S . -B "$$tree" --log-level=STATUS -DPIPEDREAM_BUILD_TESTS=ON -DPIPEDREAM_WARNINGS_AS_ERRORS=ON; \
+	$(CMAKE) --build "$$tree" --parallel $(JOBS); \
+	$(CTEST) --test-dir "$$tree" --output-on-failure
 
 # After the C++ tests: a broken core is better seen there. As many at once as there are cores; each has ranks of
 # its own (tests/farm.py), whose memory is the limit on a large machine.
@@ -61,12 +66,12 @@ lint: style
 asan: setup
 	@$(CMAKE) --preset asan-ubsan
 	@$(CMAKE) --build --preset asan-ubsan --parallel $(JOBS)
-	@$(CTEST) asan-ubsan
+	@$(CTEST) --preset asan-ubsan
 
 tsan: setup
 	@$(CMAKE) --preset tsan
 	@$(CMAKE) --build --preset tsan --parallel $(JOBS)
-	@$(CTEST) tsan
+	@$(CTEST) --preset tsan
 
 # libFuzzer on each target for FUZZ_SECONDS, under ASAN and UBSAN; what it finds that is new joins the corpus. clang.
 FUZZ_SECONDS ?= 60

@@ -1,6 +1,10 @@
 """Builds pipedream._core with CMake, in a build directory that persists, so that a second install is quick.
 
-PIPEDREAM_CUDA=auto|on|off in the environment decides about the CUDA backend; CMAKE_ARGS is passed on.
+`make test` adds the C++ tests to that directory, so that the core is compiled once for both.
+
+In the environment, PIPEDREAM_CUDA=auto|on|off decides about the CUDA backend,
+PIPEDREAM_WARNINGS_AS_ERRORS=ON|OFF about warnings (as the directory has it when not given); CMAKE_ARGS is
+passed on.
 Everything else is in pyproject.toml.
 """
 
@@ -40,6 +44,12 @@ def pybind11_cmake_dir() -> str:
     return pybind11.get_cmake_dir()
 
 
+def warnings_options() -> list[str]:
+    """A compiler newer than ours may warn about more; that must not stop an install, only our own tests."""
+    strict = os.environ.get("PIPEDREAM_WARNINGS_AS_ERRORS")
+    return [f"-DPIPEDREAM_WARNINGS_AS_ERRORS={strict}"] if strict else []
+
+
 class FreshBuild(build):
     """build/setuptools keeps modules that the tree no longer has; CMake's directory is elsewhere."""
 
@@ -66,10 +76,7 @@ class CMakeBuild(build_ext):
             "-DCMAKE_BUILD_TYPE=Release",
             f"-DPIPEDREAM_CUDA={os.environ.get('PIPEDREAM_CUDA', 'auto')}",
             "-DPIPEDREAM_BUILD_PYTHON=ON",
-            "-DPIPEDREAM_BUILD_TESTS=OFF",
-            "-DPIPEDREAM_BUILD_BENCH=OFF",
-            # A compiler newer than ours may warn about more; that must not stop an install.
-            "-DPIPEDREAM_WARNINGS_AS_ERRORS=OFF",
+            *warnings_options(),
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11_cmake_dir()}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),

@@ -4,6 +4,11 @@
 # Sources are globbed with CONFIGURE_DEPENDS: the tree says what a folder consists of, and a new file is
 # picked up by the next build.
 
+# ccache gives back what it has compiled before, and best without precompiled headers.
+if(CMAKE_CXX_COMPILER_LAUNCHER MATCHES "ccache")
+  set(CMAKE_DISABLE_PRECOMPILE_HEADERS ON)
+endif()
+
 # pd_options: what our own code is compiled with; third-party code does not see it.
 add_library(pd_options INTERFACE)
 target_include_directories(pd_options INTERFACE ${PROJECT_SOURCE_DIR}/csrc)
@@ -44,18 +49,33 @@ function(pd_add_folder folder)
 endfunction()
 
 # pd_add_tests(<folder> <target>...): tests/cpp/<folder>/*.cc as one executable pd_<folder>_test, linked with
-# the targets.
+# the targets. ctest runs it in shards, each with some of its tests: a process per test costs more than the tests.
 function(pd_add_tests folder)
   file(GLOB sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/${folder}/*.cc)
   if(NOT sources)
     return()
   endif()
-  add_executable(pd_${folder}_test ${sources})
+  add_executable(pd_${folder}_test ${sources} ${CMAKE_CURRENT_SOURCE_DIR}/support/own_shard.cc)
   target_include_directories(pd_${folder}_test PRIVATE ${PROJECT_SOURCE_DIR}/tests/cpp)
   target_link_libraries(pd_${folder}_test PRIVATE ${ARGN} GTest::gtest GTest::gtest_main)
-  # Discovered when ctest runs, not while building. The timeout ends a deadlock; it judges no speed.
-  gtest_discover_tests(pd_${folder}_test TEST_PREFIX ${folder}/ DISCOVERY_MODE PRE_TEST
-                       DISCOVERY_TIMEOUT 120 PROPERTIES TIMEOUT 300 LABELS ${folder})
+  # Optimising tests, and describing them to a debugger, would double what it takes to compile them. A sanitizer
+  # names lines.
+  if(NOT PIPEDREAM_SANITIZE)
+    target_compile_options(pd_${folder}_test PRIVATE -Og -g0)
+  endif()
+  # Of the first executable for all: their flags are the same.
+  if(TARGET pd_base_test AND NOT folder STREQUAL "base")
+    target_precompile_headers(pd_${folder}_test REUSE_FROM pd_base_test)
+  else()
+    target_precompile_headers(pd_${folder}_test PRIVATE ${PIPEDREAM_TEST_HEADERS})
+  endif()
+  # The timeout ends a deadlock; it judges no speed.
+  math(EXPR last_shard "${PIPEDREAM_TEST_SHARDS} - 1")
+  foreach(shard RANGE ${last_shard})
+    add_test(NAME ${folder}/${shard} COMMAND pd_${folder}_test)
+    set_tests_properties(${folder}/${shard} PROPERTIES TIMEOUT 900 LABELS ${folder}
+      ENVIRONMENT "GTEST_TOTAL_SHARDS=${PIPEDREAM_TEST_SHARDS};GTEST_SHARD_INDEX=${shard}")
+  endforeach()
 endfunction()
 
 # pd_add_cuda_folder(<folder> [LINKS <folder>...] [EXTRA <target>...])

@@ -94,7 +94,7 @@ def configure_command(*options: str) -> tuple[str, ...]:
 
 
 def core_steps() -> list[Step]:
-    configure = configure_command("-DPIPEDREAM_BUILD_TESTS=ON")
+    configure = configure_command("-DPIPEDREAM_BUILD_TESTS=ON", "-DPIPEDREAM_WARNINGS_AS_ERRORS=ON")
     targets = [f"pd_{suite}_test" for suite in _CPP_SUITES]
     jobs = str(os.cpu_count() or 1)
     steps = [
