@@ -186,7 +186,9 @@ def test_a_stage_without_parameters_runs_on_the_workers_device_too(
 
     monkeypatch.setattr("pipedream.budget.rehearsal.autocast_region", region)
     stages = split(nn.Sequential(_NotesItsDevice(), _NotesItsDevice()), Plan.straight(2, 2))
-    rehearsal = Rehearsal(Handover(None, _core.Placement.at_ranks([0, 0])), torch.device(device_type), autocast=torch.bfloat16)
+    rehearsal = Rehearsal(
+        Handover(None, _core.Placement.at_ranks([0, 0])), torch.device(device_type), autocast=torch.bfloat16
+    )
     _NotesItsDevice.seen.clear()
     rehearsal.run(stages, torch.zeros(3, 2), None)
     assert _NotesItsDevice.seen == [(device_type, device_type)] * 2
