@@ -273,7 +273,11 @@ _OPTIMIZERS = [
 ]
 
 
-@pytest.mark.parametrize("factory", _OPTIMIZERS, ids=str)
+def _title(factory: Any) -> str:
+    return "in groups" if factory is _in_groups else str(factory)
+
+
+@pytest.mark.parametrize("factory", _OPTIMIZERS, ids=_title)
 def test_the_predicted_state_is_what_the_optimizer_keeps_and_predicting_does_not_step(factory: Any) -> None:
     parameters = _parameters()
     optimizer = factory(parameters)
@@ -330,7 +334,7 @@ def _measured_step_bytes(optimizer: torch.optim.Optimizer) -> int:
     return meter.peak_bytes
 
 
-@pytest.mark.parametrize("factory", _STEPS, ids=str)
+@pytest.mark.parametrize("factory", _STEPS, ids=_title)
 def test_a_step_makes_and_drops_no_more_than_predicted(factory: Any) -> None:
     assert _measured_step_bytes(factory(_parameters())) <= predict_step_bytes(factory(_parameters()), "cpu")
 

@@ -6,7 +6,6 @@ import functools
 import math
 import queue
 import threading
-from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -209,14 +208,19 @@ class _Core:
     """The two calls of the core that an exchange uses, between threads."""
 
     def __init__(self) -> None:
-        self.channels: defaultdict[str, queue.Queue[list[Any]]] = defaultdict(queue.Queue)
+        self.channels: dict[str, queue.Queue[list[Any]]] = {}
+        self._lock = threading.Lock()  # two that ask for a new channel at once get the same
+
+    def channel(self, name: str) -> queue.Queue[list[Any]]:
+        with self._lock:
+            return self.channels.setdefault(name, queue.Queue())
 
     def send_item(self, channel: str, tensors: list[Any], tag: int = 0, timeout_s: float = 1e9) -> bool:
-        self.channels[channel].put(tensors)
+        self.channel(channel).put(tensors)
         return True
 
     def receive_item(self, channel: str, timeout_s: float = 1e9) -> _Item:
-        return _Item(self.channels[channel].get(timeout=_DEADLINE_S))
+        return _Item(self.channel(channel).get(timeout=_DEADLINE_S))
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 5])
@@ -251,7 +255,7 @@ def test_an_infinite_norm_crosses_as_it_is() -> None:
     exchange = NormExchange(core, 1, 2)
     core.send_item("gradient norm of rank 0 to rank 1", [_capsule(math.inf, 1.0)])
     assert exchange.total(GradientFigures(1.0)) == GradientFigures(math.inf, True)
-    (sent,) = core.channels["gradient norm of rank 1 to rank 0"].get(timeout=_DEADLINE_S)
+    (sent,) = core.channel("gradient norm of rank 1 to rank 0").get(timeout=_DEADLINE_S)
     assert from_dlpack(sent).tolist() == [1.0, 0.0]
 
 

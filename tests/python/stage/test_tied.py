@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -38,14 +37,19 @@ class _Core:
     """The two calls of the core that tied parameters use, between threads."""
 
     def __init__(self) -> None:
-        self.channels: defaultdict[str, queue.Queue[list[Tensor]]] = defaultdict(queue.Queue)
+        self.channels: dict[str, queue.Queue[list[Tensor]]] = {}
+        self._lock = threading.Lock()  # two that ask for a new channel at once get the same
+
+    def channel(self, name: str) -> queue.Queue[list[Tensor]]:
+        with self._lock:
+            return self.channels.setdefault(name, queue.Queue())
 
     def send_item(self, channel: str, tensors: list[Any], tag: int = 0, timeout_s: float = 1e9) -> bool:
-        self.channels[channel].put([from_dlpack(capsule) for capsule in tensors])
+        self.channel(channel).put([from_dlpack(capsule) for capsule in tensors])
         return True
 
     def receive_item(self, channel: str, timeout_s: float = 1e9) -> _Item:
-        return _Item(self.channels[channel].get(timeout=_DEADLINE_S))
+        return _Item(self.channel(channel).get(timeout=_DEADLINE_S))
 
 
 class _Use(nn.Module):
@@ -121,21 +125,21 @@ class _Stage:
 
     def _forward(self, instruction: Any) -> None:
         if self._stage > 0:
-            self._core.channels[f"activations {self._stage}"].get(timeout=_DEADLINE_S)
+            self._core.channel(f"activations {self._stage}").get(timeout=_DEADLINE_S)
         if instruction.microbatch == 0:
             self.tied.pull_for(instruction.minibatch)
         self._check_version(instruction.minibatch)
-        self._core.channels[f"activations {self._stage + 1}"].put([])
+        self._core.channel(f"activations {self._stage + 1}").put([])
 
     def _backward(self, instruction: Any) -> None:
         if self._stage + 1 < self._options.num_stages:
-            self._core.channels[f"gradients {self._stage}"].get(timeout=_DEADLINE_S)
+            self._core.channel(f"gradients {self._stage}").get(timeout=_DEADLINE_S)
         leaf = self._check_version(instruction.minibatch)
         share = _gradient(instruction.minibatch, self._stage) / self._options.num_microbatches
         leaf.grad = torch.full_like(leaf, share) + (0 if leaf.grad is None else leaf.grad)
         if instruction.microbatch + 1 == self._options.num_microbatches:
             self.tied.push(instruction.minibatch)
-        self._core.channels[f"gradients {self._stage - 1}"].put([])
+        self._core.channel(f"gradients {self._stage - 1}").put([])
 
     def _update(self, instruction: Any) -> None:
         gradients = self.tied.collect(instruction.minibatch)
