@@ -16,7 +16,7 @@ from pipedream import PipelineError
 from pipedream.budget.footprint import _HostMeter
 from pipedream.common import tracebacks
 from pipedream.common.guard import error_path
-from pipedream.launch import launcher
+from pipedream.launch.failure import write_error
 from pipedream.stage.stage_runner import UserCode
 from torch import nn
 
@@ -118,7 +118,7 @@ def _told(folder: Path, error: Exception) -> dict[str, Any]:
     try:
         raise error
     except type(error) as raised:
-        launcher._write_error(folder, 0, raised)
+        write_error(folder, 0, raised)
     told: dict[str, Any] = json.loads(error_path(folder, "0").read_text())
     return told
 
@@ -139,7 +139,7 @@ def test_a_worker_tells_the_users_frames_and_none_of_its_own(tmp_path: Path) -> 
 def test_a_worker_tells_no_frames_of_a_mistake_that_its_message_explains(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="memory is 3") as caught:
         _function_of_ours("raise ValueError('memory is 3')")()
-    launcher._write_error(tmp_path, 0, caught.value)
+    write_error(tmp_path, 0, caught.value)
     assert json.loads(error_path(tmp_path, "0").read_text())["traceback"] is None
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipedream.common.errors import FileFormatError
 from pipedream.planning.layer_profile import LayerProfile, Profile
 
-SHARED_PROFILES = Path(__file__).resolve().parents[3] / "shared" / "profiles"
+SHARED_PROFILES = Path(__file__).resolve().parents[4] / "shared" / "profiles"
 
 
 def make_fields() -> dict[str, Any]:

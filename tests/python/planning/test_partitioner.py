@@ -16,7 +16,7 @@ from pipedream.planning.layer_profile import LayerProfile, Profile
 from pipedream.planning.partitioner import partition
 from pipedream.planning.plan import Stage
 
-SHARED_PROFILES = Path(__file__).resolve().parents[3] / "shared" / "profiles"
+SHARED_PROFILES = Path(__file__).resolve().parents[4] / "shared" / "profiles"
 needs_published = pytest.mark.skipif(
     not SHARED_PROFILES.is_dir(), reason="the published profiles are not beside this tree"
 )
