@@ -1,5 +1,5 @@
-// The DLPack exchange structures (ABI of DLPack 0.x, https://dmlc.github.io/dlpack), declared by hand:
-// the core needs no more of it than this. Plain C layout.
+// The DLPack exchange structures (ABI of DLPack 0.x and 1.x, https://dmlc.github.io/dlpack), declared by
+// hand: the core needs no more of it than this. Plain C layout.
 #pragma once
 
 #include <cstdint>
@@ -33,8 +33,36 @@ struct DLManagedTensor {
   void (*deleter)(struct DLManagedTensor* self);
 };
 
+struct DLPackVersion {
+  std::uint32_t major;
+  std::uint32_t minor;
+};
+
+struct DLManagedTensorVersioned {
+  DLPackVersion version;
+  void* manager_ctx;
+  void (*deleter)(struct DLManagedTensorVersioned* self);
+  std::uint64_t flags;
+  DLTensor dl_tensor;
+};
+
+// A framework's functions for its tensors as Python objects (1.3), with the GIL: 0, or -1 and a Python error.
+// In the capsule kDLPackExchangeApi, which is the attribute __dlpack_c_exchange_api__ of the tensors' type.
+struct DLPackExchangeAPI {
+  DLPackVersion version;
+  struct DLPackExchangeAPI* prev_api;
+  int (*managed_tensor_allocator)(DLTensor* prototype, DLManagedTensorVersioned** out, void* error_ctx,
+                                  void (*set_error)(void* error_ctx, const char* kind, const char* message));
+  int (*managed_tensor_from_py_object_no_sync)(void* py_object, DLManagedTensorVersioned** out);
+  int (*managed_tensor_to_py_object_no_sync)(DLManagedTensorVersioned* tensor, void** out_py_object);
+  int (*dltensor_from_py_object_no_sync)(void* py_object, DLTensor* out);
+  int (*current_work_stream)(std::int32_t device_type, std::int32_t device_id, void** out_current_stream);
+};
+
 }  // extern "C"
 
+inline constexpr const char* kDLPackExchangeApi = "dlpack_exchange_api";
+inline constexpr std::uint32_t kDLPackMajorVersion = 1;
 inline constexpr std::int32_t kDLCpu = 1;
 inline constexpr std::int32_t kDLCuda = 2;
 inline constexpr std::int32_t kDLCudaHost = 3;  // pinned

@@ -1,10 +1,14 @@
 #include "bindings/tensor_exchange.h"
 
 #include <algorithm>
+#include <array>
+#include <span>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "bindings/dlpack.h"
+#include "wire/frame.h"
 
 namespace py = pybind11;
 
@@ -46,15 +50,39 @@ DType from_dl(DLDataType dtype) {
                   " bits, which cannot cross a boundary: cast it to a common dtype");
 }
 
+// Managed: DLManagedTensor or DLManagedTensorVersioned.
+template <class Managed>
 struct Exported {
-  DLManagedTensor managed{};
+  Managed managed{};
   std::array<std::int64_t, kNumDimsMax> shape{};
   std::array<std::int64_t, kNumDimsMax> strides{};
   std::shared_ptr<void> owner;
 };
 
-void drop_exported(DLManagedTensor* managed) {
-  delete static_cast<Exported*>(managed->manager_ctx);  // NOLINT(cppcoreguidelines-owning-memory)
+template <class Managed>
+std::unique_ptr<Exported<Managed>> export_view(const TensorView& tensor, DeviceType device, int device_index,
+                                               std::shared_ptr<void> owner) {
+  auto exported = std::make_unique<Exported<Managed>>();
+  exported->owner = std::move(owner);
+  exported->shape = tensor.shape;
+  std::int64_t stride = 1;
+  for (std::size_t dim = tensor.num_dims; dim-- > 0;) {
+    exported->strides.at(dim) = stride;
+    stride *= std::max<std::int64_t>(1, tensor.shape.at(dim));
+  }
+  DLTensor& dl = exported->managed.dl_tensor;
+  dl.data = tensor.data;
+  dl.device = {device == DeviceType::kCuda ? kDLCuda : kDLCpu, device_index};
+  dl.ndim = tensor.num_dims;
+  dl.dtype = to_dl(tensor.dtype);
+  dl.shape = exported->shape.data();
+  dl.strides = exported->strides.data();
+  dl.byte_offset = 0;
+  exported->managed.manager_ctx = exported.get();
+  exported->managed.deleter = [](Managed* managed) {
+    delete static_cast<Exported<Managed>*>(managed->manager_ctx);  // NOLINT(cppcoreguidelines-owning-memory)
+  };
+  return exported;
 }
 
 // Of a capsule that nobody consumed.
@@ -106,59 +134,143 @@ TensorView view_of(const DLTensor& tensor) {
   return view;
 }
 
+// Holds exported tensors until nobody reads them.
+template <class Managed>
+std::shared_ptr<std::vector<Managed*>> make_holder(std::size_t num_tensors) {
+  using Tensors = std::vector<Managed*>;
+  auto holder = std::shared_ptr<Tensors>(new Tensors(), [](Tensors* tensors) {
+    for (Managed* managed : *tensors) {
+      if (managed->deleter != nullptr) managed->deleter(managed);
+    }
+    delete tensors;  // NOLINT(cppcoreguidelines-owning-memory)
+  });
+  holder->reserve(num_tensors);
+  return holder;
+}
+
+DLManagedTensor* take_capsule(const py::handle& capsule) {
+  auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), kFreshCapsule));
+  if (managed == nullptr) throw py::error_already_set();
+  PyCapsule_SetName(capsule.ptr(), kUsedCapsule);
+  return managed;
+}
+
+DLManagedTensorVersioned* take_by_table(const DLPackExchangeAPI& table, const py::handle& tensor) {
+  DLManagedTensorVersioned* managed = nullptr;
+  if (table.managed_tensor_from_py_object_no_sync(tensor.ptr(), &managed) != 0) throw py::error_already_set();
+  return managed;
+}
+
+// The views of objects, each of which `take` makes a managed tensor of.
+template <class Managed, class Take>
+Borrowed borrow_each(const py::list& objects, DLDevice wanted, const std::function<std::string()>& where,
+                     Take take) {
+  auto holder = make_holder<Managed>(objects.size());
+  Borrowed borrowed;
+  borrowed.tensors.reserve(objects.size());
+  for (const py::handle object : objects) {
+    Managed* const managed = take(object);
+    holder->push_back(managed);
+    try {
+      check_device(managed->dl_tensor, wanted);
+      borrowed.tensors.push_back(view_of(managed->dl_tensor));
+    } catch (const UserError& error) {
+      const std::size_t tensor_index = holder->size() - 1;
+      throw UserError(where() + ": tensor " + std::to_string(tensor_index) + " " + error.what());
+    }
+  }
+  borrowed.owner = std::move(holder);
+  return borrowed;
+}
+
+DLDevice dl_device(DeviceType device, int device_index) {
+  return {device == DeviceType::kCuda ? kDLCuda : kDLCpu, device_index};
+}
+
 }  // namespace
 
 py::capsule to_capsule(const TensorView& tensor, DeviceType device, int device_index,
                        std::shared_ptr<void> owner) {
-  auto exported = std::make_unique<Exported>();
-  exported->owner = std::move(owner);
-  exported->shape = tensor.shape;
-  std::int64_t stride = 1;
-  for (std::size_t dim = tensor.num_dims; dim-- > 0;) {
-    exported->strides.at(dim) = stride;
-    stride *= std::max<std::int64_t>(1, tensor.shape.at(dim));
-  }
-  DLTensor& dl = exported->managed.dl_tensor;
-  dl.data = tensor.data;
-  dl.device = {device == DeviceType::kCuda ? kDLCuda : kDLCpu, device_index};
-  dl.ndim = tensor.num_dims;
-  dl.dtype = to_dl(tensor.dtype);
-  dl.shape = exported->shape.data();
-  dl.strides = exported->strides.data();
-  dl.byte_offset = 0;
-  exported->managed.manager_ctx = exported.get();
-  exported->managed.deleter = drop_exported;
+  auto exported = export_view<DLManagedTensor>(tensor, device, device_index, std::move(owner));
   return py::capsule(&exported.release()->managed, kFreshCapsule, drop_capsule);
 }
 
 Borrowed from_capsules(const py::list& capsules, DeviceType device, int device_index,
                        const std::function<std::string()>& where) {
-  const DLDevice wanted{device == DeviceType::kCuda ? kDLCuda : kDLCpu, device_index};
-  using Tensors = std::vector<DLManagedTensor*>;
-  auto owner = std::shared_ptr<Tensors>(new Tensors(), [](Tensors* tensors) {
-    for (DLManagedTensor* managed : *tensors) {
-      if (managed->deleter != nullptr) managed->deleter(managed);
-    }
-    delete tensors;  // NOLINT(cppcoreguidelines-owning-memory)
-  });
-  owner->reserve(capsules.size());
-  Borrowed borrowed;
-  borrowed.tensors.reserve(capsules.size());
-  for (const py::handle capsule : capsules) {
-    auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), kFreshCapsule));
-    if (managed == nullptr) throw py::error_already_set();
-    PyCapsule_SetName(capsule.ptr(), kUsedCapsule);
-    owner->push_back(managed);
-    try {
-      check_device(managed->dl_tensor, wanted);
-      borrowed.tensors.push_back(view_of(managed->dl_tensor));
-    } catch (const UserError& error) {
-      const std::size_t tensor_index = owner->size() - 1;
-      throw UserError(where() + ": tensor " + std::to_string(tensor_index) + " " + error.what());
-    }
+  return borrow_each<DLManagedTensor>(capsules, dl_device(device, device_index), where, take_capsule);
+}
+
+TensorExchange::TensorExchange(const py::object& tensor_type, py::object to_capsule, py::object from_capsule)
+    : to_capsule_(std::move(to_capsule)), from_capsule_(std::move(from_capsule)) {
+  const py::object capsule = py::getattr(tensor_type, "__dlpack_c_exchange_api__", py::none());
+  if (capsule.is_none()) return;
+  const auto* table =
+      static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule.ptr(), kDLPackExchangeApi));
+  if (table == nullptr) throw py::error_already_set();
+  if (table->version.major == kDLPackMajorVersion) table_ = table;
+}
+
+Borrowed TensorExchange::borrow(const py::list& tensors, DeviceType device, int device_index,
+                                const std::function<std::string()>& where) const {
+  const DLDevice wanted = dl_device(device, device_index);
+  if (table_ == nullptr) {
+    return borrow_each<DLManagedTensor>(
+        tensors, wanted, where, [&](const py::handle& tensor) { return take_capsule(to_capsule_(tensor)); });
   }
-  borrowed.owner = std::move(owner);
-  return borrowed;
+  return borrow_each<DLManagedTensorVersioned>(
+      tensors, wanted, where, [&](const py::handle& tensor) { return take_by_table(*table_, tensor); });
+}
+
+DLTensor TensorExchange::borrow_one(const py::handle& tensor, std::shared_ptr<void>& owner) const {
+  const auto hold = [&](auto* managed) {
+    using Managed = std::remove_pointer_t<decltype(managed)>;
+    auto holder = make_holder<Managed>(1);
+    holder->push_back(managed);
+    owner = std::move(holder);
+    return managed->dl_tensor;
+  };
+  return table_ != nullptr ? hold(take_by_table(*table_, tensor)) : hold(take_capsule(to_capsule_(tensor)));
+}
+
+py::object TensorExchange::lend(const TensorView& tensor, DeviceType device, int device_index,
+                                std::shared_ptr<void> owner) const {
+  if (table_ == nullptr) {
+    return from_capsule_(::pipedream::to_capsule(tensor, device, device_index, std::move(owner)));
+  }
+  auto exported = export_view<DLManagedTensorVersioned>(tensor, device, device_index, std::move(owner));
+  exported->managed.version = {kDLPackMajorVersion, 0};
+  void* object = nullptr;
+  if (table_->managed_tensor_to_py_object_no_sync(&exported->managed, &object) != 0) {
+    throw py::error_already_set();
+  }
+  static_cast<void>(exported.release());  // the framework's now
+  return py::reinterpret_steal<py::object>(static_cast<PyObject*>(object));
+}
+
+std::optional<std::uint64_t> TensorExchange::fingerprint_of(const py::list& tensors) const try {
+  std::vector<DLTensor> contents;
+  std::vector<std::shared_ptr<void>> owners;
+  for (const py::handle tensor : tensors) {
+    contents.push_back(borrow_one(tensor, owners.emplace_back()));
+    const DLTensor& content = contents.back();
+    const bool on_host = content.device.device_type == kDLCpu || content.device.device_type == kDLCudaHost;
+    if (!on_host || !is_contiguous(content)) return std::nullopt;
+  }
+  const py::gil_scoped_release release;
+  std::uint64_t mark = 0;
+  for (const DLTensor& content : contents) {
+    constexpr std::size_t kBitsPerByte = 8;
+    const std::span<const std::int64_t> shape(content.shape, static_cast<std::size_t>(content.ndim));
+    std::size_t num_bytes = std::size_t{content.dtype.bits} * content.dtype.lanes / kBitsPerByte;
+    for (const std::int64_t size : shape) num_bytes *= static_cast<std::size_t>(size);
+    const auto* const data = static_cast<const std::byte*>(content.data) + content.byte_offset;
+    mark = fingerprint({data, num_bytes}, mark);
+    mark = fingerprint(std::as_bytes(std::span(&content.dtype, 1)), mark);
+    mark = fingerprint(std::as_bytes(shape), mark);
+  }
+  return mark;
+} catch (const py::error_already_set&) {  // of a tensor that the framework does not lend
+  return std::nullopt;
 }
 
 }  // namespace pipedream

@@ -1,16 +1,21 @@
-// Tensors across the language border as DLPack capsules: no copy, no dependence on a framework's ABI.
-// Called with the GIL held.
+// Tensors across the language border by DLPack: no copy, no dependence on a framework's ABI. As capsules, and
+// as the framework's own objects. Called with the GIL held.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "channel/tensor.h"
 #include "device/device.h"
+
+struct DLPackExchangeAPI;
+struct DLTensor;
 
 namespace pipedream {
 
@@ -28,5 +33,31 @@ struct Borrowed {
 };
 [[nodiscard]] Borrowed from_capsules(const pybind11::list& capsules, DeviceType device, int device_index,
                                      const std::function<std::string()>& where);
+
+// One framework's tensors, by its table of C functions; by capsules where it has none (torch before 2.10).
+class TensorExchange {
+ public:
+  // to_capsule and from_capsule: what makes a capsule of such a tensor and the other way round.
+  TensorExchange(const pybind11::object& tensor_type, pybind11::object to_capsule,
+                 pybind11::object from_capsule);
+
+  // As from_capsules(), of tensors.
+  [[nodiscard]] Borrowed borrow(const pybind11::list& tensors, DeviceType device, int device_index,
+                                const std::function<std::string()>& where) const;
+  // As to_capsule(), a tensor.
+  [[nodiscard]] pybind11::object lend(const TensorView& tensor, DeviceType device, int device_index,
+                                      std::shared_ptr<void> owner) const;
+  // 64 bits of what the tensors hold, with their dtypes and shapes. Empty where one of them is not contiguous
+  // in host memory, or cannot be borrowed.
+  [[nodiscard]] std::optional<std::uint64_t> fingerprint_of(const pybind11::list& tensors) const;
+  [[nodiscard]] bool by_table() const { return table_ != nullptr; }
+
+ private:
+  [[nodiscard]] DLTensor borrow_one(const pybind11::handle& tensor, std::shared_ptr<void>& owner) const;
+
+  const DLPackExchangeAPI* table_ = nullptr;  // lives as long as the process
+  pybind11::object to_capsule_;
+  pybind11::object from_capsule_;
+};
 
 }  // namespace pipedream

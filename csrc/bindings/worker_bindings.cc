@@ -1,10 +1,13 @@
-// pipedream._core.Worker: one object per worker that hands out the next work item and takes its
-// completion. No GIL across a wait; long waits look for signals every kSignalCheckPeriod.
+// pipedream._core.Worker: one object per worker. advance() completes a work item, sends what it made, gives
+// back what was dropped meanwhile and waits for the next: one crossing per item, which releases the GIL once.
+// No GIL across a wait; long waits look for signals every kSignalCheckPeriod.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
+#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <set>
@@ -22,6 +25,7 @@
 #include "stage/worker.h"
 #include "transport/transport.h"
 #include "wire/frame.h"
+#include "wire/item_fields.h"
 
 namespace py = pybind11;
 
@@ -124,25 +128,90 @@ using StageNames = std::tuple<std::int64_t, std::string, std::string, std::strin
 
 class PyWorker;
 
-// A work item, or an item outside the schedule, as Python sees it.
+// An item outside the schedule, as Python sees it.
 struct PyItem {
   std::shared_ptr<Pool> pool;  // outlives what the item leases
-  WorkItem work;
+  std::optional<ReceivedItem> received;
   DeviceType device = DeviceType::kHost;
   int device_index = 0;
+  ItemFields fields;
+  bool is_end = false;
 
   // One capsule per tensor; the slot is free again when all are gone. Once.
   py::list take_tensors() {
     py::list capsules;
-    if (!work.received || work.received->is_end) return capsules;
-    auto holder = std::make_shared<ItemHolder>(ItemHolder{pool, std::move(*work.received)});
-    work.received.reset();
+    if (!received || is_end) return capsules;
+    auto holder = std::make_shared<ItemHolder>(ItemHolder{pool, std::move(*received)});
+    received.reset();
     for (const TensorView& tensor : holder->item.tensors) {
       capsules.append(to_capsule(tensor, device, device_index, holder));
     }
     return capsules;
   }
 };
+
+// A work item as Python sees it: a named tuple, whose fields cost next to nothing to make and to read.
+class WorkItemType {
+ public:
+  WorkItemType() {
+    static std::array<PyStructSequence_Field, kNumFields + 1> fields{{
+        {"kind", "FORWARD, RECOMPUTE, BACKWARD, UPDATE or DONE"},
+        {"stage", nullptr},
+        {"minibatch", nullptr},
+        {"microbatch", nullptr},
+        {"read_slot", nullptr},
+        {"write_slot", nullptr},
+        {"tensors", "FORWARD: activations from upstream. BACKWARD: gradients from downstream."},
+        {"data_fingerprint", "FORWARD: of the minibatch's data, as the first stage took it."},
+        {"gradients_overflowed", "FORWARD: whether a stage upstream has had some that did."},
+        {"is_empty", "FORWARD: the microbatch has no samples."},
+        {"loss_scale", "BACKWARD: of the loss that the gradients are of; 0: it is not scaled."},
+        {"freed_slot", "Whose version nobody reads any more because of the item before; -1: none."},
+        {"num_minibatches", "DONE: how many there were."},
+        {nullptr, nullptr},
+    }};
+    static PyStructSequence_Desc description{"pipedream._core.WorkItem", "What to do next.", fields.data(),
+                                             kNumFields};
+    type_ = PyStructSequence_NewType(&description);
+    if (type_ == nullptr) throw py::error_already_set();
+    for (const WorkKind kind : {WorkKind::kForward, WorkKind::kRecompute, WorkKind::kBackward,
+                                WorkKind::kUpdate, WorkKind::kDone}) {
+      kinds_.at(static_cast<std::size_t>(kind)) = PyUnicode_InternFromString(work_kind_name(kind));
+    }
+  }
+
+  [[nodiscard]] py::object make(const WorkItem& work, const ItemFields& fields, const py::list& tensors,
+                                std::int64_t freed_slot) const {
+    const auto item = py::reinterpret_steal<py::object>(PyStructSequence_New(type_));
+    if (!item) throw py::error_already_set();
+    int field_index = 0;
+    const auto add = [&](PyObject* value) { PyStructSequence_SetItem(item.ptr(), field_index++, value); };
+    add(Py_NewRef(kinds_.at(static_cast<std::size_t>(work.kind))));
+    for (const std::int64_t number : {work.stage.value(), work.minibatch.value(), work.microbatch.value(),
+                                      work.read_slot.value(), work.write_slot.value()}) {
+      add(PyLong_FromLongLong(number));
+    }
+    add(Py_NewRef(tensors.ptr()));
+    add(PyLong_FromUnsignedLongLong(fields.data_fingerprint));
+    add(PyBool_FromLong(fields.gradients_overflowed ? 1 : 0));
+    add(PyBool_FromLong(fields.is_empty ? 1 : 0));
+    add(PyFloat_FromDouble(fields.loss_scale));
+    add(PyLong_FromLongLong(freed_slot));
+    add(PyLong_FromLongLong(work.num_minibatches));
+    PD_CHECK(field_index == kNumFields, field_index);
+    return item;
+  }
+
+  [[nodiscard]] py::handle type() const { return reinterpret_cast<PyObject*>(type_); }
+
+ private:
+  static constexpr int kNumFields = 13;
+
+  PyTypeObject* type_;                // as long as the process, as are the kinds
+  std::array<PyObject*, 5> kinds_{};  // by WorkKind
+};
+
+const WorkItemType* g_work_item = nullptr;  // set once, when the module is imported
 
 class PyWorker {
  public:
@@ -238,7 +307,8 @@ class PyWorker {
 
   // parts: (stage, activations_in, activations_out, gradients_in, gradients_out)
   void start(const ScheduleOptions& options, std::int64_t rank, const std::vector<StageNames>& parts,
-             std::size_t num_spans_max) {
+             std::shared_ptr<TensorExchange> tensors, std::size_t num_spans_max) {
+    exchange_ = std::move(tensors);
     std::vector<StageChannelNames> named;
     for (const auto& [stage, activations_in, activations_out, gradients_in, gradients_out] : parts) {
       named.push_back({StageIndex(stage), activations_in, activations_out, gradients_in, gradients_out});
@@ -246,27 +316,15 @@ class PyWorker {
     worker_->start(options, Rank(rank), named, num_spans_max);
   }
 
-  std::unique_ptr<PyItem> next_work() {
-    Clock::time_point starved_since = kNotStarved;
-    for (;;) {
-      auto result = with_signals(
-          kStarvedCheckSeconds, [&](Deadline deadline) { return worker_->next_work(deadline); },
-          [](const std::optional<WorkItem>& work) { return work.has_value(); });
-      if (result.value()) return wrap(std::move(*result.value()));
-      check_not_starved(starved_since);
-    }
+  py::object next_work() { return wait_for_work(std::nullopt, 0); }
+
+  // The list is empty afterwards, so that nobody else keeps what was sent.
+  py::object advance(const py::list& tensors, const ItemFields& fields, std::int64_t compute_ns) {
+    Outgoing made = outgoing(tensors, fields);
+    if (PyList_SetSlice(tensors.ptr(), 0, PY_SSIZE_T_MAX, nullptr) != 0) throw py::error_already_set();
+    return wait_for_work(std::move(made), compute_ns);
   }
 
-  void complete_forward(const py::list& tensors, const ItemFields& fields, std::int64_t compute_ns) {
-    worker_->engine().complete_forward(outgoing(tensors, fields), compute_ns);
-  }
-  void complete_recompute(std::int64_t compute_ns) { worker_->engine().complete_recompute(compute_ns); }
-  // The slot whose version nobody reads any more because of this; -1 when there is none.
-  std::int64_t complete_backward(const py::list& tensors, const ItemFields& fields, std::int64_t compute_ns) {
-    const auto freed = worker_->engine().complete_backward(outgoing(tensors, fields), compute_ns);
-    return freed ? freed->value() : -1;
-  }
-  void complete_update(std::int64_t compute_ns) { worker_->engine().complete_update(compute_ns); }
   void add_compute(std::int64_t began_ns, std::int64_t ended_ns) {
     worker_->engine().add_compute(began_ns, ended_ns);
   }
@@ -295,14 +353,13 @@ class PyWorker {
         [&](Deadline deadline) { return worker_->receive_item(channel, deadline, counts_as_wait); },
         [](const std::optional<ReceivedItem>& item) { return item.has_value(); });
     if (!result.value()) return nullptr;
-    WorkItem work;
-    work.minibatch = result.value()->minibatch;
-    work.num_minibatches = result.value()->num_minibatches;
-    work.kind = result.value()->is_end ? WorkKind::kDone : WorkKind::kForward;
-    const bool on_device = worker_->receives_on_device(channel);
-    work.received = std::move(*result.value());
-    auto item = wrap(std::move(work));
-    if (!on_device) item->device = DeviceType::kHost;
+    auto item = std::make_unique<PyItem>();
+    item->pool = worker_->pool();
+    if (worker_->receives_on_device(channel)) item->device = worker_->device().type();
+    item->device_index = worker_->device().index();
+    item->fields = result.value()->fields;
+    item->is_end = result.value()->is_end;
+    item->received = std::move(*result.value());
     return item;
   }
 
@@ -361,13 +418,55 @@ class PyWorker {
   Worker& worker() { return *worker_; }
 
  private:
-  std::unique_ptr<PyItem> wrap(WorkItem work) {
-    auto item = std::make_unique<PyItem>();
-    item->work = std::move(work);
-    item->pool = worker_->pool();
-    item->device = worker_->device().type();
-    item->device_index = worker_->device().index();
-    return item;
+  // Completes the item that is being done, if `made` has what it made, and waits for the next.
+  py::object wait_for_work(std::optional<Outgoing> made, std::int64_t compute_ns) {
+    Clock::time_point starved_since = kNotStarved;
+    std::optional<SlotIndex> freed;
+    for (;;) {
+      auto result = with_signals(
+          kStarvedCheckSeconds,
+          [&](Deadline deadline) {
+            if (made) freed = complete(*std::exchange(made, std::nullopt), compute_ns);
+            return worker_->next_work(deadline);
+          },
+          [](const std::optional<WorkItem>& work) { return work.has_value(); });
+      if (result.value()) return hand_out(std::move(*result.value()), freed);
+      check_not_starved(starved_since);
+    }
+  }
+
+  std::optional<SlotIndex> complete(Outgoing made, std::int64_t compute_ns) {
+    StageEngine& engine = worker_->engine();
+    switch (doing_) {
+      case WorkKind::kForward:
+        engine.complete_forward(std::move(made), compute_ns);
+        break;
+      case WorkKind::kRecompute:
+        engine.complete_recompute(compute_ns);
+        break;
+      case WorkKind::kBackward:
+        return engine.complete_backward(std::move(made), compute_ns);
+      case WorkKind::kUpdate:
+        engine.complete_update(compute_ns);
+        break;
+      case WorkKind::kDone:
+        PD_CHECK(false, "nothing is being done");
+    }
+    return std::nullopt;
+  }
+
+  py::object hand_out(WorkItem work, std::optional<SlotIndex> freed) {
+    doing_ = work.kind;
+    ItemFields fields;
+    py::list tensors;
+    if (work.received) {
+      fields = work.received->fields;
+      auto holder = std::make_shared<ItemHolder>(ItemHolder{worker_->pool(), std::move(*work.received)});
+      for (const TensorView& tensor : holder->item.tensors) {
+        tensors.append(exchange_->lend(tensor, worker_->device().type(), worker_->device().index(), holder));
+      }
+    }
+    return g_work_item->make(work, fields, tensors, freed ? freed->value() : -1);
   }
 
   // User code that keeps the tensors it was given keeps their slots, and then nothing can arrive. Garbage
@@ -389,8 +488,8 @@ class PyWorker {
   }
 
   Outgoing outgoing(const py::list& tensors, const ItemFields& fields) {
-    Borrowed borrowed = from_capsules(tensors, worker_->device().type(), worker_->device().index(),
-                                      [&] { return worker_->engine().position(); });
+    Borrowed borrowed = exchange_->borrow(tensors, worker_->device().type(), worker_->device().index(),
+                                          [&] { return worker_->engine().position(); });
     try {
       return {fields, std::move(borrowed.tensors), worker_->record_compute(), std::move(borrowed.owner)};
     } catch (const DeviceError& error) {
@@ -401,12 +500,16 @@ class PyWorker {
   static constexpr Clock::time_point kNotStarved = Clock::time_point::max();
 
   std::unique_ptr<Worker> worker_;
+  std::shared_ptr<TensorExchange> exchange_;  // set by start()
+  WorkKind doing_ = WorkKind::kDone;
   std::set<std::string> staging_terms_;  // in pinned host memory
 };
 
 namespace {
 
-void bind_item(py::module_& module) {
+void bind_items(py::module_& module) {
+  g_work_item = new WorkItemType();  // NOLINT(cppcoreguidelines-owning-memory): as long as the process
+  module.attr("WorkItem") = g_work_item->type();
   py::class_<ItemFields>(module, "ItemFields", "What an item says of itself beside its tensors.")
       .def(py::init([](std::uint64_t data_fingerprint, double loss_scale, bool gradients_overflowed,
                        bool is_empty) {
@@ -414,28 +517,24 @@ void bind_item(py::module_& module) {
            }),
            py::kw_only(), py::arg("data_fingerprint") = 0, py::arg("loss_scale") = 0.0,
            py::arg("gradients_overflowed") = false, py::arg("is_empty") = false)
-      .def_readonly("data_fingerprint", &ItemFields::data_fingerprint)
-      .def_readonly("loss_scale", &ItemFields::loss_scale, "0: the loss is not scaled.")
-      .def_readonly("gradients_overflowed", &ItemFields::gradients_overflowed)
-      .def_readonly("is_empty", &ItemFields::is_empty, "The microbatch has no samples.");
-
-  py::class_<PyItem>(module, "WorkItem", "What to do next: FORWARD, RECOMPUTE, BACKWARD, UPDATE or DONE.")
-      .def_property_readonly("kind", [](const PyItem& item) { return work_kind_name(item.work.kind); })
-      .def_property_readonly("stage", [](const PyItem& item) { return item.work.stage.value(); })
-      .def_property_readonly("minibatch", [](const PyItem& item) { return item.work.minibatch.value(); })
-      .def_property_readonly("microbatch", [](const PyItem& item) { return item.work.microbatch.value(); })
-      .def_property_readonly("read_slot", [](const PyItem& item) { return item.work.read_slot.value(); })
-      .def_property_readonly("write_slot", [](const PyItem& item) { return item.work.write_slot.value(); })
-      .def_property_readonly("read_version",
-                             [](const PyItem& item) { return item.work.read_version.value(); })
-      .def_property_readonly("write_version",
-                             [](const PyItem& item) { return item.work.write_version.value(); })
-      .def_property_readonly("num_minibatches", [](const PyItem& item) { return item.work.num_minibatches; })
-      .def_property_readonly(
-          "fields",
-          [](const PyItem& item) { return item.work.received ? item.work.received->fields : ItemFields{}; },
-          "What the sender said of the received tensors.")
-      .def("take_tensors", &PyItem::take_tensors, "DLPack capsules of the received tensors, once.");
+      .def_readwrite("data_fingerprint", &ItemFields::data_fingerprint)
+      .def_readwrite("loss_scale", &ItemFields::loss_scale, "0: the loss is not scaled.")
+      .def_readwrite("gradients_overflowed", &ItemFields::gradients_overflowed)
+      .def_readwrite("is_empty", &ItemFields::is_empty, "The microbatch has no samples.");
+  py::class_<TensorExchange, std::shared_ptr<TensorExchange>>(
+      module, "TensorExchange", "How a framework's tensors become the core's and back.")
+      .def(py::init<const py::object&, py::object, py::object>(), py::arg("tensor_type"),
+           py::arg("to_capsule"), py::arg("from_capsule"))
+      .def("fingerprint", &TensorExchange::fingerprint_of, py::arg("tensors"),
+           "64 bits of what the tensors hold, with dtypes and shapes; None where one is not contiguous in "
+           "host "
+           "memory.")
+      .def_property_readonly("by_table", &TensorExchange::by_table,
+                             "By the type's table of C functions; else by capsules.");
+  py::class_<PyItem>(module, "ReceivedItem", "An item outside the schedule.")
+      .def_readonly("fields", &PyItem::fields)
+      .def_readonly("is_end", &PyItem::is_end)
+      .def("take_tensors", &PyItem::take_tensors, "DLPack capsules of its tensors, once.");
 }
 
 }  // namespace
@@ -443,7 +542,7 @@ void bind_item(py::module_& module) {
 void bind_worker(py::module_& module) {
   g_run_failure = PyErr_NewException("pipedream._core.RunFailure", PyExc_RuntimeError, nullptr);
   module.attr("RunFailure") = py::handle(g_run_failure);
-  bind_item(module);
+  bind_items(module);
 
   py::class_<PyWorker>(module, "Worker", "One worker: device, pool, transport, channels and stage engine.")
       .def(py::init(&PyWorker::make), py::kw_only(), py::arg("device") = "host", py::arg("transport") = "zmq",
@@ -469,14 +568,11 @@ void bind_worker(py::module_& module) {
       .def("channels_not_open", [](PyWorker& self) { return self.worker().channels_not_open(); })
       .def("hold_slot", &PyWorker::hold_slot, py::arg("term"))
       .def("start", &PyWorker::start, py::kw_only(), py::arg("options"), py::arg("rank"), py::arg("parts"),
-           py::arg("num_spans_max") = 50'000)
-      .def("next_work", &PyWorker::next_work, "Blocks; raises RunFailure(kind, message).")
-      .def("complete_forward", &PyWorker::complete_forward, py::arg("tensors"), py::arg("fields"),
-           py::arg("compute_ns"))
-      .def("complete_recompute", &PyWorker::complete_recompute, py::arg("compute_ns"))
-      .def("complete_backward", &PyWorker::complete_backward, py::arg("tensors"), py::arg("fields"),
-           py::arg("compute_ns"))
-      .def("complete_update", &PyWorker::complete_update, py::arg("compute_ns"))
+           py::arg("tensors"), py::arg("num_spans_max") = 50'000)
+      .def("next_work", &PyWorker::next_work,
+           "The first work item, and the one after end_of_data(). Blocks; raises RunFailure(kind, message).")
+      .def("advance", &PyWorker::advance, py::arg("tensors"), py::arg("fields"), py::arg("compute_ns"),
+           "The work item is done and made these tensors, which leave the list; the next. As next_work().")
       .def("add_compute", &PyWorker::add_compute, py::arg("began_ns"), py::arg("ended_ns"),
            "When the device did the work of the oldest item that was completed with COMPUTED_LATER.")
       .def("end_of_data", &PyWorker::end_of_data)
@@ -511,15 +607,6 @@ void bind_worker(py::module_& module) {
           },
           py::arg("linger_s") = 5.0);
 
-  module.def(
-      "fingerprint",
-      [](std::uintptr_t address, std::size_t num_bytes, std::uint64_t seed) {
-        // NOLINTNEXTLINE(performance-no-int-to-ptr)
-        const auto* data = reinterpret_cast<const std::byte*>(address);
-        return fingerprint(std::span<const std::byte>(data, num_bytes), seed);
-      },
-      py::arg("address"), py::arg("num_bytes"), py::arg("seed") = 0, py::call_guard<py::gil_scoped_release>(),
-      "64-bit fingerprint of bytes in host memory.");
   module.def("poisons_released_slots", &poison_by_default,
              "Whether memory is filled with NaN when nobody may read it any more ($PIPEDREAM_POISON).");
   module.attr("PLACED_BYTES_MIN") = kPlacedBytesMin;

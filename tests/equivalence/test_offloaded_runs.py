@@ -301,10 +301,10 @@ def _train_and_watch_outputs(training: Training) -> list[int]:
     found: list[int] = []
     backward = StageRunner.backward
 
-    def watched(runner: StageRunner, work: Any) -> None:
+    def watched(runner: StageRunner, work: Any) -> list[torch.Tensor]:
         stashed = runner._in_flight[work.minibatch, work.microbatch]
         found.append(stashed.outputs[0].untyped_storage().nbytes())
-        backward(runner, work)
+        return backward(runner, work)
 
     StageRunner.backward = watched  # type: ignore[method-assign]
     try:

@@ -15,8 +15,8 @@ import torch
 from farm import Farm
 from oracle import assert_equals_reference
 from pipedream import NonFiniteLoss, RunResult
-from pipedream.stage import stage_runner
 from pipedream.stage.gradients import StageGradients
+from pipedream.stage.stage_runner import StageRunner
 from pipedream.stage.weights import StageWeights
 from torch import Tensor
 from training import State, Training, train_in_pipeline
@@ -80,16 +80,18 @@ def _read_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
 
 def _use_activations_after_their_release(patch: pytest.MonkeyPatch) -> None:
     """What a neighbour sent is read where it lay, after its slot was given back."""
-    from_dlpack = stage_runner.from_dlpack  # type: ignore[attr-defined]
 
-    def wrong(capsule: Any) -> Tensor:
-        tensor = from_dlpack(capsule)
+    def alias_of(tensor: Tensor) -> Tensor:
         memory = (ctypes.c_byte * tensor.untyped_storage().nbytes()).from_address(tensor.data_ptr())
-        alias = torch.frombuffer(memory, dtype=tensor.dtype)[: tensor.numel()].view(tensor.shape)
-        del tensor, capsule
-        return alias
+        return torch.frombuffer(memory, dtype=tensor.dtype)[: tensor.numel()].view(tensor.shape)
 
-    patch.setattr(stage_runner, "from_dlpack", wrong)
+    forward = StageRunner.forward
+
+    def wrong(runner: StageRunner, work: Any) -> list[Tensor] | None:
+        work.tensors[:] = map(alias_of, work.tensors)
+        return forward(runner, work)
+
+    patch.setattr(StageRunner, "forward", wrong)
 
 
 # And what is told without poison, when the training is over.

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from pipedream import _core
+from pipedream.model.exchange import TENSORS
 from torch import Tensor
-from torch.utils.dlpack import to_dlpack
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 _DEVICE_OFFSET = 8  # in DLManagedTensor: after the address
 
@@ -67,4 +68,48 @@ def test_the_tensors_of_a_refused_item_are_given_back() -> None:
     before = torch._C._storage_Use_Count(storage._cdata)
     with pytest.raises(ValueError, match="tensor 1"):
         _core_with_channel().send_item("out", [to_dlpack(kept), _capsule(kept, 8)])
+    assert torch._C._storage_Use_Count(storage._cdata) == before
+
+
+_BY_CAPSULES = _core.TensorExchange(object, to_dlpack, from_dlpack)
+
+
+def test_tensors_cross_by_their_types_table_where_it_has_one() -> None:
+    assert TENSORS.by_table == hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+    assert not _BY_CAPSULES.by_table
+
+
+def test_a_table_is_a_capsule_of_that_name() -> None:
+    class Odd:
+        __dlpack_c_exchange_api__ = 7
+
+    with pytest.raises(ValueError, match="invalid PyCapsule"):
+        _core.TensorExchange(Odd, to_dlpack, from_dlpack)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64, torch.bfloat16, torch.int64])
+def test_a_fingerprint_is_the_same_by_table_and_by_capsules(dtype: torch.dtype) -> None:
+    tensors = [torch.arange(24).reshape(2, 3, 4).to(dtype), torch.zeros(0, 3), torch.tensor(2.0)]
+    mark = TENSORS.fingerprint(tensors)
+    assert mark is not None
+    assert mark == _BY_CAPSULES.fingerprint(tensors)
+
+
+def test_a_fingerprint_tells_contents_dtypes_shapes_and_order_apart() -> None:
+    zeros, ones = torch.zeros(4), torch.ones(4)
+    values = [[zeros], [ones], [zeros.int()], [zeros.view(2, 2)], [zeros, ones], [ones, zeros], []]
+    assert len({TENSORS.fingerprint(tensors) for tensors in values}) == len(values)
+
+
+def test_what_is_not_one_piece_of_memory_has_no_fingerprint() -> None:
+    assert TENSORS.fingerprint([torch.zeros(2, 3).t()]) is None
+    assert TENSORS.fingerprint([torch.zeros(2, device="meta")]) is None
+
+
+def test_a_fingerprint_keeps_no_tensor() -> None:
+    tensor = torch.zeros(4)
+    storage = tensor.untyped_storage()
+    before = torch._C._storage_Use_Count(storage._cdata)
+    for exchange in (TENSORS, _BY_CAPSULES):
+        exchange.fingerprint([tensor, tensor])
     assert torch._C._storage_Use_Count(storage._cdata) == before

@@ -8,7 +8,6 @@ workers read differently is reported and not trained on. Owned by the worker's c
 from __future__ import annotations
 
 import copy
-import functools
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from pipedream import _core
 from pipedream.model.boundary import Boundary, check_pair, exportable, tensors_of
+from pipedream.model.exchange import TENSORS
 from pipedream.model.microbatch import check_enough, samples_of
 
 __all__ = [
@@ -42,7 +41,6 @@ FORWARDED = "iterated by the caller and forwarded"
 
 NUM_COUNT_TENSORS = 1
 """That go with the tensors of a forwarded minibatch: forwarded_counts()."""
-_UINT64_MASK = 0xFFFF_FFFF_FFFF_FFFF
 
 
 class Minibatch(NamedTuple):
@@ -76,19 +74,22 @@ class MinibatchStream(Protocol):
 
 def fingerprint(inputs: Any, targets: Any) -> int:
     """64 bits that two workers compare to know that they read the same minibatch. Tensors only."""
-    so_far = 0
-    for tensor in tensors_of((inputs, targets)):
-        content = tensor if tensor.is_cpu else tensor.cpu()
-        if not content.is_contiguous() or content.is_neg() or content.is_conj():
-            content = exportable(content)
-        so_far = _core.fingerprint(content.data_ptr(), content.nbytes, so_far)
-        so_far ^= _kind_bits(content.dtype, content.shape)
-    return so_far & _UINT64_MASK
+    tensors = tensors_of((inputs, targets))
+    is_plain = not any(tensor.is_neg() or tensor.is_conj() for tensor in tensors)
+    found = TENSORS.fingerprint(tensors) if is_plain else None
+    if found is None:
+        tensors = [exportable(tensor.cpu()) for tensor in tensors]
+        found = TENSORS.fingerprint(tensors)
+    return _fingerprint_of_bytes(tensors) if found is None else found
 
 
-@functools.lru_cache(maxsize=64)  # the same few for all minibatches
-def _kind_bits(dtype: torch.dtype, shape: torch.Size) -> int:
-    return zlib.crc32(f"{dtype}{tuple(shape)}".encode())
+def _fingerprint_of_bytes(tensors: list[torch.Tensor]) -> int:
+    """Of dtypes that the framework does not lend."""
+    found = TENSORS.fingerprint([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+    assert found is not None
+    for tensor in tensors:
+        found ^= zlib.crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    return found
 
 
 def fingerprint_of(minibatch: Minibatch) -> int:

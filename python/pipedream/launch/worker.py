@@ -583,7 +583,7 @@ class _Worker:
                 # Reading data is the user's time, wherever they come from.
                 item = core.receive_item(channel, counts_as_wait=False)
                 assert item is not None  # there is no time-out
-                if item.kind == "DONE":
+                if item.is_end:
                     return None
                 tensors = [from_dlpack(capsule) for capsule in item.take_tensors()]
                 return tensors, item.fields.data_fingerprint

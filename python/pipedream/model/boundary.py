@@ -363,7 +363,7 @@ def to_device(value: Any, device: torch.device, *, copy: bool = False) -> Any:
     """The value with its tensors on the device; those that are there already stay the same objects, unless
     `copy` wants all of them in memory of their own."""
     if isinstance(value, torch.Tensor):
-        return value.to(device, copy=copy)
+        return value if value.device == device and not copy else value.to(device, copy=copy)
     return _map(lambda tensor: tensor.to(device, copy=copy), value, {})
 
 

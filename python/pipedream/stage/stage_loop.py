@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pipedream import _core
 from pipedream.budget.footprint import StepMeter, WorkMeter, make_meter
@@ -24,6 +25,7 @@ from pipedream.data.batch_reader import BatchReader
 from pipedream.data.stream import MinibatchStream
 from pipedream.links.channels import activations_name, gradients_name
 from pipedream.model.boundary import Boundary
+from pipedream.model.exchange import TENSORS
 from pipedream.model.seeding import RngStream, stage_seed
 from pipedream.model.splitter import StageModule
 from pipedream.planning.trace import read_clock
@@ -146,6 +148,7 @@ class WorkerLoop:
         self._measures_gradients = options.max_grad_norm is not None or options.autocast is torch.float16
         if self._measures_gradients and _core.drains_every_minibatch(schedule):
             self._exchange = NormExchange(core, place.rank, options.plan.workers_used)
+        self._poisons = _core.poisons_released_slots()
         self._total = (-1, GradientFigures())  # of which minibatch, over all stages
 
     def _make_runner(
@@ -175,9 +178,7 @@ class WorkerLoop:
             offload=part.offload,
             torch_region=None if self._torch_pool is None else self._torch_pool.region,
         )
-        return StageRunner(
-            self._core, self._options, self._schedule, parts, self._device, self._user, self._describe
-        )
+        return StageRunner(self._options, self._schedule, parts, self._device, self._user, self._describe)
 
     def _reads_ahead(self, stage_index: int) -> bool:
         """Whether the stage reads the next minibatch before it is done with this one."""
@@ -206,30 +207,28 @@ class WorkerLoop:
             options=self._schedule,
             rank=self._place.rank,
             parts=[self._channels_of(stage) for stage in self._runners],
+            tensors=TENSORS,
         )
-        do = {
-            "FORWARD": StageRunner.forward,
-            "RECOMPUTE": StageRunner.recompute,
-            "BACKWARD": StageRunner.backward,
-        }
         newest_slots = dict.fromkeys(self._runners, 0)
         meter, step_meter = self._start_measuring()
         # Also after a failure: the user's modules get their own parameters back.
         restore = functools.partial(self._restore, newest_slots)
         with self._progress, afterwards(restore), _located(self._position):
-            while (kind := (work := core.next_work()).kind) != "DONE":
-                stage, minibatch = work.stage, work.minibatch
-                if self._clock is not None:
-                    self._clock.tell_done()
-                if minibatch != self._position.minibatch:
-                    self._begin_minibatch(minibatch)
-                self._position.stage, self._position.minibatch = stage, minibatch
-                runner = self._runners[stage]
-                if kind == "UPDATE":
-                    self._update(runner, work)
-                    newest_slots[stage] = work.write_slot
-                else:
-                    do[kind](runner, work)
+            work = core.next_work()
+            while work.kind != "DONE":
+                runner = self._runners[work.stage]
+                made = self._do(runner, work)
+                if made is None:
+                    self._user.drop_elapsed()
+                    core.end_of_data()
+                    work = core.next_work()
+                    continue
+                if work.kind == "UPDATE":
+                    newest_slots[work.stage] = work.write_slot
+                done = work
+                work = core.advance(made, runner.fields, self._user.take_elapsed_ns())
+                if self._poisons and done.kind == "BACKWARD":
+                    runner.poison(done, work.freed_slot)
             if self._clock is not None:
                 self._clock.finish()
             for runner in self._runners.values():
@@ -239,6 +238,24 @@ class WorkerLoop:
             if any(runner.is_last and not runner.is_first for runner in self._runners.values()):
                 self._check_end(work.num_minibatches)
         return self._report(meter, step_meter)
+
+    def _do(self, runner: StageRunner, work: _core.WorkItem) -> list[Tensor] | None:
+        """What the item sends; None when the data are over."""
+        if self._clock is not None:
+            self._clock.tell_done()
+        position = self._position
+        if work.minibatch != position.minibatch:
+            self._begin_minibatch(work.minibatch)
+        position.stage, position.minibatch = work.stage, work.minibatch
+        kind = work.kind
+        if kind == "FORWARD":
+            return runner.forward(work)
+        if kind == "BACKWARD":
+            return runner.backward(work)
+        if kind == "RECOMPUTE":
+            return runner.recompute(work)
+        self._update(runner, work)
+        return []
 
     def _channels_of(self, stage: int) -> tuple[int, str, str, str, str]:
         runner = self._runners[stage]

@@ -1,0 +1,52 @@
+"""What a stage's microbatches keep for their backwards, out of device memory until then: where the forward's
+graph goes, and when it and the weight versions come back. Owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from torch import Tensor
+
+from pipedream.budget.offload import StageOffload, graph_root
+from pipedream.model.boundary import tensors_of
+from pipedream.model.splitter import StageModule
+from pipedream.stage.stashed import Stashed
+from pipedream.stage.weights import StageWeights
+
+__all__ = ["OffloadedStash"]
+
+
+class OffloadedStash:
+    """The offloading of one stage's stash."""
+
+    def __init__(self, offload: StageOffload, stage: StageModule, weights: StageWeights) -> None:
+        self._offload = offload
+        self._stage = stage
+        self._weights = weights
+
+    def saving(
+        self, stashed: Stashed, given: Any, *, is_next: bool
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Around what makes the microbatch's graph. is_next: its backward is the stage's next."""
+        kept = [*stashed.leaves, *tensors_of(given)]
+        kept += [buffer for _, buffer in self._stage.stage_buffers()]
+        stashed.saved = self._offload.forward(kept, is_next=is_next)
+        return contextlib.nullcontext() if stashed.saved is None else stashed.saved
+
+    def roots(self, stashed: Stashed, outputs: list[Tensor]) -> list[Tensor]:
+        """What the backward begins at: of a stash that leaves the device no outputs, which are sent."""
+        if stashed.saved is None or not stashed.saved.leaves_device:
+            return outputs
+        return [graph_root(output) for output in outputs]
+
+    def arrive(self, stashed: Stashed, following: Stashed | None) -> None:
+        """Before a backward. following: what the next one needs comes back while this one runs."""
+        if stashed.saved is not None:
+            stashed.saved.arrive()
+        if following is None:
+            return
+        self._weights.own.prefetch(following.read_slot)
+        if following.saved is not None:
+            following.saved.prefetch()

@@ -1,0 +1,58 @@
+"""The tensors that leave a stage, as the core reads them: plain memory that stays as it is until it has been
+sent. Stateless."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import torch
+from torch import Tensor
+
+from pipedream.model.boundary import Boundary, exportable
+
+__all__ = ["gradients_of", "memory_of", "nothing_like", "settled"]
+
+_USES_OF_AN_UNSHARED_STORAGE = 2  # the tensor, and the Python object that asks
+
+
+def settled(tensor: Tensor, buffer_memory: Container[int]) -> Tensor:
+    """An output. buffer_memory: where the stage's buffers lie, as memory_of has it."""
+    plain = exportable(tensor)
+    # The next forward may write into a buffer, and the send reads without a copy.
+    return plain.clone() if buffer_memory and memory_of(plain) in buffer_memory else plain
+
+
+def gradients_of(leaves: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Of the received tensors that have one. At least one tensor: the word that the backward is done."""
+    gradients = [_gradient_of(leaf) for leaf in leaves if leaf.requires_grad]
+    return gradients or [_no_gradient(device)]
+
+
+def nothing_like(boundary: Boundary, device: torch.device, *, gradients: bool) -> list[Tensor]:
+    """Tensors without elements in the place of a boundary's: an empty microbatch."""
+    specs = [spec for spec in boundary.tensors if spec.requires_grad or not gradients]
+    if not specs:
+        return [_no_gradient(device)]
+    shapes = [(0, *spec.shape[1:]) if spec.shape else () for spec in specs]
+    return [
+        torch.zeros(shape, dtype=spec.dtype, device=device) for shape, spec in zip(shapes, specs, strict=True)
+    ]
+
+
+def memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _gradient_of(leaf: Tensor) -> Tensor:
+    gradient = leaf.grad
+    if gradient is None:  # the loss may not depend on every tensor that could have had a gradient
+        return torch.zeros_like(leaf)
+    # Autograd may have given a parameter the same memory (x + p.unsqueeze(0) with one sample), and the next
+    # backward adds to that while this is still being sent.
+    storage = gradient.untyped_storage()
+    is_shared = torch._C._storage_Use_Count(storage._cdata) > _USES_OF_AN_UNSHARED_STORAGE
+    return exportable(gradient).clone() if is_shared else exportable(gradient)
+
+
+def _no_gradient(device: torch.device) -> Tensor:
+    return torch.zeros(1, dtype=torch.uint8, device=device)

@@ -1,0 +1,162 @@
+"""One stage's forward and backward in PyTorch: its layers, and at the last stage the loss.
+
+Knows nothing of the schedule. Owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedream.data.batch_reader import Microbatch
+from pipedream.model.batch_norm import MinibatchStatistics
+from pipedream.model.boundary import (
+    Boundary,
+    boundary_input,
+    check_loss,
+    map_tensors,
+    tensors_of,
+    to_device,
+)
+from pipedream.model.loss_placement import call_loss
+from pipedream.model.precision import autocast_region
+from pipedream.model.seeding import RngStream
+from pipedream.model.splitter import StageModule
+from pipedream.stage.offloaded import OffloadedStash
+from pipedream.stage.regions import Region, entered, within
+from pipedream.stage.stashed import Stashed
+from pipedream.stage.user_code import UserCode
+
+__all__ = ["StagePasses"]
+
+
+class StagePasses:
+    """The forward with its graph, and the backward through it."""
+
+    def __init__(
+        self,
+        stage: StageModule,
+        boundary_in: Boundary | None,
+        boundary_out: Boundary | None,
+        *,
+        loss_fn: Callable[[Any, Any], Tensor],
+        user: UserCode,
+        device: torch.device,
+        autocast: torch.dtype | None,
+        statistics: MinibatchStatistics | None,
+        rng: RngStream | None,
+        torch_region: Region | None,
+        clones_inputs: bool | None,
+        offload: OffloadedStash | None,
+    ) -> None:
+        """statistics, rng, torch_region: around the layers, None where there is nothing to be around them.
+        clones_inputs: whether the first stage works on copies of the inputs; None leaves it to the first
+        forward."""
+        self._stage = stage
+        self._boundary_in = boundary_in
+        self._boundary_out = boundary_out
+        self._user = user
+        self._device = device
+        self._clones_inputs = clones_inputs
+        self._offload = offload
+        region: Region | None = None
+        if autocast is not None:
+            region = functools.partial(autocast_region, device.type, autocast)
+        self._call_stage: Callable[[Any], Any] = within(region, stage)
+        self._call_loss = within(region, functools.partial(_loss_of, loss_fn, device))
+        around: list[Region] = [] if torch_region is None else [torch_region]
+        # Layers that checkpoint themselves run their forward again in the backward.
+        self._around_again = [*around, *([] if statistics is None else [statistics.recomputation])]
+        self._around_forward = [*around, *([] if statistics is None else [statistics.microbatch])]
+        if rng is not None:
+            self._around_forward.append(lambda: rng)
+
+    # Forward.
+
+    def take_input(self, piece: Microbatch, received: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+        """(leaves, the value that they are in), of what came from upstream or from the data."""
+        boundary = self._boundary_in
+        if boundary is None:
+            value, piece.inputs = piece.inputs, None
+            return [], to_device(value, self._device, copy=self._clones_inputs is not False)
+        for leaf, spec in zip(received, boundary.tensors, strict=True):
+            if spec.requires_grad:
+                leaf.requires_grad_()
+        return [*received], boundary.unflatten(received)
+
+    def forward(self, stashed: Stashed, *, is_next: bool) -> Any:
+        """The stage's output, or the loss at the last stage. is_next: its backward is the stage's next."""
+        if not self._around_forward:
+            return self._forward(stashed, is_next=is_next)
+        with entered(self._around_forward):
+            return self._forward(stashed, is_next=is_next)
+
+    def _forward(self, stashed: Stashed, *, is_next: bool) -> Any:
+        given, stashed.value = map_tensors(boundary_input, stashed.value), None
+        return self._make_graph(stashed, given, is_next=is_next)
+
+    def _make_graph(self, stashed: Stashed, given: Any, *, is_next: bool) -> Any:
+        if self._offload is None:
+            return self._run_layers(stashed, given)
+        with self._offload.saving(stashed, given, is_next=is_next):
+            return self._run_layers(stashed, given)
+
+    def _run_layers(self, stashed: Stashed, given: Any) -> Any:
+        output = self._user.run("forward", self._call_stage, given)
+        if self._clones_inputs is None:
+            self._clones_inputs = any(tensor._version > 0 for tensor in tensors_of(given))
+        if self._boundary_out is not None:
+            return output
+        return self._user.run("loss_fn", self._call_loss, stashed, output)
+
+    def crossing(self, output: Any, minibatch: int) -> list[Tensor]:
+        """The tensors of an output that go downstream."""
+        assert self._boundary_out is not None
+        return self._boundary_out.checked(output, stage=self._stage.stage_index, minibatch=minibatch)
+
+    # Backward.
+
+    def backward(self, stashed: Stashed, received: Sequence[Tensor], following: Stashed | None) -> None:
+        """Leaves gradients at the stashed leaves and at the parameters. received: from downstream.
+        following: what the stage's next backward goes through."""
+        if not self._around_again:
+            self._backward(stashed, received, following)
+            return
+        with entered(self._around_again):
+            self._backward(stashed, received, following)
+
+    def _backward(self, stashed: Stashed, received: Sequence[Tensor], following: Stashed | None) -> None:
+        if self._offload is not None:
+            self._offload.arrive(stashed, following)
+        if not stashed.piece.is_empty:
+            self._user.run("backward", self._run_backward, stashed, received)
+
+    def _run_backward(self, stashed: Stashed, received: Sequence[Tensor]) -> None:
+        if self._boundary_out is None:
+            root = stashed.outputs.pop()
+            if root.requires_grad:  # else nothing is to be trained
+                factor = stashed.piece.weight * stashed.scale
+                root = root if factor == 1.0 else root * factor  # nobody holds the loss itself
+                root.backward()  # type: ignore[no-untyped-call]
+            return
+        outputs, stashed.outputs = stashed.outputs, []
+        specs = self._boundary_out.tensors
+        crossing = [output for output, spec in zip(outputs, specs, strict=True) if spec.requires_grad]
+        if not crossing:  # what was received is the word that the backward downstream is done
+            return
+        roots = [(o, g) for o, g in zip(crossing, received, strict=True) if o.requires_grad]
+        if roots:
+            torch.autograd.backward([output for output, _ in roots], [gradient for _, gradient in roots])
+
+
+def _loss_of(
+    loss_fn: Callable[[Any, Any], Tensor], device: torch.device, stashed: Stashed, output: Any
+) -> Tensor:
+    targets = to_device(stashed.piece.targets, device)
+    if stashed.saved is not None:
+        stashed.saved.keep(tensors_of(targets))
+    return check_loss(call_loss(loss_fn, output, targets), stashed.minibatch)

@@ -1,0 +1,46 @@
+"""outgoing.py: what is sent stays as it is until it has been sent."""
+
+from __future__ import annotations
+
+import torch
+from pipedream.model.boundary import Boundary
+from pipedream.stage.outgoing import gradients_of, memory_of, nothing_like, settled
+
+_HOST = torch.device("cpu")
+
+
+def test_an_output_leaves_without_a_copy_unless_it_lies_in_a_buffer() -> None:
+    output = torch.zeros(4)
+    assert memory_of(settled(output, set())) == memory_of(output)
+    assert memory_of(settled(output, {memory_of(output)})) != memory_of(output)
+
+
+def test_a_gradient_that_a_parameter_shares_is_copied() -> None:
+    leaf = torch.zeros(4, requires_grad=True)
+    leaf.grad = torch.ones(4)
+    (alone,) = gradients_of([leaf], _HOST)
+    assert memory_of(alone) == memory_of(leaf.grad)
+    del alone
+    others = leaf.grad.view(2, 2)
+    (shared,) = gradients_of([leaf], _HOST)
+    assert memory_of(shared) != memory_of(others)
+    assert shared.tolist() == [1.0] * 4
+
+
+def test_a_tensor_that_the_loss_does_not_depend_on_has_a_gradient_of_zeros() -> None:
+    (gradient,) = gradients_of([torch.ones(2, 3, requires_grad=True), torch.ones(1)], _HOST)
+    assert gradient.shape == (2, 3)
+    assert not gradient.any()
+
+
+def test_a_backward_without_gradients_says_so_with_one_byte() -> None:
+    (word,) = gradients_of([torch.ones(3)], _HOST)
+    assert (word.dtype, word.shape) == (torch.uint8, (1,))
+
+
+def test_an_empty_microbatch_has_no_element_in_any_tensor() -> None:
+    value = (torch.zeros(4, 3, requires_grad=True), torch.zeros(4, 2, dtype=torch.int64))
+    boundary = Boundary.of(value)
+    sent = nothing_like(boundary, _HOST, gradients=False)
+    assert [(t.dtype, t.shape) for t in sent] == [(torch.float32, (0, 3)), (torch.int64, (0, 2))]
+    assert [t.shape for t in nothing_like(boundary, _HOST, gradients=True)] == [(0, 3)]
