@@ -1,5 +1,5 @@
-// pipedream._core.Worker: one object per worker. advance() completes a work item, sends what it made, gives
-// back what was dropped meanwhile and waits for the next: one crossing per item, which releases the GIL once.
+// pipedream._core.Worker: one object per worker. advance() completes a work item, sends what it made and
+// waits for the next: one crossing per item, which releases the GIL once.
 // No GIL across a wait; long waits look for signals every kSignalCheckPeriod.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
