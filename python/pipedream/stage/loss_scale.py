@@ -20,12 +20,8 @@ class LossScaling:
         self._scaler = scaler
         self.scale = 1.0
         """Of the minibatch that is being forwarded; at the last stage."""
-        self.overflowed = False
-        """Whether the stages up to this one had gradients that overflowed, told with the minibatch that is
-        being forwarded."""
 
     def begin_minibatch(self, *, overflowed: bool) -> None:
         """overflowed: at this stage or upstream, since the minibatch before."""
-        self.overflowed = overflowed
         if self._scaler is not None:
             self.scale = self._scaler.next_scale(overflowed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import queue
 import threading
 from typing import Any
 
@@ -22,10 +21,9 @@ from pipedream.stage.gradients import (
     owned_parameters,
 )
 from pipedream.stage.weights import StageOptimizer, StageWeights, split_tied, weight_layout
+from thread_core import DEADLINE_S, ThreadCore
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
-
-_DEADLINE_S = 60.0
 
 
 @settings(max_examples=25)
@@ -196,36 +194,9 @@ def test_bytes_are_of_the_gradients_that_are_there() -> None:
     assert parts.gradients.num_bytes(0) == 0
 
 
-class _Item:
-    def __init__(self, tensors: list[Any]) -> None:
-        self._tensors = tensors
-
-    def take_tensors(self) -> list[Any]:
-        return self._tensors
-
-
-class _Core:
-    """The two calls of the core that an exchange uses, between threads."""
-
-    def __init__(self) -> None:
-        self.channels: dict[str, queue.Queue[list[Any]]] = {}
-        self._lock = threading.Lock()  # two that ask for a new channel at once get the same
-
-    def channel(self, name: str) -> queue.Queue[list[Any]]:
-        with self._lock:
-            return self.channels.setdefault(name, queue.Queue())
-
-    def send_item(self, channel: str, tensors: list[Any], tag: int = 0, timeout_s: float = 1e9) -> bool:
-        self.channel(channel).put(tensors)
-        return True
-
-    def receive_item(self, channel: str, timeout_s: float = 1e9) -> _Item:
-        return _Item(self.channel(channel).get(timeout=_DEADLINE_S))
-
-
 @pytest.mark.parametrize("num_workers", [1, 2, 5])
 def test_every_worker_gets_the_sum_of_all_bit_for_bit(num_workers: int) -> None:
-    core: Any = _Core()
+    core: Any = ThreadCore()
     # Thirds, so that another order of adding would have other bits.
     given = [
         [GradientFigures((rank + step) / 3, rank == step) for rank in range(num_workers)] for step in range(3)
@@ -251,11 +222,11 @@ def test_every_worker_gets_the_sum_of_all_bit_for_bit(num_workers: int) -> None:
 
 
 def test_an_infinite_norm_crosses_as_it_is() -> None:
-    core: Any = _Core()
+    core: Any = ThreadCore()
     exchange = NormExchange(core, 1, 2)
     core.send_item("gradient norm of rank 0 to rank 1", [_capsule(math.inf, 1.0)])
     assert exchange.total(GradientFigures(1.0)) == GradientFigures(math.inf, True)
-    (sent,) = core.channel("gradient norm of rank 1 to rank 0").get(timeout=_DEADLINE_S)
+    (sent,) = core.channel("gradient norm of rank 1 to rank 0").get(timeout=DEADLINE_S)
     assert from_dlpack(sent).tolist() == [1.0, 0.0]
 
 

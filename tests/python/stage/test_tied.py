@@ -5,7 +5,6 @@ Stages run their real programs on threads, with queues in the place of the core'
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,40 +15,11 @@ from pipedream import Plan, _core
 from pipedream.model.splitter import StageModule, Tie, find_ties, split
 from pipedream.stage.tied import TiedParameters, TieLinks
 from pipedream.stage.weights import WeightVersions
-from torch import Tensor, nn
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from thread_core import DEADLINE_S, ThreadCore
+from torch import nn
 
-_DEADLINE_S = 60.0  # far beyond any wait: only a deadlock gets here
 _NUM_MINIBATCHES = 9
 _SCHEDULES = ("pipedream", "vertical_sync", "naive", "2bw", "flush", "gpipe", "model_parallel")
-
-
-class _Item:
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self._tensors = tensors
-
-    def take_tensors(self) -> list[Any]:
-        # Copied no sooner: what is sent is read without a copy until it has arrived.
-        return [to_dlpack(tensor.clone()) for tensor in self._tensors]
-
-
-class _Core:
-    """The two calls of the core that tied parameters use, between threads."""
-
-    def __init__(self) -> None:
-        self.channels: dict[str, queue.Queue[list[Tensor]]] = {}
-        self._lock = threading.Lock()  # two that ask for a new channel at once get the same
-
-    def channel(self, name: str) -> queue.Queue[list[Tensor]]:
-        with self._lock:
-            return self.channels.setdefault(name, queue.Queue())
-
-    def send_item(self, channel: str, tensors: list[Any], tag: int = 0, timeout_s: float = 1e9) -> bool:
-        self.channel(channel).put([from_dlpack(capsule) for capsule in tensors])
-        return True
-
-    def receive_item(self, channel: str, timeout_s: float = 1e9) -> _Item:
-        return _Item(self.channel(channel).get(timeout=_DEADLINE_S))
 
 
 class _Use(nn.Module):
@@ -86,7 +56,7 @@ class _Stage:
 
     def __init__(
         self,
-        core: _Core,
+        core: ThreadCore,
         links: TieLinks,
         options: _core.ScheduleOptions,
         stage: StageModule,
@@ -125,7 +95,7 @@ class _Stage:
 
     def _forward(self, instruction: Any) -> None:
         if self._stage > 0:
-            self._core.channel(f"activations {self._stage}").get(timeout=_DEADLINE_S)
+            self._core.channel(f"activations {self._stage}").get(timeout=DEADLINE_S)
         if instruction.microbatch == 0:
             self.tied.pull_for(instruction.minibatch)
         self._check_version(instruction.minibatch)
@@ -133,7 +103,7 @@ class _Stage:
 
     def _backward(self, instruction: Any) -> None:
         if self._stage + 1 < self._options.num_stages:
-            self._core.channel(f"gradients {self._stage}").get(timeout=_DEADLINE_S)
+            self._core.channel(f"gradients {self._stage}").get(timeout=DEADLINE_S)
         leaf = self._check_version(instruction.minibatch)
         share = _gradient(instruction.minibatch, self._stage) / self._options.num_microbatches
         leaf.grad = torch.full_like(leaf, share) + (0 if leaf.grad is None else leaf.grad)
@@ -157,7 +127,7 @@ class _WorkerThread(threading.Thread):
 
     def __init__(
         self,
-        core: _Core,
+        core: ThreadCore,
         options: _core.ScheduleOptions,
         worker: int,
         stages: list[StageModule],
@@ -182,8 +152,8 @@ class _WorkerThread(threading.Thread):
             self.error = error
 
 
-def _assert_all_uses_agree(options: _core.ScheduleOptions) -> _Core:
-    core = _Core()
+def _assert_all_uses_agree(options: _core.ScheduleOptions) -> ThreadCore:
+    core = ThreadCore()
     stages, ties = _stages(options.num_stages)
     threads = [_WorkerThread(core, options, worker, stages, ties) for worker in range(options.num_workers)]
     for thread in threads:
@@ -239,7 +209,7 @@ def _two_ties() -> tuple[list[StageModule], list[Tie]]:
     return stages, find_ties(stages)
 
 
-def _end(core: _Core, stage: StageModule, ties: list[Tie]) -> tuple[TiedParameters, WeightVersions]:
+def _end(core: ThreadCore, stage: StageModule, ties: list[Tie]) -> tuple[TiedParameters, WeightVersions]:
     mine = [tie for tie in ties if stage.stage_index in tie.stages]
     names = {id(p): name for name, p in stage.trainable_parameters()}
     named = [(names[id(tie.parameter)], tie.parameter) for tie in mine]
@@ -251,7 +221,7 @@ def _end(core: _Core, stage: StageModule, ties: list[Tie]) -> tuple[TiedParamete
 
 
 def test_a_stage_that_shares_with_two_owners_sends_each_its_own() -> None:
-    core = _Core()
+    core = ThreadCore()
     stages, ties = _two_ties()
     (first, _), (second, _), (user, versions) = (_end(core, stage, ties) for stage in stages)
     assert (first.owned, second.owned, user.owned) == ([0], [0], [])
@@ -264,7 +234,7 @@ def test_a_stage_that_shares_with_two_owners_sends_each_its_own() -> None:
 
 
 def test_gradients_that_are_missing_or_sparse_are_summed_too() -> None:
-    core = _Core()
+    core = ThreadCore()
     stages, ties = _stages(3)
     (owner, versions), (first_user, first_versions), (second_user, _) = (
         _end(core, stage, ties) for stage in stages
