@@ -144,15 +144,26 @@ def _calls_noted(name: str, folder: str) -> Iterator[None]:
         setattr(Rendezvous, name, kept)
 
 
-def _after_others_joined(folder: str, mishap: Mishap) -> None:
+def _when_others_rehearse(folder: str, mishap: Mishap) -> None:
     for rank in (1, 2):
-        wait_for_file(Path(folder) / f"join-{rank}")
+        wait_for_file(Path(folder) / f"rehearsing-{rank}")
     mishap()
 
 
-def _join_and_run_until_lost(model: torch.nn.Sequential, folder: str) -> tuple[Exception | None, float]:
-    with _calls_noted("join", folder):
+def _note_phases_and_run_until_lost(
+    model: torch.nn.Sequential, folder: str
+) -> tuple[Exception | None, float]:
+    kept = Rendezvous.enter
+
+    def enter(self: Rendezvous, phase: str) -> None:
+        kept(self, phase)
+        (Path(folder) / f"{phase}-{os.environ['RANK']}").touch()
+
+    Rendezvous.enter = enter  # type: ignore[method-assign]
+    try:
         return run_until_lost(model, folder, peer_timeout=_TIMEOUT_S)
+    finally:
+        Rendezvous.enter = kept  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
@@ -162,9 +173,11 @@ def test_the_host_of_the_store_is_named_though_the_store_goes_with_it(
     farm: Farm, tmp_path: Path, mishap: Mishap, how: str
 ) -> None:
     model, _ = _in_rehearsal(
-        functools.partial(_after_others_joined, str(tmp_path), mishap), str(tmp_path / "note")
+        functools.partial(_when_others_rehearse, str(tmp_path), mishap), str(tmp_path / "note")
     )
-    outcomes = farm.run(_join_and_run_until_lost, model, str(tmp_path), num_ranks=3, rank_0_hosts_store=True)
+    outcomes = farm.run(
+        _note_phases_and_run_until_lost, model, str(tmp_path), num_ranks=3, rank_0_hosts_store=True
+    )
     message = f"rank 0, which hosts the store of the run, {how} while rehearsing"
     # The mishap waits for the others, so the note is older than the loss.
     _assert_told(outcomes, 0, message, tmp_path)

@@ -14,7 +14,7 @@ import torch
 from farm import Farm
 from mishaps import SGD, Layer, error_of, minibatches, model_with, run
 from pipedream import DataMismatch, NonFiniteLoss, PeerLost, PipelineError, Plan, RunResult, Stage
-from pipedream.launch import runner, worker
+from pipedream.launch import agreed_run, runner
 from refusals import assert_says, refused
 
 _MODEL = model_with(None, stages=2)
@@ -495,8 +495,8 @@ def test_a_rank_that_never_comes_is_named(farm: Farm) -> None:
 def _run_with_short_start() -> None:
     if os.environ["RANK"] == "1":
         return
-    patience_s, worker.START_TIMEOUT_S = worker.START_TIMEOUT_S, 0.5
+    patience_s, agreed_run.START_TIMEOUT_S = agreed_run.START_TIMEOUT_S, 0.5
     try:
         run(_MODEL)
     finally:
-        worker.START_TIMEOUT_S = patience_s
+        agreed_run.START_TIMEOUT_S = patience_s

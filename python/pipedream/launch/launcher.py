@@ -24,13 +24,13 @@ from typing import Any
 from pipedream.checkpoint.state import load_state
 from pipedream.common import errors
 from pipedream.common.guard import RUN_FOLDER_VARIABLE
+from pipedream.launch.devices import choose_device_type
 from pipedream.launch.failure import cause_of, is_explained, traceback_of
 from pipedream.launch.fork_server import start_server
 from pipedream.launch.forwarder import forwarding
 from pipedream.launch.local_worker import STORE_PREFIX, run_local_worker
 from pipedream.launch.run_folder import run_folder
 from pipedream.launch.task_files import WorkerTask, read_part, write_data, write_options, write_part
-from pipedream.launch.worker import choose_device_type
 from pipedream.launch.worker_processes import run_processes, signals_deferred
 from pipedream.links.rendezvous import Rendezvous, host_store
 from pipedream.model.factories import try_factories

@@ -24,10 +24,11 @@ from pipedream.common.tracebacks import with_short_tracebacks
 from pipedream.common.units import parse_size
 from pipedream.data.stream import check_sizes
 from pipedream.launch.cautions import cautions_of, warn_the_caller
+from pipedream.launch.devices import choose_device_type
 from pipedream.launch.launcher import run_locally
 from pipedream.launch.run_options import check_arguments
 from pipedream.launch.task_files import PeekedIterator
-from pipedream.launch.worker import choose_device_type, run_worker
+from pipedream.launch.worker import run_worker
 from pipedream.links.codec_choice import CodecChoice, check_pairs, codec_between
 from pipedream.links.descriptors import descriptor_limit_raised
 from pipedream.links.options import make_link_options, wants_checksums

@@ -181,7 +181,7 @@ class Rendezvous:
         self._store_is_gone = ""  # why, once it is known
         self._has_failed = False
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._signs: _Signs | None = None  # of the thread below, but for its describe_lost()
+        self._signs: _Signs | None = None  # of the thread below
         self._thread = threading.Thread(target=self._serve, name="pipedream-rendezvous", daemon=True)
         self._thread.start()
 
@@ -250,7 +250,8 @@ class Rendezvous:
         """The values of the keys once all are there.
 
         Raises what raise_if_failed() and `meanwhile` raise while it waits, and PeerLost after timeout_s,
-        naming by `describe` the keys that are missing.
+        naming by `describe` the keys that are missing. Not where all ranks have joined: one that reads its
+        first minibatch takes as long as the user's data take, and its signs tell whether it lives.
         """
         begin_s = time.monotonic()
         missing = list(keys)
@@ -265,11 +266,14 @@ class Rendezvous:
             meanwhile()
             self.raise_if_failed()
             waited_s = time.monotonic() - begin_s
-            if waited_s > timeout_s:
+            if waited_s > timeout_s and not self._all_joined():
                 raise PeerLost(f"{describe(missing)} within {timeout_s:g} s")
             _pause(waited_s)
 
     # Signs of life.
+
+    def _all_joined(self) -> bool:
+        return self._signs is not None and self._signs.has_heard_all()
 
     def join(self, peer_timeout_s: float) -> None:
         """From now on this rank gives signs of life, and looks for those of the others."""
@@ -358,7 +362,8 @@ def _pause(waited_s: float) -> None:
 
 
 class _Signs:
-    """This rank's signs of life and those of the others. Of the store's thread, but for describe_lost()."""
+    """This rank's signs of life and those of the others. Of the store's thread, but for describe_lost() and
+    has_heard_all()."""
 
     def __init__(self, rank: int, world_size: int, peer_timeout_s: float) -> None:
         self._rank = rank
@@ -374,6 +379,9 @@ class _Signs:
 
     def describe_lost(self) -> str | None:
         return self._lost
+
+    def has_heard_all(self) -> bool:
+        return not self._unheard
 
     def enter(self, store: dist.Store, phase: str) -> None:
         """Said at once: the next sign may never come."""

@@ -99,6 +99,25 @@ def test_a_rank_whose_links_are_open_and_one_that_never_joins_are_not_lost(ranks
         one.wait_for(["a"], 3 * _TIMEOUT_S, lambda _: "no word")
 
 
+def test_a_rank_that_has_joined_is_waited_for_as_long_as_it_lives(ranks: Ranks) -> None:
+    # It may read its first minibatch, for as long as the user's data take.
+    one, other = ranks.rank(0), ranks.rank(1)
+    for rendezvous in (one, other):
+        rendezvous.join(_TIMEOUT_S)
+    assert one._signs is not None
+    deadline_s = time.monotonic() + _DEADLINE_S
+    while not one._signs.has_heard_all() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    looks: list[int] = []
+
+    def publish_after_some_looks() -> None:
+        looks.append(1)
+        if len(looks) == 5:
+            other.publish("a", 1)
+
+    assert one.wait_for(["a"], 0.0, _no_word, meanwhile=publish_after_some_looks) == [1]
+
+
 def test_after_its_links_are_open_a_rank_says_nothing_to_the_store(ranks: Ranks) -> None:
     one = ranks.rank(0)
     one.join(_TIMEOUT_S)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from pipedream import PeerLost
-from pipedream.launch import worker
+from pipedream.launch.worker_links import WorkerLinks
 
 
 class Noting:
@@ -25,19 +25,13 @@ class Noting:
         return call
 
 
-class Place:
-    def __init__(self, rendezvous: Noting) -> None:
-        self.rendezvous = rendezvous
-
-
 @pytest.mark.parametrize("fails", ["", "abort", "fail", "close"])
 def test_the_links_are_told_before_a_store_that_may_not_answer(fails: str) -> None:
     # A store that is gone is waited for as long as the peer timeout, and the neighbours used to wait with it.
     calls: list[str] = []
-    place: Any = Place(Noting(calls, fails))
-    nothing: Any = None
-    failed = worker._Worker(place, nothing, nothing)
+    rendezvous: Any = Noting(calls, fails)
     core: Any = Noting(calls, fails)
+    failed = WorkerLinks(rendezvous)
     failed._core = core
     failed.say_why("the layer gave up")
     assert calls == ["abort", "fail", "close"]
@@ -45,7 +39,6 @@ def test_the_links_are_told_before_a_store_that_may_not_answer(fails: str) -> No
 
 def test_before_there_are_links_the_store_is_told() -> None:
     calls: list[str] = []
-    place: Any = Place(Noting(calls))
-    nothing: Any = None
-    worker._Worker(place, nothing, nothing).say_why("the layer gave up")
+    rendezvous: Any = Noting(calls)
+    WorkerLinks(rendezvous).say_why("the layer gave up")
     assert calls == ["fail"]

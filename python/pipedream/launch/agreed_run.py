@@ -1,0 +1,126 @@
+"""Agree: rank 0's plan, seed and run id become everybody's, and all options are compared with its own.
+
+By the rendezvous alone. On the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from pipedream.common.agreement import difference, settings_of
+from pipedream.common.errors import failures_of_others
+from pipedream.data.stream import DataStream, ForwardedData, MinibatchStream, ReceivedStream
+from pipedream.links.rendezvous import START_TIMEOUT_S, Rendezvous
+from pipedream.model.seeding import base_seed, seed_data
+from pipedream.model.splitter import Model, StageModule, Tie, find_ties, split
+from pipedream.planning.plan import Plan
+from pipedream.stage.job import JobOptions, WorkerPlace
+
+__all__ = ["AgreedRun", "agree", "wait_for"]
+
+
+@dataclass(frozen=True)
+class AgreedRun:
+    """What all ranks train, and where this one stands."""
+
+    place: WorkerPlace
+    options: JobOptions
+    base_seed: int
+    stages: list[StageModule]
+    """All; those of other ranks have the weights that this one's model has."""
+    ties: list[Tie]
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def plan(self) -> Plan:
+        return self.options.plan
+
+    def own_stages(self) -> list[StageModule]:
+        """None at a rank beyond the plan."""
+        return self.stages_of(self.rank)
+
+    def stages_of(self, rank: int) -> list[StageModule]:
+        return [self.stages[stage] for stage in self.plan.stages_of(rank)]
+
+    @property
+    def reads_inputs(self) -> bool:
+        return 0 in self.plan.stages_of(self.rank)
+
+    @property
+    def reads_targets(self) -> bool:
+        return self.plan.num_stages - 1 in self.plan.stages_of(self.rank)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Of all stages: the model's own, which the weight versions stand in for."""
+        return {name: p for stage in self.stages for name, p in stage.trainable_parameters()}
+
+    def ties_of(self, stage_index: int) -> list[Tie]:
+        return [tie for tie in self.ties if stage_index in tie.stages]
+
+    def tied_parameters_of(self, stage_index: int) -> list[nn.Parameter]:
+        return [tie.parameter for tie in self.ties_of(stage_index)]
+
+    def describe_ends(self, *ranks: int) -> str:
+        return " and ".join(map(self.plan.describe_worker, sorted(ranks)))
+
+
+def agree(
+    place: WorkerPlace, options: JobOptions, model: Model, data: Iterable[Any] | ForwardedData
+) -> tuple[AgreedRun, MinibatchStream]:
+    """The stream is of no use where the rank reads no data."""
+    agreed: dict[str, Any] | None = None
+    if place.rank == 0:
+        _check_world(options.plan, place.world_size)
+        options.schedule_options()  # says what the schedule and the plan cannot do
+    else:
+        (agreed,) = wait_for(place.rendezvous, ["agreed"], lambda _: "rank 0 did not start")
+        options = replace(options, plan=Plan.from_dict(agreed["plan"], source="rank 0's plan"))
+        _check_settings(options, place.rank, agreed["settings"])
+        place = replace(place, run_id=int(agreed["run_id"]))
+    stages = split(model, options.plan)
+    base = base_seed(options.seed) if agreed is None else int(agreed["base_seed"])
+    run = AgreedRun(place, options, base, stages, find_ties(stages))
+    seed_data(base, options.seed, options.plan.num_stages)
+    if agreed is None:
+        agreed = {
+            "plan": options.plan.to_dict(),
+            "settings": settings_of(options),
+            "base_seed": base,
+            "run_id": place.run_id,
+        }
+        place.rendezvous.publish("agreed", agreed)
+    return run, _make_stream(data, options.epochs)
+
+
+def wait_for(rendezvous: Rendezvous, keys: list[str], describe: Callable[[list[str]], str]) -> list[Any]:
+    """The values of the keys, which other ranks publish. Raises what another rank failed of as its kind of
+    error, and PeerLost where one does not join within START_TIMEOUT_S, or joined and is lost."""
+    with failures_of_others():
+        return rendezvous.wait_for(keys, START_TIMEOUT_S, describe)
+
+
+def _check_world(plan: Plan, world_size: int) -> None:
+    if plan.workers_used > world_size:
+        raise ValueError(
+            f"the plan needs {plan.workers_used} workers, but only {world_size} ranks run:"
+            f" start torchrun with --nproc-per-node {plan.workers_used}, or partition for {world_size}"
+        )
+
+
+def _check_settings(options: JobOptions, rank: int, of_rank_0: dict[str, Any]) -> None:
+    differs = difference(settings_of(options), rank, of_rank_0)
+    if differs is not None:
+        raise ValueError(differs)
+
+
+def _make_stream(data: Iterable[Any] | ForwardedData, epochs: int) -> MinibatchStream:
+    if isinstance(data, ForwardedData):
+        return ReceivedStream(data, None, None)  # for peek(); replaced when the channels are open
+    return DataStream(data, epochs=epochs)

@@ -1,0 +1,83 @@
+"""Gather: final weights and results go up the tree of ranks to rank 0, and the farewell comes down.
+
+Nobody closes before everybody has all it needs. On the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pipedream import _core
+from pipedream.checkpoint.state import receive_state, relay_state, send_state
+from pipedream.launch.agreed_run import AgreedRun
+from pipedream.links.channels import RunChannel, tree_name
+from pipedream.links.rank_tree import children_of, parent_of, subtree_of
+from pipedream.links.state_transfer import receive_document, relay_document, send_document
+from pipedream.model.splitter import StageModule
+from pipedream.report.result import RunResult, combine_reports
+
+__all__ = ["gather"]
+
+
+def gather(
+    run: AgreedRun, core: _core.Worker, channels: Sequence[RunChannel], report: dict[str, Any]
+) -> RunResult:
+    """The result at every rank, what the trace shows at rank 0 only. report: this rank's; channels: of the
+    run."""
+    if run.rank != 0:
+        _hand_up(run, core, report)
+        return _hear_farewell(run, core)
+    plan, num_ranks = run.plan, run.plan.workers_used
+    reports = {0: report}
+    for child in children_of(0, num_ranks):
+        for other in subtree_of(child, num_ranks):
+            for stage in _gathered_stages_of(run, other):
+                receive_state(core, tree_name(child, 0), stage)
+            reports[other] = receive_document(core, tree_name(child, 0))
+    between = [channel for channel in channels if channel.stages is not None]
+    in_order = [reports[rank] for rank in range(num_ranks)]
+    result = combine_reports(plan, run.options.schedule_options(), between, in_order)
+    # The farewell: nobody closes before everybody has all it needs.
+    shared = result.to_dict() | {"spans": [], "transfers": []}  # the trace is rank 0's: it can be large
+    _hand_down(run, core, shared)
+    return result
+
+
+def _hand_up(run: AgreedRun, core: _core.Worker, report: dict[str, Any]) -> None:
+    rank, num_ranks = run.rank, run.plan.workers_used
+    if rank >= num_ranks:
+        return
+    above = tree_name(rank, parent_of(rank))
+    for stage in _gathered_stages_of(run, rank):
+        send_state(core, above, stage)
+    send_document(core, above, report)
+    for child in children_of(rank, num_ranks):
+        for other in subtree_of(child, num_ranks):
+            for _ in _gathered_stages_of(run, other):
+                relay_state(core, tree_name(child, rank), above)
+            relay_document(core, tree_name(child, rank), above)
+
+
+def _hear_farewell(run: AgreedRun, core: _core.Worker) -> RunResult:
+    above = tree_name(parent_of(run.rank), run.rank)
+    shared = receive_document(core, above)
+    _hand_down(run, core, shared, above)
+    return RunResult.from_dict(shared)
+
+
+def _hand_down(run: AgreedRun, core: _core.Worker, shared: dict[str, Any], above: str = "") -> None:
+    """The result, and all weights where all ranks want them. above: whence they come, but at rank 0."""
+    rank = run.rank
+    below = [tree_name(rank, child) for child in children_of(rank, run.place.world_size)]
+    for channel in below:
+        send_document(core, channel, shared)
+    for stage in run.stages if run.options.gather == "all" else []:
+        if above:
+            receive_state(core, above, stage)
+        for channel in below:
+            send_state(core, channel, stage)
+
+
+def _gathered_stages_of(run: AgreedRun, rank: int) -> list[StageModule]:
+    return [] if run.options.gather == "none" else run.stages_of(rank)

@@ -1,0 +1,138 @@
+"""Read, share, rehearse: what a worker must know of its stages before its pool and its channels are planned.
+
+    read      the first minibatch, by those that read data, before any link is open
+    share     rank 0's initial weights become everybody's
+    rehearse  each worker runs its stages once, on the first microbatch
+
+By links of their own, as the channels of the training depend on what crosses the cuts, and its pool on what
+optimizers make of the weights. On the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pipedream import _core
+from pipedream.budget.footprint import Footprint
+from pipedream.budget.offload import forced_offload
+from pipedream.budget.rehearsal import Handover, Rehearsal
+from pipedream.checkpoint.state import receive_state, relay_state, send_state
+from pipedream.data.stream import MinibatchStream
+from pipedream.launch.agreed_run import AgreedRun
+from pipedream.launch.worker_links import WorkerLinks
+from pipedream.links.channels import set_up_channels, tree_name
+from pipedream.links.rank_tree import children_of, parent_of, subtree_of
+from pipedream.model.boundary import Boundary
+from pipedream.model.microbatch import check_alike, chunk
+
+__all__ = ["Rehearsed", "set_up"]
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """What this worker knows of its stages before it trains."""
+
+    boundaries: dict[int, Boundary] = field(default_factory=dict)
+    """By the stage upstream, at both sides of its stages."""
+    footprints: dict[int, Footprint] = field(default_factory=dict)
+    """By stage."""
+    input_boundary: Boundary | None = None
+    """Of a whole minibatch's inputs. None: nothing to check them against."""
+
+
+def set_up(run: AgreedRun, links: WorkerLinks, device: torch.device, stream: MinibatchStream) -> Rehearsed:
+    """Afterwards the run's own stages have rank 0's weights, and the links are closed."""
+    rendezvous = run.place.rendezvous
+    rendezvous.enter("reading the first minibatch")
+    first = _read_first_microbatch(run, stream)
+    rendezvous.enter("sharing the initial weights")
+    core = _open_links(run, links, device)
+    with links.explained():
+        _share_initial_weights(run, core)
+        rendezvous.enter("rehearsing")
+        rehearsed = _rehearse(run, core, device, first)
+        if core is not None:
+            links.wait_until_sent()
+    links.close()
+    return rehearsed
+
+
+@dataclass(frozen=True)
+class _FirstMicrobatch:
+    """Of minibatch 0, at the ranks that read data; else all None."""
+
+    inputs: Any = None
+    targets: Any = None
+    input_boundary: Boundary | None = None
+    """As of Rehearsed."""
+
+
+def _read_first_microbatch(run: AgreedRun, stream: MinibatchStream) -> _FirstMicrobatch:
+    # Before any link is open: the processes of a DataLoader, which start now, would inherit its sockets, and
+    # a peer that closes the link would wait for them to close it, too.
+    if not (run.reads_inputs or run.reads_targets):
+        return _FirstMicrobatch()
+    m = run.options.microbatches
+    inputs, targets = stream.peek()
+    boundary: Boundary | None = None
+    with contextlib.suppress(ValueError):  # inputs that cannot cross need not: they are read here
+        if len(run.stages) > 1:
+            boundary = Boundary.of(inputs, name="the inputs")
+    first_inputs = chunk(inputs, m, name="the inputs", minibatch=0)[0]
+    first_targets = chunk(targets, m, name="the targets", minibatch=0)[0]
+    check_alike(inputs, targets, m, minibatch=0)
+    return _FirstMicrobatch(first_inputs, first_targets, boundary)
+
+
+def _open_links(run: AgreedRun, links: WorkerLinks, device: torch.device) -> _core.Worker | None:
+    """None where this worker has nobody to share with."""
+    num_workers = run.plan.workers_used
+    if num_workers == 1 or run.rank >= num_workers:
+        return None
+    core = links.make_core(run, device)
+    channels = set_up_channels(run.plan)
+    for channel in channels:
+        channel.add_to(core, run.rank, run.plan)
+    core.seal()
+    links.connect(run, channels, "endpoints for the set-up")
+    return core
+
+
+def _share_initial_weights(run: AgreedRun, core: _core.Worker | None) -> None:
+    """Rank 0's initial weights are used everywhere, from the construction of the optimizers on. So they come
+    before the pool is planned."""
+    if core is None:
+        return
+    rank, num_ranks = run.rank, run.plan.workers_used
+    above = "" if rank == 0 else tree_name(parent_of(rank), rank)
+    for stage in run.own_stages() if above else []:
+        receive_state(core, above, stage)
+    for child in children_of(rank, num_ranks):
+        for other in subtree_of(child, num_ranks):
+            for stage in run.stages_of(other):
+                if above:
+                    relay_state(core, above, tree_name(rank, child))
+                else:
+                    send_state(core, tree_name(rank, child), stage)
+
+
+def _rehearse(
+    run: AgreedRun, core: _core.Worker | None, device: torch.device, first: _FirstMicrobatch
+) -> Rehearsed:
+    """Boundaries and footprints of this worker's stages, from the first microbatch."""
+    options = run.options
+    rehearsal = Rehearsal(
+        Handover(core, options.plan.placement),
+        device,
+        rank=run.rank,
+        loss_fn=options.loss_fn,
+        autocast=options.autocast,
+        repeats=options.microbatches > 1,
+        for_offload=options.memory_bytes is not None or forced_offload().activations,
+    )
+    rehearsal.run(run.own_stages(), first.inputs, first.targets)
+    return Rehearsed(rehearsal.boundaries, rehearsal.footprints, first.input_boundary)

@@ -1,0 +1,44 @@
+"""set_up.py: in which order a worker gets to its first minibatch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import pipedream
+import psutil
+import torch
+from farm import Farm
+from pipedream import Plan
+from torch import Tensor, nn
+
+
+class Watchful:
+    """Minibatches, and on how many sockets the process listened when the first one was asked for."""
+
+    def __init__(self) -> None:
+        self.num_listening: list[int] = []
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        connections = psutil.Process().net_connections()
+        self.num_listening.append(sum(c.status == psutil.CONN_LISTEN for c in connections))
+        for _ in range(3):
+            yield torch.ones(4, 2), torch.zeros(4, 2)
+
+
+def _listening_at_first_minibatch() -> list[int]:
+    data = Watchful()
+    pipedream.run(
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+        Plan.straight(2, 2),
+        data=data,
+        loss_fn=nn.functional.mse_loss,
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        progress=False,
+    )
+    return data.num_listening
+
+
+def test_the_first_minibatch_is_read_before_there_are_links_which_processes_would_inherit(farm: Farm) -> None:
+    # Those of a DataLoader held the sockets of the set-up open: each run with num_workers waited for 10 s.
+    assert farm.results(_listening_at_first_minibatch, num_ranks=2) == [[0], [0]]
