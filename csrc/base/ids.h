@@ -27,7 +27,6 @@ class StrongId {
 using StageIndex = StrongId<struct StageIndexTag>;
 using ReplicaIndex = StrongId<struct ReplicaIndexTag>;  // local to its stage
 using Rank = StrongId<struct RankTag>;                  // global
-using WorkerIndex = StrongId<struct WorkerIndexTag>;    // one process of a plan without replicas: its rank
 using MinibatchId = StrongId<struct MinibatchIdTag>;    // counted through all epochs, from 0
 using MicrobatchIndex = StrongId<struct MicrobatchIndexTag>;
 using WeightVersion = StrongId<struct WeightVersionTag>;  // state after that many updates

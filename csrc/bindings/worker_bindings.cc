@@ -595,8 +595,6 @@ void bind_worker(py::module_& module) {
       // With the GIL, on purpose: a beat says that the interpreter runs.
       .def(
           "pulse", [](PyWorker& self) { self.worker().pulse(); }, "Any thread.")
-      .def_property_readonly("transport_name", [](PyWorker& self) { return self.worker().transport_name(); })
-      .def_property_readonly("device_name", [](PyWorker& self) { return self.worker().device_name(); })
       .def(
           "abort", [](PyWorker& self, const std::string& why) { self.worker().abort(why); }, py::arg("why"))
       .def(

@@ -458,8 +458,6 @@ void Worker::close(double linger_s) {
   }
 }
 
-std::string Worker::transport_name() const { return std::string(transport_->name()); }
-
 std::map<std::string, ChannelStats> Worker::channel_stats() const {
   std::map<std::string, ChannelStats> stats;
   for (const auto& [name, sender] : senders_) {
@@ -492,7 +490,7 @@ bool Worker::wait_for_transfers(Deadline deadline) {
 // The sender decides, and has told its receiver by claiming the memory, before it said HELLO.
 std::map<std::string, std::string> Worker::channel_transports() const {
   const bool encrypts = options_.keys && options_.transport != kInproc;
-  const std::string by_link = transport_name() + (encrypts ? " curve" : "");
+  const std::string by_link = std::string(transport_->name()) + (encrypts ? " curve" : "");
   const auto text = [&](const ChannelSpec& spec, bool placed) -> std::string {
     if (!placed) return by_link;
     return spec.places_on_device ? "cuda ipc" : "shared memory";

@@ -150,10 +150,8 @@ class Worker {
   [[nodiscard]] bool receives_on_device(const std::string& channel) {
     return receiver(channel).spec.on_device;
   }
-  [[nodiscard]] std::string transport_name() const;
   [[nodiscard]] const WorkerOptions& options() const { return options_; }
   [[nodiscard]] Device& device() { return *device_; }
-  [[nodiscard]] std::string device_name() const { return device_->name(); }
   [[nodiscard]] const std::shared_ptr<Pool>& pool() const { return pool_; }
   [[nodiscard]] std::map<std::string, ChannelStats> channel_stats() const;
   // Of one end of a channel that keeps them, the other list is empty.

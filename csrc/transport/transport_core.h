@@ -140,7 +140,6 @@ class TransportCore : public Transport {
   Stop run_tasks();
   void close_links();
   void say_beats(Deadline now);
-  void check_deadlines(Deadline now);
   [[nodiscard]] std::optional<Deadline> next_deadline(const Stop& stop) const;
   void wait_for_traffic(std::optional<Deadline> deadline);
   [[nodiscard]] bool may_thread_sleep();

@@ -12,7 +12,6 @@ import re
 __all__ = [
     "format_bandwidth",
     "format_bytes",
-    "format_duration",
     "format_figure",
     "parse_bandwidth",
     "parse_size",
@@ -84,17 +83,6 @@ def format_bytes(num_bytes: float) -> str:
 def format_figure(number: float) -> str:
     """ "0.08333", "15300": four digits, or more of a larger whole number."""
     return f"{number:.0f}" if 1000 <= abs(number) < 1e15 else f"{number:.4g}"
-
-
-def format_duration(seconds: float) -> str:
-    """ "44.159 ms" from 0.044159; microseconds below one millisecond, minutes from two minutes on."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.1f} us"
-    if seconds < 1:
-        return f"{seconds * 1e3:.3f} ms"
-    if seconds < 120:
-        return f"{seconds:.2f} s"
-    return f"{int(seconds // 60)} min {int(seconds % 60)} s"
 
 
 def _split_quantity(

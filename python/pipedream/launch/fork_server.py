@@ -46,23 +46,11 @@ __all__ = ["Process", "serve", "start_server"]
 
 # What is imported before any fork. The last two: by the first link, and by the first optimizer.
 _PRELOADED = ("torch", "pipedream.launch.local_worker", "zmq", "torch._dynamo")
-# Of variables that are read when a program or a library is loaded.
-_READ_AT_LOAD = (
-    *(
-        "LD_",
-        "GLIBC_",
-        "MALLOC_",
-        "PYTHON",
-        "TORCH",
-        "PYTORCH_",
-        "ATEN_",
-        "C10_",
-        "CUDA_",
-        "NVIDIA_",
-        "NCCL_",
-    ),
-    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "PIPEDREAM_LIBZMQ"),
-)
+# How the names begin of variables that are read when a program or a library is loaded.
+_OF_PROGRAMS = ("LD_", "GLIBC_", "MALLOC_", "PYTHON")
+_OF_TORCH = ("TORCH", "PYTORCH_", "ATEN_", "C10_", "CUDA_", "NVIDIA_", "NCCL_", "PIPEDREAM_LIBZMQ")
+_OF_KERNELS = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_")
+_READ_AT_LOAD = (*_OF_PROGRAMS, *_OF_TORCH, *_OF_KERNELS)
 _SET_BY_TORCH = ("TORCHINDUCTOR_CACHE_DIR", "CUDA_MODULE_LOADING")  # when it is used, which may be later
 _REQUEST = struct.Struct("<B")  # of the files 0, 1 and 2 those that are open, as bits
 _ANSWER = struct.Struct("<q")  # the worker's pid, or minus the error's number
@@ -128,10 +116,10 @@ class _Popen(popen_fork.Popen):
             reduction.dump(process_obj, task)
         finally:
             set_spawning_popen(None)
-        end_read, end_write = os.pipe()  # the sentinel: the worker alone has the end to write
-        task_read, task_write = (
-            os.pipe()
-        )  # open here as long as this process lives, which the worker may watch
+        # Of each, one end is open as long as a process lives: the worker's, which this one waits for (the
+        # sentinel), and this process, which the worker may watch.
+        end_read, end_write = os.pipe()
+        task_read, task_write = os.pipe()
         self.finalizer = util.Finalize(self, _close_files, (end_read, task_write))
         self.sentinel = end_read
         try:

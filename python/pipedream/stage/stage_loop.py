@@ -234,7 +234,6 @@ class WorkerLoop:
             for runner in self._runners.values():
                 runner.parts.tied.pull_last(work.num_minibatches)
                 runner.parts.weights.check_gradients_taken()
-            self._num_minibatches = work.num_minibatches
             if any(runner.is_last and not runner.is_first for runner in self._runners.values()):
                 self._check_end(work.num_minibatches)
         return self._report(meter, step_meter)
@@ -302,9 +301,6 @@ class WorkerLoop:
         if self._options.autocast is torch.float16 and figures.overflowed:
             return None
         return unscale * clip_scale(figures.squared_norm * unscale**2, self._options.max_grad_norm)
-
-    def _prepared_of(self, stage_index: int) -> PreparedStage:
-        return next(part for part in self._prepared if part.stage.stage_index == stage_index)
 
     def _restore(self, newest_slots: Mapping[int, int]) -> None:
         for runner in self._runners.values():

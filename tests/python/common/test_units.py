@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from pipedream.common.units import (
     format_bandwidth,
     format_bytes,
-    format_duration,
     parse_bandwidth,
     parse_size,
 )
@@ -140,7 +139,3 @@ def test_figures_are_shown_in_the_unit_that_fits() -> None:
     assert format_bytes(0) == "0 B"
     assert format_bytes(1023) == "1023 B"
     assert format_bytes(1644167168) == "1.53 GiB"
-    assert format_duration(0.044159) == "44.159 ms"
-    assert format_duration(12.34e-6) == "12.3 us"
-    assert format_duration(3.5) == "3.50 s"
-    assert format_duration(125) == "2 min 5 s"
