@@ -13,6 +13,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from torch import nn
 
 from pipedream.budget.offload import forced_offload
 from pipedream.common.checks import (
@@ -22,20 +23,22 @@ from pipedream.common.errors import describe_error, one_line
 from pipedream.common.guard import check_main_guard, one_run_at_a_time
 from pipedream.common.tracebacks import with_short_tracebacks
 from pipedream.common.units import parse_size
+from pipedream.data.first_minibatch import PeekedIterator, first_of
 from pipedream.data.stream import check_sizes
 from pipedream.launch.cautions import cautions_of, warn_the_caller
 from pipedream.launch.devices import choose_device_type
 from pipedream.launch.launcher import run_locally
 from pipedream.launch.run_options import check_arguments
-from pipedream.launch.task_files import PeekedIterator
 from pipedream.launch.worker import run_worker
 from pipedream.links.codec_choice import CodecChoice, check_pairs, codec_between
 from pipedream.links.descriptors import descriptor_limit_raised
 from pipedream.links.options import make_link_options, wants_checksums
 from pipedream.links.rendezvous import START_TIMEOUT_S, torchrun_rendezvous
+from pipedream.model.boundary import check_pair
+from pipedream.model.cut_model import CutModel, cut_model, needs_cutting
 from pipedream.model.precision import autocast_dtype
 from pipedream.model.references import check_loss_fn
-from pipedream.model.seeding import generators_kept
+from pipedream.model.seeding import base_seed, generators_kept, seed_data
 from pipedream.model.splitter import Model, layers_of
 from pipedream.planning.plan import Plan
 from pipedream.report.result import RunResult
@@ -98,7 +101,8 @@ def run(
     and buffers updated in place. Under torchrun it is this rank's worker: rank 0 returns with the whole
     trained model, the others as `gather` says; rank 0's plan and initial weights are used everywhere.
 
-    model: an nn.Sequential or list of layers; any other module is one layer. float32 or float64.
+    model: any module, cut along its own forward, which runs once on the first minibatch for that; an
+        nn.Sequential or a list is taken as its layers. float32 or float64. docs/models.md has more.
     data: yields (inputs, targets), once per epoch; a DataLoader, a list, a generator. The workers of the
         first and the last stage iterate it, each its own copy; a DataLoader's processes start there, as they
         would here. What cannot be sent to the workers is iterated here and forwarded to them.
@@ -154,6 +158,11 @@ def run(
     prefix = _rendezvous_prefix() if _under_torchrun() else None
     with _mistakes_told(prefix):
         options = _checked_options(model, plan, arguments)
+        cuts = plan.num_layers > 1 and needs_cutting(model)
+        if isinstance(data, Iterator) and (cuts or prefix is None):
+            data = PeekedIterator(data)
+        if cuts:
+            model = _cut(model, data, options)
     if _is_rank_0():
         world_size = int(os.environ["WORLD_SIZE"]) if _under_torchrun() else None
         for caution in cautions_of(model, plan, world_size, loss_fn, microbatches):
@@ -161,8 +170,6 @@ def run(
     if prefix is not None:
         result = _run_this_rank(model, data, options, prefix)
     else:
-        if isinstance(data, Iterator):
-            data = PeekedIterator(data)
         result = run_locally(model, data, options)
     if seed is None:
         # The next run without a seed is another one: its shuffles and dropouts must not repeat this one's.
@@ -207,6 +214,15 @@ def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any]) -> Job
     )
     options.schedule_options()  # says what the plan and the schedule cannot do, before any process starts
     return options
+
+
+def _cut(model: Model, data: Iterable[Any], options: JobOptions) -> CutModel:
+    """The model with its layers, found by one forward with minibatch 0."""
+    assert isinstance(model, nn.Module)
+    with generators_kept():
+        seed_data(base_seed(options.seed), options.seed, options.plan.num_stages)
+        inputs, targets = check_pair(first_of(data), 0)
+        return cut_model(model, inputs, targets, options.loss_fn, autocast=options.autocast)
 
 
 def _check_environment() -> None:

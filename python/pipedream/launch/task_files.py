@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from pipedream.common import errors
+from pipedream.data.first_minibatch import PeekedIterator, first_of
 from pipedream.data.stream import (
     NUM_COUNT_TENSORS,
     ForwardedData,
@@ -27,7 +28,7 @@ from pipedream.model.boundary import Boundary, check_pair
 from pipedream.model.seeding import RngState, base_seed, seed_data
 from pipedream.stage.job import JobOptions
 
-__all__ = ["PeekedIterator", "WorkerTask", "read_part", "write_data", "write_options", "write_part"]
+__all__ = ["WorkerTask", "read_part", "write_data", "write_options", "write_part"]
 
 
 @dataclass(frozen=True)
@@ -110,11 +111,7 @@ def write_data(folder: Path, data: Iterable[Any], options: JobOptions) -> Forwar
 
 
 def _describe_forwarded(data: Iterable[Any], options: JobOptions) -> ForwardedData:
-    # An iterator gives its first minibatch once; the forwarder puts it back in front.
-    first = data.peek() if isinstance(data, PeekedIterator) else next(iter(data), None)
-    if first is None:
-        raise ValueError("data yields no minibatch: check the dataset, batch_size and drop_last")
-    inputs, targets = check_pair(first, 0)
+    inputs, targets = check_pair(first_of(data), 0)
     length = num_minibatches_of(data, options.epochs)
     return ForwardedData(
         (inputs, targets),
@@ -124,28 +121,6 @@ def _describe_forwarded(data: Iterable[Any], options: JobOptions) -> ForwardedDa
         length,
         describe_source(data.iterator if isinstance(data, PeekedIterator) else data),
     )
-
-
-class PeekedIterator:
-    """An iterator whose first item may be looked at before it is taken."""
-
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self.iterator = iterator
-        self._peeked: list[Any] = []
-
-    def peek(self) -> Any | None:
-        if not self._peeked:
-            self._peeked = [item for item in [next(self.iterator, None)] if item is not None]
-        return self._peeked[0] if self._peeked else None
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        return self._peeked.pop() if self._peeked else next(self.iterator)
-
-    def __reduce__(self) -> Any:
-        raise TypeError("an iterator stays with the caller")
 
 
 def _name_of(value: Any) -> str:

@@ -27,6 +27,7 @@ from pipedream.model.splitter import dtype_name
 __all__ = [
     "Boundary",
     "TensorSpec",
+    "attributes_kept",
     "boundary_input",
     "check_loss",
     "check_pair",
@@ -266,16 +267,10 @@ def untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
         if buffer is not None
     }
     gradients = [(parameter, parameter.grad) for parameter in parameters.values()]
-    attributes = [(module, type(module), set(vars(module)), _plain(vars(module))) for module in all_modules]
     for parameter, _ in gradients:
         parameter.grad = None
 
     def restore() -> None:
-        for module, kind, names, plain in attributes:
-            if type(module) is kind:  # a lazy module has become another, with attributes of its own
-                for name in vars(module).keys() - names:
-                    del vars(module)[name]
-                vars(module).update(plain)
         for parameter, gradient in gradients:
             parameter.grad = gradient
         with torch.no_grad():
@@ -285,6 +280,22 @@ def untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
             module._buffers.clear()
             module._buffers.update(named)
         rng_state.restore()
+
+    with afterwards(restore), attributes_kept(all_modules):
+        yield
+
+
+@contextlib.contextmanager
+def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """What modules keep in attributes inside is gone afterwards: new ones, and changes of plain ones."""
+    before = [(module, type(module), set(vars(module)), _plain(vars(module))) for module in modules]
+
+    def restore() -> None:
+        for module, kind, names, plain in before:
+            if type(module) is kind:  # a lazy module has become another, with attributes of its own
+                for name in vars(module).keys() - names:
+                    del vars(module)[name]
+                vars(module).update(plain)
 
     with afterwards(restore):
         yield

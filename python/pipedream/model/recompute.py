@@ -34,13 +34,13 @@ class GeneratorState:
     def replayed(self, device: torch.device) -> Iterator[None]:
         """Inside, random numbers come as they came after the capture; afterwards go on as before."""
         outside = GeneratorState.capture(device)
-        self._set(device)
+        self.restore(device)
         try:
             yield
         finally:
-            outside._set(device)
+            outside.restore(device)
 
-    def _set(self, device: torch.device) -> None:
+    def restore(self, device: torch.device) -> None:
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, device)

@@ -7,8 +7,9 @@ model. Runs in the caller's thread, before any worker exists.
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,10 +19,18 @@ from torch.nn.parameter import is_lazy
 
 from pipedream.model.references import ByteSpan, Place, places_of
 
-__all__ = ["Model", "StageModule", "Tie", "check_split", "find_ties", "layers_of", "model_name", "split"]
-
-# What users may pass as a model: any module, or a list of layers.
-Model = nn.Module | Sequence[nn.Module]
+__all__ = [
+    "CutForward",
+    "Model",
+    "StageModule",
+    "Tie",
+    "check_split",
+    "find_ties",
+    "is_list_of_layers",
+    "layers_of",
+    "model_name",
+    "split",
+]
 
 _TRAINABLE_DTYPES = (torch.float32, torch.float64)
 
@@ -117,6 +126,29 @@ class StageModule(nn.Module):
         return list(unique.values())
 
 
+class CutForward(ABC):
+    """A module whose layers are spans of its own forward; cut_model.CutModel is one."""
+
+    module: nn.Module
+
+    @property
+    @abstractmethod
+    def layer_names(self) -> list[str]:
+        """One per layer."""
+
+    @abstractmethod
+    def stage(self, stage_index: int, first_layer: int, last_layer: int) -> StageModule:
+        """The stage of these layers."""
+
+    @abstractmethod
+    def explain(self) -> str:
+        """Why there are no more layers, or nothing."""
+
+
+# What users may pass as a model, any module or a list of layers; and what a run makes of some modules.
+Model = nn.Module | Sequence[nn.Module] | CutForward
+
+
 @dataclass(frozen=True)
 class Tie:
     """A trainable parameter that several stages use.
@@ -156,7 +188,8 @@ def layers_of(model: Model) -> list[tuple[str, nn.Module]]:
     """(name, layer) in the order they run; what the profiler times and a plan may cut after.
 
     The children of an nn.Sequential, the entries of a list, tuple or nn.ModuleList; any other module,
-    also an nn.Sequential with a forward or hooks of its own, is one single layer. Raises TypeError for
+    also an nn.Sequential with a forward or hooks of its own, is one single layer until it is cut
+    (cut_model.py). Raises TypeError for
     anything else and ValueError for a model without layers.
     """
     return [(layer.name, layer.module) for layer in _layers(model)]
@@ -164,12 +197,24 @@ def layers_of(model: Model) -> list[tuple[str, nn.Module]]:
 
 def model_name(model: Model) -> str:
     """The class's name; "layers" for a list."""
+    if isinstance(model, CutForward):
+        model = model.module
     return type(model).__name__ if isinstance(model, nn.Module) else "layers"
+
+
+def is_list_of_layers(model: nn.Module) -> bool:
+    """Whether the module's children are its layers, run one after the other."""
+    return isinstance(model, nn.ModuleList) or (isinstance(model, nn.Sequential) and _is_plain(model))
 
 
 def split(model: Model, plan: StagePlan) -> list[StageModule]:
     """One StageModule per stage of the plan. Raises as check_split does."""
     check_split(model, plan)
+    if isinstance(model, CutForward):
+        return [
+            model.stage(stage_index, stage.first_layer, stage.last_layer)
+            for stage_index, stage in enumerate(plan.stages)
+        ]
     layers = [(layer.name, layer.prefix, layer.module) for layer in _layers(model)]
     return [
         StageModule(stage_index, stage.first_layer, layers[stage.first_layer : stage.last_layer + 1])
@@ -186,6 +231,11 @@ def check_split(model: Model, plan: StagePlan) -> None:
     Parameters may be tied across stages: see find_ties.
     """
     layers = _layers(model)
+    if isinstance(model, CutForward):
+        _check_coverage(len(model.layer_names), plan, model.explain())
+        _check_parameters(layers)
+        _check_references(layers, [0], _check_storages(layers))
+        return
     _check_coverage(len(layers), plan)
     stage_of_layer = [
         stage_index
@@ -200,9 +250,11 @@ def check_split(model: Model, plan: StagePlan) -> None:
 
 
 def _layers(model: Model) -> list[_Layer]:
-    # The tables of children are read as they are: named_children() would drop a layer that is used twice.
-    if isinstance(model, nn.ModuleList) or (isinstance(model, nn.Sequential) and _is_plain(model)):
-        named = [(name, f"{name}.", module) for name, module in model._modules.items()]
+    if isinstance(model, CutForward):
+        model = model.module
+        named = [(model_name(model), "", model)]
+    elif isinstance(model, nn.Module) and is_list_of_layers(model):
+        named = [(name, f"{name}.", module) for name, module in _children(model)]
     elif isinstance(model, nn.Module):
         named = [(model_name(model), "", model)]
     elif isinstance(model, (list, tuple)):
@@ -212,16 +264,18 @@ def _layers(model: Model) -> list[_Layer]:
             f"model is the class {model.__name__}: make a model of it, as {model.__name__}(...) does"
         )
     else:
-        raise TypeError(
-            f"model is a {type(model).__name__}: give an nn.Module (an nn.Sequential can be "
-            f"cut) or a list of layers"
-        )
+        raise TypeError(f"model is a {type(model).__name__}: give an nn.Module or a list of layers")
     for name, _, module in named:
         if not isinstance(module, nn.Module):
             raise TypeError(f"layer {name!r} is a {type(module).__name__}, not an nn.Module: wrap it in one")
     if not named:
         raise ValueError("the model has no layers: give at least one")
     return [_Layer(name, prefix, module) for name, prefix, module in named]
+
+
+def _children(model: nn.Module) -> Iterable[tuple[str, Any]]:
+    # As they are in the table: named_children() would drop a layer that is used twice.
+    return model._modules.items()
 
 
 def _is_plain(model: nn.Sequential) -> bool:
@@ -235,13 +289,17 @@ def _is_plain(model: nn.Sequential) -> bool:
     return type(model).forward is nn.Sequential.forward and not any(hooks)
 
 
-def _check_coverage(num_layers: int, plan: StagePlan) -> None:
+def _check_coverage(num_layers: int, plan: StagePlan, why_no_more: str = "") -> None:
     num_stages = len(plan.stages)
+    if num_stages > num_layers and why_no_more:
+        raise ValueError(
+            f"the plan has {num_stages} stages but the model has {num_layers} layers, as it cannot be cut at"
+            f" more places: {why_no_more}"
+        )
     if num_stages > num_layers:
         raise ValueError(
             f"the plan has {num_stages} stages but the model has {num_layers} layers: a stage needs at least "
-            f"one layer, so partition for at most {num_layers} workers (any module that is not an "
-            f"nn.Sequential or a list of layers is one layer)"
+            f"one layer, so partition for at most {num_layers} workers"
         )
     next_layer = 0
     for stage_index, stage in enumerate(plan.stages):

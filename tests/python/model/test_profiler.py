@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 import torch
 from models import BATCH, CASES, CLASSES, SEQUENCE, WIDTH, Batch, Case, squared_error
+from pipedream.model.cut_model import cut_model
 from pipedream.model.profiler import profile
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
+from twins import TWINS, cross_entropy
 
 
 class Recorder(nn.Module):
@@ -225,10 +228,9 @@ def test_a_list_of_layers_and_a_single_module_can_be_profiled() -> None:
     case = CASES["mlp"]
     measured = profile(list(case.model()), case.data(1), case.loss_fn, minibatches=1)
     assert (measured.model, measured.num_layers) == ("layers", 5)
-    lone = nn.ModuleDict({"a": case.model()})
-    lone.forward = lone["a"].forward
-    measured = profile(lone, case.data(1), case.loss_fn, minibatches=1)
-    assert (measured.model, [layer.name for layer in measured.layers]) == ("ModuleDict", ["ModuleDict"])
+    lone = nn.Linear(WIDTH, CLASSES)
+    measured = profile(lone, case.data(1, torch.float32), case.loss_fn, minibatches=1)
+    assert (measured.model, [layer.name for layer in measured.layers]) == ("Linear", ["Linear"])
 
 
 @pytest.mark.parametrize(
@@ -269,3 +271,122 @@ def test_layers_on_a_gpu_are_timed_by_its_events() -> None:
     )
     assert all(layer.forward_ms > 0 for layer in measured.layers)
     assert measured.device == torch.cuda.get_device_name()
+
+
+def test_any_module_is_measured_between_the_places_where_it_may_be_cut() -> None:
+    twin = TWINS["transformer"]
+    model, data = twin.model(), twin.data(2)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    measured = profile(model, data, cross_entropy, minibatches=2)
+    cut = cut_model(model, *data[0], cross_entropy)
+    assert [layer.name for layer in measured.layers] == cut.layer_names
+    assert [layer.activation_bytes for layer in measured.layers] == [*(p.num_bytes for p in cut.offered), 0]
+    assert measured.parameter_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
+    assert measured.layers[0].parameter_bytes == model.words.weight.numel() * 8  # the tied head's too
+    assert measured.layers[-1].parameter_bytes == 0
+    assert all(layer.forward_ms > 0 and layer.backward_ms > 0 for layer in measured.layers)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class _Slow(torch.autograd.Function):
+    """Passes time on the fake clock: 1 s forward, 2 s backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, clock: Clock) -> torch.Tensor:
+        clock.pass_ms(1000)
+        ctx.clock = clock
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.clock.pass_ms(2000)
+        return gradients[0], None
+
+
+class _SlowBranch(nn.Module):
+    """A layer of which a much later one reads the output too."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.first, self.slow = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.third, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.slow.register_forward_hook(lambda module, args, output: _Slow.apply(output, clock))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        out: torch.Tensor = self.last(self.third(self.slow(x)) + x)
+        return out
+
+
+def test_the_time_of_a_part_of_the_forward_is_its_own_forward_and_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("pipedream.model.clock.time.perf_counter", lambda: clock.now_s)
+    data = CASES["mlp"].data(1, torch.float32)
+    measured = profile(_SlowBranch(clock), data, squared_error, minibatches=1)
+    assert [layer.name for layer in measured.layers] == ["first", "slow", "third", "last"]
+    assert [layer.forward_ms for layer in measured.layers] == [0, 1000, 0, 0]
+    assert [layer.backward_ms for layer in measured.layers] == [0, 2000, 0, 0]
+
+
+class _Hidden(nn.Module):
+    """Passes a value to later code in a way that no operation of torch's shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        scale = float(x.detach().numpy().max())
+        out: torch.Tensor = self.last(x.tanh()) * scale
+        return out
+
+
+class _HiddenInModule(_Hidden):
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        self.scale = 1.0
+        self.first.register_forward_hook(self._note)
+
+    def _note(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.scale = float(output.detach().numpy().max())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.middle(self.first(x))) * self.scale
+        return out
+
+
+def test_a_cut_that_changes_what_is_computed_is_named_before_anything_is_measured() -> None:
+    data = CASES["mlp"].data(1, torch.float32)
+    profile(_Hidden(), data, squared_error, minibatches=1)  # what crosses is what is read
+    with pytest.raises(ValueError, match=r"the model cut after first does not compute what the whole model"):
+        profile(_HiddenInModule(), data, squared_error, minibatches=1)
+    unchecked = profile(_HiddenInModule(), data, squared_error, minibatches=1, check=False)
+    assert [layer.name for layer in unchecked.layers] == ["first", "middle", "last"]
+
+
+def test_the_check_of_cuts_finds_nothing_in_the_twins() -> None:
+    for twin in TWINS.values():
+        profile(twin.model(torch.float32), twin.data(1, torch.float32), cross_entropy, minibatches=1)
+
+
+def test_a_module_that_cannot_be_cut_is_one_layer_and_the_log_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.last(checkpoint(self.first, x, use_reentrant=False))
+            return out
+
+    measured = profile(Frozen(), CASES["mlp"].data(1, torch.float32), squared_error, minibatches=1)
+    assert [layer.name for layer in measured.layers] == ["Frozen"]
+    assert "the model cannot be cut" in caplog.text
+    assert "not after first: first runs under activation checkpointing or no_grad" in caplog.text

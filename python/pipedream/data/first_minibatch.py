@@ -1,0 +1,66 @@
+"""Minibatch 0, looked at before the run takes it. Owned by the thread that calls run()."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from pipedream.data.stream import without_processes
+from pipedream.model.seeding import RngState
+
+__all__ = ["PeekedIterator", "first_of"]
+
+
+class PeekedIterator:
+    """An iterator whose first item may be looked at before it is taken. Each look, and the taking, leaves the
+    generators as the iterator left them when it made the item."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self.iterator = iterator
+        self._peeked: list[Any] = []
+        self._generators: RngState | None = None
+
+    def peek(self) -> Any | None:
+        if self._generators is None:
+            self._peeked = [item for item in [next(self.iterator, None)] if item is not None]
+            self._generators = RngState.capture()
+        self._generators.restore()
+        return self._peeked[0] if self._peeked else None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._peeked:
+            return next(self.iterator)
+        assert self._generators is not None
+        self._generators.restore()
+        return self._peeked.pop()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an iterator stays with the caller")
+
+
+def first_of(data: Iterable[Any]) -> Any:
+    """Of data that will be iterated again from the beginning; an iterator's by peek(). Raises ValueError
+    where there is none."""
+    if isinstance(data, PeekedIterator):
+        first = data.peek()
+    elif isinstance(data, torch.utils.data.DataLoader):
+        first = next(iter(_alone(data)), None)
+    else:
+        first = next(iter(data), None)
+    if first is None:
+        raise ValueError("data yields no minibatch: check the dataset, batch_size and drop_last")
+    return first
+
+
+def _alone(loader: torch.utils.data.DataLoader[Any]) -> torch.utils.data.DataLoader[Any]:
+    """The loader without processes, which would be started for one minibatch."""
+    alone = copy.copy(without_processes(loader))
+    assert isinstance(alone, torch.utils.data.DataLoader)
+    alone.num_workers, alone.timeout = 0, 0
+    return alone

@@ -1,0 +1,309 @@
+"""Cuts: where the forward of any module may be divided between stages, and what crosses there.
+
+A cut is the end of a call of a module. Upstream of it everything before that moment runs; downstream the same
+forward runs again, but the calls that are over at the cut (the frontier: those of the inputs, of the siblings
+that came before, at each level, and the call itself) give back what came over the cut.
+
+    forward(x)              upstream runs     downstream runs
+      x = stem(x)           stem              -
+      y = x.mean(1)         mean              mean                   code outside calls: on both sides
+      x = body(x)           body, then stops  -                      <- the cut
+      return head(x + y)                      +, head
+
+What crosses is the backward slice from the loss through all that runs downstream, where it ends in something
+that does not run there: nothing else can be read. Contract: a cut is offered only where that is exactly
+reproducible, and every other end of a call has a reason why not. Pure; any thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from pipedream import _core
+from pipedream.model.crossing import Crossing, FrontierCall, PackedLeaf
+from pipedream.model.trace import INPUTS, ROOT, Call, Leaf, Operation, Trace, Version
+
+__all__ = ["Cut", "Cuts", "SpanState"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A place to cut, or the reason why it is none."""
+
+    call: int
+    name: str
+    crossing: Crossing | None = None
+    num_bytes: int = 0
+    """That cross, in the traced minibatch."""
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
+class SpanState:
+    """The names of what a span of the forward has to do with."""
+
+    parameters: frozenset[str]
+    buffers: frozenset[str]
+    strays: frozenset[str]
+    """Parameters and buffers of others that code outside calls reads, for nothing that is needed."""
+
+
+@dataclass
+class _Slice:
+    """What runs in a span, and what of it is needed."""
+
+    needed: list[Operation] = field(default_factory=list)
+    reads: set[Version] = field(default_factory=set)
+    """By what is needed, and made outside the span."""
+
+
+class Cuts:
+    """The places of one trace, in the order of the forward: `offered`, and `refused` with reasons."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._writer = {version: op for op in trace.operations for version in op.writes}
+        self._children: dict[int, list[int]] = {}
+        for index, call in enumerate(trace.calls):
+            self._children.setdefault(call.parent, []).append(index)
+        self._parameter_of = _by_storage(trace.parameters)
+        self._buffer_of = _by_storage(trace.buffers)
+        self._changing = {
+            version.storage
+            for op in trace.operations
+            for version in op.writes
+            if version.storage in self._buffer_of
+        }
+        self.offered: list[Cut] = []
+        self.refused: list[Cut] = []
+        for candidates in self._candidates():
+            tried = [self._try(index) for index in candidates]
+            legal = next((cut for cut in tried if cut.crossing is not None), None)
+            if legal is not None:
+                self.offered.append(legal)
+            else:
+                self.refused.append(tried[0])
+
+    def state_of(self, first: Cut | None, last: Cut | None) -> SpanState:
+        """What the span between two cuts needs or touches; None: from the start, to the loss."""
+        begin = 0 if first is None else self._trace.calls[first.call].end
+        end = None if last is None else self._trace.calls[last.call].end
+        runs = [op for op in self._trace.operations if self._runs(op, begin, end)]
+        touched = _storages(runs)
+        own = _storages([op for op in runs if op.tick > begin]) | _storages(self._slice(begin, last).needed)
+        if last is None:  # what nothing uses has to be somewhere
+            own |= {*self._parameter_of, *self._buffer_of} - _storages(self._trace.operations)
+        named = self._parameter_of | self._buffer_of
+        return SpanState(
+            _named(own, self._parameter_of), _named(own, self._buffer_of), _named(touched - own, named)
+        )
+
+    def first_spans_of_parameters(self, cuts: Sequence[Cut]) -> dict[str, int]:
+        """Which of the spans between these cuts reads each parameter first; the last one where none does."""
+        ends = [self._trace.calls[cut.call].end for cut in cuts]
+        spans: dict[str, int] = {}
+        for op in self._trace.operations:
+            for version in op.reads:
+                for name in self._parameter_of.get(version.storage, ()):
+                    spans.setdefault(name, sum(end < op.tick for end in ends))
+        return {name: spans.get(name, len(cuts)) for name in self._trace.parameters}
+
+    @property
+    def last_call(self) -> str:
+        """Of the forward; empty where it calls no module."""
+        last = max(self._trace.calls, key=lambda call: call.end)
+        return "" if last.key == INPUTS else str(last.key)
+
+    # Where a cut may be.
+
+    def _candidates(self) -> Iterable[list[int]]:
+        """Groups of calls that end between the same two operations, the outermost first, if parameters are
+        used on both sides."""
+        uses = [op.tick for op in self._trace.operations if self._uses_parameters(op)]
+        if not uses:
+            return
+        ticks = [op.tick for op in self._trace.operations if not op.is_copy]
+        groups: dict[int, list[int]] = {}
+        position = 0
+        for index in sorted(range(len(self._trace.calls)), key=lambda index: self._trace.calls[index].end):
+            end = self._trace.calls[index].end
+            while position < len(ticks) and ticks[position] < end:
+                position += 1
+            if uses[0] < end < uses[-1]:
+                groups.setdefault(position, []).append(index)
+        yield from (group[::-1] for group in groups.values())
+
+    def _uses_parameters(self, op: Operation) -> bool:
+        return any(version.storage in self._parameter_of for version in op.reads)
+
+    def _try(self, index: int) -> Cut:
+        call = self._trace.calls[index]
+        name = str(call.key)
+        around = self._path(index)
+        if not all(self._trace.calls[other].is_plain for other in around):
+            outer = next(o for o in reversed(around) if not self._trace.calls[o].is_plain)
+            where = self._trace.calls[outer].key
+            return Cut(index, name, why_not=f"{where} runs under activation checkpointing or no_grad")
+        found = self._slice(call.end, None)
+        why_not = self._fault(call, found)
+        if why_not:
+            return Cut(index, name, why_not=why_not)
+        frontier = self._frontier(index)
+        positions: dict[tuple[object, ...], int] = {}
+        sizes: list[int] = []
+        for leaf in (leaf for i in frontier for leaf in self._leaves(i) if leaf.version in found.reads):
+            if leaf.memory not in positions:
+                positions[leaf.memory] = len(positions)
+                sizes.append(leaf.num_bytes)
+        why_not = self._fault_of_wire(frontier, found, positions)
+        if why_not:
+            return Cut(index, name, why_not=why_not)
+        calls = tuple(self._frontier_call(i, call.end, positions) for i in frontier)
+        crossing = Crossing(call.key, calls, len(positions))
+        return Cut(index, name, crossing, sum(sizes) + 8 * crossing.num_sizes)
+
+    def _fault(self, call: Call, found: _Slice) -> str:
+        """Why what runs on both sides would differ; empty where nothing does."""
+        for op in found.needed:
+            if op.tick < call.end and op.draws:
+                return (
+                    f"{op.name} draws random numbers outside a module, before the cut, and is needed after it"
+                    " (use nn.Dropout and the like)"
+                )
+        receiver = _storages(found.needed)
+        receiver |= _storages(op for op in self._trace.operations if op.tick > call.end)
+        sender = _storages(op for op in self._trace.operations if op.tick < call.end)
+        for storage in sorted(self._changing & receiver & sender):
+            return f"buffer {self._buffer_of[storage][0]!r} changes and is used on both sides"
+        for version in found.reads:
+            if version.writes > 0 and version.storage in self._parameter_of:
+                return f"parameter {self._parameter_of[version.storage][0]!r} is written in the forward"
+        return ""
+
+    def _fault_of_wire(
+        self, frontier: list[int], found: _Slice, positions: dict[tuple[object, ...], int]
+    ) -> str:
+        """Why what is needed cannot be given back; empty where it can."""
+        leaves = [leaf for index in frontier for leaf in self._leaves(index)]
+        returned = {leaf.version for leaf in leaves}
+        for version in sorted(found.reads - returned):
+            writer = self._writer.get(version)
+            if writer is not None:
+                where = "the model" if writer.call == ROOT else str(self._trace.calls[writer.call].key)
+                return (
+                    f"{where} passes a tensor ({writer.name}) to later code outside its return value"
+                    " (return it)"
+                )
+        crossing = [leaf for leaf in leaves if leaf.version in found.reads]
+        if not positions:
+            return "nothing crosses"
+        if len(positions) >= _core.NUM_TENSORS_MAX:
+            return f"{len(positions)} tensors would cross"
+        for leaf in crossing:
+            if not leaf.is_dense:
+                return "a tensor that is not dense would cross"
+            if len(leaf.shape) > _core.NUM_DIMS_MAX:
+                return f"a tensor of {len(leaf.shape)} dimensions would cross"
+        views = Counter(leaf.version.storage for leaf in {leaf.memory: leaf for leaf in crossing}.values())
+        written = {version.storage for op in found.needed for version in op.writes}
+        if any(count > 1 and storage in written for storage, count in views.items()):
+            return "two views of memory that is written later would cross"
+        return ""
+
+    # The frontier.
+
+    def _path(self, index: int) -> list[int]:
+        """The call and those around it, the innermost first."""
+        path = []
+        while index != ROOT:
+            path.append(index)
+            index = self._trace.calls[index].parent
+        return path
+
+    def _frontier(self, index: int) -> list[int]:
+        """The calls that are over at the end of this one and lie in none that is."""
+        end = self._trace.calls[index].end
+        levels = [*self._path(index)[1:], ROOT]
+        siblings = [child for level in levels for child in self._children.get(level, ())]
+        over = [child for child in siblings if self._trace.calls[child].end <= end]
+        return sorted(over, key=lambda child: self._trace.calls[child].end)
+
+    def _leaves(self, index: int) -> list[Leaf]:
+        return [leaf for leaf in self._trace.calls[index].leaves if isinstance(leaf, Leaf)]
+
+    def _frontier_call(self, index: int, cut: int, positions: dict[tuple[object, ...], int]) -> FrontierCall:
+        call = self._trace.calls[index]
+
+        def packed(leaf: object) -> PackedLeaf:
+            if not isinstance(leaf, Leaf):
+                return PackedLeaf(constant=leaf)
+            position = positions.get(leaf.memory)
+            # What crosses is overwritten by code before the cut, a filler by any that runs afterwards.
+            until = cut if position is not None else None
+            overwritten = self._is_overwritten(leaf.version.storage, call.end, until)
+            return PackedLeaf(position, leaf.dtype, len(leaf.shape), overwritten)
+
+        inside = Counter(
+            other.key.module for other in self._trace.calls if call.begin < other.begin < call.end
+        )
+        return FrontierCall(call.key, call.structure, tuple(map(packed, call.leaves)), dict(inside))
+
+    def _is_overwritten(self, storage: int, begin: int, end: int | None) -> bool:
+        ticks = self._write_ticks.get(storage, ())
+        return any(tick > begin and (end is None or tick < end) for tick in ticks)
+
+    @functools.cached_property
+    def _write_ticks(self) -> dict[int, list[int]]:
+        ticks: dict[int, list[int]] = {}
+        for op in self._trace.operations:
+            for version in op.writes:
+                ticks.setdefault(version.storage, []).append(op.tick)
+        return ticks
+
+    # The data flow.
+
+    def _runs(self, op: Operation, begin: int, end: int | None) -> bool:
+        """Whether a stage of the span runs it: calls that are over at its beginning are not made again."""
+        if end is not None and op.tick > end:
+            return False
+        return op.tick > begin or op.call == ROOT or self._trace.calls[op.call].end > begin
+
+    def _slice(self, begin: int, last: Cut | None) -> _Slice:
+        """Of a stage that gets what is over at the tick `begin` and makes what crosses at `last`, or the
+        loss."""
+        calls = self._trace.calls
+        if last is None:
+            end, wanted = None, {self._trace.loss}
+        else:
+            assert last.crossing is not None
+            end = calls[last.call].end
+            wanted = self._slice(end, None).reads
+        found = _Slice(reads=set(wanted))
+        for op in reversed(self._trace.operations):
+            if not self._runs(op, begin, end):
+                continue
+            is_root = op.decides or (op.tick > begin and any(v.storage in self._buffer_of for v in op.writes))
+            if is_root or not found.reads.isdisjoint(op.writes):
+                found.needed.append(op)
+                found.reads.difference_update(op.writes)
+                found.reads.update(op.reads)
+        return found
+
+
+def _by_storage(storages: dict[str, int]) -> dict[int, list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, storage in storages.items():
+        names.setdefault(storage, []).append(name)
+    return names
+
+
+def _named(storages: set[int], names: dict[int, list[str]]) -> frozenset[str]:
+    return frozenset(itertools.chain.from_iterable(names.get(storage, ()) for storage in storages))
+
+
+def _storages(operations: Iterable[Operation]) -> set[int]:
+    return {version.storage for op in operations for version in (*op.reads, *op.writes)}

@@ -1,0 +1,172 @@
+"""Span: a stage that runs a part of any model's forward, between two cuts, by the model's own code.
+
+    1  the model's forward runs from its beginning
+    2  calls that are over at the cut before give back what was received  (crossing.py)
+    3  everything else runs as it is; what crosses the cut after is kept as calls end
+    4  the end of the span's last call stops the forward
+
+Code outside calls runs at every stage whose forward passes it. What it computes from fillers nobody reads.
+What one forward knows is in an object of its own: many are in flight, and a recompute is one more. A forward
+that makes other calls of modules than the traced one is noticed here. Owned by the stage's compute thread.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipedream.model.calls import calls_seen
+from pipedream.model.crossing import Crossing, Fillers
+from pipedream.model.cuts import SpanState
+from pipedream.model.splitter import StageModule
+from pipedream.model.trace import INPUTS, CallKey
+
+__all__ = ["SpanStage"]
+
+
+class _Stop(BaseException):
+    """Ends a forward; no code of the user's catches it by mistake."""
+
+
+class SpanStage(StageModule):
+    """Layers first_layer..last_layer of a model that was cut along its own forward. It holds the whole model,
+    and calls its own what the span reads and writes of it."""
+
+    def __init__(
+        self,
+        stage_index: int,
+        first_layer: int,
+        layer_names: Sequence[str],
+        model: nn.Module,
+        *,
+        call_model: Callable[[nn.Module, Any], Any],
+        state: SpanState,
+        crossing_in: Crossing | None,
+        crossing_out: Crossing | None,
+        fillers: Fillers | None = None,
+        on_begin: Callable[[], None] | None = None,
+    ) -> None:
+        """crossing_in, crossing_out: None at the first and the last stage. on_begin: called in each forward
+        where it has come to the cut before."""
+        super().__init__(stage_index, first_layer, [(layer_names[-1], "", model)])
+        self.last_layer = first_layer + len(layer_names) - 1
+        self.layer_names = list(layer_names)
+        self._call_model = call_model
+        self._state = state
+        self._crossing_in = crossing_in
+        self._crossing_out = crossing_out
+        self._fillers = fillers or Fillers()
+        self._on_begin = on_begin or _do_nothing
+        self._names = {id(module): name for name, module in model.named_modules()}
+        keys = {
+            call.key.module for crossing in (crossing_in, crossing_out) if crossing for call in crossing.calls
+        }
+        self._seen = [module for name, module in model.named_modules() if name in keys]
+
+    def forward(self, value: Any) -> Any:
+        """value: the inputs at the first stage, then what crossed. Gives what crosses, or the output."""
+        forward = _SpanForward(self._names, self._crossing_in, self._crossing_out, self._on_begin)
+        inputs = forward.begin(value, self._fillers)
+        model = self.layers[0]
+        if not self._seen:
+            return self._call_model(model, inputs)
+        try:
+            with calls_seen(self._seen, forward.call):
+                output = self._call_model(model, inputs)
+        except _Stop:
+            pass
+        forward.check_calls()
+        return forward.crossing() if self._crossing_out is not None else output
+
+    def owns(self, name: str) -> bool:
+        return name in self._state.parameters or name in self._state.buffers
+
+    def stage_buffers(self) -> list[tuple[str, Tensor]]:
+        return [(name, buffer) for name, buffer in super().stage_buffers() if name in self._state.buffers]
+
+    def strays(self) -> list[Tensor]:
+        """Parameters and buffers of other stages that its code reads, for nothing that is needed."""
+        model = self.layers[0]
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        return [tensor for name, tensor in tensors if name in self._state.strays]
+
+    def _unique_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        own = self._state.parameters
+        return [(name, parameter) for name, parameter in super()._unique_parameters() if name in own]
+
+
+def _do_nothing() -> None:
+    pass
+
+
+class _SpanForward:
+    """One forward."""
+
+    def __init__(
+        self,
+        names: dict[int, str],
+        crossing_in: Crossing | None,
+        crossing_out: Crossing | None,
+        on_begin: Callable[[], None],
+    ) -> None:
+        self._names = names
+        self._on_begin = on_begin
+        self._in = crossing_in
+        self._out = crossing_out
+        self._times_called: Counter[str] = Counter()
+        self._given: dict[CallKey, Any] = {}
+        self._calls_inside = {} if crossing_in is None else {c.key: c.calls_inside for c in crossing_in.calls}
+        self._wanted = {} if crossing_out is None else {call.key: call for call in crossing_out.calls}
+        self._outputs: dict[CallKey, list[Any]] = {}
+
+    def begin(self, value: Any, fillers: Fillers) -> Any:
+        """The inputs that the model is called with."""
+        if self._in is None:
+            self._given = {INPUTS: value}
+        else:
+            self._given = self._in.unpack(value, fillers)
+        inputs = self._given.pop(INPUTS)
+        self._keep(INPUTS, inputs)
+        return inputs
+
+    def call(
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> Any:
+        name = self._names[id(module)]
+        key = CallKey(name, self._times_called[name])
+        self._times_called[name] += 1
+        if key in self._given:
+            self._times_called.update(self._calls_inside[key])
+            output = self._given.pop(key)
+            if self._in is not None and key == self._in.last:
+                self._on_begin()
+        else:
+            output = call(*arguments, **keywords)
+        self._keep(key, output)
+        if self._out is not None and key == self._out.last:
+            raise _Stop
+        return output
+
+    def _keep(self, key: CallKey, output: Any) -> None:
+        if key in self._wanted:
+            self._outputs[key] = self._wanted[key].flatten(output)
+
+    def check_calls(self) -> None:
+        """Raises ValueError for a forward that did not make the calls of the traced one."""
+        missing = [key for key in (*self._given, *self._wanted) if key not in self._outputs]
+        if missing:
+            raise ValueError(
+                f"the forward ended without calling {missing[0]}, as it did in the first minibatch: layers"
+                " that are dropped, or called depending on the data, cannot be cut; give the plan other cuts"
+            )
+
+    def crossing(self) -> tuple[Tensor, ...]:
+        assert self._out is not None
+        return self._out.pack(self._outputs)

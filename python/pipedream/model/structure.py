@@ -1,0 +1,75 @@
+"""Structure: how tuples, lists, dicts and dataclasses hold values; taken apart and put together.
+
+What is none of these is one value, whatever it has inside. Pure values that can be sent to other processes;
+any thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+__all__ = ["Structure", "rebuilt", "taken_apart"]
+
+
+class Structure(NamedTuple):
+    """One level; kind None: a value."""
+
+    kind: type[Any] | None = None
+    keys: tuple[Any, ...] = ()
+    """Of a dict or a dataclass."""
+    parts: tuple[Any, ...] = ()
+    """Structures."""
+
+    def __str__(self) -> str:
+        if self.kind is None:
+            return "*"
+        parts = [str(part) for part in self.parts]
+        if self.keys:
+            parts = [f"{key}: {part}" for key, part in zip(self.keys, parts, strict=True)]
+        return f"{self.kind.__name__}({', '.join(parts)})"
+
+
+def taken_apart(value: Any) -> tuple[list[Any], Structure]:
+    """(the values in it, in order; what holds them)."""
+    values: list[Any] = []
+    return values, _take_apart(value, values)
+
+
+def rebuilt(structure: Structure, values: Iterable[Any]) -> Any:
+    """The inverse."""
+    return _rebuild(structure, iter(values))
+
+
+def _take_apart(value: Any, values: list[Any]) -> Structure:
+    kind = type(value)
+    if isinstance(value, (tuple, list)):
+        return Structure(kind, (), tuple(_take_apart(item, values) for item in value))
+    if isinstance(value, dict):
+        return Structure(kind, tuple(value), tuple(_take_apart(item, values) for item in value.values()))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = tuple(field.name for field in dataclasses.fields(value))
+        return Structure(kind, names, tuple(_take_apart(getattr(value, name), values) for name in names))
+    values.append(value)
+    return Structure()
+
+
+def _rebuild(structure: Structure, values: Iterator[Any]) -> Any:
+    kind = structure.kind
+    if kind is None:
+        return next(values)
+    parts = [_rebuild(part, values) for part in structure.parts]
+    if issubclass(kind, tuple):
+        return kind._make(parts) if hasattr(kind, "_make") else kind(parts)
+    if issubclass(kind, list):
+        return kind(parts)
+    items = dict(zip(structure.keys, parts, strict=True))
+    if not dataclasses.is_dataclass(kind):
+        return kind(items)
+    if issubclass(kind, dict):  # a dataclass whose fields that are set are also its items
+        return kind(**items)
+    made = object.__new__(kind)
+    for name, item in items.items():
+        object.__setattr__(made, name, item)
+    return made

@@ -1,0 +1,151 @@
+"""run() of modules with a forward of their own: what plain training gives where the schedule drains, and the
+oracle's numbers where it does not."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pipedream
+import pytest
+import torch
+from farm import Farm
+from models import straight_plan
+from pipedream import RunResult, reference
+from pipedream.model.cut_model import cut_model
+from pipedream.planning.plan import Plan
+from torch import nn
+from training import State, assert_close_losses, assert_close_state, is_rank_0, state_of
+from twins import TWINS, Batch, cross_entropy
+
+_SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+_NUM_MINIBATCHES = 6
+_RELATIVE = 1e-9  # in float64: two orders of the same arithmetic
+
+
+def _plan(name: str, num_stages: int) -> Plan:
+    """Stages of as many layers each as can be."""
+    twin = TWINS[name]
+    num_layers = len(cut_model(twin.model(), *twin.data(1)[0], cross_entropy).layer_names)
+    return straight_plan(
+        num_layers, tuple(num_layers * stage // num_stages for stage in range(1, num_stages))
+    )
+
+
+def _train(name: str, plan: Plan, **options: Any) -> tuple[RunResult, State]:
+    """A rank's part, or a whole local run. Only rank 0 has the right initial weights."""
+    twin = TWINS[name]
+    model = twin.model()
+    if not is_rank_0():
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+    options = {"data": twin.data(_NUM_MINIBATCHES), "optimizer": _SGD, "seed": 1, **options}
+    result = pipedream.run(model, plan, loss_fn=cross_entropy, progress=False, **options)
+    return result, model.state_dict()
+
+
+def _train_plainly(model: nn.Module, data: list[Batch]) -> list[float]:
+    optimizer = _SGD(model.parameters())
+    losses = []
+    for inputs, targets in data:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(inputs), targets)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    return losses
+
+
+def _without_draws() -> list[str]:
+    return [name for name, twin in TWINS.items() if not twin.draws]
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("name", _without_draws())
+def test_a_draining_schedule_trains_any_module_as_a_plain_loop_does(
+    farm: Farm, name: str, num_stages: int
+) -> None:
+    plan = _plan(name, num_stages)
+    result, state = farm.results(_train, name, plan, num_ranks=num_stages, schedule="flush")[0]
+    model = TWINS[name].model()
+    assert_close_losses(result.losses, _train_plainly(model, TWINS[name].data(_NUM_MINIBATCHES)), _RELATIVE)
+    assert_close_state(state, state_of(model), _RELATIVE)
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_weight_stashing_of_any_module_gives_the_oracles_numbers(farm: Farm, name: str) -> None:
+    plan = _plan(name, 3)
+    result, state = farm.results(_train, name, plan, num_ranks=3)[0]
+    assert_same_as_reference(name, plan, result, state)
+
+
+def assert_same_as_reference(name: str, plan: Plan, result: RunResult, state: State, **options: Any) -> None:
+    twin = TWINS[name]
+    model, data = twin.model(), twin.data(_NUM_MINIBATCHES)
+    cut = cut_model(model, *data[0], cross_entropy)
+    with torch.random.fork_rng():
+        losses = reference.run(
+            cut, plan, data=data, loss_fn=cross_entropy, optimizer=_SGD, seed=1, **options
+        ).losses
+    assert_close_losses(result.losses, losses, _RELATIVE)
+    assert_close_state(state, state_of(model), _RELATIVE)
+
+
+@pytest.mark.parametrize("name", ["residual", "transformer", "dropping"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"microbatches": 3, "schedule": "gpipe"},
+        {"recompute": True},
+        {"schedule": "2bw", "microbatches": 2},
+        {"schedule": "vertical_sync"},
+        {"max_grad_norm": 0.1, "schedule": "flush"},
+    ],
+    ids=str,
+)
+def test_what_a_run_may_do_it_does_for_any_module(farm: Farm, name: str, options: dict[str, Any]) -> None:
+    plan = _plan(name, 2)
+    result, state = farm.results(_train, name, plan, num_ranks=2, **options)[0]
+    assert_same_as_reference(name, plan, result, state, **options)
+
+
+def _batches(name: str) -> Iterator[Batch]:
+    for inputs, targets in TWINS[name].data(_NUM_MINIBATCHES):
+        yield inputs + torch.randn(()), targets
+
+
+def _batches_of_a_seed(name: str, seed: int) -> list[Batch]:
+    """What _batches() gives from generators as a run with this seed has them."""
+    from pipedream.model.seeding import base_seed, generators_kept, seed_data
+
+    with generators_kept():
+        seed_data(base_seed(seed), seed, 2)
+        return list(_batches(name))
+
+
+def test_local_workers_train_any_module_from_a_generator_that_draws() -> None:
+    plan = _plan("residual", 2)
+    result, state = _train("residual", plan, data=_batches("residual"), schedule="flush")
+    model = TWINS["residual"].model()
+    losses = _train_plainly(model, _batches_of_a_seed("residual", 1))
+    assert_close_losses(result.losses, losses, _RELATIVE)
+    assert_close_state(state, state_of(model), _RELATIVE)
+
+
+def test_profile_partition_and_run_take_any_module(farm: Farm) -> None:
+    twin = TWINS["transformer"]
+    data = twin.data(_NUM_MINIBATCHES)
+    profile = pipedream.profile(twin.model(), data, cross_entropy, minibatches=2)
+    plan = pipedream.partition(profile, num_workers=2, bandwidth="10Gbit/s", straight=True)
+    result, _ = farm.results(_train, "transformer", plan, num_ranks=plan.workers_used, schedule="flush")[0]
+    assert_close_losses(result.losses, _train_plainly(twin.model(), data), _RELATIVE)
+
+
+def test_more_stages_than_cuts_are_refused_with_the_reasons() -> None:
+    with pytest.raises(ValueError) as caught:
+        _train("side_value", straight_plan(6, (1, 2, 3)))
+    message = str(caught.value)
+    assert "the plan has 4 stages but the model has 3 layers" in message
+    assert "not after after: noting passes a tensor" in message

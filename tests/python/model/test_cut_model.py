@@ -1,0 +1,314 @@
+"""cut_model.py and what is below it: a cut forward computes what the whole one does.
+
+Whatever a stage is not given by a cut is NaN here, so that equal numbers prove that nothing else was needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import pickle
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from pipedream.model.boundary import boundary_input
+from pipedream.model.crossing import Fillers
+from pipedream.model.cut_model import CutModel, cut_model
+from pipedream.model.splitter import StageModule, find_ties
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from twins import CLASSES, TWINS, WIDTH, Residual, SideValue, cross_entropy
+
+State = dict[str, Tensor]
+
+
+def _cut(name: str) -> tuple[CutModel, list[Any]]:
+    twin = TWINS[name]
+    data = twin.data(2)
+    return cut_model(twin.model(), *data[0], cross_entropy), data
+
+
+def _names(cut: CutModel) -> list[str]:
+    return [place.name for place in cut.offered]
+
+
+def _gradients_and_buffers(model: nn.Module) -> State:
+    state = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return state | {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+@contextlib.contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    yield
+    for buffer, content in kept:
+        buffer.copy_(content)
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def _whole(model: nn.Module, inputs: Any, targets: Any) -> tuple[Tensor, State]:
+    """Loss, gradients and buffers without cuts."""
+    with _buffers_kept(model):
+        loss = cross_entropy(model(inputs), targets)
+        loss.backward()
+        return loss.detach(), _gradients_and_buffers(model)
+
+
+@contextlib.contextmanager
+def _only_own(stage: StageModule, model: nn.Module) -> Iterator[None]:
+    """What the stage does not own is NaN."""
+    own = {
+        name
+        for name, _ in (*stage.trainable_parameters(), *stage.frozen_parameters(), *stage.stage_buffers())
+    }
+    others = [t for name, t in (*model.named_parameters(), *model.named_buffers()) if name not in own]
+    contents = [tensor.data for tensor in others]
+    for tensor in others:
+        if tensor.is_floating_point():
+            tensor.data = torch.full_like(tensor, torch.nan)
+    yield
+    for tensor, content in zip(others, contents, strict=True):
+        tensor.data = content
+
+
+def _in_stages(cut: CutModel, ends: Sequence[int], inputs: Any, targets: Any) -> tuple[Tensor, State]:
+    """Loss, gradients and buffers of stages that end at these layers."""
+    starts = [0, *(end + 1 for end in ends)]
+    layers = zip(starts, [*ends, len(cut.layer_names) - 1], strict=True)
+    stages = [cut.stage(index, *ends, Fillers(poison=True)) for index, ends in enumerate(layers)]
+    model = cut.module
+    with _buffers_kept(model):
+        value = inputs
+        sent: list[list[Tensor]] = []
+        received: list[list[Tensor]] = []
+        for stage in stages:
+            if sent:
+                received.append([t.detach().clone().requires_grad_(t.requires_grad) for t in sent[-1]])
+                value = [boundary_input(leaf) for leaf in received[-1]]
+            with _only_own(stage, model):
+                value = stage(value)
+            sent.append(list(value) if isinstance(value, tuple) else [value])
+        loss = cross_entropy(value, targets)
+        roots, seeds = [loss], [torch.ones_like(loss)]
+        for leaves, outputs in zip(reversed([[], *received]), reversed([[], *sent[:-1]]), strict=True):
+            torch.autograd.backward(roots, seeds)
+            roots = [output for output in outputs if output.requires_grad]
+            seeds = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves if t.requires_grad]
+        return loss.detach(), _gradients_and_buffers(model)
+
+
+def _assert_same(one: tuple[Tensor, State], other: tuple[Tensor, State]) -> None:
+    assert torch.equal(one[0], other[0])
+    assert one[1].keys() == other[1].keys()
+    for name, tensor in one[1].items():
+        # A value that three or more use, in several stages, is summed up in another order.
+        torch.testing.assert_close(tensor, other[1][name], rtol=1e-12, atol=1e-14, msg=name)
+
+
+_WITHOUT_DRAWS = [name for name, twin in TWINS.items() if not twin.draws]
+
+
+@pytest.mark.parametrize("name", _WITHOUT_DRAWS)
+def test_at_every_cut_two_stages_compute_what_the_whole_model_does(name: str) -> None:
+    cut, data = _cut(name)
+    assert len(cut.offered) > 1
+    for inputs, targets in data:  # the second has fewer samples than the traced one
+        whole = _whole(cut.module, inputs, targets)
+        for end in range(len(cut.offered)):
+            _assert_same(_in_stages(cut, [end], inputs, targets), whole)
+
+
+@pytest.mark.parametrize("name", _WITHOUT_DRAWS)
+def test_between_any_two_cuts_a_third_stage_takes_and_passes_on_what_it_must(name: str) -> None:
+    cut, data = _cut(name)
+    inputs, targets = data[1]
+    whole = _whole(cut.module, inputs, targets)
+    pairs = list(itertools.combinations(range(len(cut.offered)), 2))
+    for ends in pairs[:: max(1, len(pairs) // 40)]:
+        _assert_same(_in_stages(cut, ends, inputs, targets), whole)
+
+
+@pytest.mark.parametrize("name", _WITHOUT_DRAWS)
+def test_every_layer_may_be_a_stage(name: str) -> None:
+    cut, data = _cut(name)
+    inputs, targets = data[0]
+    _assert_same(
+        _in_stages(cut, range(len(cut.offered)), inputs, targets), _whole(cut.module, inputs, targets)
+    )
+
+
+def test_one_stage_of_all_layers_is_the_model() -> None:
+    cut, data = _cut("residual")
+    inputs, targets = data[0]
+    _assert_same(_in_stages(cut, [], inputs, targets), _whole(cut.module, inputs, targets))
+
+
+def test_layers_are_named_by_the_call_that_ends_them() -> None:
+    assert _cut("unet")[0].layer_names == ["down1", "down2", "bottom", "up2", "up1"]
+    # The blocks' relu is called twice; the end of its second call is the block's, and that of the last
+    # block is the end of all blocks.
+    assert _cut("residual")[0].layer_names == [
+        "stem",
+        *(
+            "blocks.0.conv1",
+            "blocks.0.norm1",
+            "blocks.0.relu",
+            "blocks.0.conv2",
+            "blocks.0.norm2",
+            "blocks.0",
+        ),
+        *("blocks.1.conv1", "blocks.1.norm1", "blocks.1.relu", "blocks.1.conv2", "blocks.1.norm2", "blocks"),
+        "head",
+    ]
+
+
+def test_only_what_is_still_read_crosses() -> None:
+    cut, data = _cut("unet")
+    image, _ = data[0]
+    wide, small = 6 * 4 * 8 * 8 * 8, 6 * 4 * 4 * 4 * 8  # bytes in float64
+    tensors = [place.crossing.num_tensors for place in cut.offered if place.crossing]
+    assert tensors == [1, 2, 3, 2]  # down1; and its level; both levels; the upper level
+    sizes = 8 * image.dim()  # of what does not cross
+    assert cut.offered[0].num_bytes == wide + sizes
+    assert cut.offered[1].num_bytes == wide + small + sizes
+
+
+def test_stages_own_what_they_use_and_a_tied_parameter_is_of_both() -> None:
+    cut, _ = _cut("transformer")
+    middle = _names(cut).index("blocks.1")
+    stages = [cut.stage(0, 0, middle), cut.stage(1, middle + 1, len(cut.layer_names) - 1)]
+    first, last = ({name for name, _ in stage.trainable_parameters()} for stage in stages)
+    assert first & last == {"words.weight"}
+    assert first | last == {name for name, _ in cut.module.named_parameters()}
+    (tie,) = find_ties(stages)
+    assert (tie.stages, tie.names) == ((0, 1), ("words.weight", "words.weight"))
+    # Each makes the mask anew from a buffer that nobody writes.
+    assert all([name for name, _ in stage.stage_buffers()] == ["causal"] for stage in stages)
+
+
+def test_what_the_forward_does_not_use_belongs_to_the_last_stage() -> None:
+    model = Residual()
+    model.spare = nn.BatchNorm1d(3)
+    inputs, targets = TWINS["residual"].data(2, torch.float32)[0]
+    cut = cut_model(model, inputs, targets, cross_entropy)
+    stages = [cut.stage(0, 0, 2), cut.stage(1, 3, len(cut.layer_names) - 1)]
+    assert [stage.owns("spare.weight") for stage in stages] == [False, True]
+    assert [stage.owns("spare.running_mean") for stage in stages] == [False, True]
+
+
+def test_a_value_left_in_an_attribute_forbids_the_cuts_between_and_says_so() -> None:
+    cut, _ = _cut("side_value")
+    assert _names(cut) == ["before", "noting.linear"]
+    refused = {place.name: place.why_not for place in cut.cuts.refused}
+    assert refused == dict.fromkeys(
+        ("noting", "after"),
+        "noting passes a tensor (aten.mean) to later code outside its return value (return it)",
+    )
+    assert cut.explain() == "; ".join(f"not after {name}: {why}" for name, why in refused.items())
+
+
+def test_random_numbers_between_modules_forbid_cuts_behind_which_they_are_needed() -> None:
+    cut, _ = _cut("dropping")
+    assert _names(cut) == ["first", "dropout", "second"]
+    (refused,) = cut.cuts.refused
+    assert refused.name == "third"
+    assert refused.why_not.startswith("aten.bernoulli_ draws random numbers outside a module")
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.last = nn.Linear(WIDTH, CLASSES)
+        self._reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        x = checkpoint(self.blocks[1], x, use_reentrant=self._reentrant)
+        out: Tensor = self.last(self.blocks[2](x))
+        return out
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_there_is_no_cut_inside_what_is_checkpointed(reentrant: bool) -> None:
+    inputs, targets = TWINS["tuples"].data(2, torch.float32)[0]
+    cut = cut_model(_Checkpointed(reentrant=reentrant), inputs, targets, cross_entropy)
+    assert _names(cut) == ["blocks.0.0", "blocks.0", "blocks.2.0", "blocks.2"]
+    assert {place.why_not for place in cut.cuts.refused} == {
+        "blocks.1 runs under activation checkpointing or no_grad"
+    }
+    whole = _whole(cut.module, inputs, targets)
+    for end in range(len(cut.offered)):
+        _assert_same(_in_stages(cut, [end], inputs, targets), whole)
+
+
+class _Skipping(nn.Module):
+    """May leave a layer out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.last = nn.Linear(WIDTH, CLASSES)
+        self.left_out = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if index != self.left_out:
+                x = layer(x)
+        out: Tensor = self.last(x)
+        return out
+
+
+def test_a_forward_that_leaves_out_a_call_at_a_cut_is_noticed_on_both_sides() -> None:
+    inputs, targets = TWINS["tuples"].data(2, torch.float32)[0]
+    model = _Skipping()
+    cut = cut_model(model, inputs, targets, cross_entropy)
+    stages = [cut.stage(0, 0, 1), cut.stage(1, 2, 3)]
+    sent = stages[0](inputs)
+    model.left_out = 1
+    for stage, value in zip(stages, (inputs, sent), strict=True):
+        with pytest.raises(ValueError, match=r"the forward ended without calling layers\.1, as it did"):
+            stage(value)
+
+
+def test_another_structure_of_what_a_module_returns_is_refused() -> None:
+    cut, data = _cut("tuples")
+    stage = cut.stage(0, 0, _names(cut).index("second.left"))
+    cut.module.first.forward = lambda x: (x, {"right": x, "size": 1})
+    with pytest.raises(ValueError, match="first returned tuple"):
+        stage(data[0][0])
+
+
+def test_a_cut_model_can_be_sent_to_other_processes() -> None:
+    cut, data = _cut("transformer")
+    sent: CutModel = pickle.loads(pickle.dumps(cut))
+    assert sent.layer_names == cut.layer_names
+    inputs, targets = data[0]
+    _assert_same(_in_stages(sent, [4], inputs, targets), _whole(cut.module, inputs, targets))
+
+
+def test_tracing_and_staged_forwards_leave_the_model_as_it_was() -> None:
+    model = TWINS["residual"].model()
+    inputs, targets = TWINS["residual"].data(2)[0]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    generators = torch.get_rng_state()
+    kinds = [type(module) for module in model.modules()]
+    cut = cut_model(model, inputs, targets, cross_entropy)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), generators)
+    cut.stage(0, 0, 3)(inputs)
+    assert [type(module) for module in model.modules()] == kinds
+    assert not any("_pipedream" in name for module in model.modules() for name in vars(module))
+
+
+def test_a_model_that_fails_in_the_middle_is_left_as_it_was() -> None:
+    model = SideValue()
+    model.after = nn.Linear(WIDTH + 1, WIDTH)
+    kinds = [type(module) for module in model.modules()]
+    inputs, targets = TWINS["tuples"].data(2, torch.float32)[0]
+    with pytest.raises(RuntimeError):
+        cut_model(model, inputs, targets, cross_entropy)
+    assert [type(module) for module in model.modules()] == kinds

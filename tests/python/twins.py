@@ -1,0 +1,278 @@
+"""Small twins of the models that people bring: modules with a forward of their own, not lists of layers.
+
+Importable by worker processes: every class is a module-level name. Each says what it is a twin of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDTH = 8
+VOCABULARY = 13
+CLASSES = 5
+CHANNELS = 4
+
+Batch = tuple[Any, Any]
+
+
+class ResidualBlock(nn.Module):
+    """Adds its input to its output in place, as torchvision's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
+        self.norm1 = nn.BatchNorm2d(CHANNELS)
+        self.relu = nn.ReLU(inplace=True)  # called twice
+        self.conv2 = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
+        self.norm2 = nn.BatchNorm2d(CHANNELS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x)))))
+        out += x
+        result: Tensor = self.relu(out)
+        return result
+
+
+class Residual(nn.Module):
+    """ResNet: skips within blocks, batch norm, functions between modules, one in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, CHANNELS, 3, padding=1)
+        self.blocks = nn.Sequential(ResidualBlock(), ResidualBlock())
+        self.head = nn.Linear(CHANNELS, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x), inplace=True)
+        out: Tensor = self.head(self.blocks(x).mean((2, 3)))
+        return out
+
+
+class UNet(nn.Module):
+    """Skips from every level of the way down to the same level of the way up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down1 = nn.Conv2d(3, CHANNELS, 3, padding=1)
+        self.down2 = nn.Conv2d(CHANNELS, CHANNELS, 3, stride=2, padding=1)
+        self.bottom = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
+        self.up2 = nn.Conv2d(2 * CHANNELS, CHANNELS, 3, padding=1)
+        self.up1 = nn.Conv2d(2 * CHANNELS, CLASSES, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.tanh(self.down1(x))
+        second = torch.tanh(self.down2(first))
+        lowest = torch.tanh(self.bottom(second))
+        middle = torch.tanh(self.up2(torch.cat((lowest, second), 1)))
+        wide = F.interpolate(middle, size=first.shape[2:])
+        out: Tensor = self.up1(torch.cat((wide, first), 1))
+        return out.mean((2, 3))
+
+
+class Attention(nn.Module):
+    """Takes a mask and returns (output, weights), as Hugging Face's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.projection = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        query, key, value = self.qkv(x).split(WIDTH, dim=-1)
+        scores = query @ key.transpose(-1, -2) + mask
+        weights = scores.softmax(-1)
+        return self.projection(weights @ value), weights
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(WIDTH)
+        self.attention = Attention()
+        self.norm2 = nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        attended, weights = self.attention(self.norm1(x), mask)
+        x = x + attended
+        return x + self.mlp(self.norm2(x)), weights
+
+
+class Transformer(nn.Module):
+    """GPT-2: positions and a mask made in the forward from the shape of the input, a head tied to the
+    embedding, and blocks that return tuples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(16, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.words.weight
+        self.register_buffer("causal", torch.full((16, 16), -torch.inf).triu(1), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        embedded = self.words(tokens)
+        x = embedded + self.positions(torch.arange(length, device=tokens.device))
+        mask = self.causal[:length, : embedded.shape[1]]
+        for block in self.blocks:
+            x, _ = block(x, mask)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class Pair(nn.Module):
+    """Returns a tuple with a dict in it, of tensors, a number and a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(WIDTH, WIDTH)
+        self.right = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        return self.left(x), {"right": torch.tanh(self.right(x)), "size": x.shape[0], "kind": "pair"}
+
+
+class Tuples(nn.Module):
+    """Modules that return several values, one of them used much later, and a number that code goes by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Pair()
+        self.second = Pair()
+        self.last = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, more = self.first(x)
+        again, other = self.second(left * more["size"])
+        assert other["kind"] == "pair"
+        assert other["size"] == x.shape[0] == more["size"]
+        out: Tensor = self.last(again + more["right"])
+        return out
+
+
+class HandingOn(nn.Module):
+    """Modules that return what they were given, which code outside reads too, and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.shift = nn.Parameter(torch.ones(WIDTH))
+        self.same = nn.Identity()
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.first(x) + self.shift
+        x = torch.tanh(self.second(self.same(kept)))
+        out: Tensor = self.last(self.same(x) + kept)
+        return out
+
+
+class Noting(nn.Module):
+    """Leaves a value in an attribute beside what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.note: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.note = x.mean(-1, keepdim=True)
+        return torch.tanh(self.linear(x))
+
+
+class SideValue(nn.Module):
+    """Reads at its end what one of its first modules has left in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.noting = Noting()
+        self.after = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.after(self.noting(self.before(x)))
+        assert self.noting.note is not None
+        out: Tensor = self.last(x + self.noting.note)
+        return out
+
+
+class Dropping(nn.Module):
+    """Dropout as modules, and as a function between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.5)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.third = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.dropout(self.first(x)))
+        kept = F.dropout(x, 0.5)
+        out: Tensor = self.last(torch.tanh(self.third(kept)) + kept)
+        return out
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+def _images(generator: torch.Generator, dtype: torch.dtype, size: int) -> Batch:
+    images = torch.randn(size, 3, 8, 8, generator=generator, dtype=torch.float64)
+    return images.to(dtype), torch.randint(CLASSES, (size,), generator=generator)
+
+
+def _texts(generator: torch.Generator, dtype: torch.dtype, size: int) -> Batch:
+    tokens = torch.randint(VOCABULARY, (size, 7), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def _vectors(generator: torch.Generator, dtype: torch.dtype, size: int) -> Batch:
+    vectors = torch.randn(size, WIDTH, generator=generator, dtype=torch.float64)
+    return vectors.to(dtype), torch.randint(CLASSES, (size,), generator=generator)
+
+
+@dataclass(frozen=True)
+class Twin:
+    name: str
+    make: Callable[[], nn.Module]
+    make_batch: Callable[[torch.Generator, torch.dtype, int], Batch]
+    draws: bool = False
+
+    def model(self, dtype: torch.dtype = torch.float64) -> nn.Module:
+        """The same weights at every call; leaves the global generator as it is."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2024)
+            return self.make().to(dtype)
+
+    def data(self, num_minibatches: int, dtype: torch.dtype = torch.float64) -> list[Batch]:
+        """The same minibatches at every call, the last one of half the size."""
+        generator = torch.Generator().manual_seed(7)
+        sizes = [6] * (num_minibatches - 1) + [3]
+        return [self.make_batch(generator, dtype, size) for size in sizes]
+
+
+TWINS = {
+    twin.name: twin
+    for twin in (
+        Twin("residual", Residual, _images),
+        Twin("unet", UNet, _images),
+        Twin("transformer", Transformer, _texts),
+        Twin("tuples", Tuples, _vectors),
+        Twin("handing_on", HandingOn, _vectors),
+        Twin("side_value", SideValue, _vectors),
+        Twin("dropping", Dropping, _vectors, draws=True),
+    )
+}
