@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipedream.common.checks import check_choice, check_count
-from pipedream.model.boundary import check_loss, check_pair, device_of, map_tensors, tensors_of, to_device
+from pipedream.model.batches import parts_of
+from pipedream.model.boundary import check_loss, device_of, map_tensors, tensors_of, to_device
 from pipedream.model.loss_placement import call_loss, loss_on
 from pipedream.model.microbatch import check_alike, chunk, samples_of, weights
 from pipedream.model.precision import LossScaler, autocast_dtype, autocast_region
@@ -650,7 +651,7 @@ def _minibatches(data: Iterable[Any], epochs: int) -> Iterator[tuple[Any, Any]]:
     for epoch in range(epochs):
         first_of_epoch = minibatch
         for batch in data:
-            yield check_pair(batch, minibatch)
+            yield parts_of(batch, minibatch)
             minibatch += 1
         if minibatch == first_of_epoch:
             raise ValueError(

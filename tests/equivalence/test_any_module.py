@@ -4,7 +4,7 @@ oracle's numbers where it does not."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pipedream
@@ -13,11 +13,13 @@ import torch
 from farm import Farm
 from models import straight_plan
 from pipedream import RunResult, reference
+from pipedream.model.batches import call_model, own_loss, parts_of
 from pipedream.model.cut_model import cut_model
+from pipedream.model.seeding import base_seed, generators_kept, seed_data
 from pipedream.planning.plan import Plan
 from torch import nn
 from training import State, assert_close_losses, assert_close_state, is_rank_0, state_of
-from twins import TWINS, Batch, cross_entropy
+from twins import TWINS, Batch, Output, cross_entropy
 
 _SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 _NUM_MINIBATCHES = 6
@@ -27,7 +29,7 @@ _RELATIVE = 1e-9  # in float64: two orders of the same arithmetic
 def _plan(name: str, num_stages: int) -> Plan:
     """Stages of as many layers each as can be."""
     twin = TWINS[name]
-    num_layers = len(cut_model(twin.model(), *twin.data(1)[0], cross_entropy).layer_names)
+    num_layers = len(cut_model(twin.model(), *parts_of(twin.data(1)[0], 0), twin.loss_fn).layer_names)
     return straight_plan(
         num_layers, tuple(num_layers * stage // num_stages for stage in range(1, num_stages))
     )
@@ -42,16 +44,20 @@ def _train(name: str, plan: Plan, **options: Any) -> tuple[RunResult, State]:
             for parameter in model.parameters():
                 parameter.mul_(0.5)
     options = {"data": twin.data(_NUM_MINIBATCHES), "optimizer": _SGD, "seed": 1, **options}
-    result = pipedream.run(model, plan, loss_fn=cross_entropy, progress=False, **options)
+    loss_fn = None if twin.loss_fn is own_loss else twin.loss_fn
+    result = pipedream.run(model, plan, loss_fn=loss_fn, progress=False, **options)
     return result, model.state_dict()
 
 
-def _train_plainly(model: nn.Module, data: list[Batch]) -> list[float]:
+def _train_plainly(
+    model: nn.Module, data: Iterable[Any], loss_fn: Callable[[Any, Any], torch.Tensor] = cross_entropy
+) -> list[float]:
     optimizer = _SGD(model.parameters())
     losses = []
-    for inputs, targets in data:
+    for minibatch, batch in enumerate(data):
+        inputs, targets = parts_of(batch, minibatch)
         optimizer.zero_grad()
-        loss = cross_entropy(model(inputs), targets)
+        loss = loss_fn(call_model(model, inputs), targets)
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
@@ -69,8 +75,10 @@ def test_a_draining_schedule_trains_any_module_as_a_plain_loop_does(
 ) -> None:
     plan = _plan(name, num_stages)
     result, state = farm.results(_train, name, plan, num_ranks=num_stages, schedule="flush")[0]
-    model = TWINS[name].model()
-    assert_close_losses(result.losses, _train_plainly(model, TWINS[name].data(_NUM_MINIBATCHES)), _RELATIVE)
+    twin = TWINS[name]
+    model = twin.model()
+    losses = _train_plainly(model, twin.data(_NUM_MINIBATCHES), twin.loss_fn)
+    assert_close_losses(result.losses, losses, _RELATIVE)
     assert_close_state(state, state_of(model), _RELATIVE)
 
 
@@ -84,16 +92,16 @@ def test_weight_stashing_of_any_module_gives_the_oracles_numbers(farm: Farm, nam
 def assert_same_as_reference(name: str, plan: Plan, result: RunResult, state: State, **options: Any) -> None:
     twin = TWINS[name]
     model, data = twin.model(), twin.data(_NUM_MINIBATCHES)
-    cut = cut_model(model, *data[0], cross_entropy)
+    cut = cut_model(model, *parts_of(data[0], 0), twin.loss_fn)
     with torch.random.fork_rng():
         losses = reference.run(
-            cut, plan, data=data, loss_fn=cross_entropy, optimizer=_SGD, seed=1, **options
+            cut, plan, data=data, loss_fn=twin.loss_fn, optimizer=_SGD, seed=1, **options
         ).losses
     assert_close_losses(result.losses, losses, _RELATIVE)
     assert_close_state(state, state_of(model), _RELATIVE)
 
 
-@pytest.mark.parametrize("name", ["residual", "transformer", "dropping"])
+@pytest.mark.parametrize("name", ["residual", "masked_transformer", "dropping"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -118,8 +126,6 @@ def _batches(name: str) -> Iterator[Batch]:
 
 def _batches_of_a_seed(name: str, seed: int) -> list[Batch]:
     """What _batches() gives from generators as a run with this seed has them."""
-    from pipedream.model.seeding import base_seed, generators_kept, seed_data
-
     with generators_kept():
         seed_data(base_seed(seed), seed, 2)
         return list(_batches(name))
@@ -132,6 +138,35 @@ def test_local_workers_train_any_module_from_a_generator_that_draws() -> None:
     losses = _train_plainly(model, _batches_of_a_seed("residual", 1))
     assert_close_losses(result.losses, losses, _RELATIVE)
     assert_close_state(state, state_of(model), _RELATIVE)
+
+
+def _dicts() -> Iterator[dict[str, Any]]:
+    yield from TWINS["masked_transformer"].data(_NUM_MINIBATCHES)
+
+
+def _outside(outputs: Output, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return cross_entropy(outputs.logits, batch["input_ids"].roll(1, 1))
+
+
+@pytest.mark.parametrize("loss_fn", [own_loss, _outside])
+def test_dicts_that_the_caller_forwards_train_with_a_loss_inside_or_outside(
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+) -> None:
+    name = "masked_transformer"
+    model, twin = TWINS[name].model(), TWINS[name]
+    options: dict[str, Any] = {"data": _dicts(), "optimizer": _SGD, "seed": 1, "schedule": "flush"}
+    pipedream.run(model, _plan(name, 2), loss_fn=loss_fn, progress=False, microbatches=3, **options)
+    plain = twin.model()
+    _train_plainly(plain, twin.data(_NUM_MINIBATCHES), loss_fn)
+    assert_close_state(state_of(model), state_of(plain), _RELATIVE)
+
+
+def test_one_stage_trains_on_dicts_too(farm: Farm) -> None:
+    twin = TWINS["masked_transformer"]
+    for plan in (straight_plan(1, ()), _plan(twin.name, 1)):
+        result, _ = farm.results(_train, twin.name, plan, num_ranks=1)[0]
+        losses = _train_plainly(twin.model(), twin.data(_NUM_MINIBATCHES), twin.loss_fn)
+        assert_close_losses(result.losses, losses, _RELATIVE)
 
 
 def test_profile_partition_and_run_take_any_module(farm: Farm) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from pipedream.model.batches import own_loss
 from torch import Tensor, nn
 
 WIDTH = 8
@@ -129,6 +130,32 @@ class Transformer(nn.Module):
         return logits
 
 
+@dataclass
+class Output:
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+class MaskedTransformer(Transformer):
+    """A Hugging Face model: called by name, padding masked, the loss and more in what it returns."""
+
+    def forward(  # type: ignore[override]
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
+    ) -> Output:
+        length = input_ids.shape[1]
+        embedded = self.words(input_ids)
+        x = embedded + self.positions(torch.arange(length, device=input_ids.device))
+        mask = self.causal[:length, : embedded.shape[1]][None]
+        if attention_mask is not None:
+            hidden = (attention_mask == 0)[:, None, :] & ~torch.eye(length, dtype=torch.bool)
+            mask = mask.masked_fill(hidden, -torch.inf)
+        for block in self.blocks:
+            x, _ = block(x, mask)
+        logits = self.head(self.norm(x))
+        loss = None if labels is None else cross_entropy(logits, labels)
+        return Output(logits, loss)
+
+
 class Pair(nn.Module):
     """Returns a tuple with a dict in it, of tensors, a number and a text."""
 
@@ -239,6 +266,13 @@ def _texts(generator: torch.Generator, dtype: torch.dtype, size: int) -> Batch:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
+def _padded_texts(generator: torch.Generator, dtype: torch.dtype, size: int) -> dict[str, Any]:
+    tokens, labels = _texts(generator, dtype, size)
+    lengths = torch.randint(2, tokens.shape[1] + 1, (size, 1), generator=generator)
+    mask = (torch.arange(tokens.shape[1]) < lengths).long()
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
 def _vectors(generator: torch.Generator, dtype: torch.dtype, size: int) -> Batch:
     vectors = torch.randn(size, WIDTH, generator=generator, dtype=torch.float64)
     return vectors.to(dtype), torch.randint(CLASSES, (size,), generator=generator)
@@ -248,8 +282,9 @@ def _vectors(generator: torch.Generator, dtype: torch.dtype, size: int) -> Batch
 class Twin:
     name: str
     make: Callable[[], nn.Module]
-    make_batch: Callable[[torch.Generator, torch.dtype, int], Batch]
+    make_batch: Callable[[torch.Generator, torch.dtype, int], Any]
     draws: bool = False
+    loss_fn: Callable[[Any, Any], Tensor] = cross_entropy
 
     def model(self, dtype: torch.dtype = torch.float64) -> nn.Module:
         """The same weights at every call; leaves the global generator as it is."""
@@ -257,7 +292,7 @@ class Twin:
             torch.manual_seed(2024)
             return self.make().to(dtype)
 
-    def data(self, num_minibatches: int, dtype: torch.dtype = torch.float64) -> list[Batch]:
+    def data(self, num_minibatches: int, dtype: torch.dtype = torch.float64) -> list[Any]:
         """The same minibatches at every call, the last one of half the size."""
         generator = torch.Generator().manual_seed(7)
         sizes = [6] * (num_minibatches - 1) + [3]
@@ -270,6 +305,7 @@ TWINS = {
         Twin("residual", Residual, _images),
         Twin("unet", UNet, _images),
         Twin("transformer", Transformer, _texts),
+        Twin("masked_transformer", MaskedTransformer, _padded_texts, loss_fn=own_loss),
         Twin("tuples", Tuples, _vectors),
         Twin("handing_on", HandingOn, _vectors),
         Twin("side_value", SideValue, _vectors),

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from pipedream.model.boundary import Boundary, check_pair, exportable, tensors_of
+from pipedream.model.batches import parts_of
+from pipedream.model.boundary import Boundary, exportable, tensors_of
 from pipedream.model.exchange import TENSORS
 from pipedream.model.microbatch import check_enough, samples_of
 
@@ -105,7 +106,7 @@ def epochs_of(data: Iterable[Any], epochs: int) -> Iterator[tuple[Any, Any, int]
     for epoch in range(epochs):
         first_of_epoch = minibatch
         for batch in data:
-            yield *check_pair(batch, minibatch), epoch
+            yield *parts_of(batch, minibatch), epoch
             minibatch += 1
         if minibatch == first_of_epoch:
             raise ValueError(
@@ -139,7 +140,7 @@ def check_sizes(data: Iterable[Any], num_microbatches: int) -> None:
         return
     if isinstance(data, (list, tuple)):
         for minibatch, batch in enumerate(data):
-            count = samples_of(*check_pair(batch, minibatch))
+            count = samples_of(*parts_of(batch, minibatch))
             check_enough(count, num_microbatches, name="the data", minibatch=minibatch)
     elif isinstance(data, torch.utils.data.DataLoader):
         _check_loader(data, num_microbatches)

@@ -134,11 +134,16 @@ def _check_trace(name: str, value: Any) -> None:
 RUN_OPTIONS: tuple[RunOption, ...] = (
     RunOption(
         "data",
-        "yields `(inputs, targets)`, once per epoch: a `DataLoader`, a list, a generator",
+        "yields `(inputs, targets)`, or dicts, once per epoch: a `DataLoader`, a list, a generator",
         NEEDED,
         check_data,
     ),
-    RunOption("loss_fn", "`(outputs, targets)` -> scalar tensor", NEEDED, check_function),
+    RunOption(
+        "loss_fn",
+        "`(outputs, targets)` -> scalar tensor; `None`: the output's `loss`",
+        None,
+        _or_none(check_function),
+    ),
     RunOption("optimizer", "called with a stage's parameters, or named parameters", NEEDED, check_function),
     RunOption(
         "epochs", "times through the data", 1, check_count, CommandOption("Times through the data.", int)

@@ -34,7 +34,7 @@ from pipedream.links.codec_choice import CodecChoice, check_pairs, codec_between
 from pipedream.links.descriptors import descriptor_limit_raised
 from pipedream.links.options import make_link_options, wants_checksums
 from pipedream.links.rendezvous import START_TIMEOUT_S, torchrun_rendezvous
-from pipedream.model.boundary import check_pair
+from pipedream.model.batches import own_loss, parts_of
 from pipedream.model.cut_model import CutModel, cut_model, needs_cutting
 from pipedream.model.precision import autocast_dtype
 from pipedream.model.references import check_loss_fn
@@ -67,7 +67,7 @@ def run(
     plan: Plan,
     *,
     data: Iterable[Any],
-    loss_fn: Callable[[Any, Any], torch.Tensor],
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
     optimizer: Callable[..., torch.optim.Optimizer],
     epochs: int = 1,
     schedule: str = "pipedream",
@@ -103,11 +103,13 @@ def run(
 
     model: any module, cut along its own forward, which runs once on the first minibatch for that; an
         nn.Sequential or a list is taken as its layers. float32 or float64. docs/models.md has more.
-    data: yields (inputs, targets), once per epoch; a DataLoader, a list, a generator. The workers of the
+    data: yields (inputs, targets), or dicts (or dataclasses) of what the model takes by name, once per
+        epoch; a DataLoader, a list, a generator. The workers of the
         first and the last stage iterate it, each its own copy; a DataLoader's processes start there, as they
         would here. What cannot be sent to the workers is iterated here and forwarded to them.
-    loss_fn: (outputs, targets) -> scalar tensor, run by the last stage. It carries nothing to train: a
-        penalty on weights is the optimizer's weight_decay, which every stage applies to its own.
+    loss_fn: (outputs, targets) -> scalar tensor, run by the last stage; with dicts (outputs, batch). None
+        takes the model's own: its output's `loss`, or the output where it is a scalar. It carries nothing
+        to train: a penalty on weights is the optimizer's weight_decay, which every stage applies to its own.
     optimizer: called once per stage with its parameters, or with (name, parameter) pairs when its first
         argument is called `named_parameters`. For example functools.partial(torch.optim.SGD, lr=0.1). Any of
         torch's but LBFGS. In a plain script a copy of it is tried before any process starts.
@@ -153,6 +155,8 @@ def run(
     those of the minibatches that were done. Warns where nothing is trainable, the model is in eval(), or
     the plan leaves workers without work.
     """
+    if loss_fn is None:
+        loss_fn = own_loss
     arguments = {name: value for name, value in locals().items() if name not in ("model", "plan")}
     # Counted once a call, so that all ranks count alike, those with a mistake too.
     prefix = _rendezvous_prefix() if _under_torchrun() else None
@@ -221,7 +225,7 @@ def _cut(model: Model, data: Iterable[Any], options: JobOptions) -> CutModel:
     assert isinstance(model, nn.Module)
     with generators_kept():
         seed_data(base_seed(options.seed), options.seed, options.plan.num_stages)
-        inputs, targets = check_pair(first_of(data), 0)
+        inputs, targets = parts_of(first_of(data), 0)
         return cut_model(model, inputs, targets, options.loss_fn, autocast=options.autocast)
 
 

@@ -1,8 +1,8 @@
 """TARGET of the command line: "path/to/file.py:function" or "package.module:function".
 
-The function takes no arguments and returns a mapping or an object with `model`, `data`, `loss_fn` and, to
-run, `optimizer`; and with any other argument of pipedream.run. Runs on the main thread of the command; what
-the user's function imports, it imports.
+The function takes no arguments and returns a mapping or an object with `model`, `data`, `loss_fn` unless the
+model's output has the loss, and, to run, `optimizer`; and with any other argument of pipedream.run. Runs on
+the main thread of the command; what the user's function imports, it imports.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipedream.launch.run_options import RUN_OPTIONS
 __all__ = ["Job", "load_job"]
 
 
-_NEEDED = ("model", "data", "loss_fn")
+_NEEDED = ("model", "data")
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Job:
     model: Any
     data: Any
     loss_fn: Any
+    """None: the model's output has the loss."""
     options: dict[str, Any]
     """Further arguments of pipedream.run, `optimizer` among them where there is one."""
 
@@ -50,7 +51,7 @@ def load_job(target: str, *, needs_optimizer: bool) -> Job:
             raise ValueError(f"target {target!r} returned no {name!r}: it must return {', '.join(needed)}")
     _check_names(target, given)
     options = {name: value for name, value in given.items() if name not in _NEEDED}
-    return Job(given["model"], given["data"], given["loss_fn"], options)
+    return Job(given["model"], given["data"], options.pop("loss_fn", None), options)
 
 
 def _find_function(target: str, module_name: str, function_name: str) -> Callable[[], Any]:

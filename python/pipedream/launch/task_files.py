@@ -24,7 +24,8 @@ from pipedream.data.stream import (
     without_processes,
 )
 from pipedream.links.keys import CurveKeys
-from pipedream.model.boundary import Boundary, check_pair
+from pipedream.model.batches import parts_of
+from pipedream.model.boundary import Boundary
 from pipedream.model.seeding import RngState, base_seed, seed_data
 from pipedream.stage.job import JobOptions
 
@@ -111,7 +112,7 @@ def write_data(folder: Path, data: Iterable[Any], options: JobOptions) -> Forwar
 
 
 def _describe_forwarded(data: Iterable[Any], options: JobOptions) -> ForwardedData:
-    inputs, targets = check_pair(first_of(data), 0)
+    inputs, targets = parts_of(first_of(data), 0)
     length = num_minibatches_of(data, options.epochs)
     return ForwardedData(
         (inputs, targets),

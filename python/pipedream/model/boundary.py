@@ -21,6 +21,7 @@ from torch import nn
 
 from pipedream import _core
 from pipedream.common.errors import afterwards
+from pipedream.model.batches import Keywords
 from pipedream.model.seeding import RngState
 from pipedream.model.splitter import dtype_name
 
@@ -30,7 +31,6 @@ __all__ = [
     "attributes_kept",
     "boundary_input",
     "check_loss",
-    "check_pair",
     "device_of",
     "exportable",
     "map_tensors",
@@ -61,6 +61,10 @@ _WIRE_DTYPES = {
 }
 
 
+# Nodes with keys, by what they are made of.
+_KEYED: dict[str, type[dict[str, Any]]] = {"dict": dict, "keywords": Keywords}
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """One tensor of a boundary, as planned: the largest that may cross."""
@@ -80,8 +84,8 @@ class Boundary:
     """The structure of a value and the tensors in it.
 
     `structure` is JSON-ready, one node of: {"tensor": index}, {"tuple": [nodes]}, {"list": [nodes]},
-    {"dict": {key: node}}, {"constant": value}. A tensor object that occurs twice has one index and crosses
-    once.
+    {"dict": {key: node}}, {"keywords": {key: node}}, {"constant": value}. A
+    tensor object that occurs twice has one index and crosses once.
     """
 
     structure: dict[str, Any]
@@ -305,17 +309,6 @@ def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in attributes.items() if isinstance(value, _PLAIN)}
 
 
-def check_pair(batch: Any, minibatch: int) -> tuple[Any, Any]:
-    """(inputs, targets) of what `data` or `batches` yielded. Raises TypeError naming the minibatch."""
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        what = type(batch).__name__ + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
-        raise TypeError(
-            f"minibatch {minibatch} of the data is a {what}: yield pairs (inputs, targets); several "
-            f"inputs go into one tuple"
-        )
-    return batch[0], batch[1]
-
-
 def check_loss(loss: Any, minibatch: int) -> torch.Tensor:
     """The loss, if it is a scalar tensor to start a backward from. Raises TypeError or ValueError."""
     if not isinstance(loss, torch.Tensor):
@@ -386,14 +379,17 @@ def _describe(value: Any, place: str, index_of: dict[int, int], specs: list[Tens
             specs.append(_spec_of(value, place))
         return {"tensor": index_of[id(value)]}
     if type(value) in (tuple, list):
-        kind = "tuple" if type(value) is tuple else "list"
-        return {kind: [_describe(item, f"{place}[{i}]", index_of, specs) for i, item in enumerate(value)]}
-    if type(value) is dict:
+        return {
+            _kind_of(value): [
+                _describe(item, f"{place}[{i}]", index_of, specs) for i, item in enumerate(value)
+            ]
+        }
+    if type(value) in (dict, Keywords):
         for key in value:
             if type(key) is not str:
                 raise ValueError(f"{place} has the dict key {key!r}: only str keys can cross a cut")
         return {
-            "dict": {
+            _kind_of(value): {
                 key: _describe(item, f"{place}[{key!r}]", index_of, specs) for key, item in value.items()
             }
         }
@@ -404,6 +400,10 @@ def _describe(value: Any, place: str, index_of: dict[int, int], specs: list[Tens
         f"{place} is {what}: only tensors, JSON constants, and tuples, lists and dicts of them can "
         f"cross a cut"
     )
+
+
+def _kind_of(value: Any) -> str:
+    return type(value).__name__.lower()
 
 
 def _spec_of(tensor: torch.Tensor, place: str) -> TensorSpec:
@@ -437,9 +437,9 @@ def _collect(node: dict[str, Any], value: Any, place: str, tensors: list[torch.T
     if kind == "constant":
         same = type(value) is type(content) and value == content
         return None if same else f"{place} is {_brief(value)}, planned the constant {content!r}"
-    if type(value).__name__ != kind:
+    if _kind_of(value) != kind:
         return f"{place} is a {type(value).__name__}, planned a {kind}"
-    if kind == "dict":
+    if kind in _KEYED:
         if value.keys() != content.keys():
             return f"{place} has the keys {list(value)}, planned {list(content)}"
         items = [(f"{place}[{key!r}]", child, value[key]) for key, child in content.items()]
@@ -460,8 +460,8 @@ def _build(node: dict[str, Any], tensors: Sequence[torch.Tensor]) -> Any:
         return tensors[content]
     if kind == "constant":
         return content
-    if kind == "dict":
-        return {key: _build(child, tensors) for key, child in content.items()}
+    if kind in _KEYED:
+        return _KEYED[kind]({key: _build(child, tensors) for key, child in content.items()})
     items = [_build(child, tensors) for child in content]
     return tuple(items) if kind == "tuple" else items
 
@@ -470,7 +470,7 @@ def _indices(node: Any) -> Iterator[int]:
     ((kind, content),) = node.items()
     if kind == "tensor":
         yield _whole(content)
-    elif kind == "dict":
+    elif kind in _KEYED:
         for child in content.values():
             yield from _indices(child)
     elif kind in ("tuple", "list"):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipedream.model.batches import call_model
 from pipedream.model.boundary import check_loss, device_of, map_tensors, to_device, untouched
 from pipedream.model.crossing import Fillers
 from pipedream.model.cuts import Cut, Cuts
@@ -64,7 +65,6 @@ class CutModel(CutForward):
             first_layer,
             self.layer_names[first_layer : last_layer + 1],
             self.module,
-            call_model=call_model,
             state=self.cuts.state_of(before, after),
             crossing_in=None if before is None else before.crossing,
             crossing_out=None if after is None else after.crossing,
@@ -86,10 +86,6 @@ class CutModel(CutForward):
         say."""
         reasons = [f"not after {cut.name}: {cut.why_not}" for cut in self.cuts.refused[:3]]
         return "; ".join(reasons)
-
-
-def call_model(model: nn.Module, inputs: Any) -> Any:
-    return model(inputs)
 
 
 def cut_model(

@@ -24,7 +24,8 @@ from torch import nn
 from pipedream.common.checks import check_count, check_data, check_function, is_number
 from pipedream.common.guard import check_main_guard
 from pipedream.common.tracebacks import with_short_tracebacks
-from pipedream.model.boundary import check_pair, device_of, tensors_of, to_device, untouched
+from pipedream.model.batches import own_loss, parts_of
+from pipedream.model.boundary import device_of, tensors_of, to_device, untouched
 from pipedream.model.clock import Clock, make_clock
 from pipedream.model.cut_model import cut_model, needs_cutting
 from pipedream.model.loss_placement import loss_on, spare_loss
@@ -48,7 +49,7 @@ _log = logging.getLogger("pipedream")
 def profile(
     model: Model,
     batches: Iterable[Any],
-    loss_fn: LossFunction,
+    loss_fn: LossFunction | None = None,
     *,
     minibatches: int = 1000,
     seconds: float | None = None,
@@ -57,11 +58,12 @@ def profile(
     """Measures what partition needs: per layer the mean forward and backward time of a minibatch in
     milliseconds, the bytes that cross the cut after it and the bytes of its trainable parameters.
 
-    batches: yields (inputs, targets); started again when it ends, unless it is a generator. Stops after
-    `minibatches` measured ones (besides up to 5 of warm-up, discarded) or after `seconds` in all,
-    whichever is first. loss_fn(outputs, targets) must give a scalar; its time goes to the last layer. Short
-    minibatches are not timed. The model is left as it was: weights, gradients, buffers, flags and counters,
-    random number generators; so is a loss that is a module or another object.
+    batches: yields (inputs, targets), or dicts of what the model takes by name; started again when it ends,
+    unless it is a generator. Stops after `minibatches` measured ones (besides up to 5 of warm-up, discarded)
+    or after `seconds` in all, whichever is first. loss_fn(outputs, targets), with dicts
+    loss_fn(outputs, batch), must give a scalar; its time goes to the last layer; None takes the loss that the
+    model's output has. Short minibatches are not timed. The model is left as it was: weights, gradients,
+    buffers, flags and counters, random number generators; so is a loss that is a module or another object.
 
     Raises ValueError or TypeError for arguments or batches that do not fit. Source: PipeDream (SOSP'19),
     section 3.1.
@@ -76,6 +78,8 @@ def profile(
     if seconds is not None and (not is_number(seconds) or seconds <= 0):
         raise ValueError(f"seconds is {seconds!r}: give a positive number, or None for no limit")
     check_data("batches", batches)
+    if loss_fn is None:
+        loss_fn = own_loss
     check_function("loss_fn", loss_fn)
     check_loss_fn(loss_fn)
     layers = [layer for _, layer in layers_of(model)]
@@ -139,7 +143,7 @@ def _measure(
     deadline = None if seconds is None else time.perf_counter() + seconds
     clock = make_clock(device)
     for minibatch, batch in enumerate(_repeat(batches)):
-        inputs, targets = check_pair(batch, minibatch)
+        inputs, targets = parts_of(batch, minibatch)
         batch_size = _batch_size(inputs)
         if minibatch == 0:
             measurement.batch_size = batch_size

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipedream.model.batches import call_model
 from pipedream.model.calls import calls_seen
 from pipedream.model.crossing import Crossing, Fillers
 from pipedream.model.cuts import SpanState
@@ -42,7 +43,6 @@ class SpanStage(StageModule):
         layer_names: Sequence[str],
         model: nn.Module,
         *,
-        call_model: Callable[[nn.Module, Any], Any],
         state: SpanState,
         crossing_in: Crossing | None,
         crossing_out: Crossing | None,
@@ -54,7 +54,6 @@ class SpanStage(StageModule):
         super().__init__(stage_index, first_layer, [(layer_names[-1], "", model)])
         self.last_layer = first_layer + len(layer_names) - 1
         self.layer_names = list(layer_names)
-        self._call_model = call_model
         self._state = state
         self._crossing_in = crossing_in
         self._crossing_out = crossing_out
@@ -72,10 +71,10 @@ class SpanStage(StageModule):
         inputs = forward.begin(value, self._fillers)
         model = self.layers[0]
         if not self._seen:
-            return self._call_model(model, inputs)
+            return call_model(model, inputs)
         try:
             with calls_seen(self._seen, forward.call):
-                output = self._call_model(model, inputs)
+                output = call_model(model, inputs)
         except _Stop:
             pass
         forward.check_calls()

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipedream.model.batches import call_model
 from pipedream.model.boundary import attributes_kept, boundary_input, check_loss, map_tensors, untouched
 from pipedream.model.calls import calls_seen
 from pipedream.model.crossing import Fillers
-from pipedream.model.cut_model import CutModel, call_model
+from pipedream.model.cut_model import CutModel
 from pipedream.model.loss_placement import call_loss
 from pipedream.model.recompute import GeneratorState
 from pipedream.model.references import modules_carried_by

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from pipedream.model.batches import Keywords
 from pipedream.model.references import ByteSpan, Place, places_of
 
 __all__ = [
@@ -83,7 +84,10 @@ class StageModule(nn.Module):
         self.training = self.layers.training = all(module.training for module in self.layers)
 
     def forward(self, value: Any) -> Any:
-        for layer in self.layers:
+        layers = iter(self.layers)
+        if type(value) is Keywords:
+            value = next(layers)(**value)
+        for layer in layers:
             value = layer(value)
         return value
 

@@ -16,10 +16,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from pipedream.model.batches import call_model
 from pipedream.model.boundary import boundary_input, check_loss, map_tensors, tensors_of
 from pipedream.model.calls import calls_seen
 from pipedream.model.clock import Clock
-from pipedream.model.cut_model import CutModel, call_model
+from pipedream.model.cut_model import CutModel
 from pipedream.model.loss_placement import call_loss
 from pipedream.model.trace import CallKey
 
@@ -60,7 +61,7 @@ class LayerPasses:
             is_last = layer_index == len(self._layers) - 1
             value, leaves = _detach(value)
             clock.start()
-            value = layer(value)
+            value = call_model(layer, value)
             if is_last:
                 loss = check_loss(call_loss(self._loss_fn, value, targets), minibatch)
             clock.stop()

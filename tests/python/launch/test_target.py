@@ -80,15 +80,21 @@ def test_target_file_named_like_a_loaded_module_is_refused_with_a_remedy(tmp_pat
         load_job("json.py:make", needs_optimizer=False)
 
 
-@pytest.mark.parametrize("missing", ["model", "data", "loss_fn", "optimizer"])
+@pytest.mark.parametrize("missing", ["model", "data", "optimizer"])
 def test_missing_part_of_the_job_is_named(tmp_path: Path, missing: str) -> None:
     (tmp_path / "five_target.py").write_text(
         f"def make():\n    job = {JOB}\n    del job[{missing!r}]\n    return job\n"
     )
-    with pytest.raises(
-        ValueError, match=f"returned no '{missing}': it must return model, data, loss_fn, opt"
-    ):
+    with pytest.raises(ValueError, match=f"returned no '{missing}': it must return model, data, optimizer"):
         load_job("five_target.py:make", needs_optimizer=True)
+
+
+def test_a_job_without_a_loss_trains_by_its_models_own(tmp_path: Path) -> None:
+    (tmp_path / "lossless_target.py").write_text(
+        "def make():\n    return dict(model='m', data=[1], optimizer=list)\n"
+    )
+    job = load_job("lossless_target.py:make", needs_optimizer=True)
+    assert (job.loss_fn, job.options) == (None, {"optimizer": list})
 
 
 def _job(tmp_path: Path, **more: object) -> str:
@@ -109,6 +115,7 @@ def test_every_argument_of_run_is_taken(tmp_path: Path) -> None:
     }
     assert {"epochs", "lr_scheduler", "microbatches", "gather"} <= set(more)
     job = load_job(_job(tmp_path, **more), needs_optimizer=True)
+    del more["loss_fn"]  # a part of its own
     assert job.options == more | {"optimizer": list}
 
 

@@ -18,7 +18,6 @@ from pipedream.model.boundary import (
     TensorSpec,
     boundary_input,
     check_loss,
-    check_pair,
     map_tensors,
     tensors_of,
     untouched,
@@ -440,10 +439,3 @@ def test_a_loss_that_is_no_scalar_is_refused(loss: Any, error: type[Exception], 
         check_loss(loss, 3)
     scalar = torch.zeros(())
     assert check_loss(scalar, 3) is scalar
-
-
-def test_data_that_are_no_pairs_are_refused() -> None:
-    assert check_pair([1, 2], 0) == (1, 2)
-    for batch, message in (((1, 2, 3), "a tuple of 3"), (torch.zeros(2), "a Tensor"), ([1], "a list of 1")):
-        with pytest.raises(TypeError, match=f"minibatch 4 of the data is {message}"):
-            check_pair(batch, 4)

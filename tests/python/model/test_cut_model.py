@@ -13,21 +13,22 @@ from typing import Any
 
 import pytest
 import torch
+from pipedream.model.batches import call_model, own_loss, parts_of
 from pipedream.model.boundary import boundary_input
 from pipedream.model.crossing import Fillers
 from pipedream.model.cut_model import CutModel, cut_model
 from pipedream.model.splitter import StageModule, find_ties
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from twins import CLASSES, TWINS, WIDTH, Residual, SideValue, cross_entropy
+from twins import CLASSES, TWINS, WIDTH, Output, Residual, SideValue, cross_entropy
 
 State = dict[str, Tensor]
 
 
 def _cut(name: str) -> tuple[CutModel, list[Any]]:
     twin = TWINS[name]
-    data = twin.data(2)
-    return cut_model(twin.model(), *data[0], cross_entropy), data
+    data = [parts_of(batch, minibatch) for minibatch, batch in enumerate(twin.data(2))]
+    return cut_model(twin.model(), *data[0], twin.loss_fn), data
 
 
 def _names(cut: CutModel) -> list[str]:
@@ -49,10 +50,14 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
         parameter.grad = None
 
 
+def _loss(outputs: Any, targets: Any) -> Tensor:
+    return own_loss(outputs, targets) if isinstance(outputs, Output) else cross_entropy(outputs, targets)
+
+
 def _whole(model: nn.Module, inputs: Any, targets: Any) -> tuple[Tensor, State]:
     """Loss, gradients and buffers without cuts."""
     with _buffers_kept(model):
-        loss = cross_entropy(model(inputs), targets)
+        loss = _loss(call_model(model, inputs), targets)
         loss.backward()
         return loss.detach(), _gradients_and_buffers(model)
 
@@ -91,7 +96,7 @@ def _in_stages(cut: CutModel, ends: Sequence[int], inputs: Any, targets: Any) ->
             with _only_own(stage, model):
                 value = stage(value)
             sent.append(list(value) if isinstance(value, tuple) else [value])
-        loss = cross_entropy(value, targets)
+        loss = _loss(value, targets)
         roots, seeds = [loss], [torch.ones_like(loss)]
         for leaves, outputs in zip(reversed([[], *received]), reversed([[], *sent[:-1]]), strict=True):
             torch.autograd.backward(roots, seeds)

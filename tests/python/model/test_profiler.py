@@ -242,7 +242,8 @@ def test_a_list_of_layers_and_a_single_module_can_be_profiled() -> None:
         ({"seconds": 0}, "seconds is 0"),
         ({"seconds": float("nan")}, "seconds is nan"),
         ({"seconds": "10"}, "seconds is '10': give a positive number"),
-        ({"loss_fn": None}, "loss_fn is a NoneType: give a function"),
+        ({"loss_fn": 3}, "loss_fn is a int: give a function"),
+        ({"loss_fn": None}, "the model's output, a Tensor, has no scalar loss, and there is no loss_fn"),
         ({"batches": 3}, "batches is a int: give something that yields"),
         ({"batches": [torch.zeros(2)]}, "minibatch 0 of the data is a Tensor"),
         ({"loss_fn": lambda outputs, targets: 1.0}, "loss_fn returned a float"),
@@ -371,7 +372,7 @@ def test_a_cut_that_changes_what_is_computed_is_named_before_anything_is_measure
 
 def test_the_check_of_cuts_finds_nothing_in_the_twins() -> None:
     for twin in TWINS.values():
-        profile(twin.model(torch.float32), twin.data(1, torch.float32), cross_entropy, minibatches=1)
+        profile(twin.model(torch.float32), twin.data(1, torch.float32), twin.loss_fn, minibatches=1)
 
 
 def test_a_module_that_cannot_be_cut_is_one_layer_and_the_log_says_why(
@@ -390,3 +391,10 @@ def test_a_module_that_cannot_be_cut_is_one_layer_and_the_log_says_why(
     assert [layer.name for layer in measured.layers] == ["Frozen"]
     assert "the model cannot be cut" in caplog.text
     assert "not after first: first runs under activation checkpointing or no_grad" in caplog.text
+
+
+def test_dict_batches_and_the_models_own_loss_need_no_loss_fn() -> None:
+    twin = TWINS["masked_transformer"]
+    measured = profile(twin.model(), twin.data(2), minibatches=1)
+    assert measured.batch_size == 6
+    assert "blocks.1" in [layer.name for layer in measured.layers]

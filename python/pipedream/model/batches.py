@@ -1,0 +1,63 @@
+"""Minibatches as people have them, and what a model and a loss are called with.
+
+    (inputs, targets)      model(inputs), loss_fn(outputs, targets)
+    a dict or dataclass    model(**batch), loss_fn(outputs, batch)
+    loss_fn=None           the loss is the model's own: its output's .loss, or the output itself
+
+Pure; any thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["Keywords", "call_model", "own_loss", "parts_of"]
+
+
+class Keywords(dict[str, Any]):
+    """Inputs that a model is called with by name."""
+
+
+def parts_of(batch: Any, minibatch: int) -> tuple[Any, Any]:
+    """(inputs, targets) of what `data` or `batches` yielded. Raises TypeError naming the minibatch."""
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, (type, Mapping)):
+        batch = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    if not isinstance(batch, Mapping):
+        what = type(batch).__name__ + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
+        raise TypeError(
+            f"minibatch {minibatch} of the data is a {what}: yield pairs (inputs, targets), several inputs"
+            " in one tuple; or a dict of what the model's forward takes by name"
+        )
+    for key in batch:
+        if type(key) is not str:
+            raise TypeError(
+                f"minibatch {minibatch} of the data has the key {key!r}: the model is called with its entries"
+                " by name, so use texts"
+            )
+    keywords = Keywords(batch)
+    return keywords, keywords
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    return model(**inputs) if type(inputs) is Keywords else model(inputs)
+
+
+def own_loss(outputs: Any, targets: Any) -> Tensor:
+    """The loss in a model's output. Raises ValueError where there is none."""
+    loss = outputs
+    if not isinstance(outputs, Tensor):
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+        if loss is None and isinstance(outputs, (tuple, list)) and outputs:
+            loss = outputs[0]
+    if not isinstance(loss, Tensor) or loss.dim() > 0:
+        raise ValueError(
+            f"the model's output, a {type(outputs).__name__}, has no scalar loss, and there is no loss_fn:"
+            " give one, or the batch what the model computes its loss from (labels, in many)"
+        )
+    return loss
