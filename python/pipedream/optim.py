@@ -20,11 +20,14 @@ import torch
 from torch import Tensor
 
 from pipedream import _core
+from pipedream.common.compiling import unmarked_until_compiling
 
 __all__ = ["SGD", "Adam", "AdamW", "NativeOptimizer"]
 
 _NATIVE_DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 _NATIVE_DEVICES = {"cpu": "host", "cuda": "cuda"}
+
+_add_param_group = unmarked_until_compiling(torch.optim.Optimizer.add_param_group)
 
 _Group = dict[str, Any]
 _Row = tuple[int, ...]  # elements, then addresses: as _core's steps take a tensor
@@ -128,7 +131,7 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. Raises ValueError for an option out of range."""
-        super().add_param_group(param_group)
+        _add_param_group(self, param_group)
         self._check_group(self.param_groups[-1])
 
     def __setstate__(self, state: dict[str, Any]) -> None:

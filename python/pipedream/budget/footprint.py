@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pipedream.common.compiling import unmarked_until_compiling
+
 __all__ = [
     "SCALARS_BYTES",
     "Footprint",
@@ -137,6 +139,10 @@ class _HostMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known[key] = weakref.ref(storage, gone)
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+# Its base class marks it as not to be compiled.
+_HostMeter.__torch_dispatch__ = unmarked_until_compiling(_HostMeter.__torch_dispatch__)  # type: ignore[method-assign]
 
 
 class WorkMeter:

@@ -6,11 +6,11 @@
                     --2 task-------------------------------------> imports the script, runs the target
     waits for it, as for any child of its own  <------------------ exits
 
-To import torch and make the first optimizer takes a process seconds, to be forked milliseconds. The server
-is started at the first need and kept until this process ends, so that the next workers find it. It holds
-nothing of a run: every worker is told the environment, the working folder, the script and the files 0, 1 and
-2 as they are when it starts. What libraries read when they are loaded, and never again, are variables of the
-environment: where one of these has changed another server is started.
+To import torch, and to make its first optimizer, takes a process seconds, to be forked milliseconds. The
+server is started at the first need and kept until this process ends, so that the next workers find it. It
+holds nothing of a run: every worker is told the environment, the working folder, the script and the files
+0, 1 and 2 as they are when it starts. What libraries read when they are loaded, and never again, are
+variables of the environment: where one of these has changed another server is started.
 
 After step 1 the process between ends, and while this process is a subreaper the kernel gives it the orphan:
 a worker's parent is the process that called, which learns its exit status and takes it along when it ends.
@@ -44,15 +44,18 @@ from pipedream.common.errors import PipelineError, one_line
 
 __all__ = ["Process", "serve", "start_server"]
 
-# What is imported before any fork. The last two: by the first link, and by the first optimizer.
-_PRELOADED = ("torch", "pipedream.launch.local_worker", "zmq", "torch._dynamo")
+# What is imported before any fork. The last two: by the first link, and by the first backward.
+_PRELOADED = ("torch", "pipedream.launch.local_worker", "zmq", "torch.fx.experimental.symbolic_shapes")
+# Before the first fork for a caller that has it: by the first of torch's own optimizers.
+_COMPILER = "torch._dynamo"
 # How the names begin of variables that are read when a program or a library is loaded.
 _OF_PROGRAMS = ("LD_", "GLIBC_", "MALLOC_", "PYTHON")
 _OF_TORCH = ("TORCH", "PYTORCH_", "ATEN_", "C10_", "CUDA_", "NVIDIA_", "NCCL_", "PIPEDREAM_LIBZMQ")
 _OF_KERNELS = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_")
 _READ_AT_LOAD = (*_OF_PROGRAMS, *_OF_TORCH, *_OF_KERNELS)
 _SET_BY_TORCH = ("TORCHINDUCTOR_CACHE_DIR", "CUDA_MODULE_LOADING")  # when it is used, which may be later
-_REQUEST = struct.Struct("<B")  # of the files 0, 1 and 2 those that are open, as bits
+# Of the files 0, 1 and 2 those that are open, as bits; and whether the caller has imported _COMPILER.
+_REQUEST = struct.Struct("<B?")
 _ANSWER = struct.Struct("<q")  # the worker's pid, or minus the error's number
 _SIZE = struct.Struct("<Q")  # of what a task begins with
 _NUM_FILES_MAX = 32
@@ -188,7 +191,7 @@ class _Server:
     def fork(self, files: list[int]) -> int:
         """The pid, or minus the number of an error. Raises OSError when the server is gone."""
         standard = [file for file in (0, 1, 2) if _is_open(file)]
-        request = _REQUEST.pack(sum(1 << file for file in standard))
+        request = _REQUEST.pack(sum(1 << file for file in standard), _COMPILER in sys.modules)
         socket.send_fds(self._socket, [request], [*standard, *files])
         answer = self._socket.recv(_ANSWER.size, socket.MSG_WAITALL)
         if len(answer) < _ANSWER.size:
@@ -280,10 +283,7 @@ def serve(connection_file: int, parent_pid: int) -> None:
     if os.getppid() != parent_pid:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: for the process that waits for the workers
-    for name in _PRELOADED:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # what is shared by all stays shared
+    _import_for_all(*_PRELOADED)
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 2)  # from now on nothing of it is the user's concern
     connection = socket.socket(fileno=connection_file)
@@ -291,13 +291,24 @@ def serve(connection_file: int, parent_pid: int) -> None:
         request, files, _, _ = socket.recv_fds(connection, _REQUEST.size, _NUM_FILES_MAX)
         if not request:
             return
-        pid = _fork_orphan(connection, request, files)
+        open_files, needs_compiler = _REQUEST.unpack(request)
+        if needs_compiler and _COMPILER not in sys.modules:
+            with contextlib.suppress(Exception):  # the worker raises it again, where it is heard
+                _import_for_all(_COMPILER)
+        pid = _fork_orphan(connection, open_files, files)
         for file in files:
             os.close(file)
         connection.sendall(_ANSWER.pack(pid))
 
 
-def _fork_orphan(connection: socket.socket, request: bytes, files: list[int]) -> int:
+def _import_for_all(*names: str) -> None:
+    for name in names:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what is shared by all stays shared
+
+
+def _fork_orphan(connection: socket.socket, open_files: int, files: list[int]) -> int:
     pid_read, pid_write = os.pipe()
     try:
         between = os.fork()
@@ -314,7 +325,7 @@ def _fork_orphan(connection: socket.socket, request: bytes, files: list[int]) ->
             os.close(pid_read)
             os.close(pid_write)
             connection.close()
-            _be_worker(request, files)
+            _be_worker(open_files, files)
         os.write(pid_write, _ANSWER.pack(pid))
         os._exit(0)
     os.close(pid_write)
@@ -324,14 +335,13 @@ def _fork_orphan(connection: socket.socket, request: bytes, files: list[int]) ->
     return int(pid)
 
 
-def _be_worker(request: bytes, files: list[int]) -> NoReturn:
+def _be_worker(open_files: int, files: list[int]) -> NoReturn:
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        (bits,) = _REQUEST.unpack(request)
         given = iter(files)
         for standard in range(3):
-            if bits & 1 << standard:
+            if open_files & 1 << standard:
                 file = next(given)
                 os.dup2(file, standard)
                 os.close(file)

@@ -108,7 +108,8 @@ class CallerSettings:
 
     def apply(self) -> None:
         torch.set_default_dtype(self.default_dtype)
-        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warn_only)
+        if self.deterministic or torch.are_deterministic_algorithms_enabled():  # it imports torch's compilers
+            torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warn_only)
         torch.set_float32_matmul_precision(self.matmul_precision)
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
         torch.backends.cudnn.deterministic = self.cudnn_deterministic

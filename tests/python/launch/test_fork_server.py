@@ -99,11 +99,21 @@ def test_a_variable_that_libraries_read_when_they_are_loaded_takes_another_serve
     _server_pid()
 
 
-def test_a_server_that_was_killed_is_replaced() -> None:
+def _parent_and_compiler() -> tuple[int, bool]:
+    return os.getppid(), "torch._dynamo" in sys.modules
+
+
+def test_a_server_that_was_killed_is_replaced_and_has_the_compiler_where_the_caller_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # To import it takes a second or two, for nothing where nobody makes one of torch's optimizers.
     server_pid = _server_pid()
     os.kill(server_pid, signal.SIGKILL)
-    assert _found(os.getppid) == os.getpid()
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    assert _found(_parent_and_compiler) == (os.getpid(), False)
     assert _server_pid() != server_pid
+    monkeypatch.setitem(sys.modules, "torch._dynamo", torch)
+    assert _found(_parent_and_compiler) == (os.getpid(), True)
 
 
 def _exit(code: int) -> None:

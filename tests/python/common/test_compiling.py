@@ -1,0 +1,55 @@
+"""compiling.py: the compiler's modules are imported by what compiles, not by what keeps it out."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from pipedream.common.compiling import unmarked_until_compiling
+
+
+def _plain(value: int) -> str:
+    return f"plain {value}"
+
+
+@functools.wraps(_plain)
+def _marked(value: int) -> str:
+    return f"marked {_plain(value)}"
+
+
+def test_the_mark_counts_from_the_import_of_the_compiler_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = unmarked_until_compiling(_marked)
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    assert call(1) == "plain 1"
+    compiler: Any = object()
+    monkeypatch.setitem(sys.modules, "torch._dynamo", compiler)
+    assert call(2) == "marked plain 2"
+
+
+def test_what_has_no_mark_is_called_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    assert unmarked_until_compiling(_plain)(1) == "plain 1"
+
+
+_TRAINS = """
+import sys, torch
+from pipedream import optim
+from pipedream.budget.footprint import make_meter
+from pipedream.stage.job import CallerSettings
+CallerSettings.capture().apply()
+layer = torch.nn.Linear(2, 2)
+optimizer = optim.SGD(layer.parameters(), lr=0.1)
+with make_meter(torch.device("cpu")) as meter:
+    layer(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+assert meter.peak_bytes > 0
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_a_native_optimizer_and_the_meter_of_the_host_do_without_the_compiler() -> None:
+    ended = subprocess.run([sys.executable, "-c", _TRAINS], capture_output=True, text=True, check=True)
+    assert ended.stdout == "False\n"
