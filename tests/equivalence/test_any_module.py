@@ -12,13 +12,14 @@ import pytest
 import torch
 from farm import Farm
 from models import straight_plan
+from oracle import assert_memory_as_predicted
 from pipedream import RunResult, reference
 from pipedream.model.batches import call_model, own_loss, parts_of
 from pipedream.model.cut_model import cut_model
 from pipedream.model.seeding import base_seed, generators_kept, seed_data
 from pipedream.planning.plan import Plan
 from torch import nn
-from training import State, assert_close_losses, assert_close_state, is_rank_0, state_of
+from training import State, assert_close_losses, assert_close_state, is_rank_0, state_of, tolerance
 from twins import TWINS, Batch, Output, cross_entropy
 
 _SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -35,15 +36,17 @@ def _plan(name: str, num_stages: int) -> Plan:
     )
 
 
-def _train(name: str, plan: Plan, **options: Any) -> tuple[RunResult, State]:
+def _train(
+    name: str, plan: Plan, dtype: torch.dtype = torch.float64, **options: Any
+) -> tuple[RunResult, State]:
     """A rank's part, or a whole local run. Only rank 0 has the right initial weights."""
     twin = TWINS[name]
-    model = twin.model()
+    model = twin.model(dtype)
     if not is_rank_0():
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0.5)
-    options = {"data": twin.data(_NUM_MINIBATCHES), "optimizer": _SGD, "seed": 1, **options}
+    options = {"data": twin.data(_NUM_MINIBATCHES, dtype), "optimizer": _SGD, "seed": 1, **options}
     loss_fn = None if twin.loss_fn is own_loss else twin.loss_fn
     result = pipedream.run(model, plan, loss_fn=loss_fn, progress=False, **options)
     return result, model.state_dict()
@@ -80,6 +83,7 @@ def test_a_draining_schedule_trains_any_module_as_a_plain_loop_does(
     losses = _train_plainly(model, twin.data(_NUM_MINIBATCHES), twin.loss_fn)
     assert_close_losses(result.losses, losses, _RELATIVE)
     assert_close_state(state, state_of(model), _RELATIVE)
+    assert_memory_as_predicted(result)
 
 
 @pytest.mark.parametrize("name", TWINS)
@@ -89,16 +93,23 @@ def test_weight_stashing_of_any_module_gives_the_oracles_numbers(farm: Farm, nam
     assert_same_as_reference(name, plan, result, state)
 
 
-def assert_same_as_reference(name: str, plan: Plan, result: RunResult, state: State, **options: Any) -> None:
+def assert_same_as_reference(
+    name: str,
+    plan: Plan,
+    result: RunResult,
+    state: State,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> None:
     twin = TWINS[name]
-    model, data = twin.model(), twin.data(_NUM_MINIBATCHES)
+    model, data = twin.model(dtype), twin.data(_NUM_MINIBATCHES, dtype)
     cut = cut_model(model, *parts_of(data[0], 0), twin.loss_fn)
     with torch.random.fork_rng():
         losses = reference.run(
             cut, plan, data=data, loss_fn=twin.loss_fn, optimizer=_SGD, seed=1, **options
         ).losses
-    assert_close_losses(result.losses, losses, _RELATIVE)
-    assert_close_state(state, state_of(model), _RELATIVE)
+    assert_close_losses(result.losses, losses, tolerance(dtype))
+    assert_close_state(state, state_of(model), tolerance(dtype))
 
 
 @pytest.mark.parametrize("name", ["residual", "masked_transformer", "dropping"])
@@ -115,6 +126,13 @@ def assert_same_as_reference(name: str, plan: Plan, result: RunResult, state: St
 )
 def test_what_a_run_may_do_it_does_for_any_module(farm: Farm, name: str, options: dict[str, Any]) -> None:
     plan = _plan(name, 2)
+    result, state = farm.results(_train, name, plan, num_ranks=2, **options)[0]
+    assert_same_as_reference(name, plan, result, state, **options)
+
+
+@pytest.mark.parametrize("name", ["residual", "masked_transformer"])
+def test_autocast_reaches_every_stage_of_a_module(farm: Farm, name: str) -> None:
+    plan, options = _plan(name, 2), {"autocast": "bfloat16", "dtype": torch.float32}
     result, state = farm.results(_train, name, plan, num_ranks=2, **options)[0]
     assert_same_as_reference(name, plan, result, state, **options)
 
@@ -184,3 +202,17 @@ def test_more_stages_than_cuts_are_refused_with_the_reasons() -> None:
     message = str(caught.value)
     assert "the plan has 4 stages but the model has 3 layers" in message
     assert "not after after: noting passes a tensor" in message
+
+
+def _train_in_another_mode(name: str, plan: Plan) -> None:
+    twin = TWINS[name]
+    model = twin.model().train(is_rank_0())
+    pipedream.run(model, plan, data=twin.data(2), loss_fn=twin.loss_fn, optimizer=_SGD, progress=False)
+
+
+def test_ranks_that_find_other_places_to_cut_say_which(farm: Farm) -> None:
+    outcomes = farm.run(_train_in_another_mode, "dropping", straight_plan(4, (2,)), num_ranks=2)
+    message = str(outcomes[1].error)
+    assert isinstance(outcomes[1].error, ValueError)
+    assert "layer 0 of the model is " in message
+    assert "at rank 1, but first (1 tensors, 2 sizes) at rank 0" in message

@@ -5,6 +5,7 @@ By the rendezvous alone. On the worker's compute thread.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from pipedream.common.errors import failures_of_others
 from pipedream.data.stream import DataStream, ForwardedData, MinibatchStream, ReceivedStream
 from pipedream.links.rendezvous import START_TIMEOUT_S, Rendezvous
 from pipedream.model.seeding import base_seed, seed_data
-from pipedream.model.splitter import Model, StageModule, Tie, find_ties, split
+from pipedream.model.splitter import Model, StageModule, Tie, find_ties, outline_of, split
 from pipedream.planning.plan import Plan
 from pipedream.stage.job import JobOptions, WorkerPlace
 
@@ -83,6 +84,7 @@ def agree(
         (agreed,) = wait_for(place.rendezvous, ["agreed"], lambda _: "rank 0 did not start")
         options = replace(options, plan=Plan.from_dict(agreed["plan"], source="rank 0's plan"))
         _check_settings(options, place.rank, agreed["settings"])
+        _check_layers(outline_of(model), place.rank, agreed["layers"])
         place = replace(place, run_id=int(agreed["run_id"]))
     stages = split(model, options.plan)
     base = base_seed(options.seed) if agreed is None else int(agreed["base_seed"])
@@ -92,6 +94,7 @@ def agree(
         agreed = {
             "plan": options.plan.to_dict(),
             "settings": settings_of(options),
+            "layers": outline_of(model),
             "base_seed": base,
             "run_id": place.run_id,
         }
@@ -118,6 +121,15 @@ def _check_settings(options: JobOptions, rank: int, of_rank_0: dict[str, Any]) -
     differs = difference(settings_of(options), rank, of_rank_0)
     if differs is not None:
         raise ValueError(differs)
+
+
+def _check_layers(mine: list[str], rank: int, of_rank_0: list[str]) -> None:
+    for layer, (here, there) in enumerate(itertools.zip_longest(mine, of_rank_0)):
+        if here != there:
+            raise ValueError(
+                f"layer {layer} of the model is {here} at rank {rank}, but {there} at rank 0: make the same"
+                " model at all ranks, in the same mode (train or eval), with data of the same structure"
+            )
 
 
 def _make_stream(data: Iterable[Any] | ForwardedData, epochs: int) -> MinibatchStream:

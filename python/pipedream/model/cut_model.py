@@ -72,6 +72,13 @@ class CutModel(CutForward):
             on_begin=on_begin,
         )
 
+    @property
+    def outline(self) -> list[str]:
+        crossings = [0 if place.crossing is None else place.crossing.num_tensors for place in self.offered]
+        sizes = [0 if place.crossing is None else place.crossing.num_sizes for place in self.offered]
+        lines = [f"{tensors} tensors, {rest} sizes" for tensors, rest in zip(crossings, sizes, strict=True)]
+        return [f"{name} ({line})" for name, line in zip(self.layer_names, [*lines, "the end"], strict=True)]
+
     def parameter_bytes(self) -> list[int]:
         """Trainable ones of each layer; one that several use counts at the first."""
         layer_of = self.cuts.first_spans_of_parameters(self.offered)

@@ -30,6 +30,7 @@ __all__ = [
     "is_list_of_layers",
     "layers_of",
     "model_name",
+    "outline_of",
     "split",
 ]
 
@@ -144,6 +145,11 @@ class CutForward(ABC):
     def stage(self, stage_index: int, first_layer: int, last_layer: int) -> StageModule:
         """The stage of these layers."""
 
+    @property
+    @abstractmethod
+    def outline(self) -> list[str]:
+        """A line per layer, equal where two processes cut the module in the same way."""
+
     @abstractmethod
     def explain(self) -> str:
         """Why there are no more layers, or nothing."""
@@ -204,6 +210,11 @@ def model_name(model: Model) -> str:
     if isinstance(model, CutForward):
         model = model.module
     return type(model).__name__ if isinstance(model, nn.Module) else "layers"
+
+
+def outline_of(model: Model) -> list[str]:
+    """A line per layer, by which two processes find out whether they have the same layers."""
+    return model.outline if isinstance(model, CutForward) else [name for name, _ in layers_of(model)]
 
 
 def is_list_of_layers(model: nn.Module) -> bool:
