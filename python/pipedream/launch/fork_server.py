@@ -148,6 +148,8 @@ class _Surroundings:
         os.umask(self._umask)
         self._cpus = os.sched_getaffinity(0)
         self._niceness = os.getpriority(os.PRIO_PROCESS, 0)
+        self.pid = os.getpid()
+        """Of the one that starts it."""
 
     def apply(self) -> None:
         os.environ.clear()
@@ -279,9 +281,7 @@ def _adopting_orphans() -> Iterator[None]:
 
 def serve(connection_file: int, parent_pid: int) -> None:
     """The life of the server: until its parent ends, or closes the connection."""
-    _core.die_with_parent()
-    if os.getppid() != parent_pid:
-        return
+    _die_with(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: for the process that waits for the workers
     _import_for_all(*_PRELOADED)
     with open(os.devnull, "wb") as nowhere:
@@ -299,6 +299,13 @@ def serve(connection_file: int, parent_pid: int) -> None:
         for file in files:
             os.close(file)
         connection.sendall(_ANSWER.pack(pid))
+
+
+def _die_with(parent_pid: int) -> None:
+    """This process is killed when its parent ends, and ends now where that has happened before."""
+    _core.die_with_parent()
+    if os.getppid() != parent_pid:
+        os._exit(1)
 
 
 def _import_for_all(*names: str) -> None:
@@ -350,7 +357,7 @@ def _be_worker(open_files: int, files: list[int]) -> NoReturn:
         # The caller sends the task when the worker has become its child.
         (size,) = _SIZE.unpack(_read(task, _SIZE.size))
         surroundings: _Surroundings = pickle.loads(_read(task, size))
-        _core.die_with_parent()
+        _die_with(surroundings.pid)
         surroundings.apply()
         parent_sentinel = os.dup(task)
         code = spawn._main(task, parent_sentinel)

@@ -65,7 +65,7 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions) -> RunRe
         write_part(folder, "settings", CallerSettings.capture(), "")
         board = StatusBoard(folder / "board", options.plan.workers_used, create=True)
         store, port = host_store()
-        task = WorkerTask(os.fspath(folder), port, secrets.randbits(64), os.getpid(), options.links.keys)
+        task = WorkerTask(os.fspath(folder), port, secrets.randbits(64), options.links.keys)
         with (
             errors.losses_kept(board.losses),
             Rendezvous(store, STORE_PREFIX) as rendezvous,

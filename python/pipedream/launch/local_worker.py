@@ -32,8 +32,6 @@ STORE_PREFIX = "pipedream"
 
 def run_local_worker(task: WorkerTask, rank: int, num_workers: int) -> None:
     """Entry point of a worker process."""
-    if os.getppid() != task.caller_pid:
-        os._exit(1)  # it ended before that: nobody waits for this worker
     _forked_children_die_with_this_process()
     os.environ.update(_environment_of(task, rank, num_workers))
     folder = Path(task.folder)

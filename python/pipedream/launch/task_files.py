@@ -39,7 +39,6 @@ class WorkerTask:
     folder: str
     store_port: int
     run_id: int
-    caller_pid: int
     keys: CurveKeys | None
     """Not in a file: a caller that is killed cannot remove it."""
 

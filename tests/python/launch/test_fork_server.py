@@ -116,6 +116,16 @@ def test_a_server_that_was_killed_is_replaced_and_has_the_compiler_where_the_cal
     assert _found(_parent_and_compiler) == (os.getpid(), True)
 
 
+def test_a_process_whose_parent_has_ended_before_it_could_follow_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fork_server._core, "die_with_parent", lambda: None)  # this process lives on
+    monkeypatch.setattr(os, "_exit", _exit)
+    fork_server._die_with(os.getppid())
+    with pytest.raises(SystemExit, match="1"):
+        fork_server._die_with(os.getppid() + 1)
+
+
 def _exit(code: int) -> None:
     raise SystemExit(code)
 

@@ -13,8 +13,8 @@ import pipedream
 import pytest
 import torch
 from pipedream import Plan
-from pipedream.launch import launcher, local_worker
-from pipedream.launch.task_files import WorkerTask, write_data, write_part
+from pipedream.launch import launcher
+from pipedream.launch.task_files import write_data, write_part
 from pipedream.links.keys import CurveKeys
 from torch import nn
 
@@ -114,13 +114,3 @@ def test_no_secret_key_is_in_a_file(monkeypatch: pytest.MonkeyPatch, forwards: b
     assert _SECRET not in repr(task)
     assert pickle.loads(files["options.pickle"]).links.bind_host == "127.0.0.1"
     assert not os.path.exists(task.folder)
-
-
-def test_a_worker_whose_caller_has_ended_before_it_began_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    def end(code: int) -> None:
-        raise SystemExit(code)
-
-    monkeypatch.setattr(os, "_exit", end)
-    task = WorkerTask("", 0, 0, caller_pid=os.getppid() + 1, keys=None)
-    with pytest.raises(SystemExit, match="1"):
-        local_worker.run_local_worker(task, 0, 1)
