@@ -118,7 +118,7 @@ def test_arguments_of_features_that_are_not_built(name: str, value: Any) -> None
         ("peer_timeout", float("inf"), ValueError, "seconds"),
         ("peer_timeout", "soon", ValueError, "seconds"),
         ("seed", "one", TypeError, "give an int"),
-        ("loss_fn", None, TypeError, "give a function"),
+        ("loss_fn", 3, TypeError, "give a function"),
         ("optimizer", 0.1, TypeError, "give a function"),
         ("data", 3, TypeError, "yields (inputs, targets)"),
     ],

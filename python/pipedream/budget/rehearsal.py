@@ -51,6 +51,7 @@ from pipedream.model.boundary import (
     to_device,
     untouched,
 )
+from pipedream.model.calls import is_compiled
 from pipedream.model.loss_placement import call_loss, spare_loss
 from pipedream.model.precision import autocast_region
 from pipedream.model.references import modules_carried_by
@@ -220,7 +221,8 @@ class _StageRehearsal:
         self._loss_fn = loss_fn
         self._autocast = autocast
         self._device = device
-        self._metered = not _is_compiled(stage)
+        # A compiled forward would see the dispatch mode, and compile again or not at all.
+        self._metered = not any(map(is_compiled, stage.modules()))
         self._parameters = [parameter for _, parameter in stage.trainable_parameters()]
         self._meter = WorkMeter(
             make_meter(self._device), lambda: storage_bytes([p.grad for p in self._parameters])
@@ -309,11 +311,3 @@ def _wait_for(device: torch.device) -> None:
     """Where the error of a kernel comes out."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _is_compiled(stage: nn.Module) -> bool:
-    # A compiled forward would see the dispatch mode, and compile again or not at all.
-    return any(
-        type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
-        for module in stage.modules()
-    )

@@ -12,10 +12,9 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
-__all__ = ["CallHandler", "calls_seen", "can_be_seen"]
+__all__ = ["CallHandler", "calls_seen", "is_compiled", "visible_modules"]
 
 CallHandler = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """(module, the call itself, its arguments) -> what the caller gets."""
@@ -23,9 +22,25 @@ CallHandler = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str
 _HANDLER = "_pipedream_call_handler"  # in the module's own table: other threads have modules of their own
 
 
-def can_be_seen(module: nn.Module) -> bool:
-    """A scripted module is not Python, so its calls, and those inside, are its own."""
-    return not isinstance(module, torch.jit.ScriptModule)
+def is_compiled(module: nn.Module) -> bool:
+    """By torch.compile: its calls run code that was made of it, and of the modules inside."""
+    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+
+
+def visible_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(name, module) of those inside whose calls can be seen, each once: none inside a compiled one."""
+    found: dict[int, tuple[str, nn.Module]] = {}
+    pending = [("", model)]
+    while pending:
+        name, module = pending.pop()
+        if id(module) in found:
+            continue
+        found[id(module)] = (name, module)
+        if not is_compiled(module):
+            prefix = f"{name}." if name else ""
+            pending += [(prefix + child, inner) for child, inner in module.named_children()][::-1]
+    del found[id(model)]
+    return list(found.values())
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipedream.model.batches import call_model
-from pipedream.model.calls import calls_seen
+from pipedream.model.calls import calls_seen, visible_modules
 from pipedream.model.crossing import Crossing, Fillers
 from pipedream.model.cuts import SpanState
 from pipedream.model.splitter import StageModule
@@ -59,11 +59,12 @@ class SpanStage(StageModule):
         self._crossing_out = crossing_out
         self._fillers = fillers or Fillers()
         self._on_begin = on_begin or _do_nothing
-        self._names = {id(module): name for name, module in model.named_modules()}
+        visible = visible_modules(model)
+        self._names = {id(module): name for name, module in visible}
         keys = {
             call.key.module for crossing in (crossing_in, crossing_out) if crossing for call in crossing.calls
         }
-        self._seen = [module for name, module in model.named_modules() if name in keys]
+        self._seen = [module for name, module in visible if name in keys]
 
     def forward(self, value: Any) -> Any:
         """value: the inputs at the first stage, then what crossed. Gives what crosses, or the output."""

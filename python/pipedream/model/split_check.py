@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pipedream.model.batches import call_model
 from pipedream.model.boundary import attributes_kept, boundary_input, check_loss, map_tensors, untouched
-from pipedream.model.calls import calls_seen
+from pipedream.model.calls import calls_seen, visible_modules
 from pipedream.model.crossing import Fillers
 from pipedream.model.cut_model import CutModel
 from pipedream.model.loss_placement import call_loss
@@ -75,7 +75,7 @@ def _whole(
     cut: CutModel, inputs: Any, targets: Any, loss_fn: _LossFunction, device: torch.device
 ) -> tuple[dict[int, GeneratorState], _Outcome]:
     """(the generators at each cut, what the whole model computes)."""
-    modules = dict(cut.module.named_modules())
+    modules = dict(visible_modules(cut.module))
     names = {id(module): name for name, module in modules.items()}
     keys = {
         place.crossing.last: index for index, place in enumerate(cut.offered) if place.crossing is not None

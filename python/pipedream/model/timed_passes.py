@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipedream.model.batches import call_model
 from pipedream.model.boundary import boundary_input, check_loss, map_tensors, tensors_of
-from pipedream.model.calls import calls_seen
+from pipedream.model.calls import calls_seen, visible_modules
 from pipedream.model.clock import Clock
 from pipedream.model.cut_model import CutModel
 from pipedream.model.loss_placement import call_loss
@@ -104,7 +104,7 @@ class CutPasses:
         self.layer_names = cut.layer_names
         self.parameter_bytes = cut.parameter_bytes()
         self.activation_bytes = [*(place.num_bytes for place in cut.offered), 0]
-        modules = dict(cut.module.named_modules())
+        modules = dict(visible_modules(cut.module))
         self._names = {id(module): name for name, module in modules.items()}
         self._layers = {
             place.crossing.last: layer

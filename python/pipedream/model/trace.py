@@ -15,6 +15,7 @@ alive, and leaves the model as it was if the caller keeps it `untouched`. Owned 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedream.model.boundary import tensors_of
-from pipedream.model.calls import calls_seen, can_be_seen
+from pipedream.model.calls import calls_seen, is_compiled, visible_modules
 from pipedream.model.structure import Structure, rebuilt, taken_apart
 
 __all__ = ["INPUTS", "ROOT", "Call", "CallKey", "Leaf", "Operation", "Trace", "Version", "record"]
@@ -152,8 +153,8 @@ def record(
     """
     recorder = _Recorder(model)
     recorder.note_inputs(inputs)
-    modules = [module for module in model.modules() if module is not model and can_be_seen(module)]
-    with calls_seen(modules, recorder.call), recorder:
+    modules = [module for _, module in visible_modules(model)]
+    with _uncompiled(model), calls_seen(modules, recorder.call), recorder:
         loss = make_loss(call_model(inputs))
     recorder.trace.loss = recorder.version_of(loss)
     return recorder.trace
@@ -165,7 +166,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self._tick = 0
         self._stack = [ROOT]
-        self._names = {id(module): name for name, module in model.named_modules()}
+        self._names = {id(module): name for name, module in visible_modules(model)}
         self._times_called: dict[str, int] = {}
         self._storages: dict[int, int] = {}
         self._kept: list[StorageWeakRef] = []  # while there is a reference no other storage gets its address
@@ -304,6 +305,14 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
     if "batch_norm" in func._schema.name and (given.get("training") or given.get("train")):
         changed += [given.get("running_mean"), given.get("running_var")]
     return changed
+
+
+def _uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Compiled code does not show its operations."""
+    if not any(map(is_compiled, model.modules())):
+        return contextlib.nullcontext()  # what follows imports the compiler, which takes seconds
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def _has_storage(tensor: Tensor) -> bool:

@@ -250,6 +250,21 @@ def test_there_is_no_cut_inside_what_is_checkpointed(reentrant: bool) -> None:
         _assert_same(_in_stages(cut, [end], inputs, targets), whole)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_module_is_cut_before_and_behind_it(in_place: bool) -> None:
+    inputs, targets = TWINS["residual"].data(2)[0]
+    model = TWINS["residual"].model()
+    assert isinstance(model, Residual)
+    if in_place:
+        model.blocks[0].compile(backend="eager")
+    else:
+        model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
+    cut = cut_model(model, inputs, targets, cross_entropy)
+    assert _names(cut)[:3] == ["stem", "blocks.0", "blocks.1.conv1"]
+    for end in (0, 1):
+        _assert_same(_in_stages(cut, [end], inputs, targets), _whole(model, inputs, targets))
+
+
 class _Skipping(nn.Module):
     """May leave a layer out."""
 
