@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pipedream
@@ -135,6 +136,38 @@ def test_autocast_reaches_every_stage_of_a_module(farm: Farm, name: str) -> None
     plan, options = _plan(name, 2), {"autocast": "bfloat16", "dtype": torch.float32}
     result, state = farm.results(_train, name, plan, num_ranks=2, **options)[0]
     assert_same_as_reference(name, plan, result, state, **options)
+
+
+def test_several_stages_of_a_module_may_be_one_workers(farm: Farm) -> None:
+    name = "masked_transformer"  # whose tied parameter the first and the last of four stages use
+    plan = _plan(name, 4)
+    plan = Plan(tuple(replace(stage, worker=index % 2) for index, stage in enumerate(plan.stages)))
+    options: dict[str, Any] = {"schedule": "interleaved", "microbatches": 2}
+    result, state = farm.results(_train, name, plan, num_ranks=2, **options)[0]
+    assert_same_as_reference(name, plan, result, state, **options)
+
+
+def _train_frozen(plan: Plan, **options: Any) -> tuple[RunResult, State]:
+    twin = TWINS["residual"]
+    model = _frozen()
+    options = {"data": twin.data(_NUM_MINIBATCHES), "optimizer": _SGD, "seed": 1, **options}
+    return pipedream.run(model, plan, loss_fn=cross_entropy, progress=False, **options), model.state_dict()
+
+
+def _frozen() -> nn.Module:
+    """Nothing is trained before the second block."""
+    model = TWINS["residual"].model()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(("stem", "blocks.0")))
+    return model
+
+
+def test_no_gradient_crosses_a_cut_that_nothing_before_it_needs(farm: Farm) -> None:
+    result, state = farm.results(_train_frozen, _plan("residual", 3), num_ranks=3, schedule="flush")[0]
+    model = _frozen()
+    losses = _train_plainly(model, TWINS["residual"].data(_NUM_MINIBATCHES))
+    assert_close_losses(result.losses, losses, _RELATIVE)
+    assert_close_state(state, state_of(model), _RELATIVE)
 
 
 def _batches(name: str) -> Iterator[Batch]:

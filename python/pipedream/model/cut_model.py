@@ -24,7 +24,7 @@ from pipedream.model.loss_placement import call_loss, loss_on, spare_loss
 from pipedream.model.precision import autocast_region
 from pipedream.model.references import modules_carried_by
 from pipedream.model.span import SpanStage
-from pipedream.model.splitter import CutForward, Model, is_list_of_layers, model_name
+from pipedream.model.splitter import CutForward, Model, check_parameters, is_list_of_layers, model_name
 from pipedream.model.trace import record
 
 __all__ = ["CutModel", "cut_model", "needs_cutting"]
@@ -105,8 +105,9 @@ def cut_model(
 ) -> CutModel:
     """Traces the model on one minibatch; it and the generators are afterwards as they were.
 
-    Raises whatever the model and the loss raise.
+    Raises ValueError for parameters that cannot be trained, and whatever the model and the loss raise.
     """
+    check_parameters(model)
     device = device_of([model])
     loss_fn = spare_loss(loss_fn)
     # Copies, as a first layer that works in place would change the caller's data; and targets that are the

@@ -25,6 +25,7 @@ __all__ = [
     "Model",
     "StageModule",
     "Tie",
+    "check_parameters",
     "check_split",
     "find_ties",
     "is_list_of_layers",
@@ -248,7 +249,7 @@ def check_split(model: Model, plan: StagePlan) -> None:
     layers = _layers(model)
     if isinstance(model, CutForward):
         _check_coverage(len(model.layer_names), plan, model.explain())
-        _check_parameters(layers)
+        check_parameters(model.module)
         _check_references(layers, [0], _check_storages(layers))
         return
     _check_coverage(len(layers), plan)
@@ -257,11 +258,32 @@ def check_split(model: Model, plan: StagePlan) -> None:
         for stage_index, stage in enumerate(plan.stages)
         for _ in range(stage.first_layer, stage.last_layer + 1)
     ]
-    _check_parameters(layers)
+    for layer in layers:
+        check_parameters(layer.module, layer.prefix)
     _check_shared_modules(layers, stage_of_layer)
     _check_shared_buffers(layers, stage_of_layer)
     spans = _check_storages(layers)
     _check_references(layers, stage_of_layer, spans)
+
+
+def check_parameters(module: nn.Module, prefix: str = "") -> None:
+    """Raises ValueError for parameters that cannot be trained. prefix: of their full names."""
+    for name, parameter in module.named_parameters(prefix=prefix.removesuffix(".")):
+        if is_lazy(parameter):
+            raise ValueError(
+                f"parameter {name!r} has no shape yet (a lazy module): pass one minibatch through the model"
+                f" before it is split"
+            )
+        if parameter.is_meta:
+            raise ValueError(
+                f"parameter {name!r} is on the meta device, where nothing has a value: use"
+                f" model.to_empty(device='cpu') and initialise it, or load it, before it is split"
+            )
+        if parameter.requires_grad and parameter.dtype not in _TRAINABLE_DTYPES:
+            raise ValueError(
+                f"parameter {name!r} has dtype {dtype_name(parameter.dtype)}: only float32 and float64 can be"
+                f" trained; use model.float(), or freeze it with requires_grad_(False)"
+            )
 
 
 def _layers(model: Model) -> list[_Layer]:
@@ -329,27 +351,6 @@ def _check_coverage(num_layers: int, plan: StagePlan, why_no_more: str = "") -> 
             f"the plan covers {next_layer} layers but the model has {num_layers}: it is a plan for another "
             f"model; partition a profile of this one"
         )
-
-
-def _check_parameters(layers: list[_Layer]) -> None:
-    for layer in layers:
-        for name, parameter in layer.module.named_parameters():
-            if is_lazy(parameter):
-                raise ValueError(
-                    f"parameter {layer.prefix + name!r} has no shape yet (a lazy module): pass one minibatch "
-                    f"through the model before it is split"
-                )
-            if parameter.is_meta:
-                raise ValueError(
-                    f"parameter {layer.prefix + name!r} is on the meta device, where nothing has a value: "
-                    f"use model.to_empty(device='cpu') and initialise it, or load it, before it is split"
-                )
-            if parameter.requires_grad and parameter.dtype not in _TRAINABLE_DTYPES:
-                raise ValueError(
-                    f"parameter {layer.prefix + name!r} has dtype {dtype_name(parameter.dtype)}: only "
-                    f"float32 and float64 can be trained; use model.float(), or freeze it with "
-                    f"requires_grad_(False)"
-                )
 
 
 def _check_shared_modules(layers: list[_Layer], stage_of_layer: list[int]) -> None:

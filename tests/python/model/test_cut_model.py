@@ -324,6 +324,29 @@ def test_tracing_and_staged_forwards_leave_the_model_as_it_was() -> None:
     assert not any("_pipedream" in name for module in model.modules() for name in vars(module))
 
 
+def test_parameters_that_cannot_be_trained_are_named_before_anything_runs() -> None:
+    inputs, targets = TWINS["tuples"].data(2, torch.float32)[0]
+    lazy, meta, half = SideValue(), SideValue(), SideValue().half()
+    lazy.after = nn.LazyLinear(WIDTH)
+    meta.after = nn.Linear(WIDTH, WIDTH, device="meta")
+    for model, message in (
+        (lazy, "'after.weight' has no shape yet"),
+        (meta, "'after.weight' is on the meta device"),
+        (half, "'before.weight' has dtype float16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cut_model(model, inputs, targets, cross_entropy)
+
+
+def test_hooks_of_the_users_run_where_the_call_is_made_and_nowhere_else() -> None:
+    cut, data = _cut("transformer")
+    called: list[str] = []
+    for name, block in cut.module.blocks.named_children():
+        block.register_forward_hook(lambda module, args, output, name=name: called.append(name))
+    _in_stages(cut, [_names(cut).index("blocks.0"), _names(cut).index("blocks.1.norm2")], *data[0])
+    assert called == ["0", "1", "2"]
+
+
 def test_a_model_that_fails_in_the_middle_is_left_as_it_was() -> None:
     model = SideValue()
     model.after = nn.Linear(WIDTH + 1, WIDTH)
