@@ -59,6 +59,8 @@ class FrontierCall:
 
     def flatten(self, output: Any) -> list[Any]:
         """What it returned, as pack() takes it: as it is now, whoever overwrites it later."""
+        if isinstance(output, Tensor) and self.structure.kind is None:  # as most return
+            return [self._checked(self.leaves[0], output)]
         leaves, structure = taken_apart(output)
         if structure != self.structure:
             raise ValueError(
@@ -83,24 +85,38 @@ class FrontierCall:
         return now
 
 
+_FILLERS_MAX = 1024  # of so many shapes
+
+
 class Fillers:
-    """Stand-ins for tensors that nobody reads. They share their memory, so that they cost none."""
+    """Stand-ins for tensors that nobody reads. They share their memory, so that they cost none; those that
+    look alike are one tensor."""
 
     def __init__(self, *, poison: bool = False) -> None:
         """poison: floating-point ones are NaN, which shows in whatever is computed from them."""
         self._poison = poison
         self._flat: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._made: dict[tuple[torch.dtype, torch.device, tuple[int, ...]], Tensor] = {}
 
-    def make(self, leaf: PackedLeaf, shape: Sequence[int], device: torch.device) -> Tensor:
+    def make(self, leaf: PackedLeaf, shape: tuple[int, ...], device: torch.device) -> Tensor:
         assert leaf.dtype is not None
-        size = math.prod(shape)
         if leaf.is_overwritten:
-            return self._filled(leaf.dtype, size, device).view(shape)
-        flat = self._flat.get((leaf.dtype, device))
+            return self._filled(leaf.dtype, math.prod(shape), device).view(shape)
+        key = leaf.dtype, device, shape
+        made = self._made.get(key)
+        if made is None:
+            if len(self._made) >= _FILLERS_MAX:
+                self._made.clear()
+            made = self._made[key] = self._part_of_flat(leaf.dtype, shape, device)
+        return made
+
+    def _part_of_flat(self, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        size = math.prod(shape)
+        flat = self._flat.get((dtype, device))
         if flat is None or flat.numel() < size:
-            flat = self._flat[leaf.dtype, device] = self._filled(leaf.dtype, size, device)
-        # .data: autograd takes what reads one of them for no reader of the others.
-        return flat[:size].view(shape).data
+            flat = self._flat[dtype, device] = self._filled(dtype, size, device)
+            self._made.clear()  # or the smaller memory would stay
+        return flat[:size].view(shape)
 
     def _filled(self, dtype: torch.dtype, size: int, device: torch.device) -> Tensor:
         is_number = dtype.is_floating_point or dtype.is_complex
@@ -152,7 +168,7 @@ class Crossing:
             if leaf.crossing is not None:
                 return value[leaf.crossing]
             if leaf.dtype is not None:
-                return fillers.make(leaf, [take_size() for _ in range(leaf.num_dims)], device)
+                return fillers.make(leaf, tuple(take_size() for _ in range(leaf.num_dims)), device)
             return take_size() if leaf.is_number else leaf.constant
 
         return {call.key: rebuilt(call.structure, map(given, call.leaves)) for call in self.calls}

@@ -143,7 +143,8 @@ class _SpanForward:
         key = CallKey(name, self._times_called[name])
         self._times_called[name] += 1
         if key in self._given:
-            self._times_called.update(self._calls_inside[key])
+            if self._calls_inside[key]:
+                self._times_called.update(self._calls_inside[key])
             output = self._given.pop(key)
             if self._in is not None and key == self._in.last:
                 self._on_begin()

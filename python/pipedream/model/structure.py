@@ -39,6 +39,8 @@ def taken_apart(value: Any) -> tuple[list[Any], Structure]:
 
 def rebuilt(structure: Structure, values: Iterable[Any]) -> Any:
     """The inverse."""
+    if structure.kind is None:
+        return next(iter(values))
     return _rebuild(structure, iter(values))
 
 
