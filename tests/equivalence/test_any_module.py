@@ -21,7 +21,7 @@ from pipedream.model.seeding import base_seed, generators_kept, seed_data
 from pipedream.planning.plan import Plan
 from torch import nn
 from training import State, assert_close_losses, assert_close_state, is_rank_0, state_of, tolerance
-from twins import TWINS, Batch, Output, cross_entropy
+from twins import TWINS, Batch, Output, Skipping, cross_entropy
 
 _SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 _NUM_MINIBATCHES = 6
@@ -249,3 +249,15 @@ def test_ranks_that_find_other_places_to_cut_say_which(farm: Farm) -> None:
     assert isinstance(outcomes[1].error, ValueError)
     assert "layer 0 of the model is " in message
     assert "at rank 1, but first (1 tensors, 2 sizes) at rank 0" in message
+
+
+def test_a_stage_that_sees_another_course_of_the_forward_names_the_call() -> None:
+    model = Skipping(left_out=1, in_forward=2)
+    data = TWINS["tuples"].data(4, torch.float32)
+    with pytest.raises(pipedream.PipelineError) as caught:
+        pipedream.run(
+            model, straight_plan(4, (2,)), data=data, loss_fn=cross_entropy, optimizer=_SGD, progress=False
+        )
+    message = str(caught.value)
+    assert "failed at minibatch 2 in forward" in message
+    assert "the forward ended without calling layers.1, as it did in the first minibatch" in message

@@ -252,6 +252,27 @@ class Dropping(nn.Module):
         return out
 
 
+class Skipping(nn.Module):
+    """Leaves a layer out, in all forwards or in one of them."""
+
+    def __init__(self, left_out: int = -1, in_forward: int | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.last = nn.Linear(WIDTH, CLASSES)
+        self.left_out = left_out
+        self._in_forward = in_forward
+        self._num_forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = self._in_forward in (None, self._num_forwards)
+        self._num_forwards += 1
+        for index, layer in enumerate(self.layers):
+            if not (skips and index == self.left_out):
+                x = layer(x)
+        out: Tensor = self.last(x)
+        return out
+
+
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 

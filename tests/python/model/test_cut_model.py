@@ -20,7 +20,7 @@ from pipedream.model.cut_model import CutModel, cut_model
 from pipedream.model.splitter import StageModule, find_ties
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from twins import CLASSES, TWINS, WIDTH, Output, Residual, SideValue, cross_entropy
+from twins import CLASSES, TWINS, WIDTH, Output, Residual, SideValue, Skipping, cross_entropy
 
 State = dict[str, Tensor]
 
@@ -265,26 +265,9 @@ def test_a_compiled_module_is_cut_before_and_behind_it(in_place: bool) -> None:
         _assert_same(_in_stages(cut, [end], inputs, targets), _whole(model, inputs, targets))
 
 
-class _Skipping(nn.Module):
-    """May leave a layer out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.last = nn.Linear(WIDTH, CLASSES)
-        self.left_out = -1
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index, layer in enumerate(self.layers):
-            if index != self.left_out:
-                x = layer(x)
-        out: Tensor = self.last(x)
-        return out
-
-
 def test_a_forward_that_leaves_out_a_call_at_a_cut_is_noticed_on_both_sides() -> None:
     inputs, targets = TWINS["tuples"].data(2, torch.float32)[0]
-    model = _Skipping()
+    model = Skipping()
     cut = cut_model(model, inputs, targets, cross_entropy)
     stages = [cut.stage(0, 0, 1), cut.stage(1, 2, 3)]
     sent = stages[0](inputs)
