@@ -1,0 +1,52 @@
+"""structure.py: what holds values is taken apart and put together again, in another process too."""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+from pipedream.model.structure import rebuilt, taken_apart
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclass(frozen=True)
+class Record:
+    first: Any
+    second: Any = None
+
+
+class Output(OrderedDict[str, Any]):
+    """Of Hugging Face: a dict without what is None, and a dataclass."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [3, None, (), (1, [2, {"a": 3}]), Pair(1, (2,)), Record(1, {"b": 2}), OrderedDict(b=1, a=2), Output(x=1)],
+    ids=repr,
+)
+def test_a_value_is_rebuilt_as_it_was(value: Any) -> None:
+    values, structure = taken_apart(value)
+    again = rebuilt(pickle.loads(pickle.dumps(structure)), values)
+    assert again == value
+    assert type(again) is type(value)
+    assert taken_apart(again) == (values, structure)
+
+
+def test_other_values_in_the_same_structure_take_their_places() -> None:
+    _, structure = taken_apart(Record((1, 2), [3]))
+    assert rebuilt(structure, "abc") == Record(("a", "b"), ["c"])
+
+
+def test_structures_differ_in_kind_length_and_keys_and_say_what_they_are() -> None:
+    structures = [taken_apart(value)[1] for value in (1, (1,), [1], (1, 2), {"a": 1}, {"b": 1}, Record(1))]
+    assert len(set(structures)) == len(structures)
+    assert str(taken_apart({"a": (1, 2), "b": Record(3)})[1]) == (
+        "dict(a: tuple(*, *), b: Record(first: *, second: *))"
+    )
