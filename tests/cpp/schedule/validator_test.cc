@@ -799,13 +799,13 @@ TEST_F(BrokenList, NormsInAnotherOrderThanTheOneWithoutDeadlock) {
   const auto first = std::find_if(program(1).begin(), program(1).end(), [](const Instruction& instruction) {
     return instruction.edge.kind == EdgeKind::kNorm;
   });
+  const auto first_norm = first - program(1).begin();
   std::swap(*first, *(first + 1));  // its own part goes upstream without that of downstream
   expect_fault_at_end(
       "SEND norm stage 1 to stage 0 minibatch 0: RECV norm stage 2 to stage 1 "
       "minibatch 0 comes first");
   use_all(options, 1);
-  move_before(program(1), find(program(1), Opcode::kUpdate, 0),
-              program(1).begin() + (first - program(1).begin()));
+  move_before(program(1), find(program(1), Opcode::kUpdate, 0), program(1).begin() + first_norm);
   expect_fault_at_end("writes version 1: RECV norm stage 2 to stage 1 minibatch 0 comes first");
 }
 
