@@ -223,10 +223,9 @@ class _StageRehearsal:
         self._device = device
         # A compiled forward would see the dispatch mode, and compile again or not at all.
         self._metered = not any(map(is_compiled, stage.modules()))
-        self._parameters = [parameter for _, parameter in stage.trainable_parameters()]
-        self._meter = WorkMeter(
-            make_meter(self._device), lambda: storage_bytes([p.grad for p in self._parameters])
-        )
+        parameters = self._parameters = [parameter for _, parameter in stage.trainable_parameters()]
+        # Not of self: the gradients would wait for the garbage collector.
+        self._meter = WorkMeter(make_meter(self._device), lambda: storage_bytes([p.grad for p in parameters]))
         self.output: Any = None
         self._roots: list[Tensor] = []
         self._output_bytes = 0
