@@ -34,11 +34,11 @@ def links_of_run(num_workers: int) -> list[RunChannel]:
         in_flight=list(plan.in_flight),
         num_microbatches=1,
         placement=plan.placement,
-        recompute=[],
+        exchanges_norms=True,
     )
     cut = Boundary.of(torch.zeros(1 << 14, requires_grad=True))
     cuts = {0: cut} if num_workers > 1 else {}
-    channels = channels_of_run(plan, schedule, num_workers, cuts, [], None, exchanges_norms=True, codec={})
+    channels = channels_of_run(plan, schedule, num_workers, cuts, [], None, codec={})
     return [channel for channel in channels if 0 in (channel.sender, channel.receiver)]
 
 

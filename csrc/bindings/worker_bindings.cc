@@ -124,7 +124,6 @@ struct ItemHolder {
 
 // Public key, secret key, public keys that are let in.
 using KeyFields = std::tuple<std::string, std::string, std::vector<std::string>>;
-using StageNames = std::tuple<std::int64_t, std::string, std::string, std::string, std::string>;
 
 class PyWorker;
 
@@ -155,13 +154,16 @@ class WorkItemType {
  public:
   WorkItemType() {
     static std::array<PyStructSequence_Field, kNumFields + 1> fields{{
-        {"kind", "FORWARD, RECOMPUTE, BACKWARD, UPDATE or DONE"},
+        {"kind", "FORWARD, RECOMPUTE, BACKWARD, UPDATE, SEND, RECV or DONE"},
         {"stage", nullptr},
         {"minibatch", nullptr},
         {"microbatch", nullptr},
         {"read_slot", nullptr},
         {"write_slot", nullptr},
-        {"tensors", "FORWARD: activations from upstream. BACKWARD: gradients from downstream."},
+        {"edge", "SEND, RECV: which; else None."},
+        {"tensors",
+         "FORWARD: activations from upstream. BACKWARD: gradients from downstream. RECV: the edge's, "
+         "none where both ends are this worker's."},
         {"data_fingerprint", "FORWARD: of the minibatch's data, as the first stage took it."},
         {"gradients_overflowed", "FORWARD: whether a stage upstream has had some that did."},
         {"is_empty", "FORWARD: the microbatch has no samples."},
@@ -175,7 +177,7 @@ class WorkItemType {
     type_ = PyStructSequence_NewType(&description);
     if (type_ == nullptr) throw py::error_already_set();
     for (const WorkKind kind : {WorkKind::kForward, WorkKind::kRecompute, WorkKind::kBackward,
-                                WorkKind::kUpdate, WorkKind::kDone}) {
+                                WorkKind::kUpdate, WorkKind::kSend, WorkKind::kRecv, WorkKind::kDone}) {
       kinds_.at(static_cast<std::size_t>(kind)) = PyUnicode_InternFromString(work_kind_name(kind));
     }
   }
@@ -191,6 +193,8 @@ class WorkItemType {
                                       work.read_slot.value(), work.write_slot.value()}) {
       add(PyLong_FromLongLong(number));
     }
+    const bool travels = work.kind == WorkKind::kSend || work.kind == WorkKind::kRecv;
+    add(travels ? py::cast(work.edge).release().ptr() : Py_NewRef(Py_None));
     add(Py_NewRef(tensors.ptr()));
     add(PyLong_FromUnsignedLongLong(fields.data_fingerprint));
     add(PyBool_FromLong(fields.gradients_overflowed ? 1 : 0));
@@ -205,10 +209,10 @@ class WorkItemType {
   [[nodiscard]] py::handle type() const { return reinterpret_cast<PyObject*>(type_); }
 
  private:
-  static constexpr int kNumFields = 13;
+  static constexpr int kNumFields = 14;
 
   PyTypeObject* type_;                // as long as the process, as are the kinds
-  std::array<PyObject*, 5> kinds_{};  // by WorkKind
+  std::array<PyObject*, 7> kinds_{};  // by WorkKind
 };
 
 const WorkItemType* g_work_item = nullptr;  // set once, when the module is imported
@@ -247,15 +251,17 @@ class PyWorker {
   }
 
   void add_channel(const std::string& name, bool sends, const std::string& peer, std::uint32_t channel_id,
-                   const TensorFields& tensors, std::int64_t num_items, std::int64_t num_microbatches,
-                   const std::optional<std::size_t>& chunk_bytes, bool on_device, const std::string& codec,
-                   bool places_on_device, std::size_t num_transfers_kept) {
+                   const TensorFields& tensors, std::int64_t num_items, std::int64_t first_minibatch,
+                   std::int64_t num_microbatches, const std::optional<std::size_t>& chunk_bytes,
+                   bool on_device, const std::string& codec, bool places_on_device,
+                   std::size_t num_transfers_kept) {
     ChannelSpec spec;
     spec.name = name;
     spec.peer = peer;
     spec.channel_id = channel_id;
     spec.item = item_spec(tensors);
     spec.num_items = num_items;
+    spec.first_minibatch = MinibatchId(first_minibatch);
     spec.num_microbatches = num_microbatches;
     if (chunk_bytes) spec.chunk_bytes = *chunk_bytes;
     spec.on_device = on_device;
@@ -305,15 +311,14 @@ class PyWorker {
     return to_capsule(view, worker_->device().type(), worker_->device().index(), held);
   }
 
-  // parts: (stage, activations_in, activations_out, gradients_in, gradients_out)
-  void start(const ScheduleOptions& options, std::int64_t rank, const std::vector<StageNames>& parts,
-             std::shared_ptr<TensorExchange> tensors, std::size_t num_spans_max) {
+  // edges: all of which this worker has one end, each with the name of its channel
+  void start(const ScheduleOptions& options, std::int64_t rank,
+             const std::vector<std::pair<Edge, std::string>>& edges, std::shared_ptr<TensorExchange> tensors,
+             std::size_t num_spans_max) {
     exchange_ = std::move(tensors);
-    std::vector<StageChannelNames> named;
-    for (const auto& [stage, activations_in, activations_out, gradients_in, gradients_out] : parts) {
-      named.push_back({StageIndex(stage), activations_in, activations_out, gradients_in, gradients_out});
-    }
-    worker_->start(options, Rank(rank), named, num_spans_max);
+    std::vector<EdgeChannelName> channels;
+    for (const auto& [edge, name] : edges) channels.push_back({edge, name});
+    worker_->start(options, Rank(rank), channels, num_spans_max);
   }
 
   py::object next_work() { return wait_for_work(std::nullopt, 0); }
@@ -426,7 +431,8 @@ class PyWorker {
       auto result = with_signals(
           kStarvedCheckSeconds,
           [&](Deadline deadline) {
-            if (made) freed = complete(*std::exchange(made, std::nullopt), compute_ns);
+            if (made)
+              freed = worker_->engine().complete(doing_, *std::exchange(made, std::nullopt), compute_ns);
             return worker_->next_work(deadline);
           },
           [](const std::optional<WorkItem>& work) { return work.has_value(); });
@@ -435,35 +441,16 @@ class PyWorker {
     }
   }
 
-  std::optional<SlotIndex> complete(Outgoing made, std::int64_t compute_ns) {
-    StageEngine& engine = worker_->engine();
-    switch (doing_) {
-      case WorkKind::kForward:
-        engine.complete_forward(std::move(made), compute_ns);
-        break;
-      case WorkKind::kRecompute:
-        engine.complete_recompute(compute_ns);
-        break;
-      case WorkKind::kBackward:
-        return engine.complete_backward(std::move(made), compute_ns);
-      case WorkKind::kUpdate:
-        engine.complete_update(compute_ns);
-        break;
-      case WorkKind::kDone:
-        PD_CHECK(false, "nothing is being done");
-    }
-    return std::nullopt;
-  }
-
   py::object hand_out(WorkItem work, std::optional<SlotIndex> freed) {
     doing_ = work.kind;
+    on_device_ = work.on_device;
     ItemFields fields;
     py::list tensors;
     if (work.received) {
       fields = work.received->fields;
       auto holder = std::make_shared<ItemHolder>(ItemHolder{worker_->pool(), std::move(*work.received)});
       for (const TensorView& tensor : holder->item.tensors) {
-        tensors.append(exchange_->lend(tensor, worker_->device().type(), worker_->device().index(), holder));
+        tensors.append(exchange_->lend(tensor, device_of_item(), worker_->device().index(), holder));
       }
     }
     return g_work_item->make(work, fields, tensors, freed ? freed->value() : -1);
@@ -488,13 +475,18 @@ class PyWorker {
   }
 
   Outgoing outgoing(const py::list& tensors, const ItemFields& fields) {
-    Borrowed borrowed = exchange_->borrow(tensors, worker_->device().type(), worker_->device().index(),
+    Borrowed borrowed = exchange_->borrow(tensors, device_of_item(), worker_->device().index(),
                                           [&] { return worker_->engine().position(); });
     try {
-      return {fields, std::move(borrowed.tensors), worker_->record_compute(), std::move(borrowed.owner)};
+      auto ready = on_device_ ? worker_->record_compute() : nullptr;
+      return {fields, std::move(borrowed.tensors), std::move(ready), std::move(borrowed.owner)};
     } catch (const DeviceError& error) {
       raise({FailureKind::kDeviceError, error.what()});
     }
+  }
+
+  [[nodiscard]] DeviceType device_of_item() const {
+    return on_device_ ? worker_->device().type() : DeviceType::kHost;
   }
 
   static constexpr Clock::time_point kNotStarved = Clock::time_point::max();
@@ -502,6 +494,7 @@ class PyWorker {
   std::unique_ptr<Worker> worker_;
   std::shared_ptr<TensorExchange> exchange_;  // set by start()
   WorkKind doing_ = WorkKind::kDone;
+  bool on_device_ = true;                // what it sends or has received
   std::set<std::string> staging_terms_;  // in pinned host memory
 };
 
@@ -553,8 +546,9 @@ void bind_worker(py::module_& module) {
            py::arg("force_staging") = false)
       .def("add_channel", &PyWorker::add_channel, py::kw_only(), py::arg("name"), py::arg("sends"),
            py::arg("peer"), py::arg("channel_id"), py::arg("tensors"), py::arg("num_items"),
-           py::arg("num_microbatches") = 1, py::arg("chunk_bytes") = py::none(), py::arg("on_device") = true,
-           py::arg("codec") = "none", py::arg("places_on_device") = false, py::arg("num_transfers_kept") = 0)
+           py::arg("first_minibatch") = 0, py::arg("num_microbatches") = 1,
+           py::arg("chunk_bytes") = py::none(), py::arg("on_device") = true, py::arg("codec") = "none",
+           py::arg("places_on_device") = false, py::arg("num_transfers_kept") = 0)
       .def("offer_device_memory", &PyWorker::offer_device_memory, py::call_guard<py::gil_scoped_release>(),
            "(what senders need to try whether they can write into this device's memory, why there is none)")
       .def("why_out_of_reach", &PyWorker::why_out_of_reach, py::arg("offer"),
@@ -567,7 +561,7 @@ void bind_worker(py::module_& module) {
       .def("wait_open", &PyWorker::wait_open, py::arg("timeout_s"))
       .def("channels_not_open", [](PyWorker& self) { return self.worker().channels_not_open(); })
       .def("hold_slot", &PyWorker::hold_slot, py::arg("term"))
-      .def("start", &PyWorker::start, py::kw_only(), py::arg("options"), py::arg("rank"), py::arg("parts"),
+      .def("start", &PyWorker::start, py::kw_only(), py::arg("options"), py::arg("rank"), py::arg("edges"),
            py::arg("tensors"), py::arg("num_spans_max") = 50'000)
       .def("next_work", &PyWorker::next_work,
            "The first work item, and the one after end_of_data(). Blocks; raises RunFailure(kind, message).")

@@ -60,7 +60,9 @@ ReceiveChannel::ReceiveChannel(ChannelOptions options, Transport& transport, Wak
       access_(std::make_shared<ReceiverAccess>(*this)),
       transfers_(options_.num_transfers_kept),
       inbox_(static_cast<std::size_t>(slots.term().num_slots) + 1),
-      granted_(static_cast<std::size_t>((staging != nullptr ? *staging : slots).term().num_slots)) {
+      granted_(static_cast<std::size_t>((staging != nullptr ? *staging : slots).term().num_slots)),
+      next_minibatch_(options_.first_minibatch) {
+  PD_CHECK(options_.minibatch_stride >= 1, options_.name);
   PD_CHECK(slots.term().slot_bytes >= options_.spec.slot_bytes(), options_.name);
   PD_CHECK(staging == nullptr || (staging->term().num_slots >= slots.term().num_slots &&
                                   staging->term().slot_bytes >= layout_.slot_bytes()),
@@ -408,7 +410,7 @@ void ReceiveChannel::finish_item() {
   next_microbatch_ = item.microbatch.next();
   if (next_microbatch_.value() == options_.num_microbatches) {
     next_microbatch_ = MicrobatchIndex(0);
-    next_minibatch_ = item.minibatch.next();
+    next_minibatch_ = MinibatchId(item.minibatch.value() + options_.minibatch_stride);
   }
   ReceivedSlot& received = *item.held;
   item.tensors = TensorList(received.tensors);
@@ -433,14 +435,18 @@ void ReceiveChannel::deliver(ReceivedItem item) {
 }
 
 std::optional<Failure> ReceiveChannel::on_end(const FrameHeader& header) {
-  if (ended_ || current_ || header.minibatch != next_minibatch_ || next_microbatch_.value() != 0) {
-    return broken("an end after " + std::to_string(header.minibatch.value()) + " minibatches where " +
-                  std::to_string(next_minibatch_.value()) + " have come");
+  const std::int64_t num_minibatches = header.minibatch.value();
+  const MinibatchId last(next_minibatch_.value() - options_.minibatch_stride);  // that has come
+  const bool lacks = next_minibatch_.value() < num_minibatches;
+  const bool exceeds = last >= options_.first_minibatch && last.value() >= num_minibatches;
+  if (ended_ || current_ || lacks || exceeds || next_microbatch_.value() != 0) {
+    return broken("an end after " + std::to_string(num_minibatches) + " minibatches where minibatch " +
+                  std::to_string(next_minibatch_.value()) + " is due");
   }
   ended_ = true;
   ReceivedItem item;
   item.is_end = true;
-  item.num_minibatches = header.minibatch.value();
+  item.num_minibatches = num_minibatches;
   deliver(std::move(item));
   return std::nullopt;
 }

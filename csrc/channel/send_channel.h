@@ -49,7 +49,10 @@ struct ChannelOptions {
   ItemSpec spec;
   std::size_t chunk_bytes = 0;  // of what a sender cuts; 0: measured, see chunk_tuner.h
   std::size_t num_items_max = 16;
-  std::int64_t num_microbatches = 1;               // of every minibatch: items come in the order of both
+  // The minibatches whose items come: this one, and every so many after it.
+  MinibatchId first_minibatch{};
+  std::int64_t minibatch_stride = 1;
+  std::int64_t num_microbatches = 1;               // of every one: items come in the order of both
   Codec codec{};                                   // of the float tensors
   std::size_t placed_bytes_min = kPlacedBytesMin;  // items with fewer go through the link
   std::size_t num_transfers_kept = 0;              // the newest items whose times each end keeps

@@ -190,27 +190,31 @@ std::optional<Instruction> ProgramCursor::current() const {
   return instructions_[position_];
 }
 
+std::optional<Instruction> ProgramCursor::following() const {
+  if (position_ + 1 >= instructions_.size()) return std::nullopt;
+  return instructions_[position_ + 1];
+}
+
 void ProgramCursor::advance() {
   PD_CHECK(position_ < instructions_.size(), "rank " << rank().value() << ": the program is over");
   if (++position_ < instructions_.size()) return;
-  if (computes_) compute_.advance();
+  if (computed_) compute_.advance();
   refill();
 }
 
 void ProgramCursor::set_num_minibatches(std::int64_t num_minibatches) {
   compute_.set_num_minibatches(num_minibatches);
-  if (position_ == 0) refill();  // else it exists: its activation, or all that was before it, was there
+  if (compute_.current() != computed_) refill();
 }
 
 void ProgramCursor::refill() {
   instructions_.clear();
   position_ = 0;
-  const std::optional<Instruction> computed = compute_.current();
-  computes_ = computed.has_value();
-  if (!computes_) return refill_at_end();
-  transfers_.add_before(*computed, instructions_);
-  instructions_.push_back(*computed);
-  transfers_.add_after(*computed, instructions_);
+  computed_ = compute_.current();
+  if (!computed_) return refill_at_end();
+  transfers_.add_before(*computed_, instructions_);
+  instructions_.push_back(*computed_);
+  transfers_.add_after(*computed_, instructions_);
 }
 
 void ProgramCursor::refill_at_end() {

@@ -66,7 +66,7 @@ class Transfers {
   std::optional<StageIndex> downstream_;
 };
 
-// Walks one worker's whole program. current() and advance() allocate nothing.
+// Walks one worker's whole program. Allocates nothing as it walks.
 class ProgramCursor {
  public:
   ProgramCursor(const ScheduleOptions& options, Rank rank);
@@ -74,10 +74,12 @@ class ProgramCursor {
   // The instruction to do next; empty when the program is over. While the number of minibatches is
   // unknown the program never ends.
   [[nodiscard]] std::optional<Instruction> current() const;
+  // The one after it, where it belongs to the same computed instruction.
+  [[nodiscard]] std::optional<Instruction> following() const;
   void advance();
 
-  // Says how many minibatches there are. Allowed once, and not below what was already forwarded; while an
-  // activation, or a first stage's forward, is current that may be what does not exist.
+  // Says how many minibatches there are. Allowed once, and not below what was already forwarded: what is
+  // current may be the activation, or the forward, of one that does not exist.
   void set_num_minibatches(std::int64_t num_minibatches);
   [[nodiscard]] std::optional<std::int64_t> num_minibatches() const { return compute_.num_minibatches(); }
 
@@ -92,7 +94,7 @@ class ProgramCursor {
   Transfers transfers_;
   std::vector<Instruction> instructions_;  // the one that is computed next, with its transfers
   std::size_t position_ = 0;               // in them
-  bool computes_ = true;                   // there is one
+  std::optional<Instruction> computed_;    // that one, if there is one
   std::optional<WeightVersion> final_;     // received last, or now
 };
 

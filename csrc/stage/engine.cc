@@ -20,10 +20,22 @@ WorkKind work_kind_of(Opcode opcode) {
     case Opcode::kUpdate:
       return WorkKind::kUpdate;
     case Opcode::kSend:
+      return WorkKind::kSend;
     case Opcode::kRecv:
-      break;
+      return WorkKind::kRecv;
   }
   PD_CHECK(false, "opcode " << static_cast<int>(opcode));
+}
+
+// What is made and needed by FORWARD and BACKWARD, and so comes and leaves with them.
+bool goes_with_work(EdgeKind kind) { return kind == EdgeKind::kActivation || kind == EdgeKind::kGradient; }
+
+// In an error: by the work that waits for it.
+std::string describe(const Instruction& instruction) {
+  if (!travels(instruction.opcode)) return opcode_name(instruction.opcode);
+  if (instruction.edge.kind == EdgeKind::kActivation) return opcode_name(Opcode::kForward);
+  if (instruction.edge.kind == EdgeKind::kGradient) return opcode_name(Opcode::kBackward);
+  return std::string(opcode_name(instruction.opcode)) + " of " + to_string(instruction.edge);
 }
 
 }  // namespace
@@ -38,6 +50,10 @@ const char* work_kind_name(WorkKind kind) {
       return "BACKWARD";
     case WorkKind::kUpdate:
       return "UPDATE";
+    case WorkKind::kSend:
+      return "SEND";
+    case WorkKind::kRecv:
+      return "RECV";
     case WorkKind::kDone:
       return "DONE";
   }
@@ -45,8 +61,12 @@ const char* work_kind_name(WorkKind kind) {
 }
 
 StageEngine::StageEngine(const ScheduleOptions& options, Rank rank, const std::vector<StagePart>& parts,
-                         Wakeup& wakeup, std::size_t num_spans_max)
-    : cursor_(options, rank), stashes_(stashes_versions(options)), wakeup_(wakeup), spans_(num_spans_max) {
+                         std::vector<EdgeChannel> channels, Wakeup& wakeup, std::size_t num_spans_max)
+    : cursor_(options, rank),
+      stashes_(stashes_versions(options)),
+      channels_(std::move(channels)),
+      wakeup_(wakeup),
+      spans_(num_spans_max) {
   PD_CHECK(num_spans_max > 0, num_spans_max);
   const std::vector<StageIndex> stages = placement_of(options).stages_at(rank);
   PD_CHECK(parts.size() == stages.size(),
@@ -57,11 +77,12 @@ StageEngine::StageEngine(const ScheduleOptions& options, Rank rank, const std::v
     PD_CHECK(given.slots->num_slots() == num_versions_kept(options, given.stage),
              given.slots->num_slots()
                  << " slots for " << num_versions_kept(options, given.stage) << " versions");
-    parts_.push_back({given, {}, 0});
-    parts_.back().versions.reserve(kNumMinibatchesReserved);
-    for (SendChannel* channel : {given.channels.activations_out, given.channels.gradients_out}) {
-      if (channel != nullptr) senders_.push_back(channel);
-    }
+    PD_CHECK(
+        given.slots->newest().value() == options.first_minibatch.value(),
+        "version " << given.slots->newest().value() << " at minibatch " << options.first_minibatch.value());
+    Part& made = parts_.emplace_back();
+    made.stage_part = given;
+    made.versions.reserve(kNumMinibatchesReserved);
   }
   if (const auto first = cursor_.current()) doing_ = *first;
 }
@@ -84,7 +105,9 @@ const std::vector<VersionsRead>& StageEngine::versions(StageIndex stage) const {
 
 Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
   PD_CHECK(!handed_out_, "not completed: " << to_string(doing_));
-  for (SendChannel* channel : senders_) channel->collect_released();
+  for (const EdgeChannel& channel : channels_) {
+    if (channel.sends != nullptr) channel.sends->collect_released();
+  }
   if (asked_ns_ == 0) asked_ns_ = now_ns();
   if (started_ns_ == 0) started_ns_ = asked_ns_;
 
@@ -96,44 +119,74 @@ Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
       return std::optional<WorkItem>(std::move(done));
     }
     doing_ = *instruction;
-    ReceiveChannel* source = source_of(*instruction);
-    if (source == nullptr) {
-      // Nothing to wait for here, so a failure elsewhere would pass unseen.
+    if (!travels(instruction->opcode)) {
+      // Where nothing is waited for, a failure elsewhere would pass unseen.
       if (const auto failure = wakeup_.failure()) return located(*failure);
-      return std::optional<WorkItem>(hand_out(*instruction, std::nullopt));
+      return std::optional<WorkItem>(hand_out(*instruction));
     }
-    ReceivedItem item;
-    const std::int64_t wait_began_ns = now_ns();
-    const Result<bool> received = receive(*source, deadline, item);
-    const std::int64_t wait_ns = now_ns() - wait_began_ns;
-    wait_ns_ += wait_ns;
-    source->add_wait(wait_ns);
-    if (!received) return received.failure();
-    if (!received.value()) return std::optional<WorkItem>();
-    if (!item.is_end) return std::optional<WorkItem>(hand_out(*instruction, std::move(item)));
-    if (instruction->opcode != Opcode::kForward) {
-      return located(
-          {FailureKind::kCorruptFrame, source->options().name + ": ended with gradients still due"});
+    if (instruction->opcode == Opcode::kSend) {
+      if (SendChannel* target = target_of(*instruction)) {
+        const Result<bool> has_room = wait_for_room(*target, deadline);
+        if (!has_room) return has_room.failure();
+        if (!has_room.value()) return std::optional<WorkItem>();
+      }
+      return hand_out_transfer(std::nullopt);
     }
-    learn_num_minibatches(item.num_minibatches);
+    std::optional<ReceivedItem> item;
+    if (ReceiveChannel* source = source_of(*instruction)) {
+      const Result<bool> received = receive(*source, deadline, item.emplace());
+      if (!received) return received.failure();
+      if (!received.value()) return std::optional<WorkItem>();
+      if (item->is_end) {
+        if (instruction->edge.kind != EdgeKind::kActivation) {
+          return located(
+              {FailureKind::kCorruptFrame, source->options().name + ": ended with items still due"});
+        }
+        learn_num_minibatches(item->num_minibatches);
+        continue;
+      }
+    }
+    if (!goes_with_work(instruction->edge.kind)) return hand_out_transfer(std::move(item));
+    if (item) keep(std::move(*item));
+    cursor_.advance();
   }
 }
 
-ReceiveChannel* StageEngine::source_of(const Instruction& instruction) const {
-  const StageChannels& channels = part_of(instruction.stage).stage_part.channels;
-  switch (instruction.opcode) {
-    case Opcode::kForward:
-      return channels.activations_in;
-    case Opcode::kBackward:
-      return channels.gradients_in;
-    case Opcode::kRecompute:
-    case Opcode::kUpdate:
-      return nullptr;
-    case Opcode::kSend:
-    case Opcode::kRecv:
-      break;
+// By the one after it, which the item is for.
+void StageEngine::keep(ReceivedItem item) {
+  Part& part = part_of(doing_.stage);
+  (doing_.edge.kind == EdgeKind::kActivation ? part.activation : part.gradient) = std::move(item);
+}
+
+Result<std::optional<WorkItem>> StageEngine::hand_out_transfer(std::optional<ReceivedItem> received) {
+  WorkItem work;
+  work.kind = work_kind_of(doing_.opcode);
+  work.stage = doing_.stage;
+  work.minibatch = doing_.minibatch;
+  work.edge = doing_.edge;
+  if (const EdgeChannel* channel = find_channel(doing_.edge)) work.on_device = channel->on_device;
+  work.received = std::move(received);
+  handed_out_ = true;
+  return std::optional<WorkItem>(std::move(work));
+}
+
+const EdgeChannel* StageEngine::find_channel(const Edge& edge) const {
+  for (const EdgeChannel& channel : channels_) {
+    if (channel.edge == edge) return &channel;
   }
-  PD_CHECK(false, to_string(instruction));
+  return nullptr;
+}
+
+ReceiveChannel* StageEngine::source_of(const Instruction& instruction) const {
+  if (instruction.opcode != Opcode::kRecv) return nullptr;
+  const EdgeChannel* channel = find_channel(instruction.edge);
+  return channel == nullptr ? nullptr : channel->receives;
+}
+
+SendChannel* StageEngine::target_of(const Instruction& instruction) const {
+  if (instruction.opcode != Opcode::kSend) return nullptr;
+  const EdgeChannel* channel = find_channel(instruction.edge);
+  return channel == nullptr ? nullptr : channel->sends;
 }
 
 const ReceiveChannel* StageEngine::starved_channel() const {
@@ -141,14 +194,27 @@ const ReceiveChannel* StageEngine::starved_channel() const {
   return source != nullptr && source->all_slots_held() ? source : nullptr;
 }
 
+// What tied parameters and norms send: the program bounds it, and what has left may be known a little late.
+Result<bool> StageEngine::wait_for_room(SendChannel& channel, Deadline deadline) {
+  const std::int64_t wait_began_ns = now_ns();
+  const bool has_room = channel.wait_for_room(deadline);
+  wait_ns_ += now_ns() - wait_began_ns;
+  if (const auto failure = wakeup_.failure()) return located(*failure);
+  return has_room;
+}
+
 // True: item is what the program needs now. False: the deadline passed.
 Result<bool> StageEngine::receive(ReceiveChannel& channel, Deadline deadline, ReceivedItem& item) {
+  const std::int64_t wait_began_ns = now_ns();
   bool exhausted = false;
   const bool accepted = wakeup_.wait_until(deadline, [&] {
     if (channel.try_take(item)) return true;
     exhausted = channel.exhausted();
     return exhausted;
   });
+  const std::int64_t wait_ns = now_ns() - wait_began_ns;
+  wait_ns_ += wait_ns;
+  channel.add_wait(wait_ns);
   if (accepted && !exhausted) {
     PD_CHECK(item.is_end || (item.minibatch == doing_.minibatch && item.microbatch == doing_.microbatch),
              "received minibatch " << item.minibatch.value() << " for " << to_string(doing_));
@@ -163,7 +229,7 @@ Result<bool> StageEngine::receive(ReceiveChannel& channel, Deadline deadline, Re
   return false;
 }
 
-WorkItem StageEngine::hand_out(const Instruction& instruction, std::optional<ReceivedItem> received) {
+WorkItem StageEngine::hand_out(const Instruction& instruction) {
   Part& part = part_of(instruction.stage);
   VersionSlots& slots = *part.stage_part.slots;
   WorkItem work;
@@ -171,7 +237,6 @@ WorkItem StageEngine::hand_out(const Instruction& instruction, std::optional<Rec
   work.stage = instruction.stage;
   work.minibatch = instruction.minibatch;
   work.microbatch = instruction.microbatch;
-  work.received = std::move(received);
   work.read_version = instruction.version;
   switch (instruction.opcode) {
     case Opcode::kForward:
@@ -180,14 +245,16 @@ WorkItem StageEngine::hand_out(const Instruction& instruction, std::optional<Rec
       if (instruction.microbatch.value() == 0)
         part.versions.push_back({instruction.version, instruction.version});
       ++part.num_forwards;
+      work.received = std::exchange(part.activation, std::nullopt);
       break;
     case Opcode::kRecompute:
       work.read_slot = slots.slot_of(instruction.version);
       break;
     case Opcode::kBackward:
       work.read_slot = slots.slot_of(instruction.version);
-      part.versions.at(static_cast<std::size_t>(instruction.minibatch.value())).backward =
+      part.versions.at(static_cast<std::size_t>(instruction.minibatch.value() - first_minibatch())).backward =
           instruction.version;
+      work.received = std::exchange(part.gradient, std::nullopt);
       break;
     case Opcode::kUpdate:
       work.read_version = slots.newest();
@@ -205,23 +272,35 @@ WorkItem StageEngine::hand_out(const Instruction& instruction, std::optional<Rec
   return work;
 }
 
-void StageEngine::complete_forward(Outgoing outgoing, std::int64_t compute_ns) {
-  if (SendChannel* channel = part_of(doing_.stage).stage_part.channels.activations_out) {
-    channel->send(doing_.minibatch, doing_.microbatch, outgoing.fields, outgoing.tensors,
-                  std::move(outgoing.ready), std::move(outgoing.keep_alive));
+std::optional<SlotIndex> StageEngine::complete(WorkKind kind, Outgoing made, std::int64_t compute_ns) {
+  PD_CHECK(handed_out_ && work_kind_of(doing_.opcode) == kind,
+           work_kind_name(kind) << " completed while doing " << to_string(doing_));
+  std::optional<SlotIndex> freed;
+  switch (kind) {
+    case WorkKind::kForward:
+      send_with_work(std::move(made));
+      break;
+    case WorkKind::kBackward:
+      send_with_work(std::move(made));
+      freed = release_version();
+      break;
+    case WorkKind::kUpdate: {
+      VersionSlots& slots = *part_of(doing_.stage).stage_part.slots;
+      slots.publish(slots.begin_update());
+      break;
+    }
+    case WorkKind::kSend:
+      send(doing_, std::move(made));
+      break;
+    case WorkKind::kRecompute:
+    case WorkKind::kRecv:
+      break;
+    case WorkKind::kDone:
+      PD_CHECK(false, "nothing is being done");
   }
-  complete(WorkKind::kForward, compute_ns);
-}
-
-void StageEngine::complete_recompute(std::int64_t compute_ns) { complete(WorkKind::kRecompute, compute_ns); }
-
-std::optional<SlotIndex> StageEngine::complete_backward(Outgoing outgoing, std::int64_t compute_ns) {
-  if (SendChannel* channel = part_of(doing_.stage).stage_part.channels.gradients_out) {
-    channel->send(doing_.minibatch, doing_.microbatch, outgoing.fields, outgoing.tensors,
-                  std::move(outgoing.ready), std::move(outgoing.keep_alive));
-  }
-  const std::optional<SlotIndex> freed = release_version();
-  complete(WorkKind::kBackward, compute_ns);
+  if (!travels(doing_.opcode)) record(kind, compute_ns);
+  cursor_.advance();
+  handed_out_ = false;
   return freed;
 }
 
@@ -240,21 +319,17 @@ std::optional<SlotIndex> StageEngine::release_version() {
 // The next microbatch may still belong to a minibatch that others are forwarded of.
 bool StageEngine::is_forwarded_later(const Part& part, WeightVersion version) const {
   const ScheduleOptions& options = cursor_.options();
-  const MinibatchId next(part.num_forwards / options.num_microbatches);
+  const MinibatchId next(first_minibatch() + part.num_forwards / options.num_microbatches);
   if (cursor_.num_minibatches() && next.value() >= *cursor_.num_minibatches()) return false;
   return version >= forward_version(options, part.stage_part.stage, next);
-}
-
-void StageEngine::complete_update(std::int64_t compute_ns) {
-  VersionSlots& slots = *part_of(doing_.stage).stage_part.slots;
-  slots.publish(slots.begin_update());
-  complete(WorkKind::kUpdate, compute_ns);
 }
 
 void StageEngine::end_of_data() {
   Part& part = part_of(doing_.stage);
   PD_CHECK(handed_out_ && doing_.opcode == Opcode::kForward && doing_.microbatch.value() == 0 &&
-               part.stage_part.channels.activations_in == nullptr,
+               find_channel(
+                   {EdgeKind::kActivation, {StageIndex(doing_.stage.value() - 1), {}}, {doing_.stage, {}}}) ==
+                   nullptr,
            to_string(doing_));
   if (stashes_) part.stage_part.slots->release(doing_.version);
   part.versions.pop_back();
@@ -265,14 +340,29 @@ void StageEngine::end_of_data() {
 
 void StageEngine::learn_num_minibatches(std::int64_t num_minibatches) {
   cursor_.set_num_minibatches(num_minibatches);
-  for (const Part& part : parts_) {
-    if (SendChannel* channel = part.stage_part.channels.activations_out) channel->send_end(num_minibatches);
+  for (const EdgeChannel& channel : channels_) {
+    if (channel.edge.kind == EdgeKind::kActivation && channel.sends != nullptr) {
+      channel.sends->send_end(num_minibatches);
+    }
   }
 }
 
-void StageEngine::complete(WorkKind kind, std::int64_t compute_ns) {
-  PD_CHECK(handed_out_ && work_kind_of(doing_.opcode) == kind,
-           work_kind_name(kind) << " completed while doing " << to_string(doing_));
+// What a FORWARD or BACKWARD made is what the program sends right after it.
+void StageEngine::send_with_work(Outgoing made) {
+  const std::optional<Instruction> next = cursor_.following();
+  if (!next || next->opcode != Opcode::kSend || !goes_with_work(next->edge.kind)) return;
+  send(*next, std::move(made));
+  cursor_.advance();
+}
+
+void StageEngine::send(const Instruction& instruction, Outgoing made) {
+  if (SendChannel* target = target_of(instruction)) {
+    target->send(instruction.minibatch, instruction.microbatch, made.fields, made.tensors,
+                 std::move(made.ready), std::move(made.keep_alive));
+  }
+}
+
+void StageEngine::record(WorkKind kind, std::int64_t compute_ns) {
   const std::int64_t completed_ns = now_ns();
   const bool is_later = compute_ns == kComputedLater;
   PD_CHECK(is_later || num_told_ == 0, "compute_ns " << compute_ns << " after some that came later");
@@ -283,10 +373,8 @@ void StageEngine::complete(WorkKind kind, std::int64_t compute_ns) {
   totals_.wait_ns += wait_ns_;
   if (!is_later) totals_.compute_ns += compute_ns;
   totals_.elapsed_ns = std::max(totals_.elapsed_ns, completed_ns - started_ns_);
-  handed_out_ = false;
   asked_ns_ = 0;
   wait_ns_ = 0;
-  cursor_.advance();
 }
 
 //   host    | wait for item 2 |launch|
@@ -314,7 +402,7 @@ void StageEngine::add_compute(std::int64_t began_ns, std::int64_t ended_ns) {
 
 std::string StageEngine::position() const {
   return "stage " + std::to_string(doing_.stage.value()) + " at minibatch " +
-         std::to_string(doing_.minibatch.value()) + " (" + opcode_name(doing_.opcode) + ")";
+         std::to_string(doing_.minibatch.value()) + " (" + describe(doing_) + ")";
 }
 
 Failure StageEngine::located(const Failure& failure) const {

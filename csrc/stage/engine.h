@@ -2,13 +2,22 @@
 // next work assignment" (PipeDream report, section 4). Knows schedules, versions and channels; knows
 // nothing about models, so that any framework can do the computing.
 //
-//   next_work() -> FORWARD   minibatch 3, read slot 0, input tensors     compute, complete_forward(outputs)
-//   next_work() -> RECOMPUTE minibatch 1, read slot 1                    compute, complete_recompute()
-//   next_work() -> BACKWARD  minibatch 1, read slot 1, gradient tensors  compute,
-//   complete_backward(gradients) next_work() -> UPDATE    minibatch 1, read slot 1, write slot 2      step,
-//   complete_update() next_work() -> DONE      there were num_minibatches
+//   next_work() -> FORWARD   minibatch 3, read slot 0, input tensors     compute, complete(outputs)
+//   next_work() -> RECOMPUTE minibatch 1, read slot 1                    compute, complete()
+//   next_work() -> BACKWARD  minibatch 1, read slot 1, gradient tensors  compute, complete(gradients)
+//   next_work() -> UPDATE    minibatch 1, read slot 1, write slot 2      step, complete()
+//   next_work() -> RECV      edge, minibatch 1, tensors                  take them in, complete()
+//   next_work() -> SEND      edge, minibatch 1                           complete(tensors)
+//   next_work() -> DONE      there were num_minibatches
 //
-// A worker has one stage, or several with an interleaved schedule; each item names its stage.
+// Activations and gradients come and leave with FORWARD and BACKWARD; only what tied parameters and norms
+// exchange is handed out as SEND and RECV.
+// A worker has one stage, or several with an interleaved schedule; each item names its stage. The program
+// (transfers.h) says what travels when: activations and gradients come with the item that needs them and
+// leave with the one that made them. What tied parameters and norms exchange are small items of their own:
+//
+//   next_work() -> RECV tied_version of minibatch 1, its tensors          keep them, complete_recv()
+//   next_work() -> SEND norm of minibatch 1                               complete_send(tensors)
 // Owned by the compute thread; every call is on it, but where another is said.
 #pragma once
 
@@ -27,13 +36,13 @@
 #include "channel/receive_channel.h"
 #include "channel/send_channel.h"
 #include "channel/wakeup.h"
-#include "schedule/program.h"
+#include "schedule/transfers.h"
 #include "weights/version_slots.h"
 #include "wire/item_fields.h"
 
 namespace pipedream {
 
-enum class WorkKind { kForward, kRecompute, kBackward, kUpdate, kDone };
+enum class WorkKind { kForward, kRecompute, kBackward, kUpdate, kSend, kRecv, kDone };
 
 [[nodiscard]] const char* work_kind_name(WorkKind kind);  // "FORWARD", "RECOMPUTE", ...
 
@@ -46,25 +55,27 @@ struct WorkItem {
   SlotIndex read_slot;
   WeightVersion write_version;  // kUpdate
   SlotIndex write_slot;         // kUpdate
+  Edge edge;                    // kSend, kRecv
+  bool on_device = true;        // whether what the item sends or has received lives there
   // kForward: activations from upstream, absent at the first stage. kBackward: gradients from
-  // downstream, absent at the last.
+  // downstream, absent at the last. kRecv: the edge's item, absent where it goes from hand to hand.
   std::optional<ReceivedItem> received;
   std::int64_t num_minibatches = 0;  // kDone
 };
 
-// A stage's neighbours; null where there is none.
-struct StageChannels {
-  ReceiveChannel* activations_in = nullptr;
-  SendChannel* activations_out = nullptr;
-  ReceiveChannel* gradients_in = nullptr;
-  SendChannel* gradients_out = nullptr;
-};
-
-// One stage of this worker. The slots and channels outlive the engine.
+// One stage of this worker. The slots outlive the engine.
 struct StagePart {
   StageIndex stage;
   VersionSlots* slots = nullptr;
-  StageChannels channels;
+};
+
+// This worker's end of an edge, one of the two; outlives the engine. The items of an edge of which neither
+// end has a channel go from hand to hand: the engine only says when.
+struct EdgeChannel {
+  Edge edge;
+  SendChannel* sends = nullptr;
+  ReceiveChannel* receives = nullptr;
+  bool on_device = true;  // false: its items live in host memory on every device
 };
 
 // The tensors that a completion sends on.
@@ -107,21 +118,21 @@ struct EngineTotals {
 
 class StageEngine {
  public:
-  // parts: the worker's stages in ascending order. The last num_spans_max spans are kept.
-  StageEngine(const ScheduleOptions& options, Rank rank, const std::vector<StagePart>& parts, Wakeup& wakeup,
-              std::size_t num_spans_max);
+  // parts: the worker's stages in ascending order. channels: of the edges that it has an end of, each once.
+  // The last num_spans_max spans are kept.
+  StageEngine(const ScheduleOptions& options, Rank rank, const std::vector<StagePart>& parts,
+              std::vector<EdgeChannel> channels, Wakeup& wakeup, std::size_t num_spans_max);
 
   // The next work item, or empty at the deadline (ask again), or why the run failed: the message names
   // stage and minibatch. Aborts when the item handed out before was not completed.
   [[nodiscard]] Result<std::optional<WorkItem>> next_work(Deadline deadline);
 
-  // compute_ns: time spent in user code for this item, as the caller measured it, or kComputedLater for all.
-  void complete_forward(Outgoing outgoing, std::int64_t compute_ns);
-  void complete_recompute(std::int64_t compute_ns);
-  // Gives the slot of the stage whose version nobody will read again because of this, if there is one: no
-  // later item reads it, and it is not the newest, which the next update reads.
-  std::optional<SlotIndex> complete_backward(Outgoing outgoing, std::int64_t compute_ns);
-  void complete_update(std::int64_t compute_ns);
+  // The item handed out last, of this kind, is done. made: what it sends on. compute_ns: time spent in user
+  // code for it, as the caller measured it, or kComputedLater for all; SEND and RECV have none, and what they
+  // take is in the span of the item after them.
+  // Of a BACKWARD: the slot of the stage whose version nobody will read again because of it, if there is
+  // one: no later item reads it, and it is not the newest, which the next update reads.
+  std::optional<SlotIndex> complete(WorkKind kind, Outgoing made, std::int64_t compute_ns);
   // When the device did the user's work of the oldest item that was completed with kComputedLater and has not
   // been told yet, on the clock of now_ns(); not before the end of the one before.
   void add_compute(std::int64_t began_ns, std::int64_t ended_ns);
@@ -151,24 +162,35 @@ class StageEngine {
  private:
   struct Part {
     StagePart stage_part;
-    std::vector<VersionsRead> versions;  // by minibatch
+    std::vector<VersionsRead> versions;  // by minibatch, from the first
     std::int64_t num_forwards = 0;       // microbatches handed out
+    // Received for the next forward and the next backward.
+    std::optional<ReceivedItem> activation;
+    std::optional<ReceivedItem> gradient;
   };
 
   [[nodiscard]] Part& part_of(StageIndex stage);
   [[nodiscard]] const Part& part_of(StageIndex stage) const;
+  [[nodiscard]] const EdgeChannel* find_channel(const Edge& edge) const;
   [[nodiscard]] ReceiveChannel* source_of(const Instruction& instruction) const;
+  [[nodiscard]] SendChannel* target_of(const Instruction& instruction) const;
   [[nodiscard]] Result<bool> receive(ReceiveChannel& channel, Deadline deadline, ReceivedItem& item);
-  [[nodiscard]] WorkItem hand_out(const Instruction& instruction, std::optional<ReceivedItem> received);
+  [[nodiscard]] Result<bool> wait_for_room(SendChannel& channel, Deadline deadline);
+  [[nodiscard]] Result<std::optional<WorkItem>> hand_out_transfer(std::optional<ReceivedItem> received);
+  void keep(ReceivedItem item);
+  void send_with_work(Outgoing made);
+  void send(const Instruction& instruction, Outgoing made);
+  [[nodiscard]] WorkItem hand_out(const Instruction& instruction);
   [[nodiscard]] std::optional<SlotIndex> release_version();
   [[nodiscard]] bool is_forwarded_later(const Part& part, WeightVersion version) const;
+  [[nodiscard]] std::int64_t first_minibatch() const { return cursor_.options().first_minibatch.value(); }
   void learn_num_minibatches(std::int64_t num_minibatches);
-  void complete(WorkKind kind, std::int64_t compute_ns);
+  void record(WorkKind kind, std::int64_t compute_ns);
 
-  ComputeCursor cursor_;
+  ProgramCursor cursor_;
   const bool stashes_;
   std::vector<Part> parts_;
-  std::vector<SendChannel*> senders_;  // of all parts
+  const std::vector<EdgeChannel> channels_;
   Wakeup& wakeup_;
 
   bool handed_out_ = false;

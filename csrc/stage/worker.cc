@@ -204,9 +204,14 @@ void Worker::add_term(PoolTerm term) {
 }
 
 ChannelOptions Worker::channel_options(const ChannelSpec& spec) {
-  ChannelOptions options{
-      spec.name, spec.item, spec.chunk_bytes, static_cast<std::size_t>(spec.num_items), spec.num_microbatches,
-      spec.codec};
+  ChannelOptions options;
+  options.name = spec.name;
+  options.spec = spec.item;
+  options.chunk_bytes = spec.chunk_bytes;
+  options.num_items_max = static_cast<std::size_t>(spec.num_items);
+  options.first_minibatch = spec.first_minibatch;
+  options.num_microbatches = spec.num_microbatches;
+  options.codec = spec.codec;
   options.num_transfers_kept = spec.num_transfers_kept;
   return options;
 }
@@ -315,22 +320,27 @@ Worker::Receiver& Worker::receiver(const std::string& name) {
   return found->second;
 }
 
-void Worker::start(const ScheduleOptions& options, Rank rank, const std::vector<StageChannelNames>& parts,
+void Worker::start(const ScheduleOptions& options, Rank rank, const std::vector<EdgeChannelName>& edges,
                    std::size_t num_spans_max) {
-  const auto receives = [&](const std::string& name) {
-    return name.empty() ? nullptr : receiver(name).channel.get();
-  };
-  const auto sends = [&](const std::string& name) {
-    return name.empty() ? nullptr : sender(name).channel.get();
-  };
-  std::vector<StagePart> stage_parts;
-  for (const StageChannelNames& part : parts) {
-    slots_.push_back(std::make_unique<VersionSlots>(num_versions_kept(options, part.stage)));
-    stage_parts.push_back({part.stage, slots_.back().get(),
-                           StageChannels{receives(part.activations_in), sends(part.activations_out),
-                                         receives(part.gradients_in), sends(part.gradients_out)}});
+  const Placement placement = placement_of(options);
+  std::vector<EdgeChannel> channels;
+  for (const auto& [edge, name] : edges) {
+    if (placement.rank_of(edge.from.stage, edge.from.replica) == rank) {
+      const Sender& from = sender(name);
+      channels.push_back({edge, from.channel.get(), nullptr, from.spec.on_device});
+    } else {
+      const Receiver& to = receiver(name);
+      channels.push_back({edge, nullptr, to.channel.get(), to.spec.on_device});
+    }
   }
-  engine_ = std::make_unique<StageEngine>(options, rank, stage_parts, wakeup_, num_spans_max);
+  std::vector<StagePart> parts;
+  for (const StageIndex stage : placement.stages_at(rank)) {
+    slots_.push_back(std::make_unique<VersionSlots>(num_versions_kept(options, stage),
+                                                    WeightVersion(options.first_minibatch.value()),
+                                                    oldest_version(options)));
+    parts.push_back({stage, slots_.back().get()});
+  }
+  engine_ = std::make_unique<StageEngine>(options, rank, parts, std::move(channels), wakeup_, num_spans_max);
   started_engine_.store(engine_.get());
 }
 

@@ -62,6 +62,7 @@ struct ChannelSpec {
   std::uint32_t channel_id = 0;
   ItemSpec item;
   std::int64_t num_items = 2;  // receive: slots, and so credits; send: items that may wait or be on the wire
+  MinibatchId first_minibatch{};
   std::int64_t num_microbatches = 1;  // of every minibatch: items come in the order of both
   std::size_t chunk_bytes = 0;        // 0: measured on the first items, see chunk_tuner.h
   bool on_device = true;              // false: items live in host memory on every device
@@ -71,13 +72,10 @@ struct ChannelSpec {
   std::size_t num_transfers_kept = 0;  // the newest items whose times are kept, for transfers()
 };
 
-// One stage of the worker and its neighbours' channels; empty names where there is no neighbour.
-struct StageChannelNames {
-  StageIndex stage;
-  std::string activations_in;
-  std::string activations_out;
-  std::string gradients_in;
-  std::string gradients_out;
+// The channel of an edge of which the worker has one end.
+struct EdgeChannelName {
+  Edge edge;
+  std::string channel;
 };
 
 class Worker {
@@ -116,8 +114,8 @@ class Worker {
   };
   [[nodiscard]] HeldSlot hold_slot(const std::string& term);
 
-  // parts: this worker's stages in ascending order.
-  void start(const ScheduleOptions& options, Rank rank, const std::vector<StageChannelNames>& parts,
+  // edges: all of which this worker has one end.
+  void start(const ScheduleOptions& options, Rank rank, const std::vector<EdgeChannelName>& edges,
              std::size_t num_spans_max);
   [[nodiscard]] StageEngine& engine();
 

@@ -1,14 +1,24 @@
 // Reference counts of the weight versions' slots. See version_slots.h.
 #include "weights/version_slots.h"
 
+#include <algorithm>
+
 #include "base/check.h"
 
 namespace pipedream {
 
-VersionSlots::VersionSlots(std::int64_t num_slots) {
+VersionSlots::VersionSlots(std::int64_t num_slots, WeightVersion newest, std::optional<WeightVersion> oldest)
+    : newest_(newest) {
   PD_CHECK(num_slots >= 1, "num_slots " << num_slots);
+  PD_CHECK(!oldest || *oldest <= newest, "oldest version " << oldest->value() << " of " << newest.value());
   slots_.resize(static_cast<std::size_t>(num_slots));
-  slots_.front().held = true;
+  WeightVersion version(std::max(oldest.value_or(newest).value(), newest.value() - num_slots + 1));
+  for (Slot& slot : slots_) {
+    if (version > newest) return;
+    slot.held = true;
+    slot.version = version;
+    version = version.next();
+  }
 }
 
 std::int64_t VersionSlots::num_slots() const { return static_cast<std::int64_t>(slots_.size()); }

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "base/ids.h"
@@ -14,8 +15,10 @@ namespace pipedream {
 
 class VersionSlots {
  public:
-  // Version 0 is in slot 0 at the start. num_slots = versions kept.
-  explicit VersionSlots(std::int64_t num_slots);
+  // num_slots = versions kept. What is held at the start lies in slots 0, 1, ...: the newest version and, as
+  // far as there are slots, those before it down to the oldest.
+  explicit VersionSlots(std::int64_t num_slots, WeightVersion newest = {},
+                        std::optional<WeightVersion> oldest = std::nullopt);
 
   [[nodiscard]] WeightVersion newest() const { return newest_; }
   [[nodiscard]] std::int64_t num_slots() const;

@@ -194,6 +194,7 @@ class WorkItem(NamedTuple):
     microbatch: int
     read_slot: int
     write_slot: int
+    edge: Edge | None
     tensors: list[Any]
     data_fingerprint: int
     gradients_overflowed: bool
@@ -260,6 +261,7 @@ class Worker:
         channel_id: int,
         tensors: Sequence[tuple[str, int, int]],
         num_items: int,
+        first_minibatch: int = 0,
         num_microbatches: int = 1,
         chunk_bytes: int | None = None,
         on_device: bool = True,
@@ -281,7 +283,7 @@ class Worker:
         *,
         options: ScheduleOptions,
         rank: int,
-        parts: Sequence[tuple[int, str, str, str, str]],
+        edges: Sequence[tuple[Edge, str]],
         tensors: TensorExchange,
         num_spans_max: int = 50000,
     ) -> None: ...

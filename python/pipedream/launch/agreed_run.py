@@ -12,12 +12,13 @@ from typing import Any
 
 from torch import nn
 
+from pipedream import _core
 from pipedream.common.agreement import difference, settings_of
 from pipedream.common.errors import failures_of_others
 from pipedream.data.stream import DataStream, ForwardedData, MinibatchStream, ReceivedStream
 from pipedream.links.rendezvous import START_TIMEOUT_S, Rendezvous
 from pipedream.model.seeding import base_seed, seed_data
-from pipedream.model.splitter import Model, StageModule, Tie, find_ties, outline_of, split
+from pipedream.model.splitter import Model, StageModule, Tie, find_ties, outline_of, split, tie_pairs
 from pipedream.planning.plan import Plan
 from pipedream.stage.job import JobOptions, WorkerPlace
 
@@ -42,6 +43,10 @@ class AgreedRun:
     @property
     def plan(self) -> Plan:
         return self.options.plan
+
+    def schedule(self) -> _core.ScheduleOptions:
+        """With what tied parameters and norms exchange."""
+        return self.options.schedule_options(tie_pairs(self.ties))
 
     def own_stages(self) -> list[StageModule]:
         """None at a rank beyond the plan."""

@@ -47,7 +47,7 @@ from pipedream.links.channels import RunChannel
 from pipedream.model.splitter import StageModule
 from pipedream.stage.gradients import updated_parameters
 from pipedream.stage.stage_loop import PreparedStage
-from pipedream.stage.tied import TiedParameters, TieLinks
+from pipedream.stage.tied import TiedParameters
 from pipedream.stage.weights import StageOptimizer, StageWeights, split_tied, weight_layout
 
 __all__ = ["StagePool"]
@@ -94,8 +94,7 @@ class StagePool:
 
     def prepare(self) -> list[PreparedStage]:
         """The stages, with weights and optimizer state in the pool."""
-        links = TieLinks(self._core, self.run.options.schedule_options())
-        return [self._prepare(links, stage) for stage in self.run.own_stages()]
+        return [self._prepare(stage) for stage in self.run.own_stages()]
 
     def make_torch_pool(self) -> TorchPool | None:
         if self._torch_pool_bytes == 0:
@@ -129,7 +128,7 @@ class StagePool:
         return MemoryPlan(
             self.run.options.plan,
             self.run.rank,
-            self.run.options.schedule_options(),
+            self.run.schedule(),
             footprints,
             channels,
             own_bytes,
@@ -173,9 +172,9 @@ class StagePool:
                 slot_bytes = memory.placed_state_bytes[stage] // num_states
                 self._core.add_term(_term(OPTIMIZER_STATE, stage), slot_bytes, num_states)
 
-    def _prepare(self, links: TieLinks, stage: StageModule) -> PreparedStage:
+    def _prepare(self, stage: StageModule) -> PreparedStage:
         """Puts the stage's weights and its optimizer's state into the pool."""
-        index, schedule = stage.stage_index, self.run.options.schedule_options()
+        index, schedule = stage.stage_index, self.run.schedule()
         ties = self.run.ties_of(index)
 
         def slots(term: str, num_slots: int) -> list[Tensor]:
@@ -196,7 +195,7 @@ class StagePool:
         weights = StageWeights(stage, own_slots, tied_slots, self.run.tied_parameters_of(index), resident)
         optimizer = self._optimizers[index]
         optimizer.place_state(slots(OPTIMIZER_STATE, optimizer.num_placed_states))
-        tied = TiedParameters(links, schedule, index, ties, weights.tied)
+        tied = TiedParameters(schedule, index, ties, weights.tied)
         stage_offload: StageOffload | None = None
         if offload.names():
             frozen = [parameter for _, parameter in stage.frozen_parameters()]

@@ -118,7 +118,7 @@ class _Worker:
             stream = _received_stream(run, core, data)
         report: dict[str, Any] = {}  # a rank beyond the plan has nothing to report
         if run.own_stages():
-            self._loop = _make_loop(pool, core, device, rehearsed, stream)
+            self._loop = _make_loop(pool, core, device, rehearsed, channels, stream)
             with gradients_noticed(run.parameters()):
                 report = self._loop.train()
             _note_codecs(report, channels)
@@ -139,16 +139,13 @@ def _channels_of(
     data: Iterable[Any] | ForwardedData,
 ) -> list[RunChannel]:
     options = run.options
-    schedule = options.schedule_options()
-    measures = options.max_grad_norm is not None or options.autocast is torch.float16
     channels = channels_of_run(
         run.plan,
-        schedule,
+        run.schedule(),
         run.place.world_size,
         rehearsed.boundaries,
         [TieSpec(tie.stages, _spec_of(tie.parameter)) for tie in run.ties],
         data if isinstance(data, ForwardedData) else None,
-        exchanges_norms=measures and _core.drains_every_minibatch(schedule),
         codec=options.links.codec,
     )
     return _placed_on_devices(run, core, device, channels) if options.links.places_on_devices else channels
@@ -200,20 +197,23 @@ def _make_loop(
     core: _core.Worker,
     device: torch.device,
     rehearsed: Rehearsed,
+    channels: Iterable[RunChannel],
     stream: MinibatchStream,
 ) -> WorkerLoop:
     run = pool.run
+    own = [channel for channel in channels if run.rank in (channel.sender, channel.receiver)]
     return WorkerLoop(
         core,
         run.options,
         run.place,
-        schedule=run.options.schedule_options(),
+        schedule=run.schedule(),
         prepared=pool.prepare(),
         stream=stream,
         device=device,
         base_seed=run.base_seed,
         input_boundary=rehearsed.input_boundary,
         boundaries=rehearsed.boundaries,
+        edges=[(channel.edge, channel.name) for channel in own if channel.edge is not None],
         predicted=pool.predicted,
         torch_pool=pool.make_torch_pool(),
     )

@@ -6,6 +6,7 @@ caller number them alike. Plain values; any thread.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,16 +27,12 @@ __all__ = [
     "TARGETS",
     "RunChannel",
     "TieSpec",
-    "activations_name",
     "channels_of_run",
     "data_channels",
-    "gradients_name",
-    "norm_name",
+    "edge_name",
     "rehearsal_name",
     "set_up_channels",
-    "tied_gradients_name",
     "tied_tensors",
-    "tied_weights_name",
     "tree_name",
 ]
 
@@ -49,6 +46,14 @@ TARGETS = "targets from the caller"
 NUM_TRANSFERS_KEPT = 1 << 14
 # Of 1 MiB: one comes while the other is read. To touch more pages takes longer than small models need.
 _NUM_SET_UP_SLOTS = 2
+# What the kinds of edges carry.
+_CARRIED = {
+    "activation": "activations",
+    "gradient": "gradients",
+    "tied_gradient": "tied gradients",
+    "tied_version": "tied weights",
+    "norm": "gradient norm",
+}
 CALLER = -1  # as a rank: the process that called run(), when it forwards data
 
 
@@ -60,32 +65,17 @@ class TieSpec:
     spec: TensorSpec
 
 
-def activations_name(stage_index: int) -> str:
-    return f"activations of stage {stage_index} to stage {stage_index + 1}"
-
-
-def gradients_name(stage_index: int) -> str:
-    return f"gradients of stage {stage_index + 1} to stage {stage_index}"
+def edge_name(edge: _core.Edge) -> str:
+    """Of the channel that the edge has: "activations of stage 0 to stage 1"."""
+    return f"{_CARRIED[edge.kind]} of stage {edge.from_stage} to stage {edge.to_stage}"
 
 
 def tree_name(sender: int, receiver: int) -> str:
     return f"weights and result, rank {sender} to rank {receiver}"
 
 
-def tied_weights_name(owner: int, user: int) -> str:
-    return f"tied weights of stage {owner} to stage {user}"
-
-
-def tied_gradients_name(owner: int, user: int) -> str:
-    return f"tied gradients of stage {user} to stage {owner}"
-
-
 def rehearsal_name(stage_index: int) -> str:
     return f"rehearsal of stage {stage_index} for stage {stage_index + 1}"
-
-
-def norm_name(sender: int, receiver: int) -> str:
-    return f"gradient norm of rank {sender} to rank {receiver}"
 
 
 @dataclass(frozen=True)
@@ -107,12 +97,21 @@ class RunChannel:
     on_device: bool
     codec: str = NO_CODEC
     """By which its float tensors travel."""
-    stages: tuple[int, int] | None = None
-    """Sender and receiver of activations or gradients; None for every other channel."""
+    edge: _core.Edge | None = None
+    """Of the program, whose items it carries; None for every other channel."""
+    first_minibatch: int = 0
+    """Of its items; in no program their number."""
     num_transfers_kept: int = 0
     """The newest items whose times each end keeps. Where any, whether all have left can be asked."""
     places_on_device: bool = False
     """Whether the sender writes into the receiver's device memory, as both have found that it can."""
+
+    @property
+    def stages(self) -> tuple[int, int] | None:
+        """Sender and receiver of activations or gradients; None for every other channel."""
+        if self.edge is None or self.edge.kind not in ("activation", "gradient"):
+            return None
+        return self.edge.from_stage, self.edge.to_stage
 
     @property
     def codec_used(self) -> str:
@@ -143,6 +142,7 @@ class RunChannel:
             channel_id=self.channel_id,
             tensors=self.tensors,
             num_items=self.num_unsent_max if sends else self.num_slots,
+            first_minibatch=self.first_minibatch,
             num_microbatches=self.num_microbatches,
             on_device=self.on_device,
             codec=self.codec,
@@ -168,7 +168,8 @@ class _ChannelList:
         num_microbatches: int = 1,
         on_device: bool = True,
         codec: str = NO_CODEC,
-        stages: tuple[int, int] | None = None,
+        edge: _core.Edge | None = None,
+        first_minibatch: int = 0,
         num_transfers_kept: int = 0,
     ) -> None:
         sender, receiver = ends
@@ -185,7 +186,8 @@ class _ChannelList:
                 num_microbatches,
                 on_device,
                 codec,
-                stages,
+                edge,
+                first_minibatch,
                 num_transfers_kept,
             )
         )
@@ -211,55 +213,82 @@ def channels_of_run(
     ties: Sequence[TieSpec],
     forwarded: ForwardedData | None,
     *,
-    exchanges_norms: bool,
     codec: CodecChoice,
 ) -> list[RunChannel]:
-    """All channels of a run, the same list at every worker but for the tensors of cuts that are not its own.
+    """All channels of a run, the same list at every worker but for the tensors of cuts that are not its own:
+    one for each edge of the schedule between two workers, and what carries data and weights.
 
     boundaries: by the stage upstream, of the cuts at this worker's stages. codec: of activations and
     gradients; what else travels, weights and the gradients of tied ones, is exact."""
     found = _ChannelList()
     if forwarded is not None:
         found.channels += data_channels(plan, forwarded)
-    for stage in range(plan.num_stages - 1):
-        activations, gradients = _crossing(boundaries.get(stage))
-        # Downstream keeps a slot per microbatch in flight until its backward, and one more may arrive.
-        in_flight = _core.num_microbatches_in_flight(schedule, stage)
-        in_flight_downstream = _core.num_microbatches_in_flight(schedule, stage + 1)
-        unsent = 2 * in_flight + 4  # never more are in flight; the rest: released a little late
-        ends = _ranks_of(plan, stage, stage + 1)
-        found.add(
-            activations_name(stage),
-            ends,
-            activations,
-            slots=in_flight_downstream + 1,
-            unsent=unsent,
-            num_microbatches=schedule.num_microbatches,
-            codec=codec_between(codec, stage, stage + 1),
-            stages=(stage, stage + 1),
-            num_transfers_kept=NUM_TRANSFERS_KEPT,
-        )
-        found.add(
-            gradients_name(stage),
-            ends[::-1],
-            gradients,
-            slots=2,
-            unsent=unsent,
-            num_microbatches=schedule.num_microbatches,
-            codec=codec_between(codec, stage + 1, stage),
-            stages=(stage + 1, stage),
-            num_transfers_kept=NUM_TRANSFERS_KEPT,
-        )
-    _add_ties(found, plan, schedule, ties)
-    if exchanges_norms:
-        figures = [TensorSpec(torch.float64, (2,), requires_grad=False)]
-        for rank in range(plan.workers_used - 1):
-            for ends in ((rank, rank + 1), (rank + 1, rank)):
-                found.add(norm_name(*ends), ends, figures, slots=2, unsent=4, on_device=False)
+    tied = tied_tensors(ties)
+    for edge in sorted(_core.edges_of(schedule), key=_place_in_list):
+        sender, receiver = _ranks_of_ends(schedule, edge)
+        if sender != receiver:
+            _add_edge(found, schedule, edge, boundaries, tied, codec)
     for rank in range(1, world_size):
         found.add_tree(parent_of(rank), rank)
         found.add_tree(rank, parent_of(rank))
     return found.channels
+
+
+def _place_in_list(edge: _core.Edge) -> tuple[int, int, int, bool]:
+    """The two directions of a cut side by side, cut after cut; then ties and norms."""
+    group = {"activation": 0, "gradient": 0, "tied_version": 1, "tied_gradient": 1, "norm": 2}
+    first, last = sorted((edge.from_stage, edge.to_stage))
+    return group[edge.kind], first, last, edge.from_stage > edge.to_stage
+
+
+def _add_edge(
+    found: _ChannelList,
+    schedule: _core.ScheduleOptions,
+    edge: _core.Edge,
+    boundaries: Mapping[int, Boundary],
+    tied: Mapping[tuple[int, int], Sequence[TensorSpec]],
+    codec: CodecChoice,
+) -> None:
+    sender, receiver = edge.from_stage, edge.to_stage
+    add = functools.partial(
+        found.add,
+        edge_name(edge),
+        _ranks_of_ends(schedule, edge),
+        edge=edge,
+        first_minibatch=schedule.first_minibatch,
+    )
+    if edge.kind == "norm":
+        figures = [TensorSpec(torch.float64, (2,), requires_grad=False)]
+        add(figures, slots=2, unsent=4, on_device=False)
+    elif edge.kind in ("tied_version", "tied_gradient"):
+        # Neither end is ever more than n_0 minibatches ahead of the other, so no send waits for room.
+        ahead = max(schedule.in_flight[0], 2) + 1
+        is_version = edge.kind == "tied_version"
+        specs = tied[(sender, receiver) if is_version else (receiver, sender)]
+        add(specs, slots=ahead if is_version else 2, unsent=ahead + 2)
+    else:
+        upstream = min(sender, receiver)
+        activations, gradients = _crossing(boundaries.get(upstream))
+        goes_downstream = edge.kind == "activation"
+        # Downstream keeps a slot per microbatch in flight until its backward, and one more may arrive.
+        in_flight_downstream = _core.num_microbatches_in_flight(schedule, upstream + 1)
+        in_flight = _core.num_microbatches_in_flight(schedule, upstream)
+        add(
+            activations if goes_downstream else gradients,
+            slots=in_flight_downstream + 1 if goes_downstream else 2,
+            unsent=2 * in_flight + 4,  # never more are in flight; the rest: released a little late
+            num_microbatches=schedule.num_microbatches,
+            codec=codec_between(codec, sender, receiver),
+            num_transfers_kept=NUM_TRANSFERS_KEPT,
+        )
+
+
+def _ranks_of_ends(schedule: _core.ScheduleOptions, edge: _core.Edge) -> tuple[int, int]:
+    placement = schedule.placement
+    return (
+        placement.rank_of(edge.from_stage, edge.from_replica),
+        placement.rank_of(edge.to_stage, edge.to_replica),
+    )
 
 
 def _ranks_of(plan: Plan, first: int, second: int) -> tuple[int, int]:
@@ -299,22 +328,6 @@ def data_channels(plan: Plan, forwarded: ForwardedData) -> list[RunChannel]:
     found.add(INPUTS, (CALLER, first), inputs, slots=first_slots, unsent=2, on_device=False)
     found.add(TARGETS, (CALLER, last), targets, slots=last_slots, unsent=2, on_device=False)
     return found.channels
-
-
-def _add_ties(
-    found: _ChannelList,
-    plan: Plan,
-    schedule: _core.ScheduleOptions,
-    ties: Sequence[TieSpec],
-) -> None:
-    # One of the two ends is never more than n_0 minibatches ahead of the other, so no send waits for room.
-    ahead = max(schedule.in_flight[0], 2) + 1
-    for (owner, user), specs in tied_tensors(ties).items():
-        ends = _ranks_of(plan, owner, user)
-        if ends[0] == ends[1]:
-            continue  # tied.py hands them over
-        found.add(tied_weights_name(owner, user), ends, specs, slots=ahead, unsent=ahead + 2)
-        found.add(tied_gradients_name(owner, user), ends[::-1], specs, slots=2, unsent=ahead + 2)
 
 
 def tied_tensors(ties: Sequence[TieSpec]) -> dict[tuple[int, int], list[TensorSpec]]:

@@ -33,6 +33,7 @@ __all__ = [
     "model_name",
     "outline_of",
     "split",
+    "tie_pairs",
 ]
 
 _TRAINABLE_DTYPES = (torch.float32, torch.float64)
@@ -193,6 +194,11 @@ def find_ties(stages: Sequence[StageModule]) -> list[Tie]:
         for of_one in uses.values()
         if len(of_one) > 1
     ]
+
+
+def tie_pairs(ties: Sequence[Tie]) -> list[tuple[int, int]]:
+    """(owner, user): the stages that share parameters, each pair once."""
+    return list(dict.fromkeys((tie.stages[0], user) for tie in ties for user in tie.stages[1:]))
 
 
 def layers_of(model: Model) -> list[tuple[str, nn.Module]]:

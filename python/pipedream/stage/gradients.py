@@ -8,16 +8,14 @@ would make the stages wait for each other. Owned by the worker's compute thread.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from pipedream import _core
 from pipedream.budget.footprint import storage_bytes
-from pipedream.links.channels import norm_name
 from pipedream.model.splitter import StageModule, Tie
 from pipedream.stage.tied import TiedParameters
 from pipedream.stage.weights import StageOptimizer, StageWeights, split_tied
@@ -104,7 +102,7 @@ class StageGradients:
 
     def _finish(self) -> None:
         self._taken = []
-        self._tied.publish()
+        self._tied.finish_update()
 
     def _leaves(self, own_slot: int, tied_slot: int) -> list[nn.Parameter]:
         leaves = self._weights.own.leaves(own_slot)
@@ -116,38 +114,43 @@ class StageGradients:
 
 
 class NormExchange:
-    """Adds up the figures of all workers, along the pipeline and back; every worker gets the sum.
+    """The figures of all workers, added up along the pipeline and back; every worker gets the sum.
 
     rank 0 <-- rank 1 <-- rank 2        partial sums, upstream
     rank 0 --> rank 1 --> rank 2        the total, downstream
     """
 
-    def __init__(self, core: _core.Worker, rank: int, num_workers: int) -> None:
-        self._core = core
-        self._rank = rank
-        self._upstream = rank - 1 if rank > 0 else None
-        self._downstream = rank + 1 if rank + 1 < num_workers else None
+    def __init__(self, measure: Callable[[int], GradientFigures]) -> None:
+        """measure: this worker's own figures of a minibatch, asked for once."""
+        self._measure = measure
+        self._minibatch = -1
+        self._sum = GradientFigures()  # from here on downstream
+        self._total: GradientFigures | None = None
 
-    def total(self, figures: GradientFigures) -> GradientFigures:
-        if self._downstream is not None:
-            figures += self._receive(self._downstream)
-        if self._upstream is not None:
-            self._send(self._upstream, figures)
-            figures = self._receive(self._upstream)
-        if self._downstream is not None:
-            self._send(self._downstream, figures)
-        return figures
+    def send(self, edge: _core.Edge, minibatch: int) -> Tensor:
+        """What goes over the edge."""
+        self._begin(minibatch)
+        figures = self._sum if edge.to_stage < edge.from_stage else self.total(minibatch)
+        return torch.tensor([figures.squared_norm, float(figures.overflowed)], dtype=torch.float64)
 
-    def _send(self, rank: int, figures: GradientFigures) -> None:
-        content = torch.tensor([figures.squared_norm, float(figures.overflowed)], dtype=torch.float64)
-        self._core.send_item(norm_name(self._rank, rank), [to_dlpack(content)])
-
-    def _receive(self, rank: int) -> GradientFigures:
-        item = self._core.receive_item(norm_name(rank, self._rank))
-        assert item is not None  # there is no time-out
-        (content,) = (from_dlpack(capsule) for capsule in item.take_tensors())
+    def receive(self, edge: _core.Edge, minibatch: int, content: Tensor) -> None:
+        """What has come over the edge."""
+        self._begin(minibatch)
         squared_norm, overflowed = content.tolist()
-        return GradientFigures(squared_norm, bool(overflowed))
+        figures = GradientFigures(squared_norm, bool(overflowed))
+        if edge.to_stage < edge.from_stage:
+            self._sum += figures
+        else:
+            self._total = figures
+
+    def total(self, minibatch: int) -> GradientFigures:
+        """Of all workers: once what the program exchanges of the minibatch has come."""
+        self._begin(minibatch)
+        return self._sum if self._total is None else self._total
+
+    def _begin(self, minibatch: int) -> None:
+        if minibatch != self._minibatch:
+            self._minibatch, self._sum, self._total = minibatch, self._measure(minibatch), None
 
 
 def owned_parameters(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,15 +47,29 @@ class JobOptions:
     num_threads: int = field(metadata=OWN)
     """Of torch, per worker."""
 
-    def schedule_options(self) -> _core.ScheduleOptions:
-        """The schedule as the core takes it. Raises ValueError for what plan and schedule cannot do."""
-        return _core.ScheduleOptions(
-            schedule=self.schedule,
-            in_flight=list(self.plan.in_flight),
-            num_microbatches=self.microbatches,
-            placement=self.plan.placement,
-            recompute=list(self.recompute or ()),
-        )
+    @property
+    def measures_gradients(self) -> bool:
+        """Whether updates need the gradients' norm."""
+        return self.max_grad_norm is not None or self.autocast is torch.float16
+
+    def schedule_options(self, ties: Sequence[tuple[int, int]] = ()) -> _core.ScheduleOptions:
+        """The schedule as the core takes it. ties: (owner, user) of parameters that stages share. Raises
+        ValueError for what plan and schedule cannot do."""
+
+        def options(*, exchanges_norms: bool) -> _core.ScheduleOptions:
+            return _core.ScheduleOptions(
+                schedule=self.schedule,
+                in_flight=list(self.plan.in_flight),
+                num_microbatches=self.microbatches,
+                placement=self.plan.placement,
+                recompute=list(self.recompute or ()),
+                ties=ties,
+                exchanges_norms=exchanges_norms,
+            )
+
+        # Over all stages where the schedule drains, else per stage (gradients.py).
+        drains = _core.drains_every_minibatch(options(exchanges_norms=False))
+        return options(exchanges_norms=self.measures_gradients and drains)
 
 
 @dataclass(frozen=True)

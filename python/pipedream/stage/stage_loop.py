@@ -23,7 +23,6 @@ from pipedream.budget.torch_pool import TORCH_TENSORS, TorchPool
 from pipedream.common.errors import PipelineError, afterwards, describe_error
 from pipedream.data.batch_reader import BatchReader
 from pipedream.data.stream import MinibatchStream
-from pipedream.links.channels import activations_name, gradients_name
 from pipedream.model.boundary import Boundary
 from pipedream.model.exchange import TENSORS
 from pipedream.model.seeding import RngStream, stage_seed
@@ -33,6 +32,7 @@ from pipedream.report.losses import make_loss_record
 from pipedream.report.progress import RunProgress
 from pipedream.report.status import StatusBoard
 from pipedream.stage.device_clock import make_device_clock, make_user_code
+from pipedream.stage.edge_transfers import EdgeTransfers
 from pipedream.stage.gradients import GradientFigures, NormExchange, StageGradients, clip_scale
 from pipedream.stage.job import JobOptions, WorkerPlace
 from pipedream.stage.stage_runner import StageParts, StageRunner
@@ -41,6 +41,7 @@ from pipedream.stage.weights import StageOptimizer, StageWeights
 
 __all__ = ["PreparedStage", "WorkerLoop"]
 
+_NO_FIELDS = _core.ItemFields()
 _LEAVE_TIMEOUT_S = 5.0  # for what was sent to leave before a worker reports
 
 
@@ -101,13 +102,15 @@ class WorkerLoop:
         base_seed: int,
         input_boundary: Boundary | None,
         boundaries: Mapping[int, Boundary],
+        edges: Sequence[tuple[_core.Edge, str]],
         predicted: Mapping[str, int],
         torch_pool: TorchPool | None = None,
     ) -> None:
         """prepared: this worker's stages in ascending order. input_boundary: what the first stage's inputs
         must look like, None to check nothing. boundaries: by the stage upstream, of the cuts at these
-        stages. predicted: bytes of each memory term. torch_pool: where
-        forwards and backwards make their tensors, None leaves it to torch."""
+        stages. edges: those with one end here, and the names of their channels. predicted: bytes of each
+        memory term. torch_pool: where forwards and backwards make their tensors, None leaves it to
+        torch."""
         self._core = core
         self._options = options
         self._schedule = schedule
@@ -115,6 +118,7 @@ class WorkerLoop:
         self._prepared = prepared
         self._device = device
         self._stream = stream
+        self._edges = edges
         self._predicted = predicted
         self._torch_pool = torch_pool
         self._describe = options.plan.describe_worker(place.rank)
@@ -144,12 +148,13 @@ class WorkerLoop:
         self._runners = {
             part.stage.stage_index: self._make_runner(part, boundaries, base_seed) for part in prepared
         }
-        self._exchange: NormExchange | None = None
-        self._measures_gradients = options.max_grad_norm is not None or options.autocast is torch.float16
-        if self._measures_gradients and _core.drains_every_minibatch(schedule):
-            self._exchange = NormExchange(core, place.rank, options.plan.workers_used)
+        self._norms: NormExchange | None = None
+        if schedule.exchanges_norms:
+            self._norms = NormExchange(functools.partial(_figures_of, self._runners.values()))
+        self._transfers = EdgeTransfers(
+            schedule, {stage: runner.parts.tied for stage, runner in self._runners.items()}, self._norms
+        )
         self._poisons = _core.poisons_released_slots()
-        self._total = (-1, GradientFigures())  # of which minibatch, over all stages
 
     def _make_runner(
         self, part: PreparedStage, boundaries: Mapping[int, Boundary], base_seed: int
@@ -203,12 +208,7 @@ class WorkerLoop:
 
     def train(self) -> dict[str, Any]:
         core = self._core
-        core.start(
-            options=self._schedule,
-            rank=self._place.rank,
-            parts=[self._channels_of(stage) for stage in self._runners],
-            tensors=TENSORS,
-        )
+        core.start(options=self._schedule, rank=self._place.rank, edges=self._edges, tensors=TENSORS)
         newest_slots = dict.fromkeys(self._runners, 0)
         meter, step_meter = self._start_measuring()
         # Also after a failure: the user's modules get their own parameters back.
@@ -226,13 +226,15 @@ class WorkerLoop:
                 if work.kind == "UPDATE":
                     newest_slots[work.stage] = work.write_slot
                 done = work
+                if work.edge is not None:  # its time belongs to no work item
+                    work = core.advance(made, _NO_FIELDS, 0)
+                    continue
                 work = core.advance(made, runner.fields, self._user.take_elapsed_ns())
                 if self._poisons and done.kind == "BACKWARD":
                     runner.poison(done, work.freed_slot)
             if self._clock is not None:
                 self._clock.finish()
             for runner in self._runners.values():
-                runner.parts.tied.pull_last(work.num_minibatches)
                 runner.parts.weights.check_gradients_taken()
             if any(runner.is_last and not runner.is_first for runner in self._runners.values()):
                 self._check_end(work.num_minibatches)
@@ -246,6 +248,8 @@ class WorkerLoop:
         if work.minibatch != position.minibatch:
             self._begin_minibatch(work.minibatch)
         position.stage, position.minibatch = work.stage, work.minibatch
+        if work.edge is not None:
+            return self._transfers.do(work)
         kind = work.kind
         if kind == "FORWARD":
             return runner.forward(work)
@@ -255,16 +259,6 @@ class WorkerLoop:
             return runner.recompute(work)
         self._update(runner, work)
         return []
-
-    def _channels_of(self, stage: int) -> tuple[int, str, str, str, str]:
-        runner = self._runners[stage]
-        return (
-            stage,
-            "" if runner.is_first else activations_name(stage - 1),
-            "" if runner.is_last else activations_name(stage),
-            "" if runner.is_last else gradients_name(stage),
-            "" if runner.is_first else gradients_name(stage - 1),
-        )
 
     def _begin_minibatch(self, minibatch: int) -> None:
         if self._place.board is not None:
@@ -276,24 +270,13 @@ class WorkerLoop:
 
     def _update(self, runner: StageRunner, work: _core.WorkItem) -> None:
         scale: float | None = 1.0
-        if self._exchange is not None:
-            scale = self._scale_for(runner, self._total_of(work.minibatch))
+        if self._norms is not None:
+            scale = self._scale_for(runner, self._norms.total(work.minibatch))
         else:
             runner.parts.gradients.take(work.minibatch, runner.gradient_slot)
-            if self._measures_gradients:
+            if self._options.measures_gradients:
                 scale = self._scale_for(runner, runner.parts.gradients.figures())
         runner.update(work, scale)
-
-    def _total_of(self, minibatch: int) -> GradientFigures:
-        """Over all stages of all workers; exchanged once a minibatch, before the first stage's update."""
-        assert self._exchange is not None
-        if self._total[0] != minibatch:
-            figures = GradientFigures()
-            for runner in self._runners.values():
-                runner.parts.gradients.take(minibatch, runner.gradient_slot)
-                figures += runner.parts.gradients.figures()
-            self._total = (minibatch, self._exchange.total(figures))
-        return self._total[1]
 
     def _scale_for(self, runner: StageRunner, figures: GradientFigures) -> float | None:
         """What the gradients are multiplied by; None after an overflow."""
@@ -358,7 +341,7 @@ class WorkerLoop:
         # Where that takes longer the trace is short of an item.
         self._core.wait_for_transfers(_LEAVE_TIMEOUT_S)
         stats, transports = self._core.channel_stats(), self._core.channel_transports()
-        between = {name for stage in self._runners for name in self._channels_of(stage)[1:] if name}
+        between = [name for edge, name in self._edges if edge.kind in ("activation", "gradient")]
         recompute = self._schedule.recompute
         return {
             "pid": os.getpid(),
@@ -397,6 +380,15 @@ def _show(
     progress.advance(minibatch, reader.epochs[minibatch], loss, reader.samples[minibatch])
     if board is not None:
         board.add_loss(loss)
+
+
+def _figures_of(runners: Iterable[StageRunner], minibatch: int) -> GradientFigures:
+    """Over a worker's stages, whose gradients of the minibatch are all there."""
+    figures = GradientFigures()
+    for runner in runners:
+        runner.parts.gradients.take(minibatch, runner.gradient_slot)
+        figures += runner.parts.gradients.figures()
+    return figures
 
 
 def _gradient_bytes(runners: Iterable[StageRunner]) -> int:

@@ -188,8 +188,6 @@ class StageRunner:
         return piece
 
     def _begin_minibatch(self, work: _core.WorkItem) -> None:
-        if self._is_tied:
-            self.parts.tied.pull_for(work.minibatch)
         if self._loss_scaling is not None:
             overflowed = self.parts.gradients.take_overflow() or work.gradients_overflowed
             self._loss_scaling.begin_minibatch(overflowed=overflowed)
@@ -289,8 +287,6 @@ class StageRunner:
         work.tensors.clear()
         if self._reads_losses_late:  # before anything of this backward leaves the stage
             self._read_losses()
-        if self._is_tied and microbatch == self._last_microbatch:
-            self.parts.tied.push(minibatch)
         boundary = self.parts.boundary_in
         if boundary is None:
             return []

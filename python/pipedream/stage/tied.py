@@ -3,60 +3,29 @@
 The most upstream stage that uses it owns it. Every use of minibatch i, forward and backward, reads the same
 version, vertical sync's max(0, i - n_0 + 1) where stages would differ (design.md, section 4).
 
-    user    PULL  before the first forward of i: the versions up to the one it reads
-            PUSH  after the last backward of i: its gradient of i
-    owner   at the update of i: adds the users' gradients to its own, steps, sends version i + 1
+    user    RECV tied_version   before the first forward of i: up to the version that i reads
+            SEND tied_gradient  after the last backward of i: its gradient of i
+    owner   RECV tied_gradient  before the update of i, which adds the users' to its own
+            SEND tied_version   after it: version i + 1
 
-No end waits for room: neither is more than n_0 minibatches ahead of the other, and the channels hold as many.
+The program says when (transfers.h); here is what is sent, and what becomes of what is received.
 Version v lies in slot v mod K, K = versions kept: it is overwritten by v + K, right after the backward of the
 last minibatch that reads it. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch import Tensor, nn
 
 from pipedream import _core
-from pipedream.links.channels import tied_gradients_name, tied_weights_name
 from pipedream.model.boundary import exportable
 from pipedream.model.splitter import Tie
 from pipedream.stage.weights import WeightVersions
 
-__all__ = ["TieLinks", "TiedParameters"]
-
-
-class TieLinks:
-    """The ways from a worker's stages to those that they share parameters with: by the core's channels, or
-    from hand to hand between two stages of this worker, whose program has them in the right order."""
-
-    def __init__(self, core: _core.Worker, schedule: _core.ScheduleOptions) -> None:
-        self._core = core
-        self._schedule = schedule
-        self._in_hand: defaultdict[str, deque[list[Tensor]]] = defaultdict(deque)
-
-    def send(self, channel: str, ends: tuple[int, int], tensors: list[Tensor]) -> None:
-        """ends: the two stages. The tensors are read later, without a copy."""
-        if self._is_local(ends):
-            self._in_hand[channel].append(tensors)
-        else:
-            self._core.send_item(channel, [to_dlpack(exportable(tensor)) for tensor in tensors])
-
-    def receive(self, channel: str, ends: tuple[int, int]) -> list[Tensor]:
-        if self._is_local(ends):
-            return self._in_hand[channel].popleft()
-        item = self._core.receive_item(channel)
-        assert item is not None  # there is no time-out
-        return [from_dlpack(capsule) for capsule in item.take_tensors()]
-
-    def _is_local(self, ends: tuple[int, int]) -> bool:
-        first, second = ends
-        placement = self._schedule.placement
-        return placement.rank_of(first) == placement.rank_of(second)
+__all__ = ["TiedParameters"]
 
 
 class TiedParameters:
@@ -64,14 +33,12 @@ class TiedParameters:
 
     def __init__(
         self,
-        links: TieLinks,
         schedule: _core.ScheduleOptions,
         stage_index: int,
         ties: Sequence[Tie],
         versions: WeightVersions,
     ) -> None:
         """ties: those of this stage, in the order in which `versions` has their parameters."""
-        self._links = links
         self._schedule = schedule
         self._stage = stage_index
         self._versions = versions
@@ -85,8 +52,10 @@ class TiedParameters:
                 continue
             for user in tie.stages[1:]:
                 self._users.setdefault(user, []).append(index)
-        self._newest_pulled = 0
-        self._newest_owned = 0
+        # By owner: the newest version that has come from there.
+        self._newest_received = dict.fromkeys(self._owners, schedule.first_minibatch)
+        self._newest_owned = schedule.first_minibatch
+        self._received: dict[int, list[Tensor]] = {}  # gradients of the next update, by user
 
     def __bool__(self) -> bool:
         return bool(self._users or self._owners)
@@ -102,20 +71,11 @@ class TiedParameters:
     def slot_read_by(self, minibatch: int) -> int:
         return self.slot_of(_core.tied_version(self._schedule, minibatch)) if self else 0
 
-    def pull_for(self, minibatch: int) -> None:
-        """Waits until the version that the minibatch reads is here."""
-        if self._owners:
-            self._pull_until(_core.tied_version(self._schedule, minibatch))
-
-    def pull_last(self, num_minibatches: int) -> None:
-        """Waits for the final version, which no minibatch reads."""
-        if self._owners:
-            self._pull_until(num_minibatches)
-
     @property
     def newest_slot(self) -> int:
-        """Of the newest version that is here."""
-        return self.slot_of(max(self._newest_pulled, self._newest_owned)) if self else 0
+        """Of the newest version that is here, of all of them."""
+        newest = [*self._newest_received.values(), *([self._newest_owned] if self._owned else [])]
+        return self.slot_of(min(newest)) if newest else 0
 
     def slot_freed_by(self, minibatch: int) -> int | None:
         """The slot whose version no minibatch after this one reads, if the backwards of this one were the
@@ -126,28 +86,23 @@ class TiedParameters:
             return None
         return self.slot_of(version)
 
-    def push(self, minibatch: int) -> None:
-        """Sends the owners this stage's gradients of the minibatch."""
-        if not self._owners:
-            return
-        gradients = self._versions.take_gradients(self.slot_read_by(minibatch))
-        leaves = self._versions.leaves(0)
-        for owner, indices in self._owners.items():
-            sent = [_dense(gradients[index], leaves[index]) for index in indices]
-            self._links.send(tied_gradients_name(owner, self._stage), (owner, self._stage), sent)
+    def gradients_for(self, owner: int, minibatch: int) -> list[Tensor]:
+        """This stage's gradients of the minibatch, of what it shares with that owner; they are given up."""
+        leaves = self._versions.leaves(self.slot_read_by(minibatch))
+        return [
+            exportable(_dense(_take_gradient(leaf), leaf)) for leaf in self._of(self._owners[owner], leaves)
+        ]
+
+    def take_gradients_from(self, user: int, gradients: list[Tensor]) -> None:
+        """That user's part of the next update."""
+        self._received[user] = gradients
 
     def collect(self, minibatch: int) -> list[Tensor | None]:
-        """The gradients of the owned parameters, summed over all uses; waits for the users'."""
-        if not self._owned:
-            return []
-        slot = self.slot_read_by(minibatch)
-        leaves = self._versions.leaves(slot)
-        total = {index: leaves[index].grad for index in self._owned}
-        for index in self._owned:
-            leaves[index].grad = None
+        """The gradients of the owned parameters, summed over all uses; the users' have come."""
+        leaves = self._versions.leaves(self.slot_read_by(minibatch))
+        total = {index: _take_gradient(leaves[index]) for index in self._owned}
         for user, indices in self._users.items():
-            received = self._links.receive(tied_gradients_name(self._stage, user), (self._stage, user))
-            for index, gradient in zip(indices, received, strict=True):
+            for index, gradient in zip(indices, self._received.pop(user), strict=True):
                 mine = total[index]
                 total[index] = gradient.clone() if mine is None else gradient + mine  # mine may be sparse
         return [total[index] for index in self._owned]
@@ -156,27 +111,32 @@ class TiedParameters:
         """(slot of the newest owned version, slot of the next)."""
         return self.slot_of(self._newest_owned), self.slot_of(self._newest_owned + 1)
 
-    def publish(self) -> None:
-        """The next version is written: the users get it."""
-        if not self._owned:
-            return
+    def finish_update(self) -> None:
+        """The next version is written."""
         self._newest_owned += 1
-        leaves = self._versions.leaves(self.slot_of(self._newest_owned))
-        for user, indices in self._users.items():
-            # Read without a copy: the slot is written again only after the user has had what is in it.
-            sent = [leaves[index].detach() for index in indices]
-            self._links.send(tied_weights_name(self._stage, user), (self._stage, user), sent)
 
-    def _pull_until(self, version: int) -> None:
-        while self._newest_pulled < version:
-            self._newest_pulled += 1
-            leaves = self._versions.leaves(self.slot_of(self._newest_pulled))
-            with torch.no_grad():
-                for owner, indices in self._owners.items():
-                    ends = (owner, self._stage)
-                    received = self._links.receive(tied_weights_name(*ends), ends)
-                    for index, value in zip(indices, received, strict=True):
-                        leaves[index].copy_(value)  # of the same shape, whatever its strides
+    def version_for(self, user: int) -> list[Tensor]:
+        """The newest version of what it shares with that user, which reads it without a copy: the slot is
+        written again only after the user has had what is in it."""
+        leaves = self._versions.leaves(self.slot_of(self._newest_owned))
+        return [exportable(leaf) for leaf in self._of(self._users[user], leaves)]
+
+    def take_version_from(self, owner: int, values: list[Tensor]) -> None:
+        """The next version of what it shares with that owner."""
+        self._newest_received[owner] += 1
+        leaves = self._versions.leaves(self.slot_of(self._newest_received[owner]))
+        with torch.no_grad():
+            for leaf, value in zip(self._of(self._owners[owner], leaves), values, strict=True):
+                leaf.copy_(value)  # of the same shape, whatever its strides
+
+    @staticmethod
+    def _of(indices: Sequence[int], leaves: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        return [leaves[index] for index in indices]
+
+
+def _take_gradient(leaf: nn.Parameter) -> Tensor | None:
+    gradient, leaf.grad = leaf.grad, None
+    return gradient
 
 
 def _dense(gradient: Tensor | None, parameter: Tensor) -> Tensor:

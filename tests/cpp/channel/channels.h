@@ -88,6 +88,8 @@ class ChannelPair : public testing::Test {
     std::size_t chunk_bytes = 1000;
     Codec codec{};
     std::size_t num_transfers_kept = 0;
+    std::int64_t first_minibatch = 0;
+    std::int64_t minibatch_stride = 1;
   };
 
   // Skips the test where the transport is not available. First of all.
@@ -144,6 +146,8 @@ class ChannelPair : public testing::Test {
     ChannelOptions options = channel_options(spec, sizes.chunk_bytes, sizes.num_items_max);
     options.codec = sizes.codec;
     options.num_transfers_kept = sizes.num_transfers_kept;
+    options.first_minibatch = MinibatchId(sizes.first_minibatch);
+    options.minibatch_stride = sizes.minibatch_stride;
     return options;
   }
 

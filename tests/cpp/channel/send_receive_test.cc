@@ -416,7 +416,7 @@ const std::vector<Break>& breaks() {
          h.shape[1] = 1;
        }},
       {"EmptyChunk", "an empty chunk", [](FrameHeader& h) { h.payload_bytes = 0; }},
-      {"EndTooEarly", "an end after 2 minibatches where 1 have come",
+      {"EndTooEarly", "an end after 2 minibatches where minibatch 1 is due",
        [](FrameHeader& h) {
          h = FrameHeader();
          h.kind = FrameKind::kEnd;
@@ -577,7 +577,7 @@ TEST_P(BrokenSender, EndInsideAnItemIsRefused) {
   FrameHeader end;
   end.kind = FrameKind::kEnd;
   send_frame(end);
-  expect_refused("an end after 0 minibatches where 0 have come");
+  expect_refused("an end after 0 minibatches where minibatch 0 is due");
 }
 
 TEST_P(BrokenSender, NothingMayFollowTheEnd) {
@@ -594,6 +594,40 @@ TEST_P(BrokenSender, ASecondEndIsRefused) {
   send_frame(end);
   send_frame(end);
   expect_refused("an end after 0 minibatches");
+}
+
+// As between replicas: each has a share of the minibatches.
+TEST_P(Channels, MinibatchesComeFromTheFirstByTheStrideUntilTheEnd) {
+  make_channels(one_tensor_spec(), {.first_minibatch = 5, .minibatch_stride = 3});
+  for (const std::int64_t minibatch : {5, 8, 11}) {
+    send_one_tensor(minibatch);
+    EXPECT_EQ(take().minibatch, MinibatchId(minibatch));
+  }
+  sender_->send_end(13);  // 11 is the last of this share
+  const ReceivedItem end = take();
+  EXPECT_TRUE(end.is_end);
+  EXPECT_EQ(end.num_minibatches, 13);
+}
+
+TEST_P(Channels, MinibatchOfAnotherShareIsRefused) {
+  make_channels(one_tensor_spec(), {.first_minibatch = 5, .minibatch_stride = 3});
+  send_one_tensor(5);
+  send_one_tensor(9);
+  expect_refused("minibatch 9 microbatch 0 where 8 microbatch 0 is due");
+}
+
+TEST_P(Channels, EndThatDoesNotFitTheShareIsRefused) {
+  make_channels(one_tensor_spec(), {.first_minibatch = 5, .minibatch_stride = 3});
+  send_one_tensor(5);
+  sender_->send_end(9);
+  expect_refused("an end after 9 minibatches where minibatch 8 is due");
+}
+
+TEST_P(Channels, EndBeforeWhatHasComeIsRefused) {
+  make_channels(one_tensor_spec(), {.first_minibatch = 5, .minibatch_stride = 3});
+  send_one_tensor(5);
+  sender_->send_end(5);
+  expect_refused("an end after 5 minibatches where minibatch 8 is due");
 }
 
 TEST_P(Channels, ReceiverThatSendsTensorsIsRefused) {

@@ -30,6 +30,10 @@ Opcode opcode_of(WorkKind kind) {
       return Opcode::kBackward;
     case WorkKind::kUpdate:
       return Opcode::kUpdate;
+    case WorkKind::kSend:
+      return Opcode::kSend;
+    case WorkKind::kRecv:
+      return Opcode::kRecv;
     case WorkKind::kDone:
       break;
   }
@@ -79,10 +83,13 @@ class Engine : public testing::Test {
     slots_.clear();
     std::vector<StagePart> parts;
     for (const StageIndex stage : placement_of(options).stages_at(Rank(worker))) {
-      slots_[stage] = std::make_unique<VersionSlots>(num_versions_kept(options, stage));
-      parts.push_back({stage, slots_[stage].get(), {}});
+      slots_[stage] = std::make_unique<VersionSlots>(num_versions_kept(options, stage),
+                                                     WeightVersion(options.first_minibatch.value()),
+                                                     oldest_version(options));
+      parts.push_back({stage, slots_[stage].get()});
     }
-    engine_ = std::make_unique<StageEngine>(options, Rank(worker), parts, wakeup_, num_spans_max);
+    engine_ = std::make_unique<StageEngine>(options, Rank(worker), parts, std::vector<EdgeChannel>(), wakeup_,
+                                            num_spans_max);
   }
   void make_pipedream(std::int64_t in_flight = 1, std::size_t num_spans_max = 100) {
     make(make_options("pipedream", {in_flight}), 0, num_spans_max);
@@ -94,24 +101,9 @@ class Engine : public testing::Test {
     if (!work.ok() || !work.value()) return {};
     return std::move(*work.value());
   }
-  // What complete_backward says.
   std::optional<SlotIndex> complete(const WorkItem& work, std::int64_t compute_ns = 0) {
-    switch (work.kind) {
-      case WorkKind::kForward:
-        engine_->complete_forward({}, compute_ns);
-        break;
-      case WorkKind::kRecompute:
-        engine_->complete_recompute(compute_ns);
-        break;
-      case WorkKind::kBackward:
-        return engine_->complete_backward({}, compute_ns);
-      case WorkKind::kUpdate:
-        engine_->complete_update(compute_ns);
-        break;
-      case WorkKind::kDone:
-        break;
-    }
-    return std::nullopt;
+    if (work.kind == WorkKind::kDone) return std::nullopt;
+    return engine_->complete(work.kind, {}, compute_ns);
   }
   // The next work item of a run of so many minibatches; DONE at its end. What follows the last minibatch is
   // taken back on the way.
@@ -128,7 +120,7 @@ class Engine : public testing::Test {
          work = next_of(num_minibatches)) {
       const bool updates = work.kind == WorkKind::kUpdate;
       done.push_back({opcode_of(work.kind), work.stage, work.minibatch, work.microbatch,
-                      updates ? work.write_version : work.read_version});
+                      updates ? work.write_version : work.read_version, work.edge});
       complete(work, compute_ns);
     }
     return done;
@@ -174,6 +166,52 @@ TEST_F(Engine, HandsOutTheProgramOfEveryScheduleWhateverTheNumberOfMinibatches) 
       EXPECT_EQ(slots->num_live(), 1);  // every version that was read was given back
     }
   });
+}
+
+// Of what travels only what goes with no other item is handed out: the ties' and the norms'.
+Instructions without_activations_and_gradients(Instructions program) {
+  std::erase_if(program, [](const Instruction& instruction) {
+    const EdgeKind kind = instruction.edge.kind;
+    return travels(instruction.opcode) && (kind == EdgeKind::kActivation || kind == EdgeKind::kGradient);
+  });
+  return program;
+}
+
+TEST_F(Engine, HandsOutWhatTiesAndNormsExchangeWhereTheProgramHasIt) {
+  for (ScheduleOptions options : every_schedule()) {
+    const StageIndex last(num_stages(options) - 1);
+    if (last.value() > 0) options.ties = {{StageIndex(0), last}};
+    options.exchanges_norms = drains_every_minibatch(options);
+    for (std::int64_t worker = 0; worker < num_workers(options); ++worker) {
+      for (const std::int64_t num_minibatches : {0, 1, 2, 7}) {
+        SCOPED_TRACE(describe(options, worker, num_minibatches));
+        make(options, worker);
+        // A user learns of the end by the activation that does not come; these engines have no channels.
+        if (!options.ties.empty() && slots_.contains(last)) continue;
+        EXPECT_EQ(run(num_minibatches),
+                  without_activations_and_gradients(make_program(options, Rank(worker), num_minibatches)));
+      }
+    }
+  }
+}
+
+TEST_F(Engine, StartsAtAnyMinibatchFromTheVersionsThatAreThere) {
+  for (ScheduleOptions options : every_schedule()) {
+    options.first_minibatch = MinibatchId(9);
+    for (const std::int64_t oldest : {9, 8, 0}) {
+      options.oldest_version = WeightVersion(oldest);
+      for (std::int64_t worker = 0; worker < num_workers(options); ++worker) {
+        SCOPED_TRACE(describe(options, worker, 14));
+        make(options, worker);
+        EXPECT_EQ(run(14), make_compute_program(options, Rank(worker), 14));
+        for (const auto& [stage, slots] : slots_) {
+          EXPECT_EQ(slots->newest(), WeightVersion(14));
+          ASSERT_EQ(engine_->versions(stage).size(), 5U);
+          EXPECT_EQ(engine_->versions(stage)[0].forward, forward_version(options, stage, MinibatchId(9)));
+        }
+      }
+    }
+  }
 }
 
 // The slots hold their version's number here, poison while they are written and from when they are said to be
@@ -446,14 +484,14 @@ TEST_F(Engine, AbortIsPassedOnAsThePeerSaidIt) {
 TEST_F(EngineDeathTest, MisuseAborts) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   make(make_options("gpipe", {1}, 2));
-  EXPECT_DEATH(engine_->complete_update(0), "UPDATE completed while doing");
-  EXPECT_DEATH(engine_->complete_recompute(0), "RECOMPUTE completed while doing");
+  EXPECT_DEATH(engine_->complete(WorkKind::kUpdate, {}, 0), "UPDATE completed while doing");
+  EXPECT_DEATH(engine_->complete(WorkKind::kRecompute, {}, 0), "RECOMPUTE completed while doing");
   EXPECT_DEATH(engine_->end_of_data(), "check failed");
   EXPECT_DEATH(static_cast<void>(engine_->versions(StageIndex(1))), "stage 1 is not at rank 0");
   static_cast<void>(next());
   EXPECT_DEATH(static_cast<void>(next()), "not completed: FORWARD stage 0 minibatch 0");
-  EXPECT_DEATH(engine_->complete_update(0), "check failed");
-  engine_->complete_forward({}, 0);
+  EXPECT_DEATH(engine_->complete(WorkKind::kUpdate, {}, 0), "check failed");
+  engine_->complete(WorkKind::kForward, {}, 0);
   static_cast<void>(next());
   EXPECT_DEATH(engine_->end_of_data(), "FORWARD stage 0 minibatch 0 microbatch 1");
 }
@@ -472,20 +510,20 @@ TEST_F(EngineDeathTest, StagesOfAnotherPlanAbort) {
   VersionSlots two(2);
   const auto make_with = [&](const ScheduleOptions& options, std::int64_t worker,
                              const std::vector<StagePart>& parts) {
-    const StageEngine engine(options, Rank(worker), parts, wakeup_, 1);
+    const StageEngine engine(options, Rank(worker), parts, {}, wakeup_, 1);
   };
   const ScheduleOptions pipedream = make_options("pipedream", {2, 1});
   const ScheduleOptions interleaved = make_interleaved(2, 2, 2);
-  EXPECT_DEATH(make_with(pipedream, 1, {{StageIndex(1), &two, {}}}), "2 slots for 1 versions");
-  EXPECT_DEATH(make_with(pipedream, 1, {{StageIndex(0), &two, {}}}), "stage 0 at rank 1");
-  EXPECT_DEATH(make_with(interleaved, 1, {{StageIndex(1), &one, {}}}), "1 stages given for rank 1 of 2");
-  EXPECT_DEATH(make_with(interleaved, 1, {{StageIndex(3), &one, {}}, {StageIndex(1), &one, {}}}),
+  EXPECT_DEATH(make_with(pipedream, 1, {{StageIndex(1), &two}}), "2 slots for 1 versions");
+  EXPECT_DEATH(make_with(pipedream, 1, {{StageIndex(0), &two}}), "stage 0 at rank 1");
+  EXPECT_DEATH(make_with(interleaved, 1, {{StageIndex(1), &one}}), "1 stages given for rank 1 of 2");
+  EXPECT_DEATH(make_with(interleaved, 1, {{StageIndex(3), &one}, {StageIndex(1), &one}}),
                "stage 3 at rank 1");
 }
 
 TEST_F(Engine, ScheduleThatDoesNotExistIsRefused) {
   VersionSlots one(1);
-  EXPECT_THROW(StageEngine(make_options("gpip", {1}), Rank(0), {{StageIndex(0), &one, {}}}, wakeup_, 1),
+  EXPECT_THROW(StageEngine(make_options("gpip", {1}), Rank(0), {{StageIndex(0), &one}}, {}, wakeup_, 1),
                UserError);
 }
 

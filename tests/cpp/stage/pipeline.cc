@@ -45,6 +45,18 @@ std::vector<StageChannelNames> parts_of(const ScheduleOptions& schedule, Rank wo
   return parts;
 }
 
+std::vector<EdgeChannelName> channels_at(const ScheduleOptions& schedule, Rank rank) {
+  const Placement placement = placement_of(schedule);
+  std::vector<EdgeChannelName> channels;
+  for (const Edge& edge : edges_of(schedule)) {
+    const std::int64_t from = edge.from.stage.value();
+    if (placement.rank_of(edge.from.stage) != rank && placement.rank_of(edge.to.stage) != rank) continue;
+    channels.push_back(
+        {edge, edge.kind == EdgeKind::kActivation ? activations_name(from) : gradients_name(from)});
+  }
+  return channels;
+}
+
 void add_channels(Worker& worker, const ScheduleOptions& schedule, Rank worker_index, const ItemSpec& item,
                   std::size_t chunk_bytes, bool places_on_device) {
   const auto spec = [&](const std::string& name, StageIndex peer, std::int64_t channel_id,
@@ -408,7 +420,8 @@ class PipelineWorker {
         fill(stage, SlotIndex(slot), slot == 0 ? first_weight(part.stage.value()) : kPoison);
       }
     }
-    worker_->start(pipeline_.schedule, worker_index_, parts_, kNumSpansMax);
+    worker_->start(pipeline_.schedule, worker_index_, channels_at(pipeline_.schedule, worker_index_),
+                   kNumSpansMax);
     started_ = true;
     return true;
   }
@@ -437,6 +450,10 @@ class PipelineWorker {
       case WorkKind::kUpdate:
         update(work);
         return true;
+      case WorkKind::kSend:
+      case WorkKind::kRecv:
+        ADD_FAILURE() << "nothing is tied: " << worker_->engine().position();
+        return false;
       case WorkKind::kDone:
         report_.num_minibatches = work.num_minibatches;
         if (pipeline_.takes_every_end) take_later_ends();
@@ -470,7 +487,8 @@ class PipelineWorker {
     stash.received = std::move(work.received);
     if (!replay_.recomputes(work.stage.value())) stash.output = output;
     const bool is_last = work.stage.value() + 1 == num_stages(pipeline_.schedule);
-    worker_->engine().complete_forward(is_last ? Outgoing{} : outgoing(output, work), now_ns() - began_ns);
+    worker_->engine().complete(WorkKind::kForward, is_last ? Outgoing{} : outgoing(output, work),
+                               now_ns() - began_ns);
     return true;
   }
 
@@ -481,7 +499,7 @@ class PipelineWorker {
     Stash& stash = stage.stashes.at(key_of(work));
     EXPECT_FALSE(stash.output.has_value());
     stash.output = output_of(input_value(work, stash.received), read(stage, work));
-    worker_->engine().complete_recompute(now_ns() - began_ns);
+    worker_->engine().complete(WorkKind::kRecompute, {}, now_ns() - began_ns);
   }
 
   void backward(WorkItem work) {
@@ -502,8 +520,8 @@ class PipelineWorker {
     ++stage.num_backwards;
     stash.received.reset();
     const bool is_first = work.stage.value() == 0;
-    const auto freed = worker_->engine().complete_backward(
-        is_first ? Outgoing{} : outgoing(input_gradient, work), now_ns() - began_ns);
+    const auto freed = worker_->engine().complete(
+        WorkKind::kBackward, is_first ? Outgoing{} : outgoing(input_gradient, work), now_ns() - began_ns);
     if (freed) fill(stage, *freed, kPoison);
   }
 
@@ -520,7 +538,7 @@ class PipelineWorker {
     fill(stage, work.write_slot, weight);
     stage.weight_gradient = 0;
     stage.num_backwards = 0;
-    worker_->engine().complete_update(now_ns() - began_ns);
+    worker_->engine().complete(WorkKind::kUpdate, {}, now_ns() - began_ns);
   }
 
   // Of the stages after the worker's first: their programs are over without them.

@@ -25,8 +25,18 @@ inline std::string gradients_name(std::int64_t stage) {
 [[nodiscard]] ScheduleOptions make_straight(const std::string& schedule, std::int64_t num_stages,
                                             std::int64_t num_microbatches);
 
-// What Worker::start takes.
+// One stage of a worker and its neighbours' channels; empty names where there is no neighbour.
+struct StageChannelNames {
+  StageIndex stage;
+  std::string activations_in;
+  std::string activations_out;
+  std::string gradients_in;
+  std::string gradients_out;
+};
 [[nodiscard]] std::vector<StageChannelNames> parts_of(const ScheduleOptions& schedule, Rank worker);
+
+// What Worker::start takes.
+[[nodiscard]] std::vector<EdgeChannelName> channels_at(const ScheduleOptions& schedule, Rank rank);
 
 // The channels of the worker's stages, in both directions, with as many slots and places as the schedule
 // needs and no more. Every item is as `item` says.

@@ -64,7 +64,7 @@ class SteadyWorker {
   void train(Gate& gate) {
     const Result<bool> open = worker_->wait_open(patience());
     ASSERT_TRUE(open.ok() && open.value());
-    worker_->start(schedule_, index_, parts_, 100);
+    worker_->start(schedule_, index_, channels_at(schedule_, index_), 100);
     for (;;) {
       auto work = worker_->next_work(patience());
       ASSERT_TRUE(work.ok()) << work.failure().message;
@@ -85,22 +85,23 @@ class SteadyWorker {
   }
   void do_work(WorkItem& work) {
     StageEngine& engine = worker_->engine();
+    Outgoing made;
     switch (work.kind) {
       case WorkKind::kForward:
         if (work.stage.value() == 0 && is_last(work.minibatch.value())) return engine.end_of_data();
         stash_of(work) = std::move(work.received);
-        return engine.complete_forward(outgoing(work.stage.value() + 1 < num_stages_), 0);
-      case WorkKind::kRecompute:
-        return engine.complete_recompute(0);
+        made = outgoing(work.stage.value() + 1 < num_stages_);
+        break;
       case WorkKind::kBackward:
         stash_of(work).reset();
-        static_cast<void>(engine.complete_backward(outgoing(work.stage.value() > 0), 0));
-        return;
-      case WorkKind::kUpdate:
-        return engine.complete_update(0);
+        made = outgoing(work.stage.value() > 0);
+        break;
       case WorkKind::kDone:
         return;
+      default:
+        break;
     }
+    engine.complete(work.kind, std::move(made), 0);
   }
   // Microbatches of a stage go backward in the order of their forwards, so a ring has the places.
   std::optional<ReceivedItem>& stash_of(const WorkItem& work) {

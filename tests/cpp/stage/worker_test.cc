@@ -46,8 +46,8 @@ class Faults : public testing::TestWithParam<std::string> {
     b_ = std::make_unique<Worker>(worker);
     const auto spec = [num_items](const std::string& name, const std::string& peer,
                                   std::uint32_t channel_id) {
-      return ChannelSpec{name,      peer, channel_id, ItemSpec({{DType::kUInt8, 1, 1000}}),
-                         num_items, 1,    300,        true};
+      return ChannelSpec{name, peer, channel_id, ItemSpec({{DType::kUInt8, 1, 1000}}), num_items, {},
+                         1,    300,  true};
     };
     a_->add_send_channel(spec(activations_name(0), "stage 1 (rank 1)", 1));
     b_->add_receive_channel(spec(activations_name(0), "stage 0 (rank 0)", 1));
@@ -65,8 +65,8 @@ class Faults : public testing::TestWithParam<std::string> {
   }
   void start_pair() {
     const ScheduleOptions schedule = make_straight("pipedream", 2, 1);
-    a_->start(schedule, Rank(0), parts_of(schedule, Rank(0)), 10);
-    b_->start(schedule, Rank(1), parts_of(schedule, Rank(1)), 10);
+    a_->start(schedule, Rank(0), channels_at(schedule, Rank(0)), 10);
+    b_->start(schedule, Rank(1), channels_at(schedule, Rank(1)), 10);
   }
   static WorkItem next(Worker& worker) {
     auto work = worker.next_work(patience());
@@ -176,7 +176,7 @@ TEST_P(Faults, DeadlineReturnsNothingAndTheNextAskGetsTheWork) {
     EXPECT_FALSE(nothing.value().has_value());
   }
   EXPECT_EQ(next(*a_).kind, WorkKind::kForward);
-  a_->engine().complete_forward(outgoing(1), 0);
+  a_->engine().complete(WorkKind::kForward, outgoing(1), 0);
   {
     const WorkItem work = next(*b_);
     EXPECT_EQ(work.kind, WorkKind::kForward);
@@ -184,7 +184,7 @@ TEST_P(Faults, DeadlineReturnsNothingAndTheNextAskGetsTheWork) {
     ASSERT_TRUE(work.received.has_value());
     EXPECT_EQ(std::memcmp(work.received->tensors[0].data, patterned_bytes(1000, 1).data(), 1000), 0);
   }
-  b_->engine().complete_forward({}, 0);
+  b_->engine().complete(WorkKind::kForward, {}, 0);
   const Span span = b_->engine().spans().at(0);
   EXPECT_GE(span.wait_ns, 6'000'000);  // all three attempts count
   EXPECT_GE(span.asked_ns, asked_ns);
@@ -196,14 +196,13 @@ TEST_P(Faults, EndOnAGradientChannelIsRefused) {
   start_pair();
   for (std::uint32_t minibatch = 0; minibatch < 2; ++minibatch) {
     EXPECT_EQ(next(*a_).kind, WorkKind::kForward);
-    a_->engine().complete_forward(outgoing(minibatch), 0);
+    a_->engine().complete(WorkKind::kForward, outgoing(minibatch), 0);
   }
   b_->send_end(gradients_name(1));
   const Failure failure = next_failure(*a_);
   EXPECT_EQ(failure.kind, FailureKind::kCorruptFrame);
-  EXPECT_EQ(
-      failure.message,
-      "stage 0 at minibatch 0 (BACKWARD): gradients of stage 1 to stage 0: ended with gradients still due");
+  EXPECT_EQ(failure.message,
+            "stage 0 at minibatch 0 (BACKWARD): gradients of stage 1 to stage 0: ended with items still due");
 }
 
 // The tensors are the user's: too large for the plan, they are refused before anything has changed.
@@ -216,13 +215,13 @@ TEST_P(Faults, CompletionThatDoesNotFitThePlanCanBeRepeated) {
     return outgoing;
   };
   EXPECT_EQ(next(*a_).kind, WorkKind::kForward);
-  EXPECT_THROW(a_->engine().complete_forward(too_large(), 0), UserError);
-  a_->engine().complete_forward(outgoing(3), 0);
+  EXPECT_THROW(a_->engine().complete(WorkKind::kForward, too_large(), 0), UserError);
+  a_->engine().complete(WorkKind::kForward, outgoing(3), 0);
   EXPECT_EQ(next(*b_).minibatch, MinibatchId(0));
-  b_->engine().complete_forward({}, 0);
+  b_->engine().complete(WorkKind::kForward, {}, 0);
   EXPECT_EQ(next(*b_).kind, WorkKind::kBackward);
-  EXPECT_THROW(static_cast<void>(b_->engine().complete_backward(too_large(), 0)), UserError);
-  static_cast<void>(b_->engine().complete_backward(outgoing(4), 0));
+  EXPECT_THROW(static_cast<void>(b_->engine().complete(WorkKind::kBackward, too_large(), 0)), UserError);
+  static_cast<void>(b_->engine().complete(WorkKind::kBackward, outgoing(4), 0));
   EXPECT_EQ(next(*b_).kind, WorkKind::kUpdate);
 }
 
@@ -330,7 +329,7 @@ TEST_P(Faults, PulseMayComeFromAnyThreadAtAnyTime) {
   for (std::uint32_t minibatch = 0; minibatch < 2; ++minibatch) {
     EXPECT_EQ(next(*a_).kind, WorkKind::kForward);
     EXPECT_EQ(a_->engine().num_completed(), minibatch);
-    a_->engine().complete_forward(outgoing(minibatch), 0);
+    a_->engine().complete(WorkKind::kForward, outgoing(minibatch), 0);
   }
   EXPECT_EQ(a_->engine().num_completed(), 2U);
   a_->close(0);
@@ -346,7 +345,7 @@ TEST_P(Faults, AbortMayComeFromAnyThreadAtAnyTime) {
     for (std::uint32_t minibatch = 0; minibatch < 2; ++minibatch) {
       auto work = a_->next_work(patience());
       if (!work.ok()) return work.failure();
-      a_->engine().complete_forward(outgoing(minibatch), 0);
+      a_->engine().complete(WorkKind::kForward, outgoing(minibatch), 0);
     }
     return next_failure(*a_);
   }();

@@ -92,9 +92,9 @@ def _links(rank: int, num_ranks: int) -> list[str]:
         in_flight=list(plan.in_flight),
         num_microbatches=1,
         placement=plan.placement,
-        recompute=[],
+        exchanges_norms=True,
     )
-    channels = channels_of_run(plan, schedule, num_ranks, {}, [], None, exchanges_norms=True, codec={})
+    channels = channels_of_run(plan, schedule, num_ranks, {}, [], None, codec={})
     return [channel.name for channel in channels if rank in (channel.sender, channel.receiver)]
 
 

@@ -21,7 +21,8 @@ _MS = 1_000_000
 
 def _channel(name: str, sender: int, receiver: int) -> RunChannel:
     # Without tensors, as rank 0 has those that are not at its own stages.
-    return RunChannel(name, 0, sender, receiver, [], 2, 4, 1, True, "int8", (sender, receiver))
+    edge = _core.Edge("activation" if sender < receiver else "gradient", sender, receiver)
+    return RunChannel(name, 0, sender, receiver, [], 2, 4, 1, True, "int8", edge)
 
 
 _CHANNELS = [_channel(_OUT, 0, 1), _channel(_BACK, 1, 0)]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 from typing import Any
 
 import pytest
 import torch
+from edge_replay import replay
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipedream import Plan
+from pipedream import Plan, _core
 from pipedream.model.splitter import split
+from pipedream.stage.edge_transfers import EdgeTransfers
 from pipedream.stage.gradients import (
     GradientFigures,
     NormExchange,
@@ -21,9 +22,7 @@ from pipedream.stage.gradients import (
     owned_parameters,
 )
 from pipedream.stage.weights import StageOptimizer, StageWeights, split_tied, weight_layout
-from thread_core import DEADLINE_S, ThreadCore
 from torch import Tensor, nn
-from torch.utils.dlpack import from_dlpack
 
 
 @settings(max_examples=25)
@@ -57,16 +56,16 @@ class _Tied:
     def __init__(self, owned: list[int], received: list[Tensor | None]) -> None:
         self.owned = owned
         self._received = received
-        self.num_published = 0
+        self.num_updates = 0
 
     def collect(self, minibatch: int) -> list[Tensor | None]:
         return self._received
 
     def begin_update(self) -> tuple[int, int]:
-        return self.num_published % 2, (self.num_published + 1) % 2
+        return self.num_updates % 2, (self.num_updates + 1) % 2
 
-    def publish(self) -> None:
-        self.num_published += 1
+    def finish_update(self) -> None:
+        self.num_updates += 1
 
 
 class _Parts:
@@ -115,7 +114,7 @@ def test_a_step_reads_one_version_writes_the_next_and_publishes_it() -> None:
     # 1 - lr * 0.5 * 2, and of the tied one 1 - lr * 0.5 * 3.
     assert parts.contents(1) == [[0.0], [0.0], [-0.5]]
     assert parts.contents(0) == [[1.0]] * 3
-    assert parts.tied.num_published == 1
+    assert parts.tied.num_updates == 1
     assert not parts.gradients.take_overflow()
 
 
@@ -125,7 +124,7 @@ def test_a_skipped_step_copies_the_version_and_leaves_optimizer_and_scheduler_al
     parts.gradients.take(0, 0)
     parts.gradients.skip(0, 1)
     assert parts.contents(1) == parts.contents(0) == [[1.0]] * 3
-    assert parts.tied.num_published == 1
+    assert parts.tied.num_updates == 1
     assert parts.gradients.take_overflow()
     assert not parts.gradients.take_overflow()  # told once
     # The rate halves after every step that is taken: this is the first.
@@ -196,39 +195,33 @@ def test_bytes_are_of_the_gradients_that_are_there() -> None:
 
 @pytest.mark.parametrize("num_workers", [1, 2, 5])
 def test_every_worker_gets_the_sum_of_all_bit_for_bit(num_workers: int) -> None:
-    core: Any = ThreadCore()
+    in_flight = list(range(num_workers, 0, -1))
+    options = _core.ScheduleOptions("flush", in_flight, 2, exchanges_norms=True)
     # Thirds, so that another order of adding would have other bits.
     given = [
         [GradientFigures((rank + step) / 3, rank == step) for rank in range(num_workers)] for step in range(3)
     ]
-    totals: dict[int, list[GradientFigures]] = {}
+    exchanges = [
+        NormExchange(functools.partial(lambda rank, minibatch: given[minibatch][rank], rank))
+        for rank in range(num_workers)
+    ]
+    totals: list[list[GradientFigures]] = [[] for _ in range(num_workers)]
 
-    def work(rank: int) -> None:
-        exchange = NormExchange(core, rank, num_workers)
-        totals[rank] = [exchange.total(figures[rank]) for figures in given]
+    def compute(instruction: _core.Instruction) -> None:
+        if instruction.opcode == "UPDATE":
+            totals[instruction.stage].append(exchanges[instruction.stage].total(instruction.minibatch))
 
-    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(num_workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(totals) == num_workers
+    replay(options, 3, [EdgeTransfers(options, {}, exchange) for exchange in exchanges], compute)
     for step, figures in enumerate(given):
         expected = sum(figure.squared_norm for figure in figures)
-        assert {of_rank[step] for of_rank in totals.values()} == {totals[0][step]}
+        assert {of_rank[step] for of_rank in totals} == {totals[0][step]}
         assert totals[0][step].squared_norm == pytest.approx(expected)
         assert totals[0][step].overflowed == (step < num_workers)
-    assert all(channel.empty() for channel in core.channels.values())
 
 
 def test_an_infinite_norm_crosses_as_it_is() -> None:
-    core: Any = ThreadCore()
-    exchange = NormExchange(core, 1, 2)
-    core.send_item("gradient norm of rank 0 to rank 1", [_capsule(math.inf, 1.0)])
-    assert exchange.total(GradientFigures(1.0)) == GradientFigures(math.inf, True)
-    (sent,) = core.channel("gradient norm of rank 1 to rank 0").get(timeout=DEADLINE_S)
-    assert from_dlpack(sent).tolist() == [1.0, 0.0]
-
-
-def _capsule(*values: float) -> Any:
-    return torch.utils.dlpack.to_dlpack(torch.tensor(values, dtype=torch.float64))
+    exchange = NormExchange(lambda minibatch: GradientFigures(1.0))
+    downstream, upstream = _core.Edge("norm", 0, 1), _core.Edge("norm", 1, 0)
+    assert exchange.send(upstream, 0).tolist() == [1.0, 0.0]
+    exchange.receive(downstream, 0, torch.tensor([math.inf, 1.0], dtype=torch.float64))
+    assert exchange.total(0) == GradientFigures(math.inf, True)

@@ -1,0 +1,75 @@
+"""What a worker's program sends and receives by itself, not with a forward or backward: gradients and
+versions of tied parameters, and norms.
+
+The engine says when, and moves what goes to another worker. Between two stages of one worker the tensors go
+from hand to hand here. Owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from pipedream import _core
+from pipedream.stage.gradients import NormExchange
+from pipedream.stage.tied import TiedParameters
+
+__all__ = ["EdgeTransfers"]
+
+
+class EdgeTransfers:
+    """The SENDs and RECVs of one worker."""
+
+    def __init__(
+        self,
+        schedule: _core.ScheduleOptions,
+        tied: Mapping[int, TiedParameters],
+        norms: NormExchange | None,
+    ) -> None:
+        """tied: by stage, of the worker's. norms: None where the schedule exchanges none."""
+        self._tied = tied
+        self._norms = norms
+        placement = schedule.placement
+        self._in_hand: dict[_core.Edge, deque[list[Tensor]]] = {
+            edge: deque()
+            for edge in _core.edges_of(schedule)
+            if placement.rank_of(edge.from_stage) == placement.rank_of(edge.to_stage)
+        }
+
+    def do(self, work: _core.WorkItem) -> list[Tensor]:
+        """What leaves the worker."""
+        edge = work.edge
+        assert edge is not None
+        in_hand = self._in_hand.get(edge)
+        if work.kind == "SEND":
+            made = self._made_for(edge, work.minibatch)
+            if in_hand is None:
+                return made
+            in_hand.append(made)
+        else:
+            received = list(work.tensors) if in_hand is None else in_hand.popleft()
+            work.tensors.clear()
+            self._take(edge, work.minibatch, received)
+        return []
+
+    def _made_for(self, edge: _core.Edge, minibatch: int) -> list[Tensor]:
+        if edge.kind == "norm":
+            assert self._norms is not None
+            return [self._norms.send(edge, minibatch)]
+        tied = self._tied[edge.from_stage]
+        if edge.kind == "tied_gradient":
+            return tied.gradients_for(edge.to_stage, minibatch)
+        return tied.version_for(edge.to_stage)
+
+    def _take(self, edge: _core.Edge, minibatch: int, tensors: list[Tensor]) -> None:
+        if edge.kind == "norm":
+            assert self._norms is not None
+            self._norms.receive(edge, minibatch, *tensors)
+            return
+        tied = self._tied[edge.to_stage]
+        if edge.kind == "tied_gradient":
+            tied.take_gradients_from(edge.from_stage, tensors)
+        else:
+            tied.take_version_from(edge.from_stage, tensors)
