@@ -44,8 +44,15 @@ from pipedream.common.errors import PipelineError, one_line
 
 __all__ = ["Process", "serve", "start_server"]
 
-# What is imported before any fork. The last two: by the first link, and by the first backward.
-_PRELOADED = ("torch", "pipedream.launch.local_worker", "zmq", "torch.fx.experimental.symbolic_shapes")
+# What is imported before any fork, and what would import it in every worker.
+_PRELOADED = (
+    "torch",
+    "pipedream.launch.local_worker",
+    "torch.utils.serialization.config",  # the first tensor that is unpickled
+    "numpy.random",  # the first seed
+    "zmq",  # the first link
+    "torch.fx.experimental.symbolic_shapes",  # the first backward from given gradients
+)
 # Before the first fork for a caller that has it: by the first of torch's own optimizers.
 _COMPILER = "torch._dynamo"
 # How the names begin of variables that are read when a program or a library is loaded.
