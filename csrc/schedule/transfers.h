@@ -1,9 +1,8 @@
 // What travels in a schedule: the edges between its stages, the SENDs and RECVs that stand around what a
 // worker computes, and so its whole program. Pure; any thread.
 //
-//   before FORWARD    RECV activation from upstream; before the first microbatch's, of a tied parameter's
-//   user,
-//                     RECV tied_version: what the minibatch reads, when no minibatch before it has read it
+//   before FORWARD    RECV activation from upstream; of a user, before the first microbatch's, RECV
+//                     tied_version: what the minibatch reads, when no minibatch before it has read it
 //   after FORWARD     SEND activation downstream
 //   before BACKWARD   RECV gradient from downstream
 //   after BACKWARD    SEND gradient upstream; after the last microbatch's, of a user, SEND tied_gradient
@@ -16,10 +15,10 @@
 //   after UPDATE      of an owner, SEND tied_version to every user
 //   at the end        of a user, RECV tied_version: those that no minibatch has read
 //
-// A SEND stands where its item is made, a RECV where it is needed, and may come long before, as far ahead
-// as the receiver has slots for. Norms go along the workers,
-// between the first stage of each. The edge of two stages at one rank is none of a channel: its items go from
-// hand to hand.
+// A user is a stage that has a parameter tied to another's, the owner's. A SEND stands where its item is
+// made, a RECV where it is needed; what it takes may come long before, as far ahead as the receiver has
+// slots for. Norms go along the workers, between the first stages of each. The edge of two stages at one
+// rank has no channel: its items go from hand to hand.
 #pragma once
 
 #include <cstddef>

@@ -10,14 +10,9 @@
 //   next_work() -> SEND      edge, minibatch 1                           complete(tensors)
 //   next_work() -> DONE      there were num_minibatches
 //
-// Activations and gradients come and leave with FORWARD and BACKWARD; only what tied parameters and norms
-// exchange is handed out as SEND and RECV.
-// A worker has one stage, or several with an interleaved schedule; each item names its stage. The program
-// (transfers.h) says what travels when: activations and gradients come with the item that needs them and
-// leave with the one that made them. What tied parameters and norms exchange are small items of their own:
-//
-//   next_work() -> RECV tied_version of minibatch 1, its tensors          keep them, complete_recv()
-//   next_work() -> SEND norm of minibatch 1                               complete_send(tensors)
+// The program (transfers.h) says what travels when. Activations and gradients come with the item that needs
+// them and leave with the one that made them; what tied parameters and norms exchange is handed out as SEND
+// and RECV. A worker has one stage, or several with an interleaved schedule; each item names its stage.
 // Owned by the compute thread; every call is on it, but where another is said.
 #pragma once
 
