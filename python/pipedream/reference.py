@@ -30,7 +30,7 @@ from pipedream.common.checks import check_choice, check_count
 from pipedream.model.batches import parts_of
 from pipedream.model.boundary import check_loss, device_of, map_tensors, tensors_of, to_device
 from pipedream.model.loss_placement import call_loss, loss_on
-from pipedream.model.microbatch import check_alike, chunk, samples_of, weights
+from pipedream.model.microbatch import check_alike, chunk, counts_of, samples_of, weights
 from pipedream.model.precision import LossScaler, autocast_dtype, autocast_region
 from pipedream.model.references import check_loss_fn, gradients_noticed, places_of
 from pipedream.model.seeding import (
@@ -83,6 +83,7 @@ def run(
     epochs: int = 1,
     schedule: str = "pipedream",
     microbatches: int = 1,
+    weight_fn: Callable[[Any], Any] | None = None,
     lr_scheduler: SchedulerFactory | None = None,
     recompute: bool | Sequence[int] | None = None,
     autocast: str | torch.dtype | None = None,
@@ -136,6 +137,7 @@ def run(
             tied={id(tie.parameter) for tie in ties},
             device=device,
             num_microbatches=microbatches,
+            weight_fn=weight_fn,
             across_cut=across_cut,
             max_grad_norm=max_grad_norm,
             scaler=LossScaler(versions.num_late_overflows) if dtype == torch.float16 else None,
@@ -348,6 +350,7 @@ class _Trainer:
         tied: set[int],
         device: torch.device,
         num_microbatches: int,
+        weight_fn: Callable[[Any], Any] | None,
         across_cut: CutFunction | None,
         max_grad_norm: float | None,
         scaler: LossScaler | None,
@@ -359,6 +362,7 @@ class _Trainer:
         self._tied = tied
         self._device = device
         self._num_microbatches = num_microbatches
+        self._weight_fn = weight_fn
         self._across_cut = across_cut
         self._max_grad_norm = max_grad_norm
         self._scaler = scaler
@@ -368,7 +372,7 @@ class _Trainer:
     def train(self, minibatch: int, inputs: Any, targets: Any) -> float:
         """One minibatch; its loss."""
         pieces = _cut(inputs, targets, self._num_microbatches, minibatch)
-        shares = weights([samples_of(*piece) or 1 for piece in pieces])
+        shares = self._shares(pieces, minibatch)
         leaves = self._read(minibatch)
         scale = self._next_scale(minibatch)
         losses = []
@@ -376,6 +380,8 @@ class _Trainer:
         with self._bound(leaves):
             for (piece, piece_targets), share in zip(pieces, shares, strict=True):
                 loss, recomputed = self._forward(minibatch, piece, piece_targets)
+                if share == 0:
+                    continue  # its loss may be NaN, a mean over nothing
                 # A single microbatch is multiplied by nothing, so that it is plain training to the last bit.
                 counted = loss if self._num_microbatches == 1 else loss * share
                 backwards.append((counted if scale is None else counted * scale, recomputed))
@@ -391,6 +397,12 @@ class _Trainer:
                         stage_again.backward()
         self._update(minibatch, leaves, scale)
         return sum(losses)
+
+    def _shares(self, pieces: Sequence[tuple[Any, Any]], minibatch: int) -> list[float]:
+        """Of the microbatches in the minibatch."""
+        if self._weight_fn is None or self._num_microbatches == 1:
+            return weights([samples_of(*piece) or 1 for piece in pieces])
+        return weights(counts_of(self._weight_fn, [targets for _, targets in pieces], minibatch))
 
     @contextlib.contextmanager
     def _statistics_kept(self) -> Iterator[None]:

@@ -81,8 +81,9 @@ def test_what_cannot_be_sent_to_the_workers() -> None:
         ("sync", "ssp"),
         ("staleness", 1),
         ("sync_every", 2),
-        ("checkpoint_dir", "checkpoints"),
-        ("resume", True),
+        ("validation", "held out"),
+        ("checkpoints", "checkpoints"),
+        ("recovery", "of lost workers"),
         ("on_epoch_end", print),
     ],
 )

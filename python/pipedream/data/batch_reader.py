@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipedream.data.stream import Minibatch, MinibatchStream, fingerprint_of
-from pipedream.model.microbatch import check_alike, chunk, piece_sizes, weights
+from pipedream.model.microbatch import check_alike, chunk, counts_of, piece_sizes, weights
 
 __all__ = ["BatchReader", "Microbatch"]
 
@@ -45,13 +45,16 @@ class BatchReader:
         is_first: bool,
         is_last: bool,
         check_inputs: Callable[[Any, int], None],
+        weight_fn: Callable[[Any], Any] | None = None,
     ) -> None:
-        """check_inputs: (inputs, minibatch); raises ValueError for what the pipeline was not planned for."""
+        """check_inputs: (inputs, minibatch); raises ValueError for what the pipeline was not planned for.
+        weight_fn: (targets) -> what a microbatch counts in its minibatch; None: its samples."""
         self._stream = stream
         self._num_microbatches = num_microbatches
         self._is_first = is_first
         self._is_last = is_last
         self._check_inputs = check_inputs
+        self._weight_fn = weight_fn
         self._batch: Minibatch | None = None
         self._pieces: list[Microbatch] = []
         self.samples: list[int] = []
@@ -102,7 +105,11 @@ class BatchReader:
         cut_targets = cut(targets, name="the targets")
         # At every stage that reads: others would find another fingerprint. Of what is forwarded the caller.
         check_alike(batch.inputs, batch.targets, m, minibatch=minibatch)
-        shares = weights(piece_sizes(batch.num_samples, m))
+        sizes = piece_sizes(batch.num_samples, m)
+        counts: list[float] = [*sizes]
+        if self._is_last and self._weight_fn is not None:
+            counts = counts_of(self._weight_fn, cut_targets[: len(sizes)], minibatch)
+        shares = weights(counts)
         return [
             Microbatch(cut_inputs[index], cut_targets[index], fingerprint, share)
             for index, share in enumerate(shares)

@@ -74,7 +74,7 @@ def _cautions_of_loss(loss_fn: Any, microbatches: int) -> Iterator[str]:
         yield (
             f"loss_fn has class weights or ignore_index, so its mean is not over samples: with {microbatches}"
             " microbatches, which count by their samples, losses and gradients differ from those of whole"
-            " minibatches; use microbatches=1 where that matters"
+            " minibatches; give weight_fn, which says what a microbatch counts"
         )
 
 

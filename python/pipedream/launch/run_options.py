@@ -162,6 +162,12 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
         check_count,
         CommandOption("Cut every minibatch into so many.", int),
     ),
+    RunOption(
+        "weight_fn",
+        "`(targets)` -> what a microbatch counts; `None`: its samples",
+        None,
+        _or_none(check_function),
+    ),
     RunOption("lr_scheduler", "called with a stage's optimizer", None, _or_none(check_function)),
     RunOption(
         "recompute",
@@ -235,8 +241,9 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
     RunOption("sync", "how replicas are kept alike", "bsp", is_built=False),
     RunOption("staleness", "of replicas, in minibatches", 0, is_built=False),
     RunOption("sync_every", "so many minibatches replicas are kept alike", 1, is_built=False),
-    RunOption("checkpoint_dir", "a folder for checkpoints", is_built=False),
-    RunOption("resume", "from the newest checkpoint", False, is_built=False),
+    RunOption("validation", "held-out data and metrics", is_built=False),
+    RunOption("checkpoints", "a folder for checkpoints", is_built=False),
+    RunOption("recovery", "from lost workers", is_built=False),
     RunOption("on_epoch_end", "called after every epoch", is_built=False),
     RunOption(
         "seed",

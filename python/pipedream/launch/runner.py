@@ -72,6 +72,7 @@ def run(
     epochs: int = 1,
     schedule: str = "pipedream",
     microbatches: int = 1,
+    weight_fn: Callable[[Any], Any] | None = None,
     lr_scheduler: Any = None,
     recompute: Any = None,
     memory: Any = None,
@@ -86,8 +87,9 @@ def run(
     sync: str = "bsp",
     staleness: int = 0,
     sync_every: int = 1,
-    checkpoint_dir: Any = None,
-    resume: bool = False,
+    validation: Any = None,
+    checkpoints: Any = None,
+    recovery: Any = None,
     on_epoch_end: Any = None,
     seed: int | None = None,
     on_nonfinite: str = "stop",
@@ -116,7 +118,10 @@ def run(
     schedule: "pipedream" (1F1B with weight stashing), "vertical_sync", "2bw", "flush" (PipeDream-Flush),
         "gpipe", "interleaved", "model_parallel", or "naive" for comparison; docs/schedules.md helps choose.
     microbatches: each minibatch is cut into so many along dimension 0 of its tensors; the loss and gradient
-        are the means over them, weighted by their samples.
+        are the means over them, weighted by their samples, or by weight_fn.
+    weight_fn: (targets) -> what a microbatch counts, with dicts (batch); for a loss that is a mean over
+        something else than samples, such as valid tokens: `(targets != -100).sum()`. A microbatch that
+        counts 0 has no part in loss and gradient.
     lr_scheduler: called with each stage's optimizer; its step() follows every update, once a minibatch. For
         example functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1000).
     recompute: True, or the stages that keep only their input and run their forward again before the
@@ -169,7 +174,7 @@ def run(
             model = _cut(model, data, options)
     if _is_rank_0():
         world_size = int(os.environ["WORLD_SIZE"]) if _under_torchrun() else None
-        for caution in cautions_of(model, plan, world_size, loss_fn, microbatches):
+        for caution in cautions_of(model, plan, world_size, None if weight_fn else loss_fn, microbatches):
             warn_the_caller(caution)
     if prefix is not None:
         result = _run_this_rank(model, data, options, prefix)

@@ -88,7 +88,7 @@ def read_part(folder: Path, name: str) -> Any:
 
 def write_options(folder: Path, options: JobOptions) -> None:
     remedy = "use a function or class that is defined at the top level of a module"
-    for name in ("loss_fn", "optimizer", "lr_scheduler"):
+    for name in ("loss_fn", "optimizer", "lr_scheduler", "weight_fn"):
         write_part(folder, name, getattr(options, name), remedy)
     without_secret = replace(options, links=replace(options.links, keys=None))
     write_part(folder, "options", without_secret, "")

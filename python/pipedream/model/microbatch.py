@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from pipedream.model.boundary import map_tensors, tensors_of
 
-__all__ = ["check_alike", "check_enough", "chunk", "piece_sizes", "samples_of", "weights"]
+__all__ = ["check_alike", "check_enough", "chunk", "counts_of", "piece_sizes", "samples_of", "weights"]
 
 # What every piece may share as it is.
 _CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
@@ -88,12 +89,29 @@ def check_alike(inputs: Any, targets: Any, num_microbatches: int, *, minibatch: 
         )
 
 
-def weights(samples: Sequence[int]) -> list[float]:
-    """The share of each microbatch in its minibatch's loss and gradient: its samples over all samples."""
-    if len(samples) == 1:
+def weights(counts: Sequence[float]) -> list[float]:
+    """The share of each microbatch in its minibatch's loss and gradient: its samples, or what else it counts,
+    over those of all."""
+    if len(counts) == 1:
         return [1.0]  # also of an empty minibatch
-    total = sum(samples)
-    return [count / total for count in samples]
+    total = sum(counts)
+    return [count / total for count in counts]
+
+
+def counts_of(weight_fn: Callable[[Any], Any], pieces: Sequence[Any], minibatch: int) -> list[float]:
+    """What the user says that each microbatch counts; pieces: their targets. Where none counts anything all
+    count alike, so that the loss is what loss_fn makes of nothing. Raises ValueError for what is no count.
+    """
+    counts = []
+    for piece in pieces:
+        count = float(weight_fn(piece))
+        if not 0 <= count < math.inf:
+            raise ValueError(
+                f"weight_fn gives {count} for a microbatch of minibatch {minibatch}: it must give what the"
+                " microbatch counts, 0 or more, for example its valid tokens"
+            )
+        counts.append(count)
+    return counts if any(counts) else [1.0] * len(counts)
 
 
 def _piece(value: Any, pieces: dict[int, tuple[torch.Tensor, ...]], index: int) -> Any:

@@ -32,6 +32,7 @@ class JobOptions:
     lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = field(metadata=compared(said=given))
     schedule: str
     microbatches: int
+    weight_fn: Callable[[Any], Any] | None = field(metadata=compared(said=given))
     recompute: tuple[bool, ...] | None
     """Per stage; None: each worker decides, to fit into memory_bytes."""
     memory_bytes: int | None = field(metadata=compared("memory", given))

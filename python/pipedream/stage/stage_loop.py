@@ -129,12 +129,16 @@ class WorkerLoop:
         self._measured_until = None if device.type == "cuda" else max(schedule.in_flight) + 1
         last = options.plan.num_stages - 1
         stages = [part.stage.stage_index for part in prepared]
+        weight_fn = options.weight_fn
+        if weight_fn is not None:
+            weight_fn = functools.partial(self._user.run, "weight_fn", weight_fn)
         self._reader = BatchReader(
             stream,
             options.microbatches,
             is_first=0 in stages,
             is_last=last in stages,
             check_inputs=functools.partial(_check_inputs, input_boundary),
+            weight_fn=weight_fn,
         )
         self._progress = RunProgress(
             enabled=options.progress and last in stages,

@@ -191,3 +191,25 @@ def test_the_time_in_the_datas_own_code_is_counted(monkeypatch: pytest.MonkeyPat
     assert reader.read_ns == 1
     _read_all(reader, 1, 1)
     assert reader.read_ns == 3
+
+
+def test_microbatches_count_what_the_user_says() -> None:
+    targets = torch.tensor([7, 7, 7, -1, -1, -1])
+    stream = DataStream([(torch.zeros(6), targets)], epochs=1)
+
+    def valid(of: torch.Tensor) -> torch.Tensor:
+        return (of >= 0).sum()
+
+    reader = BatchReader(stream, 3, check_inputs=lambda inputs, minibatch: None, weight_fn=valid, **_LAST)
+    assert [piece.weight for piece in _read_all(reader, 0, 3)] == [2 / 3, 1 / 3, 0.0]
+
+
+def test_only_the_last_stage_asks_what_a_microbatch_counts() -> None:
+    def nobody_asks(of: Any) -> int:
+        pytest.fail("asked")
+
+    stream = DataStream([_pair(6)], epochs=1)
+    reader = BatchReader(
+        stream, 3, check_inputs=lambda inputs, minibatch: None, weight_fn=nobody_asks, **_FIRST
+    )
+    assert [piece.weight for piece in _read_all(reader, 0, 3)] == [pytest.approx(1 / 3)] * 3

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from pipedream.model.microbatch import check_alike, chunk, piece_sizes, samples_of, weights
+from pipedream.model.microbatch import check_alike, chunk, counts_of, piece_sizes, samples_of, weights
 from torch import Tensor
 
 
@@ -113,3 +114,14 @@ def test_what_cannot_be_cut_is_refused_in_one_line(value: Any, error: type[Excep
 
 def test_a_single_microbatch_weighs_one_also_without_samples() -> None:
     assert weights([5]) == weights([0]) == [1.0]
+
+
+def test_where_nothing_counts_all_count_alike() -> None:
+    assert counts_of(lambda targets: 0, [1, 2, 3], 0) == [1.0, 1.0, 1.0]
+    assert counts_of(torch.tensor, [0, 2, 3], 0) == [0.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("count", [-1, math.inf, math.nan])
+def test_what_is_no_count_is_refused_naming_the_minibatch(count: float) -> None:
+    with pytest.raises(ValueError, match=f"weight_fn gives {float(count)} for a microbatch of minibatch 5"):
+        counts_of(lambda targets: count, [None, None], 5)
