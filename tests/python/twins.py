@@ -252,6 +252,24 @@ class Dropping(nn.Module):
         return out
 
 
+class Deciding(nn.Module):
+    """Several tasks: goes by the type of a layer, and by whole numbers of the batch as Python has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)])
+        self.last = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        x, task = inputs
+        for layer in self.layers:
+            x = layer(x)
+            if type(layer) is nn.Linear:
+                x = x * 2
+        out: Tensor = self.last(x) * (1 + task.tolist()[0])
+        return out
+
+
 class Skipping(nn.Module):
     """Leaves a layer out, in all forwards or in one of them."""
 
@@ -299,6 +317,11 @@ def _vectors(generator: torch.Generator, dtype: torch.dtype, size: int) -> Batch
     return vectors.to(dtype), torch.randint(CLASSES, (size,), generator=generator)
 
 
+def _vectors_of_tasks(generator: torch.Generator, dtype: torch.dtype, size: int) -> Batch:
+    vectors, targets = _vectors(generator, dtype, size)
+    return (vectors, torch.randint(3, (1,), generator=generator).repeat(size)), targets
+
+
 @dataclass(frozen=True)
 class Twin:
     name: str
@@ -330,6 +353,7 @@ TWINS = {
         Twin("tuples", Tuples, _vectors),
         Twin("handing_on", HandingOn, _vectors),
         Twin("side_value", SideValue, _vectors),
+        Twin("deciding", Deciding, _vectors_of_tasks),
         Twin("dropping", Dropping, _vectors, draws=True),
     )
 }

@@ -1,8 +1,10 @@
 """Calls of modules, seen from outside: each goes through a function, which may make it, or give something
 back without it.
 
-Meanwhile a module's class is another one that differs in `__call__` alone, so what a class does around its
-forward (checkpointing) and all hooks lie within the call. Owned by the thread that runs the forward.
+All hooks lie within the call. It goes the way that torch has for a compiled call, so a module stays of its
+class, for which forwards ask. Only where a class has a `__call__` of its own (checkpointing), which lies
+within the call too, the module is meanwhile of another that differs in it alone. Owned by the thread that
+runs the forward.
 """
 
 from __future__ import annotations
@@ -46,16 +48,44 @@ def visible_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 @contextlib.contextmanager
 def calls_seen(modules: Iterable[nn.Module], handler: CallHandler) -> Iterator[None]:
     """Inside, every call of one of the modules goes through the handler. Not again inside itself."""
-    kinds = [(module, type(module)) for module in modules]
-    try:
-        for module, kind in kinds:
-            vars(module)[_HANDLER] = handler
-            module.__class__ = _seen_kind(kind)  # type: ignore[arg-type]  # a class is hashable
+    with contextlib.ExitStack() as seen:
+        for module in modules:
+            plain = type(module).__call__ is nn.Module.__call__
+            seen.callback(_see_call(module, handler) if plain else _see_class(module, handler))
         yield
-    finally:
-        for module, kind in kinds:
-            module.__class__ = kind
-            vars(module).pop(_HANDLER, None)
+
+
+_COMPILED_CALL = "_compiled_call_impl"  # what nn.Module.__call__ calls in the place of the hooks and forward
+
+
+def _see_call(module: nn.Module, handler: CallHandler) -> Callable[[], None]:
+    """Gives what undoes it."""
+    before = vars(module).get(_COMPILED_CALL)
+    call = before or module._call_impl
+
+    def seen(*arguments: Any, **keywords: Any) -> Any:
+        return handler(module, call, arguments, keywords)
+
+    def undo() -> None:
+        vars(module).pop(_COMPILED_CALL, None)
+        if before is not None:
+            vars(module)[_COMPILED_CALL] = before
+
+    vars(module)[_COMPILED_CALL] = seen
+    return undo
+
+
+def _see_class(module: nn.Module, handler: CallHandler) -> Callable[[], None]:
+    """Gives what undoes it."""
+    kind = type(module)
+
+    def undo() -> None:
+        module.__class__ = kind
+        vars(module).pop(_HANDLER, None)
+
+    vars(module)[_HANDLER] = handler
+    module.__class__ = _seen_kind(kind)  # type: ignore[arg-type]  # a class is hashable
+    return undo
 
 
 @functools.cache

@@ -155,7 +155,7 @@ class Cuts:
         frontier = self._frontier(index)
         positions: dict[tuple[object, ...], int] = {}
         sizes: list[int] = []
-        for leaf in (leaf for i in frontier for leaf in self._leaves(i) if leaf.version in found.reads):
+        for leaf in (leaf for i in frontier for leaf in self._leaves(i) if self._crosses(i, leaf, found)):
             if leaf.memory not in positions:
                 positions[leaf.memory] = len(positions)
                 sizes.append(leaf.num_bytes)
@@ -165,6 +165,13 @@ class Cuts:
         calls = tuple(self._frontier_call(i, call.end, positions) for i in frontier)
         crossing = Crossing(call.key, calls, len(positions))
         return Cut(index, name, crossing, sum(sizes) + 8 * crossing.num_sizes)
+
+    def _crosses(self, index: int, leaf: Leaf, found: _Slice) -> bool:
+        """Inputs that are no floating-point numbers always do: they are small, and what reaches Python of
+        them (tolist(), numpy()) is no operation, nor would the check see it: stand-ins cannot be NaN."""
+        is_input = self._trace.calls[index].key == INPUTS
+        always = is_input and leaf.is_dense and not leaf.dtype.is_floating_point
+        return always or leaf.version in found.reads
 
     def _fault(self, call: Call, found: _Slice) -> str:
         """Why what runs on both sides would differ; empty where nothing does."""

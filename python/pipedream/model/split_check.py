@@ -1,17 +1,18 @@
 """Split check: whether a model that is cut at all its cuts at once computes what the whole one does.
 
-One minibatch, with every layer as a stage of its own. What a stage must not need is NaN: tensors that do not
-cross, and parameters and buffers of other stages; attributes that one stage sets no other finds. Loss,
-gradients and buffers are compared. It takes the time of two minibatches and of the code outside calls at
-every layer, and leaves everything as it was. Owned by the thread that profiles.
+One minibatch, twice, with every layer as a stage of its own. What a stage must not need is NaN: tensors that
+do not cross, and parameters and buffers of other stages; attributes that one stage sets no other finds, but
+itself in the second turn. Losses, gradients and buffers are compared. It takes the time of four minibatches
+and of the code outside calls at every layer, and leaves everything as it was. Owned by the thread that
+profiles.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedream.model.batches import call_model
-from pipedream.model.boundary import attributes_kept, boundary_input, check_loss, map_tensors, untouched
+from pipedream.model.boundary import boundary_input, check_loss, map_tensors, untouched
 from pipedream.model.calls import calls_seen, visible_modules
 from pipedream.model.crossing import Fillers
 from pipedream.model.cut_model import CutModel
@@ -37,11 +38,37 @@ _LossFunction = Callable[[Any, Any], Tensor]
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
+_NUM_ROUNDS = 2  # the same minibatch twice: the second one finds what the first one left
+
+
 @dataclass
 class _Outcome:
-    loss: float
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    """Gradients and buffers by name."""
+    losses: list[float]
+    """Of each round."""
+    tensors: dict[str, Tensor]
+    """Gradients of the first round and buffers after the last, by name."""
+
+
+@dataclass
+class _Round:
+    """The generators of the whole model's forward."""
+
+    begin: GeneratorState
+    at_cuts: dict[int, GeneratorState] = field(default_factory=dict)
+
+
+class _Attributes:
+    """All that the modules of a model have, but for the contents of tensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._of = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+
+    def restore(self) -> None:
+        for module, attributes, buffers in self._of:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
 
 
 def check_cuts(cut: CutModel, inputs: Any, targets: Any, loss_fn: _LossFunction) -> None:
@@ -51,13 +78,13 @@ def check_cuts(cut: CutModel, inputs: Any, targets: Any, loss_fn: _LossFunction)
         return
     device = next(cut.module.parameters()).device
     kept = [cut.module, *modules_carried_by(loss_fn)]
-    with untouched(kept):
-        generators, whole = _whole(cut, inputs, targets, loss_fn, device)
+    with _all_kept(kept):
+        rounds, whole = _whole(cut, inputs, targets, loss_fn, device)
     cuts = range(len(cut.offered))
 
     def differs(ends: Sequence[int]) -> str:
-        with untouched(kept):
-            return _difference(whole, _staged(cut, ends, inputs, targets, loss_fn, device, generators))
+        with _all_kept(kept):
+            return _difference(whole, _staged(cut, ends, inputs, targets, loss_fn, device, rounds))
 
     if not differs(cuts):
         return
@@ -66,38 +93,57 @@ def check_cuts(cut: CutModel, inputs: Any, targets: Any, loss_fn: _LossFunction)
         if difference:
             raise ValueError(
                 f"the model cut after {cut.offered[end].name} does not compute what the whole model does:"
-                f" {difference}; a value reaches later code outside torch's operations (numpy, a number"
-                " in an attribute): return it from a module, or give a list of layers"
+                f" {difference}; what later code, or the next minibatch, reads is kept outside torch's"
+                " operations (numpy, an attribute or buffer that a forward sets): return it from a module,"
+                " keep it in a module that sets and reads it alone, or give a list of layers"
             )
+
+
+@contextlib.contextmanager
+def _all_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
+    with untouched(modules):
+        attributes = [_Attributes(module) for module in modules]
+        try:
+            yield
+        finally:
+            for of_module in attributes:
+                of_module.restore()
 
 
 def _whole(
     cut: CutModel, inputs: Any, targets: Any, loss_fn: _LossFunction, device: torch.device
-) -> tuple[dict[int, GeneratorState], _Outcome]:
-    """(the generators at each cut, what the whole model computes)."""
+) -> tuple[list[_Round], _Outcome]:
+    """What the whole model computes."""
     modules = dict(visible_modules(cut.module))
     names = {id(module): name for name, module in modules.items()}
     keys = {
         place.crossing.last: index for index, place in enumerate(cut.offered) if place.crossing is not None
     }
-    times_called: dict[str, int] = {}
-    generators: dict[int, GeneratorState] = {}
+    times_called: Counter[str] = Counter()
+    rounds: list[_Round] = []
 
     def call(module: nn.Module, call: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
         name = names[id(module)]
-        nth = times_called[name] = times_called.get(name, -1) + 1
+        nth = times_called[name]
+        times_called[name] += 1
         output = call(*arguments, **keywords)
         index = keys.get(CallKey(name, nth))
         if index is not None:
-            generators[index] = GeneratorState.capture(device)
+            rounds[-1].at_cuts[index] = GeneratorState.capture(device)
         return output
 
-    with calls_seen([modules[key.module] for key in keys], call):
-        output = call_model(cut.module, _copied(inputs))
-    loss = check_loss(call_loss(loss_fn, output, _copied(targets)), 0)
-    if loss.requires_grad:
-        loss.backward()  # type: ignore[no-untyped-call]
-    return generators, _outcome(loss, cut.module)
+    losses = []
+    for turn in range(_NUM_ROUNDS):
+        rounds.append(_Round(GeneratorState.capture(device)))
+        times_called.clear()
+        with calls_seen([modules[key.module] for key in keys], call):
+            output = call_model(cut.module, _copied(inputs))
+        loss = check_loss(call_loss(loss_fn, output, _copied(targets)), 0)
+        losses.append(float(loss.detach()))
+        if turn == 0 and loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        del loss, output
+    return rounds, _Outcome(losses, _gradients(cut.module) | _clones(cut.module.named_buffers()))
 
 
 def _staged(
@@ -107,42 +153,61 @@ def _staged(
     targets: Any,
     loss_fn: _LossFunction,
     device: torch.device,
-    generators: dict[int, GeneratorState],
+    rounds: Sequence[_Round],
 ) -> _Outcome:
     """Of stages that end at these layers."""
     fillers = Fillers(poison=True)
-    value: Any = _copied(inputs)
-    received: list[list[Tensor]] = []
-    sent: list[list[Tensor]] = []
-    first_layer = 0
-    for stage_index, last_layer in enumerate([*ends, len(cut.offered)]):
-        on_begin: Callable[[], None] | None = None
-        if stage_index > 0:
-            on_begin = functools.partial(generators[first_layer - 1].restore, device)
-        stage = cut.stage(stage_index, first_layer, last_layer, fillers, on_begin)
-        if sent:
-            received.append([t.detach().clone().requires_grad_(t.requires_grad) for t in sent[-1]])
-            value = [boundary_input(leaf) for leaf in received[-1]]
-        # A worker has the attributes that its own forwards have set.
-        with _strays_poisoned(stage), attributes_kept(cut.module.modules()):
-            value = stage(value)
-        if last_layer < len(cut.offered):
-            sent.append(list(value))
-        first_layer = last_layer + 1
-    loss = check_loss(call_loss(loss_fn, value, _copied(targets)), 0)
-    roots = [(loss, torch.ones_like(loss))] if loss.requires_grad else []
-    while roots:
-        torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
-        pairs = zip(sent.pop(), received.pop(), strict=True) if sent else ()
-        roots = [(output, leaf.grad) for output, leaf in pairs if leaf.grad is not None]
-    return _outcome(loss, cut.module)
+    generators: dict[int, GeneratorState] = {}  # at the cuts, of this round
+    last_layers = [*ends, len(cut.offered)]
+    stages = []
+    for stage_index, last_layer in enumerate(last_layers):
+        first_layer = last_layers[stage_index - 1] + 1 if stage_index > 0 else 0
+
+        def begin(end: int = first_layer - 1) -> None:
+            generators[end].restore(device)
+
+        stages.append(
+            cut.stage(stage_index, first_layer, last_layer, fillers, begin if stage_index > 0 else None)
+        )
+    # A worker has the attributes that its own forwards have set.
+    attributes = [_Attributes(cut.module)] * len(stages)
+    losses: list[float] = []
+    buffers: dict[str, Tensor] = {}
+    for turn, of_whole in enumerate(rounds):
+        generators = of_whole.at_cuts
+        of_whole.begin.restore(device)
+        value: Any = _copied(inputs)
+        received: list[list[Tensor]] = []
+        sent: list[list[Tensor]] = []
+        for index, stage in enumerate(stages):
+            if sent:
+                received.append([t.detach().clone().requires_grad_(t.requires_grad) for t in sent[-1]])
+                value = [boundary_input(leaf) for leaf in received[-1]]
+            attributes[index].restore()
+            with _strays_swapped(stage):
+                value = stage(value)
+            attributes[index] = _Attributes(cut.module)
+            if turn == len(rounds) - 1:
+                buffers |= _clones(stage.stage_buffers())
+            if stage is not stages[-1]:
+                sent.append(list(value))
+        loss = check_loss(call_loss(loss_fn, value, _copied(targets)), 0)
+        losses.append(float(loss.detach()))
+        roots = [(loss, torch.ones_like(loss))] if turn == 0 and loss.requires_grad else []
+        while roots:
+            torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+            pairs = zip(sent.pop(), received.pop(), strict=True) if sent else ()
+            roots = [(output, leaf.grad) for output, leaf in pairs if leaf.grad is not None]
+    return _Outcome(losses, _gradients(cut.module) | buffers)
 
 
 @contextlib.contextmanager
-def _strays_poisoned(stage: SpanStage) -> Iterator[None]:
-    contents = [(tensor, tensor.data) for tensor in stage.strays() if tensor.is_floating_point()]
+def _strays_swapped(stage: SpanStage) -> Iterator[None]:
+    """Parameters and buffers of others are not what this stage reads, nor where it writes."""
+    contents = [(tensor, tensor.data) for tensor in stage.strays()]
     for tensor, content in contents:
-        tensor.data = torch.full_like(content, math.nan)
+        poisons = content.is_floating_point()
+        tensor.data = torch.full_like(content, math.nan) if poisons else content.clone()
     try:
         yield
     finally:
@@ -154,17 +219,21 @@ def _copied(value: Any) -> Any:
     return map_tensors(lambda tensor: tensor.detach().clone(), value)
 
 
-def _outcome(loss: Tensor, model: nn.Module) -> _Outcome:
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    return _Outcome(float(loss.detach()), gradients | buffers)
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _clones(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in named}
 
 
 def _difference(whole: _Outcome, staged: _Outcome) -> str:
     """Empty where there is none."""
-    scale = max(abs(whole.loss), 1.0)
-    if not math.isclose(staged.loss, whole.loss, abs_tol=_TOLERANCE[torch.float32] * scale):
-        return f"its loss is {staged.loss:.6g}, not {whole.loss:.6g}"
+    for turn, (wanted, loss) in enumerate(zip(whole.losses, staged.losses, strict=True)):
+        scale = max(abs(wanted), 1.0)
+        if not math.isclose(loss, wanted, abs_tol=_TOLERANCE[torch.float32] * scale):
+            which = "its loss" if turn == 0 else "its next loss"
+            return f"{which} is {loss:.6g}, not {wanted:.6g}"
     for name, tensor in whole.tensors.items():
         other = staged.tensors.get(name)
         if other is None:

@@ -120,9 +120,11 @@ class NormExchange:
     rank 0 --> rank 1 --> rank 2        the total, downstream
     """
 
-    def __init__(self, measure: Callable[[int], GradientFigures]) -> None:
-        """measure: this worker's own figures of a minibatch, asked for once."""
+    def __init__(self, measure: Callable[[int], GradientFigures], *, is_first: bool) -> None:
+        """measure: this worker's own figures of a minibatch, asked for once. is_first: of all workers, whose
+        sum is the total when what is downstream has come."""
         self._measure = measure
+        self._is_first = is_first
         self._minibatch = -1
         self._sum = GradientFigures()  # from here on downstream
         self._total: GradientFigures | None = None
@@ -146,7 +148,10 @@ class NormExchange:
     def total(self, minibatch: int) -> GradientFigures:
         """Of all workers: once what the program exchanges of the minibatch has come."""
         self._begin(minibatch)
-        return self._sum if self._total is None else self._total
+        if self._is_first:
+            return self._sum
+        assert self._total is not None, f"the total of minibatch {minibatch} has not come"
+        return self._total
 
     def _begin(self, minibatch: int) -> None:
         if minibatch != self._minibatch:

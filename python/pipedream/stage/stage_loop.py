@@ -154,7 +154,9 @@ class WorkerLoop:
         }
         self._norms: NormExchange | None = None
         if schedule.exchanges_norms:
-            self._norms = NormExchange(functools.partial(_figures_of, self._runners.values()))
+            self._norms = NormExchange(
+                functools.partial(_figures_of, self._runners.values()), is_first=place.rank == 0
+            )
         self._transfers = EdgeTransfers(
             schedule, {stage: runner.parts.tied for stage, runner in self._runners.items()}, self._norms
         )
@@ -230,7 +232,7 @@ class WorkerLoop:
                 if work.kind == "UPDATE":
                     newest_slots[work.stage] = work.write_slot
                 done = work
-                if work.edge is not None:  # its time belongs to no work item
+                if work.edge is not None:  # its time is in the span of the item after it
                     work = core.advance(made, _NO_FIELDS, 0)
                     continue
                 work = core.advance(made, runner.fields, self._user.take_elapsed_ns())

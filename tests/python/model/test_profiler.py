@@ -370,6 +370,57 @@ def test_a_cut_that_changes_what_is_computed_is_named_before_anything_is_measure
     assert [layer.name for layer in unchecked.layers] == ["first", "middle", "last"]
 
 
+class _Keeps(_HiddenInModule):
+    """Keeps something from one minibatch to the next, behind the last call before the end."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.kept = kept
+        self.steps = 0
+        self.state = torch.zeros(WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def _note(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        pass
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x) * (1 + self.steps) + self.state + self.mean
+        x = self.middle(x).relu()
+        if self.kept == "a number":
+            self.steps += 1
+        elif self.kept == "a tensor":
+            self.state = x.detach().mean(0)
+        elif self.kept == "a buffer":
+            self.mean = 0.9 * self.mean + x.detach().mean(0)
+        out: torch.Tensor = self.last(x)
+        return out
+
+
+@pytest.mark.parametrize("kept", ["a number", "a tensor", "a buffer"])
+def test_what_a_minibatch_leaves_for_the_next_behind_a_cut_is_found(kept: str) -> None:
+    data = CASES["mlp"].data(1, torch.float32)
+    profile(_Keeps("nothing"), data, squared_error, minibatches=1)
+    with pytest.raises(ValueError, match=r"cut after middle does not compute .* its next loss is"):
+        profile(_Keeps(kept), data, squared_error, minibatches=1)
+
+
+def test_a_buffer_that_counts_forwards_is_no_difference() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("steps", torch.tensor(0))
+            self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            self.steps += 1
+            out: torch.Tensor = self.last(x)
+            return out
+
+    measured = profile(Counts(), CASES["mlp"].data(1, torch.float32), squared_error, minibatches=1)
+    assert len(measured.layers) == 2
+
+
 def test_the_check_of_cuts_finds_nothing_in_the_twins() -> None:
     for twin in TWINS.values():
         profile(twin.model(torch.float32), twin.data(1, torch.float32), twin.loss_fn, minibatches=1)

@@ -50,12 +50,14 @@ def replay(
                         [] if instruction.opcode == "SEND" or queue is None else queue.popleft()
                     )
                 else:
-                    received = queue.popleft() if instruction.opcode == "RECV" and queue is not None else []
+                    received: list[Tensor] = []
+                    if instruction.opcode == "RECV" and queue is not None:
+                        # Read no sooner: what is sent lies where it is until the receiver has it.
+                        received = [tensor.clone() for tensor in queue.popleft()]
                     made = own.do(_work(instruction, received))
                     travelled.add(str(edge))
                 if instruction.opcode == "SEND" and queue is not None:
-                    # Copied no sooner than it is sent, and read by the receiver as memory of its own.
-                    queue.append([tensor.clone() for tensor in made])
+                    queue.append(made)
         assert sum(map(len, programs)) < before, "deadlock"
     assert not any(queues.values()), "left over"
     return {text for edge in queues if (text := str(edge)) in travelled}

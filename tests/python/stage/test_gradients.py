@@ -202,7 +202,9 @@ def test_every_worker_gets_the_sum_of_all_bit_for_bit(num_workers: int) -> None:
         [GradientFigures((rank + step) / 3, rank == step) for rank in range(num_workers)] for step in range(3)
     ]
     exchanges = [
-        NormExchange(functools.partial(lambda rank, minibatch: given[minibatch][rank], rank))
+        NormExchange(
+            functools.partial(lambda rank, minibatch: given[minibatch][rank], rank), is_first=rank == 0
+        )
         for rank in range(num_workers)
     ]
     totals: list[list[GradientFigures]] = [[] for _ in range(num_workers)]
@@ -220,7 +222,7 @@ def test_every_worker_gets_the_sum_of_all_bit_for_bit(num_workers: int) -> None:
 
 
 def test_an_infinite_norm_crosses_as_it_is() -> None:
-    exchange = NormExchange(lambda minibatch: GradientFigures(1.0))
+    exchange = NormExchange(lambda minibatch: GradientFigures(1.0), is_first=False)
     downstream, upstream = _core.Edge("norm", 0, 1), _core.Edge("norm", 1, 0)
     assert exchange.send(upstream, 0).tolist() == [1.0, 0.0]
     exchange.receive(downstream, 0, torch.tensor([math.inf, 1.0], dtype=torch.float64))
