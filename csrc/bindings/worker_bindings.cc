@@ -219,7 +219,7 @@ const WorkItemType* g_work_item = nullptr;  // set once, when the module is impo
 
 class PyWorker {
  public:
-  explicit PyWorker(WorkerOptions options) : worker_(std::make_unique<Worker>(std::move(options))) {}
+  explicit PyWorker(const WorkerOptions& options) : worker_(std::make_unique<Worker>(options)) {}
 
   static std::unique_ptr<PyWorker> make(const std::string& device, const std::string& transport,
                                         const std::string& libzmq_path, const std::string& bind_host,
@@ -247,7 +247,7 @@ class PyWorker {
     options.plan_hash = plan_hash;
     options.compute_stream = compute_stream;
     options.force_staging = force_staging;
-    return std::make_unique<PyWorker>(std::move(options));
+    return std::make_unique<PyWorker>(options);
   }
 
   void add_channel(const std::string& name, bool sends, const std::string& peer, std::uint32_t channel_id,

@@ -30,6 +30,7 @@ struct StageReplica {
   StageIndex stage;
   ReplicaIndex replica;
 
+  // NOLINTNEXTLINE(modernize-use-nullptr): as in ids.h
   friend auto operator<=>(const StageReplica&, const StageReplica&) = default;
 };
 
@@ -38,6 +39,7 @@ struct Edge {
   StageReplica from;
   StageReplica to;
 
+  // NOLINTNEXTLINE(modernize-use-nullptr): as in ids.h
   friend auto operator<=>(const Edge&, const Edge&) = default;
 };
 

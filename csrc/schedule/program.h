@@ -58,6 +58,7 @@ struct TiedStages {
   StageIndex owner;
   StageIndex user;
 
+  // NOLINTNEXTLINE(modernize-use-nullptr): as in ids.h
   friend auto operator<=>(const TiedStages&, const TiedStages&) = default;
 };
 

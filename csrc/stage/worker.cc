@@ -90,8 +90,7 @@ std::unique_ptr<Transport> make_transport(const WorkerOptions& options) {
 
 }  // namespace
 
-// The name is not there any more once the options have been moved.
-Worker::Worker(WorkerOptions options) : Worker(options, make_device(options.device)) {}
+Worker::Worker(const WorkerOptions& options) : Worker(options, make_device(options.device)) {}
 
 Worker::Worker(WorkerOptions options, std::shared_ptr<Device> device)
     : options_(std::move(options)), device_(std::move(device)), transport_(make_transport(options_)) {
@@ -500,7 +499,7 @@ bool Worker::wait_for_transfers(Deadline deadline) {
 // The sender decides, and has told its receiver by claiming the memory, before it said HELLO.
 std::map<std::string, std::string> Worker::channel_transports() const {
   const bool encrypts = options_.keys && options_.transport != kInproc;
-  const std::string by_link = std::string(transport_->name()) + (encrypts ? " curve" : "");
+  std::string by_link = std::string(transport_->name()) + (encrypts ? " curve" : "");
   const auto text = [&](const ChannelSpec& spec, bool placed) -> std::string {
     if (!placed) return by_link;
     return spec.places_on_device ? "cuda ipc" : "shared memory";

@@ -80,7 +80,7 @@ struct EdgeChannelName {
 
 class Worker {
  public:
-  explicit Worker(WorkerOptions options);
+  explicit Worker(const WorkerOptions& options);
   // On this device instead of the one that the options name.
   Worker(WorkerOptions options, std::shared_ptr<Device> device);
   ~Worker();
