@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["CallHandler", "calls_seen", "is_compiled", "visible_modules"]
+__all__ = ["CallHandler", "calls_seen", "is_compiled", "module_names", "visible_modules"]
 
 CallHandler = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """(module, the call itself, its arguments) -> what the caller gets."""
@@ -43,6 +43,11 @@ def visible_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
             pending += [(prefix + child, inner) for child, inner in module.named_children()][::-1]
     del found[id(model)]
     return list(found.values())
+
+
+def module_names(model: nn.Module) -> dict[int, str]:
+    """Of those whose calls can be seen, by id()."""
+    return {id(module): name for name, module in visible_modules(model)}
 
 
 @contextlib.contextmanager

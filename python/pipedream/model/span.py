@@ -12,18 +12,17 @@ that makes other calls of modules than the traced one is noticed here. Owned by 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from pipedream.model.batches import call_model
-from pipedream.model.calls import calls_seen, visible_modules
+from pipedream.model.calls import calls_seen, module_names, visible_modules
 from pipedream.model.crossing import Crossing, Fillers
 from pipedream.model.cuts import SpanState
 from pipedream.model.splitter import StageModule
-from pipedream.model.trace import INPUTS, CallKey
+from pipedream.model.trace import INPUTS, CallCounter, CallKey
 
 __all__ = ["SpanStage"]
 
@@ -59,12 +58,11 @@ class SpanStage(StageModule):
         self._crossing_out = crossing_out
         self._fillers = fillers or Fillers()
         self._on_begin = on_begin or _do_nothing
-        visible = visible_modules(model)
-        self._names = {id(module): name for name, module in visible}
+        self._names = module_names(model)
         keys = {
             call.key.module for crossing in (crossing_in, crossing_out) if crossing for call in crossing.calls
         }
-        self._seen = [module for name, module in visible if name in keys]
+        self._seen = [module for name, module in visible_modules(model) if name in keys]
 
     def forward(self, value: Any) -> Any:
         """value: the inputs at the first stage, then what crossed. Gives what crosses, or the output."""
@@ -112,11 +110,10 @@ class _SpanForward:
         crossing_out: Crossing | None,
         on_begin: Callable[[], None],
     ) -> None:
-        self._names = names
+        self._counter = CallCounter(names)
         self._on_begin = on_begin
         self._in = crossing_in
         self._out = crossing_out
-        self._times_called: Counter[str] = Counter()
         self._given: dict[CallKey, Any] = {}
         self._calls_inside = {} if crossing_in is None else {c.key: c.calls_inside for c in crossing_in.calls}
         self._wanted = {} if crossing_out is None else {call.key: call for call in crossing_out.calls}
@@ -139,12 +136,9 @@ class _SpanForward:
         arguments: tuple[Any, ...],
         keywords: dict[str, Any],
     ) -> Any:
-        name = self._names[id(module)]
-        key = CallKey(name, self._times_called[name])
-        self._times_called[name] += 1
+        key = self._counter.key_of_next(module)
         if key in self._given:
-            if self._calls_inside[key]:
-                self._times_called.update(self._calls_inside[key])
+            self._counter.skip(self._calls_inside[key])
             output = self._given.pop(key)
             if self._in is not None and key == self._in.last:
                 self._on_begin()

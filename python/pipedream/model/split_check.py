@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,14 +20,14 @@ from torch import Tensor, nn
 
 from pipedream.model.batches import call_model
 from pipedream.model.boundary import boundary_input, check_loss, map_tensors, untouched
-from pipedream.model.calls import calls_seen, visible_modules
+from pipedream.model.calls import calls_seen, module_names, visible_modules
 from pipedream.model.crossing import Fillers
 from pipedream.model.cut_model import CutModel
 from pipedream.model.loss_placement import call_loss
 from pipedream.model.recompute import GeneratorState
 from pipedream.model.references import modules_carried_by
 from pipedream.model.span import SpanStage
-from pipedream.model.trace import CallKey
+from pipedream.model.trace import CallCounter
 
 __all__ = ["check_cuts"]
 
@@ -115,19 +114,17 @@ def _whole(
 ) -> tuple[list[_Round], _Outcome]:
     """What the whole model computes."""
     modules = dict(visible_modules(cut.module))
-    names = {id(module): name for name, module in modules.items()}
+    names = module_names(cut.module)
     keys = {
         place.crossing.last: index for index, place in enumerate(cut.offered) if place.crossing is not None
     }
-    times_called: Counter[str] = Counter()
+    counter = CallCounter(names)  # of this round
     rounds: list[_Round] = []
 
     def call(module: nn.Module, call: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
-        name = names[id(module)]
-        nth = times_called[name]
-        times_called[name] += 1
+        key = counter.key_of_next(module)
         output = call(*arguments, **keywords)
-        index = keys.get(CallKey(name, nth))
+        index = keys.get(key)
         if index is not None:
             rounds[-1].at_cuts[index] = GeneratorState.capture(device)
         return output
@@ -135,7 +132,7 @@ def _whole(
     losses = []
     for turn in range(_NUM_ROUNDS):
         rounds.append(_Round(GeneratorState.capture(device)))
-        times_called.clear()
+        counter = CallCounter(names)
         with calls_seen([modules[key.module] for key in keys], call):
             output = call_model(cut.module, _copied(inputs))
         loss = check_loss(call_loss(loss_fn, output, _copied(targets)), 0)

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from pipedream.model.batches import call_model
 from pipedream.model.boundary import boundary_input, check_loss, map_tensors, tensors_of
-from pipedream.model.calls import calls_seen, visible_modules
+from pipedream.model.calls import calls_seen, module_names, visible_modules
 from pipedream.model.clock import Clock
 from pipedream.model.cut_model import CutModel
 from pipedream.model.loss_placement import call_loss
-from pipedream.model.trace import CallKey
+from pipedream.model.trace import CallCounter, CallKey
 
 __all__ = ["CutPasses", "LayerPasses", "TimedPasses"]
 
@@ -105,7 +105,7 @@ class CutPasses:
         self.parameter_bytes = cut.parameter_bytes()
         self.activation_bytes = [*(place.num_bytes for place in cut.offered), 0]
         modules = dict(visible_modules(cut.module))
-        self._names = {id(module): name for name, module in modules.items()}
+        self._names = module_names(cut.module)
         self._layers = {
             place.crossing.last: layer
             for layer, place in enumerate(cut.offered)
@@ -134,10 +134,9 @@ class _CutPass:
     """One minibatch. A span is the work of the layers since the one before."""
 
     def __init__(self, names: dict[int, str], layers: dict[CallKey, int], clock: Clock) -> None:
-        self._names = names
+        self._counter = CallCounter(names)
         self._layers = layers
         self._clock = clock
-        self._times_called: dict[str, int] = {}
         self._forward: list[int] = []  # the layers at whose ends the clock was read
         self._backward: list[int] = []
 
@@ -148,11 +147,9 @@ class _CutPass:
         arguments: tuple[Any, ...],
         keywords: dict[str, Any],
     ) -> Any:
-        name = self._names[id(module)]
-        nth = self._times_called.get(name, 0)
-        self._times_called[name] = nth + 1
+        key = self._counter.key_of_next(module)
         output = call(*arguments, **keywords)
-        layer = self._layers.get(CallKey(name, nth))
+        layer = self._layers.get(key)
         if layer is not None:
             self._end_forward_of(layer, output)
         return output

@@ -16,7 +16,8 @@ alive, and leaves the model as it was if the caller keeps it `untouched`. Owned 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,10 +27,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedream.model.boundary import tensors_of
-from pipedream.model.calls import calls_seen, is_compiled, visible_modules
+from pipedream.model.calls import calls_seen, is_compiled, module_names, visible_modules
 from pipedream.model.structure import Structure, rebuilt, taken_apart
 
-__all__ = ["INPUTS", "ROOT", "Call", "CallKey", "Leaf", "Operation", "Trace", "Version", "record"]
+__all__ = [
+    "INPUTS",
+    "ROOT",
+    "Call",
+    "CallCounter",
+    "CallKey",
+    "Leaf",
+    "Operation",
+    "Trace",
+    "Version",
+    "record",
+]
 
 # Operations that ask a tensor for its shape and dtype, not for its contents.
 _BLIND = {
@@ -69,6 +81,25 @@ class CallKey(NamedTuple):
 
     def __str__(self) -> str:
         return self.module if self.nth == 0 else f"{self.module} (call {self.nth + 1})"
+
+
+class CallCounter:
+    """Gives the calls of one forward their keys, as they come."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        """names: calls.module_names()."""
+        self._names = names
+        self._times_called: Counter[str] = Counter()
+
+    def key_of_next(self, module: nn.Module) -> CallKey:
+        name = self._names[id(module)]
+        key = CallKey(name, self._times_called[name])
+        self._times_called[name] += 1
+        return key
+
+    def skip(self, times_called: Mapping[str, int]) -> None:
+        """Calls that are not made, by module."""
+        self._times_called.update(times_called)
 
 
 INPUTS = CallKey("the inputs", 0)
@@ -166,8 +197,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self._tick = 0
         self._stack = [ROOT]
-        self._names = {id(module): name for name, module in visible_modules(model)}
-        self._times_called: dict[str, int] = {}
+        self._counter = CallCounter(module_names(model))
         self._storages: dict[int, int] = {}
         self._kept: list[StorageWeakRef] = []  # while there is a reference no other storage gets its address
         self._writes: list[int] = []  # per storage
@@ -199,10 +229,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         arguments: tuple[Any, ...],
         keywords: dict[str, Any],
     ) -> Any:
-        name = self._names[id(module)]
-        nth = self._times_called.get(name, 0)
-        self._times_called[name] = nth + 1
-        index = self._open(CallKey(name, nth))
+        index = self._open(self._counter.key_of_next(module))
         self._stack.append(index)
         try:
             output = call(*arguments, **keywords)
