@@ -18,6 +18,7 @@ PYBIND11_MODULE(_core, module) {
   pipedream::bind_schedule(module);
   pipedream::bind_planner(module);
   pipedream::bind_weights(module);
+  pipedream::bind_param_server(module);
   pipedream::bind_worker(module);
   pipedream::bind_segments(module);
 }

@@ -39,6 +39,7 @@ CPP_FOLDERS = [
     "codec",
     "transport",
     "channel",
+    "param_server",
     "stage",
     "bindings",
 ]

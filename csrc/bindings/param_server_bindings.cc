@@ -1,0 +1,112 @@
+// pipedream._core: which shard owns what, the mean of the replicas' gradients, and the rounds of a shard.
+// Pointers cross as integers: the caller owns the tensors and has checked dtype, contiguity and size.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "base/failure.h"
+#include "bindings/bindings.h"
+#include "param_server/aggregation.h"
+#include "param_server/dealing.h"
+#include "param_server/shard_rounds.h"
+
+namespace py = pybind11;
+
+namespace pipedream {
+
+namespace {
+
+using Parameter = std::tuple<std::string, std::string, std::int64_t>;  // name, dtype name, elements
+using Piece = std::tuple<std::size_t, std::int64_t, std::int64_t>;     // parameter, first element, elements
+using Chunk = std::tuple<std::int64_t, std::size_t, std::size_t, std::vector<Piece>>;  // shard, begin, end
+
+std::vector<Chunk> deal_parameters(const std::vector<Parameter>& parameters, std::int64_t num_shards,
+                                   bool whole_tensors) {
+  std::vector<ParameterSpec> specs;
+  for (const auto& [name, dtype, num_elements] : parameters)
+    specs.push_back({name, dtype_from_name(dtype), num_elements});
+  std::vector<Chunk> chunks;
+  for (const ShardChunk& chunk : deal(WeightLayout(std::move(specs)), num_shards, whole_tensors)) {
+    std::vector<Piece> pieces;
+    for (const ShardPiece& piece : chunk.pieces)
+      pieces.emplace_back(piece.parameter_index, piece.first_element, piece.num_elements);
+    chunks.emplace_back(chunk.shard.value(), chunk.begin_bytes, chunk.end_bytes, std::move(pieces));
+  }
+  return chunks;
+}
+
+void aggregate_parts(const std::vector<std::uintptr_t>& parts, std::int64_t num_members, std::uintptr_t mean,
+                     std::int64_t num_elements, const std::string& dtype, int num_threads) {
+  const DType element = dtype_from_name(dtype);
+  if (parts.empty() || static_cast<std::int64_t>(parts.size()) > num_members) {
+    throw UserError("there are " + std::to_string(parts.size()) + " parts of " + std::to_string(num_members) +
+                    " members: give 1 to as many as members");
+  }
+  if (!is_aggregated(element)) throw UserError("dtype is " + dtype + ": it must be float32 or float64");
+  std::vector<const void*> addresses;
+  for (const std::uintptr_t part : parts)
+    addresses.push_back(reinterpret_cast<const void*>(part));  // NOLINT(performance-no-int-to-ptr)
+  void* const target = reinterpret_cast<void*>(mean);          // NOLINT(performance-no-int-to-ptr)
+  const py::gil_scoped_release released;
+  aggregate(element, addresses, num_members, target, num_elements, num_threads);
+}
+
+std::vector<ReplicaIndex> replicas_of(const std::vector<std::int64_t>& members) {
+  std::vector<ReplicaIndex> replicas;
+  for (const std::int64_t member : members) replicas.emplace_back(member);
+  return replicas;
+}
+
+}  // namespace
+
+void bind_param_server(py::module_& module) {
+  module.def(
+      "deal_shards", &deal_parameters, py::arg("parameters"), py::arg("num_shards"), py::kw_only(),
+      py::arg("whole_tensors"),
+      "Chunks (shard, begin_bytes, end_bytes, [(parameter, first_element, num_elements)]) of a flat slot\n"
+      "of (name, dtype, num_elements) parameters.");
+  module.def(
+      "aggregate", &aggregate_parts, py::arg("parts"), py::arg("num_members"), py::arg("mean"),
+      py::arg("num_elements"), py::kw_only(), py::arg("dtype"), py::arg("num_threads") = 1,
+      "The sum of parts in host memory, added in their order, over the number of members; mean may be one\n"
+      "of them. Addresses as integers; float32 and float64.");
+  py::class_<ShardRounds>(module, "ShardRounds")
+      .def(py::init([](std::int64_t num_replicas, std::int64_t num_chunks, std::int64_t first_version,
+                       std::int64_t num_rounds_max) {
+             return ShardRounds(num_replicas, num_chunks, WeightVersion(first_version), num_rounds_max);
+           }),
+           py::kw_only(), py::arg("num_replicas"), py::arg("num_chunks"), py::arg("first_version"),
+           py::arg("num_rounds_max"))
+      .def(
+          "arrive",
+          [](ShardRounds& rounds, std::int64_t replica, std::int64_t round,
+             std::int64_t chunk) -> std::optional<std::string> {
+            const auto refused = rounds.arrive(ReplicaIndex(replica), WeightVersion(round), chunk);
+            return refused ? std::optional(refused->message) : std::nullopt;
+          },
+          py::arg("replica"), py::arg("round"), py::arg("chunk"),
+          "Why the gradient must not be added, or None.")
+      .def(
+          "is_complete",
+          [](const ShardRounds& rounds, std::int64_t chunk, const std::vector<std::int64_t>& members) {
+            return rounds.is_complete(chunk, replicas_of(members));
+          },
+          py::arg("chunk"), py::arg("members"))
+      .def(
+          "publish",
+          [](ShardRounds& rounds, std::int64_t chunk, const std::vector<std::int64_t>& members) {
+            return rounds.publish(chunk, replicas_of(members)).value();
+          },
+          py::arg("chunk"), py::arg("members"), "The version that the chunk is at now.")
+      .def(
+          "version",
+          [](const ShardRounds& rounds, std::int64_t chunk) { return rounds.version(chunk).value(); },
+          py::arg("chunk"));
+}
+
+}  // namespace pipedream

@@ -1,0 +1,21 @@
+// The mean of what the replicas of a stage have computed, added in their order: the same bits whoever is
+// late. Host memory, read where it was received. Any thread.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "base/dtype.h"
+
+namespace pipedream {
+
+// float32 and float64.
+[[nodiscard]] bool is_aggregated(DType dtype);
+
+// mean[i] = ((parts[0][i] + parts[1][i]) + ...) / num_members. A member without a gradient has no part, and
+// its zero counts. mean may be one of the parts; nothing else overlaps. At least one part; their dtype is one
+// that is_aggregated().
+void aggregate(DType dtype, std::span<const void* const> parts, std::int64_t num_members, void* mean,
+               std::int64_t num_elements, int num_threads);
+
+}  // namespace pipedream

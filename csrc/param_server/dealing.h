@@ -1,0 +1,51 @@
+// Which shard owns which part of a stage's parameters. Every replica computes it alike, from the layout
+// alone. Pure; any thread.
+//
+//   flat slot   | conv.weight | conv.bias |         fc.weight          | fc.bias |
+//   chunks      |     0     |      1     |      2     |      3        |     ..    |
+//   shard             0            1            0            1
+//
+// A chunk is what travels at once: a range of the slot, 4 MiB at most and, where the stage is large enough,
+// 2 MiB at least. There are as many for each shard, all of one size but for 64 bytes, so that shards are
+// equal; neighbours in the slot go to different shards, so that a backward, which makes gradients from the
+// slot's end to its beginning, keeps all shards busy.
+//
+// An optimizer that needs whole tensors (their norms, their rows) has them whole: then a chunk is a tensor,
+// or several neighbours of one shard, and shards are as equal as the tensors let them be.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "schedule/placement.h"
+#include "weights/weight_layout.h"
+
+namespace pipedream {
+
+inline constexpr std::size_t kShardChunkBytesMax = std::size_t{4} << 20;  // of what is not a larger tensor
+
+// Consecutive elements of a parameter.
+struct ShardPiece {
+  std::size_t parameter_index = 0;
+  std::int64_t first_element = 0;
+  std::int64_t num_elements = 0;
+
+  friend bool operator==(const ShardPiece&, const ShardPiece&) = default;
+};
+
+struct ShardChunk {
+  ShardIndex shard;
+  std::size_t begin_bytes = 0;  // in the flat slot
+  std::size_t end_bytes = 0;
+  std::vector<ShardPiece> pieces;  // what lies there, in order; at least one
+
+  friend bool operator==(const ShardChunk&, const ShardChunk&) = default;
+};
+
+// In the order of the slot; each element of each parameter is in one of them. Throws UserError for fewer than
+// one shard.
+[[nodiscard]] std::vector<ShardChunk> deal(const WeightLayout& layout, std::int64_t num_shards,
+                                           bool whole_tensors);
+
+}  // namespace pipedream

@@ -1,0 +1,113 @@
+// Every element has one owner, and shards are equal.
+#include "param_server/dealing.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+
+#include "base/failure.h"
+
+namespace pipedream {
+namespace {
+
+using Spec = ParameterSpec;
+
+std::vector<std::size_t> bytes_by_shard(const std::vector<ShardChunk>& chunks, std::int64_t num_shards) {
+  std::vector<std::size_t> bytes(static_cast<std::size_t>(num_shards));
+  for (const ShardChunk& chunk : chunks)
+    bytes.at(static_cast<std::size_t>(chunk.shard.value())) += chunk.end_bytes - chunk.begin_bytes;
+  return bytes;
+}
+
+// By parameter and element: each once, where the layout has it.
+void expect_each_element_once(const WeightLayout& layout, const std::vector<ShardChunk>& chunks) {
+  std::vector<std::int64_t> next_element(layout.parameters().size(), 0);
+  std::size_t end_bytes = 0;
+  for (const ShardChunk& chunk : chunks) {
+    EXPECT_GE(chunk.begin_bytes, end_bytes);
+    end_bytes = chunk.end_bytes;
+    EXPECT_FALSE(chunk.pieces.empty());
+    for (const ShardPiece& piece : chunk.pieces) {
+      EXPECT_EQ(piece.first_element, next_element[piece.parameter_index]);
+      EXPECT_GT(piece.num_elements, 0);
+      next_element[piece.parameter_index] += piece.num_elements;
+      const std::size_t element_bytes = dtype_bytes(layout.parameters()[piece.parameter_index].dtype);
+      const std::size_t begin = layout.offset_bytes(piece.parameter_index) +
+                                static_cast<std::size_t>(piece.first_element) * element_bytes;
+      EXPECT_GE(begin, chunk.begin_bytes);
+      EXPECT_LE(begin + static_cast<std::size_t>(piece.num_elements) * element_bytes, chunk.end_bytes);
+    }
+  }
+  for (std::size_t parameter = 0; parameter < next_element.size(); ++parameter)
+    EXPECT_EQ(next_element[parameter], layout.parameters()[parameter].num_elements) << parameter;
+}
+
+WeightLayout random_layout(std::mt19937& random) {
+  std::vector<Spec> specs(std::uniform_int_distribution<std::size_t>(0, 12)(random));
+  std::uniform_int_distribution<std::int64_t> small(0, 70);
+  std::uniform_int_distribution<std::int64_t> large(0, 3'000'000);
+  for (Spec& spec : specs) {
+    spec.dtype = random() % 2 == 0 ? DType::kFloat32 : DType::kFloat64;
+    spec.num_elements = random() % 3 == 0 ? large(random) : small(random);
+  }
+  return WeightLayout(std::move(specs));
+}
+
+TEST(Dealing, EveryElementHasOneOwner) {
+  std::mt19937 random(1);
+  for (int trial = 0; trial < 300; ++trial) {
+    const WeightLayout layout = random_layout(random);
+    const auto num_shards = static_cast<std::int64_t>(1 + random() % 5);
+    for (const bool whole : {false, true}) expect_each_element_once(layout, deal(layout, num_shards, whole));
+  }
+}
+
+TEST(Dealing, ShardsAreEqualButForOneAlignmentPerChunk) {
+  const WeightLayout layout(
+      {{"a", DType::kFloat32, 25'000'000}, {"b", DType::kFloat32, 7}, {"c", DType::kFloat64, 999}});
+  for (const std::int64_t num_shards : {1, 2, 3, 4, 7}) {
+    const std::vector<ShardChunk> chunks = deal(layout, num_shards, false);
+    const std::vector<std::size_t> bytes = bytes_by_shard(chunks, num_shards);
+    const auto [least, most] = std::ranges::minmax(bytes);
+    EXPECT_LE(most - least, chunks.size() * kParameterAlignment) << num_shards;
+    EXPECT_EQ(chunks.size() % static_cast<std::size_t>(num_shards), 0U);
+    for (const ShardChunk& chunk : chunks) {
+      EXPECT_LE(chunk.end_bytes - chunk.begin_bytes, kShardChunkBytesMax);
+      EXPECT_GE(chunk.end_bytes - chunk.begin_bytes, kShardChunkBytesMax / 2);
+    }
+  }
+}
+
+TEST(Dealing, NeighboursGoToDifferentShards) {
+  const std::vector<ShardChunk> chunks = deal(WeightLayout({{"a", DType::kFloat32, 8'000'000}}), 3, false);
+  for (std::size_t chunk = 0; chunk < chunks.size(); ++chunk)
+    EXPECT_EQ(chunks[chunk].shard, ShardIndex(static_cast<std::int64_t>(chunk % 3)));
+}
+
+TEST(Dealing, WholeTensorsAreNeverCutAndTheLargestAreSpread) {
+  const WeightLayout layout({{"small", DType::kFloat32, 16},
+                             {"large", DType::kFloat32, 4'000'000},
+                             {"larger", DType::kFloat32, 5'000'000},
+                             {"medium", DType::kFloat32, 900'000}});
+  const std::vector<ShardChunk> chunks = deal(layout, 2, true);
+  for (const ShardChunk& chunk : chunks) {
+    for (const ShardPiece& piece : chunk.pieces)
+      EXPECT_EQ(piece.num_elements, layout.parameters()[piece.parameter_index].num_elements);
+  }
+  const std::vector<std::size_t> bytes = bytes_by_shard(chunks, 2);
+  EXPECT_EQ(bytes[0], 5'000'000U * 4);
+  EXPECT_EQ(bytes[1], (4'000'000U + 900'000 + 16) * 4);
+}
+
+TEST(Dealing, AFewBytesLeaveShardsWithoutAChunk) {
+  const std::vector<ShardChunk> chunks = deal(WeightLayout({{"scale", DType::kFloat32, 1}}), 3, false);
+  ASSERT_EQ(chunks.size(), 1U);
+  EXPECT_EQ(chunks[0].pieces, (std::vector<ShardPiece>{{0, 0, 1}}));
+  EXPECT_TRUE(deal(WeightLayout({}), 3, false).empty());
+}
+
+TEST(Dealing, FewerThanOneShardIsRefused) { EXPECT_THROW((void)deal(WeightLayout({}), 0, false), UserError); }
+
+}  // namespace
+}  // namespace pipedream
