@@ -76,6 +76,14 @@ void bind_edge(py::module_& module) {
       .def("__str__", [](const Edge& edge) { return to_string(edge); })
       .def("__repr__", [](const Edge& edge) { return "<" + to_string(edge) + ">"; });
   module.def("edges_of", &edges_of, py::arg("options"), "The edges of the schedule, by kind and stages.");
+  module.def(
+      "items_of",
+      [](const ScheduleOptions& options, const Edge& edge) {
+        const EdgeItems items = items_of(options, edge);
+        return std::pair(items.first_minibatch.value(), items.minibatch_stride);
+      },
+      py::arg("options"), py::arg("edge"),
+      "(first, stride) of the minibatches that name the items of the edge.");
 }
 
 void bind_instruction(py::module_& module) {
@@ -84,6 +92,8 @@ void bind_instruction(py::module_& module) {
                              [](const Instruction& instruction) { return opcode_name(instruction.opcode); })
       .def_property_readonly("stage",
                              [](const Instruction& instruction) { return instruction.stage.value(); })
+      .def_property_readonly("replica",
+                             [](const Instruction& instruction) { return instruction.replica.value(); })
       .def_property_readonly("minibatch",
                              [](const Instruction& instruction) { return instruction.minibatch.value(); })
       .def_property_readonly("microbatch",
@@ -173,7 +183,8 @@ void bind_options(py::module_& module) {
                        std::int64_t num_microbatches, std::optional<Placement> placement,
                        std::vector<bool> recompute,
                        const std::vector<std::pair<std::int64_t, std::int64_t>>& ties, bool exchanges_norms,
-                       std::int64_t first_minibatch, std::optional<std::int64_t> oldest_version) {
+                       std::int64_t first_minibatch, std::optional<std::int64_t> oldest_version,
+                       std::int64_t staleness, bool uses_allreduce) {
              ScheduleOptions options{std::move(schedule), std::move(in_flight), num_microbatches,
                                      std::move(placement).value_or(Placement()), std::move(recompute)};
              for (const auto& [owner, user] : ties) {
@@ -182,6 +193,8 @@ void bind_options(py::module_& module) {
              options.exchanges_norms = exchanges_norms;
              options.first_minibatch = MinibatchId(first_minibatch);
              if (oldest_version) options.oldest_version = WeightVersion(*oldest_version);
+             options.staleness = staleness;
+             options.uses_allreduce = uses_allreduce;
              check_schedule_options(options);
              return options;
            }),
@@ -190,7 +203,8 @@ void bind_options(py::module_& module) {
            py::arg("recompute") = std::vector<bool>(),
            py::arg("ties") = std::vector<std::pair<std::int64_t, std::int64_t>>(),
            py::arg("exchanges_norms") = false, py::arg("first_minibatch") = 0,
-           py::arg("oldest_version") = py::none())
+           py::arg("oldest_version") = py::none(), py::arg("staleness") = 0,
+           py::arg("uses_allreduce") = false)
       .def(
           "with_recompute",
           [](ScheduleOptions options, std::vector<bool> recompute) {
@@ -215,6 +229,8 @@ void bind_options(py::module_& module) {
       .def_readonly("exchanges_norms", &ScheduleOptions::exchanges_norms)
       .def_property_readonly("first_minibatch",
                              [](const ScheduleOptions& options) { return options.first_minibatch.value(); })
+      .def_readonly("staleness", &ScheduleOptions::staleness)
+      .def_readonly("uses_allreduce", &ScheduleOptions::uses_allreduce)
       .def_property_readonly("num_stages", &num_stages)
       .def_property_readonly("num_workers", &num_workers);
 }
@@ -254,7 +270,23 @@ void bind_stages(py::module_& module) {
   def_count("num_versions_kept", &num_versions_kept,
             "Weight versions kept at the stage: how many slots it needs.");
   def_count("num_microbatches_in_flight", &num_microbatches_in_flight,
-            "The most microbatches that are forwarded and not yet backwarded at the stage.");
+            "The most microbatches that are forwarded and not yet backwarded at a replica of the stage.");
+  def_count("num_gradients_kept", &num_gradients_kept,
+            "How many rounds' gradients a replica of the stage may hold at once.");
+  const auto def_rounds = [&](const char* name, auto count, const char* doc) {
+    module.def(
+        name,
+        [count](const ScheduleOptions& options, std::int64_t stage) {
+          return count(rounds_of(options, StageIndex(stage)));
+        },
+        py::arg("options"), py::arg("stage"), doc);
+  };
+  def_rounds(
+      "minibatches_per_round", [](const Rounds& rounds) { return rounds.minibatches_per_round; },
+      "Of how many minibatches the stage makes one update.");
+  def_rounds(
+      "first_version", [](const Rounds& rounds) { return rounds.first_version().value(); },
+      "The version that the stage's weights have when the run starts.");
   module.def("derive_in_flight", &derive_in_flight, py::arg("num_replicas"),
              "Minibatches in flight at each replica of every stage: n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s).");
 }

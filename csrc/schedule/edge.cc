@@ -3,14 +3,11 @@
 #include "base/check.h"
 
 namespace pipedream {
-namespace {
 
 std::string to_string(const StageReplica& end) {
   const std::string stage = "stage " + std::to_string(end.stage.value());
   return end.replica.value() == 0 ? stage : stage + " replica " + std::to_string(end.replica.value());
 }
-
-}  // namespace
 
 const char* edge_kind_name(EdgeKind kind) {
   switch (kind) {
@@ -24,6 +21,10 @@ const char* edge_kind_name(EdgeKind kind) {
       return "tied_version";
     case EdgeKind::kNorm:
       return "norm";
+    case EdgeKind::kPush:
+      return "push";
+    case EdgeKind::kPull:
+      return "pull";
   }
   PD_CHECK(false, "edge kind " << static_cast<int>(kind));
 }

@@ -17,11 +17,13 @@ enum class EdgeKind {
   kTiedGradient,  // from a user of tied parameters to their owner, an item per minibatch
   kTiedVersion,   // from the owner to the user, an item per minibatch: what its update wrote
   kNorm,          // the gradients' norm: partial sums upstream, then the total downstream
+  kPush,          // between replicas, an item per round: the gradient of the receiver's shard
+  kPull,          // between replicas, an item per round: what the sender's update wrote to its shard
 };
 
-inline constexpr std::array<EdgeKind, 5> kEdgeKinds = {EdgeKind::kActivation, EdgeKind::kGradient,
-                                                       EdgeKind::kTiedGradient, EdgeKind::kTiedVersion,
-                                                       EdgeKind::kNorm};
+inline constexpr std::array<EdgeKind, 7> kEdgeKinds = {
+    EdgeKind::kActivation, EdgeKind::kGradient, EdgeKind::kTiedGradient, EdgeKind::kTiedVersion,
+    EdgeKind::kNorm,       EdgeKind::kPush,     EdgeKind::kPull};
 
 [[nodiscard]] const char* edge_kind_name(EdgeKind kind);  // "activation", "tied_gradient", ...
 [[nodiscard]] std::optional<EdgeKind> find_edge_kind(std::string_view name);
@@ -33,6 +35,7 @@ struct StageReplica {
   // NOLINTNEXTLINE(modernize-use-nullptr): as in ids.h
   friend auto operator<=>(const StageReplica&, const StageReplica&) = default;
 };
+[[nodiscard]] std::string to_string(const StageReplica& end);  // "stage 1", "stage 0 replica 2"
 
 struct Edge {
   EdgeKind kind = EdgeKind::kActivation;

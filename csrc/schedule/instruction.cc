@@ -34,7 +34,8 @@ class Reader {
   EdgeKind read_edge_kind() {
     const std::string_view word = next_word();
     if (const auto kind = find_edge_kind(word)) return *kind;
-    fail(found(word) + " where activation, gradient, tied_gradient, tied_version or norm is expected");
+    fail(found(word) +
+         " where activation, gradient, tied_gradient, tied_version, norm, push or pull is expected");
   }
 
   // "stage 1", or "stage 1 replica 2"
@@ -136,7 +137,9 @@ Instruction parse_transfer(Opcode opcode, Reader& reader) {
   instruction.edge.from = reader.read_end();
   reader.read_word("to");
   instruction.edge.to = reader.read_end();
-  instruction.stage = opcode == Opcode::kSend ? instruction.edge.from.stage : instruction.edge.to.stage;
+  const StageReplica& here = opcode == Opcode::kSend ? instruction.edge.from : instruction.edge.to;
+  instruction.stage = here.stage;
+  instruction.replica = here.replica;
   instruction.minibatch = MinibatchId(reader.read_number("minibatch"));
   if (is_by_microbatch(instruction.edge.kind)) {
     instruction.microbatch = MicrobatchIndex(reader.read_number("microbatch"));
@@ -151,7 +154,8 @@ std::string to_string(const Instruction& instruction) {
   if (travels(instruction.opcode)) return transfer_to_string(instruction);
   const bool is_update = instruction.opcode == Opcode::kUpdate;
   std::ostringstream text;
-  text << opcode_name(instruction.opcode) << " stage " << instruction.stage.value() << " minibatch "
+  text << opcode_name(instruction.opcode) << ' '
+       << to_string(StageReplica{instruction.stage, instruction.replica}) << " minibatch "
        << instruction.minibatch.value();
   if (!is_update) text << " microbatch " << instruction.microbatch.value();
   text << (is_update ? " writes" : " reads") << " version " << instruction.version.value();
@@ -165,7 +169,9 @@ Instruction parse_instruction(std::string_view text) {
   Instruction instruction;
   instruction.opcode = opcode;
   const bool is_update = instruction.opcode == Opcode::kUpdate;
-  instruction.stage = StageIndex(reader.read_number("stage"));
+  const StageReplica here = reader.read_end();
+  instruction.stage = here.stage;
+  instruction.replica = here.replica;
   instruction.minibatch = MinibatchId(reader.read_number("minibatch"));
   if (!is_update) instruction.microbatch = MicrobatchIndex(reader.read_number("microbatch"));
   reader.read_word(is_update ? "writes" : "reads");

@@ -20,7 +20,7 @@ enum class Opcode {
   kRecompute,  // the forward again, from the stashed input and the same version; needs nothing from a
                // neighbour
   kBackward,   // reads `version` (the one its forward read, when stashing), and the gradient from downstream
-  kUpdate,     // reads the newest version and the gradient of `minibatch`, writes `version`
+  kUpdate,     // reads the newest version and the mean gradient of the round, writes `version`
   // What travels. An item is what the instruction before it made, or what the one after it needs.
   kSend,  // never waits: what the edge may hold is bounded (validator.h)
   kRecv,  // waits for the edge's next item
@@ -33,16 +33,18 @@ enum class Opcode {
 
 struct Instruction {
   Opcode opcode = Opcode::kForward;
-  StageIndex stage;  // of a SEND the edge's sender, of a RECV its receiver
-  MinibatchId minibatch;
+  StageIndex stage;            // of a SEND the edge's sender, of a RECV its receiver
+  MinibatchId minibatch;       // of an UPDATE, and of what travels once a round, the round's first
   MicrobatchIndex microbatch;  // 0 for an update, and for what travels once a minibatch
   WeightVersion version;       // 0 where nothing is read or written
   Edge edge{};                 // of SEND and RECV
+  ReplicaIndex replica{};      // of the stage; of SEND and RECV the edge's, at this end
 
   friend bool operator==(const Instruction&, const Instruction&) = default;
 };
 
 // "FORWARD stage 0 minibatch 3 microbatch 0 reads version 1", "UPDATE stage 0 minibatch 3 writes version 4",
+// of replicas but the first "UPDATE stage 0 replica 1 minibatch 4 writes version 3",
 // "SEND activation stage 0 to stage 1 minibatch 3 microbatch 0", "RECV tied_version stage 0 to stage 2
 // minibatch 3": the version that the owner's update of minibatch 3 wrote
 [[nodiscard]] std::string to_string(const Instruction& instruction);

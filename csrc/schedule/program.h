@@ -18,12 +18,46 @@
 //   flush                         min(m, n_s)             i                                     1
 //   gpipe                         m                       i                                     1
 //   model_parallel                1                       i                                     1
+//   data_parallel, one stage      1                       i                                     1
 //   interleaved                   as Megatron-LM orders   i                                     1
 //
-// flush, gpipe and interleaved forward no minibatch before the one before it was updated; n_s counts
-// minibatches for the first three and microbatches for 2bw and flush. `interleaved` is the only one whose
-// workers hold several stages: stage s lies at worker s mod W. Inside a worker the backwards of one stage go
-// in the order of its forwards.
+// flush, gpipe, model_parallel, data_parallel and interleaved drain: they forward no minibatch before the
+// one before it was updated; n_s counts minibatches for the first three and microbatches for 2bw and flush.
+// `interleaved` is the only one whose workers hold several stages: stage s lies at worker s mod W. Inside a
+// worker the backwards of one stage go in the order of its forwards.
+//
+// Replicas. Minibatch i, all its microbatches, goes to replica i mod r_s of a stage with r_s replicas, which
+// has a program of its own over its own minibatches, in their order. A round is R_s minibatches in a row,
+// and the mean of their gradients is one update: R_s = r_s, one minibatch per replica; where the schedule
+// drains, all stages have the same rounds, R = lcm of all r_s, and what drains is a round (so the numbers are
+// those of plain training with minibatches R times as large). The last round of a run may be short, a mean
+// over those that there are. A version counts rounds; j = floor(i / R_s) is the round of minibatch i.
+//
+//   pipedream, stage 0 of 2-1: replica 0   F0 F2 | B0 U0 F4 B2 U2 F6 ...    U2: of the round from minibatch 2
+//                              replica 1   F1 F3 | B1 U0 F5 B3 U2 F7 ...
+//   flush, 2 microbatches, stage 1 of 2-1  F0.0 B0.0 F0.1 B0.1 F1.0 B1.0 F1.1 B1.1 U0 | F2.0 ...
+//
+//   schedule                      minibatch i reads at stage s                  versions kept
+//   pipedream, staleness k        max(0, j - n_s + 1 - k)                       n_s + k
+//   vertical_sync                 floor(max(0, floor(i / r_0) - n_0 + 1)        1 + ceil((n_0 r_0 -
+//                                       r_0 / r_s)                                        gcd(r_0, r_s)) /
+//                                       r_s)
+//   naive                         max(0, j - n_s + 1), its backward j           1
+//   2bw, m >= n_s r_s             max(0, j - 1)                                 2
+//   flush, gpipe, model_parallel, j = floor(i / R)                              1
+//   data_parallel
+//
+// With replicas W_s is min(R m / r_s, (n_s - 1) m + 1) of flush, whose n_s then counts minibatches, and
+// R m / r_s of gpipe. 2bw still counts microbatches, which keeps replicas that have different minibatches
+// from working at the same time; a plan that it would deadlock with is refused.
+//
+// Every replica owns a shard of the stage's parameters, which it alone updates: it needs the gradients of all
+// members of the round there, and the others its new version (PUSH and PULL, transfers.h). So the UPDATE of a
+// round stands at every replica, in the short last round also at those without a minibatch in it. It stands
+// after the backward of the replica's last microbatch of the round; with a staleness of k rounds it waits at
+// replicated stages until k more of the replica's rounds went backward, as late as the reads allow, so that
+// no replica waits for one that is behind. What is kept is what may be there at once when a version is
+// written as soon as it comes: version j + 1 may come when the replica has pushed for round j.
 //
 // interleaved is 1F1B too, over the order of microbatch_order.h and with a window over the whole worker w of
 // W: 2 (W - w - 1) + (C - 1) W + 1 with C > 1 chunks. With one chunk it is flush with n_s = S - s. Worker 0
@@ -50,6 +84,7 @@
 #include "schedule/instruction.h"
 #include "schedule/microbatch_order.h"
 #include "schedule/placement.h"
+#include "schedule/rounds.h"
 
 namespace pipedream {
 
@@ -65,45 +100,57 @@ struct TiedStages {
 // What a plan and the arguments of a run say about the schedule; the same at every worker.
 struct ScheduleOptions {
   std::string schedule = "pipedream";
-  std::vector<std::int64_t> in_flight = {1};  // n_s of every stage
+  std::vector<std::int64_t> in_flight = {1};  // n_s of every replica of each stage
   std::int64_t num_microbatches = 1;          // m, of every minibatch
-  Placement placement;                        // empty: stage s at rank s
+  Placement placement;                        // empty: stage s at rank s, one replica of each
   std::vector<bool> recompute{};              // per stage; empty: nowhere
   std::vector<TiedStages> ties{};             // ascending, each pair once
   bool exchanges_norms = false;               // over all stages, before every update
-  // Where the run starts: its first minibatch i0, with version i0 of the weights, and the oldest version that
-  // is there beside it. Minibatch i reads max(oldest, i - delay) where the table says max(0, i - delay).
+  // Where the run starts: its first minibatch i0, a multiple of every r_s, with version i0 / R_s of the
+  // weights, and the oldest version that is there beside it. Minibatch i reads max(oldest, i - delay) where
+  // the table says max(0, i - delay).
   MinibatchId first_minibatch{};
-  std::optional<WeightVersion> oldest_version{};  // none: i0 alone
+  std::optional<WeightVersion> oldest_version{};  // none: that of the start alone
+  std::int64_t staleness = 0;                     // k, in rounds: how much older a version may be
+  // Whether an update is a collective of all replicas: then nothing is pushed or pulled over edges.
+  bool uses_allreduce = false;
 };
 
-// Throws UserError, one line with the value and the remedy, for: a schedule that is unknown or not built
-// (data_parallel), no stage, in_flight < 1 or above kInFlightMax, num_microbatches < 1 or above
-// kNumMicrobatchesMax, lists and a placement of the wrong length, 2bw with m < n_s anywhere, stages at ranks
-// other than 0, 1, 2, ... in order (stage s at rank s; for interleaved s mod W, with S a multiple of W, and
-// W > 1 unless there is one stage), several stages at a rank without interleaved, replicas and shards, which
-// are not built, ties that do not ascend or whose owner is not upstream of their user, norms over all stages
-// where not every minibatch drains, a first minibatch or an oldest version out of range.
+// Throws UserError, one line with the value and the remedy, for: an unknown schedule, no stage, in_flight < 1
+// or above kInFlightMax, num_microbatches < 1 or above kNumMicrobatchesMax, lists and a placement of the
+// wrong length, 2bw with m < n_s r_s anywhere or with replicas that it deadlocks with, data_parallel with
+// several stages, stages at ranks other than 0, 1, 2, ... in order, replica by replica (for interleaved stage
+// s at rank s mod W, with S a multiple of W, and W > 1 unless there is one stage), several stages at a rank
+// without interleaved, replicas with interleaved, with ties or with norms over all stages, rounds of more
+// than kMinibatchesPerRoundMax, shards of a replica, ties that do not ascend or whose owner is not upstream
+// of their user, norms over all stages where not every minibatch drains, a first minibatch or an oldest
+// version out of range, a staleness that is out of range or where a schedule other than pipedream has none.
 void check_schedule_options(const ScheduleOptions& options);
 
 inline constexpr std::int64_t kNumMicrobatchesMax = std::int64_t{1} << 20;
-// Both keep products with the number of microbatches inside 64 bits.
+// These keep products with the number of microbatches inside 64 bits.
 inline constexpr std::int64_t kInFlightMax = std::int64_t{1} << 40;
 inline constexpr std::int64_t kNumMinibatchesMax = std::int64_t{1} << 40;
+inline constexpr std::int64_t kMinibatchesPerRoundMax = std::int64_t{1} << 20;
+inline constexpr std::int64_t kStalenessMax = std::int64_t{1} << 20;
 
 // Throws UserError outside 0 to kNumMinibatchesMax, and below the first minibatch.
 void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_minibatches);
 
-// The names that `schedule` may have, in the order of the table above: those that are built.
+// The names that `schedule` may have, in the order of the table above.
 [[nodiscard]] const std::vector<std::string>& schedule_names();
 
 [[nodiscard]] std::int64_t num_stages(const ScheduleOptions& options);
 [[nodiscard]] std::int64_t num_workers(const ScheduleOptions& options);
 // Where the stages are: options.placement, or what its being empty stands for.
 [[nodiscard]] Placement placement_of(const ScheduleOptions& options);
+[[nodiscard]] bool has_replicas(const ScheduleOptions& options);  // of any stage
+// How the stage's minibatches fall on its replicas, and on updates.
+[[nodiscard]] Rounds rounds_of(const ScheduleOptions& options, StageIndex stage);
 
-// Whether every minibatch is finished at all stages before the next one starts at any: flush, gpipe,
-// interleaved, model_parallel. Then a norm over all stages can be taken before the updates.
+// Whether every round, of one minibatch where there are no replicas, is finished at all stages before the
+// next one starts at any: flush, gpipe, interleaved, model_parallel, data_parallel. Then a norm over all
+// stages can be taken before the updates.
 [[nodiscard]] bool drains_every_minibatch(const ScheduleOptions& options);
 // Whether a backward reads what its forward read: all but naive.
 [[nodiscard]] bool stashes_versions(const ScheduleOptions& options);
@@ -112,16 +159,20 @@ void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_mini
 [[nodiscard]] std::int64_t num_versions_kept(const ScheduleOptions& options, StageIndex stage);
 [[nodiscard]] WeightVersion forward_version(const ScheduleOptions& options, StageIndex stage,
                                             MinibatchId minibatch);
+[[nodiscard]] VersionRule forward_rule_of(const ScheduleOptions& options, StageIndex stage);
 [[nodiscard]] WeightVersion backward_version(const ScheduleOptions& options, StageIndex stage,
                                              MinibatchId minibatch);
 // That is there when the run starts.
-[[nodiscard]] WeightVersion oldest_version(const ScheduleOptions& options);
+[[nodiscard]] WeightVersion oldest_version(const ScheduleOptions& options, StageIndex stage);
 // Of a parameter tied across stages, at each of them, forward and backward: max(0, i - n_0 + 1) where the
 // stages would read different versions, else what they read.
 [[nodiscard]] WeightVersion tied_version(const ScheduleOptions& options, MinibatchId minibatch);
 [[nodiscard]] std::int64_t num_tied_versions_kept(const ScheduleOptions& options);
 
-// W_s: the most microbatches that are forwarded and not yet backwarded at the stage.
+// How many rounds' gradients a replica may hold at once: 1 and the staleness, where there are others.
+[[nodiscard]] std::int64_t num_gradients_kept(const ScheduleOptions& options, StageIndex stage);
+
+// W_s: the most microbatches that are forwarded and not yet backwarded at a replica of the stage.
 [[nodiscard]] std::int64_t num_microbatches_in_flight(const ScheduleOptions& options, StageIndex stage);
 
 // n_s of every stage, from the replica counts r_s: n_{S-1} = 1, n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s).
@@ -131,8 +182,8 @@ enum class Phase { kWarmUp, kSteady, kCoolDown };
 
 [[nodiscard]] const char* phase_name(Phase phase);  // "warm-up", "steady", "cool-down"
 
-// The phase that an instruction belongs to. Schedules that drain every minibatch go through all three in
-// each; the others once in a run, and while the number of minibatches is unknown nothing cools down.
+// The phase that an instruction belongs to. Schedules that drain go through all three in every round; the
+// others once in a run, and while the number of minibatches is unknown nothing cools down.
 [[nodiscard]] Phase phase_of(const ScheduleOptions& options, const Instruction& instruction,
                              std::optional<std::int64_t> num_minibatches);
 
@@ -154,6 +205,8 @@ class ComputeCursor {
   [[nodiscard]] Rank rank() const { return rank_; }
 
  private:
+  // Of the replica's own minibatches, while their number is unknown without a bound.
+  [[nodiscard]] std::int64_t num_own() const;
   [[nodiscard]] bool is_update_due() const;
   [[nodiscard]] bool may_forward() const;
   [[nodiscard]] Instruction update() const;
@@ -170,13 +223,17 @@ class ComputeCursor {
 
   // What the options come down to at this worker.
   std::vector<StageIndex> stages_;  // chunk by chunk
+  ReplicaIndex replica_;            // of the only stage, where it has several
   MicrobatchOrder order_;
+  // The same at all stages here.
+  Rounds rounds_;
+  VersionRule forward_rule_;
+  VersionRule backward_rule_;
   std::int64_t window_ = 1;
   bool drains_ = false;
-  std::int64_t forward_delay_ = 0;  // the same at all stages here
-  std::int64_t backward_delay_ = 0;
+  std::int64_t num_delayed_ = 0;  // rounds by which an update stands later than the backward it needs
 
-  // Positions of order_ since the first minibatch, absent ones counted too.
+  // Positions of order_ since the replica's first minibatch, absent ones counted too.
   std::int64_t num_forwarded_ = 0;
   std::int64_t num_backwarded_ = 0;
   std::int64_t num_updates_ = 0;  // of all stages here

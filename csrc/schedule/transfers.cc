@@ -1,9 +1,11 @@
 #include "schedule/transfers.h"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "base/check.h"
+#include "base/failure.h"
 
 namespace pipedream {
 namespace {
@@ -17,15 +19,52 @@ StageIndex last_stage(const ScheduleOptions& options) {
 StageIndex upstream_of(StageIndex stage) { return StageIndex(stage.value() - 1); }
 
 Instruction send(const Edge& edge, MinibatchId minibatch, MicrobatchIndex microbatch = {}) {
-  return {Opcode::kSend, edge.from.stage, minibatch, microbatch, {}, edge};
+  return {Opcode::kSend, edge.from.stage, minibatch, microbatch, {}, edge, edge.from.replica};
 }
 
 Instruction receive(const Edge& edge, MinibatchId minibatch, MicrobatchIndex microbatch = {}) {
-  return {Opcode::kRecv, edge.to.stage, minibatch, microbatch, {}, edge};
+  return {Opcode::kRecv, edge.to.stage, minibatch, microbatch, {}, edge, edge.to.replica};
 }
 
 StageIndex first_stage_at(const Placement& placement, std::int64_t rank) {
   return placement.stages_at(Rank(rank)).front();
+}
+
+// The replicas that have a minibatch in common.
+void add_cut(const Placement& placement, StageIndex upstream, std::vector<Edge>& edges) {
+  const StageIndex downstream = upstream.next();
+  const std::int64_t num_upstream = placement.num_replicas(upstream);
+  const std::int64_t num_downstream = placement.num_replicas(downstream);
+  const std::int64_t num_edges = std::lcm(num_upstream, num_downstream);
+  for (std::int64_t minibatch = 0; minibatch < num_edges; ++minibatch) {
+    const StageReplica from{upstream, ReplicaIndex(minibatch % num_upstream)};
+    const StageReplica to{downstream, ReplicaIndex(minibatch % num_downstream)};
+    edges.push_back({EdgeKind::kActivation, from, to});
+    edges.push_back({EdgeKind::kGradient, to, from});
+  }
+}
+
+void add_replicas(const Placement& placement, StageIndex stage, std::vector<Edge>& edges) {
+  const ReplicaIndex end(placement.num_replicas(stage));
+  for (ReplicaIndex from; from < end; from = from.next()) {
+    for (ReplicaIndex to; to < end; to = to.next()) {
+      if (from == to) continue;
+      edges.push_back({EdgeKind::kPush, {stage, from}, {stage, to}});
+      edges.push_back({EdgeKind::kPull, {stage, from}, {stage, to}});
+    }
+  }
+}
+
+// The first minibatch that both replicas have: of every one of a replica's, one after num_replicas others.
+MinibatchId first_in_common(const Rounds& one, ReplicaIndex replica, const Rounds& other,
+                            ReplicaIndex other_replica) {
+  for (std::int64_t index = 0; index < other.num_replicas; ++index) {
+    const MinibatchId minibatch = one.own_minibatch(replica, index);
+    if (other.replica_of(minibatch) == other_replica) return minibatch;
+  }
+  throw UserError("stage replicas " + std::to_string(replica.value()) + " of " +
+                  std::to_string(one.num_replicas) + " and " + std::to_string(other_replica.value()) +
+                  " of " + std::to_string(other.num_replicas) + " have no minibatch in common");
 }
 
 }  // namespace
@@ -33,9 +72,9 @@ StageIndex first_stage_at(const Placement& placement, std::int64_t rank) {
 std::vector<Edge> edges_of(const ScheduleOptions& options) {
   const Placement placement = placement_of(options);
   std::vector<Edge> edges;
-  for (StageIndex stage; stage < last_stage(options); stage = stage.next()) {
-    edges.push_back(edge_between(EdgeKind::kActivation, stage, stage.next()));
-    edges.push_back(edge_between(EdgeKind::kGradient, stage.next(), stage));
+  for (StageIndex stage; stage <= last_stage(options); stage = stage.next()) {
+    if (stage < last_stage(options)) add_cut(placement, stage, edges);
+    if (!options.uses_allreduce) add_replicas(placement, stage, edges);
   }
   for (const auto& [owner, user] : options.ties) {
     edges.push_back(edge_between(EdgeKind::kTiedGradient, user, owner));
@@ -51,6 +90,26 @@ std::vector<Edge> edges_of(const ScheduleOptions& options) {
   return edges;
 }
 
+EdgeItems items_of(const ScheduleOptions& options, const Edge& edge) {
+  const Rounds from = rounds_of(options, edge.from.stage);
+  const Rounds to = rounds_of(options, edge.to.stage);
+  switch (edge.kind) {
+    case EdgeKind::kActivation:
+    case EdgeKind::kGradient:
+      return {first_in_common(from, edge.from.replica, to, edge.to.replica),
+              std::lcm(from.num_replicas, to.num_replicas)};
+    case EdgeKind::kPush:
+      return {from.own_minibatch(edge.from.replica, 0), from.minibatches_per_round};
+    case EdgeKind::kPull:
+      return {options.first_minibatch, from.minibatches_per_round};
+    case EdgeKind::kTiedGradient:
+    case EdgeKind::kTiedVersion:
+    case EdgeKind::kNorm:
+      return {options.first_minibatch, 1};
+  }
+  PD_CHECK(false, "edge kind " << static_cast<int>(edge.kind));
+}
+
 bool is_local(const Placement& placement, const Edge& edge) {
   return placement.rank_of(edge.from.stage, edge.from.replica) ==
          placement.rank_of(edge.to.stage, edge.to.replica);
@@ -60,6 +119,14 @@ Transfers::Transfers(ScheduleOptions options, Rank rank) : options_(std::move(op
   const Placement placement = placement_of(options_);
   stages_ = placement.stages_at(rank);
   PD_CHECK(!stages_.empty(), "nothing is at rank " << rank.value());
+  replica_ = placement.places_at(rank).front().replica;
+  for (StageIndex stage; stage <= last_stage(options_); stage = stage.next()) {
+    rounds_.push_back(rounds_of(options_, stage));
+  }
+  drains_ = drains_every_minibatch(options_);
+  stashes_ = stashes_versions(options_);
+  exchanges_shards_ = rounds().num_replicas > 1 && !options_.uses_allreduce;
+  rule_ = forward_rule_of(options_, stages_.front());
   if (!options_.exchanges_norms) return;
   if (rank.value() > 0) upstream_ = first_stage_at(placement, rank.value() - 1);
   if (rank.value() + 1 < placement.num_ranks()) downstream_ = first_stage_at(placement, rank.value() + 1);
@@ -71,33 +138,21 @@ void Transfers::add_before(const Instruction& computed, std::vector<Instruction>
   switch (computed.opcode) {
     case Opcode::kForward: {
       if (stage.value() > 0) {
-        const Edge edge = edge_between(EdgeKind::kActivation, upstream_of(stage), stage);
+        const StageIndex upstream = upstream_of(stage);
+        const Edge edge{EdgeKind::kActivation, end_at(upstream, minibatch), end_at(stage, minibatch)};
         instructions.push_back(receive(edge, minibatch, computed.microbatch));
       }
-      if (options_.ties.empty() || computed.microbatch.value() > 0) return;
-      if (minibatch == options_.first_minibatch) return;
-      const WeightVersion read = tied_version(options_, minibatch);
-      const bool is_new = read > tied_version(options_, MinibatchId(minibatch.value() - 1));
-      if (is_new) add_version(stage, read, instructions);
+      if (computed.microbatch.value() == 0) add_before_forward(computed, instructions);
       return;
     }
-    case Opcode::kBackward:
+    case Opcode::kBackward: {
       if (stage == last_stage(options_)) return;
-      instructions.push_back(
-          receive(edge_between(EdgeKind::kGradient, stage.next(), stage), minibatch, computed.microbatch));
-      return;
-    case Opcode::kUpdate: {
-      // What is measured is complete: of all the worker's stages.
-      const bool is_first = stage == stages_.front();
-      for (const auto& [owner, user] : options_.ties) {
-        const bool is_here = std::find(stages_.begin(), stages_.end(), owner) != stages_.end();
-        if (options_.exchanges_norms ? is_here && is_first : owner == stage) {
-          instructions.push_back(receive(edge_between(EdgeKind::kTiedGradient, user, owner), minibatch));
-        }
-      }
-      if (is_first) add_norms(minibatch, instructions);
+      const Edge edge{EdgeKind::kGradient, end_at(stage.next(), minibatch), end_at(stage, minibatch)};
+      instructions.push_back(receive(edge, minibatch, computed.microbatch));
       return;
     }
+    case Opcode::kUpdate:
+      return add_before_update(computed, instructions);
     case Opcode::kRecompute:
     case Opcode::kSend:
     case Opcode::kRecv:
@@ -105,18 +160,55 @@ void Transfers::add_before(const Instruction& computed, std::vector<Instruction>
   }
 }
 
+// Of a minibatch: the versions that it is the first to read.
+void Transfers::add_before_forward(const Instruction& forward, std::vector<Instruction>& instructions) const {
+  const MinibatchId minibatch = forward.minibatch;
+  if (!options_.ties.empty() && minibatch != options_.first_minibatch) {
+    const WeightVersion read = tied_version(options_, minibatch);
+    const bool is_new = read > tied_version(options_, MinibatchId(minibatch.value() - 1));
+    if (is_new) add_version(forward.stage, read, instructions);
+  }
+  if (!exchanges_shards_ || !stashes_) return;
+  const std::int64_t own_index = rounds().own_index(minibatch);
+  WeightVersion newest = rounds().first_version();
+  if (own_index > 0) newest = rule_.version_of(rounds().own_minibatch(replica_, own_index - 1));
+  while (newest < rule_.version_of(minibatch)) {
+    newest = newest.next();
+    receive_pulls(newest, instructions);
+  }
+}
+
+void Transfers::add_before_update(const Instruction& update, std::vector<Instruction>& instructions) const {
+  if (exchanges_shards_) {
+    const std::int64_t round = rounds().round_of(update.minibatch);
+    if (drains_) send_pushes(round, instructions);
+    receive_pushes(round, instructions);
+  }
+  // What is measured is complete: of all the worker's stages.
+  const bool is_first = update.stage == stages_.front();
+  for (const auto& [owner, user] : options_.ties) {
+    const bool is_here = std::find(stages_.begin(), stages_.end(), owner) != stages_.end();
+    if (options_.exchanges_norms ? is_here && is_first : owner == update.stage) {
+      instructions.push_back(receive(edge_between(EdgeKind::kTiedGradient, user, owner), update.minibatch));
+    }
+  }
+  if (is_first) add_norms(update.minibatch, instructions);
+}
+
 void Transfers::add_after(const Instruction& computed, std::vector<Instruction>& instructions) const {
   const StageIndex stage = computed.stage;
   const MinibatchId minibatch = computed.minibatch;
   switch (computed.opcode) {
-    case Opcode::kForward:
+    case Opcode::kForward: {
       if (stage == last_stage(options_)) return;
-      instructions.push_back(
-          send(edge_between(EdgeKind::kActivation, stage, stage.next()), minibatch, computed.microbatch));
+      const Edge edge{EdgeKind::kActivation, end_at(stage, minibatch), end_at(stage.next(), minibatch)};
+      instructions.push_back(send(edge, minibatch, computed.microbatch));
       return;
+    }
     case Opcode::kBackward:
       if (stage.value() > 0) {
-        const Edge edge = edge_between(EdgeKind::kGradient, stage, upstream_of(stage));
+        const StageIndex upstream = upstream_of(stage);
+        const Edge edge{EdgeKind::kGradient, end_at(stage, minibatch), end_at(upstream, minibatch)};
         instructions.push_back(send(edge, minibatch, computed.microbatch));
       }
       if (!is_last_microbatch(computed)) return;
@@ -124,17 +216,64 @@ void Transfers::add_after(const Instruction& computed, std::vector<Instruction>&
         if (user != stage) continue;
         instructions.push_back(send(edge_between(EdgeKind::kTiedGradient, user, owner), minibatch));
       }
+      if (exchanges_shards_ && !drains_) send_pushes(rounds().round_of(minibatch), instructions);
       return;
     case Opcode::kUpdate:
       for (const auto& [owner, user] : options_.ties) {
         if (owner != stage) continue;
         instructions.push_back(send(edge_between(EdgeKind::kTiedVersion, owner, user), minibatch));
       }
+      if (!exchanges_shards_) return;
+      send_pulls(computed.version, instructions);
+      if (!stashes_) receive_pulls(computed.version, instructions);
       return;
     case Opcode::kRecompute:
     case Opcode::kSend:
     case Opcode::kRecv:
       return;
+  }
+}
+
+// Where the number of minibatches is unknown, as if there were no end.
+bool Transfers::is_member(ReplicaIndex replica, std::int64_t round) const {
+  return !num_minibatches_ || rounds().is_member(replica, round, *num_minibatches_);
+}
+
+void Transfers::send_pushes(std::int64_t round, std::vector<Instruction>& instructions) const {
+  if (!is_member(replica_, round)) return;
+  const StageReplica here{stages_.front(), replica_};
+  const MinibatchId first(rounds().begin_of(round).value() + replica_.value());
+  for (ReplicaIndex other; other.value() < rounds().num_replicas; other = other.next()) {
+    if (other == replica_) continue;
+    instructions.push_back(send({EdgeKind::kPush, here, {here.stage, other}}, first));
+  }
+}
+
+void Transfers::receive_pushes(std::int64_t round, std::vector<Instruction>& instructions) const {
+  const StageReplica here{stages_.front(), replica_};
+  for (ReplicaIndex other; other.value() < rounds().num_replicas; other = other.next()) {
+    if (other == replica_ || !is_member(other, round)) continue;
+    const MinibatchId first(rounds().begin_of(round).value() + other.value());
+    instructions.push_back(receive({EdgeKind::kPush, {here.stage, other}, here}, first));
+  }
+}
+
+// Version v is what the update of round v - 1 wrote.
+void Transfers::send_pulls(WeightVersion version, std::vector<Instruction>& instructions) const {
+  const StageReplica here{stages_.front(), replica_};
+  const MinibatchId first = rounds().begin_of(version.value() - 1);
+  for (ReplicaIndex other; other.value() < rounds().num_replicas; other = other.next()) {
+    if (other == replica_) continue;
+    instructions.push_back(send({EdgeKind::kPull, here, {here.stage, other}}, first));
+  }
+}
+
+void Transfers::receive_pulls(WeightVersion version, std::vector<Instruction>& instructions) const {
+  const StageReplica here{stages_.front(), replica_};
+  const MinibatchId first = rounds().begin_of(version.value() - 1);
+  for (ReplicaIndex other; other.value() < rounds().num_replicas; other = other.next()) {
+    if (other == replica_) continue;
+    instructions.push_back(receive({EdgeKind::kPull, {here.stage, other}, here}, first));
   }
 }
 
@@ -165,23 +304,43 @@ void Transfers::add_norms(MinibatchId minibatch, std::vector<Instruction>& instr
 
 void Transfers::add_final(WeightVersion version, std::vector<Instruction>& instructions) const {
   for (const StageIndex stage : stages_) add_version(stage, version, instructions);
+  if (exchanges_shards_) receive_pulls(version, instructions);
 }
 
 WeightVersion Transfers::first_final(std::int64_t num_minibatches) const {
-  const WeightVersion given(options_.first_minibatch.value());
-  if (num_minibatches == given.value()) return given.next();
-  return std::max(given, tied_version(options_, MinibatchId(num_minibatches - 1))).next();
+  if (!exchanges_shards_) {
+    const WeightVersion given(options_.first_minibatch.value());
+    if (num_minibatches == given.value()) return given.next();
+    return std::max(given, tied_version(options_, MinibatchId(num_minibatches - 1))).next();
+  }
+  if (!stashes_) return last_final(num_minibatches).next();
+  const std::int64_t num_own = rounds().num_own(replica_, num_minibatches);
+  if (num_own == 0) return rounds().first_version().next();
+  const WeightVersion read = rule_.version_of(rounds().own_minibatch(replica_, num_own - 1));
+  return std::max(rounds().first_version(), read).next();
+}
+
+WeightVersion Transfers::last_final(std::int64_t num_minibatches) const {
+  return exchanges_shards_ ? rounds().last_version(num_minibatches) : WeightVersion(num_minibatches);
 }
 
 bool Transfers::is_last_microbatch(const Instruction& computed) const {
   return computed.microbatch.value() + 1 == options_.num_microbatches;
 }
 
-std::size_t Transfers::num_added_max() const { return 4 + 2 * options_.ties.size(); }
+std::size_t Transfers::num_added_max() const {
+  // Around an update four to or from every other replica; before a forward the versions since the one before
+  // it, which under vertical sync come as those of the input stage do.
+  const std::int64_t num_per_replica =
+      std::max<std::int64_t>(4, 2 + rule_.unit / rule_.minibatches_per_round);
+  return 4 + 2 * options_.ties.size() +
+         static_cast<std::size_t>(num_per_replica * (rounds().num_replicas - 1));
+}
 
 ProgramCursor::ProgramCursor(const ScheduleOptions& options, Rank rank)
     : compute_(options, rank), transfers_(options, rank) {
   instructions_.reserve(1 + transfers_.num_added_max());
+  early_.reserve(transfers_.num_added_max());
   refill();
 }
 
@@ -204,14 +363,25 @@ void ProgramCursor::advance() {
 
 void ProgramCursor::set_num_minibatches(std::int64_t num_minibatches) {
   compute_.set_num_minibatches(num_minibatches);
-  if (compute_.current() != computed_) refill();
+  transfers_.set_num_minibatches(num_minibatches);
+  if (compute_.current() == computed_) return fill();  // the push of one that does not exist falls out
+  // Before a forward that does not exist pulls may have been done.
+  const auto done = static_cast<std::ptrdiff_t>(position_);
+  early_.assign(instructions_.begin(), instructions_.begin() + done);
+  refill();
 }
 
 void ProgramCursor::refill() {
-  instructions_.clear();
   position_ = 0;
   computed_ = compute_.current();
   if (!computed_) return refill_at_end();
+  fill();
+}
+
+// Before what is done of them, and of this, nothing changes: the members of a round are its first replicas.
+void ProgramCursor::fill() {
+  if (!computed_) return;
+  instructions_.clear();
   transfers_.add_before(*computed_, instructions_);
   instructions_.push_back(*computed_);
   transfers_.add_after(*computed_, instructions_);
@@ -219,8 +389,16 @@ void ProgramCursor::refill() {
 
 void ProgramCursor::refill_at_end() {
   const std::int64_t num_minibatches = compute_.num_minibatches().value_or(0);
-  final_ = final_ ? final_->next() : transfers_.first_final(num_minibatches);
-  if (final_->value() <= num_minibatches) transfers_.add_final(*final_, instructions_);
+  instructions_.clear();
+  do {
+    final_ = final_ ? final_->next() : transfers_.first_final(num_minibatches);
+    if (*final_ > transfers_.last_final(num_minibatches)) return;
+    transfers_.add_final(*final_, instructions_);
+    if (instructions_.empty()) return;
+    std::erase_if(instructions_, [&](const Instruction& final) {
+      return std::find(early_.begin(), early_.end(), final) != early_.end();
+    });
+  } while (instructions_.empty());
 }
 
 std::vector<Instruction> make_program(const ScheduleOptions& options, Rank rank,
@@ -231,14 +409,16 @@ std::vector<Instruction> make_program(const ScheduleOptions& options, Rank rank,
 std::vector<Instruction> add_transfers(const ScheduleOptions& options, Rank rank,
                                        const std::vector<Instruction>& computed,
                                        std::int64_t num_minibatches) {
-  const Transfers transfers(options, rank);
+  Transfers transfers(options, rank);
+  transfers.set_num_minibatches(num_minibatches);
   std::vector<Instruction> instructions;
   for (const Instruction& instruction : computed) {
     transfers.add_before(instruction, instructions);
     instructions.push_back(instruction);
     transfers.add_after(instruction, instructions);
   }
-  for (WeightVersion version = transfers.first_final(num_minibatches); version.value() <= num_minibatches;
+  const WeightVersion last = transfers.last_final(num_minibatches);
+  for (WeightVersion version = transfers.first_final(num_minibatches); version <= last;
        version = version.next()) {
     transfers.add_final(version, instructions);
   }

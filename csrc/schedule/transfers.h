@@ -2,23 +2,34 @@
 // worker computes, and so its whole program. Pure; any thread.
 //
 //   before FORWARD    RECV activation from upstream; of a user, before the first microbatch's, RECV
-//                     tied_version: what the minibatch reads, when no minibatch before it has read it
+//                     tied_version: what the minibatch reads, when no minibatch before it has read it; of a
+//                     replica, so too, RECV pull from every other one
 //   after FORWARD     SEND activation downstream
 //   before BACKWARD   RECV gradient from downstream
-//   after BACKWARD    SEND gradient upstream; after the last microbatch's, of a user, SEND tied_gradient
-//   before UPDATE     of an owner, RECV tied_gradient from every user; where norms are exchanged, before the
+//   after BACKWARD    SEND gradient upstream; after the last microbatch's, of a user, SEND tied_gradient; of
+//                     a replica, where the schedule does not drain, SEND push to every other one
+//   before UPDATE     of a replica, where the schedule drains and if it is a member of the round, SEND push
+//                     to every other one; RECV push from every other member of the round;
+//                     of an owner, RECV tied_gradient from every user; where norms are exchanged, before the
 //                     first UPDATE of the worker's, when all its stages have theirs:
 //                     RECV norm from downstream    partial sums, upstream
 //                     SEND norm upstream
 //                     RECV norm from upstream      the total, downstream
 //                     SEND norm downstream
-//   after UPDATE      of an owner, SEND tied_version to every user
-//   at the end        of a user, RECV tied_version: those that no minibatch has read
+//   after UPDATE      of an owner, SEND tied_version to every user; of a replica, SEND pull to every other
+//                     one, and for naive, whose only slot it is, RECV pull from every other one
+//   at the end        of a user, RECV tied_version, of a replica, RECV pull: those that no minibatch has read
 //
 // A user is a stage that has a parameter tied to another's, the owner's. A SEND stands where its item is
 // made, a RECV where it is needed; what it takes may come long before, as far ahead as the receiver has
 // slots for. Norms go along the workers, between the first stages of each. The edge of two stages at one
 // rank has no channel: its items go from hand to hand.
+//
+// Minibatch i goes from replica i mod r_s of stage s to replica i mod r_{s+1} of stage s + 1, so that two
+// replicas have an edge when they have a minibatch in common. Replicas of a stage take each other's turns as
+// owners of their shards and users of the others': what they push in round j is named by the sender's first
+// minibatch there, j R + its replica, what they pull, version j + 1, by the round's, j R. A member of a round
+// is a replica that has a minibatch in it: all of them but in the last one.
 #pragma once
 
 #include <cstddef>
@@ -36,6 +47,14 @@ namespace pipedream {
 
 // In the order of kinds and stages.
 [[nodiscard]] std::vector<Edge> edges_of(const ScheduleOptions& options);
+// Which minibatches name the items of an edge: first, first + stride, ...
+struct EdgeItems {
+  MinibatchId first_minibatch;
+  std::int64_t minibatch_stride = 1;
+
+  friend bool operator==(const EdgeItems&, const EdgeItems&) = default;
+};
+[[nodiscard]] EdgeItems items_of(const ScheduleOptions& options, const Edge& edge);
 // Whether both ends are at one rank.
 [[nodiscard]] bool is_local(const Placement& placement, const Edge& edge);
 
@@ -47,20 +66,46 @@ class Transfers {
   // Adds what stands before, or after, an instruction that the worker computes.
   void add_before(const Instruction& computed, std::vector<Instruction>& instructions) const;
   void add_after(const Instruction& computed, std::vector<Instruction>& instructions) const;
-  // Adds what is received after the last update: this version of every tied parameter.
+  // Adds what is received after the last update: this version of every tied parameter and other shard.
   void add_final(WeightVersion version, std::vector<Instruction>& instructions) const;
-  // The first of these versions, the last is num_minibatches.
+  // The first of these versions, and the last; none when the last is below the first.
   [[nodiscard]] WeightVersion first_final(std::int64_t num_minibatches) const;
+  [[nodiscard]] WeightVersion last_final(std::int64_t num_minibatches) const;
   // The most that one call, or add_before() and add_after() together, may add.
   [[nodiscard]] std::size_t num_added_max() const;
+  // Says how many minibatches there are, on which depends who is a member of the last round. Before that all
+  // replicas are.
+  void set_num_minibatches(std::int64_t num_minibatches) { num_minibatches_ = num_minibatches; }
 
  private:
+  void add_before_forward(const Instruction& forward, std::vector<Instruction>& instructions) const;
+  void add_before_update(const Instruction& update, std::vector<Instruction>& instructions) const;
   void add_version(StageIndex user, WeightVersion version, std::vector<Instruction>& instructions) const;
   void add_norms(MinibatchId minibatch, std::vector<Instruction>& instructions) const;
+  void send_pushes(std::int64_t round, std::vector<Instruction>& instructions) const;
+  void receive_pushes(std::int64_t round, std::vector<Instruction>& instructions) const;
+  void send_pulls(WeightVersion version, std::vector<Instruction>& instructions) const;
+  void receive_pulls(WeightVersion version, std::vector<Instruction>& instructions) const;
+  // The replica of the stage that has the minibatch.
+  [[nodiscard]] StageReplica end_at(StageIndex stage, MinibatchId minibatch) const {
+    return {stage, rounds_at(stage).replica_of(minibatch)};
+  }
   [[nodiscard]] bool is_last_microbatch(const Instruction& computed) const;
+  [[nodiscard]] bool is_member(ReplicaIndex replica, std::int64_t round) const;
+  [[nodiscard]] const Rounds& rounds() const { return rounds_at(stages_.front()); }
+  [[nodiscard]] const Rounds& rounds_at(StageIndex stage) const {
+    return rounds_[static_cast<std::size_t>(stage.value())];
+  }
 
   ScheduleOptions options_;
-  std::vector<StageIndex> stages_;      // the worker's
+  std::optional<std::int64_t> num_minibatches_;
+  std::vector<StageIndex> stages_;  // the worker's
+  ReplicaIndex replica_;            // of the only stage, where it has several
+  std::vector<Rounds> rounds_;      // per stage of the plan
+  bool drains_ = false;
+  bool stashes_ = true;
+  bool exchanges_shards_ = false;       // with other replicas
+  VersionRule rule_;                    // of the only stage's forwards, where it has several replicas
   std::optional<StageIndex> upstream_;  // where norms come from and go to: the neighbours' first stages
   std::optional<StageIndex> downstream_;
 };
@@ -78,7 +123,8 @@ class ProgramCursor {
   void advance();
 
   // Says how many minibatches there are. Allowed once, and not below what was already forwarded: what is
-  // current may be the activation, or the forward, of one that does not exist.
+  // current may be the activation, the pull before a forward, the forward, or the push, of one that does not
+  // exist. A pull that stands before such a forward has its item all the same, and is not done again.
   void set_num_minibatches(std::int64_t num_minibatches);
   [[nodiscard]] std::optional<std::int64_t> num_minibatches() const { return compute_.num_minibatches(); }
 
@@ -88,6 +134,7 @@ class ProgramCursor {
  private:
   void refill();
   void refill_at_end();
+  void fill();
 
   ComputeCursor compute_;
   Transfers transfers_;
@@ -95,6 +142,7 @@ class ProgramCursor {
   std::size_t position_ = 0;               // in them
   std::optional<Instruction> computed_;    // that one, if there is one
   std::optional<WeightVersion> final_;     // received last, or now
+  std::vector<Instruction> early_;         // pulls before a forward that turned out not to exist
 };
 
 // The whole list of one worker, for replay, tests, text and pictures. Throws UserError as

@@ -335,8 +335,8 @@ void Worker::start(const ScheduleOptions& options, Rank rank, const std::vector<
   std::vector<StagePart> parts;
   for (const StageIndex stage : placement.stages_at(rank)) {
     slots_.push_back(std::make_unique<VersionSlots>(num_versions_kept(options, stage),
-                                                    WeightVersion(options.first_minibatch.value()),
-                                                    oldest_version(options)));
+                                                    rounds_of(options, stage).first_version(),
+                                                    oldest_version(options, stage)));
     parts.push_back({stage, slots_.back().get()});
   }
   engine_ = std::make_unique<StageEngine>(options, rank, parts, std::move(channels), wakeup_, num_spans_max);

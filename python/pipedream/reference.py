@@ -52,7 +52,7 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 CutFunction = Callable[[int, int, int, Tensor], Tensor]
 
 # Every minibatch is finished at all stages before the next one starts.
-_DRAINING = ("flush", "gpipe", "model_parallel", "interleaved")
+_DRAINING = ("flush", "gpipe", "model_parallel", "data_parallel", "interleaved")
 _SCHEDULES = ("pipedream", "vertical_sync", "naive", "2bw", *_DRAINING)
 
 

@@ -143,11 +143,11 @@ def test_a_memory_that_is_no_size(memory: Any) -> None:
     assert repr(memory) in str(caught.value)
 
 
-def test_a_schedule_that_is_not_built() -> None:
+def test_an_unknown_schedule() -> None:
     refused(
-        lambda: run(_MODEL, schedule="data_parallel"),
+        lambda: run(_MODEL, schedule="zero_bubble"),
         ValueError,
-        "is 'data_parallel': use one of 'pipedream'",
+        "is 'zero_bubble': use one of 'pipedream'",
     )
 
 

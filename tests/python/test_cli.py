@@ -402,8 +402,8 @@ def test_run_without_a_plan_profiles_and_plans_first(call: Caller, calls: dict[s
         ),
         (["--plan", "plan.json", "--output", "model"], "model: weights are saved in the safetensors format"),
         (
-            ["--plan", "plan.json", "--schedule", "data_parallel"],
-            "schedule is 'data_parallel': use one of 'p",
+            ["--plan", "plan.json", "--schedule", "zero_bubble"],
+            "schedule is 'zero_bubble': use one of 'p",
         ),
         (["--workers", "2", "--bandwidth", "fast"], "bandwidth is 'fast': write a number and a unit"),
         (["--workers", "0", "--bandwidth", "1Gbps"], "--workers is 0: give a whole number of at least 1"),
@@ -780,7 +780,10 @@ def test_trace_writes_a_perfetto_trace_where_the_name_says_so(call: Caller) -> N
         (["--stages", "1000000000000"], "there are 1000000000000 stages: trace shows from 1 to 1024"),
         (["--stages", "2", "--plan", "plan.json"], "--plan already says what --stages and --workers would"),
         (["--stages", "2", "--schedule", "nope"], 'unknown schedule "nope"; known are'),
-        (["--stages", "2", "--schedule", "data_parallel"], 'schedule "data_parallel" is not built yet'),
+        (
+            ["--stages", "2", "--schedule", "data_parallel"],
+            'schedule "data_parallel" has one, with a replica at',
+        ),
         (
             ["--stages", "5", "--schedule", "interleaved"],
             "--stages is 5: give an even number, or --workers too",

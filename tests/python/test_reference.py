@@ -970,7 +970,7 @@ def test_the_data_of_several_stages_stay_as_they_are_when_the_first_layer_works_
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"schedule": "data_parallel"}, ValueError, "schedule is 'data_parallel': use one of 'pipedream'"),
+        ({"schedule": "zero_bubble"}, ValueError, "schedule is 'zero_bubble': use one of 'pipedream'"),
         ({"microbatches": 0}, ValueError, "microbatches is 0"),
         ({"microbatches": 7}, ValueError, "minibatch 0: 6 samples in the inputs, fewer than microbatches=7"),
         ({"schedule": "2bw"}, ValueError, "microbatches is 1, but schedule '2bw' has 2 of them in flight"),

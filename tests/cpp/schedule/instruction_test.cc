@@ -50,6 +50,10 @@ TEST(Instruction, TextIsParsedBack) {
     const Instruction instruction = make(opcode, 7, 12345678901, opcode == Opcode::kUpdate ? 0 : 31, 99);
     EXPECT_EQ(parse_instruction(to_string(instruction)), instruction);
   }
+  Instruction replicated = make(Opcode::kUpdate, 1, 6, 0, 4);
+  replicated.replica = ReplicaIndex(2);
+  EXPECT_EQ(to_string(replicated), "UPDATE stage 1 replica 2 minibatch 6 writes version 4");
+  EXPECT_EQ(parse_instruction(to_string(replicated)), replicated);
 }
 
 TEST(Instruction, TextOfATransferNamesItsEdgeAndItsItem) {
@@ -69,8 +73,10 @@ TEST(Instruction, TextOfATransferIsParsedBack) {
       Instruction instruction = transfer(opcode, kind, 7, 8, 12345678901, is_by_microbatch ? 31 : 0);
       EXPECT_EQ(parse_instruction(to_string(instruction)), instruction);
       instruction.edge.to.replica = ReplicaIndex(3);
+      if (opcode == Opcode::kRecv) instruction.replica = ReplicaIndex(3);
       EXPECT_EQ(parse_instruction(to_string(instruction)), instruction);
       instruction.edge.from.replica = ReplicaIndex(2);
+      if (opcode == Opcode::kSend) instruction.replica = ReplicaIndex(2);
       EXPECT_EQ(parse_instruction(to_string(instruction)), instruction);
     }
   }
@@ -79,7 +85,7 @@ TEST(Instruction, TextOfATransferIsParsedBack) {
 TEST(Instruction, TextOfATransferThatIsBrokenIsRefusedAndNamed) {
   EXPECT_EQ(error_of("SEND weights stage 0 to stage 1 minibatch 0"),
             "\"SEND weights stage 0 to stage 1 minibatch 0\" is not an instruction: \"weights\" where "
-            "activation, gradient, tied_gradient, tied_version or norm is expected");
+            "activation, gradient, tied_gradient, tied_version, norm, push or pull is expected");
   EXPECT_EQ(error_of("RECV norm stage 0 stage 1 minibatch 0"),
             "\"RECV norm stage 0 stage 1 minibatch 0\" is not an instruction: \"stage\" where \"to\" is "
             "expected");

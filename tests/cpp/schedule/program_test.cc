@@ -40,9 +40,6 @@ std::string error_of_placement(const std::string& schedule, const Counts& rank_o
   return error_of(options);
 }
 
-const std::vector<std::string> kStraightSchedules = {"pipedream", "vertical_sync", "naive",         "2bw",
-                                                     "flush",     "gpipe",         "model_parallel"};
-
 // PipeDream (SOSP'19), figures 4 and 8.
 
 TEST(PipeDream, OneStageIsPlainTraining) {
@@ -331,8 +328,9 @@ TEST(Schedules, KnowWhichDrainAndWhichStash) {
 }
 
 TEST(Schedules, AreNamedInTheOrderOfTheTable) {
-  EXPECT_EQ(schedule_names(), (std::vector<std::string>{"pipedream", "vertical_sync", "naive", "2bw", "flush",
-                                                        "gpipe", "model_parallel", "interleaved"}));
+  EXPECT_EQ(schedule_names(),
+            (std::vector<std::string>{"pipedream", "vertical_sync", "naive", "2bw", "flush", "gpipe",
+                                      "model_parallel", "data_parallel", "interleaved"}));
 }
 
 TEST(ScheduleOptions, WithoutAPlacementHaveStageSAtRankS) {
@@ -515,18 +513,11 @@ TEST(DeriveInFlight, RefusesNoStagesAndImpossibleReplicaCounts) {
   EXPECT_THROW((void)derive_in_flight({std::int64_t{1} << 40}), UserError);
 }
 
-TEST(ScheduleOptions, DataParallelIsKnownAndNotBuilt) {
-  EXPECT_EQ(error_of(make_options("data_parallel", {1})),
-            "schedule \"data_parallel\" is not built yet; use one that is: \"pipedream\", \"vertical_sync\", "
-            "\"naive\", \"2bw\", \"flush\", \"gpipe\", \"model_parallel\", \"interleaved\"");
-  EXPECT_THROW(ComputeCursor(make_options("data_parallel", {1}), Rank(0)), UserError);
-}
-
 TEST(ScheduleOptions, AnUnknownScheduleListsTheKnownOnes) {
   EXPECT_EQ(
       error_of(make_options("pipedreams", {1})),
       "unknown schedule \"pipedreams\"; known are: \"pipedream\", \"vertical_sync\", \"naive\", \"2bw\", "
-      "\"flush\", \"gpipe\", \"model_parallel\", \"interleaved\"");
+      "\"flush\", \"gpipe\", \"model_parallel\", \"data_parallel\", \"interleaved\"");
 }
 
 TEST(ScheduleOptions, RefusesCountsThatAreOutOfRange) {
@@ -563,7 +554,8 @@ TEST(ScheduleOptions, OnlyInterleavedHasSeveralStagesAtAWorker) {
             "stage 2 is at rank 0; it must be at rank 2: only schedule \"interleaved\" runs several stages "
             "at a worker");
   EXPECT_EQ(error_of_placement("flush", {0, 2, 1}),
-            "stage 1 is at rank 2; it must be at rank 1: stage s lies at rank s");
+            "stage 1 is at rank 2; it must be at rank 1: stages lie at the ranks in order, replica by "
+            "replica");
 }
 
 TEST(ScheduleOptions, InterleavedDealsItsStagesOut) {
@@ -581,14 +573,13 @@ TEST(ScheduleOptions, InterleavedDealsItsStagesOut) {
             "workers");
 }
 
-TEST(ScheduleOptions, ReplicasAndShardsAreRefusedUntilTheyAreBuilt) {
+TEST(ScheduleOptions, ShardsAreRefusedUntilTheyAreBuilt) {
   ScheduleOptions options = make_options("flush", {2, 1});
-  options.placement = Placement::in_order({1, 2});
-  EXPECT_EQ(error_of(options), "stage 1 has several replicas, which are not built yet; give it one rank");
   options.placement = Placement({{StageIndex(0), {}, ShardIndex(0), Rank(0)},
                                  {StageIndex(0), {}, ShardIndex(1), Rank(1)},
                                  {StageIndex(1), {}, {}, Rank(2)}});
-  EXPECT_EQ(error_of(options), "stage 0 has several shards, which are not built yet; give it one rank");
+  EXPECT_EQ(error_of(options),
+            "stage 0 has several shards, which are not built yet; give each replica one rank");
 }
 
 }  // namespace

@@ -39,6 +39,15 @@ inline ScheduleOptions make_interleaved(std::int64_t num_workers, std::int64_t n
   return options;
 }
 
+// Replicas of every stage, with what is in flight as derived from them.
+inline ScheduleOptions make_replicated(const std::string& schedule, const Counts& num_replicas,
+                                       std::int64_t num_microbatches = 1, std::int64_t staleness = 0) {
+  ScheduleOptions options = make_options(schedule, derive_in_flight(num_replicas), num_microbatches);
+  options.placement = Placement::in_order(num_replicas);
+  options.staleness = staleness;
+  return options;
+}
+
 inline Programs make_programs(const ScheduleOptions& options, std::int64_t num_minibatches) {
   Programs programs;
   for (std::int64_t worker = 0; worker < num_workers(options); ++worker) {
@@ -63,6 +72,16 @@ inline Programs with_transfers(const ScheduleOptions& options, const Programs& c
     programs.push_back(add_transfers(options, rank, computed[worker], num_minibatches));
   }
   return programs;
+}
+
+// All that plans of several stages can have, but for interleaved.
+inline const std::vector<std::string> kStraightSchedules = {
+    "pipedream", "vertical_sync", "naive", "2bw", "flush", "gpipe", "model_parallel"};
+
+inline std::vector<std::string> pipeline_schedules() {
+  std::vector<std::string> names = kStraightSchedules;
+  names.emplace_back("interleaved");
+  return names;
 }
 
 // What is computed: "F0 F1 | F2 B0 U0 | B1 U1": minibatches, and bars between the phases. With microbatches

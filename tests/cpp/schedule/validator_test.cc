@@ -14,9 +14,6 @@
 namespace pipedream {
 namespace {
 
-const std::vector<std::string> kStraightSchedules = {"pipedream", "vertical_sync", "naive",         "2bw",
-                                                     "flush",     "gpipe",         "model_parallel"};
-
 std::string name_of(const ScheduleOptions& options, std::int64_t num_minibatches) {
   return options.schedule + ", " + std::to_string(num_stages(options)) + " stages, " +
          std::to_string(num_workers(options)) + " workers, n_0 " + std::to_string(options.in_flight[0]) +

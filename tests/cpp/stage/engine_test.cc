@@ -44,7 +44,7 @@ Opcode opcode_of(WorkKind kind) {
 // Every schedule that the planner or a user can ask for, small.
 std::vector<ScheduleOptions> every_schedule() {
   std::vector<ScheduleOptions> cases;
-  for (const std::string& schedule : schedule_names()) {
+  for (const std::string& schedule : pipeline_schedules()) {
     for (const Counts& in_flight : {Counts{1}, straight(2), straight(4), Counts{5, 2, 2}}) {
       for (const std::int64_t num_microbatches : {1, 3, 4, 6}) {
         if (schedule == "2bw" && num_microbatches < in_flight.front()) continue;
@@ -84,8 +84,8 @@ class Engine : public testing::Test {
     std::vector<StagePart> parts;
     for (const StageIndex stage : placement_of(options).stages_at(Rank(worker))) {
       slots_[stage] = std::make_unique<VersionSlots>(num_versions_kept(options, stage),
-                                                     WeightVersion(options.first_minibatch.value()),
-                                                     oldest_version(options));
+                                                     rounds_of(options, stage).first_version(),
+                                                     oldest_version(options, stage));
       parts.push_back({stage, slots_[stage].get()});
     }
     engine_ = std::make_unique<StageEngine>(options, Rank(worker), parts, std::vector<EdgeChannel>(), wakeup_,

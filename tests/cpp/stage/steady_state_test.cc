@@ -191,7 +191,7 @@ TEST_P(PipelineSteadyState, AllocatesNothingOfItsOwn) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Schedules, PipelineSteadyState,
-                         testing::Combine(testing::Bool(), testing::ValuesIn(schedule_names())),
+                         testing::Combine(testing::Bool(), testing::ValuesIn(pipeline_schedules())),
                          [](const testing::TestParamInfo<Case>& parameter) {
                            return std::string(std::get<0>(parameter.param) ? "staged_" : "direct_") +
                                   std::get<1>(parameter.param);

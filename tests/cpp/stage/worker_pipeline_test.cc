@@ -72,7 +72,7 @@ std::string case_name(const testing::TestParamInfo<Case>& parameter) {
 
 INSTANTIATE_TEST_SUITE_P(Schedules, Pipeline,
                          testing::Combine(testing::Values("inproc", "zmq"), testing::Values(false),
-                                          testing::ValuesIn(schedule_names()),
+                                          testing::ValuesIn(pipeline_schedules()),
                                           testing::Values<std::int64_t>(1, 2, 3, 4)),
                          case_name);
 // Staging does not know the schedule: one of each kind.
@@ -182,7 +182,7 @@ TEST(DevicesOfOneHost, EveryTensorIsPlacedInTheNeighboursDevice) {
   pipeline.places_on_device = true;
   pipeline.padding_bytes_max = 40'000;
   pipeline.num_minibatches = 10;
-  for (const std::string& schedule : schedule_names()) {
+  for (const std::string& schedule : pipeline_schedules()) {
     SCOPED_TRACE(schedule);
     pipeline.schedule = make_straight(schedule, 4, 4);
     const auto reports = run_pipeline(pipeline);

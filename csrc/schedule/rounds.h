@@ -1,0 +1,78 @@
+// How the minibatches of a run fall on the replicas of one stage, and on the rounds of which each is one
+// update (program.h). Pure arithmetic; any thread.
+//
+//   2 replicas, 7 minibatches      replica 0   0   2   4   6
+//   2 a round                      replica 1     1   3   5
+//                                  round       0 0 1 1 2 2 3     the last has one member
+//
+// A replica counts its own minibatches from the start of the run, and rounds are counted from minibatch 0:
+// round j makes version j + 1 of j.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "base/ids.h"
+
+namespace pipedream {
+
+struct Rounds {
+  std::int64_t first_minibatch = 0;        // of the run; begins a round
+  std::int64_t num_replicas = 1;           // r
+  std::int64_t minibatches_per_round = 1;  // R, a multiple of r
+
+  [[nodiscard]] ReplicaIndex replica_of(MinibatchId minibatch) const {
+    return ReplicaIndex(minibatch.value() % num_replicas);
+  }
+  [[nodiscard]] std::int64_t round_of(MinibatchId minibatch) const {
+    return minibatch.value() / minibatches_per_round;
+  }
+  [[nodiscard]] MinibatchId begin_of(std::int64_t round) const {
+    return MinibatchId(round * minibatches_per_round);
+  }
+  // Whether the replica has a minibatch in the round, and how many minibatches all of them have, where the
+  // run ends before minibatch num_minibatches.
+  [[nodiscard]] bool is_member(ReplicaIndex replica, std::int64_t round, std::int64_t num_minibatches) const {
+    return begin_of(round).value() + replica.value() < num_minibatches;
+  }
+  [[nodiscard]] std::int64_t num_members(std::int64_t round, std::int64_t num_minibatches) const {
+    return std::clamp<std::int64_t>(num_minibatches - begin_of(round).value(), 0, minibatches_per_round);
+  }
+
+  // The version that is there at the start, and the one that is there at the end.
+  [[nodiscard]] WeightVersion first_version() const {
+    return WeightVersion(first_minibatch / minibatches_per_round);
+  }
+  [[nodiscard]] WeightVersion last_version(std::int64_t num_minibatches) const {
+    return WeightVersion((num_minibatches + minibatches_per_round - 1) / minibatches_per_round);
+  }
+
+  // Of one replica.
+  [[nodiscard]] std::int64_t own_per_round() const { return minibatches_per_round / num_replicas; }
+  [[nodiscard]] MinibatchId own_minibatch(ReplicaIndex replica, std::int64_t index) const {
+    return MinibatchId(first_minibatch + replica.value() + index * num_replicas);
+  }
+  [[nodiscard]] std::int64_t own_index(MinibatchId minibatch) const {
+    return (minibatch.value() - first_minibatch) / num_replicas;
+  }
+  [[nodiscard]] std::int64_t num_own(ReplicaIndex replica, std::int64_t num_minibatches) const {
+    const std::int64_t after = num_minibatches - first_minibatch - replica.value();
+    return after <= 0 ? 0 : (after + num_replicas - 1) / num_replicas;
+  }
+};
+
+// Which version a minibatch reads: max(lowest, (floor(i / unit) - delay) unit / R). The unit is R, in which
+// the stage counts, but that of the input stage under vertical sync.
+struct VersionRule {
+  std::int64_t unit = 1;
+  std::int64_t delay = 0;
+  std::int64_t minibatches_per_round = 1;
+  std::int64_t lowest = 0;
+
+  [[nodiscard]] WeightVersion version_of(MinibatchId minibatch) const {
+    const std::int64_t delayed = (minibatch.value() / unit - delay) * unit;
+    return WeightVersion(std::max(lowest, delayed / minibatches_per_round));
+  }
+};
+
+}  // namespace pipedream

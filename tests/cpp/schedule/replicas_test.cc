@@ -1,0 +1,440 @@
+// Replicated stages: who computes what, which versions are read, and what replicas push and pull.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <random>
+
+#include "base/failure.h"
+#include "schedule/programs.h"
+#include "schedule/validator.h"
+
+namespace pipedream {
+namespace {
+
+std::string error_of(const ScheduleOptions& options) {
+  try {
+    check_schedule_options(options);
+  } catch (const UserError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+// "F0 B0 >1 <1 U0 }1 {1": > push to a replica, < push from it, } pull to it, { pull from it; activations and
+// gradients are left out.
+std::string sync_on_paper(const ScheduleOptions& options, std::int64_t rank, std::int64_t num_minibatches) {
+  std::string text;
+  for (const Instruction& instruction : make_program(options, Rank(rank), num_minibatches)) {
+    const EdgeKind kind = instruction.edge.kind;
+    const bool is_sync = kind == EdgeKind::kPush || kind == EdgeKind::kPull;
+    if (travels(instruction.opcode) && !is_sync) continue;
+    if (!text.empty()) text += ' ';
+    if (!travels(instruction.opcode)) {
+      text += opcode_name(instruction.opcode)[0];
+    } else {
+      const bool sends = instruction.opcode == Opcode::kSend;
+      text += kind == EdgeKind::kPush ? (sends ? '>' : '<') : (sends ? '}' : '{');
+      text += std::to_string((sends ? instruction.edge.to : instruction.edge.from).replica.value()) + ':';
+    }
+    text += std::to_string(instruction.minibatch.value());
+  }
+  return text;
+}
+
+std::string name_of(const ScheduleOptions& options, std::int64_t num_minibatches) {
+  std::string name = options.schedule + ' ';
+  for (StageIndex stage; stage.value() < num_stages(options); stage = stage.next()) {
+    name += std::to_string(options.placement.num_replicas(stage)) + '-';
+  }
+  return name + ", " + std::to_string(options.num_microbatches) + " microbatches, staleness " +
+         std::to_string(options.staleness) + ", from " + std::to_string(options.first_minibatch.value()) +
+         " to " + std::to_string(num_minibatches);
+}
+
+TEST(Replicas, TakeMinibatchesInTurnsAndUpdateOnceARound) {
+  const ScheduleOptions options = make_replicated("pipedream", {2, 1});
+  EXPECT_EQ(on_paper(options, 0, 8), "F0 | F2 B0 U0 F4 B2 U2 F6 B4 U4 | B6 U6");
+}
+
+TEST(Replicas, PushAfterTheBackwardAndPullBeforeTheForwardThatReads) {
+  const ScheduleOptions options = make_replicated("pipedream", {2, 1});
+  EXPECT_EQ(sync_on_paper(options, 0, 8),
+            "F0 F2 B0 >1:0 <1:1 U0 }1:0 {1:0 F4 B2 >1:2 <1:3 U2 }1:2 {1:2 F6 B4 >1:4 <1:5 U4 }1:4 "
+            "B6 >1:6 <1:7 U6 }1:6 {1:4 {1:6");
+  EXPECT_EQ(sync_on_paper(options, 1, 4), "F1 F3 B1 >0:1 <0:0 U0 }0:0 B3 >0:3 <0:2 U2 }0:2 {0:0 {0:2");
+  EXPECT_EQ(sync_on_paper(options, 2, 3), "F0 B0 U0 F1 B1 U1 F2 B2 U2");
+}
+
+TEST(Replicas, WithoutAMinibatchInTheLastRoundUpdateTheirShardAllTheSame) {
+  const ScheduleOptions options = make_replicated("pipedream", {3, 1});
+  EXPECT_EQ(sync_on_paper(options, 0, 4),
+            "F0 F3 B0 >1:0 >2:0 <1:1 <2:2 U0 }1:0 }2:0 B3 >1:3 >2:3 U3 }1:3 }2:3 {1:0 {2:0 {1:3 {2:3");
+  EXPECT_EQ(sync_on_paper(options, 2, 4),
+            "F2 B2 >0:2 >1:2 <0:0 <1:1 U0 }0:0 }1:0 <0:3 U3 }0:3 }1:3 {0:0 {1:0 {0:3 {1:3");
+  EXPECT_EQ(sync_on_paper(options, 2, 1), "<0:0 U0 }0:0 }1:0 {0:0 {1:0");
+  EXPECT_EQ(sync_on_paper(options, 2, 0), "");
+}
+
+TEST(Replicas, StalenessLetsTheUpdateWaitForAsManyMoreRounds) {
+  const ScheduleOptions options = make_replicated("pipedream", {2, 1}, 1, 1);
+  EXPECT_EQ(sync_on_paper(options, 0, 8),
+            "F0 F2 B0 >1:0 F4 B2 >1:2 <1:1 U0 }1:0 {1:0 F6 B4 >1:4 <1:3 U2 }1:2 B6 >1:6 <1:5 U4 }1:4 <1:7 U6 "
+            "}1:6 {1:2 {1:4 {1:6");
+  // Nobody waits at a stage with one replica: it updates at once, and reads one version older all the same.
+  EXPECT_EQ(on_paper(options, 2, 3), "F0 B0 U0 F1 B1 U1 F2 B2 U2");
+  EXPECT_EQ(forward_version(options, StageIndex(1), MinibatchId(5)), WeightVersion(4));
+  EXPECT_EQ(num_gradients_kept(options, StageIndex(0)), 2);
+  EXPECT_EQ(num_gradients_kept(options, StageIndex(1)), 1);
+}
+
+TEST(Replicas, OfADrainingScheduleUpdateTogetherOnceInTheirLeastCommonMultiple) {
+  const ScheduleOptions options = make_replicated("flush", {2, 1}, 2);
+  EXPECT_EQ(on_paper(options, 0, 4), "F0.0 | F0.1 B0.0 | B0.1 U0 | F2.0 | F2.1 B2.0 | B2.1 U2");
+  EXPECT_EQ(on_paper(options, 2, 4),
+            "F0.0 B0.0 F0.1 B0.1 F1.0 B1.0 F1.1 B1.1 U0 F2.0 B2.0 F2.1 B2.1 F3.0 B3.0 F3.1 B3.1 U2");
+  const ScheduleOptions sixfold = make_replicated("gpipe", {3, 2});
+  EXPECT_EQ(sync_on_paper(sixfold, 3, 6), "F0 F2 F4 B0 B2 B4 >1:0 <1:1 U0 }1:0 {1:0");
+  EXPECT_EQ(sync_on_paper(sixfold, 3, 8),
+            "F0 F2 F4 B0 B2 B4 >1:0 <1:1 U0 }1:0 {1:0 F6 B6 >1:6 <1:7 U6 }1:6 {1:6");
+  EXPECT_EQ(sync_on_paper(sixfold, 4, 7), "F1 F3 F5 B1 B3 B5 >0:1 <0:0 U0 }0:0 <0:6 U6 }0:6 {0:0 {0:6");
+}
+
+TEST(Replicas, WithoutStashingPullIntoTheirOnlySlotRightAfterTheUpdate) {
+  EXPECT_EQ(sync_on_paper(make_replicated("naive", {2, 1}), 0, 6),
+            "F0 F2 B0 >1:0 <1:1 U0 }1:0 {1:0 F4 B2 >1:2 <1:3 U2 }1:2 {1:2 B4 >1:4 <1:5 U4 }1:4 {1:4");
+}
+
+TEST(Replicas, OfDataParallelTakeOneMinibatchEachARound) {
+  const ScheduleOptions options = make_replicated("data_parallel", {2}, 2);
+  EXPECT_EQ(on_paper(options, 1, 4), "F1.0 B1.0 F1.1 B1.1 U0 F3.0 B3.0 F3.1 B3.1 U2");
+  EXPECT_EQ(sync_on_paper(make_replicated("data_parallel", {2}), 0, 3),
+            "F0 B0 >1:0 <1:1 U0 }1:0 {1:0 F2 B2 >1:2 U2 }1:2 {1:2");
+}
+
+TEST(Replicas, ThatReduceTogetherPushAndPullNothing) {
+  ScheduleOptions options = make_replicated("pipedream", {2, 1});
+  options.uses_allreduce = true;
+  EXPECT_EQ(sync_on_paper(options, 0, 5), "F0 F2 B0 U0 F4 B2 U2 B4 U4");
+  EXPECT_EQ(edges_of(options).size(), 4U) << "activations and gradients";
+}
+
+// design.md, section 4, and program.h, written out once more.
+std::int64_t version_by_formula(const ScheduleOptions& options, std::int64_t stage, std::int64_t minibatch,
+                                bool of_backward) {
+  const auto replicas = [&](std::int64_t of) { return options.placement.num_replicas(StageIndex(of)); };
+  const auto in_flight = [&](std::int64_t of) { return options.in_flight[static_cast<std::size_t>(of)]; };
+  const std::int64_t j = minibatch / replicas(stage);
+  if (options.schedule == "pipedream") {
+    return std::max<std::int64_t>(0, j - in_flight(stage) + 1 - options.staleness);
+  }
+  if (options.schedule == "naive") {
+    return of_backward ? j : std::max<std::int64_t>(0, j - in_flight(stage) + 1);
+  }
+  if (options.schedule == "vertical_sync") {
+    const std::int64_t seen = std::max<std::int64_t>(0, minibatch / replicas(0) - in_flight(0) + 1);
+    return seen * replicas(0) / replicas(stage);
+  }
+  if (options.schedule == "2bw") return std::max<std::int64_t>(0, j - 1);
+  std::int64_t round = 1;
+  for (std::int64_t of = 0; of < num_stages(options); ++of) round = std::lcm(round, replicas(of));
+  return minibatch / round;
+}
+
+const std::vector<Counts> kPlans = {{2, 1},    {1, 2},    {3, 1},    {2, 2},    {3, 2},       {2, 3},
+                                    {2, 1, 1}, {1, 2, 1}, {4, 2, 1}, {1, 3, 2}, {2, 3, 1, 2}, {15, 1}};
+
+// Every schedule that the plan allows.
+std::vector<ScheduleOptions> all_of(const Counts& num_replicas, std::int64_t num_microbatches) {
+  std::vector<ScheduleOptions> all;
+  for (const std::string& schedule : kStraightSchedules) {
+    all.push_back(make_replicated(schedule, num_replicas, num_microbatches));
+    if (!error_of(all.back()).empty()) all.pop_back();
+  }
+  for (const std::int64_t staleness : {1, 2, 5}) {
+    all.push_back(make_replicated("pipedream", num_replicas, num_microbatches, staleness));
+  }
+  return all;
+}
+
+TEST(Replicas, ReadTheVersionsOfTheFormulas) {
+  for (const Counts& plan : kPlans) {
+    for (const ScheduleOptions& options : all_of(plan, plan.size() == 2 ? 4 : 1)) {
+      for (std::int64_t rank = 0; rank < num_workers(options); ++rank) {
+        for (const Instruction& instruction : make_compute_program(options, Rank(rank), 40)) {
+          if (instruction.opcode == Opcode::kUpdate) continue;
+          const std::int64_t minibatch = instruction.minibatch.value();
+          const bool of_backward = instruction.opcode == Opcode::kBackward;
+          ASSERT_EQ(instruction.version.value(),
+                    version_by_formula(options, instruction.stage.value(), minibatch, of_backward))
+              << name_of(options, 40) << ": " << to_string(instruction);
+        }
+      }
+    }
+  }
+}
+
+TEST(Replicas, EveryMinibatchIsDoneOnceByItsReplicaAndEveryRoundIsUpdatedAtAllOfThem) {
+  for (const Counts& plan : kPlans) {
+    for (const ScheduleOptions& options : all_of(plan, 4)) {
+      for (const Place& place : options.placement.places()) {
+        const Rounds rounds = rounds_of(options, place.stage);
+        std::map<Opcode, std::vector<std::int64_t>> done;
+        for (const Instruction& instruction : make_compute_program(options, place.rank, 17)) {
+          ASSERT_EQ(instruction.replica, place.replica);
+          done[instruction.opcode].push_back(instruction.minibatch.value());
+        }
+        Counts own;
+        for (std::int64_t minibatch = place.replica.value(); minibatch < 17;
+             minibatch += rounds.num_replicas) {
+          own.insert(own.end(), 4, minibatch);
+        }
+        Counts begins;
+        for (std::int64_t begin = 0; begin < 17; begin += rounds.minibatches_per_round) {
+          begins.push_back(begin);
+        }
+        ASSERT_EQ(done[Opcode::kForward], own) << name_of(options, 17);
+        ASSERT_EQ(done[Opcode::kBackward], own) << name_of(options, 17);
+        ASSERT_EQ(done[Opcode::kUpdate], begins) << name_of(options, 17);
+      }
+    }
+  }
+}
+
+TEST(Replicas, ValidatorAcceptsEveryPlanScheduleAndLength) {
+  for (const Counts& plan : kPlans) {
+    for (const std::int64_t num_microbatches : {1, 2, 16}) {
+      for (ScheduleOptions options : all_of(plan, num_microbatches)) {
+        options.recompute.assign(plan.size(), true);
+        for (const std::int64_t num_minibatches : {0, 1, 2, 3, 5, 7, 12, 13, 31}) {
+          if (plan[0] == 15 && (num_microbatches == 16 || num_minibatches == 7)) continue;
+          const ReplayReport report =
+              replay(options, make_programs(options, num_minibatches), num_minibatches);
+          ASSERT_TRUE(report.ok) << name_of(options, num_minibatches) << ": " << report.error;
+          for (StageIndex stage; stage.value() < num_stages(options); stage = stage.next()) {
+            const auto index = static_cast<std::size_t>(stage.value());
+            ASSERT_LE(report.versions_live_max[index], num_versions_kept(options, stage))
+                << name_of(options, num_minibatches) << ", stage " << stage.value();
+            ASSERT_LE(report.activations_live_max[index], num_microbatches_in_flight(options, stage));
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Replicas, VersionsKeptIsTight) {
+  for (const Counts& plan : kPlans) {
+    if (plan[0] == 15) continue;
+    for (const ScheduleOptions& options : all_of(plan, 16)) {
+      const std::int64_t num_minibatches = 60;
+      const ReplayReport report = replay(options, make_programs(options, num_minibatches), num_minibatches);
+      ASSERT_TRUE(report.ok) << report.error;
+      for (StageIndex stage; stage.value() < num_stages(options); stage = stage.next()) {
+        EXPECT_EQ(report.versions_live_max[static_cast<std::size_t>(stage.value())],
+                  num_versions_kept(options, stage))
+            << name_of(options, num_minibatches) << ", stage " << stage.value();
+      }
+    }
+  }
+}
+
+TEST(Replicas, ValidatorAcceptsRandomPlans) {
+  std::mt19937 random(7);
+  const auto draw = [&](std::int64_t most) {
+    return static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(most)) + 1;
+  };
+  for (int trial = 0; trial < 1000; ++trial) {
+    Counts plan(static_cast<std::size_t>(draw(4)));
+    for (std::int64_t& num_replicas : plan) num_replicas = draw(4);
+    const std::string& schedule = kStraightSchedules[static_cast<std::size_t>(draw(7) - 1)];
+    ScheduleOptions options = make_replicated(schedule, plan, draw(4) == 1 ? 24 : draw(3));
+    if (schedule == "pipedream") options.staleness = draw(4) - 1;
+    // More in flight than is needed, where it does not rise downstream.
+    const std::int64_t more = draw(3) - 1;
+    for (std::size_t stage = 0; stage < plan.size(); ++stage) {
+      options.in_flight[stage] +=
+          more * (std::accumulate(plan.begin(), plan.end(), std::int64_t{1},
+                                  [](auto one, auto two) { return std::lcm(one, two); }) /
+                  plan[stage]);
+    }
+    if (!error_of(options).empty()) continue;
+    std::int64_t common = 1;
+    for (const std::int64_t num_replicas : plan) common = std::lcm(common, num_replicas);
+    options.first_minibatch = MinibatchId(common * (draw(3) - 1));
+    const std::int64_t num_minibatches = options.first_minibatch.value() + draw(30) - 1;
+    const ReplayReport report = replay(options, make_programs(options, num_minibatches), num_minibatches);
+    ASSERT_TRUE(report.ok) << name_of(options, num_minibatches) << ": " << report.error;
+  }
+}
+
+TEST(Replicas, EdgesJoinThoseThatHaveAMinibatchInCommonAndNameItsItems) {
+  for (const Counts& plan : kPlans) {
+    for (ScheduleOptions options : all_of(plan, 1)) {
+      for (const std::int64_t first : {0, 30, 60}) {
+        options.first_minibatch = MinibatchId(first);
+        if (!error_of(options).empty()) continue;
+        const std::int64_t num_minibatches = first + 40;
+        std::map<Edge, Counts> sent;
+        for (const Instructions& program : make_programs(options, num_minibatches)) {
+          for (const Instruction& instruction : program) {
+            if (instruction.opcode != Opcode::kSend) continue;
+            sent[instruction.edge].push_back(instruction.minibatch.value());
+          }
+        }
+        const std::vector<Edge> edges = edges_of(options);
+        ASSERT_EQ(edges.size(), sent.size()) << name_of(options, num_minibatches);
+        for (const Edge& edge : edges) {
+          const auto [first_minibatch, stride] = items_of(options, edge);
+          Counts named;
+          for (std::int64_t item = first_minibatch.value(); item < num_minibatches; item += stride) {
+            named.push_back(item);
+          }
+          ASSERT_EQ(sent[edge], named) << name_of(options, num_minibatches) << ", " << to_string(edge);
+        }
+      }
+    }
+  }
+}
+
+// A replica is never further ahead of another than the versions that are kept, but for the last round, in
+// which the other may have no minibatch.
+TEST(Replicas, NoMorePushesAndPullsWaitThanVersionsAreKept) {
+  for (const Counts& plan : kPlans) {
+    if (plan[0] == 15) continue;
+    for (const ScheduleOptions& options : all_of(plan, 16)) {
+      const ReplayReport report = replay(options, make_programs(options, 31), 31);
+      ASSERT_TRUE(report.ok) << report.error;
+      for (const auto& [edge, queued_max] : report.edges) {
+        if (edge.kind != EdgeKind::kPush && edge.kind != EdgeKind::kPull) continue;
+        EXPECT_LE(queued_max, num_versions_kept(options, edge.from.stage) + (edge.kind == EdgeKind::kPull))
+            << name_of(options, 31) << ", " << to_string(edge);
+      }
+    }
+  }
+}
+
+// Walks a cursor that learns the number of minibatches where an engine does: at the activation, at a first
+// stage the forward, or the push of a minibatch that does not exist.
+Instructions walk(const ScheduleOptions& options, std::int64_t rank, std::int64_t num_minibatches) {
+  ProgramCursor cursor(options, Rank(rank));
+  Instructions instructions;
+  while (const std::optional<Instruction> instruction = cursor.current()) {
+    const bool tells =
+        instruction->opcode == Opcode::kForward ||
+        (instruction->opcode == Opcode::kRecv &&
+         (instruction->edge.kind == EdgeKind::kActivation || instruction->edge.kind == EdgeKind::kPush));
+    if (!cursor.num_minibatches() && tells && instruction->minibatch.value() >= num_minibatches) {
+      cursor.set_num_minibatches(num_minibatches);
+      continue;
+    }
+    instructions.push_back(*instruction);
+    cursor.advance();
+  }
+  return instructions;
+}
+
+Instructions without_pulls(Instructions program) {
+  std::erase_if(program, [](const Instruction& instruction) {
+    return instruction.opcode == Opcode::kRecv && instruction.edge.kind == EdgeKind::kPull;
+  });
+  return program;
+}
+
+Instructions pulls_by_edge(Instructions program) {
+  std::erase_if(program, [](const Instruction& instruction) {
+    return instruction.opcode != Opcode::kRecv || instruction.edge.kind != EdgeKind::kPull;
+  });
+  std::stable_sort(program.begin(), program.end(),
+                   [](const Instruction& one, const Instruction& other) { return one.edge < other.edge; });
+  return program;
+}
+
+TEST(Replicas, CursorWalksTheSameListHoweverLateItLearnsTheNumberOfMinibatches) {
+  for (const Counts& plan : kPlans) {
+    for (const ScheduleOptions& options : all_of(plan, 4)) {
+      for (const Place& place : options.placement.places()) {
+        for (const std::int64_t num_minibatches : {0, 1, 2, 3, 4, 5, 6, 7, 19}) {
+          const Instructions program = make_program(options, place.rank, num_minibatches);
+          const Instructions walked = walk(options, place.rank.value(), num_minibatches);
+          const std::string name =
+              name_of(options, num_minibatches) + ", rank " + std::to_string(place.rank.value());
+          if (place.stage.value() > 0) {
+            ASSERT_EQ(walked, program) << name;
+          }
+          // A first stage has pulled what a forward would have read before it finds that there is none.
+          ASSERT_EQ(without_pulls(walked), without_pulls(program)) << name;
+          ASSERT_EQ(pulls_by_edge(walked), pulls_by_edge(program)) << name;
+        }
+      }
+    }
+  }
+}
+
+TEST(Replicas, StartOnlyWhereARoundBeginsAtEveryStage) {
+  ScheduleOptions options = make_replicated("pipedream", {3, 2});
+  options.first_minibatch = MinibatchId(6);
+  EXPECT_EQ(error_of(options), "");
+  EXPECT_EQ(on_paper(options, 0, 12), "F6 | F9 B6 U6 | B9 U9");
+  EXPECT_EQ(forward_version(options, StageIndex(0), MinibatchId(9)), WeightVersion(2));
+  EXPECT_EQ(forward_version(options, StageIndex(1), MinibatchId(9)), WeightVersion(4));
+  options.first_minibatch = MinibatchId(4);
+  EXPECT_EQ(error_of(options),
+            "first_minibatch is 4, and stage 0 has 3 replicas; a run starts at a multiple of every stage's");
+  options.first_minibatch = MinibatchId(3);
+  EXPECT_EQ(error_of(options),
+            "first_minibatch is 3, and stage 1 has 2 replicas; a run starts at a multiple of every stage's");
+}
+
+TEST(Replicas, AreRefusedWithWhatIsNotBuiltForThem) {
+  ScheduleOptions options = make_replicated("flush", {2, 1});
+  options.ties = {{StageIndex(0), StageIndex(1)}};
+  EXPECT_EQ(
+      error_of(options),
+      "ties has stages 0 and 1, and the plan has replicated stages; parameters that stages share need a "
+      "straight plan: partition(..., straight=True)");
+  options = make_replicated("flush", {2, 1});
+  options.exchanges_norms = true;
+  EXPECT_EQ(error_of(options),
+            "exchanges_norms is set, and the plan has replicated stages; a norm over all stages needs a "
+            "straight plan: partition(..., straight=True)");
+  options = make_replicated("interleaved", {2, 1});
+  EXPECT_EQ(error_of(options),
+            "stage 0 has several replicas; schedule \"interleaved\" runs one of each stage");
+  options = make_replicated("pipedream", {2, 1});
+  options.placement = Placement({{StageIndex(0), ReplicaIndex(0), {}, Rank(0)},
+                                 {StageIndex(1), {}, {}, Rank(1)},
+                                 {StageIndex(0), ReplicaIndex(1), {}, Rank(2)}});
+  EXPECT_EQ(error_of(options),
+            "stage 0 replica 1 is at rank 2; it must be at rank 1: stages lie at the ranks in order, replica "
+            "by replica");
+  EXPECT_EQ(error_of(make_replicated("data_parallel", {2, 1})),
+            "the plan has 2 stages; schedule \"data_parallel\" has one, with a replica at every worker");
+}
+
+TEST(Replicas, RefuseStalenessThatNoVersionRuleHas) {
+  ScheduleOptions options = make_replicated("pipedream", {2, 1});
+  options.staleness = -1;
+  EXPECT_EQ(error_of(options), "staleness is -1; it must be between 0 and 1048576");
+  options = make_replicated("flush", {2, 1});
+  options.staleness = 1;
+  EXPECT_EQ(
+      error_of(options),
+      "staleness is 1 with schedule \"flush\"; only schedule \"pipedream\" reads older versions for it");
+}
+
+TEST(Replicas, OfTwoBwNeedAsManyMicrobatchesAsAllOfThemHaveInFlight) {
+  EXPECT_EQ(error_of(make_replicated("2bw", {2, 1}, 4)), "");
+  EXPECT_EQ(error_of(make_replicated("2bw", {2, 1}, 3)),
+            "num_microbatches is 3 with in_flight 2 at stage 0 of 2 replicas; schedule \"2bw\" keeps two "
+            "versions, so it needs at least as many microbatches");
+  EXPECT_EQ(
+      error_of(make_replicated("2bw", {1, 2, 1}, 16)),
+      "stage 1 has 2 replicas with in_flight 2 below a stage of 1 with 5; schedule \"2bw\", which counts "
+      "microbatches in flight, would deadlock: use schedule \"pipedream\", or as many replicas at every "
+      "stage");
+}
+
+}  // namespace
+}  // namespace pipedream
