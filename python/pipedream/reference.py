@@ -8,7 +8,13 @@ compared with it. Random numbers: see seeding.py.
                   2. forward of each microbatch through all stages, in order, and its loss
                   3. naive only: the leaves get the content of the newest version, in place
                   4. backward of each microbatch, in the same order; gradients add up in the leaves
-                  5. one update per stage of the model's own parameters, which are the newest version
+                  5. one update per stage of the model's own parameters, which are the newest version: after
+                     the last minibatch of a round, with the mean of the round's gradients
+
+A round is a minibatch. With replicas, whose numbers are computed one after the other, it is the r minibatches
+in a row of a stage's r replicas, and for a schedule that drains as many as the least common multiple of all
+stages' replicas, at every stage; the last one may be short. Each replica has buffers of its own, whose mean
+the model has in the end.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipedream.common.checks import check_choice, check_count
+from pipedream.common.document import check_whole
 from pipedream.model.batches import parts_of
 from pipedream.model.boundary import check_loss, device_of, map_tensors, tensors_of, to_device
 from pipedream.model.loss_placement import call_loss, loss_on
@@ -34,8 +42,8 @@ from pipedream.model.microbatch import check_alike, chunk, counts_of, samples_of
 from pipedream.model.precision import LossScaler, autocast_dtype, autocast_region
 from pipedream.model.references import check_loss_fn, gradients_noticed, places_of
 from pipedream.model.seeding import (
+    MinibatchStreams,
     RngState,
-    RngStream,
     base_seed,
     data_seed,
     generators_kept,
@@ -88,26 +96,27 @@ def run(
     recompute: bool | Sequence[int] | None = None,
     autocast: str | torch.dtype | None = None,
     max_grad_norm: float | None = None,
+    sync: str = "bsp",
+    staleness: int = 0,
     seed: int | None = None,
     across_cut: CutFunction | None = None,
 ) -> ReferenceResult:
     """Trains the model in place as the schedule would. Arguments as pipedream.run's, but for across_cut.
 
-    The gradient of minibatch i, taken at the versions that its stages read (see _Versions), updates each
-    stage's newest version i to version i + 1. Buffers are not versioned. With one stage every schedule but
-    2bw is plain training, with one microbatch bit for bit. recompute, True for all stages or the indices of
-    some, changes numbers with naive only, whose recomputed forward reads the newest version. Raises
+    The gradients of round j, taken at the versions that their minibatches read (see _Versions), update each
+    stage's newest version j to version j + 1. Buffers are not versioned. sync: bsp, allreduce or ssp, with
+    staleness rounds; asp is refused, as its versions depend on who is faster. With one worker every schedule
+    but 2bw is plain training, with one microbatch bit for bit. recompute, True for all stages or the indices
+    of some, changes numbers with naive only, whose recomputed forward reads the newest version. Raises
     ValueError or TypeError for what cannot be run. across_cut(sender, receiver, tensor_index, tensor): what a
     floating-point activation, or coming back a gradient, becomes between two stages; called in the order of
     the microbatches, returns a new tensor. None: they stay as they are. Sources: PipeDream (SOSP'19), section
     3.3; PipeDream-2BW (ICML'21), section 3.1; GPipe (NeurIPS'19), section 2; design.md, section 4.
     """
-    if any(stage.num_replicas > 1 for stage in plan.stages):
-        raise ValueError(
-            "the plan has replicated stages, which are not built: use partition(..., straight=True)"
-        )
-    versions = _Versions(schedule, list(plan.in_flight))
-    _check_microbatches(schedule, microbatches, plan.in_flight[0])
+    num_replicas = [stage.num_replicas for stage in plan.stages]
+    _check_replicas(schedule, num_replicas, sync, staleness)
+    versions = _Versions(schedule, list(plan.in_flight), num_replicas, staleness)
+    _check_microbatches(schedule, microbatches, plan.in_flight, num_replicas)
     recomputed = _recomputed_stages(recompute, len(plan.stages))
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm is {max_grad_norm!r}: give a number above 0, or None not to clip")
@@ -116,18 +125,26 @@ def run(
     modules = split(model, plan)
     device = device_of(modules)
     ties = find_ties(modules)
+    if max(num_replicas) > 1:
+        _check_replicated(ties, dtype)
     own = {name: parameter for module in modules for name, parameter in module.trainable_parameters()}
-    with _random_streams(len(modules), seed) as streams, gradients_noticed(own), loss_on(loss_fn, device):
+    num_workers = max(len(modules), sum(num_replicas))
+    with (
+        _random_streams(len(modules), num_workers, seed) as streams,
+        gradients_noticed(own),
+        loss_on(loss_fn, device),
+    ):
         stages = [
             _Stage(
                 module,
                 # Elsewhere a recomputed forward is the first one again, number by number.
                 recomputes_newest=schedule == "naive" and stage_index in recomputed,
-                stream=streams[stage_index],
+                streams=streams[stage_index],
                 autocast=functools.partial(autocast_region, device.type, dtype),
                 loss_fn=loss_fn if stage_index == len(modules) - 1 else None,
                 statistics=_MinibatchStatistics(module) if microbatches > 1 else None,
                 updater=_Updater(_owned_parameters(module, ties), optimizer, lr_scheduler),
+                buffers=_ReplicaBuffers(module, num_replicas[stage_index]),
             )
             for stage_index, module in enumerate(modules)
         ]
@@ -146,32 +163,45 @@ def run(
             trainer.train(minibatch, inputs, targets)
             for minibatch, (inputs, targets) in enumerate(_minibatches(data, epochs))
         ]
+        trainer.finish(len(losses))
     return ReferenceResult(losses, trainer.versions_read)
 
 
 class _Versions:
-    """Which versions a schedule reads: the table of design.md, section 4."""
+    """Which versions a schedule reads, and which minibatches make one: the table of design.md, section 4."""
 
-    def __init__(self, schedule: str, in_flight: Sequence[int]) -> None:
+    def __init__(
+        self, schedule: str, in_flight: Sequence[int], num_replicas: Sequence[int], staleness: int
+    ) -> None:
         check_choice("schedule", schedule, _SCHEDULES)
         self._schedule = schedule
         self._in_flight = in_flight
+        self._num_replicas = num_replicas
+        self._staleness = staleness
 
     @property
     def drains(self) -> bool:
         return self._schedule in _DRAINING
 
+    def minibatches_per_round(self, stage_index: int) -> int:
+        return math.lcm(*self._num_replicas) if self.drains else self._num_replicas[stage_index]
+
     def of_forward(self, stage_index: int, minibatch: int) -> int:
+        replicas, in_flight = self._num_replicas[stage_index], self._in_flight[stage_index]
         if self.drains:
-            return minibatch
+            return minibatch // self.minibatches_per_round(stage_index)
         if self._schedule == "2bw":
-            return max(0, minibatch - 1)
+            return max(0, minibatch // replicas - 1)
         if self._schedule == "vertical_sync":
-            return max(0, minibatch - self._in_flight[0] + 1)
-        return max(0, minibatch - self._in_flight[stage_index] + 1)
+            input_replicas = self._num_replicas[0]
+            seen = max(0, minibatch // input_replicas - self._in_flight[0] + 1)
+            return seen * input_replicas // replicas
+        return max(0, minibatch // replicas - in_flight + 1 - self._staleness)
 
     def of_backward(self, stage_index: int, minibatch: int) -> int:
-        return minibatch if self._schedule == "naive" else self.of_forward(stage_index, minibatch)
+        if self._schedule == "naive":
+            return minibatch // self._num_replicas[stage_index]
+        return self.of_forward(stage_index, minibatch)
 
     def of_tied(self, minibatch: int) -> int:
         """Of a parameter that several stages use: at each of them the same, forward and backward."""
@@ -276,13 +306,25 @@ class _Stage:
     module: StageModule
     recomputes_newest: bool
     """Whether its backward runs on a forward that is done again at the newest version."""
-    stream: contextlib.AbstractContextManager[Any]
+    streams: MinibatchStreams | None
+    """Of random numbers; None for those of the process."""
     autocast: Callable[[], contextlib.AbstractContextManager[Any]]
     loss_fn: LossFunction | None
     """Of the last stage, whose output is the loss."""
     statistics: _MinibatchStatistics | None
     """With several microbatches per minibatch."""
     updater: _Updater
+    buffers: _ReplicaBuffers
+
+    def begin(self, minibatch: int) -> None:
+        if self.streams is not None:
+            self.streams.begin(minibatch)
+        self.buffers.use(minibatch)
+
+    @property
+    def stream(self) -> contextlib.AbstractContextManager[Any]:
+        region = None if self.streams is None else self.streams.region
+        return contextlib.nullcontext() if region is None else region
 
     def forward(self, value: Any, targets: Any) -> Any:
         with self.stream:
@@ -302,6 +344,43 @@ class _Stage:
             return output
         with self.autocast():
             return call_loss(self.loss_fn, output, targets)
+
+
+class _ReplicaBuffers:
+    """A stage's buffers, of each of its replicas; the module has those of the replica that was used last."""
+
+    def __init__(self, module: nn.Module, num_replicas: int) -> None:
+        self._module = module
+        self._num_replicas = num_replicas
+        self._in_use = 0
+        initial = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        self._kept = [initial] * num_replicas
+
+    def use(self, minibatch: int) -> None:
+        """The replica's that has the minibatch."""
+        if self._num_replicas == 1:
+            return
+        self._keep()
+        self._in_use = minibatch % self._num_replicas
+        self._put(self._kept[self._in_use])
+
+    def average(self) -> None:
+        """Floating-point ones; the others, such as counts, are the first replica's."""
+        if self._num_replicas == 1:
+            return
+        self._keep()
+        averaged = dict(self._kept[0])
+        for name, buffer in averaged.items():
+            if buffer.is_floating_point():
+                averaged[name] = torch.stack([kept[name] for kept in self._kept]).mean(0)
+        self._put(averaged)
+
+    def _keep(self) -> None:
+        self._kept[self._in_use] = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
+
+    def _put(self, content: Mapping[str, Tensor]) -> None:
+        for name, buffer in self._module.named_buffers():
+            buffer.copy_(content[name])
 
 
 class _Recomputed:
@@ -368,11 +447,14 @@ class _Trainer:
         self._scaler = scaler
         self._overflows: set[tuple[int, int]] = set()  # (stage, minibatch)
         self._histories = {id(p): _History(p) for stage in stages for p in stage.updater.parameters}
+        self._num_added = [0 for _ in stages]  # minibatches, to the gradients of the round
 
     def train(self, minibatch: int, inputs: Any, targets: Any) -> float:
         """One minibatch; its loss."""
         pieces = _cut(inputs, targets, self._num_microbatches, minibatch)
         shares = self._shares(pieces, minibatch)
+        for stage in self._stages:
+            stage.begin(minibatch)
         leaves = self._read(minibatch)
         scale = self._next_scale(minibatch)
         losses = []
@@ -395,8 +477,19 @@ class _Trainer:
                     root.backward()  # type: ignore[no-untyped-call]
                     for stage_again in reversed(recomputed):
                         stage_again.backward()
-        self._update(minibatch, leaves, scale)
+        self._add_gradients(leaves, scale)
+        self._update(
+            minibatch, [stage_index for stage_index in self._all if self._ends_round(stage_index, minibatch)]
+        )
         return sum(losses)
+
+    def finish(self, num_minibatches: int) -> None:
+        """The last round is over, however few minibatches it has."""
+        self._update(
+            num_minibatches - 1, [stage_index for stage_index in self._all if self._num_added[stage_index]]
+        )
+        for stage in self._stages:
+            stage.buffers.average()
 
     def _shares(self, pieces: Sequence[tuple[Any, Any]], minibatch: int) -> list[float]:
         """Of the microbatches in the minibatch."""
@@ -484,19 +577,42 @@ class _Trainer:
         }
         return self._scaler.next_scale(bool(known & self._overflows))
 
-    def _update(self, minibatch: int, leaves: dict[int, Tensor], scale: float | None) -> None:
-        for stage in self._stages:
+    @property
+    def _all(self) -> range:
+        return range(len(self._stages))
+
+    def _ends_round(self, stage_index: int, minibatch: int) -> bool:
+        return (minibatch + 1) % self._versions.minibatches_per_round(stage_index) == 0
+
+    def _add_gradients(self, leaves: dict[int, Tensor], scale: float | None) -> None:
+        """Of a minibatch to those of its round, which are in `grad` of the parameters."""
+        for stage_index, stage in enumerate(self._stages):
+            self._num_added[stage_index] += 1
             for parameter in stage.updater.parameters:
                 gradient = leaves[id(parameter)].grad
-                parameter.grad = gradient if gradient is None or scale is None else gradient / scale
-        skipped = self._overflowed_stages(minibatch) if scale is not None else set()
-        self._clip()
-        for stage_index, stage in enumerate(self._stages):
+                if gradient is None:
+                    continue
+                if scale is not None:
+                    gradient = gradient / scale
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    def _update(self, minibatch: int, stages: Sequence[int]) -> None:
+        """Of these stages, whose round ends with the minibatch."""
+        for stage_index in stages:
+            # A single minibatch is divided by nothing, so that it is plain training to the last bit.
+            for parameter in self._stages[stage_index].updater.parameters:
+                if parameter.grad is not None and self._num_added[stage_index] > 1:
+                    parameter.grad /= self._num_added[stage_index]
+        skipped = self._overflowed_stages(minibatch) if self._scaler is not None else set()
+        self._clip(stages)
+        for stage_index in stages:
+            updater = self._stages[stage_index].updater
             if stage_index not in skipped:
-                stage.updater.step()
-            for parameter in stage.updater.parameters:
+                updater.step()
+            for parameter in updater.parameters:
                 parameter.grad = None
                 self._histories[id(parameter)].add()
+            self._num_added[stage_index] = 0
 
     def _overflowed_stages(self, minibatch: int) -> set[int]:
         """The stages that skip their update. Where the pipeline drains, one's overflow is everybody's."""
@@ -510,13 +626,12 @@ class _Trainer:
         self._overflows |= {(stage_index, minibatch) for stage_index in overflowed}
         return overflowed
 
-    def _clip(self) -> None:
+    def _clip(self, stages: Sequence[int]) -> None:
         if self._max_grad_norm is None:
             return
+        together = [self._stages[stage_index].updater.parameters for stage_index in stages]
         if self._versions.drains:
-            together = [[parameter for stage in self._stages for parameter in stage.updater.parameters]]
-        else:
-            together = [stage.updater.parameters for stage in self._stages]
+            together = [list(itertools.chain(*together))]
         for parameters in together:
             torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm)
 
@@ -591,12 +706,52 @@ def _cut(inputs: Any, targets: Any, num_microbatches: int, minibatch: int) -> li
     return list(zip(input_pieces, target_pieces, strict=True))
 
 
-def _check_microbatches(schedule: str, microbatches: int, in_flight: int) -> None:
+def _check_microbatches(
+    schedule: str, microbatches: int, in_flight: Sequence[int], num_replicas: Sequence[int]
+) -> None:
     check_count("microbatches", microbatches)
-    if schedule == "2bw" and microbatches < in_flight:
+    if schedule != "2bw":
+        return
+    needed = [held * replicas for held, replicas in zip(in_flight, num_replicas, strict=True)]
+    most = max(needed)
+    if microbatches < most:
+        stage = "the first stage" if needed[0] == most else f"stage {needed.index(most)}"
         raise ValueError(
-            f"microbatches is {microbatches}, but schedule '2bw' has {in_flight} of them in flight at the "
-            f"first stage: use microbatches={in_flight} or more"
+            f"microbatches is {microbatches}, but schedule '2bw' has {most} of them in flight at {stage}: use"
+            f" microbatches={most} or more"
+        )
+
+
+def _check_replicas(schedule: str, num_replicas: Sequence[int], sync: str, staleness: int) -> None:
+    check_choice("schedule", schedule, _SCHEDULES)
+    if sync == "asp":
+        raise ValueError("sync is 'asp': what it reads depends on who is faster, which no reference can say")
+    check_choice("sync", sync, ("bsp", "ssp", "allreduce"))
+    check_whole("staleness", staleness, at_least=0)
+    if staleness and (sync != "ssp" or schedule != "pipedream"):
+        raise ValueError(
+            f"staleness is {staleness} with sync {sync!r} and schedule {schedule!r}: it goes with sync='ssp'"
+            " and schedule='pipedream'"
+        )
+    if schedule == "data_parallel" and len(num_replicas) > 1:
+        raise ValueError(f"schedule 'data_parallel' has one stage, and the plan has {len(num_replicas)}")
+    if schedule == "interleaved" and max(num_replicas) > 1:
+        raise ValueError(
+            "schedule 'interleaved' runs one replica of each stage: use partition(..., straight=True)"
+        )
+
+
+def _check_replicated(ties: Sequence[Tie], dtype: torch.dtype | None) -> None:
+    """Raises ValueError for what a plan with replicas cannot train."""
+    if ties:
+        raise ValueError(
+            f"stages {ties[0].stages} share a parameter, and the plan has replicated stages: use"
+            " partition(..., straight=True)"
+        )
+    if dtype == torch.float16:
+        raise ValueError(
+            "autocast is 'float16', and the plan has replicated stages: use autocast='bfloat16', or"
+            " partition(..., straight=True)"
         )
 
 
@@ -642,18 +797,18 @@ def _first_argument(function: Callable[..., Any]) -> str | None:
 
 @contextlib.contextmanager
 def _random_streams(
-    num_stages: int, seed: int | None
-) -> Iterator[Sequence[contextlib.AbstractContextManager[Any]]]:
-    if num_stages == 1:
+    num_stages: int, num_workers: int, seed: int | None
+) -> Iterator[Sequence[MinibatchStreams | None]]:
+    if num_workers == 1:
         if seed is not None:
             seed_all(seed)
-        yield [contextlib.nullcontext()]
+        yield [None]
         return
     base = base_seed(seed)
     caller_state = RngState.capture()
     try:
         seed_all(data_seed(base))
-        yield [RngStream(stage_seed(base, stage_index)) for stage_index in range(num_stages)]
+        yield [MinibatchStreams(stage_seed(base, stage_index)) for stage_index in range(num_stages)]
     finally:
         caller_state.restore()
 

@@ -978,7 +978,6 @@ def test_the_data_of_several_stages_stay_as_they_are_when_the_first_layer_works_
         ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm is 0.0"),
         ({"autocast": "float64"}, ValueError, "autocast is 'float64'"),
         ({"plan": straight_plan(3, (1,))}, ValueError, "covers 3 layers but the model has 5"),
-        ({"plan": Plan((Stage(0, 4, 2),), in_flight=(1,))}, ValueError, "replicated stages"),
         ({"data": []}, ValueError, "nothing in epoch 0"),
         ({"data": iter(CASES["mlp"].data(1)), "epochs": 2}, ValueError, "nothing in epoch 1"),
         (

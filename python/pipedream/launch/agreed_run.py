@@ -94,7 +94,7 @@ def agree(
     stages = split(model, options.plan)
     base = base_seed(options.seed) if agreed is None else int(agreed["base_seed"])
     run = AgreedRun(place, options, base, stages, find_ties(stages))
-    seed_data(base, options.seed, options.plan.num_stages)
+    seed_data(base, options.seed, options.plan.workers_used)
     if agreed is None:
         agreed = {
             "plan": options.plan.to_dict(),

@@ -229,7 +229,7 @@ def _cut(model: Model, data: Iterable[Any], options: JobOptions) -> CutModel:
     """The model with its layers, found by one forward with minibatch 0."""
     assert isinstance(model, nn.Module)
     with generators_kept():
-        seed_data(base_seed(options.seed), options.seed, options.plan.num_stages)
+        seed_data(base_seed(options.seed), options.seed, options.plan.workers_used)
         inputs, targets = parts_of(first_of(data), 0)
         return cut_model(model, inputs, targets, options.loss_fn, autocast=options.autocast)
 

@@ -100,7 +100,7 @@ def write_data(folder: Path, data: Iterable[Any], options: JobOptions) -> Forwar
     try:
         content = _dumps(without_processes(data))
     except Exception:  # whatever a user's object raises: then it stays here
-        seed_data(base_seed(options.seed), options.seed, options.plan.num_stages)
+        seed_data(base_seed(options.seed), options.seed, options.plan.workers_used)
         begin = RngState.capture()
         forwarded = _describe_forwarded(data, options)
         if not isinstance(data, PeekedIterator):

@@ -2,13 +2,13 @@
 
 The rule, the same in the workers and in reference.py:
 
-- One stage: everything draws from the process's global generators, as in a plain PyTorch loop; a seed
+- One worker: everything draws from the process's global generators, as in a plain PyTorch loop; a seed
   that is given is set first with `seed_all`.
-- Several stages: the data own the global generators (torch, `random`, numpy), set with
-  `seed_all(data_seed(base))`, so that every worker reads the same stream; stage s draws from a torch
-  stream of its own, `RngStream(stage_seed(base, s))`, entered for each of its forwards, so that no
-  stage's draws depend on which process it runs in. The loss draws from the last stage's stream. `base` is
-  `base_seed(seed)` of the caller (of rank 0 under torchrun).
+- Several workers: the data own the global generators (torch, `random`, numpy), set with
+  `seed_all(data_seed(base))`, so that every worker reads the same stream; stage s draws for each minibatch
+  from a torch stream of its own, `MinibatchStreams(stage_seed(base, s))`, entered for each of its forwards,
+  so that its draws depend neither on the process that it runs in nor on the replica that has the minibatch.
+  The loss draws from the last stage's. `base` is `base_seed(seed)` of the caller (of rank 0 under torchrun).
 
 So a layer of a pipeline draws from torch's generator only (as dropout does), and only in its forward.
 Generators are global to a process: use by the thread that runs the stage.
@@ -30,11 +30,13 @@ import torch
 from pipedream.common.checks import is_whole
 
 __all__ = [
+    "MinibatchStreams",
     "RngState",
     "RngStream",
     "base_seed",
     "data_seed",
     "generators_kept",
+    "minibatch_seed",
     "seed_all",
     "seed_data",
     "stage_seed",
@@ -62,6 +64,11 @@ def stage_seed(base: int, stage_index: int) -> int:
     return _mix(b"stage", f"{base} {stage_index}".encode())
 
 
+def minibatch_seed(stage: int, minibatch: int) -> int:
+    """The 63-bit seed of the stream that the stage of this seed draws from for one minibatch."""
+    return _mix(b"minibatch", f"{stage} {minibatch}".encode())
+
+
 def data_seed(base: int) -> int:
     """The 63-bit seed of the stream that the data (shuffling, augmentation) draw from."""
     return _mix(b"data", str(base).encode())
@@ -79,9 +86,9 @@ def seed_all(seed: int) -> None:
         numpy.random.seed(seed % (1 << _NUMPY_SEED_BITS))
 
 
-def seed_data(base: int, seed: int | None, num_stages: int) -> None:
+def seed_data(base: int, seed: int | None, num_workers: int) -> None:
     """Sets the global generators as whoever reads the data of a run does, by the rule above."""
-    if num_stages > 1:
+    if num_workers > 1:
         seed_all(data_seed(base))
     elif seed is not None:
         seed_all(seed)
@@ -133,12 +140,17 @@ class RngStream:
         self._inside: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
         self._outside: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
 
+    def restart(self, seed: int) -> None:
+        """Afterwards it is as new, of this seed. Not while it is entered."""
+        self._seed = seed
+        self._inside = None
+
     def __enter__(self) -> RngStream:
         if self._outside is not None:
             raise RuntimeError("this RngStream is already entered")
         self._outside = (torch.get_rng_state(), _cuda_state())
         if self._inside is None:
-            torch.manual_seed(self._seed)
+            _seed_torch(self._seed)
             return self
         cpu_state, cuda_state = self._inside
         torch.set_rng_state(cpu_state)
@@ -157,6 +169,31 @@ class RngStream:
         torch.set_rng_state(cpu_state)
         _set_cuda_state(cuda_state)
         self._outside = None
+
+
+class MinibatchStreams:
+    """What one stage draws from torch: a stream for each minibatch, one after the other."""
+
+    def __init__(self, seed: int, *, is_shared: bool = True) -> None:
+        """seed: stage_seed(). is_shared: whether others draw from the process's generators, too."""
+        self._seed = seed
+        self.region = RngStream(seed) if is_shared else None
+        """To be entered for each forward; None where nobody else draws and nothing needs swapping."""
+
+    def begin(self, minibatch: int) -> None:
+        """The next forwards are this minibatch's."""
+        seed = minibatch_seed(self._seed, minibatch)
+        if self.region is None:
+            _seed_torch(seed)
+        else:
+            self.region.restart(seed)
+
+
+def _seed_torch(seed: int) -> None:
+    # As torch.manual_seed, which takes a hundred times as long to ask for devices that are not there.
+    torch.default_generator.manual_seed(seed)
+    if _cuda_is_initialized():
+        torch.cuda.manual_seed_all(seed)
 
 
 def _cuda_state() -> tuple[torch.Tensor, ...]:

@@ -25,7 +25,7 @@ from pipedream.data.batch_reader import BatchReader
 from pipedream.data.stream import MinibatchStream
 from pipedream.model.boundary import Boundary
 from pipedream.model.exchange import TENSORS
-from pipedream.model.seeding import RngStream, stage_seed
+from pipedream.model.seeding import MinibatchStreams, stage_seed
 from pipedream.model.splitter import StageModule
 from pipedream.planning.trace import read_clock
 from pipedream.report.losses import make_loss_record
@@ -183,7 +183,7 @@ class WorkerLoop:
             boundary_out=None if is_last else boundaries[stage_index],
             reader=self._reader if is_first or is_last else None,
             losses=self._losses if is_last else None,
-            rng=self._stream_of(stage_index, base_seed, is_alone=is_first and is_last),
+            random_streams=self._streams_of(stage_index, base_seed),
             clones_inputs=clones_inputs,
             copies_targets=copies_data,
             offload=part.offload,
@@ -196,16 +196,13 @@ class WorkerLoop:
         drains = _core.drains_every_minibatch(self._schedule)
         return not drains and self._schedule.in_flight[stage_index] > 1
 
-    def _stream_of(self, stage_index: int, base_seed: int, *, is_alone: bool) -> RngStream | None:
+    def _streams_of(self, stage_index: int, base_seed: int) -> MinibatchStreams | None:
         """Around what draws random numbers for the model; seeding.py has the rule."""
-        if is_alone:
+        if self._options.plan.workers_used == 1:
             return None
-        seed = stage_seed(base_seed, stage_index)
         reads_data = stage_index in (0, self._options.plan.num_stages - 1)
-        if len(self._prepared) > 1 or (reads_data and self._stream.draws):
-            return RngStream(seed)
-        torch.manual_seed(seed)  # nobody else draws here, so nothing needs swapping
-        return None
+        is_shared = len(self._prepared) > 1 or (reads_data and self._stream.draws)
+        return MinibatchStreams(stage_seed(base_seed, stage_index), is_shared=is_shared)
 
     @property
     def losses(self) -> list[float]:

@@ -23,7 +23,7 @@ from pipedream.data.batch_reader import BatchReader, Microbatch
 from pipedream.model.batch_norm import MinibatchStatistics
 from pipedream.model.boundary import Boundary, to_device
 from pipedream.model.precision import LossScaler
-from pipedream.model.seeding import RngStream
+from pipedream.model.seeding import MinibatchStreams
 from pipedream.model.splitter import StageModule
 from pipedream.report.losses import LossRecord
 from pipedream.stage.gradients import StageGradients
@@ -57,8 +57,8 @@ class StageParts:
     """At the first and the last stage."""
     losses: LossRecord | None
     """At the last stage."""
-    rng: RngStream | None
-    """Around what draws random numbers for the model; None where nobody else draws."""
+    random_streams: MinibatchStreams | None
+    """What the model draws from; None where it draws from the process's own."""
     clones_inputs: bool | None
     """Whether the first stage works on copies of the inputs; None leaves it to the first forward."""
     copies_targets: bool
@@ -126,7 +126,7 @@ class StageRunner:
             device=device,
             autocast=options.autocast,
             statistics=self._statistics,
-            rng=parts.rng,
+            rng=None if parts.random_streams is None else parts.random_streams.region,
             torch_region=parts.torch_region,
             clones_inputs=parts.clones_inputs,
             offload=self._offload,
@@ -188,6 +188,8 @@ class StageRunner:
         return piece
 
     def _begin_minibatch(self, work: _core.WorkItem) -> None:
+        if self.parts.random_streams is not None:
+            self.parts.random_streams.begin(work.minibatch)
         if self._loss_scaling is not None:
             overflowed = self.parts.gradients.take_overflow() or work.gradients_overflowed
             self._loss_scaling.begin_minibatch(overflowed=overflowed)

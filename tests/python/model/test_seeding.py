@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import numpy as np
 import pytest
 import torch
-from pipedream.model.seeding import RngState, RngStream, base_seed, data_seed, seed_all, stage_seed
+from pipedream.model.seeding import (
+    MinibatchStreams,
+    RngState,
+    RngStream,
+    base_seed,
+    data_seed,
+    minibatch_seed,
+    seed_all,
+    stage_seed,
+)
 
 # base_seed(0), stage_seed(base, 3), data_seed(base).
 PINNED_SEEDS = (439447896215772966, 8103633286890876180, 9132376182267266863)
@@ -94,3 +104,30 @@ def test_a_stream_restores_the_outside_after_an_error_and_refuses_to_nest_in_its
     assert torch.equal(torch.get_rng_state(), before)
     with stream, pytest.raises(RuntimeError, match="already entered"):
         stream.__enter__()
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_stage_draws_the_same_for_a_minibatch_whichever_others_it_has(is_shared: bool) -> None:
+    def draws(minibatches: list[int]) -> dict[int, list[float]]:
+        streams = MinibatchStreams(stage_seed(base_seed(0), 1), is_shared=is_shared)
+        drawn: dict[int, list[float]] = {}
+        for minibatch in minibatches:
+            streams.begin(minibatch)
+            for _ in range(2):  # microbatches
+                with streams.region or contextlib.nullcontext():
+                    drawn.setdefault(minibatch, []).append(float(torch.rand(())))
+        return drawn
+
+    every = draws([0, 1, 2, 3, 4])
+    assert len({number for numbers in every.values() for number in numbers}) == 10
+    assert draws([0, 2, 4]) | draws([1, 3]) == every
+    torch.manual_seed(minibatch_seed(stage_seed(base_seed(0), 1), 3))
+    assert [float(torch.rand(())) for _ in range(2)] == every[3]
+
+
+def test_only_streams_that_share_the_generators_leave_the_outside_alone() -> None:
+    before = torch.get_rng_state()
+    MinibatchStreams(5).begin(0)
+    assert torch.equal(torch.get_rng_state(), before)
+    MinibatchStreams(5, is_shared=False).begin(0)
+    assert not torch.equal(torch.get_rng_state(), before)
