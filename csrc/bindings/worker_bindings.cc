@@ -19,7 +19,6 @@
 #include "base/process.h"
 #include "bindings/bindings.h"
 #include "bindings/tensor_exchange.h"
-#include "channel/placed_slots.h"
 #include "channel/wire_layout.h"
 #include "codec/codec.h"
 #include "stage/worker.h"
@@ -601,7 +600,6 @@ void bind_worker(py::module_& module) {
 
   module.def("poisons_released_slots", &poison_by_default,
              "Whether memory is filled with NaN when nobody may read it any more ($PIPEDREAM_POISON).");
-  module.attr("PLACED_BYTES_MIN") = kPlacedBytesMin;
   module.attr("NUM_TENSORS_MAX") = py::int_(ItemSpec::kNumTensorsMax);
   module.attr("NUM_DIMS_MAX") = py::int_(kNumDimsMax);
   module.attr("COMPUTED_LATER") = kComputedLater;

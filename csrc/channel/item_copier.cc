@@ -27,10 +27,6 @@ void ItemCopier::place_into(std::unique_ptr<SharedMemory> memory) {
   if (!copy_stream_) copy_stream_ = device_.make_stream();
 }
 
-bool ItemCopier::places(std::size_t num_wire_bytes, std::size_t placed_bytes_min) const {
-  return placed_slots_ && (placed_slots_->on_device() || num_wire_bytes >= placed_bytes_min);
-}
-
 bool ItemCopier::reserve(SendItem& item) {
   item.copy = nullptr;
   item.copier = this;

@@ -1,8 +1,8 @@
 // Copies items to where the wire, or the receiver, reads them: the middle of a sending channel.
 //
-//   placed     into the receiver's own slot, mapped here: its memory is shared and the item is not small, or
-//   it
-//              is its device's memory. The frames tell of the bytes
+//   placed     into the receiver's own slot, mapped here: its memory is shared, the host's or its device's.
+//   The
+//              frames tell of the bytes
 //   staged     into a staging buffer: the wire cannot read device memory, or the tensors travel encoded
 //   in place   nowhere: the wire reads the tensors
 //
@@ -35,9 +35,8 @@ class ItemCopier {
   void place_into(std::unique_ptr<SharedMemory> memory);
   // Lets go of that memory. No copy is under way.
   void end_placing() { placed_slots_.reset(); }
-  // Whether an item of so many bytes is placed; placed_bytes_min: those with fewer take the wire, where it
-  // can.
-  [[nodiscard]] bool places(std::size_t num_wire_bytes, std::size_t placed_bytes_min) const;
+  // Whether items are placed.
+  [[nodiscard]] bool places() const { return placed_slots_ != nullptr; }
   // False: the receiver names a slot that is not in its memory.
   [[nodiscard]] bool can_reach(std::uint16_t slot) const {
     return placed_slots_ == nullptr || placed_slots_->contains(slot);

@@ -14,10 +14,6 @@
 
 namespace pipedream {
 
-// Items with fewer bytes travel through the link: one message is there sooner than a copy on another thread
-// and a message that tells of it.
-inline constexpr std::size_t kPlacedBytesMin = std::size_t{16} << 10;
-
 class PlacedSlots {
  public:
   // slot_bytes: as the receiver plans them, too. Pins host memory for the device.

@@ -156,6 +156,7 @@ std::vector<ReceivedTransfer> ReceiveChannel::transfers() const {
 
 void ReceiveChannel::on_open(Link& link) {
   attach(link);
+  link.let_wait(copy_stream_ == nullptr);  // else its copies begin before anybody waits for the item
   grant_free_slots();
   wakeup_.update([&] { open_.store(true); });
 }

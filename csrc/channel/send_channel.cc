@@ -48,7 +48,7 @@ void SendChannel::send(MinibatchId minibatch, MicrobatchIndex microbatch, const 
   item.ready = std::move(ready);
   item.keep_alive = std::move(keep_alive);
   item.num_wire_bytes = num_wire_bytes;
-  item.is_placed = copier_.places(num_wire_bytes, options_.placed_bytes_min);
+  item.is_placed = copier_.places();
   record_.begin(item);
   if (item.is_placed && options_.chunk_bytes == 0) item.chunk_bytes = kPlacedChunkBytes;
   item.cut();
@@ -128,6 +128,8 @@ void SendChannel::pump() {
     frame_copied();
   });
   if (!works) give_up();
+  // Credits are urgent to items that have none.
+  if (Link* link = link_.load()) link->let_wait(queue_.next() == nullptr);
 }
 
 void SendChannel::start_queued() {
@@ -238,6 +240,7 @@ ChannelStats SendChannel::stats() const {
 
 void SendChannel::on_open(Link& link) {
   attach(link);
+  link.let_wait(queue_.next() == nullptr);
   wakeup_.update([&] { open_.store(true); });
 }
 

@@ -52,10 +52,9 @@ struct ChannelOptions {
   // The minibatches whose items come: this one, and every so many after it.
   MinibatchId first_minibatch{};
   std::int64_t minibatch_stride = 1;
-  std::int64_t num_microbatches = 1;               // of every one: items come in the order of both
-  Codec codec{};                                   // of the float tensors
-  std::size_t placed_bytes_min = kPlacedBytesMin;  // items with fewer go through the link
-  std::size_t num_transfers_kept = 0;              // the newest items whose times each end keeps
+  std::int64_t num_microbatches = 1;   // of every one: items come in the order of both
+  Codec codec{};                       // of the float tensors
+  std::size_t num_transfers_kept = 0;  // the newest items whose times each end keeps
 };
 
 class SendChannel final : public LinkHandler {
@@ -67,9 +66,8 @@ class SendChannel final : public LinkHandler {
               SlotGroup* staging, SlotGroup* residual = nullptr);
   ~SendChannel() override;  // the transport has been shut down
 
-  // From now on items that are not small are written into the receiver's slots, which lie in this memory.
-  // Where it is device memory all are: a channel that the wire can neither read from nor stage for must have
-  // it. Before there is a link.
+  // From now on items are written into the receiver's slots, which lie in this memory. Where it is device
+  // memory, a channel that the wire can neither read from nor stage for must have it. Before there is a link.
   void place_into(std::unique_ptr<SharedMemory> memory);
   [[nodiscard]] bool places() const { return places_; }
   // Lets go of that memory, which the receiver frees then. The transport has been shut down.

@@ -88,7 +88,17 @@ class Wakeup {
       }
       if (drove) return accepted;
     }
+    if (transport_ == nullptr) {
+      changed_.wait_until(lock, deadline, done);
+      return accepted;
+    }
+    // Another thread drives for this one.
+    lock.unlock();
+    transport_->want_all(true);
+    const ScopeExit has_waited([&] { transport_->want_all(false); });
+    lock.lock();
     changed_.wait_until(lock, deadline, done);
+    lock.unlock();
     return accepted;
   }
 

@@ -83,6 +83,7 @@ std::unique_ptr<Transport> make_transport(const WorkerOptions& options) {
   transport.keys = options.keys;
   transport.insecure = options.insecure;
   transport.beats = options.beats;
+  transport.shares_memory = options.shares_memory;
   if (options.transport == "zmq") return make_zmq_transport(transport, options.libzmq_path);
   if (options.transport == kInproc) return make_inproc_transport(transport);
   throw UserError("transport '" + options.transport + "' is unknown: use 'zmq' or 'inproc'");
@@ -128,7 +129,7 @@ void Worker::check_spec(const ChannelSpec& spec) const {
   if (!spec.places_on_device) return;
   // The caller has asked both ends.
   PD_CHECK(spec.on_device && !WireLayout(spec.item, spec.codec).encodes(), spec.name);
-  PD_CHECK(options_.shares_memory && options_.transport != kInproc, spec.name);
+  PD_CHECK(shares_memory(), spec.name);
 }
 
 bool Worker::is_staged(const ChannelSpec& spec) const {
@@ -137,12 +138,8 @@ bool Worker::is_staged(const ChannelSpec& spec) const {
          WireLayout(spec.item, spec.codec).encodes();
 }
 
-// Whether senders of the same host may write into the slots of this channel: not when all items are small.
-bool Worker::is_shared(const ChannelSpec& spec) const {
-  if (spec.places_on_device) return true;
-  return options_.shares_memory && options_.transport != kInproc &&
-         WireLayout(spec.item, spec.codec).slot_bytes() >= kPlacedBytesMin;
-}
+// Whether workers of the same host may use memory of this one.
+bool Worker::shares_memory() const { return options_.shares_memory && options_.transport != kInproc; }
 
 PoolTerm Worker::staging_term(const ChannelSpec& spec) const {
   return {"staging, " + spec.name, WireLayout(spec.item, spec.codec).slot_bytes(), spec.num_items,
@@ -176,7 +173,7 @@ void Worker::add_receive_channel(const ChannelSpec& spec) {
   PoolTerm slots{spec.name, spec.item.slot_bytes(), spec.num_items,
                  spec.on_device ? MemoryKind::kDevice : MemoryKind::kStaging};
   PoolTerm staging = staging_term(spec);
-  if (is_shared(spec)) {  // what the wire writes
+  if (shares_memory()) {  // what the wire writes
     (is_staged(spec) ? staging : slots).allocate = [this, &receiver](std::size_t num_bytes) {
       return share(receiver, num_bytes);
     };
@@ -259,7 +256,7 @@ void Worker::connect(const std::map<std::string, std::string>& endpoints) {
     if (text == endpoints.end()) throw UserError("no endpoint for channel '" + name + "'");
     Endpoint endpoint = parse_endpoint(text->second);
     const bool has_memory = !endpoint.memory.empty() || sender.spec.places_on_device;
-    if (is_shared(sender.spec) && has_memory) place(sender, endpoint.memory);
+    if (shares_memory() && has_memory) place(sender, endpoint.memory);
     endpoint.memory.clear();
     Link& link = transport_->connect(link_options(sender.spec), to_string(endpoint), *sender.channel);
     sender.link.store(&link);

@@ -190,7 +190,7 @@ class Worker {
   // Aborts or throws when the channel cannot be.
   void check_spec(const ChannelSpec& spec) const;
   [[nodiscard]] bool is_staged(const ChannelSpec& spec) const;
-  [[nodiscard]] bool is_shared(const ChannelSpec& spec) const;
+  [[nodiscard]] bool shares_memory() const;
   [[nodiscard]] PoolTerm staging_term(const ChannelSpec& spec) const;
   [[nodiscard]] LinkIdentity identity(std::uint32_t channel_id) const;
   [[nodiscard]] SharedMemoryUse shared_use(const ChannelSpec& spec) const;

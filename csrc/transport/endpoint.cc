@@ -12,6 +12,7 @@ namespace {
 
 constexpr std::string_view kCurve = "curve=";
 constexpr std::string_view kToken = "token=";
+constexpr std::string_view kRings = "rings=";
 constexpr std::string_view kMemory = "memory=";
 constexpr std::size_t kZ85KeyLength = 40;
 constexpr std::string_view kZ85Symbols = ".-:+=^!/*?&<>()[]{}@%$#";  // beside digits and letters (RFC 32)
@@ -56,6 +57,7 @@ std::string to_string(const Endpoint& endpoint) {
   std::string text = endpoint.address;
   if (!endpoint.server_key.empty()) text.append(" ").append(kCurve).append(endpoint.server_key);
   if (!endpoint.token.empty()) text.append(" ").append(kToken).append(endpoint.token);
+  if (!endpoint.rings.empty()) text.append(" ").append(kRings).append(endpoint.rings);
   if (!endpoint.memory.empty()) text.append(" ").append(kMemory).append(endpoint.memory);
   return text;
 }
@@ -76,19 +78,25 @@ Endpoint parse_endpoint(const std::string& text) {
   }
   for (const std::string_view word : words) {
     if (word.data() == words.front().data()) continue;
-    const bool may_say_who = endpoint.server_key.empty() && endpoint.token.empty() && endpoint.memory.empty();
+    const bool may_say_who = endpoint.server_key.empty() && endpoint.token.empty() &&
+                             endpoint.rings.empty() && endpoint.memory.empty();
     if (word.starts_with(kCurve) && may_say_who) {
       endpoint.server_key = word.substr(kCurve.size());
       if (!is_z85_key(endpoint.server_key)) refuse("the key after curve= is not 40 characters of Z85");
     } else if (word.starts_with(kToken) && may_say_who) {
       endpoint.token = word.substr(kToken.size());
       if (!is_token(endpoint.token)) refuse("the token after token= is not 32 hexadecimal digits");
+    } else if (word.starts_with(kRings) && endpoint.rings.empty() && endpoint.memory.empty()) {
+      endpoint.rings = word.substr(kRings.size());
+      if (endpoint.rings.empty()) refuse("nothing follows rings=");
     } else if (word.starts_with(kMemory) && endpoint.memory.empty()) {
       endpoint.memory = word.substr(kMemory.size());
       if (endpoint.memory.empty()) refuse("nothing follows memory=");
     } else {
       refuse(
-          "after the address only curve=<key> or token=<token>, then memory=<address> may follow, once each");
+          "after the address only curve=<key> or token=<token>, then rings=<address>, then memory=<address> "
+          "may "
+          "follow, once each");
     }
   }
   return endpoint;

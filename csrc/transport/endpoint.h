@@ -1,10 +1,10 @@
 // Where a link listens and what it wants to hear, as one line of text that travels through the rendezvous:
 //
-//   tcp://10.0.0.1:40001 curve=<Z85 public key> memory=<address of shared memory>
+//   tcp://10.0.0.1:40001 curve=<Z85 public key> rings=<address of shared memory> memory=<another>
 //   tcp://127.0.0.1:40001 token=<32 hexadecimal digits>
 //
-// With keys there is a curve=, over tcp without them a token=, in one process neither; memory= is optional
-// and comes last. None of them has blanks. Plain values; any thread.
+// With keys there is a curve=, over tcp without them a token=, in one process neither; rings= and memory= are
+// optional and come last. None of them has blanks. Plain values; any thread.
 #pragma once
 
 #include <cstddef>
@@ -18,6 +18,7 @@ struct Endpoint {
   std::string address{};     // "tcp://127.0.0.1:40001", "inproc://7"
   std::string server_key{};  // the listener's public key; empty without CURVE
   std::string token{};       // what a connector must say where there are no keys, see zmq/token.h
+  std::string rings{};       // see frame_rings.h; empty when frames travel by the connection alone
   std::string memory{};      // of the receive channel's slots, see shared_memory.h; empty when not shared
 
   friend bool operator==(const Endpoint&, const Endpoint&) = default;

@@ -331,6 +331,7 @@ void LinkCore::open() {
   state_ = State::kOpen;
   beat_deadline_ = Clock::now() + peer_timeout();
   transport_.need_thread();
+  opened();
   std::deque<HeldFrame> waiting;
   waiting.swap(waiting_);
   while (!waiting.empty()) {

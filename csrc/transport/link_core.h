@@ -34,8 +34,6 @@
 
 namespace pipedream {
 
-using FrameHeaderBytes = std::array<std::byte, kFrameHeaderBytes>;
-
 // A frame on its way. on_sent runs when it dies, wherever that is: so it runs exactly once in every outcome.
 class HeldFrame {
  public:
@@ -84,6 +82,8 @@ class LinkCore : public Link {
  protected:
   // First of all: from now on traffic is to be noticed.
   virtual void watch_traffic() {}
+  // HELLOs were exchanged and accepted.
+  virtual void opened() {}
   // There may be traffic of which nobody was told.
   virtual void look_for_traffic() {}
   // Connectors, before HELLO. A failure ends the link.

@@ -107,6 +107,10 @@ class Link {
   [[nodiscard]] virtual LinkCounters counters() const = 0;
   [[nodiscard]] virtual const LinkOptions& options() const = 0;
   [[nodiscard]] virtual std::string endpoint() const = 0;  // what the peer connects to, see endpoint.h
+
+  // Who drives. Tensors and credits may arrive unnoticed until a thread waits, or drives for some other
+  // reason. The link may notice them at once all the same; until this is called it does.
+  virtual void let_wait(bool /*lets_wait*/) {}
 };
 
 // A CURVE identity (CurveZMQ, RFC 26) and who may talk to it. Keys are Z85 text of 40 characters.
@@ -125,6 +129,9 @@ struct TransportOptions {
   std::optional<CurveKeys> keys;
   // Lets a listener without keys bind elsewhere than to loopback, and a connector talk to such a one.
   bool insecure = false;
+  // Between two transports of one host that both have it, frames without a payload travel through memory that
+  // they share.
+  bool shares_memory = false;
   // A peer whose program gives no sign of life is lost, too, although its process answers heartbeats: the
   // transport says BEAT to its peers only while pulse() is called at least every peer_timeout_s / 8, and a
   // peer that has said none for peer_timeout_s is lost. Both ends of a link must have the same setting.
@@ -179,6 +186,10 @@ class Transport {
   [[nodiscard]] virtual bool drive_until(Deadline deadline, const std::function<bool()>& done) = 0;
   // The thread that waits in drive_until() asks done() again. Any thread.
   virtual void interrupt() = 0;
+
+  // Until it is taken back, once each: whatever arrives is noticed at once, also what handlers let wait. For
+  // threads that wait for a handler elsewhere than in drive_until(). Any thread.
+  virtual void want_all(bool wants) = 0;
 
   // Closes all links (BYE), waits until the peers have received what was sent and answered, linger_s at
   // most, then stops the thread. No handler is called afterwards; every pending on_sent has been. Idempotent.

@@ -95,6 +95,16 @@ void TransportCore::unwatch(int fd) {
   thread_watch_.remove(fd);
 }
 
+void TransportCore::add_rings(FrameRings& rings) {
+  const std::lock_guard lock(mutex_);
+  rings_.push_back(&rings);
+}
+
+void TransportCore::remove_rings(FrameRings& rings) {
+  const std::lock_guard lock(mutex_);
+  std::erase(rings_, &rings);
+}
+
 // ---- Posting: any thread ----
 
 void TransportCore::post(std::function<void()> function) { enqueue(std::move(function)); }
@@ -148,14 +158,35 @@ bool TransportCore::begin_driving() {
   return true;
 }
 
+// Under the mutex, whenever it changes who drives or sleeps: what that one is to be woken for. True: some of
+// it is there already.
+bool TransportCore::listen_for_bells() {
+  bool has_frames = false;
+  for (FrameRings* rings : rings_) {
+    BellWish wished = BellWish::kNothing;
+    if (!driven_ && waiter_sleeps_) {
+      wished = BellWish::kAll;
+    } else if (!driven_ && thread_sleeps_) {
+      wished = rings->lets_wait() && num_wanting_all_ == 0 ? BellWish::kUrgent : BellWish::kAll;
+    }
+    rings->wish(wished);
+    has_frames = rings->has(wished) || has_frames;
+  }
+  return has_frames;
+}
+
 // False when there is more to do, and this thread still drives. hands_over: unless another one can do it.
 bool TransportCore::stop_driving(bool hands_over) {
   Watch* sleeper = nullptr;
   {
     const std::lock_guard lock(mutex_);
-    const bool has_work = !tasks_.empty() || !told_.empty();
-    if (has_work && !hands_over) return false;
     driven_ = false;
+    const bool has_frames = listen_for_bells();
+    const bool has_work = has_frames || !tasks_.empty() || !told_.empty();
+    if (has_work && !hands_over) {
+      driven_ = true;
+      return false;
+    }
     if (needs_thread_.load()) {
       if (std::exchange(thread_sleeps_, false)) sleeper = &thread_watch_;
     } else if (has_work) {
@@ -197,15 +228,32 @@ bool TransportCore::drive_until(Deadline deadline, const std::function<bool()>& 
     waiter_ = std::this_thread::get_id();
     interrupted_ = false;  // done() is asked after this
   }
-  const ScopeExit no_longer_waits([this] {
-    const std::lock_guard lock(mutex_);
-    waiter_.reset();
-  });
+  const ScopeExit no_longer_waits([this] { stop_waiting(); });
   bool is_done = done();
   while (!is_done && Clock::now() < deadline) {
     is_done = sleep_and_drive(milliseconds_until(deadline), done);
   }
   return true;
+}
+
+void TransportCore::want_all(bool wants) {
+  Watch* sleeper = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    num_wanting_all_ += wants ? 1 : -1;
+    if (listen_for_bells()) sleeper = take_sleeper();
+  }
+  if (sleeper != nullptr) sleeper->wake();
+}
+
+void TransportCore::stop_waiting() {
+  Watch* sleeper = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    waiter_.reset();
+    if (listen_for_bells()) sleeper = take_sleeper();
+  }
+  if (sleeper != nullptr) sleeper->wake();
 }
 
 void TransportCore::interrupt() {
@@ -232,6 +280,7 @@ bool TransportCore::may_waiter_sleep() {
   const std::lock_guard lock(mutex_);
   if (std::exchange(interrupted_, false)) return false;
   waiter_sleeps_ = driven_ || needs_thread_.load() || (tasks_.empty() && told_.empty());
+  if (waiter_sleeps_ && listen_for_bells()) waiter_sleeps_ = false;
   return waiter_sleeps_;
 }
 
@@ -241,7 +290,9 @@ bool TransportCore::wake_waiter(std::span<const std::uint64_t> names) {
   waiter_sleeps_ = false;
   interrupted_ = false;  // done() is asked after this
   if (!stopped_) told_.insert(told_.end(), names.begin(), names.end());
-  return begin_driving();
+  const bool drives = begin_driving();
+  static_cast<void>(listen_for_bells());
+  return drives;
 }
 
 bool TransportCore::drive_as_waiter(const std::function<bool()>& done) try {
@@ -358,7 +409,10 @@ bool TransportCore::may_thread_sleep() {
   if (!tasks_.empty() || !told_.empty() || needs_thread_.load()) return false;
   driven_ = false;
   thread_sleeps_ = true;
-  return true;
+  if (!listen_for_bells()) return true;
+  driven_ = true;
+  thread_sleeps_ = false;
+  return false;
 }
 
 // Until it drives again.
@@ -379,7 +433,9 @@ bool TransportCore::wake_thread(std::span<const std::uint64_t> names) {
   told_.insert(told_.end(), names.begin(), names.end());
   if (driven_ && names.empty()) need_thread();
   thread_sleeps_ = driven_;
-  return !std::exchange(driven_, true);
+  const bool drives = !std::exchange(driven_, true);
+  static_cast<void>(listen_for_bells());
+  return drives;
 }
 
 // The stop that was requested before the last of the tasks that ran.

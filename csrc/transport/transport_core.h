@@ -13,6 +13,8 @@
 //   traffic     is told of once, to one sleeper (watch.h), which drives or queues it for the one who does. A
 //               link that was read or written is read until it is empty, or it stays marked and the thread is
 //               woken for it: reading and writing may both use up what would tell of more traffic
+//   a frame     in rings (frame_rings.h) rings the bell, which is traffic, only for a sleeper who wants that;
+//               who goes to sleep, or stops driving, says for what and then looks once more
 //   a deadline  is the thread's. Whoever makes a new one, or ends a link, calls need_thread(): from then on
 //               nobody else begins to drive until the thread has had its turn
 //
@@ -36,6 +38,7 @@
 
 #include "base/clock.h"
 #include "base/inline_function.h"
+#include "transport/frame_rings.h"
 #include "transport/transport.h"
 #include "transport/watch.h"
 
@@ -65,6 +68,7 @@ class TransportCore : public Transport {
   void post_and_drive(std::function<void()> function) final;
   [[nodiscard]] bool drive_until(Deadline deadline, const std::function<bool()>& done) final;
   void interrupt() final;
+  void want_all(bool wants) final;
   void shutdown(double linger_s) final;
 
   // Ends without a farewell, as a killed process does. For tests.
@@ -91,6 +95,9 @@ class TransportCore : public Transport {
   // Who drives, or nobody yet. `name` comes with note_ready() when it becomes readable; see watch.h.
   void watch(int fd, std::uint64_t name);
   void unwatch(int fd);
+  // Who drives. Rings whose frames deliver() reads, until they are removed.
+  void add_rings(FrameRings& rings);
+  void remove_rings(FrameRings& rings);
 
   [[nodiscard]] const TransportOptions& transport_options() const { return options_; }
 
@@ -127,6 +134,8 @@ class TransportCore : public Transport {
   [[nodiscard]] bool may_drive() const;
   [[nodiscard]] Watch* take_sleeper();
   [[nodiscard]] bool begin_driving();
+  [[nodiscard]] bool listen_for_bells();
+  void stop_waiting();
   [[nodiscard]] bool stop_driving(bool hands_over);
   void drive_as_poster();
   void drop_drive();
@@ -158,6 +167,7 @@ class TransportCore : public Transport {
   std::vector<Task> tasks_;
   std::vector<std::uint64_t> told_;  // names of what became readable, for who drives
   std::vector<std::unique_ptr<LinkCore>> links_;
+  std::vector<FrameRings*> rings_;
   Stop stop_;
   bool driven_ = false;                    // and after the end: nobody drives then
   bool thread_sleeps_ = false;             // and nobody has woken it
@@ -165,6 +175,7 @@ class TransportCore : public Transport {
   std::optional<std::thread::id> waiter_;  // in drive_until()
   bool interrupted_ = false;               // since it last slept
   bool stopped_ = false;                   // no more tasks
+  int num_wanting_all_ = 0;
 
   std::atomic<bool> needs_thread_{false};
   std::atomic<std::int64_t> pulse_ns_{kNoPulse};  // when it was last felt

@@ -78,6 +78,8 @@ struct FrameHeader {
   friend bool operator==(const FrameHeader&, const FrameHeader&) = default;
 };
 
+using FrameHeaderBytes = std::array<std::byte, kFrameHeaderBytes>;
+
 void encode(const FrameHeader& header, std::span<std::byte, kFrameHeaderBytes> bytes);
 
 // kCorruptFrame, saying which field, unless every rule holds: exact length, magic, format version,

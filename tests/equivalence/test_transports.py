@@ -18,7 +18,7 @@ import torch
 from codec_oracle import CodecOracle, encoded_bytes
 from farm import Farm
 from oracle import assert_memory_as_predicted, assert_same_numbers
-from pipedream import RunResult, _core, reference
+from pipedream import RunResult, reference
 from pipedream.links.addresses import is_loopback, resolve_bind
 from pipedream.links.codec_choice import codec_between, parse_codec
 from pipedream.links.keys import write_key_file, write_key_folder
@@ -104,7 +104,7 @@ def test_every_item_is_known_once_at_both_ends_of_its_channel_and_arrives_after_
             assert sent.queued_ns <= sent.started_ns <= sent.framed_ns <= sent.released_ns
             assert sent.framed_ns <= received.arrived_ns <= received.complete_ns
             assert sent.wire_bytes == received.wire_bytes
-            is_placed = transport == "shm" and sent.wire_bytes >= _core.PLACED_BYTES_MIN
+            is_placed = transport == "shm"
             if not is_on_cuda():
                 assert (sent.copied_ns is not None) == is_placed
             if sent.copied_ns is not None:
@@ -148,14 +148,13 @@ def test_shared_memory_gives_the_same_bits_and_keeps_the_tensors_off_the_wire(
 
 
 @pytest.mark.parametrize("transport", ["auto", "shm"])
-def test_small_tensors_take_the_socket_which_is_sooner(farm: Farm, transport: str) -> None:
+def test_small_tensors_stay_off_the_wire_too(farm: Farm, transport: str) -> None:
     training = Training("mlp", 3)
     result, state = _train(farm, training, transport=transport)
     expected, expected_state = train_by_reference(training)
     assert_same_numbers(result.losses, state, expected.losses, expected_state, tolerance(training.dtype))
-    # Between devices nothing is staged, so that small ones are placed, too.
-    by_device = transport == "auto" and is_on_cuda()
-    assert set(result.transports.values()) == {_IPC if by_device else _TCP}
+    assert set(result.transports.values()) == {_SHARED if transport == "shm" else _ON_ONE_HOST}
+    assert all(channel.placed_bytes == channel.tensor_bytes > 0 for channel in result.channels)
 
 
 @pytest.mark.skipif(not is_on_cuda(), reason="no GPU")

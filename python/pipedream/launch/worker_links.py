@@ -67,7 +67,7 @@ class WorkerLinks:
         receivers = sorted({c.receiver for c in channels if c.sender == rank})
         published = wait_for(self._rendezvous, [f"{key}/{receiver}" for receiver in receivers], no_word)
         core.connect({name: address for endpoints in published for name, address in endpoints.items()})
-        between = [c for c in channels if c.stages is not None and c.sender == rank and c.may_be_placed]
+        between = [c for c in channels if c.stages is not None and c.sender == rank]
         links.check_transports(
             {c.name: run.describe_ends(c.sender, c.receiver) for c in between}, core.channel_transports()
         )

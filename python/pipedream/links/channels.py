@@ -123,12 +123,6 @@ class RunChannel:
         """Whether some tensor of it travels encoded."""
         return bool(_core.channel_bytes(self.tensors, self.codec)[3])
 
-    @property
-    def may_be_placed(self) -> bool:
-        """Whether its items are large enough for shared memory to pay."""
-        _, wire_bytes, _, _ = _core.channel_bytes(self.tensors, self.codec)
-        return wire_bytes >= _core.PLACED_BYTES_MIN
-
     def add_to(self, core: _core.Worker, rank: int, plan: Plan) -> None:
         """Adds this end of the channel to the worker; nothing when the rank has no end of it."""
         if rank not in (self.sender, self.receiver):

@@ -12,9 +12,9 @@ from pipedream.common.errors import PipelineError
 
 __all__ = ["DESCRIPTORS_PER_LINK", "check_descriptors", "descriptor_limit_raised"]
 
-DESCRIPTORS_PER_LINK = 6
+DESCRIPTORS_PER_LINK = 9
 """At most, of one end: its two sockets of libzmq and what tells of their traffic (3), where it listens, its
-connection, and the memory that it shares with the other end."""
+connection, and what it shares with the other end: memory of items and of rings, and who wakes whom (3)."""
 _SPARE = 64  # for the user's files, the store and the loaders of data
 
 _log = logging.getLogger("pipedream")

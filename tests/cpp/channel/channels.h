@@ -139,7 +139,6 @@ class ChannelPair : public testing::Test {
   static ChannelOptions channel_options(const ItemSpec& spec, std::size_t chunk_bytes,
                                         std::size_t num_items_max) {
     ChannelOptions options{kName, spec, chunk_bytes, num_items_max};
-    options.placed_bytes_min = 1;
     return options;
   }
   [[nodiscard]] static ChannelOptions channel_options(const ItemSpec& spec, const Sizes& sizes) {

@@ -150,7 +150,7 @@ TEST_P(RandomItems, ReceiverThatTakesNothingBoundsWhatIsUnderWay) {
   make_channels(one_tensor_spec(100'000), sizes);
   for (std::uint32_t minibatch = 0; minibatch < 20; ++minibatch)
     send(minibatch, one_tensor(100'000, minibatch));
-  ASSERT_TRUE(wait_until([&] { return receiver_->all_slots_held(); }));
+  ASSERT_TRUE(receiver_wakeup_.wait_until(patience(), [&] { return receiver_->all_slots_held(); }));
   EXPECT_FALSE(sender_->wait_until_sent(moment()));
   ChannelStats stats = sender_->stats();
   EXPECT_EQ(stats.num_items, 2U);
@@ -190,7 +190,7 @@ std::string parameter_name(const testing::TestParamInfo<std::tuple<std::string, 
 }
 
 INSTANTIATE_TEST_SUITE_P(Transports, RandomItems,
-                         testing::Combine(testing::Values("inproc", "zmq"),
+                         testing::Combine(testing::Values("inproc", "zmq", "zmq_rings"),
                                           testing::Values(Road::kDirect, Road::kStaged, Road::kPlaced,
                                                           Road::kPlacedStaged, Road::kDeviceStaged,
                                                           Road::kDevicePlacedStaged, Road::kDevicePlaced)),

@@ -486,6 +486,7 @@ TEST_P(BrokenSender, IsRefusedWithOneClearLine) {
     pool.seal();
     const auto receiving = make_transport(transport_);
     const auto sending = make_transport(transport_);
+    wakeup.drive_while_waiting(*receiving);
     Recorder recorder;
     auto receiver = std::make_unique<ReceiveChannel>(channel_options(spec_, 1000, 2), *receiving, wakeup,
                                                      *device_, *slots_, receive_staging_, nullptr, shared_);
@@ -772,7 +773,7 @@ std::string parameter_name(const testing::TestParamInfo<std::tuple<std::string, 
   return std::get<0>(parameter.param) + road_name(std::get<1>(parameter.param));
 }
 
-const auto kTransports = testing::Values("inproc", "zmq");
+const auto kTransports = testing::Values("inproc", "zmq", "zmq_rings");
 const auto kRoads = testing::Values(Road::kDirect, Road::kStaged, Road::kPlaced, Road::kPlacedStaged);
 const auto kStagedRoads =
     testing::Values(Road::kStaged, Road::kPlacedStaged, Road::kDeviceStaged, Road::kDevicePlacedStaged);

@@ -59,6 +59,7 @@ class Peer {
   Peer(const std::string& transport, Road road, const Codec& codec)
       : device_(make_device_of(road)), transport_(make_transport(transport)) {
     if (!transport_) return;
+    wakeup_.drive_while_waiting(*transport_);
     const WireLayout layout(spec(), codec);
     slot_bytes_ = layout.slot_bytes();
     PoolTerm slots{"slots", spec().slot_bytes(), kNumInFlight, MemoryKind::kDevice};
@@ -81,7 +82,6 @@ class Peer {
     pool_.seal();
     ChannelOptions options{"items", spec(), kChunkBytes, static_cast<std::size_t>(kNumInFlight)};
     options.codec = codec;
-    options.placed_bytes_min = 1;
     options.num_transfers_kept = kNumTransfersKept;
     receiver_ = std::make_unique<ReceiveChannel>(options, *transport_, wakeup_, *device_, slot_group,
                                                  in_group, compute_stream_.get(), shared_);
@@ -232,7 +232,7 @@ std::string case_name(const testing::TestParamInfo<Case>& parameter) {
   return transport + road_name(road) + "_" + codec;
 }
 
-const auto kTransports = testing::Values("inproc", "zmq");
+const auto kTransports = testing::Values("inproc", "zmq", "zmq_rings");
 
 INSTANTIATE_TEST_SUITE_P(Roads, SteadyState,
                          testing::Combine(kTransports,

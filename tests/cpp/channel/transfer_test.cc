@@ -136,7 +136,7 @@ std::string parameter_name(const testing::TestParamInfo<std::tuple<std::string, 
 }
 
 INSTANTIATE_TEST_SUITE_P(Transports, Transfers,
-                         testing::Combine(testing::Values("inproc", "zmq"),
+                         testing::Combine(testing::Values("inproc", "zmq", "zmq_rings"),
                                           testing::Values(Road::kDirect, Road::kStaged, Road::kPlaced,
                                                           Road::kPlacedStaged, Road::kDeviceStaged,
                                                           Road::kDevicePlaced)),

@@ -568,17 +568,6 @@ TEST_F(OneChannel, EitherEndMayRefuseToShare) {
   }
 }
 
-TEST_F(OneChannel, SmallItemsAreNotWorthSharing) {
-  ChannelSpec small = spec();
-  small.item = ItemSpec({{DType::kFloat32, 1, kPlacedBytesMin - 64}});
-  make_workers(small, small);
-  const auto endpoints = b_->listen();
-  EXPECT_EQ(endpoints.at("activations").find("memory="), std::string::npos);
-  a_->connect(endpoints);
-  open();
-  expect_transports("zmq/tcp");
-}
-
 TEST_F(OneChannel, EncodedTensorsArriveDecodedOnBothRoads) {
   for (const bool shares : {true, false}) {
     make_workers(spec("bf16"), spec("bf16"), shares, shares);

@@ -563,9 +563,9 @@ TEST_P(Driving, WaitGoesOnAfterShutdownUntilItIsOver) {
   connecting_->post_and_drive([] { ADD_FAILURE() << "dropped after shutdown"; });
 }
 
-INSTANTIATE_TEST_SUITE_P(Transports, Driving, testing::Values("inproc", "zmq"),
+INSTANTIATE_TEST_SUITE_P(Transports, Driving, testing::Values("inproc", "zmq", "zmq_rings"),
                          [](const auto& parameter) { return parameter.param; });
-INSTANTIATE_TEST_SUITE_P(Transports, DrivingWithTraffic, testing::Values("inproc", "zmq"),
+INSTANTIATE_TEST_SUITE_P(Transports, DrivingWithTraffic, testing::Values("inproc", "zmq", "zmq_rings"),
                          [](const auto& parameter) { return parameter.param; });
 
 }  // namespace

@@ -44,7 +44,7 @@ class RawPeer {
     set_curve_client(zmq_, socket_, keys, server_key);
   }
   void connect(const std::string& endpoint) {
-    const auto [address, server_key, token, memory] = parse_endpoint(endpoint);
+    const auto [address, server_key, token, rings, memory] = parse_endpoint(endpoint);
     if (!token.empty()) set_token_client(zmq_, socket_, token);
     ASSERT_EQ(zmq_.connect(socket_, address.c_str()), 0);
   }

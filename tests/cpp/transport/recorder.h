@@ -206,8 +206,9 @@ inline const CurveKeys& keys_of_tests() {
   return keys;
 }
 
-// "inproc", "zmq" or "zmq_curve", whose transports all have one pair of keys. Null when this transport is not
-// to be tested here: libzmq is missing, or $PIPEDREAM_TEST_TRANSPORTS (comma separated) leaves it out.
+// "inproc", "zmq", "zmq_rings" or "zmq_curve", whose transports all have one pair of keys. Null when this
+// transport is not to be tested here: libzmq is missing, or $PIPEDREAM_TEST_TRANSPORTS (comma separated)
+// leaves it out.
 inline std::unique_ptr<Transport> make_transport(const std::string& name, TransportOptions options = {}) {
   const char* const chosen = std::getenv("PIPEDREAM_TEST_TRANSPORTS");
   const std::string family = name.substr(0, name.find('_'));
@@ -217,6 +218,7 @@ inline std::unique_ptr<Transport> make_transport(const std::string& name, Transp
     // What a missing libzmq says must not hide a bad option.
     const CurveKeys& keys = keys_of_tests();
     if (name == "zmq_curve") options.keys = keys;
+    options.shares_memory = name == "zmq_rings";
   } catch (const UserError&) {
     return nullptr;
   }

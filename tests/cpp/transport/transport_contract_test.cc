@@ -756,7 +756,8 @@ TEST_P(TransportContract, SendingWhatThePeerWouldRefuseIsOurBug) {
   EXPECT_DEATH(connector_->send(beat), "the link itself says BEAT");
 }
 
-INSTANTIATE_TEST_SUITE_P(Transports, TransportContract, testing::Values("inproc", "zmq", "zmq_curve"),
+INSTANTIATE_TEST_SUITE_P(Transports, TransportContract,
+                         testing::Values("inproc", "zmq", "zmq_rings", "zmq_curve"),
                          [](const auto& parameter) { return parameter.param; });
 
 }  // namespace

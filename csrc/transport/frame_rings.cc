@@ -1,0 +1,131 @@
+#include "transport/frame_rings.h"
+
+#include <new>
+#include <utility>
+
+#include "base/check.h"
+
+namespace pipedream {
+namespace {
+
+constexpr std::size_t kCacheLineBytes = 64;
+constexpr std::uint64_t kNoSlots = ~std::uint64_t{0};  // what the memory is for: no channel plans such slots
+
+struct alignas(kCacheLineBytes) Cell {
+  FrameHeaderBytes header;
+  std::uint64_t num_carried;  // by the connection, before this one
+  std::uint64_t is_urgent;
+};
+
+}  // namespace
+
+// Who writes what has a cache line of its own.
+struct FrameRings::Way {
+  alignas(kCacheLineBytes) std::atomic<std::uint64_t> num_pushed;  // the sender's
+  std::atomic<std::uint64_t> num_urgent_pushed;
+  alignas(kCacheLineBytes) std::atomic<std::uint64_t> num_taken;  // the receiver's
+  alignas(
+      kCacheLineBytes) std::atomic<std::uint32_t> wish;  // a BellWish: the receiver's, cleared by who rings
+  alignas(kCacheLineBytes) std::array<Cell, kNumCells> cells;
+};
+
+struct FrameRings::Layout {
+  BellAddress listener_bell;
+  BellAddress connector_bell;
+  Way to_listener;
+  Way to_connector;
+};
+
+FrameRings::FrameRings(std::unique_ptr<SharedMemory> memory, bool is_listener)
+    : memory_(std::move(memory)),
+      is_listener_(is_listener),
+      out_(is_listener ? reinterpret_cast<Layout*>(memory_->data())->to_connector
+                       : reinterpret_cast<Layout*>(memory_->data())->to_listener),
+      in_(is_listener ? reinterpret_cast<Layout*>(memory_->data())->to_listener
+                      : reinterpret_cast<Layout*>(memory_->data())->to_connector) {
+  static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
+}
+
+FrameRings::~FrameRings() = default;
+
+std::unique_ptr<FrameRings> FrameRings::make(const LinkIdentity& identity, const Bell& bell) {
+  auto memory = SharedMemory::make(sizeof(Layout), {identity, kNoSlots});
+  auto* const layout = new (memory->data()) Layout{};  // NOLINT(*-owning-memory): it lies in the memory
+  layout->listener_bell = bell.address();
+  return std::unique_ptr<FrameRings>(new FrameRings(std::move(memory), /*is_listener=*/true));
+}
+
+std::unique_ptr<FrameRings> FrameRings::open(const std::string& address, const LinkIdentity& identity,
+                                             const Bell& bell) {
+  auto memory = SharedMemory::open(address, {identity, kNoSlots});
+  if (!memory || memory->size_bytes() < sizeof(Layout)) return nullptr;
+  auto* const layout = reinterpret_cast<Layout*>(memory->data());
+  auto rope = BellRope::open(layout->listener_bell);
+  if (!rope) return nullptr;
+  layout->connector_bell = bell.address();
+  memory->claim();
+  std::unique_ptr<FrameRings> rings(new FrameRings(std::move(memory), /*is_listener=*/false));
+  rings->rope_ = std::move(rope);
+  return rings;
+}
+
+// Where the listener cannot open the connector's bell it still takes what comes, and says all by the
+// connection.
+bool FrameRings::begin() {
+  if (!memory_->is_claimed()) return false;
+  if (is_listener_) rope_ = BellRope::open(reinterpret_cast<Layout*>(memory_->data())->connector_bell);
+  return true;
+}
+
+bool FrameRings::push(const FrameHeaderBytes& header, bool is_urgent) {
+  if (!rope_) return false;
+  if (num_free_ == 0) {
+    const std::uint64_t num_left = num_pushed_ - out_.num_taken.load(std::memory_order_acquire);
+    if (num_left >= kNumCells) return false;
+    num_free_ = kNumCells - num_left;
+  }
+  --num_free_;
+  out_.cells[num_pushed_ % kNumCells] = {header, num_carried_, is_urgent ? 1U : 0U};
+  if (is_urgent) out_.num_urgent_pushed.store(++num_urgent_pushed_, std::memory_order_relaxed);
+  out_.num_pushed.store(++num_pushed_, std::memory_order_release);
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // before the wish is read, as wish() before it looks
+  const auto wished = static_cast<BellWish>(out_.wish.load(std::memory_order_relaxed));
+  const bool wakes = wished == BellWish::kAll || (wished == BellWish::kUrgent && is_urgent);
+  if (wakes && out_.wish.exchange(static_cast<std::uint32_t>(BellWish::kNothing)) != 0) rope_->ring();
+  return true;
+}
+
+// The sender may write to the cell, as its memory is shared: each value is read once.
+bool FrameRings::take(FrameHeaderBytes& header) {
+  const std::uint64_t num_taken = num_taken_.load(std::memory_order_relaxed);
+  if (in_.num_pushed.load(std::memory_order_acquire) == num_taken) return false;
+  const Cell cell = in_.cells[num_taken % kNumCells];
+  if (cell.num_carried > num_brought_) {
+    is_blocked_.store(true);
+    return false;
+  }
+  header = cell.header;
+  if (cell.is_urgent != 0) {
+    num_urgent_taken_.store(num_urgent_taken_.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+  }
+  num_taken_.store(num_taken + 1, std::memory_order_relaxed);
+  in_.num_taken.store(num_taken + 1, std::memory_order_release);
+  return true;
+}
+
+void FrameRings::wish(BellWish wished) {
+  const auto value = static_cast<std::uint32_t>(wished);
+  if (in_.wish.load(std::memory_order_relaxed) != value) in_.wish.store(value, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+
+bool FrameRings::has(BellWish wished) const {
+  if (wished == BellWish::kNothing || is_blocked_.load()) return false;
+  if (wished == BellWish::kAll) {
+    return in_.num_pushed.load(std::memory_order_acquire) != num_taken_.load(std::memory_order_relaxed);
+  }
+  return in_.num_urgent_pushed.load(std::memory_order_acquire) !=
+         num_urgent_taken_.load(std::memory_order_relaxed);
+}
+
+}  // namespace pipedream

@@ -1,0 +1,97 @@
+// How frames without a payload travel between the two ends of a link on one host: a ring each way, in memory
+// that both map, and a bell for whoever sleeps.
+//
+//   sender                                      receiver, who drives              receiver, who sleeps
+//   1 push(): the frame into a free cell
+//     nobody sleeps, or it can wait  -------->  take()
+//     else 2 ring the bell           ----------------------------------------->  3 drives: take()
+//
+// Nothing is lost between the two: a receiver says which frames it wants to be woken for (wish()), then looks
+// once more, and sleeps only if there are none; a sender pushes first and reads the wish then.
+//
+// The listener makes the memory, the connector opens it and claims it before it says HELLO. What finds no
+// free cell takes the connection: a frame says how many before it did, and waits for them.
+// Threads: what is not said to be on any is on who drives the transport of its side.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "transport/bell.h"
+#include "transport/shared_memory.h"
+#include "wire/frame.h"
+
+namespace pipedream {
+
+// What a receiver is to be woken for.
+enum class BellWish : std::uint32_t {
+  kNothing = 0,  // somebody drives, and looks before it stops
+  kUrgent = 1,   // what cannot wait until a thread of its own accord looks
+  kAll = 2,
+};
+
+class FrameRings {
+ public:
+  static constexpr std::size_t kNumCells = 256;  // each way
+
+  // The listener's. bell: who is to be woken here; outlives the rings. Throws UserError for want of memory.
+  [[nodiscard]] static std::unique_ptr<FrameRings> make(const LinkIdentity& identity, const Bell& bell);
+  // The connector's. Null where the memory or the bell cannot be opened: the connection carries all.
+  [[nodiscard]] static std::unique_ptr<FrameRings> open(const std::string& address,
+                                                        const LinkIdentity& identity, const Bell& bell);
+  ~FrameRings();
+  FrameRings(const FrameRings&) = delete;
+  FrameRings& operator=(const FrameRings&) = delete;
+
+  [[nodiscard]] std::string address() const { return memory_->address(); }  // the listener's
+  // From the peer's HELLO on: whether the rings are in use.
+  [[nodiscard]] bool begin();
+
+  // False: it must take the connection. is_urgent: the receiver does not let it wait.
+  [[nodiscard]] bool push(const FrameHeaderBytes& header, bool is_urgent);
+  // One that takes the connection: here, and there.
+  void note_carried() { ++num_carried_; }
+  void note_brought() {
+    ++num_brought_;
+    is_blocked_.store(false);
+  }
+  // Moves the oldest out. False when there is none, or when the connection has yet to bring one before it.
+  [[nodiscard]] bool take(FrameHeaderBytes& header);
+
+  // Whether frames that are not urgent may wait until a thread looks of its own accord. Any thread.
+  void let_wait(bool lets_wait) { lets_wait_.store(lets_wait); }
+  [[nodiscard]] bool lets_wait() const { return lets_wait_.load(); }
+  // From now on, and until the bell was rung once. Any thread, one at a time.
+  void wish(BellWish wished);
+  // Whether there is anything to take of what is wished for. Any thread.
+  [[nodiscard]] bool has(BellWish wished) const;
+
+ private:
+  struct Way;
+  struct Layout;
+
+  FrameRings(std::unique_ptr<SharedMemory> memory, bool is_listener);
+
+  const std::unique_ptr<SharedMemory> memory_;
+  const bool is_listener_;
+  Way& out_;
+  Way& in_;
+  std::unique_ptr<BellRope> rope_;  // null: not opened, or nobody can be woken
+  std::atomic<bool> lets_wait_{false};
+  std::atomic<bool> is_blocked_{false};
+
+  // What this side has done; others read the last two.
+  std::uint64_t num_pushed_ = 0;
+  std::uint64_t num_urgent_pushed_ = 0;
+  std::uint64_t num_free_ = kNumCells;  // at least: the other side is asked only when there seem to be none
+  std::uint64_t num_carried_ = 0;
+  std::uint64_t num_brought_ = 0;
+  std::atomic<std::uint64_t> num_taken_{0};
+  std::atomic<std::uint64_t> num_urgent_taken_{0};
+};
+
+}  // namespace pipedream
