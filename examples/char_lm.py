@@ -135,7 +135,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="worker processes; torchrun sets its own")
     parser.add_argument("--minibatches", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--plan", type=Path, help="use this plan instead of output-dir/plan.json")
+    parser.add_argument(
+        "--plan", type=Path, help="a plan, or each stage's replicas (2-1), instead of the one in output-dir"
+    )
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--output-dir", type=Path, default=Path("results/char_lm"))
     options = parser.parse_args()
@@ -151,7 +153,7 @@ def main() -> None:
     loader = make_loader(train, options.minibatches)
 
     if options.plan is not None:
-        plan = pipedream.Plan.load(options.plan)
+        plan = pipedream.Plan.load(options.plan, num_layers=len(model))
     elif is_main:
         plan = make_plan(model, loader, num_workers, options.output_dir / "plan.json")
     else:

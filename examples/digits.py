@@ -62,7 +62,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="worker processes; torchrun sets its own")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--plan", type=Path, help="use this plan instead of profiling; the last one is saved")
+    parser.add_argument(
+        "--plan",
+        type=Path,
+        help="a plan, or each stage's replicas (2-1), instead of profiling; the last one is saved",
+    )
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--output-dir", type=Path, default=Path("results/digits"))
     options = parser.parse_args()
@@ -79,7 +83,7 @@ def main() -> None:
     loss_fn = nn.functional.cross_entropy
 
     if options.plan is not None:
-        plan = pipedream.Plan.load(options.plan)
+        plan = pipedream.Plan.load(options.plan, num_layers=len(model))
     elif is_main:
         profile = pipedream.profile(model, loader, loss_fn, minibatches=60)
         plan = pipedream.partition(profile, num_workers, "10Gbit/s", straight=True)

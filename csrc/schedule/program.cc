@@ -325,9 +325,10 @@ VersionRule tied_rule(const ScheduleOptions& options) {
   return make_rule(options, StageIndex(0), delay, delay);
 }
 
-// By which an update stands later than the backward that it needs.
+// By which an update stands later than the backward that it needs. Half of the staleness: as long as it may
+// wait for the others' gradients, so long may they wait for what it writes.
 std::int64_t num_rounds_delayed(const ScheduleOptions& options, StageIndex stage) {
-  return num_replicas_of(options, stage) > 1 ? options.staleness : 0;
+  return num_replicas_of(options, stage) > 1 ? (options.staleness + 1) / 2 : 0;
 }
 
 // Checks of replicas.

@@ -55,9 +55,10 @@
 // members of the round there, and the others its new version (PUSH and PULL, transfers.h). So the UPDATE of a
 // round stands at every replica, in the short last round also at those without a minibatch in it. It stands
 // after the backward of the replica's last microbatch of the round; with a staleness of k rounds it waits at
-// replicated stages until k more of the replica's rounds went backward, as late as the reads allow, so that
-// no replica waits for one that is behind. What is kept is what may be there at once when a version is
-// written as soon as it comes: version j + 1 may come when the replica has pushed for round j.
+// replicated stages until ceil(k / 2) more of the replica's rounds went backward: as long as it may wait for
+// the others' gradients, so long may they wait for what it writes. So with k = 2 no replica waits for one
+// that is up to a round behind. What is kept is what may be there at once when a version is written as soon
+// as it comes: version j + 1 may come when the replica has pushed for round j.
 //
 // interleaved is 1F1B too, over the order of microbatch_order.h and with a window over the whole worker w of
 // W: 2 (W - w - 1) + (C - 1) W + 1 with C > 1 chunks. With one chunk it is flush with n_s = S - s. Worker 0
@@ -169,7 +170,7 @@ void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_mini
 [[nodiscard]] WeightVersion tied_version(const ScheduleOptions& options, MinibatchId minibatch);
 [[nodiscard]] std::int64_t num_tied_versions_kept(const ScheduleOptions& options);
 
-// How many rounds' gradients a replica may hold at once: 1 and the staleness, where there are others.
+// How many rounds' gradients a replica may hold at once: 1, and where there are others half of the staleness.
 [[nodiscard]] std::int64_t num_gradients_kept(const ScheduleOptions& options, StageIndex stage);
 
 // W_s: the most microbatches that are forwarded and not yet backwarded at a replica of the stage.

@@ -7,6 +7,7 @@ stdout holds exactly one JSON object. Nothing here imports torch until a command
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import json
 import math
@@ -27,7 +28,7 @@ from pipedream.common.units import parse_bandwidth
 from pipedream.launch.run_options import RUN_OPTIONS, check_arguments
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.partitioner import partition
-from pipedream.planning.plan import Plan
+from pipedream.planning.plan import Plan, replica_counts
 
 if TYPE_CHECKING:
     from pipedream.report.result import RunResult
@@ -179,7 +180,12 @@ def _read_run_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def run_command(
     target: _Target,
     plan_file: Annotated[
-        Path | None, typer.Option("--plan", metavar="FILE", help="A file from `partition`.")
+        Path | None,
+        typer.Option(
+            "--plan",
+            metavar="FILE",
+            help="A file from `partition`, or each stage's replicas, such as 2-1.",
+        ),
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Without --plan: profile and plan for so many.")] = None,
     bandwidth: Annotated[str | None, typer.Option(help="With --workers, for example 10Gbit/s.")] = None,
@@ -206,15 +212,19 @@ def run_command(
     options = _read_run_options(arguments)
     if as_json:
         options["progress"] = False
-    given_plan = None if plan_file is None else Plan.load(plan_file)
-    if given_plan is not None and "RANK" not in os.environ:
+    counts = None if plan_file is None else replica_counts(plan_file)
+    given_plan = None if plan_file is None or counts is not None else Plan.load(plan_file)
+    if plan_file is not None and "RANK" not in os.environ:
         start_server()  # it imports torch while this process does; not beside a profiler
     with _clean_stdout(as_json):
         from pipedream.launch.runner import run
+        from pipedream.model.splitter import layers_of
 
         check_arguments(**options)
-        plan = given_plan or _make_plan(target, workers or 0, bandwidth or "", straight)
+        if plan_file is None:
+            given_plan = _make_plan(target, workers or 0, bandwidth or "", straight)
         job = load_job(target, needs_optimizer=True)
+        plan = given_plan or Plan.replicated(len(layers_of(job.model)), counts or ())
         options = job.options | options
         if output is not None and options.get("gather") == "none":
             raise ValueError("gather is 'none', which leaves no whole model to save: leave --output out")
@@ -261,11 +271,17 @@ def keys_command(
 def trace_command(
     schedule: Annotated[
         str,
-        typer.Option(help="pipedream, vertical_sync, naive, 2bw, flush, gpipe, interleaved, model_parallel."),
+        typer.Option(
+            help="pipedream, vertical_sync, naive, 2bw, flush, gpipe, interleaved, model_parallel,"
+            " data_parallel."
+        ),
     ] = "pipedream",
     stages: Annotated[int | None, typer.Option(help="Stages, without --plan.")] = None,
     plan_file: Annotated[
-        Path | None, typer.Option("--plan", metavar="FILE", help="Stages, in flight and workers from a plan.")
+        Path | None,
+        typer.Option(
+            "--plan", metavar="FILE", help="A plan's stages, or just the replicas of each, for example 2-1."
+        ),
     ] = None,
     minibatches: Annotated[int | None, typer.Option(help="How many to show.")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Of every minibatch.")] = None,
@@ -278,15 +294,21 @@ def trace_command(
     recompute: Annotated[
         bool, typer.Option("--recompute", help="Every stage repeats its forward before the backward.")
     ] = False,
+    staleness: Annotated[
+        int, typer.Option(help="How many rounds older a version replicas may read than without.")
+    ] = 0,
     times: Annotated[
         str | None,
         typer.Option(
             metavar="F,B[,U]",
             help="Forward and backward of a microbatch and update, in ms; without it a backward takes as"
-            " long as two forwards.",
+            " long as two forwards, and each of r replicas r times as long as a stage that has one.",
         ),
     ] = None,
     transfer: Annotated[float, typer.Option(help="A microbatch's way to the next stage, in ms.")] = 0.0,
+    shard: Annotated[
+        float, typer.Option(help="The way of a shard, pushed or pulled, to another replica, in ms.")
+    ] = 0.0,
     program_file: Annotated[
         Path | None,
         typer.Option("--program", metavar="FILE", help="Check and show the lists in FILE, as --text prints."),
@@ -322,13 +344,24 @@ def trace_command(
     if output is None and not (as_text or as_json):
         output = _DEFAULT_PICTURE
     _check_output(output)
-    stage_times = read_times(times)
+    given_times = dataclasses.replace(read_times(times), shard_ms=shard)
     traced = make_traced(
-        TraceRequest(schedule, stages, plan_file, minibatches, microbatches, workers, in_flight, recompute),
+        TraceRequest(
+            schedule=schedule,
+            stages=stages,
+            plan_file=plan_file,
+            minibatches=minibatches,
+            microbatches=microbatches,
+            workers=workers,
+            in_flight=in_flight,
+            recompute=recompute,
+            staleness=staleness,
+        ),
         program_file,
     )
     if output is not None:
         check_picture_path(output)  # after the other options: it may only miss matplotlib
+    stage_times = traced.balanced(given_times) if times is None else given_times
     simulation = simulate(traced.programs, stage_times, transfer)
     if output is not None:
         write_picture(
@@ -337,7 +370,7 @@ def trace_command(
             traced.title(),
             describe_bubble(simulation),
             phases=input_phases(traced, simulation),
-            time_unit="forwards" if times is None and not transfer else "ms",
+            time_unit="forwards" if times is None and not (transfer or shard) else "ms",
             show_versions=versions,
         )
     if as_text:
@@ -345,7 +378,7 @@ def trace_command(
         return
     saved = f"\npicture saved in {output}" if output is not None else ""
     shown = f"{traced.title()}\n{describe_bubble(simulation)}{saved}"
-    _print(shown, trace_fields(traced, simulation, stage_times, transfer, output), as_json)
+    _print(shown, trace_fields(traced, simulation, given_times, transfer, output), as_json)
 
 
 def _check_plan_options(

@@ -707,11 +707,14 @@ def test_trace_json_has_the_figures_and_every_instruction_with_its_time(call: Ca
     # Stage 1 begins at 11 and has 3 * 30 ms of work. With two in flight, the third forward at stage 0 waits
     # for the first gradient, so stage 1 waits 2 ms once. Stage 0's last backward ends 21 ms after its.
     minibatch_ms = 11 + 90 + 2 + 21 + 5
+    first_replicas = {"from_replica": 0, "to_replica": 0}
     assert fields == {
         "schedule": "flush",
         "num_stages": 2,
         "num_workers": 2,
         "worker_of_stage": [0, 1],
+        "num_replicas": [1, 1],
+        "staleness": 0,
         "num_minibatches": 2,
         "num_microbatches": 3,
         "in_flight": [2, 1],
@@ -720,6 +723,7 @@ def test_trace_json_has_the_figures_and_every_instruction_with_its_time(call: Ca
         "backward_ms": 20.0,
         "update_ms": 5.0,
         "transfer_ms": 1.0,
+        "shard_ms": 0.0,
         "makespan_ms": 2 * minibatch_ms,
         "bubble_share": pytest.approx(1 - 95 / minibatch_ms),
         "steady_bubble_share": pytest.approx(1 - 95 / minibatch_ms),
@@ -729,8 +733,8 @@ def test_trace_json_has_the_figures_and_every_instruction_with_its_time(call: Ca
         "activations_queued_max": [2],
         "gradients_queued_max": [2],
         "edges": [
-            {"kind": "activation", "from_stage": 0, "to_stage": 1, "queued_max": 2},
-            {"kind": "gradient", "from_stage": 1, "to_stage": 0, "queued_max": 2},
+            {"kind": "activation", "from_stage": 0, "to_stage": 1} | first_replicas | {"queued_max": 2},
+            {"kind": "gradient", "from_stage": 1, "to_stage": 0} | first_replicas | {"queued_max": 2},
         ],
         "output": None,
     }
@@ -738,16 +742,18 @@ def test_trace_json_has_the_figures_and_every_instruction_with_its_time(call: Ca
     assert programs[0][1] == {
         "opcode": "SEND",
         "stage": 0,
+        "replica": 0,
         "minibatch": 0,
         "microbatch": 0,
         "version": 0,
-        "edge": {"kind": "activation", "from_stage": 0, "to_stage": 1},
+        "edge": {"kind": "activation", "from_stage": 0, "to_stage": 1} | first_replicas,
         "begin_ms": 10,
         "end_ms": 10,
     }
     assert programs[0][-1] == {
         "opcode": "UPDATE",
         "stage": 0,
+        "replica": 0,
         "minibatch": 1,
         "microbatch": 0,
         "version": 2,
@@ -826,10 +832,13 @@ def test_trace_writes_a_perfetto_trace_where_the_name_says_so(call: Caller) -> N
             "empty: has no instructions; `pipedream trace --stages 4 --text` prints some",
         ),
         (["--program", "huge"], "there are 1000000000001 stages: trace shows from 1 to 1024"),
+        (["--plan", "2-0"], "stage 1 has 0 replicas; it must have at least 1"),
+        (["--plan", "2-1", "--schedule", "interleaved"], "stage 0 has several replicas; schedule"),
         (
-            ["--plan", "replicated.json"],
-            "replicated.json: stage 0 has 2 replicas, and trace shows one per stage",
+            ["--plan", "2-1", "--staleness", "1", "--schedule", "gpipe"],
+            "staleness is 1 with schedule",
         ),
+        (["--plan", "2-1", "--shard", "-1"], "shard_ms is -1.0: it must not be negative"),
     ],
 )
 def test_mistake_in_trace_is_one_line_and_status_2(call: Caller, arguments: list[str], message: str) -> None:
@@ -837,10 +846,24 @@ def test_mistake_in_trace_is_one_line_and_status_2(call: Caller, arguments: list
     Path("huge").write_text(
         "worker 0\nFORWARD stage 1000000000000 minibatch 0 microbatch 0 reads version 0\n"
     )
-    Plan((Stage(0, 0, 2), Stage(1, 1))).save("replicated.json")
     outcome = call("trace", *arguments)
     assert outcome.status == 2
     assert message in outcome.error()
+
+
+def test_trace_shows_the_replicas_of_a_plan(call: Caller) -> None:
+    Plan((Stage(0, 0, 2), Stage(1, 1))).save("replicated.json")
+    written, saved = (
+        json.loads(call("trace", "--plan", plan, "--json").stdout) for plan in ("2-1", "replicated.json")
+    )
+    assert written == saved
+    assert (written["num_replicas"], written["num_workers"], written["in_flight"]) == ([2, 1], 3, [2, 1])
+    assert {step["replica"] for step in written["programs"][1]} == {1}
+    assert {(edge["kind"], edge["from_replica"]) for edge in written["edges"]} >= {("push", 0), ("pull", 1)}
+    assert written["ms_per_minibatch"] == 3.0, "two replicas have twice the time"
+    text = call("trace", "--plan", "2-1", "--staleness", "1", "--text").stdout
+    assert text.startswith("# pipedream: 2 stages, 2-1 replicas, staleness 1, 16 minibatches\n")
+    assert "SEND push stage 0 replica 1 to stage 0 minibatch 1" in text
 
 
 def test_trace_text_and_json_import_neither_torch_nor_matplotlib() -> None:

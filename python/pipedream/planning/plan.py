@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ from pipedream.common.units import format_bandwidth, format_bytes
 if TYPE_CHECKING:
     from pipedream import _core
 
-__all__ = ["Plan", "Stage"]
+__all__ = ["Plan", "Stage", "replica_counts"]
 
 _KIND = "plan"
 _VERSION = 1
@@ -79,6 +79,14 @@ class Stage:
     def to_dict(self) -> dict[str, Any]:
         worker = {} if self.worker is None else {"worker": self.worker}
         return {name: getattr(self, name) for name in _STAGE_FIELDS} | worker | self.extra
+
+
+def replica_counts(text: str | os.PathLike[str]) -> tuple[int, ...] | None:
+    """Of "2-1": (2, 1), the replicas of every stage; None for anything else, such as a file's name."""
+    parts = os.fspath(text).split("-")
+    if not all(part.isdecimal() and part.isascii() for part in parts):
+        return None
+    return tuple(map(int, parts))
 
 
 @dataclass(frozen=True)
@@ -205,6 +213,25 @@ class Plan:
             first_layer = last_layer + 1
         return cls(tuple(stages), model=model)
 
+    @classmethod
+    def replicated(cls, num_layers: int, num_replicas: Sequence[int], *, model: str | None = None) -> Plan:
+        """A plan of stages with these replicas, which have the layers as they have the workers: in the same
+        shares, and at least one."""
+        counts = [check_whole("num_replicas", replicas, at_least=1) for replicas in num_replicas]
+        check_whole("num_layers", num_layers, at_least=1)
+        if not 1 <= len(counts) <= num_layers:
+            raise ValueError(f"there are {len(counts)} stages and {num_layers} layers: a stage needs one")
+        stages = []
+        first_layer = 0
+        for stage_index, replicas in enumerate(counts):
+            workers_before = sum(counts[: stage_index + 1])
+            num_after = len(counts) - 1 - stage_index  # stages, of which each needs a layer
+            wanted = round(num_layers * workers_before / sum(counts)) - 1
+            last_layer = min(max(first_layer, wanted), num_layers - 1 - num_after)
+            stages.append(Stage(first_layer, last_layer, replicas))
+            first_layer = last_layer + 1
+        return cls(tuple(stages), model=model)
+
     def hash(self) -> int:
         """64 bits that two workers compare before they talk: equal for plans that run alike.
 
@@ -220,9 +247,14 @@ class Plan:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Plan:
+    def load(cls, path: str | os.PathLike[str], *, num_layers: int | None = None) -> Plan:
         """Reads a pipedream.plan/1 file; raises FileFormatError naming file and field, and warns of an
-        unknown field whose name is almost that of a known one."""
+        unknown field whose name is almost that of a known one.
+
+        num_layers: of the model, where instead of a file the replicas of every stage may be given, "2-1"."""
+        counts = None if num_layers is None else replica_counts(path)
+        if num_layers is not None and counts is not None:
+            return cls.replicated(num_layers, counts)
         source = os.fspath(path)
         plan = cls.from_dict(read_document(path, _KIND, _VERSION), source=source)
         for caution in _misspelt_fields(plan):

@@ -32,6 +32,7 @@ _PICTURE_INCHES_MAX = 100.0
 
 _LETTERS = {"FORWARD": "F", "BACKWARD": "B", "RECOMPUTE": "R", "UPDATE": "U"}
 _LINK_LEGEND = ",   a activation,   g gradient, on their way"
+_SYNC_LEGEND = ",   p push or pull"
 _MEANINGS = {"FORWARD": "forward", "RECOMPUTE": "recompute", "BACKWARD": "backward", "UPDATE": "update"}
 
 
@@ -98,6 +99,7 @@ def make_spans(simulation: Simulation) -> Iterator[Span]:
         for instruction, begin_ms, end_ms in _computed(row):
             args = {
                 "stage": instruction.stage,
+                "replica": instruction.replica,
                 "minibatch": instruction.minibatch,
                 "microbatch": instruction.microbatch,
                 "version": instruction.version,
@@ -119,16 +121,21 @@ def draw_text(
     labels = _Labels(simulation, show_versions)
     columns_per_ms = _text_scale(simulation, labels)
     num_columns = round(simulation.makespan_ms * columns_per_ms) + 1
+    has_replicas = any(_name_replicas(simulation))
+    names = _name_rows(simulation) if has_replicas else [f"worker {w}" for w in range(simulation.num_workers)]
     rows = {
-        f"worker {worker}": _text_row(row, labels, columns_per_ms, num_columns)
-        for worker, row in enumerate(simulation.timeline)
+        name: _text_row(row, labels, columns_per_ms, num_columns)
+        for name, row in zip(names, simulation.timeline, strict=True)
     }
     links = _text_links(simulation, labels, columns_per_ms, num_columns)
     rows |= links
     width = max(map(len, rows), default=0)
     lines = [title, *([subtitle] if subtitle else []), ""]
     lines += [f"{name:{width}}  {row}" for name, row in rows.items()]
-    return "\n".join([*lines, "", labels.text_legend() + (_LINK_LEGEND if links else ""), ""])
+    legend = labels.text_legend()
+    if links:
+        legend += (_SYNC_LEGEND if has_replicas else "") + _LINK_LEGEND
+    return "\n".join([*lines, "", legend, ""])
 
 
 def _computed(row: Sequence[TimedInstruction]) -> list[TimedInstruction]:
@@ -263,7 +270,7 @@ class _Drawing:
             sorted({timed.instruction.stage for timed in row}) for row in simulation.timeline
         ]
         self.num_chunks = max((len(stages) for stages in self.stages_of_worker), default=1)
-        self.row_names = [_name_row(worker, stages) for worker, stages in enumerate(self.stages_of_worker)]
+        self.row_names = _name_rows(simulation)
         self.time_name = f"time, {time_unit}"
         row_name = max(self.row_names, key=len, default="")
         self.left = _MARGIN + 0.08
@@ -476,11 +483,28 @@ class _Drawing:
         )
 
 
-def _name_row(worker: int, stages: Sequence[int]) -> str:
-    if list(stages) == [worker]:
-        return f"stage {worker}"
-    plural = "stage" if len(stages) == 1 else "stages"
-    return f"worker {worker}: {plural} {', '.join(map(str, stages))}"
+def _name_rows(simulation: Simulation) -> list[str]:
+    """ "stage 1", "stage 1 replica 2"; with the worker where it has several or is not the one that it should
+    be without replicas."""
+    replicas = _name_replicas(simulation)
+    names = []
+    for worker, row in enumerate(simulation.timeline):
+        stages = sorted({timed.instruction.stage for timed in row})
+        if stages == [worker] or (len(stages) == 1 and any(replicas)):
+            names.append(f"stage {stages[0]}{replicas[worker]}")
+        else:
+            plural = "stage" if len(stages) == 1 else "stages"
+            names.append(f"worker {worker}: {plural} {', '.join(map(str, stages))}")
+    return names
+
+
+def _name_replicas(simulation: Simulation) -> list[str]:
+    """Per worker " replica 1", where its stage has several, else nothing."""
+    rows = [row[0].instruction if row else None for row in simulation.timeline]
+    replicated = {step.stage for step in rows if step is not None and step.replica > 0}
+    return [
+        f" replica {step.replica}" if step is not None and step.stage in replicated else "" for step in rows
+    ]
 
 
 def _text_width(text: str, points: float) -> float:

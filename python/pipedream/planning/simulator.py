@@ -6,6 +6,7 @@ a bubble from here is one of the schedule that runs, not of a drawing of it.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +36,9 @@ class Step(Protocol):
     @property
     def stage(self) -> int: ...
     @property
-    def minibatch(self) -> int: ...
+    def replica(self) -> int: ...
+    @property
+    def minibatch(self) -> int: ...  # of an UPDATE the first of its round
     @property
     def microbatch(self) -> int: ...
     @property
@@ -48,31 +51,38 @@ class StepEdge(Protocol):
     """Over which an item travels; `_core.Edge` does. Equal, and of equal hash, at both ends."""
 
     @property
-    def kind(self) -> str: ...  # activation, gradient, tied_gradient, tied_version or norm
+    def kind(self) -> str: ...  # activation, gradient, tied_gradient, tied_version, norm, push or pull
     @property
     def from_stage(self) -> int: ...
     @property
+    def from_replica(self) -> int: ...
+    @property
     def to_stage(self) -> int: ...
+    @property
+    def to_replica(self) -> int: ...
 
 
 TRANSFERS = ("SEND", "RECV")
+# What goes between the replicas of a stage.
+_SYNC = ("push", "pull")
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """How long a stage takes, in milliseconds: per microbatch, and `update_ms` per minibatch.
+    """How long a stage takes, in milliseconds: per microbatch, and `update_ms` per update.
 
-    `recompute_ms` None stands for forward_ms. Raises ValueError naming the field for what is negative or
-    not finite.
+    `recompute_ms` None stands for forward_ms. `shard_ms` is how long a replica's shard, pushed or pulled, is
+    on its way to one other replica. Raises ValueError naming the field for what is negative or not finite.
     """
 
     forward_ms: float
     backward_ms: float
     update_ms: float = 0.0
     recompute_ms: float | None = None
+    shard_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("forward_ms", "backward_ms", "update_ms"):
+        for name in ("forward_ms", "backward_ms", "update_ms", "shard_ms"):
             check_number(name, getattr(self, name))
         if self.recompute_ms is not None:
             check_number("recompute_ms", self.recompute_ms)
@@ -97,7 +107,7 @@ class StageTimes:
 @dataclass(frozen=True)
 class TransferTimes:
     """How long one microbatch is on its way over a boundary, in milliseconds, downstream and upstream. What
-    tied parameters and norms send takes no time beside it."""
+    tied parameters and norms send takes no time beside it; what replicas do StageTimes.shard_ms says."""
 
     activation_ms: float = 0.0
     gradient_ms: float = 0.0
@@ -123,7 +133,7 @@ class Transfer(NamedTuple):
     """What one link carried: an item of an edge."""
 
     what: str
-    """The edge's kind: activation, gradient, tied_gradient, tied_version or norm."""
+    """The edge's kind: activation, gradient, tied_gradient, tied_version, norm, push or pull."""
     from_worker: int
     to_worker: int
     minibatch: int
@@ -143,7 +153,9 @@ class Simulation:
     looked at from the end of its update of minibatch `skipped` to the end of its update of minibatch
     N - 1 - `skipped`: a whole number of minibatches, after its warm-up and before its cool-down. For
     schedules that drain every minibatch that is everything after the first one, warm-ups and cool-downs
-    included, as they are what such a schedule costs.
+    included, as they are what such a schedule costs. With replicas minibatches are counted through all of
+    them, those that other replicas start before it included, and both ends of the window are moved inwards to
+    where all stages begin a round.
     """
 
     timeline: tuple[tuple[TimedInstruction, ...], ...]
@@ -176,7 +188,8 @@ def simulate(
 
     A worker does its instructions in order, one at a time: a RECV is done as soon as its item has arrived,
     a SEND at once. What is sent queues for the link to the other worker, which carries one item at a time in
-    each direction, whatever the edge. Of an edge items arrive in the order in which they are sent.
+    each direction, whatever the edge; what replicas push and pull queues for the one line that the worker has
+    for all of them. Of an edge items arrive in the order in which they are sent.
 
     Raises ValueError for lists that wait for each other, naming who waits for what, for an instruction
     that is there twice, a stage that is at two workers or none, and figures of the wrong number.
@@ -195,15 +208,15 @@ class _Replay:
         transfer_ms: float | Sequence[TransferTimes],
     ) -> None:
         self.programs = programs
-        self.worker_of_stage = _find_workers(programs)
-        num_stages = len(self.worker_of_stage)
+        self.workers = _find_workers(programs)
+        num_stages = 1 + max((stage for stage, _ in self.workers), default=-1)
         self.stage_times = _spread_times(stage_times, num_stages)
         self.transfer_times = _spread_transfers(transfer_ms, num_stages - 1)
         self.timeline: list[list[TimedInstruction]] = [[] for _ in programs]
         self.transfers: list[Transfer] = []
-        self.done: set[tuple[str, int, int, int, StepEdge | None]] = set()
+        self.done: set[tuple[str, int, int, int, int, StepEdge | None]] = set()
         self.arrivals_ms: defaultdict[StepEdge, deque[float]] = defaultdict(deque)
-        self.link_free_ms: dict[tuple[int, int], float] = {}
+        self.link_free_ms: dict[tuple[int, int | None], float] = {}
 
     def run(self) -> Simulation:
         num_left = sum(len(program) for program in self.programs)
@@ -238,7 +251,7 @@ class _Replay:
         return self.arrivals_ms[instruction.edge]
 
     def _note_done(self, instruction: Step) -> None:
-        place = (instruction.stage, instruction.minibatch, instruction.microbatch)
+        place = (instruction.stage, instruction.replica, instruction.minibatch, instruction.microbatch)
         done = (instruction.opcode, *place, instruction.edge)
         if done in self.done:
             raise ValueError(f"{_describe(instruction)} is in the lists twice")
@@ -249,19 +262,25 @@ class _Replay:
     def _send(self, instruction: Step, now_ms: float) -> None:
         edge = instruction.edge
         assert edge is not None
-        ends = (self.worker_of_stage[edge.from_stage], self.worker_of_stage[edge.to_stage])
+        ends = (
+            self.workers[edge.from_stage, edge.from_replica],
+            self.workers[edge.to_stage, edge.to_replica],
+        )
         arrives_ms = now_ms
         if ends[0] != ends[1]:
             # Only ends[0] uses this direction, and does its instructions in order: so first sent is first
             # carried.
-            begin_ms = max(now_ms, self.link_free_ms.get(ends, 0.0))
+            link = (ends[0], None if edge.kind in _SYNC else ends[1])
+            begin_ms = max(now_ms, self.link_free_ms.get(link, 0.0))
             arrives_ms = begin_ms + self._transfer_ms(edge)
-            self.link_free_ms[ends] = arrives_ms
+            self.link_free_ms[link] = arrives_ms
             item = (instruction.minibatch, instruction.microbatch)
             self.transfers.append(Transfer(edge.kind, *ends, *item, begin_ms, arrives_ms))
         self._arrivals(instruction).append(arrives_ms)
 
     def _transfer_ms(self, edge: StepEdge) -> float:
+        if edge.kind in _SYNC:
+            return self.stage_times[edge.from_stage].shard_ms
         return self.transfer_times[min(edge.from_stage, edge.to_stage)].of(edge.kind)
 
     def _describe_deadlock(self) -> str:
@@ -272,10 +291,10 @@ class _Replay:
                 continue
             instruction = program[position]
             assert instruction.edge is not None
-            source = instruction.edge.from_stage
+            source = (instruction.edge.from_stage, instruction.edge.from_replica)
             waits.append(
-                f"worker {worker} at position {position} ({_describe(instruction)}) waits for stage {source}"
-                f" at worker {self.worker_of_stage[source]}"
+                f"worker {worker} at position {position} ({_describe(instruction)}) waits for"
+                f" {_name_of(*source)} at worker {self.workers[source]}"
             )
         return "the lists deadlock: " + "; ".join(waits)
 
@@ -284,22 +303,29 @@ def _describe(instruction: Step) -> str:
     if instruction.edge is not None:
         text = f"{instruction.opcode} {instruction.edge} minibatch {instruction.minibatch}"
         return f"{text} microbatch {instruction.microbatch}"
-    text = f"{instruction.opcode} stage {instruction.stage} minibatch {instruction.minibatch}"
+    place = _name_of(instruction.stage, instruction.replica)
+    text = f"{instruction.opcode} {place} minibatch {instruction.minibatch}"
     return text if instruction.opcode == "UPDATE" else f"{text} microbatch {instruction.microbatch}"
 
 
-def _find_workers(programs: Sequence[Sequence[Step]]) -> list[int]:
-    """The worker of every stage."""
-    workers: dict[int, int] = {}
+def _name_of(stage: int, replica: int) -> str:
+    return f"stage {stage} replica {replica}" if replica else f"stage {stage}"
+
+
+def _find_workers(programs: Sequence[Sequence[Step]]) -> dict[tuple[int, int], int]:
+    """The worker of every (stage, replica)."""
+    workers: dict[tuple[int, int], int] = {}
     for worker, program in enumerate(programs):
         for instruction in program:
-            known = workers.setdefault(instruction.stage, worker)
+            place = (instruction.stage, instruction.replica)
+            known = workers.setdefault(place, worker)
             if known != worker:
-                raise ValueError(f"stage {instruction.stage} is at worker {known} and at worker {worker}")
-    for stage in range(max(workers, default=-1) + 1):
-        if stage not in workers:
-            raise ValueError(f"stage {stage} has no instructions, but stage {max(workers)} has")
-    return [workers[stage] for stage in range(len(workers))]
+                raise ValueError(f"{_name_of(*place)} is at worker {known} and at worker {worker}")
+    last = max((stage for stage, _ in workers), default=-1)
+    for stage in range(last + 1):
+        if (stage, 0) not in workers:
+            raise ValueError(f"stage {stage} has no instructions, but stage {last} has")
+    return workers
 
 
 def _spread_times(given: StageTimes | Sequence[StageTimes], num_stages: int) -> list[StageTimes]:
@@ -340,9 +366,13 @@ def _measure_steady(timeline: list[list[TimedInstruction]]) -> tuple[float | Non
     update_ends = [_update_ends(row) for row in timeline]
     if not all(update_ends):
         return None, None
-    first = max(_num_started_before_first_update(row) for row in timeline) - 1
-    last = max(update_ends[0]) - first
-    if first < 0 or last <= first or not all(first in ends and last in ends for ends in update_ends):
+    num_minibatches = 1 + max(timed.instruction.minibatch for row in timeline for timed in row)
+    skipped = max(_num_started_before_first_update(row) for row in timeline) - 1
+    # A round begins at every multiple of its length, which the next update tells.
+    together = math.lcm(*(_minibatches_per_update(ends) for ends in update_ends))
+    first = -(-skipped // together) * together
+    last = (num_minibatches - 1 - skipped) // together * together
+    if skipped < 0 or last <= first or not all(first in ends and last in ends for ends in update_ends):
         return None, None
     windows = [(ends[first], ends[last]) for ends in update_ends]
     busy_ms = sum(_busy_ms(row, *window) for row, window in zip(timeline, windows, strict=True))
@@ -354,19 +384,26 @@ def _measure_steady(timeline: list[list[TimedInstruction]]) -> tuple[float | Non
 
 
 def _update_ends(row: list[TimedInstruction]) -> dict[int, float]:
-    """Per minibatch, when the worker's stages were all updated."""
+    """Per round, by its first minibatch, when the worker's stages were all updated."""
     return {
         timed.instruction.minibatch: timed.end_ms for timed in row if timed.instruction.opcode == "UPDATE"
     }
 
 
+def _minibatches_per_update(update_ends: dict[int, float]) -> int:
+    """1 where there is one update, and so no next one."""
+    begins = sorted(update_ends)
+    return begins[1] - begins[0] if len(begins) > 1 else 1
+
+
 def _num_started_before_first_update(row: list[TimedInstruction]) -> int:
-    started = set()
+    started = 0
     for timed in row:
         if timed.instruction.opcode == "UPDATE":
             break
-        started.add(timed.instruction.minibatch)
-    return len(started)
+        if timed.instruction.edge is None:
+            started = max(started, 1 + timed.instruction.minibatch)
+    return started
 
 
 def _busy_ms(row: list[TimedInstruction], begin_ms: float, end_ms: float) -> float:

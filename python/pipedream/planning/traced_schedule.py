@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipedream.planning.plan import Plan
+from pipedream.planning.plan import Plan, replica_counts
 
 if TYPE_CHECKING:
     from pipedream import _core
@@ -40,11 +41,13 @@ class TraceRequest(NamedTuple):
     schedule: str
     stages: int | None
     plan_file: Path | None
+    """Or the replicas of its stages, "2-1"."""
     minibatches: int | None
     microbatches: int | None
     workers: int | None
     in_flight: str | None
     recompute: bool
+    staleness: int = 0
 
 
 class TracedSchedule(NamedTuple):
@@ -60,10 +63,22 @@ class TracedSchedule(NamedTuple):
         title = f"{options.schedule}: {_count(num_stages, 'stage')}"
         if len(self.programs) < num_stages:
             title += f" on {_count(len(self.programs), 'worker')}"
+        replicas = _replica_counts(options)
+        if max(replicas) > 1:
+            title += f", {'-'.join(map(str, replicas))} replicas"
+        if options.staleness:
+            title += f", staleness {options.staleness}"
         title += f", {_count(self.num_minibatches, 'minibatch')}"
         if options.num_microbatches > 1:
             title += f" of {options.num_microbatches} microbatches"
         return title
+
+    def balanced(self, times: StageTimes) -> list[StageTimes]:
+        """Per stage: those of one without replicas, and as much longer as there are replicas to share it."""
+        return [
+            replace(times, forward_ms=replicas * times.forward_ms, backward_ms=replicas * times.backward_ms)
+            for replicas in _replica_counts(self.options)
+        ]
 
     def text(self) -> str:
         from pipedream import _core
@@ -135,10 +150,11 @@ def _make_options(
         in_flight = _read_in_flight(request.in_flight, num_stages)
     num_microbatches = request.microbatches
     if num_microbatches is None:
+        replicas = [placement.num_replicas(stage) for stage in range(num_stages)]
         num_microbatches = {
             "flush": num_stages,
             "gpipe": num_stages,
-            "2bw": max(num_stages, *in_flight),
+            "2bw": max(num_stages, *(held * r for held, r in zip(in_flight, replicas, strict=True))),
             "interleaved": 2 * num_workers,
         }.get(request.schedule, 1)
     recomputed = {step.stage for program in given or [] for step in program if step.opcode == "RECOMPUTE"}
@@ -148,6 +164,7 @@ def _make_options(
         num_microbatches=num_microbatches,
         placement=placement,
         recompute=[request.recompute or stage in recomputed for stage in range(num_stages)],
+        staleness=request.staleness,
     )
 
 
@@ -158,13 +175,10 @@ def _choose_stages(request: TraceRequest) -> tuple[_core.Placement, list[int]]:
     if request.plan_file is not None:
         if request.stages is not None or request.workers is not None:
             raise ValueError("--plan already says what --stages and --workers would: leave those out")
+        written = replica_counts(request.plan_file)
+        if written is not None:
+            return _core.Placement.in_order(written), _core.derive_in_flight(written)
         plan = Plan.load(request.plan_file)
-        replicated = next((i for i, stage in enumerate(plan.stages) if stage.num_replicas > 1), None)
-        if replicated is not None:
-            raise ValueError(
-                f"{request.plan_file}: stage {replicated} has {plan.stages[replicated].num_replicas}"
-                " replicas, and trace shows one per stage: partition with --straight"
-            )
         return plan.placement, list(plan.in_flight)
     num_stages, num_workers = request.stages, request.workers
     if num_stages is None:
@@ -193,6 +207,7 @@ def _choose_minibatches(request: TraceRequest, options: _core.ScheduleOptions) -
             num_minibatches = 3 if options.num_microbatches == 1 else 2
         else:
             num_minibatches = 4 if options.schedule == "2bw" else max(8, 2 * options.in_flight[0])
+        num_minibatches *= max(_replica_counts(options))
     if num_minibatches < 1:
         raise ValueError(f"--minibatches is {num_minibatches}: give at least 1")
     num_instructions = num_minibatches * options.num_microbatches * options.num_stages * 3
@@ -263,12 +278,14 @@ def trace_fields(
     traced: TracedSchedule, simulation: Simulation, times: StageTimes, transfer_ms: float, output: Path | None
 ) -> dict[str, Any]:
     options = traced.options
-    names = ("opcode", "stage", "minibatch", "microbatch", "version")
+    names = ("opcode", "stage", "replica", "minibatch", "microbatch", "version")
     return {
         "schedule": options.schedule,
         "num_stages": options.num_stages,
         "num_workers": simulation.num_workers,
         "worker_of_stage": [options.placement.rank_of(stage) for stage in range(options.num_stages)],
+        "num_replicas": _replica_counts(options),
+        "staleness": options.staleness,
         "num_minibatches": traced.num_minibatches,
         "num_microbatches": options.num_microbatches,
         "in_flight": list(options.in_flight),
@@ -277,6 +294,7 @@ def trace_fields(
         "backward_ms": times.backward_ms,
         "update_ms": times.update_ms,
         "transfer_ms": transfer_ms,
+        "shard_ms": times.shard_ms,
         "makespan_ms": simulation.makespan_ms,
         "bubble_share": simulation.bubble_share,
         "steady_bubble_share": simulation.steady_bubble_share,
@@ -298,6 +316,10 @@ def trace_fields(
     }
 
 
+def _replica_counts(options: _core.ScheduleOptions) -> list[int]:
+    return [options.placement.num_replicas(stage) for stage in range(options.num_stages)]
+
+
 def _queued_max(traced: TracedSchedule, kind: str) -> list[int]:
     """By the boundary that the edge crosses."""
     return [
@@ -310,7 +332,8 @@ def _queued_max(traced: TracedSchedule, kind: str) -> list[int]:
 
 
 def _edge_fields(edge: StepEdge) -> dict[str, Any]:
-    return {"kind": edge.kind, "from_stage": edge.from_stage, "to_stage": edge.to_stage}
+    ends = {"from_stage": edge.from_stage, "to_stage": edge.to_stage}
+    return {"kind": edge.kind, **ends, "from_replica": edge.from_replica, "to_replica": edge.to_replica}
 
 
 def _count(number: int, noun: str) -> str:

@@ -77,7 +77,7 @@ TEST(Replicas, WithoutAMinibatchInTheLastRoundUpdateTheirShardAllTheSame) {
   EXPECT_EQ(sync_on_paper(options, 2, 0), "");
 }
 
-TEST(Replicas, StalenessLetsTheUpdateWaitForAsManyMoreRounds) {
+TEST(Replicas, StalenessLetsTheUpdateWaitForHalfAsManyMoreRounds) {
   const ScheduleOptions options = make_replicated("pipedream", {2, 1}, 1, 1);
   EXPECT_EQ(sync_on_paper(options, 0, 8),
             "F0 F2 B0 >1:0 F4 B2 >1:2 <1:1 U0 }1:0 {1:0 F6 B4 >1:4 <1:3 U2 }1:2 B6 >1:6 <1:5 U4 }1:4 <1:7 U6 "
@@ -87,6 +87,8 @@ TEST(Replicas, StalenessLetsTheUpdateWaitForAsManyMoreRounds) {
   EXPECT_EQ(forward_version(options, StageIndex(1), MinibatchId(5)), WeightVersion(4));
   EXPECT_EQ(num_gradients_kept(options, StageIndex(0)), 2);
   EXPECT_EQ(num_gradients_kept(options, StageIndex(1)), 1);
+  EXPECT_EQ(sync_on_paper(make_replicated("pipedream", {2, 1}, 1, 2), 0, 6),
+            "F0 F2 B0 >1:0 F4 B2 >1:2 <1:1 U0 }1:0 B4 >1:4 <1:3 U2 }1:2 <1:5 U4 }1:4 {1:0 {1:2 {1:4");
 }
 
 TEST(Replicas, OfADrainingScheduleUpdateTogetherOnceInTheirLeastCommonMultiple) {

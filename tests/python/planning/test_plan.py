@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipedream import _core
 from pipedream.common.errors import FileFormatError
-from pipedream.planning.plan import Plan, Stage
+from pipedream.planning.plan import Plan, Stage, replica_counts
 
 
 def make_fields(*stages: tuple[int, int, int]) -> dict[str, Any]:
@@ -191,6 +191,26 @@ def test_straight_plan_spreads_the_layers_evenly_larger_stages_upstream() -> Non
     assert plan.placement == _core.Placement.in_order([1, 1, 1])
     assert Plan.straight(4, 4).stages == tuple(Stage(i, i) for i in range(4))
     assert Plan.straight(5, 1).stages == (Stage(0, 4),)
+
+
+def test_replicated_plan_shares_out_the_layers_like_the_workers() -> None:
+    plan = Plan.replicated(6, (2, 1), model="tiny")
+    assert plan.stages == (Stage(0, 3, 2), Stage(4, 5))
+    assert (plan.in_flight, plan.workers_used, plan.model) == ((2, 1), 3, "tiny")
+    assert Plan.replicated(2, (1, 15)).stages == (Stage(0, 0), Stage(1, 1, 15))
+    assert Plan.replicated(3, (15, 1, 1)).stages == (Stage(0, 0, 15), Stage(1, 1), Stage(2, 2))
+    assert Plan.replicated(7, (1, 1, 1)).workers_used == 3
+    assert Plan.load("2-1", num_layers=6) == Plan.replicated(6, (2, 1))
+    for counts, message in (((1, 1), "2 stages and 1 layers"), ((0,), "num_replicas is 0"), ((), "0 stages")):
+        with pytest.raises(ValueError, match=message):
+            Plan.replicated(1, counts)
+
+
+def test_replica_counts_are_numbers_with_dashes_between_them_and_else_a_file() -> None:
+    assert replica_counts("2-1") == (2, 1)
+    assert replica_counts("15") == (15,)
+    for text in ("plan.json", "2-1.json", "2-", "-1", "", "./2-1"):
+        assert replica_counts(text) is None
 
 
 def test_straight_plan_for_fewer_workers_deals_the_stages_out_in_turn() -> None:

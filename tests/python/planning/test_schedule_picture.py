@@ -238,6 +238,21 @@ def test_text_file_is_the_ascii_picture(tmp_path: Path) -> None:
     assert (tmp_path / "a.txt").read_text() == draw_text(simulation, "title", "below", show_versions=True)
 
 
+def test_replicas_are_named_and_what_they_exchange_is_drawn(tmp_path: Path) -> None:
+    options = _core.ScheduleOptions(in_flight=[2, 1], placement=_core.Placement.in_order([2, 1]))
+    programs = [_core.make_program(options, worker, 4) for worker in range(3)]
+    simulation = simulate(programs, StageTimes(2, 4, shard_ms=2.0))
+    rows = draw_text(simulation, "title").splitlines()
+    assert [row.split("  ")[0] for row in rows[2:5]] == ["stage 0 replica 0", "stage 0 replica 1", "stage 1"]
+    assert [row.split("  ")[0] for row in rows[5:7]] == ["0 to 1", "1 to 0"]
+    assert rows[-1].endswith(",   p push or pull,   a activation,   g gradient, on their way")
+    assert "p0" in rows[5]
+    assert "p1" in rows[6]
+    write_picture(tmp_path / "a.svg", simulation, "title")
+    assert "stage 0 replica 1" in (tmp_path / "a.svg").read_text()
+    assert {"push 1.0", "pull 0.0"} <= {span.name for span in make_spans(simulation)}
+
+
 def test_trace_has_compute_and_a_track_of_sends_per_neighbour(tmp_path: Path) -> None:
     simulation = simulate_schedule("pipedream", 3, 2, transfer_ms=0.5)
     write_picture(tmp_path / "a.json.gz", simulation, "title")
@@ -253,7 +268,7 @@ def test_trace_has_compute_and_a_track_of_sends_per_neighbour(tmp_path: Path) ->
     assert by_name["worker 1", "gradient 0.0"].track == "send to worker 0"
     backward = by_name["worker 2", "backward 0.0"]
     assert (backward.begin_ns, backward.end_ns) == (4_000_000, 6_000_000)
-    assert backward.args == {"stage": 2, "minibatch": 0, "microbatch": 0, "version": 0}
+    assert backward.args == {"stage": 2, "replica": 0, "minibatch": 0, "microbatch": 0, "version": 0}
     assert by_name["worker 2", "update 1"].args["version"] == 2
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +18,8 @@ class Edge(NamedTuple):
     kind: str
     from_stage: int
     to_stage: int
+    from_replica: int = 0
+    to_replica: int = 0
 
 
 class Step(NamedTuple):
@@ -25,6 +29,7 @@ class Step(NamedTuple):
     microbatch: int = 0
     version: int = 0
     edge: Edge | None = None
+    replica: int = 0
 
 
 FORWARD_1_BACKWARD_2 = StageTimes(1, 2)
@@ -300,6 +305,80 @@ def test_slowest_stage_sets_the_pace_and_the_others_wait() -> None:
     simulation = simulate_schedule("pipedream", 3, 30, times=times)
     assert simulation.ms_per_minibatch == pytest.approx(6)
     assert simulation.steady_bubble_share == pytest.approx(1 - (3 + 6 + 1.5) / (3 * 6))
+
+
+def simulate_replicas(
+    num_replicas: Sequence[int],
+    *,
+    schedule: str = "pipedream",
+    staleness: int = 0,
+    in_flight: Sequence[int] | None = None,
+    rounds: int = 40,
+    shard_ms: float = 0.0,
+) -> Simulation:
+    """Balanced: a stage with r replicas takes r times as long for a minibatch, 3 ms for one."""
+    options = _core.ScheduleOptions(
+        schedule,
+        list(in_flight or _core.derive_in_flight(num_replicas)),
+        placement=_core.Placement.in_order(num_replicas),
+        staleness=staleness,
+    )
+    num_minibatches = rounds * math.lcm(*num_replicas)
+    programs = [_core.make_program(options, w, num_minibatches) for w in range(options.num_workers)]
+    return simulate(programs, [StageTimes(r, 2 * r, shard_ms=shard_ms) for r in num_replicas])
+
+
+def in_flight_that_hides_phases(num_replicas: Sequence[int]) -> list[int]:
+    """n_s = 1 + ceil((n_{s+1} r_{s+1} + r_s + r_{s+1} - 2 gcd(r_s, r_{s+1})) / r_s)"""
+    in_flight = [1]
+    for here, below in itertools.pairwise(reversed(num_replicas)):
+        held = in_flight[0] * here + below + here - 2 * math.gcd(below, here)
+        in_flight.insert(0, 1 + -(-held // below))
+    return in_flight
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "slowdown"),
+    [
+        ((2, 1), 1.0),
+        ((3, 1), 1.0),
+        ((15, 1), 1.0),
+        ((2, 2), 1.0),
+        ((1, 2), 5 / 4),
+        ((2, 3), 4 / 3),
+        ((3, 2), 7 / 6),
+        ((1, 2, 1), 5 / 4),
+    ],
+    ids=str,
+)
+def test_replicas_that_are_out_of_phase_wait_for_each_other_unless_more_is_in_flight_or_read_older(
+    num_replicas: tuple[int, ...], slowdown: float
+) -> None:
+    bsp = simulate_replicas(num_replicas)
+    assert bsp.ms_per_minibatch == pytest.approx(3 * slowdown, rel=2e-3)  # its period is not a round's
+    roomier = simulate_replicas(num_replicas, in_flight=in_flight_that_hides_phases(num_replicas))
+    assert roomier.ms_per_minibatch == pytest.approx(3)
+    assert simulate_replicas(num_replicas, staleness=2).ms_per_minibatch == pytest.approx(3)
+
+
+def test_data_parallel_waits_for_pushes_and_pulls_of_all_but_its_own_shard() -> None:
+    # Of 4 replicas each sends 3 shards, then what it made of its own to 3.
+    simulation = simulate_replicas((4,), schedule="data_parallel", shard_ms=2.0)
+    assert simulation.ms_per_minibatch == pytest.approx((4 * 3 + 2 * 3 * 2.0) / 4)
+    assert simulation.steady_bubble_share == pytest.approx(1 - 12 / 24)
+    assert {transfer.what for transfer in simulation.transfers} == {"push", "pull"}
+
+
+def test_steady_window_of_replicas_begins_and_ends_with_a_round() -> None:
+    # All stages of 3-2 begin a round at every sixth minibatch, and 5 are skipped at both ends.
+    assert simulate_replicas((3, 2), rounds=2).ms_per_minibatch is None
+    assert simulate_replicas((3, 2), rounds=3).ms_per_minibatch == pytest.approx(3 * 7 / 6)
+
+
+def test_instructions_of_one_replica_at_two_workers_are_refused_by_name() -> None:
+    step = Step("FORWARD", 1, 0, replica=2)
+    with pytest.raises(ValueError, match="stage 1 replica 2 is at worker 0 and at worker 1"):
+        simulate([[step], [step]], StageTimes(1, 1))
 
 
 SCHEDULES = ["pipedream", "vertical_sync", "naive", "2bw", "flush", "gpipe", "interleaved", "model_parallel"]
