@@ -10,6 +10,7 @@ import difflib
 import functools
 import hashlib
 import json
+import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -343,6 +344,17 @@ class Plan:
             format_bytes(parameter_bytes) if is_number(parameter_bytes) else "",
         )
 
+    def in_flight_in_phase(self) -> tuple[int, ...]:
+        """As many in flight as let replicas, out of phase as taking turns makes them, wait for each other's
+        gradients without losing time in a balanced plan: n_s = 1 + ceil((n_{s+1} r_{s+1} + r_s + r_{s+1} -
+        2 gcd(r_s, r_{s+1})) / r_s), and at least what the plan has. Found by simulating all small plans."""
+        in_flight = [self.in_flight[-1]]
+        for stage_index in range(self.num_stages - 2, -1, -1):
+            here, below = (self.stages[index].num_replicas for index in (stage_index, stage_index + 1))
+            held = in_flight[0] * below + here + below - 2 * math.gcd(here, below)
+            in_flight.insert(0, max(self.in_flight[stage_index], 1 - -held // here))
+        return tuple(in_flight)
+
     def _summary(self) -> str:
         parts = [f"NOAM {self.noam}"]
         if self.bottleneck_ms is not None:
@@ -352,7 +364,15 @@ class Plan:
             parts.append(f"{samples_per_s:.1f} samples/s")
         if self.cost_model is not None:
             parts.append(f"predicted by cost model {self.cost_model!r}")
-        return ", ".join(parts)
+        summary = ", ".join(parts)
+        in_phase = self.in_flight_in_phase()
+        if in_phase != self.in_flight and any(stage.num_replicas > 1 for stage in self.stages):
+            held = ", ".join(map(str, in_phase))
+            summary += (
+                "\nreplicas that take turns wait for each other once a round: sync='ssp' with staleness=2, or"
+                f" in_flight {held}, avoids it"
+            )
+        return summary
 
     def _figure(self, name: str, stage_index: int) -> Any:
         # `predicted` may come from a file of anyone's: what is not in the expected form is not shown.

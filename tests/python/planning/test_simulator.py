@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipedream import _core
+from pipedream.planning.plan import Plan
 from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, simulate
 
 
@@ -328,15 +329,6 @@ def simulate_replicas(
     return simulate(programs, [StageTimes(r, 2 * r, shard_ms=shard_ms) for r in num_replicas])
 
 
-def in_flight_that_hides_phases(num_replicas: Sequence[int]) -> list[int]:
-    """n_s = 1 + ceil((n_{s+1} r_{s+1} + r_s + r_{s+1} - 2 gcd(r_s, r_{s+1})) / r_s)"""
-    in_flight = [1]
-    for here, below in itertools.pairwise(reversed(num_replicas)):
-        held = in_flight[0] * here + below + here - 2 * math.gcd(below, here)
-        in_flight.insert(0, 1 + -(-held // below))
-    return in_flight
-
-
 @pytest.mark.parametrize(
     ("num_replicas", "slowdown"),
     [
@@ -356,9 +348,21 @@ def test_replicas_that_are_out_of_phase_wait_for_each_other_unless_more_is_in_fl
 ) -> None:
     bsp = simulate_replicas(num_replicas)
     assert bsp.ms_per_minibatch == pytest.approx(3 * slowdown, rel=2e-3)  # its period is not a round's
-    roomier = simulate_replicas(num_replicas, in_flight=in_flight_that_hides_phases(num_replicas))
+    in_phase = Plan.replicated(len(num_replicas), num_replicas).in_flight_in_phase()
+    roomier = simulate_replicas(num_replicas, in_flight=in_phase)
     assert roomier.ms_per_minibatch == pytest.approx(3)
     assert simulate_replicas(num_replicas, staleness=2).ms_per_minibatch == pytest.approx(3)
+
+
+@pytest.mark.parametrize("num_replicas", list(itertools.product((1, 2, 3, 4), repeat=2)), ids=str)
+def test_plans_whose_replicas_wait_are_those_that_say_so(num_replicas: tuple[int, ...]) -> None:
+    plan = Plan.replicated(2, num_replicas)
+    waits = simulate_replicas(num_replicas, rounds=24).ms_per_minibatch != pytest.approx(3)
+    assert waits == (plan.in_flight_in_phase() != plan.in_flight)
+    assert waits == ("replicas that take turns wait for each other" in str(plan))
+    remedies: tuple[dict[str, Any], ...] = ({"staleness": 2}, {"in_flight": plan.in_flight_in_phase()})
+    for options in remedies:
+        assert simulate_replicas(num_replicas, rounds=24, **options).ms_per_minibatch == pytest.approx(3)
 
 
 def test_data_parallel_waits_for_pushes_and_pulls_of_all_but_its_own_shard() -> None:
