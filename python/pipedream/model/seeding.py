@@ -43,6 +43,7 @@ __all__ = [
 ]
 
 _SEED_BITS = 63  # torch.manual_seed takes a signed 64-bit number
+_WORD = (1 << 64) - 1
 _NUMPY_SEED_BITS = 32  # numpy.random.seed takes no more
 
 
@@ -65,8 +66,12 @@ def stage_seed(base: int, stage_index: int) -> int:
 
 
 def minibatch_seed(stage: int, minibatch: int) -> int:
-    """The 63-bit seed of the stream that the stage of this seed draws from for one minibatch."""
-    return _mix(b"minibatch", f"{stage} {minibatch}".encode())
+    """The 63-bit seed of the stream that the stage of this seed draws from for one minibatch: as SplitMix64
+    (Steele, Lea and Flood, 2014) makes its numbers, since it is made anew for every minibatch."""
+    mixed = (stage + (minibatch + 1) * 0x9E3779B97F4A7C15) & _WORD
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _WORD
+    return (mixed ^ mixed >> 31) >> 1
 
 
 def data_seed(base: int) -> int:
