@@ -1,4 +1,5 @@
-"""The command line: pipedream profile | partition | run | keys | trace. One process, its main thread.
+"""The command line: pipedream profile | partition | simulate | run | keys | trace. One process, its main
+thread.
 
 Exit status 0; 2 for a user's mistake and 1 for any other failure, each one line on stderr. With --json
 stdout holds exactly one JSON object. Nothing here imports torch until a command needs it.
@@ -143,6 +144,65 @@ def partition_command(
     else:
         notes.append("not saved: --output plan.json keeps it for `pipedream run TARGET --plan plan.json`")
     _print(_with_notes(plan, notes), plan.to_dict(), as_json)
+
+
+@app.command("simulate")
+def simulate_command(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A file that `partition` saved.")],
+    profile_file: Annotated[
+        Path, typer.Option("--profile", metavar="FILE", help="The profile that the plan was made from.")
+    ],
+    schedule: Annotated[
+        str,
+        typer.Option(help="pipedream, vertical_sync, naive, 2bw, flush, gpipe, interleaved, model_parallel."),
+    ] = "pipedream",
+    bandwidth: Annotated[
+        str | None, typer.Option(help="Of the links between workers; without it the plan's.")
+    ] = None,
+    minibatches: Annotated[int | None, typer.Option(help="How many to simulate.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Of every minibatch.")] = None,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Every stage repeats its forward before the backward.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Save a picture here: .svg, .png, .pdf, .txt, or a Perfetto trace, .json or .json.gz.",
+        ),
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Predict what a plan does: time per minibatch, who works when, what the links carry. Nothing is run."""
+    from pipedream.planning.plan_simulation import simulate_plan
+    from pipedream.planning.schedule_picture import check_picture_path, write_picture
+    from pipedream.planning.traced_schedule import describe_bubble, input_phases
+
+    _check_output(output)
+    simulated = simulate_plan(
+        plan_file,
+        Profile.load(profile_file),
+        schedule=schedule,
+        bandwidth_bytes_per_s=None if bandwidth is None else parse_bandwidth(bandwidth),
+        minibatches=minibatches,
+        microbatches=microbatches,
+        recompute=recompute,
+    )
+    notes = []
+    if output is not None:
+        check_picture_path(output)  # after the other options: it may only miss matplotlib
+        traced, simulation = simulated.traced, simulated.simulation
+        write_picture(
+            output,
+            simulation,
+            traced.title(),
+            describe_bubble(simulation),
+            phases=input_phases(traced, simulation),
+            time_unit="ms",
+            show_versions=None,
+        )
+        notes.append(f"picture saved in {output}")
+    _print(_with_notes(simulated, notes), simulated.to_dict(), as_json)
 
 
 def _with_run_options(command: Callable[..., None]) -> Callable[..., None]:

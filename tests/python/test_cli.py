@@ -152,6 +152,24 @@ def test_partition_json_is_the_plan_file(call: Caller) -> None:
     assert plan.bottleneck_ms == pytest.approx(10)
 
 
+def test_simulate_prints_a_table_and_json_has_its_figures(call: Caller) -> None:
+    made = call(
+        *("partition", "profile.json", "--workers", "2", "--bandwidth", "8Mbit/s", "--straight"),
+        *("--output", "new.json"),
+    )
+    assert made.status == 0
+    arguments = ("simulate", "new.json", "--profile", "profile.json")
+    shown = call(*arguments, "--output", "timeline.txt")
+    assert (shown.status, shown.stderr) == (0, "")
+    assert shown.stdout.startswith("pipedream: 2 stages, 36 minibatches, 8 Mbit/s\n")
+    assert Path("timeline.txt").exists()
+    fields = json.loads(call(*arguments, "--json").stdout)
+    assert fields["ms_per_minibatch"] >= fields["bottleneck_ms"] == pytest.approx(10)
+    assert [worker["stages"] for worker in fields["workers"]] == [[0], [1]]
+    refused = call(*arguments, "--schedule", "fast")
+    assert refused.status == 2 and refused.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

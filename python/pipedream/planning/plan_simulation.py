@@ -1,0 +1,192 @@
+"""What a plan would do with a schedule, by a profile: its own instruction lists, timed. Torch-free.
+
+Stage s takes the sum of its layers' times, cut evenly into the microbatches; a boundary takes a_i / B one
+way, the C_i of the paper's cost model (design.md, section 5), and carries one item at a time in each
+direction. What the profile does not have takes no time: the optimizer's step, the runtime's own work, cores
+that are shared. Any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipedream.common.table import format_table
+from pipedream.common.units import format_bandwidth, format_bytes
+from pipedream.planning.layer_profile import Profile
+from pipedream.planning.plan import Plan
+from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, simulate
+from pipedream.planning.traced_schedule import TracedSchedule, TraceRequest, describe_bubble, make_traced
+
+__all__ = ["PlanSimulation", "simulate_plan"]
+
+_STEADY_MINIBATCHES = 32  # so many, besides those of the warm-up and the cool-down, unless asked otherwise
+
+
+@dataclass(frozen=True)
+class PlanSimulation:
+    """A plan, its lists with a schedule, and when each instruction is done."""
+
+    plan: Plan
+    profile: Profile
+    bandwidth_bytes_per_s: float
+    traced: TracedSchedule
+    simulation: Simulation
+
+    @property
+    def ms_per_minibatch(self) -> float:
+        """In the steady state; where there are too few minibatches to have one, of all of them."""
+        steady = self.simulation.ms_per_minibatch
+        return self.simulation.makespan_ms / self.traced.num_minibatches if steady is None else steady
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """None: the profile does not say how many samples a minibatch has."""
+        if self.profile.batch_size is None or self.ms_per_minibatch == 0:
+            return None
+        return self.profile.batch_size * 1e3 / self.ms_per_minibatch
+
+    @property
+    def speed_up(self) -> float | None:
+        """Over one worker that computes all layers; None for layers that take no time."""
+        return self.profile.compute_ms / self.ms_per_minibatch if self.ms_per_minibatch else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `pipedream simulate --json` prints."""
+        return {
+            "schedule": self.traced.options.schedule,
+            "num_minibatches": self.traced.num_minibatches,
+            "num_microbatches": self.traced.options.num_microbatches,
+            "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s,
+            "ms_per_minibatch": self.ms_per_minibatch,
+            "samples_per_s": self.samples_per_s,
+            "speed_up": self.speed_up,
+            "bottleneck_ms": self.plan.bottleneck_ms,
+            "makespan_ms": self.simulation.makespan_ms,
+            "bubble_share": self.simulation.bubble_share,
+            "steady_bubble_share": self.simulation.steady_bubble_share,
+            "workers": [self._worker_fields(worker) for worker in range(self.simulation.num_workers)],
+            "boundaries": [
+                {"after_stage": stage, "bytes_per_minibatch": 2 * num_bytes, "one_way_ms": one_way_ms}
+                for stage, (num_bytes, one_way_ms) in enumerate(
+                    zip(
+                        _boundary_bytes(self.plan, self.profile),
+                        _boundary_ms(self.plan, self.profile, self.bandwidth_bytes_per_s),
+                        strict=True,
+                    )
+                )
+            ],
+        }
+
+    def __str__(self) -> str:
+        headings = ("rank", "stages", "layers", "busy ms", "busy", "sends", "link")
+        rows = [self._row(worker) for worker in range(self.simulation.num_workers)]
+        lines = [self._title(), "", format_table(headings, rows, "><<>>>>"), "", self._summary()]
+        return "\n".join(lines)
+
+    def _title(self) -> str:
+        return f"{self.traced.title()}, {format_bandwidth(self.bandwidth_bytes_per_s)}"
+
+    def _summary(self) -> str:
+        parts = [f"{self.ms_per_minibatch:.3f} ms per minibatch"]
+        if self.plan.bottleneck_ms is not None:
+            parts.append(f"the plan says {self.plan.bottleneck_ms:.3f}")
+        if self.samples_per_s is not None:
+            parts.append(f"{self.samples_per_s:.1f} samples/s")
+        if self.speed_up is not None:
+            parts.append(f"{self.speed_up:.2f} times one worker")
+        return ", ".join([*parts, describe_bubble(self.simulation)])
+
+    def _worker_fields(self, worker: int) -> dict[str, Any]:
+        busy_ms = sum(timed.end_ms - timed.begin_ms for timed in self.simulation.timeline[worker])
+        sent = [transfer for transfer in self.simulation.transfers if transfer.from_worker == worker]
+        makespan_ms = self.simulation.makespan_ms
+        link_ms = sum(transfer.end_ms - transfer.begin_ms for transfer in sent)
+        return {
+            "rank": worker,
+            "stages": list(self.plan.stages_of(worker)),
+            "busy_ms_per_minibatch": busy_ms / self.traced.num_minibatches,
+            "busy_share": busy_ms / makespan_ms if makespan_ms else 0.0,
+            "link_ms_per_minibatch": link_ms / self.traced.num_minibatches,
+        }
+
+    def _row(self, worker: int) -> tuple[str, ...]:
+        fields = self._worker_fields(worker)
+        stages = [self.plan.stages[stage] for stage in fields["stages"]]
+        num_bytes = _boundary_bytes(self.plan, self.profile)
+        sent = sum(
+            (num_bytes[stage] if stage < len(num_bytes) else 0) + (num_bytes[stage - 1] if stage else 0)
+            for stage in fields["stages"]
+        )
+        return (
+            str(worker),
+            ", ".join(map(str, fields["stages"])),
+            ", ".join(f"{stage.first_layer}-{stage.last_layer}" for stage in stages),
+            f"{fields['busy_ms_per_minibatch']:.3f}",
+            f"{100 * fields['busy_share']:.1f} %",
+            format_bytes(sent),
+            f"{fields['link_ms_per_minibatch']:.3f} ms",
+        )
+
+
+def simulate_plan(
+    plan_file: Path,
+    profile: Profile,
+    *,
+    schedule: str = "pipedream",
+    bandwidth_bytes_per_s: float | None = None,
+    minibatches: int | None = None,
+    microbatches: int | None = None,
+    recompute: bool = False,
+) -> PlanSimulation:
+    """Executes the plan's instruction lists with the profile's costs.
+
+    bandwidth_bytes_per_s: of each link; None takes the plan's. minibatches, microbatches: None chooses enough
+    for a steady state, and as many as the schedule needs. Raises ValueError for a profile of other layers,
+    where neither says the bandwidth, and as make_traced().
+    """
+    plan = Plan.load(plan_file)
+    if plan.num_layers != profile.num_layers:
+        raise ValueError(
+            f"{plan_file} has {plan.num_layers} layers and the profile {profile.num_layers}: give the profile"
+            " that the plan was made from"
+        )
+    bandwidth = plan.bandwidth_bytes_per_s if bandwidth_bytes_per_s is None else bandwidth_bytes_per_s
+    if bandwidth is None:
+        raise ValueError(
+            f"{plan_file} does not say the links' bandwidth: give --bandwidth, for example 10Gbit/s"
+        )
+    if minibatches is None:
+        minibatches = _STEADY_MINIBATCHES + 2 * max(plan.in_flight)
+    traced = make_traced(
+        TraceRequest(schedule, None, plan_file, minibatches, microbatches, None, None, recompute), None
+    )
+    num_microbatches = traced.options.num_microbatches
+    times = _stage_times(plan, profile, num_microbatches)
+    transfers = [
+        TransferTimes(one_way_ms / num_microbatches, one_way_ms / num_microbatches)
+        for one_way_ms in _boundary_ms(plan, profile, bandwidth)
+    ]
+    return PlanSimulation(plan, profile, bandwidth, traced, simulate(traced.programs, times, transfers))
+
+
+def _stage_times(plan: Plan, profile: Profile, num_microbatches: int) -> Sequence[StageTimes]:
+    times = []
+    for stage in plan.stages:
+        layers = profile.layers[stage.first_layer : stage.last_layer + 1]
+        forward_ms = sum(layer.forward_ms for layer in layers)
+        backward_ms = sum(layer.backward_ms for layer in layers)
+        times.append(StageTimes(forward_ms / num_microbatches, backward_ms / num_microbatches))
+    return times
+
+
+def _boundary_bytes(plan: Plan, profile: Profile) -> list[int]:
+    """That cross each boundary one way, per minibatch."""
+    return [profile.layers[stage.last_layer].activation_bytes for stage in plan.stages[:-1]]
+
+
+def _boundary_ms(plan: Plan, profile: Profile, bandwidth_bytes_per_s: float) -> list[float]:
+    """One way, per minibatch."""
+    return [1e3 * num_bytes / bandwidth_bytes_per_s for num_bytes in _boundary_bytes(plan, profile)]

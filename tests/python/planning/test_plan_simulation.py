@@ -1,0 +1,92 @@
+"""A plan's own lists with a profile's costs: closed forms, and what cannot be simulated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pipedream.planning.layer_profile import LayerProfile, Profile
+from pipedream.planning.plan import Plan, Stage
+from pipedream.planning.plan_simulation import PlanSimulation, simulate_plan
+
+_STAGES = 3
+
+
+def _profile(*, activation_bytes: int = 1000) -> Profile:
+    """Three layers of 3 ms, the last one passes nothing on."""
+    layers = [LayerProfile(f"layer{i}", 1.0, 2.0, activation_bytes, 4000) for i in range(_STAGES - 1)]
+    return Profile(layers=(*layers, LayerProfile("last", 1.0, 2.0, 0, 4000)), batch_size=8)
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    Plan(tuple(Stage(i, i) for i in range(_STAGES)), bandwidth_bytes_per_s=1e9).save(path)
+    return path
+
+
+def _simulate(
+    plan_file: Path, schedule: str, microbatches: int | None = None, **options: float
+) -> PlanSimulation:
+    bandwidth = options.get("bandwidth", 1e15)
+    return simulate_plan(
+        plan_file,
+        _profile(),
+        schedule=schedule,
+        microbatches=microbatches,
+        bandwidth_bytes_per_s=bandwidth,
+    )
+
+
+def test_a_stage_that_always_has_work_sets_the_rate(plan_file: Path) -> None:
+    simulated = _simulate(plan_file, "pipedream")
+    assert simulated.ms_per_minibatch == pytest.approx(3.0)
+    assert simulated.samples_per_s == pytest.approx(8 / 3e-3)
+    assert simulated.speed_up == pytest.approx(3.0)
+    assert simulated.simulation.steady_bubble_share == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["flush", "gpipe"])
+@pytest.mark.parametrize("m", [3, 6])
+def test_a_schedule_that_flushes_pays_its_bubble(plan_file: Path, schedule: str, m: int) -> None:
+    simulated = _simulate(plan_file, schedule, m)
+    assert simulated.simulation.bubble_share == pytest.approx((_STAGES - 1) / (m + _STAGES - 1))
+    assert simulated.ms_per_minibatch == pytest.approx(3.0 * (m + _STAGES - 1) / m)
+
+
+def test_a_link_slower_than_the_stages_sets_the_rate(plan_file: Path) -> None:
+    simulated = _simulate(plan_file, "pipedream", bandwidth=1000 / 6e-3)  # 6 ms for 1,000 bytes, each way
+    assert simulated.ms_per_minibatch >= 6.0
+    fields = simulated.to_dict()
+    assert fields["boundaries"][0] == {
+        "after_stage": 0,
+        "bytes_per_minibatch": 2000,
+        "one_way_ms": pytest.approx(6.0),
+    }
+    assert fields["workers"][1]["link_ms_per_minibatch"] == pytest.approx(12.0)  # up and down
+
+
+def test_one_minibatch_at_a_time_takes_the_sum(plan_file: Path) -> None:
+    simulated = _simulate(plan_file, "model_parallel")
+    assert simulated.ms_per_minibatch == pytest.approx(9.0)
+    assert simulated.speed_up == pytest.approx(1.0)
+
+
+def test_the_plans_own_bandwidth_is_taken(plan_file: Path) -> None:
+    assert simulate_plan(plan_file, _profile()).bandwidth_bytes_per_s == 1e9
+
+
+def test_what_does_not_fit_together_is_refused(plan_file: Path, tmp_path: Path) -> None:
+    short = Profile(layers=_profile().layers[1:], batch_size=8)
+    with pytest.raises(ValueError, match="has 3 layers and the profile 2"):
+        simulate_plan(plan_file, short)
+    unknown = tmp_path / "unknown.json"
+    Plan((Stage(0, 2),)).save(unknown)
+    with pytest.raises(ValueError, match="does not say the links' bandwidth: give --bandwidth"):
+        simulate_plan(unknown, _profile())
+
+
+def test_the_table_has_a_row_for_each_worker(plan_file: Path) -> None:
+    text = str(_simulate(plan_file, "pipedream"))
+    assert "3.000 ms per minibatch" in text
+    assert [line.split()[0] for line in text.splitlines()[3:6]] == ["0", "1", "2"]
