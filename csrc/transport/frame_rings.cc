@@ -20,21 +20,25 @@ struct alignas(kCacheLineBytes) Cell {
 }  // namespace
 
 // Who writes what has a cache line of its own.
-struct FrameRings::Way {
+struct RingWay {
   alignas(kCacheLineBytes) std::atomic<std::uint64_t> num_pushed;  // the sender's
   std::atomic<std::uint64_t> num_urgent_pushed;
   alignas(kCacheLineBytes) std::atomic<std::uint64_t> num_taken;  // the receiver's
   alignas(
       kCacheLineBytes) std::atomic<std::uint32_t> wish;  // a BellWish: the receiver's, cleared by who rings
-  alignas(kCacheLineBytes) std::array<Cell, kNumCells> cells;
+  alignas(kCacheLineBytes) std::array<Cell, FrameRings::kNumCells> cells;
 };
 
-struct FrameRings::Layout {
+namespace {
+
+struct Layout {
   BellAddress listener_bell;
   BellAddress connector_bell;
-  Way to_listener;
-  Way to_connector;
+  RingWay to_listener;
+  RingWay to_connector;
 };
+
+}  // namespace
 
 FrameRings::FrameRings(std::unique_ptr<SharedMemory> memory, bool is_listener)
     : memory_(std::move(memory)),

@@ -34,6 +34,8 @@ enum class BellWish : std::uint32_t {
   kAll = 2,
 };
 
+struct RingWay;  // one way's ring, in the shared memory
+
 class FrameRings {
  public:
   static constexpr std::size_t kNumCells = 256;  // each way
@@ -71,15 +73,12 @@ class FrameRings {
   [[nodiscard]] bool has(BellWish wished) const;
 
  private:
-  struct Way;
-  struct Layout;
-
   FrameRings(std::unique_ptr<SharedMemory> memory, bool is_listener);
 
   const std::unique_ptr<SharedMemory> memory_;
   const bool is_listener_;
-  Way& out_;
-  Way& in_;
+  RingWay& out_;
+  RingWay& in_;
   std::unique_ptr<BellRope> rope_;  // null: not opened, or nobody can be woken
   std::atomic<bool> lets_wait_{false};
   std::atomic<bool> is_blocked_{false};
