@@ -2,8 +2,9 @@
 
 Stage s takes the sum of its layers' times, cut evenly into the microbatches; a boundary takes a_i / B one
 way, the C_i of the paper's cost model (design.md, section 5), and carries one item at a time in each
-direction. What the profile does not have takes no time: the optimizer's step, the runtime's own work, cores
-that are shared. Any thread.
+direction; a stage's replicas push and pull their shards, |w| / r bytes each, over links of their own. What
+the profile does not have takes no time: the optimizer's step, the runtime's own work, cores that are shared.
+Figures are of a minibatch, of which a worker of r replicas has one in r. Any thread.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from pipedream.planning.traced_schedule import TracedSchedule, TraceRequest, des
 
 __all__ = ["PlanSimulation", "simulate_plan"]
 
-_STEADY_MINIBATCHES = 32  # so many, besides those of the warm-up and the cool-down, unless asked otherwise
+# Minibatches of each replica, besides those of the warm-up and the cool-down, unless asked otherwise.
+_STEADY_ROUNDS = 32
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,9 @@ class PlanSimulation:
         }
 
     def __str__(self) -> str:
-        headings = ("rank", "stages", "layers", "busy ms", "busy", "sends", "link")
+        headings = ("worker", "layers", "busy ms", "busy", "sends", "link ms")
         rows = [self._row(worker) for worker in range(self.simulation.num_workers)]
-        lines = [self._title(), "", format_table(headings, rows, "><<>>>>"), "", self._summary()]
+        lines = [self._title(), "", format_table(headings, rows, "<<>>>>"), "", self._summary()]
         return "\n".join(lines)
 
     def _title(self) -> str:
@@ -102,32 +104,27 @@ class PlanSimulation:
     def _worker_fields(self, worker: int) -> dict[str, Any]:
         busy_ms = sum(timed.end_ms - timed.begin_ms for timed in self.simulation.timeline[worker])
         sent = [transfer for transfer in self.simulation.transfers if transfer.from_worker == worker]
-        makespan_ms = self.simulation.makespan_ms
-        link_ms = sum(transfer.end_ms - transfer.begin_ms for transfer in sent)
+        makespan_ms, num_minibatches = self.simulation.makespan_ms, self.traced.num_minibatches
+        link_ms = sum(transfer.end_ms - transfer.begin_ms for transfer in sent) / num_minibatches
         return {
             "rank": worker,
             "stages": list(self.plan.stages_of(worker)),
-            "busy_ms_per_minibatch": busy_ms / self.traced.num_minibatches,
+            "busy_ms_per_minibatch": busy_ms / num_minibatches,
             "busy_share": busy_ms / makespan_ms if makespan_ms else 0.0,
-            "link_ms_per_minibatch": link_ms / self.traced.num_minibatches,
+            "link_ms_per_minibatch": link_ms,
+            "bytes_sent_per_minibatch": round(link_ms * self.bandwidth_bytes_per_s / 1e3),
         }
 
     def _row(self, worker: int) -> tuple[str, ...]:
         fields = self._worker_fields(worker)
         stages = [self.plan.stages[stage] for stage in fields["stages"]]
-        num_bytes = _boundary_bytes(self.plan, self.profile)
-        sent = sum(
-            (num_bytes[stage] if stage < len(num_bytes) else 0) + (num_bytes[stage - 1] if stage else 0)
-            for stage in fields["stages"]
-        )
         return (
-            str(worker),
-            ", ".join(map(str, fields["stages"])),
+            self.plan.describe_worker(worker),
             ", ".join(f"{stage.first_layer}-{stage.last_layer}" for stage in stages),
             f"{fields['busy_ms_per_minibatch']:.3f}",
             f"{100 * fields['busy_share']:.1f} %",
-            format_bytes(sent),
-            f"{fields['link_ms_per_minibatch']:.3f} ms",
+            format_bytes(fields["bytes_sent_per_minibatch"]),
+            f"{fields['link_ms_per_minibatch']:.3f}",
         )
 
 
@@ -159,12 +156,13 @@ def simulate_plan(
             f"{plan_file} does not say the links' bandwidth: give --bandwidth, for example 10Gbit/s"
         )
     if minibatches is None:
-        minibatches = _STEADY_MINIBATCHES + 2 * max(plan.in_flight)
+        rounds = _STEADY_ROUNDS + 2 * max(plan.in_flight)
+        minibatches = rounds * max(stage.num_replicas for stage in plan.stages)
     traced = make_traced(
         TraceRequest(schedule, None, plan_file, minibatches, microbatches, None, None, recompute), None
     )
     num_microbatches = traced.options.num_microbatches
-    times = _stage_times(plan, profile, num_microbatches)
+    times = _stage_times(plan, profile, num_microbatches, bandwidth)
     transfers = [
         TransferTimes(one_way_ms / num_microbatches, one_way_ms / num_microbatches)
         for one_way_ms in _boundary_ms(plan, profile, bandwidth)
@@ -172,13 +170,22 @@ def simulate_plan(
     return PlanSimulation(plan, profile, bandwidth, traced, simulate(traced.programs, times, transfers))
 
 
-def _stage_times(plan: Plan, profile: Profile, num_microbatches: int) -> Sequence[StageTimes]:
+def _stage_times(
+    plan: Plan, profile: Profile, num_microbatches: int, bandwidth_bytes_per_s: float
+) -> Sequence[StageTimes]:
     times = []
     for stage in plan.stages:
         layers = profile.layers[stage.first_layer : stage.last_layer + 1]
         forward_ms = sum(layer.forward_ms for layer in layers)
         backward_ms = sum(layer.backward_ms for layer in layers)
-        times.append(StageTimes(forward_ms / num_microbatches, backward_ms / num_microbatches))
+        shard_bytes = sum(layer.parameter_bytes for layer in layers) / stage.num_replicas
+        times.append(
+            StageTimes(
+                forward_ms / num_microbatches,
+                backward_ms / num_microbatches,
+                shard_ms=1e3 * shard_bytes / bandwidth_bytes_per_s,
+            )
+        )
     return times
 
 

@@ -89,4 +89,16 @@ def test_what_does_not_fit_together_is_refused(plan_file: Path, tmp_path: Path) 
 def test_the_table_has_a_row_for_each_worker(plan_file: Path) -> None:
     text = str(_simulate(plan_file, "pipedream"))
     assert "3.000 ms per minibatch" in text
-    assert [line.split()[0] for line in text.splitlines()[3:6]] == ["0", "1", "2"]
+    assert [line.split()[1] for line in text.splitlines()[3:6]] == ["0", "1", "2"]
+
+
+def test_replicas_share_their_stages_minibatches_and_its_parameters(tmp_path: Path) -> None:
+    path = tmp_path / "replicated.json"
+    Plan((Stage(0, 1, 2), Stage(2, 2)), bandwidth_bytes_per_s=1e15).save(path)
+    simulated = simulate_plan(path, _profile())
+    assert simulated.ms_per_minibatch == pytest.approx(3.0)  # two replicas of 6 ms, one of 3 ms
+    workers = simulated.to_dict()["workers"]
+    assert [worker["stages"] for worker in workers] == [[0], [0], [1]]
+    assert [worker["busy_ms_per_minibatch"] for worker in workers] == pytest.approx([3.0] * 3)
+    # Of every two minibatches: two activations; a shard of 4,000 bytes pushed, another pulled.
+    assert workers[0]["bytes_sent_per_minibatch"] == pytest.approx((1000 + 2 * 4000) / 2)
