@@ -206,11 +206,11 @@ TEST(Replicas, EveryMinibatchIsDoneOnceByItsReplicaAndEveryRoundIsUpdatedAtAllOf
 
 TEST(Replicas, ValidatorAcceptsEveryPlanScheduleAndLength) {
   for (const Counts& plan : kPlans) {
-    for (const std::int64_t num_microbatches : {1, 2, 16}) {
+    for (const std::int64_t num_microbatches : {1, 6}) {
       for (ScheduleOptions options : all_of(plan, num_microbatches)) {
         options.recompute.assign(plan.size(), true);
-        for (const std::int64_t num_minibatches : {0, 1, 2, 3, 5, 7, 12, 13, 31}) {
-          if (plan[0] == 15 && (num_microbatches == 16 || num_minibatches == 7)) continue;
+        for (const std::int64_t num_minibatches : {0, 1, 3, 7, 12, 31}) {
+          if (plan[0] == 15 && num_microbatches > 1) continue;
           const ReplayReport report =
               replay(options, make_programs(options, num_minibatches), num_minibatches);
           ASSERT_TRUE(report.ok) << name_of(options, num_minibatches) << ": " << report.error;
@@ -229,7 +229,7 @@ TEST(Replicas, ValidatorAcceptsEveryPlanScheduleAndLength) {
 TEST(Replicas, VersionsKeptIsTight) {
   for (const Counts& plan : kPlans) {
     if (plan[0] == 15) continue;
-    for (const ScheduleOptions& options : all_of(plan, 16)) {
+    for (const ScheduleOptions& options : all_of(plan, 6)) {
       const std::int64_t num_minibatches = 60;
       const ReplayReport report = replay(options, make_programs(options, num_minibatches), num_minibatches);
       ASSERT_TRUE(report.ok) << report.error;
@@ -247,7 +247,7 @@ TEST(Replicas, ValidatorAcceptsRandomPlans) {
   const auto draw = [&](std::int64_t most) {
     return static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(most)) + 1;
   };
-  for (int trial = 0; trial < 1000; ++trial) {
+  for (int trial = 0; trial < 500; ++trial) {
     Counts plan(static_cast<std::size_t>(draw(4)));
     for (std::int64_t& num_replicas : plan) num_replicas = draw(4);
     const std::string& schedule = kStraightSchedules[static_cast<std::size_t>(draw(7) - 1)];
@@ -305,7 +305,7 @@ TEST(Replicas, EdgesJoinThoseThatHaveAMinibatchInCommonAndNameItsItems) {
 TEST(Replicas, NoMorePushesAndPullsWaitThanVersionsAreKept) {
   for (const Counts& plan : kPlans) {
     if (plan[0] == 15) continue;
-    for (const ScheduleOptions& options : all_of(plan, 16)) {
+    for (const ScheduleOptions& options : all_of(plan, 6)) {
       const ReplayReport report = replay(options, make_programs(options, 31), 31);
       ASSERT_TRUE(report.ok) << report.error;
       for (const auto& [edge, queued_max] : report.edges) {
@@ -372,6 +372,90 @@ TEST(Replicas, CursorWalksTheSameListHoweverLateItLearnsTheNumberOfMinibatches) 
       }
     }
   }
+}
+
+// Broken lists.
+
+class BrokenReplicas : public testing::Test {
+ protected:
+  // The first at the worker that begins so.
+  Instructions::iterator find(std::size_t worker, const std::string& text) {
+    Instructions& program = programs_.at(worker);
+    const auto found = std::find_if(program.begin(), program.end(), [&](const Instruction& instruction) {
+      return to_string(instruction).starts_with(text);
+    });
+    EXPECT_NE(found, program.end()) << text;
+    return found;
+  }
+  void remove(std::size_t worker, const std::string& text) { programs_.at(worker).erase(find(worker, text)); }
+  void repeat(std::size_t worker, const std::string& text) {
+    const auto found = find(worker, text);
+    programs_.at(worker).insert(found, *found);
+  }
+  void expect_fault(const std::string& error) const {
+    EXPECT_EQ(replay(options_, programs_, kNumMinibatches).error, error);
+  }
+
+  static constexpr std::int64_t kNumMinibatches = 7;
+  const ScheduleOptions options_ = make_replicated("pipedream", {3, 1});
+  Programs programs_ = make_programs(options_, kNumMinibatches);
+};
+
+TEST_F(BrokenReplicas, GradientThatIsLostOnTheWayOrNotSent) {
+  remove(0, "RECV push stage 0 replica 2 to stage 0 minibatch 2");
+  expect_fault(
+      "worker 0, position 9, UPDATE stage 0 minibatch 0 writes version 1: RECV push stage 0 replica 2 to "
+      "stage 0 minibatch 2 comes first");
+  programs_ = make_programs(options_, kNumMinibatches);
+  remove(2, "SEND push stage 0 replica 2 to stage 0 minibatch 2");
+  expect_fault(
+      "worker 2, position 13, BACKWARD stage 0 replica 2 minibatch 5 microbatch 0 reads version 0: SEND push "
+      "stage 0 replica 2 to stage 0 minibatch 2 comes first");
+}
+
+TEST_F(BrokenReplicas, GradientThatIsSentOrTakenTwice) {
+  repeat(2, "SEND push stage 0 replica 2 to stage 0 minibatch 2");
+  expect_fault(
+      "worker 2, position 7, SEND push stage 0 replica 2 to stage 0 minibatch 2: there is nothing to send: "
+      "it was not made yet, or it was sent already");
+  programs_ = make_programs(options_, kNumMinibatches);
+  repeat(0, "RECV push stage 0 replica 2 to stage 0 minibatch 2");
+  expect_fault(
+      "worker 0, position 10, RECV push stage 0 replica 2 to stage 0 minibatch 2: RECV push stage 0 replica "
+      "2 to stage 0 minibatch 2 was not used yet");
+}
+
+TEST_F(BrokenReplicas, ForwardThatWouldMixVersions) {
+  remove(0, "RECV pull stage 0 replica 2 to stage 0 minibatch 0");
+  expect_fault(
+      "worker 0, position 14, FORWARD stage 0 minibatch 6 microbatch 0 reads version 1: RECV pull stage 0 "
+      "replica 2 to stage 0 minibatch 0 comes first");
+}
+
+TEST_F(BrokenReplicas, ForwardThatReadsOlderThanTheStalenessAllows) {
+  find(0, "FORWARD stage 0 minibatch 6")->version = WeightVersion(0);
+  expect_fault(
+      "worker 0, position 15, FORWARD stage 0 minibatch 6 microbatch 0 reads version 0: the rule names "
+      "version 1");
+}
+
+TEST_F(BrokenReplicas, MinibatchOfAnotherReplica) {
+  find(0, "FORWARD stage 0 minibatch 3")->minibatch = MinibatchId(4);
+  expect_fault(
+      "worker 0, position 2, FORWARD stage 0 minibatch 4 microbatch 0 reads version 0: the minibatch is "
+      "replica 1's");
+}
+
+TEST_F(BrokenReplicas, ShardThatMissesTheRoundInWhichItsReplicaHasNoMinibatch) {
+  remove(2, "UPDATE stage 0 replica 2 minibatch 6");
+  expect_fault("worker 2, position 31, end of the program: UPDATE stage 0 replica 2 minibatch 6 is missing");
+}
+
+TEST_F(BrokenReplicas, ListAtTheWorkerOfAnotherReplica) {
+  std::swap(programs_[0], programs_[1]);
+  expect_fault(
+      "worker 0, position 0, FORWARD stage 0 replica 1 minibatch 1 microbatch 0 reads version 0: the replica "
+      "lies at worker 1");
 }
 
 TEST(Replicas, StartOnlyWhereARoundBeginsAtEveryStage) {

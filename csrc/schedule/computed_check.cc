@@ -1,0 +1,355 @@
+// What one worker's list computes. See validator.h.
+#include <algorithm>
+
+#include "base/check.h"
+#include "schedule/list_checks.h"
+
+namespace pipedream {
+namespace {
+
+// Why an instruction cannot be done, without its place; empty when it can.
+using Fault = std::string;
+
+std::size_t index_of(StageIndex stage) { return static_cast<std::size_t>(stage.value()); }
+
+// One stage's part of a list: its counters, and whether an instruction may come next. A microbatch of the
+// replica's has one number here, own minibatch * num_microbatches + microbatch: its item.
+class StageChecker {
+ public:
+  StageChecker(const ScheduleOptions& options, StageReplica here, std::int64_t num_minibatches);
+
+  [[nodiscard]] Fault check(const Instruction& instruction) const;
+  void apply(const Instruction& instruction);
+  [[nodiscard]] Fault missing_at_end() const;
+
+  // Whether backwards of this round are still to be done.
+  [[nodiscard]] bool has_backwards_left(std::int64_t round) const {
+    return num_backwarded_ < end_of_round(round) * num_microbatches_;
+  }
+  [[nodiscard]] StageIndex stage() const { return stage_; }
+  [[nodiscard]] std::int64_t versions_live_max() const { return versions_live_max_; }
+  [[nodiscard]] std::int64_t num_in_flight_max() const { return num_in_flight_max_; }
+
+ private:
+  [[nodiscard]] Fault check_range(const Instruction& instruction) const;
+  [[nodiscard]] Fault check_forward(const Instruction& instruction) const;
+  [[nodiscard]] Fault check_recompute(const Instruction& instruction) const;
+  [[nodiscard]] Fault check_backward(const Instruction& instruction) const;
+  [[nodiscard]] Fault check_next_backward(const Instruction& instruction) const;
+  [[nodiscard]] Fault check_update(const Instruction& instruction) const;
+  [[nodiscard]] Fault check_read(WeightVersion version, WeightVersion rule) const;
+  [[nodiscard]] std::int64_t num_versions_live(Opcode opcode) const;
+  [[nodiscard]] std::int64_t newest_coming() const;
+  [[nodiscard]] std::int64_t item_of(const Instruction& instruction) const {
+    return rounds_.own_index(instruction.minibatch) * num_microbatches_ + instruction.microbatch.value();
+  }
+  [[nodiscard]] MinibatchId minibatch_of(std::int64_t item) const {
+    return rounds_.own_minibatch(replica_, item / num_microbatches_);
+  }
+  [[nodiscard]] std::string name_of(std::int64_t item) const {  // "minibatch 3 microbatch 0"
+    return "minibatch " + std::to_string(minibatch_of(item).value()) + " microbatch " +
+           std::to_string(item % num_microbatches_);
+  }
+  // Of the replica's own minibatches, those before the round, and those before the next one.
+  [[nodiscard]] std::int64_t begin_of_round(std::int64_t round) const {
+    return std::min(num_own_, (round - rounds_.first_version().value()) * rounds_.own_per_round());
+  }
+  [[nodiscard]] std::int64_t end_of_round(std::int64_t round) const { return begin_of_round(round + 1); }
+
+  const ScheduleOptions& options_;
+  const StageIndex stage_;
+  const ReplicaIndex replica_;
+  const Rounds rounds_;
+  const std::int64_t num_minibatches_;
+  const std::int64_t num_own_;  // minibatches
+  const std::int64_t num_microbatches_;
+  const std::int64_t window_;
+  const std::int64_t num_kept_;
+  const std::int64_t num_gradients_kept_;  // of rounds
+  const bool drains_;
+  const bool stashes_;
+  const bool recomputes_;
+
+  std::int64_t num_forwarded_ = 0;  // items
+  std::int64_t num_backwarded_ = 0;
+  bool recomputed_ = false;  // the next item to go backward
+  std::int64_t newest_;      // version, and so also the next round to update
+  std::int64_t versions_live_max_ = 1;
+  std::int64_t num_in_flight_max_ = 0;
+};
+
+StageChecker::StageChecker(const ScheduleOptions& options, StageReplica here, std::int64_t num_minibatches)
+    : options_(options),
+      stage_(here.stage),
+      replica_(here.replica),
+      rounds_(rounds_of(options, stage_)),
+      num_minibatches_(num_minibatches),
+      num_own_(rounds_.num_own(replica_, num_minibatches)),
+      num_microbatches_(options.num_microbatches),
+      window_(num_microbatches_in_flight(options, stage_)),
+      num_kept_(num_versions_kept(options, stage_)),
+      num_gradients_kept_(num_gradients_kept(options, stage_)),
+      drains_(drains_every_minibatch(options)),
+      stashes_(stashes_versions(options)),
+      recomputes_(!options.recompute.empty() && options.recompute[index_of(stage_)]),
+      newest_(rounds_.first_version().value()) {}
+
+Fault StageChecker::check(const Instruction& instruction) const {
+  if (Fault fault = check_range(instruction); !fault.empty()) return fault;
+  switch (instruction.opcode) {
+    case Opcode::kForward:
+      return check_forward(instruction);
+    case Opcode::kRecompute:
+      return check_recompute(instruction);
+    case Opcode::kBackward:
+      return check_backward(instruction);
+    case Opcode::kUpdate:
+      return check_update(instruction);
+    case Opcode::kSend:
+    case Opcode::kRecv:
+      break;
+  }
+  PD_CHECK(false, "opcode " << static_cast<int>(instruction.opcode) << ", stage " << stage_.value());
+}
+
+Fault StageChecker::check_range(const Instruction& instruction) const {
+  const std::int64_t first = options_.first_minibatch.value();
+  if (instruction.minibatch.value() >= 0 && instruction.minibatch.value() < first) {
+    return "the minibatch is before the first, " + std::to_string(first);
+  }
+  if (instruction.minibatch.value() < 0 || instruction.minibatch.value() >= num_minibatches_) {
+    return "the minibatch does not exist; there are " + std::to_string(num_minibatches_);
+  }
+  const bool is_update = instruction.opcode == Opcode::kUpdate;
+  const std::int64_t due = is_update ? rounds_.begin_of(rounds_.round_of(instruction.minibatch)).value()
+                                     : instruction.minibatch.value();
+  if (instruction.minibatch.value() != due) {
+    return "an update is of the round that begins with minibatch " + std::to_string(due);
+  }
+  if (!is_update && rounds_.replica_of(instruction.minibatch) != replica_) {
+    return "the minibatch is replica " + std::to_string(rounds_.replica_of(instruction.minibatch).value()) +
+           "'s";
+  }
+  const std::int64_t end = is_update ? 1 : num_microbatches_;
+  if (instruction.microbatch.value() >= 0 && instruction.microbatch.value() < end) return {};
+  if (is_update) {
+    return "an update is of the whole minibatch, not of microbatch " +
+           std::to_string(instruction.microbatch.value());
+  }
+  return "the microbatch does not exist; a minibatch has " + std::to_string(end);
+}
+
+Fault StageChecker::check_forward(const Instruction& instruction) const {
+  const std::int64_t item = item_of(instruction);
+  if (item < num_forwarded_) return "the microbatch was already forwarded";
+  if (item > num_forwarded_) {
+    return "forwards go in order; the next is " + name_of(num_forwarded_);
+  }
+  if (drains_ && rounds_.round_of(instruction.minibatch) != newest_) {
+    return "the schedule drains every minibatch, and the update of minibatch " +
+           std::to_string(rounds_.begin_of(newest_).value()) + " was not done yet";
+  }
+  if (num_forwarded_ - num_backwarded_ == window_) {
+    return "at most " + std::to_string(window_) +
+           " microbatches may be in flight at the stage, and as many wait for their backward";
+  }
+  return check_read(instruction.version, forward_version(options_, stage_, instruction.minibatch));
+}
+
+Fault StageChecker::check_recompute(const Instruction& instruction) const {
+  if (!recomputes_) return "the options ask for no recompute at the stage";
+  if (Fault fault = check_next_backward(instruction); !fault.empty()) return fault;
+  if (recomputed_) return "the microbatch was already recomputed";
+  return check_read(instruction.version, backward_version(options_, stage_, instruction.minibatch));
+}
+
+Fault StageChecker::check_backward(const Instruction& instruction) const {
+  if (Fault fault = check_next_backward(instruction); !fault.empty()) return fault;
+  if (recomputes_ && !recomputed_) return "the options ask for a recompute first";
+  return check_read(instruction.version, backward_version(options_, stage_, instruction.minibatch));
+}
+
+// What backward and recompute have in common. Only the next one is recomputed: the activations of more
+// than one microbatch would have to be held.
+Fault StageChecker::check_next_backward(const Instruction& instruction) const {
+  const std::int64_t item = item_of(instruction);
+  if (item >= num_forwarded_) return "the microbatch was not forwarded yet";
+  if (item < num_backwarded_) return "the backward was already done";
+  if (item > num_backwarded_) {
+    return "backwards go in order; the next is " + name_of(num_backwarded_);
+  }
+  if (rounds_.round_of(instruction.minibatch) < newest_ + num_gradients_kept_) return {};
+  return "the update of minibatch " + std::to_string(rounds_.begin_of(newest_).value()) +
+         " is due first: gradients of two minibatches would be added up";
+}
+
+Fault StageChecker::check_update(const Instruction& instruction) const {
+  const std::int64_t round = rounds_.round_of(instruction.minibatch);
+  if (round < newest_) return "the update was already done";
+  const std::int64_t before = begin_of_round(round) * num_microbatches_;
+  const std::int64_t num_needed = end_of_round(round) * num_microbatches_ - before;
+  const std::int64_t num_done = std::clamp<std::int64_t>(num_backwarded_ - before, 0, num_needed);
+  if (num_done < num_needed) {
+    return "the gradient is not complete: the backward of " + std::to_string(num_done) + " of " +
+           std::to_string(num_needed) + " microbatches was done";
+  }
+  if (instruction.version.value() == newest_ + 1) return {};
+  return "the newest version is " + std::to_string(newest_) + ", so the update writes version " +
+         std::to_string(newest_ + 1);
+}
+
+Fault StageChecker::check_read(WeightVersion version, WeightVersion rule) const {
+  if (version != rule) return "the rule names version " + std::to_string(rule.value());
+  if (version.value() > newest_) {
+    return "version " + std::to_string(version.value()) + " is not written yet; the newest is " +
+           std::to_string(newest_);
+  }
+  if (version.value() > newest_ - num_kept_) return {};
+  return "version " + std::to_string(version.value()) + " was overwritten; the newest is " +
+         std::to_string(newest_) + ", and " + std::to_string(num_kept_) + " are kept";
+}
+
+// When the instruction is being done. Reads go in order, so what is still read is one range of versions. A
+// replica's own shard and those that others update are kept in the same slots, each at versions of its own.
+std::int64_t StageChecker::num_versions_live(Opcode opcode) const {
+  // The newest, and beside it what an update writes, unless it writes in place.
+  const std::int64_t num_newest = opcode == Opcode::kUpdate && num_kept_ > 1 ? 2 : 1;
+  const std::int64_t next_reader = num_backwarded_ / num_microbatches_;
+  if (!stashes_ || next_reader >= num_own_) return num_newest;
+  const auto read_by = [&](std::int64_t own_index) {
+    return forward_version(options_, stage_, rounds_.own_minibatch(replica_, own_index)).value();
+  };
+  const std::int64_t first = read_by(next_reader);
+  const std::int64_t last = std::min(read_by(num_own_ - 1), newest_ - 1);
+  const std::int64_t num_own_shard = num_newest + std::max<std::int64_t>(0, last - first + 1);
+  if (rounds_.num_replicas == 1) return num_own_shard;
+  return std::max(num_own_shard, newest_coming() - first + 1);
+}
+
+// The newest that other replicas may have written: it is as new as the rounds whose backwards are done here.
+std::int64_t StageChecker::newest_coming() const {
+  return rounds_.first_version().value() + num_backwarded_ / num_microbatches_ / rounds_.own_per_round();
+}
+
+void StageChecker::apply(const Instruction& instruction) {
+  const std::int64_t num_live = num_versions_live(instruction.opcode);
+  // Follows from the rules: an update comes after the last read of the version that it overwrites.
+  PD_CHECK(num_live <= num_kept_,
+           to_string(instruction) << ": " << num_live << " versions are live, " << num_kept_ << " are kept");
+  versions_live_max_ = std::max(versions_live_max_, num_live);
+  switch (instruction.opcode) {
+    case Opcode::kForward:
+      ++num_forwarded_;
+      num_in_flight_max_ = std::max(num_in_flight_max_, num_forwarded_ - num_backwarded_);
+      return;
+    case Opcode::kRecompute:
+      recomputed_ = true;
+      return;
+    case Opcode::kBackward:
+      recomputed_ = false;
+      ++num_backwarded_;
+      return;
+    case Opcode::kUpdate:
+      ++newest_;
+      return;
+    case Opcode::kSend:
+    case Opcode::kRecv:
+      break;
+  }
+  PD_CHECK(false, "opcode " << static_cast<int>(instruction.opcode) << ", stage " << stage_.value());
+}
+
+Fault StageChecker::missing_at_end() const {
+  if (newest_ == rounds_.last_version(num_minibatches_).value()) return {};
+  const std::string stage = ' ' + to_string(StageReplica{stage_, replica_}) + ' ';
+  if (!has_backwards_left(newest_)) {
+    return opcode_name(Opcode::kUpdate) + stage + "minibatch " +
+           std::to_string(rounds_.begin_of(newest_).value()) + " is missing";
+  }
+  const bool is_forwarded = num_backwarded_ < num_forwarded_;
+  return opcode_name(is_forwarded ? Opcode::kBackward : Opcode::kForward) + stage + name_of(num_backwarded_) +
+         " is missing";
+}
+// One worker's list.
+class ListChecker {
+ public:
+  explicit ListChecker(const ListToCheck& list)
+      : placement_(list.placement),
+        rank_(list.rank),
+        drains_(drains_every_minibatch(list.options)),
+        rounds_(rounds_of(list.options, placement_.stages_at(rank_).front())) {
+    for (const Place& place : placement_.places_at(rank_)) {
+      stages_.emplace_back(list.options, StageReplica{place.stage, place.replica}, list.num_minibatches);
+    }
+  }
+
+  // The first fault with its place, or empty.
+  [[nodiscard]] std::string run(const std::vector<Instruction>& program) {
+    for (std::size_t position = 0; position < program.size(); ++position) {
+      if (travels(program[position].opcode)) continue;
+      const Fault fault = check(program[position]);
+      if (!fault.empty()) return name_position(rank_, program, position) + ": " + fault;
+      stage_of(program[position]).apply(program[position]);
+    }
+    for (const StageChecker& stage : stages_) {
+      const Fault fault = stage.missing_at_end();
+      if (!fault.empty()) return name_position(rank_, program, program.size()) + ": " + fault;
+    }
+    return {};
+  }
+
+  [[nodiscard]] const std::vector<StageChecker>& stages() const { return stages_; }
+
+ private:
+  [[nodiscard]] Fault check(const Instruction& instruction) {
+    const std::int64_t stage = instruction.stage.value();
+    if (stage < 0 || stage >= placement_.num_stages()) {
+      return "the stage does not exist; there are " + std::to_string(placement_.num_stages());
+    }
+    const std::int64_t num_replicas = placement_.num_replicas(instruction.stage);
+    if (instruction.replica.value() < 0 || instruction.replica.value() >= num_replicas) {
+      return "the replica does not exist; the stage has " + std::to_string(num_replicas);
+    }
+    const Rank rank = placement_.rank_of(instruction.stage, instruction.replica);
+    if (rank != rank_) {
+      return (num_replicas > 1 ? "the replica" : "the stage") + std::string(" lies at worker ") +
+             std::to_string(rank.value());
+    }
+    if (Fault fault = stage_of(instruction).check(instruction); !fault.empty()) return fault;
+    return instruction.opcode == Opcode::kUpdate ? check_drained(instruction) : Fault();
+  }
+
+  // Where every minibatch drains, a norm over all stages is taken before the first update.
+  [[nodiscard]] Fault check_drained(const Instruction& update) const {
+    if (!drains_) return {};
+    for (const StageChecker& stage : stages_) {
+      if (!stage.has_backwards_left(rounds_.round_of(update.minibatch))) continue;
+      return "the schedule drains every minibatch, and stage " + std::to_string(stage.stage().value()) +
+             " still has backwards to do";
+    }
+    return {};
+  }
+
+  [[nodiscard]] StageChecker& stage_of(const Instruction& instruction) {
+    return *std::find_if(stages_.begin(), stages_.end(),
+                         [&](const StageChecker& stage) { return stage.stage() == instruction.stage; });
+  }
+
+  const Placement& placement_;
+  const Rank rank_;
+  const bool drains_;
+  const Rounds rounds_;               // of all stages here
+  std::vector<StageChecker> stages_;  // ascending
+};
+}  // namespace
+
+std::string check_computed(const ListToCheck& list, std::vector<StageCounts>& counts) {
+  ListChecker checker(list);
+  std::string error = checker.run(list.program);
+  for (const StageChecker& stage : checker.stages()) {
+    counts.push_back({stage.stage(), stage.versions_live_max(), stage.num_in_flight_max()});
+  }
+  return error;
+}
+
+}  // namespace pipedream

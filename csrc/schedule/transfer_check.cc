@@ -1,0 +1,268 @@
+// What one worker's list sends and receives. See validator.h.
+#include <algorithm>
+#include <iterator>
+#include <map>
+
+#include "base/check.h"
+#include "schedule/list_checks.h"
+#include "schedule/transfers.h"
+
+namespace pipedream {
+namespace {
+
+// Why an instruction cannot be done, without its place; empty when it can.
+using Fault = std::string;
+
+// One worker's transfers: what is computed has what it needs, and what it makes is sent before more is made.
+class TransferChecker {
+ public:
+  explicit TransferChecker(const ListToCheck& list)
+      : options_(list.options),
+        edges_(edges_of(options_)),
+        rank_(list.rank),
+        stages_(list.placement.stages_at(rank_)),
+        num_minibatches_(list.num_minibatches),
+        replica_(list.placement.places_at(rank_).front().replica),
+        rounds_(rounds_of(options_, stages_.front())),
+        transfers_(options_, rank_),
+        next_round_(rounds_.first_version().value()) {
+    transfers_.set_num_minibatches(num_minibatches_);
+    for (const StageIndex stage : stages_) num_backwarded_[stage] = 0;
+    for (const Edge& edge : edges_) {
+      const bool is_version = edge.kind == EdgeKind::kTiedVersion || edge.kind == EdgeKind::kPull;
+      if (!is_version || list.placement.rank_of(edge.to.stage, edge.to.replica) != rank_) continue;
+      newest_received_[edge] = rounds_.first_version();
+    }
+    begin_update();
+  }
+
+  // The first fault with its place, or empty.
+  [[nodiscard]] std::string run(const std::vector<Instruction>& program) {
+    for (std::size_t position = 0; position < program.size(); ++position) {
+      const Fault fault = step(program[position]);
+      if (!fault.empty()) return name_position(rank_, program, position) + ": " + fault;
+    }
+    const Fault fault = missing_at_end();
+    return fault.empty() ? fault : name_position(rank_, program, program.size()) + ": " + fault;
+  }
+
+ private:
+  [[nodiscard]] Fault step(const Instruction& instruction) {
+    if (!travels(instruction.opcode)) return compute(instruction);
+    if (Fault fault = check_edge(instruction); !fault.empty()) return fault;
+    if (instruction.edge.kind == EdgeKind::kNorm) return exchange_norm(instruction);
+    return instruction.opcode == Opcode::kSend ? send(instruction) : receive(instruction);
+  }
+
+  [[nodiscard]] Fault check_edge(const Instruction& instruction) const {
+    if (!std::binary_search(edges_.begin(), edges_.end(), instruction.edge)) {
+      return "there is no such edge in the schedule";
+    }
+    const Edge& edge = instruction.edge;
+    const StageReplica& end = instruction.opcode == Opcode::kSend ? edge.from : edge.to;
+    const bool is_here =
+        std::find(stages_.begin(), stages_.end(), end.stage) != stages_.end() && end.replica == replica_;
+    if (is_here && StageReplica{instruction.stage, instruction.replica} == end) return {};
+    return to_string(end) + " is at another worker";
+  }
+
+  [[nodiscard]] Fault send(const Instruction& instruction) {
+    if (std::erase(unsent_, instruction) == 1) return {};
+    const bool is_due = std::find(pushes_.begin(), pushes_.end(), instruction) != pushes_.end();
+    if (is_due && has_backwards_left(stages_.front())) return "the round still has backwards to do";
+    if (std::erase(pushes_, instruction) == 1) return {};
+    return "there is nothing to send: it was not made yet, or it was sent already";
+  }
+
+  [[nodiscard]] Fault receive(const Instruction& instruction) {
+    if (newest_received_.contains(instruction.edge)) return receive_version(instruction);
+    for (const Instruction& held : unused_) {
+      if (held.edge == instruction.edge) return to_string(held) + " was not used yet";
+    }
+    unused_.push_back(instruction);
+    return {};
+  }
+
+  // Versions of what another worker updates.
+  [[nodiscard]] Fault receive_version(const Instruction& instruction) {
+    WeightVersion& newest = newest_received_.at(instruction.edge);
+    const MinibatchId due = rounds_.begin_of(newest.value());
+    if (instruction.minibatch != due) {
+      return "versions come in order; the next is that of minibatch " + std::to_string(due.value());
+    }
+    const std::int64_t next_reader = num_backwarded_.at(instruction.stage) / options_.num_microbatches;
+    if (instruction.edge.kind == EdgeKind::kPull && rounds_.round_of(due) > newest_complete()) {
+      return "the round still has backwards to do";
+    }
+    newest = newest.next();
+    const bool is_tied = instruction.edge.kind == EdgeKind::kTiedVersion;
+    const std::int64_t num_kept =
+        is_tied ? num_tied_versions_kept(options_) : num_versions_kept(options_, instruction.stage);
+    const std::int64_t overwritten = newest.value() - num_kept;
+    const MinibatchId reader = rounds_.own_minibatch(replica_, next_reader);
+    const bool is_read = reader.value() < num_minibatches_ && (is_tied || num_kept > 1);
+    if (!is_read || overwritten < version_read(instruction.edge, reader).value()) return {};
+    return "it overwrites version " + std::to_string(overwritten) + ", which minibatch " +
+           std::to_string(reader.value()) + " still reads";
+  }
+
+  // The newest round whose gradient the replica has made, or is not a member of.
+  [[nodiscard]] std::int64_t newest_complete() const {
+    const std::int64_t num_own = num_backwarded_.at(stages_.front()) / options_.num_microbatches;
+    if (num_own == rounds_.num_own(replica_, num_minibatches_)) {
+      return rounds_.last_version(num_minibatches_).value() - 1;
+    }
+    return rounds_.first_version().value() + num_own / rounds_.own_per_round() - 1;
+  }
+
+  [[nodiscard]] WeightVersion version_read(const Edge& edge, MinibatchId minibatch) const {
+    return edge.kind == EdgeKind::kTiedVersion ? tied_version(options_, minibatch)
+                                               : forward_version(options_, edge.to.stage, minibatch);
+  }
+
+  // Of the round that is to be updated next.
+  [[nodiscard]] bool has_backwards_left(StageIndex stage) const {
+    const std::int64_t num_rounds = next_round_ + 1 - rounds_.first_version().value();
+    const std::int64_t num_own =
+        std::min(rounds_.num_own(replica_, num_minibatches_), num_rounds * rounds_.own_per_round());
+    return num_backwarded_.at(stage) < num_own * options_.num_microbatches;
+  }
+
+  // The exchange that is under way, in the one order that it has.
+  [[nodiscard]] Fault exchange_norm(const Instruction& instruction) {
+    for (const StageIndex stage : stages_) {
+      if (!has_backwards_left(stage)) continue;
+      return "stage " + std::to_string(stage.value()) + " still has backwards to do";
+    }
+    for (const Instruction& due : before_update_) {
+      if (due.edge.kind != EdgeKind::kNorm && !is_unused(due)) return to_string(due) + " comes first";
+    }
+    if (num_norms_ == norms_.size()) return "the norms of the minibatch were exchanged already";
+    if (instruction != norms_[num_norms_]) return to_string(norms_[num_norms_]) + " comes first";
+    ++num_norms_;
+    return {};
+  }
+
+  [[nodiscard]] Fault compute(const Instruction& instruction) {
+    if (Fault fault = take_received(instruction); !fault.empty()) return fault;
+    for (const Instruction& due : unsent_) {
+      if (due.stage == instruction.stage && is_made_by(due.edge.kind, instruction.opcode)) {
+        return to_string(due) + " comes first";
+      }
+    }
+    transfers_.add_after(instruction, unsent_);
+    std::erase_if(unsent_, [](const Instruction& due) { return due.opcode == Opcode::kRecv; });
+    if (instruction.opcode == Opcode::kBackward) ++num_backwarded_.at(instruction.stage);
+    if (instruction.opcode == Opcode::kUpdate && ++num_updated_ == stages_.size()) {
+      ++next_round_;
+      begin_update();
+    }
+    return {};
+  }
+
+  [[nodiscard]] Fault take_received(const Instruction& instruction) {
+    std::vector<Instruction> needed;
+    transfers_.add_before(instruction, needed);
+    for (const Instruction& due : needed) {
+      if (due.edge.kind == EdgeKind::kNorm || newest_received_.contains(due.edge)) continue;
+      const bool is_sent =
+          due.opcode == Opcode::kSend && std::find(pushes_.begin(), pushes_.end(), due) == pushes_.end();
+      if (!is_sent && std::erase(unused_, due) == 0) return to_string(due) + " comes first";
+    }
+    if (instruction.opcode == Opcode::kUpdate && num_norms_ < norms_.size()) {
+      return to_string(norms_[num_norms_]) + " comes first";
+    }
+    return check_received(instruction);
+  }
+
+  // What is read has come.
+  [[nodiscard]] Fault check_received(const Instruction& instruction) const {
+    if (instruction.opcode == Opcode::kUpdate) return {};
+    for (const auto& [edge, newest] : newest_received_) {
+      const bool is_tied = edge.kind == EdgeKind::kTiedVersion;
+      if (edge.to.stage != instruction.stage || (is_tied && instruction.opcode != Opcode::kForward)) continue;
+      const WeightVersion read =
+          is_tied ? tied_version(options_, instruction.minibatch) : instruction.version;
+      if (read <= newest) continue;
+      return "RECV " + to_string(edge) + " minibatch " +
+             std::to_string(rounds_.begin_of(read.value() - 1).value()) + " comes first";
+    }
+    return {};
+  }
+
+  [[nodiscard]] static bool is_made_by(EdgeKind kind, Opcode opcode) {
+    switch (kind) {
+      case EdgeKind::kActivation:
+        return opcode == Opcode::kForward;
+      case EdgeKind::kGradient:
+      case EdgeKind::kTiedGradient:
+        return opcode == Opcode::kBackward;
+      case EdgeKind::kTiedVersion:
+      case EdgeKind::kPull:
+        return opcode == Opcode::kUpdate;
+      case EdgeKind::kPush:
+        return opcode == Opcode::kBackward;
+      case EdgeKind::kNorm:
+        return false;
+    }
+    PD_CHECK(false, "edge kind " << static_cast<int>(kind));
+  }
+
+  [[nodiscard]] bool is_unused(const Instruction& received) const {
+    return std::find(unused_.begin(), unused_.end(), received) != unused_.end();
+  }
+
+  // Of the worker's stages, those of round next_round_.
+  void begin_update() {
+    num_updated_ = num_norms_ = 0;
+    before_update_.clear();
+    norms_.clear();
+    pushes_.clear();
+    const MinibatchId minibatch = rounds_.begin_of(next_round_);
+    if (minibatch.value() >= num_minibatches_) return;
+    transfers_.add_before({Opcode::kUpdate, stages_.front(), minibatch, {}, {}, {}, replica_},
+                          before_update_);
+    std::copy_if(before_update_.begin(), before_update_.end(), std::back_inserter(norms_),
+                 [](const Instruction& due) { return due.edge.kind == EdgeKind::kNorm; });
+    std::copy_if(before_update_.begin(), before_update_.end(), std::back_inserter(pushes_),
+                 [](const Instruction& due) {
+                   return due.opcode == Opcode::kSend && due.edge.kind == EdgeKind::kPush;
+                 });
+  }
+
+  [[nodiscard]] Fault missing_at_end() const {
+    if (!unsent_.empty()) return to_string(unsent_.front()) + " is missing";
+    if (!unused_.empty()) return "nothing needs what " + to_string(unused_.front()) + " received";
+    for (const auto& [edge, newest] : newest_received_) {
+      if (newest == rounds_.last_version(num_minibatches_)) continue;
+      return "RECV " + to_string(edge) + " minibatch " +
+             std::to_string(rounds_.begin_of(newest.value()).value()) + " is missing";
+    }
+    return {};
+  }
+
+  const ScheduleOptions& options_;
+  const std::vector<Edge> edges_;
+  const Rank rank_;
+  const std::vector<StageIndex> stages_;
+  const std::int64_t num_minibatches_;
+  const ReplicaIndex replica_;  // of the only stage, where it has several
+  const Rounds rounds_;         // of all stages here
+  Transfers transfers_;
+
+  std::vector<Instruction> unsent_;                    // SENDs of what was made
+  std::vector<Instruction> unused_;                    // RECVs of what nothing has used yet
+  std::map<Edge, WeightVersion> newest_received_;      // of what others update
+  std::map<StageIndex, std::int64_t> num_backwarded_;  // microbatches of the replica's own
+  std::int64_t next_round_;
+  std::vector<Instruction> pushes_;         // SENDs that are due before its update
+  std::size_t num_updated_ = 0;             // stages, of this round
+  std::vector<Instruction> before_update_;  // of the first of them
+  std::vector<Instruction> norms_;          // of these
+  std::size_t num_norms_ = 0;               // done
+};
+}  // namespace
+
+std::string check_transfers(const ListToCheck& list) { return TransferChecker(list).run(list.program); }
+
+}  // namespace pipedream
