@@ -6,6 +6,7 @@ Importable by worker processes: what a rank or a worker must find is a module-le
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
@@ -41,7 +42,10 @@ def weight_decay_by_name(named_parameters: list[tuple[str, nn.Parameter]]) -> to
     )
 
 
-_OPTIONS = ("schedule", "microbatches", "lr_scheduler", "recompute", "autocast", "max_grad_norm")
+_OPTIONS = (
+    *("schedule", "microbatches", "lr_scheduler", "recompute", "autocast", "max_grad_norm"),
+    *("sync", "staleness"),
+)
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,16 @@ class Training:
     shuffled: bool = False
     seed: int | None = 1
     in_flight: tuple[int, ...] = ()
+    replicas: tuple[int, ...] = ()
+    """Of each stage; () is one of each."""
     schedule: str = "pipedream"
     microbatches: int = 1
     lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     recompute: bool | tuple[int, ...] | None = None
     autocast: str | None = None
     max_grad_norm: float | None = None
+    sync: str = "bsp"
+    staleness: int = 0
 
     @property
     def case(self) -> Case:
@@ -72,6 +80,9 @@ class Training:
     @property
     def plan(self) -> Plan:
         plan = self.case.plan(self.num_stages)
+        if self.replicas:
+            stages = zip(plan.stages, self.replicas, strict=True)
+            plan = Plan(tuple(replace(stage, num_replicas=count) for stage, count in stages))
         if self.schedule == "interleaved":
             return Plan(tuple(replace(s, worker=i % 2) for i, s in enumerate(plan.stages)))
         return Plan(plan.stages, in_flight=self.in_flight) if self.in_flight else plan
@@ -215,21 +226,22 @@ def assert_equal_state(state: State, expected: State) -> None:
 
 
 def expected_versions(
-    plan: Plan, num_minibatches: int, *, schedule: str = "pipedream"
+    plan: Plan, num_minibatches: int, *, schedule: str = "pipedream", staleness: int = 0
 ) -> list[list[tuple[int, int]]]:
     """versions[stage][minibatch] = (forward, backward): the table of design.md, section 4."""
-    forward: dict[str, Callable[[int, int], int]] = {
-        "pipedream": lambda i, n: max(0, i - n + 1),
-        "vertical_sync": lambda i, n: max(0, i - plan.in_flight[0] + 1),
-        "naive": lambda i, n: max(0, i - n + 1),
-        "2bw": lambda i, n: max(0, i - 1),
-        "flush": lambda i, n: i,
-        "gpipe": lambda i, n: i,
-        "interleaved": lambda i, n: i,
-        "model_parallel": lambda i, n: i,
-    }
-    read = forward[schedule]
-    return [
-        [(read(i, n), i if schedule == "naive" else read(i, n)) for i in range(num_minibatches)]
-        for n in plan.in_flight
-    ]
+    replicas = [stage.num_replicas for stage in plan.stages]
+    drains = schedule in ("flush", "gpipe", "interleaved", "model_parallel", "data_parallel")
+
+    def read(minibatch: int, stage: int) -> tuple[int, int]:
+        round_index = minibatch // (math.lcm(*replicas) if drains else replicas[stage])
+        if drains:
+            return round_index, round_index
+        forward = max(0, round_index - plan.in_flight[stage] + 1 - staleness)
+        if schedule == "vertical_sync":
+            seen = max(0, minibatch // replicas[0] - plan.in_flight[0] + 1)
+            forward = seen * replicas[0] // replicas[stage]
+        elif schedule == "2bw":
+            forward = max(0, round_index - 1)
+        return forward, round_index if schedule == "naive" else forward
+
+    return [[read(i, stage) for i in range(num_minibatches)] for stage in range(plan.num_stages)]

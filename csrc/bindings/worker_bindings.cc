@@ -251,9 +251,9 @@ class PyWorker {
 
   void add_channel(const std::string& name, bool sends, const std::string& peer, std::uint32_t channel_id,
                    const TensorFields& tensors, std::int64_t num_items, std::int64_t first_minibatch,
-                   std::int64_t num_microbatches, const std::optional<std::size_t>& chunk_bytes,
-                   bool on_device, const std::string& codec, bool places_on_device,
-                   std::size_t num_transfers_kept) {
+                   std::int64_t minibatch_stride, std::int64_t num_microbatches,
+                   const std::optional<std::size_t>& chunk_bytes, bool on_device, const std::string& codec,
+                   bool places_on_device, std::size_t num_transfers_kept) {
     ChannelSpec spec;
     spec.name = name;
     spec.peer = peer;
@@ -261,6 +261,7 @@ class PyWorker {
     spec.item = item_spec(tensors);
     spec.num_items = num_items;
     spec.first_minibatch = MinibatchId(first_minibatch);
+    spec.minibatch_stride = minibatch_stride;
     spec.num_microbatches = num_microbatches;
     if (chunk_bytes) spec.chunk_bytes = *chunk_bytes;
     spec.on_device = on_device;
@@ -332,7 +333,8 @@ class PyWorker {
   void add_compute(std::int64_t began_ns, std::int64_t ended_ns) {
     worker_->engine().add_compute(began_ns, ended_ns);
   }
-  void end_of_data() { worker_->engine().end_of_data(); }
+  void end_of_data(std::int64_t num_minibatches) { worker_->engine().end_of_data(num_minibatches); }
+  std::optional<std::int64_t> num_minibatches() { return worker_->engine().num_minibatches(); }
 
   bool send_item(const std::string& channel, const py::list& tensors, const ItemFields& fields,
                  double timeout_s) {
@@ -349,6 +351,13 @@ class PyWorker {
         .value();
   }
   void send_end(const std::string& channel) { worker_->send_end(channel); }
+  bool wait_until_sent(const std::string& channel, std::size_t num_left_max, double timeout_s) {
+    return with_signals(
+               timeout_s,
+               [&](Deadline deadline) { return worker_->wait_until_sent(channel, num_left_max, deadline); },
+               [](bool have_left) { return have_left; })
+        .value();
+  }
 
   // None at the time-out.
   std::unique_ptr<PyItem> receive_item(const std::string& channel, double timeout_s, bool counts_as_wait) {
@@ -545,7 +554,7 @@ void bind_worker(py::module_& module) {
            py::arg("force_staging") = false)
       .def("add_channel", &PyWorker::add_channel, py::kw_only(), py::arg("name"), py::arg("sends"),
            py::arg("peer"), py::arg("channel_id"), py::arg("tensors"), py::arg("num_items"),
-           py::arg("first_minibatch") = 0, py::arg("num_microbatches") = 1,
+           py::arg("first_minibatch") = 0, py::arg("minibatch_stride") = 1, py::arg("num_microbatches") = 1,
            py::arg("chunk_bytes") = py::none(), py::arg("on_device") = true, py::arg("codec") = "none",
            py::arg("places_on_device") = false, py::arg("num_transfers_kept") = 0)
       .def("offer_device_memory", &PyWorker::offer_device_memory, py::call_guard<py::gil_scoped_release>(),
@@ -568,10 +577,15 @@ void bind_worker(py::module_& module) {
            "The work item is done and made these tensors, which leave the list; the next. As next_work().")
       .def("add_compute", &PyWorker::add_compute, py::arg("began_ns"), py::arg("ended_ns"),
            "When the device did the work of the oldest item that was completed with COMPUTED_LATER.")
-      .def("end_of_data", &PyWorker::end_of_data)
+      .def("end_of_data", &PyWorker::end_of_data, py::arg("num_minibatches"))
+      .def("num_minibatches", &PyWorker::num_minibatches, "Of the run; None while that is not known here.")
       .def("send_item", &PyWorker::send_item, py::arg("channel"), py::arg("tensors"),
            py::arg("fields") = ItemFields{}, py::arg("timeout_s") = 1e9)
       .def("send_end", &PyWorker::send_end, py::arg("channel"))
+      .def("wait_until_sent", &PyWorker::wait_until_sent, py::arg("channel"), py::arg("num_left_max") = 0,
+           py::arg("timeout_s") = 1e9,
+           "Waits until at most so many items have not left, and their memory may change; False at the "
+           "time-out.")
       .def("receive_item", &PyWorker::receive_item, py::arg("channel"), py::arg("timeout_s") = 1e9,
            py::arg("counts_as_wait") = true)
       .def("versions", &PyWorker::versions, py::arg("stage"))

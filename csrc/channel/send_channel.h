@@ -93,6 +93,8 @@ class SendChannel final : public LinkHandler {
   [[nodiscard]] bool wait_for_room(Deadline deadline);
   // Waits until everything that was given to send() and send_end() has left. False as above.
   bool wait_until_sent(Deadline deadline);
+  // Waits until fewer items than these are not released. False as above.
+  [[nodiscard]] bool wait_until_fewer(std::size_t num_items, Deadline deadline);
   // Items that are not released yet.
   [[nodiscard]] std::size_t num_unreleased() const { return queue_.num_unreleased(); }
   [[nodiscard]] const ChannelOptions& options() const { return options_; }
@@ -116,7 +118,6 @@ class SendChannel final : public LinkHandler {
 
   [[nodiscard]] std::size_t check_and_count_bytes(MinibatchId minibatch,
                                                   const std::vector<TensorView>& tensors) const;
-  [[nodiscard]] bool wait_until_fewer(std::size_t num_items, Deadline deadline);
   [[nodiscard]] SendItem& take_free_item();
   void enqueue(SendItem& item);
   void schedule_pump();

@@ -68,20 +68,23 @@ StageEngine::StageEngine(const ScheduleOptions& options, Rank rank, const std::v
       wakeup_(wakeup),
       spans_(num_spans_max) {
   PD_CHECK(num_spans_max > 0, num_spans_max);
-  const std::vector<StageIndex> stages = placement_of(options).stages_at(rank);
-  PD_CHECK(parts.size() == stages.size(),
-           parts.size() << " stages given for rank " << rank.value() << " of " << stages.size());
+  const std::vector<Place> places = placement_of(options).places_at(rank);
+  PD_CHECK(parts.size() == places.size(),
+           parts.size() << " stages given for rank " << rank.value() << " of " << places.size());
   for (std::size_t part = 0; part < parts.size(); ++part) {
     const StagePart& given = parts[part];
-    PD_CHECK(given.stage == stages[part], "stage " << given.stage.value() << " at rank " << rank.value());
+    PD_CHECK(given.stage == places[part].stage,
+             "stage " << given.stage.value() << " at rank " << rank.value());
     PD_CHECK(given.slots->num_slots() == num_versions_kept(options, given.stage),
              given.slots->num_slots()
                  << " slots for " << num_versions_kept(options, given.stage) << " versions");
-    PD_CHECK(
-        given.slots->newest().value() == options.first_minibatch.value(),
-        "version " << given.slots->newest().value() << " at minibatch " << options.first_minibatch.value());
     Part& made = parts_.emplace_back();
     made.stage_part = given;
+    made.replica = places[part].replica;
+    made.rounds = rounds_of(options, given.stage);
+    PD_CHECK(
+        given.slots->newest() == made.rounds.first_version(),
+        "version " << given.slots->newest().value() << " at minibatch " << options.first_minibatch.value());
     made.versions.reserve(kNumMinibatchesReserved);
   }
   if (const auto first = cursor_.current()) doing_ = *first;
@@ -252,7 +255,7 @@ WorkItem StageEngine::hand_out(const Instruction& instruction) {
       break;
     case Opcode::kBackward:
       work.read_slot = slots.slot_of(instruction.version);
-      part.versions.at(static_cast<std::size_t>(instruction.minibatch.value() - first_minibatch())).backward =
+      part.versions.at(static_cast<std::size_t>(part.rounds.own_index(instruction.minibatch))).backward =
           instruction.version;
       work.received = std::exchange(part.gradient, std::nullopt);
       break;
@@ -319,23 +322,30 @@ std::optional<SlotIndex> StageEngine::release_version() {
 // The next microbatch may still belong to a minibatch that others are forwarded of.
 bool StageEngine::is_forwarded_later(const Part& part, WeightVersion version) const {
   const ScheduleOptions& options = cursor_.options();
-  const MinibatchId next(first_minibatch() + part.num_forwards / options.num_microbatches);
+  const MinibatchId next =
+      part.rounds.own_minibatch(part.replica, part.num_forwards / options.num_microbatches);
   if (cursor_.num_minibatches() && next.value() >= *cursor_.num_minibatches()) return false;
   return version >= forward_version(options, part.stage_part.stage, next);
 }
 
-void StageEngine::end_of_data() {
-  Part& part = part_of(doing_.stage);
-  PD_CHECK(handed_out_ && doing_.opcode == Opcode::kForward && doing_.microbatch.value() == 0 &&
-               find_channel(
-                   {EdgeKind::kActivation, {StageIndex(doing_.stage.value() - 1), {}}, {doing_.stage, {}}}) ==
-                   nullptr,
-           to_string(doing_));
-  if (stashes_) part.stage_part.slots->release(doing_.version);
-  part.versions.pop_back();
-  --part.num_forwards;
+void StageEngine::end_of_data(std::int64_t num_minibatches) {
+  PD_CHECK(handed_out_ && num_minibatches <= doing_.minibatch.value(),
+           num_minibatches << " minibatches at " << to_string(doing_));
+  if (doing_.opcode == Opcode::kForward) {
+    const bool is_told = std::any_of(channels_.begin(), channels_.end(), [&](const EdgeChannel& channel) {
+      return channel.receives != nullptr && channel.edge.kind == EdgeKind::kActivation &&
+             channel.edge.to.stage == doing_.stage;
+    });
+    PD_CHECK(doing_.microbatch.value() == 0 && !is_told, to_string(doing_));
+    Part& part = part_of(doing_.stage);
+    if (stashes_) part.stage_part.slots->release(doing_.version);
+    part.versions.pop_back();
+    --part.num_forwards;
+  } else {
+    PD_CHECK(doing_.opcode == Opcode::kRecv && doing_.edge.kind == EdgeKind::kPush, to_string(doing_));
+  }
   handed_out_ = false;
-  learn_num_minibatches(doing_.minibatch.value());
+  learn_num_minibatches(num_minibatches);
 }
 
 void StageEngine::learn_num_minibatches(std::int64_t num_minibatches) {

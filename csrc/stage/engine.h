@@ -131,8 +131,11 @@ class StageEngine {
   // When the device did the user's work of the oldest item that was completed with kComputedLater and has not
   // been told yet, on the clock of now_ns(); not before the end of the one before.
   void add_compute(std::int64_t began_ns, std::int64_t ended_ns);
-  // Instead of completing the FORWARD of a first microbatch at the first stage: there is no such minibatch.
-  void end_of_data();
+  // Instead of completing the FORWARD of a first microbatch at the first stage, or the RECV of a push: there
+  // is no such minibatch, but so many.
+  void end_of_data(std::int64_t num_minibatches);
+  // Of the run, once that is known here.
+  [[nodiscard]] std::optional<std::int64_t> num_minibatches() const { return cursor_.num_minibatches(); }
 
   // After next_work() gave nothing: the channel that cannot receive because the user's code keeps every
   // tensor it was given. Null when that is not the reason.
@@ -157,7 +160,9 @@ class StageEngine {
  private:
   struct Part {
     StagePart stage_part;
-    std::vector<VersionsRead> versions;  // by minibatch, from the first
+    ReplicaIndex replica;
+    Rounds rounds;                       // of the stage
+    std::vector<VersionsRead> versions;  // by the replica's own minibatches, from the first
     std::int64_t num_forwards = 0;       // microbatches handed out
     // Received for the next forward and the next backward.
     std::optional<ReceivedItem> activation;
@@ -178,7 +183,6 @@ class StageEngine {
   [[nodiscard]] WorkItem hand_out(const Instruction& instruction);
   [[nodiscard]] std::optional<SlotIndex> release_version();
   [[nodiscard]] bool is_forwarded_later(const Part& part, WeightVersion version) const;
-  [[nodiscard]] std::int64_t first_minibatch() const { return cursor_.options().first_minibatch.value(); }
   void learn_num_minibatches(std::int64_t num_minibatches);
   void record(WorkKind kind, std::int64_t compute_ns);
 

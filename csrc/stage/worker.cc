@@ -206,6 +206,7 @@ ChannelOptions Worker::channel_options(const ChannelSpec& spec) {
   options.chunk_bytes = spec.chunk_bytes;
   options.num_items_max = static_cast<std::size_t>(spec.num_items);
   options.first_minibatch = spec.first_minibatch;
+  options.minibatch_stride = spec.minibatch_stride;
   options.num_microbatches = spec.num_microbatches;
   options.codec = spec.codec;
   options.num_transfers_kept = spec.num_transfers_kept;
@@ -395,6 +396,13 @@ Result<bool> Worker::send_item(const std::string& channel, const ItemFields& fie
   to.channel->send(MinibatchId(to.num_items_sent++), MicrobatchIndex(0), fields, tensors, std::move(ready),
                    std::move(keep_alive));
   return true;
+}
+
+Result<bool> Worker::wait_until_sent(const std::string& channel, std::size_t num_left_max,
+                                     Deadline deadline) {
+  const bool have_left = sender(channel).channel->wait_until_fewer(num_left_max + 1, deadline);
+  if (auto failure = wakeup_.failure()) return located(*failure);
+  return have_left;
 }
 
 Failure Worker::located(const Failure& failure) const {

@@ -70,6 +70,7 @@ struct ChannelSpec {
   // The sender writes into the receiver's device memory: nothing is staged. Both ends have found that it can.
   bool places_on_device = false;
   std::size_t num_transfers_kept = 0;  // the newest items whose times are kept, for transfers()
+  std::int64_t minibatch_stride = 1;   // from one of its minibatches to the next
 };
 
 // The channel of an edge of which the worker has one end.
@@ -132,6 +133,10 @@ class Worker {
                                        const std::vector<TensorView>& tensors,
                                        std::shared_ptr<void> keep_alive, Deadline deadline);
   void send_end(const std::string& channel);
+  // Waits until at most so many of what send_item() was given have not left; the others' memory may change.
+  // False at the deadline.
+  [[nodiscard]] Result<bool> wait_until_sent(const std::string& channel, std::size_t num_left_max,
+                                             Deadline deadline);
   // counts_as_wait: in the engine's figures; false where the caller counts it as its own time.
   [[nodiscard]] Result<std::optional<ReceivedItem>> receive_item(const std::string& channel,
                                                                  Deadline deadline,

@@ -137,8 +137,6 @@ def partition_command(
     _check_output(output)
     plan = partition(Profile.load(profile_file), workers, bandwidth, cost_model=cost_model, straight=straight)
     notes = []
-    if _is_replicated(plan):
-        notes.append("`pipedream run` does not run replicated stages yet: --straight gives a plan without")
     if output is not None:
         plan.save(output)
     else:
@@ -467,17 +465,7 @@ def _make_plan(target: str, workers: int, bandwidth: str, straight: bool) -> Pla
     from pipedream.model.profiler import profile
 
     measured = profile(job.model, job.data, job.loss_fn, seconds=_PROFILE_BEFORE_RUN_S)
-    plan = partition(measured, workers, bandwidth, straight=straight)
-    if straight or not _is_replicated(plan):
-        return plan
-    print(
-        "the fastest plan replicates stages, which `run` does not do yet: taking --straight", file=sys.stderr
-    )
-    return partition(measured, workers, bandwidth, straight=True)
-
-
-def _is_replicated(plan: Plan) -> bool:
-    return any(stage.num_replicas > 1 for stage in plan.stages)
+    return partition(measured, workers, bandwidth, straight=straight)
 
 
 def _save_weights(model: Any, output: Path) -> None:

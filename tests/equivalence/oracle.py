@@ -47,7 +47,7 @@ def assert_equals_reference(
     result, state = farm.results(train, training, num_ranks=training.num_workers, **options)[0]
     losses, expected_state = _expect(training, data)
     assert_same_numbers(result.losses, state, losses, expected_state, relative or tolerance(training.dtype))
-    assert result.versions == expected_versions(training.plan, len(losses), schedule=training.schedule)
+    assert result.versions == _expected_versions(training, len(losses))
     assert_memory_as_predicted(result)
     return result, state
 
@@ -55,13 +55,17 @@ def assert_equals_reference(
 def _expect(training: Training, data: Any) -> tuple[list[float], State]:
     if data is None:
         result, state = train_by_reference(training)
-        assert result.versions == expected_versions(
-            training.plan, len(result.losses), schedule=training.schedule
-        )
+        assert result.versions == _expected_versions(training, len(result.losses))
         return result.losses, state
     model = model_of_oracle(training)
     losses = reference.run(model, training.plan, **training.options() | {"data": data}).losses
     return losses, state_of(model)
+
+
+def _expected_versions(training: Training, num_minibatches: int) -> list[list[tuple[int, int]]]:
+    return expected_versions(
+        training.plan, num_minibatches, schedule=training.schedule, staleness=training.staleness
+    )
 
 
 def assert_same_numbers(

@@ -29,9 +29,24 @@ def test_plans_that_do_not_fit_the_model() -> None:
     refused(
         lambda: run(_MODEL, plan=Plan.straight(3, 3)), ValueError, "3 stages", "2 layers", "at most 2 workers"
     )
-    replicated = Plan((Stage(0, 0, 2), Stage(1, 1, 1)))
-    refused(lambda: run(_MODEL, plan=replicated), ValueError, "stage 0", "2 replicas", "straight=True")
     refused(lambda: run(_MODEL, plan={"stages": []}), TypeError, "plan is a dict", "Plan.load")
+
+
+def test_what_replicas_cannot_have_and_what_only_they_have() -> None:
+    plan = Plan((Stage(0, 0, 2), Stage(1, 1, 1)))
+    refused(
+        lambda: run(_MODEL, plan=plan, max_grad_norm=1.0), ValueError, "max_grad_norm is 1.0", "2 replicas"
+    )
+    refused(lambda: run(_MODEL, plan=plan, autocast="float16"), ValueError, "stage 0", "bfloat16")
+    refused(lambda: run(_MODEL, plan=plan, sync="asp"), ValueError, "sync is 'asp'", "not built", "'ssp'")
+    refused(lambda: run(_MODEL, plan=plan, sync="none"), ValueError, "sync is 'none'", "bsp")
+    refused(lambda: run(_MODEL, plan=plan, sync_every=2), ValueError, "sync_every is 2", "not built")
+    refused(lambda: run(_MODEL, plan=plan, staleness=1), ValueError, "staleness is 1", "sync='ssp'")
+    refused(lambda: run(_MODEL, plan=plan, sync="ssp", staleness=-1), ValueError, "staleness is -1")
+    shared = model_with(None, stages=2)
+    for layer in shared:
+        layer.register_parameter("tied", shared[0].weight)
+    refused(lambda: run(shared, plan=plan), ValueError, "replicated stages", "straight=True")
 
 
 def test_models_that_cannot_be_cut_as_planned() -> None:
@@ -78,8 +93,6 @@ def test_what_cannot_be_sent_to_the_workers() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("sync", "ssp"),
-        ("staleness", 1),
         ("sync_every", 2),
         ("validation", "held out"),
         ("checkpoints", "checkpoints"),
@@ -258,8 +271,6 @@ def test_fewer_ranks_than_the_plan_needs(farm: Farm) -> None:
 
 def test_plans_that_do_not_fit_are_refused_at_every_rank(farm: Farm) -> None:
     _refused_by_ranks(farm, ValueError, "covers 5 layers", "has 2", plan=Plan.straight(5, 2))
-    replicated = Plan((Stage(0, 1, 2),))
-    _refused_by_ranks(farm, ValueError, "stage 0", "2 replicas", plan=replicated)
 
 
 def test_data_that_are_empty_or_no_pairs(farm: Farm) -> None:

@@ -21,7 +21,6 @@ from pipedream.launch import runner
 from pipedream.links.keys import load_keys
 from pipedream.planning.layer_profile import LayerProfile, Profile
 from pipedream.planning.plan import Plan, Stage
-from pipedream.stage.job import check_plan_is_built
 
 PROFILE = Profile(
     (LayerProfile("first", 4, 6, 1000, 8), LayerProfile("second", 4, 6, 0, 16)), model="tiny", batch_size=32
@@ -359,27 +358,30 @@ def test_what_is_not_saved_is_said_with_the_option_that_does(call: Caller, calls
     assert "--output" not in call("profile", "cli_target.py:make", "--output", "p.json").stdout
 
 
-def test_a_plan_that_run_would_refuse_is_printed_with_the_option_for_one_that_it_takes(call: Caller) -> None:
+def test_straight_gives_a_plan_without_replicas_where_the_fastest_has_some(call: Caller) -> None:
     # One layer that computes and one that does not: the fastest plan replicates.
     layers = (LayerProfile("first", 40, 60, 8, 8), LayerProfile("second", 0, 0, 0, 0))
     Profile(layers, model="tiny").save("profile.json")
     arguments = ["partition", "profile.json", "--workers", "2", "--bandwidth", "10Gbps", "--output", "p.json"]
-    assert "--straight gives a plan without" in call(*arguments).stdout
-    with pytest.raises(ValueError, match=r"replicated stages .* `pipedream partition --straight`"):
-        check_plan_is_built(Plan.load("p.json"))
-    assert "--straight" not in call(*arguments, "--straight").stdout
-    check_plan_is_built(Plan.load("p.json"))
+    call(*arguments)
+    assert max(stage.num_replicas for stage in Plan.load("p.json").stages) == 2
+    call(*arguments, "--straight")
+    assert max(stage.num_replicas for stage in Plan.load("p.json").stages) == 1
 
 
-def test_run_plans_what_it_can_run(
-    call: Caller, calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("options", "num_replicas"), [((), 2), (("--straight",), 1)])
+def test_run_takes_the_fastest_plan(
+    call: Caller,
+    calls: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    num_replicas: int,
 ) -> None:
     layers = (LayerProfile("first", 40, 60, 8, 8), LayerProfile("second", 0, 0, 0, 0))
     monkeypatch.setattr(sys.modules["pipedream.model.profiler"], "profile", lambda *_, **__: Profile(layers))
-    outcome = call("run", "cli_target.py:make", "--workers", "2", "--bandwidth", "10Gbps")
+    outcome = call("run", "cli_target.py:make", "--workers", "2", "--bandwidth", "10Gbps", *options)
     assert outcome.status == 0
-    assert "the fastest plan replicates stages, which `run` does not do yet" in outcome.stderr
-    assert all(stage.num_replicas == 1 for stage in calls["run"][1].stages)
+    assert max(stage.num_replicas for stage in calls["run"][1].stages) == num_replicas
 
 
 def test_run_json_has_the_plan_and_the_result_with_null_for_nan(call: Caller, calls: dict[str, Any]) -> None:

@@ -126,7 +126,8 @@ class MemoryPlan:
     def offloads_versions(self, stage: int) -> bool:
         """Whether that is asked for, and saves anything."""
         versions = _core.num_versions_kept(self.schedule, stage)
-        asked = self.offload.get(stage, Offload()).versions
+        # Replicas write their shards into each other's slots, which stay where they are.
+        asked = self.offload.get(stage, Offload()).versions and self.plan.stages[stage].num_replicas == 1
         return asked and num_resident_versions(versions) < versions and self.weight_bytes[stage] > 0
 
     def offloads_activations(self, stage: int) -> bool:
@@ -173,6 +174,10 @@ class MemoryPlan:
             stash += self.tied_bytes[stage] * (self.schedule.in_flight[0] + 1)
             transient = max(transient, footprint.transient_bytes + extra, self.step_bytes.get(stage, 0))
             gradients += footprint.gradient_bytes
+            if self.plan.stages[stage].num_replicas > 1:
+                # Those that are pushed and have not left, or are kept for the update of the own shard.
+                num_rounds = _core.num_gradients_kept(self.schedule, stage)
+                gradients += num_rounds * max(footprint.gradient_bytes, self.weight_bytes[stage])
         return {STASH: stash, TRANSIENT: transient, GRADIENTS: gradients}
 
     def _recomputes(self, stage: int) -> bool:

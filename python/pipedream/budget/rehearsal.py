@@ -61,12 +61,15 @@ __all__ = ["Handover", "Rehearsal"]
 
 
 class Handover:
-    """The ways across the cuts, each named by the stage upstream of it."""
+    """The ways across the cuts, each named by the stage upstream of it. All replicas rehearse, each what one
+    upstream has sent it."""
 
-    def __init__(self, core: _core.Worker | None, placement: _core.Placement) -> None:
-        """core: with the channels of channels.set_up_channels; None where one worker has all stages."""
+    def __init__(self, core: _core.Worker | None, placement: _core.Placement, replica: int = 0) -> None:
+        """core: with the channels of channels.set_up_channels; None where one worker has all stages. replica:
+        of the worker's stage."""
         self._core = core
         self._placement = placement
+        self._replica = replica
         self._in_hand: dict[int, tuple[Boundary, list[Tensor]]] = {}
 
     @property
@@ -78,20 +81,24 @@ class Handover:
         if self._is_local(cut):
             self._in_hand[cut] = (boundary, [tensor.detach().clone() for tensor in tensors])
             return
-        assert self._core is not None
-        send_document(self._core, rehearsal_name(cut), boundary.to_json())
-        # What is sent is held until it has left.
-        copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
-        send_tensors(self._core, rehearsal_name(cut), copies)
+        receivers = range(self._placement.num_replicas(cut + 1))
+        for receiver in receivers[self._replica :: self._placement.num_replicas(cut)]:
+            assert self._core is not None
+            name = rehearsal_name(cut, receiver)
+            send_document(self._core, name, boundary.to_json())
+            # What is sent is held until it has left.
+            copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+            send_tensors(self._core, name, copies)
 
     def receive(self, cut: int) -> tuple[Boundary, list[Tensor]]:
         """The boundary and its tensors, in memory of the receiver's own."""
         if self._is_local(cut):
             return self._in_hand.pop(cut)
         assert self._core is not None
-        boundary = Boundary.from_json(receive_document(self._core, rehearsal_name(cut)))
+        name = rehearsal_name(cut, self._replica)
+        boundary = Boundary.from_json(receive_document(self._core, name))
         tensors = [torch.empty(spec.shape, dtype=spec.dtype) for spec in boundary.tensors]
-        receive_tensors(self._core, rehearsal_name(cut), tensors)
+        receive_tensors(self._core, name, tensors)
         return boundary, tensors
 
     def _is_local(self, cut: int) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,24 +26,54 @@ from pipedream.links.state_transfer import (
 from pipedream.model.boundary import device_of, exportable
 from pipedream.model.splitter import StageModule, dtype_name
 
-__all__ = ["load_state", "receive_state", "relay_state", "save_state", "send_state"]
+__all__ = [
+    "average_buffers",
+    "load_state",
+    "receive_state",
+    "receive_values",
+    "relay_state",
+    "save_state",
+    "send_state",
+]
 
 # safetensors has no complex128, so complex tensors are saved as pairs of reals under a marked name.
 _COMPLEX_MARK = "complex:"
 
 
-def send_state(core: _core.Worker, channel: str, stage: StageModule) -> None:
-    state = _state_of(stage)
+def send_state(core: _core.Worker, channel: str, stage: StageModule, *, only_buffers: bool = False) -> None:
+    state = dict(stage.stage_buffers()) if only_buffers else _state_of(stage)
     send_document(core, channel, [[name, dtype_name(t.dtype), list(t.shape)] for name, t in state.items()])
     send_tensors(core, channel, list(state.values()))
 
 
 def receive_state(core: _core.Worker, channel: str, stage: StageModule) -> None:
     """Makes what send_state sent the stage's state."""
-    for name, dtype, shape in receive_document(core, channel):
-        value = torch.empty(shape, dtype=getattr(torch, dtype))
-        receive_tensors(core, channel, [value])
+    for name, value in receive_values(core, channel).items():
         _assign(stage, name, value)
+
+
+def receive_values(core: _core.Worker, channel: str) -> dict[str, Tensor]:
+    """What send_state sent."""
+    values: dict[str, Tensor] = {}
+    for name, dtype, shape in receive_document(core, channel):
+        values[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+        receive_tensors(core, channel, [values[name]])
+    return values
+
+
+def average_buffers(stage: StageModule, of_others: Sequence[Mapping[str, Tensor]]) -> None:
+    """The stage's floating-point buffers become the means over its replicas: its own, then of the others by
+    name. What is alike everywhere, or not everywhere of one shape, stays as it is."""
+    for name, buffer in stage.stage_buffers():
+        others = [values[name] for values in of_others if name in values]
+        is_common = len(others) == len(of_others) and all(
+            other.shape == buffer.shape and other.dtype == buffer.dtype for other in others
+        )
+        mine = buffer.cpu()
+        if not (is_common and buffer.is_floating_point()) or all(torch.equal(mine, o) for o in others):
+            continue
+        with torch.no_grad():
+            buffer.copy_(sum(others, mine) / (1 + len(others)))
 
 
 def relay_state(core: _core.Worker, source: str, sink: str) -> None:

@@ -58,15 +58,26 @@ class BatchReader:
         self._batch: Minibatch | None = None
         self._pieces: list[Microbatch] = []
         self.samples: list[int] = []
-        """Per minibatch, known to the last stage; so is the epoch."""
+        """Per minibatch that was fetched, those of other replicas too; so is the epoch."""
         self.epochs: list[int] = []
         self.read_ns = 0
         """In the data's own code, the processes of a DataLoader waited for included."""
 
-    def fetch(self) -> bool:
-        """Takes the next minibatch from the data, whose code this runs. False: there is none."""
+    @property
+    def num_minibatches(self) -> int:
+        """That were fetched so far: all there are, once fetch() has found none."""
+        return len(self.samples)
+
+    def fetch(self, minibatch: int) -> bool:
+        """Takes the data up to this minibatch, whose code this runs; those before it are other replicas'.
+        False: there is none."""
         began_ns = time.perf_counter_ns()
-        self._batch = self._stream.next()
+        while self.num_minibatches <= minibatch:
+            self._batch = self._stream.next()
+            if self._batch is None:
+                break
+            self.samples.append(1 if self._batch.num_samples is None else self._batch.num_samples)
+            self.epochs.append(self._batch.epoch)
         self.read_ns += time.perf_counter_ns() - began_ns
         return self._batch is not None
 
@@ -92,9 +103,6 @@ class BatchReader:
             self._pieces = self._cut(minibatch, batch, inputs, targets, fingerprint)
         if self._is_first:
             self._check_inputs(batch.inputs, minibatch)
-        if self._is_last:
-            self.samples.append(1 if batch.num_samples is None else batch.num_samples)
-            self.epochs.append(batch.epoch)
 
     def _cut(
         self, minibatch: int, batch: Minibatch, inputs: Any, targets: Any, fingerprint: int

@@ -15,7 +15,7 @@ from torch.utils.dlpack import to_dlpack
 from pipedream import _core
 from pipedream.common import errors
 from pipedream.data.stream import ForwardedData, epochs_of, fingerprint, forwarded_counts
-from pipedream.links.channels import CALLER, INPUTS, TARGETS, data_channels
+from pipedream.links.channels import CALLER, INPUTS, TARGETS, data_channels, forwarded_name
 from pipedream.links.pulse import Pulse
 from pipedream.links.rendezvous import START_TIMEOUT_S, Rendezvous
 from pipedream.model.microbatch import check_alike, samples_of
@@ -127,6 +127,7 @@ class _Forwarder(threading.Thread):
     def _forward(self, core: _core.Worker) -> None:
         forwarded = self._forwarded
         self._rng.restore()
+        receivers = {name: self._replicas_of(name) for name in (INPUTS, TARGETS)}
         for minibatch, (inputs, targets, epoch) in enumerate(epochs_of(self._data, self._options.epochs)):
             check_alike(inputs, targets, self._options.microbatches, minibatch=minibatch)
             fields = _core.ItemFields(data_fingerprint=fingerprint(inputs, targets))
@@ -137,9 +138,19 @@ class _Forwarder(threading.Thread):
             ):
                 tensors = boundary.flatten(value, minibatch=minibatch)
                 boundary.check(tensors, minibatch=minibatch)
-                self._send(core, channel, [*tensors, counts], fields)
-        core.send_end(INPUTS)
-        core.send_end(TARGETS)
+                num_replicas = receivers[channel]
+                for replica in range(num_replicas):
+                    sent = tensors
+                    if minibatch % num_replicas != replica:  # it counts those of the others, and no more
+                        sent = [tensor[:0] if tensor.dim() > 0 else tensor for tensor in tensors]
+                    self._send(core, forwarded_name(channel, replica), [*sent, counts], fields)
+        for channel, num_replicas in receivers.items():
+            for replica in range(num_replicas):
+                core.send_end(forwarded_name(channel, replica))
+
+    def _replicas_of(self, channel: str) -> int:
+        stages = self._options.plan.stages
+        return stages[0 if channel == INPUTS else -1].num_replicas
 
     def _send(
         self, core: _core.Worker, channel: str, tensors: list[torch.Tensor], fields: _core.ItemFields

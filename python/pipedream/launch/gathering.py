@@ -1,5 +1,8 @@
 """Gather: final weights and results go up the tree of ranks to rank 0, and the farewell comes down.
 
+Of a stage with replicas the weights are the first's, and its floating-point buffers (the running statistics
+of batch norm) the means over all: each replica has its own.
+
 Nobody closes before everybody has all it needs. On the worker's compute thread.
 """
 
@@ -8,8 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from pipedream import _core
-from pipedream.checkpoint.state import receive_state, relay_state, send_state
+from pipedream.checkpoint.state import (
+    average_buffers,
+    receive_state,
+    receive_values,
+    relay_state,
+    send_state,
+)
 from pipedream.launch.agreed_run import AgreedRun
 from pipedream.links.channels import RunChannel, tree_name
 from pipedream.links.rank_tree import children_of, parent_of, subtree_of
@@ -30,11 +41,18 @@ def gather(
         return _hear_farewell(run, core)
     plan, num_ranks = run.plan, run.plan.workers_used
     reports = {0: report}
+    buffers: dict[int, dict[int, dict[str, Tensor]]] = {}  # by stage and replica, but the first
     for child in children_of(0, num_ranks):
         for other in subtree_of(child, num_ranks):
             for stage in _gathered_stages_of(run, other):
-                receive_state(core, tree_name(child, 0), stage)
+                if plan.replica_of(other) == 0:
+                    receive_state(core, tree_name(child, 0), stage)
+                else:
+                    of_stage = buffers.setdefault(stage.stage_index, {})
+                    of_stage[plan.replica_of(other)] = receive_values(core, tree_name(child, 0))
             reports[other] = receive_document(core, tree_name(child, 0))
+    for stage_index, by_replica in buffers.items():
+        average_buffers(run.stages[stage_index], [by_replica[replica] for replica in sorted(by_replica)])
     between = [channel for channel in channels if channel.stages is not None]
     in_order = [reports[rank] for rank in range(num_ranks)]
     result = combine_reports(plan, run.options.schedule_options(), between, in_order)
@@ -50,7 +68,7 @@ def _hand_up(run: AgreedRun, core: _core.Worker, report: dict[str, Any]) -> None
         return
     above = tree_name(rank, parent_of(rank))
     for stage in _gathered_stages_of(run, rank):
-        send_state(core, above, stage)
+        send_state(core, above, stage, only_buffers=run.plan.replica_of(rank) > 0)
     send_document(core, above, report)
     for child in children_of(rank, num_ranks):
         for other in subtree_of(child, num_ranks):

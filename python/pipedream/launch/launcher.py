@@ -67,7 +67,7 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions) -> RunRe
         store, port = host_store()
         task = WorkerTask(os.fspath(folder), port, secrets.randbits(64), options.links.keys)
         with (
-            errors.losses_kept(board.losses),
+            errors.losses_kept(lambda: board.losses(options.plan.stages[-1].num_replicas)),
             Rendezvous(store, STORE_PREFIX) as rendezvous,
             forwarding(forwarded, data, options, task.run_id, rendezvous),
         ):

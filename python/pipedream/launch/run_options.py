@@ -26,6 +26,7 @@ from pipedream.common.checks import (
     check_function,
     check_output_file,
     is_number,
+    is_whole,
 )
 from pipedream.common.units import parse_size
 from pipedream.links.codec_choice import parse_codec, parse_codec_text
@@ -111,6 +112,17 @@ def _check_peer_timeout(name: str, value: Any) -> None:
 def _check_max_grad_norm(name: str, value: Any) -> None:
     if not is_number(value) or value <= 0:
         raise ValueError(f"{name} is {value!r}: give a number above 0, or None")
+
+
+def _check_sync(name: str, value: Any) -> None:
+    if value == "asp":
+        raise ValueError("sync is 'asp': this is not built yet, use 'ssp' with staleness=1 or more")
+    check_choice(name, value, ("bsp", "ssp"))
+
+
+def _check_staleness(name: str, value: Any) -> None:
+    if not is_whole(value) or value < 0:
+        raise ValueError(f"{name} is {value!r}: give a number of rounds, 0 or more")
 
 
 def _check_autocast(_: str, value: Any) -> None:
@@ -238,8 +250,20 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
         ),
     ),
     RunOption("peer_timeout", "seconds until a silent worker is given up", 15.0, _check_peer_timeout),
-    RunOption("sync", "how replicas are kept alike", "bsp", is_built=False),
-    RunOption("staleness", "of replicas, in minibatches", 0, is_built=False),
+    RunOption(
+        "sync",
+        'how the replicas of a stage are kept alike: `"bsp"`, or `"ssp"` with `staleness`',
+        "bsp",
+        _check_sync,
+        CommandOption("How the replicas of a stage are kept alike: bsp or ssp."),
+    ),
+    RunOption(
+        "staleness",
+        "how many rounds older versions may be than under bsp",
+        0,
+        _check_staleness,
+        CommandOption("With --sync ssp: how many rounds older versions may be.", int),
+    ),
     RunOption("sync_every", "so many minibatches replicas are kept alike", 1, is_built=False),
     RunOption("validation", "held-out data and metrics", is_built=False),
     RunOption("checkpoints", "a folder for checkpoints", is_built=False),

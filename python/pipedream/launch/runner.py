@@ -42,7 +42,7 @@ from pipedream.model.seeding import base_seed, generators_kept, seed_data
 from pipedream.model.splitter import Model, layers_of
 from pipedream.planning.plan import Plan
 from pipedream.report.result import RunResult
-from pipedream.stage.job import JobOptions, WorkerPlace, check_plan_is_built
+from pipedream.stage.job import JobOptions, WorkerPlace, check_replicas
 
 __all__ = ["run"]
 
@@ -193,7 +193,6 @@ def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any]) -> Job
     check_arguments(**arguments)
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is a {type(plan).__name__}: use pipedream.partition(...) or Plan.load(file)")
-    check_plan_is_built(plan)
     autocast, memory = autocast_dtype(arguments["autocast"]), arguments["memory"]
     links = make_link_options(
         **{name: arguments[name] for name in ("transport", "codec", "keys", "bind", "insecure")},
@@ -221,6 +220,7 @@ def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any]) -> Job
             "num_threads": _threads_per_worker(plan),
         }
     )
+    check_replicas(options)
     options.schedule_options()  # says what the plan and the schedule cannot do, before any process starts
     return options
 

@@ -126,13 +126,20 @@ def _rehearse(
     """Boundaries and footprints of this worker's stages, from the first microbatch."""
     options = run.options
     rehearsal = Rehearsal(
-        Handover(core, options.plan.placement),
+        Handover(core, options.plan.placement, options.plan.replica_of(run.rank) if run.own_stages() else 0),
         device,
         rank=run.rank,
         loss_fn=options.loss_fn,
         autocast=options.autocast,
-        repeats=options.microbatches > 1,
+        repeats=options.microbatches > 1 or _adds_minibatches(run),
         for_offload=options.memory_bytes is not None or forced_offload().activations,
     )
     rehearsal.run(run.own_stages(), first.inputs, first.targets)
     return Rehearsed(rehearsal.boundaries, rehearsal.footprints, first.input_boundary)
+
+
+def _adds_minibatches(run: AgreedRun) -> bool:
+    """Whether one replica of a stage here has several minibatches of a round, whose gradients add up."""
+    schedule, stages = run.schedule(), run.plan.stages
+    own = run.plan.stages_of(run.rank)
+    return any(_core.minibatches_per_round(schedule, s) > stages[s].num_replicas for s in own)

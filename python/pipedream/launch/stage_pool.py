@@ -6,6 +6,7 @@ Made, which adds the terms, before the core is sealed; prepared after. On the wo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -42,15 +43,62 @@ from pipedream.budget.offload import (
     num_resident_versions,
 )
 from pipedream.budget.torch_pool import SEGMENT_SLACK_BYTES, TORCH_TENSORS, TorchPool, wants_torch_pool
+from pipedream.common.units import format_bytes
 from pipedream.launch.agreed_run import AgreedRun
-from pipedream.links.channels import RunChannel
+from pipedream.links.channels import BETWEEN_REPLICAS, RunChannel, ShardSpec, edge_name
 from pipedream.model.splitter import StageModule
-from pipedream.stage.gradients import updated_parameters
+from pipedream.stage.gradients import StageGradients, updated_parameters
+from pipedream.stage.param_server import ParameterServer, ReplicaChannels, RoundRule
+from pipedream.stage.shards import ShardLayout, works_by_element
 from pipedream.stage.stage_loop import PreparedStage
 from pipedream.stage.tied import TiedParameters
 from pipedream.stage.weights import StageOptimizer, StageWeights, split_tied, weight_layout
 
-__all__ = ["StagePool"]
+__all__ = ["StageOptimizers", "StagePool"]
+
+_log = logging.getLogger("pipedream")
+
+
+class StageOptimizers:
+    """The optimizers of this worker's stages, by stage, and where a stage has replicas which shard of its
+    parameters each of them updates. Made of rank 0's initial weights."""
+
+    def __init__(self, run: AgreedRun) -> None:
+        self.by_stage: dict[int, StageOptimizer] = {}
+        self.layouts: dict[int, ShardLayout] = {}
+        for stage in run.own_stages():
+            index = stage.stage_index
+            named = updated_parameters(stage, run.ties)
+            optimizer = StageOptimizer(
+                run.options.optimizer, named, run.options.lr_scheduler, f"stage {index}"
+            )
+            self.by_stage[index] = optimizer
+            num_replicas = run.plan.stages[index].num_replicas
+            if num_replicas > 1:
+                whole = not works_by_element(optimizer.optimizer)
+                layout = self.layouts[index] = ShardLayout(named, num_replicas, whole_tensors=whole)
+                optimizer.keep(layout.pieces_of(run.plan.replica_of(run.rank)))
+                _log.info("%s: %s", run.plan.describe_worker(run.rank), _describe(layout, optimizer))
+
+    def shards(self) -> dict[tuple[int, int], ShardSpec]:
+        """By stage and replica."""
+        return {
+            (stage, shard): ShardSpec(
+                len(chunks),
+                max((chunk.num_bytes for chunk in chunks), default=1),
+                max((len(chunk.pieces) for chunk in chunks), default=1),
+            )
+            for stage, layout in self.layouts.items()
+            for shard in range(layout.num_shards)
+            for chunks in [layout.chunks_of(shard)]
+        }
+
+
+def _describe(layout: ShardLayout, optimizer: StageOptimizer) -> str:
+    sizes = [sum(c.num_bytes for c in layout.chunks_of(shard)) for shard in range(layout.num_shards)]
+    name = type(optimizer.optimizer).__name__
+    why = "whole tensors, as not known to work element by element" if layout.whole_tensors else "equal parts"
+    return f"{name} has shards of {why}: {', '.join(map(format_bytes, sizes))}"
 
 
 class StagePool:
@@ -63,6 +111,7 @@ class StagePool:
         device: torch.device,
         footprints: Mapping[int, Footprint],
         channels: Sequence[RunChannel],
+        optimizers: StageOptimizers,
     ) -> None:
         """Decides where to recompute and to offload. footprints: by stage, of this worker's."""
         self.run = run
@@ -71,7 +120,8 @@ class StagePool:
         """By term of RunResult.memory."""
         self._core = core
         self._device = device
-        self._optimizers: dict[int, StageOptimizer] = {}  # by stage
+        self._optimizers = optimizers.by_stage
+        self._layouts = optimizers.layouts
         self._offload: dict[int, Offload] = {}  # by stage, what is done
         self._torch_pool_bytes = 0
         if run.own_stages():
@@ -102,7 +152,7 @@ class StagePool:
         return TorchPool(from_dlpack(self._core.hold_slot(TORCH_TENSORS)))
 
     def _memory_plan(self, footprints: Mapping[int, Footprint], channels: Sequence[RunChannel]) -> MemoryPlan:
-        """Of this worker without any saving. Makes the optimizers, which say what they need."""
+        """Of this worker without any saving."""
         own_bytes: dict[int, int] = {}
         tied_bytes: dict[int, int] = {}
         placed_bytes: dict[int, int] = {}
@@ -111,17 +161,13 @@ class StagePool:
         for stage in self.run.own_stages():
             index = stage.stage_index
             own, tied = split_tied(stage, self.run.tied_parameters_of(index))
-            named = updated_parameters(stage, self.run.ties)
-            optimizer = StageOptimizer(
-                self.run.options.optimizer, named, self.run.options.lr_scheduler, f"stage {index}"
-            )
-            self._optimizers[index] = optimizer
+            optimizer = self._optimizers[index]
             own_bytes[index] = slot_bytes(weight_layout(own)[0])
             tied_bytes[index] = slot_bytes(weight_layout(tied)[0])
-            placed_bytes[index] = optimizer.num_placed_states * slot_bytes(weight_layout(named)[0])
+            placed_bytes[index] = optimizer.num_placed_states * slot_bytes(optimizer.layout_bytes)
             if optimizer.is_native:
                 torch_bytes[index] = 0
-                step_bytes[index] = native_step_bytes(stage, len(named))
+                step_bytes[index] = native_step_bytes(stage, optimizer.num_parameters)
             else:
                 torch_bytes[index] = predict_state_bytes(optimizer.optimizer)
                 step_bytes[index] = predict_step_bytes(optimizer.optimizer, self._device.type)
@@ -204,7 +250,44 @@ class StagePool:
             stage_offload = StageOffload(
                 self._device, copies, homes, resident, [*own_slots, *tied_slots, *frozen]
             )
-        return PreparedStage(stage, weights, tied, optimizer, stage_offload)
+        gradients = StageGradients(weights, optimizer, tied)
+        if index in self._layouts:
+            gradients = self._make_server(index, weights, optimizer, tied)
+        return PreparedStage(stage, weights, tied, optimizer, stage_offload, gradients)
+
+    def _make_server(
+        self, stage: int, weights: StageWeights, optimizer: StageOptimizer, tied: TiedParameters
+    ) -> ParameterServer:
+        schedule, plan = self.run.schedule(), self.run.plan
+        replica = plan.replica_of(self.run.rank)
+        names: dict[tuple[str, bool], dict[int, str]] = {}  # by kind and whether this worker sends
+        for edge in _core.edges_of(schedule):
+            if edge.kind in BETWEEN_REPLICAS and edge.from_stage == stage:
+                for sends, mine, other in (
+                    (True, edge.from_replica, edge.to_replica),
+                    (False, edge.to_replica, edge.from_replica),
+                ):
+                    if mine == replica:
+                        names.setdefault((edge.kind, sends), {})[other] = edge_name(edge, schedule.placement)
+        return ParameterServer(
+            weights,
+            optimizer,
+            tied,
+            core=self._core,
+            layout=self._layouts[stage],
+            rule=RoundRule(
+                replica,
+                plan.stages[stage].num_replicas,
+                _core.minibatches_per_round(schedule, stage),
+                schedule.first_minibatch,
+            ),
+            channels=ReplicaChannels(
+                push_to=names["push", True],
+                push_from=names["push", False],
+                pull_to=names["pull", True],
+                pull_from=names["pull", False],
+            ),
+        )
 
 
 def _term(name: str, stage_index: int) -> str:

@@ -29,9 +29,17 @@ from pipedream.launch.agreed_run import AgreedRun, agree, wait_for
 from pipedream.launch.devices import choose_device
 from pipedream.launch.gathering import gather
 from pipedream.launch.set_up import Rehearsed, set_up
-from pipedream.launch.stage_pool import StagePool
+from pipedream.launch.stage_pool import StageOptimizers, StagePool
 from pipedream.launch.worker_links import WorkerLinks, no_word
-from pipedream.links.channels import INPUTS, TARGETS, RunChannel, TieSpec, channels_of_run
+from pipedream.links.channels import (
+    BETWEEN_REPLICAS,
+    INPUTS,
+    TARGETS,
+    RunChannel,
+    TieSpec,
+    channels_of_run,
+    forwarded_name,
+)
 from pipedream.links.device_memory import agree_on_device_memory, place_on_devices
 from pipedream.model.boundary import TensorSpec, device_of
 from pipedream.model.loss_placement import loss_on
@@ -107,10 +115,11 @@ class _Worker:
     ) -> RunResult:
         self._place.rendezvous.enter("opening links")
         core = self.links.make_core(run, device)
-        channels = _channels_of(run, core, device, rehearsed, data)
+        optimizers = StageOptimizers(run)
+        channels = _channels_of(run, core, device, rehearsed, data, optimizers)
         for channel in channels:
             channel.add_to(core, run.rank, run.plan)
-        pool = StagePool(run, core, device, rehearsed.footprints, channels)
+        pool = StagePool(run, core, device, rehearsed.footprints, channels, optimizers)
         core.seal()
         self.links.connect(run, channels, "endpoints")
         self._place.rendezvous.leave()
@@ -137,6 +146,7 @@ def _channels_of(
     device: torch.device,
     rehearsed: Rehearsed,
     data: Iterable[Any] | ForwardedData,
+    optimizers: StageOptimizers,
 ) -> list[RunChannel]:
     options = run.options
     channels = channels_of_run(
@@ -147,6 +157,7 @@ def _channels_of(
         [TieSpec(tie.stages, _spec_of(tie.parameter)) for tie in run.ties],
         data if isinstance(data, ForwardedData) else None,
         codec=options.links.codec,
+        shards=optimizers.shards(),
     )
     return _placed_on_devices(run, core, device, channels) if options.links.places_on_devices else channels
 
@@ -187,8 +198,10 @@ def _received_stream(run: AgreedRun, core: _core.Worker, data: ForwardedData) ->
 
         return receive
 
+    replica = run.plan.replica_of(run.rank) if run.own_stages() else 0
+    inputs, targets = (forwarded_name(channel, replica) for channel in (INPUTS, TARGETS))
     return ReceivedStream(
-        data, receiver(INPUTS) if run.reads_inputs else None, receiver(TARGETS) if run.reads_targets else None
+        data, receiver(inputs) if run.reads_inputs else None, receiver(targets) if run.reads_targets else None
     )
 
 
@@ -213,7 +226,11 @@ def _make_loop(
         base_seed=run.base_seed,
         input_boundary=rehearsed.input_boundary,
         boundaries=rehearsed.boundaries,
-        edges=[(channel.edge, channel.name) for channel in own if channel.edge is not None],
+        edges=[
+            (channel.edge, channel.name)
+            for channel in own
+            if channel.edge is not None and channel.edge.kind not in BETWEEN_REPLICAS
+        ],
         predicted=pool.predicted,
         torch_pool=pool.make_torch_pool(),
     )

@@ -21,15 +21,18 @@ from pipedream.model.boundary import Boundary, TensorSpec
 from pipedream.planning.plan import Plan
 
 __all__ = [
+    "BETWEEN_REPLICAS",
     "CALLER",
     "INPUTS",
     "NUM_TRANSFERS_KEPT",
     "TARGETS",
     "RunChannel",
+    "ShardSpec",
     "TieSpec",
     "channels_of_run",
     "data_channels",
     "edge_name",
+    "forwarded_name",
     "rehearsal_name",
     "set_up_channels",
     "tied_tensors",
@@ -53,7 +56,11 @@ _CARRIED = {
     "tied_gradient": "tied gradients",
     "tied_version": "tied weights",
     "norm": "gradient norm",
+    "push": "pushed gradients",
+    "pull": "pulled weights",
 }
+BETWEEN_REPLICAS = ("push", "pull")
+"""Kinds of edges whose items are chunks of a shard: several for each of the program's."""
 CALLER = -1  # as a rank: the process that called run(), when it forwards data
 
 
@@ -65,17 +72,34 @@ class TieSpec:
     spec: TensorSpec
 
 
-def edge_name(edge: _core.Edge) -> str:
-    """Of the channel that the edge has: "activations of stage 0 to stage 1"."""
-    return f"{_CARRIED[edge.kind]} of stage {edge.from_stage} to stage {edge.to_stage}"
+@dataclass(frozen=True)
+class ShardSpec:
+    """What replicas exchange of one shard, as the channels need it."""
+
+    num_chunks: int
+    chunk_bytes_max: int
+    num_pieces_max: int
+    """Of a chunk."""
+
+
+def edge_name(edge: _core.Edge, placement: _core.Placement) -> str:
+    """Of the channel that the edge has: "activations of stage 0 to stage 1", where a stage has several
+    replicas "activations of stage 0 replica 1 to stage 1"."""
+    ends = [(edge.from_stage, edge.from_replica), (edge.to_stage, edge.to_replica)]
+    named = [
+        f"stage {stage} replica {replica}" if placement.num_replicas(stage) > 1 else f"stage {stage}"
+        for stage, replica in ends
+    ]
+    return f"{_CARRIED[edge.kind]} of {named[0]} to {named[1]}"
 
 
 def tree_name(sender: int, receiver: int) -> str:
     return f"weights and result, rank {sender} to rank {receiver}"
 
 
-def rehearsal_name(stage_index: int) -> str:
-    return f"rehearsal of stage {stage_index} for stage {stage_index + 1}"
+def rehearsal_name(stage_index: int, replica: int = 0) -> str:
+    """replica: of the stage downstream."""
+    return f"rehearsal of stage {stage_index} for stage {stage_index + 1}" + _replica_suffix(replica)
 
 
 @dataclass(frozen=True)
@@ -101,6 +125,8 @@ class RunChannel:
     """Of the program, whose items it carries; None for every other channel."""
     first_minibatch: int = 0
     """Of its items; in no program their number."""
+    minibatch_stride: int = 1
+    """From one of its minibatches to the next."""
     num_transfers_kept: int = 0
     """The newest items whose times each end keeps. Where any, whether all have left can be asked."""
     places_on_device: bool = False
@@ -137,6 +163,7 @@ class RunChannel:
             tensors=self.tensors,
             num_items=self.num_unsent_max if sends else self.num_slots,
             first_minibatch=self.first_minibatch,
+            minibatch_stride=self.minibatch_stride,
             num_microbatches=self.num_microbatches,
             on_device=self.on_device,
             codec=self.codec,
@@ -164,6 +191,7 @@ class _ChannelList:
         codec: str = NO_CODEC,
         edge: _core.Edge | None = None,
         first_minibatch: int = 0,
+        minibatch_stride: int = 1,
         num_transfers_kept: int = 0,
     ) -> None:
         sender, receiver = ends
@@ -182,6 +210,7 @@ class _ChannelList:
                 codec,
                 edge,
                 first_minibatch,
+                minibatch_stride,
                 num_transfers_kept,
             )
         )
@@ -208,12 +237,14 @@ def channels_of_run(
     forwarded: ForwardedData | None,
     *,
     codec: CodecChoice,
+    shards: Mapping[tuple[int, int], ShardSpec] | None = None,
 ) -> list[RunChannel]:
     """All channels of a run, the same list at every worker but for the tensors of cuts that are not its own:
     one for each edge of the schedule between two workers, and what carries data and weights.
 
     boundaries: by the stage upstream, of the cuts at this worker's stages. codec: of activations and
-    gradients; what else travels, weights and the gradients of tied ones, is exact."""
+    gradients; what else travels, weights and the gradients of tied ones, is exact. shards: by stage and
+    replica, of this worker's stage where it has replicas."""
     found = _ChannelList()
     if forwarded is not None:
         found.channels += data_channels(plan, forwarded)
@@ -221,18 +252,47 @@ def channels_of_run(
     for edge in sorted(_core.edges_of(schedule), key=_place_in_list):
         sender, receiver = _ranks_of_ends(schedule, edge)
         if sender != receiver:
-            _add_edge(found, schedule, edge, boundaries, tied, codec)
+            if edge.kind in BETWEEN_REPLICAS:
+                _add_between_replicas(found, schedule, edge, shards or {})
+            else:
+                _add_edge(found, schedule, edge, boundaries, tied, codec)
     for rank in range(1, world_size):
         found.add_tree(parent_of(rank), rank)
         found.add_tree(rank, parent_of(rank))
     return found.channels
 
 
-def _place_in_list(edge: _core.Edge) -> tuple[int, int, int, bool]:
-    """The two directions of a cut side by side, cut after cut; then ties and norms."""
-    group = {"activation": 0, "gradient": 0, "tied_version": 1, "tied_gradient": 1, "norm": 2}
-    first, last = sorted((edge.from_stage, edge.to_stage))
-    return group[edge.kind], first, last, edge.from_stage > edge.to_stage
+def _place_in_list(edge: _core.Edge) -> tuple[int, ...]:
+    """The two directions of a cut side by side, cut after cut; then what replicas exchange, ties, norms."""
+    group = {"activation": 0, "gradient": 0, "push": 1, "pull": 2, "tied_version": 3, "tied_gradient": 3}
+    first, last = sorted(((edge.from_stage, edge.from_replica), (edge.to_stage, edge.to_replica)))
+    is_upstream = (edge.from_stage, edge.from_replica) > (edge.to_stage, edge.to_replica)
+    stages = sorted((edge.from_stage, edge.to_stage))
+    return group.get(edge.kind, 4), *stages, *first, *last, is_upstream
+
+
+def _add_between_replicas(
+    found: _ChannelList,
+    schedule: _core.ScheduleOptions,
+    edge: _core.Edge,
+    shards: Mapping[tuple[int, int], ShardSpec],
+) -> None:
+    """Of a push the shard is the receiver's, of a pull the sender's."""
+    is_push = edge.kind == "push"
+    owner = edge.to_replica if is_push else edge.from_replica
+    spec = shards.get((edge.from_stage, owner), ShardSpec(0, 1, 1))
+    sizes = [spec.num_pieces_max, spec.chunk_bytes_max] if is_push else [spec.chunk_bytes_max]
+    # A round is received at once, so that none waits in its sender's memory for the next to be used.
+    num_rounds = schedule.in_flight[edge.from_stage] + schedule.staleness + 2
+    found.add(
+        edge_name(edge, schedule.placement),
+        _ranks_of_ends(schedule, edge),
+        [TensorSpec(torch.uint8, (size,), requires_grad=False) for size in sizes],
+        slots=max(spec.num_chunks, 1),
+        unsent=max(spec.num_chunks, 1) * num_rounds,
+        edge=edge,
+        num_transfers_kept=NUM_TRANSFERS_KEPT,
+    )
 
 
 def _add_edge(
@@ -244,12 +304,14 @@ def _add_edge(
     codec: CodecChoice,
 ) -> None:
     sender, receiver = edge.from_stage, edge.to_stage
+    first_minibatch, minibatch_stride = _core.items_of(schedule, edge)
     add = functools.partial(
         found.add,
-        edge_name(edge),
+        edge_name(edge, schedule.placement),
         _ranks_of_ends(schedule, edge),
         edge=edge,
-        first_minibatch=schedule.first_minibatch,
+        first_minibatch=first_minibatch,
+        minibatch_stride=minibatch_stride,
     )
     if edge.kind == "norm":
         figures = [TensorSpec(torch.float64, (2,), requires_grad=False)]
@@ -265,7 +327,7 @@ def _add_edge(
         activations, gradients = _crossing(boundaries.get(upstream))
         goes_downstream = edge.kind == "activation"
         # Downstream keeps a slot per microbatch in flight until its backward, and one more may arrive.
-        in_flight_downstream = _core.num_microbatches_in_flight(schedule, upstream + 1)
+        in_flight_downstream = _microbatches_of_edge(schedule, upstream + 1, minibatch_stride)
         in_flight = _core.num_microbatches_in_flight(schedule, upstream)
         add(
             activations if goes_downstream else gradients,
@@ -277,17 +339,21 @@ def _add_edge(
         )
 
 
+def _microbatches_of_edge(schedule: _core.ScheduleOptions, stage: int, minibatch_stride: int) -> int:
+    """Of those that a replica of the stage has in flight: what may be of one edge, as its minibatches come
+    from several replicas in turn."""
+    in_flight, m = _core.num_microbatches_in_flight(schedule, stage), schedule.num_microbatches
+    num_senders = minibatch_stride // schedule.placement.num_replicas(stage)
+    num_minibatches = -(-(in_flight + m - 1) // m)
+    return min(in_flight, -(-num_minibatches // num_senders) * m)
+
+
 def _ranks_of_ends(schedule: _core.ScheduleOptions, edge: _core.Edge) -> tuple[int, int]:
     placement = schedule.placement
     return (
         placement.rank_of(edge.from_stage, edge.from_replica),
         placement.rank_of(edge.to_stage, edge.to_replica),
     )
-
-
-def _ranks_of(plan: Plan, first: int, second: int) -> tuple[int, int]:
-    """Of two stages."""
-    return plan.placement.rank_of(first), plan.placement.rank_of(second)
 
 
 def _crossing(boundary: Boundary | None) -> tuple[Sequence[TensorSpec], Sequence[TensorSpec]]:
@@ -303,11 +369,14 @@ def set_up_channels(plan: Plan) -> list[RunChannel]:
     found = _ChannelList()
     for rank in range(1, plan.workers_used):
         found.add_tree(parent_of(rank), rank, slots=_NUM_SET_UP_SLOTS)
+    placement = plan.placement
     for stage in range(plan.num_stages - 1):
-        ends = _ranks_of(plan, stage, stage + 1)
-        if ends[0] != ends[1]:
-            name = rehearsal_name(stage)
-            found.add_bulk(name, ends, slots=_NUM_SET_UP_SLOTS, num_transfers_kept=1)
+        for replica in range(placement.num_replicas(stage + 1)):
+            sender = placement.rank_of(stage, replica % placement.num_replicas(stage))
+            ends = (sender, placement.rank_of(stage + 1, replica))
+            if ends[0] != ends[1]:
+                name = rehearsal_name(stage, replica)
+                found.add_bulk(name, ends, slots=_NUM_SET_UP_SLOTS, num_transfers_kept=1)
     return found.channels
 
 
@@ -316,12 +385,22 @@ def data_channels(plan: Plan, forwarded: ForwardedData) -> list[RunChannel]:
     found = _ChannelList()
     counts = TensorSpec(torch.int64, (2,), requires_grad=False)  # data.forwarded_counts
     inputs, targets = [*forwarded.inputs.tensors, counts], [*forwarded.targets.tensors, counts]
-    first, last = _ranks_of(plan, 0, plan.num_stages - 1)
     # A minibatch's slot is free when its last microbatch has been through.
-    first_slots, last_slots = plan.in_flight[0] + 1, plan.in_flight[-1] + 1
-    found.add(INPUTS, (CALLER, first), inputs, slots=first_slots, unsent=2, on_device=False)
-    found.add(TARGETS, (CALLER, last), targets, slots=last_slots, unsent=2, on_device=False)
+    for channel, stage, specs in ((INPUTS, 0, inputs), (TARGETS, plan.num_stages - 1, targets)):
+        for replica in range(plan.stages[stage].num_replicas):
+            rank, slots = plan.placement.rank_of(stage, replica), plan.in_flight[stage] + 1
+            name = forwarded_name(channel, replica)
+            found.add(name, (CALLER, rank), specs, slots=slots, unsent=2, on_device=False)
     return found.channels
+
+
+def forwarded_name(channel: str, replica: int) -> str:
+    """channel: INPUTS or TARGETS; replica: of the stage that reads them."""
+    return channel + _replica_suffix(replica)
+
+
+def _replica_suffix(replica: int) -> str:
+    return f" replica {replica}" if replica > 0 else ""
 
 
 def tied_tensors(ties: Sequence[TieSpec]) -> dict[tuple[int, int], list[TensorSpec]]:

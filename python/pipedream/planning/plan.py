@@ -171,11 +171,19 @@ class Plan:
         return tuple(self.placement.stages_at(rank))
 
     def describe_worker(self, rank: int) -> str:
-        """ "stage 1 (rank 1)", as errors and traces name a worker."""
+        """ "stage 1 (rank 1)", "stage 0 replica 2 (rank 2)", as errors and traces name a worker."""
         stages = self.stages_of(rank)
         if not stages:
             return f"rank {rank}"
-        return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))} (rank {rank})"
+        name = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+        if self.stages[stages[0]].num_replicas > 1:
+            name += f" replica {self.replica_of(rank)}"
+        return f"{name} (rank {rank})"
+
+    def replica_of(self, rank: int) -> int:
+        """Which replica of its stage a rank is; 0 where that has one."""
+        stage = self.stages_of(rank)[0]
+        return rank - self.placement.rank_of(stage) if self.stages[stage].num_replicas > 1 else 0
 
     @property
     def noam(self) -> int:

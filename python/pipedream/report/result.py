@@ -14,6 +14,7 @@ from pipedream.common.units import format_bytes
 from pipedream.links.channels import RunChannel
 from pipedream.planning.plan import Plan
 from pipedream.planning.trace import Clock, Span, shift_ns, write_trace
+from pipedream.report.status import in_turn
 from pipedream.report.summary import describe_data_waits, describe_result, plot_losses, summarize
 from pipedream.report.transfers import (
     ChannelTransfers,
@@ -219,21 +220,32 @@ def combine_reports(
 ) -> RunResult:
     """The run's result from what the workers report, in the order of their ranks. channels: those of
     activations and gradients."""
-    last = reports[plan.placement.rank_of(plan.num_stages - 1)]
-    losses, samples, epochs = last["losses"], last["samples"], last["epochs"]
+    of_stages = [
+        [
+            reports[plan.placement.rank_of(stage, replica)]
+            for replica in range(plan.stages[stage].num_replicas)
+        ]
+        for stage in range(plan.num_stages)
+    ]
+    last = of_stages[-1][0]
+    losses = in_turn([report["losses"] for report in of_stages[-1]])
+    samples, epochs = last["samples"], last["epochs"]
     totals = [report["totals"] for report in reports]
     elapsed_ns = max(entry["elapsed_ns"] for entry in totals)
-    ranks = [plan.placement.rank_of(stage) for stage in range(plan.num_stages)]
-    stages = [reports[rank]["stages"][str(stage)] for stage, rank in enumerate(ranks)]
+    stages = [replicas[0]["stages"][str(stage)] for stage, replicas in enumerate(of_stages)]
+    versions = [
+        in_turn([report["stages"][str(stage)]["versions"] for report in replicas])
+        for stage, replicas in enumerate(of_stages)
+    ]
     figures = [_figures_of(channel, reports) for channel in channels]
     num_warm_up = 1 if _core.drains_every_minibatch(schedule) else plan.in_flight[0]
     return RunResult(
         losses=losses,
         epoch_losses=_epoch_losses(losses, samples, epochs),
-        versions=[[(forward, backward) for forward, backward in stage["versions"]] for stage in stages],
+        versions=[[(forward, backward) for forward, backward in stage] for stage in versions],
         samples_per_s=sum(samples) / max(elapsed_ns / 1e9, 1e-9),
         predicted_ms=plan.bottleneck_ms,
-        measured_ms=_steady_ms(last["spans"], num_warm_up),
+        measured_ms=_steady_ms(last["spans"], num_warm_up) / len(of_stages[-1]),
         bubble_share=1.0
         - sum(t["compute_ns"] for t in totals) / max(sum(t["elapsed_ns"] for t in totals), 1),
         bytes_sent=sum(channel.wire_bytes + channel.placed_bytes for channel in figures),

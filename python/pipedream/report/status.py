@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
-__all__ = ["StatusBoard"]
+__all__ = ["StatusBoard", "in_turn"]
+
+_Item = TypeVar("_Item")
 
 _COUNT = struct.Struct("<q")
 _LOSS = struct.Struct("<d")
@@ -17,8 +21,9 @@ _NUM_LOSSES_AT_FIRST = 4096
 
 
 class StatusBoard:
-    """Each local worker's minibatch, in a file that survives the worker, 8 bytes per rank; and beside it a
-    file of the losses so far: their number, then 8 bytes per minibatch, and room for more."""
+    """Each local worker's minibatch, in a file that survives the worker, 8 bytes per rank; and beside it, for
+    each replica of the last stage, a file of its losses so far: their number, then 8 bytes per minibatch, and
+    room for more."""
 
     def __init__(self, path: Path, num_workers: int, *, create: bool) -> None:
         if create:
@@ -26,7 +31,7 @@ class StatusBoard:
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), 8 * num_workers)
         self._minibatches = memoryview(self._map).cast("q")
-        self._losses_path = path.with_name(f"{path.name}-losses")
+        self._path = path
         self._losses: mmap.mmap | None = None  # of the worker that adds some
         self._num_losses = 0
 
@@ -36,30 +41,46 @@ class StatusBoard:
     def read(self, rank: int) -> int:
         return int(self._minibatches[rank])
 
-    def add_loss(self, loss: float) -> None:
-        """Of the next minibatch; by the worker of the last stage."""
+    def add_loss(self, loss: float, replica: int = 0) -> None:
+        """Of the next minibatch of this replica of the last stage; by its worker."""
         end = _COUNT.size + _LOSS.size * (self._num_losses + 1)
         if self._losses is None or end > len(self._losses):
-            self._losses = self._mapped_losses(max(_NUM_LOSSES_AT_FIRST, 2 * self._num_losses))
+            num_losses = max(_NUM_LOSSES_AT_FIRST, 2 * self._num_losses)
+            self._losses = self._mapped_losses(self._path_of(replica), num_losses)
         _LOSS.pack_into(self._losses, end - _LOSS.size, loss)
         self._num_losses += 1
         _COUNT.pack_into(self._losses, 0, self._num_losses)  # the loss is there before it counts
 
-    def losses(self) -> list[float]:
-        """All that were added."""
-        if not self._losses_path.exists():
-            return []
-        content = self._losses_path.read_bytes()
-        if not content:  # made and not filled yet
-            return []
-        (count,) = _COUNT.unpack_from(content)
-        end = _COUNT.size + _LOSS.size * count
-        return [loss for (loss,) in _LOSS.iter_unpack(content[_COUNT.size : end])]
+    def losses(self, num_replicas: int = 1) -> list[float]:
+        """All that so many replicas have added, up to the first minibatch that is missing."""
+        return in_turn([_losses_in(self._path_of(replica)) for replica in range(num_replicas)])
 
-    def _mapped_losses(self, num_losses: int) -> mmap.mmap:
+    def _path_of(self, replica: int) -> Path:
+        return self._path.with_name(f"{self._path.name}-losses-{replica}")
+
+    def _mapped_losses(self, path: Path, num_losses: int) -> mmap.mmap:
         """The file, with room for so many; what is in it stays."""
         num_bytes = _COUNT.size + _LOSS.size * num_losses
-        with self._losses_path.open("wb" if self._losses is None else "r+b") as file:
+        with path.open("wb" if self._losses is None else "r+b") as file:
             file.truncate(num_bytes)
-        with self._losses_path.open("r+b") as file:
+        with path.open("r+b") as file:
             return mmap.mmap(file.fileno(), num_bytes)
+
+
+def _losses_in(path: Path) -> list[float]:
+    if not path.exists():
+        return []
+    content = path.read_bytes()
+    if not content:  # made and not filled yet
+        return []
+    (count,) = _COUNT.unpack_from(content)
+    end = _COUNT.size + _LOSS.size * count
+    return [loss for (loss,) in _LOSS.iter_unpack(content[_COUNT.size : end])]
+
+
+def in_turn(lists: Sequence[Sequence[_Item]]) -> list[_Item]:
+    """What replicas have, one of each in turn, as minibatches go to them; up to the first that is missing."""
+    found: list[_Item] = []
+    while len(found) // len(lists) < len(lists[len(found) % len(lists)]):
+        found.append(lists[len(found) % len(lists)][len(found) // len(lists)])
+    return found

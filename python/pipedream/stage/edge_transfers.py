@@ -1,5 +1,5 @@
 """What a worker's program sends and receives by itself, not with a forward or backward: gradients and
-versions of tied parameters, and norms.
+versions of tied parameters, norms, and what the replicas of a stage exchange.
 
 The engine says when, and moves what goes to another worker. Between two stages of one worker the tensors go
 from hand to hand here. Owned by the worker's compute thread.
@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from pipedream import _core
+from pipedream.links.channels import BETWEEN_REPLICAS
 from pipedream.stage.gradients import NormExchange
+from pipedream.stage.param_server import EndOfData, ParameterServer
 from pipedream.stage.tied import TiedParameters
 
 __all__ = ["EdgeTransfers"]
@@ -27,21 +29,28 @@ class EdgeTransfers:
         schedule: _core.ScheduleOptions,
         tied: Mapping[int, TiedParameters],
         norms: NormExchange | None,
+        servers: Mapping[int, ParameterServer] | None = None,
     ) -> None:
-        """tied: by stage, of the worker's. norms: None where the schedule exchanges none."""
+        """tied: by stage, of the worker's. norms: None where the schedule exchanges none. servers: by stage,
+        of those with replicas."""
         self._tied = tied
         self._norms = norms
+        self._servers = servers or {}
         placement = schedule.placement
         self._in_hand: dict[_core.Edge, deque[list[Tensor]]] = {
             edge: deque()
             for edge in _core.edges_of(schedule)
-            if placement.rank_of(edge.from_stage) == placement.rank_of(edge.to_stage)
+            if placement.rank_of(edge.from_stage, edge.from_replica)
+            == placement.rank_of(edge.to_stage, edge.to_replica)
         }
 
-    def do(self, work: _core.WorkItem) -> list[Tensor]:
-        """What leaves the worker."""
+    def do(self, work: _core.WorkItem, gradient_slot: int = 0) -> list[Tensor] | EndOfData:
+        """What leaves the worker. gradient_slot: of the version that the stage's last backward read.
+        EndOfData where the item is of a minibatch that does not exist."""
         edge = work.edge
         assert edge is not None
+        if edge.kind in BETWEEN_REPLICAS:
+            return self._exchange(work, edge, gradient_slot) or []
         in_hand = self._in_hand.get(edge)
         if work.kind == "SEND":
             made = self._made_for(edge, work.minibatch)
@@ -53,6 +62,19 @@ class EdgeTransfers:
             work.tensors.clear()
             self._take(edge, work.minibatch, received)
         return []
+
+    def _exchange(self, work: _core.WorkItem, edge: _core.Edge, gradient_slot: int) -> EndOfData | None:
+        """With another replica of the stage, which takes and gives by itself."""
+        server = self._servers[work.stage]
+        if edge.kind == "push":
+            if work.kind == "RECV":
+                return server.expect(edge.from_replica, work.minibatch)
+            server.push(edge.to_replica, work.minibatch, gradient_slot)
+        elif work.kind == "RECV":
+            server.pull_from(edge.from_replica)
+        else:
+            server.pull_for(edge.to_replica)
+        return None
 
     def _made_for(self, edge: _core.Edge, minibatch: int) -> list[Tensor]:
         if edge.kind == "norm":

@@ -100,6 +100,10 @@ class StageGradients:
         overflowed, self._overflowed = self._overflowed, False
         return overflowed
 
+    def poison(self, freed_slot: int) -> None:
+        """No backward reads the version in the slot any more."""
+        self._weights.own.poison(freed_slot)
+
     def _finish(self) -> None:
         self._taken = []
         self._tied.finish_update()

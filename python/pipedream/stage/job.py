@@ -18,7 +18,7 @@ from pipedream.links.rendezvous import Rendezvous
 from pipedream.planning.plan import Plan
 from pipedream.report.status import StatusBoard
 
-__all__ = ["CallerSettings", "JobOptions", "WorkerPlace", "check_plan_is_built"]
+__all__ = ["CallerSettings", "JobOptions", "WorkerPlace", "check_replicas"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class JobOptions:
     """What this worker may use, at most."""
     autocast: torch.dtype | None = field(metadata=compared(said=lambda dtype: dtype and str(dtype)))
     max_grad_norm: float | None
+    sync: str
+    staleness: int
     epochs: int
     seed: int | None
     links: LinkOptions
@@ -66,6 +68,7 @@ class JobOptions:
                 recompute=list(self.recompute or ()),
                 ties=ties,
                 exchanges_norms=exchanges_norms,
+                staleness=self.staleness,
             )
 
         # Over all stages where the schedule drains, else per stage (gradients.py).
@@ -132,11 +135,23 @@ class CallerSettings:
         torch.multiprocessing.set_sharing_strategy(self.sharing_strategy)  # type: ignore[no-untyped-call]
 
 
-def check_plan_is_built(plan: Plan) -> None:
-    """Raises ValueError for a plan that needs what is not built yet."""
-    for stage_index, stage in enumerate(plan.stages):
-        if stage.num_replicas > 1:
-            raise ValueError(
-                f"stage {stage_index} has {stage.num_replicas} replicas: replicated stages are not built yet;"
-                " use partition(..., straight=True), on the command line `pipedream partition --straight`"
-            )
+def check_replicas(options: JobOptions) -> None:
+    """Raises ValueError for what replicas of a stage cannot have, and for what only they have."""
+    if options.sync == "bsp" and options.staleness > 0:
+        raise ValueError(
+            f"staleness is {options.staleness}, but sync is 'bsp', which has none: use sync='ssp'"
+        )
+    replicated = next((s for s, stage in enumerate(options.plan.stages) if stage.num_replicas > 1), None)
+    if replicated is None:
+        return
+    where = f"stage {replicated} has {options.plan.stages[replicated].num_replicas} replicas"
+    if options.max_grad_norm is not None:
+        raise ValueError(
+            f"max_grad_norm is {options.max_grad_norm}, but {where}, of which none has the whole gradient:"
+            " leave it out, or use a straight plan"
+        )
+    if options.autocast is torch.float16:
+        raise ValueError(
+            f"autocast is 'float16', but {where}, which do not agree on gradients that overflow: use"
+            " 'bfloat16', or a straight plan"
+        )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,13 +29,14 @@ from pipedream.model.exchange import TENSORS
 from pipedream.model.seeding import MinibatchStreams, stage_seed
 from pipedream.model.splitter import StageModule
 from pipedream.planning.trace import read_clock
-from pipedream.report.losses import make_loss_record
+from pipedream.report.losses import LossRecord, make_loss_record
 from pipedream.report.progress import RunProgress
 from pipedream.report.status import StatusBoard
 from pipedream.stage.device_clock import make_device_clock, make_user_code
 from pipedream.stage.edge_transfers import EdgeTransfers
 from pipedream.stage.gradients import GradientFigures, NormExchange, StageGradients, clip_scale
 from pipedream.stage.job import JobOptions, WorkerPlace
+from pipedream.stage.param_server import EndOfData, ParameterServer
 from pipedream.stage.stage_runner import StageParts, StageRunner
 from pipedream.stage.tied import TiedParameters
 from pipedream.stage.weights import StageOptimizer, StageWeights
@@ -55,8 +57,10 @@ class PreparedStage:
         tied: TiedParameters,
         optimizer: StageOptimizer,
         offload: StageOffload | None,
+        gradients: StageGradients,
     ) -> None:
         self.stage = stage
+        self.gradients = gradients
         self.weights = weights
         self.tied = tied
         self.optimizer = optimizer
@@ -126,8 +130,12 @@ class WorkerLoop:
         self._clock = make_device_clock(device, core.add_compute)
         self._user = make_user_code(self._position, self._clock)
         # On the host measuring costs time per operator: enough is seen once the pipeline has been full.
-        self._measured_until = None if device.type == "cuda" else max(schedule.in_flight) + 1
+        num_replicas_max = max(stage.num_replicas for stage in options.plan.stages)
+        self._measured_until = (
+            None if device.type == "cuda" else (max(schedule.in_flight) + 1) * num_replicas_max
+        )
         last = options.plan.num_stages - 1
+        self._replica = options.plan.replica_of(place.rank)
         stages = [part.stage.stage_index for part in prepared]
         weight_fn = options.weight_fn
         if weight_fn is not None:
@@ -141,14 +149,12 @@ class WorkerLoop:
             weight_fn=weight_fn,
         )
         self._progress = RunProgress(
-            enabled=options.progress and last in stages,
+            enabled=options.progress and last in stages and self._replica == 0,
             num_minibatches=stream.num_minibatches,
             num_epochs=options.epochs,
             schedule=schedule,
         )
-        self._losses = make_loss_record(
-            options.on_nonfinite, functools.partial(_show, self._progress, self._reader, place.board), device
-        )
+        self._losses = self._make_losses()
         self._runners = {
             part.stage.stage_index: self._make_runner(part, boundaries, base_seed) for part in prepared
         }
@@ -157,10 +163,17 @@ class WorkerLoop:
             self._norms = NormExchange(
                 functools.partial(_figures_of, self._runners.values()), is_first=place.rank == 0
             )
-        self._transfers = EdgeTransfers(
-            schedule, {stage: runner.parts.tied for stage, runner in self._runners.items()}, self._norms
-        )
+        tied = {stage: runner.parts.tied for stage, runner in self._runners.items()}
+        self._servers = _servers_of(prepared)
+        self._transfers = EdgeTransfers(schedule, tied, self._norms, self._servers)
         self._poisons = _core.poisons_released_slots()
+        self._minibatches_per_round = _core.minibatches_per_round(schedule, stages[0])
+
+    def _make_losses(self) -> LossRecord:
+        num_replicas = self._options.plan.stages[-1].num_replicas
+        board = self._place.board
+        show = functools.partial(_show, self._progress, self._reader, board, self._replica, num_replicas)
+        return make_loss_record(self._options.on_nonfinite, show, self._device)
 
     def _make_runner(
         self, part: PreparedStage, boundaries: Mapping[int, Boundary], base_seed: int
@@ -178,7 +191,7 @@ class WorkerLoop:
             stage=part.stage,
             weights=part.weights,
             tied=part.tied,
-            gradients=StageGradients(part.weights, part.optimizer, part.tied),
+            gradients=part.gradients,
             boundary_in=None if is_first else boundaries[stage_index - 1],
             boundary_out=None if is_last else boundaries[stage_index],
             reader=self._reader if is_first or is_last else None,
@@ -206,8 +219,8 @@ class WorkerLoop:
 
     @property
     def losses(self) -> list[float]:
-        """So far; none where the last stage is another worker's."""
-        return self._losses.values
+        """So far; none where the last stage is another worker's, or others have some of them."""
+        return self._losses.values if self._options.plan.stages[-1].num_replicas == 1 else []
 
     def train(self) -> dict[str, Any]:
         core = self._core
@@ -221,9 +234,10 @@ class WorkerLoop:
             while work.kind != "DONE":
                 runner = self._runners[work.stage]
                 made = self._do(runner, work)
-                if made is None:
+                if isinstance(made, EndOfData):
                     self._user.drop_elapsed()
-                    core.end_of_data()
+                    core.end_of_data(made.num_minibatches)
+                    self._tell_end()
                     work = core.next_work()
                     continue
                 if work.kind == "UPDATE":
@@ -231,8 +245,10 @@ class WorkerLoop:
                 done = work
                 if work.edge is not None:  # its time is in the span of the item after it
                     work = core.advance(made, _NO_FIELDS, 0)
+                    self._tell_end()
                     continue
                 work = core.advance(made, runner.fields, self._user.take_elapsed_ns())
+                self._tell_end()
                 if self._poisons and done.kind == "BACKWARD":
                     runner.poison(done, work.freed_slot)
             if self._clock is not None:
@@ -243,8 +259,13 @@ class WorkerLoop:
                 self._check_end(work.num_minibatches)
         return self._report(meter, step_meter)
 
-    def _do(self, runner: StageRunner, work: _core.WorkItem) -> list[Tensor] | None:
-        """What the item sends; None when the data are over."""
+    def _tell_end(self) -> None:
+        """The core may have learned how many minibatches there are."""
+        for server in self._servers.values():
+            server.tell_end()
+
+    def _do(self, runner: StageRunner, work: _core.WorkItem) -> list[Tensor] | EndOfData:
+        """What the item sends; EndOfData when there is no such minibatch."""
         if self._clock is not None:
             self._clock.tell_done()
         position = self._position
@@ -252,10 +273,11 @@ class WorkerLoop:
             self._begin_minibatch(work.minibatch)
         position.stage, position.minibatch = work.stage, work.minibatch
         if work.edge is not None:
-            return self._transfers.do(work)
+            return self._transfers.do(work, runner.gradient_slot)
         kind = work.kind
         if kind == "FORWARD":
-            return runner.forward(work)
+            made = runner.forward(work)
+            return EndOfData(self._reader.num_minibatches) if made is None else made
         if kind == "BACKWARD":
             return runner.backward(work)
         if kind == "RECOMPUTE":
@@ -272,7 +294,7 @@ class WorkerLoop:
                 runner.meter = runner.step_meter = None
 
     def _update(self, runner: StageRunner, work: _core.WorkItem) -> None:
-        scale: float | None = 1.0
+        scale: float | None = self._share_of_round(work)
         if self._norms is not None:
             scale = self._scale_for(runner, self._norms.total(work.minibatch))
         else:
@@ -280,6 +302,15 @@ class WorkerLoop:
             if self._options.measures_gradients:
                 scale = self._scale_for(runner, runner.parts.gradients.figures())
         runner.update(work, scale)
+
+    def _share_of_round(self, work: _core.WorkItem) -> float:
+        """What the sum of a round's gradients is multiplied by at a stage without replicas, which has all of
+        them; where no stage has any, a round is a minibatch."""
+        if self._minibatches_per_round == 1 or work.stage in self._servers:
+            return 1.0
+        num_minibatches = self._core.num_minibatches()
+        left = math.inf if num_minibatches is None else num_minibatches - work.minibatch
+        return 1.0 / min(self._minibatches_per_round, left)
 
     def _scale_for(self, runner: StageRunner, figures: GradientFigures) -> float | None:
         """What the gradients are multiplied by; None after an overflow."""
@@ -298,7 +329,7 @@ class WorkerLoop:
             part.weights.tied.restore(part.tied.newest_slot)
 
     def _check_end(self, num_minibatches: int) -> None:
-        if self._user.run("reading data", self._reader.fetch):
+        if self._user.run("reading data", self._reader.fetch, num_minibatches):
             last = next(runner for runner in self._runners.values() if runner.is_last)
             raise last.data_mismatch(num_minibatches)
 
@@ -372,17 +403,34 @@ class WorkerLoop:
 # Functions, not methods: what the loop makes must not hold the loop, and with it the pool, in a circle.
 
 
+def _servers_of(prepared: Sequence[PreparedStage]) -> dict[int, ParameterServer]:
+    """By stage, of those with replicas."""
+    return {
+        part.stage.stage_index: part.gradients
+        for part in prepared
+        if isinstance(part.gradients, ParameterServer)
+    }
+
+
 def _check_inputs(boundary: Boundary | None, inputs: Any, minibatch: int) -> None:
     if boundary is not None:
         boundary.checked(inputs, stage=0, minibatch=minibatch)
 
 
 def _show(
-    progress: RunProgress, reader: BatchReader, board: StatusBoard | None, minibatch: int, loss: float
+    progress: RunProgress,
+    reader: BatchReader,
+    board: StatusBoard | None,
+    replica: int,
+    num_replicas: int,
+    minibatch: int,
+    loss: float,
 ) -> None:
-    progress.advance(minibatch, reader.epochs[minibatch], loss, reader.samples[minibatch])
+    # The other replicas have done about as much.
+    samples = sum(reader.samples[max(0, minibatch + 1 - num_replicas) : minibatch + 1])
+    progress.advance(minibatch, reader.epochs[minibatch], loss, samples)
     if board is not None:
-        board.add_loss(loss)
+        board.add_loss(loss, replica)
 
 
 def _figures_of(runners: Iterable[StageRunner], minibatch: int) -> GradientFigures:

@@ -106,6 +106,7 @@ class StageRunner:
         if schedule.num_microbatches > 1:
             self._statistics = MinibatchStatistics(stage) or None
         self._buffer_memory: set[int] = set()  # known after the first forward, which may make buffers
+        self._has_looked = False
         self._in_flight: dict[tuple[int, int], Stashed] = {}
         self._reads_losses_late = parts.losses is not None and parts.losses.reads_late
         self._is_tied = bool(parts.tied)
@@ -161,7 +162,7 @@ class StageRunner:
         else:
             with self.meter.forward():
                 output = self._passes.forward(stashed, is_next=not self._in_flight)
-        if minibatch == 0 and microbatch == 0:
+        if not self._has_looked:
             self._look_at_what_was_made()
         self._in_flight[minibatch, microbatch] = stashed
         if self.is_last:
@@ -179,7 +180,7 @@ class StageRunner:
         reader = self.parts.reader
         if reader is None:
             return Microbatch(fingerprint=work.data_fingerprint, is_empty=work.is_empty)
-        is_over = work.microbatch == 0 and not self._user.run("reading data", reader.fetch)
+        is_over = work.microbatch == 0 and not self._user.run("reading data", reader.fetch, work.minibatch)
         piece = None if is_over else reader.read(work.minibatch, work.microbatch)
         if not self.is_first and (piece is None or not _is_as_told(piece, work)):
             raise self.data_mismatch(work.minibatch)
@@ -201,6 +202,7 @@ class StageRunner:
 
     def _look_at_what_was_made(self) -> None:
         """The first forward may make buffers, and keep parameters of the version that it read."""
+        self._has_looked = True
         self._buffer_memory = {memory_of(buffer) for _, buffer in self.parts.stage.stage_buffers()}
         self.parts.weights.follow_new_references()
 
@@ -299,7 +301,7 @@ class StageRunner:
     def poison(self, done: _core.WorkItem, freed_slot: int) -> None:
         """After a backward: whoever reads a version after its last one gets NaN. freed_slot: -1 is none."""
         if freed_slot >= 0:
-            self.parts.weights.own.poison(freed_slot)
+            self.parts.gradients.poison(freed_slot)
         if done.microbatch == self._last_microbatch:
             freed_tied = self.parts.tied.slot_freed_by(done.minibatch)
             if freed_tied is not None:

@@ -29,6 +29,7 @@ from pipedream.model.factories import (
 )
 from pipedream.model.references import Place, places_of
 from pipedream.model.splitter import StageModule
+from pipedream.stage.shards import Piece, keep_pieces
 
 __all__ = ["StageOptimizer", "StageWeights", "WeightVersions", "weight_layout"]
 
@@ -116,6 +117,11 @@ class WeightVersions:
     def num_slots(self) -> int:
         return len(self._leaves)
 
+    @property
+    def slots(self) -> list[Tensor]:
+        """Flat, as weight_layout has them."""
+        return self._slots
+
     def bind(self, slot: int) -> None:
         """Makes the modules read the version in the slot."""
         if self._resident is not None:
@@ -176,7 +182,7 @@ class WeightVersions:
             self._resident.write(write_slot)
         yield
         if self._resident is not None:
-            self._settle(write_slot)  # its home gets what is in the slot
+            self.settle(write_slot)  # its home gets what is in the slot
             self._resident.written(write_slot)
 
     def copy_version(self, read_slot: int, write_slot: int) -> None:
@@ -188,7 +194,7 @@ class WeightVersions:
 
     def poison(self, slot: int) -> None:
         """Nobody may read the slot before it is written: whoever does gets NaN."""
-        self._settle(slot)
+        self.settle(slot)
         if self._resident is not None:
             self._resident.poison(slot)
         else:
@@ -251,7 +257,7 @@ class WeightVersions:
             [filled_with(leaves) for leaves in self._leaves],
         )
 
-    def _settle(self, slot: int) -> None:
+    def settle(self, slot: int) -> None:
         """The leaves view their place in the slot again, with the contents that they have."""
         position = slot if self._resident is None else self._resident.position_of(slot)
         if position is None:
@@ -383,14 +389,36 @@ class StageOptimizer:
             self.optimizer = build_optimizer(factory, [name for name, _ in named], self._masters, where)
             if lr_scheduler is not None:
                 self._scheduler = build_scheduler(lr_scheduler, self.optimizer, where)
-        # Exactly: a subclass may have a step of its own.
-        self._native: optim.NativeOptimizer | None = None
+        self._native = self._native_one()
+
+    def keep(self, pieces: Sequence[Piece]) -> None:
+        """From now on it makes versions of these pieces of its parameters alone: `named` are they, in order.
+        Before any state has a place."""
+        self._masters = keep_pieces(self.optimizer, self._masters, pieces)
+        names = [self._named[piece.parameter][0] for piece in pieces]
+        self._named = list(zip(names, self._masters, strict=True))
+        self._native = self._native_one()
+
+    def _native_one(self) -> optim.NativeOptimizer | None:
+        """The optimizer, where it can write the next version in one pass. Exactly: a subclass may have a step
+        of its own."""
         if (
             isinstance(self.optimizer, optim.NativeOptimizer)
             and type(self.optimizer) in (optim.SGD, optim.Adam, optim.AdamW)
             and self._keeps_order(self.optimizer)
         ):
-            self._native = self.optimizer
+            return self.optimizer
+        return None
+
+    @property
+    def layout_bytes(self) -> int:
+        """Of a flat slot with all that it makes versions of, as place_state has them."""
+        return weight_layout(self._named)[0]
+
+    @property
+    def num_parameters(self) -> int:
+        """Tensors that it makes versions of."""
+        return len(self._named)
 
     @property
     def is_native(self) -> bool:
@@ -431,8 +459,8 @@ class StageOptimizer:
 
     def step(
         self,
-        read: Sequence[nn.Parameter],
-        write: Sequence[nn.Parameter],
+        read: Sequence[Tensor],
+        write: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
         gradient_scale: float = 1.0,
     ) -> None:
@@ -441,7 +469,7 @@ class StageOptimizer:
             return
         if self._native is not None:
             self._native.step_out_of_place(read, write, gradients, gradient_scale)
-        else:
+        elif self._masters:  # else the shard is empty
             self._step_through_masters(self.optimizer, read, write, gradients, gradient_scale)
         if self._scheduler is not None:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a native step is not step()
@@ -450,8 +478,8 @@ class StageOptimizer:
     def _step_through_masters(
         self,
         optimizer: torch.optim.Optimizer,
-        read: Sequence[nn.Parameter],
-        write: Sequence[nn.Parameter],
+        read: Sequence[Tensor],
+        write: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
         gradient_scale: float,
     ) -> None:

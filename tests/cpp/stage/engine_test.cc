@@ -110,7 +110,7 @@ class Engine : public testing::Test {
   WorkItem next_of(std::int64_t num_minibatches) {
     WorkItem work = next();
     if (work.kind != WorkKind::kForward || work.minibatch.value() < num_minibatches) return work;
-    engine_->end_of_data();
+    engine_->end_of_data(work.minibatch.value());
     return next();
   }
   // Runs so many minibatches to the end; what was handed out, in order.
@@ -358,7 +358,7 @@ TEST_F(Engine, EndOfDataTakesTheForwardBack) {
   EXPECT_EQ(forward.minibatch, MinibatchId(1));
   EXPECT_EQ(slots_.at(StageIndex(0))->num_readers(WeightVersion(0)), 2);
   EXPECT_EQ(engine_->versions(StageIndex(0)).size(), 2U);
-  engine_->end_of_data();
+  engine_->end_of_data(1);
   EXPECT_EQ(slots_.at(StageIndex(0))->num_readers(WeightVersion(0)), 1);
   EXPECT_EQ(engine_->versions(StageIndex(0)).size(), 1U);
   EXPECT_EQ(next().kind, WorkKind::kBackward);
@@ -486,14 +486,14 @@ TEST_F(EngineDeathTest, MisuseAborts) {
   make(make_options("gpipe", {1}, 2));
   EXPECT_DEATH(engine_->complete(WorkKind::kUpdate, {}, 0), "UPDATE completed while doing");
   EXPECT_DEATH(engine_->complete(WorkKind::kRecompute, {}, 0), "RECOMPUTE completed while doing");
-  EXPECT_DEATH(engine_->end_of_data(), "check failed");
+  EXPECT_DEATH(engine_->end_of_data(0), "check failed");
   EXPECT_DEATH(static_cast<void>(engine_->versions(StageIndex(1))), "stage 1 is not at rank 0");
   static_cast<void>(next());
   EXPECT_DEATH(static_cast<void>(next()), "not completed: FORWARD stage 0 minibatch 0");
   EXPECT_DEATH(engine_->complete(WorkKind::kUpdate, {}, 0), "check failed");
   engine_->complete(WorkKind::kForward, {}, 0);
   static_cast<void>(next());
-  EXPECT_DEATH(engine_->end_of_data(), "FORWARD stage 0 minibatch 0 microbatch 1");
+  EXPECT_DEATH(engine_->end_of_data(0), "FORWARD stage 0 minibatch 0 microbatch 1");
 }
 
 TEST_F(EngineDeathTest, ComputeThatIsToldWithoutAnItemOrBackwardsAborts) {

@@ -474,7 +474,7 @@ class PipelineWorker {
     }
     const bool is_first = work.stage.value() == 0;
     if (is_first && work.minibatch.value() == pipeline_.num_minibatches) {
-      worker_->engine().end_of_data();
+      worker_->engine().end_of_data(work.minibatch.value());
       return true;
     }
     const std::int64_t began_ns = now_ns();

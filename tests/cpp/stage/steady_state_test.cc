@@ -88,7 +88,8 @@ class SteadyWorker {
     Outgoing made;
     switch (work.kind) {
       case WorkKind::kForward:
-        if (work.stage.value() == 0 && is_last(work.minibatch.value())) return engine.end_of_data();
+        if (work.stage.value() == 0 && is_last(work.minibatch.value()))
+          return engine.end_of_data(work.minibatch.value());
         stash_of(work) = std::move(work.received);
         made = outgoing(work.stage.value() + 1 < num_stages_);
         break;

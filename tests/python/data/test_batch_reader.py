@@ -26,7 +26,7 @@ def _reader(data: list[Any], num_microbatches: int, *, epochs: int = 1, **place:
 
 
 def _read_all(reader: BatchReader, minibatch: int, num_microbatches: int) -> list[Microbatch]:
-    assert reader.fetch()
+    assert reader.fetch(reader.num_minibatches)
     return [reader.read(minibatch, microbatch) for microbatch in range(num_microbatches)]
 
 
@@ -121,16 +121,16 @@ def test_what_was_read_is_not_kept() -> None:
     assert all(piece.inputs is None and piece.targets is None for piece in again)
 
 
-def test_samples_and_epochs_are_counted_by_the_last_stage() -> None:
+def test_samples_and_epochs_are_counted_at_both_ends() -> None:
     data = [_pair(4), _pair(2)]
     reader = _reader(data, 2, epochs=2, **_LAST)
     for minibatch in range(4):
         _read_all(reader, minibatch, 2)
     assert (reader.samples, reader.epochs) == ([4, 2, 4, 2], [0, 0, 1, 1])
-    assert not reader.fetch()
+    assert not reader.fetch(reader.num_minibatches)
     first = _reader(data, 2, **_FIRST)
     _read_all(first, 0, 2)
-    assert (first.samples, first.epochs) == ([], [])
+    assert (first.samples, first.epochs) == ([4], [0])
 
 
 def test_inputs_are_checked_whole_and_before_any_is_handed_out() -> None:
@@ -141,7 +141,7 @@ def test_inputs_are_checked_whole_and_before_any_is_handed_out() -> None:
         raise ValueError("larger than planned")
 
     reader = BatchReader(DataStream([_pair(6)], epochs=1), 3, check_inputs=check, **_FIRST)
-    assert reader.fetch()
+    assert reader.fetch(reader.num_minibatches)
     assert seen == []  # fetching is the data's own code, whose errors are told otherwise
     with pytest.raises(ValueError, match="larger than planned"):
         reader.read(0, 0)
@@ -165,7 +165,7 @@ def test_inputs_are_checked_whole_and_before_any_is_handed_out() -> None:
 )
 def test_data_that_cannot_be_cut_are_refused_in_one_line(pair: Any, place: Any, message: str) -> None:
     reader = _reader([pair], 3, **place)
-    assert reader.fetch()
+    assert reader.fetch(reader.num_minibatches)
     with pytest.raises(ValueError, match=message) as caught:
         reader.read(4, 0)
     assert "\n" not in str(caught.value)
@@ -213,3 +213,15 @@ def test_only_the_last_stage_asks_what_a_microbatch_counts() -> None:
         stream, 3, check_inputs=lambda inputs, minibatch: None, weight_fn=nobody_asks, **_FIRST
     )
     assert [piece.weight for piece in _read_all(reader, 0, 3)] == [pytest.approx(1 / 3)] * 3
+
+
+def test_a_replica_reads_its_own_minibatches_and_counts_the_others() -> None:
+    data = [_pair(size, float(size)) for size in (1, 2, 3, 4, 5)]
+    reader = _reader(data, 1, **_ALONE)
+    assert reader.fetch(1)
+    assert torch.equal(reader.read(1, 0).inputs, data[1][0])
+    assert reader.fetch(4)
+    assert torch.equal(reader.read(4, 0).inputs, data[4][0])
+    assert reader.samples == [1, 2, 3, 4, 5]
+    assert not reader.fetch(7)
+    assert reader.num_minibatches == 5

@@ -1,0 +1,363 @@
+"""One replica's end of its stage's parameter server: its shard of the parameters, which it alone updates, and
+its exchange with the shards of the others.
+
+    round t, at each replica                       who                     what travels, chunk by chunk
+    SEND push   after its last backward of t       with a minibatch in t   its gradient, to the shards' owners
+    RECV push   before the update                  all                     the gradients of its own shard
+    UPDATE      mean over the round's minibatches  all                     version t + 1 of its own shard
+    SEND pull   after it                           all                     that, to the others
+    RECV pull   before what reads version t + 1    all                     the others' shards of it
+
+The program says when (transfers.h); here is what is sent, and what becomes of what is received. Gradients are
+added in the order of the replicas, so that a run gives the same numbers however late one is. A round that
+nobody knows to be the last has all replicas; who learns that it has not says so on the way of its pushes.
+Owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack
+
+from pipedream import _core
+from pipedream.common.errors import PipelineError
+from pipedream.model.boundary import exportable
+from pipedream.stage.gradients import StageGradients
+from pipedream.stage.shards import Chunk, Piece, ShardLayout, flat_view
+from pipedream.stage.tied import TiedParameters
+from pipedream.stage.weights import StageOptimizer, StageWeights
+
+__all__ = ["EndOfData", "ParameterServer", "ReplicaChannels", "RoundRule"]
+
+_NO_FIELDS = _core.ItemFields()
+
+
+class ItemLinks(Protocol):
+    """What of the core carries items that are not the engine's."""
+
+    def send_item(self, channel: str, tensors: list[Any], fields: _core.ItemFields = ...) -> bool: ...
+    def receive_item(self, channel: str) -> _core.ReceivedItem | None: ...
+    def wait_until_sent(self, channel: str, num_left_max: int) -> bool: ...
+    def num_minibatches(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class EndOfData:
+    """In place of what an item made: there is no such minibatch."""
+
+    num_minibatches: int
+
+
+@dataclass(frozen=True)
+class RoundRule:
+    """How minibatches fall on rounds, as csrc/schedule/rounds.h has it, of one replica."""
+
+    replica: int
+    num_replicas: int
+    minibatches_per_round: int
+    first_minibatch: int = 0
+
+    def round_of(self, minibatch: int) -> int:
+        return minibatch // self.minibatches_per_round
+
+    def num_members(self, round_index: int, num_minibatches: int | None) -> int:
+        """Minibatches in the round."""
+        if num_minibatches is None:
+            return self.minibatches_per_round
+        left = num_minibatches - round_index * self.minibatches_per_round
+        return max(0, min(left, self.minibatches_per_round))
+
+    def num_pushed(self, num_minibatches: int) -> int:
+        """The rounds in which this replica has a minibatch, those before the run's first included."""
+        return max(0, -(-(num_minibatches - self.replica) // self.minibatches_per_round))
+
+
+@dataclass(frozen=True)
+class ReplicaChannels:
+    """The names of the channels between one replica and the others, by the other's index."""
+
+    push_to: Mapping[int, str]
+    push_from: Mapping[int, str]
+    pull_to: Mapping[int, str]
+    pull_from: Mapping[int, str]
+
+
+@dataclass
+class _Round:
+    """What is there of a round that is not over."""
+
+    own: list[Tensor | None] | None = None
+    """This replica's gradients by parameter, flat; None while it has pushed none."""
+    pushed_by: set[int] = field(default_factory=set)
+    """The others whose gradients the program waits for, or has."""
+    arrived: dict[int, list[list[Tensor]]] = field(default_factory=dict)
+    """By replica: what has come of its chunks, in the order of sending."""
+
+
+class ParameterServer(StageGradients):
+    """A replica's shard and its exchange with the others."""
+
+    def __init__(
+        self,
+        weights: StageWeights,
+        optimizer: StageOptimizer,
+        tied: TiedParameters,
+        *,
+        core: ItemLinks,
+        layout: ShardLayout,
+        rule: RoundRule,
+        channels: ReplicaChannels,
+    ) -> None:
+        """optimizer: which keeps the pieces of this replica's shard."""
+        super().__init__(weights, optimizer, tied)
+        self._core = core
+        self._rule = rule
+        self._channels = channels
+        self._others = sorted(channels.push_to)
+        # As a backward makes them: the last first.
+        self._chunks = {shard: layout.chunks_of(shard)[::-1] for shard in range(rule.num_replicas)}
+        self._own_pieces = layout.pieces_of(rule.replica)
+        own_chunks = self._chunks[rule.replica]
+        first = rule.round_of(rule.first_minibatch)
+        self._arrivals = _core.ShardRounds(
+            num_replicas=rule.num_replicas,
+            num_chunks=len(own_chunks),
+            first_version=first,
+            num_rounds_max=1,  # a gradient is asked for when its round is the next
+        )
+        self._rounds: dict[int, _Round] = {}
+        self._pushed: list[weakref.ref[torch.UntypedStorage]] = []  # of gradients
+        self._slot_of = {first: 0}  # by version, of those in the slots
+        self._newest = first
+        self._newest_pulled = dict.fromkeys(self._others, first)
+        self._num_pushed = first  # rounds
+        self._has_told_end = False
+        self._poisons = _core.poisons_released_slots()
+        self._pieces_in_slots = [
+            [self._piece_in(weights, slot, piece) for piece in self._own_pieces]
+            for slot in range(weights.own.num_slots)
+        ]
+
+    # Pushing.
+
+    def push(self, other: int, minibatch: int, own_slot: int) -> None:
+        """Sends that replica what its shard needs of this one's gradient of the minibatch's round. own_slot:
+        of the version that the round's last backward read."""
+        round_index = self._rule.round_of(minibatch)
+        entry = self._rounds.setdefault(round_index, _Round())
+        if entry.own is None:
+            entry.own = self._take_gradients(own_slot)
+            self._pushed = [ref for ref in self._pushed if ref() is not None]
+            self._pushed += [weakref.ref(part.untyped_storage()) for part in entry.own if part is not None]
+        for chunk in self._chunks[other]:
+            flags = torch.tensor([entry.own[piece.parameter] is not None for piece in chunk.pieces])
+            self._send(
+                self._channels.push_to[other], [flags.to(torch.uint8), self._content(chunk, entry.own)]
+            )
+        if other == self._others[-1]:
+            self._num_pushed = round_index + 1
+            self.tell_end()
+
+    def tell_end(self) -> None:
+        """Says on the way of the pushes how many minibatches there are, once that is known and all have left:
+        another may wait for one that does not exist."""
+        if self._has_told_end:
+            return
+        num_minibatches = self._core.num_minibatches()
+        if num_minibatches is None or self._num_pushed < self._rule.num_pushed(num_minibatches):
+            return
+        self._has_told_end = True
+        nothing = torch.empty(0, dtype=torch.uint8, device=self._weights.own.slots[0].device)
+        fields = _core.ItemFields(data_fingerprint=num_minibatches, is_empty=True)
+        for channel in self._channels.push_to.values():
+            self._send(channel, [nothing, nothing], fields)
+
+    def expect(self, other: int, minibatch: int) -> EndOfData | None:
+        """Waits for the beginning of that replica's gradient; EndOfData where it has none of that round."""
+        entry = self._rounds.setdefault(self._rule.round_of(minibatch), _Round())
+        if self._chunks[self._rule.replica]:
+            first = self._receive(self._channels.push_from[other])
+            if isinstance(first, EndOfData):
+                return first
+            entry.arrived[other] = [first]
+        entry.pushed_by.add(other)
+        return None
+
+    # The shard's update.
+
+    def num_bytes(self, own_slot: int) -> int:
+        """Those too that have been pushed and not left."""
+        held = {id(storage): storage.nbytes() for ref in self._pushed if (storage := ref()) is not None}
+        return super().num_bytes(own_slot) + sum(held.values())
+
+    def take(self, minibatch: int, own_slot: int) -> None:
+        """The mean of the gradients of the minibatch's round, of this shard."""
+        round_index = self._rule.round_of(minibatch)
+        entry = self._rounds.pop(round_index)
+        num_members = self._rule.num_members(round_index, self._core.num_minibatches())
+        means: dict[tuple[int, int], Tensor | None] = {}
+        for index, chunk in enumerate(self._chunks[self._rule.replica]):
+            parts = {other: self._chunk_from(entry, other, index) for other in sorted(entry.pushed_by)}
+            members = sorted([*parts, *([] if entry.own is None else [self._rule.replica])])
+            for member in members:
+                refused = self._arrivals.arrive(member, round_index, index)
+                if refused is not None:
+                    raise PipelineError(refused)
+            for position, piece in enumerate(chunk.pieces):
+                found = [self._part(entry, parts, member, position, piece) for member in members]
+                means[piece.parameter, piece.first] = self._mean(piece, found, num_members)
+            self._arrivals.publish(index, members)
+        self._taken = [means[piece.parameter, piece.first] for piece in self._own_pieces]
+
+    def poison(self, freed_slot: int) -> None:
+        """Not yet: another replica may still be reading this one's shard of the version."""
+
+    def apply(self, read_slot: int, write_slot: int, gradient_scale: float) -> None:
+        self._weights.own.settle(write_slot)
+        self._wait_for_readers(write_slot)
+        if self._poisons and read_slot != write_slot:
+            self._weights.own.poison(write_slot)
+        read, write = self._pieces_in_slots[read_slot], self._pieces_in_slots[write_slot]
+        self._optimizer.step(read, write, self._taken, gradient_scale)
+        self._finish()
+        self._newest += 1
+        self._slot_of = {v: slot for v, slot in self._slot_of.items() if slot != write_slot}
+        self._slot_of[self._newest] = write_slot
+
+    def _wait_for_readers(self, write_slot: int) -> None:
+        """Until what is in the slot has left for the others. Who has read it in this round has had it; who
+        has no minibatch in the last round need not."""
+        versions = [version for version, slot in self._slot_of.items() if slot == write_slot]
+        for version in versions:
+            num_later = (self._newest - version) * len(self._chunks[self._rule.replica])
+            for channel in self._channels.pull_to.values():
+                self._core.wait_until_sent(channel, num_later)
+
+    # Pulling.
+
+    def pull_for(self, other: int) -> None:
+        """Sends that replica the newest version of this shard, which is read where it lies."""
+        slot = self._weights.own.slots[self._slot_of[self._newest]]
+        for chunk in self._chunks[self._rule.replica]:
+            self._send(self._channels.pull_to[other], [slot[chunk.begin_bytes : chunk.end_bytes]])
+
+    def pull_from(self, other: int) -> None:
+        """Receives the next version of that replica's shard."""
+        self._newest_pulled[other] += 1
+        slot_index = self._slot_of.get(self._newest_pulled[other])  # None: nobody reads it any more
+        for chunk in self._chunks[other]:
+            received = self._receive(self._channels.pull_from[other])
+            assert not isinstance(received, EndOfData)
+            if slot_index is not None:
+                slot = self._weights.own.slots[slot_index]
+                slot[chunk.begin_bytes : chunk.end_bytes].copy_(received[0])
+
+    # Parts.
+
+    def _take_gradients(self, own_slot: int) -> list[Tensor | None]:
+        """By parameter, flat and in the order in which the parameters lie in memory."""
+        leaves = self._weights.own.leaves(own_slot)
+        gradients = self._weights.own.take_gradients(own_slot)
+        return [_in_order(gradient, leaf) for gradient, leaf in zip(gradients, leaves, strict=True)]
+
+    def _content(self, chunk: Chunk, gradients: Sequence[Tensor | None]) -> Tensor:
+        """The bytes of a chunk, without a copy where one piece fills it."""
+        only = gradients[chunk.pieces[0].parameter] if len(chunk.pieces) == 1 else None
+        if only is not None and chunk.pieces[0].num_bytes == chunk.num_bytes:
+            piece = chunk.pieces[0]
+            return _bytes_of(only[piece.first : piece.first + piece.count])
+        device = self._weights.own.slots[0].device
+        content = torch.zeros(chunk.num_bytes, dtype=torch.uint8, device=device)
+        for piece in chunk.pieces:
+            gradient = gradients[piece.parameter]
+            if gradient is not None:
+                target = content[piece.begin_bytes : piece.begin_bytes + piece.num_bytes]
+                target.copy_(_bytes_of(gradient[piece.first : piece.first + piece.count]))
+        return content
+
+    def _chunk_from(self, entry: _Round, other: int, index: int) -> list[Tensor]:
+        """(flags, content) of the chunk, once it has come."""
+        arrived = entry.arrived[other]
+        if index == len(arrived):
+            received = self._receive(self._channels.push_from[other])
+            assert not isinstance(received, EndOfData)
+            arrived.append(received)
+        found, arrived[index] = arrived[index], []  # its memory goes back when it has been added
+        return found
+
+    def _part(
+        self, entry: _Round, parts: Mapping[int, list[Tensor]], member: int, position: int, piece: Piece
+    ) -> Tensor | None:
+        """The member's gradient of the piece."""
+        if member == self._rule.replica:
+            assert entry.own is not None
+            own = entry.own[piece.parameter]
+            return None if own is None else own[piece.first : piece.first + piece.count]
+        flags, content = parts[member]
+        if not flags[position]:
+            return None
+        part = content[piece.begin_bytes : piece.begin_bytes + piece.num_bytes]
+        return part.view(self._weights.own.leaves(0)[piece.parameter].dtype)
+
+    def _mean(self, piece: Piece, found: Sequence[Tensor | None], num_members: int) -> Tensor | None:
+        """Of the members' gradients, in their order; None where nobody has one."""
+        parts = [part for part in found if part is not None]
+        if not parts:
+            return None
+        mean = torch.empty_like(parts[0])
+        if mean.device.type == "cpu" and mean.dtype in (torch.float32, torch.float64):
+            _core.aggregate(
+                [part.data_ptr() for part in parts],
+                num_members,
+                mean.data_ptr(),
+                mean.numel(),
+                dtype=str(mean.dtype).removeprefix("torch."),
+                num_threads=torch.get_num_threads(),
+            )
+        else:
+            mean.copy_(parts[0])
+            for part in parts[1:]:
+                mean += part
+            mean /= num_members
+        leaf = self._weights.own.leaves(0)[piece.parameter]
+        return mean.as_strided(leaf.shape, leaf.stride()) if piece.is_whole else mean
+
+    @staticmethod
+    def _piece_in(weights: StageWeights, slot: int, piece: Piece) -> Tensor:
+        """The piece of the version in the slot, as the optimizer has it. Of the leaf that views the slot: a
+        layer may point it elsewhere later, and settle() points it back."""
+        leaf = weights.own.leaves(slot)[piece.parameter].data
+        return leaf if piece.is_whole else flat_view(leaf)[piece.first : piece.first + piece.count]
+
+    # Items.
+
+    def _send(self, channel: str, tensors: Sequence[Tensor], fields: _core.ItemFields = _NO_FIELDS) -> None:
+        capsules = [to_dlpack(exportable(tensor)) for tensor in tensors]
+        self._core.send_item(channel, capsules, fields)  # waits for room
+
+    def _receive(self, channel: str) -> list[Tensor] | EndOfData:
+        item = self._core.receive_item(channel)
+        assert item is not None  # there is no time-out
+        if item.fields.is_empty:
+            return EndOfData(item.fields.data_fingerprint)
+        return [from_dlpack(capsule) for capsule in item.take_tensors()]
+
+
+def _in_order(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
+    if gradient is None:
+        return None
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    if gradient.stride() != leaf.stride():
+        gradient = torch.empty_like(leaf).copy_(gradient)
+    return flat_view(gradient.detach())
+
+
+def _bytes_of(flat: Tensor) -> Tensor:
+    return flat.view(torch.uint8)

@@ -1,0 +1,145 @@
+"""Which replica of a stage owns which part of its parameters: chunks of the flat slot, dealt to as many
+shards as there are replicas, and what an optimizer keeps of its parameters where it has one shard of them.
+
+Where the optimizer works element by element a chunk may cut a tensor; any other gets whole tensors. Pure; any
+thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pipedream import _core, optim
+from pipedream.model.factories import NamedParameters
+
+__all__ = ["Chunk", "Piece", "ShardLayout", "flat_view", "keep_pieces", "works_by_element"]
+
+# Exactly these: a subclass may do more.
+_BY_ELEMENT: tuple[type[torch.optim.Optimizer], ...] = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+)
+
+
+def works_by_element(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether the optimizer makes of a part of a tensor what it would make of that part in the whole. One
+    with hooks may look at whole tensors."""
+    if optimizer is None:
+        return True
+    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return type(optimizer) in _BY_ELEMENT and not hooked
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive elements of a parameter, in the order in which they lie in memory."""
+
+    parameter: int
+    """Its position among the stage's."""
+    first: int
+    count: int
+    is_whole: bool
+    begin_bytes: int
+    """In its chunk."""
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What travels at once: a range of the flat slot that one shard owns."""
+
+    shard: int
+    begin_bytes: int
+    end_bytes: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end_bytes - self.begin_bytes
+
+
+class ShardLayout:
+    """The chunks of a stage's parameters, in the order of the slot; the same at all its replicas."""
+
+    def __init__(self, named: NamedParameters, num_shards: int, *, whole_tensors: bool) -> None:
+        self.whole_tensors = whole_tensors
+        self.num_shards = num_shards
+        rows = [(name, str(p.dtype).removeprefix("torch."), p.numel()) for name, p in named]
+        _, offsets = _core.weight_layout(rows)
+
+        def piece(begin_of_chunk: int, parameter: int, first: int, count: int) -> Piece:
+            tensor = named[parameter][1]
+            begin = offsets[parameter] + first * tensor.element_size() - begin_of_chunk
+            is_whole = count == tensor.numel()
+            return Piece(parameter, first, count, is_whole, begin, count * tensor.element_size())
+
+        self.chunks = [
+            Chunk(shard, begin, end, tuple(piece(begin, *row) for row in pieces))
+            for shard, begin, end, pieces in _core.deal_shards(rows, num_shards, whole_tensors=whole_tensors)
+        ]
+
+    def chunks_of(self, shard: int) -> list[Chunk]:
+        return [chunk for chunk in self.chunks if chunk.shard == shard]
+
+    def pieces_of(self, shard: int) -> list[Piece]:
+        return [piece for chunk in self.chunks_of(shard) for piece in chunk.pieces]
+
+
+def flat_view(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor in the order in which they lie in memory, without a copy."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+@torch.no_grad()
+def keep_pieces(
+    optimizer: torch.optim.Optimizer | None, masters: Sequence[nn.Parameter], pieces: Sequence[Piece]
+) -> list[nn.Parameter]:
+    """From now on the optimizer has only these pieces of its parameters, each in the group of its parameter
+    and with its part of what state is there already. Returns them, in order; a whole parameter as it is."""
+    made: dict[int, list[nn.Parameter]] = {id(master): [] for master in masters}
+    state = {} if optimizer is None else optimizer.state
+    for piece in pieces:
+        master = masters[piece.parameter]
+        parameter = master if piece.is_whole else nn.Parameter(_part_of(master.data, master, piece))
+        parameter.__dict__.update(master.__dict__)
+        made[id(master)].append(parameter)
+        if parameter is not master and master in state:
+            state[parameter] = {key: _cut_state(v, master, piece) for key, v in state[master].items()}
+    for master in masters:
+        if not any(parameter is master for parameter in made[id(master)]):
+            state.pop(master, None)
+    for group in [] if optimizer is None else optimizer.param_groups:
+        if "param_names" in group:
+            pairs = zip(group["params"], group["param_names"], strict=True)
+            group["param_names"] = [name for p, name in pairs for _ in made[id(p)]]
+        group["params"] = [part for p in group["params"] for part in made[id(p)]]
+    taken = {key: iter(parts) for key, parts in made.items()}
+    return [next(taken[id(masters[piece.parameter])]) for piece in pieces]
+
+
+def _part_of(value: Tensor, master: nn.Parameter, piece: Piece) -> Tensor:
+    """A copy of what the piece has of a tensor like the master."""
+    in_order = torch.empty_like(master, memory_format=torch.preserve_format).copy_(value)
+    return flat_view(in_order)[piece.first : piece.first + piece.count].clone()
+
+
+def _cut_state(value: object, master: nn.Parameter, piece: Piece) -> object:
+    if not isinstance(value, Tensor):
+        return value
+    return _part_of(value, master, piece) if value.shape == master.shape else value.clone()

@@ -1,0 +1,195 @@
+"""Replicated stages give the oracle's numbers: every plan, schedule and optimizer that may have them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pipedream
+import pytest
+import torch
+from farm import Farm
+from oracle import assert_equals_reference
+from torch import nn
+from training import (
+    OPTIMIZERS,
+    Training,
+    assert_close_losses,
+    assert_close_state,
+    train_in_pipeline,
+    weight_decay_by_name,
+)
+
+_PLANS = [(2, 1), (1, 2), (3, 1), (2, 2), (2, 1, 1), (1, 2, 1), (3, 2)]
+_NAMES = ["-".join(map(str, plan)) for plan in _PLANS]
+
+
+def _training(case_name: str, replicas: tuple[int, ...], **how: Any) -> Training:
+    return Training(case_name, len(replicas), replicas=replicas, **how)
+
+
+@pytest.mark.parametrize("replicas", _PLANS, ids=_NAMES)
+@pytest.mark.parametrize("case_name", ["cnn", "dropout"])
+def test_a_plan_with_replicas_gives_the_references_result(
+    farm: Farm, case_name: str, replicas: tuple[int, ...]
+) -> None:
+    # 7 minibatches: the last round is short wherever there are 2 or 3 replicas, but for one of 3 and 7.
+    result, _ = assert_equals_reference(farm, _training(case_name, replicas))
+    assert len(result.worker_names) == sum(replicas)
+
+
+@pytest.mark.parametrize("case_name", ["transformer", "mlp"])
+def test_embeddings_and_float32_give_the_references_result(farm: Farm, case_name: str) -> None:
+    assert_equals_reference(farm, _training(case_name, (2, 1), dtype=torch.float32))
+
+
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (2, 2)], ids=["2-1", "1-2", "2-2"])
+@pytest.mark.parametrize("schedule", ["vertical_sync", "flush", "gpipe", "naive", "model_parallel"])
+def test_other_schedules_give_the_references_result(
+    farm: Farm, schedule: str, replicas: tuple[int, ...]
+) -> None:
+    assert_equals_reference(farm, _training("cnn", replicas, schedule=schedule))
+
+
+@pytest.mark.parametrize("schedule", ["flush", "gpipe", "2bw"])
+def test_microbatches_give_the_references_result(farm: Farm, schedule: str) -> None:
+    how: dict[str, Any] = {"schedule": schedule, "microbatches": 4, "short_last": False}
+    assert_equals_reference(farm, _training("mlp", (2, 1), **how))
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (3, 2)], ids=["2-1", "1-2", "3-2"])
+def test_older_versions_give_the_references_result(
+    farm: Farm, replicas: tuple[int, ...], staleness: int
+) -> None:
+    how: dict[str, Any] = {"sync": "ssp", "staleness": staleness, "num_minibatches": 11}
+    assert_equals_reference(farm, _training("mlp", replicas, **how))
+
+
+@pytest.mark.parametrize("name", ["adam", "adagrad", "by name"])
+def test_an_optimizer_has_the_state_of_one_shard_and_gives_the_references_result(
+    farm: Farm, name: str
+) -> None:
+    optimizer = {**OPTIMIZERS, "by name": weight_decay_by_name}[name]
+    assert_equals_reference(farm, _training("cnn", (2, 1), optimizer=optimizer))
+
+
+def test_native_optimizers_give_the_result_of_torchs(farm: Farm) -> None:
+    arguments = {"lr": 0.01, "weight_decay": 0.1}
+    training = _training("mlp", (1, 2), optimizer=functools.partial(torch.optim.AdamW, **arguments))
+    assert_equals_reference(farm, training, native=functools.partial(pipedream.optim.AdamW, **arguments))
+
+
+def test_an_optimizer_that_needs_whole_tensors_has_them(farm: Farm) -> None:
+    optimizer = functools.partial(torch.optim.Adafactor, lr=0.05)
+    assert_equals_reference(farm, _training("mlp", (2, 1), optimizer=optimizer))
+
+
+class _HalfFrozen(nn.Module):
+    """In odd minibatches its second weight has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(3, 3)
+        self.sometimes = nn.Linear(3, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output = self.always(inputs)
+        return self.sometimes(output) if inputs[0, 0] > 0 else output
+
+
+def _train_half_frozen(used: list[bool]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(_HalfFrozen(), nn.Linear(3, 3)).double()
+    data = [(torch.full((2, 3), 1.0 if use else -1.0).double(), torch.ones(2, 3).double()) for use in used]
+    plan = pipedream.Plan((pipedream.planning.plan.Stage(0, 1, 2),))
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
+    result = pipedream.run(
+        model, plan, data=data, loss_fn=nn.functional.mse_loss, optimizer=optimizer, seed=1, progress=False
+    )
+    return result.losses, model.state_dict()
+
+
+def test_a_parameter_without_a_gradient_at_any_replica_is_not_updated_and_a_missing_one_counts_as_zero(
+    farm: Farm,
+) -> None:
+    used = [True, False, False, False, False, True]
+    losses, state = farm.results(_train_half_frozen, used, num_ranks=2)[0]
+    torch.manual_seed(0)
+    model = nn.Sequential(_HalfFrozen(), nn.Linear(3, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    expected = []
+    for first in range(0, len(used), 2):
+        optimizer.zero_grad()
+        for use in used[first : first + 2]:
+            inputs = torch.full((2, 3), 1.0 if use else -1.0).double()
+            loss = nn.functional.mse_loss(model(inputs), torch.ones(2, 3).double())
+            expected.append(loss.item())
+            (loss / 2).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    assert_close_losses(losses, expected, 1e-12)
+    assert_close_state(state, model.state_dict(), 1e-12)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_data_parallel_gives_the_result_of_plain_training_with_larger_minibatches(
+    farm: Farm, num_replicas: int
+) -> None:
+    training = _training("mlp", (num_replicas,), schedule="data_parallel", short_last=False)
+    _, state = assert_equals_reference(farm, training)
+    model = training.model()
+    optimizer = training.optimizer(model.parameters())
+    data = list(training.data())
+    for first in range(0, len(data), num_replicas):
+        optimizer.zero_grad()
+        batches = data[first : first + num_replicas]
+        inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        training.case.loss_fn(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    assert_close_state(state, model.state_dict(), 1e-9)
+
+
+class _Unsized:
+    """Minibatches that can be iterated anew, without a len()."""
+
+    def __init__(self, batches: Any) -> None:
+        self._batches = list(batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2, 5, 6])
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 3), (2, 2)], ids=["2-1", "1-3", "2-2"])
+def test_the_end_of_data_without_a_length_is_found_in_any_round(
+    farm: Farm, replicas: tuple[int, ...], num_minibatches: int
+) -> None:
+    training = _training("mlp", replicas, num_minibatches=num_minibatches)
+    assert_equals_reference(farm, training, data=_Unsized(training.data()))
+
+
+def test_epochs_do_not_end_a_round(farm: Farm) -> None:
+    training = _training("dropout", (2, 1), epochs=3, num_minibatches=3, short_last=False, shuffled=True)
+    result, _ = assert_equals_reference(farm, training)
+    assert result.epoch_sizes == [3, 3, 3]
+
+
+def test_what_the_caller_iterates_goes_to_the_replica_that_has_it() -> None:
+    training = _training("mlp", (2, 2))
+    expected, expected_state = train_in_pipeline(training)
+    data = (batch for batch in training.data())
+    result, state = train_in_pipeline(training, data=data)
+    assert_close_losses(result.losses, expected.losses, 1e-12)
+    assert_close_state(state, expected_state, 1e-12)
+    assert all("forwarded" in source for source in result.data_sources)
+
+
+def test_the_state_of_an_optimizer_is_shared_among_the_replicas(farm: Farm) -> None:
+    training = _training("wide", (2, 1), optimizer=OPTIMIZERS["adam"])
+    result, _ = assert_equals_reference(farm, training)
+    states = [terms["optimizer state of torch"]["peak"] or 0 for terms in result.memory[:2]]
+    straight, _ = assert_equals_reference(farm, Training("wide", 2, optimizer=OPTIMIZERS["adam"]))
+    whole = straight.memory[0]["optimizer state of torch"]["peak"] or 0
+    assert sum(states) == pytest.approx(whole, rel=0.05)
+    assert max(states) <= 0.55 * whole
