@@ -1,4 +1,4 @@
-# make demo    sets up what it needs, trains a small model on two local workers
+# make demo    sets up what it needs, trains a small model on two local workers, then on three: plan 2-1
 # make test    sets up what it needs, checks the style, runs every C++ and Python test
 #
 # Both work on a fresh clone of a bare Debian or Ubuntu with Python 3.10 or later, as root or not, in any
@@ -47,6 +47,8 @@ test-python: setup
 demo: setup
 	@echo "==> digits example on two local workers"
 	@$(PYTHON) examples/digits.py --workers 2
+	@echo "==> the same on three, the first stage on two of them"
+	@$(PYTHON) examples/digits.py --plan 2-1 --epochs 3 --output-dir results/digits-2-1
 
 style: setup
 	@echo "==> ruff"

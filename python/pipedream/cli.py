@@ -15,7 +15,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -276,13 +276,12 @@ def run_command(
         start_server()  # it imports torch while this process does; not beside a profiler
     with _clean_stdout(as_json):
         from pipedream.launch.runner import run
-        from pipedream.model.splitter import layers_of
 
         check_arguments(**options)
         if plan_file is None:
             given_plan = _make_plan(target, workers or 0, bandwidth or "", straight)
         job = load_job(target, needs_optimizer=True)
-        plan = given_plan or Plan.replicated(len(layers_of(job.model)), counts or ())
+        plan = given_plan or _share_out(job.model, counts or ())
         options = job.options | options
         if output is not None and options.get("gather") == "none":
             raise ValueError("gather is 'none', which leaves no whole model to save: leave --output out")
@@ -466,6 +465,12 @@ def _make_plan(target: str, workers: int, bandwidth: str, straight: bool) -> Pla
 
     measured = profile(job.model, job.data, job.loss_fn, seconds=_PROFILE_BEFORE_RUN_S)
     return partition(measured, workers, bandwidth, straight=straight)
+
+
+def _share_out(model: Any, num_replicas: Sequence[int]) -> Plan:
+    from pipedream.model.splitter import layers_of
+
+    return Plan.replicated(len(layers_of(model)), num_replicas)
 
 
 def _save_weights(model: Any, output: Path) -> None:

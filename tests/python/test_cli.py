@@ -384,6 +384,19 @@ def test_run_takes_the_fastest_plan(
     assert max(stage.num_replicas for stage in calls["run"][1].stages) == num_replicas
 
 
+def test_run_takes_the_replicas_of_each_stage_for_a_plan(call: Caller, calls: dict[str, Any]) -> None:
+    Path("cli_layers.py").write_text(
+        "import torch\n"
+        "def make():\n"
+        "    model = torch.nn.Sequential(*map(torch.nn.Identity, range(6)))\n"
+        "    return {'model': model, 'data': [], 'loss_fn': max, 'optimizer': max}\n"
+    )
+    assert call("run", "cli_layers.py:make", "--plan", "2-1").status == 0
+    assert calls["run"][1] == Plan.replicated(6, (2, 1))
+    outcome = call("run", "cli_layers.py:make", "--plan", "2-1-1-1-1-1-1")
+    assert outcome.error() == "there are 7 stages and 6 layers: a stage needs one"
+
+
 def test_run_json_has_the_plan_and_the_result_with_null_for_nan(call: Caller, calls: dict[str, Any]) -> None:
     fields = json.loads(call("run", "cli_target.py:make", "--plan", "plan.json", "--json").stdout)
     assert fields["plan"] == Plan.straight(2, 2).to_dict()
