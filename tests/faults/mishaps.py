@@ -20,6 +20,8 @@ from unittest import mock
 import pipedream
 import torch
 from pipedream import RunResult, _core
+from pipedream.planning.plan import Stage
+from pipedream.stage.param_server import ParameterServer
 from pipedream.stage.stage_runner import StageRunner
 from pipedream.stage.weights import WeightVersions
 
@@ -213,6 +215,26 @@ def failing_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     if int(outputs.flatten()[0]) == 4:
         raise LookupError("no such label")
     return error_of(outputs, targets)
+
+
+def run_until_killed_at(when: str, at_call: int) -> RunResult:
+    """Plan 2-1; rank 1 dies at this call of a method of its parameter server."""
+    method, num_calls = getattr(ParameterServer, when), 0
+
+    def dying(server: ParameterServer, *args: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == at_call:
+            be_killed()
+        return method(server, *args)
+
+    if os.environ["RANK"] == "1":
+        setattr(ParameterServer, when, dying)
+    try:
+        plan = pipedream.Plan((Stage(0, 0, num_replicas=2), Stage(1, 1)))
+        return run(model_with(None, stages=2), plan=plan)
+    finally:
+        setattr(ParameterServer, when, method)
 
 
 def run_while_the_device_fails(model: torch.nn.Module, at: int) -> RunResult:

@@ -35,6 +35,7 @@ from mishaps import (
 from pipedream import PeerLost, PipelineError, WorkerLost
 from pipedream.launch.fork_server import start_server
 from pipedream.launch.run_folder import run_folder
+from pipedream.planning.plan import Plan, Stage
 from torch.utils.data import DataLoader
 
 
@@ -80,6 +81,25 @@ def test_a_killed_worker_ends_the_run_and_names_stage_and_minibatch(
     assert list(error.losses) == [float(i * i) for i in range(len(error.losses))]  # type: ignore[attr-defined]
     assert at - 1 <= len(error.losses) <= at  # type: ignore[attr-defined]
     assert not [pid for pid in set(map(int, readers.read_text().split())) if _is_alive(pid)]
+
+
+@pytest.mark.parametrize(("stage", "rank", "name"), [(0, 1, "stage 0 replica 1"), (1, 2, "stage 1")])
+@pytest.mark.parametrize("at", [1, 7, 8])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_killed_replica_ends_the_run_and_is_named(
+    tmp_path: Path, stage: int, rank: int, name: str, at: int, in_backward: bool
+) -> None:
+    if rank == 1 and at % 2 == 0:
+        at += 1  # which it has
+    note = tmp_path / "note"
+    how: dict[str, Any] = {"note": str(note), "rank": rank, "in_backward": in_backward}
+    model = model_with(be_killed, stages=2, stage=stage, at=at, **how)
+    plan = Plan((Stage(0, 0, num_replicas=2), Stage(1, 1)))
+    error = _error_of(WorkerLost, lambda: run(model, plan=plan))
+    _, killed_s = noted(note)
+    assert time.monotonic() - killed_s < BOUND_S
+    assert str(error) == f"{name} (rank {rank}) was killed by SIGKILL at minibatch {at}"
+    assert list(error.losses) == [float(i * i) for i in range(len(error.losses))]  # type: ignore[attr-defined]
 
 
 def test_a_run_after_failed_ones_trains_as_the_first_of_a_process_does(tmp_path: Path) -> None:

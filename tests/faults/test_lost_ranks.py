@@ -21,6 +21,7 @@ from mishaps import (
     model_with,
     noted,
     run,
+    run_until_killed_at,
     run_until_lost,
 )
 from pipedream import PeerLost, PipelineError
@@ -111,3 +112,12 @@ def test_a_rank_that_refuses_its_arguments_is_named_to_the_others(
     for error in errors:
         assert type(error) is PipelineError
         assert str(error).startswith(f"rank {rank} could not start: ValueError: ")
+
+
+@pytest.mark.parametrize("when", ["push", "expect", "take", "apply", "pull_for", "pull_from"])
+def test_a_replica_that_is_killed_at_any_of_its_exchanges_ends_the_run(farm: Farm, when: str) -> None:
+    outcomes = farm.run(run_until_killed_at, when, 2, num_ranks=3)
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    for outcome in (outcomes[0], outcomes[2]):
+        assert isinstance(outcome.error, PipelineError), outcome
+        assert "stage 0 replica 1 (rank 1)" in str(outcome.error)
