@@ -59,6 +59,9 @@ class StageGradients:
         leaves = [leaf for slot in range(tied.num_slots) for leaf in tied.leaves(slot)]
         return storage_bytes([leaf.grad for leaf in (*self._weights.own.leaves(own_slot), *leaves)])
 
+    def begin_last_backward(self, minibatch: int) -> None:
+        """The minibatch's last backward is next."""
+
     def take(self, minibatch: int, own_slot: int) -> None:
         """Collects what the backwards of the minibatch left, at this stage and at the users of its tied
         parameters. own_slot: of the version that the last backward read."""

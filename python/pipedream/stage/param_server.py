@@ -2,7 +2,7 @@
 its exchange with the shards of the others.
 
     round t, at each replica                       who                     what travels, chunk by chunk
-    SEND push   after its last backward of t       with a minibatch in t   its gradient, to the shards' owners
+    SEND push   by its last backward of t          with a minibatch in t   its gradient, to the shards' owners
     RECV push   before the update                  all                     the gradients of its own shard
     UPDATE      mean over the round's minibatches  all                     version t + 1 of its own shard
     SEND pull   after it                           all                     that, to the others
@@ -16,6 +16,7 @@ Owned by the worker's compute thread.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from pipedream import _core
@@ -100,6 +102,81 @@ class _Round:
     """By replica: what has come of its chunks, in the order of sending."""
 
 
+class _Pushes:
+    """What one replica pushes of a round: chunk by chunk in a fixed order, each as soon as the backward has
+    accumulated its gradients, or when it is over. Knows no leaves, which know it by their hooks.
+
+    A layer that checkpoints itself may accumulate a parameter's gradient several times in one backward. What
+    does so in the first waits for the end of every later one.
+    """
+
+    def __init__(
+        self,
+        core: ItemLinks,
+        channels: Mapping[int, str],
+        chunks: Mapping[int, Sequence[Chunk]],
+        num_parameters: int,
+    ) -> None:
+        """channels: by the receiver; chunks: by the shard, in the order in which they leave."""
+        self._core = core
+        self._channels = channels
+        self._chunks = chunks
+        self.gradients: dict[int, Tensor] = {}
+        """By parameter, flat: those that are complete before the backward is over."""
+        self._num_accumulated = [0] * num_parameters  # in this backward
+        self._once: list[bool] | None = None  # as the first backward has shown
+        self._num_sent = dict.fromkeys(channels, 0)  # chunks of this round
+        self._is_open = False
+
+    def begin(self) -> None:
+        """The last backward of a round is next."""
+        self._is_open = True
+
+    def accumulated(self, parameter: int, leaf: Tensor) -> None:
+        """A backward has added to the leaf's gradient."""
+        if not self._is_open:
+            return
+        self._num_accumulated[parameter] += 1
+        if parameter in self.gradients:
+            raise PipelineError(
+                "a parameter's gradient was accumulated again after it had been pushed, which the first"
+                " backward had not done: a layer that checkpoints itself must do so in every minibatch"
+            )
+        if self._once is None or not self._once[parameter]:
+            return
+        with _disable_current_modes():  # a meter counts what the backward makes
+            gradient = _in_order(leaf.grad, leaf)
+            assert gradient is not None
+            self.gradients[parameter] = gradient
+            for other in self._channels:
+                self._send_ready(other)
+
+    def send_rest(self, other: int, gradients: Sequence[Tensor | None]) -> None:
+        """The backward is over. gradients: all, by parameter."""
+        self._is_open = False
+        for chunk in self._chunks[other][self._num_sent[other] :]:
+            self._send_chunk(other, chunk, [gradients[piece.parameter] for piece in chunk.pieces])
+
+    def finish(self) -> None:
+        """All of the round has been sent."""
+        if self._once is None:
+            self._once = [count == 1 for count in self._num_accumulated]
+        self.gradients = {}
+        self._num_accumulated = [0] * len(self._num_accumulated)
+        self._num_sent = dict.fromkeys(self._channels, 0)
+
+    def _send_ready(self, other: int) -> None:
+        for chunk in self._chunks[other][self._num_sent[other] :]:
+            if not all(piece.parameter in self.gradients for piece in chunk.pieces):
+                return
+            self._send_chunk(other, chunk, [self.gradients[piece.parameter] for piece in chunk.pieces])
+            self._num_sent[other] += 1
+
+    def _send_chunk(self, other: int, chunk: Chunk, gradients: Sequence[Tensor | None]) -> None:
+        flags = torch.tensor([gradient is not None for gradient in gradients]).to(torch.uint8)
+        _send(self._core, self._channels[other], [flags, _content(chunk, gradients)])
+
+
 class ParameterServer(StageGradients):
     """A replica's shard and its exchange with the others."""
 
@@ -133,11 +210,22 @@ class ParameterServer(StageGradients):
         )
         self._rounds: dict[int, _Round] = {}
         self._pushed: list[weakref.ref[torch.UntypedStorage]] = []  # of gradients
+        self._left_late_bytes = 0
         self._slot_of = {first: 0}  # by version, of those in the slots
         self._newest = first
         self._newest_pulled = dict.fromkeys(self._others, first)
         self._num_pushed = first  # rounds
         self._has_told_end = False
+        self._pushes = _Pushes(core, channels.push_to, self._chunks, len(weights.own.names))
+        # On a device backwards run on other threads, and the core has one owner.
+        self._pushes_early = (
+            rule.minibatches_per_round == rule.num_replicas and weights.own.slots[0].device.type == "cpu"
+        )
+        if self._pushes_early:
+            for slot in range(weights.own.num_slots):
+                for parameter, leaf in enumerate(weights.own.leaves(slot)):
+                    hook = functools.partial(self._pushes.accumulated, parameter)
+                    leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._poisons = _core.poisons_released_slots()
         self._pieces_in_slots = [
             [self._piece_in(weights, slot, piece) for piece in self._own_pieces]
@@ -146,21 +234,24 @@ class ParameterServer(StageGradients):
 
     # Pushing.
 
+    def begin_last_backward(self, minibatch: int) -> None:
+        if self._pushes_early:
+            self._left_late_bytes = self._leaving_bytes()  # to push is also to let go of what has left
+            self._pushes.begin()
+
     def push(self, other: int, minibatch: int, own_slot: int) -> None:
-        """Sends that replica what its shard needs of this one's gradient of the minibatch's round. own_slot:
-        of the version that the round's last backward read."""
+        """Sends that replica what its shard needs of this one's gradient of the minibatch's round and has
+        not left during the backward. own_slot: of the version that the round's last backward read."""
         round_index = self._rule.round_of(minibatch)
         entry = self._rounds.setdefault(round_index, _Round())
         if entry.own is None:
             entry.own = self._take_gradients(own_slot)
             self._pushed = [ref for ref in self._pushed if ref() is not None]
             self._pushed += [weakref.ref(part.untyped_storage()) for part in entry.own if part is not None]
-        for chunk in self._chunks[other]:
-            flags = torch.tensor([entry.own[piece.parameter] is not None for piece in chunk.pieces])
-            self._send(
-                self._channels.push_to[other], [flags.to(torch.uint8), self._content(chunk, entry.own)]
-            )
+        self._pushes.send_rest(other, entry.own)
         if other == self._others[-1]:
+            self._pushes.finish()
+            self._left_late_bytes = 0
             self._num_pushed = round_index + 1
             self.tell_end()
 
@@ -176,7 +267,7 @@ class ParameterServer(StageGradients):
         nothing = torch.empty(0, dtype=torch.uint8, device=self._weights.own.slots[0].device)
         fields = _core.ItemFields(data_fingerprint=num_minibatches, is_empty=True)
         for channel in self._channels.push_to.values():
-            self._send(channel, [nothing, nothing], fields)
+            _send(self._core, channel, [nothing, nothing], fields)
 
     def expect(self, other: int, minibatch: int) -> EndOfData | None:
         """Waits for the beginning of that replica's gradient; EndOfData where it has none of that round."""
@@ -192,9 +283,12 @@ class ParameterServer(StageGradients):
     # The shard's update.
 
     def num_bytes(self, own_slot: int) -> int:
-        """Those too that have been pushed and not left."""
+        """Those too that have been pushed and not left, or had not when the backward began that measures."""
+        return super().num_bytes(own_slot) + max(self._leaving_bytes(), self._left_late_bytes)
+
+    def _leaving_bytes(self) -> int:
         held = {id(storage): storage.nbytes() for ref in self._pushed if (storage := ref()) is not None}
-        return super().num_bytes(own_slot) + sum(held.values())
+        return sum(held.values())
 
     def take(self, minibatch: int, own_slot: int) -> None:
         """The mean of the gradients of the minibatch's round, of this shard."""
@@ -245,12 +339,14 @@ class ParameterServer(StageGradients):
         """Sends that replica the newest version of this shard, which is read where it lies."""
         slot = self._weights.own.slots[self._slot_of[self._newest]]
         for chunk in self._chunks[self._rule.replica]:
-            self._send(self._channels.pull_to[other], [slot[chunk.begin_bytes : chunk.end_bytes]])
+            _send(self._core, self._channels.pull_to[other], [slot[chunk.begin_bytes : chunk.end_bytes]])
 
     def pull_from(self, other: int) -> None:
         """Receives the next version of that replica's shard."""
         self._newest_pulled[other] += 1
         slot_index = self._slot_of.get(self._newest_pulled[other])  # None: nobody reads it any more
+        if slot_index is not None:
+            self._weights.own.settle(slot_index)
         for chunk in self._chunks[other]:
             received = self._receive(self._channels.pull_from[other])
             assert not isinstance(received, EndOfData)
@@ -264,22 +360,11 @@ class ParameterServer(StageGradients):
         """By parameter, flat and in the order in which the parameters lie in memory."""
         leaves = self._weights.own.leaves(own_slot)
         gradients = self._weights.own.take_gradients(own_slot)
-        return [_in_order(gradient, leaf) for gradient, leaf in zip(gradients, leaves, strict=True)]
-
-    def _content(self, chunk: Chunk, gradients: Sequence[Tensor | None]) -> Tensor:
-        """The bytes of a chunk, without a copy where one piece fills it."""
-        only = gradients[chunk.pieces[0].parameter] if len(chunk.pieces) == 1 else None
-        if only is not None and chunk.pieces[0].num_bytes == chunk.num_bytes:
-            piece = chunk.pieces[0]
-            return _bytes_of(only[piece.first : piece.first + piece.count])
-        device = self._weights.own.slots[0].device
-        content = torch.zeros(chunk.num_bytes, dtype=torch.uint8, device=device)
-        for piece in chunk.pieces:
-            gradient = gradients[piece.parameter]
-            if gradient is not None:
-                target = content[piece.begin_bytes : piece.begin_bytes + piece.num_bytes]
-                target.copy_(_bytes_of(gradient[piece.first : piece.first + piece.count]))
-        return content
+        early = self._pushes.gradients
+        return [
+            _in_order(gradient, leaf) if index not in early else early[index]
+            for index, (gradient, leaf) in enumerate(zip(gradients, leaves, strict=True))
+        ]
 
     def _chunk_from(self, entry: _Round, other: int, index: int) -> list[Tensor]:
         """(flags, content) of the chunk, once it has come."""
@@ -337,16 +422,32 @@ class ParameterServer(StageGradients):
 
     # Items.
 
-    def _send(self, channel: str, tensors: Sequence[Tensor], fields: _core.ItemFields = _NO_FIELDS) -> None:
-        capsules = [to_dlpack(exportable(tensor)) for tensor in tensors]
-        self._core.send_item(channel, capsules, fields)  # waits for room
-
     def _receive(self, channel: str) -> list[Tensor] | EndOfData:
         item = self._core.receive_item(channel)
         assert item is not None  # there is no time-out
         if item.fields.is_empty:
             return EndOfData(item.fields.data_fingerprint)
         return [from_dlpack(capsule) for capsule in item.take_tensors()]
+
+
+def _send(
+    core: ItemLinks, channel: str, tensors: Sequence[Tensor], fields: _core.ItemFields = _NO_FIELDS
+) -> None:
+    core.send_item(channel, [to_dlpack(exportable(tensor)) for tensor in tensors], fields)  # waits for room
+
+
+def _content(chunk: Chunk, gradients: Sequence[Tensor | None]) -> Tensor:
+    """The bytes of a chunk, without a copy where one piece fills it. gradients: of its pieces' parameters."""
+    first, gradient = chunk.pieces[0], gradients[0]
+    if gradient is not None and first.num_bytes == chunk.num_bytes:
+        return _bytes_of(gradient[first.first : first.first + first.count])
+    device = next((gradient.device for gradient in gradients if gradient is not None), None)
+    content = torch.zeros(chunk.num_bytes, dtype=torch.uint8, device=device)
+    for piece, of_piece in zip(chunk.pieces, gradients, strict=True):
+        if of_piece is not None:
+            target = content[piece.begin_bytes : piece.begin_bytes + piece.num_bytes]
+            target.copy_(_bytes_of(of_piece[piece.first : piece.first + piece.count]))
+    return content
 
 
 def _in_order(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:

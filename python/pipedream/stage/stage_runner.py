@@ -283,6 +283,8 @@ class StageRunner:
         # Layers that checkpoint themselves run again in the backward, on what is bound then.
         self._bind(read_slot, minibatch)
         following = next(iter(self._in_flight.values()), None)  # backwards come in the order of forwards
+        if microbatch == self._last_microbatch:
+            self.parts.gradients.begin_last_backward(minibatch)
         if self.meter is None:
             self._passes.backward(stashed, work.tensors, following)
         else:

@@ -1,0 +1,214 @@
+"""Replicas in one thread, over queues in the place of the core's channels: each gradient is in exactly one
+update, whoever is late, and every replica has every version."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import deque
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pipedream import _core
+from pipedream.common.errors import PipelineError
+from pipedream.model.splitter import split
+from pipedream.planning.plan import Plan
+from pipedream.stage.param_server import EndOfData, ParameterServer, ReplicaChannels, RoundRule
+from pipedream.stage.shards import ShardLayout
+from pipedream.stage.tied import TiedParameters
+from pipedream.stage.weights import StageOptimizer, StageWeights, weight_layout
+from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
+
+_NUM_SLOTS = 2
+
+
+class _Links:
+    """What has been sent and not received, by channel; one for all replicas."""
+
+    def __init__(self) -> None:
+        self.queues: dict[str, deque[Any]] = {}
+        self.known_end: int | None = None
+        self.sent: list[str] = []
+
+    def send_item(self, channel: str, capsules: list[Any], fields: _core.ItemFields | None = None) -> bool:
+        tensors = [from_dlpack(capsule).clone() for capsule in capsules]  # type: ignore[no-untyped-call]
+        self.queues.setdefault(channel, deque()).append((tensors, fields))
+        self.sent.append(channel)
+        return True
+
+    def receive_item(self, channel: str) -> Any:
+        tensors, fields = self.queues[channel].popleft()
+        return SimpleNamespace(fields=fields, take_tensors=lambda: tensors)
+
+    def wait_until_sent(self, channel: str, num_left_max: int) -> bool:
+        return True
+
+    def num_minibatches(self) -> int | None:
+        return self.known_end
+
+
+def _channels(replica: int, num_replicas: int) -> ReplicaChannels:
+    others = [other for other in range(num_replicas) if other != replica]
+
+    def names(what: str, *, sends: bool) -> Mapping[int, str]:
+        return {o: f"{what} {replica} {o}" if sends else f"{what} {o} {replica}" for o in others}
+
+    return ReplicaChannels(
+        names("push", sends=True),
+        names("push", sends=False),
+        names("pull", sends=True),
+        names("pull", sends=False),
+    )
+
+
+class _Replica:
+    """Its weights are W; SGD with lr 1 makes version v + 1 = v - the mean gradient of round v."""
+
+    def __init__(self, links: _Links, replica: int, num_replicas: int) -> None:
+        self.links, self.replica, self.num_replicas = links, replica, num_replicas
+        model = nn.Sequential(nn.Linear(40, 3), nn.Linear(3, 50, bias=False)).double()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        stage = split(model, Plan.straight(2, 1))[0]
+        named = stage.trainable_parameters()
+        num_bytes = weight_layout(named)[0]
+        slots = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(_NUM_SLOTS)]
+        self.weights = StageWeights(stage, slots, [torch.empty(0, dtype=torch.uint8)], [])
+        layout = ShardLayout(named, num_replicas, whole_tensors=False)
+        optimizer = StageOptimizer(functools.partial(torch.optim.SGD, lr=1.0), named)
+        optimizer.keep(layout.pieces_of(replica))
+        schedule = _core.ScheduleOptions(in_flight=[1])
+        self.server = ParameterServer(
+            self.weights,
+            optimizer,
+            TiedParameters(schedule, 0, [], self.weights.tied),
+            core=links,
+            layout=layout,
+            rule=RoundRule(replica, num_replicas, num_replicas),
+            channels=_channels(replica, num_replicas),
+        )
+        self.slot = 0
+
+    @property
+    def others(self) -> list[int]:
+        return [other for other in range(self.num_replicas) if other != self.replica]
+
+    def backward(self, minibatch: int, value: float) -> None:
+        """By autograd, so that hooks see it: every gradient is the value."""
+        self.server.begin_last_backward(minibatch)
+        loss = sum((leaf * value).sum() for leaf in self.weights.own.leaves(self.slot))
+        assert isinstance(loss, Tensor)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def steps(self, round_index: int, num_minibatches: int, value: float) -> Any:
+        """What the program does in the round, up to each wait."""
+        first = round_index * self.num_replicas
+        mine = first + self.replica
+        if mine < num_minibatches:
+            self.backward(mine, value)
+            yield
+            for other in self.others:
+                self.server.push(other, mine, self.slot)
+                yield
+        for other in self.others:
+            if first + other < num_minibatches:
+                while not self.links.queues.get(f"push {other} {self.replica}"):
+                    yield
+                assert self.server.expect(other, first + other) is None
+        write = (self.slot + 1) % _NUM_SLOTS
+        num_own = len(self.server._chunks[self.replica])
+        for other in self.others:
+            while first + other < num_minibatches and (
+                len(self.links.queues[f"push {other} {self.replica}"]) < num_own - 1
+            ):
+                yield
+        self.server.take(first, self.slot)
+        self.server.apply(self.slot, write, 1.0)
+        self.slot = write
+        for other in self.others:
+            self.server.pull_for(other)
+            yield
+        for other in self.others:
+            while len(self.links.queues.get(f"pull {other} {self.replica}", ())) < len(
+                self.server._chunks[other]
+            ):
+                yield
+            self.server.pull_from(other)
+
+    def contents(self) -> set[float]:
+        return {x for leaf in self.weights.own.leaves(self.slot) for x in leaf.flatten().tolist()}
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("seed", range(10))
+def test_each_gradient_is_in_exactly_one_update_whoever_is_late(num_replicas: int, seed: int) -> None:
+    generator, links = random.Random(seed), _Links()
+    replicas = [_Replica(links, replica, num_replicas) for replica in range(num_replicas)]
+    num_minibatches = num_replicas * 3 + generator.randrange(num_replicas)
+    links.known_end = num_minibatches
+    num_rounds = -(-num_minibatches // num_replicas)
+
+    def whole_run(replica: _Replica) -> Any:
+        for round_index in range(num_rounds):
+            # Distinct powers of two: the sum names every gradient that is in it.
+            value = float(1 << (round_index * num_replicas + replica.replica))
+            yield from replica.steps(round_index, num_minibatches, value)
+
+    running = [whole_run(replica) for replica in replicas]
+    for _ in range(100_000):
+        if not running:
+            break
+        chosen = generator.choice(running)
+        if next(chosen, "over") == "over":
+            running.remove(chosen)
+    assert not running, "deadlock"
+    expected = 0.0
+    for round_index in range(num_rounds):
+        members = range(round_index * num_replicas, min(num_minibatches, (round_index + 1) * num_replicas))
+        expected -= sum(float(1 << minibatch) for minibatch in members) / len(members)
+    for replica in replicas:
+        (content,) = replica.contents()
+        assert content == pytest.approx(expected, rel=1e-12)
+
+
+def _run_round(replicas: list[_Replica], round_index: int, num_minibatches: int) -> None:
+    running = [replica.steps(round_index, num_minibatches, 1.0) for replica in replicas]
+    while running:
+        running = [steps for steps in running if next(steps, "over") != "over"]
+
+
+def test_from_the_second_round_on_chunks_leave_during_the_backward() -> None:
+    links = _Links()
+    replicas = [_Replica(links, replica, 2) for replica in range(2)]
+    _run_round(replicas, 0, 4)
+    links.sent.clear()
+    replicas[0].backward(2, 1.0)
+    assert links.sent == ["push 0 1"]
+    replicas[0].server.push(1, 2, replicas[0].slot)
+    assert links.sent == ["push 0 1"]
+
+
+def test_a_gradient_that_grows_after_it_has_left_is_refused() -> None:
+    links = _Links()
+    replicas = [_Replica(links, replica, 2) for replica in range(2)]
+    _run_round(replicas, 0, 4)
+    replicas[0].backward(2, 1.0)
+    with pytest.raises(PipelineError, match="accumulated again after it had been pushed"):
+        replicas[0].weights.own.leaves(replicas[0].slot)[0].sum().backward()  # type: ignore[no-untyped-call]
+
+
+def test_who_waits_for_a_minibatch_that_does_not_exist_hears_how_many_there_are() -> None:
+    links = _Links()
+    first, second = (_Replica(links, replica, 2) for replica in range(2))
+    links.known_end = 3
+    second.backward(1, 1.0)
+    second.server.tell_end()  # not before its pushes
+    assert not links.queues
+    second.server.push(0, 1, 0)
+    assert first.server.expect(1, 1) is None
+    assert first.server.expect(1, 3) == EndOfData(3)

@@ -1,0 +1,104 @@
+"""Which replica has which piece, and what an optimizer keeps of its parameters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pipedream import optim
+from pipedream.stage.shards import ShardLayout, flat_view, keep_pieces, works_by_element
+from torch import nn
+
+
+def _named(*shapes: tuple[int, ...]) -> list[tuple[str, nn.Parameter]]:
+    torch.manual_seed(0)
+    return [(f"p{index}", nn.Parameter(torch.randn(shape))) for index, shape in enumerate(shapes)]
+
+
+def test_each_element_has_one_shard() -> None:
+    named = _named((300, 7), (5,), (64, 64))
+    layout = ShardLayout(named, 3, whole_tensors=False)
+    owners = [torch.full((p.numel(),), -1) for _, p in named]
+    for shard in range(3):
+        for piece in layout.pieces_of(shard):
+            part = owners[piece.parameter][piece.first : piece.first + piece.count]
+            assert bool((part == -1).all())
+            part.fill_(shard)
+            assert piece.is_whole == (piece.count == named[piece.parameter][1].numel())
+    assert all(bool((owner >= 0).all()) for owner in owners)
+
+
+def test_whole_tensors_stay_whole() -> None:
+    layout = ShardLayout(_named((300, 7), (5,), (64, 64)), 2, whole_tensors=True)
+    assert all(piece.is_whole for shard in range(2) for piece in layout.pieces_of(shard))
+
+
+_OPTIMIZERS: list[Callable[..., Any]] = [
+    functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+    functools.partial(torch.optim.Adam, lr=0.1),
+    functools.partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.5),
+    functools.partial(torch.optim.Rprop, lr=0.1),
+    functools.partial(optim.AdamW, lr=0.1),
+]
+
+
+@pytest.mark.parametrize("factory", _OPTIMIZERS, ids=lambda factory: factory.func.__name__)
+def test_the_pieces_of_all_shards_make_the_step_of_the_whole(factory: Callable[..., Any]) -> None:
+    shapes = ((40, 9), (3,), (17, 5))
+    whole = [p for _, p in _named(*shapes)]
+    expected = factory(whole)
+    assert works_by_element(expected)
+    named = _named(*shapes)
+    layout = ShardLayout(named, 2, whole_tensors=False)
+    gradients = [[torch.randn(shape) for shape in shapes] for _ in range(3)]
+    found = [torch.empty_like(p) for p in whole]
+    for shard in range(2):
+        masters = [nn.Parameter(p.detach().clone()) for _, p in named]
+        optimizer = factory(masters)
+        pieces = layout.pieces_of(shard)
+        kept = keep_pieces(optimizer, masters, pieces)
+        assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in kept]
+        for step in gradients:
+            for piece, parameter in zip(pieces, kept, strict=True):
+                part = flat_view(step[piece.parameter])[piece.first : piece.first + piece.count]
+                parameter.grad = part.view(parameter.shape).clone()
+            optimizer.step()
+        for piece, parameter in zip(pieces, kept, strict=True):
+            target = flat_view(found[piece.parameter])[piece.first : piece.first + piece.count]
+            target.copy_(parameter.detach().reshape(-1))
+    for step in gradients:
+        for parameter, gradient in zip(whole, step, strict=True):
+            parameter.grad = gradient.clone()
+        expected.step()
+    assert all(torch.equal(one, other) for one, other in zip(found, whole, strict=True))
+
+
+def test_groups_keep_their_options_and_names_and_may_be_empty() -> None:
+    named = _named((8, 8), (2,))
+    masters = [p for _, p in named]
+    groups = [
+        {"params": [("p0", masters[0])], "weight_decay": 0.1},
+        {"params": [("p1", masters[1])], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    pieces = ShardLayout(named, 2, whole_tensors=True).pieces_of(0)
+    kept = keep_pieces(optimizer, masters, pieces)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert [group["param_names"] for group in optimizer.param_groups] == [["p0"], []]
+    assert optimizer.param_groups[0]["params"][0] is kept[0] is masters[0]
+
+
+def test_what_is_not_known_to_work_by_element_gets_whole_tensors() -> None:
+    class OfTheUser(torch.optim.SGD):
+        pass
+
+    parameter = nn.Parameter(torch.ones(2, 2))
+    assert not works_by_element(OfTheUser([parameter], lr=0.1))
+    assert not works_by_element(torch.optim.Adafactor([parameter]))
+    hooked = torch.optim.SGD([parameter], lr=0.1)
+    hooked.register_step_pre_hook(lambda *_: None)
+    assert not works_by_element(hooked)
+    assert works_by_element(None)
