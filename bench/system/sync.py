@@ -1,0 +1,143 @@
+"""The synchronisation of two replicas beside its limit, gloo's all-reduce and DistributedDataParallel.
+
+    sudo .venv/bin/python bench/system/sync.py [--bandwidth 1Gbit/s] [--mebibytes 64] [--rounds 3]
+
+Two hosts (network namespaces, shaped with tbf; without --bandwidth as fast as the machine) train a model of
+that many MiB of parameters whose compute is small beside them. In turn, round after round: pipedream's plan
+with two replicas (bsp), DistributedDataParallel over gloo, one bare gloo all-reduce of as many bytes, and the
+model alone without any exchange. Medians over the rounds, in ms per update. The limit is what each direction
+of the link must carry, 2 (m - 1) / m of the parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pipedream
+import torch
+import torch.distributed as dist
+from links import STORE_PORT, Link, run_ranks
+from pipedream.planning.plan import Stage
+from torch import nn
+
+_WIDTH = 1024  # of layers of 4 MiB
+_NUM_UPDATES, _NUM_WARM_UP = 8, 2
+_OPTIMIZER = functools.partial(torch.optim.SGD, lr=1e-4)
+
+
+def _model(mebibytes: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(mebibytes // 4)))
+
+
+def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(4, _WIDTH), torch.zeros(4, _WIDTH)
+
+
+def _loop_ms(step: Callable[[], Any]) -> float:
+    """Per step, without the first ones."""
+    for _ in range(_NUM_WARM_UP):
+        step()
+    dist.barrier()
+    began_s = time.perf_counter()
+    for _ in range(_NUM_UPDATES):
+        step()
+    dist.barrier()
+    return (time.perf_counter() - began_s) * 1e3 / _NUM_UPDATES
+
+
+def _train(model: nn.Module, parameters: Any) -> Callable[[], None]:
+    optimizer, (inputs, targets) = _OPTIMIZER(parameters), _batch()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return step
+
+
+def _pipedream_ms(mebibytes: int) -> float:
+    model = _model(mebibytes)
+    plan = pipedream.Plan((Stage(0, len(model) - 1, num_replicas=2),))
+    result = pipedream.run(
+        model,
+        plan,
+        data=[_batch()] * (2 * (_NUM_WARM_UP + _NUM_UPDATES)),
+        loss_fn=nn.functional.mse_loss,
+        optimizer=_OPTIMIZER,
+        gather="none",
+        progress=False,
+        insecure=True,
+        transport="tcp",  # the two hosts are one machine, whose memory they could share
+        seed=0,
+    )
+    if not result.spans:  # which rank 0 has
+        return 0.0
+    ended_ns = [span.completed_ns for span in result.spans[0] if span.kind == "UPDATE"]
+    steady = ended_ns[_NUM_WARM_UP - 1 :]
+    return (steady[-1] - steady[0]) / 1e6 / (len(steady) - 1)
+
+
+def _rank(mebibytes: int, num_rounds: int, path: str) -> None:
+    rank, host = int(os.environ["RANK"]), os.environ["MASTER_ADDR"]
+    os.environ["GLOO_SOCKET_IFNAME"] = _interface()
+    address = f"tcp://{host}:{STORE_PORT + 1}"
+    dist.init_process_group("gloo", address, timedelta(seconds=120), 2, rank)
+    torch.set_num_threads(1)
+    flat = torch.zeros(mebibytes << 18)
+    figures: dict[str, list[float]] = {"pipedream": [], "ddp": [], "all-reduce": [], "alone": []}
+    for _ in range(num_rounds):
+        figures["pipedream"].append(_pipedream_ms(mebibytes))
+        dist.barrier()
+        model = _model(mebibytes)
+        figures["ddp"].append(
+            _loop_ms(_train(nn.parallel.DistributedDataParallel(model), model.parameters()))
+        )
+        figures["all-reduce"].append(_loop_ms(lambda: dist.all_reduce(flat)))
+        model = _model(mebibytes)
+        figures["alone"].append(_loop_ms(_train(model, model.parameters())))
+    if rank == 0:
+        Path(path).write_text(json.dumps(figures), encoding="utf-8")
+    dist.barrier()
+
+
+def _interface() -> str:
+    """The link's end on this host."""
+    return next(name for name in os.listdir("/sys/class/net") if name.startswith("pd"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--bandwidth", help="for example 1Gbit/s; as fast as the machine without it")
+    parser.add_argument("--mebibytes", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank_of is not None:
+        _rank(*json.loads(options.rank_of))
+        return
+    with Link(options.bandwidth) as link:
+        figures = run_ranks(link, sys.argv[0], [options.mebibytes, options.rounds])
+        limit_ms = None if link.bytes_per_s is None else (options.mebibytes << 20) / link.bytes_per_s * 1e3
+    print(
+        f"{options.mebibytes} MiB of parameters, 2 replicas, {options.bandwidth or 'unshaped'}; ms per update"
+    )
+    if limit_ms is not None:
+        print(f"  {'limit':12}{limit_ms:9.1f}")
+    for name, values in figures.items():
+        print(f"  {name:12}{statistics.median(values):9.1f}   ({min(values):.1f} to {max(values):.1f})")
+
+
+if __name__ == "__main__":
+    main()
