@@ -27,7 +27,8 @@ struct ReceivedTransfer {
   MinibatchId minibatch;
   MicrobatchIndex microbatch;
   std::uint64_t wire_bytes = 0;
-  std::int64_t arrived_ns = 0;   // its first chunk was there
+  // Its first chunk was noticed: on one host that is when the receiver looked (frame_rings.h).
+  std::int64_t arrived_ns = 0;
   std::int64_t complete_ns = 0;  // its last chunk was; copies to the device may follow
 };
 

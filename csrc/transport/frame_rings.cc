@@ -102,7 +102,12 @@ bool FrameRings::push(const FrameHeaderBytes& header, bool is_urgent) {
 // The sender may write to the cell, as its memory is shared: each value is read once.
 bool FrameRings::take(FrameHeaderBytes& header) {
   const std::uint64_t num_taken = num_taken_.load(std::memory_order_relaxed);
-  if (in_.num_pushed.load(std::memory_order_acquire) == num_taken) return false;
+  const std::uint64_t num_there = in_.num_pushed.load(std::memory_order_acquire) - num_taken;
+  if (num_there == 0) return false;
+  if (num_there > kNumCells) {  // no sender does that: its memory is not what it was
+    is_blocked_.store(true);
+    return false;
+  }
   const Cell cell = in_.cells[num_taken % kNumCells];
   if (cell.num_carried > num_brought_) {
     is_blocked_.store(true);
@@ -125,11 +130,11 @@ void FrameRings::wish(BellWish wished) {
 
 bool FrameRings::has(BellWish wished) const {
   if (wished == BellWish::kNothing || is_blocked_.load()) return false;
-  if (wished == BellWish::kAll) {
-    return in_.num_pushed.load(std::memory_order_acquire) != num_taken_.load(std::memory_order_relaxed);
-  }
-  return in_.num_urgent_pushed.load(std::memory_order_acquire) !=
-         num_urgent_taken_.load(std::memory_order_relaxed);
+  // Of an urgent one, too: who is halfway through a push has nothing to take yet, and will read the wish.
+  if (in_.num_pushed.load(std::memory_order_acquire) == num_taken_.load(std::memory_order_relaxed))
+    return false;
+  return wished == BellWish::kAll || in_.num_urgent_pushed.load(std::memory_order_acquire) !=
+                                         num_urgent_taken_.load(std::memory_order_relaxed);
 }
 
 }  // namespace pipedream

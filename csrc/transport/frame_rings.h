@@ -29,7 +29,7 @@ namespace pipedream {
 
 // What a receiver is to be woken for.
 enum class BellWish : std::uint32_t {
-  kNothing = 0,  // somebody drives, and looks before it stops
+  kNothing = 0,  // somebody drives, and looks before it stops; who is rung all the same looks in vain
   kUrgent = 1,   // what cannot wait until a thread of its own accord looks
   kAll = 2,
 };

@@ -158,8 +158,8 @@ bool TransportCore::begin_driving() {
   return true;
 }
 
-// Under the mutex, whenever it changes who drives or sleeps: what that one is to be woken for. True: some of
-// it is there already.
+// Under the mutex, whenever it changes who sleeps: what that one is to be woken for. True: some of it is
+// there already.
 bool TransportCore::listen_for_bells() {
   bool has_frames = false;
   for (FrameRings* rings : rings_) {
@@ -229,14 +229,15 @@ bool TransportCore::drive_until(Deadline deadline, const std::function<bool()>& 
     interrupted_ = false;  // done() is asked after this
   }
   const ScopeExit no_longer_waits([this] { stop_waiting(); });
-  bool is_done = done();
-  while (!is_done && Clock::now() < deadline) {
-    is_done = sleep_and_drive(milliseconds_until(deadline), done);
+  if (done()) return true;
+  // At least once: what came may lie in a ring, where nobody has looked.
+  while (!sleep_and_drive(milliseconds_until(deadline), done) && Clock::now() < deadline) {
   }
   return true;
 }
 
 void TransportCore::want_all(bool wants) {
+  if (::getpid() != pid_) return;  // the rings are the parent's
   Watch* sleeper = nullptr;
   {
     const std::lock_guard lock(mutex_);
@@ -280,7 +281,8 @@ bool TransportCore::may_waiter_sleep() {
   const std::lock_guard lock(mutex_);
   if (std::exchange(interrupted_, false)) return false;
   waiter_sleeps_ = driven_ || needs_thread_.load() || (tasks_.empty() && told_.empty());
-  if (waiter_sleeps_ && listen_for_bells()) waiter_sleeps_ = false;
+  // Where the thread is needed it delivers what is there, and nobody else begins to.
+  if (waiter_sleeps_ && listen_for_bells() && !needs_thread_.load()) waiter_sleeps_ = false;
   return waiter_sleeps_;
 }
 

@@ -395,14 +395,16 @@ bool ZmqLink::receive_from_rings() {
   return true;
 }
 
+// What was there before the connection brought something, or ended: no more than there are cells.
 void ZmqLink::drain_rings() {
-  while (receive_from_rings()) {
+  for (std::size_t count = 0; count < FrameRings::kNumCells && receive_from_rings(); ++count) {
   }
 }
 
 // A frame takes the connection only after those before it that took the rings.
 void ZmqLink::receive_one(ZmqReceived& header) {
   drain_rings();
+  if (socket_ == nullptr) return;  // one of those has ended the link
   if (uses_rings_) rings_->note_brought();
   if (connecting() && role_ == Role::kListener) peer_fd_ = header.connection_fd();
   if (!header.more()) {

@@ -366,6 +366,23 @@ TEST_P(TransportContract, SequenceGapClosesTheLink) {
   expect_listener_refuses("frame 2 where frame 1 is due");
 }
 
+TEST_P(TransportContract, FrameThatIsRefusedMayBeFollowedByOneWithAPayload) {
+  open_link();
+  std::latch both_are_there(1);
+  listening_->post([&] { both_are_there.wait(); });
+  inject(next_header(5));
+  FrameHeader header = tensor_frame(0, {}, {}).header;
+  header.identity = link_options().identity;
+  header.sequence = 6;
+  header.payload_bytes = 0;
+  inject(header, {std::byte{1}});
+  std::latch has_left(1);
+  connecting_->post([&] { has_left.count_down(); });
+  has_left.wait();
+  both_are_there.count_down();
+  expect_listener_refuses("frame 5 where frame 1 is due");
+}
+
 TEST_P(TransportContract, RepeatedFrameClosesTheLink) {
   open_link();
   inject(next_header(1));
