@@ -175,14 +175,17 @@ def test_epochs_do_not_end_a_round(farm: Farm) -> None:
     assert result.epoch_sizes == [3, 3, 3]
 
 
-def test_what_the_caller_iterates_goes_to_the_replica_that_has_it() -> None:
-    training = _training("mlp", (2, 2))
+@pytest.mark.parametrize("replicas", [(2, 2), (1, 1, 1), (1, 2, 1)], ids=["2-2", "1-1-1", "1-2-1"])
+def test_what_the_caller_iterates_goes_to_the_replica_that_has_it(replicas: tuple[int, ...]) -> None:
+    training = _training("mlp", replicas)
     expected, expected_state = train_in_pipeline(training)
     data = (batch for batch in training.data())
     result, state = train_in_pipeline(training, data=data)
     assert_close_losses(result.losses, expected.losses, 1e-12)
     assert_close_state(state, expected_state, 1e-12)
-    assert all("forwarded" in source for source in result.data_sources)
+    readers = [rank for rank, source in enumerate(result.data_sources) if "forwarded" in source]
+    last = training.plan.num_stages - 1
+    assert readers == [rank for rank in range(sum(replicas)) if {0, last} & {*training.plan.stages_of(rank)}]
 
 
 def test_the_state_of_an_optimizer_is_shared_among_the_replicas(farm: Farm) -> None:

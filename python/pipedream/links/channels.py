@@ -1,7 +1,8 @@
 """The channels of a run: who sends what to whom, how much, and how many at once.
 
-Names are unique in a run, and the position in the list is the channel_id, so that all workers and the
-caller number them alike. Plain values; any thread.
+Names are unique in a run. The channel_ids count from 0: first the caller's, whether or not it forwards data,
+which not all workers know; then the others in the order of the list. So all workers and the caller number
+them alike. Plain values; any thread.
 """
 
 from __future__ import annotations
@@ -173,10 +174,11 @@ class RunChannel:
 
 
 class _ChannelList:
-    """Numbers the channels in the order in which they are added."""
+    """Numbers the channels in the order in which they are added, from first_id."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_id: int = 0) -> None:
         self.channels: list[RunChannel] = []
+        self._first_id = first_id
 
     def add(
         self,
@@ -199,7 +201,7 @@ class _ChannelList:
         self.channels.append(
             RunChannel(
                 name,
-                len(self.channels),
+                self._first_id + len(self.channels),
                 sender,
                 receiver,
                 tensors,
@@ -239,15 +241,15 @@ def channels_of_run(
     codec: CodecChoice,
     shards: Mapping[tuple[int, int], ShardSpec] | None = None,
 ) -> list[RunChannel]:
-    """All channels of a run, the same list at every worker but for the tensors of cuts that are not its own:
-    one for each edge of the schedule between two workers, and what carries data and weights.
+    """All channels of a run: one for each edge of the schedule between two workers, and what carries data and
+    weights. The same list at every worker but for the tensors of cuts that are not its own, and the caller's
+    channels, which need not be known where no data are read.
 
-    boundaries: by the stage upstream, of the cuts at this worker's stages. codec: of activations and
-    gradients; what else travels, weights and the gradients of tied ones, is exact. shards: by stage and
-    replica, of this worker's stage where it has replicas."""
-    found = _ChannelList()
-    if forwarded is not None:
-        found.channels += data_channels(plan, forwarded)
+    boundaries: by the stage upstream, of the cuts at this worker's stages. forwarded: None where no data are,
+    or where this worker reads none. codec: of activations and gradients; what else travels, weights and the
+    gradients of tied ones, is exact. shards: by stage and replica, of this worker's stage where it has
+    replicas."""
+    found = _ChannelList(first_id=len(_data_ends(plan)))
     tied = tied_tensors(ties)
     for edge in sorted(_core.edges_of(schedule), key=_place_in_list):
         sender, receiver = _ranks_of_ends(schedule, edge)
@@ -259,7 +261,8 @@ def channels_of_run(
     for rank in range(1, world_size):
         found.add_tree(parent_of(rank), rank)
         found.add_tree(rank, parent_of(rank))
-    return found.channels
+    from_caller = [] if forwarded is None else data_channels(plan, forwarded)
+    return from_caller + found.channels
 
 
 def _place_in_list(edge: _core.Edge) -> tuple[int, ...]:
@@ -381,17 +384,27 @@ def set_up_channels(plan: Plan) -> list[RunChannel]:
 
 
 def data_channels(plan: Plan, forwarded: ForwardedData) -> list[RunChannel]:
-    """The caller's channels, which come first in a run: the caller knows nothing of the others."""
+    """The caller's channels, whose channel_ids are the first: the caller knows nothing of the others."""
     found = _ChannelList()
     counts = TensorSpec(torch.int64, (2,), requires_grad=False)  # data.forwarded_counts
-    inputs, targets = [*forwarded.inputs.tensors, counts], [*forwarded.targets.tensors, counts]
-    # A minibatch's slot is free when its last microbatch has been through.
-    for channel, stage, specs in ((INPUTS, 0, inputs), (TARGETS, plan.num_stages - 1, targets)):
-        for replica in range(plan.stages[stage].num_replicas):
-            rank, slots = plan.placement.rank_of(stage, replica), plan.in_flight[stage] + 1
-            name = forwarded_name(channel, replica)
-            found.add(name, (CALLER, rank), specs, slots=slots, unsent=2, on_device=False)
+    boundaries = {INPUTS: forwarded.inputs, TARGETS: forwarded.targets}
+    for channel, stage, replica in _data_ends(plan):
+        # A minibatch's slot is free when its last microbatch has been through.
+        rank, slots = plan.placement.rank_of(stage, replica), plan.in_flight[stage] + 1
+        specs = [*boundaries[channel].tensors, counts]
+        name = forwarded_name(channel, replica)
+        found.add(name, (CALLER, rank), specs, slots=slots, unsent=2, on_device=False)
     return found.channels
+
+
+def _data_ends(plan: Plan) -> list[tuple[str, int, int]]:
+    """(INPUTS or TARGETS, stage, replica) of every reader of data."""
+    stages = ((INPUTS, 0), (TARGETS, plan.num_stages - 1))
+    return [
+        (channel, stage, replica)
+        for channel, stage in stages
+        for replica in range(plan.stages[stage].num_replicas)
+    ]
 
 
 def forwarded_name(channel: str, replica: int) -> str:
