@@ -15,7 +15,7 @@ from mishaps import (
     run,
     run_while_the_device_fails,
 )
-from pipedream import PipelineError
+from pipedream import PipelineError, Plan
 
 
 def _messages(farm: Farm, num_ranks: int, *args: Any, **kwargs: Any) -> list[str]:
@@ -34,6 +34,22 @@ def test_an_error_in_a_forward(farm: Farm, stage: int, at: int) -> None:
     where = f"stage {stage} (rank {stage}) failed at minibatch {at} in forward"
     if at == 0 and stage < 2:  # the last stage's rehearsal leaves it to the minibatch
         where = f"the first minibatch does not pass stage {stage} (rank {stage})"
+    assert set(messages) == {f"{where}: RuntimeError: the layer gave up"}
+
+
+@pytest.mark.parametrize(
+    ("replicas", "stage", "at", "where"),
+    [
+        ((1, 2), 1, 9, "stage 1 replica 1 (rank 2) failed at minibatch 9 in forward"),
+        ((2, 1), 0, 0, "the first minibatch does not pass stage 0 replica 1 (rank 1)"),
+    ],
+    ids=["steady", "rehearsal"],
+)
+def test_an_error_of_one_replica_names_it(
+    farm: Farm, replicas: tuple[int, ...], stage: int, at: int, where: str
+) -> None:
+    model = model_with(raise_error, stages=2, stage=stage, at=at, rank=1 if stage == 0 else 2)
+    messages = _messages(farm, 3, model, plan=Plan.replicated(2, replicas))
     assert set(messages) == {f"{where}: RuntimeError: the layer gave up"}
 
 

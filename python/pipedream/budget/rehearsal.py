@@ -113,22 +113,22 @@ class Rehearsal:
         handover: Handover,
         device: torch.device,
         *,
-        rank: int = 0,
+        describe: Callable[[int], str] = "stage {}".format,
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
         autocast: torch.dtype | None = None,
         repeats: bool = False,
         for_offload: bool = False,
     ) -> None:
-        """loss_fn: None rehearses forwards alone. repeats: the backward comes twice, as under microbatches
-        gradients are added to those that are there. for_offload: also find out what of the stash could be
-        offloaded, with one more forward."""
+        """describe: names this worker in errors, by the stage. loss_fn: None rehearses forwards alone.
+        repeats: the backward comes twice, as under microbatches gradients are added to those that are there.
+        for_offload: also find out what of the stash could be offloaded, with one more forward."""
         self.boundaries: dict[int, Boundary] = {}
         """By the stage upstream of the cut."""
         self.footprints: dict[int, Footprint] = {}
         """By stage."""
         self._handover = handover
         self._device = device
-        self._rank = rank
+        self._describe = describe
         self._loss_fn = spare_loss(loss_fn)
         self._autocast = autocast
         self._repeats = repeats
@@ -199,8 +199,7 @@ class Rehearsal:
             yield
         except Exception as error:
             raise PipelineError(
-                f"the first minibatch does not pass stage {stage_index} (rank {self._rank}):"
-                f" {describe_error(error)}"
+                f"the first minibatch does not pass {self._describe(stage_index)}: {describe_error(error)}"
             ) from error
 
 

@@ -11,6 +11,7 @@ optimizers make of the weights. On the worker's compute thread.
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,7 +129,7 @@ def _rehearse(
     rehearsal = Rehearsal(
         Handover(core, options.plan.placement, options.plan.replica_of(run.rank) if run.own_stages() else 0),
         device,
-        rank=run.rank,
+        describe=functools.partial(run.plan.describe_worker, run.rank),
         loss_fn=options.loss_fn,
         autocast=options.autocast,
         repeats=options.microbatches > 1 or _adds_minibatches(run),

@@ -170,9 +170,10 @@ class Plan:
         """The stages that a rank runs, in order; none for a rank beyond the plan."""
         return tuple(self.placement.stages_at(rank))
 
-    def describe_worker(self, rank: int) -> str:
-        """ "stage 1 (rank 1)", "stage 0 replica 2 (rank 2)", as errors and traces name a worker."""
-        stages = self.stages_of(rank)
+    def describe_worker(self, rank: int, stage: int | None = None) -> str:
+        """ "stage 1 (rank 1)", "stage 0 replica 2 (rank 2)", as errors and traces name a worker. stage: which
+        of its several is meant; None: all."""
+        stages = self.stages_of(rank) if stage is None else (stage,)
         if not stages:
             return f"rank {rank}"
         name = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"

@@ -28,6 +28,7 @@ from pipedream.model.boundary import Boundary
 from pipedream.model.exchange import TENSORS
 from pipedream.model.seeding import MinibatchStreams, stage_seed
 from pipedream.model.splitter import StageModule
+from pipedream.planning.plan import Plan
 from pipedream.planning.trace import read_clock
 from pipedream.report.losses import LossRecord, make_loss_record
 from pipedream.report.progress import RunProgress
@@ -71,12 +72,14 @@ class PreparedStage:
 class _Position:
     """What is being worked on, for errors."""
 
+    plan: Plan
     rank: int
-    stage: int = 0
+    stage: int
     minibatch: int = -1
 
     def __call__(self, what: str) -> str:
-        return f"stage {self.stage} (rank {self.rank}) failed at minibatch {self.minibatch} in {what}"
+        worker = self.plan.describe_worker(self.rank, self.stage)
+        return f"{worker} failed at minibatch {self.minibatch} in {what}"
 
 
 @contextlib.contextmanager
@@ -126,7 +129,7 @@ class WorkerLoop:
         self._predicted = predicted
         self._torch_pool = torch_pool
         self._describe = options.plan.describe_worker(place.rank)
-        self._position = _Position(place.rank)
+        self._position = _Position(options.plan, place.rank, prepared[0].stage.stage_index)
         self._clock = make_device_clock(device, core.add_compute)
         self._user = make_user_code(self._position, self._clock)
         # On the host measuring costs time per operator: enough is seen once the pipeline has been full.

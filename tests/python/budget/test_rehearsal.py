@@ -226,7 +226,11 @@ def test_a_layer_that_fails_is_told_with_its_stage_and_rank() -> None:
 
     layers = [nn.Identity(), Refuses(), nn.Identity()]
     with pytest.raises(PipelineError) as caught:
-        rehearse(split(nn.Sequential(*layers), Plan.straight(3, 3)), torch.zeros(2), rank=7)
+        rehearse(
+            split(nn.Sequential(*layers), Plan.straight(3, 3)),
+            torch.zeros(2),
+            describe="stage {} (rank 7)".format,
+        )
     assert str(caught.value) == (
         "the first minibatch does not pass stage 1 (rank 7): ValueError: no such value"
     )
@@ -249,7 +253,7 @@ def test_an_error_of_the_device_at_the_last_stage_is_told_with_stage_and_rank(
 
     stages = split(nn.Sequential(nn.Linear(4, 4), Fails()), Plan.straight(2, 2))
     with pytest.raises(PipelineError) as caught:
-        rehearse(stages, torch.zeros(2, 4), torch.zeros(2, 4), _mean, rank=7)
+        rehearse(stages, torch.zeros(2, 4), torch.zeros(2, 4), _mean, describe="stage {} (rank 7)".format)
     assert str(caught.value) == (
         "the first minibatch does not pass stage 1 (rank 7): RuntimeError: device-side assert triggered"
     )

@@ -149,6 +149,7 @@ def test_workers_that_the_stages_name_run_several_of_them() -> None:
     assert [plan.stages_of(rank) for rank in range(3)] == [(0, 2, 4), (1, 3), ()]
     assert plan.describe_worker(0) == "stages 0, 2, 4 (rank 0)"
     assert plan.describe_worker(1) == "stages 1, 3 (rank 1)"
+    assert plan.describe_worker(1, stage=3) == "stage 3 (rank 1)"
     assert Plan.straight(3, 3).describe_worker(2) == "stage 2 (rank 2)"
     assert plan.describe_worker(2) == "rank 2"
 
