@@ -422,6 +422,7 @@ def test_run_without_a_plan_profiles_and_plans_first(call: Caller, calls: dict[s
         ([], "give --plan FILE, or --workers N and --bandwidth"),
         (["--workers", "2"], "give --plan FILE, or --workers N and --bandwidth"),
         (["--plan", "plan.json", "--workers", "2"], "--plan already says"),
+        (["--plan", "2-x"], "2-x: neither a file nor the replicas of each stage, such as 2-1"),
         (["--plan", "profile.json"], "profile.json: format is 'pipedream.profile/1', not 'pipedream.plan/1'"),
         (
             ["--plan", "plan.json", "--output", "gone/model.safetensors"],
@@ -865,6 +866,7 @@ def test_trace_writes_a_perfetto_trace_where_the_name_says_so(call: Caller) -> N
             "empty: has no instructions; `pipedream trace --stages 4 --text` prints some",
         ),
         (["--program", "huge"], "there are 1000000000001 stages: trace shows from 1 to 1024"),
+        (["--plan", "2-x"], "2-x: neither a file nor the replicas of each stage, such as 2-1"),
         (["--plan", "2-0"], "stage 1 has 0 replicas; it must have at least 1"),
         (["--plan", "2-1", "--schedule", "interleaved"], "stage 0 has several replicas; schedule"),
         (

@@ -7,6 +7,7 @@ writes it by hand, the launcher and every worker read it, files carry it between
 from __future__ import annotations
 
 import difflib
+import errno
 import functools
 import hashlib
 import json
@@ -83,11 +84,15 @@ class Stage:
 
 
 def replica_counts(text: str | os.PathLike[str]) -> tuple[int, ...] | None:
-    """Of "2-1": (2, 1), the replicas of every stage; None for anything else, such as a file's name."""
+    """Of "2-1": (2, 1), the replicas of every stage; None for the name of a file. Raises FileNotFoundError
+    for what is neither."""
     parts = os.fspath(text).split("-")
-    if not all(part.isdecimal() and part.isascii() for part in parts):
-        return None
-    return tuple(map(int, parts))
+    if all(part.isdecimal() and part.isascii() for part in parts):
+        return tuple(map(int, parts))
+    if not os.path.exists(text):
+        neither = "neither a file nor the replicas of each stage, such as 2-1"
+        raise FileNotFoundError(errno.ENOENT, neither, os.fspath(text))
+    return None
 
 
 @dataclass(frozen=True)

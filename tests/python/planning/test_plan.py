@@ -207,10 +207,16 @@ def test_replicated_plan_shares_out_the_layers_like_the_workers() -> None:
             Plan.replicated(1, counts)
 
 
-def test_replica_counts_are_numbers_with_dashes_between_them_and_else_a_file() -> None:
+def test_replica_counts_are_numbers_with_dashes_between_them_and_else_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert replica_counts("2-1") == (2, 1)
     assert replica_counts("15") == (15,)
-    for text in ("plan.json", "2-1.json", "2-", "-1", "", "./2-1"):
+    for text in ("plan.json", "2-1.json", "2-", "-1", "./2-1"):
+        with pytest.raises(FileNotFoundError, match="neither a file nor the replicas of each stage"):
+            replica_counts(text)
+        Path(text).touch()
         assert replica_counts(text) is None
 
 
