@@ -52,6 +52,24 @@ def test_other_schedules_give_the_references_result(
     assert_equals_reference(farm, _training("cnn", replicas, schedule=schedule))
 
 
+# A round of 6 minibatches, of which each replica has several: the last one is short in every way.
+@pytest.mark.parametrize("num_minibatches", [1, 3, 4, 5, 9, 11])
+@pytest.mark.parametrize("replicas", [(2, 3), (3, 2)], ids=["2-3", "3-2"])
+def test_a_short_round_of_several_minibatches_each_gives_the_references_result(
+    farm: Farm, replicas: tuple[int, ...], num_minibatches: int
+) -> None:
+    sgd = functools.partial(torch.optim.SGD, lr=0.5)  # Adam would hide a wrong divisor
+    schedule = "gpipe" if num_minibatches % 2 == 0 else "flush"
+    how: dict[str, Any] = {"schedule": schedule, "num_minibatches": num_minibatches, "optimizer": sgd}
+    assert_equals_reference(farm, _training("cnn", replicas, short_last=False, **how))
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2, 4, 5, 8])
+def test_replicas_of_the_only_stage_may_be_told_of_the_end(farm: Farm, num_minibatches: int) -> None:
+    how: dict[str, Any] = {"schedule": "data_parallel", "num_minibatches": num_minibatches}
+    assert_equals_reference(farm, _training("mlp", (3,), **how))
+
+
 @pytest.mark.parametrize("schedule", ["flush", "gpipe", "2bw"])
 def test_microbatches_give_the_references_result(farm: Farm, schedule: str) -> None:
     how: dict[str, Any] = {"schedule": schedule, "microbatches": 4, "short_last": False}

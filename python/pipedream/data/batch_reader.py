@@ -56,6 +56,7 @@ class BatchReader:
         self._check_inputs = check_inputs
         self._weight_fn = weight_fn
         self._batch: Minibatch | None = None
+        self._is_over = False
         self._pieces: list[Microbatch] = []
         self.samples: list[int] = []
         """Per minibatch that was fetched, those of other replicas too; so is the epoch."""
@@ -72,9 +73,10 @@ class BatchReader:
         """Takes the data up to this minibatch, whose code this runs; those before it are other replicas'.
         False: there is none."""
         began_ns = time.perf_counter_ns()
-        while self.num_minibatches <= minibatch:
+        while self.num_minibatches <= minibatch and not self._is_over:
             self._batch = self._stream.next()
             if self._batch is None:
+                self._is_over = True  # not asked again: whoever forwards data says so once
                 break
             self.samples.append(1 if self._batch.num_samples is None else self._batch.num_samples)
             self.epochs.append(self._batch.epoch)

@@ -20,7 +20,7 @@ import functools
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -68,12 +68,14 @@ class RoundRule:
     def round_of(self, minibatch: int) -> int:
         return minibatch // self.minibatches_per_round
 
-    def num_members(self, round_index: int, num_minibatches: int | None) -> int:
-        """Minibatches in the round."""
-        if num_minibatches is None:
-            return self.minibatches_per_round
-        left = num_minibatches - round_index * self.minibatches_per_round
-        return max(0, min(left, self.minibatches_per_round))
+    def num_own(self, round_index: int, num_minibatches: int | None) -> int:
+        """This replica's minibatches in a round whose backwards it has done. num_minibatches: None while it
+        does not know them, and so has had all that a round may have."""
+        first = round_index * self.minibatches_per_round + self.replica
+        end = (round_index + 1) * self.minibatches_per_round
+        if num_minibatches is not None:
+            end = min(end, num_minibatches)
+        return len(range(first, end, self.num_replicas))
 
     def num_pushed(self, num_minibatches: int) -> int:
         """The rounds in which this replica has a minibatch, those before the run's first included."""
@@ -90,6 +92,14 @@ class ReplicaChannels:
     pull_from: Mapping[int, str]
 
 
+class _Received(NamedTuple):
+    """An item of another replica."""
+
+    num_summed: int
+    """Of a push: minibatches that the gradient is the sum of."""
+    tensors: list[Tensor]
+
+
 @dataclass
 class _Round:
     """What is there of a round that is not over."""
@@ -100,6 +110,8 @@ class _Round:
     """The others whose gradients the program waits for, or has."""
     arrived: dict[int, list[list[Tensor]]] = field(default_factory=dict)
     """By replica: what has come of its chunks, in the order of sending."""
+    num_summed: dict[int, int] = field(default_factory=dict)
+    """By replica: minibatches that its gradient is the sum of."""
 
 
 class _Pushes:
@@ -151,11 +163,12 @@ class _Pushes:
             for other in self._channels:
                 self._send_ready(other)
 
-    def send_rest(self, other: int, gradients: Sequence[Tensor | None]) -> None:
-        """The backward is over. gradients: all, by parameter."""
+    def send_rest(self, other: int, gradients: Sequence[Tensor | None], num_summed: int) -> None:
+        """The backward is over. gradients: all, by parameter, of so many minibatches."""
         self._is_open = False
         for chunk in self._chunks[other][self._num_sent[other] :]:
-            self._send_chunk(other, chunk, [gradients[piece.parameter] for piece in chunk.pieces])
+            of_chunk = [gradients[piece.parameter] for piece in chunk.pieces]
+            self._send_chunk(other, chunk, of_chunk, num_summed)
 
     def finish(self) -> None:
         """All of the round has been sent."""
@@ -169,12 +182,16 @@ class _Pushes:
         for chunk in self._chunks[other][self._num_sent[other] :]:
             if not all(piece.parameter in self.gradients for piece in chunk.pieces):
                 return
-            self._send_chunk(other, chunk, [self.gradients[piece.parameter] for piece in chunk.pieces])
+            of_chunk = [self.gradients[piece.parameter] for piece in chunk.pieces]
+            self._send_chunk(other, chunk, of_chunk, num_summed=1)  # else they wait for the last backward
             self._num_sent[other] += 1
 
-    def _send_chunk(self, other: int, chunk: Chunk, gradients: Sequence[Tensor | None]) -> None:
+    def _send_chunk(
+        self, other: int, chunk: Chunk, gradients: Sequence[Tensor | None], num_summed: int
+    ) -> None:
         flags = torch.tensor([gradient is not None for gradient in gradients]).to(torch.uint8)
-        _send(self._core, self._channels[other], [flags, _content(chunk, gradients)])
+        fields = _core.ItemFields(data_fingerprint=num_summed)
+        _send(self._core, self._channels[other], [flags, _content(chunk, gradients)], fields)
 
 
 class ParameterServer(StageGradients):
@@ -248,7 +265,7 @@ class ParameterServer(StageGradients):
             entry.own = self._take_gradients(own_slot)
             self._pushed = [ref for ref in self._pushed if ref() is not None]
             self._pushed += [weakref.ref(part.untyped_storage()) for part in entry.own if part is not None]
-        self._pushes.send_rest(other, entry.own)
+        self._pushes.send_rest(other, entry.own, self._num_own(round_index))
         if other == self._others[-1]:
             self._pushes.finish()
             self._left_late_bytes = 0
@@ -276,7 +293,8 @@ class ParameterServer(StageGradients):
             first = self._receive(self._channels.push_from[other])
             if isinstance(first, EndOfData):
                 return first
-            entry.arrived[other] = [first]
+            entry.num_summed[other], tensors = first
+            entry.arrived[other] = [tensors]
         entry.pushed_by.add(other)
         return None
 
@@ -294,7 +312,10 @@ class ParameterServer(StageGradients):
         """The mean of the gradients of the minibatch's round, of this shard."""
         round_index = self._rule.round_of(minibatch)
         entry = self._rounds.pop(round_index)
-        num_members = self._rule.num_members(round_index, self._core.num_minibatches())
+        # As those say who have them: how many minibatches there are need not be known here yet.
+        num_members = sum(entry.num_summed.values())
+        if entry.own is not None:
+            num_members += self._num_own(round_index)
         means: dict[tuple[int, int], Tensor | None] = {}
         for index, chunk in enumerate(self._chunks[self._rule.replica]):
             parts = {other: self._chunk_from(entry, other, index) for other in sorted(entry.pushed_by)}
@@ -308,6 +329,9 @@ class ParameterServer(StageGradients):
                 means[piece.parameter, piece.first] = self._mean(piece, found, num_members)
             self._arrivals.publish(index, members)
         self._taken = [means[piece.parameter, piece.first] for piece in self._own_pieces]
+
+    def _num_own(self, round_index: int) -> int:
+        return self._rule.num_own(round_index, self._core.num_minibatches())
 
     def poison(self, freed_slot: int) -> None:
         """Not yet: another replica may still be reading this one's shard of the version."""
@@ -352,7 +376,7 @@ class ParameterServer(StageGradients):
             assert not isinstance(received, EndOfData)
             if slot_index is not None:
                 slot = self._weights.own.slots[slot_index]
-                slot[chunk.begin_bytes : chunk.end_bytes].copy_(received[0])
+                slot[chunk.begin_bytes : chunk.end_bytes].copy_(received.tensors[0])
 
     # Parts.
 
@@ -372,7 +396,7 @@ class ParameterServer(StageGradients):
         if index == len(arrived):
             received = self._receive(self._channels.push_from[other])
             assert not isinstance(received, EndOfData)
-            arrived.append(received)
+            arrived.append(received.tensors)
         found, arrived[index] = arrived[index], []  # its memory goes back when it has been added
         return found
 
@@ -422,12 +446,13 @@ class ParameterServer(StageGradients):
 
     # Items.
 
-    def _receive(self, channel: str) -> list[Tensor] | EndOfData:
+    def _receive(self, channel: str) -> _Received | EndOfData:
         item = self._core.receive_item(channel)
         assert item is not None  # there is no time-out
         if item.fields.is_empty:
             return EndOfData(item.fields.data_fingerprint)
-        return [from_dlpack(capsule) for capsule in item.take_tensors()]
+        tensors = [from_dlpack(capsule) for capsule in item.take_tensors()]
+        return _Received(item.fields.data_fingerprint, tensors)
 
 
 def _send(

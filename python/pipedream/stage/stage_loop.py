@@ -258,7 +258,9 @@ class WorkerLoop:
                 self._clock.finish()
             for runner in self._runners.values():
                 runner.parts.weights.check_gradients_taken()
-            if any(runner.is_last and not runner.is_first for runner in self._runners.values()):
+            # Who reads the data learns of their end by itself, but for a replica that another has told.
+            replicas = bool(self._servers)
+            if any(runner.is_last and (replicas or not runner.is_first) for runner in self._runners.values()):
                 self._check_end(work.num_minibatches)
         return self._report(meter, step_meter)
 
