@@ -25,9 +25,16 @@ _BETWEEN = ("pipedream", "contextlib")  # modules of the frames between a warnin
 
 
 def cautions_of(
-    model: Model, plan: Plan, world_size: int | None, loss_fn: Any = None, microbatches: int = 1
+    model: Model,
+    plan: Plan,
+    world_size: int | None,
+    loss_fn: Any = None,
+    microbatches: int = 1,
+    *,
+    rates_by_update: bool = False,
 ) -> Iterator[str]:
-    """One line each. world_size: ranks that torchrun has started, None without it."""
+    """One line each. world_size: ranks that torchrun has started, None without it. rates_by_update: each
+    stage has a scheduler of its own that steps with its updates."""
     layers = [layer for _, layer in layers_of(model)]
     if not any(parameter.requires_grad for layer in layers for parameter in layer.parameters()):
         yield (
@@ -49,6 +56,14 @@ def cautions_of(
         yield (
             f"the plan uses {plan.workers_used} of {world_size} ranks: the others wait until the run is over;"
             f" partition for {world_size} workers, or start {plan.workers_used}"
+        )
+    num_replicas = {stage.num_replicas for stage in plan.stages}
+    if rates_by_update and len(num_replicas) > 1:
+        most = max(num_replicas)
+        yield (
+            f"lr_scheduler steps once per update, which a stage of {most} replicas makes once in {most}"
+            f" minibatches and one of {min(num_replicas)} once in {min(num_replicas)}: their learning rates"
+            " differ; use a fixed rate, a plan of equal replicas, or a schedule that drains"
         )
     if microbatches > 1:
         yield from _cautions_of_loss(loss_fn, microbatches)

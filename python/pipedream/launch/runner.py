@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipedream import _core
 from pipedream.budget.offload import forced_offload
 from pipedream.common.checks import (
     is_whole,
@@ -177,7 +178,16 @@ def run(
             model = _cut(model, data, options)
     if _is_rank_0():
         world_size = int(os.environ["WORLD_SIZE"]) if _under_torchrun() else None
-        for caution in cautions_of(model, plan, world_size, None if weight_fn else loss_fn, microbatches):
+        cautions = cautions_of(
+            model,
+            plan,
+            world_size,
+            None if weight_fn else loss_fn,
+            microbatches,
+            rates_by_update=lr_scheduler is not None
+            and not _core.drains_every_minibatch(options.schedule_options()),
+        )
+        for caution in cautions:
             warn_the_caller(caution)
     if prefix is not None:
         result = _run_this_rank(model, data, options, prefix)

@@ -11,6 +11,7 @@ import torch
 from pipedream import Plan
 from pipedream.launch import runner
 from pipedream.launch.cautions import cautions_of
+from pipedream.planning.plan import Stage
 from torch import nn
 
 
@@ -107,3 +108,12 @@ def test_run_warns_at_the_callers_line_before_any_process_starts(monkeypatch: py
             optimizer=functools.partial(torch.optim.SGD, lr=0.1),
         )
     assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_a_scheduler_that_steps_at_different_rates_is_told() -> None:
+    uneven = Plan((Stage(0, 0, 2), Stage(1, 1)))
+    (caution,) = cautions_of(_model(), uneven, None, rates_by_update=True)
+    assert "a stage of 2 replicas makes once in 2 minibatches and one of 1 once in 1" in caution
+    assert list(cautions_of(_model(), uneven, None)) == []
+    even = Plan((Stage(0, 0, 2), Stage(1, 1, 2)))
+    assert list(cautions_of(_model(), even, None, rates_by_update=True)) == []
