@@ -127,7 +127,7 @@ TEST_P(Transports, WorkersWithSeveralStagesGetTheEndOnEveryChannel) {
 
 // ---- One host ----
 
-// Items on both sides of what is worth placing.
+// Items of a few bytes and of some ten thousand.
 class OneHost : public testing::TestWithParam<bool> {
  protected:
   void SetUp() override {
@@ -151,8 +151,8 @@ TEST_P(OneHost, TensorsArePlacedInTheNeighboursMemory) {
       for (const auto& [name, transport] : report.transports) {
         EXPECT_EQ(transport, "shared memory") << name;
         const ChannelStats& stats = report.channels.at(name);
-        EXPECT_GT(stats.placed_bytes, stats.tensor_bytes / 2) << name;
-        EXPECT_LT(stats.placed_bytes, stats.tensor_bytes) << name;
+        EXPECT_GT(stats.tensor_bytes, 0) << name;
+        EXPECT_EQ(stats.placed_bytes, stats.tensor_bytes) << name;
       }
     }
   }
