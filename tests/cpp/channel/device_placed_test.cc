@@ -96,7 +96,7 @@ TEST_P(DevicePlaced, ManyItemsThatAreReadLateArriveUnchanged) {
 
 TEST_P(DevicePlaced, EverySizeIsPlacedAndNothingIsStaged) {
   make_receiver(one_tensor_spec(), {});
-  ChannelOptions options{kName, spec_, 1000, 16};  // with the usual bound for what is worth placing
+  ChannelOptions options{kName, spec_, 1000, 16};
   sender_ = std::make_unique<SendChannel>(options, *sending_, sender_wakeup_, *device_, nullptr);
   sender_->place_into(SharedMemory::open_on(*device_, shared_->address(), shared_use(spec_.slot_bytes())));
   sender_->attach(sending_->connect(link_options(), receiver_link_->endpoint(), *sender_));
