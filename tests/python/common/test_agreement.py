@@ -65,6 +65,8 @@ def test_all_options_of_a_run_are_compared_but_those_of_one_rank() -> None:
         optimizer=torch.optim.SGD,
         lr_scheduler=torch.optim.lr_scheduler.StepLR,
         schedule="2bw",
+        sync="ssp",
+        staleness=2,
         microbatches=2,
         weight_fn=torch.numel,
         recompute=(True, False),
@@ -82,6 +84,8 @@ def test_all_options_of_a_run_are_compared_but_those_of_one_rank() -> None:
     assert settings_of(options) == {
         "lr_scheduler": "given",
         "schedule": "2bw",
+        "sync": "ssp",
+        "staleness": 2,
         "microbatches": 2,
         "weight_fn": "given",
         "recompute": [True, False],
