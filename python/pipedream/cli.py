@@ -78,6 +78,10 @@ _Target = Annotated[
         " object with model, data, loss_fn and, to run, optimizer and any other argument of pipedream.run.",
     ),
 ]
+_Microbatches = Annotated[int | None, typer.Option(help="Of every minibatch.")]
+_Recompute = Annotated[
+    bool, typer.Option("--recompute", help="Every stage repeats its forward before the backward.")
+]
 _Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")
 ]
@@ -158,10 +162,8 @@ def simulate_command(
         str | None, typer.Option(help="Of the links between workers; without it the plan's.")
     ] = None,
     minibatches: Annotated[int | None, typer.Option(help="How many to simulate.")] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Of every minibatch.")] = None,
-    recompute: Annotated[
-        bool, typer.Option("--recompute", help="Every stage repeats its forward before the backward.")
-    ] = False,
+    microbatches: _Microbatches = None,
+    recompute: _Recompute = False,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -341,16 +343,14 @@ def trace_command(
         ),
     ] = None,
     minibatches: Annotated[int | None, typer.Option(help="How many to show.")] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Of every minibatch.")] = None,
+    microbatches: _Microbatches = None,
     workers: Annotated[
         int | None, typer.Option(help="For interleaved: workers that share the stages; else half as many.")
     ] = None,
     in_flight: Annotated[
         str | None, typer.Option(metavar="N,N,...", help="In flight at every stage, for example 4,3,2,1.")
     ] = None,
-    recompute: Annotated[
-        bool, typer.Option("--recompute", help="Every stage repeats its forward before the backward.")
-    ] = False,
+    recompute: _Recompute = False,
     staleness: Annotated[
         int, typer.Option(help="How many rounds older a version replicas may read than without.")
     ] = 0,

@@ -159,7 +159,17 @@ def simulate_plan(
         rounds = _STEADY_ROUNDS + 2 * max(plan.in_flight)
         minibatches = rounds * max(stage.num_replicas for stage in plan.stages)
     traced = make_traced(
-        TraceRequest(schedule, None, plan_file, minibatches, microbatches, None, None, recompute), None
+        TraceRequest(
+            schedule=schedule,
+            stages=None,
+            plan_file=plan_file,
+            minibatches=minibatches,
+            microbatches=microbatches,
+            workers=None,
+            in_flight=None,
+            recompute=recompute,
+        ),
+        None,
     )
     num_microbatches = traced.options.num_microbatches
     times = _stage_times(plan, profile, num_microbatches, bandwidth)

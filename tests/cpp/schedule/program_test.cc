@@ -25,15 +25,6 @@ Counts versions_of(Opcode opcode, const ScheduleOptions& options, std::int64_t w
   return versions;
 }
 
-std::string error_of(const ScheduleOptions& options) {
-  try {
-    check_schedule_options(options);
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "";
-}
-
 std::string error_of_placement(const std::string& schedule, const Counts& rank_of_stage) {
   ScheduleOptions options = make_options(schedule, straight(static_cast<std::int64_t>(rank_of_stage.size())));
   options.placement = Placement::at_ranks(rank_of_stage);

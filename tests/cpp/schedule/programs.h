@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "base/failure.h"
 #include "schedule/transfers.h"
 
 namespace pipedream {
@@ -27,6 +28,16 @@ inline ScheduleOptions make_options(const std::string& schedule, const Counts& i
   options.in_flight = in_flight;
   options.num_microbatches = num_microbatches;
   return options;
+}
+
+// Why the options are refused; empty when they are not.
+inline std::string error_of(const ScheduleOptions& options) {
+  try {
+    check_schedule_options(options);
+  } catch (const UserError& error) {
+    return error.what();
+  }
+  return "";
 }
 
 inline ScheduleOptions make_interleaved(std::int64_t num_workers, std::int64_t num_chunks,

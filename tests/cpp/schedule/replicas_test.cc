@@ -13,15 +13,6 @@
 namespace pipedream {
 namespace {
 
-std::string error_of(const ScheduleOptions& options) {
-  try {
-    check_schedule_options(options);
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "";
-}
-
 // "F0 B0 >1 <1 U0 }1 {1": > push to a replica, < push from it, } pull to it, { pull from it; activations and
 // gradients are left out.
 std::string sync_on_paper(const ScheduleOptions& options, std::int64_t rank, std::int64_t num_minibatches) {

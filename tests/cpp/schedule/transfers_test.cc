@@ -205,15 +205,6 @@ TEST(Program, WithItsTransfersLeftOutIsWhatIsComputed) {
   }
 }
 
-std::string error_of(const ScheduleOptions& options) {
-  try {
-    check_schedule_options(options);
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "";
-}
-
 TEST(ScheduleOptions, RefuseTiesThatAreNotBetweenTwoStagesInOrder) {
   const auto error_of_ties = [](const std::vector<TiedStages>& ties) {
     return error_of(tied(make_options("flush", {3, 2, 1}), ties));
