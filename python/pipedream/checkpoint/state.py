@@ -44,6 +44,7 @@ def send_state(core: _core.Worker, channel: str, stage: StageModule, *, only_buf
     state = dict(stage.stage_buffers()) if only_buffers else _state_of(stage)
     send_document(core, channel, [[name, dtype_name(t.dtype), list(t.shape)] for name, t in state.items()])
     send_tensors(core, channel, list(state.values()))
+    core.wait_until_sent(channel)  # they are read where they lie, and the next forward changes buffers
 
 
 def receive_state(core: _core.Worker, channel: str, stage: StageModule) -> None:
