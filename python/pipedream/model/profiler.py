@@ -9,7 +9,9 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import platform
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -39,6 +41,11 @@ __all__ = ["profile"]
 
 # The first minibatches also pay for allocation, thread pools and choice of kernels.
 _WARM_UP_MINIBATCHES = 5
+# Consecutive minibatches make a block, so that the machine's slow changes show in the blocks' means.
+_BLOCKS = 10
+_STUDENT_T = 2.262  # of _BLOCKS - 1 degrees of freedom, two-sided, 95 %
+_BLOCK_MINIBATCHES_MIN = 5
+_TIME_ERROR_ENOUGH = 0.005
 # Minibatches are read, those of another size than the first included, at most this often the number timed.
 _SKIPPED_FACTOR_MAX = 10
 
@@ -59,8 +66,9 @@ def profile(
     milliseconds, the bytes that cross the cut after it and the bytes of its trainable parameters.
 
     batches: yields (inputs, targets), or dicts of what the model takes by name; started again when it ends,
-    unless it is a generator. Stops after `minibatches` measured ones (besides up to 5 of warm-up, discarded)
-    or after `seconds` in all, whichever is first. loss_fn(outputs, targets), with dicts
+    unless it is a generator. Stops after `minibatches` measured ones (besides up to 5 of warm-up, discarded),
+    after `seconds` in all, or once the mean time of a minibatch is known to 0.5 % (Profile.time_error),
+    whichever is first. loss_fn(outputs, targets), with dicts
     loss_fn(outputs, batch), must give a scalar; its time goes to the last layer; None takes the loss that the
     model's output has. Short minibatches are not timed. The model is left as it was: weights, gradients,
     buffers, flags and counters, random number generators; so is a loss that is a module or another object.
@@ -91,13 +99,19 @@ def profile(
         _measure(measurement, batches, device, minibatches, seconds, advance)
     passes = measurement.passes
     assert passes is not None  # at least one minibatch was measured
-    columns = (*measurement.means_ms(), passes.activation_bytes, passes.parameter_bytes)
+    columns = (
+        *measurement.means_ms(),
+        passes.activation_bytes,
+        passes.parameter_bytes,
+        passes.saved_bytes,
+    )
     return Profile(
         layers=tuple(itertools.starmap(LayerProfile, zip(passes.layer_names, *columns, strict=True))),
         model=model_name(model),
         batch_size=measurement.batch_size,
         device=_device_name(device),
         minibatches=measurement.num_measured,
+        time_error=measurement.time_error(),
     )
 
 
@@ -124,6 +138,31 @@ class _Measurement:
     @property
     def num_measured(self) -> int:
         return len(self.forward_ms) - self.num_warm_up
+
+    def time_error(self) -> float | None:
+        """Of the mean time of a minibatch: half the width of its 95 % interval, as a share of it. None where
+        there are too few for one."""
+        sums_ms = [
+            sum(forward_ms) + sum(backward_ms)
+            for forward_ms, backward_ms in zip(
+                self.forward_ms[self.num_warm_up :], self.backward_ms[self.num_warm_up :], strict=True
+            )
+        ]
+        size = len(sums_ms) // _BLOCKS
+        if size < _BLOCK_MINIBATCHES_MIN:
+            return None
+        means_ms = [statistics.fmean(sums_ms[i * size : (i + 1) * size]) for i in range(_BLOCKS)]
+        mean_ms = statistics.fmean(means_ms)
+        if mean_ms == 0:
+            return None
+        return _STUDENT_T * statistics.stdev(means_ms) / math.sqrt(_BLOCKS) / mean_ms
+
+    def is_known_well(self) -> bool:
+        """Looks at it once per block."""
+        if self.num_measured % (_BLOCKS * _BLOCK_MINIBATCHES_MIN) or self.num_measured <= 0:
+            return False
+        error = self.time_error()
+        return error is not None and error <= _TIME_ERROR_ENOUGH
 
     def means_ms(self) -> tuple[list[float], list[float]]:
         return _column_means(self.forward_ms[self.num_warm_up :]), _column_means(
@@ -153,6 +192,8 @@ def _measure(
             if len(measurement.forward_ms) > _WARM_UP_MINIBATCHES:
                 advance()
         num_done = len(measurement.forward_ms)
+        if measurement.is_known_well():
+            return
         # The time limit cuts the warm-up short, but never to less than one minibatch.
         if deadline is not None and num_done >= 2 and time.perf_counter() >= deadline:
             return

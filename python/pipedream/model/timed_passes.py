@@ -1,23 +1,26 @@
 """Timed passes: one forward and backward of a minibatch, with the time that each layer takes of them.
 
-    list of layers   one after the other on detached inputs, so that each layer's backward is timed alone
-    any module       its own forward; the clock is read where calls end that it may be cut after, and in the
-                     backward where the gradient of what these calls returned is complete: autograd goes
-                     back in the order in which the forward went on
+    list of layers   one after the other; the clock is read behind each
+    any module       its own forward; the clock is read where calls end that it may be cut after
+
+In the backward the clock is read where the gradient of what a layer returned is complete: autograd goes
+back in the order in which the forward went on. So a layer's backward is timed as part of one backward: a
+call of autograd's own for each layer would add what entering it costs, some 60 us, to every one of them.
 
 The values and gradients that flow are those of real training. Owned by the thread that profiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from pipedream.model.batches import call_model
-from pipedream.model.boundary import boundary_input, check_loss, map_tensors, tensors_of
+from pipedream.model.boundary import check_loss, map_tensors, tensors_of
 from pipedream.model.calls import calls_seen, module_names, visible_modules
 from pipedream.model.clock import Clock
 from pipedream.model.cut_model import CutModel
@@ -35,6 +38,8 @@ class TimedPasses(Protocol):
     """Trainable ones of each layer; a tied parameter counts where it is first used."""
     activation_bytes: list[int]
     """That cross behind each layer; known after the first minibatch."""
+    saved_bytes: list[int]
+    """That autograd keeps for each layer's backward, without parameters, each storage once; as above."""
 
     def run(self, minibatch: int, inputs: Any, targets: Any, clock: Clock) -> tuple[list[float], list[float]]:
         """Milliseconds of each layer's forward and backward. Leaves no gradients."""
@@ -49,50 +54,32 @@ class LayerPasses:
         self._loss_fn = loss_fn
         self.parameter_bytes = _parameter_bytes(self._layers)
         self.activation_bytes: list[int] = []
+        self.saved_bytes: list[int] = []
 
     def run(self, minibatch: int, inputs: Any, targets: Any, clock: Clock) -> tuple[list[float], list[float]]:
-        clock.start_minibatch()
+        pass_ = _Pass(len(self._layers), clock)
+        measures_bytes = not self.saved_bytes
+        saved = pass_.saved_bytes(self._layers) if measures_bytes else _no_bytes()
         # A copy, as a first layer that works in place would change the caller's data at every pass.
         value = map_tensors(lambda tensor: tensor.detach().clone(), inputs)
-        leaves_of: list[list[Tensor]] = []
-        outputs_of: list[list[Tensor]] = []
-        loss = None
-        for layer_index, layer in enumerate(self._layers):
-            is_last = layer_index == len(self._layers) - 1
-            value, leaves = _detach(value)
-            clock.start()
-            value = call_model(layer, value)
-            if is_last:
-                loss = check_loss(call_loss(self._loss_fn, value, targets), minibatch)
-            clock.stop()
-            leaves_of.append(leaves)
-            outputs_of.append([loss] if loss is not None else tensors_of(value))
-        if not self.activation_bytes:
-            self.activation_bytes = [
-                sum(tensor.numel() * tensor.element_size() for tensor in outputs)
-                for outputs in outputs_of[:-1]
-            ] + [0]
-        assert loss is not None  # a model has at least one layer
-        gradients: list[Tensor | None] = [torch.ones_like(loss)]
-        del value, loss  # the graph of a layer is freed once its backward is done
-        for layer in reversed(self._layers):
-            outputs = outputs_of.pop()
-            wanted = [
-                (output, gradient)
-                for output, gradient in zip(outputs, gradients, strict=True)
-                if output.requires_grad and gradient is not None
-            ]
-            clock.start()
-            if wanted:
-                torch.autograd.backward(
-                    [output for output, _ in wanted], [gradient for _, gradient in wanted]
-                )
-            clock.stop()
-            gradients = [leaf.grad for leaf in leaves_of.pop()]
+        clock.start_minibatch()
+        clock.start()
+        with saved as saved_bytes:
+            for layer_index, layer in enumerate(self._layers[:-1]):
+                value = call_model(layer, value)
+                pass_.end_forward_of(layer_index, value)
+                if measures_bytes:
+                    self.activation_bytes.append(_num_bytes(tensors_of(value)))
+            value = call_model(self._layers[-1], value)
+            loss = check_loss(call_loss(self._loss_fn, value, targets), minibatch)
+        del value
+        pass_.backward(loss)
+        for layer in self._layers:
             _drop_gradients(layer)
-        times = clock.finish_minibatch()
-        num_layers = len(self._layers)
-        return times[:num_layers], times[num_layers:][::-1]
+        if measures_bytes:
+            self.activation_bytes.append(0)
+            self.saved_bytes = saved_bytes
+        return pass_.times()
 
 
 class CutPasses:
@@ -104,6 +91,7 @@ class CutPasses:
         self.layer_names = cut.layer_names
         self.parameter_bytes = cut.parameter_bytes()
         self.activation_bytes = [*(place.num_bytes for place in cut.offered), 0]
+        self.saved_bytes: list[int] = []
         modules = dict(visible_modules(cut.module))
         self._names = module_names(cut.module)
         self._layers = {
@@ -115,51 +103,86 @@ class CutPasses:
 
     def run(self, minibatch: int, inputs: Any, targets: Any, clock: Clock) -> tuple[list[float], list[float]]:
         given = map_tensors(lambda tensor: tensor.detach().clone(), inputs)
-        pass_ = _CutPass(self._names, self._layers, clock)
+        pass_ = _Pass(len(self._cut.layer_names), clock)
+        counter = CallCounter(self._names)
+
+        def see(
+            module: nn.Module,
+            call: Callable[..., Any],
+            arguments: tuple[Any, ...],
+            keywords: dict[str, Any],
+        ) -> Any:
+            key: CallKey = counter.key_of_next(module)
+            output = call(*arguments, **keywords)
+            if key in self._layers:
+                pass_.end_forward_of(self._layers[key], output)
+            return output
+
+        measures_bytes = not self.saved_bytes
+        saved = pass_.saved_bytes([self._cut.module]) if measures_bytes else _no_bytes()
         clock.start_minibatch()
         clock.start()
-        with calls_seen(self._seen, pass_.call):
+        with saved as saved_bytes, calls_seen(self._seen, see):
             output = call_model(self._cut.module, given)
-        loss = check_loss(call_loss(self._loss_fn, output, targets), minibatch)
+            loss = check_loss(call_loss(self._loss_fn, output, targets), minibatch)
         del output, given
-        clock.next()
-        if loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
-        clock.stop()
+        pass_.backward(loss)
         _drop_gradients(self._cut.module)
-        return pass_.times(clock.finish_minibatch(), len(self._cut.layer_names))
+        if measures_bytes:
+            self.saved_bytes = saved_bytes
+        return pass_.times()
 
 
-class _CutPass:
+class _Pass:
     """One minibatch. A span is the work of the layers since the one before."""
 
-    def __init__(self, names: dict[int, str], layers: dict[CallKey, int], clock: Clock) -> None:
-        self._counter = CallCounter(names)
-        self._layers = layers
+    def __init__(self, num_layers: int, clock: Clock) -> None:
+        self._num_layers = num_layers
         self._clock = clock
         self._forward: list[int] = []  # the layers at whose ends the clock was read
         self._backward: list[int] = []
 
-    def call(
-        self,
-        module: nn.Module,
-        call: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-    ) -> Any:
-        key = self._counter.key_of_next(module)
-        output = call(*arguments, **keywords)
-        layer = self._layers.get(key)
-        if layer is not None:
-            self._end_forward_of(layer, output)
-        return output
-
-    def _end_forward_of(self, layer: int, output: Any) -> None:
+    def end_forward_of(self, layer: int, output: Any) -> None:
         self._clock.next()
         self._forward.append(layer)
         for tensor in tensors_of(output):
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: self._end_backward_behind(layer))  # type: ignore[no-untyped-call]
+
+    def backward(self, loss: Tensor) -> None:
+        self._clock.next()
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        self._clock.stop()
+
+    def times(self) -> tuple[list[float], list[float]]:
+        """Milliseconds of each layer's forward and backward."""
+        spans, last = self._clock.finish_minibatch(), self._num_layers - 1
+        forward, backward = [0.0] * self._num_layers, [0.0] * self._num_layers
+        num_forward = len(self._forward) + 1
+        for layer, time in zip([*self._forward, last], spans[:num_forward], strict=True):
+            forward[layer] += time
+        # Where no gradient told the layers in between apart, the most downstream one has their time.
+        for layer, time in zip([last, *self._backward], spans[num_forward:], strict=True):
+            backward[layer] += time
+        return forward, backward
+
+    @contextlib.contextmanager
+    def saved_bytes(self, modules: Iterable[nn.Module]) -> Iterator[list[int]]:
+        """Bytes per layer, filled while it lasts; what two layers save counts at the first."""
+        num_bytes = [0] * self._num_layers
+        seen = {_storage_of(parameter) for module in modules for parameter in module.parameters()}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = _storage_of(tensor)
+            if storage not in seen:
+                seen.add(storage)
+                layer = self._forward[-1] + 1 if self._forward else 0
+                num_bytes[layer] += tensor.untyped_storage().nbytes()
+            return tensor.detach()  # what an operation returns and saves must not hold itself
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield num_bytes
 
     def _end_backward_behind(self, layer: int) -> None:
         """The gradient of what the layer returned is complete; of several tensors the first counts."""
@@ -167,15 +190,17 @@ class _CutPass:
             self._clock.next()
             self._backward.append(layer)
 
-    def times(self, spans: list[float], num_layers: int) -> tuple[list[float], list[float]]:
-        forward, backward = [0.0] * num_layers, [0.0] * num_layers
-        num_forward = len(self._forward) + 1
-        for layer, time in zip([*self._forward, num_layers - 1], spans[:num_forward], strict=True):
-            forward[layer] += time
-        # Where no gradient told the layers in between apart, the most downstream one has their time.
-        for layer, time in zip([num_layers - 1, *self._backward], spans[num_forward:], strict=True):
-            backward[layer] += time
-        return forward, backward
+
+def _no_bytes() -> contextlib.AbstractContextManager[list[int]]:
+    return contextlib.nullcontext([])
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _parameter_bytes(layers: Sequence[nn.Module]) -> list[int]:
@@ -195,14 +220,3 @@ def _drop_gradients(module: nn.Module) -> None:
     # Each minibatch writes fresh gradients, as a training loop that sets them to None.
     for parameter in module.parameters():
         parameter.grad = None
-
-
-def _detach(value: Any) -> tuple[Any, list[Tensor]]:
-    """The value without its graph, and the leaves that its gradients arrive in, in tensors_of order."""
-    leaves: list[Tensor] = []
-
-    def detach(tensor: Tensor) -> Tensor:
-        leaves.append(tensor.detach().requires_grad_(tensor.requires_grad))
-        return boundary_input(leaves[-1])
-
-    return map_tensors(detach, value), leaves

@@ -31,6 +31,7 @@ __all__ = ["LayerProfile", "Profile"]
 _KIND = "profile"
 _VERSION = 1
 _FORMAT = f"pipedream.{_KIND}/{_VERSION}"
+_HEADER_FIELDS = ("model", "batch_size", "device", "minibatches", "time_error")
 _LAYER_FIELDS = ("name", "forward_ms", "backward_ms", "activation_bytes", "parameter_bytes")
 
 
@@ -82,6 +83,9 @@ class Profile:
     device: str | None = None
     minibatches: int | None = None
     """How many minibatches the figures are means over."""
+    time_error: float | None = None
+    """Of the mean time of a minibatch: half the width of its 95 % interval, as a share of it. None: not
+    known."""
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -91,6 +95,8 @@ class Profile:
         for name in ("model", "device"):
             if getattr(self, name) is not None:
                 check_text(name, getattr(self, name))
+        if self.time_error is not None:
+            _set(self, "time_error", check_number("time_error", self.time_error))
         for name in ("batch_size", "minibatches"):
             if getattr(self, name) is not None:
                 _set(self, name, check_whole(name, getattr(self, name), at_least=1))
@@ -123,7 +129,7 @@ class Profile:
         try:
             require(fields, ["layers"], "")
             layers = check_list("layers", fields["layers"])
-            header = {name: fields.get(name) for name in ("model", "batch_size", "device", "minibatches")}
+            header = {name: fields.get(name) for name in _HEADER_FIELDS}
             extra = {name: fields[name] for name in fields if name not in {"format", "layers", *header}}
             return cls(
                 tuple(_layer_from_dict(i, layer) for i, layer in enumerate(layers)), **header, extra=extra
@@ -133,13 +139,15 @@ class Profile:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields of the file, the long list of layers last."""
-        header = {
+        header: dict[str, Any] = {
             "format": _FORMAT,
             "model": self.model,
             "batch_size": self.batch_size,
             "device": self.device,
             "minibatches": self.minibatches,
         }
+        if self.time_error is not None:
+            header["time_error"] = self.time_error
         return header | self.extra | {"layers": [layer.to_dict() for layer in self.layers]}
 
     def __str__(self) -> str:
@@ -163,6 +171,10 @@ class Profile:
             title += f", on {self.device}"
         parameters = format_bytes(self.parameter_bytes)
         sums = f"together {self.compute_ms:.3f} ms per minibatch, {parameters} of parameters"
+        if self.time_error is not None:
+            sums += f"; the time is known to {100 * self.time_error:.1f} %"
+        elif self.minibatches is not None:
+            sums += f"; of {self.minibatches} minibatches, too few to say how well the time is known"
         return f"{title}\n\n{format_table(headings, rows, '><>>>>>')}\n\n{sums}"
 
 

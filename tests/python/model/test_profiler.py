@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -136,9 +137,21 @@ class Costly(nn.Module):
         # What warms up is slow at first, and must not count.
         self.num_forwards += 1
         self.clock.pass_ms(self.forward_ms if self.num_forwards > 5 else 1000)
-        output = value * self.weight
-        output.register_hook(lambda gradient: self.clock.pass_ms(self.backward_ms))
-        return output
+        return _Taking.apply(value * self.weight, self.clock, self.backward_ms)
+
+
+class _Taking(torch.autograd.Function):
+    """Passes time on the fake clock in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, clock: Clock, backward_ms: float) -> torch.Tensor:
+        ctx.clock, ctx.backward_ms = clock, backward_ms
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.clock.pass_ms(ctx.backward_ms)
+        return gradients[0], None, None
 
 
 def test_times_are_means_of_each_layers_own_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +172,35 @@ def test_times_are_means_of_each_layers_own_forward_and_backward(monkeypatch: py
     first, last = profile(model, batches(), loss_fn, minibatches=3).layers
     assert (first.forward_ms, first.backward_ms) == pytest.approx((1, 2))
     assert (last.forward_ms, last.backward_ms) == pytest.approx((3 + 20, 4))  # the loss is the last layer's
+
+
+def test_profiling_ends_once_the_time_is_known_and_says_how_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("pipedream.model.profiler.time.perf_counter", lambda: clock.now_s)
+    batch = (torch.ones(2, 2), torch.ones(2))
+    steady = profile(nn.Sequential(Costly(clock, 1, 2)), [batch], lambda outputs, _: outputs.sum())
+    assert (steady.minibatches, steady.time_error) == (50, pytest.approx(0, abs=1e-9))
+    times_ms = itertools.cycle([0.0] * 15 + [3.0] * 15)  # the machine is slower now and then
+
+    def loss_fn(outputs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        clock.pass_ms(next(times_ms))
+        return outputs.sum()
+
+    noisy = profile(nn.Sequential(Costly(clock, 1, 2)), [batch], loss_fn, minibatches=100)
+    assert noisy.minibatches == 100
+    assert noisy.time_error is not None and noisy.time_error > 0.1
+    short = profile(nn.Sequential(Costly(clock, 1, 2)), [batch], loss_fn, minibatches=10)
+    assert short.time_error is None
+    assert "10 minibatches, too few to say" in str(short)
+
+
+def test_what_autograd_keeps_is_counted_once_and_without_parameters() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    batch = (torch.ones(16, 4), torch.ones(16, 2))
+    saved = [layer.saved_bytes for layer in profile(model, [batch], squared_error, minibatches=1).layers]
+    # The first saves its input, ReLU its output, which the last one needs too; the loss its difference.
+    assert saved[:2] == [16 * 4 * 4, 16 * 8 * 4]
+    assert saved[2] is not None and 0 < saved[2] <= 2 * 16 * 2 * 4
 
 
 def test_profiling_leaves_the_state_of_the_loss_as_it_was() -> None:
