@@ -72,8 +72,7 @@ class EdgeTransfers:
             server.push(edge.to_replica, work.minibatch, gradient_slot)
         elif work.kind == "RECV":
             server.pull_from(edge.from_replica)
-        else:
-            server.pull_for(edge.to_replica)
+        # Else it has left with the update.
         return None
 
     def _made_for(self, edge: _core.Edge, minibatch: int) -> list[Tensor]:

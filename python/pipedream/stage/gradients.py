@@ -7,6 +7,7 @@ would make the stages wait for each other. Owned by the worker's compute thread.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -20,7 +21,10 @@ from pipedream.model.splitter import StageModule, Tie
 from pipedream.stage.tied import TiedParameters
 from pipedream.stage.weights import StageOptimizer, StageWeights, split_tied
 
-__all__ = ["GradientFigures", "NormExchange", "StageGradients", "clip_scale", "updated_parameters"]
+__all__ = ["GradientFigures", "NormExchange", "RunStep", "StageGradients", "clip_scale", "updated_parameters"]
+
+RunStep = Callable[[Callable[[], None]], None]
+"""Runs what an optimizer does: timed, measured and with its errors told."""
 
 _NORM_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
@@ -79,11 +83,11 @@ class StageGradients:
         squared_norm = float(norms.square().sum())
         return GradientFigures(squared_norm, not math.isfinite(squared_norm))
 
-    def apply(self, read_slot: int, write_slot: int, gradient_scale: float) -> None:
+    def apply(self, read_slot: int, write_slot: int, gradient_scale: float, run: RunStep) -> None:
         """Makes the next version of the parameters."""
         tied_read, tied_write = self._tied.begin_update()
         read, write = self._leaves(read_slot, tied_read), self._leaves(write_slot, tied_write)
-        self._optimizer.step(read, write, self._taken, gradient_scale)
+        run(functools.partial(self._optimizer.step, read, write, self._taken, gradient_scale))
         self._finish()
 
     def skip(self, read_slot: int, write_slot: int) -> None:

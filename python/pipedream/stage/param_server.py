@@ -4,9 +4,12 @@ its exchange with the shards of the others.
     round t, at each replica                       who                     what travels, chunk by chunk
     SEND push   by its last backward of t          with a minibatch in t   its gradient, to the shards' owners
     RECV push   before the update                  all                     the gradients of its own shard
-    UPDATE      mean over the round's minibatches  all                     version t + 1 of its own shard
-    SEND pull   after it                           all                     that, to the others
+    UPDATE      chunk by chunk: its mean over the round's minibatches, its version t + 1 of the optimizer
+    SEND pull   with it                            all                     that, to the others
     RECV pull   before what reads version t + 1    all                     the others' shards of it
+
+A chunk is updated, and leaves for the others, as soon as the gradients of all replicas are there, while the
+next chunk's are on their way: both directions of a link are busy.
 
 The program says when (transfers.h); here is what is sent, and what becomes of what is received. Gradients are
 added in the order of the replicas, so that a run gives the same numbers however late one is. A round that
@@ -30,7 +33,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 from pipedream import _core
 from pipedream.common.errors import PipelineError
 from pipedream.model.boundary import exportable
-from pipedream.stage.gradients import StageGradients
+from pipedream.stage.gradients import RunStep, StageGradients
 from pipedream.stage.shards import Chunk, Piece, ShardLayout, flat_view
 from pipedream.stage.tied import TiedParameters
 from pipedream.stage.weights import StageOptimizer, StageWeights
@@ -100,10 +103,36 @@ class _Received(NamedTuple):
     tensors: list[Tensor]
 
 
+@dataclass(frozen=True)
+class _Part:
+    """What of a shard the optimizer updates at once."""
+
+    chunks: Sequence[tuple[int, Chunk]]
+    """Each with its position among the shard's, in the order in which they leave."""
+    pieces: Sequence[Piece]
+    """Those of the chunks, consecutive ones of the shard."""
+    first: int
+    """Of the pieces, among the shard's."""
+
+
+def _parts_of(chunks: Sequence[Chunk], *, at_once: bool) -> list[_Part]:
+    """Of a shard with these chunks, in the order in which they leave, from the slot's end to its beginning.
+    at_once: one part, also of no chunks."""
+    if at_once or not chunks:
+        pieces = [piece for chunk in reversed(chunks) for piece in chunk.pieces]
+        return [_Part(list(enumerate(chunks)), pieces, 0)]
+    parts, end = [], sum(len(chunk.pieces) for chunk in chunks)
+    for entry in enumerate(chunks):
+        end -= len(entry[1].pieces)
+        parts.append(_Part([entry], entry[1].pieces, end))
+    return parts
+
+
 @dataclass
 class _Round:
     """What is there of a round that is not over."""
 
+    index: int
     own: list[Tensor | None] | None = None
     """This replica's gradients by parameter, flat; None while it has pushed none."""
     pushed_by: set[int] = field(default_factory=set)
@@ -112,6 +141,8 @@ class _Round:
     """By replica: what has come of its chunks, in the order of sending."""
     num_summed: dict[int, int] = field(default_factory=dict)
     """By replica: minibatches that its gradient is the sum of."""
+    num_members: int = 0
+    """Minibatches that all of them have; known when the update begins."""
 
 
 class _Pushes:
@@ -216,8 +247,8 @@ class ParameterServer(StageGradients):
         self._others = sorted(channels.push_to)
         # As a backward makes them: the last first.
         self._chunks = {shard: layout.chunks_of(shard)[::-1] for shard in range(rule.num_replicas)}
-        self._own_pieces = layout.pieces_of(rule.replica)
         own_chunks = self._chunks[rule.replica]
+        self._parts = _parts_of(own_chunks, at_once=layout.whole_tensors)
         first = rule.round_of(rule.first_minibatch)
         self._arrivals = _core.ShardRounds(
             num_replicas=rule.num_replicas,
@@ -226,6 +257,7 @@ class ParameterServer(StageGradients):
             num_rounds_max=1,  # a gradient is asked for when its round is the next
         )
         self._rounds: dict[int, _Round] = {}
+        self._updated: _Round | None = None
         self._pushed: list[weakref.ref[torch.UntypedStorage]] = []  # of gradients
         self._left_late_bytes = 0
         self._slot_of = {first: 0}  # by version, of those in the slots
@@ -244,8 +276,9 @@ class ParameterServer(StageGradients):
                     hook = functools.partial(self._pushes.accumulated, parameter)
                     leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._poisons = _core.poisons_released_slots()
+        own_pieces = layout.pieces_of(rule.replica)
         self._pieces_in_slots = [
-            [self._piece_in(weights, slot, piece) for piece in self._own_pieces]
+            [self._piece_in(weights, slot, piece) for piece in own_pieces]
             for slot in range(weights.own.num_slots)
         ]
 
@@ -260,7 +293,7 @@ class ParameterServer(StageGradients):
         """Sends that replica what its shard needs of this one's gradient of the minibatch's round and has
         not left during the backward. own_slot: of the version that the round's last backward read."""
         round_index = self._rule.round_of(minibatch)
-        entry = self._rounds.setdefault(round_index, _Round())
+        entry = self._rounds.setdefault(round_index, _Round(round_index))
         if entry.own is None:
             entry.own = self._take_gradients(own_slot)
             self._pushed = [ref for ref in self._pushed if ref() is not None]
@@ -288,7 +321,8 @@ class ParameterServer(StageGradients):
 
     def expect(self, other: int, minibatch: int) -> EndOfData | None:
         """Waits for the beginning of that replica's gradient; EndOfData where it has none of that round."""
-        entry = self._rounds.setdefault(self._rule.round_of(minibatch), _Round())
+        round_index = self._rule.round_of(minibatch)
+        entry = self._rounds.setdefault(round_index, _Round(round_index))
         if self._chunks[self._rule.replica]:
             first = self._receive(self._channels.push_from[other])
             if isinstance(first, EndOfData):
@@ -309,26 +343,12 @@ class ParameterServer(StageGradients):
         return sum(held.values())
 
     def take(self, minibatch: int, own_slot: int) -> None:
-        """The mean of the gradients of the minibatch's round, of this shard."""
-        round_index = self._rule.round_of(minibatch)
-        entry = self._rounds.pop(round_index)
+        """The next update is of the minibatch's round, whose gradients need not all be there yet."""
+        entry = self._updated = self._rounds.pop(self._rule.round_of(minibatch))
         # As those say who have them: how many minibatches there are need not be known here yet.
-        num_members = sum(entry.num_summed.values())
+        entry.num_members = sum(entry.num_summed.values())
         if entry.own is not None:
-            num_members += self._num_own(round_index)
-        means: dict[tuple[int, int], Tensor | None] = {}
-        for index, chunk in enumerate(self._chunks[self._rule.replica]):
-            parts = {other: self._chunk_from(entry, other, index) for other in sorted(entry.pushed_by)}
-            members = sorted([*parts, *([] if entry.own is None else [self._rule.replica])])
-            for member in members:
-                refused = self._arrivals.arrive(member, round_index, index)
-                if refused is not None:
-                    raise PipelineError(refused)
-            for position, piece in enumerate(chunk.pieces):
-                found = [self._part(entry, parts, member, position, piece) for member in members]
-                means[piece.parameter, piece.first] = self._mean(piece, found, num_members)
-            self._arrivals.publish(index, members)
-        self._taken = [means[piece.parameter, piece.first] for piece in self._own_pieces]
+            entry.num_members += self._num_own(entry.index)
 
     def _num_own(self, round_index: int) -> int:
         return self._rule.num_own(round_index, self._core.num_minibatches())
@@ -336,13 +356,28 @@ class ParameterServer(StageGradients):
     def poison(self, freed_slot: int) -> None:
         """Not yet: another replica may still be reading this one's shard of the version."""
 
-    def apply(self, read_slot: int, write_slot: int, gradient_scale: float) -> None:
+    def apply(self, read_slot: int, write_slot: int, gradient_scale: float, run: RunStep) -> None:
+        """Sends the others each chunk of the next version as soon as it is made, from where it lies."""
+        entry = self._updated
+        assert entry is not None
         self._weights.own.settle(write_slot)
         self._wait_for_readers(write_slot)
         if self._poisons and read_slot != write_slot:
             self._weights.own.poison(write_slot)
         read, write = self._pieces_in_slots[read_slot], self._pieces_in_slots[write_slot]
-        self._optimizer.step(read, write, self._taken, gradient_scale)
+        for part in self._parts:
+            means = [
+                mean for index, chunk in reversed(part.chunks) for mean in self._means(entry, index, chunk)
+            ]
+            pieces = slice(part.first, part.first + len(part.pieces))
+            step = functools.partial(self._optimizer.step_some, part.first, read[pieces], write[pieces])
+            run(functools.partial(step, means, gradient_scale))
+            for _, chunk in part.chunks:
+                content = self._weights.own.slots[write_slot][chunk.begin_bytes : chunk.end_bytes]
+                for channel in self._channels.pull_to.values():
+                    _send(self._core, channel, [content])
+        run(self._optimizer.end_step)
+        self._updated = None
         self._finish()
         self._newest += 1
         self._slot_of = {v: slot for v, slot in self._slot_of.items() if slot != write_slot}
@@ -358,12 +393,6 @@ class ParameterServer(StageGradients):
                 self._core.wait_until_sent(channel, num_later)
 
     # Pulling.
-
-    def pull_for(self, other: int) -> None:
-        """Sends that replica the newest version of this shard, which is read where it lies."""
-        slot = self._weights.own.slots[self._slot_of[self._newest]]
-        for chunk in self._chunks[self._rule.replica]:
-            _send(self._core, self._channels.pull_to[other], [slot[chunk.begin_bytes : chunk.end_bytes]])
 
     def pull_from(self, other: int) -> None:
         """Receives the next version of that replica's shard."""
@@ -388,6 +417,24 @@ class ParameterServer(StageGradients):
         return [
             _in_order(gradient, leaf) if index not in early else early[index]
             for index, (gradient, leaf) in enumerate(zip(gradients, leaves, strict=True))
+        ]
+
+    def _means(self, entry: _Round, index: int, chunk: Chunk) -> list[Tensor | None]:
+        """Of the chunk's pieces, once it has come from all who have a minibatch in the round."""
+        parts = {other: self._chunk_from(entry, other, index) for other in sorted(entry.pushed_by)}
+        members = sorted([*parts, *([] if entry.own is None else [self._rule.replica])])
+        for member in members:
+            refused = self._arrivals.arrive(member, entry.index, index)
+            if refused is not None:
+                raise PipelineError(refused)
+        self._arrivals.publish(index, members)
+        return [
+            self._mean(
+                piece,
+                [self._part(entry, parts, member, position, piece) for member in members],
+                entry.num_members,
+            )
+            for position, piece in enumerate(chunk.pieces)
         ]
 
     def _chunk_from(self, entry: _Round, other: int, index: int) -> list[Tensor]:

@@ -9,6 +9,7 @@ Owned by the worker's compute thread, as all that it is given.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -314,21 +315,16 @@ class StageRunner:
     def update(self, work: _core.WorkItem, gradient_scale: float | None) -> None:
         """gradient_scale: None skips the update."""
         read_slot, write_slot = work.read_slot, work.write_slot
-        if self.parts.offload is None:
-            self._user.run("optimizer", self._make_version, read_slot, write_slot, gradient_scale)
-            return
-        with self.parts.weights.own.updating(read_slot, write_slot):
-            self._user.run("optimizer", self._make_version, read_slot, write_slot, gradient_scale)
-
-    def _make_version(self, read_slot: int, write_slot: int, gradient_scale: float | None) -> None:
         gradients = self.parts.gradients
-        if gradient_scale is None:
-            gradients.skip(read_slot, write_slot)
-        elif self.step_meter is None:
-            gradients.apply(read_slot, write_slot, gradient_scale)
-        else:
-            with self.step_meter.step():
-                gradients.apply(read_slot, write_slot, gradient_scale)
+        with self.parts.weights.own.updating(read_slot, write_slot):
+            if gradient_scale is None:
+                self._run_step(functools.partial(gradients.skip, read_slot, write_slot))
+            else:
+                gradients.apply(read_slot, write_slot, gradient_scale, self._run_step)
+
+    def _run_step(self, step: Callable[[], None]) -> None:
+        with contextlib.nullcontext() if self.step_meter is None else self.step_meter.step():
+            self._user.run("optimizer", step)
 
     def data_mismatch(self, minibatch: int) -> DataMismatch:
         return DataMismatch(

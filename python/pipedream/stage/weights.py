@@ -465,19 +465,38 @@ class StageOptimizer:
         gradient_scale: float = 1.0,
     ) -> None:
         """From the leaves of version v to those of v + 1, in the order of `named`; they may be the same."""
-        if self.optimizer is None:
+        self.step_some(0, read, write, gradients, gradient_scale)
+        self.end_step()
+
+    def step_some(
+        self,
+        first: int,
+        read: Sequence[Tensor],
+        write: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        gradient_scale: float = 1.0,
+    ) -> None:
+        """Of as many as are given, from `first` in the order of `named` on. Only some where the optimizer
+        works element by element; end_step() follows the last of a version."""
+        masters = self._masters[first : first + len(read)]
+        if self.optimizer is None or not masters:
             return
-        if self._native is not None:
-            self._native.step_out_of_place(read, write, gradients, gradient_scale)
-        elif self._masters:  # else the shard is empty
-            self._step_through_masters(self.optimizer, read, write, gradients, gradient_scale)
-        if self._scheduler is not None:
+        with _having_only(self.optimizer, masters):
+            if self._native is not None:
+                self._native.step_out_of_place(read, write, gradients, gradient_scale)
+            else:
+                self._step_through_masters(self.optimizer, masters, read, write, gradients, gradient_scale)
+
+    def end_step(self) -> None:
+        """All of a version has been made."""
+        if self.optimizer is not None and self._scheduler is not None:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a native step is not step()
             self._scheduler.step()
 
+    @staticmethod
     def _step_through_masters(
-        self,
         optimizer: torch.optim.Optimizer,
+        masters: Sequence[nn.Parameter],
         read: Sequence[Tensor],
         write: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
@@ -489,11 +508,11 @@ class StageOptimizer:
             moved = [pair for pair in zip(write, read, strict=True) if pair[0] is not pair[1]]
             if moved:
                 torch._foreach_copy_([target for target, _ in moved], [source for _, source in moved])
-        for master, leaf, gradient in zip(self._masters, write, gradients, strict=True):
+        for master, leaf, gradient in zip(masters, write, gradients, strict=True):
             master.data = leaf.data
             master.grad = gradient
         optimizer.step()
-        for master, leaf in zip(self._masters, write, strict=True):
+        for master, leaf in zip(masters, write, strict=True):
             master.grad = None
             if master.data_ptr() != leaf.data_ptr():  # the optimizer replaced .data instead of writing it
                 with torch.no_grad():
@@ -505,3 +524,21 @@ class StageOptimizer:
         listed = [id(p) for group in optimizer.param_groups for p in group["params"]]
         hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
         return listed == [id(p) for p in self._masters] and not hooked
+
+
+@contextlib.contextmanager
+def _having_only(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Meanwhile the optimizer has no other parameters than these of its own."""
+    groups = optimizer.param_groups
+    all_of_groups = [group["params"] for group in groups]
+    if len(parameters) == sum(map(len, all_of_groups)):
+        yield
+        return
+    kept = {id(parameter) for parameter in parameters}
+    for group in groups:
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) in kept]
+    try:
+        yield
+    finally:
+        for group, all_of_group in zip(groups, all_of_groups, strict=True):
+            group["params"] = all_of_group

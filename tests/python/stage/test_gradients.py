@@ -110,7 +110,7 @@ def test_a_step_reads_one_version_writes_the_next_and_publishes_it() -> None:
     parts.leave_gradients(0, 2.0)
     parts.gradients.take(0, 0)
     assert all(leaf.grad is None for leaf in parts.weights.own.leaves(0))
-    parts.gradients.apply(0, 1, 0.5)
+    parts.gradients.apply(0, 1, 0.5, run=lambda step: step())
     # 1 - lr * 0.5 * 2, and of the tied one 1 - lr * 0.5 * 3.
     assert parts.contents(1) == [[0.0], [0.0], [-0.5]]
     assert parts.contents(0) == [[1.0]] * 3
@@ -130,7 +130,7 @@ def test_a_skipped_step_copies_the_version_and_leaves_optimizer_and_scheduler_al
     # The rate halves after every step that is taken: this is the first.
     parts.leave_gradients(1, 1.0)
     parts.gradients.take(1, 1)
-    parts.gradients.apply(1, 0, 1.0)
+    parts.gradients.apply(1, 0, 1.0, run=lambda step: step())
     assert parts.contents(0) == [[0.0], [0.0], [-2.0]]
 
 
@@ -138,9 +138,9 @@ def test_the_gradients_of_one_minibatch_do_not_come_again_in_the_next() -> None:
     parts = _Parts(with_tie=False)
     parts.leave_gradients(0, 2.0)
     parts.gradients.take(0, 0)
-    parts.gradients.apply(0, 1, 1.0)
+    parts.gradients.apply(0, 1, 1.0, run=lambda step: step())
     parts.gradients.take(1, 1)  # of backwards that reached no parameter
-    parts.gradients.apply(1, 0, 1.0)
+    parts.gradients.apply(1, 0, 1.0, run=lambda step: step())
     assert parts.contents(0) == parts.contents(1) == [[-1.0]] * 3
 
 

@@ -68,9 +68,9 @@ def _channels(replica: int, num_replicas: int) -> ReplicaChannels:
 class _Replica:
     """Its weights are W; SGD with lr 1 makes version v + 1 = v - the mean gradient of round v."""
 
-    def __init__(self, links: _Links, replica: int, num_replicas: int) -> None:
+    def __init__(self, links: _Links, replica: int, num_replicas: int, *, width: int = 50) -> None:
         self.links, self.replica, self.num_replicas = links, replica, num_replicas
-        model = nn.Sequential(nn.Linear(40, 3), nn.Linear(3, 50, bias=False)).double()
+        model = nn.Sequential(nn.Linear(40, 3), nn.Linear(3, width, bias=False)).double()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
@@ -128,11 +128,9 @@ class _Replica:
             ):
                 yield
         self.server.take(first, self.slot)
-        self.server.apply(self.slot, write, 1.0)
+        self.server.apply(self.slot, write, 1.0, lambda step: step())
         self.slot = write
-        for other in self.others:
-            self.server.pull_for(other)
-            yield
+        yield
         for other in self.others:
             while len(self.links.queues.get(f"pull {other} {self.replica}", ())) < len(
                 self.server._chunks[other]
@@ -191,6 +189,25 @@ def test_from_the_second_round_on_chunks_leave_during_the_backward() -> None:
     assert links.sent == ["push 0 1"]
     replicas[0].server.push(1, 2, replicas[0].slot)
     assert links.sent == ["push 0 1"]
+
+
+def test_a_chunk_of_the_next_version_leaves_before_the_next_gradients_are_taken_in() -> None:
+    links = _Links()
+    replicas = [_Replica(links, replica, 2, width=500_000) for replica in range(2)]  # of 2 chunks each
+    for replica in replicas:
+        replica.backward(replica.replica, 1.0)
+        replica.server.push(1 - replica.replica, replica.replica, 0)
+    owner = replicas[0]
+    assert owner.server.expect(1, 1) is None
+    owner.server.take(0, 0)
+    links.queues["push 1 0"].popleft()
+    assert not links.queues["push 1 0"]
+    links.sent.clear()
+    with pytest.raises(IndexError):  # from a queue that is empty
+        owner.server.apply(0, 1, 1.0, lambda step: step())
+    assert links.sent == ["pull 0 1"]
+    (content, _) = links.queues["pull 0 1"][0]
+    assert set(content[0].view(torch.float64).tolist()) == {-1.0}
 
 
 def test_a_gradient_that_grows_after_it_has_left_is_refused() -> None:
