@@ -16,7 +16,7 @@ enum class EdgeKind {
   kGradient,      // upstream, an item per microbatch
   kTiedGradient,  // from a user of tied parameters to their owner, an item per minibatch
   kTiedVersion,   // from the owner to the user, an item per minibatch: what its update wrote
-  kNorm,          // the gradients' norm: partial sums upstream, then the total downstream
+  kNorm,          // the gradients' norm, an item per update: partial sums upstream, then the total down
   kPush,          // between replicas, an item per round: the gradient of the receiver's shard
   kPull,          // between replicas, an item per round: what the sender's update wrote to its shard
 };

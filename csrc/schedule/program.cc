@@ -378,11 +378,6 @@ void check_replicated(const ScheduleOptions& options) {
                     ", and the plan has replicated stages; parameters that stages share need a straight "
                     "plan: partition(..., straight=True)");
   }
-  if (options.exchanges_norms) {
-    throw UserError(
-        "exchanges_norms is set, and the plan has replicated stages; a norm over all stages "
-        "needs a straight plan: partition(..., straight=True)");
-  }
   if (options.oldest_version) {
     throw UserError("oldest_version is set, and the plan has replicated stages; they start from one version");
   }
@@ -484,10 +479,6 @@ void check_schedule_options(const ScheduleOptions& options) {
   check_staleness(options);
   check_start(options);
   check_replicated(options);
-  if (options.exchanges_norms && !drains(kind_of(options))) {
-    throw UserError("exchanges_norms is set with schedule \"" + options.schedule +
-                    "\"; a norm over all stages needs a schedule that drains every minibatch");
-  }
 }
 
 WeightVersion oldest_version(const ScheduleOptions& options, StageIndex stage) {

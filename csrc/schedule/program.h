@@ -106,7 +106,8 @@ struct ScheduleOptions {
   Placement placement;                        // empty: stage s at rank s, one replica of each
   std::vector<bool> recompute{};              // per stage; empty: nowhere
   std::vector<TiedStages> ties{};             // ascending, each pair once
-  bool exchanges_norms = false;               // over all stages, before every update
+  // Before every update: over all stages where the schedule drains, else over the replicas of a stage.
+  bool exchanges_norms = false;
   // Where the run starts: its first minibatch i0, a multiple of every r_s, with version i0 / R_s of the
   // weights, and the oldest version that is there beside it. Minibatch i reads max(oldest, i - delay) where
   // the table says max(0, i - delay).
@@ -122,10 +123,10 @@ struct ScheduleOptions {
 // wrong length, 2bw with m < n_s r_s anywhere or with replicas that it deadlocks with, data_parallel with
 // several stages, stages at ranks other than 0, 1, 2, ... in order, replica by replica (for interleaved stage
 // s at rank s mod W, with S a multiple of W, and W > 1 unless there is one stage), several stages at a rank
-// without interleaved, replicas with interleaved, with ties or with norms over all stages, rounds of more
-// than kMinibatchesPerRoundMax, shards of a replica, ties that do not ascend or whose owner is not upstream
-// of their user, norms over all stages where not every minibatch drains, a first minibatch or an oldest
-// version out of range, a staleness that is out of range or where a schedule other than pipedream has none.
+// without interleaved, replicas with interleaved or with ties, rounds of more than kMinibatchesPerRoundMax,
+// shards of a replica, ties that do not ascend or whose owner is not upstream of their user, a first
+// minibatch or an oldest version out of range, a staleness that is out of range or where a schedule other
+// than pipedream has none.
 void check_schedule_options(const ScheduleOptions& options);
 
 inline constexpr std::int64_t kNumMicrobatchesMax = std::int64_t{1} << 20;

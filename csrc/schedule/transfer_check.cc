@@ -135,7 +135,7 @@ class TransferChecker {
       return "stage " + std::to_string(stage.value()) + " still has backwards to do";
     }
     for (const Instruction& due : before_update_) {
-      if (due.edge.kind != EdgeKind::kNorm && !is_unused(due)) return to_string(due) + " comes first";
+      if (due.edge.kind != EdgeKind::kNorm && is_pending(due)) return to_string(due) + " comes first";
     }
     if (num_norms_ == norms_.size()) return "the norms of the minibatch were exchanged already";
     if (instruction != norms_[num_norms_]) return to_string(norms_[num_norms_]) + " comes first";
@@ -210,6 +210,12 @@ class TransferChecker {
 
   [[nodiscard]] bool is_unused(const Instruction& received) const {
     return std::find(unused_.begin(), unused_.end(), received) != unused_.end();
+  }
+
+  // Of what stands before an update.
+  [[nodiscard]] bool is_pending(const Instruction& due) const {
+    if (due.opcode == Opcode::kRecv) return !is_unused(due);
+    return std::find(pushes_.begin(), pushes_.end(), due) != pushes_.end();
   }
 
   // Of the worker's stages, those of round next_round_.

@@ -26,8 +26,20 @@ Instruction receive(const Edge& edge, MinibatchId minibatch, MicrobatchIndex mic
   return {Opcode::kRecv, edge.to.stage, minibatch, microbatch, {}, edge, edge.to.replica};
 }
 
-StageIndex first_stage_at(const Placement& placement, std::int64_t rank) {
-  return placement.stages_at(Rank(rank)).front();
+StageReplica first_place_at(const Placement& placement, std::int64_t rank) {
+  const Place place = placement.places_at(Rank(rank)).front();
+  return {place.stage, place.replica};
+}
+
+// The ends of the norm edges between the worker at this rank and the next: of all workers where the schedule
+// drains, else of the replicas of a stage. Empty where their norms are not added up.
+std::optional<std::pair<StageReplica, StageReplica>> norm_ends(const Placement& placement, std::int64_t rank,
+                                                               bool drains) {
+  if (rank < 0 || rank + 1 >= placement.num_ranks()) return std::nullopt;
+  const StageReplica upstream = first_place_at(placement, rank);
+  const StageReplica downstream = first_place_at(placement, rank + 1);
+  if (!drains && upstream.stage != downstream.stage) return std::nullopt;
+  return std::pair(upstream, downstream);
 }
 
 // The replicas that have a minibatch in common.
@@ -80,11 +92,12 @@ std::vector<Edge> edges_of(const ScheduleOptions& options) {
     edges.push_back(edge_between(EdgeKind::kTiedGradient, user, owner));
     edges.push_back(edge_between(EdgeKind::kTiedVersion, owner, user));
   }
-  for (std::int64_t rank = 0; options.exchanges_norms && rank + 1 < placement.num_ranks(); ++rank) {
-    const StageIndex upstream = first_stage_at(placement, rank);
-    const StageIndex downstream = first_stage_at(placement, rank + 1);
-    edges.push_back(edge_between(EdgeKind::kNorm, upstream, downstream));
-    edges.push_back(edge_between(EdgeKind::kNorm, downstream, upstream));
+  const bool drains = drains_every_minibatch(options);
+  for (std::int64_t rank = 0; options.exchanges_norms && rank < placement.num_ranks(); ++rank) {
+    const auto ends = norm_ends(placement, rank, drains);
+    if (!ends) continue;
+    edges.push_back({EdgeKind::kNorm, ends->first, ends->second});
+    edges.push_back({EdgeKind::kNorm, ends->second, ends->first});
   }
   std::sort(edges.begin(), edges.end());
   return edges;
@@ -102,9 +115,10 @@ EdgeItems items_of(const ScheduleOptions& options, const Edge& edge) {
       return {from.own_minibatch(edge.from.replica, 0), from.minibatches_per_round};
     case EdgeKind::kPull:
       return {options.first_minibatch, from.minibatches_per_round};
+    case EdgeKind::kNorm:
+      return {options.first_minibatch, from.minibatches_per_round};
     case EdgeKind::kTiedGradient:
     case EdgeKind::kTiedVersion:
-    case EdgeKind::kNorm:
       return {options.first_minibatch, 1};
   }
   PD_CHECK(false, "edge kind " << static_cast<int>(edge.kind));
@@ -128,8 +142,8 @@ Transfers::Transfers(ScheduleOptions options, Rank rank) : options_(std::move(op
   exchanges_shards_ = rounds().num_replicas > 1 && !options_.uses_allreduce;
   rule_ = forward_rule_of(options_, stages_.front());
   if (!options_.exchanges_norms) return;
-  if (rank.value() > 0) upstream_ = first_stage_at(placement, rank.value() - 1);
-  if (rank.value() + 1 < placement.num_ranks()) downstream_ = first_stage_at(placement, rank.value() + 1);
+  if (const auto ends = norm_ends(placement, rank.value() - 1, drains_)) upstream_ = ends->first;
+  if (const auto ends = norm_ends(placement, rank.value(), drains_)) downstream_ = ends->second;
 }
 
 void Transfers::add_before(const Instruction& computed, std::vector<Instruction>& instructions) const {
@@ -289,17 +303,13 @@ void Transfers::add_version(StageIndex user, WeightVersion version,
 }
 
 void Transfers::add_norms(MinibatchId minibatch, std::vector<Instruction>& instructions) const {
-  const StageIndex own = stages_.front();
-  if (downstream_) {
-    instructions.push_back(receive(edge_between(EdgeKind::kNorm, *downstream_, own), minibatch));
-  }
+  const StageReplica own{stages_.front(), replica_};
+  if (downstream_) instructions.push_back(receive({EdgeKind::kNorm, *downstream_, own}, minibatch));
   if (upstream_) {
-    instructions.push_back(send(edge_between(EdgeKind::kNorm, own, *upstream_), minibatch));
-    instructions.push_back(receive(edge_between(EdgeKind::kNorm, *upstream_, own), minibatch));
+    instructions.push_back(send({EdgeKind::kNorm, own, *upstream_}, minibatch));
+    instructions.push_back(receive({EdgeKind::kNorm, *upstream_, own}, minibatch));
   }
-  if (downstream_) {
-    instructions.push_back(send(edge_between(EdgeKind::kNorm, own, *downstream_), minibatch));
-  }
+  if (downstream_) instructions.push_back(send({EdgeKind::kNorm, own, *downstream_}, minibatch));
 }
 
 void Transfers::add_final(WeightVersion version, std::vector<Instruction>& instructions) const {

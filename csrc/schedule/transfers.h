@@ -22,8 +22,9 @@
 //
 // A user is a stage that has a parameter tied to another's, the owner's. A SEND stands where its item is
 // made, a RECV where it is needed; what it takes may come long before, as far ahead as the receiver has
-// slots for. Norms go along the workers, between the first stages of each. The edge of two stages at one
-// rank has no channel: its items go from hand to hand.
+// slots for. Norms go along the workers, between the first stages of each: along all of them where the
+// schedule drains, else along the replicas of a stage, and are named by the minibatch of the UPDATE. The edge
+// of two stages at one rank has no channel: its items go from hand to hand.
 //
 // Minibatch i goes from replica i mod r_s of stage s to replica i mod r_{s+1} of stage s + 1, so that two
 // replicas have an edge when they have a minibatch in common. Replicas of a stage take each other's turns as
@@ -104,10 +105,10 @@ class Transfers {
   std::vector<Rounds> rounds_;      // per stage of the plan
   bool drains_ = false;
   bool stashes_ = true;
-  bool exchanges_shards_ = false;       // with other replicas
-  VersionRule rule_;                    // of the only stage's forwards, where it has several replicas
-  std::optional<StageIndex> upstream_;  // where norms come from and go to: the neighbours' first stages
-  std::optional<StageIndex> downstream_;
+  bool exchanges_shards_ = false;         // with other replicas
+  VersionRule rule_;                      // of the only stage's forwards, where it has several replicas
+  std::optional<StageReplica> upstream_;  // where norms come from and go to: the neighbours' first stages
+  std::optional<StageReplica> downstream_;
 };
 
 // Walks one worker's whole program. Allocates nothing as it walks.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pipedream
@@ -17,6 +18,7 @@ from training import (
     Training,
     assert_close_losses,
     assert_close_state,
+    train_by_reference,
     train_in_pipeline,
     weight_decay_by_name,
 )
@@ -102,6 +104,50 @@ def test_native_optimizers_give_the_result_of_torchs(farm: Farm) -> None:
 def test_an_optimizer_that_needs_whole_tensors_has_them(farm: Farm) -> None:
     optimizer = functools.partial(torch.optim.Adafactor, lr=0.05)
     assert_equals_reference(farm, _training("mlp", (2, 1), optimizer=optimizer))
+
+
+# The norm of every round is far above 0.02, so that all are clipped. Adam would hide a wrong divisor.
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (3, 2)], ids=["2-1", "1-2", "3-2"])
+@pytest.mark.parametrize("schedule", ["flush", "gpipe", "pipedream", "vertical_sync", "naive"])
+def test_the_mean_of_a_rounds_gradients_is_clipped(
+    farm: Farm, schedule: str, replicas: tuple[int, ...]
+) -> None:
+    how: dict[str, Any] = {"schedule": schedule, "max_grad_norm": 0.02}
+    training = _training("cnn", replicas, **how)
+    _, state = assert_equals_reference(farm, training)
+    free = train_by_reference(replace(training, max_grad_norm=None))[1]
+    assert any(not torch.allclose(state[name], free[name], rtol=1e-3) for name in state)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"sync": "ssp", "staleness": 2, "num_minibatches": 11},
+        {"schedule": "2bw", "microbatches": 4, "short_last": False},
+        {"optimizer": functools.partial(torch.optim.Adafactor, lr=0.05)},
+    ],
+    ids=["ssp", "2bw", "whole tensors"],
+)
+def test_stale_and_whole_shards_clip_alike(farm: Farm, how: dict[str, Any]) -> None:
+    assert_equals_reference(farm, _training("mlp", (2, 1), max_grad_norm=0.02, **how))
+
+
+def test_native_optimizers_clip_their_shard_by_the_norm_of_all(farm: Farm) -> None:
+    arguments = {"lr": 0.05, "momentum": 0.9}
+    training = _training(
+        "mlp", (2, 1), optimizer=functools.partial(torch.optim.SGD, **arguments), max_grad_norm=0.02
+    )
+    assert_equals_reference(farm, training, native=functools.partial(pipedream.optim.SGD, **arguments))
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2, 5])
+def test_data_parallel_clips_the_mean_however_short_the_last_round_is(
+    farm: Farm, num_minibatches: int
+) -> None:
+    training = _training(
+        "mlp", (3,), schedule="data_parallel", max_grad_norm=0.02, num_minibatches=num_minibatches
+    )
+    assert_equals_reference(farm, training, data=_Unsized(training.data()))
 
 
 class _HalfFrozen(nn.Module):

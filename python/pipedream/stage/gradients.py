@@ -2,7 +2,8 @@
 clipped or unscaled, and used or, after an overflow, left unused.
 
 Norms are taken over all stages where the schedule drains every minibatch, else per stage: anything wider
-would make the stages wait for each other. Owned by the worker's compute thread.
+would make the stages wait for each other. They are of the mean of a round's gradients, of which each replica
+of a stage has the part that it updates. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _NORM_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
 class GradientFigures(NamedTuple):
-    """Of one stage or of several: they add up."""
+    """Of one stage, a part of one, or of several: they add up."""
 
     squared_norm: float = 0.0
     overflowed: bool = False
@@ -125,15 +126,16 @@ class StageGradients:
 
 
 class NormExchange:
-    """The figures of all workers, added up along the pipeline and back; every worker gets the sum.
+    """The figures of all workers, or where the schedule does not drain of one stage's, added up along the
+    ranks and back; each gets the sum.
 
     rank 0 <-- rank 1 <-- rank 2        partial sums, upstream
     rank 0 --> rank 1 --> rank 2        the total, downstream
     """
 
     def __init__(self, measure: Callable[[int], GradientFigures], *, is_first: bool) -> None:
-        """measure: this worker's own figures of a minibatch, asked for once. is_first: of all workers, whose
-        sum is the total when what is downstream has come."""
+        """measure: this worker's own figures of an update, by its minibatch, asked for once. is_first: of the
+        workers that add up, whose sum is the total when what is downstream has come."""
         self._measure = measure
         self._is_first = is_first
         self._minibatch = -1
@@ -143,7 +145,7 @@ class NormExchange:
     def send(self, edge: _core.Edge, minibatch: int) -> Tensor:
         """What goes over the edge."""
         self._begin(minibatch)
-        figures = self._sum if edge.to_stage < edge.from_stage else self.total(minibatch)
+        figures = self._sum if _goes_upstream(edge) else self.total(minibatch)
         return torch.tensor([figures.squared_norm, float(figures.overflowed)], dtype=torch.float64)
 
     def receive(self, edge: _core.Edge, minibatch: int, content: Tensor) -> None:
@@ -151,7 +153,7 @@ class NormExchange:
         self._begin(minibatch)
         squared_norm, overflowed = content.tolist()
         figures = GradientFigures(squared_norm, bool(overflowed))
-        if edge.to_stage < edge.from_stage:
+        if _goes_upstream(edge):
             self._sum += figures
         else:
             self._total = figures
@@ -167,6 +169,10 @@ class NormExchange:
     def _begin(self, minibatch: int) -> None:
         if minibatch != self._minibatch:
             self._minibatch, self._sum, self._total = minibatch, self._measure(minibatch), None
+
+
+def _goes_upstream(edge: _core.Edge) -> bool:
+    return (edge.to_stage, edge.to_replica) < (edge.from_stage, edge.from_replica)
 
 
 def owned_parameters(

@@ -58,22 +58,16 @@ class JobOptions:
     def schedule_options(self, ties: Sequence[tuple[int, int]] = ()) -> _core.ScheduleOptions:
         """The schedule as the core takes it. ties: (owner, user) of parameters that stages share. Raises
         ValueError for what plan and schedule cannot do."""
-
-        def options(*, exchanges_norms: bool) -> _core.ScheduleOptions:
-            return _core.ScheduleOptions(
-                schedule=self.schedule,
-                in_flight=list(self.plan.in_flight),
-                num_microbatches=self.microbatches,
-                placement=self.plan.placement,
-                recompute=list(self.recompute or ()),
-                ties=ties,
-                exchanges_norms=exchanges_norms,
-                staleness=self.staleness,
-            )
-
-        # Over all stages where the schedule drains, else per stage (gradients.py).
-        drains = _core.drains_every_minibatch(options(exchanges_norms=False))
-        return options(exchanges_norms=self.measures_gradients and drains)
+        return _core.ScheduleOptions(
+            schedule=self.schedule,
+            in_flight=list(self.plan.in_flight),
+            num_microbatches=self.microbatches,
+            placement=self.plan.placement,
+            recompute=list(self.recompute or ()),
+            ties=ties,
+            exchanges_norms=self.measures_gradients,
+            staleness=self.staleness,
+        )
 
 
 @dataclass(frozen=True)
@@ -145,11 +139,6 @@ def check_replicas(options: JobOptions) -> None:
     if replicated is None:
         return
     where = f"stage {replicated} has {options.plan.stages[replicated].num_replicas} replicas"
-    if options.max_grad_norm is not None:
-        raise ValueError(
-            f"max_grad_norm is {options.max_grad_norm}, but {where}, of which none has the whole gradient:"
-            " leave it out, or use a straight plan"
-        )
     if options.autocast is torch.float16:
         raise ValueError(
             f"autocast is 'float16', but {where}, which do not agree on gradients that overflow: use"

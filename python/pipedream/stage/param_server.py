@@ -9,7 +9,7 @@ its exchange with the shards of the others.
     RECV pull   before what reads version t + 1    all                     the others' shards of it
 
 A chunk is updated, and leaves for the others, as soon as the gradients of all replicas are there, while the
-next chunk's are on their way: both directions of a link are busy.
+next chunk's are on their way: both directions of a link are busy. Measuring norms waits for all of them.
 
 The program says when (transfers.h); here is what is sent, and what becomes of what is received. Gradients are
 added in the order of the replicas, so that a run gives the same numbers however late one is. A round that
@@ -33,7 +33,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 from pipedream import _core
 from pipedream.common.errors import PipelineError
 from pipedream.model.boundary import exportable
-from pipedream.stage.gradients import RunStep, StageGradients
+from pipedream.stage.gradients import GradientFigures, RunStep, StageGradients
 from pipedream.stage.shards import Chunk, Piece, ShardLayout, flat_view
 from pipedream.stage.tied import TiedParameters
 from pipedream.stage.weights import StageOptimizer, StageWeights
@@ -350,6 +350,13 @@ class ParameterServer(StageGradients):
         if entry.own is not None:
             entry.num_members += self._num_own(entry.index)
 
+    def figures(self) -> GradientFigures:
+        """Of this shard's mean gradients, once all have come."""
+        entry = self._updated
+        assert entry is not None
+        self._taken = [mean for part in reversed(self._parts) for mean in self._means_of(entry, part)]
+        return super().figures()
+
     def _num_own(self, round_index: int) -> int:
         return self._rule.num_own(round_index, self._core.num_minibatches())
 
@@ -366,10 +373,8 @@ class ParameterServer(StageGradients):
             self._weights.own.poison(write_slot)
         read, write = self._pieces_in_slots[read_slot], self._pieces_in_slots[write_slot]
         for part in self._parts:
-            means = [
-                mean for index, chunk in reversed(part.chunks) for mean in self._means(entry, index, chunk)
-            ]
             pieces = slice(part.first, part.first + len(part.pieces))
+            means = self._taken[pieces] if self._taken else self._means_of(entry, part)
             step = functools.partial(self._optimizer.step_some, part.first, read[pieces], write[pieces])
             run(functools.partial(step, means, gradient_scale))
             for _, chunk in part.chunks:
@@ -418,6 +423,9 @@ class ParameterServer(StageGradients):
             _in_order(gradient, leaf) if index not in early else early[index]
             for index, (gradient, leaf) in enumerate(zip(gradients, leaves, strict=True))
         ]
+
+    def _means_of(self, entry: _Round, part: _Part) -> list[Tensor | None]:
+        return [mean for index, chunk in reversed(part.chunks) for mean in self._means(entry, index, chunk)]
 
     def _means(self, entry: _Round, index: int, chunk: Chunk) -> list[Tensor | None]:
         """Of the chunk's pieces, once it has come from all who have a minibatch in the round."""

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,16 +161,17 @@ class WorkerLoop:
         self._runners = {
             part.stage.stage_index: self._make_runner(part, boundaries, base_seed) for part in prepared
         }
+        self._servers = _servers_of(prepared)
+        rounds = _core.minibatches_per_round(schedule, stages[0])
+        self._share_of_round = functools.partial(_share_of_round, core, rounds, {*self._servers})
         self._norms: NormExchange | None = None
         if schedule.exchanges_norms:
-            self._norms = NormExchange(
-                functools.partial(_figures_of, self._runners.values()), is_first=place.rank == 0
-            )
+            measure = functools.partial(_figures_of, self._runners, self._share_of_round)
+            drains = _core.drains_every_minibatch(schedule)
+            self._norms = NormExchange(measure, is_first=place.rank == 0 if drains else self._replica == 0)
         tied = {stage: runner.parts.tied for stage, runner in self._runners.items()}
-        self._servers = _servers_of(prepared)
         self._transfers = EdgeTransfers(schedule, tied, self._norms, self._servers)
         self._poisons = _core.poisons_released_slots()
-        self._minibatches_per_round = _core.minibatches_per_round(schedule, stages[0])
 
     def _make_losses(self) -> LossRecord:
         num_replicas = self._options.plan.stages[-1].num_replicas
@@ -299,30 +300,19 @@ class WorkerLoop:
                 runner.meter = runner.step_meter = None
 
     def _update(self, runner: StageRunner, work: _core.WorkItem) -> None:
-        scale: float | None = self._share_of_round(work)
-        if self._norms is not None:
-            scale = self._scale_for(runner, self._norms.total(work.minibatch))
-        else:
+        share = self._share_of_round(work.stage, work.minibatch)
+        if self._norms is None:
             runner.parts.gradients.take(work.minibatch, runner.gradient_slot)
-            if self._options.measures_gradients:
-                scale = self._scale_for(runner, runner.parts.gradients.figures())
-        runner.update(work, scale)
+            runner.update(work, share)
+        else:
+            clip = self._clip_scale(self._norms.total(work.minibatch))
+            runner.update(work, None if clip is None else share * clip / runner.loss_scale)
 
-    def _share_of_round(self, work: _core.WorkItem) -> float:
-        """What the sum of a round's gradients is multiplied by at a stage without replicas, which has all of
-        them; where no stage has any, a round is a minibatch."""
-        if self._minibatches_per_round == 1 or work.stage in self._servers:
-            return 1.0
-        num_minibatches = self._core.num_minibatches()
-        left = math.inf if num_minibatches is None else num_minibatches - work.minibatch
-        return 1.0 / min(self._minibatches_per_round, left)
-
-    def _scale_for(self, runner: StageRunner, figures: GradientFigures) -> float | None:
+    def _clip_scale(self, figures: GradientFigures) -> float | None:
         """What the gradients are multiplied by; None after an overflow."""
-        unscale = 1.0 / runner.loss_scale
         if self._options.autocast is torch.float16 and figures.overflowed:
             return None
-        return unscale * clip_scale(figures.squared_norm * unscale**2, self._options.max_grad_norm)
+        return clip_scale(figures.squared_norm, self._options.max_grad_norm)
 
     def _restore(self, newest_slots: Mapping[int, int]) -> None:
         for runner in self._runners.values():
@@ -438,12 +428,28 @@ def _show(
         board.add_loss(loss, replica)
 
 
-def _figures_of(runners: Iterable[StageRunner], minibatch: int) -> GradientFigures:
-    """Over a worker's stages, whose gradients of the minibatch are all there."""
+def _share_of_round(
+    core: _core.Worker, minibatches_per_round: int, replicated: Set[int], stage: int, minibatch: int
+) -> float:
+    """What the sum of a round's gradients is multiplied by at a stage without replicas, which has all of
+    them; where no stage has any, a round is a minibatch. minibatch: the round's first."""
+    if minibatches_per_round == 1 or stage in replicated:
+        return 1.0
+    num_minibatches = core.num_minibatches()
+    left = math.inf if num_minibatches is None else num_minibatches - minibatch
+    return 1.0 / min(minibatches_per_round, left)
+
+
+def _figures_of(
+    runners: Mapping[int, StageRunner], share_of_round: Callable[[int, int], float], minibatch: int
+) -> GradientFigures:
+    """Over a worker's stages, whose gradients of the round are all there: of their mean, unscaled."""
     figures = GradientFigures()
-    for runner in runners:
+    for stage, runner in runners.items():
         runner.parts.gradients.take(minibatch, runner.gradient_slot)
-        figures += runner.parts.gradients.figures()
+        squared_norm, overflowed = runner.parts.gradients.figures()
+        scale = share_of_round(stage, minibatch) / runner.loss_scale
+        figures += GradientFigures(squared_norm * scale**2, overflowed)
     return figures
 
 

@@ -13,21 +13,25 @@
 namespace pipedream {
 namespace {
 
-// "F0 B0 >1 <1 U0 }1 {1": > push to a replica, < push from it, } pull to it, { pull from it; activations and
-// gradients are left out.
+// "F0 B0 >1:0 <1:1 Rn1:0 Sn1:0 U0 }1:0 {1:0": > push to a replica, < push from it, } pull to it, { pull from
+// it, Rn norm from a rank, Sn norm to it; activations and gradients are left out.
 std::string sync_on_paper(const ScheduleOptions& options, std::int64_t rank, std::int64_t num_minibatches) {
   std::string text;
   for (const Instruction& instruction : make_program(options, Rank(rank), num_minibatches)) {
     const EdgeKind kind = instruction.edge.kind;
-    const bool is_sync = kind == EdgeKind::kPush || kind == EdgeKind::kPull;
+    const bool is_sync = kind == EdgeKind::kPush || kind == EdgeKind::kPull || kind == EdgeKind::kNorm;
     if (travels(instruction.opcode) && !is_sync) continue;
     if (!text.empty()) text += ' ';
+    const bool sends = instruction.opcode == Opcode::kSend;
+    const StageReplica& other = sends ? instruction.edge.to : instruction.edge.from;
     if (!travels(instruction.opcode)) {
       text += opcode_name(instruction.opcode)[0];
+    } else if (kind == EdgeKind::kNorm) {
+      text += (sends ? "Sn" : "Rn");
+      text += std::to_string(options.placement.rank_of(other.stage, other.replica).value()) + ':';
     } else {
-      const bool sends = instruction.opcode == Opcode::kSend;
       text += kind == EdgeKind::kPush ? (sends ? '>' : '<') : (sends ? '}' : '{');
-      text += std::to_string((sends ? instruction.edge.to : instruction.edge.from).replica.value()) + ':';
+      text += std::to_string(other.replica.value()) + ':';
     }
     text += std::to_string(instruction.minibatch.value());
   }
@@ -111,6 +115,23 @@ TEST(Replicas, ThatReduceTogetherPushAndPullNothing) {
   options.uses_allreduce = true;
   EXPECT_EQ(sync_on_paper(options, 0, 5), "F0 F2 B0 U0 F4 B2 U2 B4 U4");
   EXPECT_EQ(edges_of(options).size(), 4U) << "activations and gradients";
+}
+
+TEST(Replicas, OfADrainingScheduleAddUpTheNormsOfAllWorkersOnceARound) {
+  ScheduleOptions options = make_replicated("flush", {2, 1});
+  options.exchanges_norms = true;
+  EXPECT_EQ(sync_on_paper(options, 0, 2), "F0 B0 >1:0 <1:1 Rn1:0 Sn1:0 U0 }1:0 {1:0");
+  EXPECT_EQ(sync_on_paper(options, 1, 2), "F1 B1 >0:1 <0:0 Rn2:0 Sn0:0 Rn0:0 Sn2:0 U0 }0:0 {0:0");
+  EXPECT_EQ(sync_on_paper(options, 2, 3), "F0 B0 F1 B1 Sn1:0 Rn1:0 U0 F2 B2 Sn1:2 Rn1:2 U2");
+  EXPECT_EQ(sync_on_paper(options, 1, 1), "<0:0 Rn2:0 Sn0:0 Rn0:0 Sn2:0 U0 }0:0 {0:0");
+}
+
+TEST(Replicas, OfOtherSchedulesAddUpTheNormsOfTheirStage) {
+  ScheduleOptions options = make_replicated("pipedream", {1, 2});
+  options.exchanges_norms = true;
+  EXPECT_EQ(sync_on_paper(options, 0, 2), "F0 F1 B0 U0 B1 U1");
+  EXPECT_EQ(sync_on_paper(options, 1, 2), "F0 B0 >1:0 <1:1 Rn2:0 Sn2:0 U0 }1:0 {1:0");
+  EXPECT_EQ(sync_on_paper(options, 2, 2), "F1 B1 >0:1 <0:0 Sn1:0 Rn1:0 U0 }0:0 {0:0");
 }
 
 // design.md, section 4, and program.h, written out once more.
@@ -202,6 +223,7 @@ TEST(Replicas, ValidatorAcceptsEveryPlanScheduleAndLength) {
         options.recompute.assign(plan.size(), true);
         for (const std::int64_t num_minibatches : {0, 1, 3, 7, 12, 31}) {
           if (plan[0] == 15 && num_microbatches > 1) continue;
+          options.exchanges_norms = num_minibatches % 2 == 1;
           const ReplayReport report =
               replay(options, make_programs(options, num_minibatches), num_minibatches);
           ASSERT_TRUE(report.ok) << name_of(options, num_minibatches) << ": " << report.error;
@@ -210,6 +232,10 @@ TEST(Replicas, ValidatorAcceptsEveryPlanScheduleAndLength) {
             ASSERT_LE(report.versions_live_max[index], num_versions_kept(options, stage))
                 << name_of(options, num_minibatches) << ", stage " << stage.value();
             ASSERT_LE(report.activations_live_max[index], num_microbatches_in_flight(options, stage));
+          }
+          for (const auto& [edge, queued_max] : report.edges) {
+            if (edge.kind != EdgeKind::kNorm) continue;
+            ASSERT_EQ(queued_max, num_minibatches == 0 ? 0 : 1) << name_of(options, num_minibatches);
           }
         }
       }
@@ -244,6 +270,7 @@ TEST(Replicas, ValidatorAcceptsRandomPlans) {
     const std::string& schedule = kStraightSchedules[static_cast<std::size_t>(draw(7) - 1)];
     ScheduleOptions options = make_replicated(schedule, plan, draw(4) == 1 ? 24 : draw(3));
     if (schedule == "pipedream") options.staleness = draw(4) - 1;
+    options.exchanges_norms = draw(2) == 1;
     // More in flight than is needed, where it does not rise downstream.
     const std::int64_t more = draw(3) - 1;
     for (std::size_t stage = 0; stage < plan.size(); ++stage) {
@@ -267,6 +294,7 @@ TEST(Replicas, EdgesJoinThoseThatHaveAMinibatchInCommonAndNameItsItems) {
     for (ScheduleOptions options : all_of(plan, 1)) {
       for (const std::int64_t first : {0, 30, 60}) {
         options.first_minibatch = MinibatchId(first);
+        options.exchanges_norms = true;
         if (!error_of(options).empty()) continue;
         const std::int64_t num_minibatches = first + 40;
         std::map<Edge, Counts> sent;
@@ -346,9 +374,10 @@ Instructions pulls_by_edge(Instructions program) {
 
 TEST(Replicas, CursorWalksTheSameListHoweverLateItLearnsTheNumberOfMinibatches) {
   for (const Counts& plan : kPlans) {
-    for (const ScheduleOptions& options : all_of(plan, 4)) {
+    for (ScheduleOptions options : all_of(plan, 4)) {
       for (const Place& place : options.placement.places()) {
         for (const std::int64_t num_minibatches : {0, 1, 2, 3, 4, 5, 6, 7, 19}) {
+          options.exchanges_norms = num_minibatches % 2 == 1;
           const Instructions program = make_program(options, place.rank, num_minibatches);
           const Instructions walked = walk(options, place.rank.value(), num_minibatches);
           const std::string name =
@@ -471,11 +500,6 @@ TEST(Replicas, AreRefusedWithWhatIsNotBuiltForThem) {
       error_of(options),
       "ties has stages 0 and 1, and the plan has replicated stages; parameters that stages share need a "
       "straight plan: partition(..., straight=True)");
-  options = make_replicated("flush", {2, 1});
-  options.exchanges_norms = true;
-  EXPECT_EQ(error_of(options),
-            "exchanges_norms is set, and the plan has replicated stages; a norm over all stages needs a "
-            "straight plan: partition(..., straight=True)");
   options = make_replicated("interleaved", {2, 1});
   EXPECT_EQ(error_of(options),
             "stage 0 has several replicas; schedule \"interleaved\" runs one of each stage");
