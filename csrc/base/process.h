@@ -1,13 +1,29 @@
-// What a worker asks of the operating system for its own process. Call once, at start-up.
+// What concerns the process as a whole.
 #pragma once
+
+#include <atomic>
 
 namespace pipedream {
 
-// The process gets SIGKILL when the thread that started it dies, so that no worker outlives its launcher.
+// A worker calls this once, at start-up. The process gets SIGKILL when the thread that started it dies, so
+// that no worker outlives its launcher.
 void die_with_parent();
 
-// Freed memory stays with the process: with the default thresholds malloc maps and unmaps every large
-// tensor, and the first touch of each fresh page costs 10 to 100 us on virtual machines.
+// Likewise. Freed memory stays with the process: with the default thresholds malloc maps and unmaps every
+// large tensor, and the first touch of each fresh page costs 10 to 100 us on virtual machines.
 void keep_freed_memory();
+
+// The process in which this was made. Threads, sockets and streams are not there in a child of fork(), so
+// their holders ask first. A load: getpid() is a system call, several per frame where each holder made one.
+class HomeProcess {
+ public:
+  HomeProcess();
+  [[nodiscard]] bool is_this() const { return num_forks_ == num_forks_here.load(std::memory_order_relaxed); }
+
+ private:
+  static std::atomic<int> num_forks_here;  // fork()s between the first process and this one
+
+  const int num_forks_;
+};
 
 }  // namespace pipedream

@@ -59,8 +59,7 @@ int milliseconds_until(Deadline deadline) {
 
 TransportCore::TransportCore(TransportOptions options)
     : options_(checked(std::move(options))),
-      beat_period_(duration_of(options_.peer_timeout_s / kBeatsPerTimeout)),
-      pid_(::getpid()) {
+      beat_period_(duration_of(options_.peer_timeout_s / kBeatsPerTimeout)) {
   tasks_.reserve(kNumTasksAtFirst);
   running_tasks_.reserve(kNumTasksAtFirst);
 }
@@ -148,7 +147,7 @@ bool TransportCore::is_any_driven_here() { return driven_here != nullptr; }
 
 // Not in a child of fork() either: the sockets are its parent's.
 bool TransportCore::may_drive() const {
-  return driven_here == nullptr && !PassiveScope::is_passive() && ::getpid() == pid_;
+  return driven_here == nullptr && !PassiveScope::is_passive() && home_.is_this();
 }
 
 // Under the mutex, for all but the transport thread, which comes first where it is needed: it is awake then.
@@ -237,7 +236,7 @@ bool TransportCore::drive_until(Deadline deadline, const std::function<bool()>& 
 }
 
 void TransportCore::want_all(bool wants) {
-  if (::getpid() != pid_) return;  // the rings are the parent's
+  if (!home_.is_this()) return;  // the rings are the parent's
   Watch* sleeper = nullptr;
   {
     const std::lock_guard lock(mutex_);
