@@ -1,5 +1,6 @@
 #include "channel/receive_channel.h"
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <utility>
@@ -62,6 +63,7 @@ ReceiveChannel::ReceiveChannel(ChannelOptions options, Transport& transport, Wak
       transfers_(options_.num_transfers_kept),
       inbox_(static_cast<std::size_t>(slots.term().num_slots) + 1),
       granted_(static_cast<std::size_t>((staging != nullptr ? *staging : slots).term().num_slots)),
+      credits_(std::min(static_cast<std::size_t>(slots.term().num_slots), kNumGrantsMax)),
       next_minibatch_(options_.first_minibatch) {
   PD_CHECK(options_.minibatch_stride >= 1, options_.name);
   PD_CHECK(slots.term().slot_bytes >= options_.spec.slot_bytes(), options_.name);
@@ -169,6 +171,7 @@ void ReceiveChannel::grant_free_slots() {
   on_device([this] {
     while (!failed_ && grant_slot()) {
     }
+    tell_due_credits();
   });
 }
 
@@ -195,17 +198,29 @@ bool ReceiveChannel::grant_slot() {
 // The sender writes into the slot itself, so it must not have it before.
 void ReceiveChannel::grant_when_read(ReceivedSlot& received) {
   copy_stream_->wait(*received.last_read);
-  copy_stream_->call([this, &received] { transport_.post([this, &received] { grant(received); }); });
+  copy_stream_->call([this, &received] {
+    transport_.post([this, &received] {
+      grant(received);
+      tell_due_credits();
+    });
+  });
 }
 
 void ReceiveChannel::grant(ReceivedSlot& received) {
-  if (failed_) return;
   const SlotIndex named = received.staging.valid() ? received.staging.slot() : received.slot.slot();
   granted_.at(static_cast<std::size_t>(named.value())) = &received;
-  OutgoingFrame frame;
-  frame.header.kind = FrameKind::kCredit;
-  frame.header.slot = static_cast<std::uint16_t>(named.value());
-  link_.load()->send(std::move(frame));
+  credits_.add(static_cast<std::uint16_t>(named.value()));
+}
+
+void ReceiveChannel::tell_due_credits() {
+  if (failed_ || !credits_.are_due()) return;
+  credits_.tell_all([this](const Credit& credit) {
+    OutgoingFrame frame;
+    frame.header.kind = FrameKind::kCredit;
+    frame.header.slot = credit.slot;
+    frame.header.further_slots = credit.further_slots;
+    link_.load()->send(std::move(frame));
+  });
 }
 
 // ---- Errors of the device: who drives ----
@@ -326,6 +341,7 @@ std::optional<Failure> ReceiveChannel::begin_item(const FrameHeader& header) {
   ReceivedSlot& received = *granted_[header.slot];
   if (received.last_read && !is_placed_on_device()) copy_stream_->wait(*received.last_read);
   granted_[header.slot] = nullptr;
+  credits_.note_filled();
   arrived_ns_ = now_ns();
   num_item_bytes_ = 0;
   received.awaits_item = false;
@@ -429,7 +445,12 @@ void ReceiveChannel::finish_item() {
   num_granted_.fetch_sub(1);
   deliver(std::move(item));
   current_.reset();
-  if (slots_.num_free() > 0) grant_free_slots();  // there were more than may be granted at once
+  // There may be more free slots than are granted at once, and credits that were not due before this item.
+  if (slots_.num_free() > 0) {
+    grant_free_slots();
+  } else {
+    tell_due_credits();
+  }
 }
 
 void ReceiveChannel::deliver(ReceivedItem item) {

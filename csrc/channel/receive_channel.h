@@ -2,7 +2,7 @@
 // leased slot, and hands whole items to the compute thread in order.
 //
 //   wire             who drives                             copy stream            compute thread
-//   credit <-------- 1 a free slot is leased and granted
+//   credit <-------- 1 a free slot is leased and granted, once the sender has few left
 //   frame ---------> 2 checked against plan and order
 //                    3 payload -> the granted slot; the sender has written it already where memory is shared
 //                      staged: that is a staging buffer, its bytes (or what they decode to) -> 4 device slot
@@ -15,8 +15,6 @@
 // so the bytes in flight are bounded by the plan. What an item needs besides is kept per slot, so that to
 // receive one allocates nothing. Threads: as drawn; the inbox is guarded by the Wakeup's mutex.
 #pragma once
-
-#include <unistd.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -32,8 +30,10 @@
 #include "base/check.h"
 #include "base/ids.h"
 #include "base/newest_log.h"
+#include "base/process.h"
 #include "base/ring_buffer.h"
 #include "channel/channel_stats.h"
+#include "channel/held_credits.h"
 #include "channel/send_channel.h"
 #include "channel/tensor.h"
 #include "channel/transfer.h"
@@ -54,7 +54,7 @@ class ReceiveChannel;
 // the slots' group. Any thread.
 class ReceiverAccess {
  public:
-  explicit ReceiverAccess(ReceiveChannel& channel) : pid_(::getpid()), channel_(&channel) {}
+  explicit ReceiverAccess(ReceiveChannel& channel) : channel_(&channel) {}
   // Whichever thread drops the last reference to an item's tensors.
   void slot_released();
   // What was read last of an item is not known: the run fails.
@@ -62,13 +62,13 @@ class ReceiverAccess {
   // Afterwards nothing reaches the channel: waits for those who do.
   void detach();
   // False in a child of fork(): slots, streams and threads are its parent's.
-  [[nodiscard]] bool is_in_its_process() const { return ::getpid() == pid_; }
+  [[nodiscard]] bool is_in_its_process() const { return home_.is_this(); }
 
  private:
   template <class Call>
   void reach(Call call);
 
-  const pid_t pid_;
+  const HomeProcess home_;
   std::mutex mutex_;  // guards the members below
   std::condition_variable none_reaches_;
   ReceiveChannel* channel_;
@@ -190,6 +190,7 @@ class ReceiveChannel final : public LinkHandler {
   [[nodiscard]] bool grant_slot();
   void grant_when_read(ReceivedSlot& received);
   void grant(ReceivedSlot& received);
+  void tell_due_credits();
   template <class Function>
   void on_device(Function function);
   void give_up();
@@ -229,6 +230,7 @@ class ReceiveChannel final : public LinkHandler {
 
   // Who drives: the slots that are granted and not filled yet, by what the wire calls them; else null.
   std::vector<ReceivedSlot*> granted_;
+  HeldCredits credits_;  // of these
 
   // Who drives: the item being received.
   std::optional<ReceivedItem> current_;

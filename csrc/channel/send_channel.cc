@@ -1,5 +1,6 @@
 #include "channel/send_channel.h"
 
+#include <bit>
 #include <utility>
 
 namespace pipedream {
@@ -251,13 +252,7 @@ std::optional<Failure> SendChannel::on_frame(Link& /*link*/, const FrameHeader& 
   };
   switch (header.kind) {
     case FrameKind::kCredit: {
-      const std::string slot = "slot " + std::to_string(header.slot);
-      if (!copier_.can_reach(header.slot)) {
-        return broken("granted " + slot + ", which is not in the memory that it shares");
-      }
-      if (!granted_.add(header.slot)) {
-        return broken("granted " + slot + " twice, or more than " + std::to_string(kNumGrantsMax) + " slots");
-      }
+      if (auto what = add_grants(header)) return broken(*what);
       pump();
       return std::nullopt;
     }
@@ -267,6 +262,23 @@ std::optional<Failure> SendChannel::on_frame(Link& /*link*/, const FrameHeader& 
     default:
       return broken("sent a " + std::string(frame_kind_name(header.kind)) +
                     " frame that is not allowed here");
+  }
+}
+
+// What is wrong with them.
+std::optional<std::string> SendChannel::add_grants(const FrameHeader& credit) {
+  std::uint64_t slots_left = credit.further_slots;
+  for (std::uint16_t slot = credit.slot;;) {
+    const auto granted = [slot](const std::string& how) {
+      return "granted slot " + std::to_string(slot) + how;
+    };
+    if (!copier_.can_reach(slot)) return granted(", which is not in the memory that it shares");
+    if (!granted_.add(slot)) {
+      return granted(" twice, or more than " + std::to_string(kNumGrantsMax) + " slots");
+    }
+    if (slots_left == 0) return std::nullopt;
+    slot = static_cast<std::uint16_t>(credit.slot + 1 + std::countr_zero(slots_left));
+    slots_left &= slots_left - 1;
   }
 }
 

@@ -122,6 +122,7 @@ class SendChannel final : public LinkHandler {
   void enqueue(SendItem& item);
   void schedule_pump();
   void pump();
+  [[nodiscard]] std::optional<std::string> add_grants(const FrameHeader& credit);
   void start_queued();
   [[nodiscard]] bool start(SendItem& item);
   void copy_started();

@@ -22,8 +22,6 @@
 // the queue itself, which keeps the room it has once had: in the steady state nothing is allocated.
 #pragma once
 
-#include <sys/types.h>
-
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -38,6 +36,7 @@
 
 #include "base/clock.h"
 #include "base/inline_function.h"
+#include "base/process.h"
 #include "transport/frame_rings.h"
 #include "transport/transport.h"
 #include "transport/watch.h"
@@ -47,7 +46,7 @@ namespace pipedream {
 class LinkCore;
 
 // Room for the largest: a frame with its encoded header.
-inline constexpr std::size_t kTaskBytesMax = 480;
+inline constexpr std::size_t kTaskBytesMax = 496;
 using Task = InlineFunction<kTaskBytesMax>;
 
 // Why a thread drives, and so what it has time for.
@@ -157,8 +156,8 @@ class TransportCore : public Transport {
 
   const TransportOptions options_;
   const Clock::duration beat_period_;
-  const pid_t pid_;     // whose sockets they are
-  Watch waiter_watch_;  // descriptors are added here first: who waits is woken before the thread
+  const HomeProcess home_;  // of the sockets
+  Watch waiter_watch_;      // descriptors are added here first: who waits is woken before the thread
   Watch thread_watch_;
   std::mutex join_mutex_;  // guards thread_'s join
   std::thread thread_;

@@ -44,7 +44,9 @@ struct WireHeader {
   std::uint32_t payload_checksum;
   std::uint16_t slot;
   std::uint8_t codec;
-  std::uint8_t reserved[13];      // zero
+  std::uint8_t reserved_before;  // zero
+  std::uint64_t further_slots;
+  std::uint8_t reserved[4];       // zero
   std::uint32_t header_checksum;  // CRC-32C of all bytes before it
 };
 
@@ -77,7 +79,9 @@ static_assert(offsetof(WireHeader, flags) == 183);
 static_assert(offsetof(WireHeader, payload_checksum) == 184);
 static_assert(offsetof(WireHeader, slot) == 188);
 static_assert(offsetof(WireHeader, codec) == 190);
-static_assert(offsetof(WireHeader, reserved) == 191);
+static_assert(offsetof(WireHeader, reserved_before) == 191);
+static_assert(offsetof(WireHeader, further_slots) == 192);
+static_assert(offsetof(WireHeader, reserved) == 200);
 static_assert(offsetof(WireHeader, header_checksum) == 204);
 static_assert(std::numeric_limits<double>::is_iec559 && sizeof(double) == 8);
 
@@ -182,6 +186,11 @@ std::optional<Failure> tensor_violation(const FrameHeader& header) {
   return std::nullopt;
 }
 
+// Of those that a CREDIT names.
+std::size_t last_slot_of(const FrameHeader& header) {
+  return std::size_t{header.slot} + static_cast<std::size_t>(std::bit_width(header.further_slots));
+}
+
 template <class Value>
 Failure not_zero(const FrameHeader& header, std::string_view field, Value value) {
   return corrupt_field(field, value,
@@ -210,6 +219,14 @@ std::optional<Failure> tensorless_violation(const FrameHeader& header) {
   return std::nullopt;
 }
 
+std::optional<Failure> credit_violation(const FrameHeader& header) {
+  if (header.further_slots == 0) return std::nullopt;
+  if (header.kind != FrameKind::kCredit) return not_zero(header, "further_slots", header.further_slots);
+  if (last_slot_of(header) <= std::numeric_limits<std::uint16_t>::max()) return std::nullopt;
+  return corrupt_field("further_slots", header.further_slots,
+                       "reaches beyond slot 65535 from slot " + std::to_string(header.slot));
+}
+
 // What must hold before the bytes can be read as fields at all.
 std::optional<Failure> envelope_violation(const WireHeader& wire, std::span<const std::byte> bytes) {
   if (wire.magic != kFrameMagic)
@@ -226,7 +243,7 @@ std::optional<Failure> envelope_violation(const WireHeader& wire, std::span<cons
   if (!is_known_dtype(wire.dtype)) return corrupt_field("dtype", wire.dtype, "unknown");
   if ((wire.flags & ~kKnownFlags) != 0) return corrupt_field("flags", wire.flags, "unknown bits");
   if (!is_known_codec(wire.codec)) return corrupt_field("codec", wire.codec, "unknown");
-  if (!all_zero(wire.reserved)) return corrupt("reserved bytes are not 0");
+  if (wire.reserved_before != 0 || !all_zero(wire.reserved)) return corrupt("reserved bytes are not 0");
   return std::nullopt;
 }
 
@@ -280,6 +297,7 @@ void encode(const FrameHeader& header, std::span<std::byte, kFrameHeaderBytes> b
   wire.flags = flags_of(header);
   wire.payload_checksum = header.payload_checksum;
   wire.slot = header.slot;
+  wire.further_slots = header.further_slots;
   wire.codec = static_cast<std::uint8_t>(header.codec);
   std::memcpy(bytes.data(), &wire, sizeof(wire));
   wire.header_checksum = checksum_of(bytes);
@@ -308,6 +326,7 @@ std::optional<Failure> find_violation(const FrameHeader& header) {
   if (header.num_work_items != 0 && header.kind != FrameKind::kBeat) {
     return not_zero(header, "num_work_items", header.num_work_items);
   }
+  if (auto violation = credit_violation(header)) return violation;
   if (auto violation = shape_violation(header)) return violation;
   return header.kind == FrameKind::kTensor ? tensor_violation(header) : tensorless_violation(header);
 }
@@ -344,6 +363,7 @@ Result<FrameHeader> decode(std::span<const std::byte> bytes) {
   header.has_payload_checksum = (wire.flags & kFlagPayloadChecksum) != 0;
   header.payload_checksum = wire.payload_checksum;
   header.slot = wire.slot;
+  header.further_slots = wire.further_slots;
   header.codec = static_cast<CodecKind>(wire.codec);
   if (auto violation = find_violation(header)) return *violation;
   return header;

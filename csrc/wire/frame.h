@@ -22,7 +22,7 @@
 namespace pipedream {
 
 inline constexpr std::uint32_t kFrameMagic = 0x4D445250;  // "PRDM" in memory
-inline constexpr std::uint16_t kFrameFormatVersion = 3;
+inline constexpr std::uint16_t kFrameFormatVersion = 4;
 inline constexpr std::size_t kNumDimsMax = 8;
 inline constexpr std::size_t kFrameHeaderBytes = 208;
 inline constexpr std::size_t kChunkBytesMax = std::size_t{64} << 20;
@@ -30,7 +30,7 @@ inline constexpr std::size_t kChunkBytesMax = std::size_t{64} << 20;
 enum class FrameKind : std::uint8_t {
   kHello = 1,   // first frame in both directions
   kTensor = 2,  // a chunk of a tensor
-  kCredit = 3,  // receiver to sender: one more item may be sent, into this slot
+  kCredit = 3,  // receiver to sender: as many more items may be sent, into these slots
   kEnd = 4,     // no more items; minibatch = how many there were
   kAbort = 5,   // the sender stops; payload = why, UTF-8
   kBye = 6,     // farewell: closing the connection now is no failure
@@ -69,6 +69,7 @@ struct FrameHeader {
   std::uint64_t plan_hash = 0;       // HELLO
   std::uint64_t num_work_items = 0;  // BEAT: that the sender has completed
   std::uint16_t slot = 0;            // of the receiver: granted by CREDIT, used by TENSOR
+  std::uint64_t further_slots = 0;   // CREDIT: bit k: slot + 1 + k is granted, too
   // TENSOR: how tensor_bytes are encoded; shape and dtype are as they were before.
   CodecKind codec = CodecKind::kNone;
   // CRC-32C of the payload, when has_payload_checksum.
@@ -87,8 +88,8 @@ void encode(const FrameHeader& header, std::span<std::byte, kFrameHeaderBytes> b
 // negative dimension, shape x dtype without overflow and, unless encoded, == tensor_bytes,
 // chunk_offset + payload_bytes + placed_bytes <= tensor_bytes for a tensor, one of these two zero,
 // tensor_index < num_tensors, a finite loss_scale that is not negative. Frames of other kinds than TENSOR
-// leave the tensor's and the item's fields zero (CREDIT has a slot) and, but for ABORT, have no payload;
-// plan_hash is HELLO's alone, num_work_items BEAT's.
+// leave the tensor's and the item's fields zero (CREDIT has slots, 65,535 the last) and, but for ABORT, have
+// no payload; plan_hash is HELLO's alone, num_work_items BEAT's, further_slots CREDIT's.
 [[nodiscard]] Result<FrameHeader> decode(std::span<const std::byte> bytes);
 
 // The rules of decode() that concern the fields alone. A link asks before it sends: a header that the

@@ -72,6 +72,9 @@ void write_frames(const std::filesystem::path& folder) {
   header.kind = FrameKind::kCredit;
   header.slot = 3;
   write_frame(folder, "credit", header);
+  header.further_slots = 0b1101;
+  write_frame(folder, "credits", header);
+  header.further_slots = 0;
   header.slot = 0;
   header.kind = FrameKind::kAbort;
   header.payload_bytes = 40;

@@ -111,7 +111,10 @@ TEST(Frame, EveryKindSurvivesTheRoundTrip) {
   for (const FrameKind kind : kTensorlessKinds) {
     FrameHeader header = header_of_kind(kind);
     if (kind == FrameKind::kAbort) header.payload_bytes = 57;  // says why
-    if (kind == FrameKind::kCredit) header.slot = std::numeric_limits<std::uint16_t>::max();
+    if (kind == FrameKind::kCredit) {
+      header.slot = std::numeric_limits<std::uint16_t>::max() - 64;
+      header.further_slots = std::uint64_t{1} << 63 | 1;
+    }
     if (kind == FrameKind::kEnd) header.minibatch = MinibatchId(std::numeric_limits<std::int64_t>::max());
     headers.push_back(header);
   }
@@ -186,7 +189,7 @@ TEST(Frame, ScalarsEmptyTensorsAndEightDimensionsSurviveTheRoundTrip) {
 
 TEST(Frame, BytesOnTheWireNeverChange) {
   const HeaderBytes bytes = encoded(tensor_header());
-  EXPECT_EQ(std::memcmp(bytes.data(), "PRDM\x03\x00\xD0\x00", 8), 0);
+  EXPECT_EQ(std::memcmp(bytes.data(), "PRDM\x04\x00\xD0\x00", 8), 0);
   EXPECT_EQ(std::memcmp(bytes.data() + 8, "\x88\x77\x66\x55\x44\x33\x22\x11", 8), 0);
   EXPECT_EQ(bytes[16], std::byte{7});
   EXPECT_EQ(bytes[20], std::byte{42});
@@ -335,6 +338,9 @@ TEST(Frame, FramesWithoutATensorCarryNoneOfItsFields) {
     FrameHeader with_slot = header_of_kind(kind);
     with_slot.slot = 1;
     EXPECT_EQ(decode(encoded(with_slot)).ok(), kind == FrameKind::kCredit) << frame_kind_name(kind);
+    FrameHeader with_slots = header_of_kind(kind);
+    with_slots.further_slots = 1;
+    EXPECT_EQ(decode(encoded(with_slots)).ok(), kind == FrameKind::kCredit) << frame_kind_name(kind);
     FrameHeader with_plan = header_of_kind(kind);
     with_plan.plan_hash = 1;
     EXPECT_EQ(decode(encoded(with_plan)).ok(), kind == FrameKind::kHello) << frame_kind_name(kind);
@@ -344,11 +350,20 @@ TEST(Frame, FramesWithoutATensorCarryNoneOfItsFields) {
   }
 }
 
+TEST(Frame, CreditsReachNoFurtherThanSlotsGo) {
+  FrameHeader header = header_of_kind(FrameKind::kCredit);
+  header.slot = std::numeric_limits<std::uint16_t>::max() - 2;
+  header.further_slots = 0b11;
+  EXPECT_TRUE(decode(encoded(header)).ok());
+  header.further_slots = 0b111;
+  expect_refused(encoded(header), "further_slots");
+}
+
 TEST(Frame, EnvelopeIsCheckedBeforeAnyField) {
   const HeaderBytes good = encoded(tensor_header());
   expect_refused(forged(good, 0, std::uint32_t{0x4D445251}), "magic");
-  expect_refused(forged(good, 4, std::uint16_t{2}), "format_version");
-  expect_refused(forged(good, 4, std::uint16_t{4}), "format_version");
+  expect_refused(forged(good, 4, std::uint16_t{3}), "format_version");
+  expect_refused(forged(good, 4, std::uint16_t{5}), "format_version");
   expect_refused(forged(good, 6, std::uint16_t{207}), "header_bytes");
   expect_refused(forged(good, kKindAt, std::uint8_t{0}), "kind");
   expect_refused(forged(good, kKindAt, std::uint8_t{8}), "kind");

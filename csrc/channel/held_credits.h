@@ -1,0 +1,70 @@
+// The credits that a receiver has not told its sender yet. One that comes alone costs a frame, on a network a
+// packet and three wake-ups, as much as a small item itself; so, while the sender has others left, they wait
+// for each other and leave together. On the thread that drives.
+//
+//   slots 8, enough 4       granted at first: 8 in one frame
+//   items fill 5 slots      the sender has 3 left: what is free by now leaves, and what becomes free
+//
+// Nobody waits for a credit that is held: the sender has as many left as keep it going for the time that a
+// frame takes, and each item that it fills makes the receiver look again.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "base/check.h"
+
+namespace pipedream {
+
+// Slots of one CREDIT frame: `slot`, and slot + 1 + k for each bit k of `further_slots`.
+struct Credit {
+  std::uint16_t slot = 0;
+  std::uint64_t further_slots = 0;
+};
+
+class HeldCredits {
+ public:
+  // num_slots: as many as the sender can have at most.
+  explicit HeldCredits(std::size_t num_slots) : num_enough_(std::max(kNumEnoughMin, num_slots / 2)) {
+    free_slots_.reserve(num_slots);
+  }
+
+  void add(std::uint16_t slot) { free_slots_.push_back(slot); }
+  // The sender has filled one of those that it was told of.
+  void note_filled() {
+    PD_CHECK(num_told_ > 0, "a slot was filled that was not granted");
+    --num_told_;
+  }
+
+  [[nodiscard]] bool are_due() const { return !free_slots_.empty() && num_told_ < num_enough_; }
+
+  // Tells all, by `tell(Credit)`.
+  template <class Tell>
+  void tell_all(Tell tell) {
+    num_told_ += free_slots_.size();
+    std::ranges::sort(free_slots_);
+    for (std::size_t index = 0; index < free_slots_.size();) {
+      Credit credit{free_slots_[index++]};
+      for (; index < free_slots_.size(); ++index) {
+        const std::size_t distance = std::size_t{free_slots_[index]} - credit.slot;
+        if (distance > kNumFurtherMax) break;
+        credit.further_slots |= std::uint64_t{1} << (distance - 1);
+      }
+      tell(credit);
+    }
+    free_slots_.clear();
+  }
+
+ private:
+  static constexpr std::size_t kNumFurtherMax = 64;
+  // One under way and one to go on with, so that a window of two slots holds nothing.
+  static constexpr std::size_t kNumEnoughMin = 2;
+
+  const std::size_t num_enough_;
+  std::size_t num_told_ = 0;  // and not filled yet
+  std::vector<std::uint16_t> free_slots_;
+};
+
+}  // namespace pipedream
