@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         PipelineError,
         WorkerLost,
     )
+    from pipedream.launch.calibration import calibrate
     from pipedream.launch.runner import run
     from pipedream.model.profiler import profile
     from pipedream.planning.layer_profile import LayerProfile, Profile
@@ -44,6 +45,7 @@ __all__ = [
     "Stage",
     "WorkerLost",
     "__version__",
+    "calibrate",
     "optim",
     "partition",
     "profile",
@@ -63,6 +65,7 @@ _MODULES = {
     "RunResult": "report.result",
     "Stage": "planning.plan",
     "WorkerLost": "common.errors",
+    "calibrate": "launch.calibration",
     "partition": "planning.partitioner",
     "profile": "model.profiler",
     "run": "launch.runner",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipedream.common.document import (
+    check_figures,
     check_format,
     check_list,
     check_number,
@@ -31,7 +32,7 @@ __all__ = ["LayerProfile", "Profile"]
 _KIND = "profile"
 _VERSION = 1
 _FORMAT = f"pipedream.{_KIND}/{_VERSION}"
-_HEADER_FIELDS = ("model", "batch_size", "device", "minibatches", "time_error")
+_HEADER_FIELDS = ("model", "batch_size", "device", "minibatches", "time_error", "runtime")
 _LAYER_FIELDS = ("name", "forward_ms", "backward_ms", "activation_bytes", "parameter_bytes")
 
 
@@ -86,6 +87,8 @@ class Profile:
     time_error: float | None = None
     """Of the mean time of a minibatch: half the width of its 95 % interval, as a share of it. None: not
     known."""
+    runtime: dict[str, Any] | None = field(default=None, hash=False)
+    """What a run adds to the layers (runtime_costs.py); None: not calibrated."""
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -97,6 +100,8 @@ class Profile:
                 check_text(name, getattr(self, name))
         if self.time_error is not None:
             _set(self, "time_error", check_number("time_error", self.time_error))
+        if self.runtime is not None:
+            check_figures("runtime", check_object("runtime", self.runtime))
         for name in ("batch_size", "minibatches"):
             if getattr(self, name) is not None:
                 _set(self, name, check_whole(name, getattr(self, name), at_least=1))
@@ -148,6 +153,8 @@ class Profile:
         }
         if self.time_error is not None:
             header["time_error"] = self.time_error
+        if self.runtime is not None:
+            header["runtime"] = self.runtime
         return header | self.extra | {"layers": [layer.to_dict() for layer in self.layers]}
 
     def __str__(self) -> str:

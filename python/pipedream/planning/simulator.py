@@ -16,6 +16,7 @@ from pipedream.common.document import check_number
 
 __all__ = [
     "TRANSFERS",
+    "Replay",
     "Simulation",
     "StageTimes",
     "Step",
@@ -111,10 +112,12 @@ class TransferTimes:
 
     activation_ms: float = 0.0
     gradient_ms: float = 0.0
+    latency_ms: float = 0.0
+    """Besides, in which the link may carry the next item."""
 
     def __post_init__(self) -> None:
-        check_number("activation_ms", self.activation_ms)
-        check_number("gradient_ms", self.gradient_ms)
+        for name in ("activation_ms", "gradient_ms", "latency_ms"):
+            check_number(name, getattr(self, name))
 
     def of(self, kind: str) -> float:
         """Milliseconds of one item of an edge of that kind."""
@@ -194,10 +197,10 @@ def simulate(
     Raises ValueError for lists that wait for each other, naming who waits for what, for an instruction
     that is there twice, a stage that is at two workers or none, and figures of the wrong number.
     """
-    return _Replay(programs, stage_times, transfer_ms).run()
+    return Replay(programs, stage_times, transfer_ms).run()
 
 
-class _Replay:
+class Replay:
     """Plays the lists once. A worker's times depend only on what it receives, so the order in which the
     workers are visited changes nothing."""
 
@@ -272,8 +275,8 @@ class _Replay:
             # carried.
             link = (ends[0], None if edge.kind in _SYNC else ends[1])
             begin_ms = max(now_ms, self.link_free_ms.get(link, 0.0))
-            arrives_ms = begin_ms + self._transfer_ms(edge)
-            self.link_free_ms[link] = arrives_ms
+            self.link_free_ms[link] = begin_ms + self._transfer_ms(edge)
+            arrives_ms = self.link_free_ms[link] + self._latency_ms(edge)
             item = (instruction.minibatch, instruction.microbatch)
             self.transfers.append(Transfer(edge.kind, *ends, *item, begin_ms, arrives_ms))
         self._arrivals(instruction).append(arrives_ms)
@@ -282,6 +285,11 @@ class _Replay:
         if edge.kind in _SYNC:
             return self.stage_times[edge.from_stage].shard_ms
         return self.transfer_times[min(edge.from_stage, edge.to_stage)].of(edge.kind)
+
+    def _latency_ms(self, edge: StepEdge) -> float:
+        if edge.from_stage == edge.to_stage:
+            return 0.0  # shard_ms has it
+        return self.transfer_times[min(edge.from_stage, edge.to_stage)].latency_ms
 
     def _describe_deadlock(self) -> str:
         waits = []

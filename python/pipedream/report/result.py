@@ -13,6 +13,7 @@ from pipedream.common.table import format_table
 from pipedream.common.units import format_bytes
 from pipedream.links.channels import RunChannel
 from pipedream.planning.plan import Plan
+from pipedream.planning.prediction import predict_ms
 from pipedream.planning.trace import Clock, Span, shift_ns, write_trace
 from pipedream.report.status import in_turn
 from pipedream.report.summary import describe_data_waits, describe_result, plot_losses, summarize
@@ -96,7 +97,8 @@ class RunResult:
     samples_per_s: float
     """All samples over the time from the first work item to the last."""
     predicted_ms: float | None
-    """Per minibatch, by the plan's cost model; None when the plan has no figure."""
+    """Per minibatch, by the plan's cost model; None when the plan has no figure. The calibrated model's is of
+    this run's schedule and microbatches; the paper's is the bottleneck, whatever the schedule."""
     measured_ms: float
     """Per minibatch, in the steady phase, at the last stage."""
     bubble_share: float
@@ -238,14 +240,15 @@ def combine_reports(
         for stage, replicas in enumerate(of_stages)
     ]
     figures = [_figures_of(channel, reports) for channel in channels]
-    num_warm_up = 1 if _core.drains_every_minibatch(schedule) else plan.in_flight[0]
+    # Besides the warm-up those in which memory is measured, which takes time per operator on the host.
+    num_warm_up = (2 * max(schedule.in_flight) + 1) * max(stage.num_replicas for stage in plan.stages)
     return RunResult(
         losses=losses,
         epoch_losses=_epoch_losses(losses, samples, epochs),
         versions=[[(forward, backward) for forward, backward in stage] for stage in versions],
         samples_per_s=sum(samples) / max(elapsed_ns / 1e9, 1e-9),
-        predicted_ms=plan.bottleneck_ms,
-        measured_ms=_steady_ms(last["spans"], num_warm_up) / len(of_stages[-1]),
+        predicted_ms=predict_ms(plan, schedule),
+        measured_ms=_steady_ms(last["spans"], num_warm_up),
         bubble_share=1.0
         - sum(t["compute_ns"] for t in totals) / max(sum(t["elapsed_ns"] for t in totals), 1),
         bytes_sent=sum(channel.wire_bytes + channel.placed_bytes for channel in figures),
@@ -345,14 +348,19 @@ def _epoch_losses(losses: list[float], samples: list[int], epochs: list[int]) ->
 
 
 def _steady_ms(spans: list[list[int | str]], num_warm_up: int) -> float:
-    """Milliseconds per minibatch between updates of the last stage, after as many minibatches as are in
-    flight; over all of them when there are too few."""
+    """Milliseconds per minibatch between updates of the last stage, those of the first minibatches left out;
+    over all of them when there are too few. An update that several minibatches share names the first."""
     named = [WorkSpan(*span) for span in spans]  # type: ignore[arg-type]
     if not named:
         return 0.0
     last_stage = max(span.stage for span in named)
-    done_ns = [span.completed_ns for span in named if span.kind == "UPDATE" and span.stage == last_stage]
-    if len(done_ns) < 2:
-        return (named[-1].completed_ns - named[0].asked_ns) / 1e6 / max(len(done_ns), 1)
-    steady = done_ns[num_warm_up:] if len(done_ns) > num_warm_up + 2 else done_ns
-    return float(steady[-1] - steady[0]) / 1e6 / (len(steady) - 1)
+    done = [
+        (span.minibatch, span.completed_ns)
+        for span in named
+        if span.kind == "UPDATE" and span.stage == last_stage
+    ]
+    if len(done) < 2:
+        return (named[-1].completed_ns - named[0].asked_ns) / 1e6 / max(len(done), 1)
+    steady = [update for update in done if update[0] >= num_warm_up]
+    (first, first_ns), *_, (last, last_ns) = steady if len(steady) > 2 else done
+    return (last_ns - first_ns) / 1e6 / (last - first)

@@ -138,7 +138,9 @@ def test_workers_stay_idle_where_using_them_is_slower() -> None:
         ({"bandwidth": "10Gb"}, ValueError, "the unit 'Gb' is unknown"),
         ({"bandwidth": -1}, ValueError, "bandwidth is -1: it must be positive"),
         ({"memory": "16GiB"}, ValueError, "memory is '16GiB': .* not built yet"),
-        ({"cost_model": "calibrated"}, ValueError, "cost_model is 'calibrated': it is one of paper"),
+        ({"cost_model": "simple"}, ValueError, "cost_model is 'simple': it is one of paper, calibrated"),
+        ({"cost_model": "calibrated"}, ValueError, "the profile has no runtime figures: pipedream.calibrate"),
+        ({"workers_per_host": 0}, ValueError, "workers_per_host is 0: give at least 1"),
         ({"profile": {"layers": []}}, TypeError, "profile is a dict: give a Profile"),
     ],
 )

@@ -1,0 +1,98 @@
+"""What a calibrated plan says a run of it will take: its schedule's own lists with the plan's stage costs.
+
+Pure; any thread; needs no torch. The paper's cost model has one figure, the bottleneck, for all schedules.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pipedream.common.document import check_list, check_number, check_object, check_whole
+from pipedream.planning.plan import Plan
+from pipedream.planning.runtime_costs import StageCosts, costs_of
+from pipedream.planning.shared_cores import SharedHost, simulate_shared
+from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, simulate
+
+if TYPE_CHECKING:
+    from pipedream import _core
+
+__all__ = ["predict_ms", "simulate_calibrated", "steady_minibatches"]
+
+# Minibatches of each replica, besides those of the warm-up and the cool-down.
+_STEADY_ROUNDS = 32
+
+
+def predict_ms(plan: Plan, schedule: _core.ScheduleOptions) -> float | None:
+    """Milliseconds per minibatch in the steady state; None: the plan says nothing."""
+    simulation = simulate_calibrated(plan, schedule)
+    return plan.bottleneck_ms if simulation is None else ms_per_minibatch(simulation)
+
+
+def ms_per_minibatch(simulation: Simulation) -> float:
+    """In the steady state; where there are too few minibatches to have one, of all of them."""
+    steady = simulation.ms_per_minibatch
+    return simulation.makespan_ms / simulation.num_minibatches if steady is None else steady
+
+
+def steady_minibatches(plan: Plan, rounds: int = _STEADY_ROUNDS) -> int:
+    """Enough to see the steady state."""
+    replicas = [stage.num_replicas for stage in plan.stages]
+    return (rounds + 2 * max(plan.in_flight)) * max(replicas)
+
+
+def simulate_calibrated(
+    plan: Plan, schedule: _core.ScheduleOptions, num_minibatches: int | None = None
+) -> Simulation | None:
+    """None: the plan is not of the calibrated cost model."""
+    from pipedream import _core
+
+    costs = costs_of(plan)
+    if costs is None:
+        return None
+    if num_minibatches is None:
+        num_minibatches = steady_minibatches(plan)
+    programs = [_core.make_program(schedule, rank, num_minibatches) for rank in range(schedule.num_workers)]
+    m = schedule.num_microbatches
+    versions = [_core.num_versions_kept(schedule, stage) for stage in range(plan.num_stages)]
+    times = [_times(cost, m, kept) for cost, kept in zip(costs, versions, strict=True)]
+    transfers = [_transfer(row, m) for row in _links_of(plan)]
+    host = _host_of(plan)
+    if host is None:
+        return simulate(programs, times, transfers)
+    return simulate_shared(programs, times, transfers, host)
+
+
+def _times(cost: StageCosts, num_microbatches: int, num_versions: int) -> StageTimes:
+    return StageTimes(
+        forward_ms=cost.forward.of(num_microbatches),
+        backward_ms=cost.backward.of(num_microbatches),
+        update_ms=cost.update_ms + (cost.copy_ms if num_versions > 1 else 0.0),
+        shard_ms=cost.shard_ms,
+    )
+
+
+def _transfer(row: dict[str, Any], num_microbatches: int) -> TransferTimes:
+    one_way_ms = check_number("predicted.links.one_way_ms", row.get("one_way_ms")) / num_microbatches
+    latency_ms = check_number("predicted.links.latency_ms", row.get("latency_ms"))
+    return TransferTimes(one_way_ms, one_way_ms, latency_ms)
+
+
+def _links_of(plan: Plan) -> list[dict[str, Any]]:
+    rows = check_list("predicted.links", plan.predicted.get("links", []))
+    if len(rows) != plan.num_stages - 1:
+        raise ValueError(
+            f"predicted.links has {len(rows)} entries for {plan.num_stages - 1} boundaries: give one for each"
+        )
+    return [check_object(f"predicted.links[{index}]", row) for index, row in enumerate(rows)]
+
+
+def _host_of(plan: Plan) -> SharedHost | None:
+    given = plan.predicted.get("host")
+    if given is None:
+        return None
+    fields = check_object("predicted.host", given)
+    return SharedHost(
+        num_workers=check_whole("predicted.host.num_workers", fields.get("num_workers"), at_least=1),
+        num_cores=check_whole("predicted.host.num_cores", fields.get("num_cores"), at_least=1),
+        alone_speed=check_number("predicted.host.alone_speed", fields.get("alone_speed")),
+    )

@@ -1,0 +1,242 @@
+"""What a run adds to a profile's layers, measured on the machine that trains: the calibrated cost model.
+
+    forward of a microbatch   scale * sum of layers * (share + (1 - share) / m) + the item's own cost
+    update                    fixed + per byte of its parameters (+ a copy, + what replicas exchange)
+
+`pipedream.calibrate` measures the figures by short runs; a profile's file carries them as `runtime`. Values
+that never change once built; any thread; needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from pipedream.common.document import check_list, check_number, check_object, check_whole, require
+from pipedream.planning.layer_profile import LayerProfile, Profile
+from pipedream.planning.plan import Plan, Stage
+
+__all__ = [
+    "POSITIONS",
+    "ItemCost",
+    "PositionCosts",
+    "RuntimeCosts",
+    "StageCosts",
+    "costs_of",
+    "layer_cost_ms",
+    "runtime_of",
+    "stage_costs",
+]
+
+POSITIONS = ("only", "first", "middle", "last")
+"""Of a stage: what its items do beside the model differs."""
+
+
+@dataclass(frozen=True)
+class ItemCost:
+    """Milliseconds of one work item: fixed_ms + minibatch_ms / m, with m microbatches of a minibatch."""
+
+    fixed_ms: float = 0.0
+    minibatch_ms: float = 0.0
+
+    def of(self, num_microbatches: int) -> float:
+        return self.fixed_ms + self.minibatch_ms / num_microbatches
+
+    def plus(self, other: ItemCost) -> ItemCost:
+        return ItemCost(self.fixed_ms + other.fixed_ms, self.minibatch_ms + other.minibatch_ms)
+
+
+@dataclass(frozen=True)
+class PositionCosts:
+    """The runtime's own time per work item, beside the user's code and waiting."""
+
+    forward: ItemCost
+    backward: ItemCost
+    update_ms: float
+
+
+@dataclass(frozen=True)
+class RuntimeCosts:
+    """All in milliseconds, or shares, or milliseconds per byte."""
+
+    positions: Mapping[str, PositionCosts]
+    """By POSITIONS."""
+    forward_scale: float
+    """What a layer takes in the run over what the profile says: threads, caches, cores that are shared."""
+    backward_scale: float
+    forward_fixed_share: float
+    """Of a layer's time that is the same for a microbatch as for a minibatch."""
+    backward_fixed_share: float
+    update_ms: float
+    """Of an optimizer's step, whatever the parameters are."""
+    update_ms_per_byte: float
+    """Of parameters, besides."""
+    copy_ms_per_byte: float
+    """Besides, where the next version is not written in place."""
+    sync_ms: float
+    """Of an update that replicas share, besides."""
+    sync_ms_per_byte: float
+    """Of what a replica sends to, or takes from, one other; besides."""
+    latency_ms: float
+    """From when an item is sent until its receiver has it, on a link that is otherwise idle."""
+    cut_bytes: int
+    """That crossed the cut where the items' costs were measured; sending others takes more or less."""
+    num_cores: int
+    """Of a machine; as many workers as that share it slow each other by alone_speed and no more."""
+    alone_speed: float
+    """How much faster a worker is while the others of its machine wait; at least 1."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, value: object) -> RuntimeCosts:
+        """Raises ValueError naming the field."""
+        given = check_object("runtime", value)
+        require(given, [field.name for field in fields(cls)], "runtime.")
+        figures: dict[str, Any] = {
+            field.name: check_number(f"runtime.{field.name}", given[field.name])
+            for field in fields(cls)
+            if field.name not in ("positions", "cut_bytes", "num_cores")
+        }
+        figures["cut_bytes"] = check_whole("runtime.cut_bytes", given["cut_bytes"])
+        figures["num_cores"] = check_whole("runtime.num_cores", given["num_cores"], at_least=1)
+        positions = check_object("runtime.positions", given["positions"])
+        require(positions, POSITIONS, "runtime.positions.")
+        figures["positions"] = {name: _position_from(name, positions[name]) for name in POSITIONS}
+        return cls(**figures)
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Of one stage of a plan; milliseconds."""
+
+    forward: ItemCost
+    backward: ItemCost
+    update_ms: float
+    """Where it writes in place."""
+    copy_ms: float
+    """Besides, where several versions are kept."""
+    shard_ms: float = 0.0
+    """Of a replica's shard, pushed or pulled, on its way to one other replica."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, where: str, value: object) -> StageCosts:
+        given = check_object(where, value)
+        require(given, [field.name for field in fields(cls)], where + ".")
+        return cls(
+            forward=_item_from(f"{where}.forward", given["forward"]),
+            backward=_item_from(f"{where}.backward", given["backward"]),
+            update_ms=check_number(f"{where}.update_ms", given["update_ms"]),
+            copy_ms=check_number(f"{where}.copy_ms", given["copy_ms"]),
+            shard_ms=check_number(f"{where}.shard_ms", given["shard_ms"]),
+        )
+
+    @property
+    def minibatch_ms(self) -> float:
+        """Of a minibatch that is one microbatch, the copy included."""
+        return self.forward.of(1) + self.backward.of(1) + self.update_ms + self.copy_ms
+
+
+def runtime_of(profile: Profile) -> RuntimeCosts | None:
+    """None: the profile was not calibrated."""
+    return None if profile.runtime is None else RuntimeCosts.from_dict(profile.runtime)
+
+
+def stage_costs(
+    profile: Profile, runtime: RuntimeCosts, stages: Sequence[Stage], bytes_per_s: float
+) -> list[StageCosts]:
+    """Of each stage of a plan, by the calibrated cost model; bytes_per_s: of the links between replicas."""
+    costs = []
+    for stage_index, stage in enumerate(stages):
+        layers = profile.layers[stage.first_layer : stage.last_layer + 1]
+        position = runtime.positions[_position_of(stage_index, len(stages))]
+        before = profile.layers[stage.first_layer - 1].activation_bytes if stage_index else 0
+        behind = layers[-1].activation_bytes if stage_index + 1 < len(stages) else 0
+        num_bytes = sum(layer.parameter_bytes for layer in layers)
+        replicas = stage.num_replicas
+        update_ms = position.update_ms
+        if num_bytes:
+            update_ms += runtime.update_ms + runtime.update_ms_per_byte * num_bytes / replicas
+        if replicas > 1:
+            # A replica pushes (r - 1) / r of its gradients and pulls as much of the versions.
+            update_ms += runtime.sync_ms + runtime.sync_ms_per_byte * num_bytes * (replicas - 1) / replicas
+        costs.append(
+            StageCosts(
+                forward=_layers_cost(
+                    sum(layer.forward_ms for layer in layers) * runtime.forward_scale,
+                    runtime.forward_fixed_share,
+                ).plus(_sending(position.forward, behind, runtime.cut_bytes)),
+                backward=_layers_cost(
+                    sum(layer.backward_ms for layer in layers) * runtime.backward_scale,
+                    runtime.backward_fixed_share,
+                ).plus(_sending(position.backward, before, runtime.cut_bytes)),
+                update_ms=update_ms,
+                copy_ms=runtime.copy_ms_per_byte * num_bytes / replicas,
+                shard_ms=1e3 * num_bytes / replicas / bytes_per_s if replicas > 1 else 0.0,
+            )
+        )
+    return costs
+
+
+def layer_cost_ms(layer: LayerProfile, runtime: RuntimeCosts) -> float:
+    """What a layer adds to its stage, for the search that needs sums: its passes and its update."""
+    per_byte = runtime.update_ms_per_byte + runtime.copy_ms_per_byte
+    compute_ms = layer.forward_ms * runtime.forward_scale + layer.backward_ms * runtime.backward_scale
+    return compute_ms + per_byte * layer.parameter_bytes
+
+
+def costs_of(plan: Plan) -> list[StageCosts] | None:
+    """What a calibrated plan carries; None where it has no such figures. Raises ValueError naming a field."""
+    given = plan.predicted.get("stage_costs")
+    if given is None:
+        return None
+    rows = check_list("predicted.stage_costs", given)
+    if len(rows) != plan.num_stages:
+        raise ValueError(
+            f"predicted.stage_costs has {len(rows)} entries for {plan.num_stages} stages: give one per stage"
+        )
+    return [StageCosts.from_dict(f"predicted.stage_costs[{index}]", row) for index, row in enumerate(rows)]
+
+
+def _position_of(stage_index: int, num_stages: int) -> str:
+    if num_stages == 1:
+        return "only"
+    if stage_index == 0:
+        return "first"
+    return "last" if stage_index == num_stages - 1 else "middle"
+
+
+def _layers_cost(minibatch_ms: float, fixed_share: float) -> ItemCost:
+    return ItemCost(minibatch_ms * fixed_share, minibatch_ms * (1 - fixed_share))
+
+
+def _sending(cost: ItemCost, num_bytes: int, measured_bytes: int) -> ItemCost:
+    """What grows with a minibatch is mostly the copy of what is sent."""
+    if num_bytes == 0 or measured_bytes == 0:
+        return cost
+    return ItemCost(cost.fixed_ms, cost.minibatch_ms * num_bytes / measured_bytes)
+
+
+def _position_from(name: str, value: object) -> PositionCosts:
+    where = f"runtime.positions.{name}"
+    given = check_object(where, value)
+    require(given, ("forward", "backward", "update_ms"), where + ".")
+    return PositionCosts(
+        _item_from(f"{where}.forward", given["forward"]),
+        _item_from(f"{where}.backward", given["backward"]),
+        check_number(f"{where}.update_ms", given["update_ms"]),
+    )
+
+
+def _item_from(where: str, value: object) -> ItemCost:
+    given = check_object(where, value)
+    require(given, ("fixed_ms", "minibatch_ms"), where + ".")
+    return ItemCost(
+        check_number(f"{where}.fixed_ms", given["fixed_ms"]),
+        check_number(f"{where}.minibatch_ms", given["minibatch_ms"]),
+    )

@@ -1,0 +1,156 @@
+"""What a schedule does in time where workers share the cores of their machine. Pure; any thread; torch-free.
+
+Durations are those of as many workers as the machine has cores, all at work: the fewer work at a moment, the
+faster they are, as caches and memory are theirs; the more, the slower, as they take turns.
+
+    workers at work     1             num_cores     w > num_cores
+    speed of each       alone_speed   1             num_cores / w
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipedream.common.document import check_number, check_whole
+from pipedream.planning.simulator import (
+    Replay,
+    Simulation,
+    StageTimes,
+    Step,
+    TimedInstruction,
+    TransferTimes,
+    summarize,
+)
+
+__all__ = ["SharedHost", "simulate_shared"]
+
+
+@dataclass(frozen=True)
+class SharedHost:
+    """A machine, of which each has num_workers in the order of their ranks. Raises ValueError naming the
+    field for less than one core or worker, and for workers that are slower alone than together."""
+
+    num_workers: int
+    num_cores: int
+    alone_speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_whole("num_workers", self.num_workers, at_least=1)
+        check_whole("num_cores", self.num_cores, at_least=1)
+        if check_number("alone_speed", self.alone_speed) < 1:
+            raise ValueError(f"alone_speed is {self.alone_speed}: alone a worker is at least as fast, 1")
+
+    def speed(self, num_at_work: int) -> float:
+        """Of each of so many that are at work at once."""
+        if num_at_work >= self.num_cores:
+            return self.num_cores / num_at_work
+        idle_share = (self.num_cores - num_at_work) / (self.num_cores - 1)
+        return 1 + (self.alone_speed - 1) * idle_share
+
+
+def simulate_shared(
+    programs: Sequence[Sequence[Step]],
+    stage_times: StageTimes | Sequence[StageTimes],
+    transfer_ms: float | Sequence[TransferTimes],
+    host: SharedHost,
+) -> Simulation:
+    """As simulate(), of workers that share machines."""
+    return _SharedReplay(programs, stage_times, transfer_ms, host).run()
+
+
+class _SharedReplay(Replay):
+    """In the order of time, as who is at work now says how fast all are."""
+
+    def __init__(
+        self,
+        programs: Sequence[Sequence[Step]],
+        stage_times: StageTimes | Sequence[StageTimes],
+        transfer_ms: float | Sequence[TransferTimes],
+        host: SharedHost,
+    ) -> None:
+        super().__init__(programs, stage_times, transfer_ms)
+        self._host = host
+        self._now_ms = 0.0
+        self._began_ms = [0.0] * len(programs)
+        self._left_ms: list[float | None] = [None] * len(programs)  # of the work at hand, at speed 1
+
+    def run(self) -> Simulation:
+        while any(len(row) < len(program) for row, program in zip(self.timeline, self.programs, strict=True)):
+            # What one sends another may be waiting for.
+            while sum(self._begin_work(worker) for worker in range(len(self.programs))):
+                pass
+            self._pass_time()
+        return summarize(self.timeline, self.transfers)
+
+    def _begin_work(self, worker: int) -> bool:
+        """Does what takes no time until there is work or a wait; whether anything was done."""
+        program, done = self.programs[worker], self.timeline[worker]
+        num_before = len(done)
+        while self._left_ms[worker] is None and len(done) < len(program):
+            instruction = program[len(done)]
+            if instruction.opcode == "RECV":
+                arrivals = self._arrivals(instruction)
+                if not arrivals or arrivals[0] > self._now_ms:
+                    break
+                arrivals.popleft()
+            elif instruction.opcode != "SEND":
+                self._began_ms[worker] = self._now_ms
+                self._left_ms[worker] = self.stage_times[instruction.stage].of(instruction.opcode)
+                break
+            self._finish(worker, self._now_ms)
+        return len(done) > num_before
+
+    def _finish(self, worker: int, began_ms: float) -> None:
+        instruction = self.programs[worker][len(self.timeline[worker])]
+        self._note_done(instruction)
+        if instruction.opcode == "SEND":
+            self._send(instruction, self._now_ms)
+        self.timeline[worker].append(TimedInstruction(instruction, began_ms, self._now_ms))
+
+    def _pass_time(self) -> None:
+        """Until someone is done with their work, or something arrives that someone waits for."""
+        speeds = self._speeds()
+        passing_ms = min(
+            [
+                *(left / speeds[worker] for worker, left in enumerate(self._left_ms) if left is not None),
+                *(arrival - self._now_ms for arrival in self._awaited_ms()),
+            ],
+            default=math.inf,
+        )
+        if passing_ms == math.inf:
+            if any(
+                len(row) < len(program) for row, program in zip(self.timeline, self.programs, strict=True)
+            ):
+                raise ValueError(self._describe_deadlock())
+            return
+        self._now_ms += passing_ms
+        for worker, left in enumerate(self._left_ms):
+            if left is None:
+                continue
+            if left / speeds[worker] <= passing_ms:
+                self._left_ms[worker] = None
+                self._finish(worker, self._began_ms[worker])
+            else:
+                self._left_ms[worker] = left - passing_ms * speeds[worker]
+
+    def _speeds(self) -> list[float]:
+        of_host = self._host.num_workers
+        at_work = [0] * (1 + (len(self.programs) - 1) // of_host)
+        for worker, left in enumerate(self._left_ms):
+            at_work[worker // of_host] += left is not None
+        return [
+            self._host.speed(at_work[worker // of_host]) if at_work[worker // of_host] else 1.0
+            for worker in range(len(self.programs))
+        ]
+
+    def _awaited_ms(self) -> list[float]:
+        awaited = []
+        for worker, program in enumerate(self.programs):
+            position = len(self.timeline[worker])
+            if self._left_ms[worker] is None and position < len(program):
+                arrivals = self._arrivals(program[position])
+                if arrivals:
+                    awaited.append(arrivals[0])
+        return awaited

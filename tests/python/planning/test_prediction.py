@@ -1,0 +1,191 @@
+"""The calibrated cost model: what stages cost, what a plan of it predicts of each schedule, and its files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pipedream import _core
+from pipedream.planning.layer_profile import LayerProfile, Profile
+from pipedream.planning.partitioner import make_plan, partition
+from pipedream.planning.plan import Plan, Stage
+from pipedream.planning.prediction import predict_ms
+from pipedream.planning.runtime_costs import (
+    POSITIONS,
+    ItemCost,
+    PositionCosts,
+    RuntimeCosts,
+    runtime_of,
+    stage_costs,
+)
+
+_FREE = PositionCosts(ItemCost(), ItemCost(), 0.0)
+
+
+def _runtime(**changes: Any) -> RuntimeCosts:
+    """A runtime that costs nothing, but for the changes."""
+    free = RuntimeCosts(
+        positions=dict.fromkeys(POSITIONS, _FREE),
+        forward_scale=1.0,
+        backward_scale=1.0,
+        forward_fixed_share=0.0,
+        backward_fixed_share=0.0,
+        update_ms=0.0,
+        update_ms_per_byte=0.0,
+        copy_ms_per_byte=0.0,
+        sync_ms=0.0,
+        sync_ms_per_byte=0.0,
+        latency_ms=0.0,
+        cut_bytes=1000,
+        num_cores=2,
+        alone_speed=1.0,
+    )
+    return replace(free, **changes)
+
+
+def _profile(num_layers: int = 4, **changes: Any) -> Profile:
+    """Layers of 1 ms forward and 2 ms backward, 1,000 bytes each of parameters and outputs."""
+    layers = [LayerProfile(f"layer{i}", 1.0, 2.0, 1000, 1000) for i in range(num_layers - 1)]
+    last = LayerProfile("last", 1.0, 2.0, 0, 1000)
+    return Profile((*layers, last), batch_size=8, runtime=_runtime(**changes).to_dict())
+
+
+def _predicted_ms(plan: Plan, schedule: str = "pipedream", m: int = 1) -> float:
+    options = _core.ScheduleOptions(schedule, list(plan.in_flight), m, plan.placement)
+    predicted_ms = predict_ms(plan, options)
+    assert predicted_ms is not None
+    return predicted_ms
+
+
+def _straight(profile: Profile, **options: Any) -> Plan:
+    return make_plan(profile, (Stage(0, 1), Stage(2, 3)), 1e15, cost_model="calibrated", **options)
+
+
+def test_a_runtime_that_costs_nothing_leaves_the_profile_s_times() -> None:
+    plan = _straight(_profile())
+    assert plan.bottleneck_ms == pytest.approx(6.0)
+    assert _predicted_ms(plan) == pytest.approx(6.0)
+    assert plan.predicted["samples_per_s"] == pytest.approx(8e3 / 6)
+
+
+@pytest.mark.parametrize("schedule", ["flush", "gpipe"])
+@pytest.mark.parametrize("m", [2, 8])
+def test_a_schedule_that_drains_is_predicted_with_its_bubble(schedule: str, m: int) -> None:
+    assert _predicted_ms(_straight(_profile()), schedule, m) == pytest.approx(6.0 * (m + 1) / m)
+
+
+def test_each_term_counts_where_the_run_has_it() -> None:
+    position = PositionCosts(ItemCost(0.25, 0.5), ItemCost(0.125, 0.25), 0.0625)
+    profile = _profile(
+        positions=dict.fromkeys(POSITIONS, position),
+        forward_scale=2.0,
+        backward_fixed_share=0.5,
+        update_ms=1.0,
+        update_ms_per_byte=0.001,
+        copy_ms_per_byte=0.002,
+    )
+    runtime = runtime_of(profile)
+    assert runtime is not None
+    first, last = stage_costs(profile, runtime, (Stage(0, 1), Stage(2, 3)), 1e9)
+    assert first.forward == ItemCost(0.25, 4.5)
+    assert first.backward == ItemCost(2.125, 2.25)
+    assert (first.update_ms, first.copy_ms) == (pytest.approx(1.0625 + 2.0), pytest.approx(4.0))
+    assert first == last
+    # One version at the last stage, two at the first, which copies what it writes beside.
+    plan = _straight(profile)
+    assert _predicted_ms(plan) == pytest.approx(0.25 + 4.5 + 2.125 + 2.25 + 3.0625 + 4.0)
+    halves = 2 * (0.25 + 4.5 / 2) + 2 * (2.125 + 2.25 / 2)
+    assert _predicted_ms(plan, "2bw", 2) == pytest.approx(halves + 3.0625 + 4.0)
+
+
+def test_what_is_sent_costs_by_its_bytes() -> None:
+    position = PositionCosts(ItemCost(0.25, 0.5), ItemCost(), 0.0)
+    profile = _profile(positions=dict.fromkeys(POSITIONS, position), cut_bytes=500)
+    runtime = runtime_of(profile)
+    assert runtime is not None
+    first, last = stage_costs(profile, runtime, (Stage(0, 1), Stage(2, 3)), 1e9)
+    assert first.forward.minibatch_ms == pytest.approx(2.0 + 2 * 0.5)  # twice the bytes that were measured
+    assert last.forward.minibatch_ms == pytest.approx(2.0 + 0.5)  # sends nothing
+
+
+def test_replicas_share_an_update_and_pay_for_what_they_exchange() -> None:
+    profile = _profile(update_ms_per_byte=0.001, sync_ms=0.5, sync_ms_per_byte=0.01)
+    runtime = runtime_of(profile)
+    assert runtime is not None
+    (stage,) = stage_costs(profile, runtime, (Stage(0, 3, 2),), 1e6)
+    assert stage.update_ms == pytest.approx(4000 * 0.001 / 2 + 0.5 + 4000 * 0.01 / 2)
+    assert stage.shard_ms == pytest.approx(2.0)
+
+
+def test_latency_is_paid_where_a_worker_waits_for_it() -> None:
+    plan = _straight(_profile(latency_ms=0.5))
+    assert _predicted_ms(plan, "model_parallel") == pytest.approx(12.0 + 2 * 0.5)
+    assert _predicted_ms(plan, "flush", 2) == pytest.approx(6.0 * 3 / 2 + 2 * 0.5)
+
+
+def test_workers_that_share_cores_slow_each_other() -> None:
+    profile = _profile(num_cores=1)
+    assert _straight(profile).bottleneck_ms == pytest.approx(6.0)
+    assert _straight(profile, workers_per_host=2).bottleneck_ms == pytest.approx(12.0)
+
+
+def test_small_stages_are_not_pipelined_where_the_runtime_costs_more_than_it_saves() -> None:
+    costly = PositionCosts(ItemCost(5.0), ItemCost(5.0), 0.0)
+    positions = {"only": _FREE, "first": costly, "middle": costly, "last": costly}
+    plan = partition(_profile(positions=positions), 2, 1e9, cost_model="calibrated", straight=True)
+    assert plan.num_stages == 1
+    assert partition(_profile(), 2, 1e9, cost_model="calibrated", straight=True).num_stages == 2
+
+
+def test_the_search_says_what_it_looked_at_and_is_never_behind_the_formulas() -> None:
+    plan = partition(_profile(6), 3, 1e15, cost_model="calibrated")
+    found = plan.predicted["search"]
+    assert found["plans"] > 10
+    assert plan.bottleneck_ms == pytest.approx(found["found_ms"])
+    assert found["found_ms"] <= found["formulas_ms"]
+    assert plan.bottleneck_ms == pytest.approx(6.0)  # three equal stages
+
+
+def test_a_plan_predicts_the_same_from_its_file(tmp_path: Path) -> None:
+    plan = _straight(_profile(latency_ms=0.25), workers_per_host=2)
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert _predicted_ms(loaded, "flush", 4) == pytest.approx(_predicted_ms(plan, "flush", 4))
+
+
+def test_a_calibrated_profile_is_the_same_from_its_file(tmp_path: Path) -> None:
+    profile = _profile(latency_ms=0.25)
+    profile.save(tmp_path / "profile.json")
+    loaded = Profile.load(tmp_path / "profile.json")
+    assert loaded == profile
+    assert runtime_of(loaded) == _runtime(latency_ms=0.25)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"forward_scale": -1.0}, "runtime.forward_scale is -1.0"),
+        ({"positions": {}}, "runtime.positions.only is missing"),
+        ({"num_cores": 0}, "runtime.num_cores is 0"),
+    ],
+)
+def test_runtime_figures_that_cannot_be_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RuntimeCosts.from_dict(_runtime().to_dict() | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stage_costs": []}, "predicted.stage_costs has 0 entries for 2 stages"),
+        ({"stage_costs": [{}, {}]}, r"predicted.stage_costs\[0\].forward is missing"),
+        ({"links": []}, "predicted.links has 0 entries for 1 boundaries"),
+        ({"host": {"num_workers": 2}}, "predicted.host.num_cores is None"),
+    ],
+)
+def test_a_plan_s_costs_that_cannot_be_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    plan = _straight(_profile())
+    with pytest.raises(ValueError, match=message):
+        _predicted_ms(replace(plan, predicted=plan.predicted | changes))

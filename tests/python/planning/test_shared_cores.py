@@ -1,0 +1,85 @@
+"""Workers that share cores: closed forms, and the same answer as simulate() where they do not."""
+
+from __future__ import annotations
+
+import pytest
+from pipedream import _core
+from pipedream.planning.shared_cores import SharedHost, simulate_shared
+from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, simulate
+
+
+def _programs(
+    schedule: str, replicas: list[int], minibatches: int, m: int = 1
+) -> list[list[_core.Instruction]]:
+    options = _core.ScheduleOptions(
+        schedule, _core.derive_in_flight(replicas), m, _core.Placement.in_order(replicas)
+    )
+    return [_core.make_program(options, rank, minibatches) for rank in range(options.num_workers)]
+
+
+def _shared(
+    programs: list[list[_core.Instruction]], times: StageTimes, cores: int, alone_speed: float = 1.0
+) -> Simulation:
+    return simulate_shared(programs, times, 0.0, SharedHost(len(programs), cores, alone_speed))
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "flush", "gpipe", "2bw", "model_parallel"])
+@pytest.mark.parametrize("replicas", [[1, 1, 1], [2, 1]])
+def test_a_core_for_each_worker_changes_nothing(schedule: str, replicas: list[int]) -> None:
+    programs = _programs(schedule, replicas, 24, 1 if schedule in ("pipedream", "model_parallel") else 4)
+    times = StageTimes(1.0, 2.0, 0.5, shard_ms=0.25)
+    transfers = [TransferTimes(0.125, 0.25, 0.0625)] * (len(replicas) - 1)
+    shared = simulate_shared(programs, times, transfers, SharedHost(3, 3))
+    alone = simulate(programs, times, transfers)
+    for mine, theirs in zip(shared.timeline, alone.timeline, strict=True):
+        assert [step.instruction for step in mine] == [step.instruction for step in theirs]
+        assert [step.end_ms for step in mine] == pytest.approx([step.end_ms for step in theirs])
+    assert shared.ms_per_minibatch == pytest.approx(alone.ms_per_minibatch)
+
+
+def test_workers_on_one_core_take_as_long_as_their_work_together() -> None:
+    simulation = _shared(_programs("pipedream", [1, 1, 1], 24), StageTimes(1.0, 2.0), 1)
+    assert simulation.makespan_ms == pytest.approx(24 * 3 * 3.0)
+    assert simulation.ms_per_minibatch == pytest.approx(3 * 3.0)
+
+
+def test_three_busy_workers_on_two_cores_run_at_two_thirds() -> None:
+    simulation = _shared(_programs("pipedream", [1, 1, 1], 48), StageTimes(1.0, 2.0), 2)
+    assert simulation.ms_per_minibatch == pytest.approx(3.0 * 3 / 2, rel=0.02)
+
+
+def test_a_worker_is_faster_while_the_others_wait() -> None:
+    programs = _programs("model_parallel", [1, 1], 16)
+    together = _shared(programs, StageTimes(1.0, 2.0), 2)
+    faster = _shared(programs, StageTimes(1.0, 2.0), 2, alone_speed=1.25)
+    assert together.ms_per_minibatch == pytest.approx(6.0)
+    assert faster.ms_per_minibatch == pytest.approx(6.0 / 1.25)
+    busy = _shared(_programs("pipedream", [1, 1], 16), StageTimes(1.0, 2.0), 2, alone_speed=1.25)
+    assert busy.ms_per_minibatch == pytest.approx(3.0)
+
+
+def test_workers_of_two_machines_do_not_share() -> None:
+    programs = _programs("pipedream", [1, 1, 1, 1], 40)
+    apart = simulate_shared(programs, StageTimes(1.0, 2.0), 0.0, SharedHost(1, 1))
+    assert apart.ms_per_minibatch == pytest.approx(3.0)
+    pairs = simulate_shared(programs, StageTimes(1.0, 2.0), 0.0, SharedHost(2, 1))
+    assert pairs.ms_per_minibatch == pytest.approx(6.0)
+
+
+def test_lists_that_wait_for_each_other_are_refused() -> None:
+    programs = _programs("flush", [1, 1], 2)
+    with pytest.raises(ValueError, match="the lists deadlock: worker 0 at position"):
+        _shared([programs[0], [step for step in programs[1] if step.opcode != "SEND"]], StageTimes(1, 2), 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_workers": 0}, "num_workers is 0"),
+        ({"num_cores": 0}, "num_cores is 0"),
+        ({"alone_speed": 0.5}, "alone_speed is 0.5: alone a worker is at least as fast"),
+    ],
+)
+def test_machines_that_cannot_be_are_refused(fields: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SharedHost(**({"num_workers": 2, "num_cores": 2} | fields))  # type: ignore[arg-type]
