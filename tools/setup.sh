@@ -144,7 +144,7 @@ if ! up_to_date package "$package_digest"; then
   say "building and installing pipedream (C++ core in build/python)"
   rm -f "$stamps/package"
   log=build/install.log
-  if ! pip install --no-build-isolation '.[dev,examples]' >"$log" 2>&1; then
+  if ! pip install --no-build-isolation '.[dev,demo]' >"$log" 2>&1; then
     tail -n 60 "$log" >&2
     fail "pip install . failed; the whole log is $log"
   fi

@@ -1,0 +1,201 @@
+"""Trains a Hugging Face causal language model, taken as it is, on local text as a pipeline of workers.
+
+    python examples/hf_finetune.py --workers 2
+    python examples/hf_finetune.py --architecture gpt2 --text my_notes.txt --schedule flush --microbatches 4
+    torchrun --nproc-per-node 2 examples/hf_finetune.py
+
+Nothing is downloaded: the model is made from a configuration (--pretrained FOLDER takes weights that you
+have), the text is that of this repository, and a token is a byte. Batches are dicts of input_ids,
+attention_mask and labels, and the loss is the model's own. pip install '.[examples]' brings the libraries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pipedream
+import torch
+import torchvision_import  # noqa: F401  # beside this file; before transformers, at the workers too
+from torch import nn
+from torch.utils.data import DataLoader
+
+try:
+    import transformers
+except ModuleNotFoundError:
+    sys.exit("transformers is not installed: pip install '.[examples]'")
+
+Batch = dict[str, torch.Tensor]
+
+PAD, END, VOCABULARY = 256, 257, 258  # after the 256 bytes
+IGNORED = -100  # as a label: no token to predict
+ARCHITECTURES = ("gpt2", "llama")
+
+
+def make_model(architecture: str, width: int, blocks: int, context: int) -> nn.Module:
+    """A small one with random weights; its forward takes the entries of a batch and returns a loss."""
+    tokens = {"vocab_size": VOCABULARY, "bos_token_id": END, "eos_token_id": END, "pad_token_id": PAD}
+    heads = max(1, width // 32)
+    if architecture == "gpt2":
+        config = transformers.GPT2Config(
+            n_embd=width, n_layer=blocks, n_head=heads, n_positions=context, **tokens
+        )
+        return transformers.GPT2LMHeadModel(config)
+    config = transformers.LlamaConfig(
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=blocks,
+        num_attention_heads=heads,
+        max_position_embeddings=context,
+        **tokens,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def read_text(given: Path | None) -> bytes:
+    """The file's, or that of this repository's documents and programs."""
+    if given is not None:
+        return given.read_bytes()
+    repository = Path(__file__).resolve().parents[1]
+    files = [*repository.glob("*.md"), *repository.glob("docs/*.md"), *repository.glob("python/**/*.py")]
+    return b"\n".join(path.read_bytes() for path in sorted(files))
+
+
+def cut_into_examples(text: bytes, context: int) -> list[list[int]]:
+    """Lines together, as many as fit into the context, each example ending with END."""
+    examples: list[list[int]] = []
+    current: list[int] = []
+    for line in text.splitlines(keepends=True):
+        if current and len(current) + len(line) >= context:
+            examples.append([*current, END])
+            current = []
+        current = (current + list(line))[: context - 1]
+    return [*examples, [*current, END]]
+
+
+def collate(examples: Sequence[Sequence[int]], context: int) -> Batch:
+    """A batch as transformers' models take it, padded to the context."""
+    input_ids = torch.full((len(examples), context), PAD)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, example in enumerate(examples):
+        input_ids[row, : len(example)] = torch.tensor(example)
+        attention_mask[row, : len(example)] = 1
+    labels = input_ids.masked_fill(attention_mask == 0, IGNORED)
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+
+
+def num_tokens(batch: Batch) -> torch.Tensor:
+    """That the model's loss is the mean over: nobody predicts the first."""
+    return (batch["labels"][:, 1:] != IGNORED).sum()
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, loader: DataLoader) -> float:
+    """Mean nats per token."""
+    model.eval()
+    nats, count = 0.0, 0
+    for batch in loader:
+        tokens = int(num_tokens(batch))
+        nats += model(**batch).loss.item() * tokens
+        count += tokens
+    model.train()
+    return nats / count
+
+
+def make_plan(model: nn.Module, loader: DataLoader, num_workers: int, given: str | None) -> pipedream.Plan:
+    """From a profile; given: a plan's file, or each stage's replicas ("2-1")."""
+    if given is not None and os.path.exists(given):
+        return pipedream.Plan.load(given)
+    print("profiling", flush=True)
+    profile = pipedream.profile(model, loader, minibatches=30, seconds=10 if given is None else 1)
+    if given is not None:
+        return pipedream.Plan.load(given, num_layers=profile.num_layers)
+    return pipedream.partition(profile, num_workers, "10Gbit/s", straight=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Trains a language model of transformers on workers.")
+    parser.add_argument("--workers", type=int, default=2, help="worker processes; torchrun sets its own")
+    parser.add_argument("--architecture", choices=ARCHITECTURES, default="llama")
+    parser.add_argument("--pretrained", type=Path, help="a folder that save_pretrained() made")
+    parser.add_argument("--text", type=Path, help="to train on, instead of this repository's own")
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--context", type=int, default=96, help="bytes per example")
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--minibatches", type=int, default=300)
+    parser.add_argument("--learning-rate", type=float, default=4e-3)
+    parser.add_argument("--schedule", default="pipedream", help="docs/schedules.md has all")
+    parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--plan", help="a plan, or each stage's replicas (2-1), instead of the planner's")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output-dir", type=Path, default=Path("results/hf_finetune"))
+    options = parser.parse_args()
+
+    options.output_dir.mkdir(parents=True, exist_ok=True)  # a mistake in it is better known now
+    is_main = os.environ.get("RANK", "0") == "0"  # torchrun starts this script once per worker
+    num_workers = int(os.environ.get("WORLD_SIZE", options.workers))
+    # The workers will share this machine's cores; the profile must be taken with a worker's share of them.
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_workers))
+    torch.manual_seed(options.seed)
+    if options.pretrained is not None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(options.pretrained).train()
+    else:
+        model = make_model(options.architecture, options.width, options.blocks, options.context)
+
+    examples = cut_into_examples(read_text(options.text), options.context)
+    num_held_out = min(200, max(1, len(examples) // 10))
+    order = torch.randperm(len(examples)).tolist()
+    train = [examples[i] for i in order[num_held_out:]][: options.minibatches * options.batch_size]
+    held_out = [examples[i] for i in order[:num_held_out]]
+    make_loader = functools.partial(
+        DataLoader,
+        batch_size=options.batch_size,
+        collate_fn=functools.partial(collate, context=options.context),
+    )
+    loader, held_out_loader = make_loader(train, shuffle=True), make_loader(held_out)
+    epochs = math.ceil(options.minibatches / len(loader))
+
+    if is_main:
+        plan = make_plan(model, loader, num_workers, options.plan)
+        print(plan, "\n", flush=True)
+        plan.save(options.output_dir / "plan.json")
+        untrained = evaluate(model, held_out_loader)
+    else:
+        plan = pipedream.Plan.straight(num_workers, num_workers)  # rank 0's plan is used everywhere
+
+    num_updates = epochs * len(loader)
+    result = pipedream.run(
+        model,
+        plan,
+        data=loader,
+        optimizer=functools.partial(torch.optim.AdamW, lr=options.learning_rate, weight_decay=0.01),
+        lr_scheduler=functools.partial(
+            transformers.get_cosine_schedule_with_warmup,
+            num_warmup_steps=num_updates // 10,
+            num_training_steps=num_updates,
+        ),
+        weight_fn=num_tokens,  # of each microbatch, so that the loss is the minibatch's
+        schedule=options.schedule,
+        microbatches=options.microbatches,
+        epochs=epochs,
+        seed=options.seed,
+    )
+    if not is_main:
+        return
+
+    result.plot(options.output_dir / "loss.png")
+    model.save_pretrained(options.output_dir / "model")
+    print(result.summary())
+    print(f"plan, plot, model  {options.output_dir}/plan.json, loss.png, model")
+    trained = evaluate(model, held_out_loader)
+    print(f"held-out loss      {untrained:.3f} -> {trained:.3f} nats per byte on {num_held_out} examples")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Trains an image classifier of torchvision or timm, taken by its name, as a pipeline of workers.
+
+    python examples/image_classifier.py resnet18 --workers 2
+    python examples/image_classifier.py convnext_atto --epochs 3
+    torchrun --nproc-per-node 2 examples/image_classifier.py mobilenet_v3_small
+
+The network has random weights and the images are scikit-learn's 1,797 handwritten digits, scaled up, so
+nothing is downloaded. A fifth is held out for the accuracy at the end. pip install '.[examples]' brings the
+libraries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pipedream
+import torch
+import torchvision_import  # noqa: F401  # beside this file; before torchvision, at the workers too
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+NUM_CLASSES = 10
+
+
+def make_model(name: str) -> nn.Module:
+    """The network with random weights: images (batch, 3, size, size) to scores (batch, NUM_CLASSES).
+
+    Raises SystemExit, in one line, for a name or a library that is not there."""
+    if importlib.util.find_spec("torchvision") is None:  # timm needs it, too
+        sys.exit("torchvision is not installed: pip install '.[examples]'")
+    import torchvision
+
+    model: nn.Module
+    if name in torchvision.models.list_models(torchvision.models):
+        model = torchvision.models.get_model(name, weights=None, num_classes=NUM_CLASSES)
+    elif importlib.util.find_spec("timm") is None:
+        sys.exit(f"{name!r} is no classifier of torchvision, and timm is not installed: pip install timm")
+    else:
+        import timm
+
+        if name not in timm.list_models():
+            sys.exit(f"{name!r} is no classifier of torchvision or timm: mobilenet_v3_small is one")
+        model = timm.create_model(name, num_classes=NUM_CLASSES)
+    return model
+
+
+def load_data(size: int, seed: int) -> tuple[TensorDataset, TensorDataset]:
+    """(to train on, held out): images (3, size, size) with mean 0, and the digits they show."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        sys.exit("scikit-learn, whose images this uses, is not installed: pip install '.[examples]'")
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
+    images = F.interpolate(images, size=(size, size), mode="bilinear").expand(-1, 3, -1, -1)
+    labels = torch.tensor(digits.target)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    held_out, train = order[: len(order) // 5], order[len(order) // 5 :]
+    return TensorDataset(images[train], labels[train]), TensorDataset(images[held_out], labels[held_out])
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, dataset: TensorDataset, batch_size: int) -> float:
+    model.eval()
+    right = [
+        int((model(images).argmax(dim=1) == labels).sum())
+        for images, labels in DataLoader(dataset, batch_size=batch_size)
+    ]
+    model.train()
+    return sum(right) / len(dataset)
+
+
+def make_plan(model: nn.Module, loader: DataLoader, num_workers: int, given: str | None) -> pipedream.Plan:
+    """From a profile; given: a plan's file, or each stage's replicas ("2-1")."""
+    if given is not None and os.path.exists(given):
+        return pipedream.Plan.load(given)
+    print("profiling", flush=True)
+    seconds = 10 if given is None else 1
+    profile = pipedream.profile(model, loader, F.cross_entropy, minibatches=30, seconds=seconds)
+    if given is not None:
+        return pipedream.Plan.load(given, num_layers=profile.num_layers)
+    return pipedream.partition(profile, num_workers, "10Gbit/s", straight=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Trains an image classifier as a pipeline of workers.")
+    parser.add_argument(
+        "model", nargs="?", default="resnet18", help="a name of torchvision.models, or of timm"
+    )
+    parser.add_argument("--workers", type=int, default=2, help="worker processes; torchrun sets its own")
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--size", type=int, default=32, help="of the images; some networks need 224")
+    parser.add_argument("--learning-rate", type=float, default=0.01)
+    parser.add_argument("--schedule", default="pipedream", help="docs/schedules.md has all")
+    parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--plan", help="a plan, or each stage's replicas (2-1), instead of the planner's")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output-dir", type=Path, help="default: results/MODEL")
+    options = parser.parse_args()
+
+    folder = options.output_dir or Path("results") / options.model
+    folder.mkdir(parents=True, exist_ok=True)  # a mistake in it is better known now
+    is_main = os.environ.get("RANK", "0") == "0"  # torchrun starts this script once per worker
+    num_workers = int(os.environ.get("WORLD_SIZE", options.workers))
+    # The workers will share this machine's cores; the profile must be taken with a worker's share of them.
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_workers))
+    torch.manual_seed(options.seed)
+    model = make_model(options.model)
+    train, held_out = load_data(options.size, options.seed)
+    loader = DataLoader(train, batch_size=options.batch_size, shuffle=True, drop_last=True)
+
+    if is_main:
+        plan = make_plan(model, loader, num_workers, options.plan)
+        print(plan, "\n", flush=True)
+        plan.save(folder / "plan.json")
+    else:
+        plan = pipedream.Plan.straight(num_workers, num_workers)  # rank 0's plan is used everywhere
+
+    result = pipedream.run(
+        model,
+        plan,
+        data=loader,
+        loss_fn=F.cross_entropy,
+        optimizer=functools.partial(
+            torch.optim.SGD, lr=options.learning_rate, momentum=0.9, weight_decay=5e-4
+        ),
+        schedule=options.schedule,
+        microbatches=options.microbatches,
+        epochs=options.epochs,
+        seed=options.seed,
+    )
+    if not is_main:
+        return
+
+    result.plot(folder / "loss.png")
+    print(result.summary())
+    print(f"plan and loss plot {folder / 'plan.json'}, {folder / 'loss.png'}")
+    print(f"loss by epoch      {' -> '.join(f'{loss:.3f}' for loss in result.epoch_losses)}")
+    right = accuracy(model, held_out, options.batch_size)
+    print(f"held-out accuracy  {right:.4f} on {len(held_out)} images")
+
+
+if __name__ == "__main__":
+    main()

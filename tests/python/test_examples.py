@@ -1,0 +1,67 @@
+"""The examples that need libraries train as a stranger starts them: small and short. Where a library is not
+installed, what is said of that is what is tested."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def _needs(*libraries: str) -> pytest.MarkDecorator:
+    missing = [name for name in libraries if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
+
+
+def _run(folder: Path, name: str, *arguments: str) -> str:
+    command = [sys.executable, str(_EXAMPLES / name), *arguments, "--output-dir", str(folder)]
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, check=False, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "2 stages on 2 workers" in done.stdout
+    return done.stdout
+
+
+@_needs("transformers", "matplotlib")
+def test_a_language_model_of_transformers_learns_text_on_two_workers(tmp_path: Path) -> None:
+    sizes = ("--width", "32", "--blocks", "2", "--context", "32", "--batch-size", "4", "--minibatches", "20")
+    said = _run(tmp_path, "hf_finetune.py", *sizes, "--learning-rate", "0.02", "--microbatches", "2")
+    found = re.search(r"held-out loss +([\d.]+) -> ([\d.]+)", said)
+    assert found is not None and float(found[2]) < float(found[1]) - 0.5
+    assert (tmp_path / "model" / "config.json").is_file()
+
+
+@_needs("torchvision", "sklearn", "matplotlib")
+def test_a_network_of_torchvision_learns_digits_on_two_workers(tmp_path: Path) -> None:
+    options = ("--epochs", "1", "--batch-size", "128", "--schedule", "flush", "--microbatches", "2")
+    said = _run(tmp_path, "image_classifier.py", "resnet18", *options)
+    assert re.search(r"held-out accuracy +0\.\d+ on 359 images", said)
+
+
+@pytest.mark.parametrize(
+    ("example", "library"),
+    [("hf_finetune.py", "transformers"), ("image_classifier.py", "torchvision")],
+)
+def test_a_missing_library_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, example: str, library: str
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setitem(sys.modules, library, None)  # as if it were not installed
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "torchvision" else find_spec(name)
+    )
+    monkeypatch.syspath_prepend(str(_EXAMPLES))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [example])
+    with pytest.raises(SystemExit) as exit_info:
+        runpy.run_path(str(_EXAMPLES / example), run_name="__main__")
+    assert exit_info.value.code == f"{library} is not installed: pip install '.[examples]'"
