@@ -39,7 +39,7 @@ from pipedream.model.batches import parts_of
 from pipedream.model.boundary import check_loss, device_of, map_tensors, tensors_of, to_device
 from pipedream.model.loss_placement import call_loss, loss_on
 from pipedream.model.microbatch import check_alike, chunk, counts_of, samples_of, weights
-from pipedream.model.precision import LossScaler, autocast_dtype, autocast_region
+from pipedream.model.precision import LossScaler, autocast_dtype, autocast_region, num_steps_in_flight
 from pipedream.model.references import check_loss_fn, gradients_noticed, places_of
 from pipedream.model.seeding import (
     MinibatchStreams,
@@ -126,7 +126,7 @@ def run(
     device = device_of(modules)
     ties = find_ties(modules)
     if max(num_replicas) > 1:
-        _check_replicated(ties, dtype)
+        _check_ties(ties)
     own = {name: parameter for module in modules for name, parameter in module.trainable_parameters()}
     num_workers = max(len(modules), sum(num_replicas))
     with (
@@ -157,7 +157,7 @@ def run(
             weight_fn=weight_fn,
             across_cut=across_cut,
             max_grad_norm=max_grad_norm,
-            scaler=LossScaler(versions.num_late_overflows) if dtype == torch.float16 else None,
+            scaler=LossScaler(versions.num_scales_in_flight) if dtype == torch.float16 else None,
         )
         losses = [
             trainer.train(minibatch, inputs, targets)
@@ -208,22 +208,47 @@ class _Versions:
         return self.of_forward(0, minibatch)
 
     @property
-    def num_late_overflows(self) -> int:
-        """How many minibatches a backoff of the loss scale waits for before the next one."""
-        return 1 if self.drains else self._in_flight[0]
-
-    def overflow_delay(self, stage_index: int) -> int:
-        """d: the update of minibatch i at the stage is the newest when it forwards minibatch i + d.
-
-        What was not finite there is known at the last stage with the activation of minibatch i + d.
-        """
+    def num_scales_in_flight(self) -> int:
+        """How many scales of the loss a backoff waits for before the next one."""
         if self.drains:
             return 1
+        return num_steps_in_flight(self._in_flight[0], self._num_replicas[0], self._num_replicas[-1])
+
+    @property
+    def minibatches_per_scale(self) -> int:
+        """Minibatches in a row that have one scale of the loss."""
+        return self.minibatches_per_round(len(self._num_replicas) - 1)
+
+    def overflows_known(self, minibatch: int) -> set[tuple[int, int]]:
+        """The (stage, round) whose overflow decides on the scale of the minibatch, the first that has it, and
+        has decided on none before.
+
+        The activation of a minibatch tells the last stage of the newest round that each stage has updated
+        when it forwards the minibatch. Replicas of the last stage, where they have one minibatch of a round
+        each, tell each other with their update.
+        """
+        last = len(self._num_replicas) - 1
+        if self.drains:
+            return {(stage, minibatch // self.minibatches_per_scale - 1) for stage in range(last + 1)}
+        if self.minibatches_per_scale == 1:
+            return {(stage, self._newest_updated(stage, minibatch)) for stage in range(last + 1)}
+        of_last = self._newest_updated(last, minibatch)
+        begin = of_last * self.minibatches_per_scale
+        told = range(begin, begin + self.minibatches_per_scale)
+        of_others = {(stage, self._newest_updated(stage, i)) for stage in range(last) for i in told}
+        return {(last, of_last), *of_others}
+
+    def _newest_updated(self, stage_index: int, minibatch: int) -> int:
+        """The newest round that the stage has updated when it forwards the minibatch; none below 0."""
+        replicas = self._num_replicas[stage_index]
+        delay = self._in_flight[stage_index]
         if self._schedule == "2bw":
             # in_flight counts microbatches here, and the one before the first of a minibatch is the last of
             # the minibatch before: only where none else is in flight has that one been updated.
-            return 1 if self._in_flight[stage_index] == 1 else 2
-        return self._in_flight[stage_index]
+            delay = 1 if self._in_flight[stage_index] == 1 else 2
+        if replicas > 1:  # where updates wait for half of the staleness
+            delay += (self._staleness + 1) // 2
+        return minibatch // replicas - delay
 
 
 class _History:
@@ -445,7 +470,8 @@ class _Trainer:
         self._across_cut = across_cut
         self._max_grad_norm = max_grad_norm
         self._scaler = scaler
-        self._overflows: set[tuple[int, int]] = set()  # (stage, minibatch)
+        self._overflows: set[tuple[int, int]] = set()  # (stage, round)
+        self._scale: float | None = None
         self._histories = {id(p): _History(p) for stage in stages for p in stage.updater.parameters}
         self._num_added = [0 for _ in stages]  # minibatches, to the gradients of the round
 
@@ -571,11 +597,10 @@ class _Trainer:
         """What float16 multiplies the minibatch's loss by, as the last stage can know it."""
         if self._scaler is None:
             return None
-        known = {
-            (stage_index, minibatch - self._versions.overflow_delay(stage_index))
-            for stage_index in range(len(self._stages))
-        }
-        return self._scaler.next_scale(bool(known & self._overflows))
+        if minibatch % self._versions.minibatches_per_scale == 0:
+            known = self._versions.overflows_known(minibatch)
+            self._scale = self._scaler.next_scale(bool(known & self._overflows))
+        return self._scale
 
     @property
     def _all(self) -> range:
@@ -603,7 +628,7 @@ class _Trainer:
             for parameter in self._stages[stage_index].updater.parameters:
                 if parameter.grad is not None and self._num_added[stage_index] > 1:
                     parameter.grad /= self._num_added[stage_index]
-        skipped = self._overflowed_stages(minibatch) if self._scaler is not None else set()
+        skipped = self._overflowed_stages(minibatch, stages) if self._scaler is not None else set()
         self._clip(stages)
         for stage_index in stages:
             updater = self._stages[stage_index].updater
@@ -614,16 +639,21 @@ class _Trainer:
                 self._histories[id(parameter)].add()
             self._num_added[stage_index] = 0
 
-    def _overflowed_stages(self, minibatch: int) -> set[int]:
-        """The stages that skip their update. Where the pipeline drains, one's overflow is everybody's."""
+    def _overflowed_stages(self, minibatch: int, stages: Sequence[int]) -> set[int]:
+        """Those of the stages, whose round ends with the minibatch, that skip their update. Where the
+        pipeline drains, one's overflow is everybody's."""
         overflowed = {
             stage_index
-            for stage_index, stage in enumerate(self._stages)
-            if not all(p.grad is None or bool(torch.isfinite(p.grad).all()) for p in stage.updater.parameters)
+            for stage_index in stages
+            for p in self._stages[stage_index].updater.parameters
+            if p.grad is not None and not bool(torch.isfinite(p.grad).all())
         }
         if overflowed and self._versions.drains:
-            overflowed = set(range(len(self._stages)))
-        self._overflows |= {(stage_index, minibatch) for stage_index in overflowed}
+            overflowed = set(stages)
+        self._overflows |= {
+            (stage_index, minibatch // self._versions.minibatches_per_round(stage_index))
+            for stage_index in overflowed
+        }
         return overflowed
 
     def _clip(self, stages: Sequence[int]) -> None:
@@ -741,16 +771,11 @@ def _check_replicas(schedule: str, num_replicas: Sequence[int], sync: str, stale
         )
 
 
-def _check_replicated(ties: Sequence[Tie], dtype: torch.dtype | None) -> None:
+def _check_ties(ties: Sequence[Tie]) -> None:
     """Raises ValueError for what a plan with replicas cannot train."""
     if ties:
         raise ValueError(
             f"stages {ties[0].stages} share a parameter, and the plan has replicated stages: use"
-            " partition(..., straight=True)"
-        )
-    if dtype == torch.float16:
-        raise ValueError(
-            "autocast is 'float16', and the plan has replicated stages: use autocast='bfloat16', or"
             " partition(..., straight=True)"
         )
 

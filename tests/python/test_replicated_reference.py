@@ -265,7 +265,6 @@ def test_allreduce_is_bsp() -> None:
             "microbatches is 5, but schedule '2bw' has 6",
         ),
         ("tied_apart", (2, 1), {}, "share a parameter, and the plan has replicated stages"),
-        ("mlp", (2, 1), {"autocast": "float16"}, "autocast is 'float16', and the plan has replicated stages"),
     ],
 )
 def test_what_cannot_be_replicated_is_refused(

@@ -317,7 +317,7 @@ def _add_edge(
         minibatch_stride=minibatch_stride,
     )
     if edge.kind == "norm":
-        figures = [TensorSpec(torch.float64, (2,), requires_grad=False)]
+        figures = [TensorSpec(torch.float64, (3,), requires_grad=False)]
         add(figures, slots=2, unsent=4, on_device=False)
     elif edge.kind in ("tied_version", "tied_gradient"):
         # Neither end is ever more than n_0 minibatches ahead of the other, so no send waits for room.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["LossScaler", "autocast_dtype", "autocast_region"]
+__all__ = ["LossScaler", "autocast_dtype", "autocast_region", "num_steps_in_flight"]
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -38,26 +38,35 @@ def autocast_region(device_type: str, dtype: torch.dtype | None) -> contextlib.A
     return torch.autocast(device_type, dtype)
 
 
+def num_steps_in_flight(in_flight: int, num_replicas_first: int, num_replicas_last: int) -> int:
+    """Where no round drains: for how many steps of the scale minibatches are under way that have an older
+    one. in_flight: minibatches at each replica of the first stage."""
+    steps = -(-in_flight * num_replicas_first // num_replicas_last)
+    # Replicas of the last stage tell each other with its next update what they have heard.
+    return steps if num_replicas_last == 1 else steps + 1
+
+
 class LossScaler:
     """The scale of each minibatch's loss in float16: halved after an overflow, doubled after a long time
-    without one. Source: Micikevicius et al., Mixed Precision Training (ICLR'18), section 3.2, with the
-    figures of torch.amp.GradScaler."""
+    without one. With replicas all minibatches of a round of the last stage have one scale. Source:
+    Micikevicius et al., Mixed Precision Training (ICLR'18), section 3.2, with the figures of
+    torch.amp.GradScaler."""
 
     INITIAL_SCALE = 65536.0
     GROWTH_INTERVAL = 2000
     _SCALE_MIN = 2.0**-14
 
-    def __init__(self, num_minibatches_between_backoffs: int) -> None:
-        """num_minibatches_between_backoffs: at least so many lie between two; overflows of minibatches that
+    def __init__(self, num_steps_between_backoffs: int) -> None:
+        """num_steps_between_backoffs: at least so many calls lie between two; overflows of minibatches that
         were under way with the scale that was too large say nothing new."""
-        self._distance = num_minibatches_between_backoffs
+        self._distance = num_steps_between_backoffs
         self._scale = self.INITIAL_SCALE
-        self._since_backoff = num_minibatches_between_backoffs
+        self._since_backoff = num_steps_between_backoffs
         self._since_change = -1  # the first call opens minibatch 0, which nothing preceded
 
     def next_scale(self, overflowed: bool) -> float:
-        """The scale of the next minibatch. overflowed: whether a gradient since the last call was not
-        finite, at any stage that could tell so far."""
+        """The scale of the next minibatch, or round. overflowed: whether a gradient since the last call was
+        not finite, at any stage that could tell so far."""
         self._since_backoff += 1
         self._since_change += 1
         if overflowed and self._since_backoff >= self._distance:

@@ -35,10 +35,16 @@ class GradientFigures(NamedTuple):
 
     squared_norm: float = 0.0
     overflowed: bool = False
+    told: bool = False
+    """Whether activations of the round have told of an overflow upstream (loss_scale.py)."""
 
     def __add__(self, other: object) -> GradientFigures:  # not a tuple's concatenation
         assert isinstance(other, GradientFigures)
-        return GradientFigures(self.squared_norm + other.squared_norm, self.overflowed or other.overflowed)
+        return GradientFigures(
+            self.squared_norm + other.squared_norm,
+            self.overflowed or other.overflowed,
+            self.told or other.told,
+        )
 
 
 def clip_scale(squared_norm: float, max_norm: float | None) -> float:
@@ -64,8 +70,8 @@ class StageGradients:
         leaves = [leaf for slot in range(tied.num_slots) for leaf in tied.leaves(slot)]
         return storage_bytes([leaf.grad for leaf in (*self._weights.own.leaves(own_slot), *leaves)])
 
-    def begin_last_backward(self, minibatch: int) -> None:
-        """The minibatch's last backward is next."""
+    def begin_last_backward(self, minibatch: int, loss_scale: float) -> None:
+        """The minibatch's last backward is next, of a loss that was multiplied by loss_scale."""
 
     def take(self, minibatch: int, own_slot: int) -> None:
         """Collects what the backwards of the minibatch left, at this stage and at the users of its tied
@@ -146,13 +152,13 @@ class NormExchange:
         """What goes over the edge."""
         self._begin(minibatch)
         figures = self._sum if _goes_upstream(edge) else self.total(minibatch)
-        return torch.tensor([figures.squared_norm, float(figures.overflowed)], dtype=torch.float64)
+        return torch.tensor([*map(float, figures)], dtype=torch.float64)
 
     def receive(self, edge: _core.Edge, minibatch: int, content: Tensor) -> None:
         """What has come over the edge."""
         self._begin(minibatch)
-        squared_norm, overflowed = content.tolist()
-        figures = GradientFigures(squared_norm, bool(overflowed))
+        squared_norm, overflowed, told = content.tolist()
+        figures = GradientFigures(squared_norm, bool(overflowed), bool(told))
         if _goes_upstream(edge):
             self._sum += figures
         else:

@@ -135,12 +135,3 @@ def check_replicas(options: JobOptions) -> None:
         raise ValueError(
             f"staleness is {options.staleness}, but sync is 'bsp', which has none: use sync='ssp'"
         )
-    replicated = next((s for s, stage in enumerate(options.plan.stages) if stage.num_replicas > 1), None)
-    if replicated is None:
-        return
-    where = f"stage {replicated} has {options.plan.stages[replicated].num_replicas} replicas"
-    if options.autocast is torch.float16:
-        raise ValueError(
-            f"autocast is 'float16', but {where}, which do not agree on gradients that overflow: use"
-            " 'bfloat16', or a straight plan"
-        )

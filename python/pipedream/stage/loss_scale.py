@@ -3,25 +3,64 @@ anywhere so far, told upstream with the gradients. Owned by the worker's compute
 
     overflow   upstream --activations--> downstream, the last stage scales the loss
     scale      upstream <--gradients---- downstream
+
+With replicas the minibatches of a round of the last stage have one scale. Where rounds drain, an overflow
+skips the update of all stages, so every replica knows it. Elsewhere each replica of the last stage has the
+activation of another minibatch of the round, and what that tells goes to the others with the round's norms.
 """
 
 from __future__ import annotations
 
-from pipedream.model.precision import LossScaler
+from pipedream import _core
+from pipedream.model.precision import LossScaler, num_steps_in_flight
 
 __all__ = ["LossScaling"]
 
 
 class LossScaling:
-    """At one stage."""
+    """At one replica of one stage."""
 
-    def __init__(self, scaler: LossScaler | None) -> None:
-        """scaler: at the last stage."""
-        self._scaler = scaler
+    def __init__(self, schedule: _core.ScheduleOptions, stage_index: int) -> None:
+        placement, last = schedule.placement, schedule.num_stages - 1
+        num_replicas = placement.num_replicas(last)
+        drains = _core.drains_every_minibatch(schedule)
+        self._scaler: LossScaler | None = None
+        if stage_index == last:
+            num_in_flight = num_steps_in_flight(
+                schedule.in_flight[0], placement.num_replicas(0), num_replicas
+            )
+            self._scaler = LossScaler(1 if drains else num_in_flight)
+        self._minibatches_per_scale = _core.minibatches_per_round(schedule, last)
+        self._exchanges = self._scaler is not None and num_replicas > 1 and not drains
+        self._round = -1  # whose scale it is
+        self._told: set[int] = set()  # rounds in which an activation has told of an overflow
+        self._heard = False  # of an overflow, with the updates since the last round began
         self.scale = 1.0
         """Of the minibatch that is being forwarded; at the last stage."""
 
-    def begin_minibatch(self, *, overflowed: bool) -> None:
-        """overflowed: at this stage or upstream, since the minibatch before."""
-        if self._scaler is not None:
-            self.scale = self._scaler.next_scale(overflowed)
+    def begin_minibatch(self, minibatch: int, *, overflowed: bool, told: bool) -> None:
+        """overflowed: at this stage since the minibatch before; told: upstream, with the activation."""
+        if self._scaler is None:
+            return
+        round_index = minibatch // self._minibatches_per_scale
+        if self._exchanges:
+            overflowed, told, self._heard = self._heard, False, False
+        if round_index != self._round:
+            self._round = round_index
+            self.scale = self._scaler.next_scale(overflowed or told)
+
+    def note_told(self, minibatch: int) -> None:
+        """The activation of the minibatch has told of an overflow."""
+        if self._exchanges:
+            self._told.add(minibatch // self._minibatches_per_scale)
+
+    def take_told(self, minibatch: int) -> bool:
+        """Whether one of the minibatch's round has, for the other replicas."""
+        round_index = minibatch // self._minibatches_per_scale
+        told = round_index in self._told
+        self._told.discard(round_index)
+        return told
+
+    def hear(self, *, overflowed: bool) -> None:
+        """With an update: whether its round overflowed or has been told of an overflow, at any replica."""
+        self._heard = self._heard or overflowed

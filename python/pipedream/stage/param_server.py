@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -165,15 +165,17 @@ class _Pushes:
         self._channels = channels
         self._chunks = chunks
         self.gradients: dict[int, Tensor] = {}
-        """By parameter, flat: those that are complete before the backward is over."""
+        """By parameter, flat and unscaled: those that are complete before the backward is over."""
         self._num_accumulated = [0] * num_parameters  # in this backward
         self._once: list[bool] | None = None  # as the first backward has shown
         self._num_sent = dict.fromkeys(channels, 0)  # chunks of this round
         self._is_open = False
+        self._loss_scale = 1.0
 
-    def begin(self) -> None:
-        """The last backward of a round is next."""
+    def begin(self, loss_scale: float) -> None:
+        """The last backward of a round is next, of a loss that was multiplied by loss_scale."""
         self._is_open = True
+        self._loss_scale = loss_scale
 
     def accumulated(self, parameter: int, leaf: Tensor) -> None:
         """A backward has added to the leaf's gradient."""
@@ -188,7 +190,7 @@ class _Pushes:
         if self._once is None or not self._once[parameter]:
             return
         with _disable_current_modes():  # a meter counts what the backward makes
-            gradient = _in_order(leaf.grad, leaf)
+            gradient = _in_order(leaf.grad, leaf, self._loss_scale)
             assert gradient is not None
             self.gradients[parameter] = gradient
             for other in self._channels:
@@ -258,6 +260,7 @@ class ParameterServer(StageGradients):
         )
         self._rounds: dict[int, _Round] = {}
         self._updated: _Round | None = None
+        self._loss_scale = 1.0  # of the latest backward; where minibatches of a round add up, of all of them
         self._pushed: list[weakref.ref[torch.UntypedStorage]] = []  # of gradients
         self._left_late_bytes = 0
         self._slot_of = {first: 0}  # by version, of those in the slots
@@ -284,10 +287,11 @@ class ParameterServer(StageGradients):
 
     # Pushing.
 
-    def begin_last_backward(self, minibatch: int) -> None:
+    def begin_last_backward(self, minibatch: int, loss_scale: float) -> None:
+        self._loss_scale = loss_scale
         if self._pushes_early:
             self._left_late_bytes = self._leaving_bytes()  # to push is also to let go of what has left
-            self._pushes.begin()
+            self._pushes.begin(loss_scale)
 
     def push(self, other: int, minibatch: int, own_slot: int) -> None:
         """Sends that replica what its shard needs of this one's gradient of the minibatch's round and has
@@ -364,9 +368,35 @@ class ParameterServer(StageGradients):
         """Not yet: another replica may still be reading this one's shard of the version."""
 
     def apply(self, read_slot: int, write_slot: int, gradient_scale: float, run: RunStep) -> None:
-        """Sends the others each chunk of the next version as soon as it is made, from where it lies."""
         entry = self._updated
         assert entry is not None
+
+        def step(part: _Part, pieces: slice, read: Sequence[Tensor], write: Sequence[Tensor]) -> None:
+            means = self._taken[pieces] if self._taken else self._means_of(entry, part)
+            run(functools.partial(self._optimizer.step_some, part.first, read, write, means, gradient_scale))
+
+        self._make_version(read_slot, write_slot, step)
+        run(self._optimizer.end_step)
+
+    def skip(self, read_slot: int, write_slot: int) -> None:
+        """All gradients have come, as they have been measured."""
+
+        def copy(part: _Part, pieces: slice, read: Sequence[Tensor], write: Sequence[Tensor]) -> None:
+            if read_slot != write_slot and read:
+                with torch.no_grad():
+                    torch._foreach_copy_([*write], [*read])
+
+        self._make_version(read_slot, write_slot, copy)
+        self._overflowed = True
+
+    def _make_version(
+        self,
+        read_slot: int,
+        write_slot: int,
+        make: Callable[[_Part, slice, Sequence[Tensor], Sequence[Tensor]], None],
+    ) -> None:
+        """Sends the others each chunk of the next version as soon as it is made, from where it lies. make:
+        makes a part, whose pieces are these of the shard's."""
         self._weights.own.settle(write_slot)
         self._wait_for_readers(write_slot)
         if self._poisons and read_slot != write_slot:
@@ -374,14 +404,11 @@ class ParameterServer(StageGradients):
         read, write = self._pieces_in_slots[read_slot], self._pieces_in_slots[write_slot]
         for part in self._parts:
             pieces = slice(part.first, part.first + len(part.pieces))
-            means = self._taken[pieces] if self._taken else self._means_of(entry, part)
-            step = functools.partial(self._optimizer.step_some, part.first, read[pieces], write[pieces])
-            run(functools.partial(step, means, gradient_scale))
+            make(part, pieces, read[pieces], write[pieces])
             for _, chunk in part.chunks:
                 content = self._weights.own.slots[write_slot][chunk.begin_bytes : chunk.end_bytes]
                 for channel in self._channels.pull_to.values():
                     _send(self._core, channel, [content])
-        run(self._optimizer.end_step)
         self._updated = None
         self._finish()
         self._newest += 1
@@ -415,12 +442,12 @@ class ParameterServer(StageGradients):
     # Parts.
 
     def _take_gradients(self, own_slot: int) -> list[Tensor | None]:
-        """By parameter, flat and in the order in which the parameters lie in memory."""
+        """By parameter, flat, unscaled and in the order in which the parameters lie in memory."""
         leaves = self._weights.own.leaves(own_slot)
         gradients = self._weights.own.take_gradients(own_slot)
         early = self._pushes.gradients
         return [
-            _in_order(gradient, leaf) if index not in early else early[index]
+            _in_order(gradient, leaf, self._loss_scale) if index not in early else early[index]
             for index, (gradient, leaf) in enumerate(zip(gradients, leaves, strict=True))
         ]
 
@@ -530,14 +557,16 @@ def _content(chunk: Chunk, gradients: Sequence[Tensor | None]) -> Tensor:
     return content
 
 
-def _in_order(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
+def _in_order(gradient: Tensor | None, leaf: Tensor, loss_scale: float) -> Tensor | None:
+    """Flat, as the leaf lies in memory, and unscaled, in place where it need not be copied."""
     if gradient is None:
         return None
     if gradient.is_sparse:
         gradient = gradient.to_dense()
     if gradient.stride() != leaf.stride():
         gradient = torch.empty_like(leaf).copy_(gradient)
-    return flat_view(gradient.detach())
+    flat = flat_view(gradient.detach())
+    return flat if loss_scale == 1.0 else flat.mul_(1.0 / loss_scale)
 
 
 def _bytes_of(flat: Tensor) -> Tensor:

@@ -163,10 +163,10 @@ class WorkerLoop:
         }
         self._servers = _servers_of(prepared)
         rounds = _core.minibatches_per_round(schedule, stages[0])
-        self._share_of_round = functools.partial(_share_of_round, core, rounds, {*self._servers})
+        self._mean_scale = functools.partial(_mean_scale, core, rounds, {*self._servers})
         self._norms: NormExchange | None = None
         if schedule.exchanges_norms:
-            measure = functools.partial(_figures_of, self._runners, self._share_of_round)
+            measure = functools.partial(_figures_of, self._runners.values(), self._mean_scale)
             drains = _core.drains_every_minibatch(schedule)
             self._norms = NormExchange(measure, is_first=place.rank == 0 if drains else self._replica == 0)
         tied = {stage: runner.parts.tied for stage, runner in self._runners.items()}
@@ -300,13 +300,14 @@ class WorkerLoop:
                 runner.meter = runner.step_meter = None
 
     def _update(self, runner: StageRunner, work: _core.WorkItem) -> None:
-        share = self._share_of_round(work.stage, work.minibatch)
         if self._norms is None:
             runner.parts.gradients.take(work.minibatch, runner.gradient_slot)
-            runner.update(work, share)
-        else:
-            clip = self._clip_scale(self._norms.total(work.minibatch))
-            runner.update(work, None if clip is None else share * clip / runner.loss_scale)
+            runner.update(work, self._mean_scale(runner, work.minibatch))
+            return
+        total = self._norms.total(work.minibatch)
+        runner.hear(total)
+        clip = self._clip_scale(total)
+        runner.update(work, None if clip is None else clip * self._mean_scale(runner, work.minibatch))
 
     def _clip_scale(self, figures: GradientFigures) -> float | None:
         """What the gradients are multiplied by; None after an overflow."""
@@ -428,28 +429,35 @@ def _show(
         board.add_loss(loss, replica)
 
 
-def _share_of_round(
-    core: _core.Worker, minibatches_per_round: int, replicated: Set[int], stage: int, minibatch: int
+def _mean_scale(
+    core: _core.Worker,
+    minibatches_per_round: int,
+    replicated: Set[int],
+    runner: StageRunner,
+    minibatch: int,
 ) -> float:
-    """What the sum of a round's gradients is multiplied by at a stage without replicas, which has all of
-    them; where no stage has any, a round is a minibatch. minibatch: the round's first."""
-    if minibatches_per_round == 1 or stage in replicated:
+    """What makes of the gradients that a stage's update takes the mean of their round, of unscaled losses:
+    at a stage without replicas, which has them all, they are a sum; where no stage has any, a round is a
+    minibatch. minibatch: the round's first."""
+    if runner.stage_index in replicated:
         return 1.0
+    if minibatches_per_round == 1:
+        return 1.0 / runner.loss_scale
     num_minibatches = core.num_minibatches()
     left = math.inf if num_minibatches is None else num_minibatches - minibatch
-    return 1.0 / min(minibatches_per_round, left)
+    return 1.0 / (min(minibatches_per_round, left) * runner.loss_scale)
 
 
 def _figures_of(
-    runners: Mapping[int, StageRunner], share_of_round: Callable[[int, int], float], minibatch: int
+    runners: Iterable[StageRunner], mean_scale: Callable[[StageRunner, int], float], minibatch: int
 ) -> GradientFigures:
     """Over a worker's stages, whose gradients of the round are all there: of their mean, unscaled."""
     figures = GradientFigures()
-    for stage, runner in runners.items():
+    for runner in runners:
         runner.parts.gradients.take(minibatch, runner.gradient_slot)
-        squared_norm, overflowed = runner.parts.gradients.figures()
-        scale = share_of_round(stage, minibatch) / runner.loss_scale
-        figures += GradientFigures(squared_norm * scale**2, overflowed)
+        measured = runner.figures(minibatch)
+        scale = mean_scale(runner, minibatch)
+        figures += measured._replace(squared_norm=measured.squared_norm * scale**2)
     return figures
 
 

@@ -23,11 +23,10 @@ from pipedream.common.errors import DataMismatch
 from pipedream.data.batch_reader import BatchReader, Microbatch
 from pipedream.model.batch_norm import MinibatchStatistics
 from pipedream.model.boundary import Boundary, to_device
-from pipedream.model.precision import LossScaler
 from pipedream.model.seeding import MinibatchStreams
 from pipedream.model.splitter import StageModule
 from pipedream.report.losses import LossRecord
-from pipedream.stage.gradients import StageGradients
+from pipedream.stage.gradients import GradientFigures, StageGradients
 from pipedream.stage.job import JobOptions
 from pipedream.stage.loss_scale import LossScaling
 from pipedream.stage.offloaded import OffloadedStash
@@ -113,9 +112,7 @@ class StageRunner:
         self._is_tied = bool(parts.tied)
         self._loss_scaling: LossScaling | None = None  # in float16
         if options.autocast is torch.float16:
-            drains = _core.drains_every_minibatch(schedule)
-            scaler = LossScaler(1 if drains else schedule.in_flight[0]) if self.is_last else None
-            self._loss_scaling = LossScaling(scaler)
+            self._loss_scaling = LossScaling(schedule, self.stage_index)
         self._offload: OffloadedStash | None = None
         if parts.offload is not None:
             self._offload = OffloadedStash(parts.offload, stage, parts.weights)
@@ -193,9 +190,11 @@ class StageRunner:
         if self.parts.random_streams is not None:
             self.parts.random_streams.begin(work.minibatch)
         if self._loss_scaling is not None:
-            overflowed = self.parts.gradients.take_overflow() or work.gradients_overflowed
-            self._loss_scaling.begin_minibatch(overflowed=overflowed)
-            self.fields.gradients_overflowed = overflowed
+            overflowed, told = self.parts.gradients.take_overflow(), work.gradients_overflowed
+            if told:
+                self._loss_scaling.note_told(work.minibatch)
+            self._loss_scaling.begin_minibatch(work.minibatch, overflowed=overflowed, told=told)
+            self.fields.gradients_overflowed = overflowed or told
 
     def _bind(self, read_slot: int, minibatch: int) -> None:
         """The layers read the weights of the minibatch from now on."""
@@ -285,7 +284,7 @@ class StageRunner:
         self._bind(read_slot, minibatch)
         following = next(iter(self._in_flight.values()), None)  # backwards come in the order of forwards
         if microbatch == self._last_microbatch:
-            self.parts.gradients.begin_last_backward(minibatch)
+            self.parts.gradients.begin_last_backward(minibatch, self.loss_scale)
         if self.meter is None:
             self._passes.backward(stashed, work.tensors, following)
         else:
@@ -311,6 +310,17 @@ class StageRunner:
                 self.parts.weights.tied.poison(freed_tied)
 
     # Update.
+
+    def figures(self, minibatch: int) -> GradientFigures:
+        """Of the gradients that an update takes, as they are, and what its round was told. minibatch: its
+        round's first."""
+        told = self._loss_scaling is not None and self._loss_scaling.take_told(minibatch)
+        return self.parts.gradients.figures()._replace(told=told)
+
+    def hear(self, total: GradientFigures) -> None:
+        """The figures of an update at all workers that add theirs up."""
+        if self._loss_scaling is not None:
+            self._loss_scaling.hear(overflowed=total.overflowed or total.told)
 
     def update(self, work: _core.WorkItem, gradient_scale: float | None) -> None:
         """gradient_scale: None skips the update."""

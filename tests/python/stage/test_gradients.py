@@ -224,6 +224,6 @@ def test_every_worker_gets_the_sum_of_all_bit_for_bit(num_workers: int) -> None:
 def test_an_infinite_norm_crosses_as_it_is() -> None:
     exchange = NormExchange(lambda minibatch: GradientFigures(1.0), is_first=False)
     downstream, upstream = _core.Edge("norm", 0, 1), _core.Edge("norm", 1, 0)
-    assert exchange.send(upstream, 0).tolist() == [1.0, 0.0]
-    exchange.receive(downstream, 0, torch.tensor([math.inf, 1.0], dtype=torch.float64))
+    assert exchange.send(upstream, 0).tolist() == [1.0, 0.0, 0.0]
+    exchange.receive(downstream, 0, torch.tensor([math.inf, 1.0, 0.0], dtype=torch.float64))
     assert exchange.total(0) == GradientFigures(math.inf, True)

@@ -100,7 +100,7 @@ class _Replica:
 
     def backward(self, minibatch: int, value: float) -> None:
         """By autograd, so that hooks see it: every gradient is the value."""
-        self.server.begin_last_backward(minibatch)
+        self.server.begin_last_backward(minibatch, 1.0)
         loss = sum((leaf * value).sum() for leaf in self.weights.own.leaves(self.slot))
         assert isinstance(loss, Tensor)
         loss.backward()  # type: ignore[no-untyped-call]
