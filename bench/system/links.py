@@ -1,4 +1,5 @@
-"""Two hosts on one machine: network namespaces joined by a veth pair whose ends are shaped with tbf.
+"""Hosts on one machine: network namespaces, two joined by a veth pair and more by a bridge in one of its own;
+both directions of each host are shaped with tbf.
 
     with Link("1Gbit/s") as link:
         subprocess.run([*link.hosts[0].prefix, "python", "script.py"])
@@ -50,16 +51,18 @@ def can_make_links() -> str | None:
 
 
 class Link:
-    """A link between two hosts; bandwidth as "1Gbit/s", or None for what the machine gives."""
+    """What joins the hosts; bandwidth of each direction of each host as "1Gbit/s", or None for what the
+    machine gives."""
 
-    def __init__(self, bandwidth: str | None, *, name: str = "pd") -> None:
+    def __init__(self, bandwidth: str | None, *, name: str = "pd", num_hosts: int = 2) -> None:
         self.bandwidth = bandwidth
         self.bytes_per_s = None if bandwidth is None else parse_bandwidth(bandwidth)
         tag = f"{name}{os.getpid()}"
         self.hosts = tuple(
             Host(f"{tag}{side}", f"{tag}{side}", f"10.203.0.{number}")
-            for side, number in (("a", 1), ("b", 2))
+            for number, side in enumerate("abcdefgh"[:num_hosts], start=1)
         )
+        self._switch = f"{tag}s"  # of more than two
 
     def __enter__(self) -> Link:
         missing = can_make_links()
@@ -76,38 +79,66 @@ class Link:
         self.remove()
 
     def remove(self) -> None:
-        for host in self.hosts:  # with a namespace goes its end, with an end the other one
-            with contextlib.suppress(subprocess.CalledProcessError):
-                _run("ip", "netns", "delete", host.namespace)
+        namespaces = [host.namespace for host in self.hosts]
+        for namespace in [*namespaces, self._switch] if len(self.hosts) > 2 else namespaces:
+            with contextlib.suppress(
+                subprocess.CalledProcessError
+            ):  # with a namespace go its ends, and theirs
+                _run("ip", "netns", "delete", namespace)
 
     def _make(self) -> None:
-        first, second = self.hosts
         for host in self.hosts:
             _run("ip", "netns", "add", host.namespace)
-        ends = [f"{first.interface} netns {first.namespace}", f"{second.interface} netns {second.namespace}"]
-        _run(*f"ip link add {ends[0]} type veth peer name {ends[1]}".split())
+        if len(self.hosts) == 2:
+            first, second = self.hosts
+            self._join(first, second.interface, second.namespace)
+        else:
+            self._join_by_switch()
         for host in self.hosts:
             inside = ["ip", "-n", host.namespace]
             _run(*inside, "address", "add", f"{host.address}/24", "dev", host.interface)
             _run(*inside, *f"link set {host.interface} mtu {MTU_BYTES} up".split())
             _run(*inside, "link", "set", "lo", "up")
-            if self.bytes_per_s is not None:
-                self._shape(host, self.bytes_per_s)
+            self._shape(host.namespace, host.interface)
 
-    def _shape(self, host: Host, bytes_per_s: float) -> None:
+    def _join_by_switch(self) -> None:
+        inside = ["ip", "-n", self._switch]
+        _run("ip", "netns", "add", self._switch)
+        _run(*inside, *f"link add bridge mtu {MTU_BYTES} type bridge".split())
+        _run(*inside, "link", "set", "bridge", "up")
+        for host in self.hosts:
+            port = host.interface
+            self._join(host, port, self._switch)
+            _run(*inside, *f"link set {port} mtu {MTU_BYTES} master bridge up".split())
+            self._shape(self._switch, port)
+
+    @staticmethod
+    def _join(host: Host, other_interface: str, other_namespace: str) -> None:
+        end, other_end = (
+            f"{host.interface} netns {host.namespace}",
+            f"{other_interface} netns {other_namespace}",
+        )
+        _run(*f"ip link add {end} type veth peer name {other_end}".split())
+
+    def _shape(self, namespace: str, interface: str) -> None:
+        """What leaves by the interface."""
+        bytes_per_s = self.bytes_per_s
+        if bytes_per_s is None:
+            return
         burst = max(BURST_BYTES_MIN, int(bytes_per_s * BURST_SECONDS))
         limit = burst + int(bytes_per_s * QUEUE_SECONDS)
-        shape = f"dev {host.interface} root tbf rate {int(bytes_per_s * 8)}bit burst {burst} limit {limit}"
-        _run("tc", "-n", host.namespace, "qdisc", "add", *shape.split())
+        shape = f"dev {interface} root tbf rate {int(bytes_per_s * 8)}bit burst {burst} limit {limit}"
+        _run("tc", "-n", namespace, "qdisc", "add", *shape.split())
 
 
 def run_ranks(link: Link, script: str, arguments: list[Any]) -> dict[str, Any]:
-    """Starts `script --rank-of [*arguments, PATH]` on both hosts, as torchrun would on two machines; returns
-    the JSON object that rank 0 wrote to PATH."""
+    """Starts `script --rank-of [*arguments, PATH]` on all hosts, as torchrun would on as many machines;
+    returns the JSON object that rank 0 wrote to PATH."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "figures.json"
         rank_of = json.dumps([*arguments, str(path)])
-        common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
+        common = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
+        common["WORLD_SIZE"] = str(len(link.hosts))
         place = {"MASTER_ADDR": link.hosts[0].address, "MASTER_PORT": str(STORE_PORT)}
         ranks = [
             subprocess.Popen(

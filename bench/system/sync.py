@@ -1,12 +1,14 @@
-"""The synchronisation of two replicas beside its limit, gloo's all-reduce and DistributedDataParallel.
+"""The synchronisation of m replicas beside its limit, gloo's all-reduce and DistributedDataParallel.
 
-    sudo .venv/bin/python bench/system/sync.py [--bandwidth 1Gbit/s] [--mebibytes 64] [--rounds 3]
+    sudo .venv/bin/python bench/system/sync.py [--bandwidth 1Gbit/s] [--replicas 2] [--mebibytes 64,256,512]
+        [--rounds 3]
 
-Two hosts (network namespaces, shaped with tbf; without --bandwidth as fast as the machine) train a model of
-that many MiB of parameters whose compute is small beside them. In turn, round after round: pipedream's plan
-with two replicas (bsp), DistributedDataParallel over gloo, one bare gloo all-reduce of as many bytes, and the
-model alone without any exchange. Medians over the rounds, in ms per update. The limit is what each direction
-of the link must carry, 2 (m - 1) / m of the parameters.
+As many hosts (network namespaces, shaped with tbf; without --bandwidth as fast as the machine) train a model
+of that many MiB of parameters whose compute is small beside them. In turn, round after round: pipedream's
+plan with m replicas (bsp), DistributedDataParallel over gloo, one bare gloo all-reduce of as many bytes, and
+the model alone without any exchange, on all hosts at once. Medians over the rounds, in ms per update, with
+the least and the most; "beyond" is what is more than the model alone takes. The limit is what each direction
+of a host's link must carry, 2 (m - 1) / m of the parameters.
 """
 
 from __future__ import annotations
@@ -68,18 +70,18 @@ def _train(model: nn.Module, parameters: Any) -> Callable[[], None]:
 
 
 def _pipedream_ms(mebibytes: int) -> float:
-    model = _model(mebibytes)
-    plan = pipedream.Plan((Stage(0, len(model) - 1, num_replicas=2),))
+    model, num_replicas = _model(mebibytes), int(os.environ["WORLD_SIZE"])
+    plan = pipedream.Plan((Stage(0, len(model) - 1, num_replicas=num_replicas),))
     result = pipedream.run(
         model,
         plan,
-        data=[_batch()] * (2 * (_NUM_WARM_UP + _NUM_UPDATES)),
+        data=[_batch()] * (num_replicas * (_NUM_WARM_UP + _NUM_UPDATES)),
         loss_fn=nn.functional.mse_loss,
         optimizer=_OPTIMIZER,
         gather="none",
         progress=False,
         insecure=True,
-        transport="tcp",  # the two hosts are one machine, whose memory they could share
+        transport="tcp",  # the hosts are one machine, whose memory they could share
         seed=0,
     )
     if not result.spans:  # which rank 0 has
@@ -93,7 +95,7 @@ def _rank(mebibytes: int, num_rounds: int, path: str) -> None:
     rank, host = int(os.environ["RANK"]), os.environ["MASTER_ADDR"]
     os.environ["GLOO_SOCKET_IFNAME"] = _interface()
     address = f"tcp://{host}:{STORE_PORT + 1}"
-    dist.init_process_group("gloo", address, timedelta(seconds=120), 2, rank)
+    dist.init_process_group("gloo", address, timedelta(minutes=10), int(os.environ["WORLD_SIZE"]), rank)
     torch.set_num_threads(1)
     flat = torch.zeros(mebibytes << 18)
     figures: dict[str, list[float]] = {"pipedream": [], "ddp": [], "all-reduce": [], "alone": []}
@@ -120,23 +122,40 @@ def _interface() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--bandwidth", help="for example 1Gbit/s; as fast as the machine without it")
-    parser.add_argument("--mebibytes", type=int, default=64)
+    parser.add_argument("--replicas", type=int, default=2, help="2 to 8")
+    parser.add_argument("--mebibytes", default="64", help="of parameters, one or several: 64,256")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of is not None:
         _rank(*json.loads(options.rank_of))
         return
-    with Link(options.bandwidth) as link:
-        figures = run_ranks(link, sys.argv[0], [options.mebibytes, options.rounds])
-        limit_ms = None if link.bytes_per_s is None else (options.mebibytes << 20) / link.bytes_per_s * 1e3
-    print(
-        f"{options.mebibytes} MiB of parameters, 2 replicas, {options.bandwidth or 'unshaped'}; ms per update"
-    )
-    if limit_ms is not None:
-        print(f"  {'limit':12}{limit_ms:9.1f}")
+    for mebibytes in map(int, options.mebibytes.split(",")):
+        with Link(options.bandwidth, num_hosts=options.replicas) as link:
+            figures = run_ranks(link, sys.argv[0], [mebibytes, options.rounds])
+        title = f"{mebibytes} MiB of parameters, {options.replicas} replicas"
+        print(f"{title}, {options.bandwidth or 'unshaped'}; ms per update")
+        print(_table(figures, _limit_ms(mebibytes, options.replicas, link.bytes_per_s)), flush=True)
+
+
+def _limit_ms(mebibytes: int, num_replicas: int, bytes_per_s: float | None) -> float | None:
+    if bytes_per_s is None:
+        return None
+    return 2 * (num_replicas - 1) / num_replicas * (mebibytes << 20) / bytes_per_s * 1e3
+
+
+def _table(figures: dict[str, list[float]], limit_ms: float | None) -> str:
+    lines = [] if limit_ms is None else [f"  {'limit':12}{limit_ms:9.1f}"]
+    alone_ms = statistics.median(figures["alone"])
     for name, values in figures.items():
-        print(f"  {name:12}{statistics.median(values):9.1f}   ({min(values):.1f} to {max(values):.1f})")
+        median = statistics.median(values)
+        line = f"  {name:12}{median:9.1f}   ({min(values):.1f} to {max(values):.1f})"
+        if name in ("pipedream", "ddp"):
+            line += f", beyond {median - alone_ms:.1f}"
+            if limit_ms is not None:
+                line += f", {(median - alone_ms) / limit_ms:.2f} of the limit"
+        lines.append(line)
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

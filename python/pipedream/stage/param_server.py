@@ -250,6 +250,7 @@ class ParameterServer(StageGradients):
         # As a backward makes them: the last first.
         self._chunks = {shard: layout.chunks_of(shard)[::-1] for shard in range(rule.num_replicas)}
         own_chunks = self._chunks[rule.replica]
+        self._steps_by_element = not layout.whole_tensors  # by optimizers that keep no gradient
         self._parts = _parts_of(own_chunks, at_once=layout.whole_tensors)
         first = rule.round_of(rule.first_minibatch)
         self._arrivals = _core.ShardRounds(
@@ -463,14 +464,11 @@ class ParameterServer(StageGradients):
             if refused is not None:
                 raise PipelineError(refused)
         self._arrivals.publish(index, members)
-        return [
-            self._mean(
-                piece,
-                [self._part(entry, parts, member, position, piece) for member in members],
-                entry.num_members,
-            )
-            for position, piece in enumerate(chunk.pieces)
-        ]
+        means = []
+        for position, piece in enumerate(chunk.pieces):
+            of_piece = {member: self._part(entry, parts, member, position, piece) for member in members}
+            means.append(self._mean(piece, of_piece, entry.num_members))
+        return means
 
     def _chunk_from(self, entry: _Round, other: int, index: int) -> list[Tensor]:
         """(flags, content) of the chunk, once it has come."""
@@ -496,15 +494,19 @@ class ParameterServer(StageGradients):
         part = content[piece.begin_bytes : piece.begin_bytes + piece.num_bytes]
         return part.view(self._weights.own.leaves(0)[piece.parameter].dtype)
 
-    def _mean(self, piece: Piece, found: Sequence[Tensor | None], num_members: int) -> Tensor | None:
-        """Of the members' gradients, in their order; None where nobody has one."""
-        parts = [part for part in found if part is not None]
+    def _mean(self, piece: Piece, found: Mapping[int, Tensor | None], num_members: int) -> Tensor | None:
+        """Of the members' gradients, by replica in their order; None where nobody has one. It lies where one
+        has been received, unless the optimizer may keep it, and never in this replica's own: that may be
+        memory of something else."""
+        parts = {member: part for member, part in found.items() if part is not None}
         if not parts:
             return None
-        mean = torch.empty_like(parts[0])
+        in_order = list(parts.values())
+        received = [part for member, part in parts.items() if member != self._rule.replica]
+        mean = received[-1] if received and self._steps_by_element else torch.empty_like(in_order[0])
         if mean.device.type == "cpu" and mean.dtype in (torch.float32, torch.float64):
             _core.aggregate(
-                [part.data_ptr() for part in parts],
+                [part.data_ptr() for part in in_order],
                 num_members,
                 mean.data_ptr(),
                 mean.numel(),
@@ -512,10 +514,10 @@ class ParameterServer(StageGradients):
                 num_threads=torch.get_num_threads(),
             )
         else:
-            mean.copy_(parts[0])
-            for part in parts[1:]:
-                mean += part
-            mean /= num_members
+            total = in_order[0].clone()
+            for part in in_order[1:]:
+                total += part
+            mean.copy_(total.div_(num_members))
         leaf = self._weights.own.leaves(0)[piece.parameter]
         return mean.as_strided(leaf.shape, leaf.stride()) if piece.is_whole else mean
 
