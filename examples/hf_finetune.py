@@ -78,9 +78,9 @@ def cut_into_examples(text: bytes, context: int) -> list[list[int]]:
     return [*examples, [*current, END]]
 
 
-def collate(examples: Sequence[Sequence[int]], context: int) -> Batch:
-    """A batch as transformers' models take it, padded to the context."""
-    input_ids = torch.full((len(examples), context), PAD)
+def collate(examples: Sequence[Sequence[int]]) -> Batch:
+    """A batch as transformers' models take it, padded to its longest example."""
+    input_ids = torch.full((len(examples), max(map(len, examples))), PAD)
     attention_mask = torch.zeros_like(input_ids)
     for row, example in enumerate(examples):
         input_ids[row, : len(example)] = torch.tensor(example)
@@ -153,16 +153,14 @@ def main() -> None:
     order = torch.randperm(len(examples)).tolist()
     train = [examples[i] for i in order[num_held_out:]][: options.minibatches * options.batch_size]
     held_out = [examples[i] for i in order[:num_held_out]]
-    make_loader = functools.partial(
-        DataLoader,
-        batch_size=options.batch_size,
-        collate_fn=functools.partial(collate, context=options.context),
-    )
+    make_loader = functools.partial(DataLoader, batch_size=options.batch_size, collate_fn=collate)
     loader, held_out_loader = make_loader(train, shuffle=True), make_loader(held_out)
     epochs = math.ceil(options.minibatches / len(loader))
 
     if is_main:
         plan = make_plan(model, loader, num_workers, options.plan)
+        # Batches are as long as their longest example: memory is planned for the longest of all.
+        plan = plan.fitting(collate([max(train, key=len)] * options.batch_size))
         print(plan, "\n", flush=True)
         plan.save(options.output_dir / "plan.json")
         untrained = evaluate(model, held_out_loader)

@@ -261,3 +261,69 @@ def test_a_stage_that_sees_another_course_of_the_forward_names_the_call() -> Non
     message = str(caught.value)
     assert "failed at minibatch 2 in forward" in message
     assert "the forward ended without calling layers.1, as it did in the first minibatch" in message
+
+
+class _Scores(nn.Module):
+    """Of texts (samples, length), with a skip of that shape around its middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.middle, self.head = nn.Embedding(11, 6), nn.Linear(6, 6), nn.Linear(6, 11)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Output:
+        embedded = self.embedding(input_ids)
+        scores = self.head(embedded + self.middle(embedded).tanh() * attention_mask.unsqueeze(-1))
+        return Output(scores, cross_entropy(scores.flatten(0, 1), labels.flatten()))
+
+
+class _Padded:
+    """Batches that are each padded to its longest text, in any order, the last one short; nobody can look at
+    them before they come."""
+
+    shapes = [(4, 3), (4, 9), (4, 5), (4, 1), (4, 7), (2, 4)]
+
+    def __iter__(self) -> Iterator[Batch]:
+        for length, shape in enumerate(self.shapes):
+            generator = torch.Generator().manual_seed(length)
+            labels = torch.randint(11, shape, generator=generator)
+            mask = torch.arange(shape[1]).expand(shape) < torch.arange(1, shape[0] + 1).unsqueeze(1)
+            yield {"input_ids": labels * mask, "attention_mask": mask, "labels": labels}
+
+
+def _train_padded(plan: Plan, data: Iterable[Batch], microbatches: int) -> tuple[RunResult, State]:
+    model = _scores()
+    result = pipedream.run(
+        model, plan, data=data, optimizer=_SGD, schedule="flush", microbatches=microbatches, progress=False
+    )
+    return result, model.state_dict()
+
+
+def _scores() -> _Scores:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return _Scores().double()
+
+
+@pytest.mark.parametrize("as_list", [True, False], ids=["a list", "with the largest named"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_padded_batches_come_in_any_order(farm: Farm, as_list: bool, microbatches: int) -> None:
+    plan = Plan.straight(3, 2)
+    data = list(_Padded()) if as_list else _Padded()
+    if not as_list:
+        plan = plan.fitting(list(_Padded())[1])
+    result, state = farm.results(_train_padded, plan, data, microbatches, num_ranks=2)[0]
+    model = _scores()
+    assert_close_losses(result.losses, _train_plainly(model, _Padded(), own_loss), _RELATIVE)
+    assert_close_state(state, state_of(model), _RELATIVE)
+
+
+def test_a_batch_longer_than_the_largest_that_was_named_is_refused_by_its_shapes(farm: Farm) -> None:
+    plan = Plan.straight(3, 2).fitting({"input_ids": torch.ones(4, 7), "labels": torch.ones(4, 9)})
+    for outcome in farm.run(_train_padded, plan, _Padded(), 1, num_ranks=2):
+        assert outcome.error is not None
+        said = str(outcome.error)
+        assert (
+            "stage 0, minibatch 1: tensor 0 (input_ids) has shape (4, 9), larger than the planned (4, 7)"
+            in said
+        )
+        assert "plan = plan.fitting(batch)" in said

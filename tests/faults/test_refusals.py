@@ -276,16 +276,26 @@ def test_data_that_are_empty_or_no_pairs(farm: Farm) -> None:
     )
 
 
-def _with_minibatch_4(inputs: torch.Tensor) -> list[Any]:
+class _Unlisted:
+    """Minibatches that nobody can look at before they come."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+
+def _with_minibatch_4(inputs: torch.Tensor) -> _Unlisted:
     batches = minibatches()
     batches[4] = (inputs, batches[4][1])
-    return batches
+    return _Unlisted(batches)
 
 
 @pytest.mark.parametrize(
     ("inputs", "words"),
     [
-        (torch.ones(5, 3).double(), ("(5, 3), larger than the planned (4, 3)", "largest minibatch first")),
+        (torch.ones(5, 3).double(), ("(5, 3), larger than the planned (4, 3)", "plan.fitting(batch)")),
         (torch.ones(4, 4).double(), ("(4, 4), larger than the planned (4, 3)",)),
         (torch.ones(4, 3, 1).double(), ("(4, 3, 1) of rank 3, planned (4, 3) of rank 2", "one rank")),
         (torch.ones(4, 3).float(), ("is float32, planned float64", "one dtype")),

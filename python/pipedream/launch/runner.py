@@ -109,7 +109,8 @@ def run(
     data: yields (inputs, targets), or dicts (or dataclasses) of what the model takes by name, once per
         epoch; a DataLoader, a list, a generator. The workers of the
         first and the last stage iterate it, each its own copy; a DataLoader's processes start there, as they
-        would here. What cannot be sent to the workers is iterated here and forwarded to them.
+        would here. What cannot be sent to the workers is iterated here and forwarded to them. Minibatches may
+        have any shapes up to the largest that the plan knows (Plan.fitting), or that is in a list.
     loss_fn: (outputs, targets) -> scalar tensor, run by the last stage; with dicts (outputs, batch). None
         takes the model's own: its output's `loss`, or the output where it is a scalar. It carries nothing
         to train: a penalty on weights is the optimizer's weight_decay, which every stage applies to its own.
@@ -217,6 +218,7 @@ def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any]) -> Job
     check_loss_fn(arguments["loss_fn"])
     _check_epochs(arguments["data"], arguments["epochs"])
     check_sizes(arguments["data"], arguments["microbatches"])
+    plan = _fitting(plan, arguments["data"])
     _check_hooks(model)
     _check_environment()
     as_they_are = {
@@ -252,6 +254,11 @@ def _check_environment() -> None:
     choose_device_type()
     wants_checksums()
     forced_offload()
+
+
+def _fitting(plan: Plan, data: Iterable[Any]) -> Plan:
+    """The plan with memory for all minibatches, where they are there to be looked at."""
+    return plan.fitting(*data) if isinstance(data, (list, tuple)) else plan
 
 
 def _save_trace(result: RunResult, trace: str | os.PathLike[str]) -> None:

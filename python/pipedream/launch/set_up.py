@@ -28,6 +28,7 @@ from pipedream.launch.worker_links import WorkerLinks
 from pipedream.links.channels import set_up_channels, tree_name
 from pipedream.links.rank_tree import children_of, parent_of, subtree_of
 from pipedream.model.boundary import Boundary
+from pipedream.model.enlarged import enlarged
 from pipedream.model.microbatch import check_alike, chunk
 
 __all__ = ["Rehearsed", "set_up"]
@@ -64,7 +65,7 @@ def set_up(run: AgreedRun, links: WorkerLinks, device: torch.device, stream: Min
 
 @dataclass(frozen=True)
 class _FirstMicrobatch:
-    """Of minibatch 0, at the ranks that read data; else all None."""
+    """Of minibatch 0, as large as any that the plan is for, at the ranks that read data; else all None."""
 
     inputs: Any = None
     targets: Any = None
@@ -78,7 +79,7 @@ def _read_first_microbatch(run: AgreedRun, stream: MinibatchStream) -> _FirstMic
     if not (run.reads_inputs or run.reads_targets):
         return _FirstMicrobatch()
     m = run.options.microbatches
-    inputs, targets = stream.peek()
+    inputs, targets = enlarged(*stream.peek(), run.plan.max_shapes)
     boundary: Boundary | None = None
     with contextlib.suppress(ValueError):  # inputs that cannot cross need not: they are read here
         if len(run.stages) > 1:

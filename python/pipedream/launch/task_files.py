@@ -26,6 +26,7 @@ from pipedream.data.stream import (
 from pipedream.links.keys import CurveKeys
 from pipedream.model.batches import parts_of
 from pipedream.model.boundary import Boundary
+from pipedream.model.enlarged import enlarged
 from pipedream.model.seeding import RngState, base_seed, seed_data
 from pipedream.stage.job import JobOptions
 
@@ -111,10 +112,11 @@ def write_data(folder: Path, data: Iterable[Any], options: JobOptions) -> Forwar
 
 
 def _describe_forwarded(data: Iterable[Any], options: JobOptions) -> ForwardedData:
-    inputs, targets = parts_of(first_of(data), 0)
+    first = parts_of(first_of(data), 0)
+    inputs, targets = enlarged(*first, options.plan.max_shapes)
     length = num_minibatches_of(data, options.epochs)
     return ForwardedData(
-        (inputs, targets),
+        first,
         Boundary.of(inputs, name="the inputs", num_beside=NUM_COUNT_TENSORS),
         # A loss may need none.
         Boundary.of(targets, name="the targets", needs_tensor=False, num_beside=NUM_COUNT_TENSORS),

@@ -185,7 +185,8 @@ class Boundary:
                 continue
             fault = _misfit(tensor, spec)
             if fault is not None:
-                raise ValueError(f"{_where(stage, minibatch)}tensor {tensor_index} {fault}")
+                name = f"tensor {tensor_index}{_key_of(self.structure, tensor_index)}"
+                raise ValueError(f"{_where(stage, minibatch)}{name} {fault}")
 
     def to_json(self) -> str:
         tensors = [
@@ -480,6 +481,12 @@ def _indices(node: Any) -> Iterator[int]:
         raise ValueError(f"unknown node {kind!r}")
 
 
+def _key_of(structure: dict[str, Any], tensor_index: int) -> str:
+    """ " (input_ids)" for an input that a model takes by that name; else empty."""
+    keys = structure.get("keywords", {})
+    return "".join(f" ({key})" for key, node in keys.items() if node == {"tensor": tensor_index})
+
+
 def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Any, done: dict[int, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         if id(value) not in done:
@@ -522,7 +529,10 @@ def _misfit(tensor: torch.Tensor, spec: TensorSpec) -> str | None:
         )
     larger = math.prod(shape) > math.prod(spec.shape) or (bool(shape) and shape[0] > spec.shape[0])
     if larger:
-        return f"has shape {shape}, larger than the planned {spec.shape}: put the largest minibatch first"
+        return (
+            f"has shape {shape}, larger than the planned {spec.shape}: name the largest minibatch before the"
+            f" run, plan = plan.fitting(batch), and memory is planned for it"
+        )
     return None
 
 

@@ -36,6 +36,7 @@ from pipedream.model.split_check import check_cuts
 from pipedream.model.splitter import Model, layers_of, model_name
 from pipedream.model.timed_passes import CutPasses, LayerPasses, LossFunction, TimedPasses
 from pipedream.planning.layer_profile import LayerProfile, Profile
+from pipedream.planning.shapes import Shapes, larger_of, shapes_of
 
 __all__ = ["profile"]
 
@@ -112,6 +113,7 @@ def profile(
         device=_device_name(device),
         minibatches=measurement.num_measured,
         time_error=measurement.time_error(),
+        max_shapes=measurement.max_shapes,
     )
 
 
@@ -123,6 +125,8 @@ class _Measurement:
     forward_ms: list[list[float]] = field(default_factory=list)  # [minibatch][layer], warm-up included
     backward_ms: list[list[float]] = field(default_factory=list)
     batch_size: int | None = None
+    max_shapes: Shapes = field(default_factory=dict)
+    """Of all minibatches that were read, the short ones too."""
 
     def measure(self, minibatch: int, inputs: Any, targets: Any, clock: Clock) -> None:
         if self.passes is None:
@@ -183,6 +187,7 @@ def _measure(
     clock = make_clock(device)
     for minibatch, batch in enumerate(_repeat(batches)):
         inputs, targets = parts_of(batch, minibatch)
+        measurement.max_shapes = larger_of(measurement.max_shapes, shapes_of(batch))
         batch_size = _batch_size(inputs)
         if minibatch == 0:
             measurement.batch_size = batch_size

@@ -26,13 +26,14 @@ from pipedream.common.document import (
 from pipedream.common.errors import FileFormatError
 from pipedream.common.table import format_table, shorten
 from pipedream.common.units import format_bytes
+from pipedream.planning.shapes import Shapes, checked_shapes, describe_shapes
 
 __all__ = ["LayerProfile", "Profile"]
 
 _KIND = "profile"
 _VERSION = 1
 _FORMAT = f"pipedream.{_KIND}/{_VERSION}"
-_HEADER_FIELDS = ("model", "batch_size", "device", "minibatches", "time_error", "runtime")
+_HEADER_FIELDS = ("model", "batch_size", "device", "minibatches", "time_error", "runtime", "max_shapes")
 _LAYER_FIELDS = ("name", "forward_ms", "backward_ms", "activation_bytes", "parameter_bytes")
 
 
@@ -89,6 +90,8 @@ class Profile:
     known."""
     runtime: dict[str, Any] | None = field(default=None, hash=False)
     """What a run adds to the layers (runtime_costs.py); None: not calibrated."""
+    max_shapes: Shapes | None = field(default=None, hash=False)
+    """Of the entries of the minibatches that were read, each dimension's largest; None: not known."""
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -102,6 +105,8 @@ class Profile:
             _set(self, "time_error", check_number("time_error", self.time_error))
         if self.runtime is not None:
             check_figures("runtime", check_object("runtime", self.runtime))
+        if self.max_shapes is not None:
+            _set(self, "max_shapes", checked_shapes("max_shapes", self.max_shapes))
         for name in ("batch_size", "minibatches"):
             if getattr(self, name) is not None:
                 _set(self, name, check_whole(name, getattr(self, name), at_least=1))
@@ -155,6 +160,8 @@ class Profile:
             header["time_error"] = self.time_error
         if self.runtime is not None:
             header["runtime"] = self.runtime
+        if self.max_shapes:
+            header["max_shapes"] = {name: list(shape) for name, shape in self.max_shapes.items()}
         return header | self.extra | {"layers": [layer.to_dict() for layer in self.layers]}
 
     def __str__(self) -> str:
@@ -176,6 +183,8 @@ class Profile:
             title += f", minibatches of {self.batch_size}"
         if self.device is not None:
             title += f", on {self.device}"
+        if self.max_shapes:
+            title += f"\nminibatches of up to {describe_shapes(self.max_shapes)}"
         parameters = format_bytes(self.parameter_bytes)
         sums = f"together {self.compute_ms:.3f} ms per minibatch, {parameters} of parameters"
         if self.time_error is not None:

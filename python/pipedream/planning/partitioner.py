@@ -102,6 +102,7 @@ def make_plan(
         cost_model=cost_model,
         bottleneck_ms=bottleneck_ms,
         predicted={"samples_per_s": _samples_per_s(profile, bottleneck_ms), "memory_bytes": None} | predicted,
+        max_shapes=profile.max_shapes or {},
     )
 
 

@@ -15,7 +15,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pipedream.common.checks import is_number
@@ -34,6 +34,7 @@ from pipedream.common.document import (
 from pipedream.common.errors import FileFormatError
 from pipedream.common.table import format_table, shorten
 from pipedream.common.units import format_bandwidth, format_bytes
+from pipedream.planning.shapes import Shapes, checked_shapes, larger_of, shapes_of
 
 if TYPE_CHECKING:
     from pipedream import _core
@@ -46,7 +47,7 @@ _FORMAT = f"pipedream.{_KIND}/{_VERSION}"
 _STAGE_FIELDS = ("first_layer", "last_layer", "num_replicas")
 _DERIVED_FIELDS = ("num_workers", "noam", "in_flight", "predicted")
 _OPTIONAL_FIELDS = ("model", "bandwidth_bytes_per_s", "cost_model", "bottleneck_ms")
-_FIELDS = ("format", "stages", *_DERIVED_FIELDS, *_OPTIONAL_FIELDS)
+_FIELDS = ("format", "stages", "max_shapes", *_DERIVED_FIELDS, *_OPTIONAL_FIELDS)
 _SIMILARITY_MIN = 0.75  # difflib's, of two names that differ in one letter, or in the order of two
 
 
@@ -120,6 +121,9 @@ class Plan:
     """Optional figures of the cost model: samples_per_s, memory_bytes (null: not predicted), and what
     print(plan) shows per stage: stage_ms (time per minibatch), stage_parameter_bytes, stage_layers
     ([first, last] layer names), and boundary_ms (2 C_i after each stage but the last)."""
+    max_shapes: Shapes = field(default_factory=dict, hash=False)
+    """Of the entries of a minibatch, the largest that `run` plans memory for, besides those of the first one:
+    {"input_ids": (8, 512)}, or "inputs" and "targets" of pairs. From the profile, and from fitting()."""
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -143,6 +147,7 @@ class Plan:
         if self.bottleneck_ms is not None:
             _set(self, "bottleneck_ms", check_number("bottleneck_ms", self.bottleneck_ms))
         check_figures("predicted", check_object("predicted", self.predicted))
+        _set(self, "max_shapes", checked_shapes("max_shapes", self.max_shapes))
         _set(self, "in_flight", tuple(self.in_flight) or _derive_in_flight(self.stages))
         _check_in_flight(self.in_flight, self.stages)
 
@@ -190,6 +195,12 @@ class Plan:
         """Which replica of its stage a rank is; 0 where that has one."""
         stage = self.stages_of(rank)[0]
         return rank - self.placement.rank_of(stage) if self.stages[stage].num_replicas > 1 else 0
+
+    def fitting(self, *batches: Any) -> Plan:
+        """This plan, with memory for minibatches as large as these in every dimension. For data whose shapes
+        change, give one as large as any: `plan.fitting(collate([longest] * batch_size))`."""
+        shapes = functools.reduce(larger_of, map(shapes_of, batches), self.max_shapes)
+        return replace(self, max_shapes=shapes)
 
     @property
     def noam(self) -> int:
@@ -292,6 +303,7 @@ class Plan:
                 num_workers=_num_workers_from_dict(fields),
                 in_flight=_in_flight_from_dict(fields),
                 predicted=check_object("predicted", _given(fields, "predicted", {})),
+                max_shapes=checked_shapes("max_shapes", _given(fields, "max_shapes", {})),
                 extra={name: fields[name] for name in fields if name not in _FIELDS},
             )
             _check_noam(fields, plan)
@@ -312,6 +324,7 @@ class Plan:
             "in_flight": list(self.in_flight),
             "bottleneck_ms": self.bottleneck_ms,
             "predicted": self.predicted,
+            **({"max_shapes": {k: list(v) for k, v in self.max_shapes.items()}} if self.max_shapes else {}),
         } | self.extra
 
     def __str__(self) -> str:

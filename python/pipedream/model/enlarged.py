@@ -1,0 +1,65 @@
+"""Enlarged: a minibatch with the largest shapes that are known to come, made of one that is there.
+
+Its values are repeated along every dimension, so they stay what the model takes: indices in range, masks of
+0 and 1, labels. What it computes means nothing; what memory it takes, and what crosses the cuts, is what the
+rehearsal asks. Pure; any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedream.model.batches import Keywords
+
+__all__ = ["enlarged"]
+
+
+def enlarged(inputs: Any, targets: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any, Any]:
+    """(inputs, targets), in which a tensor that `shapes` names (planning/shapes.py) is at least as large.
+
+    Tensors that are large enough stay the same objects, and one that occurs twice is enlarged once. Names
+    that the minibatch does not have, and shapes of another number of dimensions, are left aside: the shapes
+    may come from other data.
+    """
+    maker = _Maker(shapes)
+    if type(inputs) is Keywords:
+        large = Keywords({key: maker.make(key, value) for key, value in inputs.items()})
+        return large, large if targets is inputs else maker.make("targets", targets)
+    return maker.make("inputs", inputs), maker.make("targets", targets)
+
+
+class _Maker:
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._shapes = shapes
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+        """With the original, so that no other tensor gets its id."""
+
+    def make(self, name: str, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(name, value)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
+            return type(value)(*(self.make(f"{name}[{i}]", item) for i, item in enumerate(value)))
+        if isinstance(value, (tuple, list)):
+            return type(value)(self.make(f"{name}[{i}]", item) for i, item in enumerate(value))
+        if isinstance(value, dict):
+            return type(value)({key: self.make(f"{name}.{key}", item) for key, item in value.items()})
+        return value
+
+    def _tensor(self, name: str, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._made:
+            self._made[id(tensor)] = tensor, _repeated(tensor, self._shapes.get(name, ()))
+        return self._made[id(tensor)][1]
+
+
+def _repeated(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if len(shape) != tensor.dim() or tensor.numel() == 0:
+        return tensor
+    for dim, size in enumerate(shape):
+        if size > tensor.shape[dim]:
+            indices = torch.arange(size, device=tensor.device) % tensor.shape[dim]
+            tensor = tensor.index_select(dim, indices)
+    return tensor
