@@ -253,7 +253,7 @@ class PyWorker {
                    const TensorFields& tensors, std::int64_t num_items, std::int64_t first_minibatch,
                    std::int64_t minibatch_stride, std::int64_t num_microbatches,
                    const std::optional<std::size_t>& chunk_bytes, bool on_device, const std::string& codec,
-                   bool places_on_device, std::size_t num_transfers_kept) {
+                   bool places_on_device, std::size_t num_transfers_kept, std::int64_t num_residuals) {
     ChannelSpec spec;
     spec.name = name;
     spec.peer = peer;
@@ -268,6 +268,7 @@ class PyWorker {
     spec.codec = codec_from_name(codec);
     spec.places_on_device = places_on_device;
     spec.num_transfers_kept = num_transfers_kept;
+    spec.num_residuals = num_residuals;
     if (sends) {
       worker_->add_send_channel(spec);
     } else {
@@ -556,7 +557,8 @@ void bind_worker(py::module_& module) {
            py::arg("peer"), py::arg("channel_id"), py::arg("tensors"), py::arg("num_items"),
            py::arg("first_minibatch") = 0, py::arg("minibatch_stride") = 1, py::arg("num_microbatches") = 1,
            py::arg("chunk_bytes") = py::none(), py::arg("on_device") = true, py::arg("codec") = "none",
-           py::arg("places_on_device") = false, py::arg("num_transfers_kept") = 0)
+           py::arg("places_on_device") = false, py::arg("num_transfers_kept") = 0,
+           py::arg("num_residuals") = 1)
       .def("offer_device_memory", &PyWorker::offer_device_memory, py::call_guard<py::gil_scoped_release>(),
            "(what senders need to try whether they can write into this device's memory, why there is none)")
       .def("why_out_of_reach", &PyWorker::why_out_of_reach, py::arg("offer"),

@@ -8,18 +8,32 @@
 #include "base/clock.h"
 
 namespace pipedream {
+namespace {
+
+std::vector<Lease> lease_all(SlotGroup* slots) {
+  std::vector<Lease> leases;
+  for (std::int64_t slot = 0; slots != nullptr && slot < slots->term().num_slots; ++slot) {
+    leases.push_back(slots->lease());
+  }
+  return leases;
+}
+
+}  // namespace
 
 ItemCopier::ItemCopier(const WireLayout& layout, Device& device, SlotGroup* staging, SlotGroup* residual,
                        std::function<void()> on_copied)
     : layout_(layout),
       device_(device),
       staging_(staging),
-      residual_(residual != nullptr ? residual->lease() : Lease()),
+      residuals_(lease_all(residual)),
       on_copied_(std::move(on_copied)),
       stream_codec_(layout.encodes() ? make_stream_codec(device, layout.num_elements_max()) : nullptr),
       copy_stream_(staging != nullptr ? device.make_stream() : nullptr) {
   PD_CHECK(!layout.encodes() || staging != nullptr, "what is encoded lies somewhere");
-  PD_CHECK(layout.residual_bytes() <= residual_.size_bytes(), layout.residual_bytes());
+  PD_CHECK(layout.residual_bytes() == 0 || residual != nullptr, "what is left out lies somewhere");
+  for (const Lease& kept : residuals_) {
+    PD_CHECK(layout.residual_bytes() <= kept.size_bytes(), layout.residual_bytes());
+  }
 }
 
 void ItemCopier::place_into(std::unique_ptr<SharedMemory> memory) {
@@ -39,6 +53,7 @@ bool ItemCopier::reserve(SendItem& item) {
 }
 
 void ItemCopier::start(SendItem& item) {
+  if (!residuals_.empty()) item.residual = residuals_[num_started_++ % residuals_.size()].data();
   if (item.is_placed) item.copy = placed_slots_->slot_data(item.slot);
   if (item.copy == nullptr) {
     item.num_chunks_copied = item.num_chunks;
@@ -104,7 +119,7 @@ void ItemCopier::enqueue_encoding(SendItem& item) {
   work.values = tensor.data;
   work.encoded = item.copy + layout_.offset_bytes(tensor_index);
   if (layout_.has_residual(tensor_index)) {
-    work.residual = residual_.data() + layout_.residual_offset_bytes(tensor_index);
+    work.residual = item.residual + layout_.residual_offset_bytes(tensor_index);
   }
   stream_codec_->encode(*copy_stream_, work);
   const std::size_t num_chunks = item.num_chunks_of(tensor_index);

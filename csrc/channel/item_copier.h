@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <vector>
 
 #include "channel/placed_slots.h"
 #include "channel/send_item.h"
@@ -76,8 +77,9 @@ class ItemCopier {
 
   const WireLayout& layout_;
   Device& device_;
-  SlotGroup* const staging_;  // null when the wire reads the tensors
-  const Lease residual_;      // invalid when there is none
+  SlotGroup* const staging_;            // null when the wire reads the tensors
+  const std::vector<Lease> residuals_;  // of the items in turn; empty when the codec keeps none
+  std::size_t num_started_ = 0;         // items, where there are residuals
   const std::function<void()> on_copied_;
   std::unique_ptr<PlacedSlots> placed_slots_;  // null when the receiver's memory is not shared, or was let go
   std::unique_ptr<StreamCodec> stream_codec_;  // null when nothing travels encoded

@@ -60,8 +60,8 @@ struct ChannelOptions {
 class SendChannel final : public LinkHandler {
  public:
   // staging: null when the wire reads the tensors. Otherwise slots of WireLayout::slot_bytes(), and the
-  // device whose copy stream fills them. residual: of one slot of WireLayout::residual_bytes(), zeroed; null
-  // when the codec keeps none. All outlive the channel.
+  // device whose copy stream fills them. residual: slots of WireLayout::residual_bytes(), zeroed, which the
+  // items use in turn; null when the codec keeps none. All outlive the channel.
   SendChannel(ChannelOptions options, Transport& transport, Wakeup& wakeup, Device& device,
               SlotGroup* staging, SlotGroup* residual = nullptr);
   ~SendChannel() override;  // the transport has been shut down

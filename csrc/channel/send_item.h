@@ -64,7 +64,8 @@ struct SendItem {
   std::size_t num_chunks = 0;
   std::uint16_t slot = 0;  // of the receiver
   Lease staging;  // what it is copied to, unless it is placed; invalid when the wire reads the tensors
-  std::byte* copy = nullptr;  // in one of the two; null when there is none
+  std::byte* copy = nullptr;      // in one of the two; null when there is none
+  std::byte* residual = nullptr;  // what the codec has left out before it; null when it keeps none
   ItemCopier* copier = nullptr;
 
   // How far it has come.

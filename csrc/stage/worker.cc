@@ -189,8 +189,8 @@ void Worker::add_send_channel(const ChannelSpec& spec) {
   if (is_staged(spec)) sender.staging = &pool_->add(staging_term(spec));
   const std::size_t residual_bytes = WireLayout(spec.item, spec.codec).residual_bytes();
   if (residual_bytes > 0) {  // zero at first, so not poisoned
-    sender.residual =
-        &pool_->add({"residual, " + spec.name, residual_bytes, 1, MemoryKind::kDevice, /*poison=*/false});
+    sender.residual = &pool_->add({"residual, " + spec.name, residual_bytes, spec.num_residuals,
+                                   MemoryKind::kDevice, /*poison=*/false});
   }
 }
 

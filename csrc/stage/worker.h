@@ -71,6 +71,7 @@ struct ChannelSpec {
   bool places_on_device = false;
   std::size_t num_transfers_kept = 0;  // the newest items whose times are kept, for transfers()
   std::int64_t minibatch_stride = 1;   // from one of its minibatches to the next
+  std::int64_t num_residuals = 1;      // send: what the codec has left out is kept of so many items, in turn
 };
 
 // The channel of an edge of which the worker has one end.

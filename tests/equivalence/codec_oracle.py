@@ -21,10 +21,15 @@ class CodecOracle:
     def __init__(self, codec: Any) -> None:
         """codec: as run's."""
         self._choice = parse_codec(codec)
-        self._residuals: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._residuals: dict[Any, torch.Tensor] = {}
 
     def __call__(self, sender: int, receiver: int, tensor_index: int, tensor: torch.Tensor) -> torch.Tensor:
-        name = codec_between(self._choice, sender, receiver)
+        return self.through(
+            codec_between(self._choice, sender, receiver), (sender, receiver, tensor_index), tensor
+        )
+
+    def through(self, name: str, key: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """key: of the tensors that follow each other."""
         if not tensor.is_floating_point() or name == "none":
             return tensor.clone()
         if tensor.itemsize == 2 and name in ("bf16", "fp16"):
@@ -36,9 +41,9 @@ class CodecOracle:
         if name == "int8":
             return _through_int8(tensor)
         share = float(name.removeprefix("topk:"))
-        return self._through_topk((sender, receiver, tensor_index), share, tensor)
+        return self._through_topk(key, share, tensor)
 
-    def _through_topk(self, key: tuple[int, int, int], share: float, tensor: torch.Tensor) -> torch.Tensor:
+    def _through_topk(self, key: Any, share: float, tensor: torch.Tensor) -> torch.Tensor:
         """The largest are sent; what is left over, or rounded away, is added to the next tensor's elements.
 
         Of what is not finite nothing is left over, sent or not.

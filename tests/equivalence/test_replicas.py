@@ -11,9 +11,11 @@ from typing import Any
 import pipedream
 import pytest
 import torch
+from codec_oracle import CodecOracle
 from farm import Farm
 from oracle import assert_equals_reference
 from pipedream import reference
+from pipedream.stage.shards import ShardLayout
 from torch import nn
 from training import (
     OPTIMIZERS,
@@ -304,3 +306,62 @@ def test_the_state_of_an_optimizer_is_shared_among_the_replicas(farm: Farm) -> N
     whole = straight.memory[0]["optimizer state of torch"]["peak"] or 0
     assert sum(states) == pytest.approx(whole, rel=0.05)
     assert max(states) <= 0.55 * whole
+
+
+def _pushed_case(codec: str) -> tuple[nn.Sequential, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Shards of one chunk each; of two where each has something of its own that was left out."""
+    torch.manual_seed(0)
+    inputs, hidden, outputs = (700, 1300, 900) if codec.startswith("topk") else (70, 90, 30)
+    model = nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs)).double()
+    data = [(torch.randn(4, inputs).double(), torch.randn(4, outputs).double()) for _ in range(3 * 4 - 1)]
+    return model, data
+
+
+def _train_with_encoded_pushes(codec: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model, data = _pushed_case(codec)
+    result = pipedream.run(
+        model,
+        pipedream.Plan((pipedream.planning.plan.Stage(0, len(model) - 1, 3),)),
+        data=data,
+        loss_fn=nn.functional.mse_loss,
+        optimizer=functools.partial(torch.optim.SGD, lr=0.5),
+        codec={"pushes": codec},
+        seed=1,
+        progress=False,
+    )
+    return result.losses, model.state_dict()
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "topk:0.1"])
+def test_encoded_pushes_give_the_mean_of_what_their_codec_makes_of_the_others_gradients(
+    farm: Farm, codec: str
+) -> None:
+    losses, state = farm.results(_train_with_encoded_pushes, codec, num_ranks=3)[0]
+    model, data = _pushed_case(codec)
+    parameters = list(model.parameters())
+    layout = ShardLayout(list(model.named_parameters()), 3, whole_tensors=False)
+    optimizer = torch.optim.SGD(parameters, lr=0.5)
+    codecs, expected = CodecOracle(None), []
+    assert len(layout.chunks) == (6 if codec.startswith("topk") else 3)
+    for first in range(0, len(data), 3):
+        batches = data[first : first + 3]
+        means = [torch.zeros_like(parameter) for parameter in parameters]
+        for replica, (inputs, targets) in enumerate(batches):
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            expected.append(loss.item())
+            gradients = [g.flatten() for g in torch.autograd.grad(loss, parameters)]
+            for chunk in layout.chunks:
+                content = torch.zeros(chunk.num_bytes // 8).double()  # with the gaps between parameters
+                for piece in chunk.pieces:
+                    of_piece = gradients[piece.parameter][piece.first : piece.first + piece.count]
+                    content[piece.begin_bytes // 8 :][: piece.count] = of_piece
+                if chunk.shard != replica:
+                    content = codecs.through(codec, (replica, chunk.begin_bytes), content)
+                for piece in chunk.pieces:
+                    target = means[piece.parameter].flatten()[piece.first : piece.first + piece.count]
+                    target += content[piece.begin_bytes // 8 :][: piece.count] / len(batches)
+        for parameter, mean in zip(parameters, means, strict=True):
+            parameter.grad = mean
+        optimizer.step()
+    assert_close_losses(losses, expected, 1e-9)
+    assert_close_state(state, model.state_dict(), 1e-9)

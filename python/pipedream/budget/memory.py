@@ -327,7 +327,7 @@ def _channel_terms(channel: RunChannel, rank: int) -> Terms:
             terms[_STAGING + channel.name] = channel.num_slots * slot_bytes(wire_bytes)
     elif encodes:
         terms[_STAGING + channel.name] = channel.num_unsent_max * slot_bytes(wire_bytes)
-        terms[_RESIDUAL + channel.name] = slot_bytes(residual_bytes)
+        terms[_RESIDUAL + channel.name] = channel.num_residuals * slot_bytes(residual_bytes)
     return terms
 
 

@@ -220,12 +220,13 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
     ),
     RunOption(
         "codec",
-        '`"bf16"`, `"fp16"`, `"int8"`, `"topk:0.05"`, or a mapping of these per direction or pair of stages',
+        '`"bf16"`, `"fp16"`, `"int8"`, `"topk:0.05"`, or a mapping of these per direction, pair of stages or'
+        ' `"pushes"`',
         None,
         lambda _, value: parse_codec(value),
         CommandOption(
             "What activations and gradients become between stages: bf16, fp16, int8, topk or"
-            " topk:0.05; or WHERE=CODEC,..., as activations=bf16,1->0=int8.",
+            " topk:0.05; or WHERE=CODEC,..., as activations=bf16,1->0=int8,pushes=bf16.",
             read=parse_codec_text,
         ),
     ),

@@ -46,6 +46,7 @@ from pipedream.budget.torch_pool import SEGMENT_SLACK_BYTES, TORCH_TENSORS, Torc
 from pipedream.common.units import format_bytes
 from pipedream.launch.agreed_run import AgreedRun
 from pipedream.links.channels import BETWEEN_REPLICAS, RunChannel, ShardSpec, edge_name
+from pipedream.links.codec_choice import NO_CODEC, PUSHES
 from pipedream.model.splitter import StageModule
 from pipedream.stage.gradients import StageGradients, updated_parameters
 from pipedream.stage.param_server import ParameterServer, ReplicaChannels, RoundRule
@@ -87,6 +88,7 @@ class StageOptimizers:
                 len(chunks),
                 max((chunk.num_bytes for chunk in chunks), default=1),
                 max((len(chunk.pieces) for chunk in chunks), default=1),
+                layout.dtype_of(shard),
             )
             for stage, layout in self.layouts.items()
             for shard in range(layout.num_shards)
@@ -287,6 +289,7 @@ class StagePool:
                 pull_to=names["pull", True],
                 pull_from=names["pull", False],
             ),
+            push_codec=self.run.options.links.codec.get(PUSHES, NO_CODEC),
         )
 
 

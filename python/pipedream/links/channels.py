@@ -15,7 +15,7 @@ import torch
 
 from pipedream import _core
 from pipedream.data.stream import ForwardedData
-from pipedream.links.codec_choice import NO_CODEC, CodecChoice, codec_between
+from pipedream.links.codec_choice import NO_CODEC, PUSHES, CodecChoice, codec_between
 from pipedream.links.rank_tree import parent_of
 from pipedream.links.state_transfer import PIECE_BYTES
 from pipedream.model.boundary import Boundary, TensorSpec
@@ -81,6 +81,8 @@ class ShardSpec:
     chunk_bytes_max: int
     num_pieces_max: int
     """Of a chunk."""
+    dtype: torch.dtype = torch.uint8
+    """Of its elements; uint8 where they have several."""
 
 
 def edge_name(edge: _core.Edge, placement: _core.Placement) -> str:
@@ -130,6 +132,8 @@ class RunChannel:
     """From one of its minibatches to the next."""
     num_transfers_kept: int = 0
     """The newest items whose times each end keeps. Where any, whether all have left can be asked."""
+    num_residuals: int = 1
+    """Items in a row of which what the codec has left out is kept, each by itself."""
     places_on_device: bool = False
     """Whether the sender writes into the receiver's device memory, as both have found that it can."""
 
@@ -170,6 +174,7 @@ class RunChannel:
             codec=self.codec,
             places_on_device=self.places_on_device,
             num_transfers_kept=self.num_transfers_kept,
+            num_residuals=self.num_residuals,
         )
 
 
@@ -195,6 +200,7 @@ class _ChannelList:
         first_minibatch: int = 0,
         minibatch_stride: int = 1,
         num_transfers_kept: int = 0,
+        num_residuals: int = 1,
     ) -> None:
         sender, receiver = ends
         tensors = [(str(s.dtype).removeprefix("torch."), len(s.shape), s.num_bytes) for s in specs]
@@ -214,6 +220,7 @@ class _ChannelList:
                 first_minibatch,
                 minibatch_stride,
                 num_transfers_kept,
+                num_residuals,
             )
         )
 
@@ -246,16 +253,16 @@ def channels_of_run(
     channels, which need not be known where no data are read.
 
     boundaries: by the stage upstream, of the cuts at this worker's stages. forwarded: None where no data are,
-    or where this worker reads none. codec: of activations and gradients; what else travels, weights and the
-    gradients of tied ones, is exact. shards: by stage and replica, of this worker's stage where it has
-    replicas."""
+    or where this worker reads none. codec: of activations, gradients and what replicas push; what else
+    travels, weights and the gradients of tied ones, is exact. shards: by stage and replica, of this worker's
+    stage where it has replicas."""
     found = _ChannelList(first_id=len(_data_ends(plan)))
     tied = tied_tensors(ties)
     for edge in sorted(_core.edges_of(schedule), key=_place_in_list):
         sender, receiver = _ranks_of_ends(schedule, edge)
         if sender != receiver:
             if edge.kind in BETWEEN_REPLICAS:
-                _add_between_replicas(found, schedule, edge, shards or {})
+                _add_between_replicas(found, schedule, edge, shards or {}, codec)
             else:
                 _add_edge(found, schedule, edge, boundaries, tied, codec)
     for rank in range(1, world_size):
@@ -279,22 +286,27 @@ def _add_between_replicas(
     schedule: _core.ScheduleOptions,
     edge: _core.Edge,
     shards: Mapping[tuple[int, int], ShardSpec],
+    codec: CodecChoice,
 ) -> None:
     """Of a push the shard is the receiver's, of a pull the sender's."""
     is_push = edge.kind == "push"
     owner = edge.to_replica if is_push else edge.from_replica
     spec = shards.get((edge.from_stage, owner), ShardSpec(0, 1, 1))
-    sizes = [spec.num_pieces_max, spec.chunk_bytes_max] if is_push else [spec.chunk_bytes_max]
+    dtype = spec.dtype if is_push else torch.uint8  # a version is bytes
+    content = TensorSpec(dtype, (spec.chunk_bytes_max // dtype.itemsize,), requires_grad=False)
+    flags = TensorSpec(torch.uint8, (spec.num_pieces_max,), requires_grad=False)
     # A round is received at once, so that none waits in its sender's memory for the next to be used.
     num_rounds = schedule.in_flight[edge.from_stage] + schedule.staleness + 2
     found.add(
         edge_name(edge, schedule.placement),
         _ranks_of_ends(schedule, edge),
-        [TensorSpec(torch.uint8, (size,), requires_grad=False) for size in sizes],
+        [flags, content] if is_push else [content],
         slots=max(spec.num_chunks, 1),
         unsent=max(spec.num_chunks, 1) * num_rounds,
+        codec=codec.get(PUSHES, NO_CODEC) if is_push else NO_CODEC,
         edge=edge,
         num_transfers_kept=NUM_TRANSFERS_KEPT,
+        num_residuals=max(spec.num_chunks, 1),
     )
 
 

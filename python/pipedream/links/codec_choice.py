@@ -1,8 +1,8 @@
-"""Which codec the tensors between two stages travel by: what run(codec=...) means.
+"""Which codec the tensors between two stages, or between replicas, travel by: what run(codec=...) means.
 
-A choice is a mapping, ready for JSON, from "activations", "gradients" or a pair of stages ("0->1": sender and
-receiver) to the name of a codec (csrc/codec/codec.h); a pair counts more than its direction. Torch-free;
-pure.
+A choice is a mapping, ready for JSON, from "activations", "gradients", a pair of stages ("0->1": sender and
+receiver) or "pushes" to the name of a codec (csrc/codec/codec.h); a pair counts more than its direction.
+Torch-free; pure.
 """
 
 from __future__ import annotations
@@ -12,11 +12,21 @@ from typing import Any
 
 from pipedream import _core
 
-__all__ = ["NO_CODEC", "CodecChoice", "check_pairs", "codec_between", "parse_codec", "parse_codec_text"]
+__all__ = [
+    "NO_CODEC",
+    "PUSHES",
+    "CodecChoice",
+    "check_pairs",
+    "codec_between",
+    "parse_codec",
+    "parse_codec_text",
+]
 
 CodecChoice = dict[str, str]
 
 NO_CODEC = "none"
+PUSHES = "pushes"
+"""What replicas push to the owners of shards. A name for all does not mean it."""
 _DIRECTIONS = ("activations", "gradients")
 _EXAMPLE = 'for example "bf16", {"activations": "bf16", "gradients": "topk:0.01"} or {(0, 1): "int8"}'
 
@@ -60,7 +70,7 @@ def parse_codec_text(text: str) -> str | dict[str, str]:
 def check_pairs(choice: CodecChoice, num_stages: int) -> None:
     """Refuses pairs of stages between which nothing travels."""
     for where in choice:
-        if where in _DIRECTIONS:
+        if where in (*_DIRECTIONS, PUSHES):
             continue
         sender, receiver = map(int, where.split("->"))
         if (
@@ -81,7 +91,7 @@ def codec_between(choice: CodecChoice, sender: int, receiver: int) -> str:
 
 def _where(key: Any) -> str:
     """A key in the form that a choice has."""
-    if key in _DIRECTIONS:
+    if key in (*_DIRECTIONS, PUSHES):
         return str(key)
     pair = key
     if isinstance(key, str):
@@ -90,7 +100,8 @@ def _where(key: Any) -> str:
     if isinstance(pair, tuple) and len(pair) == 2 and all(type(stage) is int for stage in pair):
         return f"{pair[0]}->{pair[1]}"
     raise ValueError(
-        f"codec names {key!r}: use 'activations', 'gradients', or a pair of stages such as (0, 1) or '0->1'"
+        f"codec names {key!r}: use 'activations', 'gradients', 'pushes', or a pair of stages such as (0, 1)"
+        " or '0->1'"
     )
 
 

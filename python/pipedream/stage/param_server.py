@@ -158,12 +158,18 @@ class _Pushes:
         core: ItemLinks,
         channels: Mapping[int, str],
         chunks: Mapping[int, Sequence[Chunk]],
+        dtypes: Mapping[int, torch.dtype],
         num_parameters: int,
+        *,
+        feeds_back: bool,
     ) -> None:
-        """channels: by the receiver; chunks: by the shard, in the order in which they leave."""
+        """channels: by the receiver; chunks: by the shard, in the order in which they leave; dtypes: that
+        they travel in. feeds_back: what the codec leaves out of a gradient is in the next one."""
         self._core = core
         self._channels = channels
         self._chunks = chunks
+        self._dtypes = dtypes
+        self._feeds_back = feeds_back
         self.gradients: dict[int, Tensor] = {}
         """By parameter, flat and unscaled: those that are complete before the backward is over."""
         self._num_accumulated = [0] * num_parameters  # in this backward
@@ -222,9 +228,12 @@ class _Pushes:
     def _send_chunk(
         self, other: int, chunk: Chunk, gradients: Sequence[Tensor | None], num_summed: int
     ) -> None:
-        flags = torch.tensor([gradient is not None for gradient in gradients]).to(torch.uint8)
+        # With feedback even a gradient that there is not has what was left out of those before it.
+        always = self._feeds_back and self._dtypes[other].is_floating_point
+        flags = torch.tensor([always or gradient is not None for gradient in gradients]).to(torch.uint8)
         fields = _core.ItemFields(data_fingerprint=num_summed)
-        _send(self._core, self._channels[other], [flags, _content(chunk, gradients)], fields)
+        content = _content(chunk, gradients).view(self._dtypes[other])
+        _send(self._core, self._channels[other], [flags, content], fields)
 
 
 class ParameterServer(StageGradients):
@@ -240,8 +249,9 @@ class ParameterServer(StageGradients):
         layout: ShardLayout,
         rule: RoundRule,
         channels: ReplicaChannels,
+        push_codec: str = "none",
     ) -> None:
-        """optimizer: which keeps the pieces of this replica's shard."""
+        """optimizer: which keeps the pieces of this replica's shard. push_codec: of the channels."""
         super().__init__(weights, optimizer, tied)
         self._core = core
         self._rule = rule
@@ -269,7 +279,15 @@ class ParameterServer(StageGradients):
         self._newest_pulled = dict.fromkeys(self._others, first)
         self._num_pushed = first  # rounds
         self._has_told_end = False
-        self._pushes = _Pushes(core, channels.push_to, self._chunks, len(weights.own.names))
+        self._dtypes = {shard: layout.dtype_of(shard) for shard in range(rule.num_replicas)}
+        self._pushes = _Pushes(
+            core,
+            channels.push_to,
+            self._chunks,
+            self._dtypes,
+            len(weights.own.names),
+            feeds_back=push_codec.startswith("topk"),
+        )
         # On a device backwards run on other threads, and the core has one owner.
         self._pushes_early = (
             rule.minibatches_per_round == rule.num_replicas and weights.own.slots[0].device.type == "cpu"
@@ -319,10 +337,10 @@ class ParameterServer(StageGradients):
         if num_minibatches is None or self._num_pushed < self._rule.num_pushed(num_minibatches):
             return
         self._has_told_end = True
-        nothing = torch.empty(0, dtype=torch.uint8, device=self._weights.own.slots[0].device)
+        flags = torch.empty(0, dtype=torch.uint8, device=self._weights.own.slots[0].device)
         fields = _core.ItemFields(data_fingerprint=num_minibatches, is_empty=True)
-        for channel in self._channels.push_to.values():
-            _send(self._core, channel, [nothing, nothing], fields)
+        for other, channel in self._channels.push_to.items():
+            _send(self._core, channel, [flags, flags.view(self._dtypes[other])], fields)
 
     def expect(self, other: int, minibatch: int) -> EndOfData | None:
         """Waits for the beginning of that replica's gradient; EndOfData where it has none of that round."""
@@ -491,7 +509,7 @@ class ParameterServer(StageGradients):
         flags, content = parts[member]
         if not flags[position]:
             return None
-        part = content[piece.begin_bytes : piece.begin_bytes + piece.num_bytes]
+        part = _bytes_of(content)[piece.begin_bytes : piece.begin_bytes + piece.num_bytes]
         return part.view(self._weights.own.leaves(0)[piece.parameter].dtype)
 
     def _mean(self, piece: Piece, found: Mapping[int, Tensor | None], num_members: int) -> Tensor | None:

@@ -80,6 +80,7 @@ class ShardLayout:
     def __init__(self, named: NamedParameters, num_shards: int, *, whole_tensors: bool) -> None:
         self.whole_tensors = whole_tensors
         self.num_shards = num_shards
+        self._dtypes = [p.dtype for _, p in named]
         rows = [(name, str(p.dtype).removeprefix("torch."), p.numel()) for name, p in named]
         _, offsets = _core.weight_layout(rows)
 
@@ -96,6 +97,11 @@ class ShardLayout:
 
     def chunks_of(self, shard: int) -> list[Chunk]:
         return [chunk for chunk in self.chunks if chunk.shard == shard]
+
+    def dtype_of(self, shard: int) -> torch.dtype:
+        """Of all its elements; uint8 where they have several."""
+        dtypes = {self._dtypes[piece.parameter] for piece in self.pieces_of(shard)}
+        return dtypes.pop() if len(dtypes) == 1 else torch.uint8
 
     def pieces_of(self, shard: int) -> list[Piece]:
         return [piece for chunk in self.chunks_of(shard) for piece in chunk.pieces]

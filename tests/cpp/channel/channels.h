@@ -90,6 +90,7 @@ class ChannelPair : public testing::Test {
     std::size_t num_transfers_kept = 0;
     std::int64_t first_minibatch = 0;
     std::int64_t minibatch_stride = 1;
+    std::int64_t num_residuals = 1;
   };
 
   // Skips the test where the transport is not available. First of all.
@@ -162,7 +163,8 @@ class ChannelPair : public testing::Test {
     receive_staging_ = staged() ? &pool.add(staging) : nullptr;
     send_staging_ =
         staged() ? &pool.add({"send staging", layout.slot_bytes(), 2, MemoryKind::kStaging}) : nullptr;
-    residual_ = &pool.add({"residual", layout.residual_bytes(), 1, MemoryKind::kDevice, /*poison=*/false});
+    residual_ = &pool.add({"residual", layout.residual_bytes(), sizes.num_residuals, MemoryKind::kDevice,
+                           /*poison=*/false});
   }
 
   void make_receiver(const ItemSpec& spec, const Sizes& sizes, bool computes_apart = false) {

@@ -118,6 +118,22 @@ TEST_P(CodecChannels, ItemsThatAreSentAtOnceAreEncodedInOrder) {
   for (const Content& content : expected) expect_equal(take(), content);
 }
 
+// As of the chunks of a shard, which come one after the other in every round.
+TEST_P(CodecChannels, WhatIsLeftOutIsKeptOfEachOfSeveralItemsInTurn) {
+  constexpr std::int64_t kNumElements = 1000;
+  constexpr std::uint32_t kNumResiduals = 3;
+  const ItemSpec spec({{DType::kFloat32, 1, kNumElements * 4}});
+  make_channels(spec, {.num_slots = 2, .codec = codec(), .num_residuals = kNumResiduals});
+  std::vector<std::vector<std::byte>> residuals(kNumResiduals, std::vector<std::byte>(kNumElements * 4));
+  for (std::uint32_t minibatch = 0; minibatch < 4 * kNumResiduals; ++minibatch) {
+    const auto content = normal_floats<float>({kNumElements}, minibatch);
+    Content expected = *content;
+    expected.bytes[0] = through(codec(), content->tensors[0], residuals[minibatch % kNumResiduals]);
+    send(minibatch, content);
+    expect_equal(take(), expected);
+  }
+}
+
 std::string case_name(const testing::TestParamInfo<Case>& parameter) {
   const auto& [transport, road, codec] = parameter.param;
   return transport + road_name(road) + "_" + codec.substr(0, codec.find(':'));

@@ -40,6 +40,12 @@ def test_a_pair_counts_more_than_its_direction() -> None:
     }
 
 
+def test_pushes_are_encoded_only_where_they_are_named() -> None:
+    assert "pushes" not in parse_codec("bf16")
+    assert parse_codec(parse_codec_text("pushes=topk")) == {"pushes": "topk:0.01"}
+    assert set(_between({"pushes": "int8"}).values()) == {"none"}
+
+
 def test_names_are_completed_so_that_ranks_can_compare_them() -> None:
     assert parse_codec("topk") == parse_codec("topk:0.01") == parse_codec("topk:1e-2")
 
@@ -55,7 +61,7 @@ def test_names_are_completed_so_that_ranks_can_compare_them() -> None:
         ("", ("''", "bf16")),
         ({"gradients": "int9"}, ("codec of gradients", "'int9'")),
         ({(0, 1): "zip"}, ("codec of 0->1", "'zip'")),
-        ({"weights": "bf16"}, ("'weights'", "'activations', 'gradients', or a pair")),
+        ({"weights": "bf16"}, ("'weights'", "'activations', 'gradients', 'pushes', or a pair")),
         ({"0": "bf16"}, ("'0'", "a pair of stages such as (0, 1) or '0->1'")),
         ({"0->x": "bf16"}, ("'0->x'", "a pair")),
         ({"-1->0": "bf16"}, ("'-1->0'", "a pair")),
