@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.utils import parametrize
 
 from pipedream.common import errors
 from pipedream.data.first_minibatch import PeekedIterator, first_of
@@ -28,6 +31,7 @@ from pipedream.model.batches import parts_of
 from pipedream.model.boundary import Boundary
 from pipedream.model.enlarged import enlarged
 from pipedream.model.seeding import RngState, base_seed, seed_data
+from pipedream.model.splitter import CutForward, model_name
 from pipedream.stage.job import JobOptions
 
 __all__ = ["WorkerTask", "read_part", "write_data", "write_options", "write_part"]
@@ -48,6 +52,11 @@ class _HostPickler(pickle.Pickler):
     """Writes tensors as they are in host memory: what is unpickled lies on no device of the caller's."""
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, nn.Module) and parametrize.is_parametrized(value):
+            kind = parametrize.type_before_parametrizations(value)
+            # No worker loads a state_dict, for which weight_norm has a hook that cannot be sent either.
+            attributes = vars(value) | {"_load_state_dict_pre_hooks": OrderedDict()}
+            return _bare, (kind,), attributes, None, None, _parametrize_again
         is_typed = isinstance(value, torch.TypedStorage)
         if not is_typed and not isinstance(value, torch.UntypedStorage):
             return NotImplemented
@@ -59,6 +68,18 @@ class _HostPickler(pickle.Pickler):
             make: Any = torch.TypedStorage
             on_host = make(wrap_storage=on_host, dtype=value._dtype, _internal=True)
         return on_host.__reduce__()
+
+
+def _bare(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)
+
+
+def _parametrize_again(module: nn.Module, attributes: dict[str, Any]) -> None:
+    """What torch.nn.utils.parametrize makes of a module is of a class of its own, which cannot be sent."""
+    vars(module).update(attributes)
+    parametrize._inject_new_class(module)
+    for name in attributes["_modules"]["parametrizations"]:
+        parametrize._inject_property(module, name)
 
 
 def _dumps(value: Any) -> bytes:
@@ -126,5 +147,7 @@ def _describe_forwarded(data: Iterable[Any], options: JobOptions) -> ForwardedDa
 
 
 def _name_of(value: Any) -> str:
+    if isinstance(value, CutForward):
+        return model_name(value)
     name = getattr(value, "__qualname__", None)
     return name if isinstance(name, str) else type(value).__name__

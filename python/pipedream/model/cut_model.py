@@ -10,7 +10,10 @@ Owned by the thread that makes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,10 +44,46 @@ class CutModel(CutForward):
     def __init__(self, module: nn.Module, cuts: Cuts) -> None:
         self.module = module
         self.cuts = cuts
+        self.offered = cuts.offered
+        """Where it may be cut, in the order of the forward: all places, or those that were chosen."""
+        self.refused = cuts.refused
+        """With reasons."""
+        self.chosen: tuple[str, ...] | None = None
+        """The names of the offered ones where they are not all; None: they are."""
 
-    @property
-    def offered(self) -> list[Cut]:
-        return self.cuts.offered
+    def at(self, names: Sequence[str]) -> CutModel:
+        """The same model to be cut after the calls of these names alone, as it may come from a plan. Raises
+        ValueError for a name after which it cannot be cut."""
+        places = {self._place_of(name): None for name in names}
+        return self._with([cut for cut in self.offered if cut.call in places], self.refused)
+
+    def without(self, reasons: Mapping[int, str]) -> CutModel:
+        """Not to be cut at these of the offered places. reasons: why, by position."""
+        kept = [cut for position, cut in enumerate(self.offered) if position not in reasons]
+        dropped = [
+            replace(self.offered[position], crossing=None, why_not=why) for position, why in reasons.items()
+        ]
+        return self._with(kept, [*self.refused, *dropped])
+
+    def _with(self, offered: list[Cut], refused: list[Cut]) -> CutModel:
+        other = copy.copy(self)
+        other.offered, other.refused = offered, refused
+        other.chosen = tuple(cut.name for cut in offered)
+        return other
+
+    def _place_of(self, name: str) -> int:
+        for cut in [*self.offered, *self.refused]:
+            if name == cut.name or name in cut.calls:
+                if cut.crossing is None:
+                    raise ValueError(f"the model cannot be cut after {name}: {cut.why_not}")
+                return cut.call
+        known = [name for cut in self.offered for name in cut.calls]
+        close = difflib.get_close_matches(name, known, n=1)
+        some = f"do you mean {close[0]!r}?" if close else f"it can be after {', '.join(known[:5]) or 'none'}"
+        raise ValueError(
+            f"the model cannot be cut after {name!r}, no call of a module between its first and its last"
+            f" parameters; {some}"
+        )
 
     @property
     def layer_names(self) -> list[str]:
@@ -91,7 +130,7 @@ class CutModel(CutForward):
     def explain(self) -> str:
         """Why there are no more cuts, for the first places that are none; empty where there is nothing to
         say."""
-        reasons = [f"not after {cut.name}: {cut.why_not}" for cut in self.cuts.refused[:3]]
+        reasons = [f"not after {cut.name}: {cut.why_not}" for cut in self.refused[:3]]
         return "; ".join(reasons)
 
 

@@ -21,7 +21,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pipedream import _core
 from pipedream.model.crossing import Crossing, FrontierCall, PackedLeaf
@@ -40,6 +40,8 @@ class Cut:
     num_bytes: int = 0
     """That cross, in the traced minibatch."""
     why_not: str = ""
+    calls: tuple[str, ...] = ()
+    """All that end here, by name, the outermost first: the same place."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ class Cuts:
         self.offered: list[Cut] = []
         self.refused: list[Cut] = []
         for candidates in self._candidates():
-            tried = [self._try(index) for index in candidates]
+            names = tuple(str(trace.calls[index].key) for index in candidates)
+            tried = [replace(self._try(index), calls=names) for index in candidates]
             legal = next((cut for cut in tried if cut.crossing is not None), None)
             if legal is not None:
                 self.offered.append(legal)

@@ -14,7 +14,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ from pipedream.common.tracebacks import with_short_tracebacks
 from pipedream.model.batches import own_loss, parts_of
 from pipedream.model.boundary import device_of, tensors_of, to_device, untouched
 from pipedream.model.clock import Clock, make_clock
-from pipedream.model.cut_model import cut_model, needs_cutting
+from pipedream.model.cut_model import CutModel, cut_model, needs_cutting
 from pipedream.model.loss_placement import loss_on, spare_loss
 from pipedream.model.references import check_loss_fn, modules_carried_by
 from pipedream.model.split_check import check_cuts
@@ -61,6 +61,7 @@ def profile(
     *,
     minibatches: int = 1000,
     seconds: float | None = None,
+    cuts: Sequence[str] | None = None,
     check: bool = True,
 ) -> Profile:
     """Measures what partition needs: per layer the mean forward and backward time of a minibatch in
@@ -79,8 +80,10 @@ def profile(
 
     model: an nn.Sequential or a list is taken as its layers; any other module is traced once, on the first
     minibatch, and a layer is then the part of its forward between two places where it may be cut, named by
-    the module whose call ends it. check: such a model is at first run with all its cuts, and compared with
-    the whole one; ValueError names a cut that changes the loss, a gradient or a buffer.
+    the module whose call ends it. cuts: the paths of the modules after which it may be cut, ["layer2",
+    "layer3"]; None: after any. check: such a model is at first run with all its cuts, and compared with the
+    whole one; a cut that changes the loss, a gradient or a buffer is left out, which the log says, or refused
+    by a ValueError where `cuts` names it.
     """
     check_main_guard()
     check_count("minibatches", minibatches)
@@ -94,7 +97,7 @@ def profile(
     layers = [layer for _, layer in layers_of(model)]
     device = device_of(layers)
     loss_fn = spare_loss(loss_fn)
-    measurement = _Measurement(functools.partial(_make_passes, model, loss_fn, check))
+    measurement = _Measurement(functools.partial(_make_passes, model, loss_fn, cuts, check))
     kept, placed = untouched([*layers, *modules_carried_by(loss_fn)]), loss_on(loss_fn, device)
     with kept, placed, torch.enable_grad(), _progress(minibatches) as advance:
         _measure(measurement, batches, device, minibatches, seconds, advance)
@@ -114,6 +117,7 @@ def profile(
         minibatches=measurement.num_measured,
         time_error=measurement.time_error(),
         max_shapes=measurement.max_shapes,
+        cuts=passes.cuts,
     )
 
 
@@ -206,17 +210,50 @@ def _measure(
             return
 
 
-def _make_passes(model: Model, loss_fn: LossFunction, check: bool, inputs: Any, targets: Any) -> TimedPasses:
+def _make_passes(
+    model: Model,
+    loss_fn: LossFunction,
+    cuts: Sequence[str] | None,
+    check: bool,
+    inputs: Any,
+    targets: Any,
+) -> TimedPasses:
     if needs_cutting(model):
         assert isinstance(model, nn.Module)
         cut = cut_model(model, inputs, targets, loss_fn)
+        if cuts is not None:
+            cut = cut.at(cuts)
+        if check:
+            cut = _without_bad_cuts(cut, inputs, targets, loss_fn, is_chosen=cuts is not None)
         if cut.offered:
-            if check:
-                check_cuts(cut, inputs, targets, loss_fn)
             return CutPasses(cut, loss_fn)
-        if cut.explain():
+        if cut.chosen is None and cut.explain():
             _log.warning("the model cannot be cut, so it is one layer: %s", cut.explain())
+    elif cuts is not None:
+        raise ValueError(f"cuts is {cuts!r}, but the model is a list of layers: it is cut after its entries")
     return LayerPasses(layers_of(model), loss_fn)
+
+
+def _without_bad_cuts(
+    cut: CutModel, inputs: Any, targets: Any, loss_fn: LossFunction, *, is_chosen: bool
+) -> CutModel:
+    bad = check_cuts(cut, inputs, targets, loss_fn)
+    if not bad:
+        return cut
+    position, difference = next(iter(bad.items()))
+    text = (
+        f"the model cut after {cut.offered[position].name} does not compute what the whole model does:"
+        f" {difference}; what later code, or the next minibatch, reads is kept outside torch's operations"
+        " (numpy, an attribute, a list that a hook appends to): return it from a module, or do all that"
+        " needs it inside of one"
+    )
+    if is_chosen:
+        raise ValueError(text)
+    others = [cut.offered[other].name for other in bad if other != position]
+    also = f"; nor after {', '.join(others[:5])}{' and others' if len(others) > 5 else ''}" if others else ""
+    kept = cut.without(bad)
+    _log.warning("%s%s; places left to cut it: %d", text, also, len(kept.offered))
+    return kept
 
 
 def _repeat(batches: Iterable[Any]) -> Iterator[Any]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipedream.common.errors import describe_error
 from pipedream.model.batches import call_model
 from pipedream.model.boundary import boundary_input, check_loss, map_tensors, untouched
 from pipedream.model.calls import calls_seen, module_names, visible_modules
@@ -70,32 +71,48 @@ class _Attributes:
             module._buffers.update(buffers)
 
 
-def check_cuts(cut: CutModel, inputs: Any, targets: Any, loss_fn: _LossFunction) -> None:
-    """inputs, targets: on the model's device. Raises ValueError naming a cut that changes what is computed,
-    and the first tensor that differs."""
+def check_cuts(cut: CutModel, inputs: Any, targets: Any, loss_fn: _LossFunction) -> dict[int, str]:
+    """The offered places, by position, at which cutting changes what is computed, with what differs, or the
+    error that the forward then raises. inputs, targets: on the model's device.
+
+    Raises ValueError where single cuts compute what they must and several together do not."""
     if not cut.offered:
-        return
+        return {}
     device = next(cut.module.parameters()).device
     kept = [cut.module, *modules_carried_by(loss_fn)]
     with _all_kept(kept):
         rounds, whole = _whole(cut, inputs, targets, loss_fn, device)
-    cuts = range(len(cut.offered))
 
-    def differs(ends: Sequence[int]) -> str:
+    def difference(ends: Sequence[int]) -> str:
         with _all_kept(kept):
-            return _difference(whole, _staged(cut, ends, inputs, targets, loss_fn, device, rounds))
+            try:
+                staged = _staged(cut, ends, inputs, targets, loss_fn, device, rounds)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                return f"cut there its forward raises {describe_error(error)}"
+            return _difference(whole, staged)
 
-    if not differs(cuts):
-        return
-    for end in cuts:
-        difference = differs([end])
-        if difference:
-            raise ValueError(
-                f"the model cut after {cut.offered[end].name} does not compute what the whole model does:"
-                f" {difference}; what later code, or the next minibatch, reads is kept outside torch's"
-                " operations (numpy, an attribute or buffer that a forward sets): return it from a module,"
-                " keep it in a module that sets and reads it alone, or give a list of layers"
-            )
+    bad = _bad_of(range(len(cut.offered)), difference)
+    good = [end for end in range(len(cut.offered)) if end not in bad]
+    left = difference(good) if bad and good else ""
+    if left:
+        raise ValueError(
+            f"the model cut after {', '.join(cut.offered[end].name for end in good)} at once does not compute"
+            f" what the whole model does: {left}; choose cuts=[...] of profile, or give a list of layers"
+        )
+    return bad
+
+
+def _bad_of(ends: Sequence[int], difference: Callable[[Sequence[int]], str]) -> dict[int, str]:
+    """Those of the cuts that differ, found by halves: a few of many take a few checks."""
+    found = difference(ends)
+    if not found:
+        return {}
+    if len(ends) == 1:
+        return {ends[0]: found}
+    middle = len(ends) // 2
+    return _bad_of(ends[:middle], difference) | _bad_of(ends[middle:], difference)
 
 
 @contextlib.contextmanager

@@ -57,6 +57,8 @@ class StagePlan(Protocol):
 
     @property
     def stages(self) -> Sequence[PlannedStage]: ...
+    @property
+    def cuts(self) -> Sequence[str] | None: ...
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,10 @@ class CutForward(ABC):
         """A line per layer, equal where two processes cut the module in the same way."""
 
     @abstractmethod
+    def at(self, names: Sequence[str]) -> CutForward:
+        """The same with these cuts alone. Raises ValueError for one that there is not."""
+
+    @abstractmethod
     def explain(self) -> str:
         """Why there are no more layers, or nothing."""
 
@@ -231,6 +237,7 @@ def is_list_of_layers(model: nn.Module) -> bool:
 
 def split(model: Model, plan: StagePlan) -> list[StageModule]:
     """One StageModule per stage of the plan. Raises as check_split does."""
+    model = _cut_as_planned(model, plan)
     check_split(model, plan)
     if isinstance(model, CutForward):
         return [
@@ -252,6 +259,7 @@ def check_split(model: Model, plan: StagePlan) -> None:
     what a stage cannot train: views of its parameters, and unregistered parameters of other stages.
     Parameters may be tied across stages: see find_ties.
     """
+    model = _cut_as_planned(model, plan)
     layers = _layers(model)
     if isinstance(model, CutForward):
         _check_coverage(len(model.layer_names), plan, model.explain())
@@ -270,6 +278,11 @@ def check_split(model: Model, plan: StagePlan) -> None:
     _check_shared_buffers(layers, stage_of_layer)
     spans = _check_storages(layers)
     _check_references(layers, stage_of_layer, spans)
+
+
+def _cut_as_planned(model: Model, plan: StagePlan) -> Model:
+    """A plan may count other layers than all that there are."""
+    return model.at(plan.cuts) if isinstance(model, CutForward) and plan.cuts is not None else model
 
 
 def check_parameters(module: nn.Module, prefix: str = "") -> None:
@@ -313,7 +326,18 @@ def _layers(model: Model) -> list[_Layer]:
             raise TypeError(f"layer {name!r} is a {type(module).__name__}, not an nn.Module: wrap it in one")
     if not named:
         raise ValueError("the model has no layers: give at least one")
+    for _, prefix, module in named:
+        _check_not_scripted(module, prefix)
     return [_Layer(name, prefix, module) for name, prefix, module in named]
+
+
+def _check_not_scripted(layer: nn.Module, prefix: str) -> None:
+    for name, module in layer.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"module {(prefix + name).removesuffix('.')!r} is compiled by torch.jit, so its weights can"
+                " have no versions: give the module that it was made of, or torch.compile of that"
+            )
 
 
 def _children(model: nn.Module) -> Iterable[tuple[str, Any]]:

@@ -38,6 +38,8 @@ class TimedPasses(Protocol):
     """Trainable ones of each layer; a tied parameter counts where it is first used."""
     activation_bytes: list[int]
     """That cross behind each layer; known after the first minibatch."""
+    cuts: tuple[str, ...] | None
+    """Of Profile."""
     saved_bytes: list[int]
     """That autograd keeps for each layer's backward, without parameters, each storage once; as above."""
 
@@ -54,6 +56,7 @@ class LayerPasses:
         self._loss_fn = loss_fn
         self.parameter_bytes = _parameter_bytes(self._layers)
         self.activation_bytes: list[int] = []
+        self.cuts: tuple[str, ...] | None = None
         self.saved_bytes: list[int] = []
 
     def run(self, minibatch: int, inputs: Any, targets: Any, clock: Clock) -> tuple[list[float], list[float]]:
@@ -87,6 +90,7 @@ class CutPasses:
 
     def __init__(self, cut: CutModel, loss_fn: LossFunction) -> None:
         self._cut = cut
+        self.cuts = cut.chosen
         self._loss_fn = loss_fn
         self.layer_names = cut.layer_names
         self.parameter_bytes = cut.parameter_bytes()

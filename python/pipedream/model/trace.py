@@ -266,7 +266,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _leaf(self, tensor: Tensor) -> Leaf:
-        is_dense = tensor.layout == torch.strided and not tensor.is_nested
+        is_dense = _has_storage(tensor)
         return Leaf(
             self.version_of(tensor),
             tuple(tensor.shape) if is_dense else (),
@@ -343,7 +343,9 @@ def _uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
 
 
 def _has_storage(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_nested
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # of vmap and the like
 
 
 def _constant(value: Any) -> Any:

@@ -28,12 +28,21 @@ from pipedream.common.table import format_table, shorten
 from pipedream.common.units import format_bytes
 from pipedream.planning.shapes import Shapes, checked_shapes, describe_shapes
 
-__all__ = ["LayerProfile", "Profile"]
+__all__ = ["LayerProfile", "Profile", "checked_cuts"]
 
 _KIND = "profile"
 _VERSION = 1
 _FORMAT = f"pipedream.{_KIND}/{_VERSION}"
-_HEADER_FIELDS = ("model", "batch_size", "device", "minibatches", "time_error", "runtime", "max_shapes")
+_HEADER_FIELDS = (
+    "model",
+    "batch_size",
+    "device",
+    "minibatches",
+    "time_error",
+    "runtime",
+    "max_shapes",
+    "cuts",
+)
 _LAYER_FIELDS = ("name", "forward_ms", "backward_ms", "activation_bytes", "parameter_bytes")
 
 
@@ -92,6 +101,8 @@ class Profile:
     """What a run adds to the layers (runtime_costs.py); None: not calibrated."""
     max_shapes: Shapes | None = field(default=None, hash=False)
     """Of the entries of the minibatches that were read, each dimension's largest; None: not known."""
+    cuts: tuple[str, ...] | None = None
+    """The calls of modules after which layers end, where these are not all the cuts that the model has."""
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -105,6 +116,8 @@ class Profile:
             _set(self, "time_error", check_number("time_error", self.time_error))
         if self.runtime is not None:
             check_figures("runtime", check_object("runtime", self.runtime))
+        if self.cuts is not None:
+            _set(self, "cuts", checked_cuts(self.cuts, len(self.layers)))
         if self.max_shapes is not None:
             _set(self, "max_shapes", checked_shapes("max_shapes", self.max_shapes))
         for name in ("batch_size", "minibatches"):
@@ -160,6 +173,8 @@ class Profile:
             header["time_error"] = self.time_error
         if self.runtime is not None:
             header["runtime"] = self.runtime
+        if self.cuts is not None:
+            header["cuts"] = list(self.cuts)
         if self.max_shapes:
             header["max_shapes"] = {name: list(shape) for name, shape in self.max_shapes.items()}
         return header | self.extra | {"layers": [layer.to_dict() for layer in self.layers]}
@@ -192,6 +207,16 @@ class Profile:
         elif self.minibatches is not None:
             sums += f"; of {self.minibatches} minibatches, too few to say how well the time is known"
         return f"{title}\n\n{format_table(headings, rows, '><>>>>>')}\n\n{sums}"
+
+
+def checked_cuts(value: object, num_layers: int) -> tuple[str, ...]:
+    """The names of the calls after which layers end. Raises ValueError unless all layers but the last do."""
+    cuts = tuple(check_text("cuts", name) for name in check_list("cuts", value))
+    if len(cuts) != num_layers - 1:
+        raise ValueError(
+            f"cuts has {len(cuts)} names, but {num_layers} layers have {num_layers - 1} cuts between"
+        )
+    return cuts
 
 
 def _layer_from_dict(layer_index: int, value: object) -> LayerProfile:

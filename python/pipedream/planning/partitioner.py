@@ -103,6 +103,7 @@ def make_plan(
         bottleneck_ms=bottleneck_ms,
         predicted={"samples_per_s": _samples_per_s(profile, bottleneck_ms), "memory_bytes": None} | predicted,
         max_shapes=profile.max_shapes or {},
+        cuts=profile.cuts,
     )
 
 

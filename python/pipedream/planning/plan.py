@@ -34,6 +34,7 @@ from pipedream.common.document import (
 from pipedream.common.errors import FileFormatError
 from pipedream.common.table import format_table, shorten
 from pipedream.common.units import format_bandwidth, format_bytes
+from pipedream.planning.layer_profile import checked_cuts
 from pipedream.planning.shapes import Shapes, checked_shapes, larger_of, shapes_of
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ _FORMAT = f"pipedream.{_KIND}/{_VERSION}"
 _STAGE_FIELDS = ("first_layer", "last_layer", "num_replicas")
 _DERIVED_FIELDS = ("num_workers", "noam", "in_flight", "predicted")
 _OPTIONAL_FIELDS = ("model", "bandwidth_bytes_per_s", "cost_model", "bottleneck_ms")
-_FIELDS = ("format", "stages", "max_shapes", *_DERIVED_FIELDS, *_OPTIONAL_FIELDS)
+_FIELDS = ("format", "stages", "max_shapes", "cuts", *_DERIVED_FIELDS, *_OPTIONAL_FIELDS)
 _SIMILARITY_MIN = 0.75  # difflib's, of two names that differ in one letter, or in the order of two
 
 
@@ -124,6 +125,8 @@ class Plan:
     max_shapes: Shapes = field(default_factory=dict, hash=False)
     """Of the entries of a minibatch, the largest that `run` plans memory for, besides those of the first one:
     {"input_ids": (8, 512)}, or "inputs" and "targets" of pairs. From the profile, and from fitting()."""
+    cuts: tuple[str, ...] | None = None
+    """From the profile: the calls of modules after which layers end, where the model has more cuts."""
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -147,6 +150,8 @@ class Plan:
         if self.bottleneck_ms is not None:
             _set(self, "bottleneck_ms", check_number("bottleneck_ms", self.bottleneck_ms))
         check_figures("predicted", check_object("predicted", self.predicted))
+        if self.cuts is not None:
+            _set(self, "cuts", checked_cuts(self.cuts, self.num_layers))
         _set(self, "max_shapes", checked_shapes("max_shapes", self.max_shapes))
         _set(self, "in_flight", tuple(self.in_flight) or _derive_in_flight(self.stages))
         _check_in_flight(self.in_flight, self.stages)
@@ -303,6 +308,7 @@ class Plan:
                 num_workers=_num_workers_from_dict(fields),
                 in_flight=_in_flight_from_dict(fields),
                 predicted=check_object("predicted", _given(fields, "predicted", {})),
+                cuts=fields.get("cuts"),
                 max_shapes=checked_shapes("max_shapes", _given(fields, "max_shapes", {})),
                 extra={name: fields[name] for name in fields if name not in _FIELDS},
             )
@@ -324,6 +330,7 @@ class Plan:
             "in_flight": list(self.in_flight),
             "bottleneck_ms": self.bottleneck_ms,
             "predicted": self.predicted,
+            **({} if self.cuts is None else {"cuts": list(self.cuts)}),
             **({"max_shapes": {k: list(v) for k, v in self.max_shapes.items()}} if self.max_shapes else {}),
         } | self.extra
 

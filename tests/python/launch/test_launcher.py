@@ -14,9 +14,10 @@ import pytest
 import torch
 from pipedream import Plan
 from pipedream.launch import launcher
-from pipedream.launch.task_files import write_data, write_part
+from pipedream.launch.task_files import read_part, write_data, write_part
 from pipedream.links.keys import CurveKeys
 from torch import nn
+from torch.nn.utils import parametrizations
 
 _SECRET = "s" * 40
 
@@ -114,3 +115,13 @@ def test_no_secret_key_is_in_a_file(monkeypatch: pytest.MonkeyPatch, forwards: b
     assert _SECRET not in repr(task)
     assert pickle.loads(files["options.pickle"]).links.bind_host == "127.0.0.1"
     assert not os.path.exists(task.folder)
+
+
+def test_parametrized_modules_reach_the_workers(tmp_path: Path) -> None:
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 3)), nn.Linear(3, 2))
+    parametrizations.orthogonal(model[1])
+    write_part(tmp_path, "model", model, "")
+    read = read_part(tmp_path, "model")
+    value = torch.randn(4, 3)
+    assert torch.equal(read(value), model(value))
+    assert [name for name, _ in read.named_parameters()] == [name for name, _ in model.named_parameters()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Iterator
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 from models import BATCH, CASES, CLASSES, SEQUENCE, WIDTH, Batch, Case, squared_error
+from pipedream import Plan, partition
 from pipedream.model.cut_model import cut_model
 from pipedream.model.profiler import profile
+from pipedream.model.splitter import split
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -403,11 +406,46 @@ class _HiddenInModule(_Hidden):
         return out
 
 
-def test_a_cut_that_changes_what_is_computed_is_named_before_anything_is_measured() -> None:
+class _Late(_HiddenInModule):
+    """With a place to cut before the value is hidden."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.end = nn.Linear(WIDTH, WIDTH), nn.Linear(CLASSES, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.end(super().forward(self.stem(x)))
+        return out
+
+
+class _Appends(nn.Module):
+    """Later code reads what a hook has appended to a list, which a stage does that makes the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.first, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.end = nn.Linear(WIDTH, CLASSES)
+        self.seen: list[torch.Tensor] = []
+        self.first.register_forward_hook(lambda module, args, output: self.seen.append(output))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.clear()
+        x = self.last(self.first(self.stem(x)))
+        out: torch.Tensor = self.end(x + self.seen[0])
+        return out
+
+
+def test_a_cut_that_changes_what_is_computed_is_left_out_and_the_log_names_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     data = CASES["mlp"].data(1, torch.float32)
     profile(_Hidden(), data, squared_error, minibatches=1)  # what crosses is what is read
-    with pytest.raises(ValueError, match=r"the model cut after first does not compute what the whole model"):
-        profile(_HiddenInModule(), data, squared_error, minibatches=1)
+    assert not caplog.text
+    measured = profile(_Late(), data, squared_error, minibatches=1)
+    assert measured.cuts == ("stem",)
+    assert [layer.name for layer in measured.layers] == ["stem", "end"]
+    assert "the model cut after first does not compute what the whole model does" in caplog.text
+    assert "nor after middle, last; places left to cut it: 1" in caplog.text
     unchecked = profile(_HiddenInModule(), data, squared_error, minibatches=1, check=False)
     assert [layer.name for layer in unchecked.layers] == ["first", "middle", "last"]
 
@@ -443,7 +481,62 @@ def test_what_a_minibatch_leaves_for_the_next_behind_a_cut_is_found(kept: str) -
     data = CASES["mlp"].data(1, torch.float32)
     profile(_Keeps("nothing"), data, squared_error, minibatches=1)
     with pytest.raises(ValueError, match=r"cut after middle does not compute .* its next loss is"):
-        profile(_Keeps(kept), data, squared_error, minibatches=1)
+        profile(_Keeps(kept), data, squared_error, minibatches=1, cuts=["middle"])
+
+
+def test_a_cut_at_which_the_forward_fails_is_left_out_with_the_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    measured = profile(_Appends(), CASES["mlp"].data(1, torch.float32), squared_error, minibatches=1)
+    assert measured.cuts == ("stem",)
+    assert "cut after first does not compute what the whole model does: cut there its forward" in caplog.text
+    assert "raises IndexError: list index out of range" in caplog.text
+
+
+def test_cuts_are_chosen_by_the_paths_of_modules_and_run_as_they_were_profiled() -> None:
+    twin = TWINS["residual"]
+    model, data = twin.model(torch.float32), twin.data(1, torch.float32)
+    everywhere = profile(model, data, twin.loss_fn, minibatches=1)
+    assert everywhere.cuts is None
+    names = [layer.name for layer in everywhere.layers]
+    measured = profile(model, data, twin.loss_fn, minibatches=1, cuts=[names[3], names[1]])
+    assert measured.cuts == (names[1], names[3])
+    assert measured.num_layers == 3
+    plan = partition(measured, 3, "10Gbit/s", straight=True)
+    assert Plan.from_dict(plan.to_dict()).cuts == measured.cuts
+    straight = dataclasses.replace(Plan.straight(3, 3), cuts=measured.cuts)
+    cut = cut_model(model, *data[0], twin.loss_fn)
+    assert [stage.layer_names for stage in split(cut, straight)] == [[names[1]], [names[3]], [names[-1]]]
+
+
+@pytest.mark.parametrize(
+    ("cuts", "words"),
+    [
+        (["frist"], "cannot be cut after 'frist', no call .* do you mean 'first'"),
+        (["first"], "cannot be cut after first: first runs under activation checkpointing"),
+    ],
+)
+def test_a_cut_that_there_is_not_is_refused_by_its_reason(cuts: list[str], words: str) -> None:
+    class Frozen(_Hidden):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = checkpoint(self.first, x, use_reentrant=False) if cuts == ["first"] else self.first(x)
+            out: torch.Tensor = self.last(x)
+            return out
+
+    with pytest.raises(ValueError, match=words):
+        profile(Frozen(), CASES["mlp"].data(1, torch.float32), squared_error, minibatches=1, cuts=cuts)
+
+
+def test_a_list_of_layers_has_no_cuts_to_choose() -> None:
+    case = CASES["mlp"]
+    with pytest.raises(ValueError, match="the model is a list of layers"):
+        profile(case.model(torch.float32), case.data(1, torch.float32), squared_error, cuts=["0"])
+
+
+def test_a_module_of_torch_jit_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match=r"module '1' is compiled by torch\.jit"):
+        profile(model, [(torch.ones(1, 2), torch.ones(1, 2))], squared_error, minibatches=1)
 
 
 def test_a_buffer_that_counts_forwards_is_no_difference() -> None:
