@@ -114,7 +114,7 @@ def test_a_rank_that_refuses_its_arguments_is_named_to_the_others(
         assert str(error).startswith(f"rank {rank} could not start: ValueError: ")
 
 
-@pytest.mark.parametrize("when", ["push", "expect", "take", "apply", "pull_for", "pull_from"])
+@pytest.mark.parametrize("when", ["push", "expect", "take", "apply", "_make_version", "pull_from"])
 def test_a_replica_that_is_killed_at_any_of_its_exchanges_ends_the_run(farm: Farm, when: str) -> None:
     outcomes = farm.run(run_until_killed_at, when, 2, num_ranks=3)
     assert outcomes[1].exit_code == -signal.SIGKILL
