@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -11,6 +12,7 @@
 
 #include "base/failure.h"
 #include "bindings/bindings.h"
+#include "planner/limited_partition.h"
 #include "planner/partition.h"
 
 namespace py = pybind11;
@@ -70,6 +72,32 @@ double bottleneck_of_stages(const Figures& compute_s, const Figures& activation_
                       bandwidth_bytes_per_s);
 }
 
+py::object partition_layers_within(const Figures& compute_s, const Figures& activation_bytes,
+                                   const Figures& parameter_bytes, std::int64_t num_workers,
+                                   double bandwidth_bytes_per_s, const Figures& saved_bytes,
+                                   const Figures& forward_s, const PlanLimits& limits) {
+  if (saved_bytes.size() != compute_s.size() || forward_s.size() != compute_s.size()) {
+    throw UserError("saved_bytes and forward_s need one entry per layer");
+  }
+  std::vector<LayerMemory> memory;
+  memory.reserve(saved_bytes.size());
+  for (std::size_t layer = 0; layer < saved_bytes.size(); ++layer) {
+    memory.push_back({saved_bytes[layer], forward_s[layer]});
+  }
+  std::optional<LimitedPartition> best;
+  {
+    const py::gil_scoped_release released;
+    best = partition_within(make_layers(compute_s, activation_bytes, parameter_bytes), memory, num_workers,
+                            bandwidth_bytes_per_s, limits);
+  }
+  if (!best) return py::none();
+  std::vector<StageTuple> stages;
+  for (const PlannedStage& stage : best->stages) {
+    stages.emplace_back(stage.first_layer, stage.last_layer, stage.num_replicas);
+  }
+  return py::make_tuple(stages, best->bottleneck_s, best->recompute, best->memory_bytes);
+}
+
 }  // namespace
 
 void bind_planner(py::module_& module) {
@@ -77,6 +105,24 @@ void bind_planner(py::module_& module) {
              py::arg("parameter_bytes"), py::arg("num_workers"), py::arg("bandwidth_bytes_per_s"),
              py::arg("straight") = false, py::call_guard<py::gil_scoped_release>(),
              "The exact optimum: ([(first_layer, last_layer, num_replicas)], bottleneck_s).");
+  module.def(
+      "partition_within",
+      [](const Figures& compute_s, const Figures& activation_bytes, const Figures& parameter_bytes,
+         std::int64_t num_workers, double bandwidth_bytes_per_s, const Figures& saved_bytes,
+         const Figures& forward_s, Figures speeds, Figures memory_bytes, double fixed_copies,
+         bool may_recompute, std::vector<std::int64_t> last_layers, std::vector<std::int64_t> num_replicas,
+         std::int64_t num_replicas_max) {
+        const PlanLimits limits{std::move(speeds), std::move(memory_bytes), fixed_copies,
+                                may_recompute,     std::move(last_layers),  std::move(num_replicas),
+                                num_replicas_max};
+        return partition_layers_within(compute_s, activation_bytes, parameter_bytes, num_workers,
+                                       bandwidth_bytes_per_s, saved_bytes, forward_s, limits);
+      },
+      py::arg("compute_s"), py::arg("activation_bytes"), py::arg("parameter_bytes"), py::arg("num_workers"),
+      py::arg("bandwidth_bytes_per_s"), py::kw_only(), py::arg("saved_bytes"), py::arg("forward_s"),
+      py::arg("speeds"), py::arg("memory_bytes"), py::arg("fixed_copies"), py::arg("may_recompute"),
+      py::arg("last_layers"), py::arg("num_replicas"), py::arg("num_replicas_max"),
+      "([(first_layer, last_layer, num_replicas)], bottleneck_s, recompute, memory_bytes), or None.");
   module.def("stage_time_s", &stage_time_of_layers, py::arg("compute_s"), py::arg("activation_bytes"),
              py::arg("parameter_bytes"), py::arg("first_layer"), py::arg("last_layer"),
              py::arg("num_replicas"), py::arg("bandwidth_bytes_per_s"),

@@ -130,6 +130,23 @@ def partition(
     bandwidth_bytes_per_s: float,
     straight: bool = False,
 ) -> tuple[list[tuple[int, int, int]], float]: ...
+def partition_within(
+    compute_s: Sequence[float],
+    activation_bytes: Sequence[float],
+    parameter_bytes: Sequence[float],
+    num_workers: int,
+    bandwidth_bytes_per_s: float,
+    *,
+    saved_bytes: Sequence[float],
+    forward_s: Sequence[float],
+    speeds: Sequence[float],
+    memory_bytes: Sequence[float],
+    fixed_copies: float,
+    may_recompute: bool,
+    last_layers: Sequence[int],
+    num_replicas: Sequence[int],
+    num_replicas_max: int,
+) -> tuple[list[tuple[int, int, int]], float, list[bool], list[float]] | None: ...
 def stage_time_s(
     compute_s: Sequence[float],
     activation_bytes: Sequence[float],

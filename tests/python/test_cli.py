@@ -160,7 +160,7 @@ def test_simulate_prints_a_table_and_json_has_its_figures(call: Caller) -> None:
     arguments = ("simulate", "new.json", "--profile", "profile.json")
     shown = call(*arguments, "--output", "timeline.txt")
     assert (shown.status, shown.stderr) == (0, "")
-    assert shown.stdout.startswith("pipedream: 2 stages, 36 minibatches, 8 Mbit/s\n")
+    assert shown.stdout.startswith("pipedream: 2 stages, 38 minibatches, 8 Mbit/s\n")
     assert Path("timeline.txt").exists()
     fields = json.loads(call(*arguments, "--json").stdout)
     assert fields["ms_per_minibatch"] >= fields["bottleneck_ms"] == pytest.approx(10)

@@ -3,26 +3,45 @@
     paper        the exact optimum of the paper's formulas, by a search in C++ (csrc/planner)
     calibrated   what measured runtime costs and the simulator say of a run, searched from there (search.py)
 
-Here are its inputs, its refusals, and the figures beside its answer.
+Another schedule than "pipedream" is simulated and searched with either: the formulas know no bubble. Here
+are its inputs, its refusals, and the figures beside its answer.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+import contextlib
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from pipedream.common.checks import is_whole
 from pipedream.common.units import parse_bandwidth
+from pipedream.planning.alternatives import compare, model_parallel_ms
 from pipedream.planning.layer_profile import Profile
+from pipedream.planning.limits import Limits, NothingFitsError, make_limits, solve_within
 from pipedream.planning.plan import Plan, Stage
-from pipedream.planning.prediction import predict_ms
-from pipedream.planning.runtime_costs import RuntimeCosts, layer_cost_ms, runtime_of, stage_costs
+from pipedream.planning.prediction import predict_ms, steady_minibatches
+from pipedream.planning.runtime_costs import FREE, RuntimeCosts, layer_cost_ms, runtime_of, stage_costs
 from pipedream.planning.search import search
+
+if TYPE_CHECKING:
+    from pipedream import _core
 
 __all__ = ["make_plan", "partition"]
 
 _COST_MODELS = ("paper", "calibrated")
+_CUT_SCHEDULES = ("2bw", "flush", "gpipe")  # of microbatches
+_SCHEDULES = ("pipedream", "vertical_sync", "naive", "model_parallel", *_CUT_SCHEDULES)
+_MICROBATCHES = (1, 2, 4, 8, 16, 32)  # of which m is chosen where it is free
 _SEARCHED_PLANS = 400
+_FEW_ROUNDS = 8  # simulated of each plan that is looked at
+_SIMULATED_ITEMS_MAX = 6_000  # minibatches times stages that partition() waits for
+_ROUNDING = 1e-9
+_IN_FLIGHT_GAIN_MIN = 0.05  # of the time per minibatch that more minibatches in flight must save
+
+Stages = tuple[Stage, ...]
 
 
 def partition(
@@ -30,10 +49,17 @@ def partition(
     num_workers: int,
     bandwidth: str | float,
     *,
-    memory: str | int | None = None,
+    memory: str | int | Sequence[str | int] | None = None,
     cost_model: str = "paper",
     straight: bool = False,
     workers_per_host: int | None = None,
+    schedule: str = "pipedream",
+    microbatches: int | None = None,
+    speeds: Sequence[float] | None = None,
+    boundaries: Sequence[int] | None = None,
+    replicas: Sequence[int] | None = None,
+    optimizer_copies: float = 1.0,
+    recompute: bool = True,
 ) -> Plan:
     """The plan with the smallest predicted time per minibatch on at most `num_workers` workers.
 
@@ -41,15 +67,25 @@ def partition(
     ties go to fewer workers, then to fewer stages. Source: PipeDream (SOSP'19), section 3.1.
 
     `bandwidth` is a text with a unit ("10Gbit/s") or bytes per second. `straight` allows one replica per
-    stage only.
+    stage only. `predicted` of the plan compares it with one worker, data and model parallelism and the
+    straight pipeline.
 
-    cost_model "calibrated" takes a profile from `calibrate`, and predicts what a run with schedule
-    "pipedream" takes: the simulator executes its lists with the measured costs, and a search begins where
-    the formulas end. workers_per_host: how many share the cores of one machine; None: each has a machine of
-    its own.
+    memory: what a worker may use ("16GiB" or bytes), of all or one for each: versions, gradients, the
+        optimizer's state (optimizer_copies of the weights: 0 plain SGD, 1 momentum, 2 Adam) and what the
+        minibatches in flight keep; recompute allows stages to run their forward again where they do not fit.
+    cost_model: "calibrated" takes a profile from `calibrate`, and predicts what a run takes: the simulator
+        executes its lists with the measured costs, and a search begins where the formulas end.
+    workers_per_host: how many share the cores of one machine, for the calibrated model; None: each has a
+        machine of its own.
+    schedule, microbatches: of the run, for the calibrated model's prediction; another schedule than
+        "pipedream" is simulated with either model. None chooses m, where the schedule has microbatches;
+        "2bw" gives all stages as many replicas, as its planner does (PipeDream-2BW, section 3.3).
+    speeds: of each worker, by its rank; 2 takes half as long as the profile says.
+    boundaries, replicas: the last layer of every stage but the last one, and each stage's replicas, where
+        they are given.
 
-    Raises ValueError for fewer than one worker, a bandwidth that is not positive, a cost model that is
-    unknown or lacks its figures, and `memory`, which is not built yet; TypeError for arguments of another
+    Raises ValueError for fewer than one worker, a bandwidth that is not positive, a cost model or schedule
+    that is unknown or lacks its figures, and limits that no plan keeps to; TypeError for arguments of another
     kind.
     """
     if not isinstance(profile, Profile):
@@ -60,149 +96,304 @@ def partition(
         raise TypeError(f"num_workers is {num_workers!r}: give a whole number")
     if num_workers < 1:
         raise ValueError(f"num_workers is {num_workers}: give at least 1")
-    if memory is not None:
-        raise ValueError(f"memory is {memory!r}: planning for a memory limit is not built yet, leave it out")
+    for name, value in (("workers_per_host", workers_per_host), ("microbatches", microbatches)):
+        if value is not None and (not is_whole(value) or value < 1):
+            raise ValueError(f"{name} is {value!r}: give at least 1, or leave it out")
     if cost_model not in _COST_MODELS:
         raise ValueError(f"cost_model is {cost_model!r}: it is one of {', '.join(_COST_MODELS)}")
-    if workers_per_host is not None and (not is_whole(workers_per_host) or workers_per_host < 1):
-        raise ValueError(f"workers_per_host is {workers_per_host!r}: give at least 1, or leave it out")
+    if schedule not in _SCHEDULES:
+        raise ValueError(f"schedule is {schedule!r}: plans are made for {', '.join(_SCHEDULES)}")
+    if speeds is not None and (cost_model == "calibrated" or schedule != "pipedream"):
+        raise ValueError(
+            "speeds are planned for by cost_model='paper' with schedule 'pipedream': leave them out"
+        )
     bytes_per_s = parse_bandwidth(bandwidth)
-    if cost_model == "paper":
-        stages, bottleneck_s = _solve(
-            [layer.compute_ms for layer in profile.layers], profile, num_workers, bytes_per_s, straight
-        )
-        return make_plan(
-            profile, stages, bytes_per_s, num_workers=num_workers, bottleneck_ms=bottleneck_s * 1e3
-        )
-    return _calibrated(profile, num_workers, bytes_per_s, straight, workers_per_host)
+    limits = make_limits(
+        num_workers,
+        memory=memory,
+        speeds=speeds,
+        boundaries=boundaries,
+        replicas=replicas,
+        optimizer_copies=optimizer_copies,
+        recompute=recompute,
+        num_layers=profile.num_layers,
+    )
+    problem = _Problem(
+        profile,
+        num_workers,
+        bytes_per_s,
+        cost_model,
+        straight,
+        workers_per_host,
+        schedule,
+        microbatches,
+        limits,
+    )
+    plan = problem.by_search() if problem.is_simulated else problem.by_formulas()
+    return problem.with_alternatives(plan)
 
 
 def make_plan(
     profile: Profile,
-    stages: tuple[Stage, ...],
+    stages: Stages,
     bytes_per_s: float,
     *,
     num_workers: int = 0,
     cost_model: str = "paper",
     workers_per_host: int | None = None,
-    bottleneck_ms: float | None = None,
+    schedule: str = "pipedream",
+    microbatches: int | None = None,
 ) -> Plan:
-    """The plan of these stages with the figures that the cost model has of it. bottleneck_ms: of the paper's,
-    where it is known already."""
-    if cost_model == "calibrated":
-        return _make_calibrated(profile, stages, bytes_per_s, num_workers, workers_per_host)
-    predicted = _predict(profile, stages, bytes_per_s)
-    if bottleneck_ms is None:
-        bottleneck_ms = max([*predicted["stage_ms"], *predicted["boundary_ms"]])
-    return Plan(
-        stages,
-        model=profile.model,
-        num_workers=num_workers,
-        bandwidth_bytes_per_s=bytes_per_s,
-        cost_model=cost_model,
-        bottleneck_ms=bottleneck_ms,
-        predicted={"samples_per_s": _samples_per_s(profile, bottleneck_ms), "memory_bytes": None} | predicted,
-        max_shapes=profile.max_shapes or {},
-        cuts=profile.cuts,
-    )
-
-
-def _solve(
-    layers_ms: list[float], profile: Profile, num_workers: int, bytes_per_s: float, straight: bool
-) -> tuple[tuple[Stage, ...], float]:
-    """The optimum of the formulas, and its bottleneck in seconds."""
-    from pipedream import _core
-
-    found, bottleneck_s = _core.partition(
-        [layer_ms / 1e3 for layer_ms in layers_ms],
-        [float(layer.activation_bytes) for layer in profile.layers],
-        [float(layer.parameter_bytes) for layer in profile.layers],
+    """The plan of these stages with the figures that the cost model has of it."""
+    problem = _Problem(
+        profile,
         num_workers,
         bytes_per_s,
-        straight,
+        cost_model,
+        False,
+        workers_per_host,
+        schedule,
+        microbatches,
+        Limits(),
     )
-    stages = tuple(Stage(first_layer, last_layer, replicas) for first_layer, last_layer, replicas in found)
-    return stages, bottleneck_s
+    return problem.simulated_plan(stages) if problem.is_simulated else problem.formula_plan(stages)
 
 
-def _calibrated(
-    profile: Profile, num_workers: int, bytes_per_s: float, straight: bool, workers_per_host: int | None
-) -> Plan:
-    runtime = _runtime(profile)
-    layers_ms = [layer_cost_ms(layer, runtime) for layer in profile.layers]
+@dataclass(frozen=True)
+class _Problem:
+    """What partition() was asked."""
 
-    def plan_of(stages: tuple[Stage, ...]) -> Plan:
-        return _make_calibrated(profile, stages, bytes_per_s, num_workers, workers_per_host)
+    profile: Profile
+    num_workers: int
+    bytes_per_s: float
+    cost_model: str
+    straight: bool
+    workers_per_host: int | None
+    schedule: str
+    microbatches: int | None
+    limits: Limits
 
-    def score(stages: tuple[Stage, ...]) -> float:
-        return plan_of(stages).bottleneck_ms or 0.0
+    @property
+    def is_simulated(self) -> bool:
+        return self.cost_model == "calibrated" or self.schedule != "pipedream"
 
-    starts: list[tuple[Stage, ...]] = [(Stage(0, profile.num_layers - 1),)]
-    for count in range(2, num_workers + 1):
-        starts.append(_solve(layers_ms, profile, count, bytes_per_s, True)[0])
-        if not straight:
-            starts.append(_solve(layers_ms, profile, count, bytes_per_s, False)[0])
-    found = search(
-        starts,
-        score,
-        num_layers=profile.num_layers,
-        num_workers=num_workers,
-        straight=straight,
-        plans_max=_SEARCHED_PLANS,
-    )
-    plan = plan_of(found.stages)
-    return replace(plan, predicted=plan.predicted | {"search": found.to_dict()})
+    @functools.cached_property
+    def runtime(self) -> RuntimeCosts:
+        if self.cost_model == "paper":
+            return FREE
+        runtime = runtime_of(self.profile)
+        if runtime is None:
+            raise ValueError(
+                "cost_model is 'calibrated', but the profile has no runtime figures:"
+                " pipedream.calibrate(profile, model, data, ...) measures them"
+            )
+        return runtime
+
+    # By the paper's formulas.
+
+    def by_formulas(self) -> Plan:
+        layers_ms = [layer.compute_ms for layer in self.profile.layers]
+        stages, bottleneck_s, figures = self.solve(layers_ms, self.num_workers, self.straight)
+        plan = self.formula_plan(stages, bottleneck_s * 1e3)
+        plan = replace(plan, predicted=plan.predicted | figures)
+        return plan if self.limits.memory_bytes else self._with_links_hidden(plan)
+
+    def formula_plan(self, stages: Stages, bottleneck_ms: float | None = None) -> Plan:
+        predicted = _predict(self.profile, stages, self.bytes_per_s)
+        if bottleneck_ms is None:
+            bottleneck_ms = max([*predicted["stage_ms"], *predicted["boundary_ms"]])
+        samples_per_s = _samples_per_s(self.profile, bottleneck_ms)
+        return self._plan(
+            stages,
+            bottleneck_ms=bottleneck_ms,
+            predicted={"samples_per_s": samples_per_s, "memory_bytes": None} | predicted,
+        )
+
+    def solve(
+        self, layers_ms: list[float], num_workers: int, straight: bool
+    ) -> tuple[Stages, float, dict[str, Any]]:
+        """The optimum of the formulas, its bottleneck in seconds, and what limits say of it."""
+        from pipedream import _core
+
+        if self.limits.any:
+            if num_workers != self.num_workers:
+                limits = self.limits.for_workers(num_workers)
+                return solve_within(layers_ms, self.profile, num_workers, self.bytes_per_s, straight, limits)
+            return solve_within(layers_ms, self.profile, num_workers, self.bytes_per_s, straight, self.limits)
+        found, bottleneck_s = _core.partition(
+            [layer_ms / 1e3 for layer_ms in layers_ms],
+            [float(layer.activation_bytes) for layer in self.profile.layers],
+            [float(layer.parameter_bytes) for layer in self.profile.layers],
+            num_workers,
+            self.bytes_per_s,
+            straight,
+        )
+        return tuple(Stage(*stage) for stage in found), bottleneck_s, {}
+
+    def _with_links_hidden(self, plan: Plan) -> Plan:
+        """With as many in flight as hide the links (design.md, section 4), where the simulator says that this
+        pays for their memory and staleness."""
+        if plan.num_stages == 1 or not plan.bottleneck_ms:
+            return plan
+        in_flight = [plan.in_flight[-1]]
+        for index in range(plan.num_stages - 2, -1, -1):
+            here, below = plan.stages[index].num_replicas, plan.stages[index + 1].num_replicas
+            on_the_way = plan.predicted["boundary_ms"][index] / plan.bottleneck_ms
+            held = in_flight[0] * below + on_the_way
+            in_flight.insert(0, max(plan.in_flight[index], 1 + math.ceil(held / here - _ROUNDING)))
+        if tuple(in_flight) == plan.in_flight:
+            return plan
+        raised = replace(plan, in_flight=tuple(in_flight))
+        if steady_minibatches(raised, _FEW_ROUNDS) * plan.num_stages > _SIMULATED_ITEMS_MAX:
+            return plan
+        before_ms, after_ms = (self._simulated_ms(one) for one in (plan, raised))
+        if after_ms > before_ms * (1 - _IN_FLIGHT_GAIN_MIN):
+            return plan
+        gain = {"hidden_links": {"before_ms": before_ms, "after_ms": after_ms}}
+        return replace(raised, predicted=raised.predicted | gain)
+
+    def _simulated_ms(self, plan: Plan) -> float:
+        costed = replace(plan, predicted=plan.predicted | self._costs(plan.stages))
+        predicted_ms = predict_ms(costed, _schedule_of(costed, self.schedule, 1), steady_rounds=_FEW_ROUNDS)
+        assert predicted_ms is not None
+        return predicted_ms
+
+    # By the simulator.
+
+    def by_search(self) -> Plan:
+        layers_ms = [layer_cost_ms(layer, self.runtime) for layer in self.profile.layers]
+        starts: list[Stages] = []
+        for count in range(1, self.num_workers + 1):
+            for straight in {self.straight, True}:
+                with contextlib.suppress(NothingFitsError):
+                    starts.append(self.solve(layers_ms, count, straight)[0])
+        if self.schedule == "2bw" and not self.straight:
+            # Its planner's plans: all stages have as many replicas.
+            equal = [
+                tuple(replace(stage, num_replicas=self.num_workers // len(stages)) for stage in stages)
+                for stages in starts
+            ]
+            starts = [stages for stages in [*starts, *equal] if self._is_allowed(stages)]
+        if not starts:
+            self.solve(layers_ms, self.num_workers, self.straight)  # says what nothing keeps to
+        found = search(
+            starts,
+            lambda stages: self.simulated_plan(stages).bottleneck_ms or 0.0,
+            num_layers=self.profile.num_layers,
+            num_workers=self.num_workers,
+            straight=self.straight,
+            plans_max=_SEARCHED_PLANS,
+            allowed=self._is_allowed,
+        )
+        plan = self.simulated_plan(found.stages)
+        figures = {"search": found.to_dict()}
+        if self.limits.any:
+            figures |= self._limits_of(found.stages)
+        return replace(plan, predicted=plan.predicted | figures)
+
+    def simulated_plan(self, stages: Stages) -> Plan:
+        predicted: dict[str, Any] = {"samples_per_s": None, "memory_bytes": None}
+        predicted |= _predict(self.profile, stages, self.bytes_per_s) | self._costs(stages)
+        plan = self._plan(stages, bottleneck_ms=None, predicted=predicted)
+        best_ms, best_m = min((ms, m) for m, ms in self._times_by_microbatches(plan))
+        predicted["samples_per_s"] = _samples_per_s(self.profile, best_ms)
+        if self.schedule != "pipedream":
+            predicted["schedule"] = self.schedule
+        if self.schedule in _CUT_SCHEDULES:
+            predicted["microbatches"] = best_m
+        return replace(plan, bottleneck_ms=best_ms, predicted=predicted)
+
+    def _times_by_microbatches(self, plan: Plan) -> Iterator[tuple[int, float]]:
+        choices: Sequence[int] = (1,)
+        if self.microbatches is not None:
+            choices = (self.microbatches,)
+        elif self.schedule in _CUT_SCHEDULES:
+            largest = self.profile.batch_size or _MICROBATCHES[-1]
+            choices = [m for m in _MICROBATCHES if m <= largest]
+        for m in choices:
+            try:
+                options = _schedule_of(plan, self.schedule, m)
+                predicted_ms = predict_ms(plan, options, steady_rounds=_FEW_ROUNDS)
+            except ValueError:  # 2bw needs as many microbatches as are in flight
+                if len(choices) == 1:
+                    raise
+                continue
+            assert predicted_ms is not None
+            yield m, predicted_ms
+
+    def _costs(self, stages: Stages) -> dict[str, Any]:
+        """What a prediction is made of."""
+        costs = stage_costs(self.profile, self.runtime, stages, self.bytes_per_s)
+        predicted = _predict(self.profile, stages, self.bytes_per_s)
+        figures: dict[str, Any] = {
+            "stage_ms": [
+                cost.minibatch_ms / stage.num_replicas for cost, stage in zip(costs, stages, strict=True)
+            ],
+            "stage_costs": [cost.to_dict() for cost in costs],
+            "links": [
+                {"one_way_ms": both_ms / 2, "latency_ms": self.runtime.latency_ms}
+                for both_ms in predicted["boundary_ms"]
+            ],
+        }
+        if self.workers_per_host is not None and self.workers_per_host > 1:
+            figures["host"] = {
+                "num_workers": self.workers_per_host,
+                "num_cores": self.runtime.num_cores,
+                "alone_speed": self.runtime.alone_speed,
+            }
+        return figures
+
+    def _is_allowed(self, stages: Stages) -> bool:
+        if self.schedule == "2bw" and len({stage.num_replicas for stage in stages}) > 1:
+            return False
+        if not self.limits.any:
+            return True
+        with contextlib.suppress(NothingFitsError):
+            self._limits_of(stages)
+            return True
+        return False
+
+    def _limits_of(self, stages: Stages) -> dict[str, Any]:
+        """Raises where the stages do not keep to the limits."""
+        return self.limits.figures_of(stages, self.profile)
+
+    # Beside other plans.
+
+    def with_alternatives(self, plan: Plan) -> Plan:
+        layers_ms = [layer_cost_ms(layer, self.runtime) for layer in self.profile.layers]
+        free = replace(self, limits=Limits(), schedule="pipedream", microbatches=None)
+        straight = free.solve(layers_ms, self.num_workers, True)[0]
+
+        def minibatch_ms(stages: Stages) -> float:
+            one = free.simulated_plan(stages) if free.is_simulated else free.formula_plan(stages)
+            return one.bottleneck_ms or 0.0
+
+        def one_at_a_time_ms(stages: Stages) -> float:
+            if not free.is_simulated:
+                return model_parallel_ms(self.profile, stages, self.bytes_per_s)
+            return replace(free, schedule="model_parallel").simulated_plan(stages).bottleneck_ms or 0.0
+
+        times = compare(self.profile, self.num_workers, straight, minibatch_ms, one_at_a_time_ms)
+        return replace(plan, predicted=plan.predicted | {"alternatives_ms": times})
+
+    def _plan(self, stages: Stages, *, bottleneck_ms: float | None, predicted: dict[str, Any]) -> Plan:
+        return Plan(
+            stages,
+            model=self.profile.model,
+            num_workers=self.num_workers,
+            bandwidth_bytes_per_s=self.bytes_per_s,
+            cost_model=self.cost_model,
+            bottleneck_ms=bottleneck_ms,
+            predicted=predicted,
+            max_shapes=self.profile.max_shapes or {},
+            cuts=self.profile.cuts,
+        )
 
 
-def _make_calibrated(
-    profile: Profile,
-    stages: tuple[Stage, ...],
-    bytes_per_s: float,
-    num_workers: int,
-    workers_per_host: int | None,
-) -> Plan:
+def _schedule_of(plan: Plan, schedule: str, num_microbatches: int) -> _core.ScheduleOptions:
     from pipedream import _core
 
-    runtime = _runtime(profile)
-    costs = stage_costs(profile, runtime, stages, bytes_per_s)
-    predicted: dict[str, Any] = {"samples_per_s": None, "memory_bytes": None}
-    predicted |= _predict(profile, stages, bytes_per_s)
-    predicted["stage_ms"] = [
-        cost.minibatch_ms / stage.num_replicas for cost, stage in zip(costs, stages, strict=True)
-    ]
-    predicted["stage_costs"] = [cost.to_dict() for cost in costs]
-    predicted["links"] = [
-        {"one_way_ms": both_ms / 2, "latency_ms": runtime.latency_ms} for both_ms in predicted["boundary_ms"]
-    ]
-    if workers_per_host is not None and workers_per_host > 1:
-        predicted["host"] = {
-            "num_workers": workers_per_host,
-            "num_cores": runtime.num_cores,
-            "alone_speed": runtime.alone_speed,
-        }
-    plan = Plan(
-        stages,
-        model=profile.model,
-        num_workers=num_workers,
-        bandwidth_bytes_per_s=bytes_per_s,
-        cost_model="calibrated",
-        predicted=predicted,
-    )
-    schedule = _core.ScheduleOptions("pipedream", list(plan.in_flight), 1, plan.placement)
-    predicted_ms = predict_ms(plan, schedule)
-    assert predicted_ms is not None
-    predicted |= {"samples_per_s": _samples_per_s(profile, predicted_ms)}
-    return replace(plan, bottleneck_ms=predicted_ms, predicted=predicted)
-
-
-def _runtime(profile: Profile) -> RuntimeCosts:
-    runtime = runtime_of(profile)
-    if runtime is None:
-        raise ValueError(
-            "cost_model is 'calibrated', but the profile has no runtime figures:"
-            " pipedream.calibrate(profile, model, data, ...) measures them"
-        )
-    return runtime
+    return _core.ScheduleOptions(schedule, list(plan.in_flight), num_microbatches, plan.placement)
 
 
 def _samples_per_s(profile: Profile, minibatch_ms: float) -> float | None:

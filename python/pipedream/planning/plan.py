@@ -35,6 +35,7 @@ from pipedream.common.errors import FileFormatError
 from pipedream.common.table import format_table, shorten
 from pipedream.common.units import format_bandwidth, format_bytes
 from pipedream.planning.layer_profile import checked_cuts
+from pipedream.planning.plan_lines import describe_figures
 from pipedream.planning.shapes import Shapes, checked_shapes, larger_of, shapes_of
 
 if TYPE_CHECKING:
@@ -406,7 +407,7 @@ class Plan:
                 "\nreplicas that take turns wait for each other once a round: sync='ssp' with staleness=2, or"
                 f" in_flight {held}, avoids it"
             )
-        return summary
+        return "\n".join([summary, *describe_figures(self.bottleneck_ms, self.num_stages, self.predicted)])
 
     def _figure(self, name: str, stage_index: int) -> Any:
         # `predicted` may come from a file of anyone's: what is not in the expected form is not shown.

@@ -22,9 +22,12 @@ __all__ = ["predict_ms", "simulate_calibrated", "steady_minibatches"]
 _STEADY_ROUNDS = 32
 
 
-def predict_ms(plan: Plan, schedule: _core.ScheduleOptions) -> float | None:
-    """Milliseconds per minibatch in the steady state; None: the plan says nothing."""
-    simulation = simulate_calibrated(plan, schedule)
+def predict_ms(
+    plan: Plan, schedule: _core.ScheduleOptions, *, steady_rounds: int = _STEADY_ROUNDS
+) -> float | None:
+    """Milliseconds per minibatch in the steady state; None: the plan says nothing. steady_rounds: minibatches
+    of each replica besides warm-up and cool-down."""
+    simulation = simulate_calibrated(plan, schedule, steady_minibatches(plan, steady_rounds))
     return plan.bottleneck_ms if simulation is None else ms_per_minibatch(simulation)
 
 

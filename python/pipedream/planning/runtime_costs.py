@@ -18,6 +18,7 @@ from pipedream.planning.layer_profile import LayerProfile, Profile
 from pipedream.planning.plan import Plan, Stage
 
 __all__ = [
+    "FREE",
     "POSITIONS",
     "ItemCost",
     "PositionCosts",
@@ -106,6 +107,26 @@ class RuntimeCosts:
         require(positions, POSITIONS, "runtime.positions.")
         figures["positions"] = {name: _position_from(name, positions[name]) for name in POSITIONS}
         return cls(**figures)
+
+
+_NOTHING = PositionCosts(ItemCost(), ItemCost(), 0.0)
+FREE = RuntimeCosts(
+    positions=dict.fromkeys(POSITIONS, _NOTHING),
+    forward_scale=1.0,
+    backward_scale=1.0,
+    forward_fixed_share=0.0,
+    backward_fixed_share=0.0,
+    update_ms=0.0,
+    update_ms_per_byte=0.0,
+    copy_ms_per_byte=0.0,
+    sync_ms=0.0,
+    sync_ms_per_byte=0.0,
+    latency_ms=0.0,
+    cut_bytes=0,
+    num_cores=1,
+    alone_speed=1.0,
+)
+"""Of a runtime that costs nothing: the profile's times and the links are all there is."""
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ def test_the_search_says_what_it_looked_at_and_is_never_behind_the_formulas() ->
     found = plan.predicted["search"]
     assert found["plans"] > 10
     assert plan.bottleneck_ms == pytest.approx(found["found_ms"])
-    assert found["found_ms"] <= found["formulas_ms"]
+    assert found["found_ms"] <= found["formulas_ms"] * (1 + 1e-8)  # equal ones: the smaller plan
     assert plan.bottleneck_ms == pytest.approx(6.0)  # three equal stages
 
 

@@ -1,0 +1,253 @@
+"""Predicted against measured time per minibatch: models, plans, schedules and links on this machine.
+
+    python bench/system/predictions.py [--rounds 1] [--seconds 4] [--links] [--json FILE]
+
+Each model is profiled and calibrated (pipedream.calibrate) once, with two workers; then each combination is
+predicted by the calibrated cost model before it is run. Prints both, the error of the prediction, its mean
+and the worst. --rounds calibrates and runs all that so often, and takes the median error of each
+combination. --links adds two hosts (namespaces) joined by a shaped link, which needs root. A quiet machine
+is needed: what other processes take of the cores nobody predicts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pipedream
+import torch
+from links import Link, can_make_links, run_ranks
+from pipedream import Plan, Profile, Stage, _core
+from pipedream.common.units import parse_bandwidth
+from pipedream.planning.partitioner import make_plan
+from pipedream.planning.prediction import predict_ms
+from torch import nn
+
+LOCAL_BYTES_PER_S = 1.25e10  # between workers of one machine: what is sent costs the sender, not a link
+PROFILE_SECONDS = 5.0
+MINIBATCHES_MIN, MINIBATCHES_MAX = 60, 2000
+
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def make_mlp(width: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for _ in range(6):
+        layers += [nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def make_cnn() -> nn.Sequential:
+    """The digits classifier's shape: images (batch, 1, 8, 8)."""
+    layers: list[nn.Module] = []
+    channels = 1
+    for number, wider in enumerate((32, 32, 64, 64)):
+        layers += [nn.Conv2d(channels, wider, 3, padding=1, bias=False), nn.BatchNorm2d(wider), nn.ReLU()]
+        if number == 1:
+            layers.append(nn.MaxPool2d(2))
+        channels = wider
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * 16, 10))
+
+
+@dataclass(frozen=True)
+class Task:
+    model: nn.Sequential
+    batches: Batches
+    optimizer: Any
+
+
+def make_task(name: str) -> Task:
+    torch.manual_seed(0)
+    if name == "cnn":
+        plain = functools.partial(torch.optim.SGD, lr=1e-3)
+        return Task(make_cnn(), [(torch.randn(48, 1, 8, 8), torch.randn(48, 10)) for _ in range(8)], plain)
+    width, batch = {"mlp-768": (768, 128), "mlp-256": (256, 64), "mlp-64": (64, 8)}[name]
+    batches = [(torch.randn(batch, width), torch.randn(batch, width)) for _ in range(8)]
+    optimizer = functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
+    return Task(make_mlp(width), batches, optimizer)
+
+
+@dataclass(frozen=True)
+class Combination:
+    model: str
+    replicas: tuple[int, ...]
+    schedule: str
+    microbatches: int = 1
+    bandwidth: str | None = None
+    """Of a shaped link between two hosts; None: workers of this host."""
+
+    def __str__(self) -> str:
+        name = f"{self.model}, {'-'.join(map(str, self.replicas))}, {self.schedule}"
+        if self.microbatches > 1:
+            name += f" m={self.microbatches}"
+        return name if self.bandwidth is None else f"{name}, {self.bandwidth}"
+
+
+LOCAL = [
+    *(
+        Combination(model, replicas, schedule, m)
+        for model in ("mlp-768", "mlp-256", "cnn", "mlp-64")
+        for replicas, schedule, m in (((1, 1), "pipedream", 1), ((1, 1), "flush", 4), ((1, 1), "2bw", 2))
+    ),
+    Combination("mlp-768", (1,), "pipedream"),
+    Combination("mlp-768", (2, 1), "pipedream"),
+    Combination("mlp-256", (1, 2), "pipedream"),
+    Combination("mlp-256", (2,), "data_parallel"),
+    Combination("cnn", (2, 1), "pipedream"),
+    Combination("cnn", (1, 1), "gpipe", 4),
+    Combination("mlp-64", (1, 1), "model_parallel"),
+]
+SHAPED = [
+    Combination("mlp-256", (1, 1), "pipedream", bandwidth="200Mbit/s"),
+    Combination("mlp-256", (1, 1), "flush", 4, bandwidth="1Gbit/s"),
+]
+
+
+def stages_of(profile: Profile, combination: Combination) -> tuple[Stage, ...]:
+    """As many layers per stage as balance it, with the combination's replicas."""
+    counts = combination.replicas
+    if len(counts) == 1:
+        return (Stage(0, profile.num_layers - 1, counts[0]),)
+    if counts == (1,) * len(counts):
+        return pipedream.partition(profile, len(counts), 1e15, straight=True).stages
+    shared = Plan.replicated(profile.num_layers, counts)
+    return shared.stages
+
+
+def plan_of(profile: Profile, combination: Combination, workers_per_host: int) -> Plan:
+    bandwidth = combination.bandwidth
+    bytes_per_s = LOCAL_BYTES_PER_S if bandwidth is None else parse_bandwidth(bandwidth)
+    return make_plan(
+        profile,
+        stages_of(profile, combination),
+        bytes_per_s,
+        cost_model="calibrated",
+        workers_per_host=workers_per_host,
+    )
+
+
+def run_plan(combination: Combination, plan: Plan, seconds: float) -> dict[str, float]:
+    """Predicted and measured milliseconds per minibatch."""
+    task = make_task(combination.model)
+    options = _core.ScheduleOptions(
+        combination.schedule, list(plan.in_flight), combination.microbatches, plan.placement
+    )
+    predicted_ms = predict_ms(plan, options)
+    assert predicted_ms is not None
+    count = min(max(int(seconds * 1e3 / predicted_ms), MINIBATCHES_MIN), MINIBATCHES_MAX)
+    result = pipedream.run(
+        task.model,
+        plan,
+        data=[task.batches[i % len(task.batches)] for i in range(count)],
+        loss_fn=nn.functional.mse_loss,
+        optimizer=task.optimizer,
+        schedule=combination.schedule,
+        microbatches=combination.microbatches,
+        progress=False,
+        insecure=combination.bandwidth is not None,
+        transport="auto" if combination.bandwidth is None else "tcp",
+    )
+    return {"predicted_ms": predicted_ms, "measured_ms": result.measured_ms}
+
+
+def calibrated(model: str, transport: str = "auto") -> Profile:
+    task = make_task(model)
+    profile = pipedream.profile(task.model, task.batches, nn.functional.mse_loss, seconds=PROFILE_SECONDS)
+    # Long enough that what is discarded of short runs does not count.
+    minibatches = min(max(60, int(2e3 / max(profile.compute_ms, 1e-3))), 600)
+    return pipedream.calibrate(
+        profile,
+        task.model,
+        task.batches,
+        nn.functional.mse_loss,
+        optimizer=task.optimizer,
+        minibatches=minibatches,
+        transport=transport,
+    )
+
+
+def run_round(combinations: Sequence[Combination], seconds: float) -> dict[str, dict[str, float]]:
+    rows = {}
+    for model in dict.fromkeys(combination.model for combination in combinations):
+        profile = calibrated(model)
+        for combination in combinations:
+            if combination.model == model:
+                plan = plan_of(profile, combination, sum(combination.replicas))
+                rows[str(combination)] = run_plan(combination, plan, seconds)
+                print_row(str(combination), rows[str(combination)])
+    return rows
+
+
+def run_shaped(seconds: float) -> dict[str, dict[str, float]]:
+    rows = {}
+    for combination in SHAPED:
+        profile = calibrated(combination.model, "tcp")
+        plan = plan_of(profile, combination, 2)
+        assert combination.bandwidth is not None
+        fields = [SHAPED.index(combination), plan.to_dict(), seconds]
+        with Link(combination.bandwidth) as link:
+            rows[str(combination)] = run_ranks(link, __file__, fields)
+        print_row(str(combination), rows[str(combination)])
+    return rows
+
+
+def rank(arguments: str) -> None:
+    index, plan, seconds, path = json.loads(arguments)
+    row = run_plan(SHAPED[index], Plan.from_dict(plan), seconds)
+    if os.environ["RANK"] == "0":
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(row, file)
+
+
+def error_of(row: dict[str, float]) -> float:
+    return row["predicted_ms"] / row["measured_ms"] - 1
+
+
+def print_row(name: str, row: dict[str, float]) -> None:
+    numbers = f"{row['predicted_ms']:10.3f} {row['measured_ms']:10.3f} {100 * error_of(row):+8.1f} %"
+    print(f"{name:44} {numbers}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each run, about")
+    parser.add_argument("--only", help="combinations whose name has this in it")
+    parser.add_argument("--links", action="store_true", help="also over shaped links; needs root")
+    parser.add_argument("--json", metavar="FILE", help="write the figures here too")
+    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    _core.keep_freed_memory()
+    if options.rank_of:
+        rank(options.rank_of)
+        return
+    if options.links and (missing := can_make_links()):
+        parser.error(missing)
+    print(f"machine: {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}")
+    print(f"{'ms per minibatch':44} {'predicted':>10} {'measured':>10} {'error':>10}")
+    chosen = [combination for combination in LOCAL if (options.only or "") in str(combination)]
+    rounds = []
+    for _ in range(options.rounds):
+        rows = run_round(chosen, options.seconds)
+        if options.links:
+            rows |= run_shaped(options.seconds)
+        rounds.append(rows)
+    errors = {name: statistics.median(abs(error_of(rows[name])) for rows in rounds) for name in rounds[0]}
+    worst = max(errors, key=lambda name: errors[name])
+    mean = statistics.fmean(errors.values())
+    print(f"\n{len(errors)} combinations: mean error {mean:.1%}, worst {errors[worst]:.1%} ({worst})")
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump({"rounds": rounds, "errors": errors, "worst": worst}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

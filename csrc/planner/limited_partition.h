@@ -1,0 +1,55 @@
+// The exact optimum of partition.h's cost model under limits: what a worker's memory holds, workers of
+// different speed, boundaries and replicas that are given.
+//
+// Workers are in the order of their ranks: the first stage has the first ones. A stage is as slow as its
+// slowest replica: T = (1/m) max( sum T_l / min speed, sum W_l^m ). In memory a replica of stage s with n_s
+// minibatches in flight, n_{S-1} = 1, n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s) (design.md section 4), has
+//
+//   (n_s + fixed_copies) |w|  +  n_s (saved + input)      saved: of its layers; input: what crosses before it
+//   (n_s + fixed_copies) |w|  +  n_s input + saved        with recompute, which adds its forward to its time
+//
+// Method. For a bound t on the bottleneck, from the last layer back: the fewest minibatches in flight, all
+// replicas together, with which w workers run layers j.. within t. Fewer are never worse upstream, so one
+// number per (j, w) is enough: O(layers^2 workers^2). The least t is found as in partition.cc.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "planner/partition.h"
+
+namespace pipedream {
+
+struct LayerMemory {
+  double saved_bytes = 0;  // of a minibatch, for its backward
+  double forward_s = 0;    // what a recompute adds
+};
+
+struct PlanLimits {
+  std::vector<double> speeds;               // of each worker; empty: all 1
+  std::vector<double> memory_bytes;         // of each worker; empty: no limit
+  double fixed_copies = 2;                  // of the weights: the model as given, gradients, optimizer state
+  bool may_recompute = true;                // where it does not fit without
+  std::vector<std::int64_t> last_layers;    // of all stages, the last one's included; empty: free
+  std::vector<std::int64_t> num_replicas;   // of all stages; empty: free
+  std::int64_t num_replicas_max = 1 << 30;  // of a stage
+};
+
+struct LimitedPartition {
+  std::vector<PlannedStage> stages;
+  std::vector<bool> recompute;       // per stage
+  std::vector<double> memory_bytes;  // of a replica, per stage
+  double bottleneck_s = 0;
+};
+
+// Empty: nothing fits. Ties: fewer workers, then fewer stages. memory: one per layer. Throws UserError for
+// limits of another length than layers, workers or stages, for figures that cannot be, for more than the
+// search can do (layers^2 workers^2 above 1e10), and as partition().
+[[nodiscard]] std::optional<LimitedPartition> partition_within(const std::vector<LayerCost>& layers,
+                                                               const std::vector<LayerMemory>& memory,
+                                                               std::int64_t num_workers,
+                                                               double bandwidth_bytes_per_s,
+                                                               const PlanLimits& limits);
+
+}  // namespace pipedream

@@ -1,0 +1,171 @@
+"""What a plan must keep to: memory, workers of different speed, stages and replicas that are given.
+
+Pure; any thread; needs no torch. The search within limits is C++ (csrc/planner/limited_partition.h).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipedream.common.document import check_number, check_whole
+from pipedream.common.units import format_bytes, parse_size
+from pipedream.planning.layer_profile import Profile
+from pipedream.planning.plan import Stage
+
+__all__ = ["Limits", "NothingFitsError", "make_limits", "solve_within"]
+
+_COPIES = 2  # of the weights, besides versions and the optimizer's state: the model as given, gradients
+
+
+class NothingFitsError(ValueError):
+    """No plan keeps to the limits."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Empty: none of that kind."""
+
+    speeds: tuple[float, ...] = ()
+    memory_bytes: tuple[float, ...] = ()
+    last_layers: tuple[int, ...] = ()
+    num_replicas: tuple[int, ...] = ()
+    optimizer_copies: float = 1.0
+    """Of the weights, that the optimizer keeps as state: 0 for plain SGD, 1 with momentum, 2 for Adam."""
+    recompute: bool = True
+    """Whether a stage may run its forward again where it does not fit otherwise."""
+
+    @property
+    def any(self) -> bool:
+        return bool(self.speeds or self.memory_bytes or self.last_layers or self.num_replicas)
+
+    def for_workers(self, num_workers: int) -> Limits:
+        """Of the first ones."""
+        return replace(self, speeds=self.speeds[:num_workers], memory_bytes=self.memory_bytes[:num_workers])
+
+    def figures_of(self, stages: Sequence[Stage], profile: Profile) -> dict[str, Any]:
+        """As solve_within(), of given stages. Raises NothingFitsError where they do not keep to the
+        limits."""
+        last_layers = tuple(stage.last_layer for stage in stages)
+        counts = tuple(stage.num_replicas for stage in stages)
+        if (self.last_layers and self.last_layers != last_layers) or (
+            self.num_replicas and self.num_replicas != counts
+        ):
+            raise NothingFitsError("the plan has other boundaries or replicas than those that were given")
+        num_workers = sum(counts)
+        exact = replace(self.for_workers(num_workers), last_layers=last_layers, num_replicas=counts)
+        layers_ms = [layer.compute_ms for layer in profile.layers]
+        # What time it takes, and on which links, is no matter of these limits.
+        return solve_within(layers_ms, profile, num_workers, 1.0, False, exact)[2]
+
+
+def make_limits(
+    num_workers: int,
+    *,
+    memory: str | int | Sequence[str | int] | None,
+    speeds: Sequence[float] | None,
+    boundaries: Sequence[int] | None,
+    replicas: Sequence[int] | None,
+    optimizer_copies: float,
+    recompute: bool,
+    num_layers: int,
+) -> Limits:
+    """Raises ValueError naming the argument that cannot be."""
+    memory_bytes: tuple[float, ...] = ()
+    if memory is not None:
+        each = [memory] * num_workers if isinstance(memory, (str, int)) else list(memory)
+        _check_count("memory", each, num_workers)
+        memory_bytes = tuple(float(parse_size(one, "memory")) for one in each)
+    if speeds is not None:
+        _check_count("speeds", speeds, num_workers)
+        speeds = [check_number(f"speeds[{i}]", speed, positive=True) for i, speed in enumerate(speeds)]
+    last_layers: tuple[int, ...] = ()
+    if boundaries is not None:
+        cuts = [check_whole(f"boundaries[{i}]", cut) for i, cut in enumerate(boundaries)]
+        if cuts != sorted(set(cuts)) or (cuts and cuts[-1] >= num_layers - 1):
+            raise ValueError(
+                f"boundaries is {boundaries!r}: give the last layer of every stage but the last one, in"
+                f" order, from 0 to {num_layers - 2}"
+            )
+        last_layers = (*cuts, num_layers - 1)
+    counts = () if replicas is None else tuple(replicas)
+    counts = tuple(check_whole(f"replicas[{i}]", count, at_least=1) for i, count in enumerate(counts))
+    if sum(counts) > num_workers:
+        raise ValueError(f"replicas is {list(counts)}, more than num_workers, {num_workers}")
+    if counts and last_layers and len(counts) != len(last_layers):
+        raise ValueError(
+            f"replicas is {list(counts)}, of {len(counts)} stages, but boundaries makes {len(last_layers)}"
+        )
+    if len(counts) > num_layers:
+        raise ValueError(f"replicas is {list(counts)}, but there are {num_layers} layers: a stage needs one")
+    return Limits(
+        speeds=tuple(speeds or ()),
+        memory_bytes=memory_bytes,
+        last_layers=last_layers,
+        num_replicas=counts,
+        optimizer_copies=check_number("optimizer_copies", optimizer_copies),
+        recompute=recompute,
+    )
+
+
+def solve_within(
+    layers_ms: Sequence[float],
+    profile: Profile,
+    num_workers: int,
+    bytes_per_s: float,
+    straight: bool,
+    limits: Limits,
+) -> tuple[tuple[Stage, ...], float, dict[str, Any]]:
+    """The optimum of the formulas within limits, its bottleneck in seconds, and per stage recompute and
+    memory_bytes. Raises ValueError where nothing fits."""
+    from pipedream import _core
+
+    found = _core.partition_within(
+        [layer_ms / 1e3 for layer_ms in layers_ms],
+        [float(layer.activation_bytes) for layer in profile.layers],
+        [float(layer.parameter_bytes) for layer in profile.layers],
+        num_workers,
+        bytes_per_s,
+        saved_bytes=[float(_saved_bytes(profile, index)) for index in range(profile.num_layers)],
+        forward_s=[layer.forward_ms / 1e3 for layer in profile.layers],
+        speeds=limits.speeds,
+        memory_bytes=limits.memory_bytes,
+        fixed_copies=_COPIES + limits.optimizer_copies,
+        may_recompute=limits.recompute,
+        last_layers=limits.last_layers,
+        num_replicas=limits.num_replicas,
+        num_replicas_max=1 if straight else num_workers,
+    )
+    if found is None:
+        raise NothingFitsError(_nothing_fits(num_workers, limits, straight))
+    stages, bottleneck_s, recompute, memory_bytes = found
+    figures: dict[str, Any] = {"memory_bytes": max(memory_bytes), "stage_memory_bytes": memory_bytes}
+    if any(recompute):
+        figures["recompute"] = [stage for stage, repeats in enumerate(recompute) if repeats]
+    return tuple(Stage(*stage) for stage in stages), bottleneck_s, figures
+
+
+def _saved_bytes(profile: Profile, index: int) -> int:
+    """Where it was not measured a layer is taken to keep what it passes on."""
+    layer = profile.layers[index]
+    return layer.activation_bytes if layer.saved_bytes is None else layer.saved_bytes
+
+
+def _nothing_fits(num_workers: int, limits: Limits, straight: bool) -> str:
+    asked = [f"{num_workers} workers"]
+    if straight:
+        asked.append("one replica per stage")
+    if limits.memory_bytes:
+        asked.append(f"memory of {format_bytes(int(min(limits.memory_bytes)))}")
+    if limits.last_layers:
+        asked.append(f"boundaries after layers {list(limits.last_layers[:-1])}")
+    if limits.num_replicas:
+        asked.append(f"replicas {list(limits.num_replicas)}")
+    remedy = "give more memory, more workers, or smaller minibatches" if limits.memory_bytes else "relax one"
+    return f"no plan has {', '.join(asked)}: {remedy}"
+
+
+def _check_count(name: str, given: Sequence[Any], num_workers: int) -> None:
+    if len(given) != num_workers:
+        raise ValueError(f"{name} has {len(given)} entries for {num_workers} workers: give one for each")

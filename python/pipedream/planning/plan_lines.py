@@ -1,0 +1,64 @@
+"""What a plan's predicted figures say, in lines for a person. Pure; any thread; needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pipedream.common.checks import is_number
+from pipedream.common.units import format_bytes
+
+__all__ = ["describe_figures"]
+
+_SAME_SHARE = 0.01  # by which plans differ that are called as fast
+_GAIN_SHARE_MIN = 0.001
+_NAMES = {
+    "one_worker": "one worker",
+    "data_parallel": "data parallel",
+    "model_parallel": "model parallel",
+    "straight": "the straight pipeline",
+}
+_HIDDEN_FIELDS = ("before_ms", "after_ms")
+_SEARCH_FIELDS = ("plans", "formulas_ms", "found_ms")
+
+
+def describe_figures(
+    bottleneck_ms: float | None, num_stages: int, predicted: Mapping[str, Any]
+) -> Iterator[str]:
+    """Lines for a person; of figures in another form, as files from elsewhere may have them, none."""
+    memory_bytes = predicted.get("memory_bytes")
+    if is_number(memory_bytes):
+        repeats = predicted.get("recompute")
+        again = f", with recompute at stages {repeats}" if repeats else ""
+        yield f"memory at most {format_bytes(int(memory_bytes or 0))} per worker{again}"
+    schedule, microbatches = predicted.get("schedule"), predicted.get("microbatches")
+    if isinstance(schedule, str):
+        m = f" with microbatches={microbatches}" if is_number(microbatches) else ""
+        yield f"for schedule {schedule!r}{m}"
+    hidden = predicted.get("hidden_links")
+    if isinstance(hidden, Mapping) and all(is_number(hidden.get(name)) for name in _HIDDEN_FIELDS):
+        yield (
+            f"more in flight, at the price of memory and staleness, hide the links: simulated without it"
+            f" {hidden['before_ms']:.3f} ms, with it {hidden['after_ms']:.3f}"
+        )
+    found = predicted.get("search")
+    if isinstance(found, Mapping) and all(is_number(found.get(name)) for name in _SEARCH_FIELDS):
+        gain = found["formulas_ms"] / found["found_ms"] - 1 if found["found_ms"] else 0.0
+        verdict = "confirms the formulas' plan"
+        if gain > _GAIN_SHARE_MIN:
+            verdict = f"found one {100 * gain:.1f} % faster than the formulas'"
+        yield f"a search over {found['plans']} simulated plans {verdict}"
+    alternatives = predicted.get("alternatives_ms")
+    if is_number(bottleneck_ms) and bottleneck_ms and isinstance(alternatives, Mapping):
+        yield from _describe_alternatives(bottleneck_ms, num_stages, alternatives)
+
+
+def _describe_alternatives(plan_ms: float, num_stages: int, alternatives: Mapping[str, Any]) -> Iterator[str]:
+    times = {name: alternatives[key] for key, name in _NAMES.items() if is_number(alternatives.get(key))}
+    if len(times) < len(_NAMES):
+        return
+    yield "speed: " + ", ".join(f"{time / plan_ms:.2f} x {name}" for name, time in times.items())
+    if times["one worker"] <= plan_ms * (1 + _SAME_SHARE):
+        yield "do not pipeline this model here: one worker alone is as fast"
+    elif num_stages == 1:
+        yield "do not pipeline this model here: copies of the whole model are fastest"

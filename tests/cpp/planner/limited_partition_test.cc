@@ -1,0 +1,86 @@
+// The partition within limits: equal to the one without where nothing limits, memory, speeds, and refusals.
+// Python's tests/python/planning/test_limits.py enumerates all plans.
+#include "planner/limited_partition.h"
+
+#include <gtest/gtest.h>
+
+#include <random>
+
+#include "base/failure.h"
+
+namespace pipedream {
+namespace {
+
+std::vector<LayerCost> equal_layers(std::size_t num_layers) {
+  return std::vector<LayerCost>(num_layers, {.compute_s = 1, .activation_bytes = 0, .parameter_bytes = 10});
+}
+
+std::vector<LayerMemory> saving(std::size_t num_layers, double saved_bytes) {
+  return std::vector<LayerMemory>(num_layers, {.saved_bytes = saved_bytes, .forward_s = 0.25});
+}
+
+TEST(LimitedPartition, WithoutLimitsItIsThePartition) {
+  std::mt19937 random(7);  // NOLINT(cert-msc51-cpp): the same cases every time
+  std::uniform_int_distribution<int> figure(0, 40);
+  for (int round = 0; round < 200; ++round) {
+    std::vector<LayerCost> layers(1 + static_cast<std::size_t>(figure(random)) % 5);
+    for (LayerCost& layer : layers) {
+      layer = {.compute_s = figure(random) / 4.0,
+               .activation_bytes = 25.0 * figure(random),
+               .parameter_bytes = 25.0 * figure(random)};
+    }
+    const std::int64_t num_workers = 1 + figure(random) % 5;
+    const Partition wanted = partition(layers, num_workers, 100);
+    const auto found = partition_within(layers, saving(layers.size(), 0), num_workers, 100, {});
+    ASSERT_TRUE(found.has_value());
+    EXPECT_DOUBLE_EQ(found->bottleneck_s, wanted.bottleneck_s);
+    EXPECT_EQ(found->stages.size(), wanted.stages.size());
+  }
+}
+
+TEST(LimitedPartition, MemoryForbidsWhatDoesNotFit) {
+  // One stage holds (1 + 2) 20 bytes of weights and 200 saved ones, two stages at most (2 + 2) 10 + 200.
+  PlanLimits limits;
+  limits.memory_bytes = {250, 250};
+  limits.may_recompute = false;
+  limits.num_replicas_max = 1;
+  const auto found = partition_within(equal_layers(2), saving(2, 100), 2, 1e9, limits);
+  ASSERT_TRUE(found.has_value());
+  EXPECT_EQ(found->stages, (std::vector<PlannedStage>{{0, 0, 1}, {1, 1, 1}}));
+  EXPECT_EQ(found->memory_bytes, (std::vector<double>{240, 130}));
+  limits.memory_bytes = {239, 239};
+  EXPECT_FALSE(partition_within(equal_layers(2), saving(2, 100), 2, 1e9, limits).has_value());
+  limits.may_recompute = true;
+  const auto repeated = partition_within(equal_layers(2), saving(2, 100), 2, 1e9, limits);
+  ASSERT_TRUE(repeated.has_value());
+  EXPECT_EQ(repeated->recompute, (std::vector<bool>{true, false}));
+  EXPECT_DOUBLE_EQ(repeated->bottleneck_s, 1.25);
+}
+
+TEST(LimitedPartition, AStageIsAsSlowAsItsSlowestWorker) {
+  PlanLimits limits;
+  limits.speeds = {3, 1};
+  const auto found = partition_within(equal_layers(4), saving(4, 0), 2, 1e9, limits);
+  ASSERT_TRUE(found.has_value());
+  EXPECT_EQ(found->stages, (std::vector<PlannedStage>{{0, 2, 1}, {3, 3, 1}}));
+  EXPECT_DOUBLE_EQ(found->bottleneck_s, 1);
+}
+
+TEST(LimitedPartition, RefusesWhatCannotBe) {
+  const auto layers = equal_layers(2);
+  const auto memory = saving(2, 0);
+  PlanLimits limits;
+  limits.speeds = {1, 0};
+  EXPECT_THROW(static_cast<void>(partition_within(layers, memory, 2, 1, limits)), UserError);
+  limits.speeds = {1};
+  EXPECT_THROW(static_cast<void>(partition_within(layers, memory, 2, 1, limits)), UserError);
+  limits.speeds = {};
+  limits.last_layers = {0};
+  EXPECT_THROW(static_cast<void>(partition_within(layers, memory, 2, 1, limits)), UserError);
+  limits.last_layers = {};
+  EXPECT_THROW(static_cast<void>(partition_within(layers, saving(1, 0), 2, 1, limits)), UserError);
+  EXPECT_THROW(static_cast<void>(partition_within(layers, memory, 1 << 20, 1, limits)), UserError);
+}
+
+}  // namespace
+}  // namespace pipedream

@@ -1,0 +1,206 @@
+"""partition() within limits against an enumeration of all plans, and what cannot be asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipedream.planning.layer_profile import LayerProfile, Profile
+from pipedream.planning.limits import NothingFitsError
+from pipedream.planning.partitioner import partition
+from pipedream.planning.plan import Plan, Stage
+
+_OPTIMIZER_COPIES = 1.0
+
+
+def _profile(layers: list[tuple[int, int, int, int]]) -> Profile:
+    """Layers as (forward and backward ms, activation, parameter and saved bytes)."""
+    return Profile(
+        tuple(
+            LayerProfile(f"layer{i}", ms / 4, 3 * ms / 4, activation, parameters, saved_bytes=saved)
+            for i, (ms, activation, parameters, saved) in enumerate(layers)
+        )
+    )
+
+
+def _plans(num_layers: int, num_workers: int) -> Iterator[tuple[Stage, ...]]:
+    def extend(first: int, left: int) -> Iterator[tuple[Stage, ...]]:
+        if first == num_layers:
+            yield ()
+            return
+        for last in range(first, num_layers):
+            for replicas in range(1, left + 1):
+                for rest in extend(last + 1, left - replicas):
+                    yield (Stage(first, last, replicas), *rest)
+
+    yield from extend(0, num_workers)
+
+
+def _time_ms(
+    profile: Profile,
+    stages: tuple[Stage, ...],
+    bytes_per_s: float,
+    speeds: list[float],
+    memory: list[int] | None,
+    recompute: bool,
+) -> float:
+    """Of the slowest stage or boundary; inf where a worker's memory does not hold its stage."""
+    in_flight, rank, times = Plan(stages).in_flight, 0, []
+    for index, stage in enumerate(stages):
+        layers = profile.layers[stage.first_layer : stage.last_layer + 1]
+        ranks = range(rank, rank := rank + stage.num_replicas)
+        r, n = stage.num_replicas, in_flight[index]
+        weights = sum(layer.parameter_bytes for layer in layers)
+        saved = sum(layer.saved_bytes or 0 for layer in layers)
+        given_ = profile.layers[stage.first_layer - 1].activation_bytes if stage.first_layer else 0
+        compute_ms = sum(layer.compute_ms for layer in layers)
+        if memory is not None:
+            limit = min(memory[one] for one in ranks)
+            fixed = (n + 2 + _OPTIMIZER_COPIES) * weights + n * given_
+            if fixed + n * saved > limit:
+                if not recompute or fixed + saved > limit:
+                    return math.inf
+                compute_ms += sum(layer.forward_ms for layer in layers)
+        sync_ms = 4e3 * (r - 1) * weights / (r * bytes_per_s)
+        times.append(max(compute_ms / min(speeds[one] for one in ranks), sync_ms) / r)
+        if index + 1 < len(stages):
+            times.append(2e3 * layers[-1].activation_bytes / bytes_per_s)
+    return max(times)
+
+
+_layers = st.lists(
+    st.tuples(st.integers(1, 40), st.integers(0, 1000), st.integers(0, 1000), st.integers(0, 1000)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    _layers,
+    st.integers(1, 4),
+    st.sampled_from([1e4, 1e5, 1e6]),
+    st.one_of(st.none(), st.integers(2000, 12000)),
+    st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=4, max_size=4),
+    st.booleans(),
+)
+def test_within_memory_and_speeds_it_is_the_best_of_all_plans(
+    layers: list[tuple[int, int, int, int]],
+    num_workers: int,
+    bytes_per_s: float,
+    memory: int | None,
+    speeds: list[float],
+    recompute: bool,
+) -> None:
+    profile, speeds = _profile(layers), speeds[:num_workers]
+    limits = None if memory is None else [memory + 500 * rank for rank in range(num_workers)]
+    best = min(
+        _time_ms(profile, stages, bytes_per_s, speeds, limits, recompute)
+        for stages in _plans(len(layers), num_workers)
+    )
+    asked: dict[str, Any] = {"speeds": speeds, "memory": limits, "recompute": recompute}
+    if best == math.inf:
+        with pytest.raises(NothingFitsError, match="no plan has"):
+            partition(profile, num_workers, bytes_per_s, **asked)
+        return
+    plan = partition(profile, num_workers, bytes_per_s, **asked)
+    assert plan.bottleneck_ms == pytest.approx(best, rel=1e-9)
+    mine = _time_ms(profile, plan.stages, bytes_per_s, speeds, limits, recompute)
+    assert mine == pytest.approx(best, rel=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(_layers, st.integers(1, 4), st.integers(2000, 12000))
+def test_equal_workers_are_planned_for_as_one_by_one(
+    layers: list[tuple[int, int, int, int]], num_workers: int, memory: int
+) -> None:
+    # Seconds that a double has exactly: equal times are equal to the bit, and the tie is decided.
+    profile = _profile([(1000 * ms, *figures) for ms, *figures in layers])  # type: ignore[arg-type]
+    bytes_per_s = 1024.0
+    times = [
+        (_time_ms(profile, stages, bytes_per_s, [1.0] * num_workers, [memory] * num_workers, True), stages)
+        for stages in _plans(len(layers), num_workers)
+    ]
+    best = min(time for time, _ in times)
+    if best == math.inf:
+        with pytest.raises(NothingFitsError):
+            partition(profile, num_workers, bytes_per_s, memory=memory)
+        return
+    plan = partition(profile, num_workers, bytes_per_s, memory=memory)
+    assert plan.bottleneck_ms == pytest.approx(best, rel=1e-9)
+    equal = [stages for time, stages in times if time <= best * (1 + 1e-9)]
+    fewest = min((sum(stage.num_replicas for stage in stages), len(stages)) for stages in equal)
+    assert (plan.workers_used, plan.num_stages) == fewest
+
+
+@settings(max_examples=100, deadline=None)
+@given(_layers, st.integers(1, 4), st.data())
+def test_boundaries_and_replicas_that_are_given_are_kept(
+    layers: list[tuple[int, int, int, int]], num_workers: int, data: st.DataObject
+) -> None:
+    profile = _profile(layers)
+    given_ = data.draw(st.sampled_from(list(_plans(len(layers), num_workers))))
+    boundaries = [stage.last_layer for stage in given_[:-1]]
+    counts = [stage.num_replicas for stage in given_]
+    assert partition(profile, num_workers, 1e5, boundaries=boundaries, replicas=counts).stages == given_
+    for asked, key in (({"boundaries": boundaries}, boundaries), ({"replicas": counts}, counts)):
+        best = min(
+            _time_ms(profile, stages, 1e5, [1.0] * num_workers, None, False)
+            for stages in _plans(len(layers), num_workers)
+            if key
+            == (
+                [stage.last_layer for stage in stages[:-1]]
+                if "boundaries" in asked
+                else [stage.num_replicas for stage in stages]
+            )
+        )
+        plan = partition(profile, num_workers, 1e5, **asked)  # type: ignore[arg-type]
+        assert plan.bottleneck_ms == pytest.approx(best, rel=1e-9)
+
+
+def test_a_plan_says_what_its_workers_need_and_where_forwards_run_again() -> None:
+    profile = _profile([(10, 100, 1000, 4000), (10, 0, 1000, 4000)])
+    free = partition(profile, 2, 1e9, memory=20_000, straight=True)
+    assert free.predicted["memory_bytes"] == 2 * 5000 + 3000  # the first stage: two versions and stashes
+    assert "recompute" not in free.predicted
+    tight = partition(profile, 2, 1e9, memory=10_000, straight=True)
+    assert tight.predicted["recompute"] == [0]
+    assert tight.bottleneck_ms == pytest.approx(10 + 2.5)
+    assert "memory at most 8.79 KiB per worker, with recompute at stages [0]" in str(tight)
+    with pytest.raises(
+        NothingFitsError, match=r"2 workers, one replica per stage, memory of .*: give more memory"
+    ):
+        partition(profile, 2, 1e9, memory=4000, straight=True)
+
+
+def test_a_slow_worker_gets_less_to_do() -> None:
+    profile = _profile([(10, 0, 0, 0)] * 4)
+    plan = partition(profile, 2, 1e9, speeds=[3.0, 1.0], straight=True)
+    assert plan.stages == (Stage(0, 2), Stage(3, 3))
+    assert plan.bottleneck_ms == pytest.approx(10)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"memory": "16Gb"}, "the unit 'Gb' is unknown"),
+        ({"memory": ["1GiB"]}, "memory has 1 entries for 2 workers"),
+        ({"speeds": [1.0]}, "speeds has 1 entries for 2 workers"),
+        ({"speeds": [1.0, 0]}, r"speeds\[1\] is 0: it must be positive"),
+        ({"boundaries": [1]}, r"boundaries is \[1\]: give the last layer"),
+        ({"boundaries": [0, 0]}, r"boundaries is \[0, 0\]: give the last layer"),
+        ({"replicas": [2, 1]}, r"replicas is \[2, 1\], more than num_workers, 2"),
+        ({"replicas": [1], "boundaries": [0]}, r"replicas is \[1\], of 1 stages, but boundaries makes 2"),
+        ({"replicas": [1, 0]}, r"replicas\[1\] is 0"),
+        ({"schedule": "fast"}, "schedule is 'fast': plans are made for"),
+        ({"microbatches": 0}, "microbatches is 0"),
+        ({"schedule": "flush", "speeds": [1.0, 1.0]}, "speeds are planned for by cost_model='paper'"),
+    ],
+)
+def test_limits_that_cannot_be_are_refused_by_value(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        partition(_profile([(10, 0, 0, 0)] * 2), 2, 1e9, **changes)
