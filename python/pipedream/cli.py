@@ -1,5 +1,5 @@
-"""The command line: pipedream profile | partition | simulate | run | keys | trace. One process, its main
-thread.
+"""The command line: pipedream explain | profile | partition | simulate | run | keys | trace. One process, its
+main thread.
 
 Exit status 0; 2 for a user's mistake and 1 for any other failure, each one line on stderr. With --json
 stdout holds exactly one JSON object. Nothing here imports torch until a command needs it.
@@ -24,6 +24,7 @@ import typer
 from pipedream import __version__
 from pipedream.common.checks import check_count, check_output_file
 from pipedream.common.errors import PipelineError
+from pipedream.common.figure_file import FIGURE_SUFFIXES
 from pipedream.common.tracebacks import place_of_user_code, wants_whole_tracebacks
 from pipedream.common.units import parse_bandwidth
 from pipedream.launch.run_options import RUN_OPTIONS, check_arguments
@@ -125,6 +126,33 @@ def profile_command(
     else:
         notes.append("not saved: --output profile.json keeps it for `pipedream partition`")
     _print(_with_notes(measured, notes), measured.to_dict(), as_json)
+
+
+@app.command("explain")
+def explain_command(
+    target: _Target,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Save a picture here: .svg, .png or .pdf.")
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Show where a model can be cut, what crosses there, and why it cannot be cut elsewhere."""
+    from pipedream.launch.target import load_job
+
+    _check_output(output)
+    if output is not None and output.suffix not in FIGURE_SUFFIXES:
+        raise ValueError(f"output is {os.fspath(output)!r}: a picture ends in {', '.join(FIGURE_SUFFIXES)}")
+    with _clean_stdout(as_json):
+        job = load_job(target, needs_optimizer=False)
+        from pipedream.data.first_minibatch import first_of
+        from pipedream.model.explanation import explain
+
+        explained = explain(job.model, first_of(job.data), job.loss_fn)
+    notes = []
+    if output is not None:
+        explained.save_picture(output)
+        notes.append(f"picture saved in {output}")
+    _print(_with_notes(explained, notes), explained.to_dict(), as_json)
 
 
 @app.command("partition")

@@ -115,6 +115,10 @@ class Cuts:
                     spans.setdefault(name, sum(end < op.tick for end in ends))
         return {name: spans.get(name, len(cuts)) for name in self._trace.parameters}
 
+    def end_of(self, cut: Cut) -> int:
+        """When the call ends, by which cuts are in the order of the forward."""
+        return self._trace.calls[cut.call].end
+
     @property
     def last_call(self) -> str:
         """Of the forward; empty where it calls no module."""

@@ -1,0 +1,147 @@
+"""Explanation: where a model can be cut, what would cross there, and why not elsewhere; as text and picture.
+
+    explain(model, batch, loss_fn)    one forward is traced, and every cut is checked, as profile does
+
+Owned by the thread that makes it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipedream.common.figure_file import import_figure, save_figure
+from pipedream.common.table import format_table, shorten
+from pipedream.common.units import format_bytes
+from pipedream.model.batches import own_loss, parts_of
+from pipedream.model.boundary import device_of, to_device
+from pipedream.model.crossing import Crossing
+from pipedream.model.cut_model import CutModel, cut_model, needs_cutting
+from pipedream.model.split_check import check_cuts
+from pipedream.model.splitter import Model, layers_of, model_name
+
+__all__ = ["ExplainedLayer", "Explanation", "explain"]
+
+_REFUSED_SHOWN_MAX = 20
+_SENDERS_SHOWN_MAX = 3
+
+
+@dataclass(frozen=True)
+class ExplainedLayer:
+    """A layer, and the cut after it."""
+
+    name: str
+    parameter_bytes: int
+    crossing_bytes: int | None
+    """Of the minibatch that was traced; None: not known before it is profiled. 0 after the last layer."""
+    senders: tuple[str, ...] = ()
+    """The calls whose outputs cross, each once; "the inputs" among them."""
+    num_tensors: int = 0
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What is known of a model's cuts."""
+
+    model: str
+    layers: tuple[ExplainedLayer, ...]
+    refused: tuple[tuple[str, str], ...]
+    """(the call, why the model cannot be cut after it), in the order of the forward."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "layers": [vars(layer) | {"senders": list(layer.senders)} for layer in self.layers],
+            "refused": [{"name": name, "why_not": why_not} for name, why_not in self.refused],
+        }
+
+    def __str__(self) -> str:
+        headings = ("layer", "ends with", "parameters", "crosses after it", "tensors", "returned by")
+        rows = [self._row(index, layer) for index, layer in enumerate(self.layers)]
+        title = f"{self.model}: layers {len(self.layers)}, places where it cannot be cut {len(self.refused)}"
+        lines = [title, "", format_table(headings, rows, "><>>><")]
+        if self.refused:
+            lines += ["", "not after"]
+            lines += [f"  {name}: {why_not}" for name, why_not in self.refused[:_REFUSED_SHOWN_MAX]]
+            rest = len(self.refused) - _REFUSED_SHOWN_MAX
+            lines += [f"  and {rest} more, which --json lists"] if rest > 0 else []
+        return "\n".join(lines)
+
+    def _row(self, index: int, layer: ExplainedLayer) -> tuple[str, ...]:
+        is_last = index == len(self.layers) - 1
+        known = layer.crossing_bytes is not None and not is_last
+        senders = list(layer.senders[-_SENDERS_SHOWN_MAX:][::-1])
+        more = len(layer.senders) - len(senders)
+        return (
+            str(index),
+            shorten(layer.name, 40),
+            format_bytes(layer.parameter_bytes),
+            format_bytes(layer.crossing_bytes or 0) if known else "",
+            str(layer.num_tensors) if known else "",
+            ", ".join(senders) + (f" and {more} more" if more > 0 else ""),
+        )
+
+    def save_picture(self, path: str | os.PathLike[str]) -> None:
+        """Bytes that cross after each layer, and the parameters before: .svg, .png or .pdf. Raises ValueError
+        where matplotlib is missing."""
+        figure = import_figure(path)(figsize=(10, 1.2 + 0.18 * len(self.layers)), layout="constrained")
+        crossing, parameters = figure.subplots(1, 2, sharey=True)
+        rows = range(len(self.layers))
+        crossing.barh(rows, [(layer.crossing_bytes or 0) / 2**20 for layer in self.layers], color="tab:blue")
+        crossing.set_yticks(rows, [shorten(layer.name, 40) for layer in self.layers], fontsize=6)
+        crossing.set_xlabel("MiB that cross after the layer")
+        crossing.invert_yaxis()
+        sizes = [layer.parameter_bytes / 2**20 for layer in self.layers]
+        parameters.barh(rows, sizes, color="tab:gray")
+        parameters.set_xlabel("MiB of parameters")
+        figure.suptitle(f"{self.model}: {len(self.layers)} layers")
+        save_figure(figure, path)
+
+
+def explain(model: Model, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None = None) -> Explanation:
+    """batch: a minibatch as the data yield it. The model is left as it was.
+
+    Raises ValueError or TypeError for a batch that does not fit, and whatever the model raises.
+    """
+    loss_fn = loss_fn or own_loss
+    if not needs_cutting(model):
+        return _of_list(layers_of(model), model_name(model))
+    assert isinstance(model, nn.Module)
+    device = device_of([model])
+    inputs, targets = (to_device(part, device) for part in parts_of(batch, 0))
+    cut = cut_model(model, inputs, targets, loss_fn)
+    bad = check_cuts(cut, inputs, targets, loss_fn)
+    return _of_cut(cut.without(bad) if bad else cut)
+
+
+def _of_list(layers: Sequence[tuple[str, nn.Module]], name: str) -> Explanation:
+    explained = [
+        ExplainedLayer(name, sum(p.numel() * p.element_size() for p in layer.parameters()), None)
+        for name, layer in layers
+    ]
+    return Explanation(name, tuple(explained), ())
+
+
+def _of_cut(cut: CutModel) -> Explanation:
+    sizes = cut.parameter_bytes()
+    layers = [
+        ExplainedLayer(place.name, size, place.num_bytes, *_senders(place.crossing))
+        for place, size in zip(cut.offered, sizes, strict=False)
+    ]
+    layers.append(ExplainedLayer(cut.layer_names[-1], sizes[-1], 0))
+    refused = sorted(cut.refused, key=cut.cuts.end_of)
+    return Explanation(
+        model_name(cut), tuple(layers), tuple((place.name, place.why_not) for place in refused)
+    )
+
+
+def _senders(crossing: Crossing | None) -> tuple[tuple[str, ...], int]:
+    assert crossing is not None  # of an offered place
+    names = [
+        str(call.key) for call in crossing.calls if any(leaf.crossing is not None for leaf in call.leaves)
+    ]
+    return tuple(names), crossing.num_tensors

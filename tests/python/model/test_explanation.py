@@ -1,0 +1,80 @@
+"""What `pipedream explain` shows of a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipedream import cli
+from pipedream.model.explanation import explain
+from torch import nn
+from twins import cross_entropy
+
+
+class _Skipping(nn.Module):
+    """A skip, random numbers between modules, and a value that goes around torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body, self.norm, self.head = (nn.Linear(4, 4) for _ in range(4))
+        self.scale = 1.0
+        self.body.register_forward_hook(self._note)
+
+    def _note(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.scale = float(output.detach().numpy().sum())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skip = self.stem(x)
+        noise = nn.functional.dropout(skip)
+        x = self.norm(self.body(skip) + noise)
+        out: torch.Tensor = self.head(x + skip) * self.scale
+        return out
+
+
+def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(3, 4), torch.tensor([0, 1, 2])
+
+
+_JOB = """
+from test_explanation import _batch, _Skipping, cross_entropy
+def make():
+    return {"model": _Skipping(), "data": [_batch()], "loss_fn": cross_entropy}
+"""
+
+
+def test_layers_have_what_crosses_after_them_and_other_places_a_reason() -> None:
+    explained = explain(_Skipping(), _batch(), cross_entropy)
+    assert [(layer.name, layer.senders) for layer in explained.layers] == [("stem", ("stem",)), ("head", ())]
+    tensor_bytes, sizes_bytes = 3 * 4 * 4, 2 * 8  # of stem; the inputs have a stand-in
+    assert explained.layers[0].crossing_bytes == tensor_bytes + sizes_bytes
+    assert [layer.parameter_bytes for layer in explained.layers] == [80, 3 * 80]
+    reasons = dict(explained.refused)
+    assert list(reasons) == ["body", "norm"]
+    assert "draws random numbers outside a module" in reasons["body"]
+    assert "its loss is" in reasons["norm"]
+    text = str(explained)
+    assert "layers 2, places where it cannot be cut 2" in text and "  norm: its loss is" in text
+
+
+def test_a_list_of_layers_can_be_cut_after_each() -> None:
+    explained = explain(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), None)
+    assert [(layer.name, layer.parameter_bytes) for layer in explained.layers] == [("0", 24), ("1", 0)]
+
+
+def test_the_command_prints_one_object_and_draws_a_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "job_to_explain.py").write_text(_JOB)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["explain", "job_to_explain.py:make", "--json", "--output", "cuts.svg"])
+    assert exit_info.value.code == 0
+    explained = json.loads(capfd.readouterr().out)
+    assert [layer["name"] for layer in explained["layers"]] == ["stem", "head"]
+    assert explained["refused"][0]["name"] == "body"
+    assert "MiB that cross after the layer" in (tmp_path / "cuts.svg").read_text()
