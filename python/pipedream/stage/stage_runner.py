@@ -326,14 +326,19 @@ class StageRunner:
         """gradient_scale: None skips the update."""
         read_slot, write_slot = work.read_slot, work.write_slot
         gradients = self.parts.gradients
-        with self.parts.weights.own.updating(read_slot, write_slot):
-            if gradient_scale is None:
-                self._run_step(functools.partial(gradients.skip, read_slot, write_slot))
-            else:
-                gradients.apply(read_slot, write_slot, gradient_scale, self._run_step)
+        own = self.parts.weights.own
+        own.begin_update(read_slot, write_slot)
+        if gradient_scale is None:
+            self._run_step(functools.partial(gradients.skip, read_slot, write_slot))
+        else:
+            gradients.apply(read_slot, write_slot, gradient_scale, self._run_step)
+        own.end_update(write_slot)
 
     def _run_step(self, step: Callable[[], None]) -> None:
-        with contextlib.nullcontext() if self.step_meter is None else self.step_meter.step():
+        if self.step_meter is None:
+            self._user.run("optimizer", step)
+            return
+        with self.step_meter.step():
             self._user.run("optimizer", step)
 
     def data_mismatch(self, minibatch: int) -> DataMismatch:

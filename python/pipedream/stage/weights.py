@@ -174,13 +174,14 @@ class WeightVersions:
         if self._resident is not None:
             self._resident.prefetch(slot)
 
-    @contextlib.contextmanager
-    def updating(self, read_slot: int, write_slot: int) -> Iterator[None]:
-        """Around what writes the newest version from the one before."""
+    def begin_update(self, read_slot: int, write_slot: int) -> None:
+        """Before what writes the newest version from the one before."""
         if self._resident is not None:
             self._resident.read(read_slot)
             self._resident.write(write_slot)
-        yield
+
+    def end_update(self, write_slot: int) -> None:
+        """After it."""
         if self._resident is not None:
             self.settle(write_slot)  # its home gets what is in the slot
             self._resident.written(write_slot)
@@ -481,11 +482,25 @@ class StageOptimizer:
         masters = self._masters[first : first + len(read)]
         if self.optimizer is None or not masters:
             return
+        if len(masters) == len(self._masters):  # spares the plain step a context manager
+            self._step(self.optimizer, masters, read, write, gradients, gradient_scale)
+            return
         with _having_only(self.optimizer, masters):
-            if self._native is not None:
-                self._native.step_out_of_place(read, write, gradients, gradient_scale)
-            else:
-                self._step_through_masters(self.optimizer, masters, read, write, gradients, gradient_scale)
+            self._step(self.optimizer, masters, read, write, gradients, gradient_scale)
+
+    def _step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        masters: Sequence[nn.Parameter],
+        read: Sequence[Tensor],
+        write: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        gradient_scale: float,
+    ) -> None:
+        if self._native is not None:
+            self._native.step_out_of_place(read, write, gradients, gradient_scale)
+        else:
+            self._step_through_masters(optimizer, masters, read, write, gradients, gradient_scale)
 
     def end_step(self) -> None:
         """All of a version has been made."""
@@ -531,9 +546,6 @@ def _having_only(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Param
     """Meanwhile the optimizer has no other parameters than these of its own."""
     groups = optimizer.param_groups
     all_of_groups = [group["params"] for group in groups]
-    if len(parameters) == sum(map(len, all_of_groups)):
-        yield
-        return
     kept = {id(parameter) for parameter in parameters}
     for group in groups:
         group["params"] = [parameter for parameter in group["params"] if id(parameter) in kept]

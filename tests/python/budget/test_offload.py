@@ -419,8 +419,10 @@ def test_a_graph_reads_its_version_wherever_that_lies_by_then() -> None:
         wanted.append(torch.autograd.grad(alone, [inputs, current]))
         leaves.append(weights.leaves(version)[0])
         if version < 4:
-            with weights.updating(version, version + 1), torch.no_grad():
+            weights.begin_update(version, version + 1)
+            with torch.no_grad():
                 weights.leaves(version + 1)[0].copy_(weights.leaves(version)[0] * 1.5 + version)
+            weights.end_update(version + 1)
     for version, loss in enumerate(losses):
         inputs.grad = None
         weights.bind(version)
@@ -436,8 +438,9 @@ def test_a_graph_reads_its_version_wherever_that_lies_by_then() -> None:
 def test_a_leaf_whose_version_is_nowhere_reads_as_nan() -> None:
     _, weights, resident = _linear_versions(5)
     for version in range(4):
-        with weights.updating(version, version + 1):
-            weights.copy_version(version, version + 1)
+        weights.begin_update(version, version + 1)
+        weights.copy_version(version, version + 1)
+        weights.end_update(version + 1)
     for version in range(5):
         is_here = resident.position_of(version) is not None
         assert weights.leaves(version)[0].isnan().any() != is_here
@@ -448,8 +451,10 @@ def test_restoring_brings_the_version_back_first() -> None:
     layer, weights, resident = _linear_versions(5)
     before = layer.weight.detach().clone()
     for version in range(4):
-        with weights.updating(version, version + 1), torch.no_grad():
+        weights.begin_update(version, version + 1)
+        with torch.no_grad():
             weights.leaves(version + 1)[0].copy_(weights.leaves(version)[0] + 1.0)
+        weights.end_update(version + 1)
     assert resident.position_of(0) is None
     weights.restore(0)
     assert torch.equal(layer.weight, before)

@@ -151,11 +151,12 @@ def test_an_offloaded_version_that_was_written_outside_its_slot_comes_back_as_wr
     versions.bind(0)
     _leave_slot(versions, 0, 5.0)
     for slot in range(1, 5):
-        with versions.updating(slot - 1, slot):
-            if update == "copy":
-                versions.copy_version(slot - 1, slot)
-            else:
-                _leave_slot(versions, slot, 5.0)
+        versions.begin_update(slot - 1, slot)
+        if update == "copy":
+            versions.copy_version(slot - 1, slot)
+        else:
+            _leave_slot(versions, slot, 5.0)
+        versions.end_update(slot)
     versions.bind(1)  # it had to make room
     assert all(bool((leaf == 5.0).all()) for leaf in versions.leaves(1))
 
