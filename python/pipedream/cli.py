@@ -1,4 +1,4 @@
-"""The command line: pipedream explain | profile | partition | simulate | run | keys | trace. One process, its
+"""The command line: pipedream explain | profile | run | keys, and planning_commands.py's. One process, its
 main thread.
 
 Exit status 0; 2 for a user's mistake and 1 for any other failure, each one line on stderr. With --json
@@ -8,10 +8,7 @@ stdout holds exactly one JSON object. Nothing here imports torch until a command
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
-import json
-import math
 import os
 import sys
 import traceback
@@ -22,15 +19,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipedream import __version__
-from pipedream.common.checks import check_count, check_output_file
+from pipedream.command_line import JsonOption, check_output, print_result, with_notes
+from pipedream.common.checks import check_count
 from pipedream.common.errors import PipelineError
 from pipedream.common.figure_file import FIGURE_SUFFIXES
 from pipedream.common.tracebacks import place_of_user_code, wants_whole_tracebacks
 from pipedream.common.units import parse_bandwidth
 from pipedream.launch.run_options import RUN_OPTIONS, check_arguments
-from pipedream.planning.layer_profile import Profile
 from pipedream.planning.partitioner import partition
 from pipedream.planning.plan import Plan, replica_counts
+from pipedream.planning_commands import add_planning_commands
 
 if TYPE_CHECKING:
     from pipedream.report.result import RunResult
@@ -43,8 +41,6 @@ _INTERRUPTED_STATUS = 130  # as a shell reports SIGINT
 
 # `run` without a plan profiles first: long enough for steady figures, short beside the training.
 _PROFILE_BEFORE_RUN_S = 10.0
-
-_DEFAULT_PICTURE = Path("schedule.svg")
 
 _RESULT_FIELDS = (
     "losses",
@@ -79,13 +75,6 @@ _Target = Annotated[
         " object with model, data, loss_fn and, to run, optimizer and any other argument of pipedream.run.",
     ),
 ]
-_Microbatches = Annotated[int | None, typer.Option(help="Of every minibatch.")]
-_Recompute = Annotated[
-    bool, typer.Option("--recompute", help="Every stage repeats its forward before the backward.")
-]
-_Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")
-]
 
 
 def _print_version(asked: bool) -> None:
@@ -109,12 +98,12 @@ def profile_command(
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the profile here.")] = None,
     minibatches: Annotated[int, typer.Option(help="Minibatches to time at most.")] = 1000,
     seconds: Annotated[float | None, typer.Option(help="Seconds to time at most.")] = None,
-    as_json: _Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Time every layer of a model on this machine."""
     from pipedream.launch.target import load_job
 
-    _check_output(output)
+    check_output(output)
     with _clean_stdout(as_json):
         job = load_job(target, needs_optimizer=False)
         from pipedream.model.profiler import profile
@@ -125,7 +114,7 @@ def profile_command(
         measured.save(output)
     else:
         notes.append("not saved: --output profile.json keeps it for `pipedream partition`")
-    _print(_with_notes(measured, notes), measured.to_dict(), as_json)
+    print_result(with_notes(measured, notes), measured.to_dict(), as_json)
 
 
 @app.command("explain")
@@ -134,12 +123,12 @@ def explain_command(
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save a picture here: .svg, .png or .pdf.")
     ] = None,
-    as_json: _Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show where a model can be cut, what crosses there, and why it cannot be cut elsewhere."""
     from pipedream.launch.target import load_job
 
-    _check_output(output)
+    check_output(output)
     if output is not None and output.suffix not in FIGURE_SUFFIXES:
         raise ValueError(f"output is {os.fspath(output)!r}: a picture ends in {', '.join(FIGURE_SUFFIXES)}")
     with _clean_stdout(as_json):
@@ -152,85 +141,7 @@ def explain_command(
     if output is not None:
         explained.save_picture(output)
         notes.append(f"picture saved in {output}")
-    _print(_with_notes(explained, notes), explained.to_dict(), as_json)
-
-
-@app.command("partition")
-def partition_command(
-    profile_file: Annotated[Path, typer.Argument(metavar="PROFILE", help="A file that `profile` saved.")],
-    workers: Annotated[int, typer.Option(help="Workers to use at most.")],
-    bandwidth: Annotated[str, typer.Option(help="Of the links between workers, for example 10Gbit/s.")],
-    straight: Annotated[bool, typer.Option("--straight", help="One replica per stage.")] = False,
-    cost_model: Annotated[str, typer.Option(help="What predicts the times: paper.")] = "paper",
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the plan here.")] = None,
-    as_json: _Json = False,
-) -> None:
-    """Cut a profiled model into the fastest stages."""
-    _check_output(output)
-    plan = partition(Profile.load(profile_file), workers, bandwidth, cost_model=cost_model, straight=straight)
-    notes = []
-    if output is not None:
-        plan.save(output)
-    else:
-        notes.append("not saved: --output plan.json keeps it for `pipedream run TARGET --plan plan.json`")
-    _print(_with_notes(plan, notes), plan.to_dict(), as_json)
-
-
-@app.command("simulate")
-def simulate_command(
-    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A file that `partition` saved.")],
-    profile_file: Annotated[
-        Path, typer.Option("--profile", metavar="FILE", help="The profile that the plan was made from.")
-    ],
-    schedule: Annotated[
-        str,
-        typer.Option(help="pipedream, vertical_sync, naive, 2bw, flush, gpipe, interleaved, model_parallel."),
-    ] = "pipedream",
-    bandwidth: Annotated[
-        str | None, typer.Option(help="Of the links between workers; without it the plan's.")
-    ] = None,
-    minibatches: Annotated[int | None, typer.Option(help="How many to simulate.")] = None,
-    microbatches: _Microbatches = None,
-    recompute: _Recompute = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Save a picture here: .svg, .png, .pdf, .txt, or a Perfetto trace, .json or .json.gz.",
-        ),
-    ] = None,
-    as_json: _Json = False,
-) -> None:
-    """Predict what a plan does: time per minibatch, who works when, what the links carry. Nothing is run."""
-    from pipedream.planning.plan_simulation import simulate_plan
-    from pipedream.planning.schedule_picture import check_picture_path, write_picture
-    from pipedream.planning.traced_schedule import describe_bubble, input_phases
-
-    _check_output(output)
-    simulated = simulate_plan(
-        plan_file,
-        Profile.load(profile_file),
-        schedule=schedule,
-        bandwidth_bytes_per_s=None if bandwidth is None else parse_bandwidth(bandwidth),
-        minibatches=minibatches,
-        microbatches=microbatches,
-        recompute=recompute,
-    )
-    notes = []
-    if output is not None:
-        check_picture_path(output)  # after the other options: it may only miss matplotlib
-        traced, simulation = simulated.traced, simulated.simulation
-        write_picture(
-            output,
-            simulation,
-            traced.title(),
-            describe_bubble(simulation),
-            phases=input_phases(traced, simulation),
-            time_unit="ms",
-            show_versions=None,
-        )
-        notes.append(f"picture saved in {output}")
-    _print(_with_notes(simulated, notes), simulated.to_dict(), as_json)
+    print_result(with_notes(explained, notes), explained.to_dict(), as_json)
 
 
 def _with_run_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -283,7 +194,7 @@ def run_command(
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save the trained weights here (.safetensors).")
     ] = None,
-    as_json: _Json = False,
+    as_json: JsonOption = False,
     **arguments: Any,
 ) -> None:
     """Train a model as a pipeline of worker processes.
@@ -295,7 +206,7 @@ def run_command(
     from pipedream.launch.target import load_job
 
     _check_weights_file(output)
-    _check_output(arguments["trace"])
+    check_output(arguments["trace"])
     _check_plan_options(plan_file, workers, bandwidth, straight)
     options = _read_run_options(arguments)
     if as_json:
@@ -317,13 +228,13 @@ def run_command(
             raise ValueError("gather is 'none', which leaves no whole model to save: leave --output out")
         if not as_json and _is_first_rank():
             unsaved = "the trained weights will not be saved: --output FILE.safetensors does"
-            typer.echo(_with_notes(plan, [unsaved] if output is None else []) + "\n")
+            typer.echo(with_notes(plan, [unsaved] if output is None else []) + "\n")
         result = run(job.model, plan, data=job.data, loss_fn=job.loss_fn, **options)
         if output is not None and _is_first_rank():
             _save_weights(job.model, output)
     if _is_first_rank():
         summary = {"plan": plan.to_dict()} | {name: getattr(result, name) for name in _RESULT_FIELDS}
-        _print(_describe(result, output, options.get("trace")), summary, as_json)
+        print_result(_describe(result, output, options.get("trace")), summary, as_json)
 
 
 @app.command("keys")
@@ -335,135 +246,23 @@ def keys_command(
         int | None,
         typer.Option(help="A file per machine, machine-0.json and so on, each with its own pair."),
     ] = None,
-    as_json: _Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Make the keys that encrypt and authenticate the links of runs on several machines."""
     from pipedream.links.keys import write_key_file, write_key_folder
 
     if machines is None:
-        _check_output(path)
+        check_output(path)
         paths, made = [path], [write_key_file(path)]
     else:
-        _check_output(path / "machine-0.json" if path.is_dir() else path)
+        check_output(path / "machine-0.json" if path.is_dir() else path)
         paths, made = write_key_folder(path, machines)
     fields = {"files": [os.fspath(path) for path in paths], "public": [keys.public for keys in made]}
     if machines is None:
         remedy = f"copy it to every machine of the run, readable by you alone, and give keys={str(path)!r}"
     else:
         remedy = "move each file to its machine, readable by you alone, and give its path as keys="
-    _print("\n".join([*fields["files"], remedy]), fields, as_json)
-
-
-@app.command("trace")
-def trace_command(
-    schedule: Annotated[
-        str,
-        typer.Option(
-            help="pipedream, vertical_sync, naive, 2bw, flush, gpipe, interleaved, model_parallel,"
-            " data_parallel."
-        ),
-    ] = "pipedream",
-    stages: Annotated[int | None, typer.Option(help="Stages, without --plan.")] = None,
-    plan_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--plan", metavar="FILE", help="A plan's stages, or just the replicas of each, for example 2-1."
-        ),
-    ] = None,
-    minibatches: Annotated[int | None, typer.Option(help="How many to show.")] = None,
-    microbatches: _Microbatches = None,
-    workers: Annotated[
-        int | None, typer.Option(help="For interleaved: workers that share the stages; else half as many.")
-    ] = None,
-    in_flight: Annotated[
-        str | None, typer.Option(metavar="N,N,...", help="In flight at every stage, for example 4,3,2,1.")
-    ] = None,
-    recompute: _Recompute = False,
-    staleness: Annotated[
-        int, typer.Option(help="How many rounds older a version replicas may read than without.")
-    ] = 0,
-    times: Annotated[
-        str | None,
-        typer.Option(
-            metavar="F,B[,U]",
-            help="Forward and backward of a microbatch and update, in ms; without it a backward takes as"
-            " long as two forwards, and each of r replicas r times as long as a stage that has one.",
-        ),
-    ] = None,
-    transfer: Annotated[float, typer.Option(help="A microbatch's way to the next stage, in ms.")] = 0.0,
-    shard: Annotated[
-        float, typer.Option(help="The way of a shard, pushed or pulled, to another replica, in ms.")
-    ] = 0.0,
-    program_file: Annotated[
-        Path | None,
-        typer.Option("--program", metavar="FILE", help="Check and show the lists in FILE, as --text prints."),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Save the picture here: .svg, .png, .pdf, .txt, or a Perfetto trace, .json or .json.gz."
-            " Without --text and --json the default is schedule.svg.",
-        ),
-    ] = None,
-    versions: Annotated[
-        bool | None, typer.Option("--versions/--no-versions", help="Weight versions in the picture.")
-    ] = None,
-    as_text: Annotated[bool, typer.Option("--text", help="Print the workers' instruction lists.")] = False,
-    as_json: _Json = False,
-) -> None:
-    """Show a schedule: a picture as in the papers, the instruction lists, the bubble. Nothing is run."""
-    from pipedream.planning.schedule_picture import check_picture_path, write_picture
-    from pipedream.planning.simulator import simulate
-    from pipedream.planning.traced_schedule import (
-        TraceRequest,
-        describe_bubble,
-        input_phases,
-        make_traced,
-        read_times,
-        trace_fields,
-    )
-
-    if as_text and as_json:
-        raise ValueError("--text and --json both print on stdout: give one of them")
-    if output is None and not (as_text or as_json):
-        output = _DEFAULT_PICTURE
-    _check_output(output)
-    given_times = dataclasses.replace(read_times(times), shard_ms=shard)
-    traced = make_traced(
-        TraceRequest(
-            schedule=schedule,
-            stages=stages,
-            plan_file=plan_file,
-            minibatches=minibatches,
-            microbatches=microbatches,
-            workers=workers,
-            in_flight=in_flight,
-            recompute=recompute,
-            staleness=staleness,
-        ),
-        program_file,
-    )
-    if output is not None:
-        check_picture_path(output)  # after the other options: it may only miss matplotlib
-    stage_times = traced.balanced(given_times) if times is None else given_times
-    simulation = simulate(traced.programs, stage_times, transfer)
-    if output is not None:
-        write_picture(
-            output,
-            simulation,
-            traced.title(),
-            describe_bubble(simulation),
-            phases=input_phases(traced, simulation),
-            time_unit="forwards" if times is None and not (transfer or shard) else "ms",
-            show_versions=versions,
-        )
-    if as_text:
-        typer.echo(f"# {traced.title()}\n{traced.text()}", nl=False)
-        return
-    saved = f"\npicture saved in {output}" if output is not None else ""
-    shown = f"{traced.title()}\n{describe_bubble(simulation)}{saved}"
-    _print(shown, trace_fields(traced, simulation, given_times, transfer, output), as_json)
+    print_result("\n".join([*fields["files"], remedy]), fields, as_json)
 
 
 def _check_plan_options(
@@ -511,10 +310,6 @@ def _save_weights(model: Any, output: Path) -> None:
     )
 
 
-def _with_notes(shown: object, notes: list[str]) -> str:
-    return "\n".join([str(shown), *([""] if notes else []), *notes])
-
-
 def _describe(result: RunResult, output: Path | None, trace: str | os.PathLike[str] | None) -> str:
     lines = [f"trained on {len(result.losses)} minibatches, {result.samples_per_s:.1f} samples/s"]
     if result.losses:
@@ -532,15 +327,10 @@ def _describe(result: RunResult, output: Path | None, trace: str | os.PathLike[s
     return "\n".join(lines)
 
 
-def _check_output(path: Path | None) -> None:
-    if path is not None:
-        check_output_file(path)
-
-
 def _check_weights_file(path: Path | None) -> None:
     if path is None:
         return
-    _check_output(path)
+    check_output(path)
     if path.suffix != ".safetensors":
         raise ValueError(
             f"{path}: weights are saved in the safetensors format, so the name must end in .safetensors"
@@ -569,23 +359,6 @@ def _clean_stdout(as_json: bool) -> Iterator[None]:
         os.close(kept)
 
 
-def _print(shown: object, fields: Mapping[str, Any], as_json: bool) -> None:
-    typer.echo(json.dumps(_to_json(fields), allow_nan=False) if as_json else str(shown))
-
-
-def _to_json(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null stands for both."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if hasattr(value, "_asdict"):  # a named tuple
-        value = value._asdict()
-    if isinstance(value, Mapping):
-        return {str(key): _to_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_to_json(item) for item in value]
-    return value
-
-
 def _fail(error: BaseException | str, status: int, text: str = "") -> int:
     """text: what to say instead of what the error says itself."""
     if wants_whole_tracebacks() and isinstance(error, BaseException):
@@ -597,6 +370,9 @@ def _fail(error: BaseException | str, status: int, text: str = "") -> int:
         message = f"{named}{message} ({place})"
     print(f"pipedream: error: {message}", file=sys.stderr)
     return status
+
+
+add_planning_commands(app)
 
 
 def _run_command(arguments: list[str] | None) -> int:

@@ -151,6 +151,33 @@ def test_partition_json_is_the_plan_file(call: Caller) -> None:
     assert plan.bottleneck_ms == pytest.approx(10)
 
 
+def test_partition_keeps_to_limits_given_on_the_command_line(call: Caller) -> None:
+    arguments = ("partition", "profile.json", "--workers", "2", "--bandwidth", "10Gbit/s", "--json")
+    given = call(*arguments, "--boundaries", "0", "--replicas", "1-1")
+    assert [stage["last_layer"] for stage in json.loads(given.stdout)["stages"]] == [0, 1]
+    slow = call(*arguments, "--speeds", "1,0.5", "--straight")
+    assert json.loads(slow.stdout)["bottleneck_ms"] == pytest.approx(20)
+    flush = json.loads(call(*arguments, "--schedule", "flush", "--microbatches", "2", "--straight").stdout)
+    assert flush["predicted"]["microbatches"] == 2
+    refused = call(*arguments, "--memory", "1KiB")
+    assert refused.status == 2
+    assert "no plan has 2 workers, memory of 1.00 KiB: give more memory" in refused.stderr
+    unread = call(*arguments, "--speeds", "fast")
+    assert (unread.status, unread.stderr) == (
+        2,
+        "pipedream: error: --speeds is 'fast': give numbers with ',' between them, for example 2,1\n",
+    )
+
+
+def test_table_predicts_speeds_of_all_profiles_in_a_folder(call: Caller) -> None:
+    shown = call("table", ".", "--workers", "1,2", "--bandwidth", "10Gbit/s")
+    assert (shown.status, shown.stderr) == (0, "")
+    assert len(shown.stdout.splitlines()) == 3
+    rows = json.loads(call("table", "profile.json", "--workers", "2", "--json").stdout)["rows"]
+    assert [row["bandwidth_bytes_per_s"] for row in rows] == [1.25e8, 1.25e9, 3.125e9, 1.25e10]
+    assert rows[0]["over_one_worker"] == pytest.approx(2)
+
+
 def test_simulate_prints_a_table_and_json_has_its_figures(call: Caller) -> None:
     made = call(
         *("partition", "profile.json", "--workers", "2", "--bandwidth", "8Mbit/s", "--straight"),

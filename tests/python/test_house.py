@@ -43,7 +43,8 @@ CPP_FOLDERS = [
     "stage",
     "bindings",
 ]
-_ON_TOP = {"__init__", "__main__", "_core", "cli", "optim", "reference"}
+_COMMANDS = {"cli", "command_line", "planning_commands"}
+_ON_TOP = {"__init__", "__main__", "_core", "optim", "reference", *_COMMANDS}
 
 
 def _imports(path: Path, *, of_annotations: bool = True) -> Iterator[str]:

@@ -60,6 +60,7 @@ def partition(
     replicas: Sequence[int] | None = None,
     optimizer_copies: float = 1.0,
     recompute: bool = True,
+    hides_links: bool = True,
 ) -> Plan:
     """The plan with the smallest predicted time per minibatch on at most `num_workers` workers.
 
@@ -83,6 +84,9 @@ def partition(
     speeds: of each worker, by its rank; 2 takes half as long as the profile says.
     boundaries, replicas: the last layer of every stage but the last one, and each stage's replicas, where
         they are given.
+
+    hides_links: by the paper's model, more minibatches are kept in flight than its rule says where the
+        simulator shows that a slow link would cost more than 5 % otherwise, unless memory is limited.
 
     Raises ValueError for fewer than one worker, a bandwidth that is not positive, a cost model or schedule
     that is unknown or lacks its figures, and limits that no plan keeps to; TypeError for arguments of another
@@ -130,6 +134,8 @@ def partition(
         limits,
     )
     plan = problem.by_search() if problem.is_simulated else problem.by_formulas()
+    if hides_links and not problem.is_simulated and memory is None:
+        plan = problem.with_links_hidden(plan)
     return problem.with_alternatives(plan)
 
 
@@ -195,8 +201,7 @@ class _Problem:
         layers_ms = [layer.compute_ms for layer in self.profile.layers]
         stages, bottleneck_s, figures = self.solve(layers_ms, self.num_workers, self.straight)
         plan = self.formula_plan(stages, bottleneck_s * 1e3)
-        plan = replace(plan, predicted=plan.predicted | figures)
-        return plan if self.limits.memory_bytes else self._with_links_hidden(plan)
+        return replace(plan, predicted=plan.predicted | figures)
 
     def formula_plan(self, stages: Stages, bottleneck_ms: float | None = None) -> Plan:
         predicted = _predict(self.profile, stages, self.bytes_per_s)
@@ -230,7 +235,7 @@ class _Problem:
         )
         return tuple(Stage(*stage) for stage in found), bottleneck_s, {}
 
-    def _with_links_hidden(self, plan: Plan) -> Plan:
+    def with_links_hidden(self, plan: Plan) -> Plan:
         """With as many in flight as hide the links (design.md, section 4), where the simulator says that this
         pays for their memory and staleness."""
         if plan.num_stages == 1 or not plan.bottleneck_ms:

@@ -1,0 +1,288 @@
+"""The commands that plan and show what would be run: partition, table, simulate, trace. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from pipedream.command_line import JsonOption, check_output, print_result, with_notes
+from pipedream.common.units import parse_bandwidth
+from pipedream.planning.layer_profile import Profile
+from pipedream.planning.partitioner import partition
+
+__all__ = ["add_planning_commands"]
+
+_DEFAULT_PICTURE = Path("schedule.svg")
+
+_Microbatches = Annotated[int | None, typer.Option(help="Of every minibatch.")]
+_Recompute = Annotated[
+    bool, typer.Option("--recompute", help="Every stage repeats its forward before the backward.")
+]
+
+
+def add_planning_commands(app: typer.Typer) -> None:
+    app.command("partition")(partition_command)
+    app.command("table")(table_command)
+    app.command("simulate")(simulate_command)
+    app.command("trace")(trace_command)
+
+
+def partition_command(
+    profile_file: Annotated[Path, typer.Argument(metavar="PROFILE", help="A file that `profile` saved.")],
+    workers: Annotated[int, typer.Option(help="Workers to use at most.")],
+    bandwidth: Annotated[str, typer.Option(help="Of the links between workers, for example 10Gbit/s.")],
+    straight: Annotated[bool, typer.Option("--straight", help="One replica per stage.")] = False,
+    cost_model: Annotated[
+        str, typer.Option(help="What predicts the times: paper, or calibrated, of a calibrated profile.")
+    ] = "paper",
+    memory: Annotated[str | None, typer.Option(help="Of each worker, for example 16GiB.")] = None,
+    optimizer_copies: Annotated[
+        float, typer.Option(help="Of the weights, as its state: 0 plain SGD, 1 momentum, 2 Adam.")
+    ] = 1.0,
+    recompute: Annotated[
+        bool,
+        typer.Option("--recompute/--no-recompute", help="Whether forwards may run again to save memory."),
+    ] = True,
+    schedule: Annotated[
+        str, typer.Option(help="Plan for: pipedream, vertical_sync, 2bw, flush, gpipe.")
+    ] = "pipedream",
+    microbatches: Annotated[int | None, typer.Option(help="Of a minibatch; without it chosen.")] = None,
+    workers_per_host: Annotated[
+        int | None, typer.Option(help="That share a machine's cores, for the calibrated model.")
+    ] = None,
+    speeds: Annotated[
+        str | None, typer.Option(metavar="X,X,...", help="Of each worker; 2 takes half as long.")
+    ] = None,
+    boundaries: Annotated[
+        str | None, typer.Option(metavar="N,N,...", help="The last layer of each stage but the last one.")
+    ] = None,
+    replicas: Annotated[str | None, typer.Option(metavar="N-N-...", help="Of each stage.")] = None,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the plan here.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Cut a profiled model into the fastest stages."""
+    check_output(output)
+    plan = partition(
+        Profile.load(profile_file),
+        workers,
+        bandwidth,
+        memory=memory,
+        cost_model=cost_model,
+        straight=straight,
+        workers_per_host=workers_per_host,
+        schedule=schedule,
+        microbatches=microbatches,
+        speeds=None if speeds is None else _numbers("--speeds", speeds, float),
+        boundaries=None if boundaries is None else _numbers("--boundaries", boundaries, int),
+        replicas=None if replicas is None else _numbers("--replicas", replicas, int, separator="-"),
+        optimizer_copies=optimizer_copies,
+        recompute=recompute,
+    )
+    notes = []
+    if output is not None:
+        plan.save(output)
+    else:
+        notes.append("not saved: --output plan.json keeps it for `pipedream run TARGET --plan plan.json`")
+    print_result(with_notes(plan, notes), plan.to_dict(), as_json)
+
+
+def table_command(
+    profiles: Annotated[
+        list[Path],
+        typer.Argument(metavar="PROFILE...", help="Files that `profile` saved, or folders of them."),
+    ],
+    workers: Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of workers.")] = "4,8,16",
+    bandwidth: Annotated[
+        str, typer.Option(metavar="B,B,...", help="Of the links between workers.")
+    ] = "1Gbit/s,10Gbit/s,25Gbit/s,100Gbit/s",
+    as_json: JsonOption = False,
+) -> None:
+    """Predict how much faster the best plans are than one worker and than data parallel."""
+    from pipedream.planning.speed_table import describe_speeds, make_speeds, read_profiles
+
+    counts = _numbers("--workers", workers, int)
+    rows = make_speeds(read_profiles(profiles), counts, [one.strip() for one in bandwidth.split(",")])
+    print_result(describe_speeds(rows), {"rows": [row.to_dict() for row in rows]}, as_json)
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+def _numbers(option: str, text: str, kind: type[_Number], *, separator: str = ",") -> list[_Number]:
+    try:
+        return [kind(number) for number in text.split(separator)]
+    except ValueError:
+        example = separator.join(("2", "1"))
+        raise ValueError(
+            f"{option} is {text!r}: give numbers with {separator!r} between them, for example {example}"
+        ) from None
+
+
+def simulate_command(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A file that `partition` saved.")],
+    profile_file: Annotated[
+        Path, typer.Option("--profile", metavar="FILE", help="The profile that the plan was made from.")
+    ],
+    schedule: Annotated[
+        str,
+        typer.Option(help="pipedream, vertical_sync, naive, 2bw, flush, gpipe, interleaved, model_parallel."),
+    ] = "pipedream",
+    bandwidth: Annotated[
+        str | None, typer.Option(help="Of the links between workers; without it the plan's.")
+    ] = None,
+    minibatches: Annotated[int | None, typer.Option(help="How many to simulate.")] = None,
+    microbatches: _Microbatches = None,
+    recompute: _Recompute = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Save a picture here: .svg, .png, .pdf, .txt, or a Perfetto trace, .json or .json.gz.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict what a plan does: time per minibatch, who works when, what the links carry. Nothing is run."""
+    from pipedream.planning.plan_simulation import simulate_plan
+    from pipedream.planning.schedule_picture import check_picture_path, write_picture
+    from pipedream.planning.traced_schedule import describe_bubble, input_phases
+
+    check_output(output)
+    simulated = simulate_plan(
+        plan_file,
+        Profile.load(profile_file),
+        schedule=schedule,
+        bandwidth_bytes_per_s=None if bandwidth is None else parse_bandwidth(bandwidth),
+        minibatches=minibatches,
+        microbatches=microbatches,
+        recompute=recompute,
+    )
+    notes = []
+    if output is not None:
+        check_picture_path(output)  # after the other options: it may only miss matplotlib
+        traced, simulation = simulated.traced, simulated.simulation
+        write_picture(
+            output,
+            simulation,
+            traced.title(),
+            describe_bubble(simulation),
+            phases=input_phases(traced, simulation),
+            time_unit="ms",
+            show_versions=None,
+        )
+        notes.append(f"picture saved in {output}")
+    print_result(with_notes(simulated, notes), simulated.to_dict(), as_json)
+
+
+def trace_command(
+    schedule: Annotated[
+        str,
+        typer.Option(
+            help="pipedream, vertical_sync, naive, 2bw, flush, gpipe, interleaved, model_parallel,"
+            " data_parallel."
+        ),
+    ] = "pipedream",
+    stages: Annotated[int | None, typer.Option(help="Stages, without --plan.")] = None,
+    plan_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--plan", metavar="FILE", help="A plan's stages, or just the replicas of each, for example 2-1."
+        ),
+    ] = None,
+    minibatches: Annotated[int | None, typer.Option(help="How many to show.")] = None,
+    microbatches: _Microbatches = None,
+    workers: Annotated[
+        int | None, typer.Option(help="For interleaved: workers that share the stages; else half as many.")
+    ] = None,
+    in_flight: Annotated[
+        str | None, typer.Option(metavar="N,N,...", help="In flight at every stage, for example 4,3,2,1.")
+    ] = None,
+    recompute: _Recompute = False,
+    staleness: Annotated[
+        int, typer.Option(help="How many rounds older a version replicas may read than without.")
+    ] = 0,
+    times: Annotated[
+        str | None,
+        typer.Option(
+            metavar="F,B[,U]",
+            help="Forward and backward of a microbatch and update, in ms; without it a backward takes as"
+            " long as two forwards, and each of r replicas r times as long as a stage that has one.",
+        ),
+    ] = None,
+    transfer: Annotated[float, typer.Option(help="A microbatch's way to the next stage, in ms.")] = 0.0,
+    shard: Annotated[
+        float, typer.Option(help="The way of a shard, pushed or pulled, to another replica, in ms.")
+    ] = 0.0,
+    program_file: Annotated[
+        Path | None,
+        typer.Option("--program", metavar="FILE", help="Check and show the lists in FILE, as --text prints."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Save the picture here: .svg, .png, .pdf, .txt, or a Perfetto trace, .json or .json.gz."
+            " Without --text and --json the default is schedule.svg.",
+        ),
+    ] = None,
+    versions: Annotated[
+        bool | None, typer.Option("--versions/--no-versions", help="Weight versions in the picture.")
+    ] = None,
+    as_text: Annotated[bool, typer.Option("--text", help="Print the workers' instruction lists.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a schedule: a picture as in the papers, the instruction lists, the bubble. Nothing is run."""
+    from pipedream.planning.schedule_picture import check_picture_path, write_picture
+    from pipedream.planning.simulator import simulate
+    from pipedream.planning.traced_schedule import (
+        TraceRequest,
+        describe_bubble,
+        input_phases,
+        make_traced,
+        read_times,
+        trace_fields,
+    )
+
+    if as_text and as_json:
+        raise ValueError("--text and --json both print on stdout: give one of them")
+    if output is None and not (as_text or as_json):
+        output = _DEFAULT_PICTURE
+    check_output(output)
+    given_times = dataclasses.replace(read_times(times), shard_ms=shard)
+    traced = make_traced(
+        TraceRequest(
+            schedule=schedule,
+            stages=stages,
+            plan_file=plan_file,
+            minibatches=minibatches,
+            microbatches=microbatches,
+            workers=workers,
+            in_flight=in_flight,
+            recompute=recompute,
+            staleness=staleness,
+        ),
+        program_file,
+    )
+    if output is not None:
+        check_picture_path(output)  # after the other options: it may only miss matplotlib
+    stage_times = traced.balanced(given_times) if times is None else given_times
+    simulation = simulate(traced.programs, stage_times, transfer)
+    if output is not None:
+        write_picture(
+            output,
+            simulation,
+            traced.title(),
+            describe_bubble(simulation),
+            phases=input_phases(traced, simulation),
+            time_unit="forwards" if times is None and not (transfer or shard) else "ms",
+            show_versions=versions,
+        )
+    if as_text:
+        typer.echo(f"# {traced.title()}\n{traced.text()}", nl=False)
+        return
+    saved = f"\npicture saved in {output}" if output is not None else ""
+    shown = f"{traced.title()}\n{describe_bubble(simulation)}{saved}"
+    print_result(shown, trace_fields(traced, simulation, given_times, transfer, output), as_json)

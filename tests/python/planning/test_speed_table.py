@@ -1,0 +1,50 @@
+"""The table of models, workers and links: its speeds, and which files it reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pipedream.common.errors import FileFormatError
+from pipedream.planning.layer_profile import LayerProfile, Profile
+from pipedream.planning.speed_table import describe_speeds, make_speeds, read_profiles
+
+
+def _profile(model: str | None, parameter_bytes: int = 0) -> Profile:
+    """Four equal layers of 10 ms."""
+    layers = [LayerProfile(f"layer{i}", 4.0, 6.0, 0, parameter_bytes) for i in range(4)]
+    return Profile(tuple(layers), model=model)
+
+
+def test_speeds_are_over_one_worker_and_over_data_parallel() -> None:
+    # Data parallel on two: 4 (m - 1) |w| / m = 8 MB a minibatch, 80 ms at 100 MB/s, for two minibatches.
+    rows = make_speeds({"even": _profile("even", 1_000_000)}, [1, 2], ["800Mbit/s"])
+    assert [(row.num_workers, row.plan.workers_used) for row in rows] == [(1, 1), (2, 2)]
+    assert [row.over_one_worker for row in rows] == [pytest.approx(1), pytest.approx(2)]
+    assert rows[1].over_data_parallel == pytest.approx(40 / 20)
+    assert rows[1].to_dict()["plan"]["stages"][0]["num_replicas"] == 1
+
+
+def test_a_row_says_which_kind_of_plan_it_is() -> None:
+    profiles = {"even": _profile("even"), "heavy": _profile("heavy", 10**9)}
+    lines = describe_speeds(make_speeds(profiles, [1, 4], ["1Gbit/s"])).splitlines()
+    assert " ".join(lines[0].split()) == "model workers link plan used ms x one worker x data parallel"
+    assert [" ".join(line.split()) for line in lines[1:]] == [
+        "even 1 1 Gbit/s one worker 1 40.000 1.00 1.00",
+        "even 4 1 Gbit/s data parallel, 4 4 10.000 4.00 1.00",
+        "heavy 1 1 Gbit/s one worker 1 40.000 1.00 1.00",
+        "heavy 4 1 Gbit/s straight, 4 stages 4 10.000 4.00 2400.00",
+    ]
+
+
+def test_a_folder_s_profiles_are_read_and_its_other_files_passed_over(tmp_path: Path) -> None:
+    _profile("b").save(tmp_path / "1.json")
+    _profile("a").save(tmp_path / "2.json")
+    _profile("a").save(tmp_path / "3.json")  # of the same name, which then is the file's
+    (tmp_path / "optima.json").write_text("[]")
+    assert list(read_profiles([tmp_path])) == ["b", "a", str(tmp_path / "3.json")]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileFormatError, match="empty has no profiles"):
+        read_profiles([tmp_path / "empty"])
+    with pytest.raises(FileFormatError, match=r"optima\.json"):
+        read_profiles([tmp_path / "optima.json"])
