@@ -80,6 +80,14 @@ class RoundRule:
             end = min(end, num_minibatches)
         return len(range(first, end, self.num_replicas))
 
+    def is_last_own(self, minibatch: int, num_minibatches: int | None) -> bool:
+        """Whether this replica, which has it, has none of its round after it. num_minibatches: None while it
+        does not know them, and so takes the round for whole."""
+        end = (self.round_of(minibatch) + 1) * self.minibatches_per_round
+        if num_minibatches is not None:
+            end = min(end, num_minibatches)
+        return minibatch + self.num_replicas >= end
+
     def num_pushed(self, num_minibatches: int) -> int:
         """The rounds in which this replica has a minibatch, those before the run's first included."""
         return max(0, -(-(num_minibatches - self.replica) // self.minibatches_per_round))
@@ -177,11 +185,14 @@ class _Pushes:
         self._num_sent = dict.fromkeys(channels, 0)  # chunks of this round
         self._is_open = False
         self._loss_scale = 1.0
+        self._num_summed = 1
 
-    def begin(self, loss_scale: float) -> None:
-        """The last backward of a round is next, of a loss that was multiplied by loss_scale."""
+    def begin(self, loss_scale: float, num_summed: int) -> None:
+        """The last backward of a round is next, of a loss that was multiplied by loss_scale. num_summed:
+        minibatches whose gradients it completes."""
         self._is_open = True
         self._loss_scale = loss_scale
+        self._num_summed = num_summed
 
     def accumulated(self, parameter: int, leaf: Tensor) -> None:
         """A backward has added to the leaf's gradient."""
@@ -222,7 +233,7 @@ class _Pushes:
             if not all(piece.parameter in self.gradients for piece in chunk.pieces):
                 return
             of_chunk = [self.gradients[piece.parameter] for piece in chunk.pieces]
-            self._send_chunk(other, chunk, of_chunk, num_summed=1)  # else they wait for the last backward
+            self._send_chunk(other, chunk, of_chunk, self._num_summed)
             self._num_sent[other] += 1
 
     def _send_chunk(
@@ -289,9 +300,7 @@ class ParameterServer(StageGradients):
             feeds_back=push_codec.startswith("topk"),
         )
         # On a device backwards run on other threads, and the core has one owner.
-        self._pushes_early = (
-            rule.minibatches_per_round == rule.num_replicas and weights.own.slots[0].device.type == "cpu"
-        )
+        self._pushes_early = weights.own.slots[0].device.type == "cpu"
         if self._pushes_early:
             for slot in range(weights.own.num_slots):
                 for parameter, leaf in enumerate(weights.own.leaves(slot)):
@@ -308,9 +317,9 @@ class ParameterServer(StageGradients):
 
     def begin_last_backward(self, minibatch: int, loss_scale: float) -> None:
         self._loss_scale = loss_scale
-        if self._pushes_early:
+        if self._pushes_early and self._rule.is_last_own(minibatch, self._core.num_minibatches()):
             self._left_late_bytes = self._leaving_bytes()  # to push is also to let go of what has left
-            self._pushes.begin(loss_scale)
+            self._pushes.begin(loss_scale, self._num_own(self._rule.round_of(minibatch)))
 
     def push(self, other: int, minibatch: int, own_slot: int) -> None:
         """Sends that replica what its shard needs of this one's gradient of the minibatch's round and has

@@ -68,7 +68,15 @@ def _channels(replica: int, num_replicas: int) -> ReplicaChannels:
 class _Replica:
     """Its weights are W; SGD with lr 1 makes version v + 1 = v - the mean gradient of round v."""
 
-    def __init__(self, links: _Links, replica: int, num_replicas: int, *, width: int = 50) -> None:
+    def __init__(
+        self,
+        links: _Links,
+        replica: int,
+        num_replicas: int,
+        *,
+        width: int = 50,
+        minibatches_per_round: int | None = None,
+    ) -> None:
         self.links, self.replica, self.num_replicas = links, replica, num_replicas
         model = nn.Sequential(nn.Linear(40, 3), nn.Linear(3, width, bias=False)).double()
         with torch.no_grad():
@@ -89,7 +97,7 @@ class _Replica:
             TiedParameters(schedule, 0, [], self.weights.tied),
             core=links,
             layout=layout,
-            rule=RoundRule(replica, num_replicas, num_replicas),
+            rule=RoundRule(replica, num_replicas, minibatches_per_round or num_replicas),
             channels=_channels(replica, num_replicas),
         )
         self.slot = 0
@@ -189,6 +197,28 @@ def test_from_the_second_round_on_chunks_leave_during_the_backward() -> None:
     assert links.sent == ["push 0 1"]
     replicas[0].server.push(1, 2, replicas[0].slot)
     assert links.sent == ["push 0 1"]
+
+
+@pytest.mark.parametrize(("num_minibatches", "last"), [(8, 6), (7, 6), (6, 4), (None, 6)])
+def test_of_several_minibatches_in_a_round_the_last_one_pushes_the_sum(
+    num_minibatches: int | None, last: int
+) -> None:
+    """Of replica 0 of 2, with rounds of 4: its second round has 4 and 6."""
+    links = _Links()
+    replica = _Replica(links, 0, 2, minibatches_per_round=4)
+    links.known_end = num_minibatches
+    for minibatch in (0, 2):
+        replica.backward(minibatch, 1.0)
+    assert links.sent == []  # the first round shows what is accumulated once
+    replica.server.push(1, 0, replica.slot)
+    links.queues.clear()
+    for minibatch in range(4, last, 2):
+        replica.backward(minibatch, 2.0)
+    assert not links.queues
+    replica.backward(last, 8.0)
+    ((_, content), fields) = links.queues["push 0 1"].popleft()
+    assert fields.data_fingerprint == 1 + (last - 4) // 2
+    assert set(content.tolist()) - {0.0} == ({8.0} if last == 4 else {10.0})  # zeros between parameters
 
 
 def test_a_chunk_of_the_next_version_leaves_before_the_next_gradients_are_taken_in() -> None:
