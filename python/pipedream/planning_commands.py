@@ -136,6 +136,10 @@ def simulate_command(
     minibatches: Annotated[int | None, typer.Option(help="How many to simulate.")] = None,
     microbatches: _Microbatches = None,
     recompute: _Recompute = False,
+    trace_file: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="Of a run of this plan: what differs from it is named."),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -146,6 +150,7 @@ def simulate_command(
     as_json: JsonOption = False,
 ) -> None:
     """Predict what a plan does: time per minibatch, who works when, what the links carry. Nothing is run."""
+    from pipedream.planning.measured_trace import compare_with_trace
     from pipedream.planning.plan_simulation import simulate_plan
     from pipedream.planning.schedule_picture import check_picture_path, write_picture
     from pipedream.planning.traced_schedule import describe_bubble, input_phases
@@ -174,7 +179,11 @@ def simulate_command(
             show_versions=None,
         )
         notes.append(f"picture saved in {output}")
-    print_result(with_notes(simulated, notes), simulated.to_dict(), as_json)
+    shown, fields = str(simulated), simulated.to_dict()
+    if trace_file is not None:
+        comparison = compare_with_trace(simulated.simulation, trace_file)
+        shown, fields = f"{shown}\n\n{comparison}", fields | {"trace": comparison.to_dict()}
+    print_result(with_notes(shown, notes), fields, as_json)
 
 
 def trace_command(

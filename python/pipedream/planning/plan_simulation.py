@@ -4,13 +4,14 @@ Stage s takes the sum of its layers' times, cut evenly into the microbatches; a 
 way, the C_i of the paper's cost model (design.md, section 5), and carries one item at a time in each
 direction; a stage's replicas push and pull their shards, |w| / r bytes each, over links of their own. What
 the profile does not have takes no time: the optimizer's step, the runtime's own work, cores that are shared.
+A plan of the calibrated cost model carries costs that have all of these, which then count (prediction.py).
 Figures are of a minibatch, of which a worker of r replicas has one in r. Any thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from pipedream.common.table import format_table
 from pipedream.common.units import format_bandwidth, format_bytes
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.plan import Plan
+from pipedream.planning.prediction import simulate_programs
+from pipedream.planning.runtime_costs import costs_of
 from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, simulate
 from pipedream.planning.traced_schedule import TracedSchedule, TraceRequest, describe_bubble, make_traced
 
@@ -172,6 +175,16 @@ def simulate_plan(
         None,
     )
     num_microbatches = traced.options.num_microbatches
+    if costs_of(plan) is not None:
+        links = [
+            {**link, "one_way_ms": one_way_ms}
+            for link, one_way_ms in zip(
+                plan.predicted["links"], _boundary_ms(plan, profile, bandwidth), strict=True
+            )
+        ]
+        costed = replace(plan, predicted=plan.predicted | {"links": links})
+        simulation = simulate_programs(costed, traced.options, traced.programs)
+        return PlanSimulation(plan, profile, bandwidth, traced, simulation)
     times = _stage_times(plan, profile, num_microbatches, bandwidth)
     transfers = [
         TransferTimes(one_way_ms / num_microbatches, one_way_ms / num_microbatches)

@@ -5,6 +5,7 @@ Pure; any thread; needs no torch. The paper's cost model has one figure, the bot
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipedream.common.document import check_list, check_number, check_object, check_whole
@@ -16,7 +17,7 @@ from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, 
 if TYPE_CHECKING:
     from pipedream import _core
 
-__all__ = ["predict_ms", "simulate_calibrated", "steady_minibatches"]
+__all__ = ["predict_ms", "simulate_calibrated", "simulate_programs", "steady_minibatches"]
 
 # Minibatches of each replica, besides those of the warm-up and the cool-down.
 _STEADY_ROUNDS = 32
@@ -49,12 +50,22 @@ def simulate_calibrated(
     """None: the plan is not of the calibrated cost model."""
     from pipedream import _core
 
-    costs = costs_of(plan)
-    if costs is None:
+    if costs_of(plan) is None:
         return None
     if num_minibatches is None:
         num_minibatches = steady_minibatches(plan)
     programs = [_core.make_program(schedule, rank, num_minibatches) for rank in range(schedule.num_workers)]
+    return simulate_programs(plan, schedule, programs)
+
+
+def simulate_programs(
+    plan: Plan, schedule: _core.ScheduleOptions, programs: Sequence[Sequence[_core.Instruction]]
+) -> Simulation:
+    """The workers' lists with the costs that the plan, which has some, carries."""
+    from pipedream import _core
+
+    costs = costs_of(plan)
+    assert costs is not None
     m = schedule.num_microbatches
     versions = [_core.num_versions_kept(schedule, stage) for stage in range(plan.num_stages)]
     times = [_times(cost, m, kept) for cost, kept in zip(costs, versions, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,15 @@ def test_replicas_share_their_stages_minibatches_and_its_parameters(tmp_path: Pa
     assert [worker["busy_ms_per_minibatch"] for worker in workers] == pytest.approx([3.0] * 3)
     # Of every two minibatches: two activations; a shard of 4,000 bytes pushed, another pulled.
     assert workers[0]["bytes_sent_per_minibatch"] == pytest.approx((1000 + 2 * 4000) / 2)
+
+
+def test_a_calibrated_plan_is_simulated_with_the_costs_that_it_carries(plan_file: Path) -> None:
+    plan = Plan.load(plan_file)
+    item = {"fixed_ms": 0.5, "minibatch_ms": 1.0}
+    costs = [
+        {"forward": item, "backward": item, "update_ms": 0.25, "copy_ms": 0.0, "shard_ms": 0.0}
+    ] * _STAGES
+    links = [{"one_way_ms": 7.0, "latency_ms": 0.0}] * (_STAGES - 1)  # at another bandwidth
+    replace(plan, predicted={"stage_costs": costs, "links": links}).save(plan_file)
+    assert _simulate(plan_file, "pipedream").ms_per_minibatch == pytest.approx(3.25)
+    assert _simulate(plan_file, "flush", 2).ms_per_minibatch == pytest.approx(2.0 * (2 + _STAGES - 1) + 0.25)

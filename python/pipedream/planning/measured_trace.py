@@ -1,0 +1,173 @@
+"""A run's trace beside the simulation of its plan: what takes longer or shorter, the largest first.
+
+Both are looked at alike: per worker, milliseconds per minibatch in forwards, recomputes, backwards and
+updates, and with nothing of these, over the middle half of its minibatches. Pure but for the file; any
+thread; needs no torch.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipedream.common.errors import FileFormatError
+from pipedream.common.table import format_table
+from pipedream.planning.simulator import Simulation
+
+__all__ = ["Comparison", "WorkTime", "compare_with_trace", "read_trace"]
+
+_KINDS = {"F": "forward", "R": "recompute", "B": "backward", "U": "update"}
+_IDLE = "idle"
+_ROWS_SHOWN = 6
+
+
+class WorkTime(NamedTuple):
+    """One work item of a worker."""
+
+    kind: str
+    """Of _KINDS' values."""
+    minibatch: int
+    begin_ms: float
+    end_ms: float
+
+
+class Difference(NamedTuple):
+    """Milliseconds per minibatch."""
+
+    worker: int
+    kind: str
+    simulated_ms: float
+    measured_ms: float
+
+    @property
+    def more_ms(self) -> float:
+        return self.measured_ms - self.simulated_ms
+
+
+@dataclass(frozen=True)
+class Comparison:
+    simulated_ms: float
+    """Per minibatch, at the slowest worker."""
+    measured_ms: float
+    differences: tuple[Difference, ...]
+    """Of all workers and kinds, the largest first."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "simulated_ms": self.simulated_ms,
+            "measured_ms": self.measured_ms,
+            "differences": [one._asdict() | {"more_ms": one.more_ms} for one in self.differences],
+        }
+
+    def __str__(self) -> str:
+        error = self.simulated_ms / self.measured_ms - 1 if self.measured_ms else 0.0
+        headings = ("worker", "work", "simulated ms", "measured ms", "more ms")
+        rows = [
+            (
+                str(one.worker),
+                one.kind,
+                *(f"{ms:.3f}" for ms in (one.simulated_ms, one.measured_ms)),
+                f"{one.more_ms:+.3f}",
+            )
+            for one in self.differences[:_ROWS_SHOWN]
+        ]
+        return (
+            f"beside the trace: {self.simulated_ms:.3f} ms per minibatch simulated, {self.measured_ms:.3f}"
+            f" measured, {100 * error:+.1f} %; the largest differences, per minibatch:\n\n"
+            + format_table(headings, rows, "><>>>")
+        )
+
+
+def compare_with_trace(simulation: Simulation, path: str | os.PathLike[str]) -> Comparison:
+    """Raises ValueError for a trace of another number of workers, or of too few minibatches."""
+    measured = read_trace(path)
+    simulated = [
+        [
+            WorkTime(_KINDS[timed.instruction.opcode[0]], timed.instruction.minibatch, *timed[1:])
+            for timed in row
+            if timed.instruction.edge is None
+        ]
+        for row in simulation.timeline
+    ]
+    if len(measured) != len(simulated):
+        raise ValueError(
+            f"{os.fspath(path)} has {len(measured)} workers and the plan {len(simulated)}: give the trace"
+            " of a run of this plan"
+        )
+    differences, slowest = [], [0.0, 0.0]
+    for worker, pair in enumerate(zip(simulated, measured, strict=True)):
+        times = [_times_of(row, os.fspath(path)) for row in pair]
+        slowest = [max(slow, sum(one.values())) for slow, one in zip(slowest, times, strict=True)]
+        differences += [
+            Difference(worker, kind, times[0].get(kind, 0.0), times[1].get(kind, 0.0))
+            for kind in sorted({*times[0], *times[1]})
+        ]
+    differences.sort(key=lambda one: -abs(one.more_ms))
+    return Comparison(slowest[0], slowest[1], tuple(differences))
+
+
+def read_trace(path: str | os.PathLike[str]) -> list[list[WorkTime]]:
+    """The work items of each worker, in the order of the ranks, of a file that `save_trace` wrote.
+
+    Raises FileFormatError for a file that is none."""
+    source = os.fspath(path)
+    try:
+        data = Path(path).read_bytes()
+        document = json.loads(gzip.decompress(data) if source.endswith(".gz") else data)
+        events = document["traceEvents"]
+        names = {
+            (event["pid"], event["tid"], event["name"]): event["args"]["name"]
+            for event in events
+            if event["ph"] == "M" and "name" in event["args"]
+        }
+        rows: dict[int, list[WorkTime]] = {}
+        for event in events:
+            if event["ph"] != "X" or names.get((event["pid"], event["tid"], "thread_name")) != "compute":
+                continue
+            worker = _rank_of(names[event["pid"], 0, "process_name"])
+            begin_ms = event["ts"] / 1e3
+            rows.setdefault(worker, []).append(
+                WorkTime(
+                    _KINDS[event["name"][0]],
+                    event["args"]["minibatch"],
+                    begin_ms,
+                    begin_ms + event["dur"] / 1e3,
+                )
+            )
+    except (ValueError, KeyError, TypeError, IndexError, EOFError, gzip.BadGzipFile) as error:
+        raise FileFormatError(
+            f"{source}: no trace of a run, as RunResult.save_trace writes ({type(error).__name__}: {error})"
+        ) from None
+    if sorted(rows) != list(range(len(rows))) or not rows:
+        raise FileFormatError(
+            f"{source}: no trace of a run, which RunResult.save_trace writes: no work in it"
+        )
+    return [sorted(rows[worker], key=lambda item: item.begin_ms) for worker in range(len(rows))]
+
+
+def _rank_of(name: str) -> int:
+    found = re.match(r"worker (\d+) ", name)
+    if found is None:
+        raise ValueError(f"{name!r} is no worker's name")
+    return int(found[1])
+
+
+def _times_of(row: Sequence[WorkTime], source: str) -> Mapping[str, float]:
+    """Milliseconds per minibatch by kind; of a replica's minibatches also those of the others count."""
+    minibatches = sorted({item.minibatch for item in row if item.kind == "update"})
+    first, last = (minibatches[len(minibatches) * n // 4] for n in (1, 3)) if minibatches else (0, 0)
+    if last <= first:
+        raise ValueError(f"{source}: too few minibatches to compare: 4 updates of each worker are needed")
+    ends = {item.minibatch: item.end_ms for item in row if item.kind == "update"}
+    window = [item for item in row if item.begin_ms >= ends[first] and item.end_ms <= ends[last]]
+    times = dict.fromkeys((*{item.kind for item in row}, _IDLE), 0.0)
+    for item in window:
+        times[item.kind] += (item.end_ms - item.begin_ms) / (last - first)
+    times[_IDLE] = max(0.0, (ends[last] - ends[first]) / (last - first) - sum(times.values()))
+    return times
