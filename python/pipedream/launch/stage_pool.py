@@ -79,7 +79,8 @@ class StageOptimizers:
                 whole = not works_by_element(optimizer.optimizer)
                 layout = self.layouts[index] = ShardLayout(named, num_replicas, whole_tensors=whole)
                 optimizer.keep(layout.pieces_of(run.plan.replica_of(run.rank)))
-                _log.info("%s: %s", run.plan.describe_worker(run.rank), _describe(layout, optimizer))
+                codec = run.options.links.codec.get(PUSHES, NO_CODEC)
+                _log.info("%s: %s", run.plan.describe_worker(run.rank), _describe(layout, optimizer, codec))
 
     def shards(self) -> dict[tuple[int, int], ShardSpec]:
         """By stage and replica."""
@@ -96,11 +97,17 @@ class StageOptimizers:
         }
 
 
-def _describe(layout: ShardLayout, optimizer: StageOptimizer) -> str:
+def _describe(layout: ShardLayout, optimizer: StageOptimizer, codec: str) -> str:
     sizes = [sum(c.num_bytes for c in layout.chunks_of(shard)) for shard in range(layout.num_shards)]
     name = type(optimizer.optimizer).__name__
     why = "whole tensors, as not known to work element by element" if layout.whole_tensors else "equal parts"
-    return f"{name} has shards of {why}: {', '.join(map(format_bytes, sizes))}"
+    pushed = ""
+    if codec != NO_CODEC:
+        exact = [shard for shard in range(layout.num_shards) if layout.dtype_of(shard) == torch.uint8]
+        pushed = f"; gradients are pushed as {codec}"
+        if exact:
+            pushed += f", but those of shards {exact}, which have several dtypes, as they are"
+    return f"{name} has shards of {why}: {', '.join(map(format_bytes, sizes))}{pushed}"
 
 
 class StagePool:
