@@ -15,7 +15,7 @@
 namespace pipedream {
 namespace {
 
-constexpr double kStepsMax = 1e10;
+constexpr double kStepsMax = 2e9;
 constexpr std::int64_t kUnreached = std::numeric_limits<std::int64_t>::max();
 
 // A stage at its place, as the bound t sees it.
@@ -41,6 +41,7 @@ class LimitedSearch {
   LimitedSearch(const std::vector<LayerCost>& layers, const std::vector<LayerMemory>& memory,
                 double bandwidth_bytes_per_s, const PlanLimits& limits)
       : layers_(layers), memory_(memory), bandwidth_(bandwidth_bytes_per_s), limits_(limits) {
+    if (!limits.speeds.empty()) fastest_ = *std::max_element(limits.speeds.begin(), limits.speeds.end());
     for (std::size_t last_layer = 0; last_layer < layers.size(); ++last_layer) {
       may_end_.push_back(limits.last_layers.empty() ||
                          std::find(limits.last_layers.begin(), limits.last_layers.end(),
@@ -153,6 +154,9 @@ class LimitedSearch {
       parameter_bytes += layers_[last].parameter_bytes;
       saved_bytes += memory_[last].saved_bytes;
       forward_s += memory_[last].forward_s;
+      // A lower bound on the replicas, one less for rounding: fewer cannot compute the stage in time.
+      const double fewest = compute_s > 0 ? std::floor(compute_s / (fastest_ * bottleneck_s)) - 1 : 0.0;
+      if (fewest > static_cast<double>(num_workers)) break;  // more layers only add to it
       if (!may_end_[last]) continue;
       if (last + 1 < layers_.size() && boundary_s(last) > bottleneck_s) continue;
       const Sums sums{compute_s, parameter_bytes, saved_bytes, forward_s, first};
@@ -160,7 +164,8 @@ class LimitedSearch {
         const Suffix& rest = below[last + 1][index(after)];
         if (!rest.is_reached()) continue;
         const std::int64_t most = std::min(num_workers - after, limits_.num_replicas_max);
-        const std::int64_t from = replicas == 0 ? 1 : replicas;
+        const std::int64_t from =
+            replicas == 0 ? std::max<std::int64_t>(1, static_cast<std::int64_t>(fewest)) : replicas;
         const std::int64_t to = replicas == 0 ? most : std::min(most, replicas);
         for (std::int64_t count = from; count <= to; ++count) {
           const Candidate stage = place(sums, count, num_workers - after, rest.in_flight_all, bottleneck_s);
@@ -222,6 +227,7 @@ class LimitedSearch {
   double bandwidth_;
   const PlanLimits& limits_;
   std::vector<bool> may_end_;
+  double fastest_ = 1;
 };
 
 bool are_alike(const std::vector<double>& figures) {
@@ -295,7 +301,8 @@ std::optional<LimitedPartition> partition_within(const std::vector<LayerCost>& l
                                                  const std::vector<LayerMemory>& memory,
                                                  std::int64_t num_workers, double bandwidth_bytes_per_s,
                                                  const PlanLimits& limits) {
-  static_cast<void>(partition(layers, num_workers, bandwidth_bytes_per_s));  // refuses what it refuses
+  // Refuses what it refuses; with workers as fast as the profile says no limit makes a plan faster.
+  const double unlimited_s = partition(layers, num_workers, bandwidth_bytes_per_s).bottleneck_s;
   check_limits(layers, memory, num_workers, limits);
   const LimitedSearch search(layers, memory, bandwidth_bytes_per_s, limits);
   // With workers that differ it matters how many are used, as the last stage has the last of those.
@@ -310,7 +317,8 @@ std::optional<LimitedPartition> partition_within(const std::vector<LayerCost>& l
     std::uint64_t feasible = best;
     if (!fewest(feasible)) continue;
     // Doubles from 0 on are ordered like their bit patterns.
-    std::uint64_t lowest = 0;
+    std::uint64_t lowest = limits.speeds.empty() ? std::bit_cast<std::uint64_t>(unlimited_s) : 0;
+    if (lowest < feasible && fewest(lowest)) feasible = lowest;
     while (lowest < feasible) {
       const std::uint64_t middle = lowest + (feasible - lowest) / 2;
       if (fewest(middle)) {

@@ -45,7 +45,7 @@ struct LimitedPartition {
 
 // Empty: nothing fits. Ties: fewer workers, then fewer stages. memory: one per layer. Throws UserError for
 // limits of another length than layers, workers or stages, for figures that cannot be, for more than the
-// search can do (layers^2 workers^2 above 1e10), and as partition().
+// search can do (layers^2 workers^2 above 2e9), and as partition().
 [[nodiscard]] std::optional<LimitedPartition> partition_within(const std::vector<LayerCost>& layers,
                                                                const std::vector<LayerMemory>& memory,
                                                                std::int64_t num_workers,

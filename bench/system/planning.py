@@ -1,0 +1,105 @@
+"""How long it takes to plan and to simulate, up to 400 layers and 1,024 workers.
+
+    python bench/system/planning.py [--rounds 3] [--json FILE]
+
+Profiles are made at random, always the same ones. `solve` is pipedream.partition with the paper's cost model,
+`within memory` the same with a limit for each worker, `simulate` the workers' lists of the plan found (made,
+then replayed) with the profile's times; of long plans only as many minibatches as make some hundred
+thousand instructions. CPU seconds, the least of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pipedream import LayerProfile, Plan, Profile, _core, partition
+from pipedream.planning.prediction import steady_minibatches
+from pipedream.planning.simulator import StageTimes, simulate
+
+SIZES = ((23, 16), (40, 16), (136, 64), (400, 256), (400, 1024))
+LIMITED_WORKERS_MAX = 64  # the search within limits grows with the square of the workers
+SIMULATED_ITEMS_MAX = 20_000  # minibatches times stages
+BANDWIDTH = "10Gbit/s"
+
+
+def make_profile(num_layers: int) -> Profile:
+    generator = random.Random(num_layers)
+    layers = [
+        LayerProfile(
+            f"layer{index}",
+            generator.uniform(0.5, 5),
+            generator.uniform(1, 10),
+            generator.randrange(1 << 24) if index + 1 < num_layers else 0,
+            generator.randrange(1 << 26),
+            saved_bytes=generator.randrange(1 << 26),
+        )
+        for index in range(num_layers)
+    ]
+    return Profile(tuple(layers), batch_size=64)
+
+
+def least_s(rounds: int, work: Callable[[], Any]) -> tuple[float, Any]:
+    """CPU seconds of the fastest round, and what it gave."""
+    fastest, result = float("inf"), None
+    for _ in range(rounds):
+        began_s = time.process_time()
+        result = work()
+        fastest = min(fastest, time.process_time() - began_s)
+    return fastest, result
+
+
+def simulate_plan(profile: Profile, plan: Plan) -> int:
+    """How many instructions were replayed."""
+    count = min(steady_minibatches(plan, 16), SIMULATED_ITEMS_MAX // plan.num_stages)
+    options = _core.ScheduleOptions("pipedream", list(plan.in_flight), 1, plan.placement)
+    programs = [_core.make_program(options, rank, count) for rank in range(options.num_workers)]
+    times = []
+    for stage in plan.stages:
+        layers = profile.layers[stage.first_layer : stage.last_layer + 1]
+        forward_ms, backward_ms = (
+            sum(getattr(layer, name) for layer in layers) for name in ("forward_ms", "backward_ms")
+        )
+        times.append(StageTimes(forward_ms, backward_ms))
+    simulate(programs, times)
+    return sum(map(len, programs))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", metavar="FILE", help="write the figures here too")
+    options = parser.parse_args()
+    print(
+        f"{'layers':>6} {'workers':>7} {'solve s':>8} {'within memory s':>15} {'simulate s':>10}"
+        f" {'instructions':>12}"
+    )
+    rows = []
+    for num_layers, num_workers in SIZES:
+        profile = make_profile(num_layers)
+        solve_s, plan = least_s(options.rounds, functools.partial(partition, profile, num_workers, BANDWIDTH))
+        limited_s = None
+        if num_layers * num_workers <= 136 * LIMITED_WORKERS_MAX:
+            limited_s, _ = least_s(
+                1, functools.partial(partition, profile, num_workers, BANDWIDTH, memory="4GiB")
+            )
+        simulate_s, count = least_s(1, functools.partial(simulate_plan, profile, plan))
+        row = {"layers": num_layers, "workers": num_workers, "stages": plan.num_stages, "solve_s": solve_s}
+        rows.append(row | {"within_memory_s": limited_s, "simulate_s": simulate_s, "instructions": count})
+        limited = "" if limited_s is None else f"{limited_s:.3f}"
+        print(
+            f"{num_layers:6} {num_workers:7} {solve_s:8.3f} {limited:>15} {simulate_s:10.2f} {count:12}",
+            flush=True,
+        )
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(rows, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
