@@ -13,11 +13,11 @@ CMAKE := CMAKE_GENERATOR=Ninja PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/cmake
 JOBS ?= $(shell nproc)
 CXX_FILES = $(shell find csrc tests/cpp tests/fuzz bench/micro -name '*.h' -o -name '*.cc' -o -name '*.cu' | sort)
 
-.PHONY: help setup test test-cpp test-python style demo docs lint asan tsan fuzz bench-build bench clean
+.PHONY: help setup test test-cpp test-python style demo examples docs lint asan tsan fuzz bench-build bench clean
 
 help:
 	@grep -E '^# make' Makefile | sed 's/^# //'
-	@echo "make setup | test-cpp | test-python | style | docs | lint | asan | tsan | fuzz | bench | clean"
+	@echo "make setup | test-cpp | test-python | examples | style | docs | lint | asan | tsan | fuzz | bench | clean"
 
 setup:
 	@tools/setup.sh
@@ -49,6 +49,12 @@ demo: setup
 	@$(PYTHON) examples/digits.py --workers 2
 	@echo "==> the same on three, the first stage on two of them"
 	@$(PYTHON) examples/digits.py --plan 2-1 --epochs 3 --output-dir results/digits-2-1
+
+# What examples/hf_finetune.py and image_classifier.py need, beside the torch that is there: the newest torchvision
+# would bring another.
+examples: setup
+	@torch=$$($(PYTHON) -c 'from importlib.metadata import version; print(version("torch"))'); \
+	$(PYTHON) -m pip install -q --disable-pip-version-check --no-build-isolation '.[examples]' "torch==$$torch"
 
 # A warning is an error. The Python tests build them, too, where Sphinx is installed.
 docs: setup

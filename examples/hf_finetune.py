@@ -6,7 +6,7 @@
 
 Nothing is downloaded: the model is made from a configuration (--pretrained FOLDER takes weights that you
 have), the text is that of this repository, and a token is a byte. Batches are dicts of input_ids,
-attention_mask and labels, and the loss is the model's own. pip install '.[examples]' brings the libraries.
+attention_mask and labels, and the loss is the model's own. make examples brings the libraries.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 try:
     import transformers
 except ModuleNotFoundError:
-    sys.exit("transformers is not installed: pip install '.[examples]'")
+    sys.exit("transformers is not installed: make examples brings it")
 
 Batch = dict[str, torch.Tensor]
 

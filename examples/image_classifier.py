@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 2 examples/image_classifier.py mobilenet_v3_small
 
 The network has random weights and the images are scikit-learn's 1,797 handwritten digits, scaled up, so
-nothing is downloaded. A fifth is held out for the accuracy at the end. pip install '.[examples]' brings the
+nothing is downloaded. A fifth is held out for the accuracy at the end. make examples brings the
 libraries.
 """
 
@@ -33,7 +33,7 @@ def make_model(name: str) -> nn.Module:
 
     Raises SystemExit, in one line, for a name or a library that is not there."""
     if importlib.util.find_spec("torchvision") is None:  # timm needs it, too
-        sys.exit("torchvision is not installed: pip install '.[examples]'")
+        sys.exit("torchvision is not installed: make examples brings it")
     import torchvision
 
     model: nn.Module
@@ -55,7 +55,7 @@ def load_data(size: int, seed: int) -> tuple[TensorDataset, TensorDataset]:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        sys.exit("scikit-learn, whose images this uses, is not installed: pip install '.[examples]'")
+        sys.exit("scikit-learn, whose images this uses, is not installed: make examples brings it")
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
     images = F.interpolate(images, size=(size, size), mode="bilinear").expand(-1, 3, -1, -1)

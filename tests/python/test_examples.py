@@ -64,4 +64,4 @@ def test_a_missing_library_is_told_in_one_line(
     monkeypatch.setattr(sys, "argv", [example])
     with pytest.raises(SystemExit) as exit_info:
         runpy.run_path(str(_EXAMPLES / example), run_name="__main__")
-    assert exit_info.value.code == f"{library} is not installed: pip install '.[examples]'"
+    assert exit_info.value.code == f"{library} is not installed: make examples brings it"
