@@ -30,39 +30,39 @@ constexpr std::string_view kScheme = "inproc://";
 class InprocLink;
 
 // How many payloads of a transport its peers still read. Any thread.
-class LoanCount {
+class DeliveryCount {
  public:
-  void lend() {
+  void begin() {
     const std::lock_guard lock(mutex_);
-    ++num_loans_;
+    ++num_under_way_;
   }
-  void give_back() {
+  void end() {
     const std::lock_guard lock(mutex_);
-    if (--num_loans_ == 0) none_left_.notify_all();  // under the lock: the waiter may destroy this
+    if (--num_under_way_ == 0) none_left_.notify_all();  // under the lock: the waiter may destroy this
   }
   void wait_until_none() {
     std::unique_lock lock(mutex_);
-    none_left_.wait(lock, [&] { return num_loans_ == 0; });
+    none_left_.wait(lock, [&] { return num_under_way_ == 0; });
   }
 
  private:
-  std::mutex mutex_;  // guards num_loans_
+  std::mutex mutex_;  // guards num_under_way_
   std::condition_variable none_left_;
-  std::int64_t num_loans_ = 0;
+  std::int64_t num_under_way_ = 0;
 };
 
-struct GiveBack {
-  void operator()(LoanCount* count) const { count->give_back(); }
+struct EndDelivery {
+  void operator()(DeliveryCount* count) const { count->end(); }
 };
-using Loan = std::unique_ptr<LoanCount, GiveBack>;
+using CountedDelivery = std::unique_ptr<DeliveryCount, EndDelivery>;
 
-// A frame in the receiver's task queue. The frame dies before its loan ends.
+// A frame in the receiver's task queue. The frame dies before it counts as delivered.
 struct Delivery {
   void operator()();
 
   InprocLink* to;
   FrameHeaderBytes header;
-  Loan loan;
+  CountedDelivery counted;
   HeldFrame frame;
 };
 
@@ -85,13 +85,15 @@ class InprocRegistry {
 
 class InprocLink final : public LinkCore {
  public:
-  InprocLink(TransportCore& transport, LinkOptions options, LinkHandler& handler, LoanCount& loans)
+  InprocLink(TransportCore& transport, LinkOptions options, LinkHandler& handler, DeliveryCount& deliveries)
       : LinkCore(transport, std::move(options), handler, Role::kListener),
-        loans_(loans),
+        deliveries_(deliveries),
         number_(InprocRegistry::instance().listen(*this)) {}
-  InprocLink(TransportCore& transport, LinkOptions options, LinkHandler& handler, LoanCount& loans,
+  InprocLink(TransportCore& transport, LinkOptions options, LinkHandler& handler, DeliveryCount& deliveries,
              std::uint64_t number)
-      : LinkCore(transport, std::move(options), handler, Role::kConnector), loans_(loans), number_(number) {}
+      : LinkCore(transport, std::move(options), handler, Role::kConnector),
+        deliveries_(deliveries),
+        number_(number) {}
   ~InprocLink() override { InprocRegistry::instance().leave(*this); }
 
   [[nodiscard]] std::string endpoint() const override { return to_string(Endpoint{.address = address_}); }
@@ -111,7 +113,7 @@ class InprocLink final : public LinkCore {
   [[nodiscard]] const std::string& address() const override { return address_; }
 
   InprocLink* peer_ = nullptr;  // guarded by the registry's mutex
-  LoanCount& loans_;            // of this link's transport
+  DeliveryCount& deliveries_;   // of this link's transport
   const std::uint64_t number_;
   const std::string address_ = std::string(kScheme) + std::to_string(number_);
 };
@@ -144,8 +146,8 @@ void InprocRegistry::deliver(const InprocLink& from, const FrameHeaderBytes& hea
   const std::lock_guard lock(mutex_);
   InprocLink* const to = from.peer_;
   if (to == nullptr) return;
-  from.loans_.lend();
-  Task task(Delivery{to, header, Loan(&from.loans_), std::move(frame)});
+  from.deliveries_.begin();
+  Task task(Delivery{to, header, CountedDelivery(&from.deliveries_), std::move(frame)});
   if (!to->transport().try_enqueue(task)) refused = std::move(task);
 }
 
@@ -180,10 +182,10 @@ class InprocTransport final : public TransportCore {
   [[nodiscard]] std::string_view name() const override { return "inproc"; }
 
   Link& listen(LinkOptions options, LinkHandler& handler) override {
-    return add(std::make_unique<InprocLink>(*this, std::move(options), handler, loans_));
+    return add(std::make_unique<InprocLink>(*this, std::move(options), handler, deliveries_));
   }
   Link& connect(LinkOptions options, const std::string& endpoint, LinkHandler& handler) override {
-    return add(std::make_unique<InprocLink>(*this, std::move(options), handler, loans_,
+    return add(std::make_unique<InprocLink>(*this, std::move(options), handler, deliveries_,
                                             parse_number(parse_endpoint(endpoint).address)));
   }
 
@@ -192,9 +194,9 @@ class InprocTransport final : public TransportCore {
   void note_ready(std::uint64_t name) override { PD_CHECK(false, "nothing is watched, but " << name); }
   void deliver(Driver /*driver*/) override {}
   [[nodiscard]] bool has_traffic() const override { return false; }
-  void teardown() override { loans_.wait_until_none(); }
+  void teardown() override { deliveries_.wait_until_none(); }
 
-  LoanCount loans_;
+  DeliveryCount deliveries_;
 };
 
 }  // namespace

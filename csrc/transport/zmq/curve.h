@@ -1,8 +1,8 @@
 // The keys of CURVE (CurveZMQ, ZeroMQ RFC 26): checked, decoded, given to sockets. Any thread; plain values.
 //
 // Who proves what: a connector knows the listener's key from its endpoint and talks to nobody else; libzmq
-// sees to that. A listener learns the connector's key in the handshake; the gate (zmq_gate.h) lets in the
-// allowed ones. Secret keys never appear in a message.
+// sees to that. A listener learns the connector's key in the handshake; the ZAP handler (zap_handler.h) lets
+// in the allowed ones. Secret keys never appear in a message.
 #pragma once
 
 #include <array>

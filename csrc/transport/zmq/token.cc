@@ -16,7 +16,8 @@
 namespace pipedream {
 namespace {
 
-constexpr std::string_view kUsername = "pipedream";  // PLAIN wants one; the gate looks at the token alone
+constexpr std::string_view kUsername =
+    "pipedream";  // PLAIN wants one; the ZAP handler looks at the token alone
 constexpr std::size_t kTokenBytes = kTokenChars / 2;
 
 // HELLO of PLAIN: its name, and the length and text of both strings. The smallest limit of a part that a link

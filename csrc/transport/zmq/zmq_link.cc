@@ -63,11 +63,11 @@ int milliseconds(double seconds) { return static_cast<int>(std::clamp(seconds * 
 bool is_urgent(FrameKind kind) { return kind != FrameKind::kTensor && kind != FrameKind::kCredit; }
 
 // libzmq's I/O thread, or who drives when the message never left it.
-void give_back(void* /*data*/, void* hint) {
+void release_payload(void* /*data*/, void* hint) {
   const PassiveScope on_a_thread_of_libzmq;
-  auto* const loan = static_cast<ZmqLoans::Loan*>(hint);
-  note_taken_over(loan);
-  loan->owner->give_back(*loan);
+  auto* const sent = static_cast<SentPayloads::Payload*>(hint);
+  note_taken_over(sent);
+  sent->owner->release(*sent);
 }
 
 }  // namespace
@@ -158,7 +158,7 @@ void ZmqLink::bind() {
   PD_CHECK(zmq_.getsockopt(socket_, zmq::kLastEndpoint, bound, &num_bytes) == 0, zmq_.last_error());
   address_ = bound;
   // Not before: nobody else knows the endpoint yet.
-  shared_.doors.open(domain_, token_, [this] { await_hello(); });
+  shared_.zap_domains.add(domain_, token_, [this] { await_hello(); });
 }
 
 void ZmqLink::connect(const std::string& endpoint) {
@@ -190,7 +190,7 @@ void ZmqLink::connect(const std::string& endpoint) {
 void ZmqLink::disconnect() {
   if (socket_ == nullptr) return;  // a second time: the transport may be half gone
   if (std::exchange(uses_rings_, false)) transport().remove_rings(*rings_);
-  shared_.doors.shut(domain_);
+  shared_.zap_domains.remove(domain_);
   for (int* fd : {&socket_fd_, &monitor_fd_}) {
     if (*fd >= 0) transport().unwatch(std::exchange(*fd, -1));
   }
@@ -279,16 +279,16 @@ void ZmqLink::carry(const FrameHeaderBytes& header, HeldFrame frame) {
 
 void ZmqLink::carry_payload(HeldFrame frame) {
   const std::span<const std::byte> payload = frame.payload();
-  ZmqLoans::Loan* const loan = shared_.loans.lend(std::move(frame));
-  note_given_away(loan);
+  SentPayloads::Payload* const sent = shared_.sent_payloads.add(std::move(frame));
+  note_given_away(sent);
   ZmqMessage message;
   // libzmq does not write through the pointer.
-  const int made =
-      zmq_.msg_init_data(&message, const_cast<std::byte*>(payload.data()), payload.size(), give_back, loan);
+  const int made = zmq_.msg_init_data(&message, const_cast<std::byte*>(payload.data()), payload.size(),
+                                      release_payload, sent);
   PD_CHECK(made == 0, zmq_.last_error());
   const auto send = [&] { return zmq_.msg_send(&message, socket_, zmq::kDontWait); };
   if (!handed_over(zmq_.uninterrupted(send))) {
-    PD_CHECK(zmq_.msg_close(&message) == 0, zmq_.last_error());  // gives the loan back
+    PD_CHECK(zmq_.msg_close(&message) == 0, zmq_.last_error());  // releases the payload
   }
 }
 
@@ -336,7 +336,7 @@ void ZmqLink::handle_connector_event(int event, int value) {
 std::string ZmqLink::how_handshake_failed(int event, int value) const {
   if (event == zmq::kEventHandshakeFailedAuth) {
     const std::string refused = "it refused the connection to " + address_ + ": ";
-    if (value == ZmqGate::kHasItsPeer) return refused + "it has its peer already";
+    if (value == ZapHandler::kHasItsPeer) return refused + "it has its peer already";
     if (shared_.options.keys) return refused + "this worker's key is not in its keys.allowed";
     return refused + "the token of the endpoint is not its own, so the endpoint is of another run";
   }

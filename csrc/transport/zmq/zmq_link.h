@@ -34,7 +34,7 @@
 #include "transport/link_core.h"
 #include "transport/transport_core.h"
 #include "transport/zmq/libzmq.h"
-#include "transport/zmq/zmq_gate.h"
+#include "transport/zmq/zap_handler.h"
 
 namespace pipedream {
 
@@ -44,38 +44,38 @@ class ZmqReceived;
 [[nodiscard]] int descriptor_of(const LibZmq& zmq, void* socket);
 
 // Payloads that libzmq still reads. Their places are used again, so only a new peak allocates. Any thread.
-class ZmqLoans {
+class SentPayloads {
  public:
-  struct Loan {
-    ZmqLoans* owner;
+  struct Payload {
+    SentPayloads* owner;
     std::optional<HeldFrame> frame;
   };
 
-  [[nodiscard]] Loan* lend(HeldFrame frame) {
+  [[nodiscard]] Payload* add(HeldFrame frame) {
     const std::lock_guard lock(mutex_);
     if (free_.empty()) {
-      free_.push_back(loans_.emplace_back(std::make_unique<Loan>(Loan{this, std::nullopt})).get());
-      free_.reserve(loans_.size());  // to give back allocates nothing
+      free_.push_back(payloads_.emplace_back(std::make_unique<Payload>(Payload{this, std::nullopt})).get());
+      free_.reserve(payloads_.size());  // to release allocates nothing
     }
-    Loan* const loan = free_.back();
+    Payload* const payload = free_.back();
     free_.pop_back();
-    loan->frame.emplace(std::move(frame));
-    return loan;
+    payload->frame.emplace(std::move(frame));
+    return payload;
   }
-  void give_back(Loan& loan) {
-    loan.frame.reset();  // on_sent, outside the lock
+  void release(Payload& payload) {
+    payload.frame.reset();  // on_sent, outside the lock
     const std::lock_guard lock(mutex_);
-    free_.push_back(&loan);
+    free_.push_back(&payload);
   }
-  [[nodiscard]] std::size_t num_out() const {
+  [[nodiscard]] std::size_t num_held() const {
     const std::lock_guard lock(mutex_);
-    return loans_.size() - free_.size();
+    return payloads_.size() - free_.size();
   }
 
  private:
   mutable std::mutex mutex_;  // guards the members below
-  std::vector<std::unique_ptr<Loan>> loans_;
-  std::vector<Loan*> free_;
+  std::vector<std::unique_ptr<Payload>> payloads_;
+  std::vector<Payload*> free_;
 };
 
 class ZmqLink;
@@ -85,8 +85,8 @@ struct ZmqShared {
   const LibZmq& zmq;
   void* context;
   TransportOptions options;
-  ZmqDoors doors{};
-  ZmqLoans loans{};
+  ZapDomains zap_domains{};
+  SentPayloads sent_payloads{};
   std::atomic<std::uint64_t> next_link_number{0};
   Bell bell{};                           // for the rings of all links
   std::vector<ZmqLink*> marked_links{};  // who drives
@@ -151,7 +151,7 @@ class ZmqLink final : public LinkCore {
   ZmqShared& shared_;
   const LibZmq& zmq_;
   const Role role_;
-  const std::string domain_;  // of the gate; unique in the transport
+  const std::string domain_;  // of the ZAP handler; unique in the transport
   void* socket_ = nullptr;
   void* monitor_ = nullptr;
   std::string address_;

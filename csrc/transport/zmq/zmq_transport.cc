@@ -11,7 +11,7 @@
 #include "transport/transport_core.h"
 #include "transport/zmq/curve.h"
 #include "transport/zmq/libzmq.h"
-#include "transport/zmq/zmq_gate.h"
+#include "transport/zmq/zap_handler.h"
 #include "transport/zmq/zmq_link.h"
 
 namespace pipedream {
@@ -25,9 +25,9 @@ class ZmqTransport final : public TransportCore {
       : TransportCore(options),
         context_(make_context(zmq)),
         shared_{zmq, context_, options},
-        gate_(std::make_unique<ZmqGate>(zmq, context_, allowed_keys(options), shared_.doors)),
-        gate_fd_(descriptor_of(zmq, gate_->socket())) {
-    watch(gate_fd_, kGateName);
+        zap_handler_(std::make_unique<ZapHandler>(zmq, context_, allowed_keys(options), shared_.zap_domains)),
+        zap_fd_(descriptor_of(zmq, zap_handler_->socket())) {
+    watch(zap_fd_, kZapName);
     watch(shared_.bell.fd(), kBellName);
     start();
   }
@@ -49,7 +49,7 @@ class ZmqTransport final : public TransportCore {
   }
 
  private:
-  static constexpr std::uint64_t kGateName = 1;  // no link's
+  static constexpr std::uint64_t kZapName = 1;   // no link's
   static constexpr std::uint64_t kBellName = 3;  // likewise
 
   static std::optional<std::vector<CurveKey>> allowed_keys(const TransportOptions& options) {
@@ -66,12 +66,12 @@ class ZmqTransport final : public TransportCore {
 
   void note_ready(std::uint64_t name) override {
     if (name == kBellName) return shared_.bell.clear();  // whoever drives looks at all rings
-    if (name != kGateName) return ZmqLink::note_ready(name);
-    gate_is_ready_ = true;
+    if (name != kZapName) return ZmqLink::note_ready(name);
+    zap_is_ready_ = true;
   }
 
   void deliver(Driver driver) override {
-    if (driver != Driver::kPoster && std::exchange(gate_is_ready_, false)) gate_->answer();
+    if (driver != Driver::kPoster && std::exchange(zap_is_ready_, false)) zap_handler_->answer();
     delivering_.swap(shared_.marked_links);
     for (ZmqLink* link : delivering_) {
       if (link->deliver(driver)) shared_.marked_links.push_back(link);
@@ -90,26 +90,27 @@ class ZmqTransport final : public TransportCore {
   }
 
   [[nodiscard]] bool has_traffic() const override {
-    return gate_is_ready_ || rings_have_more_ || !shared_.marked_links.empty();
+    return zap_is_ready_ || rings_have_more_ || !shared_.marked_links.empty();
   }
 
   void teardown() override {
-    unwatch(gate_fd_);
+    unwatch(zap_fd_);
     unwatch(shared_.bell.fd());
-    gate_.reset();
+    zap_handler_.reset();
     while (shared_.zmq.ctx_term(context_) != 0) {
       PD_CHECK(shared_.zmq.errno_of_thread() == EINTR, shared_.zmq.last_error());
     }
-    PD_CHECK(shared_.loans.num_out() == 0, shared_.loans.num_out() << " payloads were not given back");
+    PD_CHECK(shared_.sent_payloads.num_held() == 0, shared_.sent_payloads.num_held()
+                                                        << " payloads were not released");
   }
 
   void* const context_;
   ZmqShared shared_;
-  std::unique_ptr<ZmqGate> gate_;
-  const int gate_fd_;
+  std::unique_ptr<ZapHandler> zap_handler_;
+  const int zap_fd_;
 
   // Who drives.
-  bool gate_is_ready_ = true;  // what came before it was watched may have been told already
+  bool zap_is_ready_ = true;  // what came before it was watched may have been told already
   bool rings_have_more_ = false;
   std::vector<ZmqLink*> delivering_;
 };

@@ -1,4 +1,4 @@
-// A channel for the tests of this folder: both ends in one process, on any road.
+// A channel for the tests of this folder: both ends in one process, on any data path.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "channel/data_paths.h"
 #include "channel/receive_channel.h"
-#include "channel/roads.h"
 #include "channel/send_channel.h"
 #include "transport/recorder.h"
 
@@ -94,15 +94,15 @@ class ChannelPair : public testing::Test {
   };
 
   // Skips the test where the transport is not available. First of all.
-  void take_road(const std::string& transport, Road road) {
+  void take_data_path(const std::string& transport, DataPath data_path) {
     transport_ = transport;
-    road_ = road;
+    data_path_ = data_path;
     renew(sender_wakeup_);
     renew(receiver_wakeup_);
     pool_.reset();
     compute_stream_.reset();
     upload_stream_.reset();
-    device_ = make_device_of(road);
+    device_ = make_device_of(data_path);
     pool_ = std::make_unique<Pool>(*device_);
     if (on_device()) {
       compute_stream_ = device_->make_stream();
@@ -131,9 +131,9 @@ class ChannelPair : public testing::Test {
     receiving_.reset();
   }
 
-  [[nodiscard]] bool staged() const { return is_staged(road_); }
-  [[nodiscard]] bool placed() const { return is_placed(road_); }
-  [[nodiscard]] bool on_device() const { return is_on_device(road_); }
+  [[nodiscard]] bool staged() const { return is_staged(data_path_); }
+  [[nodiscard]] bool placed() const { return is_placed(data_path_); }
+  [[nodiscard]] bool on_device() const { return is_on_device(data_path_); }
   [[nodiscard]] HostileDevice& hostile() { return dynamic_cast<HostileDevice&>(*device_); }
 
   // Everything that can be placed is, however small.
@@ -151,13 +151,13 @@ class ChannelPair : public testing::Test {
     return options;
   }
 
-  // The slots of both ends, as the road needs them.
+  // The slots of both ends, as the data path needs them.
   void add_terms(Pool& pool, const ItemSpec& spec, const Sizes& sizes, bool poison = true) {
     const WireLayout layout(spec, sizes.codec);
     PoolTerm slots{"slots", spec.slot_bytes(), sizes.num_slots, MemoryKind::kDevice, poison};
     PoolTerm staging{"receive staging", layout.slot_bytes(), sizes.num_slots, MemoryKind::kStaging};
-    if (road_ == Road::kPlaced) slots = in_shared_memory(slots, shared_);
-    if (road_ == Road::kDevicePlaced) slots = in_device_memory(slots, *device_, shared_);
+    if (data_path_ == DataPath::kPlaced) slots = in_shared_memory(slots, shared_);
+    if (data_path_ == DataPath::kDevicePlaced) slots = in_device_memory(slots, *device_, shared_);
     if (staged() && placed()) staging = in_shared_memory(staging, shared_);
     slots_ = &pool.add(slots);
     receive_staging_ = staged() ? &pool.add(staging) : nullptr;
@@ -340,7 +340,7 @@ class ChannelPair : public testing::Test {
   SlotGroup* residual_ = nullptr;
   const SharedMemory* shared_ = nullptr;
   std::string transport_;
-  Road road_ = Road::kDirect;
+  DataPath data_path_ = DataPath::kDirect;
   std::unique_ptr<Transport> sending_;
   std::unique_ptr<Transport> receiving_;
   std::unique_ptr<SendChannel> sender_;

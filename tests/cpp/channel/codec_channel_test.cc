@@ -16,7 +16,7 @@
 namespace pipedream {
 namespace {
 
-using Case = std::tuple<std::string, Road, std::string>;  // transport, road, codec
+using Case = std::tuple<std::string, DataPath, std::string>;  // transport, data path, codec
 
 template <class Float>
 std::shared_ptr<Content> normal_floats(const std::vector<std::int64_t>& shape, std::uint32_t seed) {
@@ -64,7 +64,7 @@ std::vector<std::byte> through(const Codec& codec, const TensorView& tensor,
 
 class CodecChannels : public ChannelPair, public testing::WithParamInterface<Case> {
  protected:
-  void SetUp() override { take_road(std::get<0>(GetParam()), std::get<1>(GetParam())); }
+  void SetUp() override { take_data_path(std::get<0>(GetParam()), std::get<1>(GetParam())); }
   [[nodiscard]] static Codec codec() { return codec_from_name(std::get<2>(GetParam())); }
 };
 
@@ -135,13 +135,13 @@ TEST_P(CodecChannels, WhatIsLeftOutIsKeptOfEachOfSeveralItemsInTurn) {
 }
 
 std::string case_name(const testing::TestParamInfo<Case>& parameter) {
-  const auto& [transport, road, codec] = parameter.param;
-  return transport + road_name(road) + "_" + codec.substr(0, codec.find(':'));
+  const auto& [transport, data_path, codec] = parameter.param;
+  return transport + data_path_name(data_path) + "_" + codec.substr(0, codec.find(':'));
 }
 
-INSTANTIATE_TEST_SUITE_P(Roads, CodecChannels,
+INSTANTIATE_TEST_SUITE_P(DataPaths, CodecChannels,
                          testing::Combine(testing::Values("inproc", "zmq"),
-                                          testing::Values(Road::kStaged, Road::kPlacedStaged),
+                                          testing::Values(DataPath::kStaged, DataPath::kPlacedStaged),
                                           testing::Values("none", "bf16", "fp16", "int8", "topk:0.05")),
                          case_name);
 
@@ -151,7 +151,7 @@ class BrokenEncoding : public ChannelPair {
  protected:
   static constexpr std::uint64_t kNumElements = 100;
 
-  void SetUp() override { take_road("inproc", Road::kStaged); }
+  void SetUp() override { take_data_path("inproc", DataPath::kStaged); }
   void receive_by(const std::string& codec) {
     codec_ = codec_from_name(codec);
     make_receiver(ItemSpec({{DType::kFloat32, 1, 4 * kNumElements}}), {.codec = codec_});

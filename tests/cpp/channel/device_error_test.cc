@@ -20,9 +20,10 @@ namespace {
 
 constexpr const char* kWhy = "device-side assert triggered";
 
-class DeviceErrors : public ChannelPair, public testing::WithParamInterface<std::tuple<std::string, Road>> {
+class DeviceErrors : public ChannelPair,
+                     public testing::WithParamInterface<std::tuple<std::string, DataPath>> {
  protected:
-  void SetUp() override { take_road(std::get<0>(GetParam()), std::get<1>(GetParam())); }
+  void SetUp() override { take_data_path(std::get<0>(GetParam()), std::get<1>(GetParam())); }
 
   // From here on every call of the device fails.
   void end_context() {
@@ -114,12 +115,13 @@ TEST_P(DeviceErrors, OfWhicheverCallIsToldAndEverythingIsGivenBack) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Roads, DeviceErrors,
+INSTANTIATE_TEST_SUITE_P(DataPaths, DeviceErrors,
                          testing::Combine(testing::Values("inproc", "zmq"),
-                                          testing::Values(Road::kDeviceStaged, Road::kDevicePlacedStaged,
-                                                          Road::kDevicePlaced)),
+                                          testing::Values(DataPath::kDeviceStaged,
+                                                          DataPath::kDevicePlacedStaged,
+                                                          DataPath::kDevicePlaced)),
                          [](const auto& parameter) {
-                           return std::get<0>(parameter.param) + road_name(std::get<1>(parameter.param));
+                           return std::get<0>(parameter.param) + data_path_name(std::get<1>(parameter.param));
                          });
 
 // ---- Forks ----
@@ -147,12 +149,12 @@ TEST_P(Forks, ItemThatAChildDropsIsItsParents) {
   EXPECT_EQ(take_after_send(1).minibatch, MinibatchId(1));
 }
 
-INSTANTIATE_TEST_SUITE_P(Roads, Forks,
+INSTANTIATE_TEST_SUITE_P(DataPaths, Forks,
                          testing::Combine(testing::Values("inproc", "zmq"),
-                                          testing::Values(Road::kDirect, Road::kStaged, Road::kDeviceStaged,
-                                                          Road::kDevicePlaced)),
+                                          testing::Values(DataPath::kDirect, DataPath::kStaged,
+                                                          DataPath::kDeviceStaged, DataPath::kDevicePlaced)),
                          [](const auto& parameter) {
-                           return std::get<0>(parameter.param) + road_name(std::get<1>(parameter.param));
+                           return std::get<0>(parameter.param) + data_path_name(std::get<1>(parameter.param));
                          });
 
 }  // namespace

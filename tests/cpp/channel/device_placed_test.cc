@@ -1,6 +1,6 @@
-// A channel whose sender writes into the receiver's device memory: what the road kDevicePlaced has of its
-// own. A slot is granted only when those who read it are done, since nothing else would hold the sender back;
-// nothing comes by the wire; nothing is staged.
+// A channel whose sender writes into the receiver's device memory: what the data path kDevicePlaced has of
+// its own. A slot is granted only when those who read it are done, since nothing else would hold the sender
+// back; nothing comes by the wire; nothing is staged.
 #include <gtest/gtest.h>
 
 #include <latch>
@@ -16,7 +16,7 @@ namespace {
 
 class DevicePlaced : public ChannelPair, public testing::WithParamInterface<std::string> {
  protected:
-  void SetUp() override { take_road(GetParam(), Road::kDevicePlaced); }
+  void SetUp() override { take_data_path(GetParam(), DataPath::kDevicePlaced); }
 
   // Holds the compute stream until the gate opens, and lets it read the item then.
   [[nodiscard]] std::unique_ptr<StreamGate> read_late(const ReceivedItem& item,

@@ -10,13 +10,13 @@
 namespace pipedream {
 namespace {
 
-using DrivingCase = std::tuple<std::string, Road>;
+using DrivingCase = std::tuple<std::string, DataPath>;
 
 class ChannelDriving : public ChannelPair, public testing::WithParamInterface<DrivingCase> {
  protected:
-  void SetUp() override { take_road(std::get<0>(GetParam()), std::get<1>(GetParam())); }
+  void SetUp() override { take_data_path(std::get<0>(GetParam()), std::get<1>(GetParam())); }
 
-  [[nodiscard]] Road road() const { return std::get<1>(GetParam()); }
+  [[nodiscard]] DataPath data_path() const { return std::get<1>(GetParam()); }
 };
 
 // Tried until the sender finds nobody driving; else its item leaves on another thread, soon after.
@@ -35,7 +35,7 @@ TEST_P(ChannelDriving, ItemOfAFreeSenderHasLeftWhenSendReturns) {
 }
 
 TEST_P(ChannelDriving, CreditOfADroppedItemHasLeftWhenItIsGone) {
-  if (road() == Road::kDevicePlaced) GTEST_SKIP() << "it leaves when its readers are done";
+  if (data_path() == DataPath::kDevicePlaced) GTEST_SKIP() << "it leaves when its readers are done";
   make_channels(one_tensor_spec(), {});
   std::int64_t minibatch = 0;
   EXPECT_TRUE(wait_until([&] {
@@ -101,12 +101,13 @@ TEST_P(ChannelDriving, FailureInTheMidstOfSendingEndsBothWaits) {
   EXPECT_TRUE(sender_wakeup_.failure().has_value());
 }
 
-INSTANTIATE_TEST_SUITE_P(Roads, ChannelDriving,
+INSTANTIATE_TEST_SUITE_P(DataPaths, ChannelDriving,
                          testing::Combine(testing::Values("inproc", "zmq"),
-                                          testing::Values(Road::kDirect, Road::kStaged, Road::kPlaced,
-                                                          Road::kDeviceStaged, Road::kDevicePlaced)),
+                                          testing::Values(DataPath::kDirect, DataPath::kStaged,
+                                                          DataPath::kPlaced, DataPath::kDeviceStaged,
+                                                          DataPath::kDevicePlaced)),
                          [](const auto& parameter) {
-                           return std::get<0>(parameter.param) + road_name(std::get<1>(parameter.param));
+                           return std::get<0>(parameter.param) + data_path_name(std::get<1>(parameter.param));
                          });
 
 }  // namespace

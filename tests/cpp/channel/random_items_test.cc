@@ -1,4 +1,4 @@
-// Items of any make on every road: random dtypes, shapes and sizes, from two threads at their own pace.
+// Items of any make on every data path: random dtypes, shapes and sizes, from two threads at their own pace.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -21,9 +21,10 @@ constexpr std::array kDTypes = {DType::kUInt8,   DType::kInt8,    DType::kInt16,
                                 DType::kInt64,   DType::kFloat16, DType::kBFloat16,  DType::kFloat32,
                                 DType::kFloat64, DType::kBool,    DType::kComplex64, DType::kComplex128};
 
-class RandomItems : public ChannelPair, public testing::WithParamInterface<std::tuple<std::string, Road>> {
+class RandomItems : public ChannelPair,
+                    public testing::WithParamInterface<std::tuple<std::string, DataPath>> {
  protected:
-  void SetUp() override { take_road(std::get<0>(GetParam()), std::get<1>(GetParam())); }
+  void SetUp() override { take_data_path(std::get<0>(GetParam()), std::get<1>(GetParam())); }
 
   [[nodiscard]] std::size_t random_below(std::size_t bound) { return random_() % bound; }
 
@@ -185,22 +186,23 @@ TEST_P(RandomItems, MoreSlotsThanAreGrantedAtOnceAreAllUsed) {
   expect_equal(held.back(), *one_tensor(8, kNumSlots - 1));
 }
 
-std::string parameter_name(const testing::TestParamInfo<std::tuple<std::string, Road>>& parameter) {
-  return std::get<0>(parameter.param) + road_name(std::get<1>(parameter.param));
+std::string parameter_name(const testing::TestParamInfo<std::tuple<std::string, DataPath>>& parameter) {
+  return std::get<0>(parameter.param) + data_path_name(std::get<1>(parameter.param));
 }
 
-INSTANTIATE_TEST_SUITE_P(Transports, RandomItems,
-                         testing::Combine(testing::Values("inproc", "zmq", "zmq_rings"),
-                                          testing::Values(Road::kDirect, Road::kStaged, Road::kPlaced,
-                                                          Road::kPlacedStaged, Road::kDeviceStaged,
-                                                          Road::kDevicePlacedStaged, Road::kDevicePlaced)),
-                         parameter_name);
+INSTANTIATE_TEST_SUITE_P(
+    Transports, RandomItems,
+    testing::Combine(testing::Values("inproc", "zmq", "zmq_rings"),
+                     testing::Values(DataPath::kDirect, DataPath::kStaged, DataPath::kPlaced,
+                                     DataPath::kPlacedStaged, DataPath::kDeviceStaged,
+                                     DataPath::kDevicePlacedStaged, DataPath::kDevicePlaced)),
+    parameter_name);
 
 // Once over the wire and once placed: the largest item that is promised.
-class LargestItem : public ChannelPair, public testing::WithParamInterface<Road> {};
+class LargestItem : public ChannelPair, public testing::WithParamInterface<DataPath> {};
 
 TEST_P(LargestItem, Arrives) {
-  take_road("zmq", GetParam());
+  take_data_path("zmq", GetParam());
   if (IsSkipped()) return;
   constexpr std::size_t kNumBytes = std::size_t{256} << 20;
   make_channels(one_tensor_spec(kNumBytes), {.num_slots = 1, .chunk_bytes = std::size_t{1} << 20});
@@ -211,9 +213,9 @@ TEST_P(LargestItem, Arrives) {
   EXPECT_EQ(std::memcmp(item.tensors[0].data, content->bytes[0].data(), kNumBytes), 0);
 }
 
-INSTANTIATE_TEST_SUITE_P(Roads, LargestItem, testing::Values(Road::kDirect, Road::kPlaced),
-                         [](const testing::TestParamInfo<Road>& parameter) {
-                           return road_name(parameter.param);
+INSTANTIATE_TEST_SUITE_P(DataPaths, LargestItem, testing::Values(DataPath::kDirect, DataPath::kPlaced),
+                         [](const testing::TestParamInfo<DataPath>& parameter) {
+                           return data_path_name(parameter.param);
                          });
 
 }  // namespace

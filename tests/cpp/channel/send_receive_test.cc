@@ -1,5 +1,5 @@
-// Both ends of a channel over every transport and on every road (roads.h): staged as on a device whose memory
-// the wire cannot read, placed as on one host.
+// Both ends of a channel over every transport and on every data path (data_paths.h): staged as on a device
+// whose memory the wire cannot read, placed as on one host.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -20,9 +20,9 @@
 namespace pipedream {
 namespace {
 
-class Channels : public ChannelPair, public testing::WithParamInterface<std::tuple<std::string, Road>> {
+class Channels : public ChannelPair, public testing::WithParamInterface<std::tuple<std::string, DataPath>> {
  protected:
-  void SetUp() override { take_road(std::get<0>(GetParam()), std::get<1>(GetParam())); }
+  void SetUp() override { take_data_path(std::get<0>(GetParam()), std::get<1>(GetParam())); }
 };
 
 class StagedChannels : public Channels {};
@@ -769,31 +769,33 @@ TEST_P(Channels, ItemsOutliveTheirChannelAndItsTransport) {
   EXPECT_EQ(slots_->num_free(), 2);
 }
 
-std::string parameter_name(const testing::TestParamInfo<std::tuple<std::string, Road>>& parameter) {
-  return std::get<0>(parameter.param) + road_name(std::get<1>(parameter.param));
+std::string parameter_name(const testing::TestParamInfo<std::tuple<std::string, DataPath>>& parameter) {
+  return std::get<0>(parameter.param) + data_path_name(std::get<1>(parameter.param));
 }
 
 const auto kTransports = testing::Values("inproc", "zmq", "zmq_rings");
-const auto kRoads = testing::Values(Road::kDirect, Road::kStaged, Road::kPlaced, Road::kPlacedStaged);
-const auto kStagedRoads =
-    testing::Values(Road::kStaged, Road::kPlacedStaged, Road::kDeviceStaged, Road::kDevicePlacedStaged);
-const auto kCopyingRoads =
-    testing::Values(Road::kStaged, Road::kPlaced, Road::kPlacedStaged, Road::kDeviceStaged,
-                    Road::kDevicePlacedStaged, Road::kDevicePlaced);
-const auto kAllRoads = testing::Values(Road::kDirect, Road::kStaged, Road::kPlaced, Road::kPlacedStaged,
-                                       Road::kDeviceStaged, Road::kDevicePlacedStaged, Road::kDevicePlaced);
+const auto kDataPaths =
+    testing::Values(DataPath::kDirect, DataPath::kStaged, DataPath::kPlaced, DataPath::kPlacedStaged);
+const auto kStagedPaths = testing::Values(DataPath::kStaged, DataPath::kPlacedStaged, DataPath::kDeviceStaged,
+                                          DataPath::kDevicePlacedStaged);
+const auto kCopyingPaths =
+    testing::Values(DataPath::kStaged, DataPath::kPlaced, DataPath::kPlacedStaged, DataPath::kDeviceStaged,
+                    DataPath::kDevicePlacedStaged, DataPath::kDevicePlaced);
+const auto kAllPaths =
+    testing::Values(DataPath::kDirect, DataPath::kStaged, DataPath::kPlaced, DataPath::kPlacedStaged,
+                    DataPath::kDeviceStaged, DataPath::kDevicePlacedStaged, DataPath::kDevicePlaced);
 
-INSTANTIATE_TEST_SUITE_P(Transports, Channels, testing::Combine(kTransports, kAllRoads), parameter_name);
-INSTANTIATE_TEST_SUITE_P(Transports, CopyingChannels, testing::Combine(kTransports, kCopyingRoads),
+INSTANTIATE_TEST_SUITE_P(Transports, Channels, testing::Combine(kTransports, kAllPaths), parameter_name);
+INSTANTIATE_TEST_SUITE_P(Transports, CopyingChannels, testing::Combine(kTransports, kCopyingPaths),
                          parameter_name);
 INSTANTIATE_TEST_SUITE_P(Transports, DeviceStaged,
-                         testing::Combine(kTransports,
-                                          testing::Values(Road::kDeviceStaged, Road::kDevicePlacedStaged)),
+                         testing::Combine(kTransports, testing::Values(DataPath::kDeviceStaged,
+                                                                       DataPath::kDevicePlacedStaged)),
                          parameter_name);
-INSTANTIATE_TEST_SUITE_P(Transports, StagedChannels, testing::Combine(kTransports, kStagedRoads),
+INSTANTIATE_TEST_SUITE_P(Transports, StagedChannels, testing::Combine(kTransports, kStagedPaths),
                          parameter_name);
 // On a device whose memory the wire cannot reach nothing comes by the wire: device_placed_test.cc.
-INSTANTIATE_TEST_SUITE_P(Transports, BrokenSender, testing::Combine(kTransports, kRoads), parameter_name);
+INSTANTIATE_TEST_SUITE_P(Transports, BrokenSender, testing::Combine(kTransports, kDataPaths), parameter_name);
 
 }  // namespace
 }  // namespace pipedream

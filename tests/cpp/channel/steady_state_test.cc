@@ -12,8 +12,8 @@
 #include <tuple>
 #include <vector>
 
+#include "channel/data_paths.h"
 #include "channel/receive_channel.h"
-#include "channel/roads.h"
 #include "channel/send_channel.h"
 #include "support/allocation_counter.h"
 #include "transport/recorder.h"
@@ -56,27 +56,27 @@ struct Tensors {
 // One worker: a channel in, a channel out, over its own transport.
 class Peer {
  public:
-  Peer(const std::string& transport, Road road, const Codec& codec)
-      : device_(make_device_of(road)), transport_(make_transport(transport)) {
+  Peer(const std::string& transport, DataPath data_path, const Codec& codec)
+      : device_(make_device_of(data_path)), transport_(make_transport(transport)) {
     if (!transport_) return;
     wakeup_.drive_while_waiting(*transport_);
     const WireLayout layout(spec(), codec);
     slot_bytes_ = layout.slot_bytes();
     PoolTerm slots{"slots", spec().slot_bytes(), kNumInFlight, MemoryKind::kDevice};
     PoolTerm in{"receive staging", layout.slot_bytes(), kNumInFlight, MemoryKind::kStaging};
-    if (road == Road::kPlaced) slots = in_shared_memory(slots, shared_);
-    if (is_staged(road) && is_placed(road)) in = in_shared_memory(in, shared_);
-    if (road == Road::kDevicePlaced) slots = in_device_memory(slots, *device_, shared_);
-    if (is_on_device(road)) {
+    if (data_path == DataPath::kPlaced) slots = in_shared_memory(slots, shared_);
+    if (is_staged(data_path) && is_placed(data_path)) in = in_shared_memory(in, shared_);
+    if (data_path == DataPath::kDevicePlaced) slots = in_device_memory(slots, *device_, shared_);
+    if (is_on_device(data_path)) {
       compute_stream_ = device_->make_stream();
       uploaded_ = upload(*device_, *compute_stream_, *tensors_.bytes);
       tensors_.move_to(uploaded_->data());
     }
     SlotGroup& slot_group = pool_.add(slots);
-    SlotGroup* const in_group = is_staged(road) ? &pool_.add(in) : nullptr;
+    SlotGroup* const in_group = is_staged(data_path) ? &pool_.add(in) : nullptr;
     SlotGroup* const out_group =
-        is_staged(road) ? &pool_.add({"send staging", layout.slot_bytes(), 2, MemoryKind::kStaging})
-                        : nullptr;
+        is_staged(data_path) ? &pool_.add({"send staging", layout.slot_bytes(), 2, MemoryKind::kStaging})
+                             : nullptr;
     SlotGroup& residual =
         pool_.add({"residual", layout.residual_bytes(), 1, MemoryKind::kDevice, /*poison=*/false});
     pool_.seal();
@@ -167,7 +167,7 @@ class Peer {
   Link* listener_ = nullptr;
 };
 
-using Case = std::tuple<std::string, Road, std::string>;  // transport, road, codec
+using Case = std::tuple<std::string, DataPath, std::string>;  // transport, data path, codec
 
 class SteadyState : public testing::TestWithParam<Case> {
  protected:
@@ -191,9 +191,9 @@ class SteadyState : public testing::TestWithParam<Case> {
 };
 
 TEST_P(SteadyState, ItemsAreExchangedWithoutAnAllocation) {
-  const auto& [transport, road, codec] = GetParam();
-  Peer peer(transport, road, codec_from_name(codec));
-  Peer other(transport, road, codec_from_name(codec));
+  const auto& [transport, data_path, codec] = GetParam();
+  Peer peer(transport, data_path, codec_from_name(codec));
+  Peer other(transport, data_path, codec_from_name(codec));
   if (!peer.available() || !other.available()) GTEST_SKIP() << transport << " is not available";
   peer.connect_to(other);
   other.connect_to(peer);
@@ -217,7 +217,7 @@ TEST_P(SteadyState, ItemsAreExchangedWithoutAnAllocation) {
   peer.stop();
 
   const double num_frames = static_cast<double>(kNumItems) * 2 * 7;
-  std::printf("%s, %s, %s: %.3f allocations a frame\n", transport.c_str(), road_name(road).c_str(),
+  std::printf("%s, %s, %s: %.3f allocations a frame\n", transport.c_str(), data_path_name(data_path).c_str(),
               codec.c_str(), static_cast<double>(num_allocations) / num_frames);
   if (transport == "inproc") {
     EXPECT_EQ(num_allocations, 0U) << first;
@@ -228,21 +228,22 @@ TEST_P(SteadyState, ItemsAreExchangedWithoutAnAllocation) {
 }
 
 std::string case_name(const testing::TestParamInfo<Case>& parameter) {
-  const auto& [transport, road, codec] = parameter.param;
-  return transport + road_name(road) + "_" + codec;
+  const auto& [transport, data_path, codec] = parameter.param;
+  return transport + data_path_name(data_path) + "_" + codec;
 }
 
 const auto kTransports = testing::Values("inproc", "zmq", "zmq_rings");
 
-INSTANTIATE_TEST_SUITE_P(Roads, SteadyState,
+INSTANTIATE_TEST_SUITE_P(DataPaths, SteadyState,
                          testing::Combine(kTransports,
-                                          testing::Values(Road::kDirect, Road::kStaged, Road::kPlaced,
-                                                          Road::kPlacedStaged, Road::kDeviceStaged,
-                                                          Road::kDevicePlaced),
+                                          testing::Values(DataPath::kDirect, DataPath::kStaged,
+                                                          DataPath::kPlaced, DataPath::kPlacedStaged,
+                                                          DataPath::kDeviceStaged, DataPath::kDevicePlaced),
                                           testing::Values("none")),
                          case_name);
 INSTANTIATE_TEST_SUITE_P(Codecs, SteadyState,
-                         testing::Combine(kTransports, testing::Values(Road::kStaged, Road::kPlacedStaged),
+                         testing::Combine(kTransports,
+                                          testing::Values(DataPath::kStaged, DataPath::kPlacedStaged),
                                           testing::Values("bf16", "int8", "topk")),
                          case_name);
 

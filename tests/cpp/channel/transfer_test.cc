@@ -17,9 +17,9 @@ namespace {
 constexpr std::int64_t kNumItems = 5;
 constexpr std::size_t kItemBytes = 3000;
 
-class Transfers : public ChannelPair, public testing::WithParamInterface<std::tuple<std::string, Road>> {
+class Transfers : public ChannelPair, public testing::WithParamInterface<std::tuple<std::string, DataPath>> {
  protected:
-  void SetUp() override { take_road(std::get<0>(GetParam()), std::get<1>(GetParam())); }
+  void SetUp() override { take_data_path(std::get<0>(GetParam()), std::get<1>(GetParam())); }
   // Of num_items that all have arrived and left.
   void exchange(std::int64_t num_items) {
     for (std::int64_t minibatch = 0; minibatch < num_items; ++minibatch) {
@@ -131,15 +131,15 @@ TEST_P(Transfers, AreInTheOrderInWhichTheyWereSentWhateverWasReleasedFirst) {
   }
 }
 
-std::string parameter_name(const testing::TestParamInfo<std::tuple<std::string, Road>>& parameter) {
-  return std::get<0>(parameter.param) + road_name(std::get<1>(parameter.param));
+std::string parameter_name(const testing::TestParamInfo<std::tuple<std::string, DataPath>>& parameter) {
+  return std::get<0>(parameter.param) + data_path_name(std::get<1>(parameter.param));
 }
 
 INSTANTIATE_TEST_SUITE_P(Transports, Transfers,
                          testing::Combine(testing::Values("inproc", "zmq", "zmq_rings"),
-                                          testing::Values(Road::kDirect, Road::kStaged, Road::kPlaced,
-                                                          Road::kPlacedStaged, Road::kDeviceStaged,
-                                                          Road::kDevicePlaced)),
+                                          testing::Values(DataPath::kDirect, DataPath::kStaged,
+                                                          DataPath::kPlaced, DataPath::kPlacedStaged,
+                                                          DataPath::kDeviceStaged, DataPath::kDevicePlaced)),
                          parameter_name);
 
 }  // namespace

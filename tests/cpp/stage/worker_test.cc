@@ -394,7 +394,7 @@ TEST_P(DeviceFaults, AreToldByEveryWorkerWithStageMinibatchAndTheDevicesWords) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Roads, DeviceFaults,
+INSTANTIATE_TEST_SUITE_P(DataPaths, DeviceFaults,
                          testing::Values(std::tuple("inproc", false), std::tuple("zmq", false),
                                          std::tuple("zmq", true)),
                          [](const auto& parameter) {

@@ -14,7 +14,7 @@
 
 namespace pipedream {
 
-enum class Road {
+enum class DataPath {
   kDirect,        // the wire reads the tensors, and writes the receiver's slots
   kStaged,        // through staging buffers at both ends
   kPlaced,        // the sender writes into the receiver's slots
@@ -25,40 +25,42 @@ enum class Road {
   kDevicePlaced,
 };
 
-inline bool is_on_device(Road road) {
-  return road == Road::kDeviceStaged || road == Road::kDevicePlacedStaged || road == Road::kDevicePlaced;
+inline bool is_on_device(DataPath data_path) {
+  return data_path == DataPath::kDeviceStaged || data_path == DataPath::kDevicePlacedStaged ||
+         data_path == DataPath::kDevicePlaced;
 }
-inline bool is_staged(Road road) {
-  return road == Road::kStaged || road == Road::kPlacedStaged || road == Road::kDeviceStaged ||
-         road == Road::kDevicePlacedStaged;
+inline bool is_staged(DataPath data_path) {
+  return data_path == DataPath::kStaged || data_path == DataPath::kPlacedStaged ||
+         data_path == DataPath::kDeviceStaged || data_path == DataPath::kDevicePlacedStaged;
 }
-inline bool is_placed(Road road) {
-  return road != Road::kDirect && road != Road::kStaged && road != Road::kDeviceStaged;
+inline bool is_placed(DataPath data_path) {
+  return data_path != DataPath::kDirect && data_path != DataPath::kStaged &&
+         data_path != DataPath::kDeviceStaged;
 }
 
-inline std::unique_ptr<Device> make_device_of(Road road) {
-  if (is_on_device(road)) return std::make_unique<HostileDevice>();
+inline std::unique_ptr<Device> make_device_of(DataPath data_path) {
+  if (is_on_device(data_path)) return std::make_unique<HostileDevice>();
   return make_host_device();
 }
 
-inline std::string road_name(Road road) {
-  switch (road) {
-    case Road::kDirect:
+inline std::string data_path_name(DataPath data_path) {
+  switch (data_path) {
+    case DataPath::kDirect:
       return "Direct";
-    case Road::kStaged:
+    case DataPath::kStaged:
       return "Staged";
-    case Road::kPlaced:
+    case DataPath::kPlaced:
       return "Placed";
-    case Road::kPlacedStaged:
+    case DataPath::kPlacedStaged:
       return "PlacedStaged";
-    case Road::kDeviceStaged:
+    case DataPath::kDeviceStaged:
       return "DeviceStaged";
-    case Road::kDevicePlacedStaged:
+    case DataPath::kDevicePlacedStaged:
       return "DevicePlacedStaged";
-    case Road::kDevicePlaced:
+    case DataPath::kDevicePlaced:
       return "DevicePlaced";
   }
-  PD_CHECK(false, "road " << static_cast<int>(road));
+  PD_CHECK(false, "data_path " << static_cast<int>(data_path));
 }
 
 // Shared memory as a pool term's own.

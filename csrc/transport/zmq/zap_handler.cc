@@ -1,5 +1,5 @@
 // Answers libzmq's questions whether a connection may enter. On the thread that drives.
-#include "transport/zmq/zmq_gate.h"
+#include "transport/zmq/zap_handler.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -32,41 +32,41 @@ void* make_socket(const LibZmq& zmq, void* context) {
 
 }  // namespace
 
-void ZmqDoors::open(const std::string& domain, std::string token, std::function<void()> on_enter) {
+void ZapDomains::add(const std::string& domain, std::string token, std::function<void()> on_enter) {
   const std::lock_guard lock(mutex_);
-  doors_.insert_or_assign(domain, Door{std::move(token), std::move(on_enter)});
+  domains_.insert_or_assign(domain, Domain{std::move(token), std::move(on_enter)});
 }
 
-void ZmqDoors::shut(const std::string& domain) {
+void ZapDomains::remove(const std::string& domain) {
   const std::lock_guard lock(mutex_);
-  doors_.erase(domain);
+  domains_.erase(domain);
 }
 
-bool ZmqDoors::knows(const std::string& domain, std::string_view token) const {
+bool ZapDomains::knows(const std::string& domain, std::string_view token) const {
   const std::lock_guard lock(mutex_);
-  const auto door = doors_.find(domain);
-  return door != doors_.end() && is_same_token(token, door->second.token);
+  const auto found = domains_.find(domain);
+  return found != domains_.end() && is_same_token(token, found->second.token);
 }
 
-bool ZmqDoors::enter(const std::string& domain) {
+bool ZapDomains::enter(const std::string& domain) {
   std::function<void()> on_enter;  // runs after the lock: it may take others
   {
     const std::lock_guard lock(mutex_);
-    const auto door = doors_.find(domain);
-    if (door == doors_.end() || !std::exchange(door->second.is_open, false)) return false;
-    on_enter = door->second.on_enter;
+    const auto found = domains_.find(domain);
+    if (found == domains_.end() || !std::exchange(found->second.is_open, false)) return false;
+    on_enter = found->second.on_enter;
   }
   on_enter();
   return true;
 }
 
-ZmqGate::ZmqGate(const LibZmq& zmq, void* context, std::optional<std::vector<CurveKey>> allowed,
-                 ZmqDoors& doors)
-    : zmq_(zmq), socket_(make_socket(zmq, context)), allowed_(std::move(allowed)), doors_(doors) {}
+ZapHandler::ZapHandler(const LibZmq& zmq, void* context, std::optional<std::vector<CurveKey>> allowed,
+                       ZapDomains& zap_domains)
+    : zmq_(zmq), socket_(make_socket(zmq, context)), allowed_(std::move(allowed)), domains_(zap_domains) {}
 
-ZmqGate::~ZmqGate() { PD_CHECK(zmq_.close(socket_) == 0, zmq_.last_error()); }
+ZapHandler::~ZapHandler() { PD_CHECK(zmq_.close(socket_) == 0, zmq_.last_error()); }
 
-void ZmqGate::answer() {
+void ZapHandler::answer() {
   for (;;) {
     std::vector<std::string> request;
     bool more = true;
@@ -80,19 +80,19 @@ void ZmqGate::answer() {
 }
 
 // Key or token come first: a stranger does not take the peer's place.
-int ZmqGate::verdict(const std::vector<std::string>& request) {
+int ZapHandler::verdict(const std::vector<std::string>& request) {
   if (!may_talk(request)) return kIsStranger;
-  return doors_.enter(request[kDomainPart]) ? kWelcome : kHasItsPeer;
+  return domains_.enter(request[kDomainPart]) ? kWelcome : kHasItsPeer;
 }
 
-bool ZmqGate::may_talk(const std::vector<std::string>& request) const {
+bool ZapHandler::may_talk(const std::vector<std::string>& request) const {
   const std::string& mechanism = request[kMechanismPart];
   if (allowed_) return mechanism == "CURVE" && request.size() > kKeyPart && is_allowed(request[kKeyPart]);
   return mechanism == "PLAIN" && request.size() > kPasswordPart &&
-         doors_.knows(request[kDomainPart], request[kPasswordPart]);
+         domains_.knows(request[kDomainPart], request[kPasswordPart]);
 }
 
-bool ZmqGate::is_allowed(const std::string& key) const {
+bool ZapHandler::is_allowed(const std::string& key) const {
   return std::any_of(allowed_->begin(), allowed_->end(), [&](const CurveKey& allowed) {
     return std::equal(
         key.begin(), key.end(), allowed.begin(), allowed.end(),
@@ -100,7 +100,7 @@ bool ZmqGate::is_allowed(const std::string& key) const {
   });
 }
 
-bool ZmqGate::receive_part(std::string& part, bool& more) {
+bool ZapHandler::receive_part(std::string& part, bool& more) {
   ZmqMessage message;
   PD_CHECK(zmq_.msg_init(&message) == 0, zmq_.last_error());
   const int num_bytes = zmq_.uninterrupted([&] { return zmq_.msg_recv(&message, socket_, zmq::kDontWait); });
@@ -114,7 +114,7 @@ bool ZmqGate::receive_part(std::string& part, bool& more) {
   return num_bytes >= 0;
 }
 
-void ZmqGate::reply(const std::string& version, const std::string& request_id, int status) {
+void ZapHandler::reply(const std::string& version, const std::string& request_id, int status) {
   // Version, request id, status code, status text, user id, metadata.
   const std::vector<std::string> parts = {
       version, request_id, std::to_string(status), status == kWelcome ? "OK" : "refused", "", ""};

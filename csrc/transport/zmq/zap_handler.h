@@ -5,7 +5,7 @@
 // Why not unbind after the first: zmq_unbind also ends the connections that the endpoint has accepted. Why
 // not leave it to PAIR: it keeps a second connection open, silently, for ever.
 //
-// On the thread that drives, but for the constructor and the doors.
+// On the thread that drives, but for the constructor and the domains.
 #pragma once
 
 #include <functional>
@@ -22,30 +22,30 @@
 namespace pipedream {
 
 // The listening links by domain: a connection may ask before its link has started. Any thread.
-class ZmqDoors {
+class ZapDomains {
  public:
-  // token: empty where there are keys. on_enter: called on the gate's thread when a connection is let in.
-  void open(const std::string& domain, std::string token, std::function<void()> on_enter);
-  // On the gate's thread, so that on_enter does not run any more, or when there is no gate. Idempotent.
-  void shut(const std::string& domain);
+  // token: empty where there are keys. on_enter: called by the handler when a connection is let in.
+  void add(const std::string& domain, std::string token, std::function<void()> on_enter);
+  // On the handler's thread, so that on_enter does not run any more, or when there is none. Idempotent.
+  void remove(const std::string& domain);
 
   [[nodiscard]] bool knows(const std::string& domain, std::string_view token) const;
-  // False when the link has its peer. The door closes behind it for good: who enters is the peer, and there
-  // is no reconnect.
+  // False when the link has its peer. The domain lets nobody else in, for good: who enters is the peer,
+  // and there is no reconnect.
   [[nodiscard]] bool enter(const std::string& domain);
 
  private:
-  struct Door {
+  struct Domain {
     std::string token;
     std::function<void()> on_enter;
     bool is_open = true;
   };
 
-  mutable std::mutex mutex_;  // guards doors_
-  std::map<std::string, Door, std::less<>> doors_;
+  mutable std::mutex mutex_;  // guards domains_
+  std::map<std::string, Domain, std::less<>> domains_;
 };
 
-class ZmqGate {
+class ZapHandler {
  public:
   // What a connector that is refused is told: the value of its monitor's kEventHandshakeFailedAuth. ZAP has
   // a fixed set of codes.
@@ -53,10 +53,11 @@ class ZmqGate {
   static constexpr int kHasItsPeer = 500;
 
   // allowed: keys, empty where links are not encrypted.
-  ZmqGate(const LibZmq& zmq, void* context, std::optional<std::vector<CurveKey>> allowed, ZmqDoors& doors);
-  ~ZmqGate();
-  ZmqGate(const ZmqGate&) = delete;
-  ZmqGate& operator=(const ZmqGate&) = delete;
+  ZapHandler(const LibZmq& zmq, void* context, std::optional<std::vector<CurveKey>> allowed,
+             ZapDomains& zap_domains);
+  ~ZapHandler();
+  ZapHandler(const ZapHandler&) = delete;
+  ZapHandler& operator=(const ZapHandler&) = delete;
 
   [[nodiscard]] void* socket() const { return socket_; }
   // Answers all requests that are waiting.
@@ -72,7 +73,7 @@ class ZmqGate {
   const LibZmq& zmq_;
   void* const socket_;
   const std::optional<std::vector<CurveKey>> allowed_;
-  ZmqDoors& doors_;
+  ZapDomains& domains_;
 };
 
 }  // namespace pipedream
