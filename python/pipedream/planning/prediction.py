@@ -17,7 +17,13 @@ from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, 
 if TYPE_CHECKING:
     from pipedream import _core
 
-__all__ = ["predict_ms", "simulate_calibrated", "simulate_programs", "steady_minibatches"]
+__all__ = [
+    "predict_ms",
+    "predict_ms_of_run",
+    "simulate_calibrated",
+    "simulate_programs",
+    "steady_minibatches",
+]
 
 # Minibatches of each replica, besides those of the warm-up and the cool-down.
 _STEADY_ROUNDS = 32
@@ -30,6 +36,14 @@ def predict_ms(
     of each replica besides warm-up and cool-down."""
     simulation = simulate_calibrated(plan, schedule, steady_minibatches(plan, steady_rounds))
     return plan.bottleneck_ms if simulation is None else ms_per_minibatch(simulation)
+
+
+def predict_ms_of_run(plan: Plan, schedule: _core.ScheduleOptions) -> float | None:
+    """As predict_ms(), after a training, which no figure of a plan's file may take away."""
+    try:
+        return predict_ms(plan, schedule)
+    except ValueError:
+        return plan.bottleneck_ms
 
 
 def ms_per_minibatch(simulation: Simulation) -> float:

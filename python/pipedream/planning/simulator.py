@@ -282,7 +282,7 @@ class Replay:
         self._arrivals(instruction).append(arrives_ms)
 
     def _transfer_ms(self, edge: StepEdge) -> float:
-        if edge.kind in _SYNC:
+        if edge.from_stage == edge.to_stage:  # between its replicas
             return self.stage_times[edge.from_stage].shard_ms
         return self.transfer_times[min(edge.from_stage, edge.to_stage)].of(edge.kind)
 

@@ -13,7 +13,7 @@ from pipedream.common.table import format_table
 from pipedream.common.units import format_bytes
 from pipedream.links.channels import RunChannel
 from pipedream.planning.plan import Plan
-from pipedream.planning.prediction import predict_ms
+from pipedream.planning.prediction import predict_ms_of_run
 from pipedream.planning.trace import Clock, Span, shift_ns, write_trace
 from pipedream.report.status import in_turn
 from pipedream.report.summary import describe_data_waits, describe_result, plot_losses, summarize
@@ -247,7 +247,7 @@ def combine_reports(
         epoch_losses=_epoch_losses(losses, samples, epochs),
         versions=[[(forward, backward) for forward, backward in stage] for stage in versions],
         samples_per_s=sum(samples) / max(elapsed_ns / 1e9, 1e-9),
-        predicted_ms=predict_ms(plan, schedule),
+        predicted_ms=predict_ms_of_run(plan, schedule),
         measured_ms=_steady_ms(last["spans"], num_warm_up),
         bubble_share=1.0
         - sum(t["compute_ns"] for t in totals) / max(sum(t["elapsed_ns"] for t in totals), 1),

@@ -11,7 +11,7 @@ from pipedream import _core
 from pipedream.planning.layer_profile import LayerProfile, Profile
 from pipedream.planning.partitioner import make_plan, partition
 from pipedream.planning.plan import Plan, Stage
-from pipedream.planning.prediction import predict_ms
+from pipedream.planning.prediction import predict_ms, predict_ms_of_run
 from pipedream.planning.runtime_costs import (
     POSITIONS,
     ItemCost,
@@ -189,3 +189,6 @@ def test_a_plan_s_costs_that_cannot_be_are_refused_by_name(changes: dict[str, An
     plan = _straight(_profile())
     with pytest.raises(ValueError, match=message):
         _predicted_ms(replace(plan, predicted=plan.predicted | changes))
+    options = _core.ScheduleOptions("pipedream", list(plan.in_flight), 1, plan.placement)
+    spoilt = replace(plan, predicted=plan.predicted | changes)
+    assert predict_ms_of_run(spoilt, options) == plan.bottleneck_ms  # the run is over, and its result counts
