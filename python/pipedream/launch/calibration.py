@@ -92,7 +92,8 @@ def calibrate(
 
     stages = min(workers, profile.num_layers)
     straight = partition(profile, stages, _FAST_BYTES_PER_S, straight=True)
-    whole = Plan((Stage(0, profile.num_layers - 1),))
+    last = profile.num_layers - 1
+    whole = Plan((Stage(0, last),), max_shapes=straight.max_shapes, cuts=straight.cuts)
     with generators_kept():
         one = measure(whole)
         async_run = measure(straight)
@@ -100,7 +101,8 @@ def calibrate(
         cut = None
         if stages > 1 and profile.batch_size is not None and profile.batch_size >= m:
             cut = measure(straight, schedule="2bw", microbatches=m)
-        shared = measure(Plan((replace(whole.stages[0], num_replicas=2),)))
+        replicated = (Stage(0, last, num_replicas=2),)
+        shared = measure(Plan(replicated, max_shapes=straight.max_shapes, cuts=straight.cuts))
     runtime = runtime_costs(profile, straight, Runs(one, async_run, cut, shared, m))
     return replace(profile, runtime=runtime.to_dict())
 
