@@ -118,7 +118,7 @@ def make_plan(model: nn.Module, loader: DataLoader, num_workers: int, given: str
     return pipedream.partition(profile, num_workers, "10Gbit/s", straight=True)
 
 
-def main() -> None:
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains a language model of transformers on workers.")
     parser.add_argument("--workers", type=int, default=2, help="worker processes; torchrun sets its own")
     parser.add_argument("--architecture", choices=ARCHITECTURES, default="llama")
@@ -135,8 +135,11 @@ def main() -> None:
     parser.add_argument("--plan", help="a plan, or each stage's replicas (2-1), instead of the planner's")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output-dir", type=Path, default=Path("results/hf_finetune"))
-    options = parser.parse_args()
+    return parser.parse_args()
 
+
+def main() -> None:
+    options = parse_options()
     options.output_dir.mkdir(parents=True, exist_ok=True)  # a mistake in it is better known now
     is_main = os.environ.get("RANK", "0") == "0"  # torchrun starts this script once per worker
     num_workers = int(os.environ.get("WORLD_SIZE", options.workers))
