@@ -41,10 +41,11 @@ struct Queue {
   std::int64_t num_queued_max = 0;
 };
 
-// All workers at work on lists that are right by themselves.
+// All workers at work on lists that are right by themselves. Where replicas reduce together an UPDATE waits
+// until all of its stage's have come to theirs, as if each had sent the others a word.
 class Pipeline {
  public:
-  Pipeline(const Placement& placement, const std::vector<Edge>& edges, const Programs& programs);
+  Pipeline(const ScheduleOptions& options, const std::vector<Edge>& edges, const Programs& programs);
 
   // Runs every program as far as it goes, from the start; `slowest` moves only when no other worker can.
   void run(std::size_t slowest);
@@ -55,6 +56,7 @@ class Pipeline {
 
  private:
   bool step(std::size_t worker);
+  bool step_together(std::size_t worker);
   void run_others(std::size_t slowest);
 
   [[nodiscard]] bool is_over(std::size_t worker) const {
@@ -65,11 +67,23 @@ class Pipeline {
   std::vector<std::vector<std::size_t>> edge_indices_;  // per worker and instruction; kNoEdge: it computes
   std::vector<std::size_t> positions_;                  // per worker
   std::vector<Queue> queues_;
+  // Per worker: those it reduces with, itself included, empty where it does not; the updates it has come to;
+  // and whether it is at one.
+  std::vector<std::vector<std::size_t>> groups_;
+  std::vector<std::int64_t> num_come_to_;
+  std::vector<bool> is_waiting_;
   std::vector<std::size_t> awake_;  // workers that may be able to move; the slowest is passed over
 };
 
-Pipeline::Pipeline(const Placement& placement, const std::vector<Edge>& edges, const Programs& programs)
-    : programs_(programs) {
+Pipeline::Pipeline(const ScheduleOptions& options, const std::vector<Edge>& edges, const Programs& programs)
+    : programs_(programs), groups_(programs.size()) {
+  const Placement placement = placement_of(options);
+  for (const Place& place : placement.places()) {
+    for (ReplicaIndex other; options.uses_allreduce && other.value() < placement.num_replicas(place.stage);
+         other = other.next()) {
+      groups_[index_of(place.rank)].push_back(index_of(placement.rank_of(place.stage, other)));
+    }
+  }
   for (const std::vector<Instruction>& program : programs) {
     std::vector<std::size_t>& indices = edge_indices_.emplace_back();
     indices.reserve(program.size());
@@ -86,6 +100,8 @@ Pipeline::Pipeline(const Placement& placement, const std::vector<Edge>& edges, c
 
 void Pipeline::run(std::size_t slowest) {
   positions_.assign(programs_.size(), 0);
+  num_come_to_.assign(programs_.size(), 0);
+  is_waiting_.assign(programs_.size(), false);
   for (Queue& queue : queues_) queue.num_queued = queue.num_queued_max = 0;
   for (std::size_t worker = programs_.size(); worker-- > 0;) awake_.push_back(worker);
   do {
@@ -106,6 +122,9 @@ bool Pipeline::step(std::size_t worker) {
   if (is_over(worker)) return false;
   const std::size_t position = positions_[worker];
   const std::size_t edge = edge_indices_[worker][position];
+  if (programs_[worker][position].opcode == Opcode::kUpdate && groups_[worker].size() > 1) {
+    return step_together(worker);
+  }
   if (edge != kNoEdge) {
     Queue& queue = queues_[edge];
     if (programs_[worker][position].opcode == Opcode::kRecv) {
@@ -116,6 +135,24 @@ bool Pipeline::step(std::size_t worker) {
       queue.num_queued_max = std::max(queue.num_queued_max, queue.num_queued);
     }
   }
+  ++positions_[worker];
+  return true;
+}
+
+// To come to the update is a step of its own, for which others may wait.
+bool Pipeline::step_together(std::size_t worker) {
+  const std::vector<std::size_t>& group = groups_[worker];
+  if (!is_waiting_[worker]) {
+    is_waiting_[worker] = true;
+    ++num_come_to_[worker];
+    awake_.insert(awake_.end(), group.begin(), group.end());
+    return true;
+  }
+  const bool have_all_come = std::all_of(group.begin(), group.end(), [&](std::size_t other) {
+    return num_come_to_[other] >= num_come_to_[worker];
+  });
+  if (!have_all_come) return false;
+  is_waiting_[worker] = false;
   ++positions_[worker];
   return true;
 }
@@ -133,8 +170,12 @@ std::string Pipeline::describe_deadlock() const {
   for (std::size_t worker = 0; worker < programs_.size(); ++worker) {
     if (is_over(worker)) continue;
     const Instruction& instruction = programs_[worker][positions_[worker]];
-    text << "; " << place(worker, programs_[worker], positions_[worker]) << ": waits for "
-         << to_string(instruction.edge.from);
+    text << "; " << place(worker, programs_[worker], positions_[worker]) << ": waits for ";
+    if (instruction.opcode == Opcode::kRecv) {
+      text << to_string(instruction.edge.from);
+    } else {
+      text << "the other replicas";
+    }
   }
   return text.str();
 }
@@ -215,7 +256,7 @@ std::string check_items(const Programs& programs) {
 std::string check_together(const ScheduleOptions& options, const Programs& programs, ReplayReport& report) {
   const std::vector<Edge> edges = edges_of(options);
   for (const Edge& edge : edges) report.edges.push_back({edge, 0});
-  Pipeline pipeline(placement_of(options), edges, programs);
+  Pipeline pipeline(options, edges, programs);
   for (std::size_t slowest = 0; slowest < programs.size(); ++slowest) {
     pipeline.run(slowest);
     if (!pipeline.is_finished()) {

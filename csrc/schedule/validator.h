@@ -39,7 +39,8 @@ struct ReplayReport {
 // time is recomputed. Where every minibatch drains, a stage's forwards wait for its update, and a worker's
 // updates for the backwards of all its stages. A RECV stands between the uses of the item before it and its
 // own, a SEND before the next item of its kind is made, and norms are exchanged as transfers.h draws it. Of a
-// tied version nothing is overwritten that a minibatch still reads.
+// tied version nothing is overwritten that a minibatch still reads. Where replicas reduce together, an update
+// of one waits for those of the others.
 [[nodiscard]] ReplayReport replay(const ScheduleOptions& options,
                                   const std::vector<std::vector<Instruction>>& programs,
                                   std::int64_t num_minibatches);

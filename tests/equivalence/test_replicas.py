@@ -209,23 +209,23 @@ class _HalfFrozen(nn.Module):
         return self.sometimes(output) if inputs[0, 0] > 0 else output
 
 
-def _train_half_frozen(used: list[bool]) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _train_half_frozen(used: list[bool], sync: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     model = nn.Sequential(_HalfFrozen(), nn.Linear(3, 3)).double()
     data = [(torch.full((2, 3), 1.0 if use else -1.0).double(), torch.ones(2, 3).double()) for use in used]
     plan = pipedream.Plan((pipedream.planning.plan.Stage(0, 1, 2),))
     optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
-    result = pipedream.run(
-        model, plan, data=data, loss_fn=nn.functional.mse_loss, optimizer=optimizer, seed=1, progress=False
-    )
+    how: dict[str, Any] = {"sync": sync, "seed": 1, "progress": False}
+    result = pipedream.run(model, plan, data=data, loss_fn=nn.functional.mse_loss, optimizer=optimizer, **how)
     return result.losses, model.state_dict()
 
 
+@pytest.mark.parametrize("sync", ["bsp", "allreduce"])
 def test_a_parameter_without_a_gradient_at_any_replica_is_not_updated_and_a_missing_one_counts_as_zero(
-    farm: Farm,
+    farm: Farm, sync: str
 ) -> None:
     used = [True, False, False, False, False, True]
-    losses, state = farm.results(_train_half_frozen, used, num_ranks=2)[0]
+    losses, state = farm.results(_train_half_frozen, used, sync, num_ranks=2)[0]
     torch.manual_seed(0)
     model = nn.Sequential(_HalfFrozen(), nn.Linear(3, 3)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
@@ -365,3 +365,73 @@ def test_encoded_pushes_give_the_mean_of_what_their_codec_makes_of_the_others_gr
         optimizer.step()
     assert_close_losses(losses, expected, 1e-9)
     assert_close_state(state, model.state_dict(), 1e-9)
+
+
+# Reduced together: all-reduce adds in another order than that of the replicas.
+
+
+@pytest.mark.parametrize("replicas", _PLANS, ids=_NAMES)
+def test_replicas_that_reduce_together_give_the_references_result(
+    farm: Farm, replicas: tuple[int, ...]
+) -> None:
+    result, _ = assert_equals_reference(farm, _training("cnn", replicas, sync="allreduce"))
+    assert not any("pushed" in term or "pulled" in term for terms in result.memory for term in terms)
+
+
+@pytest.mark.parametrize("schedule", ["vertical_sync", "flush", "gpipe", "naive", "model_parallel"])
+def test_other_schedules_reduce_together_to_the_references_result(farm: Farm, schedule: str) -> None:
+    how: dict[str, Any] = {"schedule": schedule, "num_minibatches": 10, "short_last": False}
+    sgd = functools.partial(torch.optim.SGD, lr=0.5)  # Adam would hide a wrong divisor
+    assert_equals_reference(farm, _training("cnn", (3, 2), sync="allreduce", optimizer=sgd, **how))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"schedule": "2bw", "microbatches": 4, "short_last": False},
+        {"max_grad_norm": 0.02},
+        {"max_grad_norm": 0.02, "schedule": "flush"},
+        {"optimizer": functools.partial(torch.optim.Adafactor, lr=0.05)},
+        {"dtype": torch.float32},
+    ],
+    ids=["2bw", "clipped", "clipped by all stages", "whole tensors", "float32"],
+)
+def test_what_else_is_reduced_together_gives_the_references_result(farm: Farm, how: dict[str, Any]) -> None:
+    assert_equals_reference(farm, _training("mlp", (2, 1), sync="allreduce", **how))
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "flush"])
+def test_rounds_that_overflow_are_skipped_where_replicas_reduce_together(farm: Farm, schedule: str) -> None:
+    how: dict[str, Any] = {"autocast": "float16", "max_grad_norm": 20.0, "num_minibatches": 31}
+    sgd = functools.partial(torch.optim.SGD, lr=1e-3)
+    training = _Overflowing(
+        "mlp", 2, torch.float32, sgd, replicas=(2, 1), schedule=schedule, sync="allreduce", **how
+    )
+    assert_equals_reference(farm, training, relative=_FLOAT16)
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2, 5, 6])
+@pytest.mark.parametrize("replicas", [(3,), (1, 3), (2, 1)], ids=["3", "1-3", "2-1"])
+def test_replicas_that_reduce_together_find_the_end_in_any_round(
+    farm: Farm, replicas: tuple[int, ...], num_minibatches: int
+) -> None:
+    schedule = "data_parallel" if len(replicas) == 1 else "pipedream"
+    how: dict[str, Any] = {"sync": "allreduce", "schedule": schedule, "num_minibatches": num_minibatches}
+    training = _training("mlp", replicas, **how)
+    assert_equals_reference(farm, training, data=_Unsized(training.data()))
+
+
+def test_local_workers_reduce_together() -> None:
+    training = _training("mlp", (2, 1), sync="allreduce")
+    result, state = train_in_pipeline(training)
+    expected, expected_state = train_by_reference(training)
+    assert_close_losses(result.losses, expected.losses, 1e-12)
+    assert_close_state(state, expected_state, 1e-12)
+
+
+def test_each_replica_that_reduces_together_has_the_whole_state(farm: Farm) -> None:
+    training = _training("wide", (2, 1), optimizer=OPTIMIZERS["adam"], sync="allreduce")
+    result, _ = assert_equals_reference(farm, training)
+    states = [terms["optimizer state of torch"]["peak"] or 0 for terms in result.memory[:2]]
+    straight, _ = assert_equals_reference(farm, Training("wide", 2, optimizer=OPTIMIZERS["adam"]))
+    assert states == [straight.memory[0]["optimizer state of torch"]["peak"]] * 2

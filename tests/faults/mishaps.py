@@ -20,6 +20,7 @@ from unittest import mock
 import pipedream
 import torch
 from pipedream import RunResult, _core
+from pipedream.links.replica_group import ReplicaGroup
 from pipedream.planning.plan import Stage
 from pipedream.stage.param_server import ParameterServer
 from pipedream.stage.stage_runner import StageRunner
@@ -217,24 +218,27 @@ def failing_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return error_of(outputs, targets)
 
 
-def run_until_killed_at(when: str, at_call: int) -> RunResult:
-    """Plan 2-1; rank 1 dies at this call of a method of its parameter server."""
-    method, num_calls = getattr(ParameterServer, when), 0
+def run_until_killed_at(when: str, at_call: int, mishap: Mishap = be_killed) -> RunResult:
+    """Plan 2-1; rank 1 dies at this call of a method of its parameter server, or of the group that it reduces
+    with. mishap: in the place of its death."""
+    of: type = ReplicaGroup if when == "all_reduce" else ParameterServer
+    method, num_calls = getattr(of, when), 0
 
-    def dying(server: ParameterServer, *args: Any) -> Any:
+    def dying(server: Any, *args: Any) -> Any:
         nonlocal num_calls
         num_calls += 1
         if num_calls == at_call:
-            be_killed()
+            mishap()
         return method(server, *args)
 
     if os.environ["RANK"] == "1":
-        setattr(ParameterServer, when, dying)
+        setattr(of, when, dying)
     try:
         plan = pipedream.Plan((Stage(0, 0, num_replicas=2), Stage(1, 1)))
-        return run(model_with(None, stages=2), plan=plan)
+        sync = "allreduce" if of is ReplicaGroup else "bsp"
+        return run(model_with(None, stages=2), plan=plan, sync=sync, peer_timeout=3.0)
     finally:
-        setattr(ParameterServer, when, method)
+        setattr(of, when, method)
 
 
 def run_while_the_device_fails(model: torch.nn.Module, at: int) -> RunResult:

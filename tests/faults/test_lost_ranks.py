@@ -114,10 +114,20 @@ def test_a_rank_that_refuses_its_arguments_is_named_to_the_others(
         assert str(error).startswith(f"rank {rank} could not start: ValueError: ")
 
 
-@pytest.mark.parametrize("when", ["push", "expect", "take", "apply", "_make_version", "pull_from"])
+_EXCHANGES = ["push", "expect", "take", "apply", "_make_version", "pull_from", "all_reduce"]
+
+
+@pytest.mark.parametrize("when", _EXCHANGES)
 def test_a_replica_that_is_killed_at_any_of_its_exchanges_ends_the_run(farm: Farm, when: str) -> None:
     outcomes = farm.run(run_until_killed_at, when, 2, num_ranks=3)
     assert outcomes[1].exit_code == -signal.SIGKILL
+    for outcome in (outcomes[0], outcomes[2]):
+        assert isinstance(outcome.error, PipelineError), outcome
+        assert "stage 0 replica 1 (rank 1)" in str(outcome.error)
+
+
+def test_a_replica_that_is_stopped_as_the_others_reduce_ends_the_run(farm: Farm) -> None:
+    outcomes = farm.run(run_until_killed_at, "all_reduce", 2, be_stopped, num_ranks=3)
     for outcome in (outcomes[0], outcomes[2]):
         assert isinstance(outcome.error, PipelineError), outcome
         assert "stage 0 replica 1 (rank 1)" in str(outcome.error)

@@ -38,6 +38,7 @@ def test_what_replicas_cannot_have_and_what_only_they_have() -> None:
     refused(lambda: run(_MODEL, plan=plan, sync="none"), ValueError, "sync is 'none'", "bsp")
     refused(lambda: run(_MODEL, plan=plan, sync_every=2), ValueError, "sync_every is 2", "not built")
     refused(lambda: run(_MODEL, plan=plan, staleness=1), ValueError, "staleness is 1", "sync='ssp'")
+    refused(lambda: run(_MODEL, plan=plan, sync="allreduce", staleness=1), ValueError, "'allreduce'", "'ssp'")
     refused(lambda: run(_MODEL, plan=plan, sync="ssp", staleness=-1), ValueError, "staleness is -1")
     shared = model_with(None, stages=2)
     for layer in shared:

@@ -117,7 +117,7 @@ def _check_max_grad_norm(name: str, value: Any) -> None:
 def _check_sync(name: str, value: Any) -> None:
     if value == "asp":
         raise ValueError("sync is 'asp': this is not built yet, use 'ssp' with staleness=1 or more")
-    check_choice(name, value, ("bsp", "ssp"))
+    check_choice(name, value, ("bsp", "ssp", "allreduce"))
 
 
 def _check_staleness(name: str, value: Any) -> None:
@@ -253,10 +253,10 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
     RunOption("peer_timeout", "seconds until a silent worker is given up", 15.0, _check_peer_timeout),
     RunOption(
         "sync",
-        'how the replicas of a stage are kept alike: `"bsp"`, or `"ssp"` with `staleness`',
+        'how the replicas of a stage are kept alike: `"bsp"`, `"ssp"` with `staleness`, `"allreduce"`',
         "bsp",
         _check_sync,
-        CommandOption("How the replicas of a stage are kept alike: bsp or ssp."),
+        CommandOption("How the replicas of a stage are kept alike: bsp, ssp or allreduce."),
     ),
     RunOption(
         "staleness",

@@ -47,9 +47,12 @@ from pipedream.common.units import format_bytes
 from pipedream.launch.agreed_run import AgreedRun
 from pipedream.links.channels import BETWEEN_REPLICAS, RunChannel, ShardSpec, edge_name
 from pipedream.links.codec_choice import NO_CODEC, PUSHES
+from pipedream.links.replica_group import ReplicaGroup
 from pipedream.model.splitter import StageModule
 from pipedream.stage.gradients import StageGradients, updated_parameters
-from pipedream.stage.param_server import ParameterServer, ReplicaChannels, RoundRule
+from pipedream.stage.param_server import ParameterServer, ReplicaChannels
+from pipedream.stage.reduced import ReducedGradients
+from pipedream.stage.round_rule import RoundRule
 from pipedream.stage.shards import ShardLayout, works_by_element
 from pipedream.stage.stage_loop import PreparedStage
 from pipedream.stage.tied import TiedParameters
@@ -75,7 +78,7 @@ class StageOptimizers:
             )
             self.by_stage[index] = optimizer
             num_replicas = run.plan.stages[index].num_replicas
-            if num_replicas > 1:
+            if num_replicas > 1 and not run.options.reduces_together:
                 whole = not works_by_element(optimizer.optimizer)
                 layout = self.layouts[index] = ShardLayout(named, num_replicas, whole_tensors=whole)
                 optimizer.keep(layout.pieces_of(run.plan.replica_of(run.rank)))
@@ -151,9 +154,10 @@ class StagePool:
             for term in (STASH, TRANSIENT, GRADIENTS):
                 self.predicted.pop(term, None)
 
-    def prepare(self) -> list[PreparedStage]:
-        """The stages, with weights and optimizer state in the pool."""
-        return [self._prepare(stage) for stage in self.run.own_stages()]
+    def prepare(self, group: ReplicaGroup | None) -> list[PreparedStage]:
+        """The stages, with weights and optimizer state in the pool. group: where the only one's replicas
+        reduce together."""
+        return [self._prepare(stage, group) for stage in self.run.own_stages()]
 
     def make_torch_pool(self) -> TorchPool | None:
         if self._torch_pool_bytes == 0:
@@ -227,7 +231,7 @@ class StagePool:
                 slot_bytes = memory.placed_state_bytes[stage] // num_states
                 self._core.add_term(_term(OPTIMIZER_STATE, stage), slot_bytes, num_states)
 
-    def _prepare(self, stage: StageModule) -> PreparedStage:
+    def _prepare(self, stage: StageModule, group: ReplicaGroup | None) -> PreparedStage:
         """Puts the stage's weights and its optimizer's state into the pool."""
         index, schedule = stage.stage_index, self.run.schedule()
         ties = self.run.ties_of(index)
@@ -259,9 +263,19 @@ class StagePool:
             stage_offload = StageOffload(
                 self._device, copies, homes, resident, [*own_slots, *tied_slots, *frozen]
             )
-        gradients = StageGradients(weights, optimizer, tied)
         if index in self._layouts:
-            gradients = self._make_server(index, weights, optimizer, tied)
+            gradients: StageGradients = self._make_server(index, weights, optimizer, tied)
+        elif group is not None:
+            gradients = ReducedGradients(
+                weights,
+                optimizer,
+                tied,
+                group=group,
+                rule=self._rule_of(index),
+                num_minibatches=self._core.num_minibatches,
+            )
+        else:
+            gradients = StageGradients(weights, optimizer, tied)
         return PreparedStage(stage, weights, tied, optimizer, stage_offload, gradients)
 
     def _make_server(
@@ -284,12 +298,7 @@ class StagePool:
             tied,
             core=self._core,
             layout=self._layouts[stage],
-            rule=RoundRule(
-                replica,
-                plan.stages[stage].num_replicas,
-                _core.minibatches_per_round(schedule, stage),
-                schedule.first_minibatch,
-            ),
+            rule=self._rule_of(stage),
             channels=ReplicaChannels(
                 push_to=names["push", True],
                 push_from=names["push", False],
@@ -297,6 +306,15 @@ class StagePool:
                 pull_from=names["pull", False],
             ),
             push_codec=self.run.options.links.codec.get(PUSHES, NO_CODEC),
+        )
+
+    def _rule_of(self, stage: int) -> RoundRule:
+        schedule, plan = self.run.schedule(), self.run.plan
+        return RoundRule(
+            plan.replica_of(self.run.rank),
+            plan.stages[stage].num_replicas,
+            _core.minibatches_per_round(schedule, stage),
+            schedule.first_minibatch,
         )
 
 

@@ -39,8 +39,12 @@ from pipedream.links.channels import (
     TieSpec,
     channels_of_run,
     forwarded_name,
+    tree_name,
 )
 from pipedream.links.device_memory import agree_on_device_memory, place_on_devices
+from pipedream.links.rank_tree import parent_of
+from pipedream.links.rendezvous import Rendezvous
+from pipedream.links.replica_group import ReplicaGroup
 from pipedream.model.boundary import TensorSpec, device_of
 from pipedream.model.loss_placement import loss_on
 from pipedream.model.references import gradients_noticed
@@ -62,7 +66,7 @@ def run_worker(
     ranks as options.gather says. Any failure is told to the other workers before it is raised here.
     """
     worker = _Worker(place)
-    with afterwards(worker.links.close):
+    with afterwards(worker.close):
         try:
             with losses_kept(worker.losses):
                 return worker.run(options, model, data)
@@ -78,6 +82,12 @@ class _Worker:
         self.links = WorkerLinks(place.rendezvous)
         self._place = place
         self._loop: WorkerLoop | None = None
+        self._group: ReplicaGroup | None = None
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        self.links.close()
 
     def losses(self) -> list[float]:
         """Of the minibatches that are done, as far as this worker knows."""
@@ -122,12 +132,13 @@ class _Worker:
         pool = StagePool(run, core, device, rehearsed.footprints, channels, optimizers)
         core.seal()
         self.links.connect(run, channels, "endpoints")
+        self._group = _replica_group(run, core, device, self._place.rendezvous)
         self._place.rendezvous.leave()
         if isinstance(data, ForwardedData):
             stream = _received_stream(run, core, data)
         report: dict[str, Any] = {}  # a rank beyond the plan has nothing to report
         if run.own_stages():
-            self._loop = _make_loop(pool, core, device, rehearsed, channels, stream)
+            self._loop = _make_loop(pool, core, device, rehearsed, channels, stream, self._group)
             with gradients_noticed(run.parameters()):
                 report = self._loop.train()
             _note_codecs(report, channels)
@@ -185,6 +196,26 @@ def _placed_on_devices(
     return place_on_devices(channels, reach)
 
 
+def _replica_group(
+    run: AgreedRun, core: _core.Worker, device: torch.device, rendezvous: Rendezvous
+) -> ReplicaGroup | None:
+    """Of this worker's stage, where its replicas reduce together."""
+    stages = run.plan.stages_of(run.rank) if run.options.reduces_together else []
+    num_replicas = run.plan.stages[stages[0]].num_replicas if stages else 1
+    if num_replicas == 1:
+        return None
+    neighbour = parent_of(run.rank) if run.rank > 0 else 1  # rank 1 is below rank 0
+    return ReplicaGroup(
+        rendezvous.store_for(f"replicas of stage {stages[0]}"),
+        run.plan.replica_of(run.rank),
+        num_replicas,
+        device,
+        bind_host=run.options.links.bind_host,
+        # Waits for nothing, and raises what the links know.
+        check_links=functools.partial(core.wait_until_sent, tree_name(run.rank, neighbour), 1 << 20),
+    )
+
+
 def _received_stream(run: AgreedRun, core: _core.Worker, data: ForwardedData) -> MinibatchStream:
     def receiver(channel: str) -> Callable[[], tuple[list[Tensor], int] | None]:
         def receive() -> tuple[list[Tensor], int] | None:
@@ -212,6 +243,7 @@ def _make_loop(
     rehearsed: Rehearsed,
     channels: Iterable[RunChannel],
     stream: MinibatchStream,
+    group: ReplicaGroup | None,
 ) -> WorkerLoop:
     run = pool.run
     own = [channel for channel in channels if run.rank in (channel.sender, channel.receiver)]
@@ -220,7 +252,7 @@ def _make_loop(
         run.options,
         run.place,
         schedule=run.schedule(),
-        prepared=pool.prepare(),
+        prepared=pool.prepare(group),
         stream=stream,
         device=device,
         base_seed=run.base_seed,

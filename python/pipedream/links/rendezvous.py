@@ -210,6 +210,10 @@ class Rendezvous:
     def publish(self, key: str, value: Any) -> None:
         self._ask(lambda store: store.set(key, json.dumps(value)))
 
+    def store_for(self, group: str) -> dist.Store:
+        """A store of this run for a process group, which its owner may wait for on another thread."""
+        return dist.PrefixStore(group, self._ask(lambda store: store.clone()))  # type: ignore[attr-defined]
+
     def fail(self, message: str) -> None:
         """Tells everyone who waits here that the run is over, and why. The first message stays."""
         self._has_failed = True

@@ -19,10 +19,19 @@ from torch import Tensor, nn
 from pipedream import _core
 from pipedream.budget.footprint import storage_bytes
 from pipedream.model.splitter import StageModule, Tie
+from pipedream.stage.shards import flat_view
 from pipedream.stage.tied import TiedParameters
 from pipedream.stage.weights import StageOptimizer, StageWeights, split_tied
 
-__all__ = ["GradientFigures", "NormExchange", "RunStep", "StageGradients", "clip_scale", "updated_parameters"]
+__all__ = [
+    "GradientFigures",
+    "NormExchange",
+    "RunStep",
+    "StageGradients",
+    "clip_scale",
+    "in_order",
+    "updated_parameters",
+]
 
 RunStep = Callable[[Callable[[], None]], None]
 """Runs what an optimizer does: timed, measured and with its errors told."""
@@ -56,6 +65,9 @@ def clip_scale(squared_norm: float, max_norm: float | None) -> float:
 
 class StageGradients:
     """The gradients of the parameters that one stage updates: its own, then the tied ones that it owns."""
+
+    takes_means = False
+    """Whether take() leaves the mean of a round's gradients, unscaled, and not their sum."""
 
     def __init__(self, weights: StageWeights, optimizer: StageOptimizer, tied: TiedParameters) -> None:
         self._weights = weights
@@ -179,6 +191,18 @@ class NormExchange:
 
 def _goes_upstream(edge: _core.Edge) -> bool:
     return (edge.to_stage, edge.to_replica) < (edge.from_stage, edge.from_replica)
+
+
+def in_order(gradient: Tensor | None, leaf: Tensor, loss_scale: float) -> Tensor | None:
+    """Flat, as the leaf lies in memory, and unscaled, in place where it need not be copied."""
+    if gradient is None:
+        return None
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    if gradient.stride() != leaf.stride():
+        gradient = torch.empty_like(leaf).copy_(gradient)
+    flat = flat_view(gradient.detach())
+    return flat if loss_scale == 1.0 else flat.mul_(1.0 / loss_scale)
 
 
 def owned_parameters(

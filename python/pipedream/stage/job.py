@@ -55,6 +55,11 @@ class JobOptions:
         """Whether updates need the gradients' norm."""
         return self.max_grad_norm is not None or self.autocast is torch.float16
 
+    @property
+    def reduces_together(self) -> bool:
+        """Whether replicas of a stage update by a collective, not by shards."""
+        return self.sync == "allreduce" and any(stage.num_replicas > 1 for stage in self.plan.stages)
+
     def schedule_options(self, ties: Sequence[tuple[int, int]] = ()) -> _core.ScheduleOptions:
         """The schedule as the core takes it. ties: (owner, user) of parameters that stages share. Raises
         ValueError for what plan and schedule cannot do."""
@@ -67,6 +72,7 @@ class JobOptions:
             ties=ties,
             exchanges_norms=self.measures_gradients,
             staleness=self.staleness,
+            uses_allreduce=self.reduces_together,
         )
 
 
@@ -131,7 +137,11 @@ class CallerSettings:
 
 def check_replicas(options: JobOptions) -> None:
     """Raises ValueError for what replicas of a stage cannot have, and for what only they have."""
-    if options.sync == "bsp" and options.staleness > 0:
+    if options.sync != "ssp" and options.staleness > 0:
         raise ValueError(
-            f"staleness is {options.staleness}, but sync is 'bsp', which has none: use sync='ssp'"
+            f"staleness is {options.staleness}, but sync is {options.sync!r}, which has none: use sync='ssp'"
+        )
+    if options.reduces_together and options.links.keys is not None:
+        raise ValueError(
+            "sync is 'allreduce', and keys are given, but torch.distributed does not encrypt: use sync='bsp'"
         )

@@ -33,12 +33,13 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 from pipedream import _core
 from pipedream.common.errors import PipelineError
 from pipedream.model.boundary import exportable
-from pipedream.stage.gradients import GradientFigures, RunStep, StageGradients
+from pipedream.stage.gradients import GradientFigures, RunStep, StageGradients, in_order
+from pipedream.stage.round_rule import RoundRule
 from pipedream.stage.shards import Chunk, Piece, ShardLayout, flat_view
 from pipedream.stage.tied import TiedParameters
 from pipedream.stage.weights import StageOptimizer, StageWeights
 
-__all__ = ["EndOfData", "ParameterServer", "ReplicaChannels", "RoundRule"]
+__all__ = ["EndOfData", "ParameterServer", "ReplicaChannels"]
 
 _NO_FIELDS = _core.ItemFields()
 
@@ -57,40 +58,6 @@ class EndOfData:
     """In place of what an item made: there is no such minibatch."""
 
     num_minibatches: int
-
-
-@dataclass(frozen=True)
-class RoundRule:
-    """How minibatches fall on rounds, as csrc/schedule/rounds.h has it, of one replica."""
-
-    replica: int
-    num_replicas: int
-    minibatches_per_round: int
-    first_minibatch: int = 0
-
-    def round_of(self, minibatch: int) -> int:
-        return minibatch // self.minibatches_per_round
-
-    def num_own(self, round_index: int, num_minibatches: int | None) -> int:
-        """This replica's minibatches in a round whose backwards it has done. num_minibatches: None while it
-        does not know them, and so has had all that a round may have."""
-        first = round_index * self.minibatches_per_round + self.replica
-        end = (round_index + 1) * self.minibatches_per_round
-        if num_minibatches is not None:
-            end = min(end, num_minibatches)
-        return len(range(first, end, self.num_replicas))
-
-    def is_last_own(self, minibatch: int, num_minibatches: int | None) -> bool:
-        """Whether this replica, which has it, has none of its round after it. num_minibatches: None while it
-        does not know them, and so takes the round for whole."""
-        end = (self.round_of(minibatch) + 1) * self.minibatches_per_round
-        if num_minibatches is not None:
-            end = min(end, num_minibatches)
-        return minibatch + self.num_replicas >= end
-
-    def num_pushed(self, num_minibatches: int) -> int:
-        """The rounds in which this replica has a minibatch, those before the run's first included."""
-        return max(0, -(-(num_minibatches - self.replica) // self.minibatches_per_round))
 
 
 @dataclass(frozen=True)
@@ -207,7 +174,7 @@ class _Pushes:
         if self._once is None or not self._once[parameter]:
             return
         with _disable_current_modes():  # a meter counts what the backward makes
-            gradient = _in_order(leaf.grad, leaf, self._loss_scale)
+            gradient = in_order(leaf.grad, leaf, self._loss_scale)
             assert gradient is not None
             self.gradients[parameter] = gradient
             for other in self._channels:
@@ -249,6 +216,8 @@ class _Pushes:
 
 class ParameterServer(StageGradients):
     """A replica's shard and its exchange with the others."""
+
+    takes_means = True
 
     def __init__(
         self,
@@ -475,7 +444,7 @@ class ParameterServer(StageGradients):
         gradients = self._weights.own.take_gradients(own_slot)
         early = self._pushes.gradients
         return [
-            _in_order(gradient, leaf, self._loss_scale) if index not in early else early[index]
+            in_order(gradient, leaf, self._loss_scale) if index not in early else early[index]
             for index, (gradient, leaf) in enumerate(zip(gradients, leaves, strict=True))
         ]
 
@@ -584,18 +553,6 @@ def _content(chunk: Chunk, gradients: Sequence[Tensor | None]) -> Tensor:
             target = content[piece.begin_bytes : piece.begin_bytes + piece.num_bytes]
             target.copy_(_bytes_of(of_piece[piece.first : piece.first + piece.count]))
     return content
-
-
-def _in_order(gradient: Tensor | None, leaf: Tensor, loss_scale: float) -> Tensor | None:
-    """Flat, as the leaf lies in memory, and unscaled, in place where it need not be copied."""
-    if gradient is None:
-        return None
-    if gradient.is_sparse:
-        gradient = gradient.to_dense()
-    if gradient.stride() != leaf.stride():
-        gradient = torch.empty_like(leaf).copy_(gradient)
-    flat = flat_view(gradient.detach())
-    return flat if loss_scale == 1.0 else flat.mul_(1.0 / loss_scale)
 
 
 def _bytes_of(flat: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,7 +163,7 @@ class WorkerLoop:
         }
         self._servers = _servers_of(prepared)
         rounds = _core.minibatches_per_round(schedule, stages[0])
-        self._mean_scale = functools.partial(_mean_scale, core, rounds, {*self._servers})
+        self._mean_scale = functools.partial(_mean_scale, core, rounds)
         self._norms: NormExchange | None = None
         if schedule.exchanges_norms:
             measure = functools.partial(_figures_of, self._runners.values(), self._mean_scale)
@@ -432,14 +432,13 @@ def _show(
 def _mean_scale(
     core: _core.Worker,
     minibatches_per_round: int,
-    replicated: Set[int],
     runner: StageRunner,
     minibatch: int,
 ) -> float:
     """What makes of the gradients that a stage's update takes the mean of their round, of unscaled losses:
     at a stage without replicas, which has them all, they are a sum; where no stage has any, a round is a
     minibatch. minibatch: the round's first."""
-    if runner.stage_index in replicated:
+    if runner.parts.gradients.takes_means:
         return 1.0
     if minibatches_per_round == 1:
         return 1.0 / runner.loss_scale

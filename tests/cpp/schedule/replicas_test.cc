@@ -117,6 +117,28 @@ TEST(Replicas, ThatReduceTogetherPushAndPullNothing) {
   EXPECT_EQ(edges_of(options).size(), 4U) << "activations and gradients";
 }
 
+TEST(Replicas, ThatReduceTogetherDeadlockWhereOneUpdatesOutOfTurn) {
+  ScheduleOptions options = make_replicated("pipedream", {1, 2});
+  options.uses_allreduce = true;
+  Programs programs = make_programs(options, 4);
+  EXPECT_EQ(replay(options, programs, 4).error, "");
+  // Stage 0 sends minibatch 1 only after the gradient of minibatch 0, which replica 0 sends after its update.
+  Instructions& last = programs[1];
+  const auto of = [](Opcode opcode) {
+    return [opcode](const Instruction& instruction) { return instruction.opcode == opcode; };
+  };
+  const auto gradient = std::find_if(last.begin(), last.end(), of(Opcode::kSend));
+  const auto update = std::find_if(last.begin(), last.end(), of(Opcode::kUpdate));
+  std::rotate(gradient, update, update + 1);
+  options.in_flight[0] = 1;
+  programs[0] = make_program(options, Rank(0), 4);
+  const std::string error = replay(options, programs, 4).error;
+  EXPECT_TRUE(error.starts_with("deadlock")) << error;
+  EXPECT_NE(error.find("UPDATE stage 1 minibatch 0 writes version 1: waits for the other replicas"),
+            std::string::npos)
+      << error;
+}
+
 TEST(Replicas, OfADrainingScheduleAddUpTheNormsOfAllWorkersOnceARound) {
   ScheduleOptions options = make_replicated("flush", {2, 1});
   options.exchanges_norms = true;
@@ -271,6 +293,7 @@ TEST(Replicas, ValidatorAcceptsRandomPlans) {
     ScheduleOptions options = make_replicated(schedule, plan, draw(4) == 1 ? 24 : draw(3));
     if (schedule == "pipedream") options.staleness = draw(4) - 1;
     options.exchanges_norms = draw(2) == 1;
+    options.uses_allreduce = draw(3) == 1;
     // More in flight than is needed, where it does not rise downstream.
     const std::int64_t more = draw(3) - 1;
     for (std::size_t stage = 0; stage < plan.size(); ++stage) {

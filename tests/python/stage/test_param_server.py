@@ -16,7 +16,8 @@ from pipedream import _core
 from pipedream.common.errors import PipelineError
 from pipedream.model.splitter import split
 from pipedream.planning.plan import Plan
-from pipedream.stage.param_server import EndOfData, ParameterServer, ReplicaChannels, RoundRule
+from pipedream.stage.param_server import EndOfData, ParameterServer, ReplicaChannels
+from pipedream.stage.round_rule import RoundRule
 from pipedream.stage.shards import ShardLayout
 from pipedream.stage.tied import TiedParameters
 from pipedream.stage.weights import StageOptimizer, StageWeights, weight_layout

@@ -1,0 +1,109 @@
+"""The replicas of one stage as a process group of torch.distributed, for what they reduce together.
+
+By gloo on the host, by NCCL where each has a CUDA device of its own. The group is this run's alone: the
+default group of the process, if it has one, is left as it is. gloo listens where the links do, and neither
+encrypts.
+Owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipedream.common.errors import PeerLost, one_line
+
+__all__ = ["ReplicaGroup"]
+
+_JOIN_TIMEOUT = timedelta(seconds=60)  # all have just opened their links
+_REDUCE_TIMEOUT = timedelta(days=30)  # who waits for one that computes waits for as long as it takes
+_LOOK_PERIOD = timedelta(seconds=0.5)
+_PATIENCE_S = 2.0  # until the links say who was lost
+_LOOK_AGAIN_S = 0.02
+
+
+class ReplicaGroup:
+    """This replica's end of the group; close() it."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        replica: int,
+        num_replicas: int,
+        device: torch.device,
+        *,
+        bind_host: str,
+        check_links: Callable[[], object],
+    ) -> None:
+        """store: of this group alone. check_links: raises what has failed elsewhere. Raises PeerLost where
+        the others do not come."""
+        self.replica = replica
+        self.num_replicas = num_replicas
+        self._check_links = check_links
+        self._waits_on_stream = False
+        self._group: Any  # a process group: torch types its kinds as unrelated
+        self._options = dist.AllreduceOptions()
+        self._options.timeout = _REDUCE_TIMEOUT
+        try:
+            if _has_device_of_its_own(store, replica, num_replicas, device):
+                nccl = dist.ProcessGroupNCCL.Options()
+                nccl._timeout = _REDUCE_TIMEOUT
+                self._group = dist.ProcessGroupNCCL(store, replica, num_replicas, nccl)
+                self._waits_on_stream = True
+            else:
+                gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+                gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=bind_host)]
+                gloo._timeout = _JOIN_TIMEOUT
+                self._group = dist.ProcessGroupGloo(store, replica, num_replicas, gloo)
+        except RuntimeError as error:
+            raise PeerLost(f"the replicas do not reach each other to reduce: {one_line(error)}") from None
+
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
+        """Each tensor becomes the sum over the replicas, the same bits at all of them. Dense and contiguous;
+        of the same shapes and in the same order everywhere."""
+        works = [self._group.allreduce([tensor], self._options) for tensor in tensors]
+        for work in works:
+            self._wait(work)
+
+    def _wait(self, work: dist.Work) -> None:
+        if self._waits_on_stream:
+            work.wait()
+            return
+        while True:
+            try:
+                work.wait(_LOOK_PERIOD)
+                return
+            except RuntimeError as error:
+                self._check_links()
+                if work.is_completed():
+                    self._raise_lost(error)
+
+    def _raise_lost(self, error: RuntimeError) -> NoReturn:
+        """gloo sees a connection end before the links know whose end it was."""
+        deadline_s = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < deadline_s:
+            self._check_links()
+            time.sleep(_LOOK_AGAIN_S)
+        raise PeerLost(f"another replica was lost: {one_line(error)}") from None
+
+    def close(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._group.abort()
+
+
+def _has_device_of_its_own(store: dist.Store, replica: int, num_replicas: int, device: torch.device) -> bool:
+    """Whether all replicas have; the same answer at all of them."""
+    own = "host"
+    if device.type == "cuda":
+        own = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+    store.set(f"device {replica}", own)
+    devices = {store.get(f"device {other}").decode() for other in range(num_replicas)}
+    return len(devices) == num_replicas and "host" not in devices

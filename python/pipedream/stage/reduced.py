@@ -1,0 +1,103 @@
+"""What replicas of a stage reduce together, in the place of a parameter server: each has the whole of the
+stage's parameters and the whole state of the optimizer.
+
+    round t, at each replica
+    UPDATE      the sum of all replicas' gradients (all-reduce), its mean, version t + 1 of all parameters
+
+All replicas make the same version, from the same bits. Gradients are reduced when the round's last backward
+is over, in buckets. Owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from pipedream.links.replica_group import ReplicaGroup
+from pipedream.stage.gradients import GradientFigures, StageGradients, in_order
+from pipedream.stage.round_rule import RoundRule
+from pipedream.stage.tied import TiedParameters
+from pipedream.stage.weights import StageOptimizer, StageWeights
+
+__all__ = ["ReducedGradients"]
+
+_BUCKET_BYTES = 4 << 20  # small tensors travel together
+
+
+class ReducedGradients(StageGradients):
+    """A replica's gradients, of which the mean over all replicas is used."""
+
+    takes_means = True
+
+    def __init__(
+        self,
+        weights: StageWeights,
+        optimizer: StageOptimizer,
+        tied: TiedParameters,
+        *,
+        group: ReplicaGroup,
+        rule: RoundRule,
+        num_minibatches: Callable[[], int | None],
+    ) -> None:
+        """num_minibatches: of the run, None while that is not known here."""
+        super().__init__(weights, optimizer, tied)
+        self._group = group
+        self._rule = rule
+        self._num_minibatches = num_minibatches
+        self._loss_scale = 1.0  # of the latest backward; where minibatches of a round add up, of all of them
+
+    def begin_last_backward(self, minibatch: int, loss_scale: float) -> None:
+        self._loss_scale = loss_scale
+
+    def take(self, minibatch: int, own_slot: int) -> None:
+        """The mean of the gradients of the minibatch's round; None for a parameter that nobody has one of."""
+        leaves = self._weights.own.leaves(own_slot)
+        flats = [
+            in_order(gradient, leaf, self._loss_scale)
+            for gradient, leaf in zip(self._weights.own.take_gradients(own_slot), leaves, strict=True)
+        ]
+        num_own = self._rule.num_own(self._rule.round_of(minibatch), self._num_minibatches())
+        counts = torch.tensor([num_own, *(flat is not None for flat in flats)], dtype=torch.float64)
+        counts = counts.to(self._weights.own.slots[0].device)
+        self._group.all_reduce([counts])
+        num_members, *num_having = counts.tolist()
+        used = [index for index, having in enumerate(num_having) if having > 0]
+        for index in used:
+            if flats[index] is None:
+                flats[index] = torch.zeros_like(leaves[index].detach().flatten())
+        self._taken = [None] * len(flats)
+        buckets = list(_buckets_of([(index, flats[index]) for index in used]))
+        flats.clear()
+        self._group.all_reduce([flat for _, flat in buckets])
+        for indices, flat in buckets:
+            offset = flat.div_(num_members).storage_offset()
+            for index in indices:
+                leaf = leaves[index]
+                self._taken[index] = flat.as_strided(leaf.shape, leaf.stride(), offset)
+                offset += leaf.numel()
+
+    def figures(self) -> GradientFigures:
+        """All replicas have the same gradients, and the first one's norm counts."""
+        figures = super().figures()
+        return figures if self._rule.replica == 0 else figures._replace(squared_norm=0.0)
+
+
+def _buckets_of(flats: Sequence[tuple[int, Tensor | None]]) -> Iterator[tuple[list[int], Tensor]]:
+    """Consecutive ones of a dtype, up to _BUCKET_BYTES of them in one tensor; a larger one as it is."""
+    bucket: list[tuple[int, Tensor]] = []
+
+    def made() -> tuple[list[int], Tensor]:
+        parts = [flat for _, flat in bucket]
+        return [index for index, _ in bucket], parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    for index, flat in flats:
+        assert flat is not None
+        num_bytes = sum(held.nbytes for _, held in bucket) + flat.nbytes
+        if bucket and (num_bytes > _BUCKET_BYTES or bucket[0][1].dtype != flat.dtype):
+            yield made()
+            bucket = []
+        bucket.append((index, flat))
+    if bucket:
+        yield made()
