@@ -44,7 +44,7 @@ def weight_decay_by_name(named_parameters: list[tuple[str, nn.Parameter]]) -> to
 
 _OPTIONS = (
     *("schedule", "microbatches", "lr_scheduler", "recompute", "autocast", "max_grad_norm"),
-    *("sync", "staleness"),
+    *("sync", "staleness", "sync_every"),
 )
 
 
@@ -72,6 +72,7 @@ class Training:
     max_grad_norm: float | None = None
     sync: str = "bsp"
     staleness: int = 0
+    sync_every: int = 1
 
     @property
     def case(self) -> Case:

@@ -20,6 +20,7 @@ the model has in the end.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
@@ -100,6 +101,7 @@ def run(
     max_grad_norm: float | None = None,
     sync: str = "bsp",
     staleness: int = 0,
+    sync_every: int = 1,
     seed: int | None = None,
     across_cut: CutFunction | None = None,
 ) -> ReferenceResult:
@@ -107,7 +109,9 @@ def run(
 
     The gradients of round j, taken at the versions that their minibatches read (see _Versions), update each
     stage's newest version j to version j + 1. Buffers are not versioned. sync: bsp, allreduce or ssp, with
-    staleness rounds; asp is refused, as its versions depend on who is faster. With one worker every schedule
+    staleness rounds; asp is refused, as its versions depend on who is faster. sync_every: replicas of a stage
+    update copies of their own, each by its own gradients and with an optimizer of its own, and after so many
+    rounds, and in the end, all copies become their mean. With one worker every schedule
     but 2bw is plain training, with one microbatch bit for bit. recompute, True for all stages or the indices
     of some, changes numbers with naive only, whose recomputed forward reads the newest version. Raises
     ValueError or TypeError for what cannot be run. across_cut(sender, receiver, tensor_index, tensor): what a
@@ -120,6 +124,7 @@ def run(
     versions = _Versions(schedule, list(plan.in_flight), num_replicas, staleness)
     _check_microbatches(schedule, microbatches, plan.in_flight, num_replicas)
     recomputed = _recomputed_stages(recompute, len(plan.stages))
+    _check_sync_every(sync_every, num_replicas, sync, max_grad_norm, autocast)
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm is {max_grad_norm!r}: give a number above 0, or None not to clip")
     check_loss_fn(loss_fn)
@@ -145,7 +150,12 @@ def run(
                 autocast=functools.partial(autocast_region, device.type, dtype),
                 loss_fn=loss_fn if stage_index == len(modules) - 1 else None,
                 statistics=_MinibatchStatistics(module) if microbatches > 1 else None,
-                updater=_Updater(_owned_parameters(module, ties), optimizer, lr_scheduler),
+                updaters=_make_updaters(
+                    _owned_parameters(module, ties),
+                    optimizer,
+                    lr_scheduler,
+                    num_replicas[stage_index] if sync_every > 1 else 1,
+                ),
                 buffers=_ReplicaBuffers(module, num_replicas[stage_index]),
             )
             for stage_index, module in enumerate(modules)
@@ -160,6 +170,7 @@ def run(
             across_cut=across_cut,
             max_grad_norm=max_grad_norm,
             scaler=LossScaler(versions.num_scales_in_flight) if dtype == torch.float16 else None,
+            sync_every=sync_every,
         )
         losses = [
             trainer.train(minibatch, inputs, targets)
@@ -313,6 +324,8 @@ class _Updater:
         lr_scheduler: SchedulerFactory | None,
     ) -> None:
         self.parameters = [parameter for _, parameter in owned]
+        self.num_added = 0
+        """Minibatches, to the gradients of the round."""
         # A stage with nothing to train has no optimizer: torch refuses an empty list.
         self._optimizer = _make_optimizer(optimizer, owned) if owned else None
         self._scheduler = None
@@ -324,6 +337,17 @@ class _Updater:
             self._optimizer.step()
         if self._scheduler is not None:
             self._scheduler.step()
+
+
+def _make_updaters(
+    owned: Sequence[tuple[str, nn.Parameter]],
+    optimizer: OptimizerFactory,
+    lr_scheduler: SchedulerFactory | None,
+    count: int,
+) -> list[_Updater]:
+    """The first is of the stage's own parameters, the others of copies."""
+    copies = [[(name, copy.deepcopy(parameter)) for name, parameter in owned] for _ in range(count - 1)]
+    return [_Updater(named, optimizer, lr_scheduler) for named in (owned, *copies)]
 
 
 @dataclass
@@ -340,8 +364,28 @@ class _Stage:
     """Of the last stage, whose output is the loss."""
     statistics: _MinibatchStatistics | None
     """With several microbatches per minibatch."""
-    updater: _Updater
+    updaters: list[_Updater]
+    """One, or one of each replica, with parameters of its own."""
     buffers: _ReplicaBuffers
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The model's, that the stage updates."""
+        return self.updaters[0].parameters
+
+    def updater_of(self, minibatch: int) -> _Updater:
+        """Which has the weights that the minibatch reads, and takes its gradients."""
+        return self.updaters[minibatch % len(self.updaters)]
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """All replicas' parameters become their mean."""
+        if len(self.updaters) == 1:
+            return
+        for copies in zip(*(updater.parameters for updater in self.updaters), strict=True):
+            mean = torch.stack([parameter.detach() for parameter in copies]).mean(0)
+            for parameter in copies:
+                parameter.copy_(mean)
 
     def begin(self, minibatch: int) -> None:
         if self.streams is not None:
@@ -460,6 +504,7 @@ class _Trainer:
         across_cut: CutFunction | None,
         max_grad_norm: float | None,
         scaler: LossScaler | None,
+        sync_every: int,
     ) -> None:
         """tied: ids of the parameters that several stages use."""
         self.versions_read: list[list[tuple[int, int]]] = [[] for _ in stages]
@@ -474,8 +519,10 @@ class _Trainer:
         self._scaler = scaler
         self._overflows: set[tuple[int, int]] = set()  # (stage, round)
         self._scale: float | None = None
-        self._histories = {id(p): _History(p) for stage in stages for p in stage.updater.parameters}
-        self._num_added = [0 for _ in stages]  # minibatches, to the gradients of the round
+        self._sync_every = sync_every
+        self._histories = {
+            id(p): _History(p) for stage in stages for updater in stage.updaters for p in updater.parameters
+        }
 
     def train(self, minibatch: int, inputs: Any, targets: Any) -> float:
         """One minibatch; its loss."""
@@ -505,7 +552,7 @@ class _Trainer:
                     root.backward()  # type: ignore[no-untyped-call]
                     for stage_again in reversed(recomputed):
                         stage_again.backward()
-        self._add_gradients(leaves, scale)
+        self._add_gradients(minibatch, leaves, scale)
         self._update(
             minibatch, [stage_index for stage_index in self._all if self._ends_round(stage_index, minibatch)]
         )
@@ -513,10 +560,14 @@ class _Trainer:
 
     def finish(self, num_minibatches: int) -> None:
         """The last round is over, however few minibatches it has."""
-        self._update(
-            num_minibatches - 1, [stage_index for stage_index in self._all if self._num_added[stage_index]]
-        )
+        begun = [
+            stage_index
+            for stage_index, stage in enumerate(self._stages)
+            if any(updater.num_added for updater in stage.updaters)
+        ]
+        self._update(num_minibatches - 1, begun)
         for stage in self._stages:
+            stage.average()
             stage.buffers.average()
 
     def _shares(self, pieces: Sequence[tuple[Any, Any]], minibatch: int) -> list[float]:
@@ -542,7 +593,7 @@ class _Trainer:
         try:
             yield
         finally:
-            parameters = {id(p): p for stage in self._stages for p in stage.updater.parameters}
+            parameters = {id(p): p for stage in self._stages for p in stage.parameters}
             self._replace({id(leaf): parameters[key] for key, leaf in leaves.items()})
 
     def _replace(self, others: Mapping[int, Tensor]) -> None:
@@ -558,9 +609,10 @@ class _Trainer:
             version = self._versions.of_forward(stage_index, minibatch)
             read = (version, self._versions.of_backward(stage_index, minibatch))
             self.versions_read[stage_index].append(read)
-            for parameter in stage.updater.parameters:
+            newest = stage.updater_of(minibatch).parameters
+            for parameter, of_replica in zip(stage.parameters, newest, strict=True):
                 is_tied = id(parameter) in self._tied
-                leaves[id(parameter)] = self._histories[id(parameter)].leaf(
+                leaves[id(parameter)] = self._histories[id(of_replica)].leaf(
                     self._versions.of_tied(minibatch) if is_tied else version
                 )
         return leaves
@@ -590,10 +642,11 @@ class _Trainer:
         for stage_index, stage in enumerate(self._stages):
             if self._versions.of_backward(stage_index, minibatch) == self.versions_read[stage_index][-1][0]:
                 continue
-            for parameter in stage.updater.parameters:
+            newest = stage.updater_of(minibatch).parameters
+            for parameter, of_replica in zip(stage.parameters, newest, strict=True):
                 if id(parameter) not in self._tied:
                     # .data: autograd must not see that what it saved has changed.
-                    leaves[id(parameter)].data.copy_(parameter.detach())
+                    leaves[id(parameter)].data.copy_(of_replica.detach())
 
     def _next_scale(self, minibatch: int) -> float | None:
         """What float16 multiplies the minibatch's loss by, as the last stage can know it."""
@@ -611,35 +664,40 @@ class _Trainer:
     def _ends_round(self, stage_index: int, minibatch: int) -> bool:
         return (minibatch + 1) % self._versions.minibatches_per_round(stage_index) == 0
 
-    def _add_gradients(self, leaves: dict[int, Tensor], scale: float | None) -> None:
+    def _add_gradients(self, minibatch: int, leaves: dict[int, Tensor], scale: float | None) -> None:
         """Of a minibatch to those of its round, which are in `grad` of the parameters."""
-        for stage_index, stage in enumerate(self._stages):
-            self._num_added[stage_index] += 1
-            for parameter in stage.updater.parameters:
+        for stage in self._stages:
+            updater = stage.updater_of(minibatch)
+            updater.num_added += 1
+            for parameter, of_replica in zip(stage.parameters, updater.parameters, strict=True):
                 gradient = leaves[id(parameter)].grad
                 if gradient is None:
                     continue
                 if scale is not None:
                     gradient = gradient / scale
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+                of_replica.grad = gradient if of_replica.grad is None else of_replica.grad + gradient
 
     def _update(self, minibatch: int, stages: Sequence[int]) -> None:
         """Of these stages, whose round ends with the minibatch."""
-        for stage_index in stages:
+        for updater in itertools.chain(*(self._stages[stage_index].updaters for stage_index in stages)):
             # A single minibatch is divided by nothing, so that it is plain training to the last bit.
-            for parameter in self._stages[stage_index].updater.parameters:
-                if parameter.grad is not None and self._num_added[stage_index] > 1:
-                    parameter.grad /= self._num_added[stage_index]
+            for parameter in updater.parameters:
+                if parameter.grad is not None and updater.num_added > 1:
+                    parameter.grad /= updater.num_added
         skipped = self._overflowed_stages(minibatch, stages) if self._scaler is not None else set()
         self._clip(stages)
         for stage_index in stages:
-            updater = self._stages[stage_index].updater
-            if stage_index not in skipped:
-                updater.step()
-            for parameter in updater.parameters:
+            stage = self._stages[stage_index]
+            for updater in stage.updaters:
+                if stage_index not in skipped and updater.num_added > 0:
+                    updater.step()
+                updater.num_added = 0
+            num_rounds = minibatch // self._versions.minibatches_per_round(stage_index) + 1
+            if num_rounds % self._sync_every == 0:
+                stage.average()
+            for parameter in itertools.chain(*(updater.parameters for updater in stage.updaters)):
                 parameter.grad = None
                 self._histories[id(parameter)].add()
-            self._num_added[stage_index] = 0
 
     def _overflowed_stages(self, minibatch: int, stages: Sequence[int]) -> set[int]:
         """Those of the stages, whose round ends with the minibatch, that skip their update. Where the
@@ -647,7 +705,7 @@ class _Trainer:
         overflowed = {
             stage_index
             for stage_index in stages
-            for p in self._stages[stage_index].updater.parameters
+            for p in self._stages[stage_index].parameters
             if p.grad is not None and not bool(torch.isfinite(p.grad).all())
         }
         if overflowed and self._versions.drains:
@@ -661,7 +719,7 @@ class _Trainer:
     def _clip(self, stages: Sequence[int]) -> None:
         if self._max_grad_norm is None:
             return
-        together = [self._stages[stage_index].updater.parameters for stage_index in stages]
+        together = [self._stages[stage_index].parameters for stage_index in stages]
         if self._versions.drains:
             together = [list(itertools.chain(*together))]
         for parameters in together:
@@ -770,6 +828,21 @@ def _check_replicas(schedule: str, num_replicas: Sequence[int], sync: str, stale
     if schedule == "interleaved" and max(num_replicas) > 1:
         raise ValueError(
             "schedule 'interleaved' runs one replica of each stage: use partition(..., straight=True)"
+        )
+
+
+def _check_sync_every(
+    sync_every: int, num_replicas: Sequence[int], sync: str, max_grad_norm: float | None, autocast: Any
+) -> None:
+    check_count("sync_every", sync_every)
+    if sync_every == 1 or max(num_replicas) == 1:
+        return
+    if sync == "ssp":
+        raise ValueError(f"sync_every is {sync_every} with sync 'ssp': it goes with 'bsp' and 'allreduce'")
+    if max_grad_norm is not None or autocast_dtype(autocast) == torch.float16:
+        what = "max_grad_norm" if max_grad_norm is not None else "autocast 'float16'"
+        raise ValueError(
+            f"sync_every is {sync_every} with {what}, but replicas that update alone have no common gradient"
         )
 
 

@@ -218,9 +218,9 @@ def failing_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return error_of(outputs, targets)
 
 
-def run_until_killed_at(when: str, at_call: int, mishap: Mishap = be_killed) -> RunResult:
+def run_until_killed_at(when: str, at_call: int) -> RunResult:
     """Plan 2-1; rank 1 dies at this call of a method of its parameter server, or of the group that it reduces
-    with. mishap: in the place of its death."""
+    with."""
     of: type = ReplicaGroup if when == "all_reduce" else ParameterServer
     method, num_calls = getattr(of, when), 0
 
@@ -228,7 +228,7 @@ def run_until_killed_at(when: str, at_call: int, mishap: Mishap = be_killed) -> 
         nonlocal num_calls
         num_calls += 1
         if num_calls == at_call:
-            mishap()
+            be_killed()
         return method(server, *args)
 
     if os.environ["RANK"] == "1":
@@ -236,7 +236,7 @@ def run_until_killed_at(when: str, at_call: int, mishap: Mishap = be_killed) -> 
     try:
         plan = pipedream.Plan((Stage(0, 0, num_replicas=2), Stage(1, 1)))
         sync = "allreduce" if of is ReplicaGroup else "bsp"
-        return run(model_with(None, stages=2), plan=plan, sync=sync, peer_timeout=3.0)
+        return run(model_with(None, stages=2), plan=plan, sync=sync)
     finally:
         setattr(of, when, method)
 

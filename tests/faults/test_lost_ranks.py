@@ -124,10 +124,3 @@ def test_a_replica_that_is_killed_at_any_of_its_exchanges_ends_the_run(farm: Far
     for outcome in (outcomes[0], outcomes[2]):
         assert isinstance(outcome.error, PipelineError), outcome
         assert "stage 0 replica 1 (rank 1)" in str(outcome.error)
-
-
-def test_a_replica_that_is_stopped_as_the_others_reduce_ends_the_run(farm: Farm) -> None:
-    outcomes = farm.run(run_until_killed_at, "all_reduce", 2, be_stopped, num_ranks=3)
-    for outcome in (outcomes[0], outcomes[2]):
-        assert isinstance(outcome.error, PipelineError), outcome
-        assert "stage 0 replica 1 (rank 1)" in str(outcome.error)

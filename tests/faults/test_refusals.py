@@ -34,11 +34,24 @@ def test_plans_that_do_not_fit_the_model() -> None:
 
 def test_what_replicas_cannot_have_and_what_only_they_have() -> None:
     plan = Plan((Stage(0, 0, 2), Stage(1, 1, 1)))
-    refused(lambda: run(_MODEL, plan=plan, sync="asp"), ValueError, "sync is 'asp'", "not built", "'ssp'")
+    refused(
+        lambda: run(_MODEL, plan=plan, sync="asp"), ValueError, "sync is 'asp'", "bounds nothing", "'ssp'"
+    )
     refused(lambda: run(_MODEL, plan=plan, sync="none"), ValueError, "sync is 'none'", "bsp")
-    refused(lambda: run(_MODEL, plan=plan, sync_every=2), ValueError, "sync_every is 2", "not built")
+    refused(lambda: run(_MODEL, plan=plan, sync_every=0), ValueError, "sync_every is 0")
+    refused(lambda: run(_MODEL, plan=plan, sync_every=2, sync="ssp"), ValueError, "sync_every is 2", "'ssp'")
+    refused(
+        lambda: run(_MODEL, plan=plan, sync_every=2, max_grad_norm=1.0),
+        ValueError,
+        "sync_every is 2",
+        "share no gradient",
+    )
     refused(lambda: run(_MODEL, plan=plan, staleness=1), ValueError, "staleness is 1", "sync='ssp'")
-    refused(lambda: run(_MODEL, plan=plan, sync="allreduce", staleness=1), ValueError, "'allreduce'", "'ssp'")
+    reduced: dict[str, Any] = {"plan": plan, "sync": "allreduce"}
+    refused(lambda: run(_MODEL, **reduced, staleness=1), ValueError, "'allreduce'", "'ssp'")
+    refused(lambda: run(_MODEL, **reduced, codec={"pushes": "bf16"}), ValueError, "nothing is pushed")
+    for how in ({"max_grad_norm": 1.0, "schedule": "flush"}, {"autocast": "float16"}):
+        refused(lambda how=how: run(_MODEL, **reduced, **how), ValueError, "tell each other", "sync='bsp'")
     refused(lambda: run(_MODEL, plan=plan, sync="ssp", staleness=-1), ValueError, "staleness is -1")
     shared = model_with(None, stages=2)
     for layer in shared:
@@ -90,7 +103,6 @@ def test_what_cannot_be_sent_to_the_workers() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("sync_every", 2),
         ("validation", "held out"),
         ("checkpoints", "checkpoints"),
         ("recovery", "of lost workers"),

@@ -229,6 +229,33 @@ def test_momentum_and_the_scheduler_take_a_step_per_update() -> None:
     assert_close_state(model.state_dict(), plain.state_dict(), 1e-10)
 
 
+@pytest.mark.parametrize("num_minibatches", [8, 9, 10])
+def test_replicas_that_update_alone_are_models_of_their_own_whose_mean_is_taken(num_minibatches: int) -> None:
+    case = CASES["mlp"]
+    data = case.data(num_minibatches, short_last=False)
+    plan = Plan((Stage(0, len(list(case.model())) - 1, 2),))
+    model = case.model()
+    options = _options(case, data, schedule="data_parallel", sync_every=2)
+    losses = reference.run(model, plan, **options).losses
+    alone = [case.model(), case.model()]
+    optimizers = [OPTIMIZERS["sgd"](replica.parameters()) for replica in alone]
+    expected = []
+    for minibatch, (inputs, targets) in enumerate(data):
+        optimizers[minibatch % 2].zero_grad()
+        loss = case.loss_fn(alone[minibatch % 2](inputs), targets)
+        loss.backward()
+        optimizers[minibatch % 2].step()
+        expected.append(loss.item())
+        if (minibatch + 1) % 4 == 0 or minibatch + 1 == num_minibatches:
+            with torch.no_grad():
+                for copies in zip(*(replica.parameters() for replica in alone), strict=True):
+                    mean = torch.stack([parameter.detach() for parameter in copies]).mean(0)
+                    for parameter in copies:
+                        parameter.copy_(mean)
+    assert losses == pytest.approx(expected, rel=1e-12)
+    assert_close_state(model.state_dict(), alone[0].state_dict(), 1e-10)
+
+
 def test_allreduce_is_bsp() -> None:
     case = CASES["cnn"]
     models = [case.model(), case.model()]
@@ -264,6 +291,8 @@ def test_allreduce_is_bsp() -> None:
             {"schedule": "2bw", "microbatches": 5},
             "microbatches is 5, but schedule '2bw' has 6",
         ),
+        ("mlp", (2, 1), {"sync": "ssp", "sync_every": 2}, "sync_every is 2 with sync 'ssp'"),
+        ("mlp", (2, 1), {"sync_every": 2, "max_grad_norm": 1.0}, "sync_every is 2 with max_grad_norm"),
         ("tied_apart", (2, 1), {}, "share a parameter, and the plan has replicated stages"),
     ],
 )

@@ -35,7 +35,7 @@ class PipelineError(RuntimeError):
 
     losses: Sequence[float] = ()
     """Of the minibatches that were done, in order: in a plain script all of them, under torchrun what this
-    rank knows: all of them where it has the last stage, else none. Whatever else ends a run has them, too."""
+    rank knows: all of them where it alone has the last stage, else none. All that ends a run has them."""
 
 
 class WorkerLost(PipelineError):  # noqa: N818 (the words of the design)

@@ -116,7 +116,10 @@ def _check_max_grad_norm(name: str, value: Any) -> None:
 
 def _check_sync(name: str, value: Any) -> None:
     if value == "asp":
-        raise ValueError("sync is 'asp': this is not built yet, use 'ssp' with staleness=1 or more")
+        raise ValueError(
+            "sync is 'asp', which bounds nothing, and versions are those of the schedule: use 'ssp' with"
+            " staleness=1 or more"
+        )
     check_choice(name, value, ("bsp", "ssp", "allreduce"))
 
 
@@ -265,7 +268,13 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
         _check_staleness,
         CommandOption("With --sync ssp: how many rounds older versions may be.", int),
     ),
-    RunOption("sync_every", "so many minibatches replicas are kept alike", 1, is_built=False),
+    RunOption(
+        "sync_every",
+        "after so many updates of their own replicas take the mean of their weights",
+        1,
+        check_count,
+        CommandOption("After so many updates of their own replicas take the mean of their weights.", int),
+    ),
     RunOption("validation", "held-out data and metrics", is_built=False),
     RunOption("checkpoints", "a folder for checkpoints", is_built=False),
     RunOption("recovery", "from lost workers", is_built=False),

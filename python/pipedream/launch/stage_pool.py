@@ -6,6 +6,7 @@ Made, which adds the terms, before the core is sealed; prepared after. On the wo
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -51,7 +52,7 @@ from pipedream.links.replica_group import ReplicaGroup
 from pipedream.model.splitter import StageModule
 from pipedream.stage.gradients import StageGradients, updated_parameters
 from pipedream.stage.param_server import ParameterServer, ReplicaChannels
-from pipedream.stage.reduced import ReducedGradients
+from pipedream.stage.reduced import LocalSteps, ReducedGradients
 from pipedream.stage.round_rule import RoundRule
 from pipedream.stage.shards import ShardLayout, works_by_element
 from pipedream.stage.stage_loop import PreparedStage
@@ -266,14 +267,7 @@ class StagePool:
         if index in self._layouts:
             gradients: StageGradients = self._make_server(index, weights, optimizer, tied)
         elif group is not None:
-            gradients = ReducedGradients(
-                weights,
-                optimizer,
-                tied,
-                group=group,
-                rule=self._rule_of(index),
-                num_minibatches=self._core.num_minibatches,
-            )
+            gradients = self._make_reduced(index, weights, optimizer, tied, group)
         else:
             gradients = StageGradients(weights, optimizer, tied)
         return PreparedStage(stage, weights, tied, optimizer, stage_offload, gradients)
@@ -306,6 +300,25 @@ class StagePool:
                 pull_from=names["pull", False],
             ),
             push_codec=self.run.options.links.codec.get(PUSHES, NO_CODEC),
+        )
+
+    def _make_reduced(
+        self,
+        stage: int,
+        weights: StageWeights,
+        optimizer: StageOptimizer,
+        tied: TiedParameters,
+        group: ReplicaGroup,
+    ) -> StageGradients:
+        sync_every = self.run.options.sync_every
+        make = ReducedGradients if sync_every == 1 else functools.partial(LocalSteps, sync_every=sync_every)
+        return make(
+            weights,
+            optimizer,
+            tied,
+            group=group,
+            rule=self._rule_of(stage),
+            num_minibatches=self._core.num_minibatches,
         )
 
     def _rule_of(self, stage: int) -> RoundRule:

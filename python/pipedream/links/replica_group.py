@@ -9,6 +9,7 @@ Owned by the worker's compute thread.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -49,6 +50,7 @@ class ReplicaGroup:
         self.num_replicas = num_replicas
         self._check_links = check_links
         self._waits_on_stream = False
+        self._is_reducing = False  # also after a failure
         self._group: Any  # a process group: torch types its kinds as unrelated
         self._options = dist.AllreduceOptions()
         self._options.timeout = _REDUCE_TIMEOUT
@@ -70,8 +72,10 @@ class ReplicaGroup:
         """Each tensor becomes the sum over the replicas, the same bits at all of them. Dense and contiguous;
         of the same shapes and in the same order everywhere."""
         works = [self._group.allreduce([tensor], self._options) for tensor in tensors]
+        self._is_reducing = True
         for work in works:
             self._wait(work)
+        self._is_reducing = False
 
     def _wait(self, work: dist.Work) -> None:
         if self._waits_on_stream:
@@ -97,6 +101,10 @@ class ReplicaGroup:
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):
             self._group.abort()
+        if self._is_reducing and not self._waits_on_stream:
+            # gloo does not abort what waits for a process that is stopped, and who destroys the group waits
+            # for that: so nobody does, and its two threads end with the process.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
 
 def _has_device_of_its_own(store: dist.Store, replica: int, num_replicas: int, device: torch.device) -> bool:

@@ -88,10 +88,15 @@ class Stage:
 
 def replica_counts(text: str | os.PathLike[str]) -> tuple[int, ...] | None:
     """Of "2-1": (2, 1), the replicas of every stage; None for the name of a file. Raises FileNotFoundError
-    for what is neither."""
+    for what is neither, and ValueError for a stage without replicas."""
     parts = os.fspath(text).split("-")
     if all(part.isdecimal() and part.isascii() for part in parts):
-        return tuple(map(int, parts))
+        counts = tuple(map(int, parts))
+        if 0 in counts:
+            raise ValueError(
+                f"plan {os.fspath(text)} gives stage {counts.index(0)} no replica: each stage has at least 1"
+            )
+        return counts
     if not os.path.exists(text):
         neither = "neither a file nor the replicas of each stage, such as 2-1"
         raise FileNotFoundError(errno.ENOENT, neither, os.fspath(text))

@@ -121,6 +121,9 @@ class StageGradients:
         self._overflowed = True
         self._finish()
 
+    def finish(self, newest_slot: int) -> None:
+        """All updates of the run are done; the slot has the last version."""
+
     def take_overflow(self) -> bool:
         """Whether an update was skipped since the last call."""
         overflowed, self._overflowed = self._overflowed, False

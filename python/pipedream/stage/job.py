@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pipedream import _core
 from pipedream.common.agreement import OWN, compared, given
+from pipedream.links.codec_choice import PUSHES
 from pipedream.links.options import LinkOptions
 from pipedream.links.rendezvous import Rendezvous
 from pipedream.planning.plan import Plan
@@ -41,6 +42,7 @@ class JobOptions:
     max_grad_norm: float | None
     sync: str
     staleness: int
+    sync_every: int
     epochs: int
     seed: int | None
     links: LinkOptions
@@ -58,7 +60,8 @@ class JobOptions:
     @property
     def reduces_together(self) -> bool:
         """Whether replicas of a stage update by a collective, not by shards."""
-        return self.sync == "allreduce" and any(stage.num_replicas > 1 for stage in self.plan.stages)
+        is_asked_for = self.sync == "allreduce" or self.sync_every > 1
+        return is_asked_for and any(stage.num_replicas > 1 for stage in self.plan.stages)
 
     def schedule_options(self, ties: Sequence[tuple[int, int]] = ()) -> _core.ScheduleOptions:
         """The schedule as the core takes it. ties: (owner, user) of parameters that stages share. Raises
@@ -70,7 +73,8 @@ class JobOptions:
             placement=self.plan.placement,
             recompute=list(self.recompute or ()),
             ties=ties,
-            exchanges_norms=self.measures_gradients,
+            # Replicas that reduce together all have the whole gradient.
+            exchanges_norms=self.measures_gradients and not self.reduces_together,
             staleness=self.staleness,
             uses_allreduce=self.reduces_together,
         )
@@ -141,7 +145,30 @@ def check_replicas(options: JobOptions) -> None:
         raise ValueError(
             f"staleness is {options.staleness}, but sync is {options.sync!r}, which has none: use sync='ssp'"
         )
-    if options.reduces_together and options.links.keys is not None:
+    if options.reduces_together:
+        _check_reduced(options)
+
+
+def _check_reduced(options: JobOptions) -> None:
+    """Raises ValueError for what replicas that reduce together cannot have."""
+    is_local = options.sync_every > 1
+    asked = f"sync_every is {options.sync_every}" if is_local else "sync is 'allreduce'"
+    remedy = "leave sync_every out" if is_local else "use sync='bsp'"
+    if is_local and options.sync == "ssp":
+        raise ValueError(f"{asked}, but sync is 'ssp', which it has no use for: {remedy}")
+    if options.links.keys is not None:
+        raise ValueError(f"{asked}, and keys are given, but torch.distributed does not encrypt: {remedy}")
+    if PUSHES in options.links.codec:
+        raise ValueError(f"{asked}, and codec names pushes, but then nothing is pushed: {remedy}")
+    if not options.measures_gradients:
+        return
+    what = "autocast is 'float16'" if options.max_grad_norm is None else "max_grad_norm is given"
+    if is_local:
+        raise ValueError(f"{asked}, and {what}, but replicas that update alone share no gradient: {remedy}")
+    by_all_stages = options.autocast is torch.float16 or _core.drains_every_minibatch(
+        options.schedule_options()
+    )
+    if by_all_stages and options.plan.num_stages > 1:
         raise ValueError(
-            "sync is 'allreduce', and keys are given, but torch.distributed does not encrypt: use sync='bsp'"
+            f"{asked}, and {what}, for which the stages must tell each other of their gradients: {remedy}"
         )

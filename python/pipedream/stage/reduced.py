@@ -4,8 +4,13 @@ stage's parameters and the whole state of the optimizer.
     round t, at each replica
     UPDATE      the sum of all replicas' gradients (all-reduce), its mean, version t + 1 of all parameters
 
-All replicas make the same version, from the same bits. Gradients are reduced when the round's last backward
-is over, in buckets. Owned by the worker's compute thread.
+or, where replicas are kept alike once in n rounds
+
+    UPDATE      the mean of its own gradients, version t + 1 of its own; with every n-th round, and at the end
+                of the run, the mean of all replicas' weights. The optimizer's state stays its own
+
+All replicas then have the same version, of the same bits. Gradients are reduced when the round's last
+backward is over, in buckets. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -16,12 +21,13 @@ import torch
 from torch import Tensor
 
 from pipedream.links.replica_group import ReplicaGroup
-from pipedream.stage.gradients import GradientFigures, StageGradients, in_order
+from pipedream.stage.gradients import RunStep, StageGradients, in_order
 from pipedream.stage.round_rule import RoundRule
+from pipedream.stage.shards import flat_view
 from pipedream.stage.tied import TiedParameters
 from pipedream.stage.weights import StageOptimizer, StageWeights
 
-__all__ = ["ReducedGradients"]
+__all__ = ["LocalSteps", "ReducedGradients"]
 
 _BUCKET_BYTES = 4 << 20  # small tensors travel together
 
@@ -78,10 +84,65 @@ class ReducedGradients(StageGradients):
                 self._taken[index] = flat.as_strided(leaf.shape, leaf.stride(), offset)
                 offset += leaf.numel()
 
-    def figures(self) -> GradientFigures:
-        """All replicas have the same gradients, and the first one's norm counts."""
-        figures = super().figures()
-        return figures if self._rule.replica == 0 else figures._replace(squared_norm=0.0)
+
+class LocalSteps(StageGradients):
+    """A replica that updates by its own gradients, and at times takes the mean of all replicas' weights."""
+
+    takes_means = True
+
+    def __init__(
+        self,
+        weights: StageWeights,
+        optimizer: StageOptimizer,
+        tied: TiedParameters,
+        *,
+        group: ReplicaGroup,
+        rule: RoundRule,
+        num_minibatches: Callable[[], int | None],
+        sync_every: int,
+    ) -> None:
+        """num_minibatches: of the run, None while that is not known here. sync_every: rounds."""
+        super().__init__(weights, optimizer, tied)
+        self._group = group
+        self._rule = rule
+        self._num_minibatches = num_minibatches
+        self._sync_every = sync_every
+        self._num_rounds = rule.round_of(rule.first_minibatch)
+        self._num_own = 0  # minibatches, in the round that is updated
+
+    def take(self, minibatch: int, own_slot: int) -> None:
+        """The mean of the replica's own gradients of the minibatch's round, if it has any."""
+        super().take(minibatch, own_slot)
+        round_index = self._rule.round_of(minibatch)
+        self._num_own = self._rule.num_own(round_index, self._num_minibatches())
+        if self._num_own > 1:
+            torch._foreach_div_([g for g in self._taken if g is not None], self._num_own)
+
+    def apply(self, read_slot: int, write_slot: int, gradient_scale: float, run: RunStep) -> None:
+        if self._num_own == 0:
+            self._weights.own.copy_version(read_slot, write_slot)
+            self._finish()
+        else:
+            super().apply(read_slot, write_slot, gradient_scale, run)
+        self._num_rounds += 1
+        if self._num_rounds % self._sync_every == 0:
+            self._average(write_slot)
+
+    def finish(self, newest_slot: int) -> None:
+        if self._num_rounds % self._sync_every != 0:
+            self._average(newest_slot)
+
+    @torch.no_grad()
+    def _average(self, slot: int) -> None:
+        leaves = self._weights.own.leaves(slot)
+        flats = [flat_view(leaf.data) for leaf in leaves]
+        buckets = list(_buckets_of(list(enumerate(flats))))
+        self._group.all_reduce([bucket for _, bucket in buckets])
+        for indices, bucket in buckets:
+            mean = bucket.div_(self._group.num_replicas)
+            parts = torch.split(mean, [flats[index].numel() for index in indices])
+            if len(parts) > 1:  # else it is the leaf's own memory
+                torch._foreach_copy_([flats[index] for index in indices], list(parts))
 
 
 def _buckets_of(flats: Sequence[tuple[int, Tensor | None]]) -> Iterator[tuple[list[int], Tensor]]:

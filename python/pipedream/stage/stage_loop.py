@@ -132,7 +132,9 @@ class WorkerLoop:
         self._position = _Position(options.plan, place.rank, prepared[0].stage.stage_index)
         self._clock = make_device_clock(device, core.add_compute)
         self._user = make_user_code(self._position, self._clock)
-        # On the host measuring costs time per operator: enough is seen once the pipeline has been full.
+        # On the host measuring costs time per operator: enough is seen once the pipeline has been full. Of
+        # n minibatches in flight at each replica the last to be forwarded for the first time is the n r-th of
+        # the run; one round more has a backward and an update beside them.
         num_replicas_max = max(stage.num_replicas for stage in options.plan.stages)
         self._measured_until = (
             None if device.type == "cuda" else (max(schedule.in_flight) + 1) * num_replicas_max
@@ -165,10 +167,11 @@ class WorkerLoop:
         rounds = _core.minibatches_per_round(schedule, stages[0])
         self._mean_scale = functools.partial(_mean_scale, core, rounds)
         self._norms: NormExchange | None = None
-        if schedule.exchanges_norms:
+        if options.measures_gradients:
             measure = functools.partial(_figures_of, self._runners.values(), self._mean_scale)
             drains = _core.drains_every_minibatch(schedule)
-            self._norms = NormExchange(measure, is_first=place.rank == 0 if drains else self._replica == 0)
+            is_first = place.rank == 0 if drains else self._replica == 0
+            self._norms = NormExchange(measure, is_first=is_first or not schedule.exchanges_norms)
         tied = {stage: runner.parts.tied for stage, runner in self._runners.items()}
         self._transfers = EdgeTransfers(schedule, tied, self._norms, self._servers)
         self._poisons = _core.poisons_released_slots()
@@ -257,8 +260,9 @@ class WorkerLoop:
                     runner.poison(done, work.freed_slot)
             if self._clock is not None:
                 self._clock.finish()
-            for runner in self._runners.values():
+            for stage, runner in self._runners.items():
                 runner.parts.weights.check_gradients_taken()
+                runner.parts.gradients.finish(newest_slots[stage])
             # Who reads the data learns of their end by itself, but for a replica that another has told.
             replicas = bool(self._servers)
             if any(runner.is_last and (replicas or not runner.is_first) for runner in self._runners.values()):

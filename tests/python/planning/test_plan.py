@@ -213,6 +213,8 @@ def test_replica_counts_are_numbers_with_dashes_between_them_and_else_a_file(
     monkeypatch.chdir(tmp_path)
     assert replica_counts("2-1") == (2, 1)
     assert replica_counts("15") == (15,)
+    with pytest.raises(ValueError, match="plan 2-0-1 gives stage 1 no replica: each stage has at least 1"):
+        replica_counts("2-0-1")
     for text in ("plan.json", "2-1.json", "2-", "-1", "./2-1"):
         with pytest.raises(FileNotFoundError, match="neither a file nor the replicas of each stage"):
             replica_counts(text)
