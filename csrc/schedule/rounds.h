@@ -30,13 +30,9 @@ struct Rounds {
   [[nodiscard]] MinibatchId begin_of(std::int64_t round) const {
     return MinibatchId(round * minibatches_per_round);
   }
-  // Whether the replica has a minibatch in the round, and how many minibatches all of them have, where the
-  // run ends before minibatch num_minibatches.
+  // Whether the replica has a minibatch in the round, where the run ends before minibatch num_minibatches.
   [[nodiscard]] bool is_member(ReplicaIndex replica, std::int64_t round, std::int64_t num_minibatches) const {
     return begin_of(round).value() + replica.value() < num_minibatches;
-  }
-  [[nodiscard]] std::int64_t num_members(std::int64_t round, std::int64_t num_minibatches) const {
-    return std::clamp<std::int64_t>(num_minibatches - begin_of(round).value(), 0, minibatches_per_round);
   }
 
   // The version that is there at the start, and the one that is there at the end.

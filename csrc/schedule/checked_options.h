@@ -1,0 +1,46 @@
+// What options say by stage, worker and kind of schedule, for the sources of this folder. Pure; any thread.
+// All but find_schedule_kind() expects options that check_schedule_options() has passed, and positions inside
+// the plan.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include "base/ids.h"
+#include "schedule/placement.h"
+#include "schedule/program.h"
+
+namespace pipedream {
+
+enum class ScheduleKind {
+  kPipedream,
+  kVerticalSync,
+  kNaive,
+  k2bw,
+  kFlush,
+  kGpipe,
+  kModelParallel,
+  kDataParallel,
+  kInterleaved,
+};
+
+[[nodiscard]] std::optional<ScheduleKind> find_schedule_kind(std::string_view schedule);
+[[nodiscard]] ScheduleKind kind_of(const ScheduleOptions& options);
+// Whether every round is finished at all stages before the next one starts at any.
+[[nodiscard]] bool drains(ScheduleKind kind);
+
+[[nodiscard]] std::int64_t count_stages(const ScheduleOptions& options);
+[[nodiscard]] std::int64_t count_workers(const ScheduleOptions& options);
+[[nodiscard]] Rank rank_of(const ScheduleOptions& options, StageIndex stage, ReplicaIndex replica = {});
+[[nodiscard]] bool is_replicated(const ScheduleOptions& options);
+[[nodiscard]] std::int64_t num_replicas_of(const ScheduleOptions& options, StageIndex stage);
+[[nodiscard]] ReplicaIndex replica_at(const ScheduleOptions& options, Rank rank);
+[[nodiscard]] std::vector<StageIndex> stages_at(const ScheduleOptions& options, Rank rank);
+[[nodiscard]] std::int64_t in_flight_at(const ScheduleOptions& options, StageIndex stage);
+// The least common multiple of all stages' replica counts; more than kMinibatchesPerRoundMax stands for
+// anything above.
+[[nodiscard]] std::int64_t common_round(const ScheduleOptions& options);
+
+}  // namespace pipedream

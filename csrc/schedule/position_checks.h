@@ -1,0 +1,17 @@
+// Refusals of positions outside a plan. Pure; any thread.
+#pragma once
+
+#include "base/ids.h"
+#include "schedule/program.h"
+#include "schedule/rounds.h"
+
+namespace pipedream {
+
+// Throws UserError, one line: what check_schedule_options() refuses, or what is outside the options' plan.
+void check_stage(const ScheduleOptions& options, StageIndex stage);
+void check_rank(const ScheduleOptions& options, Rank rank);
+void check_minibatch(MinibatchId minibatch);
+void check_replica(const Rounds& rounds, ReplicaIndex replica);
+void check_microbatch(const ScheduleOptions& options, MicrobatchIndex microbatch);
+
+}  // namespace pipedream
