@@ -90,11 +90,10 @@ _FILLERS_MAX = 1024  # of so many shapes
 
 class Fillers:
     """Stand-ins for tensors that nobody reads. They share their memory, so that they cost none; those that
-    look alike are one tensor."""
+    look alike are one tensor. Floating-point ones are NaN: a minibatch in which somebody does read one, as the
+    first did not, shows it in its loss."""
 
-    def __init__(self, *, poison: bool = False) -> None:
-        """poison: floating-point ones are NaN, which shows in whatever is computed from them."""
-        self._poison = poison
+    def __init__(self) -> None:
         self._flat: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._made: dict[tuple[torch.dtype, torch.device, tuple[int, ...]], Tensor] = {}
 
@@ -120,7 +119,7 @@ class Fillers:
 
     def _filled(self, dtype: torch.dtype, size: int, device: torch.device) -> Tensor:
         is_number = dtype.is_floating_point or dtype.is_complex
-        return torch.full((size,), math.nan if self._poison and is_number else 0, dtype=dtype, device=device)
+        return torch.full((size,), math.nan if is_number else 0, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,13 @@ class Crossing:
         for call in self.calls:
             for leaf, now in zip(call.leaves, outputs[call.key], strict=True):
                 if leaf.crossing is not None:
-                    tensors.setdefault(leaf.crossing, now)
+                    first = tensors.setdefault(leaf.crossing, now)
+                    if not _is_same(first, now):
+                        raise ValueError(
+                            f"{call.key} returned a tensor that was also another one in the first minibatch, and"
+                            " is not now, so it does not cross: put a minibatch first in which they differ, as a"
+                            " longer one, or choose other cuts"
+                        )
                 elif leaf.dtype is not None:
                     sizes += now.shape
                 elif leaf.is_number:
@@ -172,6 +177,14 @@ class Crossing:
             return take_size() if leaf.is_number else leaf.constant
 
         return {call.key: rebuilt(call.structure, map(given, call.leaves)) for call in self.calls}
+
+
+def _is_same(first: Tensor, now: Tensor) -> bool:
+    """Whether one stands for both. Copies that were made as calls ended are compared by their values."""
+    if first is now:
+        return True
+    in_one_place = first.data_ptr() == now.data_ptr() and first.stride() == now.stride()
+    return first.shape == now.shape and (in_one_place or torch.equal(first, now))
 
 
 def _brief(value: Any) -> str:

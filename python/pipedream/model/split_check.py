@@ -175,7 +175,7 @@ def _staged(
     rounds: Sequence[_Round],
 ) -> _Outcome:
     """Of stages that end at these layers."""
-    fillers = Fillers(poison=True)
+    fillers = Fillers()
     generators: dict[int, GeneratorState] = {}  # at the cuts, of this round
     last_layers = [*ends, len(cut.offered)]
     stages = []

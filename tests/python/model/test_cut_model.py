@@ -83,7 +83,7 @@ def _in_stages(cut: CutModel, ends: Sequence[int], inputs: Any, targets: Any) ->
     """Loss, gradients and buffers of stages that end at these layers."""
     starts = [0, *(end + 1 for end in ends)]
     layers = zip(starts, [*ends, len(cut.layer_names) - 1], strict=True)
-    stages = [cut.stage(index, *ends, Fillers(poison=True)) for index, ends in enumerate(layers)]
+    stages = [cut.stage(index, *ends, Fillers()) for index, ends in enumerate(layers)]
     model = cut.module
     with _buffers_kept(model):
         value = inputs
@@ -338,3 +338,63 @@ def test_a_model_that_fails_in_the_middle_is_left_as_it_was() -> None:
     with pytest.raises(RuntimeError):
         cut_model(model, inputs, targets, cross_entropy)
     assert [type(module) for module in model.modules()] == kinds
+
+
+class _Shortened(nn.Module):
+    """Returns what it computes, whole and its first two places: in a text of two, one and the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        whole = self.inner(x)
+        return whole, whole[:, :2]
+
+
+class _Lengthwise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = _Shortened(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole, begin = self.first(x)
+        return self.head(self.second(whole).mean(1) + begin.mean(1))
+
+
+class _LongOnes(nn.Module):
+    """Has a skip where a text is longer than two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = (nn.Linear(WIDTH, size) for size in (WIDTH, WIDTH, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        out = self.second(hidden).relu()
+        if x.shape[1] > 2:
+            out = out + hidden
+        return self.head(out.mean(1))
+
+
+def _texts(length: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(3, length, WIDTH), torch.arange(3) % CLASSES
+
+
+def test_tensors_that_are_one_in_the_first_minibatch_alone_are_not_taken_for_one() -> None:
+    """Both got the first one's values, and the training went on."""
+    cut = cut_model(_Lengthwise(), *_texts(2), cross_entropy)
+    assert _names(cut) == ["first", "second"]
+    for texts in (_texts(2), _texts(1)):
+        loss = _loss(cut.module(texts[0]), texts[1])
+        torch.testing.assert_close(_in_stages(cut, [0], *texts)[0], loss.detach())
+    with pytest.raises(ValueError, match="first returned a tensor that was also another one in the first"):
+        _in_stages(cut, [0], *_texts(3))
+
+
+def test_what_only_a_later_minibatch_reads_is_nan_and_not_zero() -> None:
+    """A stage read the zeros that stood for what does not cross, and the training went on."""
+    cut = cut_model(_LongOnes(), *_texts(2), cross_entropy)
+    assert _names(cut) == ["first", "second"]
+    assert bool(_in_stages(cut, [0], *_texts(3))[0].isfinite())
+    assert bool(_in_stages(cut, [1], *_texts(3))[0].isnan())
