@@ -9,7 +9,7 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ from pipedream.model.references import check_loss_fn
 from pipedream.model.seeding import base_seed, generators_kept, seed_data
 from pipedream.model.splitter import Model, layers_of
 from pipedream.planning.plan import Plan
+from pipedream.planning.shapes import largest_of
 from pipedream.report.result import RunResult
 from pipedream.stage.job import JobOptions, WorkerPlace, check_replicas
 
@@ -261,7 +262,9 @@ def _check_environment() -> None:
 
 def _fitting(plan: Plan, data: Iterable[Any]) -> Plan:
     """The plan with memory for all minibatches, where they are there to be looked at."""
-    return plan.fitting(*data) if isinstance(data, (list, tuple)) else plan
+    if not isinstance(data, (list, tuple)):
+        return plan
+    return replace(plan, max_shapes=largest_of(data, plan.max_shapes))
 
 
 def _save_trace(result: RunResult, trace: str | os.PathLike[str]) -> None:

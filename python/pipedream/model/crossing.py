@@ -90,8 +90,8 @@ _FILLERS_MAX = 1024  # of so many shapes
 
 class Fillers:
     """Stand-ins for tensors that nobody reads. They share their memory, so that they cost none; those that
-    look alike are one tensor. Floating-point ones are NaN: a minibatch in which somebody does read one, as the
-    first did not, shows it in its loss."""
+    look alike are one tensor. Floating-point ones are NaN: where somebody reads one, as nobody did in the
+    first minibatch, the loss shows it."""
 
     def __init__(self) -> None:
         self._flat: dict[tuple[torch.dtype, torch.device], Tensor] = {}
@@ -151,9 +151,9 @@ class Crossing:
                     first = tensors.setdefault(leaf.crossing, now)
                     if not _is_same(first, now):
                         raise ValueError(
-                            f"{call.key} returned a tensor that was also another one in the first minibatch, and"
-                            " is not now, so it does not cross: put a minibatch first in which they differ, as a"
-                            " longer one, or choose other cuts"
+                            f"{call.key} returned a tensor that was also another one in the first minibatch,"
+                            " and is not now, so it does not cross: put a minibatch first in which they"
+                            " differ, as a longer one, or choose other cuts"
                         )
                 elif leaf.dtype is not None:
                     sizes += now.shape

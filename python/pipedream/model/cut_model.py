@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from pipedream.model.batches import call_model
 from pipedream.model.boundary import check_loss, device_of, map_tensors, to_device, untouched
+from pipedream.model.calls import module_names
 from pipedream.model.crossing import Fillers
 from pipedream.model.cuts import Cut, Cuts
 from pipedream.model.loss_placement import call_loss, loss_on, spare_loss
@@ -72,6 +73,7 @@ class CutModel(CutForward):
         return other
 
     def _place_of(self, name: str) -> int:
+        name = self._name_of_calls(name)
         for cut in [*self.offered, *self.refused]:
             if name == cut.name or name in cut.calls:
                 if cut.crossing is None:
@@ -84,6 +86,14 @@ class CutModel(CutForward):
             f"the model cannot be cut after {name!r}, no call of a module between its first and its last"
             f" parameters; {some}"
         )
+
+    def _name_of_calls(self, path: str) -> str:
+        """Of the module with this path, which may have several; the path itself where there is none."""
+        try:
+            module = self.module.get_submodule(path)
+        except AttributeError:  # "block (call 2)"
+            return path
+        return module_names(self.module).get(id(module), path)
 
     @property
     def layer_names(self) -> list[str]:

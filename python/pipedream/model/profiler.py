@@ -33,7 +33,7 @@ from pipedream.model.cut_model import CutModel, cut_model, needs_cutting
 from pipedream.model.loss_placement import loss_on, spare_loss
 from pipedream.model.references import check_loss_fn, modules_carried_by
 from pipedream.model.split_check import check_cuts
-from pipedream.model.splitter import Model, layers_of, model_name
+from pipedream.model.splitter import Model, check_values, layers_of, model_name
 from pipedream.model.timed_passes import CutPasses, LayerPasses, LossFunction, TimedPasses
 from pipedream.planning.layer_profile import LayerProfile, Profile
 from pipedream.planning.shapes import Shapes, larger_of, shapes_of
@@ -94,7 +94,12 @@ def profile(
         loss_fn = own_loss
     check_function("loss_fn", loss_fn)
     check_loss_fn(loss_fn)
-    layers = [layer for _, layer in layers_of(model)]
+    _check_names(cuts)
+    named_layers = layers_of(model)
+    layers = [layer for _, layer in named_layers]
+    if not needs_cutting(model):
+        for name, layer in named_layers:
+            check_values(layer, f"{name}.")
     device = device_of(layers)
     loss_fn = spare_loss(loss_fn)
     measurement = _Measurement(functools.partial(_make_passes, model, loss_fn, cuts, check))
@@ -208,6 +213,12 @@ def _measure(
             return
         if num_done >= most or minibatch + 1 >= _SKIPPED_FACTOR_MAX * most:
             return
+
+
+def _check_names(cuts: Sequence[str] | None) -> None:
+    is_list = isinstance(cuts, (list, tuple)) and all(isinstance(name, str) for name in cuts)
+    if cuts is not None and not is_list:
+        raise TypeError(f'cuts is {cuts!r}: give a list of paths of modules, as ["layer2", "layer3"]')
 
 
 def _make_passes(

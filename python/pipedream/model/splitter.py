@@ -27,6 +27,7 @@ __all__ = [
     "Tie",
     "check_parameters",
     "check_split",
+    "check_values",
     "find_ties",
     "is_list_of_layers",
     "layers_of",
@@ -287,21 +288,27 @@ def _cut_as_planned(model: Model, plan: StagePlan) -> Model:
 
 def check_parameters(module: nn.Module, prefix: str = "") -> None:
     """Raises ValueError for parameters that cannot be trained. prefix: of their full names."""
+    check_values(module, prefix)
     for name, parameter in module.named_parameters(prefix=prefix.removesuffix(".")):
         if is_lazy(parameter):
             raise ValueError(
                 f"parameter {name!r} has no shape yet (a lazy module): pass one minibatch through the model"
                 f" before it is split"
             )
-        if parameter.is_meta:
-            raise ValueError(
-                f"parameter {name!r} is on the meta device, where nothing has a value: use"
-                f" model.to_empty(device='cpu') and initialise it, or load it, before it is split"
-            )
         if parameter.requires_grad and parameter.dtype not in _TRAINABLE_DTYPES:
             raise ValueError(
                 f"parameter {name!r} has dtype {dtype_name(parameter.dtype)}: only float32 and float64 can be"
                 f" trained; use model.float(), or freeze it with requires_grad_(False)"
+            )
+
+
+def check_values(module: nn.Module, prefix: str = "") -> None:
+    """Raises ValueError for parameters without values. prefix: of their full names."""
+    for name, parameter in module.named_parameters(prefix=prefix.removesuffix(".")):
+        if parameter.is_meta:
+            raise ValueError(
+                f"parameter {name!r} is on the meta device, where nothing has a value: use"
+                f" model.to_empty(device='cpu') and initialise it, or load it, before it is split"
             )
 
 

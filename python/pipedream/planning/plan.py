@@ -15,7 +15,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pipedream.common.checks import is_number
@@ -36,7 +36,7 @@ from pipedream.common.table import format_table, shorten
 from pipedream.common.units import format_bandwidth, format_bytes
 from pipedream.planning.layer_profile import checked_cuts
 from pipedream.planning.plan_lines import describe_figures
-from pipedream.planning.shapes import Shapes, checked_shapes, larger_of, shapes_of
+from pipedream.planning.shapes import Shapes, checked_shapes, largest_of, shapes_of
 
 if TYPE_CHECKING:
     from pipedream import _core
@@ -209,9 +209,19 @@ class Plan:
 
     def fitting(self, *batches: Any) -> Plan:
         """This plan, with memory for minibatches as large as these in every dimension. For data whose shapes
-        change, give one as large as any: `plan.fitting(collate([longest] * batch_size))`."""
-        shapes = functools.reduce(larger_of, map(shapes_of, batches), self.max_shapes)
-        return replace(self, max_shapes=shapes)
+        change, give one as large as any: `plan.fitting(collate([longest] * batch_size))`. Raises TypeError
+        for what is no minibatch."""
+        for batch in batches:
+            is_one = isinstance(batch, (tuple, list)) and len(batch) == 2
+            is_one = is_one or isinstance(batch, Mapping) or is_dataclass(batch)
+            if not is_one or not shapes_of(batch):
+                several = isinstance(batch, (tuple, list))
+                what = f"{type(batch).__name__} of {len(batch)}" if several else type(batch).__name__
+                raise TypeError(
+                    f"a {what} is no minibatch with tensors: give fitting() minibatches as the data yield"
+                    " them, pairs (inputs, targets) or dicts, each as an argument of its own"
+                )
+        return replace(self, max_shapes=largest_of(batches, self.max_shapes))
 
     @property
     def noam(self) -> int:

@@ -10,12 +10,13 @@ any thread; needs no torch: a tensor is what has a shape.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pipedream.common.document import check_list, check_object, check_whole
 
-__all__ = ["Shapes", "checked_shapes", "describe_shapes", "larger_of", "shapes_of"]
+__all__ = ["Shapes", "checked_shapes", "describe_shapes", "larger_of", "largest_of", "shapes_of"]
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -39,6 +40,11 @@ def larger_of(known: Mapping[str, tuple[int, ...]], others: Mapping[str, tuple[i
         if len(before) == len(shape):
             merged[name] = tuple(map(max, before, shape))
     return merged
+
+
+def largest_of(batches: Iterable[Any], known: Mapping[str, tuple[int, ...]]) -> Shapes:
+    """Of what is known and all of these."""
+    return functools.reduce(larger_of, map(shapes_of, batches), dict(known))
 
 
 def checked_shapes(field: str, value: object) -> Shapes:

@@ -533,6 +533,36 @@ def test_a_list_of_layers_has_no_cuts_to_choose() -> None:
         profile(case.model(torch.float32), case.data(1, torch.float32), squared_error, cuts=["0"])
 
 
+class _Aliased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES))
+        self.encoder = self.layers[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layers(x))
+
+
+def test_any_path_of_a_module_names_it_for_a_cut() -> None:
+    data = [(torch.randn(2, WIDTH), torch.zeros(2, CLASSES))]
+    measured = profile(_Aliased(), data, squared_error, minibatches=1, cuts=["encoder"])
+    assert measured.cuts == ("layers.0",)
+
+
+@pytest.mark.parametrize("cuts", ["first", [1], 5])
+def test_cuts_are_a_list_of_paths(cuts: Any) -> None:
+    with pytest.raises(TypeError, match=r"cuts is .*: give a list of paths of modules"):
+        profile(_Aliased(), [(torch.ones(2, WIDTH), torch.ones(2, CLASSES))], squared_error, cuts=cuts)
+
+
+def test_a_list_of_layers_without_values_is_refused() -> None:
+    """It was timed on the meta device, where nothing is computed."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"parameter '0\.weight' is on the meta device"):
+        profile(model, [(torch.ones(2, 2), torch.ones(2, 2))], squared_error)
+
+
 def test_a_module_of_torch_jit_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
     with pytest.raises(ValueError, match=r"module '1' is compiled by torch\.jit"):

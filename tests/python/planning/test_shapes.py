@@ -45,6 +45,21 @@ def test_a_plan_has_the_shapes_of_its_profile_and_of_what_it_is_to_fit() -> None
     assert "max_shapes" not in Plan.straight(2, 2).to_dict()
 
 
+@pytest.mark.parametrize(
+    ("batch", "what"),
+    [
+        ([{"x": _tensor(1)}, {"x": _tensor(2)}, {"x": _tensor(3)}], "list of 3"),
+        (_tensor(2, 3), "SimpleNamespace"),
+        ({"x": 3}, "dict"),
+        (None, "NoneType"),
+    ],
+)
+def test_what_is_no_minibatch_is_not_taken_for_one_to_fit(batch: Any, what: str) -> None:
+    """It was taken, and the plan stayed as it was."""
+    with pytest.raises(TypeError, match=f"a {what} is no minibatch with tensors"):
+        Plan.straight(2, 2).fitting(batch)
+
+
 @pytest.mark.parametrize("shapes", [{"x": 3}, {"x": [-1]}, [4], {"x": ["4"]}])
 def test_a_file_with_other_than_shapes_is_refused(shapes: Any) -> None:
     with pytest.raises(FileFormatError, match="max_shapes"):
