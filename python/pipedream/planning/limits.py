@@ -5,16 +5,16 @@ Pure; any thread; needs no torch. The search within limits is C++ (csrc/planner/
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from pipedream.common.document import check_number, check_whole
 from pipedream.common.units import format_bytes, parse_size
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.plan import Stage
 
-__all__ = ["Limits", "NothingFitsError", "make_limits", "solve_within"]
+__all__ = ["Limits", "NothingFitsError", "make_limits", "solve_within", "with_more_in_flight"]
 
 _COPIES = 2  # of the weights, besides versions and the optimizer's state: the model as given, gradients
 
@@ -43,6 +43,14 @@ class Limits:
     def for_workers(self, num_workers: int) -> Limits:
         """Of the first ones."""
         return replace(self, speeds=self.speeds[:num_workers], memory_bytes=self.memory_bytes[:num_workers])
+
+    def speeds_of(self, stages: Sequence[Stage]) -> list[float]:
+        """Of each stage's slowest worker, where speeds are given; the first stage has the first ones."""
+        slowest, end = [], 0
+        for stage in stages:
+            begin, end = end, end + stage.num_replicas
+            slowest.append(min(self.speeds[begin:end]))
+        return slowest
 
     def figures_of(self, stages: Sequence[Stage], profile: Profile) -> dict[str, Any]:
         """As solve_within(), of given stages. Raises NothingFitsError where they do not keep to the
@@ -74,9 +82,12 @@ def make_limits(
     """Raises ValueError naming the argument that cannot be."""
     memory_bytes: tuple[float, ...] = ()
     if memory is not None:
-        each = [memory] * num_workers if isinstance(memory, (str, int)) else list(memory)
+        each: list[Any] = list(memory) if _is_several(memory) else [memory] * num_workers
         _check_count("memory", each, num_workers)
         memory_bytes = tuple(float(parse_size(one, "memory")) for one in each)
+    for name, given in (("speeds", speeds), ("boundaries", boundaries), ("replicas", replicas)):
+        if given is not None and not _is_several(given):
+            raise TypeError(f"{name} is {given!r}: give a list of numbers")
     if speeds is not None:
         _check_count("speeds", speeds, num_workers)
         speeds = [check_number(f"speeds[{i}]", speed, positive=True) for i, speed in enumerate(speeds)]
@@ -146,6 +157,22 @@ def solve_within(
     return tuple(Stage(*stage) for stage in stages), bottleneck_s, figures
 
 
+def with_more_in_flight(
+    figures: Mapping[str, Any], more: Sequence[int], stages: Sequence[Stage], profile: Profile
+) -> dict[str, Any]:
+    """solve_within()'s memory_bytes and stage_memory_bytes, where no stage recomputes, with so many
+    minibatches more in flight at each stage: for each a version, what its layers save and its input."""
+    layers = profile.layers
+    stage_bytes = []
+    for held, count, stage in zip(figures["stage_memory_bytes"], more, stages, strict=True):
+        indices = range(stage.first_layer, stage.last_layer + 1)
+        each = sum(layers[index].parameter_bytes + _saved_bytes(profile, index) for index in indices)
+        if stage.first_layer:
+            each += layers[stage.first_layer - 1].activation_bytes
+        stage_bytes.append(held + count * each)
+    return {"memory_bytes": max(stage_bytes), "stage_memory_bytes": stage_bytes}
+
+
 def _saved_bytes(profile: Profile, index: int) -> int:
     """Where it was not measured a layer is taken to keep what it passes on."""
     layer = profile.layers[index]
@@ -164,6 +191,10 @@ def _nothing_fits(num_workers: int, limits: Limits, straight: bool) -> str:
         asked.append(f"replicas {list(limits.num_replicas)}")
     remedy = "give more memory, more workers, or smaller minibatches" if limits.memory_bytes else "relax one"
     return f"no plan has {', '.join(asked)}: {remedy}"
+
+
+def _is_several(given: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(given, Collection) and not isinstance(given, str)
 
 
 def _check_count(name: str, given: Sequence[Any], num_workers: int) -> None:

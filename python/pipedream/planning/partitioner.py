@@ -20,7 +20,13 @@ from pipedream.common.checks import is_whole
 from pipedream.common.units import parse_bandwidth
 from pipedream.planning.alternatives import compare, model_parallel_ms
 from pipedream.planning.layer_profile import Profile
-from pipedream.planning.limits import Limits, NothingFitsError, make_limits, solve_within
+from pipedream.planning.limits import (
+    Limits,
+    NothingFitsError,
+    make_limits,
+    solve_within,
+    with_more_in_flight,
+)
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.prediction import predict_ms, steady_minibatches
 from pipedream.planning.runtime_costs import FREE, RuntimeCosts, layer_cost_ms, runtime_of, stage_costs
@@ -204,7 +210,7 @@ class _Problem:
         return replace(plan, predicted=plan.predicted | figures)
 
     def formula_plan(self, stages: Stages, bottleneck_ms: float | None = None) -> Plan:
-        predicted = _predict(self.profile, stages, self.bytes_per_s)
+        predicted = _predict(self._slowed(stages), stages, self.bytes_per_s)
         if bottleneck_ms is None:
             bottleneck_ms = max([*predicted["stage_ms"], *predicted["boundary_ms"]])
         samples_per_s = _samples_per_s(self.profile, bottleneck_ms)
@@ -254,8 +260,11 @@ class _Problem:
         before_ms, after_ms = (self._simulated_ms(one) for one in (plan, raised))
         if after_ms > before_ms * (1 - _IN_FLIGHT_GAIN_MIN):
             return plan
-        gain = {"hidden_links": {"before_ms": before_ms, "after_ms": after_ms}}
-        return replace(raised, predicted=raised.predicted | gain)
+        figures: dict[str, Any] = {"hidden_links": {"before_ms": before_ms, "after_ms": after_ms}}
+        if self.limits.any:
+            more = [new - old for new, old in zip(raised.in_flight, plan.in_flight, strict=True)]
+            figures |= with_more_in_flight(plan.predicted, more, plan.stages, self.profile)
+        return replace(raised, predicted=raised.predicted | figures)
 
     def _simulated_ms(self, plan: Plan) -> float:
         costed = replace(plan, predicted=plan.predicted | self._costs(plan.stages))
@@ -279,6 +288,11 @@ class _Problem:
                 for stages in starts
             ]
             starts = [stages for stages in [*starts, *equal] if self._is_allowed(stages)]
+        if not starts and self.schedule == "2bw" and len(set(self.limits.num_replicas)) > 1:
+            raise ValueError(
+                f"replicas is {list(self.limits.num_replicas)}, but schedule '2bw' is planned with as many at"
+                " all stages: give one number for all, or another schedule"
+            )
         if not starts:
             self.solve(layers_ms, self.num_workers, self.straight)  # says what nothing keeps to
         found = search(
@@ -328,7 +342,7 @@ class _Problem:
 
     def _costs(self, stages: Stages) -> dict[str, Any]:
         """What a prediction is made of."""
-        costs = stage_costs(self.profile, self.runtime, stages, self.bytes_per_s)
+        costs = stage_costs(self._slowed(stages), self.runtime, stages, self.bytes_per_s)
         predicted = _predict(self.profile, stages, self.bytes_per_s)
         figures: dict[str, Any] = {
             "stage_ms": [
@@ -366,20 +380,60 @@ class _Problem:
 
     def with_alternatives(self, plan: Plan) -> Plan:
         layers_ms = [layer_cost_ms(layer, self.runtime) for layer in self.profile.layers]
-        free = replace(self, limits=Limits(), schedule="pipedream", microbatches=None)
+        speeds = self.limits.speeds
+        free = replace(self, limits=Limits(speeds=speeds), schedule="pipedream", microbatches=None)
+        fastest_first = Limits(speeds=tuple(sorted(speeds, reverse=True)))
         straight = free.solve(layers_ms, self.num_workers, True)[0]
+        with contextlib.suppress(NothingFitsError):
+            limits = replace(self.limits, last_layers=(), num_replicas=())
+            straight = replace(self, limits=limits).solve(layers_ms, self.num_workers, True)[0]
 
         def minibatch_ms(stages: Stages) -> float:
-            one = free.simulated_plan(stages) if free.is_simulated else free.formula_plan(stages)
+            is_alone = sum(stage.num_replicas for stage in stages) == 1
+            chosen = replace(free, limits=fastest_first) if is_alone else free
+            one = chosen.simulated_plan(stages) if free.is_simulated else chosen.formula_plan(stages)
             return one.bottleneck_ms or 0.0
 
         def one_at_a_time_ms(stages: Stages) -> float:
             if not free.is_simulated:
-                return model_parallel_ms(self.profile, stages, self.bytes_per_s)
+                return model_parallel_ms(free._slowed(stages), stages, self.bytes_per_s)
             return replace(free, schedule="model_parallel").simulated_plan(stages).bottleneck_ms or 0.0
 
         times = compare(self.profile, self.num_workers, straight, minibatch_ms, one_at_a_time_ms)
-        return replace(plan, predicted=plan.predicted | {"alternatives_ms": times})
+        figures: dict[str, Any] = {"alternatives_ms": times}
+        if self.limits.memory_bytes:
+            whole = Stage(0, self.profile.num_layers - 1)
+            others = {
+                "one_worker": (whole,),
+                "data_parallel": (replace(whole, num_replicas=self.num_workers),),
+                "straight": straight,
+            }
+            figures["without_room"] = [name for name, stages in others.items() if not self._has_room(stages)]
+        return replace(plan, predicted=plan.predicted | figures)
+
+    def _has_room(self, stages: Stages) -> bool:
+        """Whether they fit into the workers' memory, one worker's into the largest."""
+        memory_bytes = self.limits.memory_bytes
+        if sum(stage.num_replicas for stage in stages) == 1:
+            memory_bytes = (max(memory_bytes),)
+        limits = replace(self.limits, memory_bytes=memory_bytes, speeds=(), last_layers=(), num_replicas=())
+        with contextlib.suppress(NothingFitsError):
+            limits.figures_of(stages, self.profile)
+            return True
+        return False
+
+    def _slowed(self, stages: Stages) -> Profile:
+        """The layers as long as the slowest worker of their stage takes."""
+        if not self.limits.speeds:
+            return self.profile
+        layers = list(self.profile.layers)
+        for stage, speed in zip(stages, self.limits.speeds_of(stages), strict=True):
+            for index in range(stage.first_layer, stage.last_layer + 1):
+                at_one = layers[index]
+                layers[index] = replace(
+                    at_one, forward_ms=at_one.forward_ms / speed, backward_ms=at_one.backward_ms / speed
+                )
+        return replace(self.profile, layers=tuple(layers))
 
     def _plan(self, stages: Stages, *, bottleneck_ms: float | None, predicted: dict[str, Any]) -> Plan:
         return Plan(

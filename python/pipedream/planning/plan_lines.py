@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pipedream.common.checks import is_number
@@ -50,14 +50,23 @@ def describe_figures(
         yield f"a search over {found['plans']} simulated plans {verdict}"
     alternatives = predicted.get("alternatives_ms")
     if is_number(bottleneck_ms) and bottleneck_ms and isinstance(alternatives, Mapping):
-        yield from _describe_alternatives(bottleneck_ms, num_stages, alternatives)
+        without_room = predicted.get("without_room")
+        lacking = without_room if isinstance(without_room, list) else []
+        yield from _describe_alternatives(bottleneck_ms, num_stages, alternatives, lacking)
 
 
-def _describe_alternatives(plan_ms: float, num_stages: int, alternatives: Mapping[str, Any]) -> Iterator[str]:
+def _describe_alternatives(
+    plan_ms: float, num_stages: int, alternatives: Mapping[str, Any], without_room: Sequence[Any]
+) -> Iterator[str]:
     times = {name: alternatives[key] for key, name in _NAMES.items() if is_number(alternatives.get(key))}
     if len(times) < len(_NAMES):
         return
     yield "speed: " + ", ".join(f"{time / plan_ms:.2f} x {name}" for name, time in times.items())
+    lacking = [name for key, name in _NAMES.items() if key in without_room]
+    if lacking:
+        yield f"the memory has no room for {', '.join(lacking)}"
+    if "one_worker" in without_room:
+        return
     if times["one worker"] <= plan_ms * (1 + _SAME_SHARE):
         yield "do not pipeline this model here: one worker alone is as fast"
     elif num_stages == 1:

@@ -184,6 +184,59 @@ def test_a_slow_worker_gets_less_to_do() -> None:
     assert plan.bottleneck_ms == pytest.approx(10)
 
 
+def test_a_slow_worker_is_in_all_figures_and_one_worker_alone_is_the_fastest() -> None:
+    profile = _profile([(10, 10**6, 0, 0)] * 4)
+    plan = partition(profile, 2, 1e9, speeds=[0.5, 1.0], boundaries=[0])
+    assert plan.predicted["stage_ms"] == pytest.approx([20, 30])
+    assert plan.bottleneck_ms == pytest.approx(30)
+    assert plan.predicted["alternatives_ms"] == pytest.approx(
+        {"one_worker": 40, "data_parallel": 40, "model_parallel": 52, "straight": 30}
+    )
+
+
+def test_links_are_hidden_beside_stages_at_their_workers_speed() -> None:
+    profile = _profile([(10, 4 * 10**6, 8, 1000), (10, 0, 8, 1000)])  # 4 ms one way
+    assert partition(profile, 2, 1e9, replicas=[1, 1], speeds=[1.0, 1.0]).in_flight == (3, 1)
+    assert partition(profile, 2, 1e9, replicas=[1, 1], speeds=[1.0, 0.1]).in_flight == (2, 1)
+
+
+def test_what_is_in_flight_for_slow_links_is_in_the_memory() -> None:
+    plan = partition(_profile([(10, 4 * 10**6, 8, 1000), (10, 0, 8, 500)]), 2, 1e9, replicas=[1, 1])
+    assert plan.in_flight == (3, 1)
+    first = (3 + 3) * 8 + 3 * 1000  # the model as given, gradients, momentum
+    assert plan.predicted["stage_memory_bytes"] == [first, (1 + 3) * 8 + 500 + 4 * 10**6]
+
+
+def test_one_worker_is_not_advised_where_it_has_no_room() -> None:
+    profile = _profile([(10, 10**7, 1000, 4000), (10, 0, 1000, 4000)])  # 20 ms both ways
+    free = partition(profile, 2, 1e9, straight=True, memory="1GiB", boundaries=[0])
+    assert free.predicted["without_room"] == []
+    assert "do not pipeline this model here: one worker alone is as fast" in str(free)
+    profile = _profile([(10, 10**7, 10**8, 4000), (10, 0, 10**8, 4000)])
+    tight = partition(profile, 2, 1e9, straight=True, memory=[6 * 10**8] * 2)
+    assert tight.num_stages == 2
+    assert tight.predicted["without_room"] == ["one_worker", "data_parallel"]
+    assert "the memory has no room for one worker, data parallel" in str(tight)
+    assert "do not pipeline" not in str(tight)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"speeds": 2.0}, "speeds is 2.0: give a list of numbers"),
+        ({"boundaries": 1}, "boundaries is 1: give a list of numbers"),
+        ({"replicas": 2}, "replicas is 2: give a list of numbers"),
+    ],
+)
+def test_one_number_in_the_place_of_several_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        partition(_profile([(10, 0, 0, 0)] * 2), 2, 1e9, **changes)
+
+
+def test_bytes_may_be_a_fraction() -> None:
+    assert partition(_profile([(10, 0, 0, 0)]), 1, 1e9, memory=1e9).predicted["memory_bytes"] == 0
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -204,3 +257,8 @@ def test_a_slow_worker_gets_less_to_do() -> None:
 def test_limits_that_cannot_be_are_refused_by_value(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         partition(_profile([(10, 0, 0, 0)] * 2), 2, 1e9, **changes)
+
+
+def test_2bw_is_not_planned_with_other_replicas_at_every_stage() -> None:
+    with pytest.raises(ValueError, match=r"replicas is \[2, 1\], but schedule '2bw' is planned with as many"):
+        partition(_profile([(10, 0, 0, 0)] * 2), 3, 1e9, schedule="2bw", replicas=[2, 1])
