@@ -420,11 +420,11 @@ class _Stage:
 class _ReplicaBuffers:
     """A stage's buffers, of each of its replicas; the module has those of the replica that was used last."""
 
-    def __init__(self, module: nn.Module, num_replicas: int) -> None:
+    def __init__(self, module: StageModule, num_replicas: int) -> None:
         self._module = module
         self._num_replicas = num_replicas
         self._in_use = 0
-        initial = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        initial = {name: buffer.clone() for name, buffer in module.stage_buffers()}
         self._kept = [initial] * num_replicas
 
     def use(self, minibatch: int) -> None:
@@ -447,10 +447,10 @@ class _ReplicaBuffers:
         self._put(averaged)
 
     def _keep(self) -> None:
-        self._kept[self._in_use] = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
+        self._kept[self._in_use] = {name: buffer.clone() for name, buffer in self._module.stage_buffers()}
 
     def _put(self, content: Mapping[str, Tensor]) -> None:
-        for name, buffer in self._module.named_buffers():
+        for name, buffer in self._module.stage_buffers():
             buffer.copy_(content[name])
 
 

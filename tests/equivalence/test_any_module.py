@@ -113,6 +113,15 @@ def assert_same_as_reference(
     assert_close_state(state, state_of(model), tolerance(dtype))
 
 
+@pytest.mark.parametrize("schedule", ["flush", "pipedream"])
+def test_a_replicated_stage_of_a_module_averages_buffers_of_its_own_alone(farm: Farm, schedule: str) -> None:
+    """The oracle changed those of the other stages, whose modules a stage holds, too."""
+    straight = _plan("residual", 2)
+    plan = Plan((replace(straight.stages[0], num_replicas=2), straight.stages[1]))
+    result, state = farm.results(_train, "residual", plan, num_ranks=3, schedule=schedule)[0]
+    assert_same_as_reference("residual", plan, result, state, schedule=schedule)
+
+
 @pytest.mark.parametrize("name", ["residual", "masked_transformer", "dropping"])
 @pytest.mark.parametrize(
     "options",
