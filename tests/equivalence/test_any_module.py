@@ -336,3 +336,30 @@ def test_a_batch_longer_than_the_largest_that_was_named_is_refused_by_its_shapes
             in said
         )
         assert "plan = plan.fitting(batch)" in said
+
+
+class _OfBudget(_Scores):
+    """Takes short texts in large batches, or long ones in small batches."""
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Output:
+        if input_ids.numel() > 12:
+            raise RuntimeError("too many tokens")
+        return super().forward(input_ids, attention_mask, labels)
+
+
+def _train_within_budget(plan: Plan) -> None:
+    model, shapes = _OfBudget(), [(4, 3), (3, 4)]
+    data = [{name: torch.ones(shape, dtype=torch.long) for name in _NAMES} for shape in shapes]
+    pipedream.run(model, plan, data=data, optimizer=_SGD, progress=False)
+
+
+_NAMES = ("input_ids", "attention_mask", "labels")
+
+
+def test_what_only_the_rehearsal_is_too_large_for_says_at_which_sizes(farm: Farm) -> None:
+    """It was blamed on the first minibatch, which passes."""
+    for outcome in farm.run(_train_within_budget, Plan.straight(3, 2), num_ranks=2):
+        assert str(outcome.error) == (
+            "the first minibatch at the largest sizes of any (input_ids (4, 4), attention_mask (4, 4), labels"
+            " (4, 4)) does not pass stage 0 (rank 0): RuntimeError: too many tokens"
+        )

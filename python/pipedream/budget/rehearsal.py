@@ -114,12 +114,14 @@ class Rehearsal:
         device: torch.device,
         *,
         describe: Callable[[int], str] = "stage {}".format,
+        name: str = "the first minibatch",
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
         autocast: torch.dtype | None = None,
         repeats: bool = False,
         for_offload: bool = False,
     ) -> None:
-        """describe: names this worker in errors, by the stage. loss_fn: None rehearses forwards alone.
+        """describe: names this worker in errors, by the stage. name: of what is rehearsed with. loss_fn: None
+        rehearses forwards alone.
         repeats: the backward comes twice, as under microbatches gradients are added to those that are there.
         for_offload: also find out what of the stash could be offloaded, with one more forward."""
         self.boundaries: dict[int, Boundary] = {}
@@ -129,6 +131,7 @@ class Rehearsal:
         self._handover = handover
         self._device = device
         self._describe = describe
+        self._name = name
         self._loss_fn = spare_loss(loss_fn)
         self._autocast = autocast
         self._repeats = repeats
@@ -199,7 +202,7 @@ class Rehearsal:
             yield
         except Exception as error:
             raise PipelineError(
-                f"the first minibatch does not pass {self._describe(stage_index)}: {describe_error(error)}"
+                f"{self._name} does not pass {self._describe(stage_index)}: {describe_error(error)}"
             ) from error
 
 

@@ -30,6 +30,7 @@ from pipedream.links.rank_tree import children_of, parent_of, subtree_of
 from pipedream.model.boundary import Boundary
 from pipedream.model.enlarged import enlarged
 from pipedream.model.microbatch import check_alike, chunk
+from pipedream.planning.shapes import describe_shapes, shapes_of
 
 __all__ = ["Rehearsed", "set_up"]
 
@@ -71,6 +72,7 @@ class _FirstMicrobatch:
     targets: Any = None
     input_boundary: Boundary | None = None
     """As of Rehearsed."""
+    name: str = "the first minibatch"
 
 
 def _read_first_microbatch(run: AgreedRun, stream: MinibatchStream) -> _FirstMicrobatch:
@@ -79,7 +81,12 @@ def _read_first_microbatch(run: AgreedRun, stream: MinibatchStream) -> _FirstMic
     if not (run.reads_inputs or run.reads_targets):
         return _FirstMicrobatch()
     m = run.options.microbatches
-    inputs, targets = enlarged(*stream.peek(), run.plan.max_shapes)
+    first = stream.peek()
+    inputs, targets = enlarged(*first, run.plan.max_shapes)
+    largest = shapes_of(inputs if inputs is targets else (inputs, targets))
+    name = _FirstMicrobatch.name
+    if largest != shapes_of(first[0] if first[0] is first[1] else first):
+        name += f" at the largest sizes of any ({describe_shapes(largest)})"
     boundary: Boundary | None = None
     with contextlib.suppress(ValueError):  # inputs that cannot cross need not: they are read here
         if len(run.stages) > 1:
@@ -87,7 +94,7 @@ def _read_first_microbatch(run: AgreedRun, stream: MinibatchStream) -> _FirstMic
     first_inputs = chunk(inputs, m, name="the inputs", minibatch=0)[0]
     first_targets = chunk(targets, m, name="the targets", minibatch=0)[0]
     check_alike(inputs, targets, m, minibatch=0)
-    return _FirstMicrobatch(first_inputs, first_targets, boundary)
+    return _FirstMicrobatch(first_inputs, first_targets, boundary, name)
 
 
 def _open_links(run: AgreedRun, links: WorkerLinks, device: torch.device) -> _core.Worker | None:
@@ -131,6 +138,7 @@ def _rehearse(
         Handover(core, options.plan.placement, options.plan.replica_of(run.rank) if run.own_stages() else 0),
         device,
         describe=functools.partial(run.plan.describe_worker, run.rank),
+        name=first.name,
         loss_fn=options.loss_fn,
         autocast=options.autocast,
         repeats=options.microbatches > 1 or _adds_minibatches(run),
