@@ -201,7 +201,8 @@ class LimitedSearch {
     stage.in_flight_all = in_flight * replicas;
     const auto held = static_cast<double>(in_flight);
     const double input = sums.first == 0 ? 0.0 : layers_[sums.first - 1].activation_bytes;
-    const double weights = (held + limits_.fixed_copies) * sums.parameter_bytes;
+    const double exchanged = replicas == 1 ? 0.0 : 1 + 2 * (count - 1) / count;
+    const double weights = (held + limits_.fixed_copies + exchanged) * sums.parameter_bytes;
     stage.memory_bytes = weights + held * (sums.saved_bytes + input);
     if (limits_.memory_bytes.empty()) return stage;
     const double limit = least(limits_.memory_bytes, begin, end);

@@ -7,6 +7,8 @@
 //
 //   (n_s + fixed_copies) |w|  +  n_s (saved + input)      saved: of its layers; input: what crosses before it
 //   (n_s + fixed_copies) |w|  +  n_s input + saved        with recompute, which adds its forward to its time
+//   + (1 + 2 (r - 1) / r) |w|                             with r > 1 replicas: gradients that have not left,
+//                                                         and slots for what the others push and pull
 //
 // Method. For a bound t on the bottleneck, from the last layer back: the fewest minibatches in flight, all
 // replicas together, with which w workers run layers j.. within t. Fewer are never worse upstream, so one

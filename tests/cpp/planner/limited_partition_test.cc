@@ -57,6 +57,19 @@ TEST(LimitedPartition, MemoryForbidsWhatDoesNotFit) {
   EXPECT_DOUBLE_EQ(repeated->bottleneck_s, 1.25);
 }
 
+TEST(LimitedPartition, ReplicasHaveWhatTheyExchangeInMemory) {
+  // (1 + 2) 20 bytes of weights and 200 saved ones, as above, and 20 of gradients and 20 of slots.
+  PlanLimits limits;
+  limits.memory_bytes = {300, 300};
+  limits.num_replicas = {2};
+  const auto found = partition_within(equal_layers(2), saving(2, 100), 2, 1e9, limits);
+  ASSERT_TRUE(found.has_value());
+  EXPECT_EQ(found->memory_bytes, (std::vector<double>{300}));
+  limits.memory_bytes = {299, 299};
+  limits.may_recompute = false;
+  EXPECT_FALSE(partition_within(equal_layers(2), saving(2, 100), 2, 1e9, limits).has_value());
+}
+
 TEST(LimitedPartition, AStageIsAsSlowAsItsSlowestWorker) {
   PlanLimits limits;
   limits.speeds = {3, 1};

@@ -60,7 +60,8 @@ def _time_ms(
         compute_ms = sum(layer.compute_ms for layer in layers)
         if memory is not None:
             limit = min(memory[one] for one in ranks)
-            fixed = (n + 2 + _OPTIMIZER_COPIES) * weights + n * given_
+            exchanged = 1 + 2 * (r - 1) / r if r > 1 else 0  # gradients, slots
+            fixed = (n + 2 + _OPTIMIZER_COPIES + exchanged) * weights + n * given_
             if fixed + n * saved > limit:
                 if not recompute or fixed + saved > limit:
                     return math.inf
