@@ -12,9 +12,9 @@ from typing import Any, TypeGuard
 from pipedream.common.document import check_number, check_whole
 from pipedream.common.units import format_bytes, parse_size
 from pipedream.planning.layer_profile import Profile
-from pipedream.planning.plan import Stage
+from pipedream.planning.plan import Plan, Stage
 
-__all__ = ["Limits", "NothingFitsError", "make_limits", "solve_within", "with_more_in_flight"]
+__all__ = ["Limits", "NothingFitsError", "make_limits", "nothing_fits", "solve_within", "with_more_in_flight"]
 
 _COPIES = 2  # of the weights, besides versions and the optimizer's state: the model as given, gradients
 
@@ -52,9 +52,11 @@ class Limits:
             slowest.append(min(self.speeds[begin:end]))
         return slowest
 
-    def figures_of(self, stages: Sequence[Stage], profile: Profile) -> dict[str, Any]:
-        """As solve_within(), of given stages. Raises NothingFitsError where they do not keep to the
-        limits."""
+    def figures_of(
+        self, stages: Sequence[Stage], profile: Profile, versions: Sequence[int] | None = None
+    ) -> dict[str, Any]:
+        """As solve_within(), of given stages. versions: that each keeps; None: as many as it has in flight.
+        Raises NothingFitsError where they do not keep to the limits."""
         last_layers = tuple(stage.last_layer for stage in stages)
         counts = tuple(stage.num_replicas for stage in stages)
         if (self.last_layers and self.last_layers != last_layers) or (
@@ -63,9 +65,25 @@ class Limits:
             raise NothingFitsError("the plan has other boundaries or replicas than those that were given")
         num_workers = sum(counts)
         exact = replace(self.for_workers(num_workers), last_layers=last_layers, num_replicas=counts)
+        more_bytes = [0.0] * len(stages)  # than versions of what is in flight
+        if versions is not None:
+            more = [kept - held for kept, held in zip(versions, Plan(tuple(stages)).in_flight, strict=True)]
+            more_bytes = [float(n * _parameter_bytes(s, profile)) for n, s in zip(more, stages, strict=True)]
+        if exact.memory_bytes:
+            more_by_rank = [
+                more_bytes[i] for i, stage in enumerate(stages) for _ in range(stage.num_replicas)
+            ]
+            left = [has - more for has, more in zip(exact.memory_bytes, more_by_rank, strict=True)]
+            if min(left) <= 0:
+                raise NothingFitsError(nothing_fits(num_workers, exact, False))
+            exact = replace(exact, memory_bytes=tuple(left))
         layers_ms = [layer.compute_ms for layer in profile.layers]
         # What time it takes, and on which links, is no matter of these limits.
-        return solve_within(layers_ms, profile, num_workers, 1.0, False, exact)[2]
+        figures = solve_within(layers_ms, profile, num_workers, 1.0, False, exact)[2]
+        held_bytes = [
+            held + more for held, more in zip(figures["stage_memory_bytes"], more_bytes, strict=True)
+        ]
+        return figures | {"memory_bytes": max(held_bytes), "stage_memory_bytes": held_bytes}
 
 
 def make_limits(
@@ -149,7 +167,7 @@ def solve_within(
         num_replicas_max=1 if straight else num_workers,
     )
     if found is None:
-        raise NothingFitsError(_nothing_fits(num_workers, limits, straight))
+        raise NothingFitsError(nothing_fits(num_workers, limits, straight))
     stages, bottleneck_s, recompute, memory_bytes = found
     figures: dict[str, Any] = {"memory_bytes": max(memory_bytes), "stage_memory_bytes": memory_bytes}
     if any(recompute):
@@ -173,13 +191,18 @@ def with_more_in_flight(
     return {"memory_bytes": max(stage_bytes), "stage_memory_bytes": stage_bytes}
 
 
+def _parameter_bytes(stage: Stage, profile: Profile) -> int:
+    return sum(layer.parameter_bytes for layer in profile.layers[stage.first_layer : stage.last_layer + 1])
+
+
 def _saved_bytes(profile: Profile, index: int) -> int:
     """Where it was not measured a layer is taken to keep what it passes on."""
     layer = profile.layers[index]
     return layer.activation_bytes if layer.saved_bytes is None else layer.saved_bytes
 
 
-def _nothing_fits(num_workers: int, limits: Limits, straight: bool) -> str:
+def nothing_fits(num_workers: int, limits: Limits, straight: bool) -> str:
+    """What NothingFitsError says of what was asked."""
     asked = [f"{num_workers} workers"]
     if straight:
         asked.append("one replica per stage")

@@ -24,6 +24,7 @@ from pipedream.planning.limits import (
     Limits,
     NothingFitsError,
     make_limits,
+    nothing_fits,
     solve_within,
     with_more_in_flight,
 )
@@ -281,6 +282,9 @@ class _Problem:
         for count in range(1, self.num_workers + 1):
             for straight in {self.straight, True}:
                 with contextlib.suppress(NothingFitsError):
+                    if self.limits.memory_bytes:  # may fit, as the schedule keeps other versions
+                        roomy = replace(self, limits=replace(self.limits, memory_bytes=()))
+                        starts.append(roomy.solve(layers_ms, count, straight)[0])
                     starts.append(self.solve(layers_ms, count, straight)[0])
         if self.schedule == "2bw" and not self.straight:
             # Its planner's plans: all stages have as many replicas.
@@ -288,14 +292,15 @@ class _Problem:
                 tuple(replace(stage, num_replicas=self.num_workers // len(stages)) for stage in stages)
                 for stages in starts
             ]
-            starts = [stages for stages in [*starts, *equal] if self._is_allowed(stages)]
+            starts += equal
+        starts = [stages for stages in starts if self._is_allowed(stages)]
         if not starts and self.schedule == "2bw" and len(set(self.limits.num_replicas)) > 1:
             raise ValueError(
                 f"replicas is {list(self.limits.num_replicas)}, but schedule '2bw' is planned with as many at"
                 " all stages: give one number for all, or another schedule"
             )
         if not starts:
-            self.solve(layers_ms, self.num_workers, self.straight)  # says what nothing keeps to
+            raise NothingFitsError(nothing_fits(self.num_workers, self.limits, self.straight))
         found = search(
             starts,
             lambda stages: self.simulated_plan(stages).bottleneck_ms or 0.0,
@@ -375,7 +380,13 @@ class _Problem:
 
     def _limits_of(self, stages: Stages) -> dict[str, Any]:
         """Raises where the stages do not keep to the limits."""
-        return self.limits.figures_of(stages, self.profile)
+        from pipedream import _core
+
+        plan = Plan(stages)
+        m = max(n * stage.num_replicas for n, stage in zip(plan.in_flight, stages, strict=True))
+        options = _schedule_of(plan, self.schedule, m if self.schedule in _CUT_SCHEDULES else 1)
+        versions = [_core.num_versions_kept(options, index) for index in range(len(stages))]
+        return self.limits.figures_of(stages, self.profile, versions)
 
     # Beside other plans.
 

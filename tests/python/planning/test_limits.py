@@ -263,3 +263,17 @@ def test_limits_that_cannot_be_are_refused_by_value(changes: dict[str, Any], mes
 def test_2bw_is_not_planned_with_other_replicas_at_every_stage() -> None:
     with pytest.raises(ValueError, match=r"replicas is \[2, 1\], but schedule '2bw' is planned with as many"):
         partition(_profile([(10, 0, 0, 0)] * 2), 3, 1e9, schedule="2bw", replicas=[2, 1])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "versions"),
+    [("vertical_sync", (3, 3, 3)), ("2bw", (2, 2, 2)), ("flush", (1, 1, 1)), ("naive", (1, 1, 1))],
+)
+def test_a_schedules_own_versions_are_in_the_memory(schedule: str, versions: tuple[int, ...]) -> None:
+    profile = _profile([(10, 0, 1000, 0)] * 3)
+    asked: dict[str, Any] = {"schedule": schedule, "boundaries": [0, 1]}
+    needed = (max(versions) + 3) * 1000  # the model as given, gradients, momentum
+    plan = partition(profile, 3, 1e9, memory=needed, **asked)
+    assert plan.predicted["stage_memory_bytes"] == [(kept + 3) * 1000 for kept in versions]
+    with pytest.raises(NothingFitsError, match="no plan has 3 workers, memory of"):
+        partition(profile, 3, 1e9, memory=needed - 1, **asked)
