@@ -140,6 +140,8 @@ class CutModel(CutForward):
     def explain(self) -> str:
         """Why there are no more cuts, for the first places that are none; empty where there is nothing to
         say."""
+        if not self.offered and not self.refused:
+            return "no call of a module ends between its first and its last use of a parameter"
         reasons = [f"not after {cut.name}: {cut.why_not}" for cut in self.refused[:3]]
         return "; ".join(reasons)
 

@@ -22,7 +22,7 @@ from pipedream.model.boundary import device_of, to_device
 from pipedream.model.crossing import Crossing
 from pipedream.model.cut_model import CutModel, cut_model, needs_cutting
 from pipedream.model.split_check import check_cuts
-from pipedream.model.splitter import Model, layers_of, model_name
+from pipedream.model.splitter import Model, check_values, layers_of, model_name
 
 __all__ = ["ExplainedLayer", "Explanation", "explain"]
 
@@ -36,6 +36,7 @@ class ExplainedLayer:
 
     name: str
     parameter_bytes: int
+    """Of trainable ones."""
     crossing_bytes: int | None
     """Of the minibatch that was traced; None: not known before it is profiled. 0 after the last layer."""
     senders: tuple[str, ...] = ()
@@ -51,6 +52,8 @@ class Explanation:
     layers: tuple[ExplainedLayer, ...]
     refused: tuple[tuple[str, str], ...]
     """(the call, why the model cannot be cut after it), in the order of the forward."""
+    why_none: str = ""
+    """Why there is no place at all; empty where there are some, refused or not."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -64,6 +67,8 @@ class Explanation:
         rows = [self._row(index, layer) for index, layer in enumerate(self.layers)]
         title = f"{self.model}: layers {len(self.layers)}, places where it cannot be cut {len(self.refused)}"
         lines = [title, "", format_table(headings, rows, "><>>><")]
+        if self.why_none:
+            lines += ["", f"it cannot be cut: {self.why_none}"]
         if self.refused:
             lines += ["", "not after"]
             lines += [f"  {name}: {why_not}" for name, why_not in self.refused[:_REFUSED_SHOWN_MAX]]
@@ -119,10 +124,11 @@ def explain(model: Model, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | No
 
 
 def _of_list(layers: Sequence[tuple[str, nn.Module]], name: str) -> Explanation:
-    explained = [
-        ExplainedLayer(name, sum(p.numel() * p.element_size() for p in layer.parameters()), None)
-        for name, layer in layers
-    ]
+    explained = []
+    for layer_name, layer in layers:
+        check_values(layer, f"{layer_name}.")
+        trainable = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+        explained.append(ExplainedLayer(layer_name, sum(p.nbytes for p in trainable), None))
     return Explanation(name, tuple(explained), ())
 
 
@@ -134,9 +140,8 @@ def _of_cut(cut: CutModel) -> Explanation:
     ]
     layers.append(ExplainedLayer(cut.layer_names[-1], sizes[-1], 0))
     refused = sorted(cut.refused, key=cut.cuts.end_of)
-    return Explanation(
-        model_name(cut), tuple(layers), tuple((place.name, place.why_not) for place in refused)
-    )
+    reasons = tuple((place.name, place.why_not) for place in refused)
+    return Explanation(model_name(cut), tuple(layers), reasons, "" if refused else cut.explain())
 
 
 def _senders(crossing: Crossing | None) -> tuple[tuple[str, ...], int]:

@@ -290,11 +290,6 @@ def check_parameters(module: nn.Module, prefix: str = "") -> None:
     """Raises ValueError for parameters that cannot be trained. prefix: of their full names."""
     check_values(module, prefix)
     for name, parameter in module.named_parameters(prefix=prefix.removesuffix(".")):
-        if is_lazy(parameter):
-            raise ValueError(
-                f"parameter {name!r} has no shape yet (a lazy module): pass one minibatch through the model"
-                f" before it is split"
-            )
         if parameter.requires_grad and parameter.dtype not in _TRAINABLE_DTYPES:
             raise ValueError(
                 f"parameter {name!r} has dtype {dtype_name(parameter.dtype)}: only float32 and float64 can be"
@@ -305,6 +300,11 @@ def check_parameters(module: nn.Module, prefix: str = "") -> None:
 def check_values(module: nn.Module, prefix: str = "") -> None:
     """Raises ValueError for parameters without values. prefix: of their full names."""
     for name, parameter in module.named_parameters(prefix=prefix.removesuffix(".")):
+        if is_lazy(parameter):
+            raise ValueError(
+                f"parameter {name!r} has no shape yet (a lazy module): pass one minibatch through the model"
+                f" before it is split"
+            )
         if parameter.is_meta:
             raise ValueError(
                 f"parameter {name!r} is on the meta device, where nothing has a value: use"

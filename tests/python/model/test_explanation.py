@@ -64,6 +64,28 @@ def test_a_list_of_layers_can_be_cut_after_each() -> None:
     assert [(layer.name, layer.parameter_bytes) for layer in explained.layers] == [("0", 24), ("1", 0)]
 
 
+def test_parameters_are_trainable_ones_and_those_without_values_are_refused() -> None:
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    explained = explain([frozen, nn.Linear(4, 4, bias=False)], None)
+    assert [layer.parameter_bytes for layer in explained.layers] == [0, 64]
+    with pytest.raises(ValueError, match=r"parameter '0.weight' has no shape yet \(a lazy module\)"):
+        explain(nn.Sequential(nn.LazyLinear(4)), None)
+
+
+class _WithoutCalls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight @ self.weight
+
+
+def test_a_model_that_calls_nothing_says_that() -> None:
+    explained = explain(_WithoutCalls(), (torch.ones(2, 4), torch.zeros(2, dtype=torch.long)), cross_entropy)
+    assert "it cannot be cut: no call of a module ends between its first and its last" in str(explained)
+
+
 def test_the_command_prints_one_object_and_draws_a_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
