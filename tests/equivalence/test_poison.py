@@ -15,7 +15,7 @@ import torch
 from farm import Farm
 from oracle import assert_equals_reference
 from pipedream import NonFiniteLoss, RunResult
-from pipedream.stage.gradients import StageGradients
+from pipedream.stage.gradients import RunStep, StageGradients
 from pipedream.stage.stage_runner import StageRunner
 from pipedream.stage.weights import StageWeights
 from torch import Tensor
@@ -62,8 +62,8 @@ def _update_from_the_released_version(patch: pytest.MonkeyPatch) -> None:
     """The update starts from the version that its backward has just released, not from the newest."""
     apply = StageGradients.apply
 
-    def wrong(self: StageGradients, read_slot: int, write_slot: int, scale: float) -> None:
-        apply(self, write_slot, write_slot, scale)
+    def wrong(self: StageGradients, read_slot: int, write_slot: int, scale: float, run: RunStep) -> None:
+        apply(self, write_slot, write_slot, scale, run)
 
     patch.setattr(StageGradients, "apply", wrong)
 
