@@ -12,10 +12,11 @@ import json
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-__all__ = ["RUN_FOLDER_VARIABLE", "check_main_guard", "error_path", "one_run_at_a_time"]
+__all__ = ["RUN_FOLDER_VARIABLE", "check_main_guard", "error_path", "one_run_at_a_time", "write_record"]
 
 # Where a local worker leaves its error for the caller; set while local workers run.
 RUN_FOLDER_VARIABLE = "PIPEDREAM_RUN_FOLDER"
@@ -47,6 +48,13 @@ def error_path(folder: str | os.PathLike[str], name: str) -> Path:
     return Path(folder) / f"error-{name}.json"
 
 
+def write_record(path: Path, record: Mapping[str, Any]) -> None:
+    """All of it at once: the caller reads what there is whenever a worker ends, also while another writes."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(record), encoding="utf-8")
+    part.replace(path)
+
+
 def check_main_guard() -> None:
     """Call first in whatever an unguarded script would call. Returns at once in any other process.
 
@@ -58,6 +66,5 @@ def check_main_guard() -> None:
     if folder is None:
         raise RuntimeError(_MESSAGE)
     error = {"type": "RuntimeError", "message": _MESSAGE, "derived": False, "traceback": None}
-    path = error_path(folder, f"guard-{os.getpid()}")
-    path.write_text(json.dumps(error), encoding="utf-8")
+    write_record(error_path(folder, f"guard-{os.getpid()}"), error)
     os._exit(2)  # an exception would print a traceback of the user's script in every worker

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipedream.common import errors
-from pipedream.common.guard import error_path
+from pipedream.common.guard import error_path, write_record
 from pipedream.common.tracebacks import describe_user_error
 from pipedream.planning.plan import Plan
 from pipedream.report.status import StatusBoard
@@ -36,7 +36,7 @@ def write_error(folder: Path, rank: int, error: Exception) -> None:
         "derived": getattr(error, "_pipedream_derived", False),
         "traceback": describe_user_error(error),
     }
-    error_path(folder, str(rank)).write_text(json.dumps(record), encoding="utf-8")
+    write_record(error_path(folder, str(rank)), record)
 
 
 def _read_errors(folder: Path) -> list[dict[str, Any]]:

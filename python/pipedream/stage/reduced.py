@@ -16,6 +16,7 @@ backward is over, in buckets. Owned by the worker's compute thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,8 +33,8 @@ __all__ = ["LocalSteps", "ReducedGradients"]
 _BUCKET_BYTES = 4 << 20  # small tensors travel together
 
 
-class ReducedGradients(StageGradients):
-    """A replica's gradients, of which the mean over all replicas is used."""
+class _GroupGradients(StageGradients):
+    """A replica's gradients, where a group of torch.distributed is what joins the replicas."""
 
     takes_means = True
 
@@ -52,7 +53,12 @@ class ReducedGradients(StageGradients):
         self._group = group
         self._rule = rule
         self._num_minibatches = num_minibatches
-        self._loss_scale = 1.0  # of the latest backward; where minibatches of a round add up, of all of them
+
+
+class ReducedGradients(_GroupGradients):
+    """Those of which the mean over all replicas is used."""
+
+    _loss_scale = 1.0  # of the latest backward; where minibatches of a round add up, of all of them
 
     def begin_last_backward(self, minibatch: int, loss_scale: float) -> None:
         self._loss_scale = loss_scale
@@ -85,29 +91,14 @@ class ReducedGradients(StageGradients):
                 offset += leaf.numel()
 
 
-class LocalSteps(StageGradients):
-    """A replica that updates by its own gradients, and at times takes the mean of all replicas' weights."""
+class LocalSteps(_GroupGradients):
+    """Those by which a replica updates itself; at times it takes the mean of all replicas' weights."""
 
-    takes_means = True
-
-    def __init__(
-        self,
-        weights: StageWeights,
-        optimizer: StageOptimizer,
-        tied: TiedParameters,
-        *,
-        group: ReplicaGroup,
-        rule: RoundRule,
-        num_minibatches: Callable[[], int | None],
-        sync_every: int,
-    ) -> None:
-        """num_minibatches: of the run, None while that is not known here. sync_every: rounds."""
-        super().__init__(weights, optimizer, tied)
-        self._group = group
-        self._rule = rule
-        self._num_minibatches = num_minibatches
+    def __init__(self, *arguments: Any, sync_every: int, **options: Any) -> None:
+        """sync_every: rounds."""
+        super().__init__(*arguments, **options)
         self._sync_every = sync_every
-        self._num_rounds = rule.round_of(rule.first_minibatch)
+        self._num_rounds = self._rule.round_of(self._rule.first_minibatch)
         self._num_own = 0  # minibatches, in the round that is updated
 
     def take(self, minibatch: int, own_slot: int) -> None:

@@ -13,6 +13,7 @@ from pipedream.planning.partitioner import make_plan, partition
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.prediction import predict_ms, predict_ms_of_run
 from pipedream.planning.runtime_costs import (
+    FREE,
     POSITIONS,
     ItemCost,
     PositionCosts,
@@ -21,28 +22,12 @@ from pipedream.planning.runtime_costs import (
     stage_costs,
 )
 
-_FREE = PositionCosts(ItemCost(), ItemCost(), 0.0)
+_COSTS_NOTHING = FREE.positions["only"]
 
 
 def _runtime(**changes: Any) -> RuntimeCosts:
     """A runtime that costs nothing, but for the changes."""
-    free = RuntimeCosts(
-        positions=dict.fromkeys(POSITIONS, _FREE),
-        forward_scale=1.0,
-        backward_scale=1.0,
-        forward_fixed_share=0.0,
-        backward_fixed_share=0.0,
-        update_ms=0.0,
-        update_ms_per_byte=0.0,
-        copy_ms_per_byte=0.0,
-        sync_ms=0.0,
-        sync_ms_per_byte=0.0,
-        latency_ms=0.0,
-        cut_bytes=1000,
-        num_cores=2,
-        alone_speed=1.0,
-    )
-    return replace(free, **changes)
+    return replace(FREE, **({"cut_bytes": 1000, "num_cores": 2} | changes))
 
 
 def _profile(num_layers: int = 4, **changes: Any) -> Profile:
@@ -133,7 +118,7 @@ def test_workers_that_share_cores_slow_each_other() -> None:
 
 def test_small_stages_are_not_pipelined_where_the_runtime_costs_more_than_it_saves() -> None:
     costly = PositionCosts(ItemCost(5.0), ItemCost(5.0), 0.0)
-    positions = {"only": _FREE, "first": costly, "middle": costly, "last": costly}
+    positions = {"only": _COSTS_NOTHING, "first": costly, "middle": costly, "last": costly}
     plan = partition(_profile(positions=positions), 2, 1e9, cost_model="calibrated", straight=True)
     assert plan.num_stages == 1
     assert partition(_profile(), 2, 1e9, cost_model="calibrated", straight=True).num_stages == 2
