@@ -45,7 +45,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "system"))
-from links import STORE_PORT, Link, run_ranks
+from links import RUN_OPTIONS, STORE_PORT, Link, run_ranks
 
 _BATCH = 32
 _OPTIMIZER = functools.partial(torch.optim.SGD, lr=1e-4)
@@ -138,11 +138,7 @@ def pipedream_side(rows: Rows, schedule: str) -> Measured:
         loss_fn=_LOSS,
         optimizer=_OPTIMIZER,
         schedule=schedule,
-        gather="none",
-        progress=False,
-        insecure=True,
-        transport="tcp",  # the hosts are one machine, whose memory they could share
-        seed=0,
+        **RUN_OPTIONS,
     )
     if not result.spans:  # which rank 0 has
         return Measured()

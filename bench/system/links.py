@@ -28,6 +28,14 @@ QUEUE_SECONDS = 0.02
 MTU_BYTES = 9000
 STORE_PORT = 29511
 BURST_BYTES_MIN = 2 * 65536  # segments of the offload have up to 64 KiB
+# What the ranks give to pipedream.run().
+RUN_OPTIONS: dict[str, Any] = {
+    "gather": "none",
+    "progress": False,
+    "insecure": True,
+    "transport": "tcp",  # the hosts are one machine, whose memory they could share
+    "seed": 0,
+}
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from typing import Any
 import pipedream
 import torch
 import torch.distributed as dist
-from links import STORE_PORT, Link, run_ranks
+from links import RUN_OPTIONS, STORE_PORT, Link, run_ranks
 from pipedream.planning.plan import Stage
 from torch import nn
 
@@ -78,11 +78,7 @@ def _pipedream_ms(mebibytes: int) -> float:
         data=[_batch()] * (num_replicas * (_NUM_WARM_UP + _NUM_UPDATES)),
         loss_fn=nn.functional.mse_loss,
         optimizer=_OPTIMIZER,
-        gather="none",
-        progress=False,
-        insecure=True,
-        transport="tcp",  # the hosts are one machine, whose memory they could share
-        seed=0,
+        **RUN_OPTIONS,
     )
     if not result.spans:  # which rank 0 has
         return 0.0

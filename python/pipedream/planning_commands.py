@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -12,6 +12,10 @@ from pipedream.command_line import JsonOption, check_output, print_result, with_
 from pipedream.common.units import parse_bandwidth
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.partitioner import partition
+
+if TYPE_CHECKING:
+    from pipedream.planning.simulator import Simulation
+    from pipedream.planning.traced_schedule import TracedSchedule
 
 __all__ = ["add_planning_commands"]
 
@@ -152,8 +156,7 @@ def simulate_command(
     """Predict what a plan does: time per minibatch, who works when, what the links carry. Nothing is run."""
     from pipedream.planning.measured_trace import compare_with_trace
     from pipedream.planning.plan_simulation import simulate_plan
-    from pipedream.planning.schedule_picture import check_picture_path, write_picture
-    from pipedream.planning.traced_schedule import describe_bubble, input_phases
+    from pipedream.planning.schedule_picture import check_picture_path
 
     check_output(output)
     simulated = simulate_plan(
@@ -168,16 +171,7 @@ def simulate_command(
     notes = []
     if output is not None:
         check_picture_path(output)  # after the other options: it may only miss matplotlib
-        traced, simulation = simulated.traced, simulated.simulation
-        write_picture(
-            output,
-            simulation,
-            traced.title(),
-            describe_bubble(simulation),
-            phases=input_phases(traced, simulation),
-            time_unit="ms",
-            show_versions=None,
-        )
+        _draw(output, simulated.traced, simulated.simulation, time_unit="ms")
         notes.append(f"picture saved in {output}")
     shown, fields = str(simulated), simulated.to_dict()
     if trace_file is not None:
@@ -244,12 +238,11 @@ def trace_command(
     as_json: JsonOption = False,
 ) -> None:
     """Show a schedule: a picture as in the papers, the instruction lists, the bubble. Nothing is run."""
-    from pipedream.planning.schedule_picture import check_picture_path, write_picture
+    from pipedream.planning.schedule_picture import check_picture_path
     from pipedream.planning.simulator import simulate
     from pipedream.planning.traced_schedule import (
         TraceRequest,
         describe_bubble,
-        input_phases,
         make_traced,
         read_times,
         trace_fields,
@@ -280,18 +273,33 @@ def trace_command(
     stage_times = traced.balanced(given_times) if times is None else given_times
     simulation = simulate(traced.programs, stage_times, transfer)
     if output is not None:
-        write_picture(
-            output,
-            simulation,
-            traced.title(),
-            describe_bubble(simulation),
-            phases=input_phases(traced, simulation),
-            time_unit="forwards" if times is None and not (transfer or shard) else "ms",
-            show_versions=versions,
-        )
+        time_unit = "forwards" if times is None and not (transfer or shard) else "ms"
+        _draw(output, traced, simulation, time_unit=time_unit, show_versions=versions)
     if as_text:
         typer.echo(f"# {traced.title()}\n{traced.text()}", nl=False)
         return
     saved = f"\npicture saved in {output}" if output is not None else ""
     shown = f"{traced.title()}\n{describe_bubble(simulation)}{saved}"
     print_result(shown, trace_fields(traced, simulation, given_times, transfer, output), as_json)
+
+
+def _draw(
+    output: Path,
+    traced: TracedSchedule,
+    simulation: Simulation,
+    *,
+    time_unit: str,
+    show_versions: bool | None = None,
+) -> None:
+    from pipedream.planning.schedule_picture import write_picture
+    from pipedream.planning.traced_schedule import describe_bubble, input_phases
+
+    write_picture(
+        output,
+        simulation,
+        traced.title(),
+        describe_bubble(simulation),
+        phases=input_phases(traced, simulation),
+        time_unit=time_unit,
+        show_versions=show_versions,
+    )
