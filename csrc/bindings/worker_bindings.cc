@@ -514,15 +514,20 @@ void bind_items(py::module_& module) {
   module.attr("WorkItem") = g_work_item->type();
   py::class_<ItemFields>(module, "ItemFields", "What an item says of itself beside its tensors.")
       .def(py::init([](std::uint64_t data_fingerprint, double loss_scale, bool gradients_overflowed,
-                       bool is_empty) {
-             return ItemFields{data_fingerprint, loss_scale, gradients_overflowed, is_empty};
+                       bool is_empty, std::uint32_t num_minibatches, bool is_end_of_data) {
+             return ItemFields{data_fingerprint, loss_scale,      gradients_overflowed,
+                               is_empty,         num_minibatches, is_end_of_data};
            }),
            py::kw_only(), py::arg("data_fingerprint") = 0, py::arg("loss_scale") = 0.0,
-           py::arg("gradients_overflowed") = false, py::arg("is_empty") = false)
+           py::arg("gradients_overflowed") = false, py::arg("is_empty") = false,
+           py::arg("num_minibatches") = 0, py::arg("is_end_of_data") = false)
       .def_readwrite("data_fingerprint", &ItemFields::data_fingerprint)
       .def_readwrite("loss_scale", &ItemFields::loss_scale, "0: the loss is not scaled.")
       .def_readwrite("gradients_overflowed", &ItemFields::gradients_overflowed)
-      .def_readwrite("is_empty", &ItemFields::is_empty, "The microbatch has no samples.");
+      .def_readwrite("is_empty", &ItemFields::is_empty, "The microbatch has no samples.")
+      .def_readwrite("num_minibatches", &ItemFields::num_minibatches,
+                     "That pushed gradients are the sum of; with is_end_of_data: of the run.")
+      .def_readwrite("is_end_of_data", &ItemFields::is_end_of_data, "Instead of gradients: no more come.");
   py::class_<TensorExchange, std::shared_ptr<TensorExchange>>(
       module, "TensorExchange", "How a framework's tensors become the core's and back.")
       .def(py::init<const py::object&, py::object, py::object>(), py::arg("tensor_type"),

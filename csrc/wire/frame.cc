@@ -46,7 +46,7 @@ struct WireHeader {
   std::uint8_t codec;
   std::uint8_t reserved_before;  // zero
   std::uint64_t further_slots;
-  std::uint8_t reserved[4];       // zero
+  std::uint32_t num_minibatches;
   std::uint32_t header_checksum;  // CRC-32C of all bytes before it
 };
 
@@ -81,14 +81,16 @@ static_assert(offsetof(WireHeader, slot) == 188);
 static_assert(offsetof(WireHeader, codec) == 190);
 static_assert(offsetof(WireHeader, reserved_before) == 191);
 static_assert(offsetof(WireHeader, further_slots) == 192);
-static_assert(offsetof(WireHeader, reserved) == 200);
+static_assert(offsetof(WireHeader, num_minibatches) == 200);
 static_assert(offsetof(WireHeader, header_checksum) == 204);
 static_assert(std::numeric_limits<double>::is_iec559 && sizeof(double) == 8);
 
 constexpr std::uint8_t kFlagPayloadChecksum = 1;
 constexpr std::uint8_t kFlagGradientsOverflowed = 2;
 constexpr std::uint8_t kFlagEmpty = 4;
-constexpr std::uint8_t kKnownFlags = kFlagPayloadChecksum | kFlagGradientsOverflowed | kFlagEmpty;
+constexpr std::uint8_t kFlagEndOfData = 8;
+constexpr std::uint8_t kKnownFlags =
+    kFlagPayloadChecksum | kFlagGradientsOverflowed | kFlagEmpty | kFlagEndOfData;
 
 std::uint32_t checksum_of(std::span<const std::byte> bytes) {
   return crc32c(bytes.first(offsetof(WireHeader, header_checksum)));
@@ -99,18 +101,12 @@ bool is_known_kind(std::uint8_t code) {
          code <= static_cast<std::uint8_t>(FrameKind::kBeat);
 }
 
-bool all_zero(std::span<const std::uint8_t> bytes) {
-  for (const std::uint8_t byte : bytes) {
-    if (byte != 0) return false;
-  }
-  return true;
-}
-
 std::uint8_t flags_of(const FrameHeader& header) {
   unsigned flags = 0;
   if (header.has_payload_checksum) flags |= kFlagPayloadChecksum;
   if (header.fields.gradients_overflowed) flags |= kFlagGradientsOverflowed;
   if (header.fields.is_empty) flags |= kFlagEmpty;
+  if (header.fields.is_end_of_data) flags |= kFlagEndOfData;
   return static_cast<std::uint8_t>(flags);
 }
 
@@ -216,6 +212,8 @@ std::optional<Failure> tensorless_violation(const FrameHeader& header) {
   if (fields.loss_scale != 0) return not_zero(header, "loss_scale", fields.loss_scale);
   if (fields.gradients_overflowed) return not_zero(header, "gradients_overflowed", 1);
   if (fields.is_empty) return not_zero(header, "is_empty", 1);
+  if (fields.num_minibatches != 0) return not_zero(header, "num_minibatches", fields.num_minibatches);
+  if (fields.is_end_of_data) return not_zero(header, "is_end_of_data", 1);
   return std::nullopt;
 }
 
@@ -243,7 +241,7 @@ std::optional<Failure> envelope_violation(const WireHeader& wire, std::span<cons
   if (!is_known_dtype(wire.dtype)) return corrupt_field("dtype", wire.dtype, "unknown");
   if ((wire.flags & ~kKnownFlags) != 0) return corrupt_field("flags", wire.flags, "unknown bits");
   if (!is_known_codec(wire.codec)) return corrupt_field("codec", wire.codec, "unknown");
-  if (wire.reserved_before != 0 || !all_zero(wire.reserved)) return corrupt("reserved bytes are not 0");
+  if (wire.reserved_before != 0) return corrupt("the reserved byte is not 0");
   return std::nullopt;
 }
 
@@ -298,6 +296,7 @@ void encode(const FrameHeader& header, std::span<std::byte, kFrameHeaderBytes> b
   wire.payload_checksum = header.payload_checksum;
   wire.slot = header.slot;
   wire.further_slots = header.further_slots;
+  wire.num_minibatches = header.fields.num_minibatches;
   wire.codec = static_cast<std::uint8_t>(header.codec);
   std::memcpy(bytes.data(), &wire, sizeof(wire));
   wire.header_checksum = checksum_of(bytes);
@@ -358,6 +357,8 @@ Result<FrameHeader> decode(std::span<const std::byte> bytes) {
   header.fields.loss_scale = wire.loss_scale;
   header.fields.gradients_overflowed = (wire.flags & kFlagGradientsOverflowed) != 0;
   header.fields.is_empty = (wire.flags & kFlagEmpty) != 0;
+  header.fields.num_minibatches = wire.num_minibatches;
+  header.fields.is_end_of_data = (wire.flags & kFlagEndOfData) != 0;
   header.plan_hash = wire.plan_hash;
   header.num_work_items = wire.num_work_items;
   header.has_payload_checksum = (wire.flags & kFlagPayloadChecksum) != 0;

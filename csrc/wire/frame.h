@@ -22,7 +22,7 @@
 namespace pipedream {
 
 inline constexpr std::uint32_t kFrameMagic = 0x4D445250;  // "PRDM" in memory
-inline constexpr std::uint16_t kFrameFormatVersion = 4;
+inline constexpr std::uint16_t kFrameFormatVersion = 5;
 inline constexpr std::size_t kNumDimsMax = 8;
 inline constexpr std::size_t kFrameHeaderBytes = 208;
 inline constexpr std::size_t kChunkBytesMax = std::size_t{64} << 20;

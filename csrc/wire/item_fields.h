@@ -16,6 +16,11 @@ struct ItemFields {
   bool gradients_overflowed = false;
   // The microbatch has no samples: its tensors have no elements.
   bool is_empty = false;
+  // Of gradients that a replica pushes: of how many minibatches they are the sum. With is_end_of_data: how
+  // many minibatches the run has.
+  std::uint32_t num_minibatches = 0;
+  // Instead of gradients: there are no more, and the tensors have no elements.
+  bool is_end_of_data = false;
 
   friend bool operator==(const ItemFields&, const ItemFields&) = default;
 };

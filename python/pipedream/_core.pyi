@@ -258,6 +258,8 @@ class ItemFields:
     loss_scale: float
     gradients_overflowed: bool
     is_empty: bool
+    num_minibatches: int
+    is_end_of_data: bool
     def __init__(
         self,
         *,
@@ -265,6 +267,8 @@ class ItemFields:
         loss_scale: float = 0.0,
         gradients_overflowed: bool = False,
         is_empty: bool = False,
+        num_minibatches: int = 0,
+        is_end_of_data: bool = False,
     ) -> None: ...
 
 class TensorExchange:

@@ -137,7 +137,7 @@ class Sender {
 };
 
 void change_metadata(FrameHeader& header, std::uint64_t value) {
-  switch (value % 6) {
+  switch (value % 8) {
     case 0:
       header.fields.data_fingerprint = value;
       return;
@@ -152,6 +152,12 @@ void change_metadata(FrameHeader& header, std::uint64_t value) {
       return;
     case 4:
       header.plan_hash = value;
+      return;
+    case 6:
+      header.fields.num_minibatches = static_cast<std::uint32_t>(value);
+      return;
+    case 7:
+      header.fields.is_end_of_data = !header.fields.is_end_of_data;
       return;
     default:
       header.num_work_items = value;

@@ -116,7 +116,7 @@ void write_channels(const std::filesystem::path& folder) {
     Bytes changed = {0, 3, 3, static_cast<std::uint8_t>(3U | 1U << 6U), field, 1, 0, 0, 0, 0, 0, 0, 0, 3, 3};
     write(folder, "field_" + std::to_string(field), changed);
   }
-  for (std::uint8_t metadata = 0; metadata < 6; ++metadata) {
+  for (std::uint8_t metadata = 0; metadata < 8; ++metadata) {
     Bytes changed = {0, 3, 3, static_cast<std::uint8_t>(3U | 1U << 6U), 16, metadata, 0, 0, 0, 0, 0, 0,
                      0, 3, 3};
     write(folder, "metadata_" + std::to_string(metadata), changed);

@@ -209,7 +209,7 @@ class _Pushes:
         # With feedback even a gradient that there is not has what was left out of those before it.
         always = self._feeds_back and self._dtypes[other].is_floating_point
         flags = torch.tensor([always or gradient is not None for gradient in gradients]).to(torch.uint8)
-        fields = _core.ItemFields(data_fingerprint=num_summed)
+        fields = _core.ItemFields(num_minibatches=num_summed)
         content = _content(chunk, gradients).view(self._dtypes[other])
         _send(self._core, self._channels[other], [flags, content], fields)
 
@@ -316,7 +316,7 @@ class ParameterServer(StageGradients):
             return
         self._has_told_end = True
         flags = torch.empty(0, dtype=torch.uint8, device=self._weights.own.slots[0].device)
-        fields = _core.ItemFields(data_fingerprint=num_minibatches, is_empty=True)
+        fields = _core.ItemFields(num_minibatches=num_minibatches, is_end_of_data=True)
         for other, channel in self._channels.push_to.items():
             _send(self._core, channel, [flags, flags.view(self._dtypes[other])], fields)
 
@@ -529,10 +529,10 @@ class ParameterServer(StageGradients):
     def _receive(self, channel: str) -> _Received | EndOfData:
         item = self._core.receive_item(channel)
         assert item is not None  # there is no time-out
-        if item.fields.is_empty:
-            return EndOfData(item.fields.data_fingerprint)
+        if item.fields.is_end_of_data:
+            return EndOfData(item.fields.num_minibatches)
         tensors = [from_dlpack(capsule) for capsule in item.take_tensors()]
-        return _Received(item.fields.data_fingerprint, tensors)
+        return _Received(item.fields.num_minibatches, tensors)
 
 
 def _send(

@@ -21,6 +21,7 @@ using HeaderBytes = std::array<std::byte, kFrameHeaderBytes>;
 constexpr std::size_t kChecksumAt = 204;
 constexpr std::size_t kSlotAt = 188;
 constexpr std::size_t kCodecAt = 190;
+constexpr std::size_t kNumMinibatchesAt = 200;
 constexpr std::size_t kPlacedBytesAt = 136;
 constexpr std::size_t kFingerprintAt = 144;
 constexpr std::size_t kLossScaleAt = 152;
@@ -50,7 +51,9 @@ FrameHeader tensor_header() {
   header.fields = {.data_fingerprint = 0xDEADBEEFCAFEF00D,
                    .loss_scale = 65536,
                    .gradients_overflowed = true,
-                   .is_empty = true};
+                   .is_empty = true,
+                   .num_minibatches = 0x89ABCDEF,
+                   .is_end_of_data = true};
   header.slot = 0x0102;
   header.has_payload_checksum = true;
   header.payload_checksum = 0x12345678;
@@ -189,14 +192,16 @@ TEST(Frame, ScalarsEmptyTensorsAndEightDimensionsSurviveTheRoundTrip) {
 
 TEST(Frame, BytesOnTheWireNeverChange) {
   const HeaderBytes bytes = encoded(tensor_header());
-  EXPECT_EQ(std::memcmp(bytes.data(), "PRDM\x04\x00\xD0\x00", 8), 0);
+  EXPECT_EQ(std::memcmp(bytes.data(), "PRDM\x05\x00\xD0\x00", 8), 0);
   EXPECT_EQ(std::memcmp(bytes.data() + 8, "\x88\x77\x66\x55\x44\x33\x22\x11", 8), 0);
   EXPECT_EQ(bytes[16], std::byte{7});
   EXPECT_EQ(bytes[20], std::byte{42});
   EXPECT_EQ(bytes[kKindAt], std::byte{2});      // kind
   EXPECT_EQ(bytes[kKindAt + 1], std::byte{8});  // dtype
   EXPECT_EQ(bytes[kKindAt + 2], std::byte{4});  // num_dims
-  EXPECT_EQ(bytes[kFlagsAt], std::byte{7});     // a checksum, gradients_overflowed, is_empty
+  // A checksum, gradients_overflowed, is_empty, is_end_of_data.
+  EXPECT_EQ(bytes[kFlagsAt], std::byte{15});
+  EXPECT_EQ(std::memcmp(bytes.data() + kNumMinibatchesAt, "\xEF\xCD\xAB\x89", 4), 0);
   EXPECT_EQ(std::memcmp(bytes.data() + kFingerprintAt, "\x0D\xF0\xFE\xCA\xEF\xBE\xAD\xDE", 8), 0);
   EXPECT_EQ(std::memcmp(bytes.data() + kLossScaleAt, "\x00\x00\x00\x00\x00\x00\xF0\x40", 8), 0);
   EXPECT_EQ(bytes[kSlotAt], std::byte{2});
@@ -325,6 +330,8 @@ TEST(Frame, FramesWithoutATensorCarryNoneOfItsFields) {
       {"loss_scale", [](FrameHeader& header) { header.fields.loss_scale = 1; }},
       {"gradients_overflowed", [](FrameHeader& header) { header.fields.gradients_overflowed = true; }},
       {"is_empty", [](FrameHeader& header) { header.fields.is_empty = true; }},
+      {"num_minibatches", [](FrameHeader& header) { header.fields.num_minibatches = 1; }},
+      {"is_end_of_data", [](FrameHeader& header) { header.fields.is_end_of_data = true; }},
   };
   for (const FrameKind kind : kTensorlessKinds) {
     for (const Violation& violation : violations) {
@@ -362,18 +369,17 @@ TEST(Frame, CreditsReachNoFurtherThanSlotsGo) {
 TEST(Frame, EnvelopeIsCheckedBeforeAnyField) {
   const HeaderBytes good = encoded(tensor_header());
   expect_refused(forged(good, 0, std::uint32_t{0x4D445251}), "magic");
-  expect_refused(forged(good, 4, std::uint16_t{3}), "format_version");
-  expect_refused(forged(good, 4, std::uint16_t{5}), "format_version");
+  expect_refused(forged(good, 4, std::uint16_t{4}), "format_version");
+  expect_refused(forged(good, 4, std::uint16_t{6}), "format_version");
   expect_refused(forged(good, 6, std::uint16_t{207}), "header_bytes");
   expect_refused(forged(good, kKindAt, std::uint8_t{0}), "kind");
   expect_refused(forged(good, kKindAt, std::uint8_t{8}), "kind");
   expect_refused(forged(good, kKindAt + 1, std::uint8_t{0}), "dtype");
   expect_refused(forged(good, kKindAt + 1, std::uint8_t{13}), "dtype");
-  expect_refused(forged(good, kFlagsAt, std::uint8_t{8}), "flags");
+  expect_refused(forged(good, kFlagsAt, std::uint8_t{16}), "flags");
   expect_refused(forged(good, kCodecAt, std::uint8_t{5}), "codec");
   expect_refused(forged(good, kCodecAt, std::uint8_t{255}), "codec");
   expect_refused(forged(good, 191, std::uint8_t{1}), "reserved");
-  expect_refused(forged(good, 203, std::uint8_t{1}), "reserved");
   HeaderBytes flipped = good;
   flipped[24] ^= std::byte{1};
   expect_refused(flipped, "header_checksum");

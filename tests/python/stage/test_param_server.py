@@ -218,7 +218,7 @@ def test_of_several_minibatches_in_a_round_the_last_one_pushes_the_sum(
     assert not links.queues
     replica.backward(last, 8.0)
     ((_, content), fields) = links.queues["push 0 1"].popleft()
-    assert fields.data_fingerprint == 1 + (last - 4) // 2
+    assert fields.num_minibatches == 1 + (last - 4) // 2
     assert set(content.tolist()) - {0.0} == ({8.0} if last == 4 else {10.0})  # zeros between parameters
 
 
