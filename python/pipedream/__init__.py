@@ -23,8 +23,8 @@ if TYPE_CHECKING:
         WorkerLost,
     )
     from pipedream.launch.calibration import calibrate
+    from pipedream.launch.profiling import profile
     from pipedream.launch.runner import run
-    from pipedream.model.profiler import profile
     from pipedream.planning.layer_profile import LayerProfile, Profile
     from pipedream.planning.partitioner import partition
     from pipedream.planning.plan import Plan, Stage
@@ -67,7 +67,7 @@ _MODULES = {
     "WorkerLost": "common.errors",
     "calibrate": "launch.calibration",
     "partition": "planning.partitioner",
-    "profile": "model.profiler",
+    "profile": "launch.profiling",
     "run": "launch.runner",
 }
 

@@ -214,7 +214,7 @@ def run_command(
     counts = None if plan_file is None else replica_counts(plan_file)
     given_plan = None if plan_file is None or counts is not None else Plan.load(plan_file)
     if plan_file is not None and "RANK" not in os.environ:
-        start_server()  # it imports torch while this process does; not beside a profiler
+        start_server()  # it imports torch while this process does
     with _clean_stdout(as_json):
         from pipedream.launch.runner import run
 
@@ -288,7 +288,7 @@ def _make_plan(target: str, workers: int, bandwidth: str, straight: bool) -> Pla
     check_count("--workers", workers)
     job = load_job(target, needs_optimizer=True)
     check_arguments(**job.options)
-    from pipedream.model.profiler import profile
+    from pipedream.launch.profiling import profile
 
     measured = profile(job.model, job.data, job.loss_fn, seconds=_PROFILE_BEFORE_RUN_S)
     return partition(measured, workers, bandwidth, straight=straight)

@@ -41,6 +41,7 @@ from pipedream.budget.offload import measure_offloadable
 from pipedream.common.errors import PipelineError, describe_error
 from pipedream.links.channels import rehearsal_name
 from pipedream.links.state_transfer import receive_document, receive_tensors, send_document, send_tensors
+from pipedream.model.backward import run_backward
 from pipedream.model.batch_norm import MinibatchStatistics
 from pipedream.model.boundary import (
     Boundary,
@@ -301,15 +302,17 @@ class _StageRehearsal:
     def _backward(self) -> None:
         roots = [root for root in self._roots if root.requires_grad]
         # Gradients come in the pool's memory; a loss starts with one that torch makes.
-        seeds = [None if self._is_last else torch.ones_like(root) for root in roots]
+        seeds = [] if self._is_last else [torch.ones_like(root) for root in roots]
         self._roots = []
         self.output = None
         region = self._meter.backward() if self._metered else contextlib.nullcontext()
         with region:
             if self._is_last and (self._repeats or self._autocast is torch.float16):
                 roots = [root * 0.5 for root in roots]  # a share of the minibatch, or a scale
-            if roots:
-                torch.autograd.backward(roots, seeds)
+            if seeds:
+                run_backward(roots, seeds)
+            elif roots:
+                torch.autograd.backward(roots)
             del roots, seeds
         for leaf in tensors_of(self._leaves):
             leaf.grad = None  # each microbatch has leaves of its own

@@ -51,9 +51,8 @@ _PRELOADED = (
     "torch.utils.serialization.config",  # the first tensor that is unpickled
     "numpy.random",  # the first seed
     "zmq",  # the first link
-    "torch.fx.experimental.symbolic_shapes",  # the first backward from given gradients
 )
-# Before the first fork for a caller that has it: by the first of torch's own optimizers.
+# By the first of torch's own optimizers: before the next fork for a caller that has it, or says so.
 _COMPILER = "torch._dynamo"
 # How the names begin of variables that are read when a program or a library is loaded.
 _OF_PROGRAMS = ("LD_", "GLIBC_", "MALLOC_", "PYTHON")
@@ -61,18 +60,22 @@ _OF_TORCH = ("TORCH", "PYTORCH_", "ATEN_", "C10_", "CUDA_", "NVIDIA_", "NCCL_", 
 _OF_KERNELS = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_")
 _READ_AT_LOAD = (*_OF_PROGRAMS, *_OF_TORCH, *_OF_KERNELS)
 _SET_BY_TORCH = ("TORCHINDUCTOR_CACHE_DIR", "CUDA_MODULE_LOADING")  # when it is used, which may be later
-# Of the files 0, 1 and 2 those that are open, as bits; and whether the caller has imported _COMPILER.
-_REQUEST = struct.Struct("<B?")
+# To fork: of the files 0, 1 and 2 those that are open, as bits. Or to import _COMPILER, without an answer.
+_REQUEST = struct.Struct("<B")
+_IMPORT_COMPILER = 0xFF
 _ANSWER = struct.Struct("<q")  # the worker's pid, or minus the error's number
 _SIZE = struct.Struct("<Q")  # of what a task begins with
 _NUM_FILES_MAX = 32
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
 
 
-def start_server() -> None:
-    """Starts what run() would start, and returns at once: the server imports torch meanwhile."""
+def start_server(*, with_compiler: bool = False) -> None:
+    """Starts what run() would start, and returns at once: the server imports torch meanwhile. with_compiler:
+    and then what the first of torch's own optimizers would import in every worker."""
     with _lock:
-        _server_of_this_process()
+        server = _server_of_this_process()
+        if with_compiler:
+            server.import_compiler()
 
 
 class Process(process.BaseProcess):
@@ -177,6 +180,7 @@ class _Server:
     def __init__(self) -> None:
         self.owner = os.getpid()
         self.kind = _kind_of_server()
+        self._has_compiler = False
         self._socket, there = socket.socketpair()
         with there:
             self._process = subprocess.Popen(
@@ -197,10 +201,19 @@ class _Server:
     def is_usable(self) -> bool:
         return self.kind == _kind_of_server() and self._process.poll() is None
 
+    def import_compiler(self) -> None:
+        """Before the next fork, by this one or its replacement."""
+        if not self._has_compiler:
+            self._has_compiler = True
+            with contextlib.suppress(OSError):  # it has ended, which the next fork finds
+                self._socket.sendall(_REQUEST.pack(_IMPORT_COMPILER))
+
     def fork(self, files: list[int]) -> int:
         """The pid, or minus the number of an error. Raises OSError when the server is gone."""
+        if _COMPILER in sys.modules:
+            self.import_compiler()
         standard = [file for file in (0, 1, 2) if _is_open(file)]
-        request = _REQUEST.pack(sum(1 << file for file in standard), _COMPILER in sys.modules)
+        request = _REQUEST.pack(sum(1 << file for file in standard))
         socket.send_fds(self._socket, [request], [*standard, *files])
         answer = self._socket.recv(_ANSWER.size, socket.MSG_WAITALL)
         if len(answer) < _ANSWER.size:
@@ -208,11 +221,22 @@ class _Server:
         (number,) = _ANSWER.unpack(answer)
         return int(number)
 
+    def replaced(self) -> _Server:
+        """Another one, told what this one was."""
+        self.close()
+        another = _Server()
+        if self._has_compiler:
+            another.import_compiler()
+        return another
+
     def close(self) -> None:
         self._socket.close()
         if self.owner == os.getpid():
-            self._process.kill()
-            self._process.wait()
+            self.kill()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
 _server: _Server | None = None
@@ -225,9 +249,9 @@ def _server_of_this_process() -> _Server:
         return _server
     if _server is None:
         atexit.register(_close_server)
+        _server = _Server()
     else:
-        _server.close()
-    _server = _Server()
+        _server = _server.replaced()
     return _server
 
 
@@ -245,7 +269,7 @@ def _fork(files: list[int]) -> int:
         try:
             pid = server.fork(files)
         except OSError:  # it may have been killed, or have ended with the thread that started it
-            server.close()
+            server.kill()
             try:
                 pid = _server_of_this_process().fork(files)
             except OSError as error:
@@ -298,10 +322,11 @@ def serve(connection_file: int, parent_pid: int) -> None:
         request, files, _, _ = socket.recv_fds(connection, _REQUEST.size, _NUM_FILES_MAX)
         if not request:
             return
-        open_files, needs_compiler = _REQUEST.unpack(request)
-        if needs_compiler and _COMPILER not in sys.modules:
+        (open_files,) = _REQUEST.unpack(request)
+        if open_files == _IMPORT_COMPILER:
             with contextlib.suppress(Exception):  # the worker raises it again, where it is heard
                 _import_for_all(_COMPILER)
+            continue
         pid = _fork_orphan(connection, open_files, files)
         for file in files:
             os.close(file)

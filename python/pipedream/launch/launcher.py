@@ -21,6 +21,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pipedream.checkpoint.state import load_state
 from pipedream.common import errors
 from pipedream.common.guard import RUN_FOLDER_VARIABLE
@@ -36,13 +38,14 @@ from pipedream.links.rendezvous import Rendezvous, host_store
 from pipedream.model.factories import try_factories
 from pipedream.model.seeding import generators_kept
 from pipedream.model.splitter import Model, StageModule, find_ties, split
+from pipedream.optim import NativeOptimizer
 from pipedream.planning.plan import Plan
 from pipedream.report.result import RunResult
 from pipedream.report.status import StatusBoard
 from pipedream.stage.gradients import updated_parameters
 from pipedream.stage.job import CallerSettings, JobOptions
 
-__all__ = ["run_locally"]
+__all__ = ["check_main_is_a_file", "run_locally"]
 
 
 def run_locally(model: Model, data: Iterable[Any], options: JobOptions) -> RunResult:
@@ -52,14 +55,13 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions) -> RunRe
     WorkerLost, PeerLost and other PipelineErrors when the run fails. No worker is left behind, and the
     caller's random number generators are as they were.
     """
-    # What is known to be wrong is said before any process starts.
+    # What is known to be wrong is said before any worker starts.
     stages = split(model, options.plan)
-    _check_main_is_a_file()
-    start_server()  # which imports torch, the first time, while this process goes on
     with signals_deferred(), generators_kept() as rng, run_folder() as folder:
         write_part(folder, "model", model, "define its classes at the top level of a module")
         write_options(folder, options)
-        _try_factories(folder, stages, options)
+        if any(not isinstance(made, NativeOptimizer) for made in _try_factories(folder, stages, options)):
+            start_server(with_compiler=True)
         forwarded = write_data(folder, data, options)
         write_part(folder, "rng", rng, "")
         write_part(folder, "settings", CallerSettings.capture(), "")
@@ -78,7 +80,7 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions) -> RunRe
         return result
 
 
-def _check_main_is_a_file() -> None:
+def check_main_is_a_file() -> None:
     main_file = getattr(sys.modules.get("__main__"), "__file__", None)
     if main_file is not None and not Path(main_file).exists():
         raise ValueError(
@@ -87,11 +89,13 @@ def _check_main_is_a_file() -> None:
         )
 
 
-def _try_factories(folder: Path, stages: list[StageModule], options: JobOptions) -> None:
+def _try_factories(
+    folder: Path, stages: list[StageModule], options: JobOptions
+) -> list[torch.optim.Optimizer]:
     """What the workers will call a moment from now, called here. From the folder: theirs are copies, too, and
     the caller's own stay as they are."""
     ties = find_ties(stages)
-    try_factories(
+    return try_factories(
         [updated_parameters(stage, ties) for stage in stages],
         read_part(folder, "optimizer"),
         read_part(folder, "lr_scheduler"),

@@ -28,7 +28,8 @@ from pipedream.data.first_minibatch import PeekedIterator, first_of
 from pipedream.data.stream import check_sizes
 from pipedream.launch.cautions import cautions_of, warn_the_caller
 from pipedream.launch.devices import choose_device_type
-from pipedream.launch.launcher import run_locally
+from pipedream.launch.fork_server import start_server
+from pipedream.launch.launcher import check_main_is_a_file, run_locally
 from pipedream.launch.run_options import check_arguments
 from pipedream.launch.worker import run_worker
 from pipedream.links.codec_choice import CodecChoice, check_pairs, codec_between
@@ -176,6 +177,9 @@ def run(
     prefix = _rendezvous_prefix() if _under_torchrun() else None
     with _mistakes_told(prefix):
         options = _checked_options(model, plan, arguments)
+        if prefix is None:
+            check_main_is_a_file()
+            start_server()  # which imports torch, the first time, while this process goes on
         cuts = plan.num_layers > 1 and needs_cutting(model)
         if isinstance(data, Iterator) and (cuts or prefix is None):
             data = PeekedIterator(data)

@@ -5,13 +5,15 @@ What they raise names the argument and the stage, and has the user's own error a
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from pipedream.common.compiling import unmarked_until_compiling
 from pipedream.common.errors import PipelineError, describe_error
 from pipedream.model.seeding import generators_kept
 
@@ -91,14 +93,15 @@ def try_factories(
     optimizer: OptimizerFactory,
     lr_scheduler: SchedulerFactory | None,
     device_type: str,
-) -> None:
-    """Calls them as each stage will, so that a mistake is told before the run starts, and forgets what they
-    made. stages: the parameters that each one updates. device_type: where they will be then.
+) -> list[torch.optim.Optimizer]:
+    """Calls them as each stage will, so that a mistake is told before the run starts. stages: the parameters
+    that each one updates. device_type: where they will be then. Returns what the optimizers' factory made.
 
     Where the parameters are elsewhere now the factories may fail for that reason alone (fused=True), and
     nothing is said: the stage's own call will tell. Random number generators stay as they are.
     """
-    with generators_kept():
+    all_made = []
+    with generators_kept(), _compiler_left_out():
         for stage_index, named in enumerate(stages):
             if not named:
                 continue
@@ -106,11 +109,25 @@ def try_factories(
                 made = build_optimizer(
                     optimizer, [name for name, _ in named], make_masters(named), f"stage {stage_index}"
                 )
+                all_made.append(made)
                 if lr_scheduler is not None:
                     build_scheduler(lr_scheduler, made, f"stage {stage_index}")
             except (ValueError, TypeError, PipelineError):
                 if all(parameter.device.type == device_type for _, parameter in named):
                     raise
+    return all_made
+
+
+@contextlib.contextmanager
+def _compiler_left_out() -> Iterator[None]:
+    """Meanwhile torch's optimizers are made without the import of the compiler, which takes seconds of a
+    process that will train nothing itself."""
+    marked = torch.optim.Optimizer.add_param_group
+    torch.optim.Optimizer.add_param_group = unmarked_until_compiling(marked)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.optim.Optimizer.add_param_group = marked  # type: ignore[method-assign]
 
 
 def _raise_named(argument: str, where: str, error: Exception) -> NoReturn:

@@ -25,7 +25,6 @@ from torch import nn
 
 from pipedream.common.checks import check_count, check_data, check_function, is_number
 from pipedream.common.guard import check_main_guard
-from pipedream.common.tracebacks import with_short_tracebacks
 from pipedream.model.batches import own_loss, parts_of
 from pipedream.model.boundary import device_of, tensors_of, to_device, untouched
 from pipedream.model.clock import Clock, make_clock
@@ -53,7 +52,6 @@ _SKIPPED_FACTOR_MAX = 10
 _log = logging.getLogger("pipedream")
 
 
-@with_short_tracebacks
 def profile(
     model: Model,
     batches: Iterable[Any],

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipedream.data.batch_reader import Microbatch
+from pipedream.model.backward import run_backward
 from pipedream.model.batch_norm import MinibatchStatistics
 from pipedream.model.boundary import (
     Boundary,
@@ -150,7 +151,7 @@ class StagePasses:
             return
         roots = [(o, g) for o, g in zip(crossing, received, strict=True) if o.requires_grad]
         if roots:
-            torch.autograd.backward([output for output, _ in roots], [gradient for _, gradient in roots])
+            run_backward([output for output, _ in roots], [gradient for _, gradient in roots])
 
 
 def _loss_of(

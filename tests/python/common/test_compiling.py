@@ -35,9 +35,11 @@ def test_what_has_no_mark_is_called_as_it_is(monkeypatch: pytest.MonkeyPatch) ->
 
 
 _TRAINS = """
-import sys, torch
+import functools, sys, torch
 from pipedream import optim
 from pipedream.budget.footprint import make_meter
+from pipedream.model.backward import run_backward
+from pipedream.model.factories import try_factories
 from pipedream.stage.job import CallerSettings
 CallerSettings.capture().apply()
 layer = torch.nn.Linear(2, 2)
@@ -46,10 +48,15 @@ with make_meter(torch.device("cpu")) as meter:
     layer(torch.ones(1, 2)).sum().backward()
 optimizer.step()
 assert meter.peak_bytes > 0
+run_backward([layer(torch.ones(1, 2))], [torch.ones(1, 2)])
+adam = functools.partial(torch.optim.Adam, lr=0.1)
+(made,) = try_factories([list(layer.named_parameters())], adam, None, "cpu")
+print(type(made).__name__, {"torch._dynamo", "torch.fx.experimental.symbolic_shapes"} & {*sys.modules})
+torch.optim.Adam(layer.parameters())
 print("torch._dynamo" in sys.modules)
 """
 
 
-def test_a_native_optimizer_and_the_meter_of_the_host_do_without_the_compiler() -> None:
+def test_the_meter_a_native_step_a_stages_backward_and_a_tried_factory_do_without_the_compiler() -> None:
     ended = subprocess.run([sys.executable, "-c", _TRAINS], capture_output=True, text=True, check=True)
-    assert ended.stdout == "False\n"
+    assert ended.stdout == "Adam set()\nTrue\n"

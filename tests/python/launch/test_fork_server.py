@@ -103,17 +103,31 @@ def _parent_and_compiler() -> tuple[int, bool]:
     return os.getppid(), "torch._dynamo" in sys.modules
 
 
-def test_a_server_that_was_killed_is_replaced_and_has_the_compiler_where_the_caller_has(
+def test_a_server_that_was_killed_is_replaced_by_one_that_imports_what_it_was_told_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    server_pid = _server_pid()
+    start_server(with_compiler=True)
+    os.kill(server_pid, signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(server_pid)])
+    assert _found(_parent_and_compiler) == (os.getpid(), True)
+    assert _server_pid() != server_pid
+
+
+def test_a_server_has_the_compiler_from_the_first_process_of_a_caller_that_has_it_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # To import it takes a second or two, for nothing where nobody makes one of torch's optimizers.
-    server_pid = _server_pid()
-    os.kill(server_pid, signal.SIGKILL)
+    fork_server._close_server()
     monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
     assert _found(_parent_and_compiler) == (os.getpid(), False)
-    assert _server_pid() != server_pid
+    server_pid = _server_pid()
     monkeypatch.setitem(sys.modules, "torch._dynamo", torch)
     assert _found(_parent_and_compiler) == (os.getpid(), True)
+    monkeypatch.delitem(sys.modules, "torch._dynamo")
+    assert _found(_parent_and_compiler) == (os.getpid(), True)
+    assert _server_pid() == server_pid
 
 
 def test_a_process_whose_parent_has_ended_before_it_could_follow_it_ends(

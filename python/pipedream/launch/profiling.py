@@ -1,0 +1,44 @@
+"""pipedream.profile: the profiler, with the process beside it that will fork the workers of a run.
+
+Who profiles will most likely train. That process imports torch and its compiler for seconds on one core, so
+it begins before the profiler where a core is free beside torch's threads, and after it where it would take
+time from what is measured. Under torchrun, and in a process that another one made, nobody will need it. On
+the caller's thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from pipedream.common.tracebacks import with_short_tracebacks
+from pipedream.launch.fork_server import start_server
+from pipedream.model import profiler
+
+__all__ = ["profile"]
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+
+def _with_server_beside(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    @functools.wraps(function)
+    def call(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        is_wanted = "RANK" not in os.environ and multiprocessing.parent_process() is None
+        has_free_core = len(os.sched_getaffinity(0)) > torch.get_num_threads()
+        if is_wanted and has_free_core:
+            start_server(with_compiler=True)
+        result = function(*args, **kwargs)
+        if is_wanted:
+            start_server(with_compiler=True)
+        return result
+
+    return call
+
+
+profile = with_short_tracebacks(_with_server_beside(profiler.profile))
