@@ -29,7 +29,7 @@ from pipedream.planning.limits import (
     with_more_in_flight,
 )
 from pipedream.planning.plan import Plan, Stage
-from pipedream.planning.prediction import predict_ms, steady_minibatches
+from pipedream.planning.prediction import STEADY_ROUNDS, predict_ms, steady_minibatches
 from pipedream.planning.runtime_costs import FREE, RuntimeCosts, layer_cost_ms, runtime_of, stage_costs
 from pipedream.planning.search import search
 
@@ -303,7 +303,7 @@ class _Problem:
             raise NothingFitsError(nothing_fits(self.num_workers, self.limits, self.straight))
         found = search(
             starts,
-            lambda stages: self.simulated_plan(stages).bottleneck_ms or 0.0,
+            lambda stages: self.simulated_plan(stages, spreads=False).bottleneck_ms or 0.0,
             num_layers=self.profile.num_layers,
             num_workers=self.num_workers,
             straight=self.straight,
@@ -316,11 +316,19 @@ class _Problem:
             figures |= self._limits_of(found.stages)
         return replace(plan, predicted=plan.predicted | figures)
 
-    def simulated_plan(self, stages: Stages) -> Plan:
+    def simulated_plan(self, stages: Stages, *, spreads: bool = True) -> Plan:
+        """spreads: with the spread of single items about their mean; else what plans are compared by."""
         predicted: dict[str, Any] = {"samples_per_s": None, "memory_bytes": None}
         predicted |= _predict(self.profile, stages, self.bytes_per_s) | self._costs(stages)
         plan = self._plan(stages, bottleneck_ms=None, predicted=predicted)
         best_ms, best_m = min((ms, m) for m, ms in self._times_by_microbatches(plan))
+        if spreads and self.runtime.spread.factors:
+            options = _schedule_of(plan, self.schedule, best_m)
+            fits = steady_minibatches(plan) * plan.num_stages * best_m <= _SIMULATED_ITEMS_MAX
+            rounds = STEADY_ROUNDS if fits else _FEW_ROUNDS
+            predicted_ms = predict_ms(plan, options, steady_rounds=rounds)
+            assert predicted_ms is not None
+            best_ms = predicted_ms
         predicted["samples_per_s"] = _samples_per_s(self.profile, best_ms)
         if self.schedule != "pipedream":
             predicted["schedule"] = self.schedule
@@ -338,7 +346,7 @@ class _Problem:
         for m in choices:
             try:
                 options = _schedule_of(plan, self.schedule, m)
-                predicted_ms = predict_ms(plan, options, steady_rounds=_FEW_ROUNDS)
+                predicted_ms = predict_ms(plan, options, steady_rounds=_FEW_ROUNDS, spreads=False)
             except ValueError:  # 2bw needs as many microbatches as are in flight
                 if len(choices) == 1:
                     raise
@@ -355,14 +363,16 @@ class _Problem:
                 cost.minibatch_ms / stage.num_replicas for cost, stage in zip(costs, stages, strict=True)
             ],
             "stage_costs": [cost.to_dict() for cost in costs],
+            **({"spread": self.runtime.spread.to_dict()} if self.runtime.spread.factors else {}),
             "links": [
                 {"one_way_ms": both_ms / 2, "latency_ms": self.runtime.latency_ms}
                 for both_ms in predicted["boundary_ms"]
             ],
         }
-        if self.workers_per_host is not None and self.workers_per_host > 1:
+        workers_per_host = self.workers_per_host or 1
+        if workers_per_host > 1 or self.runtime.alone_speed > 1:
             figures["host"] = {
-                "num_workers": self.workers_per_host,
+                "num_workers": workers_per_host,
                 "num_cores": self.runtime.num_cores,
                 "alone_speed": self.runtime.alone_speed,
             }

@@ -13,11 +13,13 @@ from pipedream.planning.plan import Plan
 from pipedream.planning.runtime_costs import StageCosts, costs_of
 from pipedream.planning.shared_cores import SharedHost, simulate_shared
 from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, simulate
+from pipedream.planning.spread import EVEN, Spread
 
 if TYPE_CHECKING:
     from pipedream import _core
 
 __all__ = [
+    "STEADY_ROUNDS",
     "predict_ms",
     "predict_ms_of_run",
     "simulate_calibrated",
@@ -25,16 +27,20 @@ __all__ = [
     "steady_minibatches",
 ]
 
-# Minibatches of each replica, besides those of the warm-up and the cool-down.
-_STEADY_ROUNDS = 32
+# Minibatches of each replica, besides those of the warm-up and the cool-down: some decks of factors.
+STEADY_ROUNDS = 100
 
 
 def predict_ms(
-    plan: Plan, schedule: _core.ScheduleOptions, *, steady_rounds: int = _STEADY_ROUNDS
+    plan: Plan,
+    schedule: _core.ScheduleOptions,
+    *,
+    steady_rounds: int = STEADY_ROUNDS,
+    spreads: bool = True,
 ) -> float | None:
     """Milliseconds per minibatch in the steady state; None: the plan says nothing. steady_rounds: minibatches
-    of each replica besides warm-up and cool-down."""
-    simulation = simulate_calibrated(plan, schedule, steady_minibatches(plan, steady_rounds))
+    of each replica besides warm-up and cool-down. spreads: as simulate_programs()."""
+    simulation = simulate_calibrated(plan, schedule, steady_minibatches(plan, steady_rounds), spreads=spreads)
     return plan.bottleneck_ms if simulation is None else ms_per_minibatch(simulation)
 
 
@@ -52,16 +58,20 @@ def ms_per_minibatch(simulation: Simulation) -> float:
     return simulation.makespan_ms / simulation.num_minibatches if steady is None else steady
 
 
-def steady_minibatches(plan: Plan, rounds: int = _STEADY_ROUNDS) -> int:
+def steady_minibatches(plan: Plan, rounds: int = STEADY_ROUNDS) -> int:
     """Enough to see the steady state."""
     replicas = [stage.num_replicas for stage in plan.stages]
     return (rounds + 2 * max(plan.in_flight)) * max(replicas)
 
 
 def simulate_calibrated(
-    plan: Plan, schedule: _core.ScheduleOptions, num_minibatches: int | None = None
+    plan: Plan,
+    schedule: _core.ScheduleOptions,
+    num_minibatches: int | None = None,
+    *,
+    spreads: bool = True,
 ) -> Simulation | None:
-    """None: the plan is not of the calibrated cost model."""
+    """None: the plan is not of the calibrated cost model. spreads: as simulate_programs()."""
     from pipedream import _core
 
     if costs_of(plan) is None:
@@ -69,32 +79,42 @@ def simulate_calibrated(
     if num_minibatches is None:
         num_minibatches = steady_minibatches(plan)
     programs = [_core.make_program(schedule, rank, num_minibatches) for rank in range(schedule.num_workers)]
-    return simulate_programs(plan, schedule, programs)
+    return simulate_programs(plan, schedule, programs, spreads=spreads)
 
 
 def simulate_programs(
-    plan: Plan, schedule: _core.ScheduleOptions, programs: Sequence[Sequence[_core.Instruction]]
+    plan: Plan,
+    schedule: _core.ScheduleOptions,
+    programs: Sequence[Sequence[_core.Instruction]],
+    *,
+    spreads: bool = True,
 ) -> Simulation:
-    """The workers' lists with the costs that the plan, which has some, carries."""
+    """The workers' lists with the costs that the plan, which has some, carries. spreads: with the spread of
+    single items about their mean."""
     from pipedream import _core
 
     costs = costs_of(plan)
     assert costs is not None
     m = schedule.num_microbatches
     versions = [_core.num_versions_kept(schedule, stage) for stage in range(plan.num_stages)]
-    times = [_times(cost, m, kept) for cost, kept in zip(costs, versions, strict=True)]
-    transfers = [_transfer(row, m) for row in _links_of(plan)]
     host = _host_of(plan)
-    if host is None:
-        return simulate(programs, times, transfers)
-    return simulate_shared(programs, times, transfers, host)
+    is_alone = host is not None and host.num_workers == 1
+    speed = host.speed(1) if host is not None and is_alone else 1.0
+    times = [_times(cost, m, kept, speed) for cost, kept in zip(costs, versions, strict=True)]
+    transfers = [_transfer(row, m) for row in _links_of(plan)]
+    spread = Spread.from_dict("predicted.spread", plan.predicted.get("spread", {})) if spreads else EVEN
+    if host is None or is_alone:
+        return simulate(programs, times, transfers, spread)
+    return simulate_shared(programs, times, transfers, host, spread)
 
 
-def _times(cost: StageCosts, num_microbatches: int, num_versions: int) -> StageTimes:
+def _times(cost: StageCosts, num_microbatches: int, num_versions: int, speed: float) -> StageTimes:
     return StageTimes(
-        forward_ms=cost.forward.of(num_microbatches),
-        backward_ms=cost.backward.of(num_microbatches),
-        update_ms=cost.update_ms + (cost.copy_ms if num_versions > 1 else 0.0),
+        forward_ms=cost.forward.first(num_microbatches) / speed,
+        later_forward_ms=cost.forward.later(num_microbatches) / speed,
+        backward_ms=cost.backward.first(num_microbatches) / speed,
+        later_backward_ms=cost.backward.later(num_microbatches) / speed,
+        update_ms=(cost.update_ms + (cost.copy_ms if num_versions > 1 else 0.0)) / speed,
         shard_ms=cost.shard_ms,
     )
 

@@ -1,7 +1,10 @@
 """What a run adds to a profile's layers, measured on the machine that trains: the calibrated cost model.
 
-    forward of a microbatch   scale * sum of layers * (share + (1 - share) / m) + the item's own cost
+    forward of a microbatch   scale * sum of layers * (share + (1 - first share) / m) + the item's own cost
     update                    fixed + per byte of its parameters (+ a copy, + what replicas exchange)
+
+The share is another one for a minibatch's first microbatch, which meets a new version and no gradients, than
+for those after it. Items are longer and shorter than their mean by the spread (spread.py).
 
 `pipedream.calibrate` measures the figures by short runs; a profile's file carries them as `runtime`. Values
 that never change once built; any thread; needs no torch.
@@ -10,12 +13,13 @@ that never change once built; any thread; needs no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from pipedream.common.document import check_list, check_number, check_object, check_whole, require
 from pipedream.planning.layer_profile import LayerProfile, Profile
 from pipedream.planning.plan import Plan, Stage
+from pipedream.planning.spread import EVEN, Spread
 
 __all__ = [
     "FREE",
@@ -36,25 +40,40 @@ POSITIONS = ("only", "first", "middle", "last")
 
 @dataclass(frozen=True)
 class ItemCost:
-    """Milliseconds of one work item: fixed_ms + minibatch_ms / m, with m microbatches of a minibatch."""
+    """Milliseconds of one work item, with m microbatches of a minibatch: of the first one first_ms +
+    minibatch_ms / m, of each after it later_ms + minibatch_ms / m."""
 
-    fixed_ms: float = 0.0
+    first_ms: float = 0.0
+    later_ms: float = 0.0
     minibatch_ms: float = 0.0
 
-    def of(self, num_microbatches: int) -> float:
-        return self.fixed_ms + self.minibatch_ms / num_microbatches
+    def first(self, num_microbatches: int) -> float:
+        return self.first_ms + self.minibatch_ms / num_microbatches
+
+    def later(self, num_microbatches: int) -> float:
+        return self.later_ms + self.minibatch_ms / num_microbatches
 
     def plus(self, other: ItemCost) -> ItemCost:
-        return ItemCost(self.fixed_ms + other.fixed_ms, self.minibatch_ms + other.minibatch_ms)
+        return ItemCost(
+            self.first_ms + other.first_ms,
+            self.later_ms + other.later_ms,
+            self.minibatch_ms + other.minibatch_ms,
+        )
+
+    def scaled(self, factor: float) -> ItemCost:
+        return ItemCost(self.first_ms * factor, self.later_ms * factor, self.minibatch_ms * factor)
 
 
 @dataclass(frozen=True)
 class PositionCosts:
-    """The runtime's own time per work item, beside the user's code and waiting."""
+    """The runtime's own time per work item, beside the user's code and waiting; and what a layer takes in
+    the run over what the profile says: threads, caches, cores that are shared."""
 
     forward: ItemCost
     backward: ItemCost
     update_ms: float
+    forward_scale: float = 1.0
+    backward_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -63,12 +82,10 @@ class RuntimeCosts:
 
     positions: Mapping[str, PositionCosts]
     """By POSITIONS."""
-    forward_scale: float
-    """What a layer takes in the run over what the profile says: threads, caches, cores that are shared."""
-    backward_scale: float
-    forward_fixed_share: float
-    """Of a layer's time that is the same for a microbatch as for a minibatch."""
-    backward_fixed_share: float
+    forward_share: ItemCost
+    """Of a layer's time with one microbatch, which is 1: what each microbatch takes however few samples it
+    has, and what they share."""
+    backward_share: ItemCost
     update_ms: float
     """Of an optimizer's step, whatever the parameters are."""
     update_ms_per_byte: float
@@ -87,9 +104,11 @@ class RuntimeCosts:
     """Of a machine; as many workers as that share it slow each other by alone_speed and no more."""
     alone_speed: float
     """How much faster a worker is while the others of its machine wait; at least 1."""
+    spread: Spread = EVEN
+    """Of single items about their mean."""
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"spread": self.spread.to_dict()}
 
     @classmethod
     def from_dict(cls, value: object) -> RuntimeCosts:
@@ -99,8 +118,11 @@ class RuntimeCosts:
         figures: dict[str, Any] = {
             field.name: check_number(f"runtime.{field.name}", given[field.name])
             for field in fields(cls)
-            if field.name not in ("positions", "cut_bytes", "num_cores")
+            if field.type == "float"
         }
+        for name in ("forward_share", "backward_share"):
+            figures[name] = _item_from(f"runtime.{name}", given[name])
+        figures["spread"] = Spread.from_dict("runtime.spread", given["spread"])
         figures["cut_bytes"] = check_whole("runtime.cut_bytes", given["cut_bytes"])
         figures["num_cores"] = check_whole("runtime.num_cores", given["num_cores"], at_least=1)
         positions = check_object("runtime.positions", given["positions"])
@@ -112,10 +134,8 @@ class RuntimeCosts:
 _NOTHING = PositionCosts(ItemCost(), ItemCost(), 0.0)
 FREE = RuntimeCosts(
     positions=dict.fromkeys(POSITIONS, _NOTHING),
-    forward_scale=1.0,
-    backward_scale=1.0,
-    forward_fixed_share=0.0,
-    backward_fixed_share=0.0,
+    forward_share=ItemCost(minibatch_ms=1.0),
+    backward_share=ItemCost(minibatch_ms=1.0),
     update_ms=0.0,
     update_ms_per_byte=0.0,
     copy_ms_per_byte=0.0,
@@ -160,7 +180,7 @@ class StageCosts:
     @property
     def minibatch_ms(self) -> float:
         """Of a minibatch that is one microbatch, the copy included."""
-        return self.forward.of(1) + self.backward.of(1) + self.update_ms + self.copy_ms
+        return self.forward.first(1) + self.backward.first(1) + self.update_ms + self.copy_ms
 
 
 def runtime_of(profile: Profile) -> RuntimeCosts | None:
@@ -188,13 +208,11 @@ def stage_costs(
             update_ms += runtime.sync_ms + runtime.sync_ms_per_byte * num_bytes * (replicas - 1) / replicas
         costs.append(
             StageCosts(
-                forward=_layers_cost(
-                    sum(layer.forward_ms for layer in layers) * runtime.forward_scale,
-                    runtime.forward_fixed_share,
+                forward=runtime.forward_share.scaled(
+                    sum(layer.forward_ms for layer in layers) * position.forward_scale
                 ).plus(_sending(position.forward, behind, runtime.cut_bytes)),
-                backward=_layers_cost(
-                    sum(layer.backward_ms for layer in layers) * runtime.backward_scale,
-                    runtime.backward_fixed_share,
+                backward=runtime.backward_share.scaled(
+                    sum(layer.backward_ms for layer in layers) * position.backward_scale
                 ).plus(_sending(position.backward, before, runtime.cut_bytes)),
                 update_ms=update_ms,
                 copy_ms=runtime.copy_ms_per_byte * num_bytes / replicas,
@@ -207,7 +225,8 @@ def stage_costs(
 def layer_cost_ms(layer: LayerProfile, runtime: RuntimeCosts) -> float:
     """What a layer adds to its stage, for the search that needs sums: its passes and its update."""
     per_byte = runtime.update_ms_per_byte + runtime.copy_ms_per_byte
-    compute_ms = layer.forward_ms * runtime.forward_scale + layer.backward_ms * runtime.backward_scale
+    inner = runtime.positions["middle"]
+    compute_ms = layer.forward_ms * inner.forward_scale + layer.backward_ms * inner.backward_scale
     return compute_ms + per_byte * layer.parameter_bytes
 
 
@@ -232,32 +251,29 @@ def _position_of(stage_index: int, num_stages: int) -> str:
     return "last" if stage_index == num_stages - 1 else "middle"
 
 
-def _layers_cost(minibatch_ms: float, fixed_share: float) -> ItemCost:
-    return ItemCost(minibatch_ms * fixed_share, minibatch_ms * (1 - fixed_share))
-
-
 def _sending(cost: ItemCost, num_bytes: int, measured_bytes: int) -> ItemCost:
     """What grows with a minibatch is mostly the copy of what is sent."""
     if num_bytes == 0 or measured_bytes == 0:
         return cost
-    return ItemCost(cost.fixed_ms, cost.minibatch_ms * num_bytes / measured_bytes)
+    return replace(cost, minibatch_ms=cost.minibatch_ms * num_bytes / measured_bytes)
 
 
 def _position_from(name: str, value: object) -> PositionCosts:
     where = f"runtime.positions.{name}"
     given = check_object(where, value)
-    require(given, ("forward", "backward", "update_ms"), where + ".")
+    require(given, [field.name for field in fields(PositionCosts)], where + ".")
     return PositionCosts(
         _item_from(f"{where}.forward", given["forward"]),
         _item_from(f"{where}.backward", given["backward"]),
-        check_number(f"{where}.update_ms", given["update_ms"]),
+        *(
+            check_number(f"{where}.{name}", given[name])
+            for name in ("update_ms", "forward_scale", "backward_scale")
+        ),
     )
 
 
 def _item_from(where: str, value: object) -> ItemCost:
     given = check_object(where, value)
-    require(given, ("fixed_ms", "minibatch_ms"), where + ".")
-    return ItemCost(
-        check_number(f"{where}.fixed_ms", given["fixed_ms"]),
-        check_number(f"{where}.minibatch_ms", given["minibatch_ms"]),
-    )
+    names = [field.name for field in fields(ItemCost)]
+    require(given, names, where + ".")
+    return ItemCost(*(check_number(f"{where}.{name}", given[name]) for name in names))

@@ -23,6 +23,7 @@ from pipedream.planning.simulator import (
     TransferTimes,
     summarize,
 )
+from pipedream.planning.spread import EVEN, Spread
 
 __all__ = ["SharedHost", "simulate_shared"]
 
@@ -55,9 +56,10 @@ def simulate_shared(
     stage_times: StageTimes | Sequence[StageTimes],
     transfer_ms: float | Sequence[TransferTimes],
     host: SharedHost,
+    spread: Spread = EVEN,
 ) -> Simulation:
     """As simulate(), of workers that share machines."""
-    return _SharedReplay(programs, stage_times, transfer_ms, host).run()
+    return _SharedReplay(programs, stage_times, transfer_ms, host, spread).run()
 
 
 class _SharedReplay(Replay):
@@ -69,8 +71,9 @@ class _SharedReplay(Replay):
         stage_times: StageTimes | Sequence[StageTimes],
         transfer_ms: float | Sequence[TransferTimes],
         host: SharedHost,
+        spread: Spread,
     ) -> None:
-        super().__init__(programs, stage_times, transfer_ms)
+        super().__init__(programs, stage_times, transfer_ms, spread)
         self._host = host
         self._now_ms = 0.0
         self._began_ms = [0.0] * len(programs)
@@ -97,7 +100,7 @@ class _SharedReplay(Replay):
                 arrivals.popleft()
             elif instruction.opcode != "SEND":
                 self._began_ms[worker] = self._now_ms
-                self._left_ms[worker] = self.stage_times[instruction.stage].of(instruction.opcode)
+                self._left_ms[worker] = self.work_ms(worker, instruction)
                 break
             self._finish(worker, self._now_ms)
         return len(done) > num_before

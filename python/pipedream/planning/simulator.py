@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from pipedream.common.document import check_number
+from pipedream.planning.spread import EVEN, Spread
 
 __all__ = [
     "TRANSFERS",
@@ -72,8 +73,10 @@ _SYNC = ("push", "pull")
 class StageTimes:
     """How long a stage takes, in milliseconds: per microbatch, and `update_ms` per update.
 
-    `recompute_ms` None stands for forward_ms. `shard_ms` is how long a replica's shard, pushed or pulled, is
-    on its way to one other replica. Raises ValueError naming the field for what is negative or not finite.
+    `recompute_ms` None stands for forward_ms. `later_forward_ms` and `later_backward_ms` are of all
+    microbatches of a minibatch but the first, which meets a new version and no gradients; None: as the first.
+    `shard_ms` is how long a replica's shard, pushed or pulled, is on its way to one other replica. Raises
+    ValueError naming the field for what is negative or not finite.
     """
 
     forward_ms: float
@@ -81,21 +84,26 @@ class StageTimes:
     update_ms: float = 0.0
     recompute_ms: float | None = None
     shard_ms: float = 0.0
+    later_forward_ms: float | None = None
+    later_backward_ms: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("forward_ms", "backward_ms", "update_ms", "shard_ms"):
             check_number(name, getattr(self, name))
-        if self.recompute_ms is not None:
-            check_number("recompute_ms", self.recompute_ms)
+        for name in ("recompute_ms", "later_forward_ms", "later_backward_ms"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name))
 
-    def of(self, opcode: str) -> float:
+    def of(self, opcode: str, microbatch: int = 0) -> float:
         """Milliseconds of one instruction."""
         if opcode == "FORWARD":
-            return self.forward_ms
+            later_ms = self.later_forward_ms if microbatch else None
+            return self.forward_ms if later_ms is None else later_ms
         if opcode == "RECOMPUTE":
             return self.forward_ms if self.recompute_ms is None else self.recompute_ms
         if opcode == "BACKWARD":
-            return self.backward_ms
+            later_ms = self.later_backward_ms if microbatch else None
+            return self.backward_ms if later_ms is None else later_ms
         if opcode == "UPDATE":
             return self.update_ms
         if opcode in TRANSFERS:  # they keep the link, not the worker
@@ -185,9 +193,10 @@ def simulate(
     programs: Sequence[Sequence[Step]],
     stage_times: StageTimes | Sequence[StageTimes],
     transfer_ms: float | Sequence[TransferTimes] = 0.0,
+    spread: Spread = EVEN,
 ) -> Simulation:
     """Replays one list per worker; one StageTimes, or one per stage; one time per transfer, or one pair per
-    boundary between a stage and the next.
+    boundary between a stage and the next. spread: of single instructions about these times.
 
     A worker does its instructions in order, one at a time: a RECV is done as soon as its item has arrived,
     a SEND at once. What is sent queues for the link to the other worker, which carries one item at a time in
@@ -197,7 +206,7 @@ def simulate(
     Raises ValueError for lists that wait for each other, naming who waits for what, for an instruction
     that is there twice, a stage that is at two workers or none, and figures of the wrong number.
     """
-    return Replay(programs, stage_times, transfer_ms).run()
+    return Replay(programs, stage_times, transfer_ms, spread).run()
 
 
 class Replay:
@@ -209,8 +218,10 @@ class Replay:
         programs: Sequence[Sequence[Step]],
         stage_times: StageTimes | Sequence[StageTimes],
         transfer_ms: float | Sequence[TransferTimes],
+        spread: Spread,
     ) -> None:
         self.programs = programs
+        self._draws = [spread.draws(worker) for worker in range(len(programs))]
         self.workers = _find_workers(programs)
         num_stages = 1 + max((stage for stage, _ in self.workers), default=-1)
         self.stage_times = _spread_times(stage_times, num_stages)
@@ -242,12 +253,17 @@ class Replay:
                 if not arrivals:
                     break
                 begin_ms = max(begin_ms, arrivals.popleft())
-            end_ms = begin_ms + self.stage_times[instruction.stage].of(instruction.opcode)
+            end_ms = begin_ms + self.work_ms(worker, instruction)
             self._note_done(instruction)
             if instruction.opcode == "SEND":
                 self._send(instruction, end_ms)
             done.append(TimedInstruction(instruction, begin_ms, end_ms))
         return len(done) - num_before
+
+    def work_ms(self, worker: int, instruction: Step) -> float:
+        """How long this one takes; to be asked once of each."""
+        mean_ms = self.stage_times[instruction.stage].of(instruction.opcode, instruction.microbatch)
+        return mean_ms * self._draws[worker].next(instruction.opcode) if mean_ms else 0.0
 
     def _arrivals(self, instruction: Step) -> deque[float]:
         assert instruction.edge is not None

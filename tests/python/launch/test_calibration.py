@@ -9,8 +9,9 @@ from typing import Any, cast
 import pytest
 import torch
 from pipedream import Plan, Profile, Stage, calibrate
-from pipedream.launch.calibration import Runs, runtime_costs
+from pipedream.launch.measured_costs import Runs, runtime_costs
 from pipedream.planning.layer_profile import LayerProfile
+from pipedream.planning.runtime_costs import ItemCost
 from pipedream.report.result import RunResult, WorkSpan
 from torch import nn
 
@@ -21,15 +22,27 @@ _PROFILE = Profile(
 _STRAIGHT = Plan((Stage(0, 0), Stage(1, 1)))
 
 
-def _spans(stage: int, m: int, forward_ms: float, backward_ms: float, update_ms: float) -> list[WorkSpan]:
+def _spans(
+    stage: int,
+    m: int,
+    forward_ms: float,
+    backward_ms: float,
+    update_ms: float,
+    *,
+    later_forward_ms: float | None = None,
+    speed: float = 1.0,
+    begin_ns: int = 0,
+) -> list[WorkSpan]:
     """Of 20 minibatches; each forward waits for 1 ms besides."""
-    spans, now_ns = [], 0
+    spans, now_ns = [], begin_ns
     for minibatch in range(20):
         items = [(kind, part) for part in range(m) for kind in ("FORWARD", "BACKWARD")] + [("UPDATE", 0)]
         for kind, part in items:
             compute_ms = {"FORWARD": forward_ms, "BACKWARD": backward_ms, "UPDATE": update_ms}[kind]
+            if kind == "FORWARD" and part and later_forward_ms is not None:
+                compute_ms = later_forward_ms
             wait_ns = 1_000_000 if kind == "FORWARD" else 0
-            compute_ns, own_ns = int(compute_ms * 1e6), int(_OWN_MS[kind] * 1e6)
+            compute_ns, own_ns = (int(ms / speed * 1e6) for ms in (compute_ms, _OWN_MS[kind]))
             ready_ns = now_ns + wait_ns + own_ns // 2
             completed_ns = ready_ns + compute_ns
             spans.append(
@@ -39,38 +52,90 @@ def _spans(stage: int, m: int, forward_ms: float, backward_ms: float, update_ms:
     return spans
 
 
-def _result(*spans: list[WorkSpan]) -> RunResult:
-    return cast(RunResult, SimpleNamespace(spans=list(spans)))
+def _results(*spans: list[WorkSpan]) -> list[RunResult]:
+    return [cast(RunResult, SimpleNamespace(spans=list(spans)))]
 
 
-def test_known_costs_are_recovered_from_spans() -> None:
-    # 0.1 ms of a step and 0.2 ms per MiB; a copy is 0.3 ms more; alone everything is twice as fast as the
-    # straight run, in which layers take 3 times the profile's; a third of a forward does not shrink with m.
-    costs = runtime_costs(
-        _PROFILE,
-        _STRAIGHT,
-        Runs(
-            one=_result(_spans(0, 1, 3.0, 6.0, 0.5)),
-            straight=_result(_spans(0, 1, 3.0, 6.0, 0.6), _spans(1, 1, 3.0, 6.0, 0.3)),
-            cut=_result(*(_spans(stage, 4, 1.5, 1.5, 0.6) for stage in range(2))),
-            shared=_result(*(_spans(replica, 1, 3.0, 6.0, 0.5) for replica in range(2))),
-            num_microbatches=4,
-        ),
+def _known_runs(**changes: Any) -> Runs:
+    """0.1 ms of a step and 0.2 ms per MiB; a copy is 0.3 ms more; layers take 3 times the profile's."""
+    runs = Runs(
+        one=_results(_spans(0, 1, 3.0, 6.0, 0.5)),
+        straight=_results(_spans(0, 1, 3.0, 6.0, 0.6), _spans(1, 1, 3.0, 6.0, 0.3)),
+        in_turn=[],
+        cut=_results(*(_spans(stage, 4, 1.75, 1.5, 0.3, later_forward_ms=1.5) for stage in range(2))),
+        shared=_results(*(_spans(replica, 1, 3.0, 6.0, 0.5) for replica in range(2))),
+        num_microbatches=4,
     )
-    assert (costs.forward_scale, costs.backward_scale) == (pytest.approx(3.0), pytest.approx(3.0))
-    assert costs.forward_fixed_share == pytest.approx(1 / 3)
-    assert costs.backward_fixed_share == pytest.approx(0.0, abs=1e-9)
-    assert costs.update_ms == pytest.approx(0.1)
-    assert costs.update_ms_per_byte * (1 << 20) == pytest.approx(0.2)
-    assert costs.copy_ms_per_byte * (1 << 20) == pytest.approx(0.3)
-    assert costs.alone_speed == pytest.approx(2.0)
+    return runs._replace(**changes)
+
+
+def test_known_costs_are_recovered_from_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    costs = runtime_costs(_PROFILE, _STRAIGHT, _known_runs())
+    assert costs.alone_speed == 1.0
+    for name in ("first", "middle", "last"):
+        assert costs.positions[name].forward_scale == pytest.approx(3.0, rel=1e-3)
+        assert costs.positions[name].backward_scale == pytest.approx(3.0, rel=1e-3)
+    assert costs.positions["only"].forward_scale == pytest.approx(1.5, rel=1e-3)  # 3 ms, of both layers
+    # Of 3 ms a microbatch of four takes 1.75, those after it 1.5: 5/3 ms are shared by them.
+    assert costs.forward_share.first_ms == pytest.approx(4 / 9, rel=1e-3)
+    assert costs.forward_share.later_ms == pytest.approx((1.5 - 5 / 12) / 3, rel=1e-3)
+    assert costs.forward_share.minibatch_ms == pytest.approx(5 / 9, rel=1e-3)
+    assert costs.backward_share.minibatch_ms == pytest.approx(1.0, rel=1e-3)
+    assert costs.backward_share.later_ms == pytest.approx(0.0, abs=1e-3)
+    assert costs.update_ms == pytest.approx(0.1, rel=1e-2)
+    assert costs.update_ms_per_byte * (1 << 20) == pytest.approx(0.2, rel=1e-2)
+    assert costs.copy_ms_per_byte * (1 << 20) == pytest.approx(0.3, rel=1e-2)
     # Half of an update's 0.4 ms are the other replica's; what is left is what they exchange, a MiB each.
-    assert costs.sync_ms_per_byte * (1 << 20) == pytest.approx(0.2)
+    assert costs.sync_ms_per_byte * (1 << 20) == pytest.approx(0.2, rel=1e-2)
     for position in costs.positions.values():
-        assert position.forward.of(1) == pytest.approx(_OWN_MS["FORWARD"])
-        assert position.backward.of(4) == pytest.approx(_OWN_MS["BACKWARD"])
-        assert position.update_ms == pytest.approx(_OWN_MS["UPDATE"])
+        assert position.forward.first(1) == pytest.approx(_OWN_MS["FORWARD"], rel=1e-3)
+        assert position.backward.later(4) == pytest.approx(_OWN_MS["BACKWARD"], rel=1e-3)
+        assert position.update_ms == pytest.approx(_OWN_MS["UPDATE"], rel=1e-3)
     assert costs.cut_bytes == 4000
+    assert all(factors == pytest.approx([1.0] * 20, abs=1e-3) for factors in costs.spread.factors.values())
+
+
+def test_items_that_were_done_alone_count_as_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    changes = {
+        "one": _results(_spans(0, 1, 3.0, 6.0, 0.6, speed=2)),
+        "straight": _results(*(_spans(stage, 1, 3.0, 6.0, 0.6) for stage in range(2))),
+        "in_turn": _results(
+            *(_spans(stage, 1, 3.0, 6.0, 0.6, speed=2, begin_ns=stage * 10**12) for stage in range(2))
+        ),
+    }
+    costs = runtime_costs(_PROFILE, _STRAIGHT, _known_runs(**changes))
+    assert costs.alone_speed == pytest.approx(2.0, rel=1e-3)
+    assert costs.positions["only"].forward_scale == pytest.approx(1.5, rel=1e-3)
+    assert costs.positions["only"].forward.first(1) == pytest.approx(_OWN_MS["FORWARD"], rel=1e-3)
+    # What the cores of both do to each other is not known where no worker was alone.
+    without = runtime_costs(_PROFILE, _STRAIGHT, _known_runs(**changes | {"in_turn": []}))
+    assert without.alone_speed == 1.0
+
+
+def test_what_cannot_be_cut_is_taken_to_take_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    costs = runtime_costs(_PROFILE, _STRAIGHT, _known_runs(cut=[]))
+    assert costs.forward_share == costs.backward_share == ItemCost(minibatch_ms=1.0)
+    assert costs.positions["first"].forward.later(4) == pytest.approx(_OWN_MS["FORWARD"], rel=1e-3)
+
+
+def test_latency_is_of_items_that_were_waited_for_alone() -> None:
+    sender, receiver = [], []
+    for minibatch in range(10):
+        begin_ns = 100_000_000 * minibatch
+        forward = WorkSpan("FORWARD", 0, minibatch, 0, begin_ns, begin_ns, begin_ns + 50_000, 0, 50_000)
+        sent_ns = begin_ns + 60_000  # where the next item is asked for
+        sender += [forward, WorkSpan("UPDATE", 0, minibatch, 0, sent_ns, sent_ns, sent_ns + 1, 0, 1)]
+        # Every other minibatch has been there for long when it is asked for.
+        asked_ns = begin_ns + (0 if minibatch % 2 else 9_000_000)
+        wait_ns = 100_000 if minibatch % 2 else 1_000
+        ready_ns = asked_ns + wait_ns
+        receiver += [WorkSpan("FORWARD", 1, minibatch, 0, asked_ns, ready_ns, ready_ns + 1, wait_ns, 1)]
+        receiver += [WorkSpan("UPDATE", 1, minibatch, 0, ready_ns + 2, ready_ns + 2, ready_ns + 3, 0, 1)]
+    costs = runtime_costs(_PROFILE, _STRAIGHT, _known_runs(in_turn=_results(sender, receiver)))
+    assert costs.latency_ms == pytest.approx(0.04)
 
 
 def test_calibrating_leaves_model_and_layers_as_they_were() -> None:

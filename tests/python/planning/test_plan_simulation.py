@@ -107,7 +107,7 @@ def test_replicas_share_their_stages_minibatches_and_its_parameters(tmp_path: Pa
 
 def test_a_calibrated_plan_is_simulated_with_the_costs_that_it_carries(plan_file: Path) -> None:
     plan = Plan.load(plan_file)
-    item = {"fixed_ms": 0.5, "minibatch_ms": 1.0}
+    item = {"first_ms": 0.5, "later_ms": 0.5, "minibatch_ms": 1.0}
     costs = [
         {"forward": item, "backward": item, "update_ms": 0.25, "copy_ms": 0.0, "shard_ms": 0.0}
     ] * _STAGES

@@ -21,6 +21,7 @@ from pipedream.planning.runtime_costs import (
     runtime_of,
     stage_costs,
 )
+from pipedream.planning.spread import Spread
 
 _COSTS_NOTHING = FREE.positions["only"]
 
@@ -62,11 +63,10 @@ def test_a_schedule_that_drains_is_predicted_with_its_bubble(schedule: str, m: i
 
 
 def test_each_term_counts_where_the_run_has_it() -> None:
-    position = PositionCosts(ItemCost(0.25, 0.5), ItemCost(0.125, 0.25), 0.0625)
+    position = PositionCosts(ItemCost(0.25, 0.125, 0.5), ItemCost(0.125, 0.375, 0.25), 0.0625, 2.0, 1.0)
     profile = _profile(
         positions=dict.fromkeys(POSITIONS, position),
-        forward_scale=2.0,
-        backward_fixed_share=0.5,
+        backward_share=ItemCost(0.5, 0.25, 0.5),
         update_ms=1.0,
         update_ms_per_byte=0.001,
         copy_ms_per_byte=0.002,
@@ -74,19 +74,20 @@ def test_each_term_counts_where_the_run_has_it() -> None:
     runtime = runtime_of(profile)
     assert runtime is not None
     first, last = stage_costs(profile, runtime, (Stage(0, 1), Stage(2, 3)), 1e9)
-    assert first.forward == ItemCost(0.25, 4.5)
-    assert first.backward == ItemCost(2.125, 2.25)
+    assert first.forward == ItemCost(0.25, 0.125, 4.5)
+    assert first.backward == ItemCost(2.125, 1.375, 2.25)
     assert (first.update_ms, first.copy_ms) == (pytest.approx(1.0625 + 2.0), pytest.approx(4.0))
     assert first == last
     # One version at the last stage, two at the first, which copies what it writes beside.
     plan = _straight(profile)
     assert _predicted_ms(plan) == pytest.approx(0.25 + 4.5 + 2.125 + 2.25 + 3.0625 + 4.0)
-    halves = 2 * (0.25 + 4.5 / 2) + 2 * (2.125 + 2.25 / 2)
+    # The second microbatch of a minibatch meets its gradients, and the version that the first has bound.
+    halves = (0.25 + 0.125 + 4.5) + (2.125 + 1.375 + 2.25)
     assert _predicted_ms(plan, "2bw", 2) == pytest.approx(halves + 3.0625 + 4.0)
 
 
 def test_what_is_sent_costs_by_its_bytes() -> None:
-    position = PositionCosts(ItemCost(0.25, 0.5), ItemCost(), 0.0)
+    position = PositionCosts(ItemCost(0.25, 0.25, 0.5), ItemCost(), 0.0)
     profile = _profile(positions=dict.fromkeys(POSITIONS, position), cut_bytes=500)
     runtime = runtime_of(profile)
     assert runtime is not None
@@ -116,8 +117,30 @@ def test_workers_that_share_cores_slow_each_other() -> None:
     assert _straight(profile, workers_per_host=2).bottleneck_ms == pytest.approx(12.0)
 
 
+def test_a_worker_with_a_machine_of_its_own_is_as_fast_as_it_is_alone() -> None:
+    profile = _profile(num_cores=2, alone_speed=1.5)
+    assert _straight(profile, workers_per_host=2).bottleneck_ms == pytest.approx(6.0)
+    assert _straight(profile, workers_per_host=1).bottleneck_ms == pytest.approx(6.0 / 1.5)
+    assert _straight(profile).bottleneck_ms == pytest.approx(6.0 / 1.5)
+
+
+def test_items_that_vary_cost_time_where_workers_wait_for_each_other_and_nowhere_else() -> None:
+    spread = Spread(dict.fromkeys(("FORWARD", "BACKWARD"), (0.5, 1.0, 1.5)))
+    plan = _straight(_profile(spread=spread))
+    assert plan.bottleneck_ms is not None
+    assert 6.0 * 1.02 < plan.bottleneck_ms < 6.0 * 1.5
+    assert _predicted_ms(plan) == pytest.approx(plan.bottleneck_ms)
+    assert _predicted_ms(plan, "model_parallel") == pytest.approx(12.0, rel=0.02)  # nobody is waited for
+    alone = make_plan(_profile(spread=spread), (Stage(0, 3),), 1e15, cost_model="calibrated")
+    assert alone.bottleneck_ms == pytest.approx(12.0, rel=0.02)
+    # What plans are compared by has none: the search must not find what a draw was lucky with.
+    found = partition(_profile(spread=spread), 2, 1e15, cost_model="calibrated", straight=True)
+    assert found.stages == plan.stages
+    assert found.predicted["search"]["found_ms"] == pytest.approx(6.0)
+
+
 def test_small_stages_are_not_pipelined_where_the_runtime_costs_more_than_it_saves() -> None:
-    costly = PositionCosts(ItemCost(5.0), ItemCost(5.0), 0.0)
+    costly = PositionCosts(ItemCost(5.0, 5.0), ItemCost(5.0, 5.0), 0.0)
     positions = {"only": _COSTS_NOTHING, "first": costly, "middle": costly, "last": costly}
     plan = partition(_profile(positions=positions), 2, 1e9, cost_model="calibrated", straight=True)
     assert plan.num_stages == 1
@@ -151,7 +174,9 @@ def test_a_calibrated_profile_is_the_same_from_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"forward_scale": -1.0}, "runtime.forward_scale is -1.0"),
+        ({"latency_ms": -1.0}, "runtime.latency_ms is -1.0"),
+        ({"forward_share": {"first_ms": 0, "later_ms": 0}}, "runtime.forward_share.minibatch_ms is missing"),
+        ({"spread": {"UPDATE": [1.0, -0.5]}}, r"runtime.spread.UPDATE\[1\] is -0.5"),
         ({"positions": {}}, "runtime.positions.only is missing"),
         ({"num_cores": 0}, "runtime.num_cores is 0"),
     ],
@@ -168,6 +193,7 @@ def test_runtime_figures_that_cannot_be_are_refused_by_name(changes: dict[str, A
         ({"stage_costs": [{}, {}]}, r"predicted.stage_costs\[0\].forward is missing"),
         ({"links": []}, "predicted.links has 0 entries for 1 boundaries"),
         ({"host": {"num_workers": 2}}, "predicted.host.num_cores is None"),
+        ({"spread": {"FORWARD": 1.0}}, "predicted.spread.FORWARD is 1.0"),
     ],
 )
 def test_a_plan_s_costs_that_cannot_be_are_refused_by_name(changes: dict[str, Any], message: str) -> None:

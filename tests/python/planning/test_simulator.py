@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pipedream import _core
 from pipedream.planning.plan import Plan
 from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, simulate
+from pipedream.planning.spread import Spread
 
 
 class Edge(NamedTuple):
@@ -180,6 +181,22 @@ def test_recompute_takes_a_forward_unless_its_time_is_given() -> None:
     program = [steps("0F0 0R0 0B0 0U0")]
     assert times_of(simulate(program, StageTimes(2, 3)))[0][1] == (2, 4)
     assert times_of(simulate(program, StageTimes(2, 3, recompute_ms=0.5)))[0][1:3] == [(2, 2.5), (2.5, 5.5)]
+
+
+def test_the_first_microbatch_of_a_minibatch_has_times_of_its_own() -> None:
+    times = StageTimes(2, 4, later_forward_ms=1, later_backward_ms=5)
+    simulation = simulate([steps("0F0.0 0F0.1 0B0.0 0B0.1 0F1.0")], times)
+    assert times_of(simulation) == [[(0, 2), (2, 3), (3, 7), (7, 12), (12, 14)]]
+
+
+def test_items_that_vary_hold_their_mean_over_a_deck_and_are_the_same_every_time() -> None:
+    spread = Spread({"FORWARD": (0.5, 1.0, 1.5)})
+    programs = [steps(" ".join(f"0F{i} 0B{i}" for i in range(6)))]
+    first, second = (simulate(programs, StageTimes(2, 1), spread=spread) for _ in range(2))
+    assert first == second
+    forwards = [end - begin for begin, end in times_of(first)[0][::2]]
+    assert sorted(forwards[:3]) == sorted(forwards[3:]) == [1, 2, 3]
+    assert first.makespan_ms == 6 * (2 + 1)
 
 
 def test_lists_without_instructions_take_no_time() -> None:
@@ -396,7 +413,7 @@ def test_every_instruction_begins_as_early_as_it_may_and_no_earlier(data: st.Dat
     num_stages = num_workers * (data.draw(st.integers(1, 3)) if schedule == "interleaved" else 1)
     num_microbatches = data.draw(st.integers(num_stages if schedule == "2bw" else 1, 6))
     durations = st.integers(0, 9).map(float)  # whole: sums are exact
-    stage_times = [StageTimes(*(data.draw(durations) for _ in range(4))) for _ in range(num_stages)]
+    stage_times = [StageTimes(*(data.draw(durations) for _ in range(7))) for _ in range(num_stages)]
     transfer_ms = data.draw(durations)
     simulation = simulate_schedule(
         *(schedule, num_stages, data.draw(st.integers(1, 4))),
@@ -421,7 +438,7 @@ def test_every_instruction_begins_as_early_as_it_may_and_no_earlier(data: st.Dat
         for step, begin_ms, end_ms in row:
             if step.edge is not None:
                 continue
-            assert end_ms - begin_ms == stage_times[step.stage].of(step.opcode)
+            assert end_ms - begin_ms == stage_times[step.stage].of(step.opcode, step.microbatch)
             where = (step.minibatch, step.microbatch)
             source = None
             if step.opcode == "FORWARD" and step.stage > 0:

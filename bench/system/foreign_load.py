@@ -1,0 +1,58 @@
+"""How much of the machine's cores others take while something is measured: other users' processes, and other
+machines on the same host (steal). Linux.
+
+    with ForeignLoad() as load: ...
+    load.share      of all cores' time, 0 to 1
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from types import TracebackType
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class ForeignLoad:
+    """From entering to leaving; this process and all that came from it are not foreign."""
+
+    share = 0.0
+
+    def __enter__(self) -> ForeignLoad:
+        self._began_s, self._busy_s, self._own_s = time.monotonic(), _busy_s(), _own_s()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        elapsed_s = time.monotonic() - self._began_s
+        foreign_s = (_busy_s() - self._busy_s) - (_own_s() - self._own_s)
+        self.share = max(0.0, foreign_s / elapsed_s / (os.cpu_count() or 1)) if elapsed_s > 0 else 0.0
+
+
+def _busy_s() -> float:
+    """Of all cores, in which they were not idle."""
+    with open("/proc/stat", encoding="ascii") as file:
+        user, nice, system, _idle, _wait, irq, soft_irq, steal = map(int, file.readline().split()[1:9])
+    return (user + nice + system + irq + soft_irq + steal) / _TICKS_PER_S
+
+
+def _own_s() -> float:
+    """Of this process and its descendants, those that have ended included."""
+    parents, times = {}, {}
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            try:
+                with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
+                    fields = file.read().rpartition(")")[2].split()
+            except OSError:
+                continue  # it has ended
+            parents[int(name)], times[int(name)] = int(fields[1]), sum(map(int, fields[11:15]))
+    own = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in own} - own:
+        own |= more
+    return sum(times[pid] for pid in own) / _TICKS_PER_S
