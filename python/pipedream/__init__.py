@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from pipedream.launch.calibration import calibrate
     from pipedream.launch.profiling import profile
     from pipedream.launch.runner import run
+    from pipedream.model.initial_weights import materialise
+    from pipedream.model.meta_device import parameters_on_meta
     from pipedream.planning.layer_profile import LayerProfile, Profile
     from pipedream.planning.partitioner import partition
     from pipedream.planning.plan import Plan, Stage
@@ -46,7 +48,9 @@ __all__ = [
     "WorkerLost",
     "__version__",
     "calibrate",
+    "materialise",
     "optim",
+    "parameters_on_meta",
     "partition",
     "profile",
     "run",
@@ -66,6 +70,8 @@ _MODULES = {
     "Stage": "planning.plan",
     "WorkerLost": "common.errors",
     "calibrate": "launch.calibration",
+    "materialise": "model.initial_weights",
+    "parameters_on_meta": "model.meta_device",
     "partition": "planning.partitioner",
     "profile": "launch.profiling",
     "run": "launch.runner",

@@ -272,6 +272,32 @@ def test_a_stage_that_sees_another_course_of_the_forward_names_the_call() -> Non
     assert "the forward ended without calling layers.1, as it did in the first minibatch" in message
 
 
+class _ReadsLater(nn.Module):
+    """Whose last code reads a parameter of its first module, without a gradient, where inputs are long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early, self.late = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.late(self.early(x))
+        return out * self.early.weight.detach().norm() if len(x) > 2 else out
+
+
+def _train_reading_later(plan: Plan) -> None:
+    data = [(torch.ones(size, 3), torch.zeros(size, 3)) for size in (2, 2, 4)]
+    loss_fn = nn.functional.mse_loss
+    pipedream.run(_ReadsLater(), plan, data=data, loss_fn=loss_fn, optimizer=_SGD, progress=False)
+
+
+def test_what_a_later_minibatch_alone_reads_of_another_stage_shows_in_its_loss(farm: Farm) -> None:
+    """It was read as it had been before the training."""
+    for outcome in farm.run(_train_reading_later, Plan.straight(2, 2), num_ranks=2):
+        assert isinstance(outcome.error, pipedream.NonFiniteLoss)
+        assert "the loss of minibatch 2 is nan" in str(outcome.error)
+        assert "whether its forward reads something there that it did not read in" in str(outcome.error)
+
+
 class _Scores(nn.Module):
     """Of texts (samples, length), with a skip of that shape around its middle."""
 

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pipedream
@@ -250,10 +251,10 @@ class _CountsItsMoves(nn.Linear):
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 
-def _train_and_count_moves(*, returns_model: bool) -> int:
+def _train_and_count_moves(folder: Path | None) -> int:
     layer = _CountsItsMoves(2, 2)
     with pytest.MonkeyPatch.context() as patch:
-        place = functools.partial(WorkerPlace, returns_model=returns_model)
+        place = functools.partial(WorkerPlace, folder=folder)
         patch.setattr("pipedream.launch.runner.WorkerPlace", place)
         pipedream.run(
             nn.Sequential(layer),
@@ -266,9 +267,13 @@ def _train_and_count_moves(*, returns_model: bool) -> int:
     return layer.num_moves
 
 
-@pytest.mark.parametrize(("returns_model", "num_moves"), [(True, 2), (False, 1)])
+@pytest.mark.parametrize(("is_users", "num_moves"), [(True, 2), (False, 1)])
 def test_a_model_moves_back_only_where_its_user_has_it(
-    farm: Farm, returns_model: bool, num_moves: int
+    farm: Farm, is_users: bool, num_moves: int, tmp_path: Path
 ) -> None:
-    # Of a local worker it is a copy, whose trained state has gone to the caller.
-    assert farm.results(_train_and_count_moves, returns_model=returns_model, num_ranks=1) == [num_moves]
+    # Of a local worker it is a copy, whose trained state has gone to the caller by its folder.
+    folder = None if is_users else tmp_path
+    assert farm.results(_train_and_count_moves, folder, num_ranks=1) == [num_moves]
+    assert (
+        [path.name for path in tmp_path.iterdir()] == [] if is_users else ["model-00001-of-00001.safetensors"]
+    )

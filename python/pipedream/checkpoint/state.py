@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from pipedream import _core
@@ -24,24 +25,27 @@ from pipedream.links.state_transfer import (
     send_tensors,
 )
 from pipedream.model.boundary import device_of, exportable
+from pipedream.model.initial_weights import COMPLEX_MARK
 from pipedream.model.splitter import StageModule, dtype_name
 
 __all__ = [
     "average_buffers",
     "load_state",
+    "mean_buffers",
     "receive_state",
     "receive_values",
     "relay_state",
     "save_state",
+    "saved_names",
+    "saved_values",
     "send_state",
 ]
 
-# safetensors has no complex128, so complex tensors are saved as pairs of reals under a marked name.
-_COMPLEX_MARK = "complex:"
-
 
 def send_state(core: _core.Worker, channel: str, stage: StageModule, *, only_buffers: bool = False) -> None:
+    """Those on the meta device have no values, and are left out."""
     state = dict(stage.stage_buffers()) if only_buffers else _state_of(stage)
+    state = {name: tensor for name, tensor in state.items() if not tensor.is_meta}
     send_document(core, channel, [[name, dtype_name(t.dtype), list(t.shape)] for name, t in state.items()])
     send_tensors(core, channel, list(state.values()))
     core.wait_until_sent(channel)  # they are read where they lie, and the next forward changes buffers
@@ -65,16 +69,24 @@ def receive_values(core: _core.Worker, channel: str) -> dict[str, Tensor]:
 def average_buffers(stage: StageModule, of_others: Sequence[Mapping[str, Tensor]]) -> None:
     """The stage's floating-point buffers become the means over its replicas: its own, then of the others by
     name. What is alike everywhere, or not everywhere of one shape, stays as it is."""
-    for name, buffer in stage.stage_buffers():
+    buffers = dict(stage.stage_buffers())
+    with torch.no_grad():
+        for name, mean in mean_buffers(buffers, of_others).items():
+            buffers[name].copy_(mean)
+
+
+def mean_buffers(mine: Mapping[str, Tensor], of_others: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Those that average_buffers changes."""
+    means: dict[str, Tensor] = {}
+    for name, buffer in mine.items():
         others = [values[name] for values in of_others if name in values]
         is_common = len(others) == len(of_others) and all(
             other.shape == buffer.shape and other.dtype == buffer.dtype for other in others
         )
-        mine = buffer.cpu()
-        if not (is_common and buffer.is_floating_point()) or all(torch.equal(mine, o) for o in others):
-            continue
-        with torch.no_grad():
-            buffer.copy_(sum(others, mine) / (1 + len(others)))
+        own = buffer.cpu()
+        if is_common and buffer.is_floating_point() and not all(torch.equal(own, o) for o in others):
+            means[name] = sum(others, own) / (1 + len(others))
+    return means
 
 
 def relay_state(core: _core.Worker, source: str, sink: str) -> None:
@@ -84,28 +96,57 @@ def relay_state(core: _core.Worker, source: str, sink: str) -> None:
     relay_tensors(core, source, sink, sizes)
 
 
-def save_state(stages: Sequence[StageModule], path: str | os.PathLike[str]) -> None:
-    """Writes a safetensors file."""
+def save_state(
+    stages: Sequence[StageModule],
+    path: str | os.PathLike[str],
+    *,
+    names: Collection[str] | None = None,
+    only_buffers: bool = False,
+) -> None:
+    """Writes a safetensors file. names: of what is saved; None: all."""
     state: dict[str, Tensor] = {}
+    storages: set[int] = set()
     for stage in stages:
-        for name, tensor in _state_of(stage).items():
-            value = exportable(tensor.cpu()).clone()  # safetensors refuses memory that tensors share
-            state[_COMPLEX_MARK + name if value.is_complex() else name] = (
-                torch.view_as_real(value) if value.is_complex() else value
-            )
-    save_file(state, path)
+        of_stage = dict(stage.stage_buffers()) if only_buffers else _state_of(stage)
+        for name, tensor in of_stage.items():
+            if names is None or name in names:
+                value = _alone(exportable(tensor.cpu()), storages)
+                state[COMPLEX_MARK + name if value.is_complex() else name] = (
+                    torch.view_as_real(value) if value.is_complex() else value
+                )
+    save_file(state, path, metadata={"format": "pt"})
+
+
+def _alone(value: Tensor, storages: set[int]) -> Tensor:
+    """A copy where others are in the same memory, which safetensors refuses. storages: those seen."""
+    storage = value.untyped_storage()
+    if storage.data_ptr() in storages or storage.nbytes() != value.numel() * value.element_size():
+        return value.clone()
+    storages.add(storage.data_ptr())
+    return value
+
+
+def saved_names(path: str | os.PathLike[str]) -> list[str]:
+    with safe_open(path, framework="pt") as opened:
+        return list(opened.keys())
+
+
+def saved_values(path: str | os.PathLike[str], names: Collection[str] | None = None) -> dict[str, Tensor]:
+    """What save_state wrote, all or those of these names."""
+    values: dict[str, Tensor] = {}
+    with safe_open(path, framework="pt") as opened:
+        for name_there in opened.keys():  # noqa: SIM118 - it is no mapping
+            name = name_there.removeprefix(COMPLEX_MARK)
+            if names is None or name in names:
+                value = opened.get_tensor(name_there)
+                values[name] = value if name == name_there else torch.view_as_complex(value)
+    return values
 
 
 def load_state(stages: Sequence[StageModule], path: str | os.PathLike[str]) -> None:
     """Makes what save_state wrote the stages' state."""
-    saved = {
-        name.removeprefix(_COMPLEX_MARK): torch.view_as_complex(value)
-        if name.startswith(_COMPLEX_MARK)
-        else value
-        for name, value in load_file(path).items()
-    }
     known = {name: stage for stage in stages for name in _state_of(stage)}
-    for name, value in saved.items():
+    for name, value in saved_values(path).items():
         _assign(known[name] if name in known else _owner_of(stages, name), name, value)
 
 

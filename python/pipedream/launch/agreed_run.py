@@ -17,6 +17,7 @@ from pipedream.common.agreement import difference, settings_of
 from pipedream.common.errors import failures_of_others
 from pipedream.data.stream import DataStream, ForwardedData, MinibatchStream, ReceivedStream
 from pipedream.links.rendezvous import START_TIMEOUT_S, Rendezvous
+from pipedream.model.meta_device import is_on_meta
 from pipedream.model.seeding import base_seed, seed_data
 from pipedream.model.splitter import Model, StageModule, Tie, find_ties, outline_of, split, tie_pairs
 from pipedream.planning.plan import Plan
@@ -35,6 +36,8 @@ class AgreedRun:
     stages: list[StageModule]
     """All; those of other ranks have the weights that this one's model has."""
     ties: list[Tie]
+    is_made_by_stages: bool = False
+    """Whether the model came without values, so that each worker has those of its own stages alone."""
 
     @property
     def rank(self) -> int:
@@ -93,7 +96,8 @@ def agree(
         place = replace(place, run_id=int(agreed["run_id"]))
     stages = split(model, options.plan)
     base = base_seed(options.seed) if agreed is None else int(agreed["base_seed"])
-    run = AgreedRun(place, options, base, stages, find_ties(stages))
+    on_meta = is_on_meta(root for stage in stages for _, root in stage.roots())
+    run = AgreedRun(place, options, base, stages, find_ties(stages), on_meta)
     seed_data(base, options.seed, options.plan.workers_used)
     if agreed is None:
         agreed = {

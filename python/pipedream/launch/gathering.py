@@ -1,7 +1,8 @@
 """Gather: final weights and results go up the tree of ranks to rank 0, and the farewell comes down.
 
 Of a stage with replicas the weights are the first's, and its floating-point buffers (the running statistics
-of batch norm) the means over all: each replica has its own.
+of batch norm) the means over all: each replica has its own. Local workers write weights into files instead,
+so that none of them has to hold the whole model; so does each worker where the user names a folder.
 
 Nobody closes before everybody has all it needs. On the worker's compute thread.
 """
@@ -9,6 +10,7 @@ Nobody closes before everybody has all it needs. On the worker's compute thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +24,7 @@ from pipedream.checkpoint.state import (
     send_state,
 )
 from pipedream.launch.agreed_run import AgreedRun
+from pipedream.launch.weight_files import finish_weights, save_weights
 from pipedream.links.channels import RunChannel, tree_name
 from pipedream.links.rank_tree import children_of, parent_of, subtree_of
 from pipedream.links.state_transfer import receive_document, relay_document, send_document
@@ -36,6 +39,7 @@ def gather(
 ) -> RunResult:
     """The result at every rank, what the trace shows at rank 0 only. report: this rank's; channels: of the
     run."""
+    _save(run)
     if run.rank != 0:
         _hand_up(run, core, report)
         return _hear_farewell(run, core)
@@ -53,6 +57,8 @@ def gather(
             reports[other] = receive_document(core, tree_name(child, 0))
     for stage_index, by_replica in buffers.items():
         average_buffers(run.stages[stage_index], [by_replica[replica] for replica in sorted(by_replica)])
+    if run.options.save is not None:
+        finish_weights(run, Path(run.options.save))
     between = [channel for channel in channels if channel.stages is not None]
     in_order = [reports[rank] for rank in range(num_ranks)]
     result = combine_reports(plan, run.options.schedule_options(), between, in_order)
@@ -90,7 +96,8 @@ def _hand_down(run: AgreedRun, core: _core.Worker, shared: dict[str, Any], above
     below = [tree_name(rank, child) for child in children_of(rank, run.place.world_size)]
     for channel in below:
         send_document(core, channel, shared)
-    for stage in run.stages if run.options.gather == "all" else []:
+    to_all = run.options.gather == "all" and run.place.folder is None
+    for stage in run.stages if to_all else []:
         if above:
             receive_state(core, above, stage)
         for channel in below:
@@ -98,4 +105,13 @@ def _hand_down(run: AgreedRun, core: _core.Worker, shared: dict[str, Any], above
 
 
 def _gathered_stages_of(run: AgreedRun, rank: int) -> list[StageModule]:
-    return [] if run.options.gather == "none" else run.stages_of(rank)
+    by_files = run.options.gather == "none" or run.place.folder is not None
+    return [] if by_files else run.stages_of(rank)
+
+
+def _save(run: AgreedRun) -> None:
+    """Before the report goes up, so that rank 0 finds all files."""
+    if run.options.save is not None:
+        save_weights(run, Path(run.options.save), persistent=True)
+    if run.place.folder is not None and run.options.gather != "none":
+        save_weights(run, run.place.folder, persistent=False)

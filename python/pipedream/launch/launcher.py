@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from pipedream.checkpoint.state import load_state
 from pipedream.common import errors
 from pipedream.common.guard import RUN_FOLDER_VARIABLE
 from pipedream.launch.devices import choose_device_type
@@ -33,6 +32,7 @@ from pipedream.launch.forwarder import forwarding
 from pipedream.launch.local_worker import STORE_PREFIX, run_local_worker
 from pipedream.launch.run_folder import run_folder
 from pipedream.launch.task_files import WorkerTask, read_part, write_data, write_options, write_part
+from pipedream.launch.weight_files import load_weights
 from pipedream.launch.worker_processes import run_processes, signals_deferred
 from pipedream.links.rendezvous import Rendezvous, host_store
 from pipedream.model.factories import try_factories
@@ -76,7 +76,7 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions) -> RunRe
             _launch(task, options.plan, board)
         result = RunResult.from_dict(json.loads((folder / "result.json").read_text(encoding="utf-8")))
         if options.gather != "none":
-            load_state(stages, folder / "weights.safetensors")
+            load_weights(stages, options.plan, folder)
         return result
 
 

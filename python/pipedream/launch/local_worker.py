@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipedream import _core
-from pipedream.checkpoint.state import save_state
 from pipedream.common.guard import one_run_at_a_time
 from pipedream.launch.failure import write_error
 from pipedream.launch.task_files import WorkerTask, read_part
@@ -21,7 +20,6 @@ from pipedream.launch.worker import run_worker
 from pipedream.links.descriptors import descriptor_limit_raised
 from pipedream.links.rendezvous import Rendezvous, connect_store
 from pipedream.model.seeding import RngState
-from pipedream.model.splitter import split
 from pipedream.report.status import StatusBoard
 from pipedream.stage.job import CallerSettings, JobOptions, WorkerPlace
 
@@ -98,10 +96,8 @@ def _train(task: WorkerTask, folder: Path, rank: int, board: StatusBoard) -> Non
             incarnation=0,
             rendezvous=rendezvous,
             board=board,
-            returns_model=False,
+            folder=folder,
         )
         result = run_worker(place, options, model, data)
     if rank == 0:
-        if options.gather != "none":
-            save_state(split(model, plan), folder / "weights.safetensors")
         (folder / "result.json").write_text(json.dumps(result.to_dict()), encoding="utf-8")

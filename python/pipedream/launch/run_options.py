@@ -140,6 +140,22 @@ def _check_seed(_: str, value: Any) -> None:
     base_seed(value)
 
 
+def _check_weights(_: str, value: Any) -> None:
+    from pipedream.model.initial_weights import check_weights
+
+    check_weights(value)
+
+
+def _check_save(name: str, value: Any) -> None:
+    """The folder is made where it is missing: every worker writes into it."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{name} is {value!r}: give the path of a folder")
+    try:
+        os.makedirs(value, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{name} is {os.fspath(value)!r}, which is no folder: {error.strerror}") from None
+
+
 def _check_trace(name: str, value: Any) -> None:
     check_trace_path(value)
     if os.environ.get("RANK", "0") == "0":  # which writes it; other machines need not have the folder
@@ -297,6 +313,19 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
         'where the trained weights go: `"rank0"`, `"all"`, `"none"`',
         "rank0",
         _choice_of("rank0", "all", "none"),
+    ),
+    RunOption(
+        "weights",
+        "of a model on the meta device: a function of a module, or safetensors; `None`: the modules' own",
+        None,
+        _check_weights,
+    ),
+    RunOption(
+        "save",
+        "a folder: each stage writes its trained weights there",
+        None,
+        _or_none(_check_save),
+        CommandOption("A folder into which each stage writes its trained weights.", Path, metavar="FOLDER"),
     ),
     RunOption("progress", "show epoch, loss and samples/s on stderr", True),
     RunOption(

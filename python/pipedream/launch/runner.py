@@ -38,6 +38,8 @@ from pipedream.links.options import make_link_options, wants_checksums
 from pipedream.links.rendezvous import START_TIMEOUT_S, torchrun_rendezvous
 from pipedream.model.batches import own_loss, parts_of
 from pipedream.model.cut_model import CutModel, cut_model, needs_cutting
+from pipedream.model.initial_weights import WeightSource
+from pipedream.model.meta_device import is_on_meta
 from pipedream.model.precision import autocast_dtype
 from pipedream.model.references import check_loss_fn
 from pipedream.model.seeding import base_seed, generators_kept, seed_data
@@ -97,6 +99,8 @@ def run(
     seed: int | None = None,
     on_nonfinite: str = "stop",
     gather: str = "rank0",
+    weights: WeightSource = None,
+    save: str | os.PathLike[str] | None = None,
     progress: bool = True,
     trace: str | os.PathLike[str] | None = None,
 ) -> RunResult:
@@ -157,7 +161,13 @@ def run(
     seed: of all random numbers; None continues from the caller's generators.
     on_nonfinite: "stop" raises NonFiniteLoss naming the minibatch, before it has changed a weight; "continue"
         trains on.
-    gather: where the trained weights go: "rank0", "all", or "none" (each worker keeps its own stage's).
+    gather: where the trained weights go: "rank0", "all", or "none" (each worker keeps its own stage's). A
+        model that came on the meta device stays there.
+    weights: of a model on the meta device, of which each worker makes its own stages' alone: None, by each
+        module's own reset_parameters() and _init_weights; a function of a module; or a checkpoint, a
+        safetensors file or a folder of them. docs/models.md.
+    save: a folder, in which each stage's worker writes its trained weights as a safetensors file, with an
+        index of all as Hugging Face's checkpoints have it. On several machines one that all of them share.
     progress: show epoch, loss and samples/s on stderr while training: on a terminal a line that changes,
         elsewhere a line every few seconds.
     trace: a file (.json or .json.gz) for a trace that ui.perfetto.dev opens.
@@ -229,6 +239,8 @@ def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any]) -> Job
     plan = _fitting(plan, arguments["data"])
     _check_hooks(model)
     _check_environment()
+    on_meta = is_on_meta(layer for _, layer in layers_of(model))
+    gather = _gather_of(arguments, on_meta=on_meta)
     as_they_are = {
         field.name: arguments[field.name] for field in fields(JobOptions) if field.name in arguments
     }
@@ -241,11 +253,42 @@ def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any]) -> Job
             "memory_bytes": None if memory is None else parse_size(memory, "memory"),
             "recompute": _recompute_of(arguments["recompute"], plan),
             "num_threads": _threads_per_worker(plan),
+            "gather": gather,
+            "weights": _absolute(arguments["weights"]),
+            "save": _absolute(arguments["save"]),
         }
     )
     check_replicas(options)
     options.schedule_options()  # says what the plan and the schedule cannot do, before any process starts
     return options
+
+
+def _gather_of(arguments: dict[str, Any], *, on_meta: bool) -> str:
+    """What becomes of the trained weights: of a model on the meta device nothing comes back."""
+    gather: str = arguments["gather"]
+    if not on_meta:
+        if arguments["weights"] is not None:
+            raise ValueError(
+                "weights is given, but the model is not on the meta device and has values: load them into it"
+                " before run, or make it under torch.device('meta')"
+            )
+        return gather
+    if gather == "all":
+        raise ValueError(
+            "gather is 'all', but the model is on the meta device and stays there: give save=FOLDER"
+        )
+    if gather == "rank0" and arguments["save"] is None:
+        raise ValueError(
+            "the model is on the meta device, where trained weights have no place: give save=FOLDER, into"
+            " which each stage writes its own (pipedream.materialise(model, FOLDER) reads them), or"
+            " gather='none'"
+        )
+    return "none"
+
+
+def _absolute(path: Any) -> Any:
+    """Workers may have another working directory."""
+    return os.path.abspath(path) if isinstance(path, (str, os.PathLike)) else path
 
 
 def _cut(model: Model, data: Iterable[Any], options: JobOptions) -> CutModel:
@@ -254,7 +297,9 @@ def _cut(model: Model, data: Iterable[Any], options: JobOptions) -> CutModel:
     with generators_kept():
         seed_data(base_seed(options.seed), options.seed, options.plan.workers_used)
         inputs, targets = parts_of(first_of(data), 0)
-        return cut_model(model, inputs, targets, options.loss_fn, autocast=options.autocast)
+        return cut_model(
+            model, inputs, targets, options.loss_fn, autocast=options.autocast, weights=options.weights
+        )
 
 
 def _check_environment() -> None:

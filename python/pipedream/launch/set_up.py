@@ -24,6 +24,7 @@ from pipedream.budget.rehearsal import Handover, Rehearsal
 from pipedream.checkpoint.state import receive_state, relay_state, send_state
 from pipedream.data.stream import MinibatchStream
 from pipedream.launch.agreed_run import AgreedRun
+from pipedream.launch.own_part import OwnPart
 from pipedream.launch.worker_links import WorkerLinks
 from pipedream.links.channels import set_up_channels, tree_name
 from pipedream.links.rank_tree import children_of, parent_of, subtree_of
@@ -47,8 +48,11 @@ class Rehearsed:
     """Of a whole minibatch's inputs. None: nothing to check them against."""
 
 
-def set_up(run: AgreedRun, links: WorkerLinks, device: torch.device, stream: MinibatchStream) -> Rehearsed:
-    """Afterwards the run's own stages have rank 0's weights, and the links are closed."""
+def set_up(
+    run: AgreedRun, links: WorkerLinks, device: torch.device, stream: MinibatchStream, part: OwnPart
+) -> Rehearsed:
+    """Afterwards the run's own stages have rank 0's weights, those of others are left out of the worker's
+    part, and the links are closed."""
     rendezvous = run.place.rendezvous
     rendezvous.enter("reading the first minibatch")
     first = _read_first_microbatch(run, stream)
@@ -56,6 +60,7 @@ def set_up(run: AgreedRun, links: WorkerLinks, device: torch.device, stream: Min
     core = _open_links(run, links, device)
     with links.explained():
         _share_initial_weights(run, core)
+        part.leave_out_others()
         rendezvous.enter("rehearsing")
         rehearsed = _rehearse(run, core, device, first)
         if core is not None:
@@ -113,8 +118,9 @@ def _open_links(run: AgreedRun, links: WorkerLinks, device: torch.device) -> _co
 
 def _share_initial_weights(run: AgreedRun, core: _core.Worker | None) -> None:
     """Rank 0's initial weights are used everywhere, from the construction of the optimizers on. So they come
-    before the pool is planned."""
-    if core is None:
+    before the pool is planned. Local workers have all read the caller's; what was on the meta device each
+    makes for itself."""
+    if core is None or not run.place.returns_model:
         return
     rank, num_ranks = run.rank, run.plan.workers_used
     above = "" if rank == 0 else tree_name(parent_of(rank), rank)

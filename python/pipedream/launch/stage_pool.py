@@ -195,11 +195,16 @@ class StagePool:
             tied_bytes,
             placed_bytes,
             torch_bytes,
-            model_bytes(self.run.stages if self._device.type == "cpu" else self.run.own_stages()),
+            model_bytes(self._held_stages()),
             self._device.type,
             dict.fromkeys(own_bytes, forced_offload()),
             step_bytes,
         )
+
+    def _held_stages(self) -> list[StageModule]:
+        """Whose weights lie in the device's memory: on the host also what the user made of other stages'."""
+        is_whole = self.run.place.returns_model and not self.run.is_made_by_stages
+        return self.run.stages if is_whole and self._device.type == "cpu" else self.run.own_stages()
 
     def _pool_torch_terms(self) -> None:
         """What torch makes lies in one term of the pool instead of beside it."""

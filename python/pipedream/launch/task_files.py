@@ -6,6 +6,7 @@ Written by the caller from host memory, read by every worker, who thereby has co
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -48,8 +49,21 @@ class WorkerTask:
     """Not in a file: a caller that is killed cannot remove it."""
 
 
+_MAPPED_BYTES_MIN = 1 << 16  # smaller memory is in the pickle
+
+
 class _HostPickler(pickle.Pickler):
-    """Writes tensors as they are in host memory: what is unpickled lies on no device of the caller's."""
+    """Writes tensors as they are in host memory: what is unpickled lies on no device of the caller's. Large
+    memory goes into files, which whoever unpickles maps: it has the pages alone that it touches, so a worker
+    those of its own stages."""
+
+    def __init__(self, content: io.BytesIO, folder: Path | None, name: str) -> None:
+        """folder: None leaves all in the pickle."""
+        super().__init__(content)
+        self._folder = folder
+        self._name = name
+        self._files: dict[int, str] = {}  # by address
+        self._kept: list[torch.UntypedStorage] = []  # so that no other gets the address
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, nn.Module) and parametrize.is_parametrized(value):
@@ -61,13 +75,40 @@ class _HostPickler(pickle.Pickler):
         if not is_typed and not isinstance(value, torch.UntypedStorage):
             return NotImplemented
         storage: Any = value._untyped_storage if is_typed else value
+        if self._maps(storage):
+            path = self._file_of(storage)
+            return _map_storage, (path, storage.nbytes(), value._dtype if is_typed else None)
         if storage.device.type != "cuda":
             return NotImplemented
         on_host = storage.cpu()
         if is_typed:
-            make: Any = torch.TypedStorage
-            on_host = make(wrap_storage=on_host, dtype=value._dtype, _internal=True)
+            on_host = _typed(on_host, value._dtype)
         return on_host.__reduce__()
+
+    def _maps(self, storage: torch.UntypedStorage) -> bool:
+        has_memory = storage.device.type in ("cpu", "cuda")
+        return self._folder is not None and has_memory and storage.nbytes() >= _MAPPED_BYTES_MIN
+
+    def _file_of(self, storage: torch.UntypedStorage) -> str:
+        address = storage.data_ptr()
+        if address not in self._files:
+            assert self._folder is not None
+            path = self._folder / f"{self._name}-{len(self._files)}.memory"
+            content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            content.cpu().numpy().tofile(path)  # on the host no copy
+            self._files[address] = os.fspath(path)
+            self._kept.append(storage)
+        return self._files[address]
+
+
+def _map_storage(path: str, num_bytes: int, dtype: torch.dtype | None) -> Any:
+    storage: Any = torch.UntypedStorage.from_file(path, shared=False, nbytes=num_bytes)
+    return storage if dtype is None else _typed(storage, dtype)
+
+
+def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
+    make: Any = torch.TypedStorage
+    return make(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 def _bare(kind: type[nn.Module]) -> nn.Module:
@@ -82,15 +123,15 @@ def _parametrize_again(module: nn.Module, attributes: dict[str, Any]) -> None:
         parametrize._inject_property(module, name)
 
 
-def _dumps(value: Any) -> bytes:
+def _dumps(value: Any, folder: Path | None = None, name: str = "") -> bytes:
     content = io.BytesIO()
-    _HostPickler(content).dump(value)
+    _HostPickler(content, folder, name).dump(value)
     return content.getvalue()
 
 
 def write_part(folder: Path, name: str, value: Any, remedy: str) -> None:
     try:
-        content = _dumps(value)
+        content = _dumps(value, folder, name)
     except Exception as error:
         raise ValueError(
             f"{name} ({_name_of(value)}) cannot be sent to the workers: {errors.one_line(error)}; {remedy}"
@@ -110,7 +151,7 @@ def read_part(folder: Path, name: str) -> Any:
 
 def write_options(folder: Path, options: JobOptions) -> None:
     remedy = "use a function or class that is defined at the top level of a module"
-    for name in ("loss_fn", "optimizer", "lr_scheduler", "weight_fn"):
+    for name in ("loss_fn", "optimizer", "lr_scheduler", "weight_fn", "weights"):
         write_part(folder, name, getattr(options, name), remedy)
     without_secret = replace(options, links=replace(options.links, keys=None))
     write_part(folder, "options", without_secret, "")

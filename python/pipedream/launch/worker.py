@@ -28,6 +28,7 @@ from pipedream.data.stream import ForwardedData, MinibatchStream, ReceivedStream
 from pipedream.launch.agreed_run import AgreedRun, agree, wait_for
 from pipedream.launch.devices import choose_device
 from pipedream.launch.gathering import gather
+from pipedream.launch.own_part import OwnPart
 from pipedream.launch.set_up import Rehearsed, set_up
 from pipedream.launch.stage_pool import StageOptimizers, StagePool
 from pipedream.launch.worker_links import WorkerLinks, no_word
@@ -45,7 +46,7 @@ from pipedream.links.device_memory import agree_on_device_memory, place_on_devic
 from pipedream.links.rank_tree import parent_of
 from pipedream.links.rendezvous import Rendezvous
 from pipedream.links.replica_group import ReplicaGroup
-from pipedream.model.boundary import TensorSpec, device_of
+from pipedream.model.boundary import TensorSpec
 from pipedream.model.loss_placement import loss_on
 from pipedream.model.references import gradients_noticed
 from pipedream.model.splitter import Model
@@ -102,16 +103,15 @@ class _Worker:
         rendezvous.join(options.links.peer_timeout_s)
         rendezvous.enter("agreeing on the plan")
         run, stream = agree(self._place, options, model, data)
-        own_device = device_of(run.own_stages())  # where the user has the model, and finds it again
-        for stage in run.own_stages():
-            stage.to(device)
+        part = OwnPart(run, device)
         loss_placed = contextlib.ExitStack()
         if run.reads_targets:
             loss_placed.enter_context(loss_on(options.loss_fn, device))
-        with afterwards(functools.partial(_give_back, run, own_device)), afterwards(loss_placed.close):
+        with afterwards(part.give_back), afterwards(loss_placed.close):
             try:
-                rehearsed = set_up(run, self.links, device, stream)
-                return self._train(run, device, rehearsed, data, stream)
+                part.place()
+                rehearsed = set_up(run, self.links, device, stream, part)
+                return self._train(run, device, rehearsed, data, stream, part)
             except _core.RunFailure as failure:
                 raise_failure(*failure.args)
 
@@ -122,6 +122,7 @@ class _Worker:
         rehearsed: Rehearsed,
         data: Iterable[Any] | ForwardedData,
         stream: MinibatchStream,
+        part: OwnPart,
     ) -> RunResult:
         self._place.rendezvous.enter("opening links")
         core = self.links.make_core(run, device)
@@ -142,13 +143,8 @@ class _Worker:
             with gradients_noticed(run.parameters()):
                 report = self._loop.train()
             _note_codecs(report, channels)
+        part.take_back_others()
         return gather(pool.run, core, channels, report)
-
-
-def _give_back(run: AgreedRun, own_device: torch.device) -> None:
-    if run.place.returns_model:
-        for stage in run.own_stages():
-            stage.to(own_device)
 
 
 def _channels_of(

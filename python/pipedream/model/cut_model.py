@@ -24,12 +24,13 @@ from pipedream.model.boundary import check_loss, device_of, map_tensors, to_devi
 from pipedream.model.calls import module_names
 from pipedream.model.crossing import Fillers
 from pipedream.model.cuts import Cut, Cuts
+from pipedream.model.initial_weights import WeightSource, traceable
 from pipedream.model.loss_placement import call_loss, loss_on, spare_loss
 from pipedream.model.precision import autocast_region
 from pipedream.model.references import modules_carried_by
 from pipedream.model.span import SpanStage
 from pipedream.model.splitter import CutForward, Model, check_parameters, is_list_of_layers, model_name
-from pipedream.model.trace import record
+from pipedream.model.trace import Trace, record
 
 __all__ = ["CutModel", "cut_model", "needs_cutting"]
 
@@ -153,12 +154,25 @@ def cut_model(
     loss_fn: Callable[[Any, Any], Tensor],
     *,
     autocast: torch.dtype | None = None,
+    weights: WeightSource = None,
 ) -> CutModel:
-    """Traces the model on one minibatch; it and the generators are afterwards as they were.
+    """Traces the model on one minibatch; it and the generators are afterwards as they were. A model on the
+    meta device is traced on the host, without parameters; weights: where its buffers' values come from.
 
     Raises ValueError for parameters that cannot be trained, and whatever the model and the loss raise.
     """
     check_parameters(model)
+    with traceable(model, weights):
+        return CutModel(model, Cuts(_trace(model, inputs, targets, loss_fn, autocast)))
+
+
+def _trace(
+    model: nn.Module,
+    inputs: Any,
+    targets: Any,
+    loss_fn: Callable[[Any, Any], Tensor],
+    autocast: torch.dtype | None,
+) -> Trace:
     device = device_of([model])
     loss_fn = spare_loss(loss_fn)
     # Copies, as a first layer that works in place would change the caller's data; and targets that are the
@@ -176,5 +190,4 @@ def cut_model(
 
     kept, placed = untouched([model, *modules_carried_by(loss_fn)]), loss_on(loss_fn, device)
     with kept, placed, torch.enable_grad():
-        trace = record(model, given, run, make_loss)
-    return CutModel(model, Cuts(trace))
+        return record(model, given, run, make_loss)

@@ -22,7 +22,7 @@ from pipedream.model.boundary import device_of, to_device
 from pipedream.model.crossing import Crossing
 from pipedream.model.cut_model import CutModel, cut_model, needs_cutting
 from pipedream.model.split_check import check_cuts
-from pipedream.model.splitter import Model, check_values, layers_of, model_name
+from pipedream.model.splitter import Model, check_shapes, layers_of, model_name
 
 __all__ = ["ExplainedLayer", "Explanation", "explain"]
 
@@ -126,7 +126,7 @@ def explain(model: Model, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | No
 def _of_list(layers: Sequence[tuple[str, nn.Module]], name: str) -> Explanation:
     explained = []
     for layer_name, layer in layers:
-        check_values(layer, f"{layer_name}.")
+        check_shapes(layer, f"{layer_name}.")
         trainable = [parameter for parameter in layer.parameters() if parameter.requires_grad]
         explained.append(ExplainedLayer(layer_name, sum(p.nbytes for p in trainable), None))
     return Explanation(name, tuple(explained), ())

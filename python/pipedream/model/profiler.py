@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
@@ -29,10 +29,13 @@ from pipedream.model.batches import own_loss, parts_of
 from pipedream.model.boundary import device_of, tensors_of, to_device, untouched
 from pipedream.model.clock import Clock, make_clock
 from pipedream.model.cut_model import CutModel, cut_model, needs_cutting
+from pipedream.model.initial_weights import WeightSource, check_weights
+from pipedream.model.layer_sweep import SWEEPS_MAX, LayerSweep
 from pipedream.model.loss_placement import loss_on, spare_loss
+from pipedream.model.meta_device import is_on_meta
 from pipedream.model.references import check_loss_fn, modules_carried_by
 from pipedream.model.split_check import check_cuts
-from pipedream.model.splitter import Model, check_values, layers_of, model_name
+from pipedream.model.splitter import Model, check_shapes, layers_of, model_name
 from pipedream.model.timed_passes import CutPasses, LayerPasses, LossFunction, TimedPasses
 from pipedream.planning.layer_profile import LayerProfile, Profile
 from pipedream.planning.shapes import Shapes, larger_of, shapes_of
@@ -61,6 +64,7 @@ def profile(
     seconds: float | None = None,
     cuts: Sequence[str] | None = None,
     check: bool = True,
+    weights: WeightSource = None,
 ) -> Profile:
     """Measures what partition needs: per layer the mean forward and backward time of a minibatch in
     milliseconds, the bytes that cross the cut after it and the bytes of its trainable parameters.
@@ -82,6 +86,10 @@ def profile(
     "layer3"]; None: after any. check: such a model is at first run with all its cuts, and compared with the
     whole one; a cut that changes the loss, a gradient or a buffer is left out, which the log says, or refused
     by a ValueError where `cuts` names it.
+
+    A model on the meta device is timed on the host, layer by layer: each is given its values, runs forward
+    and backward on the first minibatch as often as there are minibatches to measure (at most 20), and goes
+    back to meta. So it needs the memory of its largest layer. There is no check then. weights: as in run.
     """
     check_main_guard()
     check_count("minibatches", minibatches)
@@ -92,20 +100,27 @@ def profile(
         loss_fn = own_loss
     check_function("loss_fn", loss_fn)
     check_loss_fn(loss_fn)
+    check_weights(weights)
     _check_names(cuts)
     named_layers = layers_of(model)
     layers = [layer for _, layer in named_layers]
     if not needs_cutting(model):
         for name, layer in named_layers:
-            check_values(layer, f"{name}.")
-    device = device_of(layers)
+            check_shapes(layer, f"{name}.")
+    on_meta = is_on_meta(layers)
+    device = torch.device("cpu") if on_meta else device_of(layers)
     loss_fn = spare_loss(loss_fn)
     measurement = _Measurement(functools.partial(_make_passes, model, loss_fn, cuts, check))
     kept, placed = untouched([*layers, *modules_carried_by(loss_fn)]), loss_on(loss_fn, device)
     with kept, placed, torch.enable_grad(), _progress(minibatches) as advance:
-        _measure(measurement, batches, device, minibatches, seconds, advance)
-    passes = measurement.passes
-    assert passes is not None  # at least one minibatch was measured
+        if on_meta:
+            passes: TimedPasses | LayerSweep = _sweep(
+                measurement, model, batches, loss_fn, cuts, weights, minibatches, seconds
+            )
+        else:
+            _measure(measurement, batches, device, minibatches, seconds, advance)
+            assert measurement.passes is not None  # at least one minibatch was measured
+            passes = measurement.passes
     columns = (
         *measurement.means_ms(),
         passes.activation_bytes,
@@ -239,8 +254,39 @@ def _make_passes(
         if cut.chosen is None and cut.explain():
             _log.warning("the model cannot be cut, so it is one layer: %s", cut.explain())
     elif cuts is not None:
-        raise ValueError(f"cuts is {cuts!r}, but the model is a list of layers: it is cut after its entries")
+        _refuse_cuts_of_list(cuts)
     return LayerPasses(layers_of(model), loss_fn)
+
+
+def _sweep(
+    measurement: _Measurement,
+    model: Model,
+    batches: Iterable[Any],
+    loss_fn: LossFunction,
+    cuts: Sequence[str] | None,
+    weights: WeightSource,
+    minibatches: int,
+    seconds: float | None,
+) -> LayerSweep:
+    """Measures a model on the meta device."""
+    read = list(itertools.islice(_repeat(batches), min(minibatches, SWEEPS_MAX)))
+    measurement.max_shapes = functools.reduce(larger_of, map(shapes_of, read), {})
+    inputs, targets = parts_of(read[0], 0)
+    measurement.batch_size = _batch_size(inputs)
+    if needs_cutting(model):
+        assert isinstance(model, nn.Module)
+        cut = cut_model(model, inputs, targets, loss_fn, weights=weights)
+        model = cut if cuts is None else cut.at(cuts)
+    elif cuts is not None:
+        _refuse_cuts_of_list(cuts)
+    passes = LayerSweep(model, loss_fn, weights)
+    times = passes.run(inputs, targets, min(minibatches, SWEEPS_MAX) + _WARM_UP_MINIBATCHES, seconds)
+    measurement.forward_ms, measurement.backward_ms = times
+    return passes
+
+
+def _refuse_cuts_of_list(cuts: Sequence[str]) -> NoReturn:
+    raise ValueError(f"cuts is {cuts!r}, but the model is a list of layers: it is cut after its entries")
 
 
 def _without_bad_cuts(

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipedream.model.batches import call_model
@@ -84,6 +85,23 @@ class SpanStage(StageModule):
 
     def stage_buffers(self) -> list[tuple[str, Tensor]]:
         return [(name, buffer) for name, buffer in super().stage_buffers() if name in self._state.buffers]
+
+    def held_names(self) -> set[str]:
+        """Code outside calls may read or write any buffer."""
+        return super().held_names() | {name for name, _ in self.layers[0].named_buffers()}
+
+    def others_parameters(self) -> list[nn.Parameter]:
+        own = self._state.parameters
+        return [parameter for name, parameter in self.layers[0].named_parameters() if name not in own]
+
+    def place(self, device: torch.device) -> None:
+        with torch.no_grad():
+            for _, parameter in self._unique_parameters():
+                parameter.data = parameter.data.to(device)
+        for module in self.layers[0].modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device)
 
     def strays(self) -> list[Tensor]:
         """Parameters and buffers of other stages that its code reads, for nothing that is needed."""

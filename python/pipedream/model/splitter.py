@@ -26,13 +26,14 @@ __all__ = [
     "StageModule",
     "Tie",
     "check_parameters",
+    "check_shapes",
     "check_split",
-    "check_values",
     "find_ties",
     "is_list_of_layers",
     "layers_of",
     "model_name",
     "outline_of",
+    "roots_of",
     "split",
     "tie_pairs",
 ]
@@ -114,6 +115,33 @@ class StageModule(nn.Module):
             for name, buffer in layer.named_buffers():
                 unique.setdefault(id(buffer), (prefix + name, buffer))
         return list(unique.values())
+
+    def roots(self) -> list[tuple[str, nn.Module]]:
+        """(prefix of the full names in the model, module): all modules that its code runs."""
+        return list(zip(self._prefixes, self.layers, strict=True))
+
+    def held_names(self) -> set[str]:
+        """The full names of the parameters and buffers whose values it needs."""
+        named = (*self._unique_parameters(), *self.stage_buffers())
+        return {name for name, _ in named}
+
+    def persistent_names(self) -> set[str]:
+        """The full names of what a state_dict of the model holds, of all its modules."""
+        return {
+            f"{prefix}{path}.{name}" if path else prefix + name
+            for prefix, root in self.roots()
+            for path, module in root.named_modules()
+            for name in (*module._parameters, *module._buffers)
+            if name not in module._non_persistent_buffers_set
+        }
+
+    def others_parameters(self) -> list[nn.Parameter]:
+        """Parameters of other stages in the modules that its code runs."""
+        return []
+
+    def place(self, device: torch.device) -> None:
+        """Moves what it holds to the device."""
+        self.to(device)
 
     def owns(self, name: str) -> bool:
         """Whether a full name in the model belongs to one of the stage's layers."""
@@ -226,6 +254,13 @@ def model_name(model: Model) -> str:
     return type(model).__name__ if isinstance(model, nn.Module) else "layers"
 
 
+def roots_of(model: Model) -> list[tuple[str, nn.Module]]:
+    """(prefix of the full names of its parameters and buffers, module): all that there is of the model.
+
+    Raises as layers_of does."""
+    return [(layer.prefix, layer.module) for layer in _layers(model)]
+
+
 def outline_of(model: Model) -> list[str]:
     """A line per layer, by which two processes find out whether they have the same layers."""
     return model.outline if isinstance(model, CutForward) else [name for name, _ in layers_of(model)]
@@ -288,7 +323,7 @@ def _cut_as_planned(model: Model, plan: StagePlan) -> Model:
 
 def check_parameters(module: nn.Module, prefix: str = "") -> None:
     """Raises ValueError for parameters that cannot be trained. prefix: of their full names."""
-    check_values(module, prefix)
+    check_shapes(module, prefix)
     for name, parameter in module.named_parameters(prefix=prefix.removesuffix(".")):
         if parameter.requires_grad and parameter.dtype not in _TRAINABLE_DTYPES:
             raise ValueError(
@@ -297,18 +332,13 @@ def check_parameters(module: nn.Module, prefix: str = "") -> None:
             )
 
 
-def check_values(module: nn.Module, prefix: str = "") -> None:
-    """Raises ValueError for parameters without values. prefix: of their full names."""
+def check_shapes(module: nn.Module, prefix: str = "") -> None:
+    """Raises ValueError for parameters without a shape. prefix: of their full names."""
     for name, parameter in module.named_parameters(prefix=prefix.removesuffix(".")):
         if is_lazy(parameter):
             raise ValueError(
                 f"parameter {name!r} has no shape yet (a lazy module): pass one minibatch through the model"
                 f" before it is split"
-            )
-        if parameter.is_meta:
-            raise ValueError(
-                f"parameter {name!r} is on the meta device, where nothing has a value: use"
-                f" model.to_empty(device='cpu') and initialise it, or load it, before it is split"
             )
 
 

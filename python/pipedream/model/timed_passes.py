@@ -27,7 +27,16 @@ from pipedream.model.cut_model import CutModel
 from pipedream.model.loss_placement import call_loss
 from pipedream.model.trace import CallCounter, CallKey
 
-__all__ = ["CutPasses", "LayerPasses", "TimedPasses"]
+__all__ = [
+    "CutPasses",
+    "LayerPasses",
+    "LossFunction",
+    "TimedPasses",
+    "bytes_of",
+    "drop_gradients",
+    "parameter_bytes_of",
+    "saved_tensors_counted",
+]
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -54,7 +63,7 @@ class LayerPasses:
         self.layer_names = [name for name, _ in named_layers]
         self._layers = [layer for _, layer in named_layers]
         self._loss_fn = loss_fn
-        self.parameter_bytes = _parameter_bytes(self._layers)
+        self.parameter_bytes = parameter_bytes_of(self._layers)
         self.activation_bytes: list[int] = []
         self.cuts: tuple[str, ...] | None = None
         self.saved_bytes: list[int] = []
@@ -72,13 +81,13 @@ class LayerPasses:
                 value = call_model(layer, value)
                 pass_.end_forward_of(layer_index, value)
                 if measures_bytes:
-                    self.activation_bytes.append(_num_bytes(tensors_of(value)))
+                    self.activation_bytes.append(bytes_of(tensors_of(value)))
             value = call_model(self._layers[-1], value)
             loss = check_loss(call_loss(self._loss_fn, value, targets), minibatch)
         del value
         pass_.backward(loss)
         for layer in self._layers:
-            _drop_gradients(layer)
+            drop_gradients(layer)
         if measures_bytes:
             self.activation_bytes.append(0)
             self.saved_bytes = saved_bytes
@@ -131,7 +140,7 @@ class CutPasses:
             loss = check_loss(call_loss(self._loss_fn, output, targets), minibatch)
         del output, given
         pass_.backward(loss)
-        _drop_gradients(self._cut.module)
+        drop_gradients(self._cut.module)
         if measures_bytes:
             self.saved_bytes = saved_bytes
         return pass_.times()
@@ -175,17 +184,11 @@ class _Pass:
     def saved_bytes(self, modules: Iterable[nn.Module]) -> Iterator[list[int]]:
         """Bytes per layer, filled while it lasts; what two layers save counts at the first."""
         num_bytes = [0] * self._num_layers
-        seen = {_storage_of(parameter) for module in modules for parameter in module.parameters()}
 
-        def pack(tensor: Tensor) -> Tensor:
-            storage = _storage_of(tensor)
-            if storage not in seen:
-                seen.add(storage)
-                layer = self._forward[-1] + 1 if self._forward else 0
-                num_bytes[layer] += tensor.untyped_storage().nbytes()
-            return tensor.detach()  # what an operation returns and saves must not hold itself
+        def count(size: int) -> None:
+            num_bytes[self._forward[-1] + 1 if self._forward else 0] += size
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with saved_tensors_counted(modules, count):
             yield num_bytes
 
     def _end_backward_behind(self, layer: int) -> None:
@@ -193,6 +196,22 @@ class _Pass:
         if not self._backward or layer < self._backward[-1]:
             self._clock.next()
             self._backward.append(layer)
+
+
+@contextlib.contextmanager
+def saved_tensors_counted(modules: Iterable[nn.Module], count: Callable[[int], None]) -> Iterator[None]:
+    """Inside count(bytes) hears of every storage that autograd keeps, but of the modules' parameters."""
+    seen = {_storage_of(parameter) for module in modules for parameter in module.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = _storage_of(tensor)
+        if storage not in seen:
+            seen.add(storage)
+            count(tensor.untyped_storage().nbytes())
+        return tensor.detach()  # what an operation returns and saves must not hold itself
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
 
 
 def _no_bytes() -> contextlib.AbstractContextManager[list[int]]:
@@ -203,11 +222,11 @@ def _storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _num_bytes(tensors: Iterable[Tensor]) -> int:
+def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _parameter_bytes(layers: Sequence[nn.Module]) -> list[int]:
+def parameter_bytes_of(layers: Sequence[nn.Module]) -> list[int]:
     counted: set[int] = set()
     sizes = []
     for layer in layers:
@@ -220,7 +239,7 @@ def _parameter_bytes(layers: Sequence[nn.Module]) -> list[int]:
     return sizes
 
 
-def _drop_gradients(module: nn.Module) -> None:
+def drop_gradients(module: nn.Module) -> None:
     # Each minibatch writes fresh gradients, as a training loop that sets them to None.
     for parameter in module.parameters():
         parameter.grad = None

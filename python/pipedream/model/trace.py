@@ -197,6 +197,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self._tick = 0
         self._stack = [ROOT]
+        self._hooks = _saved_tensors_hooks()
         self._counter = CallCounter(module_names(model))
         self._storages: dict[int, int] = {}
         self._kept: list[StorageWeakRef] = []  # while there is a reference no other storage gets its address
@@ -254,8 +255,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _open(self, key: CallKey) -> int:
         self._tick += 1
-        self.trace.calls.append(Call(key, self._stack[-1], self._tick, -1, _is_plain(), Structure(), ()))
+        self.trace.calls.append(Call(key, self._stack[-1], self._tick, -1, self._is_plain(), Structure(), ()))
         return len(self.trace.calls) - 1
+
+    def _is_plain(self) -> bool:
+        return torch.is_grad_enabled() and _saved_tensors_hooks() == self._hooks
 
     def _close(self, index: int, values: list[Any], structure: Structure) -> None:
         self._tick += 1
@@ -352,8 +356,8 @@ def _constant(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str)) else None
 
 
-def _is_plain() -> bool:
-    return torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+def _saved_tensors_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def _generators(args: tuple[Any, ...]) -> list[Tensor]:

@@ -54,8 +54,9 @@ class LossRecord:
     def _add(self, minibatch: int, value: float, weight: float) -> None:
         if not math.isfinite(value) and self._on_nonfinite == "stop":
             raise NonFiniteLoss(
-                f"the loss of minibatch {minibatch} is {value}: lower the learning rate or check the data, or"
-                ' go on with on_nonfinite="continue"'
+                f"the loss of minibatch {minibatch} is {value}: lower the learning rate or check the data"
+                " (and, of a module that is cut, whether its forward reads something there that it did not"
+                ' read in the first minibatch), or go on with on_nonfinite="continue"'
             )
         self._sum += value if weight == 1.0 else value * weight
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from pipedream.common.agreement import OWN, compared, given
 from pipedream.links.codec_choice import PUSHES
 from pipedream.links.options import LinkOptions
 from pipedream.links.rendezvous import Rendezvous
+from pipedream.model.initial_weights import WeightSource
 from pipedream.planning.plan import Plan
 from pipedream.report.status import StatusBoard
 
@@ -48,6 +50,10 @@ class JobOptions:
     links: LinkOptions
     on_nonfinite: str
     gather: str
+    weights: WeightSource = field(metadata=compared(said=given))
+    """Of what is on the meta device."""
+    save: str | None
+    """The folder for trained weights, absolute."""
     progress: bool = field(metadata=OWN)
     num_threads: int = field(metadata=OWN)
     """Of torch, per worker."""
@@ -93,8 +99,13 @@ class WorkerPlace:
     """How often the run was restarted."""
     rendezvous: Rendezvous
     board: StatusBoard | None
-    returns_model: bool = True
-    """Whether the user has the model of this process, and finds it again on the device where it was."""
+    folder: Path | None = None
+    """Of a local worker, for its caller. None: the user has the model of this process, and finds it again on
+    the device where it was."""
+
+    @property
+    def returns_model(self) -> bool:
+        return self.folder is None
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,8 @@ def test_all_options_of_a_run_are_compared_but_those_of_one_rank() -> None:
         links=LinkOptions(),
         on_nonfinite="stop",
         gather="rank0",
+        weights="weights",
+        save="saved",
         progress=True,
         num_threads=1,
     )
@@ -102,4 +104,6 @@ def test_all_options_of_a_run_are_compared_but_those_of_one_rank() -> None:
         "keys": None,
         "on_nonfinite": "stop",
         "gather": "rank0",
+        "weights": "given",
+        "save": "saved",
     }

@@ -17,6 +17,7 @@ from pipedream.model.batches import call_model, own_loss, parts_of
 from pipedream.model.boundary import boundary_input
 from pipedream.model.crossing import Fillers
 from pipedream.model.cut_model import CutModel, cut_model
+from pipedream.model.meta_device import parameters_on_meta
 from pipedream.model.splitter import StageModule, find_ties
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -309,16 +310,25 @@ def test_tracing_and_staged_forwards_leave_the_model_as_it_was() -> None:
 
 def test_parameters_that_cannot_be_trained_are_named_before_anything_runs() -> None:
     inputs, targets = TWINS["tuples"].data(2, torch.float32)[0]
-    lazy, meta, half = SideValue(), SideValue(), SideValue().half()
+    lazy, half = SideValue(), SideValue().half()
     lazy.after = nn.LazyLinear(WIDTH)
-    meta.after = nn.Linear(WIDTH, WIDTH, device="meta")
     for model, message in (
         (lazy, "'after.weight' has no shape yet"),
-        (meta, "'after.weight' is on the meta device"),
         (half, "'before.weight' has dtype float16"),
     ):
         with pytest.raises(ValueError, match=message):
             cut_model(model, inputs, targets, cross_entropy)
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_model_on_the_meta_device_is_cut_as_one_with_values_is(name: str) -> None:
+    twin = TWINS[name]
+    with parameters_on_meta():
+        model = twin.model()
+    inputs, targets = parts_of(twin.data(1)[0], 0)
+    on_meta = cut_model(model, inputs, targets, twin.loss_fn)
+    assert on_meta.outline == cut_model(twin.model(), inputs, targets, twin.loss_fn).outline
+    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def test_hooks_of_the_users_run_where_the_call_is_made_and_nowhere_else() -> None:

@@ -555,14 +555,6 @@ def test_cuts_are_a_list_of_paths(cuts: Any) -> None:
         profile(_Aliased(), [(torch.ones(2, WIDTH), torch.ones(2, CLASSES))], squared_error, cuts=cuts)
 
 
-def test_a_list_of_layers_without_values_is_refused() -> None:
-    """It was timed on the meta device, where nothing is computed."""
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"parameter '0\.weight' is on the meta device"):
-        profile(model, [(torch.ones(2, 2), torch.ones(2, 2))], squared_error)
-
-
 def test_a_module_of_torch_jit_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
     with pytest.raises(ValueError, match=r"module '1' is compiled by torch\.jit"):

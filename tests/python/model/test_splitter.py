@@ -235,14 +235,6 @@ def test_a_lazy_parameter_is_refused() -> None:
     assert "'0.weight' has no shape yet" in _refusal(model, straight_plan(2, (1,)))
 
 
-@pytest.mark.parametrize("requires_grad", [True, False])
-def test_a_parameter_without_a_value_is_refused(requires_grad: bool) -> None:
-    model = nn.Sequential(nn.ReLU(), nn.Linear(2, 3, device="meta")).requires_grad_(requires_grad)
-    message = _refusal(model, straight_plan(2, (1,)))
-    assert "'1.weight' is on the meta device" in message
-    assert "model.to_empty(device='cpu')" in message
-
-
 class _Keeps(nn.Module):
     def __init__(self, kept: Any) -> None:
         super().__init__()

@@ -1,0 +1,386 @@
+"""Initial weights: what a model on the meta device gets its values from, tensor by tensor, so that nobody
+has to hold the whole of it.
+
+    the modules' own   reset_parameters() of each module, then the _init_weights(module) of the model around
+                       it (Hugging Face's), children before parents, as a model's constructor does
+    a function         of a module, after its own
+    a checkpoint       safetensors, a file or a folder of them, by name; what it does not have of buffers the
+                       modules make
+
+Every draw of random numbers has a stream of its own, known by the seed, the module and how many draws it has
+made before. What has no memory here draws all the same. So each tensor gets the same values whatever else is
+made with it, and a model starts alike in one process and in many stages. Owned by the calling thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import json
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipedream.common.errors import describe_error
+from pipedream.model.meta_device import is_on_meta
+from pipedream.model.seeding import base_seed, generators_kept
+from pipedream.model.splitter import Model, roots_of
+from pipedream.model.stand_ins import exchange, zeroed
+
+__all__ = [
+    "COMPLEX_MARK",
+    "WEIGHT_INDEX",
+    "WeightSource",
+    "check_weights",
+    "materialise",
+    "materialise_some",
+    "materialised",
+    "traceable",
+]
+
+WeightSource = Callable[[nn.Module], Any] | str | os.PathLike[str] | None
+"""Of the values of a model on the meta device. None: the modules' own functions."""
+
+WEIGHT_INDEX = "model.safetensors.index.json"
+"""In a folder of safetensors: which file has what."""
+COMPLEX_MARK = "complex:"
+"""Before a name in safetensors, which have no complex128: the tensor is saved as pairs of reals."""
+
+_UNSET = 0xFF  # bytes that are NaN as a float of any width
+
+
+def materialise(model: Model, weights: WeightSource = None, *, seed: int | None = None) -> None:
+    """Gives a model that was made on the meta device its values, in host memory: those that `run` starts from
+    with this seed, or those of a checkpoint, as `run(save=folder)` writes it.
+
+    weights: None, each module's own `reset_parameters()` and `_init_weights`; a function of a module that
+    sets what these leave; or a safetensors file, or a folder with some. Other tensors of the model, and the
+    generators, stay as they are. Raises ValueError for what none of these sets, by name.
+    """
+    check_weights(weights)
+    roots = roots_of(model)
+    if not is_on_meta(module for _, module in roots):
+        raise ValueError("the model is not on the meta device: its parameters have values already")
+    materialise_some(roots, [name for name, _ in _tensors_of(roots)], weights, base_seed(seed))
+
+
+def materialise_some(
+    roots: Sequence[tuple[str, nn.Module]], names: Collection[str], weights: WeightSource, seed: int
+) -> None:
+    """Gives those of the named tensors that are on meta their values, and others those that a checkpoint has.
+    roots: splitter.roots_of()."""
+    there = {name: tensor for name, tensor in _tensors_of(roots) if name in names and not tensor.is_meta}
+    _make_values(roots, names, weights, seed)
+    if isinstance(weights, (str, os.PathLike)):
+        checkpoint = _Checkpoint(Path(weights))
+        for name, name_there in checkpoint.names_of(there, roots).items():
+            checkpoint.load(name_there, name, there[name])
+
+
+def _make_values(
+    roots: Sequence[tuple[str, nn.Module]], names: Collection[str], weights: WeightSource, seed: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Of what is on meta. Returns what undoes it: pairs for stand_ins.exchange."""
+    wanted = {name: tensor for name, tensor in _tensors_of(roots) if name in names and tensor.is_meta}
+    checkpoint = _Checkpoint(Path(weights)) if isinstance(weights, (str, os.PathLike)) else None
+    saved: dict[str, str] = {} if checkpoint is None else checkpoint.names_of(wanted, roots)
+    made = {name: tensor for name, tensor in wanted.items() if name not in saved}
+    former = [(tensor, exchange(tensor, _empty(tensor))) for tensor in wanted.values()]
+    if checkpoint is not None:
+        checkpoint.check_has_parameters(made)
+    if made:
+        blank = {name: _Blank(tensor) for name, tensor in made.items()}
+        _initialise(roots, made.values(), weights if callable(weights) else None, seed)
+        _check_set(roots, blank, weights)
+    if checkpoint is not None:
+        for name, name_there in saved.items():
+            checkpoint.load(name_there, name, wanted[name])
+    return former
+
+
+@contextlib.contextmanager
+def materialised(
+    roots: Sequence[tuple[str, nn.Module]], names: Collection[str], weights: WeightSource, seed: int
+) -> Iterator[None]:
+    """Inside those of the named tensors that are on meta have values; afterwards they are on meta again."""
+    tables = [(module, dict(module._buffers)) for _, root in roots for module in root.modules()]
+    former = _make_values(roots, names, weights, seed)
+    try:
+        yield
+    finally:
+        for tensor, content in former:
+            exchange(tensor, content)
+        for module, buffers in tables:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
+@contextlib.contextmanager
+def traceable(model: nn.Module, weights: WeightSource) -> Iterator[None]:
+    """Inside a model that is on meta runs on the host: its buffers have their values, its parameters
+    stand-ins. What its autograd graph saves is dropped at once, so there is no backward."""
+    if not is_on_meta([model]):
+        yield
+        return
+    roots = [("", model)]
+    parameters = [p for p in model.parameters() if p.is_meta]
+    with (
+        materialised(roots, [name for name, _ in model.named_buffers()], weights, seed=0),
+        zeroed(parameters),
+        torch.autograd.graph.saved_tensors_hooks(_forget, _forget),
+    ):
+        yield
+
+
+def check_weights(weights: Any) -> None:
+    """Raises ValueError or TypeError for what is no source of weights."""
+    if isinstance(weights, (str, os.PathLike)):
+        _Checkpoint(Path(weights))
+    elif isinstance(weights, type) or not (weights is None or callable(weights)):
+        raise TypeError(
+            f"weights is {weights!r}: give a function of a module, or the path of a safetensors file or of a"
+            " folder with some"
+        )
+
+
+def _forget(_: Any) -> Any:
+    return None
+
+
+# Tensors by name.
+
+
+def _tensors_of(roots: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Tensor]]:
+    """Each once, by its first name."""
+    seen: set[int] = set()
+    for name, tensor in _all_names(roots):
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def _all_names(roots: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in roots:
+        named = (
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        )
+        yield from ((prefix + name, tensor) for name, tensor in named)
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    content = torch.empty_like(tensor, device="cpu", requires_grad=False)
+    if content.numel() > 0:
+        _bytes_of(content).fill_(_UNSET)
+    return content
+
+
+def _bytes_of(content: Tensor) -> Tensor:
+    """All of a dense tensor's memory, in any order."""
+    return torch.empty(0, dtype=torch.uint8).set_(content.untyped_storage())
+
+
+class _Blank:
+    """A tensor that has no values yet."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._version = tensor._version
+
+    def is_set(self, now: Tensor | None) -> bool:
+        """now: what has its name."""
+        if now is not self._tensor:
+            return now is not None and not now.is_meta
+        if now.numel() == 0:
+            return True
+        if now.is_floating_point() or now.is_complex():
+            return not bool(now.detach().isnan().any())
+        return now._version != self._version or not bool((_bytes_of(now.detach()) == _UNSET).all())
+
+
+def _check_set(
+    roots: Sequence[tuple[str, nn.Module]], blank: dict[str, _Blank], weights: WeightSource
+) -> None:
+    now = dict(_all_names(roots))
+    unset = [name for name, tensor in blank.items() if not tensor.is_set(now.get(name))]
+    if not unset:
+        return
+    some = ", ".join(map(repr, unset[:3])) + (f" and {len(unset) - 3} more" if len(unset) > 3 else "")
+    tried = "the function `weights`" if callable(weights) else "reset_parameters() or _init_weights()"
+    raise ValueError(
+        f"{some} is on the meta device, and {tried} of its module does not set all of it: give weights=, a"
+        " function of a module that does, or a checkpoint that has it; where it is a buffer that __init__"
+        " computes, make the model under pipedream.parameters_on_meta(), which leaves buffers as they are"
+    )
+
+
+# The modules' own functions.
+
+
+def _initialise(
+    roots: Sequence[tuple[str, nn.Module]],
+    made: Iterable[Tensor],
+    function: Callable[[nn.Module], Any] | None,
+    seed: int,
+) -> None:
+    ids = {id(tensor) for tensor in made}
+    done: set[int] = set()
+    with generators_kept(), torch.no_grad():
+        for prefix, root in roots:
+            for place in _children_first(root, prefix.removesuffix("."), None):
+                if id(place.module) in done or not place.holds(ids):
+                    continue
+                done.add(id(place.module))
+                with _OwnDraws(seed, place.name):
+                    place.initialise(ids, function)
+
+
+@dataclass(frozen=True)
+class _ModulePlace:
+    module: nn.Module
+    name: str
+    of_model: Callable[[nn.Module], Any] | None
+    """The _init_weights of the innermost module around it that has one."""
+
+    def holds(self, ids: set[int]) -> bool:
+        """Whether any of the tensors is the module's or one inside has it."""
+        return any(id(tensor) in ids for tensor in (*self.module.parameters(), *self.module.buffers()))
+
+    def initialise(self, ids: set[int], function: Callable[[nn.Module], Any] | None) -> None:
+        own = (*self.module.parameters(recurse=False), *self.module.buffers(recurse=False))
+        kind = type(self.module).__name__
+        for name in ("reset_parameters", "_reset_parameters"):
+            reset = getattr(self.module, name, None)
+            if callable(reset) and any(id(tensor) in ids for tensor in own):
+                self._call(reset, f"{name}() of {self.name or 'the model'} ({kind})")
+                break
+        if self.of_model is not None:
+            self._call(self.of_model, f"_init_weights({self.name or 'the model'})", self.module)
+        if function is not None:
+            self._call(function, f"weights({self.name or 'the model'})", self.module)
+
+    def _call(self, function: Callable[..., Any], what: str, *arguments: Any) -> None:
+        try:
+            function(*arguments)
+        except Exception as error:
+            raise ValueError(
+                f"{what} raised {describe_error(error)}; it is called while parameters of other stages are on"
+                " the meta device: give weights=, a function of a module or a checkpoint"
+            ) from error
+
+
+def _children_first(
+    module: nn.Module, name: str, of_model: Callable[[nn.Module], Any] | None
+) -> Iterator[_ModulePlace]:
+    of_model = _initialiser_of(module) or of_model
+    for child_name, child in module.named_children():
+        yield from _children_first(child, f"{name}.{child_name}" if name else child_name, of_model)
+    yield _ModulePlace(module, name, of_model)
+
+
+def _initialiser_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
+    """A method that takes a module, as Hugging Face's models have it."""
+    function = getattr(module, "_init_weights", None)
+    if not callable(function):
+        return None
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    needed = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    return function if len(needed) == 1 else None
+
+
+class _OwnDraws(TorchDispatchMode):
+    """Inside every draw of torch's on the host starts from a seed of its own."""
+
+    def __init__(self, seed: int, module: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._key = f"{seed} {module}"
+        self._num_draws = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            digest = hashlib.sha256(f"{self._key} {self._num_draws}".encode()).digest()
+            torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            self._num_draws += 1
+        return func(*args, **(kwargs or {}))
+
+
+# Checkpoints.
+
+
+class _Checkpoint:
+    """Safetensors, read tensor by tensor."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file_of: dict[str, tuple[str, Path]] = {}
+        if not path.exists():
+            raise ValueError(f"weights is {os.fspath(path)!r}: there is no such file or folder")
+        try:
+            for file in self._files():
+                with safe_open(file, framework="pt") as opened:
+                    names = list(opened.keys())
+                self._file_of |= {name.removeprefix(COMPLEX_MARK): (name, file) for name in names}
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"weights is {os.fspath(path)!r}, which is not readable as safetensors:"
+                f" {describe_error(error)}"
+            ) from None
+        if not self._file_of:
+            raise ValueError(
+                f"weights is {os.fspath(path)!r}, which has no safetensors file with a tensor in it"
+            )
+
+    def names_of(self, wanted: Collection[str], roots: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:
+        """Of the wanted names those that are here, by any name of the same tensor."""
+        first_name = {id(tensor): name for name, tensor in _tensors_of(roots)}
+        found: dict[str, str] = {}
+        for name, tensor in _all_names(roots):
+            first = first_name[id(tensor)]
+            if first in wanted and name in self._file_of:
+                found.setdefault(first, name)
+        return found
+
+    def check_has_parameters(self, missing: dict[str, Tensor]) -> None:
+        names = [name for name, tensor in missing.items() if isinstance(tensor, nn.Parameter)]
+        if names:
+            some = ", ".join(repr(name) for name in names[:3]) + (", ..." if len(names) > 3 else "")
+            raise ValueError(
+                f"the checkpoint {os.fspath(self._path)!r} has no {some}, which the model has: it is of"
+                f" another model (it has {next(iter(self._file_of))!r})"
+            )
+
+    def load(self, name: str, name_in_model: str, tensor: Tensor) -> None:
+        name_there, file = self._file_of[name]
+        with safe_open(file, framework="pt") as opened:
+            value: Tensor = opened.get_tensor(name_there)
+        if name_there != name:
+            value = torch.view_as_complex(value)
+        if value.shape != tensor.shape:
+            raise ValueError(
+                f"the checkpoint {os.fspath(self._path)!r} has {name!r} of shape {tuple(value.shape)}, and"
+                f" the model has {name_in_model!r} of {tuple(tensor.shape)}: it is of another model"
+            )
+        with torch.no_grad():
+            tensor.copy_(value)
+
+    def _files(self) -> list[Path]:
+        if self._path.is_file():
+            return [self._path]
+        index = self._path / WEIGHT_INDEX
+        if index.is_file():
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            return sorted({self._path / name for name in names})
+        return sorted(self._path.glob("*.safetensors"))

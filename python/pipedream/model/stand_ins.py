@@ -1,0 +1,70 @@
+"""Stand-ins: what a process has in the place of parameters that it needs no values of, without their memory.
+
+    zeroed      tracing a model on the meta device: what flows where does not depend on values, but any kernel
+                may run
+    poisoned    parameters of other stages: whoever reads one reads NaN, and the loss shows it
+
+The parameter stays the object that it is, wherever it is held; only what it contains is exchanged. Owned by
+the thread that runs the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import mmap
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+__all__ = ["exchange", "poisoned", "zeroed"]
+
+
+def exchange(tensor: Tensor, content: Tensor) -> Tensor:
+    """Makes the tensor, a parameter or buffer, have the memory and device of `content`, which nobody else
+    holds. Returns what has the former ones, with which another exchange undoes it."""
+    content = content.detach().requires_grad_(tensor.requires_grad)
+    # Not torch.utils.swap_tensors, which refuses while a graph holds the tensor: after an error one does, and
+    # nobody will go back through it.
+    torch._C._swap_tensor_impl(tensor, content)
+    return content
+
+
+@contextlib.contextmanager
+def poisoned(tensors: Iterable[Tensor], device: torch.device) -> Iterator[None]:
+    """Inside the tensors are NaN, those of whole numbers 0, on the device: one element in their shape."""
+    with _exchanged(tensors, functools.partial(_nan_like, device=device)):
+        yield
+
+
+@contextlib.contextmanager
+def zeroed(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Inside the tensors are zeros in address space of the host's that has no memory until it is written."""
+    with _exchanged(tensors, _zeros_like):
+        yield
+
+
+@contextlib.contextmanager
+def _exchanged(tensors: Iterable[Tensor], make: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    former = [(tensor, exchange(tensor, make(tensor))) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, content in former:
+            exchange(tensor, content)
+
+
+def _nan_like(tensor: Tensor, device: torch.device) -> Tensor:
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    element = torch.full((), math.nan if is_number else 0, dtype=tensor.dtype, device=device)
+    return element.expand(tensor.shape)
+
+
+def _zeros_like(tensor: Tensor) -> Tensor:
+    if tensor.numel() == 0:
+        return torch.empty_like(tensor, device="cpu", requires_grad=False)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    memory = mmap.mmap(-1, tensor.numel() * tensor.element_size(), flags=flags)
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
