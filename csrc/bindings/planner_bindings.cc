@@ -110,18 +110,20 @@ void bind_planner(py::module_& module) {
       [](const Figures& compute_s, const Figures& activation_bytes, const Figures& parameter_bytes,
          std::int64_t num_workers, double bandwidth_bytes_per_s, const Figures& saved_bytes,
          const Figures& forward_s, Figures speeds, Figures memory_bytes, double fixed_copies,
-         bool may_recompute, std::vector<std::int64_t> last_layers, std::vector<std::int64_t> num_replicas,
-         std::int64_t num_replicas_max) {
-        const PlanLimits limits{std::move(speeds), std::move(memory_bytes), fixed_copies,
-                                may_recompute,     std::move(last_layers),  std::move(num_replicas),
-                                num_replicas_max};
+         double step_copies, double data_bytes, bool may_recompute, std::vector<std::int64_t> last_layers,
+         std::vector<std::int64_t> num_replicas, std::int64_t num_replicas_max) {
+        const PlanLimits limits{
+            std::move(speeds), std::move(memory_bytes), fixed_copies,           step_copies,
+            data_bytes,        may_recompute,           std::move(last_layers), std::move(num_replicas),
+            num_replicas_max};
         return partition_layers_within(compute_s, activation_bytes, parameter_bytes, num_workers,
                                        bandwidth_bytes_per_s, saved_bytes, forward_s, limits);
       },
       py::arg("compute_s"), py::arg("activation_bytes"), py::arg("parameter_bytes"), py::arg("num_workers"),
       py::arg("bandwidth_bytes_per_s"), py::kw_only(), py::arg("saved_bytes"), py::arg("forward_s"),
-      py::arg("speeds"), py::arg("memory_bytes"), py::arg("fixed_copies"), py::arg("may_recompute"),
-      py::arg("last_layers"), py::arg("num_replicas"), py::arg("num_replicas_max"),
+      py::arg("speeds"), py::arg("memory_bytes"), py::arg("fixed_copies"), py::arg("step_copies"),
+      py::arg("data_bytes"), py::arg("may_recompute"), py::arg("last_layers"), py::arg("num_replicas"),
+      py::arg("num_replicas_max"),
       "([(first_layer, last_layer, num_replicas)], bottleneck_s, recompute, memory_bytes), or None.");
   module.def("stage_time_s", &stage_time_of_layers, py::arg("compute_s"), py::arg("activation_bytes"),
              py::arg("parameter_bytes"), py::arg("first_layer"), py::arg("last_layer"),

@@ -149,17 +149,22 @@ class LimitedSearch {
     double parameter_bytes = 0;
     double saved_bytes = 0;
     double forward_s = 0;
+    double widest_bytes = first == 0 ? 0.0 : layers_[first - 1].activation_bytes;
+    double largest_bytes = 0;
     for (std::size_t last = first; last < layers_.size(); ++last) {
       compute_s += layers_[last].compute_s;
       parameter_bytes += layers_[last].parameter_bytes;
       saved_bytes += memory_[last].saved_bytes;
       forward_s += memory_[last].forward_s;
+      widest_bytes = std::max(widest_bytes, layers_[last].activation_bytes);
+      largest_bytes = std::max(largest_bytes, layers_[last].parameter_bytes);
       // A lower bound on the replicas, one less for rounding: fewer cannot compute the stage in time.
       const double fewest = compute_s > 0 ? std::floor(compute_s / (fastest_ * bottleneck_s)) - 1 : 0.0;
       if (fewest > static_cast<double>(num_workers)) break;  // more layers only add to it
       if (!may_end_[last]) continue;
       if (last + 1 < layers_.size() && boundary_s(last) > bottleneck_s) continue;
-      const Sums sums{compute_s, parameter_bytes, saved_bytes, forward_s, first};
+      const Sums sums{compute_s, parameter_bytes, saved_bytes,  forward_s, first,
+                      last,      widest_bytes,    largest_bytes};
       for (std::int64_t after = 0; after < num_workers; ++after) {
         const Suffix& rest = below[last + 1][index(after)];
         if (!rest.is_reached()) continue;
@@ -184,6 +189,9 @@ class LimitedSearch {
     double saved_bytes;
     double forward_s;
     std::size_t first;
+    std::size_t last;
+    double widest_bytes;   // that crosses between two layers, or before the first
+    double largest_bytes;  // parameters of a layer
   };
 
   // ranks_end: one after the rank of the stage's last replica.
@@ -200,14 +208,20 @@ class LimitedSearch {
     Candidate stage;
     stage.in_flight_all = in_flight * replicas;
     const auto held = static_cast<double>(in_flight);
-    const double input = sums.first == 0 ? 0.0 : layers_[sums.first - 1].activation_bytes;
+    const bool is_first = sums.first == 0;
+    const bool is_last = sums.last + 1 == layers_.size();
+    const double input = is_first ? 0.0 : layers_[sums.first - 1].activation_bytes;
+    const double output = is_last ? 0.0 : layers_[sums.last].activation_bytes;
     const double exchanged = replicas == 1 ? 0.0 : 1 + 2 * (count - 1) / count;
-    const double weights = (held + limits_.fixed_copies + exchanged) * sums.parameter_bytes;
-    stage.memory_bytes = weights + held * (sums.saved_bytes + input);
+    const double data = ((is_first ? held : 0.0) + (is_last ? 1.0 : 0.0)) * limits_.data_bytes;
+    const double transient = std::max(2 * sums.widest_bytes, limits_.step_copies * sums.largest_bytes);
+    const double common = (held + limits_.fixed_copies + exchanged) * sums.parameter_bytes +
+                          (held + 3) * input + data + transient;
+    stage.memory_bytes = common + held * sums.saved_bytes + (held + 2) * output;
     if (limits_.memory_bytes.empty()) return stage;
     const double limit = least(limits_.memory_bytes, begin, end);
     if (stage.memory_bytes <= limit) return stage;
-    stage.memory_bytes = weights + held * input + sums.saved_bytes;
+    stage.memory_bytes = common + sums.saved_bytes + input + 4 * output;
     stage.recompute = true;
     const bool fits = limits_.may_recompute && stage.memory_bytes <= limit &&
                       time_s(sums.compute_s + sums.forward_s) <= bottleneck_s;

@@ -142,6 +142,8 @@ def partition_within(
     speeds: Sequence[float],
     memory_bytes: Sequence[float],
     fixed_copies: float,
+    step_copies: float,
+    data_bytes: float,
     may_recompute: bool,
     last_layers: Sequence[int],
     num_replicas: Sequence[int],

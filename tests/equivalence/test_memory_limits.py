@@ -120,6 +120,34 @@ def test_a_limit_that_fits_changes_nothing(farm: Farm) -> None:
     assert _needed_bytes(limited) == _needed_bytes(free)
 
 
+def _train_plan(plan: Plan, **options: Any) -> RunResult:
+    data, optimizer = _data(9), _OPTIMIZERS["sgd"]
+    arguments: dict[str, Any] = {"data": data, "loss_fn": F.mse_loss, "optimizer": optimizer, "seed": 1}
+    return pipedream.run(_model(), plan, progress=False, **(arguments | options))
+
+
+@pytest.mark.parametrize("replicas", [(1, 1), (1, 1, 1), (2, 1)], ids=str)
+def test_a_plan_made_within_memory_runs_within_the_same(farm: Farm, replicas: tuple[int, ...]) -> None:
+    profile = pipedream.profile(_model(), _data(2), F.mse_loss, minibatches=1)
+    asked: dict[str, Any] = {"replicas": replicas, "recompute": False}
+    enough, too_little = 1 << 30, 1 << 20
+    while enough - too_little > 1 << 10:  # the least that partition() makes a plan for
+        middle = (enough + too_little) // 2
+        try:
+            plan = pipedream.partition(profile, sum(replicas), 1e15, memory=middle, **asked)
+            enough = middle
+        except ValueError:
+            too_little = middle
+    plan = pipedream.partition(profile, sum(replicas), 1e15, memory=enough, **asked)
+    result = farm.results(_train_plan, plan, num_ranks=sum(replicas), memory=enough)[0]
+    assert result.recompute == [False] * len(replicas)
+    assert_memory_as_predicted(result)
+    ranks = iter(_needed_bytes(result))
+    for planned, count in zip(plan.predicted["stage_memory_bytes"], replicas, strict=True):
+        needed = max(next(ranks) for _ in range(count))
+        assert needed <= planned <= 1.25 * needed, result.describe_memory()
+
+
 def test_a_worker_that_needs_more_recomputes_and_keeps_the_limit_and_the_numbers(farm: Farm) -> None:
     # With two stages both cuts are narrow: a recompute need not keep wide outputs until they are sent.
     free = farm.results(_train, 2, 2, num_ranks=2)[0]

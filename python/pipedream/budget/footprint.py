@@ -50,6 +50,8 @@ class Footprint:
     """False: the stage could not be measured (it is compiled, or its rehearsal failed)."""
     output_bytes: int = 0
     """Of one microbatch's outputs; 0 at the last stage."""
+    target_bytes: int = 0
+    """Of input_bytes, those of the targets."""
     offloadable_bytes: int = 0
     """Of stash_bytes, what offloading moves to the host; 0 also where nobody asked."""
 

@@ -161,15 +161,15 @@ class MemoryPlan:
             if saves and stage + 1 < self.plan.num_stages:
                 # Outputs that wait for their neighbour; otherwise the stash has them.
                 stash += (activations_queued[stage] + _NUM_RELEASED_LATE) * footprint.output_bytes
-            stash += in_flight * kept
-            # Beside them: the microbatches' own inputs, or gradients that wait for the neighbour's slots.
+            # A microbatch of the data is a view of its minibatch, which stays whole.
+            m = self.schedule.num_microbatches
+            num_of_data = (-(-(in_flight - 1) // m) + 1) * m
             if stage == 0:
-                # A microbatch is a view of its minibatch, which stays whole.
-                m = self.schedule.num_microbatches
-                num_beside = (-(-(in_flight - 1) // m) + 1) * m
+                stash += in_flight * kept + num_of_data * footprint.input_bytes
             else:
-                num_beside = gradients_queued[stage - 1] + _NUM_RELEASED_LATE
-            stash += num_beside * footprint.input_bytes
+                gradient_bytes = footprint.input_bytes - footprint.target_bytes
+                stash += self._kept_beside_gradients(stage, kept, gradient_bytes, gradients_queued[stage - 1])
+                stash += num_of_data * footprint.target_bytes
             # Tied gradients on their way to the owner, as many as the channel may hold.
             stash += self.tied_bytes[stage] * (self.schedule.in_flight[0] + 1)
             transient = max(transient, footprint.transient_bytes + extra, self.step_bytes.get(stage, 0))
@@ -179,6 +179,19 @@ class MemoryPlan:
                 num_rounds = _core.num_gradients_kept(self.schedule, stage)
                 gradients += num_rounds * max(footprint.gradient_bytes, self.weight_bytes[stage])
         return {STASH: stash, TRANSIENT: transient, GRADIENTS: gradients}
+
+    def _kept_beside_gradients(self, stage: int, kept: int, gradient_bytes: int, queued: int) -> int:
+        """The most that a stage but the first keeps of its microbatches in flight, with the gradients that
+        wait for the neighbour's slots. queued: how many may."""
+        in_flight = _core.num_microbatches_in_flight(self.schedule, stage)
+        late_bytes = _NUM_RELEASED_LATE * gradient_bytes
+        if max(self.plan.stages[index].num_replicas for index in (stage - 1, stage)) > 1:
+            return in_flight * kept + queued * gradient_bytes + late_bytes
+        # Upstream they are all in flight, those here and those whose gradients wait: of no more than that.
+        upstream = _core.num_microbatches_in_flight(self.schedule, stage - 1)
+        return late_bytes + max(
+            here * kept + min(queued, upstream - here) * gradient_bytes for here in range(in_flight + 1)
+        )
 
     def _recomputes(self, stage: int) -> bool:
         return bool(self.schedule.recompute) and self.schedule.recompute[stage]

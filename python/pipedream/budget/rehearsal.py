@@ -284,6 +284,7 @@ class _StageRehearsal:
             gradient_bytes=storage_bytes(self._parameters),
             is_measured=measured,
             output_bytes=self._output_bytes,
+            target_bytes=storage_bytes(tensors_of(self._targets)),
         )
 
     def offloadable_bytes(self) -> int:

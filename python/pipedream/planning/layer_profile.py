@@ -7,6 +7,7 @@ reads it, files carry it between machines.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -127,6 +128,12 @@ class Profile:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def is_of_host(self) -> bool:
+        """Whether it was measured on a host's own processor, as profile() names it; models of it lie in host
+        memory."""
+        return self.device is not None and re.search(r", \d+ threads?$", self.device) is not None
 
     @property
     def compute_ms(self) -> float:

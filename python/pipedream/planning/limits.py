@@ -5,6 +5,7 @@ Pure; any thread; needs no torch. The search within limits is C++ (csrc/planner/
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
@@ -17,6 +18,10 @@ from pipedream.planning.plan import Plan, Stage
 __all__ = ["Limits", "NothingFitsError", "make_limits", "nothing_fits", "solve_within", "with_more_in_flight"]
 
 _COPIES = 2  # of the weights, besides versions and the optimizer's state: the model as given, gradients
+_TREE_BUFFERS_BYTES = 4 << 20  # from each of a worker's neighbours in the tree by which weights travel
+_TREE_CHILDREN_MAX = 8  # links/rank_tree.py
+_ELEMENT_BYTES = 8  # of data, whose type a profile does not say
+_SLACK_BYTES = 64 << 10  # alignment of slots, scalars, buffers of modules
 
 
 class NothingFitsError(ValueError):
@@ -35,6 +40,14 @@ class Limits:
     """Of the weights, that the optimizer keeps as state: 0 for plain SGD, 1 with momentum, 2 for Adam."""
     recompute: bool = True
     """Whether a stage may run its forward again where it does not fit otherwise."""
+
+    data_bytes: float = 0.0
+    """Of a minibatch."""
+    host_bytes: float = 0.0
+    """Of each worker, whatever its stage and rank: where models are in host memory the whole model, and what
+    weights travel in."""
+    num_workers: int = 1
+    """That host_bytes is for."""
 
     @property
     def any(self) -> bool:
@@ -95,9 +108,10 @@ def make_limits(
     replicas: Sequence[int] | None,
     optimizer_copies: float,
     recompute: bool,
-    num_layers: int,
+    profile: Profile,
 ) -> Limits:
     """Raises ValueError naming the argument that cannot be."""
+    num_layers = profile.num_layers
     memory_bytes: tuple[float, ...] = ()
     if memory is not None:
         each: list[Any] = list(memory) if _is_several(memory) else [memory] * num_workers
@@ -135,7 +149,39 @@ def make_limits(
         num_replicas=counts,
         optimizer_copies=check_number("optimizer_copies", optimizer_copies),
         recompute=recompute,
+        data_bytes=float(
+            sum(_ELEMENT_BYTES * math.prod(shape) for shape in (profile.max_shapes or {}).values())
+        ),
+        host_bytes=float(_host_bytes(profile, num_workers)),
+        num_workers=num_workers,
     )
+
+
+def _host_bytes(profile: Profile, num_workers: int) -> int:
+    if not profile.is_of_host:
+        return 0
+    # Whichever rank a stage will have.
+    neighbours = max(_num_neighbours(rank, num_workers) for rank in range(min(num_workers, 2)))
+    return profile.parameter_bytes + neighbours * _TREE_BUFFERS_BYTES + _SLACK_BYTES
+
+
+def _num_neighbours(rank: int, num_workers: int) -> int:
+    """In the tree by which weights travel: those that it hands on to, and the one that it has them from."""
+    return max(0, min(_TREE_CHILDREN_MAX, num_workers - 1 - _TREE_CHILDREN_MAX * rank)) + (rank > 0)
+
+
+def _spared_bytes(counts: Sequence[int], limits: Limits) -> list[int]:
+    """Of host_bytes, by stage with so many replicas, what its ranks do not need, as they have fewer
+    neighbours than any rank may have."""
+    if not limits.host_bytes:
+        return [0] * len(counts)
+    num_used, end, spared = sum(counts), 0, []
+    most = max(_num_neighbours(rank, limits.num_workers) for rank in range(min(limits.num_workers, 2)))
+    for count in counts:
+        begin, end = end, end + count
+        own = max(_num_neighbours(rank, num_used) for rank in range(begin, end))
+        spared.append((most - own) * _TREE_BUFFERS_BYTES)
+    return spared
 
 
 def solve_within(
@@ -150,6 +196,11 @@ def solve_within(
     memory_bytes. Raises ValueError where nothing fits."""
     from pipedream import _core
 
+    # On a host every worker has the whole model as given, whatever its stage.
+    own_copies = _COPIES - (limits.host_bytes > 0) + limits.optimizer_copies
+    left_bytes = [has - limits.host_bytes for has in limits.memory_bytes]
+    if left_bytes and min(left_bytes) <= 0:
+        raise NothingFitsError(nothing_fits(num_workers, limits, straight))
     found = _core.partition_within(
         [layer_ms / 1e3 for layer_ms in layers_ms],
         [float(layer.activation_bytes) for layer in profile.layers],
@@ -159,8 +210,10 @@ def solve_within(
         saved_bytes=[float(_saved_bytes(profile, index)) for index in range(profile.num_layers)],
         forward_s=[layer.forward_ms / 1e3 for layer in profile.layers],
         speeds=limits.speeds,
-        memory_bytes=limits.memory_bytes,
-        fixed_copies=_COPIES + limits.optimizer_copies,
+        memory_bytes=left_bytes,
+        fixed_copies=own_copies,
+        step_copies=limits.optimizer_copies,
+        data_bytes=limits.data_bytes,
         may_recompute=limits.recompute,
         last_layers=limits.last_layers,
         num_replicas=limits.num_replicas,
@@ -168,7 +221,12 @@ def solve_within(
     )
     if found is None:
         raise NothingFitsError(nothing_fits(num_workers, limits, straight))
-    stages, bottleneck_s, recompute, memory_bytes = found
+    stages, bottleneck_s, recompute, own_bytes = found
+    spared_bytes = _spared_bytes([replicas for _, _, replicas in stages], limits)
+    memory_bytes = [
+        limits.host_bytes + num_bytes - spared
+        for num_bytes, spared in zip(own_bytes, spared_bytes, strict=True)
+    ]
     figures: dict[str, Any] = {"memory_bytes": max(memory_bytes), "stage_memory_bytes": memory_bytes}
     if any(recompute):
         figures["recompute"] = [stage for stage, repeats in enumerate(recompute) if repeats]
@@ -179,12 +237,14 @@ def with_more_in_flight(
     figures: Mapping[str, Any], more: Sequence[int], stages: Sequence[Stage], profile: Profile
 ) -> dict[str, Any]:
     """solve_within()'s memory_bytes and stage_memory_bytes, where no stage recomputes, with so many
-    minibatches more in flight at each stage: for each a version, what its layers save and its input."""
+    minibatches more in flight at each stage: for each a version, what its layers save, its input and its
+    output."""
     layers = profile.layers
     stage_bytes = []
     for held, count, stage in zip(figures["stage_memory_bytes"], more, stages, strict=True):
         indices = range(stage.first_layer, stage.last_layer + 1)
         each = sum(layers[index].parameter_bytes + _saved_bytes(profile, index) for index in indices)
+        each += layers[stage.last_layer].activation_bytes
         if stage.first_layer:
             each += layers[stage.first_layer - 1].activation_bytes
         stage_bytes.append(held + count * each)

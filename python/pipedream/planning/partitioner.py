@@ -128,7 +128,7 @@ def partition(
         replicas=replicas,
         optimizer_copies=optimizer_copies,
         recompute=recompute,
-        num_layers=profile.num_layers,
+        profile=profile,
     )
     problem = _Problem(
         profile,

@@ -70,6 +70,25 @@ TEST(LimitedPartition, ReplicasHaveWhatTheyExchangeInMemory) {
   EXPECT_FALSE(partition_within(equal_layers(2), saving(2, 100), 2, 1e9, limits).has_value());
 }
 
+TEST(LimitedPartition, WhatCrossesHasSlotsAndGradientsAndDataAreWithTheirReaders) {
+  // Of the first stage two minibatches of the data and four items of its output, of the second one minibatch
+  // and four items of its input (n + 3); each makes and drops two of them, more than a step's temporary.
+  std::vector<LayerCost> layers = equal_layers(2);
+  layers[0].activation_bytes = 7;
+  PlanLimits limits;
+  limits.memory_bytes = {1000, 1000};
+  limits.num_replicas = {1, 1};
+  limits.step_copies = 1;
+  limits.data_bytes = 3;
+  const auto found = partition_within(layers, saving(2, 100), 2, 1e9, limits);
+  ASSERT_TRUE(found.has_value());
+  EXPECT_EQ(found->memory_bytes,
+            (std::vector<double>{40 + 200 + 2 * 3 + 4 * 7 + 2 * 7, 30 + 100 + 3 + 4 * 7 + 2 * 7}));
+  limits.memory_bytes = {287, 1000};
+  limits.may_recompute = false;
+  EXPECT_FALSE(partition_within(layers, saving(2, 100), 2, 1e9, limits).has_value());
+}
+
 TEST(LimitedPartition, AStageIsAsSlowAsItsSlowestWorker) {
   PlanLimits limits;
   limits.speeds = {3, 1};

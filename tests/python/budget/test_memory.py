@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,17 +90,42 @@ def _waiting(memory: MemoryPlan, kind: str, from_stage: int, to_stage: int) -> i
     return int(edges[_core.Edge(kind, from_stage, to_stage)])
 
 
+def _gradients_beside(memory: MemoryPlan, stage: int) -> int:
+    """Of a stage that keeps all it has in flight: of what upstream has in flight the rest may have gradients
+    that wait, and one is released a little late."""
+    here, upstream = (_core.num_microbatches_in_flight(memory.schedule, s) for s in (stage, stage - 1))
+    return min(_waiting(memory, "gradient", stage, stage - 1), upstream - here) + 1
+
+
 @pytest.mark.parametrize(("schedule", "microbatches"), _TABLE)
 def test_versions_and_stash_are_as_many_as_the_schedule_keeps(schedule: str, microbatches: int) -> None:
     versions, in_flight = _TABLE[schedule, microbatches]
     memory = _memory(schedule, rank=1, microbatches=microbatches)
-    gradients_waiting = _waiting(memory, "gradient", 1, 0) + 1  # and one that is released a little late
+    gradients_waiting = _gradients_beside(memory, 1)
     assert _kib(memory) == {
         WEIGHT_VERSIONS: versions * 3,
         STASH: in_flight * 100 + gradients_waiting * 10,
         GRADIENTS: 4,
         TRANSIENT: 7,
     }
+
+
+def test_gradients_that_are_larger_than_what_is_kept_wait_in_its_place() -> None:
+    footprints = {stage: _footprint(stash=1, inputs=10) for stage in range(4)}
+    memory = _memory("flush", rank=1, microbatches=4, footprints=footprints)
+    assert _waiting(memory, "gradient", 1, 0) == 4  # all that stage 0 has in flight, and nothing kept here
+    assert _kib(memory)[STASH] == 4 * 10 + 10
+
+
+def test_replicas_may_keep_all_and_have_all_gradients_wait() -> None:
+    plan = Plan.replicated(4, (2, 1))
+    options = _core.ScheduleOptions("pipedream", plan.in_flight, 1, plan.placement)
+    footprints = {1: replace(_footprint(), target_bytes=4 * _KIB)}
+    nothing = {1: 0}
+    memory = MemoryPlan(plan, 2, options, footprints, [], nothing, nothing, nothing, nothing, 0)
+    waiting = max(most for edge, most in _core.replay(options, 12)["edges"] if edge.kind == "gradient")
+    # One minibatch's targets, besides.
+    assert _kib(memory)[STASH] == 100 + (waiting + 1) * (10 - 4) + 4
 
 
 def _minibatches_of(in_flight: int, microbatches: int) -> int:
@@ -166,7 +192,7 @@ def test_a_worker_of_several_stages_adds_them_up_but_has_one_transient_at_a_time
     memory = _memory("interleaved", num_workers=2, microbatches=2, footprints=footprints)
     terms = _kib(memory)
     in_flight = [_core.num_microbatches_in_flight(memory.schedule, stage) for stage in (0, 2)]
-    waiting = _waiting(memory, "gradient", 2, 1) + 1
+    waiting = _gradients_beside(memory, 2)
     assert terms[STASH] == sum(in_flight) * 100 + _minibatches_of(in_flight[0], 2) * 2 * 10 + waiting * 10
     assert (terms[WEIGHT_VERSIONS], terms[GRADIENTS], terms[TRANSIENT]) == (2 * 3, 2 * 4, 30)
 
@@ -179,9 +205,10 @@ def test_an_optimizers_step_comes_at_another_time_than_forwards_and_backwards() 
 def test_a_recompute_keeps_outputs_until_they_are_sent_and_has_one_stash_at_a_time() -> None:
     memory = _memory(rank=1).with_recompute([False, True, False, False])
     outputs = _waiting(memory, "activation", 1, 2) + 1
-    gradients = _waiting(memory, "gradient", 1, 0) + 1
+    gradients = _waiting(memory, "gradient", 1, 0)
+    assert gradients * 10 > 3 * _GENERATORS / _KIB + 10  # more than three in flight here, and one that waits
     terms = _kib(memory)
-    assert terms[STASH] == 3 * _GENERATORS / _KIB + outputs * 20 + gradients * 10
+    assert terms[STASH] == outputs * 20 + (gradients + 1) * 10
     assert terms[TRANSIENT] == 7 + 100 + 10
 
 
