@@ -249,13 +249,25 @@ void bind_versions(py::module_& module) {
               "The weight version that the minibatch's backward reads.");
   module.def(
       "tied_version",
-      [](const ScheduleOptions& options, std::int64_t minibatch) {
-        return tied_version(options, MinibatchId(minibatch)).value();
+      [](const ScheduleOptions& options, std::int64_t owner, std::int64_t minibatch) {
+        return tied_version(options, StageIndex(owner), MinibatchId(minibatch)).value();
       },
-      py::arg("options"), py::arg("minibatch"),
-      "The version that every use of a parameter tied across stages reads.");
-  module.def("num_tied_versions_kept", &num_tied_versions_kept, py::arg("options"),
-             "Versions kept of a parameter tied across stages.");
+      py::arg("options"), py::arg("owner"), py::arg("minibatch"),
+      "The version that every use of a parameter tied across stages reads, in rounds of its owner.");
+  module.def(
+      "num_tied_versions_kept",
+      [](const ScheduleOptions& options, std::int64_t owner) {
+        return num_tied_versions_kept(options, StageIndex(owner));
+      },
+      py::arg("options"), py::arg("owner"),
+      "Versions kept of a parameter tied across stages, at each of them.");
+  module.def(
+      "num_tied_versions_ahead",
+      [](const ScheduleOptions& options, std::int64_t owner, std::int64_t user) {
+        return num_tied_versions_ahead(options, {StageIndex(owner), StageIndex(user)});
+      },
+      py::arg("options"), py::arg("owner"), py::arg("user"),
+      "By how many versions the owner may be ahead of what a replica of the user has asked for.");
 }
 
 void bind_stages(py::module_& module) {

@@ -170,11 +170,6 @@ void check_rounds(const ScheduleOptions& options) {
 
 void check_replicated(const ScheduleOptions& options) {
   if (!is_replicated(options)) return;
-  if (!options.ties.empty()) {
-    throw UserError("ties has " + name_of(options.ties.front()) +
-                    ", and the plan has replicated stages; parameters that stages share need a straight "
-                    "plan: partition(..., straight=True)");
-  }
   if (options.oldest_version) {
     throw UserError("oldest_version is set, and the plan has replicated stages; they start from one version");
   }

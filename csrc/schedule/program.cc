@@ -29,7 +29,7 @@ std::int64_t forward_delay(const ScheduleOptions& options, StageIndex stage) {
   switch (kind_of(options)) {
     case ScheduleKind::kPipedream:
     case ScheduleKind::kNaive:
-      return in_flight_at(options, stage) - 1 + options.staleness;
+      return in_flight_at(options, stage) - 1;
     case ScheduleKind::kVerticalSync:
       return options.in_flight.front() - 1;
     case ScheduleKind::k2bw:
@@ -56,7 +56,8 @@ VersionRule make_rule(const ScheduleOptions& options, StageIndex stage, std::int
   const std::int64_t first = rounds.first_version().value();
   const std::int64_t oldest = options.oldest_version.value_or(rounds.first_version()).value();
   return {is_by_input ? num_replicas_of(options, StageIndex(0)) : rounds.minibatches_per_round, delay,
-          rounds.minibatches_per_round, std::max(oldest, first - delay_max)};
+          rounds.minibatches_per_round, std::max(oldest, first - delay_max - options.staleness),
+          options.staleness};
 }
 
 VersionRule forward_rule(const ScheduleOptions& options, StageIndex stage) {
@@ -68,10 +69,26 @@ VersionRule backward_rule(const ScheduleOptions& options, StageIndex stage) {
   return make_rule(options, stage, delay, delay);
 }
 
-// Where forward and backward read alike.
-VersionRule tied_rule(const ScheduleOptions& options) {
-  const std::int64_t delay = forward_delay(options, StageIndex(0));
-  return make_rule(options, StageIndex(0), delay, delay);
+// In the owner's rounds. Where the stages read different versions, as vertical sync would there.
+VersionRule tied_rule(const ScheduleOptions& options, StageIndex owner) {
+  switch (kind_of(options)) {
+    case ScheduleKind::kPipedream:
+    case ScheduleKind::kVerticalSync:
+    case ScheduleKind::kNaive: {
+      const std::int64_t delay = options.in_flight.front() - 1;
+      VersionRule rule = make_rule(options, owner, delay, delay);
+      rule.unit = num_replicas_of(options, StageIndex(0));
+      return rule;
+    }
+    case ScheduleKind::k2bw:
+    case ScheduleKind::kFlush:
+    case ScheduleKind::kGpipe:
+    case ScheduleKind::kModelParallel:
+    case ScheduleKind::kDataParallel:
+    case ScheduleKind::kInterleaved:
+      return forward_rule(options, owner);
+  }
+  PD_CHECK(false, options.schedule);
 }
 
 // By which an update stands later than the backward that it needs. Half of the staleness: as long as it may
@@ -177,12 +194,7 @@ bool stashes_versions(const ScheduleOptions& options) {
 
 std::int64_t num_versions_kept(const ScheduleOptions& options, StageIndex stage) {
   check_stage(options, stage);
-  // From the version that the next backward reads to the newest.
-  const VersionRule rule = backward_rule(options, stage);
-  // The input stage's rounds begin up to r_0 - gcd minibatches after the stage's.
-  const std::int64_t num_between =
-      (rule.delay + 1) * rule.unit - std::gcd(rule.unit, rule.minibatches_per_round);
-  return 1 + (num_between + rule.minibatches_per_round - 1) / rule.minibatches_per_round;
+  return backward_rule(options, stage).num_versions_kept();
 }
 
 WeightVersion forward_version(const ScheduleOptions& options, StageIndex stage, MinibatchId minibatch) {
@@ -202,15 +214,25 @@ WeightVersion backward_version(const ScheduleOptions& options, StageIndex stage,
   return backward_rule(options, stage).version_of(minibatch);
 }
 
-WeightVersion tied_version(const ScheduleOptions& options, MinibatchId minibatch) {
-  check_schedule_options(options);
+WeightVersion tied_version(const ScheduleOptions& options, StageIndex owner, MinibatchId minibatch) {
   check_minibatch(minibatch);
-  return tied_rule(options).version_of(minibatch);
+  return tied_rule_of(options, owner).version_of(minibatch);
 }
 
-std::int64_t num_tied_versions_kept(const ScheduleOptions& options) {
-  check_schedule_options(options);
-  return tied_rule(options).delay + 1;
+VersionRule tied_rule_of(const ScheduleOptions& options, StageIndex owner) {
+  check_stage(options, owner);
+  return tied_rule(options, owner);
+}
+
+std::int64_t num_tied_versions_kept(const ScheduleOptions& options, StageIndex owner) {
+  return tied_rule_of(options, owner).num_versions_kept();
+}
+
+std::int64_t num_tied_versions_ahead(const ScheduleOptions& options, const TiedStages& tied) {
+  const VersionRule rule = tied_rule_of(options, tied.owner);
+  const std::int64_t rounds_between =
+      (num_replicas_of(options, tied.user) + rule.minibatches_per_round - 1) / rule.minibatches_per_round;
+  return rule.num_versions_kept() + rounds_between;
 }
 
 std::int64_t num_gradients_kept(const ScheduleOptions& options, StageIndex stage) {

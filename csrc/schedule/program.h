@@ -123,7 +123,7 @@ struct ScheduleOptions {
 // wrong length, 2bw with m < n_s r_s anywhere or with replicas that it deadlocks with, data_parallel with
 // several stages, stages at ranks other than 0, 1, 2, ... in order, replica by replica (for interleaved stage
 // s at rank s mod W, with S a multiple of W, and W > 1 unless there is one stage), several stages at a rank
-// without interleaved, replicas with interleaved or with ties, rounds of more than kMinibatchesPerRoundMax,
+// without interleaved, replicas with interleaved, rounds of more than kMinibatchesPerRoundMax,
 // shards of a replica, ties that do not ascend or whose owner is not upstream of their user, a first
 // minibatch or an oldest version out of range, a staleness that is out of range or where a schedule other
 // than pipedream has none.
@@ -166,10 +166,15 @@ void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_mini
                                              MinibatchId minibatch);
 // That is there when the run starts.
 [[nodiscard]] WeightVersion oldest_version(const ScheduleOptions& options, StageIndex stage);
-// Of a parameter tied across stages, at each of them, forward and backward: max(0, i - n_0 + 1) where the
-// stages would read different versions, else what they read.
-[[nodiscard]] WeightVersion tied_version(const ScheduleOptions& options, MinibatchId minibatch);
-[[nodiscard]] std::int64_t num_tied_versions_kept(const ScheduleOptions& options);
+// Of a parameter tied across stages, at each of them, forward and backward. It counts the owner's rounds, as
+// the owner updates it: what vertical sync would read at the owner, floor(max(0, floor(i / r_0) - n_0 + 1)
+// r_0 / r_owner) - k, where the stages read different versions, else what the owner reads.
+[[nodiscard]] WeightVersion tied_version(const ScheduleOptions& options, StageIndex owner,
+                                         MinibatchId minibatch);
+[[nodiscard]] VersionRule tied_rule_of(const ScheduleOptions& options, StageIndex owner);
+[[nodiscard]] std::int64_t num_tied_versions_kept(const ScheduleOptions& options, StageIndex owner);
+// By how many versions the owner may be ahead of what a replica of the user has asked for.
+[[nodiscard]] std::int64_t num_tied_versions_ahead(const ScheduleOptions& options, const TiedStages& tied);
 
 // How many rounds' gradients a replica may hold at once: 1, and where there are others half of the staleness.
 [[nodiscard]] std::int64_t num_gradients_kept(const ScheduleOptions& options, StageIndex stage);

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 
 #include "base/ids.h"
 
@@ -57,17 +58,24 @@ struct Rounds {
   }
 };
 
-// Which version a minibatch reads: max(lowest, (floor(i / unit) - delay) unit / R). The unit is R, in which
-// the stage counts, but that of the input stage under vertical sync.
+// Which version a minibatch reads: max(lowest, floor((floor(i / unit) - delay) unit / R) - staleness). The
+// unit is R, in which the stage counts, but that of the input stage under vertical sync.
 struct VersionRule {
   std::int64_t unit = 1;
   std::int64_t delay = 0;
   std::int64_t minibatches_per_round = 1;
   std::int64_t lowest = 0;
+  std::int64_t staleness = 0;  // rounds
 
   [[nodiscard]] WeightVersion version_of(MinibatchId minibatch) const {
     const std::int64_t delayed = (minibatch.value() / unit - delay) * unit;
-    return WeightVersion(std::max(lowest, delayed / minibatches_per_round));
+    return WeightVersion(std::max(lowest, delayed / minibatches_per_round - staleness));
+  }
+  // From the version that the next backward reads to the one that its update writes. The input stage's rounds
+  // begin up to r_0 - gcd minibatches after the stage's.
+  [[nodiscard]] std::int64_t num_versions_kept() const {
+    const std::int64_t num_between = (delay + 1) * unit - std::gcd(unit, minibatches_per_round);
+    return 1 + (num_between + minibatches_per_round - 1) / minibatches_per_round + staleness;
   }
 };
 

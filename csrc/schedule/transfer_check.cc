@@ -31,7 +31,7 @@ class TransferChecker {
     for (const Edge& edge : edges_) {
       const bool is_version = edge.kind == EdgeKind::kTiedVersion || edge.kind == EdgeKind::kPull;
       if (!is_version || list.placement.rank_of(edge.to.stage, edge.to.replica) != rank_) continue;
-      newest_received_[edge] = rounds_.first_version();
+      newest_received_[edge] = rounds_of(options_, edge.from.stage).first_version();
     }
     begin_update();
   }
@@ -67,6 +67,7 @@ class TransferChecker {
   }
 
   [[nodiscard]] Fault send(const Instruction& instruction) {
+    if (instruction.edge.kind == EdgeKind::kPush && !owed_.empty()) return first_owed();
     if (std::erase(unsent_, instruction) == 1) return {};
     const bool is_due = std::find(pushes_.begin(), pushes_.end(), instruction) != pushes_.end();
     if (is_due && has_backwards_left(stages_.front())) return "the round still has backwards to do";
@@ -76,6 +77,10 @@ class TransferChecker {
 
   [[nodiscard]] Fault receive(const Instruction& instruction) {
     if (newest_received_.contains(instruction.edge)) return receive_version(instruction);
+    if (instruction.edge.kind == EdgeKind::kTiedGradient) {
+      if (std::erase(owed_, instruction) == 1) return {};
+      return "it is added to the owner's own, which its last backward of the minibatch makes";
+    }
     for (const Instruction& held : unused_) {
       if (held.edge == instruction.edge) return to_string(held) + " was not used yet";
     }
@@ -86,24 +91,45 @@ class TransferChecker {
   // Versions of what another worker updates.
   [[nodiscard]] Fault receive_version(const Instruction& instruction) {
     WeightVersion& newest = newest_received_.at(instruction.edge);
-    const MinibatchId due = rounds_.begin_of(newest.value());
+    const StageIndex updater = instruction.edge.from.stage;
+    const MinibatchId due = rounds_of(options_, updater).begin_of(newest.value());
     if (instruction.minibatch != due) {
       return "versions come in order; the next is that of minibatch " + std::to_string(due.value());
     }
-    const std::int64_t next_reader = num_backwarded_.at(instruction.stage) / options_.num_microbatches;
     if (instruction.edge.kind == EdgeKind::kPull && rounds_.round_of(due) > newest_complete()) {
       return "the round still has backwards to do";
     }
     newest = newest.next();
-    const bool is_tied = instruction.edge.kind == EdgeKind::kTiedVersion;
-    const std::int64_t num_kept =
-        is_tied ? num_tied_versions_kept(options_) : num_versions_kept(options_, instruction.stage);
-    const std::int64_t overwritten = newest.value() - num_kept;
+    if (instruction.edge.kind == EdgeKind::kTiedVersion) {
+      return check_overwritten(instruction.stage, newest, tied_rule_of(options_, updater));
+    }
+    // With one slot a backward reads what there is.
+    const VersionRule rule = forward_rule_of(options_, instruction.stage);
+    if (stashes_versions(options_)) {
+      if (Fault fault = check_overwritten(instruction.stage, newest, rule); !fault.empty()) return fault;
+    }
+    return check_tied_overwritten(instruction.stage, newest);
+  }
+
+  // Whether a version in the slot of which this one is written is still read at the stage.
+  [[nodiscard]] Fault check_overwritten(StageIndex stage, WeightVersion written,
+                                        const VersionRule& rule) const {
+    const std::int64_t next_reader = num_backwarded_.at(stage) / options_.num_microbatches;
     const MinibatchId reader = rounds_.own_minibatch(replica_, next_reader);
-    const bool is_read = reader.value() < num_minibatches_ && (is_tied || num_kept > 1);
-    if (!is_read || overwritten < version_read(instruction.edge, reader).value()) return {};
+    const std::int64_t overwritten = written.value() - rule.num_versions_kept();
+    if (reader.value() >= num_minibatches_ || overwritten < rule.version_of(reader).value()) return {};
     return "it overwrites version " + std::to_string(overwritten) + ", which minibatch " +
            std::to_string(reader.value()) + " still reads";
+  }
+
+  // The same of what the stage owns of ties, where this version of the stage is written or has come.
+  [[nodiscard]] Fault check_tied_overwritten(StageIndex stage, WeightVersion written) const {
+    return owns_ties(stage) ? check_overwritten(stage, written, tied_rule_of(options_, stage)) : Fault();
+  }
+
+  [[nodiscard]] bool owns_ties(StageIndex stage) const {
+    return std::any_of(options_.ties.begin(), options_.ties.end(),
+                       [&](const TiedStages& tied) { return tied.owner == stage; });
   }
 
   // The newest round whose gradient the replica has made, or is not a member of.
@@ -113,11 +139,6 @@ class TransferChecker {
       return rounds_.last_version(num_minibatches_).value() - 1;
     }
     return rounds_.first_version().value() + num_own / rounds_.own_per_round() - 1;
-  }
-
-  [[nodiscard]] WeightVersion version_read(const Edge& edge, MinibatchId minibatch) const {
-    return edge.kind == EdgeKind::kTiedVersion ? tied_version(options_, minibatch)
-                                               : forward_version(options_, edge.to.stage, minibatch);
   }
 
   // Of the round that is to be updated next.
@@ -134,6 +155,7 @@ class TransferChecker {
       if (!has_backwards_left(stage)) continue;
       return "stage " + std::to_string(stage.value()) + " still has backwards to do";
     }
+    if (!owed_.empty()) return first_owed();
     for (const Instruction& due : before_update_) {
       if (due.edge.kind != EdgeKind::kNorm && is_pending(due)) return to_string(due) + " comes first";
     }
@@ -143,14 +165,25 @@ class TransferChecker {
     return {};
   }
 
+  [[nodiscard]] Fault first_owed() const { return to_string(owed_.front()) + " comes first"; }
+
   [[nodiscard]] Fault compute(const Instruction& instruction) {
     if (Fault fault = take_received(instruction); !fault.empty()) return fault;
+    const bool adds_up = instruction.opcode == Opcode::kBackward || instruction.opcode == Opcode::kUpdate;
+    if (adds_up && !owed_.empty() && owed_.front().stage == instruction.stage) return first_owed();
     for (const Instruction& due : unsent_) {
       if (due.stage == instruction.stage && is_made_by(due.edge.kind, instruction.opcode)) {
         return to_string(due) + " comes first";
       }
     }
+    if (instruction.opcode == Opcode::kUpdate) {
+      Fault fault = check_tied_overwritten(instruction.stage, instruction.version);
+      if (!fault.empty()) return fault;
+    }
     transfers_.add_after(instruction, unsent_);
+    std::copy_if(unsent_.begin(), unsent_.end(), std::back_inserter(owed_), [](const Instruction& due) {
+      return due.opcode == Opcode::kRecv && due.edge.kind == EdgeKind::kTiedGradient;
+    });
     std::erase_if(unsent_, [](const Instruction& due) { return due.opcode == Opcode::kRecv; });
     if (instruction.opcode == Opcode::kBackward) ++num_backwarded_.at(instruction.stage);
     if (instruction.opcode == Opcode::kUpdate && ++num_updated_ == stages_.size()) {
@@ -181,11 +214,15 @@ class TransferChecker {
     for (const auto& [edge, newest] : newest_received_) {
       const bool is_tied = edge.kind == EdgeKind::kTiedVersion;
       if (edge.to.stage != instruction.stage || (is_tied && instruction.opcode != Opcode::kForward)) continue;
-      const WeightVersion read =
-          is_tied ? tied_version(options_, instruction.minibatch) : instruction.version;
+      WeightVersion read = instruction.version;
+      // Of a stage that owns ties pulls bring those too.
+      if (is_tied || (instruction.opcode == Opcode::kForward && owns_ties(instruction.stage))) {
+        const WeightVersion tied = tied_version(options_, edge.from.stage, instruction.minibatch);
+        read = is_tied ? tied : std::max(read, tied);
+      }
       if (read <= newest) continue;
-      return "RECV " + to_string(edge) + " minibatch " +
-             std::to_string(rounds_.begin_of(read.value() - 1).value()) + " comes first";
+      const MinibatchId first = rounds_of(options_, edge.from.stage).begin_of(read.value() - 1);
+      return "RECV " + to_string(edge) + " minibatch " + std::to_string(first.value()) + " comes first";
     }
     return {};
   }
@@ -240,9 +277,10 @@ class TransferChecker {
     if (!unsent_.empty()) return to_string(unsent_.front()) + " is missing";
     if (!unused_.empty()) return "nothing needs what " + to_string(unused_.front()) + " received";
     for (const auto& [edge, newest] : newest_received_) {
-      if (newest == rounds_.last_version(num_minibatches_)) continue;
+      const Rounds rounds = rounds_of(options_, edge.from.stage);
+      if (newest == rounds.last_version(num_minibatches_)) continue;
       return "RECV " + to_string(edge) + " minibatch " +
-             std::to_string(rounds_.begin_of(newest.value()).value()) + " is missing";
+             std::to_string(rounds.begin_of(newest.value()).value()) + " is missing";
     }
     return {};
   }
@@ -258,6 +296,7 @@ class TransferChecker {
 
   std::vector<Instruction> unsent_;                    // SENDs of what was made
   std::vector<Instruction> unused_;                    // RECVs of what nothing has used yet
+  std::vector<Instruction> owed_;                      // RECVs of tied gradients of what has been backwarded
   std::map<Edge, WeightVersion> newest_received_;      // of what others update
   std::map<StageIndex, std::int64_t> num_backwarded_;  // microbatches of the replica's own
   std::int64_t next_round_;

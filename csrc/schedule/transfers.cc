@@ -10,8 +10,6 @@
 namespace pipedream {
 namespace {
 
-Edge edge_between(EdgeKind kind, StageIndex from, StageIndex to) { return {kind, {from, {}}, {to, {}}}; }
-
 StageIndex last_stage(const ScheduleOptions& options) {
   return StageIndex(static_cast<std::int64_t>(options.in_flight.size()) - 1);
 }
@@ -67,6 +65,29 @@ void add_replicas(const Placement& placement, StageIndex stage, std::vector<Edge
   }
 }
 
+// Where replicas of the owner reduce together each has all of a version.
+bool has_version_for(const ScheduleOptions& options, std::int64_t num_owners, ReplicaIndex owner,
+                     ReplicaIndex user) {
+  return !options.uses_allreduce || user.value() % num_owners == owner.value();
+}
+
+void add_tie(const ScheduleOptions& options, const Placement& placement, const TiedStages& tied,
+             std::vector<Edge>& edges) {
+  const std::int64_t num_owners = placement.num_replicas(tied.owner);
+  const std::int64_t num_users = placement.num_replicas(tied.user);
+  for (std::int64_t minibatch = 0; minibatch < std::lcm(num_owners, num_users); ++minibatch) {
+    edges.push_back({EdgeKind::kTiedGradient,
+                     {tied.user, ReplicaIndex(minibatch % num_users)},
+                     {tied.owner, ReplicaIndex(minibatch % num_owners)}});
+  }
+  for (ReplicaIndex owner; owner.value() < num_owners; owner = owner.next()) {
+    for (ReplicaIndex user; user.value() < num_users; user = user.next()) {
+      if (!has_version_for(options, num_owners, owner, user)) continue;
+      edges.push_back({EdgeKind::kTiedVersion, {tied.owner, owner}, {tied.user, user}});
+    }
+  }
+}
+
 // The first minibatch that both replicas have: of every one of a replica's, one after num_replicas others.
 MinibatchId first_in_common(const Rounds& one, ReplicaIndex replica, const Rounds& other,
                             ReplicaIndex other_replica) {
@@ -88,10 +109,7 @@ std::vector<Edge> edges_of(const ScheduleOptions& options) {
     if (stage < last_stage(options)) add_cut(placement, stage, edges);
     if (!options.uses_allreduce) add_replicas(placement, stage, edges);
   }
-  for (const auto& [owner, user] : options.ties) {
-    edges.push_back(edge_between(EdgeKind::kTiedGradient, user, owner));
-    edges.push_back(edge_between(EdgeKind::kTiedVersion, owner, user));
-  }
+  for (const TiedStages& tied : options.ties) add_tie(options, placement, tied, edges);
   const bool drains = drains_every_minibatch(options);
   for (std::int64_t rank = 0; options.exchanges_norms && rank < placement.num_ranks(); ++rank) {
     const auto ends = norm_ends(placement, rank, drains);
@@ -109,6 +127,7 @@ EdgeItems items_of(const ScheduleOptions& options, const Edge& edge) {
   switch (edge.kind) {
     case EdgeKind::kActivation:
     case EdgeKind::kGradient:
+    case EdgeKind::kTiedGradient:
       return {first_in_common(from, edge.from.replica, to, edge.to.replica),
               std::lcm(from.num_replicas, to.num_replicas)};
     case EdgeKind::kPush:
@@ -116,10 +135,8 @@ EdgeItems items_of(const ScheduleOptions& options, const Edge& edge) {
     case EdgeKind::kPull:
       return {options.first_minibatch, from.minibatches_per_round};
     case EdgeKind::kNorm:
-      return {options.first_minibatch, from.minibatches_per_round};
-    case EdgeKind::kTiedGradient:
     case EdgeKind::kTiedVersion:
-      return {options.first_minibatch, 1};
+      return {options.first_minibatch, from.minibatches_per_round};
   }
   PD_CHECK(false, "edge kind " << static_cast<int>(edge.kind));
 }
@@ -141,6 +158,7 @@ Transfers::Transfers(ScheduleOptions options, Rank rank) : options_(std::move(op
   stashes_ = stashes_versions(options_);
   exchanges_shards_ = rounds().num_replicas > 1 && !options_.uses_allreduce;
   rule_ = forward_rule_of(options_, stages_.front());
+  for (const TiedStages& tied : options_.ties) tied_rules_.push_back(tied_rule_of(options_, tied.owner));
   if (!options_.exchanges_norms) return;
   if (const auto ends = norm_ends(placement, rank.value() - 1, drains_)) upstream_ = ends->first;
   if (const auto ends = norm_ends(placement, rank.value(), drains_)) downstream_ = ends->second;
@@ -177,19 +195,30 @@ void Transfers::add_before(const Instruction& computed, std::vector<Instruction>
 // Of a minibatch: the versions that it is the first to read.
 void Transfers::add_before_forward(const Instruction& forward, std::vector<Instruction>& instructions) const {
   const MinibatchId minibatch = forward.minibatch;
-  if (!options_.ties.empty() && minibatch != options_.first_minibatch) {
-    const WeightVersion read = tied_version(options_, minibatch);
-    const bool is_new = read > tied_version(options_, MinibatchId(minibatch.value() - 1));
-    if (is_new) add_version(forward.stage, read, instructions);
+  const std::int64_t own_index = rounds().own_index(minibatch);
+  for (std::size_t tie = 0; tie < options_.ties.size(); ++tie) {
+    const TiedStages& tied = options_.ties[tie];
+    const VersionRule& rule = tied_rules_[tie];
+    if (tied.user != forward.stage) continue;
+    WeightVersion newest = newest_read(rule, tied.user, tied.owner, own_index);
+    while (newest < rule.version_of(minibatch)) {
+      newest = newest.next();
+      receive_version(tied, newest, instructions);
+    }
   }
   if (!exchanges_shards_ || !stashes_) return;
-  const std::int64_t own_index = rounds().own_index(minibatch);
-  WeightVersion newest = rounds().first_version();
-  if (own_index > 0) newest = rule_.version_of(rounds().own_minibatch(replica_, own_index - 1));
+  WeightVersion newest = newest_read(rule_, forward.stage, forward.stage, own_index);
   while (newest < rule_.version_of(minibatch)) {
     newest = newest.next();
     receive_pulls(newest, instructions);
   }
+}
+
+WeightVersion Transfers::newest_read(const VersionRule& rule, StageIndex reader, StageIndex updater,
+                                     std::int64_t own_index) const {
+  const WeightVersion first = rounds_at(updater).first_version();
+  if (own_index == 0) return first;
+  return std::max(first, rule.version_of(rounds_at(reader).own_minibatch(replica_, own_index - 1)));
 }
 
 void Transfers::add_before_update(const Instruction& update, std::vector<Instruction>& instructions) const {
@@ -198,15 +227,7 @@ void Transfers::add_before_update(const Instruction& update, std::vector<Instruc
     if (drains_) send_pushes(round, instructions);
     receive_pushes(round, instructions);
   }
-  // What is measured is complete: of all the worker's stages.
-  const bool is_first = update.stage == stages_.front();
-  for (const auto& [owner, user] : options_.ties) {
-    const bool is_here = std::find(stages_.begin(), stages_.end(), owner) != stages_.end();
-    if (options_.exchanges_norms ? is_here && is_first : owner == update.stage) {
-      instructions.push_back(receive(edge_between(EdgeKind::kTiedGradient, user, owner), update.minibatch));
-    }
-  }
-  if (is_first) add_norms(update.minibatch, instructions);
+  if (update.stage == stages_.front()) add_norms(update.minibatch, instructions);
 }
 
 void Transfers::add_after(const Instruction& computed, std::vector<Instruction>& instructions) const {
@@ -227,15 +248,15 @@ void Transfers::add_after(const Instruction& computed, std::vector<Instruction>&
       }
       if (!is_last_microbatch(computed)) return;
       for (const auto& [owner, user] : options_.ties) {
-        if (user != stage) continue;
-        instructions.push_back(send(edge_between(EdgeKind::kTiedGradient, user, owner), minibatch));
+        const Edge edge{EdgeKind::kTiedGradient, end_at(user, minibatch), end_at(owner, minibatch)};
+        if (user == stage) instructions.push_back(send(edge, minibatch));
+        if (owner == stage) instructions.push_back(receive(edge, minibatch));
       }
       if (exchanges_shards_ && !drains_) send_pushes(rounds().round_of(minibatch), instructions);
       return;
     case Opcode::kUpdate:
-      for (const auto& [owner, user] : options_.ties) {
-        if (owner != stage) continue;
-        instructions.push_back(send(edge_between(EdgeKind::kTiedVersion, owner, user), minibatch));
+      for (const TiedStages& tied : options_.ties) {
+        if (tied.owner == stage) send_version(tied, minibatch, instructions);
       }
       if (!exchanges_shards_) return;
       send_pulls(computed.version, instructions);
@@ -291,14 +312,24 @@ void Transfers::receive_pulls(WeightVersion version, std::vector<Instruction>& i
   }
 }
 
-// Version v is what the update of minibatch v - 1 wrote. What the run starts from is everywhere.
-void Transfers::add_version(StageIndex user, WeightVersion version,
-                            std::vector<Instruction>& instructions) const {
-  if (version.value() <= options_.first_minibatch.value()) return;
-  for (const TiedStages& tied : options_.ties) {
-    if (tied.user != user) continue;
-    const Edge edge = edge_between(EdgeKind::kTiedVersion, tied.owner, user);
-    instructions.push_back(receive(edge, MinibatchId(version.value() - 1)));
+// first: of the owner's round.
+void Transfers::send_version(const TiedStages& tied, MinibatchId first,
+                             std::vector<Instruction>& instructions) const {
+  const std::int64_t num_owners = rounds_at(tied.owner).num_replicas;
+  for (ReplicaIndex user; user.value() < rounds_at(tied.user).num_replicas; user = user.next()) {
+    if (!has_version_for(options_, num_owners, replica_, user)) continue;
+    instructions.push_back(send({EdgeKind::kTiedVersion, {tied.owner, replica_}, {tied.user, user}}, first));
+  }
+}
+
+void Transfers::receive_version(const TiedStages& tied, WeightVersion version,
+                                std::vector<Instruction>& instructions) const {
+  const MinibatchId first = rounds_at(tied.owner).begin_of(version.value() - 1);
+  const std::int64_t num_owners = rounds_at(tied.owner).num_replicas;
+  for (ReplicaIndex owner; owner.value() < num_owners; owner = owner.next()) {
+    if (!has_version_for(options_, num_owners, owner, replica_)) continue;
+    instructions.push_back(
+        receive({EdgeKind::kTiedVersion, {tied.owner, owner}, {tied.user, replica_}}, first));
   }
 }
 
@@ -312,26 +343,23 @@ void Transfers::add_norms(MinibatchId minibatch, std::vector<Instruction>& instr
   if (downstream_) instructions.push_back(send({EdgeKind::kNorm, own, *downstream_}, minibatch));
 }
 
-void Transfers::add_final(WeightVersion version, std::vector<Instruction>& instructions) const {
-  for (const StageIndex stage : stages_) add_version(stage, version, instructions);
-  if (exchanges_shards_) receive_pulls(version, instructions);
-}
-
-WeightVersion Transfers::first_final(std::int64_t num_minibatches) const {
-  if (!exchanges_shards_) {
-    const WeightVersion given(options_.first_minibatch.value());
-    if (num_minibatches == given.value()) return given.next();
-    return std::max(given, tied_version(options_, MinibatchId(num_minibatches - 1))).next();
-  }
-  if (!stashes_) return last_final(num_minibatches).next();
+void Transfers::add_final(std::int64_t index, std::int64_t num_minibatches,
+                          std::vector<Instruction>& instructions) const {
   const std::int64_t num_own = rounds().num_own(replica_, num_minibatches);
-  if (num_own == 0) return rounds().first_version().next();
-  const WeightVersion read = rule_.version_of(rounds().own_minibatch(replica_, num_own - 1));
-  return std::max(rounds().first_version(), read).next();
-}
-
-WeightVersion Transfers::last_final(std::int64_t num_minibatches) const {
-  return exchanges_shards_ ? rounds().last_version(num_minibatches) : WeightVersion(num_minibatches);
+  const auto version_after = [&](const VersionRule& rule, StageIndex reader, StageIndex updater) {
+    const std::int64_t version = newest_read(rule, reader, updater, num_own).value() + 1 + index;
+    const bool is_there = version <= rounds_at(updater).last_version(num_minibatches).value();
+    return is_there ? std::optional(WeightVersion(version)) : std::nullopt;
+  };
+  for (std::size_t tie = 0; tie < options_.ties.size(); ++tie) {
+    const TiedStages& tied = options_.ties[tie];
+    if (std::find(stages_.begin(), stages_.end(), tied.user) == stages_.end()) continue;
+    const auto version = version_after(tied_rules_[tie], tied.user, tied.owner);
+    if (version) receive_version(tied, *version, instructions);
+  }
+  if (!exchanges_shards_ || !stashes_) return;
+  const StageIndex stage = stages_.front();
+  if (const auto version = version_after(rule_, stage, stage)) receive_pulls(*version, instructions);
 }
 
 bool Transfers::is_last_microbatch(const Instruction& computed) const {
@@ -343,8 +371,15 @@ std::size_t Transfers::num_added_max() const {
   // it, which under vertical sync come as those of the input stage do.
   const std::int64_t num_per_replica =
       std::max<std::int64_t>(4, 2 + rule_.unit / rule_.minibatches_per_round);
-  return 4 + 2 * options_.ties.size() +
-         static_cast<std::size_t>(num_per_replica * (rounds().num_replicas - 1));
+  std::int64_t num_added = 4 + num_per_replica * (rounds().num_replicas - 1);
+  for (std::size_t tie = 0; tie < options_.ties.size(); ++tie) {
+    const TiedStages& tied = options_.ties[tie];
+    const VersionRule& rule = tied_rules_[tie];
+    const std::int64_t num_users = rounds_at(tied.user).num_replicas;
+    const std::int64_t num_versions = 2 + (num_users + rule.unit) / rule.minibatches_per_round;
+    num_added += 2 + num_users + num_versions * rounds_at(tied.owner).num_replicas;
+  }
+  return static_cast<std::size_t>(num_added);
 }
 
 ProgramCursor::ProgramCursor(const ScheduleOptions& options, Rank rank)
@@ -401,9 +436,7 @@ void ProgramCursor::refill_at_end() {
   const std::int64_t num_minibatches = compute_.num_minibatches().value_or(0);
   instructions_.clear();
   do {
-    final_ = final_ ? final_->next() : transfers_.first_final(num_minibatches);
-    if (*final_ > transfers_.last_final(num_minibatches)) return;
-    transfers_.add_final(*final_, instructions_);
+    transfers_.add_final(num_finals_++, num_minibatches, instructions_);
     if (instructions_.empty()) return;
     std::erase_if(instructions_, [&](const Instruction& final) {
       return std::find(early_.begin(), early_.end(), final) != early_.end();
@@ -427,10 +460,10 @@ std::vector<Instruction> add_transfers(const ScheduleOptions& options, Rank rank
     instructions.push_back(instruction);
     transfers.add_after(instruction, instructions);
   }
-  const WeightVersion last = transfers.last_final(num_minibatches);
-  for (WeightVersion version = transfers.first_final(num_minibatches); version <= last;
-       version = version.next()) {
-    transfers.add_final(version, instructions);
+  std::size_t num_before = 0;
+  for (std::int64_t index = 0; index == 0 || instructions.size() > num_before; ++index) {
+    num_before = instructions.size();
+    transfers.add_final(index, num_minibatches, instructions);
   }
   return instructions;
 }

@@ -2,21 +2,23 @@
 // worker computes, and so its whole program. Pure; any thread.
 //
 //   before FORWARD    RECV activation from upstream; of a user, before the first microbatch's, RECV
-//                     tied_version: what the minibatch reads, when no minibatch before it has read it; of a
-//                     replica, so too, RECV pull from every other one
+//                     tied_version from every replica of the owner: what the minibatch reads, when no
+//                     minibatch of the replica's before it has read it; of a replica, so too, RECV pull from
+//                     every other one
 //   after FORWARD     SEND activation downstream
 //   before BACKWARD   RECV gradient from downstream
-//   after BACKWARD    SEND gradient upstream; after the last microbatch's, of a user, SEND tied_gradient; of
-//                     a replica, where the schedule does not drain, SEND push to every other one
+//   after BACKWARD    SEND gradient upstream; after the last microbatch's, of a user, SEND tied_gradient, of
+//                     an owner, RECV tied_gradient from every user; of a replica, where the schedule does not
+//                     drain, SEND push to every other one
 //   before UPDATE     of a replica, where the schedule drains and if it is a member of the round, SEND push
 //                     to every other one; RECV push from every other member of the round;
-//                     of an owner, RECV tied_gradient from every user; where norms are exchanged, before the
-//                     first UPDATE of the worker's, when all its stages have theirs:
+//                     where norms are exchanged, before the first UPDATE of the worker's:
 //                     RECV norm from downstream    partial sums, upstream
 //                     SEND norm upstream
 //                     RECV norm from upstream      the total, downstream
 //                     SEND norm downstream
-//   after UPDATE      of an owner, SEND tied_version to every user; of a replica, SEND pull to every other
+//   after UPDATE      of an owner, SEND tied_version to every user's replicas; of a replica, SEND pull to
+//   every other
 //                     one, and for naive, whose only slot it is, RECV pull from every other one
 //   at the end        of a user, RECV tied_version, of a replica, RECV pull: those that no minibatch has read
 //
@@ -27,10 +29,13 @@
 // of two stages at one rank has no channel: its items go from hand to hand.
 //
 // Minibatch i goes from replica i mod r_s of stage s to replica i mod r_{s+1} of stage s + 1, so that two
-// replicas have an edge when they have a minibatch in common. Replicas of a stage take each other's turns as
-// owners of their shards and users of the others': what they push in round j is named by the sender's first
-// minibatch there, j R + its replica, what they pull, version j + 1, by the round's, j R. A member of a round
-// is a replica that has a minibatch in it: all of them but in the last one.
+// replicas have an edge when they have a minibatch in common; so do tied gradients, as the owner's replica
+// adds them to its own of the minibatch. Each replica of the owner sends every replica of a user its shard of
+// a tied version, named by the first minibatch of the owner's round; where replicas reduce together, and each
+// has all of it, replica q of the user has it from replica q mod r. Replicas of a stage take each other's
+// turns as owners of their shards and users of the others': what they push in round j is named by the
+// sender's first minibatch there, j R + its replica, what they pull, version j + 1, by the round's, j R. A
+// member of a round is a replica that has a minibatch in it: all of them but in the last one.
 #pragma once
 
 #include <cstddef>
@@ -67,11 +72,10 @@ class Transfers {
   // Adds what stands before, or after, an instruction that the worker computes.
   void add_before(const Instruction& computed, std::vector<Instruction>& instructions) const;
   void add_after(const Instruction& computed, std::vector<Instruction>& instructions) const;
-  // Adds what is received after the last update: this version of every tied parameter and other shard.
-  void add_final(WeightVersion version, std::vector<Instruction>& instructions) const;
-  // The first of these versions, and the last; none when the last is below the first.
-  [[nodiscard]] WeightVersion first_final(std::int64_t num_minibatches) const;
-  [[nodiscard]] WeightVersion last_final(std::int64_t num_minibatches) const;
+  // Adds what is received after the last update: of every tied parameter and other shard the index-th
+  // version, from 0 on, that no minibatch has read. Nothing from some index on.
+  void add_final(std::int64_t index, std::int64_t num_minibatches,
+                 std::vector<Instruction>& instructions) const;
   // The most that one call, or add_before() and add_after() together, may add.
   [[nodiscard]] std::size_t num_added_max() const;
   // Says how many minibatches there are, on which depends who is a member of the last round. Before that all
@@ -81,7 +85,12 @@ class Transfers {
  private:
   void add_before_forward(const Instruction& forward, std::vector<Instruction>& instructions) const;
   void add_before_update(const Instruction& update, std::vector<Instruction>& instructions) const;
-  void add_version(StageIndex user, WeightVersion version, std::vector<Instruction>& instructions) const;
+  void send_version(const TiedStages& tied, MinibatchId first, std::vector<Instruction>& instructions) const;
+  void receive_version(const TiedStages& tied, WeightVersion version,
+                       std::vector<Instruction>& instructions) const;
+  // The newest version that the replica has read by its minibatches before the index-th, or started from.
+  [[nodiscard]] WeightVersion newest_read(const VersionRule& rule, StageIndex reader, StageIndex updater,
+                                          std::int64_t own_index) const;
   void add_norms(MinibatchId minibatch, std::vector<Instruction>& instructions) const;
   void send_pushes(std::int64_t round, std::vector<Instruction>& instructions) const;
   void receive_pushes(std::int64_t round, std::vector<Instruction>& instructions) const;
@@ -107,6 +116,7 @@ class Transfers {
   bool stashes_ = true;
   bool exchanges_shards_ = false;         // with other replicas
   VersionRule rule_;                      // of the only stage's forwards, where it has several replicas
+  std::vector<VersionRule> tied_rules_;   // of each of options_.ties
   std::optional<StageReplica> upstream_;  // where norms come from and go to: the neighbours' first stages
   std::optional<StageReplica> downstream_;
 };
@@ -142,7 +152,7 @@ class ProgramCursor {
   std::vector<Instruction> instructions_;  // the one that is computed next, with its transfers
   std::size_t position_ = 0;               // in them
   std::optional<Instruction> computed_;    // that one, if there is one
-  std::optional<WeightVersion> final_;     // received last, or now
+  std::int64_t num_finals_ = 0;            // of add_final()
   std::vector<Instruction> early_;         // pulls before a forward that turned out not to exist
 };
 

@@ -132,7 +132,7 @@ def run(
     modules = split(model, plan)
     device = device_of(modules)
     ties = find_ties(modules)
-    if max(num_replicas) > 1:
+    if max(num_replicas) > 1 and sync_every > 1:
         _check_ties(ties)
     own = {name: parameter for module in modules for name, parameter in module.trainable_parameters()}
     num_workers = max(len(modules), sum(num_replicas))
@@ -216,9 +216,15 @@ class _Versions:
             return minibatch // self._num_replicas[stage_index]
         return self.of_forward(stage_index, minibatch)
 
-    def of_tied(self, minibatch: int) -> int:
-        """Of a parameter that several stages use: at each of them the same, forward and backward."""
-        return self.of_forward(0, minibatch)
+    def of_tied(self, owner: int, minibatch: int) -> int:
+        """Of a parameter that several stages use: at each of them the same, forward and backward. It counts
+        the rounds of its owner, whose update makes it: what vertical sync would read there, the staleness
+        older, where stages read different versions, else what the owner reads."""
+        if self.drains or self._schedule == "2bw":
+            return self.of_forward(owner, minibatch)
+        input_replicas = self._num_replicas[0]
+        seen = max(0, minibatch // input_replicas - self._in_flight[0] + 1)
+        return max(0, seen * input_replicas // self._num_replicas[owner] - self._staleness)
 
     @property
     def num_scales_in_flight(self) -> int:
@@ -613,7 +619,7 @@ class _Trainer:
             for parameter, of_replica in zip(stage.parameters, newest, strict=True):
                 is_tied = id(parameter) in self._tied
                 leaves[id(parameter)] = self._histories[id(of_replica)].leaf(
-                    self._versions.of_tied(minibatch) if is_tied else version
+                    self._versions.of_tied(stage_index, minibatch) if is_tied else version
                 )
         return leaves
 
@@ -847,11 +853,11 @@ def _check_sync_every(
 
 
 def _check_ties(ties: Sequence[Tie]) -> None:
-    """Raises ValueError for what a plan with replicas cannot train."""
+    """Raises ValueError for what replicas that update alone cannot train."""
     if ties:
         raise ValueError(
-            f"stages {ties[0].stages} share a parameter, and the plan has replicated stages: use"
-            " partition(..., straight=True)"
+            f"stages {ties[0].stages} share a parameter, and replicas that update alone (sync_every above 1)"
+            " would each have another: leave sync_every out"
         )
 
 

@@ -80,8 +80,8 @@ class MemoryPlan:
     channels: Sequence[RunChannel]
     weight_bytes: Mapping[int, int]
     """One version of the stage's own parameters."""
-    tied_bytes: Mapping[int, int]
-    """One version of the parameters that it shares with other stages."""
+    tied_bytes: Mapping[int, Mapping[int, int]]
+    """One version of the parameters that it shares with other stages, by their owner."""
     placed_state_bytes: Mapping[int, int]
     """The optimizer's state that lies in the pool."""
     torch_state_bytes: Mapping[int, int]
@@ -101,12 +101,15 @@ class MemoryPlan:
         for stage in self.plan.stages_of(self.rank):
             versions = _core.num_versions_kept(self.schedule, stage)
             resident = num_resident_versions(versions) if self.offloads_versions(stage) else versions
-            tied_versions = _core.num_tied_versions_kept(self.schedule)
+            tied = [
+                _core.num_tied_versions_kept(self.schedule, owner) * num_bytes
+                for owner, num_bytes in self.tied_bytes[stage].items()
+            ]
             for name, num_bytes in (
                 (WEIGHT_VERSIONS, resident * self.weight_bytes[stage]),
                 (OFFLOADED_VERSIONS, self.offloads_versions(stage) * versions * self.weight_bytes[stage]),
                 (OFFLOADED_ACTIVATIONS, self._activation_homes_bytes(stage)),
-                (TIED_VERSIONS, tied_versions * self.tied_bytes[stage]),
+                (TIED_VERSIONS, sum(tied)),
                 (OPTIMIZER_STATE, self.placed_state_bytes[stage]),
                 (TORCH_OPTIMIZER_STATE, self.torch_state_bytes[stage]),
             ):
@@ -171,7 +174,7 @@ class MemoryPlan:
                 stash += self._kept_beside_gradients(stage, kept, gradient_bytes, gradients_queued[stage - 1])
                 stash += num_of_data * footprint.target_bytes
             # Tied gradients on their way to the owner, as many as the channel may hold.
-            stash += self.tied_bytes[stage] * (self.schedule.in_flight[0] + 1)
+            stash += sum(self.tied_bytes[stage].values()) * (self.schedule.in_flight[0] + 1)
             transient = max(transient, footprint.transient_bytes + extra, self.step_bytes.get(stage, 0))
             gradients += footprint.gradient_bytes
             if self.plan.stages[stage].num_replicas > 1:

@@ -21,7 +21,7 @@ from pipedream.model.meta_device import is_on_meta
 from pipedream.model.seeding import base_seed, seed_data
 from pipedream.model.splitter import Model, StageModule, Tie, find_ties, outline_of, split, tie_pairs
 from pipedream.planning.plan import Plan
-from pipedream.stage.job import JobOptions, WorkerPlace
+from pipedream.stage.job import JobOptions, WorkerPlace, check_ties
 
 __all__ = ["AgreedRun", "agree", "wait_for"]
 
@@ -98,6 +98,7 @@ def agree(
     base = base_seed(options.seed) if agreed is None else int(agreed["base_seed"])
     on_meta = is_on_meta(root for stage in stages for _, root in stage.roots())
     run = AgreedRun(place, options, base, stages, find_ties(stages), on_meta)
+    check_ties(options, tie_pairs(run.ties))
     seed_data(base, options.seed, options.plan.workers_used)
     if agreed is None:
         agreed = {

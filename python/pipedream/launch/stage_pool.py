@@ -7,12 +7,12 @@ Made, which adds the terms, before the core is sealed; prepared after. On the wo
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from pipedream import _core
@@ -44,74 +44,21 @@ from pipedream.budget.offload import (
     num_resident_versions,
 )
 from pipedream.budget.torch_pool import SEGMENT_SLACK_BYTES, TORCH_TENSORS, TorchPool, wants_torch_pool
-from pipedream.common.units import format_bytes
 from pipedream.launch.agreed_run import AgreedRun
-from pipedream.links.channels import BETWEEN_REPLICAS, RunChannel, ShardSpec, edge_name
+from pipedream.launch.stage_optimizers import StageOptimizers
+from pipedream.links.channels import BETWEEN_REPLICAS, RunChannel, edge_name
 from pipedream.links.codec_choice import NO_CODEC, PUSHES
 from pipedream.links.replica_group import ReplicaGroup
 from pipedream.model.splitter import StageModule
-from pipedream.stage.gradients import StageGradients, updated_parameters
+from pipedream.stage.gradients import StageGradients
 from pipedream.stage.param_server import ParameterServer, ReplicaChannels
 from pipedream.stage.reduced import LocalSteps, ReducedGradients
 from pipedream.stage.round_rule import RoundRule
-from pipedream.stage.shards import ShardLayout, works_by_element
 from pipedream.stage.stage_loop import PreparedStage
-from pipedream.stage.tied import TiedParameters
+from pipedream.stage.tied import TiedParameters, ties_by_owner
 from pipedream.stage.weights import StageOptimizer, StageWeights, split_tied, weight_layout
 
-__all__ = ["StageOptimizers", "StagePool"]
-
-_log = logging.getLogger("pipedream")
-
-
-class StageOptimizers:
-    """The optimizers of this worker's stages, by stage, and where a stage has replicas which shard of its
-    parameters each of them updates. Made of rank 0's initial weights."""
-
-    def __init__(self, run: AgreedRun) -> None:
-        self.by_stage: dict[int, StageOptimizer] = {}
-        self.layouts: dict[int, ShardLayout] = {}
-        for stage in run.own_stages():
-            index = stage.stage_index
-            named = updated_parameters(stage, run.ties)
-            optimizer = StageOptimizer(
-                run.options.optimizer, named, run.options.lr_scheduler, f"stage {index}"
-            )
-            self.by_stage[index] = optimizer
-            num_replicas = run.plan.stages[index].num_replicas
-            if num_replicas > 1 and not run.options.reduces_together:
-                whole = not works_by_element(optimizer.optimizer)
-                layout = self.layouts[index] = ShardLayout(named, num_replicas, whole_tensors=whole)
-                optimizer.keep(layout.pieces_of(run.plan.replica_of(run.rank)))
-                codec = run.options.links.codec.get(PUSHES, NO_CODEC)
-                _log.info("%s: %s", run.plan.describe_worker(run.rank), _describe(layout, optimizer, codec))
-
-    def shards(self) -> dict[tuple[int, int], ShardSpec]:
-        """By stage and replica."""
-        return {
-            (stage, shard): ShardSpec(
-                len(chunks),
-                max((chunk.num_bytes for chunk in chunks), default=1),
-                max((len(chunk.pieces) for chunk in chunks), default=1),
-                layout.dtype_of(shard),
-            )
-            for stage, layout in self.layouts.items()
-            for shard in range(layout.num_shards)
-            for chunks in [layout.chunks_of(shard)]
-        }
-
-
-def _describe(layout: ShardLayout, optimizer: StageOptimizer, codec: str) -> str:
-    sizes = [sum(c.num_bytes for c in layout.chunks_of(shard)) for shard in range(layout.num_shards)]
-    name = type(optimizer.optimizer).__name__
-    why = "whole tensors, as not known to work element by element" if layout.whole_tensors else "equal parts"
-    pushed = ""
-    if codec != NO_CODEC:
-        exact = [shard for shard in range(layout.num_shards) if layout.dtype_of(shard) == torch.uint8]
-        pushed = f"; gradients are pushed as {codec}"
-        if exact:
-            pushed += f", but those of shards {exact}, which have several dtypes, as they are"
-    return f"{name} has shards of {why}: {', '.join(map(format_bytes, sizes))}{pushed}"
+__all__ = ["StagePool"]
 
 
 class StagePool:
@@ -133,8 +80,8 @@ class StagePool:
         """By term of RunResult.memory."""
         self._core = core
         self._device = device
+        self._stage_optimizers = optimizers
         self._optimizers = optimizers.by_stage
-        self._layouts = optimizers.layouts
         self._offload: dict[int, Offload] = {}  # by stage, what is done
         self._torch_pool_bytes = 0
         if run.own_stages():
@@ -168,16 +115,19 @@ class StagePool:
     def _memory_plan(self, footprints: Mapping[int, Footprint], channels: Sequence[RunChannel]) -> MemoryPlan:
         """Of this worker without any saving."""
         own_bytes: dict[int, int] = {}
-        tied_bytes: dict[int, int] = {}
+        tied_bytes: dict[int, dict[int, int]] = {}
         placed_bytes: dict[int, int] = {}
         torch_bytes: dict[int, int] = {}
         step_bytes: dict[int, int] = {}
         for stage in self.run.own_stages():
             index = stage.stage_index
-            own, tied = split_tied(stage, self.run.tied_parameters_of(index))
+            own, _ = split_tied(stage, self.run.tied_parameters_of(index))
             optimizer = self._optimizers[index]
             own_bytes[index] = slot_bytes(weight_layout(own)[0])
-            tied_bytes[index] = slot_bytes(weight_layout(tied)[0])
+            tied_bytes[index] = {
+                owner: slot_bytes(weight_layout(split_tied(stage, parameters)[1])[0])
+                for owner, parameters in self._tied_parameters(index).items()
+            }
             placed_bytes[index] = optimizer.num_placed_states * slot_bytes(optimizer.layout_bytes)
             if optimizer.is_native:
                 torch_bytes[index] = 0
@@ -229,9 +179,9 @@ class StagePool:
                     num_activation_homes(memory.schedule, stage),
                     staging=True,
                 )
-            if self.run.ties_of(stage):
-                num_tied_versions = _core.num_tied_versions_kept(memory.schedule)
-                self._core.add_term(_term(TIED_VERSIONS, stage), memory.tied_bytes[stage], num_tied_versions)
+            for owner, tied_bytes in memory.tied_bytes[stage].items():
+                num_tied = _core.num_tied_versions_kept(memory.schedule, owner)
+                self._core.add_term(_term(_tied_name(owner), stage), tied_bytes, num_tied)
             num_states = self._optimizers[stage].num_placed_states
             if num_states:
                 slot_bytes = memory.placed_state_bytes[stage] // num_states
@@ -240,7 +190,6 @@ class StagePool:
     def _prepare(self, stage: StageModule, group: ReplicaGroup | None) -> PreparedStage:
         """Puts the stage's weights and its optimizer's state into the pool."""
         index, schedule = stage.stage_index, self.run.schedule()
-        ties = self.run.ties_of(index)
 
         def slots(term: str, num_slots: int) -> list[Tensor]:
             # The pool hands slots out in any order; only that each is one version's matters.
@@ -255,27 +204,61 @@ class StagePool:
         resident: ResidentVersions | None = None
         if offload.versions:
             resident = ResidentVersions(own_slots, slots(OFFLOADED_VERSIONS, num_versions), copies)
-        nothing = [torch.empty(0, dtype=torch.uint8, device=self._device)]
-        tied_slots = slots(TIED_VERSIONS, _core.num_tied_versions_kept(schedule)) if ties else nothing
-        weights = StageWeights(stage, own_slots, tied_slots, self.run.tied_parameters_of(index), resident)
+        of_ties = {
+            owner: (parameters, slots(_tied_name(owner), _core.num_tied_versions_kept(schedule, owner)))
+            for owner, parameters in self._tied_parameters(index).items()
+        }
+        weights = StageWeights(stage, own_slots, of_ties, resident)
         optimizer = self._optimizers[index]
         optimizer.place_state(slots(OPTIMIZER_STATE, optimizer.num_placed_states))
-        tied = TiedParameters(schedule, index, ties, weights.tied)
+        tied = TiedParameters(
+            schedule,
+            index,
+            self.run.ties,
+            weights.tied,
+            replica=self.run.plan.replica_of(self.run.rank),
+            pieces=self._stage_optimizers.tied_pieces(index),
+            wait_until_sent=self._wait_for_users(index),
+        )
         stage_offload: StageOffload | None = None
         if offload.names():
             frozen = [parameter for _, parameter in stage.frozen_parameters()]
             num_homes = num_activation_homes(schedule, index) if offload.activations else 0
             homes = slots(OFFLOADED_ACTIVATIONS, num_homes)
             stage_offload = StageOffload(
-                self._device, copies, homes, resident, [*own_slots, *tied_slots, *frozen]
+                self._device,
+                copies,
+                homes,
+                resident,
+                [*own_slots, *itertools.chain(*(held for _, held in of_ties.values())), *frozen],
             )
-        if index in self._layouts:
+        if self.run.plan.stages[index].num_replicas > 1 and group is None:
             gradients: StageGradients = self._make_server(index, weights, optimizer, tied)
         elif group is not None:
             gradients = self._make_reduced(index, weights, optimizer, tied, group)
         else:
             gradients = StageGradients(weights, optimizer, tied)
         return PreparedStage(stage, weights, tied, optimizer, stage_offload, gradients)
+
+    def _tied_parameters(self, stage: int) -> dict[int, list[nn.Parameter]]:
+        """By owner, those of the stage."""
+        by_owner = ties_by_owner(stage, self.run.ties)
+        return {owner: [tie.parameter for tie in ties] for owner, ties in by_owner.items()}
+
+    def _wait_for_users(self, stage: int) -> Callable[[int, int], None]:
+        """wait_until_sent of TiedParameters."""
+        schedule, replica = self.run.schedule(), self.run.plan.replica_of(self.run.rank)
+        names: dict[int, list[str]] = {}
+        for edge in _core.edges_of(schedule):
+            is_mine = edge.kind == "tied_version" and (edge.from_stage, edge.from_replica) == (stage, replica)
+            if is_mine and schedule.placement.rank_of(edge.to_stage, edge.to_replica) != self.run.rank:
+                names.setdefault(edge.to_stage, []).append(edge_name(edge, schedule.placement))
+
+        def wait(user: int, num_left_max: int) -> None:
+            for name in names.get(user, ()):
+                self._core.wait_until_sent(name, num_left_max)
+
+        return wait
 
     def _make_server(
         self, stage: int, weights: StageWeights, optimizer: StageOptimizer, tied: TiedParameters
@@ -296,7 +279,7 @@ class StagePool:
             optimizer,
             tied,
             core=self._core,
-            layout=self._layouts[stage],
+            layout=self._stage_optimizers.layouts[stage],
             rule=self._rule_of(stage),
             channels=ReplicaChannels(
                 push_to=names["push", True],
@@ -334,6 +317,10 @@ class StagePool:
             _core.minibatches_per_round(schedule, stage),
             schedule.first_minibatch,
         )
+
+
+def _tied_name(owner: int) -> str:
+    return f"{TIED_VERSIONS} from stage {owner}"
 
 
 def _term(name: str, stage_index: int) -> str:

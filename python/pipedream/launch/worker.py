@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from pipedream import _core
@@ -30,14 +30,14 @@ from pipedream.launch.devices import choose_device
 from pipedream.launch.gathering import gather
 from pipedream.launch.own_part import OwnPart
 from pipedream.launch.set_up import Rehearsed, set_up
-from pipedream.launch.stage_pool import StageOptimizers, StagePool
+from pipedream.launch.stage_optimizers import StageOptimizers
+from pipedream.launch.stage_pool import StagePool
 from pipedream.launch.worker_links import WorkerLinks, no_word
 from pipedream.links.channels import (
     BETWEEN_REPLICAS,
     INPUTS,
     TARGETS,
     RunChannel,
-    TieSpec,
     channels_of_run,
     forwarded_name,
     tree_name,
@@ -46,7 +46,6 @@ from pipedream.links.device_memory import agree_on_device_memory, place_on_devic
 from pipedream.links.rank_tree import parent_of
 from pipedream.links.rendezvous import Rendezvous
 from pipedream.links.replica_group import ReplicaGroup
-from pipedream.model.boundary import TensorSpec
 from pipedream.model.loss_placement import loss_on
 from pipedream.model.references import gradients_noticed
 from pipedream.model.splitter import Model
@@ -161,7 +160,7 @@ def _channels_of(
         run.schedule(),
         run.place.world_size,
         rehearsed.boundaries,
-        [TieSpec(tie.stages, _spec_of(tie.parameter)) for tie in run.ties],
+        optimizers.tie_specs(),
         data if isinstance(data, ForwardedData) else None,
         codec=options.links.codec,
         shards=optimizers.shards(),
@@ -269,7 +268,3 @@ def _note_codecs(report: dict[str, Any], channels: Iterable[RunChannel]) -> None
     for channel in channels:
         if channel.name in report["channels"]:
             report["channels"][channel.name]["codec"] = channel.codec_used
-
-
-def _spec_of(parameter: nn.Parameter) -> TensorSpec:
-    return TensorSpec(parameter.dtype, tuple(parameter.shape), requires_grad=True)

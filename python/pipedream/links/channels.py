@@ -36,12 +36,14 @@ __all__ = [
     "forwarded_name",
     "rehearsal_name",
     "set_up_channels",
-    "tied_tensors",
     "tree_name",
 ]
 
 # In place of the gradients of a boundary where no tensor needs one: the word that a backward is done.
 _NO_GRADIENT = TensorSpec(torch.uint8, (1,), requires_grad=False)
+
+# In place of the pieces of a tied version of which a replica has none.
+_NO_PIECE = TensorSpec(torch.uint8, (1,), requires_grad=False)
 
 INPUTS = "inputs from the caller"
 TARGETS = "targets from the caller"
@@ -71,6 +73,8 @@ class TieSpec:
 
     stages: tuple[int, ...]
     spec: TensorSpec
+    pieces: tuple[tuple[TensorSpec, ...], ...] = ()
+    """By the owner's replica: what each of them sends of a version. None: all of them send all."""
 
 
 @dataclass(frozen=True)
@@ -257,14 +261,13 @@ def channels_of_run(
     travels, weights and the gradients of tied ones, is exact. shards: by stage and replica, of this worker's
     stage where it has replicas."""
     found = _ChannelList(first_id=len(_data_ends(plan)))
-    tied = tied_tensors(ties)
     for edge in sorted(_core.edges_of(schedule), key=_place_in_list):
         sender, receiver = _ranks_of_ends(schedule, edge)
         if sender != receiver:
             if edge.kind in BETWEEN_REPLICAS:
                 _add_between_replicas(found, schedule, edge, shards or {}, codec)
             else:
-                _add_edge(found, schedule, edge, boundaries, tied, codec)
+                _add_edge(found, schedule, edge, boundaries, ties, codec)
     for rank in range(1, world_size):
         found.add_tree(parent_of(rank), rank)
         found.add_tree(rank, parent_of(rank))
@@ -315,7 +318,7 @@ def _add_edge(
     schedule: _core.ScheduleOptions,
     edge: _core.Edge,
     boundaries: Mapping[int, Boundary],
-    tied: Mapping[tuple[int, int], Sequence[TensorSpec]],
+    ties: Sequence[TieSpec],
     codec: CodecChoice,
 ) -> None:
     sender, receiver = edge.from_stage, edge.to_stage
@@ -332,11 +335,15 @@ def _add_edge(
         figures = [TensorSpec(torch.float64, (3,), requires_grad=False)]
         add(figures, slots=2, unsent=4, on_device=False)
     elif edge.kind in ("tied_version", "tied_gradient"):
-        # Neither end is ever more than n_0 minibatches ahead of the other, so no send waits for room.
-        ahead = max(schedule.in_flight[0], 2) + 1
-        is_version = edge.kind == "tied_version"
-        specs = tied[(sender, receiver) if is_version else (receiver, sender)]
-        add(specs, slots=ahead if is_version else 2, unsent=ahead + 2)
+        # No send waits for room: a version has a slot at the receiver however far the owner is ahead.
+        if edge.kind == "tied_version":
+            ahead = _core.num_tied_versions_ahead(schedule, sender, receiver)
+            add(_tied_version(ties, edge), slots=ahead, unsent=ahead + 2)
+        else:
+            microbatches = _core.num_microbatches_in_flight(schedule, receiver)
+            minibatches = -(-microbatches // schedule.num_microbatches)
+            unsent = max(schedule.in_flight[0], minibatches, 2) + 3
+            add(_shared(ties, receiver, sender), slots=2, unsent=unsent)
     else:
         upstream = min(sender, receiver)
         activations, gradients = _crossing(boundaries.get(upstream))
@@ -428,10 +435,14 @@ def _replica_suffix(replica: int) -> str:
     return f" replica {replica}" if replica > 0 else ""
 
 
-def tied_tensors(ties: Sequence[TieSpec]) -> dict[tuple[int, int], list[TensorSpec]]:
-    """(owner, user) -> the tied parameters that travel between the two stages, in order."""
-    found: dict[tuple[int, int], list[TensorSpec]] = {}
-    for tie in ties:
-        for user in tie.stages[1:]:
-            found.setdefault((tie.stages[0], user), []).append(tie.spec)
-    return found
+def _shared(ties: Sequence[TieSpec], owner: int, user: int) -> list[TensorSpec]:
+    """The tied parameters that travel between the two stages, in order."""
+    return [tie.spec for tie in ties if tie.stages[0] == owner and user in tie.stages[1:]]
+
+
+def _tied_version(ties: Sequence[TieSpec], edge: _core.Edge) -> list[TensorSpec]:
+    """What one replica of the owner sends of a version to one of the user."""
+    owner, user = edge.from_stage, edge.to_stage
+    shared = [tie for tie in ties if tie.stages[0] == owner and user in tie.stages[1:]]
+    specs = [spec for tie in shared for spec in (tie.pieces[edge.from_replica] if tie.pieces else [tie.spec])]
+    return specs or [_NO_PIECE]

@@ -93,4 +93,4 @@ class EdgeTransfers:
         if edge.kind == "tied_gradient":
             tied.take_gradients_from(edge.from_stage, tensors)
         else:
-            tied.take_version_from(edge.from_stage, tensors)
+            tied.take_version_from(edge.from_stage, edge.from_replica, tensors)

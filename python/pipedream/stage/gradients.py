@@ -20,7 +20,7 @@ from pipedream import _core
 from pipedream.budget.footprint import storage_bytes
 from pipedream.model.splitter import StageModule, Tie
 from pipedream.stage.shards import flat_view
-from pipedream.stage.tied import TiedParameters
+from pipedream.stage.tied import TiedParameters, ties_by_owner
 from pipedream.stage.weights import StageOptimizer, StageWeights, split_tied
 
 __all__ = [
@@ -78,8 +78,8 @@ class StageGradients:
 
     def num_bytes(self, own_slot: int) -> int:
         """Of what the backwards have accumulated so far."""
-        tied = self._weights.tied
-        leaves = [leaf for slot in range(tied.num_slots) for leaf in tied.leaves(slot)]
+        tied = self._weights.tied.values()
+        leaves = [leaf for group in tied for slot in range(group.num_slots) for leaf in group.leaves(slot)]
         return storage_bytes([leaf.grad for leaf in (*self._weights.own.leaves(own_slot), *leaves)])
 
     def begin_last_backward(self, minibatch: int, loss_scale: float) -> None:
@@ -113,11 +113,7 @@ class StageGradients:
         """After an overflow: the next version has the content of this one."""
         tied_read, tied_write = self._tied.begin_update()
         self._weights.own.copy_version(read_slot, write_slot)
-        with torch.no_grad():
-            for index in self._tied.owned:
-                if tied_read != tied_write:
-                    source = self._weights.tied.leaves(tied_read)[index]
-                    self._weights.tied.leaves(tied_write)[index].copy_(source)
+        self._tied.copy_owned(tied_read, tied_write)
         self._overflowed = True
         self._finish()
 
@@ -138,12 +134,8 @@ class StageGradients:
         self._tied.finish_update()
 
     def _leaves(self, own_slot: int, tied_slot: int) -> list[nn.Parameter]:
-        leaves = self._weights.own.leaves(own_slot)
-        owned = self._tied.owned
-        if not owned:
-            return leaves
-        tied_leaves = self._weights.tied.leaves(tied_slot)
-        return [*leaves, *(tied_leaves[index] for index in owned)]
+        leaves, tied_leaves = self._weights.own.leaves(own_slot), self._tied.owned_leaves(tied_slot)
+        return [*leaves, *tied_leaves] if tied_leaves else leaves
 
 
 class NormExchange:
@@ -208,16 +200,9 @@ def in_order(gradient: Tensor | None, leaf: Tensor, loss_scale: float) -> Tensor
     return flat if loss_scale == 1.0 else flat.mul_(1.0 / loss_scale)
 
 
-def owned_parameters(
-    own: Sequence[tuple[str, nn.Parameter]], tied: Sequence[tuple[str, nn.Parameter]], owned: Sequence[int]
-) -> list[tuple[str, nn.Parameter]]:
-    """What a stage's optimizer is called with, in the order of StageGradients."""
-    return [*own, *(tied[index] for index in owned)]
-
-
 def updated_parameters(stage: StageModule, ties: Sequence[Tie]) -> list[tuple[str, nn.Parameter]]:
-    """What the stage's optimizer is called with, of a model with these ties."""
-    of_stage = [tie for tie in ties if stage.stage_index in tie.stages]
-    own, tied = split_tied(stage, [tie.parameter for tie in of_stage])
-    owned = [index for index, tie in enumerate(of_stage) if tie.stages[0] == stage.stage_index]
-    return owned_parameters(own, tied, owned)
+    """What the stage's optimizer is called with, of a model with these ties: its own, then those tied ones
+    that it owns, in the order of StageGradients."""
+    own, _ = split_tied(stage, [tie.parameter for tie in ties])
+    owned = ties_by_owner(stage.stage_index, ties).get(stage.stage_index, [])
+    return [*own, *split_tied(stage, [tie.parameter for tie in owned])[1]]

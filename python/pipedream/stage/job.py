@@ -21,7 +21,7 @@ from pipedream.model.initial_weights import WeightSource
 from pipedream.planning.plan import Plan
 from pipedream.report.status import StatusBoard
 
-__all__ = ["CallerSettings", "JobOptions", "WorkerPlace", "check_replicas"]
+__all__ = ["CallerSettings", "JobOptions", "WorkerPlace", "check_replicas", "check_ties"]
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,15 @@ def check_replicas(options: JobOptions) -> None:
         )
     if options.reduces_together:
         _check_reduced(options)
+
+
+def check_ties(options: JobOptions, ties: Sequence[tuple[int, int]]) -> None:
+    """Raises ValueError for what stages that share parameters cannot have. ties: (owner, user) of them."""
+    if ties and options.sync_every > 1 and options.reduces_together:
+        raise ValueError(
+            f"sync_every is {options.sync_every}, and stages {ties[0][0]} and {ties[0][1]} share a parameter,"
+            " of which each replica that updates alone would have another: leave sync_every out"
+        )
 
 
 def _check_reduced(options: JobOptions) -> None:

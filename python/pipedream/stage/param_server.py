@@ -20,37 +20,26 @@ Owned by the worker's compute thread.
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils.dlpack import from_dlpack
 
 from pipedream import _core
 from pipedream.common.errors import PipelineError
-from pipedream.model.boundary import exportable
 from pipedream.stage.gradients import GradientFigures, RunStep, StageGradients, in_order
+from pipedream.stage.pushes import ItemLinks, RoundPushes, bytes_of, send
 from pipedream.stage.round_rule import RoundRule
-from pipedream.stage.shards import Chunk, Piece, ShardLayout, flat_view
+from pipedream.stage.shards import Chunk, Piece, ShardLayout, in_leaving_order, piece_of
 from pipedream.stage.tied import TiedParameters
-from pipedream.stage.weights import StageOptimizer, StageWeights
+from pipedream.stage.weights import StageOptimizer, StageWeights, WeightVersions
 
 __all__ = ["EndOfData", "ParameterServer", "ReplicaChannels"]
-
-_NO_FIELDS = _core.ItemFields()
-
-
-class ItemLinks(Protocol):
-    """What of the core carries items that are not the engine's."""
-
-    def send_item(self, channel: str, tensors: list[Any], fields: _core.ItemFields = ...) -> bool: ...
-    def receive_item(self, channel: str) -> _core.ReceivedItem | None: ...
-    def wait_until_sent(self, channel: str, num_left_max: int) -> bool: ...
-    def num_minibatches(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -91,16 +80,13 @@ class _Part:
 
 
 def _parts_of(chunks: Sequence[Chunk], *, at_once: bool) -> list[_Part]:
-    """Of a shard with these chunks, in the order in which they leave, from the slot's end to its beginning.
-    at_once: one part, also of no chunks."""
+    """Of a shard with these chunks, as they leave. at_once: one part, also of no chunks."""
+    in_slots = sorted(chunks, key=lambda chunk: chunk.position)
     if at_once or not chunks:
-        pieces = [piece for chunk in reversed(chunks) for piece in chunk.pieces]
-        return [_Part(list(enumerate(chunks)), pieces, 0)]
-    parts, end = [], sum(len(chunk.pieces) for chunk in chunks)
-    for entry in enumerate(chunks):
-        end -= len(entry[1].pieces)
-        parts.append(_Part([entry], entry[1].pieces, end))
-    return parts
+        return [_Part(list(enumerate(chunks)), [piece for chunk in in_slots for piece in chunk.pieces], 0)]
+    lengths = itertools.accumulate((len(chunk.pieces) for chunk in in_slots), initial=0)
+    begins = {chunk.position: begin for chunk, begin in zip(in_slots, lengths, strict=False)}
+    return [_Part([entry], entry[1].pieces, begins[entry[1].position]) for entry in enumerate(chunks)]
 
 
 @dataclass
@@ -118,100 +104,6 @@ class _Round:
     """By replica: minibatches that its gradient is the sum of."""
     num_members: int = 0
     """Minibatches that all of them have; known when the update begins."""
-
-
-class _Pushes:
-    """What one replica pushes of a round: chunk by chunk in a fixed order, each as soon as the backward has
-    accumulated its gradients, or when it is over. Knows no leaves, which know it by their hooks.
-
-    A layer that checkpoints itself may accumulate a parameter's gradient several times in one backward. What
-    does so in the first waits for the end of every later one.
-    """
-
-    def __init__(
-        self,
-        core: ItemLinks,
-        channels: Mapping[int, str],
-        chunks: Mapping[int, Sequence[Chunk]],
-        dtypes: Mapping[int, torch.dtype],
-        num_parameters: int,
-        *,
-        feeds_back: bool,
-    ) -> None:
-        """channels: by the receiver; chunks: by the shard, in the order in which they leave; dtypes: that
-        they travel in. feeds_back: what the codec leaves out of a gradient is in the next one."""
-        self._core = core
-        self._channels = channels
-        self._chunks = chunks
-        self._dtypes = dtypes
-        self._feeds_back = feeds_back
-        self.gradients: dict[int, Tensor] = {}
-        """By parameter, flat and unscaled: those that are complete before the backward is over."""
-        self._num_accumulated = [0] * num_parameters  # in this backward
-        self._once: list[bool] | None = None  # as the first backward has shown
-        self._num_sent = dict.fromkeys(channels, 0)  # chunks of this round
-        self._is_open = False
-        self._loss_scale = 1.0
-        self._num_summed = 1
-
-    def begin(self, loss_scale: float, num_summed: int) -> None:
-        """The last backward of a round is next, of a loss that was multiplied by loss_scale. num_summed:
-        minibatches whose gradients it completes."""
-        self._is_open = True
-        self._loss_scale = loss_scale
-        self._num_summed = num_summed
-
-    def accumulated(self, parameter: int, leaf: Tensor) -> None:
-        """A backward has added to the leaf's gradient."""
-        if not self._is_open:
-            return
-        self._num_accumulated[parameter] += 1
-        if parameter in self.gradients:
-            raise PipelineError(
-                "a parameter's gradient was accumulated again after it had been pushed, which the first"
-                " backward had not done: a layer that checkpoints itself must do so in every minibatch"
-            )
-        if self._once is None or not self._once[parameter]:
-            return
-        with _disable_current_modes():  # a meter counts what the backward makes
-            gradient = in_order(leaf.grad, leaf, self._loss_scale)
-            assert gradient is not None
-            self.gradients[parameter] = gradient
-            for other in self._channels:
-                self._send_ready(other)
-
-    def send_rest(self, other: int, gradients: Sequence[Tensor | None], num_summed: int) -> None:
-        """The backward is over. gradients: all, by parameter, of so many minibatches."""
-        self._is_open = False
-        for chunk in self._chunks[other][self._num_sent[other] :]:
-            of_chunk = [gradients[piece.parameter] for piece in chunk.pieces]
-            self._send_chunk(other, chunk, of_chunk, num_summed)
-
-    def finish(self) -> None:
-        """All of the round has been sent."""
-        if self._once is None:
-            self._once = [count == 1 for count in self._num_accumulated]
-        self.gradients = {}
-        self._num_accumulated = [0] * len(self._num_accumulated)
-        self._num_sent = dict.fromkeys(self._channels, 0)
-
-    def _send_ready(self, other: int) -> None:
-        for chunk in self._chunks[other][self._num_sent[other] :]:
-            if not all(piece.parameter in self.gradients for piece in chunk.pieces):
-                return
-            of_chunk = [self.gradients[piece.parameter] for piece in chunk.pieces]
-            self._send_chunk(other, chunk, of_chunk, self._num_summed)
-            self._num_sent[other] += 1
-
-    def _send_chunk(
-        self, other: int, chunk: Chunk, gradients: Sequence[Tensor | None], num_summed: int
-    ) -> None:
-        # With feedback even a gradient that there is not has what was left out of those before it.
-        always = self._feeds_back and self._dtypes[other].is_floating_point
-        flags = torch.tensor([always or gradient is not None for gradient in gradients]).to(torch.uint8)
-        fields = _core.ItemFields(num_minibatches=num_summed)
-        content = _content(chunk, gradients).view(self._dtypes[other])
-        _send(self._core, self._channels[other], [flags, content], fields)
 
 
 class ParameterServer(StageGradients):
@@ -237,8 +129,9 @@ class ParameterServer(StageGradients):
         self._rule = rule
         self._channels = channels
         self._others = sorted(channels.push_to)
-        # As a backward makes them: the last first.
-        self._chunks = {shard: layout.chunks_of(shard)[::-1] for shard in range(rule.num_replicas)}
+        self._chunks = {
+            shard: in_leaving_order(layout.chunks_of(shard)) for shard in range(rule.num_replicas)
+        }
         own_chunks = self._chunks[rule.replica]
         self._steps_by_element = not layout.whole_tensors  # by optimizers that keep no gradient
         self._parts = _parts_of(own_chunks, at_once=layout.whole_tensors)
@@ -260,12 +153,12 @@ class ParameterServer(StageGradients):
         self._num_pushed = first  # rounds
         self._has_told_end = False
         self._dtypes = {shard: layout.dtype_of(shard) for shard in range(rule.num_replicas)}
-        self._pushes = _Pushes(
+        self._pushes = RoundPushes(
             core,
             channels.push_to,
             self._chunks,
             self._dtypes,
-            len(weights.own.names),
+            len(self._leaves(0, 0)),
             feeds_back=push_codec.startswith("topk"),
         )
         # On a device backwards run on other threads, and the core has one owner.
@@ -276,11 +169,11 @@ class ParameterServer(StageGradients):
                     hook = functools.partial(self._pushes.accumulated, parameter)
                     leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._poisons = _core.poisons_released_slots()
+        tied_pieces = layout.tied_pieces_of(rule.replica)
         own_pieces = layout.pieces_of(rule.replica)
-        self._pieces_in_slots = [
-            [self._piece_in(weights, slot, piece) for piece in own_pieces]
-            for slot in range(weights.own.num_slots)
-        ]
+        own_pieces = own_pieces[: len(own_pieces) - len(tied_pieces)]
+        self._own_pieces = _pieces_in_slots(weights.own, own_pieces)
+        self._tied_pieces = [[]] if tied.owned is None else _pieces_in_slots(tied.owned, tied_pieces)
 
     # Pushing.
 
@@ -296,7 +189,7 @@ class ParameterServer(StageGradients):
         round_index = self._rule.round_of(minibatch)
         entry = self._rounds.setdefault(round_index, _Round(round_index))
         if entry.own is None:
-            entry.own = self._take_gradients(own_slot)
+            entry.own = self._take_gradients(own_slot, minibatch)
             self._pushed = [ref for ref in self._pushed if ref() is not None]
             self._pushed += [weakref.ref(part.untyped_storage()) for part in entry.own if part is not None]
         self._pushes.send_rest(other, entry.own, self._num_own(round_index))
@@ -318,7 +211,7 @@ class ParameterServer(StageGradients):
         flags = torch.empty(0, dtype=torch.uint8, device=self._weights.own.slots[0].device)
         fields = _core.ItemFields(num_minibatches=num_minibatches, is_end_of_data=True)
         for other, channel in self._channels.push_to.items():
-            _send(self._core, channel, [flags, flags.view(self._dtypes[other])], fields)
+            send(self._core, channel, [flags, flags.view(self._dtypes[other])], fields)
 
     def expect(self, other: int, minibatch: int) -> EndOfData | None:
         """Waits for the beginning of that replica's gradient; EndOfData where it has none of that round."""
@@ -355,7 +248,8 @@ class ParameterServer(StageGradients):
         """Of this shard's mean gradients, once all have come."""
         entry = self._updated
         assert entry is not None
-        self._taken = [mean for part in reversed(self._parts) for mean in self._means_of(entry, part)]
+        means = {part.first: self._means_of(entry, part) for part in self._parts}
+        self._taken = [mean for first in sorted(means) for mean in means[first]]
         return super().figures()
 
     def _num_own(self, round_index: int) -> int:
@@ -394,18 +288,21 @@ class ParameterServer(StageGradients):
     ) -> None:
         """Sends the others each chunk of the next version as soon as it is made, from where it lies. make:
         makes a part, whose pieces are these of the shard's."""
-        self._weights.own.settle(write_slot)
+        tied_read, tied_write = self._tied.begin_update()
+        self._settle(write_slot, tied_write)
         self._wait_for_readers(write_slot)
         if self._poisons and read_slot != write_slot:
             self._weights.own.poison(write_slot)
-        read, write = self._pieces_in_slots[read_slot], self._pieces_in_slots[write_slot]
+        read = [*self._own_pieces[read_slot], *self._tied_pieces[tied_read]]
+        write = [*self._own_pieces[write_slot], *self._tied_pieces[tied_write]]
         for part in self._parts:
             pieces = slice(part.first, part.first + len(part.pieces))
             make(part, pieces, read[pieces], write[pieces])
             for _, chunk in part.chunks:
-                content = self._weights.own.slots[write_slot][chunk.begin_bytes : chunk.end_bytes]
+                content = self._place_of(chunk, write_slot, tied_write)
+                assert content is not None
                 for channel in self._channels.pull_to.values():
-                    _send(self._core, channel, [content])
+                    send(self._core, channel, [content])
         self._updated = None
         self._finish()
         self._newest += 1
@@ -416,6 +313,8 @@ class ParameterServer(StageGradients):
         """Until what is in the slot has left for the others. Who has read it in this round has had it; who
         has no minibatch in the last round need not."""
         versions = [version for version, slot in self._slot_of.items() if slot == write_slot]
+        if self._tied.owned is not None:
+            versions.append(self._newest + 1 - self._tied.owned.num_slots)
         for version in versions:
             num_later = (self._newest - version) * len(self._chunks[self._rule.replica])
             for channel in self._channels.pull_to.values():
@@ -427,21 +326,38 @@ class ParameterServer(StageGradients):
         """Receives the next version of that replica's shard."""
         self._newest_pulled[other] += 1
         slot_index = self._slot_of.get(self._newest_pulled[other])  # None: nobody reads it any more
-        if slot_index is not None:
-            self._weights.own.settle(slot_index)
+        tied_slot = self._tied.owned_slot_of(self._newest_pulled[other])
+        self._settle(slot_index, tied_slot)
         for chunk in self._chunks[other]:
             received = self._receive(self._channels.pull_from[other])
             assert not isinstance(received, EndOfData)
-            if slot_index is not None:
-                slot = self._weights.own.slots[slot_index]
-                slot[chunk.begin_bytes : chunk.end_bytes].copy_(received.tensors[0])
+            place = self._place_of(chunk, slot_index, tied_slot)
+            if place is not None:
+                place.copy_(received.tensors[0])
+        self._tied.pulled_from(other)
 
     # Parts.
 
-    def _take_gradients(self, own_slot: int) -> list[Tensor | None]:
+    def _settle(self, own_slot: int | None, tied_slot: int) -> None:
+        """What is in these slots lies there."""
+        if own_slot is not None:
+            self._weights.own.settle(own_slot)
+        if self._tied.owned is not None:
+            self._tied.owned.settle(tied_slot)
+
+    def _place_of(self, chunk: Chunk, own_slot: int | None, tied_slot: int) -> Tensor | None:
+        """Where the chunk lies, of the version in these slots."""
+        if chunk.is_tied:
+            assert self._tied.owned is not None
+            return self._tied.owned.slots[tied_slot][chunk.begin_bytes : chunk.end_bytes]
+        if own_slot is None:
+            return None
+        return self._weights.own.slots[own_slot][chunk.begin_bytes : chunk.end_bytes]
+
+    def _take_gradients(self, own_slot: int, minibatch: int) -> list[Tensor | None]:
         """By parameter, flat, unscaled and in the order in which the parameters lie in memory."""
-        leaves = self._weights.own.leaves(own_slot)
-        gradients = self._weights.own.take_gradients(own_slot)
+        leaves = self._leaves(own_slot, self._tied.owned_slot_read_by(minibatch))
+        gradients = [*self._weights.own.take_gradients(own_slot), *self._tied.collect(minibatch)]
         early = self._pushes.gradients
         return [
             in_order(gradient, leaf, self._loss_scale) if index not in early else early[index]
@@ -449,7 +365,10 @@ class ParameterServer(StageGradients):
         ]
 
     def _means_of(self, entry: _Round, part: _Part) -> list[Tensor | None]:
-        return [mean for index, chunk in reversed(part.chunks) for mean in self._means(entry, index, chunk)]
+        # In the order in which they come.
+        means = [(chunk, self._means(entry, index, chunk)) for index, chunk in part.chunks]
+        means.sort(key=lambda of_chunk: of_chunk[0].position)
+        return [mean for _, of_chunk in means for mean in of_chunk]
 
     def _means(self, entry: _Round, index: int, chunk: Chunk) -> list[Tensor | None]:
         """Of the chunk's pieces, once it has come from all who have a minibatch in the round."""
@@ -487,8 +406,8 @@ class ParameterServer(StageGradients):
         flags, content = parts[member]
         if not flags[position]:
             return None
-        part = _bytes_of(content)[piece.begin_bytes : piece.begin_bytes + piece.num_bytes]
-        return part.view(self._weights.own.leaves(0)[piece.parameter].dtype)
+        part = bytes_of(content)[piece.begin_bytes : piece.begin_bytes + piece.num_bytes]
+        return part.view(self._leaves(0, 0)[piece.parameter].dtype)
 
     def _mean(self, piece: Piece, found: Mapping[int, Tensor | None], num_members: int) -> Tensor | None:
         """Of the members' gradients, by replica in their order; None where nobody has one. It lies where one
@@ -514,15 +433,8 @@ class ParameterServer(StageGradients):
             for part in in_order[1:]:
                 total += part
             mean.copy_(total.div_(num_members))
-        leaf = self._weights.own.leaves(0)[piece.parameter]
+        leaf = self._leaves(0, 0)[piece.parameter]
         return mean.as_strided(leaf.shape, leaf.stride()) if piece.is_whole else mean
-
-    @staticmethod
-    def _piece_in(weights: StageWeights, slot: int, piece: Piece) -> Tensor:
-        """The piece of the version in the slot, as the optimizer has it. Of the leaf that views the slot: a
-        layer may point it elsewhere later, and settle() points it back."""
-        leaf = weights.own.leaves(slot)[piece.parameter].data
-        return leaf if piece.is_whole else flat_view(leaf)[piece.first : piece.first + piece.count]
 
     # Items.
 
@@ -535,25 +447,8 @@ class ParameterServer(StageGradients):
         return _Received(item.fields.num_minibatches, tensors)
 
 
-def _send(
-    core: ItemLinks, channel: str, tensors: Sequence[Tensor], fields: _core.ItemFields = _NO_FIELDS
-) -> None:
-    core.send_item(channel, [to_dlpack(exportable(tensor)) for tensor in tensors], fields)  # waits for room
-
-
-def _content(chunk: Chunk, gradients: Sequence[Tensor | None]) -> Tensor:
-    """The bytes of a chunk, without a copy where one piece fills it. gradients: of its pieces' parameters."""
-    first, gradient = chunk.pieces[0], gradients[0]
-    if gradient is not None and first.num_bytes == chunk.num_bytes:
-        return _bytes_of(gradient[first.first : first.first + first.count])
-    device = next((gradient.device for gradient in gradients if gradient is not None), None)
-    content = torch.zeros(chunk.num_bytes, dtype=torch.uint8, device=device)
-    for piece, of_piece in zip(chunk.pieces, gradients, strict=True):
-        if of_piece is not None:
-            target = content[piece.begin_bytes : piece.begin_bytes + piece.num_bytes]
-            target.copy_(_bytes_of(of_piece[piece.first : piece.first + piece.count]))
-    return content
-
-
-def _bytes_of(flat: Tensor) -> Tensor:
-    return flat.view(torch.uint8)
+def _pieces_in_slots(versions: WeightVersions, pieces: Sequence[Piece]) -> list[list[Tensor]]:
+    """By slot, as the optimizer has them. Of the leaves that view the slot: a layer may point them elsewhere
+    later, and settle() points them back. pieces: counted as the parameters of these versions are."""
+    slots = range(versions.num_slots)
+    return [[piece_of(versions.leaves(slot)[piece.parameter], piece) for piece in pieces] for slot in slots]

@@ -65,11 +65,14 @@ class ReducedGradients(_GroupGradients):
 
     def take(self, minibatch: int, own_slot: int) -> None:
         """The mean of the gradients of the minibatch's round; None for a parameter that nobody has one of."""
-        leaves = self._weights.own.leaves(own_slot)
+        own_minibatch = self._rule.first_own(self._rule.round_of(minibatch))
+        leaves = self._leaves(own_slot, self._tied.owned_slot_read_by(own_minibatch))
+        gradients = [*self._weights.own.take_gradients(own_slot), *self._tied.collect(own_minibatch)]
         flats = [
             in_order(gradient, leaf, self._loss_scale)
-            for gradient, leaf in zip(self._weights.own.take_gradients(own_slot), leaves, strict=True)
+            for gradient, leaf in zip(gradients, leaves, strict=True)
         ]
+        gradients.clear()
         num_own = self._rule.num_own(self._rule.round_of(minibatch), self._num_minibatches())
         counts = torch.tensor([num_own, *(flat is not None for flat in flats)], dtype=torch.float64)
         counts = counts.to(self._weights.own.slots[0].device)

@@ -19,10 +19,14 @@ class RoundRule:
     def round_of(self, minibatch: int) -> int:
         return minibatch // self.minibatches_per_round
 
+    def first_own(self, round_index: int) -> int:
+        """This replica's first minibatch of the round, if there are so many."""
+        return round_index * self.minibatches_per_round + self.replica
+
     def num_own(self, round_index: int, num_minibatches: int | None) -> int:
         """This replica's minibatches in a round whose backwards it has done. num_minibatches: None while it
         does not know them, and so has had all that a round may have."""
-        first = round_index * self.minibatches_per_round + self.replica
+        first = self.first_own(round_index)
         end = (round_index + 1) * self.minibatches_per_round
         if num_minibatches is not None:
             end = min(end, num_minibatches)

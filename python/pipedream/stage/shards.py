@@ -8,7 +8,7 @@ thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,17 @@ from torch import Tensor, nn
 from pipedream import _core, optim
 from pipedream.model.factories import NamedParameters
 
-__all__ = ["Chunk", "Piece", "ShardLayout", "flat_view", "keep_pieces", "works_by_element"]
+__all__ = [
+    "Chunk",
+    "Piece",
+    "ShardLayout",
+    "flat_view",
+    "in_leaving_order",
+    "keep_pieces",
+    "piece_of",
+    "whole_pieces",
+    "works_by_element",
+]
 
 # Exactly these: a subclass may do more.
 _BY_ELEMENT: tuple[type[torch.optim.Optimizer], ...] = (
@@ -68,48 +78,105 @@ class Chunk:
     begin_bytes: int
     end_bytes: int
     pieces: tuple[Piece, ...]
+    is_tied: bool = False
+    """Whether it is of the slot of the parameters that other stages use too."""
 
     @property
     def num_bytes(self) -> int:
         return self.end_bytes - self.begin_bytes
 
+    @property
+    def position(self) -> tuple[bool, int]:
+        """In the order of all slots in a row, the tied one last."""
+        return self.is_tied, self.begin_bytes
+
 
 class ShardLayout:
-    """The chunks of a stage's parameters, in the order of the slot; the same at all its replicas."""
+    """The chunks of a stage's parameters, in the order of the slot; the same at all its replicas. Those that
+    are tied, which have slots of their own, are dealt as if they lay after the others."""
 
-    def __init__(self, named: NamedParameters, num_shards: int, *, whole_tensors: bool) -> None:
+    def __init__(
+        self, named: NamedParameters, num_shards: int, *, whole_tensors: bool, num_tied: int = 0
+    ) -> None:
+        """num_tied: of the parameters, the last ones."""
         self.whole_tensors = whole_tensors
         self.num_shards = num_shards
-        self._dtypes = [p.dtype for _, p in named]
+        self.num_own = len(named) - num_tied
+        self._parameters = [parameter for _, parameter in named]
         rows = [(name, str(p.dtype).removeprefix("torch."), p.numel()) for name, p in named]
-        _, offsets = _core.weight_layout(rows)
+        num_bytes, offsets = _core.weight_layout(rows)
+        self._offsets = offsets
+        tied_begin = offsets[self.num_own] if num_tied else num_bytes
+        self.chunks: list[Chunk] = []
+        for shard, begin, end, pieces in _core.deal_shards(rows, num_shards, whole_tensors=whole_tensors):
+            own = [row for row in pieces if row[0] < self.num_own]
+            tied = [row for row in pieces if row[0] >= self.num_own]
+            if own:
+                self.chunks.append(self._chunk(shard, begin, min(end, tied_begin), own))
+            if tied:
+                self.chunks.append(self._chunk(shard, max(begin, tied_begin), end, tied, tied_begin))
 
-        def piece(begin_of_chunk: int, parameter: int, first: int, count: int) -> Piece:
-            tensor = named[parameter][1]
-            begin = offsets[parameter] + first * tensor.element_size() - begin_of_chunk
+    def _chunk(
+        self,
+        shard: int,
+        begin: int,
+        end: int,
+        rows: Sequence[tuple[int, int, int]],
+        tied_begin: int | None = None,
+    ) -> Chunk:
+        """begin, end: of all slots in a row. tied_begin: of a chunk of the tied ones, where their slot is."""
+
+        def piece(parameter: int, first: int, count: int) -> Piece:
+            tensor = self._parameters[parameter]
+            begin_bytes = self._offsets[parameter] + first * tensor.element_size() - begin
             is_whole = count == tensor.numel()
-            return Piece(parameter, first, count, is_whole, begin, count * tensor.element_size())
+            return Piece(parameter, first, count, is_whole, begin_bytes, count * tensor.element_size())
 
-        self.chunks = [
-            Chunk(shard, begin, end, tuple(piece(begin, *row) for row in pieces))
-            for shard, begin, end, pieces in _core.deal_shards(rows, num_shards, whole_tensors=whole_tensors)
-        ]
+        offset = 0 if tied_begin is None else tied_begin
+        pieces = tuple(piece(*row) for row in rows)
+        return Chunk(shard, begin - offset, end - offset, pieces, is_tied=tied_begin is not None)
 
     def chunks_of(self, shard: int) -> list[Chunk]:
         return [chunk for chunk in self.chunks if chunk.shard == shard]
 
     def dtype_of(self, shard: int) -> torch.dtype:
         """Of all its elements; uint8 where they have several."""
-        dtypes = {self._dtypes[piece.parameter] for piece in self.pieces_of(shard)}
+        dtypes = {self._parameters[piece.parameter].dtype for piece in self.pieces_of(shard)}
         return dtypes.pop() if len(dtypes) == 1 else torch.uint8
 
     def pieces_of(self, shard: int) -> list[Piece]:
         return [piece for chunk in self.chunks_of(shard) for piece in chunk.pieces]
 
+    def tied_pieces_of(self, shard: int) -> list[Piece]:
+        """Of parameters that are counted from the first tied one on."""
+        return [
+            replace(piece, parameter=piece.parameter - self.num_own)
+            for chunk in self.chunks_of(shard)
+            if chunk.is_tied
+            for piece in chunk.pieces
+        ]
+
+
+def in_leaving_order(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Of a shard, given as its slots have them: as a backward makes them, the last first, and then the tied
+    ones, which wait for other stages."""
+    own, tied = ([c for c in chunks if c.is_tied == is_tied] for is_tied in (False, True))
+    return [*own[::-1], *tied]
+
 
 def flat_view(tensor: Tensor) -> Tensor:
     """The elements of a dense tensor in the order in which they lie in memory, without a copy."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def piece_of(leaf: Tensor, piece: Piece) -> Tensor:
+    """Without a copy: the whole tensor as it is, else its elements as they lie in memory."""
+    return leaf.data if piece.is_whole else flat_view(leaf.data)[piece.first : piece.first + piece.count]
+
+
+def whole_pieces(parameters: Sequence[Tensor]) -> list[Piece]:
+    """Of all these, which lie in no chunk."""
+    return [Piece(i, 0, p.numel(), True, 0, p.nbytes) for i, p in enumerate(parameters)]
 
 
 @torch.no_grad()

@@ -326,7 +326,8 @@ class WorkerLoop:
             if part.offload is not None:
                 part.offload.finish()
             part.weights.own.restore(newest_slots[part.stage.stage_index])
-            part.weights.tied.restore(part.tied.newest_slot)
+            for owner, slot in part.tied.newest_slots.items():
+                part.weights.tied[owner].restore(slot)
 
     def _check_end(self, num_minibatches: int) -> None:
         if self._user.run("reading data", self._reader.fetch, num_minibatches):

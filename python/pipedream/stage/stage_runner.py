@@ -198,7 +198,7 @@ class StageRunner:
 
     def _bind(self, read_slot: int, minibatch: int) -> None:
         """The layers read the weights of the minibatch from now on."""
-        self.parts.weights.bind(read_slot, self.parts.tied.slot_read_by(minibatch) if self._is_tied else 0)
+        self.parts.weights.bind(read_slot, self.parts.tied.slots_read_by(minibatch) if self._is_tied else {})
 
     def _look_at_what_was_made(self) -> None:
         """The first forward may make buffers, and keep parameters of the version that it read."""
@@ -305,9 +305,7 @@ class StageRunner:
         if freed_slot >= 0:
             self.parts.gradients.poison(freed_slot)
         if done.microbatch == self._last_microbatch:
-            freed_tied = self.parts.tied.slot_freed_by(done.minibatch)
-            if freed_tied is not None:
-                self.parts.weights.tied.poison(freed_tied)
+            self.parts.tied.poison_freed_by(done.minibatch)
 
     # Update.
 

@@ -1,21 +1,23 @@
-"""Parameters tied across stages: one parameter that several stages use, with one update a minibatch.
+"""Parameters tied across stages: one parameter that several stages use, updated once a round of its owner's.
 
 The most upstream stage that uses it owns it. Every use of minibatch i, forward and backward, reads the same
-version, vertical sync's max(0, i - n_0 + 1) where stages would differ (design.md, section 4).
+version, in the owner's rounds vertical sync's where stages would differ (design.md, section 4).
 
     user    RECV tied_version   before the first forward of i: up to the version that i reads
             SEND tied_gradient  after the last backward of i: its gradient of i
-    owner   RECV tied_gradient  before the update of i, which adds the users' to its own
-            SEND tied_version   after it: version i + 1
+    owner   RECV tied_gradient  after its own last backward of i, to whose gradient the users' are added
+            SEND tied_version   after the update of the round: the next version
 
-The program says when (transfers.h); here is what is sent, and what becomes of what is received.
-Version v lies in slot v mod K, K = versions kept: it is overwritten by v + K, right after the backward of the
-last minibatch that reads it. Owned by the worker's compute thread.
+With replicas the gradient goes to the owner's replica that has i, and each replica of the owner sends every
+replica of a user the pieces of the version that it has updated. The program says when (transfers.h); here is
+what is sent, and what becomes of what is received. Version v lies in slot v mod K, K = versions kept: it is
+overwritten by v + K, right after the backward of the last minibatch that reads it. Owned by the worker's
+compute thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +25,56 @@ from torch import Tensor, nn
 from pipedream import _core
 from pipedream.model.boundary import exportable
 from pipedream.model.splitter import Tie
+from pipedream.stage.shards import Piece, piece_of, whole_pieces
 from pipedream.stage.weights import WeightVersions
 
-__all__ = ["TiedParameters"]
+__all__ = ["TiedParameters", "ties_by_owner"]
+
+_NO_TENSOR = torch.zeros(1, dtype=torch.uint8)  # in the place of pieces that a replica has none of
+
+
+def ties_by_owner(stage_index: int, ties: Sequence[Tie]) -> dict[int, list[Tie]]:
+    """Those of the stage, in order."""
+    found: dict[int, list[Tie]] = {}
+    for tie in ties:
+        if stage_index in tie.stages:
+            found.setdefault(tie.stages[0], []).append(tie)
+    return dict(sorted(found.items()))
+
+
+class _Group:
+    """What a stage shares with one owner, which may be itself: parameters whose versions go together."""
+
+    def __init__(
+        self,
+        schedule: _core.ScheduleOptions,
+        owner: int,
+        versions: WeightVersions,
+        pieces: Sequence[Sequence[Piece]],
+    ) -> None:
+        """pieces: of these parameters, by the replica of the owner that sends them."""
+        self._schedule = schedule
+        self.owner = owner
+        self.versions = versions
+        self.pieces = pieces
+        self.newest_of = [_core.first_version(schedule, owner)] * len(pieces)
+        """By replica of the owner, what has come from there; of what the stage owns itself, what is there."""
+
+    def slot_of(self, version: int) -> int:
+        return version % self.versions.num_slots
+
+    def slot_read_by(self, minibatch: int) -> int:
+        return self.slot_of(_core.tied_version(self._schedule, self.owner, minibatch))
+
+    @property
+    def newest(self) -> int:
+        """The newest version of which all is here."""
+        return min(self.newest_of)
+
+    def views(self, slot: int, pieces: Sequence[Piece]) -> list[Tensor]:
+        self.versions.settle(slot)
+        leaves = self.versions.leaves(slot)
+        return [piece_of(leaves[piece.parameter], piece) for piece in pieces]
 
 
 class TiedParameters:
@@ -36,102 +85,157 @@ class TiedParameters:
         schedule: _core.ScheduleOptions,
         stage_index: int,
         ties: Sequence[Tie],
-        versions: WeightVersions,
+        versions: Mapping[int, WeightVersions],
+        *,
+        replica: int = 0,
+        pieces: Mapping[int, Sequence[Sequence[Piece]]] | None = None,
+        wait_until_sent: Callable[[int, int], None] | None = None,
     ) -> None:
-        """ties: those of this stage, in the order in which `versions` has their parameters."""
-        self._schedule = schedule
+        """ties: those of this stage. versions: of their parameters, by owner, each in the order of the ties.
+        replica: this worker's. pieces: by owner with several shards, what each of its replicas sends of the
+        parameters that this stage has of it; of any other one sends all. wait_until_sent(user, n): returns
+        when at most the newest n versions have not left for the user."""
         self._stage = stage_index
-        self._versions = versions
-        self._owned = [index for index, tie in enumerate(ties) if tie.stages[0] == stage_index]
+        self._replica = replica
+        self._wait_until_sent = wait_until_sent
+        by_owner = ties_by_owner(stage_index, ties)
+        self._groups = {
+            owner: _Group(
+                schedule,
+                owner,
+                versions[owner],
+                (pieces or {}).get(owner) or [whole_pieces(versions[owner].leaves(0))],
+            )
+            for owner in by_owner
+        }
         # The other stage -> positions of the parameters that travel between the two.
         self._users: dict[int, list[int]] = {}
-        self._owners: dict[int, list[int]] = {}
-        for index, tie in enumerate(ties):
-            if tie.stages[0] != stage_index:
-                self._owners.setdefault(tie.stages[0], []).append(index)
-                continue
+        for index, tie in enumerate(by_owner.get(stage_index, ())):
             for user in tie.stages[1:]:
                 self._users.setdefault(user, []).append(index)
-        # By owner: the newest version that has come from there.
-        self._newest_received = dict.fromkeys(self._owners, schedule.first_minibatch)
-        self._newest_owned = schedule.first_minibatch
+        self._owned = self._groups.get(stage_index)
         self._received: dict[int, list[Tensor]] = {}  # gradients of the next update, by user
+        self._has_replicas = any(
+            schedule.placement.num_replicas(stage) > 1 for stage in (stage_index, *self._users, *self._groups)
+        )
 
     def __bool__(self) -> bool:
-        return bool(self._users or self._owners)
+        return bool(self._groups)
 
     @property
-    def owned(self) -> list[int]:
-        """Positions of the tied parameters that this stage updates."""
-        return self._owned
+    def owned(self) -> WeightVersions | None:
+        """Versions of the tied parameters that this stage updates."""
+        return None if self._owned is None else self._owned.versions
 
-    def slot_of(self, version: int) -> int:
-        return version % self._versions.num_slots
+    def owned_leaves(self, slot: int) -> list[nn.Parameter]:
+        return [] if self._owned is None else self._owned.versions.leaves(slot)
 
-    def slot_read_by(self, minibatch: int) -> int:
-        return self.slot_of(_core.tied_version(self._schedule, minibatch)) if self else 0
+    def copy_owned(self, read_slot: int, write_slot: int) -> None:
+        if self._owned is not None:
+            self._owned.versions.copy_version(read_slot, write_slot)
+
+    def owned_slot_read_by(self, minibatch: int) -> int:
+        return 0 if self._owned is None else self._owned.slot_read_by(minibatch)
+
+    def owned_slot_of(self, version: int) -> int:
+        return 0 if self._owned is None else self._owned.slot_of(version)
+
+    def slots_read_by(self, minibatch: int) -> dict[int, int]:
+        """By owner."""
+        return {owner: group.slot_read_by(minibatch) for owner, group in self._groups.items()}
 
     @property
-    def newest_slot(self) -> int:
-        """Of the newest version that is here, of all of them."""
-        newest = [*self._newest_received.values(), *([self._newest_owned] if self._owned else [])]
-        return self.slot_of(min(newest)) if newest else 0
+    def newest_slots(self) -> dict[int, int]:
+        """By owner, of the newest version of which all is here."""
+        return {owner: group.slot_of(group.newest) for owner, group in self._groups.items()}
 
-    def slot_freed_by(self, minibatch: int) -> int | None:
-        """The slot whose version no minibatch after this one reads, if the backwards of this one were the
-        last to; it is written again by the update of this minibatch."""
-        version = _core.tied_version(self._schedule, minibatch)
-        read_later = version == _core.tied_version(self._schedule, minibatch + 1)
-        if not self or read_later or self._versions.num_slots == 1:
-            return None
-        return self.slot_of(version)
+    def poison_freed_by(self, minibatch: int) -> None:
+        """Of the versions that no minibatch after this one reads, if the backwards of this one were the last
+        to; their slots are written again by the update of this minibatch. Where there are replicas what the
+        stage owns may still be on its way to another."""
+        for group in self._groups.values():
+            slot = group.slot_read_by(minibatch)
+            is_read = slot == group.slot_read_by(minibatch + 1) or group.versions.num_slots == 1
+            is_leaving = group is self._owned and self._has_replicas
+            if not is_read and not is_leaving:
+                group.versions.poison(slot)
 
     def gradients_for(self, owner: int, minibatch: int) -> list[Tensor]:
         """This stage's gradients of the minibatch, of what it shares with that owner; they are given up."""
-        leaves = self._versions.leaves(self.slot_read_by(minibatch))
-        return [
-            exportable(_dense(_take_gradient(leaf), leaf)) for leaf in self._of(self._owners[owner], leaves)
-        ]
+        group = self._groups[owner]
+        leaves = group.versions.leaves(group.slot_read_by(minibatch))
+        return [exportable(_dense(_take_gradient(leaf), leaf)) for leaf in leaves]
 
     def take_gradients_from(self, user: int, gradients: list[Tensor]) -> None:
-        """That user's part of the next update."""
-        self._received[user] = gradients
+        """That user's part of the next update, of one minibatch."""
+        before = self._received.get(user)
+        if before is None:
+            self._received[user] = gradients
+        else:
+            self._received[user] = [one + other for one, other in zip(before, gradients, strict=True)]
 
     def collect(self, minibatch: int) -> list[Tensor | None]:
-        """The gradients of the owned parameters, summed over all uses; the users' have come."""
-        leaves = self._versions.leaves(self.slot_read_by(minibatch))
-        total = {index: _take_gradient(leaves[index]) for index in self._owned}
+        """The gradients of the owned parameters, summed over all uses; the users' have come. minibatch: of
+        the update, one that this replica has, if it has any: else there is nothing."""
+        if self._owned is None:
+            return []
+        total = [_take_gradient(leaf) for leaf in self.owned_leaves(self._owned.slot_read_by(minibatch))]
         for user, indices in self._users.items():
-            for index, gradient in zip(indices, self._received.pop(user), strict=True):
+            for index, gradient in zip(indices, self._received.pop(user, ()), strict=False):
                 mine = total[index]
                 total[index] = gradient.clone() if mine is None else gradient + mine  # mine may be sparse
-        return [total[index] for index in self._owned]
+        return total
 
     def begin_update(self) -> tuple[int, int]:
-        """(slot of the newest owned version, slot of the next)."""
-        return self.slot_of(self._newest_owned), self.slot_of(self._newest_owned + 1)
+        """(slot of the newest owned version, slot of the next). What is in that has left for all users."""
+        if self._owned is None:
+            return 0, 0
+        newest = self._newest_owned
+        if self._wait_until_sent is not None:
+            for user in self._users:
+                self._wait_until_sent(user, self._owned.versions.num_slots - 1)
+        return self._owned.slot_of(newest), self._owned.slot_of(newest + 1)
 
     def finish_update(self) -> None:
         """The next version is written."""
-        self._newest_owned += 1
+        if self._owned is not None:
+            self._owned.newest_of[self._own_index] += 1
+
+    def pulled_from(self, replica: int) -> None:
+        """Another replica's shard of the next owned version has come."""
+        if self._owned is not None:
+            self._owned.newest_of[replica] += 1
 
     def version_for(self, user: int) -> list[Tensor]:
-        """The newest version of what it shares with that user, which reads it without a copy: the slot is
-        written again only after the user has had what is in it."""
-        leaves = self._versions.leaves(self.slot_of(self._newest_owned))
-        return [exportable(leaf) for leaf in self._of(self._users[user], leaves)]
+        """What this replica has updated of the newest version of what it shares with that user, which reads
+        it without a copy."""
+        assert self._owned is not None
+        shared = self._users[user]
+        pieces = [piece for piece in self._owned.pieces[self._own_index] if piece.parameter in shared]
+        views = self._owned.views(self._owned.slot_of(self._newest_owned), pieces)
+        return [exportable(view) for view in views] or [_NO_TENSOR]
 
-    def take_version_from(self, owner: int, values: list[Tensor]) -> None:
-        """The next version of what it shares with that owner."""
-        self._newest_received[owner] += 1
-        leaves = self._versions.leaves(self.slot_of(self._newest_received[owner]))
+    def take_version_from(self, owner: int, replica: int, values: list[Tensor]) -> None:
+        """That replica's pieces of the next version of what it shares with that owner."""
+        group = self._groups[owner]
+        index = replica if len(group.pieces) > 1 else 0
+        group.newest_of[index] += 1
+        pieces = group.pieces[index]
+        views = group.views(group.slot_of(group.newest_of[index]), pieces)
         with torch.no_grad():
-            for leaf, value in zip(self._of(self._owners[owner], leaves), values, strict=True):
-                leaf.copy_(value)  # of the same shape, whatever its strides
+            for view, value in zip(views, values[: len(views)], strict=True):
+                view.copy_(value)  # of the same shape, whatever its strides
 
-    @staticmethod
-    def _of(indices: Sequence[int], leaves: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        return [leaves[index] for index in indices]
+    @property
+    def _own_index(self) -> int:
+        assert self._owned is not None
+        return self._replica if len(self._owned.pieces) > 1 else 0
+
+    @property
+    def _newest_owned(self) -> int:
+        """That this replica has made."""
+        assert self._owned is not None
+        return self._owned.newest_of[self._own_index]
 
 
 def _take_gradient(leaf: nn.Parameter) -> Tensor | None:

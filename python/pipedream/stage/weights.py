@@ -276,34 +276,44 @@ class StageWeights:
         self,
         stage: StageModule,
         own_slots: list[Tensor],
-        tied_slots: list[Tensor],
-        tied: Sequence[nn.Parameter],
+        tied: Mapping[int, tuple[Sequence[nn.Parameter], list[Tensor]]] | None = None,
         resident: ResidentVersions | None = None,
     ) -> None:
-        """resident: where own_slots hold only some of the own versions at a time."""
-        own_named, tied_named = split_tied(stage, tied)
-        self.own = WeightVersions(stage, own_named, own_slots, resident)
-        self.tied = WeightVersions(stage, tied_named, tied_slots)
+        """tied: by owner, the parameters of it that the stage has, and their slots. resident: where own_slots
+        hold only some of the own versions at a time."""
+        by_owner = dict(tied or {})
+        shared = [parameter for parameters, _ in by_owner.values() for parameter in parameters]
+        self.own = WeightVersions(stage, split_tied(stage, shared)[0], own_slots, resident)
+        self.tied = {
+            owner: WeightVersions(stage, split_tied(stage, parameters)[1], slots)
+            for owner, (parameters, slots) in by_owner.items()
+        }
 
-    def bind(self, own_slot: int, tied_slot: int) -> None:
+    def bind(self, own_slot: int, tied_slots: Mapping[int, int]) -> None:
+        """tied_slots: by owner."""
         self.own.bind(own_slot)
-        if self.tied.names:
-            self.tied.unbind()  # another stage of this worker may share the very modules, and have bound them
-            self.tied.bind(tied_slot)
+        for owner, slot in tied_slots.items():
+            # Another stage of this worker may share the very modules, and have bound them.
+            self.tied[owner].unbind()
+            self.tied[owner].bind(slot)
 
     def follow_new_references(self) -> None:
-        for versions in (self.own, self.tied):
+        for versions in self._all:
             if versions.num_slots > 1:  # else all versions have the same leaves
                 versions.follow_new_references()
 
     def check_gradients_taken(self) -> None:
         """When all updates are done. Raises ValueError for a gradient that was in none."""
-        for versions in (self.own, self.tied):
+        for versions in self._all:
             versions.check_gradients_taken()
 
     @property
     def has_parameters(self) -> bool:
-        return bool(self.own.names or self.tied.names)
+        return any(versions.names for versions in self._all)
+
+    @property
+    def _all(self) -> list[WeightVersions]:
+        return [self.own, *self.tied.values()]
 
 
 def split_tied(

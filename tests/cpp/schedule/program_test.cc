@@ -260,7 +260,7 @@ TEST(Versions, InTheStashingSchedulesAForwardReadsTheNewest) {
 
 TEST(TiedVersions, FollowVerticalSyncWhereStagesReadDifferentVersions) {
   const auto version = [](const std::string& schedule, std::int64_t minibatch) {
-    return tied_version(make_options(schedule, {3, 2, 1}, 3), MinibatchId(minibatch)).value();
+    return tied_version(make_options(schedule, {3, 2, 1}, 3), StageIndex(0), MinibatchId(minibatch)).value();
   };
   for (std::int64_t minibatch = 0; minibatch < 9; ++minibatch) {
     for (const std::string schedule : {"pipedream", "vertical_sync", "naive"}) {
@@ -278,7 +278,8 @@ TEST(TiedVersions, KeepWhatTheirRuleNeeds) {
       {"pipedream", 3}, {"vertical_sync", 3}, {"naive", 3},          {"2bw", 2},
       {"flush", 1},     {"gpipe", 1},         {"model_parallel", 1}, {"interleaved", 1}};
   for (const auto& [schedule, num_kept] : kept) {
-    EXPECT_EQ(num_tied_versions_kept(make_options(schedule, {3, 2, 1}, 3)), num_kept) << schedule;
+    const ScheduleOptions options = make_options(schedule, {3, 2, 1}, 3);
+    EXPECT_EQ(num_tied_versions_kept(options, StageIndex(1)), num_kept) << schedule;
   }
 }
 

@@ -178,6 +178,20 @@ std::int64_t version_by_formula(const ScheduleOptions& options, std::int64_t sta
   return minibatch / round;
 }
 
+using Ties = std::vector<TiedStages>;
+
+// Every stage shares something with every other.
+Ties all_tied(std::size_t num_stages) {
+  Ties ties;
+  for (StageIndex owner; owner.value() < static_cast<std::int64_t>(num_stages); owner = owner.next()) {
+    for (StageIndex user = owner.next(); user.value() < static_cast<std::int64_t>(num_stages);
+         user = user.next()) {
+      ties.push_back({owner, user});
+    }
+  }
+  return ties;
+}
+
 const std::vector<Counts> kPlans = {{2, 1},    {1, 2},    {3, 1},    {2, 2},    {3, 2},       {2, 3},
                                     {2, 1, 1}, {1, 2, 1}, {4, 2, 1}, {1, 3, 2}, {2, 3, 1, 2}, {15, 1}};
 
@@ -246,6 +260,7 @@ TEST(Replicas, ValidatorAcceptsEveryPlanScheduleAndLength) {
         for (const std::int64_t num_minibatches : {0, 1, 3, 7, 12, 31}) {
           if (plan[0] == 15 && num_microbatches > 1) continue;
           options.exchanges_norms = num_minibatches % 2 == 1;
+          options.ties = num_minibatches % 3 == 0 ? Ties{} : all_tied(plan.size());
           const ReplayReport report =
               replay(options, make_programs(options, num_minibatches), num_minibatches);
           ASSERT_TRUE(report.ok) << name_of(options, num_minibatches) << ": " << report.error;
@@ -256,6 +271,10 @@ TEST(Replicas, ValidatorAcceptsEveryPlanScheduleAndLength) {
             ASSERT_LE(report.activations_live_max[index], num_microbatches_in_flight(options, stage));
           }
           for (const auto& [edge, queued_max] : report.edges) {
+            if (edge.kind == EdgeKind::kTiedVersion) {
+              ASSERT_LE(queued_max, num_tied_versions_ahead(options, {edge.from.stage, edge.to.stage}))
+                  << name_of(options, num_minibatches) << ": " << to_string(edge);
+            }
             if (edge.kind != EdgeKind::kNorm) continue;
             ASSERT_EQ(queued_max, num_minibatches == 0 ? 0 : 1) << name_of(options, num_minibatches);
           }
@@ -294,6 +313,7 @@ TEST(Replicas, ValidatorAcceptsRandomPlans) {
     if (schedule == "pipedream") options.staleness = draw(4) - 1;
     options.exchanges_norms = draw(2) == 1;
     options.uses_allreduce = draw(3) == 1;
+    if (draw(2) == 1) options.ties = all_tied(plan.size());
     // More in flight than is needed, where it does not rise downstream.
     const std::int64_t more = draw(3) - 1;
     for (std::size_t stage = 0; stage < plan.size(); ++stage) {
@@ -312,12 +332,78 @@ TEST(Replicas, ValidatorAcceptsRandomPlans) {
   }
 }
 
+// "St0" is sent to replica 0, "Rv1" received from replica 1: t a tied gradient, v a tied version.
+std::string ties_on_paper(const ScheduleOptions& options, std::int64_t rank, std::int64_t num_minibatches) {
+  std::string text;
+  for (const Instruction& instruction : make_program(options, Rank(rank), num_minibatches)) {
+    const EdgeKind kind = instruction.edge.kind;
+    const bool is_of_tie = kind == EdgeKind::kTiedGradient || kind == EdgeKind::kTiedVersion;
+    if (travels(instruction.opcode) && !is_of_tie) continue;
+    if (!text.empty()) text += ' ';
+    if (travels(instruction.opcode)) {
+      const bool sends = instruction.opcode == Opcode::kSend;
+      const StageReplica& other = sends ? instruction.edge.to : instruction.edge.from;
+      text += (sends ? "S" : "R") + std::string(kind == EdgeKind::kTiedGradient ? "t" : "v");
+      text += std::to_string(other.replica.value()) + ':';
+    } else {
+      text += opcode_name(instruction.opcode)[0];
+    }
+    text += std::to_string(instruction.minibatch.value());
+  }
+  return text;
+}
+
+TEST(Replicas, OfAnOwnerAddTheUsersGradientToTheirOwnAndSendItTheirShards) {
+  ScheduleOptions options = make_replicated("pipedream", {2, 1});
+  options.ties = {{StageIndex(0), StageIndex(1)}};
+  EXPECT_EQ(ties_on_paper(options, 0, 4), "F0 F2 B0 Rt0:0 U0 Sv0:0 B2 Rt0:2 U2 Sv0:2");
+  EXPECT_EQ(ties_on_paper(options, 1, 4), "F1 F3 B1 Rt0:1 U0 Sv0:0 B3 Rt0:3 U2 Sv0:2");
+  EXPECT_EQ(ties_on_paper(options, 2, 6),
+            "F0 B0 St0:0 U0 F1 B1 St1:1 U1 F2 B2 St0:2 U2 F3 B3 St1:3 U3 Rv0:0 Rv1:0 F4 B4 St0:4 U4 "
+            "F5 B5 St1:5 U5 Rv0:2 Rv1:2 Rv0:4 Rv1:4");
+  options.uses_allreduce = true;
+  EXPECT_EQ(ties_on_paper(options, 0, 2), "F0 B0 Rt0:0 U0 Sv0:0");
+  EXPECT_EQ(ties_on_paper(options, 1, 2), "F1 B1 Rt0:1 U0") << "which has the same";
+}
+
+TEST(Replicas, OfAUserEachReceiveEveryVersionAndSendTheGradientsOfTheirMinibatches) {
+  ScheduleOptions options = make_replicated("flush", {1, 2});
+  options.ties = {{StageIndex(0), StageIndex(1)}};
+  EXPECT_EQ(ties_on_paper(options, 0, 3),
+            "F0 F1 B0 Rt0:0 B1 Rt1:1 U0 Sv0:0 Sv1:0 F2 B2 Rt0:2 U2 Sv0:2 Sv1:2");
+  EXPECT_EQ(ties_on_paper(options, 1, 3), "F0 B0 St0:0 U0 Rv0:0 F2 B2 St0:2 U2 Rv0:2");
+  EXPECT_EQ(ties_on_paper(options, 2, 3), "F1 B1 St0:1 U0 U2 Rv0:0 Rv0:2");
+}
+
+// Written out once more: what vertical sync would read at the owner, k rounds older, where stages differ.
+TEST(Replicas, ReadTiedVersionsInRoundsOfTheirOwner) {
+  for (const Counts& plan : kPlans) {
+    for (const ScheduleOptions& options : all_of(plan, 4)) {
+      ScheduleOptions as_sync = options;
+      as_sync.schedule = "vertical_sync";
+      as_sync.staleness = 0;
+      const bool differ = options.schedule == "pipedream" || options.schedule == "vertical_sync" ||
+                          options.schedule == "naive";
+      for (StageIndex owner; owner.value() < num_stages(options); owner = owner.next()) {
+        for (std::int64_t minibatch = 0; minibatch < 40; ++minibatch) {
+          const std::int64_t version =
+              version_by_formula(differ ? as_sync : options, owner.value(), minibatch, false);
+          ASSERT_EQ(tied_version(options, owner, MinibatchId(minibatch)).value(),
+                    std::max<std::int64_t>(0, version - options.staleness))
+              << name_of(options, 40) << ", owner " << owner.value() << ", minibatch " << minibatch;
+        }
+      }
+    }
+  }
+}
+
 TEST(Replicas, EdgesJoinThoseThatHaveAMinibatchInCommonAndNameItsItems) {
   for (const Counts& plan : kPlans) {
     for (ScheduleOptions options : all_of(plan, 1)) {
       for (const std::int64_t first : {0, 30, 60}) {
         options.first_minibatch = MinibatchId(first);
         options.exchanges_norms = true;
+        options.ties = all_tied(plan.size());
         if (!error_of(options).empty()) continue;
         const std::int64_t num_minibatches = first + 40;
         std::map<Edge, Counts> sent;
@@ -401,6 +487,7 @@ TEST(Replicas, CursorWalksTheSameListHoweverLateItLearnsTheNumberOfMinibatches) 
       for (const Place& place : options.placement.places()) {
         for (const std::int64_t num_minibatches : {0, 1, 2, 3, 4, 5, 6, 7, 19}) {
           options.exchanges_norms = num_minibatches % 2 == 1;
+          options.ties = num_minibatches % 3 == 0 ? Ties{} : all_tied(plan.size());
           const Instructions program = make_program(options, place.rank, num_minibatches);
           const Instructions walked = walk(options, place.rank.value(), num_minibatches);
           const std::string name =
@@ -517,13 +604,7 @@ TEST(Replicas, StartOnlyWhereARoundBeginsAtEveryStage) {
 }
 
 TEST(Replicas, AreRefusedWithWhatIsNotBuiltForThem) {
-  ScheduleOptions options = make_replicated("flush", {2, 1});
-  options.ties = {{StageIndex(0), StageIndex(1)}};
-  EXPECT_EQ(
-      error_of(options),
-      "ties has stages 0 and 1, and the plan has replicated stages; parameters that stages share need a "
-      "straight plan: partition(..., straight=True)");
-  options = make_replicated("interleaved", {2, 1});
+  ScheduleOptions options = make_replicated("interleaved", {2, 1});
   EXPECT_EQ(error_of(options),
             "stage 0 has several replicas; schedule \"interleaved\" runs one of each stage");
   options = make_replicated("pipedream", {2, 1});

@@ -101,12 +101,12 @@ TEST(Transfers, OfNormsOfOneStageAreNone) {
   EXPECT_EQ(edges_of(options).size(), 2U) << "activations and gradients";
 }
 
-TEST(Transfers, OfNormsWaitForTheTiedGradientsOfAllTheWorkersStages) {
+TEST(Transfers, OfATieReachEachOwnerAfterItsBackwardAndBeforeTheNorms) {
   ScheduleOptions options =
       tied(make_interleaved(2, 2, 1), {{StageIndex(0), StageIndex(2)}, {StageIndex(2), StageIndex(3)}});
   options.exchanges_norms = true;
   EXPECT_EQ(with_transfers_on_paper(options, 0, 1),
-            "F0 Sa1:0 Ra1:0 F0 Sa3:0 Rg3:0 B0 Sg1:0 St0:0 Rg1:0 B0 Rt2:0 Rt3:0 Rn1:0 Sn1:0 U0 Sv2:0 U0 "
+            "F0 Sa1:0 Ra1:0 F0 Sa3:0 Rg3:0 B0 Sg1:0 St0:0 Rt3:0 Rg1:0 B0 Rt2:0 Rn1:0 Sn1:0 U0 Sv2:0 U0 "
             "Sv3:0 Rv0:0");
 }
 

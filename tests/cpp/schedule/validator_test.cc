@@ -216,7 +216,7 @@ TEST(Validator, QueuesOfAStraightPipelineHoldWhatUpstreamMayHaveInFlight) {
 }
 
 // What tied parameters and norms add, whose bounds the channels rely on.
-TEST(Validator, NoTiedEdgeHoldsMoreThanTheFirstStageHasInFlightAndNoNormEdgeMoreThanOneItem) {
+TEST(Validator, NoTiedEdgeHoldsMoreThanTheOwnerMayBeAheadAndNoNormEdgeMoreThanOneItem) {
   for_all_schedules([](const ScheduleOptions& given) {
     if (given.num_microbatches > 3) return;
     ScheduleOptions options = given;
@@ -226,7 +226,10 @@ TEST(Validator, NoTiedEdgeHoldsMoreThanTheFirstStageHasInFlightAndNoNormEdgeMore
     for (const auto& [edge, queued_max] : report.edges) {
       if (edge.kind == EdgeKind::kNorm) {
         ASSERT_EQ(queued_max, 1) << name_of(options, 7) << ": " << to_string(edge);
-      } else if (edge.kind == EdgeKind::kTiedVersion || edge.kind == EdgeKind::kTiedGradient) {
+      } else if (edge.kind == EdgeKind::kTiedVersion) {
+        ASSERT_LE(queued_max, num_tied_versions_ahead(options, {edge.from.stage, edge.to.stage}))
+            << name_of(options, 7) << ": " << to_string(edge);
+      } else if (edge.kind == EdgeKind::kTiedGradient) {
         ASSERT_LE(queued_max, std::max<std::int64_t>(options.in_flight[0], 2) + 1)
             << name_of(options, 7) << ": " << to_string(edge);
       }
@@ -781,6 +784,11 @@ TEST_F(BrokenList, TiedGradientsThatTheUpdateOrTheNormDoesNotWaitFor) {
   };
   std::swap(*gradient(), *(gradient() + 1));
   expect_fault_at_end("RECV tied_gradient stage 1 to stage 0 minibatch 0 comes first");
+  use_all(options, 1);
+  std::swap(*gradient(), *(gradient() - 1));
+  expect_fault_at_end(
+      "RECV tied_gradient stage 1 to stage 0 minibatch 0: it is added to the owner's own, which its last "
+      "backward of the minibatch makes");
   options.exchanges_norms = false;
   use_all(options, 1);
   std::swap(*gradient(), *(gradient() + 1));

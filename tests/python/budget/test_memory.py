@@ -59,7 +59,7 @@ def _memory(
         "footprints": {stage: _footprint() for stage in range(4)},
         "channels": [],
         "weight_bytes": dict.fromkeys(range(4), 3 * _KIB),
-        "tied_bytes": dict.fromkeys(range(4), 0),
+        "tied_bytes": {stage: {} for stage in range(4)},
         "placed_state_bytes": dict.fromkeys(range(4), 0),
         "torch_state_bytes": dict.fromkeys(range(4), 0),
         "model_bytes": 0,
@@ -146,7 +146,7 @@ def test_tied_parameters_state_and_the_model_have_terms_of_their_own() -> None:
     terms = _kib(
         _memory(
             rank=3,
-            tied_bytes=by_stage,
+            tied_bytes={3: {0: _KIB, 1: _KIB}},
             placed_state_bytes=by_stage,
             torch_state_bytes=by_stage,
             model_bytes=50 * _KIB,

@@ -520,7 +520,7 @@ def _plan_of(
         {0: footprint, 1: footprint},
         channels,
         weight_bytes={0: weight_mib * _MIB},
-        tied_bytes={0: 0},
+        tied_bytes={0: {}},
         placed_state_bytes={0: 0},
         torch_state_bytes={0: 0},
         model_bytes=0,

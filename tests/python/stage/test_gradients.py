@@ -12,16 +12,22 @@ from edge_replay import replay
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipedream import Plan, _core
-from pipedream.model.splitter import split
+from pipedream.model.splitter import Tie, split
 from pipedream.stage.edge_transfers import EdgeTransfers
 from pipedream.stage.gradients import (
     GradientFigures,
     NormExchange,
     StageGradients,
     clip_scale,
-    owned_parameters,
+    updated_parameters,
 )
-from pipedream.stage.weights import StageOptimizer, StageWeights, split_tied, weight_layout
+from pipedream.stage.weights import (
+    StageOptimizer,
+    StageWeights,
+    WeightVersions,
+    split_tied,
+    weight_layout,
+)
 from torch import Tensor, nn
 
 
@@ -53,10 +59,17 @@ def test_figures_add_up() -> None:
 class _Tied:
     """Stands for the tied parameters of a stage: notes the calls; slots as if two versions were kept."""
 
-    def __init__(self, owned: list[int], received: list[Tensor | None]) -> None:
-        self.owned = owned
+    def __init__(self, versions: WeightVersions | None, received: list[Tensor | None]) -> None:
+        self._versions = versions
         self._received = received
         self.num_updates = 0
+
+    def owned_leaves(self, slot: int) -> list[nn.Parameter]:
+        return [] if self._versions is None else self._versions.leaves(slot)
+
+    def copy_owned(self, read_slot: int, write_slot: int) -> None:
+        assert self._versions is not None
+        self._versions.copy_version(read_slot, write_slot)
 
     def collect(self, minibatch: int) -> list[Tensor | None]:
         return self._received
@@ -78,17 +91,19 @@ class _Parts:
                 parameter.fill_(1.0)
         stage = split(model, Plan.straight(2, 1))[0]
         shared = [model[1].weight] if with_tie else []
-        own, tied = split_tied(stage, shared)  # type: ignore[arg-type]
+        ties = [Tie(parameter, (0, 1), ("", "")) for parameter in shared]  # type: ignore[arg-type]
+        own, tied = split_tied(stage, [tie.parameter for tie in ties])
 
         def slots(named: Any) -> list[Tensor]:
             return [torch.zeros(weight_layout(named)[0], dtype=torch.uint8) for _ in range(2)]
 
-        self.weights = StageWeights(stage, slots(own), slots(tied), shared)  # type: ignore[arg-type]
-        self.tied = _Tied([0] if with_tie else [], [torch.full((2, 2), 3.0).double()] if with_tie else [])
+        of_ties = {0: ([tie.parameter for tie in ties], slots(tied))} if with_tie else {}
+        self.weights = StageWeights(stage, slots(own), of_ties)
+        received: list[Tensor | None] = [torch.full((2, 2), 3.0).double()] if with_tie else []
+        self.tied = _Tied(self.weights.tied.get(0), received)
         factory = functools.partial(torch.optim.SGD, lr=1.0)
         step_lr = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
-        named = owned_parameters(own, tied, self.tied.owned)
-        optimizer = StageOptimizer(factory, named, step_lr)
+        optimizer = StageOptimizer(factory, updated_parameters(stage, ties), step_lr)
         self.gradients = StageGradients(self.weights, optimizer, self.tied)  # type: ignore[arg-type]
 
     def leave_gradients(self, slot: int, value: float) -> None:
@@ -96,13 +111,17 @@ class _Parts:
             leaf.grad = torch.full_like(leaf, value)
 
     def contents(self, slot: int) -> list[list[float]]:
-        leaves = [*self.weights.own.leaves(slot), *self.weights.tied.leaves(slot)]
+        leaves = [*self.weights.own.leaves(slot), *self.tied.owned_leaves(slot)]
         return [sorted(set(leaf.flatten().tolist())) for leaf in leaves]
 
 
 def test_the_optimizer_is_called_with_its_own_parameters_and_then_the_tied_ones_that_it_owns() -> None:
-    own, tied = ([("own", nn.Parameter(torch.zeros(1)))], [(n, nn.Parameter(torch.zeros(1))) for n in "ab"])
-    assert [name for name, _ in owned_parameters(own, tied, [1])] == ["own", "b"]
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    stage = split(model, Plan.straight(3, 1))[0]
+    theirs = Tie(model[1].weight, (-1, 0), ("", ""))  # type: ignore[arg-type]
+    own = Tie(model[0].bias, (0, 1), ("", ""))  # type: ignore[arg-type]
+    names = [name for name, _ in updated_parameters(stage, [theirs, own])]
+    assert names == ["0.weight", "1.bias", "2.weight", "2.bias", "0.bias"]
 
 
 def test_a_step_reads_one_version_writes_the_next_and_publishes_it() -> None:

@@ -87,7 +87,7 @@ class _Replica:
         named = stage.trainable_parameters()
         num_bytes = weight_layout(named)[0]
         slots = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(_NUM_SLOTS)]
-        self.weights = StageWeights(stage, slots, [torch.empty(0, dtype=torch.uint8)], [])
+        self.weights = StageWeights(stage, slots)
         layout = ShardLayout(named, num_replicas, whole_tensors=False)
         optimizer = StageOptimizer(functools.partial(torch.optim.SGD, lr=1.0), named)
         optimizer.keep(layout.pieces_of(replica))

@@ -11,8 +11,8 @@ from edge_replay import replay
 from pipedream import Plan, _core
 from pipedream.model.splitter import StageModule, Tie, find_ties, split, tie_pairs
 from pipedream.stage.edge_transfers import EdgeTransfers
-from pipedream.stage.tied import TiedParameters
-from pipedream.stage.weights import WeightVersions
+from pipedream.stage.tied import TiedParameters, ties_by_owner
+from pipedream.stage.weights import WeightVersions, split_tied
 from torch import nn
 
 _NUM_MINIBATCHES = 9
@@ -60,15 +60,16 @@ class _Stage:
         self._contents = _contents(first_user, options.num_stages)
         parameter = ties[0].parameter
         named = [(name, p) for name, p in stage.trainable_parameters() if p is parameter]
-        num_slots = _core.num_tied_versions_kept(options)
+        num_slots = _core.num_tied_versions_kept(options, first_user)
         num_bytes = _core.weight_layout([(named[0][0], "float64", parameter.numel())])[0]
         slots = [torch.full((num_bytes,), 0xFF, dtype=torch.uint8) for _ in range(num_slots)]
         self._versions = WeightVersions(stage, named, slots)
-        self.tied = TiedParameters(options, self._stage, ties, self._versions)
+        self._owner = first_user
+        self.tied = TiedParameters(options, self._stage, ties, {first_user: self._versions})
 
     @property
     def final(self) -> list[float]:
-        content: list[float] = self._versions.leaves(self.tied.newest_slot)[0].tolist()
+        content: list[float] = self._versions.leaves(self.tied.newest_slots[self._owner])[0].tolist()
         return content
 
     def do(self, instruction: _core.Instruction) -> None:
@@ -82,8 +83,8 @@ class _Stage:
             leaf.grad = torch.full_like(leaf, share) + (0 if leaf.grad is None else leaf.grad)
 
     def _check_version(self, minibatch: int) -> nn.Parameter:
-        leaf = self._versions.leaves(self.tied.slot_read_by(minibatch))[0]
-        wanted = self._contents[_core.tied_version(self._options, minibatch)]
+        leaf = self._versions.leaves(self.tied.slots_read_by(minibatch)[self._owner])[0]
+        wanted = self._contents[_core.tied_version(self._options, self._owner, minibatch)]
         assert leaf.tolist() == [wanted] * 3, f"stage {self._stage}, minibatch {minibatch}"
         return leaf
 
@@ -91,10 +92,10 @@ class _Stage:
         gradients = self.tied.collect(minibatch)
         read, write = self.tied.begin_update()
         with torch.no_grad():
-            for index, gradient in zip(self.tied.owned, gradients, strict=True):
+            for index, gradient in enumerate(gradients):
                 assert gradient is not None
-                updated = self._versions.leaves(read)[index] - gradient
-                self._versions.leaves(write)[index].copy_(updated)
+                updated = self.tied.owned_leaves(read)[index] - gradient
+                self.tied.owned_leaves(write)[index].copy_(updated)
         self.tied.finish_update()
 
 
@@ -125,7 +126,7 @@ def _assert_all_uses_agree(
 
     travelled = replay(options, _NUM_MINIBATCHES, transfers, compute)
     for index, stage in stages.items():
-        assert stage.tied.owned == ([0] if index == first_user else [])
+        assert len(stage.tied.owned_leaves(0)) == (1 if index == first_user else 0)
         assert stage.final == [_contents(first_user, len(in_flight))[-1]] * 3
     return travelled
 
@@ -173,23 +174,24 @@ def _two_ties() -> tuple[list[StageModule], list[Tie]]:
     return stages, find_ties(stages)
 
 
-def _end(stage: StageModule, ties: list[Tie], num_slots: int = 1) -> tuple[TiedParameters, WeightVersions]:
-    mine = [tie for tie in ties if stage.stage_index in tie.stages]
-    names = {id(p): name for name, p in stage.trainable_parameters()}
-    named = [(names[id(tie.parameter)], tie.parameter) for tie in mine]
-    num_bytes = _core.weight_layout([(name, "float64", p.numel()) for name, p in named])[0]
-    versions = WeightVersions(
-        stage, named, [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(num_slots)]
-    )
+def _end(
+    stage: StageModule, ties: list[Tie], num_slots: int = 1
+) -> tuple[TiedParameters, dict[int, WeightVersions]]:
+    versions = {}
+    for owner, of_owner in ties_by_owner(stage.stage_index, ties).items():
+        named = split_tied(stage, [tie.parameter for tie in of_owner])[1]
+        num_bytes = _core.weight_layout([(name, "float64", p.numel()) for name, p in named])[0]
+        slots = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(num_slots)]
+        versions[owner] = WeightVersions(stage, named, slots)
     options = _core.ScheduleOptions("flush", [3, 2, 1], 1)
-    return TiedParameters(options, stage.stage_index, mine, versions), versions
+    return TiedParameters(options, stage.stage_index, ties, versions), versions
 
 
 def test_a_stage_that_shares_with_two_owners_sends_each_its_own() -> None:
     stages, ties = _two_ties()
     (first, _), (second, _), (user, versions) = (_end(stage, ties) for stage in stages)
-    assert (first.owned, second.owned, user.owned) == ([0], [0], [])
-    of_first, of_second = versions.leaves(0)
+    assert [len(end.owned_leaves(0)) for end in (first, second, user)] == [1, 1, 0]
+    (of_first,), (of_second,) = versions[0].leaves(0), versions[1].leaves(0)
     of_first.grad, of_second.grad = torch.full_like(of_first, 7.0), torch.full_like(of_second, 9.0)
     first.take_gradients_from(2, user.gradients_for(0, 0))
     assert (of_first.grad, of_second.grad is None) == (None, False)  # given up, the other's still there
@@ -199,14 +201,25 @@ def test_a_stage_that_shares_with_two_owners_sends_each_its_own() -> None:
     assert [g.tolist() for g in second.collect(0) if g is not None] == [[9.0] * 4]
 
 
-def test_the_newest_version_is_the_newest_that_has_come_from_every_owner() -> None:
+def test_what_comes_of_each_owner_is_counted_by_itself() -> None:
     stages, ties = _two_ties()
     user, versions = _end(stages[2], ties, num_slots=2)
-    user.take_version_from(1, [torch.full((4,), 5.0, dtype=torch.float64)])
-    assert user.newest_slot == 0
-    user.take_version_from(0, [torch.full((2,), 3.0, dtype=torch.float64)])
-    assert user.newest_slot == 1
-    assert [leaf.tolist() for leaf in versions.leaves(1)] == [[3.0] * 2, [5.0] * 4]
+    user.take_version_from(1, 0, [torch.full((4,), 5.0, dtype=torch.float64)])
+    assert user.newest_slots == {0: 0, 1: 1}
+    user.take_version_from(0, 0, [torch.full((2,), 3.0, dtype=torch.float64)])
+    assert user.newest_slots == {0: 1, 1: 1}
+    assert [versions[owner].leaves(1)[0].tolist() for owner in (0, 1)] == [[3.0] * 2, [5.0] * 4]
+
+
+def test_gradients_of_several_minibatches_of_a_round_are_summed() -> None:
+    stages, ties = _stages(2)
+    (owner, versions), (user, of_user) = (_end(stage, ties) for stage in stages)
+    for value in (1.0, 2.0, 4.0):
+        for leaf in (versions[0].leaves(0)[0], of_user[0].leaves(0)[0]):
+            leaf.grad = torch.full_like(leaf, value) + (0 if leaf.grad is None else leaf.grad)
+        owner.take_gradients_from(1, user.gradients_for(0, 0))
+    assert [g.tolist() for g in owner.collect(0) if g is not None] == [[14.0] * 3]
+    assert owner.collect(0) == [None], "there was no minibatch"
 
 
 def test_gradients_that_are_missing_or_sparse_are_summed_too() -> None:
@@ -214,12 +227,12 @@ def test_gradients_that_are_missing_or_sparse_are_summed_too() -> None:
     (owner, versions), (first_user, first_versions), (second_user, _) = (
         _end(stage, ties) for stage in stages
     )
-    leaf = versions.leaves(0)[0]
+    leaf = versions[0].leaves(0)[0]
     sparse = torch.sparse_coo_tensor(
         torch.tensor([[1]]), torch.tensor([5.0], dtype=torch.float64), (3,), check_invariants=True
     )
     leaf.grad = sparse.coalesce()
-    first_leaf = first_versions.leaves(0)[0]
+    first_leaf = first_versions[0].leaves(0)[0]
     first_leaf.grad = torch.ones_like(first_leaf)
     owner.take_gradients_from(1, first_user.gradients_for(0, 0))
     # Its backward did not reach the parameter.
@@ -230,9 +243,7 @@ def test_gradients_that_are_missing_or_sparse_are_summed_too() -> None:
 
 
 def test_a_stage_without_ties_has_nothing_to_do() -> None:
-    stages, _ = _stages(2)
-    versions = WeightVersions(stages[0], [], [torch.zeros(0, dtype=torch.uint8)])
-    tied = TiedParameters(_core.ScheduleOptions("pipedream", [2, 1]), 0, [], versions)
+    tied = TiedParameters(_core.ScheduleOptions("pipedream", [2, 1]), 0, [], {})
     assert not tied
-    assert (tied.newest_slot, tied.slot_read_by(5)) == (0, 0)
+    assert (tied.newest_slots, tied.slots_read_by(5)) == ({}, {})
     assert tied.collect(3) == []

@@ -234,12 +234,26 @@ def test_tied_parameters_have_slots_of_their_own_in_the_order_of_the_ties() -> N
     own_named, tied_named = split_tied(stage, tied)
     assert [name for name, _ in own_named] == ["0.bias", "1.weight"]
     assert [name for name, _ in tied_named] == ["1.bias", "0.weight"]
-    weights = StageWeights(stage, _slots(own_named, 2), _slots(tied_named, 3), tied)
-    weights.bind(1, 2)
+    weights = StageWeights(stage, _slots(own_named, 2), {0: (tied, _slots(tied_named, 3))})
+    weights.bind(1, {0: 2})
     assert first.bias is weights.own.leaves(1)[0]
-    assert second.bias is weights.tied.leaves(2)[0]
+    assert second.bias is weights.tied[0].leaves(2)[0]
     assert weights.has_parameters
-    assert not StageWeights(_stage(nn.Tanh()), _slots([], 1), _slots([], 1), []).has_parameters
+    assert not StageWeights(_stage(nn.Tanh()), _slots([], 1)).has_parameters
+
+
+def test_what_is_tied_to_each_owner_has_versions_of_its_own() -> None:
+    first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 3, bias=False)
+    stage = _stage(first, second, nn.Linear(3, 1))
+    (_, first_named), (_, second_named) = (split_tied(stage, [layer.weight]) for layer in (first, second))
+    weights = StageWeights(
+        stage,
+        _slots(split_tied(stage, [first.weight, second.weight])[0], 1),
+        {0: ([first.weight], _slots(first_named, 2)), 3: ([second.weight], _slots(second_named, 4))},
+    )
+    weights.bind(0, {0: 1, 3: 2})
+    assert first.weight is weights.tied[0].leaves(1)[0]
+    assert second.weight is weights.tied[3].leaves(2)[0]
 
 
 # The optimizer.

@@ -1,0 +1,159 @@
+"""The optimizers of one worker's stages, and what replicas and ties make of them: which replica updates which
+pieces of a stage's parameters, and sends which of a tied parameter.
+
+On the worker's compute thread, before the pool is sealed.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from pipedream.common.units import format_bytes
+from pipedream.launch.agreed_run import AgreedRun, wait_for
+from pipedream.links.channels import ShardSpec, TieSpec
+from pipedream.links.codec_choice import NO_CODEC, PUSHES
+from pipedream.model.boundary import TensorSpec
+from pipedream.model.splitter import Tie
+from pipedream.stage.gradients import updated_parameters
+from pipedream.stage.shards import Piece, ShardLayout, works_by_element
+from pipedream.stage.tied import ties_by_owner
+from pipedream.stage.weights import StageOptimizer
+
+__all__ = ["StageOptimizers"]
+
+_log = logging.getLogger("pipedream")
+
+
+class StageOptimizers:
+    """The optimizers of this worker's stages, by stage, and where a stage has replicas which shard of its
+    parameters each of them updates. Made of rank 0's initial weights."""
+
+    def __init__(self, run: AgreedRun) -> None:
+        self.by_stage: dict[int, StageOptimizer] = {}
+        self.layouts: dict[int, ShardLayout] = {}
+        """Of these stages, and of those that own parameters that these use too."""
+        self._run = run
+        for stage in run.own_stages():
+            index = stage.stage_index
+            named = updated_parameters(stage, run.ties)
+            optimizer = StageOptimizer(
+                run.options.optimizer, named, run.options.lr_scheduler, f"stage {index}"
+            )
+            self.by_stage[index] = optimizer
+            if self._has_shards(index):
+                whole = not works_by_element(optimizer.optimizer)
+                if ties_by_owner(index, run.ties).get(index):
+                    run.place.rendezvous.publish(_whole_key(index), whole)
+                layout = self.layouts[index] = self._layout_of(index, whole_tensors=whole)
+                optimizer.keep(layout.pieces_of(run.plan.replica_of(run.rank)))
+                codec = run.options.links.codec.get(PUSHES, NO_CODEC)
+                _log.info("%s: %s", run.plan.describe_worker(run.rank), _describe(layout, optimizer, codec))
+
+        self._learn_layouts_of_owners()
+
+    def _has_shards(self, stage: int) -> bool:
+        return self._run.plan.stages[stage].num_replicas > 1 and not self._run.options.reduces_together
+
+    def _layout_of(self, stage: int, *, whole_tensors: bool) -> ShardLayout:
+        named = updated_parameters(self._run.stages[stage], self._run.ties)
+        num_tied = len(ties_by_owner(stage, self._run.ties).get(stage, []))
+        num_replicas = self._run.plan.stages[stage].num_replicas
+        return ShardLayout(named, num_replicas, whole_tensors=whole_tensors, num_tied=num_tied)
+
+    def _learn_layouts_of_owners(self) -> None:
+        """Only its own workers know what a stage's optimizer can work on."""
+        used = {owner for stage in self.by_stage for owner in ties_by_owner(stage, self._run.ties)}
+        owners = [owner for owner in sorted(used - self.by_stage.keys()) if self._has_shards(owner)]
+        keys = [_whole_key(owner) for owner in owners]
+        known = wait_for(self._run.place.rendezvous, keys, _no_optimizer) if keys else []
+        for owner, whole in zip(owners, known, strict=True):
+            self.layouts[owner] = self._layout_of(owner, whole_tensors=whole)
+
+    def tied_pieces(self, stage: int) -> dict[int, list[list[Piece]]]:
+        """By owner with shards, and its replica: its pieces of the parameters that the stage has of it, which
+        are counted as there."""
+        found = {}
+        for owner, of_stage in ties_by_owner(stage, self._run.ties).items():
+            layout = self.layouts.get(owner)
+            if layout is None:
+                continue
+            position = {self._index_at_owner(tie): index for index, tie in enumerate(of_stage)}
+            found[owner] = [
+                [
+                    replace(piece, parameter=position[piece.parameter])
+                    for piece in layout.tied_pieces_of(shard)
+                    if piece.parameter in position
+                ]
+                for shard in range(layout.num_shards)
+            ]
+        return found
+
+    def _index_at_owner(self, tie: Tie) -> int:
+        """Among the tied parameters that its owner has."""
+        owned = ties_by_owner(tie.stages[0], self._run.ties)[tie.stages[0]]
+        return next(index for index, other in enumerate(owned) if other is tie)
+
+    def tie_specs(self) -> list[TieSpec]:
+        """As far as this worker's stages have them."""
+        specs = []
+        for tie in self._run.ties:
+            owner = tie.stages[0]
+            index = self._index_at_owner(tie)
+            layout = self.layouts.get(owner)
+            shards = range(0 if layout is None else layout.num_shards)
+            pieces = tuple(
+                tuple(
+                    _spec_of(tie.parameter, piece)
+                    for piece in layout.tied_pieces_of(shard)
+                    if piece.parameter == index
+                )
+                for shard in shards
+                if layout is not None
+            )
+            specs.append(TieSpec(tie.stages, _spec_of(tie.parameter), pieces))
+        return specs
+
+    def shards(self) -> dict[tuple[int, int], ShardSpec]:
+        """By stage and replica."""
+        return {
+            (stage, shard): ShardSpec(
+                len(chunks),
+                max((chunk.num_bytes for chunk in chunks), default=1),
+                max((len(chunk.pieces) for chunk in chunks), default=1),
+                layout.dtype_of(shard),
+            )
+            for stage, layout in self.layouts.items()
+            if stage in self.by_stage
+            for shard in range(layout.num_shards)
+            for chunks in [layout.chunks_of(shard)]
+        }
+
+
+def _whole_key(stage: int) -> str:
+    return f"shards of whole tensors/{stage}"
+
+
+def _no_optimizer(keys: list[str]) -> str:
+    return "no word of the optimizers of stages " + ", ".join(key.rpartition("/")[2] for key in keys)
+
+
+def _spec_of(parameter: Tensor, piece: Piece | None = None) -> TensorSpec:
+    shape = tuple(parameter.shape) if piece is None or piece.is_whole else (piece.count,)
+    return TensorSpec(parameter.dtype, shape, requires_grad=piece is None)
+
+
+def _describe(layout: ShardLayout, optimizer: StageOptimizer, codec: str) -> str:
+    sizes = [sum(c.num_bytes for c in layout.chunks_of(shard)) for shard in range(layout.num_shards)]
+    name = type(optimizer.optimizer).__name__
+    why = "whole tensors, as not known to work element by element" if layout.whole_tensors else "equal parts"
+    pushed = ""
+    if codec != NO_CODEC:
+        exact = [shard for shard in range(layout.num_shards) if layout.dtype_of(shard) == torch.uint8]
+        pushed = f"; gradients are pushed as {codec}"
+        if exact:
+            pushed += f", but those of shards {exact}, which have several dtypes, as they are"
+    return f"{name} has shards of {why}: {', '.join(map(format_bytes, sizes))}{pushed}"

@@ -1,0 +1,151 @@
+"""What one replica pushes: its gradients of a round, chunk by chunk, to the owners of the shards.
+
+Owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.dlpack import to_dlpack
+
+from pipedream import _core
+from pipedream.common.errors import PipelineError
+from pipedream.model.boundary import exportable
+from pipedream.stage.gradients import in_order
+from pipedream.stage.shards import Chunk
+
+__all__ = ["ItemLinks", "RoundPushes", "bytes_of", "send"]
+
+_NO_FIELDS = _core.ItemFields()
+
+
+class ItemLinks(Protocol):
+    """What of the core carries items that are not the engine's."""
+
+    def send_item(self, channel: str, tensors: list[Any], fields: _core.ItemFields = ...) -> bool: ...
+    def receive_item(self, channel: str) -> _core.ReceivedItem | None: ...
+    def wait_until_sent(self, channel: str, num_left_max: int) -> bool: ...
+    def num_minibatches(self) -> int | None: ...
+
+
+class RoundPushes:
+    """What one replica pushes of a round: chunk by chunk in a fixed order, each as soon as the backward has
+    accumulated its gradients, or when it is over. Knows no leaves, which know it by their hooks.
+
+    A layer that checkpoints itself may accumulate a parameter's gradient several times in one backward. What
+    does so in the first waits for the end of every later one.
+    """
+
+    def __init__(
+        self,
+        core: ItemLinks,
+        channels: Mapping[int, str],
+        chunks: Mapping[int, Sequence[Chunk]],
+        dtypes: Mapping[int, torch.dtype],
+        num_parameters: int,
+        *,
+        feeds_back: bool,
+    ) -> None:
+        """channels: by the receiver; chunks: by the shard, in the order in which they leave; dtypes: that
+        they travel in. feeds_back: what the codec leaves out of a gradient is in the next one."""
+        self._core = core
+        self._channels = channels
+        self._chunks = chunks
+        self._dtypes = dtypes
+        self._feeds_back = feeds_back
+        self.gradients: dict[int, Tensor] = {}
+        """By parameter, flat and unscaled: those that are complete before the backward is over."""
+        self._num_accumulated = [0] * num_parameters  # in this backward
+        self._once: list[bool] | None = None  # as the first backward has shown
+        self._num_sent = dict.fromkeys(channels, 0)  # chunks of this round
+        self._is_open = False
+        self._loss_scale = 1.0
+        self._num_summed = 1
+
+    def begin(self, loss_scale: float, num_summed: int) -> None:
+        """The last backward of a round is next, of a loss that was multiplied by loss_scale. num_summed:
+        minibatches whose gradients it completes."""
+        self._is_open = True
+        self._loss_scale = loss_scale
+        self._num_summed = num_summed
+
+    def accumulated(self, parameter: int, leaf: Tensor) -> None:
+        """A backward has added to the leaf's gradient."""
+        if not self._is_open:
+            return
+        self._num_accumulated[parameter] += 1
+        if parameter in self.gradients:
+            raise PipelineError(
+                "a parameter's gradient was accumulated again after it had been pushed, which the first"
+                " backward had not done: a layer that checkpoints itself must do so in every minibatch"
+            )
+        if self._once is None or not self._once[parameter]:
+            return
+        with _disable_current_modes():  # a meter counts what the backward makes
+            gradient = in_order(leaf.grad, leaf, self._loss_scale)
+            assert gradient is not None
+            self.gradients[parameter] = gradient
+            for other in self._channels:
+                self._send_ready(other)
+
+    def send_rest(self, other: int, gradients: Sequence[Tensor | None], num_summed: int) -> None:
+        """The backward is over. gradients: all, by parameter, of so many minibatches."""
+        self._is_open = False
+        for chunk in self._chunks[other][self._num_sent[other] :]:
+            of_chunk = [gradients[piece.parameter] for piece in chunk.pieces]
+            self._send_chunk(other, chunk, of_chunk, num_summed)
+
+    def finish(self) -> None:
+        """All of the round has been sent."""
+        if self._once is None:
+            self._once = [count == 1 for count in self._num_accumulated]
+        self.gradients = {}
+        self._num_accumulated = [0] * len(self._num_accumulated)
+        self._num_sent = dict.fromkeys(self._channels, 0)
+
+    def _send_ready(self, other: int) -> None:
+        for chunk in self._chunks[other][self._num_sent[other] :]:
+            if not all(piece.parameter in self.gradients for piece in chunk.pieces):
+                return
+            of_chunk = [self.gradients[piece.parameter] for piece in chunk.pieces]
+            self._send_chunk(other, chunk, of_chunk, self._num_summed)
+            self._num_sent[other] += 1
+
+    def _send_chunk(
+        self, other: int, chunk: Chunk, gradients: Sequence[Tensor | None], num_summed: int
+    ) -> None:
+        # With feedback even a gradient that there is not has what was left out of those before it.
+        always = self._feeds_back and self._dtypes[other].is_floating_point
+        flags = torch.tensor([always or gradient is not None for gradient in gradients]).to(torch.uint8)
+        fields = _core.ItemFields(num_minibatches=num_summed)
+        content = _content(chunk, gradients).view(self._dtypes[other])
+        send(self._core, self._channels[other], [flags, content], fields)
+
+
+def send(
+    core: ItemLinks, channel: str, tensors: Sequence[Tensor], fields: _core.ItemFields = _NO_FIELDS
+) -> None:
+    core.send_item(channel, [to_dlpack(exportable(tensor)) for tensor in tensors], fields)  # waits for room
+
+
+def _content(chunk: Chunk, gradients: Sequence[Tensor | None]) -> Tensor:
+    """The bytes of a chunk, without a copy where one piece fills it. gradients: of its pieces' parameters."""
+    first, gradient = chunk.pieces[0], gradients[0]
+    if gradient is not None and first.num_bytes == chunk.num_bytes:
+        return bytes_of(gradient[first.first : first.first + first.count])
+    device = next((gradient.device for gradient in gradients if gradient is not None), None)
+    content = torch.zeros(chunk.num_bytes, dtype=torch.uint8, device=device)
+    for piece, of_piece in zip(chunk.pieces, gradients, strict=True):
+        if of_piece is not None:
+            target = content[piece.begin_bytes : piece.begin_bytes + piece.num_bytes]
+            target.copy_(bytes_of(of_piece[piece.first : piece.first + piece.count]))
+    return content
+
+
+def bytes_of(flat: Tensor) -> Tensor:
+    return flat.view(torch.uint8)

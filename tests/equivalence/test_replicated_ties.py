@@ -1,0 +1,166 @@
+"""Parameters that stages with replicas share: every use of a minibatch reads one version, and one update a
+round of the owner's has the gradients of all uses, as the oracle has it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pipedream
+import pytest
+import torch
+from farm import Farm
+from oracle import assert_equals_reference
+from pipedream import reference
+from pipedream.planning.plan import Plan, Stage
+from torch import nn
+from training import OPTIMIZERS, Training, assert_close_losses, assert_close_state
+
+_PLANS = [(2, 1), (1, 2), (3, 1), (2, 2), (3, 2), (2, 1, 1), (1, 2, 1), (2, 1, 2)]
+_NAMES = ["-".join(map(str, plan)) for plan in _PLANS]
+
+
+def _training(case_name: str, replicas: tuple[int, ...], **how: Any) -> Training:
+    return Training(case_name, len(replicas), replicas=replicas, **how)
+
+
+@pytest.mark.parametrize("replicas", _PLANS, ids=_NAMES)
+def test_a_tie_between_replicated_stages_gives_the_references_result(
+    farm: Farm, replicas: tuple[int, ...]
+) -> None:
+    assert_equals_reference(farm, _training("tied_apart", replicas, num_minibatches=11))
+
+
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (3, 2)], ids=["2-1", "1-2", "3-2"])
+@pytest.mark.parametrize("schedule", ["vertical_sync", "flush", "gpipe", "naive", "model_parallel"])
+def test_other_schedules_give_the_references_result(
+    farm: Farm, schedule: str, replicas: tuple[int, ...]
+) -> None:
+    assert_equals_reference(farm, _training("tied_apart", replicas, schedule=schedule, num_minibatches=9))
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2, 5, 7, 12])
+def test_short_rounds_and_their_end_give_the_references_result(farm: Farm, num_minibatches: int) -> None:
+    sgd = functools.partial(torch.optim.SGD, lr=0.5)  # Adam would hide a wrong divisor
+    how: dict[str, Any] = {"num_minibatches": num_minibatches, "optimizer": sgd, "short_last": False}
+    schedule = "flush" if num_minibatches % 2 == 0 else "pipedream"
+    assert_equals_reference(farm, _training("tied_apart", (3, 2), schedule=schedule, **how))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"sync": "ssp", "staleness": 1},
+        {"sync": "ssp", "staleness": 2},
+        {"sync": "allreduce"},
+        {"sync": "allreduce", "schedule": "flush"},
+        {"schedule": "2bw", "microbatches": 6, "short_last": False},
+        {"schedule": "gpipe", "microbatches": 2, "short_last": False},
+        {"max_grad_norm": 0.02},
+        {"max_grad_norm": 0.02, "schedule": "flush"},
+        {"max_grad_norm": 0.02, "schedule": "flush", "sync": "bsp", "num_minibatches": 7},
+        {"optimizer": functools.partial(torch.optim.Adafactor, lr=0.05)},
+        {"optimizer": OPTIMIZERS["adam"]},
+        {"recompute": True},
+        {"dtype": torch.float32},
+    ],
+    ids=lambda how: " ".join(
+        f"{key}" if key in ("optimizer", "dtype") else f"{key} {how[key]}" for key in how
+    ),
+)
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (2, 1, 2)], ids=["2-1", "1-2", "2-1-2"])
+def test_what_else_replicas_may_have_gives_the_references_result(
+    farm: Farm, replicas: tuple[int, ...], how: dict[str, Any]
+) -> None:
+    if how.get("schedule") == "2bw" and replicas == (2, 1, 2):
+        pytest.skip("2bw refuses the plan")
+    assert_equals_reference(farm, _training("tied_apart", replicas, **{"num_minibatches": 11} | how))
+
+
+def test_native_optimizers_write_their_pieces_of_what_is_tied(farm: Farm) -> None:
+    arguments = {"lr": 0.05, "momentum": 0.9}
+    training = _training("tied_apart", (2, 1), optimizer=functools.partial(torch.optim.SGD, **arguments))
+    assert_equals_reference(farm, training, native=functools.partial(pipedream.optim.SGD, **arguments))
+
+
+class _Mix(nn.Module):
+    """Uses parameters of other layers beside one of its own."""
+
+    def __init__(self, width: int, others: list[nn.Linear]) -> None:
+        super().__init__()
+        self.own = nn.Linear(width, width)
+        self.others = nn.ModuleList(others)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output = self.own(inputs)
+        for other in self.others:
+            output = output + torch.tanh(other(inputs))
+        return output
+
+
+def _crossed(width: int) -> nn.Sequential:
+    """Stage 0 shares with 1 and 2, stage 1 with 2: an owner, one that is both, and a user of two owners."""
+    torch.manual_seed(0)
+    first, second = _Mix(width, []), _Mix(width, [])
+    second.others.append(first.own)
+    return nn.Sequential(first, second, _Mix(width, [first.own, second.own])).double()
+
+
+def _train_crossed(
+    replicas: tuple[int, ...], width: int, how: dict[str, Any], *, by_reference: bool = False
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = _crossed(width)
+    torch.manual_seed(1)
+    data = [
+        (torch.randn(3, width).double(), torch.randn(3, width).double())
+        for _ in range(13 if width < 100 else 3)
+    ]
+    plan = Plan(tuple(Stage(stage, stage, count) for stage, count in enumerate(replicas)))
+    options: dict[str, Any] = {
+        "data": data,
+        "loss_fn": nn.functional.mse_loss,
+        "optimizer": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        "seed": 1,
+        **how,
+    }
+    run: Any = reference.run if by_reference else functools.partial(pipedream.run, progress=False)
+    return run(model, plan, **options).losses, model.state_dict()
+
+
+@pytest.mark.parametrize("replicas", [(1, 2, 1), (2, 1, 2), (1, 3, 1), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize("schedule", ["pipedream", "vertical_sync", "flush"])
+def test_stages_that_own_and_use_have_each_owners_rounds(
+    farm: Farm, schedule: str, replicas: tuple[int, ...]
+) -> None:
+    how = {"schedule": schedule}
+    losses, state = farm.results(_train_crossed, replicas, 4, how, num_ranks=sum(replicas))[0]
+    expected, expected_state = _train_crossed(replicas, 4, how, by_reference=True)
+    assert_close_losses(losses, expected, 1e-9)
+    assert_close_state(state, expected_state, 1e-9)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"max_grad_norm": 0.1}, {"optimizer": functools.partial(torch.optim.Adafactor, lr=0.01)}],
+    ids=["streamed", "clipped", "whole tensors"],
+)
+def test_what_is_tied_is_cut_into_several_chunks_of_each_shard(farm: Farm, how: dict[str, Any]) -> None:
+    width = 1500  # 17 MiB a layer, of which chunks have 4
+    losses, state = farm.results(_train_crossed, (2, 1, 1), width, how, num_ranks=4)[0]
+    expected, expected_state = _train_crossed((2, 1, 1), width, how, by_reference=True)
+    assert_close_losses(losses, expected, 1e-9)
+    assert_close_state(state, expected_state, 1e-9)
+
+
+def _refused() -> str:
+    with pytest.raises(ValueError, match="sync_every") as caught:
+        _train_crossed((2, 1, 1), 4, {"sync_every": 2})
+    return str(caught.value)
+
+
+def test_replicas_that_update_alone_share_nothing_with_other_stages(farm: Farm) -> None:
+    messages = farm.results(_refused, num_ranks=4)
+    assert messages[0] == (
+        "sync_every is 2, and stages 0 and 1 share a parameter, of which each replica that updates alone"
+        " would have another: leave sync_every out"
+    )
