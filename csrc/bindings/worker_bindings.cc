@@ -226,7 +226,7 @@ class PyWorker {
                                         bool insecure, bool beats, bool shares_memory, bool checksums,
                                         std::uint64_t run_id, std::uint32_t incarnation,
                                         std::uint64_t plan_hash, std::uintptr_t compute_stream,
-                                        bool force_staging) {
+                                        const std::vector<int>& own_cpus, bool force_staging) {
     WorkerOptions options;
     options.device = device;
     options.transport = transport;
@@ -245,6 +245,7 @@ class PyWorker {
     options.incarnation = incarnation;
     options.plan_hash = plan_hash;
     options.compute_stream = compute_stream;
+    options.own_cpus = own_cpus;
     options.force_staging = force_staging;
     return std::make_unique<PyWorker>(options);
   }
@@ -557,7 +558,7 @@ void bind_worker(py::module_& module) {
            py::arg("keys") = py::none(), py::arg("insecure") = false, py::arg("beats") = false,
            py::arg("shares_memory") = true, py::arg("checksums") = false, py::arg("run_id") = 0,
            py::arg("incarnation") = 0, py::arg("plan_hash") = 0, py::arg("compute_stream") = 0,
-           py::arg("force_staging") = false)
+           py::arg("own_cpus") = std::vector<int>(), py::arg("force_staging") = false)
       .def("add_channel", &PyWorker::add_channel, py::kw_only(), py::arg("name"), py::arg("sends"),
            py::arg("peer"), py::arg("channel_id"), py::arg("tensors"), py::arg("num_items"),
            py::arg("first_minibatch") = 0, py::arg("minibatch_stride") = 1, py::arg("num_microbatches") = 1,

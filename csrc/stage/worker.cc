@@ -94,7 +94,10 @@ std::unique_ptr<Transport> make_transport(const WorkerOptions& options) {
 Worker::Worker(const WorkerOptions& options) : Worker(options, make_device(options.device)) {}
 
 Worker::Worker(WorkerOptions options, std::shared_ptr<Device> device)
-    : options_(std::move(options)), device_(std::move(device)), transport_(make_transport(options_)) {
+    : options_(std::move(options)),
+      device_(std::move(device)),
+      transport_(make_transport(options_)),
+      own_cpus_(options_.own_cpus) {
   wakeup_.drive_while_waiting(*transport_);
   if (device_->type() != DeviceType::kHost) compute_stream_ = device_->wrap_stream(options_.compute_stream);
   // Items may outlive the worker in the framework's hands; they keep the pool, and the pool what it needs.
@@ -347,6 +350,7 @@ StageEngine& Worker::engine() {
 }
 
 Result<std::optional<WorkItem>> Worker::next_work(Deadline deadline) {
+  own_cpus_.come_back(now_ns());
   auto work = engine().next_work(deadline);
   if (work && work.value() && work.value()->received) {
     if (auto failure = wait_for_bytes(*work.value()->received)) return *failure;

@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "base/cpu_share.h"
 #include "base/failure.h"
 #include "channel/channel_stats.h"
 #include "channel/receive_channel.h"
@@ -50,6 +51,7 @@ struct WorkerOptions {
   std::uint32_t incarnation = 0;
   std::uint64_t plan_hash = 0;
   std::uintptr_t compute_stream = 0;  // the framework's stream; 0 on the host
+  std::vector<int> own_cpus;          // where the compute thread would rather run; see cpu_share.h
   // Stage through pinned memory even where the wire reads device memory: how the tests run the path of
   // an asynchronous device on the host.
   bool force_staging = false;
@@ -223,6 +225,7 @@ class Worker {
   std::map<std::string, Receiver> receivers_;
   std::map<std::string, SlotGroup*> terms_;
   std::vector<std::unique_ptr<VersionSlots>> slots_;  // of each stage
+  CpuShare own_cpus_;
   std::unique_ptr<StageEngine> engine_;
   std::atomic<const StageEngine*> started_engine_{nullptr};  // pulse() may come from any thread
   std::atomic<bool> aborted_{false};

@@ -307,6 +307,7 @@ class Worker:
         incarnation: int = 0,
         plan_hash: int = 0,
         compute_stream: int = 0,
+        own_cpus: Sequence[int] = (),
         force_staging: bool = False,
     ) -> None: ...
     def add_channel(

@@ -15,6 +15,7 @@ import torch
 from pipedream import _core
 from pipedream.common.errors import PeerLost, failures_of_others
 from pipedream.launch.agreed_run import AgreedRun, wait_for
+from pipedream.launch.own_cpus import own_cpus
 from pipedream.links.channels import CALLER, RunChannel
 from pipedream.links.descriptors import check_descriptors
 from pipedream.links.liveness import sign_period_s
@@ -53,6 +54,7 @@ class WorkerLinks:
             incarnation=run.place.incarnation,
             plan_hash=run.plan.hash(),
             compute_stream=torch.cuda.current_stream().cuda_stream if on_cuda else 0,
+            own_cpus=[] if on_cuda else own_cpus(run.place.local_rank),
         )
         self._pulse = Pulse(core, self._peer_timeout_s)
         return core
