@@ -335,7 +335,7 @@ def exportable(tensor: torch.Tensor) -> torch.Tensor:
     The same memory where that is what it is already; the lazy conjugate and negative bits, which DLPack and
     raw pointers do not carry, are resolved.
     """
-    plain = tensor.detach()
+    plain = tensor.detach() if tensor.requires_grad else tensor
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
     return plain if plain.is_contiguous() else plain.contiguous()
@@ -351,6 +351,10 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors in a value's tuples, lists and dicts, each object once."""
+    if type(value) is tuple and len(value) == 2:  # (inputs, targets), as most data have them
+        first, second = value
+        if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and first is not second:
+            return [first, second]
     found: dict[int, torch.Tensor] = {}
     _find(value, found)
     return list(found.values())

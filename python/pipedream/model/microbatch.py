@@ -21,7 +21,7 @@ def samples_of(inputs: Any, targets: Any) -> int | None:
     where they have none, of the inputs. None: neither has any."""
     for tensor in tensors_of((targets, inputs)):
         if tensor.dim() > 0:
-            return int(tensor.shape[0])
+            return tensor.size(0)
     return None
 
 

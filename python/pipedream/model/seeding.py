@@ -45,6 +45,8 @@ __all__ = [
 _SEED_BITS = 63  # torch.manual_seed takes a signed 64-bit number
 _WORD = (1 << 64) - 1
 _NUMPY_SEED_BITS = 32  # numpy.random.seed takes no more
+_HAS_CUDA = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+_seed_host = torch.default_generator.manual_seed
 
 
 def base_seed(seed: int | None) -> int:
@@ -196,7 +198,7 @@ class MinibatchStreams:
 
 def _seed_torch(seed: int) -> None:
     # As torch.manual_seed, which takes a hundred times as long to ask for devices that are not there.
-    torch.default_generator.manual_seed(seed)
+    _seed_host(seed)
     if _cuda_is_initialized():
         torch.cuda.manual_seed_all(seed)
 
@@ -207,7 +209,7 @@ def _cuda_state() -> tuple[torch.Tensor, ...]:
 
 
 def _cuda_is_initialized() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return _HAS_CUDA and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _set_cuda_state(state: tuple[torch.Tensor, ...]) -> None:

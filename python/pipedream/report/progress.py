@@ -91,6 +91,10 @@ class RunProgress:
             self._show(self._display, time.monotonic())
         self._display.close()
 
+    @property
+    def is_shown(self) -> bool:
+        return self._display is not None
+
     def advance(self, minibatch: int, epoch: int, loss: float, samples: int) -> None:
         """The last stage has done this minibatch."""
         if self._display is None:

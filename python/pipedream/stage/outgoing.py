@@ -12,6 +12,7 @@ from pipedream.model.boundary import Boundary, exportable
 
 __all__ = ["gradients_of", "memory_of", "nothing_like", "settled"]
 
+_storage_use_count = torch._C._storage_Use_Count
 _USES_OF_AN_UNSHARED_STORAGE = 2  # the tensor, and the Python object that asks
 
 
@@ -50,7 +51,7 @@ def _gradient_of(leaf: Tensor) -> Tensor:
     # Autograd may have given a parameter the same memory (x + p.unsqueeze(0) with one sample), and the next
     # backward adds to that while this is still being sent.
     storage = gradient.untyped_storage()
-    is_shared = torch._C._storage_Use_Count(storage._cdata) > _USES_OF_AN_UNSHARED_STORAGE
+    is_shared = _storage_use_count(storage._cdata) > _USES_OF_AN_UNSHARED_STORAGE
     return exportable(gradient).clone() if is_shared else exportable(gradient)
 
 

@@ -84,10 +84,11 @@ class StagePasses:
         if boundary is None:
             value, piece.inputs = piece.inputs, None
             return [], to_device(value, self._device, copy=self._clones_inputs is not False)
-        for leaf, spec in zip(received, boundary.tensors, strict=True):
+        leaves = [*received]
+        for leaf, spec in zip(leaves, boundary.tensors, strict=True):
             if spec.requires_grad:
                 leaf.requires_grad_()
-        return [*received], boundary.unflatten(received)
+        return leaves, boundary.unflatten(leaves)
 
     def forward(self, stashed: Stashed, *, is_next: bool) -> Any:
         """The stage's output, or the loss at the last stage. is_next: its backward is the stage's next."""

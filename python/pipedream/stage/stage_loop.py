@@ -237,27 +237,7 @@ class WorkerLoop:
         # Also after a failure: the user's modules get their own parameters back.
         restore = functools.partial(self._restore, newest_slots)
         with self._progress, afterwards(restore), _located(self._position):
-            work = core.next_work()
-            while work.kind != "DONE":
-                runner = self._runners[work.stage]
-                made = self._do(runner, work)
-                if isinstance(made, EndOfData):
-                    self._user.drop_elapsed()
-                    core.end_of_data(made.num_minibatches)
-                    self._tell_end()
-                    work = core.next_work()
-                    continue
-                if work.kind == "UPDATE":
-                    newest_slots[work.stage] = work.write_slot
-                done = work
-                if work.edge is not None:  # its time is in the span of the item after it
-                    work = core.advance(made, _NO_FIELDS, 0)
-                    self._tell_end()
-                    continue
-                work = core.advance(made, runner.fields, self._user.take_elapsed_ns())
-                self._tell_end()
-                if self._poisons and done.kind == "BACKWARD":
-                    runner.poison(done, work.freed_slot)
+            work = self._work_through(core, newest_slots)
             if self._clock is not None:
                 self._clock.finish()
             for stage, runner in self._runners.items():
@@ -269,22 +249,40 @@ class WorkerLoop:
                 self._check_end(work.num_minibatches)
         return self._report(meter, step_meter)
 
-    def _tell_end(self) -> None:
-        """The core may have learned how many minibatches there are."""
-        for server in self._servers.values():
-            server.tell_end()
+    def _work_through(self, core: _core.Worker, newest_slots: dict[int, int]) -> _core.WorkItem:
+        """Does all items; what the core says when there are no more. newest_slots: of each stage, kept up."""
+        user, position, servers = self._user, self._position, self._servers.values()
+        work = core.next_work()
+        while work.kind != "DONE":
+            if self._clock is not None:
+                self._clock.tell_done()
+            stage, minibatch = work.stage, work.minibatch
+            if minibatch != position.minibatch:
+                self._begin_minibatch(minibatch)
+            position.stage, position.minibatch = stage, minibatch
+            runner, done = self._runners[stage], work
+            made = self._do(runner, work)
+            if isinstance(made, EndOfData):
+                user.drop_elapsed()
+                core.end_of_data(made.num_minibatches)
+                work = core.next_work()
+            elif work.edge is not None:  # its time is in the span of the item after it
+                work = core.advance(made, _NO_FIELDS, 0)
+            else:
+                if work.kind == "UPDATE":
+                    newest_slots[stage] = work.write_slot
+                work = core.advance(made, runner.fields, user.take_elapsed_ns())
+            for server in servers:  # the core may have learned how many minibatches there are
+                server.tell_end()
+            if self._poisons and done.kind == "BACKWARD":
+                runner.poison(done, work.freed_slot)
+        return work
 
     def _do(self, runner: StageRunner, work: _core.WorkItem) -> list[Tensor] | EndOfData:
         """What the item sends; EndOfData when there is no such minibatch."""
-        if self._clock is not None:
-            self._clock.tell_done()
-        position = self._position
-        if work.minibatch != position.minibatch:
-            self._begin_minibatch(work.minibatch)
-        position.stage, position.minibatch = work.stage, work.minibatch
+        kind = work.kind
         if work.edge is not None:
             return self._transfers.do(work, runner.gradient_slot)
-        kind = work.kind
         if kind == "FORWARD":
             made = runner.forward(work)
             return EndOfData(self._reader.num_minibatches) if made is None else made
@@ -427,9 +425,9 @@ def _show(
     minibatch: int,
     loss: float,
 ) -> None:
-    # The other replicas have done about as much.
-    samples = sum(reader.samples[max(0, minibatch + 1 - num_replicas) : minibatch + 1])
-    progress.advance(minibatch, reader.epochs[minibatch], loss, samples)
+    if progress.is_shown:  # the other replicas have done about as much
+        samples = sum(reader.samples[max(0, minibatch + 1 - num_replicas) : minibatch + 1])
+        progress.advance(minibatch, reader.epochs[minibatch], loss, samples)
     if board is not None:
         board.add_loss(loss, replica)
 

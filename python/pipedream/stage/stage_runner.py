@@ -40,6 +40,8 @@ from pipedream.stage.weights import StageWeights
 
 __all__ = ["StageParts", "StageRunner"]
 
+_NO_SLOTS: dict[int, int] = {}
+
 
 @dataclass(frozen=True)
 class StageParts:
@@ -86,6 +88,9 @@ class StageRunner:
         self.is_first = parts.boundary_in is None
         self.is_last = parts.boundary_out is None
         self.parts = parts
+        self._weights, self._gradients = parts.weights, parts.gradients
+        self._random_streams = parts.random_streams
+        self._losses = parts.losses
         self.fields = self._activation_fields = _core.ItemFields()
         """What travels with the tensors of the latest item."""
         self._gradient_fields = _core.ItemFields()
@@ -109,7 +114,7 @@ class StageRunner:
         self._has_looked = False
         self._in_flight: dict[tuple[int, int], Stashed] = {}
         self._reads_losses_late = parts.losses is not None and parts.losses.reads_late
-        self._is_tied = bool(parts.tied)
+        self._tied = parts.tied or None
         self._loss_scaling: LossScaling | None = None  # in float16
         if options.autocast is torch.float16:
             self._loss_scaling = LossScaling(schedule, self.stage_index)
@@ -139,8 +144,8 @@ class StageRunner:
         if piece is None:
             return None
         minibatch, microbatch = work.minibatch, work.microbatch
-        self.fields = self._activation_fields
-        self.fields.data_fingerprint, self.fields.is_empty = piece.fingerprint, piece.is_empty
+        self.fields = fields = self._activation_fields
+        fields.data_fingerprint, fields.is_empty = piece.fingerprint, piece.is_empty
         if microbatch == 0:
             self._begin_minibatch(work)
         scale = 1.0 if self._loss_scaling is None else self._loss_scaling.scale
@@ -168,7 +173,7 @@ class StageRunner:
             return []
         crossing = self._passes.crossing(output, minibatch)
         if not self._recomputes:
-            self._keep_outputs(stashed, crossing)
+            stashed.outputs = crossing if self._offload is None else self._offload.roots(stashed, crossing)
         if microbatch == self._last_microbatch:
             self._close_minibatch(minibatch)
         return [settled(tensor, self._buffer_memory) for tensor in crossing]
@@ -187,10 +192,10 @@ class StageRunner:
         return piece
 
     def _begin_minibatch(self, work: _core.WorkItem) -> None:
-        if self.parts.random_streams is not None:
-            self.parts.random_streams.begin(work.minibatch)
+        if self._random_streams is not None:
+            self._random_streams.begin(work.minibatch)
         if self._loss_scaling is not None:
-            overflowed, told = self.parts.gradients.take_overflow(), work.gradients_overflowed
+            overflowed, told = self._gradients.take_overflow(), work.gradients_overflowed
             if told:
                 self._loss_scaling.note_told(work.minibatch)
             self._loss_scaling.begin_minibatch(work.minibatch, overflowed=overflowed, told=told)
@@ -198,16 +203,17 @@ class StageRunner:
 
     def _bind(self, read_slot: int, minibatch: int) -> None:
         """The layers read the weights of the minibatch from now on."""
-        self.parts.weights.bind(read_slot, self.parts.tied.slots_read_by(minibatch) if self._is_tied else {})
+        tied_slots = _NO_SLOTS if self._tied is None else self._tied.slots_read_by(minibatch)
+        self._weights.bind(read_slot, tied_slots)
 
     def _look_at_what_was_made(self) -> None:
         """The first forward may make buffers, and keep parameters of the version that it read."""
         self._has_looked = True
         self._buffer_memory = {memory_of(buffer) for _, buffer in self.parts.stage.stage_buffers()}
-        self.parts.weights.follow_new_references()
+        self._weights.follow_new_references()
 
     def _add_loss(self, stashed: Stashed, loss: Tensor, *, closes: bool) -> None:
-        losses = self.parts.losses
+        losses = self._losses
         assert losses is not None
         if not self._recomputes:
             self._keep_loss(stashed, loss)
@@ -224,12 +230,8 @@ class StageRunner:
         stashed.outputs = [loss]
         stashed.piece.targets = None
 
-    def _keep_outputs(self, stashed: Stashed, crossing: list[Tensor]) -> None:
-        """For the backward."""
-        stashed.outputs = crossing if self._offload is None else self._offload.roots(stashed, crossing)
-
     def _check_trains_nothing(self, stashed: Stashed) -> None:
-        if self.parts.weights.has_parameters or any(leaf.requires_grad for leaf in stashed.leaves):
+        if self._weights.has_parameters or any(leaf.requires_grad for leaf in stashed.leaves):
             raise ValueError(
                 f"the loss of minibatch {stashed.minibatch} needs no gradient, so nothing would be trained:"
                 " loss_fn must not detach, and run() must not be called under torch.no_grad()"
@@ -239,8 +241,8 @@ class StageRunner:
         """The forward of its last microbatch is done."""
         if self._statistics is not None:
             self._statistics.update()
-        if self.parts.losses is not None:
-            self.parts.losses.close(minibatch)
+        if self._losses is not None:
+            self._losses.close(minibatch)
 
     def _forward_nothing(self, minibatch: int, microbatch: int) -> list[Tensor]:
         if microbatch == self._last_microbatch:
@@ -250,8 +252,8 @@ class StageRunner:
 
     def _read_losses(self) -> None:
         """What the device could not do comes out here too, so it is the user's code that is named."""
-        assert self.parts.losses is not None
-        self._user.run("forward or loss_fn", self.parts.losses.read_pending)
+        assert self._losses is not None
+        self._user.run("forward or loss_fn", self._losses.read_pending)
 
     # Recompute.
 
@@ -284,7 +286,7 @@ class StageRunner:
         self._bind(read_slot, minibatch)
         following = next(iter(self._in_flight.values()), None)  # backwards come in the order of forwards
         if microbatch == self._last_microbatch:
-            self.parts.gradients.begin_last_backward(minibatch, self.loss_scale)
+            self._gradients.begin_last_backward(minibatch, self.loss_scale)
         if self.meter is None:
             self._passes.backward(stashed, work.tensors, following)
         else:
@@ -303,7 +305,7 @@ class StageRunner:
     def poison(self, done: _core.WorkItem, freed_slot: int) -> None:
         """After a backward: whoever reads a version after its last one gets NaN. freed_slot: -1 is none."""
         if freed_slot >= 0:
-            self.parts.gradients.poison(freed_slot)
+            self._gradients.poison(freed_slot)
         if done.microbatch == self._last_microbatch:
             self.parts.tied.poison_freed_by(done.minibatch)
 
@@ -313,7 +315,7 @@ class StageRunner:
         """Of the gradients that an update takes, as they are, and what its round was told. minibatch: its
         round's first."""
         told = self._loss_scaling is not None and self._loss_scaling.take_told(minibatch)
-        return self.parts.gradients.figures()._replace(told=told)
+        return self._gradients.figures()._replace(told=told)
 
     def hear(self, total: GradientFigures) -> None:
         """The figures of an update at all workers that add theirs up."""
@@ -323,8 +325,7 @@ class StageRunner:
     def update(self, work: _core.WorkItem, gradient_scale: float | None) -> None:
         """gradient_scale: None skips the update."""
         read_slot, write_slot = work.read_slot, work.write_slot
-        gradients = self.parts.gradients
-        own = self.parts.weights.own
+        gradients, own = self._gradients, self._weights.own
         own.begin_update(read_slot, write_slot)
         if gradient_scale is None:
             self._run_step(functools.partial(gradients.skip, read_slot, write_slot))
