@@ -20,8 +20,8 @@ from pipedream.model.boundary import TensorSpec
 from pipedream.model.splitter import Tie
 from pipedream.stage.gradients import updated_parameters
 from pipedream.stage.shards import Piece, ShardLayout, works_by_element
+from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.tied import ties_by_owner
-from pipedream.stage.weights import StageOptimizer
 
 __all__ = ["StageOptimizers"]
 

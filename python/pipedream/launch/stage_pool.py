@@ -55,8 +55,10 @@ from pipedream.stage.param_server import ParameterServer, ReplicaChannels
 from pipedream.stage.reduced import LocalSteps, ReducedGradients
 from pipedream.stage.round_rule import RoundRule
 from pipedream.stage.stage_loop import PreparedStage
+from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.tied import TiedParameters, ties_by_owner
-from pipedream.stage.weights import StageOptimizer, StageWeights, split_tied, weight_layout
+from pipedream.stage.weight_layout import weight_layout
+from pipedream.stage.weights import StageWeights, split_tied
 
 __all__ = ["StagePool"]
 

@@ -20,8 +20,9 @@ from pipedream import _core
 from pipedream.budget.footprint import storage_bytes
 from pipedream.model.splitter import StageModule, Tie
 from pipedream.stage.shards import flat_view
+from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.tied import TiedParameters, ties_by_owner
-from pipedream.stage.weights import StageOptimizer, StageWeights, split_tied
+from pipedream.stage.weights import StageWeights, split_tied
 
 __all__ = [
     "GradientFigures",

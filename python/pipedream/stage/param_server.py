@@ -36,8 +36,9 @@ from pipedream.stage.gradients import GradientFigures, RunStep, StageGradients, 
 from pipedream.stage.pushes import ItemLinks, RoundPushes, bytes_of, send
 from pipedream.stage.round_rule import RoundRule
 from pipedream.stage.shards import Chunk, Piece, ShardLayout, in_leaving_order, piece_of
+from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.tied import TiedParameters
-from pipedream.stage.weights import StageOptimizer, StageWeights, WeightVersions
+from pipedream.stage.weights import StageWeights, WeightVersions
 
 __all__ = ["EndOfData", "ParameterServer", "ReplicaChannels"]
 

@@ -25,8 +25,9 @@ from pipedream.links.replica_group import ReplicaGroup
 from pipedream.stage.gradients import RunStep, StageGradients, in_order
 from pipedream.stage.round_rule import RoundRule
 from pipedream.stage.shards import flat_view
+from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.tied import TiedParameters
-from pipedream.stage.weights import StageOptimizer, StageWeights
+from pipedream.stage.weights import StageWeights
 
 __all__ = ["LocalSteps", "ReducedGradients"]
 

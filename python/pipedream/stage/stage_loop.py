@@ -38,9 +38,10 @@ from pipedream.stage.edge_transfers import EdgeTransfers
 from pipedream.stage.gradients import GradientFigures, NormExchange, StageGradients, clip_scale
 from pipedream.stage.job import JobOptions, WorkerPlace
 from pipedream.stage.param_server import EndOfData, ParameterServer
+from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.stage_runner import StageParts, StageRunner
 from pipedream.stage.tied import TiedParameters
-from pipedream.stage.weights import StageOptimizer, StageWeights
+from pipedream.stage.weights import StageWeights
 
 __all__ = ["PreparedStage", "WorkerLoop"]
 

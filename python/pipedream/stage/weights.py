@@ -1,4 +1,4 @@
-"""The weight versions of one stage, bound to its modules without a copy, and the optimizer that makes them.
+"""The weight versions of one stage, bound to its modules without a copy.
 
 The core keeps K flat slots, one per live version. Each (slot, unique parameter) is one autograd leaf that
 views its slot. A forward binds the modules' `_parameters` to the leaves of its version (design.md,
@@ -8,37 +8,23 @@ Owned by the worker's compute thread.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipedream import _core, optim
 from pipedream.budget.offload import ResidentVersions
-from pipedream.model.factories import (
-    NamedParameters,
-    OptimizerFactory,
-    SchedulerFactory,
-    build_optimizer,
-    build_scheduler,
-    make_masters,
-)
+from pipedream.model.factories import NamedParameters
 from pipedream.model.references import Place, places_of
 from pipedream.model.splitter import StageModule
-from pipedream.stage.shards import Piece, keep_pieces
+from pipedream.stage.weight_layout import view_like, weight_layout
 
-__all__ = ["StageOptimizer", "StageWeights", "WeightVersions", "weight_layout"]
+__all__ = ["StageWeights", "WeightVersions", "split_tied"]
 
 _POISON = 0xFF  # bytes that are NaN as a float of any width
-
-
-def weight_layout(named: NamedParameters) -> tuple[int, list[int]]:
-    """(bytes of one version, offset of each parameter) in a flat slot."""
-    return _core.weight_layout([(name, str(p.dtype).removeprefix("torch."), p.numel()) for name, p in named])
 
 
 @dataclass(slots=True)
@@ -90,7 +76,7 @@ class WeightVersions:
         _, offsets = weight_layout(named)
 
         def views(slot: Tensor) -> list[Tensor]:
-            return [_view_like(slot, offset, p) for offset, p in zip(offsets, self._originals, strict=True)]
+            return [view_like(slot, offset, p) for offset, p in zip(offsets, self._originals, strict=True)]
 
         self._views = [views(slot) for slot in slots]
         homes = self._views if resident is None else self._views[:1] * resident.num_versions
@@ -327,20 +313,6 @@ def split_tied(
     return own, sorted(shared, key=lambda entry: position[id(entry[1])])
 
 
-def _view_like(slot: Tensor, offset: int, original: Tensor) -> Tensor:
-    num_bytes = original.numel() * original.element_size()
-    flat = slot[offset : offset + num_bytes].view(original.dtype)
-    # The strides of the original too: kernels choose by them (channels_last), and so do their roundings.
-    view = (
-        flat.as_strided(original.shape, original.stride())
-        if _is_dense(original)
-        else flat.view(original.shape)
-    )
-    # .data: a tensor with a version counter of its own. Plain views share their base's, and writing one
-    # slot would make the backward of another fail falsely.
-    return view.data
-
-
 def _move(
     leaves: list[list[nn.Parameter]],
     views: list[list[Tensor]],
@@ -363,204 +335,3 @@ def _make_leaf(view: Tensor, original: nn.Parameter) -> nn.Parameter:
     leaf = nn.Parameter(view)
     leaf.__dict__.update(original.__dict__)  # marks such as `no_weight_decay`
     return leaf
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill the memory from first to last without gaps or overlaps, in any order."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-class StageOptimizer:
-    """Makes version v + 1 from version v and a minibatch's gradients.
-
-    A native optimizer writes it in one pass. Any torch optimizer works on master parameters that are
-    pointed at a copy of v in the new slot. Made before the slots are, because its state has a place there.
-    """
-
-    def __init__(
-        self,
-        factory: OptimizerFactory,
-        named: NamedParameters,
-        lr_scheduler: SchedulerFactory | None = None,
-        where: str = "the stage",
-    ) -> None:
-        """named: the parameters that this stage updates, with their initial values. where: "stage 1", for
-        errors of the factories."""
-        self._named = list(named)
-        self._masters = make_masters(named)
-        # A stage without parameters has nothing to optimize, and torch refuses an empty list.
-        self.optimizer: torch.optim.Optimizer | None = None
-        self._scheduler: Any = None
-        if self._masters:
-            self.optimizer = build_optimizer(factory, [name for name, _ in named], self._masters, where)
-            if lr_scheduler is not None:
-                self._scheduler = build_scheduler(lr_scheduler, self.optimizer, where)
-        self._native = self._native_one()
-
-    def keep(self, pieces: Sequence[Piece]) -> None:
-        """From now on it makes versions of these pieces of its parameters alone: `named` are they, in order.
-        Before any state has a place."""
-        self._masters = keep_pieces(self.optimizer, self._masters, pieces)
-        names = [self._named[piece.parameter][0] for piece in pieces]
-        self._named = list(zip(names, self._masters, strict=True))
-        self._native = self._native_one()
-
-    def _native_one(self) -> optim.NativeOptimizer | None:
-        """The optimizer, where it can write the next version in one pass. Exactly: a subclass may have a step
-        of its own."""
-        if (
-            isinstance(self.optimizer, optim.NativeOptimizer)
-            and type(self.optimizer) in (optim.SGD, optim.Adam, optim.AdamW)
-            and self._keeps_order(self.optimizer)
-        ):
-            return self.optimizer
-        return None
-
-    @property
-    def layout_bytes(self) -> int:
-        """Of a flat slot with all that it makes versions of, as place_state has them."""
-        return weight_layout(self._named)[0]
-
-    @property
-    def num_parameters(self) -> int:
-        """Tensors that it makes versions of."""
-        return len(self._named)
-
-    @property
-    def is_native(self) -> bool:
-        """Whether it writes the next version in one pass, without memory of torch's but for scalars."""
-        return self._native is not None
-
-    @property
-    def num_placed_states(self) -> int:
-        """State tensors per parameter that place_state wants memory for."""
-        return 0 if self._native is None else self._native.num_state_tensors
-
-    def place_state(self, slots: Sequence[Tensor]) -> None:
-        """Gives the native optimizer its state's memory: num_placed_states flat slots, as weight_layout has
-        them."""
-        if self._native is None or not slots:
-            return
-        _, offsets = weight_layout(self._named)
-        for slot in slots:
-            slot.zero_()
-
-        def make(parameter_index: int, parameter: Tensor) -> list[Tensor]:
-            return [_view_like(slot, offsets[parameter_index], parameter) for slot in slots]
-
-        self._native.place_state(make)
-
-    def torch_state_bytes(self) -> int:
-        """What the optimizer keeps outside the slots of place_state, each tensor once. Of one that has such
-        slots that is a number per parameter, and not counted."""
-        if self.optimizer is None or self.num_placed_states:
-            return 0
-        tensors = {
-            id(value): value.numel() * value.element_size()
-            for state in self.optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        }
-        return sum(tensors.values())
-
-    def step(
-        self,
-        read: Sequence[Tensor],
-        write: Sequence[Tensor],
-        gradients: Sequence[Tensor | None],
-        gradient_scale: float = 1.0,
-    ) -> None:
-        """From the leaves of version v to those of v + 1, in the order of `named`; they may be the same."""
-        self.step_some(0, read, write, gradients, gradient_scale)
-        self.end_step()
-
-    def step_some(
-        self,
-        first: int,
-        read: Sequence[Tensor],
-        write: Sequence[Tensor],
-        gradients: Sequence[Tensor | None],
-        gradient_scale: float = 1.0,
-    ) -> None:
-        """Of as many as are given, from `first` in the order of `named` on. Only some where the optimizer
-        works element by element; end_step() follows the last of a version."""
-        masters = self._masters[first : first + len(read)]
-        if self.optimizer is None or not masters:
-            return
-        if len(masters) == len(self._masters):  # spares the plain step a context manager
-            self._step(self.optimizer, masters, read, write, gradients, gradient_scale)
-            return
-        with _having_only(self.optimizer, masters):
-            self._step(self.optimizer, masters, read, write, gradients, gradient_scale)
-
-    def _step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        masters: Sequence[nn.Parameter],
-        read: Sequence[Tensor],
-        write: Sequence[Tensor],
-        gradients: Sequence[Tensor | None],
-        gradient_scale: float,
-    ) -> None:
-        if self._native is not None:
-            self._native.step_out_of_place(read, write, gradients, gradient_scale)
-        else:
-            self._step_through_masters(optimizer, masters, read, write, gradients, gradient_scale)
-
-    def end_step(self) -> None:
-        """All of a version has been made."""
-        if self.optimizer is not None and self._scheduler is not None:
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a native step is not step()
-            self._scheduler.step()
-
-    @staticmethod
-    def _step_through_masters(
-        optimizer: torch.optim.Optimizer,
-        masters: Sequence[nn.Parameter],
-        read: Sequence[Tensor],
-        write: Sequence[Tensor],
-        gradients: Sequence[Tensor | None],
-        gradient_scale: float,
-    ) -> None:
-        with torch.no_grad():
-            if gradient_scale != 1.0:
-                torch._foreach_mul_([g for g in gradients if g is not None], gradient_scale)
-            moved = [pair for pair in zip(write, read, strict=True) if pair[0] is not pair[1]]
-            if moved:
-                torch._foreach_copy_([target for target, _ in moved], [source for _, source in moved])
-        for master, leaf, gradient in zip(masters, write, gradients, strict=True):
-            master.data = leaf.data
-            master.grad = gradient
-        optimizer.step()
-        for master, leaf in zip(masters, write, strict=True):
-            master.grad = None
-            if master.data_ptr() != leaf.data_ptr():  # the optimizer replaced .data instead of writing it
-                with torch.no_grad():
-                    leaf.copy_(master)
-
-    def _keeps_order(self, optimizer: torch.optim.Optimizer) -> bool:
-        # A factory may sort parameters into groups; the native step takes them in the given order. Hooks
-        # belong to step().
-        listed = [id(p) for group in optimizer.param_groups for p in group["params"]]
-        hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-        return listed == [id(p) for p in self._masters] and not hooked
-
-
-@contextlib.contextmanager
-def _having_only(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Meanwhile the optimizer has no other parameters than these of its own."""
-    groups = optimizer.param_groups
-    all_of_groups = [group["params"] for group in groups]
-    kept = {id(parameter) for parameter in parameters}
-    for group in groups:
-        group["params"] = [parameter for parameter in group["params"] if id(parameter) in kept]
-    try:
-        yield
-    finally:
-        for group, all_of_group in zip(groups, all_of_groups, strict=True):
-            group["params"] = all_of_group

@@ -30,7 +30,8 @@ from pipedream.budget.memory import (
 from pipedream.links.channels import RunChannel
 from pipedream.model.splitter import split
 from pipedream.optim import SGD, Adam
-from pipedream.stage.weights import StageOptimizer, weight_layout
+from pipedream.stage.stage_optimizer import StageOptimizer
+from pipedream.stage.weight_layout import weight_layout
 from torch import nn
 
 _KIB = 1024

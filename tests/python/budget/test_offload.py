@@ -33,7 +33,8 @@ from pipedream.budget.offload import (
 )
 from pipedream.links.channels import RunChannel
 from pipedream.planning.plan import Plan
-from pipedream.stage.weights import WeightVersions, weight_layout
+from pipedream.stage.weight_layout import weight_layout
+from pipedream.stage.weights import WeightVersions
 from torch import Tensor, nn
 
 _HOST = torch.device("cpu")

@@ -21,13 +21,9 @@ from pipedream.stage.gradients import (
     clip_scale,
     updated_parameters,
 )
-from pipedream.stage.weights import (
-    StageOptimizer,
-    StageWeights,
-    WeightVersions,
-    split_tied,
-    weight_layout,
-)
+from pipedream.stage.stage_optimizer import StageOptimizer
+from pipedream.stage.weight_layout import weight_layout
+from pipedream.stage.weights import StageWeights, WeightVersions, split_tied
 from torch import Tensor, nn
 
 

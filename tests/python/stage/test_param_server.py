@@ -19,8 +19,10 @@ from pipedream.planning.plan import Plan
 from pipedream.stage.param_server import EndOfData, ParameterServer, ReplicaChannels
 from pipedream.stage.round_rule import RoundRule
 from pipedream.stage.shards import ShardLayout
+from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.tied import TiedParameters
-from pipedream.stage.weights import StageOptimizer, StageWeights, weight_layout
+from pipedream.stage.weight_layout import weight_layout
+from pipedream.stage.weights import StageWeights
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 

@@ -1,0 +1,40 @@
+"""Where the parameters of one weight version lie in a flat slot. Stateless."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pipedream import _core
+from pipedream.model.factories import NamedParameters
+
+__all__ = ["view_like", "weight_layout"]
+
+
+def weight_layout(named: NamedParameters) -> tuple[int, list[int]]:
+    """(bytes of one version, offset of each parameter) in a flat slot."""
+    return _core.weight_layout([(name, str(p.dtype).removeprefix("torch."), p.numel()) for name, p in named])
+
+
+def view_like(slot: Tensor, offset: int, original: Tensor) -> Tensor:
+    """The tensor at that byte of a slot, as the original lies in memory."""
+    num_bytes = original.numel() * original.element_size()
+    flat = slot[offset : offset + num_bytes].view(original.dtype)
+    # The strides of the original too: kernels choose by them (channels_last), and so do their roundings.
+    view = (
+        flat.as_strided(original.shape, original.stride())
+        if _is_dense(original)
+        else flat.view(original.shape)
+    )
+    # .data: a tensor with a version counter of its own. Plain views share their base's, and writing one
+    # slot would make the backward of another fail falsely.
+    return view.data
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill the memory from first to last without gaps or overlaps, in any order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
