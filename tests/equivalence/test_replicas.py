@@ -46,6 +46,14 @@ def test_a_plan_with_replicas_gives_the_references_result(
     assert len(result.worker_names) == sum(replicas)
 
 
+@pytest.mark.parametrize("sync", ["bsp", "allreduce"])
+@pytest.mark.parametrize("replicas", [(4, 1), (1, 4)], ids=["4-1", "1-4"])
+def test_four_replicas_of_a_stage_give_the_references_result(
+    farm: Farm, replicas: tuple[int, ...], sync: str
+) -> None:
+    assert_equals_reference(farm, _training("cnn", replicas, sync=sync, num_minibatches=10))
+
+
 @pytest.mark.parametrize("case_name", ["transformer", "mlp"])
 def test_embeddings_and_float32_give_the_references_result(farm: Farm, case_name: str) -> None:
     assert_equals_reference(farm, _training(case_name, (2, 1), dtype=torch.float32))
@@ -248,7 +256,7 @@ def test_a_parameter_without_a_gradient_at_any_replica_is_not_updated_and_a_miss
     assert_close_state(state, model.state_dict(), 1e-12)
 
 
-@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("num_replicas", [2, 3, 4])
 def test_data_parallel_gives_the_result_of_plain_training_with_larger_minibatches(
     farm: Farm, num_replicas: int
 ) -> None:
@@ -474,3 +482,22 @@ def test_native_optimizers_update_alone(farm: Farm) -> None:
         "mlp", (2, 1), optimizer=functools.partial(torch.optim.SGD, **arguments), sync_every=2
     )
     assert_equals_reference(farm, training, native=functools.partial(pipedream.optim.SGD, **arguments))
+
+
+def _train_by_sparse_adam(sync: str) -> str:
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True))
+    plan = pipedream.Plan((pipedream.planning.plan.Stage(0, 0, 2),))
+    data = [(torch.tensor([[1]]), torch.zeros(1, 1, 3))] * 2
+    options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "sync": sync, "progress": False}
+    with pytest.raises(ValueError, match="SparseAdam") as caught:
+        pipedream.run(model, plan, data=data, optimizer=torch.optim.SparseAdam, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("sync", ["bsp", "allreduce"])
+def test_an_optimizer_of_sparse_gradients_is_refused(farm: Farm, sync: str) -> None:
+    message = (
+        "optimizer is SparseAdam, and stage 0 has 2 replicas, which exchange dense gradients: use Adam, or a"
+        " straight plan (partition(..., straight=True))"
+    )
+    assert farm.results(_train_by_sparse_adam, sync, num_ranks=2) == [message] * 2

@@ -44,6 +44,7 @@ class StageOptimizers:
                 run.options.optimizer, named, run.options.lr_scheduler, f"stage {index}"
             )
             self.by_stage[index] = optimizer
+            _check_sparse(run, index, optimizer)
             if self._has_shards(index):
                 whole = not works_by_element(optimizer.optimizer)
                 if ties_by_owner(index, run.ties).get(index):
@@ -131,6 +132,20 @@ class StageOptimizers:
             for shard in range(layout.num_shards)
             for chunks in [layout.chunks_of(shard)]
         }
+
+
+def _check_sparse(run: AgreedRun, stage: int, optimizer: StageOptimizer) -> None:
+    """Raises ValueError for an optimizer of sparse gradients where replicas exchange dense ones."""
+    num_replicas = run.plan.stages[stage].num_replicas
+    if (
+        num_replicas > 1
+        and run.options.sync_every == 1
+        and isinstance(optimizer.optimizer, torch.optim.SparseAdam)
+    ):
+        raise ValueError(
+            f"optimizer is SparseAdam, and stage {stage} has {num_replicas} replicas, which exchange"
+            " dense gradients: use Adam, or a straight plan (partition(..., straight=True))"
+        )
 
 
 def _whole_key(stage: int) -> str:
