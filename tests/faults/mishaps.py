@@ -165,15 +165,33 @@ def run(model: torch.nn.Sequential, **options: Any) -> RunResult:
 
 def run_until_lost(model: torch.nn.Sequential, folder: str, **options: Any) -> tuple[Exception | None, float]:
     """The error and when it came. The last rank to have one ends the rank that only stopped."""
+    return _until_lost(lambda: run(model, **options), Path(folder), len(model))
+
+
+def run_until_stopped_at(when: str, at_call: int, folder: str) -> tuple[Exception | None, float]:
+    """As run_until_killed_at, but that rank 1 is stopped; and as run_until_lost."""
+
+    def be_noted() -> None:
+        (Path(folder) / "note").write_text(f"{os.getpid()} {time.monotonic()}", encoding="utf-8")
+        be_stopped()
+
+    return _until_lost(
+        lambda: run_until_killed_at(when, at_call, mishap=be_noted, peer_timeout=3.0), Path(folder), 3
+    )
+
+
+def _until_lost(
+    train: Callable[[], RunResult], folder: Path, num_ranks: int
+) -> tuple[Exception | None, float]:
     error = None
     try:
-        run(model, **options)
+        train()
     except Exception as caught:
         error = caught
     ended_s = time.monotonic()
-    (Path(folder) / f"ended-{os.environ['RANK']}").touch()
-    if len(list(Path(folder).glob("ended-*"))) == len(model) - 1:
-        pid, _ = noted(Path(folder) / "note")
+    (folder / f"ended-{os.environ['RANK']}").touch()
+    if len(list(folder.glob("ended-*"))) == num_ranks - 1:
+        pid, _ = noted(folder / "note")
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return error, ended_s
@@ -218,9 +236,9 @@ def failing_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return error_of(outputs, targets)
 
 
-def run_until_killed_at(when: str, at_call: int) -> RunResult:
-    """Plan 2-1; rank 1 dies at this call of a method of its parameter server, or of the group that it reduces
-    with."""
+def run_until_killed_at(when: str, at_call: int, *, mishap: Mishap = be_killed, **options: Any) -> RunResult:
+    """Plan 2-1; rank 1 has the mishap at this call of a method of its parameter server, or of the group that
+    it reduces with."""
     of: type = ReplicaGroup if when == "all_reduce" else ParameterServer
     method, num_calls = getattr(of, when), 0
 
@@ -228,7 +246,7 @@ def run_until_killed_at(when: str, at_call: int) -> RunResult:
         nonlocal num_calls
         num_calls += 1
         if num_calls == at_call:
-            be_killed()
+            mishap()
         return method(server, *args)
 
     if os.environ["RANK"] == "1":
@@ -236,7 +254,7 @@ def run_until_killed_at(when: str, at_call: int) -> RunResult:
     try:
         plan = pipedream.Plan((Stage(0, 0, num_replicas=2), Stage(1, 1)))
         sync = "allreduce" if of is ReplicaGroup else "bsp"
-        return run(model_with(None, stages=2), plan=plan, sync=sync)
+        return run(model_with(None, stages=2), plan=plan, sync=sync, **options)
     finally:
         setattr(of, when, method)
 

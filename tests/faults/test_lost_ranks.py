@@ -23,6 +23,7 @@ from mishaps import (
     run,
     run_until_killed_at,
     run_until_lost,
+    run_until_stopped_at,
 )
 from pipedream import PeerLost, PipelineError
 from pipedream.links.keys import write_key_file
@@ -124,3 +125,16 @@ def test_a_replica_that_is_killed_at_any_of_its_exchanges_ends_the_run(farm: Far
     for outcome in (outcomes[0], outcomes[2]):
         assert isinstance(outcome.error, PipelineError), outcome
         assert "stage 0 replica 1 (rank 1)" in str(outcome.error)
+
+
+@pytest.mark.parametrize("when", ["expect", "all_reduce"])
+def test_a_replica_that_is_stopped_in_an_exchange_ends_the_run_in_bounded_time(
+    farm: Farm, tmp_path: Path, when: str
+) -> None:
+    outcomes = farm.run(run_until_stopped_at, when, 2, str(tmp_path), num_ranks=3)
+    _, stopped_s = noted(tmp_path / "note")
+    for outcome in (outcomes[0], outcomes[2]):
+        error, ended_s = outcome.value
+        assert isinstance(error, PipelineError), outcome
+        assert "stage 0 replica 1 (rank 1)" in str(error)
+        assert ended_s - stopped_s < BOUND_S
