@@ -72,7 +72,12 @@ void bind_edge(py::module_& module) {
       .def_property_readonly("to_replica", [](const Edge& edge) { return edge.to.replica.value(); })
       .def(
           "__eq__", [](const Edge& edge, const Edge& other) { return edge == other; }, py::is_operator())
-      .def("__hash__", [](const Edge& edge) { return py::hash(py::str(to_string(edge))); })
+      .def("__hash__",
+           [](const Edge& edge) {
+             return py::hash(py::make_tuple(static_cast<int>(edge.kind), edge.from.stage.value(),
+                                            edge.from.replica.value(), edge.to.stage.value(),
+                                            edge.to.replica.value()));
+           })
       .def("__str__", [](const Edge& edge) { return to_string(edge); })
       .def("__repr__", [](const Edge& edge) { return "<" + to_string(edge) + ">"; });
   module.def("edges_of", &edges_of, py::arg("options"), "The edges of the schedule, by kind and stages.");

@@ -80,37 +80,36 @@ class _SharedReplay(Replay):
         self._left_ms: list[float | None] = [None] * len(programs)  # of the work at hand, at speed 1
 
     def run(self) -> Simulation:
-        while any(len(row) < len(program) for row, program in zip(self.timeline, self.programs, strict=True)):
+        while any(len(row) < len(steps) for row, steps in zip(self.timeline, self.steps, strict=True)):
             # What one sends another may be waiting for.
-            while sum(self._begin_work(worker) for worker in range(len(self.programs))):
+            while sum(self._begin_work(worker) for worker in range(len(self.steps))):
                 pass
             self._pass_time()
         return summarize(self.timeline, self.transfers)
 
     def _begin_work(self, worker: int) -> bool:
         """Does what takes no time until there is work or a wait; whether anything was done."""
-        program, done = self.programs[worker], self.timeline[worker]
+        steps, done = self.steps[worker], self.timeline[worker]
         num_before = len(done)
-        while self._left_ms[worker] is None and len(done) < len(program):
-            instruction = program[len(done)]
-            if instruction.opcode == "RECV":
-                arrivals = self._arrivals(instruction)
-                if not arrivals or arrivals[0] > self._now_ms:
-                    break
-                arrivals.popleft()
-            elif instruction.opcode != "SEND":
+        while self._left_ms[worker] is None and len(done) < len(steps):
+            step = steps[len(done)]
+            if step.lane is None:
                 self._began_ms[worker] = self._now_ms
-                self._left_ms[worker] = self.work_ms(worker, instruction)
+                self._left_ms[worker] = self.work_ms(worker, step)
                 break
+            if step.opcode == "RECV":
+                arrivals_ms = step.lane.arrivals_ms
+                if not arrivals_ms or arrivals_ms[0] > self._now_ms:
+                    break
+                arrivals_ms.popleft()
             self._finish(worker, self._now_ms)
         return len(done) > num_before
 
     def _finish(self, worker: int, began_ms: float) -> None:
-        instruction = self.programs[worker][len(self.timeline[worker])]
-        self._note_done(instruction)
-        if instruction.opcode == "SEND":
-            self._send(instruction, self._now_ms)
-        self.timeline[worker].append(TimedInstruction(instruction, began_ms, self._now_ms))
+        step = self.steps[worker][len(self.timeline[worker])]
+        if step.opcode == "SEND":
+            self.send(step, self._now_ms)
+        self.timeline[worker].append(TimedInstruction(step.instruction, began_ms, self._now_ms))
 
     def _pass_time(self) -> None:
         """Until someone is done with their work, or something arrives that someone waits for."""
@@ -123,10 +122,7 @@ class _SharedReplay(Replay):
             default=math.inf,
         )
         if passing_ms == math.inf:
-            if any(
-                len(row) < len(program) for row, program in zip(self.timeline, self.programs, strict=True)
-            ):
-                raise ValueError(self._describe_deadlock())
+            self.check_all_done()
             return
         self._now_ms += passing_ms
         for worker, left in enumerate(self._left_ms):
@@ -140,20 +136,20 @@ class _SharedReplay(Replay):
 
     def _speeds(self) -> list[float]:
         of_host = self._host.num_workers
-        at_work = [0] * (1 + (len(self.programs) - 1) // of_host)
+        at_work = [0] * (1 + (len(self.steps) - 1) // of_host)
         for worker, left in enumerate(self._left_ms):
             at_work[worker // of_host] += left is not None
         return [
             self._host.speed(at_work[worker // of_host]) if at_work[worker // of_host] else 1.0
-            for worker in range(len(self.programs))
+            for worker in range(len(self.steps))
         ]
 
     def _awaited_ms(self) -> list[float]:
         awaited = []
-        for worker, program in enumerate(self.programs):
+        for worker, steps in enumerate(self.steps):
             position = len(self.timeline[worker])
-            if self._left_ms[worker] is None and position < len(program):
-                arrivals = self._arrivals(program[position])
-                if arrivals:
-                    awaited.append(arrivals[0])
+            if self._left_ms[worker] is None and position < len(steps):
+                lane = steps[position].lane
+                if lane is not None and lane.arrivals_ms:
+                    awaited.append(lane.arrivals_ms[0])
         return awaited

@@ -7,7 +7,7 @@ a bubble from here is one of the schedule that runs, not of a drawing of it.
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -65,6 +65,7 @@ class StepEdge(Protocol):
 
 
 TRANSFERS = ("SEND", "RECV")
+_AFTER_FORWARD = ("RECOMPUTE", "BACKWARD")
 # What goes between the replicas of a stage.
 _SYNC = ("push", "pull")
 
@@ -209,6 +210,35 @@ def simulate(
     return Replay(programs, stage_times, transfer_ms, spread).run()
 
 
+class Lane:
+    """What travels over one edge."""
+
+    def __init__(self, edge: StepEdge, ends: tuple[int, int], transfer_ms: float, latency_ms: float) -> None:
+        self.kind = edge.kind
+        self.ends = ends
+        """The workers."""
+        self.source = (edge.from_stage, edge.from_replica)
+        # Only ends[0] uses this direction of the link, and does its instructions in order: so first sent is
+        # first carried.
+        self.link = None if ends[0] == ends[1] else (ends[0], None if edge.kind in _SYNC else ends[1])
+        self.transfer_ms = transfer_ms
+        self.latency_ms = latency_ms
+        self.arrivals_ms: deque[float] = deque()
+        """Of what has been sent and is not received."""
+        self.is_awaited = False
+        """The receiver can do nothing else."""
+
+
+class PreparedStep(NamedTuple):
+    """An instruction, with all that is known of it before the replay."""
+
+    instruction: Step
+    opcode: str
+    lane: Lane | None
+    """Of SEND and RECV."""
+    mean_ms: float
+
+
 class Replay:
     """Plays the lists once. A worker's times depend only on what it receives, so the order in which the
     workers are visited changes nothing."""
@@ -220,105 +250,112 @@ class Replay:
         transfer_ms: float | Sequence[TransferTimes],
         spread: Spread,
     ) -> None:
-        self.programs = programs
         self._draws = [spread.draws(worker) for worker in range(len(programs))]
-        self.workers = _find_workers(programs)
-        num_stages = 1 + max((stage for stage, _ in self.workers), default=-1)
-        self.stage_times = _spread_times(stage_times, num_stages)
-        self.transfer_times = _spread_transfers(transfer_ms, num_stages - 1)
+        self._workers = _find_workers(programs)
+        num_stages = 1 + max((stage for stage, _ in self._workers), default=-1)
+        self._stage_times = _spread_times(stage_times, num_stages)
+        self._transfer_times = _spread_transfers(transfer_ms, num_stages - 1)
+        self._lanes: dict[StepEdge, Lane] = {}
+        self.steps = [self._prepared(program) for program in programs]
         self.timeline: list[list[TimedInstruction]] = [[] for _ in programs]
         self.transfers: list[Transfer] = []
-        self.done: set[tuple[str, int, int, int, int, StepEdge | None]] = set()
-        self.arrivals_ms: defaultdict[StepEdge, deque[float]] = defaultdict(deque)
-        self.link_free_ms: dict[tuple[int, int | None], float] = {}
+        self._link_free_ms: dict[tuple[int, int | None], float] = {}
 
     def run(self) -> Simulation:
-        num_left = sum(len(program) for program in self.programs)
-        while num_left:
-            num_done = sum(self._advance(worker) for worker in range(len(self.programs)))
-            if not num_done:
-                raise ValueError(self._describe_deadlock())
-            num_left -= num_done
+        ready = deque(range(len(self.steps)))
+        while ready:
+            self._advance(ready.popleft(), ready)
+        self.check_all_done()
         return summarize(self.timeline, self.transfers)
 
-    def _advance(self, worker: int) -> int:
-        """Does all that the worker can do now; how many instructions."""
-        program, done = self.programs[worker], self.timeline[worker]
-        num_before = len(done)
-        while len(done) < len(program):
-            instruction = program[len(done)]
-            begin_ms = done[-1].end_ms if done else 0.0
-            if instruction.opcode == "RECV":
-                arrivals = self._arrivals(instruction)
-                if not arrivals:
-                    break
-                begin_ms = max(begin_ms, arrivals.popleft())
-            end_ms = begin_ms + self.work_ms(worker, instruction)
-            self._note_done(instruction)
-            if instruction.opcode == "SEND":
-                self._send(instruction, end_ms)
-            done.append(TimedInstruction(instruction, begin_ms, end_ms))
-        return len(done) - num_before
+    def _advance(self, worker: int, ready: deque[int]) -> None:
+        """Does all that the worker can do now, and adds those that waited for it to the ready ones."""
+        steps, done = self.steps[worker], self.timeline[worker]
+        now_ms = done[-1].end_ms if done else 0.0
+        for position in range(len(done), len(steps)):
+            instruction, opcode, lane, _ = step = steps[position]
+            begin_ms = now_ms
+            if lane is None:
+                now_ms += self.work_ms(worker, step)
+            elif opcode == "SEND":
+                self.send(step, now_ms)
+                if lane.is_awaited:
+                    lane.is_awaited = False
+                    ready.append(lane.ends[1])
+            elif lane.arrivals_ms:
+                begin_ms = now_ms = max(now_ms, lane.arrivals_ms.popleft())
+            else:
+                lane.is_awaited = True
+                return
+            done.append(TimedInstruction(instruction, begin_ms, now_ms))
 
-    def work_ms(self, worker: int, instruction: Step) -> float:
+    def work_ms(self, worker: int, step: PreparedStep) -> float:
         """How long this one takes; to be asked once of each."""
-        mean_ms = self.stage_times[instruction.stage].of(instruction.opcode, instruction.microbatch)
-        return mean_ms * self._draws[worker].next(instruction.opcode) if mean_ms else 0.0
+        return step.mean_ms * self._draws[worker].next(step.opcode) if step.mean_ms else 0.0
 
-    def _arrivals(self, instruction: Step) -> deque[float]:
-        assert instruction.edge is not None
-        return self.arrivals_ms[instruction.edge]
-
-    def _note_done(self, instruction: Step) -> None:
-        place = (instruction.stage, instruction.replica, instruction.minibatch, instruction.microbatch)
-        done = (instruction.opcode, *place, instruction.edge)
-        if done in self.done:
-            raise ValueError(f"{_describe(instruction)} is in the lists twice")
-        if instruction.opcode in ("RECOMPUTE", "BACKWARD") and ("FORWARD", *place, None) not in self.done:
-            raise ValueError(f"{_describe(instruction)} comes before its forward")
-        self.done.add(done)
-
-    def _send(self, instruction: Step, now_ms: float) -> None:
-        edge = instruction.edge
-        assert edge is not None
-        ends = (
-            self.workers[edge.from_stage, edge.from_replica],
-            self.workers[edge.to_stage, edge.to_replica],
-        )
+    def send(self, step: PreparedStep, now_ms: float) -> None:
+        lane = step.lane
+        assert lane is not None
         arrives_ms = now_ms
-        if ends[0] != ends[1]:
-            # Only ends[0] uses this direction, and does its instructions in order: so first sent is first
-            # carried.
-            link = (ends[0], None if edge.kind in _SYNC else ends[1])
-            begin_ms = max(now_ms, self.link_free_ms.get(link, 0.0))
-            self.link_free_ms[link] = begin_ms + self._transfer_ms(edge)
-            arrives_ms = self.link_free_ms[link] + self._latency_ms(edge)
-            item = (instruction.minibatch, instruction.microbatch)
-            self.transfers.append(Transfer(edge.kind, *ends, *item, begin_ms, arrives_ms))
-        self._arrivals(instruction).append(arrives_ms)
+        if lane.link is not None:
+            begin_ms = max(now_ms, self._link_free_ms.get(lane.link, 0.0))
+            self._link_free_ms[lane.link] = begin_ms + lane.transfer_ms
+            arrives_ms = begin_ms + lane.transfer_ms + lane.latency_ms
+            item = (step.instruction.minibatch, step.instruction.microbatch)
+            self.transfers.append(Transfer(lane.kind, *lane.ends, *item, begin_ms, arrives_ms))
+        lane.arrivals_ms.append(arrives_ms)
 
-    def _transfer_ms(self, edge: StepEdge) -> float:
-        if edge.from_stage == edge.to_stage:  # between its replicas
-            return self.stage_times[edge.from_stage].shard_ms
-        return self.transfer_times[min(edge.from_stage, edge.to_stage)].of(edge.kind)
+    def check_all_done(self) -> None:
+        if any(len(done) < len(steps) for done, steps in zip(self.timeline, self.steps, strict=True)):
+            raise ValueError(self._describe_deadlock())
 
-    def _latency_ms(self, edge: StepEdge) -> float:
-        if edge.from_stage == edge.to_stage:
-            return 0.0  # shard_ms has it
-        return self.transfer_times[min(edge.from_stage, edge.to_stage)].latency_ms
+    def _prepared(self, program: Sequence[Step]) -> list[PreparedStep]:
+        """All instructions of a stage's replica are in one list, so this sees whether one is there twice, or
+        a backward before its forward."""
+        steps, seen = [], set()
+        for instruction in program:
+            opcode, stage, microbatch = instruction.opcode, instruction.stage, instruction.microbatch
+            mean_ms = self._stage_times[stage].of(opcode, microbatch)
+            lane = None
+            if opcode in TRANSFERS:
+                assert instruction.edge is not None
+                lane = self._lane_of(instruction.edge)
+            place = (stage, instruction.replica, instruction.minibatch, microbatch)
+            key = (opcode, lane, *place)
+            if key in seen:
+                raise ValueError(f"{_describe(instruction)} is in the lists twice")
+            if opcode in _AFTER_FORWARD and ("FORWARD", None, *place) not in seen:
+                raise ValueError(f"{_describe(instruction)} comes before its forward")
+            seen.add(key)
+            steps.append(PreparedStep(instruction, opcode, lane, mean_ms))
+        return steps
+
+    def _lane_of(self, edge: StepEdge) -> Lane:
+        lane = self._lanes.get(edge)
+        if lane is None:
+            ends = (
+                self._workers[edge.from_stage, edge.from_replica],
+                self._workers[edge.to_stage, edge.to_replica],
+            )
+            if edge.from_stage == edge.to_stage:  # between its replicas
+                times = (self._stage_times[edge.from_stage].shard_ms, 0.0)
+            else:
+                boundary = self._transfer_times[min(edge.from_stage, edge.to_stage)]
+                times = (boundary.of(edge.kind), boundary.latency_ms)
+            lane = self._lanes[edge] = Lane(edge, ends, *times)
+        return lane
 
     def _describe_deadlock(self) -> str:
         waits = []
-        for worker, program in enumerate(self.programs):
+        for worker, steps in enumerate(self.steps):
             position = len(self.timeline[worker])
-            if position == len(program):
+            if position == len(steps):
                 continue
-            instruction = program[position]
-            assert instruction.edge is not None
-            source = (instruction.edge.from_stage, instruction.edge.from_replica)
+            instruction, _, lane, _ = steps[position]
+            assert lane is not None
             waits.append(
                 f"worker {worker} at position {position} ({_describe(instruction)}) waits for"
-                f" {_name_of(*source)} at worker {self.workers[source]}"
+                f" {_name_of(*lane.source)} at worker {lane.ends[0]}"
             )
         return "the lists deadlock: " + "; ".join(waits)
 
@@ -340,8 +377,7 @@ def _find_workers(programs: Sequence[Sequence[Step]]) -> dict[tuple[int, int], i
     """The worker of every (stage, replica)."""
     workers: dict[tuple[int, int], int] = {}
     for worker, program in enumerate(programs):
-        for instruction in program:
-            place = (instruction.stage, instruction.replica)
+        for place in {(instruction.stage, instruction.replica) for instruction in program}:
             known = workers.setdefault(place, worker)
             if known != worker:
                 raise ValueError(f"{_name_of(*place)} is at worker {known} and at worker {worker}")
