@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -15,6 +16,7 @@ from pipedream.planning.partitioner import partition
 
 if TYPE_CHECKING:
     from pipedream.planning.simulator import Simulation
+    from pipedream.planning.trace import Counter
     from pipedream.planning.traced_schedule import TracedSchedule
 
 __all__ = ["add_planning_commands"]
@@ -22,6 +24,9 @@ __all__ = ["add_planning_commands"]
 _DEFAULT_PICTURE = Path("schedule.svg")
 
 _Microbatches = Annotated[int | None, typer.Option(help="Of every minibatch.")]
+_OptimizerCopies = Annotated[
+    float, typer.Option(help="Of the weights, as its state: 0 plain SGD, 1 momentum, 2 Adam.")
+]
 _Recompute = Annotated[
     bool, typer.Option("--recompute", help="Every stage repeats its forward before the backward.")
 ]
@@ -43,9 +48,7 @@ def partition_command(
         str, typer.Option(help="What predicts the times: paper, or calibrated, of a calibrated profile.")
     ] = "paper",
     memory: Annotated[str | None, typer.Option(help="Of each worker, for example 16GiB.")] = None,
-    optimizer_copies: Annotated[
-        float, typer.Option(help="Of the weights, as its state: 0 plain SGD, 1 momentum, 2 Adam.")
-    ] = 1.0,
+    optimizer_copies: _OptimizerCopies = 1.0,
     recompute: Annotated[
         bool,
         typer.Option("--recompute/--no-recompute", help="Whether forwards may run again to save memory."),
@@ -140,6 +143,7 @@ def simulate_command(
     minibatches: Annotated[int | None, typer.Option(help="How many to simulate.")] = None,
     microbatches: _Microbatches = None,
     recompute: _Recompute = False,
+    optimizer_copies: _OptimizerCopies = 1.0,
     trace_file: Annotated[
         Path | None,
         typer.Option("--trace", metavar="FILE", help="Of a run of this plan: what differs from it is named."),
@@ -157,6 +161,7 @@ def simulate_command(
     from pipedream.planning.measured_trace import compare_with_trace
     from pipedream.planning.plan_simulation import simulate_plan
     from pipedream.planning.schedule_picture import check_picture_path
+    from pipedream.planning.trace import Counter
 
     check_output(output)
     simulated = simulate_plan(
@@ -167,11 +172,16 @@ def simulate_command(
         minibatches=minibatches,
         microbatches=microbatches,
         recompute=recompute,
+        optimizer_copies=optimizer_copies,
     )
     notes = []
     if output is not None:
         check_picture_path(output)  # after the other options: it may only miss matplotlib
-        _draw(output, simulated.traced, simulated.simulation, time_unit="ms")
+        counters = [
+            Counter(f"worker {worker}", "memory, bytes", [(use.begin_ms, use.num_bytes) for use in uses])
+            for worker, uses in enumerate(simulated.memory)
+        ]
+        _draw(output, simulated.traced, simulated.simulation, time_unit="ms", counters=counters)
         notes.append(f"picture saved in {output}")
     shown, fields = str(simulated), simulated.to_dict()
     if trace_file is not None:
@@ -290,6 +300,7 @@ def _draw(
     *,
     time_unit: str,
     show_versions: bool | None = None,
+    counters: Sequence[Counter] = (),
 ) -> None:
     from pipedream.planning.schedule_picture import write_picture
     from pipedream.planning.traced_schedule import describe_bubble, input_phases
@@ -302,4 +313,5 @@ def _draw(
         phases=input_phases(traced, simulation),
         time_unit=time_unit,
         show_versions=show_versions,
+        counters=counters,
     )

@@ -192,6 +192,13 @@ def test_simulate_prints_a_table_and_json_has_its_figures(call: Caller) -> None:
     fields = json.loads(call(*arguments, "--json").stdout)
     assert fields["ms_per_minibatch"] >= fields["bottleneck_ms"] == pytest.approx(10)
     assert [worker["stages"] for worker in fields["workers"]] == [[0], [1]]
+    assert call(*arguments, "--output", "trace.json").status == 0
+    counters = [
+        event for event in json.loads(Path("trace.json").read_text())["traceEvents"] if event["ph"] == "C"
+    ]
+    for worker in fields["workers"]:
+        used = [event["args"]["memory, bytes"] for event in counters if event["pid"] == worker["rank"]]
+        assert round(max(used)) == worker["memory_peak_bytes"]
     refused = call(*arguments, "--schedule", "fast")
     assert refused.status == 2 and refused.stderr.count("\n") == 1
 

@@ -48,10 +48,11 @@ def cautions_of(
             " model.train() before run, unless that is meant"
         )
     if plan.workers_used < plan.num_workers:
-        yield (
-            f"the plan uses {plan.workers_used} of the {plan.num_workers} workers it was made for: with more"
-            " the partitioner finds no higher rate; print(plan) shows what limits it"
-        )
+        given = plan.predicted.get("given")
+        why = "with more the partitioner finds no higher rate; print(plan) shows what limits it"
+        if isinstance(given, list) and given:
+            why = f"{' and '.join(map(str, given))} were given to partition(), and the search kept to them"
+        yield f"the plan uses {plan.workers_used} of the {plan.num_workers} workers it was made for: {why}"
     elif world_size is not None and plan.workers_used < world_size:
         yield (
             f"the plan uses {plan.workers_used} of {world_size} ranks: the others wait until the run is over;"

@@ -423,6 +423,11 @@ class _Problem:
 
         times = compare(self.profile, self.num_workers, straight, minibatch_ms, one_at_a_time_ms)
         figures: dict[str, Any] = {"alternatives_ms": times}
+        if speeds:
+            figures["speeds"] = list(speeds[: plan.workers_used])
+        given = {"boundaries": self.limits.last_layers, "replicas": self.limits.num_replicas}
+        if any(given.values()):
+            figures["given"] = [name for name, value in given.items() if value]
         if self.limits.memory_bytes:
             whole = Stage(0, self.profile.num_layers - 1)
             others = {

@@ -10,17 +10,20 @@ Figures are of a minibatch, of which a worker of r replicas has one in r. Any th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipedream.common.document import check_list, check_number
 from pipedream.common.table import format_table
 from pipedream.common.units import format_bandwidth, format_bytes
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.plan import Plan
 from pipedream.planning.prediction import simulate_programs
 from pipedream.planning.runtime_costs import costs_of
+from pipedream.planning.simulated_memory import MemoryUse, memory_in_use
 from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, simulate
 from pipedream.planning.traced_schedule import TracedSchedule, TraceRequest, describe_bubble, make_traced
 
@@ -39,6 +42,18 @@ class PlanSimulation:
     bandwidth_bytes_per_s: float
     traced: TracedSchedule
     simulation: Simulation
+    optimizer_copies: float = 1.0
+
+    @functools.cached_property
+    def memory(self) -> list[list[MemoryUse]]:
+        """Of each worker, along the timeline."""
+        return memory_in_use(
+            self.simulation,
+            self.plan,
+            self.profile,
+            self.traced.options,
+            optimizer_copies=self.optimizer_copies,
+        )
 
     @property
     def ms_per_minibatch(self) -> float:
@@ -86,9 +101,9 @@ class PlanSimulation:
         }
 
     def __str__(self) -> str:
-        headings = ("worker", "layers", "busy ms", "busy", "sends", "link ms")
+        headings = ("worker", "layers", "busy ms", "busy", "sends", "link ms", "memory")
         rows = [self._row(worker) for worker in range(self.simulation.num_workers)]
-        lines = [self._title(), "", format_table(headings, rows, "<<>>>>"), "", self._summary()]
+        lines = [self._title(), "", format_table(headings, rows, "<<>>>>>"), "", self._summary()]
         return "\n".join(lines)
 
     def _title(self) -> str:
@@ -116,6 +131,7 @@ class PlanSimulation:
             "busy_share": busy_ms / makespan_ms if makespan_ms else 0.0,
             "link_ms_per_minibatch": link_ms,
             "bytes_sent_per_minibatch": round(link_ms * self.bandwidth_bytes_per_s / 1e3),
+            "memory_peak_bytes": round(max(use.num_bytes for use in self.memory[worker])),
         }
 
     def _row(self, worker: int) -> tuple[str, ...]:
@@ -128,6 +144,7 @@ class PlanSimulation:
             f"{100 * fields['busy_share']:.1f} %",
             format_bytes(fields["bytes_sent_per_minibatch"]),
             f"{fields['link_ms_per_minibatch']:.3f}",
+            format_bytes(fields["memory_peak_bytes"]),
         )
 
 
@@ -140,8 +157,9 @@ def simulate_plan(
     minibatches: int | None = None,
     microbatches: int | None = None,
     recompute: bool = False,
+    optimizer_copies: float = 1.0,
 ) -> PlanSimulation:
-    """Executes the plan's instruction lists with the profile's costs.
+    """Executes the plan's instruction lists with the profile's costs. optimizer_copies: as of partition().
 
     bandwidth_bytes_per_s: of each link; None takes the plan's. minibatches, microbatches: None chooses enough
     for a steady state, and as many as the schedule needs. Raises ValueError for a profile of other layers,
@@ -184,32 +202,49 @@ def simulate_plan(
         ]
         costed = replace(plan, predicted=plan.predicted | {"links": links})
         simulation = simulate_programs(costed, traced.options, traced.programs)
-        return PlanSimulation(plan, profile, bandwidth, traced, simulation)
+        return PlanSimulation(plan, profile, bandwidth, traced, simulation, optimizer_copies)
     times = _stage_times(plan, profile, num_microbatches, bandwidth)
     transfers = [
         TransferTimes(one_way_ms / num_microbatches, one_way_ms / num_microbatches)
         for one_way_ms in _boundary_ms(plan, profile, bandwidth)
     ]
-    return PlanSimulation(plan, profile, bandwidth, traced, simulate(traced.programs, times, transfers))
+    simulation = simulate(traced.programs, times, transfers)
+    return PlanSimulation(plan, profile, bandwidth, traced, simulation, optimizer_copies)
 
 
 def _stage_times(
     plan: Plan, profile: Profile, num_microbatches: int, bandwidth_bytes_per_s: float
 ) -> Sequence[StageTimes]:
     times = []
-    for stage in plan.stages:
+    speeds = _speeds_of(plan)
+    for index, stage in enumerate(plan.stages):
+        # As slow as the slowest of its workers, which the others wait for.
+        speed = min(speeds[plan.placement.rank_of(index, replica)] for replica in range(stage.num_replicas))
         layers = profile.layers[stage.first_layer : stage.last_layer + 1]
         forward_ms = sum(layer.forward_ms for layer in layers)
         backward_ms = sum(layer.backward_ms for layer in layers)
         shard_bytes = sum(layer.parameter_bytes for layer in layers) / stage.num_replicas
         times.append(
             StageTimes(
-                forward_ms / num_microbatches,
-                backward_ms / num_microbatches,
+                forward_ms / num_microbatches / speed,
+                backward_ms / num_microbatches / speed,
                 shard_ms=1e3 * shard_bytes / bandwidth_bytes_per_s,
             )
         )
     return times
+
+
+def _speeds_of(plan: Plan) -> list[float]:
+    """Of each worker, where the plan was made for some that differ."""
+    given = plan.predicted.get("speeds")
+    if given is None:
+        return [1.0] * plan.workers_used
+    speeds = check_list("predicted.speeds", given)
+    if len(speeds) != plan.workers_used:
+        raise ValueError(
+            f"predicted.speeds has {len(speeds)} entries for {plan.workers_used} workers: give one for each"
+        )
+    return [check_number(f"predicted.speeds[{i}]", speed, positive=True) for i, speed in enumerate(speeds)]
 
 
 def _boundary_bytes(plan: Plan, profile: Profile) -> list[int]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pipedream.common.figure_file import FIGURE_SUFFIXES, import_figure, save_figure
 from pipedream.planning.simulator import TRANSFERS, Simulation, Step, TimedInstruction
-from pipedream.planning.trace import Span, write_trace
+from pipedream.planning.trace import Counter, Span, write_trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,6 +63,7 @@ def write_picture(
     phases: Sequence[PhaseSpan] = (),
     time_unit: str = "ms",
     show_versions: bool | None = None,
+    counters: Sequence[Counter] = (),
 ) -> None:
     """Writes the picture in the form that the file's ending names: .svg, .png, .pdf (matplotlib), .txt, or a
     Perfetto trace, .json or .json.gz.
@@ -70,12 +71,13 @@ def write_picture(
     Boxes carry the minibatch, `3`, or minibatch and microbatch, `3.1`, and the weight version they read
     where `show_versions` says so; None: where a version is not simply the minibatch's number. Several
     stages of one worker differ in shade, the later the darker. `phases` are marked above the first row.
-    Raises ValueError for another ending, too many instructions to draw, and a missing matplotlib.
+    counters: of a trace alone. Raises ValueError for another ending, too many instructions to draw, and a
+    missing matplotlib.
     """
     check_picture_path(path)
     name = os.fspath(path)
     if name.endswith(_TRACE_SUFFIXES):
-        write_trace(path, make_spans(simulation))
+        write_trace(path, make_spans(simulation), counters=counters)
         return
     if name.endswith(_TEXT_SUFFIX):
         Path(path).write_text(

@@ -9,11 +9,11 @@ import gzip
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Clock", "Span", "check_trace_path", "read_clock", "shift_ns", "spread", "write_trace"]
+__all__ = ["Clock", "Counter", "Span", "check_trace_path", "read_clock", "shift_ns", "spread", "write_trace"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -59,6 +59,14 @@ def check_trace_path(path: str | os.PathLike[str]) -> None:
         raise ValueError(f"trace file is {os.fspath(path)!r}: its name must end in .json or .json.gz")
 
 
+class Counter(NamedTuple):
+    """A figure of a worker over time: (milliseconds, value), each up to the next one."""
+
+    worker_name: str
+    name: str
+    values: Sequence[tuple[float, float]]
+
+
 def spread(spans: Iterable[Span]) -> list[Span]:
     """The same spans in the same order, those of a track that overlap on as many tracks as it takes: "wire",
     "wire (2)" and so on. On one track the format knows only spans that follow or contain each other."""
@@ -79,16 +87,18 @@ def write_trace(
     spans: Iterable[Span],
     figures: Mapping[str, Any] | None = None,
     arrows: Iterable[tuple[Span, Span]] = (),
+    counters: Iterable[Counter] = (),
 ) -> None:
     """Writes the spans to a .json or .json.gz file, workers and tracks in the order of their first span.
 
     figures: of the run as a whole, kept beside them ("otherData"). arrows: from the beginning of one of the
-    spans to that of another. Times are microseconds since the earliest span. Raises ValueError for another
+    spans to that of another. counters: of workers that have spans. Times are microseconds since the earliest
+    span. Raises ValueError for another
     ending of the name, and for a span that ends before it begins.
     """
     check_trace_path(path)
     target = Path(path)
-    events = _make_events(list(spans), list(arrows))
+    events = _make_events(list(spans), list(arrows), list(counters))
     document: dict[str, Any] = {"displayTimeUnit": "ms", "traceEvents": events}
     if figures:
         document["otherData"] = dict(figures)
@@ -98,7 +108,9 @@ def write_trace(
     target.write_bytes(gzip.compress(data, mtime=0) if target.suffix == ".gz" else data)
 
 
-def _make_events(spans: list[Span], arrows: list[tuple[Span, Span]]) -> list[dict[str, Any]]:
+def _make_events(
+    spans: list[Span], arrows: list[tuple[Span, Span]], counters: list[Counter]
+) -> list[dict[str, Any]]:
     origin_ns = min((span.begin_ns for span in spans), default=0)
     process_ids: dict[str, int] = {}
     thread_ids: dict[tuple[str, str], int] = {}
@@ -129,6 +141,13 @@ def _make_events(spans: list[Span], arrows: list[tuple[Span, Span]]) -> list[dic
                 "ts": (span.begin_ns - origin_ns) / 1e3,
             }
             events.append(phase | place | {"cat": "arrow", "name": "arrow", "id": arrow_id})
+    for counter in counters:
+        process_id = process_ids[counter.worker_name]
+        of_counter: dict[str, Any] = {"ph": "C", "pid": process_id, "name": counter.name}
+        events += [
+            of_counter | {"ts": 1e3 * time_ms - origin_ns / 1e3, "args": {counter.name: value}}
+            for time_ms, value in counter.values
+        ]
     names = []
     for worker_name, process_id in process_ids.items():
         names += _name_events("process", process_id, 0, worker_name, process_id)

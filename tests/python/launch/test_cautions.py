@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pipedream
@@ -52,6 +53,14 @@ def test_a_model_in_eval_is_told_and_one_with_frozen_layers_is_not() -> None:
 def test_workers_without_work_are_told(asked: int, world_size: int | None, words: str) -> None:
     (caution,) = cautions_of(_model(), _plan(asked), world_size)
     assert words in caution
+
+
+def test_a_plan_that_was_given_is_not_said_to_be_the_fastest() -> None:
+    plan = replace(_plan(4), predicted={"given": ["replicas"]})
+    (caution,) = cautions_of(_model(), plan, None)
+    assert caution.endswith(
+        "2 of the 4 workers it was made for: replicas were given to partition(), and the search kept to them"
+    )
 
 
 _WEIGHT = torch.ones(2)

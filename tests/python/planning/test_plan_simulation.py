@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from pipedream.planning.layer_profile import LayerProfile, Profile
+from pipedream.planning.partitioner import partition
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.plan_simulation import PlanSimulation, simulate_plan
 
@@ -103,6 +104,32 @@ def test_replicas_share_their_stages_minibatches_and_its_parameters(tmp_path: Pa
     assert [worker["busy_ms_per_minibatch"] for worker in workers] == pytest.approx([3.0] * 3)
     # Of every two minibatches: two activations; a shard of 4,000 bytes pushed, another pulled.
     assert workers[0]["bytes_sent_per_minibatch"] == pytest.approx((1000 + 2 * 4000) / 2)
+
+
+def test_a_worker_needs_what_its_stage_keeps_in_flight(plan_file: Path) -> None:
+    simulated = _simulate(plan_file, "pipedream")
+    # Versions, model, gradients, momentum; what the layers pass on stands for what they save; what travels.
+    peaks = [worker["memory_peak_bytes"] for worker in simulated.to_dict()["workers"]]
+    assert peaks == [round(max(use.num_bytes for use in row)) for row in simulated.memory]
+    assert peaks[0] >= (3 + 3) * 4000 + 3 * 1000
+    assert "memory" in str(simulated).splitlines()[2]
+
+
+def test_a_plan_for_workers_of_different_speed_is_simulated_at_their_speeds(
+    plan_file: Path, tmp_path: Path
+) -> None:
+    plan = partition(_profile(), 3, 1e15, speeds=[1.0, 0.5, 2.0], boundaries=[0, 1])
+    assert plan.bottleneck_ms == pytest.approx(6.0)
+    plan.save(plan_file)
+    assert _simulate(plan_file, "pipedream").ms_per_minibatch == pytest.approx(6.0)
+    assert _simulate(plan_file, "model_parallel").ms_per_minibatch == pytest.approx(3.0 + 6.0 + 1.5)
+    replicated = tmp_path / "replicated.json"
+    partition(_profile(), 3, 1e15, speeds=[1.0, 0.5, 2.0], boundaries=[1], replicas=[2, 1]).save(replicated)
+    assert simulate_plan(replicated, _profile()).ms_per_minibatch == pytest.approx(6.0)  # 6 ms at half speed
+    spoilt = replace(plan, predicted=plan.predicted | {"speeds": [1.0]})
+    spoilt.save(plan_file)
+    with pytest.raises(ValueError, match=r"predicted\.speeds has 1 entries for 3 workers"):
+        _simulate(plan_file, "pipedream")
 
 
 def test_a_calibrated_plan_is_simulated_with_the_costs_that_it_carries(plan_file: Path) -> None:
