@@ -7,8 +7,9 @@ predicted by the calibrated cost model before it is run. Prints both, the error 
 and the worst; beside it by how much the two halves of the same run differ, which no prediction can beat, and
 what others took of the cores meanwhile. A run that others disturbed is done again, at most --tries times, and
 the least disturbed counts. --rounds calibrates and runs all that so often, and takes the median of each
-combination's figures. --links adds two hosts (namespaces) joined by a shaped link, which needs root. A quiet
-machine is needed: what other processes take of the cores nobody predicts.
+combination's figures. --links adds workers on hosts of their own (namespaces) with shaped links, which needs
+root; --only bit/s leaves out all others. A quiet machine is needed: what other processes take of the cores
+nobody predicts.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Combination:
     schedule: str
     microbatches: int = 1
     bandwidth: str | None = None
-    """Of a shaped link between two hosts; None: workers of this host."""
+    """Of the shaped link of each worker, which is a host of its own; None: workers of this host."""
 
     def __str__(self) -> str:
         name = f"{self.model}, {'-'.join(map(str, self.replicas))}, {self.schedule}"
@@ -114,6 +115,12 @@ LOCAL = [
 SHAPED = [
     Combination("mlp-256", (1, 1), "pipedream", bandwidth="200Mbit/s"),
     Combination("mlp-256", (1, 1), "flush", 4, bandwidth="1Gbit/s"),
+    # Replicas, whose gradients and versions these links carry.
+    Combination("mlp-256", (2, 1), "pipedream", bandwidth="1Gbit/s"),
+    Combination("mlp-256", (1, 2), "pipedream", bandwidth="1Gbit/s"),
+    Combination("mlp-256", (2,), "data_parallel", bandwidth="1Gbit/s"),
+    Combination("mlp-768", (2, 1), "pipedream", bandwidth="1Gbit/s"),
+    Combination("cnn", (2, 2), "pipedream", bandwidth="200Mbit/s"),
 ]
 
 
@@ -163,7 +170,7 @@ def run_plan(combination: Combination, plan: Plan, seconds: float) -> dict[str, 
     count = min(max(int(seconds * 1e3 / predicted_ms), MINIBATCHES_MIN), MINIBATCHES_MAX)
     with ForeignLoad() as others:
         result = run_once(combination, plan, task, count)
-    halves_ms = half_times_ms(result)
+    halves_ms = half_times_ms(result) if result.spans else (1.0, 1.0)  # which rank 0 has
     return {
         "predicted_ms": predicted_ms,
         "measured_ms": result.measured_ms,
@@ -223,16 +230,19 @@ def run_round(combinations: Sequence[Combination], seconds: float, tries: int) -
     return rows
 
 
-def run_shaped(seconds: float) -> dict[str, dict[str, float]]:
+def run_shaped(combinations: Sequence[Combination], seconds: float) -> dict[str, dict[str, float]]:
     rows = {}
-    for combination in SHAPED:
-        profile = calibrated(combination.model, "tcp")
-        plan = plan_of(profile, combination, 2)
-        assert combination.bandwidth is not None
-        fields = [SHAPED.index(combination), plan.to_dict(), seconds]
-        with Link(combination.bandwidth) as link:
-            rows[str(combination)] = run_ranks(link, __file__, fields)
-        print_row(str(combination), rows[str(combination)])
+    for model in dict.fromkeys(combination.model for combination in combinations):
+        profile = calibrated(model, "tcp")
+        for combination in combinations:
+            if combination.model != model or combination.bandwidth is None:
+                continue
+            num_workers = sum(combination.replicas)
+            plan = plan_of(profile, combination, num_workers)  # the hosts share this one's cores
+            fields = [SHAPED.index(combination), plan.to_dict(), seconds]
+            with Link(combination.bandwidth, num_hosts=num_workers) as link:
+                rows[str(combination)] = run_ranks(link, __file__, fields)
+            print_row(str(combination), rows[str(combination)])
     return rows
 
 
@@ -274,12 +284,12 @@ def main() -> None:
     print(f"machine: {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}")
     columns = (f"{name:>10}" for name in ("predicted", "measured", "error", "halves", "others"))
     print(f"{'ms per minibatch':44}", *columns)
-    chosen = [combination for combination in LOCAL if (options.only or "") in str(combination)]
+    local, shaped = ([c for c in among if (options.only or "") in str(c)] for among in (LOCAL, SHAPED))
     rounds = []
     for _ in range(options.rounds):
-        rows = run_round(chosen, options.seconds, options.tries)
+        rows = run_round(local, options.seconds, options.tries)
         if options.links:
-            rows |= run_shaped(options.seconds)
+            rows |= run_shaped(shaped, options.seconds)
         rounds.append(rows)
     errors = {name: abs(statistics.median(error_of(rows[name]) for rows in rounds)) for name in rounds[0]}
     worst = max(errors, key=lambda name: errors[name])
