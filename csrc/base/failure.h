@@ -22,7 +22,7 @@ class UserError : public std::runtime_error {
 };
 
 enum class FailureKind {
-  kPeerLost,      // the connection ended without a farewell, or its heartbeats stopped
+  kPeerLost,      // the connection ended without a farewell, or its beats stopped
   kTimeout,       // nothing happened within the bound
   kCorruptFrame,  // bytes that are not a frame of this protocol, or not what the plan allows here
   kAborted,       // the peer said that it stops, and why

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstdio>
+#include <utility>
 #include <vector>
 
 #include "base/check.h"
@@ -131,21 +132,26 @@ Clock::duration LinkCore::peer_timeout() const {
 
 std::optional<Deadline> LinkCore::deadline() const {
   if (state_ == State::kConnecting) return hello_deadline_;
-  if (state_ == State::kOpen && transport_.transport_options().beats) return beat_deadline_;
-  return std::nullopt;
+  if (!transport_.transport_options().beats) return std::nullopt;
+  const bool awaits_frames = state_ == State::kOpen || state_ == State::kFarewell;
+  return awaits_frames ? std::optional(frame_deadline_) : std::nullopt;
 }
 
+// At every BEAT of this side at least, so a frame is noted that much too late at most.
 void LinkCore::check_deadline(Deadline now) {
+  if (std::exchange(received_when_heard_, next_received_) != next_received_) {
+    frame_deadline_ = now + peer_timeout() / 2;
+  }
   const std::optional<Deadline> due = deadline();
   if (!due || now < *due) return;
   if (received_when_missed_ != next_received_) {
-    // This process may have been held up while HELLO or BEAT waited: what has arrived is read first.
+    // This process may have been held up while it waited: what has arrived is read first.
     received_when_missed_ = next_received_;
     look_for_traffic();
   } else if (state_ == State::kConnecting) {
     hello_is_late();
   } else {
-    beat_is_late();
+    frame_is_late();
   }
 }
 
@@ -161,16 +167,24 @@ void LinkCore::hello_is_late() {
             seconds_text(transport_.transport_options().peer_timeout_s) + " (" + options_.name + ")"});
 }
 
-void LinkCore::beat_is_late() {
-  lost("its process answers, but its program has shown no sign of life for " +
-       seconds_text(transport_.transport_options().peer_timeout_s) + " (" +
+void LinkCore::frame_is_late() {
+  lost("nothing has come from it for " + seconds_text(transport_.transport_options().peer_timeout_s / 2) +
+       ": its process is stopped, or the way to its machine is cut (" +
        std::to_string(num_work_items_of_peer_) + " work items done)");
 }
 
+// A beat waits its turn behind payloads on their way, for as long as a slow link takes: that none comes
+// meanwhile tells nothing of the program.
 void LinkCore::hear_beat(const FrameHeader& header) {
   num_work_items_of_peer_ = header.num_work_items;
-  beat_deadline_ = Clock::now() + peer_timeout();
-  received_when_missed_.reset();
+  const Deadline now = Clock::now();
+  if (header.has_pulse) {
+    pulse_felt_ = now;
+  } else if (now - pulse_felt_ >= peer_timeout()) {
+    lost("its process answers, but its program has shown no sign of life for " +
+         seconds_text(transport_.transport_options().peer_timeout_s) + " (" +
+         std::to_string(num_work_items_of_peer_) + " work items done)");
+  }
 }
 
 // ---- Sending ----
@@ -207,10 +221,11 @@ void LinkCore::say_hello() {
   say(hello);
 }
 
-void LinkCore::say_beat(std::uint64_t num_work_items) {
+void LinkCore::say_beat(std::uint64_t num_work_items, bool has_pulse) {
   if (state_ != State::kOpen) return;
   FrameHeader beat = header_of(FrameKind::kBeat);
   beat.num_work_items = num_work_items;
+  beat.has_pulse = has_pulse;
   say(beat);
 }
 
@@ -329,7 +344,8 @@ void LinkCore::dispatch(const FrameHeader& header, std::span<const std::byte> pa
 
 void LinkCore::open() {
   state_ = State::kOpen;
-  beat_deadline_ = Clock::now() + peer_timeout();
+  pulse_felt_ = Clock::now();
+  frame_deadline_ = pulse_felt_ + peer_timeout() / 2;
   transport_.need_thread();
   opened();
   std::deque<HeldFrame> waiting;

@@ -71,10 +71,10 @@ class LinkCore : public Link {
   // As end(), and the handler hears of it.
   void fail(const Failure& failure);
   [[nodiscard]] bool ended() const { return state_ == State::kEnded; }
-  // When the peer's HELLO, or its next BEAT, is due at the latest; empty when none is awaited.
+  // When the peer's HELLO, or its next frame, is due at the latest; empty when none is awaited.
   [[nodiscard]] std::optional<Deadline> deadline() const;
   void check_deadline(Deadline now);
-  void say_beat(std::uint64_t num_work_items);  // if the link is open
+  void say_beat(std::uint64_t num_work_items, bool has_pulse);  // if the link is open
 
   // Carries bytes as they are, past every rule. For tests.
   void inject(const FrameHeaderBytes& header, std::vector<std::byte> payload);
@@ -129,7 +129,7 @@ class LinkCore : public Link {
   void hear_beat(const FrameHeader& header);
   void hear_farewell();
   void hello_is_late();
-  void beat_is_late();
+  void frame_is_late();
   void refuse(const Failure& failure);
   void end_quietly(State state);
   template <class Call>
@@ -157,9 +157,11 @@ class LinkCore : public Link {
   std::uint64_t next_sent_ = 0;    // sequence numbers
   std::uint64_t next_received_ = 0;
   std::optional<Deadline> hello_deadline_;  // from when the peer is known to be there
-  Deadline beat_deadline_;
+  Deadline frame_deadline_;
+  Deadline pulse_felt_;                       // when the last BEAT with a pulse came, or the link opened
   std::uint64_t num_work_items_of_peer_ = 0;  // as its last BEAT said
-  // next_received_ when a BEAT was missed.
+  std::uint64_t received_when_heard_ = 0;     // next_received_ when frame_deadline_ was set
+  // next_received_ when something was missed.
   std::optional<std::uint64_t> received_when_missed_;
 };
 

@@ -122,7 +122,7 @@ struct CurveKeys {
 
 struct TransportOptions {
   std::string bind_host = "127.0.0.1";  // address or interface
-  double peer_timeout_s = 15.0;         // a silent peer is lost after this, heartbeats included
+  double peer_timeout_s = 15.0;         // a silent peer is lost after this
   // Encrypts and authenticates every link: a listener lets in the allowed keys only, a connector talks to the
   // endpoint's key only, and only if it is allowed. Without keys a connector must say the endpoint's token,
   // in the clear.
@@ -132,9 +132,11 @@ struct TransportOptions {
   // Between two transports of one host that both have it, frames without a payload travel through memory that
   // they share.
   bool shares_memory = false;
-  // A peer whose program gives no sign of life is lost, too, although its process answers heartbeats: the
-  // transport says BEAT to its peers only while pulse() is called at least every peer_timeout_s / 8, and a
-  // peer that has said none for peer_timeout_s is lost. Both ends of a link must have the same setting.
+  // Whether the ends of an open link tell each other that they live, by a BEAT every peer_timeout_s / 8. A
+  // peer from which nothing has come for half of peer_timeout_s is lost: it is stopped, or the way to it is
+  // cut. One whose beats come without a pulse for peer_timeout_s is lost, too: a beat has one while pulse()
+  // is called at least every peer_timeout_s / 8. Both ends must have the same setting. Without beats a peer
+  // is lost only when its connection ends.
   bool beats = false;
 };
 

@@ -468,9 +468,9 @@ void TransportCore::say_beats(Deadline now) {
   next_beat_ = now + beat_period_;
   const std::int64_t felt_ns = pulse_ns_.load(std::memory_order_acquire);
   const std::chrono::nanoseconds felt_for = kBeatPeriodsOfPulse * beat_period_;
-  if (felt_ns == kNoPulse || now_ns() - felt_ns > felt_for.count()) return;
+  const bool has_pulse = felt_ns != kNoPulse && now_ns() - felt_ns <= felt_for.count();
   const std::uint64_t num_work_items = num_work_items_.load(std::memory_order_relaxed);
-  for (LinkCore* link : active_links_) link->say_beat(num_work_items);
+  for (LinkCore* link : active_links_) link->say_beat(num_work_items, has_pulse);
 }
 
 // Of those that the thread looks after; empty when there is none.

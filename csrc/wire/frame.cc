@@ -89,8 +89,9 @@ constexpr std::uint8_t kFlagPayloadChecksum = 1;
 constexpr std::uint8_t kFlagGradientsOverflowed = 2;
 constexpr std::uint8_t kFlagEmpty = 4;
 constexpr std::uint8_t kFlagEndOfData = 8;
+constexpr std::uint8_t kFlagPulse = 16;
 constexpr std::uint8_t kKnownFlags =
-    kFlagPayloadChecksum | kFlagGradientsOverflowed | kFlagEmpty | kFlagEndOfData;
+    kFlagPayloadChecksum | kFlagGradientsOverflowed | kFlagEmpty | kFlagEndOfData | kFlagPulse;
 
 std::uint32_t checksum_of(std::span<const std::byte> bytes) {
   return crc32c(bytes.first(offsetof(WireHeader, header_checksum)));
@@ -107,6 +108,7 @@ std::uint8_t flags_of(const FrameHeader& header) {
   if (header.fields.gradients_overflowed) flags |= kFlagGradientsOverflowed;
   if (header.fields.is_empty) flags |= kFlagEmpty;
   if (header.fields.is_end_of_data) flags |= kFlagEndOfData;
+  if (header.has_pulse) flags |= kFlagPulse;
   return static_cast<std::uint8_t>(flags);
 }
 
@@ -325,6 +327,7 @@ std::optional<Failure> find_violation(const FrameHeader& header) {
   if (header.num_work_items != 0 && header.kind != FrameKind::kBeat) {
     return not_zero(header, "num_work_items", header.num_work_items);
   }
+  if (header.has_pulse && header.kind != FrameKind::kBeat) return not_zero(header, "has_pulse", true);
   if (auto violation = credit_violation(header)) return violation;
   if (auto violation = shape_violation(header)) return violation;
   return header.kind == FrameKind::kTensor ? tensor_violation(header) : tensorless_violation(header);
@@ -361,6 +364,7 @@ Result<FrameHeader> decode(std::span<const std::byte> bytes) {
   header.fields.is_end_of_data = (wire.flags & kFlagEndOfData) != 0;
   header.plan_hash = wire.plan_hash;
   header.num_work_items = wire.num_work_items;
+  header.has_pulse = (wire.flags & kFlagPulse) != 0;
   header.has_payload_checksum = (wire.flags & kFlagPayloadChecksum) != 0;
   header.payload_checksum = wire.payload_checksum;
   header.slot = wire.slot;

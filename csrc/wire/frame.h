@@ -68,6 +68,7 @@ struct FrameHeader {
   ItemFields fields{};               // TENSOR: of the item, the same in all its frames
   std::uint64_t plan_hash = 0;       // HELLO
   std::uint64_t num_work_items = 0;  // BEAT: that the sender has completed
+  bool has_pulse = false;            // BEAT: the sender's program lives, not only its process
   std::uint16_t slot = 0;            // of the receiver: granted by CREDIT, used by TENSOR
   std::uint64_t further_slots = 0;   // CREDIT: bit k: slot + 1 + k is granted, too
   // TENSOR: how tensor_bytes are encoded; shape and dtype are as they were before.
@@ -89,7 +90,7 @@ void encode(const FrameHeader& header, std::span<std::byte, kFrameHeaderBytes> b
 // chunk_offset + payload_bytes + placed_bytes <= tensor_bytes for a tensor, one of these two zero,
 // tensor_index < num_tensors, a finite loss_scale that is not negative. Frames of other kinds than TENSOR
 // leave the tensor's and the item's fields zero (CREDIT has slots, 65,535 the last) and, but for ABORT, have
-// no payload; plan_hash is HELLO's alone, num_work_items BEAT's, further_slots CREDIT's.
+// no payload; plan_hash is HELLO's alone, num_work_items and has_pulse BEAT's, further_slots CREDIT's.
 [[nodiscard]] Result<FrameHeader> decode(std::span<const std::byte> bytes);
 
 // The rules of decode() that concern the fields alone. A link asks before it sends: a header that the

@@ -55,7 +55,7 @@ def be_stopped_after(gate: str) -> None:
 
 
 def hold_the_gil() -> None:
-    """In C code, without a break: the process lives and answers heartbeats, the interpreter does not run."""
+    """In C code, without a break: the process lives and says beats, the interpreter does not run."""
     ctypes.PyDLL(None).sleep(3600)
 
 

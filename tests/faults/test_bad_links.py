@@ -13,6 +13,7 @@ import torch
 from bad_link import Mischief, Proxy, corrupt_at, cut_after, delay, stall_after
 from pipedream import _core
 from pipedream.links.libzmq import find_libzmq
+from pipedream.links.pulse import Pulse
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 CHANNEL = "activations of stage 0 to stage 1"
@@ -27,7 +28,7 @@ PATIENT_S = 30.0
 
 def make_worker(*, sends: bool, peer_timeout_s: float = PEER_TIMEOUT_S, **options: Any) -> _core.Worker:
     core = _core.Worker(
-        libzmq_path=find_libzmq(), peer_timeout_s=peer_timeout_s, shares_memory=False, **options
+        libzmq_path=find_libzmq(), peer_timeout_s=peer_timeout_s, shares_memory=False, beats=True, **options
     )
     core.add_channel(
         name=CHANNEL,
@@ -52,9 +53,10 @@ def linked(
     """A sender and a receiver in this process, their connection through a proxy if there is mischief."""
     with ExitStack() as stack:
         receiver = make_worker(sends=False, **options, **(receiver_options or {}))
-        stack.callback(receiver.close, 0)
         sender = make_worker(sends=True, **options, **(sender_options or {}))
-        stack.callback(sender.close, 0)
+        for worker in (receiver, sender):
+            stack.enter_context(Pulse(worker, options.get("peer_timeout_s", PEER_TIMEOUT_S)))
+            stack.callback(worker.close, 0)
         endpoints = receiver.listen()
         if mischief is not None:
             address, *rest = endpoints[CHANNEL].split(" ")

@@ -80,7 +80,10 @@ def test_a_killed_worker_ends_the_run_and_names_stage_and_minibatch(
     # The losses that were known are there, also those of the worker that was killed.
     assert list(error.losses) == [float(i * i) for i in range(len(error.losses))]  # type: ignore[attr-defined]
     assert at - 1 <= len(error.losses) <= at  # type: ignore[attr-defined]
-    assert not [pid for pid in set(map(int, readers.read_text().split())) if _is_alive(pid)]
+    for pid in set(map(int, readers.read_text().split())):
+        while _is_alive(pid):  # the kernel kills it when it has ended its parent
+            assert time.monotonic() - killed_s < BOUND_S
+            time.sleep(0.01)
 
 
 @pytest.mark.parametrize(("stage", "rank", "name"), [(0, 1, "stage 0 replica 1"), (1, 2, "stage 1")])

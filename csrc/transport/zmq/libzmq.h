@@ -46,11 +46,7 @@ inline constexpr int kCurveSecretKey = 49;
 inline constexpr int kCurveServerKey = 50;
 inline constexpr int kZapDomain = 55;
 inline constexpr int kHandshakeIvl = 66;
-inline constexpr int kHeartbeatIvl = 75;
-inline constexpr int kHeartbeatTtl = 76;
-inline constexpr int kHeartbeatTimeout = 77;
 inline constexpr int kConnectTimeout = 79;
-inline constexpr int kTcpMaxRt = 80;
 
 // Flags.
 inline constexpr int kDontWait = 1;

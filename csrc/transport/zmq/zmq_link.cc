@@ -93,12 +93,6 @@ ZmqLink::ZmqLink(TransportCore& transport, LinkOptions options, LinkHandler& han
   set_option(zmq::kSndHwm, 0);
   set_option(zmq::kRcvHwm, 0);
   set_option(zmq::kReconnectIvl, -1);
-  // A silent peer is lost after at most an eighth and a half of the timeout. TCP's user timeout stands in
-  // where a full send buffer holds the heartbeat itself back.
-  set_option(zmq::kHeartbeatIvl, milliseconds(peer_timeout_s / 8));
-  set_option(zmq::kHeartbeatTimeout, milliseconds(peer_timeout_s / 2));
-  set_option(zmq::kHeartbeatTtl, std::max(100, milliseconds(peer_timeout_s / 2)));
-  set_option(zmq::kTcpMaxRt, milliseconds(peer_timeout_s / 2));
   set_option(zmq::kConnectTimeout, milliseconds(peer_timeout_s));
   // A connector's own deadline for HELLO comes first: it says what happened.
   set_option(zmq::kHandshakeIvl,

@@ -5,8 +5,7 @@
 //   send      caller -> task queue -> who drives: header and payload, two parts -> I/O thread -> TCP
 //             the payload is the caller's memory; libzmq's free callback is on_sent
 //   receive   TCP -> I/O thread -> message (libzmq's memory) -> who drives -> handler, no copy
-//   loss      the monitor tells at once that a connection ended; heartbeats and TCP's user timeout end it
-//             when the peer is silent
+//   loss      the monitor tells at once that a connection ended; that a peer is silent, LinkCore finds
 //
 // Where both ends are on one host and share memory, frames without a payload take rings in it instead
 // (frame_rings.h), and the connection is there to find each other, for the rest, and to tell of a loss.

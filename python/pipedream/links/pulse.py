@@ -1,8 +1,8 @@
 """The pulse of a worker: a thread that tells the core, again and again, that the interpreter runs.
 
-Heartbeats of the sockets are answered by threads that need no interpreter, so they prove the process alone.
-The pulse needs the GIL: where some code holds it for good the pulse stops, the core says no more BEAT, and
-the peers give the worker up after peer_timeout. Owned by the thread that owns the core.
+The core's transport thread says BEAT to the peers and needs no interpreter, so a beat proves the process
+alone. The pulse needs the GIL: where some code holds it for good the pulse stops, beats go on without one,
+and the peers give the worker up after peer_timeout. Owned by the thread that owns the core.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@
 namespace pipedream {
 namespace {
 
-// ZeroMQ's heartbeats, which would deliver what was lost, come later than the test gives up.
-constexpr double kNoHeartbeatS = 1e4;
+// Deadlines, at which the transport thread would deliver what was lost, come later than the test gives up.
+constexpr double kNoDeadlineS = 1e4;
 
 Deadline in_patience() { return Clock::now() + kPatience; }
 
@@ -55,7 +55,7 @@ class Interruptions {
 
 class Driving : public testing::TestWithParam<std::string> {
  protected:
-  void SetUp() override { make_transports(kNoHeartbeatS); }
+  void SetUp() override { make_transports(kNoDeadlineS); }
 
   void make_transports(double peer_timeout_s, bool beats = false) {
     TransportOptions options;
@@ -510,7 +510,7 @@ TEST_P(Driving, ShutdownWhileOthersPostSendAndWaitGivesBackEveryFrame) {
     SentCount sent;
     Recorder at_listener;
     Recorder at_connector;
-    make_transports(kNoHeartbeatS);
+    make_transports(kNoDeadlineS);
     Link& listener = listening_->listen(link_options("stage 0 (rank 0)"), at_listener);
     Link& connector = connecting_->connect(link_options(), listener.endpoint(), at_connector);
     ASSERT_TRUE(at_connector.wait_open());

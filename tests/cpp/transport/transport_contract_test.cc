@@ -69,11 +69,12 @@ class TransportContract : public testing::TestWithParam<std::string> {
     EXPECT_EQ(listener_->counters().num_refused, 1u);
   }
   // Both transports anew, with beats.
-  void make_transports_with_beats(double peer_timeout_s) {
+  void make_transports_with_beats(double peer_timeout_s, bool connector_beats = true) {
     TransportOptions options;
     options.beats = true;
     options.peer_timeout_s = peer_timeout_s;
     listening_ = make_transport(GetParam(), options);
+    options.beats = connector_beats;
     connecting_ = make_transport(GetParam(), options);
   }
 
@@ -651,6 +652,21 @@ TEST_P(TransportContract, PeerThatNeverPulsesIsLost) {
   // Whoever said so first ended the connection.
   const std::string both = failures[0].message + failures[1].message;
   EXPECT_NE(both.find("no sign of life for 2 s (0 work items done)"), std::string::npos) << both;
+}
+
+// On a slow link beats wait behind what was sent before them: here they never come.
+TEST_P(TransportContract, PeerLivesAsLongAsFramesComeAndIsLostWhenNoneDo) {
+  make_transports_with_beats(2, /*connector_beats=*/false);
+  open_link();
+  for (const Deadline end = Clock::now() + std::chrono::milliseconds(2500); Clock::now() < end;) {
+    listening_->pulse(1);
+    connector_->send(credit_frame(5));
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  EXPECT_EQ(at_listener_.num_failures(), 0u);
+  const Failure failure = at_listener_.wait_failure();
+  EXPECT_EQ(failure.kind, FailureKind::kPeerLost);
+  EXPECT_NE(failure.message.find("nothing has come from it for 1 s"), std::string::npos) << failure.message;
 }
 
 TEST_P(TransportContract, PeersThatPulseLiveLongerThanThePeerTimeout) {

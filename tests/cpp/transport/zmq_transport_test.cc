@@ -20,12 +20,22 @@ namespace pipedream {
 namespace {
 
 constexpr const char* kChildVariable = "PIPEDREAM_TEST_PEER_ENDPOINT";
+constexpr const char* kBeatsVariable = "PIPEDREAM_TEST_PEER_BEATS";
+
+TransportOptions options_with_beats() {
+  TransportOptions options;
+  options.peer_timeout_s = 2;
+  options.beats = true;
+  return options;
+}
 
 // The peer process: connects, sends three frames, then waits to be killed.
 [[noreturn]] void run_peer(const std::string& endpoint) {
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   Recorder recorder;
-  const std::unique_ptr<Transport> transport = make_zmq_transport({});
+  const bool beats = std::getenv(kBeatsVariable) != nullptr;
+  const std::unique_ptr<Transport> transport =
+      make_zmq_transport(beats ? options_with_beats() : TransportOptions{});
   Link& link = transport->connect(link_options(), endpoint, recorder);
   for (std::uint64_t index = 0; index < 3; ++index) link.send(credit_frame(index));
   for (;;) ::pause();
@@ -45,11 +55,13 @@ class PeerEnvironment final : public testing::Environment {
 // Killed at the latest when it goes out of scope.
 class PeerProcess {
  public:
-  explicit PeerProcess(const std::string& endpoint) {
+  explicit PeerProcess(const std::string& endpoint, bool beats = false) {
     std::string executable = "/proc/self/exe";
     std::string variable = std::string(kChildVariable) + "=" + endpoint;
     std::vector<char*> arguments = {executable.data(), nullptr};
+    std::string beats_variable = std::string(kBeatsVariable) + "=1";
     std::vector<char*> variables = {variable.data()};
+    if (beats) variables.push_back(beats_variable.data());
     for (char** entry = environ; *entry != nullptr; ++entry) variables.push_back(*entry);
     variables.push_back(nullptr);
     started_ =
@@ -98,21 +110,23 @@ TEST_F(ZmqTransport, KilledProcessIsALostPeerAfterItsFramesWereDelivered) {
   EXPECT_EQ(recorder_.num_closed(), 0);
 }
 
-TEST_F(ZmqTransport, StoppedProcessIsALostPeerByItsHeartbeats) {
-  options_.peer_timeout_s = 2;
+TEST_F(ZmqTransport, StoppedProcessIsALostPeerByItsBeats) {
+  options_ = options_with_beats();
   transport_ = make_transport("zmq", options_);
   const Link& link = listen();
-  const PeerProcess peer(link.endpoint());
+  const PeerProcess peer(link.endpoint(), /*beats=*/true);
   ASSERT_TRUE(recorder_.wait_frames(3));
   peer.signal(SIGSTOP);
-  EXPECT_EQ(recorder_.wait_failure().kind, FailureKind::kPeerLost);
+  const Failure failure = recorder_.wait_failure();
+  EXPECT_EQ(failure.kind, FailureKind::kPeerLost);
+  EXPECT_NE(failure.message.find("nothing has come from it for 1 s"), std::string::npos) << failure.message;
 }
 
 TEST_F(ZmqTransport, StoppedProcessIsALostPeerEvenWhenSendsFillTheConnection) {
-  options_.peer_timeout_s = 2;
+  options_ = options_with_beats();
   transport_ = make_transport("zmq", options_);
   Link& link = listen();
-  const PeerProcess peer(link.endpoint());
+  const PeerProcess peer(link.endpoint(), /*beats=*/true);
   ASSERT_TRUE(recorder_.wait_frames(3));
   peer.signal(SIGSTOP);
   const std::vector<std::byte> payload(std::size_t{4} << 20);
@@ -203,8 +217,8 @@ TEST_F(ZmqTransport, ShutdownIsBoundedWhenThePeerNeverReads) {
   EXPECT_EQ(recorder_.num_failures(), 0u);
 }
 
-TEST_F(ZmqTransport, PeerThatNeverReadsIsLost) {
-  options_.peer_timeout_s = 2;
+TEST_F(ZmqTransport, PeerThatNeitherReadsNorBeatsIsLost) {
+  options_ = options_with_beats();
   transport_ = make_transport("zmq", options_);
   Link& link = listen();
   RawPeer peer;

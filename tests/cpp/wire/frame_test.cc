@@ -80,7 +80,10 @@ FrameHeader header_of_kind(FrameKind kind) {
   header.kind = kind;
   header.identity = {1, 2, 3};
   if (kind == FrameKind::kHello) header.plan_hash = 99;
-  if (kind == FrameKind::kBeat) header.num_work_items = 100;
+  if (kind == FrameKind::kBeat) {
+    header.num_work_items = 100;
+    header.has_pulse = true;
+  }
   return header;
 }
 
@@ -302,6 +305,7 @@ TEST(Frame, EachBrokenRuleIsRefusedByItsField) {
        [](FrameHeader& header) { header.fields.loss_scale = std::numeric_limits<double>::infinity(); }},
       {"plan_hash", [](FrameHeader& header) { header.plan_hash = 1; }},
       {"num_work_items", [](FrameHeader& header) { header.num_work_items = 1; }},
+      {"has_pulse", [](FrameHeader& header) { header.has_pulse = true; }},
       {"codec",
        [](FrameHeader& header) {
          header.codec = CodecKind::kInt8;
@@ -354,6 +358,9 @@ TEST(Frame, FramesWithoutATensorCarryNoneOfItsFields) {
     FrameHeader with_count = header_of_kind(kind);
     with_count.num_work_items = 1;
     EXPECT_EQ(decode(encoded(with_count)).ok(), kind == FrameKind::kBeat) << frame_kind_name(kind);
+    FrameHeader with_pulse = header_of_kind(kind);
+    with_pulse.has_pulse = true;
+    EXPECT_EQ(decode(encoded(with_pulse)).ok(), kind == FrameKind::kBeat) << frame_kind_name(kind);
   }
 }
 
@@ -376,7 +383,7 @@ TEST(Frame, EnvelopeIsCheckedBeforeAnyField) {
   expect_refused(forged(good, kKindAt, std::uint8_t{8}), "kind");
   expect_refused(forged(good, kKindAt + 1, std::uint8_t{0}), "dtype");
   expect_refused(forged(good, kKindAt + 1, std::uint8_t{13}), "dtype");
-  expect_refused(forged(good, kFlagsAt, std::uint8_t{16}), "flags");
+  expect_refused(forged(good, kFlagsAt, std::uint8_t{32}), "flags");
   expect_refused(forged(good, kCodecAt, std::uint8_t{5}), "codec");
   expect_refused(forged(good, kCodecAt, std::uint8_t{255}), "codec");
   expect_refused(forged(good, 191, std::uint8_t{1}), "reserved");

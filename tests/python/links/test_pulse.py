@@ -34,7 +34,7 @@ def test_the_pulse_beats_by_itself_until_it_is_stopped() -> None:
     with _start(core, 0.016):
         assert core.reached.wait(_DEADLINE_S)
     assert len(core.threads) == 2  # the first by the maker, so that no link opens without one
-    assert "pipedream-pulse" not in {thread.name for thread in threading.enumerate()}
+    assert not core.threads & {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
 
 
 def test_the_pulse_has_beaten_once_before_anything_is_waited_for_and_may_be_stopped_twice() -> None:
