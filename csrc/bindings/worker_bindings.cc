@@ -5,9 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <array>
 #include <chrono>
-#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <set>
@@ -18,6 +16,8 @@
 
 #include "base/process.h"
 #include "bindings/bindings.h"
+#include "bindings/channel_rows.h"
+#include "bindings/items.h"
 #include "bindings/tensor_exchange.h"
 #include "channel/wire_layout.h"
 #include "codec/codec.h"
@@ -67,41 +67,6 @@ auto with_signals(double timeout_s, Attempt attempt, Done done) {
   }
 }
 
-py::dict stats_entry(const ChannelStats& stats) {
-  py::dict entry;
-  entry["wire_bytes_sent"] = stats.link.bytes_sent;
-  entry["wire_bytes_received"] = stats.link.bytes_received;
-  entry["num_refused"] = stats.link.num_refused;
-  entry["num_items"] = stats.num_items;
-  entry["num_chunks"] = stats.num_chunks;
-  entry["chunk_bytes"] = stats.chunk_bytes;
-  entry["tensor_bytes"] = stats.tensor_bytes;
-  entry["placed_bytes"] = stats.placed_bytes;
-  entry["transfer_ns"] = stats.transfer_ns;
-  entry["credit_wait_ns"] = stats.credit_wait_ns;
-  entry["wait_ns"] = stats.wait_ns;
-  return entry;
-}
-
-py::list sent_rows(const std::vector<SentTransfer>& transfers) {
-  py::list rows;
-  for (const SentTransfer& sent : transfers) {
-    rows.append(py::make_tuple(sent.minibatch.value(), sent.microbatch.value(), sent.wire_bytes,
-                               sent.queued_ns, sent.started_ns, sent.copied_ns, sent.framed_ns,
-                               sent.released_ns));
-  }
-  return rows;
-}
-
-py::list received_rows(const std::vector<ReceivedTransfer>& transfers) {
-  py::list rows;
-  for (const ReceivedTransfer& received : transfers) {
-    rows.append(py::make_tuple(received.minibatch.value(), received.microbatch.value(), received.wire_bytes,
-                               received.arrived_ns, received.complete_ns));
-  }
-  return rows;
-}
-
 // (dtype name, dimensions, bytes at most) of each tensor of an item.
 using TensorFields = std::vector<std::tuple<std::string, int, std::size_t>>;
 
@@ -115,106 +80,8 @@ ItemSpec item_spec(const TensorFields& tensors) {
 
 }  // namespace
 
-// Keeps what Python borrows alive: the pool outlives the lease.
-struct ItemHolder {
-  std::shared_ptr<Pool> pool;
-  ReceivedItem item;
-};
-
 // Public key, secret key, public keys that are let in.
 using KeyFields = std::tuple<std::string, std::string, std::vector<std::string>>;
-
-class PyWorker;
-
-// An item outside the schedule, as Python sees it.
-struct PyItem {
-  std::shared_ptr<Pool> pool;  // outlives what the item leases
-  std::optional<ReceivedItem> received;
-  DeviceType device = DeviceType::kHost;
-  int device_index = 0;
-  ItemFields fields;
-  bool is_end = false;
-
-  // One capsule per tensor; the slot is free again when all are gone. Once.
-  py::list take_tensors() {
-    py::list capsules;
-    if (!received || is_end) return capsules;
-    auto holder = std::make_shared<ItemHolder>(ItemHolder{pool, std::move(*received)});
-    received.reset();
-    for (const TensorView& tensor : holder->item.tensors) {
-      capsules.append(to_capsule(tensor, device, device_index, holder));
-    }
-    return capsules;
-  }
-};
-
-// A work item as Python sees it: a named tuple, whose fields cost next to nothing to make and to read.
-class WorkItemType {
- public:
-  WorkItemType() {
-    static std::array<PyStructSequence_Field, kNumFields + 1> fields{{
-        {"kind", "FORWARD, RECOMPUTE, BACKWARD, UPDATE, SEND, RECV or DONE"},
-        {"stage", nullptr},
-        {"minibatch", nullptr},
-        {"microbatch", nullptr},
-        {"read_slot", nullptr},
-        {"write_slot", nullptr},
-        {"edge", "SEND, RECV: which; else None."},
-        {"tensors",
-         "FORWARD: activations from upstream. BACKWARD: gradients from downstream. RECV: the edge's, "
-         "none where both ends are this worker's."},
-        {"data_fingerprint", "FORWARD: of the minibatch's data, as the first stage took it."},
-        {"gradients_overflowed", "FORWARD: whether a stage upstream has had some that did."},
-        {"is_empty", "FORWARD: the microbatch has no samples."},
-        {"loss_scale", "BACKWARD: of the loss that the gradients are of; 0: it is not scaled."},
-        {"freed_slot", "Whose version nobody reads any more because of the item before; -1: none."},
-        {"num_minibatches", "DONE: how many there were."},
-        {nullptr, nullptr},
-    }};
-    static PyStructSequence_Desc description{"pipedream._core.WorkItem", "What to do next.", fields.data(),
-                                             kNumFields};
-    type_ = PyStructSequence_NewType(&description);
-    if (type_ == nullptr) throw py::error_already_set();
-    for (const WorkKind kind : {WorkKind::kForward, WorkKind::kRecompute, WorkKind::kBackward,
-                                WorkKind::kUpdate, WorkKind::kSend, WorkKind::kRecv, WorkKind::kDone}) {
-      kinds_.at(static_cast<std::size_t>(kind)) = PyUnicode_InternFromString(work_kind_name(kind));
-    }
-  }
-
-  [[nodiscard]] py::object make(const WorkItem& work, const ItemFields& fields, const py::list& tensors,
-                                std::int64_t freed_slot) const {
-    const auto item = py::reinterpret_steal<py::object>(PyStructSequence_New(type_));
-    if (!item) throw py::error_already_set();
-    int field_index = 0;
-    const auto add = [&](PyObject* value) { PyStructSequence_SetItem(item.ptr(), field_index++, value); };
-    add(Py_NewRef(kinds_.at(static_cast<std::size_t>(work.kind))));
-    for (const std::int64_t number : {work.stage.value(), work.minibatch.value(), work.microbatch.value(),
-                                      work.read_slot.value(), work.write_slot.value()}) {
-      add(PyLong_FromLongLong(number));
-    }
-    const bool travels = work.kind == WorkKind::kSend || work.kind == WorkKind::kRecv;
-    add(travels ? py::cast(work.edge).release().ptr() : Py_NewRef(Py_None));
-    add(Py_NewRef(tensors.ptr()));
-    add(PyLong_FromUnsignedLongLong(fields.data_fingerprint));
-    add(PyBool_FromLong(fields.gradients_overflowed ? 1 : 0));
-    add(PyBool_FromLong(fields.is_empty ? 1 : 0));
-    add(PyFloat_FromDouble(fields.loss_scale));
-    add(PyLong_FromLongLong(freed_slot));
-    add(PyLong_FromLongLong(work.num_minibatches));
-    PD_CHECK(field_index == kNumFields, field_index);
-    return item;
-  }
-
-  [[nodiscard]] py::handle type() const { return reinterpret_cast<PyObject*>(type_); }
-
- private:
-  static constexpr int kNumFields = 14;
-
-  PyTypeObject* type_;                // as long as the process, as are the kinds
-  std::array<PyObject*, 7> kinds_{};  // by WorkKind
-};
-
-const WorkItemType* g_work_item = nullptr;  // set once, when the module is imported
 
 class PyWorker {
  public:
@@ -463,7 +330,7 @@ class PyWorker {
         tensors.append(exchange_->lend(tensor, device_of_item(), worker_->device().index(), holder));
       }
     }
-    return g_work_item->make(work, fields, tensors, freed ? freed->value() : -1);
+    return make_work_item(work, fields, tensors, freed ? freed->value() : -1);
   }
 
   // User code that keeps the tensors it was given keeps their slots, and then nothing can arrive. Garbage
@@ -507,45 +374,6 @@ class PyWorker {
   bool on_device_ = true;                // what it sends or has received
   std::set<std::string> staging_terms_;  // in pinned host memory
 };
-
-namespace {
-
-void bind_items(py::module_& module) {
-  g_work_item = new WorkItemType();  // NOLINT(cppcoreguidelines-owning-memory): as long as the process
-  module.attr("WorkItem") = g_work_item->type();
-  py::class_<ItemFields>(module, "ItemFields", "What an item says of itself beside its tensors.")
-      .def(py::init([](std::uint64_t data_fingerprint, double loss_scale, bool gradients_overflowed,
-                       bool is_empty, std::uint32_t num_minibatches, bool is_end_of_data) {
-             return ItemFields{data_fingerprint, loss_scale,      gradients_overflowed,
-                               is_empty,         num_minibatches, is_end_of_data};
-           }),
-           py::kw_only(), py::arg("data_fingerprint") = 0, py::arg("loss_scale") = 0.0,
-           py::arg("gradients_overflowed") = false, py::arg("is_empty") = false,
-           py::arg("num_minibatches") = 0, py::arg("is_end_of_data") = false)
-      .def_readwrite("data_fingerprint", &ItemFields::data_fingerprint)
-      .def_readwrite("loss_scale", &ItemFields::loss_scale, "0: the loss is not scaled.")
-      .def_readwrite("gradients_overflowed", &ItemFields::gradients_overflowed)
-      .def_readwrite("is_empty", &ItemFields::is_empty, "The microbatch has no samples.")
-      .def_readwrite("num_minibatches", &ItemFields::num_minibatches,
-                     "That pushed gradients are the sum of; with is_end_of_data: of the run.")
-      .def_readwrite("is_end_of_data", &ItemFields::is_end_of_data, "Instead of gradients: no more come.");
-  py::class_<TensorExchange, std::shared_ptr<TensorExchange>>(
-      module, "TensorExchange", "How a framework's tensors become the core's and back.")
-      .def(py::init<const py::object&, py::object, py::object>(), py::arg("tensor_type"),
-           py::arg("to_capsule"), py::arg("from_capsule"))
-      .def("fingerprint", &TensorExchange::fingerprint_of, py::arg("tensors"),
-           "64 bits of what the tensors hold, with dtypes and shapes; None where one is not contiguous in "
-           "host "
-           "memory.")
-      .def_property_readonly("by_table", &TensorExchange::by_table,
-                             "By the type's table of C functions; else by capsules.");
-  py::class_<PyItem>(module, "ReceivedItem", "An item outside the schedule.")
-      .def_readonly("fields", &PyItem::fields)
-      .def_readonly("is_end", &PyItem::is_end)
-      .def("take_tensors", &PyItem::take_tensors, "DLPack capsules of its tensors, once.");
-}
-
-}  // namespace
 
 void bind_worker(py::module_& module) {
   g_run_failure = PyErr_NewException("pipedream._core.RunFailure", PyExc_RuntimeError, nullptr);

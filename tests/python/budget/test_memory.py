@@ -123,7 +123,7 @@ def test_replicas_may_keep_all_and_have_all_gradients_wait() -> None:
     options = _core.ScheduleOptions("pipedream", plan.in_flight, 1, plan.placement)
     footprints = {1: replace(_footprint(), target_bytes=4 * _KIB)}
     nothing = {1: 0}
-    memory = MemoryPlan(plan, 2, options, footprints, [], nothing, nothing, nothing, nothing, 0)
+    memory = MemoryPlan(plan, 2, options, footprints, [], nothing, {1: {}}, nothing, nothing, 0)
     waiting = max(most for edge, most in _core.replay(options, 12)["edges"] if edge.kind == "gradient")
     # One minibatch's targets, besides.
     assert _kib(memory)[STASH] == 100 + (waiting + 1) * (10 - 4) + 4

@@ -1,0 +1,17 @@
+// What channels say of themselves, as Python gets it. Called with the GIL held.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <vector>
+
+#include "channel/channel_stats.h"
+#include "channel/transfer.h"
+
+namespace pipedream {
+
+[[nodiscard]] pybind11::dict stats_entry(const ChannelStats& stats);
+[[nodiscard]] pybind11::list sent_rows(const std::vector<SentTransfer>& transfers);
+[[nodiscard]] pybind11::list received_rows(const std::vector<ReceivedTransfer>& transfers);
+
+}  // namespace pipedream

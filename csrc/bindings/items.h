@@ -1,0 +1,45 @@
+// What is received, as Python sees it: a work item, and an item outside the schedule. Called with the GIL
+// held.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "channel/receive_channel.h"
+#include "device/device.h"
+#include "pool/pool.h"
+#include "stage/engine.h"
+#include "wire/item_fields.h"
+
+namespace pipedream {
+
+// Keeps what Python borrows alive: the pool outlives the lease.
+struct ItemHolder {
+  std::shared_ptr<Pool> pool;
+  ReceivedItem item;
+};
+
+// An item outside the schedule.
+struct PyItem {
+  std::shared_ptr<Pool> pool;  // outlives what the item leases
+  std::optional<ReceivedItem> received;
+  DeviceType device = DeviceType::kHost;
+  int device_index = 0;
+  ItemFields fields;
+  bool is_end = false;
+
+  // One capsule per tensor; the slot is free again when all are gone. Once.
+  pybind11::list take_tensors();
+};
+
+// A named tuple, whose fields cost next to nothing to make and to read. freed_slot: -1 is none.
+[[nodiscard]] pybind11::object make_work_item(const WorkItem& work, const ItemFields& fields,
+                                              const pybind11::list& tensors, std::int64_t freed_slot);
+
+// Before the first of them.
+void bind_items(pybind11::module_& module);
+
+}  // namespace pipedream
