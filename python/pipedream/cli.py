@@ -31,6 +31,7 @@ from pipedream.planning.plan import Plan, replica_counts
 from pipedream.planning_commands import add_planning_commands
 
 if TYPE_CHECKING:
+    from pipedream.planning.layer_profile import Profile
     from pipedream.report.result import RunResult
 
 __all__ = ["app", "main"]
@@ -98,23 +99,53 @@ def profile_command(
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the profile here.")] = None,
     minibatches: Annotated[int, typer.Option(help="Minibatches to time at most.")] = 1000,
     seconds: Annotated[float | None, typer.Option(help="Seconds to time at most.")] = None,
+    calibrated_for: Annotated[
+        int | None,
+        typer.Option(
+            "--calibrate",
+            metavar="WORKERS",
+            help="Measure by short runs with so many workers on this machine what a run adds, for"
+            " `partition --cost-model calibrated`.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Time every layer of a model on this machine."""
     from pipedream.launch.target import load_job
 
     check_output(output)
+    if calibrated_for is not None and calibrated_for < 2:
+        raise ValueError(
+            f"--calibrate is {calibrated_for}: it takes 2 workers to see what they do to each other"
+        )
     with _clean_stdout(as_json):
-        job = load_job(target, needs_optimizer=False)
+        job = load_job(target, needs_optimizer=calibrated_for is not None)
         from pipedream.model.profiler import profile
 
         measured = profile(job.model, job.data, job.loss_fn, minibatches=minibatches, seconds=seconds)
+        if calibrated_for is not None:
+            measured = _calibrate(measured, target, calibrated_for)
     notes = []
+    if measured.runtime is not None:
+        notes.append(
+            f"calibrated for {calibrated_for} workers on a machine: `pipedream partition --cost-model"
+            f" calibrated --workers-per-host {calibrated_for}` plans with it"
+        )
     if output is not None:
         measured.save(output)
     else:
         notes.append("not saved: --output profile.json keeps it for `pipedream partition`")
     print_result(with_notes(measured, notes), measured.to_dict(), as_json)
+
+
+def _calibrate(measured: Profile, target: str, workers: int) -> Profile:
+    # What was profiled may have used its data up.
+    from pipedream.launch.calibration import calibrate
+    from pipedream.launch.target import load_job
+
+    job = load_job(target, needs_optimizer=True)
+    optimizer = job.options["optimizer"]
+    return calibrate(measured, job.model, job.data, job.loss_fn, optimizer=optimizer, workers=workers)
 
 
 @app.command("explain")

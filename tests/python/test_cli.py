@@ -9,6 +9,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from pipedream.launch import runner
 from pipedream.links.keys import load_keys
 from pipedream.planning.layer_profile import LayerProfile, Profile
 from pipedream.planning.plan import Plan, Stage
+from pipedream.planning.runtime_costs import FREE
 
 PROFILE = Profile(
     (LayerProfile("first", 4, 6, 1000, 8), LayerProfile("second", 4, 6, 0, 16)), model="tiny", batch_size=32
@@ -118,6 +120,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             describe_channels=lambda: "channel  transport",
         )
 
+    # With its own import of the profiler, which another test may have had it make before.
+    monkeypatch.setattr(importlib.import_module("pipedream.launch.profiling"), "profile", profile)
     module = ModuleType("pipedream.model.profiler")
     module.profile = profile  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -176,6 +180,32 @@ def test_table_predicts_speeds_of_all_profiles_in_a_folder(call: Caller) -> None
     rows = json.loads(call("table", "profile.json", "--workers", "2", "--json").stdout)["rows"]
     assert [row["bandwidth_bytes_per_s"] for row in rows] == [1.25e8, 1.25e9, 3.125e9, 1.25e10]
     assert rows[0]["over_one_worker"] == pytest.approx(2)
+
+
+def test_profile_calibrates_where_asked(
+    call: Caller, calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("cli_target.py").write_text(TARGET, encoding="utf-8")
+    calibration = importlib.import_module("pipedream.launch.calibration")
+    given: list[Any] = []
+
+    def calibrate(profile: Profile, *arguments: Any, **options: Any) -> Profile:
+        given.extend([profile, arguments, options])
+        return replace(profile, runtime=FREE.to_dict())
+
+    monkeypatch.setattr(calibration, "calibrate", calibrate)
+    outcome = call("profile", "cli_target.py:make", "--calibrate", "3", "--output", "p.json")
+    assert outcome.status == 0, outcome.stderr
+    assert given == [PROFILE, ("m", [1, 2], len), {"optimizer": list, "workers": 3}]
+    assert Profile.load("p.json").runtime is not None
+    assert "`pipedream partition --cost-model calibrated --workers-per-host 3`" in outcome.stdout
+    plan = call(
+        *("partition", "p.json", "--workers", "2", "--bandwidth", "1Gbit/s"), "--cost-model", "calibrated"
+    )
+    assert plan.status == 0 and "predicted by cost model 'calibrated'" in plan.stdout
+    assert (
+        call("profile", "cli_target.py:make", "--calibrate", "1").error().startswith("--calibrate is 1: it")
+    )
 
 
 def test_simulate_prints_a_table_and_json_has_its_figures(call: Caller) -> None:
@@ -445,7 +475,7 @@ def test_run_json_has_the_plan_and_the_result_with_null_for_nan(call: Caller, ca
 
 def test_run_without_a_plan_profiles_and_plans_first(call: Caller, calls: dict[str, Any]) -> None:
     outcome = call("run", "cli_target.py:make", "--workers", "2", "--bandwidth", "10Gbit/s", "--straight")
-    assert outcome.status == 0
+    assert outcome.status == 0, outcome.stderr
     assert calls["profile"][3]["seconds"] > 0
     assert calls["run"][1].stages == (Stage(0, 0), Stage(1, 1))
 
