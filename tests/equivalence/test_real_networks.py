@@ -55,9 +55,10 @@ def _num_layers(name: str) -> int:
     return len(cut.layer_names)
 
 
+@pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_two_stages_of_a_network_train_as_a_plain_loop_does(farm: Farm, name: str) -> None:
+def test_stages_of_a_network_train_as_a_plain_loop_does(farm: Farm, name: str, num_stages: int) -> None:
     needed(name)
-    plan = Plan.straight(_num_layers(name), 2)
-    losses = farm.results(_train, name, plan, num_ranks=2)[0]
+    plan = Plan.straight(_num_layers(name), num_stages)
+    losses = farm.results(_train, name, plan, num_ranks=num_stages)[0]
     assert_close_losses(losses, _train_plainly(name), _RELATIVE)

@@ -1,5 +1,5 @@
-"""Networks of transformers and torchvision, small and made from configurations with random weights; a UNet
-beside them. Importable by worker processes; the libraries are imported when a network is made.
+"""Networks of transformers, torchvision and timm, small and made from configurations with random weights; a
+UNet beside them. Importable by worker processes; the libraries are imported when a network is made.
 """
 
 from __future__ import annotations
@@ -188,6 +188,17 @@ def _block(channels: int, wider: int) -> nn.Sequential:
     )
 
 
+def _mixer(draws: bool) -> Made:
+    model = _library("timm.models.mlp_mixer").MlpMixer(
+        num_classes=4, img_size=16, patch_size=8, num_blocks=2, embed_dim=16, drop_path_rate=0.2 * draws
+    )
+    return Made(model, _labelled_images(), _cross_entropy)
+
+
+def _labelled_images() -> tuple[Tensor, Tensor]:
+    return torch.randn(3, 3, 16, 16), torch.randint(4, (3,))
+
+
 def _unet(draws: bool) -> Made:
     return Made(UNet(), (torch.randn(2, 3, 16, 16), torch.randint(4, (2, 16, 16))), _cross_entropy)
 
@@ -198,6 +209,14 @@ NETWORKS: dict[str, Network] = {
     "bert": _language_model("BertForMaskedLM", "BertConfig", **_SMALL),
     "albert": _language_model("AlbertForMaskedLM", "AlbertConfig", embedding_size=8, **_SMALL),
     "mixtral": _language_model("MixtralForCausalLM", "MixtralConfig", num_local_experts=2, **_GROUPED),
+    "mixtral_routed": _language_model(
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        num_local_experts=2,
+        output_router_logits=True,
+        router_aux_loss_coef=1.0,
+        **_GROUPED,
+    ),
     "t5": _hugging_face(
         "T5ForConditionalGeneration",
         "T5Config",
@@ -243,4 +262,7 @@ NETWORKS: dict[str, Network] = {
     "vision_transformer": _vision(lambda m: m.VisionTransformer(16, 8, 2, 2, 16, 32, num_classes=4), 16),
     "vgg": _named("vgg11_bn"),
     "unet": Network("", _unet),
+    # Of other families than those that the method was tried on.
+    "gpt_neox": _language_model("GPTNeoXForCausalLM", "GPTNeoXConfig", max_position_embeddings=16, **_SMALL),
+    "mixer": Network("timm", _mixer),
 }

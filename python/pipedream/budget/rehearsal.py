@@ -50,13 +50,13 @@ from pipedream.model.boundary import (
     map_tensors,
     tensors_of,
     to_device,
-    untouched,
 )
 from pipedream.model.calls import is_compiled
 from pipedream.model.loss_placement import call_loss, spare_loss
 from pipedream.model.precision import autocast_region
 from pipedream.model.references import modules_carried_by
 from pipedream.model.splitter import StageModule
+from pipedream.model.untouched import untouched
 
 __all__ = ["Handover", "Rehearsal"]
 

@@ -7,7 +7,6 @@ Also the small checks and helpers that everyone who runs layers shares. Stateles
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import json
@@ -20,15 +19,12 @@ import torch
 from torch import nn
 
 from pipedream import _core
-from pipedream.common.errors import afterwards
 from pipedream.model.batches import Keywords
-from pipedream.model.seeding import RngState
 from pipedream.model.splitter import dtype_name
 
 __all__ = [
     "Boundary",
     "TensorSpec",
-    "attributes_kept",
     "boundary_input",
     "check_loss",
     "device_of",
@@ -36,11 +32,8 @@ __all__ = [
     "map_tensors",
     "tensors_of",
     "to_device",
-    "untouched",
 ]
 
-# Of a module's attributes, what cannot change but by being replaced.
-_PLAIN = (bool, int, float, complex, str, type(None))
 # Of the wire (csrc/base/dtype.h).
 _WIRE_DTYPES = {
     dtype_name(dtype): dtype
@@ -251,63 +244,6 @@ def boundary_input(leaf: torch.Tensor) -> torch.Tensor:
         return leaf
     alias: torch.Tensor = _alias(leaf)  # type: ignore[no-untyped-call]
     return alias
-
-
-@contextlib.contextmanager
-def untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Layers may run inside; afterwards everything is as it was.
-
-    Kept: all random number generators, buffers (contents and objects), each parameter's .grad (None
-    inside), training flags, and what else a module has as plain numbers, flags and texts, as a counter or
-    `initialised`, without which a layer would take its next minibatch for another than the first.
-    """
-    all_modules = list({id(m): m for module in modules for m in module.modules()}.values())
-    parameters = {id(p): p for module in all_modules for p in module.parameters(recurse=False)}
-    rng_state = RngState.capture()
-    buffers = [(module, dict(module._buffers)) for module in all_modules if module._buffers]
-    contents = {
-        id(buffer): (buffer, buffer.detach().clone())
-        for _, named in buffers
-        for buffer in named.values()
-        if buffer is not None
-    }
-    gradients = [(parameter, parameter.grad) for parameter in parameters.values()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-
-    def restore() -> None:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, content in contents.values():
-                buffer.copy_(content)
-        for module, named in buffers:
-            module._buffers.clear()
-            module._buffers.update(named)
-        rng_state.restore()
-
-    with afterwards(restore), attributes_kept(all_modules):
-        yield
-
-
-@contextlib.contextmanager
-def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """What modules keep in attributes inside is gone afterwards: new ones, and changes of plain ones."""
-    before = [(module, type(module), set(vars(module)), _plain(vars(module))) for module in modules]
-
-    def restore() -> None:
-        for module, kind, names, plain in before:
-            if type(module) is kind:  # a lazy module has become another, with attributes of its own
-                for name in vars(module).keys() - names:
-                    del vars(module)[name]
-                vars(module).update(plain)
-
-    with afterwards(restore):
-        yield
-
-
-def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in attributes.items() if isinstance(value, _PLAIN)}
 
 
 def check_loss(loss: Any, minibatch: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ Pure values, and functions of them; any thread.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,11 @@ class FrontierCall:
     leaves: tuple[PackedLeaf, ...]
     calls_inside: Mapping[str, int]
     """Module -> how often it is called in it."""
+    hooked: tuple[FrontierCall, ...] = ()
+    """Calls in it whose outputs forward hooks put elsewhere, for code that runs downstream: there the hooks
+    are called again."""
+    is_hooked: bool = False
+    """It is such a call itself."""
 
     def flatten(self, output: Any) -> list[Any]:
         """What it returned, as pack() takes it: as it is now, whoever overwrites it later."""
@@ -132,11 +138,16 @@ class Crossing:
     """The inputs first, then in the order in which they end."""
     num_tensors: int
 
+    @functools.cached_property
+    def all_calls(self) -> tuple[FrontierCall, ...]:
+        """With the hooked ones."""
+        return tuple(found for call in self.calls for found in (*call.hooked, call))
+
     @property
     def num_sizes(self) -> int:
         return sum(
             leaf.num_dims if leaf.dtype is not None else int(leaf.is_number)
-            for call in self.calls
+            for call in self.all_calls
             for leaf in call.leaves
             if leaf.crossing is None
         )
@@ -145,7 +156,7 @@ class Crossing:
         """The value that crosses. outputs: of each frontier call, as it was flattened when it was over."""
         tensors: dict[int, Tensor] = {}
         sizes: list[int] = []
-        for call in self.calls:
+        for call in self.all_calls:
             for leaf, now in zip(call.leaves, outputs[call.key], strict=True):
                 if leaf.crossing is not None:
                     first = tensors.setdefault(leaf.crossing, now)
@@ -165,7 +176,7 @@ class Crossing:
         return tuple(packed)
 
     def unpack(self, value: Sequence[Tensor], fillers: Fillers) -> dict[CallKey, Any]:
-        """What the frontier calls give back."""
+        """What the frontier calls give back, and what the hooked ones in them gave."""
         take_size = iter(value[self.num_tensors].tolist() if len(value) > self.num_tensors else ()).__next__
         device = value[0].device
 
@@ -176,7 +187,7 @@ class Crossing:
                 return fillers.make(leaf, tuple(take_size() for _ in range(leaf.num_dims)), device)
             return take_size() if leaf.is_number else leaf.constant
 
-        return {call.key: rebuilt(call.structure, map(given, call.leaves)) for call in self.calls}
+        return {call.key: rebuilt(call.structure, map(given, call.leaves)) for call in self.all_calls}
 
 
 def _is_same(first: Tensor, now: Tensor) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedream.model.batches import call_model
-from pipedream.model.boundary import check_loss, device_of, map_tensors, to_device, untouched
+from pipedream.model.boundary import check_loss, device_of, map_tensors, to_device
 from pipedream.model.calls import module_names
 from pipedream.model.crossing import Fillers
 from pipedream.model.cuts import Cut, Cuts
@@ -31,6 +31,7 @@ from pipedream.model.references import modules_carried_by
 from pipedream.model.span import SpanStage
 from pipedream.model.splitter import CutForward, Model, check_parameters, is_list_of_layers, model_name
 from pipedream.model.trace import Trace, record
+from pipedream.model.untouched import untouched
 
 __all__ = ["CutModel", "cut_model", "needs_cutting"]
 

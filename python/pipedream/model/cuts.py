@@ -11,8 +11,9 @@ that came before, at each level, and the call itself) give back what came over t
       return head(x + y)                      +, head
 
 What crosses is the backward slice from the loss through all that runs downstream, where it ends in something
-that does not run there: nothing else can be read. Contract: a cut is offered only where that is exactly
-reproducible, and every other end of a call has a reason why not. Pure; any thread.
+that does not run there: nothing else can be read. What a hook inside a frontier call has put elsewhere
+(a list of router logits) crosses, too, and the hook is called again downstream. Contract: a cut is offered
+only where that is exactly reproducible, and every other end of a call has a reason why not. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -160,16 +161,25 @@ class Cuts:
         if why_not:
             return Cut(index, name, why_not=why_not)
         frontier = self._frontier(index)
+        hooked = self._hooked(frontier, found)
+        sources = [*frontier, *(inner for calls in hooked.values() for inner in calls)]
         positions: dict[tuple[object, ...], int] = {}
         sizes: list[int] = []
-        for leaf in (leaf for i in frontier for leaf in self._leaves(i) if self._crosses(i, leaf, found)):
+        for leaf in (leaf for i in sources for leaf in self._leaves(i) if self._crosses(i, leaf, found)):
             if leaf.memory not in positions:
                 positions[leaf.memory] = len(positions)
                 sizes.append(leaf.num_bytes)
-        why_not = self._fault_of_wire(frontier, found, positions)
+        why_not = self._fault_of_wire(sources, found, positions)
         if why_not:
             return Cut(index, name, why_not=why_not)
-        calls = tuple(self._frontier_call(i, call.end, positions) for i in frontier)
+        calls = tuple(
+            replace(
+                self._frontier_call(i, call.end, positions),
+                hooked=tuple(self._frontier_call(inner, call.end, positions) for inner in hooked.get(i, ())),
+                is_hooked=self._escapes(i, found),
+            )
+            for i in frontier
+        )
         crossing = Crossing(call.key, calls, len(positions))
         return Cut(index, name, crossing, sum(sizes) + 8 * crossing.num_sizes)
 
@@ -199,10 +209,10 @@ class Cuts:
         return ""
 
     def _fault_of_wire(
-        self, frontier: list[int], found: _Slice, positions: dict[tuple[object, ...], int]
+        self, sources: list[int], found: _Slice, positions: dict[tuple[object, ...], int]
     ) -> str:
-        """Why what is needed cannot be given back; empty where it can."""
-        leaves = [leaf for index in frontier for leaf in self._leaves(index)]
+        """Why what is needed cannot be given back by these calls; empty where it can."""
+        leaves = [leaf for index in sources for leaf in self._leaves(index)]
         returned = {leaf.version for leaf in leaves}
         for version in sorted(found.reads - returned):
             writer = self._writer.get(version)
@@ -248,6 +258,32 @@ class Cuts:
 
     def _leaves(self, index: int) -> list[Leaf]:
         return [leaf for leaf in self._trace.calls[index].leaves if isinstance(leaf, Leaf)]
+
+    def _hooked(self, frontier: list[int], found: _Slice) -> dict[int, list[int]]:
+        """By frontier call the calls in it whose hooks have put elsewhere what is needed, in their order."""
+        returned = {leaf.version for index in frontier for leaf in self._leaves(index)}
+        left = found.reads - returned
+        hooked: dict[int, list[int]] = {}
+        for index in sorted(range(len(self._trace.calls)), key=lambda i: self._trace.calls[i].end):
+            needed = left.intersection(leaf.version for leaf in self._leaves(index))
+            if not needed or not self._trace.calls[index].is_hooked:
+                continue
+            around = next((outer for outer in self._path(index)[1:] if outer in frontier), None)
+            if around is not None:
+                hooked.setdefault(around, []).append(index)
+                left -= needed
+        return hooked
+
+    def _escapes(self, index: int, found: _Slice) -> bool:
+        """Whether a hook has put what the call returned where code beyond the call around it reads it."""
+        parent = self._trace.calls[index].parent
+        if parent == ROOT or not self._trace.calls[index].is_hooked:
+            return False
+        versions = {leaf.version for leaf in self._leaves(index)} & found.reads
+        versions -= {leaf.version for leaf in self._leaves(parent)}
+        return any(
+            parent not in self._path(op.call) and not versions.isdisjoint(op.reads) for op in found.needed
+        )
 
     def _frontier_call(self, index: int, cut: int, positions: dict[tuple[object, ...], int]) -> FrontierCall:
         call = self._trace.calls[index]

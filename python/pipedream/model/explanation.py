@@ -147,6 +147,6 @@ def _of_cut(cut: CutModel) -> Explanation:
 def _senders(crossing: Crossing | None) -> tuple[tuple[str, ...], int]:
     assert crossing is not None  # of an offered place
     names = [
-        str(call.key) for call in crossing.calls if any(leaf.crossing is not None for leaf in call.leaves)
+        str(call.key) for call in crossing.all_calls if any(leaf.crossing is not None for leaf in call.leaves)
     ]
     return tuple(names), crossing.num_tensors

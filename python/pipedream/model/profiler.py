@@ -26,7 +26,7 @@ from torch import nn
 from pipedream.common.checks import check_count, check_data, check_function, is_number
 from pipedream.common.guard import check_main_guard
 from pipedream.model.batches import own_loss, parts_of
-from pipedream.model.boundary import device_of, tensors_of, to_device, untouched
+from pipedream.model.boundary import device_of, tensors_of, to_device
 from pipedream.model.clock import Clock, make_clock
 from pipedream.model.cut_model import CutModel, cut_model, needs_cutting
 from pipedream.model.initial_weights import WeightSource, check_weights
@@ -37,6 +37,7 @@ from pipedream.model.references import check_loss_fn, modules_carried_by
 from pipedream.model.split_check import check_cuts
 from pipedream.model.splitter import Model, check_shapes, layers_of, model_name
 from pipedream.model.timed_passes import CutPasses, LayerPasses, LossFunction, TimedPasses
+from pipedream.model.untouched import untouched
 from pipedream.planning.layer_profile import LayerProfile, Profile
 from pipedream.planning.shapes import Shapes, larger_of, shapes_of
 

@@ -61,13 +61,19 @@ class SpanStage(StageModule):
         self._on_begin = on_begin or _do_nothing
         self._names = module_names(model)
         keys = {
-            call.key.module for crossing in (crossing_in, crossing_out) if crossing for call in crossing.calls
+            call.key.module
+            for crossing in (crossing_in, crossing_out)
+            if crossing
+            for call in crossing.all_calls
         }
         self._seen = [module for name, module in visible_modules(model) if name in keys]
+        self._visible = dict(visible_modules(model))
 
     def forward(self, value: Any) -> Any:
         """value: the inputs at the first stage, then what crossed. Gives what crosses, or the output."""
-        forward = _SpanForward(self._names, self._crossing_in, self._crossing_out, self._on_begin)
+        forward = _SpanForward(
+            self._names, self._visible, self._crossing_in, self._crossing_out, self._on_begin
+        )
         inputs = forward.begin(value, self._fillers)
         model = self.layers[0]
         if not self._seen:
@@ -124,17 +130,19 @@ class _SpanForward:
     def __init__(
         self,
         names: dict[int, str],
+        modules: dict[str, nn.Module],
         crossing_in: Crossing | None,
         crossing_out: Crossing | None,
         on_begin: Callable[[], None],
     ) -> None:
         self._counter = CallCounter(names)
+        self._modules = modules
         self._on_begin = on_begin
         self._in = crossing_in
         self._out = crossing_out
         self._given: dict[CallKey, Any] = {}
-        self._calls_inside = {} if crossing_in is None else {c.key: c.calls_inside for c in crossing_in.calls}
-        self._wanted = {} if crossing_out is None else {call.key: call for call in crossing_out.calls}
+        self._over = {} if crossing_in is None else {call.key: call for call in crossing_in.calls}
+        self._wanted = {} if crossing_out is None else {call.key: call for call in crossing_out.all_calls}
         self._outputs: dict[CallKey, list[Any]] = {}
 
     def begin(self, value: Any, fillers: Fillers) -> Any:
@@ -156,8 +164,15 @@ class _SpanForward:
     ) -> Any:
         key = self._counter.key_of_next(module)
         if key in self._given:
-            self._counter.skip(self._calls_inside[key])
+            self._counter.skip(self._over[key].calls_inside)
+            over = self._over[key]
+            for inner in over.hooked:
+                inner_output = self._given.pop(inner.key)
+                self._call_hooks(inner.key, inner_output)
+                self._keep(inner.key, inner_output)
             output = self._given.pop(key)
+            if over.is_hooked:
+                self._call_hooks(key, output)
             if self._in is not None and key == self._in.last:
                 self._on_begin()
         else:
@@ -166,6 +181,13 @@ class _SpanForward:
         if self._out is not None and key == self._out.last:
             raise _Stop
         return output
+
+    def _call_hooks(self, key: CallKey, output: Any) -> None:
+        """Of a call that is not made, with what it gave: they put it where later code finds it."""
+        module = self._modules[key.module]
+        for handle, hook in module._forward_hooks.items():
+            takes_keywords = handle in module._forward_hooks_with_kwargs
+            hook(module, (), {}, output) if takes_keywords else hook(module, (), output)
 
     def _keep(self, key: CallKey, output: Any) -> None:
         if key in self._wanted:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pipedream.common.errors import describe_error
 from pipedream.model.batches import call_model
-from pipedream.model.boundary import boundary_input, check_loss, map_tensors, untouched
+from pipedream.model.boundary import boundary_input, check_loss, map_tensors
 from pipedream.model.calls import calls_seen, module_names, visible_modules
 from pipedream.model.crossing import Fillers
 from pipedream.model.cut_model import CutModel
@@ -29,6 +29,7 @@ from pipedream.model.recompute import GeneratorState
 from pipedream.model.references import modules_carried_by
 from pipedream.model.span import SpanStage
 from pipedream.model.trace import CallCounter
+from pipedream.model.untouched import hooks_of, restore_hooks, untouched
 
 __all__ = ["check_cuts"]
 
@@ -66,14 +67,18 @@ class _Attributes:
     """All that the modules of a model have, but for the contents of tensors."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._of = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+        self._of = [
+            (module, dict(vars(module)), dict(module._buffers), hooks_of(module))
+            for module in model.modules()
+        ]
 
     def restore(self) -> None:
-        for module, attributes, buffers in self._of:
+        for module, attributes, buffers, hooks in self._of:
             vars(module).clear()
             vars(module).update(attributes)
             module._buffers.clear()
             module._buffers.update(buffers)
+            restore_hooks(module, hooks)
 
 
 def check_cuts(cut: CutModel, inputs: Any, targets: Any, loss_fn: _LossFunction) -> dict[int, str]:

@@ -232,8 +232,8 @@ def find_ties(stages: Sequence[StageModule]) -> list[Tie]:
 
 
 def tie_pairs(ties: Sequence[Tie]) -> list[tuple[int, int]]:
-    """(owner, user): the stages that share parameters, each pair once."""
-    return list(dict.fromkeys((tie.stages[0], user) for tie in ties for user in tie.stages[1:]))
+    """(owner, user): the stages that share parameters, each pair once, ascending."""
+    return sorted({(tie.stages[0], user) for tie in ties for user in tie.stages[1:]})
 
 
 def layers_of(model: Model) -> list[tuple[str, nn.Module]]:

@@ -143,6 +143,8 @@ class Call:
     """Of the output."""
     leaves: tuple[Any, ...]
     """Of the output: a Leaf for each tensor, None for objects that are no plain values, as caches."""
+    is_hooked: bool = False
+    """Forward hooks have seen the output, and may have put it elsewhere."""
 
 
 @dataclass(slots=True)
@@ -239,6 +241,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._stack.pop()
         self._close(index, own, structure)
+        self.trace.calls[index].is_hooked = bool(module._forward_hooks)
         return output if own is values else rebuilt(structure, own)
 
     def _made_own(self, values: list[Any], begin: int) -> list[Any]:

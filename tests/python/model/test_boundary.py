@@ -20,9 +20,9 @@ from pipedream.model.boundary import (
     check_loss,
     map_tensors,
     tensors_of,
-    untouched,
 )
 from pipedream.model.splitter import split
+from pipedream.model.untouched import untouched
 from rehearsing import boundaries_of
 from torch import nn
 

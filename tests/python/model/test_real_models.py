@@ -16,6 +16,7 @@ _ENDS = {
     "bert": "bert.encoder.layer.0",
     "albert": "albert.embeddings",
     "mixtral": "model.layers.0",
+    "mixtral_routed": "model.layers.1",
     "t5": "decoder.block.0",
     "bart": "model.decoder.layers.0",
     "whisper": "model.decoder.layers.0",
@@ -31,6 +32,8 @@ _ENDS = {
     "vision_transformer": "encoder.layers.encoder_layer_0",
     "vgg": "features.4",
     "unet": "down.1",
+    "gpt_neox": "gpt_neox.layers.0",
+    "mixer": "blocks.0",
 }
 
 
@@ -46,6 +49,15 @@ def _cut(name: str) -> CutModel:
 def test_cut_everywhere_a_network_computes_what_it_does_whole(name: str) -> None:
     cut = _cut(name)
     assert _ENDS[name] in [end for place in cut.offered for end in place.calls]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral_routed", "t5", "vit", "unet", "mixer"])
+def test_cut_in_any_one_place_a_small_network_computes_what_it_does_whole(name: str) -> None:
+    made = needed(name).seeded(draws=True)
+    inputs, targets = parts_of(made.batch, 0)
+    cut = cut_model(made.model.train(), inputs, targets, made.loss_fn)
+    for place in cut.offered:
+        assert check_cuts(cut.at([place.name]), inputs, targets, made.loss_fn) == {}, place.name
 
 
 @pytest.mark.parametrize(("name", "num_layers"), [("resnet18", 60), ("mobilenet", 156), ("vgg", 37)])

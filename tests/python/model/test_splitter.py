@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, Case, TiedHead, straight_plan
-from pipedream.model.splitter import Tie, check_split, find_ties, layers_of, model_name, split
+from pipedream.model.splitter import (
+    Tie,
+    check_split,
+    find_ties,
+    layers_of,
+    model_name,
+    split,
+    tie_pairs,
+)
 from pipedream.planning.plan import Plan, Stage
 from torch import nn
 
@@ -276,3 +284,10 @@ def test_a_tuple_of_tied_and_other_parameters_is_refused() -> None:
         ValueError, match=r"1\.kept\[1\] is in a tuple or partial with parameters that are tied"
     ):
         check_split(nn.Sequential(tied, layer), Plan.straight(2, 2))
+
+
+def test_stages_that_share_parameters_are_paired_once_in_ascending_order() -> None:
+    """As ALBERT on three stages has them: the first and the last share one, and then all three another."""
+    parameter = nn.Parameter(torch.zeros(1))
+    ties = [Tie(parameter, (0, 2), ("a", "a")), Tie(parameter, (0, 1, 2), ("b", "b", "b"))]
+    assert tie_pairs(ties) == [(0, 1), (0, 2)]
