@@ -27,6 +27,21 @@ if(PIPEDREAM_SANITIZE)
   endif()
 endif()
 
+# What most of csrc/ includes.
+set(PIPEDREAM_CORE_HEADERS
+  <algorithm> <array> <atomic> <chrono> <cstddef> <cstdint> <cstring> <functional> <limits> <map> <memory> <mutex>
+  <optional> <span> <string> <string_view> <thread> <tuple> <utility> <vector>)
+
+# pd_precompile(<target> <first> <header>...): the headers are compiled once, for <first>, and read by all targets
+# whose flags are the same.
+function(pd_precompile target first)
+  if(target STREQUAL first)
+    target_precompile_headers(${target} PRIVATE ${ARGN})
+  else()
+    target_precompile_headers(${target} REUSE_FROM ${first})
+  endif()
+endfunction()
+
 # pd_add_folder(<folder> [LINKS <folder>...] [EXTRA <target>...] [EXCLUDE <regex>])
 # The sources of the calling csrc/<folder>/ as static library pd_<folder>, alias pipedream::<folder>.
 # Without any source it is an interface library. A source whose path matches EXCLUDE is left out.
@@ -41,6 +56,7 @@ function(pd_add_folder folder)
   if(sources)
     add_library(pd_${folder} STATIC ${sources})
     target_link_libraries(pd_${folder} PUBLIC pd_options ${links} ${arg_EXTRA})
+    pd_precompile(pd_${folder} pd_base ${PIPEDREAM_CORE_HEADERS})
   else()
     add_library(pd_${folder} INTERFACE)
     target_link_libraries(pd_${folder} INTERFACE pd_options ${links} ${arg_EXTRA})
@@ -55,20 +71,15 @@ function(pd_add_tests folder)
   if(NOT sources)
     return()
   endif()
-  add_executable(pd_${folder}_test ${sources} ${CMAKE_CURRENT_SOURCE_DIR}/support/own_shard.cc)
+  add_executable(pd_${folder}_test ${sources})
   target_include_directories(pd_${folder}_test PRIVATE ${PROJECT_SOURCE_DIR}/tests/cpp)
-  target_link_libraries(pd_${folder}_test PRIVATE ${ARGN} GTest::gtest GTest::gtest_main)
+  target_link_libraries(pd_${folder}_test PRIVATE ${ARGN} pd_own_shard GTest::gtest GTest::gtest_main)
   # Optimising tests, and describing them to a debugger, would double what it takes to compile them. A sanitizer
   # names lines.
   if(NOT PIPEDREAM_SANITIZE)
     target_compile_options(pd_${folder}_test PRIVATE -Og -g0)
   endif()
-  # Of the first executable for all: their flags are the same.
-  if(TARGET pd_base_test AND NOT folder STREQUAL "base")
-    target_precompile_headers(pd_${folder}_test REUSE_FROM pd_base_test)
-  else()
-    target_precompile_headers(pd_${folder}_test PRIVATE ${PIPEDREAM_TEST_HEADERS})
-  endif()
+  pd_precompile(pd_${folder}_test pd_base_test ${PIPEDREAM_TEST_HEADERS})
   # The timeout ends a deadlock; it judges no speed.
   math(EXPR last_shard "${PIPEDREAM_TEST_SHARDS} - 1")
   foreach(shard RANGE ${last_shard})
@@ -102,8 +113,8 @@ endfunction()
 # this one. No contraction: all give the same bits. Exceptions and errno of the floating-point unit would stop
 # the vectoriser, and nobody reads them. A macro: source properties belong to the calling folder.
 macro(pd_vectorise name)
-  set_source_files_properties(${name}_baseline.cc ${name}_avx2.cc PROPERTIES COMPILE_OPTIONS
-    "-O3;-ffp-contract=off;-fno-math-errno;-fno-trapping-math")
+  set_source_files_properties(${name}_baseline.cc ${name}_avx2.cc PROPERTIES
+    COMPILE_OPTIONS "-O3;-ffp-contract=off;-fno-math-errno;-fno-trapping-math" SKIP_PRECOMPILE_HEADERS ON)
   include(CheckCXXCompilerFlag)
   check_cxx_compiler_flag(-mavx2 PIPEDREAM_HAS_MAVX2)
   if(PIPEDREAM_HAS_MAVX2 AND CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")

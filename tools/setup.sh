@@ -126,9 +126,6 @@ requirements_digest=$({ echo "$torch_requirement"; .venv/bin/python --version; c
 if ! up_to_date requirements "$requirements_digest"; then
   say "installing Python packages into .venv ($torch_requirement first; this can take minutes)"
   pip install -q --upgrade "pip>=24" "setuptools>=70" wheel "pybind11>=2.12" "cmake>=3.22" ninja
-  # Before pipedream, so that its torch>=2.6 does not pick another build. Unquoted: it may carry options.
-  # shellcheck disable=SC2086
-  pip install -q $torch_requirement
 fi
 
 # --- pipedream itself --------------------------------------------------------------------------------
@@ -140,16 +137,44 @@ package_digest=$({
     -o -name '*.cmake' -o -name CMakeLists.txt -o -name pyproject.toml \) -print0 |
     sort -z | xargs -0 sha256sum
 } | sha256sum)
+
+# The core needs nothing but the tools: it is compiled while pip, on one core, unpacks all the rest. A process
+# group of its own, so that no compiler outlives a failure here.
 if ! up_to_date package "$package_digest"; then
-  say "building and installing pipedream (C++ core in build/python)"
-  rm -f "$stamps/package"
+  say "building pipedream (C++ core in build/python)"
+  rm -rf "$stamps/package" build/wheel
   log=build/install.log
-  if ! pip install --no-build-isolation '.[dev,demo]' >"$log" 2>&1; then
-    tail -n 60 "$log" >&2
-    fail "pip install . failed; the whole log is $log"
-  fi
-  .venv/bin/python -c 'import pipedream._core' || fail "pipedream was installed but cannot be imported"
+  set -m
+  pip wheel --no-build-isolation --no-deps --wheel-dir build/wheel . >"$log" 2>&1 &
+  build=$!
+  set +m
+  trap 'kill -- "-$build" 2>/dev/null || true' EXIT
+fi
+
+declared_requirements() {
+  .venv/bin/python - <<'EOF'
+from setuptools.config.pyprojecttoml import load_file
+
+project = load_file("pyproject.toml")["project"]
+extras = project["optional-dependencies"]
+print(*project["dependencies"], *extras["dev"], *extras["demo"], sep="\n")
+EOF
+}
+if ! up_to_date requirements "$requirements_digest"; then
+  # Before the rest, so that torch>=2.6 does not pick another build. Unquoted: it may carry options.
+  # shellcheck disable=SC2086
+  pip install -q $torch_requirement
+  pip install -q -r <(declared_requirements)
   echo "$requirements_digest" >"$stamps/requirements"
+fi
+
+if ! up_to_date package "$package_digest"; then
+  if ! { wait "$build" && pip install --no-deps --force-reinstall build/wheel/*.whl; } >>"$log" 2>&1; then
+    tail -n 60 "$log" >&2
+    fail "pipedream could not be built or installed; the whole log is $log"
+  fi
+  trap - EXIT
+  .venv/bin/python -c 'import pipedream._core' || fail "pipedream was installed but cannot be imported"
   echo "$package_digest" >"$stamps/package"
 fi
 say "ready: $(.venv/bin/python --version), torch $(.venv/bin/python -c 'from importlib.metadata import version; print(version("torch"))')"
