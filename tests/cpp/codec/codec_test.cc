@@ -346,6 +346,7 @@ TYPED_TEST(CodecOf, TopKChoosesWhatASortDoes) {
   for (const std::size_t num_elements : kSizes) {
     if (num_elements == 0) continue;
     for (const double share : {1e-9, 0.01, 0.1, 0.5, 0.9, 1.0}) {
+      if (num_elements > 1000 && share != 0.01 && share != 0.5) continue;  // to sort a million takes long
       const auto values = this->normal_values(num_elements);
       Encoding<TypeParam> encoding({CodecKind::kTopK, share}, num_elements);
       encoding.encode(values);

@@ -70,7 +70,7 @@ void tie_all_and_exchange_norms(ScheduleOptions& options) {
 
 TEST(Validator, AcceptsEveryScheduleOfEveryShapeAndLength) {
   for_all_schedules([](const ScheduleOptions& options) {
-    for (std::int64_t num_minibatches = 0; num_minibatches <= 9; ++num_minibatches) {
+    for (const std::int64_t num_minibatches : {0, 1, 2, 3, 5, 9}) {
       const ReplayReport report = replay(options, make_programs(options, num_minibatches), num_minibatches);
       ASSERT_TRUE(report.ok) << name_of(options, num_minibatches) << ": " << report.error;
       for (std::int64_t stage = 0; stage < num_stages(options); ++stage) {
@@ -835,21 +835,21 @@ TEST_F(BrokenList, NoInstructionCanBeLeftOutGivenTwiceOrRenumbered) {
       for (std::size_t position = 0; position < right[worker].size(); ++position) {
         const auto offset = static_cast<std::ptrdiff_t>(position);
         const std::string changed = to_string(right[worker][position]) + " of " + options.schedule;
-        use_all(options, 3);
+        programs_ = right;
         program(worker).erase(program(worker).begin() + offset);
         EXPECT_FALSE(replay(options, programs_, 3).ok) << changed << " left out";
-        use_all(options, 3);
+        programs_ = right;
         program(worker).insert(program(worker).begin() + offset, right[worker][position]);
         EXPECT_FALSE(replay(options, programs_, 3).ok) << changed << " given twice";
-        use_all(options, 3);
+        programs_ = right;
         if (!travels(right[worker][position].opcode)) {
           program(worker)[position].version = program(worker)[position].version.next();
           EXPECT_FALSE(replay(options, programs_, 3).ok) << changed << " of another version";
         }
-        use_all(options, 3);
+        programs_ = right;
         program(worker)[position].minibatch = program(worker)[position].minibatch.next();
         EXPECT_FALSE(replay(options, programs_, 3).ok) << changed << " of another minibatch";
-        use_all(options, 3);
+        programs_ = right;
         program(worker)[position].microbatch = program(worker)[position].microbatch.next();
         EXPECT_FALSE(replay(options, programs_, 3).ok) << changed << " of another microbatch";
       }
