@@ -13,22 +13,25 @@ CMAKE := CMAKE_GENERATOR=Ninja PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/cmake
 JOBS ?= $(shell nproc)
 CXX_FILES = $(shell find csrc tests/cpp tests/fuzz bench/micro -name '*.h' -o -name '*.cc' -o -name '*.cu' | sort)
 
-.PHONY: help setup test test-cpp test-python style demo examples docs lint asan tsan fuzz bench-build bench clean
+.PHONY: help setup test test-fast test-cpp test-python style demo examples docs lint asan tsan fuzz bench-build bench clean
 
 help:
 	@grep -E '^# make' Makefile | sed 's/^# //'
-	@echo "make setup | test-cpp | test-python | examples | style | docs | lint | asan | tsan | fuzz | bench | clean"
+	@echo "make setup | test-fast | test-cpp | test-python | examples | style | docs | lint | asan | tsan | fuzz | bench | clean"
 
 setup:
 	@tools/setup.sh
 
 # A warning fails a test, not an install.
 test test-cpp test-python: export PIPEDREAM_WARNINGS_AS_ERRORS := ON
-test: style test-cpp test-python
+# The style is checked, on one core, while the C++ tests are compiled.
+test: setup
+	@$(MAKE) --no-print-directory -o setup -j2 --output-sync=target style test-cpp
+	@$(MAKE) --no-print-directory -o setup test-python
 
 # The C++ tests load the libzmq that the pyzmq wheel brings.
 CTEST = libzmq=$$(echo .venv/lib/python*/site-packages/pyzmq.libs/libzmq*.so*); \
-	PIPEDREAM_LIBZMQ="$${PIPEDREAM_LIBZMQ:-$$PWD/$$libzmq}" .venv/bin/ctest --parallel $(JOBS)
+	PIPEDREAM_LIBZMQ="$${PIPEDREAM_LIBZMQ:-$$PWD/$$libzmq}" .venv/bin/ctest --parallel $$(($(JOBS) + 1))
 # In the directory where setup.py has compiled the core, so that it is compiled once.
 MODULE_DIR = $(PYTHON) -c 'import sys, sysconfig as s; print(f"build/python/{sys.implementation.cache_tag}-{s.get_platform()}")'
 test-cpp: setup
@@ -38,11 +41,15 @@ test-cpp: setup
 	$(CMAKE) --build "$$tree" --parallel $(JOBS); \
 	$(CTEST) --test-dir "$$tree" --output-on-failure
 
-# After the C++ tests: a broken core is better seen there. As many at once as there are cores; each has ranks of
-# its own (tests/farm.py), whose memory is the limit on a large machine.
+# After the C++ tests: a broken core is better seen there. One more at once than there are cores, as the tests of
+# what fails wait; each has ranks of its own (tests/farm.py), whose memory is the limit on a large machine.
 test-python: setup
 	@echo "==> Python tests"
-	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(JOBS) --maxprocesses 8 --dist worksteal
+	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $$(($(JOBS) + 1)) --maxprocesses 8 --dist worksteal
+
+# What a change is tried with: no C++ tests, and neither what waits for failures nor what takes long by itself.
+test-fast: setup
+	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(JOBS) --maxprocesses 8 --dist worksteal -m 'not faults and not slow'
 
 demo: setup
 	@echo "==> digits example on two local workers"
