@@ -9,7 +9,9 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["Row", "covering_rows", "pairs_of"]
+import pytest
+
+__all__ = ["Row", "covering_rows", "pairs_of", "parametrize_pairs"]
 
 Row = dict[str, Any]
 _Pair = frozenset[tuple[str, int]]
@@ -33,6 +35,13 @@ def covering_rows(
         if allowed(seed):
             rows.append(chooser.complete(seed))
     return rows
+
+
+def parametrize_pairs(**factors: Sequence[Any]) -> pytest.MarkDecorator:
+    """As parametrize() for each factor, but with few rows that hold every pair of values, not with all."""
+    rows = [tuple(row.values()) for row in covering_rows(factors, lambda row: True)]
+    ids = ["-".join(str(value).removeprefix("torch.") for value in row) for row in rows]
+    return pytest.mark.parametrize(tuple(factors), rows, ids=ids)
 
 
 def pairs_of(factors: Mapping[str, Sequence[Any]], row: Row) -> set[_Pair]:

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from covering import covering_rows, pairs_of
+from covering import covering_rows, pairs_of, parametrize_pairs
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,6 +38,15 @@ def test_rows_are_few_and_the_same_at_every_call() -> None:
     rows = covering_rows(factors, _anything)
     assert rows == covering_rows(factors, _anything)
     assert 16 <= len(rows) <= 36  # 16 hold the pairs of two factors; all combinations are 65,536
+
+
+def test_a_test_is_parametrized_by_fewer_rows_with_every_pair() -> None:
+    names, rows = parametrize_pairs(a="xyz", b=(1, 2), c=(None, True)).args
+    assert names == ("a", "b", "c")
+    assert len(rows) < 3 * 2 * 2
+    for places in itertools.combinations(range(3), 2):
+        values = {tuple(row[place] for place in places) for row in rows}
+        assert len(values) == (4 if 0 not in places else 6)
 
 
 def test_given_rows_are_completed_and_their_values_kept() -> None:

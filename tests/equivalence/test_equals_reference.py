@@ -10,6 +10,7 @@ from typing import Any
 import pipedream
 import pytest
 import torch
+from covering import parametrize_pairs
 from farm import Farm
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,9 +30,7 @@ from training import (
 )
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize("case_name", CASES)
+@parametrize_pairs(case_name=list(CASES), num_stages=(1, 2, 3, 4), dtype=(torch.float64, torch.float32))
 def test_losses_weights_buffers_and_versions_equal_the_references(
     farm: Farm, case_name: str, dtype: torch.dtype, num_stages: int
 ) -> None:
@@ -273,6 +272,7 @@ def _trainings(draw: st.DrawFn) -> Training:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=25, derandomize=True)
 @given(training=_trainings())
 def test_any_depth_length_and_number_in_flight_equals_the_reference(farm: Farm, training: Training) -> None:

@@ -12,6 +12,7 @@ import pipedream
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import parametrize_pairs
 from farm import Farm
 from oracle import assert_memory_as_predicted
 from pipedream import Plan, RunResult
@@ -54,12 +55,10 @@ def _train(num_stages: int, num_workers: int, **options: Any) -> RunResult:
     return pipedream.run(_model(), plan, progress=False, **(defaults | options))
 
 
-@pytest.mark.parametrize("recompute", [None, True, (1,)], ids=["stashed", "recomputed", "stage 1 recomputed"])
-@pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize(
-    "schedule",
-    ["pipedream", "vertical_sync", "naive", "2bw", "flush", "gpipe", "model_parallel", "interleaved"],
-)
+_SCHEDULES = ("pipedream", "vertical_sync", "naive", "2bw", "flush", "gpipe", "model_parallel", "interleaved")
+
+
+@parametrize_pairs(schedule=_SCHEDULES, recompute=(None, True, (1,)), microbatches=(1, 4))
 def test_large_activations_stay_within_their_prediction(
     farm: Farm, schedule: str, microbatches: int, recompute: Any
 ) -> None:

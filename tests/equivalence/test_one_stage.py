@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import parametrize_pairs
 from farm import Farm
 from models import CASES
 from training import (
@@ -28,9 +29,7 @@ def _same_threads(one_thread: Any) -> None:
     """The farm's ranks compute on one thread."""
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("case_name", CASES)
+@parametrize_pairs(case_name=list(CASES), optimizer=list(OPTIMIZERS), dtype=(torch.float32, torch.float64))
 def test_one_stage_equals_a_plain_loop_bit_for_bit(
     farm: Farm, case_name: str, dtype: torch.dtype, optimizer: str
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pipedream
 import pytest
 import torch
+from covering import parametrize_pairs
 from farm import Farm
 from pipedream import Plan, reference
 from torch import Tensor, nn
@@ -134,9 +135,11 @@ def _model_with_spectral_norms(how: str) -> nn.Sequential:
     return nn.Sequential(*(layer for _ in range(4) for layer in (norm(_linear()), nn.Tanh())))
 
 
-@pytest.mark.parametrize("recompute", [True, [1, 2]], ids=str)
-@pytest.mark.parametrize("schedule", ["pipedream", "naive", "flush", "interleaved"])
-@pytest.mark.parametrize("how", ["hook", "parametrization"])
+@parametrize_pairs(
+    schedule=("pipedream", "naive", "flush", "interleaved"),
+    how=("hook", "parametrization"),
+    recompute=(True, [1, 2]),
+)
 def test_a_recompute_of_spectral_norms_reads_what_the_forward_read(
     farm: Farm, how: str, schedule: str, recompute: Any
 ) -> None:

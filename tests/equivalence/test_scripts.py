@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _SCRIPT = '''
 import functools, json, os, sys, torch, pipedream
 
@@ -32,7 +34,7 @@ if __name__ == "__main__":
     loader = torch.utils.data.DataLoader(dataset, batch_size=4, shuffle=True, num_workers=1)
     result = pipedream.run(
         model, pipedream.Plan.straight(4, 2), data=loader, loss_fn=loss_fn, epochs=2, progress=False,
-        optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        optimizer=functools.partial(pipedream.optim.SGD, lr=0.1, momentum=0.9),
     )
     if os.environ.get("RANK", "0") == "0":
         state = {name: tensor.tolist() for name, tensor in model.state_dict().items()}
@@ -65,6 +67,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_guarded_script_gives_the_same_result_plainly_and_under_torchrun(tmp_path: Path) -> None:
     script, plain, ranks = (tmp_path / name for name in ("train.py", "plain.json", "ranks.json"))
     script.write_text(_SCRIPT, encoding="utf-8")
@@ -81,6 +84,7 @@ def test_a_guarded_script_gives_the_same_result_plainly_and_under_torchrun(tmp_p
     assert result == json.loads(ranks.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_a_script_without_the_guard_is_told_in_one_line(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_UNGUARDED, encoding="utf-8")

@@ -8,12 +8,14 @@ import socket
 from collections.abc import Iterator
 
 import pipedream
+import pytest
 import torch
 from listeners import listening_addresses
 from pipedream.links import rendezvous
 from torch import nn
 
 
+@pytest.mark.slow
 def test_a_run_of_local_workers_listens_on_loopback_alone() -> None:
     heard: dict[str, bool] = {}
 

@@ -185,6 +185,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_killed_launcher_and_the_next_run_removes_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +229,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_signal_that_ends_the_script_finds_its_workers_and_its_folder_removed(tmp_path: Path) -> None:
     script, temporary = tmp_path / "train.py", tmp_path / "temporary"
     script.write_text(_ENDED_BY_SIGNAL, encoding="utf-8")

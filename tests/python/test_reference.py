@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from covering import Row, covering_rows
+from covering import Row, covering_rows, parametrize_pairs
 from models import CASES, Case, TiedHead, squared_error, straight_plan
 from pipedream import reference
 from pipedream.planning.plan import Plan, Stage
@@ -64,12 +64,9 @@ def _assert_equal_state(model: nn.Module, expected: nn.Module) -> None:
         assert torch.equal(tensor, expected_state[name]), name
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_one_stage_equals_a_plain_loop_bit_for_bit(
-    case: Case, dtype: torch.dtype, optimizer: Callable[[Any], torch.optim.Optimizer]
-) -> None:
+@parametrize_pairs(case_name=list(CASES), name=list(OPTIMIZERS), dtype=(torch.float32, torch.float64))
+def test_one_stage_equals_a_plain_loop_bit_for_bit(case_name: str, name: str, dtype: torch.dtype) -> None:
+    case, optimizer = CASES[case_name], OPTIMIZERS[name]
     data = case.data(4, dtype, short_last=True)
     plain, model = case.model(dtype), case.model(dtype)
     torch.manual_seed(3)
@@ -294,8 +291,18 @@ def test_schedules_that_drain_equal_plain_gradient_accumulation(row: Row) -> Non
     _assert_trains_plainly(Training(**row, num_minibatches=4, short_last=row["microbatches"] < 4))
 
 
-@pytest.mark.parametrize("schedule", [name for name in (*DELAYED, "naive", *DRAINING) if name != "2bw"])
-@pytest.mark.parametrize("case_name", CASES)
+_UNDELAYED_AT_ONE_STAGE = [name for name in (*DELAYED, "naive", *DRAINING) if name != "2bw"]
+
+
+# With one stage a schedule is a label: every schedule with two models, every model with one schedule or two.
+@pytest.mark.parametrize(
+    ("case_name", "schedule"),
+    [
+        (list(CASES)[(i + shift) % len(CASES)], _UNDELAYED_AT_ONE_STAGE[i % len(_UNDELAYED_AT_ONE_STAGE)])
+        for i in range(len(CASES))
+        for shift in (0, 3)
+    ],
+)
 def test_one_stage_of_any_schedule_but_2bw_is_plain_training(case_name: str, schedule: str) -> None:
     training = Training(case_name, 1, torch.float32, num_minibatches=4, epochs=2, schedule=schedule)
     result, state = train_by_reference(training)
@@ -558,7 +565,7 @@ def test_a_recomputed_forward_at_the_same_weights_changes_nothing(case_name: str
     # With one minibatch in flight naive reads the same version twice, so only dropouts that are drawn
     # anew or buffers that step twice could make a difference.
     training = Training(
-        case_name, 3, in_flight=(1, 1, 1), microbatches=microbatches, schedule="naive", epochs=2
+        case_name, 3, in_flight=(1, 1, 1), microbatches=microbatches, schedule="naive", num_minibatches=4
     )
     expected, expected_state = train_by_reference(training)
     for recompute in (True, (0, 2)):
@@ -659,7 +666,12 @@ def test_clipping_where_the_pipeline_drains_is_by_the_norm_over_all_stages(
     for schedule in DRAINING:
         for case_name in ("transformer", "tied_apart"):
             training = Training(
-                case_name, num_stages, schedule=schedule, microbatches=microbatches, max_grad_norm=0.3
+                case_name,
+                num_stages,
+                schedule=schedule,
+                microbatches=microbatches,
+                max_grad_norm=0.3,
+                num_minibatches=4,
             )
             _assert_trains_plainly(training)
             unclipped, _ = train_by_reference(replace(training, max_grad_norm=None))

@@ -138,6 +138,7 @@ def test_latency_is_of_items_that_were_waited_for_alone() -> None:
     assert costs.latency_ms == pytest.approx(0.04)
 
 
+@pytest.mark.slow
 def test_calibrating_leaves_model_and_layers_as_they_were() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     before = [parameter.detach().clone() for parameter in model.parameters()]

@@ -161,6 +161,7 @@ def load_published(model: str) -> Profile:
     return Profile.load(SHARED_PROFILES / f"{model}.json")
 
 
+@pytest.mark.slow
 @needs_published
 def test_every_published_optimum_is_met() -> None:
     rows = json.loads((SHARED_PROFILES / "optima.json").read_text())["rows"]
