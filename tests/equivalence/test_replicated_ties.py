@@ -31,7 +31,7 @@ def test_a_tie_between_replicated_stages_gives_the_references_result(
     assert_equals_reference(farm, _training("tied_apart", replicas, num_minibatches=11))
 
 
-@pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (3, 2)], ids=["2-1", "1-2", "3-2"])
+@pytest.mark.parametrize("replicas", [(1, 2), (3, 2)], ids=["1-2", "3-2"])
 @pytest.mark.parametrize("schedule", ["vertical_sync", "flush", "gpipe", "naive", "model_parallel"])
 def test_other_schedules_give_the_references_result(
     farm: Farm, schedule: str, replicas: tuple[int, ...]
@@ -48,32 +48,28 @@ def test_short_rounds_and_their_end_give_the_references_result(farm: Farm, num_m
 
 
 @pytest.mark.parametrize(
-    "how",
+    ("replicas", "how"),
     [
-        {"sync": "ssp", "staleness": 1},
-        {"sync": "ssp", "staleness": 2},
-        {"sync": "allreduce"},
-        {"sync": "allreduce", "schedule": "flush"},
-        {"schedule": "2bw", "microbatches": 6, "short_last": False},
-        {"schedule": "gpipe", "microbatches": 2, "short_last": False},
-        {"max_grad_norm": 0.02},
-        {"max_grad_norm": 0.02, "schedule": "flush"},
-        {"max_grad_norm": 0.02, "schedule": "flush", "sync": "bsp", "num_minibatches": 7},
-        {"optimizer": functools.partial(torch.optim.Adafactor, lr=0.05)},
-        {"optimizer": OPTIMIZERS["adam"]},
-        {"recompute": True},
-        {"dtype": torch.float32},
+        ((2, 1, 2), {"sync": "ssp", "staleness": 1}),
+        ((1, 2), {"sync": "ssp", "staleness": 2}),
+        ((2, 1), {"sync": "allreduce"}),
+        ((1, 2), {"sync": "allreduce"}),
+        ((2, 1, 2), {"sync": "allreduce", "schedule": "flush"}),
+        ((2, 1), {"schedule": "2bw", "microbatches": 6, "short_last": False}),
+        ((1, 2), {"schedule": "gpipe", "microbatches": 2, "short_last": False}),
+        ((2, 1), {"max_grad_norm": 0.02}),
+        ((1, 2), {"max_grad_norm": 0.02}),
+        ((2, 1, 2), {"max_grad_norm": 0.02, "schedule": "flush"}),
+        ((2, 1), {"optimizer": functools.partial(torch.optim.Adafactor, lr=0.05)}),
+        ((2, 1), {"optimizer": OPTIMIZERS["adam"]}),
+        ((2, 1), {"recompute": True}),
+        ((1, 2), {"dtype": torch.float32}),
     ],
-    ids=lambda how: " ".join(
-        f"{key}" if key in ("optimizer", "dtype") else f"{key} {how[key]}" for key in how
-    ),
+    ids=lambda value: "-".join(map(str, value)),  # of a plan its replicas, of options their names
 )
-@pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (2, 1, 2)], ids=["2-1", "1-2", "2-1-2"])
 def test_what_else_replicas_may_have_gives_the_references_result(
     farm: Farm, replicas: tuple[int, ...], how: dict[str, Any]
 ) -> None:
-    if how.get("schedule") == "2bw" and replicas == (2, 1, 2):
-        pytest.skip("2bw refuses the plan")
     assert_equals_reference(farm, _training("tied_apart", replicas, **{"num_minibatches": 11} | how))
 
 
@@ -127,10 +123,18 @@ def _train_crossed(
     return run(model, plan, **options).losses, model.state_dict()
 
 
-@pytest.mark.parametrize("replicas", [(1, 2, 1), (2, 1, 2), (1, 3, 1), (1, 2, 2)], ids=str)
-@pytest.mark.parametrize("schedule", ["pipedream", "vertical_sync", "flush"])
+@pytest.mark.parametrize(
+    ("replicas", "schedule"),
+    [
+        ((1, 2, 1), "pipedream"),
+        ((2, 1, 2), "pipedream"),
+        ((1, 3, 1), "pipedream"),
+        ((1, 3, 1), "vertical_sync"),
+        ((2, 1, 2), "flush"),
+    ],
+)
 def test_stages_that_own_and_use_have_each_owners_rounds(
-    farm: Farm, schedule: str, replicas: tuple[int, ...]
+    farm: Farm, replicas: tuple[int, ...], schedule: str
 ) -> None:
     how = {"schedule": schedule}
     losses, state = farm.results(_train_crossed, replicas, 4, how, num_ranks=sum(replicas))[0]
@@ -141,8 +145,8 @@ def test_stages_that_own_and_use_have_each_owners_rounds(
 
 @pytest.mark.parametrize(
     "how",
-    [{}, {"max_grad_norm": 0.1}, {"optimizer": functools.partial(torch.optim.Adafactor, lr=0.01)}],
-    ids=["streamed", "clipped", "whole tensors"],
+    [{"max_grad_norm": 0.1}, {"optimizer": functools.partial(torch.optim.Adafactor, lr=0.01)}],
+    ids=["clipped", "whole tensors"],
 )
 def test_what_is_tied_is_cut_into_several_chunks_of_each_shard(farm: Farm, how: dict[str, Any]) -> None:
     width = 1500  # 17 MiB a layer, of which chunks have 4
