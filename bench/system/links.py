@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -76,6 +77,8 @@ class Link:
         missing = can_make_links()
         if missing is not None:
             raise RuntimeError(missing)
+        # As an interrupt does, so that the namespaces go.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
             self._make()
         except BaseException:
@@ -155,7 +158,11 @@ def run_ranks(link: Link, script: str, arguments: list[Any]) -> dict[str, Any]:
             )
             for rank, host in enumerate(link.hosts)
         ]
-        codes = [rank.wait() for rank in ranks]
+        try:
+            codes = [rank.wait() for rank in ranks]
+        finally:  # also of a run that is ended meanwhile
+            for process in ranks:
+                process.kill()
         if any(codes):
             raise SystemExit(f"{rank_of}: the ranks ended with {codes}")
         figures: dict[str, Any] = json.loads(path.read_text())
