@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipedream.planning.layer_profile import LayerProfile, Profile
 from pipedream.planning.limits import NothingFitsError
-from pipedream.planning.partitioner import partition
+from pipedream.planning.partitioner import make_plan, partition
 from pipedream.planning.plan import Plan, Stage
 
 _OPTIMIZER_COPIES = 1.0
@@ -308,3 +308,20 @@ def test_a_schedules_own_versions_are_in_the_memory(schedule: str, versions: tup
     assert plan.predicted["stage_memory_bytes"] == [(kept + 4) * 1000 for kept in versions]
     with pytest.raises(NothingFitsError, match="no plan has 3 workers, memory of"):
         partition(profile, 3, 1e9, memory=needed - 1, **asked)
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "flush", "gpipe"])
+@settings(max_examples=12, deadline=None)
+@given(layers=_layers, num_workers=st.integers(1, 3), bytes_per_s=st.sampled_from([1e4, 1e5, 1e6]))
+def test_another_schedules_plan_is_the_best_of_all_by_the_simulator(
+    schedule: str, layers: list[tuple[int, int, int, int]], num_workers: int, bytes_per_s: float
+) -> None:
+    profile = replace(_profile(layers), batch_size=4)  # m is 1, 2 or 4
+    plans = [
+        stages
+        for stages in _plans(len(layers), num_workers)
+        if schedule != "2bw" or len({stage.num_replicas for stage in stages}) == 1
+    ]
+    times = [make_plan(profile, stages, bytes_per_s, schedule=schedule).bottleneck_ms for stages in plans]
+    found = partition(profile, num_workers, bytes_per_s, schedule=schedule)
+    assert found.bottleneck_ms == pytest.approx(min(time for time in times if time is not None), rel=1e-9)
