@@ -28,6 +28,7 @@ import importlib
 import io
 import os
 import pickle
+import select
 import signal
 import socket
 import struct
@@ -37,7 +38,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from multiprocessing import popen_fork, process, reduction, spawn, util
 from multiprocessing.context import set_spawning_popen
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from pipedream import _core
 from pipedream.common.errors import PipelineError, one_line
@@ -52,7 +53,8 @@ _PRELOADED = (
     "numpy.random",  # the first seed
     "zmq",  # the first link
 )
-# By the first of torch's own optimizers: before the next fork for a caller that has it, or says so.
+# By the first of torch's own optimizers: before the next fork for a caller that has it, or says so, and while
+# nobody waits for one that may come to need it.
 _COMPILER = "torch._dynamo"
 # How the names begin of variables that are read when a program or a library is loaded.
 _OF_PROGRAMS = ("LD_", "GLIBC_", "MALLOC_", "PYTHON")
@@ -60,22 +62,26 @@ _OF_TORCH = ("TORCH", "PYTORCH_", "ATEN_", "C10_", "CUDA_", "NVIDIA_", "NCCL_", 
 _OF_KERNELS = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_")
 _READ_AT_LOAD = (*_OF_PROGRAMS, *_OF_TORCH, *_OF_KERNELS)
 _SET_BY_TORCH = ("TORCHINDUCTOR_CACHE_DIR", "CUDA_MODULE_LOADING")  # when it is used, which may be later
-# To fork: of the files 0, 1 and 2 those that are open, as bits. Or to import _COMPILER, without an answer.
+# To fork: of the files 0, 1 and 2 those that are open, as bits. Or to import _COMPILER, without an answer: at
+# once, or where no other request waits.
 _REQUEST = struct.Struct("<B")
-_IMPORT_COMPILER = 0xFF
+_IMPORT_COMPILER, _IMPORT_COMPILER_IF_IDLE = 0xFF, 0xFE
 _ANSWER = struct.Struct("<q")  # the worker's pid, or minus the error's number
 _SIZE = struct.Struct("<Q")  # of what a task begins with
 _NUM_FILES_MAX = 32
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
 
 
-def start_server(*, with_compiler: bool = False) -> None:
-    """Starts what run() would start, and returns at once: the server imports torch meanwhile. with_compiler:
-    and then what the first of torch's own optimizers would import in every worker."""
+def start_server(*, compiler: Literal["if idle", "before forks"] | None = None) -> None:
+    """Starts what run() would start, and returns at once: the server imports torch meanwhile. compiler: and
+    then what the first of torch's own optimizers would import in every worker, unless a fork waits already,
+    or before any."""
     with _lock:
         server = _server_of_this_process()
-        if with_compiler:
+        if compiler == "before forks":
             server.import_compiler()
+        elif compiler == "if idle":
+            server.import_compiler_if_idle()
 
 
 class Process(process.BaseProcess):
@@ -205,8 +211,15 @@ class _Server:
         """Before the next fork, by this one or its replacement."""
         if not self._has_compiler:
             self._has_compiler = True
-            with contextlib.suppress(OSError):  # it has ended, which the next fork finds
-                self._socket.sendall(_REQUEST.pack(_IMPORT_COMPILER))
+            self._tell(_IMPORT_COMPILER)
+
+    def import_compiler_if_idle(self) -> None:
+        if not self._has_compiler:
+            self._tell(_IMPORT_COMPILER_IF_IDLE)
+
+    def _tell(self, request: int) -> None:
+        with contextlib.suppress(OSError):  # it has ended, which the next fork finds
+            self._socket.sendall(_REQUEST.pack(request))
 
     def fork(self, files: list[int]) -> int:
         """The pid, or minus the number of an error. Raises OSError when the server is gone."""
@@ -323,9 +336,10 @@ def serve(connection_file: int, parent_pid: int) -> None:
         if not request:
             return
         (open_files,) = _REQUEST.unpack(request)
-        if open_files == _IMPORT_COMPILER:
-            with contextlib.suppress(Exception):  # the worker raises it again, where it is heard
-                _import_for_all(_COMPILER)
+        if open_files in (_IMPORT_COMPILER, _IMPORT_COMPILER_IF_IDLE):
+            if open_files == _IMPORT_COMPILER or not select.select([connection], [], [], 0)[0]:
+                with contextlib.suppress(Exception):  # the worker raises it again, where it is heard
+                    _import_for_all(_COMPILER)
             continue
         pid = _fork_orphan(connection, open_files, files)
         for file in files:

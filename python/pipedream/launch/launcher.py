@@ -61,7 +61,7 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions) -> RunRe
         write_part(folder, "model", model, "define its classes at the top level of a module")
         write_options(folder, options)
         if any(not isinstance(made, NativeOptimizer) for made in _try_factories(folder, stages, options)):
-            start_server(with_compiler=True)
+            start_server(compiler="before forks")
         forwarded = write_data(folder, data, options)
         write_part(folder, "rng", rng, "")
         write_part(folder, "settings", CallerSettings.capture(), "")

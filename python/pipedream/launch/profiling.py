@@ -32,10 +32,10 @@ def _with_server_beside(function: Callable[_Parameters, _Result]) -> Callable[_P
         is_wanted = "RANK" not in os.environ and multiprocessing.parent_process() is None
         has_free_core = len(os.sched_getaffinity(0)) > torch.get_num_threads()
         if is_wanted and has_free_core:
-            start_server(with_compiler=True)
+            start_server(compiler="if idle")
         result = function(*args, **kwargs)
         if is_wanted:
-            start_server(with_compiler=True)
+            start_server(compiler="if idle")
         return result
 
     return call

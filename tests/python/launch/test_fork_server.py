@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -108,7 +111,7 @@ def test_a_server_that_was_killed_is_replaced_by_one_that_imports_what_it_was_to
 ) -> None:
     monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
     server_pid = _server_pid()
-    start_server(with_compiler=True)
+    start_server(compiler="before forks")
     os.kill(server_pid, signal.SIGKILL)
     psutil.wait_procs([psutil.Process(server_pid)])
     assert _found(_parent_and_compiler) == (os.getpid(), True)
@@ -128,6 +131,37 @@ def test_a_server_has_the_compiler_from_the_first_process_of_a_caller_that_has_i
     monkeypatch.delitem(sys.modules, "torch._dynamo")
     assert _found(_parent_and_compiler) == (os.getpid(), True)
     assert _server_pid() == server_pid
+
+
+def test_a_server_imports_the_compiler_for_later_only_where_no_fork_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fork_server._close_server()
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    server = psutil.Process(_server_pid())
+    connection = fork_server._server_of_this_process()._socket
+    send_fds = socket.send_fds
+
+    def send_and_continue(*request: Any) -> int:
+        sent = send_fds(*request)
+        server.resume()
+        return sent
+
+    with monkeypatch.context() as patch:  # both requests are there when it looks
+        patch.setattr(socket, "send_fds", send_and_continue)
+        server.suspend()
+        start_server(compiler="if idle")
+        assert _found(_parent_and_compiler) == (os.getpid(), False)
+    start_server(compiler="if idle")
+    deadline = time.monotonic() + _BOUND_S
+    while _unread(connection) or server.status() != psutil.STATUS_SLEEPING:  # it has looked, and imported
+        assert time.monotonic() < deadline
+    assert _found(_parent_and_compiler) == (os.getpid(), True)
+
+
+def _unread(connection: socket.socket) -> int:
+    """More than 0 while the other end has not received all that was sent to it."""
+    return int.from_bytes(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
 
 
 def test_a_process_whose_parent_has_ended_before_it_could_follow_it_ends(

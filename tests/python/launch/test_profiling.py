@@ -20,7 +20,7 @@ def happened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     happened: list[str] = []
 
     def start(**how: Any) -> None:
-        assert how == {"with_compiler": True}
+        assert how == {"compiler": "if idle"}
         happened.append("server")
 
     monkeypatch.setattr(profiling, "start_server", start)
