@@ -12,7 +12,7 @@ import pytest
 import torch
 from farm import Farm
 from pipedream import Plan
-from pipedream.stage import stage_loop, stage_runner, weights
+from pipedream.stage import stage_loop, stage_optimizer, stage_runner, weights
 from torch import Tensor, nn
 
 _WIDTH = 8
@@ -21,7 +21,7 @@ _KINDS: tuple[type, ...] = (
     stage_runner.StageRunner,
     stage_runner.UserCode,
     weights.WeightVersions,
-    weights.StageOptimizer,
+    stage_optimizer.StageOptimizer,
 )
 
 
