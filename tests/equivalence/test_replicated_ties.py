@@ -156,6 +156,37 @@ def test_what_is_tied_is_cut_into_several_chunks_of_each_shard(farm: Farm, how: 
     assert_close_state(state, expected_state, 1e-9)
 
 
+class _Sometimes(nn.Module):
+    """Uses a parameter of another stage, as that one does, in minibatches of an even size only."""
+
+    def __init__(self, shared: nn.Parameter) -> None:
+        super().__init__()
+        self.own = nn.Linear(4, 4)
+        self.shared = shared
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.own(inputs)
+        return output if inputs.shape[0] % 2 else output + inputs * self.shared
+
+
+def _train_sometimes(by_reference: bool = False) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    shared = nn.Parameter(torch.randn(4))
+    model = nn.Sequential(_Sometimes(shared), _Sometimes(shared)).double()
+    data = [(torch.randn(size, 4).double(), torch.randn(size, 4).double()) for size in (2, 2, 3, 3, 2, 3, 3)]
+    run: Any = reference.run if by_reference else functools.partial(pipedream.run, progress=False)
+    sgd = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1)
+    how: dict[str, Any] = {"data": data, "loss_fn": nn.functional.mse_loss, "optimizer": sgd, "seed": 1}
+    return run(model, Plan((Stage(0, 0, 2), Stage(1, 1, 1))), **how).losses, model.state_dict()
+
+
+def test_an_optimizer_leaves_alone_what_is_tied_in_rounds_that_use_it_nowhere(farm: Farm) -> None:
+    losses, state = farm.results(_train_sometimes, num_ranks=3)[0]
+    expected, expected_state = _train_sometimes(by_reference=True)
+    assert_close_losses(losses, expected, 1e-9)
+    assert_close_state(state, expected_state, 1e-9)
+
+
 def _refused() -> str:
     with pytest.raises(ValueError, match="sync_every") as caught:
         _train_crossed((2, 1, 1), 4, {"sync_every": 2})

@@ -343,7 +343,7 @@ def _add_edge(
             microbatches = _core.num_microbatches_in_flight(schedule, receiver)
             minibatches = -(-microbatches // schedule.num_microbatches)
             unsent = max(schedule.in_flight[0], minibatches, 2) + 3
-            add(_shared(ties, receiver, sender), slots=2, unsent=unsent)
+            add(_tied_gradients(ties, receiver, sender), slots=2, unsent=unsent)
     else:
         upstream = min(sender, receiver)
         activations, gradients = _crossing(boundaries.get(upstream))
@@ -435,9 +435,10 @@ def _replica_suffix(replica: int) -> str:
     return f" replica {replica}" if replica > 0 else ""
 
 
-def _shared(ties: Sequence[TieSpec], owner: int, user: int) -> list[TensorSpec]:
-    """The tied parameters that travel between the two stages, in order."""
-    return [tie.spec for tie in ties if tie.stages[0] == owner and user in tie.stages[1:]]
+def _tied_gradients(ties: Sequence[TieSpec], owner: int, user: int) -> list[TensorSpec]:
+    """Which of them there are, and those of all parameters that the two stages share, in order."""
+    shared = [tie.spec for tie in ties if tie.stages[0] == owner and user in tie.stages[1:]]
+    return [TensorSpec(torch.uint8, (len(shared),), requires_grad=False), *shared]
 
 
 def _tied_version(ties: Sequence[TieSpec], edge: _core.Edge) -> list[TensorSpec]:

@@ -114,7 +114,7 @@ class TiedParameters:
             for user in tie.stages[1:]:
                 self._users.setdefault(user, []).append(index)
         self._owned = self._groups.get(stage_index)
-        self._received: dict[int, list[Tensor]] = {}  # gradients of the next update, by user
+        self._received: dict[int, list[Tensor | None]] = {}  # gradients of the next update, by user
         self._has_replicas = any(
             schedule.placement.num_replicas(stage) > 1 for stage in (stage_index, *self._users, *self._groups)
         )
@@ -161,18 +161,24 @@ class TiedParameters:
                 group.versions.poison(slot)
 
     def gradients_for(self, owner: int, minibatch: int) -> list[Tensor]:
-        """This stage's gradients of the minibatch, of what it shares with that owner; they are given up."""
+        """This stage's gradients of the minibatch, of what it shares with that owner; they are given up.
+        Before them which there are: an optimizer leaves alone what no use has a gradient of."""
         group = self._groups[owner]
         leaves = group.versions.leaves(group.slot_read_by(minibatch))
-        return [exportable(_dense(_take_gradient(leaf), leaf)) for leaf in leaves]
+        gradients = [_take_gradient(leaf) for leaf in leaves]
+        are_there = [gradient is not None for gradient in gradients]
+        flags = torch.tensor(are_there, dtype=torch.uint8, device=leaves[0].device)
+        pairs = zip(gradients, leaves, strict=True)
+        return [flags, *(exportable(_dense(gradient, leaf)) for gradient, leaf in pairs)]
 
-    def take_gradients_from(self, user: int, gradients: list[Tensor]) -> None:
+    def take_gradients_from(self, user: int, received: list[Tensor]) -> None:
         """That user's part of the next update, of one minibatch."""
+        flags, *content = received
+        gradients = [g if is_there else None for g, is_there in zip(content, flags.tolist(), strict=True)]
         before = self._received.get(user)
-        if before is None:
-            self._received[user] = gradients
-        else:
-            self._received[user] = [one + other for one, other in zip(before, gradients, strict=True)]
+        if before is not None:
+            gradients = [_sum(one, other) for one, other in zip(before, gradients, strict=True)]
+        self._received[user] = gradients
 
     def collect(self, minibatch: int) -> list[Tensor | None]:
         """The gradients of the owned parameters, summed over all uses; the users' have come. minibatch: of
@@ -182,8 +188,9 @@ class TiedParameters:
         total = [_take_gradient(leaf) for leaf in self.owned_leaves(self._owned.slot_read_by(minibatch))]
         for user, indices in self._users.items():
             for index, gradient in zip(indices, self._received.pop(user, ()), strict=False):
-                mine = total[index]
-                total[index] = gradient.clone() if mine is None else gradient + mine  # mine may be sparse
+                if gradient is not None:
+                    mine = total[index]
+                    total[index] = gradient.clone() if mine is None else gradient + mine  # mine may be sparse
         return total
 
     def begin_update(self) -> tuple[int, int]:
@@ -241,6 +248,10 @@ class TiedParameters:
 def _take_gradient(leaf: nn.Parameter) -> Tensor | None:
     gradient, leaf.grad = leaf.grad, None
     return gradient
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return one if other is None else other if one is None else one + other
 
 
 def _dense(gradient: Tensor | None, parameter: Tensor) -> Tensor:

@@ -242,6 +242,19 @@ def test_gradients_that_are_missing_or_sparse_are_summed_too() -> None:
     assert total.tolist() == [1.0, 6.0, 1.0]
 
 
+def test_what_no_use_has_a_gradient_of_has_none() -> None:
+    stages, ties = _stages(3)
+    (owner, _), (first_user, _), (second_user, of_second) = (_end(stage, ties) for stage in stages)
+    for _ in range(2):
+        owner.take_gradients_from(1, first_user.gradients_for(0, 0))
+        owner.take_gradients_from(2, second_user.gradients_for(0, 0))
+    assert owner.collect(0) == [None], "an optimizer would take zeros for a gradient: momentum, weight decay"
+    for gradient in (None, torch.full_like(of_second[0].leaves(0)[0], 3.0)):
+        of_second[0].leaves(0)[0].grad = gradient
+        owner.take_gradients_from(2, second_user.gradients_for(0, 0))
+    assert [g.tolist() for g in owner.collect(0) if g is not None] == [[3.0] * 3]
+
+
 def test_a_stage_without_ties_has_nothing_to_do() -> None:
     tied = TiedParameters(_core.ScheduleOptions("pipedream", [2, 1]), 0, [], {})
     assert not tied
