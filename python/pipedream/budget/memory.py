@@ -396,6 +396,10 @@ def predict_state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
 _NUM_TEMPORARIES_GUESSED = 3
 
 
+# A step by then does all that its number decides about: RAdam rectifies from the sixth on, or later.
+_LATE_STEP = 10_000
+
+
 def predict_step_bytes(optimizer: torch.optim.Optimizer | None, device_type: str) -> int:
     """The most that a torch optimizer will make and drop in a step, found by steps on parameters of the same
     shapes that have no memory."""
@@ -409,7 +413,9 @@ def predict_step_bytes(optimizer: torch.optim.Optimizer | None, device_type: str
             group["foreach"] = True  # what torch chooses there
     meter = StepMeter(make_meter(torch.device("meta")))
     try:
-        for _ in range(2):  # the first makes the state
+        for step_index in range(3):  # the first makes the state
+            if step_index == 2:
+                _advance_to(_LATE_STEP, probe)
             with meter.step(), generators_kept():
                 _torch_class_of(optimizer).step(probe)
     except Exception:  # also where a step reads values
@@ -417,6 +423,14 @@ def predict_step_bytes(optimizer: torch.optim.Optimizer | None, device_type: str
         at_once = any(group.get("foreach") for group in probe.param_groups)
         return _NUM_TEMPORARIES_GUESSED * (sum(sizes) if at_once else max(sizes, default=0)) + SCALARS_BYTES
     return meter.peak_bytes + SCALARS_BYTES
+
+
+def _advance_to(step: int, optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), Tensor):
+            state["step"].fill_(step)
+        elif "step" in state:
+            state["step"] = step
 
 
 def native_step_bytes(stage: StageModule, num_parameters: int) -> int:

@@ -348,7 +348,13 @@ _STEPS = [
     torch.optim.Rprop,
     functools.partial(torch.optim.Rprop, foreach=True),
     torch.optim.ASGD,
+    torch.optim.RAdam,  # rectifies from the sixth step on, which takes more
+    functools.partial(torch.optim.RAdam, betas=(0.9, 0.7)),  # from the fourteenth on
+    functools.partial(torch.optim.RAdam, foreach=True),
 ]
+
+
+_NUM_STEPS = 16
 
 
 def _measured_step_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -356,7 +362,7 @@ def _measured_step_bytes(optimizer: torch.optim.Optimizer) -> int:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.full_like(parameter, 0.5)
-    for _ in range(3):
+    for _ in range(_NUM_STEPS):
         with meter.step():
             optimizer.step()
     return meter.peak_bytes
@@ -373,6 +379,7 @@ def test_a_step_makes_and_drops_no_more_than_predicted(factory: Any) -> None:
         (functools.partial(torch.optim.SGD, lr=0.1), 0),
         (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1), 1),
         (torch.optim.Adam, 2),
+        (torch.optim.RAdam, 5),
         (torch.optim.Rprop, 3),
     ],
     ids=str,
