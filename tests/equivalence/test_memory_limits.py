@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+from dataclasses import replace
 from typing import Any
 
 import pipedream
@@ -104,6 +105,17 @@ def test_what_an_update_makes_and_drops_is_within_the_largest_transient(
         predicted, peak = terms["largest transient"]["predicted"], terms["largest transient"]["peak"]
         assert predicted is not None and peak is not None
         assert num_temporaries * (256 << 10) <= peak <= predicted < (num_temporaries * 256 + 32) << 10
+
+
+@pytest.mark.parametrize("replicas", [(2, 1), (3, 2)], ids=str)
+def test_a_round_of_several_minibatches_stays_within_its_prediction(
+    farm: Farm, replicas: tuple[int, ...]
+) -> None:
+    """Gradients of the second are added to those of the first, and each backward is of the loss itself."""
+    stages = zip(Plan.straight(16, 2).stages, replicas, strict=True)
+    plan = Plan(tuple(replace(stage, num_replicas=count) for stage, count in stages))
+    for result in farm.results(_train_plan, plan, num_ranks=sum(replicas), schedule="flush"):
+        assert_memory_as_predicted(result)
 
 
 def _needed_bytes(result: RunResult) -> list[int]:

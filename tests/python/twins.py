@@ -386,8 +386,6 @@ class Twin:
     make: Callable[[], nn.Module]
     make_batch: Callable[[torch.Generator, torch.dtype, int], Any]
     draws: bool = False
-    exceeds_transient: bool = False
-    """What crosses is read before the cut, too: the largest transient was 128 bytes above the predicted."""
     loss_fn: Callable[[Any, Any], Tensor] = cross_entropy
 
     def model(self, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -412,7 +410,7 @@ TWINS = {
         Twin("masked_transformer", MaskedTransformer, _padded_texts, loss_fn=own_loss),
         Twin("tuples", Tuples, _vectors),
         Twin("handing_on", HandingOn, _vectors),
-        Twin("routed", Routed, _vectors, exceeds_transient=True),
+        Twin("routed", Routed, _vectors),
         Twin("side_value", SideValue, _vectors),
         Twin("deciding", Deciding, _vectors_of_tasks),
         Twin("dropping", Dropping, _vectors, draws=True),

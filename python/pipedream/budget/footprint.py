@@ -177,9 +177,12 @@ class WorkMeter:
             self.gradient_peak_bytes = max(self.gradient_peak_bytes, self._gradient_bytes())
             self._note_kept()  # also gradients on their way upstream
 
+    def kept_bytes(self) -> int:
+        """Of what there is now, all but the parameters' gradients."""
+        return self._meter.live_bytes - self._gradient_bytes()
+
     def _note_kept(self) -> None:
-        kept = self._meter.live_bytes - self._gradient_bytes()
-        self.stash_peak_bytes = max(self.stash_peak_bytes, kept)
+        self.stash_peak_bytes = max(self.stash_peak_bytes, self.kept_bytes())
 
     @contextlib.contextmanager
     def _measured(self) -> Iterator[None]:

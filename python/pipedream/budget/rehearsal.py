@@ -119,11 +119,13 @@ class Rehearsal:
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
         autocast: torch.dtype | None = None,
         repeats: bool = False,
+        scales_loss: bool = False,
         for_offload: bool = False,
     ) -> None:
         """describe: names this worker in errors, by the stage. name: of what is rehearsed with. loss_fn: None
         rehearses forwards alone.
         repeats: the backward comes twice, as under microbatches gradients are added to those that are there.
+        scales_loss: the backward is of a multiple of the loss, which itself is gone by then.
         for_offload: also find out what of the stash could be offloaded, with one more forward."""
         self.boundaries: dict[int, Boundary] = {}
         """By the stage upstream of the cut."""
@@ -136,6 +138,7 @@ class Rehearsal:
         self._loss_fn = spare_loss(loss_fn)
         self._autocast = autocast
         self._repeats = repeats
+        self._scales_loss = scales_loss
         self._for_offload = for_offload
 
     def run(self, stages: Sequence[StageModule], inputs: Any, targets: Any) -> None:
@@ -180,6 +183,7 @@ class Rehearsal:
             loss_fn=self._loss_fn,
             autocast=self._autocast,
             repeats=self._repeats,
+            scales_loss=self._scales_loss,
         )
         if is_last:
             with contextlib.suppress(Exception):
@@ -221,11 +225,14 @@ class _StageRehearsal:
         loss_fn: Callable[[Any, Any], Tensor] | None,
         autocast: torch.dtype | None,
         repeats: bool,
+        scales_loss: bool,
     ) -> None:
         self._stage = stage
         self._repeats = repeats
+        self._scales_loss = scales_loss
         self._statistics = MinibatchStatistics(stage) if repeats else None
-        self._leaves = value
+        self._value = value
+        self._leaves: list[Tensor] = []  # of the microbatch
         self._targets = targets
         self._is_last = is_last
         self._loss_fn = loss_fn
@@ -241,7 +248,10 @@ class _StageRehearsal:
         self._output_bytes = 0
 
     def forward(self) -> None:
-        value = map_tensors(boundary_input, self._leaves)
+        leaves = map_tensors(_leaf_like, self._value)
+        self._leaves = tensors_of(leaves)
+        value = map_tensors(boundary_input, leaves)
+        del leaves
         region = self._meter.forward() if self._metered else contextlib.nullcontext()
         with region:
             statistics = self._statistics.microbatch() if self._statistics else contextlib.nullcontext()
@@ -266,10 +276,13 @@ class _StageRehearsal:
 
     def footprint(self, *, with_backward: bool) -> Footprint:
         measured = self._metered
-        stash = self._meter.stash_peak_bytes
+        stash, of_forward = self._meter.stash_peak_bytes, self._meter.transient_peak_bytes
+        left_bytes = 0
         if with_backward:
             try:
                 self._backward()
+                # What the model itself still holds is there until the next forward replaces it.
+                left_bytes = self._meter.kept_bytes()
                 if self._repeats:
                     self.forward()
                     self._backward()
@@ -278,9 +291,9 @@ class _StageRehearsal:
         for parameter in self._parameters:
             parameter.grad = None
         return Footprint(
-            input_bytes=storage_bytes([*tensors_of(self._leaves), *tensors_of(self._targets)]),
+            input_bytes=storage_bytes([*tensors_of(self._value), *tensors_of(self._targets)]),
             stash_bytes=stash,
-            transient_bytes=self._meter.transient_peak_bytes + SCALARS_BYTES,
+            transient_bytes=max(self._meter.transient_peak_bytes, of_forward + left_bytes) + SCALARS_BYTES,
             gradient_bytes=storage_bytes(self._parameters),
             is_measured=measured,
             output_bytes=self._output_bytes,
@@ -290,7 +303,7 @@ class _StageRehearsal:
     def offloadable_bytes(self) -> int:
         """By a forward of its own: some layers do not run under the hooks, and are not offloaded then."""
         value = map_tensors(
-            lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), self._leaves
+            lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), self._value
         )
         given = map_tensors(boundary_input, value)
         kept = [*tensors_of(value), *tensors_of(self._targets), *self._stage.parameters()]
@@ -308,15 +321,19 @@ class _StageRehearsal:
         self.output = None
         region = self._meter.backward() if self._metered else contextlib.nullcontext()
         with region:
-            if self._is_last and (self._repeats or self._autocast is torch.float16):
-                roots = [root * 0.5 for root in roots]  # a share of the minibatch, or a scale
+            if self._is_last and self._scales_loss:
+                roots = [root * 0.5 for root in roots]
             if seeds:
                 run_backward(roots, seeds)
             elif roots:
                 torch.autograd.backward(roots)
             del roots, seeds
-        for leaf in tensors_of(self._leaves):
-            leaf.grad = None  # each microbatch has leaves of its own
+        self._leaves = []  # with their gradients, but for what the model holds
+
+
+def _leaf_like(tensor: Tensor) -> Tensor:
+    """Each microbatch has leaves of its own."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _wait_for(device: torch.device) -> None:

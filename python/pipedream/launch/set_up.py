@@ -148,10 +148,19 @@ def _rehearse(
         loss_fn=options.loss_fn,
         autocast=options.autocast,
         repeats=options.microbatches > 1 or _adds_minibatches(run),
+        scales_loss=_scales_loss(run),
         for_offload=options.memory_bytes is not None or forced_offload().activations,
     )
     rehearsal.run(run.own_stages(), first.inputs, first.targets)
     return Rehearsed(rehearsal.boundaries, rehearsal.footprints, first.input_boundary)
+
+
+def _scales_loss(run: AgreedRun) -> bool:
+    """Whether every backward is of a share of the minibatch's loss, or of a multiple. By the user's weights
+    one microbatch may have all of it."""
+    options = run.options
+    has_shares = options.microbatches > 1 and options.weight_fn is None
+    return has_shares or options.autocast is torch.float16
 
 
 def _adds_minibatches(run: AgreedRun) -> bool:

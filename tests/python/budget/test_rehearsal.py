@@ -107,6 +107,31 @@ def test_a_repeated_backward_sees_gradients_beside_those_that_are_there() -> Non
     assert once.stash_bytes == again.stash_bytes
 
 
+def test_a_loss_that_is_not_scaled_is_there_during_its_backward() -> None:
+    # On the host a mean of squared errors keeps the memory of the squares: 16 KiB.
+    layers = (nn.Linear(8, 8), nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 64))
+    arguments = (split(nn.Sequential(*layers), Plan.straight(4, 2)), torch.zeros(64, 8), torch.zeros(64, 64))
+    scaled, plain = (rehearse(*arguments, F.mse_loss, scales_loss=scales)[1][1] for scales in (True, False))
+    assert 15 * _KIB < plain.transient_bytes - scaled.transient_bytes <= 16 * _KIB
+    assert plain.stash_bytes == scaled.stash_bytes
+
+
+class _Remembering(nn.Linear):
+    """Its latest output can be read until the next one is there."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.latest = super().forward(value).detach()
+        return torch.tanh(self.latest.sum(-1, keepdim=True) * self.weight.sum())
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_what_a_layer_holds_of_one_microbatch_is_there_in_the_forward_of_the_next(repeats: bool) -> None:
+    stages = split(nn.Sequential(_Remembering(256, 256)), Plan.straight(1, 1))
+    inputs, targets = torch.zeros(64, 256), torch.zeros(64, 1)
+    _, (footprint,) = rehearse(stages, inputs, targets, F.mse_loss, repeats=repeats)
+    assert 64 * _KIB <= footprint.transient_bytes < 66 * _KIB
+
+
 @pytest.mark.parametrize("case_name", CASES)
 def test_a_larger_minibatch_keeps_more_and_the_gradients_are_the_parameters(case_name: str) -> None:
     case = CASES[case_name]
