@@ -255,7 +255,7 @@ def _train_and_count_moves(folder: Path | None) -> int:
     layer = _CountsItsMoves(2, 2)
     with pytest.MonkeyPatch.context() as patch:
         place = functools.partial(WorkerPlace, folder=folder)
-        patch.setattr("pipedream.launch.runner.WorkerPlace", place)
+        patch.setattr("pipedream.launch.torchrun.WorkerPlace", place)
         pipedream.run(
             nn.Sequential(layer),
             Plan.straight(1, 1),

@@ -16,6 +16,7 @@ from pipedream import _core
 from pipedream.common.agreement import difference, settings_of
 from pipedream.common.errors import failures_of_others
 from pipedream.data.stream import DataStream, ForwardedData, MinibatchStream, ReceivedStream
+from pipedream.links.options import LinkOptions
 from pipedream.links.rendezvous import START_TIMEOUT_S, Rendezvous
 from pipedream.model.meta_device import is_on_meta
 from pipedream.model.seeding import base_seed, seed_data
@@ -76,8 +77,19 @@ class AgreedRun:
     def tied_parameters_of(self, stage_index: int) -> list[nn.Parameter]:
         return [tie.parameter for tie in self.ties_of(stage_index)]
 
+    @property
+    def links(self) -> LinkOptions:
+        return self.options.links
+
+    @property
+    def plan_hash(self) -> int:
+        return self.plan.hash()
+
+    def describe_worker(self, rank: int) -> str:
+        return self.plan.describe_worker(rank)
+
     def describe_ends(self, *ranks: int) -> str:
-        return " and ".join(map(self.plan.describe_worker, sorted(ranks)))
+        return " and ".join(map(self.describe_worker, sorted(ranks)))
 
 
 def agree(

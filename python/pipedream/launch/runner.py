@@ -6,8 +6,6 @@ import contextlib
 import logging
 import multiprocessing
 import os
-import secrets
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from typing import Any
@@ -20,7 +18,7 @@ from pipedream.budget.offload import forced_offload
 from pipedream.common.checks import (
     is_whole,
 )
-from pipedream.common.errors import describe_error, one_line
+from pipedream.common.errors import one_line
 from pipedream.common.guard import check_main_guard, one_run_at_a_time
 from pipedream.common.tracebacks import with_short_tracebacks
 from pipedream.common.units import parse_size
@@ -31,11 +29,18 @@ from pipedream.launch.devices import choose_device_type
 from pipedream.launch.fork_server import start_server
 from pipedream.launch.launcher import check_main_is_a_file, run_locally
 from pipedream.launch.run_options import check_arguments
+from pipedream.launch.torchrun import (
+    is_on_several_machines,
+    is_rank_0,
+    mistakes_told,
+    rendezvous_prefix,
+    this_rank,
+    under_torchrun,
+)
 from pipedream.launch.worker import run_worker
 from pipedream.links.codec_choice import CodecChoice, check_pairs, codec_between
 from pipedream.links.descriptors import descriptor_limit_raised
 from pipedream.links.options import make_link_options, wants_checksums
-from pipedream.links.rendezvous import START_TIMEOUT_S, torchrun_rendezvous
 from pipedream.model.batches import own_loss, parts_of
 from pipedream.model.cut_model import CutModel, cut_model, needs_cutting
 from pipedream.model.initial_weights import WeightSource
@@ -47,14 +52,11 @@ from pipedream.model.splitter import Model, layers_of
 from pipedream.planning.plan import Plan
 from pipedream.planning.shapes import largest_of
 from pipedream.report.result import RunResult
-from pipedream.stage.job import JobOptions, WorkerPlace, check_replicas
+from pipedream.stage.job import JobOptions, check_replicas
 
 __all__ = ["run"]
 
 _log = logging.getLogger("pipedream")
-
-# Where no store answers, nobody waits in it: the mistake is raised here all the same.
-_TELL_TIMEOUT_S = 30.0
 
 
 @contextlib.contextmanager
@@ -184,8 +186,8 @@ def run(
         loss_fn = own_loss
     arguments = {name: value for name, value in locals().items() if name not in ("model", "plan")}
     # Counted once a call, so that all ranks count alike, those with a mistake too.
-    prefix = _rendezvous_prefix() if _under_torchrun() else None
-    with _mistakes_told(prefix):
+    prefix = rendezvous_prefix() if under_torchrun() else None
+    with mistakes_told(prefix):
         options = _checked_options(model, plan, arguments)
         if prefix is None:
             check_main_is_a_file()
@@ -195,8 +197,8 @@ def run(
             data = PeekedIterator(data)
         if cuts:
             model = _cut(model, data, options)
-    if _is_rank_0():
-        world_size = int(os.environ["WORLD_SIZE"]) if _under_torchrun() else None
+    if is_rank_0():
+        world_size = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
         cautions = cautions_of(
             model,
             plan,
@@ -215,7 +217,7 @@ def run(
     if seed is None:
         # The next run without a seed is another one: its shuffles and dropouts must not repeat this one's.
         torch.empty((), dtype=torch.int64).random_()
-    if trace is not None and _is_rank_0():
+    if trace is not None and is_rank_0():
         _save_trace(result, trace)
     return result
 
@@ -229,7 +231,7 @@ def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any]) -> Job
     links = make_link_options(
         **{name: arguments[name] for name in ("transport", "codec", "keys", "bind", "insecure")},
         peer_timeout_s=float(arguments["peer_timeout"]),
-        several_machines=_is_on_several_machines(),
+        several_machines=is_on_several_machines(),
     )
     check_pairs(links.codec, plan.num_stages)
     _check_loss_scale(autocast, links.codec, plan.num_stages)
@@ -374,7 +376,7 @@ def _check_hooks(model: Model) -> None:
 
 def _threads_per_worker(plan: Plan) -> int:
     """The caller's torch threads, shared by the workers of this machine."""
-    if _under_torchrun():
+    if under_torchrun():
         return torch.get_num_threads()  # torchrun and the user have said how many
     return max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // plan.workers_used))
 
@@ -386,83 +388,13 @@ def _check_process() -> None:
             "run() was called in a worker process of a DataLoader: call it in the process of the script, not"
             " in what reads the data"
         )
-    if multiprocessing.current_process().daemon and not _under_torchrun():
+    if multiprocessing.current_process().daemon and not under_torchrun():
         raise RuntimeError(
             "run() was called in a daemonic process, which may start no workers: make that process with"
             " daemon=False"
         )
 
 
-def _under_torchrun() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def _is_rank_0() -> bool:
-    """Also without torchrun."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
-def _is_on_several_machines() -> bool:
-    if not _under_torchrun() or os.environ["WORLD_SIZE"] == "1":
-        return False
-    if "LOCAL_WORLD_SIZE" not in os.environ:
-        raise ValueError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but LOCAL_WORLD_SIZE, how many of these ranks are on"
-            " this machine, is not set: set it and LOCAL_RANK, or start with torchrun, which does"
-        )
-    return os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]
-
-
-@contextlib.contextmanager
-def _mistakes_told(prefix: str | None) -> Iterator[None]:
-    """Around the checks. A mistake may be this rank's alone (a key file, an interface): under torchrun the
-    others hear of it, instead of waiting for a rank that will not come."""
-    try:
-        yield
-    except Exception as error:
-        if prefix is not None:
-            _tell_the_others(prefix, error)
-        raise
-
-
-def _tell_the_others(prefix: str, error: Exception) -> None:
-    """Best effort: the store may not be there either."""
-    with contextlib.suppress(Exception):
-        text = f"rank {os.environ['RANK']} could not start: {describe_error(error)}"
-        with torchrun_rendezvous(prefix, _TELL_TIMEOUT_S) as rendezvous:
-            rendezvous.fail(text)
-
-
-def _rendezvous_prefix() -> str:
-    """Of this call's keys in the store of torchrun: a script may call run() several times."""
-    job = os.environ.get("TORCHELASTIC_RUN_ID", "torchrun")
-    script = f"pipedream/{job}/{_incarnation()}"
-    return f"{script}/{_next_run_index(script)}"
-
-
-def _incarnation() -> int:
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
 def _run_this_rank(model: Model, data: Iterable[Any], options: JobOptions, prefix: str) -> RunResult:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    with torchrun_rendezvous(prefix, START_TIMEOUT_S) as rendezvous, generators_kept():
-        place = WorkerPlace(
-            rank=rank,
-            world_size=world_size,
-            local_rank=int(os.environ.get("LOCAL_RANK", rank)),
-            run_id=secrets.randbits(64),
-            incarnation=_incarnation(),
-            rendezvous=rendezvous,
-            board=None,
-        )
+    with this_rank(prefix) as place, generators_kept():
         return run_worker(place, options, model, data)
-
-
-# Runs of this process so far, by torchrun's run id and restart count.
-_num_runs: Counter[str] = Counter()
-
-
-def _next_run_index(script: str) -> int:
-    _num_runs[script] += 1
-    return _num_runs[script]

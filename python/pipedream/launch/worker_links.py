@@ -9,20 +9,23 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 
 from pipedream import _core
 from pipedream.common.errors import PeerLost, failures_of_others
-from pipedream.launch.agreed_run import AgreedRun, wait_for
+from pipedream.launch.agreed_run import wait_for
 from pipedream.launch.own_cpus import own_cpus
 from pipedream.links.channels import CALLER, RunChannel
 from pipedream.links.descriptors import check_descriptors
 from pipedream.links.liveness import sign_period_s
+from pipedream.links.options import LinkOptions
 from pipedream.links.pulse import Pulse
 from pipedream.links.rendezvous import START_TIMEOUT_S, Rendezvous
+from pipedream.stage.job import WorkerPlace
 
-__all__ = ["WorkerLinks", "no_word"]
+__all__ = ["LinkedRun", "WorkerLinks", "no_word"]
 
 _OPEN_POLL_S = 0.5
 _LOOK_PERIOD_S = 0.02
@@ -34,6 +37,24 @@ def no_word(keys: list[str]) -> str:
     return "no word from rank " + ", ".join(key.rpartition("/")[2] for key in keys)
 
 
+class LinkedRun(Protocol):
+    """What links need to know of what their worker takes part in."""
+
+    @property
+    def place(self) -> WorkerPlace: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def links(self) -> LinkOptions: ...
+    @property
+    def plan_hash(self) -> int:
+        """Equal at all ranks, or no channel opens."""
+        ...
+
+    def describe_worker(self, rank: int) -> str: ...
+    def describe_ends(self, *ranks: int) -> str: ...
+
+
 class WorkerLinks:
     """The core that a worker has at the moment. The rendezvous opens its channels, and explains failures."""
 
@@ -43,25 +64,25 @@ class WorkerLinks:
         self._pulse: Pulse | None = None
         self._peer_timeout_s = 0.0
 
-    def make_core(self, run: AgreedRun, device: torch.device) -> _core.Worker:
+    def make_core(self, run: LinkedRun, device: torch.device) -> _core.Worker:
         """The core until close(), and its pulse."""
         on_cuda = device.type == "cuda"
-        self._peer_timeout_s = run.options.links.peer_timeout_s
+        self._peer_timeout_s = run.links.peer_timeout_s
         core = self._core = _core.Worker(
             device=f"cuda:{device.index}" if on_cuda else "host",
-            **run.options.links.core_arguments(),
+            **run.links.core_arguments(),
             run_id=run.place.run_id,
             incarnation=run.place.incarnation,
-            plan_hash=run.plan.hash(),
+            plan_hash=run.plan_hash,
             compute_stream=torch.cuda.current_stream().cuda_stream if on_cuda else 0,
             own_cpus=[] if on_cuda else own_cpus(run.place.local_rank),
         )
         self._pulse = Pulse(core, self._peer_timeout_s)
         return core
 
-    def connect(self, run: AgreedRun, channels: Sequence[RunChannel], key: str) -> None:
+    def connect(self, run: LinkedRun, channels: Sequence[RunChannel], key: str) -> None:
         """Of the sealed core; returns when they are open. key: where the ranks publish their endpoints."""
-        core, rank, links = self._core, run.rank, run.options.links
+        core, rank, links = self._core, run.rank, run.links
         assert core is not None
         check_descriptors(rank, sum(rank in (c.sender, c.receiver) for c in channels))
         self._rendezvous.publish(f"{key}/{rank}", core.listen())
@@ -121,10 +142,10 @@ class WorkerLinks:
             self._pulse.stop()
             self._pulse = None
 
-    def _check_peers(self, run: AgreedRun, channels: Sequence[RunChannel], key: str) -> None:
+    def _check_peers(self, run: LinkedRun, channels: Sequence[RunChannel], key: str) -> None:
         """That this worker's peers may talk to it, and share memory where they must, by what they publish.
         Returns when all of them have found so, too: a mistake is then said at once, and everywhere alike."""
-        rank, links = run.rank, run.options.links
+        rank, links = run.rank, run.links
         if not links.checks_peers:
             return
         self._rendezvous.publish(f"{key}/peer/{rank}", links.introduction())
@@ -134,7 +155,7 @@ class WorkerLinks:
         introductions = wait_for(self._rendezvous, [f"{key}/peer/{peer}" for peer in peers], no_word)
         for peer, introduction in zip(peers, introductions, strict=True):
             ends_text = run.describe_ends(rank, peer)
-            name = run.plan.describe_worker(peer)
+            name = run.describe_worker(peer)
             links.check_peer(name, introduction, shares_memory=peer in neighbours, ends=ends_text)
         self._rendezvous.publish(f"{key}/checked/{rank}", True)
         wait_for(self._rendezvous, [f"{key}/checked/{peer}" for peer in peers], no_word)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -109,6 +110,10 @@ def rehearsal_name(stage_index: int, replica: int = 0) -> str:
     return f"rehearsal of stage {stage_index} for stage {stage_index + 1}" + _replica_suffix(replica)
 
 
+class _Workers(Protocol):
+    def describe_worker(self, rank: int) -> str: ...
+
+
 @dataclass(frozen=True)
 class RunChannel:
     """A directed channel between two ranks. tensors: (dtype name, dimensions, bytes at most)."""
@@ -158,8 +163,9 @@ class RunChannel:
         """Whether some tensor of it travels encoded."""
         return bool(_core.channel_bytes(self.tensors, self.codec)[3])
 
-    def add_to(self, core: _core.Worker, rank: int, plan: Plan) -> None:
-        """Adds this end of the channel to the worker; nothing when the rank has no end of it."""
+    def add_to(self, core: _core.Worker, rank: int, workers: _Workers) -> None:
+        """Adds this end of the channel to the worker; nothing when the rank has no end of it. workers: the
+        plan, or what else knows what to call them."""
         if rank not in (self.sender, self.receiver):
             return
         sends = rank == self.sender
@@ -167,7 +173,7 @@ class RunChannel:
         core.add_channel(
             name=self.name,
             sends=sends,
-            peer="the caller" if peer == CALLER else plan.describe_worker(peer),
+            peer="the caller" if peer == CALLER else workers.describe_worker(peer),
             channel_id=self.channel_id,
             tensors=self.tensors,
             num_items=self.num_unsent_max if sends else self.num_slots,

@@ -1,0 +1,101 @@
+"""What torchrun says of this process, and how the ranks of one call meet. On the caller's thread."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections import Counter
+from collections.abc import Iterator
+
+from pipedream.common.errors import describe_error
+from pipedream.links.rendezvous import START_TIMEOUT_S, torchrun_rendezvous
+from pipedream.stage.job import WorkerPlace
+
+__all__ = [
+    "is_on_several_machines",
+    "is_rank_0",
+    "mistakes_told",
+    "rendezvous_prefix",
+    "this_rank",
+    "under_torchrun",
+]
+
+# Where no store answers, nobody waits in it: the mistake is raised here all the same.
+_TELL_TIMEOUT_S = 30.0
+
+
+def under_torchrun() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def is_rank_0() -> bool:
+    """Also without torchrun."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def is_on_several_machines() -> bool:
+    if not under_torchrun() or os.environ["WORLD_SIZE"] == "1":
+        return False
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but LOCAL_WORLD_SIZE, how many of these ranks are on"
+            " this machine, is not set: set it and LOCAL_RANK, or start with torchrun, which does"
+        )
+    return os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]
+
+
+@contextlib.contextmanager
+def mistakes_told(prefix: str | None) -> Iterator[None]:
+    """Around the checks. A mistake may be this rank's alone (a key file, an interface): under torchrun the
+    others hear of it, instead of waiting for a rank that will not come."""
+    try:
+        yield
+    except Exception as error:
+        if prefix is not None:
+            _tell_the_others(prefix, error)
+        raise
+
+
+def _tell_the_others(prefix: str, error: Exception) -> None:
+    """Best effort: the store may not be there either."""
+    with contextlib.suppress(Exception):
+        text = f"rank {os.environ['RANK']} could not start: {describe_error(error)}"
+        with torchrun_rendezvous(prefix, _TELL_TIMEOUT_S) as rendezvous:
+            rendezvous.fail(text)
+
+
+def rendezvous_prefix() -> str:
+    """Of this call's keys in the store of torchrun: a script may make several."""
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "torchrun")
+    script = f"pipedream/{job}/{_incarnation()}"
+    return f"{script}/{_next_call_index(script)}"
+
+
+def _incarnation() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+@contextlib.contextmanager
+def this_rank(prefix: str) -> Iterator[WorkerPlace]:
+    """This rank's place, while its rendezvous lasts."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    with torchrun_rendezvous(prefix, START_TIMEOUT_S) as rendezvous:
+        yield WorkerPlace(
+            rank=rank,
+            world_size=world_size,
+            local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+            run_id=secrets.randbits(64),
+            incarnation=_incarnation(),
+            rendezvous=rendezvous,
+            board=None,
+        )
+
+
+# Calls of this process so far, by torchrun's run id and restart count.
+_num_calls: Counter[str] = Counter()
+
+
+def _next_call_index(script: str) -> int:
+    _num_calls[script] += 1
+    return _num_calls[script]
