@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.plan import Stage
@@ -28,7 +28,6 @@ def compare(
     }
 
 
-def model_parallel_ms(profile: Profile, stages: tuple[Stage, ...], bytes_per_s: float) -> float:
+def model_parallel_ms(profile: Profile, boundary_ms: Sequence[float]) -> float:
     """By the paper's figures: all layers one after the other, and every boundary both ways."""
-    crossing = sum(profile.layers[stage.last_layer].activation_bytes for stage in stages[:-1])
-    return profile.compute_ms + 2e3 * crossing / bytes_per_s
+    return profile.compute_ms + sum(boundary_ms)

@@ -28,10 +28,12 @@ from pipedream.planning.limits import (
     solve_within,
     with_more_in_flight,
 )
+from pipedream.planning.link_profile import LinkProfile
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.prediction import STEADY_ROUNDS, predict_ms, steady_minibatches
 from pipedream.planning.runtime_costs import FREE, RuntimeCosts, layer_cost_ms, runtime_of, stage_costs
 from pipedream.planning.search import search
+from pipedream.planning.stage_links import StageLinks
 
 if TYPE_CHECKING:
     from pipedream import _core
@@ -46,6 +48,7 @@ _SEARCHED_PLANS = 400
 _FEW_ROUNDS = 8  # simulated of each plan that is looked at
 _SIMULATED_ITEMS_MAX = 6_000  # minibatches times stages that partition() waits for
 _ROUNDING = 1e-9
+_SPEEDS_SOLVED_MAX = 8  # of measured links
 _IN_FLIGHT_GAIN_MIN = 0.05  # of the time per minibatch that more minibatches in flight must save
 
 Stages = tuple[Stage, ...]
@@ -54,7 +57,7 @@ Stages = tuple[Stage, ...]
 def partition(
     profile: Profile,
     num_workers: int,
-    bandwidth: str | float,
+    bandwidth: str | float | LinkProfile,
     *,
     memory: str | int | Sequence[str | int] | None = None,
     cost_model: str = "paper",
@@ -74,9 +77,10 @@ def partition(
     T(i..j, m) = (1/m) max( sum T_l, sum 4 (m-1) |w_l| / (m B) ) for a stage, 2 a_i / B for a boundary;
     ties go to fewer workers, then to fewer stages. Source: PipeDream (SOSP'19), section 3.1.
 
-    `bandwidth` is a text with a unit ("10Gbit/s") or bytes per second. `straight` allows one replica per
-    stage only. `predicted` of the plan compares it with one worker, data and model parallelism and the
-    straight pipeline.
+    `bandwidth` is a text with a unit ("10Gbit/s") or bytes per second, or what profile_links() measured: a
+    search then begins at the formulas' optima for some of the bandwidths found, and takes the plan that is
+    fastest over the links that its own ranks have. `straight` allows one replica per stage only. `predicted`
+    of the plan compares it with one worker, data and model parallelism and the straight pipeline.
 
     memory: what a worker may use ("16GiB" or bytes), of all or one for each: versions, gradients, the
         optimizer's state (optimizer_copies of the weights: 0 plain SGD, 1 momentum, 2 Adam), what replicas
@@ -119,7 +123,17 @@ def partition(
         raise ValueError(
             "speeds are planned for by cost_model='paper' with schedule 'pipedream': leave them out"
         )
-    bytes_per_s = parse_bandwidth(bandwidth)
+    links = bandwidth if isinstance(bandwidth, LinkProfile) else None
+    if links is not None and links.num_workers < num_workers:
+        raise ValueError(
+            f"bandwidth has the links of {links.num_workers} workers, but num_workers is {num_workers}:"
+            " measure them with as many ranks"
+        )
+    bytes_per_s = (
+        bandwidth.speeds_of_first(num_workers)[0]
+        if isinstance(bandwidth, LinkProfile)
+        else parse_bandwidth(bandwidth)
+    )
     limits = make_limits(
         num_workers,
         memory=memory,
@@ -140,6 +154,7 @@ def partition(
         schedule,
         microbatches,
         limits,
+        links,
     )
     plan = problem.by_search() if problem.is_simulated else problem.by_formulas()
     if hides_links and not problem.is_simulated and memory is None:
@@ -180,12 +195,14 @@ class _Problem:
     profile: Profile
     num_workers: int
     bytes_per_s: float
+    """Of the slowest link that may be used, where they were measured."""
     cost_model: str
     straight: bool
     workers_per_host: int | None
     schedule: str
     microbatches: int | None
     limits: Limits
+    links: LinkProfile | None = None
 
     @property
     def is_simulated(self) -> bool:
@@ -203,16 +220,53 @@ class _Problem:
             )
         return runtime
 
+    def links_of(self, stages: Stages) -> StageLinks:
+        if self.links is None:
+            return StageLinks.uniform(stages, self.bytes_per_s)
+        return StageLinks.measured(stages, self.links)
+
     # By the paper's formulas.
 
     def by_formulas(self) -> Plan:
+        if self.links is not None and len(self.links.speeds_of_first(self.num_workers)) > 1:
+            return self._by_measured_links(self.links)
         layers_ms = [layer.compute_ms for layer in self.profile.layers]
         stages, bottleneck_s, figures = self.solve(layers_ms, self.num_workers, self.straight)
         plan = self.formula_plan(stages, bottleneck_s * 1e3)
         return replace(plan, predicted=plan.predicted | figures)
 
+    def _by_measured_links(self, links: LinkProfile) -> Plan:
+        """The optima for some of their bandwidths, each exact for its own alone, are where a search by the
+        formulas over the plans' own links begins; so do plans with as many replicas at every stage, which
+        fit machines of equal size."""
+        layers_ms = [layer.compute_ms for layer in self.profile.layers]
+        starts = [
+            replace(self, bytes_per_s=bytes_per_s).solve(layers_ms, self.num_workers, self.straight)[0]
+            for bytes_per_s in _some_of(links.speeds_of_first(self.num_workers))
+        ]
+        for count in range(1, self.num_workers + 1) if not self.straight else ():
+            if self.num_workers % count == 0:
+                with contextlib.suppress(NothingFitsError):
+                    each = self.num_workers // count
+                    straight = self.solve(layers_ms, count, True)[0]
+                    starts.append(tuple(replace(stage, num_replicas=each) for stage in straight))
+        found = search(
+            [stages for stages in starts if self._is_allowed(stages)] or starts[:1],
+            lambda stages: self.formula_plan(stages).bottleneck_ms or 0.0,
+            num_layers=self.profile.num_layers,
+            num_workers=self.num_workers,
+            straight=self.straight,
+            plans_max=_SEARCHED_PLANS,
+            allowed=self._is_allowed,
+        )
+        plan = self.formula_plan(found.stages)
+        figures = {"search": found.to_dict()}
+        if self.limits.any:
+            figures |= self._limits_of(found.stages)
+        return replace(plan, predicted=plan.predicted | figures)
+
     def formula_plan(self, stages: Stages, bottleneck_ms: float | None = None) -> Plan:
-        predicted = _predict(self._slowed(stages), stages, self.bytes_per_s)
+        predicted = _predict(self._slowed(stages), stages, self.links_of(stages))
         if bottleneck_ms is None:
             bottleneck_ms = max([*predicted["stage_ms"], *predicted["boundary_ms"]])
         samples_per_s = _samples_per_s(self.profile, bottleneck_ms)
@@ -319,7 +373,7 @@ class _Problem:
     def simulated_plan(self, stages: Stages, *, spreads: bool = True) -> Plan:
         """spreads: with the spread of single items about their mean; else what plans are compared by."""
         predicted: dict[str, Any] = {"samples_per_s": None, "memory_bytes": None}
-        predicted |= _predict(self.profile, stages, self.bytes_per_s) | self._costs(stages)
+        predicted |= _predict(self.profile, stages, self.links_of(stages)) | self._costs(stages)
         plan = self._plan(stages, bottleneck_ms=None, predicted=predicted)
         best_ms, best_m = min((ms, m) for m, ms in self._times_by_microbatches(plan))
         if spreads and self.runtime.spread.factors:
@@ -356,8 +410,11 @@ class _Problem:
 
     def _costs(self, stages: Stages) -> dict[str, Any]:
         """What a prediction is made of."""
-        costs = stage_costs(self._slowed(stages), self.runtime, stages, self.bytes_per_s)
-        predicted = _predict(self.profile, stages, self.bytes_per_s)
+        links = self.links_of(stages)
+        costs = stage_costs(self._slowed(stages), self.runtime, stages, links.replicas)
+        predicted = _predict(self.profile, stages, links)
+        # The paper's formulas have no latency.
+        measured_ms = links.latency_ms if self.cost_model == "calibrated" else (0.0,) * len(stages)
         figures: dict[str, Any] = {
             "stage_ms": [
                 cost.minibatch_ms / stage.num_replicas for cost, stage in zip(costs, stages, strict=True)
@@ -365,8 +422,8 @@ class _Problem:
             "stage_costs": [cost.to_dict() for cost in costs],
             **({"spread": self.runtime.spread.to_dict()} if self.runtime.spread.factors else {}),
             "links": [
-                {"one_way_ms": both_ms / 2, "latency_ms": self.runtime.latency_ms}
-                for both_ms in predicted["boundary_ms"]
+                {"one_way_ms": both_ms / 2, "latency_ms": max(self.runtime.latency_ms, latency_ms)}
+                for both_ms, latency_ms in zip(predicted["boundary_ms"], measured_ms, strict=False)
             ],
         }
         workers_per_host = self.workers_per_host or 1
@@ -418,7 +475,8 @@ class _Problem:
 
         def one_at_a_time_ms(stages: Stages) -> float:
             if not free.is_simulated:
-                return model_parallel_ms(free._slowed(stages), stages, self.bytes_per_s)
+                boundary_ms = free.formula_plan(stages).predicted["boundary_ms"]
+                return model_parallel_ms(free._slowed(stages), boundary_ms)
             return replace(free, schedule="model_parallel").simulated_plan(stages).bottleneck_ms or 0.0
 
         times = compare(self.profile, self.num_workers, straight, minibatch_ms, one_at_a_time_ms)
@@ -467,7 +525,7 @@ class _Problem:
             stages,
             model=self.profile.model,
             num_workers=self.num_workers,
-            bandwidth_bytes_per_s=self.bytes_per_s,
+            bandwidth_bytes_per_s=self.links_of(stages).slowest(self.bytes_per_s),
             cost_model=self.cost_model,
             bottleneck_ms=bottleneck_ms,
             predicted=predicted,
@@ -487,12 +545,23 @@ def _samples_per_s(profile: Profile, minibatch_ms: float) -> float | None:
     return (profile.batch_size or 0) * 1e3 / minibatch_ms if known else None
 
 
-def _predict(profile: Profile, stages: tuple[Stage, ...], bytes_per_s: float) -> dict[str, Any]:
+def _some_of(ascending: list[float]) -> list[float]:
+    """The slowest, the fastest, and what is evenly between in their order."""
+    last, count = len(ascending) - 1, min(len(ascending), _SPEEDS_SOLVED_MAX)
+    return [ascending[index * last // max(count - 1, 1)] for index in range(count)]
+
+
+def _predict(profile: Profile, stages: tuple[Stage, ...], links: StageLinks) -> dict[str, Any]:
     layers = profile.layers
+    crossing = [1e3 * layers[stage.last_layer].activation_bytes for stage in stages[:-1]]
     return {
-        "stage_ms": [_stage_ms(profile, stage, bytes_per_s) for stage in stages],
+        "stage_ms": [
+            _stage_ms(profile, stage, bytes_per_s)
+            for stage, bytes_per_s in zip(stages, links.replicas, strict=True)
+        ],
         "boundary_ms": [
-            2e3 * layers[stage.last_layer].activation_bytes / bytes_per_s for stage in stages[:-1]
+            sent / down + sent / up
+            for sent, down, up in zip(crossing, links.downstream, links.upstream, strict=True)
         ],
         "stage_parameter_bytes": [_parameter_bytes(profile, stage) for stage in stages],
         "stage_layers": [[layers[stage.first_layer].name, layers[stage.last_layer].name] for stage in stages],

@@ -189,9 +189,9 @@ def runtime_of(profile: Profile) -> RuntimeCosts | None:
 
 
 def stage_costs(
-    profile: Profile, runtime: RuntimeCosts, stages: Sequence[Stage], bytes_per_s: float
+    profile: Profile, runtime: RuntimeCosts, stages: Sequence[Stage], bytes_per_s: Sequence[float]
 ) -> list[StageCosts]:
-    """Of each stage of a plan, by the calibrated cost model; bytes_per_s: of the links between replicas."""
+    """Of each stage of a plan, by the calibrated cost model; bytes_per_s: between its replicas."""
     costs = []
     for stage_index, stage in enumerate(stages):
         layers = profile.layers[stage.first_layer : stage.last_layer + 1]
@@ -216,7 +216,7 @@ def stage_costs(
                 ).plus(_sending(position.backward, before, runtime.cut_bytes)),
                 update_ms=update_ms,
                 copy_ms=runtime.copy_ms_per_byte * num_bytes / replicas,
-                shard_ms=1e3 * num_bytes / replicas / bytes_per_s if replicas > 1 else 0.0,
+                shard_ms=1e3 * num_bytes / replicas / bytes_per_s[stage_index] if replicas > 1 else 0.0,
             )
         )
     return costs

@@ -73,7 +73,7 @@ def test_each_term_counts_where_the_run_has_it() -> None:
     )
     runtime = runtime_of(profile)
     assert runtime is not None
-    first, last = stage_costs(profile, runtime, (Stage(0, 1), Stage(2, 3)), 1e9)
+    first, last = stage_costs(profile, runtime, (Stage(0, 1), Stage(2, 3)), (1e9, 1e9))
     assert first.forward == ItemCost(0.25, 0.125, 4.5)
     assert first.backward == ItemCost(2.125, 1.375, 2.25)
     assert (first.update_ms, first.copy_ms) == (pytest.approx(1.0625 + 2.0), pytest.approx(4.0))
@@ -91,7 +91,7 @@ def test_what_is_sent_costs_by_its_bytes() -> None:
     profile = _profile(positions=dict.fromkeys(POSITIONS, position), cut_bytes=500)
     runtime = runtime_of(profile)
     assert runtime is not None
-    first, last = stage_costs(profile, runtime, (Stage(0, 1), Stage(2, 3)), 1e9)
+    first, last = stage_costs(profile, runtime, (Stage(0, 1), Stage(2, 3)), (1e9, 1e9))
     assert first.forward.minibatch_ms == pytest.approx(2.0 + 2 * 0.5)  # twice the bytes that were measured
     assert last.forward.minibatch_ms == pytest.approx(2.0 + 0.5)  # sends nothing
 
@@ -100,7 +100,7 @@ def test_replicas_share_an_update_and_pay_for_what_they_exchange() -> None:
     profile = _profile(update_ms_per_byte=0.001, sync_ms=0.5, sync_ms_per_byte=0.01)
     runtime = runtime_of(profile)
     assert runtime is not None
-    (stage,) = stage_costs(profile, runtime, (Stage(0, 3, 2),), 1e6)
+    (stage,) = stage_costs(profile, runtime, (Stage(0, 3, 2),), (1e6,))
     assert stage.update_ms == pytest.approx(4000 * 0.001 / 2 + 0.5 + 4000 * 0.01 / 2)
     assert stage.shard_ms == pytest.approx(2.0)
 

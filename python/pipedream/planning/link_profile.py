@@ -1,0 +1,182 @@
+"""What every pair of workers can send each other and how soon, and its file form, pipedream.links/1.
+
+Workers are ranks. Torch-free; any thread.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipedream.common.document import (
+    check_format,
+    check_list,
+    check_number,
+    check_object,
+    check_text,
+    check_whole,
+    read_document,
+    require,
+    write_document,
+)
+from pipedream.common.errors import FileFormatError
+from pipedream.common.table import format_table
+from pipedream.common.units import format_bandwidth
+
+__all__ = ["LinkProfile", "MeasuredLink"]
+
+_KIND, _VERSION = "links", 1
+_LINK_FIELDS = ("sender", "receiver", "bytes_per_s", "latency_us")
+_ERROR_FIELDS = ("bytes_per_s_error", "latency_error")
+
+
+@dataclass(frozen=True)
+class MeasuredLink:
+    """One direction of a pair of workers. Raises ValueError naming the field for a figure that cannot be."""
+
+    sender: int
+    receiver: int
+    bytes_per_s: float
+    latency_us: float
+    """Of a few bytes: half of there and back, so that it is the same in both directions."""
+    bytes_per_s_error: float | None = None
+    """Half the width of the 95 % interval of the mean time, as a share of it. None: not known."""
+    latency_error: float | None = None
+    """Likewise."""
+    transport: str | None = None
+    """By which its tensors went, as the core names it."""
+
+    def __post_init__(self) -> None:
+        for name in ("sender", "receiver"):
+            _set(self, name, check_whole(name, getattr(self, name)))
+        if self.sender == self.receiver:
+            raise ValueError(f"receiver is {self.receiver}: a worker has no link to itself")
+        _set(self, "bytes_per_s", check_number("bytes_per_s", self.bytes_per_s, positive=True))
+        _set(self, "latency_us", check_number("latency_us", self.latency_us))
+        for name in _ERROR_FIELDS:
+            if getattr(self, name) is not None:
+                _set(self, name, check_number(name, getattr(self, name)))
+        if self.transport is not None:
+            check_text("transport", self.transport)
+
+    def to_dict(self) -> dict[str, Any]:
+        optional = {name: getattr(self, name) for name in (*_ERROR_FIELDS, "transport")}
+        known = {name: value for name, value in optional.items() if value is not None}
+        return {name: getattr(self, name) for name in _LINK_FIELDS} | known
+
+
+@dataclass(frozen=True)
+class LinkProfile:
+    """Both directions of every pair of workers. Raises ValueError where one is missing or is there twice."""
+
+    num_workers: int
+    links: tuple[MeasuredLink, ...]
+    """In the order of senders, then of receivers."""
+    extra: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Fields of the file that this version does not know; written back as they were."""
+
+    def __post_init__(self) -> None:
+        _set(self, "num_workers", check_whole("num_workers", self.num_workers, at_least=2))
+        ordered = tuple(sorted(self.links, key=lambda link: (link.sender, link.receiver)))
+        _set(self, "links", ordered)
+        ends = [(link.sender, link.receiver) for link in ordered]
+        ranks = range(self.num_workers)
+        wanted = [(a, b) for a in ranks for b in ranks if a != b]
+        if ends == wanted:
+            return
+        for pair in ends:
+            if ends.count(pair) > 1:
+                raise ValueError(f"links has {pair[0]} to {pair[1]} twice")
+            if pair not in wanted:
+                raise ValueError(
+                    f"links has {pair[0]} to {pair[1]}, but num_workers is {self.num_workers}: workers count"
+                    " from 0"
+                )
+        sender, receiver = next(pair for pair in wanted if pair not in ends)
+        raise ValueError(f"links lacks {sender} to {receiver}: both directions of every pair are needed")
+
+    def between(self, sender: int, receiver: int) -> MeasuredLink:
+        return self.links[sender * (self.num_workers - 1) + receiver - (receiver > sender)]
+
+    def speeds_of_first(self, num_workers: int) -> list[float]:
+        """Bytes per second, ascending, of the links between the workers of the lowest ranks, which are those
+        that a smaller plan uses; of all for one worker, which uses none."""
+        found = {link.bytes_per_s for link in self.links if max(link.sender, link.receiver) < num_workers}
+        return sorted(found or {link.bytes_per_s for link in self.links})
+
+    def slowest_bytes_per_s(self, senders: Iterable[int], receivers: Iterable[int]) -> float:
+        """Of the links from any of the senders to any of the receivers. Infinite where there is none."""
+        return min((link.bytes_per_s for link in self._from_to(senders, receivers)), default=float("inf"))
+
+    def largest_latency_us(self, senders: Iterable[int], receivers: Iterable[int]) -> float:
+        """Likewise; 0 where there is none."""
+        return max((link.latency_us for link in self._from_to(senders, receivers)), default=0.0)
+
+    def _from_to(self, senders: Iterable[int], receivers: Iterable[int]) -> list[MeasuredLink]:
+        ends = list(receivers)
+        return [self.between(a, b) for a in senders for b in ends if a != b]
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> LinkProfile:
+        """Reads a pipedream.links/1 file; raises FileFormatError naming file and field."""
+        return cls.from_dict(read_document(path, _KIND, _VERSION), source=os.fspath(path))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        write_document(path, self.to_dict())
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any], *, source: str = "links") -> LinkProfile:
+        """The links in the fields of a file; `source` is what an error names. Unknown fields are kept."""
+        check_format(fields, _KIND, _VERSION, source)
+        try:
+            require(fields, ["num_workers", "links"], "")
+            links = check_list("links", fields["links"])
+            extra = {n: fields[n] for n in fields if n not in {"format", "num_workers", "links"}}
+            return cls(fields["num_workers"], tuple(_link(i, link) for i, link in enumerate(links)), extra)
+        except ValueError as error:
+            raise FileFormatError(f"{source}: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        header = {"format": f"pipedream.{_KIND}/{_VERSION}", "num_workers": self.num_workers}
+        return header | self.extra | {"links": [link.to_dict() for link in self.links]}
+
+    def __str__(self) -> str:
+        headings = ("from", "to", "bandwidth", "known to", "latency", "known to", "by")
+        rows = [
+            (
+                str(link.sender),
+                str(link.receiver),
+                format_bandwidth(link.bytes_per_s),
+                _percent(link.bytes_per_s_error),
+                f"{link.latency_us:.1f} us",
+                _percent(link.latency_error),
+                link.transport or "",
+            )
+            for link in self.links
+        ]
+        speeds = [link.bytes_per_s for link in self.links]
+        ends = f"{format_bandwidth(min(speeds))} to {format_bandwidth(max(speeds))}"
+        title = f"links between {self.num_workers} workers: {ends}"
+        return f"{title}\n\n{format_table(headings, rows, '>>>>>><')}"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f} %"
+
+
+def _link(link_index: int, value: object) -> MeasuredLink:
+    where = f"links[{link_index}]"
+    fields = check_object(where, value)
+    require(fields, _LINK_FIELDS, where + ".")
+    try:
+        optional: dict[str, Any] = {name: fields.get(name) for name in (*_ERROR_FIELDS, "transport")}
+        return MeasuredLink(**{name: fields[name] for name in _LINK_FIELDS}, **optional)
+    except ValueError as error:
+        raise ValueError(f"{where}.{error}") from None
+
+
+def _set(target: object, name: str, value: object) -> None:
+    # The dataclass is frozen for its users; its own checks still bring a value to its final type.
+    object.__setattr__(target, name, value)
