@@ -23,11 +23,13 @@ if TYPE_CHECKING:
         WorkerLost,
     )
     from pipedream.launch.calibration import calibrate
+    from pipedream.launch.link_profiling import profile_links
     from pipedream.launch.profiling import profile
     from pipedream.launch.runner import run
     from pipedream.model.initial_weights import materialise
     from pipedream.model.meta_device import parameters_on_meta
     from pipedream.planning.layer_profile import LayerProfile, Profile
+    from pipedream.planning.link_profile import LinkProfile, MeasuredLink
     from pipedream.planning.partitioner import partition
     from pipedream.planning.plan import Plan, Stage
     from pipedream.report.result import RunResult
@@ -38,6 +40,8 @@ __all__ = [
     "DataMismatch",
     "FileFormatError",
     "LayerProfile",
+    "LinkProfile",
+    "MeasuredLink",
     "NonFiniteLoss",
     "PeerLost",
     "PipelineError",
@@ -53,6 +57,7 @@ __all__ = [
     "parameters_on_meta",
     "partition",
     "profile",
+    "profile_links",
     "run",
 ]
 
@@ -61,6 +66,8 @@ _MODULES = {
     "DataMismatch": "common.errors",
     "FileFormatError": "common.errors",
     "LayerProfile": "planning.layer_profile",
+    "LinkProfile": "planning.link_profile",
+    "MeasuredLink": "planning.link_profile",
     "NonFiniteLoss": "common.errors",
     "PeerLost": "common.errors",
     "PipelineError": "common.errors",
@@ -74,6 +81,7 @@ _MODULES = {
     "parameters_on_meta": "model.meta_device",
     "partition": "planning.partitioner",
     "profile": "launch.profiling",
+    "profile_links": "launch.link_profiling",
     "run": "launch.runner",
 }
 

@@ -1,5 +1,5 @@
-"""The command line: pipedream explain | profile | run | keys, and planning_commands.py's. One process, its
-main thread.
+"""The command line: pipedream explain | profile | profile-links | run | keys, and planning_commands.py's. One
+process, its main thread.
 
 Exit status 0; 2 for a user's mistake and 1 for any other failure, each one line on stderr. With --json
 stdout holds exactly one JSON object. Nothing here imports torch until a command needs it.
@@ -266,6 +266,41 @@ def run_command(
     if _is_first_rank():
         summary = {"plan": plan.to_dict()} | {name: getattr(result, name) for name in _RESULT_FIELDS}
         print_result(_describe(result, output, options.get("trace")), summary, as_json)
+
+
+@app.command("profile-links")
+def profile_links_command(
+    transport: Annotated[str, typer.Option(help="As of `run`: auto, tcp, shm or ipc.")] = "auto",
+    keys: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="This machine's, made by `pipedream keys`.")
+    ] = None,
+    bind: Annotated[str | None, typer.Option(help="The address or interface to listen on.")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Without keys on a network that you trust.")
+    ] = False,
+    seconds: Annotated[float, typer.Option(help="For each figure of a pair at most.")] = 1.0,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the links here.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure bandwidth and latency between all workers: torchrun ... -m pipedream profile-links."""
+    with _clean_stdout(as_json):
+        from pipedream.launch.link_profiling import profile_links
+
+        measured = profile_links(
+            transport=transport,
+            keys=keys,
+            bind=bind,
+            insecure=insecure,
+            seconds=seconds,
+            save=output,
+            progress=not as_json,
+        )
+    if not _is_first_rank():
+        return
+    notes = []
+    if output is None:
+        notes.append("not saved: --output links.json keeps them for `pipedream partition --links links.json`")
+    print_result(with_notes(measured, notes), measured.to_dict(), as_json)
 
 
 @app.command("keys")

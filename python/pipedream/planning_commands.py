@@ -12,6 +12,7 @@ import typer
 from pipedream.command_line import JsonOption, check_output, print_result, with_notes
 from pipedream.common.units import parse_bandwidth
 from pipedream.planning.layer_profile import Profile
+from pipedream.planning.link_profile import LinkProfile
 from pipedream.planning.partitioner import partition
 
 if TYPE_CHECKING:
@@ -42,7 +43,13 @@ def add_planning_commands(app: typer.Typer) -> None:
 def partition_command(
     profile_file: Annotated[Path, typer.Argument(metavar="PROFILE", help="A file that `profile` saved.")],
     workers: Annotated[int, typer.Option(help="Workers to use at most.")],
-    bandwidth: Annotated[str, typer.Option(help="Of the links between workers, for example 10Gbit/s.")],
+    bandwidth: Annotated[
+        str | None, typer.Option(help="Of the links between workers, for example 10Gbit/s.")
+    ] = None,
+    links: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="In place of --bandwidth: what `profile-links` measured."),
+    ] = None,
     straight: Annotated[bool, typer.Option("--straight", help="One replica per stage.")] = False,
     cost_model: Annotated[
         str, typer.Option(help="What predicts the times: paper, or calibrated, of a calibrated profile.")
@@ -75,7 +82,7 @@ def partition_command(
     plan = partition(
         Profile.load(profile_file),
         workers,
-        bandwidth,
+        _links_or_bandwidth(links, bandwidth),
         memory=memory,
         cost_model=cost_model,
         straight=straight,
@@ -94,6 +101,14 @@ def partition_command(
     else:
         notes.append("not saved: --output plan.json keeps it for `pipedream run TARGET --plan plan.json`")
     print_result(with_notes(plan, notes), plan.to_dict(), as_json)
+
+
+def _links_or_bandwidth(links: Path | None, bandwidth: str | None) -> LinkProfile | str:
+    if links is not None and bandwidth is None:
+        return LinkProfile.load(links)
+    if bandwidth is not None and links is None:
+        return bandwidth
+    raise ValueError("give --bandwidth, for example 10Gbit/s, or --links FILE: one of them")
 
 
 def table_command(

@@ -18,9 +18,10 @@ from unittest.mock import Mock
 import pytest
 from pipedream.cli import main
 from pipedream.common.errors import WorkerLost
-from pipedream.launch import runner
+from pipedream.launch import link_profiling, runner
 from pipedream.links.keys import load_keys
 from pipedream.planning.layer_profile import LayerProfile, Profile
+from pipedream.planning.link_profile import LinkProfile, MeasuredLink
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.runtime_costs import FREE
 
@@ -182,6 +183,45 @@ def test_table_predicts_speeds_of_all_profiles_in_a_folder(call: Caller) -> None
     assert rows[0]["over_one_worker"] == pytest.approx(2)
 
 
+LINKS = LinkProfile(2, (MeasuredLink(0, 1, 1e6, 20.0), MeasuredLink(1, 0, 1e6, 20.0)))
+
+
+def test_partition_takes_measured_links_in_place_of_a_bandwidth(call: Caller) -> None:
+    LINKS.save("links.json")
+    arguments = ("partition", "profile.json", "--workers", "2", "--straight", "--json")
+    measured = call(*arguments, "--links", "links.json")
+    assert measured.status == 0
+    assert json.loads(measured.stdout) == json.loads(call(*arguments, "--bandwidth", "8Mbit/s").stdout)
+
+
+@pytest.mark.parametrize("given", [(), ("--bandwidth", "8Mbit/s", "--links", "links.json")])
+def test_partition_takes_one_of_links_and_bandwidth(call: Caller, given: tuple[str, ...]) -> None:
+    outcome = call("partition", "profile.json", "--workers", "2", *given)
+    assert outcome.status == 2
+    assert outcome.error() == "give --bandwidth, for example 10Gbit/s, or --links FILE: one of them"
+
+
+def test_profile_links_prints_what_rank_0_has(call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = Mock(return_value=LINKS)
+    monkeypatch.setattr(link_profiling, "profile_links", measure)
+    outcome = call("profile-links", "--transport", "tcp", "--output", "links.json", "--json")
+    assert json.loads(outcome.stdout) == LINKS.to_dict()
+    given = measure.call_args.kwargs
+    assert (given["transport"], given["save"], given["progress"]) == ("tcp", Path("links.json"), False)
+    assert "--output links.json keeps them" in call("profile-links").stdout
+    monkeypatch.setenv("RANK", "1")
+    assert call("profile-links").stdout == ""
+
+
+def test_profile_links_without_torchrun_says_how_to_start(
+    call: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    outcome = call("profile-links")
+    assert outcome.status == 2
+    assert "torchrun --nproc-per-node 2 -m pipedream profile-links" in outcome.error()
+
+
 def test_profile_calibrates_where_asked(
     call: Caller, calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,7 +286,7 @@ def test_simulate_prints_a_table_and_json_has_its_figures(call: Caller) -> None:
             "bandwidth is '-1Gbit/s': it must be",
         ),
         (["profile.json", "--workers", "x", "--bandwidth", "1Gbit/s"], "Invalid value for '--workers'"),
-        (["profile.json", "--workers", "2"], "Missing option '--bandwidth'"),
+        (["profile.json", "--workers", "2"], "give --bandwidth, for example 10Gbit/s, or --links"),
         ([], "Missing argument 'PROFILE'"),
         (["gone.json", "--workers", "2", "--bandwidth", "1Gbit/s"], "gone.json: No such file or directory"),
         (

@@ -1,0 +1,320 @@
+"""profile_links(): what the workers that torchrun started can send each other, by the channels of a run.
+
+    agree      all ranks have the same options, and rank 0's run id
+    rounds     in each every rank has one partner at most: links to it alone, the lower rank leads
+    share      what each leader has measured is everybody's
+
+Pairs of one round measure at the same time. On the caller's thread, which is the core's compute thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from pipedream import _core
+from pipedream.common.agreement import difference, settings_of
+from pipedream.common.checks import check_choice, check_output_file, is_number
+from pipedream.common.errors import PeerLost, afterwards, describe_error, raise_failure
+from pipedream.common.guard import one_run_at_a_time
+from pipedream.common.tracebacks import with_short_tracebacks
+from pipedream.launch.agreed_run import wait_for
+from pipedream.launch.devices import choose_device
+from pipedream.launch.torchrun import (
+    is_on_several_machines,
+    is_rank_0,
+    mistakes_told,
+    rendezvous_prefix,
+    this_rank,
+    under_torchrun,
+)
+from pipedream.launch.worker_links import WorkerLinks, no_word
+from pipedream.links.channels import RunChannel
+from pipedream.links.descriptors import descriptor_limit_raised
+from pipedream.links.device_memory import agree_on_device_memory, place_on_devices
+from pipedream.links.link_meter import (
+    ITEM_BYTES,
+    WORD_BYTES,
+    PairChannels,
+    PairFigures,
+    follow,
+    lead,
+    pair_rounds,
+)
+from pipedream.links.options import TRANSPORTS, LinkOptions, make_link_options
+from pipedream.planning.link_profile import LinkProfile, MeasuredLink
+from pipedream.stage.job import WorkerPlace
+
+__all__ = ["profile_links"]
+
+_WORD = ("int64", 1, WORD_BYTES)
+_PIECES = ("uint8", 1, ITEM_BYTES)
+_NUM_SLOTS = 4
+
+
+@with_short_tracebacks
+def profile_links(
+    *,
+    transport: str = "auto",
+    keys: Any = None,
+    bind: Any = None,
+    insecure: bool = False,
+    peer_timeout: float = 15.0,
+    seconds: float = 1.0,
+    save: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> LinkProfile:
+    """Bandwidth and latency between every pair of the workers that torchrun started, both ways.
+
+    Called by all ranks, which get the same result. By the channels and the transport of a run, one pair
+    after the other at each worker; pairs that share no worker are measured at the same time, so that they
+    share the network of their machines. A worker on a GPU sends from its memory.
+
+    transport, keys, bind, insecure, peer_timeout: as of run().
+    seconds: for each figure of a pair at most, once it has 3 samples; less where it is known to 2 % before.
+    save: a file that rank 0 writes (LinkProfile.load reads it).
+    progress: show on rank 0's stderr how many rounds are done, where that is a terminal.
+
+    Raises ValueError without torchrun, for one rank, and as run(); errors.PipelineError where a worker fails.
+    """
+    if not under_torchrun():
+        raise ValueError(
+            "profile_links measures between the workers that torchrun starts, on one machine, too: torchrun"
+            " --nproc-per-node 2 -m pipedream profile-links"
+        )
+    prefix = rendezvous_prefix()
+    with one_run_at_a_time(), descriptor_limit_raised():
+        with mistakes_told(prefix):
+            options = _checked_options(transport, keys, bind, insecure, peer_timeout, seconds)
+            if save is not None and is_rank_0():
+                check_output_file(save, "save")
+        with this_rank(prefix) as place:
+            measured = _Profiling(place, options).run(shows_progress=progress)
+    if save is not None and is_rank_0():
+        measured.save(save)
+    return measured
+
+
+@dataclass(frozen=True)
+class _Options:
+    links: LinkOptions
+    seconds: float
+
+
+def _checked_options(
+    transport: str, keys: Any, bind: Any, insecure: bool, peer_timeout: float, seconds: float
+) -> _Options:
+    check_choice("transport", transport, TRANSPORTS)
+    for name, value in (("peer_timeout", peer_timeout), ("seconds", seconds)):
+        if not is_number(value) or value <= 0:
+            raise ValueError(f"{name} is {value!r}: give a positive number of seconds")
+    links = make_link_options(
+        transport=transport,
+        codec=None,
+        keys=keys,
+        bind=bind,
+        insecure=insecure,
+        peer_timeout_s=float(peer_timeout),
+        several_machines=is_on_several_machines(),
+    )
+    return _Options(links, float(seconds))
+
+
+@dataclass(frozen=True)
+class _Linked:
+    """The ranks, as links and channels know them."""
+
+    place: WorkerPlace
+    links: LinkOptions
+    plan_hash: int = 0
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    def describe_worker(self, rank: int) -> str:
+        return f"rank {rank}"
+
+    def describe_ends(self, *ranks: int) -> str:
+        return " and ".join(map(self.describe_worker, sorted(ranks)))
+
+
+class _Profiling:
+    """The phases, in the order of the module's docstring."""
+
+    def __init__(self, place: WorkerPlace, options: _Options) -> None:
+        self._place = place
+        self._options = options
+        self._links = WorkerLinks(place.rendezvous)
+
+    def run(self, *, shows_progress: bool) -> LinkProfile:
+        try:
+            with afterwards(self._links.close):
+                try:
+                    return self._measure_all(shows_progress)
+                except _core.RunFailure as failure:
+                    raise_failure(*failure.args)
+        except BaseException as error:
+            self._links.say_why(describe_error(error))
+            raise
+
+    def _measure_all(self, shows_progress: bool) -> LinkProfile:
+        rank, rendezvous = self._place.rank, self._place.rendezvous
+        device = choose_device(self._place.local_rank)  # before join(), as in worker.py
+        rendezvous.join(self._options.links.peer_timeout_s)
+        rendezvous.enter("measuring the links")
+        run = self._agree()
+        rounds = pair_rounds(self._place.world_size)
+        measured: list[MeasuredLink] = []
+        with _progress(len(rounds), shows_progress and is_rank_0()) as advance:
+            for index, pairs in enumerate(rounds):
+                for pair in pairs:
+                    if rank in pair:
+                        measured += self._measure(run, pair, device, f"links/{index}")
+                advance()
+        return self._share(measured)
+
+    def _agree(self) -> _Linked:
+        place = self._place
+        if place.world_size == 1:
+            raise ValueError("WORLD_SIZE is 1: it takes 2 workers to have a link, start torchrun with more")
+        mine = settings_of(self._options)
+        if place.rank == 0:
+            place.rendezvous.publish("agreed", {"settings": mine, "run_id": place.run_id})
+            return _Linked(place, self._options.links)
+        (agreed,) = wait_for(place.rendezvous, ["agreed"], lambda _: "rank 0 did not start")
+        differs = difference(mine, place.rank, agreed["settings"])
+        if differs is not None:
+            raise ValueError(differs)
+        return _Linked(replace(place, run_id=int(agreed["run_id"])), self._options.links)
+
+    def _measure(
+        self, run: _Linked, pair: tuple[int, int], device: torch.device, key: str
+    ) -> list[MeasuredLink]:
+        """Of both directions at the leader; none at the follower."""
+        leader, follower = pair
+        core = self._links.make_core(run, device)
+        channels = _placed(run, core, device, _channels_of(pair), key)
+        for channel in channels:
+            channel.add_to(core, run.rank, run)
+        core.seal()
+        self._links.connect(run, channels, f"{key}/endpoints")
+        transports = core.channel_transports()
+        out, back = (leader, follower), (follower, leader)
+        mine, theirs = (out, back) if run.rank == leader else (back, out)
+        pieces = _pieces_name(*mine)
+        run.links.check_transports({pieces: run.describe_ends(*pair)}, transports)
+        ends = PairChannels(
+            core, _words_name(*mine), _words_name(*theirs), pieces, _pieces_name(*theirs), device
+        )
+        with self._links.explained():
+            if run.rank == leader:
+                measured = _links_of(pair, lead(ends, self._options.seconds), transports[pieces])
+            else:
+                follow(ends)
+                measured = []
+        self._links.close()
+        return measured
+
+    def _share(self, measured: list[MeasuredLink]) -> LinkProfile:
+        rank, world_size, rendezvous = self._place.rank, self._place.world_size, self._place.rendezvous
+        rendezvous.publish(f"measured/{rank}", [link.to_dict() for link in measured])
+        found = wait_for(rendezvous, [f"measured/{other}" for other in range(world_size)], no_word)
+        links = tuple(MeasuredLink(**fields) for of_rank in found for fields in of_rank)
+        if rank == 0:  # which may host the store
+            wait_for(rendezvous, [f"read/{other}" for other in range(1, world_size)], no_word)
+        else:
+            with contextlib.suppress(PeerLost):
+                rendezvous.publish(f"read/{rank}", True)
+        rendezvous.leave()
+        return LinkProfile(world_size, links)
+
+
+def _words_name(sender: int, receiver: int) -> str:
+    return f"words, rank {sender} to rank {receiver}"
+
+
+def _pieces_name(sender: int, receiver: int) -> str:
+    return f"pieces, rank {sender} to rank {receiver}"
+
+
+def _channels_of(pair: tuple[int, int]) -> list[RunChannel]:
+    """Numbered alike at both ends."""
+    named = [
+        (name(*ends), *ends, tensors, tensors is _PIECES)
+        for ends in (pair, pair[::-1])
+        for name, tensors in ((_words_name, _WORD), (_pieces_name, _PIECES))
+    ]
+    return [
+        RunChannel(
+            name, channel_id, sender, receiver, [tensors], _NUM_SLOTS, _NUM_SLOTS, 1, on_device=on_device
+        )
+        for channel_id, (name, sender, receiver, tensors, on_device) in enumerate(named)
+    ]
+
+
+def _placed(
+    run: _Linked, core: _core.Worker, device: torch.device, channels: list[RunChannel], key: str
+) -> list[RunChannel]:
+    """The channels, as those of a run where devices of one host need no staging."""
+    if not run.links.places_on_devices:
+        return channels
+    rendezvous = run.place.rendezvous
+    reach = agree_on_device_memory(
+        core,
+        run.rank,
+        channels,
+        on_host=device.type != "cuda",
+        publish=lambda name, value: rendezvous.publish(f"{key}/{name}", value),
+        wait_for=lambda names: wait_for(rendezvous, [f"{key}/{n}" for n in names], no_word) if names else [],
+    )
+    if run.links.transport == "ipc":
+        for ends in reach:
+            run.links.check_reach(run.describe_ends(*ends), reach[ends])
+    return place_on_devices(channels, reach)
+
+
+def _links_of(pair: tuple[int, int], figures: PairFigures, transport: str) -> list[MeasuredLink]:
+    leader, follower = pair
+    return [
+        MeasuredLink(
+            sender,
+            receiver,
+            bytes_per_s=1 / per_byte.mean,
+            latency_us=1e6 * figures.latency_s.mean,
+            bytes_per_s_error=per_byte.error,
+            latency_error=figures.latency_s.error,
+            transport=transport,
+        )
+        for sender, receiver, per_byte in (
+            (leader, follower, figures.to_follower_s_per_byte),
+            (follower, leader, figures.to_leader_s_per_byte),
+        )
+    ]
+
+
+@contextlib.contextmanager
+def _progress(num_rounds: int, is_shown: bool) -> Iterator[Any]:
+    console = Console(stderr=True)
+    if not (is_shown and sys.stderr.isatty() and console.is_terminal):
+        yield lambda: None
+        return
+    columns = (
+        TextColumn("measuring links"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("rounds"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, redirect_stdout=sys.stdout.isatty()) as shown:
+        task = shown.add_task("", total=num_rounds)
+        yield functools.partial(shown.advance, task)

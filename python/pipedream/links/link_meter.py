@@ -1,0 +1,211 @@
+"""Bandwidth and latency of one pair of workers, by its channels and the clock of one of them, the leader.
+
+    leader                        follower
+    what to do, how much   --->
+                           <---   ready
+    (its clock starts)
+    a few bytes            --->                 latency: there and back, in turn
+                           <---   a few bytes
+    all pieces             --->                 to the follower
+                           <---   a few bytes
+    a few bytes            --->                 from the follower
+                           <---   all pieces
+
+What is sent one way takes a round trip more than its bytes: that is subtracted. On the compute thread.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack
+
+from pipedream import _core
+
+__all__ = [
+    "ITEM_BYTES",
+    "WORD_BYTES",
+    "Figure",
+    "PairChannels",
+    "PairFigures",
+    "follow",
+    "lead",
+    "pair_rounds",
+    "sampled",
+]
+
+ITEM_BYTES = 1 << 20
+WORD_BYTES = 16
+"""Of a word, two int64: what to do, and how often or how many bytes."""
+
+_LATENCY, _TO_FOLLOWER, _TO_LEADER, _END = range(4)
+_ROUND_TRIPS = 20  # of a sample
+_SMALL_BYTES = 8
+_FIRST_BYTES, _BYTES_MAX = 64 << 10, 256 << 20  # of a sample
+_GROWTH = 4
+_SAMPLE_S = 0.03  # at least, if not of _BYTES_MAX, and _TRIPS_MIN round trips
+_TRIPS_MIN = 10
+_SAMPLES_MIN, _SAMPLES_WANTED = 3, 10
+_ERROR_ENOUGH = 0.02
+# Student's t of one sample less than there are, two-sided, 95 %; of more samples it is smaller.
+_STUDENT_T = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+
+
+def pair_rounds(num_workers: int) -> list[list[tuple[int, int]]]:
+    """All pairs (a, b) with a < b, in rounds in which no worker is twice: as few as there can be."""
+    circle: list[int | None] = [*range(num_workers), *([None] if num_workers % 2 else [])]
+    half = len(circle) // 2
+    rounds = []
+    for _ in range(len(circle) - 1):  # the first stays, the others go round
+        met = zip(circle[:half], reversed(circle[half:]), strict=True)
+        rounds.append(sorted((min(a, b), max(a, b)) for a, b in met if a is not None and b is not None))
+        circle.insert(1, circle.pop())
+    return rounds
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A mean, and half the width of its 95 % interval as a share of it."""
+
+    mean: float
+    error: float
+
+    @classmethod
+    def of(cls, samples: list[float]) -> Figure:
+        """From 3 samples."""
+        mean = statistics.fmean(samples)
+        t = _STUDENT_T[min(len(samples), max(_STUDENT_T))]
+        return cls(mean, t * statistics.stdev(samples) / math.sqrt(len(samples)) / mean)
+
+
+@dataclass(frozen=True)
+class PairFigures:
+    """Seconds, of one way; and per byte, of each way."""
+
+    latency_s: Figure
+    to_follower_s_per_byte: Figure
+    to_leader_s_per_byte: Figure
+
+
+@dataclass(frozen=True)
+class PairChannels:
+    """Of one end: names of the channels of words and of pieces, by which it sends and receives."""
+
+    core: _core.Worker
+    words_out: str
+    words_in: str
+    pieces_out: str
+    pieces_in: str
+    device: torch.device
+
+    def say(self, what: int, amount: int = 0) -> None:
+        self.core.send_item(self.words_out, [to_dlpack(torch.tensor([what, amount]))])
+
+    def hear(self) -> tuple[int, int]:
+        what, amount = self._receive(self.words_in).tolist()
+        return int(what), int(amount)
+
+    def send_small(self) -> None:
+        self.send_bytes(_SMALL_BYTES)
+
+    def send_bytes(self, num_bytes: int) -> None:
+        piece = torch.zeros(min(num_bytes, ITEM_BYTES), dtype=torch.uint8, device=self.device)
+        for begin in range(0, num_bytes, ITEM_BYTES):
+            self.core.send_item(self.pieces_out, [to_dlpack(piece[: num_bytes - begin])])
+
+    def receive_bytes(self, num_bytes: int) -> None:
+        """Returns when they are there."""
+        while num_bytes > 0:
+            num_bytes -= self._receive(self.pieces_in).numel()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _receive(self, channel: str) -> Tensor:
+        item = self.core.receive_item(channel)
+        assert item is not None  # there is no time-out
+        (capsule,) = item.take_tensors()
+        return from_dlpack(capsule)
+
+
+def lead(channels: PairChannels, seconds: float) -> PairFigures:
+    """Measures with who follows; each figure for `seconds` at most once it has 3 samples, until it is known
+    to 2 %."""
+
+    def timed(what: int, amount: int) -> float:
+        channels.say(what, amount)
+        channels.hear()
+        began_s = time.perf_counter()
+        if what == _LATENCY:
+            for _ in range(amount):
+                channels.send_small()
+                channels.receive_bytes(_SMALL_BYTES)
+        elif what == _TO_FOLLOWER:
+            channels.send_bytes(amount)
+            channels.receive_bytes(_SMALL_BYTES)
+        else:
+            channels.send_small()
+            channels.receive_bytes(amount)
+        return time.perf_counter() - began_s
+
+    timed(_LATENCY, _ROUND_TRIPS)  # pays for first uses
+    round_trip = sampled(lambda: timed(_LATENCY, _ROUND_TRIPS) / _ROUND_TRIPS, seconds)
+
+    def per_byte(what: int) -> Figure:
+        num_bytes = _FIRST_BYTES
+        long_s = max(_SAMPLE_S, _TRIPS_MIN * round_trip.mean)
+        while timed(what, num_bytes) < long_s and num_bytes < _BYTES_MAX:
+            num_bytes *= _GROWTH
+
+        def sample() -> float:
+            took_s = timed(what, num_bytes)
+            # A round trip may be shorter this time: never less than half of what was taken.
+            return max(took_s - round_trip.mean, took_s / 2) / num_bytes
+
+        return sampled(sample, seconds)
+
+    figures = PairFigures(
+        Figure(round_trip.mean / 2, round_trip.error), per_byte(_TO_FOLLOWER), per_byte(_TO_LEADER)
+    )
+    channels.say(_END)
+    channels.core.wait_until_sent(channels.words_out)
+    return figures
+
+
+def follow(channels: PairChannels) -> None:
+    """Does what the leader says, until it has measured all."""
+    while True:
+        what, amount = channels.hear()
+        if what == _END:
+            return
+        channels.say(what)
+        if what == _LATENCY:
+            for _ in range(amount):
+                channels.receive_bytes(_SMALL_BYTES)
+                channels.send_small()
+        elif what == _TO_FOLLOWER:
+            channels.receive_bytes(amount)
+            channels.send_small()
+        else:
+            channels.receive_bytes(_SMALL_BYTES)
+            channels.send_bytes(amount)
+
+
+def sampled(
+    sample: Callable[[], float], seconds: float, now_s: Callable[[], float] = time.monotonic
+) -> Figure:
+    """Of samples until their mean is known to 2 %, or for `seconds`."""
+    ends_s = now_s() + seconds
+    samples: list[float] = []
+    while True:
+        samples.append(sample())
+        if len(samples) < _SAMPLES_MIN:
+            continue
+        figure = Figure.of(samples)
+        if now_s() >= ends_s or (len(samples) >= _SAMPLES_WANTED and figure.error <= _ERROR_ENOUGH):
+            return figure
