@@ -139,7 +139,10 @@ std::optional<Deadline> LinkCore::deadline() const {
 
 // At every BEAT of this side at least, so a frame is noted that much too late at most.
 void LinkCore::check_deadline(Deadline now) {
-  if (std::exchange(received_when_heard_, next_received_) != next_received_) {
+  // One that comes late itself was held up with its process, and perhaps the whole run, as by Ctrl-Z: what
+  // did not come while it could not look tells nothing.
+  const bool was_held_up = now - std::exchange(last_check_, now) > peer_timeout() / 4;
+  if (std::exchange(received_when_heard_, next_received_) != next_received_ || was_held_up) {
     frame_deadline_ = now + peer_timeout() / 2;
   }
   const std::optional<Deadline> due = deadline();
@@ -173,14 +176,12 @@ void LinkCore::frame_is_late() {
        std::to_string(num_work_items_of_peer_) + " work items done)");
 }
 
-// A beat waits its turn behind payloads on their way, for as long as a slow link takes: that none comes
-// meanwhile tells nothing of the program.
+// Beats are counted, not the time between them: one may wait behind payloads for as long as a slow link
+// takes, and none comes while both processes are stopped, which tells nothing of the program.
 void LinkCore::hear_beat(const FrameHeader& header) {
   num_work_items_of_peer_ = header.num_work_items;
-  const Deadline now = Clock::now();
-  if (header.has_pulse) {
-    pulse_felt_ = now;
-  } else if (now - pulse_felt_ >= peer_timeout()) {
+  num_beats_without_pulse_ = header.has_pulse ? 0 : num_beats_without_pulse_ + 1;
+  if (num_beats_without_pulse_ >= kBeatsPerTimeout) {
     lost("its process answers, but its program has shown no sign of life for " +
          seconds_text(transport_.transport_options().peer_timeout_s) + " (" +
          std::to_string(num_work_items_of_peer_) + " work items done)");
@@ -344,8 +345,8 @@ void LinkCore::dispatch(const FrameHeader& header, std::span<const std::byte> pa
 
 void LinkCore::open() {
   state_ = State::kOpen;
-  pulse_felt_ = Clock::now();
-  frame_deadline_ = pulse_felt_ + peer_timeout() / 2;
+  last_check_ = Clock::now();
+  frame_deadline_ = last_check_ + peer_timeout() / 2;
   transport_.need_thread();
   opened();
   std::deque<HeldFrame> waiting;

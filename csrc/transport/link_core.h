@@ -158,7 +158,8 @@ class LinkCore : public Link {
   std::uint64_t next_received_ = 0;
   std::optional<Deadline> hello_deadline_;  // from when the peer is known to be there
   Deadline frame_deadline_;
-  Deadline pulse_felt_;                       // when the last BEAT with a pulse came, or the link opened
+  Deadline last_check_;                       // of frame_deadline_, or when the link opened
+  int num_beats_without_pulse_ = 0;           // in a row, up to the last
   std::uint64_t num_work_items_of_peer_ = 0;  // as its last BEAT said
   std::uint64_t received_when_heard_ = 0;     // next_received_ when frame_deadline_ was set
   // next_received_ when something was missed.

@@ -134,7 +134,7 @@ struct TransportOptions {
   bool shares_memory = false;
   // Whether the ends of an open link tell each other that they live, by a BEAT every peer_timeout_s / 8. A
   // peer from which nothing has come for half of peer_timeout_s is lost: it is stopped, or the way to it is
-  // cut. One whose beats come without a pulse for peer_timeout_s is lost, too: a beat has one while pulse()
+  // cut. One of which 8 beats in a row have no pulse is lost, too: a beat has one while pulse()
   // is called at least every peer_timeout_s / 8. Both ends must have the same setting. Without beats a peer
   // is lost only when its connection ends.
   bool beats = false;

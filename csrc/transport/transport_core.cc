@@ -19,7 +19,6 @@ namespace {
 
 constexpr double kLingerMaxS = 24 * 3600;
 constexpr double kPeerTimeoutMaxS = 1e6;
-constexpr int kBeatsPerTimeout = 8;     // so that a few may be late
 constexpr int kBeatPeriodsOfPulse = 2;  // how long a pulse is felt
 
 // The transport that this thread drives; one at a time, so a handler drives no other.

@@ -45,6 +45,8 @@ namespace pipedream {
 
 class LinkCore;
 
+inline constexpr int kBeatsPerTimeout = 8;  // so that a few may be late
+
 // Room for the largest: a frame with its encoded header.
 inline constexpr std::size_t kTaskBytesMax = 496;
 using Task = InlineFunction<kTaskBytesMax>;

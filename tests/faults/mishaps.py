@@ -11,6 +11,7 @@ import ctypes
 import functools
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import pipedream
+import psutil
 import torch
 from pipedream import RunResult, _core
 from pipedream.links.replica_group import ReplicaGroup
@@ -39,6 +41,13 @@ def be_killed() -> None:
 
 def be_stopped() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def suspend_all_ranks(seconds: float) -> None:
+    """As Ctrl-Z does with a run, and fg later: the workers of this farm are stopped, this one with them."""
+    ranks = [str(rank.pid) for rank in psutil.Process(os.getppid()).children()]
+    script = f'kill -STOP "$@"; sleep {seconds}; kill -CONT "$@"'
+    subprocess.run(["sh", "-c", script, "sh", *ranks], check=True)
 
 
 def wait_for_file(path: str | os.PathLike[str]) -> None:

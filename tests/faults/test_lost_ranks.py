@@ -3,6 +3,7 @@ refuses its arguments ends it, too, naming the rank."""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
@@ -24,6 +25,7 @@ from mishaps import (
     run_until_killed_at,
     run_until_lost,
     run_until_stopped_at,
+    suspend_all_ranks,
 )
 from pipedream import PeerLost, PipelineError
 from pipedream.links.keys import write_key_file
@@ -138,3 +140,10 @@ def test_a_replica_that_is_stopped_in_an_exchange_ends_the_run_in_bounded_time(
         assert isinstance(error, PipelineError), outcome
         assert "stage 0 replica 1 (rank 1)" in str(error)
         assert ended_s - stopped_s < BOUND_S
+
+
+def test_a_run_that_is_suspended_as_a_whole_goes_on(farm: Farm) -> None:
+    # For longer than a peer may be silent, or without a pulse.
+    model = model_with(functools.partial(suspend_all_ranks, 2.5), stages=2, stage=1, at=5)
+    results = farm.results(run, model, num_ranks=2, peer_timeout=2.0)
+    assert len(results[1].losses) == NUM_MINIBATCHES

@@ -56,7 +56,7 @@ def test_what_replicas_cannot_have_and_what_only_they_have() -> None:
     shared = model_with(None, stages=2)
     for layer in shared:
         layer.register_parameter("tied", shared[0].weight)
-    refused(lambda: run(shared, plan=plan), ValueError, "replicated stages", "straight=True")
+    refused(lambda: run(shared, plan=plan, sync_every=2), ValueError, "sync_every is 2", "share a parameter")
 
 
 def test_models_that_cannot_be_cut_as_planned() -> None:
