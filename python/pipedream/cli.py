@@ -31,6 +31,7 @@ from pipedream.planning.plan import Plan, replica_counts
 from pipedream.planning_commands import add_planning_commands
 
 if TYPE_CHECKING:
+    from pipedream.launch.target import Job
     from pipedream.planning.layer_profile import Profile
     from pipedream.report.result import RunResult
 
@@ -122,7 +123,8 @@ def profile_command(
         job = load_job(target, needs_optimizer=calibrated_for is not None)
         from pipedream.model.profiler import profile
 
-        measured = profile(job.model, job.data, job.loss_fn, minibatches=minibatches, seconds=seconds)
+        how = _given(job, "weights") | {"minibatches": minibatches, "seconds": seconds}
+        measured = profile(job.model, job.data, job.loss_fn, **how)
         if calibrated_for is not None:
             measured = _calibrate(measured, target, calibrated_for)
     notes = []
@@ -144,8 +146,13 @@ def _calibrate(measured: Profile, target: str, workers: int) -> Profile:
     from pipedream.launch.target import load_job
 
     job = load_job(target, needs_optimizer=True)
-    optimizer = job.options["optimizer"]
-    return calibrate(measured, job.model, job.data, job.loss_fn, optimizer=optimizer, workers=workers)
+    options = _given(job, "optimizer", "weights")
+    return calibrate(measured, job.model, job.data, job.loss_fn, workers=workers, **options)
+
+
+def _given(job: Job, *names: str) -> dict[str, Any]:
+    """Those of these arguments of run that the job has."""
+    return {name: job.options[name] for name in names if name in job.options}
 
 
 @app.command("explain")
@@ -167,7 +174,7 @@ def explain_command(
         from pipedream.data.first_minibatch import first_of
         from pipedream.model.explanation import explain
 
-        explained = explain(job.model, first_of(job.data), job.loss_fn)
+        explained = explain(job.model, first_of(job.data), job.loss_fn, **_given(job, "weights"))
     notes = []
     if output is not None:
         explained.save_picture(output)

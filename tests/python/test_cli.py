@@ -238,6 +238,10 @@ def test_profile_calibrates_where_asked(
     assert outcome.status == 0, outcome.stderr
     assert given == [PROFILE, ("m", [1, 2], len), {"optimizer": list, "workers": 3}]
     assert Profile.load("p.json").runtime is not None
+    on_meta = TARGET + '\ndef on_meta():\n    return make() | {"weights": "w"}\n'
+    Path("cli_meta_target.py").write_text(on_meta, encoding="utf-8")
+    assert call("profile", "cli_meta_target.py:on_meta", "--calibrate", "2").status == 0
+    assert given[-1] == {"optimizer": list, "workers": 2, "weights": "w"}
     assert "`pipedream partition --cost-model calibrated --workers-per-host 3`" in outcome.stdout
     plan = call(
         *("partition", "p.json", "--workers", "2", "--bandwidth", "1Gbit/s"), "--cost-model", "calibrated"

@@ -25,6 +25,7 @@ from pipedream.common.checks import check_count
 from pipedream.common.guard import check_main_guard
 from pipedream.launch.measured_costs import Runs, runtime_costs
 from pipedream.launch.runner import run
+from pipedream.model.initial_weights import WeightSource
 from pipedream.model.seeding import generators_kept
 from pipedream.model.splitter import Model
 from pipedream.planning.layer_profile import Profile
@@ -50,12 +51,13 @@ def calibrate(
     workers: int = 2,
     minibatches: int = 60,
     transport: str = "auto",
+    weights: WeightSource = None,
 ) -> Profile:
     """The profile with what a run on this machine adds to it, for partition(..., cost_model="calibrated").
 
-    model, data, loss_fn, optimizer and transport: as of run(). workers: so many share this machine's cores,
-    as they will in training; from 2. minibatches: of each of four runs; the data's first ones, again and
-    again. Where a minibatch has too few samples to be cut, microbatches are taken to cost their share of it.
+    model, data, loss_fn, optimizer, transport and weights: as of run(). workers: so many share this machine's
+    cores, as they will in training; from 2. minibatches: of each of four runs; the data's first ones, again
+    and again. Where a minibatch has too few samples to be cut, microbatches are taken to cost their share.
 
     Raises ValueError for fewer than 2 workers or 20 minibatches, and as run().
     """
@@ -81,6 +83,8 @@ def calibrate(
                 loss_fn=loss_fn,
                 optimizer=optimizer,
                 transport=transport,
+                weights=weights,
+                gather="none",
                 progress=False,
                 **options,
             )

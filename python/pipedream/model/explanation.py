@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipedream.common.figure_file import import_figure, save_figure
@@ -21,6 +22,8 @@ from pipedream.model.batches import own_loss, parts_of
 from pipedream.model.boundary import device_of, to_device
 from pipedream.model.crossing import Crossing
 from pipedream.model.cut_model import CutModel, cut_model, needs_cutting
+from pipedream.model.initial_weights import WeightSource
+from pipedream.model.meta_device import is_on_meta
 from pipedream.model.split_check import check_cuts
 from pipedream.model.splitter import Model, check_shapes, layers_of, model_name
 
@@ -107,8 +110,15 @@ class Explanation:
         save_figure(figure, path)
 
 
-def explain(model: Model, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None = None) -> Explanation:
-    """batch: a minibatch as the data yield it. The model is left as it was.
+def explain(
+    model: Model,
+    batch: Any,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    *,
+    weights: WeightSource = None,
+) -> Explanation:
+    """batch: a minibatch as the data yield it. The model is left as it was. One on the meta device is traced
+    on the host, and its cuts are not checked; weights: as of run().
 
     Raises ValueError or TypeError for a batch that does not fit, and whatever the model raises.
     """
@@ -116,10 +126,11 @@ def explain(model: Model, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | No
     if not needs_cutting(model):
         return _of_list(layers_of(model), model_name(model))
     assert isinstance(model, nn.Module)
-    device = device_of([model])
+    on_meta = is_on_meta([model])
+    device = torch.device("cpu") if on_meta else device_of([model])
     inputs, targets = (to_device(part, device) for part in parts_of(batch, 0))
-    cut = cut_model(model, inputs, targets, loss_fn)
-    bad = check_cuts(cut, inputs, targets, loss_fn)
+    cut = cut_model(model, inputs, targets, loss_fn, weights=weights)
+    bad = {} if on_meta else check_cuts(cut, inputs, targets, loss_fn)
     return _of_cut(cut.without(bad) if bad else cut)
 
 

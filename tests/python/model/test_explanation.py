@@ -72,6 +72,25 @@ def test_parameters_are_trainable_ones_and_those_without_values_are_refused() ->
         explain(nn.Sequential(nn.LazyLinear(4)), None)
 
 
+class _Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body, self.head = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        return self.head(x + self.body(x))  # type: ignore[no-any-return]
+
+
+def test_a_model_on_the_meta_device_has_the_same_layers() -> None:
+    model = _Residual()
+    on_host = explain(model, _batch(), cross_entropy)
+    on_meta = explain(model.to("meta"), _batch(), cross_entropy)
+    assert [layer.name for layer in on_host.layers] == ["stem", "body", "head"]
+    assert on_meta == on_host
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
 class _WithoutCalls(nn.Module):
     def __init__(self) -> None:
         super().__init__()
