@@ -13,7 +13,7 @@ CMAKE := CMAKE_GENERATOR=Ninja PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/cmake
 JOBS ?= $(shell nproc)
 CXX_FILES = $(shell find csrc tests/cpp tests/fuzz bench/micro -name '*.h' -o -name '*.cc' -o -name '*.cu' | sort)
 
-.PHONY: help setup test test-fast test-cpp test-python style demo examples docs lint asan tsan fuzz bench-build bench clean
+.PHONY: help setup test test-fast build-cpp test-cpp test-python style demo examples docs lint asan tsan fuzz bench-build bench clean
 
 help:
 	@grep -E '^# make' Makefile | sed 's/^# //'
@@ -23,10 +23,10 @@ setup:
 	@tools/setup.sh
 
 # A warning fails a test, not an install.
-test test-cpp test-python: export PIPEDREAM_WARNINGS_AS_ERRORS := ON
-# The style is checked, on one core, while the C++ tests are compiled.
-test: setup
-	@$(MAKE) --no-print-directory -o setup -j2 --output-sync=target style test-cpp
+test build-cpp test-cpp test-python: export PIPEDREAM_WARNINGS_AS_ERRORS := ON
+# The style is checked while C++ tests run, which wait for a third of their time.
+test: build-cpp
+	@$(MAKE) --no-print-directory -o setup -o build-cpp -j2 --output-sync=target test-cpp style
 	@$(MAKE) --no-print-directory -o setup test-python
 
 # The C++ tests load the libzmq that the pyzmq wheel brings.
@@ -34,12 +34,14 @@ CTEST = libzmq=$$(echo .venv/lib/python*/site-packages/pyzmq.libs/libzmq*.so*); 
 	PIPEDREAM_LIBZMQ="$${PIPEDREAM_LIBZMQ:-$$PWD/$$libzmq}" .venv/bin/ctest --parallel $$(($(JOBS) + 1))
 # In the directory where setup.py has compiled the core, so that it is compiled once.
 MODULE_DIR = $(PYTHON) -c 'import sys, sysconfig as s; print(f"build/python/{sys.implementation.cache_tag}-{s.get_platform()}")'
-test-cpp: setup
+build-cpp: setup
 	@echo "==> C++ tests (build/python)"
 	@tree=$$($(MODULE_DIR)); \
 	$(CMAKE) -S . -B "$$tree" --log-level=STATUS -DPIPEDREAM_BUILD_TESTS=ON -DPIPEDREAM_WARNINGS_AS_ERRORS=ON; \
-	$(CMAKE) --build "$$tree" --parallel $(JOBS); \
-	$(CTEST) --test-dir "$$tree" --output-on-failure
+	$(CMAKE) --build "$$tree" --parallel $(JOBS)
+
+test-cpp: build-cpp
+	@$(CTEST) --test-dir "$$($(MODULE_DIR))" --output-on-failure
 
 # After the C++ tests: a broken core is better seen there. One more at once than there are cores, as the tests of
 # what fails wait; each has ranks of its own (tests/farm.py), whose memory is the limit on a large machine.
