@@ -18,6 +18,7 @@ import torch
 
 from pipedream.common.tracebacks import with_short_tracebacks
 from pipedream.launch.fork_server import start_server
+from pipedream.launch.torchrun import under_torchrun
 from pipedream.model import profiler
 
 __all__ = ["profile"]
@@ -29,7 +30,7 @@ _Result = TypeVar("_Result")
 def _with_server_beside(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     @functools.wraps(function)
     def call(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
-        is_wanted = "RANK" not in os.environ and multiprocessing.parent_process() is None
+        is_wanted = not under_torchrun() and multiprocessing.parent_process() is None
         has_free_core = len(os.sched_getaffinity(0)) > torch.get_num_threads()
         if is_wanted and has_free_core:
             start_server(compiler="if idle")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -250,16 +250,23 @@ class _Problem:
                     each = self.num_workers // count
                     straight = self.solve(layers_ms, count, True)[0]
                     starts.append(tuple(replace(stage, num_replicas=each) for stage in straight))
+        allowed = [stages for stages in starts if self._is_allowed(stages)] or starts[:1]
+        return self._found_from(allowed, self.formula_plan, self.formula_plan)
+
+    def _found_from(
+        self, starts: Sequence[Stages], scored: Callable[[Stages], Plan], planned: Callable[[Stages], Plan]
+    ) -> Plan:
+        """The plan whose bottleneck is least, by search; planned: makes it, once found."""
         found = search(
-            [stages for stages in starts if self._is_allowed(stages)] or starts[:1],
-            lambda stages: self.formula_plan(stages).bottleneck_ms or 0.0,
+            starts,
+            lambda stages: scored(stages).bottleneck_ms or 0.0,
             num_layers=self.profile.num_layers,
             num_workers=self.num_workers,
             straight=self.straight,
             plans_max=_SEARCHED_PLANS,
             allowed=self._is_allowed,
         )
-        plan = self.formula_plan(found.stages)
+        plan = planned(found.stages)
         figures = {"search": found.to_dict()}
         if self.limits.any:
             figures |= self._limits_of(found.stages)
@@ -355,20 +362,8 @@ class _Problem:
             )
         if not starts:
             raise NothingFitsError(nothing_fits(self.num_workers, self.limits, self.straight))
-        found = search(
-            starts,
-            lambda stages: self.simulated_plan(stages, spreads=False).bottleneck_ms or 0.0,
-            num_layers=self.profile.num_layers,
-            num_workers=self.num_workers,
-            straight=self.straight,
-            plans_max=_SEARCHED_PLANS,
-            allowed=self._is_allowed,
-        )
-        plan = self.simulated_plan(found.stages)
-        figures = {"search": found.to_dict()}
-        if self.limits.any:
-            figures |= self._limits_of(found.stages)
-        return replace(plan, predicted=plan.predicted | figures)
+        without_spread = functools.partial(self.simulated_plan, spreads=False)
+        return self._found_from(starts, without_spread, self.simulated_plan)
 
     def simulated_plan(self, stages: Stages, *, spreads: bool = True) -> Plan:
         """spreads: with the spread of single items about their mean; else what plans are compared by."""

@@ -56,4 +56,5 @@ def test_the_server_begins_before_the_profiler_where_a_core_is_free_for_it(
 
 def test_no_server_begins_under_torchrun(happened: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
     assert _profile(happened) == ["forward"]

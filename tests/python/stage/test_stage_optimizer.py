@@ -9,38 +9,25 @@ from typing import Any
 
 import pytest
 import torch
-from pipedream import Plan, optim
-from pipedream.model.splitter import StageModule, split
+from pipedream import optim
+from pipedream.model.splitter import StageModule
 from pipedream.stage.stage_optimizer import StageOptimizer
-from pipedream.stage.weight_layout import weight_layout
 from pipedream.stage.weights import WeightVersions
+from stage_weights import slots_for, stage_of, versions_of
 from torch import Tensor, nn
 
 _SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-
-
-def _stage(*layers: nn.Module) -> StageModule:
-    return split(nn.Sequential(*layers), Plan.straight(len(layers), 1))[0]
-
-
-def _slots(named: Any, num_slots: int) -> list[Tensor]:
-    return [torch.zeros(weight_layout(named)[0], dtype=torch.uint8) for _ in range(num_slots)]
-
-
-def _versions(stage: StageModule, num_slots: int) -> WeightVersions:
-    named = stage.trainable_parameters()
-    return WeightVersions(stage, named, _slots(named, num_slots))
 
 
 def _make(
     factory: Any, num_slots: int, lr_scheduler: Any = None
 ) -> tuple[StageModule, WeightVersions, StageOptimizer]:
     torch.manual_seed(3)
-    stage = _stage(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    stage = stage_of(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double()
     named = stage.trainable_parameters()
     optimizer = StageOptimizer(factory, named, lr_scheduler)
-    optimizer.place_state(_slots(named, optimizer.num_placed_states))
-    return stage, _versions(stage, num_slots), optimizer
+    optimizer.place_state(slots_for(named, optimizer.num_placed_states))
+    return stage, versions_of(stage, num_slots), optimizer
 
 
 def _gradients(leaves: Sequence[Tensor], step: int) -> list[Tensor | None]:
@@ -99,13 +86,13 @@ def test_versions_follow_the_optimizer_and_its_scheduler_slot_after_slot(
     ],
 )
 def test_the_state_of_native_optimizers_is_placed_and_counted_once(factory: Any, num_states: int) -> None:
-    stage = _stage(nn.Linear(3, 3))
+    stage = stage_of(nn.Linear(3, 3))
     named = stage.trainable_parameters()
     optimizer = StageOptimizer(factory, named)
     assert optimizer.num_placed_states == num_states
-    slots = [slot.fill_(0xFF) for slot in _slots(named, num_states)]  # as it comes from a poisoned pool
+    slots = [slot.fill_(0xFF) for slot in slots_for(named, num_states)]  # as it comes from a poisoned pool
     optimizer.place_state(slots)
-    versions = _versions(stage, 1)
+    versions = versions_of(stage, 1)
     for step in range(2):
         leaves = versions.leaves(0)
         optimizer.step(leaves, leaves, _gradients(leaves, step))
@@ -135,7 +122,7 @@ def test_the_factory_gets_names_if_it_asks_for_them_and_parameters_that_keep_the
         seen.extend(named_parameters)
         return torch.optim.SGD([p for _, p in named_parameters], lr=0.1)
 
-    StageOptimizer(factory, _stage(layer).trainable_parameters())
+    StageOptimizer(factory, stage_of(layer).trainable_parameters())
     assert [name for name, _ in seen] == ["0.weight", "0.bias"]
     assert seen[0][1].no_weight_decay
 
@@ -194,5 +181,5 @@ def test_what_cannot_update_a_stage_is_refused_in_one_line(
     factory: Any, lr_scheduler: Any, kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind, match=message) as caught:
-        StageOptimizer(factory, _stage(nn.Linear(2, 2)).trainable_parameters(), lr_scheduler)
+        StageOptimizer(factory, stage_of(nn.Linear(2, 2)).trainable_parameters(), lr_scheduler)
     assert "\n" not in str(caught.value)

@@ -7,25 +7,11 @@ from typing import Any
 import pytest
 import torch
 from models import CASES
-from pipedream import Plan
 from pipedream.budget.offload import ResidentVersions, make_copy_streams
-from pipedream.model.splitter import StageModule, split
-from pipedream.stage.weight_layout import weight_layout
+from pipedream.model.splitter import split
 from pipedream.stage.weights import StageWeights, WeightVersions, split_tied
-from torch import Tensor, nn
-
-
-def _stage(*layers: nn.Module) -> StageModule:
-    return split(nn.Sequential(*layers), Plan.straight(len(layers), 1))[0]
-
-
-def _slots(named: Any, num_slots: int) -> list[Tensor]:
-    return [torch.zeros(weight_layout(named)[0], dtype=torch.uint8) for _ in range(num_slots)]
-
-
-def _versions(stage: StageModule, num_slots: int) -> WeightVersions:
-    named = stage.trainable_parameters()
-    return WeightVersions(stage, named, _slots(named, num_slots))
+from stage_weights import slots_for, stage_of, versions_of
+from torch import nn
 
 
 def _fill(versions: WeightVersions, slot: int, value: float) -> None:
@@ -44,15 +30,15 @@ def test_version_0_has_the_initial_weights_and_gives_the_models_outputs(case_nam
     model = case.model().eval()  # no dropout, no running statistics
     expected = model(inputs)
     stage = split(model, case.plan(1))[0]
-    versions = _versions(stage, 3)
+    versions = versions_of(stage, 3)
     versions.bind(0)
     torch.testing.assert_close(stage(inputs), expected, rtol=0, atol=0)
 
 
 def test_binding_copies_nothing_and_makes_modules_read_the_slot() -> None:
     layer = nn.Linear(2, 2)
-    stage = _stage(layer)
-    versions = _versions(stage, 2)
+    stage = stage_of(layer)
+    versions = versions_of(stage, 2)
     for slot, value in ((0, 1.0), (1, 2.0)):
         _fill(versions, slot, value)
         versions.bind(slot)
@@ -67,8 +53,8 @@ def test_a_recurrent_layer_and_tied_parameters_read_the_slot_at_all_their_places
     embedding = nn.Embedding(5, 3)
     head = nn.Linear(3, 5, bias=False)
     head.weight = embedding.weight
-    stage = _stage(embedding, lstm, head)
-    versions = _versions(stage, 2)
+    stage = stage_of(embedding, lstm, head)
+    versions = versions_of(stage, 2)
     _fill(versions, 1, 0.0)
     versions.bind(1)
     assert head.weight is embedding.weight
@@ -80,7 +66,7 @@ def test_a_recurrent_layer_and_tied_parameters_read_the_slot_at_all_their_places
 def test_writing_one_slot_leaves_a_graph_of_another_valid_and_its_gradients_right() -> None:
     # Leaves that were plain views of one tensor would share its version counter and fail here.
     layer = nn.Linear(2, 1, bias=False)
-    versions = _versions(_stage(layer), 2)
+    versions = versions_of(stage_of(layer), 2)
     _fill(versions, 0, 3.0)
     versions.bind(0)
     loss = layer(torch.ones(1, 2)).square().sum()
@@ -96,7 +82,7 @@ def test_writing_one_slot_leaves_a_graph_of_another_valid_and_its_gradients_righ
 
 def test_poison_makes_whoever_reads_the_slot_get_nan_and_nobody_else() -> None:
     layer = nn.Linear(2, 2)
-    versions = _versions(_stage(layer), 2)
+    versions = versions_of(stage_of(layer), 2)
     _fill(versions, 0, 1.0)
     versions.poison(1)
     assert all(leaf.isnan().all() for leaf in versions.leaves(1))
@@ -107,7 +93,7 @@ def test_poison_makes_whoever_reads_the_slot_get_nan_and_nobody_else() -> None:
 
 
 def test_a_copied_version_has_the_content_of_the_other() -> None:
-    versions = _versions(_stage(nn.Linear(2, 2)), 3)
+    versions = versions_of(stage_of(nn.Linear(2, 2)), 3)
     _fill(versions, 1, 5.0)
     versions.copy_version(1, 2)
     assert all(bool((leaf == 5.0).all()) for leaf in versions.leaves(2))
@@ -123,7 +109,7 @@ def _leave_slot(versions: WeightVersions, slot: int, value: float) -> None:
 
 def test_a_version_that_lies_outside_its_slot_is_copied_as_it_is() -> None:
     # A flatten_parameters() in a forward, then a skipped fp16 step: the next version was an old one.
-    versions = _versions(_stage(nn.Linear(2, 2)), 3)
+    versions = versions_of(stage_of(nn.Linear(2, 2)), 3)
     _leave_slot(versions, 0, 5.0)
     _leave_slot(versions, 2, 6.0)
     for slot in (1, 2):
@@ -132,7 +118,7 @@ def test_a_version_that_lies_outside_its_slot_is_copied_as_it_is() -> None:
 
 
 def test_a_version_outside_its_slot_is_poisoned_too() -> None:
-    versions = _versions(_stage(nn.Linear(2, 2)), 2)
+    versions = versions_of(stage_of(nn.Linear(2, 2)), 2)
     _leave_slot(versions, 1, 5.0)
     versions.poison(1)
     assert all(leaf.isnan().all() for leaf in versions.leaves(1))
@@ -140,9 +126,11 @@ def test_a_version_outside_its_slot_is_poisoned_too() -> None:
 
 @pytest.mark.parametrize("update", ["copy", "write"])
 def test_an_offloaded_version_that_was_written_outside_its_slot_comes_back_as_written(update: str) -> None:
-    stage = _stage(nn.Linear(2, 2))
+    stage = stage_of(nn.Linear(2, 2))
     named = stage.trainable_parameters()
-    resident = ResidentVersions(_slots(named, 3), _slots(named, 5), make_copy_streams(torch.device("cpu")))
+    resident = ResidentVersions(
+        slots_for(named, 3), slots_for(named, 5), make_copy_streams(torch.device("cpu"))
+    )
     versions = WeightVersions(stage, named, resident._device_slots, resident)
     versions.bind(0)
     _leave_slot(versions, 0, 5.0)
@@ -160,7 +148,7 @@ def test_an_offloaded_version_that_was_written_outside_its_slot_comes_back_as_wr
 def test_restore_gives_the_modules_their_own_parameters_with_the_versions_values() -> None:
     layer = nn.Linear(2, 2)
     own = layer.weight
-    versions = _versions(_stage(layer), 2)
+    versions = versions_of(stage_of(layer), 2)
     _fill(versions, 1, 4.0)
     versions.bind(0)
     versions.restore(1)
@@ -180,7 +168,7 @@ class _Keeps(nn.Module):
 def test_what_a_layer_keeps_of_a_parameter_follows_the_bound_version() -> None:
     layer = _Keeps()
     own = layer.lin.weight
-    versions = _versions(_stage(layer), 3)
+    versions = versions_of(stage_of(layer), 3)
     versions.bind(1)
     assert layer.kept[0] is layer.lin.weight is versions.leaves(1)[0]
     layer.kept.append(layer.lin.weight)  # as a first forward may
@@ -193,7 +181,7 @@ def test_what_a_layer_keeps_of_a_parameter_follows_the_bound_version() -> None:
 
 def test_what_a_layer_put_in_the_place_of_a_parameter_stays() -> None:
     layer = _Keeps()
-    versions = _versions(_stage(layer), 2)
+    versions = versions_of(stage_of(layer), 2)
     versions.bind(1)
     layer.kept[0] = "another"
     versions.bind(0)
@@ -206,7 +194,7 @@ def test_what_a_layer_put_in_the_place_of_a_parameter_stays() -> None:
 
 def test_a_gradient_that_went_to_another_version_than_was_read_is_told_at_the_end() -> None:
     layer = nn.Linear(2, 2)
-    versions = _versions(_stage(layer), 2)
+    versions = versions_of(stage_of(layer), 2)
     versions.check_gradients_taken()
     versions.leaves(1)[1].sum().backward()
     versions.take_gradients(0)
@@ -217,7 +205,7 @@ def test_a_gradient_that_went_to_another_version_than_was_read_is_told_at_the_en
 def test_leaves_keep_strides_and_marks_of_the_parameters() -> None:
     layer = nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     layer.weight.no_weight_decay = True
-    versions = _versions(_stage(layer), 2)
+    versions = versions_of(stage_of(layer), 2)
     for slot in range(2):
         assert versions.leaves(slot)[0].stride() == layer.weight.stride()
         assert versions.leaves(slot)[0].no_weight_decay  # type: ignore[attr-defined]
@@ -225,27 +213,27 @@ def test_leaves_keep_strides_and_marks_of_the_parameters() -> None:
 
 def test_tied_parameters_have_slots_of_their_own_in_the_order_of_the_ties() -> None:
     first, second = nn.Linear(2, 2), nn.Linear(2, 3)
-    stage = _stage(first, second)
+    stage = stage_of(first, second)
     tied: list[Any] = [second.bias, first.weight]
     own_named, tied_named = split_tied(stage, tied)
     assert [name for name, _ in own_named] == ["0.bias", "1.weight"]
     assert [name for name, _ in tied_named] == ["1.bias", "0.weight"]
-    weights = StageWeights(stage, _slots(own_named, 2), {0: (tied, _slots(tied_named, 3))})
+    weights = StageWeights(stage, slots_for(own_named, 2), {0: (tied, slots_for(tied_named, 3))})
     weights.bind(1, {0: 2})
     assert first.bias is weights.own.leaves(1)[0]
     assert second.bias is weights.tied[0].leaves(2)[0]
     assert weights.has_parameters
-    assert not StageWeights(_stage(nn.Tanh()), _slots([], 1)).has_parameters
+    assert not StageWeights(stage_of(nn.Tanh()), slots_for([], 1)).has_parameters
 
 
 def test_what_is_tied_to_each_owner_has_versions_of_its_own() -> None:
     first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 3, bias=False)
-    stage = _stage(first, second, nn.Linear(3, 1))
+    stage = stage_of(first, second, nn.Linear(3, 1))
     (_, first_named), (_, second_named) = (split_tied(stage, [layer.weight]) for layer in (first, second))
     weights = StageWeights(
         stage,
-        _slots(split_tied(stage, [first.weight, second.weight])[0], 1),
-        {0: ([first.weight], _slots(first_named, 2)), 3: ([second.weight], _slots(second_named, 4))},
+        slots_for(split_tied(stage, [first.weight, second.weight])[0], 1),
+        {0: ([first.weight], slots_for(first_named, 2)), 3: ([second.weight], slots_for(second_named, 4))},
     )
     weights.bind(0, {0: 1, 3: 2})
     assert first.weight is weights.tied[0].leaves(1)[0]

@@ -1,0 +1,25 @@
+"""A stage of layers and the versions of its weights, in memory of the tests' own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pipedream import Plan
+from pipedream.model.splitter import StageModule, split
+from pipedream.stage.weight_layout import weight_layout
+from pipedream.stage.weights import WeightVersions
+from torch import Tensor, nn
+
+
+def stage_of(*layers: nn.Module) -> StageModule:
+    return split(nn.Sequential(*layers), Plan.straight(len(layers), 1))[0]
+
+
+def slots_for(named: Any, num_slots: int) -> list[Tensor]:
+    return [torch.zeros(weight_layout(named)[0], dtype=torch.uint8) for _ in range(num_slots)]
+
+
+def versions_of(stage: StageModule, num_slots: int) -> WeightVersions:
+    named = stage.trainable_parameters()
+    return WeightVersions(stage, named, slots_for(named, num_slots))
