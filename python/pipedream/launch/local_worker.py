@@ -19,6 +19,7 @@ from pipedream.launch.task_files import WorkerTask, read_part
 from pipedream.launch.worker import run_worker
 from pipedream.links.descriptors import descriptor_limit_raised
 from pipedream.links.rendezvous import Rendezvous, connect_store
+from pipedream.model.class_registries import register_classes
 from pipedream.model.seeding import RngState
 from pipedream.report.status import StatusBoard
 from pipedream.stage.job import CallerSettings, JobOptions, WorkerPlace
@@ -80,6 +81,7 @@ def _train(task: WorkerTask, folder: Path, rank: int, board: StatusBoard) -> Non
     options = replace(options, links=replace(options.links, keys=task.keys))
     plan = options.plan
     model = read_part(folder, "model")
+    register_classes(model)
     own_stages = plan.stages_of(rank)
     reads_data = 0 in own_stages or plan.num_stages - 1 in own_stages
     data = read_part(folder, "data") if reads_data else ()

@@ -1,0 +1,52 @@
+import copy
+import pickle
+import sys
+import types
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from networks import needed
+from pipedream.model.batches import call_model, parts_of
+from pipedream.model.class_registries import register_classes
+from torch import nn
+
+
+class _Routed(nn.Module):
+    _can_record_outputs: ClassVar[dict[str, Any]] = {"router_logits": nn.Linear}
+
+
+class _ByModule(dict[str, Any]):
+    """As transformers 5 has it."""
+
+    def __setitem__(self, module: Any, outputs: Any) -> None:
+        super().__setitem__(str(module.__class__), outputs)
+
+
+@pytest.mark.parametrize("module_name", ["output_capturing", "generic"])
+@pytest.mark.parametrize("registry", [{}, _ByModule()], ids=["by text", "by module"])
+def test_what_constructors_register_of_each_inner_model_is_registered(
+    monkeypatch: pytest.MonkeyPatch, module_name: str, registry: dict[str, Any]
+) -> None:
+    for name in ("output_capturing", "generic"):
+        library = types.SimpleNamespace(_CAN_RECORD_REGISTRY=registry) if name == module_name else None
+        monkeypatch.setitem(sys.modules, f"transformers.utils.{name}", library)
+    register_classes(nn.Sequential(nn.Linear(2, 2), _Routed()))
+    assert registry == {str(_Routed): {"router_logits": nn.Linear}}
+
+
+def test_a_network_that_was_sent_collects_the_outputs_that_it_did() -> None:
+    made = needed("mixtral_routed").seeded(draws=False)
+    inputs, targets = parts_of(made.batch, 0)
+    sent = pickle.dumps(made.model)
+    loss = made.loss_fn(call_model(copy.deepcopy(made.model), inputs), targets)
+
+    registry = sys.modules["transformers.utils.output_capturing"]._CAN_RECORD_REGISTRY
+    registered = dict(registry)
+    registry.clear()
+    try:
+        received = pickle.loads(sent)
+        register_classes(received)
+        assert torch.equal(made.loss_fn(call_model(received, inputs), targets), loss)
+    finally:
+        registry.update(registered)
