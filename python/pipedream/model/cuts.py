@@ -230,6 +230,8 @@ class Cuts:
         for leaf in crossing:
             if not leaf.is_dense:
                 return "a tensor that is not dense would cross"
+            if leaf.has_data_size:
+                return "a tensor would cross that is as long as the contents of another say"
             if len(leaf.shape) > _core.NUM_DIMS_MAX:
                 return f"a tensor of {len(leaf.shape)} dimensions would cross"
         views = Counter(leaf.version.storage for leaf in {leaf.memory: leaf for leaf in crossing}.values())

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedream.model.boundary import tensors_of
 from pipedream.model.calls import calls_seen, is_compiled, module_names, visible_modules
+from pipedream.model.data_sizes import Sizes, data_sizes
 from pipedream.model.structure import Structure, rebuilt, taken_apart
 
 __all__ = [
@@ -117,6 +118,8 @@ class Leaf:
     dtype: torch.dtype
     requires_grad: bool
     is_dense: bool
+    has_data_size: bool
+    """A dimension is as long as the contents of a tensor said."""
 
     @property
     def num_bytes(self) -> int:
@@ -205,6 +208,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept: list[StorageWeakRef] = []  # while there is a reference no other storage gets its address
         self._writes: list[int] = []  # per storage
         self._written_at: list[int] = []
+        self._data_sizes: dict[int, Sizes] = {}  # by storage
         self.trace.parameters = {name: self.version_of(p).storage for name, p in model.named_parameters()}
         self.trace.buffers = {name: self.version_of(b).storage for name, b in model.named_buffers()}
 
@@ -274,14 +278,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _leaf(self, tensor: Tensor) -> Leaf:
         is_dense = _has_storage(tensor)
+        version = self.version_of(tensor)
         return Leaf(
-            self.version_of(tensor),
+            version,
             tuple(tensor.shape) if is_dense else (),
             tuple(tensor.stride()) if is_dense else (),
             int(tensor.storage_offset()) if is_dense else 0,
             tensor.dtype,
             tensor.requires_grad,
             is_dense,
+            not self._data_sizes.get(version.storage, Sizes()).isdisjoint(tensor.shape),
         )
 
     # Operations.
@@ -292,12 +298,21 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         seeded = torch.Tag.nondeterministic_seeded in func.tags
         before = _generators(args) if seeded else None
-        read = [] if func._schema.name in _BLIND else tensors_of((args, kwargs))
-        reads = tuple({self.version_of(tensor): None for tensor in read})
+        given = tuple({self.version_of(tensor): None for tensor in tensors_of((args, kwargs))})
+        reads = () if func._schema.name in _BLIND else given
         output = func(*args, **kwargs)
+        self._note_sizes(func, args, given, output)
         draws = seeded and not _same(before, _generators(args))
         self._note(func, args, kwargs, reads, output, draws=draws)
         return output
+
+    def _note_sizes(self, func: Any, args: tuple[Any, ...], given: tuple[Version, ...], output: Any) -> None:
+        storages = {version.storage for version in given}
+        known = Sizes().union(*(self._data_sizes.get(storage, Sizes()) for storage in storages))
+        for tensor in tensors_of(output):
+            storage = self.version_of(tensor).storage
+            if storage not in storages and _has_storage(tensor):
+                self._data_sizes[storage] = data_sizes(func, args, tensor, known)
 
     def _note(
         self,
