@@ -14,6 +14,7 @@
 #include "param_server/aggregation.h"
 #include "param_server/dealing.h"
 #include "param_server/shard_rounds.h"
+#include "param_server/shard_updates.h"
 
 namespace py = pybind11;
 
@@ -107,6 +108,28 @@ void bind_param_server(py::module_& module) {
           "version",
           [](const ShardRounds& rounds, std::int64_t chunk) { return rounds.version(chunk).value(); },
           py::arg("chunk"));
+  py::class_<ShardUpdates>(module, "ShardUpdates")
+      .def(py::init([](std::int64_t num_replicas, std::int64_t num_parts, std::int64_t first_round) {
+             return ShardUpdates(num_replicas, num_parts, WeightVersion(first_round));
+           }),
+           py::kw_only(), py::arg("num_replicas"), py::arg("num_parts"), py::arg("first_round"))
+      .def(
+          "apply",
+          [](ShardUpdates& updates, std::int64_t replica, std::int64_t round,
+             std::int64_t part) -> std::optional<std::string> {
+            const auto refused = updates.apply(ReplicaIndex(replica), WeightVersion(round), part);
+            return refused ? std::optional(refused->message) : std::nullopt;
+          },
+          py::arg("replica"), py::arg("round"), py::arg("part"), "Why it must not be applied, or None.")
+      .def(
+          "round",
+          [](const ShardUpdates& updates, std::int64_t replica) {
+            return updates.round(ReplicaIndex(replica)).value();
+          },
+          py::arg("replica"), "Of which the replica's next part is to come.")
+      .def("num_updates", &ShardUpdates::num_updates, py::arg("part"), "Gradients that the part has had.")
+      .def_property_readonly("order", &ShardUpdates::order,
+                             "By replica, whose next part it was; empty where there have been too many.");
 }
 
 }  // namespace pipedream

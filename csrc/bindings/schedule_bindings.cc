@@ -181,6 +181,60 @@ void bind_placement(py::module_& module) {
           py::is_operator());
 }
 
+void bind_rounds(py::module_& module) {
+  py::class_<Rounds>(
+      module, "Rounds",
+      "How minibatches fall on the replicas of a stage and on its updates. num_minibatches: of "
+      "the run; None where that is not known, and a round has all that it may have.")
+      .def(py::init([](std::int64_t num_replicas, std::int64_t minibatches_per_round,
+                       std::int64_t first_minibatch) {
+             return Rounds{first_minibatch, num_replicas, minibatches_per_round};
+           }),
+           py::kw_only(), py::arg("num_replicas"), py::arg("minibatches_per_round"),
+           py::arg("first_minibatch") = 0)
+      .def_readonly("first_minibatch", &Rounds::first_minibatch)
+      .def_readonly("num_replicas", &Rounds::num_replicas)
+      .def_readonly("minibatches_per_round", &Rounds::minibatches_per_round, "Of how many an update is made.")
+      .def_property_readonly(
+          "first_version", [](const Rounds& rounds) { return rounds.first_version().value(); },
+          "That is there when the run starts.")
+      .def(
+          "round_of",
+          [](const Rounds& rounds, std::int64_t minibatch) {
+            return rounds.round_of(MinibatchId(minibatch));
+          },
+          py::arg("minibatch"))
+      .def(
+          "first_of",
+          [](const Rounds& rounds, std::int64_t replica, std::int64_t round) {
+            return rounds.first_of(ReplicaIndex(replica), round).value();
+          },
+          py::arg("replica"), py::arg("round"),
+          "The replica's first minibatch of the round, if there are so many.")
+      .def(
+          "num_own_in",
+          [](const Rounds& rounds, std::int64_t replica, std::int64_t round,
+             std::optional<std::int64_t> num_minibatches) {
+            return rounds.num_own_in(ReplicaIndex(replica), round, num_minibatches);
+          },
+          py::arg("replica"), py::arg("round"), py::arg("num_minibatches"),
+          "The replica's minibatches in the round.")
+      .def(
+          "is_last_own",
+          [](const Rounds& rounds, std::int64_t minibatch, std::optional<std::int64_t> num_minibatches) {
+            return rounds.is_last_own(MinibatchId(minibatch), num_minibatches);
+          },
+          py::arg("minibatch"), py::arg("num_minibatches"),
+          "Whether the replica that has the minibatch has none of its round after it.")
+      .def(
+          "num_begun",
+          [](const Rounds& rounds, std::int64_t replica, std::int64_t num_minibatches) {
+            return rounds.num_begun(ReplicaIndex(replica), num_minibatches);
+          },
+          py::arg("replica"), py::arg("num_minibatches"),
+          "The rounds in which the replica has a minibatch, those before the run's first included.");
+}
+
 void bind_options(py::module_& module) {
   py::class_<ScheduleOptions>(module, "ScheduleOptions",
                               "What a plan and the arguments of a run say about the schedule, checked.")
@@ -189,7 +243,7 @@ void bind_options(py::module_& module) {
                        std::vector<bool> recompute,
                        const std::vector<std::pair<std::int64_t, std::int64_t>>& ties, bool exchanges_norms,
                        std::int64_t first_minibatch, std::optional<std::int64_t> oldest_version,
-                       std::int64_t staleness, bool uses_allreduce) {
+                       std::int64_t staleness, bool uses_allreduce, bool asynchronous) {
              ScheduleOptions options{std::move(schedule), std::move(in_flight), num_microbatches,
                                      std::move(placement).value_or(Placement()), std::move(recompute)};
              for (const auto& [owner, user] : ties) {
@@ -200,6 +254,7 @@ void bind_options(py::module_& module) {
              if (oldest_version) options.oldest_version = WeightVersion(*oldest_version);
              options.staleness = staleness;
              options.uses_allreduce = uses_allreduce;
+             options.asynchronous = asynchronous;
              check_schedule_options(options);
              return options;
            }),
@@ -209,7 +264,7 @@ void bind_options(py::module_& module) {
            py::arg("ties") = std::vector<std::pair<std::int64_t, std::int64_t>>(),
            py::arg("exchanges_norms") = false, py::arg("first_minibatch") = 0,
            py::arg("oldest_version") = py::none(), py::arg("staleness") = 0,
-           py::arg("uses_allreduce") = false)
+           py::arg("uses_allreduce") = false, py::arg("asynchronous") = false)
       .def(
           "with_recompute",
           [](ScheduleOptions options, std::vector<bool> recompute) {
@@ -236,6 +291,7 @@ void bind_options(py::module_& module) {
                              [](const ScheduleOptions& options) { return options.first_minibatch.value(); })
       .def_readonly("staleness", &ScheduleOptions::staleness)
       .def_readonly("uses_allreduce", &ScheduleOptions::uses_allreduce)
+      .def_readonly("asynchronous", &ScheduleOptions::asynchronous)
       .def_property_readonly("num_stages", &num_stages)
       .def_property_readonly("num_workers", &num_workers);
 }
@@ -290,20 +346,12 @@ void bind_stages(py::module_& module) {
             "The most microbatches that are forwarded and not yet backwarded at a replica of the stage.");
   def_count("num_gradients_kept", &num_gradients_kept,
             "How many rounds' gradients a replica of the stage may hold at once.");
-  const auto def_rounds = [&](const char* name, auto count, const char* doc) {
-    module.def(
-        name,
-        [count](const ScheduleOptions& options, std::int64_t stage) {
-          return count(rounds_of(options, StageIndex(stage)));
-        },
-        py::arg("options"), py::arg("stage"), doc);
-  };
-  def_rounds(
-      "minibatches_per_round", [](const Rounds& rounds) { return rounds.minibatches_per_round; },
-      "Of how many minibatches the stage makes one update.");
-  def_rounds(
-      "first_version", [](const Rounds& rounds) { return rounds.first_version().value(); },
-      "The version that the stage's weights have when the run starts.");
+  module.def(
+      "rounds_of",
+      [](const ScheduleOptions& options, std::int64_t stage) {
+        return rounds_of(options, StageIndex(stage));
+      },
+      py::arg("options"), py::arg("stage"), "How minibatches fall on the stage's replicas and updates.");
   module.def("derive_in_flight", &derive_in_flight, py::arg("num_replicas"),
              "Minibatches in flight at each replica of every stage: n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s).");
 }
@@ -362,6 +410,7 @@ void bind_schedule(py::module_& module) {
   bind_edge(module);
   bind_instruction(module);
   bind_placement(module);
+  bind_rounds(module);
   bind_options(module);
   bind_schedules(module);
   bind_stages(module);

@@ -260,7 +260,7 @@ void StageChecker::apply(const Instruction& instruction) {
 }
 
 Fault StageChecker::missing_at_end() const {
-  if (newest_ == rounds_.last_version(num_minibatches_).value()) return {};
+  if (newest_ == rounds_.last_version(replica_, num_minibatches_).value()) return {};
   const std::string stage = ' ' + to_string(StageReplica{stage_, replica_}) + ' ';
   if (!has_backwards_left(newest_)) {
     return opcode_name(Opcode::kUpdate) + stage + "minibatch " +

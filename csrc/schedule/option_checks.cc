@@ -192,6 +192,25 @@ void check_staleness(const ScheduleOptions& options) {
                   options.schedule + "\"; only schedule \"pipedream\" reads older versions for it");
 }
 
+void check_asynchronous(const ScheduleOptions& options) {
+  const ScheduleKind kind = kind_of(options);
+  if (kind != ScheduleKind::kPipedream && kind != ScheduleKind::kDataParallel) {
+    throw UserError(
+        "schedule is \"" + options.schedule +
+        "\" with asynchronous shards, whose replicas have rounds of their own; use \"pipedream\" or "
+        "\"data_parallel\"");
+  }
+  const char* what = nullptr;
+  if (!options.ties.empty()) what = "ties";
+  if (options.exchanges_norms) what = "norms that are exchanged";
+  if (options.staleness > 0) what = "stale versions";
+  if (options.uses_allreduce) what = "collectives";
+  if (what == nullptr) return;
+  throw UserError(std::string("there are ") + what +
+                  " with asynchronous shards, whose replicas have no round in "
+                  "common; leave one of the two out");
+}
+
 void check_start(const ScheduleOptions& options) {
   const std::int64_t first = options.first_minibatch.value();
   if (first < 0 || first > kNumMinibatchesMax) {
@@ -217,6 +236,7 @@ void check_schedule_options(const ScheduleOptions& options) {
   check_rounds(options);
   check_ties(options);
   check_staleness(options);
+  if (options.asynchronous) check_asynchronous(options);
   check_start(options);
   check_replicated(options);
 }

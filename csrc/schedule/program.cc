@@ -20,7 +20,7 @@ constexpr std::int64_t kNumReplicasMax = std::int64_t{1} << 30;
 Rounds make_rounds(const ScheduleOptions& options, StageIndex stage) {
   const std::int64_t num_replicas = num_replicas_of(options, stage);
   return {options.first_minibatch.value(), num_replicas,
-          drains(kind_of(options)) ? common_round(options) : num_replicas};
+          drains(kind_of(options)) ? common_round(options) : num_replicas, options.asynchronous};
 }
 
 // By how many rounds of the unit, the stage's or under vertical sync the input stage's, a forward's version
@@ -381,7 +381,7 @@ std::int64_t ComputeCursor::num_own() const {
 bool ComputeCursor::is_update_due() const {
   const std::int64_t round = num_updates_ / order_.num_chunks;  // since the start
   const std::int64_t version = rounds_.first_version().value() + round;
-  if (num_minibatches_ && version >= rounds_.last_version(*num_minibatches_).value()) return false;
+  if (num_minibatches_ && version >= rounds_.last_version(replica_, *num_minibatches_).value()) return false;
   const std::int64_t num_needed = (round + 1 + num_delayed_) * rounds_.own_per_round();
   return num_backwarded_ >= std::min(num_needed, num_own()) * order_.num_positions();
 }

@@ -60,6 +60,11 @@
 // that is up to a round behind. What is kept is what may be there at once when a version is written as soon
 // as it comes: version j + 1 may come when the replica has pushed for round j.
 //
+// Where shards are asynchronous (Downpour SGD, NIPS'12; Project Adam, OSDI'14) a replica's minibatch is a
+// round of its own, and its version j + 1 of a shard what the owner had right after it had added this
+// replica's gradient of round j, with whatever others' had come by then. So every list is as static as the
+// others, and no replica waits for another's gradient; what is dynamic is the content alone.
+//
 // interleaved is 1F1B too, over the order of microbatch_order.h and with a window over the whole worker w of
 // W: 2 (W - w - 1) + (C - 1) W + 1 with C > 1 chunks. With one chunk it is flush with n_s = S - s. Worker 0
 // of 2 with stages 0 and 2 and 4 microbatches, where f and b are stage 0's, F and B stage 2's:
@@ -116,6 +121,8 @@ struct ScheduleOptions {
   std::int64_t staleness = 0;                     // k, in rounds: how much older a version may be
   // Whether an update is a collective of all replicas: then nothing is pushed or pulled over edges.
   bool uses_allreduce = false;
+  // Whether a shard makes an update of every replica's gradient by itself, when it comes.
+  bool asynchronous = false;
 };
 
 // Throws UserError, one line with the value and the remedy, for: an unknown schedule, no stage, in_flight < 1
@@ -126,7 +133,8 @@ struct ScheduleOptions {
 // without interleaved, replicas with interleaved, rounds of more than kMinibatchesPerRoundMax,
 // shards of a replica, ties that do not ascend or whose owner is not upstream of their user, a first
 // minibatch or an oldest version out of range, a staleness that is out of range or where a schedule other
-// than pipedream has none.
+// than pipedream has none; asynchronous shards with another schedule than pipedream and data_parallel, with
+// ties, norms, a staleness or collectives.
 void check_schedule_options(const ScheduleOptions& options);
 
 inline constexpr std::int64_t kNumMicrobatchesMax = std::int64_t{1} << 20;

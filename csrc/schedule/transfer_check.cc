@@ -67,12 +67,31 @@ class TransferChecker {
   }
 
   [[nodiscard]] Fault send(const Instruction& instruction) {
-    if (instruction.edge.kind == EdgeKind::kPush && !owed_.empty()) return first_owed();
+    if (instruction.edge.kind == EdgeKind::kPush) {
+      if (!owed_.empty()) return first_owed();
+      if (Fault fault = check_answered(instruction); !fault.empty()) return fault;
+    }
     if (std::erase(unsent_, instruction) == 1) return {};
     const bool is_due = std::find(pushes_.begin(), pushes_.end(), instruction) != pushes_.end();
     if (is_due && has_backwards_left(stages_.front())) return "the round still has backwards to do";
     if (std::erase(pushes_, instruction) == 1) return {};
     return "there is nothing to send: it was not made yet, or it was sent already";
+  }
+
+  // An asynchronous shard keeps one answer for each replica.
+  [[nodiscard]] Fault check_answered(const Instruction& push) const {
+    if (!options_.asynchronous) return {};
+    const WeightVersion answer(rounds_.round_of(push.minibatch));
+    for (const auto& [edge, newest] : newest_received_) {
+      if (newest < answer) return to_string(due_of(edge, newest)) + " comes first";
+    }
+    return {};
+  }
+
+  // The RECV of the version after the newest that has come over the edge.
+  [[nodiscard]] Instruction due_of(const Edge& edge, WeightVersion newest) const {
+    const MinibatchId first = rounds_of(options_, edge.from.stage).begin_of(newest.value());
+    return {Opcode::kRecv, edge.to.stage, first, {}, {}, edge, edge.to.replica};
   }
 
   [[nodiscard]] Fault receive(const Instruction& instruction) {
@@ -136,7 +155,7 @@ class TransferChecker {
   [[nodiscard]] std::int64_t newest_complete() const {
     const std::int64_t num_own = num_backwarded_.at(stages_.front()) / options_.num_microbatches;
     if (num_own == rounds_.num_own(replica_, num_minibatches_)) {
-      return rounds_.last_version(num_minibatches_).value() - 1;
+      return rounds_.last_version(replica_, num_minibatches_).value() - 1;
     }
     return rounds_.first_version().value() + num_own / rounds_.own_per_round() - 1;
   }
@@ -277,10 +296,8 @@ class TransferChecker {
     if (!unsent_.empty()) return to_string(unsent_.front()) + " is missing";
     if (!unused_.empty()) return "nothing needs what " + to_string(unused_.front()) + " received";
     for (const auto& [edge, newest] : newest_received_) {
-      const Rounds rounds = rounds_of(options_, edge.from.stage);
-      if (newest == rounds.last_version(num_minibatches_)) continue;
-      return "RECV " + to_string(edge) + " minibatch " +
-             std::to_string(rounds.begin_of(newest.value()).value()) + " is missing";
+      if (newest == rounds_of(options_, edge.from.stage).last_version(replica_, num_minibatches_)) continue;
+      return to_string(due_of(edge, newest)) + " is missing";
     }
     return {};
   }

@@ -225,7 +225,7 @@ void Transfers::add_before_update(const Instruction& update, std::vector<Instruc
   if (exchanges_shards_) {
     const std::int64_t round = rounds().round_of(update.minibatch);
     if (drains_) send_pushes(round, instructions);
-    receive_pushes(round, instructions);
+    if (!options_.asynchronous) receive_pushes(round, instructions);
   }
   if (update.stage == stages_.front()) add_norms(update.minibatch, instructions);
 }
@@ -258,7 +258,7 @@ void Transfers::add_after(const Instruction& computed, std::vector<Instruction>&
       for (const TiedStages& tied : options_.ties) {
         if (tied.owner == stage) send_version(tied, minibatch, instructions);
       }
-      if (!exchanges_shards_) return;
+      if (!exchanges_shards_ || options_.asynchronous) return;
       send_pulls(computed.version, instructions);
       if (!stashes_) receive_pulls(computed.version, instructions);
       return;
@@ -276,8 +276,9 @@ bool Transfers::is_member(ReplicaIndex replica, std::int64_t round) const {
 
 void Transfers::send_pushes(std::int64_t round, std::vector<Instruction>& instructions) const {
   if (!is_member(replica_, round)) return;
+  if (options_.asynchronous) receive_answer_before_push(round, instructions);
   const StageReplica here{stages_.front(), replica_};
-  const MinibatchId first(rounds().begin_of(round).value() + replica_.value());
+  const MinibatchId first = rounds().first_of(replica_, round);
   for (ReplicaIndex other; other.value() < rounds().num_replicas; other = other.next()) {
     if (other == replica_) continue;
     instructions.push_back(send({EdgeKind::kPush, here, {here.stage, other}}, first));
@@ -288,9 +289,27 @@ void Transfers::receive_pushes(std::int64_t round, std::vector<Instruction>& ins
   const StageReplica here{stages_.front(), replica_};
   for (ReplicaIndex other; other.value() < rounds().num_replicas; other = other.next()) {
     if (other == replica_ || !is_member(other, round)) continue;
-    const MinibatchId first(rounds().begin_of(round).value() + other.value());
+    const MinibatchId first = rounds().first_of(other, round);
     instructions.push_back(receive({EdgeKind::kPush, {here.stage, other}, here}, first));
   }
+}
+
+// That to the push of the round before, where no forward has asked for it: in the cool-down. Before that a
+// forward stands between any two backwards, and reads the version that the first of them made.
+void Transfers::receive_answer_before_push(std::int64_t round, std::vector<Instruction>& instructions) const {
+  if (!num_minibatches_) return;
+  const std::int64_t num_own = rounds().num_own(replica_, *num_minibatches_);
+  const WeightVersion answer(round);
+  const WeightVersion read = newest_read(rule_, stages_.front(), stages_.front(), num_own);
+  if (answer > read) receive_pulls(answer, instructions);
+}
+
+WeightVersion Transfers::newest_pulled(std::int64_t num_minibatches) const {
+  const StageIndex stage = stages_.front();
+  const WeightVersion read = newest_read(rule_, stage, stage, rounds().num_own(replica_, num_minibatches));
+  if (!options_.asynchronous) return read;
+  const WeightVersion last = rounds().last_version(replica_, num_minibatches);
+  return std::max(read, WeightVersion(last.value() - 1));
 }
 
 // Version v is what the update of round v - 1 wrote.
@@ -346,20 +365,21 @@ void Transfers::add_norms(MinibatchId minibatch, std::vector<Instruction>& instr
 void Transfers::add_final(std::int64_t index, std::int64_t num_minibatches,
                           std::vector<Instruction>& instructions) const {
   const std::int64_t num_own = rounds().num_own(replica_, num_minibatches);
-  const auto version_after = [&](const VersionRule& rule, StageIndex reader, StageIndex updater) {
-    const std::int64_t version = newest_read(rule, reader, updater, num_own).value() + 1 + index;
-    const bool is_there = version <= rounds_at(updater).last_version(num_minibatches).value();
-    return is_there ? std::optional(WeightVersion(version)) : std::nullopt;
+  const auto version_after = [&](WeightVersion received, StageIndex updater) {
+    const WeightVersion version(received.value() + 1 + index);
+    const bool is_there = version <= rounds_at(updater).last_version(replica_, num_minibatches);
+    return is_there ? std::optional(version) : std::nullopt;
   };
   for (std::size_t tie = 0; tie < options_.ties.size(); ++tie) {
     const TiedStages& tied = options_.ties[tie];
     if (std::find(stages_.begin(), stages_.end(), tied.user) == stages_.end()) continue;
-    const auto version = version_after(tied_rules_[tie], tied.user, tied.owner);
+    const WeightVersion read = newest_read(tied_rules_[tie], tied.user, tied.owner, num_own);
+    const auto version = version_after(read, tied.owner);
     if (version) receive_version(tied, *version, instructions);
   }
   if (!exchanges_shards_ || !stashes_) return;
-  const StageIndex stage = stages_.front();
-  if (const auto version = version_after(rule_, stage, stage)) receive_pulls(*version, instructions);
+  const auto version = version_after(newest_pulled(num_minibatches), stages_.front());
+  if (version) receive_pulls(*version, instructions);
 }
 
 bool Transfers::is_last_microbatch(const Instruction& computed) const {
@@ -430,6 +450,13 @@ void ProgramCursor::fill() {
   transfers_.add_before(*computed_, instructions_);
   instructions_.push_back(*computed_);
   transfers_.add_after(*computed_, instructions_);
+  leave_out_early();
+}
+
+void ProgramCursor::leave_out_early() {
+  std::erase_if(instructions_, [&](const Instruction& instruction) {
+    return std::find(early_.begin(), early_.end(), instruction) != early_.end();
+  });
 }
 
 void ProgramCursor::refill_at_end() {
@@ -438,15 +465,30 @@ void ProgramCursor::refill_at_end() {
   do {
     transfers_.add_final(num_finals_++, num_minibatches, instructions_);
     if (instructions_.empty()) return;
-    std::erase_if(instructions_, [&](const Instruction& final) {
-      return std::find(early_.begin(), early_.end(), final) != early_.end();
-    });
+    leave_out_early();
   } while (instructions_.empty());
 }
 
 std::vector<Instruction> make_program(const ScheduleOptions& options, Rank rank,
                                       std::int64_t num_minibatches) {
   return add_transfers(options, rank, make_compute_program(options, rank, num_minibatches), num_minibatches);
+}
+
+std::vector<std::vector<Instruction>> make_services(const ScheduleOptions& options,
+                                                    std::int64_t num_minibatches) {
+  std::vector<std::vector<Instruction>> services;
+  for (const Edge& push : options.asynchronous ? edges_of(options) : std::vector<Edge>()) {
+    if (push.kind != EdgeKind::kPush) continue;
+    const Rounds rounds = rounds_of(options, push.from.stage);
+    const Edge pull{EdgeKind::kPull, push.to, push.from};
+    std::vector<Instruction>& service = services.emplace_back();
+    for (std::int64_t index = 0; index < rounds.num_own(push.from.replica, num_minibatches); ++index) {
+      const MinibatchId minibatch = rounds.own_minibatch(push.from.replica, index);
+      service.push_back(receive(push, minibatch));
+      service.push_back(send(pull, rounds.begin_of(rounds.round_of(minibatch))));
+    }
+  }
+  return services;
 }
 
 std::vector<Instruction> add_transfers(const ScheduleOptions& options, Rank rank,

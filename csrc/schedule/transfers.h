@@ -18,9 +18,17 @@
 //                     RECV norm from upstream      the total, downstream
 //                     SEND norm downstream
 //   after UPDATE      of an owner, SEND tied_version to every user's replicas; of a replica, SEND pull to
-//   every other
-//                     one, and for naive, whose only slot it is, RECV pull from every other one
+//                     every other one, and for naive, whose only slot it is, RECV pull from every other one
 //   at the end        of a user, RECV tied_version, of a replica, RECV pull: those that no minibatch has read
+//
+// Where shards are asynchronous no UPDATE waits for a push or sends a pull: the owner of a shard serves each
+// other replica besides its list, again and again RECV push, SEND pull (make_services()). What a replica is
+// answered it takes in before it pushes again, so that an owner has one answer for each at most:
+//
+//   before FORWARD    RECV pull from every other one, of the version that it is the first to read
+//   after BACKWARD    in the cool-down RECV pull from every other one of the version before; SEND push to
+//                     every other one (of data_parallel before UPDATE)
+//   at the end        RECV pull from every other one, of the replica's last version
 //
 // A user is a stage that has a parameter tied to another's, the owner's. A SEND stands where its item is
 // made, a RECV where it is needed; what it takes may come long before, as far ahead as the receiver has
@@ -96,6 +104,9 @@ class Transfers {
   void receive_pushes(std::int64_t round, std::vector<Instruction>& instructions) const;
   void send_pulls(WeightVersion version, std::vector<Instruction>& instructions) const;
   void receive_pulls(WeightVersion version, std::vector<Instruction>& instructions) const;
+  void receive_answer_before_push(std::int64_t round, std::vector<Instruction>& instructions) const;
+  // The newest version that the replica has pulled when it has pushed all that it pushes.
+  [[nodiscard]] WeightVersion newest_pulled(std::int64_t num_minibatches) const;
   // The replica of the stage that has the minibatch.
   [[nodiscard]] StageReplica end_at(StageIndex stage, MinibatchId minibatch) const {
     return {stage, rounds_at(stage).replica_of(minibatch)};
@@ -146,6 +157,7 @@ class ProgramCursor {
   void refill();
   void refill_at_end();
   void fill();
+  void leave_out_early();
 
   ComputeCursor compute_;
   Transfers transfers_;
@@ -160,6 +172,11 @@ class ProgramCursor {
 // make_compute_program.
 [[nodiscard]] std::vector<Instruction> make_program(const ScheduleOptions& options, Rank rank,
                                                     std::int64_t num_minibatches);
+
+// What asynchronous shards do for others besides the lists of their workers, one list for each push edge: in
+// the order of these; none where there are none. Each is a party of its own, at the edge's receiver.
+[[nodiscard]] std::vector<std::vector<Instruction>> make_services(const ScheduleOptions& options,
+                                                                  std::int64_t num_minibatches);
 
 // A list of what one worker computes, with its transfers.
 [[nodiscard]] std::vector<Instruction> add_transfers(const ScheduleOptions& options, Rank rank,

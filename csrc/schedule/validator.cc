@@ -9,11 +9,15 @@
 // into the queue is most when all other workers have gone as far as they can, so the worst case of all
 // queues of one reader is the replay in which that worker moves only when nobody else can. Both steps are
 // linear in the number of instructions, the second once per worker.
+// What asynchronous shards do for others stands in lists of their own, which the second step takes for those
+// of further workers: each waits for one replica alone, so this is a Kahn network, too, though the order in
+// which a shard adds gradients is not fixed.
 #include "schedule/validator.h"
 
 #include <algorithm>
 #include <map>
 #include <sstream>
+#include <utility>
 
 #include "base/check.h"
 #include "base/failure.h"
@@ -36,7 +40,7 @@ constexpr std::size_t kNoEdge = static_cast<std::size_t>(-1);
 
 // Items come in the order in which they are asked for (check_items), so counting is enough.
 struct Queue {
-  std::size_t reader = 0;  // worker
+  std::size_t reader = 0;  // worker, where there is one
   std::int64_t num_queued = 0;
   std::int64_t num_queued_max = 0;
 };
@@ -51,7 +55,8 @@ class Pipeline {
   void run(std::size_t slowest);
 
   [[nodiscard]] bool is_finished() const;
-  [[nodiscard]] std::string describe_deadlock() const;
+  // num_workers: the others' lists are of services, which wait for workers that wait.
+  [[nodiscard]] std::string describe_deadlock(std::size_t num_workers) const;
   [[nodiscard]] const std::vector<Queue>& queues() const { return queues_; }  // by edge
 
  private:
@@ -78,23 +83,23 @@ class Pipeline {
 Pipeline::Pipeline(const ScheduleOptions& options, const std::vector<Edge>& edges, const Programs& programs)
     : programs_(programs), groups_(programs.size()) {
   const Placement placement = placement_of(options);
+  queues_.resize(edges.size());
   for (const Place& place : placement.places()) {
     for (ReplicaIndex other; options.uses_allreduce && other.value() < placement.num_replicas(place.stage);
          other = other.next()) {
       groups_[index_of(place.rank)].push_back(index_of(placement.rank_of(place.stage, other)));
     }
   }
-  for (const std::vector<Instruction>& program : programs) {
+  for (std::size_t worker = 0; worker < programs.size(); ++worker) {
     std::vector<std::size_t>& indices = edge_indices_.emplace_back();
-    indices.reserve(program.size());
-    for (const Instruction& instruction : program) {
-      const auto edge = std::lower_bound(edges.begin(), edges.end(), instruction.edge);
-      indices.push_back(travels(instruction.opcode) ? static_cast<std::size_t>(edge - edges.begin())
-                                                    : kNoEdge);
+    indices.reserve(programs[worker].size());
+    for (const Instruction& instruction : programs[worker]) {
+      const auto found = std::lower_bound(edges.begin(), edges.end(), instruction.edge);
+      const std::size_t edge =
+          travels(instruction.opcode) ? static_cast<std::size_t>(found - edges.begin()) : kNoEdge;
+      if (instruction.opcode == Opcode::kRecv) queues_[edge].reader = worker;
+      indices.push_back(edge);
     }
-  }
-  for (const Edge& edge : edges) {
-    queues_.push_back({index_of(placement.rank_of(edge.to.stage, edge.to.replica)), 0, 0});
   }
 }
 
@@ -164,10 +169,10 @@ bool Pipeline::is_finished() const {
   return true;
 }
 
-std::string Pipeline::describe_deadlock() const {
+std::string Pipeline::describe_deadlock(std::size_t num_workers) const {
   std::ostringstream text;
   text << "deadlock";
-  for (std::size_t worker = 0; worker < programs_.size(); ++worker) {
+  for (std::size_t worker = 0; worker < num_workers; ++worker) {
     if (is_over(worker)) continue;
     const Instruction& instruction = programs_[worker][positions_[worker]];
     text << "; " << place(worker, programs_[worker], positions_[worker]) << ": waits for ";
@@ -222,6 +227,13 @@ std::string check_lists(const ScheduleOptions& options, const Programs& programs
   return {};
 }
 
+Programs add_services(const ScheduleOptions& options, Programs programs, std::int64_t num_minibatches) {
+  for (std::vector<Instruction>& service : make_services(options, num_minibatches)) {
+    programs.push_back(std::move(service));
+  }
+  return programs;
+}
+
 // What an edge carries, item by item, as its sender and its receiver have it; returns the first difference.
 std::string check_items(const Programs& programs) {
   std::map<Edge, std::vector<const Instruction*>> sent;
@@ -252,16 +264,18 @@ std::string check_items(const Programs& programs) {
   return {};
 }
 
-// All lists together. Fills in what is known per edge; returns the deadlock, if there is one.
+// All lists together, those of services too. Fills in what is known per edge; returns the deadlock, if there
+// is one.
 std::string check_together(const ScheduleOptions& options, const Programs& programs, ReplayReport& report) {
   const std::vector<Edge> edges = edges_of(options);
+  const auto workers = static_cast<std::size_t>(num_workers(options));
   for (const Edge& edge : edges) report.edges.push_back({edge, 0});
   Pipeline pipeline(options, edges, programs);
   for (std::size_t slowest = 0; slowest < programs.size(); ++slowest) {
     pipeline.run(slowest);
     if (!pipeline.is_finished()) {
-      PD_CHECK(slowest == 0, "the outcome depends on the speeds: " << pipeline.describe_deadlock());
-      return pipeline.describe_deadlock();
+      PD_CHECK(slowest == 0, "the outcome depends on the speeds: " << pipeline.describe_deadlock(workers));
+      return pipeline.describe_deadlock(workers);
     }
     for (std::size_t edge = 0; edge < edges.size(); ++edge) {
       const Queue& queue = pipeline.queues()[edge];
@@ -282,8 +296,13 @@ ReplayReport replay(const ScheduleOptions& options, const Programs& programs, st
   ReplayReport report;
   report.error = check_shape(options, programs, num_minibatches);
   if (report.error.empty()) report.error = check_lists(options, programs, num_minibatches, report);
-  if (report.error.empty()) report.error = check_items(programs);
-  if (report.error.empty()) report.error = check_together(options, programs, report);
+  if (report.error.empty()) {
+    const Programs with_services =
+        options.asynchronous ? add_services(options, programs, num_minibatches) : Programs();
+    const Programs& all = options.asynchronous ? with_services : programs;
+    report.error = check_items(all);
+    if (report.error.empty()) report.error = check_together(options, all, report);
+  }
   if (!report.error.empty()) return {false, report.error, {}, {}, {}};  // what was counted is partial
   return report;
 }

@@ -139,6 +139,74 @@ TEST(Replicas, ThatReduceTogetherDeadlockWhereOneUpdatesOutOfTurn) {
       << error;
 }
 
+ScheduleOptions make_asynchronous(const std::string& schedule, const Counts& num_replicas,
+                                  std::int64_t num_microbatches = 1) {
+  ScheduleOptions options = make_replicated(schedule, num_replicas, num_microbatches);
+  options.asynchronous = true;
+  return options;
+}
+
+TEST(AsynchronousShards, AreAskedOnceAMinibatchAndWaitForNobody) {
+  const ScheduleOptions options = make_asynchronous("pipedream", {2, 1});
+  EXPECT_EQ(sync_on_paper(options, 0, 8),
+            "F0 F2 B0 >1:0 U0 {1:0 F4 B2 >1:2 U2 {1:2 F6 B4 >1:4 U4 B6 {1:4 >1:6 U6 {1:6");
+  EXPECT_EQ(sync_on_paper(options, 1, 4), "F1 F3 B1 >0:1 U0 B3 {0:0 >0:3 U2 {0:2");
+  EXPECT_EQ(sync_on_paper(options, 2, 3), "F0 B0 U0 F1 B1 U1 F2 B2 U2");
+  EXPECT_EQ(sync_on_paper(make_asynchronous("data_parallel", {2}), 0, 3),
+            "F0 B0 >1:0 U0 {1:0 F2 B2 >1:2 U2 {1:2");
+}
+
+TEST(AsynchronousShards, GiveAReplicaNoVersionOfARoundThatItHasNoMinibatchIn) {
+  const ScheduleOptions options = make_asynchronous("pipedream", {3, 1});
+  EXPECT_EQ(sync_on_paper(options, 0, 4), "F0 F3 B0 >1:0 >2:0 U0 B3 {1:0 {2:0 >1:3 >2:3 U3 {1:3 {2:3");
+  EXPECT_EQ(sync_on_paper(options, 2, 4), "F2 B2 >0:2 >1:2 U0 {0:0 {1:0");
+  EXPECT_EQ(sync_on_paper(options, 2, 2), "");
+}
+
+TEST(AsynchronousShards, ServeEachPushByAPull) {
+  const std::vector<Instructions> services = make_services(make_asynchronous("pipedream", {2, 1}), 3);
+  ASSERT_EQ(services.size(), 2U);
+  std::vector<std::string> texts;
+  for (const Instructions& service : services) {
+    std::string& text = texts.emplace_back();
+    for (const Instruction& instruction : service) text += to_string(instruction) + '\n';
+  }
+  EXPECT_EQ(texts[0],
+            "RECV push stage 0 to stage 0 replica 1 minibatch 0\n"
+            "SEND pull stage 0 replica 1 to stage 0 minibatch 0\n"
+            "RECV push stage 0 to stage 0 replica 1 minibatch 2\n"
+            "SEND pull stage 0 replica 1 to stage 0 minibatch 2\n");
+  EXPECT_EQ(texts[1],
+            "RECV push stage 0 replica 1 to stage 0 minibatch 1\n"
+            "SEND pull stage 0 to stage 0 replica 1 minibatch 0\n");
+  EXPECT_TRUE(make_services(make_replicated("pipedream", {2, 1}), 3).empty());
+}
+
+TEST(AsynchronousShards, AreRefusedWithWhatWantsRoundsInCommon) {
+  for (const std::string& schedule : kStraightSchedules) {
+    const std::string error = error_of(make_asynchronous(schedule, {2, 1}));
+    EXPECT_EQ(error.empty(), schedule == "pipedream") << schedule << ": " << error;
+  }
+  EXPECT_EQ(error_of(make_asynchronous("flush", {2, 1})),
+            "schedule is \"flush\" with asynchronous shards, whose replicas have rounds of their own; use "
+            "\"pipedream\" or \"data_parallel\"");
+  ScheduleOptions options = make_asynchronous("pipedream", {2, 1});
+  options.ties = {{StageIndex(0), StageIndex(1)}};
+  EXPECT_EQ(
+      error_of(options),
+      "there are ties with asynchronous shards, whose replicas have no round in common; leave one of the "
+      "two out");
+  options = make_asynchronous("pipedream", {2, 1});
+  options.staleness = 1;
+  EXPECT_NE(error_of(options).find("stale versions"), std::string::npos);
+  options = make_asynchronous("pipedream", {2, 1});
+  options.exchanges_norms = true;
+  EXPECT_NE(error_of(options).find("norms"), std::string::npos);
+  options = make_asynchronous("pipedream", {2, 1});
+  options.uses_allreduce = true;
+  EXPECT_NE(error_of(options).find("collectives"), std::string::npos);
+}
+
 TEST(Replicas, OfADrainingScheduleAddUpTheNormsOfAllWorkersOnceARound) {
   ScheduleOptions options = make_replicated("flush", {2, 1});
   options.exchanges_norms = true;
@@ -206,6 +274,120 @@ std::vector<ScheduleOptions> all_of(const Counts& num_replicas, std::int64_t num
     all.push_back(make_replicated("pipedream", num_replicas, num_microbatches, staleness));
   }
   return all;
+}
+
+// Of a pipeline of several stages, and of one.
+std::vector<ScheduleOptions> all_asynchronous() {
+  std::vector<ScheduleOptions> all;
+  for (const Counts& plan : kPlans) {
+    for (const std::int64_t num_microbatches : {1, 3}) {
+      all.push_back(make_asynchronous("pipedream", plan, num_microbatches));
+      all.back().recompute.assign(plan.size(), num_microbatches == 3);
+    }
+  }
+  for (const std::int64_t num_replicas : {1, 2, 5}) {
+    all.push_back(make_asynchronous("data_parallel", {num_replicas}));
+    all.push_back(make_asynchronous("pipedream", {num_replicas}));
+  }
+  return all;
+}
+
+TEST(AsynchronousShards, AreAcceptedByTheValidatorWithOneAnswerForEachAtMost) {
+  for (ScheduleOptions options : all_asynchronous()) {
+    for (const std::int64_t first : {0, 60}) {
+      options.first_minibatch = MinibatchId(first);
+      for (const std::int64_t num_own : {0, 1, 3, 7, 12, 31}) {
+        const std::int64_t num_minibatches = options.first_minibatch.value() + num_own;
+        const ReplayReport report = replay(options, make_programs(options, num_minibatches), num_minibatches);
+        ASSERT_TRUE(report.ok) << name_of(options, num_minibatches) << ": " << report.error;
+        for (StageIndex stage; stage.value() < num_stages(options); stage = stage.next()) {
+          ASSERT_LE(report.versions_live_max[static_cast<std::size_t>(stage.value())],
+                    num_versions_kept(options, stage));
+        }
+        for (const auto& [edge, queued_max] : report.edges) {
+          if (edge.kind != EdgeKind::kPush && edge.kind != EdgeKind::kPull) continue;
+          ASSERT_LE(queued_max, 1) << name_of(options, num_minibatches) << ": " << to_string(edge);
+        }
+      }
+    }
+  }
+}
+
+TEST(AsynchronousShards, ReadVersionsOfTheReplicasOwnRounds) {
+  for (const ScheduleOptions& options : all_asynchronous()) {
+    for (const Place& place : options.placement.places()) {
+      const std::int64_t num_replicas = options.placement.num_replicas(place.stage);
+      const std::int64_t num_own = (40 - place.replica.value() + num_replicas - 1) / num_replicas;
+      std::int64_t num_updates = 0;
+      for (const Instruction& instruction : make_compute_program(options, place.rank, 40)) {
+        if (instruction.opcode == Opcode::kUpdate) {
+          ASSERT_EQ(instruction.version.value(), ++num_updates);
+        } else {
+          ASSERT_EQ(instruction.version.value(),
+                    version_by_formula(options, place.stage.value(), instruction.minibatch.value(), false));
+        }
+      }
+      ASSERT_EQ(num_updates, num_own) << name_of(options, 40);
+    }
+  }
+}
+
+TEST(AsynchronousShards, AreNotAskedAgainBeforeTheirAnswerIsTakenIn) {
+  const ScheduleOptions options = make_asynchronous("pipedream", {2, 1});
+  Programs programs = make_programs(options, 8);
+  Instructions& first = programs[0];
+  const auto is_last_push = [](const Instruction& instruction) {
+    return instruction.edge.kind == EdgeKind::kPush && instruction.minibatch == MinibatchId(6);
+  };
+  const auto push = std::find_if(first.begin(), first.end(), is_last_push);
+  ASSERT_EQ(to_string(*(push - 1)), "RECV pull stage 0 replica 1 to stage 0 minibatch 4");
+  std::iter_swap(push - 1, push);
+  const std::string error = replay(options, programs, 8).error;
+  EXPECT_NE(
+      error.find("SEND push stage 0 to stage 0 replica 1 minibatch 6: RECV pull stage 0 replica 1 to stage 0 "
+                 "minibatch 4 comes first"),
+      std::string::npos)
+      << error;
+}
+
+TEST(AsynchronousShards, ThatNobodyAsksLetTheReplicaWait) {
+  const ScheduleOptions options = make_asynchronous("pipedream", {2, 1});
+  Programs programs = make_programs(options, 4);
+  Instructions& first = programs[0];
+  const auto push = std::find_if(first.begin(), first.end(), [](const Instruction& instruction) {
+    return instruction.edge.kind == EdgeKind::kPush;
+  });
+  first.erase(push);
+  const std::string error = replay(options, programs, 4).error;
+  EXPECT_NE(error.find("SEND push stage 0 to stage 0 replica 1 minibatch 0"), std::string::npos) << error;
+}
+
+// A list that learns late how many minibatches there are does the same, but for pulls that it has done before
+// a forward that does not exist.
+TEST(AsynchronousShards, DoTheSameHoweverLateTheEndIsKnown) {
+  for (const ScheduleOptions& options : all_asynchronous()) {
+    if (options.placement.num_replicas(StageIndex(0)) == 15) continue;
+    for (std::int64_t num_minibatches = 0; num_minibatches < 14; ++num_minibatches) {
+      ProgramCursor cursor(options, Rank(0));
+      Instructions done;
+      while (const auto current = cursor.current()) {
+        const bool is_over =
+            current->opcode == Opcode::kForward && current->minibatch.value() >= num_minibatches;
+        if (is_over && !cursor.num_minibatches()) {
+          cursor.set_num_minibatches(num_minibatches);
+          continue;
+        }
+        done.push_back(*current);
+        cursor.advance();
+      }
+      const Instructions known = make_program(options, Rank(0), num_minibatches);
+      ASSERT_TRUE(std::is_permutation(done.begin(), done.end(), known.begin(), known.end()))
+          << name_of(options, num_minibatches);
+      Programs programs = make_programs(options, num_minibatches);
+      programs[0] = done;
+      ASSERT_EQ(replay(options, programs, num_minibatches).error, "") << name_of(options, num_minibatches);
+    }
+  }
 }
 
 TEST(Replicas, ReadTheVersionsOfTheFormulas) {
