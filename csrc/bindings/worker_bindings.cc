@@ -32,6 +32,7 @@ namespace pipedream {
 
 namespace {
 
+constexpr double kForeverSeconds = 1e9;
 constexpr double kStarvedCheckSeconds = 1.0;
 constexpr auto kSignalCheckPeriod = std::chrono::milliseconds(100);
 
@@ -45,7 +46,6 @@ PyObject* g_run_failure = nullptr;  // set once, when the module is imported
 }
 
 Deadline deadline_after(double seconds) {
-  constexpr double kForeverSeconds = 1e9;
   return Clock::now() + std::chrono::duration_cast<Clock::duration>(
                             std::chrono::duration<double>(std::min(seconds, kForeverSeconds)));
 }
@@ -235,15 +235,21 @@ class PyWorker {
         [&](Deadline deadline) { return worker_->receive_item(channel, deadline, counts_as_wait); },
         [](const std::optional<ReceivedItem>& item) { return item.has_value(); });
     if (!result.value()) return nullptr;
-    auto item = std::make_unique<PyItem>();
-    item->pool = worker_->pool();
-    if (worker_->receives_on_device(channel)) item->device = worker_->device().type();
-    item->device_index = worker_->device().index();
-    item->fields = result.value()->fields;
-    item->is_end = result.value()->is_end;
-    item->received = std::move(*result.value());
-    return item;
+    return item_of(channel, std::move(*result.value()));
   }
+  // (which of the channels, its item); None after stop_serving().
+  py::object receive_any(const std::vector<std::string>& channels) {
+    auto result = with_signals(
+        kForeverSeconds, [&](Deadline deadline) { return worker_->receive_any(channels, deadline); },
+        [&](const std::optional<Worker::ItemOfAny>& found) {
+          return found.has_value() || worker_->has_stopped_serving();
+        });
+    if (!result.value()) return py::none();
+    const std::size_t channel_index = result.value()->channel_index;
+    return py::make_tuple(channel_index, item_of(channels[channel_index], std::move(result.value()->item)));
+  }
+  void stop_serving() { worker_->stop_serving(); }
+  void fail(const std::string& why) { worker_->fail(why); }
 
   py::list versions(std::int64_t stage) const {
     py::list pairs;
@@ -300,6 +306,17 @@ class PyWorker {
   Worker& worker() { return *worker_; }
 
  private:
+  std::unique_ptr<PyItem> item_of(const std::string& channel, ReceivedItem received) {
+    auto item = std::make_unique<PyItem>();
+    item->pool = worker_->pool();
+    if (worker_->receives_on_device(channel)) item->device = worker_->device().type();
+    item->device_index = worker_->device().index();
+    item->fields = received.fields;
+    item->is_end = received.is_end;
+    item->received = std::move(received);
+    return item;
+  }
+
   // Completes the item that is being done, if `made` has what it made, and waits for the next.
   py::object wait_for_work(std::optional<Outgoing> made, std::int64_t compute_ns) {
     Clock::time_point starved_since = kNotStarved;
@@ -424,6 +441,12 @@ void bind_worker(py::module_& module) {
            "time-out.")
       .def("receive_item", &PyWorker::receive_item, py::arg("channel"), py::arg("timeout_s") = 1e9,
            py::arg("counts_as_wait") = true)
+      .def("receive_any", &PyWorker::receive_any, py::arg("channels"),
+           "(which of the channels, the next item of it), of the first that has one; None after "
+           "stop_serving(). For one more thread than the compute thread.")
+      .def("stop_serving", &PyWorker::stop_serving, "Any thread.")
+      .def("fail", &PyWorker::fail, py::arg("why"),
+           "Whoever waits in this worker raises RunFailure('Aborted', why). Any thread.")
       .def("versions", &PyWorker::versions, py::arg("stage"))
       .def("spans", &PyWorker::spans)
       .def("transfers", &PyWorker::transfers,

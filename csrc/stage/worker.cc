@@ -340,6 +340,7 @@ void Worker::start(const ScheduleOptions& options, Rank rank, const std::vector<
                                                     oldest_version(options, stage)));
     parts.push_back({stage, slots_.back().get()});
   }
+  compute_thread_ = std::this_thread::get_id();
   engine_ = std::make_unique<StageEngine>(options, rank, parts, std::move(channels), wakeup_, num_spans_max);
   started_engine_.store(engine_.get());
 }
@@ -410,7 +411,7 @@ Result<bool> Worker::wait_until_sent(const std::string& channel, std::size_t num
 }
 
 Failure Worker::located(const Failure& failure) const {
-  return engine_ ? engine_->located(failure) : failure;
+  return engine_ && std::this_thread::get_id() == compute_thread_ ? engine_->located(failure) : failure;
 }
 
 void Worker::send_end(const std::string& channel) {
@@ -441,6 +442,43 @@ Result<std::optional<ReceivedItem>> Worker::receive_item(const std::string& chan
     return located({FailureKind::kPeerLost, channel + ": closed by the peer before it was complete"});
   return std::optional<ReceivedItem>();
 }
+
+Result<std::optional<Worker::ItemOfAny>> Worker::receive_any(const std::vector<std::string>& channels,
+                                                             Deadline deadline) {
+  std::vector<ReceiveChannel*> sources;
+  for (const std::string& channel : channels) sources.push_back(receiver(channel).channel.get());
+  ItemOfAny found;
+  bool is_taken = false;
+  const ReceiveChannel* exhausted = nullptr;
+  {
+    const PassiveScope leaves_driving_to_others;
+    static_cast<void>(wakeup_.wait_until(deadline, [&] {
+      for (found.channel_index = 0; found.channel_index < sources.size(); ++found.channel_index) {
+        ReceiveChannel& source = *sources[found.channel_index];
+        is_taken = source.try_take(found.item);
+        if (is_taken) return true;
+        if (source.exhausted()) exhausted = &source;
+      }
+      return exhausted != nullptr || stopped_serving_.load();
+    }));
+  }
+  if (is_taken) {
+    if (auto failure = wait_for_bytes(found.item)) return *failure;
+    return std::optional<ItemOfAny>(std::move(found));
+  }
+  if (auto failure = wakeup_.failure()) return *failure;
+  if (exhausted != nullptr) {
+    return Failure{FailureKind::kPeerLost,
+                   exhausted->options().name + ": closed by the peer before it was complete"};
+  }
+  return std::optional<ItemOfAny>();
+}
+
+void Worker::stop_serving() {
+  wakeup_.update([this] { stopped_serving_.store(true); });
+}
+
+void Worker::fail(const std::string& why) { wakeup_.fail({FailureKind::kAborted, why}); }
 
 void Worker::abort(const std::string& why) {
   aborted_.store(true);

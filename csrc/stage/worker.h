@@ -6,7 +6,9 @@
 // Before add_*, workers on devices of one host may find out whose memory each of them can write into: the
 // receiver makes an offer, the sender tries it, and a channel between two that can has places_on_device.
 //
-// Owned by the compute thread; every call is on it. abort() and pulse() may come from any thread.
+// Owned by the compute thread; every call is on it. abort(), pulse(), fail() and stop_serving() may come from
+// any thread. One more thread may serve what comes at any time: it calls receive_any(), and send_item() for
+// channels that the compute thread leaves to it.
 #pragma once
 
 #include <atomic>
@@ -15,6 +17,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/cpu_share.h"
@@ -145,6 +148,21 @@ class Worker {
                                                                  Deadline deadline,
                                                                  bool counts_as_wait = true);
 
+  // The next item of whichever of the channels has one, and its place among them: the first in their order.
+  // Empty at the deadline, and at once after stop_serving(). For a thread that serves: it leaves it to others
+  // to drive the transport.
+  struct ItemOfAny {
+    std::size_t channel_index = 0;
+    ReceivedItem item;
+  };
+  [[nodiscard]] Result<std::optional<ItemOfAny>> receive_any(const std::vector<std::string>& channels,
+                                                             Deadline deadline);
+  void stop_serving();
+  [[nodiscard]] bool has_stopped_serving() const { return stopped_serving_.load(); }
+
+  // Whoever waits here, or will, fails, as this worker cannot go on. Any thread.
+  void fail(const std::string& why);
+
   // Tells every peer why this worker stops. Any thread.
   void abort(const std::string& why);
   // Waits linger_s at most for what was sent to leave, items that wait for a credit included, then stops
@@ -209,7 +227,8 @@ class Worker {
   [[nodiscard]] Sender& sender(const std::string& name);
   [[nodiscard]] Receiver& receiver(const std::string& name);
   [[nodiscard]] std::optional<Failure> wait_for_bytes(const ReceivedItem& item);
-  // Says where in the program it was; before there is one, as it is.
+  // Says where in the program it was; before there is one, and to another thread than the program's, as it
+  // is.
   [[nodiscard]] Failure located(const Failure& failure) const;
 
   const WorkerOptions options_;
@@ -228,6 +247,8 @@ class Worker {
   CpuShare own_cpus_;
   std::unique_ptr<StageEngine> engine_;
   std::atomic<const StageEngine*> started_engine_{nullptr};  // pulse() may come from any thread
+  std::thread::id compute_thread_;                           // of the engine
+  std::atomic<bool> stopped_serving_{false};
   std::atomic<bool> aborted_{false};
   bool closed_ = false;
 };

@@ -281,6 +281,67 @@ TEST_P(Faults, SendItemWaitsForRoomUntilTheDeadlineAndFailsWithTheRun) {
   EXPECT_EQ(failure->message, kAbortText);
 }
 
+TEST_P(Faults, AThreadServesWhateverComesWhileTheComputeThreadWorksAndUntilItIsStopped) {
+  make_pair(4);
+  start_pair();
+  const std::vector<std::string> asked = {activations_name(0)};
+  std::uint32_t num_served = 0;
+  std::thread server([&] {
+    for (;;) {
+      auto found = b_->receive_any(asked, patience());
+      ASSERT_TRUE(found.ok()) << found.failure().message;
+      if (!found.value()) return;
+      EXPECT_EQ(found.value()->channel_index, 0U);
+      EXPECT_EQ(found.value()->item.fields.data_fingerprint, num_served);
+      ASSERT_TRUE(send_item(*b_, gradients_name(1), num_served++, patience()));
+    }
+  });
+  for (std::uint32_t index = 0; index < 50; ++index) {
+    ASSERT_TRUE(send_item(*a_, activations_name(0), index, patience()));
+    static_cast<void>(b_->channel_stats());
+    auto answer = a_->receive_item(gradients_name(1), patience());
+    ASSERT_TRUE(answer.ok() && answer.value());
+    EXPECT_EQ(answer.value()->fields.data_fingerprint, index);
+  }
+  b_->stop_serving();
+  server.join();
+  EXPECT_EQ(num_served, 50U);
+  const auto nothing = b_->receive_any(asked, patience());
+  ASSERT_TRUE(nothing.ok());
+  EXPECT_FALSE(nothing.value().has_value());
+}
+
+TEST_P(Faults, AThreadThatServesLearnsWhyTheRunHasEnded) {
+  make_pair();
+  std::optional<Failure> failure;
+  std::thread server([&] {
+    const auto found = b_->receive_any({activations_name(0)}, patience());
+    if (!found.ok()) failure = found.failure();
+  });
+  a_->abort(kAbortText);
+  server.join();
+  ASSERT_TRUE(failure.has_value());
+  EXPECT_EQ(failure->message, kAbortText);
+}
+
+TEST_P(Faults, AThreadThatServesSaysThatThePeerHasClosedItsChannel) {
+  make_pair();
+  a_->close(60);
+  const auto found = b_->receive_any({activations_name(0)}, patience());
+  ASSERT_FALSE(found.ok());
+  EXPECT_EQ(found.failure().message, activations_name(0) + ": closed by the peer before it was complete");
+}
+
+TEST_P(Faults, WhatAnotherThreadCannotGoOnWithEndsTheComputeThreadsWait) {
+  make_pair();
+  std::thread other([&] { b_->fail("the step of replica 0 failed"); });
+  const auto item = b_->receive_item(activations_name(0), patience());
+  other.join();
+  ASSERT_FALSE(item.ok());
+  EXPECT_EQ(item.failure().kind, FailureKind::kAborted);
+  EXPECT_EQ(item.failure().message, "the step of replica 0 failed");
+}
+
 TEST_P(Faults, ReceiveItemSaysThatThePeerHasClosedItsChannel) {
   make_pair();
   const auto nothing = b_->receive_item(activations_name(0), Clock::now() + std::chrono::milliseconds(2));
