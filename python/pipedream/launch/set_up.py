@@ -167,4 +167,4 @@ def _adds_minibatches(run: AgreedRun) -> bool:
     """Whether one replica of a stage here has several minibatches of a round, whose gradients add up."""
     schedule, stages = run.schedule(), run.plan.stages
     own = run.plan.stages_of(run.rank)
-    return any(_core.minibatches_per_round(schedule, s) > stages[s].num_replicas for s in own)
+    return any(_core.rounds_of(schedule, s).minibatches_per_round > stages[s].num_replicas for s in own)

@@ -51,9 +51,9 @@ from pipedream.links.codec_choice import NO_CODEC, PUSHES
 from pipedream.links.replica_group import ReplicaGroup
 from pipedream.model.splitter import StageModule
 from pipedream.stage.gradients import StageGradients
-from pipedream.stage.param_server import ParameterServer, ReplicaChannels
+from pipedream.stage.param_server import ParameterServer
 from pipedream.stage.reduced import LocalSteps, ReducedGradients
-from pipedream.stage.round_rule import RoundRule
+from pipedream.stage.shard_client import ReplicaChannels
 from pipedream.stage.stage_loop import PreparedStage
 from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.tied import TiedParameters, ties_by_owner
@@ -265,8 +265,7 @@ class StagePool:
     def _make_server(
         self, stage: int, weights: StageWeights, optimizer: StageOptimizer, tied: TiedParameters
     ) -> ParameterServer:
-        schedule, plan = self.run.schedule(), self.run.plan
-        replica = plan.replica_of(self.run.rank)
+        schedule, replica = self.run.schedule(), self.run.plan.replica_of(self.run.rank)
         names: dict[tuple[str, bool], dict[int, str]] = {}  # by kind and whether this worker sends
         for edge in _core.edges_of(schedule):
             if edge.kind in BETWEEN_REPLICAS and edge.from_stage == stage:
@@ -282,7 +281,8 @@ class StagePool:
             tied,
             core=self._core,
             layout=self._stage_optimizers.layouts[stage],
-            rule=self._rule_of(stage),
+            rounds=_core.rounds_of(schedule, stage),
+            replica=replica,
             channels=ReplicaChannels(
                 push_to=names["push", True],
                 push_from=names["push", False],
@@ -307,17 +307,9 @@ class StagePool:
             optimizer,
             tied,
             group=group,
-            rule=self._rule_of(stage),
+            rounds=_core.rounds_of(self.run.schedule(), stage),
+            replica=self.run.plan.replica_of(self.run.rank),
             num_minibatches=self._core.num_minibatches,
-        )
-
-    def _rule_of(self, stage: int) -> RoundRule:
-        schedule, plan = self.run.schedule(), self.run.plan
-        return RoundRule(
-            plan.replica_of(self.run.rank),
-            plan.stages[stage].num_replicas,
-            _core.minibatches_per_round(schedule, stage),
-            schedule.first_minibatch,
         )
 
 

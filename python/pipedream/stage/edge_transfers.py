@@ -15,7 +15,8 @@ from torch import Tensor
 from pipedream import _core
 from pipedream.links.channels import BETWEEN_REPLICAS
 from pipedream.stage.gradients import NormExchange
-from pipedream.stage.param_server import EndOfData, ParameterServer
+from pipedream.stage.param_server import ParameterServer
+from pipedream.stage.shard_client import EndOfData
 from pipedream.stage.tied import TiedParameters
 
 __all__ = ["EdgeTransfers"]

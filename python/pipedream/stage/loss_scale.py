@@ -30,7 +30,7 @@ class LossScaling:
                 schedule.in_flight[0], placement.num_replicas(0), num_replicas
             )
             self._scaler = LossScaler(1 if drains else num_in_flight)
-        self._minibatches_per_scale = _core.minibatches_per_round(schedule, last)
+        self._minibatches_per_scale = _core.rounds_of(schedule, last).minibatches_per_round
         self._exchanges = self._scaler is not None and num_replicas > 1 and not drains
         self._round = -1  # whose scale it is
         self._told: set[int] = set()  # rounds in which an activation has told of an overflow

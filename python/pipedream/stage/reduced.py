@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipedream import _core
 from pipedream.links.replica_group import ReplicaGroup
 from pipedream.stage.gradients import RunStep, StageGradients, in_order
-from pipedream.stage.round_rule import RoundRule
 from pipedream.stage.shards import flat_view
 from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.tied import TiedParameters
@@ -46,13 +46,15 @@ class _GroupGradients(StageGradients):
         tied: TiedParameters,
         *,
         group: ReplicaGroup,
-        rule: RoundRule,
+        rounds: _core.Rounds,
+        replica: int,
         num_minibatches: Callable[[], int | None],
     ) -> None:
         """num_minibatches: of the run, None while that is not known here."""
         super().__init__(weights, optimizer, tied)
         self._group = group
-        self._rule = rule
+        self._rounds = rounds
+        self._replica = replica
         self._num_minibatches = num_minibatches
 
 
@@ -66,7 +68,8 @@ class ReducedGradients(_GroupGradients):
 
     def take(self, minibatch: int, own_slot: int) -> None:
         """The mean of the gradients of the minibatch's round; None for a parameter that nobody has one of."""
-        own_minibatch = self._rule.first_own(self._rule.round_of(minibatch))
+        round_index = self._rounds.round_of(minibatch)
+        own_minibatch = self._rounds.first_of(self._replica, round_index)
         leaves = self._leaves(own_slot, self._tied.owned_slot_read_by(own_minibatch))
         gradients = [*self._weights.own.take_gradients(own_slot), *self._tied.collect(own_minibatch)]
         flats = [
@@ -74,7 +77,7 @@ class ReducedGradients(_GroupGradients):
             for gradient, leaf in zip(gradients, leaves, strict=True)
         ]
         gradients.clear()
-        num_own = self._rule.num_own(self._rule.round_of(minibatch), self._num_minibatches())
+        num_own = self._rounds.num_own_in(self._replica, round_index, self._num_minibatches())
         counts = torch.tensor([num_own, *(flat is not None for flat in flats)], dtype=torch.float64)
         counts = counts.to(self._weights.own.slots[0].device)
         self._group.all_reduce([counts])
@@ -102,14 +105,14 @@ class LocalSteps(_GroupGradients):
         """sync_every: rounds."""
         super().__init__(*arguments, **options)
         self._sync_every = sync_every
-        self._num_rounds = self._rule.round_of(self._rule.first_minibatch)
+        self._num_rounds = self._rounds.first_version
         self._num_own = 0  # minibatches, in the round that is updated
 
     def take(self, minibatch: int, own_slot: int) -> None:
         """The mean of the replica's own gradients of the minibatch's round, if it has any."""
         super().take(minibatch, own_slot)
-        round_index = self._rule.round_of(minibatch)
-        self._num_own = self._rule.num_own(round_index, self._num_minibatches())
+        round_index = self._rounds.round_of(minibatch)
+        self._num_own = self._rounds.num_own_in(self._replica, round_index, self._num_minibatches())
         if self._num_own > 1:
             torch._foreach_div_([g for g in self._taken if g is not None], self._num_own)
 

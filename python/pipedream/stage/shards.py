@@ -7,6 +7,7 @@ thread.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -20,9 +21,11 @@ __all__ = [
     "Chunk",
     "Piece",
     "ShardLayout",
+    "ShardPart",
     "flat_view",
     "in_leaving_order",
     "keep_pieces",
+    "parts_of",
     "piece_of",
     "whole_pieces",
     "works_by_element",
@@ -162,6 +165,32 @@ def in_leaving_order(chunks: Sequence[Chunk]) -> list[Chunk]:
     ones, which wait for other stages."""
     own, tied = ([c for c in chunks if c.is_tied == is_tied] for is_tied in (False, True))
     return [*own[::-1], *tied]
+
+
+@dataclass(frozen=True)
+class ShardPart:
+    """What of a shard the optimizer updates at once."""
+
+    chunks: Sequence[tuple[int, Chunk]]
+    """Each with its position among the shard's, in the order in which they leave."""
+    pieces: Sequence[Piece]
+    """Those of the chunks, consecutive ones of the shard."""
+    first: int
+    """Of the pieces, among the shard's."""
+
+
+def parts_of(chunks: Sequence[Chunk], *, at_once: bool) -> list[ShardPart]:
+    """Of a shard with these chunks, as they leave. at_once: one part."""
+    if not chunks:
+        return []
+    in_slots = sorted(chunks, key=lambda chunk: chunk.position)
+    if at_once:
+        return [
+            ShardPart(list(enumerate(chunks)), [piece for chunk in in_slots for piece in chunk.pieces], 0)
+        ]
+    lengths = itertools.accumulate((len(chunk.pieces) for chunk in in_slots), initial=0)
+    begins = {chunk.position: begin for chunk, begin in zip(in_slots, lengths, strict=False)}
+    return [ShardPart([entry], entry[1].pieces, begins[entry[1].position]) for entry in enumerate(chunks)]
 
 
 def flat_view(tensor: Tensor) -> Tensor:

@@ -37,7 +37,8 @@ from pipedream.stage.device_clock import make_device_clock, make_user_code
 from pipedream.stage.edge_transfers import EdgeTransfers
 from pipedream.stage.gradients import GradientFigures, NormExchange, StageGradients, clip_scale
 from pipedream.stage.job import JobOptions, WorkerPlace
-from pipedream.stage.param_server import EndOfData, ParameterServer
+from pipedream.stage.param_server import ParameterServer
+from pipedream.stage.shard_client import EndOfData
 from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.stage_runner import StageParts, StageRunner
 from pipedream.stage.tied import TiedParameters
@@ -165,7 +166,7 @@ class WorkerLoop:
             part.stage.stage_index: self._make_runner(part, boundaries, base_seed) for part in prepared
         }
         self._servers = _servers_of(prepared)
-        rounds = _core.minibatches_per_round(schedule, stages[0])
+        rounds = _core.rounds_of(schedule, stages[0]).minibatches_per_round
         self._mean_scale = functools.partial(_mean_scale, core, rounds)
         self._norms: NormExchange | None = None
         if options.measures_gradients:

@@ -57,7 +57,7 @@ class _Group:
         self.owner = owner
         self.versions = versions
         self.pieces = pieces
-        self.newest_of = [_core.first_version(schedule, owner)] * len(pieces)
+        self.newest_of = [_core.rounds_of(schedule, owner).first_version] * len(pieces)
         """By replica of the owner, what has come from there; of what the stage owns itself, what is there."""
 
     def slot_of(self, version: int) -> int:

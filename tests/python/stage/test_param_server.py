@@ -16,8 +16,8 @@ from pipedream import _core
 from pipedream.common.errors import PipelineError
 from pipedream.model.splitter import split
 from pipedream.planning.plan import Plan
-from pipedream.stage.param_server import EndOfData, ParameterServer, ReplicaChannels
-from pipedream.stage.round_rule import RoundRule
+from pipedream.stage.param_server import ParameterServer
+from pipedream.stage.shard_client import EndOfData, ReplicaChannels
 from pipedream.stage.shards import ShardLayout
 from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.tied import TiedParameters
@@ -100,7 +100,10 @@ class _Replica:
             TiedParameters(schedule, 0, [], self.weights.tied),
             core=links,
             layout=layout,
-            rule=RoundRule(replica, num_replicas, minibatches_per_round or num_replicas),
+            rounds=_core.Rounds(
+                num_replicas=num_replicas, minibatches_per_round=minibatches_per_round or num_replicas
+            ),
+            replica=replica,
             channels=_channels(replica, num_replicas),
         )
         self.slot = 0

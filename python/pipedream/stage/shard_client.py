@@ -1,0 +1,249 @@
+"""One replica as a client of its stage's shards: it pushes its gradients to their owners, and pulls what
+these make of them.
+
+Gradients leave chunk by chunk, on the host during the backward that completes them (pushes.py); a version
+arrives chunk by chunk in the slot that it is for. The program says when (transfers.h); what an owner makes of
+gradients is param_server.py's. Owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from pipedream import _core
+from pipedream.stage.gradients import StageGradients, in_order
+from pipedream.stage.pushes import ItemLinks, RoundPushes, bytes_of, send
+from pipedream.stage.shards import Chunk, Piece, ShardLayout, in_leaving_order
+from pipedream.stage.stage_optimizer import StageOptimizer
+from pipedream.stage.tied import TiedParameters
+from pipedream.stage.weights import StageWeights
+
+__all__ = ["EndOfData", "Received", "ReplicaChannels", "ShardClient", "own_piece", "received_of"]
+
+
+@dataclass(frozen=True)
+class EndOfData:
+    """In place of what an item made: there is no such minibatch."""
+
+    num_minibatches: int
+
+
+@dataclass(frozen=True)
+class ReplicaChannels:
+    """The names of the channels between one replica and the others, by the other's index."""
+
+    push_to: Mapping[int, str]
+    push_from: Mapping[int, str]
+    pull_to: Mapping[int, str]
+    pull_from: Mapping[int, str]
+
+
+class Received(NamedTuple):
+    """An item of another replica."""
+
+    num_minibatches: int
+    """Of a push: that the gradient is the sum of; of an asynchronous shard's answer: that are in it."""
+    tensors: list[Tensor]
+
+
+class ShardClient(StageGradients):
+    """A replica's exchange with the shards of the others."""
+
+    takes_means = True
+
+    def __init__(
+        self,
+        weights: StageWeights,
+        optimizer: StageOptimizer,
+        tied: TiedParameters,
+        *,
+        core: ItemLinks,
+        layout: ShardLayout,
+        rounds: _core.Rounds,
+        replica: int,
+        channels: ReplicaChannels,
+        push_codec: str = "none",
+    ) -> None:
+        """optimizer: which keeps the pieces of this replica's shard. push_codec: of the channels."""
+        super().__init__(weights, optimizer, tied)
+        self._core = core
+        self._rounds = rounds
+        self._replica = replica
+        self._channels = channels
+        self._others = sorted(channels.push_to)
+        self._chunks = {
+            shard: in_leaving_order(layout.chunks_of(shard)) for shard in range(rounds.num_replicas)
+        }
+        self._dtypes = {shard: layout.dtype_of(shard) for shard in range(rounds.num_replicas)}
+        first = rounds.first_version
+        self._loss_scale = 1.0  # of the latest backward; where minibatches of a round add up, of all of them
+        self._own: dict[int, list[Tensor | None]] = {}
+        """By round, this replica's gradients by parameter, flat: from its push to its update."""
+        self._pushed: list[weakref.ref[torch.UntypedStorage]] = []  # of gradients
+        self._left_late_bytes = 0
+        self._slot_of = {first: 0}  # by version, of those in the slots
+        self._newest = first
+        self._newest_pulled = dict.fromkeys(self._others, first)
+        self._num_pushed = first  # rounds
+        self._has_told_end = False
+        self._pushes = RoundPushes(
+            core,
+            channels.push_to,
+            self._chunks,
+            self._dtypes,
+            len(self._leaves(0, 0)),
+            feeds_back=push_codec.startswith("topk"),
+        )
+        # On a device backwards run on other threads, and the core has one owner.
+        self._pushes_early = weights.own.slots[0].device.type == "cpu"
+        if self._pushes_early:
+            for slot in range(weights.own.num_slots):
+                for parameter, leaf in enumerate(weights.own.leaves(slot)):
+                    hook = functools.partial(self._pushes.accumulated, parameter)
+                    leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    # Pushing.
+
+    def begin_last_backward(self, minibatch: int, loss_scale: float) -> None:
+        self._loss_scale = loss_scale
+        if self._pushes_early and self._rounds.is_last_own(minibatch, self._core.num_minibatches()):
+            self._left_late_bytes = self._leaving_bytes()  # to push is also to let go of what has left
+            self._pushes.begin(loss_scale, self._num_own(self._rounds.round_of(minibatch)))
+
+    def push(self, other: int, minibatch: int, own_slot: int) -> None:
+        """Sends that replica what its shard needs of this one's gradient of the minibatch's round and has
+        not left during the backward. own_slot: of the version that the round's last backward read."""
+        round_index = self._rounds.round_of(minibatch)
+        own = self._own.get(round_index)
+        if own is None:
+            own = self._own[round_index] = self._take_gradients(own_slot, minibatch)
+            self._pushed = [ref for ref in self._pushed if ref() is not None]
+            self._pushed += [weakref.ref(part.untyped_storage()) for part in own if part is not None]
+        self._pushes.send_rest(other, own, self._num_own(round_index))
+        if other == self._others[-1]:
+            self._pushes.finish()
+            self._left_late_bytes = 0
+            self._num_pushed = round_index + 1
+            self.tell_end()
+
+    def tell_end(self) -> None:
+        """Says on the way of the pushes how many minibatches there are, once that is known and all have left:
+        another may wait for one that does not exist."""
+        if self._has_told_end:
+            return
+        num_minibatches = self._core.num_minibatches()
+        if num_minibatches is None:
+            return
+        if self._num_pushed < self._rounds.num_begun(self._replica, num_minibatches):
+            return
+        self._has_told_end = True
+        flags = torch.empty(0, dtype=torch.uint8, device=self._weights.own.slots[0].device)
+        fields = _core.ItemFields(num_minibatches=num_minibatches, is_end_of_data=True)
+        for other, channel in self._channels.push_to.items():
+            send(self._core, channel, [flags, flags.view(self._dtypes[other])], fields)
+
+    def num_bytes(self, own_slot: int) -> int:
+        """Those too that have been pushed and not left, or had not when the backward began that measures."""
+        return super().num_bytes(own_slot) + max(self._leaving_bytes(), self._left_late_bytes)
+
+    def _leaving_bytes(self) -> int:
+        held = {id(storage): storage.nbytes() for ref in self._pushed if (storage := ref()) is not None}
+        return sum(held.values())
+
+    def _num_own(self, round_index: int) -> int:
+        return self._rounds.num_own_in(self._replica, round_index, self._core.num_minibatches())
+
+    def _take_gradients(self, own_slot: int, minibatch: int) -> list[Tensor | None]:
+        """By parameter, flat, unscaled and in the order in which the parameters lie in memory."""
+        leaves = self._leaves(own_slot, self._tied.owned_slot_read_by(minibatch))
+        gradients = [*self._weights.own.take_gradients(own_slot), *self._tied.collect(minibatch)]
+        early = self._pushes.gradients
+        return [
+            in_order(gradient, leaf, self._loss_scale) if index not in early else early[index]
+            for index, (gradient, leaf) in enumerate(zip(gradients, leaves, strict=True))
+        ]
+
+    # Pulling.
+
+    def pull_from(self, other: int) -> None:
+        """Receives the next version of that replica's shard."""
+        self._newest_pulled[other] += 1
+        slot_index = self._slot_of.get(self._newest_pulled[other])  # None: nobody reads it any more
+        self._take_in(other, slot_index, self._tied.owned_slot_of(self._newest_pulled[other]))
+        self._tied.pulled_from(other)
+
+    def _take_in(self, other: int, slot_index: int | None, tied_slot: int) -> list[int]:
+        """What comes next of that replica's shard, all its chunks. By chunk, how many minibatches it says
+        that it is of."""
+        self._settle(slot_index, tied_slot)
+        num_minibatches = []
+        for chunk in self._chunks[other]:
+            received = self._receive(self._channels.pull_from[other])
+            assert not isinstance(received, EndOfData)
+            place = self._place_of(chunk, slot_index, tied_slot)
+            if place is not None:
+                place.copy_(received.tensors[0])
+            num_minibatches.append(received.num_minibatches)
+        return num_minibatches
+
+    def _note_version(self, write_slot: int) -> None:
+        """The slot gets the next version: this replica's shard of it is there."""
+        self._newest += 1
+        self._slot_of = {v: slot for v, slot in self._slot_of.items() if slot != write_slot}
+        self._slot_of[self._newest] = write_slot
+
+    # Parts.
+
+    def _settle(self, own_slot: int | None, tied_slot: int) -> None:
+        """What is in these slots lies there."""
+        if own_slot is not None:
+            self._weights.own.settle(own_slot)
+        if self._tied.owned is not None:
+            self._tied.owned.settle(tied_slot)
+
+    def _place_of(self, chunk: Chunk, own_slot: int | None, tied_slot: int) -> Tensor | None:
+        """Where the chunk lies, of the version in these slots."""
+        if chunk.is_tied:
+            assert self._tied.owned is not None
+            return self._tied.owned.slots[tied_slot][chunk.begin_bytes : chunk.end_bytes]
+        if own_slot is None:
+            return None
+        return self._weights.own.slots[own_slot][chunk.begin_bytes : chunk.end_bytes]
+
+    def _piece_in_item(self, tensors: Sequence[Tensor], position: int, piece: Piece) -> Tensor | None:
+        """The gradient of the piece, which is the one at this position of the chunk that the item is."""
+        flags, content = tensors
+        if not flags[position]:
+            return None
+        part = bytes_of(content)[piece.begin_bytes : piece.begin_bytes + piece.num_bytes]
+        return part.view(self._leaves(0, 0)[piece.parameter].dtype)
+
+    def _shaped(self, gradient: Tensor, piece: Piece) -> Tensor:
+        """As the optimizer takes it: flat, or of a whole parameter like that."""
+        leaf = self._leaves(0, 0)[piece.parameter]
+        return gradient.as_strided(leaf.shape, leaf.stride()) if piece.is_whole else gradient
+
+    def _receive(self, channel: str) -> Received | EndOfData:
+        item = self._core.receive_item(channel)
+        assert item is not None  # there is no time-out
+        return received_of(item)
+
+
+def own_piece(gradients: Sequence[Tensor | None], piece: Piece) -> Tensor | None:
+    """gradients: by parameter, flat."""
+    gradient = gradients[piece.parameter]
+    return None if gradient is None else gradient[piece.first : piece.first + piece.count]
+
+
+def received_of(item: _core.ReceivedItem) -> Received | EndOfData:
+    if item.fields.is_end_of_data:
+        return EndOfData(item.fields.num_minibatches)
+    return Received(item.fields.num_minibatches, [from_dlpack(capsule) for capsule in item.take_tensors()])
