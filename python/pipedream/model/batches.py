@@ -1,6 +1,7 @@
 """Minibatches as people have them, and what a model and a loss are called with.
 
-    (inputs, targets)      model(inputs), loss_fn(outputs, targets)
+    (inputs, targets)      model(inputs), loss_fn(outputs, targets); where the model's forward takes no single
+                           argument, a tuple or list of inputs is its arguments, a dict those by name
     a dict or dataclass    model(**batch), loss_fn(outputs, batch)
     loss_fn=None           the loss is the model's own: its output's .loss, or the output itself
 
@@ -10,7 +11,9 @@ Pure; any thread.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -45,7 +48,25 @@ def parts_of(batch: Any, minibatch: int) -> tuple[Any, Any]:
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
-    return model(**inputs) if type(inputs) is Keywords else model(inputs)
+    if isinstance(inputs, Tensor):
+        return model(inputs)
+    if type(inputs) is Keywords:
+        return model(**inputs)
+    if isinstance(inputs, (tuple, list, Mapping)) and not _takes_one(type(model).forward):
+        return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
+    return model(inputs)
+
+
+@functools.cache
+def _takes_one(forward: Callable[..., Any]) -> bool:
+    """Whether a class's forward can be called with a single argument."""
+    try:
+        inspect.signature(forward).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # one without a signature
+        return True
+    return True
 
 
 def own_loss(outputs: Any, targets: Any) -> Tensor:

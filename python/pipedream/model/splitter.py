@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pipedream.model.batches import Keywords
+from pipedream.model.batches import call_model
 from pipedream.model.references import ByteSpan, Place, places_of
 
 __all__ = [
@@ -92,8 +92,7 @@ class StageModule(nn.Module):
 
     def forward(self, value: Any) -> Any:
         layers = iter(self.layers)
-        if type(value) is Keywords:
-            value = next(layers)(**value)
+        value = call_model(next(layers), value)
         for layer in layers:
             value = layer(value)
         return value

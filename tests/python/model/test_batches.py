@@ -47,6 +47,23 @@ def test_only_keywords_are_given_by_name() -> None:
     assert call_model(_Echo(), (1, 2)) == (((1, 2),), {})
 
 
+class _Pair(nn.Module):
+    def forward(self, image: Any, text: Any, *, scale: int = 1) -> Any:
+        return image, text, scale
+
+
+class _One(nn.Module):
+    def forward(self, pair: Any, mask: Any = None) -> Any:
+        return pair, mask
+
+
+def test_several_inputs_are_a_forwards_arguments_where_it_does_not_take_one() -> None:
+    assert call_model(_Pair(), (1, 2)) == call_model(_Pair(), [1, 2]) == (1, 2, 1)
+    assert call_model(_Pair(), {"text": 2, "image": 1, "scale": 3}) == (1, 2, 3)
+    assert call_model(_One(), (1, 2)) == ((1, 2), None)
+    assert call_model(_One(), {"mask": 1}) == ({"mask": 1}, None)
+
+
 def test_a_models_own_loss_is_its_outputs_or_the_output_itself() -> None:
     loss = torch.ones(())
     for outputs in (loss, {"logits": 1, "loss": loss}, SimpleNamespace(loss=loss), (loss, 3)):
