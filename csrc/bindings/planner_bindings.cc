@@ -60,30 +60,40 @@ double stage_time_of_layers(const Figures& compute_s, const Figures& activation_
                       num_replicas, bandwidth_bytes_per_s);
 }
 
-double bottleneck_of_stages(const Figures& compute_s, const Figures& activation_bytes,
-                            const Figures& parameter_bytes, const std::vector<StageTuple>& stages,
-                            double bandwidth_bytes_per_s) {
+std::vector<PlannedStage> make_stages(const std::vector<StageTuple>& stages) {
   std::vector<PlannedStage> planned;
   planned.reserve(stages.size());
   for (const auto& [first_layer, last_layer, num_replicas] : stages) {
     planned.push_back({first_layer, last_layer, num_replicas});
   }
-  return bottleneck_s(make_layers(compute_s, activation_bytes, parameter_bytes), planned,
+  return planned;
+}
+
+double bottleneck_of_stages(const Figures& compute_s, const Figures& activation_bytes,
+                            const Figures& parameter_bytes, const std::vector<StageTuple>& stages,
+                            double bandwidth_bytes_per_s) {
+  return bottleneck_s(make_layers(compute_s, activation_bytes, parameter_bytes), make_stages(stages),
                       bandwidth_bytes_per_s);
+}
+
+std::vector<LayerMemory> make_memory(const Figures& saved_bytes, const Figures& forward_s,
+                                     std::size_t num_layers) {
+  if (saved_bytes.size() != num_layers || forward_s.size() != num_layers) {
+    throw UserError("saved_bytes and forward_s need one entry per layer");
+  }
+  std::vector<LayerMemory> memory;
+  memory.reserve(num_layers);
+  for (std::size_t layer = 0; layer < num_layers; ++layer) {
+    memory.push_back({saved_bytes[layer], forward_s[layer]});
+  }
+  return memory;
 }
 
 py::object partition_layers_within(const Figures& compute_s, const Figures& activation_bytes,
                                    const Figures& parameter_bytes, std::int64_t num_workers,
                                    double bandwidth_bytes_per_s, const Figures& saved_bytes,
                                    const Figures& forward_s, const PlanLimits& limits) {
-  if (saved_bytes.size() != compute_s.size() || forward_s.size() != compute_s.size()) {
-    throw UserError("saved_bytes and forward_s need one entry per layer");
-  }
-  std::vector<LayerMemory> memory;
-  memory.reserve(saved_bytes.size());
-  for (std::size_t layer = 0; layer < saved_bytes.size(); ++layer) {
-    memory.push_back({saved_bytes[layer], forward_s[layer]});
-  }
+  const std::vector<LayerMemory> memory = make_memory(saved_bytes, forward_s, compute_s.size());
   std::optional<LimitedPartition> best;
   {
     const py::gil_scoped_release released;
@@ -113,8 +123,8 @@ void bind_planner(py::module_& module) {
          double step_copies, double data_bytes, bool may_recompute, std::vector<std::int64_t> last_layers,
          std::vector<std::int64_t> num_replicas, std::int64_t num_replicas_max) {
         const PlanLimits limits{
-            std::move(speeds), std::move(memory_bytes), fixed_copies,           step_copies,
-            data_bytes,        may_recompute,           std::move(last_layers), std::move(num_replicas),
+            std::move(speeds), std::move(memory_bytes), {fixed_copies, step_copies, data_bytes},
+            may_recompute,     std::move(last_layers),  std::move(num_replicas),
             num_replicas_max};
         return partition_layers_within(compute_s, activation_bytes, parameter_bytes, num_workers,
                                        bandwidth_bytes_per_s, saved_bytes, forward_s, limits);
@@ -125,6 +135,23 @@ void bind_planner(py::module_& module) {
       py::arg("data_bytes"), py::arg("may_recompute"), py::arg("last_layers"), py::arg("num_replicas"),
       py::arg("num_replicas_max"),
       "([(first_layer, last_layer, num_replicas)], bottleneck_s, recompute, memory_bytes), or None.");
+  module.def(
+      "memory_of_plan",
+      [](const Figures& activation_bytes, const Figures& parameter_bytes, const Figures& saved_bytes,
+         const std::vector<StageTuple>& stages, const std::vector<std::int64_t>& in_flight,
+         const std::vector<bool>& recompute, double fixed_copies, double step_copies, double data_bytes) {
+        const std::size_t num_layers = activation_bytes.size();
+        const Figures no_time(num_layers, 0.0);
+        if (in_flight.size() != stages.size() || recompute.size() != stages.size()) {
+          throw UserError("in_flight and recompute need one entry per stage");
+        }
+        return memory_of_plan(make_layers(no_time, activation_bytes, parameter_bytes),
+                              make_memory(saved_bytes, no_time, num_layers), make_stages(stages), in_flight,
+                              recompute, {fixed_copies, step_copies, data_bytes});
+      },
+      py::arg("activation_bytes"), py::arg("parameter_bytes"), py::kw_only(), py::arg("saved_bytes"),
+      py::arg("stages"), py::arg("in_flight"), py::arg("recompute"), py::arg("fixed_copies"),
+      py::arg("step_copies"), py::arg("data_bytes"), "Bytes of a replica of each stage.");
   module.def("stage_time_s", &stage_time_of_layers, py::arg("compute_s"), py::arg("activation_bytes"),
              py::arg("parameter_bytes"), py::arg("first_layer"), py::arg("last_layer"),
              py::arg("num_replicas"), py::arg("bandwidth_bytes_per_s"),

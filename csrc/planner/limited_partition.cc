@@ -16,31 +16,48 @@ namespace pipedream {
 namespace {
 
 constexpr double kStepsMax = 2e9;
-constexpr std::int64_t kUnreached = std::numeric_limits<std::int64_t>::max();
 
-// A stage at its place, as the bound t sees it.
-struct Candidate {
-  std::int64_t in_flight_all = kUnreached;  // n_s r_s
-  double memory_bytes = 0;
+// What the suffix from a layer on may look like with so many workers: its first stage, and what of it matters
+// upstream.
+struct Suffix {
+  StageCopies copies{};
+  double spare_bytes = 0;     // of the first stage's workers, for what crosses before it
+  std::size_t end_layer = 0;  // one behind its last
   bool recompute = false;
+  std::size_t next = 0;  // among the suffixes from end_layer on with the workers that are left
+  double bottleneck_s = 0;
+  bool has_room = false;  // for what crosses before it, whatever the plan upstream
+
+  [[nodiscard]] std::int64_t in_flight_all() const { return copies.in_flight * copies.num_replicas; }
 };
 
-// What the suffix from a layer on looks like with so many workers.
-struct Suffix {
-  std::int64_t in_flight_all = kUnreached;  // of its first stage; fewer are better
-  std::int64_t last_layer = 0;              // of its first stage
-  std::int64_t num_replicas = 0;
-  double memory_bytes = 0;
-  bool recompute = false;
+// What a stage or a boundary may take, and the least of what took more: up to there nothing more is within.
+struct Bound {
+  double limit_s = 0;
+  double next_s = std::numeric_limits<double>::infinity();
 
-  [[nodiscard]] bool is_reached() const { return in_flight_all != kUnreached; }
+  [[nodiscard]] bool is_exceeded_by(double time_s) {
+    if (time_s <= limit_s) return false;
+    next_s = std::min(next_s, time_s);
+    return true;
+  }
+};
+
+// The fewest workers of a plan within a bound, and its bottleneck.
+struct Fewest {
+  std::int64_t num_workers = 0;
+  double bottleneck_s = 0;
 };
 
 class LimitedSearch {
  public:
   LimitedSearch(const std::vector<LayerCost>& layers, const std::vector<LayerMemory>& memory,
-                double bandwidth_bytes_per_s, const PlanLimits& limits)
-      : layers_(layers), memory_(memory), bandwidth_(bandwidth_bytes_per_s), limits_(limits) {
+                std::int64_t num_workers, double bandwidth_bytes_per_s, const PlanLimits& limits)
+      : layers_(layers),
+        memory_(memory),
+        num_workers_(num_workers),
+        bandwidth_(bandwidth_bytes_per_s),
+        limits_(limits) {
     if (!limits.speeds.empty()) fastest_ = *std::max_element(limits.speeds.begin(), limits.speeds.end());
     for (std::size_t last_layer = 0; last_layer < layers.size(); ++last_layer) {
       may_end_.push_back(limits.last_layers.empty() ||
@@ -49,18 +66,20 @@ class LimitedSearch {
     }
   }
 
-  // Suffixes within a bound, [first layer][workers].
-  using Table = std::vector<std::vector<Suffix>>;
+  // Suffixes within a bound, [first layer][workers]. Upstream fewer minibatches in flight are better, all
+  // replicas together, and more memory for what crosses; where memory is limited, how many replicas there are
+  // says what crosses. So there are those of each number of replicas that no other excels in both, the fewest
+  // minibatches first.
+  using Suffixes = std::vector<Suffix>;
+  using Table = std::vector<std::vector<Suffixes>>;
 
-  // The fewest workers, from `from` to `to`, of a plan within bottleneck_s; the last stage has rank to - 1,
-  // unless workers are alike.
-  [[nodiscard]] std::optional<std::int64_t> fewest_workers(std::int64_t from, std::int64_t to,
-                                                           double bottleneck_s) const {
+  // Of `from` to `to` workers; the last stage has rank to - 1, unless workers are alike.
+  [[nodiscard]] std::optional<Fewest> fewest_workers(std::int64_t from, std::int64_t to, Bound& bound) const {
     std::vector<Table> tables;
     if (counts_stages()) {
-      tables = tables_by_stages(from, to, bottleneck_s);
+      tables = tables_by_stages(from, to, bound);
     } else {
-      tables.push_back(any_table(to, bottleneck_s));
+      tables.push_back(any_table(to, bound));
     }
     if (tables.empty()) return std::nullopt;
     return covering(tables.back(), from, to);
@@ -68,19 +87,27 @@ class LimitedSearch {
 
   // Of the fewest stages; the bound is feasible.
   [[nodiscard]] LimitedPartition smallest(std::int64_t num_workers, double bottleneck_s) const {
-    const std::vector<Table> tables = tables_by_stages(num_workers, num_workers, bottleneck_s);
+    Bound bound{bottleneck_s};
+    const std::vector<Table> tables = tables_by_stages(num_workers, num_workers, bound);
     LimitedPartition found;
     found.bottleneck_s = bottleneck_s;
     std::size_t layer = 0;
+    std::size_t chosen = 0;
     std::int64_t workers = num_workers;
+    std::vector<std::int64_t> in_flight;
     for (std::size_t left = tables.size(); left-- > 0;) {
-      const Suffix& suffix = tables[left][layer][index(workers)];
-      found.stages.push_back({static_cast<std::int64_t>(layer), suffix.last_layer, suffix.num_replicas});
+      const Suffix& suffix = tables[left][layer][index(workers)][chosen];
+      const std::int64_t replicas = suffix.copies.num_replicas;
+      found.stages.push_back(
+          {static_cast<std::int64_t>(layer), static_cast<std::int64_t>(suffix.end_layer) - 1, replicas});
       found.recompute.push_back(suffix.recompute);
-      found.memory_bytes.push_back(suffix.memory_bytes);
-      layer = index(suffix.last_layer) + 1;
-      workers -= suffix.num_replicas;
+      in_flight.push_back(suffix.copies.in_flight);
+      layer = suffix.end_layer;
+      chosen = suffix.next;
+      workers -= replicas;
     }
+    found.memory_bytes =
+        memory_of_plan(layers_, memory_, found.stages, in_flight, found.recompute, limits_.costs);
     return found;
   }
 
@@ -96,33 +123,33 @@ class LimitedSearch {
   }
 
   [[nodiscard]] Table empty_table(std::int64_t num_workers) const {
-    return Table(layers_.size() + 1, std::vector<Suffix>(index(num_workers) + 1));
+    return Table(layers_.size() + 1, std::vector<Suffixes>(index(num_workers) + 1));
   }
 
   // Suffixes of any number of stages.
-  [[nodiscard]] Table any_table(std::int64_t num_workers, double bottleneck_s) const {
+  [[nodiscard]] Table any_table(std::int64_t num_workers, Bound& bound) const {
     Table table = empty_table(num_workers);
-    table.back()[0].in_flight_all = 0;
+    table.back()[0].emplace_back();
     for (std::size_t first = layers_.size(); first-- > 0;) {
-      extend(table, table, first, num_workers, bottleneck_s, 0);
+      extend(table, table, first, num_workers, bound, 0);
     }
     return table;
   }
 
-  static std::optional<std::int64_t> covering(const Table& table, std::int64_t from, std::int64_t to) {
+  static std::optional<Fewest> covering(const Table& table, std::int64_t from, std::int64_t to) {
     for (std::int64_t workers = from; workers <= to; ++workers) {
-      if (table.front()[index(workers)].is_reached()) return workers;
+      const Suffixes& found = table.front()[index(workers)];
+      if (!found.empty()) return Fewest{workers, found.front().bottleneck_s};
     }
     return std::nullopt;
   }
 
   // Of 1, 2, ... stages, up to the first number that covers all layers; empty: none does.
-  [[nodiscard]] std::vector<Table> tables_by_stages(std::int64_t from, std::int64_t to,
-                                                    double bottleneck_s) const {
+  [[nodiscard]] std::vector<Table> tables_by_stages(std::int64_t from, std::int64_t to, Bound& bound) const {
     const std::int64_t stages_max = num_stages_max();
     std::vector<Table> tables;
     Table below = empty_table(to);
-    below.back()[0].in_flight_all = 0;
+    below.back()[0].emplace_back();
     for (std::int64_t num_stages = 1; num_stages <= stages_max; ++num_stages) {
       std::int64_t replicas = 0;
       if (!limits_.num_replicas.empty()) {
@@ -130,7 +157,7 @@ class LimitedSearch {
       }
       Table table = empty_table(to);
       for (std::size_t first = layers_.size(); first-- > 0;) {
-        extend(table, below, first, to, bottleneck_s, replicas);
+        extend(table, below, first, to, bound, replicas);
       }
       tables.push_back(table);
       const bool is_enough = !counts_stages() || num_stages == stages_max;
@@ -142,90 +169,121 @@ class LimitedSearch {
 
   // Fills table[first] with a stage that begins there and a suffix of `below` after it. replicas: of the
   // stage, 0 is any number.
-  void extend(Table& table, const Table& below, std::size_t first, std::int64_t num_workers,
-              double bottleneck_s, std::int64_t replicas) const {
+  void extend(Table& table, const Table& below, std::size_t first, std::int64_t num_workers, Bound& bound,
+              std::int64_t replicas) const {
     if (first > 0 && !may_end_[first - 1]) return;
     double compute_s = 0;
-    double parameter_bytes = 0;
-    double saved_bytes = 0;
     double forward_s = 0;
-    double widest_bytes = first == 0 ? 0.0 : layers_[first - 1].activation_bytes;
-    double largest_bytes = 0;
+    StageBytes bytes = StageBytes::from(layers_, first);
     for (std::size_t last = first; last < layers_.size(); ++last) {
       compute_s += layers_[last].compute_s;
-      parameter_bytes += layers_[last].parameter_bytes;
-      saved_bytes += memory_[last].saved_bytes;
       forward_s += memory_[last].forward_s;
-      widest_bytes = std::max(widest_bytes, layers_[last].activation_bytes);
-      largest_bytes = std::max(largest_bytes, layers_[last].parameter_bytes);
+      bytes.add(layers_, memory_, last);
       // A lower bound on the replicas, one less for rounding: fewer cannot compute the stage in time.
-      const double fewest = compute_s > 0 ? std::floor(compute_s / (fastest_ * bottleneck_s)) - 1 : 0.0;
-      if (fewest > static_cast<double>(num_workers)) break;  // more layers only add to it
+      const double fewest = compute_s > 0 ? std::floor(compute_s / (fastest_ * bound.limit_s)) - 1 : 0.0;
+      const auto at_least_s = [&](double count) { return compute_s / (fastest_ * count); };
+      if (fewest > static_cast<double>(num_workers)) {  // more layers only add to it
+        static_cast<void>(bound.is_exceeded_by(at_least_s(static_cast<double>(num_workers))));
+        break;
+      }
+      if (fewest > 1) static_cast<void>(bound.is_exceeded_by(at_least_s(fewest - 1)));
       if (!may_end_[last]) continue;
-      if (last + 1 < layers_.size() && boundary_s(last) > bottleneck_s) continue;
-      const Sums sums{compute_s, parameter_bytes, saved_bytes,  forward_s, first,
-                      last,      widest_bytes,    largest_bytes};
+      const double behind_s = bytes.is_last ? 0.0 : boundary_s(last);
+      if (bound.is_exceeded_by(behind_s)) continue;
       for (std::int64_t after = 0; after < num_workers; ++after) {
-        const Suffix& rest = below[last + 1][index(after)];
-        if (!rest.is_reached()) continue;
+        if (below[last + 1][index(after)].empty()) continue;
         const std::int64_t most = std::min(num_workers - after, limits_.num_replicas_max);
         const std::int64_t from =
             replicas == 0 ? std::max<std::int64_t>(1, static_cast<std::int64_t>(fewest)) : replicas;
         const std::int64_t to = replicas == 0 ? most : std::min(most, replicas);
         for (std::int64_t count = from; count <= to; ++count) {
-          const Candidate stage = place(sums, count, num_workers - after, rest.in_flight_all, bottleneck_s);
-          Suffix& best = table[first][index(after + count)];
-          if (stage.in_flight_all >= best.in_flight_all) continue;
-          best = {stage.in_flight_all, static_cast<std::int64_t>(last), count, stage.memory_bytes,
-                  stage.recompute};
+          const Workers workers = workers_of(count, num_workers - after, bytes.parameters);
+          const double once_s = std::max(workers.time_s(compute_s), behind_s);
+          if (bound.is_exceeded_by(once_s)) continue;
+          std::optional<double> twice_s;  // the forward
+          if (limits_.may_recompute && !limits_.memory_bytes.empty()) {
+            twice_s = std::max(workers.time_s(compute_s + forward_s), behind_s);
+            if (bound.is_exceeded_by(*twice_s)) twice_s.reset();
+          }
+          add(table[first][index(after + count)], below[last + 1][index(after)], bytes, last + 1, workers,
+              once_s, twice_s);
         }
       }
     }
   }
 
-  struct Sums {
-    double compute_s;
-    double parameter_bytes;
-    double saved_bytes;
-    double forward_s;
-    std::size_t first;
-    std::size_t last;
-    double widest_bytes;   // that crosses between two layers, or before the first
-    double largest_bytes;  // parameters of a layer
+  // Of one stage.
+  struct Workers {
+    std::int64_t count = 0;
+    double speed = 1;
+    double sync_s = 0;
+    double memory_bytes = 0;  // of the least
+
+    [[nodiscard]] double time_s(double compute_s) const {
+      return std::max(compute_s / speed, sync_s) / static_cast<double>(count);
+    }
   };
 
   // ranks_end: one after the rank of the stage's last replica.
-  [[nodiscard]] Candidate place(const Sums& sums, std::int64_t replicas, std::int64_t ranks_end,
-                                std::int64_t in_flight_below, double bottleneck_s) const {
+  [[nodiscard]] Workers workers_of(std::int64_t replicas, std::int64_t ranks_end,
+                                   double parameter_bytes) const {
     const std::size_t begin = index(ranks_end - replicas);
     const std::size_t end = index(ranks_end);
     const auto count = static_cast<double>(replicas);
-    const double speed = limits_.speeds.empty() ? 1.0 : least(limits_.speeds, begin, end);
-    const double sync_s = replicas == 1 ? 0.0 : 4 * (count - 1) * sums.parameter_bytes / (count * bandwidth_);
-    const auto time_s = [&](double compute_s) { return std::max(compute_s / speed, sync_s) / count; };
-    if (time_s(sums.compute_s) > bottleneck_s) return {};
-    const std::int64_t in_flight = 1 + (in_flight_below + replicas - 1) / replicas;
-    Candidate stage;
-    stage.in_flight_all = in_flight * replicas;
-    const auto held = static_cast<double>(in_flight);
-    const bool is_first = sums.first == 0;
-    const bool is_last = sums.last + 1 == layers_.size();
-    const double input = is_first ? 0.0 : layers_[sums.first - 1].activation_bytes;
-    const double output = is_last ? 0.0 : layers_[sums.last].activation_bytes;
-    const double exchanged = replicas == 1 ? 0.0 : 1 + 2 * (count - 1) / count;
-    const double data = ((is_first ? held : 0.0) + (is_last ? 1.0 : 0.0)) * limits_.data_bytes;
-    const double transient = std::max(2 * sums.widest_bytes, limits_.step_copies * sums.largest_bytes);
-    const double common = (held + limits_.fixed_copies + exchanged) * sums.parameter_bytes +
-                          (held + 3) * input + data + transient;
-    stage.memory_bytes = common + held * sums.saved_bytes + (held + 2) * output;
-    if (limits_.memory_bytes.empty()) return stage;
-    const double limit = least(limits_.memory_bytes, begin, end);
-    if (stage.memory_bytes <= limit) return stage;
-    stage.memory_bytes = common + sums.saved_bytes + input + 4 * output;
-    stage.recompute = true;
-    const bool fits = limits_.may_recompute && stage.memory_bytes <= limit &&
-                      time_s(sums.compute_s + sums.forward_s) <= bottleneck_s;
-    return fits ? stage : Candidate{};
+    Workers workers{replicas, 1, 0, std::numeric_limits<double>::infinity()};
+    if (!limits_.speeds.empty()) workers.speed = least(limits_.speeds, begin, end);
+    if (replicas > 1) workers.sync_s = 4 * (count - 1) * parameter_bytes / (count * bandwidth_);
+    if (!limits_.memory_bytes.empty()) workers.memory_bytes = least(limits_.memory_bytes, begin, end);
+    return workers;
+  }
+
+  // The suffixes that begin with the stage: by those after it, and as their memory allows without a recompute
+  // and with it, which take these times.
+  void add(Suffixes& found, const Suffixes& rest, const StageBytes& bytes, std::size_t end_layer,
+           const Workers& workers, double once_s, std::optional<double> twice_s) const {
+    for (std::size_t next = 0; next < rest.size(); ++next) {
+      const Suffix& behind = rest[next];
+      Suffix suffix;
+      suffix.copies = {workers.count, 1 + (behind.in_flight_all() + workers.count - 1) / workers.count};
+      suffix.end_layer = end_layer;
+      suffix.next = next;
+      if (!behind.has_room &&
+          crossing_bytes(bytes.output, behind.copies, suffix.copies) > behind.spare_bytes) {
+        continue;
+      }
+      for (const bool recompute : {false, true}) {
+        if (recompute && !twice_s) continue;
+        suffix.recompute = recompute;
+        suffix.bottleneck_s = std::max(recompute ? *twice_s : once_s, behind.bottleneck_s);
+        suffix.spare_bytes =
+            workers.memory_bytes - own_bytes(bytes, suffix.copies, behind.copies, recompute, limits_.costs);
+        if (suffix.spare_bytes < 0) continue;
+        suffix.has_room = suffix.spare_bytes >= crossing_bytes_max(bytes.input, suffix.copies, num_workers_);
+        insert(found, suffix);
+        if (bytes.is_first || suffix.has_room) break;
+      }
+      // Those after it have as many in flight or more, and no fewer edges to here.
+      if (bytes.is_last || workers.count % behind.copies.num_replicas == 0) break;
+    }
+  }
+
+  // Unless another excels it; in the place of those that it excels.
+  void insert(Suffixes& found, const Suffix& suffix) const {
+    const auto excels = [this](const Suffix& one, const Suffix& other) {
+      if (one.in_flight_all() > other.in_flight_all()) return false;
+      if (limits_.memory_bytes.empty()) return true;
+      // With a divisor of its replicas there are no more edges to any stage upstream.
+      if (one.has_room) return other.copies.num_replicas % one.copies.num_replicas == 0;
+      return one.copies.num_replicas == other.copies.num_replicas && one.spare_bytes >= other.spare_bytes;
+    };
+    if (std::any_of(found.begin(), found.end(), [&](const Suffix& one) { return excels(one, suffix); })) {
+      return;
+    }
+    std::erase_if(found, [&](const Suffix& other) { return excels(suffix, other); });
+    const auto behind = std::upper_bound(
+        found.begin(), found.end(), suffix,
+        [](const Suffix& one, const Suffix& other) { return one.in_flight_all() < other.in_flight_all(); });
+    found.insert(behind, suffix);
   }
 
   static double least(const std::vector<double>& figures, std::size_t begin, std::size_t end) {
@@ -239,11 +297,15 @@ class LimitedSearch {
 
   const std::vector<LayerCost>& layers_;
   const std::vector<LayerMemory>& memory_;
+  std::int64_t num_workers_;
   double bandwidth_;
   const PlanLimits& limits_;
   std::vector<bool> may_end_;
   double fastest_ = 1;
 };
+
+// Doubles from 0 on are ordered like their bit patterns.
+std::uint64_t bits_of(double time_s) { return std::bit_cast<std::uint64_t>(time_s); }
 
 bool are_alike(const std::vector<double>& figures) {
   return std::adjacent_find(figures.begin(), figures.end(), std::not_equal_to<>()) == figures.end();
@@ -319,32 +381,35 @@ std::optional<LimitedPartition> partition_within(const std::vector<LayerCost>& l
   // Refuses what it refuses; with workers as fast as the profile says no limit makes a plan faster.
   const double unlimited_s = partition(layers, num_workers, bandwidth_bytes_per_s).bottleneck_s;
   check_limits(layers, memory, num_workers, limits);
-  const LimitedSearch search(layers, memory, bandwidth_bytes_per_s, limits);
+  const LimitedSearch search(layers, memory, num_workers, bandwidth_bytes_per_s, limits);
   // With workers that differ it matters how many are used, as the last stage has the last of those.
   std::optional<std::int64_t> best_workers;
-  std::uint64_t best = std::bit_cast<std::uint64_t>(std::numeric_limits<double>::max());
+  std::uint64_t best = bits_of(std::numeric_limits<double>::max());
   const bool alike = are_alike(limits.speeds) && are_alike(limits.memory_bytes);
   for (std::int64_t used = alike ? num_workers : 1; used <= num_workers; ++used) {
     const std::int64_t from = alike ? 1 : used;
-    const auto fewest = [&](std::uint64_t bits) {
-      return search.fewest_workers(from, used, std::bit_cast<double>(bits));
-    };
     std::uint64_t feasible = best;
-    if (!fewest(feasible)) continue;
-    // Doubles from 0 on are ordered like their bit patterns.
-    std::uint64_t lowest = limits.speeds.empty() ? std::bit_cast<std::uint64_t>(unlimited_s) : 0;
-    if (lowest < feasible && fewest(lowest)) feasible = lowest;
-    while (lowest < feasible) {
-      const std::uint64_t middle = lowest + (feasible - lowest) / 2;
-      if (fewest(middle)) {
-        feasible = middle;
+    std::uint64_t lowest = limits.speeds.empty() ? bits_of(unlimited_s) : 0;
+    std::optional<std::int64_t> workers;
+    // Of the plans within a bound one is found with its own bottleneck; within less than the least of what
+    // exceeds it there are no more.
+    const auto narrow = [&](std::uint64_t bits) {
+      Bound bound{std::bit_cast<double>(bits)};
+      if (const std::optional<Fewest> found = search.fewest_workers(from, used, bound)) {
+        feasible = std::min(bits, bits_of(found->bottleneck_s));
+        workers = found->num_workers;
       } else {
-        lowest = middle + 1;
+        lowest = std::max(bits + 1, bits_of(bound.next_s));
       }
-    }
+    };
+    narrow(feasible);
+    if (!workers) continue;
+    if (lowest < feasible) narrow(lowest);
+    while (lowest < feasible) narrow(lowest + (feasible - lowest) / 2);
     if (best_workers && feasible >= best) continue;
     best = feasible;
-    best_workers = fewest(feasible);
+    Bound bound{std::bit_cast<double>(best)};
+    best_workers = search.fewest_workers(from, used, bound)->num_workers;
   }
   if (!best_workers) return std::nullopt;
   return search.smallest(*best_workers, std::bit_cast<double>(best));

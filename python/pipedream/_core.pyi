@@ -172,6 +172,18 @@ def partition_within(
     num_replicas: Sequence[int],
     num_replicas_max: int,
 ) -> tuple[list[tuple[int, int, int]], float, list[bool], list[float]] | None: ...
+def memory_of_plan(
+    activation_bytes: Sequence[float],
+    parameter_bytes: Sequence[float],
+    *,
+    saved_bytes: Sequence[float],
+    stages: Sequence[tuple[int, int, int]],
+    in_flight: Sequence[int],
+    recompute: Sequence[bool],
+    fixed_copies: float,
+    step_copies: float,
+    data_bytes: float,
+) -> list[float]: ...
 def stage_time_s(
     compute_s: Sequence[float],
     activation_bytes: Sequence[float],

@@ -139,7 +139,9 @@ def _train_plan(plan: Plan, **options: Any) -> RunResult:
 
 # The cuts are given, as which is the best by times that were measured differs from run to run.
 @pytest.mark.parametrize(
-    ("replicas", "boundaries"), [((1, 1), (7,)), ((1, 1, 1), (4, 9)), ((2, 1), (7,))], ids=str
+    ("replicas", "boundaries"),
+    [((1, 1), (7,)), ((1, 1, 1), (4, 9)), ((2, 1), (8,)), ((1, 2), (8,)), ((3, 1), (9,))],
+    ids=str,
 )
 def test_a_plan_made_within_memory_runs_within_the_same(
     farm: Farm, replicas: tuple[int, ...], boundaries: tuple[int, ...]

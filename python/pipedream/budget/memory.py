@@ -20,7 +20,7 @@ from pipedream.budget.footprint import SCALARS_BYTES, Footprint, StepMeter, make
 from pipedream.budget.offload import Offload, num_resident_versions
 from pipedream.common.table import format_table
 from pipedream.common.units import format_bytes
-from pipedream.links.channels import RunChannel
+from pipedream.links.channels import RunChannel, num_of_edge_in_flight
 from pipedream.model.seeding import generators_kept
 from pipedream.model.splitter import StageModule
 from pipedream.planning.plan import Plan
@@ -42,6 +42,7 @@ __all__ = [
     "model_bytes",
     "native_step_bytes",
     "num_activation_homes",
+    "num_in_flight_upstream",
     "predict_state_bytes",
     "predict_step_bytes",
     "slot_bytes",
@@ -148,7 +149,6 @@ class MemoryPlan:
     def _torch_terms(self) -> Terms:
         """What the forwards and backwards of the stages need beside the pool."""
         stash = transient = gradients = 0
-        activations_queued, gradients_queued = _queued_max(self.schedule)
         for stage in self.plan.stages_of(self.rank):
             footprint = self.footprints[stage]
             in_flight = _core.num_microbatches_in_flight(self.schedule, stage)
@@ -163,16 +163,14 @@ class MemoryPlan:
             saves = self._recomputes(stage) or self.offloads_activations(stage)
             if saves and stage + 1 < self.plan.num_stages:
                 # Outputs that wait for their neighbour; otherwise the stash has them.
-                stash += (activations_queued[stage] + _NUM_RELEASED_LATE) * footprint.output_bytes
+                stash += (in_flight + _NUM_RELEASED_LATE) * footprint.output_bytes
             # A microbatch of the data is a view of its minibatch, which stays whole.
             m = self.schedule.num_microbatches
             num_of_data = (-(-(in_flight - 1) // m) + 1) * m
             if stage == 0:
                 stash += in_flight * kept + num_of_data * footprint.input_bytes
             else:
-                gradient_bytes = footprint.input_bytes - footprint.target_bytes
-                stash += self._kept_beside_gradients(stage, kept, gradient_bytes, gradients_queued[stage - 1])
-                stash += num_of_data * footprint.target_bytes
+                stash += self._kept_beside_gradients(stage, kept) + num_of_data * footprint.target_bytes
             # Tied gradients on their way to the owner, as many as the channel may hold.
             stash += sum(self.tied_bytes[stage].values()) * (self.schedule.in_flight[0] + 1)
             transient = max(transient, footprint.transient_bytes + extra, self.step_bytes.get(stage, 0))
@@ -183,17 +181,16 @@ class MemoryPlan:
                 gradients += num_rounds * max(footprint.gradient_bytes, self.weight_bytes[stage])
         return {STASH: stash, TRANSIENT: transient, GRADIENTS: gradients}
 
-    def _kept_beside_gradients(self, stage: int, kept: int, gradient_bytes: int, queued: int) -> int:
+    def _kept_beside_gradients(self, stage: int, kept: int) -> int:
         """The most that a stage but the first keeps of its microbatches in flight, with the gradients that
-        wait for the neighbour's slots. queued: how many may."""
-        in_flight = _core.num_microbatches_in_flight(self.schedule, stage)
-        late_bytes = _NUM_RELEASED_LATE * gradient_bytes
-        if max(self.plan.stages[index].num_replicas for index in (stage - 1, stage)) > 1:
-            return in_flight * kept + queued * gradient_bytes + late_bytes
+        wait for the neighbour's slots. kept: of each that has not been backwarded."""
+        footprint = self.footprints[stage]
+        gradient_bytes = footprint.input_bytes - footprint.target_bytes
         # Upstream they are all in flight, those here and those whose gradients wait: of no more than that.
-        upstream = _core.num_microbatches_in_flight(self.schedule, stage - 1)
-        return late_bytes + max(
-            here * kept + min(queued, upstream - here) * gradient_bytes for here in range(in_flight + 1)
+        upstream = num_in_flight_upstream(self.schedule, stage)
+        here_max = _core.num_microbatches_in_flight(self.schedule, stage)
+        return _NUM_RELEASED_LATE * gradient_bytes + max(
+            here * kept + (upstream - here) * gradient_bytes for here in (0, min(here_max, upstream))
         )
 
     def _recomputes(self, stage: int) -> bool:
@@ -220,14 +217,11 @@ def num_activation_homes(schedule: _core.ScheduleOptions, stage: int) -> int:
     return _core.num_microbatches_in_flight(schedule, stage) - 1
 
 
-def _queued_max(schedule: _core.ScheduleOptions) -> tuple[list[int], list[int]]:
-    """Per boundary: microbatches whose activations, and whose gradients, may wait there."""
-    # Long enough to reach the steady phase and cool down again.
-    report = _core.replay(schedule, 2 * max(schedule.in_flight) + 2)
-    queued_max = {edge.kind: [0] * schedule.num_stages for edge, _ in report["edges"]}
-    for edge, most in report["edges"]:
-        queued_max[edge.kind][min(edge.from_stage, edge.to_stage)] = most
-    return queued_max.get("activation", []), queued_max.get("gradient", [])
+def num_in_flight_upstream(schedule: _core.ScheduleOptions, stage: int) -> int:
+    """Microbatches of one replica of the stage, not the first, that the replicas upstream have in flight."""
+    upstream, here = (schedule.placement.num_replicas(index) for index in (stage - 1, stage))
+    stride = math.lcm(upstream, here)
+    return stride // here * num_of_edge_in_flight(schedule, stage - 1, stride)
 
 
 def choose_savings(

@@ -35,6 +35,7 @@ __all__ = [
     "data_channels",
     "edge_name",
     "forwarded_name",
+    "num_of_edge_in_flight",
     "rehearsal_name",
     "set_up_channels",
     "tree_name",
@@ -355,7 +356,7 @@ def _add_edge(
         activations, gradients = _crossing(boundaries.get(upstream))
         goes_downstream = edge.kind == "activation"
         # Downstream keeps a slot per microbatch in flight until its backward, and one more may arrive.
-        in_flight_downstream = _microbatches_of_edge(schedule, upstream + 1, minibatch_stride)
+        in_flight_downstream = num_of_edge_in_flight(schedule, upstream + 1, minibatch_stride)
         in_flight = _core.num_microbatches_in_flight(schedule, upstream)
         add(
             activations if goes_downstream else gradients,
@@ -367,13 +368,16 @@ def _add_edge(
         )
 
 
-def _microbatches_of_edge(schedule: _core.ScheduleOptions, stage: int, minibatch_stride: int) -> int:
-    """Of those that a replica of the stage has in flight: what may be of one edge, as its minibatches come
-    from several replicas in turn."""
+def num_of_edge_in_flight(schedule: _core.ScheduleOptions, stage: int, minibatch_stride: int) -> int:
+    """Microbatches, of those that a replica of the stage has in flight: what may be of one edge between
+    stages, as its minibatches come from several replicas in turn, or go to them."""
     in_flight, m = _core.num_microbatches_in_flight(schedule, stage), schedule.num_microbatches
-    num_senders = minibatch_stride // schedule.placement.num_replicas(stage)
-    num_minibatches = -(-(in_flight + m - 1) // m)
-    return min(in_flight, -(-num_minibatches // num_senders) * m)
+    num_neighbours = minibatch_stride // schedule.placement.num_replicas(stage)
+    of_replica = -(-(in_flight + m - 1) // m)  # minibatches
+    of_edge = -(-of_replica // num_neighbours)
+    if _core.drains_every_minibatch(schedule):  # none but those of one round
+        of_edge = min(of_edge, _core.rounds_of(schedule, stage).minibatches_per_round // minibatch_stride)
+    return min(in_flight, of_edge * m)
 
 
 def _ranks_of_ends(schedule: _core.ScheduleOptions, edge: _core.Edge) -> tuple[int, int]:

@@ -6,7 +6,7 @@ Pure; any thread; needs no torch. The search within limits is C++ (csrc/planner/
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
@@ -15,7 +15,7 @@ from pipedream.common.units import format_bytes, parse_size
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.plan import Plan, Stage
 
-__all__ = ["Limits", "NothingFitsError", "make_limits", "nothing_fits", "solve_within", "with_more_in_flight"]
+__all__ = ["Limits", "NothingFitsError", "make_limits", "nothing_fits", "solve_within"]
 
 _COPIES = 2  # of the weights, besides versions and the optimizer's state: the model as given, gradients
 _TREE_BUFFERS_BYTES = 4 << 20  # from each of a worker's neighbours in the tree by which weights travel
@@ -97,6 +97,39 @@ class Limits:
             held + more for held, more in zip(figures["stage_memory_bytes"], more_bytes, strict=True)
         ]
         return figures | {"memory_bytes": max(held_bytes), "stage_memory_bytes": held_bytes}
+
+    @property
+    def memory_costs(self) -> dict[str, float]:
+        """As the core has them. On a host every worker has the whole model as given, whatever its stage."""
+        return {
+            "fixed_copies": _COPIES - (self.host_bytes > 0) + self.optimizer_copies,
+            "step_copies": self.optimizer_copies,
+            "data_bytes": self.data_bytes,
+        }
+
+    def memory_figures(self, stages: Sequence[Stage], own_bytes: Sequence[float]) -> dict[str, Any]:
+        """Of a plan: own_bytes of each stage, and what each of its workers has besides."""
+        spared_bytes = _spared_bytes([stage.num_replicas for stage in stages], self)
+        memory_bytes = [
+            self.host_bytes + num_bytes - spared
+            for num_bytes, spared in zip(own_bytes, spared_bytes, strict=True)
+        ]
+        return {"memory_bytes": max(memory_bytes), "stage_memory_bytes": memory_bytes}
+
+    def memory_with(self, plan: Plan, profile: Profile) -> dict[str, Any]:
+        """The same with as many in flight as the plan says, where no stage recomputes."""
+        from pipedream import _core
+
+        own_bytes = _core.memory_of_plan(
+            [float(layer.activation_bytes) for layer in profile.layers],
+            [float(layer.parameter_bytes) for layer in profile.layers],
+            saved_bytes=_saved_bytes(profile),
+            stages=[(stage.first_layer, stage.last_layer, stage.num_replicas) for stage in plan.stages],
+            in_flight=plan.in_flight,
+            recompute=[False] * plan.num_stages,
+            **self.memory_costs,
+        )
+        return self.memory_figures(plan.stages, own_bytes)
 
 
 def make_limits(
@@ -196,8 +229,6 @@ def solve_within(
     memory_bytes. Raises ValueError where nothing fits."""
     from pipedream import _core
 
-    # On a host every worker has the whole model as given, whatever its stage.
-    own_copies = _COPIES - (limits.host_bytes > 0) + limits.optimizer_copies
     left_bytes = [has - limits.host_bytes for has in limits.memory_bytes]
     if left_bytes and min(left_bytes) <= 0:
         raise NothingFitsError(nothing_fits(num_workers, limits, straight))
@@ -207,13 +238,11 @@ def solve_within(
         [float(layer.parameter_bytes) for layer in profile.layers],
         num_workers,
         bytes_per_s,
-        saved_bytes=[float(_saved_bytes(profile, index)) for index in range(profile.num_layers)],
+        saved_bytes=_saved_bytes(profile),
         forward_s=[layer.forward_ms / 1e3 for layer in profile.layers],
         speeds=limits.speeds,
         memory_bytes=left_bytes,
-        fixed_copies=own_copies,
-        step_copies=limits.optimizer_copies,
-        data_bytes=limits.data_bytes,
+        **limits.memory_costs,
         may_recompute=limits.recompute,
         last_layers=limits.last_layers,
         num_replicas=limits.num_replicas,
@@ -221,44 +250,24 @@ def solve_within(
     )
     if found is None:
         raise NothingFitsError(nothing_fits(num_workers, limits, straight))
-    stages, bottleneck_s, recompute, own_bytes = found
-    spared_bytes = _spared_bytes([replicas for _, _, replicas in stages], limits)
-    memory_bytes = [
-        limits.host_bytes + num_bytes - spared
-        for num_bytes, spared in zip(own_bytes, spared_bytes, strict=True)
-    ]
-    figures: dict[str, Any] = {"memory_bytes": max(memory_bytes), "stage_memory_bytes": memory_bytes}
+    found_stages, bottleneck_s, recompute, own_bytes = found
+    stages = tuple(Stage(*stage) for stage in found_stages)
+    figures = limits.memory_figures(stages, own_bytes)
     if any(recompute):
         figures["recompute"] = [stage for stage, repeats in enumerate(recompute) if repeats]
-    return tuple(Stage(*stage) for stage in stages), bottleneck_s, figures
-
-
-def with_more_in_flight(
-    figures: Mapping[str, Any], more: Sequence[int], stages: Sequence[Stage], profile: Profile
-) -> dict[str, Any]:
-    """solve_within()'s memory_bytes and stage_memory_bytes, where no stage recomputes, with so many
-    minibatches more in flight at each stage: for each a version, what its layers save, its input and its
-    output."""
-    layers = profile.layers
-    stage_bytes = []
-    for held, count, stage in zip(figures["stage_memory_bytes"], more, stages, strict=True):
-        indices = range(stage.first_layer, stage.last_layer + 1)
-        each = sum(layers[index].parameter_bytes + _saved_bytes(profile, index) for index in indices)
-        each += layers[stage.last_layer].activation_bytes
-        if stage.first_layer:
-            each += layers[stage.first_layer - 1].activation_bytes
-        stage_bytes.append(held + count * each)
-    return {"memory_bytes": max(stage_bytes), "stage_memory_bytes": stage_bytes}
+    return stages, bottleneck_s, figures
 
 
 def _parameter_bytes(stage: Stage, profile: Profile) -> int:
     return sum(layer.parameter_bytes for layer in profile.layers[stage.first_layer : stage.last_layer + 1])
 
 
-def _saved_bytes(profile: Profile, index: int) -> int:
-    """Where it was not measured a layer is taken to keep what it passes on."""
-    layer = profile.layers[index]
-    return layer.activation_bytes if layer.saved_bytes is None else layer.saved_bytes
+def _saved_bytes(profile: Profile) -> list[float]:
+    """Of each layer. Where it was not measured a layer is taken to keep what it passes on."""
+    return [
+        float(layer.activation_bytes if layer.saved_bytes is None else layer.saved_bytes)
+        for layer in profile.layers
+    ]
 
 
 def nothing_fits(num_workers: int, limits: Limits, straight: bool) -> str:

@@ -26,7 +26,6 @@ from pipedream.planning.limits import (
     make_limits,
     nothing_fits,
     solve_within,
-    with_more_in_flight,
 )
 from pipedream.planning.link_profile import LinkProfile
 from pipedream.planning.plan import Plan, Stage
@@ -325,8 +324,7 @@ class _Problem:
             return plan
         figures: dict[str, Any] = {"hidden_links": {"before_ms": before_ms, "after_ms": after_ms}}
         if self.limits.any:
-            more = [new - old for new, old in zip(raised.in_flight, plan.in_flight, strict=True)]
-            figures |= with_more_in_flight(plan.predicted, more, plan.stages, self.profile)
+            figures |= self.limits.memory_with(raised, self.profile)
         return replace(raised, predicted=raised.predicted | figures)
 
     def _simulated_ms(self, plan: Plan) -> float:

@@ -72,14 +72,15 @@ TEST(LimitedPartition, ReplicasHaveWhatTheyExchangeInMemory) {
 
 TEST(LimitedPartition, WhatCrossesHasSlotsAndGradientsAndDataAreWithTheirReaders) {
   // Of the first stage two minibatches of the data and four items of its output, of the second one minibatch
-  // and four items of its input (n + 3); each makes and drops two of them, more than a step's temporary.
+  // and four items of its input beside what it saves; each makes and drops two of them, more than a step's
+  // temporary.
   std::vector<LayerCost> layers = equal_layers(2);
   layers[0].activation_bytes = 7;
   PlanLimits limits;
   limits.memory_bytes = {1000, 1000};
   limits.num_replicas = {1, 1};
-  limits.step_copies = 1;
-  limits.data_bytes = 3;
+  limits.costs.step_copies = 1;
+  limits.costs.data_bytes = 3;
   const auto found = partition_within(layers, saving(2, 100), 2, 1e9, limits);
   ASSERT_TRUE(found.has_value());
   EXPECT_EQ(found->memory_bytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -118,15 +119,67 @@ def test_gradients_that_are_larger_than_what_is_kept_wait_in_its_place() -> None
     assert _kib(memory)[STASH] == 4 * 10 + 10
 
 
-def test_replicas_may_keep_all_and_have_all_gradients_wait() -> None:
-    plan = Plan.replicated(4, (2, 1))
-    options = _core.ScheduleOptions("pipedream", plan.in_flight, 1, plan.placement)
-    footprints = {1: replace(_footprint(), target_bytes=4 * _KIB)}
-    nothing = {1: 0}
-    memory = MemoryPlan(plan, 2, options, footprints, [], nothing, {1: {}}, nothing, nothing, 0)
-    waiting = max(most for edge, most in _core.replay(options, 12)["edges"] if edge.kind == "gradient")
-    # One minibatch's targets, besides.
-    assert _kib(memory)[STASH] == 100 + (waiting + 1) * (10 - 4) + 4
+def _most_held(options: _core.ScheduleOptions, stage: int, kept: int, gradient: int) -> int:
+    """By the workers' own lists: the most that replica 0 of the stage has of what it keeps and of gradients
+    that have not been received, each time all others having done no more than it has needed."""
+    placement = options.placement
+    count = (2 * max(options.in_flight) + 2) * max(map(placement.num_replicas, range(options.num_stages)))
+    programs = [_core.make_program(options, rank, count) for rank in range(options.num_workers)]
+    positions, waiting = [0] * len(programs), dict.fromkeys(map(str, _core.edges_of(options)), 0)
+
+    def step(rank: int) -> _core.Instruction:
+        instruction = programs[rank][positions[rank]]
+        edge = instruction.edge
+        if edge is not None and instruction.opcode == "RECV":
+            while not waiting[str(edge)]:
+                step(placement.rank_of(edge.from_stage, edge.from_replica))
+        if edge is not None:
+            waiting[str(edge)] += 1 if instruction.opcode == "SEND" else -1
+        positions[rank] += 1
+        return instruction
+
+    target = placement.rank_of(stage)
+    outgoing = [
+        str(edge)
+        for edge in _core.edges_of(options)
+        if edge.kind == "gradient" and (edge.from_stage, edge.from_replica) == (stage, 0)
+    ]
+    here = most = 0
+    while positions[target] < len(programs[target]):
+        here += {"FORWARD": 1, "BACKWARD": -1}.get(step(target).opcode, 0)
+        most = max(most, here * kept + sum(waiting[edge] for edge in outgoing) * gradient)
+    return most
+
+
+_STRAIGHT = [("pipedream", 1), ("flush", 4), ("gpipe", 2), ("2bw", 4)]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "schedule", "microbatches"),
+    [
+        *(((1, 1, 1), *how) for how in _STRAIGHT),
+        *(
+            (r, how, 1)
+            for r in ((2, 1), (4, 1), (1, 2), (1, 3), (2, 2), (4, 2))
+            for how in ("pipedream", "flush")
+        ),
+        *((r, "flush", 2) for r in ((2, 1), (1, 2))),
+    ],
+    ids=str,
+)
+def test_what_is_kept_and_the_gradients_that_wait_are_what_the_lists_allow(
+    replicas: tuple[int, ...], schedule: str, microbatches: int
+) -> None:
+    plan = Plan.replicated(len(replicas), replicas)
+    options = _core.ScheduleOptions(schedule, plan.in_flight, microbatches, plan.placement)
+    nothing = dict.fromkeys(range(len(replicas)), 0)
+    for stage, (kept, gradient) in itertools.product(range(1, len(replicas)), [(100, 10), (1, 10)]):
+        footprint = replace(_footprint(stash=0, inputs=0), stash_bytes=kept, input_bytes=gradient)
+        rank = plan.placement.rank_of(stage)
+        footprints, ties = {stage: footprint}, {stage: {}}
+        memory = MemoryPlan(plan, rank, options, footprints, [], nothing, ties, nothing, nothing, 0)
+        # One is released a little late.
+        assert memory.terms()[STASH] == _most_held(options, stage, kept, gradient) + gradient
 
 
 def _minibatches_of(in_flight: int, microbatches: int) -> int:
