@@ -30,7 +30,7 @@ from pipedream.links.channels import set_up_channels, tree_name
 from pipedream.links.rank_tree import children_of, parent_of, subtree_of
 from pipedream.model.boundary import Boundary
 from pipedream.model.enlarged import enlarged
-from pipedream.model.microbatch import check_alike, chunk
+from pipedream.model.microbatch import check_alike, chunk, samples_of
 from pipedream.planning.shapes import describe_shapes, shapes_of
 
 __all__ = ["Rehearsed", "set_up"]
@@ -96,8 +96,9 @@ def _read_first_microbatch(run: AgreedRun, stream: MinibatchStream) -> _FirstMic
     with contextlib.suppress(ValueError):  # inputs that cannot cross need not: they are read here
         if len(run.stages) > 1:
             boundary = Boundary.of(inputs, name="the inputs")
-    first_inputs = chunk(inputs, m, name="the inputs", minibatch=0)[0]
-    first_targets = chunk(targets, m, name="the targets", minibatch=0)[0]
+    count = samples_of(inputs, targets)
+    first_inputs = chunk(inputs, m, name="the inputs", minibatch=0, num_samples=count)[0]
+    first_targets = chunk(targets, m, name="the targets", minibatch=0, num_samples=count)[0]
     check_alike(inputs, targets, m, minibatch=0)
     return _FirstMicrobatch(first_inputs, first_targets, boundary, name)
 

@@ -18,11 +18,10 @@ _CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, 
 
 def samples_of(inputs: Any, targets: Any) -> int | None:
     """Samples of a minibatch: the size of dimension 0 of the first tensor that has one, of the targets or,
-    where they have none, of the inputs. None: neither has any."""
-    for tensor in tensors_of((targets, inputs)):
-        if tensor.dim() > 0:
-            return tensor.size(0)
-    return None
+    where they have none, of the inputs. None: neither has any. A size of 1, which broadcasts, tells nothing
+    where another tensor has more."""
+    sizes = [tensor.size(0) for tensor in tensors_of((targets, inputs)) if tensor.dim() > 0]
+    return next((size for size in sizes if size != 1), 1 if sizes else None)
 
 
 def piece_sizes(num_samples: int | None, num_microbatches: int) -> list[int]:
@@ -40,9 +39,10 @@ def chunk(
 ) -> list[Any]:
     """The microbatches of a nested value, as views, in order; [value] itself for num_microbatches = 1.
 
-    Every tensor with a dimension is cut with torch.chunk along dimension 0, its samples; other tensors and
-    constants go to every piece. As torch.chunk does, it may give fewer pieces than asked for (5 samples in
-    4: 2, 2, 1); a value without samples is repeated for each piece of the minibatch's num_samples.
+    Every tensor with a dimension is cut with torch.chunk along dimension 0, its samples; other tensors,
+    those that have 1 there where others have more (positions, masks of a shape (1, T)) and constants go to
+    every piece. As torch.chunk does, it may give fewer pieces than asked for (5 samples in 4: 2, 2, 1); a
+    value without samples is repeated for each piece of the minibatch's num_samples.
 
     Raises ValueError, naming `name` and minibatch, for fewer samples than microbatches and for tensors that
     disagree in their number of samples; TypeError for an object that hides its samples.
@@ -53,15 +53,23 @@ def chunk(
     cut = {id(tensor): tensor for tensor in tensors_of(value) if tensor.dim() > 0}
     if not cut:
         return [value] * len(piece_sizes(num_samples, num_microbatches))
-    sizes = sorted({int(tensor.shape[0]) for tensor in cut.values()})
+    all_sizes = {int(tensor.shape[0]) for tensor in cut.values()}
+    sizes = sorted(all_sizes - {1} or all_sizes)
+    if sizes == [1] and num_samples not in (None, 1):
+        return [value] * len(piece_sizes(num_samples, num_microbatches))
     if len(sizes) > 1:
         raise ValueError(
             f"minibatch {minibatch}: the tensors of {name} have {' and '.join(map(str, sizes))} samples "
             f"(sizes of dimension 0), so they cannot be cut into {num_microbatches} microbatches: give "
-            f"each of them the samples in dimension 0, or use microbatches=1"
+            f"each of them the samples in dimension 0, or 1 where all microbatches share it, or use "
+            f"microbatches=1"
         )
     check_enough(sizes[0], num_microbatches, name=name, minibatch=minibatch)
-    pieces = {key: torch.chunk(tensor, num_microbatches) for key, tensor in cut.items()}
+    pieces = {
+        key: torch.chunk(tensor, num_microbatches)
+        for key, tensor in cut.items()
+        if tensor.shape[0] == sizes[0]
+    }
     num_pieces = len(next(iter(pieces.values())))
     return [_piece(value, pieces, index) for index in range(num_pieces)]
 
@@ -81,7 +89,7 @@ def check_alike(inputs: Any, targets: Any, num_microbatches: int, *, minibatch: 
     if num_microbatches == 1:
         return
     counts = [samples_of(inputs, None), samples_of(None, targets)]
-    made = [len(piece_sizes(count, num_microbatches)) for count in counts if count is not None]
+    made = [len(piece_sizes(count, num_microbatches)) for count in counts if count not in (None, 1)]
     if len(set(made)) > 1:
         raise ValueError(
             f"minibatch {minibatch} has inputs that make {made[0]} microbatches and targets that make"

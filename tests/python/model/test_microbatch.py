@@ -70,6 +70,18 @@ def test_a_value_without_samples_goes_to_every_microbatch() -> None:
     assert chunk(None, 4, name="targets", minibatch=3, num_samples=5) == [None] * 3
 
 
+def test_what_broadcasts_over_the_samples_goes_whole_to_every_microbatch() -> None:
+    positions, tokens, targets = torch.arange(3)[None], torch.arange(12).view(4, 3), torch.ones(1, 4, 4)
+    pieces = chunk({"positions": positions, "tokens": tokens}, 2, name="the inputs", minibatch=0)
+    assert [piece["positions"] is positions for piece in pieces] == [True, True]
+    assert [piece["tokens"].tolist() for piece in pieces] == [tokens[:2].tolist(), tokens[2:].tolist()]
+    assert samples_of((positions, tokens), targets) == 4
+    shared = chunk(targets, 2, name="the targets", minibatch=0, num_samples=4)
+    assert [piece is targets for piece in shared] == [True, True]
+    check_alike(tokens, targets, 2, minibatch=0)
+    assert samples_of(positions, targets) == 1
+
+
 def test_samples_are_those_of_the_targets_or_else_of_the_inputs() -> None:
     three, scalar = torch.zeros(3, 7), torch.tensor(1.0)
     assert samples_of(torch.zeros(2), {"a": [scalar, three]}) == 3
