@@ -197,7 +197,7 @@ def _without_running(state: State) -> State:
     return {name: tensor for name, tensor in state.items() if not name.endswith(running)}
 
 
-# Each model with two schedules; tests/python/test_reference.py compares the oracle with a plain loop for all.
+# Each model with two schedules; tests/python/reference compares the oracle with a plain loop for all.
 _DRAINING_PAIRS = [
     (case_name, DRAINING[(i + shift) % len(DRAINING)])
     for i, case_name in enumerate(name for name in _MODELS if name != "dropout")

@@ -1,6 +1,6 @@
 """Random numbers: which generator each part of a run draws from, so that a run can be repeated exactly.
 
-The rule, the same in the workers and in reference.py:
+The rule, the same in the workers and in the reference:
 
 - One worker: everything draws from the process's global generators, as in a plain PyTorch loop; a seed
   that is given is set first with `seed_all`.

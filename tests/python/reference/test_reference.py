@@ -1,4 +1,4 @@
-"""reference.py: the oracle of every schedule is plain training where it must be, and where versions are
+"""The reference: the oracle of every schedule is plain training where it must be, and where versions are
 delayed it is the loop that one would write by hand."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""reference.py with replicated stages: the versions of the formulas, large-batch training where nothing is
+"""The reference with replicated stages: the versions of the formulas, large-batch training where nothing is
 delayed, and the loop that one would write by hand where it is."""
 
 from __future__ import annotations

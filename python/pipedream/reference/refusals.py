@@ -1,0 +1,75 @@
+"""What cannot be trained. Each raises ValueError."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pipedream.common.checks import check_choice, check_count
+from pipedream.common.document import check_whole
+from pipedream.model.precision import autocast_dtype
+from pipedream.model.splitter import Tie
+from pipedream.reference.versions import SCHEDULES
+
+__all__ = ["check_microbatches", "check_replicas", "check_sync_every", "check_ties"]
+
+
+def check_microbatches(
+    schedule: str, microbatches: int, in_flight: Sequence[int], num_replicas: Sequence[int]
+) -> None:
+    check_count("microbatches", microbatches)
+    if schedule != "2bw":
+        return
+    needed = [held * replicas for held, replicas in zip(in_flight, num_replicas, strict=True)]
+    most = max(needed)
+    if microbatches < most:
+        stage = "the first stage" if needed[0] == most else f"stage {needed.index(most)}"
+        raise ValueError(
+            f"microbatches is {microbatches}, but schedule '2bw' has {most} of them in flight at {stage}: use"
+            f" microbatches={most} or more"
+        )
+
+
+def check_replicas(schedule: str, num_replicas: Sequence[int], sync: str, staleness: int) -> None:
+    check_choice("schedule", schedule, SCHEDULES)
+    if sync == "asp":
+        raise ValueError("sync is 'asp': what it reads depends on who is faster, which no reference can say")
+    check_choice("sync", sync, ("bsp", "ssp", "allreduce"))
+    check_whole("staleness", staleness, at_least=0)
+    if staleness and (sync != "ssp" or schedule != "pipedream"):
+        raise ValueError(
+            f"staleness is {staleness} with sync {sync!r} and schedule {schedule!r}: it goes with sync='ssp'"
+            " and schedule='pipedream'"
+        )
+    if schedule == "data_parallel" and len(num_replicas) > 1:
+        raise ValueError(f"schedule 'data_parallel' has one stage, and the plan has {len(num_replicas)}")
+    if schedule == "interleaved" and max(num_replicas) > 1:
+        raise ValueError(
+            "schedule 'interleaved' runs one replica of each stage: use partition(..., straight=True)"
+        )
+
+
+def check_sync_every(
+    sync_every: int, num_replicas: Sequence[int], sync: str, max_grad_norm: float | None, autocast: Any
+) -> None:
+    check_count("sync_every", sync_every)
+    if sync_every == 1 or max(num_replicas) == 1:
+        return
+    if sync == "ssp":
+        raise ValueError(f"sync_every is {sync_every} with sync 'ssp': it goes with 'bsp' and 'allreduce'")
+    if max_grad_norm is not None or autocast_dtype(autocast) == torch.float16:
+        what = "max_grad_norm" if max_grad_norm is not None else "autocast 'float16'"
+        raise ValueError(
+            f"sync_every is {sync_every} with {what}, but replicas that update alone have no common gradient"
+        )
+
+
+def check_ties(ties: Sequence[Tie]) -> None:
+    """Raises ValueError for what replicas that update alone cannot train."""
+    if ties:
+        raise ValueError(
+            f"stages {ties[0].stages} share a parameter, and replicas that update alone (sync_every above 1)"
+            " would each have another: leave sync_every out"
+        )

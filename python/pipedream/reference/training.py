@@ -1,0 +1,196 @@
+"""A whole training, as pipedream.run does it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from pipedream.model.batches import parts_of
+from pipedream.model.boundary import device_of
+from pipedream.model.loss_placement import loss_on
+from pipedream.model.precision import LossScaler, autocast_dtype, autocast_region
+from pipedream.model.references import check_loss_fn, gradients_noticed
+from pipedream.model.seeding import MinibatchStreams, RngState, base_seed, data_seed, seed_all, stage_seed
+from pipedream.model.splitter import Model, PlannedStage, StageModule, Tie, find_ties, split
+from pipedream.reference.batch_norms import MinibatchStatistics
+from pipedream.reference.cuts import CutFunction
+from pipedream.reference.refusals import check_microbatches, check_replicas, check_sync_every, check_ties
+from pipedream.reference.stages import LossFunction, ReplicaBuffers, Stage
+from pipedream.reference.trainer import Trainer
+from pipedream.reference.updates import OptimizerFactory, SchedulerFactory, make_updaters
+from pipedream.reference.versions import Versions
+
+__all__ = ["ReferenceResult", "run"]
+
+
+class RunnablePlan(Protocol):
+    """What a run needs of a plan; plan.Plan is one."""
+
+    @property
+    def stages(self) -> Sequence[PlannedStage]: ...
+    @property
+    def in_flight(self) -> Sequence[int]: ...
+    @property
+    def cuts(self) -> Sequence[str] | None: ...
+
+
+@dataclass
+class ReferenceResult:
+    losses: list[float]
+    """One per minibatch, in order, unrounded."""
+    versions: list[list[tuple[int, int]]]
+    """versions[stage][minibatch] = (read by the forward, read by the backward)."""
+
+
+def run(
+    model: Model,
+    plan: RunnablePlan,
+    *,
+    data: Iterable[Any],
+    loss_fn: LossFunction,
+    optimizer: OptimizerFactory,
+    epochs: int = 1,
+    schedule: str = "pipedream",
+    microbatches: int = 1,
+    weight_fn: Callable[[Any], Any] | None = None,
+    lr_scheduler: SchedulerFactory | None = None,
+    recompute: bool | Sequence[int] | None = None,
+    autocast: str | torch.dtype | None = None,
+    max_grad_norm: float | None = None,
+    sync: str = "bsp",
+    staleness: int = 0,
+    sync_every: int = 1,
+    seed: int | None = None,
+    across_cut: CutFunction | None = None,
+) -> ReferenceResult:
+    """Trains the model in place as the schedule would. Arguments as pipedream.run's, but for across_cut.
+
+    The gradients of round j, taken at the versions that their minibatches read (see Versions), update each
+    stage's newest version j to version j + 1. Buffers are not versioned. sync: bsp, allreduce or ssp, with
+    staleness rounds; asp is refused, as its versions depend on who is faster. sync_every: replicas of a stage
+    update copies of their own, each by its own gradients and with an optimizer of its own, and after so many
+    rounds, and in the end, all copies become their mean. With one worker every schedule
+    but 2bw is plain training, with one microbatch bit for bit. recompute, True for all stages or the indices
+    of some, changes numbers with naive only, whose recomputed forward reads the newest version. Raises
+    ValueError or TypeError for what cannot be run. across_cut(sender, receiver, tensor_index, tensor): what a
+    floating-point activation, or coming back a gradient, becomes between two stages; called in the order of
+    the microbatches, returns a new tensor. None: they stay as they are. Sources: PipeDream (SOSP'19), section
+    3.3; PipeDream-2BW (ICML'21), section 3.1; GPipe (NeurIPS'19), section 2; design.md, section 4.
+    """
+    num_replicas = [stage.num_replicas for stage in plan.stages]
+    check_replicas(schedule, num_replicas, sync, staleness)
+    versions = Versions(schedule, list(plan.in_flight), num_replicas, staleness)
+    check_microbatches(schedule, microbatches, plan.in_flight, num_replicas)
+    recomputed = _recomputed_stages(recompute, len(plan.stages))
+    check_sync_every(sync_every, num_replicas, sync, max_grad_norm, autocast)
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm is {max_grad_norm!r}: give a number above 0, or None not to clip")
+    check_loss_fn(loss_fn)
+    dtype = autocast_dtype(autocast)
+    modules = split(model, plan)
+    device = device_of(modules)
+    ties = find_ties(modules)
+    if max(num_replicas) > 1 and sync_every > 1:
+        check_ties(ties)
+    own = {name: parameter for module in modules for name, parameter in module.trainable_parameters()}
+    num_workers = max(len(modules), sum(num_replicas))
+    with (
+        _random_streams(len(modules), num_workers, seed) as streams,
+        gradients_noticed(own),
+        loss_on(loss_fn, device),
+    ):
+        stages = [
+            Stage(
+                module,
+                # Elsewhere a recomputed forward is the first one again, number by number.
+                recomputes_newest=schedule == "naive" and stage_index in recomputed,
+                streams=streams[stage_index],
+                autocast=functools.partial(autocast_region, device.type, dtype),
+                loss_fn=loss_fn if stage_index == len(modules) - 1 else None,
+                statistics=MinibatchStatistics(module) if microbatches > 1 else None,
+                updaters=make_updaters(
+                    _owned_parameters(module, ties),
+                    optimizer,
+                    lr_scheduler,
+                    num_replicas[stage_index] if sync_every > 1 else 1,
+                ),
+                buffers=ReplicaBuffers(module, num_replicas[stage_index]),
+            )
+            for stage_index, module in enumerate(modules)
+        ]
+        trainer = Trainer(
+            stages,
+            versions,
+            tied={id(tie.parameter) for tie in ties},
+            device=device,
+            num_microbatches=microbatches,
+            weight_fn=weight_fn,
+            across_cut=across_cut,
+            max_grad_norm=max_grad_norm,
+            scaler=LossScaler(versions.num_scales_in_flight) if dtype == torch.float16 else None,
+            sync_every=sync_every,
+        )
+        losses = [
+            trainer.train(minibatch, inputs, targets)
+            for minibatch, (inputs, targets) in enumerate(_minibatches(data, epochs))
+        ]
+        trainer.finish(len(losses))
+    return ReferenceResult(losses, trainer.versions_read)
+
+
+def _owned_parameters(module: StageModule, ties: Sequence[Tie]) -> list[tuple[str, nn.Parameter]]:
+    """(full name, parameter) of what the stage updates: all it uses, but those tied to a stage upstream."""
+    owner = {id(tie.parameter): tie.stages[0] for tie in ties}
+    stage_index = module.stage_index
+    return [
+        (name, p) for name, p in module.trainable_parameters() if owner.get(id(p), stage_index) == stage_index
+    ]
+
+
+def _recomputed_stages(recompute: bool | Sequence[int] | None, num_stages: int) -> set[int]:
+    if recompute is None or isinstance(recompute, bool):
+        return set(range(num_stages)) if recompute else set()
+    for stage_index in recompute:
+        if not 0 <= stage_index < num_stages:
+            raise ValueError(
+                f"recompute names stage {stage_index}, but the plan has stages 0 to {num_stages - 1}"
+            )
+    return set(recompute)
+
+
+@contextlib.contextmanager
+def _random_streams(
+    num_stages: int, num_workers: int, seed: int | None
+) -> Iterator[Sequence[MinibatchStreams | None]]:
+    if num_workers == 1:
+        if seed is not None:
+            seed_all(seed)
+        yield [None]
+        return
+    base = base_seed(seed)
+    caller_state = RngState.capture()
+    try:
+        seed_all(data_seed(base))
+        yield [MinibatchStreams(stage_seed(base, stage_index)) for stage_index in range(num_stages)]
+    finally:
+        caller_state.restore()
+
+
+def _minibatches(data: Iterable[Any], epochs: int) -> Iterator[tuple[Any, Any]]:
+    minibatch = 0
+    for epoch in range(epochs):
+        first_of_epoch = minibatch
+        for batch in data:
+            yield parts_of(batch, minibatch)
+            minibatch += 1
+        if minibatch == first_of_epoch:
+            raise ValueError(
+                f"data yielded nothing in epoch {epoch}: give data that can be iterated once per epoch, as a "
+                f"DataLoader or a list"
+            )

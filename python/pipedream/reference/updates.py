@@ -1,0 +1,101 @@
+"""A stage's parameters: the newest version, which an optimizer works on, and those that may still be read."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["History", "OptimizerFactory", "SchedulerFactory", "Updater", "make_updaters"]
+
+OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
+SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
+
+
+class History:
+    """The versions of one parameter that may still be read; the parameter itself is the newest."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+        self._newest = 0
+        self._copies = {0: parameter.detach().clone()}
+
+    def leaf(self, version: int) -> Tensor:
+        """A new leaf with the content of a version. No earlier one is read afterwards."""
+        for old in [held for held in self._copies if held < version]:
+            del self._copies[old]
+        return self._copies[version].clone().requires_grad_()
+
+    def add(self) -> None:
+        """The parameter was updated: its content is the next version."""
+        self._newest += 1
+        self._copies[self._newest] = self.parameter.detach().clone()
+
+
+class Updater:
+    """One stage's optimizer, on the newest version: the model's own parameters."""
+
+    def __init__(
+        self,
+        owned: Sequence[tuple[str, nn.Parameter]],
+        optimizer: OptimizerFactory,
+        lr_scheduler: SchedulerFactory | None,
+    ) -> None:
+        self.parameters = [parameter for _, parameter in owned]
+        self.num_added = 0
+        """Minibatches, to the gradients of the round."""
+        # A stage with nothing to train has no optimizer: torch refuses an empty list.
+        self._optimizer = _make_optimizer(optimizer, owned) if owned else None
+        self._scheduler = None
+        if self._optimizer is not None and lr_scheduler is not None:
+            self._scheduler = lr_scheduler(self._optimizer)
+
+    def step(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+
+
+def make_updaters(
+    owned: Sequence[tuple[str, nn.Parameter]],
+    optimizer: OptimizerFactory,
+    lr_scheduler: SchedulerFactory | None,
+    count: int,
+) -> list[Updater]:
+    """The first is of the stage's own parameters, the others of copies."""
+    copies = [[(name, copy.deepcopy(parameter)) for name, parameter in owned] for _ in range(count - 1)]
+    return [Updater(named, optimizer, lr_scheduler) for named in (owned, *copies)]
+
+
+def _make_optimizer(
+    optimizer: OptimizerFactory, named_parameters: Sequence[tuple[str, nn.Parameter]]
+) -> torch.optim.Optimizer:
+    """The optimizer of one stage. It is called with a list of its parameters, or with a list of (name,
+    parameter) pairs when its first argument is called `named_parameters`.
+
+    Raises TypeError for what does not give a torch.optim.Optimizer.
+    """
+    if not callable(optimizer):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}: give a function of the parameters, for example "
+            f"functools.partial(torch.optim.SGD, lr=0.05)"
+        )
+    wants_names = _first_argument(optimizer) == "named_parameters"
+    made = optimizer(
+        list(named_parameters) if wants_names else [parameter for _, parameter in named_parameters]
+    )
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(f"optimizer returned a {type(made).__name__}: return a torch.optim.Optimizer")
+    return made
+
+
+def _first_argument(function: Callable[..., Any]) -> str | None:
+    try:
+        return next(iter(inspect.signature(function).parameters), None)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return None

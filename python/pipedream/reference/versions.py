@@ -1,0 +1,104 @@
+"""Which versions a schedule reads, and which minibatches make one. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from pipedream.common.checks import check_choice
+from pipedream.model.precision import num_steps_in_flight
+
+__all__ = ["SCHEDULES", "Versions"]
+
+DRAINING = ("flush", "gpipe", "model_parallel", "data_parallel", "interleaved")
+SCHEDULES = ("pipedream", "vertical_sync", "naive", "2bw", *DRAINING)
+
+
+class Versions:
+    """Which versions a schedule reads, and which minibatches make one: the table of design.md, section 4."""
+
+    def __init__(
+        self, schedule: str, in_flight: Sequence[int], num_replicas: Sequence[int], staleness: int
+    ) -> None:
+        check_choice("schedule", schedule, SCHEDULES)
+        self._schedule = schedule
+        self._in_flight = in_flight
+        self._num_replicas = num_replicas
+        self._staleness = staleness
+
+    @property
+    def drains(self) -> bool:
+        return self._schedule in DRAINING
+
+    def minibatches_per_round(self, stage_index: int) -> int:
+        return math.lcm(*self._num_replicas) if self.drains else self._num_replicas[stage_index]
+
+    def of_forward(self, stage_index: int, minibatch: int) -> int:
+        replicas, in_flight = self._num_replicas[stage_index], self._in_flight[stage_index]
+        if self.drains:
+            return minibatch // self.minibatches_per_round(stage_index)
+        if self._schedule == "2bw":
+            return max(0, minibatch // replicas - 1)
+        if self._schedule == "vertical_sync":
+            input_replicas = self._num_replicas[0]
+            seen = max(0, minibatch // input_replicas - self._in_flight[0] + 1)
+            return seen * input_replicas // replicas
+        return max(0, minibatch // replicas - in_flight + 1 - self._staleness)
+
+    def of_backward(self, stage_index: int, minibatch: int) -> int:
+        if self._schedule == "naive":
+            return minibatch // self._num_replicas[stage_index]
+        return self.of_forward(stage_index, minibatch)
+
+    def of_tied(self, owner: int, minibatch: int) -> int:
+        """Of a parameter that several stages use: at each of them the same, forward and backward. It counts
+        the rounds of its owner, whose update makes it: what vertical sync would read there, the staleness
+        older, where stages read different versions, else what the owner reads."""
+        if self.drains or self._schedule == "2bw":
+            return self.of_forward(owner, minibatch)
+        input_replicas = self._num_replicas[0]
+        seen = max(0, minibatch // input_replicas - self._in_flight[0] + 1)
+        return max(0, seen * input_replicas // self._num_replicas[owner] - self._staleness)
+
+    @property
+    def num_scales_in_flight(self) -> int:
+        """How many scales of the loss a backoff waits for before the next one."""
+        if self.drains:
+            return 1
+        return num_steps_in_flight(self._in_flight[0], self._num_replicas[0], self._num_replicas[-1])
+
+    @property
+    def minibatches_per_scale(self) -> int:
+        """Minibatches in a row that have one scale of the loss."""
+        return self.minibatches_per_round(len(self._num_replicas) - 1)
+
+    def overflows_known(self, minibatch: int) -> set[tuple[int, int]]:
+        """The (stage, round) whose overflow decides on the scale of the minibatch, the first that has it, and
+        has decided on none before.
+
+        The activation of a minibatch tells the last stage of the newest round that each stage has updated
+        when it forwards the minibatch. Replicas of the last stage, where they have one minibatch of a round
+        each, tell each other with their update.
+        """
+        last = len(self._num_replicas) - 1
+        if self.drains:
+            return {(stage, minibatch // self.minibatches_per_scale - 1) for stage in range(last + 1)}
+        if self.minibatches_per_scale == 1:
+            return {(stage, self._newest_updated(stage, minibatch)) for stage in range(last + 1)}
+        of_last = self._newest_updated(last, minibatch)
+        begin = of_last * self.minibatches_per_scale
+        told = range(begin, begin + self.minibatches_per_scale)
+        of_others = {(stage, self._newest_updated(stage, i)) for stage in range(last) for i in told}
+        return {(last, of_last), *of_others}
+
+    def _newest_updated(self, stage_index: int, minibatch: int) -> int:
+        """The newest round that the stage has updated when it forwards the minibatch; none below 0."""
+        replicas = self._num_replicas[stage_index]
+        delay = self._in_flight[stage_index]
+        if self._schedule == "2bw":
+            # in_flight counts microbatches here, and the one before the first of a minibatch is the last of
+            # the minibatch before: only where none else is in flight has that one been updated.
+            delay = 1 if self._in_flight[stage_index] == 1 else 2
+        if replicas > 1:  # where updates wait for half of the staleness
+            delay += (self._staleness + 1) // 2
+        return minibatch // replicas - delay
