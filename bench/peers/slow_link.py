@@ -1,7 +1,7 @@
 """Training a network with large fully connected layers over slow links: pipedream beside PyTorch's own ways.
 
     sudo .venv/bin/python bench/peers/slow_link.py [--workers 2,4] [--bandwidths 1Gbit/s,200Mbit/s]
-        [--rounds 2] [--json FILE] [--picture FILE.png]
+        [--rounds 2] [--sides NAME,...] [--json FILE] [--picture FILE.png]
 
 Each worker is a host of its own (a network namespace whose link tc shapes in both directions) with one torch
 thread. The model is VGG-like: six convolutions, then fully connected layers, 51.5 million parameters; 32
@@ -9,11 +9,14 @@ samples a minibatch. In turn, round after round, in the same processes:
 
     planned          pipedream, the plan that partition finds for these workers and this bandwidth
     data parallel    pipedream, schedule="data_parallel"
+      by factors     with codec={"pushes": "factors"}, as the large fully connected layers' are smaller
     torch 1F1B       torch.distributed.pipelining's Schedule1F1B over gloo, with each number of microbatches;
                      its cuts are those of the best straight plan for this bandwidth that uses all workers,
                      else of the one that balances compute
     DDP              DistributedDataParallel over gloo
     DDP, PowerSGD    with the hook of that name, rank 2, after its two plain steps
+
+--sides takes those alone whose names begin so, as "data parallel,DDP".
 
 A minibatch is a worker's: a step of the data-parallel sides is of 32 samples a worker. Prints samples/s,
 median with least and most over the rounds; the bytes that the busiest direction of any worker's link carried
@@ -51,7 +54,7 @@ _BATCH = 32
 _OPTIMIZER = functools.partial(torch.optim.SGD, lr=1e-4)
 _LOSS = nn.functional.cross_entropy
 _NUM_MINIBATCHES = 16  # measured, of a pipeline; besides as many again as it has workers, and two
-_NUM_STEPS = 2  # measured, of all data-parallel sides; of PowerSGD four times as many
+_NUM_STEPS = 2  # measured, of all data-parallel sides; of PowerSGD and factors four times as many
 _NUM_WARM_UP_STEPS = 2  # before them: the first shows DDP and the parameter server what may leave when
 _POWER_SGD_START = 2  # its least: the steps before it are plain
 _SAMPLING_S = 0.02
@@ -125,12 +128,13 @@ def _steps(step: Callable[[], None], *, num_warm_up: int, num_steps: int, sample
     return Measured(began_ns, time.monotonic_ns(), num_steps * samples_per_step)
 
 
-def pipedream_side(rows: Rows, schedule: str) -> Measured:
+def pipedream_side(rows: Rows, schedule: str, codec: dict[str, str] | None = None) -> Measured:
     plan = pipedream.Plan(tuple(pipedream.Stage(*row) for row in rows))
     num_last = rows[-1][2]  # minibatches of each update at the last stage
     num_warm_up, num_minibatches = sum(row[2] for row in rows) + 2, _NUM_MINIBATCHES
     if schedule == "data_parallel":
-        num_warm_up, num_minibatches = _NUM_WARM_UP_STEPS * num_last, _NUM_STEPS * num_last
+        num_steps = _NUM_STEPS if codec is None else 4 * _NUM_STEPS
+        num_warm_up, num_minibatches = _NUM_WARM_UP_STEPS * num_last, num_steps * num_last
     result = pipedream.run(
         make_layers(),
         plan,
@@ -138,6 +142,7 @@ def pipedream_side(rows: Rows, schedule: str) -> Measured:
         loss_fn=_LOSS,
         optimizer=_OPTIMIZER,
         schedule=schedule,
+        codec=codec,
         **RUN_OPTIONS,
     )
     if not result.spans:  # which rank 0 has
@@ -252,6 +257,7 @@ def sides_of(
     sides: list[tuple[str, str, list[Any]]] = [
         (f"planned ({name})", "pipedream", [_rows(planned), "pipedream"]),
         ("data parallel", "pipedream", [whole, "data_parallel"]),
+        ("data parallel by factors", "pipedream", [whole, "data_parallel", {"pushes": "factors"}]),
     ]
     for microbatches in (2, 4, 8):
         if microbatches >= num_workers:  # 1F1B needs as many
@@ -259,8 +265,11 @@ def sides_of(
     return [*sides, ("DDP", "ddp", [""]), ("DDP, PowerSGD", "ddp", ["powersgd"])]
 
 
-def measure(profile: pipedream.Profile, num_workers: int, bandwidth: str, rounds: int) -> dict[str, Any]:
-    sides = sides_of(profile, num_workers, bandwidth)
+def measure(
+    profile: pipedream.Profile, num_workers: int, bandwidth: str, rounds: int, wanted: tuple[str, ...]
+) -> dict[str, Any]:
+    """wanted: what the names of sides begin with."""
+    sides = [side for side in sides_of(profile, num_workers, bandwidth) if side[0].startswith(wanted)]
     with Link(bandwidth, num_hosts=num_workers) as link:
         figures = run_ranks(link, sys.argv[0], [sides, rounds])
     return {"workers": num_workers, "bandwidth": bandwidth, "sides": figures}
@@ -270,13 +279,13 @@ def table(case: dict[str, Any]) -> str:
     bytes_per_s = parse_bandwidth(case["bandwidth"])
     lines = [
         f"{case['workers']} workers, {case['bandwidth']}",
-        f"  {'':22}{'samples/s':>10}{'least':>9}{'most':>9}{'KB/sample':>12}{'limit':>9}",
+        f"  {'':25}{'samples/s':>10}{'least':>9}{'most':>9}{'KB/sample':>12}{'limit':>9}",
     ]
     for name, rounds in case["sides"].items():
         rates = [rate for rate, _ in rounds]
         num_bytes = statistics.median(carried for _, carried in rounds)
         lines.append(
-            f"  {name:22}{statistics.median(rates):10.1f}{min(rates):9.1f}{max(rates):9.1f}"
+            f"  {name:25}{statistics.median(rates):10.1f}{min(rates):9.1f}{max(rates):9.1f}"
             f"{num_bytes / 1e3:12.1f}{bytes_per_s / num_bytes:9.1f}"
         )
     return "\n".join(lines)
@@ -316,6 +325,7 @@ def main() -> None:
     parser.add_argument("--workers", default="2,4")
     parser.add_argument("--bandwidths", default="1Gbit/s,200Mbit/s")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--sides", default="", help="those alone whose names begin so, one or several")
     parser.add_argument("--json", metavar="FILE", help="write the figures here too")
     parser.add_argument("--picture", metavar="FILE", help="draw them here (.png, .svg, .pdf)")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
@@ -331,7 +341,8 @@ def main() -> None:
     cases = []
     for num_workers in map(int, options.workers.split(",")):
         for bandwidth in options.bandwidths.split(","):
-            cases.append(measure(profile, num_workers, bandwidth, options.rounds))
+            wanted = tuple(options.sides.split(","))
+            cases.append(measure(profile, num_workers, bandwidth, options.rounds, wanted))
             print(table(cases[-1]), flush=True)
             if options.json:
                 Path(options.json).write_text(json.dumps(cases, indent=1), encoding="utf-8")

@@ -124,6 +124,41 @@ def _wide() -> nn.Sequential:
     )
 
 
+def _connected() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(4 * WIDTH * WIDTH, 128),
+        nn.ReLU(inplace=True),
+        nn.Linear(128, 64),
+        nn.Tanh(),
+        nn.Linear(64, CLASSES),
+    )
+
+
+class UsedTwice(nn.Module):
+    """A fully connected layer after itself."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layer(self.layer(x).tanh())
+        return output
+
+
+def _words() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Embedding(VOCABULARY, 128),
+        UsedTwice(128),
+        nn.Linear(128, 192),
+        nn.Tanh(),
+        nn.Linear(192, VOCABULARY),
+    )
+
+
 def _transformer() -> nn.Sequential:
     return nn.Sequential(
         nn.Embedding(VOCABULARY, WIDTH),
@@ -260,5 +295,13 @@ CASES = {
     )
 }
 
-# Few parameters, and much that crosses: 98,304 elements, enough for shared memory with every codec.
-LARGE_CASES = {"wide": Case("wide", _wide, _images, cross_entropy, {1: (), 2: (4,), 3: (2, 4)})}
+LARGE_CASES = {
+    case.name: case
+    for case in (
+        # Few parameters, and much that crosses: 98,304 elements, enough for shared memory with every codec.
+        Case("wide", _wide, _images, cross_entropy, {1: (), 2: (4,), 3: (2, 4)}),
+        # Large fully connected layers, and a last one of which factors are larger than the gradient.
+        Case("connected", _connected, _images, cross_entropy, {1: (), 2: (4,)}),
+        Case("words", _words, _texts, cross_entropy, {1: (), 2: (2,)}),
+    )
+}

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -54,6 +54,9 @@ class Footprint:
     """Of input_bytes, those of the targets."""
     offloadable_bytes: int = 0
     """Of stash_bytes, what offloading moves to the host; 0 also where nobody asked."""
+    factor_rows: Mapping[str, int] = field(default_factory=dict)
+    """By name, of the weights whose gradient is the product of two factors (model/factored.py): the factors'
+    rows in a microbatch. None also where nobody asked."""
 
 
 class MemoryMeter(Protocol):

@@ -37,6 +37,7 @@ __all__ = [
     "TRANSIENT",
     "WEIGHT_VERSIONS",
     "MemoryPlan",
+    "PushedFactors",
     "choose_savings",
     "describe_memory",
     "model_bytes",
@@ -71,6 +72,18 @@ Terms = dict[str, int]
 
 
 @dataclass(frozen=True)
+class PushedFactors:
+    """What a stage's gradients that are pushed as factors take at one replica (stage/factors.py). Bytes."""
+
+    weight_bytes: int = 0
+    """Of the weights, whose gradients no backward makes."""
+    factor_bytes: int = 0
+    """Of a round's factors, at most."""
+    step_bytes: int = 0
+    """Of the gradients that an update has at once, and of the factors that it makes one of."""
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """What the terms of one worker are made of. Bytes; the mappings are by stage, of the worker's own."""
 
@@ -93,6 +106,7 @@ class MemoryPlan:
     offload: Mapping[int, Offload] = field(default_factory=dict)
     step_bytes: Mapping[int, int] = field(default_factory=dict)
     """What the optimizer's step makes and drops."""
+    factors: Mapping[int, PushedFactors] = field(default_factory=dict)
 
     def terms(self) -> Terms:
         """The predicted terms."""
@@ -173,12 +187,16 @@ class MemoryPlan:
                 stash += self._kept_beside_gradients(stage, kept) + num_of_data * footprint.target_bytes
             # Tied gradients on their way to the owner, as many as the channel may hold.
             stash += sum(self.tied_bytes[stage].values()) * (self.schedule.in_flight[0] + 1)
-            transient = max(transient, footprint.transient_bytes + extra, self.step_bytes.get(stage, 0))
-            gradients += footprint.gradient_bytes
+            factors = self.factors.get(stage, PushedFactors())
+            step_bytes = self.step_bytes.get(stage, 0) + factors.step_bytes
+            transient = max(transient, footprint.transient_bytes + extra, step_bytes)
+            fewer_bytes = factors.weight_bytes - factors.factor_bytes
+            gradients += footprint.gradient_bytes - fewer_bytes
             if self.plan.stages[stage].num_replicas > 1:
                 # Those that are pushed and have not left, or are kept for the update of the own shard.
                 num_rounds = _core.num_gradients_kept(self.schedule, stage)
-                gradients += num_rounds * max(footprint.gradient_bytes, self.weight_bytes[stage])
+                kept_bytes = max(footprint.gradient_bytes, self.weight_bytes[stage])
+                gradients += num_rounds * (kept_bytes - fewer_bytes)
         return {STASH: stash, TRANSIENT: transient, GRADIENTS: gradients}
 
     def _kept_beside_gradients(self, stage: int, kept: int) -> int:

@@ -28,7 +28,7 @@ says where. Owned by the worker's compute thread.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,6 +52,7 @@ from pipedream.model.boundary import (
     to_device,
 )
 from pipedream.model.calls import is_compiled
+from pipedream.model.factored import FactoredLayers, factorable
 from pipedream.model.loss_placement import call_loss, spare_loss
 from pipedream.model.precision import autocast_region
 from pipedream.model.references import modules_carried_by
@@ -121,12 +122,15 @@ class Rehearsal:
         repeats: bool = False,
         scales_loss: bool = False,
         for_offload: bool = False,
+        for_factors: Collection[int] = (),
     ) -> None:
         """describe: names this worker in errors, by the stage. name: of what is rehearsed with. loss_fn: None
         rehearses forwards alone.
         repeats: the backward comes twice, as under microbatches gradients are added to those that are there.
         scales_loss: the backward is of a multiple of the loss, which itself is gone by then.
-        for_offload: also find out what of the stash could be offloaded, with one more forward."""
+        for_offload: also find out what of the stash could be offloaded, with one more forward.
+        for_factors: of these stages also find out which weights' gradients are products of factors, with one
+        more forward and backward."""
         self.boundaries: dict[int, Boundary] = {}
         """By the stage upstream of the cut."""
         self.footprints: dict[int, Footprint] = {}
@@ -140,6 +144,7 @@ class Rehearsal:
         self._repeats = repeats
         self._scales_loss = scales_loss
         self._for_offload = for_offload
+        self._for_factors = for_factors
 
     def run(self, stages: Sequence[StageModule], inputs: Any, targets: Any) -> None:
         """stages: the worker's, ascending, on the device. inputs, targets: of one microbatch; read where the
@@ -197,9 +202,12 @@ class Rehearsal:
             self._handover.send(index, boundary, boundary.flatten(stage_rehearsal.output))
         footprint = stage_rehearsal.footprint(with_backward=self._loss_fn is not None)
         offloadable_bytes = stage_rehearsal.offloadable_bytes() if self._for_offload else 0
+        factor_rows = stage_rehearsal.factor_rows() if index in self._for_factors else {}
         with self._located(index):  # after an error of the device there is no minibatch 0 to leave it to
             _wait_for(self._device)
-        self.footprints[index] = replace(footprint, offloadable_bytes=offloadable_bytes)
+        self.footprints[index] = replace(
+            footprint, offloadable_bytes=offloadable_bytes, factor_rows=factor_rows
+        )
 
     @contextlib.contextmanager
     def _located(self, stage_index: int) -> Iterator[None]:
@@ -312,6 +320,24 @@ class _StageRehearsal:
             self._run(given)
             return num_bytes()
         return 0
+
+    def factor_rows(self) -> dict[str, int]:
+        """By a forward and a backward of its own, without a meter; nothing where they fail."""
+        named = self._stage.trainable_parameters()
+        rows: dict[str, int] = {}
+
+        def count(name: str, _: Tensor, inputs: Tensor) -> None:
+            rows[name] = rows.get(name, 0) + len(inputs)
+
+        factored = FactoredLayers(factorable(self._stage, named), count)
+        self._metered = False
+        with contextlib.suppress(Exception), factored.installed():
+            self.forward()
+            with factored.backward():  # in which layers that checkpoint themselves run again
+                self._backward()
+            # Of a weight with another use besides the rest of the gradient is there.
+            return {name: rows[name] for name, parameter in named if name in rows and parameter.grad is None}
+        return {}
 
     def _backward(self) -> None:
         roots = [root for root in self._roots if root.requires_grad]

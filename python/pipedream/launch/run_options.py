@@ -240,12 +240,12 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
     RunOption(
         "codec",
         '`"bf16"`, `"fp16"`, `"int8"`, `"topk:0.05"`, or a mapping of these per direction, pair of stages or'
-        ' `"pushes"`',
+        ' `"pushes"`, where `"factors"` may be, too',
         None,
         lambda _, value: parse_codec(value),
         CommandOption(
             "What activations and gradients become between stages: bf16, fp16, int8, topk or"
-            " topk:0.05; or WHERE=CODEC,..., as activations=bf16,1->0=int8,pushes=bf16.",
+            " topk:0.05; or WHERE=CODEC,..., as activations=bf16,1->0=int8,pushes=bf16 or pushes=factors.",
             read=parse_codec_text,
         ),
     ),

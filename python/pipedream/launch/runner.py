@@ -146,8 +146,10 @@ def run(
         ZeroMQ over tcp; "tcp" (or "zmq") always takes the wire; "shm" and "ipc" refuse workers that cannot.
     codec: what activations and gradients become between stages: "bf16", "fp16", "int8", "topk" or
         "topk:0.05" for all, or a mapping from "activations", "gradients" or pairs (sender stage, receiver
-        stage) to these; and what replicas push to the owners of shards, by the key "pushes" alone. Weights
-        always travel exactly. docs/transport.md says what each does.
+        stage) to these; and what replicas push to the owners of shards, by the key "pushes" alone, which may
+        also be "factors" or "factors:bf16": gradients of fully connected layers as their factors, where these
+        are smaller (docs/parameter-server.md). Weights always travel exactly. docs/transport.md says what
+        each does.
     keys: a file that `pipedream keys` made, or keys.CurveKeys: encrypts and authenticates every link.
     bind: the address or interface of this machine that workers listen on; None is loopback, and under
         torchrun on several machines this machine's address on the route to MASTER_ADDR. Elsewhere than on

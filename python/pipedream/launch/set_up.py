@@ -27,6 +27,7 @@ from pipedream.launch.agreed_run import AgreedRun
 from pipedream.launch.own_part import OwnPart
 from pipedream.launch.worker_links import WorkerLinks
 from pipedream.links.channels import set_up_channels, tree_name
+from pipedream.links.codec_choice import pushes_factors
 from pipedream.links.rank_tree import children_of, parent_of, subtree_of
 from pipedream.model.boundary import Boundary
 from pipedream.model.enlarged import enlarged
@@ -151,9 +152,16 @@ def _rehearse(
         repeats=options.microbatches > 1 or _adds_minibatches(run),
         scales_loss=_scales_loss(run),
         for_offload=options.memory_bytes is not None or forced_offload().activations,
+        for_factors=_stages_with_factors(run),
     )
     rehearsal.run(run.own_stages(), first.inputs, first.targets)
     return Rehearsed(rehearsal.boundaries, rehearsal.footprints, first.input_boundary)
+
+
+def _stages_with_factors(run: AgreedRun) -> list[int]:
+    """Whose replicas push what they can as factors."""
+    stages = range(run.plan.num_stages) if pushes_factors(run.options.links.codec) else ()
+    return [stage for stage in stages if run.plan.stages[stage].num_replicas > 1]
 
 
 def _scales_loss(run: AgreedRun) -> bool:

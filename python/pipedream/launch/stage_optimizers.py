@@ -14,10 +14,12 @@ from torch import Tensor
 
 from pipedream.common.units import format_bytes
 from pipedream.launch.agreed_run import AgreedRun, wait_for
+from pipedream.launch.factor_choice import FactorChoice
 from pipedream.links.channels import ShardSpec, TieSpec
-from pipedream.links.codec_choice import NO_CODEC, PUSHES
+from pipedream.links.codec_choice import NO_CODEC, codec_of_pushes
 from pipedream.model.boundary import TensorSpec
 from pipedream.model.splitter import Tie
+from pipedream.stage.factors import FactorLayer
 from pipedream.stage.gradients import updated_parameters
 from pipedream.stage.shards import Piece, ShardLayout, works_by_element
 from pipedream.stage.stage_optimizer import StageOptimizer
@@ -32,11 +34,15 @@ class StageOptimizers:
     """The optimizers of this worker's stages, by stage, and where a stage has replicas which shard of its
     parameters each of them updates. Made of rank 0's initial weights."""
 
-    def __init__(self, run: AgreedRun) -> None:
+    def __init__(self, run: AgreedRun, choice: FactorChoice) -> None:
+        """choice: of what is pushed as factors."""
         self.by_stage: dict[int, StageOptimizer] = {}
         self.layouts: dict[int, ShardLayout] = {}
         """Of these stages, and of those that own parameters that these use too."""
+        self.factored: dict[int, list[FactorLayer]] = {}
+        """Of the same stages: the weights whose gradients are pushed as factors."""
         self._run = run
+        self._choice = choice
         for stage in run.own_stages():
             index = stage.stage_index
             named = updated_parameters(stage, run.ties)
@@ -51,9 +57,9 @@ class StageOptimizers:
                     run.place.rendezvous.publish(_whole_key(index), whole)
                 layout = self.layouts[index] = self._layout_of(index, whole_tensors=whole)
                 optimizer.keep(layout.pieces_of(run.plan.replica_of(run.rank)))
-                codec = run.options.links.codec.get(PUSHES, NO_CODEC)
-                _log.info("%s: %s", run.plan.describe_worker(run.rank), _describe(layout, optimizer, codec))
-
+                told = _describe(layout, optimizer, codec_of_pushes(run.options.links.codec))
+                told += choice.describe(index, self.factored[index])
+                _log.info("%s: %s", run.plan.describe_worker(run.rank), told)
         self._learn_layouts_of_owners()
 
     def _has_shards(self, stage: int) -> bool:
@@ -63,7 +69,14 @@ class StageOptimizers:
         named = updated_parameters(self._run.stages[stage], self._run.ties)
         num_tied = len(ties_by_owner(stage, self._run.ties).get(stage, []))
         num_replicas = self._run.plan.stages[stage].num_replicas
-        return ShardLayout(named, num_replicas, whole_tensors=whole_tensors, num_tied=num_tied)
+        self.factored[stage] = self._choice.of_stage(stage)
+        return ShardLayout(
+            named,
+            num_replicas,
+            whole_tensors=whole_tensors,
+            num_tied=num_tied,
+            shared=[layer.parameter for layer in self.factored[stage]],
+        )
 
     def _learn_layouts_of_owners(self) -> None:
         """Only its own workers know what a stage's optimizer can work on."""
@@ -126,6 +139,7 @@ class StageOptimizers:
                 max((chunk.num_bytes for chunk in chunks), default=1),
                 max((len(chunk.pieces) for chunk in chunks), default=1),
                 layout.dtype_of(shard),
+                tuple(spec for layer in self.factored[stage] for spec in _factor_specs(layer)),
             )
             for stage, layout in self.layouts.items()
             if stage in self.by_stage
@@ -159,6 +173,11 @@ def _no_optimizer(keys: list[str]) -> str:
 def _spec_of(parameter: Tensor, piece: Piece | None = None) -> TensorSpec:
     shape = tuple(parameter.shape) if piece is None or piece.is_whole else (piece.count,)
     return TensorSpec(parameter.dtype, shape, requires_grad=piece is None)
+
+
+def _factor_specs(layer: FactorLayer) -> list[TensorSpec]:
+    widths = (layer.num_outputs, layer.num_inputs)
+    return [TensorSpec(layer.dtype, (layer.num_rows_max, width), requires_grad=False) for width in widths]
 
 
 def _describe(layout: ShardLayout, optimizer: StageOptimizer, codec: str) -> str:

@@ -27,6 +27,7 @@ from pipedream.budget.memory import (
     TRANSIENT,
     WEIGHT_VERSIONS,
     MemoryPlan,
+    PushedFactors,
     choose_savings,
     model_bytes,
     native_step_bytes,
@@ -46,10 +47,13 @@ from pipedream.budget.offload import (
 from pipedream.budget.torch_pool import SEGMENT_SLACK_BYTES, TORCH_TENSORS, TorchPool, wants_torch_pool
 from pipedream.launch.agreed_run import AgreedRun
 from pipedream.launch.stage_optimizers import StageOptimizers
-from pipedream.links.channels import BETWEEN_REPLICAS, RunChannel, edge_name
-from pipedream.links.codec_choice import NO_CODEC, PUSHES
+from pipedream.links.channels import BETWEEN_REPLICAS, RunChannel, edge_name, factors_name
+from pipedream.links.codec_choice import codec_of_pushes
 from pipedream.links.replica_group import ReplicaGroup
+from pipedream.model.factored import factorable
 from pipedream.model.splitter import StageModule
+from pipedream.stage.factor_exchange import FactorExchange
+from pipedream.stage.factors import FactorLayer
 from pipedream.stage.gradients import StageGradients
 from pipedream.stage.param_server import ParameterServer
 from pipedream.stage.reduced import LocalSteps, ReducedGradients
@@ -151,7 +155,21 @@ class StagePool:
             self._device.type,
             dict.fromkeys(own_bytes, forced_offload()),
             step_bytes,
+            {
+                stage: self._pushed_factors(stage, layers)
+                for stage, layers in self._stage_optimizers.factored.items()
+                if stage in own_bytes
+            },
         )
+
+    def _pushed_factors(self, stage: int, layers: Sequence[FactorLayer]) -> PushedFactors:
+        at_once = self.run.options.measures_gradients or self._stage_optimizers.layouts[stage].whole_tensors
+        num_replicas = self.run.plan.stages[stage].num_replicas
+        weights = [layer.weight_bytes for layer in layers]
+        factors = [layer.factor_bytes for layer in layers]
+        stacked_bytes = num_replicas * max(factors, default=0)
+        product_bytes = sum(weights) if at_once else max(weights, default=0)
+        return PushedFactors(sum(weights), sum(factors), product_bytes + stacked_bytes)
 
     def _held_stages(self) -> list[StageModule]:
         """Whose weights lie in the device's memory: on the host also what the user made of other stages'."""
@@ -275,6 +293,10 @@ class StagePool:
                 ):
                     if mine == replica:
                         names.setdefault((edge.kind, sends), {})[other] = edge_name(edge, schedule.placement)
+                        if edge.kind == "push":
+                            name = factors_name(edge, schedule.placement)
+                            names.setdefault(("factors", sends), {})[other] = name
+        factors = self._stage_optimizers.factored[stage]
         return ParameterServer(
             weights,
             optimizer,
@@ -289,8 +311,24 @@ class StagePool:
                 pull_to=names["pull", True],
                 pull_from=names["pull", False],
             ),
-            push_codec=self.run.options.links.codec.get(PUSHES, NO_CODEC),
+            push_codec=codec_of_pushes(self.run.options.links.codec),
+            factors=None
+            if not factors
+            else FactorExchange(
+                self._core,
+                factors,
+                self._layers_of(stage, factors),
+                channels_to=names["factors", True],
+                channels_from=names["factors", False],
+                replica=replica,
+                device=self._device,
+            ),
         )
+
+    def _layers_of(self, stage: int, weights: Sequence[FactorLayer]) -> dict[str, list[nn.Linear]]:
+        """By name, who has these weights."""
+        found = factorable(self.run.stages[stage], self.run.stages[stage].trainable_parameters())
+        return {weight.name: found[weight.name] for weight in weights}
 
     def _make_reduced(
         self,

@@ -27,6 +27,7 @@ from pipedream.common.errors import afterwards, describe_error, losses_kept, rai
 from pipedream.data.stream import ForwardedData, MinibatchStream, ReceivedStream
 from pipedream.launch.agreed_run import AgreedRun, agree, wait_for
 from pipedream.launch.devices import choose_device
+from pipedream.launch.factor_choice import FactorChoice
 from pipedream.launch.gathering import gather
 from pipedream.launch.own_part import OwnPart
 from pipedream.launch.set_up import Rehearsed, set_up
@@ -125,7 +126,7 @@ class _Worker:
     ) -> RunResult:
         self._place.rendezvous.enter("opening links")
         core = self.links.make_core(run, device)
-        optimizers = StageOptimizers(run)
+        optimizers = StageOptimizers(run, FactorChoice(run, device, rehearsed.footprints))
         channels = _channels_of(run, core, device, rehearsed, data, optimizers)
         for channel in channels:
             channel.add_to(core, run.rank, run.plan)

@@ -16,7 +16,13 @@ import torch
 
 from pipedream import _core
 from pipedream.data.stream import ForwardedData
-from pipedream.links.codec_choice import NO_CODEC, PUSHES, CodecChoice, codec_between
+from pipedream.links.codec_choice import (
+    NO_CODEC,
+    CodecChoice,
+    codec_between,
+    codec_of_pushes,
+    pushes_factors,
+)
 from pipedream.links.rank_tree import parent_of
 from pipedream.links.state_transfer import PIECE_BYTES
 from pipedream.model.boundary import Boundary, TensorSpec
@@ -34,6 +40,7 @@ __all__ = [
     "channels_of_run",
     "data_channels",
     "edge_name",
+    "factors_name",
     "forwarded_name",
     "num_of_edge_in_flight",
     "rehearsal_name",
@@ -89,6 +96,14 @@ class ShardSpec:
     """Of a chunk."""
     dtype: torch.dtype = torch.uint8
     """Of its elements; uint8 where they have several."""
+    factors: tuple[TensorSpec, ...] = ()
+    """Of the gradients that are pushed as factors, which all replicas of the stage send each other: of each
+    weight's those of the outputs, then the inputs."""
+
+
+def factors_name(push: _core.Edge, placement: _core.Placement) -> str:
+    """Of the channel beside a push that carries factors."""
+    return edge_name(push, placement).replace(_CARRIED["push"], "pushed factors", 1)
 
 
 def edge_name(edge: _core.Edge, placement: _core.Placement) -> str:
@@ -313,11 +328,21 @@ def _add_between_replicas(
         [flags, content] if is_push else [content],
         slots=max(spec.num_chunks, 1),
         unsent=max(spec.num_chunks, 1) * num_rounds,
-        codec=codec.get(PUSHES, NO_CODEC) if is_push else NO_CODEC,
+        codec=codec_of_pushes(codec) if is_push else NO_CODEC,
         edge=edge,
         num_transfers_kept=NUM_TRANSFERS_KEPT,
         num_residuals=max(spec.num_chunks, 1),
     )
+    if is_push and pushes_factors(codec):  # whatever the stage: all workers number the channels alike
+        has_factors = TensorSpec(torch.uint8, (max(len(spec.factors) // 2, 1),), requires_grad=False)
+        found.add(
+            factors_name(edge, schedule.placement),
+            _ranks_of_ends(schedule, edge),
+            [has_factors, *spec.factors],
+            slots=1,
+            unsent=num_rounds,
+            num_transfers_kept=NUM_TRANSFERS_KEPT,
+        )
 
 
 def _add_edge(

@@ -2,6 +2,7 @@
 
 A choice is a mapping, ready for JSON, from "activations", "gradients", a pair of stages ("0->1": sender and
 receiver) or "pushes" to the name of a codec (csrc/codec/codec.h); a pair counts more than its direction.
+That of pushes may also be "factors", or "factors:bf16" where what is not pushed as factors is to be encoded.
 Torch-free; pure.
 """
 
@@ -13,13 +14,16 @@ from typing import Any
 from pipedream import _core
 
 __all__ = [
+    "FACTORS",
     "NO_CODEC",
     "PUSHES",
     "CodecChoice",
     "check_pairs",
     "codec_between",
+    "codec_of_pushes",
     "parse_codec",
     "parse_codec_text",
+    "pushes_factors",
 ]
 
 CodecChoice = dict[str, str]
@@ -27,6 +31,8 @@ CodecChoice = dict[str, str]
 NO_CODEC = "none"
 PUSHES = "pushes"
 """What replicas push to the owners of shards. A name for all does not mean it."""
+FACTORS = "factors"
+"""Of pushes: gradients of fully connected layers go as factors where these are smaller (stage/factors.py)."""
 _DIRECTIONS = ("activations", "gradients")
 _EXAMPLE = 'for example "bf16", {"activations": "bf16", "gradients": "topk:0.01"} or {(0, 1): "int8"}'
 
@@ -48,7 +54,8 @@ def parse_codec(codec: Any) -> CodecChoice:
         where = _where(key)
         if where in choice:
             raise ValueError(f"codec names {where} twice")
-        choice[where] = _codec_name(f"codec of {where}", NO_CODEC if value is None else value)
+        name = NO_CODEC if value is None else value
+        choice[where] = _name_of_pushes(name) if where == PUSHES else _codec_name(f"codec of {where}", name)
     return choice
 
 
@@ -87,6 +94,32 @@ def codec_between(choice: CodecChoice, sender: int, receiver: int) -> str:
     """The codec's name from one stage to its neighbour."""
     direction = _DIRECTIONS[0] if sender < receiver else _DIRECTIONS[1]
     return choice.get(f"{sender}->{receiver}", choice.get(direction, NO_CODEC))
+
+
+def pushes_factors(choice: CodecChoice) -> bool:
+    return _split_pushes(choice.get(PUSHES, NO_CODEC))[0]
+
+
+def codec_of_pushes(choice: CodecChoice) -> str:
+    """Of what is not pushed as factors."""
+    return _split_pushes(choice.get(PUSHES, NO_CODEC))[1]
+
+
+def _split_pushes(name: str) -> tuple[bool, str]:
+    """(whether factors are pushed, the codec's name) of a name of pushes."""
+    head, _, codec = name.partition(":")
+    return (True, codec or NO_CODEC) if head == FACTORS else (False, name)
+
+
+def _name_of_pushes(name: Any) -> str:
+    what = f"codec of {PUSHES}"
+    if not isinstance(name, str):
+        return _codec_name(what, name)
+    has_factors, codec = _split_pushes(name)
+    codec = _codec_name(what, codec)
+    if not has_factors:
+        return codec
+    return FACTORS if codec == NO_CODEC else f"{FACTORS}:{codec}"
 
 
 def _where(key: Any) -> str:

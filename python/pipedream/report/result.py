@@ -128,6 +128,9 @@ class RunResult:
     """Per stage: what waited in host memory for its use, of "versions" and "activations"."""
     channels: list[ChannelFigures] = field(default_factory=list)
     """Of every channel between two stages, activations and gradients."""
+    bytes_synced: int = 0
+    """By the replicas of each stage to each other, headers included: gradients, or their factors, and
+    versions of the weights. What an all-reduce sends is not in it."""
     spans: list[list[WorkSpan]] = field(default_factory=list)
     """Per worker: the latest work items, oldest first."""
     transfers: list[ChannelTransfers] = field(default_factory=list)
@@ -268,6 +271,7 @@ def combine_reports(
         data_sources=[report["data"]["source"] for report in reports],
         epoch_sizes=[epochs.count(epoch) for epoch in sorted(set(epochs))],
         channels=figures,
+        bytes_synced=sum(report["synced_bytes"] for report in reports),
         spans=[_spans_of(report, reports[0]) for report in reports],
         transfers=combine_transfers(channels, reports),
         worker_names=[plan.describe_worker(rank) for rank in range(len(reports))],

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pipedream import _core
 from pipedream.budget.footprint import storage_bytes
 from pipedream.model.splitter import StageModule, Tie
+from pipedream.stage.regions import Region
 from pipedream.stage.shards import flat_view
 from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.tied import TiedParameters, ties_by_owner
@@ -30,6 +31,7 @@ __all__ = [
     "RunStep",
     "StageGradients",
     "clip_scale",
+    "figures_of",
     "in_order",
     "updated_parameters",
 ]
@@ -64,6 +66,19 @@ def clip_scale(squared_norm: float, max_norm: float | None) -> float:
     return min(1.0, max_norm / (math.sqrt(squared_norm) + _NORM_EPSILON))
 
 
+def figures_of(gradients: Sequence[Tensor | None]) -> GradientFigures:
+    dense = [
+        gradient.to_dense() if gradient.is_sparse else gradient
+        for gradient in gradients
+        if gradient is not None and gradient.numel() > 0
+    ]
+    if not dense:
+        return GradientFigures()
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(dense)])
+    squared_norm = float(norms.square().sum())
+    return GradientFigures(squared_norm, not math.isfinite(squared_norm))
+
+
 class StageGradients:
     """The gradients of the parameters that one stage updates: its own, then the tied ones that it owns."""
 
@@ -83,6 +98,11 @@ class StageGradients:
         leaves = [leaf for group in tied for slot in range(group.num_slots) for leaf in group.leaves(slot)]
         return storage_bytes([leaf.grad for leaf in (*self._weights.own.leaves(own_slot), *leaves)])
 
+    @property
+    def around_backward(self) -> Region | None:
+        """What a backward of the stage runs in."""
+        return None
+
     def begin_last_backward(self, minibatch: int, loss_scale: float) -> None:
         """The minibatch's last backward is next, of a loss that was multiplied by loss_scale."""
 
@@ -92,16 +112,7 @@ class StageGradients:
         self._taken = [*self._weights.own.take_gradients(own_slot), *self._tied.collect(minibatch)]
 
     def figures(self) -> GradientFigures:
-        dense = [
-            gradient.to_dense() if gradient.is_sparse else gradient
-            for gradient in self._taken
-            if gradient is not None and gradient.numel() > 0
-        ]
-        if not dense:
-            return GradientFigures()
-        norms = torch.stack([norm.double() for norm in torch._foreach_norm(dense)])
-        squared_norm = float(norms.square().sum())
-        return GradientFigures(squared_norm, not math.isfinite(squared_norm))
+        return figures_of(self._taken)
 
     def apply(self, read_slot: int, write_slot: int, gradient_scale: float, run: RunStep) -> None:
         """Makes the next version of the parameters."""
@@ -120,6 +131,9 @@ class StageGradients:
 
     def finish(self, newest_slot: int) -> None:
         """All updates of the run are done; the slot has the last version."""
+
+    def release(self) -> None:
+        """The user's modules are as they were. Also after a failure."""
 
     def take_overflow(self) -> bool:
         """Whether an update was skipped since the last call."""

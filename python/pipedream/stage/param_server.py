@@ -11,6 +11,8 @@ its exchange with the shards of the others.
 A chunk is updated, and leaves for the others, as soon as the gradients of all replicas are there, while the
 next chunk's are on their way: both directions of a link are busy. Measuring norms waits for all of them.
 
+Of a weight whose gradient is pushed as factors (factor_exchange.py) every replica makes the next version.
+
 The program says when (transfers.h); here is what becomes of what others push, in shard_client.py what is
 pushed and pulled. Gradients are added in the order of the replicas, so that a run gives the same numbers
 however late one is. A round that nobody knows to be the last has all replicas; who learns that it has not
@@ -29,7 +31,7 @@ from torch import Tensor
 
 from pipedream import _core
 from pipedream.common.errors import PipelineError
-from pipedream.stage.gradients import GradientFigures, RunStep
+from pipedream.stage.gradients import GradientFigures, RunStep, figures_of
 from pipedream.stage.pushes import send
 from pipedream.stage.shard_client import EndOfData, ShardClient, own_piece
 from pipedream.stage.shards import Chunk, Piece, ShardLayout, ShardPart, parts_of, piece_of
@@ -62,10 +64,12 @@ class ParameterServer(ShardClient):
         super().__init__(*arguments, layout=layout, **options)
         own_chunks = self._chunks[self._replica]
         self._steps_by_element = not layout.whole_tensors  # by optimizers that keep no gradient
-        self._parts = parts_of(own_chunks, at_once=layout.whole_tensors)
+        own_pieces = layout.pieces_of(self._replica)
+        self._parts = parts_of(own_chunks, own_pieces, at_once=layout.whole_tensors)
+        self._shared = layout.shared
         self._arrivals = _core.ShardRounds(
             num_replicas=self._rounds.num_replicas,
-            num_chunks=len(own_chunks),
+            num_chunks=len(own_chunks) + len(self._shared),
             first_version=self._newest,
             num_rounds_max=1,  # a gradient is asked for when its round is the next
         )
@@ -74,7 +78,7 @@ class ParameterServer(ShardClient):
         self._updated: _Round | None = None
         self._poisons = _core.poisons_released_slots()
         tied_pieces = layout.tied_pieces_of(self._replica)
-        own_pieces = layout.pieces_of(self._replica)
+        self._is_counted = [self._counts(piece) for piece in own_pieces]
         own_pieces = own_pieces[: len(own_pieces) - len(tied_pieces)]
         self._own_pieces = _pieces_in_slots(self._weights.own, own_pieces)
         tied = self._tied.owned
@@ -84,12 +88,17 @@ class ParameterServer(ShardClient):
         """Waits for the beginning of that replica's gradient; EndOfData where it has none of that round."""
         round_index = self._rounds.round_of(minibatch)
         entry = self._open.setdefault(round_index, _Round(round_index))
-        if self._chunks[self._replica]:
-            first = self._receive(self._channels.push_from[other])
+        entry.arrived[other] = []
+        if self._factors is not None or self._chunks[self._replica]:
+            channels = self._channels.push_from if self._factors is None else self._factors.channels_from
+            first = self._receive(channels[other])
             if isinstance(first, EndOfData):
                 return first
             entry.num_summed[other], tensors = first
-            entry.arrived[other] = [tensors]
+            if self._factors is None:
+                entry.arrived[other].append(tensors)
+            else:
+                self._factors.take_in(other, round_index, tensors)
         entry.pushed_by.add(other)
         return None
 
@@ -111,7 +120,15 @@ class ParameterServer(ShardClient):
         assert entry is not None
         means = {part.first: self._means_of(entry, part) for part in self._parts}
         self._taken = [mean for first in sorted(means) for mean in means[first]]
-        return super().figures()
+        counted = zip(self._taken, self._is_counted, strict=True)
+        return figures_of([mean for mean, is_counted in counted if is_counted])
+
+    def _counts(self, piece: Piece) -> bool:
+        """Whether in norms, which are sums over all replicas, the piece is this one's."""
+        if piece.parameter not in self._shared:
+            return True
+        assert self._factors is not None
+        return self._factors.counts(piece.parameter)
 
     def poison(self, freed_slot: int) -> None:
         """Not yet: another replica may still be reading this one's shard of the version."""
@@ -161,6 +178,9 @@ class ParameterServer(ShardClient):
                 assert content is not None
                 for channel in self._channels.pull_to.values():
                     send(self._core, channel, [content])
+        if self._factors is not None:
+            assert self._updated is not None
+            self._factors.end_round(self._updated.index)
         self._updated = None
         self._finish()
         self._note_version(write_slot)
@@ -179,20 +199,36 @@ class ParameterServer(ShardClient):
     # Means.
 
     def _means_of(self, entry: _Round, part: ShardPart) -> list[Tensor | None]:
-        # In the order in which they come.
-        means = [(chunk, self._means(entry, index, chunk)) for index, chunk in part.chunks]
-        means.sort(key=lambda of_chunk: of_chunk[0].position)
-        return [mean for _, of_chunk in means for mean in of_chunk]
+        means: dict[Piece, Tensor | None] = {}
+        for index, chunk in part.chunks:  # in the order in which they come
+            means |= zip(chunk.pieces, self._means(entry, index, chunk), strict=True)
+        for piece in part.pieces:
+            if piece.parameter in self._shared:
+                means[piece] = self._product(entry, piece)
+        return [means[piece] for piece in part.pieces]
 
-    def _means(self, entry: _Round, index: int, chunk: Chunk) -> list[Tensor | None]:
-        """Of the chunk's pieces, once it has come from all who have a minibatch in the round."""
-        parts = {other: self._chunk_from(entry, other, index) for other in sorted(entry.pushed_by)}
-        members = sorted([*parts, *([] if entry.own is None else [self._replica])])
+    def _product(self, entry: _Round, piece: Piece) -> Tensor | None:
+        """The mean of a weight's gradients that are factors."""
+        assert self._factors is not None
+        index = len(self._chunks[self._replica]) + self._shared.index(piece.parameter)
+        self._note_arrived(entry, index)
+        return self._factors.mean_of(entry.index, piece.parameter, entry.num_members)
+
+    def _note_arrived(self, entry: _Round, index: int) -> list[int]:
+        """The gradients of the index-th chunk, or after the chunks of a shared weight, are all there, and in
+        this update alone. The replicas that have them."""
+        members = sorted([*entry.pushed_by, *([] if entry.own is None else [self._replica])])
         for member in members:
             refused = self._arrivals.arrive(member, entry.index, index)
             if refused is not None:
                 raise PipelineError(refused)
         self._arrivals.publish(index, members)
+        return members
+
+    def _means(self, entry: _Round, index: int, chunk: Chunk) -> list[Tensor | None]:
+        """Of the chunk's pieces, once it has come from all who have a minibatch in the round."""
+        parts = {other: self._chunk_from(entry, other, index) for other in sorted(entry.pushed_by)}
+        members = self._note_arrived(entry, index)
         means = []
         for position, piece in enumerate(chunk.pieces):
             of_piece = {member: self._part(entry, parts, member, position, piece) for member in members}

@@ -51,10 +51,12 @@ class StagePasses:
         statistics: MinibatchStatistics | None,
         rng: RngStream | None,
         torch_region: Region | None,
+        around_backward: Region | None = None,
         clones_inputs: bool | None,
         offload: OffloadedStash | None,
     ) -> None:
-        """statistics, rng, torch_region: around the layers, None where there is nothing to be around them.
+        """statistics, rng, torch_region, around_backward: around the layers, None where there is nothing to
+        be around them.
         clones_inputs: whether the first stage works on copies of the inputs; None leaves it to the first
         forward."""
         self._stage = stage
@@ -72,6 +74,7 @@ class StagePasses:
         around: list[Region] = [] if torch_region is None else [torch_region]
         # Layers that checkpoint themselves run their forward again in the backward.
         self._around_again = [*around, *([] if statistics is None else [statistics.recomputation])]
+        self._around_backward = [*self._around_again, *([] if around_backward is None else [around_backward])]
         self._around_forward = [*around, *([] if statistics is None else [statistics.microbatch])]
         if rng is not None:
             self._around_forward.append(lambda: rng)
@@ -125,10 +128,10 @@ class StagePasses:
     def backward(self, stashed: Stashed, received: Sequence[Tensor], following: Stashed | None) -> None:
         """Leaves gradients at the stashed leaves and at the parameters. received: from downstream.
         following: what the stage's next backward goes through."""
-        if not self._around_again:
+        if not self._around_backward:
             self._backward(stashed, received, following)
             return
-        with entered(self._around_again):
+        with entered(self._around_backward):
             self._backward(stashed, received, following)
 
     def _backward(self, stashed: Stashed, received: Sequence[Tensor], following: Stashed | None) -> None:

@@ -1,11 +1,12 @@
-"""What one replica pushes: its gradients of a round, chunk by chunk, to the owners of the shards.
+"""What one replica pushes: its gradients of a round, chunk by chunk, to the owners of the shards, and when
+they are complete those that are pushed as factors.
 
 Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -50,14 +51,21 @@ class RoundPushes:
         num_parameters: int,
         *,
         feeds_back: bool,
+        factored: Collection[int] = (),
+        push_factors: Callable[[int], None] | None = None,
     ) -> None:
         """channels: by the receiver; chunks: by the shard, in the order in which they leave; dtypes: that
-        they travel in. feeds_back: what the codec leaves out of a gradient is in the next one."""
+        they travel in. feeds_back: what the codec leaves out of a gradient is in the next one.
+        factored: parameters whose gradients are pushed as factors. push_factors: pushes all of these, of so
+        many minibatches."""
         self._core = core
         self._channels = channels
         self._chunks = chunks
         self._dtypes = dtypes
         self._feeds_back = feeds_back
+        self._factored = frozenset(factored)
+        self._push_factors = push_factors
+        self._complete: set[int] = set()  # of those, in this backward
         self.gradients: dict[int, Tensor] = {}
         """By parameter, flat and unscaled: those that are complete before the backward is over."""
         self._num_accumulated = [0] * num_parameters  # in this backward
@@ -79,7 +87,7 @@ class RoundPushes:
         if not self._is_open:
             return
         self._num_accumulated[parameter] += 1
-        if parameter in self.gradients:
+        if parameter in self.gradients or parameter in self._complete:
             raise PipelineError(
                 "a parameter's gradient was accumulated again after it had been pushed, which the first"
                 " backward had not done: a layer that checkpoints itself must do so in every minibatch"
@@ -87,8 +95,15 @@ class RoundPushes:
         if self._once is None or not self._once[parameter]:
             return
         with _disable_current_modes():  # a meter counts what the backward makes
+            if parameter in self._factored:
+                self._complete.add(parameter)
+                if len(self._complete) == len(self._factored):
+                    assert self._push_factors is not None
+                    self._push_factors(self._num_summed)
+                return
             gradient = in_order(leaf.grad, leaf, self._loss_scale)
-            assert gradient is not None
+            if gradient is None:  # the layer has not given any
+                return
             self.gradients[parameter] = gradient
             for other in self._channels:
                 self._send_ready(other)
@@ -105,6 +120,7 @@ class RoundPushes:
         if self._once is None:
             self._once = [count == 1 for count in self._num_accumulated]
         self.gradients = {}
+        self._complete = set()
         self._num_accumulated = [0] * len(self._num_accumulated)
         self._num_sent = dict.fromkeys(self._channels, 0)
 

@@ -19,8 +19,10 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from pipedream import _core
+from pipedream.stage.factor_exchange import FactorExchange
 from pipedream.stage.gradients import StageGradients, in_order
 from pipedream.stage.pushes import ItemLinks, RoundPushes, bytes_of, send
+from pipedream.stage.regions import Region
 from pipedream.stage.shards import Chunk, Piece, ShardLayout, in_leaving_order
 from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.tied import TiedParameters
@@ -44,6 +46,11 @@ class ReplicaChannels:
     push_from: Mapping[int, str]
     pull_to: Mapping[int, str]
     pull_from: Mapping[int, str]
+
+    @property
+    def received(self) -> list[str]:
+        """By which something comes."""
+        return [*self.push_from.values(), *self.pull_from.values()]
 
 
 class Received(NamedTuple):
@@ -71,13 +78,16 @@ class ShardClient(StageGradients):
         replica: int,
         channels: ReplicaChannels,
         push_codec: str = "none",
+        factors: FactorExchange | None = None,
     ) -> None:
-        """optimizer: which keeps the pieces of this replica's shard. push_codec: of the channels."""
+        """optimizer: which keeps the pieces of this replica's shard. push_codec: of the channels. factors: of
+        what the layout has as shared."""
         super().__init__(weights, optimizer, tied)
         self._core = core
         self._rounds = rounds
         self._replica = replica
         self._channels = channels
+        self._factors = factors
         self._others = sorted(channels.push_to)
         self._chunks = {
             shard: in_leaving_order(layout.chunks_of(shard)) for shard in range(rounds.num_replicas)
@@ -101,6 +111,8 @@ class ShardClient(StageGradients):
             self._dtypes,
             len(self._leaves(0, 0)),
             feeds_back=push_codec.startswith("topk"),
+            factored=() if factors is None else factors.parameters,
+            push_factors=self._push_factors,
         )
         # On a device backwards run on other threads, and the core has one owner.
         self._pushes_early = weights.own.slots[0].device.type == "cpu"
@@ -109,6 +121,20 @@ class ShardClient(StageGradients):
                 for parameter, leaf in enumerate(weights.own.leaves(slot)):
                     hook = functools.partial(self._pushes.accumulated, parameter)
                     leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    @property
+    def around_backward(self) -> Region | None:
+        return None if self._factors is None else self._factors.around_backward
+
+    @property
+    def received_channels(self) -> list[str]:
+        """By which the others' gradients and versions have come."""
+        of_factors = () if self._factors is None else self._factors.channels_from.values()
+        return [*self._channels.received, *of_factors]
+
+    def release(self) -> None:
+        if self._factors is not None:
+            self._factors.release()
 
     # Pushing.
 
@@ -125,14 +151,26 @@ class ShardClient(StageGradients):
         own = self._own.get(round_index)
         if own is None:
             own = self._own[round_index] = self._take_gradients(own_slot, minibatch)
-            self._pushed = [ref for ref in self._pushed if ref() is not None]
-            self._pushed += [weakref.ref(part.untyped_storage()) for part in own if part is not None]
+            self._note_pushed(own)
+            if self._factors is not None:
+                if not self._factors.has_pushed:
+                    self._push_factors(self._num_own(round_index))
+                self._factors.end_push(round_index)
         self._pushes.send_rest(other, own, self._num_own(round_index))
         if other == self._others[-1]:
             self._pushes.finish()
             self._left_late_bytes = 0
             self._num_pushed = round_index + 1
             self.tell_end()
+
+    def _push_factors(self, num_summed: int) -> None:
+        """When all of a round are complete."""
+        assert self._factors is not None
+        self._note_pushed(self._factors.push(num_summed))
+
+    def _note_pushed(self, tensors: Sequence[Tensor | None]) -> None:
+        self._pushed = [ref for ref in self._pushed if ref() is not None]
+        self._pushed += [weakref.ref(part.untyped_storage()) for part in tensors if part is not None]
 
     def tell_end(self) -> None:
         """Says on the way of the pushes how many minibatches there are, once that is known and all have left:
@@ -145,14 +183,18 @@ class ShardClient(StageGradients):
         if self._num_pushed < self._rounds.num_begun(self._replica, num_minibatches):
             return
         self._has_told_end = True
-        flags = torch.empty(0, dtype=torch.uint8, device=self._weights.own.slots[0].device)
         fields = _core.ItemFields(num_minibatches=num_minibatches, is_end_of_data=True)
+        if self._factors is not None:  # whose item is the first of a round
+            self._factors.push_end(fields)
+            return
+        flags = torch.empty(0, dtype=torch.uint8, device=self._weights.own.slots[0].device)
         for other, channel in self._channels.push_to.items():
             send(self._core, channel, [flags, flags.view(self._dtypes[other])], fields)
 
     def num_bytes(self, own_slot: int) -> int:
         """Those too that have been pushed and not left, or had not when the backward began that measures."""
-        return super().num_bytes(own_slot) + max(self._leaving_bytes(), self._left_late_bytes)
+        left_bytes = 0 if self._factors is None else self._factors.num_bytes
+        return super().num_bytes(own_slot) + left_bytes + max(self._leaving_bytes(), self._left_late_bytes)
 
     def _leaving_bytes(self) -> int:
         held = {id(storage): storage.nbytes() for ref in self._pushed if (storage := ref()) is not None}
@@ -166,6 +208,8 @@ class ShardClient(StageGradients):
         leaves = self._leaves(own_slot, self._tied.owned_slot_read_by(minibatch))
         gradients = [*self._weights.own.take_gradients(own_slot), *self._tied.collect(minibatch)]
         early = self._pushes.gradients
+        if self._factors is not None:
+            self._factors.check(gradients)
         return [
             in_order(gradient, leaf, self._loss_scale) if index not in early else early[index]
             for index, (gradient, leaf) in enumerate(zip(gradients, leaves, strict=True))

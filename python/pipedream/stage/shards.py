@@ -1,14 +1,15 @@
 """Which replica of a stage owns which part of its parameters: chunks of the flat slot, dealt to as many
 shards as there are replicas, and what an optimizer keeps of its parameters where it has one shard of them.
 
-Where the optimizer works element by element a chunk may cut a tensor; any other gets whole tensors. Pure; any
-thread.
+Where the optimizer works element by element a chunk may cut a tensor; any other gets whole tensors. What each
+replica updates for itself, as all have its whole gradient, is in no chunk. Pure; any thread.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -96,38 +97,57 @@ class Chunk:
 
 class ShardLayout:
     """The chunks of a stage's parameters, in the order of the slot; the same at all its replicas. Those that
-    are tied, which have slots of their own, are dealt as if they lay after the others."""
+    are tied, which have slots of their own, are dealt as if they lay after the others, and those that all
+    replicas update as if they were not there."""
 
     def __init__(
-        self, named: NamedParameters, num_shards: int, *, whole_tensors: bool, num_tied: int = 0
+        self,
+        named: NamedParameters,
+        num_shards: int,
+        *,
+        whole_tensors: bool,
+        num_tied: int = 0,
+        shared: Collection[int] = (),
     ) -> None:
-        """num_tied: of the parameters, the last ones."""
+        """num_tied: of the parameters, the last ones. shared: of the others, by position, those that each
+        replica updates for itself."""
         self.whole_tensors = whole_tensors
         self.num_shards = num_shards
         self.num_own = len(named) - num_tied
+        self.shared = sorted(shared)
         self._parameters = [parameter for _, parameter in named]
         rows = [(name, str(p.dtype).removeprefix("torch."), p.numel()) for name, p in named]
-        num_bytes, offsets = _core.weight_layout(rows)
-        self._offsets = offsets
-        tied_begin = offsets[self.num_own] if num_tied else num_bytes
+        _, self._offsets = _core.weight_layout(rows)
+        self._tied_begin = self._offsets[self.num_own] if num_tied else 0
+        dealt = [index for index in range(len(rows)) if index not in self.shared]
+        _, begins = _core.weight_layout([rows[index] for index in dealt])
         self.chunks: list[Chunk] = []
-        for shard, begin, end, pieces in _core.deal_shards(rows, num_shards, whole_tensors=whole_tensors):
-            own = [row for row in pieces if row[0] < self.num_own]
-            tied = [row for row in pieces if row[0] >= self.num_own]
-            if own:
-                self.chunks.append(self._chunk(shard, begin, min(end, tied_begin), own))
-            if tied:
-                self.chunks.append(self._chunk(shard, max(begin, tied_begin), end, tied, tied_begin))
+        for shard, begin, end, pieces in _core.deal_shards(
+            [rows[index] for index in dealt], num_shards, whole_tensors=whole_tensors
+        ):
+            for region, found in itertools.groupby(pieces, lambda row: self._region_of(dealt[row[0]])):
+                of_region = list(found)
+                first, after = of_region[0][0], of_region[-1][0] + 1
+                if after < len(dealt) and self._region_of(dealt[after]) != region:
+                    region_end = begins[after]
+                else:
+                    region_end = end
+                shift = self._offsets[dealt[first]] - begins[first]  # of the whole region
+                self.chunks.append(
+                    self._chunk(
+                        shard,
+                        max(begin, begins[first]) + shift,
+                        min(end, region_end) + shift,
+                        [(dealt[index], first_element, count) for index, first_element, count in of_region],
+                    )
+                )
 
-    def _chunk(
-        self,
-        shard: int,
-        begin: int,
-        end: int,
-        rows: Sequence[tuple[int, int, int]],
-        tied_begin: int | None = None,
-    ) -> Chunk:
-        """begin, end: of all slots in a row. tied_begin: of a chunk of the tied ones, where their slot is."""
+    def _region_of(self, parameter: int) -> tuple[bool, int]:
+        """Of the slots, without what is shared between."""
+        return parameter >= self.num_own, bisect.bisect(self.shared, parameter)
+
+    def _chunk(self, shard: int, begin: int, end: int, rows: Sequence[tuple[int, int, int]]) -> Chunk:
+        """begin, end: of all slots in a row."""
 
         def piece(parameter: int, first: int, count: int) -> Piece:
             tensor = self._parameters[parameter]
@@ -135,20 +155,27 @@ class ShardLayout:
             is_whole = count == tensor.numel()
             return Piece(parameter, first, count, is_whole, begin_bytes, count * tensor.element_size())
 
-        offset = 0 if tied_begin is None else tied_begin
+        is_tied = rows[0][0] >= self.num_own
+        offset = self._tied_begin if is_tied else 0
         pieces = tuple(piece(*row) for row in rows)
-        return Chunk(shard, begin - offset, end - offset, pieces, is_tied=tied_begin is not None)
+        return Chunk(shard, begin - offset, end - offset, pieces, is_tied=is_tied)
 
     def chunks_of(self, shard: int) -> list[Chunk]:
         return [chunk for chunk in self.chunks if chunk.shard == shard]
 
     def dtype_of(self, shard: int) -> torch.dtype:
-        """Of all its elements; uint8 where they have several."""
-        dtypes = {self._parameters[piece.parameter].dtype for piece in self.pieces_of(shard)}
+        """Of all that is in its chunks; uint8 where they have several."""
+        pieces = (piece for chunk in self.chunks_of(shard) for piece in chunk.pieces)
+        dtypes = {self._parameters[piece.parameter].dtype for piece in pieces}
         return dtypes.pop() if len(dtypes) == 1 else torch.uint8
 
     def pieces_of(self, shard: int) -> list[Piece]:
-        return [piece for chunk in self.chunks_of(shard) for piece in chunk.pieces]
+        """What its replica updates, in the order of the parameters: dealt to it, or shared."""
+        pieces = [piece for chunk in self.chunks_of(shard) for piece in chunk.pieces]
+        return sorted([*pieces, *self.shared_pieces()], key=lambda piece: (piece.parameter, piece.first))
+
+    def shared_pieces(self) -> list[Piece]:
+        return [whole_piece(index, self._parameters[index]) for index in self.shared]
 
     def tied_pieces_of(self, shard: int) -> list[Piece]:
         """Of parameters that are counted from the first tied one on."""
@@ -174,23 +201,26 @@ class ShardPart:
     chunks: Sequence[tuple[int, Chunk]]
     """Each with its position among the shard's, in the order in which they leave."""
     pieces: Sequence[Piece]
-    """Those of the chunks, consecutive ones of the shard."""
+    """Consecutive ones of the shard: those of the chunks, and what is in none."""
     first: int
     """Of the pieces, among the shard's."""
 
 
-def parts_of(chunks: Sequence[Chunk], *, at_once: bool) -> list[ShardPart]:
-    """Of a shard with these chunks, as they leave. at_once: one part."""
-    if not chunks:
+def parts_of(chunks: Sequence[Chunk], pieces: Sequence[Piece], *, at_once: bool) -> list[ShardPart]:
+    """Of a shard with these chunks, as they leave, and these pieces; after the chunks' what is in none of
+    them. at_once: one part."""
+    if not pieces:
         return []
-    in_slots = sorted(chunks, key=lambda chunk: chunk.position)
     if at_once:
-        return [
-            ShardPart(list(enumerate(chunks)), [piece for chunk in in_slots for piece in chunk.pieces], 0)
-        ]
-    lengths = itertools.accumulate((len(chunk.pieces) for chunk in in_slots), initial=0)
-    begins = {chunk.position: begin for chunk, begin in zip(in_slots, lengths, strict=False)}
-    return [ShardPart([entry], entry[1].pieces, begins[entry[1].position]) for entry in enumerate(chunks)]
+        return [ShardPart(list(enumerate(chunks)), pieces, 0)]
+    positions = {(piece.parameter, piece.first): position for position, piece in enumerate(pieces)}
+    parts = []
+    for entry in enumerate(chunks):
+        of_chunk = entry[1].pieces
+        parts.append(ShardPart([entry], of_chunk, positions[of_chunk[0].parameter, of_chunk[0].first]))
+    in_chunks = {position for part in parts for position in range(part.first, part.first + len(part.pieces))}
+    alone = [position for position in range(len(pieces)) if position not in in_chunks]
+    return [*parts, *(ShardPart([], [pieces[position]], position) for position in alone)]
 
 
 def flat_view(tensor: Tensor) -> Tensor:
@@ -203,9 +233,14 @@ def piece_of(leaf: Tensor, piece: Piece) -> Tensor:
     return leaf.data if piece.is_whole else flat_view(leaf.data)[piece.first : piece.first + piece.count]
 
 
+def whole_piece(index: int, parameter: Tensor) -> Piece:
+    """Of a parameter that lies in no chunk."""
+    return Piece(index, 0, parameter.numel(), True, 0, parameter.nbytes)
+
+
 def whole_pieces(parameters: Sequence[Tensor]) -> list[Piece]:
     """Of all these, which lie in no chunk."""
-    return [Piece(i, 0, p.numel(), True, 0, p.nbytes) for i, p in enumerate(parameters)]
+    return [whole_piece(index, parameter) for index, parameter in enumerate(parameters)]
 
 
 @torch.no_grad()

@@ -323,6 +323,7 @@ class WorkerLoop:
         for runner in self._runners.values():
             runner.meter = runner.step_meter = None
         for part in self._prepared:
+            part.gradients.release()
             if part.offload is not None:
                 part.offload.finish()
             part.weights.own.restore(newest_slots[part.stage.stage_index])
@@ -392,6 +393,11 @@ class WorkerLoop:
             "spans": self._core.spans(),
             "transfers": self._core.transfers(),
             "memory": self._memory(meter, step_meter),
+            "synced_bytes": sum(
+                stats[name]["wire_bytes_received"] + stats[name]["placed_bytes"]
+                for server in self._servers.values()
+                for name in server.received_channels
+            ),
             "channels": {name: stats[name] | {"transport": transports.get(name)} for name in between},
             "clock": read_clock(),
             "losses": self._losses.values,

@@ -132,6 +132,7 @@ class StageRunner:
             statistics=self._statistics,
             rng=None if parts.random_streams is None else parts.random_streams.region,
             torch_region=parts.torch_region,
+            around_backward=parts.gradients.around_backward,
             clones_inputs=parts.clones_inputs,
             offload=self._offload,
         )

@@ -46,6 +46,18 @@ class _Known(torch.autograd.Function):
         return gradients[0].clone(), None, None, None
 
 
+class _Reused(nn.Module):
+    """A layer that is called, and whose weight is used otherwise, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layer(value) + self.layer.weight.sum()
+        return output
+
+
 class _KnownLayer(nn.Module):
     def __init__(self, kept: int = 0, forward: int = 0, backward: int = 0) -> None:
         super().__init__()
@@ -349,3 +361,22 @@ def test_a_loss_that_cannot_be_copied_is_rehearsed_itself() -> None:
 def _mean_under(outputs: torch.Tensor, targets: torch.Tensor, *, lock: Any) -> torch.Tensor:
     with lock:
         return outputs.mean()
+
+
+def _factor_rows(*layers: nn.Module, **options: Any) -> dict[str, int]:
+    stages = split(nn.Sequential(*layers), Plan.straight(len(layers), 1))
+    inputs = torch.randn(3, 5, 4)
+    (footprint,) = rehearse(stages, inputs, inputs, F.mse_loss, **options)[1]
+    return dict(footprint.factor_rows)
+
+
+def test_the_rows_of_factors_are_those_of_all_uses_in_a_microbatch() -> None:
+    twice = nn.Linear(4, 4)
+    model = (twice, nn.Tanh(), nn.Linear(4, 4), twice)
+    assert _factor_rows(*model, for_factors=[0]) == {"0.weight": 30, "2.weight": 15}
+    assert _factor_rows(*model, for_factors=[0], repeats=True) == {"0.weight": 30, "2.weight": 15}
+    assert _factor_rows(*model) == {}
+
+
+def test_a_weight_with_another_use_besides_its_layer_has_no_factors() -> None:
+    assert _factor_rows(_Reused(), nn.Linear(4, 4), for_factors=[0]) == {"1.weight": 15}

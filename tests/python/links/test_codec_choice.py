@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pipedream.links.codec_choice import check_pairs, codec_between, parse_codec, parse_codec_text
+from pipedream.links.codec_choice import (
+    check_pairs,
+    codec_between,
+    codec_of_pushes,
+    parse_codec,
+    parse_codec_text,
+    pushes_factors,
+)
 
 
 def _between(codec: Any, num_stages: int = 3) -> dict[tuple[int, int], str]:
@@ -44,6 +51,29 @@ def test_pushes_are_encoded_only_where_they_are_named() -> None:
     assert "pushes" not in parse_codec("bf16")
     assert parse_codec(parse_codec_text("pushes=topk")) == {"pushes": "topk:0.01"}
     assert set(_between({"pushes": "int8"}).values()) == {"none"}
+
+
+@pytest.mark.parametrize(
+    ("name", "parsed", "codec"),
+    [
+        ("factors", "factors", "none"),
+        ("factors:none", "factors", "none"),
+        ("factors:bf16", "factors:bf16", "bf16"),
+        ("factors:topk", "factors:topk:0.01", "topk:0.01"),
+    ],
+)
+def test_pushes_may_be_factors_and_what_is_not_may_be_encoded(name: str, parsed: str, codec: str) -> None:
+    choice = parse_codec(parse_codec_text(f"pushes={name}"))
+    assert choice == {"pushes": parsed}
+    assert pushes_factors(choice)
+    assert codec_of_pushes(choice) == codec
+    assert not pushes_factors(parse_codec({"pushes": codec}))
+    assert codec_of_pushes(parse_codec({"pushes": codec})) == codec
+
+
+def test_nothing_is_pushed_as_factors_where_nobody_asks() -> None:
+    assert not pushes_factors(parse_codec("bf16"))
+    assert codec_of_pushes(parse_codec("bf16")) == "none"
 
 
 def test_names_are_completed_so_that_ranks_can_compare_them() -> None:

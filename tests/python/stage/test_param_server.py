@@ -8,14 +8,17 @@ import random
 from collections import deque
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from pipedream import _core
 from pipedream.common.errors import PipelineError
+from pipedream.model.factored import factorable
 from pipedream.model.splitter import split
 from pipedream.planning.plan import Plan
+from pipedream.stage.factor_exchange import FactorExchange
+from pipedream.stage.factors import FactorLayer
 from pipedream.stage.param_server import ParameterServer
 from pipedream.stage.shard_client import EndOfData, ReplicaChannels
 from pipedream.stage.shards import ShardLayout
@@ -265,3 +268,163 @@ def test_who_waits_for_a_minibatch_that_does_not_exist_hears_how_many_there_are(
     second.server.push(0, 1, 0)
     assert first.server.expect(1, 1) is None
     assert first.server.expect(1, 3) == EndOfData(3)
+
+
+class _FactoredReplica:
+    """Of a fully connected layer whose weight is factored, and one that is not; SGD with lr 1."""
+
+    def __init__(self, links: _Links, replica: int, num_replicas: int) -> None:
+        self.links, self.replica, self.num_replicas = links, replica, num_replicas
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 2)).double()
+        stage = split(self.model, Plan.straight(3, 1))[0]
+        named = stage.trainable_parameters()
+        slots = [torch.zeros(weight_layout(named)[0], dtype=torch.uint8) for _ in range(_NUM_SLOTS)]
+        weights = [FactorLayer("0.weight", 0, 4, 30, 40, torch.float64)]
+        layers = factorable(stage, named)
+        self.weights = StageWeights(stage, slots)
+        layout = ShardLayout(named, num_replicas, whole_tensors=False, shared=[0])
+        optimizer = StageOptimizer(functools.partial(torch.optim.SGD, lr=1.0), named)
+        optimizer.keep(layout.pieces_of(replica))
+        channels = _channels(replica, num_replicas)
+        to, from_ = (
+            {other: name.replace("push", "factors") for other, name in names.items()}
+            for names in (channels.push_to, channels.push_from)
+        )
+        self.server = ParameterServer(
+            self.weights,
+            optimizer,
+            TiedParameters(_core.ScheduleOptions(in_flight=[1]), 0, [], self.weights.tied),
+            core=links,
+            layout=layout,
+            rounds=_core.Rounds(num_replicas=num_replicas, minibatches_per_round=num_replicas),
+            replica=replica,
+            channels=channels,
+            factors=FactorExchange(
+                links,
+                weights,
+                {"0.weight": layers["0.weight"]},
+                channels_to=to,
+                channels_from=from_,
+                replica=replica,
+                device=torch.device("cpu"),
+            ),
+        )
+        self.slot = 0
+
+    def backward(self, minibatch: int, *, uses_weight: bool = False) -> None:
+        """uses_weight: the loss does so itself, too."""
+        self.weights.bind(self.slot, {})
+        loss = _loss_of(self.model, minibatch)
+        if uses_weight:
+            loss = loss + cast(nn.Linear, self.model[0]).weight.sum()
+        self.server.begin_last_backward(minibatch, 1.0)
+        assert self.server.around_backward is not None
+        with self.server.around_backward():
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    @property
+    def others(self) -> list[int]:
+        return [other for other in range(self.num_replicas) if other != self.replica]
+
+    def update(self, round_index: int, num_minibatches: int) -> None:
+        first = round_index * self.num_replicas
+        for other in self.others:
+            if first + other < num_minibatches:
+                assert self.server.expect(other, first + other) is None
+        self.server.take(first, self.slot)
+        write = (self.slot + 1) % _NUM_SLOTS
+        self.server.apply(self.slot, write, 1.0, lambda step: step())
+        self.slot = write
+
+
+def _loss_of(model: nn.Module, minibatch: int) -> Tensor:
+    inputs = torch.randn(4, 40, generator=torch.Generator().manual_seed(minibatch), dtype=torch.float64)
+    loss: Tensor = model(inputs).square().sum() / 10
+    return loss
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_factored_weights_are_updated_by_every_replica_to_the_same_bits_and_never_pulled(
+    num_replicas: int,
+) -> None:
+    links = _Links()
+    replicas = [_FactoredReplica(links, replica, num_replicas) for replica in range(num_replicas)]
+    plain = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 2)).double()
+    plain.load_state_dict(replicas[0].model.state_dict())
+    num_minibatches = 2 * num_replicas + 1  # the last round has one member
+    for round_index in range(3):
+        members = range(num_replicas * round_index, num_minibatches)[:num_replicas]
+        for minibatch in members:
+            replica = replicas[minibatch % num_replicas]
+            replica.backward(minibatch)
+            for other in replica.others:
+                replica.server.push(other, minibatch, replica.slot)
+        for replica in replicas:
+            replica.update(round_index, num_minibatches)
+        pulled = [tensors for name, queue in links.queues.items() if "pull" in name for tensors, _ in queue]
+        assert sum(content.nbytes for (content,) in pulled) < 30 * 40 * 8
+        for replica in replicas:
+            for other in replica.others:
+                replica.server.pull_from(other)
+        mean = sum(_loss_of(plain, minibatch) for minibatch in members) / len(members)
+        assert isinstance(mean, Tensor)
+        plain.zero_grad()
+        mean.backward()  # type: ignore[no-untyped-call]
+        torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    for replica in replicas:
+        leaves = replica.weights.own.leaves(replica.slot)
+        assert all(map(torch.equal, leaves, replicas[0].weights.own.leaves(replicas[0].slot)))
+        torch.testing.assert_close(leaves, list(plain.parameters()), rtol=1e-10, atol=1e-12)
+    assert not any(links.queues.values())
+
+
+def test_factors_leave_during_the_backward_from_the_second_round_on() -> None:
+    links = _Links()
+    replica, other = (_FactoredReplica(links, index, 2) for index in range(2))
+    replica.backward(0)
+    assert links.sent == []
+    replica.server.push(1, 0, 0)
+    other.backward(1)
+    other.server.push(0, 1, 0)
+    replica.update(0, 4)
+    links.sent.clear()
+    replica.backward(2)
+    assert links.sent.count("factors 0 1") == 1
+    replica.server.push(1, 2, replica.slot)
+    assert links.sent.count("factors 0 1") == 1
+
+
+def test_a_gradient_of_a_factored_weight_from_elsewhere_is_refused() -> None:
+    replica = _FactoredReplica(_Links(), 0, 2)
+    replica.backward(0, uses_weight=True)
+    with pytest.raises(PipelineError, match=r"'0\.weight' has a gradient besides that of its layer"):
+        replica.server.push(1, 0, 0)
+
+
+def test_who_waits_for_factors_of_a_minibatch_that_does_not_exist_hears_how_many_there_are() -> None:
+    links = _Links()
+    first, second = (_FactoredReplica(links, replica, 2) for replica in range(2))
+    links.known_end = 3
+    second.backward(1)
+    second.server.push(0, 1, 0)
+    assert first.server.expect(1, 1) is None
+    assert first.server.expect(1, 3) == EndOfData(3)
+
+
+def test_norms_count_factored_weights_once() -> None:
+    links = _Links()
+    replicas = [_FactoredReplica(links, replica, 2) for replica in range(2)]
+    plain = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 2)).double()
+    plain.load_state_dict(replicas[0].model.state_dict())
+    for replica in replicas:
+        replica.backward(replica.replica)
+        replica.server.push(1 - replica.replica, replica.replica, 0)
+    total = 0.0
+    for replica in replicas:
+        assert replica.server.expect(1 - replica.replica, 1 - replica.replica) is None
+        replica.server.take(0, 0)
+        total += replica.server.figures().squared_norm
+    ((_loss_of(plain, 0) + _loss_of(plain, 1)) / 2).backward()  # type: ignore[no-untyped-call]
+    expected = sum(float(p.grad.square().sum()) for p in plain.parameters() if p.grad is not None)
+    assert total == pytest.approx(expected, rel=1e-10)

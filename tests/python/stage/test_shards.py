@@ -10,6 +10,7 @@ import pytest
 import torch
 from pipedream import optim
 from pipedream.stage.shards import ShardLayout, flat_view, keep_pieces, works_by_element
+from pipedream.stage.weight_layout import weight_layout
 from torch import nn
 
 
@@ -29,6 +30,37 @@ def test_each_element_has_one_shard() -> None:
             part.fill_(shard)
             assert piece.is_whole == (piece.count == named[piece.parameter][1].numel())
     assert all(bool((owner >= 0).all()) for owner in owners)
+
+
+@pytest.mark.parametrize("whole_tensors", [False, True])
+@pytest.mark.parametrize("shared", [[], [0], [1], [3], [1, 2], [0, 3], [0, 1, 2, 3]])
+@pytest.mark.parametrize("num_tied", [0, 1])
+def test_what_is_shared_is_in_no_chunk_and_updated_by_all(
+    whole_tensors: bool, shared: list[int], num_tied: int
+) -> None:
+    named = _named((300, 7), (5,), (64, 64), (3, 3), (40, 40))
+    layout = ShardLayout(named, 2, whole_tensors=whole_tensors, num_tied=num_tied, shared=shared)
+    offsets = weight_layout(named)[1]
+    tied_begin = offsets[4] if num_tied else 0
+    dealt = [0] * len(named)
+    for chunk in layout.chunks:
+        for piece in chunk.pieces:
+            dealt[piece.parameter] += piece.count
+            assert piece.parameter not in shared
+            # As it lies in the slot: whoever pulls a chunk copies its bytes.
+            is_tied = num_tied > 0 and piece.parameter == 4
+            assert chunk.is_tied == is_tied
+            begin = offsets[piece.parameter] + 4 * piece.first - (tied_begin if is_tied else 0)
+            assert chunk.begin_bytes + piece.begin_bytes == begin
+            assert begin + piece.num_bytes <= chunk.end_bytes
+        for index in shared:
+            end = offsets[index] + named[index][1].nbytes
+            assert chunk.is_tied or chunk.end_bytes <= offsets[index] or chunk.begin_bytes >= end
+    assert dealt == [0 if index in shared else p.numel() for index, (_, p) in enumerate(named)]
+    for shard in range(2):
+        pieces = layout.pieces_of(shard)
+        assert [p.parameter for p in pieces if p.parameter in shared] == shared
+        assert [(p.parameter, p.first) for p in pieces] == sorted((p.parameter, p.first) for p in pieces)
 
 
 def test_whole_tensors_stay_whole() -> None:
