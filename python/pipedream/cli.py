@@ -23,6 +23,7 @@ from pipedream.command_line import JsonOption, check_output, print_result, with_
 from pipedream.common.checks import check_count
 from pipedream.common.errors import PipelineError
 from pipedream.common.figure_file import FIGURE_SUFFIXES
+from pipedream.common.own_rank import is_rank_0, under_torchrun
 from pipedream.common.tracebacks import place_of_user_code, wants_whole_tracebacks
 from pipedream.common.units import parse_bandwidth
 from pipedream.launch.run_options import RUN_OPTIONS, check_arguments
@@ -251,7 +252,7 @@ def run_command(
         options["progress"] = False
     counts = None if plan_file is None else replica_counts(plan_file)
     given_plan = None if plan_file is None or counts is not None else Plan.load(plan_file)
-    if plan_file is not None and "RANK" not in os.environ:
+    if plan_file is not None and not under_torchrun():
         start_server()  # it imports torch while this process does
     with _clean_stdout(as_json):
         from pipedream.launch.runner import run
@@ -264,13 +265,13 @@ def run_command(
         options = job.options | options
         if output is not None and options.get("gather") == "none":
             raise ValueError("gather is 'none', which leaves no whole model to save: leave --output out")
-        if not as_json and _is_first_rank():
+        if not as_json and is_rank_0():
             unsaved = "the trained weights will not be saved: --output FILE.safetensors does"
             typer.echo(with_notes(plan, [unsaved] if output is None else []) + "\n")
         result = run(job.model, plan, data=job.data, loss_fn=job.loss_fn, **options)
-        if output is not None and _is_first_rank():
+        if output is not None and is_rank_0():
             _save_weights(job.model, output)
-    if _is_first_rank():
+    if is_rank_0():
         summary = {"plan": plan.to_dict()} | {name: getattr(result, name) for name in _RESULT_FIELDS}
         print_result(_describe(result, output, options.get("trace")), summary, as_json)
 
@@ -302,7 +303,7 @@ def profile_links_command(
             save=output,
             progress=not as_json,
         )
-    if not _is_first_rank():
+    if not is_rank_0():
         return
     notes = []
     if output is None:
@@ -344,7 +345,7 @@ def _check_plan_options(
     if plan_file is None:
         if workers is None or bandwidth is None:
             raise ValueError("give --plan FILE, or --workers N and --bandwidth, for example 10Gbit/s")
-        if "RANK" in os.environ:
+        if under_torchrun():
             raise ValueError("under torchrun give --plan FILE: every rank would measure and plan on its own")
     elif workers is not None or bandwidth is not None or straight:
         raise ValueError(
@@ -408,10 +409,6 @@ def _check_weights_file(path: Path | None) -> None:
         raise ValueError(
             f"{path}: weights are saved in the safetensors format, so the name must end in .safetensors"
         )
-
-
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 @contextlib.contextmanager

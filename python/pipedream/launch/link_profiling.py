@@ -26,17 +26,11 @@ from pipedream.common.agreement import difference, settings_of
 from pipedream.common.checks import check_choice, check_output_file, is_number
 from pipedream.common.errors import PeerLost, afterwards, describe_error, raise_failure
 from pipedream.common.guard import one_run_at_a_time
+from pipedream.common.own_rank import is_on_several_machines, is_rank_0, under_torchrun
 from pipedream.common.tracebacks import with_short_tracebacks
 from pipedream.launch.agreed_run import wait_for
 from pipedream.launch.devices import choose_device
-from pipedream.launch.torchrun import (
-    is_on_several_machines,
-    is_rank_0,
-    mistakes_told,
-    rendezvous_prefix,
-    this_rank,
-    under_torchrun,
-)
+from pipedream.launch.torchrun import mistakes_told, rendezvous_prefix, this_rank
 from pipedream.launch.worker_links import WorkerLinks, no_word
 from pipedream.links.channels import RunChannel
 from pipedream.links.descriptors import descriptor_limit_raised

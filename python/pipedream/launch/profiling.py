@@ -16,9 +16,9 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from pipedream.common.own_rank import under_torchrun
 from pipedream.common.tracebacks import with_short_tracebacks
 from pipedream.launch.fork_server import start_server
-from pipedream.launch.torchrun import under_torchrun
 from pipedream.model import profiler
 
 __all__ = ["profile"]

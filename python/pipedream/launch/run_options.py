@@ -28,6 +28,7 @@ from pipedream.common.checks import (
     is_number,
     is_whole,
 )
+from pipedream.common.own_rank import is_rank_0
 from pipedream.common.units import parse_size
 from pipedream.links.codec_choice import parse_codec, parse_codec_text
 from pipedream.links.keys import keys_of
@@ -158,7 +159,7 @@ def _check_save(name: str, value: Any) -> None:
 
 def _check_trace(name: str, value: Any) -> None:
     check_trace_path(value)
-    if os.environ.get("RANK", "0") == "0":  # which writes it; other machines need not have the folder
+    if is_rank_0():  # which writes it; other machines need not have the folder
         check_output_file(value, name)
 
 

@@ -20,6 +20,7 @@ from pipedream.common.checks import (
 )
 from pipedream.common.errors import one_line
 from pipedream.common.guard import check_main_guard, one_run_at_a_time
+from pipedream.common.own_rank import is_on_several_machines, is_rank_0, under_torchrun
 from pipedream.common.tracebacks import with_short_tracebacks
 from pipedream.common.units import parse_size
 from pipedream.data.first_minibatch import PeekedIterator, first_of
@@ -29,14 +30,7 @@ from pipedream.launch.devices import choose_device_type
 from pipedream.launch.fork_server import start_server
 from pipedream.launch.launcher import check_main_is_a_file, run_locally
 from pipedream.launch.run_options import check_arguments
-from pipedream.launch.torchrun import (
-    is_on_several_machines,
-    is_rank_0,
-    mistakes_told,
-    rendezvous_prefix,
-    this_rank,
-    under_torchrun,
-)
+from pipedream.launch.torchrun import mistakes_told, rendezvous_prefix, this_rank
 from pipedream.launch.worker import run_worker
 from pipedream.links.codec_choice import CodecChoice, check_pairs, codec_between
 from pipedream.links.descriptors import descriptor_limit_raised

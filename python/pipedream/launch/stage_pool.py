@@ -46,7 +46,7 @@ from pipedream.budget.offload import (
 )
 from pipedream.budget.torch_pool import SEGMENT_SLACK_BYTES, TORCH_TENSORS, TorchPool, wants_torch_pool
 from pipedream.launch.agreed_run import AgreedRun
-from pipedream.launch.stage_optimizers import StageOptimizers
+from pipedream.launch.worker_optimizers import WorkerOptimizers
 from pipedream.links.channels import BETWEEN_REPLICAS, RunChannel, edge_name, factors_name
 from pipedream.links.codec_choice import codec_of_pushes
 from pipedream.links.replica_group import ReplicaGroup
@@ -77,7 +77,7 @@ class StagePool:
         device: torch.device,
         footprints: Mapping[int, Footprint],
         channels: Sequence[RunChannel],
-        optimizers: StageOptimizers,
+        optimizers: WorkerOptimizers,
     ) -> None:
         """Decides where to recompute and to offload. footprints: by stage, of this worker's."""
         self.run = run
@@ -86,7 +86,7 @@ class StagePool:
         """By term of RunResult.memory."""
         self._core = core
         self._device = device
-        self._stage_optimizers = optimizers
+        self._worker_optimizers = optimizers
         self._optimizers = optimizers.by_stage
         self._offload: dict[int, Offload] = {}  # by stage, what is done
         self._torch_pool_bytes = 0
@@ -157,13 +157,13 @@ class StagePool:
             step_bytes,
             {
                 stage: self._pushed_factors(stage, layers)
-                for stage, layers in self._stage_optimizers.factored.items()
+                for stage, layers in self._worker_optimizers.factored.items()
                 if stage in own_bytes
             },
         )
 
     def _pushed_factors(self, stage: int, layers: Sequence[FactorLayer]) -> PushedFactors:
-        at_once = self.run.options.measures_gradients or self._stage_optimizers.layouts[stage].whole_tensors
+        at_once = self.run.options.measures_gradients or self._worker_optimizers.layouts[stage].whole_tensors
         num_replicas = self.run.plan.stages[stage].num_replicas
         weights = [layer.weight_bytes for layer in layers]
         factors = [layer.factor_bytes for layer in layers]
@@ -237,7 +237,7 @@ class StagePool:
             self.run.ties,
             weights.tied,
             replica=self.run.plan.replica_of(self.run.rank),
-            pieces=self._stage_optimizers.tied_pieces(index),
+            pieces=self._worker_optimizers.tied_pieces(index),
             wait_until_sent=self._wait_for_users(index),
         )
         stage_offload: StageOffload | None = None
@@ -296,13 +296,13 @@ class StagePool:
                         if edge.kind == "push":
                             name = factors_name(edge, schedule.placement)
                             names.setdefault(("factors", sends), {})[other] = name
-        factors = self._stage_optimizers.factored[stage]
+        factors = self._worker_optimizers.factored[stage]
         return ParameterServer(
             weights,
             optimizer,
             tied,
             core=self._core,
-            layout=self._stage_optimizers.layouts[stage],
+            layout=self._worker_optimizers.layouts[stage],
             rounds=_core.rounds_of(schedule, stage),
             replica=replica,
             channels=ReplicaChannels(

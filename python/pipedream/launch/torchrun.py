@@ -1,4 +1,4 @@
-"""What torchrun says of this process, and how the ranks of one call meet. On the caller's thread."""
+"""How the ranks of one call meet under torchrun. On the caller's thread."""
 
 from __future__ import annotations
 
@@ -12,37 +12,10 @@ from pipedream.common.errors import describe_error
 from pipedream.links.rendezvous import START_TIMEOUT_S, torchrun_rendezvous
 from pipedream.stage.job import WorkerPlace
 
-__all__ = [
-    "is_on_several_machines",
-    "is_rank_0",
-    "mistakes_told",
-    "rendezvous_prefix",
-    "this_rank",
-    "under_torchrun",
-]
+__all__ = ["mistakes_told", "rendezvous_prefix", "this_rank"]
 
 # Where no store answers, nobody waits in it: the mistake is raised here all the same.
 _TELL_TIMEOUT_S = 30.0
-
-
-def under_torchrun() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def is_rank_0() -> bool:
-    """Also without torchrun."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
-def is_on_several_machines() -> bool:
-    if not under_torchrun() or os.environ["WORLD_SIZE"] == "1":
-        return False
-    if "LOCAL_WORLD_SIZE" not in os.environ:
-        raise ValueError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but LOCAL_WORLD_SIZE, how many of these ranks are on"
-            " this machine, is not set: set it and LOCAL_RANK, or start with torchrun, which does"
-        )
-    return os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]
 
 
 @contextlib.contextmanager

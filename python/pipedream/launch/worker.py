@@ -31,9 +31,9 @@ from pipedream.launch.factor_choice import FactorChoice
 from pipedream.launch.gathering import gather
 from pipedream.launch.own_part import OwnPart
 from pipedream.launch.set_up import Rehearsed, set_up
-from pipedream.launch.stage_optimizers import StageOptimizers
 from pipedream.launch.stage_pool import StagePool
 from pipedream.launch.worker_links import WorkerLinks, no_word
+from pipedream.launch.worker_optimizers import WorkerOptimizers
 from pipedream.links.channels import (
     BETWEEN_REPLICAS,
     INPUTS,
@@ -126,7 +126,7 @@ class _Worker:
     ) -> RunResult:
         self._place.rendezvous.enter("opening links")
         core = self.links.make_core(run, device)
-        optimizers = StageOptimizers(run, FactorChoice(run, device, rehearsed.footprints))
+        optimizers = WorkerOptimizers(run, FactorChoice(run, device, rehearsed.footprints))
         channels = _channels_of(run, core, device, rehearsed, data, optimizers)
         for channel in channels:
             channel.add_to(core, run.rank, run.plan)
@@ -153,7 +153,7 @@ def _channels_of(
     device: torch.device,
     rehearsed: Rehearsed,
     data: Iterable[Any] | ForwardedData,
-    optimizers: StageOptimizers,
+    optimizers: WorkerOptimizers,
 ) -> list[RunChannel]:
     options = run.options
     channels = channels_of_run(

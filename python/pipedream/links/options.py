@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipedream.common.agreement import OWN, compared, given
+from pipedream.common.own_rank import is_first_of_machine
 from pipedream.links.addresses import LOOPBACK, check_reachable, is_loopback, resolve_bind, route_address
 from pipedream.links.codec_choice import CodecChoice, parse_codec
 from pipedream.links.keys import CurveKeys, keys_of
@@ -149,7 +150,7 @@ def make_link_options(
                 " and take part in the run: give keys=, a file that `pipedream keys` makes, or insecure=True"
                 " if you trust everybody on the network"
             )
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if is_first_of_machine():
             _log.warning(
                 "insecure=True: listening on %s without keys; whoever reads the network can read the tensors"
                 " of this run and send others",

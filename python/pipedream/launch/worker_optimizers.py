@@ -25,12 +25,12 @@ from pipedream.stage.shards import Piece, ShardLayout, works_by_element
 from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.tied import ties_by_owner
 
-__all__ = ["StageOptimizers"]
+__all__ = ["WorkerOptimizers"]
 
 _log = logging.getLogger("pipedream")
 
 
-class StageOptimizers:
+class WorkerOptimizers:
     """The optimizers of this worker's stages, by stage, and where a stage has replicas which shard of its
     parameters each of them updates. Made of rank 0's initial weights."""
 
