@@ -571,6 +571,7 @@ def test_run_under_torchrun_needs_a_plan_that_all_ranks_share(
     call: Caller, calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     outcome = call("run", "cli_target.py:make", "--workers", "2", "--bandwidth", "10Gbit/s")
     assert outcome.status == 2
     assert outcome.error().startswith("under torchrun give --plan FILE")
