@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pipedream.common.compiling import unmarked_until_compiling
 
@@ -119,14 +118,18 @@ class _HostMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for value in tree_leaves((args, kwargs)):
-            if isinstance(value, Tensor):
-                self._note(value, counts=False)
+        self._note_all((*args, *kwargs.values()), counts=False)
         result = func(*args, **kwargs)
-        for value in tree_leaves(result):
-            if isinstance(value, Tensor):
-                self._note(value, counts=True)
+        self._note_all((result,), counts=True)
         return result
+
+    def _note_all(self, values: Sequence[Any], *, counts: bool) -> None:
+        """Operators take and return tensors, and lists and tuples of them."""
+        for value in values:
+            if isinstance(value, Tensor):
+                self._note(value, counts=counts)
+            elif isinstance(value, (list, tuple)):
+                self._note_all(value, counts=counts)
 
     def _note(self, tensor: Tensor, *, counts: bool) -> None:
         if tensor.layout != torch.strided or tensor.device.type != self._device_type:

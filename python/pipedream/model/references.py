@@ -12,7 +12,7 @@ import contextlib
 import dis
 import functools
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,6 +35,9 @@ _LIBRARIES = ("torch", "numpy", "logging", "pipedream")
 # They hold nothing, and are by far the most: a vocabulary has a million. So they are left out where they are
 # met, before anything is made for them.
 _ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device}
+# As a module's tables of hooks, most of which are empty.
+_CONTAINERS = {dict, OrderedDict, set, frozenset, list, tuple, deque}
+_TABLES = {"_parameters", "_buffers", "_modules"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +150,7 @@ def _notice(name: str, _: Tensor) -> None:
 # The walk.
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
+class _Found(NamedTuple):
     """An object, and the place that holds it."""
 
     value: Any
@@ -249,14 +251,22 @@ def _inside_module(found: _Found) -> Iterator[_Found]:
     module, path = found.value, found.path
     own = vars(module)
     for table in (module._parameters, module._buffers):
-        yield from (found.entry(f"{path}.{key}", table, key, tensor) for key, tensor in table.items())
+        yield from (
+            found.entry(f"{path}.{key}", table, key, tensor)
+            for key, tensor in table.items()
+            if tensor is not None
+        )
     yield from (found.fixed(f"{path}.{name}", child) for name, child in module._modules.items())
     # What the hooks of weight_norm, spectral_norm and prune make anew before each forward.
     hooks = module._forward_pre_hooks.values()
     made_by_hooks = {getattr(hook, name, None) for hook in hooks for name in ("name", "_tensor_name")}
-    for key in own:
-        if key not in made_by_hooks and key not in ("_parameters", "_buffers", "_modules"):
-            yield found.entry(f"{path}.{key}", own, key, own[key])
+    for key, value in own.items():
+        if not _holds_nothing(value) and key not in made_by_hooks and key not in _TABLES:
+            yield found.entry(f"{path}.{key}", own, key, value)
+
+
+def _holds_nothing(value: Any) -> bool:
+    return type(value) in _ATOMS or (type(value) in _CONTAINERS and not value)
 
 
 def _inside_function(found: _Found, *, with_globals: bool) -> Iterator[_Found]:

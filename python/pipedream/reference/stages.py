@@ -82,7 +82,10 @@ class Stage:
             if self.statistics is not None:
                 around.enter_context(self.statistics.microbatch(collect=is_first_time))
             around.enter_context(self.autocast())
-            output = torch.func.functional_call(self.module, buffers, (value,))
+            if buffers:
+                output = torch.func.functional_call(self.module, buffers, (value,))
+            else:
+                output = self.module(value)
         if self.loss_fn is None:
             return output
         with self.autocast():

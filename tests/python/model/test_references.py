@@ -127,7 +127,7 @@ def test_a_search_runs_none_of_the_users_code(keep: Any) -> None:
 def test_the_words_of_a_vocabulary_are_not_walked_through(monkeypatch: pytest.MonkeyPatch) -> None:
     # A dict of 200,000 words took 5 s at each search, and a run has several.
     made = []
-    monkeypatch.setattr(references._Found, "__init__", _noting(references._Found.__init__, made))
+    monkeypatch.setattr(references, "_Found", _noting(references._Found, made))
     words = [f"word {i}" for i in range(100)]
     for kept in (words, tuple(words), set(words), deque(words), dict(zip(words, range(100), strict=True))):
         made.clear()
@@ -135,10 +135,10 @@ def test_the_words_of_a_vocabulary_are_not_walked_through(monkeypatch: pytest.Mo
         assert 0 < len(made) < 50
 
 
-def _noting(init: Any, calls: list[Any]) -> Any:
-    def noting(*args: Any, **kwargs: Any) -> None:
+def _noting(make: Any, calls: list[Any]) -> Any:
+    def noting(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
-        init(*args, **kwargs)
+        return make(*args, **kwargs)
 
     return noting
 
