@@ -6,6 +6,7 @@ four layers and says where it may be cut into 1 to 4 stages.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -252,7 +253,8 @@ class Case:
     def model(self, dtype: torch.dtype = torch.float64) -> nn.Sequential:
         """The same weights at every call; leaves the global generator as it is."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(2024)
+            # As torch.manual_seed, which takes longer than to make a model to ask for devices.
+            torch.default_generator.manual_seed(2024)
             return self.make_model().to(dtype)
 
     def data(
@@ -266,7 +268,11 @@ class Case:
         return [self.make_batch(generator, dtype, size) for size in sizes]
 
     def plan(self, num_stages: int) -> Plan:
-        return straight_plan(len(self.model()), self.cuts[num_stages])
+        return straight_plan(self.num_layers, self.cuts[num_stages])
+
+    @functools.cached_property
+    def num_layers(self) -> int:
+        return len(self.model())
 
 
 def straight_plan(num_layers: int, cuts: tuple[int, ...]) -> Plan:

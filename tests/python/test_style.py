@@ -4,6 +4,7 @@ and ruff."""
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 from collections.abc import Iterator
@@ -28,10 +29,22 @@ def _files(*folders: str) -> Iterator[Path]:
     return (path for path in paths if path.is_file())
 
 
+@functools.cache
+def _text(path: Path) -> str:
+    return path.read_text()
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(_text(path))
+
+
+@functools.cache
 def _cpp_files() -> list[Path]:
     return [path for path in _files("csrc", "tests", "bench") if path.suffix in _CPP_SUFFIXES]
 
 
+@functools.cache
 def _python_files() -> list[Path]:
     folders = ("python", "tests", "bench", "tools", "examples")
     return [path for path in _files(*folders) if path.suffix in (".py", ".pyi")]
@@ -43,7 +56,7 @@ def _place(path: Path, line: int) -> str:
 
 def _matches(path: Path, pattern: str) -> Iterator[str]:
     """Where the pattern is in a line's code: what stands behind a comment sign, or in quotes, is none."""
-    for line, text in enumerate(path.read_text().splitlines(), start=1):
+    for line, text in enumerate(_text(path).splitlines(), start=1):
         code = re.sub(r'"(?:[^"\\]|\\.)*"', '""', text).split("//")[0]
         for match in re.finditer(pattern, code):
             yield f"{_place(path, line)}: {match.group(0).strip()}"
@@ -52,14 +65,14 @@ def _matches(path: Path, pattern: str) -> Iterator[str]:
 def test_a_source_says_first_what_it_is() -> None:
     silent = []
     for path in _cpp_files():
-        first = path.read_text().splitlines()[0]
+        first = _text(path).splitlines()[0]
         # The header of a source, or of what it tests, describes it.
         header = re.match(r'#include "[\w/]*?(\w+)\.h"', first)
         is_described = header is not None and header.group(1) == path.stem.removesuffix("_test")
         if not first.startswith("//") and not is_described:
             silent.append(str(path.relative_to(_TOP)))
     for path in _python_files():
-        if ast.get_docstring(ast.parse(path.read_text())) is None and not path.read_text().startswith("#"):
+        if ast.get_docstring(_tree(path)) is None and not _text(path).startswith("#"):
             silent.append(str(path.relative_to(_TOP)))
     assert not silent
 
@@ -71,7 +84,7 @@ def test_nothing_is_left_to_be_done() -> None:
         _place(path, line)
         for path in (*_cpp_files(), *_python_files())
         if path != here
-        for line, text in enumerate(path.read_text().splitlines(), start=1)
+        for line, text in enumerate(_text(path).splitlines(), start=1)
         if marks.search(text)
     ]
     assert not found
@@ -87,7 +100,7 @@ def test_names_say_what_they_name_in_python() -> None:
     vague = re.compile(rf"(?:{_NAMES_THAT_SAY_NOTHING})\Z")
     found = []
     for path in _python_files():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(_tree(path)):
             if isinstance(node, ast.FunctionDef):
                 named = [(each.lineno, each.arg) for each in (*node.args.args, *node.args.kwonlyargs)]
             elif isinstance(node, ast.Assign):
@@ -109,7 +122,7 @@ def test_private_members_of_cpp_end_in_an_underscore() -> None:
     found = []
     for path in _cpp_files():
         is_private = False
-        for line, text in enumerate(path.read_text().splitlines(), start=1):
+        for line, text in enumerate(_text(path).splitlines(), start=1):
             if re.match(r"class \w.*\{$", text):
                 is_private = True
             elif text in (" public:", " protected:", " private:"):
@@ -129,7 +142,7 @@ def test_a_test_of_python_is_named_by_its_fact() -> None:
         f"{_place(path, node.lineno)}: {node.name}"
         for path in _python_files()
         if path.name.startswith("test_")
-        for node in ast.parse(path.read_text()).body
+        for node in _tree(path).body
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test") and not fact.match(node.name)
     ]
     assert not found
@@ -143,14 +156,14 @@ def _function_lengths(path: Path) -> Iterator[tuple[int, int]]:
     """(line, lines of its body) of each function."""
     if path.suffix in _CPP_SUFFIXES:
         begin = 0
-        for line, text in enumerate(path.read_text().splitlines(), start=1):
+        for line, text in enumerate(_text(path).splitlines(), start=1):
             if not text.startswith((" ", "}", "#", "/")) and text.endswith("{"):
                 begin = 0 if text.startswith(_NO_CODE) else line
             elif text.startswith("}") and begin:
                 yield begin, line - begin - 1
                 begin = 0
         return
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             body = node.body[1:] if ast.get_docstring(node) and len(node.body) > 1 else node.body
             yield node.lineno, int(node.end_lineno or 0) - body[0].lineno + 1

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 from collections.abc import Iterator
 
 import pytest
 from pipedream import PipelineError, _core
-from pipedream.links.channels import channels_of_run, tree_name
+from pipedream.links.channels import RunChannel, channels_of_run, tree_name
 from pipedream.links.descriptors import DESCRIPTORS_PER_LINK, check_descriptors, descriptor_limit_raised
 from pipedream.links.options import LinkOptions
 from pipedream.planning.plan import Plan
@@ -85,7 +86,8 @@ def test_a_link_takes_no_more_descriptors_than_are_counted(item_bytes: int) -> N
     assert 4 <= per_end <= DESCRIPTORS_PER_LINK
 
 
-def _links(rank: int, num_ranks: int) -> list[str]:
+@functools.cache
+def _channels(num_ranks: int) -> list[RunChannel]:
     plan = Plan.straight(num_ranks, num_ranks)
     schedule = _core.ScheduleOptions(
         schedule="gpipe",
@@ -94,7 +96,11 @@ def _links(rank: int, num_ranks: int) -> list[str]:
         placement=plan.placement,
         exchanges_norms=True,
     )
-    channels = channels_of_run(plan, schedule, num_ranks, {}, [], None, codec={})
+    return channels_of_run(plan, schedule, num_ranks, {}, [], None, codec={})
+
+
+def _links(rank: int, num_ranks: int) -> list[str]:
+    channels = _channels(num_ranks)
     return [channel.name for channel in channels if rank in (channel.sender, channel.receiver)]
 
 
