@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipedream import __version__
-from pipedream.command_line import JsonOption, check_output, print_result, with_notes
+from pipedream.command_line import (
+    JsonOption,
+    check_output,
+    describe_usage_error,
+    links_or_bandwidth,
+    print_result,
+    with_notes,
+)
 from pipedream.common.checks import check_count
 from pipedream.common.errors import PipelineError
 from pipedream.common.figure_file import FIGURE_SUFFIXES
@@ -34,6 +41,7 @@ from pipedream.planning_commands import add_planning_commands
 if TYPE_CHECKING:
     from pipedream.launch.target import Job
     from pipedream.planning.layer_profile import Profile
+    from pipedream.planning.link_profile import LinkProfile
     from pipedream.report.result import RunResult
 
 __all__ = ["app", "main"]
@@ -227,6 +235,10 @@ def run_command(
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Without --plan: profile and plan for so many.")] = None,
     bandwidth: Annotated[str | None, typer.Option(help="With --workers, for example 10Gbit/s.")] = None,
+    links: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="In place of --bandwidth: what `profile-links` measured."),
+    ] = None,
     straight: Annotated[
         bool, typer.Option("--straight", help="With --workers: one replica per stage.")
     ] = False,
@@ -246,7 +258,7 @@ def run_command(
 
     _check_weights_file(output)
     check_output(arguments["trace"])
-    _check_plan_options(plan_file, workers, bandwidth, straight)
+    _check_plan_options(plan_file, workers, bandwidth, links, straight)
     options = _read_run_options(arguments)
     if as_json:
         options["progress"] = False
@@ -259,7 +271,7 @@ def run_command(
 
         check_arguments(**options)
         if plan_file is None:
-            given_plan = _make_plan(target, workers or 0, bandwidth or "", straight)
+            given_plan = _make_plan(target, workers or 0, links_or_bandwidth(links, bandwidth), straight)
         job = load_job(target, needs_optimizer=True)
         plan = given_plan or _share_out(job.model, counts or ())
         options = job.options | options
@@ -340,25 +352,26 @@ def keys_command(
 
 
 def _check_plan_options(
-    plan_file: Path | None, workers: int | None, bandwidth: str | None, straight: bool
+    plan_file: Path | None, workers: int | None, bandwidth: str | None, links: Path | None, straight: bool
 ) -> None:
     if plan_file is None:
-        if workers is None or bandwidth is None:
+        if workers is None or (bandwidth is None and links is None):
             raise ValueError("give --plan FILE, or --workers N and --bandwidth, for example 10Gbit/s")
         if under_torchrun():
             raise ValueError("under torchrun give --plan FILE: every rank would measure and plan on its own")
-    elif workers is not None or bandwidth is not None or straight:
+    elif workers is not None or bandwidth is not None or links is not None or straight:
         raise ValueError(
-            "--plan already says what --workers, --bandwidth and --straight would: leave those out"
+            "--plan already says what --workers, --bandwidth, --links and --straight would: leave those out"
         )
 
 
-def _make_plan(target: str, workers: int, bandwidth: str, straight: bool) -> Plan:
+def _make_plan(target: str, workers: int, bandwidth: str | LinkProfile, straight: bool) -> Plan:
     # The target is called once to profile and once more to run: its data may be a generator, and what is
     # trained should not be what was profiled.
     from pipedream.launch.target import load_job
 
-    parse_bandwidth(bandwidth)  # before the seconds that profiling takes
+    if isinstance(bandwidth, str):
+        parse_bandwidth(bandwidth)  # before the seconds that profiling takes
     check_count("--workers", workers)
     job = load_job(target, needs_optimizer=True)
     check_arguments(**job.options)
@@ -465,7 +478,7 @@ def _run_command(arguments: list[str] | None) -> int:
     except Exception as error:
         # Wrong options: typer has its own exception for them, which is not part of its public names.
         if hasattr(error, "format_message"):
-            return _fail(error.format_message(), _USER_ERROR_STATUS)
+            return _fail(describe_usage_error(error), _USER_ERROR_STATUS)
         return _fail(error, _FAILURE_STATUS, f"{type(error).__name__}: {error}")
 
 

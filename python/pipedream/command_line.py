@@ -11,8 +11,17 @@ from typing import Annotated, Any
 import typer
 
 from pipedream.common.checks import check_output_file
+from pipedream.planning.link_profile import LinkProfile
 
-__all__ = ["JsonOption", "check_output", "print_result", "to_json", "with_notes"]
+__all__ = [
+    "JsonOption",
+    "check_output",
+    "describe_usage_error",
+    "links_or_bandwidth",
+    "print_result",
+    "to_json",
+    "with_notes",
+]
 
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")
@@ -30,6 +39,31 @@ def check_output(path: Path | None) -> None:
 
 def print_result(shown: object, fields: Mapping[str, Any], as_json: bool) -> None:
     typer.echo(json.dumps(to_json(fields), allow_nan=False) if as_json else str(shown))
+
+
+def links_or_bandwidth(links: Path | None, bandwidth: str | None) -> LinkProfile | str:
+    """Of two options, as partition() takes what they say."""
+    if links is not None and bandwidth is None:
+        return LinkProfile.load(links)
+    if bandwidth is not None and links is None:
+        return bandwidth
+    raise ValueError("give --bandwidth, for example 10Gbit/s, or --links FILE: one of them")
+
+
+# By the beginning of what pydantic, by which typer reads values, calls a failure.
+_WANTED = {"int": "a whole number", "float": "a number"}
+
+
+def describe_usage_error(error: Any) -> str:
+    """Of an exception of typer's for wrong options: the value and the remedy where a value is wrong."""
+    cause = error.__cause__ or error.__context__
+    option = getattr(error, "param", None)
+    if option is not None and hasattr(cause, "errors"):
+        first = cause.errors()[0]
+        wanted = _WANTED.get(first["type"].split("_")[0])
+        if wanted is not None:
+            return f"{option.opts[0]} is {first['input']!r}: give {wanted}"
+    return str(error.format_message())
 
 
 def to_json(value: Any) -> Any:

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from pipedream.command_line import JsonOption, check_output, print_result, with_notes
+from pipedream.command_line import JsonOption, check_output, links_or_bandwidth, print_result, with_notes
 from pipedream.common.units import parse_bandwidth
 from pipedream.planning.layer_profile import Profile
-from pipedream.planning.link_profile import LinkProfile
 from pipedream.planning.partitioner import partition
 
 if TYPE_CHECKING:
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["add_planning_commands"]
 
 _DEFAULT_PICTURE = Path("schedule.svg")
+_BANDWIDTHS = "1Gbit/s,10Gbit/s,25Gbit/s,100Gbit/s"
 
 _Microbatches = Annotated[int | None, typer.Option(help="Of every minibatch.")]
 _OptimizerCopies = Annotated[
@@ -54,7 +54,10 @@ def partition_command(
     cost_model: Annotated[
         str, typer.Option(help="What predicts the times: paper, or calibrated, of a calibrated profile.")
     ] = "paper",
-    memory: Annotated[str | None, typer.Option(help="Of each worker, for example 16GiB.")] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="M[,M,...]", help="Of all workers, for example 16GiB, or of each by its rank."),
+    ] = None,
     optimizer_copies: _OptimizerCopies = 1.0,
     recompute: Annotated[
         bool,
@@ -82,8 +85,8 @@ def partition_command(
     plan = partition(
         Profile.load(profile_file),
         workers,
-        _links_or_bandwidth(links, bandwidth),
-        memory=memory,
+        links_or_bandwidth(links, bandwidth),
+        memory=_one_or_each(memory),
         cost_model=cost_model,
         straight=straight,
         workers_per_host=workers_per_host,
@@ -103,14 +106,6 @@ def partition_command(
     print_result(with_notes(plan, notes), plan.to_dict(), as_json)
 
 
-def _links_or_bandwidth(links: Path | None, bandwidth: str | None) -> LinkProfile | str:
-    if links is not None and bandwidth is None:
-        return LinkProfile.load(links)
-    if bandwidth is not None and links is None:
-        return bandwidth
-    raise ValueError("give --bandwidth, for example 10Gbit/s, or --links FILE: one of them")
-
-
 def table_command(
     profiles: Annotated[
         list[Path],
@@ -118,16 +113,27 @@ def table_command(
     ],
     workers: Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of workers.")] = "4,8,16",
     bandwidth: Annotated[
-        str, typer.Option(metavar="B,B,...", help="Of the links between workers.")
-    ] = "1Gbit/s,10Gbit/s,25Gbit/s,100Gbit/s",
+        str | None,
+        typer.Option(metavar="B,B,...", help=f"Of the links between workers; without it {_BANDWIDTHS}."),
+    ] = None,
+    links: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="In place of --bandwidth: what `profile-links` measured."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Predict how much faster the best plans are than one worker and than data parallel."""
     from pipedream.planning.speed_table import describe_speeds, make_speeds, read_profiles
 
     counts = _numbers("--workers", workers, int)
-    rows = make_speeds(read_profiles(profiles), counts, [one.strip() for one in bandwidth.split(",")])
+    given = links_or_bandwidth(links, _BANDWIDTHS if bandwidth is None and links is None else bandwidth)
+    among = [one.strip() for one in given.split(",")] if isinstance(given, str) else [given]
+    rows = make_speeds(read_profiles(profiles), counts, among)
     print_result(describe_speeds(rows), {"rows": [row.to_dict() for row in rows]}, as_json)
+
+
+def _one_or_each(text: str | None) -> str | list[str] | None:
+    return text.split(",") if text is not None and "," in text else text
 
 
 _Number = TypeVar("_Number", int, float)

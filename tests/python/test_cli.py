@@ -194,6 +194,28 @@ def test_partition_takes_measured_links_in_place_of_a_bandwidth(call: Caller) ->
     assert json.loads(measured.stdout) == json.loads(call(*arguments, "--bandwidth", "8Mbit/s").stdout)
 
 
+def test_table_and_run_take_measured_links_in_place_of_a_bandwidth(
+    call: Caller, calls: dict[str, Any]
+) -> None:
+    LINKS.save("links.json")
+    rows = json.loads(call("table", ".", "--workers", "2", "--links", "links.json", "--json").stdout)["rows"]
+    assert [row["bandwidth_bytes_per_s"] for row in rows] == [1e6]
+    given = ("--workers", "2", "--straight")
+    for links in (("--links", "links.json"), ("--bandwidth", "8Mbit/s")):
+        outcome = call("run", "cli_target.py:make", *given, *links)
+        assert outcome.status == 0
+        assert calls["run"][1].bandwidth_bytes_per_s == 1e6
+    outcome = call("table", ".", "--links", "links.json", "--bandwidth", "1Gbit/s")
+    assert outcome.error() == "give --bandwidth, for example 10Gbit/s, or --links FILE: one of them"
+
+
+def test_partition_takes_a_memory_of_each_worker(call: Caller) -> None:
+    arguments = ("partition", "profile.json", "--workers", "2", "--bandwidth", "8Mbit/s", "--straight")
+    both = call(*arguments, "--memory", "1GiB", "--json")
+    assert json.loads(call(*arguments, "--memory", "1GiB,1GiB", "--json").stdout) == json.loads(both.stdout)
+    assert "no plan has 2 workers" in call(*arguments, "--memory", "1GiB,1KiB", "--boundaries", "0").error()
+
+
 @pytest.mark.parametrize("given", [(), ("--bandwidth", "8Mbit/s", "--links", "links.json")])
 def test_partition_takes_one_of_links_and_bandwidth(call: Caller, given: tuple[str, ...]) -> None:
     outcome = call("partition", "profile.json", "--workers", "2", *given)
@@ -289,7 +311,22 @@ def test_simulate_prints_a_table_and_json_has_its_figures(call: Caller) -> None:
             ["profile.json", "--workers", "2", "--bandwidth", "-1Gbit/s"],
             "bandwidth is '-1Gbit/s': it must be",
         ),
-        (["profile.json", "--workers", "x", "--bandwidth", "1Gbit/s"], "Invalid value for '--workers'"),
+        (
+            ["profile.json", "--workers", "x", "--bandwidth", "1Gbit/s"],
+            "--workers is 'x': give a whole number",
+        ),
+        (
+            ["profile.json", "--workers", "2", "--bandwidth", "1Gbit/s", "--optimizer-copies", "x"],
+            "--optimizer-copies is 'x': give a number",
+        ),
+        (
+            ["profile.json", "--workers", "2", "--bandwidth", "1Gbit/s", "--memory", "-1GiB"],
+            "memory is '-1GiB': it must be finite and not negative, as 16GiB is",
+        ),
+        (
+            ["profile.json", "--workers", "2", "--bandwidth", "1Gbit/s", "--memory", "1GiB,1GiB,1GiB"],
+            "memory has 3 entries for 2 workers",
+        ),
         (["profile.json", "--workers", "2"], "give --bandwidth, for example 10Gbit/s, or --links"),
         ([], "Missing argument 'PROFILE'"),
         (["gone.json", "--workers", "2", "--bandwidth", "1Gbit/s"], "gone.json: No such file or directory"),

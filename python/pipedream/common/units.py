@@ -63,7 +63,7 @@ def parse_size(size: str | int, name: str = "size") -> int:
     else:
         num_bytes = _to_float(size, name, 'a text such as "16GiB" or a number of bytes')
     if not (math.isfinite(num_bytes) and num_bytes >= 0):
-        raise ValueError(f"{name} is {size!r}: it must be finite and not negative")
+        raise ValueError(f"{name} is {size!r}: it must be finite and not negative, as 16GiB is")
     return int(num_bytes) if isinstance(size, str) else int(size)
 
 

@@ -17,6 +17,7 @@ from pipedream.common.errors import FileFormatError
 from pipedream.common.table import format_table, shorten
 from pipedream.common.units import format_bandwidth, parse_bandwidth
 from pipedream.planning.layer_profile import Profile
+from pipedream.planning.link_profile import LinkProfile
 from pipedream.planning.partitioner import partition
 from pipedream.planning.plan import Plan
 
@@ -76,19 +77,19 @@ def read_profiles(paths: Iterable[Path]) -> dict[str, Profile]:
 
 
 def make_speeds(
-    profiles: dict[str, Profile], workers: Sequence[int], bandwidths: Sequence[str]
+    profiles: dict[str, Profile], workers: Sequence[int], bandwidths: Sequence[str | LinkProfile]
 ) -> list[SpeedRow]:
-    """By the paper's cost model. Raises as partition()."""
-    return [
-        SpeedRow(
-            model,
-            num_workers,
-            parse_bandwidth(bandwidth),
-            partition(profile, num_workers, bandwidth, hides_links=False),
-        )
+    """By the paper's cost model; of measured links the slowest that a plan uses is said. Raises as
+    partition()."""
+    plans = (
+        (model, num_workers, bandwidth, partition(profile, num_workers, bandwidth, hides_links=False))
         for model, profile in profiles.items()
         for num_workers in workers
         for bandwidth in bandwidths
+    )
+    return [
+        SpeedRow(model, num_workers, _bytes_per_s(bandwidth, plan), plan)
+        for model, num_workers, bandwidth, plan in plans
     ]
 
 
@@ -108,6 +109,13 @@ def describe_speeds(rows: Sequence[SpeedRow]) -> str:
         for row in rows
     ]
     return format_table(headings, cells, "<>><>>>>")
+
+
+def _bytes_per_s(bandwidth: str | LinkProfile, plan: Plan) -> float:
+    if isinstance(bandwidth, str):
+        return parse_bandwidth(bandwidth)
+    assert plan.bandwidth_bytes_per_s is not None
+    return plan.bandwidth_bytes_per_s
 
 
 def _describe_stages(plan: Plan) -> str:
