@@ -10,7 +10,7 @@ from pipedream import _core
 from pipedream.budget.footprint import Footprint
 from pipedream.budget.rehearsal import Handover, Rehearsal
 from pipedream.model.boundary import Boundary
-from pipedream.model.splitter import StageModule
+from pipedream.model.stage_module import StageModule
 
 
 def rehearse(

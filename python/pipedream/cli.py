@@ -382,7 +382,7 @@ def _make_plan(target: str, workers: int, bandwidth: str | LinkProfile, straight
 
 
 def _share_out(model: Any, num_replicas: Sequence[int]) -> Plan:
-    from pipedream.model.splitter import layers_of
+    from pipedream.model.layers import layers_of
 
     return Plan.replicated(len(layers_of(model)), num_replicas)
 

@@ -22,7 +22,7 @@ from pipedream.common.table import format_table
 from pipedream.common.units import format_bytes
 from pipedream.links.channels import RunChannel, num_of_edge_in_flight
 from pipedream.model.seeding import generators_kept
-from pipedream.model.splitter import StageModule
+from pipedream.model.stage_module import StageModule
 from pipedream.planning.plan import Plan
 
 __all__ = [

@@ -56,7 +56,7 @@ from pipedream.model.factored import FactoredLayers, factorable
 from pipedream.model.loss_placement import call_loss, spare_loss
 from pipedream.model.precision import autocast_region
 from pipedream.model.references import modules_carried_by
-from pipedream.model.splitter import StageModule
+from pipedream.model.stage_module import StageModule
 from pipedream.model.untouched import untouched
 
 __all__ = ["Handover", "Rehearsal"]

@@ -26,7 +26,8 @@ from pipedream.links.state_transfer import (
 )
 from pipedream.model.boundary import device_of, exportable
 from pipedream.model.initial_weights import COMPLEX_MARK
-from pipedream.model.splitter import StageModule, dtype_name
+from pipedream.model.layers import dtype_name
+from pipedream.model.stage_module import StageModule
 
 __all__ = [
     "average_buffers",

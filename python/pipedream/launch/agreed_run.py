@@ -18,9 +18,11 @@ from pipedream.common.errors import failures_of_others
 from pipedream.data.stream import DataStream, ForwardedData, MinibatchStream, ReceivedStream
 from pipedream.links.options import LinkOptions
 from pipedream.links.rendezvous import START_TIMEOUT_S, Rendezvous
+from pipedream.model.layers import Model, outline_of
 from pipedream.model.meta_device import is_on_meta
 from pipedream.model.seeding import base_seed, seed_data
-from pipedream.model.splitter import Model, StageModule, Tie, find_ties, outline_of, split, tie_pairs
+from pipedream.model.splitter import split
+from pipedream.model.stage_module import StageModule, Tie, find_ties, tie_pairs
 from pipedream.planning.plan import Plan
 from pipedream.stage.job import JobOptions, WorkerPlace, check_ties
 

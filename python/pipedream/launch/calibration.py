@@ -26,8 +26,8 @@ from pipedream.common.guard import check_main_guard
 from pipedream.launch.measured_costs import Runs, runtime_costs
 from pipedream.launch.runner import run
 from pipedream.model.initial_weights import WeightSource
+from pipedream.model.layers import Model
 from pipedream.model.seeding import generators_kept
-from pipedream.model.splitter import Model
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.partitioner import partition
 from pipedream.planning.plan import Plan, Stage

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.nn import functional
 
-from pipedream.model.splitter import Model, layers_of
+from pipedream.model.layers import Model, layers_of
 from pipedream.planning.plan import Plan
 
 __all__ = ["cautions_of", "warn_the_caller"]

@@ -28,7 +28,7 @@ from pipedream.launch.weight_files import finish_weights, save_weights
 from pipedream.links.channels import RunChannel, tree_name
 from pipedream.links.rank_tree import children_of, parent_of, subtree_of
 from pipedream.links.state_transfer import receive_document, relay_document, send_document
-from pipedream.model.splitter import StageModule
+from pipedream.model.stage_module import StageModule
 from pipedream.report.result import RunResult, combine_reports
 
 __all__ = ["gather"]

@@ -36,8 +36,10 @@ from pipedream.launch.weight_files import load_weights
 from pipedream.launch.worker_processes import run_processes, signals_deferred
 from pipedream.links.rendezvous import Rendezvous, host_store
 from pipedream.model.factories import try_factories
+from pipedream.model.layers import Model
 from pipedream.model.seeding import generators_kept
-from pipedream.model.splitter import Model, StageModule, find_ties, split
+from pipedream.model.splitter import split
+from pipedream.model.stage_module import StageModule, find_ties
 from pipedream.optim import NativeOptimizer
 from pipedream.planning.plan import Plan
 from pipedream.report.result import RunResult

@@ -38,11 +38,11 @@ from pipedream.links.options import make_link_options, wants_checksums
 from pipedream.model.batches import own_loss, parts_of
 from pipedream.model.cut_model import CutModel, cut_model, needs_cutting
 from pipedream.model.initial_weights import WeightSource
+from pipedream.model.layers import Model, layers_of
 from pipedream.model.meta_device import is_on_meta
 from pipedream.model.precision import autocast_dtype
 from pipedream.model.references import check_loss_fn
 from pipedream.model.seeding import base_seed, generators_kept, seed_data
-from pipedream.model.splitter import Model, layers_of
 from pipedream.planning.plan import Plan
 from pipedream.planning.shapes import largest_of
 from pipedream.report.result import RunResult

@@ -51,7 +51,7 @@ from pipedream.links.channels import BETWEEN_REPLICAS, RunChannel, edge_name, fa
 from pipedream.links.codec_choice import codec_of_pushes
 from pipedream.links.replica_group import ReplicaGroup
 from pipedream.model.factored import factorable
-from pipedream.model.splitter import StageModule
+from pipedream.model.stage_module import StageModule
 from pipedream.stage.factor_exchange import FactorExchange
 from pipedream.stage.factors import FactorLayer
 from pipedream.stage.gradients import StageGradients

@@ -31,8 +31,8 @@ from pipedream.links.keys import CurveKeys
 from pipedream.model.batches import parts_of
 from pipedream.model.boundary import Boundary
 from pipedream.model.enlarged import enlarged
+from pipedream.model.layers import CutForward, model_name
 from pipedream.model.seeding import RngState, base_seed, seed_data
-from pipedream.model.splitter import CutForward, model_name
 from pipedream.stage.job import JobOptions
 
 __all__ = ["WorkerTask", "read_part", "write_data", "write_options", "write_part"]

@@ -28,7 +28,7 @@ from pipedream.checkpoint.state import (
 )
 from pipedream.launch.agreed_run import AgreedRun
 from pipedream.model.initial_weights import WEIGHT_INDEX
-from pipedream.model.splitter import StageModule
+from pipedream.model.stage_module import StageModule
 from pipedream.planning.plan import Plan
 
 __all__ = ["finish_weights", "load_weights", "save_weights"]

@@ -47,9 +47,9 @@ from pipedream.links.device_memory import agree_on_device_memory, place_on_devic
 from pipedream.links.rank_tree import parent_of
 from pipedream.links.rendezvous import Rendezvous
 from pipedream.links.replica_group import ReplicaGroup
+from pipedream.model.layers import Model
 from pipedream.model.loss_placement import loss_on
 from pipedream.model.references import gradients_noticed
-from pipedream.model.splitter import Model
 from pipedream.report.result import RunResult
 from pipedream.stage.job import JobOptions, WorkerPlace
 from pipedream.stage.stage_loop import WorkerLoop

@@ -18,7 +18,7 @@ from pipedream.launch.factor_choice import FactorChoice
 from pipedream.links.channels import ShardSpec, TieSpec
 from pipedream.links.codec_choice import NO_CODEC, codec_of_pushes
 from pipedream.model.boundary import TensorSpec
-from pipedream.model.splitter import Tie
+from pipedream.model.stage_module import Tie
 from pipedream.stage.factors import FactorLayer
 from pipedream.stage.gradients import updated_parameters
 from pipedream.stage.shards import Piece, ShardLayout, works_by_element

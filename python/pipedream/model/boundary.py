@@ -20,7 +20,7 @@ from torch import nn
 
 from pipedream import _core
 from pipedream.model.batches import Keywords
-from pipedream.model.splitter import dtype_name
+from pipedream.model.layers import dtype_name
 
 __all__ = [
     "Boundary",

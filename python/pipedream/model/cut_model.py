@@ -25,11 +25,11 @@ from pipedream.model.calls import module_names
 from pipedream.model.crossing import Fillers
 from pipedream.model.cuts import Cut, Cuts
 from pipedream.model.initial_weights import WeightSource, traceable
+from pipedream.model.layers import CutForward, Model, check_parameters, is_list_of_layers, model_name
 from pipedream.model.loss_placement import call_loss, loss_on, spare_loss
 from pipedream.model.precision import autocast_region
 from pipedream.model.references import modules_carried_by
 from pipedream.model.span import SpanStage
-from pipedream.model.splitter import CutForward, Model, check_parameters, is_list_of_layers, model_name
 from pipedream.model.trace import Trace, record
 from pipedream.model.untouched import untouched
 

@@ -23,9 +23,9 @@ from pipedream.model.boundary import device_of, to_device
 from pipedream.model.crossing import Crossing
 from pipedream.model.cut_model import CutModel, cut_model, needs_cutting
 from pipedream.model.initial_weights import WeightSource
+from pipedream.model.layers import Model, check_shapes, layers_of, model_name
 from pipedream.model.meta_device import is_on_meta
 from pipedream.model.split_check import check_cuts
-from pipedream.model.splitter import Model, check_shapes, layers_of, model_name
 
 __all__ = ["ExplainedLayer", "Explanation", "explain"]
 

@@ -23,8 +23,9 @@ from pipedream.model.boundary import boundary_input, check_loss, map_tensors, te
 from pipedream.model.clock import Clock, make_clock
 from pipedream.model.cut_model import CutModel
 from pipedream.model.initial_weights import WeightSource, materialised
+from pipedream.model.layers import Model, layers_of, roots_of
 from pipedream.model.loss_placement import call_loss
-from pipedream.model.splitter import Model, StageModule, layers_of, roots_of
+from pipedream.model.stage_module import StageModule
 from pipedream.model.stand_ins import poisoned
 from pipedream.model.timed_passes import (
     LossFunction,

@@ -31,11 +31,11 @@ from pipedream.model.clock import Clock, make_clock
 from pipedream.model.cut_model import CutModel, cut_model, needs_cutting
 from pipedream.model.initial_weights import WeightSource, check_weights
 from pipedream.model.layer_sweep import SWEEPS_MAX, LayerSweep
+from pipedream.model.layers import Model, check_shapes, layers_of, model_name
 from pipedream.model.loss_placement import loss_on, spare_loss
 from pipedream.model.meta_device import is_on_meta
 from pipedream.model.references import check_loss_fn, modules_carried_by
 from pipedream.model.split_check import check_cuts
-from pipedream.model.splitter import Model, check_shapes, layers_of, model_name
 from pipedream.model.timed_passes import CutPasses, LayerPasses, LossFunction, TimedPasses
 from pipedream.model.untouched import untouched
 from pipedream.planning.layer_profile import LayerProfile, Profile

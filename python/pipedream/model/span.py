@@ -22,7 +22,7 @@ from pipedream.model.batches import call_model
 from pipedream.model.calls import calls_seen, module_names, visible_modules
 from pipedream.model.crossing import Crossing, Fillers
 from pipedream.model.cuts import SpanState
-from pipedream.model.splitter import StageModule
+from pipedream.model.stage_module import StageModule
 from pipedream.model.trace import INPUTS, CallCounter, CallKey
 
 __all__ = ["SpanStage"]

@@ -10,7 +10,7 @@ import torch
 from pipedream.common.checks import check_choice, check_count
 from pipedream.common.document import check_whole
 from pipedream.model.precision import autocast_dtype
-from pipedream.model.splitter import Tie
+from pipedream.model.stage_module import Tie
 from pipedream.reference.versions import SCHEDULES
 
 __all__ = ["check_microbatches", "check_replicas", "check_sync_every", "check_ties"]

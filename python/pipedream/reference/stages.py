@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipedream.model.boundary import map_tensors, tensors_of
 from pipedream.model.loss_placement import call_loss
 from pipedream.model.seeding import MinibatchStreams, RngState, generators_kept
-from pipedream.model.splitter import StageModule
+from pipedream.model.stage_module import StageModule
 from pipedream.reference.batch_norms import MinibatchStatistics
 from pipedream.reference.updates import Updater
 

@@ -13,11 +13,13 @@ from torch import nn
 
 from pipedream.model.batches import parts_of
 from pipedream.model.boundary import device_of
+from pipedream.model.layers import Model
 from pipedream.model.loss_placement import loss_on
 from pipedream.model.precision import LossScaler, autocast_dtype, autocast_region
 from pipedream.model.references import check_loss_fn, gradients_noticed
 from pipedream.model.seeding import MinibatchStreams, RngState, base_seed, data_seed, seed_all, stage_seed
-from pipedream.model.splitter import Model, PlannedStage, StageModule, Tie, find_ties, split
+from pipedream.model.splitter import PlannedStage, split
+from pipedream.model.stage_module import StageModule, Tie, find_ties
 from pipedream.reference.batch_norms import MinibatchStatistics
 from pipedream.reference.cuts import CutFunction
 from pipedream.reference.refusals import check_microbatches, check_replicas, check_sync_every, check_ties

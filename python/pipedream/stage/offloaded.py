@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipedream.budget.offload import StageOffload, graph_root
 from pipedream.model.boundary import tensors_of
-from pipedream.model.splitter import StageModule
+from pipedream.model.stage_module import StageModule
 from pipedream.stage.stashed import Stashed
 from pipedream.stage.weights import StageWeights
 

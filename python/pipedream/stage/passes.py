@@ -26,7 +26,7 @@ from pipedream.model.boundary import (
 from pipedream.model.loss_placement import call_loss
 from pipedream.model.precision import autocast_region
 from pipedream.model.seeding import RngStream
-from pipedream.model.splitter import StageModule
+from pipedream.model.stage_module import StageModule
 from pipedream.stage.offloaded import OffloadedStash
 from pipedream.stage.regions import Region, entered, within
 from pipedream.stage.stashed import Stashed

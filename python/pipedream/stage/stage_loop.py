@@ -27,7 +27,7 @@ from pipedream.data.stream import MinibatchStream
 from pipedream.model.boundary import Boundary
 from pipedream.model.exchange import TENSORS
 from pipedream.model.seeding import MinibatchStreams, stage_seed
-from pipedream.model.splitter import StageModule
+from pipedream.model.stage_module import StageModule
 from pipedream.planning.plan import Plan
 from pipedream.planning.trace import read_clock
 from pipedream.report.losses import LossRecord, make_loss_record

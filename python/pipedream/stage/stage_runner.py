@@ -24,7 +24,7 @@ from pipedream.data.batch_reader import BatchReader, Microbatch
 from pipedream.model.batch_norm import MinibatchStatistics
 from pipedream.model.boundary import Boundary, to_device
 from pipedream.model.seeding import MinibatchStreams
-from pipedream.model.splitter import StageModule
+from pipedream.model.stage_module import StageModule
 from pipedream.report.losses import LossRecord
 from pipedream.stage.gradients import GradientFigures, StageGradients
 from pipedream.stage.job import JobOptions

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from pipedream import _core
 from pipedream.model.boundary import exportable
-from pipedream.model.splitter import Tie
+from pipedream.model.stage_module import Tie
 from pipedream.stage.shards import Piece, piece_of, whole_pieces
 from pipedream.stage.weights import WeightVersions
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pipedream.budget.offload import ResidentVersions
 from pipedream.model.factories import NamedParameters
 from pipedream.model.references import Place, places_of
-from pipedream.model.splitter import StageModule
+from pipedream.model.stage_module import StageModule
 from pipedream.stage.weight_layout import view_like, weight_layout
 
 __all__ = ["StageWeights", "WeightVersions", "split_tied"]

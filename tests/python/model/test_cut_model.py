@@ -18,7 +18,7 @@ from pipedream.model.boundary import boundary_input
 from pipedream.model.crossing import Fillers
 from pipedream.model.cut_model import CutModel, cut_model
 from pipedream.model.meta_device import parameters_on_meta
-from pipedream.model.splitter import StageModule, find_ties
+from pipedream.model.stage_module import StageModule, find_ties
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from twins import CLASSES, TWINS, WIDTH, Output, Residual, SideValue, Skipping, cross_entropy

@@ -8,15 +8,9 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, Case, TiedHead, straight_plan
-from pipedream.model.splitter import (
-    Tie,
-    check_split,
-    find_ties,
-    layers_of,
-    model_name,
-    split,
-    tie_pairs,
-)
+from pipedream.model.layers import layers_of, model_name
+from pipedream.model.splitter import check_split, split
+from pipedream.model.stage_module import Tie, find_ties, tie_pairs
 from pipedream.planning.plan import Plan, Stage
 from torch import nn
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from pipedream import Plan
-from pipedream.model.splitter import StageModule, split
+from pipedream.model.splitter import split
+from pipedream.model.stage_module import StageModule
 from pipedream.stage.weight_layout import weight_layout
 from pipedream.stage.weights import WeightVersions
 from torch import Tensor, nn

@@ -12,7 +12,8 @@ from edge_replay import replay
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipedream import Plan, _core
-from pipedream.model.splitter import Tie, split
+from pipedream.model.splitter import split
+from pipedream.model.stage_module import Tie
 from pipedream.stage.edge_transfers import EdgeTransfers
 from pipedream.stage.gradients import (
     GradientFigures,

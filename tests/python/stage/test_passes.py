@@ -9,7 +9,7 @@ import pytest
 import torch
 from pipedream.data.batch_reader import Microbatch
 from pipedream.model.boundary import Boundary
-from pipedream.model.splitter import StageModule
+from pipedream.model.stage_module import StageModule
 from pipedream.stage.passes import StagePasses
 from pipedream.stage.recomputed import RecomputedPasses
 from pipedream.stage.stashed import Stashed

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pipedream import optim
-from pipedream.model.splitter import StageModule
+from pipedream.model.stage_module import StageModule
 from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.weights import WeightVersions
 from stage_weights import slots_for, stage_of, versions_of

@@ -9,7 +9,8 @@ import pytest
 import torch
 from edge_replay import replay
 from pipedream import Plan, _core
-from pipedream.model.splitter import StageModule, Tie, find_ties, split, tie_pairs
+from pipedream.model.splitter import split
+from pipedream.model.stage_module import StageModule, Tie, find_ties, tie_pairs
 from pipedream.stage.edge_transfers import EdgeTransfers
 from pipedream.stage.tied import TiedParameters, ties_by_owner
 from pipedream.stage.weights import WeightVersions, split_tied

@@ -1,0 +1,151 @@
+"""Stage module: what runs the layers of one stage, and which parameters several stages use.
+
+Nothing is copied: a stage holds the very layer objects of the model, so what trains a stage trains the model.
+Made in the caller's thread; then the compute thread's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipedream.model.batches import call_model
+
+__all__ = ["StageModule", "Tie", "find_ties", "tie_pairs"]
+
+
+class StageModule(nn.Module):
+    """Layers first_layer..last_layer of a model, run in order; the value is passed on as it is.
+
+    A value is a tensor or nested tuples, lists and dicts of tensors. The layers are the model's own.
+    """
+
+    def __init__(
+        self, stage_index: int, first_layer: int, layers: Sequence[tuple[str, str, nn.Module]]
+    ) -> None:
+        """layers: (name, prefix of its full parameter names, module) per layer."""
+        super().__init__()
+        self.stage_index = stage_index
+        self.first_layer = first_layer
+        self.last_layer = first_layer + len(layers) - 1
+        self.layer_names = [name for name, _, _ in layers]
+        self.layers = nn.ModuleList(module for _, _, module in layers)
+        self._prefixes = [prefix for _, prefix, _ in layers]
+        # Fresh containers are in training mode whatever their layers are in; they say what those say.
+        self.training = self.layers.training = all(module.training for module in self.layers)
+
+    def forward(self, value: Any) -> Any:
+        layers = iter(self.layers)
+        value = call_model(next(layers), value)
+        for layer in layers:
+            value = layer(value)
+        return value
+
+    def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """(full name in the model, parameter), each trainable parameter once, in the model's order."""
+        return [(name, parameter) for name, parameter in self._unique_parameters() if parameter.requires_grad]
+
+    def frozen_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """(full name in the model, parameter), each parameter without requires_grad once."""
+        return [
+            (name, parameter) for name, parameter in self._unique_parameters() if not parameter.requires_grad
+        ]
+
+    def stage_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """(full name in the model, buffer), each once, those that no state_dict holds included."""
+        unique: dict[int, tuple[str, torch.Tensor]] = {}
+        for prefix, layer in zip(self._prefixes, self.layers, strict=True):
+            for name, buffer in layer.named_buffers():
+                unique.setdefault(id(buffer), (prefix + name, buffer))
+        return list(unique.values())
+
+    def roots(self) -> list[tuple[str, nn.Module]]:
+        """(prefix of the full names in the model, module): all modules that its code runs."""
+        return list(zip(self._prefixes, self.layers, strict=True))
+
+    def held_names(self) -> set[str]:
+        """The full names of the parameters and buffers whose values it needs."""
+        named = (*self._unique_parameters(), *self.stage_buffers())
+        return {name for name, _ in named}
+
+    def persistent_names(self) -> set[str]:
+        """The full names of what a state_dict of the model holds, of all its modules."""
+        return {
+            f"{prefix}{path}.{name}" if path else prefix + name
+            for prefix, root in self.roots()
+            for path, module in root.named_modules()
+            for name in (*module._parameters, *module._buffers)
+            if name not in module._non_persistent_buffers_set
+        }
+
+    def others_parameters(self) -> list[nn.Parameter]:
+        """Parameters of other stages in the modules that its code runs."""
+        return []
+
+    def place(self, device: torch.device) -> None:
+        """Moves what it holds to the device."""
+        self.to(device)
+
+    def owns(self, name: str) -> bool:
+        """Whether a full name in the model belongs to one of the stage's layers."""
+        return any(name.startswith(prefix) for prefix in self._prefixes)
+
+    def set_buffer(self, name: str, value: torch.Tensor) -> None:
+        """Makes the tensor the buffer of this full name in the model, which may be new."""
+        for prefix, layer in zip(self._prefixes, self.layers, strict=True):
+            if name.startswith(prefix):
+                path, _, own_name = name.removeprefix(prefix).rpartition(".")
+                layer.get_submodule(path)._buffers[own_name] = value
+                return
+        raise KeyError(name)
+
+    def _unique_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        unique: dict[int, tuple[str, nn.Parameter]] = {}
+        for prefix, layer in zip(self._prefixes, self.layers, strict=True):
+            for name, parameter in layer.named_parameters():
+                unique.setdefault(id(parameter), (prefix + name, parameter))
+        return list(unique.values())
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A trainable parameter that several stages use.
+
+    One nn.Parameter object here; in separate processes each stage's is an object of its own, and the names
+    say which belong together.
+    """
+
+    parameter: nn.Parameter
+    stages: tuple[int, ...]
+    """Ascending; the first one owns the parameter: its optimizer updates it."""
+    names: tuple[str, ...]
+    """Full name in the model at each of these stages."""
+
+
+def find_ties(stages: Sequence[StageModule]) -> list[Tie]:
+    """The trainable parameters that two or more of the stages use, in the order of the owners' parameters.
+
+    A frozen parameter that stages share needs nothing, and is not listed.
+    """
+    uses: dict[int, list[tuple[int, str, nn.Parameter]]] = {}
+    for stage in stages:
+        for name, parameter in stage.trainable_parameters():
+            uses.setdefault(id(parameter), []).append((stage.stage_index, name, parameter))
+    return [
+        Tie(
+            parameter=of_one[0][2],
+            stages=tuple(stage_index for stage_index, _, _ in of_one),
+            names=tuple(name for _, name, _ in of_one),
+        )
+        for of_one in uses.values()
+        if len(of_one) > 1
+    ]
+
+
+def tie_pairs(ties: Sequence[Tie]) -> list[tuple[int, int]]:
+    """(owner, user): the stages that share parameters, each pair once, ascending."""
+    return sorted({(tie.stages[0], user) for tie in ties for user in tie.stages[1:]})
