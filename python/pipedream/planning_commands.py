@@ -165,6 +165,9 @@ def simulate_command(
     microbatches: _Microbatches = None,
     recompute: _Recompute = False,
     optimizer_copies: _OptimizerCopies = 1.0,
+    factors: Annotated[
+        bool, typer.Option("--factors", help="Replicas push as with run's --codec pushes=factors.")
+    ] = False,
     trace_file: Annotated[
         Path | None,
         typer.Option("--trace", metavar="FILE", help="Of a run of this plan: what differs from it is named."),
@@ -194,6 +197,7 @@ def simulate_command(
         microbatches=microbatches,
         recompute=recompute,
         optimizer_copies=optimizer_copies,
+        factors=factors,
     )
     notes = []
     if output is not None:

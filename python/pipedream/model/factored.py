@@ -10,6 +10,7 @@ so whatever gradient arrives at W comes from another use of it. Owned by the thr
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from pipedream.model.calls import is_compiled
 from pipedream.model.references import places_of
 
-__all__ = ["FactoredLayers", "Factors", "Take", "factorable"]
+__all__ = ["FactoredLayers", "Factors", "Take", "factorable", "rows_counted"]
 
 
 class Factors(NamedTuple):
@@ -102,6 +103,28 @@ def factorable(stage: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> d
         else:
             found.setdefault(name, {})[id(layer)] = layer
     return {name: list(layers.values()) for name, layers in found.items() if name not in others}
+
+
+@contextlib.contextmanager
+def rows_counted(layers: Mapping[str, Sequence[nn.Linear]]) -> Iterator[dict[str, int]]:
+    """Gives how many rows the factors of each weight have, of the forwards that are done inside. layers: as
+    of factorable()."""
+    rows: dict[str, int] = {}
+
+    def count(name: str, layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        (inputs,) = (*arguments, *keywords.values())
+        rows[name] = rows.get(name, 0) + inputs.numel() // inputs.shape[-1]
+
+    handles = [
+        layer.register_forward_pre_hook(functools.partial(count, name), with_kwargs=True)
+        for name, of_weight in layers.items()
+        for layer in of_weight
+    ]
+    try:
+        yield rows
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _is_plain(module: nn.Linear) -> bool:

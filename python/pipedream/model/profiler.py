@@ -14,7 +14,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -29,6 +29,7 @@ from pipedream.model.batches import own_loss, parts_of
 from pipedream.model.boundary import device_of, tensors_of, to_device
 from pipedream.model.clock import Clock, make_clock
 from pipedream.model.cut_model import CutModel, cut_model, needs_cutting
+from pipedream.model.factored import factorable, rows_counted
 from pipedream.model.initial_weights import WeightSource, check_weights
 from pipedream.model.layer_sweep import SWEEPS_MAX, LayerSweep
 from pipedream.model.layers import Model, check_shapes, layers_of, model_name
@@ -38,7 +39,7 @@ from pipedream.model.references import check_loss_fn, modules_carried_by
 from pipedream.model.split_check import check_cuts
 from pipedream.model.timed_passes import CutPasses, LayerPasses, LossFunction, TimedPasses
 from pipedream.model.untouched import untouched
-from pipedream.planning.layer_profile import LayerProfile, Profile
+from pipedream.planning.layer_profile import LayerProfile, Profile, WeightFactors
 from pipedream.planning.shapes import Shapes, larger_of, shapes_of
 
 __all__ = ["profile"]
@@ -111,7 +112,7 @@ def profile(
     on_meta = is_on_meta(layers)
     device = torch.device("cpu") if on_meta else device_of(layers)
     loss_fn = spare_loss(loss_fn)
-    measurement = _Measurement(functools.partial(_make_passes, model, loss_fn, cuts, check))
+    measurement = _Measurement(functools.partial(_make_passes, model, loss_fn, cuts, check), layers)
     kept, placed = untouched([*layers, *modules_carried_by(loss_fn)]), loss_on(loss_fn, device)
     with kept, placed, torch.enable_grad(), _progress(minibatches) as advance:
         if on_meta:
@@ -122,11 +123,13 @@ def profile(
             _measure(measurement, batches, device, minibatches, seconds, advance)
             assert measurement.passes is not None  # at least one minibatch was measured
             passes = measurement.passes
+    no_factors: list[list[WeightFactors] | None] = [None] * len(passes.layer_names)
     columns = (
         *measurement.means_ms(),
         passes.activation_bytes,
         passes.parameter_bytes,
         passes.saved_bytes,
+        measurement.factors or no_factors,
     )
     return Profile(
         layers=tuple(itertools.starmap(LayerProfile, zip(passes.layer_names, *columns, strict=True))),
@@ -144,7 +147,9 @@ def profile(
 class _Measurement:
     make_passes: Callable[[Any, Any], TimedPasses]
     """Of minibatch 0, on the device."""
+    layers: Sequence[nn.Module]
     passes: TimedPasses | None = None
+    factors: list[list[WeightFactors]] | None = None  # [layer]
     forward_ms: list[list[float]] = field(default_factory=list)  # [minibatch][layer], warm-up included
     backward_ms: list[list[float]] = field(default_factory=list)
     batch_size: int | None = None
@@ -154,9 +159,28 @@ class _Measurement:
     def measure(self, minibatch: int, inputs: Any, targets: Any, clock: Clock) -> None:
         if self.passes is None:
             self.passes = self.make_passes(inputs, targets)
-        forward_ms, backward_ms = self.passes.run(minibatch, inputs, targets, clock)
+        if self.factors is None:
+            with rows_counted(factorable(nn.ModuleList(self.layers), self._named())) as rows:
+                forward_ms, backward_ms = self.passes.run(minibatch, inputs, targets, clock)
+            self.factors = self._factors_of(self.passes, rows)
+        else:
+            forward_ms, backward_ms = self.passes.run(minibatch, inputs, targets, clock)
         self.forward_ms.append(forward_ms)
         self.backward_ms.append(backward_ms)
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        named = nn.ModuleList(self.layers).named_parameters()
+        return [(name, parameter) for name, parameter in named if parameter.requires_grad]
+
+    def _factors_of(self, passes: TimedPasses, rows: Mapping[str, int]) -> list[list[WeightFactors]]:
+        """rows: of a minibatch, by the weight's name."""
+        found: list[list[WeightFactors]] = [[] for _ in passes.layer_names]
+        for name, parameter in self._named():
+            if name in rows:
+                row_bytes = sum(parameter.shape) * parameter.element_size()
+                sizes = WeightFactors(parameter.nbytes, rows[name] * row_bytes)
+                found[passes.layer_of[id(parameter)]].append(sizes)
+        return found
 
     @property
     def num_warm_up(self) -> int:

@@ -45,6 +45,8 @@ class TimedPasses(Protocol):
     layer_names: list[str]
     parameter_bytes: list[int]
     """Trainable ones of each layer; a tied parameter counts where it is first used."""
+    layer_of: dict[int, int]
+    """By the parameter's id, the layer where it counts."""
     activation_bytes: list[int]
     """That cross behind each layer; known after the first minibatch."""
     cuts: tuple[str, ...] | None
@@ -64,6 +66,8 @@ class LayerPasses:
         self._layers = [layer for _, layer in named_layers]
         self._loss_fn = loss_fn
         self.parameter_bytes = parameter_bytes_of(self._layers)
+        layers = [*enumerate(self._layers)][::-1]
+        self.layer_of = {id(parameter): index for index, layer in layers for parameter in layer.parameters()}
         self.activation_bytes: list[int] = []
         self.cuts: tuple[str, ...] | None = None
         self.saved_bytes: list[int] = []
@@ -103,6 +107,8 @@ class CutPasses:
         self._loss_fn = loss_fn
         self.layer_names = cut.layer_names
         self.parameter_bytes = cut.parameter_bytes()
+        spans = cut.cuts.first_spans_of_parameters(cut.offered)
+        self.layer_of = {id(parameter): spans[name] for name, parameter in cut.module.named_parameters()}
         self.activation_bytes = [*(place.num_bytes for place in cut.offered), 0]
         self.saved_bytes: list[int] = []
         modules = dict(visible_modules(cut.module))

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipedream.common.document import (
     check_figures,
@@ -29,7 +29,7 @@ from pipedream.common.table import format_table, shorten
 from pipedream.common.units import format_bytes
 from pipedream.planning.shapes import Shapes, checked_shapes, describe_shapes
 
-__all__ = ["LayerProfile", "Profile", "checked_cuts"]
+__all__ = ["LayerProfile", "Profile", "WeightFactors", "checked_cuts"]
 
 _KIND = "profile"
 _VERSION = 1
@@ -47,6 +47,14 @@ _HEADER_FIELDS = (
 _LAYER_FIELDS = ("name", "forward_ms", "backward_ms", "activation_bytes", "parameter_bytes")
 
 
+class WeightFactors(NamedTuple):
+    """A weight whose gradient replicas may push as factors (docs/parameter-server.md). Bytes."""
+
+    weight_bytes: int
+    factor_bytes: int
+    """Of a minibatch."""
+
+
 @dataclass(frozen=True)
 class LayerProfile:
     """One layer's cost per minibatch. Raises ValueError naming the field for a figure that cannot be."""
@@ -59,6 +67,8 @@ class LayerProfile:
     parameter_bytes: int
     saved_bytes: int | None = None
     """What autograd keeps of a minibatch for this backward, without parameters; None: not measured."""
+    factors: tuple[WeightFactors, ...] | None = None
+    """Of its fully connected layers' weights; None: not measured."""
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
     """Fields of the file that this version does not know; written back as they were."""
 
@@ -70,6 +80,8 @@ class LayerProfile:
         _set(self, "parameter_bytes", check_whole("parameter_bytes", self.parameter_bytes))
         if self.saved_bytes is not None:
             _set(self, "saved_bytes", check_whole("saved_bytes", self.saved_bytes))
+        if self.factors is not None:
+            _set(self, "factors", tuple(self.factors))
 
     @property
     def compute_ms(self) -> float:
@@ -77,8 +89,12 @@ class LayerProfile:
         return self.forward_ms + self.backward_ms
 
     def to_dict(self) -> dict[str, Any]:
-        saved = {} if self.saved_bytes is None else {"saved_bytes": self.saved_bytes}
-        return {name: getattr(self, name) for name in _LAYER_FIELDS} | saved | self.extra
+        measured: dict[str, Any] = {}
+        if self.saved_bytes is not None:
+            measured["saved_bytes"] = self.saved_bytes
+        if self.factors is not None:
+            measured["factors"] = [weight._asdict() for weight in self.factors]
+        return {name: getattr(self, name) for name in _LAYER_FIELDS} | measured | self.extra
 
 
 @dataclass(frozen=True)
@@ -230,15 +246,28 @@ def _layer_from_dict(layer_index: int, value: object) -> LayerProfile:
     where = f"layers[{layer_index}]"
     fields = check_object(where, value)
     require(fields, _LAYER_FIELDS, where + ".")
-    known = {*_LAYER_FIELDS, "saved_bytes"}
+    known = {*_LAYER_FIELDS, "saved_bytes", "factors"}
     try:
         return LayerProfile(
             **{name: fields[name] for name in _LAYER_FIELDS},
             saved_bytes=fields.get("saved_bytes"),
+            factors=_factors_from(fields.get("factors")),
             extra={name: fields[name] for name in fields if name not in known},
         )
     except ValueError as error:
         raise ValueError(f"{where}.{error}") from None
+
+
+def _factors_from(value: object) -> tuple[WeightFactors, ...] | None:
+    if value is None:
+        return None
+    weights = []
+    for index, row in enumerate(check_list("factors", value)):
+        given = check_object(f"factors[{index}]", row)
+        require(given, WeightFactors._fields, f"factors[{index}].")
+        sizes = [check_whole(f"factors[{index}].{name}", given[name]) for name in WeightFactors._fields]
+        weights.append(WeightFactors(*sizes))
+    return tuple(weights)
 
 
 def _set(target: object, name: str, value: object) -> None:

@@ -25,6 +25,7 @@ from pipedream.planning.prediction import simulate_programs
 from pipedream.planning.runtime_costs import costs_of
 from pipedream.planning.simulated_memory import MemoryUse, memory_in_use
 from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, simulate
+from pipedream.planning.synced_bytes import SyncedBytes, shares_of_a_shard
 from pipedream.planning.traced_schedule import TracedSchedule, TraceRequest, describe_bubble, make_traced
 
 __all__ = ["PlanSimulation", "simulate_plan"]
@@ -158,8 +159,11 @@ def simulate_plan(
     microbatches: int | None = None,
     recompute: bool = False,
     optimizer_copies: float = 1.0,
+    factors: bool = False,
 ) -> PlanSimulation:
     """Executes the plan's instruction lists with the profile's costs. optimizer_copies: as of partition().
+    factors: replicas push as with run's codec={"pushes": "factors"}; what that changes is what the links
+    carry, not what a worker computes or keeps.
 
     bandwidth_bytes_per_s: of each link; None takes the plan's. minibatches, microbatches: None chooses enough
     for a steady state, and as many as the schedule needs. Raises ValueError for a profile of other layers,
@@ -193,6 +197,7 @@ def simulate_plan(
         None,
     )
     num_microbatches = traced.options.num_microbatches
+    shares = _sync_shares(plan, profile, traced, factors=factors)
     if costs_of(plan) is not None:
         links = [
             {**link, "one_way_ms": one_way_ms}
@@ -201,9 +206,9 @@ def simulate_plan(
             )
         ]
         costed = replace(plan, predicted=plan.predicted | {"links": links})
-        simulation = simulate_programs(costed, traced.options, traced.programs)
+        simulation = simulate_programs(costed, traced.options, traced.programs, sync_shares=shares)
         return PlanSimulation(plan, profile, bandwidth, traced, simulation, optimizer_copies)
-    times = _stage_times(plan, profile, num_microbatches, bandwidth)
+    times = _stage_times(plan, profile, num_microbatches, bandwidth, shares)
     transfers = [
         TransferTimes(one_way_ms / num_microbatches, one_way_ms / num_microbatches)
         for one_way_ms in _boundary_ms(plan, profile, bandwidth)
@@ -212,8 +217,29 @@ def simulate_plan(
     return PlanSimulation(plan, profile, bandwidth, traced, simulation, optimizer_copies)
 
 
+def _sync_shares(plan: Plan, profile: Profile, traced: TracedSchedule, *, factors: bool) -> list[SyncedBytes]:
+    """By stage."""
+    from pipedream import _core
+
+    if factors and not any(layer.factors for layer in profile.layers):
+        raise ValueError(
+            "factors are asked for, and the profile has none: profile the model anew, or it has no fully"
+            " connected layers"
+        )
+    shares = []
+    for index, stage in enumerate(plan.stages):
+        layers = profile.layers[stage.first_layer : stage.last_layer + 1]
+        minibatches = _core.rounds_of(traced.options, index).minibatches_per_round // stage.num_replicas
+        shares.append(shares_of_a_shard(layers, stage.num_replicas, factors=factors, minibatches=minibatches))
+    return shares
+
+
 def _stage_times(
-    plan: Plan, profile: Profile, num_microbatches: int, bandwidth_bytes_per_s: float
+    plan: Plan,
+    profile: Profile,
+    num_microbatches: int,
+    bandwidth_bytes_per_s: float,
+    shares: Sequence[SyncedBytes],
 ) -> Sequence[StageTimes]:
     times = []
     speeds = _speeds_of(plan)
@@ -224,11 +250,13 @@ def _stage_times(
         forward_ms = sum(layer.forward_ms for layer in layers)
         backward_ms = sum(layer.backward_ms for layer in layers)
         shard_bytes = sum(layer.parameter_bytes for layer in layers) / stage.num_replicas
+        shard_ms = 1e3 * shard_bytes / bandwidth_bytes_per_s
         times.append(
             StageTimes(
                 forward_ms / num_microbatches / speed,
                 backward_ms / num_microbatches / speed,
-                shard_ms=1e3 * shard_bytes / bandwidth_bytes_per_s,
+                shard_ms=shard_ms * shares[index].pulled,
+                push_ms=shard_ms * shares[index].pushed,
             )
         )
     return times

@@ -14,6 +14,7 @@ from pipedream.planning.runtime_costs import StageCosts, costs_of
 from pipedream.planning.shared_cores import SharedHost, simulate_shared
 from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, simulate
 from pipedream.planning.spread import EVEN, Spread
+from pipedream.planning.synced_bytes import SyncedBytes
 
 if TYPE_CHECKING:
     from pipedream import _core
@@ -88,9 +89,11 @@ def simulate_programs(
     programs: Sequence[Sequence[_core.Instruction]],
     *,
     spreads: bool = True,
+    sync_shares: Sequence[SyncedBytes] | None = None,
 ) -> Simulation:
     """The workers' lists with the costs that the plan, which has some, carries. spreads: with the spread of
-    single items about their mean."""
+    single items about their mean. sync_shares: by stage, of a shard, what a replica pushes to one other and
+    pulls from it; None: a whole one both."""
     from pipedream import _core
 
     costs = costs_of(plan)
@@ -100,7 +103,8 @@ def simulate_programs(
     host = _host_of(plan)
     is_alone = host is not None and host.num_workers == 1
     speed = host.speed(1) if host is not None and is_alone else 1.0
-    times = [_times(cost, m, kept, speed) for cost, kept in zip(costs, versions, strict=True)]
+    shares = sync_shares or [SyncedBytes(1.0, 1.0)] * plan.num_stages
+    times = [_times(*stage, m, speed) for stage in zip(costs, shares, versions, strict=True)]
     transfers = [_transfer(row, m) for row in _links_of(plan)]
     spread = Spread.from_dict("predicted.spread", plan.predicted.get("spread", {})) if spreads else EVEN
     if host is None or is_alone:
@@ -108,14 +112,17 @@ def simulate_programs(
     return simulate_shared(programs, times, transfers, host, spread)
 
 
-def _times(cost: StageCosts, num_microbatches: int, num_versions: int, speed: float) -> StageTimes:
+def _times(
+    cost: StageCosts, share: SyncedBytes, num_versions: int, num_microbatches: int, speed: float
+) -> StageTimes:
     return StageTimes(
         forward_ms=cost.forward.first(num_microbatches) / speed,
         later_forward_ms=cost.forward.later(num_microbatches) / speed,
         backward_ms=cost.backward.first(num_microbatches) / speed,
         later_backward_ms=cost.backward.later(num_microbatches) / speed,
         update_ms=(cost.update_ms + (cost.copy_ms if num_versions > 1 else 0.0)) / speed,
-        shard_ms=cost.shard_ms,
+        shard_ms=cost.shard_ms * share.pulled,
+        push_ms=cost.shard_ms * share.pushed,
     )
 
 

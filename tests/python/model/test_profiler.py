@@ -606,3 +606,14 @@ def test_dict_batches_and_the_models_own_loss_need_no_loss_fn() -> None:
     measured = profile(twin.model(), twin.data(2), minibatches=1)
     assert measured.batch_size == 6
     assert "blocks.1" in [layer.name for layer in measured.layers]
+
+
+def test_the_factors_of_fully_connected_layers_are_measured() -> None:
+    reused = nn.Linear(4, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(reused, nn.Tanh()), reused, nn.LayerNorm(4))
+    measured = profile(
+        model, [(torch.randn(3, 5, 4), torch.randn(3, 5, 4))] * 3, squared_error, minibatches=2
+    )
+    factors = [layer.factors for layer in measured.layers]
+    assert factors == [((64, 15 * 8 * 4),), ((64, 30 * 8 * 4),), (), ()]
+    assert not any(layer._forward_pre_hooks for layer in model.modules())

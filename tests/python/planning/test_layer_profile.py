@@ -56,6 +56,7 @@ def test_fields_of_the_file_are_attributes() -> None:
 def test_round_trip_keeps_every_field_and_the_unknown_ones(tmp_path: Path) -> None:
     fields = make_fields() | {"source": {"commit": "abc", "figures": [-1, None]}}
     fields["layers"][1]["flops"] = -12.5
+    fields["layers"][1]["factors"] = [{"weight_bytes": 128, "factor_bytes": 96}]
     (tmp_path / "in.json").write_text(json.dumps(fields))
     profile = Profile.load(tmp_path / "in.json")
     profile.save(tmp_path / "out.json")

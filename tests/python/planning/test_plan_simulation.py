@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from pipedream.planning.layer_profile import LayerProfile, Profile
+from pipedream.planning.layer_profile import LayerProfile, Profile, WeightFactors
 from pipedream.planning.partitioner import partition
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.plan_simulation import PlanSimulation, simulate_plan
+from pipedream.planning.synced_bytes import synced_bytes
 
 _STAGES = 3
 
@@ -142,3 +143,37 @@ def test_a_calibrated_plan_is_simulated_with_the_costs_that_it_carries(plan_file
     replace(plan, predicted={"stage_costs": costs, "links": links}).save(plan_file)
     assert _simulate(plan_file, "pipedream").ms_per_minibatch == pytest.approx(3.25)
     assert _simulate(plan_file, "flush", 2).ms_per_minibatch == pytest.approx(2.0 * (2 + _STAGES - 1) + 0.25)
+
+
+def _replicated(tmp_path: Path, factors: tuple[WeightFactors, ...] | None) -> tuple[Path, Profile]:
+    path = tmp_path / "replicated.json"
+    Plan((Stage(0, 0, 2),), bandwidth_bytes_per_s=1e6).save(path)
+    return path, Profile((LayerProfile("fc", 1.0, 2.0, 0, 5000, factors=factors),))
+
+
+def test_factors_are_what_replicas_send_where_they_are_smaller(tmp_path: Path) -> None:
+    weights = (WeightFactors(4000, 300), WeightFactors(500, 500))  # of two replicas the second is as large
+    path, profile = _replicated(tmp_path, weights)
+    sent = {
+        factors: simulate_plan(path, profile, schedule="data_parallel", factors=factors).to_dict()["workers"]
+        for factors in (False, True)
+    }
+    # Of a round of two minibatches: a shard is pushed, another pulled; by factors 1000 are left to be dealt.
+    assert [worker["bytes_sent_per_minibatch"] for worker in sent[False]] == [2500, 2500]
+    assert [worker["bytes_sent_per_minibatch"] for worker in sent[True]] == [650, 650]
+
+
+def test_factors_of_a_round_grow_with_its_minibatches() -> None:
+    layers = [LayerProfile("fc", 1.0, 2.0, 0, 5000, factors=(WeightFactors(4000, 300),))]
+    assert synced_bytes(layers, 2) == (2500, 2500)
+    assert synced_bytes(layers, 2, factors=True) == (800, 500)
+    assert synced_bytes(layers, 2, factors=True, minibatches=13) == (4400, 500)
+    assert synced_bytes(layers, 2, factors=True, minibatches=14) == (2500, 2500)
+    assert synced_bytes(layers, 4, factors=True, minibatches=6) == (250 + 1800, 250)
+    assert synced_bytes(layers, 4, factors=True, minibatches=7) == (1250, 1250)
+
+
+def test_a_profile_without_factors_cannot_be_simulated_with_them(tmp_path: Path) -> None:
+    path, profile = _replicated(tmp_path, None)
+    with pytest.raises(ValueError, match="the profile has none: profile the model anew"):
+        simulate_plan(path, profile, factors=True)
