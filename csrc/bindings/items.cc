@@ -123,9 +123,8 @@ void bind_items(py::module_& module) {
       .def(py::init<const py::object&, py::object, py::object>(), py::arg("tensor_type"),
            py::arg("to_capsule"), py::arg("from_capsule"))
       .def("fingerprint", &TensorExchange::fingerprint_of, py::arg("tensors"),
-           "64 bits of what the tensors hold, with dtypes and shapes; None where one is not contiguous in "
-           "host "
-           "memory.")
+           "64 bits of what the tensors hold, with dtypes and shapes; None where one is not plain contiguous "
+           "host memory.")
       .def_property_readonly("by_table", &TensorExchange::by_table,
                              "By the type's table of C functions; else by capsules.");
   py::class_<PyItem>(module, "ReceivedItem", "An item outside the schedule.")

@@ -103,16 +103,19 @@ bool is_contiguous(const DLTensor& tensor) {
   return true;
 }
 
+bool is_on_host(DLDevice device) { return device.device_type == kDLCpu || device.device_type == kDLCudaHost; }
+
+bool is_on_host(const DLTensor& tensor) { return is_on_host(tensor.device); }
+
 std::string device_text(DLDevice device) {
-  if (device.device_type == kDLCpu || device.device_type == kDLCudaHost) return "cpu";
+  if (is_on_host(device)) return "cpu";
   if (device.device_type == kDLCuda) return "cuda:" + std::to_string(device.device_id);
   return "a device of DLPack type " + std::to_string(device.device_type);
 }
 
 // Whoever reads a tensor by its address must be able to.
 void check_device(const DLTensor& tensor, DLDevice wanted) {
-  const bool on_host = tensor.device.device_type == kDLCpu || tensor.device.device_type == kDLCudaHost;
-  const bool fits = wanted.device_type == kDLCpu ? on_host
+  const bool fits = wanted.device_type == kDLCpu ? is_on_host(tensor)
                                                  : tensor.device.device_type == wanted.device_type &&
                                                        tensor.device.device_id == wanted.device_id;
   if (fits) return;
@@ -183,6 +186,31 @@ Borrowed borrow_each(const py::list& objects, DLDevice wanted, const std::functi
   return borrowed;
 }
 
+// Of one that is contiguous.
+std::span<const std::byte> bytes_of(const DLTensor& tensor) {
+  constexpr std::size_t kBitsPerByte = 8;
+  std::size_t num_bytes = std::size_t{tensor.dtype.bits} * tensor.dtype.lanes / kBitsPerByte;
+  for (std::int32_t dim = 0; dim < tensor.ndim; ++dim) {
+    num_bytes *= static_cast<std::size_t>(tensor.shape[dim]);
+  }
+  return {static_cast<const std::byte*>(tensor.data) + tensor.byte_offset, num_bytes};
+}
+
+// Below this, hashing takes less than giving the GIL away and taking it again may.
+constexpr std::size_t kHashedWithTheGilBytesMax = std::size_t{64} << 10;
+
+// Of contents, dtypes and shapes.
+std::uint64_t hash_of(const std::vector<DLTensor>& tensors) {
+  std::uint64_t hash = 0;
+  for (const DLTensor& tensor : tensors) {
+    const std::span<const std::int64_t> shape(tensor.shape, static_cast<std::size_t>(tensor.ndim));
+    hash = fingerprint(bytes_of(tensor), hash);
+    hash = fingerprint(std::as_bytes(std::span(&tensor.dtype, 1)), hash);
+    hash = fingerprint(std::as_bytes(shape), hash);
+  }
+  return hash;
+}
+
 DLDevice dl_device(DeviceType device, int device_index) {
   return {device == DeviceType::kCuda ? kDLCuda : kDLCpu, device_index};
 }
@@ -202,6 +230,9 @@ Borrowed from_capsules(const py::list& capsules, DeviceType device, int device_i
 
 TensorExchange::TensorExchange(const py::object& tensor_type, py::object to_capsule, py::object from_capsule)
     : to_capsule_(std::move(to_capsule)), from_capsule_(std::move(from_capsule)) {
+  for (const char* const name : {"is_neg", "is_conj"}) {
+    if (py::hasattr(tensor_type, name)) tell_lazy_values_.push_back(tensor_type.attr(name));
+  }
   const py::object capsule = py::getattr(tensor_type, "__dlpack_c_exchange_api__", py::none());
   if (capsule.is_none()) return;
   const auto* table =
@@ -221,7 +252,21 @@ Borrowed TensorExchange::borrow(const py::list& tensors, DeviceType device, int 
       tensors, wanted, where, [&](const py::handle& tensor) { return take_by_table(*table_, tensor); });
 }
 
-DLTensor TensorExchange::borrow_one(const py::handle& tensor, std::shared_ptr<void>& owner) const {
+bool TensorExchange::is_plain(const py::handle& tensor) const {
+  return std::ranges::none_of(tell_lazy_values_, [&](const py::object& tells) {
+    const auto told = py::reinterpret_steal<py::object>(PyObject_CallOneArg(tells.ptr(), tensor.ptr()));
+    if (!told) throw py::error_already_set();
+    return told.is(py::bool_(true));
+  });
+}
+
+// Valid while the tensor is as it is; owner has what it needs besides.
+DLTensor TensorExchange::look_at(const py::handle& tensor, std::shared_ptr<void>& owner) const {
+  if (table_ != nullptr && table_->dltensor_from_py_object_no_sync != nullptr) {
+    DLTensor content{};
+    if (table_->dltensor_from_py_object_no_sync(tensor.ptr(), &content) != 0) throw py::error_already_set();
+    return content;
+  }
   const auto hold = [&](auto* managed) {
     using Managed = std::remove_pointer_t<decltype(managed)>;
     auto holder = make_holder<Managed>(1);
@@ -248,27 +293,18 @@ py::object TensorExchange::lend(const TensorView& tensor, DeviceType device, int
 }
 
 std::optional<std::uint64_t> TensorExchange::fingerprint_of(const py::list& tensors) const try {
-  std::vector<DLTensor> contents;
-  std::vector<std::shared_ptr<void>> owners;
-  for (const py::handle tensor : tensors) {
-    contents.push_back(borrow_one(tensor, owners.emplace_back()));
-    const DLTensor& content = contents.back();
-    const bool on_host = content.device.device_type == kDLCpu || content.device.device_type == kDLCudaHost;
-    if (!on_host || !is_contiguous(content)) return std::nullopt;
+  std::vector<DLTensor> contents(tensors.size());
+  std::vector<std::shared_ptr<void>> owners(tensors.size());
+  std::size_t num_bytes = 0;
+  for (std::size_t index = 0; index < contents.size(); ++index) {
+    if (!is_plain(tensors[index])) return std::nullopt;
+    contents[index] = look_at(tensors[index], owners[index]);
+    if (!is_on_host(contents[index]) || !is_contiguous(contents[index])) return std::nullopt;
+    num_bytes += bytes_of(contents[index]).size();
   }
+  if (num_bytes <= kHashedWithTheGilBytesMax) return hash_of(contents);
   const py::gil_scoped_release release;
-  std::uint64_t mark = 0;
-  for (const DLTensor& content : contents) {
-    constexpr std::size_t kBitsPerByte = 8;
-    const std::span<const std::int64_t> shape(content.shape, static_cast<std::size_t>(content.ndim));
-    std::size_t num_bytes = std::size_t{content.dtype.bits} * content.dtype.lanes / kBitsPerByte;
-    for (const std::int64_t size : shape) num_bytes *= static_cast<std::size_t>(size);
-    const auto* const data = static_cast<const std::byte*>(content.data) + content.byte_offset;
-    mark = fingerprint({data, num_bytes}, mark);
-    mark = fingerprint(std::as_bytes(std::span(&content.dtype, 1)), mark);
-    mark = fingerprint(std::as_bytes(shape), mark);
-  }
-  return mark;
+  return hash_of(contents);
 } catch (const py::error_already_set&) {  // of a tensor that the framework does not lend
   return std::nullopt;
 }

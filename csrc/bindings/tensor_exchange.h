@@ -48,14 +48,18 @@ class TensorExchange {
   [[nodiscard]] pybind11::object lend(const TensorView& tensor, DeviceType device, int device_index,
                                       std::shared_ptr<void> owner) const;
   // 64 bits of what the tensors hold, with their dtypes and shapes. Empty where one of them is not contiguous
-  // in host memory, or cannot be borrowed.
+  // in host memory, holds other values than its memory, or cannot be borrowed.
   [[nodiscard]] std::optional<std::uint64_t> fingerprint_of(const pybind11::list& tensors) const;
   [[nodiscard]] bool by_table() const { return table_ != nullptr; }
 
  private:
-  [[nodiscard]] DLTensor borrow_one(const pybind11::handle& tensor, std::shared_ptr<void>& owner) const;
+  [[nodiscard]] bool is_plain(const pybind11::handle& tensor) const;
+  [[nodiscard]] DLTensor look_at(const pybind11::handle& tensor, std::shared_ptr<void>& owner) const;
 
   const DLPackExchangeAPI* table_ = nullptr;  // lives as long as the process
+  // The type's methods that tell of values which are the negatives or conjugates of what the memory holds;
+  // those that it has.
+  std::vector<pybind11::object> tell_lazy_values_;
   pybind11::object to_capsule_;
   pybind11::object from_capsule_;
 };

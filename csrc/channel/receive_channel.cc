@@ -119,11 +119,11 @@ void ReceiverAccess::reach(Call call) {
   if (--num_reaching_ == 0) none_reaches_.notify_all();
 }
 
-// The compute thread, most often: its credit leaves here and now.
+// The compute thread, most often: the credit leaves with what its work item sends.
 void ReceiverAccess::slot_released() {
   reach([](ReceiveChannel& channel) {
     if (!channel.note_release()) return;
-    channel.transport_.post_and_drive([&channel] { channel.grant_free_slots(); });
+    channel.wakeup_.post_with_item(channel.transport_, [&channel] { channel.grant_free_slots(); });
   });
 }
 
@@ -158,7 +158,8 @@ std::vector<ReceivedTransfer> ReceiveChannel::transfers() const {
 
 void ReceiveChannel::on_open(Link& link) {
   attach(link);
-  link.let_wait(copy_stream_ == nullptr);  // else its copies begin before anybody waits for the item
+  // Copies of a stream of its own begin before anybody waits for the item.
+  link.let_wait(copy_stream_ == nullptr ? Patience::kUntilOneWaits : Patience::kNone);
   grant_free_slots();
   wakeup_.update([&] { open_.store(true); });
 }

@@ -129,8 +129,12 @@ void SendChannel::pump() {
     frame_copied();
   });
   if (!works) give_up();
-  // Credits are urgent to items that have none.
-  if (Link* link = link_.load()) link->let_wait(queue_.next() == nullptr);
+  if (Link* link = link_.load()) link->let_wait(patience());
+}
+
+// Credits are for items that have none.
+Patience SendChannel::patience() {
+  return queue_.next() == nullptr ? Patience::kUntilOneDrives : Patience::kNone;
 }
 
 void SendChannel::start_queued() {
@@ -241,7 +245,7 @@ ChannelStats SendChannel::stats() const {
 
 void SendChannel::on_open(Link& link) {
   attach(link);
-  link.let_wait(queue_.next() == nullptr);
+  link.let_wait(patience());
   wakeup_.update([&] { open_.store(true); });
 }
 

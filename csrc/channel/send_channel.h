@@ -124,6 +124,7 @@ class SendChannel final : public LinkHandler {
   void pump();
   [[nodiscard]] std::optional<std::string> add_grants(const FrameHeader& credit);
   void start_queued();
+  [[nodiscard]] Patience patience();
   [[nodiscard]] bool start(SendItem& item);
   void copy_started();
   void frame_copied();

@@ -3,11 +3,13 @@
 // that sleeps drives the transport meanwhile, so that what it waits for needs no other thread.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <functional>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "base/clock.h"
@@ -102,6 +104,23 @@ class Wakeup {
     return accepted;
   }
 
+  // The compute thread, around each work item that it does: what it posts with the item leaves at its end, in
+  // one turn with what the item sends.
+  void begin_item() { item_thread_.store(std::this_thread::get_id(), std::memory_order_relaxed); }
+  void end_item() {
+    item_thread_.store({}, std::memory_order_relaxed);
+    if (Transport* const transport = std::exchange(posted_to_, nullptr)) transport->drive_posted();
+  }
+  // Any thread; at once where it does no work item.
+  void post_with_item(Transport& transport, std::function<void()> function) {
+    if (item_thread_.load(std::memory_order_relaxed) != std::this_thread::get_id()) {
+      transport.post_and_drive(std::move(function));
+      return;
+    }
+    posted_to_ = &transport;
+    transport.post_for_later(std::move(function));
+  }
+
   [[nodiscard]] std::optional<Failure> failure() const {
     const std::lock_guard lock(mutex_);
     return failure_;
@@ -114,6 +133,8 @@ class Wakeup {
   bool waiter_drives_ = false;  // a thread is in drive_until()
 
   Transport* transport_ = nullptr;
+  std::atomic<std::thread::id> item_thread_{};  // that does a work item; none while nobody does
+  Transport* posted_to_ = nullptr;              // that thread's; null when nothing waits for the item's end
 };
 
 }  // namespace pipedream

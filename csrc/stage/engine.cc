@@ -155,6 +155,16 @@ Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
   }
 }
 
+void StageEngine::begin_item() {
+  handed_out_ = true;
+  wakeup_.begin_item();
+}
+
+void StageEngine::end_item() {
+  handed_out_ = false;
+  wakeup_.end_item();
+}
+
 // By the one after it, which the item is for.
 void StageEngine::keep(ReceivedItem item) {
   Part& part = part_of(doing_.stage);
@@ -169,7 +179,7 @@ Result<std::optional<WorkItem>> StageEngine::hand_out_transfer(std::optional<Rec
   work.edge = doing_.edge;
   if (const EdgeChannel* channel = find_channel(doing_.edge)) work.on_device = channel->on_device;
   work.received = std::move(received);
-  handed_out_ = true;
+  begin_item();
   return std::optional<WorkItem>(std::move(work));
 }
 
@@ -270,7 +280,7 @@ WorkItem StageEngine::hand_out(const Instruction& instruction) {
     case Opcode::kRecv:
       PD_CHECK(false, to_string(instruction) << " is not computed");
   }
-  handed_out_ = true;
+  begin_item();
   ready_ns_ = now_ns();
   return work;
 }
@@ -303,7 +313,7 @@ std::optional<SlotIndex> StageEngine::complete(WorkKind kind, Outgoing made, std
   }
   if (!travels(doing_.opcode)) record(kind, compute_ns);
   cursor_.advance();
-  handed_out_ = false;
+  end_item();
   return freed;
 }
 
@@ -344,7 +354,7 @@ void StageEngine::end_of_data(std::int64_t num_minibatches) {
   } else {
     PD_CHECK(doing_.opcode == Opcode::kRecv && doing_.edge.kind == EdgeKind::kPush, to_string(doing_));
   }
-  handed_out_ = false;
+  end_item();
   learn_num_minibatches(num_minibatches);
 }
 

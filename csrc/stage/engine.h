@@ -177,6 +177,8 @@ class StageEngine {
   [[nodiscard]] Result<bool> receive(ReceiveChannel& channel, Deadline deadline, ReceivedItem& item);
   [[nodiscard]] Result<bool> wait_for_room(SendChannel& channel, Deadline deadline);
   [[nodiscard]] Result<std::optional<WorkItem>> hand_out_transfer(std::optional<ReceivedItem> received);
+  void begin_item();
+  void end_item();
   void keep(ReceivedItem item);
   void send_with_work(Outgoing made);
   void send(const Instruction& instruction, Outgoing made);

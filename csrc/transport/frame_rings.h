@@ -23,6 +23,7 @@
 
 #include "transport/bell.h"
 #include "transport/shared_memory.h"
+#include "transport/transport.h"
 #include "wire/frame.h"
 
 namespace pipedream {
@@ -64,9 +65,9 @@ class FrameRings {
   // Moves the oldest out. False when there is none, or when the connection has yet to bring one before it.
   [[nodiscard]] bool take(FrameHeaderBytes& header);
 
-  // Whether frames that are not urgent may wait until a thread looks of its own accord. Any thread.
-  void let_wait(bool lets_wait) { lets_wait_.store(lets_wait); }
-  [[nodiscard]] bool lets_wait() const { return lets_wait_.load(); }
+  // Of frames that are not urgent. Any thread.
+  void let_wait(Patience patience) { patience_.store(patience); }
+  [[nodiscard]] Patience patience() const { return patience_.load(); }
   // From now on, and until the bell was rung once. Any thread, one at a time.
   void wish(BellWish wished);
   // Whether there is anything to take of what is wished for. Any thread.
@@ -80,7 +81,7 @@ class FrameRings {
   RingWay& out_;
   RingWay& in_;
   std::unique_ptr<BellRope> rope_;  // null: not opened, or nobody can be woken
-  std::atomic<bool> lets_wait_{false};
+  std::atomic<Patience> patience_{Patience::kNone};
   std::atomic<bool> is_blocked_{false};
 
   // What this side has done; others read the last two.

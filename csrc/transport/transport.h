@@ -90,6 +90,13 @@ struct LinkCounters {
   std::uint64_t num_refused = 0;
 };
 
+// How long tensors and credits that a link brings may lie unnoticed.
+enum class Patience {
+  kNone,
+  kUntilOneWaits,   // in drive_until(), or drives for some other reason
+  kUntilOneDrives,  // nobody waits for them
+};
+
 class Link {
  public:
   Link() = default;
@@ -108,9 +115,8 @@ class Link {
   [[nodiscard]] virtual const LinkOptions& options() const = 0;
   [[nodiscard]] virtual std::string endpoint() const = 0;  // what the peer connects to, see endpoint.h
 
-  // Who drives. Tensors and credits may arrive unnoticed until a thread waits, or drives for some other
-  // reason. The link may notice them at once all the same; until this is called it does.
-  virtual void let_wait(bool /*lets_wait*/) {}
+  // Who drives. The link may notice what comes at once all the same; until this is called it does.
+  virtual void let_wait(Patience /*patience*/) {}
 };
 
 // A CURVE identity (CurveZMQ, RFC 26) and who may talk to it. Keys are Z85 text of 40 characters.
@@ -180,6 +186,10 @@ class Transport {
   // `function` sends leaves here and now. Never waits: where another thread drives, that one runs it. The
   // caller holds no mutex that a handler takes.
   virtual void post_and_drive(std::function<void()> function) = 0;
+  // post() that wakes nobody: this thread calls drive_posted(), drives otherwise or waits before long.
+  virtual void post_for_later(std::function<void()> function) = 0;
+  // As post_and_drive(), of what was posted.
+  virtual void drive_posted() = 0;
 
   // Drives until done() or the deadline, for threads that wait for what a handler does; sleeps while there is
   // nothing to do. done() is asked at first, after every turn, at the deadline and after interrupt(), and

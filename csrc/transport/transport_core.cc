@@ -138,6 +138,21 @@ void TransportCore::post_and_drive(std::function<void()> function) {
   drive_as_poster();
 }
 
+void TransportCore::post_for_later(std::function<void()> function) {
+  Task task(std::move(function));
+  const std::lock_guard lock(mutex_);
+  if (!stopped_) tasks_.push_back(std::move(task));
+}
+
+void TransportCore::drive_posted() {
+  if (!may_drive()) return;
+  {
+    const std::lock_guard lock(mutex_);
+    if (tasks_.empty() || !begin_driving()) return;
+  }
+  drive_as_poster();
+}
+
 // ---- Who drives ----
 
 bool TransportCore::is_driven_here() const { return driven_here == this; }
@@ -161,11 +176,12 @@ bool TransportCore::begin_driving() {
 bool TransportCore::listen_for_bells() {
   bool has_frames = false;
   for (FrameRings* rings : rings_) {
+    const Patience patience = num_wanting_all_ == 0 ? rings->patience() : Patience::kNone;
     BellWish wished = BellWish::kNothing;
     if (!driven_ && waiter_sleeps_) {
-      wished = BellWish::kAll;
+      wished = patience == Patience::kUntilOneDrives ? BellWish::kUrgent : BellWish::kAll;
     } else if (!driven_ && thread_sleeps_) {
-      wished = rings->lets_wait() && num_wanting_all_ == 0 ? BellWish::kUrgent : BellWish::kAll;
+      wished = patience == Patience::kNone ? BellWish::kAll : BellWish::kUrgent;
     }
     rings->wish(wished);
     has_frames = rings->has(wished) || has_frames;

@@ -2,7 +2,8 @@
 // how bytes are carried.
 //
 //   any thread   send, close, post, listen ---> task queue ---> whoever drives
-//   poster       post_and_drive(): 1 run tasks  2 deliver what is quick; wake the thread for what is left
+//   poster       post_and_drive(): 1 run tasks  2 deliver what is quick; wake the thread for what is left.
+//                post_for_later() leaves that to its drive_posted(), or to whoever drives before
 //   waiter       drive_until():    sleep, 1 run tasks  2 deliver, until it has what it waits for
 //   thread       loop: 1 run tasks  2 deliver  3 close or time out links, say BEAT  4 sleep
 //
@@ -67,6 +68,8 @@ class TransportCore : public Transport {
   void pulse(std::uint64_t num_work_items) final;
   void post(std::function<void()> function) final;
   void post_and_drive(std::function<void()> function) final;
+  void post_for_later(std::function<void()> function) final;
+  void drive_posted() final;
   [[nodiscard]] bool drive_until(Deadline deadline, const std::function<bool()>& done) final;
   void interrupt() final;
   void want_all(bool wants) final;

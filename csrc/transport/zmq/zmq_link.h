@@ -106,8 +106,8 @@ class ZmqLink final : public LinkCore {
                               .token = token_,
                               .rings = role_ == Role::kListener && rings_ ? rings_->address() : ""});
   }
-  void let_wait(bool lets_wait) override {
-    if (uses_rings_) rings_->let_wait(lets_wait);
+  void let_wait(Patience patience) override {
+    if (uses_rings_) rings_->let_wait(patience);
   }
 
   // Who drives. A link's names (watch.h) are its address, even, and the next number for its monitor.

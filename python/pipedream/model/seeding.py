@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from pipedream import _core
 from pipedream.common.checks import is_whole
 
 __all__ = [
@@ -36,14 +37,12 @@ __all__ = [
     "base_seed",
     "data_seed",
     "generators_kept",
-    "minibatch_seed",
     "seed_all",
     "seed_data",
     "stage_seed",
 ]
 
 _SEED_BITS = 63  # torch.manual_seed takes a signed 64-bit number
-_WORD = (1 << 64) - 1
 _NUMPY_SEED_BITS = 32  # numpy.random.seed takes no more
 _HAS_CUDA = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
 _seed_host = torch.default_generator.manual_seed
@@ -65,15 +64,6 @@ def base_seed(seed: int | None) -> int:
 def stage_seed(base: int, stage_index: int) -> int:
     """The 63-bit seed of one stage's stream; the same on every machine and version."""
     return _mix(b"stage", f"{base} {stage_index}".encode())
-
-
-def minibatch_seed(stage: int, minibatch: int) -> int:
-    """The 63-bit seed of the stream that the stage of this seed draws from for one minibatch: as SplitMix64
-    (Steele, Lea and Flood, 2014) makes its numbers, since it is made anew for every minibatch."""
-    mixed = (stage + (minibatch + 1) * 0x9E3779B97F4A7C15) & _WORD
-    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _WORD
-    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _WORD
-    return (mixed ^ mixed >> 31) >> 1
 
 
 def data_seed(base: int) -> int:
@@ -189,7 +179,7 @@ class MinibatchStreams:
 
     def begin(self, minibatch: int) -> None:
         """The next forwards are this minibatch's."""
-        seed = minibatch_seed(self._seed, minibatch)
+        seed = _core.minibatch_seed(self._seed, minibatch)
         if self.region is None:
             _seed_torch(seed)
         else:

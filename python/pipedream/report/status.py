@@ -32,7 +32,8 @@ class StatusBoard:
             self._map = mmap.mmap(file.fileno(), 8 * num_workers)
         self._minibatches = memoryview(self._map).cast("q")
         self._path = path
-        self._losses: mmap.mmap | None = None  # of the worker that adds some
+        self._counts: memoryview[int] = memoryview(b"")  # of a file: of the worker that adds losses
+        self._losses: memoryview[float] = memoryview(b"").cast("d")  # the same memory
         self._num_losses = 0
 
     def write(self, rank: int, minibatch: int) -> None:
@@ -43,13 +44,11 @@ class StatusBoard:
 
     def add_loss(self, loss: float, replica: int = 0) -> None:
         """Of the next minibatch of this replica of the last stage; by its worker."""
-        end = _COUNT.size + _LOSS.size * (self._num_losses + 1)
-        if self._losses is None or end > len(self._losses):
-            num_losses = max(_NUM_LOSSES_AT_FIRST, 2 * self._num_losses)
-            self._losses = self._mapped_losses(self._path_of(replica), num_losses)
-        _LOSS.pack_into(self._losses, end - _LOSS.size, loss)
-        self._num_losses += 1
-        _COUNT.pack_into(self._losses, 0, self._num_losses)  # the loss is there before it counts
+        num_losses = self._num_losses = self._num_losses + 1
+        if num_losses >= len(self._losses):
+            self._map_losses(self._path_of(replica), max(_NUM_LOSSES_AT_FIRST, 2 * num_losses))
+        self._losses[num_losses] = loss
+        self._counts[0] = num_losses  # the loss is there before it counts
 
     def losses(self, num_replicas: int = 1) -> list[float]:
         """All that so many replicas have added, up to the first minibatch that is missing."""
@@ -58,13 +57,14 @@ class StatusBoard:
     def _path_of(self, replica: int) -> Path:
         return self._path.with_name(f"{self._path.name}-losses-{replica}")
 
-    def _mapped_losses(self, path: Path, num_losses: int) -> mmap.mmap:
-        """The file, with room for so many; what is in it stays."""
+    def _map_losses(self, path: Path, num_losses: int) -> None:
+        """Maps the file, with room for so many; what is in it stays."""
         num_bytes = _COUNT.size + _LOSS.size * num_losses
-        with path.open("wb" if self._losses is None else "r+b") as file:
+        with path.open("r+b" if len(self._losses) else "wb") as file:
             file.truncate(num_bytes)
         with path.open("r+b") as file:
-            return mmap.mmap(file.fileno(), num_bytes)
+            mapped = memoryview(mmap.mmap(file.fileno(), num_bytes))
+        self._counts, self._losses = mapped.cast("q"), mapped.cast("d")  # numbered alike: the count is 0
 
 
 def _losses_in(path: Path) -> list[float]:

@@ -18,9 +18,12 @@ _USES_OF_AN_UNSHARED_STORAGE = 2  # the tensor, and the Python object that asks
 
 def settled(tensor: Tensor, buffer_memory: Container[int]) -> Tensor:
     """An output. buffer_memory: where the stage's buffers lie, as memory_of has it."""
-    plain = exportable(tensor)
     # The next forward may write into a buffer, and the send reads without a copy.
-    return plain.clone() if buffer_memory and memory_of(plain) in buffer_memory else plain
+    if buffer_memory and memory_of(tensor) in buffer_memory:
+        return exportable(tensor).clone()
+    # The core takes it as it lies in memory, whatever autograd knows of it.
+    is_plain = tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+    return tensor if is_plain else exportable(tensor)
 
 
 def gradients_of(leaves: list[Tensor], device: torch.device) -> list[Tensor]:

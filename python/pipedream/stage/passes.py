@@ -32,7 +32,9 @@ from pipedream.stage.regions import Region, entered, within
 from pipedream.stage.stashed import Stashed
 from pipedream.stage.user_code import UserCode
 
-__all__ = ["StagePasses"]
+__all__ = ["StagePasses", "begins_to_work_in_place"]
+
+_LEAF_CHANGED = "a leaf Variable that requires grad"  # in torch's error
 
 
 class StagePasses:
@@ -58,18 +60,19 @@ class StagePasses:
         """statistics, rng, torch_region, around_backward: around the layers, None where there is nothing to
         be around them.
         clones_inputs: whether the first stage works on copies of the inputs; None leaves it to the first
-        forward."""
+        forward, which shows whether the first layer works in place."""
         self._stage = stage
         self._boundary_in = boundary_in
         self._boundary_out = boundary_out
         self._user = user
         self._device = device
         self._clones_inputs = clones_inputs
+        self._works_in_place: bool | None = None  # on the stage's input; known after the first forward
         self._offload = offload
         region: Region | None = None
         if autocast is not None:
             region = functools.partial(autocast_region, device.type, autocast)
-        self._call_stage: Callable[[Any], Any] = within(region, stage)
+        self._call_stage = functools.partial(_call_stage, within(region, stage), stage.stage_index)
         self._call_loss = within(region, functools.partial(_loss_of, loss_fn, device))
         around: list[Region] = [] if torch_region is None else [torch_region]
         # Layers that checkpoint themselves run their forward again in the backward.
@@ -86,7 +89,8 @@ class StagePasses:
         boundary = self._boundary_in
         if boundary is None:
             value, piece.inputs = piece.inputs, None
-            return [], to_device(value, self._device, copy=self._clones_inputs is not False)
+            clones = self._works_in_place is not False if self._clones_inputs is None else self._clones_inputs
+            return [], to_device(value, self._device, copy=clones)
         leaves = [*received]
         for leaf, spec in zip(leaves, boundary.tensors, strict=True):
             if spec.requires_grad:
@@ -101,8 +105,14 @@ class StagePasses:
             return self._forward(stashed, is_next=is_next)
 
     def _forward(self, stashed: Stashed, *, is_next: bool) -> Any:
-        given, stashed.value = map_tensors(boundary_input, stashed.value), None
-        return self._make_graph(stashed, given, is_next=is_next)
+        given, stashed.value = stashed.value, None
+        if self._works_in_place is not False:  # else the layers may have the leaves themselves
+            given = map_tensors(boundary_input, given)
+        before = None if self._works_in_place is not None else _history_of(given)
+        output = self._make_graph(stashed, given, is_next=is_next)
+        if before is not None:
+            self._works_in_place = _history_of(given) != before
+        return output
 
     def _make_graph(self, stashed: Stashed, given: Any, *, is_next: bool) -> Any:
         if self._offload is None:
@@ -111,9 +121,7 @@ class StagePasses:
             return self._run_layers(stashed, given)
 
     def _run_layers(self, stashed: Stashed, given: Any) -> Any:
-        output = self._user.run("forward", self._call_stage, given)
-        if self._clones_inputs is None:
-            self._clones_inputs = any(tensor._version > 0 for tensor in tensors_of(given))
+        output = self._user.run("forward", self._call_stage, stashed, given)
         if self._boundary_out is not None:
             return output
         return self._user.run("loss_fn", self._call_loss, stashed, output)
@@ -156,6 +164,28 @@ class StagePasses:
         roots = [(o, g) for o, g in zip(crossing, received, strict=True) if o.requires_grad]
         if roots:
             run_backward([output for output, _ in roots], [gradient for _, gradient in roots])
+
+
+def _history_of(given: Any) -> list[tuple[int, Any]]:
+    """Another one after something has worked on a tensor in place."""
+    return [(tensor._version, tensor.grad_fn) for tensor in tensors_of(given)]
+
+
+def begins_to_work_in_place(stage_index: int, minibatch: int) -> ValueError:
+    return ValueError(
+        f"stage {stage_index} changed its input in place at minibatch {minibatch} and not at the first: its"
+        " first layer must always or never work in place, so clone there"
+    )
+
+
+def _call_stage(call: Callable[[Any], Any], stage_index: int, stashed: Stashed, given: Any) -> Any:
+    try:
+        return call(given)
+    except RuntimeError as error:
+        leaves = {id(leaf) for leaf in stashed.leaves if leaf.requires_grad}
+        if _LEAF_CHANGED in str(error) and not leaves.isdisjoint(map(id, tensors_of(given))):
+            raise begins_to_work_in_place(stage_index, stashed.minibatch) from error
+        raise
 
 
 def _loss_of(

@@ -10,7 +10,7 @@ import torch
 
 from pipedream.model.boundary import map_tensors, tensors_of
 from pipedream.model.recompute import BufferMemory, GeneratorState, buffers_replayed
-from pipedream.stage.passes import StagePasses
+from pipedream.stage.passes import StagePasses, begins_to_work_in_place
 from pipedream.stage.regions import entered
 from pipedream.stage.stashed import Stashed
 
@@ -23,7 +23,6 @@ class RecomputedPasses(StagePasses):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._buffers = BufferMemory(self._stage)
-        self._works_in_place: bool | None = None  # the first layer, on its input; known after a forward
 
     def _forward(self, stashed: Stashed, *, is_next: bool) -> Any:
         """Keeps what the recompute needs."""
@@ -54,8 +53,4 @@ class RecomputedPasses(StagePasses):
         if self._works_in_place is None:
             self._works_in_place = changed
         elif changed and not self._works_in_place:
-            raise ValueError(
-                f"stage {self._stage.stage_index} changed its input in place at minibatch {minibatch} and not"
-                " at the first: under recompute its first layer must always or never work in place, so clone"
-                " there"
-            )
+            raise begins_to_work_in_place(self._stage.stage_index, minibatch)

@@ -46,6 +46,34 @@ TEST_P(ChannelDriving, CreditOfADroppedItemHasLeftWhenItIsGone) {
   }));
 }
 
+// Tried until no other thread happens to drive in between.
+TEST_P(ChannelDriving, CreditOfWhatIsDroppedDuringAWorkItemLeavesAtItsEnd) {
+  if (data_path() == DataPath::kDevicePlaced) GTEST_SKIP() << "it leaves when its readers are done";
+  make_channels(one_tensor_spec(), {});
+  std::int64_t minibatch = 0;
+  EXPECT_TRUE(wait_until([&] {
+    ReceivedItem item = take_after_send(minibatch++);
+    const auto num_credits = [this] { return receiver_->stats().link.frames_sent; };
+    const std::uint64_t num_before = num_credits();
+    receiver_wakeup_.begin_item();
+    item = ReceivedItem();
+    const std::uint64_t num_during = num_credits();
+    receiver_wakeup_.end_item();
+    return num_during == num_before && num_credits() > num_before;
+  }));
+}
+
+TEST_P(ChannelDriving, CreditOfWhatAnotherThreadDropsDuringAWorkItemLeavesBeforeItsEnd) {
+  if (data_path() == DataPath::kDevicePlaced) GTEST_SKIP() << "it leaves when its readers are done";
+  make_channels(one_tensor_spec(), {});
+  ReceivedItem item = take_after_send(0);
+  const std::uint64_t num_before = receiver_->stats().link.frames_sent;
+  receiver_wakeup_.begin_item();
+  std::thread([&] { item = ReceivedItem(); }).join();
+  EXPECT_TRUE(wait_until([&] { return receiver_->stats().link.frames_sent > num_before; }));
+  receiver_wakeup_.end_item();
+}
+
 // Both ends wait, send and drop at the same time; whatever is lost stops them.
 TEST_P(ChannelDriving, NothingIsLostBetweenThreadsThatSendWaitAndDrop) {
   const std::int64_t num_items = on_device() ? 200 : 2000;

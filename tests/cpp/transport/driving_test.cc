@@ -113,6 +113,31 @@ TEST_P(Driving, FrameOfAPosterHasLeftWhenItReturns) {
   EXPECT_TRUE(at_listener_.wait_frames(1));
 }
 
+TEST_P(Driving, WhatIsPostedForLaterRunsWhereThePosterDrives) {
+  EXPECT_TRUE(wait_until([&] {
+    const auto thread = std::make_shared<std::atomic<std::thread::id>>();
+    connecting_->post_for_later([thread] { thread->store(std::this_thread::get_id()); });
+    connecting_->drive_posted();
+    return thread->load() == std::this_thread::get_id();
+  }));
+}
+
+TEST_P(Driving, WhatIsPostedForLaterRunsBeforeThePosterWaits) {
+  std::atomic<bool> ran{false};
+  connecting_->post_for_later([&] {
+    ran = true;
+    connecting_->interrupt();  // another thread may run it
+  });
+  EXPECT_TRUE(connecting_->drive_until(in_patience(), [&] { return ran.load(); }));
+  EXPECT_TRUE(ran.load());
+}
+
+TEST_P(Driving, WhatIsPostedForLaterIsDroppedAfterShutdown) {
+  connecting_->shutdown(0);
+  connecting_->post_for_later([] { ADD_FAILURE() << "dropped after shutdown"; });
+  connecting_->drive_posted();
+}
+
 TEST_P(Driving, WhatIsPostedWhileAnotherThreadDrivesIsRunByThatOne) {
   std::latch driving(1);
   std::latch posted(1);
@@ -566,9 +591,33 @@ TEST_P(Driving, WaitGoesOnAfterShutdownUntilItIsOver) {
   connecting_->post_and_drive([] { ADD_FAILURE() << "dropped after shutdown"; });
 }
 
+TEST_P(Driving, WaiterHasWhatNobodyWaitsForWithWhatWakesIt) {
+  constexpr std::size_t kNumCredits = 100;
+  open_link();
+  std::latch is_patient(1);
+  listening_->post([&] {
+    listener_->let_wait(Patience::kUntilOneDrives);
+    is_patient.count_down();
+  });
+  is_patient.wait();
+  std::thread sending([&] {
+    for (std::size_t index = 0; index < kNumCredits; ++index) {
+      connecting_->post_and_drive([&, index] { connector_->send(credit_frame(index)); });
+    }
+    OutgoingFrame end;
+    end.header.kind = FrameKind::kEnd;
+    connecting_->post_and_drive([&] { connector_->send(std::move(end)); });
+  });
+  EXPECT_TRUE(
+      listening_->drive_until(in_patience(), [&] { return at_listener_.frames().size() > kNumCredits; }));
+  sending.join();
+  ASSERT_EQ(at_listener_.frames().size(), kNumCredits + 1);
+  EXPECT_EQ(at_listener_.frames().back().header.kind, FrameKind::kEnd);
+}
+
 TEST_P(Driving, WaiterWhoseTimeIsOverHasLookedAtWhatIsThere) {
   open_link();
-  if (GetParam() == "zmq_rings") listening_->post([this] { listener_->let_wait(true); });
+  if (GetParam() == "zmq_rings") listening_->post([this] { listener_->let_wait(Patience::kUntilOneWaits); });
   connecting_->post_and_drive([this] { connector_->send(credit_frame(1)); });
   while (at_listener_.frames().empty()) {
     EXPECT_TRUE(listening_->drive_until(Clock::now(), [this] { return !at_listener_.frames().empty(); }));

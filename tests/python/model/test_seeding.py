@@ -8,13 +8,13 @@ import random
 import numpy as np
 import pytest
 import torch
+from pipedream import _core
 from pipedream.model.seeding import (
     MinibatchStreams,
     RngState,
     RngStream,
     base_seed,
     data_seed,
-    minibatch_seed,
     seed_all,
     stage_seed,
 )
@@ -121,7 +121,7 @@ def test_a_stage_draws_the_same_for_a_minibatch_whichever_others_it_has(is_share
     every = draws([0, 1, 2, 3, 4])
     assert len({number for numbers in every.values() for number in numbers}) == 10
     assert draws([0, 2, 4]) | draws([1, 3]) == every
-    torch.manual_seed(minibatch_seed(stage_seed(base_seed(0), 1), 3))
+    torch.manual_seed(_core.minibatch_seed(stage_seed(base_seed(0), 1), 3))
     assert [float(torch.rand(())) for _ in range(2)] == every[3]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pipedream.common.errors import PipelineError
 from pipedream.data.batch_reader import Microbatch
 from pipedream.model.boundary import Boundary
 from pipedream.model.stage_module import StageModule
@@ -82,7 +83,40 @@ def test_the_loss_of_the_last_stage_counts_by_its_samples_and_its_scale() -> Non
     torch.testing.assert_close(stashed.leaves[0].grad, 4.0 * 2 / 12 * (value - targets))
 
 
-def test_a_first_layer_that_begins_to_work_in_place_is_refused_under_recompute() -> None:
+@pytest.mark.parametrize("works_in_place", [True, False])
+def test_layers_that_leave_their_input_alone_have_the_leaves_themselves(works_in_place: bool) -> None:
+    seen: list[Tensor] = []
+
+    class Seeing(nn.Module):
+        def forward(self, value: Tensor) -> Tensor:
+            seen.append(value)
+            return value.relu_() if works_in_place else value.relu()
+
+    passes = _passes(StagePasses, [Seeing()], _GIVEN)
+    for _ in range(3):
+        value, gradient = torch.randn(4, 3), torch.randn(4, 3)
+        stashed = _stashed(passes, value)
+        stashed.outputs = passes.crossing(passes.forward(stashed, is_next=True), 0)
+        passes.backward(stashed, [gradient], None)
+        assert torch.equal(stashed.leaves[0].grad, gradient * (value > 0))  # type: ignore[arg-type]
+    assert [tensor.is_leaf for tensor in seen] == [False] + 2 * [not works_in_place]
+
+
+def test_a_first_layer_that_detaches_its_input_is_not_given_a_leaf() -> None:
+    class Detaching(nn.Linear):
+        def forward(self, value: Tensor) -> Tensor:
+            return super().forward(value.detach_())
+
+    passes = _passes(StagePasses, [Detaching(3, 3)], _GIVEN)
+    for _ in range(2):
+        stashed = _stashed(passes, torch.randn(4, 3))
+        stashed.outputs = passes.crossing(passes.forward(stashed, is_next=True), 0)
+        passes.backward(stashed, [torch.randn(4, 3)], None)
+        assert stashed.leaves[0].requires_grad and stashed.leaves[0].grad is None
+
+
+@pytest.mark.parametrize("kind", [StagePasses, RecomputedPasses])
+def test_a_first_layer_that_begins_to_work_in_place_is_refused(kind: type[StagePasses]) -> None:
     class Sometimes(nn.Module):
         calls = 0
 
@@ -90,7 +124,8 @@ def test_a_first_layer_that_begins_to_work_in_place_is_refused_under_recompute()
             self.calls += 1
             return value.mul_(2) if self.calls > 1 else value * 2
 
-    passes = _passes(RecomputedPasses, [Sometimes()], _GIVEN)
+    passes = _passes(kind, [Sometimes()], _GIVEN)
     passes.forward(_stashed(passes, torch.ones(4, 3)), is_next=True)
-    with pytest.raises(ValueError, match="stage 1 changed its input in place at minibatch 0 and not at the"):
+    refusal = "stage 1 changed its input in place at minibatch 0 and not at the first"
+    with pytest.raises((ValueError, PipelineError), match=refusal):
         passes.forward(_stashed(passes, torch.ones(4, 3)), is_next=True)

@@ -1,0 +1,17 @@
+// The seed of what a stage draws for one minibatch. Pure; any thread.
+#pragma once
+
+#include <cstdint>
+
+namespace pipedream {
+
+// The number after so many of SplitMix64 (Steele, Lea and Flood, 2014) from the stage's seed; 63 bits, as
+// torch takes a signed number. It is made for every minibatch, so it costs next to nothing.
+[[nodiscard]] constexpr std::int64_t minibatch_seed(std::uint64_t stage_seed, std::uint64_t minibatch) {
+  std::uint64_t mixed = stage_seed + (minibatch + 1) * 0x9E3779B97F4A7C15U;
+  mixed = (mixed ^ (mixed >> 30U)) * 0xBF58476D1CE4E5B9U;
+  mixed = (mixed ^ (mixed >> 27U)) * 0x94D049BB133111EBU;
+  return static_cast<std::int64_t>((mixed ^ (mixed >> 31U)) >> 1U);
+}
+
+}  // namespace pipedream
