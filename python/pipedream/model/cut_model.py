@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from pipedream.model.batches import call_model
 from pipedream.model.boundary import check_loss, device_of, map_tensors, to_device
-from pipedream.model.calls import module_names
+from pipedream.model.calls import is_compiled, module_names
 from pipedream.model.crossing import Fillers
 from pipedream.model.cuts import Cut, Cuts
 from pipedream.model.initial_weights import WeightSource, traceable
@@ -142,6 +142,11 @@ class CutModel(CutForward):
     def explain(self) -> str:
         """Why there are no more cuts, for the first places that are none; empty where there is nothing to
         say."""
+        if is_compiled(self.module):
+            return (
+                "it is compiled as a whole, which is one call: give the module that it was made of, and"
+                " compile its parts (for block in model.blocks: block.compile())"
+            )
         if not self.offered and not self.refused:
             return "no call of a module ends between its first and its last use of a parameter"
         reasons = [f"not after {cut.name}: {cut.why_not}" for cut in self.refused[:3]]

@@ -266,6 +266,18 @@ def test_a_compiled_module_is_cut_before_and_behind_it(in_place: bool) -> None:
         _assert_same(_in_stages(cut, [end], inputs, targets), _whole(model, inputs, targets))
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_model_that_is_compiled_as_a_whole_is_one_layer_and_says_so(in_place: bool) -> None:
+    inputs, targets = TWINS["residual"].data(2)[0]
+    model = TWINS["residual"].model()
+    if in_place:
+        model.compile(backend="eager")
+    whole = model if in_place else torch.compile(model, backend="eager")
+    cut = cut_model(whole, inputs, targets, cross_entropy)
+    assert _names(cut) == []
+    assert cut.explain().startswith("it is compiled as a whole, which is one call: give the module")
+
+
 def test_a_forward_that_leaves_out_a_call_at_a_cut_is_noticed_on_both_sides() -> None:
     inputs, targets = TWINS["tuples"].data(2, torch.float32)[0]
     model = Skipping()
