@@ -13,7 +13,7 @@ CMAKE := CMAKE_GENERATOR=Ninja PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/cmake
 JOBS ?= $(shell nproc)
 CXX_FILES = $(shell find csrc tests/cpp tests/fuzz bench/micro -name '*.h' -o -name '*.cc' -o -name '*.cu' | sort)
 
-.PHONY: help setup test test-fast build-cpp test-cpp test-python style demo examples docs lint asan tsan fuzz bench-build bench clean
+.PHONY: help setup test test-fast build-cpp test-cpp compile-python test-python style demo examples docs lint asan tsan fuzz bench-build bench clean
 
 help:
 	@grep -E '^# make' Makefile | sed 's/^# //'
@@ -24,9 +24,11 @@ setup:
 
 # A warning fails a test, not an install.
 test build-cpp test-cpp test-python: export PIPEDREAM_WARNINGS_AS_ERRORS := ON
-# The style is checked while C++ tests run, which wait for a third of their time.
+# The C++ tests are compiled with the core, while pip unpacks torch.
+test build-cpp test-cpp: export PIPEDREAM_BUILD_TESTS := ON
+# Beside running C++ tests, which wait for a third of their time, the style is checked and the Python tests compiled.
 test: build-cpp
-	@$(MAKE) --no-print-directory -o setup -o build-cpp -j2 --output-sync=target test-cpp style
+	@$(MAKE) --no-print-directory -o setup -o build-cpp -j3 --output-sync=target test-cpp style compile-python
 	@$(MAKE) --no-print-directory -o setup test-python
 
 # The C++ tests load the libzmq that the pyzmq wheel brings.
@@ -43,15 +45,22 @@ build-cpp: setup
 test-cpp: build-cpp
 	@$(CTEST) --test-dir "$$($(MODULE_DIR))" --output-on-failure
 
+# What is compiled is kept, whatever the environment says: up to eight workers, and the ranks of each, read it.
+PYTEST = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q
+
+# Workers that begin at once would each compile all tests.
+compile-python: setup
+	@said=$$($(PYTEST) --collect-only 2>&1) || { echo "$$said" | tail -n 60; exit 1; }
+
 # After the C++ tests: a broken core is better seen there. One more at once than there are cores, as the tests of
 # what fails wait; each has ranks of its own (tests/farm.py), whose memory is the limit on a large machine.
 test-python: setup
 	@echo "==> Python tests"
-	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $$(($(JOBS) + 1)) --maxprocesses 8 --dist worksteal
+	@$(PYTEST) -n $$(($(JOBS) + 1)) --maxprocesses 8 --dist worksteal
 
 # What a change is tried with: no C++ tests, and neither what waits for failures nor what takes long by itself.
 test-fast: setup
-	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(JOBS) --maxprocesses 8 --dist worksteal -m 'not faults and not slow'
+	@$(PYTEST) -n $(JOBS) --maxprocesses 8 --dist worksteal -m 'not faults and not slow'
 
 demo: setup
 	@echo "==> digits example on two local workers"

@@ -3,8 +3,8 @@
 `make test` adds the C++ tests to that directory, so that the core is compiled once for both.
 
 In the environment, PIPEDREAM_CUDA=auto|on|off decides about the CUDA backend,
-PIPEDREAM_WARNINGS_AS_ERRORS=ON|OFF about warnings (as the directory has it when not given); CMAKE_ARGS is
-passed on.
+PIPEDREAM_WARNINGS_AS_ERRORS=ON|OFF about warnings, PIPEDREAM_BUILD_TESTS=ON|OFF about the C++ tests (both as
+the directory has it when not given); CMAKE_ARGS is passed on.
 Everything else is in pyproject.toml.
 """
 
@@ -44,10 +44,11 @@ def pybind11_cmake_dir() -> str:
     return pybind11.get_cmake_dir()
 
 
-def warnings_options() -> list[str]:
-    """A compiler newer than ours may warn about more; that must not stop an install, only our own tests."""
-    strict = os.environ.get("PIPEDREAM_WARNINGS_AS_ERRORS")
-    return [f"-DPIPEDREAM_WARNINGS_AS_ERRORS={strict}"] if strict else []
+def given_options() -> list[str]:
+    """What only our own tests want: a compiler newer than ours may warn about more, which must not stop an
+    install."""
+    names = ("PIPEDREAM_WARNINGS_AS_ERRORS", "PIPEDREAM_BUILD_TESTS")
+    return [f"-D{name}={os.environ[name]}" for name in names if os.environ.get(name)]
 
 
 class FreshBuild(build):
@@ -76,16 +77,20 @@ class CMakeBuild(build_ext):
             "-DCMAKE_BUILD_TYPE=Release",
             f"-DPIPEDREAM_CUDA={os.environ.get('PIPEDREAM_CUDA', 'auto')}",
             "-DPIPEDREAM_BUILD_PYTHON=ON",
-            *warnings_options(),
+            *given_options(),
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11_cmake_dir()}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
         self.run_cmake(configure)
         jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(len(os.sched_getaffinity(0))))
-        self.run_cmake([cmake, "--build", str(CMAKE_DIR), "--target", "pd_bindings", "--parallel", jobs])
+        build = [cmake, "--build", str(CMAKE_DIR), "--parallel", jobs]
+        self.run_cmake([*build, "--target", "pd_bindings"])
         suffix = sysconfig.get_config_var("EXT_SUFFIX")
         shutil.copy2(CMAKE_DIR / "csrc" / "bindings" / f"_core{suffix}", target)
+        if os.environ.get("PIPEDREAM_BUILD_TESTS") == "ON":
+            # Begun here, beside the rest of an installation; a test that does not compile is make's to tell.
+            subprocess.run(build, check=False)
 
     @staticmethod
     def run_cmake(command: list[str]) -> None:

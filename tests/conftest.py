@@ -19,6 +19,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "faults" in item.path.relative_to(Path(__file__).parent).parts:
             item.add_marker(pytest.mark.faults)
+    # First what takes long by itself or waits for failures, so that it is not alone at the end. The first
+    # worker of pytest-xdist has the first part, of which others take what it has not come to.
+    items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in ("slow", "faults")))
 
 
 @pytest.fixture(scope="session")
