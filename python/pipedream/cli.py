@@ -61,6 +61,7 @@ _RESULT_FIELDS = (
     "measured_ms",
     "bubble_share",
     "bytes_sent",
+    "bytes_synced",
     "transports",
     "worker_pids",
     "memory",

@@ -112,6 +112,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             measured_ms=11.0,
             bubble_share=0.1,
             bytes_sent=1000,
+            bytes_synced=500,
             transports=("zmq",),
             worker_pids=[1, 2],
             memory=[{"model as given": {"predicted": 8, "peak": 8}}],

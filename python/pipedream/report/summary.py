@@ -29,12 +29,13 @@ def describe_result(result: RunResult) -> str:
     """Five lines."""
     name, peak, predicted = max(_memory_of_workers(result), key=lambda w: w[1], default=("no worker", 0, 0))
     transports = ", ".join(sorted(set(result.transports.values()))) or "nothing"
+    synced = f"; {format_bytes(result.bytes_synced)} between replicas" if result.bytes_synced else ""
     lines = [
         f"RunResult: {_title(result)}",
         f"  loss     {_describe_losses(result)}",
         f"  time     {format_figure(result.samples_per_s)} samples/s; {_describe_time(result)} per minibatch;"
         f" bubble share {_percent(result.bubble_share)}",
-        f"  traffic  {format_bytes(result.bytes_sent)} by {transports}",
+        f"  traffic  {format_bytes(result.bytes_sent)} by {transports}{synced}",
         f"  memory   {format_bytes(peak)} at most, at {name}; {format_bytes(predicted)} predicted",
     ]
     return "\n".join(lines)
@@ -139,6 +140,8 @@ def _figure_table(result: RunResult) -> str:
         ("bubble share", _percent(result.bubble_share)),
         ("bytes sent", format_bytes(result.bytes_sent)),
     ]
+    if result.bytes_synced:
+        rows.append(("bytes between replicas", format_bytes(result.bytes_synced)))
     return format_table(("figure", "of the run"), rows, "<>")
 
 

@@ -36,7 +36,7 @@ class FactorExchange:
         device: torch.device,
     ) -> None:
         """weights: in the order of the stage's parameters. layers: by a weight's name, who has it; they leave
-        factors until release(). channels_to, channels_from: by the other replica."""
+        factors between begin() and release(). channels_to, channels_from: by the other replica."""
         self._core = core
         self._weights = weights
         self._index_of = {weight.parameter: index for index, weight in enumerate(weights)}
@@ -47,7 +47,6 @@ class FactorExchange:
         self._device = device
         self._left = RoundFactors(weights)
         self._layers = FactoredLayers(layers, self._left.add)
-        self._layers.install()
         self.around_backward = self._layers.backward
         self._pushed: list[Factors | None] | None = None  # of the round that is being pushed
         self._of_rounds: dict[int, dict[int, list[Factors | None]]] = {}
@@ -117,6 +116,10 @@ class FactorExchange:
                     f"parameter {weight.name!r} has a gradient besides that of its layer, which the first"
                     " microbatch had not shown: leave 'factors' out of the codec of pushes"
                 )
+
+    def begin(self) -> None:
+        """The layers leave factors from now on."""
+        self._layers.install()
 
     def release(self) -> None:
         """The layers are the user's again."""

@@ -129,11 +129,14 @@ class StageGradients:
         self._overflowed = True
         self._finish()
 
+    def begin(self) -> None:
+        """The run's first minibatch is next; release() comes after the last."""
+
     def finish(self, newest_slot: int) -> None:
         """All updates of the run are done; the slot has the last version."""
 
     def release(self) -> None:
-        """The user's modules are as they were. Also after a failure."""
+        """The user's modules are as they were before begin(). Also after a failure."""
 
     def take_overflow(self) -> bool:
         """Whether an update was skipped since the last call."""

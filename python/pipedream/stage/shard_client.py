@@ -132,6 +132,10 @@ class ShardClient(StageGradients):
         of_factors = () if self._factors is None else self._factors.channels_from.values()
         return [*self._channels.received, *of_factors]
 
+    def begin(self) -> None:
+        if self._factors is not None:
+            self._factors.begin()
+
     def release(self) -> None:
         if self._factors is not None:
             self._factors.release()

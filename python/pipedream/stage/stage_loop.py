@@ -239,6 +239,8 @@ class WorkerLoop:
         # Also after a failure: the user's modules get their own parameters back.
         restore = functools.partial(self._restore, newest_slots)
         with self._progress, afterwards(restore), _located(self._position):
+            for part in self._prepared:
+                part.gradients.begin()
             work = self._work_through(core, newest_slots)
             if self._clock is not None:
                 self._clock.finish()

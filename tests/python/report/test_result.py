@@ -304,6 +304,17 @@ def test_the_repr_has_five_short_lines() -> None:
     assert all(len(line) <= 110 for line in repr(many).splitlines())
 
 
+def test_what_replicas_send_each_other_is_shown_where_there_is_any() -> None:
+    reports = [report | {"synced_bytes": 1 << 20} for report in _reports()]
+    schedule = _core.ScheduleOptions(in_flight=[2, 1])
+    result = combine_reports(_PLAN, schedule, _CHANNELS, reports)
+    assert result.bytes_synced == 2 << 20
+    assert "; 2.00 MiB between replicas\n" in repr(result)
+    assert any(
+        row.split() == ["bytes", "between", "replicas", "2.00", "MiB"] for row in result.summary().split("\n")
+    )
+
+
 def test_the_summary_has_every_figure() -> None:
     sources = ["Corpus", "list"]
     result = _trained(measured_ms=4.25, predicted_ms=4.0, samples_per_s=12340.0, data_sources=sources)

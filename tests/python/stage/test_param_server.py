@@ -310,6 +310,7 @@ class _FactoredReplica:
                 device=torch.device("cpu"),
             ),
         )
+        self.server.begin()
         self.slot = 0
 
     def backward(self, minibatch: int, *, uses_weight: bool = False) -> None:
