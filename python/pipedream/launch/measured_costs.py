@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from typing import NamedTuple
 
+from pipedream.planning.formulas import parameter_bytes_of
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.runtime_costs import POSITIONS, ItemCost, PositionCosts, RuntimeCosts
@@ -78,7 +79,7 @@ def runtime_costs(profile: Profile, plan: Plan, runs: Runs) -> RuntimeCosts:
     straight = _means(straight_items)
     cut = _means(cut_items)
     last = plan.num_stages - 1
-    stage_bytes = [_num_bytes(profile, stage) for stage in plan.stages]
+    stage_bytes = [parameter_bytes_of(profile, stage) for stage in plan.stages]
     update_ms, update_ms_per_byte = _line(_updates_in_place(stage_bytes, one, straight, cut))
     # All stages but the last keep several versions, and copy one before they update it.
     copied = [stage for stage in range(last) if stage_bytes[stage]]
@@ -353,7 +354,3 @@ def _latency_ms(in_turn: Sequence[RunResult]) -> float:
                     if span.kind == kind and source and span.asked_ns < source[0].completed_ns:
                         latencies_ms.append((_begin_ns(span) - source[1]) / 1e6)
     return max(0.0, statistics.median(latencies_ms)) if latencies_ms else 0.0
-
-
-def _num_bytes(profile: Profile, stage: Stage) -> int:
-    return sum(layer.parameter_bytes for layer in profile.layers[stage.first_layer : stage.last_layer + 1])

@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 
 from pipedream.common.document import check_number, check_whole
 from pipedream.common.units import format_bytes, parse_size
+from pipedream.planning.formulas import parameter_bytes_of
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.plan import Plan, Stage
 
@@ -81,7 +82,9 @@ class Limits:
         more_bytes = [0.0] * len(stages)  # than versions of what is in flight
         if versions is not None:
             more = [kept - held for kept, held in zip(versions, Plan(tuple(stages)).in_flight, strict=True)]
-            more_bytes = [float(n * _parameter_bytes(s, profile)) for n, s in zip(more, stages, strict=True)]
+            more_bytes = [
+                float(n * parameter_bytes_of(profile, s)) for n, s in zip(more, stages, strict=True)
+            ]
         if exact.memory_bytes:
             more_by_rank = [
                 more_bytes[i] for i, stage in enumerate(stages) for _ in range(stage.num_replicas)
@@ -256,10 +259,6 @@ def solve_within(
     if any(recompute):
         figures["recompute"] = [stage for stage, repeats in enumerate(recompute) if repeats]
     return stages, bottleneck_s, figures
-
-
-def _parameter_bytes(stage: Stage, profile: Profile) -> int:
-    return sum(layer.parameter_bytes for layer in profile.layers[stage.first_layer : stage.last_layer + 1])
 
 
 def _saved_bytes(profile: Profile) -> list[float]:

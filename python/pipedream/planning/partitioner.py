@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pipedream.common.checks import is_whole
 from pipedream.common.units import parse_bandwidth
 from pipedream.planning.alternatives import compare, model_parallel_ms
+from pipedream.planning.formulas import formula_figures, samples_per_s
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.limits import (
     Limits,
@@ -28,6 +29,7 @@ from pipedream.planning.limits import (
     solve_within,
 )
 from pipedream.planning.link_profile import LinkProfile
+from pipedream.planning.measured_starts import measured_starts
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.prediction import STEADY_ROUNDS, predict_ms, steady_minibatches
 from pipedream.planning.runtime_costs import FREE, RuntimeCosts, layer_cost_ms, runtime_of, stage_costs
@@ -47,7 +49,6 @@ _SEARCHED_PLANS = 400
 _FEW_ROUNDS = 8  # simulated of each plan that is looked at
 _SIMULATED_ITEMS_MAX = 6_000  # minibatches times stages that partition() waits for
 _ROUNDING = 1e-9
-_SPEEDS_SOLVED_MAX = 8  # of measured links
 _IN_FLIGHT_GAIN_MIN = 0.05  # of the time per minibatch that more minibatches in flight must save
 
 Stages = tuple[Stage, ...]
@@ -235,20 +236,13 @@ class _Problem:
         return replace(plan, predicted=plan.predicted | figures)
 
     def _by_measured_links(self, links: LinkProfile) -> Plan:
-        """The optima for some of their bandwidths, each exact for its own alone, are where a search by the
-        formulas over the plans' own links begins; so do plans with as many replicas at every stage, which
-        fit machines of equal size."""
+        """By a search over the plans' own links."""
         layers_ms = [layer.compute_ms for layer in self.profile.layers]
-        starts = [
-            replace(self, bytes_per_s=bytes_per_s).solve(layers_ms, self.num_workers, self.straight)[0]
-            for bytes_per_s in _some_of(links.speeds_of_first(self.num_workers))
-        ]
-        for count in range(1, self.num_workers + 1) if not self.straight else ():
-            if self.num_workers % count == 0:
-                with contextlib.suppress(NothingFitsError):
-                    each = self.num_workers // count
-                    straight = self.solve(layers_ms, count, True)[0]
-                    starts.append(tuple(replace(stage, num_replicas=each) for stage in straight))
+
+        def optimum_at(bytes_per_s: float, num_workers: int, straight: bool) -> Stages:
+            return replace(self, bytes_per_s=bytes_per_s).solve(layers_ms, num_workers, straight)[0]
+
+        starts = measured_starts(links, self.num_workers, optimum_at, straight=self.straight)
         allowed = [stages for stages in starts if self._is_allowed(stages)] or starts[:1]
         return self._found_from(allowed, self.formula_plan, self.formula_plan)
 
@@ -272,14 +266,14 @@ class _Problem:
         return replace(plan, predicted=plan.predicted | figures)
 
     def formula_plan(self, stages: Stages, bottleneck_ms: float | None = None) -> Plan:
-        predicted = _predict(self._slowed(stages), stages, self.links_of(stages))
+        predicted = formula_figures(self._slowed(stages), stages, self.links_of(stages))
         if bottleneck_ms is None:
             bottleneck_ms = max([*predicted["stage_ms"], *predicted["boundary_ms"]])
-        samples_per_s = _samples_per_s(self.profile, bottleneck_ms)
+        rate = samples_per_s(self.profile, bottleneck_ms)
         return self._plan(
             stages,
             bottleneck_ms=bottleneck_ms,
-            predicted={"samples_per_s": samples_per_s, "memory_bytes": None} | predicted,
+            predicted={"samples_per_s": rate, "memory_bytes": None} | predicted,
         )
 
     def solve(
@@ -366,7 +360,7 @@ class _Problem:
     def simulated_plan(self, stages: Stages, *, spreads: bool = True) -> Plan:
         """spreads: with the spread of single items about their mean; else what plans are compared by."""
         predicted: dict[str, Any] = {"samples_per_s": None, "memory_bytes": None}
-        predicted |= _predict(self.profile, stages, self.links_of(stages)) | self._costs(stages)
+        predicted |= formula_figures(self.profile, stages, self.links_of(stages)) | self._costs(stages)
         plan = self._plan(stages, bottleneck_ms=None, predicted=predicted)
         best_ms, best_m = min((ms, m) for m, ms in self._times_by_microbatches(plan))
         if spreads and self.runtime.spread.factors:
@@ -376,7 +370,7 @@ class _Problem:
             predicted_ms = predict_ms(plan, options, steady_rounds=rounds)
             assert predicted_ms is not None
             best_ms = predicted_ms
-        predicted["samples_per_s"] = _samples_per_s(self.profile, best_ms)
+        predicted["samples_per_s"] = samples_per_s(self.profile, best_ms)
         if self.schedule != "pipedream":
             predicted["schedule"] = self.schedule
         if self.schedule in _CUT_SCHEDULES:
@@ -405,7 +399,7 @@ class _Problem:
         """What a prediction is made of."""
         links = self.links_of(stages)
         costs = stage_costs(self._slowed(stages), self.runtime, stages, links.replicas)
-        predicted = _predict(self.profile, stages, links)
+        predicted = formula_figures(self.profile, stages, links)
         # The paper's formulas have no latency.
         measured_ms = links.latency_ms if self.cost_model == "calibrated" else (0.0,) * len(stages)
         figures: dict[str, Any] = {
@@ -531,43 +525,3 @@ def _schedule_of(plan: Plan, schedule: str, num_microbatches: int) -> _core.Sche
     from pipedream import _core
 
     return _core.ScheduleOptions(schedule, list(plan.in_flight), num_microbatches, plan.placement)
-
-
-def _samples_per_s(profile: Profile, minibatch_ms: float) -> float | None:
-    known = profile.batch_size is not None and minibatch_ms > 0
-    return (profile.batch_size or 0) * 1e3 / minibatch_ms if known else None
-
-
-def _some_of(ascending: list[float]) -> list[float]:
-    """The slowest, the fastest, and what is evenly between in their order."""
-    last, count = len(ascending) - 1, min(len(ascending), _SPEEDS_SOLVED_MAX)
-    return [ascending[index * last // max(count - 1, 1)] for index in range(count)]
-
-
-def _predict(profile: Profile, stages: tuple[Stage, ...], links: StageLinks) -> dict[str, Any]:
-    layers = profile.layers
-    crossing = [1e3 * layers[stage.last_layer].activation_bytes for stage in stages[:-1]]
-    return {
-        "stage_ms": [
-            _stage_ms(profile, stage, bytes_per_s)
-            for stage, bytes_per_s in zip(stages, links.replicas, strict=True)
-        ],
-        "boundary_ms": [
-            sent / down + sent / up
-            for sent, down, up in zip(crossing, links.downstream, links.upstream, strict=True)
-        ],
-        "stage_parameter_bytes": [_parameter_bytes(profile, stage) for stage in stages],
-        "stage_layers": [[layers[stage.first_layer].name, layers[stage.last_layer].name] for stage in stages],
-    }
-
-
-def _stage_ms(profile: Profile, stage: Stage, bytes_per_s: float) -> float:
-    """T(i..j, m) of the cost model, in milliseconds."""
-    replicas = stage.num_replicas
-    compute_ms = sum(layer.compute_ms for layer in profile.layers[stage.first_layer : stage.last_layer + 1])
-    sync_ms = 4e3 * (replicas - 1) * _parameter_bytes(profile, stage) / (replicas * bytes_per_s)
-    return max(compute_ms, sync_ms) / replicas
-
-
-def _parameter_bytes(profile: Profile, stage: Stage) -> int:
-    return sum(layer.parameter_bytes for layer in profile.layers[stage.first_layer : stage.last_layer + 1])

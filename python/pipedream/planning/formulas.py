@@ -1,0 +1,46 @@
+"""What the paper's cost model says of given stages (design.md, section 5). Pure; any thread; torch-free."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipedream.planning.layer_profile import Profile
+from pipedream.planning.plan import Stage
+from pipedream.planning.stage_links import StageLinks
+
+__all__ = ["formula_figures", "parameter_bytes_of", "samples_per_s"]
+
+
+def formula_figures(profile: Profile, stages: tuple[Stage, ...], links: StageLinks) -> dict[str, Any]:
+    """Of each stage and boundary, as a plan's `predicted` has them."""
+    layers = profile.layers
+    crossing = [1e3 * layers[stage.last_layer].activation_bytes for stage in stages[:-1]]
+    return {
+        "stage_ms": [
+            _stage_ms(profile, stage, bytes_per_s)
+            for stage, bytes_per_s in zip(stages, links.replicas, strict=True)
+        ],
+        "boundary_ms": [
+            sent / down + sent / up
+            for sent, down, up in zip(crossing, links.downstream, links.upstream, strict=True)
+        ],
+        "stage_parameter_bytes": [parameter_bytes_of(profile, stage) for stage in stages],
+        "stage_layers": [[layers[stage.first_layer].name, layers[stage.last_layer].name] for stage in stages],
+    }
+
+
+def samples_per_s(profile: Profile, minibatch_ms: float) -> float | None:
+    known = profile.batch_size is not None and minibatch_ms > 0
+    return (profile.batch_size or 0) * 1e3 / minibatch_ms if known else None
+
+
+def _stage_ms(profile: Profile, stage: Stage, bytes_per_s: float) -> float:
+    """T(i..j, m) of the cost model, in milliseconds."""
+    replicas = stage.num_replicas
+    compute_ms = sum(layer.compute_ms for layer in profile.layers[stage.first_layer : stage.last_layer + 1])
+    sync_ms = 4e3 * (replicas - 1) * parameter_bytes_of(profile, stage) / (replicas * bytes_per_s)
+    return max(compute_ms, sync_ms) / replicas
+
+
+def parameter_bytes_of(profile: Profile, stage: Stage) -> int:
+    return sum(layer.parameter_bytes for layer in profile.layers[stage.first_layer : stage.last_layer + 1])
