@@ -182,6 +182,15 @@ Rounds rounds_of(const ScheduleOptions& options, StageIndex stage) {
   return make_rounds(options, stage);
 }
 
+std::vector<Rounds> rounds_of_stages(const ScheduleOptions& options) {
+  check_schedule_options(options);
+  std::vector<Rounds> rounds;
+  for (StageIndex stage; stage.value() < count_stages(options); stage = stage.next()) {
+    rounds.push_back(make_rounds(options, stage));
+  }
+  return rounds;
+}
+
 bool drains_every_minibatch(const ScheduleOptions& options) {
   check_schedule_options(options);
   return drains(kind_of(options));

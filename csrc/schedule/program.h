@@ -157,6 +157,7 @@ void check_num_minibatches(const ScheduleOptions& options, std::int64_t num_mini
 [[nodiscard]] bool has_replicas(const ScheduleOptions& options);  // of any stage
 // How the stage's minibatches fall on its replicas, and on updates.
 [[nodiscard]] Rounds rounds_of(const ScheduleOptions& options, StageIndex stage);
+[[nodiscard]] std::vector<Rounds> rounds_of_stages(const ScheduleOptions& options);
 
 // Whether every round, of one minibatch where there are no replicas, is finished at all stages before the
 // next one starts at any: flush, gpipe, interleaved, model_parallel, data_parallel. Then a norm over all

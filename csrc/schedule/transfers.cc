@@ -151,9 +151,7 @@ Transfers::Transfers(ScheduleOptions options, Rank rank) : options_(std::move(op
   stages_ = placement.stages_at(rank);
   PD_CHECK(!stages_.empty(), "nothing is at rank " << rank.value());
   replica_ = placement.places_at(rank).front().replica;
-  for (StageIndex stage; stage <= last_stage(options_); stage = stage.next()) {
-    rounds_.push_back(rounds_of(options_, stage));
-  }
+  rounds_ = rounds_of_stages(options_);
   drains_ = drains_every_minibatch(options_);
   stashes_ = stashes_versions(options_);
   exchanges_shards_ = rounds().num_replicas > 1 && !options_.uses_allreduce;
