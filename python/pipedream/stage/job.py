@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipedream import _core
 from pipedream.common.agreement import OWN, compared, given
-from pipedream.links.codec_choice import PUSHES
+from pipedream.links.codec_choice import PUSHES, pushes_factors
 from pipedream.links.options import LinkOptions
 from pipedream.links.rendezvous import Rendezvous
 from pipedream.model.initial_weights import WeightSource
@@ -152,6 +152,11 @@ class CallerSettings:
 
 def check_replicas(options: JobOptions) -> None:
     """Raises ValueError for what replicas of a stage cannot have, and for what only they have."""
+    if options.sync == "asp" and pushes_factors(options.links.codec):
+        raise ValueError(
+            "codec pushes factors, of which replicas make equal versions round by round, and sync is 'asp',"
+            " which has no common rounds: use sync='bsp', or leave 'factors' out"
+        )
     if options.sync != "ssp" and options.staleness > 0:
         raise ValueError(
             f"staleness is {options.staleness}, but sync is {options.sync!r}, which has none: use sync='ssp'"

@@ -1,14 +1,17 @@
-"""CallerSettings: what local workers take from the caller's process."""
+"""What local workers take from the caller's process, and what replicas cannot have."""
 
 from __future__ import annotations
 
 import multiprocessing
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from farm import Farm
-from pipedream.stage.job import CallerSettings
+from pipedream.links.options import LinkOptions
+from pipedream.stage.job import CallerSettings, JobOptions, check_replicas
 
 
 def _start_methods(settings: CallerSettings) -> tuple[str, str]:
@@ -29,3 +32,12 @@ def test_a_workers_processes_start_as_the_callers_would(farm: Farm, method: str)
 def test_looking_does_not_settle_the_callers_start_method(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none=False: None)
     assert CallerSettings.capture().start_method == multiprocessing.get_all_start_methods()[0]
+
+
+def test_factors_are_refused_where_replicas_have_no_common_rounds() -> None:
+    links = LinkOptions(codec={"pushes": "factors:bf16"})
+    options = SimpleNamespace(sync="asp", staleness=0, links=links, reduces_together=False)
+    with pytest.raises(ValueError, match=r"codec pushes factors, .* and sync is 'asp'"):
+        check_replicas(cast(JobOptions, options))
+    options.sync = "bsp"
+    check_replicas(cast(JobOptions, options))
