@@ -19,6 +19,9 @@
 //   a deadline  is the thread's. Whoever makes a new one, or ends a link, calls need_thread(): from then on
 //               nobody else begins to drive until the thread has had its turn
 //
+// driving.cc has the poster's and the waiter's turns, transport_core.cc the thread's and the life of the
+// links.
+//
 // Ownership: owns its thread and its links. Bound of the queue: what channels have credits for. Tasks lie in
 // the queue itself, which keeps the room it has once had: in the steady state nothing is allocated.
 #pragma once

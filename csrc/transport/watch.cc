@@ -5,8 +5,11 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
+#include <limits>
 #include <string>
 
 #include "base/check.h"
@@ -21,6 +24,11 @@ int checked_fd(int fd, const char* what) {
 }
 
 }  // namespace
+
+int milliseconds_until(Deadline deadline) {
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
+  return static_cast<int>(std::clamp<std::int64_t>(left, 0, std::numeric_limits<int>::max()));
+}
 
 WakeFd::WakeFd() : fd_(checked_fd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "an eventfd")) {}
 

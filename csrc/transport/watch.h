@@ -14,6 +14,8 @@
 #include <cstdint>
 #include <span>
 
+#include "base/clock.h"
+
 namespace pipedream {
 
 // One thread's wake-up: a counter in the kernel. Any thread.
@@ -31,6 +33,9 @@ class WakeFd {
  private:
   const int fd_;
 };
+
+// As a timeout for Watch::sleep(). Rounded up: who wakes early would sleep again.
+[[nodiscard]] int milliseconds_until(Deadline deadline);
 
 class Watch {
  public:

@@ -1,0 +1,256 @@
+// How work reaches those who drive, and the turns of posters and waiters. Threads as in transport_core.h.
+#include <utility>
+
+#include "base/scope_exit.h"
+#include "transport/driving_scope.h"
+#include "transport/transport_core.h"
+
+namespace pipedream {
+
+// ---- Posting: any thread ----
+
+void TransportCore::post(std::function<void()> function) { enqueue(std::move(function)); }
+
+bool TransportCore::try_enqueue(Task& task) {
+  Watch* sleeper = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    if (stopped_) return false;
+    tasks_.push_back(std::move(task));
+    if (!driven_) sleeper = take_sleeper();
+  }
+  if (sleeper != nullptr) sleeper->wake();
+  return true;
+}
+
+// Under the mutex. Who is to take a turn now; null when both are awake and will.
+Watch* TransportCore::take_sleeper() {
+  if (std::exchange(waiter_sleeps_, false)) return &waiter_watch_;
+  if (std::exchange(thread_sleeps_, false)) return &thread_watch_;
+  return nullptr;
+}
+
+void TransportCore::post_and_drive(std::function<void()> function) {
+  if (!may_drive()) return post(std::move(function));
+  Task task(std::move(function));
+  {
+    const std::lock_guard lock(mutex_);
+    if (stopped_) return;  // what is refused dies after the lock: its destructor is the user's
+    tasks_.push_back(std::move(task));
+    if (!begin_driving()) return;
+  }
+  drive_as_poster();
+}
+
+void TransportCore::post_for_later(std::function<void()> function) {
+  Task task(std::move(function));
+  const std::lock_guard lock(mutex_);
+  if (!stopped_) tasks_.push_back(std::move(task));
+}
+
+void TransportCore::drive_posted() {
+  if (!may_drive()) return;
+  {
+    const std::lock_guard lock(mutex_);
+    if (tasks_.empty() || !begin_driving()) return;
+  }
+  drive_as_poster();
+}
+
+// ---- Who drives ----
+
+bool TransportCore::is_driven_here() const { return DrivingScope::here() == this; }
+
+bool TransportCore::is_any_driven_here() { return DrivingScope::here() != nullptr; }
+
+// Not in a child of fork() either: the sockets are its parent's.
+bool TransportCore::may_drive() const {
+  return DrivingScope::here() == nullptr && !PassiveScope::is_passive() && home_.is_this();
+}
+
+// Under the mutex, for all but the transport thread, which comes first where it is needed: it is awake then.
+bool TransportCore::begin_driving() {
+  if (driven_ || needs_thread_.load()) return false;
+  driven_ = true;
+  return true;
+}
+
+// Under the mutex, whenever it changes who sleeps: what that one is to be woken for. True: some of it is
+// there already.
+bool TransportCore::listen_for_bells() {
+  bool has_frames = false;
+  for (FrameRings* rings : rings_) {
+    const Patience patience = num_wanting_all_ == 0 ? rings->patience() : Patience::kNone;
+    BellWish wished = BellWish::kNothing;
+    if (!driven_ && waiter_sleeps_) {
+      wished = patience == Patience::kUntilOneDrives ? BellWish::kUrgent : BellWish::kAll;
+    } else if (!driven_ && thread_sleeps_) {
+      wished = patience == Patience::kNone ? BellWish::kAll : BellWish::kUrgent;
+    }
+    rings->wish(wished);
+    has_frames = rings->has(wished) || has_frames;
+  }
+  return has_frames;
+}
+
+// False when there is more to do, and this thread still drives. hands_over: unless another one can do it.
+bool TransportCore::stop_driving(bool hands_over) {
+  Watch* sleeper = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    driven_ = false;
+    const bool has_frames = listen_for_bells();
+    const bool has_work = has_frames || !tasks_.empty() || !told_.empty();
+    if (has_work && !hands_over) {
+      driven_ = true;
+      return false;
+    }
+    if (needs_thread_.load()) {
+      if (std::exchange(thread_sleeps_, false)) sleeper = &thread_watch_;
+    } else if (has_work) {
+      sleeper = take_sleeper();
+    }
+  }
+  if (sleeper != nullptr) sleeper->wake();
+  return true;
+}
+
+// After an error of a task or a handler, as a device's: it reaches who drives, and the thread goes on. What
+// this turn had taken of the queue is dropped.
+void TransportCore::drop_drive() {
+  running_tasks_.clear();
+  need_thread();
+  static_cast<void>(stop_driving(/*hands_over=*/true));
+}
+
+void TransportCore::drive_as_poster() try {
+  const DrivingScope driving(*this);
+  for (int round = 1;; ++round) {
+    static_cast<void>(run_tasks());
+    deliver(Driver::kPoster);
+    if (has_traffic()) need_thread();
+    if (stop_driving(/*hands_over=*/round >= kNumPosterRoundsMax)) return;
+  }
+} catch (...) {
+  drop_drive();
+  throw;
+}
+
+// ---- Who waits ----
+
+bool TransportCore::drive_until(Deadline deadline, const std::function<bool()>& done) {
+  if (!may_drive()) return false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (waiter_) return false;
+    waiter_ = std::this_thread::get_id();
+    interrupted_ = false;  // done() is asked after this
+  }
+  const ScopeExit no_longer_waits([this] { stop_waiting(); });
+  if (done()) return true;
+  // At least once: what came may lie in a ring, where nobody has looked.
+  while (!sleep_and_drive(milliseconds_until(deadline), done) && Clock::now() < deadline) {
+  }
+  return true;
+}
+
+void TransportCore::want_all(bool wants) {
+  if (!home_.is_this()) return;  // the rings are the parent's
+  Watch* sleeper = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    num_wanting_all_ += wants ? 1 : -1;
+    if (listen_for_bells()) sleeper = take_sleeper();
+  }
+  if (sleeper != nullptr) sleeper->wake();
+}
+
+void TransportCore::stop_waiting() {
+  Watch* sleeper = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    waiter_.reset();
+    if (listen_for_bells()) sleeper = take_sleeper();
+  }
+  if (sleeper != nullptr) sleeper->wake();
+}
+
+void TransportCore::interrupt() {
+  const std::lock_guard lock(mutex_);
+  if (!waiter_ || *waiter_ == std::this_thread::get_id()) return;
+  interrupted_ = true;
+  if (std::exchange(waiter_sleeps_, false)) waiter_watch_.wake();
+}
+
+// What is readable is perhaps told to this thread alone, so it asks for all of it before it may leave.
+bool TransportCore::sleep_and_drive(int timeout_ms, const std::function<bool()>& done) {
+  bool is_done = false;
+  std::span<const std::uint64_t> names;
+  do {
+    const bool sleeps = names.empty() && may_waiter_sleep();
+    names = waiter_watch_.sleep(sleeps ? timeout_ms : 0);
+    const auto asked = [&] { return is_done || done(); };
+    is_done = wake_waiter(names) ? drive_as_waiter(std::ref(asked)) : asked();
+  } while (names.size() + 1 >= Watch::kNumNamesMax);
+  return is_done;
+}
+
+bool TransportCore::may_waiter_sleep() {
+  const std::lock_guard lock(mutex_);
+  if (std::exchange(interrupted_, false)) return false;
+  waiter_sleeps_ = driven_ || needs_thread_.load() || (tasks_.empty() && told_.empty());
+  // Where the thread is needed it delivers what is there, and nobody else begins to.
+  if (waiter_sleeps_ && listen_for_bells() && !needs_thread_.load()) waiter_sleeps_ = false;
+  return waiter_sleeps_;
+}
+
+// True: it drives. Else another one does, and delivers what it was told of.
+bool TransportCore::wake_waiter(std::span<const std::uint64_t> names) {
+  const std::lock_guard lock(mutex_);
+  waiter_sleeps_ = false;
+  interrupted_ = false;  // done() is asked after this
+  if (!stopped_) told_.insert(told_.end(), names.begin(), names.end());
+  const bool drives = begin_driving();
+  static_cast<void>(listen_for_bells());
+  return drives;
+}
+
+bool TransportCore::drive_as_waiter(const std::function<bool()>& done) try {
+  const DrivingScope driving(*this);
+  bool is_done = false;
+  for (int round = 1;; ++round) {
+    static_cast<void>(run_tasks());
+    deliver(Driver::kWaiter);
+    is_done = is_done || done();
+    const bool has_time = round < kNumWaiterRoundsMax;
+    if (has_traffic() && !is_done && has_time) continue;
+    if (has_traffic()) need_thread();
+    if (stop_driving(/*hands_over=*/!has_time)) return is_done;
+  }
+} catch (...) {
+  drop_drive();
+  throw;
+}
+
+// ---- The tasks of a turn: who drives ----
+
+// The stop that was requested before the last of the tasks that ran.
+TransportCore::Stop TransportCore::run_tasks() {
+  Stop stop;
+  {
+    const std::lock_guard lock(mutex_);
+    running_tasks_.swap(tasks_);
+    noted_.swap(told_);
+    stop = stop_;
+  }
+  for (const std::uint64_t name : noted_) note_ready(name);
+  noted_.clear();
+  for (Task& task : running_tasks_) {
+    task();
+    task.reset();
+  }
+  running_tasks_.clear();
+  return stop;
+}
+
+}  // namespace pipedream
