@@ -41,21 +41,19 @@ from pipedream.budget.offload import measure_offloadable
 from pipedream.common.errors import PipelineError, describe_error
 from pipedream.links.channels import rehearsal_name
 from pipedream.links.state_transfer import receive_document, receive_tensors, send_document, send_tensors
-from pipedream.model.backward import run_backward
 from pipedream.model.batch_norm import MinibatchStatistics
 from pipedream.model.boundary import (
     Boundary,
     boundary_input,
-    check_loss,
     map_tensors,
     tensors_of,
     to_device,
 )
 from pipedream.model.calls import is_compiled
 from pipedream.model.factored import FactoredLayers, factorable
-from pipedream.model.loss_placement import call_loss, spare_loss
-from pipedream.model.precision import autocast_region
+from pipedream.model.loss_placement import spare_loss
 from pipedream.model.references import modules_carried_by
+from pipedream.model.stage_calls import StageCalls, backward, backward_of_loss, leaves_of
 from pipedream.model.stage_module import StageModule
 from pipedream.model.untouched import untouched
 
@@ -244,7 +242,7 @@ class _StageRehearsal:
         self._targets = targets
         self._is_last = is_last
         self._loss_fn = loss_fn
-        self._autocast = autocast
+        self._calls = StageCalls(stage, loss_fn, device, autocast)
         self._device = device
         # A compiled forward would see the dispatch mode, and compile again or not at all.
         self._metered = not any(map(is_compiled, stage.modules()))
@@ -256,7 +254,7 @@ class _StageRehearsal:
         self._output_bytes = 0
 
     def forward(self) -> None:
-        leaves = map_tensors(_leaf_like, self._value)
+        leaves = leaves_of(self._value)  # of each microbatch its own
         self._leaves = tensors_of(leaves)
         value = map_tensors(boundary_input, leaves)
         del leaves
@@ -275,12 +273,10 @@ class _StageRehearsal:
 
     def _run(self, value: Any) -> Any:
         """The stage's output, or the loss where there is one."""
-        with autocast_region(self._device.type, self._autocast):
-            output = self._stage(value)
+        output = self._calls.layers(value)
         if not self._is_last or self._loss_fn is None:
             return output
-        with autocast_region(self._device.type, self._autocast):
-            return check_loss(call_loss(self._loss_fn, output, self._targets), 0)
+        return self._calls.loss(output, self._targets)
 
     def footprint(self, *, with_backward: bool) -> Footprint:
         measured = self._metered
@@ -310,9 +306,7 @@ class _StageRehearsal:
 
     def offloadable_bytes(self) -> int:
         """By a forward of its own: some layers do not run under the hooks, and are not offloaded then."""
-        value = map_tensors(
-            lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), self._value
-        )
+        value = leaves_of(self._value, copies=True)
         given = map_tensors(boundary_input, value)
         kept = [*tensors_of(value), *tensors_of(self._targets), *self._stage.parameters()]
         kept += [buffer for _, buffer in self._stage.stage_buffers()]
@@ -347,19 +341,12 @@ class _StageRehearsal:
         self.output = None
         region = self._meter.backward() if self._metered else contextlib.nullcontext()
         with region:
-            if self._is_last and self._scales_loss:
-                roots = [root * 0.5 for root in roots]
-            if seeds:
-                run_backward(roots, seeds)
+            if not self._is_last:
+                backward(roots, seeds)
             elif roots:
-                torch.autograd.backward(roots)
+                backward_of_loss(roots.pop(), 0.5 if self._scales_loss else 1.0)
             del roots, seeds
         self._leaves = []  # with their gradients, but for what the model holds
-
-
-def _leaf_like(tensor: Tensor) -> Tensor:
-    """Each microbatch has leaves of its own."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _wait_for(device: torch.device) -> None:

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipedream.model.boundary import boundary_input, check_loss, map_tensors, tensors_of
+from pipedream.model.boundary import boundary_input, map_tensors, tensors_of
 from pipedream.model.clock import Clock, make_clock
 from pipedream.model.cut_model import CutModel
 from pipedream.model.initial_weights import WeightSource, materialised
 from pipedream.model.layers import Model, layers_of, roots_of
-from pipedream.model.loss_placement import call_loss
+from pipedream.model.stage_calls import StageCalls, backward, leaves_of
 from pipedream.model.stage_module import StageModule
 from pipedream.model.stand_ins import poisoned
 from pipedream.model.timed_passes import (
@@ -107,7 +107,7 @@ class LayerSweep:
         is_last = stage is self._stages[-1]
         output: Any = None
         while len(times) < num_runs and (len(times) < 2 or until is None or time.perf_counter() < until):
-            leaves = map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), value)
+            leaves = leaves_of(value, copies=True)
             sizes: list[int] = []
             is_first_run = not times
             counted = saved_tensors_counted([stage], sizes.append) if is_first_run else nullcontext()
@@ -125,17 +125,16 @@ class LayerSweep:
         clock.start_minibatch()
         clock.start()
         self._begun = [clock]
-        output = stage(map_tensors(boundary_input, leaves))
+        calls = StageCalls(stage, self._loss_fn, torch.device("cpu"))
+        output = calls.layers(map_tensors(boundary_input, leaves))
         if is_last:
-            output = check_loss(call_loss(self._loss_fn, output, targets), 0)
+            output = calls.loss(output, targets)
         clock.next()
         roots = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
-        if roots:
-            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        backward(roots, [torch.ones_like(root) for root in roots])
         clock.stop()
         *_, forward_ms, backward_ms = clock.finish_minibatch()
-        detached = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), output)
-        return detached, _Run(forward_ms, backward_ms)
+        return leaves_of(output), _Run(forward_ms, backward_ms)
 
     def _begin(self) -> None:
         """Code outside calls, which runs at every stage, belongs to the first layer."""

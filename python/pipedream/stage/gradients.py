@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from pipedream import _core
 from pipedream.budget.footprint import storage_bytes
+from pipedream.common.regions import Region
 from pipedream.model.stage_module import StageModule, Tie
-from pipedream.stage.regions import Region
 from pipedream.stage.shards import flat_view
 from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.tied import TiedParameters, ties_by_owner

@@ -12,23 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipedream.common.regions import Region, entered
 from pipedream.data.batch_reader import Microbatch
-from pipedream.model.backward import run_backward
 from pipedream.model.batch_norm import MinibatchStatistics
 from pipedream.model.boundary import (
     Boundary,
     boundary_input,
-    check_loss,
     map_tensors,
     tensors_of,
     to_device,
 )
-from pipedream.model.loss_placement import call_loss
-from pipedream.model.precision import autocast_region
 from pipedream.model.seeding import RngStream
+from pipedream.model.stage_calls import StageCalls, backward, backward_of_loss
 from pipedream.model.stage_module import StageModule
 from pipedream.stage.offloaded import OffloadedStash
-from pipedream.stage.regions import Region, entered, within
 from pipedream.stage.stashed import Stashed
 from pipedream.stage.user_code import UserCode
 
@@ -69,11 +66,9 @@ class StagePasses:
         self._clones_inputs = clones_inputs
         self._works_in_place: bool | None = None  # on the stage's input; known after the first forward
         self._offload = offload
-        region: Region | None = None
-        if autocast is not None:
-            region = functools.partial(autocast_region, device.type, autocast)
-        self._call_stage = functools.partial(_call_stage, within(region, stage), stage.stage_index)
-        self._call_loss = within(region, functools.partial(_loss_of, loss_fn, device))
+        calls = StageCalls(stage, loss_fn, device, autocast)
+        self._call_stage = functools.partial(_call_stage, calls, stage.stage_index)
+        self._call_loss = functools.partial(_loss_of, calls, device)
         around: list[Region] = [] if torch_region is None else [torch_region]
         # Layers that checkpoint themselves run their forward again in the backward.
         self._around_again = [*around, *([] if statistics is None else [statistics.recomputation])]
@@ -150,20 +145,13 @@ class StagePasses:
 
     def _run_backward(self, stashed: Stashed, received: Sequence[Tensor]) -> None:
         if self._boundary_out is None:
-            root = stashed.outputs.pop()
-            if root.requires_grad:  # else nothing is to be trained
-                factor = stashed.piece.weight * stashed.scale
-                root = root if factor == 1.0 else root * factor  # nobody holds the loss itself
-                root.backward()  # type: ignore[no-untyped-call]
+            backward_of_loss(stashed.outputs.pop(), stashed.piece.weight * stashed.scale)
             return
         outputs, stashed.outputs = stashed.outputs, []
         specs = self._boundary_out.tensors
         crossing = [output for output, spec in zip(outputs, specs, strict=True) if spec.requires_grad]
-        if not crossing:  # what was received is the word that the backward downstream is done
-            return
-        roots = [(o, g) for o, g in zip(crossing, received, strict=True) if o.requires_grad]
-        if roots:
-            run_backward([output for output, _ in roots], [gradient for _, gradient in roots])
+        if crossing:  # else what was received is the word that the backward downstream is done
+            backward(crossing, received)
 
 
 def _history_of(given: Any) -> list[tuple[int, Any]]:
@@ -178,9 +166,9 @@ def begins_to_work_in_place(stage_index: int, minibatch: int) -> ValueError:
     )
 
 
-def _call_stage(call: Callable[[Any], Any], stage_index: int, stashed: Stashed, given: Any) -> Any:
+def _call_stage(calls: StageCalls, stage_index: int, stashed: Stashed, given: Any) -> Any:
     try:
-        return call(given)
+        return calls.layers(given)
     except RuntimeError as error:
         leaves = {id(leaf) for leaf in stashed.leaves if leaf.requires_grad}
         if _LEAF_CHANGED in str(error) and not leaves.isdisjoint(map(id, tensors_of(given))):
@@ -188,12 +176,10 @@ def _call_stage(call: Callable[[Any], Any], stage_index: int, stashed: Stashed, 
         raise
 
 
-def _loss_of(
-    loss_fn: Callable[[Any, Any], Tensor], device: torch.device, stashed: Stashed, output: Any
-) -> Tensor:
+def _loss_of(calls: StageCalls, device: torch.device, stashed: Stashed, output: Any) -> Tensor:
     if stashed.piece.weight == 0.0:  # weight_fn says so: a mean over nothing is NaN, and so are its gradients
         return torch.zeros((), device=device, requires_grad=True)
     targets = to_device(stashed.piece.targets, device)
     if stashed.saved is not None:
         stashed.saved.keep(tensors_of(targets))
-    return check_loss(call_loss(loss_fn, output, targets), stashed.minibatch)
+    return calls.loss(output, targets, stashed.minibatch)

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from pipedream.common.regions import entered
 from pipedream.model.boundary import map_tensors, tensors_of
 from pipedream.model.recompute import BufferMemory, GeneratorState, buffers_replayed
 from pipedream.stage.passes import StagePasses, begins_to_work_in_place
-from pipedream.stage.regions import entered
 from pipedream.stage.stashed import Stashed
 
 __all__ = ["RecomputedPasses"]

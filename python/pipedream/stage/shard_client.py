@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from pipedream import _core
+from pipedream.common.regions import Region
 from pipedream.stage.factor_exchange import FactorExchange
 from pipedream.stage.gradients import StageGradients, in_order
 from pipedream.stage.pushes import ItemLinks, RoundPushes, bytes_of, send
-from pipedream.stage.regions import Region
 from pipedream.stage.shards import Chunk, Piece, ShardLayout, in_leaving_order
 from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.tied import TiedParameters

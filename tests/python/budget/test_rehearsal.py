@@ -221,7 +221,7 @@ def test_a_stage_without_parameters_runs_on_the_workers_device_too(
         yield
         _NotesItsDevice.autocast.pop()
 
-    monkeypatch.setattr("pipedream.budget.rehearsal.autocast_region", region)
+    monkeypatch.setattr("pipedream.model.stage_calls.autocast_region", region)
     stages = split(nn.Sequential(_NotesItsDevice(), _NotesItsDevice()), Plan.straight(2, 2))
     rehearsal = Rehearsal(
         Handover(None, _core.Placement.at_ranks([0, 0])), torch.device(device_type), autocast=torch.bfloat16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from pipedream.stage.regions import entered, within
+from pipedream.common.regions import entered, within
 
 
 def test_the_first_region_is_outermost_and_each_is_made_anew() -> None:

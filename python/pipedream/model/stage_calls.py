@@ -1,0 +1,78 @@
+"""One stage's forward and backward: what is called with what. Training runs them (stage/passes.py), a
+rehearsal measures them (budget/rehearsal.py), the layer sweep times them (layer_sweep.py); each around
+these calls.
+
+    leaves_of(value)          what reaches the stage, without the graph of those before
+    layers(given), loss(...)  the forward, each under the run's precision
+    backward(...)             leaves gradients at the leaves and at the parameters
+
+Stateless but for the stage. On the thread that runs it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedream.common.regions import Region, within
+from pipedream.model.backward import run_backward
+from pipedream.model.boundary import check_loss, map_tensors
+from pipedream.model.loss_placement import call_loss
+from pipedream.model.precision import autocast_region
+from pipedream.model.stage_module import StageModule
+
+__all__ = ["StageCalls", "backward", "backward_of_loss", "leaves_of"]
+
+
+class StageCalls:
+    """The forward of one stage, and at the last stage the loss."""
+
+    def __init__(
+        self,
+        stage: StageModule,
+        loss_fn: Callable[[Any, Any], Tensor] | None,
+        device: torch.device,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        """loss_fn: None where no loss is called."""
+        region: Region | None = None
+        if autocast is not None:
+            region = functools.partial(autocast_region, device.type, autocast)
+        self.layers: Callable[[Any], Any] = within(region, stage)
+        """(input) -> output."""
+        self._call_loss: Callable[[Any, Any], Tensor] | None = None
+        if loss_fn is not None:
+            self._call_loss = within(region, functools.partial(call_loss, loss_fn))
+
+    def loss(self, output: Any, targets: Any, minibatch: int = 0) -> Tensor:
+        """Of the last stage's output; raises TypeError or ValueError for what no backward can start from."""
+        assert self._call_loss is not None
+        return check_loss(self._call_loss(output, targets), minibatch)
+
+
+def leaves_of(value: Any, *, copies: bool = False) -> Any:
+    """The value with a leaf for each tensor, in the same memory or in copies."""
+
+    def leaf_of(tensor: Tensor) -> Tensor:
+        plain = tensor.detach()
+        return (plain.clone() if copies else plain).requires_grad_(tensor.requires_grad)
+
+    return map_tensors(leaf_of, value)
+
+
+def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """From the gradients of outputs; those of outputs that need none are left out."""
+    roots = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
+    if roots:
+        run_backward([output for output, _ in roots], [gradient for _, gradient in roots])
+
+
+def backward_of_loss(loss: Tensor, factor: float = 1.0) -> None:
+    """Of a multiple of the loss, which nobody else holds; nothing where nothing is to be trained."""
+    if loss.requires_grad:
+        loss = loss if factor == 1.0 else loss * factor
+        loss.backward()  # type: ignore[no-untyped-call]
