@@ -329,8 +329,11 @@ class _StageRehearsal:
             self.forward()
             with factored.backward():  # in which layers that checkpoint themselves run again
                 self._backward()
-            # Of a weight with another use besides the rest of the gradient is there.
-            return {name: rows[name] for name, parameter in named if name in rows and parameter.grad is None}
+            # Of a weight with another use besides the rest of the gradient is there; one that has been given
+            # no rows, as an expert that is not chosen, will be given some.
+            return {
+                name: rows[name] for name, parameter in named if rows.get(name) and parameter.grad is None
+            }
         return {}
 
     def _backward(self) -> None:

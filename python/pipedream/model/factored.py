@@ -79,8 +79,10 @@ class FactoredLayers:
         finally:
             self._is_open = False
 
-    def used(self, name: str, gradients: Tensor, inputs: Tensor) -> None:
-        if self._is_open:
+    def used(self, name: str, node: Any, gradients: Tensor, inputs: Tensor) -> None:
+        """node: of the weight in the graph."""
+        # A layer's own hook may differentiate by the layer's inputs alone, also during this backward.
+        if self._is_open and torch._C._will_engine_execute_node(node):
             self._take(name, gradients, inputs)
 
 
@@ -107,16 +109,19 @@ def factorable(stage: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> d
 
 @contextlib.contextmanager
 def rows_counted(layers: Mapping[str, Sequence[nn.Linear]]) -> Iterator[dict[str, int]]:
-    """Gives how many rows the factors of each weight have, of the forwards that are done inside. layers: as
-    of factorable()."""
+    """Gives how many rows the factors of each weight have, of the backwards that are done inside through
+    forwards inside. layers: as of factorable()."""
     rows: dict[str, int] = {}
 
-    def count(name: str, layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        (inputs,) = (*arguments, *keywords.values())
-        rows[name] = rows.get(name, 0) + inputs.numel() // inputs.shape[-1]
+    def count(name: str, gradient: Tensor) -> None:
+        rows[name] = rows.get(name, 0) + gradient.shape[:-1].numel()
+
+    def note(name: str, layer: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(functools.partial(count, name))  # type: ignore[no-untyped-call]
 
     handles = [
-        layer.register_forward_pre_hook(functools.partial(count, name), with_kwargs=True)
+        layer.register_forward_hook(functools.partial(note, name))
         for name, of_weight in layers.items()
         for layer in of_weight
     ]
@@ -139,10 +144,14 @@ class _Forward:
         self._name = name
         self._layer = layer
 
-    def __call__(self, inputs: Tensor) -> Tensor:
+    def __call__(self, input: Tensor) -> Tensor:  # by the name that nn.Linear has for it
         layer = self._layer
+        # By autocast of the model's own the factors would be rounded; a weight that functional_call has made
+        # has a gradient of its own. Left as they are, so that the weight's gradient shows them.
+        if torch.is_autocast_enabled(input.device.type) or not layer.weight.is_leaf:
+            return F.linear(input, layer.weight, layer.bias)
         output: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-            inputs, layer.weight, layer.bias, self._factored, self._name
+            input, layer.weight, layer.bias, self._factored, self._name
         )
         return output
 
@@ -156,7 +165,9 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.factored, ctx.name = factored, name
-        return F.linear(inputs, weight, bias)
+        output = F.linear(inputs, weight, bias)
+        # Of a view that a Function makes autograd refuses what is done in place, as by the next layer.
+        return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
@@ -166,8 +177,11 @@ class _Linear(torch.autograd.Function):
                 " leave 'factors' out of the codec of pushes"
             )
         inputs, weight = ctx.saved_tensors
-        gradients = gradient.reshape(-1, gradient.shape[-1])
-        ctx.factored.used(ctx.name, gradients, inputs.reshape(-1, inputs.shape[-1]))
+        num_rows = gradient.shape[:-1].numel()
+        gradients = gradient.reshape(num_rows, gradient.shape[-1])
+        if ctx.needs_input_grad[1]:
+            node = ctx.next_functions[1][0]
+            ctx.factored.used(ctx.name, node, gradients, inputs.reshape(num_rows, inputs.shape[-1]))
         of_inputs = (gradients @ weight).view(inputs.shape) if ctx.needs_input_grad[0] else None
         of_bias = gradients.sum(0) if ctx.needs_input_grad[2] else None
         return of_inputs, None, of_bias, None, None

@@ -380,3 +380,16 @@ def test_the_rows_of_factors_are_those_of_all_uses_in_a_microbatch() -> None:
 
 def test_a_weight_with_another_use_besides_its_layer_has_no_factors() -> None:
     assert _factor_rows(_Reused(), nn.Linear(4, 4), for_factors=[0]) == {"1.weight": 15}
+
+
+class _Unchosen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.expert(x[:0]).sum()
+
+
+def test_a_weight_that_is_given_no_rows_has_no_factors() -> None:
+    assert _factor_rows(_Unchosen(), nn.Linear(4, 4), for_factors=[0]) == {"1.weight": 15}

@@ -63,6 +63,35 @@ class _Shared(nn.Module):
         return output
 
 
+class _Keyword(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(input=x)
+        return output
+
+
+class _Implicit(nn.Module):
+    """The fixed point of a layer: its hook differentiates by the layer's inputs alone, in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        point = (x + self.layer(x)).tanh()
+        at = point.detach().requires_grad_()
+        again = (x.detach() + self.layer(at)).tanh()
+
+        def solve(gradient: Tensor) -> Tensor:
+            return gradient + torch.autograd.grad(again, at, gradient)[0]
+
+        point.register_hook(solve)  # type: ignore[no-untyped-call]
+        return point
+
+
 @pytest.mark.parametrize(
     ("model", "shape", "num_rows"),
     [
@@ -73,8 +102,14 @@ class _Shared(nn.Module):
         (nn.Linear(6, 4), (0, 6), [0]),
         (_Twice(), (5, 6), [5, 5]),
         (_Shared(), (5, 6), [5, 5]),
+        (nn.Sequential(nn.Linear(6, 4), nn.ReLU(inplace=True)), (2, 3, 6), [6]),
+        (_Keyword(), (5, 6), [5]),
+        (_Implicit(), (5, 6), [5]),
     ],
-    ids=["rows", "no bias", "tokens", "one vector", "no rows", "twice", "shared"],
+    ids=[
+        *("rows", "no bias", "tokens", "one vector", "no rows", "twice", "shared"),
+        *("then in place", "by keyword", "differentiated in a hook"),
+    ],
 )
 def test_the_factors_product_is_the_gradient_and_all_else_is_as_without(
     model: nn.Module, shape: tuple[int, ...], num_rows: list[int]
@@ -110,6 +145,50 @@ def test_what_a_forward_differentiates_for_itself_is_not_taken() -> None:
         assert not taken.products
         with pytest.raises(RuntimeError, match="gradient of a gradient"):
             torch.autograd.grad(stage(inputs).sum(), inputs, create_graph=True)
+
+
+def test_a_layer_that_is_frozen_for_a_while_leaves_none_then() -> None:
+    stage, taken = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), _Taken()
+    factored = FactoredLayers(factorable(stage, list(stage.named_parameters())), taken)
+    with factored.installed(), factored.backward():
+        stage[1].requires_grad_(False)
+        stage(torch.ones(4, 3)).sum().backward()
+    assert list(taken.products) == ["0.weight"]
+
+
+class _Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = {"weight": self.layer.weight * torch.eye(2, 3)}
+        output: Tensor = torch.func.functional_call(self.layer, weights, x)
+        return output
+
+
+class _Rounded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            output: Tensor = self.layer(x)
+        return output
+
+
+@pytest.mark.parametrize("make", [_Masked, _Rounded])
+def test_a_gradient_that_is_no_product_of_factors_shows_at_the_weight(make: Any) -> None:
+    stage, taken = nn.Sequential(make()), _Taken()
+    factored = FactoredLayers(factorable(stage, list(stage.named_parameters())), taken)
+    stage(torch.ones(4, 3)).sum().backward()
+    expected = stage[0].layer.weight.grad
+    stage.zero_grad()
+    with factored.installed(), factored.backward():
+        stage(torch.ones(4, 3)).sum().backward()
+    assert torch.equal(stage[0].layer.weight.grad, expected)
+    assert taken.products == {}
 
 
 def test_a_hook_that_changes_what_a_layer_is_given_changes_its_factors() -> None:

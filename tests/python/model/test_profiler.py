@@ -616,4 +616,24 @@ def test_the_factors_of_fully_connected_layers_are_measured() -> None:
     )
     factors = [layer.factors for layer in measured.layers]
     assert factors == [((64, 15 * 8 * 4),), ((64, 30 * 8 * 4),), (), ()]
-    assert not any(layer._forward_pre_hooks for layer in model.modules())
+    assert not any(layer._forward_hooks for layer in model.modules())
+
+
+class _Checkpointed(nn.Module):
+    """A layer that runs its forward again in the backward, and one that is given nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.side = nn.Linear(4, 4), nn.Linear(0, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return out + self.side(x[..., :0])
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_rows_count_once_that_a_checkpoint_computes_twice() -> None:
+    model = nn.Sequential(_Checkpointed())
+    batches = [(torch.randn(3, 4), torch.randn(3, 4))] * 2
+    (layer,) = profile(model, batches, squared_error, minibatches=1).layers
+    assert layer.factors == ((64, 3 * 8 * 4), (0, 3 * 4 * 4))
