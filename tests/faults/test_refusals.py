@@ -34,9 +34,23 @@ def test_plans_that_do_not_fit_the_model() -> None:
 
 def test_what_replicas_cannot_have_and_what_only_they_have() -> None:
     plan = Plan((Stage(0, 0, 2), Stage(1, 1, 1)))
-    refused(
-        lambda: run(_MODEL, plan=plan, sync="asp"), ValueError, "sync is 'asp'", "bounds nothing", "'ssp'"
-    )
+    asynchronous: dict[str, Any] = {"plan": plan, "sync": "asp"}
+    for how, said in (
+        ({"schedule": "flush"}, "schedule is 'flush'"),
+        ({"schedule": "naive"}, "schedule is 'naive'"),
+        ({"max_grad_norm": 1.0}, "max_grad_norm is given"),
+        ({"autocast": "float16"}, "autocast is 'float16'"),
+        ({"sync_every": 2}, "sync_every is 2"),
+        ({"codec": {"pushes": "factors"}}, "codec pushes factors"),
+    ):
+        refused(
+            lambda how=how: run(_MODEL, **asynchronous, **how),
+            ValueError,
+            "sync is 'asp'",
+            said,
+            "sync='bsp'",
+        )
+    refused(lambda: run(_MODEL, **asynchronous, staleness=1), ValueError, "staleness is 1", "'asp'", "'ssp'")
     refused(lambda: run(_MODEL, plan=plan, sync="none"), ValueError, "sync is 'none'", "bsp")
     refused(lambda: run(_MODEL, plan=plan, sync_every=0), ValueError, "sync_every is 0")
     refused(lambda: run(_MODEL, plan=plan, sync_every=2, sync="ssp"), ValueError, "sync_every is 2", "'ssp'")
@@ -57,6 +71,7 @@ def test_what_replicas_cannot_have_and_what_only_they_have() -> None:
     for layer in shared:
         layer.register_parameter("tied", shared[0].weight)
     refused(lambda: run(shared, plan=plan, sync_every=2), ValueError, "sync_every is 2", "share a parameter")
+    refused(lambda: run(shared, plan=plan, sync="asp"), ValueError, "sync is 'asp'", "share a parameter")
 
 
 def test_models_that_cannot_be_cut_as_planned() -> None:

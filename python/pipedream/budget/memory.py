@@ -31,6 +31,9 @@ __all__ = [
     "OFFLOADED_ACTIVATIONS",
     "OFFLOADED_VERSIONS",
     "OPTIMIZER_STATE",
+    "SHARD",
+    "SHARD_ANSWERS",
+    "SHARD_STEP",
     "STASH",
     "TIED_VERSIONS",
     "TORCH_OPTIMIZER_STATE",
@@ -53,6 +56,9 @@ __all__ = [
 WEIGHT_VERSIONS = "weight versions"
 TIED_VERSIONS = "tied weight versions"
 OPTIMIZER_STATE = "optimizer state"
+# Where shards are asynchronous: the newest version of a replica's own, and a copy for each other replica.
+SHARD = "own shard"
+SHARD_ANSWERS = "own shard for the others"
 # Of the pool too, but always in host memory.
 OFFLOADED_VERSIONS = "offloaded weight versions"
 OFFLOADED_ACTIVATIONS = "offloaded activations"
@@ -62,6 +68,7 @@ STASH = "stashed activations"
 GRADIENTS = "parameter gradients"
 TRANSIENT = "largest transient"
 TORCH_OPTIMIZER_STATE = "optimizer state of torch"
+SHARD_STEP = "step for another replica"
 
 _SLOT_ALIGNMENT = 256  # csrc/pool/pool.h, kSlotAlignment
 _STAGING, _RESIDUAL = "staging, ", "residual, "  # csrc/stage/worker.cc, before the channel's name
@@ -107,6 +114,11 @@ class MemoryPlan:
     step_bytes: Mapping[int, int] = field(default_factory=dict)
     """What the optimizer's step makes and drops."""
     factors: Mapping[int, PushedFactors] = field(default_factory=dict)
+    shard_bytes: Mapping[int, int] = field(default_factory=dict)
+    """Of one version of the replica's own shard, where shards are asynchronous."""
+    served_step_bytes: Mapping[int, int] = field(default_factory=dict)
+    """There: what the step of another replica's gradient makes and drops, beside those of the compute
+    thread."""
 
     def terms(self) -> Terms:
         """The predicted terms."""
@@ -125,6 +137,9 @@ class MemoryPlan:
                 (OFFLOADED_VERSIONS, self.offloads_versions(stage) * versions * self.weight_bytes[stage]),
                 (OFFLOADED_ACTIVATIONS, self._activation_homes_bytes(stage)),
                 (TIED_VERSIONS, sum(tied)),
+                (SHARD, self.shard_bytes.get(stage, 0)),
+                (SHARD_ANSWERS, self.shard_bytes.get(stage, 0) * (self.plan.stages[stage].num_replicas - 1)),
+                (SHARD_STEP, self.served_step_bytes.get(stage, 0)),
                 (OPTIMIZER_STATE, self.placed_state_bytes[stage]),
                 (TORCH_OPTIMIZER_STATE, self.torch_state_bytes[stage]),
             ):

@@ -115,15 +115,6 @@ def _check_max_grad_norm(name: str, value: Any) -> None:
         raise ValueError(f"{name} is {value!r}: give a number above 0, or None")
 
 
-def _check_sync(name: str, value: Any) -> None:
-    if value == "asp":
-        raise ValueError(
-            "sync is 'asp', which bounds nothing, and versions are those of the schedule: use 'ssp' with"
-            " staleness=1 or more"
-        )
-    check_choice(name, value, ("bsp", "ssp", "allreduce"))
-
-
 def _check_staleness(name: str, value: Any) -> None:
     if not is_whole(value) or value < 0:
         raise ValueError(f"{name} is {value!r}: give a number of rounds, 0 or more")
@@ -273,10 +264,11 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
     RunOption("peer_timeout", "seconds until a silent worker is given up", 15.0, _check_peer_timeout),
     RunOption(
         "sync",
-        'how the replicas of a stage are kept alike: `"bsp"`, `"ssp"` with `staleness`, `"allreduce"`',
+        'how the replicas of a stage are kept alike: `"bsp"`, `"ssp"` with `staleness`, `"asp"`,'
+        ' `"allreduce"`',
         "bsp",
-        _check_sync,
-        CommandOption("How the replicas of a stage are kept alike: bsp, ssp or allreduce."),
+        _choice_of("bsp", "ssp", "asp", "allreduce"),
+        CommandOption("How the replicas of a stage are kept alike: bsp, ssp, asp or allreduce."),
     ),
     RunOption(
         "staleness",

@@ -152,8 +152,9 @@ def run(
     peer_timeout: seconds after which a worker that is silent, or whose interpreter hangs, is given up. Code
         that holds the GIL for so long without a break counts as a hang.
     sync: how the replicas of a stage are kept alike, which the plan may give some: "bsp" is deterministic and
-        waits for every round, "ssp" lets versions be `staleness` rounds older, "allreduce" is "bsp" by
-        torch.distributed. docs/parameter-server.md.
+        waits for every round, "ssp" lets versions be `staleness` rounds older, "asp" makes an update of every
+        replica's gradient by itself, when it comes, "allreduce" is "bsp" by torch.distributed.
+        docs/parameter-server.md.
     staleness: with sync="ssp".
     sync_every: n lets replicas make n updates of their own before they take the mean of their weights.
     seed: of all random numbers; None continues from the caller's generators.

@@ -22,6 +22,8 @@ from pipedream.budget.memory import (
     OFFLOADED_ACTIVATIONS,
     OFFLOADED_VERSIONS,
     OPTIMIZER_STATE,
+    SHARD,
+    SHARD_ANSWERS,
     STASH,
     TIED_VERSIONS,
     TRANSIENT,
@@ -52,12 +54,13 @@ from pipedream.links.codec_choice import codec_of_pushes
 from pipedream.links.replica_group import ReplicaGroup
 from pipedream.model.factored import factorable
 from pipedream.model.stage_module import StageModule
+from pipedream.stage.asynchronous_server import AsynchronousServer
 from pipedream.stage.factor_exchange import FactorExchange
 from pipedream.stage.factors import FactorLayer
 from pipedream.stage.gradients import StageGradients
 from pipedream.stage.param_server import ParameterServer
 from pipedream.stage.reduced import LocalSteps, ReducedGradients
-from pipedream.stage.shard_client import ReplicaChannels
+from pipedream.stage.shard_client import ReplicaChannels, ShardClient
 from pipedream.stage.stage_loop import PreparedStage
 from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.tied import TiedParameters, ties_by_owner
@@ -125,6 +128,8 @@ class StagePool:
         placed_bytes: dict[int, int] = {}
         torch_bytes: dict[int, int] = {}
         step_bytes: dict[int, int] = {}
+        shard_bytes: dict[int, int] = {}
+        served_step_bytes: dict[int, int] = {}
         for stage in self.run.own_stages():
             index = stage.stage_index
             own, _ = split_tied(stage, self.run.tied_parameters_of(index))
@@ -141,6 +146,11 @@ class StagePool:
             else:
                 torch_bytes[index] = predict_state_bytes(optimizer.optimizer)
                 step_bytes[index] = predict_step_bytes(optimizer.optimizer, self._device.type)
+            if self._is_asynchronous(index):
+                layout = self._worker_optimizers.layouts[index]
+                content_bytes = sum(c.num_bytes for c in layout.chunks_of(self._replica))
+                shard_bytes[index] = slot_bytes(content_bytes)
+                served_step_bytes[index] = step_bytes[index] + layout.whole_tensors * content_bytes
         return MemoryPlan(
             self.run.options.plan,
             self.run.rank,
@@ -160,6 +170,8 @@ class StagePool:
                 for stage, layers in self._worker_optimizers.factored.items()
                 if stage in own_bytes
             },
+            shard_bytes,
+            served_step_bytes,
         )
 
     def _pushed_factors(self, stage: int, layers: Sequence[FactorLayer]) -> PushedFactors:
@@ -202,6 +214,10 @@ class StagePool:
             for owner, tied_bytes in memory.tied_bytes[stage].items():
                 num_tied = _core.num_tied_versions_kept(memory.schedule, owner)
                 self._core.add_term(_term(_tied_name(owner), stage), tied_bytes, num_tied)
+            if memory.shard_bytes.get(stage):
+                num_others = self.run.plan.stages[stage].num_replicas - 1
+                self._core.add_term(_term(SHARD, stage), memory.shard_bytes[stage], 1)
+                self._core.add_term(_term(SHARD_ANSWERS, stage), memory.shard_bytes[stage], num_others)
             num_states = self._optimizers[stage].num_placed_states
             if num_states:
                 slot_bytes = memory.placed_state_bytes[stage] // num_states
@@ -236,7 +252,7 @@ class StagePool:
             index,
             self.run.ties,
             weights.tied,
-            replica=self.run.plan.replica_of(self.run.rank),
+            replica=self._replica,
             pieces=self._worker_optimizers.tied_pieces(index),
             wait_until_sent=self._wait_for_users(index),
         )
@@ -267,7 +283,7 @@ class StagePool:
 
     def _wait_for_users(self, stage: int) -> Callable[[int, int], None]:
         """wait_until_sent of TiedParameters."""
-        schedule, replica = self.run.schedule(), self.run.plan.replica_of(self.run.rank)
+        schedule, replica = self.run.schedule(), self._replica
         names: dict[int, list[str]] = {}
         for edge in _core.edges_of(schedule):
             is_mine = edge.kind == "tied_version" and (edge.from_stage, edge.from_replica) == (stage, replica)
@@ -280,10 +296,18 @@ class StagePool:
 
         return wait
 
+    @property
+    def _replica(self) -> int:
+        """Of its stage, that this worker is."""
+        return self.run.plan.replica_of(self.run.rank)
+
+    def _is_asynchronous(self, stage: int) -> bool:
+        return self.run.options.is_asynchronous and self.run.plan.stages[stage].num_replicas > 1
+
     def _make_server(
         self, stage: int, weights: StageWeights, optimizer: StageOptimizer, tied: TiedParameters
-    ) -> ParameterServer:
-        schedule, replica = self.run.schedule(), self.run.plan.replica_of(self.run.rank)
+    ) -> ShardClient:
+        schedule, replica = self.run.schedule(), self._replica
         names: dict[tuple[str, bool], dict[int, str]] = {}  # by kind and whether this worker sends
         for edge in _core.edges_of(schedule):
             if edge.kind in BETWEEN_REPLICAS and edge.from_stage == stage:
@@ -297,7 +321,10 @@ class StagePool:
                             name = factors_name(edge, schedule.placement)
                             names.setdefault(("factors", sends), {})[other] = name
         factors = self._worker_optimizers.factored[stage]
-        return ParameterServer(
+        make: Callable[..., ShardClient] = ParameterServer
+        if self._is_asynchronous(stage):
+            make = self._asynchronous_server(stage, weights)
+        return make(
             weights,
             optimizer,
             tied,
@@ -330,6 +357,21 @@ class StagePool:
         found = factorable(self.run.stages[stage], self.run.stages[stage].trainable_parameters())
         return {weight.name: found[weight.name] for weight in weights}
 
+    def _asynchronous_server(self, stage: int, weights: StageWeights) -> Callable[..., ShardClient]:
+        others = [o for o in range(self.run.plan.stages[stage].num_replicas) if o != self._replica]
+        has_chunks = bool(self._worker_optimizers.layouts[stage].chunks_of(self._replica))
+
+        def memory(term: str) -> Tensor:
+            return from_dlpack(self._core.hold_slot(_term(term, stage))) if has_chunks else torch.empty(0)
+
+        return functools.partial(
+            AsynchronousServer,
+            master=memory(SHARD),
+            answers={other: memory(SHARD_ANSWERS) for other in others},
+            names=weights.own.names,
+            where=self.run.plan.describe_worker(self.run.rank),
+        )
+
     def _make_reduced(
         self,
         stage: int,
@@ -346,7 +388,7 @@ class StagePool:
             tied,
             group=group,
             rounds=_core.rounds_of(self.run.schedule(), stage),
-            replica=self.run.plan.replica_of(self.run.rank),
+            replica=self._replica,
             num_minibatches=self._core.num_minibatches,
         )
 

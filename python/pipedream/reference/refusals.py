@@ -13,7 +13,7 @@ from pipedream.model.precision import autocast_dtype
 from pipedream.model.stage_module import Tie
 from pipedream.reference.versions import SCHEDULES
 
-__all__ = ["check_microbatches", "check_replicas", "check_sync_every", "check_ties"]
+__all__ = ["check_asynchronous", "check_microbatches", "check_replicas", "check_sync_every", "check_ties"]
 
 
 def check_microbatches(
@@ -34,9 +34,7 @@ def check_microbatches(
 
 def check_replicas(schedule: str, num_replicas: Sequence[int], sync: str, staleness: int) -> None:
     check_choice("schedule", schedule, SCHEDULES)
-    if sync == "asp":
-        raise ValueError("sync is 'asp': what it reads depends on who is faster, which no reference can say")
-    check_choice("sync", sync, ("bsp", "ssp", "allreduce"))
+    check_choice("sync", sync, ("bsp", "ssp", "asp", "allreduce"))
     check_whole("staleness", staleness, at_least=0)
     if staleness and (sync != "ssp" or schedule != "pipedream"):
         raise ValueError(
@@ -48,6 +46,32 @@ def check_replicas(schedule: str, num_replicas: Sequence[int], sync: str, stalen
     if schedule == "interleaved" and max(num_replicas) > 1:
         raise ValueError(
             "schedule 'interleaved' runs one replica of each stage: use partition(..., straight=True)"
+        )
+
+
+def check_asynchronous(
+    schedule: str,
+    sync_every: int,
+    max_grad_norm: float | None,
+    autocast: Any,
+    ties: Sequence[Tie],
+    has_orders: bool,
+) -> None:
+    """has_orders: whether the order of updates is given."""
+    if not has_orders:
+        raise ValueError(
+            "sync is 'asp': what it reads depends on who is faster; give update_orders, which RunResult has"
+        )
+    if (
+        schedule not in ("pipedream", "data_parallel")
+        or sync_every > 1
+        or max_grad_norm is not None
+        or autocast_dtype(autocast) == torch.float16
+        or ties
+    ):
+        raise ValueError(
+            "sync is 'asp': it goes with schedules 'pipedream' and 'data_parallel', without max_grad_norm,"
+            " float16, sync_every and parameters that stages share"
         )
 
 

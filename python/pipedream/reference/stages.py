@@ -73,6 +73,15 @@ class Stage:
         with self.stream:
             return self._forward(value, targets, buffers={}, is_first_time=True)
 
+    def forward_on_copies(self, value: Any, targets: Any) -> Any:
+        """The same, where the buffers change before the backward: its graph has copies of them."""
+        buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        with self.stream:
+            output = self._forward(value, targets, buffers, is_first_time=True)
+        for name, buffer in self.module.named_buffers():
+            buffer.copy_(buffers[name])
+        return output
+
     def forward_again(self, value: Any, targets: Any, buffers: dict[str, Tensor]) -> Any:
         """Draws from the generators as they are, works on these buffers and leaves the stage's own alone."""
         return self._forward(value, targets, buffers, is_first_time=False)
@@ -101,6 +110,10 @@ class ReplicaBuffers:
         self._in_use = 0
         initial = {name: buffer.clone() for name, buffer in module.stage_buffers()}
         self._kept = [initial] * num_replicas
+
+    def __len__(self) -> int:
+        """The replicas."""
+        return self._num_replicas
 
     def use(self, minibatch: int) -> None:
         """The replica's that has the minibatch."""

@@ -19,7 +19,7 @@ from pipedream.reference.stages import Recomputed, Stage
 from pipedream.reference.updates import History
 from pipedream.reference.versions import Versions
 
-__all__ = ["Trainer"]
+__all__ = ["Trainer", "cut"]
 
 
 class Trainer:
@@ -59,7 +59,7 @@ class Trainer:
 
     def train(self, minibatch: int, inputs: Any, targets: Any) -> float:
         """One minibatch; its loss."""
-        pieces = _cut(inputs, targets, self._num_microbatches, minibatch)
+        pieces = cut(inputs, targets, self._num_microbatches, minibatch)
         shares = self._shares(pieces, minibatch)
         for stage in self._stages:
             stage.begin(minibatch)
@@ -259,7 +259,7 @@ class Trainer:
             torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm)
 
 
-def _cut(inputs: Any, targets: Any, num_microbatches: int, minibatch: int) -> list[tuple[Any, Any]]:
+def cut(inputs: Any, targets: Any, num_microbatches: int, minibatch: int) -> list[tuple[Any, Any]]:
     """(inputs, targets) of each microbatch. Raises ValueError for what cannot be cut alike."""
     count = samples_of(inputs, targets)
     input_pieces, target_pieces = (

@@ -20,12 +20,19 @@ from pipedream.model.references import check_loss_fn, gradients_noticed
 from pipedream.model.seeding import MinibatchStreams, RngState, base_seed, data_seed, seed_all, stage_seed
 from pipedream.model.splitter import PlannedStage, split
 from pipedream.model.stage_module import StageModule, Tie, find_ties
+from pipedream.reference.asynchronous import AsynchronousTrainer, AsynchronousWeights, UpdateOrder
 from pipedream.reference.batch_norms import MinibatchStatistics
 from pipedream.reference.cuts import CutFunction
-from pipedream.reference.refusals import check_microbatches, check_replicas, check_sync_every, check_ties
+from pipedream.reference.refusals import (
+    check_asynchronous,
+    check_microbatches,
+    check_replicas,
+    check_sync_every,
+    check_ties,
+)
 from pipedream.reference.stages import LossFunction, ReplicaBuffers, Stage
 from pipedream.reference.trainer import Trainer
-from pipedream.reference.updates import OptimizerFactory, SchedulerFactory, make_updaters
+from pipedream.reference.updates import OptimizerFactory, SchedulerFactory, Updater, make_updaters
 from pipedream.reference.versions import Versions
 
 __all__ = ["ReferenceResult", "run"]
@@ -70,20 +77,22 @@ def run(
     sync_every: int = 1,
     seed: int | None = None,
     across_cut: CutFunction | None = None,
+    update_orders: Sequence[Sequence[UpdateOrder]] | None = None,
 ) -> ReferenceResult:
     """Trains the model in place as the schedule would. Arguments as pipedream.run's, but for across_cut.
 
     The gradients of round j, taken at the versions that their minibatches read (see Versions), update each
     stage's newest version j to version j + 1. Buffers are not versioned. sync: bsp, allreduce or ssp, with
-    staleness rounds; asp is refused, as its versions depend on who is faster. sync_every: replicas of a stage
-    update copies of their own, each by its own gradients and with an optimizer of its own, and after so many
-    rounds, and in the end, all copies become their mean. With one worker every schedule
-    but 2bw is plain training, with one microbatch bit for bit. recompute, True for all stages or the indices
-    of some, changes numbers with naive only, whose recomputed forward reads the newest version. Raises
-    ValueError or TypeError for what cannot be run. across_cut(sender, receiver, tensor_index, tensor): what a
-    floating-point activation, or coming back a gradient, becomes between two stages; called in the order of
-    the microbatches, returns a new tensor. None: they stay as they are. Sources: PipeDream (SOSP'19), section
-    3.3; PipeDream-2BW (ICML'21), section 3.1; GPipe (NeurIPS'19), section 2; design.md, section 4.
+    staleness rounds; or asp, whose versions depend on who was faster: update_orders, which RunResult has,
+    says by stage and shard in which order gradients were applied. sync_every: replicas of a stage update
+    copies of their own, each by its own gradients and with an optimizer of its own, and after so many rounds,
+    and in the end, all copies become their mean. With one worker every schedule but 2bw is plain training,
+    with one microbatch bit for bit. recompute, True for all stages or the indices of some, changes numbers
+    with naive only, whose recomputed forward reads the newest version. Raises ValueError or TypeError for
+    what cannot be run. across_cut(sender, receiver, tensor_index, tensor): what a floating-point activation,
+    or coming back a gradient, becomes between two stages; called in the order of the microbatches, returns a
+    new tensor. None: they stay as they are. Sources: PipeDream (SOSP'19), section 3.3; PipeDream-2BW
+    (ICML'21), section 3.1; GPipe (NeurIPS'19), section 2; design.md, section 4.
     """
     num_replicas = [stage.num_replicas for stage in plan.stages]
     check_replicas(schedule, num_replicas, sync, staleness)
@@ -100,6 +109,11 @@ def run(
     ties = find_ties(modules)
     if max(num_replicas) > 1 and sync_every > 1:
         check_ties(ties)
+    is_asynchronous = sync == "asp" and max(num_replicas) > 1
+    if is_asynchronous:
+        check_asynchronous(
+            schedule, sync_every, max_grad_norm, autocast, ties, has_orders=update_orders is not None
+        )
     own = {name: parameter for module in modules for name, parameter in module.trainable_parameters()}
     num_workers = max(len(modules), sum(num_replicas))
     with (
@@ -126,7 +140,7 @@ def run(
             )
             for stage_index, module in enumerate(modules)
         ]
-        trainer = Trainer(
+        trainer = (AsynchronousTrainer if is_asynchronous else Trainer)(
             stages,
             versions,
             tied={id(tie.parameter) for tie in ties},
@@ -138,11 +152,23 @@ def run(
             scaler=LossScaler(versions.num_scales_in_flight) if dtype == torch.float16 else None,
             sync_every=sync_every,
         )
-        losses = [
-            trainer.train(minibatch, inputs, targets)
-            for minibatch, (inputs, targets) in enumerate(_minibatches(data, epochs))
-        ]
-        trainer.finish(len(losses))
+        batches = _minibatches(data, epochs)
+        if isinstance(trainer, AsynchronousTrainer):
+            known = list(batches)
+            weights = [
+                AsynchronousWeights(
+                    _owned_parameters(module, ties),
+                    functools.partial(Updater, optimizer=optimizer, lr_scheduler=lr_scheduler),
+                    num_replicas[stage_index],
+                    (update_orders or [[]] * len(modules))[stage_index],
+                    len(known),
+                )
+                for stage_index, module in enumerate(modules)
+            ]
+            losses = trainer.train_all(known, weights)
+        else:
+            losses = [trainer.train(minibatch, *batch) for minibatch, batch in enumerate(batches)]
+            trainer.finish(len(losses))
     return ReferenceResult(losses, trainer.versions_read)
 
 

@@ -55,8 +55,14 @@ class Updater:
             self._scheduler = lr_scheduler(self._optimizer)
 
     def step(self) -> None:
+        self.optimize()
+        self.schedule()
+
+    def optimize(self) -> None:
         if self._optimizer is not None:
             self._optimizer.step()
+
+    def schedule(self) -> None:
         if self._scheduler is not None:
             self._scheduler.step()
 

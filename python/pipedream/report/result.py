@@ -24,7 +24,7 @@ from pipedream.report.transfers import (
     transfers_from_json,
 )
 
-__all__ = ["ChannelFigures", "RunResult", "WorkSpan", "combine_reports"]
+__all__ = ["ChannelFigures", "RunResult", "UpdateOrder", "WorkSpan", "combine_reports"]
 
 
 class WorkSpan(NamedTuple):
@@ -83,6 +83,16 @@ class ChannelFigures(NamedTuple):
     """Connections and frames that did not belong to the run, at both ends."""
 
 
+class UpdateOrder(NamedTuple):
+    """In which order one asynchronous shard has had the replicas' gradients, each an update of its own."""
+
+    parts: list[list[tuple[str, int, int]]]
+    """What of it is updated at once: (parameter, first element, elements), as they lie in memory."""
+    replicas: list[int]
+    """By update, whose gradient it was of. A replica's come in their order, part by part. Empty where there
+    were more than 2^20."""
+
+
 @dataclass(repr=False)
 class RunResult:
     """What `run` returns. Lists over workers are in the order of their ranks. Its repr has a few lines,
@@ -137,6 +147,13 @@ class RunResult:
     """As `channels`: when their latest items were under way. At rank 0 only, as `spans` are."""
     worker_names: list[str] = field(default_factory=list)
     """Per worker: its stages and rank."""
+    updates_read: list[list[tuple[int, int]]] = field(default_factory=list)
+    """With sync="asp", updates_read[stage][minibatch] = (fewest, most): how many minibatches' gradients the
+    parts of the weights contained that its forward read. Empty for a stage without replicas, whose versions
+    say it."""
+    update_orders: list[list[UpdateOrder]] = field(default_factory=list)
+    """With sync="asp", by stage and replica, of each one's shard; none for a stage without replicas. Given
+    these, pipedream.reference computes the same numbers."""
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Writes a Chrome trace (.json or .json.gz) that ui.perfetto.dev opens: the workers' items of work
@@ -182,6 +199,8 @@ class RunResult:
         fields["channels"] = [ChannelFigures(*channel) for channel in fields["channels"]]
         fields["spans"] = [[WorkSpan(*span) for span in worker] for worker in fields["spans"]]
         fields["transfers"] = transfers_from_json(fields["transfers"])
+        fields["updates_read"] = [[(pair[0], pair[1]) for pair in stage] for stage in fields["updates_read"]]
+        fields["update_orders"] = [[_order_of(*o) for o in stage] for stage in fields["update_orders"]]
         return cls(**fields)
 
     def _draw(self, transfers: ChannelTransfers) -> tuple[list[Span], list[tuple[Span, Span]]]:
@@ -275,7 +294,36 @@ def combine_reports(
         spans=[_spans_of(report, reports[0]) for report in reports],
         transfers=combine_transfers(channels, reports),
         worker_names=[plan.describe_worker(rank) for rank in range(len(reports))],
+        updates_read=[_updates_read(schedule, stage, of_stages[stage]) for stage in range(plan.num_stages)],
+        update_orders=[
+            [
+                _order_of(shard["parts"], shard["order"])
+                for report in replicas
+                if (shard := report["stages"][str(stage)]["shard"]) is not None
+            ]
+            for stage, replicas in enumerate(of_stages)
+        ],
     )
+
+
+def _order_of(parts: list[Any], replicas: list[int]) -> UpdateOrder:
+    return UpdateOrder([[(name, first, count) for name, first, count in part] for part in parts], replicas)
+
+
+def _updates_read(
+    schedule: _core.ScheduleOptions, stage: int, replicas: list[dict[str, Any]]
+) -> list[tuple[int, int]]:
+    """By minibatch, what the forward's version contained."""
+    first = _core.rounds_of(schedule, stage).first_version
+    read: list[list[tuple[int, int]]] = []
+    for report in replicas:
+        shard = report["stages"][str(stage)]["shard"]
+        if shard is None:
+            return []
+        versions = report["stages"][str(stage)]["versions"]
+        contained = [shard["contained"][forward - first] for forward, _ in versions]
+        read.append([(fewest, most) for fewest, most in contained])
+    return in_turn(read)
 
 
 def _figures_of(channel: RunChannel, reports: list[dict[str, Any]]) -> ChannelFigures:

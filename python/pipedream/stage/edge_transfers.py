@@ -16,7 +16,7 @@ from pipedream import _core
 from pipedream.links.channels import BETWEEN_REPLICAS
 from pipedream.stage.gradients import NormExchange
 from pipedream.stage.param_server import ParameterServer
-from pipedream.stage.shard_client import EndOfData
+from pipedream.stage.shard_client import EndOfData, ShardClient
 from pipedream.stage.tied import TiedParameters
 
 __all__ = ["EdgeTransfers"]
@@ -30,7 +30,7 @@ class EdgeTransfers:
         schedule: _core.ScheduleOptions,
         tied: Mapping[int, TiedParameters],
         norms: NormExchange | None,
-        servers: Mapping[int, ParameterServer] | None = None,
+        servers: Mapping[int, ShardClient] | None = None,
     ) -> None:
         """tied: by stage, of the worker's. norms: None where the schedule exchanges none. servers: by stage,
         of those with replicas."""
@@ -69,6 +69,7 @@ class EdgeTransfers:
         server = self._servers[work.stage]
         if edge.kind == "push":
             if work.kind == "RECV":
+                assert isinstance(server, ParameterServer)  # others serve pushes beside the program
                 return server.expect(edge.from_replica, work.minibatch)
             server.push(edge.to_replica, work.minibatch, gradient_slot)
         elif work.kind == "RECV":

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -131,6 +132,10 @@ class StageGradients:
 
     def begin(self) -> None:
         """The run's first minibatch is next; release() comes after the last."""
+
+    def running(self) -> AbstractContextManager[None]:
+        """Around the run, finish() included."""
+        return nullcontext()
 
     def finish(self, newest_slot: int) -> None:
         """All updates of the run are done; the slot has the last version."""

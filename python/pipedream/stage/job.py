@@ -69,6 +69,11 @@ class JobOptions:
         is_asked_for = self.sync == "allreduce" or self.sync_every > 1
         return is_asked_for and any(stage.num_replicas > 1 for stage in self.plan.stages)
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether every gradient of a replica is an update of its own."""
+        return self.sync == "asp" and any(stage.num_replicas > 1 for stage in self.plan.stages)
+
     def schedule_options(self, ties: Sequence[tuple[int, int]] = ()) -> _core.ScheduleOptions:
         """The schedule as the core takes it. ties: (owner, user) of parameters that stages share. Raises
         ValueError for what plan and schedule cannot do."""
@@ -83,6 +88,7 @@ class JobOptions:
             exchanges_norms=self.measures_gradients and not self.reduces_together,
             staleness=self.staleness,
             uses_allreduce=self.reduces_together,
+            asynchronous=self.is_asynchronous,
         )
 
 
@@ -161,17 +167,39 @@ def check_replicas(options: JobOptions) -> None:
         raise ValueError(
             f"staleness is {options.staleness}, but sync is {options.sync!r}, which has none: use sync='ssp'"
         )
+    if options.is_asynchronous:
+        _check_asynchronous(options)
     if options.reduces_together:
         _check_reduced(options)
 
 
 def check_ties(options: JobOptions, ties: Sequence[tuple[int, int]]) -> None:
     """Raises ValueError for what stages that share parameters cannot have. ties: (owner, user) of them."""
+    if ties and options.is_asynchronous:
+        raise ValueError(
+            f"sync is 'asp', and stages {ties[0][0]} and {ties[0][1]} share a parameter, of which they would"
+            " have different versions: use sync='bsp'"
+        )
     if ties and options.sync_every > 1 and options.reduces_together:
         raise ValueError(
             f"sync_every is {options.sync_every}, and stages {ties[0][0]} and {ties[0][1]} share a parameter,"
             " of which each replica that updates alone would have another: leave sync_every out"
         )
+
+
+def _check_asynchronous(options: JobOptions) -> None:
+    """Raises ValueError for what needs rounds that replicas have in common."""
+    wanted: str | None = None
+    if options.schedule not in ("pipedream", "data_parallel"):
+        wanted = f"schedule is {options.schedule!r}, whose replicas update together"
+    if options.max_grad_norm is not None:
+        wanted = "max_grad_norm is given, which is of the mean of a round's gradients"
+    if options.autocast is torch.float16:
+        wanted = "autocast is 'float16', whose replicas skip a round together"
+    if options.sync_every > 1:
+        wanted = f"sync_every is {options.sync_every}, with which replicas send each other no gradients"
+    if wanted is not None:
+        raise ValueError(f"sync is 'asp', and {wanted}: use sync='bsp'")
 
 
 def _check_reduced(options: JobOptions) -> None:

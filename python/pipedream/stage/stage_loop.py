@@ -18,7 +18,14 @@ from torch import Tensor
 
 from pipedream import _core
 from pipedream.budget.footprint import StepMeter, WorkMeter, make_meter
-from pipedream.budget.memory import GRADIENTS, MODEL, STASH, TORCH_OPTIMIZER_STATE, TRANSIENT
+from pipedream.budget.memory import (
+    GRADIENTS,
+    MODEL,
+    SHARD_STEP,
+    STASH,
+    TORCH_OPTIMIZER_STATE,
+    TRANSIENT,
+)
 from pipedream.budget.offload import StageOffload
 from pipedream.budget.torch_pool import TORCH_TENSORS, TorchPool
 from pipedream.common.errors import PipelineError, afterwards, describe_error
@@ -33,12 +40,12 @@ from pipedream.planning.trace import read_clock
 from pipedream.report.losses import LossRecord, make_loss_record
 from pipedream.report.progress import RunProgress
 from pipedream.report.status import StatusBoard
+from pipedream.stage.asynchronous_server import AsynchronousServer
 from pipedream.stage.device_clock import make_device_clock, make_user_code
 from pipedream.stage.edge_transfers import EdgeTransfers
 from pipedream.stage.gradients import GradientFigures, NormExchange, StageGradients, clip_scale
 from pipedream.stage.job import JobOptions, WorkerPlace
-from pipedream.stage.param_server import ParameterServer
-from pipedream.stage.shard_client import EndOfData
+from pipedream.stage.shard_client import EndOfData, ShardClient
 from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.stage_runner import StageParts, StageRunner
 from pipedream.stage.tied import TiedParameters
@@ -238,9 +245,10 @@ class WorkerLoop:
         meter, step_meter = self._start_measuring()
         # Also after a failure: the user's modules get their own parameters back.
         restore = functools.partial(self._restore, newest_slots)
-        with self._progress, afterwards(restore), _located(self._position):
+        with self._progress, afterwards(restore), _located(self._position), contextlib.ExitStack() as around:
             for part in self._prepared:
                 part.gradients.begin()
+                around.enter_context(part.gradients.running())
             work = self._work_through(core, newest_slots)
             if self._clock is not None:
                 self._clock.finish()
@@ -359,6 +367,7 @@ class WorkerLoop:
             GRADIENTS: meter.gradient_peak_bytes,
             TORCH_OPTIMIZER_STATE: sum(part.optimizer.torch_state_bytes() for part in self._prepared),
             MODEL: self._predicted.get(MODEL, 0),
+            SHARD_STEP: sum(server.step_peak_bytes for server in self._asynchronous_servers()),
         }
         memory: dict[str, dict[str, int | None]] = {
             name: {"predicted": planned, "peak": peak} for name, planned, peak in self._core.memory()
@@ -367,6 +376,8 @@ class WorkerLoop:
             memory[TORCH_TENSORS]["peak"] = self._torch_pool.peak_bytes
             del measured[STASH], measured[GRADIENTS]  # they are in it
             measured[TRANSIENT] = None
+            if SHARD_STEP in self._predicted:
+                measured[SHARD_STEP] = None
         elif STASH not in self._predicted:
             measured |= {STASH: None, TRANSIENT: None, GRADIENTS: None}
         for name, peak in measured.items():
@@ -374,6 +385,9 @@ class WorkerLoop:
             if predicted or peak or peak is None:
                 memory[name] = {"predicted": predicted, "peak": peak}
         return memory
+
+    def _asynchronous_servers(self) -> list[AsynchronousServer]:
+        return [server for server in self._servers.values() if isinstance(server, AsynchronousServer)]
 
     def _report(self, meter: WorkMeter, step_meter: StepMeter) -> dict[str, Any]:
         # Where that takes longer the trace is short of an item.
@@ -388,6 +402,7 @@ class WorkerLoop:
                     "versions": self._core.versions(stage),
                     "recompute": bool(recompute) and recompute[stage],
                     "offload": [] if runner.parts.offload is None else runner.parts.offload.names(),
+                    "shard": _record_of(runner.parts.gradients),
                 }
                 for stage, runner in self._runners.items()
             },
@@ -412,13 +427,16 @@ class WorkerLoop:
 # Functions, not methods: what the loop makes must not hold the loop, and with it the pool, in a circle.
 
 
-def _servers_of(prepared: Sequence[PreparedStage]) -> dict[int, ParameterServer]:
+def _servers_of(prepared: Sequence[PreparedStage]) -> dict[int, ShardClient]:
     """By stage, of those with replicas."""
     return {
-        part.stage.stage_index: part.gradients
-        for part in prepared
-        if isinstance(part.gradients, ParameterServer)
+        part.stage.stage_index: part.gradients for part in prepared if isinstance(part.gradients, ShardClient)
     }
+
+
+def _record_of(gradients: StageGradients) -> dict[str, Any] | None:
+    """Of asynchronous shards."""
+    return gradients.record() if isinstance(gradients, AsynchronousServer) else None
 
 
 def _check_inputs(boundary: Boundary | None, inputs: Any, minibatch: int) -> None:

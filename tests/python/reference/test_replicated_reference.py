@@ -317,7 +317,7 @@ def test_allreduce_is_bsp() -> None:
     ("case_name", "num_replicas", "options", "message"),
     [
         ("mlp", (2, 1), {"sync": "asp"}, "sync is 'asp': what it reads depends on who is faster"),
-        ("mlp", (2, 1), {"sync": "soon"}, "sync is 'soon': use one of 'bsp', 'ssp', 'allreduce'"),
+        ("mlp", (2, 1), {"sync": "soon"}, "sync is 'soon': use one of 'bsp', 'ssp', 'asp', 'allreduce'"),
         ("mlp", (2, 1), {"staleness": 1}, "staleness is 1 with sync 'bsp' and schedule 'pipedream'"),
         (
             "mlp",

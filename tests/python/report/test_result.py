@@ -51,7 +51,7 @@ def _report(stage: int, channels: dict[str, Any], clock: tuple[str, int] = ("a",
     span = ["UPDATE", stage, 0, 0, 100, 110, 120, 10, 10]
     return {
         "pid": 70 + stage,
-        "stages": {str(stage): {"versions": [(0, 0)], "recompute": False, "offload": []}},
+        "stages": {str(stage): {"versions": [(0, 0)], "recompute": False, "offload": [], "shard": None}},
         "totals": {"num_work_items": 3, "wait_ns": 1, "compute_ns": 2, "elapsed_ns": 4},
         "spans": [span],
         "transfers": [{}, {}],

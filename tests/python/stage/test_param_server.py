@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import functools
 import random
-from collections import deque
-from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -20,55 +17,16 @@ from pipedream.planning.plan import Plan
 from pipedream.stage.factor_exchange import FactorExchange
 from pipedream.stage.factors import FactorLayer
 from pipedream.stage.param_server import ParameterServer
-from pipedream.stage.shard_client import EndOfData, ReplicaChannels
+from pipedream.stage.shard_client import EndOfData
 from pipedream.stage.shards import ShardLayout
 from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.tied import TiedParameters
 from pipedream.stage.weight_layout import weight_layout
 from pipedream.stage.weights import StageWeights
+from replica_links import ReplicaLinks, channels_of
 from torch import Tensor, nn
-from torch.utils.dlpack import from_dlpack
 
 _NUM_SLOTS = 2
-
-
-class _Links:
-    """What has been sent and not received, by channel; one for all replicas."""
-
-    def __init__(self) -> None:
-        self.queues: dict[str, deque[Any]] = {}
-        self.known_end: int | None = None
-        self.sent: list[str] = []
-
-    def send_item(self, channel: str, capsules: list[Any], fields: _core.ItemFields | None = None) -> bool:
-        tensors = [from_dlpack(capsule).clone() for capsule in capsules]  # type: ignore[no-untyped-call]
-        self.queues.setdefault(channel, deque()).append((tensors, fields))
-        self.sent.append(channel)
-        return True
-
-    def receive_item(self, channel: str) -> Any:
-        tensors, fields = self.queues[channel].popleft()
-        return SimpleNamespace(fields=fields, take_tensors=lambda: tensors)
-
-    def wait_until_sent(self, channel: str, num_left_max: int) -> bool:
-        return True
-
-    def num_minibatches(self) -> int | None:
-        return self.known_end
-
-
-def _channels(replica: int, num_replicas: int) -> ReplicaChannels:
-    others = [other for other in range(num_replicas) if other != replica]
-
-    def names(what: str, *, sends: bool) -> Mapping[int, str]:
-        return {o: f"{what} {replica} {o}" if sends else f"{what} {o} {replica}" for o in others}
-
-    return ReplicaChannels(
-        names("push", sends=True),
-        names("push", sends=False),
-        names("pull", sends=True),
-        names("pull", sends=False),
-    )
 
 
 class _Replica:
@@ -76,7 +34,7 @@ class _Replica:
 
     def __init__(
         self,
-        links: _Links,
+        links: ReplicaLinks,
         replica: int,
         num_replicas: int,
         *,
@@ -107,7 +65,7 @@ class _Replica:
                 num_replicas=num_replicas, minibatches_per_round=minibatches_per_round or num_replicas
             ),
             replica=replica,
-            channels=_channels(replica, num_replicas),
+            channels=channels_of(replica, num_replicas),
         )
         self.slot = 0
 
@@ -162,7 +120,7 @@ class _Replica:
 @pytest.mark.parametrize("num_replicas", [2, 3])
 @pytest.mark.parametrize("seed", range(10))
 def test_each_gradient_is_in_exactly_one_update_whoever_is_late(num_replicas: int, seed: int) -> None:
-    generator, links = random.Random(seed), _Links()
+    generator, links = random.Random(seed), ReplicaLinks()
     replicas = [_Replica(links, replica, num_replicas) for replica in range(num_replicas)]
     num_minibatches = num_replicas * 3 + generator.randrange(num_replicas)
     links.known_end = num_minibatches
@@ -198,7 +156,7 @@ def _run_round(replicas: list[_Replica], round_index: int, num_minibatches: int)
 
 
 def test_from_the_second_round_on_chunks_leave_during_the_backward() -> None:
-    links = _Links()
+    links = ReplicaLinks()
     replicas = [_Replica(links, replica, 2) for replica in range(2)]
     _run_round(replicas, 0, 4)
     links.sent.clear()
@@ -213,7 +171,7 @@ def test_of_several_minibatches_in_a_round_the_last_one_pushes_the_sum(
     num_minibatches: int | None, last: int
 ) -> None:
     """Of replica 0 of 2, with rounds of 4: its second round has 4 and 6."""
-    links = _Links()
+    links = ReplicaLinks()
     replica = _Replica(links, 0, 2, minibatches_per_round=4)
     links.known_end = num_minibatches
     for minibatch in (0, 2):
@@ -231,7 +189,7 @@ def test_of_several_minibatches_in_a_round_the_last_one_pushes_the_sum(
 
 
 def test_a_chunk_of_the_next_version_leaves_before_the_next_gradients_are_taken_in() -> None:
-    links = _Links()
+    links = ReplicaLinks()
     replicas = [_Replica(links, replica, 2, width=500_000) for replica in range(2)]  # of 2 chunks each
     for replica in replicas:
         replica.backward(replica.replica, 1.0)
@@ -250,7 +208,7 @@ def test_a_chunk_of_the_next_version_leaves_before_the_next_gradients_are_taken_
 
 
 def test_a_gradient_that_grows_after_it_has_left_is_refused() -> None:
-    links = _Links()
+    links = ReplicaLinks()
     replicas = [_Replica(links, replica, 2) for replica in range(2)]
     _run_round(replicas, 0, 4)
     replicas[0].backward(2, 1.0)
@@ -259,7 +217,7 @@ def test_a_gradient_that_grows_after_it_has_left_is_refused() -> None:
 
 
 def test_who_waits_for_a_minibatch_that_does_not_exist_hears_how_many_there_are() -> None:
-    links = _Links()
+    links = ReplicaLinks()
     first, second = (_Replica(links, replica, 2) for replica in range(2))
     links.known_end = 3
     second.backward(1, 1.0)
@@ -273,7 +231,7 @@ def test_who_waits_for_a_minibatch_that_does_not_exist_hears_how_many_there_are(
 class _FactoredReplica:
     """Of a fully connected layer whose weight is factored, and one that is not; SGD with lr 1."""
 
-    def __init__(self, links: _Links, replica: int, num_replicas: int) -> None:
+    def __init__(self, links: ReplicaLinks, replica: int, num_replicas: int) -> None:
         self.links, self.replica, self.num_replicas = links, replica, num_replicas
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 2)).double()
@@ -286,7 +244,7 @@ class _FactoredReplica:
         layout = ShardLayout(named, num_replicas, whole_tensors=False, shared=[0])
         optimizer = StageOptimizer(functools.partial(torch.optim.SGD, lr=1.0), named)
         optimizer.keep(layout.pieces_of(replica))
-        channels = _channels(replica, num_replicas)
+        channels = channels_of(replica, num_replicas)
         to, from_ = (
             {other: name.replace("push", "factors") for other, name in names.items()}
             for names in (channels.push_to, channels.push_from)
@@ -349,7 +307,7 @@ def _loss_of(model: nn.Module, minibatch: int) -> Tensor:
 def test_factored_weights_are_updated_by_every_replica_to_the_same_bits_and_never_pulled(
     num_replicas: int,
 ) -> None:
-    links = _Links()
+    links = ReplicaLinks()
     replicas = [_FactoredReplica(links, replica, num_replicas) for replica in range(num_replicas)]
     plain = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 2)).double()
     plain.load_state_dict(replicas[0].model.state_dict())
@@ -381,7 +339,7 @@ def test_factored_weights_are_updated_by_every_replica_to_the_same_bits_and_neve
 
 
 def test_factors_leave_during_the_backward_from_the_second_round_on() -> None:
-    links = _Links()
+    links = ReplicaLinks()
     replica, other = (_FactoredReplica(links, index, 2) for index in range(2))
     replica.backward(0)
     assert links.sent == []
@@ -397,14 +355,14 @@ def test_factors_leave_during_the_backward_from_the_second_round_on() -> None:
 
 
 def test_a_gradient_of_a_factored_weight_from_elsewhere_is_refused() -> None:
-    replica = _FactoredReplica(_Links(), 0, 2)
+    replica = _FactoredReplica(ReplicaLinks(), 0, 2)
     replica.backward(0, uses_weight=True)
     with pytest.raises(PipelineError, match=r"'0\.weight' has a gradient besides that of its layer"):
         replica.server.push(1, 0, 0)
 
 
 def test_who_waits_for_factors_of_a_minibatch_that_does_not_exist_hears_how_many_there_are() -> None:
-    links = _Links()
+    links = ReplicaLinks()
     first, second = (_FactoredReplica(links, replica, 2) for replica in range(2))
     links.known_end = 3
     second.backward(1)
@@ -414,7 +372,7 @@ def test_who_waits_for_factors_of_a_minibatch_that_does_not_exist_hears_how_many
 
 
 def test_norms_count_factored_weights_once() -> None:
-    links = _Links()
+    links = ReplicaLinks()
     replicas = [_FactoredReplica(links, replica, 2) for replica in range(2)]
     plain = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 2)).double()
     plain.load_state_dict(replicas[0].model.state_dict())

@@ -1,0 +1,246 @@
+"""Training with asynchronous shards, once it is known in which order each of them has had the gradients.
+
+    a stage's forward    when the version that the minibatch reads is complete, in the order of the replica's
+                         own minibatches
+    the backward         when the last stage's forward is done
+    a gradient           at each shard when those before it in the shard's order are in it, part by part; each
+                         part by an optimizer of its own on all of the stage's parameters, of which the part
+                         alone is looked at
+
+A replica's version j + 1 of a part is what the part was right after it had the replica's j-th gradient.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pipedream.model.boundary import check_loss, map_tensors, to_device
+from pipedream.reference.cuts import cross
+from pipedream.reference.trainer import Trainer, cut
+from pipedream.reference.updates import Updater
+
+__all__ = ["AsynchronousTrainer", "AsynchronousWeights", "UpdateOrder"]
+
+MakeUpdater = Callable[[Sequence[tuple[str, nn.Parameter]]], Updater]
+Gradients = dict[str, Tensor | None]
+
+
+class UpdateOrder(Protocol):
+    """In which order a shard has had gradients; report.result.UpdateOrder is one."""
+
+    @property
+    def parts(self) -> Sequence[Sequence[tuple[str, int, int]]]: ...
+    @property
+    def replicas(self) -> Sequence[int]: ...
+
+
+@dataclass
+class _WholeStage:
+    """The order of a stage that has no replicas."""
+
+    parts: Sequence[Sequence[tuple[str, int, int]]]
+    replicas: Sequence[int]
+
+
+class _Shard:
+    def __init__(self, order: UpdateOrder, updaters: list[Updater], num_replicas: int) -> None:
+        self.order = order
+        self.updaters = updaters
+        """By part."""
+        self.num_done = 0
+        self.num_done_of = [0] * num_replicas
+
+
+class AsynchronousWeights:
+    """The versions of one stage's parameters, of each of its replicas."""
+
+    def __init__(
+        self,
+        owned: Sequence[tuple[str, nn.Parameter]],
+        make_updater: MakeUpdater,
+        num_replicas: int,
+        orders: Sequence[UpdateOrder],
+        num_minibatches: int,
+    ) -> None:
+        """orders: by shard; none of a stage without replicas."""
+        if num_replicas == 1:
+            whole = [(name, 0, parameter.numel()) for name, parameter in owned]
+            orders = [_WholeStage([whole], [0] * num_minibatches)]
+        self.names = [name for name, _ in owned]
+        self._parameters = dict(owned)
+        self._shards = [
+            _Shard(order, [make_updater(_copies(owned)) for _ in order.parts], num_replicas)
+            for order in orders
+        ]
+        self._num_parts = sum(len(order.parts) for order in orders)
+        first = {name: parameter.detach().clone() for name, parameter in owned}
+        self._versions = [[first] for _ in range(num_replicas)]
+        self._num_missing = [[0] for _ in range(num_replicas)]
+        self._gradients: list[list[Gradients]] = [[] for _ in range(num_replicas)]
+
+    def find(self, replica: int, version: int) -> dict[str, Tensor] | None:
+        """The replica's version, where it is complete."""
+        missing = self._num_missing[replica]
+        return self._versions[replica][version] if version < len(missing) and missing[version] == 0 else None
+
+    def add(self, replica: int, gradients: Gradients) -> None:
+        """The replica's next."""
+        self._gradients[replica].append(gradients)
+        self._versions[replica].append({n: p.detach().clone() for n, p in self._parameters.items()})
+        self._num_missing[replica].append(self._num_parts)
+        for shard in self._shards:
+            while self._apply_next(shard):
+                pass
+
+    def _apply_next(self, shard: _Shard) -> bool:
+        """False: it is another's turn, or all are done."""
+        if shard.num_done == len(shard.order.replicas):
+            return False
+        replica = shard.order.replicas[shard.num_done]
+        round_index, part = divmod(shard.num_done_of[replica], len(shard.order.parts))
+        if round_index == len(self._gradients[replica]):
+            return False
+        updater = shard.updaters[part]
+        for name, parameter in zip(self.names, updater.parameters, strict=True):
+            gradient = self._gradients[replica][round_index][name]
+            parameter.grad = None if gradient is None else gradient.clone()
+        updater.optimize()
+        if part + 1 == len(shard.order.parts):
+            for of_part in shard.updaters:
+                of_part.schedule()
+        self._copy_part(shard, part, self._versions[replica][round_index + 1])
+        self._num_missing[replica][round_index + 1] -= 1
+        shard.num_done += 1
+        shard.num_done_of[replica] += 1
+        return True
+
+    @torch.no_grad()
+    def _copy_part(self, shard: _Shard, part: int, target: dict[str, Tensor]) -> None:
+        newest = dict(zip(self.names, shard.updaters[part].parameters, strict=True))
+        for name, first, count in shard.order.parts[part]:
+            _in_memory(target[name])[first : first + count] = _in_memory(newest[name])[first : first + count]
+
+    def finish(self) -> None:
+        """The model's parameters become what the shards are when every gradient is in them."""
+        newest: dict[str, Tensor] = {name: parameter.data for name, parameter in self._parameters.items()}
+        for shard in self._shards:
+            assert shard.num_done == len(shard.order.replicas), "the order names gradients that there are not"
+            for part in range(len(shard.order.parts)):
+                self._copy_part(shard, part, newest)
+
+
+@dataclass
+class _Flight:
+    """A minibatch that has not been backwarded."""
+
+    minibatch: int
+    values: list[Any]
+    """By microbatch: what its next stage gets."""
+    targets: list[Any]
+    shares: list[float]
+    leaves: dict[int, Tensor] = field(default_factory=dict)
+    """By the parameter's id, of the stages that have forwarded it."""
+    num_stages_done: int = 0
+
+
+class AsynchronousTrainer(Trainer):
+    """Trains all minibatches, whichever can be."""
+
+    def train_all(
+        self, batches: Iterable[tuple[Any, Any]], weights: Sequence[AsynchronousWeights]
+    ) -> list[float]:
+        """weights: by stage. The losses, by minibatch."""
+        flights = [self._flight(minibatch, *batch) for minibatch, batch in enumerate(batches)]
+        self.versions_read = [[(0, 0)] * len(flights) for _ in self._stages]
+        losses = [0.0] * len(flights)
+        num_forwarded = [[0] * len(stage.buffers) for stage in self._stages]
+        while flights:
+            left = []
+            for flight in flights:
+                while flight.num_stages_done < len(self._stages) and self._forward_next(
+                    flight, weights, num_forwarded
+                ):
+                    pass
+                if flight.num_stages_done == len(self._stages):
+                    losses[flight.minibatch] = self._backward(flight, weights)
+                else:
+                    left.append(flight)
+            assert len(left) < len(flights), "the orders cannot have been those of a run"
+            flights = left
+        for of_stage, stage in zip(weights, self._stages, strict=True):
+            of_stage.finish()
+            stage.buffers.average()
+        return losses
+
+    def _flight(self, minibatch: int, inputs: Any, targets: Any) -> _Flight:
+        pieces = cut(inputs, targets, self._num_microbatches, minibatch)
+        values = [to_device(piece, self._device) for piece, _ in pieces]
+        if len(self._stages) > 1:
+            values = [map_tensors(Tensor.clone, value) for value in values]
+        on_device = [to_device(piece_targets, self._device) for _, piece_targets in pieces]
+        return _Flight(minibatch, values, on_device, self._shares(pieces, minibatch))
+
+    def _forward_next(
+        self,
+        flight: _Flight,
+        weights: Sequence[AsynchronousWeights],
+        num_forwarded: list[list[int]],
+    ) -> bool:
+        """At the flight's next stage. False: it cannot be yet."""
+        stage_index, minibatch = flight.num_stages_done, flight.minibatch
+        stage = self._stages[stage_index]
+        own_index, replica = divmod(minibatch, len(stage.buffers))
+        version = self._versions.of_forward(stage_index, minibatch)
+        content = weights[stage_index].find(replica, version)
+        if num_forwarded[stage_index][replica] < own_index or content is None:
+            return False
+        num_forwarded[stage_index][replica] += 1
+        self.versions_read[stage_index][minibatch] = (version, version)
+        names = weights[stage_index].names
+        for name, parameter in zip(names, stage.parameters, strict=True):
+            flight.leaves[id(parameter)] = content[name].clone().requires_grad_()
+        stage.begin(minibatch)
+        with self._bound(flight.leaves):
+            for index, crossing in enumerate(flight.values):
+                value = crossing
+                if stage_index > 0 and self._across_cut is not None:
+                    value = cross(crossing, stage_index - 1, stage_index, self._across_cut)
+                flight.values[index] = stage.forward_on_copies(value, flight.targets[index])
+        if stage.statistics is not None:
+            stage.statistics.update()
+        flight.num_stages_done += 1
+        return True
+
+    def _backward(self, flight: _Flight, weights: Sequence[AsynchronousWeights]) -> float:
+        """Gives all stages their gradients. The loss."""
+        loss_sum = 0.0
+        with self._bound(flight.leaves), self._statistics_kept():
+            for value, share in zip(flight.values, flight.shares, strict=True):
+                if share == 0:
+                    continue  # its loss may be NaN, a mean over nothing
+                loss = check_loss(value, flight.minibatch)
+                loss_sum += loss.item() * share
+                counted = loss if self._num_microbatches == 1 else loss * share
+                counted.backward()  # type: ignore[no-untyped-call]
+        for of_stage, stage in zip(weights, self._stages, strict=True):
+            gradients = {
+                name: flight.leaves[id(parameter)].grad
+                for name, parameter in zip(of_stage.names, stage.parameters, strict=True)
+            }
+            of_stage.add(flight.minibatch % len(stage.buffers), gradients)
+        return loss_sum
+
+
+def _copies(owned: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
+    return [(name, copy.deepcopy(parameter)) for name, parameter in owned]
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    """The elements as they lie in memory, without a copy."""
+    return tensor.as_strided((tensor.numel(),), (1,))

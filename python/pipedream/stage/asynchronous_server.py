@@ -1,0 +1,312 @@
+"""One replica's end of a parameter server whose shards are asynchronous: every replica's gradient is an
+update of its own, made when it comes, and who has pushed it is answered with what the shard is then.
+
+    replica q, its j-th minibatch                  the owner of another shard
+    SEND push    its gradient, chunk by chunk ---> each chunk: the optimizer's step of this gradient alone
+    UPDATE       the same of its own shard         |
+    RECV pull    its version j + 1 <-------------- SEND pull: the chunk as it is now, and how many gradients
+                                                   it has had: its own j + 1, and what others' have come
+
+Nobody waits for another's gradient (Downpour SGD, NIPS'12, with n_push = n_fetch = 1; Project Adam, OSDI'14).
+A gradient is not divided: r minibatches are r updates, with the learning rate as it is given. Before it
+pushes again a replica has taken in its answer, so that the owner keeps one for each.
+
+    master     memory of its own: one version, which forwards do not read while it changes
+    answers    one for each other replica, until it has left
+    slots      the versions that forwards read, as everywhere
+
+Two threads. The worker's compute thread pushes, makes the replica's own updates and pulls; one more serves
+the others, whatever the compute thread does. A lock guards the master, the optimizer and the count of
+updates. At the end all replicas have the masters as they are when every gradient is in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedream import _core
+from pipedream.budget.footprint import StepMeter, make_meter
+from pipedream.common.errors import PipelineError, describe_error
+from pipedream.stage.gradients import RunStep
+from pipedream.stage.pushes import send
+from pipedream.stage.shard_client import EndOfData, ShardClient, own_piece, received_of
+from pipedream.stage.shards import Chunk, Piece, ShardLayout, ShardPart, parts_of
+from pipedream.stage.weight_layout import view_like
+
+__all__ = ["AsynchronousServer"]
+
+
+_NUM_MEASURED_MAX = 8  # updates for others: the first makes the optimizer's state, some have several parts
+
+
+class AsynchronousServer(ShardClient):
+    """A replica's shard and its exchange with the others."""
+
+    def __init__(
+        self,
+        *arguments: Any,
+        layout: ShardLayout,
+        master: Tensor,
+        answers: Mapping[int, Tensor],
+        names: Sequence[str],
+        where: str,
+        **options: Any,
+    ) -> None:
+        """master, answers, these by the other replica: flat memory for the shard, each. names: of the
+        parameters. where: the worker, for errors."""
+        super().__init__(*arguments, layout=layout, **options)
+        own_chunks = self._chunks[self._replica]
+        self._where = where
+        self._names = names
+        self._steps_by_element = not layout.whole_tensors  # by optimizers that keep no gradient
+        self._parts = parts_of(own_chunks, layout.pieces_of(self._replica), at_once=layout.whole_tensors)
+        self._master = _chunks_in(master, own_chunks)
+        self._answers = {other: _chunks_in(memory, own_chunks) for other, memory in answers.items()}
+        self._own_round: tuple[int, list[Tensor | None]] | None = None
+        """The replica's own gradient that is to be applied, and its round."""
+        first = self._newest
+        self._contained: dict[int, tuple[int, int]] = {first: (first * self._rounds.num_replicas,) * 2}
+        for place, chunk in zip(self._master, own_chunks, strict=True):
+            content = self._place_of(chunk, 0, 0)
+            assert content is not None
+            place.copy_(content)
+        # The thread that serves the others.
+        self._awaiting = [*self._others]
+        """Replicas that have not told the end, the one that was served last behind the others."""
+        self._arrived: dict[int, list[list[Tensor]]] = {other: [] for other in self._others}
+        """By replica: chunks of the part that comes next."""
+        self._next_part = dict.fromkeys(self._others, 0)
+        self._failure: BaseException | None = None
+        device = self._weights.own.slots[0].device
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._step_meter = StepMeter(make_meter(device))
+        # On the host measuring costs time per operator; a device's meter does not tell threads apart.
+        self._num_unmeasured = 0 if self._stream is not None else _NUM_MEASURED_MAX
+        # Of both threads.
+        self._lock = threading.Lock()
+        """Guards what follows, and what the master and the optimizer hold."""
+        self._pieces = self._pieces_of_master(layout)
+        self._updates = _core.ShardUpdates(
+            num_replicas=self._rounds.num_replicas, num_parts=len(self._parts), first_round=first
+        )
+
+    def _pieces_of_master(self, layout: ShardLayout) -> list[Tensor]:
+        """In the order in which the optimizer has them."""
+        places = {
+            id(piece): (place, piece)
+            for place, chunk in zip(self._master, self._chunks[self._replica], strict=True)
+            for piece in chunk.pieces
+        }
+        return [
+            self._piece_in(*places[id(piece)])
+            for chunk in layout.chunks_of(self._replica)
+            for piece in chunk.pieces
+        ]
+
+    def _piece_in(self, content: Tensor, piece: Piece) -> Tensor:
+        leaf = self._leaves(0, 0)[piece.parameter]
+        if piece.is_whole:
+            return view_like(content, piece.begin_bytes, leaf)
+        flat = content[piece.begin_bytes : piece.begin_bytes + piece.num_bytes]
+        return flat.view(leaf.dtype).data
+
+    # The replica's own gradients: its compute thread.
+
+    def take(self, minibatch: int, own_slot: int) -> None:
+        """The next update is of the replica's gradient of the minibatch's round."""
+        round_index = self._rounds.round_of(minibatch)
+        self._own_round = round_index, self._own.pop(round_index)
+
+    def apply(self, read_slot: int, write_slot: int, gradient_scale: float, run: RunStep) -> None:
+        assert self._own_round is not None
+        round_index, own = self._own_round
+        self._settle(write_slot, 0)
+        self._note_version(write_slot)
+        for index, part in enumerate(self._parts):
+            gradients = self._to_keep([own_piece(own, piece) for piece in part.pieces])
+            with self._lock:
+                run(functools.partial(self._step, self._replica, round_index, index, gradients))
+                self._note_contained(self._newest, [self._updates.num_updates(index)])
+                for position, chunk in part.chunks:
+                    place = self._place_of(chunk, write_slot, 0)
+                    assert place is not None
+                    place.copy_(self._master[position])
+        self._own_round = None
+        self._finish()
+
+    def pull_from(self, other: int) -> None:
+        """Takes in what that replica's shard was right after it had this one's newest gradient."""
+        self._newest_pulled[other] += 1
+        version = self._newest_pulled[other]
+        self._note_contained(version, self._take_in(other, self._slot_of.get(version), 0))
+
+    def _note_contained(self, version: int, num_updates: Sequence[int]) -> None:
+        known = [count for pair in (self._contained.get(version),) if pair for count in pair]
+        counts = [*known, *num_updates]
+        if counts:
+            self._contained[version] = min(counts), max(counts)
+
+    def finish(self, newest_slot: int) -> None:
+        """Waits until every gradient of the run is in this shard, and gives it to all, and takes theirs."""
+        self.tell_end()
+        self._thread.join()
+        self._raise_failure()
+        own_chunks = self._chunks[self._replica]
+        for content, chunk in zip(self._master, own_chunks, strict=True):
+            for channel in self._channels.pull_to.values():
+                send(self._core, channel, [content])
+            place = self._place_of(chunk, newest_slot, 0)
+            assert place is not None
+            place.copy_(content)
+        for other in self._others:
+            self._take_in(other, newest_slot, 0)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        self._thread = threading.Thread(target=self._serve_all, name="shard", daemon=True)
+        self._thread.start()
+        try:
+            yield
+        except _core.RunFailure:
+            self._raise_failure()  # by which the other thread has ended this one's wait
+            raise
+        finally:
+            self._core.stop_serving()
+            self._thread.join()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def record(self) -> dict[str, Any]:
+        """When the run is over, what the shard has done and the replica has read: "parts" and "order" as of
+        report.result.UpdateOrder; "contained": by the replica's versions from the first, the fewest and the
+        most gradients that a part of it has."""
+        parts = [
+            [(self._names[piece.parameter], piece.first, piece.count) for piece in part.pieces]
+            for part in self._parts
+        ]
+        contained = [self._contained[version] for version in sorted(self._contained)]
+        return {"parts": parts, "order": self._updates.order, "contained": contained}
+
+    # Serving the others: one more thread.
+
+    def _serve_all(self) -> None:
+        try:
+            with (
+                torch.no_grad(),
+                contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream),
+            ):
+                self._serve_until_the_end()
+        except BaseException as failure:
+            self._failure = failure
+            self._core.fail(describe_error(failure))
+
+    def _serve_until_the_end(self) -> None:
+        while self._awaiting:
+            found = self._core.receive_any([self._channels.push_from[other] for other in self._awaiting])
+            if found is None:
+                return  # the run is over before its end
+            index, item = found
+            self.serve(self._awaiting[index], item)
+
+    def serve(self, other: int, item: _core.ReceivedItem) -> None:
+        """What that replica has pushed; a part is applied, and answered, when all of it is there."""
+        self._awaiting.remove(other)
+        received = received_of(item)
+        if isinstance(received, EndOfData):
+            return
+        self._awaiting.append(other)
+        index, arrived = self._next_part[other], self._arrived[other]
+        arrived.append(received.tensors)
+        if len(arrived) < len(self._parts[index].chunks):
+            return
+        self._next_part[other] = (index + 1) % len(self._parts)
+        self._arrived[other] = []
+        with self._measured():
+            self._answer(other, index, self._gradients_in(self._parts[index], arrived))
+
+    @contextlib.contextmanager
+    def _measured(self) -> Iterator[None]:
+        if self._num_unmeasured == 0:
+            yield
+            return
+        self._num_unmeasured -= 1
+        with self._step_meter.step():
+            yield
+
+    @property
+    def step_peak_bytes(self) -> int:
+        """The most that an update for another replica has made and dropped, of those that were measured."""
+        return self._step_meter.peak_bytes
+
+    def _gradients_in(self, part: ShardPart, items: Sequence[Sequence[Tensor]]) -> list[Tensor | None]:
+        """By the part's pieces."""
+        gradients = {
+            id(piece): self._piece_in_item(tensors, position, piece)
+            for (_, chunk), tensors in zip(part.chunks, items, strict=True)
+            for position, piece in enumerate(chunk.pieces)
+        }
+        return self._to_keep([gradients[id(piece)] for piece in part.pieces])
+
+    def _answer(self, other: int, index: int, gradients: Sequence[Tensor | None]) -> None:
+        channel, part = self._channels.pull_to[other], self._parts[index]
+        # It had the answers to all that it pushed before, and so they have left, of which this is to learn.
+        num_answered = part.chunks[0][0]
+        self._core.wait_until_sent(channel, num_answered)
+        with self._lock:
+            self._step_for(other, index, gradients)
+            num_updates = self._updates.num_updates(index)
+            for position, _ in part.chunks:
+                self._answers[other][position].copy_(self._master[position])
+        for position, _ in part.chunks:
+            fields = _core.ItemFields(num_minibatches=num_updates)
+            send(self._core, channel, [self._answers[other][position]], fields)
+
+    def _step_for(self, other: int, index: int, gradients: Sequence[Tensor | None]) -> None:
+        round_index = self._updates.round(other)
+        try:
+            self._step(other, round_index, index, gradients)
+        except PipelineError:
+            raise
+        except Exception as error:
+            raise PipelineError(
+                f"{self._where} failed in optimizer, at the gradient of replica {other}, round {round_index}:"
+                f" {describe_error(error)}"
+            ) from error
+
+    # Both.
+
+    def _to_keep(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """Where they lie, unless the optimizer may keep them, or change them."""
+        if self._steps_by_element:
+            return gradients
+        return [None if gradient is None else gradient.clone() for gradient in gradients]
+
+    def _step(self, replica: int, round_index: int, index: int, gradients: Sequence[Tensor | None]) -> None:
+        """Makes the part's next version of the replica's gradient of the round. With the lock."""
+        refused = self._updates.apply(replica, round_index, index)
+        if refused is not None:
+            raise PipelineError(refused)
+        part = self._parts[index]
+        pieces = self._pieces[part.first : part.first + len(part.pieces)]
+        shaped = [
+            None if gradient is None else self._shaped(gradient, piece)
+            for gradient, piece in zip(gradients, part.pieces, strict=True)
+        ]
+        self._optimizer.step_some(part.first, pieces, pieces, shaped)
+        if index + 1 == len(self._parts):
+            self._optimizer.end_step()
+
+
+def _chunks_in(memory: Tensor, chunks: Sequence[Chunk]) -> list[Tensor]:
+    """One behind the other, as they leave."""
+    sizes = [chunk.num_bytes for chunk in chunks]
+    return list(torch.split(memory[: sum(sizes)], sizes)) if sizes else []
