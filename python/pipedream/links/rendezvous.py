@@ -229,14 +229,16 @@ class Rendezvous:
         """Raises PipelineError with the message of whoever called fail(), and PeerLost for a rank that has
         joined and gives no sign of life, or when the store's host is gone."""
 
-        def read(store: dist.Store) -> str | None:
-            if not store.check([_FAILED_KEY]):
-                return None
-            message: str = json.loads(store.get(_FAILED_KEY))
-            self._note_heard(store)
-            return message
+        self._raise_failure(self._ask(self._read_failure))
 
-        message = self._ask(read)
+    def _read_failure(self, store: dist.Store) -> str | None:
+        if not store.check([_FAILED_KEY]):
+            return None
+        message: str = json.loads(store.get(_FAILED_KEY))
+        self._note_heard(store)
+        return message
+
+    def _raise_failure(self, message: str | None) -> None:
         if message is not None:
             raise PipelineError(message)
         lost = None if self._signs is None else self._signs.describe_lost()
@@ -260,15 +262,17 @@ class Rendezvous:
         begin_s = time.monotonic()
         missing = list(keys)
 
-        def still_missing(store: dist.Store) -> list[str]:
-            return [key for key in missing if not store.check([key])]
+        def look(store: dist.Store) -> tuple[list[str], str | None]:
+            absent = [key for key in missing if not store.check([key])]
+            return absent, self._read_failure(store) if absent else None
 
+        # It looks again and again: the store's own wait prints two lines of warning each time it times out.
         while True:
-            missing = self._ask(still_missing)
+            missing, failure = self._ask(look)
             if not missing:
                 return self._ask(lambda store: [json.loads(store.get(key)) for key in keys])
             meanwhile()
-            self.raise_if_failed()
+            self._raise_failure(failure)
             waited_s = time.monotonic() - begin_s
             if waited_s > timeout_s and not self._all_joined():
                 raise PeerLost(f"{describe(missing)} within {timeout_s:g} s")
