@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-from pipedream.launch.fork_server import Process
+from pipedream.launch.fork_server import Process, start_server
 from pipedream.links.rendezvous import host_store
 
 __all__ = ["Farm", "Outcome"]
@@ -53,6 +53,7 @@ class Farm:
     """Ranks 0, 1, ... of a stand-in torchrun on this machine."""
 
     def __init__(self) -> None:
+        start_server(compiler="before forks")  # or the first optimizer of each rank imports it, for 2 s
         self._store, self._port = host_store()
         self._ranks: list[tuple[Process, Connection]] = []
         self._case_indices = itertools.count()
