@@ -204,7 +204,8 @@ def simulate(
     A worker does its instructions in order, one at a time: a RECV is done as soon as its item has arrived,
     a SEND at once. What is sent queues for the link to the other worker, which carries one item at a time in
     each direction, whatever the edge; what replicas push and pull queues for the one line that the worker has
-    for all of them. Of an edge items arrive in the order in which they are sent.
+    for all of them. Of an edge items arrive in the order in which they are sent. What is pushed and no list
+    receives is to an asynchronous shard, which updates beside its worker's own work and answers by a pull.
 
     Raises ValueError for lists that wait for each other, naming who waits for what, for an instruction
     that is there twice, a stage that is at two workers or none, and figures of the wrong number.
@@ -229,6 +230,8 @@ class Lane:
         """Of what has been sent and is not received."""
         self.is_awaited = False
         """The receiver can do nothing else."""
+        self.answer: Lane | None = None
+        """Of a push to an asynchronous shard: by which it is answered."""
 
 
 class PreparedStep(NamedTuple):
@@ -259,6 +262,7 @@ class Replay:
         self._transfer_times = _spread_transfers(transfer_ms, num_stages - 1)
         self._lanes: dict[StepEdge, Lane] = {}
         self.steps = [self._prepared(program) for program in programs]
+        self._find_answers()
         self.timeline: list[list[TimedInstruction]] = [[] for _ in programs]
         self.transfers: list[Transfer] = []
         self._link_free_ms: dict[tuple[int, int | None], float] = {}
@@ -306,6 +310,36 @@ class Replay:
             item = (step.instruction.minibatch, step.instruction.microbatch)
             self.transfers.append(Transfer(lane.kind, *lane.ends, *item, begin_ms, arrives_ms))
         lane.arrivals_ms.append(arrives_ms)
+        if lane.answer is not None:
+            self._answer(step, lane.answer, arrives_ms)
+
+    def _answer(self, push: PreparedStep, answer: Lane, pushed_ms: float) -> None:
+        """An asynchronous shard updates what has come, and sends it back. What one is answered queues behind
+        what it pushes: each line carries as many answers as pushes, whoever's they are."""
+        assert answer.link is not None
+        made_ms = pushed_ms + self._stage_times[push.instruction.stage].update_ms
+        begin_ms = max(made_ms, self._link_free_ms.get(answer.link, 0.0))
+        self._link_free_ms[answer.link] = begin_ms + answer.transfer_ms
+        arrives_ms = begin_ms + answer.transfer_ms + answer.latency_ms
+        item = (push.instruction.minibatch, push.instruction.microbatch)
+        self.transfers.append(Transfer(answer.kind, *answer.ends, *item, begin_ms, arrives_ms))
+        answer.arrivals_ms.append(arrives_ms)
+
+    def _find_answers(self) -> None:
+        """Pushes that no list receives are to asynchronous shards, which answer beside the lists."""
+        received = {step.lane for steps in self.steps for step in steps if step.opcode == "RECV"}
+        for edge, lane in self._lanes.items():
+            if edge.kind != "push" or lane in received:
+                continue
+            for other, pull in self._lanes.items():
+                ends = (other.from_stage, other.from_replica, other.to_stage, other.to_replica)
+                if other.kind == "pull" and ends == (
+                    edge.to_stage,
+                    edge.to_replica,
+                    edge.from_stage,
+                    edge.from_replica,
+                ):
+                    lane.answer, pull.link = pull, lane.link
 
     def check_all_done(self) -> None:
         if any(len(done) < len(steps) for done, steps in zip(self.timeline, self.steps, strict=True)):

@@ -453,3 +453,29 @@ def test_every_instruction_begins_as_early_as_it_may_and_no_earlier(data: st.Dat
             assert begin_ms == free_ms or (begin_ms > free_ms and just_arrived)
             free_ms = end_ms
     assert simulation.makespan_ms == max(ends.values())
+
+
+def _asynchronous(options: _core.ScheduleOptions, num_minibatches: int) -> list[Any]:
+    workers = range(options.num_workers)
+    return [_core.make_program(options, worker, num_minibatches) for worker in workers]
+
+
+def test_asynchronous_replicas_wait_for_the_answer_and_not_for_the_round() -> None:
+    options = _core.ScheduleOptions(
+        schedule="data_parallel", placement=_core.Placement.in_order([2]), asynchronous=True
+    )
+    programs = _asynchronous(options, 8)
+    simulation = simulate(programs, StageTimes(1.0, 2.0, update_ms=0.5, shard_ms=2.0))
+    # Forward and backward 3, push 2, the owner's update 0.5, the answer 2; the own update meanwhile.
+    assert simulation.makespan_ms == pytest.approx(4 * 7.5)
+    assert sum(transfer.what == "pull" for transfer in simulation.transfers) == 8
+
+
+def test_an_asynchronous_replica_ends_with_its_own_minibatches() -> None:
+    options = _core.ScheduleOptions(
+        schedule="data_parallel", placement=_core.Placement.in_order([2]), asynchronous=True
+    )
+    programs = _asynchronous(options, 9)
+    first, second = simulate(programs, StageTimes(1.0, 2.0, shard_ms=1.0)).timeline
+    assert first[-1].end_ms == 5 * 5.0, "its fifth minibatch has no other beside it"
+    assert second[-1].end_ms == 4 * 5.0
