@@ -1,3 +1,7 @@
+"""class_registries.py: a model that was sent has what its constructor registered."""
+
+from __future__ import annotations
+
 import copy
 import pickle
 import sys

@@ -1,3 +1,7 @@
+"""data_sizes.py: which tensors are as long as the contents of others say."""
+
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 
