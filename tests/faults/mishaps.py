@@ -24,8 +24,10 @@ import torch
 from pipedream import RunResult, _core
 from pipedream.links.replica_group import ReplicaGroup
 from pipedream.planning.plan import Stage
+from pipedream.stage.asynchronous_server import AsynchronousServer
 from pipedream.stage.param_server import ParameterServer
 from pipedream.stage.stage_runner import StageRunner
+from pipedream.stage.tied import TiedParameters
 from pipedream.stage.weights import WeightVersions
 
 NUM_MINIBATCHES = 12
@@ -184,8 +186,9 @@ def run_until_stopped_at(when: str, at_call: int, folder: str) -> tuple[Exceptio
         (Path(folder) / "note").write_text(f"{os.getpid()} {time.monotonic()}", encoding="utf-8")
         be_stopped()
 
+    of = "allreduce" if when == "all_reduce" else "bsp"
     return _until_lost(
-        lambda: run_until_killed_at(when, at_call, mishap=be_noted, peer_timeout=3.0), Path(folder), 3
+        lambda: run_until_killed_at(when, at_call, of=of, mishap=be_noted, peer_timeout=3.0), Path(folder), 3
     )
 
 
@@ -245,11 +248,20 @@ def failing_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return error_of(outputs, targets)
 
 
-def run_until_killed_at(when: str, at_call: int, *, mishap: Mishap = be_killed, **options: Any) -> RunResult:
-    """Plan 2-1; rank 1 has the mishap at this call of a method of its parameter server, or of the group that
-    it reduces with."""
-    of: type = ReplicaGroup if when == "all_reduce" else ParameterServer
-    method, num_calls = getattr(of, when), 0
+_OWNERS = {
+    "bsp": ParameterServer,
+    "asp": AsynchronousServer,
+    "allreduce": ReplicaGroup,
+    "ties": TiedParameters,
+}
+
+
+def run_until_killed_at(
+    when: str, at_call: int, *, of: str = "bsp", rank: int = 1, mishap: Mishap = be_killed, **options: Any
+) -> RunResult:
+    """Plan 2-1; the rank has the mishap at this call of a method of its parameter server, of the group that
+    it reduces with or of what it has of parameters tied across the stages."""
+    method, num_calls = getattr(_OWNERS[of], when), 0
 
     def dying(server: Any, *args: Any) -> Any:
         nonlocal num_calls
@@ -258,14 +270,16 @@ def run_until_killed_at(when: str, at_call: int, *, mishap: Mishap = be_killed, 
             mishap()
         return method(server, *args)
 
-    if os.environ["RANK"] == "1":
-        setattr(of, when, dying)
+    if os.environ["RANK"] == str(rank):
+        setattr(_OWNERS[of], when, dying)
     try:
         plan = pipedream.Plan((Stage(0, 0, num_replicas=2), Stage(1, 1)))
-        sync = "allreduce" if of is ReplicaGroup else "bsp"
-        return run(model_with(None, stages=2), plan=plan, sync=sync, **options)
+        model = model_with(None, stages=2)
+        if of == "ties":
+            model[1].register_parameter("tied", model[0].weight)
+        return run(model, plan=plan, sync="bsp" if of == "ties" else of, **options)
     finally:
-        setattr(of, when, method)
+        setattr(_OWNERS[of], when, method)
 
 
 def run_while_the_device_fails(model: torch.nn.Module, at: int) -> RunResult:

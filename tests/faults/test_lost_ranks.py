@@ -117,16 +117,32 @@ def test_a_rank_that_refuses_its_arguments_is_named_to_the_others(
         assert str(error).startswith(f"rank {rank} could not start: ValueError: ")
 
 
-_EXCHANGES = ["push", "expect", "take", "apply", "_make_version", "pull_from", "all_reduce"]
+_EXCHANGES = [
+    *(("bsp", when) for when in ("push", "expect", "take", "apply", "_make_version", "pull_from")),
+    *(("asp", when) for when in ("push", "serve", "_step", "pull_from")),
+    *(("ties", when) for when in ("take_gradients_from", "version_for")),
+    ("allreduce", "all_reduce"),
+]
 
 
-@pytest.mark.parametrize("when", _EXCHANGES)
-def test_a_replica_that_is_killed_at_any_of_its_exchanges_ends_the_run(farm: Farm, when: str) -> None:
-    outcomes = farm.run(run_until_killed_at, when, 2, num_ranks=3)
+@pytest.mark.parametrize(("of", "when"), _EXCHANGES)
+def test_a_replica_that_is_killed_at_any_of_its_exchanges_ends_the_run(
+    farm: Farm, of: str, when: str
+) -> None:
+    outcomes = farm.run(run_until_killed_at, when, 2, of=of, num_ranks=3)
     assert outcomes[1].exit_code == -signal.SIGKILL
     for outcome in (outcomes[0], outcomes[2]):
         assert isinstance(outcome.error, PipelineError), outcome
         assert "stage 0 replica 1 (rank 1)" in str(outcome.error)
+
+
+@pytest.mark.parametrize("when", ["gradients_for", "take_version_from"])
+def test_a_user_of_tied_parameters_that_is_killed_at_an_exchange_ends_the_run(farm: Farm, when: str) -> None:
+    outcomes = farm.run(run_until_killed_at, when, 2, of="ties", rank=2, num_ranks=3)
+    assert outcomes[2].exit_code == -signal.SIGKILL
+    for outcome in outcomes[:2]:
+        assert isinstance(outcome.error, PipelineError), outcome
+        assert "stage 1 (rank 2)" in str(outcome.error)
 
 
 @pytest.mark.parametrize("when", ["expect", "all_reduce"])
