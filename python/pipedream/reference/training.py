@@ -154,22 +154,31 @@ def run(
         )
         batches = _minibatches(data, epochs)
         if isinstance(trainer, AsynchronousTrainer):
-            known = list(batches)
-            weights = [
-                AsynchronousWeights(
-                    _owned_parameters(module, ties),
-                    functools.partial(Updater, optimizer=optimizer, lr_scheduler=lr_scheduler),
-                    num_replicas[stage_index],
-                    (update_orders or [[]] * len(modules))[stage_index],
-                    len(known),
-                )
-                for stage_index, module in enumerate(modules)
-            ]
-            losses = trainer.train_all(known, weights)
+            owned = [_owned_parameters(module, ties) for module in modules]
+            make_updater = functools.partial(Updater, optimizer=optimizer, lr_scheduler=lr_scheduler)
+            losses = _train_asynchronously(
+                trainer, list(batches), owned, make_updater, num_replicas, update_orders
+            )
         else:
             losses = [trainer.train(minibatch, *batch) for minibatch, batch in enumerate(batches)]
             trainer.finish(len(losses))
     return ReferenceResult(losses, trainer.versions_read)
+
+
+def _train_asynchronously(
+    trainer: AsynchronousTrainer,
+    batches: list[tuple[Any, Any]],
+    owned: Sequence[list[tuple[str, nn.Parameter]]],
+    make_updater: Callable[..., Updater],
+    num_replicas: Sequence[int],
+    orders: Sequence[Sequence[UpdateOrder]] | None,
+) -> list[float]:
+    """owned: the parameters that each stage updates."""
+    weights = [
+        AsynchronousWeights(parameters, make_updater, replicas, order, len(batches))
+        for parameters, replicas, order in zip(owned, num_replicas, orders or [[]] * len(owned), strict=True)
+    ]
+    return trainer.train_all(batches, weights)
 
 
 def _owned_parameters(module: StageModule, ties: Sequence[Tie]) -> list[tuple[str, nn.Parameter]]:
