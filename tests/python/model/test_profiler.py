@@ -22,25 +22,33 @@ from torch.utils.data import DataLoader, TensorDataset
 from twins import TWINS, cross_entropy
 
 
-class Recorder(nn.Module):
-    """Counts its forwards and notes the gradient that reaches it."""
+class Record:
+    """Of a layer's forwards, beside the model: what a model itself remembers is put back."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
         self.batch_sizes: list[int] = []
         self.gradients: list[torch.Tensor] = []
 
+
+class Recorded(nn.Module):
+    """Notes its forwards and the gradients that reach it."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        self.record = record
+
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        self.batch_sizes.append(value.shape[0])
+        self.record.batch_sizes.append(value.shape[0])
         output = value * self.weight
-        output.register_hook(self.gradients.append)
+        output.register_hook(self.record.gradients.append)
         return output
 
 
-def _recording_model() -> tuple[nn.Sequential, Recorder]:
-    recorder = Recorder()
-    return nn.Sequential(recorder, nn.ReLU(inplace=True), nn.Linear(WIDTH, CLASSES).double()), recorder
+def _recorded_model() -> tuple[nn.Sequential, Record]:
+    record = Record()
+    model = nn.Sequential(Recorded(record), nn.ReLU(inplace=True), nn.Linear(WIDTH, CLASSES).double())
+    return model, record
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -81,29 +89,29 @@ def test_a_tied_parameter_counts_where_it_is_first_used_and_a_frozen_one_nowhere
 
 
 def test_the_gradients_that_flow_are_those_of_the_unsplit_model() -> None:
-    model, recorder = _recording_model()
+    model, record = _recorded_model()
     inputs, targets = CASES["mlp"].data(1)[0]
     squared_error(model(inputs), targets).backward()
-    expected = recorder.gradients.pop()
+    expected = record.gradients.pop()
     profile(model, [(inputs, targets)], squared_error, minibatches=2)
-    assert len(recorder.gradients) == 7  # five of warm-up
-    assert all(torch.equal(gradient, expected) for gradient in recorder.gradients)
+    assert len(record.gradients) == 7  # five of warm-up
+    assert all(torch.equal(gradient, expected) for gradient in record.gradients)
 
 
 def test_short_minibatches_are_not_timed_and_batches_start_again_when_they_end() -> None:
-    model, recorder = _recording_model()
+    model, record = _recorded_model()
     dataset = TensorDataset(torch.randn(14, WIDTH).double(), torch.randn(14, CLASSES).double())
     measured = profile(model, DataLoader(dataset, batch_size=4, shuffle=True), squared_error, minibatches=5)
-    assert recorder.batch_sizes == [4] * 10
+    assert record.batch_sizes == [4] * 10
     assert (measured.minibatches, measured.batch_size) == (5, 4)
 
 
 def test_a_generator_that_ends_early_leaves_what_it_gave() -> None:
     data = CASES["mlp"].data(8)
     for num_batches, num_measured in ((8, 3), (6, 1), (3, 1), (1, 1)):
-        model, recorder = _recording_model()
+        model, record = _recorded_model()
         measured = profile(model, (batch for batch in data[:num_batches]), squared_error)
-        assert len(recorder.batch_sizes) == num_batches
+        assert len(record.batch_sizes) == num_batches
         assert measured.minibatches == num_measured
 
 
@@ -112,9 +120,9 @@ def test_the_time_limit_ends_an_endless_stream_after_at_least_one_of_warm_up() -
         while True:
             yield from CASES["mlp"].data(4)
 
-    model, recorder = _recording_model()
+    model, record = _recorded_model()
     measured = profile(model, endless(), squared_error, minibatches=10**9, seconds=1e-9)
-    assert len(recorder.batch_sizes) == 2
+    assert len(record.batch_sizes) == 2
     assert measured.minibatches == 1
 
 
