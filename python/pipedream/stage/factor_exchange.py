@@ -7,7 +7,8 @@ is pulled: all have the same, and make the same of it. Owned by the worker's com
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -117,10 +118,11 @@ class FactorExchange:
                     " microbatch had not shown: leave 'factors' out of the codec of pushes"
                 )
 
-    def begin(self) -> None:
-        """The layers leave factors from now on."""
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """The layers leave factors inside, and are the user's again afterwards."""
         self._layers.install()
-
-    def release(self) -> None:
-        """The layers are the user's again."""
-        self._layers.remove()
+        try:
+            yield
+        finally:
+            self._layers.remove()

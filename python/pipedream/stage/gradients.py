@@ -130,18 +130,12 @@ class StageGradients:
         self._overflowed = True
         self._finish()
 
-    def begin(self) -> None:
-        """The run's first minibatch is next; release() comes after the last."""
-
     def running(self) -> AbstractContextManager[None]:
-        """Around the run, finish() included."""
+        """Around the run, finish() included; afterwards the user's modules are as they were."""
         return nullcontext()
 
     def finish(self, newest_slot: int) -> None:
         """All updates of the run are done; the slot has the last version."""
-
-    def release(self) -> None:
-        """The user's modules are as they were before begin(). Also after a failure."""
 
     def take_overflow(self) -> bool:
         """Whether an update was skipped since the last call."""

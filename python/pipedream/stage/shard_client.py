@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -132,13 +133,8 @@ class ShardClient(StageGradients):
         of_factors = () if self._factors is None else self._factors.channels_from.values()
         return [*self._channels.received, *of_factors]
 
-    def begin(self) -> None:
-        if self._factors is not None:
-            self._factors.begin()
-
-    def release(self) -> None:
-        if self._factors is not None:
-            self._factors.release()
+    def running(self) -> AbstractContextManager[None]:
+        return super().running() if self._factors is None else self._factors.running()
 
     # Pushing.
 

@@ -247,7 +247,6 @@ class WorkerLoop:
         restore = functools.partial(self._restore, newest_slots)
         with self._progress, afterwards(restore), _located(self._position), contextlib.ExitStack() as around:
             for part in self._prepared:
-                part.gradients.begin()
                 around.enter_context(part.gradients.running())
             work = self._work_through(core, newest_slots)
             if self._clock is not None:
@@ -333,7 +332,6 @@ class WorkerLoop:
         for runner in self._runners.values():
             runner.meter = runner.step_meter = None
         for part in self._prepared:
-            part.gradients.release()
             if part.offload is not None:
                 part.offload.finish()
             part.weights.own.restore(newest_slots[part.stage.stage_index])

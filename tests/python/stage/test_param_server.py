@@ -3,6 +3,7 @@ update, whoever is late, and every replica has every version."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 from typing import Any, cast
@@ -268,7 +269,8 @@ class _FactoredReplica:
                 device=torch.device("cpu"),
             ),
         )
-        self.server.begin()
+        self._around = contextlib.ExitStack()  # as long as this one
+        self._around.enter_context(self.server.running())
         self.slot = 0
 
     def backward(self, minibatch: int, *, uses_weight: bool = False) -> None:
