@@ -80,6 +80,11 @@ def test_a_plan_with_asynchronous_shards_gives_the_references_result(
     _check(*_train(farm, training), training)
 
 
+def test_a_stage_without_anything_to_train_may_have_replicas(farm: Farm) -> None:
+    training = _training("frozen", (2, 1), num_minibatches=5)
+    _check(*_train(farm, training), training)
+
+
 @pytest.mark.parametrize("num_minibatches", [1, 2, 8, 9])
 def test_data_parallel_replicas_find_the_end_by_themselves(farm: Farm, num_minibatches: int) -> None:
     training = _training("mlp", (3,), num_minibatches=num_minibatches, optimizer=_SGD)

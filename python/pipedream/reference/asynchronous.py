@@ -83,17 +83,24 @@ class AsynchronousWeights:
         self._versions = [[first] for _ in range(num_replicas)]
         self._num_missing = [[0] for _ in range(num_replicas)]
         self._gradients: list[list[Gradients]] = [[] for _ in range(num_replicas)]
+        self._early: dict[int, Gradients] = {}
+        """By minibatch, those that came before one of their replica's earlier ones."""
 
     def find(self, replica: int, version: int) -> dict[str, Tensor] | None:
         """The replica's version, where it is complete."""
         missing = self._num_missing[replica]
         return self._versions[replica][version] if version < len(missing) and missing[version] == 0 else None
 
-    def add(self, replica: int, gradients: Gradients) -> None:
-        """The replica's next."""
-        self._gradients[replica].append(gradients)
-        self._versions[replica].append({n: p.detach().clone() for n, p in self._parameters.items()})
-        self._num_missing[replica].append(self._num_parts)
+    def add(self, minibatch: int, gradients: Gradients) -> None:
+        """In any order: a replica makes its backwards in the order of its minibatches, wherever else they may
+        have been done in another."""
+        self._early[minibatch] = gradients
+        num_replicas = len(self._gradients)
+        replica = minibatch % num_replicas
+        while (following := len(self._gradients[replica]) * num_replicas + replica) in self._early:
+            self._gradients[replica].append(self._early.pop(following))
+            self._versions[replica].append({n: p.detach().clone() for n, p in self._parameters.items()})
+            self._num_missing[replica].append(self._num_parts)
         for shard in self._shards:
             while self._apply_next(shard):
                 pass
@@ -233,7 +240,7 @@ class AsynchronousTrainer(Trainer):
                 name: flight.leaves[id(parameter)].grad
                 for name, parameter in zip(of_stage.names, stage.parameters, strict=True)
             }
-            of_stage.add(flight.minibatch % len(stage.buffers), gradients)
+            of_stage.add(flight.minibatch, gradients)
         return loss_sum
 
 

@@ -193,7 +193,9 @@ class AsynchronousServer(ShardClient):
             [(self._names[piece.parameter], piece.first, piece.count) for piece in part.pieces]
             for part in self._parts
         ]
-        contained = [self._contained[version] for version in sorted(self._contained)]
+        # Of a stage without anything to train no part has told.
+        versions = range(self._rounds.first_version, self._newest + 1)
+        contained = [self._contained.get(version, (version, version)) for version in versions]
         return {"parts": parts, "order": self._updates.order, "contained": contained}
 
     # Serving the others: one more thread.
