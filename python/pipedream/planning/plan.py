@@ -264,6 +264,8 @@ class Plan:
     def replicated(cls, num_layers: int, num_replicas: Sequence[int], *, model: str | None = None) -> Plan:
         """A plan of stages with these replicas, which have the layers as they have the workers: in the same
         shares, and at least one."""
+        if not isinstance(num_replicas, (list, tuple)):
+            raise TypeError(f"num_replicas is {num_replicas!r}: give each stage's replicas, as [2, 1]")
         counts = [check_whole("num_replicas", replicas, at_least=1) for replicas in num_replicas]
         check_whole("num_layers", num_layers, at_least=1)
         if not 1 <= len(counts) <= num_layers:

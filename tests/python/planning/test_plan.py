@@ -202,6 +202,8 @@ def test_replicated_plan_shares_out_the_layers_like_the_workers() -> None:
     assert Plan.replicated(3, (15, 1, 1)).stages == (Stage(0, 0, 15), Stage(1, 1), Stage(2, 2))
     assert Plan.replicated(7, (1, 1, 1)).workers_used == 3
     assert Plan.load("2-1", num_layers=6) == Plan.replicated(6, (2, 1))
+    with pytest.raises(TypeError, match=r"num_replicas is 2: give each stage's replicas, as \[2, 1\]"):
+        Plan.replicated(6, 2)  # type: ignore[arg-type]
     for counts, message in (((1, 1), "2 stages and 1 layers"), ((0,), "num_replicas is 0"), ((), "0 stages")):
         with pytest.raises(ValueError, match=message):
             Plan.replicated(1, counts)
