@@ -168,6 +168,8 @@ def test_partition_keeps_to_limits_given_on_the_command_line(call: Caller) -> No
     refused = call(*arguments, "--memory", "1KiB")
     assert refused.status == 2
     assert "no plan has 2 workers, memory of 1.00 KiB: give more memory" in refused.stderr
+    each = call(*arguments, "--memory", "2KiB,1KiB")
+    assert "no plan has 2 workers, memory of 1.00 KiB to 2.00 KiB: give more memory" in each.stderr
     unread = call(*arguments, "--speeds", "fast")
     assert (unread.status, unread.stderr) == (
         2,

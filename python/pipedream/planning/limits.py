@@ -275,7 +275,8 @@ def nothing_fits(num_workers: int, limits: Limits, straight: bool) -> str:
     if straight:
         asked.append("one replica per stage")
     if limits.memory_bytes:
-        asked.append(f"memory of {format_bytes(int(min(limits.memory_bytes)))}")
+        least, most = (format_bytes(int(pick(limits.memory_bytes))) for pick in (min, max))
+        asked.append(f"memory of {least}" if least == most else f"memory of {least} to {most}")
     if limits.last_layers:
         asked.append(f"boundaries after layers {list(limits.last_layers[:-1])}")
     if limits.num_replicas:
