@@ -107,8 +107,8 @@ def codec_of_pushes(choice: CodecChoice) -> str:
 
 def _split_pushes(name: str) -> tuple[bool, str]:
     """(whether factors are pushed, the codec's name) of a name of pushes."""
-    head, _, codec = name.partition(":")
-    return (True, codec or NO_CODEC) if head == FACTORS else (False, name)
+    head, separator, codec = name.partition(":")
+    return (True, codec if separator else NO_CODEC) if head == FACTORS else (False, name)
 
 
 def _name_of_pushes(name: Any) -> str:
@@ -116,7 +116,12 @@ def _name_of_pushes(name: Any) -> str:
     if not isinstance(name, str):
         return _codec_name(what, name)
     has_factors, codec = _split_pushes(name)
-    codec = _codec_name(what, codec)
+    try:
+        codec = _codec_name(what, codec)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; of pushes also factors, alone or with one of these, e.g. factors:bf16"
+        ) from None
     if not has_factors:
         return codec
     return FACTORS if codec == NO_CODEC else f"{FACTORS}:{codec}"

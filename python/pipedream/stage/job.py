@@ -158,7 +158,7 @@ class CallerSettings:
 
 def check_replicas(options: JobOptions) -> None:
     """Raises ValueError for what replicas of a stage cannot have, and for what only they have."""
-    if options.sync == "asp" and pushes_factors(options.links.codec):
+    if options.is_asynchronous and pushes_factors(options.links.codec):
         raise ValueError(
             "codec pushes factors, of which replicas make equal versions round by round, and sync is 'asp',"
             " which has no common rounds: use sync='bsp', or leave 'factors' out"

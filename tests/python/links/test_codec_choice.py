@@ -90,6 +90,8 @@ def test_names_are_completed_so_that_ranks_can_compare_them() -> None:
         ("BF16", ("'BF16'", "bf16")),
         ("", ("''", "bf16")),
         ({"gradients": "int9"}, ("codec of gradients", "'int9'")),
+        ({"pushes": "factor"}, ("codec of pushes", "'factor'", "factors:bf16")),
+        ({"pushes": "factors:"}, ("codec of pushes", "''", "factors:bf16")),
         ({(0, 1): "zip"}, ("codec of 0->1", "'zip'")),
         ({"weights": "bf16"}, ("'weights'", "'activations', 'gradients', 'pushes', or a pair")),
         ({"0": "bf16"}, ("'0'", "a pair of stages such as (0, 1) or '0->1'")),
