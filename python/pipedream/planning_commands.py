@@ -25,6 +25,10 @@ _DEFAULT_PICTURE = Path("schedule.svg")
 _BANDWIDTHS = "1Gbit/s,10Gbit/s,25Gbit/s,100Gbit/s"
 
 _Microbatches = Annotated[int | None, typer.Option(help="Of every minibatch.")]
+_Sync = Annotated[str, typer.Option(help="How replicas agree: bsp, ssp, asp or allreduce, as of run.")]
+_Staleness = Annotated[
+    int, typer.Option(help="How many rounds older a version replicas may read than without.")
+]
 _OptimizerCopies = Annotated[
     float, typer.Option(help="Of the weights, as its state: 0 plain SGD, 1 momentum, 2 Adam.")
 ]
@@ -168,6 +172,8 @@ def simulate_command(
     factors: Annotated[
         bool, typer.Option("--factors", help="Replicas push as with run's --codec pushes=factors.")
     ] = False,
+    sync: _Sync = "bsp",
+    staleness: _Staleness = 0,
     trace_file: Annotated[
         Path | None,
         typer.Option("--trace", metavar="FILE", help="Of a run of this plan: what differs from it is named."),
@@ -198,6 +204,8 @@ def simulate_command(
         recompute=recompute,
         optimizer_copies=optimizer_copies,
         factors=factors,
+        sync=sync,
+        staleness=staleness,
     )
     notes = []
     if output is not None:
@@ -239,9 +247,8 @@ def trace_command(
         str | None, typer.Option(metavar="N,N,...", help="In flight at every stage, for example 4,3,2,1.")
     ] = None,
     recompute: _Recompute = False,
-    staleness: Annotated[
-        int, typer.Option(help="How many rounds older a version replicas may read than without.")
-    ] = 0,
+    sync: _Sync = "bsp",
+    staleness: _Staleness = 0,
     times: Annotated[
         str | None,
         typer.Option(
@@ -300,6 +307,7 @@ def trace_command(
             in_flight=in_flight,
             recompute=recompute,
             staleness=staleness,
+            sync=sync,
         ),
         program_file,
     )

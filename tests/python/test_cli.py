@@ -1023,6 +1023,8 @@ def test_trace_writes_a_perfetto_trace_where_the_name_says_so(call: Caller) -> N
             "staleness is 1 with schedule",
         ),
         (["--plan", "2-1", "--shard", "-1"], "shard_ms is -1.0: it must not be negative"),
+        (["--plan", "2-1", "--sync", "wild"], "sync is 'wild': use one of 'bsp', 'ssp', 'asp'"),
+        (["--plan", "2-1", "--sync", "asp", "--schedule", "flush"], "with asynchronous shards"),
     ],
 )
 def test_mistake_in_trace_is_one_line_and_status_2(call: Caller, arguments: list[str], message: str) -> None:
@@ -1048,6 +1050,10 @@ def test_trace_shows_the_replicas_of_a_plan(call: Caller) -> None:
     text = call("trace", "--plan", "2-1", "--staleness", "1", "--text").stdout
     assert text.startswith("# pipedream: 2 stages, 2-1 replicas, staleness 1, 16 minibatches\n")
     assert "SEND push stage 0 replica 1 to stage 0 minibatch 1" in text
+    text = call("trace", "--plan", "2-1", "--sync", "asp", "--text").stdout
+    assert text.startswith("# pipedream: 2 stages, 2-1 replicas, asynchronous, 16 minibatches\n")
+    text = call("trace", "--plan", "2-1", "--sync", "allreduce", "--text").stdout
+    assert "push" not in text
 
 
 def test_trace_text_and_json_import_neither_torch_nor_matplotlib() -> None:

@@ -160,10 +160,12 @@ def simulate_plan(
     recompute: bool = False,
     optimizer_copies: float = 1.0,
     factors: bool = False,
+    sync: str = "bsp",
+    staleness: int = 0,
 ) -> PlanSimulation:
     """Executes the plan's instruction lists with the profile's costs. optimizer_copies: as of partition().
     factors: replicas push as with run's codec={"pushes": "factors"}; what that changes is what the links
-    carry, not what a worker computes or keeps.
+    carry, not what a worker computes or keeps. sync, staleness: as of run().
 
     bandwidth_bytes_per_s: of each link; None takes the plan's. minibatches, microbatches: None chooses enough
     for a steady state, and as many as the schedule needs. Raises ValueError for a profile of other layers,
@@ -180,6 +182,8 @@ def simulate_plan(
         raise ValueError(
             f"{plan_file} does not say the links' bandwidth: give --bandwidth, for example 10Gbit/s"
         )
+    if factors and sync in ("asp", "allreduce"):
+        raise ValueError(f"factors are pushed with sync 'bsp' or 'ssp', and sync is {sync!r}: leave one out")
     if minibatches is None:
         rounds = _STEADY_ROUNDS + 2 * max(plan.in_flight)
         minibatches = rounds * max(stage.num_replicas for stage in plan.stages)
@@ -193,6 +197,8 @@ def simulate_plan(
             workers=None,
             in_flight=None,
             recompute=recompute,
+            staleness=staleness,
+            sync=sync,
         ),
         None,
     )

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pipedream.common.checks import check_choice
 from pipedream.planning.plan import Plan, replica_counts
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ _REPORT_FIELDS = ("versions_live_max", "activations_live_max")
 # `trace` makes every instruction: beyond this a picture says nothing more, and memory runs out.
 _TRACED_INSTRUCTIONS_MAX = 2_000_000
 _TRACED_STAGES_MAX = 1_024
+_SYNCS = ("bsp", "ssp", "asp", "allreduce")
 
 
 class TraceRequest(NamedTuple):
@@ -48,6 +50,7 @@ class TraceRequest(NamedTuple):
     in_flight: str | None
     recompute: bool
     staleness: int = 0
+    sync: str = "bsp"
 
 
 class TracedSchedule(NamedTuple):
@@ -68,6 +71,8 @@ class TracedSchedule(NamedTuple):
             title += f", {'-'.join(map(str, replicas))} replicas"
         if options.staleness:
             title += f", staleness {options.staleness}"
+        if options.asynchronous:
+            title += ", asynchronous"
         title += f", {_count(self.num_minibatches, 'minibatch')}"
         if options.num_microbatches > 1:
             title += f" of {options.num_microbatches} microbatches"
@@ -144,8 +149,10 @@ def _make_options(
 ) -> _core.ScheduleOptions:
     from pipedream import _core
 
+    check_choice("sync", request.sync, _SYNCS)
     placement, in_flight = _choose_stages(request)
     num_stages, num_workers = placement.num_stages, placement.num_ranks
+    is_replicated = num_workers > num_stages
     if request.in_flight is not None:
         in_flight = _read_in_flight(request.in_flight, num_stages)
     num_microbatches = request.microbatches
@@ -165,6 +172,8 @@ def _make_options(
         placement=placement,
         recompute=[request.recompute or stage in recomputed for stage in range(num_stages)],
         staleness=request.staleness,
+        uses_allreduce=request.sync == "allreduce" and is_replicated,
+        asynchronous=request.sync == "asp" and is_replicated,
     )
 
 

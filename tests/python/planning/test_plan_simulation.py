@@ -163,6 +163,19 @@ def test_factors_are_what_replicas_send_where_they_are_smaller(tmp_path: Path) -
     assert [worker["bytes_sent_per_minibatch"] for worker in sent[True]] == [650, 650]
 
 
+def test_how_replicas_agree_says_what_they_wait_for(tmp_path: Path) -> None:
+    path, profile = _replicated(tmp_path, None)
+    simulated = {
+        sync: simulate_plan(path, profile, schedule="data_parallel", sync=sync)
+        for sync in ("bsp", "asp", "allreduce")
+    }
+    # 3 ms of each minibatch, of which two run at once, then 2.5 ms of a push and 2.5 of a pull.
+    times = {sync: of_sync.ms_per_minibatch for sync, of_sync in simulated.items()}
+    assert times == {"bsp": pytest.approx(4.0), "asp": pytest.approx(4.0), "allreduce": pytest.approx(1.5)}
+    with pytest.raises(ValueError, match="factors are pushed with sync 'bsp' or 'ssp', and sync is 'asp'"):
+        simulate_plan(path, profile, schedule="data_parallel", sync="asp", factors=True)
+
+
 def test_factors_of_a_round_grow_with_its_minibatches() -> None:
     layers = [LayerProfile("fc", 1.0, 2.0, 0, 5000, factors=(WeightFactors(4000, 300),))]
     assert synced_bytes(layers, 2) == (2500, 2500)
