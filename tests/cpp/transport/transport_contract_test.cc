@@ -621,6 +621,7 @@ TEST_P(TransportContract, LostListenerIsAFailureAtTheConnector) {
 
 TEST_P(TransportContract, PeerWhoseProgramStopsIsLostAlthoughItsProcessAnswers) {
   make_transports_with_beats(2);
+  listening_->pulse(7);  // before any beat leaves
   open_link();
   std::atomic<bool> stop{false};
   std::atomic<bool> other_lives{true};
