@@ -246,6 +246,44 @@ def test_a_lazy_conjugate_crosses_a_cut(farm: Farm) -> None:
     _assert_equals_reference(farm, _model_with_a_conjugate, 2)
 
 
+class _StopsSomeGradients(nn.Module):
+    """Of some minibatches nothing before it has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = _linear()
+
+    def forward(self, value: Tensor) -> Tensor:
+        with torch.set_grad_enabled(bool(value.detach().sum() > 0)):
+            out: Tensor = self.linear(value)
+        return out
+
+
+def _model_that_stops_some_gradients() -> nn.Sequential:
+    return _model(_linear(), _linear(), _StopsSomeGradients(), _linear())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"schedule": "flush", "microbatches": 2},
+        {"schedule": "gpipe", "microbatches": 2, "recompute": True},
+        {"plan": Plan.replicated(4, [2, 1, 1])},
+    ],
+)
+def test_momentum_rests_where_a_later_stage_gives_no_gradient(farm: Farm, options: dict[str, Any]) -> None:
+    num_stages = 3
+    plan = options.get("plan")
+    make = _model_that_stops_some_gradients
+    num_ranks = num_stages if plan is None else plan.workers_used
+    losses, state = farm.results(_run, make, num_stages, num_ranks=num_ranks, **options)[0]
+    wanted_losses, wanted_state = _expect(make, num_stages, **options)
+    assert losses == pytest.approx(wanted_losses, rel=1e-9)
+    for name, wanted in wanted_state.items():
+        torch.testing.assert_close(state[name], wanted, rtol=1e-9, atol=1e-12)
+
+
 class _MakesABuffer(nn.Module):
     """Registers a cache in its first forward."""
 

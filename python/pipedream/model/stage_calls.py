@@ -65,8 +65,13 @@ def leaves_of(value: Any, *, copies: bool = False) -> Any:
 
 
 def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """From the gradients of outputs; those of outputs that need none are left out."""
-    roots = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
+    """From the gradients of outputs. Left out are outputs that need none, and those whose gradient has no
+    elements: what is downstream did not depend on them."""
+    roots = [
+        (output, gradient)
+        for output, gradient in zip(outputs, gradients, strict=True)
+        if output.requires_grad and output.shape == gradient.shape
+    ]
     if roots:
         run_backward([output for output, _ in roots], [gradient for _, gradient in roots])
 

@@ -27,7 +27,8 @@ def settled(tensor: Tensor, buffer_memory: Container[int]) -> Tensor:
 
 
 def gradients_of(leaves: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Of the received tensors that have one. At least one tensor: the word that the backward is done."""
+    """Of the received tensors that could have one; those that have none in this backward are without
+    elements. At least one tensor: the word that the backward is done."""
     gradients = [_gradient_of(leaf) for leaf in leaves if leaf.requires_grad]
     return gradients or [_no_gradient(device)]
 
@@ -50,7 +51,8 @@ def memory_of(tensor: Tensor) -> int:
 def _gradient_of(leaf: Tensor) -> Tensor:
     gradient = leaf.grad
     if gradient is None:  # the loss may not depend on every tensor that could have had a gradient
-        return torch.zeros_like(leaf)
+        # Zeros would be one: momentum and weight decay would move what is upstream.
+        return leaf.new_empty((0, *leaf.shape[1:])) if leaf.dim() > 0 else torch.zeros_like(leaf)
     # Autograd may have given a parameter the same memory (x + p.unsqueeze(0) with one sample), and the next
     # backward adds to that while this is still being sent.
     storage = gradient.untyped_storage()

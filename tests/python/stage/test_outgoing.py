@@ -27,10 +27,12 @@ def test_a_gradient_that_a_parameter_shares_is_copied() -> None:
     assert shared.tolist() == [1.0] * 4
 
 
-def test_a_tensor_that_the_loss_does_not_depend_on_has_a_gradient_of_zeros() -> None:
+def test_a_tensor_that_the_loss_does_not_depend_on_has_a_gradient_without_elements() -> None:
     (gradient,) = gradients_of([torch.ones(2, 3, requires_grad=True), torch.ones(1)], _HOST)
-    assert gradient.shape == (2, 3)
-    assert not gradient.any()
+    assert gradient.shape == (0, 3)
+    (of_a_number,) = gradients_of([torch.ones((), requires_grad=True)], _HOST)
+    assert of_a_number.shape == ()
+    assert of_a_number == 0
 
 
 def test_a_backward_without_gradients_says_so_with_one_byte() -> None:
