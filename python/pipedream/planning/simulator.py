@@ -302,28 +302,24 @@ class Replay:
     def send(self, step: PreparedStep, now_ms: float) -> None:
         lane = step.lane
         assert lane is not None
-        arrives_ms = now_ms
+        arrives_ms = self._carry(lane, step, now_ms)
+        if lane.answer is not None:
+            # An asynchronous shard updates what has come, and sends it back. What one is answered queues
+            # behind what it pushes: each line carries as many answers as pushes, whoever's they are.
+            made_ms = arrives_ms + self._stage_times[step.instruction.stage].update_ms
+            self._carry(lane.answer, step, made_ms)
+
+    def _carry(self, lane: Lane, step: PreparedStep, ready_ms: float) -> float:
+        """When what is ready at that time arrives."""
+        arrives_ms = ready_ms
         if lane.link is not None:
-            begin_ms = max(now_ms, self._link_free_ms.get(lane.link, 0.0))
+            begin_ms = max(ready_ms, self._link_free_ms.get(lane.link, 0.0))
             self._link_free_ms[lane.link] = begin_ms + lane.transfer_ms
             arrives_ms = begin_ms + lane.transfer_ms + lane.latency_ms
             item = (step.instruction.minibatch, step.instruction.microbatch)
             self.transfers.append(Transfer(lane.kind, *lane.ends, *item, begin_ms, arrives_ms))
         lane.arrivals_ms.append(arrives_ms)
-        if lane.answer is not None:
-            self._answer(step, lane.answer, arrives_ms)
-
-    def _answer(self, push: PreparedStep, answer: Lane, pushed_ms: float) -> None:
-        """An asynchronous shard updates what has come, and sends it back. What one is answered queues behind
-        what it pushes: each line carries as many answers as pushes, whoever's they are."""
-        assert answer.link is not None
-        made_ms = pushed_ms + self._stage_times[push.instruction.stage].update_ms
-        begin_ms = max(made_ms, self._link_free_ms.get(answer.link, 0.0))
-        self._link_free_ms[answer.link] = begin_ms + answer.transfer_ms
-        arrives_ms = begin_ms + answer.transfer_ms + answer.latency_ms
-        item = (push.instruction.minibatch, push.instruction.microbatch)
-        self.transfers.append(Transfer(answer.kind, *answer.ends, *item, begin_ms, arrives_ms))
-        answer.arrivals_ms.append(arrives_ms)
+        return arrives_ms
 
     def _find_answers(self) -> None:
         """Pushes that no list receives are to asynchronous shards, which answer beside the lists."""
