@@ -19,6 +19,7 @@ from pipedream.common.units import format_bytes
 from pipedream.launch.agreed_run import AgreedRun, wait_for
 from pipedream.links.codec_choice import codec_of_pushes, pushes_factors
 from pipedream.model.factored import Factors
+from pipedream.model.layers import dtype_name
 from pipedream.stage.factors import FactorLayer, are_smaller, mean_product
 from pipedream.stage.gradients import updated_parameters
 
@@ -96,7 +97,7 @@ class FactorChoice:
         codec = codec_of_pushes(self._run.options.links.codec)
 
         def pushed_bytes(layer: FactorLayer) -> int:
-            row = (str(layer.dtype).removeprefix("torch."), 1, layer.weight_bytes)
+            row = (dtype_name(layer.dtype), 1, layer.weight_bytes)
             return _core.channel_bytes([row], codec)[1]
 
         replicas = self._num_replicas(stage)

@@ -26,6 +26,7 @@ from pipedream.links.codec_choice import (
 from pipedream.links.rank_tree import parent_of
 from pipedream.links.state_transfer import PIECE_BYTES
 from pipedream.model.boundary import Boundary, TensorSpec
+from pipedream.model.layers import dtype_name
 from pipedream.planning.plan import Plan
 
 __all__ = [
@@ -229,7 +230,7 @@ class _ChannelList:
         num_residuals: int = 1,
     ) -> None:
         sender, receiver = ends
-        tensors = [(str(s.dtype).removeprefix("torch."), len(s.shape), s.num_bytes) for s in specs]
+        tensors = [(dtype_name(s.dtype), len(s.shape), s.num_bytes) for s in specs]
         self.channels.append(
             RunChannel(
                 name,

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from pipedream import _core
 from pipedream.common.errors import PipelineError
+from pipedream.model.layers import dtype_name
 from pipedream.stage.gradients import GradientFigures, RunStep, figures_of
 from pipedream.stage.pushes import send
 from pipedream.stage.shard_client import EndOfData, ShardClient, own_piece
@@ -270,7 +271,7 @@ class ParameterServer(ShardClient):
                 num_members,
                 mean.data_ptr(),
                 mean.numel(),
-                dtype=str(mean.dtype).removeprefix("torch."),
+                dtype=dtype_name(mean.dtype),
                 num_threads=torch.get_num_threads(),
             )
         else:

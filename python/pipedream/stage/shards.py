@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pipedream import _core, optim
 from pipedream.model.factories import NamedParameters
+from pipedream.model.layers import dtype_name
 
 __all__ = [
     "Chunk",
@@ -116,7 +117,7 @@ class ShardLayout:
         self.num_own = len(named) - num_tied
         self.shared = sorted(shared)
         self._parameters = [parameter for _, parameter in named]
-        rows = [(name, str(p.dtype).removeprefix("torch."), p.numel()) for name, p in named]
+        rows = [(name, dtype_name(p.dtype), p.numel()) for name, p in named]
         _, self._offsets = _core.weight_layout(rows)
         self._tied_begin = self._offsets[self.num_own] if num_tied else 0
         dealt = [index for index in range(len(rows)) if index not in self.shared]

@@ -6,13 +6,14 @@ from torch import Tensor
 
 from pipedream import _core
 from pipedream.model.factories import NamedParameters
+from pipedream.model.layers import dtype_name
 
 __all__ = ["view_like", "weight_layout"]
 
 
 def weight_layout(named: NamedParameters) -> tuple[int, list[int]]:
     """(bytes of one version, offset of each parameter) in a flat slot."""
-    return _core.weight_layout([(name, str(p.dtype).removeprefix("torch."), p.numel()) for name, p in named])
+    return _core.weight_layout([(name, dtype_name(p.dtype), p.numel()) for name, p in named])
 
 
 def view_like(slot: Tensor, offset: int, original: Tensor) -> Tensor:
