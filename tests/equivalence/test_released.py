@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pipedream
@@ -12,6 +14,7 @@ import pytest
 import torch
 from farm import Farm
 from pipedream import Plan
+from pipedream.launch.worker_links import WorkerLinks
 from pipedream.stage import stage_loop, stage_optimizer, stage_runner, weights
 from torch import Tensor, nn
 
@@ -58,6 +61,16 @@ def _what_is_left_of_one(loss_fn: Any, **options: Any) -> tuple[str, list[str]]:
     model = nn.Sequential(_Layer(), nn.LSTM(_WIDTH, _WIDTH), _Last(), _Layer())
     data = [(torch.rand(4, _WIDTH), torch.full((4, _WIDTH), float(i))) for i in range(6)]
     alive: list[tuple[str, Any]] = []
+    num_stages = options.pop("num_stages", 2)
+    plan = _plan(len(model), options.pop("replicas", [1] * num_stages))
+    make_core = WorkerLinks.make_core
+
+    def recorded_core(*args: Any) -> Any:
+        core = make_core(*args)
+        alive.append(("the core", weakref.ref(core)))
+        return core
+
+    WorkerLinks.make_core = recorded_core  # type: ignore[method-assign]
     originals = [kind.__init__ for kind in _KINDS]  # type: ignore[misc]
     for kind, original in zip(_KINDS, originals, strict=True):
 
@@ -74,7 +87,7 @@ def _what_is_left_of_one(loss_fn: Any, **options: Any) -> tuple[str, list[str]]:
     try:
         pipedream.run(
             model,
-            Plan.straight(len(model), options.pop("num_stages", 2)),
+            plan,
             data=data,
             loss_fn=loss_fn,
             optimizer=functools.partial(torch.optim.SGD, lr=0.01),
@@ -85,12 +98,18 @@ def _what_is_left_of_one(loss_fn: Any, **options: Any) -> tuple[str, list[str]]:
     except pipedream.PipelineError as error:
         end = str(error)
     finally:
+        WorkerLinks.make_core = make_core  # type: ignore[method-assign]
         for kind, original in zip(_KINDS, originals, strict=True):
             kind.__init__ = original  # type: ignore[misc]
-    assert {name for name, _ in alive} == {kind.__name__ for kind in _KINDS} | {"a slot"}
+    assert {name for name, _ in alive} == {kind.__name__ for kind in _KINDS} | {"a slot", "the core"}
     left = [name for name, reference in alive if reference() is not None]
     gc.enable()
     return end, left
+
+
+def _plan(num_layers: int, replicas: Sequence[int]) -> Plan:
+    stages = zip(Plan.straight(num_layers, len(replicas)).stages, replicas, strict=True)
+    return Plan(tuple(replace(stage, num_replicas=count) for stage, count in stages))
 
 
 class _Last(nn.Module):
@@ -110,6 +129,20 @@ class _Last(nn.Module):
 def test_nothing_is_left_of_a_run_that_has_ended(farm: Farm, options: dict[str, Any]) -> None:
     # Three runs of a 64 MiB model had 633, 761 and 761 MiB resident: runners held methods of their own.
     for end, left in farm.results(_what_is_left, nn.functional.mse_loss, num_ranks=2, **options):
+        assert (end, left) == ("done", [])
+
+
+@pytest.mark.parametrize(
+    ("replicas", "options"),
+    [((2,), {"schedule": "data_parallel"}), ((2, 1), {}), ((2,), {"sync": "asp"})],
+    ids=str,
+)
+def test_nothing_is_left_of_a_run_with_replicas_that_has_ended(
+    farm: Farm, replicas: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    # The hooks of leaves led back to the leaves: of each run the whole core stayed, with its threads.
+    options = {"replicas": replicas, **options}
+    for end, left in farm.results(_what_is_left, nn.functional.mse_loss, num_ranks=sum(replicas), **options):
         assert (end, left) == ("done", [])
 
 

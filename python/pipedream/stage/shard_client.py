@@ -113,7 +113,8 @@ class ShardClient(StageGradients):
             len(self._leaves(0, 0)),
             feeds_back=push_codec.startswith("topk"),
             factored=() if factors is None else factors.parameters,
-            push_factors=self._push_factors,
+            # Weakly: the leaves' hooks have the pushes, and this has the leaves.
+            push_factors=functools.partial(type(self)._push_factors, weakref.proxy(self)),
         )
         # On a device backwards run on other threads, and the core has one owner.
         self._pushes_early = weights.own.slots[0].device.type == "cpu"
