@@ -28,12 +28,17 @@ from training import (
 
 _NUM_RANKS = 2
 
+# The destructor of a gloo group joins a thread that may be waiting for the GIL, which the destructor has: what a
+# backward reduced refers to a Python object (torch 2.13).
+_kept_groups: list[object] = []
+
 
 def _train_with_ddp(training: Training, store_file: str) -> tuple[list[float], State]:
     """This rank's losses, and the weights."""
     rank = 0 if is_rank_0() else 1
     store = dist.FileStore(store_file, _NUM_RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=_NUM_RANKS)
+    _kept_groups.append(dist.group.WORLD)
     try:
         model = DistributedDataParallel(training.model())
         optimizer = training.optimizer(model.parameters())
