@@ -69,11 +69,18 @@ class RoundPushes:
         self._factored = frozenset(factored)
         self._push_factors = push_factors
         self._complete: set[int] = set()  # of those, in this backward
+        self._accumulated: dict[int, Tensor] = {}
+        """By parameter, of the others, the leaf that has its gradient of this backward."""
         self.gradients: dict[int, Tensor] = {}
-        """By parameter, flat and unscaled: those that are complete before the backward is over."""
+        """By parameter, flat and unscaled: of what has left before the backward is over."""
         self._num_accumulated = [0] * num_parameters  # in this backward
         self._once: list[bool] | None = None  # as the first backward has shown
         self._num_sent = dict.fromkeys(channels, 0)  # chunks of this round
+        self._awaited = {
+            other: [frozenset(piece.parameter for piece in chunk.pieces) for chunk in chunks[other]]
+            for other in channels
+        }
+        """Of each chunk that goes there, the parameters."""
         self._is_open = False
         self._loss_scale = 1.0
         self._num_summed = 1
@@ -90,26 +97,27 @@ class RoundPushes:
         if not self._is_open:
             return
         self._num_accumulated[parameter] += 1
-        if parameter in self.gradients or parameter in self._complete:
+        if parameter in self._accumulated or parameter in self._complete:
             raise PipelineError(
                 "a parameter's gradient was accumulated again after it had been pushed, which the first"
                 " backward had not done: a layer that checkpoints itself must do so in every minibatch"
             )
         if self._once is None or not self._once[parameter]:
             return
-        with _disable_current_modes():  # a meter counts what the backward makes
-            if parameter in self._factored:
-                self._complete.add(parameter)
-                if len(self._complete) == len(self._factored):
-                    assert self._push_factors is not None
+        if parameter in self._factored:
+            self._complete.add(parameter)
+            if len(self._complete) == len(self._factored):
+                assert self._push_factors is not None
+                with _disable_current_modes():  # a meter counts what the backward makes
                     self._push_factors(self._num_summed)
-                return
-            gradient = in_order(leaf.grad, leaf, self._loss_scale)
-            if gradient is None:  # the layer has not given any
-                return
-            self.gradients[parameter] = gradient
-            for other in self._channels:
-                self._send_ready(other)
+            return
+        if leaf.grad is None:  # the layer has not given any
+            return
+        self._accumulated[parameter] = leaf
+        for other, awaited in self._awaited.items():
+            while self._num_sent[other] < len(awaited) and self._has(awaited[self._num_sent[other]]):
+                with _disable_current_modes():  # as above
+                    self._send_next(other)
 
     def send_rest(self, other: int, gradients: Sequence[Tensor | None], num_summed: int) -> None:
         """The backward is over. gradients: all, by parameter, of so many minibatches."""
@@ -123,24 +131,35 @@ class RoundPushes:
         if self._once is None:
             self._once = [count == 1 for count in self._num_accumulated]
         self.gradients = {}
+        self._accumulated = {}
         self._complete = set()
         self._num_accumulated = [0] * len(self._num_accumulated)
         self._num_sent = dict.fromkeys(self._channels, 0)
 
-    def _send_ready(self, other: int) -> None:
-        for chunk in self._chunks[other][self._num_sent[other] :]:
-            if not all(piece.parameter in self.gradients for piece in chunk.pieces):
-                return
-            of_chunk = [self.gradients[piece.parameter] for piece in chunk.pieces]
-            self._send_chunk(other, chunk, of_chunk, self._num_summed)
-            self._num_sent[other] += 1
+    def _has(self, parameters: frozenset[int]) -> bool:
+        return parameters <= self._accumulated.keys()
+
+    def _send_next(self, other: int) -> None:
+        """Of the chunks that go there: all its gradients are complete."""
+        chunk = self._chunks[other][self._num_sent[other]]
+        of_chunk = [self._flat(piece.parameter) for piece in chunk.pieces]
+        self._send_chunk(other, chunk, of_chunk, self._num_summed)
+        self._num_sent[other] += 1
+
+    def _flat(self, parameter: int) -> Tensor | None:
+        if parameter not in self.gradients:
+            leaf = self._accumulated[parameter]
+            gradient = in_order(leaf.grad, leaf, self._loss_scale)
+            assert gradient is not None
+            self.gradients[parameter] = gradient
+        return self.gradients[parameter]
 
     def _send_chunk(
         self, other: int, chunk: Chunk, gradients: Sequence[Tensor | None], num_summed: int
     ) -> None:
         # With feedback even a gradient that there is not has what was left out of those before it.
         always = self._feeds_back and self._dtypes[other].is_floating_point
-        flags = torch.tensor([always or gradient is not None for gradient in gradients]).to(torch.uint8)
+        flags = torch.tensor([always or part is not None for part in gradients], dtype=torch.uint8)
         fields = _core.ItemFields(num_minibatches=num_summed)
         content = _content(chunk, gradients).view(self._dtypes[other])
         send(self._core, self._channels[other], [flags, content], fields)
@@ -158,11 +177,22 @@ def _content(chunk: Chunk, gradients: Sequence[Tensor | None]) -> Tensor:
     if gradient is not None and first.num_bytes == chunk.num_bytes:
         return bytes_of(gradient[first.first : first.first + first.count])
     device = next((gradient.device for gradient in gradients if gradient is not None), None)
-    content = torch.zeros(chunk.num_bytes, dtype=torch.uint8, device=device)
-    for piece, of_piece in zip(chunk.pieces, gradients, strict=True):
-        if of_piece is not None:
-            target = content[piece.begin_bytes : piece.begin_bytes + piece.num_bytes]
-            target.copy_(bytes_of(of_piece[piece.first : piece.first + piece.count]))
+    content = torch.empty(chunk.num_bytes, dtype=torch.uint8, device=device)
+    places = content.split_with_sizes(chunk.split_bytes)
+    zeros = [gap for gap in places[::2] if gap.numel()]  # codecs read what lies between, too
+    targets, sources = [], []
+    for piece, place, of_piece in zip(chunk.pieces, places[1::2], gradients, strict=True):
+        if of_piece is None:
+            zeros.append(place)
+            continue
+        targets.append(place)
+        whole = bytes_of(of_piece)
+        first_byte = piece.first * of_piece.element_size()
+        sources.append(whole if piece.is_whole else whole[first_byte : first_byte + piece.num_bytes])
+    if targets:
+        torch._foreach_copy_(targets, sources)
+    if zeros:
+        torch._foreach_zero_(zeros)
     return content
 
 

@@ -8,6 +8,7 @@ replica updates for itself, as all have its whole gradient, is in no chunk. Pure
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -89,6 +90,15 @@ class Chunk:
     @property
     def num_bytes(self) -> int:
         return self.end_bytes - self.begin_bytes
+
+    @functools.cached_property
+    def split_bytes(self) -> list[int]:
+        """What lies before each piece, of no piece, and the piece, in turn, to its end."""
+        sizes, end_bytes = [], 0
+        for piece in self.pieces:
+            sizes += [piece.begin_bytes - end_bytes, piece.num_bytes]
+            end_bytes = piece.begin_bytes + piece.num_bytes
+        return [*sizes, self.num_bytes - end_bytes]
 
     @property
     def position(self) -> tuple[bool, int]:
