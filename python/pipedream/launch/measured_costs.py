@@ -18,14 +18,20 @@ from typing import NamedTuple
 from pipedream.planning.formulas import parameter_bytes_of
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.plan import Plan, Stage
-from pipedream.planning.runtime_costs import POSITIONS, ItemCost, PositionCosts, RuntimeCosts
+from pipedream.planning.runtime_costs import (
+    POSITIONS,
+    WORK_KINDS,
+    ItemCost,
+    PositionCosts,
+    RuntimeCosts,
+    SyncCost,
+)
 from pipedream.planning.shared_cores import SharedHost
 from pipedream.planning.spread import Spread
 from pipedream.report.result import RunResult, WorkSpan
 
 __all__ = ["Runs", "runtime_costs"]
 
-_KINDS = ("FORWARD", "BACKWARD", "UPDATE")
 _DISCARDED_SHARE = 0.2  # of a run's items: warm-up, and what memory is measured in
 _SHARE_MIN = 0.05  # of the time: less says nothing of how workers slow each other
 _FEW_BYTES = 65536  # below, what replicas exchange costs messages, not bytes
@@ -87,7 +93,6 @@ def runtime_costs(profile: Profile, plan: Plan, runs: Runs) -> RuntimeCosts:
         straight[_Key(stage, "UPDATE", True)].compute_ms - update_ms - update_ms_per_byte * stage_bytes[stage]
         for stage in copied
     )
-    sync_ms, sync_ms_per_byte = _sync(shared, one, sum(stage_bytes), update_ms_per_byte)
     return RuntimeCosts(
         positions=_positions(profile, plan, one, straight, cut, runs.num_microbatches),
         forward_share=_share("FORWARD", straight, cut, last, runs.num_microbatches),
@@ -95,8 +100,7 @@ def runtime_costs(profile: Profile, plan: Plan, runs: Runs) -> RuntimeCosts:
         update_ms=update_ms,
         update_ms_per_byte=update_ms_per_byte,
         copy_ms_per_byte=max(0.0, copies_ms) / max(1, sum(stage_bytes[stage] for stage in copied)),
-        sync_ms=sync_ms,
-        sync_ms_per_byte=sync_ms_per_byte,
+        sync=_sync(shared, one, sum(stage_bytes), update_ms_per_byte),
         latency_ms=_latency_ms(runs.in_turn),
         cut_bytes=profile.layers[plan.stages[0].last_layer].activation_bytes if last else 0,
         num_cores=host.num_cores,
@@ -196,7 +200,7 @@ def _share_together(result: RunResult) -> float:
 
 
 def _spread(runs: Iterable[_Items]) -> Spread:
-    times: dict[str, list[list[float]]] = {kind: [] for kind in _KINDS}
+    times: dict[str, list[list[float]]] = {kind: [] for kind in WORK_KINDS}
     for items in runs:
         for key, rows in items.items():
             times[key.kind].append([item.work_ms for item in rows])
@@ -321,21 +325,21 @@ def _sync(
     one: Mapping[_Key, _Item],
     num_bytes: int,
     update_ms_per_byte: float,
-) -> tuple[float, float]:
+) -> dict[str, SyncCost]:
     """What replicas exchange costs a worker per round, of which each of the two does half of the update: all
     per byte, unless the parameters are so few that it is the messages' cost."""
-
-    def rest_ms(items: Mapping[_Key, _Item], worker: int) -> float:
-        own_ms = sum(items[_Key(worker, kind, True)].own_ms for kind in _KINDS)
-        return own_ms + items[_Key(worker, "UPDATE", True)].compute_ms
-
-    known_ms = rest_ms(one, 0) - update_ms_per_byte * num_bytes / 2
-    workers = {key.worker for key in shared}
-    extra_ms = max(0.0, statistics.fmean(rest_ms(shared, worker) for worker in workers) - known_ms)
     exchanged = num_bytes / 2
-    if exchanged < _FEW_BYTES:
-        return extra_ms, 0.0
-    return 0.0, extra_ms / exchanged
+    workers = {key.worker for key in shared}
+
+    def cost_of(kind: str) -> SyncCost:
+        alone_ms = one[_Key(0, kind, True)].work_ms
+        if kind == "UPDATE":
+            alone_ms -= update_ms_per_byte * num_bytes / 2
+        beside_ms = statistics.fmean(shared[_Key(worker, kind, True)].work_ms for worker in workers)
+        extra_ms = max(0.0, beside_ms - alone_ms)
+        return SyncCost(extra_ms) if exchanged < _FEW_BYTES else SyncCost(0.0, extra_ms / exchanged)
+
+    return {kind: cost_of(kind) for kind in WORK_KINDS}
 
 
 def _latency_ms(in_turn: Sequence[RunResult]) -> float:

@@ -123,6 +123,7 @@ def _times(
         update_ms=(cost.update_ms + (cost.copy_ms if num_versions > 1 else 0.0)) / speed,
         shard_ms=cost.shard_ms * share.pulled,
         push_ms=cost.shard_ms * share.pushed,
+        sync_latency_ms=cost.sync_latency_ms,
     )
 
 

@@ -24,10 +24,12 @@ from pipedream.planning.spread import EVEN, Spread
 __all__ = [
     "FREE",
     "POSITIONS",
+    "WORK_KINDS",
     "ItemCost",
     "PositionCosts",
     "RuntimeCosts",
     "StageCosts",
+    "SyncCost",
     "costs_of",
     "layer_cost_ms",
     "runtime_of",
@@ -36,6 +38,7 @@ __all__ = [
 
 POSITIONS = ("only", "first", "middle", "last")
 """Of a stage: what its items do beside the model differs."""
+WORK_KINDS = ("FORWARD", "BACKWARD", "UPDATE")
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,19 @@ class PositionCosts:
 
 
 @dataclass(frozen=True)
+class SyncCost:
+    """What replicas exchange costs a worker in each round, in one kind of its work items: gradients leave
+    during the backward, versions come before a forward, and both push the model out of the caches."""
+
+    ms: float = 0.0
+    ms_per_byte: float = 0.0
+    """Of what a replica sends to, or takes from, one other."""
+
+    def of(self, num_bytes: float) -> float:
+        return self.ms + self.ms_per_byte * num_bytes
+
+
+@dataclass(frozen=True)
 class RuntimeCosts:
     """All in milliseconds, or shares, or milliseconds per byte."""
 
@@ -92,10 +108,8 @@ class RuntimeCosts:
     """Of parameters, besides."""
     copy_ms_per_byte: float
     """Besides, where the next version is not written in place."""
-    sync_ms: float
-    """Of an update that replicas share, besides."""
-    sync_ms_per_byte: float
-    """Of what a replica sends to, or takes from, one other; besides."""
+    sync: Mapping[str, SyncCost]
+    """By WORK_KINDS, where replicas share the updates, besides."""
     latency_ms: float
     """From when an item is sent until its receiver has it, on a link that is otherwise idle."""
     cut_bytes: int
@@ -122,6 +136,9 @@ class RuntimeCosts:
         }
         for name in ("forward_share", "backward_share"):
             figures[name] = _item_from(f"runtime.{name}", given[name])
+        sync = check_object("runtime.sync", given["sync"])
+        require(sync, WORK_KINDS, "runtime.sync.")
+        figures["sync"] = {kind: _sync_from(kind, sync[kind]) for kind in WORK_KINDS}
         figures["spread"] = Spread.from_dict("runtime.spread", given["spread"])
         figures["cut_bytes"] = check_whole("runtime.cut_bytes", given["cut_bytes"])
         figures["num_cores"] = check_whole("runtime.num_cores", given["num_cores"], at_least=1)
@@ -131,6 +148,7 @@ class RuntimeCosts:
         return cls(**figures)
 
 
+_NO_SYNC = dict.fromkeys(WORK_KINDS, SyncCost())
 _NOTHING = PositionCosts(ItemCost(), ItemCost(), 0.0)
 FREE = RuntimeCosts(
     positions=dict.fromkeys(POSITIONS, _NOTHING),
@@ -139,8 +157,7 @@ FREE = RuntimeCosts(
     update_ms=0.0,
     update_ms_per_byte=0.0,
     copy_ms_per_byte=0.0,
-    sync_ms=0.0,
-    sync_ms_per_byte=0.0,
+    sync=_NO_SYNC,
     latency_ms=0.0,
     cut_bytes=0,
     num_cores=1,
@@ -161,6 +178,8 @@ class StageCosts:
     """Besides, where several versions are kept."""
     shard_ms: float = 0.0
     """Of a replica's shard, pushed or pulled, on its way to one other replica."""
+    sync_latency_ms: float = 0.0
+    """Besides, of each."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -168,13 +187,15 @@ class StageCosts:
     @classmethod
     def from_dict(cls, where: str, value: object) -> StageCosts:
         given = check_object(where, value)
-        require(given, [field.name for field in fields(cls)], where + ".")
+        require(given, ("forward", "backward", "update_ms", "copy_ms", "shard_ms"), where + ".")
         return cls(
             forward=_item_from(f"{where}.forward", given["forward"]),
             backward=_item_from(f"{where}.backward", given["backward"]),
             update_ms=check_number(f"{where}.update_ms", given["update_ms"]),
             copy_ms=check_number(f"{where}.copy_ms", given["copy_ms"]),
             shard_ms=check_number(f"{where}.shard_ms", given["shard_ms"]),
+            # Plans of before there was one do not have it.
+            sync_latency_ms=check_number(f"{where}.sync_latency_ms", given.get("sync_latency_ms", 0.0)),
         )
 
     @property
@@ -203,20 +224,25 @@ def stage_costs(
         update_ms = position.update_ms
         if num_bytes:
             update_ms += runtime.update_ms + runtime.update_ms_per_byte * num_bytes / replicas
-        if replicas > 1:
-            # A replica pushes (r - 1) / r of its gradients and pulls as much of the versions.
-            update_ms += runtime.sync_ms + runtime.sync_ms_per_byte * num_bytes * (replicas - 1) / replicas
+        # A replica pushes (r - 1) / r of its gradients and pulls as much of the versions.
+        exchanged = num_bytes * (replicas - 1) / replicas
+        sync_ms = {kind: cost.of(exchanged) if replicas > 1 else 0.0 for kind, cost in runtime.sync.items()}
         costs.append(
             StageCosts(
                 forward=runtime.forward_share.scaled(
                     sum(layer.forward_ms for layer in layers) * position.forward_scale
-                ).plus(_sending(position.forward, behind, runtime.cut_bytes)),
+                )
+                .plus(_sending(position.forward, behind, runtime.cut_bytes))
+                .plus(ItemCost(minibatch_ms=sync_ms["FORWARD"])),
                 backward=runtime.backward_share.scaled(
                     sum(layer.backward_ms for layer in layers) * position.backward_scale
-                ).plus(_sending(position.backward, before, runtime.cut_bytes)),
-                update_ms=update_ms,
+                )
+                .plus(_sending(position.backward, before, runtime.cut_bytes))
+                .plus(ItemCost(minibatch_ms=sync_ms["BACKWARD"])),
+                update_ms=update_ms + sync_ms["UPDATE"],
                 copy_ms=runtime.copy_ms_per_byte * num_bytes / replicas,
                 shard_ms=1e3 * num_bytes / replicas / bytes_per_s[stage_index] if replicas > 1 else 0.0,
+                sync_latency_ms=runtime.latency_ms if replicas > 1 else 0.0,
             )
         )
     return costs
@@ -270,6 +296,14 @@ def _position_from(name: str, value: object) -> PositionCosts:
             for name in ("update_ms", "forward_scale", "backward_scale")
         ),
     )
+
+
+def _sync_from(kind: str, value: object) -> SyncCost:
+    where = f"runtime.sync.{kind}"
+    given = check_object(where, value)
+    names = [field.name for field in fields(SyncCost)]
+    require(given, names, where + ".")
+    return SyncCost(*(check_number(f"{where}.{name}", given[name]) for name in names))
 
 
 def _item_from(where: str, value: object) -> ItemCost:

@@ -77,8 +77,9 @@ class StageTimes:
     `recompute_ms` None stands for forward_ms. `later_forward_ms` and `later_backward_ms` are of all
     microbatches of a minibatch but the first, which meets a new version and no gradients; None: as the first.
     `shard_ms` is how long a replica's shard, pushed or pulled, is on its way to one other replica; `push_ms`
-    is of what is pushed, where that is not as much. Raises ValueError naming the field for what is negative
-    or not finite.
+    is of what is pushed, where that is not as much; `sync_latency_ms` is besides, as a link's.
+
+    Raises ValueError naming the field for what is negative or not finite.
     """
 
     forward_ms: float
@@ -89,9 +90,10 @@ class StageTimes:
     later_forward_ms: float | None = None
     later_backward_ms: float | None = None
     push_ms: float | None = None
+    sync_latency_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("forward_ms", "backward_ms", "update_ms", "shard_ms"):
+        for name in ("forward_ms", "backward_ms", "update_ms", "shard_ms", "sync_latency_ms"):
             check_number(name, getattr(self, name))
         for name in ("recompute_ms", "later_forward_ms", "later_backward_ms", "push_ms"):
             if getattr(self, name) is not None:
@@ -372,7 +374,8 @@ class Replay:
             if edge.from_stage == edge.to_stage:  # between its replicas
                 of_stage = self._stage_times[edge.from_stage]
                 is_shard = edge.kind == "pull" or of_stage.push_ms is None
-                times = (of_stage.shard_ms if is_shard else of_stage.push_ms or 0.0, 0.0)
+                item_ms = of_stage.shard_ms if is_shard else of_stage.push_ms or 0.0
+                times = (item_ms, of_stage.sync_latency_ms)
             else:
                 boundary = self._transfer_times[min(edge.from_stage, edge.to_stage)]
                 times = (boundary.of(edge.kind), boundary.latency_ms)

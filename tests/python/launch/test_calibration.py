@@ -87,13 +87,22 @@ def test_known_costs_are_recovered_from_spans(monkeypatch: pytest.MonkeyPatch) -
     assert costs.update_ms_per_byte * (1 << 20) == pytest.approx(0.2, rel=1e-2)
     assert costs.copy_ms_per_byte * (1 << 20) == pytest.approx(0.3, rel=1e-2)
     # Half of an update's 0.4 ms are the other replica's; what is left is what they exchange, a MiB each.
-    assert costs.sync_ms_per_byte * (1 << 20) == pytest.approx(0.2, rel=1e-2)
+    assert costs.sync["UPDATE"].of(1 << 20) == pytest.approx(0.2, rel=1e-2)
+    assert costs.sync["FORWARD"].of(1 << 20) == costs.sync["BACKWARD"].of(1 << 20) == 0.0
     for position in costs.positions.values():
         assert position.forward.first(1) == pytest.approx(_OWN_MS["FORWARD"], rel=1e-3)
         assert position.backward.later(4) == pytest.approx(_OWN_MS["BACKWARD"], rel=1e-3)
         assert position.update_ms == pytest.approx(_OWN_MS["UPDATE"], rel=1e-3)
     assert costs.cut_bytes == 4000
     assert all(factors == pytest.approx([1.0] * 20, abs=1e-3) for factors in costs.spread.factors.values())
+
+
+def test_what_leaves_during_a_backward_is_a_cost_of_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    shared = _results(*(_spans(replica, 1, 3.25, 7.0, 0.5) for replica in range(2)))
+    costs = runtime_costs(_PROFILE, _STRAIGHT, _known_runs(shared=shared))
+    assert costs.sync["FORWARD"].of(1 << 20) == pytest.approx(0.25, rel=1e-2)
+    assert costs.sync["BACKWARD"].of(1 << 20) == pytest.approx(1.0, rel=1e-2)
 
 
 def test_items_that_were_done_alone_count_as_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

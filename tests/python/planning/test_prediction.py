@@ -18,6 +18,7 @@ from pipedream.planning.runtime_costs import (
     ItemCost,
     PositionCosts,
     RuntimeCosts,
+    SyncCost,
     runtime_of,
     stage_costs,
 )
@@ -97,12 +98,17 @@ def test_what_is_sent_costs_by_its_bytes() -> None:
 
 
 def test_replicas_share_an_update_and_pay_for_what_they_exchange() -> None:
-    profile = _profile(update_ms_per_byte=0.001, sync_ms=0.5, sync_ms_per_byte=0.01)
+    sync = {"FORWARD": SyncCost(0.25), "BACKWARD": SyncCost(0.0, 0.001), "UPDATE": SyncCost(0.5, 0.01)}
+    profile = _profile(update_ms_per_byte=0.001, sync=sync, latency_ms=0.125)
     runtime = runtime_of(profile)
     assert runtime is not None
+    (alone,) = stage_costs(profile, runtime, (Stage(0, 3),), (1e6,))
     (stage,) = stage_costs(profile, runtime, (Stage(0, 3, 2),), (1e6,))
     assert stage.update_ms == pytest.approx(4000 * 0.001 / 2 + 0.5 + 4000 * 0.01 / 2)
+    assert stage.forward.first(1) - alone.forward.first(1) == pytest.approx(0.25)
+    assert stage.backward.first(1) - alone.backward.first(1) == pytest.approx(4000 * 0.001 / 2)
     assert stage.shard_ms == pytest.approx(2.0)
+    assert (stage.sync_latency_ms, alone.sync_latency_ms) == (0.125, 0.0)
 
 
 def test_latency_is_paid_where_a_worker_waits_for_it() -> None:
