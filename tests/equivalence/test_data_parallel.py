@@ -28,8 +28,8 @@ from training import (
 
 _NUM_RANKS = 2
 
-# The destructor of a gloo group joins a thread that may be waiting for the GIL, which the destructor has: what a
-# backward reduced refers to a Python object (torch 2.13).
+# The destructor of a gloo group joins a thread that may be waiting for the GIL, which the destructor has:
+# what a backward reduced refers to a Python object (torch 2.13).
 _kept_groups: list[object] = []
 
 
