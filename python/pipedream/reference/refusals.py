@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,14 @@ from pipedream.model.precision import autocast_dtype
 from pipedream.model.stage_module import Tie
 from pipedream.reference.versions import SCHEDULES
 
-__all__ = ["check_asynchronous", "check_microbatches", "check_replicas", "check_sync_every", "check_ties"]
+__all__ = [
+    "check_asynchronous",
+    "check_drained_at",
+    "check_microbatches",
+    "check_replicas",
+    "check_sync_every",
+    "check_ties",
+]
 
 
 def check_microbatches(
@@ -87,6 +95,23 @@ def check_sync_every(
         what = "max_grad_norm" if max_grad_norm is not None else "autocast 'float16'"
         raise ValueError(
             f"sync_every is {sync_every} with {what}, but replicas that update alone have no common gradient"
+        )
+
+
+def check_drained_at(
+    drained_at: Sequence[int], num_replicas: Sequence[int], sync: str, sync_every: int, autocast: Any
+) -> None:
+    """Raises ValueError for boundaries inside of a round, and for what does not begin anew at one."""
+    multiple = math.lcm(*num_replicas)
+    for minibatch in drained_at:
+        check_whole("drained_at", minibatch, at_least=0)
+        if minibatch % multiple != 0:
+            raise ValueError(
+                f"drained_at names minibatch {minibatch}, inside of a round: give multiples of {multiple}"
+            )
+    if drained_at and (sync == "asp" or sync_every > 1 or autocast_dtype(autocast) == torch.float16):
+        raise ValueError(
+            "drained_at goes with sync 'bsp', 'ssp' and 'allreduce', without sync_every and float16"
         )
 
 

@@ -25,6 +25,7 @@ from pipedream.reference.batch_norms import MinibatchStatistics
 from pipedream.reference.cuts import CutFunction
 from pipedream.reference.refusals import (
     check_asynchronous,
+    check_drained_at,
     check_microbatches,
     check_replicas,
     check_sync_every,
@@ -78,8 +79,10 @@ def run(
     seed: int | None = None,
     across_cut: CutFunction | None = None,
     update_orders: Sequence[Sequence[UpdateOrder]] | None = None,
+    drained_at: Sequence[int] = (),
 ) -> ReferenceResult:
-    """Trains the model in place as the schedule would. Arguments as pipedream.run's, but for across_cut.
+    """Trains the model in place as the schedule would. Arguments as pipedream.run's, but for across_cut,
+    update_orders and drained_at.
 
     The gradients of round j, taken at the versions that their minibatches read (see Versions), update each
     stage's newest version j to version j + 1. Buffers are not versioned. sync: bsp, allreduce or ssp, with
@@ -91,12 +94,15 @@ def run(
     with naive only, whose recomputed forward reads the newest version. Raises ValueError or TypeError for
     what cannot be run. across_cut(sender, receiver, tensor_index, tensor): what a floating-point activation,
     or coming back a gradient, becomes between two stages; called in the order of the microbatches, returns a
-    new tensor. None: they stay as they are. Sources: PipeDream (SOSP'19), section 3.3; PipeDream-2BW
-    (ICML'21), section 3.1; GPipe (NeurIPS'19), section 2; design.md, section 4.
+    new tensor. None: they stay as they are. drained_at: minibatches before which the pipeline had drained, as
+    RunResult.drained_at has them: they, and those after them, read no older version than was there. Sources:
+    PipeDream (SOSP'19), section 3.3; PipeDream-2BW (ICML'21), section 3.1; GPipe (NeurIPS'19), section 2;
+    design.md, section 4.
     """
     num_replicas = [stage.num_replicas for stage in plan.stages]
     check_replicas(schedule, num_replicas, sync, staleness)
-    versions = Versions(schedule, list(plan.in_flight), num_replicas, staleness)
+    versions = Versions(schedule, list(plan.in_flight), num_replicas, staleness, drained_at)
+    check_drained_at(drained_at, num_replicas, sync, sync_every, autocast)
     check_microbatches(schedule, microbatches, plan.in_flight, num_replicas)
     recomputed = _recomputed_stages(recompute, len(plan.stages))
     check_sync_every(sync_every, num_replicas, sync, max_grad_norm, autocast)

@@ -18,13 +18,20 @@ class Versions:
     """Which versions a schedule reads, and which minibatches make one: the table of design.md, section 4."""
 
     def __init__(
-        self, schedule: str, in_flight: Sequence[int], num_replicas: Sequence[int], staleness: int
+        self,
+        schedule: str,
+        in_flight: Sequence[int],
+        num_replicas: Sequence[int],
+        staleness: int,
+        drained_at: Sequence[int] = (),
     ) -> None:
+        """drained_at: minibatches before which everything had been updated, beside the first."""
         check_choice("schedule", schedule, SCHEDULES)
         self._schedule = schedule
         self._in_flight = in_flight
         self._num_replicas = num_replicas
         self._staleness = staleness
+        self._drained_at = drained_at
 
     @property
     def drains(self) -> bool:
@@ -37,13 +44,12 @@ class Versions:
         replicas, in_flight = self._num_replicas[stage_index], self._in_flight[stage_index]
         if self.drains:
             return minibatch // self.minibatches_per_round(stage_index)
+        oldest = self._oldest(stage_index, minibatch)
         if self._schedule == "2bw":
-            return max(0, minibatch // replicas - 1)
+            return max(oldest, minibatch // replicas - 1)
         if self._schedule == "vertical_sync":
-            input_replicas = self._num_replicas[0]
-            seen = max(0, minibatch // input_replicas - self._in_flight[0] + 1)
-            return seen * input_replicas // replicas
-        return max(0, minibatch // replicas - in_flight + 1 - self._staleness)
+            return max(oldest, self._seen_at_input(minibatch) // replicas)
+        return max(oldest, minibatch // replicas - in_flight + 1 - self._staleness)
 
     def of_backward(self, stage_index: int, minibatch: int) -> int:
         if self._schedule == "naive":
@@ -56,9 +62,18 @@ class Versions:
         older, where stages read different versions, else what the owner reads."""
         if self.drains or self._schedule == "2bw":
             return self.of_forward(owner, minibatch)
+        seen = self._seen_at_input(minibatch) // self._num_replicas[owner]
+        return max(self._oldest(owner, minibatch), seen - self._staleness)
+
+    def _seen_at_input(self, minibatch: int) -> int:
+        """Minibatches whose updates the input stage has made when it forwards this one."""
         input_replicas = self._num_replicas[0]
-        seen = max(0, minibatch // input_replicas - self._in_flight[0] + 1)
-        return max(0, seen * input_replicas // self._num_replicas[owner] - self._staleness)
+        return max(0, minibatch // input_replicas - self._in_flight[0] + 1) * input_replicas
+
+    def _oldest(self, stage_index: int, minibatch: int) -> int:
+        """The version that was there when the pipeline last began, before the minibatch."""
+        begun = max((first for first in self._drained_at if first <= minibatch), default=0)
+        return begun // self.minibatches_per_round(stage_index)
 
     @property
     def num_scales_in_flight(self) -> int:
