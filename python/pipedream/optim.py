@@ -123,6 +123,12 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._own_state()
 
     @torch.no_grad()
+    def displace_state(self) -> None:
+        """Copies the state into memory of this optimizer's own, and gives up what place_state gave it."""
+        self._placed.clear()
+        self._own_state()
+
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, and of torch's optimizers too. The state is copied, into placed memory where there is
         some."""

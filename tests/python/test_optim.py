@@ -320,6 +320,22 @@ def test_state_lives_where_it_is_placed(name: str, options: dict[str, Any]) -> N
     step_both(native, of_torch, 3, 6)
 
 
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_displaced_state_goes_on_in_memory_of_the_optimizers_own(name: str, options: dict[str, Any]) -> None:
+    parameters = make_parameters()
+    expected = copies_of(parameters)
+    native = native_of(name)(parameters, lr=0.05, **options)
+    placed = place(native)
+    of_torch = torch_of(name)(expected, lr=0.05, **options)
+    step_both(native, of_torch, 0, 3)
+    native.displace_state()
+    for tensor in placed:
+        tensor.fill_(float("nan"))
+    step_both(native, of_torch, 3, 5)
+    place(native)
+    step_both(native, of_torch, 5, 7)
+
+
 def test_state_may_be_placed_after_it_was_loaded() -> None:
     parameters = make_parameters()
     expected = copies_of(parameters)

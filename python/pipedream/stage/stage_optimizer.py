@@ -107,6 +107,15 @@ class StageOptimizer:
 
         self._native.place_state(make)
 
+    def leave_slots(self) -> None:
+        """Between two runs over slots of their own: nothing here lies in a slot any more, and place_state()
+        gives the state a place again."""
+        if self._native is not None:
+            self._native.displace_state()
+            return
+        for master in self._masters:  # the next step points it into a slot again
+            master.data = torch.empty_like(master.data)
+
     def torch_state_bytes(self) -> int:
         """What the optimizer keeps outside the slots of place_state, each tensor once. Of one that has such
         slots that is a number per parameter, and not counted."""

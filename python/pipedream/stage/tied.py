@@ -10,9 +10,9 @@ version, in the owner's rounds vertical sync's where stages would differ (design
 
 With replicas the gradient goes to the owner's replica that has i, and each replica of the owner sends every
 replica of a user the pieces of the version that it has updated. The program says when (transfers.h); here is
-what is sent, and what becomes of what is received. Version v lies in slot v mod K, K = versions kept: it is
-overwritten by v + K, right after the backward of the last minibatch that reads it. Owned by the worker's
-compute thread.
+what is sent, and what becomes of what is received. Version v lies in slot (v - v0) mod K, of K versions that
+are kept and v0, which is there at the start: it is overwritten by v + K, right after the backward of the last
+minibatch that reads it. Owned by the worker's compute thread.
 """
 
 from __future__ import annotations
@@ -57,11 +57,12 @@ class _Group:
         self.owner = owner
         self.versions = versions
         self.pieces = pieces
-        self.newest_of = [_core.rounds_of(schedule, owner).first_version] * len(pieces)
+        self._first = _core.rounds_of(schedule, owner).first_version
+        self.newest_of = [self._first] * len(pieces)
         """By replica of the owner, what has come from there; of what the stage owns itself, what is there."""
 
     def slot_of(self, version: int) -> int:
-        return version % self.versions.num_slots
+        return (version - self._first) % self.versions.num_slots
 
     def slot_read_by(self, minibatch: int) -> int:
         return self.slot_of(_core.tied_version(self._schedule, self.owner, minibatch))

@@ -105,6 +105,31 @@ def test_the_state_of_native_optimizers_is_placed_and_counted_once(factory: Any,
         assert optimizer.torch_state_bytes() == sum(v.numel() * v.element_size() for v in state)
 
 
+@pytest.mark.parametrize("name", _FACTORIES)
+def test_an_optimizer_goes_from_slots_to_others_with_its_state(name: str) -> None:
+    factory, plain_factory = _FACTORIES[name]
+    stage, versions, stage_optimizer = _make(factory, 2)
+    named = stage.trainable_parameters()
+    plain = [nn.Parameter(p.detach().clone()) for _, p in named]
+    optimizer = plain_factory(plain)
+    for step in range(6):
+        if step in (2, 3):
+            versions.restore(step % 2)
+            stage_optimizer.leave_slots()
+            for slot in versions.slots:
+                slot.fill_(0xFF)  # somebody else's by now
+            stage_optimizer.place_state(slots_for(named, stage_optimizer.num_placed_states))
+            versions = versions_of(stage, 2)
+            versions.copy_version(0, step % 2)
+        read, write = versions.leaves(step % 2), versions.leaves((step + 1) % 2)
+        stage_optimizer.step(read, write, _gradients(read, step))
+        for parameter, gradient in zip(plain, _gradients(plain, step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        for leaf, parameter in zip(write, plain, strict=True):
+            torch.testing.assert_close(leaf.detach(), parameter.detach(), rtol=1e-12, atol=0)
+
+
 def test_a_stage_without_parameters_has_no_optimizer_and_its_steps_do_nothing() -> None:
     optimizer = StageOptimizer(_SGD, [], _STEP_LR)
     assert optimizer.optimizer is None

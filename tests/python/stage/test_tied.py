@@ -40,10 +40,10 @@ def _gradient(minibatch: int, stage: int) -> float:
     return (minibatch + 1) * 10.0**stage
 
 
-def _contents(first_user: int, num_stages: int) -> list[float]:
-    """Of versions 0, 1, ...: a step of plain descent at rate 1 each."""
+def _contents(first_user: int, num_stages: int, first_minibatch: int) -> list[float]:
+    """Of the version at the start and those after it: a step of plain descent at rate 1 each."""
     contents = [100.0]
-    for minibatch in range(_NUM_MINIBATCHES):
+    for minibatch in range(first_minibatch, _NUM_MINIBATCHES):
         contents.append(
             contents[-1] - sum(_gradient(minibatch, stage) for stage in range(first_user, num_stages))
         )
@@ -58,7 +58,7 @@ class _Stage:
     ) -> None:
         self._options = options
         self._stage = stage.stage_index
-        self._contents = _contents(first_user, options.num_stages)
+        self.contents = _contents(first_user, options.num_stages, options.first_minibatch)
         parameter = ties[0].parameter
         named = [(name, p) for name, p in stage.trainable_parameters() if p is parameter]
         num_slots = _core.num_tied_versions_kept(options, first_user)
@@ -85,7 +85,8 @@ class _Stage:
 
     def _check_version(self, minibatch: int) -> nn.Parameter:
         leaf = self._versions.leaves(self.tied.slots_read_by(minibatch)[self._owner])[0]
-        wanted = self._contents[_core.tied_version(self._options, self._owner, minibatch)]
+        version = _core.tied_version(self._options, self._owner, minibatch)
+        wanted = self.contents[version - self._options.first_minibatch]
         assert leaf.tolist() == [wanted] * 3, f"stage {self._stage}, minibatch {minibatch}"
         return leaf
 
@@ -107,10 +108,14 @@ def _assert_all_uses_agree(
     placement: _core.Placement | None = None,
     *,
     first_user: int = 0,
+    first_minibatch: int = 0,
 ) -> set[str]:
-    """first_user: the stage that owns the parameter; all after it use it."""
+    """first_user: the stage that owns the parameter; all after it use it. first_minibatch: with which the
+    programs begin."""
     modules, ties = _stages(len(in_flight), first_user)
-    options = _core.ScheduleOptions(schedule, in_flight, microbatches, placement, ties=tie_pairs(ties))
+    options = _core.ScheduleOptions(
+        schedule, in_flight, microbatches, placement, ties=tie_pairs(ties), first_minibatch=first_minibatch
+    )
     stages = {
         module.stage_index: _Stage(options, module, ties, first_user) for module in modules[first_user:]
     }
@@ -128,7 +133,7 @@ def _assert_all_uses_agree(
     travelled = replay(options, _NUM_MINIBATCHES, transfers, compute)
     for index, stage in stages.items():
         assert len(stage.tied.owned_leaves(0)) == (1 if index == first_user else 0)
-        assert stage.final == [_contents(first_user, len(in_flight))[-1]] * 3
+        assert stage.final == [stage.contents[-1]] * 3
     return travelled
 
 
@@ -148,6 +153,11 @@ def test_a_parameter_first_used_downstream_reads_as_many_versions_back_as_the_in
     schedule: str,
 ) -> None:
     _assert_all_uses_agree(schedule, [4, 3, 2, 1], 4, first_user=1)
+
+
+@pytest.mark.parametrize("schedule", _SCHEDULES)
+def test_programs_that_begin_later_begin_with_the_version_that_is_there(schedule: str) -> None:
+    _assert_all_uses_agree(schedule, [3, 2, 1], 3, first_minibatch=4)
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
