@@ -22,6 +22,7 @@ from mishaps import (
     Mishap,
     be_killed,
     be_stopped,
+    minibatches,
     model_with,
     noted,
     run,
@@ -103,6 +104,35 @@ def test_a_rank_that_dies_or_stops_in_its_rehearsal_is_named_by_its_links(
     model, _ = _in_rehearsal(mishap, str(tmp_path / "note"))
     outcomes = farm.run(run_until_lost, model, str(tmp_path), num_ranks=3, peer_timeout=_TIMEOUT_S)
     _assert_told(outcomes, 0, f"stage 0 (rank 0) is lost: {how}", tmp_path)
+
+
+class _LargerAt4:
+    """The minibatches, one of them larger than planned."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for index, batch in enumerate(minibatches()):
+            inputs, targets = (torch.cat([part, part]) if index == 4 else part for part in batch)
+            yield inputs, targets
+
+
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        (0, "stage 0 (rank 0) is lost: "),  # rank 1 waits for what it sends
+        (2, "rank 2 gave no sign of life for 3 s while planning again for minibatch 4"),
+    ],
+    ids=["first", "last"],
+)
+@pytest.mark.parametrize("mishap", _MISHAPS)
+def test_a_rank_that_dies_or_stops_while_a_larger_minibatch_is_planned_for_is_lost(
+    farm: Farm, tmp_path: Path, mishap: Mishap, stage: int, message: str
+) -> None:
+    # Its first forward of minibatch 4 is the rehearsal.
+    model = model_with(mishap, stage=stage, at=4, note=str(tmp_path / "note"))
+    outcomes = farm.run(
+        run_until_lost, model, str(tmp_path), num_ranks=3, peer_timeout=_TIMEOUT_S, data=_LargerAt4()
+    )
+    _assert_told(outcomes, stage, message, tmp_path)
 
 
 def _be_stopped_when_published(model: torch.nn.Sequential, folder: str) -> tuple[Exception | None, float]:

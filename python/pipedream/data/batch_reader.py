@@ -6,12 +6,12 @@ Owned by the worker's compute thread.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pipedream.data.stream import Minibatch, MinibatchStream, fingerprint_of
+from pipedream.data.minibatch_source import MinibatchSource
+from pipedream.data.stream import Minibatch, fingerprint_of
 from pipedream.model.microbatch import check_alike, chunk, counts_of, piece_sizes, weights
 
 __all__ = ["BatchReader", "Microbatch"]
@@ -39,7 +39,7 @@ class BatchReader:
 
     def __init__(
         self,
-        stream: MinibatchStream,
+        source: MinibatchSource,
         num_microbatches: int,
         *,
         is_first: bool,
@@ -49,45 +49,19 @@ class BatchReader:
     ) -> None:
         """check_inputs: (inputs, minibatch); raises ValueError for what the pipeline was not planned for.
         weight_fn: (targets) -> what a microbatch counts in its minibatch; None: its samples."""
-        self._stream = stream
+        self.source = source
+        """Asked for a minibatch before it is read."""
         self._num_microbatches = num_microbatches
         self._is_first = is_first
         self._is_last = is_last
         self._check_inputs = check_inputs
         self._weight_fn = weight_fn
-        self._batch: Minibatch | None = None
-        self._is_over = False
         self._pieces: list[Microbatch] = []
-        self.samples: list[int] = []
-        """Per minibatch that was fetched, those of other replicas too; so is the epoch."""
-        self.epochs: list[int] = []
-        self.read_ns = 0
-        """In the data's own code, the processes of a DataLoader waited for included."""
-
-    @property
-    def num_minibatches(self) -> int:
-        """That were fetched so far: all there are, once fetch() has found none."""
-        return len(self.samples)
-
-    def fetch(self, minibatch: int) -> bool:
-        """Takes the data up to this minibatch, whose code this runs; those before it are other replicas'.
-        False: there is none."""
-        began_ns = time.perf_counter_ns()
-        while self.num_minibatches <= minibatch and not self._is_over:
-            self._batch = self._stream.next()
-            if self._batch is None:
-                self._is_over = True  # not asked again: whoever forwards data says so once
-                break
-            self.samples.append(1 if self._batch.num_samples is None else self._batch.num_samples)
-            self.epochs.append(self._batch.epoch)
-        self.read_ns += time.perf_counter_ns() - began_ns
-        return self._batch is not None
 
     def read(self, minibatch: int, microbatch: int) -> Microbatch:
         """A microbatch of the minibatch that was fetched. Raises ValueError for data that cannot be cut."""
-        if self._batch is not None:
-            batch, self._batch = self._batch, None
-            self._open(minibatch, batch)
+        if microbatch == 0:
+            self._open(minibatch, self.source.take(minibatch))
         if microbatch >= len(self._pieces):
             return Microbatch(is_empty=True)
         piece = self._pieces[microbatch]

@@ -41,6 +41,9 @@ class AgreedRun:
     ties: list[Tie]
     is_made_by_stages: bool = False
     """Whether the model came without values, so that each worker has those of its own stages alone."""
+    segment_index: int = 0
+    first_minibatch: int = 0
+    """Of the segment (segment.py)."""
 
     @property
     def rank(self) -> int:
@@ -52,7 +55,11 @@ class AgreedRun:
 
     def schedule(self) -> _core.ScheduleOptions:
         """With what tied parameters and norms exchange."""
-        return self.options.schedule_options(tie_pairs(self.ties))
+        return self.options.schedule_options(tie_pairs(self.ties), first_minibatch=self.first_minibatch)
+
+    def key(self, name: str) -> str:
+        """Of the segment, in the rendezvous."""
+        return f"{name} of segment {self.segment_index}" if self.segment_index > 0 else name
 
     def own_stages(self) -> list[StageModule]:
         """None at a rank beyond the plan."""
@@ -126,11 +133,18 @@ def agree(
     return run, _make_stream(data, options.epochs)
 
 
-def wait_for(rendezvous: Rendezvous, keys: list[str], describe: Callable[[list[str]], str]) -> list[Any]:
+def wait_for(
+    rendezvous: Rendezvous,
+    keys: list[str],
+    describe: Callable[[list[str]], str],
+    *,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> list[Any]:
     """The values of the keys, which other ranks publish. Raises what another rank failed of as its kind of
-    error, and PeerLost where one does not join within START_TIMEOUT_S, or joined and is lost."""
+    error, what `meanwhile` raises, and PeerLost where one does not join within START_TIMEOUT_S, or joined and
+    is lost."""
     with failures_of_others():
-        return rendezvous.wait_for(keys, START_TIMEOUT_S, describe)
+        return rendezvous.wait_for(keys, START_TIMEOUT_S, describe, meanwhile=meanwhile)
 
 
 def _check_world(plan: Plan, world_size: int) -> None:

@@ -112,7 +112,8 @@ def run(
         epoch; a DataLoader, a list, a generator. The workers of the
         first and the last stage iterate it, each its own copy; a DataLoader's processes start there, as they
         would here. What cannot be sent to the workers is iterated here and forwarded to them. Minibatches may
-        have any shapes up to the largest that the plan knows (Plan.fitting), or that is in a list.
+        have any shapes up to the largest that the plan knows (Plan.fitting), or that is in a list; for a
+        larger one memory is planned again when it comes.
     loss_fn: (outputs, targets) -> scalar tensor, run by the last stage; with dicts (outputs, batch). None
         takes the model's own: its output's `loss`, or the output where it is a scalar. It carries nothing
         to train: a penalty on weights is the optimizer's weight_decay, which every stage applies to its own.
@@ -132,7 +133,7 @@ def run(
         backward; None leaves it to `memory`.
     memory: what a worker may use ("8GiB" or bytes), counted in the terms of RunResult.memory; where that
         is needed recompute is turned on, and on a GPU offloading to host memory. A worker that does not fit
-        is refused, term by term.
+        is refused, term by term, also where a larger minibatch is planned for later.
     autocast: "bfloat16", or "float16" with loss scaling; parameters stay float32.
     max_grad_norm: gradients are scaled down to this 2-norm, over all stages where the schedule drains every
         minibatch ("flush", "gpipe", "interleaved", "model_parallel"), else per stage.

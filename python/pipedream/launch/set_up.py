@@ -5,13 +5,15 @@
     rehearse  each worker runs its stages once, on the first microbatch
 
 By links of their own, as the channels of the training depend on what crosses the cuts, and its pool on what
-optimizers make of the weights. On the worker's compute thread.
+optimizers make of the weights. Where a minibatch is larger than planned they rehearse again, with that one.
+On the worker's compute thread.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +24,7 @@ from pipedream.budget.footprint import Footprint
 from pipedream.budget.offload import forced_offload
 from pipedream.budget.rehearsal import Handover, Rehearsal
 from pipedream.checkpoint.state import receive_state, relay_state, send_state
+from pipedream.data.minibatch_source import LargerMinibatch
 from pipedream.data.stream import MinibatchStream
 from pipedream.launch.agreed_run import AgreedRun
 from pipedream.launch.own_part import OwnPart
@@ -32,9 +35,9 @@ from pipedream.links.rank_tree import children_of, parent_of, subtree_of
 from pipedream.model.boundary import Boundary
 from pipedream.model.enlarged import enlarged
 from pipedream.model.microbatch import check_alike, chunk, samples_of
-from pipedream.planning.shapes import describe_shapes, shapes_of
+from pipedream.planning.shapes import Shapes, describe_shapes, larger_of, shapes_of_parts
 
-__all__ = ["Rehearsed", "set_up"]
+__all__ = ["Rehearsed", "rehearse_again", "set_up"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class Rehearsed:
     """By stage."""
     input_boundary: Boundary | None = None
     """Of a whole minibatch's inputs. None: nothing to check them against."""
+    shapes: Shapes = field(default_factory=dict)
+    """For which it was, where data are read."""
 
 
 def set_up(
@@ -70,14 +75,38 @@ def set_up(
     return rehearsed
 
 
+def rehearse_again(
+    run: AgreedRun,
+    links: WorkerLinks,
+    device: torch.device,
+    before: Rehearsed,
+    minibatch: int,
+    larger: LargerMinibatch | None,
+) -> Rehearsed:
+    """With the stages as trained so far, for what was rehearsed before and this minibatch, which is larger.
+    larger: where data are read, what is known of it."""
+    first = _FirstMicrobatch(name=f"minibatch {minibatch}")
+    if larger is not None:
+        shapes = larger_of(before.shapes, larger.shapes)
+        first = _first_microbatch(run, larger.inputs, larger.targets, shapes, minibatch)
+    core = _open_links(run, links, device)
+    with links.explained():
+        rehearsed = _rehearse(run, core, device, first)
+        if core is not None:
+            links.wait_until_sent()
+    links.close()
+    return rehearsed
+
+
 @dataclass(frozen=True)
 class _FirstMicrobatch:
-    """Of minibatch 0, as large as any that the plan is for, at the ranks that read data; else all None."""
+    """Of a minibatch, as large as any that the plan is for, at the ranks that read data; else nothing."""
 
     inputs: Any = None
     targets: Any = None
     input_boundary: Boundary | None = None
-    """As of Rehearsed."""
+    """As of Rehearsed, and so are the shapes."""
+    shapes: Shapes = field(default_factory=dict)
     name: str = "the first minibatch"
 
 
@@ -86,22 +115,29 @@ def _read_first_microbatch(run: AgreedRun, stream: MinibatchStream) -> _FirstMic
     # a peer that closes the link would wait for them to close it, too.
     if not (run.reads_inputs or run.reads_targets):
         return _FirstMicrobatch()
+    return _first_microbatch(run, *stream.peek(), run.plan.max_shapes, 0)
+
+
+def _first_microbatch(
+    run: AgreedRun, inputs: Any, targets: Any, max_shapes: Mapping[str, tuple[int, ...]], minibatch: int
+) -> _FirstMicrobatch:
+    """Of the minibatch, made as large as max_shapes says."""
     m = run.options.microbatches
-    first = stream.peek()
-    inputs, targets = enlarged(*first, run.plan.max_shapes)
-    largest = shapes_of(inputs if inputs is targets else (inputs, targets))
-    name = _FirstMicrobatch.name
-    if largest != shapes_of(first[0] if first[0] is first[1] else first):
-        name += f" at the largest sizes of any ({describe_shapes(largest)})"
+    own_shapes = shapes_of_parts(inputs, targets)
+    inputs, targets = enlarged(inputs, targets, max_shapes)
+    shapes = shapes_of_parts(inputs, targets)
+    name = _FirstMicrobatch.name if minibatch == 0 else f"minibatch {minibatch}"
+    if shapes != own_shapes:
+        name += f" at the largest sizes of any ({describe_shapes(shapes)})"
     boundary: Boundary | None = None
     with contextlib.suppress(ValueError):  # inputs that cannot cross need not: they are read here
         if len(run.stages) > 1:
             boundary = Boundary.of(inputs, name="the inputs")
     count = samples_of(inputs, targets)
-    first_inputs = chunk(inputs, m, name="the inputs", minibatch=0, num_samples=count)[0]
-    first_targets = chunk(targets, m, name="the targets", minibatch=0, num_samples=count)[0]
-    check_alike(inputs, targets, m, minibatch=0)
-    return _FirstMicrobatch(first_inputs, first_targets, boundary, name)
+    first_inputs = chunk(inputs, m, name="the inputs", minibatch=minibatch, num_samples=count)[0]
+    first_targets = chunk(targets, m, name="the targets", minibatch=minibatch, num_samples=count)[0]
+    check_alike(inputs, targets, m, minibatch=minibatch)
+    return _FirstMicrobatch(first_inputs, first_targets, boundary, shapes, name)
 
 
 def _open_links(run: AgreedRun, links: WorkerLinks, device: torch.device) -> _core.Worker | None:
@@ -114,7 +150,7 @@ def _open_links(run: AgreedRun, links: WorkerLinks, device: torch.device) -> _co
     for channel in channels:
         channel.add_to(core, run.rank, run.plan)
     core.seal()
-    links.connect(run, channels, "endpoints for the set-up")
+    links.connect(run, channels, run.key("endpoints for the set-up"))
     return core
 
 
@@ -155,7 +191,7 @@ def _rehearse(
         for_factors=_stages_with_factors(run),
     )
     rehearsal.run(run.own_stages(), first.inputs, first.targets)
-    return Rehearsed(rehearsal.boundaries, rehearsal.footprints, first.input_boundary)
+    return Rehearsed(rehearsal.boundaries, rehearsal.footprints, first.input_boundary, first.shapes)
 
 
 def _stages_with_factors(run: AgreedRun) -> list[int]:

@@ -4,8 +4,9 @@
     read       the first minibatch, where data are read                       set_up.py
     share      rank 0's initial weights are everybody's                       set_up.py
     rehearse   each worker's stages, once: what crosses, and what it takes    set_up.py
-    open       pool sealed, channels open to neighbours, in line and tree     stage_pool.py, worker_links.py
+    open       pool sealed, channels open to neighbours, in line and tree     segment.py, stage_pool.py
     train      next work item -> forward, backward or update -> completion    stage/stage_loop.py
+    again      where a minibatch is larger than planned: rehearse, open, train
     gather     final weights and results to rank 0, then a common farewell    gathering.py
 
 Runs on the main thread of its process, which is the core's compute thread.
@@ -14,47 +15,40 @@ Runs on the main thread of its process, which is the core's compute thread.
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from pipedream import _core
 from pipedream.common.errors import afterwards, describe_error, losses_kept, raise_failure
-from pipedream.data.stream import ForwardedData, MinibatchStream, ReceivedStream
-from pipedream.launch.agreed_run import AgreedRun, agree, wait_for
+from pipedream.data.minibatch_source import MinibatchSource
+from pipedream.data.stream import ForwardedData, MinibatchStream
+from pipedream.launch.agreed_run import AgreedRun, agree
 from pipedream.launch.devices import choose_device
 from pipedream.launch.factor_choice import FactorChoice
 from pipedream.launch.gathering import gather
 from pipedream.launch.own_part import OwnPart
-from pipedream.launch.set_up import Rehearsed, set_up
-from pipedream.launch.stage_pool import StagePool
-from pipedream.launch.worker_links import WorkerLinks, no_word
+from pipedream.launch.segment import Following, Segment
+from pipedream.launch.set_up import Rehearsed, rehearse_again, set_up
+from pipedream.launch.worker_links import WorkerLinks
 from pipedream.launch.worker_optimizers import WorkerOptimizers
-from pipedream.links.channels import (
-    BETWEEN_REPLICAS,
-    INPUTS,
-    TARGETS,
-    RunChannel,
-    channels_of_run,
-    forwarded_name,
-    tree_name,
-)
-from pipedream.links.device_memory import agree_on_device_memory, place_on_devices
-from pipedream.links.rank_tree import parent_of
-from pipedream.links.rendezvous import Rendezvous
-from pipedream.links.replica_group import ReplicaGroup
 from pipedream.model.layers import Model
 from pipedream.model.loss_placement import loss_on
-from pipedream.model.references import gradients_noticed
 from pipedream.report.result import RunResult
+from pipedream.report.segments import join_reports
 from pipedream.stage.job import JobOptions, WorkerPlace
-from pipedream.stage.stage_loop import WorkerLoop
 
 __all__ = ["run_worker"]
+
+_log = logging.getLogger("pipedream")
+
+# Between two segments: nobody waits for anything by these links any more. A peer takes a link for open as
+# long as a process of a DataLoader has its socket, which it has inherited.
+_LAST_WORDS_S = 1.0
 
 
 def run_worker(
@@ -82,17 +76,18 @@ class _Worker:
     def __init__(self, place: WorkerPlace) -> None:
         self.links = WorkerLinks(place.rendezvous)
         self._place = place
-        self._loop: WorkerLoop | None = None
-        self._group: ReplicaGroup | None = None
+        self._segment: Segment | None = None
+        self._optimizers: WorkerOptimizers | None = None
+        self._losses_before: list[float] = []  # the segment
 
     def close(self) -> None:
-        if self._group is not None:
-            self._group.close()
+        if self._segment is not None:
+            self._segment.close()
         self.links.close()
 
     def losses(self) -> list[float]:
         """Of the minibatches that are done, as far as this worker knows."""
-        return [] if self._loop is None else self._loop.losses
+        return [*self._losses_before, *([] if self._segment is None else self._segment.losses)]
 
     def run(self, options: JobOptions, model: Model, data: Iterable[Any] | ForwardedData) -> RunResult:
         torch.set_num_threads(options.num_threads)
@@ -124,148 +119,76 @@ class _Worker:
         stream: MinibatchStream,
         part: OwnPart,
     ) -> RunResult:
-        self._place.rendezvous.enter("opening links")
-        core = self.links.make_core(run, device)
-        optimizers = WorkerOptimizers(run, FactorChoice(run, device, rehearsed.footprints))
-        channels = _channels_of(run, core, device, rehearsed, data, optimizers)
-        for channel in channels:
-            channel.add_to(core, run.rank, run.plan)
-        pool = StagePool(run, core, device, rehearsed.footprints, channels, optimizers)
-        core.seal()
-        self.links.connect(run, channels, "endpoints")
-        self._group = _replica_group(run, core, device, self._place.rendezvous)
-        self._place.rendezvous.leave()
-        if isinstance(data, ForwardedData):
-            stream = _received_stream(run, core, data)
-        report: dict[str, Any] = {}  # a rank beyond the plan has nothing to report
-        if run.own_stages():
-            self._loop = _make_loop(pool, core, device, rehearsed, channels, stream, self._group)
-            with gradients_noticed(run.parameters()):
-                report = self._loop.train()
-            _note_codecs(report, channels)
+        """Segment after segment."""
+        source = MinibatchSource(stream)
+        reports: list[dict[str, Any]] = []
+        drained_at: list[int] = []
+        self._segment = segment = self._open(run, device, rehearsed, data)
+        while True:
+            reports.append(segment.train(source))
+            following = segment.hear_what_follows(source)
+            if following is None:
+                break
+            began_s = time.monotonic()
+            drained_at.append(following.first_minibatch)
+            self._leave(segment, following)
+            del segment
+            run = replace(run, segment_index=run.segment_index + 1, first_minibatch=following.first_minibatch)
+            with _told_for(following):
+                rehearsed = rehearse_again(
+                    run, self.links, device, rehearsed, following.minibatch, source.larger
+                )
+                self._segment = segment = self._open(run, device, rehearsed, data)
+            if run.rank == 0:
+                _log.warning(
+                    "minibatch %d is larger than planned (%s): the memory was planned again in %.2f s; name"
+                    " the largest before the run, plan = plan.fitting(batch), to spare that",
+                    following.minibatch,
+                    following.shapes,
+                    time.monotonic() - began_s,
+                )
         part.take_back_others()
-        return gather(pool.run, core, channels, report)
+        return gather(segment.run, segment.core, segment.channels, join_reports(reports, drained_at))
+
+    def _open(
+        self,
+        run: AgreedRun,
+        device: torch.device,
+        rehearsed: Rehearsed,
+        data: Iterable[Any] | ForwardedData,
+    ) -> Segment:
+        rendezvous = run.place.rendezvous
+        rendezvous.enter("opening links")
+        core = self.links.make_core(run, device)
+        if self._optimizers is None:
+            self._optimizers = WorkerOptimizers(run, FactorChoice(run, device, rehearsed.footprints))
+        segment = Segment(run, self.links, core, device, rehearsed, data, self._optimizers)
+        rendezvous.leave()
+        return segment
+
+    def _leave(self, segment: Segment, following: Following) -> None:
+        """Afterwards nothing lies in the segment's pool, and no link is open."""
+        rendezvous = segment.run.place.rendezvous
+        rendezvous.join(segment.run.links.peer_timeout_s)
+        rendezvous.enter(f"planning again for minibatch {following.minibatch}")
+        segment.wait_for_all()
+        self._losses_before += segment.losses
+        segment.close()
+        self._segment = None
+        assert self._optimizers is not None
+        self._optimizers.leave_slots()
+        self.links.close(_LAST_WORDS_S)
 
 
-def _channels_of(
-    run: AgreedRun,
-    core: _core.Worker,
-    device: torch.device,
-    rehearsed: Rehearsed,
-    data: Iterable[Any] | ForwardedData,
-    optimizers: WorkerOptimizers,
-) -> list[RunChannel]:
-    options = run.options
-    channels = channels_of_run(
-        run.plan,
-        run.schedule(),
-        run.place.world_size,
-        rehearsed.boundaries,
-        optimizers.tie_specs(),
-        data if isinstance(data, ForwardedData) else None,
-        codec=options.links.codec,
-        shards=optimizers.shards(),
+@contextlib.contextmanager
+def _told_for(following: Following) -> Iterator[None]:
+    """What cannot be planned again says what for."""
+    what = (
+        f"minibatch {following.minibatch} is larger than planned ({following.shapes}), and there is no plan"
     )
-    return _placed_on_devices(run, core, device, channels) if options.links.places_on_devices else channels
-
-
-def _placed_on_devices(
-    run: AgreedRun, core: _core.Worker, device: torch.device, channels: list[RunChannel]
-) -> list[RunChannel]:
-    """The channels, with those between devices of one host that need no staging."""
-    rank, links, rendezvous = run.rank, run.options.links, run.place.rendezvous
-    on_host = device.type != "cuda"
-    reach = agree_on_device_memory(
-        core,
-        rank,
-        channels,
-        on_host=on_host,
-        publish=rendezvous.publish,
-        wait_for=lambda keys: wait_for(rendezvous, keys, no_word) if keys else [],
-    )
-    between = [c for c in channels if c.stages is not None and rank in (c.sender, c.receiver)]
-    for channel in between if links.transport == "ipc" or not on_host else []:
-        why = reach[channel.sender, channel.receiver]
-        if not why and channel.is_encoded:
-            why = f"they travel encoded (codec {channel.codec})"
-        links.check_reach(run.describe_ends(channel.sender, channel.receiver), why)
-    return place_on_devices(channels, reach)
-
-
-def _replica_group(
-    run: AgreedRun, core: _core.Worker, device: torch.device, rendezvous: Rendezvous
-) -> ReplicaGroup | None:
-    """Of this worker's stage, where its replicas reduce together."""
-    stages = run.plan.stages_of(run.rank) if run.options.reduces_together else []
-    num_replicas = run.plan.stages[stages[0]].num_replicas if stages else 1
-    if num_replicas == 1:
-        return None
-    neighbour = parent_of(run.rank) if run.rank > 0 else 1  # rank 1 is below rank 0
-    return ReplicaGroup(
-        rendezvous.store_for(f"replicas of stage {stages[0]}"),
-        run.plan.replica_of(run.rank),
-        num_replicas,
-        device,
-        bind_host=run.options.links.bind_host,
-        # Waits for nothing, and raises what the links know.
-        check_links=functools.partial(core.wait_until_sent, tree_name(run.rank, neighbour), 1 << 20),
-    )
-
-
-def _received_stream(run: AgreedRun, core: _core.Worker, data: ForwardedData) -> MinibatchStream:
-    def receiver(channel: str) -> Callable[[], tuple[list[Tensor], int] | None]:
-        def receive() -> tuple[list[Tensor], int] | None:
-            # Reading data is the user's time, wherever they come from.
-            item = core.receive_item(channel, counts_as_wait=False)
-            assert item is not None  # there is no time-out
-            if item.is_end:
-                return None
-            tensors = [from_dlpack(capsule) for capsule in item.take_tensors()]
-            return tensors, item.fields.data_fingerprint
-
-        return receive
-
-    replica = run.plan.replica_of(run.rank) if run.own_stages() else 0
-    inputs, targets = (forwarded_name(channel, replica) for channel in (INPUTS, TARGETS))
-    return ReceivedStream(
-        data, receiver(inputs) if run.reads_inputs else None, receiver(targets) if run.reads_targets else None
-    )
-
-
-def _make_loop(
-    pool: StagePool,
-    core: _core.Worker,
-    device: torch.device,
-    rehearsed: Rehearsed,
-    channels: Iterable[RunChannel],
-    stream: MinibatchStream,
-    group: ReplicaGroup | None,
-) -> WorkerLoop:
-    run = pool.run
-    own = [channel for channel in channels if run.rank in (channel.sender, channel.receiver)]
-    return WorkerLoop(
-        core,
-        run.options,
-        run.place,
-        schedule=run.schedule(),
-        prepared=pool.prepare(group),
-        stream=stream,
-        device=device,
-        base_seed=run.base_seed,
-        input_boundary=rehearsed.input_boundary,
-        boundaries=rehearsed.boundaries,
-        edges=[
-            (channel.edge, channel.name)
-            for channel in own
-            if channel.edge is not None and channel.edge.kind not in BETWEEN_REPLICAS
-        ],
-        predicted=pool.predicted,
-        torch_pool=pool.make_torch_pool(),
-    )
-
-
-def _note_codecs(report: dict[str, Any], channels: Iterable[RunChannel]) -> None:
-    """Beside the figures of its channels: by which codec tensors really travel."""
-    for channel in channels:
-        if channel.name in report["channels"]:
-            report["channels"][channel.name]["codec"] = channel.codec_used
+    try:
+        yield
+    except ValueError as error:
+        if str(error).startswith(what):  # another worker has said it
+            raise
+        raise ValueError(f"{what} for it: {error}") from error

@@ -134,9 +134,10 @@ class WorkerLinks:
             with contextlib.suppress(Exception):
                 core.close(_FAREWELL_S)
 
-    def close(self) -> None:
+    def close(self, linger_s: float = _LINGER_S) -> None:
+        """linger_s: for what has not left, and for the peers' last word."""
         if self._core is not None:
-            self._core.close(_LINGER_S)
+            self._core.close(linger_s)
             self._core = None
         if self._pulse is not None:
             self._pulse.stop()

@@ -87,6 +87,11 @@ class WorkerOptimizers:
         for owner, whole in zip(owners, known, strict=True):
             self.layouts[owner] = self._layout_of(owner, whole_tensors=whole)
 
+    def leave_slots(self) -> None:
+        """Before the pool goes in which their state lies: another takes it up again."""
+        for optimizer in self.by_stage.values():
+            optimizer.leave_slots()
+
     def tied_pieces(self, stage: int) -> dict[int, list[list[Piece]]]:
         """By owner with shards, and its replica: its pieces of the parameters that the stage has of it, which
         are counted as there."""

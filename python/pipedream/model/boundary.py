@@ -71,6 +71,10 @@ class TensorSpec:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def is_exceeded_by(self, shape: Sequence[int]) -> bool:
+        """Of as many dimensions: by more elements, or more in the first dimension."""
+        return math.prod(shape) > math.prod(self.shape) or (bool(shape) and shape[0] > self.shape[0])
+
 
 @dataclass(frozen=True)
 class Boundary:
@@ -467,8 +471,7 @@ def _misfit(tensor: torch.Tensor, spec: TensorSpec) -> str | None:
             f"has shape {shape} of rank {len(shape)}, planned {spec.shape} of rank {len(spec.shape)}: use "
             f"one rank in all minibatches"
         )
-    larger = math.prod(shape) > math.prod(spec.shape) or (bool(shape) and shape[0] > spec.shape[0])
-    if larger:
+    if spec.is_exceeded_by(shape):
         return (
             f"has shape {shape}, larger than the planned {spec.shape}: name the largest minibatch before the"
             f" run, plan = plan.fitting(batch), and memory is planned for it"

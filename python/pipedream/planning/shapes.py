@@ -16,7 +16,15 @@ from typing import Any
 
 from pipedream.common.document import check_list, check_object, check_whole
 
-__all__ = ["Shapes", "checked_shapes", "describe_shapes", "larger_of", "largest_of", "shapes_of"]
+__all__ = [
+    "Shapes",
+    "checked_shapes",
+    "describe_shapes",
+    "larger_of",
+    "largest_of",
+    "shapes_of",
+    "shapes_of_parts",
+]
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -30,6 +38,11 @@ def shapes_of(batch: Any) -> Shapes:
     if isinstance(batch, Mapping):
         return {name: shape for key in batch for name, shape in _named(str(key), batch[key])}
     return dict(_named("inputs", batch))
+
+
+def shapes_of_parts(inputs: Any, targets: Any) -> Shapes:
+    """Of a minibatch as model and loss take it; of one that both take by name the parts are one object."""
+    return shapes_of(inputs if inputs is targets else (inputs, targets))
 
 
 def larger_of(known: Mapping[str, tuple[int, ...]], others: Mapping[str, tuple[int, ...]]) -> Shapes:

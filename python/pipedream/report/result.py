@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -147,6 +148,11 @@ class RunResult:
     """As `channels`: when their latest items were under way. At rank 0 only, as `spans` are."""
     worker_names: list[str] = field(default_factory=list)
     """Per worker: its stages and rank."""
+    drained_at: list[int] = field(default_factory=list)
+    """The minibatches before which all workers finished, as one was larger than planned, planned their memory
+    again and began anew: they read the newest version as the run's first does. Given these,
+    pipedream.reference computes the same numbers. `memory` has the most of any of the plans, per term; the
+    time in between is in no figure."""
     updates_read: list[list[tuple[int, int]]] = field(default_factory=list)
     """With sync="asp", updates_read[stage][minibatch] = (fewest, most): how many minibatches' gradients the
     parts of the weights contained that its forward read. Empty for a stage without replicas, whose versions
@@ -270,7 +276,7 @@ def combine_reports(
         versions=[[(forward, backward) for forward, backward in stage] for stage in versions],
         samples_per_s=sum(samples) / max(elapsed_ns / 1e9, 1e-9),
         predicted_ms=predict_ms_of_run(plan, schedule),
-        measured_ms=_steady_ms(last["spans"], num_warm_up),
+        measured_ms=_steady_ms(last["spans"], num_warm_up, last["drained_at"]),
         bubble_share=1.0
         - sum(t["compute_ns"] for t in totals) / max(sum(t["elapsed_ns"] for t in totals), 1),
         bytes_sent=sum(channel.wire_bytes + channel.placed_bytes for channel in figures),
@@ -294,6 +300,7 @@ def combine_reports(
         spans=[_spans_of(report, reports[0]) for report in reports],
         transfers=combine_transfers(channels, reports),
         worker_names=[plan.describe_worker(rank) for rank in range(len(reports))],
+        drained_at=reports[0]["drained_at"],
         updates_read=[_updates_read(schedule, stage, of_stages[stage]) for stage in range(plan.num_stages)],
         update_orders=[
             [
@@ -399,9 +406,10 @@ def _epoch_losses(losses: list[float], samples: list[int], epochs: list[int]) ->
     return [total / max(seen, 1) for _, (total, seen) in sorted(sums.items())]
 
 
-def _steady_ms(spans: list[list[int | str]], num_warm_up: int) -> float:
-    """Milliseconds per minibatch between updates of the last stage, those of the first minibatches left out;
-    over all of them when there are too few. An update that several minibatches share names the first."""
+def _steady_ms(spans: list[list[int | str]], num_warm_up: int, drained_at: Sequence[int]) -> float:
+    """Milliseconds per minibatch between updates of the last stage, those of the first minibatches left out,
+    of the run and after it has drained; over all of them when there are too few. An update that several
+    minibatches share names the first."""
     named = [WorkSpan(*span) for span in spans]  # type: ignore[arg-type]
     if not named:
         return 0.0
@@ -411,8 +419,15 @@ def _steady_ms(spans: list[list[int | str]], num_warm_up: int) -> float:
         for span in named
         if span.kind == "UPDATE" and span.stage == last_stage
     ]
-    if len(done) < 2:
-        return (named[-1].completed_ns - named[0].asked_ns) / 1e6 / max(len(done), 1)
-    steady = [update for update in done if update[0] >= num_warm_up]
-    (first, first_ns), *_, (last, last_ns) = steady if len(steady) > 2 else done
-    return (last_ns - first_ns) / 1e6 / (last - first)
+    elapsed_ns, num_minibatches = 0, 0
+    begins = [0, *drained_at]
+    for begin, end in itertools.zip_longest(begins, begins[1:]):
+        of_segment = [update for update in done if begin <= update[0] and (end is None or update[0] < end)]
+        steady = [update for update in of_segment if update[0] >= begin + num_warm_up]
+        counted = steady if len(steady) > 2 else of_segment
+        if len(counted) > 1:
+            (first, first_ns), *_, (last, last_ns) = counted
+            elapsed_ns, num_minibatches = elapsed_ns + last_ns - first_ns, num_minibatches + last - first
+    if num_minibatches > 0:
+        return elapsed_ns / 1e6 / num_minibatches
+    return (named[-1].completed_ns - named[0].asked_ns) / 1e6 / max(len(done), 1)

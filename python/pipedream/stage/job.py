@@ -74,9 +74,12 @@ class JobOptions:
         """Whether every gradient of a replica is an update of its own."""
         return self.sync == "asp" and any(stage.num_replicas > 1 for stage in self.plan.stages)
 
-    def schedule_options(self, ties: Sequence[tuple[int, int]] = ()) -> _core.ScheduleOptions:
-        """The schedule as the core takes it. ties: (owner, user) of parameters that stages share. Raises
-        ValueError for what plan and schedule cannot do."""
+    def schedule_options(
+        self, ties: Sequence[tuple[int, int]] = (), *, first_minibatch: int = 0
+    ) -> _core.ScheduleOptions:
+        """The schedule as the core takes it. ties: (owner, user) of parameters that stages share.
+        first_minibatch: with which the pipeline begins. Raises ValueError for what plan and schedule cannot
+        do."""
         return _core.ScheduleOptions(
             schedule=self.schedule,
             in_flight=list(self.plan.in_flight),
@@ -89,6 +92,7 @@ class JobOptions:
             staleness=self.staleness,
             uses_allreduce=self.reduces_together,
             asynchronous=self.is_asynchronous,
+            first_minibatch=first_minibatch,
         )
 
 

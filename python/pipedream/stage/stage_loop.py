@@ -30,7 +30,7 @@ from pipedream.budget.offload import StageOffload
 from pipedream.budget.torch_pool import TORCH_TENSORS, TorchPool
 from pipedream.common.errors import PipelineError, afterwards, describe_error
 from pipedream.data.batch_reader import BatchReader
-from pipedream.data.stream import MinibatchStream
+from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.model.boundary import Boundary
 from pipedream.model.exchange import TENSORS
 from pipedream.model.seeding import MinibatchStreams, stage_seed
@@ -113,7 +113,7 @@ class WorkerLoop:
         *,
         schedule: _core.ScheduleOptions,
         prepared: Sequence[PreparedStage],
-        stream: MinibatchStream,
+        source: MinibatchSource,
         device: torch.device,
         base_seed: int,
         input_boundary: Boundary | None,
@@ -133,7 +133,7 @@ class WorkerLoop:
         self._place = place
         self._prepared = prepared
         self._device = device
-        self._stream = stream
+        self._data = source
         self._edges = edges
         self._predicted = predicted
         self._torch_pool = torch_pool
@@ -143,11 +143,10 @@ class WorkerLoop:
         self._user = make_user_code(self._position, self._clock)
         # On the host measuring costs time per operator: enough is seen once the pipeline has been full. Of
         # n minibatches in flight at each replica the last to be forwarded for the first time is the n r-th of
-        # the run; one round more has a backward and an update beside them.
+        # the loop; one round more has a backward and an update beside them.
         num_replicas_max = max(stage.num_replicas for stage in options.plan.stages)
-        self._measured_until = (
-            None if device.type == "cuda" else (max(schedule.in_flight) + 1) * num_replicas_max
-        )
+        num_measured = (max(schedule.in_flight) + 1) * num_replicas_max
+        self._measured_until = None if device.type == "cuda" else schedule.first_minibatch + num_measured
         last = options.plan.num_stages - 1
         self._replica = options.plan.replica_of(place.rank)
         stages = [part.stage.stage_index for part in prepared]
@@ -155,7 +154,7 @@ class WorkerLoop:
         if weight_fn is not None:
             weight_fn = functools.partial(self._user.run, "weight_fn", weight_fn)
         self._reader = BatchReader(
-            stream,
+            source,
             options.microbatches,
             is_first=0 in stages,
             is_last=last in stages,
@@ -164,7 +163,7 @@ class WorkerLoop:
         )
         self._progress = RunProgress(
             enabled=options.progress and last in stages and self._replica == 0,
-            num_minibatches=stream.num_minibatches,
+            num_minibatches=source.stream.num_minibatches,
             num_epochs=options.epochs,
             schedule=schedule,
         )
@@ -188,7 +187,7 @@ class WorkerLoop:
     def _make_losses(self) -> LossRecord:
         num_replicas = self._options.plan.stages[-1].num_replicas
         board = self._place.board
-        show = functools.partial(_show, self._progress, self._reader, board, self._replica, num_replicas)
+        show = functools.partial(_show, self._progress, self._data, board, self._replica, num_replicas)
         return make_loss_record(self._options.on_nonfinite, show, self._device)
 
     def _make_runner(
@@ -199,7 +198,7 @@ class WorkerLoop:
         # Data are copied when their memory may change while they are in flight: autograd saves them, and a
         # recompute reads them. Inputs also when the first layer works in place: that would change the data of
         # the next epoch, here and not at the last stage. None: not known before the first forward.
-        copies_data = self._stream.may_reuse_memory and self._reads_ahead(stage_index)
+        copies_data = self._data.stream.may_reuse_memory and self._reads_ahead(stage_index)
         clones_inputs: bool | None = copies_data
         if is_first and not is_last and not copies_data:
             clones_inputs = None
@@ -230,7 +229,7 @@ class WorkerLoop:
         if self._options.plan.workers_used == 1:
             return None
         reads_data = stage_index in (0, self._options.plan.num_stages - 1)
-        is_shared = len(self._prepared) > 1 or (reads_data and self._stream.draws)
+        is_shared = len(self._prepared) > 1 or (reads_data and self._data.stream.draws)
         return MinibatchStreams(stage_seed(base_seed, stage_index), is_shared=is_shared)
 
     @property
@@ -254,10 +253,7 @@ class WorkerLoop:
             for stage, runner in self._runners.items():
                 runner.parts.weights.check_gradients_taken()
                 runner.parts.gradients.finish(newest_slots[stage])
-            # Who reads the data learns of their end by itself, but for a replica that another has told.
-            replicas = bool(self._servers)
-            if any(runner.is_last and (replicas or not runner.is_first) for runner in self._runners.values()):
-                self._check_end(work.num_minibatches)
+            self._check_end(work.num_minibatches)
         return self._report(meter, step_meter)
 
     def _work_through(self, core: _core.Worker, newest_slots: dict[int, int]) -> _core.WorkItem:
@@ -296,7 +292,7 @@ class WorkerLoop:
             return self._transfers.do(work, runner.gradient_slot)
         if kind == "FORWARD":
             made = runner.forward(work)
-            return EndOfData(self._reader.num_minibatches) if made is None else made
+            return EndOfData(self._data.num_minibatches) if made is None else made
         if kind == "BACKWARD":
             return runner.backward(work)
         if kind == "RECOMPUTE":
@@ -339,13 +335,19 @@ class WorkerLoop:
                 part.weights.tied[owner].restore(slot)
 
     def _check_end(self, num_minibatches: int) -> None:
-        if self._user.run("reading data", self._reader.fetch, num_minibatches):
-            last = next(runner for runner in self._runners.values() if runner.is_last)
-            raise last.data_mismatch(num_minibatches)
+        """Who reads the data learns of their end by itself, but for a replica that another has told."""
+        replicas, looks_ahead = bool(self._servers), self._data.looks_ahead
+        for runner in self._runners.values():
+            is_told = replicas if runner.is_first else runner.is_last
+            # Who looks ahead must know why they end; else only the last stage compares.
+            if not is_told or not (runner.is_last or looks_ahead):
+                continue
+            if self._user.run("reading data", self._data.fetch, num_minibatches):
+                raise runner.data_mismatch(num_minibatches)
 
     def _source(self) -> str:
         reads = any(runner.is_first or runner.is_last for runner in self._runners.values())
-        return self._stream.source if reads else ""
+        return self._data.stream.source if reads else ""
 
     # What was done.
 
@@ -416,9 +418,9 @@ class WorkerLoop:
             "channels": {name: stats[name] | {"transport": transports.get(name)} for name in between},
             "clock": read_clock(),
             "losses": self._losses.values,
-            "samples": self._reader.samples,
-            "epochs": self._reader.epochs,
-            "data": {"source": self._source(), "read_ns": self._reader.read_ns},
+            "samples": self._data.samples,
+            "epochs": self._data.epochs,
+            "data": {"source": self._source(), "read_ns": self._data.read_ns},
         }
 
 
@@ -444,7 +446,7 @@ def _check_inputs(boundary: Boundary | None, inputs: Any, minibatch: int) -> Non
 
 def _show(
     progress: RunProgress,
-    reader: BatchReader,
+    source: MinibatchSource,
     board: StatusBoard | None,
     replica: int,
     num_replicas: int,
@@ -452,8 +454,8 @@ def _show(
     loss: float,
 ) -> None:
     if progress.is_shown:  # the other replicas have done about as much
-        samples = sum(reader.samples[max(0, minibatch + 1 - num_replicas) : minibatch + 1])
-        progress.advance(minibatch, reader.epochs[minibatch], loss, samples)
+        samples = sum(source.samples[max(0, minibatch + 1 - num_replicas) : minibatch + 1])
+        progress.advance(minibatch, source.epochs[minibatch], loss, samples)
     if board is not None:
         board.add_loss(loss, replica)
 

@@ -38,7 +38,7 @@ from pipedream.stage.tied import TiedParameters
 from pipedream.stage.user_code import UserCode
 from pipedream.stage.weights import StageWeights
 
-__all__ = ["StageParts", "StageRunner"]
+__all__ = ["StageParts", "StageRunner", "data_mismatch"]
 
 _NO_SLOTS: dict[int, int] = {}
 
@@ -184,7 +184,9 @@ class StageRunner:
         reader = self.parts.reader
         if reader is None:
             return Microbatch(fingerprint=work.data_fingerprint, is_empty=work.is_empty)
-        is_over = work.microbatch == 0 and not self._user.run("reading data", reader.fetch, work.minibatch)
+        is_over = work.microbatch == 0 and not self._user.run(
+            "reading data", reader.source.fetch, work.minibatch
+        )
         piece = None if is_over else reader.read(work.minibatch, work.microbatch)
         if not self.is_first and (piece is None or not _is_as_told(piece, work)):
             raise self.data_mismatch(work.minibatch)
@@ -342,11 +344,16 @@ class StageRunner:
             self._user.run("optimizer", step)
 
     def data_mismatch(self, minibatch: int) -> DataMismatch:
-        return DataMismatch(
-            f"minibatch {minibatch} is not the same data at stage 0 (rank 0) and {self._describe}:"
-            " every worker iterates `data` itself, so its order must follow from the seeded generators of"
-            " torch, random and numpy, or be fixed"
-        )
+        return data_mismatch(minibatch, self._describe)
+
+
+def data_mismatch(minibatch: int, worker: str) -> DataMismatch:
+    """worker: which has read something else than rank 0."""
+    return DataMismatch(
+        f"minibatch {minibatch} is not the same data at stage 0 (rank 0) and {worker}:"
+        " every worker iterates `data` itself, so its order must follow from the seeded generators of"
+        " torch, random and numpy, or be fixed"
+    )
 
 
 def _is_as_told(piece: Microbatch, work: _core.WorkItem) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from pipedream.data import batch_reader
+from pipedream.data import minibatch_source
 from pipedream.data.batch_reader import BatchReader, Microbatch
+from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.data.stream import DataStream, Minibatch, fingerprint
 
 _FIRST = {"is_first": True, "is_last": False}
@@ -22,11 +24,13 @@ def _pair(size: int, value: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _reader(data: list[Any], num_microbatches: int, *, epochs: int = 1, **place: bool) -> BatchReader:
     stream = DataStream(data, epochs=epochs)
-    return BatchReader(stream, num_microbatches, check_inputs=lambda inputs, minibatch: None, **place)
+    return BatchReader(
+        MinibatchSource(stream), num_microbatches, check_inputs=lambda inputs, minibatch: None, **place
+    )
 
 
 def _read_all(reader: BatchReader, minibatch: int, num_microbatches: int) -> list[Microbatch]:
-    assert reader.fetch(reader.num_minibatches)
+    assert reader.source.fetch(reader.source.num_minibatches)
     return [reader.read(minibatch, microbatch) for microbatch in range(num_microbatches)]
 
 
@@ -67,9 +71,9 @@ def test_the_fingerprint_that_the_caller_took_is_not_taken_again() -> None:
         def peek(self) -> Any:
             raise AssertionError
 
-    reader = BatchReader(Received(), 2, check_inputs=lambda inputs, minibatch: None, **_LAST)
+    reader = BatchReader(MinibatchSource(Received()), 2, check_inputs=lambda inputs, minibatch: None, **_LAST)
     assert [piece.fingerprint for piece in _read_all(reader, 0, 2)] == [(1 << 63) | 77] * 2
-    assert (reader.samples, reader.epochs) == ([4], [3])
+    assert (reader.source.samples, reader.source.epochs) == ([4], [3])
 
 
 @pytest.mark.parametrize("targets", [None, 1.0, torch.tensor(1.0)], ids=["none", "float", "scalar"])
@@ -82,7 +86,7 @@ def test_targets_without_samples_go_to_every_piece_of_the_inputs_and_weigh_their
     assert all(piece.targets is targets for piece in last[:3])
     assert [piece.weight for piece in last[:3]] == [0.4, 0.4, 0.2]
     assert last[3].is_empty
-    assert reader.samples == [5]
+    assert reader.source.samples == [5]
 
 
 def test_a_minibatch_in_one_piece_needs_no_samples_in_dimension_0() -> None:
@@ -99,7 +103,7 @@ def test_a_minibatch_in_one_piece_needs_no_samples_in_dimension_0() -> None:
         assert last.targets is targets
         assert first.fingerprint == last.fingerprint and not first.is_empty
         assert last.weight == 1.0
-        assert reader.samples == [samples]
+        assert reader.source.samples == [samples]
 
 
 def test_a_single_stage_gets_both_and_takes_no_fingerprint() -> None:
@@ -116,9 +120,12 @@ def test_a_minibatch_in_one_piece_is_passed_on_as_it_is() -> None:
 
 def test_what_was_read_is_not_kept() -> None:
     reader = _reader([_pair(4)], 2, **_ALONE)
-    _read_all(reader, 0, 2)
-    again = [reader.read(0, microbatch) for microbatch in range(2)]
-    assert all(piece.inputs is None and piece.targets is None for piece in again)
+    pieces = _read_all(reader, 0, 2)
+    again = reader.read(0, 1)
+    assert again.inputs is None and again.targets is None
+    inputs = weakref.ref(pieces[0].inputs)
+    del pieces
+    assert inputs() is None
 
 
 def test_samples_and_epochs_are_counted_at_both_ends() -> None:
@@ -126,11 +133,11 @@ def test_samples_and_epochs_are_counted_at_both_ends() -> None:
     reader = _reader(data, 2, epochs=2, **_LAST)
     for minibatch in range(4):
         _read_all(reader, minibatch, 2)
-    assert (reader.samples, reader.epochs) == ([4, 2, 4, 2], [0, 0, 1, 1])
-    assert not reader.fetch(reader.num_minibatches)
+    assert (reader.source.samples, reader.source.epochs) == ([4, 2, 4, 2], [0, 0, 1, 1])
+    assert not reader.source.fetch(reader.source.num_minibatches)
     first = _reader(data, 2, **_FIRST)
     _read_all(first, 0, 2)
-    assert (first.samples, first.epochs) == ([4], [0])
+    assert (first.source.samples, first.source.epochs) == ([4], [0])
 
 
 def test_inputs_are_checked_whole_and_before_any_is_handed_out() -> None:
@@ -140,8 +147,8 @@ def test_inputs_are_checked_whole_and_before_any_is_handed_out() -> None:
         seen.append((len(inputs), minibatch))
         raise ValueError("larger than planned")
 
-    reader = BatchReader(DataStream([_pair(6)], epochs=1), 3, check_inputs=check, **_FIRST)
-    assert reader.fetch(reader.num_minibatches)
+    reader = BatchReader(MinibatchSource(DataStream([_pair(6)], epochs=1)), 3, check_inputs=check, **_FIRST)
+    assert reader.source.fetch(reader.source.num_minibatches)
     assert seen == []  # fetching is the data's own code, whose errors are told otherwise
     with pytest.raises(ValueError, match="larger than planned"):
         reader.read(0, 0)
@@ -164,8 +171,8 @@ def test_inputs_are_checked_whole_and_before_any_is_handed_out() -> None:
     ],
 )
 def test_data_that_cannot_be_cut_are_refused_in_one_line(pair: Any, place: Any, message: str) -> None:
-    reader = _reader([pair], 3, **place)
-    assert reader.fetch(reader.num_minibatches)
+    reader = _reader([*[_pair(3)] * 4, pair], 3, **place)
+    assert reader.source.fetch(4)
     with pytest.raises(ValueError, match=message) as caught:
         reader.read(4, 0)
     assert "\n" not in str(caught.value)
@@ -184,13 +191,13 @@ def test_the_time_in_the_datas_own_code_is_counted(monkeypatch: pytest.MonkeyPat
             now_ns += seconds
             yield _pair(2)
 
-    monkeypatch.setattr(batch_reader, "time", _Clock())
+    monkeypatch.setattr(minibatch_source, "time", _Clock())
     stream = DataStream(batches(), epochs=1)
-    reader = BatchReader(stream, 1, check_inputs=lambda inputs, minibatch: None, **_FIRST)
+    reader = BatchReader(MinibatchSource(stream), 1, check_inputs=lambda inputs, minibatch: None, **_FIRST)
     _read_all(reader, 0, 1)
-    assert reader.read_ns == 1
+    assert reader.source.read_ns == 1
     _read_all(reader, 1, 1)
-    assert reader.read_ns == 3
+    assert reader.source.read_ns == 3
 
 
 def test_microbatches_count_what_the_user_says() -> None:
@@ -200,7 +207,9 @@ def test_microbatches_count_what_the_user_says() -> None:
     def valid(of: torch.Tensor) -> torch.Tensor:
         return (of >= 0).sum()
 
-    reader = BatchReader(stream, 3, check_inputs=lambda inputs, minibatch: None, weight_fn=valid, **_LAST)
+    reader = BatchReader(
+        MinibatchSource(stream), 3, check_inputs=lambda inputs, minibatch: None, weight_fn=valid, **_LAST
+    )
     assert [piece.weight for piece in _read_all(reader, 0, 3)] == [2 / 3, 1 / 3, 0.0]
 
 
@@ -210,7 +219,11 @@ def test_only_the_last_stage_asks_what_a_microbatch_counts() -> None:
 
     stream = DataStream([_pair(6)], epochs=1)
     reader = BatchReader(
-        stream, 3, check_inputs=lambda inputs, minibatch: None, weight_fn=nobody_asks, **_FIRST
+        MinibatchSource(stream),
+        3,
+        check_inputs=lambda inputs, minibatch: None,
+        weight_fn=nobody_asks,
+        **_FIRST,
     )
     assert [piece.weight for piece in _read_all(reader, 0, 3)] == [pytest.approx(1 / 3)] * 3
 
@@ -218,10 +231,10 @@ def test_only_the_last_stage_asks_what_a_microbatch_counts() -> None:
 def test_a_replica_reads_its_own_minibatches_and_counts_the_others() -> None:
     data = [_pair(size, float(size)) for size in (1, 2, 3, 4, 5)]
     reader = _reader(data, 1, **_ALONE)
-    assert reader.fetch(1)
+    assert reader.source.fetch(1)
     assert torch.equal(reader.read(1, 0).inputs, data[1][0])
-    assert reader.fetch(4)
+    assert reader.source.fetch(4)
     assert torch.equal(reader.read(4, 0).inputs, data[4][0])
-    assert reader.samples == [1, 2, 3, 4, 5]
-    assert not reader.fetch(7)
-    assert reader.num_minibatches == 5
+    assert reader.source.samples == [1, 2, 3, 4, 5]
+    assert not reader.source.fetch(7)
+    assert reader.source.num_minibatches == 5

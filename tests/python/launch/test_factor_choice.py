@@ -27,7 +27,7 @@ class _Store:
     def publish(self, key: str, value: Any) -> None:
         self.said[key] = value
 
-    def wait_for(self, keys: list[str], _: float, __: Any) -> list[Any]:
+    def wait_for(self, keys: list[str], _: float, __: Any, *, meanwhile: Any) -> list[Any]:
         return [[list(row) for row in self.said[key]] for key in keys]  # as JSON has it
 
 

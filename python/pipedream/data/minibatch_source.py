@@ -1,0 +1,133 @@
+"""The minibatches of a run at a stage that reads them, with a look ahead for one that is larger than planned.
+
+    planned for 4 x 16, 2-1 replicas    minibatch  0    1    2    3    4    5
+                                        length     16   8  | 16   24 | 20   8
+    3 is larger: the data end before 2, as if they were over, until there is memory for 4 x 24
+
+Where the workers can plan again a group is read before one of it is handed out: of as many minibatches as all
+rounds have in common, one where no stage has replicas. So no round has a part before and a part after. Every
+reader sees all minibatches whole, so all find the same. Outlives what was planned; owned by the worker's
+compute thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from pipedream.data.stream import Minibatch, MinibatchStream
+from pipedream.model.boundary import Boundary, map_tensors
+from pipedream.planning.shapes import Shapes, larger_of, shapes_of_parts
+
+__all__ = ["LargerMinibatch", "MinibatchSource", "exceeds"]
+
+
+@dataclass(frozen=True)
+class LargerMinibatch:
+    """Why the data have ended before they are over."""
+
+    first: int
+    """The minibatch before which they have: the first of its group."""
+    minibatch: int
+    """The first of the group that is larger."""
+    inputs: Any
+    targets: Any
+    shapes: Shapes
+    """The largest of all in the group that are larger, each dimension by itself."""
+
+
+class MinibatchSource:
+    """Hands out minibatches in order."""
+
+    def __init__(self, stream: MinibatchStream) -> None:
+        self.stream = stream
+        self.samples: list[int] = []
+        """Per minibatch that was read, those of other replicas too; so is the epoch."""
+        self.epochs: list[int] = []
+        self.read_ns = 0
+        """In the data's own code, the processes of a DataLoader waited for included."""
+        self.larger: LargerMinibatch | None = None
+        """Where the data have ended for now, if they have."""
+        self._is_over = False
+        self._group_size = 1
+        self._is_larger: Callable[[Any], bool] | None = None
+        self._group: dict[int, Minibatch] = {}  # of those that are read and not handed out
+
+    def look_ahead(self, is_larger: Callable[[Any], bool], group_size: int) -> None:
+        """From now on the data end before a group with a minibatch of whose inputs is_larger says so. They go
+        on with the one before which they had ended. group_size: the same each time."""
+        self._is_larger = is_larger
+        self._group_size = group_size
+        self.larger = None
+
+    @property
+    def looks_ahead(self) -> bool:
+        return self._is_larger is not None
+
+    @property
+    def num_minibatches(self) -> int:
+        """That were read so far: all there are, once fetch() has found none."""
+        return len(self.samples) if self.larger is None else self.larger.first
+
+    def fetch(self, minibatch: int) -> bool:
+        """Reads up to this minibatch, whose code this runs; those before it are other replicas'. False:
+        there is none, or not before there is more memory."""
+        began_ns = time.perf_counter_ns()
+        while len(self.samples) <= minibatch and not self._is_over and self.larger is None:
+            self._read_group()
+        self.read_ns += time.perf_counter_ns() - began_ns
+        return minibatch < self.num_minibatches
+
+    def take(self, minibatch: int) -> Minibatch:
+        """What fetch() has found; once."""
+        return self._group.pop(minibatch)
+
+    def _read_group(self) -> None:
+        self._group.clear()
+        copies = self._group_size > 1 and self.stream.may_reuse_memory
+        for _ in range(self._group_size):
+            batch = self.stream.next()
+            if batch is None:
+                self._is_over = True  # not asked again: whoever forwards data says so once
+                break
+            if copies:
+                batch = _in_own_memory(batch)
+            self._group[len(self.samples)] = batch
+            self.samples.append(1 if batch.num_samples is None else batch.num_samples)
+            self.epochs.append(batch.epoch)
+        self._look_at_group()
+
+    def _look_at_group(self) -> None:
+        is_larger = self._is_larger
+        if is_larger is None:
+            return
+        larger = {index: batch for index, batch in self._group.items() if is_larger(batch.inputs)}
+        if not larger:
+            return
+        index, batch = next(iter(larger.items()))
+        of_each = (shapes_of_parts(batch.inputs, batch.targets) for batch in larger.values())
+        shapes = functools.reduce(larger_of, of_each)
+        self.larger = LargerMinibatch(min(self._group), index, batch.inputs, batch.targets, shapes)
+
+
+def exceeds(planned: Boundary, inputs: Any) -> bool:
+    """Whether these inputs differ from what was planned, and by nothing but their size."""
+    try:
+        tensors = planned.flatten(inputs)
+    except ValueError:  # told by whoever checks them
+        return False
+    pairs = list(zip(tensors, planned.tensors, strict=True))
+    if any(tensor.dtype != spec.dtype or tensor.dim() != len(spec.shape) for tensor, spec in pairs):
+        return False
+    return any(spec.is_exceeded_by(tensor.shape) for tensor, spec in pairs)
+
+
+def _in_own_memory(batch: Minibatch) -> Minibatch:
+    inputs = map_tensors(Tensor.clone, batch.inputs)
+    targets = inputs if batch.targets is batch.inputs else map_tensors(Tensor.clone, batch.targets)
+    return batch._replace(inputs=inputs, targets=targets)

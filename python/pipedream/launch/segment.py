@@ -1,0 +1,290 @@
+"""A segment of a run: what is trained with one plan of the memory. Most runs are one.
+
+    open     channels and pool as planned, links to the other workers
+    train    until the data are over, or one of them is larger than planned
+    follow   rank 0 tells all ranks which of the two it was
+    close    nothing of it is left but what lives on
+
+    F0 F1 B0 U0 F2 B1 U1 | B2 U2 |                 | F3 F4 B3 U3 ...
+                           3 is larger, rehearsed    planned for it
+
+The pipeline drains in between, and begins again as it began: with the newest version as the only one. What
+lives on are the modules with their weights and buffers, the optimizers with their state, the data
+(minibatch_source.py) and what was reported. On the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from pipedream import _core
+from pipedream.data.minibatch_source import MinibatchSource, exceeds
+from pipedream.data.stream import ForwardedData, MinibatchStream, ReceivedStream
+from pipedream.launch.agreed_run import AgreedRun, wait_for
+from pipedream.launch.set_up import Rehearsed
+from pipedream.launch.stage_pool import StagePool
+from pipedream.launch.worker_links import WorkerLinks, no_word
+from pipedream.launch.worker_optimizers import WorkerOptimizers
+from pipedream.links.channels import (
+    BETWEEN_REPLICAS,
+    INPUTS,
+    TARGETS,
+    RunChannel,
+    channels_of_run,
+    forwarded_name,
+    tree_name,
+)
+from pipedream.links.codec_choice import keeps_residuals, pushes_factors
+from pipedream.links.device_memory import agree_on_device_memory, place_on_devices
+from pipedream.links.rank_tree import children_of, parent_of
+from pipedream.links.rendezvous import Rendezvous
+from pipedream.links.replica_group import ReplicaGroup
+from pipedream.links.state_transfer import receive_document, send_document
+from pipedream.model.references import gradients_noticed
+from pipedream.planning.shapes import describe_shapes
+from pipedream.stage.stage_loop import WorkerLoop
+from pipedream.stage.stage_runner import data_mismatch
+
+__all__ = ["Following", "Segment", "can_plan_again"]
+
+
+@dataclass(frozen=True)
+class Following:
+    """Why there is a segment after this one."""
+
+    first_minibatch: int
+    """Of that one."""
+    minibatch: int
+    """Which is larger than planned."""
+    shapes: str
+    """Of it, for people."""
+
+
+class Segment:
+    """At one worker. Made, it is open."""
+
+    def __init__(
+        self,
+        run: AgreedRun,
+        links: WorkerLinks,
+        core: _core.Worker,
+        device: torch.device,
+        rehearsed: Rehearsed,
+        data: Iterable[Any] | ForwardedData,
+        optimizers: WorkerOptimizers,
+    ) -> None:
+        """core: as links has made it. Raises ValueError, term by term, for what does not fit into memory."""
+        self.core = core
+        self._device = device
+        self._rehearsed = rehearsed
+        self._data = data
+        self._loop: WorkerLoop | None = None
+        self.channels = _channels_of(run, core, device, rehearsed, data, optimizers)
+        for channel in self.channels:
+            channel.add_to(core, run.rank, run.plan)
+        self._pool = StagePool(run, core, device, rehearsed.footprints, self.channels, optimizers)
+        core.seal()
+        links.connect(run, self.channels, run.key("endpoints"))
+        self._group = _replica_group(run, core, device, run.place.rendezvous)
+        self.run = self._pool.run
+        """As agreed, with what is recomputed to save memory."""
+
+    def close(self) -> None:
+        """Not its links, which are the worker's."""
+        if self._group is not None:
+            self._group.close()
+
+    @property
+    def losses(self) -> list[float]:
+        """So far, as far as this worker knows."""
+        return [] if self._loop is None else self._loop.losses
+
+    def train(self, source: MinibatchSource) -> dict[str, Any]:
+        """What this worker reports; a rank beyond the plan has nothing to."""
+        run = self.run
+        if isinstance(self._data, ForwardedData):
+            source.stream = _received_stream(run, self.core, self._data)
+        if not run.own_stages():
+            return {}
+        boundary = self._rehearsed.input_boundary
+        if boundary is not None and can_plan_again(run, self._data):
+            num_replicas = [stage.num_replicas for stage in run.plan.stages]
+            source.look_ahead(functools.partial(exceeds, boundary), math.lcm(*num_replicas))
+        self._loop = self._make_loop(source)
+        with gradients_noticed(run.parameters()):
+            report = self._loop.train()
+        _note_codecs(report, self.channels)
+        return report
+
+    def hear_what_follows(self, source: MinibatchSource) -> Following | None:
+        """None: nothing. As rank 0 says, to every rank. Raises DataMismatch where this one has read other
+        data."""
+        run, core, rank = self.run, self.core, self.run.rank
+        larger = source.larger
+        mine = None
+        if larger is not None:
+            mine = Following(larger.first, larger.minibatch, describe_shapes(larger.shapes))
+        word = None if mine is None else asdict(mine)
+        if rank > 0:
+            word = receive_document(core, tree_name(parent_of(rank), rank))
+        for child in children_of(rank, run.place.world_size):
+            send_document(core, tree_name(rank, child), word)
+        following = None if word is None else Following(**word)
+        if (run.reads_inputs or run.reads_targets) and following != mine:
+            raise data_mismatch(source.num_minibatches, run.describe_worker(rank))
+        return following
+
+    def wait_for_all(self) -> None:
+        """Until no rank needs these links any more: all look for each other in the rendezvous again."""
+        run, rendezvous = self.run, self.run.place.rendezvous
+        key = run.key("drained")
+        rendezvous.publish(f"{key}/{run.rank}", True)
+        keys = [f"{key}/{rank}" for rank in range(run.place.world_size)]
+        wait_for(rendezvous, keys, no_word, meanwhile=_check_of_links(run, self.core))
+
+    def _make_loop(self, source: MinibatchSource) -> WorkerLoop:
+        run, pool, rehearsed = self.run, self._pool, self._rehearsed
+        own = [channel for channel in self.channels if run.rank in (channel.sender, channel.receiver)]
+        return WorkerLoop(
+            self.core,
+            run.options,
+            run.place,
+            schedule=run.schedule(),
+            prepared=pool.prepare(self._group),
+            source=source,
+            device=self._device,
+            base_seed=run.base_seed,
+            input_boundary=rehearsed.input_boundary,
+            boundaries=rehearsed.boundaries,
+            edges=[
+                (channel.edge, channel.name)
+                for channel in own
+                if channel.edge is not None and channel.edge.kind not in BETWEEN_REPLICAS
+            ],
+            predicted=pool.predicted,
+            torch_pool=pool.make_torch_pool(),
+        )
+
+
+def can_plan_again(run: AgreedRun, data: Iterable[Any] | ForwardedData) -> bool:
+    """Whether a segment may follow another: nothing has to be carried over that would be lost. The same at
+    all ranks that read data."""
+    options = run.options
+    codec = options.links.codec
+    is_synchronous = not (options.is_asynchronous or options.reduces_together or options.staleness > 0)
+    return (
+        is_synchronous
+        and not isinstance(data, ForwardedData)
+        and options.autocast is not torch.float16
+        and not keeps_residuals(codec)
+        and not pushes_factors(codec)
+    )
+
+
+def _channels_of(
+    run: AgreedRun,
+    core: _core.Worker,
+    device: torch.device,
+    rehearsed: Rehearsed,
+    data: Iterable[Any] | ForwardedData,
+    optimizers: WorkerOptimizers,
+) -> list[RunChannel]:
+    options = run.options
+    channels = channels_of_run(
+        run.plan,
+        run.schedule(),
+        run.place.world_size,
+        rehearsed.boundaries,
+        optimizers.tie_specs(),
+        data if isinstance(data, ForwardedData) else None,
+        codec=options.links.codec,
+        shards=optimizers.shards(),
+    )
+    return _placed_on_devices(run, core, device, channels) if options.links.places_on_devices else channels
+
+
+def _placed_on_devices(
+    run: AgreedRun, core: _core.Worker, device: torch.device, channels: list[RunChannel]
+) -> list[RunChannel]:
+    """The channels, with those between devices of one host that need no staging."""
+    rank, links, rendezvous = run.rank, run.options.links, run.place.rendezvous
+    on_host = device.type != "cuda"
+    reach = agree_on_device_memory(
+        core,
+        rank,
+        channels,
+        on_host=on_host,
+        publish=lambda key, value: rendezvous.publish(run.key(key), value),
+        wait_for=lambda keys: wait_for(rendezvous, [*map(run.key, keys)], no_word) if keys else [],
+    )
+    between = [c for c in channels if c.stages is not None and rank in (c.sender, c.receiver)]
+    for channel in between if links.transport == "ipc" or not on_host else []:
+        why = reach[channel.sender, channel.receiver]
+        if not why and channel.is_encoded:
+            why = f"they travel encoded (codec {channel.codec})"
+        links.check_reach(run.describe_ends(channel.sender, channel.receiver), why)
+    return place_on_devices(channels, reach)
+
+
+def _replica_group(
+    run: AgreedRun, core: _core.Worker, device: torch.device, rendezvous: Rendezvous
+) -> ReplicaGroup | None:
+    """Of this worker's stage, where its replicas reduce together."""
+    stages = run.plan.stages_of(run.rank) if run.options.reduces_together else []
+    num_replicas = run.plan.stages[stages[0]].num_replicas if stages else 1
+    if num_replicas == 1:
+        return None
+    return ReplicaGroup(
+        rendezvous.store_for(f"replicas of stage {stages[0]}"),
+        run.plan.replica_of(run.rank),
+        num_replicas,
+        device,
+        bind_host=run.options.links.bind_host,
+        check_links=_check_of_links(run, core),
+    )
+
+
+def _check_of_links(run: AgreedRun, core: _core.Worker) -> Callable[[], None]:
+    """Waits for nothing, and raises what the links know."""
+    neighbour = parent_of(run.rank) if run.rank > 0 else 1  # rank 1 is below rank 0
+
+    def check() -> None:
+        if run.place.world_size > 1:
+            core.wait_until_sent(tree_name(run.rank, neighbour), 1 << 20)
+
+    return check
+
+
+def _received_stream(run: AgreedRun, core: _core.Worker, data: ForwardedData) -> MinibatchStream:
+    def receiver(channel: str) -> Callable[[], tuple[list[Tensor], int] | None]:
+        def receive() -> tuple[list[Tensor], int] | None:
+            # Reading data is the user's time, wherever they come from.
+            item = core.receive_item(channel, counts_as_wait=False)
+            assert item is not None  # there is no time-out
+            if item.is_end:
+                return None
+            tensors = [from_dlpack(capsule) for capsule in item.take_tensors()]
+            return tensors, item.fields.data_fingerprint
+
+        return receive
+
+    replica = run.plan.replica_of(run.rank) if run.own_stages() else 0
+    inputs, targets = (forwarded_name(channel, replica) for channel in (INPUTS, TARGETS))
+    return ReceivedStream(
+        data, receiver(inputs) if run.reads_inputs else None, receiver(targets) if run.reads_targets else None
+    )
+
+
+def _note_codecs(report: dict[str, Any], channels: Iterable[RunChannel]) -> None:
+    """Beside the figures of its channels: by which codec tensors really travel."""
+    for channel in channels:
+        if channel.name in report["channels"]:
+            report["channels"][channel.name]["codec"] = channel.codec_used

@@ -1,0 +1,382 @@
+"""A minibatch that is larger than planned: the pipeline drains, plans its memory again and goes on, with the
+numbers of one that drained there and had planned for it from the start."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import pipedream
+import pytest
+import torch
+from farm import Farm
+from models import Batch, Case
+from oracle import assert_memory_as_predicted, assert_same_numbers
+from pipedream import RunResult, reference
+from pipedream.common.errors import DataMismatch
+from pipedream.stage import stage_loop, weights
+from torch import nn
+from training import (
+    OPTIMIZERS,
+    State,
+    Training,
+    assert_close_losses,
+    assert_close_state,
+    model_of_oracle,
+    state_of,
+    tolerance,
+    train_in_pipeline,
+    train_plainly,
+)
+
+_halving = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+
+
+class _Growing:
+    """Minibatches of these sizes, epoch by epoch, that nobody can look at before they come."""
+
+    def __init__(self, case: Case, *epochs: Sequence[int], dtype: torch.dtype = torch.float64) -> None:
+        self._case = case
+        self._epochs = epochs
+        self._dtype = dtype
+        self._epoch = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        generator = torch.Generator().manual_seed(self._epoch)
+        sizes = self._epochs[self._epoch]
+        self._epoch += 1
+        for size in sizes:
+            yield self._case.make_batch(generator, self._dtype, size)
+
+
+def _assert_equals_reference(
+    farm: Farm,
+    training: Training,
+    *epochs: Sequence[int],
+    drained_at: Sequence[int],
+    num_ranks: int | None = None,
+    native: Any = None,
+    **options: Any,
+) -> RunResult:
+    """options: of the pipeline alone."""
+    data = _Growing(training.case, *epochs, dtype=training.dtype)
+    if native is not None:
+        options["optimizer"] = native
+    ranks = num_ranks or training.num_workers
+    result, state = farm.results(train_in_pipeline, training, num_ranks=ranks, data=data, **options)[0]
+    assert result.drained_at == drained_at
+    expected, expected_state = _train_by_reference(training, data, drained_at)
+    assert_same_numbers(result.losses, state, expected.losses, expected_state, tolerance(training.dtype))
+    assert result.versions == expected.versions
+    assert result.epoch_sizes == [len(sizes) for sizes in epochs]
+    assert_memory_as_predicted(result)
+    return result
+
+
+def _train_by_reference(
+    training: Training, data: Iterable[Batch], drained_at: Sequence[int]
+) -> tuple[reference.ReferenceResult, State]:
+    model = model_of_oracle(training)
+    arguments = training.options() | {"data": data, "drained_at": drained_at}
+    with torch.random.fork_rng():
+        return reference.run(model, training.plan, **arguments), state_of(model)
+
+
+@pytest.mark.parametrize(
+    ("case_name", "num_stages", "how"),
+    [
+        ("cnn", 3, {}),
+        ("cnn", 3, {"schedule": "vertical_sync"}),
+        ("transformer", 3, {"schedule": "naive"}),
+        ("cnn", 2, {"schedule": "2bw", "microbatches": 2}),
+        ("transformer", 3, {"schedule": "flush", "microbatches": 3}),
+        ("cnn", 3, {"schedule": "gpipe", "microbatches": 2}),
+        ("lstm", 4, {"schedule": "interleaved", "microbatches": 2}),
+        ("transformer", 2, {"schedule": "model_parallel"}),
+        ("tied_apart", 3, {}),
+        ("dropout", 3, {}),
+        ("frozen", 2, {}),
+        ("lstm", 2, {"microbatches": 2}),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
+)
+def test_a_run_equals_one_that_had_planned_for_it_and_drained_there(
+    farm: Farm, case_name: str, num_stages: int, how: dict[str, Any]
+) -> None:
+    training = Training(case_name, num_stages, **how)
+    _assert_equals_reference(farm, training, [3, 3, 4, 4, 3, 6, 4, 6, 5], drained_at=[2, 5])
+
+
+@pytest.mark.parametrize("schedule", ["flush", "gpipe"])
+def test_where_rounds_drain_the_numbers_are_those_of_plain_training(farm: Farm, schedule: str) -> None:
+    training = Training("transformer", 2, schedule=schedule, microbatches=2)
+    data = _Growing(training.case, [4, 4, 6, 4, 4])
+    result, state = farm.results(train_in_pipeline, training, num_ranks=2, data=data)[0]
+    assert result.drained_at == [2]
+    losses, expected = train_plainly(_WithData(training.case_name, 2, microbatches=2, given=data))
+    assert_close_losses(result.losses, losses, 1e-9)
+    assert_close_state(state, expected, 1e-9)
+
+
+class _WithData(Training):
+    """A training of other data than its own."""
+
+    def __init__(self, *arguments: Any, given: Iterable[Batch], **how: Any) -> None:
+        super().__init__(*arguments, **how)
+        object.__setattr__(self, "_given", given)
+
+    def data(self) -> Iterable[Batch]:
+        return self._given  # type: ignore[attr-defined,no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "drained_at"),
+    [([3, 4, 3, 3], [1]), ([3, 3, 3, 4], [3]), ([2, 3, 4, 5], [1, 2, 3])],
+    ids=["the second", "the last", "each"],
+)
+def test_it_may_be_any_minibatch(farm: Farm, sizes: list[int], drained_at: list[int]) -> None:
+    _assert_equals_reference(farm, Training("cnn", 3), sizes, drained_at=drained_at)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("is_native", [False, True], ids=["torch", "native"])
+def test_optimizers_keep_their_state_and_rates_their_schedule(
+    farm: Farm, optimizer: str, is_native: bool
+) -> None:
+    native = {
+        "sgd": functools.partial(pipedream.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),
+        "adam": functools.partial(pipedream.optim.Adam, lr=0.01),
+    }[optimizer]
+    training = Training(
+        "transformer", 2, optimizer=OPTIMIZERS[optimizer], epochs=3, lr_scheduler=_halving, max_grad_norm=1.0
+    )
+    # Within an epoch, at the beginning of one, and in neither.
+    epochs = [3, 3, 4, 3], [5, 5], [4, 5, 3]
+    _assert_equals_reference(farm, training, *epochs, drained_at=[2, 4], native=native if is_native else None)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "how", "drained_at"),
+    [
+        ((2, 1), {}, [2, 6]),
+        ((1, 2), {}, [2, 6]),
+        ((2, 2), {"schedule": "vertical_sync"}, [2, 6]),
+        ((3, 1), {}, [3, 6]),
+        ((2, 1), {"schedule": "flush", "microbatches": 2}, [2, 6]),
+        ((1, 2), {"schedule": "2bw", "microbatches": 3}, [2, 6]),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else None,
+)
+def test_replicas_finish_their_rounds_before(
+    farm: Farm, replicas: tuple[int, ...], how: dict[str, Any], drained_at: list[int]
+) -> None:
+    training = Training("cnn", 2, replicas=replicas, **how)
+    _assert_equals_reference(farm, training, [3, 3, 3, 4, 4, 3, 3, 6, 5], drained_at=drained_at)
+
+
+def test_what_replicas_tie_across_stages_goes_on(farm: Farm) -> None:
+    training = Training("tied_apart", 2, replicas=(2, 1), optimizer=OPTIMIZERS["adam"])
+    _assert_equals_reference(farm, training, [3, 3, 3, 4, 4, 3, 6, 5, 5], drained_at=[2, 6])
+
+
+def test_one_in_the_first_round_is_planned_for_before_any_is_trained(farm: Farm) -> None:
+    training = Training("cnn", 2, replicas=(2, 1))
+    _assert_equals_reference(farm, training, [3, 4, 3, 3, 3], drained_at=[0])
+
+
+def test_a_rank_beyond_the_plan_hears_of_it(farm: Farm) -> None:
+    _assert_equals_reference(farm, Training("cnn", 2), [3, 3, 4, 3], drained_at=[2], num_ranks=3)
+
+
+def test_local_workers_say_so_in_a_line(capfd: pytest.CaptureFixture[str]) -> None:
+    training = Training("transformer", 2)
+    data = torch.utils.data.DataLoader(
+        training.case.data(2, torch.float64)[:1] + _larger(training.case), batch_size=None
+    )
+    result, state = train_in_pipeline(training, data=data)
+    assert result.drained_at == [1]
+    expected, expected_state = _train_by_reference(training, data, [1])
+    assert_close_losses(result.losses, expected.losses, 1e-9)
+    assert_close_state(state, expected_state, 1e-9)
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "planned" in line]
+    assert (
+        "minibatch 1 is larger than planned (inputs (9, 5), targets (9, 5)): the memory was planned again"
+        in line
+    )
+    assert "plan = plan.fitting(batch)" in line
+
+
+def _larger(case: Case) -> list[Batch]:
+    generator = torch.Generator().manual_seed(3)
+    return [case.make_batch(generator, torch.float64, size) for size in (9, 4, 9)]
+
+
+class _Lengths:
+    """Of texts, which get longer and fewer."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        for index, (size, length) in enumerate([(4, 3), (2, 5), (4, 4), (1, 12), (2, 9), (3, 9)]):
+            tokens = torch.randint(13, (size, length), generator=torch.Generator().manual_seed(index))
+            yield tokens, tokens.flip(1)
+
+
+def test_fewer_and_longer_texts_are_planned_for_where_they_have_more_tokens(farm: Farm) -> None:
+    training = Training("transformer", 2, schedule="flush")
+    result, state = farm.results(train_in_pipeline, training, num_ranks=2, data=_Lengths())[0]
+    # 12 tokens are planned for at first, then 16 as (4, 4), which is enough for (1, 12), then (4, 9).
+    assert result.drained_at == [2, 4]
+    expected, expected_state = _train_by_reference(training, _Lengths(), [2, 4])
+    assert_same_numbers(result.losses, state, expected.losses, expected_state, 1e-9)
+
+
+# Memory.
+
+
+def _deep() -> nn.Sequential:
+    """Narrow at the cut, and wide inside the stages."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        pairs = [(64, 256), (256, 64)] * 4
+        return nn.Sequential(*(layer for a, b in pairs for layer in (nn.Linear(a, b), nn.Tanh())))
+
+
+class _Rows:
+    def __init__(self, *counts: int) -> None:
+        self._counts = counts
+
+    def __iter__(self) -> Iterator[Batch]:
+        for index, count in enumerate(self._counts):
+            generator = torch.Generator().manual_seed(index)
+            yield torch.randn(count, 64, generator=generator), torch.randn(count, 64, generator=generator)
+
+
+def _train_rows(*counts: int, **options: Any) -> RunResult:
+    return _run_rows(_deep(), *counts, **options)
+
+
+def _run_rows(model: nn.Sequential, *counts: int, **options: Any) -> RunResult:
+    return pipedream.run(
+        model,
+        pipedream.Plan.straight(16, 2),
+        data=_Rows(*counts),
+        loss_fn=nn.functional.mse_loss,
+        optimizer=OPTIMIZERS["sgd"],
+        seed=1,
+        progress=False,
+        **options,
+    )
+
+
+def _counted_bytes(result: RunResult) -> list[int]:
+    """As `memory` counts them, per worker."""
+    return [sum(figures["predicted"] or 0 for figures in terms.values()) for terms in result.memory]
+
+
+def test_one_that_does_not_fit_is_refused_by_its_shapes_and_every_term(farm: Farm) -> None:
+    limit = max(_counted_bytes(farm.results(_train_rows, 512, num_ranks=2)[0]))
+    for outcome in farm.run(_train_rows, 512, 512, 8192, 512, num_ranks=2, memory=limit):
+        assert isinstance(outcome.error, ValueError), outcome
+        said = str(outcome.error)
+        assert "\n" not in said
+        assert "minibatch 2 is larger than planned (inputs (8192, 64), targets (8192, 64))" in said
+        assert "there is no plan for it: memory is" in said
+        for term in ("stashed activations", "weight versions", "largest transient", "parameter gradients"):
+            assert term in said
+
+
+def test_recompute_is_chosen_again(farm: Farm) -> None:
+    small = farm.results(_train_rows, 256, num_ranks=2)[0]
+    large = farm.results(_train_rows, 2048, num_ranks=2)[0]
+    limit = max(_counted_bytes(large)) - 1
+    assert limit > max(_counted_bytes(small))
+    free = farm.results(_train_rows, 256, 256, 2048, 256, num_ranks=2)[0]
+    limited = farm.results(_train_rows, 256, 256, 2048, 256, num_ranks=2, memory=limit)[0]
+    assert (small.recompute, free.recompute) == ([False, False], [False, False])
+    assert any(limited.recompute)
+    assert free.drained_at == limited.drained_at == [2]
+    assert limited.losses == free.losses
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"codec": "topk:0.5"}, {"autocast": "float16"}],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_would_be_lost_at_the_boundary_is_not_planned_again(farm: Farm, options: dict[str, Any]) -> None:
+    for outcome in farm.run(_train_rows, 8, 8, 16, num_ranks=2, **options):
+        assert isinstance(outcome.error, ValueError), outcome
+        said = str(outcome.error)
+        assert "stage 0, minibatch 2: tensor 0 has shape (16, 64), larger than the planned (8, 64)" in said
+        assert "plan = plan.fitting(batch)" in said
+
+
+def _count_pools() -> list[tuple[int, int]]:
+    """(alive loops, alive slots of weight versions) at each minibatch, as the stage here sees them."""
+    loops: list[weakref.ref[Any]] = []
+    slots: list[weakref.ref[Any]] = []
+    make_loop, make_versions = stage_loop.WorkerLoop.__init__, weights.WeightVersions.__init__
+    counts = []
+
+    def note_loop(self: Any, *args: Any, **kwargs: Any) -> None:
+        make_loop(self, *args, **kwargs)
+        loops.append(weakref.ref(self))
+
+    def note_versions(self: Any, *args: Any, **kwargs: Any) -> None:
+        make_versions(self, *args, **kwargs)
+        slots.extend(weakref.ref(slot) for slot in self.slots)
+
+    def count(*_: Any) -> None:
+        counts.append(tuple(sum(ref() is not None for ref in refs) for refs in (loops, slots)))
+
+    model = _deep()
+    for layer in (model[0], model[-1]):
+        layer.register_forward_hook(count)
+    gc.collect()
+    gc.disable()  # most of a GPU must not wait for it
+    try:
+        with (
+            mock.patch.object(stage_loop.WorkerLoop, "__init__", note_loop),
+            mock.patch.object(weights.WeightVersions, "__init__", note_versions),
+        ):
+            _run_rows(model, 8, 8, 16, 8, 32, 8)
+    finally:
+        gc.enable()
+    return counts
+
+
+def test_the_pool_of_one_plan_is_gone_before_the_next_is_made(farm: Farm) -> None:
+    farm.results(_count_pools, num_ranks=2)  # what torch imports in the first run keeps its frames
+    for rank, counts in enumerate(farm.results(_count_pools, num_ranks=2)):
+        # None in rehearsals, else one loop with as many slots as versions.
+        assert set(counts) == {(0, 0), (1, 2 - rank)}
+
+
+class _UnlikeAtRank1(_Rows):
+    """The third minibatch is larger at the first stage's worker alone."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        for index, batch in enumerate(super().__iter__()):
+            is_cut = index == 2 and os.environ["RANK"] == "1"
+            yield tuple(tensor[:8] for tensor in batch) if is_cut else batch
+
+
+def _train_unlike() -> None:
+    pipedream.run(
+        _deep(),
+        pipedream.Plan.straight(16, 2),
+        data=_UnlikeAtRank1(8, 8, 16, 8),
+        loss_fn=nn.functional.mse_loss,
+        optimizer=OPTIMIZERS["sgd"],
+        progress=False,
+    )
+
+
+def test_workers_that_do_not_agree_on_it_have_read_different_data(farm: Farm) -> None:
+    for outcome in farm.run(_train_unlike, num_ranks=2):
+        assert isinstance(outcome.error, DataMismatch), outcome
+        assert "minibatch 2 is not the same data" in str(outcome.error)

@@ -1,0 +1,126 @@
+"""minibatch_source.py: minibatches in order, and an end before one that is larger than planned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from pipedream.data.minibatch_source import MinibatchSource, exceeds
+from pipedream.data.stream import DataStream
+from pipedream.model.batches import Keywords
+from pipedream.model.boundary import Boundary
+
+
+def _pair(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.full((size, 2), float(size)), torch.full((size,), -float(size))
+
+
+def _source(sizes: Sequence[int], planned: int, group_size: int = 1) -> MinibatchSource:
+    source = MinibatchSource(DataStream([_pair(size) for size in sizes], epochs=1))
+    source.look_ahead(lambda inputs: len(inputs) > planned, group_size)
+    return source
+
+
+def _sizes(source: MinibatchSource, first: int) -> list[int]:
+    """Of the minibatches from the first to the end for now."""
+    found = []
+    while source.fetch(first + len(found)):
+        found.append(len(source.take(first + len(found)).inputs))
+    return found
+
+
+def test_the_data_end_before_a_larger_minibatch_and_go_on_with_it() -> None:
+    source = _source([2, 3, 1, 5, 4, 3], planned=3)
+    assert _sizes(source, 0) == [2, 3, 1]
+    larger = source.larger
+    assert larger is not None and (larger.first, larger.minibatch) == (3, 3)
+    assert larger.shapes == {"inputs": (5, 2), "targets": (5,)}
+    assert torch.equal(larger.inputs, _pair(5)[0]) and torch.equal(larger.targets, _pair(5)[1])
+    assert source.num_minibatches == 3 and not source.fetch(3) and not source.fetch(9)
+    source.look_ahead(lambda inputs: len(inputs) > 5, 1)
+    assert source.larger is None
+    assert _sizes(source, 3) == [5, 4, 3]
+    assert source.num_minibatches == 6
+    assert (source.samples, source.epochs) == ([2, 3, 1, 5, 4, 3], [0] * 6)
+
+
+def test_a_group_that_has_a_larger_one_comes_after_the_end_as_a_whole() -> None:
+    source = _source([2, 3, 1, 3, 4, 5, 2], planned=3, group_size=3)
+    assert _sizes(source, 0) == [2, 3, 1]
+    larger = source.larger
+    assert larger is not None and (larger.first, larger.minibatch) == (3, 4)
+    assert larger.shapes == {"inputs": (5, 2), "targets": (5,)}  # of 4, and of 5 that is larger still
+    source.look_ahead(lambda inputs: len(inputs) > 5, 3)
+    assert _sizes(source, 3) == [3, 4, 5, 2]  # the last group is short
+
+
+def test_each_dimension_of_all_larger_ones_counts() -> None:
+    batches = [(torch.zeros(shape), torch.zeros(shape[0])) for shape in ((2, 9), (7, 3), (1, 1))]
+    source = MinibatchSource(DataStream(batches, epochs=1))
+    source.look_ahead(lambda inputs: inputs.numel() > 4, 3)
+    assert not source.fetch(0)
+    assert source.larger is not None
+    assert source.larger.shapes == {"inputs": (7, 9), "targets": (7,)}
+
+
+def test_a_replica_takes_its_own_and_finds_the_larger_one_of_another() -> None:
+    source = _source([1, 1, 1, 1, 1, 4], planned=3, group_size=2)
+    assert source.fetch(1) and len(source.take(1).inputs) == 1
+    assert source.fetch(3) and len(source.take(3).inputs) == 1
+    assert not source.fetch(5)
+    assert source.num_minibatches == 4
+
+
+def test_without_a_look_ahead_nothing_is_read_before_it_is_asked_for() -> None:
+    read: list[int] = []
+
+    def batches() -> Iterator[Any]:
+        for size in (1, 9, 2):
+            read.append(size)
+            yield _pair(size)
+
+    source = MinibatchSource(DataStream(batches(), epochs=1))
+    assert not source.looks_ahead
+    assert source.fetch(0) and read == [1]
+    assert source.fetch(2) and read == [1, 9, 2]
+    assert len(source.take(2).inputs) == 2
+
+
+def test_a_group_lies_in_memory_of_its_own_where_the_data_use_theirs_again() -> None:
+    memory = torch.zeros(2, 2)
+
+    def batches() -> Iterator[Any]:
+        for value in (1.0, 2.0, 3.0, 4.0):
+            yield memory.fill_(value), memory
+
+    source = MinibatchSource(DataStream(batches(), epochs=1))
+    source.look_ahead(lambda inputs: False, 2)
+    assert source.fetch(0)
+    first, second = source.take(0), source.take(1)
+    assert (float(first.inputs[0, 0]), float(second.targets[0, 0])) == (1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        (torch.zeros(4, 3), False),
+        (torch.zeros(5, 1), True),
+        (torch.zeros(3, 5), True),
+        (torch.zeros(3, 4), False),  # as many elements
+        (torch.zeros(9, 3, dtype=torch.float64), False),  # and other than planned in more than size
+        (torch.zeros(9, 3, 1), False),
+        ((torch.zeros(9, 3),), False),
+    ],
+    ids=["as planned", "first dimension", "elements", "another shape", "dtype", "rank", "structure"],
+)
+def test_what_exceeds_differs_in_nothing_but_its_size(inputs: Any, expected: bool) -> None:
+    assert exceeds(Boundary.of(torch.zeros(4, 3)), inputs) is expected
+
+
+def test_any_of_several_inputs_may_exceed() -> None:
+    planned = Boundary.of(Keywords(ids=torch.zeros(4, 3), mask=torch.zeros(1, 3), scale=2.0))
+    larger = Keywords(ids=torch.zeros(4, 3), mask=torch.zeros(1, 4), scale=2.0)
+    assert exceeds(planned, larger)
+    assert not exceeds(planned, larger | {"scale": 3.0})
