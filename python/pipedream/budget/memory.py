@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from pipedream import _core
 from pipedream.budget.footprint import SCALARS_BYTES, Footprint, StepMeter, make_meter, storage_bytes
-from pipedream.budget.offload import Offload, num_resident_versions
+from pipedream.budget.offload import Offload
+from pipedream.budget.resident_versions import num_resident_versions
 from pipedream.common.table import format_table
 from pipedream.common.units import format_bytes
 from pipedream.links.channels import RunChannel, num_of_edge_in_flight

@@ -7,15 +7,13 @@
     FORWARD 4                    1, and 4 goes as it is made         2 3 4
 
 The backwards of a stage come in the order of its forwards, so what is used next is always known: two
-microbatches are on the device at most, and three versions: the newest, the one that a backward reads, and the
-one that comes back or is written. (A forward of vertical sync that reads another one waits for its copy.)
-A graph holds no version: the hooks for saved tensors turn a view of a weight slot into a note of what it
-viewed. Parameters tied across stages stay on the device.
+microbatches are on the device at most, and three versions (resident_versions.py). A graph holds no version:
+the hooks for saved tensors turn a view of a weight slot into a note of what it viewed. Parameters tied across
+stages stay on the device.
 
-CUDA copies on streams of its own, one per direction, ordered by events; the CPU waits for none. Device memory
-is given back only after the compute stream was made to wait for the copy from it: then whatever gets it next
-comes after in that stream, and no allocator has to look whether the copy is done. The host has nothing to
-gain, and does the same at once, so that its tests are tests of this.
+Device memory is given back only after the compute stream was made to wait for the copy from it
+(copy_streams.py): then whatever gets it next comes after in that stream, and no allocator has to look whether
+the copy is done.
 
 Not for layers that use torch.func inside, which takes no such hooks, nor for a torch.autograd.Function that
 keeps views of a weight outside save_for_backward.
@@ -32,31 +30,28 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from pipedream.budget.copy_streams import CopyStreams
+from pipedream.budget.resident_versions import ResidentVersions, memory_of
+
 __all__ = [
-    "CopyStreams",
     "Offload",
-    "ResidentVersions",
     "SavedTensors",
     "StageOffload",
     "forced_offload",
     "graph_root",
-    "make_copy_streams",
     "measure_offloadable",
-    "num_resident_versions",
 ]
 
 SMALL_BYTES = 64 << 10
 """Smaller saved tensors stay where they are: a copy of so few bytes costs more than they do."""
-NUM_RESIDENT_VERSIONS = 3
 
 _VARIABLE = "PIPEDREAM_OFFLOAD"
 _ALIGNMENT = 64  # of the tensors in a microbatch's memory: that of torch's own on the host
-_POISON = 0xFF  # bytes that are NaN as a float of any width
 
 
 @dataclass(frozen=True)
@@ -77,197 +72,6 @@ def forced_offload() -> Offload:
     if unknown := sorted(words - {"versions", "activations"}):
         raise ValueError(f"{_VARIABLE} has {unknown[0]!r}: use activations, versions or both with a comma")
     return Offload(versions="versions" in words, activations="activations" in words)
-
-
-def num_resident_versions(num_versions: int) -> int:
-    """How many of a stage's weight versions stay in device memory; all where offloading saves nothing."""
-    return min(num_versions, NUM_RESIDENT_VERSIONS)
-
-
-# Copies between device and host.
-
-
-class CopyStreams(Protocol):
-    """Copies beside the compute stream. What they return says when a copy is done; None: it is."""
-
-    def out(self, source: Tensor, target: Tensor, *after: Any) -> Any:
-        """Device to host, after what the compute stream has been given so far and after `after`."""
-
-    def into(self, source: Tensor, target: Tensor, *after: Any) -> Any:
-        """Host to device, likewise."""
-
-    def wait(self, *copies: Any) -> None:
-        """What the compute stream is given from now on waits for the copies; the CPU does not."""
-
-    def finish(self) -> None:
-        """The CPU waits for all copies."""
-
-
-class _HostCopies:
-    """One memory: a copy is done when the call returns."""
-
-    def out(self, source: Tensor, target: Tensor, *after: Any) -> Any:
-        with torch.no_grad():
-            target.copy_(source)
-
-    into = out
-
-    def wait(self, *copies: Any) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-
-class _CudaCopies:
-    """A stream per direction: both directions of the bus work at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._into = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def out(self, source: Tensor, target: Tensor, *after: Any) -> Any:
-        return self._copy(self._out, source, target, after)
-
-    def into(self, source: Tensor, target: Tensor, *after: Any) -> Any:
-        return self._copy(self._into, source, target, after)
-
-    def wait(self, *copies: Any) -> None:
-        compute = torch.cuda.current_stream(self._device)
-        for event in copies:
-            if event is not None:
-                compute.wait_event(event)
-
-    def finish(self) -> None:
-        self._out.synchronize()
-        self._into.synchronize()
-
-    def _copy(self, stream: torch.cuda.Stream, source: Tensor, target: Tensor, after: Any) -> Any:
-        # The source is made, or the target's former content read, by what compute has been given so far.
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        for event in after:
-            if event is not None:
-                stream.wait_event(event)
-        with torch.cuda.stream(stream), torch.no_grad():
-            target.copy_(source, non_blocking=True)
-            return stream.record_event()
-
-
-def make_copy_streams(device: torch.device) -> CopyStreams:
-    return _CudaCopies(device) if device.type == "cuda" else _HostCopies()
-
-
-# Weight versions.
-
-
-class ResidentVersions:
-    """Which of a stage's versions lie in device memory. Each has its home in host memory, written as soon as
-    the version is; a device slot that is wanted for another is overwritten, as nothing is lost.
-
-    A version goes by the slot that the core gives it, a device slot by its position.
-    """
-
-    def __init__(self, device_slots: Sequence[Tensor], homes: Sequence[Tensor], copies: CopyStreams) -> None:
-        """homes: one per version kept. The slots are flat uint8 tensors of one size."""
-        self._device_slots = device_slots
-        self._homes = homes
-        self._copies = copies
-        self._held: list[int | None] = [None] * len(device_slots)
-        self._position_of_memory = {_memory_of(slot): p for p, slot in enumerate(device_slots)}
-        # By version: the copies after which its home is whole, and it is here.
-        self._gone_out: dict[int, Any] = {}
-        self._come_in: dict[int, Any] = {}
-        self._newest: int | None = None
-        self._reading: int | None = None
-        self._next: int | None = None
-        self.on_move: Callable[[int, int | None], None] = lambda version, position: None
-        """Told (version, its position or None for nowhere) before a copy or a write begins."""
-
-    @property
-    def num_versions(self) -> int:
-        return len(self._homes)
-
-    def position_of(self, version: int) -> int | None:
-        return self._held.index(version) if version in self._held else None
-
-    def device_slot(self, version: int) -> Tensor:
-        position = self.position_of(version)
-        assert position is not None, f"version slot {version} is not in device memory, but {self._held} are"
-        return self._device_slots[position]
-
-    def version_at(self, memory: int) -> int | None:
-        """The version in the device slot at an address; None for other memory."""
-        position = self._position_of_memory.get(memory)
-        return None if position is None else self._held[position]
-
-    def read(self, version: int) -> None:
-        """Before the compute stream is given what reads the version."""
-        self._fetch(version)
-        self._copies.wait(self._come_in.pop(version, None))
-        self._reading = version
-        if version == self._next:
-            self._next = None
-
-    def prefetch(self, version: int) -> None:
-        """The version that a backward will read next, after the one that is read now."""
-        self._next = version
-        self._fetch(version)
-
-    def write(self, version: int) -> None:
-        """Before the version is written, from the newest one; `written` follows."""
-        position = self.position_of(version)
-        if position is None:
-            position = self._victim()
-        former = self._held[position]
-        if former is not None:  # the copies of what lies there are done before it is overwritten
-            self._copies.wait(self._gone_out.get(former), self._come_in.pop(former, None))
-        self._place(version, position)
-
-    def written(self, version: int) -> None:
-        self._newest = version
-        # A backward has read what the home held before, so the copy from there is done.
-        self._gone_out[version] = self._copies.out(self.device_slot(version), self._homes[version])
-
-    def poison(self, version: int) -> None:
-        """Nobody may read the version any more: whoever does gets NaN, here and at home."""
-        self._copies.finish()  # the CPU fills the home
-        if self.position_of(version) is not None:
-            self.device_slot(version).fill_(_POISON)
-        self._homes[version].fill_(_POISON)
-
-    def _fetch(self, version: int) -> None:
-        if self.position_of(version) is not None:
-            return
-        position = self._victim()
-        former = self._held[position]
-        after = [self._gone_out.get(version), None if former is None else self._gone_out.get(former)]
-        self._place(version, position)
-        slot = self._device_slots[position]
-        self._come_in[version] = self._copies.into(self._homes[version], slot, *after)
-
-    def _victim(self) -> int:
-        """A device slot whose content nobody needs soon. There is one: three are held at most by those who
-        ask, and the one who asks now holds none."""
-        if None in self._held:
-            return self._held.index(None)
-        wanted = {self._newest, self._reading, self._next}
-        for position, version in enumerate(self._held):
-            if version not in wanted:
-                return position
-        # What was read last is needed no longer by whoever reads or writes another one now.
-        assert self._reading not in (None, self._newest, self._next), self._held
-        return self._held.index(self._reading)
-
-    def _place(self, version: int, position: int) -> None:
-        former = self._held[position]
-        if former is not None and former != version:
-            self.on_move(former, None)
-        self._held[position] = version
-        self.on_move(version, position)
-
-
-# Saved tensors.
 
 
 class _Geometry(NamedTuple):
@@ -379,7 +183,7 @@ class SavedTensors:
     def __init__(self, stage: StageOffload, slot: _HomeSlot | None, kept: Iterable[Tensor]) -> None:
         self._stage = stage
         self._slot = slot
-        self._kept_memory = {_memory_of(tensor) for tensor in kept}
+        self._kept_memory = {memory_of(tensor) for tensor in kept}
         self._used_bytes = 0
         self._memories: dict[tuple[int, int], _Memory] = {}
         # Weak: what the graph has dropped need not come back, and what it drops shall be free.
@@ -389,7 +193,7 @@ class SavedTensors:
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Their memory stays where it is: it is not the graph's alone."""
-        self._kept_memory |= {_memory_of(tensor) for tensor in tensors}
+        self._kept_memory |= {memory_of(tensor) for tensor in tensors}
 
     @property
     def leaves_device(self) -> bool:
@@ -434,7 +238,7 @@ class SavedTensors:
         if not _is_plain(tensor, self._stage.device):
             return _Kept.of(tensor)
         versions = self._stage.versions
-        version = None if versions is None else versions.version_at(_memory_of(tensor))
+        version = None if versions is None else versions.version_at(memory_of(tensor))
         if versions is not None and version is not None:
             return _InVersion(versions, version, _Geometry.of(tensor))
         memory = self._memory_for(tensor)
@@ -476,7 +280,7 @@ class StageOffload:
         self.device = device
         self.copies = copies
         self.versions = versions
-        self.kept_memory = {_memory_of(tensor) for tensor in kept}
+        self.kept_memory = {memory_of(tensor) for tensor in kept}
         self._num_homes = len(homes)
         self._free = [_HomeSlot(home) for home in homes]
         self.leaving: list[_Memory] = []
@@ -529,7 +333,7 @@ class _Root(torch.autograd.Function):
 @contextlib.contextmanager
 def measure_offloadable(kept: Iterable[Tensor]) -> Iterator[Callable[[], int]]:
     """Around a forward; what it gives says how many bytes offloading would have moved."""
-    kept_memory = {_memory_of(tensor) for tensor in kept}
+    kept_memory = {memory_of(tensor) for tensor in kept}
     held: dict[tuple[int, int], Tensor] = {}  # alive, so that no two have one address
 
     def pack(tensor: Tensor) -> _Kept:
@@ -557,7 +361,7 @@ def _is_plain(tensor: Tensor, device: torch.device) -> bool:
 
 def _is_movable(tensor: Tensor, kept_memory: set[int]) -> bool:
     num_bytes = tensor.untyped_storage().nbytes()
-    return num_bytes >= max(SMALL_BYTES, 1) and _memory_of(tensor) not in kept_memory
+    return num_bytes >= max(SMALL_BYTES, 1) and memory_of(tensor) not in kept_memory
 
 
 def _content_of(tensor: Tensor) -> tuple[int, int]:
@@ -569,10 +373,6 @@ def _flat(tensor: Tensor) -> Tensor:
     """All bytes of the tensor's storage."""
     with torch.no_grad():
         return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
-def _memory_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _aligned(num_bytes: int) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from pipedream import _core
+from pipedream.budget.copy_streams import make_copy_streams
 from pipedream.budget.footprint import Footprint
 from pipedream.budget.memory import (
     GRADIENTS,
@@ -38,14 +39,8 @@ from pipedream.budget.memory import (
     predict_step_bytes,
     slot_bytes,
 )
-from pipedream.budget.offload import (
-    Offload,
-    ResidentVersions,
-    StageOffload,
-    forced_offload,
-    make_copy_streams,
-    num_resident_versions,
-)
+from pipedream.budget.offload import Offload, StageOffload, forced_offload
+from pipedream.budget.resident_versions import ResidentVersions, num_resident_versions
 from pipedream.budget.torch_pool import SEGMENT_SLACK_BYTES, TORCH_TENSORS, TorchPool, wants_torch_pool
 from pipedream.launch.agreed_run import AgreedRun
 from pipedream.launch.worker_optimizers import WorkerOptimizers

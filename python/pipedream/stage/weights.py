@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipedream.budget.offload import ResidentVersions
+from pipedream.budget.resident_versions import ResidentVersions
 from pipedream.model.factories import NamedParameters
 from pipedream.model.references import Place, places_of
 from pipedream.model.stage_module import StageModule

@@ -1,5 +1,4 @@
-"""offload.py: saved tensors that go to host memory and come back, weight versions that take turns on the
-device, and the choice of what to offload."""
+"""offload.py: saved tensors that go to host memory and come back, and the choice of what to offload."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from pipedream import _core
 from pipedream.budget import offload
+from pipedream.budget.copy_streams import make_copy_streams
 from pipedream.budget.footprint import Footprint
 from pipedream.budget.memory import (
     OFFLOADED_ACTIVATIONS,
@@ -22,31 +22,22 @@ from pipedream.budget.memory import (
 )
 from pipedream.budget.offload import (
     Offload,
-    ResidentVersions,
     SavedTensors,
     StageOffload,
     forced_offload,
     graph_root,
-    make_copy_streams,
     measure_offloadable,
-    num_resident_versions,
 )
+from pipedream.budget.resident_versions import ResidentVersions
 from pipedream.links.channels import RunChannel
 from pipedream.planning.plan import Plan
-from pipedream.stage.weight_layout import weight_layout
-from pipedream.stage.weights import WeightVersions
-from torch import Tensor, nn
-
-_HOST = torch.device("cpu")
+from resident import HOST, linear_versions, memory
+from torch import Tensor
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "SMALL_BYTES", 0)
-
-
-def _memory(num_bytes: int) -> Tensor:
-    return torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
 
 
 def _stage(
@@ -55,8 +46,8 @@ def _stage(
     versions: ResidentVersions | None = None,
     kept: Sequence[Tensor] = (),
 ) -> StageOffload:
-    homes = [_memory(home_bytes) for _ in range(num_homes)]
-    return StageOffload(_HOST, make_copy_streams(_HOST), homes, versions, kept)
+    homes = [memory(home_bytes) for _ in range(num_homes)]
+    return StageOffload(HOST, make_copy_streams(HOST), homes, versions, kept)
 
 
 def _saved(stage: StageOffload, kept: Sequence[Tensor] = (), *, is_next: bool = False) -> SavedTensors:
@@ -325,88 +316,8 @@ def test_a_root_stands_for_an_output_whose_memory_is_gone() -> None:
     assert not graph_root(_random(2)).requires_grad
 
 
-# Weight versions.
-
-
-class _Trace:
-    """Three device slots for `num_versions`, with one float in each version."""
-
-    def __init__(self, num_versions: int) -> None:
-        self.slots = [_memory(8) for _ in range(num_resident_versions(num_versions))]
-        self.homes = [_memory(8) for _ in range(num_versions)]
-        self.versions = ResidentVersions(self.slots, self.homes, make_copy_streams(_HOST))
-        self.places: dict[int, int | None] = {}
-        self.versions.on_move = self.places.__setitem__
-
-    def write(self, version: int, content: float) -> None:
-        self.versions.write(version)
-        self.versions.device_slot(version).view(torch.float64).fill_(content)
-        self.versions.written(version)
-
-    def read(self, version: int) -> float:
-        self.versions.read(version)
-        return self.versions.device_slot(version).view(torch.float64).item()
-
-
-def test_every_version_is_read_back_in_the_order_of_weight_stashing() -> None:
-    num_versions = 6
-    trace = _Trace(num_versions)
-    trace.write(0, 0.0)
-    for minibatch in range(20):  # version v lies in slot v mod K
-        newest, oldest = minibatch, max(0, minibatch - num_versions + 1)
-        assert trace.read(newest % num_versions) == newest
-        assert trace.read(oldest % num_versions) == oldest
-        if oldest < newest:
-            trace.versions.prefetch((oldest + 1) % num_versions)
-            assert (oldest + 1) % num_versions in trace.places
-        trace.versions.read(newest % num_versions)
-        trace.write((newest + 1) % num_versions, newest + 1.0)
-
-
-def test_a_version_that_was_prefetched_needs_no_copy_when_it_is_read() -> None:
-    trace = _Trace(5)
-    for version in range(5):
-        trace.write(version, float(version))
-        trace.versions.read(version)
-    trace.versions.read(0)
-    trace.versions.prefetch(1)
-    moves = dict(trace.places)
-    assert trace.read(4) == 4.0 and trace.read(1) == 1.0
-    assert trace.places == moves
-    assert trace.versions.position_of(0) is not None
-
-
-def test_a_version_that_is_nowhere_is_not_read_by_mistake() -> None:
-    trace = _Trace(4)
-    for version in range(4):
-        trace.write(version, float(version))
-    away = next(version for version in range(4) if trace.versions.position_of(version) is None)
-    with pytest.raises(AssertionError, match=f"version slot {away} is not in device memory"):
-        trace.versions.device_slot(away)
-
-
-def test_a_poisoned_version_is_nan_here_and_at_home() -> None:
-    trace = _Trace(4)
-    for version in range(4):
-        trace.write(version, float(version))
-    for version in range(4):
-        trace.versions.poison(version)
-        assert torch.isnan(trace.homes[version].view(torch.float64)).all()
-        assert torch.tensor(trace.read(version)).isnan()
-
-
-def _linear_versions(num_versions: int) -> tuple[nn.Linear, WeightVersions, ResidentVersions]:
-    layer = nn.Linear(3, 3, bias=False, dtype=torch.float64)
-    named = list(layer.named_parameters())
-    slot_bytes = weight_layout(named)[0]
-    slots = [_memory(slot_bytes) for _ in range(3)]
-    homes = [_memory(slot_bytes) for _ in range(num_versions)]
-    resident = ResidentVersions(slots, homes, make_copy_streams(_HOST))
-    return layer, WeightVersions(layer, named, slots, resident), resident
-
-
 def test_a_graph_reads_its_version_wherever_that_lies_by_then() -> None:
-    layer, weights, resident = _linear_versions(5)
+    layer, weights, resident = linear_versions(5)
     stage = _stage(num_homes=0, versions=resident)
     leaves, losses, wanted = [], [], []
     inputs = _random(2, 3).requires_grad_()
@@ -434,38 +345,6 @@ def test_a_graph_reads_its_version_wherever_that_lies_by_then() -> None:
         (gradient,) = weights.take_gradients(version)
         assert torch.allclose(gradient, wanted[version][1], rtol=1e-12)
         assert weights.leaves(version)[0] is leaves[version]
-
-
-def test_a_leaf_whose_version_is_nowhere_reads_as_nan() -> None:
-    _, weights, resident = _linear_versions(5)
-    for version in range(4):
-        weights.begin_update(version, version + 1)
-        weights.copy_version(version, version + 1)
-        weights.end_update(version + 1)
-    for version in range(5):
-        is_here = resident.position_of(version) is not None
-        assert weights.leaves(version)[0].isnan().any() != is_here
-    assert sum(resident.position_of(version) is not None for version in range(5)) == 3
-
-
-def test_restoring_brings_the_version_back_first() -> None:
-    layer, weights, resident = _linear_versions(5)
-    before = layer.weight.detach().clone()
-    for version in range(4):
-        weights.begin_update(version, version + 1)
-        with torch.no_grad():
-            weights.leaves(version + 1)[0].copy_(weights.leaves(version)[0] + 1.0)
-        weights.end_update(version + 1)
-    assert resident.position_of(0) is None
-    weights.restore(0)
-    assert torch.equal(layer.weight, before)
-    weights.restore(4)
-    assert torch.equal(layer.weight, before + 1.0 + 1.0 + 1.0 + 1.0)
-
-
-@pytest.mark.parametrize(("num_versions", "resident"), [(1, 1), (2, 2), (3, 3), (4, 3), (9, 3)])
-def test_three_versions_at_most_stay(num_versions: int, resident: int) -> None:
-    assert num_resident_versions(num_versions) == resident
 
 
 @pytest.mark.parametrize(

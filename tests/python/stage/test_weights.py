@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from models import CASES
-from pipedream.budget.offload import ResidentVersions, make_copy_streams
+from pipedream.budget.copy_streams import make_copy_streams
+from pipedream.budget.resident_versions import ResidentVersions
 from pipedream.model.splitter import split
 from pipedream.stage.weights import StageWeights, WeightVersions, split_tied
 from stage_weights import slots_for, stage_of, versions_of
