@@ -26,13 +26,14 @@ using Parameter = std::tuple<std::string, std::string, std::int64_t>;  // name, 
 using Piece = std::tuple<std::size_t, std::int64_t, std::int64_t>;     // parameter, first element, elements
 using Chunk = std::tuple<std::int64_t, std::size_t, std::size_t, std::vector<Piece>>;  // shard, begin, end
 
-std::vector<Chunk> deal_parameters(const std::vector<Parameter>& parameters, std::int64_t num_shards,
-                                   bool whole_tensors) {
+std::vector<Chunk> deal_parameters(const std::vector<Parameter>& parameters, std::int64_t num_replicas,
+                                   bool whole_tensors, std::int64_t num_spares) {
   std::vector<ParameterSpec> specs;
   for (const auto& [name, dtype, num_elements] : parameters)
     specs.push_back({name, dtype_from_name(dtype), num_elements});
   std::vector<Chunk> chunks;
-  for (const ShardChunk& chunk : deal(WeightLayout(std::move(specs)), num_shards, whole_tensors)) {
+  const std::vector<std::int64_t> shares = shard_shares(num_replicas, num_spares);
+  for (const ShardChunk& chunk : deal(WeightLayout(std::move(specs)), shares, whole_tensors)) {
     std::vector<Piece> pieces;
     for (const ShardPiece& piece : chunk.pieces)
       pieces.emplace_back(piece.parameter_index, piece.first_element, piece.num_elements);
@@ -67,10 +68,12 @@ std::vector<ReplicaIndex> replicas_of(const std::vector<std::int64_t>& members) 
 
 void bind_param_server(py::module_& module) {
   module.def(
-      "deal_shards", &deal_parameters, py::arg("parameters"), py::arg("num_shards"), py::kw_only(),
-      py::arg("whole_tensors"),
+      "deal_shards", &deal_parameters, py::arg("parameters"), py::arg("num_replicas"), py::kw_only(),
+      py::arg("whole_tensors"), py::arg("num_spares") = 0,
       "Chunks (shard, begin_bytes, end_bytes, [(parameter, first_element, num_elements)]) of a flat slot\n"
-      "of (name, dtype, num_elements) parameters.");
+      "of (name, dtype, num_elements) parameters; the shards of spares come after those of replicas.");
+  module.def("shard_shares", &shard_shares, py::arg("num_replicas"), py::arg("num_spares"),
+             "How large shards are, relative to each other: the replicas', then the spares'.");
   module.def(
       "aggregate", &aggregate_parts, py::arg("parts"), py::arg("num_members"), py::arg("mean"),
       py::arg("num_elements"), py::kw_only(), py::arg("dtype"), py::arg("num_threads") = 1,

@@ -145,7 +145,8 @@ void bind_placement(py::module_& module) {
       .def_static("at_ranks", &Placement::at_ranks, py::arg("rank_of_stage"),
                   "One replica of each stage, unsharded, at these ranks.")
       .def_static("in_order", &Placement::in_order, py::arg("num_replicas"),
-                  "Stage by stage, and in it replica by replica, each at the next rank.")
+                  py::arg("num_spares") = std::vector<std::int64_t>(),
+                  "Stage by stage, and in it replica by replica, each at the next rank; then so the spares.")
       .def_property_readonly("num_stages", &Placement::num_stages)
       .def_property_readonly("num_ranks", &Placement::num_ranks)
       .def_property_readonly("places",
@@ -156,6 +157,13 @@ void bind_placement(py::module_& module) {
             return placement.num_replicas(StageIndex(stage));
           },
           py::arg("stage"))
+      .def(
+          "num_owners",
+          [](const Placement& placement, std::int64_t stage) {
+            return placement.num_owners(StageIndex(stage));
+          },
+          py::arg("stage"), "Of its shards: replicas and spares.")
+      .def_property_readonly("num_spares", &Placement::num_spares, "Of all stages; they have the last ranks.")
       .def(
           "rank_of",
           [](const Placement& placement, std::int64_t stage, std::int64_t replica, std::int64_t shard) {

@@ -35,42 +35,59 @@ std::vector<ShardPiece> pieces_in(const WeightLayout& layout, std::size_t begin_
   return pieces;
 }
 
-std::vector<ShardChunk> deal_ranges(const WeightLayout& layout, std::size_t num_shards) {
+using Shares = std::vector<std::size_t>;
+
+// Turn by turn every shard gets a chunk, as large as its share.
+std::vector<ShardChunk> deal_ranges(const WeightLayout& layout, const Shares& shares) {
   const std::size_t num_units = layout.slot_bytes() / kParameterAlignment;
-  const std::size_t chunks_per_shard =
-      std::max<std::size_t>(1, divide_up(layout.slot_bytes(), num_shards * kShardChunkBytesMax));
-  const std::size_t num_chunks = num_shards * chunks_per_shard;
+  const std::size_t of_turn = std::accumulate(shares.begin(), shares.end(), std::size_t{0});
+  const std::size_t largest = *std::max_element(shares.begin(), shares.end());
+  const std::size_t num_turns =
+      std::max<std::size_t>(1, divide_up(layout.slot_bytes() * largest, of_turn * kShardChunkBytesMax));
   std::vector<ShardChunk> chunks;
-  for (std::size_t chunk = 0; chunk < num_chunks; ++chunk) {
-    const std::size_t begin = num_units * chunk / num_chunks * kParameterAlignment;
-    const std::size_t end = num_units * (chunk + 1) / num_chunks * kParameterAlignment;
-    std::vector<ShardPiece> pieces = pieces_in(layout, begin, end);
-    if (pieces.empty()) continue;
-    chunks.push_back(
-        {ShardIndex(static_cast<std::int64_t>(chunk % num_shards)), begin, end, std::move(pieces)});
+  std::size_t dealt = 0;  // shares
+  for (std::size_t turn = 0; turn < num_turns; ++turn) {
+    for (std::size_t shard = 0; shard < shares.size(); ++shard) {
+      const std::size_t begin = num_units * dealt / (num_turns * of_turn) * kParameterAlignment;
+      dealt += shares[shard];
+      const std::size_t end = num_units * dealt / (num_turns * of_turn) * kParameterAlignment;
+      std::vector<ShardPiece> pieces = pieces_in(layout, begin, end);
+      if (pieces.empty()) continue;
+      chunks.push_back({ShardIndex(static_cast<std::int64_t>(shard)), begin, end, std::move(pieces)});
+    }
   }
   return chunks;
 }
 
-// The largest first, each to the shard that has least.
-std::vector<std::size_t> shards_of_tensors(const WeightLayout& layout, std::size_t num_shards) {
+// The largest first, each to the shard that has least for its share.
+std::vector<std::size_t> shards_of_tensors(const WeightLayout& layout, const Shares& shares) {
   std::vector<std::size_t> in_order(layout.parameters().size());
   std::iota(in_order.begin(), in_order.end(), std::size_t{0});
   std::stable_sort(in_order.begin(), in_order.end(), [&](std::size_t one, std::size_t other) {
     return parameter_bytes(layout, one) > parameter_bytes(layout, other);
   });
-  std::vector<std::size_t> dealt_bytes(num_shards);
+  std::vector<std::size_t> dealt_bytes(shares.size());
   std::vector<std::size_t> shard_of(in_order.size());
+  std::vector<std::size_t> takers;  // shards
+  for (std::size_t shard = 0; shard < shares.size(); ++shard) {
+    if (shares[shard] > 0) takers.push_back(shard);
+  }
   for (const std::size_t parameter : in_order) {
-    const auto least = std::min_element(dealt_bytes.begin(), dealt_bytes.end());
-    *least += parameter_bytes(layout, parameter);
-    shard_of[parameter] = static_cast<std::size_t>(least - dealt_bytes.begin());
+    const std::size_t num_bytes = parameter_bytes(layout, parameter);
+    // With the tensor, so that the first goes to a shard of the largest share.
+    const auto least =
+        *std::min_element(takers.begin(), takers.end(), [&](std::size_t one, std::size_t other) {
+          return (dealt_bytes[one] + num_bytes) * shares[other] <
+                 (dealt_bytes[other] + num_bytes) * shares[one];
+        });
+    dealt_bytes[least] += num_bytes;
+    shard_of[parameter] = least;
   }
   return shard_of;
 }
 
-std::vector<ShardChunk> deal_tensors(const WeightLayout& layout, std::size_t num_shards) {
-  const std::vector<std::size_t> shard_of = shards_of_tensors(layout, num_shards);
+std::vector<ShardChunk> deal_tensors(const WeightLayout& layout, const Shares& shares) {
+  const std::vector<std::size_t> shard_of = shards_of_tensors(layout, shares);
   std::vector<ShardChunk> chunks;
   for (std::size_t parameter = 0; parameter < shard_of.size(); ++parameter) {
     const std::int64_t num_elements = layout.parameters()[parameter].num_elements;
@@ -90,11 +107,38 @@ std::vector<ShardChunk> deal_tensors(const WeightLayout& layout, std::size_t num
 
 }  // namespace
 
+std::vector<std::int64_t> shard_shares(std::int64_t num_replicas, std::int64_t num_spares) {
+  const bool have_spares_peers = num_spares == 0 || num_replicas > 1;
+  if (num_replicas < 1 || num_spares < 0 || num_spares > num_replicas || !have_spares_peers) {
+    throw UserError("there are " + std::to_string(num_replicas) + " replicas and " +
+                    std::to_string(num_spares) +
+                    " spares; there must be 1 replica or more, with spares 2, and no more spares than these");
+  }
+  const std::int64_t of_spare = num_spares == 0 ? 0 : 2 * (num_replicas - 1);
+  const std::int64_t unit = std::gcd(num_replicas - num_spares, of_spare);  // keeps products small
+  std::vector<std::int64_t> shares(static_cast<std::size_t>(num_replicas),
+                                   (num_replicas - num_spares) / unit);
+  shares.resize(static_cast<std::size_t>(num_replicas + num_spares), of_spare / unit);
+  return shares;
+}
+
+std::vector<ShardChunk> deal(const WeightLayout& layout, const std::vector<std::int64_t>& shares,
+                             bool whole_tensors) {
+  Shares counts;
+  for (const std::int64_t share : shares) {
+    if (share < 0) throw UserError("a share is " + std::to_string(share) + "; it must be 0 or more");
+    counts.push_back(static_cast<std::size_t>(share));
+  }
+  if (std::all_of(counts.begin(), counts.end(), [](std::size_t share) { return share == 0; })) {
+    throw UserError("no shard has a share; one of " + std::to_string(counts.size()) + " must be above 0");
+  }
+  return whole_tensors ? deal_tensors(layout, counts) : deal_ranges(layout, counts);
+}
+
 std::vector<ShardChunk> deal(const WeightLayout& layout, std::int64_t num_shards, bool whole_tensors) {
   if (num_shards < 1)
     throw UserError("num_shards is " + std::to_string(num_shards) + "; it must be 1 or more");
-  const auto count = static_cast<std::size_t>(num_shards);
-  return whole_tensors ? deal_tensors(layout, count) : deal_ranges(layout, count);
+  return deal(layout, std::vector<std::int64_t>(static_cast<std::size_t>(num_shards), 1), whole_tensors);
 }
 
 }  // namespace pipedream

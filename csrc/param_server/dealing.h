@@ -10,6 +10,9 @@
 // equal; neighbours in the slot go to different shards, so that a backward, which makes gradients from the
 // slot's end to its beginning, keeps all shards busy.
 //
+// Spares, owners beside the replicas that have no gradients of their own, take larger shards, and replicas
+// smaller ones, so that every link has as much to carry (shard_shares()).
+//
 // An optimizer that needs whole tensors (their norms, their rows) has them whole: then a chunk is a tensor,
 // or several neighbours of one shard, and shards are as equal as the tensors let them be.
 #pragma once
@@ -43,8 +46,21 @@ struct ShardChunk {
   friend bool operator==(const ShardChunk&, const ShardChunk&) = default;
 };
 
-// In the order of the slot; each element of each parameter is in one of them. Throws UserError for fewer than
-// one shard.
+// How large the shards of n replicas and k spares are to be, relative to each other. A replica sends n - 1
+// its own shard and pushes what is not in it, (1 + (n - 2) a) M of M bytes with a share a; a spare receives n
+// b M and sends as much. These are equal, and least, for
+//
+//   a = (n - k) / D    b = 2 (n - 1) / D    D = n^2 + k n - 2 k      (BytePS, OSDI'20, section 4.1)
+//
+// which is 2 n (n - 1) M / D in each direction. Throws UserError for n < 1, k < 0, k > n, and n = 1 with
+// spares.
+[[nodiscard]] std::vector<std::int64_t> shard_shares(std::int64_t num_replicas, std::int64_t num_spares);
+
+// In the order of the slot; each element of each parameter is in one of them. shares: of each shard,
+// relative; one of 0 gets nothing. Throws UserError for no shard, a negative share, and where all are 0.
+[[nodiscard]] std::vector<ShardChunk> deal(const WeightLayout& layout,
+                                           const std::vector<std::int64_t>& shares, bool whole_tensors);
+// Equal ones. Throws UserError for fewer than one shard.
 [[nodiscard]] std::vector<ShardChunk> deal(const WeightLayout& layout, std::int64_t num_shards,
                                            bool whole_tensors);
 

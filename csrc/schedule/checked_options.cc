@@ -65,6 +65,12 @@ std::int64_t num_replicas_of(const ScheduleOptions& options, StageIndex stage) {
   return options.placement.empty() ? 1 : options.placement.num_replicas(stage);
 }
 
+bool is_at_spare(const ScheduleOptions& options, StageIndex stage, ReplicaIndex replica) {
+  const Placement& placement = options.placement;
+  if (placement.empty()) return false;
+  return replica.value() >= placement.num_replicas(stage) && replica.value() < placement.num_owners(stage);
+}
+
 ReplicaIndex replica_at(const ScheduleOptions& options, Rank rank) {
   return options.placement.empty() ? ReplicaIndex() : options.placement.places_at(rank).front().replica;
 }

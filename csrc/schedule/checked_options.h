@@ -36,6 +36,7 @@ enum class ScheduleKind {
 [[nodiscard]] Rank rank_of(const ScheduleOptions& options, StageIndex stage, ReplicaIndex replica = {});
 [[nodiscard]] bool is_replicated(const ScheduleOptions& options);
 [[nodiscard]] std::int64_t num_replicas_of(const ScheduleOptions& options, StageIndex stage);
+[[nodiscard]] bool is_at_spare(const ScheduleOptions& options, StageIndex stage, ReplicaIndex replica);
 [[nodiscard]] ReplicaIndex replica_at(const ScheduleOptions& options, Rank rank);
 [[nodiscard]] std::vector<StageIndex> stages_at(const ScheduleOptions& options, Rank rank);
 [[nodiscard]] std::int64_t in_flight_at(const ScheduleOptions& options, StageIndex stage);

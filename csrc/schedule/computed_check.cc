@@ -306,13 +306,13 @@ class ListChecker {
     if (stage < 0 || stage >= placement_.num_stages()) {
       return "the stage does not exist; there are " + std::to_string(placement_.num_stages());
     }
-    const std::int64_t num_replicas = placement_.num_replicas(instruction.stage);
-    if (instruction.replica.value() < 0 || instruction.replica.value() >= num_replicas) {
-      return "the replica does not exist; the stage has " + std::to_string(num_replicas);
+    const std::int64_t num_owners = placement_.num_owners(instruction.stage);
+    if (instruction.replica.value() < 0 || instruction.replica.value() >= num_owners) {
+      return "the replica does not exist; the stage has " + std::to_string(num_owners);
     }
     const Rank rank = placement_.rank_of(instruction.stage, instruction.replica);
     if (rank != rank_) {
-      return (num_replicas > 1 ? "the replica" : "the stage") + std::string(" lies at worker ") +
+      return (num_owners > 1 ? "the replica" : "the stage") + std::string(" lies at worker ") +
              std::to_string(rank.value());
     }
     if (Fault fault = stage_of(instruction).check(instruction); !fault.empty()) return fault;

@@ -60,16 +60,22 @@ void check_whole_replicas(const Placement& placement) {
   }
 }
 
+// Why a place of a plan without several stages at a worker belongs at another rank.
+const char* why_elsewhere(const Placement& placement, const Place& place) {
+  if (placement.stages_at(place.rank).size() > 1)
+    return "only schedule \"interleaved\" runs several stages at a worker";
+  if (place.is_spare) return "spares lie behind all replicas, stage by stage";
+  return "stages lie at the ranks in order, replica by replica";
+}
+
 void check_one_stage_per_worker(const Placement& placement) {
   std::int64_t expected = 0;
-  for (const Place& place : placement.places()) {
-    if (place.rank.value() != expected) {
-      const bool is_shared = placement.stages_at(place.rank).size() > 1;
-      refuse_rank(place, expected,
-                  is_shared ? "only schedule \"interleaved\" runs several stages at a worker"
-                            : "stages lie at the ranks in order, replica by replica");
+  for (const bool are_spares : {false, true}) {
+    for (const Place& place : placement.places()) {
+      if (place.is_spare != are_spares) continue;
+      if (place.rank.value() != expected) refuse_rank(place, expected, why_elsewhere(placement, place));
+      ++expected;
     }
-    ++expected;
   }
 }
 
@@ -211,6 +217,27 @@ void check_asynchronous(const ScheduleOptions& options) {
                   "common; leave one of the two out");
 }
 
+void check_spares(const ScheduleOptions& options) {
+  const Placement& placement = options.placement;
+  if (placement.num_spares() == 0) return;
+  for (StageIndex stage; stage.value() < count_stages(options); stage = stage.next()) {
+    const std::int64_t num_replicas = placement.num_replicas(stage);
+    const std::int64_t num_spares = placement.num_owners(stage) - num_replicas;
+    if (num_spares == 0 || (num_replicas > 1 && num_spares <= num_replicas)) continue;
+    throw UserError("stage " + std::to_string(stage.value()) + " has " + std::to_string(num_replicas) +
+                    " replicas and " + std::to_string(num_spares) +
+                    " spares; spares are of a stage with 2 replicas or more, and no more than these");
+  }
+  const char* what = nullptr;
+  if (!options.ties.empty()) what = "ties";
+  if (options.exchanges_norms) what = "norms that are exchanged";
+  if (options.uses_allreduce) what = "collectives";
+  if (options.asynchronous) what = "asynchronous shards";
+  if (what == nullptr) return;
+  throw UserError(std::string("there are ") + what +
+                  " with spares, which push and pull by rounds alone; leave one of the two out");
+}
+
 void check_start(const ScheduleOptions& options) {
   const std::int64_t first = options.first_minibatch.value();
   if (first < 0 || first > kNumMinibatchesMax) {
@@ -237,6 +264,7 @@ void check_schedule_options(const ScheduleOptions& options) {
   check_ties(options);
   check_staleness(options);
   if (options.asynchronous) check_asynchronous(options);
+  check_spares(options);
   check_start(options);
   check_replicated(options);
 }

@@ -45,6 +45,7 @@ Placement::Placement(std::vector<Place> places) : places_(std::move(places)) {
   std::sort(places_.begin(), places_.end(),
             [](const Place& one, const Place& other) { return order_of(one) < order_of(other); });
   count_stages();
+  check_spares();
   check_grid();
   check_ranks();
 }
@@ -58,19 +59,35 @@ Placement Placement::at_ranks(const std::vector<std::int64_t>& rank_of_stage) {
   return Placement(std::move(places));
 }
 
-Placement Placement::in_order(const std::vector<std::int64_t>& num_replicas) {
+Placement Placement::in_order(const std::vector<std::int64_t>& num_replicas,
+                              const std::vector<std::int64_t>& num_spares) {
+  if (!num_spares.empty() && num_spares.size() != num_replicas.size()) {
+    throw UserError("num_spares has " + std::to_string(num_spares.size()) + " entries for " +
+                    std::to_string(num_replicas.size()) + " stages; give one per stage, or none");
+  }
   std::vector<Place> places;
-  for (std::size_t stage = 0; stage < num_replicas.size(); ++stage) {
-    const StageIndex index(static_cast<std::int64_t>(stage));
+  const auto add = [&places](std::size_t stage, std::int64_t first, std::int64_t count, bool is_spare) {
+    for (std::int64_t replica = first; replica < first + count; ++replica) {
+      const Rank next(static_cast<std::int64_t>(places.size()));
+      places.push_back(
+          {StageIndex(static_cast<std::int64_t>(stage)), ReplicaIndex(replica), {}, next, is_spare});
+    }
+  };
+  const auto check_count = [&places](std::size_t stage, std::int64_t count, std::int64_t least,
+                                     const char* what) {
     const std::int64_t num_places = static_cast<std::int64_t>(places.size());
-    if (num_replicas[stage] < 1 || num_replicas[stage] > kNumRanksMax - num_places) {
-      throw UserError("stage " + std::to_string(stage) + " has " + std::to_string(num_replicas[stage]) +
-                      " replicas; it must have at least 1, and all stages at most " +
-                      std::to_string(kNumRanksMax));
-    }
-    for (std::int64_t replica = 0; replica < num_replicas[stage]; ++replica) {
-      places.push_back({index, ReplicaIndex(replica), {}, Rank(num_places + replica)});
-    }
+    if (count >= least && count <= kNumRanksMax - num_places) return;
+    throw UserError("stage " + std::to_string(stage) + " has " + std::to_string(count) + ' ' + what +
+                    "; it must have at least " + std::to_string(least) + ", and all stages at most " +
+                    std::to_string(kNumRanksMax));
+  };
+  for (std::size_t stage = 0; stage < num_replicas.size(); ++stage) {
+    check_count(stage, num_replicas[stage], 1, "replicas");
+    add(stage, 0, num_replicas[stage], false);
+  }
+  for (std::size_t stage = 0; stage < num_spares.size(); ++stage) {
+    check_count(stage, num_spares[stage], 0, "spares");
+    add(stage, num_replicas[stage], num_spares[stage], true);
   }
   return Placement(std::move(places));
 }
@@ -79,10 +96,22 @@ Placement Placement::in_order(const std::vector<std::int64_t>& num_replicas) {
 void Placement::count_stages() {
   for (std::size_t index = 0; index < places_.size(); ++index) {
     const bool is_first = index == 0 || places_[index].stage != places_[index - 1].stage;
-    if (is_first) stages_.push_back({index, 0, 0});
+    if (is_first) stages_.push_back({.first_place = index});
     Stage& stage = stages_.back();
-    stage.num_replicas = places_[index].replica.value() + 1;
+    stage.num_owners = places_[index].replica.value() + 1;
+    if (!places_[index].is_spare) stage.num_replicas = stage.num_owners;
     stage.num_shards = std::max(stage.num_shards, places_[index].shard.value() + 1);
+  }
+}
+
+void Placement::check_spares() const {
+  for (std::size_t index = 0; index < places_.size(); ++index) {
+    const bool is_first = index == 0 || places_[index].stage != places_[index - 1].stage;
+    const bool is_behind_spare = !is_first && places_[index - 1].is_spare;
+    if (!(places_[index].is_spare ? is_first : is_behind_spare)) continue;
+    const Place& spare = places_[places_[index].is_spare ? index : index - 1];
+    throw UserError(name_of(spare) + at_rank(spare) +
+                    " is a spare; spares count on from the replicas of their stage");
   }
 }
 
@@ -96,7 +125,7 @@ void Placement::check_grid() const {
   for (std::size_t stage_index = 0; stage_index < stages_.size(); ++stage_index) {
     const Stage& stage = stages_[stage_index];
     const StageIndex due_stage(static_cast<std::int64_t>(stage_index));
-    for (std::int64_t replica = 0; replica < stage.num_replicas; ++replica) {
+    for (std::int64_t replica = 0; replica < stage.num_owners; ++replica) {
       for (std::int64_t shard = 0; shard < stage.num_shards; ++shard, ++next) {
         const Place due{due_stage, ReplicaIndex(replica), ShardIndex(shard), {}};
         if (next < places_.size() && order_of(places_[next]) == order_of(due)) continue;
@@ -138,15 +167,21 @@ const Placement::Stage& Placement::stage_at(StageIndex stage) const {
 
 std::int64_t Placement::num_replicas(StageIndex stage) const { return stage_at(stage).num_replicas; }
 
+std::int64_t Placement::num_owners(StageIndex stage) const { return stage_at(stage).num_owners; }
+
+std::int64_t Placement::num_spares() const {
+  return std::count_if(places_.begin(), places_.end(), [](const Place& place) { return place.is_spare; });
+}
+
 std::int64_t Placement::num_shards(StageIndex stage) const { return stage_at(stage).num_shards; }
 
 Rank Placement::rank_of(StageIndex stage, ReplicaIndex replica, ShardIndex shard) const {
   const Stage& found = stage_at(stage);
-  const bool exists = replica.value() >= 0 && replica.value() < found.num_replicas && shard.value() >= 0 &&
+  const bool exists = replica.value() >= 0 && replica.value() < found.num_owners && shard.value() >= 0 &&
                       shard.value() < found.num_shards;
   if (!exists) {
     throw UserError(name_of(stage, replica.value(), shard.value()) + " does not exist; the stage has " +
-                    std::to_string(found.num_replicas) + " replicas of " + std::to_string(found.num_shards) +
+                    std::to_string(found.num_owners) + " replicas of " + std::to_string(found.num_shards) +
                     " shards");
   }
   const std::int64_t index = replica.value() * found.num_shards + shard.value();

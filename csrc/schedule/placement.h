@@ -7,6 +7,13 @@
 //
 // Minibatch i goes to replica i mod r of a stage with r replicas (design.md, section 4). A shard is a part of
 // what one replica of a stage holds; an unsharded stage has one.
+//
+// A spare is a worker beside a stage's replicas that has no minibatches and owns a shard of the stage's
+// parameters as they do (program.h). It counts on from them as a replica, so that replicas and spares
+// together are the stage's owners; spares have the last ranks.
+//
+//   2 replicas and a spare, then 1       stage 0 replica 0, 1     stage 1     stage 0 replica 2, the spare
+//                                        rank            0  1           2                     3
 #pragma once
 
 #include <cstddef>
@@ -24,6 +31,7 @@ struct Place {
   ReplicaIndex replica;
   ShardIndex shard;
   Rank rank;
+  bool is_spare = false;
 
   friend bool operator==(const Place&, const Place&) = default;
 };
@@ -34,18 +42,22 @@ class Placement {
   // In any order. Throws UserError naming stage, replica, shard and rank for: a negative number, a place that
   // is given twice or is missing (stages, the replicas of each and the shards of each of them are counted
   // from 0, without gaps, and all replicas of a stage have as many shards), two replicas of a stage at one
-  // rank, and a rank without a place below one that has one.
+  // rank, a rank without a place below one that has one, and a spare that does not count on from replicas.
   explicit Placement(std::vector<Place> places);
   // One replica of each stage, unsharded, at these ranks.
   [[nodiscard]] static Placement at_ranks(const std::vector<std::int64_t>& rank_of_stage);
-  // Stage by stage, and in it replica by replica, each at the next rank.
-  [[nodiscard]] static Placement in_order(const std::vector<std::int64_t>& num_replicas);
+  // Stage by stage, and in it replica by replica, each at the next rank; then so the spares of every stage,
+  // none where none are given.
+  [[nodiscard]] static Placement in_order(const std::vector<std::int64_t>& num_replicas,
+                                          const std::vector<std::int64_t>& num_spares = {});
 
   [[nodiscard]] bool empty() const { return places_.empty(); }
   [[nodiscard]] std::int64_t num_stages() const { return static_cast<std::int64_t>(stages_.size()); }
   [[nodiscard]] std::int64_t num_ranks() const { return num_ranks_; }
   // These throw UserError for what the placement does not have.
   [[nodiscard]] std::int64_t num_replicas(StageIndex stage) const;
+  [[nodiscard]] std::int64_t num_owners(StageIndex stage) const;  // replicas and spares
+  [[nodiscard]] std::int64_t num_spares() const;                  // of all stages
   [[nodiscard]] std::int64_t num_shards(StageIndex stage) const;
   [[nodiscard]] Rank rank_of(StageIndex stage, ReplicaIndex replica = {}, ShardIndex shard = {}) const;
 
@@ -62,11 +74,13 @@ class Placement {
   struct Stage {
     std::size_t first_place = 0;
     std::int64_t num_replicas = 0;
+    std::int64_t num_owners = 0;
     std::int64_t num_shards = 0;
   };
 
   void count_stages();
   void check_grid() const;
+  void check_spares() const;
   void check_ranks() const;
   [[nodiscard]] const Stage& stage_at(StageIndex stage) const;
 

@@ -288,6 +288,7 @@ Phase phase_of(const ScheduleOptions& options, const Instruction& instruction,
   check_minibatch(instruction.minibatch);
   check_microbatch(options, instruction.microbatch);
   const Rounds rounds = make_rounds(options, instruction.stage);
+  if (is_at_spare(options, instruction.stage, instruction.replica)) return Phase::kSteady;
   check_replica(rounds, instruction.replica);
   const MicrobatchOrder order = order_of(options);
   const Rank rank = rank_of(options, instruction.stage, instruction.replica);

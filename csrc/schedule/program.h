@@ -60,6 +60,13 @@
 // that is up to a round behind. What is kept is what may be there at once when a version is written as soon
 // as it comes: version j + 1 may come when the replica has pushed for round j.
 //
+// Workers beside the replicas may own shards, too: spares, which have no minibatches (BytePS, OSDI'20: CPU
+// machines that share the load of summing). A spare's program is the UPDATE of every round, from version 0
+// on, when all members have pushed; nobody reads another version because of it. As an owner it counts on from
+// the replicas.
+//
+//   stage 0 of 2-1 with a spare: replica 2   RECV push from 0, from 1   U0   SEND pull to 0, to 1   RECV ...
+//
 // Where shards are asynchronous (Downpour SGD, NIPS'12; Project Adam, OSDI'14) a replica's minibatch is a
 // round of its own, and its version j + 1 of a shard what the owner had right after it had added this
 // replica's gradient of round j, with whatever others' had come by then. So every list is as static as the
@@ -134,7 +141,8 @@ struct ScheduleOptions {
 // shards of a replica, ties that do not ascend or whose owner is not upstream of their user, a first
 // minibatch or an oldest version out of range, a staleness that is out of range or where a schedule other
 // than pipedream has none; asynchronous shards with another schedule than pipedream and data_parallel, with
-// ties, norms, a staleness or collectives.
+// ties, norms, a staleness or collectives; spares of a stage without replicas, more of them than replicas,
+// and spares with ties, norms, collectives or asynchronous shards.
 void check_schedule_options(const ScheduleOptions& options);
 
 inline constexpr std::int64_t kNumMicrobatchesMax = std::int64_t{1} << 20;
@@ -199,7 +207,8 @@ enum class Phase { kWarmUp, kSteady, kCoolDown };
 [[nodiscard]] const char* phase_name(Phase phase);  // "warm-up", "steady", "cool-down"
 
 // The phase that an instruction belongs to. Schedules that drain go through all three in every round; the
-// others once in a run, and while the number of minibatches is unknown nothing cools down.
+// others once in a run, and while the number of minibatches is unknown nothing cools down. A spare's are all
+// steady.
 [[nodiscard]] Phase phase_of(const ScheduleOptions& options, const Instruction& instruction,
                              std::optional<std::int64_t> num_minibatches);
 

@@ -7,7 +7,7 @@
 //
 // A replica counts its own minibatches from the start of the run, and rounds are counted from minibatch 0:
 // round j makes version j + 1 of j. Where shards are asynchronous a replica's part of a round is a round of
-// its own, with versions of its own.
+// its own, with versions of its own. Spares, which count on from the replicas, have no minibatches.
 #pragma once
 
 #include <algorithm>
@@ -41,8 +41,9 @@ struct Rounds {
   }
   // Whether the replica has a minibatch in the round, where the run ends before minibatch num_minibatches.
   [[nodiscard]] bool is_member(ReplicaIndex replica, std::int64_t round, std::int64_t num_minibatches) const {
-    return first_of(replica, round).value() < num_minibatches;
+    return !is_spare(replica) && first_of(replica, round).value() < num_minibatches;
   }
+  [[nodiscard]] bool is_spare(ReplicaIndex replica) const { return replica.value() >= num_replicas; }
 
   // The version that is there at the start, and the one that the replica has at the end.
   [[nodiscard]] WeightVersion first_version() const {
@@ -62,7 +63,7 @@ struct Rounds {
   }
   [[nodiscard]] std::int64_t num_own(ReplicaIndex replica, std::int64_t num_minibatches) const {
     const std::int64_t after = num_minibatches - first_minibatch - replica.value();
-    return after <= 0 ? 0 : (after + num_replicas - 1) / num_replicas;
+    return after <= 0 || is_spare(replica) ? 0 : (after + num_replicas - 1) / num_replicas;
   }
   // Its first minibatch of the round, if there are so many.
   [[nodiscard]] MinibatchId first_of(ReplicaIndex replica, std::int64_t round) const {
@@ -71,13 +72,13 @@ struct Rounds {
   // The rounds in which it has a minibatch, those before the run's first included.
   [[nodiscard]] std::int64_t num_begun(ReplicaIndex replica, std::int64_t num_minibatches) const {
     const std::int64_t after = num_minibatches - replica.value();
-    return after <= 0 ? 0 : (after + minibatches_per_round - 1) / minibatches_per_round;
+    return after <= 0 || is_spare(replica) ? 0 : (after + minibatches_per_round - 1) / minibatches_per_round;
   }
   // Its minibatches in the round. While their number is unknown, all that a round may have.
   [[nodiscard]] std::int64_t num_own_in(ReplicaIndex replica, std::int64_t round,
                                         std::optional<std::int64_t> num_minibatches) const {
     const std::int64_t after = end_of(round, num_minibatches).value() - first_of(replica, round).value();
-    return after <= 0 ? 0 : (after + num_replicas - 1) / num_replicas;
+    return after <= 0 || is_spare(replica) ? 0 : (after + num_replicas - 1) / num_replicas;
   }
   // Whether the replica that has the minibatch has none of its round after it. As above.
   [[nodiscard]] bool is_last_own(MinibatchId minibatch, std::optional<std::int64_t> num_minibatches) const {

@@ -54,13 +54,14 @@ void add_cut(const Placement& placement, StageIndex upstream, std::vector<Edge>&
   }
 }
 
+// From every replica to each other owner of a shard, and back.
 void add_replicas(const Placement& placement, StageIndex stage, std::vector<Edge>& edges) {
-  const ReplicaIndex end(placement.num_replicas(stage));
-  for (ReplicaIndex from; from < end; from = from.next()) {
-    for (ReplicaIndex to; to < end; to = to.next()) {
-      if (from == to) continue;
-      edges.push_back({EdgeKind::kPush, {stage, from}, {stage, to}});
-      edges.push_back({EdgeKind::kPull, {stage, from}, {stage, to}});
+  const std::int64_t num_replicas = placement.num_replicas(stage);
+  for (ReplicaIndex replica; replica.value() < num_replicas; replica = replica.next()) {
+    for (ReplicaIndex owner; owner.value() < placement.num_owners(stage); owner = owner.next()) {
+      if (replica == owner) continue;
+      edges.push_back({EdgeKind::kPush, {stage, replica}, {stage, owner}});
+      edges.push_back({EdgeKind::kPull, {stage, owner}, {stage, replica}});
     }
   }
 }
@@ -154,6 +155,7 @@ Transfers::Transfers(ScheduleOptions options, Rank rank) : options_(std::move(op
   rounds_ = rounds_of_stages(options_);
   drains_ = drains_every_minibatch(options_);
   stashes_ = stashes_versions(options_);
+  num_owners_ = placement.num_owners(stages_.front());
   exchanges_shards_ = rounds().num_replicas > 1 && !options_.uses_allreduce;
   rule_ = forward_rule_of(options_, stages_.front());
   for (const TiedStages& tied : options_.ties) tied_rules_.push_back(tied_rule_of(options_, tied.owner));
@@ -269,7 +271,8 @@ void Transfers::add_after(const Instruction& computed, std::vector<Instruction>&
 
 // Where the number of minibatches is unknown, as if there were no end.
 bool Transfers::is_member(ReplicaIndex replica, std::int64_t round) const {
-  return !num_minibatches_ || rounds().is_member(replica, round, *num_minibatches_);
+  if (!num_minibatches_) return !rounds().is_spare(replica);
+  return rounds().is_member(replica, round, *num_minibatches_);
 }
 
 void Transfers::send_pushes(std::int64_t round, std::vector<Instruction>& instructions) const {
@@ -277,7 +280,7 @@ void Transfers::send_pushes(std::int64_t round, std::vector<Instruction>& instru
   if (options_.asynchronous) receive_answer_before_push(round, instructions);
   const StageReplica here{stages_.front(), replica_};
   const MinibatchId first = rounds().first_of(replica_, round);
-  for (ReplicaIndex other; other.value() < rounds().num_replicas; other = other.next()) {
+  for (ReplicaIndex other; other.value() < num_owners_; other = other.next()) {
     if (other == replica_) continue;
     instructions.push_back(send({EdgeKind::kPush, here, {here.stage, other}}, first));
   }
@@ -321,9 +324,10 @@ void Transfers::send_pulls(WeightVersion version, std::vector<Instruction>& inst
 }
 
 void Transfers::receive_pulls(WeightVersion version, std::vector<Instruction>& instructions) const {
+  if (rounds().is_spare(replica_)) return;  // which reads no version
   const StageReplica here{stages_.front(), replica_};
   const MinibatchId first = rounds().begin_of(version.value() - 1);
-  for (ReplicaIndex other; other.value() < rounds().num_replicas; other = other.next()) {
+  for (ReplicaIndex other; other.value() < num_owners_; other = other.next()) {
     if (other == replica_) continue;
     instructions.push_back(receive({EdgeKind::kPull, {here.stage, other}, here}, first));
   }
@@ -385,11 +389,11 @@ bool Transfers::is_last_microbatch(const Instruction& computed) const {
 }
 
 std::size_t Transfers::num_added_max() const {
-  // Around an update four to or from every other replica; before a forward the versions since the one before
+  // Around an update four to or from every other owner; before a forward the versions since the one before
   // it, which under vertical sync come as those of the input stage do.
   const std::int64_t num_per_replica =
       std::max<std::int64_t>(4, 2 + rule_.unit / rule_.minibatches_per_round);
-  std::int64_t num_added = 4 + num_per_replica * (rounds().num_replicas - 1);
+  std::int64_t num_added = 4 + num_per_replica * (num_owners_ - 1);
   for (std::size_t tie = 0; tie < options_.ties.size(); ++tie) {
     const TiedStages& tied = options_.ties[tie];
     const VersionRule& rule = tied_rules_[tie];
@@ -398,73 +402,6 @@ std::size_t Transfers::num_added_max() const {
     num_added += 2 + num_users + num_versions * rounds_at(tied.owner).num_replicas;
   }
   return static_cast<std::size_t>(num_added);
-}
-
-ProgramCursor::ProgramCursor(const ScheduleOptions& options, Rank rank)
-    : compute_(options, rank), transfers_(options, rank) {
-  instructions_.reserve(1 + transfers_.num_added_max());
-  early_.reserve(transfers_.num_added_max());
-  refill();
-}
-
-std::optional<Instruction> ProgramCursor::current() const {
-  if (position_ == instructions_.size()) return std::nullopt;
-  return instructions_[position_];
-}
-
-std::optional<Instruction> ProgramCursor::following() const {
-  if (position_ + 1 >= instructions_.size()) return std::nullopt;
-  return instructions_[position_ + 1];
-}
-
-void ProgramCursor::advance() {
-  PD_CHECK(position_ < instructions_.size(), "rank " << rank().value() << ": the program is over");
-  if (++position_ < instructions_.size()) return;
-  if (computed_) compute_.advance();
-  refill();
-}
-
-void ProgramCursor::set_num_minibatches(std::int64_t num_minibatches) {
-  compute_.set_num_minibatches(num_minibatches);
-  transfers_.set_num_minibatches(num_minibatches);
-  if (compute_.current() == computed_) return fill();  // the push of one that does not exist falls out
-  // Before a forward that does not exist pulls may have been done.
-  const auto done = static_cast<std::ptrdiff_t>(position_);
-  early_.assign(instructions_.begin(), instructions_.begin() + done);
-  refill();
-}
-
-void ProgramCursor::refill() {
-  position_ = 0;
-  computed_ = compute_.current();
-  if (!computed_) return refill_at_end();
-  fill();
-}
-
-// Before what is done of them, and of this, nothing changes: the members of a round are its first replicas.
-void ProgramCursor::fill() {
-  if (!computed_) return;
-  instructions_.clear();
-  transfers_.add_before(*computed_, instructions_);
-  instructions_.push_back(*computed_);
-  transfers_.add_after(*computed_, instructions_);
-  leave_out_early();
-}
-
-void ProgramCursor::leave_out_early() {
-  std::erase_if(instructions_, [&](const Instruction& instruction) {
-    return std::find(early_.begin(), early_.end(), instruction) != early_.end();
-  });
-}
-
-void ProgramCursor::refill_at_end() {
-  const std::int64_t num_minibatches = compute_.num_minibatches().value_or(0);
-  instructions_.clear();
-  do {
-    transfers_.add_final(num_finals_++, num_minibatches, instructions_);
-    if (instructions_.empty()) return;
-    leave_out_early();
-  } while (instructions_.empty());
 }
 
 std::vector<Instruction> make_program(const ScheduleOptions& options, Rank rank,

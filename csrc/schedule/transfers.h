@@ -30,6 +30,12 @@
 //                     every other one (of data_parallel before UPDATE)
 //   at the end        RECV pull from every other one, of the replica's last version
 //
+// A spare owns a shard as the replicas do and has no minibatches (program.h): every replica pushes to it and
+// pulls from it as from the others, and its own list is
+//
+//   before UPDATE     RECV push from every member of the round
+//   after UPDATE      SEND pull to every replica
+//
 // A user is a stage that has a parameter tied to another's, the owner's. A SEND stands where its item is
 // made, a RECV where it is needed; what it takes may come long before, as far ahead as the receiver has
 // slots for. Norms go along the workers, between the first stages of each: along all of them where the
@@ -122,6 +128,7 @@ class Transfers {
   std::optional<std::int64_t> num_minibatches_;
   std::vector<StageIndex> stages_;  // the worker's
   ReplicaIndex replica_;            // of the only stage, where it has several
+  std::int64_t num_owners_ = 1;     // of its shards
   std::vector<Rounds> rounds_;      // per stage of the plan
   bool drains_ = false;
   bool stashes_ = true;

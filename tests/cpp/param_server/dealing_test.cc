@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <numeric>
 #include <random>
 
 #include "base/failure.h"
@@ -108,6 +109,72 @@ TEST(Dealing, AFewBytesLeaveShardsWithoutAChunk) {
 }
 
 TEST(Dealing, FewerThanOneShardIsRefused) { EXPECT_THROW((void)deal(WeightLayout({}), 0, false), UserError); }
+
+// In each direction: what a replica pushes, and sends the other replicas of its own shard, or what a spare
+// receives and sends, in parts of the parameters.
+double most_carried(std::int64_t num_replicas, std::int64_t num_spares) {
+  const std::vector<std::int64_t> shares = shard_shares(num_replicas, num_spares);
+  double sum = 0.0;
+  for (const std::int64_t share : shares) sum += static_cast<double>(share);
+  const auto replicas = static_cast<double>(num_replicas);
+  const double own = static_cast<double>(shares.front()) / sum;
+  double most = 1.0 - own + (replicas - 1.0) * own;
+  if (num_spares > 0) most = std::max(most, replicas * static_cast<double>(shares.back()) / sum);
+  return most;
+}
+
+TEST(Dealing, SharesOfReplicasAndSparesMeetBytePSsBound) {
+  for (std::int64_t replicas = 2; replicas <= 16; ++replicas) {
+    for (std::int64_t spares = 0; spares <= replicas; ++spares) {
+      const std::int64_t total = replicas * replicas + spares * replicas - 2 * spares;
+      const double bound = static_cast<double>(2 * replicas * (replicas - 1)) / static_cast<double>(total);
+      EXPECT_NEAR(most_carried(replicas, spares), bound, 1e-12) << replicas << " and " << spares;
+    }
+  }
+  EXPECT_EQ(shard_shares(3, 1), (std::vector<std::int64_t>{1, 1, 1, 2}));
+  EXPECT_EQ(shard_shares(3, 3), (std::vector<std::int64_t>{0, 0, 0, 1, 1, 1}));
+  EXPECT_EQ(shard_shares(1, 0), (std::vector<std::int64_t>{1}));
+  EXPECT_THROW((void)shard_shares(1, 1), UserError);
+  EXPECT_THROW((void)shard_shares(2, 3), UserError);
+  EXPECT_THROW((void)shard_shares(2, -1), UserError);
+}
+
+TEST(Dealing, ShardsAreAsLargeAsTheirShares) {
+  const WeightLayout layout({{"one", DType::kFloat32, 5'000'000}, {"other", DType::kFloat32, 3'000'000}});
+  for (const std::int64_t num_spares : {0, 1, 2, 3}) {
+    const std::vector<std::int64_t> shares = shard_shares(3, num_spares);
+    const std::vector<ShardChunk> chunks = deal(layout, shares, false);
+    expect_each_element_once(layout, chunks);
+    const std::vector<std::size_t> bytes = bytes_by_shard(chunks, static_cast<std::int64_t>(shares.size()));
+    const std::int64_t sum = std::accumulate(shares.begin(), shares.end(), std::int64_t{0});
+    for (std::size_t shard = 0; shard < shares.size(); ++shard) {
+      const double share = static_cast<double>(shares[shard]) / static_cast<double>(sum);
+      EXPECT_NEAR(static_cast<double>(bytes[shard]), share * 32e6, 1024.0) << num_spares << ", " << shard;
+    }
+    for (const ShardChunk& chunk : chunks)
+      EXPECT_LE(chunk.end_bytes - chunk.begin_bytes, kShardChunkBytesMax);
+  }
+  EXPECT_EQ(deal(layout, shard_shares(3, 0), false), deal(layout, 3, false));
+  EXPECT_EQ(deal(layout, shard_shares(3, 0), true), deal(layout, 3, true));
+  EXPECT_THROW((void)deal(layout, {0, 0}, false), UserError);
+  EXPECT_THROW((void)deal(layout, {1, -1}, false), UserError);
+}
+
+TEST(Dealing, WholeTensorsGoToShardsByTheirShares) {
+  std::mt19937 random(3);
+  for (int trial = 0; trial < 100; ++trial) {
+    const WeightLayout layout = random_layout(random);
+    for (const std::int64_t num_spares : {1, 2, 3}) {
+      const std::vector<ShardChunk> chunks = deal(layout, shard_shares(3, num_spares), true);
+      expect_each_element_once(layout, chunks);
+      for (const ShardChunk& chunk : chunks) {
+        if (num_spares == 3) {
+          EXPECT_GE(chunk.shard.value(), 3) << "the replicas' share is 0";
+        }
+      }
+    }
+  }
+}
 
 }  // namespace
 }  // namespace pipedream

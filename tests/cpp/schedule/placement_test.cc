@@ -47,6 +47,34 @@ TEST(Placement, OfReplicasGivesEachTheNextRank) {
   EXPECT_EQ(placement.places_at(Rank(5)), std::vector<Place>{at(2, 1, 0, 5)});
 }
 
+TEST(Placement, OfSparesGivesEachARankAfterThoseOfAllReplicas) {
+  const Placement placement = Placement::in_order({3, 1, 2}, {2, 0, 1});
+  EXPECT_EQ(placement.num_ranks(), 9);
+  EXPECT_EQ(placement.num_spares(), 3);
+  EXPECT_EQ(placement.num_replicas(StageIndex(0)), 3);
+  EXPECT_EQ(placement.num_owners(StageIndex(0)), 5);
+  EXPECT_EQ(placement.num_owners(StageIndex(1)), 1);
+  EXPECT_EQ(placement.rank_of(StageIndex(2), ReplicaIndex(1)), Rank(5));
+  EXPECT_EQ(placement.rank_of(StageIndex(0), ReplicaIndex(4)), Rank(7));
+  EXPECT_EQ(placement.rank_of(StageIndex(2), ReplicaIndex(2)), Rank(8));
+  EXPECT_EQ(placement.stages_at(Rank(8)), Stages{StageIndex(2)});
+  EXPECT_TRUE(placement.places_at(Rank(6)).front().is_spare);
+  EXPECT_FALSE(placement.places_at(Rank(5)).front().is_spare);
+  EXPECT_EQ(Placement::in_order({2, 1}, {0, 0}), Placement::in_order({2, 1}));
+}
+
+TEST(Placement, RefusesSparesThatDoNotCountOnFromReplicas) {
+  EXPECT_EQ(
+      error_of({{StageIndex(0), ReplicaIndex(0), ShardIndex(0), Rank(0), true}}),
+      "stage 0 replica 0 shard 0 at rank 0 is a spare; spares count on from the replicas of their stage");
+  EXPECT_NE(
+      error_of(
+          {at(0, 0, 0, 0), {StageIndex(0), ReplicaIndex(1), ShardIndex(0), Rank(1), true}, at(0, 2, 0, 2)}),
+      "");
+  EXPECT_THROW((void)Placement::in_order({2, 1}, {1}), UserError);
+  EXPECT_THROW((void)Placement::in_order({2, 1}, {-1, 0}), UserError);
+}
+
 TEST(Placement, OfSeveralStagesAtARankListsThemInOrder) {
   const Placement placement = Placement::at_ranks({0, 1, 0, 1, 0});
   EXPECT_EQ(placement.num_ranks(), 2);
