@@ -35,7 +35,7 @@ from pipedream.common.tracebacks import place_of_user_code, wants_whole_tracebac
 from pipedream.common.units import parse_bandwidth
 from pipedream.launch.run_options import RUN_OPTIONS, check_arguments
 from pipedream.planning.partitioner import partition
-from pipedream.planning.plan import Plan, replica_counts
+from pipedream.planning.plan import Plan, stage_counts
 from pipedream.planning_commands import add_planning_commands
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ def run_command(
     options = _read_run_options(arguments)
     if as_json:
         options["progress"] = False
-    counts = None if plan_file is None else replica_counts(plan_file)
+    counts = None if plan_file is None else stage_counts(plan_file)
     given_plan = None if plan_file is None or counts is not None else Plan.load(plan_file)
     if plan_file is not None and not under_torchrun():
         start_server()  # it imports torch while this process does
@@ -382,10 +382,12 @@ def _make_plan(target: str, workers: int, bandwidth: str | LinkProfile, straight
     return partition(measured, workers, bandwidth, straight=straight)
 
 
-def _share_out(model: Any, num_replicas: Sequence[int]) -> Plan:
+def _share_out(model: Any, counts: Sequence[tuple[int, int]]) -> Plan:
+    """counts: replicas and spare shards of every stage."""
     from pipedream.model.layers import layers_of
 
-    return Plan.replicated(len(layers_of(model)), num_replicas)
+    plan = Plan.replicated(len(layers_of(model)), [replicas for replicas, _ in counts])
+    return plan.with_spare_shards([spares for _, spares in counts])
 
 
 def _save_weights(model: Any, output: Path) -> None:

@@ -897,6 +897,7 @@ def test_trace_json_has_the_figures_and_every_instruction_with_its_time(call: Ca
         "num_workers": 2,
         "worker_of_stage": [0, 1],
         "num_replicas": [1, 1],
+        "num_spare_shards": 0,
         "staleness": 0,
         "num_minibatches": 2,
         "num_microbatches": 3,

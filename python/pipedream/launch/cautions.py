@@ -47,12 +47,13 @@ def cautions_of(
             "the model is in eval(): dropout drops nothing and batch norm keeps its statistics; call"
             " model.train() before run, unless that is meant"
         )
-    if plan.workers_used < plan.num_workers:
+    if plan.workers_training < plan.num_workers:
         given = plan.predicted.get("given")
         why = "with more the partitioner finds no higher rate; print(plan) shows what limits it"
         if isinstance(given, list) and given:
             why = f"{' and '.join(map(str, given))} were given to partition(), and the search kept to them"
-        yield f"the plan uses {plan.workers_used} of the {plan.num_workers} workers it was made for: {why}"
+        used, asked = plan.workers_training, plan.num_workers
+        yield f"the plan uses {used} of the {asked} workers it was made for: {why}"
     elif world_size is not None and plan.workers_used < world_size:
         yield (
             f"the plan uses {plan.workers_used} of {world_size} ranks: the others wait until the run is over;"

@@ -7,7 +7,6 @@ writes it by hand, the launcher and every worker read it, files carry it between
 from __future__ import annotations
 
 import difflib
-import errno
 import functools
 import hashlib
 import json
@@ -36,71 +35,29 @@ from pipedream.common.table import format_table, shorten
 from pipedream.common.units import format_bandwidth, format_bytes
 from pipedream.planning.layer_profile import checked_cuts
 from pipedream.planning.plan_lines import describe_figures
+from pipedream.planning.plan_stage import (
+    STAGE_FIELDS,
+    Stage,
+    check_stages,
+    check_workers,
+    set_field,
+    stage_counts,
+    stage_from_dict,
+)
 from pipedream.planning.shapes import Shapes, checked_shapes, largest_of, shapes_of
 
 if TYPE_CHECKING:
     from pipedream import _core
 
-__all__ = ["Plan", "Stage", "replica_counts"]
+__all__ = ["Plan", "Stage", "stage_counts"]
 
 _KIND = "plan"
 _VERSION = 1
 _FORMAT = f"pipedream.{_KIND}/{_VERSION}"
-_STAGE_FIELDS = ("first_layer", "last_layer", "num_replicas")
 _DERIVED_FIELDS = ("num_workers", "noam", "in_flight", "predicted")
 _OPTIONAL_FIELDS = ("model", "bandwidth_bytes_per_s", "cost_model", "bottleneck_ms")
 _FIELDS = ("format", "stages", "max_shapes", "cuts", *_DERIVED_FIELDS, *_OPTIONAL_FIELDS)
 _SIMILARITY_MIN = 0.75  # difflib's, of two names that differ in one letter, or in the order of two
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Consecutive layers that run together, both ends included. Raises ValueError naming the field."""
-
-    first_layer: int
-    last_layer: int
-    num_replicas: int = 1
-    worker: int | None = None
-    """The worker that runs it, where workers hold several stages (schedule "interleaved"); None: the plan
-    gives each replica of each stage a worker of its own, in order."""
-    extra: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Fields of the file that this version does not know; written back as they were."""
-
-    def __post_init__(self) -> None:
-        _set(self, "first_layer", check_whole("first_layer", self.first_layer))
-        _set(self, "last_layer", check_whole("last_layer", self.last_layer))
-        _set(self, "num_replicas", check_whole("num_replicas", self.num_replicas, at_least=1))
-        if self.worker is not None:
-            _set(self, "worker", check_whole("worker", self.worker))
-        if self.last_layer < self.first_layer:
-            raise ValueError(
-                f"last_layer is {self.last_layer}: it must not be below first_layer {self.first_layer}"
-            )
-
-    @property
-    def num_layers(self) -> int:
-        return self.last_layer - self.first_layer + 1
-
-    def to_dict(self) -> dict[str, Any]:
-        worker = {} if self.worker is None else {"worker": self.worker}
-        return {name: getattr(self, name) for name in _STAGE_FIELDS} | worker | self.extra
-
-
-def replica_counts(text: str | os.PathLike[str]) -> tuple[int, ...] | None:
-    """Of "2-1": (2, 1), the replicas of every stage; None for the name of a file. Raises FileNotFoundError
-    for what is neither, and ValueError for a stage without replicas."""
-    parts = os.fspath(text).split("-")
-    if all(part.isdecimal() and part.isascii() for part in parts):
-        counts = tuple(map(int, parts))
-        if 0 in counts:
-            raise ValueError(
-                f"plan {os.fspath(text)} gives stage {counts.index(0)} no replica: each stage has at least 1"
-            )
-        return counts
-    if not os.path.exists(text):
-        neither = "neither a file nor the replicas of each stage, such as 2-1"
-        raise FileNotFoundError(errno.ENOENT, neither, os.fspath(text))
-    return None
 
 
 @dataclass(frozen=True)
@@ -116,7 +73,8 @@ class Plan:
     model: str | None = None
     """Informative."""
     num_workers: int = 0
-    """Workers asked for, of which `workers_used` may be fewer; 0 stands for as many as are used."""
+    """Workers asked for to train, of which the plan may use fewer; 0 stands for as many as it uses. Spare
+    shards are besides."""
     bandwidth_bytes_per_s: float | None = None
     cost_model: str | None = None
     in_flight: tuple[int, ...] = ()
@@ -136,15 +94,17 @@ class Plan:
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        _set(self, "stages", tuple(self.stages))
-        _check_stages(self.stages)
-        _check_workers(self.stages)
-        _set(
-            self, "num_workers", check_whole("num_workers", self.num_workers or self.workers_used, at_least=1)
+        set_field(self, "stages", tuple(self.stages))
+        check_stages(self.stages)
+        check_workers(self.stages)
+        set_field(
+            self,
+            "num_workers",
+            check_whole("num_workers", self.num_workers or self.workers_training, at_least=1),
         )
-        if self.num_workers < self.workers_used:
+        if self.num_workers < self.workers_training:
             raise ValueError(
-                f"num_workers is {self.num_workers}, but the stages have {self.workers_used} replicas"
+                f"num_workers is {self.num_workers}, but the stages have {self.workers_training} replicas"
             )
         if self.model is not None:
             check_text("model", self.model)
@@ -152,14 +112,14 @@ class Plan:
             check_text("cost_model", self.cost_model)
         if self.bandwidth_bytes_per_s is not None:
             bandwidth = check_number("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, positive=True)
-            _set(self, "bandwidth_bytes_per_s", bandwidth)
+            set_field(self, "bandwidth_bytes_per_s", bandwidth)
         if self.bottleneck_ms is not None:
-            _set(self, "bottleneck_ms", check_number("bottleneck_ms", self.bottleneck_ms))
+            set_field(self, "bottleneck_ms", check_number("bottleneck_ms", self.bottleneck_ms))
         check_figures("predicted", check_object("predicted", self.predicted))
         if self.cuts is not None:
-            _set(self, "cuts", checked_cuts(self.cuts, self.num_layers))
-        _set(self, "max_shapes", checked_shapes("max_shapes", self.max_shapes))
-        _set(self, "in_flight", tuple(self.in_flight) or _derive_in_flight(self.stages))
+            set_field(self, "cuts", checked_cuts(self.cuts, self.num_layers))
+        set_field(self, "max_shapes", checked_shapes("max_shapes", self.max_shapes))
+        set_field(self, "in_flight", tuple(self.in_flight) or _derive_in_flight(self.stages))
         _check_in_flight(self.in_flight, self.stages)
 
     @property
@@ -172,7 +132,18 @@ class Plan:
 
     @property
     def workers_used(self) -> int:
+        """All, spares too."""
         return self.placement.num_ranks
+
+    @property
+    def num_spares(self) -> int:
+        """Workers that own shards and have no minibatches; theirs are the last ranks."""
+        return sum(stage.num_spare_shards for stage in self.stages)
+
+    @property
+    def workers_training(self) -> int:
+        """Those that have minibatches."""
+        return self.workers_used - self.num_spares
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is made anew where it is asked for, and cannot be sent to another process."""
@@ -180,20 +151,31 @@ class Plan:
 
     @functools.cached_property
     def placement(self) -> _core.Placement:
-        """Where every replica of every stage is."""
+        """Where every replica of every stage is, and every spare."""
         from pipedream import _core
 
         if self.stages[0].worker is not None:
             return _core.Placement.at_ranks([stage.worker or 0 for stage in self.stages])
-        return _core.Placement.in_order([stage.num_replicas for stage in self.stages])
+        return _core.Placement.in_order(
+            [stage.num_replicas for stage in self.stages], [stage.num_spare_shards for stage in self.stages]
+        )
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank runs, in order; none for a rank beyond the plan."""
-        return tuple(self.placement.stages_at(rank))
+        """The stages that a rank runs, in order; none for a spare, and for a rank beyond the plan."""
+        return tuple(self.placement.stages_at(rank)) if rank < self.workers_training else ()
+
+    def spare_stage_of(self, rank: int) -> int | None:
+        """The stage of which the rank is a spare; None for every other rank."""
+        is_spare = self.workers_training <= rank < self.workers_used
+        return self.placement.stages_at(rank)[0] if is_spare else None
 
     def describe_worker(self, rank: int, stage: int | None = None) -> str:
-        """ "stage 1 (rank 1)", "stage 0 replica 2 (rank 2)", as errors and traces name a worker. stage: which
-        of its several is meant; None: all."""
+        """ "stage 1 (rank 1)", "stage 0 replica 2 (rank 2)", "stage 0 spare 0 (rank 4)", as errors and traces
+        name a worker. stage: which of its several is meant; None: all."""
+        served = self.spare_stage_of(rank)
+        if served is not None:
+            spare = self.replica_of(rank) - self.stages[served].num_replicas
+            return f"stage {served} spare {spare} (rank {rank})"
         stages = self.stages_of(rank) if stage is None else (stage,)
         if not stages:
             return f"rank {rank}"
@@ -203,7 +185,9 @@ class Plan:
         return f"{name} (rank {rank})"
 
     def replica_of(self, rank: int) -> int:
-        """Which replica of its stage a rank is; 0 where that has one."""
+        """Which replica of its stage a rank is; 0 where that has one. Spares count on from the replicas."""
+        if self.spare_stage_of(rank) is not None:
+            return self.placement.places_at(rank)[0][1]
         stage = self.stages_of(rank)[0]
         return rank - self.placement.rank_of(stage) if self.stages[stage].num_replicas > 1 else 0
 
@@ -225,11 +209,22 @@ class Plan:
 
     @property
     def noam(self) -> int:
-        """Number of optimal active minibatches, ceil(workers used / replicas of the input stage).
+        """Number of optimal active minibatches, ceil(workers that train / replicas of the input stage).
 
         Source: PipeDream (SOSP'19), section 3.2. What is admitted is `in_flight[0]`.
         """
-        return -(-self.workers_used // self.stages[0].num_replicas)
+        return -(-self.workers_training // self.stages[0].num_replicas)
+
+    def with_spare_shards(self, num_spare_shards: Sequence[int]) -> Plan:
+        """This plan with so many spare shards of each stage. Raises ValueError as Stage, and for another
+        number of entries than stages."""
+        if len(num_spare_shards) != self.num_stages:
+            raise ValueError(
+                f"num_spare_shards has {len(num_spare_shards)} entries for {self.num_stages} stages: give one"
+                " for each"
+            )
+        stages = zip(self.stages, num_spare_shards, strict=True)
+        return replace(self, stages=tuple(replace(stage, num_spare_shards=n) for stage, n in stages))
 
     @classmethod
     def straight(
@@ -292,6 +287,8 @@ class Plan:
         ]
         if self.stages[0].worker is not None:
             content.append([stage.worker for stage in self.stages])
+        if self.num_spares:
+            content.append({"spares": [stage.num_spare_shards for stage in self.stages]})
         text = json.dumps(content, separators=(",", ":"))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -300,10 +297,12 @@ class Plan:
         """Reads a pipedream.plan/1 file; raises FileFormatError naming file and field, and warns of an
         unknown field whose name is almost that of a known one.
 
-        num_layers: of the model, where instead of a file the replicas of every stage may be given, "2-1"."""
-        counts = None if num_layers is None else replica_counts(path)
+        num_layers: of the model, where instead of a file the replicas of every stage may be given, "2-1", and
+        beside them its spare shards, "3+1-1"."""
+        counts = None if num_layers is None else stage_counts(path)
         if num_layers is not None and counts is not None:
-            return cls.replicated(num_layers, counts)
+            plan = cls.replicated(num_layers, [replicas for replicas, _ in counts])
+            return plan.with_spare_shards([spares for _, spares in counts])
         source = os.fspath(path)
         plan = cls.from_dict(read_document(path, _KIND, _VERSION), source=source)
         for caution in _misspelt_fields(plan):
@@ -321,7 +320,7 @@ class Plan:
             require(fields, ["stages"], "")
             stages = check_list("stages", fields["stages"])
             plan = cls(
-                tuple(_stage_from_dict(i, stage) for i, stage in enumerate(stages)),
+                tuple(stage_from_dict(i, stage) for i, stage in enumerate(stages)),
                 **{name: fields.get(name) for name in _OPTIONAL_FIELDS},
                 num_workers=_num_workers_from_dict(fields),
                 in_flight=_in_flight_from_dict(fields),
@@ -369,8 +368,10 @@ class Plan:
 
     def _title(self) -> str:
         workers = _count(self.num_workers, "worker")
-        if self.workers_used < self.num_workers:
-            workers = f"{self.workers_used} of {workers}"
+        if self.workers_training < self.num_workers:
+            workers = f"{self.workers_training} of {workers}"
+        if self.num_spares:
+            workers += f" and {_count(self.num_spares, 'spare shard')}"
         layers = _count(self.num_layers, "layer")
         title = (
             f"plan for {self.model or 'a model'} of {layers}: {_count(self.num_stages, 'stage')} on {workers}"
@@ -389,7 +390,7 @@ class Plan:
             str(stage_index),
             str(stage.first_layer) if stage.num_layers == 1 else f"{stage.first_layer}-{stage.last_layer}",
             _name_range(names),
-            str(stage.num_replicas),
+            str(stage.num_replicas) + (f"+{stage.num_spare_shards}" if stage.num_spare_shards else ""),
             str(self.in_flight[stage_index]),
             f"{stage_ms:.3f}" if is_number(stage_ms) else "",
             f"{boundary_ms:.3f}" if is_number(boundary_ms) else "",
@@ -434,44 +435,6 @@ class Plan:
         return None
 
 
-def _check_stages(stages: tuple[Stage, ...]) -> None:
-    if not stages:
-        raise ValueError("stages is empty: a plan has at least one stage")
-    next_layer = 0
-    for stage_index, stage in enumerate(stages):
-        if stage.first_layer == next_layer:
-            next_layer = stage.last_layer + 1
-            continue
-        where = f"stages[{stage_index}].first_layer is {stage.first_layer}, not {next_layer}"
-        if stage.first_layer > next_layer:
-            raise ValueError(
-                f"{where}: no earlier stage has layer {next_layer} (a gap, or stages out of order)"
-            )
-        fault = "is out of order" if stage.last_layer < stages[stage_index - 1].first_layer else "overlaps"
-        raise ValueError(f"{where}: it {fault} with stages[{stage_index - 1}]")
-
-
-def _check_workers(stages: tuple[Stage, ...]) -> None:
-    given = [stage.worker for stage in stages]
-    if all(worker is None for worker in given):
-        return
-    for stage_index, stage in enumerate(stages):
-        if stage.worker is None:
-            raise ValueError(f"stages[{stage_index}].worker is missing: give it for all stages or for none")
-        if stage.num_replicas > 1:
-            raise ValueError(
-                f"stages[{stage_index}].worker is {stage.worker}, but the stage has {stage.num_replicas}"
-                " replicas: a plan names workers only where no stage is replicated"
-            )
-    used = {worker for worker in given if worker is not None}
-    missing = next((worker for worker in range(max(used)) if worker not in used), None)
-    if missing is not None:
-        raise ValueError(
-            f"no stage has worker {missing}, but stages[{given.index(max(used))}].worker is {max(used)}:"
-            " number the workers 0, 1, 2, ..."
-        )
-
-
 def _derive_in_flight(stages: tuple[Stage, ...]) -> tuple[int, ...]:
     from pipedream import _core
 
@@ -496,23 +459,10 @@ def _check_in_flight(in_flight: tuple[int, ...], stages: tuple[Stage, ...]) -> N
             )
 
 
-def _stage_from_dict(stage_index: int, value: object) -> Stage:
-    where = f"stages[{stage_index}]"
-    fields = check_object(where, value)
-    require(fields, _STAGE_FIELDS, where + ".")
-    extra = {name: fields[name] for name in fields if name not in (*_STAGE_FIELDS, "worker")}
-    try:
-        known = {name: fields[name] for name in _STAGE_FIELDS}
-        return Stage(**known, worker=fields.get("worker"), extra=extra)
-    except ValueError as error:
-        raise ValueError(f"{where}.{error}") from None
-
-
 def _misspelt_fields(plan: Plan) -> Iterator[str]:
     """Of the unknown fields, which are kept, those that may have been meant for a known one."""
-    of_a_stage = (*_STAGE_FIELDS, "worker")
     parts: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [("", plan.extra, _FIELDS)]
-    parts += [(f"stages[{i}].", stage.extra, of_a_stage) for i, stage in enumerate(plan.stages)]
+    parts += [(f"stages[{i}].", stage.extra, STAGE_FIELDS) for i, stage in enumerate(plan.stages)]
     for where, extra, known in parts:
         for name in extra:
             near = difflib.get_close_matches(name, known, n=1, cutoff=_SIMILARITY_MIN)
@@ -558,8 +508,3 @@ def _name_range(names: Any) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _set(target: object, name: str, value: object) -> None:
-    # The dataclass is frozen for its users; its own checks still bring a value to its final type.
-    object.__setattr__(target, name, value)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipedream.common.checks import check_choice
-from pipedream.planning.plan import Plan, replica_counts
+from pipedream.planning.plan import Plan, stage_counts
 
 if TYPE_CHECKING:
     from pipedream import _core
@@ -69,6 +69,8 @@ class TracedSchedule(NamedTuple):
         replicas = _replica_counts(options)
         if max(replicas) > 1:
             title += f", {'-'.join(map(str, replicas))} replicas"
+        if options.placement.num_spares:
+            title += f" and {_count(options.placement.num_spares, 'spare shard')}"
         if options.staleness:
             title += f", staleness {options.staleness}"
         if options.asynchronous:
@@ -184,9 +186,10 @@ def _choose_stages(request: TraceRequest) -> tuple[_core.Placement, list[int]]:
     if request.plan_file is not None:
         if request.stages is not None or request.workers is not None:
             raise ValueError("--plan already says what --stages and --workers would: leave those out")
-        written = replica_counts(request.plan_file)
+        written = stage_counts(request.plan_file)
         if written is not None:
-            return _core.Placement.in_order(written), _core.derive_in_flight(written)
+            replicas, spares = zip(*written, strict=True)
+            return _core.Placement.in_order(replicas, spares), _core.derive_in_flight(replicas)
         plan = Plan.load(request.plan_file)
         return plan.placement, list(plan.in_flight)
     num_stages, num_workers = request.stages, request.workers
@@ -294,6 +297,7 @@ def trace_fields(
         "num_workers": simulation.num_workers,
         "worker_of_stage": [options.placement.rank_of(stage) for stage in range(options.num_stages)],
         "num_replicas": _replica_counts(options),
+        "num_spare_shards": options.placement.num_spares,
         "staleness": options.staleness,
         "num_minibatches": traced.num_minibatches,
         "num_microbatches": options.num_microbatches,

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipedream import _core
 from pipedream.common.errors import FileFormatError
-from pipedream.planning.plan import Plan, Stage, replica_counts
+from pipedream.planning.plan import Plan, Stage, stage_counts
 
 
 def make_fields(*stages: tuple[int, int, int]) -> dict[str, Any]:
@@ -142,6 +142,48 @@ def test_ranks_go_to_the_replicas_stage_by_stage(plan: Plan) -> None:
     assert plan.stages_of(next_rank) == ()
 
 
+def test_spare_shards_have_the_last_ranks_and_no_minibatches() -> None:
+    plan = Plan((Stage(0, 1, 3, num_spare_shards=2), Stage(2, 2), Stage(3, 3, 2, num_spare_shards=1)))
+    assert (plan.workers_used, plan.workers_training, plan.num_spares, plan.num_workers) == (9, 6, 3, 6)
+    assert [plan.spare_stage_of(rank) for rank in range(10)] == [None] * 6 + [0, 0, 2, None]
+    assert [plan.stages_of(rank) for rank in (5, 6, 8, 9)] == [(2,), (), (), ()]
+    assert plan.describe_worker(7) == "stage 0 spare 1 (rank 7)"
+    assert plan.describe_worker(8) == "stage 2 spare 0 (rank 8)"
+    assert [plan.replica_of(rank) for rank in (2, 6, 7, 8)] == [2, 3, 4, 2]
+    straight = plan.with_spare_shards([0, 0, 0])
+    assert (plan.noam, plan.in_flight) == (straight.noam, straight.in_flight)
+    assert "3 stages on 6 workers and 3 spare shards" in str(plan)
+    assert "3+2" in str(plan)
+
+
+def test_spare_shards_are_written_and_read_back_and_hash_otherwise() -> None:
+    plan = Plan((Stage(0, 1, 2), Stage(2, 2)))
+    assert "num_spare_shards" not in str(plan.to_dict())
+    spared = plan.with_spare_shards([1, 0])
+    assert spared.to_dict()["stages"][0]["num_spare_shards"] == 1
+    assert "num_spare_shards" not in spared.to_dict()["stages"][1]
+    assert Plan.from_dict(json.loads(json.dumps(spared.to_dict()))) == spared
+    assert spared.hash() != plan.hash() == spared.with_spare_shards([0, 0]).hash()
+    fields = make_fields((0, 1, 2))
+    fields["stages"][0]["num_spare_shards"] = None
+    assert Plan.from_dict(fields).num_spares == 0
+
+
+@pytest.mark.parametrize(
+    ("replicas", "spares", "message"),
+    [
+        (1, 1, "num_spare_shards is 1, but num_replicas is 1: spares help 2 replicas or more"),
+        (2, 3, "num_spare_shards is 3, but num_replicas is 2"),
+        (2, -1, "num_spare_shards is -1"),
+    ],
+)
+def test_spare_shards_that_make_no_sense_are_refused(replicas: int, spares: int, message: str) -> None:
+    fields = make_fields((0, 1, replicas))
+    fields["stages"][0]["num_spare_shards"] = spares
+    with pytest.raises(FileFormatError, match=r"stages\[0\]\." + message):
+        Plan.from_dict(fields)
+
+
 def test_workers_that_the_stages_name_run_several_of_them() -> None:
     plan = Plan(tuple(Stage(i, i, worker=i % 2) for i in range(5)))
     assert plan.workers_used == plan.num_workers == 2
@@ -209,19 +251,22 @@ def test_replicated_plan_shares_out_the_layers_like_the_workers() -> None:
             Plan.replicated(1, counts)
 
 
-def test_replica_counts_are_numbers_with_dashes_between_them_and_else_a_file(
+def test_stage_counts_are_numbers_with_dashes_between_them_and_else_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert replica_counts("2-1") == (2, 1)
-    assert replica_counts("15") == (15,)
+    assert stage_counts("2-1") == ((2, 0), (1, 0))
+    assert stage_counts("15") == ((15, 0),)
+    assert stage_counts("3+2-1-2+1") == ((3, 2), (1, 0), (2, 1))
     with pytest.raises(ValueError, match="plan 2-0-1 gives stage 1 no replica: each stage has at least 1"):
-        replica_counts("2-0-1")
-    for text in ("plan.json", "2-1.json", "2-", "-1", "./2-1"):
+        stage_counts("2-0-1")
+    for text in ("plan.json", "2-1.json", "2-", "-1", "./2-1", "2+", "+1-1"):
         with pytest.raises(FileNotFoundError, match="neither a file nor the replicas of each stage"):
-            replica_counts(text)
+            stage_counts(text)
         Path(text).touch()
-        assert replica_counts(text) is None
+        assert stage_counts(text) is None
+    plan = Plan.load("3+1-1", num_layers=8)
+    assert [(stage.num_replicas, stage.num_spare_shards) for stage in plan.stages] == [(3, 1), (1, 0)]
 
 
 def test_straight_plan_for_fewer_workers_deals_the_stages_out_in_turn() -> None:

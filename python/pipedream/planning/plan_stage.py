@@ -1,0 +1,156 @@
+"""Stage: consecutive layers of a plan, with their replicas and spare shards, and its form in a file.
+
+Values that never change once built; any thread. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipedream.common.document import check_object, check_whole, require
+
+__all__ = [
+    "STAGE_FIELDS",
+    "Stage",
+    "check_stages",
+    "check_workers",
+    "set_field",
+    "stage_counts",
+    "stage_from_dict",
+]
+
+_NEEDED_FIELDS = ("first_layer", "last_layer", "num_replicas")
+STAGE_FIELDS = (*_NEEDED_FIELDS, "worker", "num_spare_shards")
+"""Of a stage in a file."""
+_COUNTS = re.compile(r"(\d+)(?:\+(\d+))?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive layers that run together, both ends included. Raises ValueError naming the field."""
+
+    first_layer: int
+    last_layer: int
+    num_replicas: int = 1
+    worker: int | None = None
+    """The worker that runs it, where workers hold several stages (schedule "interleaved"); None: the plan
+    gives each replica of each stage a worker of its own, in order."""
+    num_spare_shards: int = 0
+    """Workers beside the replicas that own shards of the stage's parameters and have no minibatches
+    (docs/parameter-server.md); their ranks come after those of all stages' replicas."""
+    extra: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Fields of the file that this version does not know; written back as they were."""
+
+    def __post_init__(self) -> None:
+        set_field(self, "first_layer", check_whole("first_layer", self.first_layer))
+        set_field(self, "last_layer", check_whole("last_layer", self.last_layer))
+        set_field(self, "num_replicas", check_whole("num_replicas", self.num_replicas, at_least=1))
+        set_field(self, "num_spare_shards", check_whole("num_spare_shards", self.num_spare_shards))
+        if self.num_spare_shards > (self.num_replicas if self.num_replicas > 1 else 0):
+            raise ValueError(
+                f"num_spare_shards is {self.num_spare_shards}, but num_replicas is {self.num_replicas}:"
+                " spares help 2 replicas or more, and more of them than replicas gain nothing"
+            )
+        if self.worker is not None:
+            set_field(self, "worker", check_whole("worker", self.worker))
+        if self.last_layer < self.first_layer:
+            raise ValueError(
+                f"last_layer is {self.last_layer}: it must not be below first_layer {self.first_layer}"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        return self.last_layer - self.first_layer + 1
+
+    def to_dict(self) -> dict[str, Any]:
+        worker = {} if self.worker is None else {"worker": self.worker}
+        spares = {"num_spare_shards": self.num_spare_shards} if self.num_spare_shards else {}
+        return {name: getattr(self, name) for name in _NEEDED_FIELDS} | worker | spares | self.extra
+
+
+def stage_counts(text: str | os.PathLike[str]) -> tuple[tuple[int, int], ...] | None:
+    """Of "2-1": ((2, 0), (1, 0)), the replicas and spare shards of every stage, of "3+1-1" ((3, 1), (1, 0));
+    None for the name of a file. Raises FileNotFoundError for what is neither, and ValueError for a stage
+    without replicas."""
+    parts = [_COUNTS.fullmatch(part) for part in os.fspath(text).split("-")]
+    if all(parts):
+        counts = tuple((int(part[1]), int(part[2] or 0)) for part in parts if part is not None)
+        replicas = [count for count, _ in counts]
+        if 0 in replicas:
+            raise ValueError(
+                f"plan {os.fspath(text)} gives stage {replicas.index(0)} no replica:"
+                " each stage has at least 1"
+            )
+        return counts
+    if not os.path.exists(text):
+        neither = "neither a file nor the replicas of each stage, such as 2-1"
+        raise FileNotFoundError(errno.ENOENT, neither, os.fspath(text))
+    return None
+
+
+def check_stages(stages: tuple[Stage, ...]) -> None:
+    """Raises ValueError where they overlap, leave gaps or are out of order."""
+    if not stages:
+        raise ValueError("stages is empty: a plan has at least one stage")
+    next_layer = 0
+    for stage_index, stage in enumerate(stages):
+        if stage.first_layer == next_layer:
+            next_layer = stage.last_layer + 1
+            continue
+        where = f"stages[{stage_index}].first_layer is {stage.first_layer}, not {next_layer}"
+        if stage.first_layer > next_layer:
+            raise ValueError(
+                f"{where}: no earlier stage has layer {next_layer} (a gap, or stages out of order)"
+            )
+        fault = "is out of order" if stage.last_layer < stages[stage_index - 1].first_layer else "overlaps"
+        raise ValueError(f"{where}: it {fault} with stages[{stage_index - 1}]")
+
+
+def check_workers(stages: tuple[Stage, ...]) -> None:
+    """Raises ValueError for workers that only some of them name, of replicas, and with gaps."""
+    given = [stage.worker for stage in stages]
+    if all(worker is None for worker in given):
+        return
+    for stage_index, stage in enumerate(stages):
+        if stage.worker is None:
+            raise ValueError(f"stages[{stage_index}].worker is missing: give it for all stages or for none")
+        if stage.num_replicas > 1:
+            raise ValueError(
+                f"stages[{stage_index}].worker is {stage.worker}, but the stage has {stage.num_replicas}"
+                " replicas: a plan names workers only where no stage is replicated"
+            )
+    used = {worker for worker in given if worker is not None}
+    missing = next((worker for worker in range(max(used)) if worker not in used), None)
+    if missing is not None:
+        raise ValueError(
+            f"no stage has worker {missing}, but stages[{given.index(max(used))}].worker is {max(used)}:"
+            " number the workers 0, 1, 2, ..."
+        )
+
+
+def stage_from_dict(stage_index: int, value: object) -> Stage:
+    """Of a file's stages. Raises ValueError naming the field."""
+    where = f"stages[{stage_index}]"
+    fields = check_object(where, value)
+    require(fields, _NEEDED_FIELDS, where + ".")
+    extra = {name: fields[name] for name in fields if name not in STAGE_FIELDS}
+    spares = fields.get("num_spare_shards")
+    try:
+        known = {name: fields[name] for name in _NEEDED_FIELDS}
+        return Stage(
+            **known,
+            worker=fields.get("worker"),
+            num_spare_shards=0 if spares is None else spares,
+            extra=extra,
+        )
+    except ValueError as error:
+        raise ValueError(f"{where}.{error}") from None
+
+
+def set_field(target: object, name: str, value: object) -> None:
+    """Of a dataclass that is frozen for its users: its own checks still bring a value to its final type."""
+    object.__setattr__(target, name, value)
