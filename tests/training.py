@@ -64,6 +64,8 @@ class Training:
     in_flight: tuple[int, ...] = ()
     replicas: tuple[int, ...] = ()
     """Of each stage; () is one of each."""
+    spares: tuple[int, ...] = ()
+    """Spare shards of each stage; () is none."""
     schedule: str = "pipedream"
     microbatches: int = 1
     lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
@@ -84,6 +86,8 @@ class Training:
         if self.replicas:
             stages = zip(plan.stages, self.replicas, strict=True)
             plan = Plan(tuple(replace(stage, num_replicas=count) for stage, count in stages))
+        if self.spares:
+            plan = plan.with_spare_shards(self.spares)
         if self.schedule == "interleaved":
             return Plan(tuple(replace(s, worker=i % 2) for i, s in enumerate(plan.stages)))
         return Plan(plan.stages, in_flight=self.in_flight) if self.in_flight else plan

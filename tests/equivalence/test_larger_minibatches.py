@@ -179,6 +179,13 @@ def test_replicas_finish_their_rounds_before(
     _assert_equals_reference(farm, training, [3, 3, 3, 4, 4, 3, 3, 6, 5], drained_at=drained_at)
 
 
+@pytest.mark.parametrize("is_native", [False, True], ids=["torch", "native"])
+def test_a_spare_keeps_its_shard_and_the_state_of_it(farm: Farm, is_native: bool) -> None:
+    native = functools.partial(pipedream.optim.Adam, lr=0.01) if is_native else None
+    training = Training("mlp", 2, replicas=(2, 1), spares=(1, 0), optimizer=OPTIMIZERS["adam"])
+    _assert_equals_reference(farm, training, [3, 3, 3, 4, 4, 3, 3, 6, 5], drained_at=[2, 6], native=native)
+
+
 def test_what_replicas_tie_across_stages_goes_on(farm: Farm) -> None:
     training = Training("tied_apart", 2, replicas=(2, 1), optimizer=OPTIMIZERS["adam"])
     _assert_equals_reference(farm, training, [3, 3, 3, 4, 4, 3, 6, 5, 5], drained_at=[2, 6])

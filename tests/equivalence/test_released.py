@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ import torch
 from farm import Farm
 from pipedream import Plan
 from pipedream.launch.worker_links import WorkerLinks
-from pipedream.stage import stage_loop, stage_optimizer, stage_runner, weights
+from pipedream.stage import spare_loop, stage_loop, stage_optimizer, stage_runner, weights
 from torch import Tensor, nn
 
 _WIDTH = 8
@@ -25,6 +26,7 @@ _KINDS: tuple[type, ...] = (
     stage_runner.UserCode,
     weights.WeightVersions,
     stage_optimizer.StageOptimizer,
+    spare_loop.SpareLoop,
 )
 
 
@@ -63,6 +65,7 @@ def _what_is_left_of_one(loss_fn: Any, **options: Any) -> tuple[str, list[str]]:
     alive: list[tuple[str, Any]] = []
     num_stages = options.pop("num_stages", 2)
     plan = _plan(len(model), options.pop("replicas", [1] * num_stages))
+    plan = plan.with_spare_shards(options.pop("spares", [0] * plan.num_stages))
     make_core = WorkerLinks.make_core
 
     def recorded_core(*args: Any) -> Any:
@@ -90,7 +93,7 @@ def _what_is_left_of_one(loss_fn: Any, **options: Any) -> tuple[str, list[str]]:
             plan,
             data=data,
             loss_fn=loss_fn,
-            optimizer=functools.partial(torch.optim.SGD, lr=0.01),
+            optimizer=options.pop("optimizer", functools.partial(torch.optim.SGD, lr=0.01)),
             lr_scheduler=functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2),
             progress=False,
             **options,
@@ -101,7 +104,10 @@ def _what_is_left_of_one(loss_fn: Any, **options: Any) -> tuple[str, list[str]]:
         WorkerLinks.make_core = make_core  # type: ignore[method-assign]
         for kind, original in zip(_KINDS, originals, strict=True):
             kind.__init__ = original  # type: ignore[misc]
-    assert {name for name, _ in alive} == {kind.__name__ for kind in _KINDS} | {"a slot", "the core"}
+    is_spare = plan.spare_stage_of(int(os.environ["RANK"])) is not None
+    not_made = {"WorkerLoop", "StageRunner"} if is_spare else {"SpareLoop"}
+    made = {kind.__name__ for kind in _KINDS} - not_made
+    assert {name for name, _ in alive} == made | {"a slot", "the core"}
     left = [name for name, reference in alive if reference() is not None]
     gc.enable()
     return end, left
@@ -143,6 +149,13 @@ def test_nothing_is_left_of_a_run_with_replicas_that_has_ended(
     # The hooks of leaves led back to the leaves: of each run the whole core stayed, with its threads.
     options = {"replicas": replicas, **options}
     for end, left in farm.results(_what_is_left, nn.functional.mse_loss, num_ranks=sum(replicas), **options):
+        assert (end, left) == ("done", [])
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, pipedream.optim.SGD])
+def test_nothing_is_left_of_a_run_with_a_spare_that_has_ended(farm: Farm, optimizer: Any) -> None:
+    options = {"replicas": (2, 1), "spares": (1, 0), "optimizer": functools.partial(optimizer, lr=0.01)}
+    for end, left in farm.results(_what_is_left, nn.functional.mse_loss, num_ranks=4, **options):
         assert (end, left) == ("done", [])
 
 

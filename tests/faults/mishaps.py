@@ -257,10 +257,18 @@ _OWNERS = {
 
 
 def run_until_killed_at(
-    when: str, at_call: int, *, of: str = "bsp", rank: int = 1, mishap: Mishap = be_killed, **options: Any
+    when: str,
+    at_call: int,
+    *,
+    of: str = "bsp",
+    rank: int = 1,
+    mishap: Mishap = be_killed,
+    num_spares: int = 0,
+    **options: Any,
 ) -> RunResult:
-    """Plan 2-1; the rank has the mishap at this call of a method of its parameter server, of the group that
-    it reduces with or of what it has of parameters tied across the stages."""
+    """Plan 2-1, its first stage with spares; the rank has the mishap at this call of a method of its
+    parameter server, of the group that it reduces with or of what it has of parameters tied across the
+    stages."""
     method, num_calls = getattr(_OWNERS[of], when), 0
 
     def dying(server: Any, *args: Any) -> Any:
@@ -273,8 +281,10 @@ def run_until_killed_at(
     if os.environ["RANK"] == str(rank):
         setattr(_OWNERS[of], when, dying)
     try:
-        plan = pipedream.Plan((Stage(0, 0, num_replicas=2), Stage(1, 1)))
+        plan = pipedream.Plan((Stage(0, 0, num_replicas=2, num_spare_shards=num_spares), Stage(1, 1)))
         model = model_with(None, stages=2)
+        if num_spares:
+            model[0].register_parameter("wide", torch.nn.Parameter(torch.ones(100, dtype=torch.float64)))
         if of == "ties":
             model[1].register_parameter("tied", model[0].weight)
         return run(model, plan=plan, sync="bsp" if of == "ties" else of, **options)

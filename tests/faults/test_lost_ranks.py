@@ -136,6 +136,15 @@ def test_a_replica_that_is_killed_at_any_of_its_exchanges_ends_the_run(
         assert "stage 0 replica 1 (rank 1)" in str(outcome.error)
 
 
+@pytest.mark.parametrize("when", ["expect", "take", "apply", "_make_version"])
+def test_a_spare_that_is_killed_at_any_of_its_exchanges_ends_the_run(farm: Farm, when: str) -> None:
+    outcomes = farm.run(run_until_killed_at, when, 2, rank=3, num_spares=1, num_ranks=4)
+    assert outcomes[3].exit_code == -signal.SIGKILL
+    for outcome in outcomes[:3]:
+        assert isinstance(outcome.error, PipelineError), outcome
+        assert "stage 0 spare 0 (rank 3)" in str(outcome.error)
+
+
 @pytest.mark.parametrize("when", ["gradients_for", "take_version_from"])
 def test_a_user_of_tied_parameters_that_is_killed_at_an_exchange_ends_the_run(farm: Farm, when: str) -> None:
     outcomes = farm.run(run_until_killed_at, when, 2, of="ties", rank=2, num_ranks=3)

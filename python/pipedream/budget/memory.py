@@ -42,6 +42,7 @@ __all__ = [
     "WEIGHT_VERSIONS",
     "MemoryPlan",
     "PushedFactors",
+    "channel_terms",
     "choose_savings",
     "describe_memory",
     "model_bytes",
@@ -125,7 +126,7 @@ class MemoryPlan:
         """The predicted terms."""
         terms: Terms = {}
         for channel in self.channels:
-            terms |= _channel_terms(channel, self.rank)
+            terms |= channel_terms(channel, self.rank)
         for stage in self.plan.stages_of(self.rank):
             versions = _core.num_versions_kept(self.schedule, stage)
             resident = num_resident_versions(versions) if self.offloads_versions(stage) else versions
@@ -359,7 +360,7 @@ def _bytes_or_blank(num_bytes: int | None) -> str:
     return "not measured" if num_bytes is None else format_bytes(num_bytes)
 
 
-def _channel_terms(channel: RunChannel, rank: int) -> Terms:
+def channel_terms(channel: RunChannel, rank: int) -> Terms:
     """What a rank needs for a channel. On the host what is not encoded goes from and to where it lies."""
     if rank not in (channel.sender, channel.receiver):
         return {}
@@ -377,11 +378,7 @@ def _channel_terms(channel: RunChannel, rank: int) -> Terms:
 
 def slot_bytes(num_bytes: int) -> int:
     """What a slot of so many bytes takes in the pool."""
-    return _aligned(num_bytes, _SLOT_ALIGNMENT)
-
-
-def _aligned(num_bytes: int, alignment: int) -> int:
-    return -(-num_bytes // alignment) * alignment
+    return -(-num_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
 
 
 def model_bytes(stages: Sequence[StageModule]) -> int:

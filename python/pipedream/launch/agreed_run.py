@@ -62,8 +62,19 @@ class AgreedRun:
         return f"{name} of segment {self.segment_index}" if self.segment_index > 0 else name
 
     def own_stages(self) -> list[StageModule]:
-        """None at a rank beyond the plan."""
+        """That this rank trains; none at a spare, and at a rank beyond the plan."""
         return self.stages_of(self.rank)
+
+    @property
+    def served_stage(self) -> StageModule | None:
+        """Of whose parameters this rank, as a spare, owns a shard."""
+        stage = self.plan.spare_stage_of(self.rank)
+        return None if stage is None else self.stages[stage]
+
+    def held_stages_of(self, rank: int) -> list[StageModule]:
+        """Whose initial weights the rank needs."""
+        served = self.plan.spare_stage_of(rank)
+        return self.stages_of(rank) if served is None else [self.stages[served]]
 
     def stages_of(self, rank: int) -> list[StageModule]:
         return [self.stages[stage] for stage in self.plan.stages_of(rank)]

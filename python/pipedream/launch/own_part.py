@@ -1,4 +1,5 @@
-"""The part of the model that a worker has in memory on its device: its own stages'.
+"""The part of the model that a worker has in memory on its device: its own stages', of a spare the one that
+it has a shard of.
 
     place()              what is on meta gets its initial values, tensor by tensor; all goes to the device
     leave_out_others()   from here on parameters of other stages, which only code outside module calls can
@@ -26,7 +27,7 @@ __all__ = ["OwnPart"]
 
 class OwnPart:
     def __init__(self, run: AgreedRun, device: torch.device) -> None:
-        self._stages = run.own_stages()
+        self._stages = run.held_stages_of(run.rank)
         self._run = run
         self._device = device
         self._returns = run.place.returns_model

@@ -30,6 +30,7 @@ from pipedream.data.minibatch_source import MinibatchSource, exceeds
 from pipedream.data.stream import ForwardedData, MinibatchStream, ReceivedStream
 from pipedream.launch.agreed_run import AgreedRun, wait_for
 from pipedream.launch.set_up import Rehearsed
+from pipedream.launch.spare_pool import SparePool
 from pipedream.launch.stage_pool import StagePool
 from pipedream.launch.worker_links import WorkerLinks, no_word
 from pipedream.launch.worker_optimizers import WorkerOptimizers
@@ -91,6 +92,8 @@ class Segment:
         for channel in self.channels:
             channel.add_to(core, run.rank, run.plan)
         self._pool = StagePool(run, core, device, rehearsed.footprints, self.channels, optimizers)
+        served = run.served_stage
+        self._spare = None if served is None else SparePool(run, core, served, self.channels, optimizers)
         core.seal()
         links.connect(run, self.channels, run.key("endpoints"))
         self._group = _replica_group(run, core, device, run.place.rendezvous)
@@ -112,6 +115,8 @@ class Segment:
         run = self.run
         if isinstance(self._data, ForwardedData):
             source.stream = _received_stream(run, self.core, self._data)
+        if self._spare is not None:
+            return self._spare.prepare().serve()
         if not run.own_stages():
             return {}
         boundary = self._rehearsed.input_boundary

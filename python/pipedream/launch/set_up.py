@@ -162,11 +162,11 @@ def _share_initial_weights(run: AgreedRun, core: _core.Worker | None) -> None:
         return
     rank, num_ranks = run.rank, run.plan.workers_used
     above = "" if rank == 0 else tree_name(parent_of(rank), rank)
-    for stage in run.own_stages() if above else []:
+    for stage in run.held_stages_of(rank) if above else []:
         receive_state(core, above, stage)
     for child in children_of(rank, num_ranks):
         for other in subtree_of(child, num_ranks):
-            for stage in run.stages_of(other):
+            for stage in run.held_stages_of(other):
                 if above:
                     relay_state(core, above, tree_name(rank, child))
                 else:

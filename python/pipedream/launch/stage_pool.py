@@ -44,8 +44,9 @@ from pipedream.budget.resident_versions import ResidentVersions, num_resident_ve
 from pipedream.budget.torch_pool import SEGMENT_SLACK_BYTES, TORCH_TENSORS, TorchPool, wants_torch_pool
 from pipedream.launch.agreed_run import AgreedRun
 from pipedream.launch.worker_optimizers import WorkerOptimizers
-from pipedream.links.channels import BETWEEN_REPLICAS, RunChannel, edge_name, factors_name
+from pipedream.links.channels import RunChannel, edge_name
 from pipedream.links.codec_choice import codec_of_pushes
+from pipedream.links.exchange_names import FACTORS, exchange_names
 from pipedream.links.replica_group import ReplicaGroup
 from pipedream.model.factored import factorable
 from pipedream.model.stage_module import StageModule
@@ -303,18 +304,7 @@ class StagePool:
         self, stage: int, weights: StageWeights, optimizer: StageOptimizer, tied: TiedParameters
     ) -> ShardClient:
         schedule, replica = self.run.schedule(), self._replica
-        names: dict[tuple[str, bool], dict[int, str]] = {}  # by kind and whether this worker sends
-        for edge in _core.edges_of(schedule):
-            if edge.kind in BETWEEN_REPLICAS and edge.from_stage == stage:
-                for sends, mine, other in (
-                    (True, edge.from_replica, edge.to_replica),
-                    (False, edge.to_replica, edge.from_replica),
-                ):
-                    if mine == replica:
-                        names.setdefault((edge.kind, sends), {})[other] = edge_name(edge, schedule.placement)
-                        if edge.kind == "push":
-                            name = factors_name(edge, schedule.placement)
-                            names.setdefault(("factors", sends), {})[other] = name
+        names = exchange_names(schedule, stage, replica)
         factors = self._worker_optimizers.factored[stage]
         make: Callable[..., ShardClient] = ParameterServer
         if self._is_asynchronous(stage):
@@ -340,8 +330,8 @@ class StagePool:
                 self._core,
                 factors,
                 self._layers_of(stage, factors),
-                channels_to=names["factors", True],
-                channels_from=names["factors", False],
+                channels_to=names[FACTORS, True],
+                channels_from=names[FACTORS, False],
                 replica=replica,
                 device=self._device,
             ),

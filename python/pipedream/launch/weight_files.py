@@ -36,8 +36,8 @@ __all__ = ["finish_weights", "load_weights", "save_weights"]
 
 def save_weights(run: AgreedRun, folder: Path, *, persistent: bool) -> None:
     """Those of this worker's stages. persistent: only what a state_dict holds."""
-    replica = run.plan.replica_of(run.rank)
     for stage in run.own_stages():
+        replica = run.plan.replica_of(run.rank)
         names = stage.persistent_names() if persistent else None
         path = _file_of(folder, run.plan, stage.stage_index, replica)
         save_state([stage], path, names=names, only_buffers=replica > 0)

@@ -94,7 +94,8 @@ class _Worker:
         _core.keep_freed_memory()
         rendezvous = self._place.rendezvous
         # Before join(): it keeps the GIL, which signs of life need.
-        device = choose_device(self._place.local_rank)
+        is_spare = options.plan.spare_stage_of(self._place.rank) is not None
+        device = torch.device("cpu") if is_spare else choose_device(self._place.local_rank)
         rendezvous.join(options.links.peer_timeout_s)
         rendezvous.enter("agreeing on the plan")
         run, stream = agree(self._place, options, model, data)

@@ -31,8 +31,8 @@ _log = logging.getLogger("pipedream")
 
 
 class WorkerOptimizers:
-    """The optimizers of this worker's stages, by stage, and where a stage has replicas which shard of its
-    parameters each of them updates. Made of rank 0's initial weights."""
+    """The optimizers of this worker's stages, by stage, of a spare that of its stage, and where a stage has
+    replicas which shard of its parameters each owner updates. Made of rank 0's initial weights."""
 
     def __init__(self, run: AgreedRun, choice: FactorChoice) -> None:
         """choice: of what is pushed as factors."""
@@ -43,7 +43,7 @@ class WorkerOptimizers:
         """Of the same stages: the weights whose gradients are pushed as factors."""
         self._run = run
         self._choice = choice
-        for stage in run.own_stages():
+        for stage in run.held_stages_of(run.rank):
             index = stage.stage_index
             named = updated_parameters(stage, run.ties)
             optimizer = StageOptimizer(
@@ -68,15 +68,18 @@ class WorkerOptimizers:
     def _layout_of(self, stage: int, *, whole_tensors: bool) -> ShardLayout:
         named = updated_parameters(self._run.stages[stage], self._run.ties)
         num_tied = len(ties_by_owner(stage, self._run.ties).get(stage, []))
-        num_replicas = self._run.plan.stages[stage].num_replicas
+        planned = self._run.plan.stages[stage]
         self.factored[stage] = self._choice.of_stage(stage)
-        return ShardLayout(
+        layout = ShardLayout(
             named,
-            num_replicas,
+            planned.num_replicas,
             whole_tensors=whole_tensors,
             num_tied=num_tied,
             shared=[layer.parameter for layer in self.factored[stage]],
+            num_spares=planned.num_spare_shards,
         )
+        _check_spares(stage, layout, planned.num_spare_shards)
+        return layout
 
     def _learn_layouts_of_owners(self) -> None:
         """Only its own workers know what a stage's optimizer can work on."""
@@ -151,6 +154,18 @@ class WorkerOptimizers:
             for shard in range(layout.num_shards)
             for chunks in [layout.chunks_of(shard)]
         }
+
+
+def _check_spares(stage: int, layout: ShardLayout, num_spares: int) -> None:
+    """Raises ValueError for a spare that would have nothing to own, and so nothing to wait for."""
+    shards = range(layout.num_shards - num_spares, layout.num_shards)
+    num_with_chunks = sum(bool(layout.chunks_of(shard)) for shard in shards)
+    if num_with_chunks < num_spares:
+        why = "whose optimizer needs whole tensors" if layout.whole_tensors else "which are too few"
+        raise ValueError(
+            f"stage {stage} has {num_spares} spare shards, and its parameters, {why}, give only"
+            f" {num_with_chunks} of them a part: use a plan with no more num_spare_shards than that"
+        )
 
 
 def _check_sparse(run: AgreedRun, stage: int, optimizer: StageOptimizer) -> None:

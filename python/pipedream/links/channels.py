@@ -111,11 +111,14 @@ def edge_name(edge: _core.Edge, placement: _core.Placement) -> str:
     """Of the channel that the edge has: "activations of stage 0 to stage 1", where a stage has several
     replicas "activations of stage 0 replica 1 to stage 1"."""
     ends = [(edge.from_stage, edge.from_replica), (edge.to_stage, edge.to_replica)]
-    named = [
-        f"stage {stage} replica {replica}" if placement.num_replicas(stage) > 1 else f"stage {stage}"
-        for stage, replica in ends
-    ]
+    named = [_name_of_end(stage, replica, placement.num_replicas(stage)) for stage, replica in ends]
     return f"{_CARRIED[edge.kind]} of {named[0]} to {named[1]}"
+
+
+def _name_of_end(stage: int, replica: int, num_replicas: int) -> str:
+    if replica >= num_replicas:
+        return f"stage {stage} spare {replica - num_replicas}"
+    return f"stage {stage} replica {replica}" if num_replicas > 1 else f"stage {stage}"
 
 
 def tree_name(sender: int, receiver: int) -> str:

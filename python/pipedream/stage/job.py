@@ -175,10 +175,17 @@ def check_replicas(options: JobOptions) -> None:
         _check_asynchronous(options)
     if options.reduces_together:
         _check_reduced(options)
+    if options.plan.num_spares:
+        _check_spares(options)
 
 
 def check_ties(options: JobOptions, ties: Sequence[tuple[int, int]]) -> None:
     """Raises ValueError for what stages that share parameters cannot have. ties: (owner, user) of them."""
+    if ties and options.plan.num_spares:
+        raise ValueError(
+            f"the plan has spare shards, and stages {ties[0][0]} and {ties[0][1]} share a parameter, which"
+            " only replicas exchange: use a plan without num_spare_shards"
+        )
     if ties and options.is_asynchronous:
         raise ValueError(
             f"sync is 'asp', and stages {ties[0][0]} and {ties[0][1]} share a parameter, of which they would"
@@ -188,6 +195,30 @@ def check_ties(options: JobOptions, ties: Sequence[tuple[int, int]]) -> None:
         raise ValueError(
             f"sync_every is {options.sync_every}, and stages {ties[0][0]} and {ties[0][1]} share a parameter,"
             " of which each replica that updates alone would have another: leave sync_every out"
+        )
+
+
+def _check_spares(options: JobOptions) -> None:
+    """Raises ValueError for what spares have no part in: they know gradients and versions of their shard by
+    rounds, and nothing else."""
+    wanted: str | None = None
+    if options.is_asynchronous:
+        wanted = "sync is 'asp', whose shards have no rounds"
+    elif options.sync_every > 1:
+        wanted = f"sync_every is {options.sync_every}, with which replicas push nothing"
+    elif options.reduces_together:
+        wanted = f"sync is {options.sync!r}, with which nothing is pushed"
+    elif pushes_factors(options.links.codec):
+        wanted = "codec pushes factors, of which replicas make versions by themselves"
+    elif options.max_grad_norm is not None:
+        wanted = "max_grad_norm is given, of which only replicas tell each other"
+    elif options.autocast is torch.float16:
+        wanted = "autocast is 'float16', of whose overflows only replicas tell each other"
+    if wanted is not None:
+        stage = next(i for i, stage in enumerate(options.plan.stages) if stage.num_spare_shards)
+        raise ValueError(
+            f"stage {stage} has spare shards, and {wanted}: leave that out, or use a plan without"
+            " num_spare_shards"
         )
 
 

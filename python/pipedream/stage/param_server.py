@@ -145,6 +145,10 @@ class ParameterServer(ShardClient):
         self._make_version(read_slot, write_slot, step)
         run(self._optimizer.end_step)
 
+    def keep_version(self, slot: int) -> None:
+        """The version in the slot becomes that of the parameters which the slots were made of."""
+        self._weights.own.restore(slot)
+
     def skip(self, read_slot: int, write_slot: int) -> None:
         """All gradients have come, as they have been measured."""
 

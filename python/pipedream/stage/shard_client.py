@@ -91,9 +91,9 @@ class ShardClient(StageGradients):
         self._factors = factors
         self._others = sorted(channels.push_to)
         self._chunks = {
-            shard: in_leaving_order(layout.chunks_of(shard)) for shard in range(rounds.num_replicas)
+            shard: in_leaving_order(layout.chunks_of(shard)) for shard in range(layout.num_shards)
         }
-        self._dtypes = {shard: layout.dtype_of(shard) for shard in range(rounds.num_replicas)}
+        self._dtypes = {shard: layout.dtype_of(shard) for shard in range(layout.num_shards)}
         first = rounds.first_version
         self._loss_scale = 1.0  # of the latest backward; where minibatches of a round add up, of all of them
         self._own: dict[int, list[Tensor | None]] = {}

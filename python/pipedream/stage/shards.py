@@ -1,5 +1,6 @@
 """Which replica of a stage owns which part of its parameters: chunks of the flat slot, dealt to as many
-shards as there are replicas, and what an optimizer keeps of its parameters where it has one shard of them.
+shards as there are replicas and spares, and what an optimizer keeps of its parameters where it has one shard
+of them.
 
 Where the optimizer works element by element a chunk may cut a tensor; any other gets whole tensors. What each
 replica updates for itself, as all have its whole gradient, is in no chunk. Pure; any thread.
@@ -8,6 +9,7 @@ replica updates for itself, as all have its whole gradient, is in no chunk. Pure
 from __future__ import annotations
 
 import bisect
+import copy
 import functools
 import itertools
 from collections.abc import Collection, Sequence
@@ -114,16 +116,17 @@ class ShardLayout:
     def __init__(
         self,
         named: NamedParameters,
-        num_shards: int,
+        num_replicas: int,
         *,
         whole_tensors: bool,
         num_tied: int = 0,
         shared: Collection[int] = (),
+        num_spares: int = 0,
     ) -> None:
         """num_tied: of the parameters, the last ones. shared: of the others, by position, those that each
-        replica updates for itself."""
+        replica updates for itself. num_spares: owners besides, whose shards come after the replicas'."""
         self.whole_tensors = whole_tensors
-        self.num_shards = num_shards
+        self.num_shards = num_replicas + num_spares
         self.num_own = len(named) - num_tied
         self.shared = sorted(shared)
         self._parameters = [parameter for _, parameter in named]
@@ -134,7 +137,10 @@ class ShardLayout:
         _, begins = _core.weight_layout([rows[index] for index in dealt])
         self.chunks: list[Chunk] = []
         for shard, begin, end, pieces in _core.deal_shards(
-            [rows[index] for index in dealt], num_shards, whole_tensors=whole_tensors
+            [rows[index] for index in dealt],
+            num_replicas,
+            whole_tensors=whole_tensors,
+            num_spares=num_spares,
         ):
             for region, found in itertools.groupby(pieces, lambda row: self._region_of(dealt[row[0]])):
                 of_region = list(found)
@@ -196,6 +202,26 @@ class ShardLayout:
             if chunk.is_tied
             for piece in chunk.pieces
         ]
+
+    def alone(self, shard: int) -> ShardLayout:
+        """The same for who has this shard's memory alone: its pieces are parameters of their own, and its
+        chunks lie one behind the other."""
+        pieces = self.pieces_of(shard)
+        position = {(piece.parameter, piece.first): index for index, piece in enumerate(pieces)}
+        made = copy.copy(self)
+        made.num_own, made.shared, made.chunks = len(pieces), [], []
+        made._parameters = [
+            nn.Parameter(piece_of(self._parameters[piece.parameter], piece)) for piece in pieces
+        ]
+        begin = 0
+        for chunk in self.chunks_of(shard):
+            own = tuple(
+                replace(piece, parameter=position[piece.parameter, piece.first], first=0, is_whole=True)
+                for piece in chunk.pieces
+            )
+            made.chunks.append(Chunk(shard, begin, begin + chunk.num_bytes, own))
+            begin += chunk.num_bytes
+        return made
 
 
 def in_leaving_order(chunks: Sequence[Chunk]) -> list[Chunk]:

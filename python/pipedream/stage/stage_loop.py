@@ -51,7 +51,7 @@ from pipedream.stage.stage_runner import StageParts, StageRunner
 from pipedream.stage.tied import TiedParameters
 from pipedream.stage.weights import StageWeights
 
-__all__ = ["PreparedStage", "WorkerLoop"]
+__all__ = ["Position", "PreparedStage", "WorkerLoop"]
 
 _NO_FIELDS = _core.ItemFields()
 _LEAVE_TIMEOUT_S = 5.0  # for what was sent to leave before a worker reports
@@ -78,7 +78,7 @@ class PreparedStage:
 
 
 @dataclass
-class _Position:
+class Position:
     """What is being worked on, for errors."""
 
     plan: Plan
@@ -92,7 +92,7 @@ class _Position:
 
 
 @contextlib.contextmanager
-def _located(position: _Position) -> Iterator[None]:
+def _located(position: Position) -> Iterator[None]:
     """An error of the device comes out of whatever call is the next that waits for it, also of ours."""
     try:
         yield
@@ -138,7 +138,7 @@ class WorkerLoop:
         self._predicted = predicted
         self._torch_pool = torch_pool
         self._describe = options.plan.describe_worker(place.rank)
-        self._position = _Position(options.plan, place.rank, prepared[0].stage.stage_index)
+        self._position = Position(options.plan, place.rank, prepared[0].stage.stage_index)
         self._clock = make_device_clock(device, core.add_compute)
         self._user = make_user_code(self._position, self._clock)
         # On the host measuring costs time per operator: enough is seen once the pipeline has been full. Of

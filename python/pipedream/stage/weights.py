@@ -275,6 +275,13 @@ class StageWeights:
             for owner, (parameters, slots) in by_owner.items()
         }
 
+    @classmethod
+    def of(cls, own: WeightVersions) -> StageWeights:
+        """Of these versions, without ties."""
+        made = cls.__new__(cls)
+        made.own, made.tied = own, {}
+        return made
+
     def bind(self, own_slot: int, tied_slots: Mapping[int, int]) -> None:
         """tied_slots: by owner."""
         self.own.bind(own_slot)

@@ -37,7 +37,12 @@ def test_looking_does_not_settle_the_callers_start_method(monkeypatch: pytest.Mo
 def test_factors_are_refused_where_replicas_have_no_common_rounds() -> None:
     links = LinkOptions(codec={"pushes": "factors:bf16"})
     options = SimpleNamespace(
-        sync="asp", staleness=0, links=links, reduces_together=False, is_asynchronous=True
+        sync="asp",
+        staleness=0,
+        links=links,
+        reduces_together=False,
+        is_asynchronous=True,
+        plan=SimpleNamespace(num_spares=0),
     )
     with pytest.raises(ValueError, match=r"codec pushes factors, .* and sync is 'asp'"):
         check_replicas(cast(JobOptions, options))

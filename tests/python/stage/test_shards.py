@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from pipedream import optim
-from pipedream.stage.shards import ShardLayout, flat_view, keep_pieces, works_by_element
+from pipedream.stage.shards import ShardLayout, flat_view, keep_pieces, piece_of, works_by_element
 from pipedream.stage.weight_layout import weight_layout
 from torch import nn
 
@@ -30,6 +30,31 @@ def test_each_element_has_one_shard() -> None:
             part.fill_(shard)
             assert piece.is_whole == (piece.count == named[piece.parameter][1].numel())
     assert all(bool((owner >= 0).all()) for owner in owners)
+
+
+@pytest.mark.parametrize("whole_tensors", [False, True])
+@pytest.mark.parametrize("num_spares", [1, 2, 3])
+def test_a_shard_alone_has_its_pieces_one_behind_the_other(whole_tensors: bool, num_spares: int) -> None:
+    named = _named((300, 7), (5,), (64, 64), (3, 3), (40, 40))
+    layout = ShardLayout(named, 3, whole_tensors=whole_tensors, num_spares=num_spares)
+    assert layout.num_shards == 3 + num_spares
+    dealt = [0] * len(named)
+    for shard in range(layout.num_shards):
+        alone, pieces = layout.alone(shard), layout.pieces_of(shard)
+        cut = [(f"piece {i}", nn.Parameter(piece_of(named[p.parameter][1], p))) for i, p in enumerate(pieces)]
+        num_bytes, offsets = weight_layout(cut)
+        chunks = alone.chunks_of(shard)
+        assert num_bytes <= sum(chunk.num_bytes for chunk in chunks)
+        for chunk, own in zip(layout.chunks_of(shard), chunks, strict=True):
+            # What is sent of it is what the others, who have whole slots, take for the chunk.
+            assert own.num_bytes == chunk.num_bytes
+            for piece, of_own in zip(chunk.pieces, own.pieces, strict=True):
+                assert own.begin_bytes + of_own.begin_bytes == offsets[of_own.parameter]
+                assert (of_own.begin_bytes, of_own.count) == (piece.begin_bytes, piece.count)
+                dealt[piece.parameter] += piece.count
+        assert [p.parameter for p in alone.pieces_of(shard)] == [*range(len(pieces))]
+        assert alone.dtype_of(shard) == layout.dtype_of(shard)
+    assert dealt == [p.numel() for _, p in named]
 
 
 @pytest.mark.parametrize("whole_tensors", [False, True])

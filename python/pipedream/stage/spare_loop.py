@@ -1,0 +1,150 @@
+"""The loop of a spare: a worker beside the replicas of a stage, which owns a shard of its parameters and has
+no minibatches.
+
+    round t                      who                    what travels, chunk by chunk
+    RECV push                    all with a minibatch   their gradients of its shard
+    UPDATE                       this                   the mean, and its version t + 1 of the optimizer
+    SEND pull, with the update   to all replicas        that
+
+The program says so (transfers.h), and what becomes of gradients is param_server.py's, as at a replica. Owned
+by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from pipedream import _core
+from pipedream.budget.footprint import StepMeter, make_meter
+from pipedream.budget.memory import MODEL, TORCH_OPTIMIZER_STATE, TRANSIENT
+from pipedream.model.exchange import TENSORS
+from pipedream.planning.trace import read_clock
+from pipedream.stage.job import JobOptions, WorkerPlace
+from pipedream.stage.param_server import ParameterServer
+from pipedream.stage.shard_client import EndOfData
+from pipedream.stage.stage_loop import Position
+from pipedream.stage.stage_optimizer import StageOptimizer
+from pipedream.stage.user_code import UserCode
+
+__all__ = ["SpareLoop"]
+
+_NO_FIELDS = _core.ItemFields()
+_LEAVE_TIMEOUT_S = 5.0  # for what was sent to leave before a worker reports
+# Updates: the first makes the optimizer's state. Measuring costs time per operator.
+_NUM_MEASURED = 8
+
+
+class SpareLoop:
+    """The work items of one spare."""
+
+    def __init__(
+        self,
+        core: _core.Worker,
+        options: JobOptions,
+        place: WorkerPlace,
+        *,
+        schedule: _core.ScheduleOptions,
+        server: ParameterServer,
+        optimizer: StageOptimizer,
+        predicted: Mapping[str, int],
+    ) -> None:
+        """optimizer: the server's. predicted: bytes of each memory term."""
+        self._core = core
+        self._place = place
+        self._schedule = schedule
+        self._server = server
+        self._optimizer = optimizer
+        self._predicted = predicted
+        stage = options.plan.spare_stage_of(place.rank)
+        assert stage is not None
+        # Not a method: what the loop makes must not hold the loop, and with it the pool, in a circle.
+        self._position = Position(options.plan, place.rank, stage)
+        self._user = UserCode(self._position)
+        self._step_meter = StepMeter(make_meter(torch.device("cpu")))
+        self._num_unmeasured = _NUM_MEASURED
+
+    def serve(self) -> dict[str, Any]:
+        """Until the replicas have told that there are no more rounds; what was done. The stage's parameters
+        have the newest version of its shard then."""
+        core, user = self._core, self._user
+        core.start(options=self._schedule, rank=self._place.rank, edges=[], tensors=TENSORS)
+        newest_slot = 0
+        work = core.next_work()
+        while work.kind != "DONE":
+            if work.kind == "UPDATE":
+                newest_slot = work.write_slot
+            done = self._do(work)
+            if isinstance(done, EndOfData):
+                core.end_of_data(done.num_minibatches)
+                work = core.next_work()
+            else:  # of what travels the time is in the span of the update
+                work = core.advance([], _NO_FIELDS, 0 if work.edge is not None else user.take_elapsed_ns())
+        self._server.keep_version(newest_slot)
+        return self._report()
+
+    def _do(self, work: _core.WorkItem) -> EndOfData | None:
+        edge = work.edge
+        if edge is None:
+            self._update(work)
+        elif work.kind == "RECV":
+            return self._server.expect(edge.from_replica, work.minibatch)
+        # A pull has left with the update.
+        return None
+
+    def _update(self, work: _core.WorkItem) -> None:
+        self._position.minibatch = work.minibatch
+        if self._place.board is not None:
+            self._place.board.write(self._place.rank, work.minibatch)
+        self._server.take(work.minibatch, 0)
+        is_measured = self._num_unmeasured > 0
+        self._num_unmeasured -= is_measured
+        run = self._run_measured if is_measured else functools.partial(self._user.run, "optimizer")
+        self._server.apply(work.read_slot, work.write_slot, 1.0, run)
+
+    def _run_measured(self, step: Callable[[], None]) -> None:
+        with self._step_meter.step():
+            self._user.run("optimizer", step)
+
+    def _memory(self) -> dict[str, dict[str, int | None]]:
+        measured = {
+            TRANSIENT: self._step_meter.peak_bytes,
+            TORCH_OPTIMIZER_STATE: self._optimizer.torch_state_bytes(),
+            MODEL: self._predicted.get(MODEL, 0),
+        }
+        memory: dict[str, dict[str, int | None]] = {
+            name: {"predicted": planned, "peak": peak} for name, planned, peak in self._core.memory()
+        }
+        for name, peak in measured.items():
+            predicted = self._predicted.get(name)
+            if predicted or peak:
+                memory[name] = {"predicted": predicted, "peak": peak}
+        return memory
+
+    def _report(self) -> dict[str, Any]:
+        """As a replica's, of which it has no stage, no data and no losses."""
+        core = self._core
+        core.wait_for_transfers(_LEAVE_TIMEOUT_S)
+        stats = core.channel_stats()
+        return {
+            "pid": os.getpid(),
+            "stages": {},
+            "totals": core.totals(),
+            "spans": core.spans(),
+            "transfers": core.transfers(),
+            "memory": self._memory(),
+            "synced_bytes": sum(
+                stats[name]["wire_bytes_received"] + stats[name]["placed_bytes"]
+                for name in self._server.received_channels
+            ),
+            "channels": {},
+            "clock": read_clock(),
+            "losses": [],
+            "samples": [],
+            "epochs": [],
+            "data": {"source": "", "read_ns": 0},
+        }

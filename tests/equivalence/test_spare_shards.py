@@ -1,0 +1,228 @@
+"""Spare shards change no number: with them a plan gives the oracle's losses, weights and versions."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pipedream
+import pytest
+import torch
+from farm import Farm
+from oracle import assert_equals_reference, assert_memory_as_predicted
+from training import (
+    OPTIMIZERS,
+    Training,
+    assert_close_losses,
+    assert_close_state,
+    train_by_reference,
+    train_in_pipeline,
+    weight_decay_by_name,
+)
+
+_PLANS = [((2, 1), (1, 0)), ((1, 2), (0, 1)), ((3, 1), (2, 0)), ((2, 2), (1, 1)), ((2, 1), (2, 0))]
+
+
+def _name_of(plan: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
+    return "-".join(f"{replicas}+{spares}" for replicas, spares in zip(*plan, strict=True))
+
+
+def _training(case_name: str, replicas: tuple[int, ...], spares: tuple[int, ...], **how: Any) -> Training:
+    return Training(case_name, len(replicas), replicas=replicas, spares=spares, **how)
+
+
+@pytest.mark.parametrize("plan", _PLANS, ids=map(_name_of, _PLANS))
+@pytest.mark.parametrize("case_name", ["cnn", "dropout"])
+def test_a_plan_with_spare_shards_gives_the_references_result(
+    farm: Farm, case_name: str, plan: tuple[tuple[int, ...], tuple[int, ...]]
+) -> None:
+    replicas, spares = plan
+    result, _ = assert_equals_reference(farm, _training(case_name, replicas, spares))
+    assert (
+        len(result.worker_names)
+        == len(result.memory)
+        == len(set(result.worker_pids))
+        == sum((*replicas, *spares))
+    )
+    assert result.worker_names[-1].endswith(f"(rank {sum((*replicas, *spares)) - 1})")
+    assert [name for name in result.worker_names if "spare" in name] == result.worker_names[sum(replicas) :]
+
+
+@pytest.mark.parametrize("spares", [1, 2])
+@pytest.mark.parametrize("num_minibatches", [1, 5, 6])
+def test_data_parallel_with_spare_shards_gives_the_references_result(
+    farm: Farm, num_minibatches: int, spares: int
+) -> None:
+    how: dict[str, Any] = {"schedule": "data_parallel", "num_minibatches": num_minibatches}
+    assert_equals_reference(farm, _training("mlp", (2,), (spares,), **how))
+
+
+@pytest.mark.parametrize("schedule", ["vertical_sync", "flush", "gpipe", "naive", "model_parallel"])
+def test_other_schedules_with_spare_shards_give_the_references_result(farm: Farm, schedule: str) -> None:
+    assert_equals_reference(farm, _training("cnn", (3, 2), (1, 0), schedule=schedule))
+
+
+@pytest.mark.parametrize("schedule", ["flush", "2bw"])
+def test_microbatches_with_spare_shards_give_the_references_result(farm: Farm, schedule: str) -> None:
+    how: dict[str, Any] = {"schedule": schedule, "microbatches": 4, "short_last": False}
+    assert_equals_reference(farm, _training("mlp", (2, 1), (1, 0), **how))
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_older_versions_with_spare_shards_give_the_references_result(farm: Farm, staleness: int) -> None:
+    how: dict[str, Any] = {"sync": "ssp", "staleness": staleness, "num_minibatches": 11}
+    assert_equals_reference(farm, _training("mlp", (3, 2), (1, 0), **how))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        OPTIMIZERS["adam"],
+        weight_decay_by_name,
+        functools.partial(torch.optim.Adafactor, lr=0.05),  # of whole tensors
+    ],
+    ids=["adam", "by name", "whole tensors"],
+)
+def test_a_spare_steps_as_a_replica_would(farm: Farm, optimizer: Any) -> None:
+    assert_equals_reference(farm, _training("cnn", (2, 1), (1, 0), optimizer=optimizer))
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_native_optimizers_of_spares_give_the_result_of_torchs(farm: Farm, name: str) -> None:
+    arguments: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
+    training = _training(
+        "mlp", (2, 1), (1, 0), optimizer=functools.partial(getattr(torch.optim, name), **arguments)
+    )
+    assert_equals_reference(
+        farm, training, native=functools.partial(getattr(pipedream.optim, name), **arguments)
+    )
+
+
+def test_schedulers_step_at_spares_as_at_replicas(farm: Farm) -> None:
+    scheduler = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    assert_equals_reference(farm, _training("mlp", (2, 1), (1, 0), lr_scheduler=scheduler))
+
+
+class _Unsized:
+    """Minibatches that can be iterated anew, without a len()."""
+
+    def __init__(self, batches: Any) -> None:
+        self._batches = list(batches)
+
+    def __iter__(self) -> Any:
+        return iter(self._batches)
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2, 5, 6])
+@pytest.mark.parametrize("plan", [((2, 1), (1, 0)), ((1, 3), (0, 1))], ids=_name_of)
+def test_a_spare_learns_of_the_end_of_data_in_any_round(
+    farm: Farm, plan: tuple[tuple[int, ...], tuple[int, ...]], num_minibatches: int
+) -> None:
+    training = _training("mlp", *plan, num_minibatches=num_minibatches)
+    assert_equals_reference(farm, training, data=_Unsized(training.data()))
+
+
+def test_local_workers_with_a_spare_give_the_references_result() -> None:
+    training = _training("mlp", (2, 1), (1, 0))
+    result, state = train_in_pipeline(training)
+    expected, expected_state = train_by_reference(training)
+    assert_close_losses(result.losses, expected.losses, 1e-9)
+    assert_close_state(state, expected_state, 1e-9)
+    assert result.worker_names == [
+        "stage 0 replica 0 (rank 0)",
+        "stage 0 replica 1 (rank 1)",
+        "stage 1 (rank 2)",
+        "stage 0 spare 0 (rank 3)",
+    ]
+    assert_memory_as_predicted(result)
+    assert {span.kind for span in result.spans[3]} == {"UPDATE"}
+
+
+def test_what_owners_hold_and_exchange_is_as_their_shares(farm: Farm) -> None:
+    training = _training("wide", (3, 1), (1, 0), optimizer=OPTIMIZERS["adam"], num_minibatches=9)
+    result, _ = assert_equals_reference(farm, training)
+    states = [result.memory[rank]["optimizer state of torch"]["peak"] or 0 for rank in (0, 1, 2, 4)]
+    assert [state / sum(states) for state in states] == pytest.approx([0.2, 0.2, 0.2, 0.4], abs=0.02)
+    stage = training.plan.stages[0]
+    parameters = [
+        p for layer in training.model()[stage.first_layer : stage.last_layer + 1] for p in layer.parameters()
+    ]
+    num_bytes = sum(p.nbytes for p in parameters)
+    # Each of 3 rounds every replica pushes what is not its own, and pulls as much.
+    payload = 3 * 3 * 2 * 0.8 * num_bytes
+    assert payload < result.bytes_synced < 1.1 * payload
+    # A spare has its shard alone: as many versions as a replica keeps of all.
+    kept = {rank: result.memory[rank]["weight versions of stage 0"]["predicted"] or 0 for rank in (0, 4)}
+    assert kept[4] / kept[0] == pytest.approx(0.4, abs=0.02)
+
+
+def test_a_spare_of_a_model_on_the_meta_device_makes_its_shard(tmp_path: Any) -> None:
+    plan = pipedream.Plan.replicated(4, [2, 1])
+
+    def train(plan: pipedream.Plan, name: str) -> list[float]:
+        with torch.device("meta"):
+            model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+        result = pipedream.run(
+            model,
+            plan,
+            data=[(torch.ones(4, 8) * i, torch.zeros(4, 8)) for i in range(5)],
+            loss_fn=torch.nn.functional.mse_loss,
+            optimizer=functools.partial(torch.optim.SGD, lr=0.05),
+            save=tmp_path / name,
+            seed=1,
+            progress=False,
+        )
+        return result.losses
+
+    assert train(plan.with_spare_shards([1, 0]), "spare") == train(plan, "none")
+
+
+def _refused(spares: tuple[int, ...], **options: Any) -> str:
+    training = _training("mlp", (2, 1), spares)
+    with pytest.raises(ValueError) as caught:
+        train_in_pipeline(training, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"sync": "asp"}, "sync is 'asp', whose shards have no rounds"),
+        ({"sync": "allreduce"}, "sync is 'allreduce', with which nothing is pushed"),
+        ({"sync_every": 2}, "sync_every is 2, with which replicas push nothing"),
+        (
+            {"codec": {"pushes": "factors"}},
+            "codec pushes factors, of which replicas make versions by themselves",
+        ),
+        ({"max_grad_norm": 1.0}, "max_grad_norm is given, of which only replicas tell each other"),
+        ({"autocast": "float16"}, "autocast is 'float16', of whose overflows only replicas tell each other"),
+    ],
+)
+def test_what_spares_have_no_part_in_is_refused(options: dict[str, Any], said: str) -> None:
+    assert _refused((1, 0), **options) == (
+        f"stage 0 has spare shards, and {said}: leave that out, or use a plan without num_spare_shards"
+    )
+
+
+def test_ties_with_spares_are_refused() -> None:
+    training = Training("tied_apart", 2, replicas=(2, 1), spares=(1, 0))
+    with pytest.raises(ValueError, match=r"the plan has spare shards, and stages 0 and 1 share a parameter"):
+        train_in_pipeline(training)
+
+
+def test_a_spare_without_a_part_is_refused() -> None:
+    plan = pipedream.Plan.replicated(2, [2, 1]).with_spare_shards([2, 0])
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1))
+    with pytest.raises(ValueError) as caught:
+        pipedream.run(
+            model,
+            plan,
+            data=[(torch.ones(2, 1), torch.ones(2, 1))] * 4,
+            loss_fn=torch.nn.functional.mse_loss,
+            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+            progress=False,
+        )
+    assert str(caught.value) == (
+        "stage 0 has 2 spare shards, and its parameters, which are too few, give only 1 of them a part: use a"
+        " plan with no more num_spare_shards than that"
+    )
