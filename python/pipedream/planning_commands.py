@@ -81,6 +81,9 @@ def partition_command(
         str | None, typer.Option(metavar="N,N,...", help="The last layer of each stage but the last one.")
     ] = None,
     replicas: Annotated[str | None, typer.Option(metavar="N-N-...", help="Of each stage.")] = None,
+    spare_workers: Annotated[
+        int, typer.Option(help="Besides, as hosts without a GPU, that may serve as spare shards.")
+    ] = 0,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the plan here.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -101,6 +104,7 @@ def partition_command(
         replicas=None if replicas is None else _numbers("--replicas", replicas, int, separator="-"),
         optimizer_copies=optimizer_copies,
         recompute=recompute,
+        spare_workers=spare_workers,
     )
     notes = []
     if output is not None:

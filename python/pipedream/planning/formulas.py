@@ -6,6 +6,7 @@ from typing import Any
 
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.plan import Stage
+from pipedream.planning.shard_shares import round_ms
 from pipedream.planning.stage_links import StageLinks
 
 __all__ = ["formula_figures", "parameter_bytes_of", "samples_per_s"]
@@ -35,10 +36,14 @@ def samples_per_s(profile: Profile, minibatch_ms: float) -> float | None:
 
 
 def _stage_ms(profile: Profile, stage: Stage, bytes_per_s: float) -> float:
-    """T(i..j, m) of the cost model, in milliseconds."""
+    """T(i..j, m) of the cost model, in milliseconds; with spare shards their round in the place of its own,
+    both directions of a link as there."""
     replicas = stage.num_replicas
     compute_ms = sum(layer.compute_ms for layer in profile.layers[stage.first_layer : stage.last_layer + 1])
-    sync_ms = 4e3 * (replicas - 1) * parameter_bytes_of(profile, stage) / (replicas * bytes_per_s)
+    num_bytes = parameter_bytes_of(profile, stage)
+    sync_ms = 4e3 * (replicas - 1) * num_bytes / (replicas * bytes_per_s)
+    if stage.num_spare_shards:
+        sync_ms = 2 * round_ms(num_bytes, replicas, stage.num_spare_shards, bytes_per_s)
     return max(compute_ms, sync_ms) / replicas
 
 

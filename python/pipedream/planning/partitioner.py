@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pipedream.common.checks import is_whole
 from pipedream.common.units import parse_bandwidth
 from pipedream.planning.alternatives import compare, model_parallel_ms
 from pipedream.planning.formulas import formula_figures, samples_per_s
@@ -30,10 +29,12 @@ from pipedream.planning.limits import (
 )
 from pipedream.planning.link_profile import LinkProfile
 from pipedream.planning.measured_starts import measured_starts
+from pipedream.planning.partition_arguments import CUT_SCHEDULES, check_partition_arguments
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.prediction import STEADY_ROUNDS, predict_ms, steady_minibatches
 from pipedream.planning.runtime_costs import FREE, RuntimeCosts, layer_cost_ms, runtime_of, stage_costs
 from pipedream.planning.search import search
+from pipedream.planning.spares import with_spares
 from pipedream.planning.stage_links import StageLinks
 
 if TYPE_CHECKING:
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
 
 __all__ = ["make_plan", "partition"]
 
-_COST_MODELS = ("paper", "calibrated")
-_CUT_SCHEDULES = ("2bw", "flush", "gpipe")  # of microbatches
-_SCHEDULES = ("pipedream", "vertical_sync", "naive", "model_parallel", *_CUT_SCHEDULES)
 _MICROBATCHES = (1, 2, 4, 8, 16, 32)  # of which m is chosen where it is free
 _SEARCHED_PLANS = 400
 _FEW_ROUNDS = 8  # simulated of each plan that is looked at
@@ -71,6 +69,7 @@ def partition(
     optimizer_copies: float = 1.0,
     recompute: bool = True,
     hides_links: bool = True,
+    spare_workers: int = 0,
 ) -> Plan:
     """The plan with the smallest predicted time per minibatch on at most `num_workers` workers.
 
@@ -99,36 +98,27 @@ def partition(
 
     hides_links: by the paper's model, more minibatches are kept in flight than its rule says where the
         simulator shows that a slow link would cost more than 5 % otherwise, unless memory is limited.
+    spare_workers: workers besides, as hosts without a GPU, that may serve as spare shards of replicated
+        stages (docs/parameter-server.md); the plan has those that pay by the paper's formulas and by
+        simulation, and says so, or why none does. By cost_model="paper" with schedule "pipedream" and one
+        bandwidth.
 
     Raises ValueError for fewer than one worker, a bandwidth that is not positive, a cost model or schedule
     that is unknown or lacks its figures, and limits that no plan keeps to; TypeError for arguments of another
     kind.
     """
-    if not isinstance(profile, Profile):
-        raise TypeError(
-            f"profile is a {type(profile).__name__}: give a Profile, for example Profile.load(path)"
-        )
-    if not is_whole(num_workers):
-        raise TypeError(f"num_workers is {num_workers!r}: give a whole number")
-    if num_workers < 1:
-        raise ValueError(f"num_workers is {num_workers}: give at least 1")
-    for name, value in (("workers_per_host", workers_per_host), ("microbatches", microbatches)):
-        if value is not None and (not is_whole(value) or value < 1):
-            raise ValueError(f"{name} is {value!r}: give at least 1, or leave it out")
-    if cost_model not in _COST_MODELS:
-        raise ValueError(f"cost_model is {cost_model!r}: it is one of {', '.join(_COST_MODELS)}")
-    if schedule not in _SCHEDULES:
-        raise ValueError(f"schedule is {schedule!r}: plans are made for {', '.join(_SCHEDULES)}")
-    if speeds is not None and (cost_model == "calibrated" or schedule != "pipedream"):
-        raise ValueError(
-            "speeds are planned for by cost_model='paper' with schedule 'pipedream': leave them out"
-        )
     links = bandwidth if isinstance(bandwidth, LinkProfile) else None
-    if links is not None and links.num_workers < num_workers:
-        raise ValueError(
-            f"bandwidth has the links of {links.num_workers} workers, but num_workers is {num_workers}:"
-            " measure them with as many ranks"
-        )
+    check_partition_arguments(
+        profile,
+        num_workers,
+        links,
+        workers_per_host=workers_per_host,
+        microbatches=microbatches,
+        spare_workers=spare_workers,
+        cost_model=cost_model,
+        schedule=schedule,
+        has_speeds=speeds is not None,
+    )
     bytes_per_s = (
         bandwidth.speeds_of_first(num_workers)[0]
         if isinstance(bandwidth, LinkProfile)
@@ -159,7 +149,7 @@ def partition(
     plan = problem.by_search() if problem.is_simulated else problem.by_formulas()
     if hides_links and not problem.is_simulated and memory is None:
         plan = problem.with_links_hidden(plan)
-    return problem.with_alternatives(plan)
+    return problem.with_spares(problem.with_alternatives(plan), spare_workers)
 
 
 def make_plan(
@@ -327,6 +317,12 @@ class _Problem:
         assert predicted_ms is not None
         return predicted_ms
 
+    def with_spares(self, plan: Plan, spare_workers: int) -> Plan:
+        def figures_of(stages: Stages) -> dict[str, Any]:
+            return formula_figures(self._slowed(stages), stages, self.links_of(stages))
+
+        return with_spares(plan, spare_workers, figures_of, self._simulated_ms)
+
     # By the simulator.
 
     def by_search(self) -> Plan:
@@ -373,7 +369,7 @@ class _Problem:
         predicted["samples_per_s"] = samples_per_s(self.profile, best_ms)
         if self.schedule != "pipedream":
             predicted["schedule"] = self.schedule
-        if self.schedule in _CUT_SCHEDULES:
+        if self.schedule in CUT_SCHEDULES:
             predicted["microbatches"] = best_m
         return replace(plan, bottleneck_ms=best_ms, predicted=predicted)
 
@@ -381,7 +377,7 @@ class _Problem:
         choices: Sequence[int] = (1,)
         if self.microbatches is not None:
             choices = (self.microbatches,)
-        elif self.schedule in _CUT_SCHEDULES:
+        elif self.schedule in CUT_SCHEDULES:
             largest = self.profile.batch_size or _MICROBATCHES[-1]
             choices = [m for m in _MICROBATCHES if m <= largest]
         for m in choices:
@@ -438,7 +434,7 @@ class _Problem:
 
         plan = Plan(stages)
         m = max(n * stage.num_replicas for n, stage in zip(plan.in_flight, stages, strict=True))
-        options = _schedule_of(plan, self.schedule, m if self.schedule in _CUT_SCHEDULES else 1)
+        options = _schedule_of(plan, self.schedule, m if self.schedule in CUT_SCHEDULES else 1)
         versions = [_core.num_versions_kept(options, index) for index in range(len(stages))]
         return self.limits.figures_of(stages, self.profile, versions)
 

@@ -19,6 +19,7 @@ _NAMES = {
     "straight": "the straight pipeline",
 }
 _HIDDEN_FIELDS = ("before_ms", "after_ms")
+_SPARE_FIELDS = ("without_ms", "simulated_ms", "simulated_without_ms")
 _SEARCH_FIELDS = ("plans", "formulas_ms", "found_ms")
 
 
@@ -41,6 +42,7 @@ def describe_figures(
             f"more in flight, at the price of memory and staleness, hide the links: simulated without it"
             f" {hidden['before_ms']:.3f} ms, with it {hidden['after_ms']:.3f}"
         )
+    yield from _describe_spares(bottleneck_ms, predicted.get("spare_shards"))
     found = predicted.get("search")
     if isinstance(found, Mapping) and all(is_number(found.get(name)) for name in _SEARCH_FIELDS):
         gain = found["formulas_ms"] / found["found_ms"] - 1 if found["found_ms"] else 0.0
@@ -53,6 +55,19 @@ def describe_figures(
         without_room = predicted.get("without_room")
         lacking = without_room if isinstance(without_room, list) else []
         yield from _describe_alternatives(bottleneck_ms, num_stages, alternatives, lacking)
+
+
+def _describe_spares(plan_ms: float | None, figures: Any) -> Iterator[str]:
+    if not isinstance(figures, Mapping) or not all(is_number(figures.get(n)) for n in ("offered", "used")):
+        return
+    if figures["used"] == 0:
+        yield f"spare shards would not pay: {figures.get('why')}"
+    elif is_number(plan_ms) and all(is_number(figures.get(name)) for name in _SPARE_FIELDS):
+        yield (
+            f"{figures['used']} of {figures['offered']} spare workers serve as shards: {plan_ms:.3f} ms per"
+            f" minibatch, without them {figures['without_ms']:.3f}; simulated"
+            f" {figures['simulated_ms']:.3f} and {figures['simulated_without_ms']:.3f}"
+        )
 
 
 def _describe_alternatives(

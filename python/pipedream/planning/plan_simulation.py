@@ -25,7 +25,12 @@ from pipedream.planning.prediction import simulate_programs
 from pipedream.planning.runtime_costs import costs_of
 from pipedream.planning.simulated_memory import MemoryUse, memory_in_use
 from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, simulate
-from pipedream.planning.synced_bytes import SyncedBytes, shares_of_a_shard
+from pipedream.planning.synced_bytes import (
+    SyncedBytes,
+    exchange_times,
+    shares_of_a_shard,
+    spare_link_ms,
+)
 from pipedream.planning.traced_schedule import TracedSchedule, TraceRequest, describe_bubble, make_traced
 
 __all__ = ["PlanSimulation", "simulate_plan"]
@@ -125,6 +130,9 @@ class PlanSimulation:
         sent = [transfer for transfer in self.simulation.transfers if transfer.from_worker == worker]
         makespan_ms, num_minibatches = self.simulation.makespan_ms, self.traced.num_minibatches
         link_ms = sum(transfer.end_ms - transfer.begin_ms for transfer in sent) / num_minibatches
+        served = self.plan.spare_stage_of(worker)
+        if served is not None:  # whose chunks leave while others come, so that the simulation has the rest
+            link_ms = spare_link_ms(self.plan.stages[served], self.profile, self.bandwidth_bytes_per_s)
         return {
             "rank": worker,
             "stages": list(self.plan.stages_of(worker)),
@@ -255,14 +263,12 @@ def _stage_times(
         layers = profile.layers[stage.first_layer : stage.last_layer + 1]
         forward_ms = sum(layer.forward_ms for layer in layers)
         backward_ms = sum(layer.backward_ms for layer in layers)
-        shard_bytes = sum(layer.parameter_bytes for layer in layers) / stage.num_replicas
-        shard_ms = 1e3 * shard_bytes / bandwidth_bytes_per_s
+        all_ms = 1e3 * sum(layer.parameter_bytes for layer in layers) / bandwidth_bytes_per_s
         times.append(
             StageTimes(
                 forward_ms / num_microbatches / speed,
                 backward_ms / num_microbatches / speed,
-                shard_ms=shard_ms * shares[index].pulled,
-                push_ms=shard_ms * shares[index].pushed,
+                **exchange_times(stage, all_ms, shares[index]),
             )
         )
     return times
@@ -270,14 +276,12 @@ def _stage_times(
 
 def _speeds_of(plan: Plan) -> list[float]:
     """Of each worker, where the plan was made for some that differ."""
-    given = plan.predicted.get("speeds")
+    given, count = plan.predicted.get("speeds"), plan.workers_training
     if given is None:
-        return [1.0] * plan.workers_used
+        return [1.0] * count
     speeds = check_list("predicted.speeds", given)
-    if len(speeds) != plan.workers_used:
-        raise ValueError(
-            f"predicted.speeds has {len(speeds)} entries for {plan.workers_used} workers: give one for each"
-        )
+    if len(speeds) != count:
+        raise ValueError(f"predicted.speeds has {len(speeds)} entries for {count} workers: give one for each")
     return [check_number(f"predicted.speeds[{i}]", speed, positive=True) for i, speed in enumerate(speeds)]
 
 

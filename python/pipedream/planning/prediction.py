@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipedream.common.document import check_list, check_number, check_object, check_whole
-from pipedream.planning.plan import Plan
+from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.runtime_costs import StageCosts, costs_of
 from pipedream.planning.shared_cores import SharedHost, simulate_shared
 from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, simulate
 from pipedream.planning.spread import EVEN, Spread
-from pipedream.planning.synced_bytes import SyncedBytes
+from pipedream.planning.synced_bytes import SyncedBytes, exchange_times
 
 if TYPE_CHECKING:
     from pipedream import _core
@@ -104,7 +104,7 @@ def simulate_programs(
     is_alone = host is not None and host.num_workers == 1
     speed = host.speed(1) if host is not None and is_alone else 1.0
     shares = sync_shares or [SyncedBytes(1.0, 1.0)] * plan.num_stages
-    times = [_times(*stage, m, speed) for stage in zip(costs, shares, versions, strict=True)]
+    times = [_times(*stage, m, speed) for stage in zip(plan.stages, costs, shares, versions, strict=True)]
     transfers = [_transfer(row, m) for row in _links_of(plan)]
     spread = Spread.from_dict("predicted.spread", plan.predicted.get("spread", {})) if spreads else EVEN
     if host is None or is_alone:
@@ -113,17 +113,25 @@ def simulate_programs(
 
 
 def _times(
-    cost: StageCosts, share: SyncedBytes, num_versions: int, num_microbatches: int, speed: float
+    stage: Stage,
+    cost: StageCosts,
+    share: SyncedBytes,
+    num_versions: int,
+    num_microbatches: int,
+    speed: float,
 ) -> StageTimes:
+    update_ms = (cost.update_ms + (cost.copy_ms if num_versions > 1 else 0.0)) / speed
+    exchange = exchange_times(stage, cost.shard_ms * stage.num_replicas, share)
+    if stage.num_spare_shards:  # measured of a replica, whose part is smaller
+        exchange["spare_update_ms"] = update_ms
     return StageTimes(
         forward_ms=cost.forward.first(num_microbatches) / speed,
         later_forward_ms=cost.forward.later(num_microbatches) / speed,
         backward_ms=cost.backward.first(num_microbatches) / speed,
         later_backward_ms=cost.backward.later(num_microbatches) / speed,
-        update_ms=(cost.update_ms + (cost.copy_ms if num_versions > 1 else 0.0)) / speed,
-        shard_ms=cost.shard_ms * share.pulled,
-        push_ms=cost.shard_ms * share.pushed,
+        update_ms=update_ms,
         sync_latency_ms=cost.sync_latency_ms,
+        **exchange,
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipedream.common.figure_file import FIGURE_SUFFIXES, import_figure, save_figure
+from pipedream.planning.row_names import name_replicas, name_rows
 from pipedream.planning.simulator import TRANSFERS, Simulation, Step, TimedInstruction
 from pipedream.planning.trace import Counter, Span, write_trace
 
@@ -123,8 +124,8 @@ def draw_text(
     labels = _Labels(simulation, show_versions)
     columns_per_ms = _text_scale(simulation, labels)
     num_columns = round(simulation.makespan_ms * columns_per_ms) + 1
-    has_replicas = any(_name_replicas(simulation))
-    names = _name_rows(simulation) if has_replicas else [f"worker {w}" for w in range(simulation.num_workers)]
+    has_replicas = any(name_replicas(simulation))
+    names = name_rows(simulation) if has_replicas else [f"worker {w}" for w in range(simulation.num_workers)]
     rows = {
         name: _text_row(row, labels, columns_per_ms, num_columns)
         for name, row in zip(names, simulation.timeline, strict=True)
@@ -272,7 +273,7 @@ class _Drawing:
             sorted({timed.instruction.stage for timed in row}) for row in simulation.timeline
         ]
         self.num_chunks = max((len(stages) for stages in self.stages_of_worker), default=1)
-        self.row_names = _name_rows(simulation)
+        self.row_names = name_rows(simulation)
         self.time_name = f"time, {time_unit}"
         row_name = max(self.row_names, key=len, default="")
         self.left = _MARGIN + 0.08
@@ -483,30 +484,6 @@ class _Drawing:
         self.axes.text(
             *(x, y, text), fontsize=points, ha=align, va="center_baseline", color=colour, weight=weight
         )
-
-
-def _name_rows(simulation: Simulation) -> list[str]:
-    """ "stage 1", "stage 1 replica 2"; with the worker where it has several or is not the one that it should
-    be without replicas."""
-    replicas = _name_replicas(simulation)
-    names = []
-    for worker, row in enumerate(simulation.timeline):
-        stages = sorted({timed.instruction.stage for timed in row})
-        if stages == [worker] or (len(stages) == 1 and any(replicas)):
-            names.append(f"stage {stages[0]}{replicas[worker]}")
-        else:
-            plural = "stage" if len(stages) == 1 else "stages"
-            names.append(f"worker {worker}: {plural} {', '.join(map(str, stages))}")
-    return names
-
-
-def _name_replicas(simulation: Simulation) -> list[str]:
-    """Per worker " replica 1", where its stage has several, else nothing."""
-    rows = [row[0].instruction if row else None for row in simulation.timeline]
-    replicated = {step.stage for step in rows if step is not None and step.replica > 0}
-    return [
-        f" replica {step.replica}" if step is not None and step.stage in replicated else "" for step in rows
-    ]
 
 
 def _text_width(text: str, points: float) -> float:

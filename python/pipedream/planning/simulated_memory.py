@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.plan import Plan
+from pipedream.planning.shard_shares import shard_shares
 from pipedream.planning.simulator import Simulation, TimedInstruction
 
 if TYPE_CHECKING:
@@ -54,6 +55,9 @@ def memory_in_use(
     uses = []
     for worker, row in enumerate(simulation.timeline):
         fixed = sum(stages[stage].weight_bytes(optimizer_copies) for stage in plan.stages_of(worker))
+        served = plan.spare_stage_of(worker)
+        if served is not None:
+            fixed = stages[served].spare_bytes(optimizer_copies)
         changes = _changes(row, worker, stages, arrivals_ms, departures_ms)
         uses.append(_summed(fixed, changes))
     return uses
@@ -104,6 +108,9 @@ class _StageBytes(NamedTuple):
     parameters: float
     exchanged: float
     """Where it has replicas: gradients and slots for what they push and pull."""
+    num_replicas: int
+    share_of_spare: float
+    """Of the parameters, that a spare owns."""
     saved: float
     input: float
     output: float
@@ -122,10 +129,15 @@ class _StageBytes(NamedTuple):
         )
         before = profile.layers[stage.first_layer - 1].activation_bytes if index else 0
         replicas = stage.num_replicas
+        shares = shard_shares(replicas, stage.num_spare_shards)
+        # Pushed by the others of what it owns, and pulled of what it does not.
+        received = (replicas - 1) * shares.of_replica + 1 - shares.of_replica
         return cls(
             num_versions=_core.num_versions_kept(schedule, index),
             parameters=parameters,
-            exchanged=parameters * (1 + 2 * (replicas - 1) / replicas) if replicas > 1 else 0.0,
+            exchanged=parameters * (1 + received) if replicas > 1 else 0.0,
+            num_replicas=replicas,
+            share_of_spare=shares.of_spare,
             saved=saved / m,
             input=before / m,
             output=layers[-1].activation_bytes / m,
@@ -134,6 +146,11 @@ class _StageBytes(NamedTuple):
 
     def weight_bytes(self, optimizer_copies: float) -> float:
         return (self.num_versions + _COPIES + optimizer_copies) * self.parameters + self.exchanged
+
+    def spare_bytes(self, optimizer_copies: float) -> float:
+        """Of a spare: its shard's versions and state, and slots for what all replicas push of it."""
+        shard_bytes = self.share_of_spare * self.parameters
+        return (self.num_versions + optimizer_copies + self.num_replicas) * shard_bytes
 
 
 def _summed(fixed: float, changes: Iterable[tuple[float, float]]) -> list[MemoryUse]:

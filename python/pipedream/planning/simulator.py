@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 from pipedream.common.document import check_number
 from pipedream.planning.spread import EVEN, Spread
+from pipedream.planning.step_times import TRANSFERS, StageTimes, TransferTimes
 
 __all__ = [
     "TRANSFERS",
@@ -64,77 +65,9 @@ class StepEdge(Protocol):
     def to_replica(self) -> int: ...
 
 
-TRANSFERS = ("SEND", "RECV")
 _AFTER_FORWARD = ("RECOMPUTE", "BACKWARD")
 # What goes between the replicas of a stage.
 _SYNC = ("push", "pull")
-
-
-@dataclass(frozen=True)
-class StageTimes:
-    """How long a stage takes, in milliseconds: per microbatch, and `update_ms` per update.
-
-    `recompute_ms` None stands for forward_ms. `later_forward_ms` and `later_backward_ms` are of all
-    microbatches of a minibatch but the first, which meets a new version and no gradients; None: as the first.
-    `shard_ms` is how long a replica's shard, pushed or pulled, is on its way to one other replica; `push_ms`
-    is of what is pushed, where that is not as much; `sync_latency_ms` is besides, as a link's.
-
-    Raises ValueError naming the field for what is negative or not finite.
-    """
-
-    forward_ms: float
-    backward_ms: float
-    update_ms: float = 0.0
-    recompute_ms: float | None = None
-    shard_ms: float = 0.0
-    later_forward_ms: float | None = None
-    later_backward_ms: float | None = None
-    push_ms: float | None = None
-    sync_latency_ms: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("forward_ms", "backward_ms", "update_ms", "shard_ms", "sync_latency_ms"):
-            check_number(name, getattr(self, name))
-        for name in ("recompute_ms", "later_forward_ms", "later_backward_ms", "push_ms"):
-            if getattr(self, name) is not None:
-                check_number(name, getattr(self, name))
-
-    def of(self, opcode: str, microbatch: int = 0) -> float:
-        """Milliseconds of one instruction."""
-        if opcode == "FORWARD":
-            later_ms = self.later_forward_ms if microbatch else None
-            return self.forward_ms if later_ms is None else later_ms
-        if opcode == "RECOMPUTE":
-            return self.forward_ms if self.recompute_ms is None else self.recompute_ms
-        if opcode == "BACKWARD":
-            later_ms = self.later_backward_ms if microbatch else None
-            return self.backward_ms if later_ms is None else later_ms
-        if opcode == "UPDATE":
-            return self.update_ms
-        if opcode in TRANSFERS:  # they keep the link, not the worker
-            return 0.0
-        raise ValueError(
-            f"opcode is {opcode!r}: known are FORWARD, RECOMPUTE, BACKWARD, UPDATE, SEND and RECV"
-        )
-
-
-@dataclass(frozen=True)
-class TransferTimes:
-    """How long one microbatch is on its way over a boundary, in milliseconds, downstream and upstream. What
-    tied parameters and norms send takes no time beside it; what replicas do StageTimes.shard_ms says."""
-
-    activation_ms: float = 0.0
-    gradient_ms: float = 0.0
-    latency_ms: float = 0.0
-    """Besides, in which the link may carry the next item."""
-
-    def __post_init__(self) -> None:
-        for name in ("activation_ms", "gradient_ms", "latency_ms"):
-            check_number(name, getattr(self, name))
-
-    def of(self, kind: str) -> float:
-        """Milliseconds of one item of an edge of that kind."""
-        return {"activation": self.activation_ms, "gradient": self.gradient_ms}.get(kind, 0.0)
 
 
 class TimedInstruction(NamedTuple):
@@ -349,7 +282,7 @@ class Replay:
         steps, seen = [], set()
         for instruction in program:
             opcode, stage, microbatch = instruction.opcode, instruction.stage, instruction.microbatch
-            mean_ms = self._stage_times[stage].of(opcode, microbatch)
+            mean_ms = self._stage_times[stage].of(opcode, microbatch, instruction.replica)
             lane = None
             if opcode in TRANSFERS:
                 assert instruction.edge is not None
@@ -372,10 +305,9 @@ class Replay:
                 self._workers[edge.to_stage, edge.to_replica],
             )
             if edge.from_stage == edge.to_stage:  # between its replicas
+                owner = edge.to_replica if edge.kind == "push" else edge.from_replica
                 of_stage = self._stage_times[edge.from_stage]
-                is_shard = edge.kind == "pull" or of_stage.push_ms is None
-                item_ms = of_stage.shard_ms if is_shard else of_stage.push_ms or 0.0
-                times = (item_ms, of_stage.sync_latency_ms)
+                times = (of_stage.of_exchange(edge.kind, owner), of_stage.sync_latency_ms)
             else:
                 boundary = self._transfer_times[min(edge.from_stage, edge.to_stage)]
                 times = (boundary.of(edge.kind), boundary.latency_ms)

@@ -1,0 +1,62 @@
+"""What the arguments of partition() must be, each refused in one line. Pure; any thread; needs no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipedream.common.checks import is_whole
+from pipedream.planning.layer_profile import Profile
+from pipedream.planning.link_profile import LinkProfile
+
+__all__ = ["CUT_SCHEDULES", "check_partition_arguments"]
+
+_COST_MODELS = ("paper", "calibrated")
+CUT_SCHEDULES = ("2bw", "flush", "gpipe")
+"""Of microbatches."""
+_SCHEDULES = ("pipedream", "vertical_sync", "naive", "model_parallel", *CUT_SCHEDULES)
+
+
+def check_partition_arguments(
+    profile: Any,
+    num_workers: Any,
+    links: LinkProfile | None,
+    *,
+    workers_per_host: Any,
+    microbatches: Any,
+    spare_workers: Any,
+    cost_model: str,
+    schedule: str,
+    has_speeds: bool,
+) -> None:
+    """Raises as partition(). links: where bandwidth is what was measured."""
+    if not isinstance(profile, Profile):
+        raise TypeError(
+            f"profile is a {type(profile).__name__}: give a Profile, for example Profile.load(path)"
+        )
+    if not is_whole(num_workers):
+        raise TypeError(f"num_workers is {num_workers!r}: give a whole number")
+    if num_workers < 1:
+        raise ValueError(f"num_workers is {num_workers}: give at least 1")
+    for name, value in (("workers_per_host", workers_per_host), ("microbatches", microbatches)):
+        if value is not None and (not is_whole(value) or value < 1):
+            raise ValueError(f"{name} is {value!r}: give at least 1, or leave it out")
+    if cost_model not in _COST_MODELS:
+        raise ValueError(f"cost_model is {cost_model!r}: it is one of {', '.join(_COST_MODELS)}")
+    if schedule not in _SCHEDULES:
+        raise ValueError(f"schedule is {schedule!r}: plans are made for {', '.join(_SCHEDULES)}")
+    if has_speeds and (cost_model == "calibrated" or schedule != "pipedream"):
+        raise ValueError(
+            "speeds are planned for by cost_model='paper' with schedule 'pipedream': leave them out"
+        )
+    if links is not None and links.num_workers < num_workers:
+        raise ValueError(
+            f"bandwidth has the links of {links.num_workers} workers, but num_workers is {num_workers}:"
+            " measure them with as many ranks"
+        )
+    if not is_whole(spare_workers) or spare_workers < 0:
+        raise ValueError(f"spare_workers is {spare_workers!r}: give a number of workers, 0 or more")
+    if spare_workers and (cost_model == "calibrated" or schedule != "pipedream" or links is not None):
+        raise ValueError(
+            "spare_workers are planned for by cost_model='paper' with schedule 'pipedream' and one bandwidth:"
+            " leave them out, or give a plan's stages num_spare_shards yourself"
+        )

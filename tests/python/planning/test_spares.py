@@ -1,0 +1,145 @@
+"""Spare shards in plans: what links carry, when spares pay, and how they are shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pipedream import _core
+from pipedream.planning.layer_profile import LayerProfile, Profile
+from pipedream.planning.partitioner import partition
+from pipedream.planning.plan import Plan, Stage
+from pipedream.planning.plan_simulation import PlanSimulation, simulate_plan
+from pipedream.planning.schedule_picture import draw_text
+from pipedream.planning.shard_shares import round_ms, shard_shares
+from pipedream.planning.simulator import StageTimes, simulate
+from pipedream.planning.spares import with_spares
+
+_BYTES_PER_S = 1e6
+
+
+def _profile(compute_ms: float, *parameter_bytes: int) -> Profile:
+    """Layers alike but for their parameters, which pass 1 byte on."""
+    last = len(parameter_bytes) - 1
+    layers = [
+        LayerProfile(f"layer{i}", compute_ms / 3, 2 * compute_ms / 3, int(i < last), num_bytes)
+        for i, num_bytes in enumerate(parameter_bytes)
+    ]
+    return Profile(layers=tuple(layers), batch_size=8)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3, 5, 15])
+def test_shares_are_the_cores_and_meet_byteps_bound(num_replicas: int) -> None:
+    for num_spares in range(num_replicas + 1):
+        dealt = _core.shard_shares(num_replicas, num_spares)
+        of_replica, of_spare = shard_shares(num_replicas, num_spares)
+        assert dealt[0] / sum(dealt) == pytest.approx(of_replica)
+        if num_spares:
+            assert dealt[-1] / sum(dealt) == pytest.approx(of_spare)
+        carried_ms = 1e3 * (1 + (num_replicas - 2) * of_replica) * 4000 / _BYTES_PER_S
+        assert round_ms(4000, num_replicas, num_spares, _BYTES_PER_S) == pytest.approx(carried_ms)
+    assert round_ms(4000, num_replicas, num_replicas, _BYTES_PER_S) == pytest.approx(4.0)
+
+
+def _simulated(tmp_path: Path, stage: Stage, profile: Profile) -> PlanSimulation:
+    path = tmp_path / "plan.json"
+    Plan((stage,)).save(path)
+    return simulate_plan(path, profile, schedule="data_parallel", bandwidth_bytes_per_s=_BYTES_PER_S)
+
+
+@pytest.mark.parametrize(("num_replicas", "num_spares"), [(2, 1), (3, 0), (3, 1), (3, 3), (5, 2)])
+def test_what_nothing_hides_takes_the_bound_when_simulated(
+    tmp_path: Path, num_replicas: int, num_spares: int
+) -> None:
+    profile = _profile(1e-6, 40_000)
+    simulated = _simulated(tmp_path, Stage(0, 0, num_replicas, num_spare_shards=num_spares), profile)
+    expected_ms = round_ms(40_000, num_replicas, num_spares, _BYTES_PER_S) / num_replicas
+    assert simulated.ms_per_minibatch == pytest.approx(expected_ms, rel=1e-3)
+
+
+def test_a_simulated_spare_has_a_row_its_bytes_and_its_memory(tmp_path: Path) -> None:
+    profile = _profile(1.0, 40_000)
+    simulated = _simulated(tmp_path, Stage(0, 0, 3, num_spare_shards=1), profile)
+    rows = simulated.to_dict()["workers"]
+    assert [row["stages"] for row in rows] == [[0], [0], [0], []]
+    # To each of 3 replicas two fifths, once in 3 minibatches.
+    assert rows[3]["bytes_sent_per_minibatch"] == pytest.approx(0.4 * 40_000)
+    # One version, the optimizer's copy, and slots for what 3 replicas push.
+    assert rows[3]["memory_peak_bytes"] == pytest.approx(5 * 0.4 * 40_000)
+    assert "stage 0 spare 0 (rank 3)" in str(simulated)
+
+
+def test_a_spare_is_named_in_pictures() -> None:
+    options = _core.ScheduleOptions(in_flight=[2, 1], placement=_core.Placement.in_order([2, 1], [1, 0]))
+    programs = [_core.make_program(options, worker, 4) for worker in range(4)]
+    times = StageTimes(2, 4, shard_ms=1.0, num_replicas=2, spare_push_ms=2.0, spare_shard_ms=0.5)
+    rows = draw_text(simulate(programs, times), "title").splitlines()
+    assert [row.split("  ")[0] for row in rows[2:6]] == [
+        "stage 0 replica 0",
+        "stage 0 replica 1",
+        "stage 1",
+        "stage 0 spare 0",
+    ]
+    assert "*" in rows[5]
+
+
+def test_spares_are_planned_where_the_exchange_is_slowest() -> None:
+    profile = _profile(3.0, 40_000)
+    straight = partition(profile, 3, _BYTES_PER_S, replicas=[3])
+    plan = partition(profile, 3, _BYTES_PER_S, replicas=[3], spare_workers=2)
+    assert plan.stages == (Stage(0, 0, 3, num_spare_shards=2),)
+    assert (plan.num_workers, plan.workers_used) == (3, 5)
+    # Both directions, as in the paper's formula.
+    assert plan.bottleneck_ms == pytest.approx(2 * round_ms(40_000, 3, 2, _BYTES_PER_S) / 3)
+    assert plan.predicted["spare_shards"]["without_ms"] == straight.bottleneck_ms
+    assert plan.predicted["samples_per_s"] == pytest.approx(8e3 / plan.bottleneck_ms)
+    assert "2 of 2 spare workers serve as shards" in str(plan)
+    assert Plan.from_dict(plan.to_dict()) == plan
+
+
+@pytest.mark.parametrize(
+    ("profile", "replicas", "why"),
+    [
+        (
+            _profile(3.0, 40_000),
+            [2],
+            "stage 0 has 2 replicas, whose links carry as much with spares as without",
+        ),
+        (_profile(300.0, 400), [3], "the slowest stage would not be faster"),
+        (_profile(3.0, 0, 0), [1, 1], "stage 0, the slowest, has no replicas"),
+    ],
+)
+def test_a_plan_says_why_spares_would_not_pay(profile: Profile, replicas: list[int], why: str) -> None:
+    boundaries = [0] if len(replicas) > 1 else None
+    plan = partition(
+        profile, sum(replicas), _BYTES_PER_S, replicas=replicas, boundaries=boundaries, spare_workers=1
+    )
+    assert plan.num_spares == 0
+    assert plan.predicted["spare_shards"]["why"] == why
+    assert f"spare shards would not pay: {why}" in str(plan)
+
+
+def test_spares_whose_gain_the_simulator_does_not_see_are_left_out() -> None:
+    plan = partition(_profile(3.0, 40_000), 3, _BYTES_PER_S, replicas=[3])
+
+    def figures_of(stages: tuple[Stage, ...]) -> dict[str, Any]:
+        return {"stage_ms": [10.0 - stages[0].num_spare_shards], "boundary_ms": []}
+
+    hidden = with_spares(plan, 2, figures_of, lambda _: 10.0)
+    assert hidden.stages == plan.stages
+    assert "the replicas' exchange hides behind what they compute" in str(hidden)
+    seen = with_spares(plan, 2, figures_of, lambda plan: 10.0 - plan.num_spares)
+    assert (seen.num_spares, seen.bottleneck_ms) == (2, 8.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"spare_workers": -1}, "spare_workers is -1: give a number of workers, 0 or more"),
+        ({"spare_workers": 1, "schedule": "flush"}, "spare_workers are planned for by cost_model='paper'"),
+    ],
+)
+def test_spare_workers_that_cannot_be_planned_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        partition(_profile(3.0, 40_000), 3, _BYTES_PER_S, **options)
