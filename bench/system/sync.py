@@ -1,7 +1,7 @@
 """The synchronisation of m replicas beside its limit, gloo's all-reduce and DistributedDataParallel.
 
-    sudo .venv/bin/python bench/system/sync.py [--bandwidth 1Gbit/s] [--replicas 2] [--mebibytes 64,256,512]
-        [--rounds 3]
+    sudo .venv/bin/python bench/system/sync.py [--bandwidth 1Gbit/s] [--replicas 2] [--spares 0]
+        [--mebibytes 64,256,512] [--rounds 3]
 
 As many hosts (network namespaces, shaped with tbf; without --bandwidth as fast as the machine) train a model
 of that many MiB of parameters whose compute is small beside them. In turn, round after round: pipedream's
@@ -9,6 +9,9 @@ plan with m replicas (bsp), DistributedDataParallel over gloo, one bare gloo all
 the model alone without any exchange, on all hosts at once. Medians over the rounds, in ms per update, with
 the least and the most; "beyond" is what is more than the model alone takes. The limit is what each direction
 of a host's link must carry, 2 (m - 1) / m of the parameters.
+
+With k spares there are as many hosts more, whose part in all else is to wait, and pipedream's plan is
+measured without and with them, each beside its own limit, with spares 2 m (m - 1) / (m^2 + k m - 2 k).
 """
 
 from __future__ import annotations
@@ -30,11 +33,14 @@ import torch
 import torch.distributed as dist
 from links import RUN_OPTIONS, STORE_PORT, Link, run_ranks
 from pipedream.planning.plan import Stage
+from pipedream.planning.shard_shares import round_ms
 from torch import nn
 
 _WIDTH = 1024  # of layers of 4 MiB
 _NUM_UPDATES, _NUM_WARM_UP = 8, 2
 _OPTIMIZER = functools.partial(torch.optim.SGD, lr=1e-4)
+_WITH_SPARES = "with spares"
+_OTHERS = ("ddp", "all-reduce", "alone")
 
 
 def _model(mebibytes: int) -> nn.Sequential:
@@ -69,9 +75,10 @@ def _train(model: nn.Module, parameters: Any) -> Callable[[], None]:
     return step
 
 
-def _pipedream_ms(mebibytes: int) -> float:
-    model, num_replicas = _model(mebibytes), int(os.environ["WORLD_SIZE"])
-    plan = pipedream.Plan((Stage(0, len(model) - 1, num_replicas=num_replicas),))
+def _pipedream_ms(mebibytes: int, num_replicas: int, num_spares: int) -> float:
+    model = _model(mebibytes)
+    stage = Stage(0, len(model) - 1, num_replicas=num_replicas, num_spare_shards=num_spares)
+    plan = pipedream.Plan((stage,))
     result = pipedream.run(
         model,
         plan,
@@ -87,27 +94,41 @@ def _pipedream_ms(mebibytes: int) -> float:
     return (steady[-1] - steady[0]) / 1e6 / (len(steady) - 1)
 
 
-def _rank(mebibytes: int, num_rounds: int, path: str) -> None:
+def _rank(mebibytes: int, num_rounds: int, num_spares: int, path: str) -> None:
     rank, host = int(os.environ["RANK"]), os.environ["MASTER_ADDR"]
+    num_replicas = int(os.environ["WORLD_SIZE"]) - num_spares
+    trains = rank < num_replicas
     os.environ["GLOO_SOCKET_IFNAME"] = _interface()
     address = f"tcp://{host}:{STORE_PORT + 1}"
     dist.init_process_group("gloo", address, timedelta(minutes=10), int(os.environ["WORLD_SIZE"]), rank)
     torch.set_num_threads(1)
     flat = torch.zeros(mebibytes << 18)
-    figures: dict[str, list[float]] = {"pipedream": [], "ddp": [], "all-reduce": [], "alone": []}
+    group = dist.new_group(list(range(num_replicas)))
+    figures: dict[str, list[float]] = {
+        name: [] for name in ("pipedream", *([_WITH_SPARES] if num_spares else []), *_OTHERS)
+    }
     for _ in range(num_rounds):
-        figures["pipedream"].append(_pipedream_ms(mebibytes))
+        figures["pipedream"].append(_pipedream_ms(mebibytes, num_replicas, 0))
         dist.barrier()
-        model = _model(mebibytes)
-        figures["ddp"].append(
-            _loop_ms(_train(nn.parallel.DistributedDataParallel(model), model.parameters()))
-        )
-        figures["all-reduce"].append(_loop_ms(lambda: dist.all_reduce(flat)))
-        model = _model(mebibytes)
-        figures["alone"].append(_loop_ms(_train(model, model.parameters())))
+        if num_spares:
+            figures[_WITH_SPARES].append(_pipedream_ms(mebibytes, num_replicas, num_spares))
+            dist.barrier()
+        for name in _OTHERS:
+            step = _step_of(name, mebibytes, flat, group) if trains else lambda: None
+            figures[name].append(_loop_ms(step))
     if rank == 0:
         Path(path).write_text(json.dumps(figures), encoding="utf-8")
     dist.barrier()
+
+
+def _step_of(name: str, mebibytes: int, flat: torch.Tensor, group: Any) -> Callable[[], Any]:
+    """group: the ranks that train."""
+    if name == "all-reduce":
+        return lambda: dist.all_reduce(flat, group=group)
+    model = _model(mebibytes)
+    if name == "alone":
+        return _train(model, model.parameters())
+    return _train(nn.parallel.DistributedDataParallel(model, process_group=group), model.parameters())
 
 
 def _interface() -> str:
@@ -119,6 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--bandwidth", help="for example 1Gbit/s; as fast as the machine without it")
     parser.add_argument("--replicas", type=int, default=2, help="2 to 8")
+    parser.add_argument("--spares", type=int, default=0, help="hosts beside the replicas, in all up to 8")
     parser.add_argument("--mebibytes", default="64", help="of parameters, one or several: 64,256")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
@@ -127,29 +149,34 @@ def main() -> None:
         _rank(*json.loads(options.rank_of))
         return
     for mebibytes in map(int, options.mebibytes.split(",")):
-        with Link(options.bandwidth, num_hosts=options.replicas) as link:
-            figures = run_ranks(link, sys.argv[0], [mebibytes, options.rounds])
-        title = f"{mebibytes} MiB of parameters, {options.replicas} replicas"
+        with Link(options.bandwidth, num_hosts=options.replicas + options.spares) as link:
+            figures = run_ranks(link, sys.argv[0], [mebibytes, options.rounds, options.spares])
+        title = f"{mebibytes} MiB of parameters, {options.replicas} replicas, {options.spares} spares"
         print(f"{title}, {options.bandwidth or 'unshaped'}; ms per update")
-        print(_table(figures, _limit_ms(mebibytes, options.replicas, link.bytes_per_s)), flush=True)
+        limits = {
+            name: _limit_ms(mebibytes, options.replicas, num_spares, link.bytes_per_s)
+            for name, num_spares in (("pipedream", 0), ("ddp", 0), (_WITH_SPARES, options.spares))
+            if link.bytes_per_s is not None
+        }
+        print(_table(figures, limits), flush=True)
 
 
-def _limit_ms(mebibytes: int, num_replicas: int, bytes_per_s: float | None) -> float | None:
-    if bytes_per_s is None:
-        return None
-    return 2 * (num_replicas - 1) / num_replicas * (mebibytes << 20) / bytes_per_s * 1e3
+def _limit_ms(mebibytes: int, num_replicas: int, num_spares: int, bytes_per_s: float) -> float:
+    return round_ms(mebibytes << 20, num_replicas, num_spares, bytes_per_s)
 
 
-def _table(figures: dict[str, list[float]], limit_ms: float | None) -> str:
-    lines = [] if limit_ms is None else [f"  {'limit':12}{limit_ms:9.1f}"]
+def _table(figures: dict[str, list[float]], limits: dict[str, float]) -> str:
+    lines = [f"  {'limit':12}{limits['pipedream']:9.1f}"] if limits else []
+    if limits and _WITH_SPARES in figures:
+        lines.append(f"  {'with spares':12}{limits[_WITH_SPARES]:9.1f}   the limit of that")
     alone_ms = statistics.median(figures["alone"])
     for name, values in figures.items():
         median = statistics.median(values)
         line = f"  {name:12}{median:9.1f}   ({min(values):.1f} to {max(values):.1f})"
-        if name in ("pipedream", "ddp"):
+        if name in ("pipedream", "ddp", _WITH_SPARES):
             line += f", beyond {median - alone_ms:.1f}"
-            if limit_ms is not None:
-                line += f", {(median - alone_ms) / limit_ms:.2f} of the limit"
+            if name in limits:
+                line += f", {(median - alone_ms) / limits[name]:.2f} of the limit"
         lines.append(line)
     return "\n".join(lines)
 
