@@ -64,6 +64,7 @@ class Farm:
         *args: Any,
         num_ranks: int,
         torchrun_id: str = "",
+        attempt: int = 0,
         ranks_per_machine: int | None = None,
         rank_0_hosts_store: bool = False,
         deadline_s: float = _DEADLINE_S,
@@ -72,8 +73,9 @@ class Farm:
         """Calls function(*args, **kwargs) at ranks 0 .. num_ranks - 1 and waits for all of them.
 
         The function is sent by name, the arguments by value. torchrun_id: two cases with the same one are
-        two parts of one script; without it, every case is a script of its own. ranks_per_machine: what each
-        rank is told; None puts all on one machine. rank_0_hosts_store: as under a launcher that has none.
+        two parts of one script; without it, every case is a script of its own. attempt: how often torchrun
+        has begun that script anew. ranks_per_machine: what each rank is told; None puts all on one machine.
+        rank_0_hosts_store: as under a launcher that has none.
         """
         assert num_ranks <= _NUM_RANKS_MAX
         while len(self._ranks) < num_ranks:
@@ -84,7 +86,7 @@ class Farm:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_free_port() if rank_0_hosts_store else self._port),
             "TORCHELASTIC_USE_AGENT_STORE": str(not rank_0_hosts_store),
-            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "TORCHELASTIC_RUN_ID": torchrun_id or f"case-{os.getpid()}-{next(self._case_indices)}",
         }
         task = pickle.dumps((environment, function, args, kwargs))
