@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 from collections import Counter
 from typing import Any
 
@@ -89,3 +90,74 @@ def test_a_worker_rehearses_its_own_layers_and_no_others(
         once_more = 1 + _NUM_MINIBATCHES
         assert forwards == [once_more if stage in own else 0 for stage in range(plan.num_stages)]
         assert losses == [1.0] * _NUM_MINIBATCHES
+
+
+class _Remembering(nn.Module):
+    """Adds what its last forward gave, which it keeps where a recompute does not look."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.hidden = torch.zeros(1)
+
+    def forward(self, value: Tensor) -> Tensor:
+        output = value * self.weight + self.hidden
+        self.hidden = output.detach().mean(0, keepdim=True)
+        return output
+
+
+class _Drawing(nn.Module):
+    """Takes a number from a generator that belongs to the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value * self.weight * random.random()
+
+
+def _train_with(layer: nn.Module, num_stages: int = 2, **options: Any) -> Any:
+    torch.manual_seed(1)
+    wide = [nn.Linear(16, 512), layer, nn.Linear(512, 16)]  # where a recompute saves something
+    model = nn.Sequential(*wide, nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    return pipedream.run(
+        model,
+        Plan.straight(6, num_stages),
+        data=[(torch.rand(256, 16), torch.rand(256, 16)) for _ in range(4)],
+        loss_fn=nn.functional.mse_loss,
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        progress=False,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("layer", [_Remembering(), _Drawing()], ids=["remembers", "draws from random"])
+def test_a_stage_whose_forward_cannot_be_done_again_is_not_recomputed(farm: Farm, layer: nn.Module) -> None:
+    for outcome in farm.run(_train_with, layer, num_ranks=2, recompute=True):
+        assert isinstance(outcome.error, ValueError), outcome
+        said = str(outcome.error)
+        assert said.startswith("recompute names stage 0 (rank 0), whose forward gives something else when")
+        assert "\n" not in said
+    # And it may be left out.
+    result = farm.results(_train_with, layer, num_ranks=2, recompute=[1])[0]
+    assert result.recompute == [False, True]
+
+
+def test_memory_does_not_choose_a_recompute_that_would_be_wrong(farm: Farm) -> None:
+    free = farm.results(_train_with, nn.Tanh(), num_ranks=2)[0]
+    limit = sum(figures["predicted"] or 0 for figures in free.memory[0].values()) - 1
+    assert farm.results(_train_with, nn.Tanh(), num_ranks=2, memory=limit)[0].recompute == [True, False]
+    for outcome in farm.run(_train_with, _Remembering(), num_ranks=2, memory=limit):
+        assert isinstance(outcome.error, ValueError), outcome
+        assert "but stage 0 (rank 0) needs" in str(outcome.error)
+
+
+def test_who_draws_from_generators_of_the_data_is_told_of_once(capfd: pytest.CaptureFixture[str]) -> None:
+    _train_with(_Drawing())
+    told = [line for line in capfd.readouterr().err.splitlines() if "belongs to the data" in line]
+    assert len(told) == 1
+    assert told[0].startswith("stage 0 (rank 0) draws from random in its forward, which belongs to the data")
+    _train_with(_Remembering())
+    _train_with(_Drawing(), 1)  # on one worker all draw from the same generators, as in a plain loop
+    assert "belongs to the data" not in capfd.readouterr().err

@@ -56,6 +56,10 @@ class Footprint:
     factor_rows: Mapping[str, int] = field(default_factory=dict)
     """By name, of the weights whose gradient is the product of two factors (model/factored.py): the factors'
     rows in a microbatch. None also where nobody asked."""
+    foreign_draws: tuple[str, ...] = ()
+    """Generators but torch's that the forward draws from."""
+    is_repeatable: bool = True
+    """Whether a recompute gives what the forward gave; True also where nobody asked."""
 
 
 class MemoryMeter(Protocol):

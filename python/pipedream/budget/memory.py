@@ -294,7 +294,7 @@ def _save(memory: MemoryPlan, step: _Step, limit_bytes: int) -> MemoryPlan:
 
 def _more_recompute(memory: MemoryPlan) -> Iterator[MemoryPlan]:
     for stage in memory.plan.stages_of(memory.rank):
-        if not memory.schedule.recompute[stage]:
+        if not memory.schedule.recompute[stage] and memory.footprints[stage].is_repeatable:
             yield _with_recompute_at(memory, stage, True)
 
 

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from pipedream import _core
 from pipedream.budget.footprint import SCALARS_BYTES, Footprint, WorkMeter, make_meter, storage_bytes
 from pipedream.budget.offload import measure_offloadable
+from pipedream.budget.repeats import foreign_draws, gives_the_same_again
 from pipedream.common.errors import PipelineError, describe_error
 from pipedream.links.channels import rehearsal_name
 from pipedream.links.state_transfer import receive_document, receive_tensors, send_document, send_tensors
@@ -53,11 +54,14 @@ from pipedream.model.calls import is_compiled
 from pipedream.model.factored import FactoredLayers, factorable
 from pipedream.model.loss_placement import spare_loss
 from pipedream.model.references import modules_carried_by
+from pipedream.model.seeding import RngState
 from pipedream.model.stage_calls import StageCalls, backward, backward_of_loss, leaves_of
 from pipedream.model.stage_module import StageModule
 from pipedream.model.untouched import untouched
 
 __all__ = ["Handover", "Rehearsal"]
+
+_NUM_TRIES = 4  # to find that draws matter, which need not show at once: of a layer that is dropped at times
 
 
 class Handover:
@@ -121,6 +125,7 @@ class Rehearsal:
         scales_loss: bool = False,
         for_offload: bool = False,
         for_factors: Collection[int] = (),
+        for_recompute: Collection[int] = (),
     ) -> None:
         """describe: names this worker in errors, by the stage. name: of what is rehearsed with. loss_fn: None
         rehearses forwards alone.
@@ -128,7 +133,8 @@ class Rehearsal:
         scales_loss: the backward is of a multiple of the loss, which itself is gone by then.
         for_offload: also find out what of the stash could be offloaded, with one more forward.
         for_factors: of these stages also find out which weights' gradients are products of factors, with one
-        more forward and backward."""
+        more forward and backward.
+        for_recompute: of these stages also find out whether they may recompute, with two more forwards."""
         self.boundaries: dict[int, Boundary] = {}
         """By the stage upstream of the cut."""
         self.footprints: dict[int, Footprint] = {}
@@ -143,6 +149,7 @@ class Rehearsal:
         self._scales_loss = scales_loss
         self._for_offload = for_offload
         self._for_factors = for_factors
+        self._for_recompute = for_recompute
 
     def run(self, stages: Sequence[StageModule], inputs: Any, targets: Any) -> None:
         """stages: the worker's, ascending, on the device. inputs, targets: of one microbatch; read where the
@@ -188,6 +195,7 @@ class Rehearsal:
             repeats=self._repeats,
             scales_loss=self._scales_loss,
         )
+        before = RngState.capture()
         if is_last:
             with contextlib.suppress(Exception):
                 stage_rehearsal.forward()
@@ -198,13 +206,21 @@ class Rehearsal:
             boundary = Boundary.of(stage_rehearsal.output, name=f"the output of stage {index}")
             self.boundaries[index] = boundary
             self._handover.send(index, boundary, boundary.flatten(stage_rehearsal.output))
+        draws = foreign_draws(before, RngState.capture())
         footprint = stage_rehearsal.footprint(with_backward=self._loss_fn is not None)
         offloadable_bytes = stage_rehearsal.offloadable_bytes() if self._for_offload else 0
         factor_rows = stage_rehearsal.factor_rows() if index in self._for_factors else {}
+        is_repeatable = index not in self._for_recompute or all(
+            stage_rehearsal.is_repeatable() for _ in range(_NUM_TRIES if draws else 1)
+        )
         with self._located(index):  # after an error of the device there is no minibatch 0 to leave it to
             _wait_for(self._device)
         self.footprints[index] = replace(
-            footprint, offloadable_bytes=offloadable_bytes, factor_rows=factor_rows
+            footprint,
+            offloadable_bytes=offloadable_bytes,
+            factor_rows=factor_rows,
+            foreign_draws=draws,
+            is_repeatable=is_repeatable,
         )
 
     @contextlib.contextmanager
@@ -314,6 +330,14 @@ class _StageRehearsal:
             self._run(given)
             return num_bytes()
         return 0
+
+    def is_repeatable(self) -> bool:
+        """By forwards of its own, without a meter."""
+
+        def run() -> Any:
+            return self._run(map_tensors(boundary_input, leaves_of(self._value, copies=True)))
+
+        return gives_the_same_again(self._stage, self._device, run)
 
     def factor_rows(self) -> dict[str, int]:
         """By a forward and a backward of its own, without a meter; nothing where they fail."""

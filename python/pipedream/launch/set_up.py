@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,8 @@ from pipedream.model.microbatch import check_alike, chunk, samples_of
 from pipedream.planning.shapes import Shapes, describe_shapes, larger_of, shapes_of_parts
 
 __all__ = ["Rehearsed", "rehearse_again", "set_up"]
+
+_log = logging.getLogger("pipedream")
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,19 @@ def set_up(
         if core is not None:
             links.wait_until_sent()
     links.close()
+    _tell_of_draws(run, rehearsed)
     return rehearsed
+
+
+def _tell_of_draws(run: AgreedRun, rehearsed: Rehearsed) -> None:
+    for stage, footprint in rehearsed.footprints.items():
+        if footprint.foreign_draws and run.plan.workers_used > 1:
+            _log.warning(
+                "%s draws from %s in its forward, which belongs to the data: all stages draw the same numbers"
+                " from it, and not those of a run on one worker; draw from torch, as torch.rand() does",
+                run.plan.describe_worker(run.rank, stage),
+                " and ".join(footprint.foreign_draws),
+            )
 
 
 def rehearse_again(
@@ -189,6 +204,7 @@ def _rehearse(
         scales_loss=_scales_loss(run),
         for_offload=options.memory_bytes is not None or forced_offload().activations,
         for_factors=_stages_with_factors(run),
+        for_recompute=_stages_that_may_recompute(run),
     )
     rehearsal.run(run.own_stages(), first.inputs, first.targets)
     return Rehearsed(rehearsal.boundaries, rehearsal.footprints, first.input_boundary, first.shapes)
@@ -198,6 +214,13 @@ def _stages_with_factors(run: AgreedRun) -> list[int]:
     """Whose replicas push what they can as factors."""
     stages = range(run.plan.num_stages) if pushes_factors(run.options.links.codec) else ()
     return [stage for stage in stages if run.plan.stages[stage].num_replicas > 1]
+
+
+def _stages_that_may_recompute(run: AgreedRun) -> list[int]:
+    recompute = run.options.recompute
+    if recompute is None:
+        return list(range(run.plan.num_stages)) if run.options.memory_bytes is not None else []
+    return [stage for stage in range(run.plan.num_stages) if recompute[stage]]
 
 
 def _scales_loss(run: AgreedRun) -> bool:

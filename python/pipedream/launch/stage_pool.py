@@ -94,6 +94,7 @@ class StagePool:
 
     def _plan(self, footprints: Mapping[int, Footprint], channels: Sequence[RunChannel]) -> None:
         options = self.run.options
+        self._check_recompute(footprints)
         memory = choose_savings(
             self._memory_plan(footprints, channels), options.recompute, options.memory_bytes
         )
@@ -106,6 +107,18 @@ class StagePool:
         if not all(footprints[stage.stage_index].is_measured for stage in self.run.own_stages()):
             for term in (STASH, TRANSIENT, GRADIENTS):
                 self.predicted.pop(term, None)
+
+    def _check_recompute(self, footprints: Mapping[int, Footprint]) -> None:
+        """Raises ValueError for a stage whose second forward would be another than its first."""
+        recompute = self.run.options.recompute
+        for stage, footprint in footprints.items():
+            if recompute is not None and recompute[stage] and not footprint.is_repeatable:
+                raise ValueError(
+                    f"recompute names {self.run.plan.describe_worker(self.run.rank, stage)}, whose forward"
+                    " gives something else when it is done again with the same input: it remembers"
+                    " something in attributes or draws from random or numpy; keep that in buffers and draw"
+                    " from torch, or leave the stage out of recompute"
+                )
 
     def prepare(self, group: ReplicaGroup | None) -> list[PreparedStage]:
         """The stages, with weights and optimizer state in the pool. group: where the only one's replicas
