@@ -22,6 +22,9 @@ help:
 setup:
 	@tools/setup.sh
 
+# What is imported is compiled once, whatever the environment says: up to eight workers, and the ranks of each, read it.
+unexport PYTHONDONTWRITEBYTECODE
+
 # A warning fails a test, not an install.
 test build-cpp test-cpp test-python: export PIPEDREAM_WARNINGS_AS_ERRORS := ON
 # The C++ tests are compiled with the core, while pip unpacks torch.
@@ -45,8 +48,7 @@ build-cpp: setup
 test-cpp: build-cpp
 	@$(CTEST) --test-dir "$$($(MODULE_DIR))" --output-on-failure
 
-# What is compiled is kept, whatever the environment says: up to eight workers, and the ranks of each, read it.
-PYTEST = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q
+PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q
 
 # Workers that begin at once would each compile all tests.
 compile-python: setup
