@@ -6,23 +6,19 @@ worker turns recompute and offloading on where it would not fit. Pure; any threa
 
 from __future__ import annotations
 
-import copy
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipedream import _core
-from pipedream.budget.footprint import SCALARS_BYTES, Footprint, StepMeter, make_meter, storage_bytes
+from pipedream.budget.footprint import Footprint, storage_bytes
 from pipedream.budget.offload import Offload
 from pipedream.budget.resident_versions import num_resident_versions
 from pipedream.common.table import format_table
 from pipedream.common.units import format_bytes
 from pipedream.links.channels import RunChannel, num_of_edge_in_flight
-from pipedream.model.seeding import generators_kept
 from pipedream.model.stage_module import StageModule
 from pipedream.planning.plan import Plan
 
@@ -46,11 +42,8 @@ __all__ = [
     "choose_savings",
     "describe_memory",
     "model_bytes",
-    "native_step_bytes",
     "num_activation_homes",
     "num_in_flight_upstream",
-    "predict_state_bytes",
-    "predict_step_bytes",
     "slot_bytes",
 ]
 
@@ -388,117 +381,3 @@ def model_bytes(stages: Sequence[StageModule]) -> int:
         tensors += [tensor for _, tensor in (*stage.trainable_parameters(), *stage.frozen_parameters())]
         tensors += [buffer for _, buffer in stage.stage_buffers()]
     return storage_bytes(list({id(tensor): tensor for tensor in tensors}.values()))
-
-
-# Sizes that no real parameter has by accident: a state's dimension of such a size follows the parameter's.
-_PROBE_SIZES = (2, 3, 5, 7, 11, 13, 17, 19)
-
-
-def predict_state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
-    """What a torch optimizer will keep, found by one step on tiny parameters in the place of its own."""
-    if optimizer is None:
-        return 0
-    probe, tiny_of = _probe_of(optimizer, _tiny_like)
-    try:
-        with generators_kept():
-            _torch_class_of(optimizer).step(probe)
-    except Exception:  # a step that needs more than parameters and gradients
-        return 2 * storage_bytes([p for group in optimizer.param_groups for p in group["params"]])
-    total = 0
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            tiny = tiny_of[id(parameter)]
-            sizes = dict(zip(_PROBE_SIZES, parameter.shape, strict=False))
-            for value in probe.state[tiny].values():
-                if isinstance(value, Tensor):
-                    dims = [sizes.get(size, size) for size in value.shape]
-                    total += math.prod(dims) * value.element_size()
-    return total
-
-
-# Of the largest parameter, where a step cannot be tried: Rprop makes as many, and so does Adam with amsgrad
-# and weight decay.
-_NUM_TEMPORARIES_GUESSED = 3
-
-
-# A step by then does all that its number decides about: RAdam rectifies from the sixth on, or later.
-_LATE_STEP = 10_000
-
-
-def predict_step_bytes(optimizer: torch.optim.Optimizer | None, device_type: str) -> int:
-    """The most that a torch optimizer will make and drop in a step, found by steps on parameters of the same
-    shapes that have no memory."""
-    if optimizer is None:
-        return 0
-    probe, _ = _probe_of(optimizer, _meta_like)
-    for group in probe.param_groups:
-        if group.get("fused"):  # meta tensors know no such step; it works in place, so this is more
-            group |= {"fused": False, "foreach": False}
-        elif group.get("foreach", False) is None and device_type == "cuda":
-            group["foreach"] = True  # what torch chooses there
-    meter = StepMeter(make_meter(torch.device("meta")))
-    try:
-        for step_index in range(3):  # the first makes the state
-            if step_index == 2:
-                _advance_to(_LATE_STEP, probe)
-            with meter.step(), generators_kept():
-                _torch_class_of(optimizer).step(probe)
-    except Exception:  # also where a step reads values
-        sizes = [storage_bytes([p]) for group in optimizer.param_groups for p in group["params"]]
-        at_once = any(group.get("foreach") for group in probe.param_groups)
-        return _NUM_TEMPORARIES_GUESSED * (sum(sizes) if at_once else max(sizes, default=0)) + SCALARS_BYTES
-    return meter.peak_bytes + SCALARS_BYTES
-
-
-def _advance_to(step: int, optimizer: torch.optim.Optimizer) -> None:
-    for state in optimizer.state.values():
-        if isinstance(state.get("step"), Tensor):
-            state["step"].fill_(step)
-        elif "step" in state:
-            state["step"] = step
-
-
-def native_step_bytes(stage: StageModule, num_parameters: int) -> int:
-    """The same of a native optimizer: a step count per parameter, and sparse gradients made dense."""
-    sparse = [
-        parameter
-        for module in stage.modules()
-        if getattr(module, "sparse", False) is True
-        for parameter in module.parameters(recurse=False)
-    ]
-    return 8 * num_parameters + storage_bytes(sparse) + SCALARS_BYTES
-
-
-def _probe_of(
-    optimizer: torch.optim.Optimizer, replace_by: Callable[[Tensor], nn.Parameter]
-) -> tuple[torch.optim.Optimizer, dict[int, nn.Parameter]]:
-    """(a copy that has other parameters, and no state yet; those by the ids of the optimizer's own)."""
-    probe = copy.copy(optimizer)
-    probe.state = defaultdict(dict)
-    replaced: dict[int, nn.Parameter] = {}
-    probe.param_groups = []
-    for group in optimizer.param_groups:
-        probe_group = {name: value for name, value in group.items() if name != "params"}
-        probe_group["params"] = [replaced.setdefault(id(p), replace_by(p)) for p in group["params"]]
-        probe.param_groups.append(probe_group)
-    return probe, replaced
-
-
-def _meta_like(parameter: Tensor) -> nn.Parameter:
-    meta = nn.Parameter(torch.empty_like(parameter, device="meta"))
-    meta.grad = torch.empty_like(meta)
-    return meta
-
-
-def _torch_class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-    """The optimizer's class, or what it inherits from torch: a user's own step may do more than step."""
-    known = [kind for kind in type(optimizer).__mro__ if f"{kind.__module__}.".startswith("torch.optim.")]
-    kind: type[torch.optim.Optimizer] = known[0]
-    return kind
-
-
-def _tiny_like(parameter: Tensor) -> nn.Parameter:
-    shape = _PROBE_SIZES[: parameter.dim()]
-    tiny = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=parameter.device))
-    tiny.grad = torch.zeros_like(tiny)
-    return tiny

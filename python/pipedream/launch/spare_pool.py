@@ -20,11 +20,9 @@ from pipedream.budget.memory import (
     WEIGHT_VERSIONS,
     channel_terms,
     model_bytes,
-    native_step_bytes,
-    predict_state_bytes,
-    predict_step_bytes,
     slot_bytes,
 )
+from pipedream.budget.optimizer_memory import native_step_bytes, predict_state_bytes, predict_step_bytes
 from pipedream.common.units import format_bytes
 from pipedream.launch.agreed_run import AgreedRun
 from pipedream.launch.worker_optimizers import WorkerOptimizers

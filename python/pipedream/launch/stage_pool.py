@@ -33,13 +33,11 @@ from pipedream.budget.memory import (
     PushedFactors,
     choose_savings,
     model_bytes,
-    native_step_bytes,
     num_activation_homes,
-    predict_state_bytes,
-    predict_step_bytes,
     slot_bytes,
 )
 from pipedream.budget.offload import Offload, StageOffload, forced_offload
+from pipedream.budget.optimizer_memory import native_step_bytes, predict_state_bytes, predict_step_bytes
 from pipedream.budget.resident_versions import ResidentVersions, num_resident_versions
 from pipedream.budget.torch_pool import SEGMENT_SLACK_BYTES, TORCH_TENSORS, TorchPool, wants_torch_pool
 from pipedream.launch.agreed_run import AgreedRun

@@ -1,0 +1,194 @@
+"""optimizer_memory.py: what optimizers keep, and what their steps make and drop."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from pipedream import Plan
+from pipedream.budget.footprint import SCALARS_BYTES, StepMeter, make_meter, storage_bytes
+from pipedream.budget.optimizer_memory import native_step_bytes, predict_state_bytes, predict_step_bytes
+from pipedream.model.splitter import split
+from pipedream.optim import SGD, Adam
+from pipedream.stage.stage_optimizer import StageOptimizer
+from pipedream.stage.weight_layout import weight_layout
+from torch import nn
+
+_KIB = 1024
+
+# Optimizer state.
+
+
+def _parameters() -> list[nn.Parameter]:
+    shapes = [(17, 5), (5,), (2, 3, 4, 4), ()]
+    return [nn.Parameter(torch.ones(shape, dtype=torch.float64)) for shape in shapes]
+
+
+def _in_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    groups: list[dict[str, Any]] = [{"params": parameters[:2], "momentum": 0.9}, {"params": parameters[2:]}]
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+_OPTIMIZERS = [
+    functools.partial(torch.optim.SGD, lr=0.1),
+    functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    torch.optim.Adam,
+    functools.partial(torch.optim.Adam, amsgrad=True),
+    functools.partial(torch.optim.AdamW, foreach=False),
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    functools.partial(torch.optim.RMSprop, momentum=0.9, centered=True),
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.Rprop,
+    torch.optim.Adafactor,
+    _in_groups,
+]
+
+
+def _title(factory: Any) -> str:
+    return "in groups" if factory is _in_groups else str(factory)
+
+
+@pytest.mark.parametrize("factory", _OPTIMIZERS, ids=_title)
+def test_the_predicted_state_is_what_the_optimizer_keeps_and_predicting_does_not_step(factory: Any) -> None:
+    parameters = _parameters()
+    optimizer = factory(parameters)
+    state_before = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+    predicted = predict_state_bytes(optimizer)
+    assert {parameter: dict(state) for parameter, state in optimizer.state.items()} == state_before
+    assert all(bool((parameter == 1).all()) and parameter.grad is None for parameter in parameters)
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 0.5)
+    optimizer.step()
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    assert predicted == storage_bytes([value for value in kept if isinstance(value, torch.Tensor)])
+
+
+class _Own(torch.optim.Optimizer):
+    """Its step may do more than step: write a log, count, talk to others."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise AssertionError("nobody may call this to find out")
+
+
+def test_an_optimizer_that_cannot_be_tried_counts_as_two_tensors_per_parameter() -> None:
+    parameters = _parameters()
+    assert predict_state_bytes(_Own(parameters)) == 2 * storage_bytes(parameters)
+    assert predict_state_bytes(None) == 0
+
+
+# Temporary memory of optimizers.
+
+_STEPS = [
+    *_OPTIMIZERS,
+    functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
+    functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
+    functools.partial(torch.optim.Adam, amsgrad=True, weight_decay=0.1),
+    functools.partial(torch.optim.Adam, foreach=True),
+    functools.partial(torch.optim.Adam, fused=True),
+    torch.optim.Rprop,
+    functools.partial(torch.optim.Rprop, foreach=True),
+    torch.optim.ASGD,
+    torch.optim.RAdam,  # rectifies from the sixth step on, which takes more
+    functools.partial(torch.optim.RAdam, betas=(0.9, 0.7)),  # from the fourteenth on
+    functools.partial(torch.optim.RAdam, foreach=True),
+]
+
+
+_NUM_STEPS = 16
+
+
+def _measured_step_bytes(optimizer: torch.optim.Optimizer) -> int:
+    meter = StepMeter(make_meter(torch.device("cpu")))
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.full_like(parameter, 0.5)
+    for _ in range(_NUM_STEPS):
+        with meter.step():
+            optimizer.step()
+    return meter.peak_bytes
+
+
+@pytest.mark.parametrize("factory", _STEPS, ids=_title)
+def test_a_step_makes_and_drops_no_more_than_predicted(factory: Any) -> None:
+    assert _measured_step_bytes(factory(_parameters())) <= predict_step_bytes(factory(_parameters()), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("factory", "num_temporaries"),
+    [
+        (functools.partial(torch.optim.SGD, lr=0.1), 0),
+        (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1), 1),
+        (torch.optim.Adam, 2),
+        (torch.optim.RAdam, 5),
+        (torch.optim.Rprop, 3),
+    ],
+    ids=str,
+)
+def test_a_step_on_one_large_parameter_is_predicted_to_the_byte(factory: Any, num_temporaries: int) -> None:
+    large = [nn.Parameter(torch.ones(1 << 10, 1 << 10)), nn.Parameter(torch.ones(10))]
+    assert _measured_step_bytes(factory(large)) == num_temporaries * (4 << 20)
+    assert predict_step_bytes(factory(large), "cpu") == num_temporaries * (4 << 20) + SCALARS_BYTES
+
+
+def test_predicting_a_step_takes_none_and_no_memory() -> None:
+    parameter = nn.Parameter(torch.ones(1 << 10, 1 << 10))
+    optimizer = torch.optim.Adam([parameter])
+    with make_meter(torch.device("cpu")) as meter:
+        predict_step_bytes(optimizer, "cpu")
+        assert meter.peak_bytes < _KIB
+    assert not optimizer.state
+    assert parameter.grad is None and bool((parameter == 1).all())
+
+
+def test_on_cuda_a_step_is_predicted_for_all_parameters_at_once() -> None:
+    parameters = [nn.Parameter(torch.ones(100)) for _ in range(8)]
+    one_by_one, at_once = (
+        predict_step_bytes(torch.optim.Adam(parameters), device) for device in ("cpu", "cuda")
+    )
+    assert one_by_one < storage_bytes(parameters) <= at_once
+    assert one_by_one == predict_step_bytes(torch.optim.Adam(parameters[:1]), "cpu")
+
+
+def test_a_step_that_cannot_be_tried_counts_as_three_tensors_of_the_largest_parameter() -> None:
+    largest = 2 * 3 * 4 * 4 * 8
+    assert predict_step_bytes(_Own(_parameters()), "cpu") == 3 * largest + SCALARS_BYTES
+    assert predict_step_bytes(None, "cpu") == 0
+
+
+@pytest.mark.parametrize(
+    ("factory", "sparse"),
+    [
+        (functools.partial(SGD, lr=0.1, momentum=0.9), True),
+        (functools.partial(SGD, lr=0.1), False),
+        (functools.partial(Adam, amsgrad=True), False),
+    ],
+    ids=str,
+)
+def test_a_native_step_makes_scalars_and_sparse_gradients_dense(factory: Any, sparse: bool) -> None:
+    model = nn.Sequential(nn.Embedding(100, 8, sparse=sparse), nn.Linear(8, 4)).double()
+    (stage,) = split(model, Plan.straight(2, 1))
+    named = stage.trainable_parameters()
+    parameters = [parameter for _, parameter in named]
+    optimizer = StageOptimizer(factory, named)
+    assert optimizer.is_native
+    slot_bytes = weight_layout(named)[0]
+    optimizer.place_state(
+        [torch.empty(slot_bytes, dtype=torch.uint8) for _ in range(optimizer.num_placed_states)]
+    )
+    meter = StepMeter(make_meter(torch.device("cpu")))
+    for _ in range(3):
+        model(torch.arange(20)).sum().backward()
+        with meter.step():
+            optimizer.step(parameters, parameters, [p.grad for p in parameters])
+    dense_bytes = 100 * 8 * 8 if sparse else 0
+    assert dense_bytes <= meter.peak_bytes <= native_step_bytes(stage, len(named))
+    assert native_step_bytes(stage, len(named)) <= dense_bytes + _KIB
+    assert optimizer.torch_state_bytes() == 0
