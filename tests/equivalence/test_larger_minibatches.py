@@ -169,6 +169,10 @@ def test_optimizers_keep_their_state_and_rates_their_schedule(
         ((3, 1), {}, [3, 6]),
         ((2, 1), {"schedule": "flush", "microbatches": 2}, [2, 6]),
         ((1, 2), {"schedule": "2bw", "microbatches": 3}, [2, 6]),
+        ((2, 1), {"sync": "ssp", "staleness": 2}, [2, 6]),
+        ((1, 2), {"sync": "ssp", "staleness": 1}, [2, 6]),
+        ((2, 1), {"sync": "allreduce"}, [2, 6]),
+        ((2, 2), {"sync": "allreduce", "schedule": "flush"}, [2, 6]),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else None,
 )

@@ -184,9 +184,9 @@ def can_plan_again(run: AgreedRun, data: Iterable[Any] | ForwardedData) -> bool:
     all ranks that read data."""
     options = run.options
     codec = options.links.codec
-    is_synchronous = not (options.is_asynchronous or options.reduces_together or options.staleness > 0)
     return (
-        is_synchronous
+        not options.is_asynchronous
+        and options.sync_every == 1
         and not isinstance(data, ForwardedData)
         and options.autocast is not torch.float16
         and not keeps_residuals(codec)
@@ -248,7 +248,7 @@ def _replica_group(
     if num_replicas == 1:
         return None
     return ReplicaGroup(
-        rendezvous.store_for(f"replicas of stage {stages[0]}"),
+        rendezvous.store_for(run.key(f"replicas of stage {stages[0]}")),
         run.plan.replica_of(run.rank),
         num_replicas,
         device,

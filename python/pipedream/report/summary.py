@@ -93,9 +93,13 @@ def _spans_decades(losses: Sequence[float]) -> bool:
 
 def _title(result: RunResult) -> str:
     epochs, workers = len(result.epoch_losses), len(result.worker_pids)
+    again = ""
+    if result.drained_at:
+        first, times = result.drained_at[0], _count(len(result.drained_at), "time", "times")
+        again = f", planned again {times} for larger minibatches, first before minibatch {first}"
     return (
         f"{_count(len(result.losses), 'minibatch', 'minibatches')} in {_count(epochs, 'epoch', 'epochs')}"
-        f" by {_count(workers, 'worker', 'workers')}"
+        f" by {_count(workers, 'worker', 'workers')}{again}"
     )
 
 

@@ -290,6 +290,30 @@ def test_a_stage_that_waited_for_its_data_is_named_below_the_channels(source: st
     assert replace(result, channels=[]).describe_channels() == line
 
 
+def test_a_run_that_was_planned_again_says_so_in_its_title() -> None:
+    title = repr(_trained(drained_at=[2, 4])).splitlines()[0]
+    assert title == (
+        "RunResult: 6 minibatches in 2 epochs by 2 workers,"
+        " planned again 2 times for larger minibatches, first before minibatch 2"
+    )
+
+
+def test_the_steady_time_leaves_out_what_lies_between_two_segments() -> None:
+    # 1 ms per minibatch, a pause of 100 ms before minibatch 6.
+    reports = _reports()
+    ends_ns = [_MS * (index + (100 if index >= 6 else 0)) for index in range(8)]
+    for report, stage in zip(reports, (0, 1), strict=True):
+        report["spans"] = [["UPDATE", stage, i, 0, end, end, end, 0, 0] for i, end in enumerate(ends_ns)]
+    schedule = _core.ScheduleOptions(in_flight=[2, 1])
+    reports[1] |= {"losses": [1.0] * 8, "samples": [1] * 8, "epochs": [0] * 8}
+    for drained_at, expected in (([6], 1.0), ([], 51.0)):
+        for report in reports:
+            report["drained_at"] = drained_at
+        result = combine_reports(_PLAN, schedule, _CHANNELS, reports)
+        assert result.drained_at == drained_at
+        assert result.measured_ms == pytest.approx(expected)
+
+
 def test_the_repr_has_five_short_lines() -> None:
     result = _trained()
     assert repr(result) == (
