@@ -34,9 +34,9 @@ test: build-cpp
 	@$(MAKE) --no-print-directory -o setup -o build-cpp -j3 --output-sync=target test-cpp style compile-python
 	@$(MAKE) --no-print-directory -o setup test-python
 
-# The C++ tests load the libzmq that the pyzmq wheel brings.
+# The C++ tests load the libzmq that the pyzmq wheel brings. Two more at once than there are cores, as many wait.
 CTEST = libzmq=$$(echo .venv/lib/python*/site-packages/pyzmq.libs/libzmq*.so*); \
-	PIPEDREAM_LIBZMQ="$${PIPEDREAM_LIBZMQ:-$$PWD/$$libzmq}" .venv/bin/ctest --parallel $$(($(JOBS) + 1))
+	PIPEDREAM_LIBZMQ="$${PIPEDREAM_LIBZMQ:-$$PWD/$$libzmq}" .venv/bin/ctest --parallel $$(($(JOBS) + 2))
 # In the directory where setup.py has compiled the core, so that it is compiled once.
 MODULE_DIR = $(PYTHON) -c 'import sys, sysconfig as s; print(f"build/python/{sys.implementation.cache_tag}-{s.get_platform()}")'
 build-cpp: setup

@@ -18,16 +18,20 @@
 
 namespace pipedream {
 
-// The indices of the num_chosen elements that are largest in magnitude, ascending; the first of equals.
+// The indices of the num_chosen elements that are largest in magnitude, ascending; the first of equals: those
+// that a stable sort has first, without sorting the others.
 template <class T>
 std::vector<std::uint32_t> largest_by_sort(const std::vector<T>& values, std::size_t num_chosen) {
+  std::vector<T> magnitudes(values.size());
+  std::transform(values.begin(), values.end(), magnitudes.begin(), [](T value) {
+    return std::isnan(value) ? std::numeric_limits<T>::infinity() : std::abs(value);
+  });
   std::vector<std::uint32_t> indices(values.size());
   std::iota(indices.begin(), indices.end(), std::uint32_t{0});
-  const auto magnitude = [&](std::uint32_t i) {
-    return std::isnan(values[i]) ? std::numeric_limits<T>::infinity() : std::abs(values[i]);
-  };
-  std::stable_sort(indices.begin(), indices.end(),
-                   [&](std::uint32_t a, std::uint32_t b) { return magnitude(a) > magnitude(b); });
+  std::nth_element(indices.begin(), indices.begin() + static_cast<std::ptrdiff_t>(num_chosen), indices.end(),
+                   [&](std::uint32_t a, std::uint32_t b) {
+                     return magnitudes[a] != magnitudes[b] ? magnitudes[a] > magnitudes[b] : a < b;
+                   });
   indices.resize(num_chosen);
   std::sort(indices.begin(), indices.end());
   return indices;

@@ -106,6 +106,7 @@ class StreamCodecContract : public testing::TestWithParam<DeviceType> {
   template <class T>
   static bool same_bits(const std::vector<T>& one, const std::vector<T>& other) {
     if (one.size() != other.size()) return false;
+    if (one.empty() || std::memcmp(one.data(), other.data(), one.size() * sizeof(T)) == 0) return true;
     for (std::size_t i = 0; i < one.size(); ++i) {
       if (std::isnan(number_of(one[i])) && std::isnan(number_of(other[i]))) continue;
       if (std::memcmp(&one[i], &other[i], sizeof(T)) != 0) return false;
@@ -115,17 +116,23 @@ class StreamCodecContract : public testing::TestWithParam<DeviceType> {
 };
 
 TEST_P(StreamCodecContract, GivesTheHostsBytesAtEverySize) {
+  const auto expect_at_every_size = [&]<class T>(const std::string& name, const std::vector<T>& values) {
+    for (const std::size_t num_elements : kSizes) {
+      const auto end = values.begin() + static_cast<std::ptrdiff_t>(num_elements);
+      expect_host_bytes(name, std::vector<T>(values.begin(), end), MemoryKind::kDevice);
+    }
+  };
+  const auto floats = normal_values<float>(kNumElementsMax);
+  const auto doubles = normal_values<double>(kNumElementsMax);
   for (const char* const name : kCodecNames) {
-    for (const std::size_t num_elements : kSizes) {
-      expect_host_bytes(name, normal_values<float>(num_elements), MemoryKind::kDevice);
-      expect_host_bytes(name, normal_values<double>(num_elements), MemoryKind::kDevice);
-    }
+    expect_at_every_size(name, floats);
+    expect_at_every_size(name, doubles);
   }
+  const auto bfloats = normal_values<BFloat16>(kNumElementsMax);
+  const auto halves = normal_values<Float16>(kNumElementsMax);
   for (const char* const name : {"none", "int8", "topk:0.01", "topk:0.3", "topk:1"}) {
-    for (const std::size_t num_elements : kSizes) {
-      expect_host_bytes(name, normal_values<BFloat16>(num_elements), MemoryKind::kDevice);
-      expect_host_bytes(name, normal_values<Float16>(num_elements), MemoryKind::kDevice);
-    }
+    expect_at_every_size(name, bfloats);
+    expect_at_every_size(name, halves);
   }
 }
 
