@@ -1,11 +1,15 @@
 #include "bindings/items.h"
 
 #include <pybind11/stl.h>
+#include <structmember.h>
 
 #include <array>
+#include <cstddef>
 #include <utility>
 
 #include "base/check.h"
+#include "bindings/fast_method.h"
+#include "bindings/item_fields_type.h"
 #include "bindings/tensor_exchange.h"
 
 namespace py = pybind11;
@@ -14,31 +18,84 @@ namespace pipedream {
 
 namespace {
 
+struct PyWorkItem {
+  PyObject ob_base;  // PyObject_HEAD
+  PyObject* kind;
+  PyObject* edge;
+  PyObject* tensors;
+  std::int64_t stage;
+  std::int64_t minibatch;
+  std::int64_t microbatch;
+  std::int64_t read_slot;
+  std::int64_t write_slot;
+  std::int64_t freed_slot;
+  std::int64_t num_minibatches;
+  ItemFields fields;
+};
+static_assert(sizeof(std::int64_t) == sizeof(long long) && sizeof(bool) == sizeof(char));
+
+constexpr Py_ssize_t offset_of(std::size_t in_fields) {
+  return static_cast<Py_ssize_t>(offsetof(PyWorkItem, fields) + in_fields);
+}
+
+constexpr PyMemberDef object_member(const char* name, std::size_t offset, const char* doc) {
+  return {name, T_OBJECT, static_cast<Py_ssize_t>(offset), READONLY, doc};
+}
+
+constexpr PyMemberDef number_member(const char* name, std::size_t offset, const char* doc = nullptr) {
+  return {name, T_LONGLONG, static_cast<Py_ssize_t>(offset), READONLY, doc};
+}
+
+// Its values become Python's when they are read: most are not.
+std::array<PyMemberDef, 15> g_members{{
+    object_member("kind", offsetof(PyWorkItem, kind),
+                  "FORWARD, RECOMPUTE, BACKWARD, UPDATE, SEND, RECV or DONE"),
+    number_member("stage", offsetof(PyWorkItem, stage)),
+    number_member("minibatch", offsetof(PyWorkItem, minibatch)),
+    number_member("microbatch", offsetof(PyWorkItem, microbatch)),
+    number_member("read_slot", offsetof(PyWorkItem, read_slot)),
+    number_member("write_slot", offsetof(PyWorkItem, write_slot)),
+    object_member("edge", offsetof(PyWorkItem, edge), "SEND, RECV: which; else None."),
+    object_member(
+        "tensors", offsetof(PyWorkItem, tensors),
+        "FORWARD: activations from upstream. BACKWARD: gradients from downstream. RECV: the edge's, "
+        "none where both ends are this worker's."),
+    {"data_fingerprint", T_ULONGLONG, offset_of(offsetof(ItemFields, data_fingerprint)), READONLY,
+     "FORWARD: of the minibatch's data, as the first stage took it."},
+    {"gradients_overflowed", T_BOOL, offset_of(offsetof(ItemFields, gradients_overflowed)), READONLY,
+     "FORWARD: whether a stage upstream has had some that did."},
+    {"is_empty", T_BOOL, offset_of(offsetof(ItemFields, is_empty)), READONLY,
+     "FORWARD: the microbatch has no samples."},
+    {"loss_scale", T_DOUBLE, offset_of(offsetof(ItemFields, loss_scale)), READONLY,
+     "BACKWARD: of the loss that the gradients are of; 0: it is not scaled."},
+    number_member("freed_slot", offsetof(PyWorkItem, freed_slot),
+                  "Whose version nobody reads any more because of the item before; -1: none."),
+    number_member("num_minibatches", offsetof(PyWorkItem, num_minibatches), "DONE: how many there were."),
+    {},
+}};
+
+void deallocate(PyObject* self) {
+  auto* const item = reinterpret_cast<PyWorkItem*>(self);  // NOLINT(*-reinterpret-cast)
+  PyTypeObject* const type = Py_TYPE(self);
+  Py_XDECREF(item->kind);
+  Py_XDECREF(item->edge);
+  Py_XDECREF(item->tensors);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
 class WorkItemType {
  public:
   WorkItemType() {
-    static std::array<PyStructSequence_Field, kNumFields + 1> fields{{
-        {"kind", "FORWARD, RECOMPUTE, BACKWARD, UPDATE, SEND, RECV or DONE"},
-        {"stage", nullptr},
-        {"minibatch", nullptr},
-        {"microbatch", nullptr},
-        {"read_slot", nullptr},
-        {"write_slot", nullptr},
-        {"edge", "SEND, RECV: which; else None."},
-        {"tensors",
-         "FORWARD: activations from upstream. BACKWARD: gradients from downstream. RECV: the edge's, "
-         "none where both ends are this worker's."},
-        {"data_fingerprint", "FORWARD: of the minibatch's data, as the first stage took it."},
-        {"gradients_overflowed", "FORWARD: whether a stage upstream has had some that did."},
-        {"is_empty", "FORWARD: the microbatch has no samples."},
-        {"loss_scale", "BACKWARD: of the loss that the gradients are of; 0: it is not scaled."},
-        {"freed_slot", "Whose version nobody reads any more because of the item before; -1: none."},
-        {"num_minibatches", "DONE: how many there were."},
-        {nullptr, nullptr},
+    std::array<PyType_Slot, 4> slots{{
+        {Py_tp_doc, const_cast<char*>("What to do next.")},  // NOLINT(*-const-cast)
+        {Py_tp_members, g_members.data()},
+        {Py_tp_dealloc, reinterpret_cast<void*>(deallocate)},  // NOLINT(*-reinterpret-cast)
+        {0, nullptr},
     }};
-    static PyStructSequence_Desc description{"pipedream._core.WorkItem", "What to do next.", fields.data(),
-                                             kNumFields};
-    type_ = PyStructSequence_NewType(&description);
+    PyType_Spec spec{"pipedream._core.WorkItem", sizeof(PyWorkItem), 0,
+                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots.data()};
+    type_ = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));  // NOLINT(*-reinterpret-cast)
     if (type_ == nullptr) throw py::error_already_set();
     for (const WorkKind kind : {WorkKind::kForward, WorkKind::kRecompute, WorkKind::kBackward,
                                 WorkKind::kUpdate, WorkKind::kSend, WorkKind::kRecv, WorkKind::kDone}) {
@@ -48,38 +105,37 @@ class WorkItemType {
 
   [[nodiscard]] py::object make(const WorkItem& work, const ItemFields& fields, const py::list& tensors,
                                 std::int64_t freed_slot) const {
-    const auto item = py::reinterpret_steal<py::object>(PyStructSequence_New(type_));
-    if (!item) throw py::error_already_set();
-    int field_index = 0;
-    const auto add = [&](PyObject* value) { PyStructSequence_SetItem(item.ptr(), field_index++, value); };
-    add(Py_NewRef(kinds_.at(static_cast<std::size_t>(work.kind))));
-    for (const std::int64_t number : {work.stage.value(), work.minibatch.value(), work.microbatch.value(),
-                                      work.read_slot.value(), work.write_slot.value()}) {
-      add(PyLong_FromLongLong(number));
-    }
+    auto made = py::reinterpret_steal<py::object>(type_->tp_alloc(type_, 0));
+    if (!made) throw py::error_already_set();
+    auto* const item = reinterpret_cast<PyWorkItem*>(made.ptr());  // NOLINT(*-reinterpret-cast)
     const bool travels = work.kind == WorkKind::kSend || work.kind == WorkKind::kRecv;
-    add(travels ? py::cast(work.edge).release().ptr() : Py_NewRef(Py_None));
-    add(Py_NewRef(tensors.ptr()));
-    add(PyLong_FromUnsignedLongLong(fields.data_fingerprint));
-    add(PyBool_FromLong(fields.gradients_overflowed ? 1 : 0));
-    add(PyBool_FromLong(fields.is_empty ? 1 : 0));
-    add(PyFloat_FromDouble(fields.loss_scale));
-    add(PyLong_FromLongLong(freed_slot));
-    add(PyLong_FromLongLong(work.num_minibatches));
-    PD_CHECK(field_index == kNumFields, field_index);
-    return item;
+    item->kind = Py_NewRef(kinds_.at(static_cast<std::size_t>(work.kind)));
+    item->edge = travels ? py::cast(work.edge).release().ptr() : Py_NewRef(Py_None);
+    item->tensors = Py_NewRef(tensors.ptr());
+    item->stage = work.stage.value();
+    item->minibatch = work.minibatch.value();
+    item->microbatch = work.microbatch.value();
+    item->read_slot = work.read_slot.value();
+    item->write_slot = work.write_slot.value();
+    item->freed_slot = freed_slot;
+    item->num_minibatches = work.num_minibatches;
+    item->fields = fields;
+    return made;
   }
 
   [[nodiscard]] py::handle type() const { return reinterpret_cast<PyObject*>(type_); }
 
  private:
-  static constexpr int kNumFields = 14;
-
   PyTypeObject* type_;                // as long as the process, as are the kinds
   std::array<PyObject*, 7> kinds_{};  // by WorkKind
 };
 
 const WorkItemType* g_work_item = nullptr;  // set once, when the module is imported
+
+py::object call_fingerprint(const TensorExchange& exchange, FastArguments arguments) {
+  const std::optional<std::uint64_t> found = exchange.fingerprint_of(list_in(arguments[0]));
+  return found ? py::object(py::int_(*found)) : py::none();
+}
 
 }  // namespace
 
@@ -102,31 +158,19 @@ py::object make_work_item(const WorkItem& work, const ItemFields& fields, const 
 void bind_items(py::module_& module) {
   g_work_item = new WorkItemType();  // NOLINT(cppcoreguidelines-owning-memory): as long as the process
   module.attr("WorkItem") = g_work_item->type();
-  py::class_<ItemFields>(module, "ItemFields", "What an item says of itself beside its tensors.")
-      .def(py::init([](std::uint64_t data_fingerprint, double loss_scale, bool gradients_overflowed,
-                       bool is_empty, std::uint32_t num_minibatches, bool is_end_of_data) {
-             return ItemFields{data_fingerprint, loss_scale,      gradients_overflowed,
-                               is_empty,         num_minibatches, is_end_of_data};
-           }),
-           py::kw_only(), py::arg("data_fingerprint") = 0, py::arg("loss_scale") = 0.0,
-           py::arg("gradients_overflowed") = false, py::arg("is_empty") = false,
-           py::arg("num_minibatches") = 0, py::arg("is_end_of_data") = false)
-      .def_readwrite("data_fingerprint", &ItemFields::data_fingerprint)
-      .def_readwrite("loss_scale", &ItemFields::loss_scale, "0: the loss is not scaled.")
-      .def_readwrite("gradients_overflowed", &ItemFields::gradients_overflowed)
-      .def_readwrite("is_empty", &ItemFields::is_empty, "The microbatch has no samples.")
-      .def_readwrite("num_minibatches", &ItemFields::num_minibatches,
-                     "That pushed gradients are the sum of; with is_end_of_data: of the run.")
-      .def_readwrite("is_end_of_data", &ItemFields::is_end_of_data, "Instead of gradients: no more come.");
-  py::class_<TensorExchange, std::shared_ptr<TensorExchange>>(
-      module, "TensorExchange", "How a framework's tensors become the core's and back.")
-      .def(py::init<const py::object&, py::object, py::object>(), py::arg("tensor_type"),
-           py::arg("to_capsule"), py::arg("from_capsule"))
-      .def("fingerprint", &TensorExchange::fingerprint_of, py::arg("tensors"),
-           "64 bits of what the tensors hold, with dtypes and shapes; None where one is not plain contiguous "
-           "host memory.")
+  bind_item_fields(module);
+  py::class_<TensorExchange, std::shared_ptr<TensorExchange>> exchange(
+      module, "TensorExchange", "How a framework's tensors become the core's and back.");
+  exchange
+      .def(py::init<const py::object&, py::object, py::object, py::object>(), py::arg("tensor_type"),
+           py::arg("to_capsule"), py::arg("from_capsule"), py::arg("to_plain"),
+           "to_plain: the values of a tensor that is not plain contiguous memory, in one that is.")
       .def_property_readonly("by_table", &TensorExchange::by_table,
                              "By the type's table of C functions; else by capsules.");
+  def_fast<TensorExchange, &call_fingerprint, 1>(
+      exchange, "fingerprint",
+      "64 bits of what a list of tensors holds, with dtypes and shapes; None where one is not plain "
+      "contiguous host memory.");
   py::class_<PyItem>(module, "ReceivedItem", "An item outside the schedule.")
       .def_readonly("fields", &PyItem::fields)
       .def_readonly("is_end", &PyItem::is_end)

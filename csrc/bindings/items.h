@@ -35,7 +35,7 @@ struct PyItem {
   pybind11::list take_tensors();
 };
 
-// A named tuple, whose fields cost next to nothing to make and to read. freed_slot: -1 is none.
+// Whose members cost next to nothing to make and to read. freed_slot: -1 is none.
 [[nodiscard]] pybind11::object make_work_item(const WorkItem& work, const ItemFields& fields,
                                               const pybind11::list& tensors, std::int64_t freed_slot);
 

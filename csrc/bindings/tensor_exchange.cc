@@ -164,27 +164,43 @@ DLManagedTensorVersioned* take_by_table(const DLPackExchangeAPI& table, const py
   return managed;
 }
 
-// The views of objects, each of which `take` makes a managed tensor of.
-template <class Managed, class Take>
-Borrowed borrow_each(const py::list& objects, DLDevice wanted, const std::function<std::string()>& where,
-                     Take take) {
-  auto holder = make_holder<Managed>(objects.size());
-  Borrowed borrowed;
-  borrowed.tensors.reserve(objects.size());
+// The views of objects. look: what one of them holds.
+template <class Look>
+std::vector<TensorView> view_each(const py::list& objects, DLDevice wanted,
+                                  const std::function<std::string()>& where, Look look) {
+  std::vector<TensorView> views;
+  views.reserve(objects.size());
   for (const py::handle object : objects) {
-    Managed* const managed = take(object);
-    holder->push_back(managed);
+    const DLTensor content = look(object);
     try {
-      check_device(managed->dl_tensor, wanted);
-      borrowed.tensors.push_back(view_of(managed->dl_tensor));
+      check_device(content, wanted);
+      views.push_back(view_of(content));
     } catch (const UserError& error) {
-      const std::size_t tensor_index = holder->size() - 1;
-      throw UserError(where() + ": tensor " + std::to_string(tensor_index) + " " + error.what());
+      throw UserError(where() + ": tensor " + std::to_string(views.size()) + " " + error.what());
     }
   }
-  borrowed.owner = std::move(holder);
-  return borrowed;
+  return views;
 }
+
+// Python's tensors, until nobody reads their memory any more: dropped on whatever thread that is, GIL or not.
+class KeptTensors {
+ public:
+  explicit KeptTensors(std::size_t num_tensors) { kept_.reserve(num_tensors); }
+  ~KeptTensors() {
+    const py::gil_scoped_acquire gil;
+    kept_.clear();
+  }
+  KeptTensors(const KeptTensors&) = delete;
+  KeptTensors& operator=(const KeptTensors&) = delete;
+
+  // owner: of what stands for the tensor's memory beside it.
+  void keep(py::object tensor, std::shared_ptr<void> owner) {
+    kept_.emplace_back(std::move(tensor), std::move(owner));
+  }
+
+ private:
+  std::vector<std::pair<py::object, std::shared_ptr<void>>> kept_;
+};
 
 // Of one that is contiguous.
 std::span<const std::byte> bytes_of(const DLTensor& tensor) {
@@ -225,14 +241,23 @@ py::capsule to_capsule(const TensorView& tensor, DeviceType device, int device_i
 
 Borrowed from_capsules(const py::list& capsules, DeviceType device, int device_index,
                        const std::function<std::string()>& where) {
-  return borrow_each<DLManagedTensor>(capsules, dl_device(device, device_index), where, take_capsule);
+  auto holder = make_holder<DLManagedTensor>(capsules.size());
+  const auto take = [&](const py::handle& capsule) {
+    holder->push_back(take_capsule(capsule));
+    return holder->back()->dl_tensor;
+  };
+  Borrowed borrowed{view_each(capsules, dl_device(device, device_index), where, take), nullptr};
+  borrowed.owner = std::move(holder);
+  return borrowed;
 }
 
-TensorExchange::TensorExchange(const py::object& tensor_type, py::object to_capsule, py::object from_capsule)
-    : to_capsule_(std::move(to_capsule)), from_capsule_(std::move(from_capsule)) {
-  for (const char* const name : {"is_neg", "is_conj"}) {
-    if (py::hasattr(tensor_type, name)) tell_lazy_values_.push_back(tensor_type.attr(name));
-  }
+TensorExchange::TensorExchange(const py::object& tensor_type, py::object to_capsule, py::object from_capsule,
+                               py::object to_plain)
+    : is_neg_(py::getattr(tensor_type, "is_neg", py::none())),
+      is_conj_(py::getattr(tensor_type, "is_conj", py::none())),
+      to_capsule_(std::move(to_capsule)),
+      from_capsule_(std::move(from_capsule)),
+      to_plain_(std::move(to_plain)) {
   const py::object capsule = py::getattr(tensor_type, "__dlpack_c_exchange_api__", py::none());
   if (capsule.is_none()) return;
   const auto* table =
@@ -243,21 +268,33 @@ TensorExchange::TensorExchange(const py::object& tensor_type, py::object to_caps
 
 Borrowed TensorExchange::borrow(const py::list& tensors, DeviceType device, int device_index,
                                 const std::function<std::string()>& where) const {
-  const DLDevice wanted = dl_device(device, device_index);
-  if (table_ == nullptr) {
-    return borrow_each<DLManagedTensor>(
-        tensors, wanted, where, [&](const py::handle& tensor) { return take_capsule(to_capsule_(tensor)); });
-  }
-  return borrow_each<DLManagedTensorVersioned>(
-      tensors, wanted, where, [&](const py::handle& tensor) { return take_by_table(*table_, tensor); });
+  if (tensors.empty()) return {};
+  auto kept = std::make_shared<KeptTensors>(tensors.size());
+  const auto look = [&](const py::handle& tensor) {
+    std::shared_ptr<void> owner;
+    auto plain = py::reinterpret_borrow<py::object>(tensor);
+    DLTensor content = look_at(plain, owner);
+    if (!is_contiguous(content) || !is_plain(plain, content)) {
+      plain = to_plain_(tensor);
+      content = look_at(plain, owner);
+    }
+    kept->keep(std::move(plain), std::move(owner));
+    return content;
+  };
+  Borrowed borrowed{view_each(tensors, dl_device(device, device_index), where, look), nullptr};
+  borrowed.owner = std::move(kept);
+  return borrowed;
 }
 
-bool TensorExchange::is_plain(const py::handle& tensor) const {
-  return std::ranges::none_of(tell_lazy_values_, [&](const py::object& tells) {
-    const auto told = py::reinterpret_steal<py::object>(PyObject_CallOneArg(tells.ptr(), tensor.ptr()));
-    if (!told) throw py::error_already_set();
-    return told.is(py::bool_(true));
-  });
+// Whether its memory holds its values.
+bool TensorExchange::is_plain(const py::handle& tensor, const DLTensor& content) const {
+  const auto says = [&](const py::object& method) {
+    if (method.is_none()) return false;
+    const auto said = py::reinterpret_steal<py::object>(PyObject_CallOneArg(method.ptr(), tensor.ptr()));
+    if (!said) throw py::error_already_set();
+    return said.is(py::bool_(true));
+  };
+  return !says(is_neg_) && (content.dtype.code != kDLComplex || !says(is_conj_));
 }
 
 // Valid while the tensor is as it is; owner has what it needs besides.
@@ -297,9 +334,9 @@ std::optional<std::uint64_t> TensorExchange::fingerprint_of(const py::list& tens
   std::vector<std::shared_ptr<void>> owners(tensors.size());
   std::size_t num_bytes = 0;
   for (std::size_t index = 0; index < contents.size(); ++index) {
-    if (!is_plain(tensors[index])) return std::nullopt;
     contents[index] = look_at(tensors[index], owners[index]);
     if (!is_on_host(contents[index]) || !is_contiguous(contents[index])) return std::nullopt;
+    if (!is_plain(tensors[index], contents[index])) return std::nullopt;
     num_bytes += bytes_of(contents[index]).size();
   }
   if (num_bytes <= kHashedWithTheGilBytesMax) return hash_of(contents);

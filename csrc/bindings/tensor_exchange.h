@@ -37,11 +37,13 @@ struct Borrowed {
 // One framework's tensors, by its table of C functions; by capsules where it has none (torch before 2.10).
 class TensorExchange {
  public:
-  // to_capsule and from_capsule: what makes a capsule of such a tensor and the other way round.
+  // to_capsule and from_capsule: what makes a capsule of such a tensor and the other way round. to_plain:
+  // what makes contiguous memory that holds its very values of one that has none.
   TensorExchange(const pybind11::object& tensor_type, pybind11::object to_capsule,
-                 pybind11::object from_capsule);
+                 pybind11::object from_capsule, pybind11::object to_plain);
 
-  // As from_capsules(), of tensors.
+  // As from_capsules(), of tensors: those that are not contiguous, or whose memory holds other values, are
+  // copied. The owner takes the GIL where it dies without.
   [[nodiscard]] Borrowed borrow(const pybind11::list& tensors, DeviceType device, int device_index,
                                 const std::function<std::string()>& where) const;
   // As to_capsule(), a tensor.
@@ -53,15 +55,17 @@ class TensorExchange {
   [[nodiscard]] bool by_table() const { return table_ != nullptr; }
 
  private:
-  [[nodiscard]] bool is_plain(const pybind11::handle& tensor) const;
+  [[nodiscard]] bool is_plain(const pybind11::handle& tensor, const DLTensor& content) const;
   [[nodiscard]] DLTensor look_at(const pybind11::handle& tensor, std::shared_ptr<void>& owner) const;
 
   const DLPackExchangeAPI* table_ = nullptr;  // lives as long as the process
-  // The type's methods that tell of values which are the negatives or conjugates of what the memory holds;
-  // those that it has.
-  std::vector<pybind11::object> tell_lazy_values_;
+  // The type's methods that tell whether its values are the negatives or conjugates of what the memory holds;
+  // None where it has none.
+  pybind11::object is_neg_;
+  pybind11::object is_conj_;
   pybind11::object to_capsule_;
   pybind11::object from_capsule_;
+  pybind11::object to_plain_;
 };
 
 }  // namespace pipedream

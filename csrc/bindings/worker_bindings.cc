@@ -1,10 +1,9 @@
 // pipedream._core.Worker: one object per worker. advance() completes a work item, sends what it made and
 // waits for the next: one crossing per item, which releases the GIL once.
-// No GIL across a wait; long waits look for signals every kSignalCheckPeriod.
+// No GIL across a wait (waiting.h).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <chrono>
 #include <memory>
 #include <optional>
@@ -14,12 +13,16 @@
 #include <utility>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/minibatch_seed.h"
 #include "base/process.h"
 #include "bindings/bindings.h"
 #include "bindings/channel_rows.h"
+#include "bindings/fast_method.h"
+#include "bindings/item_fields_type.h"
 #include "bindings/items.h"
 #include "bindings/tensor_exchange.h"
+#include "bindings/waiting.h"
 #include "channel/wire_layout.h"
 #include "codec/codec.h"
 #include "stage/worker.h"
@@ -33,40 +36,7 @@ namespace pipedream {
 
 namespace {
 
-constexpr double kForeverSeconds = 1e9;
 constexpr double kStarvedCheckSeconds = 1.0;
-constexpr auto kSignalCheckPeriod = std::chrono::milliseconds(100);
-
-// The world's failure as a Python exception: RunFailure(kind, message).
-PyObject* g_run_failure = nullptr;  // set once, when the module is imported
-
-[[noreturn]] void raise(const Failure& failure) {
-  PyErr_SetObject(g_run_failure,
-                  py::make_tuple(std::string(failure_kind_name(failure.kind)), failure.message).ptr());
-  throw py::error_already_set();
-}
-
-Deadline deadline_after(double seconds) {
-  return Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                            std::chrono::duration<double>(std::min(seconds, kForeverSeconds)));
-}
-
-// Calls `attempt(deadline)` without the GIL until it gives a value (or `done` says so), the time is over
-// or a signal handler raises. What attempt returned last is returned.
-template <class Attempt, class Done>
-auto with_signals(double timeout_s, Attempt attempt, Done done) {
-  const Deadline end = deadline_after(timeout_s);
-  for (;;) {
-    const Deadline slice = std::min<Deadline>(end, Clock::now() + kSignalCheckPeriod);
-    auto result = [&] {
-      const py::gil_scoped_release release;
-      return attempt(slice);
-    }();
-    if (!result) raise(result.failure());
-    if (done(result.value()) || Clock::now() >= end) return result;
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-  }
-}
 
 // (dtype name, dimensions, bytes at most) of each tensor of an item.
 using TensorFields = std::vector<std::tuple<std::string, int, std::size_t>>;
@@ -191,13 +161,19 @@ class PyWorker {
     worker_->start(options, Rank(rank), channels, num_spans_max);
   }
 
-  py::object next_work() { return wait_for_work(std::nullopt, 0); }
+  py::object next_work() { return wait_for_work(std::nullopt, 0, py::none()); }
 
-  // The list is empty afterwards, so that nobody else keeps what was sent.
-  py::object advance(const py::list& tensors, const ItemFields& fields, std::int64_t compute_ns) {
-    Outgoing made = outgoing(tensors, fields);
+  // (tensors, fields, compute_ns, while_waiting). The list is empty afterwards, so that nobody else keeps
+  // what was sent.
+  py::object advance(FastArguments arguments) {
+    const py::list tensors = list_in(arguments[0]);
+    const ItemFields* const fields = item_fields_in(arguments[1]);
+    if (fields == nullptr) throw py::type_error("fields are no ItemFields");
+    const std::int64_t compute_ns = PyLong_AsLongLong(arguments[2]);
+    if (compute_ns == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+    Outgoing made = outgoing(tensors, *fields);
     if (PyList_SetSlice(tensors.ptr(), 0, PY_SSIZE_T_MAX, nullptr) != 0) throw py::error_already_set();
-    return wait_for_work(std::move(made), compute_ns);
+    return wait_for_work(std::move(made), compute_ns, arguments[3]);
   }
 
   void add_compute(std::int64_t began_ns, std::int64_t ended_ns) {
@@ -318,25 +294,38 @@ class PyWorker {
     return item;
   }
 
-  // Completes the item that is being done, if `made` has what it made, and waits for the next.
-  py::object wait_for_work(std::optional<Outgoing> made, std::int64_t compute_ns) {
+  // Completes the item that is being done, if `made` has what it made, and waits for the next. while_waiting:
+  // called once where that has not come yet, with the item without its tensors, or None; what it takes is
+  // waiting if the item still has not come then.
+  py::object wait_for_work(std::optional<Outgoing> made, std::int64_t compute_ns, py::handle while_waiting) {
     Clock::time_point starved_since = kNotStarved;
     std::optional<SlotIndex> freed;
+    const auto attempt = [&](Deadline deadline) {
+      if (made) freed = worker_->engine().complete(doing_, *std::exchange(made, std::nullopt), compute_ns);
+      return worker_->next_work(deadline);
+    };
+    if (!while_waiting.is_none()) {
+      auto result = at_once(attempt);
+      if (result.value()) return hand_out(std::move(*result.value()), freed);
+      const std::int64_t began_ns = now_ns();
+      const std::optional<WorkItem> upcoming = worker_->engine().upcoming();
+      while_waiting(upcoming ? make_work_item(*upcoming, {}, py::list(), -1) : py::none());
+      const std::int64_t called_ns = now_ns() - began_ns;
+      result = at_once(attempt);
+      if (result.value()) return hand_out(std::move(*result.value()), freed);
+      worker_->engine().add_wait(called_ns);
+    }
     for (;;) {
-      auto result = with_signals(
-          kStarvedCheckSeconds,
-          [&](Deadline deadline) {
-            if (made)
-              freed = worker_->engine().complete(doing_, *std::exchange(made, std::nullopt), compute_ns);
-            return worker_->next_work(deadline);
-          },
-          [](const std::optional<WorkItem>& work) { return work.has_value(); });
+      worker_->engine().collect_released();  // with the GIL: what they kept alive is Python's
+      auto result = with_signals(kStarvedCheckSeconds, attempt,
+                                 [](const std::optional<WorkItem>& work) { return work.has_value(); });
       if (result.value()) return hand_out(std::move(*result.value()), freed);
       check_not_starved(starved_since);
     }
   }
 
   py::object hand_out(WorkItem work, std::optional<SlotIndex> freed) {
+    worker_->engine().collect_released();  // with the GIL
     doing_ = work.kind;
     on_device_ = work.on_device;
     ItemFields fields;
@@ -394,11 +383,18 @@ class PyWorker {
 };
 
 void bind_worker(py::module_& module) {
-  g_run_failure = PyErr_NewException("pipedream._core.RunFailure", PyExc_RuntimeError, nullptr);
-  module.attr("RunFailure") = py::handle(g_run_failure);
+  bind_run_failure(module);
   bind_items(module);
 
-  py::class_<PyWorker>(module, "Worker", "One worker: device, pool, transport, channels and stage engine.")
+  py::class_<PyWorker> worker(module, "Worker",
+                              "One worker: device, pool, transport, channels and stage engine.");
+  def_fast<PyWorker, [](PyWorker& self, FastArguments arguments) { return self.advance(arguments); }, 4>(
+      worker, "advance",
+      "(tensors, fields, compute_ns, while_waiting): the work item is done and made these tensors, which "
+      "leave the list; the next. As next_work(). while_waiting: called where that has not come, with the "
+      "item "
+      "without its tensors if it is known, else with None.");
+  worker
       .def(py::init(&PyWorker::make), py::kw_only(), py::arg("device") = "host", py::arg("transport") = "zmq",
            py::arg("libzmq_path") = "", py::arg("bind_host") = "127.0.0.1", py::arg("peer_timeout_s") = 15.0,
            py::arg("keys") = py::none(), py::arg("insecure") = false, py::arg("beats") = false,
@@ -427,8 +423,6 @@ void bind_worker(py::module_& module) {
            py::arg("tensors"), py::arg("num_spans_max") = 50'000)
       .def("next_work", &PyWorker::next_work,
            "The first work item, and the one after end_of_data(). Blocks; raises RunFailure(kind, message).")
-      .def("advance", &PyWorker::advance, py::arg("tensors"), py::arg("fields"), py::arg("compute_ns"),
-           "The work item is done and made these tensors, which leave the list; the next. As next_work().")
       .def("add_compute", &PyWorker::add_compute, py::arg("began_ns"), py::arg("ended_ns"),
            "When the device did the work of the oldest item that was completed with COMPUTED_LATER.")
       .def("end_of_data", &PyWorker::end_of_data, py::arg("num_minibatches"))

@@ -108,9 +108,6 @@ const std::vector<VersionsRead>& StageEngine::versions(StageIndex stage) const {
 
 Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
   PD_CHECK(!handed_out_, "not completed: " << to_string(doing_));
-  for (const EdgeChannel& channel : channels_) {
-    if (channel.sends != nullptr) channel.sends->collect_released();
-  }
   if (asked_ns_ == 0) asked_ns_ = now_ns();
   if (started_ns_ == 0) started_ns_ = asked_ns_;
 
@@ -152,6 +149,12 @@ Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
     if (!goes_with_work(instruction->edge.kind)) return hand_out_transfer(std::move(item));
     if (item) keep(std::move(*item));
     cursor_.advance();
+  }
+}
+
+void StageEngine::collect_released() {
+  for (const EdgeChannel& channel : channels_) {
+    if (channel.sends != nullptr) channel.sends->collect_released();
   }
 }
 
@@ -205,6 +208,22 @@ SendChannel* StageEngine::target_of(const Instruction& instruction) const {
 const ReceiveChannel* StageEngine::starved_channel() const {
   const ReceiveChannel* source = source_of(doing_);
   return source != nullptr && source->all_slots_held() ? source : nullptr;
+}
+
+std::optional<WorkItem> StageEngine::upcoming() const {
+  const std::optional<Instruction> following = cursor_.following();
+  if (doing_.opcode != Opcode::kRecv || !goes_with_work(doing_.edge.kind) || !following ||
+      travels(following->opcode)) {
+    return std::nullopt;
+  }
+  WorkItem work;
+  work.kind = work_kind_of(following->opcode);
+  work.stage = following->stage;
+  work.minibatch = following->minibatch;
+  work.microbatch = following->microbatch;
+  work.read_version = following->version;
+  work.read_slot = part_of(following->stage).stage_part.slots->slot_of(following->version);
+  return work;
 }
 
 // What tied parameters and norms send: the program bounds it, and what has left may be known a little late.

@@ -128,6 +128,8 @@ class StageEngine {
   // Of a BACKWARD: the slot of the stage whose version nobody will read again because of it, if there is
   // one: no later item reads it, and it is not the newest, which the next update reads.
   std::optional<SlotIndex> complete(WorkKind kind, Outgoing made, std::int64_t compute_ns);
+  // Destroys the keep_alives of what has left. Between items, where they may die: whatever lock they take.
+  void collect_released();
   // When the device did the user's work of the oldest item that was completed with kComputedLater and has not
   // been told yet, on the clock of now_ns(); not before the end of the one before.
   void add_compute(std::int64_t began_ns, std::int64_t ended_ns);
@@ -137,6 +139,8 @@ class StageEngine {
   // Of the run, once that is known here.
   [[nodiscard]] std::optional<std::int64_t> num_minibatches() const { return cursor_.num_minibatches(); }
 
+  // After next_work() gave nothing: the item whose tensors have not come, if it is known which, without them.
+  [[nodiscard]] std::optional<WorkItem> upcoming() const;
   // After next_work() gave nothing: the channel that cannot receive because the user's code keeps every
   // tensor it was given. Null when that is not the reason.
   [[nodiscard]] const ReceiveChannel* starved_channel() const;
@@ -152,9 +156,10 @@ class StageEngine {
   [[nodiscard]] std::string position() const;
   // The failure with the position in front; as it is when a peer has said where.
   [[nodiscard]] Failure located(const Failure& failure) const;
-  // While an item is being done: it also waited for something outside the schedule.
+  // While an item is being done, or asked for: it also waited for something outside the schedule, or the
+  // caller did something else until the item came.
   void add_wait(std::int64_t wait_ns) {
-    if (handed_out_) wait_ns_ += wait_ns;
+    if (handed_out_ || asked_ns_ != 0) wait_ns_ += wait_ns;
   }
 
  private:

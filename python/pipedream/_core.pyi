@@ -1,6 +1,6 @@
 # The C++ core (csrc/bindings). Capsules are DLPack capsules; times are on the monotonic clock, in ns.
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 class RunFailure(RuntimeError):  # noqa: N818
     """The world's failure: args are (kind, message), kind "PeerLost", "Timeout", "CorruptFrame", ..."""
@@ -291,7 +291,7 @@ def keep_freed_memory() -> None: ...
 def cuda_available() -> bool: ...
 def built_with_cuda() -> bool: ...
 
-class WorkItem(NamedTuple):
+class WorkItem:
     kind: str
     stage: int
     minibatch: int
@@ -327,11 +327,15 @@ class ItemFields:
 
 class TensorExchange:
     def __init__(
-        self, tensor_type: type, to_capsule: Callable[[Any], Any], from_capsule: Callable[[Any], Any]
+        self,
+        tensor_type: type,
+        to_capsule: Callable[[Any], Any],
+        from_capsule: Callable[[Any], Any],
+        to_plain: Callable[[Any], Any],
     ) -> None: ...
     @property
     def by_table(self) -> bool: ...
-    def fingerprint(self, tensors: list[Any]) -> int | None: ...
+    def fingerprint(self, tensors: list[Any], /) -> int | None: ...
 
 class ReceivedItem:
     @property
@@ -399,7 +403,14 @@ class Worker:
         num_spans_max: int = 50000,
     ) -> None: ...
     def next_work(self) -> WorkItem: ...
-    def advance(self, tensors: list[Any], fields: ItemFields, compute_ns: int) -> WorkItem: ...
+    def advance(
+        self,
+        tensors: list[Any],
+        fields: ItemFields,
+        compute_ns: int,
+        while_waiting: Callable[[WorkItem | None], None] | None,
+        /,
+    ) -> WorkItem: ...
     def add_compute(self, began_ns: int, ended_ns: int) -> None: ...
     def end_of_data(self, num_minibatches: int) -> None: ...
     def num_minibatches(self) -> int | None: ...

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pipedream import _core
+from pipedream.model.boundary import exportable
 from pipedream.model.exchange import TENSORS
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
@@ -71,7 +72,7 @@ def test_the_tensors_of_a_refused_item_are_given_back() -> None:
     assert torch._C._storage_Use_Count(storage._cdata) == before
 
 
-_BY_CAPSULES = _core.TensorExchange(object, to_dlpack, from_dlpack)
+_BY_CAPSULES = _core.TensorExchange(object, to_dlpack, from_dlpack, exportable)
 
 
 def test_tensors_cross_by_their_types_table_where_it_has_one() -> None:
@@ -84,7 +85,7 @@ def test_a_table_is_a_capsule_of_that_name() -> None:
         __dlpack_c_exchange_api__ = 7
 
     with pytest.raises(ValueError, match="invalid PyCapsule"):
-        _core.TensorExchange(Odd, to_dlpack, from_dlpack)
+        _core.TensorExchange(Odd, to_dlpack, from_dlpack, exportable)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64, torch.bfloat16, torch.int64])
@@ -113,3 +114,10 @@ def test_a_fingerprint_keeps_no_tensor() -> None:
     for exchange in (TENSORS, _BY_CAPSULES):
         exchange.fingerprint([tensor, tensor])
     assert torch._C._storage_Use_Count(storage._cdata) == before
+
+
+def test_what_takes_other_arguments_says_so() -> None:
+    with pytest.raises(TypeError, match=r"fingerprint\(\) takes 1 arguments, 2 were given"):
+        TENSORS.fingerprint([], [])  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="a list is wanted"):
+        TENSORS.fingerprint(())  # type: ignore[arg-type]

@@ -54,9 +54,15 @@ class BatchReader:
         self._num_microbatches = num_microbatches
         self._is_first = is_first
         self._is_last = is_last
+        self._is_compared = not (is_first and is_last)  # with a single stage nobody else reads the data
         self._check_inputs = check_inputs
         self._weight_fn = weight_fn
         self._pieces: list[Microbatch] = []
+
+    def read_ahead(self) -> None:
+        """While there is nothing else to do: takes the next minibatch, where that may be, and its
+        fingerprint."""
+        self.source.read_ahead(_marked if self._is_compared else None)
 
     def read(self, minibatch: int, microbatch: int) -> Microbatch:
         """A microbatch of the minibatch that was fetched. Raises ValueError for data that cannot be cut."""
@@ -69,8 +75,7 @@ class BatchReader:
         return piece
 
     def _open(self, minibatch: int, batch: Minibatch) -> None:
-        # With a single stage nobody else reads it.
-        fingerprint = 0 if self._is_first and self._is_last else fingerprint_of(batch)
+        fingerprint = fingerprint_of(batch) if self._is_compared else 0
         inputs = batch.inputs if self._is_first else None
         targets = batch.targets if self._is_last else None
         if self._num_microbatches == 1:
@@ -98,3 +103,7 @@ class BatchReader:
             Microbatch(cut_inputs[index], cut_targets[index], fingerprint, share)
             for index, share in enumerate(shares)
         ]
+
+
+def _marked(batch: Minibatch) -> Minibatch:
+    return batch._replace(fingerprint=fingerprint_of(batch))

@@ -54,6 +54,7 @@ class MinibatchSource:
         self.larger: LargerMinibatch | None = None
         """Where the data have ended for now, if they have."""
         self._is_over = False
+        self._ahead: _Ahead | None = None
         self._group_size = 1
         self._is_larger: Callable[[Any], bool] | None = None
         self._group: dict[int, Minibatch] = {}  # of those that are read and not handed out
@@ -83,6 +84,16 @@ class MinibatchSource:
         self.read_ns += time.perf_counter_ns() - began_ns
         return minibatch < self.num_minibatches
 
+    def read_ahead(self, complete: Callable[[Minibatch], Minibatch] | None) -> None:
+        """While there is nothing else to do: takes a minibatch of the stream before fetch() wants it, if its
+        memory stays as it is and no other process is waited for. What that raises is raised by fetch().
+        complete: what else can be done with it."""
+        early = not self.stream.may_reuse_memory and not self.stream.waits_for_others
+        if early and self._ahead is None and not self._is_over:
+            began_ns = time.perf_counter_ns()
+            self._ahead = _Ahead(self.stream, complete)
+            self.read_ns += time.perf_counter_ns() - began_ns
+
     def take(self, minibatch: int) -> Minibatch:
         """What fetch() has found; once."""
         return self._group.pop(minibatch)
@@ -91,7 +102,8 @@ class MinibatchSource:
         self._group.clear()
         copies = self._group_size > 1 and self.stream.may_reuse_memory
         for _ in range(self._group_size):
-            batch = self.stream.next()
+            ahead, self._ahead = self._ahead, None
+            batch = self.stream.next() if ahead is None else ahead.take()
             if batch is None:
                 self._is_over = True  # not asked again: whoever forwards data says so once
                 break
@@ -113,6 +125,27 @@ class MinibatchSource:
         of_each = (shapes_of_parts(batch.inputs, batch.targets) for batch in larger.values())
         shapes = functools.reduce(larger_of, of_each)
         self.larger = LargerMinibatch(min(self._group), index, batch.inputs, batch.targets, shapes)
+
+
+class _Ahead:
+    """What the stream gave before it was wanted."""
+
+    def __init__(self, stream: MinibatchStream, complete: Callable[[Minibatch], Minibatch] | None) -> None:
+        self._batch: Minibatch | None = None
+        self._error: Exception | None = None
+        try:
+            self._batch = stream.next()
+            if self._batch is not None and complete is not None:
+                self._batch = complete(self._batch)
+        except Exception as error:
+            self._error = error
+
+    def take(self) -> Minibatch | None:
+        """Once; raises what the stream raised."""
+        error, self._error = self._error, None  # whose frames hold this
+        if error is not None:
+            raise error
+        return self._batch
 
 
 def exceeds(planned: Boundary, inputs: Any) -> bool:

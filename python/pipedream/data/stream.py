@@ -52,8 +52,8 @@ class Minibatch(NamedTuple):
     epoch: int
     num_samples: int | None
     """As microbatch.samples_of has them, of inputs and targets."""
-    received_fingerprint: int | None = None
-    """Of a forwarded minibatch: the fingerprint that the caller took of it."""
+    fingerprint: int | None = None
+    """Where it has been taken: of a forwarded minibatch by the caller."""
 
 
 class MinibatchStream(Protocol):
@@ -63,6 +63,8 @@ class MinibatchStream(Protocol):
     """Whether next() may draw random numbers in this process."""
     may_reuse_memory: bool
     """Whether next() may overwrite the tensors of a minibatch that is still in flight."""
+    waits_for_others: bool
+    """Whether next() may wait for what another process of the run does."""
     source: str
     """Where the minibatches come from, for the result: "DataLoader with num_workers=2"."""
 
@@ -94,8 +96,8 @@ def _fingerprint_of_bytes(tensors: list[torch.Tensor]) -> int:
 
 def fingerprint_of(minibatch: Minibatch) -> int:
     """The minibatch's fingerprint, as taken by whoever read it."""
-    if minibatch.received_fingerprint is not None:
-        return minibatch.received_fingerprint
+    if minibatch.fingerprint is not None:
+        return minibatch.fingerprint
     return fingerprint(minibatch.inputs, minibatch.targets)
 
 
@@ -193,6 +195,7 @@ class DataStream:
         self.source = describe_source(data)
         self.draws = type(data) not in (list, tuple)
         self.may_reuse_memory = self.draws and not _collates(data)
+        self.waits_for_others = False
         self._batches = epochs_of(data, epochs)
         self._peeked: tuple[Any, Any, int] | None = None
 
@@ -237,6 +240,7 @@ class ReceivedStream:
         self.source = f"{data.source}, {FORWARDED}"
         self.draws = False
         self.may_reuse_memory = False
+        self.waits_for_others = True
         self._data = data
         self._sources = (
             (data.inputs, receive_inputs),

@@ -8,7 +8,8 @@ from torch._C import _from_dlpack  # the public one takes several us to get ther
 from torch.utils.dlpack import to_dlpack
 
 from pipedream import _core
+from pipedream.model.boundary import exportable
 
 __all__ = ["TENSORS"]
 
-TENSORS = _core.TensorExchange(torch.Tensor, to_dlpack, _from_dlpack)
+TENSORS = _core.TensorExchange(torch.Tensor, to_dlpack, _from_dlpack, exportable)

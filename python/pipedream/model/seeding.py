@@ -176,9 +176,13 @@ class MinibatchStreams:
         self._seed = seed
         self.region = RngStream(seed) if is_shared else None
         """To be entered for each forward; None where nobody else draws and nothing needs swapping."""
+        self._begun = -1
 
     def begin(self, minibatch: int) -> None:
-        """The next forwards are this minibatch's."""
+        """The next forwards are this minibatch's; once or more before the first of them."""
+        if minibatch == self._begun:
+            return
+        self._begun = minibatch
         seed = _core.minibatch_seed(self._seed, minibatch)
         if self.region is None:
             _seed_torch(seed)

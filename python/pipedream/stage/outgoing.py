@@ -1,5 +1,5 @@
-"""The tensors that leave a stage, as the core reads them: plain memory that stays as it is until it has been
-sent. Stateless."""
+"""The tensors that leave a stage: their memory stays as it is until it has been sent. Of those that are not
+plain contiguous memory the core takes a copy that is (exchange.py). Stateless."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ def settled(tensor: Tensor, buffer_memory: Container[int]) -> Tensor:
     # The next forward may write into a buffer, and the send reads without a copy.
     if buffer_memory and memory_of(tensor) in buffer_memory:
         return exportable(tensor).clone()
-    # The core takes it as it lies in memory, whatever autograd knows of it.
-    is_plain = tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-    return tensor if is_plain else exportable(tensor)
+    return tensor
 
 
 def gradients_of(leaves: list[Tensor], device: torch.device) -> list[Tensor]:
@@ -57,7 +55,7 @@ def _gradient_of(leaf: Tensor) -> Tensor:
     # backward adds to that while this is still being sent.
     storage = gradient.untyped_storage()
     is_shared = _storage_use_count(storage._cdata) > _USES_OF_AN_UNSHARED_STORAGE
-    return exportable(gradient).clone() if is_shared else exportable(gradient)
+    return exportable(gradient).clone() if is_shared else gradient
 
 
 def _no_gradient(device: torch.device) -> Tensor:

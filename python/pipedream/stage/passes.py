@@ -104,16 +104,14 @@ class StagePasses:
         if self._works_in_place is not False:  # else the layers may have the leaves themselves
             given = map_tensors(boundary_input, given)
         before = None if self._works_in_place is not None else _history_of(given)
-        output = self._make_graph(stashed, given, is_next=is_next)
+        if self._offload is None:
+            output = self._run_layers(stashed, given)
+        else:
+            with self._offload.saving(stashed, given, is_next=is_next):
+                output = self._run_layers(stashed, given)
         if before is not None:
             self._works_in_place = _history_of(given) != before
         return output
-
-    def _make_graph(self, stashed: Stashed, given: Any, *, is_next: bool) -> Any:
-        if self._offload is None:
-            return self._run_layers(stashed, given)
-        with self._offload.saving(stashed, given, is_next=is_next):
-            return self._run_layers(stashed, given)
 
     def _run_layers(self, stashed: Stashed, given: Any) -> Any:
         output = self._user.run("forward", self._call_stage, stashed, given)

@@ -26,8 +26,8 @@ from pipedream.model.exchange import TENSORS
 from pipedream.planning.trace import read_clock
 from pipedream.stage.job import JobOptions, WorkerPlace
 from pipedream.stage.param_server import ParameterServer
+from pipedream.stage.position import Position
 from pipedream.stage.shard_client import EndOfData
-from pipedream.stage.stage_loop import Position
 from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.user_code import UserCode
 
@@ -83,7 +83,8 @@ class SpareLoop:
                 core.end_of_data(done.num_minibatches)
                 work = core.next_work()
             else:  # of what travels the time is in the span of the update
-                work = core.advance([], _NO_FIELDS, 0 if work.edge is not None else user.take_elapsed_ns())
+                compute_ns = 0 if work.edge is not None else user.take_elapsed_ns()
+                work = core.advance([], _NO_FIELDS, compute_ns, None)
         self._server.keep_version(newest_slot)
         return self._report()
 

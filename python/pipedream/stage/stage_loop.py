@@ -9,8 +9,7 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,14 +27,13 @@ from pipedream.budget.memory import (
 )
 from pipedream.budget.offload import StageOffload
 from pipedream.budget.torch_pool import TORCH_TENSORS, TorchPool
-from pipedream.common.errors import PipelineError, afterwards, describe_error
+from pipedream.common.errors import afterwards
 from pipedream.data.batch_reader import BatchReader
 from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.model.boundary import Boundary
 from pipedream.model.exchange import TENSORS
 from pipedream.model.seeding import MinibatchStreams, stage_seed
 from pipedream.model.stage_module import StageModule
-from pipedream.planning.plan import Plan
 from pipedream.planning.trace import read_clock
 from pipedream.report.losses import LossRecord, make_loss_record
 from pipedream.report.progress import RunProgress
@@ -45,13 +43,14 @@ from pipedream.stage.device_clock import make_device_clock, make_user_code
 from pipedream.stage.edge_transfers import EdgeTransfers
 from pipedream.stage.gradients import GradientFigures, NormExchange, StageGradients, clip_scale
 from pipedream.stage.job import JobOptions, WorkerPlace
+from pipedream.stage.position import Position, located
 from pipedream.stage.shard_client import EndOfData, ShardClient
 from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.stage_runner import StageParts, StageRunner
 from pipedream.stage.tied import TiedParameters
 from pipedream.stage.weights import StageWeights
 
-__all__ = ["Position", "PreparedStage", "WorkerLoop"]
+__all__ = ["PreparedStage", "WorkerLoop"]
 
 _NO_FIELDS = _core.ItemFields()
 _LEAVE_TIMEOUT_S = 5.0  # for what was sent to leave before a worker reports
@@ -75,31 +74,6 @@ class PreparedStage:
         self.tied = tied
         self.optimizer = optimizer
         self.offload = offload
-
-
-@dataclass
-class Position:
-    """What is being worked on, for errors."""
-
-    plan: Plan
-    rank: int
-    stage: int
-    minibatch: int = -1
-
-    def __call__(self, what: str) -> str:
-        worker = self.plan.describe_worker(self.rank, self.stage)
-        return f"{worker} failed at minibatch {self.minibatch} in {what}"
-
-
-@contextlib.contextmanager
-def _located(position: Position) -> Iterator[None]:
-    """An error of the device comes out of whatever call is the next that waits for it, also of ours."""
-    try:
-        yield
-    except (PipelineError, _core.RunFailure):
-        raise  # they say where
-    except RuntimeError as error:
-        raise PipelineError(f"{position('the work around the model')}: {describe_error(error)}") from error
 
 
 class WorkerLoop:
@@ -172,6 +146,7 @@ class WorkerLoop:
             part.stage.stage_index: self._make_runner(part, boundaries, base_seed) for part in prepared
         }
         self._servers = _servers_of(prepared)
+        self._reads = any(runner.parts.reader is not None for runner in self._runners.values())
         rounds = _core.rounds_of(schedule, stages[0]).minibatches_per_round
         self._mean_scale = functools.partial(_mean_scale, core, rounds)
         self._norms: NormExchange | None = None
@@ -188,6 +163,8 @@ class WorkerLoop:
         num_replicas = self._options.plan.stages[-1].num_replicas
         board = self._place.board
         show = functools.partial(_show, self._progress, self._data, board, self._replica, num_replicas)
+        if board is not None and not self._options.progress:
+            show = functools.partial(_add_to, board, self._replica)
         return make_loss_record(self._options.on_nonfinite, show, self._device)
 
     def _make_runner(
@@ -198,7 +175,7 @@ class WorkerLoop:
         # Data are copied when their memory may change while they are in flight: autograd saves them, and a
         # recompute reads them. Inputs also when the first layer works in place: that would change the data of
         # the next epoch, here and not at the last stage. None: not known before the first forward.
-        copies_data = self._data.stream.may_reuse_memory and self._reads_ahead(stage_index)
+        copies_data = self._data.stream.may_reuse_memory and self._has_several_in_flight(stage_index)
         clones_inputs: bool | None = copies_data
         if is_first and not is_last and not copies_data:
             clones_inputs = None
@@ -219,7 +196,7 @@ class WorkerLoop:
         )
         return StageRunner(self._options, self._schedule, parts, self._device, self._user, self._describe)
 
-    def _reads_ahead(self, stage_index: int) -> bool:
+    def _has_several_in_flight(self, stage_index: int) -> bool:
         """Whether the stage reads the next minibatch before it is done with this one."""
         drains = _core.drains_every_minibatch(self._schedule)
         return not drains and self._schedule.in_flight[stage_index] > 1
@@ -244,7 +221,7 @@ class WorkerLoop:
         meter, step_meter = self._start_measuring()
         # Also after a failure: the user's modules get their own parameters back.
         restore = functools.partial(self._restore, newest_slots)
-        with self._progress, afterwards(restore), _located(self._position), contextlib.ExitStack() as around:
+        with self._progress, afterwards(restore), located(self._position), contextlib.ExitStack() as around:
             for part in self._prepared:
                 around.enter_context(part.gradients.running())
             work = self._work_through(core, newest_slots)
@@ -274,11 +251,11 @@ class WorkerLoop:
                 core.end_of_data(made.num_minibatches)
                 work = core.next_work()
             elif work.edge is not None:  # its time is in the span of the item after it
-                work = core.advance(made, _NO_FIELDS, 0)
+                work = core.advance(made, _NO_FIELDS, 0, self._prepare)
             else:
                 if work.kind == "UPDATE":
                     newest_slots[stage] = work.write_slot
-                work = core.advance(made, runner.fields, user.take_elapsed_ns())
+                work = core.advance(made, runner.fields, user.take_elapsed_ns(), self._prepare)
             for server in servers:  # the core may have learned how many minibatches there are
                 server.tell_end()
             if self._poisons and done.kind == "BACKWARD":
@@ -299,6 +276,14 @@ class WorkerLoop:
             return runner.recompute(work)
         self._update(runner, work)
         return []
+
+    def _prepare(self, upcoming: _core.WorkItem | None) -> None:
+        """While the tensors of the next item are waited for: what needs none of them. upcoming: that item,
+        where it is known."""
+        if self._reads:
+            self._reader.read_ahead()
+        if upcoming is not None:
+            self._runners[upcoming.stage].prepare(upcoming)
 
     def _begin_minibatch(self, minibatch: int) -> None:
         if self._place.board is not None:
@@ -442,6 +427,10 @@ def _record_of(gradients: StageGradients) -> dict[str, Any] | None:
 def _check_inputs(boundary: Boundary | None, inputs: Any, minibatch: int) -> None:
     if boundary is not None:
         boundary.checked(inputs, stage=0, minibatch=minibatch)
+
+
+def _add_to(board: StatusBoard, replica: int, minibatch: int, loss: float) -> None:
+    board.add_loss(loss, replica)
 
 
 def _show(

@@ -121,6 +121,8 @@ class StageRunner:
         self._offload: OffloadedStash | None = None
         if parts.offload is not None:
             self._offload = OffloadedStash(parts.offload, stage, parts.weights)
+        # Else what is bound also says what is to be in device memory, or follows from what ties receive.
+        self._binds_early = parts.offload is None and self._tied is None
         self._passes = (RecomputedPasses if self._recomputes else StagePasses)(
             stage,
             parts.boundary_in,
@@ -137,6 +139,13 @@ class StageRunner:
             offload=self._offload,
         )
 
+    def prepare(self, work: _core.WorkItem) -> None:
+        """The item is next; its tensors have not come."""
+        if self._binds_early:
+            self._bind(work.read_slot, work.minibatch)
+        if work.kind == "FORWARD" and work.microbatch == 0 and self._random_streams is not None:
+            self._random_streams.begin(work.minibatch)
+
     # Forward.
 
     def forward(self, work: _core.WorkItem) -> list[Tensor] | None:
@@ -146,7 +155,8 @@ class StageRunner:
             return None
         minibatch, microbatch = work.minibatch, work.microbatch
         self.fields = fields = self._activation_fields
-        fields.data_fingerprint, fields.is_empty = piece.fingerprint, piece.is_empty
+        if not self.is_last:
+            fields.data_fingerprint, fields.is_empty = piece.fingerprint, piece.is_empty
         if microbatch == 0:
             self._begin_minibatch(work)
         scale = 1.0 if self._loss_scaling is None else self._loss_scaling.scale
@@ -188,8 +198,10 @@ class StageRunner:
             "reading data", reader.source.fetch, work.minibatch
         )
         piece = None if is_over else reader.read(work.minibatch, work.microbatch)
-        if not self.is_first and (piece is None or not _is_as_told(piece, work)):
-            raise self.data_mismatch(work.minibatch)
+        if not self.is_first and (
+            piece is None or piece.fingerprint != work.data_fingerprint or piece.is_empty != work.is_empty
+        ):
+            raise self.data_mismatch(work.minibatch)  # this stage has read something else than the first
         if piece is not None and self.parts.copies_targets:
             piece.targets = to_device(piece.targets, self._device, copy=True)
         return piece
@@ -287,7 +299,9 @@ class StageRunner:
             self.loss_scale = self.fields.loss_scale = stashed.scale if self.is_last else work.loss_scale
         # Layers that checkpoint themselves run again in the backward, on what is bound then.
         self._bind(read_slot, minibatch)
-        following = next(iter(self._in_flight.values()), None)  # backwards come in the order of forwards
+        following: Stashed | None = None
+        if self._offload is not None:  # backwards come in the order of forwards
+            following = next(iter(self._in_flight.values()), None)
         if microbatch == self._last_microbatch:
             self._gradients.begin_last_backward(minibatch, self.loss_scale)
         if self.meter is None:
@@ -354,8 +368,3 @@ def data_mismatch(minibatch: int, worker: str) -> DataMismatch:
         " every worker iterates `data` itself, so its order must follow from the seeded generators of"
         " torch, random and numpy, or be fixed"
     )
-
-
-def _is_as_told(piece: Microbatch, work: _core.WorkItem) -> bool:
-    """Whether this stage has read what the first one has."""
-    return (piece.fingerprint, piece.is_empty) == (work.data_fingerprint, work.is_empty)

@@ -428,6 +428,7 @@ class PipelineWorker {
 
   // False when the worker has ended.
   bool work_once() {
+    worker_->engine().collect_released();
     auto result = worker_->next_work(patience());
     if (!result.ok()) {
       report_.failure = result.failure();

@@ -66,6 +66,7 @@ class SteadyWorker {
     ASSERT_TRUE(open.ok() && open.value());
     worker_->start(schedule_, index_, channels_at(schedule_, index_), 100);
     for (;;) {
+      worker_->engine().collect_released();
       auto work = worker_->next_work(patience());
       ASSERT_TRUE(work.ok()) << work.failure().message;
       ASSERT_TRUE(work.value().has_value()) << worker_->engine().position();

@@ -63,10 +63,10 @@ def test_both_ends_take_the_same_fingerprint_of_the_same_minibatch_and_another_o
 def test_the_fingerprint_that_the_caller_took_is_not_taken_again() -> None:
     class Received:
         num_minibatches: int | None = 1
-        draws = may_reuse_memory = False
+        draws = may_reuse_memory = waits_for_others = False
 
         def next(self) -> Minibatch:
-            return Minibatch(None, torch.zeros(4), 3, 4, received_fingerprint=(1 << 63) | 77)
+            return Minibatch(None, torch.zeros(4), 3, 4, fingerprint=(1 << 63) | 77)
 
         def peek(self) -> Any:
             raise AssertionError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pipedream.data.minibatch_source import MinibatchSource, exceeds
-from pipedream.data.stream import DataStream
+from pipedream.data.stream import DataStream, Minibatch
 from pipedream.model.batches import Keywords
 from pipedream.model.boundary import Boundary
 
@@ -124,3 +124,46 @@ def test_any_of_several_inputs_may_exceed() -> None:
     larger = Keywords(ids=torch.zeros(4, 3), mask=torch.zeros(1, 4), scale=2.0)
     assert exceeds(planned, larger)
     assert not exceeds(planned, larger | {"scale": 3.0})
+
+
+def test_what_is_read_ahead_is_what_is_read() -> None:
+    for group_size in (1, 2):
+        data = [_pair(size) for size in (2, 4, 3)]
+        source = MinibatchSource(DataStream(data, epochs=1))
+        source.look_ahead(lambda inputs: False, group_size)
+        for minibatch in range(3):
+            source.read_ahead(None)
+            source.read_ahead(None)  # one at most
+            assert source.fetch(minibatch)
+            assert source.take(minibatch).inputs is data[minibatch][0]
+        source.read_ahead(None)
+        assert not source.fetch(3) and not source.fetch(3)
+        source.read_ahead(None)
+        assert (source.samples, source.num_minibatches) == ([2, 4, 3], 3)
+
+
+def test_data_that_are_read_ahead_are_completed_at_once_and_raise_where_they_are_wanted() -> None:
+    source = MinibatchSource(DataStream([_pair(2)], epochs=1))
+    source.read_ahead(lambda batch: batch._replace(fingerprint=7))
+    assert source.fetch(0)
+    assert source.take(0).fingerprint == 7
+
+    def raising(batch: Minibatch) -> Minibatch:
+        raise OSError("the disk is gone")
+
+    source = MinibatchSource(DataStream([_pair(2)], epochs=1))
+    source.read_ahead(raising)
+    with pytest.raises(OSError, match="the disk is gone"):
+        source.fetch(0)
+
+
+def test_data_that_reuse_their_memory_or_come_from_others_are_not_read_ahead() -> None:
+    def nobody_asks(batch: Minibatch) -> Minibatch:
+        pytest.fail("asked")
+
+    for name in ("may_reuse_memory", "waits_for_others"):
+        stream = DataStream([_pair(2)], epochs=1)
+        setattr(stream, name, True)
+        source = MinibatchSource(stream)
+        source.read_ahead(nobody_asks)
+        assert source.fetch(0)

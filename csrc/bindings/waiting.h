@@ -1,0 +1,57 @@
+// Waits of Python's threads in the core: without the GIL, and with an eye on signals. What comes of the
+// world's failures there.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "base/clock.h"
+#include "base/failure.h"
+
+namespace pipedream {
+
+inline constexpr double kForeverSeconds = 1e9;
+inline constexpr auto kSignalCheckPeriod = std::chrono::milliseconds(100);
+
+// RunFailure(kind, message), the failure as a Python exception. Before the first raise().
+void bind_run_failure(pybind11::module_& module);
+[[noreturn]] void raise(const Failure& failure);
+
+[[nodiscard]] inline Deadline deadline_after(double seconds) {
+  return Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                            std::chrono::duration<double>(std::min(seconds, kForeverSeconds)));
+}
+
+inline constexpr Deadline kAtOnce{};  // long over
+
+// Calls `attempt(kAtOnce)` once without the GIL.
+template <class Attempt>
+[[nodiscard]] auto at_once(Attempt attempt) {
+  auto result = [&] {
+    const pybind11::gil_scoped_release release;
+    return attempt(kAtOnce);
+  }();
+  if (!result) raise(result.failure());
+  return result;
+}
+
+// Calls `attempt(deadline)` without the GIL until it gives a value (or `done` says so), the time is over
+// or a signal handler raises. What attempt returned last is returned.
+template <class Attempt, class Done>
+[[nodiscard]] auto with_signals(double timeout_s, Attempt attempt, Done done) {
+  const Deadline end = deadline_after(timeout_s);
+  for (;;) {
+    const Deadline slice = std::min<Deadline>(end, Clock::now() + kSignalCheckPeriod);
+    auto result = [&] {
+      const pybind11::gil_scoped_release release;
+      return attempt(slice);
+    }();
+    if (!result) raise(result.failure());
+    if (done(result.value()) || Clock::now() >= end) return result;
+    if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+  }
+}
+
+}  // namespace pipedream
