@@ -331,11 +331,12 @@ def _pushed_case(codec: str) -> tuple[nn.Sequential, list[tuple[torch.Tensor, to
     return model, data
 
 
-def _train_with_encoded_pushes(codec: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _train_with_encoded_pushes(codec: str, num_spares: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     model, data = _pushed_case(codec)
+    stage = pipedream.planning.plan.Stage(0, len(model) - 1, 3, num_spare_shards=num_spares)
     result = pipedream.run(
         model,
-        pipedream.Plan((pipedream.planning.plan.Stage(0, len(model) - 1, 3),)),
+        pipedream.Plan((stage,)),
         data=data,
         loss_fn=nn.functional.mse_loss,
         optimizer=functools.partial(torch.optim.SGD, lr=0.5),
@@ -346,17 +347,21 @@ def _train_with_encoded_pushes(codec: str) -> tuple[list[float], dict[str, torch
     return result.losses, model.state_dict()
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8", "topk:0.1"])
+@pytest.mark.parametrize(
+    ("codec", "num_spares"), [("bf16", 0), ("int8", 0), ("topk:0.1", 0), ("bf16", 1), ("topk:0.1", 2)]
+)
 def test_encoded_pushes_give_the_mean_of_what_their_codec_makes_of_the_others_gradients(
-    farm: Farm, codec: str
+    farm: Farm, codec: str, num_spares: int
 ) -> None:
-    losses, state = farm.results(_train_with_encoded_pushes, codec, num_ranks=3)[0]
+    ranks = 3 + num_spares
+    losses, state = farm.results(_train_with_encoded_pushes, codec, num_spares, num_ranks=ranks)[0]
     model, data = _pushed_case(codec)
     parameters = list(model.parameters())
-    layout = ShardLayout(list(model.named_parameters()), 3, whole_tensors=False)
+    named = list(model.named_parameters())
+    layout = ShardLayout(named, 3, whole_tensors=False, num_spares=num_spares)
     optimizer = torch.optim.SGD(parameters, lr=0.5)
     codecs, expected = CodecOracle(None), []
-    assert len(layout.chunks) == (6 if codec.startswith("topk") else 3)
+    assert len(layout.chunks) == (2 if codec.startswith("topk") else 1) * ranks
     for first in range(0, len(data), 3):
         batches = data[first : first + 3]
         means = [torch.zeros_like(parameter) for parameter in parameters]

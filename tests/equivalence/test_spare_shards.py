@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import pipedream
@@ -175,6 +176,18 @@ def test_a_spare_of_a_model_on_the_meta_device_makes_its_shard(tmp_path: Any) ->
         return result.losses
 
     assert train(plan.with_spare_shards([1, 0]), "spare") == train(plan, "none")
+
+
+def _error_without_memory(training: Training) -> str:
+    with pytest.raises(ValueError) as caught:
+        train_in_pipeline(training, memory="1KiB")
+    return str(caught.value)
+
+
+def test_a_spare_that_does_not_fit_is_refused_by_its_name(farm: Farm) -> None:
+    refused = farm.results(_error_without_memory, _training("mlp", (2, 1), (1, 0)), num_ranks=4)
+    said = r"memory is 1.00 KiB, but stage 0 spare 0 \(rank 3\) needs \d+.\d+ .iB: give more memory"
+    assert re.match(said, refused[3]), refused[3]
 
 
 def _refused(spares: tuple[int, ...], **options: Any) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -238,6 +239,21 @@ class FailingSGD(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         if self._num_steps == 5:
             raise ArithmeticError("the step is too long")
+        self._num_steps += 1
+        return super().step(closure)
+
+
+class KillingSGD(torch.optim.SGD):
+    """Kills the local worker of this rank in its step number 3, which is the update of round 3."""
+
+    def __init__(self, params: Any, rank: int) -> None:
+        super().__init__(params, lr=0.1)
+        self._victim = f"pipedream-{rank}"
+        self._num_steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        if self._num_steps == 3 and multiprocessing.current_process().name == self._victim:
+            be_killed()
         self._num_steps += 1
         return super().step(closure)
 

@@ -19,8 +19,10 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from mishaps import (
     BOUND_S,
+    KillingSGD,
     Layer,
     NotesReader,
     be_killed,
@@ -103,6 +105,15 @@ def test_a_killed_replica_ends_the_run_and_is_named(
     assert time.monotonic() - killed_s < BOUND_S
     assert str(error) == f"{name} (rank {rank}) was killed by SIGKILL at minibatch {at}"
     assert list(error.losses) == [float(i * i) for i in range(len(error.losses))]  # type: ignore[attr-defined]
+
+
+def test_a_killed_spare_ends_the_run_and_is_named() -> None:
+    plan = Plan((Stage(0, 0, num_replicas=2, num_spare_shards=1), Stage(1, 1)))
+    model = model_with(None, stages=2)
+    model[0].register_parameter("wide", torch.nn.Parameter(torch.ones(100, dtype=torch.float64)))
+    optimizer = functools.partial(KillingSGD, rank=3)
+    error = _error_of(WorkerLost, lambda: run(model, plan=plan, optimizer=optimizer))
+    assert str(error) == "stage 0 spare 0 (rank 3) was killed by SIGKILL at minibatch 6"
 
 
 def test_a_run_after_failed_ones_trains_as_the_first_of_a_process_does(tmp_path: Path) -> None:

@@ -140,8 +140,8 @@ class RunResult:
     channels: list[ChannelFigures] = field(default_factory=list)
     """Of every channel between two stages, activations and gradients."""
     bytes_synced: int = 0
-    """By the replicas of each stage to each other, headers included: gradients, or their factors, and
-    versions of the weights. What an all-reduce sends is not in it."""
+    """By the replicas of each stage, and its spares, to each other, headers included: gradients, or their
+    factors, and versions of the weights. What an all-reduce sends is not in it."""
     spans: list[list[WorkSpan]] = field(default_factory=list)
     """Per worker: the latest work items, oldest first."""
     transfers: list[ChannelTransfers] = field(default_factory=list)
