@@ -123,6 +123,42 @@ def test_a_spare_learns_of_the_end_of_data_in_any_round(
     assert_equals_reference(farm, training, data=_Unsized(training.data()))
 
 
+def test_what_the_caller_iterates_goes_to_replicas_alone() -> None:
+    training = _training("mlp", (2, 1), (1, 0))
+    expected, _ = train_in_pipeline(training)
+    result, _ = train_in_pipeline(training, data=(batch for batch in training.data()))
+    assert result.losses == expected.losses
+    assert [rank for rank, source in enumerate(result.data_sources) if "forwarded" in source] == [0, 1, 2]
+
+
+def test_a_shard_of_more_chunks_than_a_spare_has_slots_gives_the_references_result(farm: Farm) -> None:
+    # 12 MiB of which a spare has half: three chunks; in one more run as whole tensors, updated at once.
+    for optimizer in (OPTIMIZERS["sgd"], functools.partial(torch.optim.Adafactor, lr=0.05)):
+        results = farm.results(_train_wide, optimizer, (1,), num_ranks=3)
+        losses, state = farm.results(_train_wide, optimizer, (0,), num_ranks=2)[0]
+        assert_close_losses(results[0][0], losses, 1e-12)
+        assert_close_state(results[0][1], state, 1e-12)
+
+
+def _train_wide(optimizer: Any, spares: tuple[int, ...]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(724, 724) for _ in range(3))).double()
+    generator = torch.Generator().manual_seed(1)
+    data = [
+        (torch.randn(2, 724, generator=generator).double(), torch.zeros(2, 724).double()) for _ in range(7)
+    ]
+    result = pipedream.run(
+        model,
+        pipedream.Plan.replicated(3, [2]).with_spare_shards(spares),
+        data=data,
+        loss_fn=torch.nn.functional.mse_loss,
+        optimizer=optimizer,
+        seed=1,
+        progress=False,
+    )
+    return result.losses, model.state_dict()
+
+
 def test_local_workers_with_a_spare_give_the_references_result() -> None:
     training = _training("mlp", (2, 1), (1, 0))
     result, state = train_in_pipeline(training)

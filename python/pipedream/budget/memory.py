@@ -204,7 +204,8 @@ class MemoryPlan:
             gradients += footprint.gradient_bytes - fewer_bytes
             if self.plan.stages[stage].num_replicas > 1:
                 # Those that are pushed and have not left, or are kept for the update of the own shard.
-                num_rounds = _core.num_gradients_kept(self.schedule, stage)
+                has_spares = self.plan.stages[stage].num_spare_shards > 0  # of which a round may wait here
+                num_rounds = _core.num_gradients_kept(self.schedule, stage) + has_spares
                 kept_bytes = max(footprint.gradient_bytes, self.weight_bytes[stage])
                 gradients += num_rounds * (kept_bytes - fewer_bytes)
         return {STASH: stash, TRANSIENT: transient, GRADIENTS: gradients}

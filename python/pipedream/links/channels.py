@@ -33,6 +33,7 @@ __all__ = [
     "BETWEEN_REPLICAS",
     "CALLER",
     "INPUTS",
+    "NUM_SPARE_SLOTS",
     "NUM_TRANSFERS_KEPT",
     "TARGETS",
     "RunChannel",
@@ -60,6 +61,8 @@ TARGETS = "targets from the caller"
 # The newest items of a channel between stages whose times each end keeps for the trace, in 1 MiB at most:
 # about as many minibatches as the work items that a worker keeps.
 NUM_TRANSFERS_KEPT = 1 << 14
+# For chunks that one replica pushes to a spare: one is used while the next comes.
+NUM_SPARE_SLOTS = 2
 # Of 1 MiB: one comes while the other is read. To touch more pages takes longer than small models need.
 _NUM_SET_UP_SLOTS = 2
 # What the kinds of edges carry.
@@ -324,13 +327,18 @@ def _add_between_replicas(
     dtype = spec.dtype if is_push else torch.uint8  # a version is bytes
     content = TensorSpec(dtype, (spec.chunk_bytes_max // dtype.itemsize,), requires_grad=False)
     flags = TensorSpec(torch.uint8, (spec.num_pieces_max,), requires_grad=False)
-    # A round is received at once, so that none waits in its sender's memory for the next to be used.
     num_rounds = schedule.in_flight[edge.from_stage] + schedule.staleness + 2
+    # A round is received at once, so that none waits in its sender's memory for the next to be used. A spare
+    # uses chunk by chunk what it has from all replicas: one that is ahead waits, and lets the others have the
+    # link, so that chunks are complete, and leave, all the time.
+    slots = max(spec.num_chunks, 1)
+    if is_push and owner >= schedule.placement.num_replicas(edge.from_stage):
+        slots = min(slots, NUM_SPARE_SLOTS)
     found.add(
         edge_name(edge, schedule.placement),
         _ranks_of_ends(schedule, edge),
         [flags, content] if is_push else [content],
-        slots=max(spec.num_chunks, 1),
+        slots=slots,
         unsent=max(spec.num_chunks, 1) * num_rounds,
         codec=codec_of_pushes(codec) if is_push else NO_CODEC,
         edge=edge,

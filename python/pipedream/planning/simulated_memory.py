@@ -28,6 +28,7 @@ __all__ = ["MemoryUse", "memory_in_use"]
 
 _BETWEEN_STAGES = ("activation", "gradient")
 _COPIES = 2  # of the weights: the model as given, gradients
+_SPARE_SLOTS_BYTES = 2 * (4 << 20)  # two of the largest chunks that one replica pushes (links/channels.py)
 
 
 class MemoryUse(NamedTuple):
@@ -148,9 +149,10 @@ class _StageBytes(NamedTuple):
         return (self.num_versions + _COPIES + optimizer_copies) * self.parameters + self.exchanged
 
     def spare_bytes(self, optimizer_copies: float) -> float:
-        """Of a spare: its shard's versions and state, and slots for what all replicas push of it."""
+        """Of a spare: its shard's versions and state, and slots for some chunks that each replica pushes."""
         shard_bytes = self.share_of_spare * self.parameters
-        return (self.num_versions + optimizer_copies + self.num_replicas) * shard_bytes
+        slots_bytes = self.num_replicas * min(shard_bytes, _SPARE_SLOTS_BYTES)
+        return (self.num_versions + optimizer_copies) * shard_bytes + slots_bytes
 
 
 def _summed(fixed: float, changes: Iterable[tuple[float, float]]) -> list[MemoryUse]:
