@@ -5,22 +5,18 @@ Pure but for the file; one thread; needs no torch, and matplotlib only for .svg,
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
 from pipedream.common.figure_file import FIGURE_SUFFIXES, import_figure, save_figure
-from pipedream.planning.row_names import name_replicas, name_rows
-from pipedream.planning.simulator import TRANSFERS, Simulation, Step, TimedInstruction
+from pipedream.planning.schedule_drawing import PhaseSpan, ScheduleDrawing
+from pipedream.planning.simulator import Simulation
+from pipedream.planning.step_labels import MEANINGS, StepLabels, computed
+from pipedream.planning.text_picture import draw_text
 from pipedream.planning.trace import Counter, Span, write_trace
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-__all__ = ["PhaseSpan", "check_picture_path", "draw_text", "make_spans", "write_picture"]
+__all__ = ["check_picture_path", "make_spans", "write_picture"]
 
 _TRACE_SUFFIXES = (".json", ".json.gz")
 _TEXT_SUFFIX = ".txt"
@@ -28,21 +24,6 @@ _OTHERWISE = ", or name a .txt or .json file"
 
 # Beyond this nobody can read a picture, and drawing takes minutes; a trace may hold any number.
 _DRAWN_BOXES_MAX = 20_000
-_TEXT_COLUMNS_MAX = 2_000
-_PICTURE_INCHES_MAX = 100.0
-
-_LETTERS = {"FORWARD": "F", "BACKWARD": "B", "RECOMPUTE": "R", "UPDATE": "U"}
-_LINK_LEGEND = ",   a activation,   g gradient, on their way"
-_SYNC_LEGEND = ",   p push or pull"
-_MEANINGS = {"FORWARD": "forward", "RECOMPUTE": "recompute", "BACKWARD": "backward", "UPDATE": "update"}
-
-
-class PhaseSpan(NamedTuple):
-    """A phase of the input worker, in milliseconds."""
-
-    name: str
-    begin_ms: float
-    end_ms: float
 
 
 def check_picture_path(path: str | os.PathLike[str]) -> None:
@@ -85,21 +66,23 @@ def write_picture(
             draw_text(simulation, title, subtitle, show_versions=show_versions), encoding="utf-8"
         )
         return
-    num_boxes = sum(len(_computed(row)) for row in simulation.timeline)
+    num_boxes = sum(len(computed(row)) for row in simulation.timeline)
     if num_boxes > _DRAWN_BOXES_MAX:
         raise ValueError(
             f"{name}: {num_boxes} instructions are too many to draw (at most {_DRAWN_BOXES_MAX}): take fewer"
             " minibatches, or a .json trace"
         )
-    labels = _Labels(simulation, show_versions)
+    labels = StepLabels(simulation, show_versions)
     figure_type = import_figure(name, _OTHERWISE)
-    save_figure(_Drawing(figure_type, simulation, labels, (title, subtitle), phases, time_unit).draw(), path)
+    save_figure(
+        ScheduleDrawing(figure_type, simulation, labels, (title, subtitle), phases, time_unit).draw(), path
+    )
 
 
 def make_spans(simulation: Simulation) -> Iterator[Span]:
     """The spans of a trace: every worker computes on one track and sends on one for each neighbour."""
     for worker, row in enumerate(simulation.timeline):
-        for instruction, begin_ms, end_ms in _computed(row):
+        for instruction, begin_ms, end_ms in computed(row):
             args = {
                 "stage": instruction.stage,
                 "replica": instruction.replica,
@@ -107,7 +90,7 @@ def make_spans(simulation: Simulation) -> Iterator[Span]:
                 "microbatch": instruction.microbatch,
                 "version": instruction.version,
             }
-            name = f"{_MEANINGS[instruction.opcode]} {instruction.minibatch}"
+            name = f"{MEANINGS[instruction.opcode]} {instruction.minibatch}"
             if instruction.opcode != "UPDATE":
                 name += f".{instruction.microbatch}"
             yield Span(f"worker {worker}", "compute", name, _ns(begin_ms), _ns(end_ms), args)
@@ -117,389 +100,5 @@ def make_spans(simulation: Simulation) -> Iterator[Span]:
         yield Span(f"worker {from_worker}", track, name, _ns(begin_ms), _ns(end_ms))
 
 
-def draw_text(
-    simulation: Simulation, title: str, subtitle: str = "", *, show_versions: bool | None = None
-) -> str:
-    """The picture in ASCII, at most 2,000 columns wide; lines end in a newline."""
-    labels = _Labels(simulation, show_versions)
-    columns_per_ms = _text_scale(simulation, labels)
-    num_columns = round(simulation.makespan_ms * columns_per_ms) + 1
-    has_replicas = any(name_replicas(simulation))
-    names = name_rows(simulation) if has_replicas else [f"worker {w}" for w in range(simulation.num_workers)]
-    rows = {
-        name: _text_row(row, labels, columns_per_ms, num_columns)
-        for name, row in zip(names, simulation.timeline, strict=True)
-    }
-    links = _text_links(simulation, labels, columns_per_ms, num_columns)
-    rows |= links
-    width = max(map(len, rows), default=0)
-    lines = [title, *([subtitle] if subtitle else []), ""]
-    lines += [f"{name:{width}}  {row}" for name, row in rows.items()]
-    legend = labels.text_legend()
-    if links:
-        legend += (_SYNC_LEGEND if has_replicas else "") + _LINK_LEGEND
-    return "\n".join([*lines, "", legend, ""])
-
-
-def _computed(row: Sequence[TimedInstruction]) -> list[TimedInstruction]:
-    """What keeps the worker, not the links."""
-    return [timed for timed in row if timed.instruction.opcode not in TRANSFERS]
-
-
 def _ns(time_ms: float) -> int:
     return round(time_ms * 1e6)
-
-
-class _Labels:
-    """What is written on the instructions of one simulation."""
-
-    def __init__(self, simulation: Simulation, show_versions: bool | None) -> None:
-        steps = [timed.instruction for row in simulation.timeline for timed in _computed(row)]
-        self.opcodes = {step.opcode for step in steps}
-        self.has_microbatches = any(step.microbatch > 0 for step in steps)
-        if show_versions is None:
-            show_versions = any(step.version != step.minibatch for step in steps if step.opcode != "UPDATE")
-        self.shows_versions = show_versions
-
-    def name(self, step: Step) -> str:
-        return self.item_name(step.minibatch, step.microbatch)
-
-    def item_name(self, minibatch: int, microbatch: int) -> str:
-        return f"{minibatch}.{microbatch}" if self.has_microbatches else f"{minibatch}"
-
-    def version(self, step: Step) -> str:
-        return f"v{step.version}" if self.shows_versions else ""
-
-    def text(self, step: Step) -> str:
-        return f"{_LETTERS[step.opcode]}{self.name(step)}{self.version(step)}"
-
-    def name_legend(self) -> str:
-        parts = ["3.1  minibatch 3, microbatch 1"] if self.has_microbatches else ["3  minibatch 3"]
-        return ",   ".join([*parts, "v2  reads weight version 2"] if self.shows_versions else parts)
-
-    def text_legend(self) -> str:
-        letters = [f"{_LETTERS[o]} {_MEANINGS[o]}" for o in _MEANINGS if o in self.opcodes and o != "UPDATE"]
-        return ",   ".join([*letters, "* update", ". idle", self.name_legend()])
-
-
-def _text_scale(simulation: Simulation, labels: _Labels) -> float:
-    """Columns per millisecond at which every label and the bar before it fit, if the width allows it."""
-    wanted = [
-        (len(labels.text(timed.instruction)) + 1) / (timed.end_ms - timed.begin_ms)
-        for row in simulation.timeline
-        for timed in row
-        if timed.end_ms > timed.begin_ms and timed.instruction.opcode != "UPDATE"
-    ]
-    if not simulation.makespan_ms:
-        return 1.0
-    return min(max(wanted, default=1.0), _TEXT_COLUMNS_MAX / simulation.makespan_ms)
-
-
-def _text_row(
-    row: Sequence[TimedInstruction], labels: _Labels, columns_per_ms: float, num_columns: int
-) -> str:
-    cells = ["."] * num_columns
-    for instruction, begin_ms, end_ms in _computed(row):
-        first, last = round(begin_ms * columns_per_ms), round(end_ms * columns_per_ms)
-        cells[last] = "|"
-        if instruction.opcode == "UPDATE":
-            cells[first : last + 1] = "*" * (last + 1 - first)
-            continue
-        room = last - first - 1
-        if room >= 0:
-            cells[first] = "*" if cells[first] == "*" else "|"
-            cells[first + 1 : last] = labels.text(instruction)[:room].ljust(room)
-    return "".join(cells)
-
-
-def _text_links(
-    simulation: Simulation, labels: _Labels, columns_per_ms: float, num_columns: int
-) -> dict[str, str]:
-    """A row per link that something takes time on: "a3" the activation of minibatch 3, "g" a gradient."""
-    rows: dict[str, list[str]] = {}
-    for transfer in simulation.transfers:
-        first, last = round(transfer.begin_ms * columns_per_ms), round(transfer.end_ms * columns_per_ms)
-        if first == last:
-            continue
-        cells = rows.setdefault(f"{transfer.from_worker} to {transfer.to_worker}", ["."] * num_columns)
-        text = f"{transfer.what[0]}{labels.item_name(transfer.minibatch, transfer.microbatch)}"
-        cells[first:last] = ("|" + text)[: last - first].ljust(last - first)
-        cells[last] = "|"
-    return {name: "".join(rows[name]) for name in sorted(rows)}
-
-
-# Blue and orange of the Okabe-Ito palette: they differ for every kind of colour vision, and in lightness too.
-_COLOURS = {"FORWARD": (0.34, 0.71, 0.91), "RECOMPUTE": (0.75, 0.88, 0.95), "BACKWARD": (0.95, 0.67, 0.18)}
-_DARKEST = {"FORWARD": 0.62, "RECOMPUTE": 0.84, "BACKWARD": 0.62}  # of a worker's last stage
-_IDLE_COLOUR = "#f1f1f1"
-_UPDATE_COLOUR = "#303030"
-_QUIET_COLOUR = "#666666"
-_INK = "#111111"
-
-# Inches, and points for text.
-_MARGIN = 0.22
-_ROW = 0.40
-_ROW_GAP = 0.09
-_TITLE = 0.50
-_PHASES = 0.30
-_TIME = 0.34
-_LEGEND = 0.30
-_UPDATE_MARK = 0.018
-_CHART_WIDTH_MIN = 5.2
-_TEXT_PT = 9.0
-_TEXT_PT_MIN = 3.5
-_SMALL_PT = 7.5
-_VERSION_PT = 6.0
-_INCHES_PER_CHARACTER_PT = 0.62 / 72  # a digit's width, of a letter's height in points
-
-
-class _Drawing:
-    """One figure, whose only axes count in inches from the lower left corner."""
-
-    def __init__(
-        self,
-        figure_type: type[Figure],
-        simulation: Simulation,
-        labels: _Labels,
-        titles: tuple[str, str],
-        phases: Sequence[PhaseSpan],
-        time_unit: str,
-    ) -> None:
-        self.simulation = simulation
-        self.labels = labels
-        self.titles = titles
-        self.phases = phases
-        self.stages_of_worker = [
-            sorted({timed.instruction.stage for timed in row}) for row in simulation.timeline
-        ]
-        self.num_chunks = max((len(stages) for stages in self.stages_of_worker), default=1)
-        self.row_names = name_rows(simulation)
-        self.time_name = f"time, {time_unit}"
-        row_name = max(self.row_names, key=len, default="")
-        self.left = _MARGIN + 0.08
-        self.left += max(_text_width(row_name, _TEXT_PT), _text_width(self.time_name, _SMALL_PT))
-        self.inches_per_ms = self._scale()
-        self.right = self.left + max(_CHART_WIDTH_MIN, simulation.makespan_ms * self.inches_per_ms)
-        self.rows_bottom = _MARGIN + _LEGEND + _TIME
-        rows_height = len(self.row_names) * (_ROW + _ROW_GAP) - _ROW_GAP
-        self.rows_top = self.rows_bottom + max(_ROW, rows_height)
-        width = self.right + _MARGIN
-        height = self.rows_top + (_PHASES if phases else 0.0) + _TITLE + _MARGIN
-        self.figure = figure_type(figsize=(width, height))
-        self.axes: Axes = self.figure.add_axes((0, 0, 1, 1))
-        self.axes.set_xlim(0, width)
-        self.axes.set_ylim(0, height)
-        self.axes.axis("off")
-        self.height = height
-
-    def draw(self) -> Figure:
-        title, subtitle = self.titles
-        top = self.height - _MARGIN
-        self._write(_MARGIN, top - 0.08, title, _TEXT_PT + 2, weight="bold")
-        self._write(_MARGIN, top - 0.30, subtitle, _TEXT_PT - 0.5, colour=_QUIET_COLOUR)
-        for worker, row in enumerate(self.simulation.timeline):
-            self._draw_row(worker, row)
-        self._draw_transfers()
-        self._draw_phases()
-        self._draw_time()
-        self._draw_legend()
-        return self.figure
-
-    def _scale(self) -> float:
-        """Inches per millisecond at which every label fits, if the width allows it."""
-        wanted = [
-            (self._label_width(timed.instruction) + 0.07) / (timed.end_ms - timed.begin_ms)
-            for row in self.simulation.timeline
-            for timed in row
-            if timed.end_ms > timed.begin_ms and timed.instruction.opcode != "UPDATE"
-        ]
-        makespan_ms = self.simulation.makespan_ms
-        if not makespan_ms:
-            return 1.0
-        roomy = max(max(wanted, default=0.0), _CHART_WIDTH_MIN / makespan_ms)
-        return min(roomy, _PICTURE_INCHES_MAX / makespan_ms)
-
-    def _label_width(self, step: Step) -> float:
-        return max(
-            _text_width(self.labels.name(step), _TEXT_PT),
-            _text_width(self.labels.version(step), _VERSION_PT),
-        )
-
-    def _x(self, time_ms: float) -> float:
-        return self.left + time_ms * self.inches_per_ms
-
-    def _draw_row(self, worker: int, row: Sequence[TimedInstruction]) -> None:
-        bottom = self._bottom(worker)
-        self._write(self.left - 0.08, bottom + _ROW / 2, self.row_names[worker], _TEXT_PT, align="right")
-        self._fill(self.left, self._x(self.simulation.makespan_ms), bottom, _IDLE_COLOUR)
-        for timed in _computed(row):
-            if timed.instruction.opcode != "UPDATE":
-                self._draw_box(worker, timed, bottom)
-        for timed in row:  # above the boxes' edges
-            if timed.instruction.opcode == "UPDATE":
-                self._draw_update(timed, bottom)
-
-    def _draw_box(self, worker: int, timed: TimedInstruction, bottom: float) -> None:
-        step = timed.instruction
-        begin, end = self._x(timed.begin_ms), self._x(timed.end_ms)
-        colour = self._colour(step.opcode, self.stages_of_worker[worker].index(step.stage))
-        self._fill(begin, end, bottom, colour, is_hatched=step.opcode == "RECOMPUTE")
-        name, version = self.labels.name(step), self.labels.version(step)
-        points = min(_TEXT_PT, (end - begin - 0.03) / (len(name) * _INCHES_PER_CHARACTER_PT))
-        if points < _TEXT_PT_MIN:
-            return
-        ink = _ink_on(colour)
-        middle = (begin + end) / 2
-        if not version:
-            self._write(middle, bottom + _ROW / 2, name, points, align="center", colour=ink)
-            return
-        self._write(middle, bottom + _ROW * 0.64, name, points, align="center", colour=ink)
-        small = min(
-            _VERSION_PT, 0.75 * points, (end - begin - 0.03) / (len(version) * _INCHES_PER_CHARACTER_PT)
-        )
-        self._write(middle, bottom + _ROW * 0.23, version, small, align="center", colour=ink)
-
-    def _draw_update(self, timed: TimedInstruction, bottom: float) -> None:
-        begin, end = self._x(timed.begin_ms), self._x(timed.end_ms)
-        half_mark = max(0.0, _UPDATE_MARK - (end - begin)) / 2  # an update that takes no time is still seen
-        self._fill(begin - half_mark, end + half_mark, bottom - 0.03, _UPDATE_COLOUR, height=_ROW + 0.06)
-
-    def _draw_transfers(self) -> None:
-        """A line from the sender's row to the receiver's, for what takes time."""
-        for transfer in self.simulation.transfers:
-            if transfer.end_ms == transfer.begin_ms:
-                continue
-            is_downward = transfer.to_worker > transfer.from_worker
-            edges = (0.0, _ROW) if is_downward else (_ROW, 0.0)
-            x = [self._x(transfer.begin_ms), self._x(transfer.end_ms)]
-            y = [
-                self._bottom(transfer.from_worker) + edges[0],
-                self._bottom(transfer.to_worker) + edges[1],
-            ]
-            self.axes.plot(x, y, color=_QUIET_COLOUR, lw=0.5, alpha=0.6)
-
-    def _bottom(self, worker: int) -> float:
-        """Of the worker's row."""
-        return self.rows_top - _ROW - worker * (_ROW + _ROW_GAP)
-
-    def _draw_phases(self) -> None:
-        y = self.rows_top + 0.10
-        free_x = 0.0
-        for name, begin_ms, end_ms in self.phases:
-            begin, end = self._x(begin_ms) + 0.02, self._x(end_ms) - 0.02
-            self.axes.plot([begin, begin, end, end], [y - 0.05, y, y, y - 0.05], color=_QUIET_COLOUR, lw=0.9)
-            width = _text_width(name, _SMALL_PT)
-            x = max(begin, (begin + end - width) / 2)  # a short phase's name goes on to its right
-            if x >= free_x:
-                self._write(x, y + 0.10, name, _SMALL_PT, colour=_QUIET_COLOUR)
-                free_x = x + width + 0.05
-
-    def _draw_time(self) -> None:
-        y = self.rows_bottom - 0.10
-        end = self._x(self.simulation.makespan_ms)
-        arrow = {"arrowstyle": "-|>", "color": _QUIET_COLOUR, "lw": 0.9, "shrinkA": 0, "shrinkB": 0}
-        self.axes.annotate("", xy=(end, y), xytext=(self.left, y), arrowprops=arrow)
-        step_ms = _tick_step(self.simulation.makespan_ms, (end - self.left) / 0.7)
-        num_ticks = int(self.simulation.makespan_ms / step_ms) + 1 if step_ms else 0
-        for position in range(num_ticks):
-            x = self._x(position * step_ms)
-            if x < end - 0.05:
-                self.axes.plot([x, x], [y - 0.035, y + 0.035], color=_QUIET_COLOUR, lw=0.9)
-                text = f"{position * step_ms:g}"
-                self._write(x, y - 0.12, text, _SMALL_PT - 1, align="center", colour=_QUIET_COLOUR)
-        self._write(self.left - 0.08, y, self.time_name, _SMALL_PT, align="right", colour=_QUIET_COLOUR)
-
-    def _draw_legend(self) -> None:
-        x, bottom, height = self.left, _MARGIN, 0.15
-        for opcode, meaning in _MEANINGS.items():
-            if opcode not in self.labels.opcodes:
-                continue
-            is_update = opcode == "UPDATE"
-            for chunk in range(1 if is_update else self.num_chunks):
-                width = 0.02 if is_update else 0.24
-                colour = _UPDATE_COLOUR if is_update else self._colour(opcode, chunk)
-                is_hatched = opcode == "RECOMPUTE"
-                self._fill(x, x + width, bottom, colour, height=height, is_hatched=is_hatched)
-                x += width
-            x = self._legend_text(x, meaning)
-        self._fill(x, x + 0.24, bottom, _IDLE_COLOUR, height=height)
-        x = self._legend_text(x + 0.24, "idle")
-        text = self.labels.name_legend()
-        if self.num_chunks > 1:
-            text += ",   darker: the worker's later stage"
-        self._legend_text(x, text)
-
-    def _legend_text(self, x: float, text: str) -> float:
-        """Where the next entry begins."""
-        self._write(x + 0.06, _MARGIN + 0.075, text, _SMALL_PT, colour=_QUIET_COLOUR)
-        return x + 0.06 + _text_width(text, _SMALL_PT) + 0.16
-
-    def _colour(self, opcode: str, chunk: int) -> tuple[float, float, float]:
-        base = _COLOURS[opcode]
-        if self.num_chunks == 1:
-            return base
-        # From half as far from white as the base to a dark one, in as many steps as there are chunks.
-        share = chunk / (self.num_chunks - 1)
-        light = tuple(1 - 0.5 * (1 - part) for part in base)
-        dark = tuple(_DARKEST[opcode] * part for part in base)
-        red, green, blue = (a + share * (b - a) for a, b in zip(light, dark, strict=True))
-        return red, green, blue
-
-    def _fill(
-        self,
-        begin: float,
-        end: float,
-        bottom: float,
-        colour: str | tuple[float, float, float],
-        *,
-        height: float = _ROW,
-        is_hatched: bool = False,
-    ) -> None:
-        from matplotlib.patches import Rectangle
-
-        has_edge = not isinstance(colour, str)
-        self.axes.add_patch(
-            Rectangle(
-                (begin, bottom),
-                end - begin,
-                height,
-                facecolor=colour,
-                edgecolor="white" if has_edge else "none",
-                linewidth=0.8 if has_edge else 0.0,
-                hatch="////" if is_hatched else None,
-            )
-        )
-
-    def _write(
-        self,
-        x: float,
-        y: float,
-        text: str,
-        points: float,
-        *,
-        align: str = "left",
-        colour: str = _INK,
-        weight: str = "normal",
-    ) -> None:
-        self.axes.text(
-            *(x, y, text), fontsize=points, ha=align, va="center_baseline", color=colour, weight=weight
-        )
-
-
-def _text_width(text: str, points: float) -> float:
-    """Inches, about: exact widths would need a renderer, and viewers of an SVG have their own fonts."""
-    return len(text) * points * _INCHES_PER_CHARACTER_PT
-
-
-def _ink_on(colour: tuple[float, float, float]) -> str:
-    red, green, blue = colour
-    return _INK if 0.3 * red + 0.59 * green + 0.11 * blue > 0.45 else "white"
-
-
-def _tick_step(length_ms: float, num_ticks_max: float) -> float:
-    """1, 2 or 5 times a power of ten, of which at most that many fit in the length; 0 for no length."""
-    if length_ms <= 0:
-        return 0.0
-    least = length_ms / max(1.0, num_ticks_max)
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)

@@ -16,7 +16,7 @@ from pipedream.planning.plan import Plan, stage_counts
 
 if TYPE_CHECKING:
     from pipedream import _core
-    from pipedream.planning.schedule_picture import PhaseSpan
+    from pipedream.planning.schedule_drawing import PhaseSpan
     from pipedream.planning.simulator import Simulation, StageTimes, StepEdge
 
 __all__ = [
@@ -263,7 +263,7 @@ def read_times(text: str | None) -> StageTimes:
 def input_phases(traced: TracedSchedule, simulation: Simulation) -> list[PhaseSpan]:
     """Of the first worker; none where they come anew with every minibatch, too narrow to name."""
     from pipedream import _core
-    from pipedream.planning.schedule_picture import PhaseSpan
+    from pipedream.planning.schedule_drawing import PhaseSpan
 
     spans: list[PhaseSpan] = []
     for step, (_, begin_ms, end_ms) in zip(traced.programs[0], simulation.timeline[0], strict=True):

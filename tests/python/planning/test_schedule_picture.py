@@ -12,14 +12,10 @@ from typing import Any, NamedTuple
 import pytest
 from pipedream import _core
 from pipedream.planning import schedule_picture
-from pipedream.planning.schedule_picture import (
-    PhaseSpan,
-    check_picture_path,
-    draw_text,
-    make_spans,
-    write_picture,
-)
+from pipedream.planning.schedule_drawing import PhaseSpan
+from pipedream.planning.schedule_picture import check_picture_path, make_spans, write_picture
 from pipedream.planning.simulator import Simulation, StageTimes, simulate
+from pipedream.planning.text_picture import draw_text
 
 
 def simulate_schedule(

@@ -11,10 +11,10 @@ from pipedream.planning.layer_profile import LayerProfile, Profile
 from pipedream.planning.partitioner import partition
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.plan_simulation import PlanSimulation, simulate_plan
-from pipedream.planning.schedule_picture import draw_text
 from pipedream.planning.shard_shares import round_ms, shard_shares
 from pipedream.planning.simulator import StageTimes, simulate
 from pipedream.planning.spares import with_spares
+from pipedream.planning.text_picture import draw_text
 
 _BYTES_PER_S = 1e6
 
