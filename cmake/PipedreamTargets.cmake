@@ -35,6 +35,9 @@ set(PIPEDREAM_CORE_HEADERS
 # pd_precompile(<target> <first> <header>...): the headers are compiled once, for <first>, and read by all targets
 # whose flags are the same.
 function(pd_precompile target first)
+  if(CMAKE_DISABLE_PRECOMPILE_HEADERS)
+    return() # REUSE_FROM would warn for every target
+  endif()
   if(target STREQUAL first)
     target_precompile_headers(${target} PRIVATE ${ARGN})
   else()
