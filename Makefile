@@ -76,10 +76,8 @@ examples: setup
 	@torch=$$($(PYTHON) -c 'from importlib.metadata import version; print(version("torch"))'); \
 	$(PYTHON) -m pip install -q --disable-pip-version-check --no-build-isolation '.[examples]' "torch==$$torch"
 
-# A warning is an error. The Python tests build them, too, where Sphinx is installed.
+# A warning is an error. The Python tests build them, too.
 docs: setup
-	@$(PYTHON) -c 'import myst_parser, sphinx' 2>/dev/null || \
-	$(PYTHON) -m pip install -q --disable-pip-version-check "myst-parser>=3" "sphinx>=7"
 	@$(PYTHON) -m sphinx -q -W --keep-going -b html docs build/docs
 	@echo "==> build/docs/index.html"
 

@@ -162,7 +162,7 @@ from setuptools.config.pyprojecttoml import load_file
 
 project = load_file("pyproject.toml")["project"]
 extras = project["optional-dependencies"]
-print(*project["dependencies"], *extras["dev"], *extras["demo"], sep="\n")
+print(*project["dependencies"], *extras["dev"], *extras["demo"], *extras["docs"], sep="\n")
 EOF
 }
 if ! up_to_date requirements "$requirements_digest"; then
