@@ -12,6 +12,7 @@ import typer
 from pipedream.command_line import JsonOption, check_output, links_or_bandwidth, print_result, with_notes
 from pipedream.common.units import parse_bandwidth
 from pipedream.planning.layer_profile import Profile
+from pipedream.planning.link_profile import LinkProfile
 from pipedream.planning.partitioner import partition
 
 if TYPE_CHECKING:
@@ -169,6 +170,10 @@ def simulate_command(
     bandwidth: Annotated[
         str | None, typer.Option(help="Of the links between workers; without it the plan's.")
     ] = None,
+    links: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="In place of --bandwidth: what `profile-links` measured."),
+    ] = None,
     minibatches: Annotated[int | None, typer.Option(help="How many to simulate.")] = None,
     microbatches: _Microbatches = None,
     recompute: _Recompute = False,
@@ -203,6 +208,7 @@ def simulate_command(
         Profile.load(profile_file),
         schedule=schedule,
         bandwidth_bytes_per_s=None if bandwidth is None else parse_bandwidth(bandwidth),
+        links=None if links is None else LinkProfile.load(links),
         minibatches=minibatches,
         microbatches=microbatches,
         recompute=recompute,

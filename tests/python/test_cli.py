@@ -212,6 +212,19 @@ def test_table_and_run_take_measured_links_in_place_of_a_bandwidth(
     assert outcome.error() == "give --bandwidth, for example 10Gbit/s, or --links FILE: one of them"
 
 
+def test_simulate_takes_measured_links_in_place_of_a_bandwidth(call: Caller) -> None:
+    LINKS.save("links.json")
+    plan = ("--workers", "2", "--straight", "--bandwidth", "1Gbit/s", "--output", "plan.json")
+    assert call("partition", "profile.json", *plan).status == 0
+    arguments = ("simulate", "plan.json", "--profile", "profile.json", "--schedule", "flush", "--json")
+    measured = json.loads(call(*arguments, "--links", "links.json").stdout)
+    alike = json.loads(call(*arguments, "--bandwidth", "8Mbit/s").stdout)
+    assert measured["boundaries"] == alike["boundaries"]
+    assert measured["ms_per_minibatch"] > alike["ms_per_minibatch"]  # by the links' latency
+    outcome = call(*arguments, "--links", "links.json", "--bandwidth", "8Mbit/s")
+    assert outcome.error() == "give --bandwidth, for example 10Gbit/s, or --links FILE: one of them"
+
+
 def test_partition_takes_a_memory_of_each_worker(call: Caller) -> None:
     arguments = ("partition", "profile.json", "--workers", "2", "--bandwidth", "8Mbit/s", "--straight")
     both = call(*arguments, "--memory", "1GiB", "--json")

@@ -2,7 +2,8 @@
 
 Stage s takes the sum of its layers' times, cut evenly into the microbatches; a boundary takes a_i / B one
 way, the C_i of the paper's cost model (design.md, section 5), and carries one item at a time in each
-direction; a stage's replicas push and pull their shards, |w| / r bytes each, over links of their own. What
+direction; a stage's replicas push and pull their shards, |w| / r bytes each, over links of their own. Of
+measured links each has the B of its direction and its latency (stage_links.py). What
 the profile does not have takes no time: the optimizer's step, the runtime's own work, cores that are shared.
 A plan of the calibrated cost model carries costs that have all of these, which then count (prediction.py).
 Figures are of a minibatch, of which a worker of r replicas has one in r. Any thread.
@@ -19,12 +20,15 @@ from typing import Any
 from pipedream.common.document import check_list, check_number
 from pipedream.common.table import format_table
 from pipedream.common.units import format_bandwidth, format_bytes
+from pipedream.planning.formulas import parameter_bytes_of
 from pipedream.planning.layer_profile import Profile
-from pipedream.planning.plan import Plan
-from pipedream.planning.prediction import simulate_programs
+from pipedream.planning.link_profile import LinkProfile
+from pipedream.planning.plan import Plan, Stage
+from pipedream.planning.prediction import boundary_links, simulate_programs
 from pipedream.planning.runtime_costs import costs_of
 from pipedream.planning.simulated_memory import MemoryUse, memory_in_use
 from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, simulate
+from pipedream.planning.stage_links import StageLinks
 from pipedream.planning.synced_bytes import (
     SyncedBytes,
     exchange_times,
@@ -46,6 +50,8 @@ class PlanSimulation:
     plan: Plan
     profile: Profile
     bandwidth_bytes_per_s: float
+    """Of measured links the slowest that is used."""
+    links: StageLinks
     traced: TracedSchedule
     simulation: Simulation
     optimizer_copies: float = 1.0
@@ -95,11 +101,14 @@ class PlanSimulation:
             "steady_bubble_share": self.simulation.steady_bubble_share,
             "workers": [self._worker_fields(worker) for worker in range(self.simulation.num_workers)],
             "boundaries": [
-                {"after_stage": stage, "bytes_per_minibatch": 2 * num_bytes, "one_way_ms": one_way_ms}
-                for stage, (num_bytes, one_way_ms) in enumerate(
+                {"after_stage": stage, "bytes_per_minibatch": 2 * num_bytes, "one_way_ms": of_slower_ms}
+                for stage, (num_bytes, of_slower_ms) in enumerate(
                     zip(
                         _boundary_bytes(self.plan, self.profile),
-                        _boundary_ms(self.plan, self.profile, self.bandwidth_bytes_per_s),
+                        [
+                            max(times.activation_ms, times.gradient_ms)
+                            for times in _transfers(self.plan, self.profile, self.links)
+                        ],
                         strict=True,
                     )
                 )
@@ -130,18 +139,35 @@ class PlanSimulation:
         sent = [transfer for transfer in self.simulation.transfers if transfer.from_worker == worker]
         makespan_ms, num_minibatches = self.simulation.makespan_ms, self.traced.num_minibatches
         link_ms = sum(transfer.end_ms - transfer.begin_ms for transfer in sent) / num_minibatches
+        sent_bytes = sum(
+            (transfer.end_ms - transfer.begin_ms) / 1e3 * self._bytes_per_s(worker, transfer.to_worker)
+            for transfer in sent
+        )
         served = self.plan.spare_stage_of(worker)
         if served is not None:  # whose chunks leave while others come, so that the simulation has the rest
             link_ms = spare_link_ms(self.plan.stages[served], self.profile, self.bandwidth_bytes_per_s)
+            sent_bytes = link_ms / 1e3 * self.bandwidth_bytes_per_s * num_minibatches
         return {
             "rank": worker,
             "stages": list(self.plan.stages_of(worker)),
             "busy_ms_per_minibatch": busy_ms / num_minibatches,
             "busy_share": busy_ms / makespan_ms if makespan_ms else 0.0,
             "link_ms_per_minibatch": link_ms,
-            "bytes_sent_per_minibatch": round(link_ms * self.bandwidth_bytes_per_s / 1e3),
+            "bytes_sent_per_minibatch": round(sent_bytes / num_minibatches),
             "memory_peak_bytes": round(max(use.num_bytes for use in self.memory[worker])),
         }
+
+    def _bytes_per_s(self, sender: int, receiver: int) -> float:
+        ranks = _ranks_of(self.plan, self.traced)
+        for stage, here in enumerate(ranks):
+            if sender in here and receiver in here:
+                return self.links.replicas[stage]
+            below = ranks[stage + 1] if stage + 1 < len(ranks) else ()
+            if sender in here and receiver in below:
+                return self.links.downstream[stage]
+            if sender in below and receiver in here:
+                return self.links.upstream[stage]
+        return self.bandwidth_bytes_per_s  # of a spare
 
     def _row(self, worker: int) -> tuple[str, ...]:
         fields = self._worker_fields(worker)
@@ -163,6 +189,7 @@ def simulate_plan(
     *,
     schedule: str = "pipedream",
     bandwidth_bytes_per_s: float | None = None,
+    links: LinkProfile | None = None,
     minibatches: int | None = None,
     microbatches: int | None = None,
     recompute: bool = False,
@@ -175,20 +202,17 @@ def simulate_plan(
     factors: replicas push as with run's codec={"pushes": "factors"}; what that changes is what the links
     carry, not what a worker computes or keeps. sync, staleness: as of run().
 
-    bandwidth_bytes_per_s: of each link; None takes the plan's. minibatches, microbatches: None chooses enough
+    bandwidth_bytes_per_s: of each link; links: what was measured, in its place; None takes the plan's
+    bandwidth. minibatches, microbatches: None chooses enough
     for a steady state, and as many as the schedule needs. Raises ValueError for a profile of other layers,
-    where neither says the bandwidth, and as make_traced().
+    where nothing says the bandwidth or both do, for links of fewer workers or of a plan with spare shards,
+    and as make_traced().
     """
     plan = Plan.load(plan_file)
     if plan.num_layers != profile.num_layers:
         raise ValueError(
             f"{plan_file} has {plan.num_layers} layers and the profile {profile.num_layers}: give the profile"
             " that the plan was made from"
-        )
-    bandwidth = plan.bandwidth_bytes_per_s if bandwidth_bytes_per_s is None else bandwidth_bytes_per_s
-    if bandwidth is None:
-        raise ValueError(
-            f"{plan_file} does not say the links' bandwidth: give --bandwidth, for example 10Gbit/s"
         )
     if factors and sync in ("asp", "allreduce"):
         raise ValueError(f"factors are pushed with sync 'bsp' or 'ssp', and sync is {sync!r}: leave one out")
@@ -210,25 +234,85 @@ def simulate_plan(
         ),
         None,
     )
+    stage_links, bandwidth = _links_of(plan, plan_file, traced, bandwidth_bytes_per_s, links)
     num_microbatches = traced.options.num_microbatches
     shares = _sync_shares(plan, profile, traced, factors=factors)
+    transfers = _transfers(plan, profile, stage_links)
     if costs_of(plan) is not None:
-        links = [
-            {**link, "one_way_ms": one_way_ms}
-            for link, one_way_ms in zip(
-                plan.predicted["links"], _boundary_ms(plan, profile, bandwidth), strict=True
-            )
-        ]
-        costed = replace(plan, predicted=plan.predicted | {"links": links})
+        is_own = bandwidth_bytes_per_s is None and links is None
+        costed = plan if is_own else _costed(plan, profile, stage_links, transfers)
         simulation = simulate_programs(costed, traced.options, traced.programs, sync_shares=shares)
-        return PlanSimulation(plan, profile, bandwidth, traced, simulation, optimizer_copies)
-    times = _stage_times(plan, profile, num_microbatches, bandwidth, shares)
-    transfers = [
-        TransferTimes(one_way_ms / num_microbatches, one_way_ms / num_microbatches)
-        for one_way_ms in _boundary_ms(plan, profile, bandwidth)
+    else:
+        times = _stage_times(plan, profile, num_microbatches, stage_links, shares)
+        simulation = simulate(traced.programs, times, [_cut(one, num_microbatches) for one in transfers])
+    return PlanSimulation(plan, profile, bandwidth, stage_links, traced, simulation, optimizer_copies)
+
+
+def _links_of(
+    plan: Plan,
+    plan_file: Path,
+    traced: TracedSchedule,
+    bandwidth_bytes_per_s: float | None,
+    links: LinkProfile | None,
+) -> tuple[StageLinks, float]:
+    """And the slowest, in bytes per second."""
+    if links is None:
+        bandwidth = plan.bandwidth_bytes_per_s if bandwidth_bytes_per_s is None else bandwidth_bytes_per_s
+        if bandwidth is None:
+            raise ValueError(
+                f"{plan_file} does not say the links' bandwidth: give --bandwidth, for example 10Gbit/s, or"
+                " --links FILE"
+            )
+        return StageLinks.uniform(plan.stages, bandwidth), bandwidth
+    if bandwidth_bytes_per_s is not None:
+        raise ValueError("give --bandwidth, for example 10Gbit/s, or --links FILE: one of them")
+    if any(stage.num_spare_shards for stage in plan.stages):
+        raise ValueError(
+            f"{plan_file} has spare shards, which are simulated with one bandwidth: give --bandwidth in place"
+            " of --links"
+        )
+    ranks = _ranks_of(plan, traced)
+    num_workers = 1 + max(max(of_stage) for of_stage in ranks)
+    if num_workers > links.num_workers:
+        raise ValueError(
+            f"--links has the links of {links.num_workers} workers, but the plan has {num_workers}: measure"
+            " them with as many ranks"
+        )
+    measured = StageLinks.between(ranks, links)
+    return measured, measured.slowest(links.speeds_of_first(num_workers)[0])
+
+
+def _ranks_of(plan: Plan, traced: TracedSchedule) -> list[list[int]]:
+    """By stage, of its replicas; with some schedules workers share stages."""
+    placement = traced.options.placement
+    return [
+        [placement.rank_of(index, replica) for replica in range(stage.num_replicas)]
+        for index, stage in enumerate(plan.stages)
     ]
-    simulation = simulate(traced.programs, times, transfers)
-    return PlanSimulation(plan, profile, bandwidth, traced, simulation, optimizer_copies)
+
+
+def _costed(plan: Plan, profile: Profile, links: StageLinks, transfers: Sequence[TransferTimes]) -> Plan:
+    """A calibrated plan whose costs are those of these links."""
+    of_boundaries = [
+        {
+            **link,
+            "one_way_ms": times.activation_ms,
+            "back_ms": times.gradient_ms,
+            "latency_ms": max(
+                check_number("predicted.links.latency_ms", link.get("latency_ms")), times.latency_ms
+            ),
+        }
+        for link, times in zip(boundary_links(plan), transfers, strict=True)
+    ]
+    of_stages = [
+        {**cost, "shard_ms": _parameters_ms(profile, stage, bytes_per_s) / stage.num_replicas}
+        if stage.num_replicas > 1
+        else cost
+        for cost, stage, bytes_per_s in zip(
+            plan.predicted["stage_costs"], plan.stages, links.replicas, strict=True
+        )
+    ]
+    return replace(plan, predicted=plan.predicted | {"links": of_boundaries, "stage_costs": of_stages})
 
 
 def _sync_shares(plan: Plan, profile: Profile, traced: TracedSchedule, *, factors: bool) -> list[SyncedBytes]:
@@ -252,7 +336,7 @@ def _stage_times(
     plan: Plan,
     profile: Profile,
     num_microbatches: int,
-    bandwidth_bytes_per_s: float,
+    links: StageLinks,
     shares: Sequence[SyncedBytes],
 ) -> Sequence[StageTimes]:
     times = []
@@ -263,7 +347,7 @@ def _stage_times(
         layers = profile.layers[stage.first_layer : stage.last_layer + 1]
         forward_ms = sum(layer.forward_ms for layer in layers)
         backward_ms = sum(layer.backward_ms for layer in layers)
-        all_ms = 1e3 * sum(layer.parameter_bytes for layer in layers) / bandwidth_bytes_per_s
+        all_ms = _parameters_ms(profile, stage, links.replicas[index])
         times.append(
             StageTimes(
                 forward_ms / num_microbatches / speed,
@@ -290,6 +374,23 @@ def _boundary_bytes(plan: Plan, profile: Profile) -> list[int]:
     return [profile.layers[stage.last_layer].activation_bytes for stage in plan.stages[:-1]]
 
 
-def _boundary_ms(plan: Plan, profile: Profile, bandwidth_bytes_per_s: float) -> list[float]:
-    """One way, per minibatch."""
-    return [1e3 * num_bytes / bandwidth_bytes_per_s for num_bytes in _boundary_bytes(plan, profile)]
+def _transfers(plan: Plan, profile: Profile, links: StageLinks) -> list[TransferTimes]:
+    """Of a minibatch over each boundary."""
+    return [
+        TransferTimes(1e3 * num_bytes / down, 1e3 * num_bytes / up, latency_ms)
+        for num_bytes, down, up, latency_ms in zip(
+            _boundary_bytes(plan, profile), links.downstream, links.upstream, links.latency_ms, strict=True
+        )
+    ]
+
+
+def _cut(times: TransferTimes, num_microbatches: int) -> TransferTimes:
+    """Of a microbatch."""
+    return TransferTimes(
+        times.activation_ms / num_microbatches, times.gradient_ms / num_microbatches, times.latency_ms
+    )
+
+
+def _parameters_ms(profile: Profile, stage: Stage, bytes_per_s: float) -> float:
+    """Of all the stage's parameters over one link."""
+    return 1e3 * parameter_bytes_of(profile, stage) / bytes_per_s

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "STEADY_ROUNDS",
+    "boundary_links",
     "predict_ms",
     "predict_ms_of_run",
     "simulate_calibrated",
@@ -105,7 +106,7 @@ def simulate_programs(
     speed = host.speed(1) if host is not None and is_alone else 1.0
     shares = sync_shares or [SyncedBytes(1.0, 1.0)] * plan.num_stages
     times = [_times(*stage, m, speed) for stage in zip(plan.stages, costs, shares, versions, strict=True)]
-    transfers = [_transfer(row, m) for row in _links_of(plan)]
+    transfers = [_transfer(row, m) for row in boundary_links(plan)]
     spread = Spread.from_dict("predicted.spread", plan.predicted.get("spread", {})) if spreads else EVEN
     if host is None or is_alone:
         return simulate(programs, times, transfers, spread)
@@ -137,11 +138,15 @@ def _times(
 
 def _transfer(row: dict[str, Any], num_microbatches: int) -> TransferTimes:
     one_way_ms = check_number("predicted.links.one_way_ms", row.get("one_way_ms")) / num_microbatches
+    back_ms = one_way_ms
+    if "back_ms" in row:  # simulate's, of links whose directions differ
+        back_ms = check_number("predicted.links.back_ms", row["back_ms"]) / num_microbatches
     latency_ms = check_number("predicted.links.latency_ms", row.get("latency_ms"))
-    return TransferTimes(one_way_ms, one_way_ms, latency_ms)
+    return TransferTimes(one_way_ms, back_ms, latency_ms)
 
 
-def _links_of(plan: Plan) -> list[dict[str, Any]]:
+def boundary_links(plan: Plan) -> list[dict[str, Any]]:
+    """What a calibrated plan says of them. Raises ValueError naming a field."""
     rows = check_list("predicted.links", plan.predicted.get("links", []))
     if len(rows) != plan.num_stages - 1:
         raise ValueError(

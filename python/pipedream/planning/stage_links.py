@@ -42,6 +42,11 @@ class StageLinks:
         for stage in stages:
             first = ranks[-1].stop if ranks else 0
             ranks.append(range(first, first + stage.num_replicas))
+        return cls.between(ranks, links)
+
+    @classmethod
+    def between(cls, ranks: Sequence[Sequence[int]], links: LinkProfile) -> StageLinks:
+        """ranks: of each stage's replicas."""
         pairs = list(itertools.pairwise(ranks))
         return cls(
             tuple(links.slowest_bytes_per_s(here, below) for here, below in pairs),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from pipedream.planning.layer_profile import LayerProfile, Profile, WeightFactors
+from pipedream.planning.link_profile import LinkProfile, MeasuredLink
 from pipedream.planning.partitioner import partition
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.plan_simulation import PlanSimulation, simulate_plan
+from pipedream.planning.runtime_costs import ItemCost, StageCosts
 from pipedream.planning.synced_bytes import synced_bytes
 
 _STAGES = 3
@@ -161,6 +164,64 @@ def test_factors_are_what_replicas_send_where_they_are_smaller(tmp_path: Path) -
     # Of a round of two minibatches: a shard is pushed, another pulled; by factors 1000 are left to be dealt.
     assert [worker["bytes_sent_per_minibatch"] for worker in sent[False]] == [2500, 2500]
     assert [worker["bytes_sent_per_minibatch"] for worker in sent[True]] == [650, 650]
+
+
+def _links(num_workers: int, latency_us: float = 0.0, **slower: float) -> LinkProfile:
+    """slower: bytes per second of "from_SENDER_RECEIVER"; the others have 1e9."""
+    pairs = itertools.permutations(range(num_workers), 2)
+    return LinkProfile(
+        num_workers, tuple(MeasuredLink(a, b, slower.get(f"from_{a}_{b}", 1e9), latency_us) for a, b in pairs)
+    )
+
+
+def test_measured_links_that_are_all_alike_are_one_bandwidth(plan_file: Path, tmp_path: Path) -> None:
+    replicated = tmp_path / "replicated.json"
+    Plan((Stage(0, 1, 2), Stage(2, 2))).save(replicated)
+    for path in (plan_file, replicated):
+        measured = simulate_plan(path, _profile(), links=_links(3))
+        assert measured.to_dict() == simulate_plan(path, _profile(), bandwidth_bytes_per_s=1e9).to_dict()
+
+
+def test_each_measured_link_takes_its_own_time(plan_file: Path) -> None:
+    # 1000 bytes in 10 ms, 4 ms and otherwise 1 us; a stage computes for 3 ms.
+    slow = _links(3, from_1_0=1e5, from_1_2=2.5e5)
+    simulated = simulate_plan(plan_file, _profile(), links=slow)
+    assert simulated.ms_per_minibatch == pytest.approx(10.0)
+    workers = simulated.to_dict()["workers"]
+    assert [worker["link_ms_per_minibatch"] for worker in workers] == pytest.approx([1e-3, 14.0, 1e-3])
+    assert [worker["bytes_sent_per_minibatch"] for worker in workers] == [1000, 2000, 1000]
+    assert simulated.bandwidth_bytes_per_s == 1e5
+    late = simulate_plan(plan_file, _profile(), schedule="model_parallel", links=_links(3, 500.0))
+    assert late.ms_per_minibatch == pytest.approx(9.0 + 4 * 0.501)  # one microbatch on its way at a time
+
+
+def test_a_replicas_slowest_measured_link_is_that_of_its_shard(tmp_path: Path) -> None:
+    path, profile = _replicated(tmp_path, None)
+    # 3 ms of two minibatches at once, then 2,500 bytes pushed and as many pulled.
+    simulated = simulate_plan(path, profile, schedule="data_parallel", links=_links(2, from_1_0=5e5))
+    assert simulated.ms_per_minibatch == pytest.approx((3.0 + 5.0 + 5.0) / 2)
+
+
+def test_what_a_calibrated_plan_says_of_links_gives_way_to_measured_ones(tmp_path: Path) -> None:
+    path, profile = _replicated(tmp_path, None)
+    cost = StageCosts(ItemCost(minibatch_ms=1.0), ItemCost(minibatch_ms=2.0), 0.0, 0.0, shard_ms=2.5)
+    costs = {"stage_costs": [cost.to_dict()], "links": []}
+    replace(Plan.load(path), predicted=costs).save(path)
+    own = simulate_plan(path, profile, schedule="data_parallel")
+    assert own.ms_per_minibatch == pytest.approx(4.0)
+    measured = simulate_plan(path, profile, schedule="data_parallel", links=_links(2, from_1_0=5e5))
+    assert measured.ms_per_minibatch == pytest.approx((3.0 + 5.0 + 5.0) / 2)
+
+
+def test_links_that_a_plan_cannot_be_simulated_with_are_refused(plan_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--links has the links of 2 workers, but the plan has 3"):
+        simulate_plan(plan_file, _profile(), links=_links(2))
+    with pytest.raises(ValueError, match="give --bandwidth, for example 10Gbit/s, or --links FILE: one"):
+        simulate_plan(plan_file, _profile(), links=_links(3), bandwidth_bytes_per_s=1e9)
+    spare = tmp_path / "spare.json"
+    Plan((Stage(0, 2, 2, num_spare_shards=1),)).save(spare)
+    with pytest.raises(ValueError, match="has spare shards, which are simulated with one bandwidth"):
+        simulate_plan(spare, _profile(), schedule="data_parallel", links=_links(3))
 
 
 def test_how_replicas_agree_says_what_they_wait_for(tmp_path: Path) -> None:
