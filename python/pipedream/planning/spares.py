@@ -30,16 +30,7 @@ def with_spares(
     simulated_ms: per minibatch."""
     if spare_workers == 0:
         return plan
-    stages, figures, why = plan.stages, figures_of(plan.stages), ""
-    while sum(stage.num_spare_shards for stage in stages) < spare_workers:
-        more, why = _one_more(stages, figures)
-        if more is None:
-            break
-        of_more = figures_of(more)
-        if _bottleneck_ms(of_more) > _bottleneck_ms(figures) * (1 - _GAIN_MIN):
-            why = "the slowest stage would not be faster"
-            break
-        stages, figures = more, of_more
+    stages, figures, why = _most_that_pay(plan.stages, spare_workers, figures_of)
     said: dict[str, Any] = {"offered": spare_workers, "used": 0, "why": why}
     if stages == plan.stages:
         return replace(plan, predicted=plan.predicted | {"spare_shards": said})
@@ -68,18 +59,43 @@ def _bottleneck_ms(figures: dict[str, Any]) -> float:
     return slowest
 
 
-def _one_more(stages: Stages, figures: dict[str, Any]) -> tuple[Stages | None, str]:
-    """With one more spare at the slowest stage; or why not."""
-    stage_ms = figures["stage_ms"]
-    slowest = stage_ms.index(max(stage_ms))
+def _most_that_pay(
+    stages: Stages, spare_workers: int, figures_of: Callable[[Stages], dict[str, Any]]
+) -> tuple[Stages, dict[str, Any], str]:
+    """With as many spares as make the plan faster, and their figures; or why none does. Where several stages
+    are as slow as each other the first spare pays only with the second."""
+    best, best_figures = stages, figures_of(stages)
+    figures, why = best_figures, "other stages are as slow, and there are too few spare workers for all"
+    for _ in range(spare_workers):
+        slowest = figures["stage_ms"].index(max(figures["stage_ms"]))
+        refused = _why_no_more(stages, figures, slowest)
+        if refused:
+            why = refused
+            break
+        stages = _one_more(stages, slowest)
+        of_more = figures_of(stages)
+        if of_more["stage_ms"][slowest] >= figures["stage_ms"][slowest] * (1 - _GAIN_MIN):
+            why = "the slowest stage would not be faster"
+            break
+        figures = of_more
+        if _bottleneck_ms(figures) <= _bottleneck_ms(best_figures) * (1 - _GAIN_MIN):
+            best, best_figures = stages, figures
+    return best, best_figures, why
+
+
+def _why_no_more(stages: Stages, figures: dict[str, Any], slowest: int) -> str:
     stage = stages[slowest]
-    if max(figures["boundary_ms"], default=0.0) >= stage_ms[slowest]:
-        return None, "a link between stages is slowest"
+    if max(figures["boundary_ms"], default=0.0) >= figures["stage_ms"][slowest]:
+        return "a link between stages is slowest"
     if stage.num_replicas == 1:
-        return None, f"stage {slowest}, the slowest, has no replicas"
+        return f"stage {slowest}, the slowest, has no replicas"
     if stage.num_replicas == 2:
-        return None, f"stage {slowest} has 2 replicas, whose links carry as much with spares as without"
+        return f"stage {slowest} has 2 replicas, whose links carry as much with spares as without"
     if stage.num_spare_shards == stage.num_replicas:
-        return None, f"stage {slowest} has as many spares as replicas"
-    more = replace(stage, num_spare_shards=stage.num_spare_shards + 1)
-    return (*stages[:slowest], more, *stages[slowest + 1 :]), ""
+        return f"stage {slowest} has as many spares as replicas"
+    return ""
+
+
+def _one_more(stages: Stages, slowest: int) -> Stages:
+    more = replace(stages[slowest], num_spare_shards=stages[slowest].num_spare_shards + 1)
+    return (*stages[:slowest], more, *stages[slowest + 1 :])

@@ -99,6 +99,22 @@ def test_spares_are_planned_where_the_exchange_is_slowest() -> None:
 
 
 @pytest.mark.parametrize(
+    ("spare_workers", "used"), [(1, (0, 0)), (2, (1, 1)), (3, (1, 1)), (4, (2, 2)), (7, (3, 3))]
+)
+def test_stages_that_are_as_slow_as_each_other_get_spares_together(
+    spare_workers: int, used: tuple[int, int]
+) -> None:
+    """The first spare made one of both faster, not the plan, and so none was planned at all."""
+    how: dict[str, Any] = {"replicas": [3, 3], "boundaries": [0], "spare_workers": spare_workers}
+    plan = partition(_profile(3.0, 40_000, 40_000), 6, _BYTES_PER_S, **how)
+    assert tuple(stage.num_spare_shards for stage in plan.stages) == used
+    # Both directions, as in the paper's formula.
+    assert plan.bottleneck_ms == pytest.approx(2 * round_ms(40_000, 3, used[0], _BYTES_PER_S) / 3)
+    too_few = "other stages are as slow, and there are too few spare workers for all"
+    assert plan.predicted["spare_shards"]["why"] == ("" if used[0] else too_few)
+
+
+@pytest.mark.parametrize(
     ("profile", "replicas", "why"),
     [
         (
