@@ -56,7 +56,7 @@ _LATE_STEP = 10_000
 
 def predict_step_bytes(optimizer: torch.optim.Optimizer | None, device_type: str) -> int:
     """The most that a torch optimizer will make and drop in a step, found by steps on parameters of the same
-    shapes that have no memory: on all of them where it takes them at once, or on one of each shape."""
+    shapes that have no memory: on all of them where it takes them at once, or else on a few."""
     if optimizer is None:
         return 0
     probe, _ = _probe_of(optimizer, _meta_like)
@@ -66,7 +66,7 @@ def predict_step_bytes(optimizer: torch.optim.Optimizer | None, device_type: str
         elif group.get("foreach", False) is None and device_type == "cuda":
             group["foreach"] = True  # what torch chooses there
         if not group.get("foreach"):
-            group["params"] = _one_of_each_shape(group["params"])
+            group["params"] = _each_shape_behind_each(group["params"])
     meter = StepMeter(make_meter(torch.device("meta")))
     try:
         for step_index in range(3):  # the first makes the state
@@ -81,8 +81,21 @@ def predict_step_bytes(optimizer: torch.optim.Optimizer | None, device_type: str
     return meter.peak_bytes + SCALARS_BYTES
 
 
-def _one_of_each_shape(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    return list({(p.shape, p.stride(), p.dtype): p for p in parameters}.values())
+def _each_shape_behind_each(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Some of the parameters, in which each shape comes behind every shape that it comes behind in all: a
+    step may still have what it made for the parameter before, as Adam's has."""
+    kept: list[nn.Parameter] = []
+    shapes = [(p.shape, p.stride(), p.dtype) for p in parameters]
+    pairs, last = set(), None
+    for position, pair in enumerate(zip([None, *shapes], shapes, strict=False)):
+        if pair in pairs:
+            continue
+        pairs.add(pair)
+        if pair[0] != last:
+            kept.append(parameters[position - 1])
+        kept.append(parameters[position])
+        last = pair[1]
+    return kept
 
 
 def _advance_to(step: int, optimizer: torch.optim.Optimizer) -> bool:
