@@ -5,6 +5,7 @@ Owned by the worker's compute thread.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class Microbatch:
     """torch.chunk made fewer pieces than microbatches."""
 
 
+_NOTHING_EARLY: tuple[Minibatch | None, list[Microbatch]] = (None, [])
 _HANDED_OUT = Microbatch()  # whoever has one keeps its tensors no longer than it must
 
 
@@ -58,32 +60,40 @@ class BatchReader:
         self._check_inputs = check_inputs
         self._weight_fn = weight_fn
         self._pieces: list[Microbatch] = []
+        self._early = _NOTHING_EARLY
 
     def read_ahead(self) -> None:
-        """While there is nothing else to do: takes the next minibatch, where that may be, and its
-        fingerprint."""
-        self.source.read_ahead(_marked if self._is_compared else None)
+        """While there is nothing else to do: takes the next minibatch, where that may be, and cuts it."""
+        # weight_fn is the user's code, which read() runs for a minibatch that is being trained on.
+        self.source.read_ahead(self._open_early if self._weight_fn is None else None)
 
     def read(self, minibatch: int, microbatch: int) -> Microbatch:
         """A microbatch of the minibatch that was fetched. Raises ValueError for data that cannot be cut."""
         if microbatch == 0:
-            self._open(minibatch, self.source.take(minibatch))
+            batch, (early, pieces) = self.source.take(minibatch), self._early
+            self._pieces = pieces if batch is early else self._open(minibatch, batch)
+            self._early = _NOTHING_EARLY
         if microbatch >= len(self._pieces):
             return Microbatch(is_empty=True)
         piece = self._pieces[microbatch]
         self._pieces[microbatch] = _HANDED_OUT
         return piece
 
-    def _open(self, minibatch: int, batch: Minibatch) -> None:
+    def _open_early(self, batch: Minibatch) -> None:
+        with contextlib.suppress(ValueError, TypeError):  # read() says so, and of which minibatch
+            self._early = batch, self._open(-1, batch)
+
+    def _open(self, minibatch: int, batch: Minibatch) -> list[Microbatch]:
         fingerprint = fingerprint_of(batch) if self._is_compared else 0
         inputs = batch.inputs if self._is_first else None
         targets = batch.targets if self._is_last else None
         if self._num_microbatches == 1:
-            self._pieces = [Microbatch(inputs, targets, fingerprint)]
+            pieces = [Microbatch(inputs, targets, fingerprint)]
         else:
-            self._pieces = self._cut(minibatch, batch, inputs, targets, fingerprint)
+            pieces = self._cut(minibatch, batch, inputs, targets, fingerprint)
         if self._is_first:
             self._check_inputs(batch.inputs, minibatch)
+        return pieces
 
     def _cut(
         self, minibatch: int, batch: Minibatch, inputs: Any, targets: Any, fingerprint: int
@@ -103,7 +113,3 @@ class BatchReader:
             Microbatch(cut_inputs[index], cut_targets[index], fingerprint, share)
             for index, share in enumerate(shares)
         ]
-
-
-def _marked(batch: Minibatch) -> Minibatch:
-    return batch._replace(fingerprint=fingerprint_of(batch))

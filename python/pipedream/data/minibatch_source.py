@@ -84,14 +84,14 @@ class MinibatchSource:
         self.read_ns += time.perf_counter_ns() - began_ns
         return minibatch < self.num_minibatches
 
-    def read_ahead(self, complete: Callable[[Minibatch], Minibatch] | None) -> None:
+    def read_ahead(self, look: Callable[[Minibatch], None] | None) -> None:
         """While there is nothing else to do: takes a minibatch of the stream before fetch() wants it, if its
         memory stays as it is and no other process is waited for. What that raises is raised by fetch().
-        complete: what else can be done with it."""
+        look: is given it at once."""
         early = not self.stream.may_reuse_memory and not self.stream.waits_for_others
         if early and self._ahead is None and not self._is_over:
             began_ns = time.perf_counter_ns()
-            self._ahead = _Ahead(self.stream, complete)
+            self._ahead = _Ahead(self.stream, look)
             self.read_ns += time.perf_counter_ns() - began_ns
 
     def take(self, minibatch: int) -> Minibatch:
@@ -130,13 +130,13 @@ class MinibatchSource:
 class _Ahead:
     """What the stream gave before it was wanted."""
 
-    def __init__(self, stream: MinibatchStream, complete: Callable[[Minibatch], Minibatch] | None) -> None:
+    def __init__(self, stream: MinibatchStream, look: Callable[[Minibatch], None] | None) -> None:
         self._batch: Minibatch | None = None
         self._error: Exception | None = None
         try:
             self._batch = stream.next()
-            if self._batch is not None and complete is not None:
-                self._batch = complete(self._batch)
+            if self._batch is not None and look is not None:
+                look(self._batch)
         except Exception as error:
             self._error = error
 

@@ -238,3 +238,39 @@ def test_a_replica_reads_its_own_minibatches_and_counts_the_others() -> None:
     assert reader.source.samples == [1, 2, 3, 4, 5]
     assert not reader.source.fetch(7)
     assert reader.source.num_minibatches == 5
+
+
+def test_what_is_read_ahead_is_what_is_read() -> None:
+    data = [_pair(4, float(value)) for value in range(3)]
+    plain, ahead = _reader(data, 2, **_FIRST), _reader(data, 2, **_FIRST)
+    for minibatch in range(3):
+        ahead.read_ahead()
+        for one, other in zip(_read_all(plain, minibatch, 2), _read_all(ahead, minibatch, 2), strict=True):
+            assert one.inputs.data_ptr() == other.inputs.data_ptr()
+            assert (one.fingerprint, one.weight) == (other.fingerprint, other.weight)
+
+
+def test_what_is_wrong_with_data_that_are_read_ahead_is_said_where_they_are_read() -> None:
+    def check(inputs: Any, minibatch: int) -> None:
+        if len(inputs) == 3:
+            raise ValueError(f"minibatch {minibatch} is odd")
+
+    stream = DataStream([_pair(2), _pair(3), _pair(4)], epochs=1)
+    reader = BatchReader(MinibatchSource(stream), 1, check_inputs=check, **_FIRST)
+    for minibatch in range(3):
+        reader.read_ahead()
+        assert reader.source.fetch(minibatch)
+        if minibatch == 1:
+            with pytest.raises(ValueError, match="minibatch 1 is odd"):
+                reader.read(minibatch, 0)
+        else:
+            assert len(reader.read(minibatch, 0).inputs) == minibatch + 2
+
+
+def test_a_replica_that_reads_ahead_has_its_own_minibatches() -> None:
+    data = [_pair(size, float(size)) for size in (1, 2, 3, 4)]
+    reader = _reader(data, 1, **_FIRST)
+    for minibatch in (1, 3):
+        reader.read_ahead()  # another replica's
+        assert reader.source.fetch(minibatch)
+        assert torch.equal(reader.read(minibatch, 0).inputs, data[minibatch][0])
