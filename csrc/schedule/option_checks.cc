@@ -69,13 +69,11 @@ const char* why_elsewhere(const Placement& placement, const Place& place) {
 }
 
 void check_one_stage_per_worker(const Placement& placement) {
-  std::int64_t expected = 0;
-  for (const bool are_spares : {false, true}) {
-    for (const Place& place : placement.places()) {
-      if (place.is_spare != are_spares) continue;
-      if (place.rank.value() != expected) refuse_rank(place, expected, why_elsewhere(placement, place));
-      ++expected;
-    }
+  std::int64_t next_replica = 0;
+  std::int64_t next_spare = static_cast<std::int64_t>(placement.places().size()) - placement.num_spares();
+  for (const Place& place : placement.places()) {
+    const std::int64_t expected = place.is_spare ? next_spare++ : next_replica++;
+    if (place.rank.value() != expected) refuse_rank(place, expected, why_elsewhere(placement, place));
   }
 }
 

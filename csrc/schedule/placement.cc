@@ -41,6 +41,7 @@ Placement::Placement(std::vector<Place> places) : places_(std::move(places)) {
   for (const Place& place : places_) {
     check_numbers(place);
     num_ranks_ = std::max(num_ranks_, place.rank.value() + 1);
+    if (place.is_spare) ++num_spares_;
   }
   std::sort(places_.begin(), places_.end(),
             [](const Place& one, const Place& other) { return order_of(one) < order_of(other); });
@@ -168,10 +169,6 @@ const Placement::Stage& Placement::stage_at(StageIndex stage) const {
 std::int64_t Placement::num_replicas(StageIndex stage) const { return stage_at(stage).num_replicas; }
 
 std::int64_t Placement::num_owners(StageIndex stage) const { return stage_at(stage).num_owners; }
-
-std::int64_t Placement::num_spares() const {
-  return std::count_if(places_.begin(), places_.end(), [](const Place& place) { return place.is_spare; });
-}
 
 std::int64_t Placement::num_shards(StageIndex stage) const { return stage_at(stage).num_shards; }
 

@@ -56,8 +56,8 @@ class Placement {
   [[nodiscard]] std::int64_t num_ranks() const { return num_ranks_; }
   // These throw UserError for what the placement does not have.
   [[nodiscard]] std::int64_t num_replicas(StageIndex stage) const;
-  [[nodiscard]] std::int64_t num_owners(StageIndex stage) const;  // replicas and spares
-  [[nodiscard]] std::int64_t num_spares() const;                  // of all stages
+  [[nodiscard]] std::int64_t num_owners(StageIndex stage) const;         // replicas and spares
+  [[nodiscard]] std::int64_t num_spares() const { return num_spares_; }  // of all stages
   [[nodiscard]] std::int64_t num_shards(StageIndex stage) const;
   [[nodiscard]] Rank rank_of(StageIndex stage, ReplicaIndex replica = {}, ShardIndex shard = {}) const;
 
@@ -87,6 +87,7 @@ class Placement {
   std::vector<Place> places_;  // by stage, replica, shard: each stage is a grid without gaps
   std::vector<Stage> stages_;
   std::int64_t num_ranks_ = 0;
+  std::int64_t num_spares_ = 0;
 };
 
 }  // namespace pipedream
