@@ -23,6 +23,7 @@ from pipedream.common.errors import DataMismatch
 from pipedream.data.batch_reader import BatchReader, Microbatch
 from pipedream.model.batch_norm import MinibatchStatistics
 from pipedream.model.boundary import Boundary, to_device
+from pipedream.model.evaluated_norms import EvaluatedNorms
 from pipedream.model.seeding import MinibatchStreams
 from pipedream.model.stage_module import StageModule
 from pipedream.report.losses import LossRecord
@@ -110,6 +111,8 @@ class StageRunner:
         self._statistics: MinibatchStatistics | None = None
         if schedule.num_microbatches > 1:
             self._statistics = MinibatchStatistics(stage) or None
+        self._evaluated_norms: EvaluatedNorms | None = None  # known after the first forward, too
+        self._has_in_flight = _core.num_microbatches_in_flight(schedule, self.stage_index) > 1
         self._buffer_memory: set[int] = set()  # known after the first forward, which may make buffers
         self._has_looked = False
         self._in_flight: dict[tuple[int, int], Stashed] = {}
@@ -179,6 +182,8 @@ class StageRunner:
         if not self._has_looked:
             self._look_at_what_was_made()
         self._in_flight[minibatch, microbatch] = stashed
+        if self._evaluated_norms is not None:
+            self._evaluated_norms.check((minibatch, microbatch), self._in_flight)
         if self.is_last:
             self._add_loss(stashed, output, closes=microbatch == self._last_microbatch)
             return []
@@ -226,6 +231,8 @@ class StageRunner:
         self._has_looked = True
         self._buffer_memory = {memory_of(buffer) for _, buffer in self.parts.stage.stage_buffers()}
         self._weights.follow_new_references()
+        if self._has_in_flight:
+            self._evaluated_norms = EvaluatedNorms(self.parts.stage) or None
 
     def _add_loss(self, stashed: Stashed, loss: Tensor, *, closes: bool) -> None:
         losses = self._losses
