@@ -5,6 +5,7 @@ Pure; any thread; needs no torch. The search within limits is C++ (csrc/planner/
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -65,6 +66,30 @@ class Limits:
             begin, end = end, end + stage.num_replicas
             slowest.append(min(self.speeds[begin:end]))
         return slowest
+
+    def slowed(self, profile: Profile, stages: Sequence[Stage]) -> Profile:
+        """The layers as long as the slowest worker of their stage takes."""
+        if not self.speeds:
+            return profile
+        layers = list(profile.layers)
+        for stage, speed in zip(stages, self.speeds_of(stages), strict=True):
+            for index in range(stage.first_layer, stage.last_layer + 1):
+                at_one = layers[index]
+                layers[index] = replace(
+                    at_one, forward_ms=at_one.forward_ms / speed, backward_ms=at_one.backward_ms / speed
+                )
+        return replace(profile, layers=tuple(layers))
+
+    def have_room(self, stages: Sequence[Stage], profile: Profile) -> bool:
+        """Whether the stages fit into the workers' memory, one worker's into the largest."""
+        memory_bytes = self.memory_bytes
+        if sum(stage.num_replicas for stage in stages) == 1:
+            memory_bytes = (max(memory_bytes),)
+        limits = replace(self, memory_bytes=memory_bytes, speeds=(), last_layers=(), num_replicas=())
+        with contextlib.suppress(NothingFitsError):
+            limits.figures_of(stages, profile)
+            return True
+        return False
 
     def figures_of(
         self, stages: Sequence[Stage], profile: Profile, versions: Sequence[int] | None = None

@@ -256,7 +256,7 @@ class _Problem:
         return replace(plan, predicted=plan.predicted | figures)
 
     def formula_plan(self, stages: Stages, bottleneck_ms: float | None = None) -> Plan:
-        predicted = formula_figures(self._slowed(stages), stages, self.links_of(stages))
+        predicted = formula_figures(self.limits.slowed(self.profile, stages), stages, self.links_of(stages))
         if bottleneck_ms is None:
             bottleneck_ms = max([*predicted["stage_ms"], *predicted["boundary_ms"]])
         rate = samples_per_s(self.profile, bottleneck_ms)
@@ -319,7 +319,7 @@ class _Problem:
 
     def with_spares(self, plan: Plan, spare_workers: int) -> Plan:
         def figures_of(stages: Stages) -> dict[str, Any]:
-            return formula_figures(self._slowed(stages), stages, self.links_of(stages))
+            return formula_figures(self.limits.slowed(self.profile, stages), stages, self.links_of(stages))
 
         return with_spares(plan, spare_workers, figures_of, self._simulated_ms)
 
@@ -394,7 +394,7 @@ class _Problem:
     def _costs(self, stages: Stages) -> dict[str, Any]:
         """What a prediction is made of."""
         links = self.links_of(stages)
-        costs = stage_costs(self._slowed(stages), self.runtime, stages, links.replicas)
+        costs = stage_costs(self.limits.slowed(self.profile, stages), self.runtime, stages, links.replicas)
         predicted = formula_figures(self.profile, stages, links)
         # The paper's formulas have no latency.
         measured_ms = links.latency_ms if self.cost_model == "calibrated" else (0.0,) * len(stages)
@@ -459,7 +459,7 @@ class _Problem:
         def one_at_a_time_ms(stages: Stages) -> float:
             if not free.is_simulated:
                 boundary_ms = free.formula_plan(stages).predicted["boundary_ms"]
-                return model_parallel_ms(free._slowed(stages), boundary_ms)
+                return model_parallel_ms(free.limits.slowed(free.profile, stages), boundary_ms)
             return replace(free, schedule="model_parallel").simulated_plan(stages).bottleneck_ms or 0.0
 
         times = compare(self.profile, self.num_workers, straight, minibatch_ms, one_at_a_time_ms)
@@ -476,32 +476,10 @@ class _Problem:
                 "data_parallel": (replace(whole, num_replicas=self.num_workers),),
                 "straight": straight,
             }
-            figures["without_room"] = [name for name, stages in others.items() if not self._has_room(stages)]
+            figures["without_room"] = [
+                name for name, stages in others.items() if not self.limits.have_room(stages, self.profile)
+            ]
         return replace(plan, predicted=plan.predicted | figures)
-
-    def _has_room(self, stages: Stages) -> bool:
-        """Whether they fit into the workers' memory, one worker's into the largest."""
-        memory_bytes = self.limits.memory_bytes
-        if sum(stage.num_replicas for stage in stages) == 1:
-            memory_bytes = (max(memory_bytes),)
-        limits = replace(self.limits, memory_bytes=memory_bytes, speeds=(), last_layers=(), num_replicas=())
-        with contextlib.suppress(NothingFitsError):
-            limits.figures_of(stages, self.profile)
-            return True
-        return False
-
-    def _slowed(self, stages: Stages) -> Profile:
-        """The layers as long as the slowest worker of their stage takes."""
-        if not self.limits.speeds:
-            return self.profile
-        layers = list(self.profile.layers)
-        for stage, speed in zip(stages, self.limits.speeds_of(stages), strict=True):
-            for index in range(stage.first_layer, stage.last_layer + 1):
-                at_one = layers[index]
-                layers[index] = replace(
-                    at_one, forward_ms=at_one.forward_ms / speed, backward_ms=at_one.backward_ms / speed
-                )
-        return replace(self.profile, layers=tuple(layers))
 
     def _plan(self, stages: Stages, *, bottleneck_ms: float | None, predicted: dict[str, Any]) -> Plan:
         return Plan(

@@ -10,7 +10,6 @@ import difflib
 import functools
 import hashlib
 import json
-import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from pipedream.common.document import (
 from pipedream.common.errors import FileFormatError
 from pipedream.common.table import format_table, shorten
 from pipedream.common.units import format_bandwidth, format_bytes
+from pipedream.planning.in_flight import check_in_flight, derive_in_flight, in_flight_in_phase
 from pipedream.planning.layer_profile import checked_cuts
 from pipedream.planning.plan_lines import describe_figures
 from pipedream.planning.plan_stage import (
@@ -119,8 +119,8 @@ class Plan:
         if self.cuts is not None:
             set_field(self, "cuts", checked_cuts(self.cuts, self.num_layers))
         set_field(self, "max_shapes", checked_shapes("max_shapes", self.max_shapes))
-        set_field(self, "in_flight", tuple(self.in_flight) or _derive_in_flight(self.stages))
-        _check_in_flight(self.in_flight, self.stages)
+        set_field(self, "in_flight", tuple(self.in_flight) or derive_in_flight(self.stages))
+        check_in_flight(self.in_flight, self.stages)
 
     @property
     def num_stages(self) -> int:
@@ -397,17 +397,6 @@ class Plan:
             format_bytes(parameter_bytes) if is_number(parameter_bytes) else "",
         )
 
-    def in_flight_in_phase(self) -> tuple[int, ...]:
-        """As many in flight as let replicas, out of phase as taking turns makes them, wait for each other's
-        gradients without losing time in a balanced plan: n_s = 1 + ceil((n_{s+1} r_{s+1} + r_s + r_{s+1} -
-        2 gcd(r_s, r_{s+1})) / r_s), and at least what the plan has. Found by simulating all small plans."""
-        in_flight = [self.in_flight[-1]]
-        for stage_index in range(self.num_stages - 2, -1, -1):
-            here, below = (self.stages[index].num_replicas for index in (stage_index, stage_index + 1))
-            held = in_flight[0] * below + here + below - 2 * math.gcd(here, below)
-            in_flight.insert(0, max(self.in_flight[stage_index], 1 - -held // here))
-        return tuple(in_flight)
-
     def _summary(self) -> str:
         parts = [f"NOAM {self.noam}"]
         if self.bottleneck_ms is not None:
@@ -418,7 +407,7 @@ class Plan:
         if self.cost_model is not None:
             parts.append(f"predicted by cost model {self.cost_model!r}")
         summary = ", ".join(parts)
-        in_phase = self.in_flight_in_phase()
+        in_phase = in_flight_in_phase(self.in_flight, self.stages)
         if in_phase != self.in_flight and any(stage.num_replicas > 1 for stage in self.stages):
             held = ", ".join(map(str, in_phase))
             summary += (
@@ -433,30 +422,6 @@ class Plan:
         if isinstance(figures, list) and stage_index < len(figures):
             return figures[stage_index]
         return None
-
-
-def _derive_in_flight(stages: tuple[Stage, ...]) -> tuple[int, ...]:
-    from pipedream import _core
-
-    return tuple(_core.derive_in_flight([stage.num_replicas for stage in stages]))
-
-
-def _check_in_flight(in_flight: tuple[int, ...], stages: tuple[Stage, ...]) -> None:
-    if len(in_flight) != len(stages):
-        raise ValueError(
-            f"in_flight has {len(in_flight)} numbers for {len(stages)} stages: it needs one per stage"
-        )
-    for stage_index, count in enumerate(in_flight):
-        check_whole(f"in_flight[{stage_index}]", count, at_least=1)
-    # A replica of stage s starts (n_s - 1) r_s minibatches before it must see the first one come back;
-    # where a downstream stage waits for more than upstream ever admits, both wait for ever.
-    admitted = [(count - 1) * stage.num_replicas for count, stage in zip(in_flight, stages, strict=True)]
-    for stage_index in range(1, len(stages)):
-        if admitted[stage_index] > admitted[stage_index - 1]:
-            raise ValueError(
-                f"in_flight[{stage_index}] is {in_flight[stage_index]}: it deadlocks, as (in_flight - 1) * "
-                f"num_replicas rises from {admitted[stage_index - 1]} to {admitted[stage_index]} downstream"
-            )
 
 
 def _misspelt_fields(plan: Plan) -> Iterator[str]:

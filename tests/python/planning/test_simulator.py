@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipedream import _core
+from pipedream.planning.in_flight import in_flight_in_phase
 from pipedream.planning.plan import Plan
 from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, simulate
 from pipedream.planning.spread import Spread
@@ -365,7 +366,8 @@ def test_replicas_that_are_out_of_phase_wait_for_each_other_unless_more_is_in_fl
 ) -> None:
     bsp = simulate_replicas(num_replicas)
     assert bsp.ms_per_minibatch == pytest.approx(3 * slowdown, rel=2e-3)  # its period is not a round's
-    in_phase = Plan.replicated(len(num_replicas), num_replicas).in_flight_in_phase()
+    plan = Plan.replicated(len(num_replicas), num_replicas)
+    in_phase = in_flight_in_phase(plan.in_flight, plan.stages)
     roomier = simulate_replicas(num_replicas, in_flight=in_phase)
     assert roomier.ms_per_minibatch == pytest.approx(3)
     assert simulate_replicas(num_replicas, staleness=2).ms_per_minibatch == pytest.approx(3)
@@ -375,9 +377,13 @@ def test_replicas_that_are_out_of_phase_wait_for_each_other_unless_more_is_in_fl
 def test_plans_whose_replicas_wait_are_those_that_say_so(num_replicas: tuple[int, ...]) -> None:
     plan = Plan.replicated(2, num_replicas)
     waits = simulate_replicas(num_replicas, rounds=24).ms_per_minibatch != pytest.approx(3)
-    assert waits == (plan.in_flight_in_phase() != plan.in_flight)
+    in_phase = in_flight_in_phase(plan.in_flight, plan.stages)
+    assert waits == (in_phase != plan.in_flight)
     assert waits == ("replicas that take turns wait for each other" in str(plan))
-    remedies: tuple[dict[str, Any], ...] = ({"staleness": 2}, {"in_flight": plan.in_flight_in_phase()})
+    remedies: tuple[dict[str, Any], ...] = (
+        {"staleness": 2},
+        {"in_flight": in_flight_in_phase(plan.in_flight, plan.stages)},
+    )
     for options in remedies:
         assert simulate_replicas(num_replicas, rounds=24, **options).ms_per_minibatch == pytest.approx(3)
 
