@@ -1,95 +1,16 @@
 #include "stage/worker.h"
 
 #include <algorithm>
-#include <charconv>
 #include <utility>
 
 #include "channel/placed_slots.h"
 #include "channel/wire_layout.h"
+#include "stage/abort_frame.h"
+#include "stage/shared_term_memory.h"
 #include "transport/device_offer.h"
 #include "transport/endpoint.h"
-#include "transport/shared_memory.h"
 
 namespace pipedream {
-
-namespace {
-
-constexpr std::size_t kAbortTextBytesMax = 1024;
-
-// The beginning of a text in UTF-8, not cut inside a character.
-std::string beginning_of(const std::string& text, std::size_t num_bytes_max) {
-  if (text.size() <= num_bytes_max) return text;
-  const auto continues = [&](std::size_t at) {
-    return (static_cast<unsigned char>(text[at]) & 0xC0U) == 0x80U;
-  };
-  std::size_t num_bytes = num_bytes_max;
-  while (num_bytes > 0 && continues(num_bytes)) --num_bytes;
-  return text.substr(0, num_bytes);
-}
-
-void send_abort(Link& link, const std::string& why) {
-  const auto text = std::make_shared<const std::string>(beginning_of(why, kAbortTextBytesMax));
-  OutgoingFrame frame;
-  frame.header.kind = FrameKind::kAbort;
-  frame.header.payload_bytes = text->size();
-  frame.payload = std::as_bytes(std::span(*text));
-  frame.on_sent = [text] {};  // owns the text until it has left
-  link.send(std::move(frame));
-}
-
-// Chunks of a slot may be larger than what is left of it, never larger than this.
-std::size_t payload_bytes_max(const ChannelSpec& spec) {
-  const std::size_t slot_bytes = WireLayout(spec.item, spec.codec).slot_bytes();
-  const std::size_t chunk_bytes = spec.chunk_bytes != 0 ? spec.chunk_bytes : kChunkBytesTried.back();
-  return std::max(std::min(chunk_bytes, slot_bytes), kAbortTextBytesMax);
-}
-
-// Shared memory as a pool term's own; that of the host is pinned for the device.
-class SharedTermMemory final : public Memory {
- public:
-  SharedTermMemory(Device& device, std::unique_ptr<SharedMemory> memory)
-      : memory_(std::move(memory)),
-        registration_(memory_->on_device()
-                          ? nullptr
-                          : device.register_host_memory(memory_->data(), memory_->size_bytes())) {}
-
-  [[nodiscard]] std::byte* data() const override { return memory_->data(); }
-  [[nodiscard]] std::size_t size_bytes() const override { return memory_->size_bytes(); }
-  [[nodiscard]] SharedMemory& shared() const { return *memory_; }
-
- private:
-  const std::unique_ptr<SharedMemory> memory_;
-  const std::unique_ptr<HostRegistration> registration_;  // null on a device
-};
-
-constexpr const char* kInproc = "inproc";
-
-std::unique_ptr<Device> make_device(const std::string& name) {
-  if (name == "host") return make_host_device();
-  constexpr std::string_view kCudaPrefix = "cuda:";
-  if (name.starts_with(kCudaPrefix)) {
-    const char* const end = name.data() + name.size();
-    unsigned device_index = 0;
-    const auto [stop, error] = std::from_chars(name.data() + kCudaPrefix.size(), end, device_index);
-    if (error == std::errc() && stop == end) return make_cuda_device(static_cast<int>(device_index));
-  }
-  throw UserError("device '" + name + "' is unknown: use 'host' or 'cuda:N'");
-}
-
-std::unique_ptr<Transport> make_transport(const WorkerOptions& options) {
-  TransportOptions transport;
-  transport.bind_host = options.bind_host;
-  transport.peer_timeout_s = options.peer_timeout_s;
-  transport.keys = options.keys;
-  transport.insecure = options.insecure;
-  transport.beats = options.beats;
-  transport.shares_memory = options.shares_memory;
-  if (options.transport == "zmq") return make_zmq_transport(transport, options.libzmq_path);
-  if (options.transport == kInproc) return make_inproc_transport(transport);
-  throw UserError("transport '" + options.transport + "' is unknown: use 'zmq' or 'inproc'");
-}
-
-}  // namespace
 
 Worker::Worker(const WorkerOptions& options) : Worker(options, make_device(options.device)) {}
 

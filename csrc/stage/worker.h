@@ -31,59 +31,13 @@
 #include "pool/pool.h"
 #include "schedule/program.h"
 #include "stage/engine.h"
+#include "stage/worker_options.h"
 #include "transport/shared_memory.h"
 #include "transport/transport.h"
 #include "weights/version_slots.h"
 #include "wire/item_fields.h"
 
 namespace pipedream {
-
-struct WorkerOptions {
-  std::string device = "host";    // or "cuda:0"
-  std::string transport = "zmq";  // or "inproc"
-  std::string libzmq_path;        // empty: as transport.h says
-  std::string bind_host = "127.0.0.1";
-  double peer_timeout_s = 15.0;
-  std::optional<CurveKeys> keys;  // these three: see TransportOptions
-  bool insecure = false;
-  bool beats = false;
-  // Receive into memory that senders of the same host write straight into.
-  bool shares_memory = true;
-  bool checksums = false;  // a CRC-32C of every payload that is sent; a receiver checks whatever has one
-  std::uint64_t run_id = 0;
-  std::uint32_t incarnation = 0;
-  std::uint64_t plan_hash = 0;
-  std::uintptr_t compute_stream = 0;  // the framework's stream; 0 on the host
-  std::vector<int> own_cpus;          // where the compute thread would rather run; see cpu_share.h
-  // Stage through pinned memory even where the wire reads device memory: how the tests run the path of
-  // an asynchronous device on the host.
-  bool force_staging = false;
-};
-
-// A channel of this worker. Both ends give the same name, channel_id and spec.
-struct ChannelSpec {
-  std::string name;
-  std::string peer;  // for errors: "stage 1 (rank 1)"
-  std::uint32_t channel_id = 0;
-  ItemSpec item;
-  std::int64_t num_items = 2;  // receive: slots, and so credits; send: items that may wait or be on the wire
-  MinibatchId first_minibatch{};
-  std::int64_t num_microbatches = 1;  // of every minibatch: items come in the order of both
-  std::size_t chunk_bytes = 0;        // 0: measured on the first items, see chunk_tuner.h
-  bool on_device = true;              // false: items live in host memory on every device
-  Codec codec{};                      // of its float tensors
-  // The sender writes into the receiver's device memory: nothing is staged. Both ends have found that it can.
-  bool places_on_device = false;
-  std::size_t num_transfers_kept = 0;  // the newest items whose times are kept, for transfers()
-  std::int64_t minibatch_stride = 1;   // from one of its minibatches to the next
-  std::int64_t num_residuals = 1;      // send: what the codec has left out is kept of so many items, in turn
-};
-
-// The channel of an edge of which the worker has one end.
-struct EdgeChannelName {
-  Edge edge;
-  std::string channel;
-};
 
 class Worker {
  public:

@@ -20,13 +20,7 @@ from pipedream.common.units import parse_bandwidth
 from pipedream.planning.alternatives import compare, model_parallel_ms
 from pipedream.planning.formulas import formula_figures, samples_per_s
 from pipedream.planning.layer_profile import Profile
-from pipedream.planning.limits import (
-    Limits,
-    NothingFitsError,
-    make_limits,
-    nothing_fits,
-    solve_within,
-)
+from pipedream.planning.limits import Limits, NothingFitsError, make_limits, nothing_fits, solve_within
 from pipedream.planning.link_profile import LinkProfile
 from pipedream.planning.measured_starts import measured_starts
 from pipedream.planning.partition_arguments import CUT_SCHEDULES, check_partition_arguments
