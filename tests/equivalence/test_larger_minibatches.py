@@ -270,10 +270,10 @@ def _train_rows(*counts: int, **options: Any) -> RunResult:
     return _run_rows(_deep(), *counts, **options)
 
 
-def _run_rows(model: nn.Sequential, *counts: int, **options: Any) -> RunResult:
+def _run_rows(model: nn.Sequential, *counts: int, num_stages: int = 2, **options: Any) -> RunResult:
     return pipedream.run(
         model,
-        pipedream.Plan.straight(16, 2),
+        pipedream.Plan.straight(16, num_stages),
         data=_Rows(*counts),
         loss_fn=nn.functional.mse_loss,
         optimizer=OPTIMIZERS["sgd"],
@@ -298,6 +298,19 @@ def test_one_that_does_not_fit_is_refused_by_its_shapes_and_every_term(farm: Far
         assert "there is no plan for it: memory is" in said
         for term in ("stashed activations", "weight versions", "largest transient", "parameter gradients"):
             assert term in said
+
+
+def test_one_worker_with_a_limit_plans_again_and_refuses_too(farm: Farm) -> None:
+    # It used to take what it needed without a word: there is no cut that its inputs must fit.
+    large = farm.results(_train_rows, 512, 2048, 512, num_ranks=1, num_stages=1, memory="1GiB")[0]
+    assert large.drained_at == [1]
+    assert_memory_as_predicted(large)
+    assert large.losses == farm.results(_train_rows, 512, 2048, 512, num_ranks=1, num_stages=1)[0].losses
+    small = farm.results(_train_rows, 512, num_ranks=1, num_stages=1)[0]
+    limit = max(_counted_bytes(small))
+    (outcome,) = farm.run(_train_rows, 512, 2048, 512, num_ranks=1, num_stages=1, memory=limit)
+    assert isinstance(outcome.error, ValueError), outcome
+    assert "minibatch 1 is larger than planned (inputs (2048, 64), targets (2048, 64))" in str(outcome.error)
 
 
 def test_recompute_is_chosen_again(farm: Farm) -> None:

@@ -167,7 +167,7 @@ class Segment:
             source=source,
             device=self._device,
             base_seed=run.base_seed,
-            input_boundary=rehearsed.input_boundary,
+            input_boundary=rehearsed.input_boundary if len(run.stages) > 1 else None,
             boundaries=rehearsed.boundaries,
             edges=[
                 (channel.edge, channel.name)

@@ -52,7 +52,7 @@ class Rehearsed:
     footprints: dict[int, Footprint] = field(default_factory=dict)
     """By stage."""
     input_boundary: Boundary | None = None
-    """Of a whole minibatch's inputs. None: nothing to check them against."""
+    """Of a whole minibatch's inputs. None: their sizes need no plan."""
     shapes: Shapes = field(default_factory=dict)
     """For which it was, where data are read."""
 
@@ -146,7 +146,8 @@ def _first_microbatch(
         name += f" at the largest sizes of any ({describe_shapes(shapes)})"
     boundary: Boundary | None = None
     with contextlib.suppress(ValueError):  # inputs that cannot cross need not: they are read here
-        if len(run.stages) > 1:
+        # Where nothing crosses a cut their sizes matter to a limit alone.
+        if len(run.stages) > 1 or run.options.memory_bytes is not None:
             boundary = Boundary.of(inputs, name="the inputs")
     count = samples_of(inputs, targets)
     first_inputs = chunk(inputs, m, name="the inputs", minibatch=minibatch, num_samples=count)[0]

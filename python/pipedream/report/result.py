@@ -106,7 +106,7 @@ class RunResult:
     versions: list[list[tuple[int, int]]]
     """versions[stage][minibatch] = the weight versions that (forward, backward) actually read."""
     samples_per_s: float
-    """All samples over the time from the first work item to the last."""
+    """All samples over the time from the first work item to the last, without pauses to plan again."""
     predicted_ms: float | None
     """Per minibatch, by the plan's cost model; None when the plan has no figure. The calibrated model's is of
     this run's schedule and microbatches; the paper's is the bottleneck, whatever the schedule."""
