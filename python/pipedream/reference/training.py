@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,13 +12,23 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from pipedream.model.batches import parts_of
+from pipedream.model.batches import own_loss, parts_of
 from pipedream.model.boundary import device_of
+from pipedream.model.cut_model import cut_model, needs_cutting
 from pipedream.model.layers import Model
 from pipedream.model.loss_placement import loss_on
 from pipedream.model.precision import LossScaler, autocast_dtype, autocast_region
 from pipedream.model.references import check_loss_fn, gradients_noticed
-from pipedream.model.seeding import MinibatchStreams, RngState, base_seed, data_seed, seed_all, stage_seed
+from pipedream.model.seeding import (
+    MinibatchStreams,
+    RngState,
+    base_seed,
+    data_seed,
+    generators_kept,
+    seed_all,
+    seed_data,
+    stage_seed,
+)
 from pipedream.model.splitter import PlannedStage, split
 from pipedream.model.stage_module import StageModule, Tie, find_ties
 from pipedream.reference.asynchronous import AsynchronousTrainer, AsynchronousWeights, UpdateOrder
@@ -63,7 +74,7 @@ def run(
     plan: RunnablePlan,
     *,
     data: Iterable[Any],
-    loss_fn: LossFunction,
+    loss_fn: LossFunction | None = None,
     optimizer: OptimizerFactory,
     epochs: int = 1,
     schedule: str = "pipedream",
@@ -81,8 +92,8 @@ def run(
     update_orders: Sequence[Sequence[UpdateOrder]] | None = None,
     drained_at: Sequence[int] = (),
 ) -> ReferenceResult:
-    """Trains the model in place as the schedule would. Arguments as pipedream.run's, but for across_cut,
-    update_orders and drained_at.
+    """Trains the model in place as the schedule would, any that pipedream.run takes. Arguments as there, but
+    for across_cut, update_orders and drained_at.
 
     The gradients of round j, taken at the versions that their minibatches read (see Versions), update each
     stage's newest version j to version j + 1. Buffers are not versioned. sync: bsp, allreduce or ssp, with
@@ -109,8 +120,9 @@ def run(
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm is {max_grad_norm!r}: give a number above 0, or None not to clip")
     check_loss_fn(loss_fn)
-    dtype = autocast_dtype(autocast)
-    modules = split(model, plan)
+    loss_fn, dtype = loss_fn or own_loss, autocast_dtype(autocast)
+    num_workers = max(len(num_replicas), sum(num_replicas))
+    modules = split(_with_layers(model, plan, data, loss_fn, dtype, seed), plan)
     device = device_of(modules)
     ties = find_ties(modules)
     if max(num_replicas) > 1 and sync_every > 1:
@@ -121,7 +133,6 @@ def run(
             schedule, sync_every, max_grad_norm, autocast, ties, has_orders=update_orders is not None
         )
     own = {name: parameter for module in modules for name, parameter in module.trainable_parameters()}
-    num_workers = max(len(modules), sum(num_replicas))
     with (
         _random_streams(len(modules), num_workers, seed) as streams,
         gradients_noticed(own),
@@ -169,6 +180,31 @@ def run(
             losses = [trainer.train(minibatch, *batch) for minibatch, batch in enumerate(batches)]
             trainer.finish(len(losses))
     return ReferenceResult(losses, trainer.versions_read)
+
+
+def _with_layers(
+    model: Model,
+    plan: RunnablePlan,
+    data: Iterable[Any],
+    loss_fn: LossFunction,
+    dtype: torch.dtype | None,
+    seed: int | None,
+) -> Model:
+    """A module that is no list as its layers, found by one forward with minibatch 0 as run finds them."""
+    if plan.stages[-1].last_layer == 0 or not needs_cutting(model):
+        return model
+    assert isinstance(model, nn.Module)
+    if isinstance(data, Iterator):
+        raise ValueError(
+            "data is an iterator, and the model is cut by a forward with its first minibatch: give data that"
+            " can be iterated again, as a list, or a list of layers"
+        )
+    # Of a copy: some data count how often they were iterated.
+    with generators_kept():
+        seed_data(base_seed(seed), seed, sum(stage.num_replicas for stage in plan.stages))
+        for batch in copy.copy(data):
+            return cut_model(model, *parts_of(batch, 0), loss_fn, autocast=dtype)
+    raise ValueError("data yields no minibatch: check the dataset, batch_size and drop_last")
 
 
 def _train_asynchronously(
