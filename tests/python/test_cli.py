@@ -1031,6 +1031,10 @@ def test_trace_writes_a_perfetto_trace_where_the_name_says_so(call: Caller) -> N
         (["--program", "huge"], "there are 1000000000001 stages: trace shows from 1 to 1024"),
         (["--plan", "2-x"], "2-x: neither a file nor the replicas of each stage, such as 2-1"),
         (["--plan", "2-0"], "plan 2-0 gives stage 1 no replica: each stage has at least 1"),
+        (
+            ["--plan", "2+3-1"],
+            "plan 2+3-1 gives stage 0 more spare shards, 3, than 2 replicas can use: at most 2",
+        ),
         (["--plan", "2-1", "--schedule", "interleaved"], "stage 0 has several replicas; schedule"),
         (
             ["--plan", "2-1", "--staleness", "1", "--schedule", "gpipe"],

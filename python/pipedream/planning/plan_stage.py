@@ -50,7 +50,7 @@ class Stage:
         set_field(self, "last_layer", check_whole("last_layer", self.last_layer))
         set_field(self, "num_replicas", check_whole("num_replicas", self.num_replicas, at_least=1))
         set_field(self, "num_spare_shards", check_whole("num_spare_shards", self.num_spare_shards))
-        if self.num_spare_shards > (self.num_replicas if self.num_replicas > 1 else 0):
+        if self.num_spare_shards > num_spares_max(self.num_replicas):
             raise ValueError(
                 f"num_spare_shards is {self.num_spare_shards}, but num_replicas is {self.num_replicas}:"
                 " spares help 2 replicas or more, and more of them than replicas gain nothing"
@@ -75,7 +75,7 @@ class Stage:
 def stage_counts(text: str | os.PathLike[str]) -> tuple[tuple[int, int], ...] | None:
     """Of "2-1": ((2, 0), (1, 0)), the replicas and spare shards of every stage, of "3+1-1" ((3, 1), (1, 0));
     None for the name of a file. Raises FileNotFoundError for what is neither, and ValueError for a stage
-    without replicas."""
+    without replicas, or with more spare shards than these can use."""
     parts = [_COUNTS.fullmatch(part) for part in os.fspath(text).split("-")]
     if all(parts):
         counts = tuple((int(part[1]), int(part[2] or 0)) for part in parts if part is not None)
@@ -85,11 +85,22 @@ def stage_counts(text: str | os.PathLike[str]) -> tuple[tuple[int, int], ...] | 
                 f"plan {os.fspath(text)} gives stage {replicas.index(0)} no replica:"
                 " each stage has at least 1"
             )
+        for stage_index, (num_replicas, num_spares) in enumerate(counts):
+            if num_spares > num_spares_max(num_replicas):
+                raise ValueError(
+                    f"plan {os.fspath(text)} gives stage {stage_index} more spare shards, {num_spares}, than"
+                    f" {num_replicas} replicas can use: at most {num_spares_max(num_replicas)}"
+                )
         return counts
     if not os.path.exists(text):
         neither = "neither a file nor the replicas of each stage, such as 2-1"
         raise FileNotFoundError(errno.ENOENT, neither, os.fspath(text))
     return None
+
+
+def num_spares_max(num_replicas: int) -> int:
+    """That a stage may have: more would gain nothing."""
+    return num_replicas if num_replicas > 1 else 0
 
 
 def check_stages(stages: tuple[Stage, ...]) -> None:

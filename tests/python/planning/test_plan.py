@@ -260,6 +260,13 @@ def test_stage_counts_are_numbers_with_dashes_between_them_and_else_a_file(
     assert stage_counts("3+2-1-2+1") == ((3, 2), (1, 0), (2, 1))
     with pytest.raises(ValueError, match="plan 2-0-1 gives stage 1 no replica: each stage has at least 1"):
         stage_counts("2-0-1")
+    with pytest.raises(
+        ValueError,
+        match=r"plan 1-2\+3 gives stage 1 more spare shards, 3, than 2 replicas can use: at most 2",
+    ):
+        stage_counts("1-2+3")
+    with pytest.raises(ValueError, match="stage 0 more spare shards, 1, than 1 replicas can use: at most 0"):
+        stage_counts("1+1-2")
     for text in ("plan.json", "2-1.json", "2-", "-1", "./2-1", "2+", "+1-1"):
         with pytest.raises(FileNotFoundError, match="neither a file nor the replicas of each stage"):
             stage_counts(text)
