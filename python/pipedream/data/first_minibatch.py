@@ -45,22 +45,37 @@ class PeekedIterator:
 
 
 def first_of(data: Iterable[Any]) -> Any:
-    """Of data that will be iterated again from the beginning; an iterator's by peek(). Raises ValueError
-    where there is none."""
+    """Of data that will be iterated again from the beginning; an iterator's by peek(). What data, a dataset
+    or a sampler count in attributes when they are iterated (epochs) stays as it is. Raises ValueError where
+    there is no minibatch."""
     if isinstance(data, PeekedIterator):
         first = data.peek()
     elif isinstance(data, torch.utils.data.DataLoader):
         first = next(iter(_alone(data)), None)
     else:
-        first = next(iter(data), None)
+        first = next(iter(_shallow_copy(data)), None)
     if first is None:
         raise ValueError("data yields no minibatch: check the dataset, batch_size and drop_last")
     return first
 
 
 def _alone(loader: torch.utils.data.DataLoader[Any]) -> torch.utils.data.DataLoader[Any]:
-    """The loader without processes, which would be started for one minibatch."""
+    """The loader without processes, which would be started for one minibatch, and copies of its parts."""
     alone = copy.copy(without_processes(loader))
     assert isinstance(alone, torch.utils.data.DataLoader)
     alone.num_workers, alone.timeout = 0, 0
+    for name in ("dataset", "sampler", "batch_sampler"):
+        alone.__dict__[name] = _shallow_copy(getattr(loader, name))  # a loader refuses others once it is made
+    if isinstance(alone.batch_sampler, torch.utils.data.BatchSampler):
+        alone.batch_sampler.sampler = alone.sampler
     return alone
+
+
+def _shallow_copy(data: Any) -> Any:
+    """As it is where it cannot be copied, or is not changed by an iteration."""
+    if data is None or isinstance(data, (list, tuple)):
+        return data
+    try:
+        return copy.copy(data)
+    except TypeError:
+        return data

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +44,40 @@ def test_a_loader_is_looked_at_without_its_processes(num_workers: int) -> None:
     assert first.tolist() == [0, 1]
     assert multiprocessing.active_children() == before
     assert (loader.num_workers, loader._iterator) == (num_workers, None)
+
+
+class _Counted:
+    """Each epoch has other data."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter(range(10 * self.epoch, 10 * self.epoch + 4))
+
+    def __len__(self) -> int:
+        return 4
+
+
+class _CountedDataset(_Counted, torch.utils.data.IterableDataset[int]):
+    pass
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        _Counted(),
+        DataLoader(_CountedDataset(), batch_size=None),
+        DataLoader(range(50), batch_size=None, sampler=_Counted()),  # type: ignore[arg-type]
+        DataLoader(range(50), batch_size=1, sampler=_Counted()),  # type: ignore[arg-type]
+        DataLoader(range(50), batch_sampler=[[10]]),  # type: ignore[arg-type]
+    ],
+    ids=["iterable", "dataset", "sampler", "sampler of batches", "list"],
+)
+def test_data_that_count_their_epochs_are_in_the_first_one_afterwards(data: Iterable[Any]) -> None:
+    assert int(first_of(data)) == int(first_of(data)) == 10
+    assert int(next(iter(data))) == 10
 
 
 def test_data_without_a_minibatch_are_refused() -> None:
