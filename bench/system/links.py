@@ -23,12 +23,13 @@ from typing import Any
 
 from pipedream.common.units import parse_bandwidth
 
-# The bucket holds what the link carries in some milliseconds: the kernel's timer refills it in steps.
-BURST_SECONDS = 0.002
+# The bucket holds what the link carries in so long, which leaves at once after a pause. More of it would hide
+# most of what a slow link costs: 128 KiB are 5 ms at 200 Mbit/s. Two segments of the offload fit into it.
+BURST_SECONDS = 0.0005
 QUEUE_SECONDS = 0.02
 MTU_BYTES = 9000
 STORE_PORT = 29511
-BURST_BYTES_MIN = 2 * 65536  # segments of the offload have up to 64 KiB
+SEGMENT_BYTES_MAX = 65536  # of the offload
 # What the ranks give to pipedream.run().
 RUN_OPTIONS: dict[str, Any] = {
     "gather": "none",
@@ -136,7 +137,9 @@ class Link:
         bytes_per_s = self.bytes_per_s
         if bytes_per_s is None:
             return
-        burst = max(BURST_BYTES_MIN, int(bytes_per_s * BURST_SECONDS))
+        burst = max(2 * MTU_BYTES, int(bytes_per_s * BURST_SECONDS))
+        segment = min(burst // 2, SEGMENT_BYTES_MAX)
+        _run(*f"ip -n {namespace} link set {interface} gso_max_size {segment}".split())
         limit = burst + int(bytes_per_s * QUEUE_SECONDS)
         shape = f"dev {interface} root tbf rate {int(bytes_per_s * 8)}bit burst {burst} limit {limit}"
         _run("tc", "-n", namespace, "qdisc", "add", *shape.split())
