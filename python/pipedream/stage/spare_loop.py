@@ -27,6 +27,7 @@ from pipedream.planning.trace import read_clock
 from pipedream.stage.job import JobOptions, WorkerPlace
 from pipedream.stage.param_server import ParameterServer
 from pipedream.stage.position import Position
+from pipedream.stage.report_parts import LEAVE_TIMEOUT_S, memory_rows, num_received_bytes
 from pipedream.stage.shard_client import EndOfData
 from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.user_code import UserCode
@@ -34,7 +35,6 @@ from pipedream.stage.user_code import UserCode
 __all__ = ["SpareLoop"]
 
 _NO_FIELDS = _core.ItemFields()
-_LEAVE_TIMEOUT_S = 5.0  # for what was sent to leave before a worker reports
 # Updates: the first makes the optimizer's state. Measuring costs time per operator.
 _NUM_MEASURED = 8
 
@@ -117,20 +117,12 @@ class SpareLoop:
             TORCH_OPTIMIZER_STATE: self._optimizer.torch_state_bytes(),
             MODEL: self._predicted.get(MODEL, 0),
         }
-        memory: dict[str, dict[str, int | None]] = {
-            name: {"predicted": planned, "peak": peak} for name, planned, peak in self._core.memory()
-        }
-        for name, peak in measured.items():
-            predicted = self._predicted.get(name)
-            if predicted or peak:
-                memory[name] = {"predicted": predicted, "peak": peak}
-        return memory
+        return memory_rows(self._core, self._predicted, measured)
 
     def _report(self) -> dict[str, Any]:
         """As a replica's, of which it has no stage, no data and no losses."""
         core = self._core
-        core.wait_for_transfers(_LEAVE_TIMEOUT_S)
-        stats = core.channel_stats()
+        core.wait_for_transfers(LEAVE_TIMEOUT_S)
         return {
             "pid": os.getpid(),
             "stages": {},
@@ -138,10 +130,7 @@ class SpareLoop:
             "spans": core.spans(),
             "transfers": core.transfers(),
             "memory": self._memory(),
-            "synced_bytes": sum(
-                stats[name]["wire_bytes_received"] + stats[name]["placed_bytes"]
-                for name in self._server.received_channels
-            ),
+            "synced_bytes": num_received_bytes(core.channel_stats(), self._server.received_channels),
             "channels": {},
             "clock": read_clock(),
             "losses": [],

@@ -44,6 +44,7 @@ from pipedream.stage.edge_transfers import EdgeTransfers
 from pipedream.stage.gradients import GradientFigures, NormExchange, StageGradients, clip_scale
 from pipedream.stage.job import JobOptions, WorkerPlace
 from pipedream.stage.position import Position, located
+from pipedream.stage.report_parts import LEAVE_TIMEOUT_S, memory_rows, num_received_bytes
 from pipedream.stage.shard_client import EndOfData, ShardClient
 from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.stage_runner import StageParts, StageRunner
@@ -53,7 +54,6 @@ from pipedream.stage.weights import StageWeights
 __all__ = ["PreparedStage", "WorkerLoop"]
 
 _NO_FIELDS = _core.ItemFields()
-_LEAVE_TIMEOUT_S = 5.0  # for what was sent to leave before a worker reports
 
 
 class PreparedStage:
@@ -354,21 +354,16 @@ class WorkerLoop:
             MODEL: self._predicted.get(MODEL, 0),
             SHARD_STEP: sum(server.step_peak_bytes for server in self._asynchronous_servers()),
         }
-        memory: dict[str, dict[str, int | None]] = {
-            name: {"predicted": planned, "peak": peak} for name, planned, peak in self._core.memory()
-        }
         if self._torch_pool is not None:
-            memory[TORCH_TENSORS]["peak"] = self._torch_pool.peak_bytes
             del measured[STASH], measured[GRADIENTS]  # they are in it
             measured[TRANSIENT] = None
             if SHARD_STEP in self._predicted:
                 measured[SHARD_STEP] = None
         elif STASH not in self._predicted:
             measured |= {STASH: None, TRANSIENT: None, GRADIENTS: None}
-        for name, peak in measured.items():
-            predicted = self._predicted.get(name)
-            if predicted or peak or peak is None:
-                memory[name] = {"predicted": predicted, "peak": peak}
+        memory = memory_rows(self._core, self._predicted, measured)
+        if self._torch_pool is not None:
+            memory[TORCH_TENSORS]["peak"] = self._torch_pool.peak_bytes
         return memory
 
     def _asynchronous_servers(self) -> list[AsynchronousServer]:
@@ -376,7 +371,7 @@ class WorkerLoop:
 
     def _report(self, meter: WorkMeter, step_meter: StepMeter) -> dict[str, Any]:
         # Where that takes longer the trace is short of an item.
-        self._core.wait_for_transfers(_LEAVE_TIMEOUT_S)
+        self._core.wait_for_transfers(LEAVE_TIMEOUT_S)
         stats, transports = self._core.channel_stats(), self._core.channel_transports()
         between = [name for edge, name in self._edges if edge.kind in ("activation", "gradient")]
         recompute = self._schedule.recompute
@@ -396,9 +391,7 @@ class WorkerLoop:
             "transfers": self._core.transfers(),
             "memory": self._memory(meter, step_meter),
             "synced_bytes": sum(
-                stats[name]["wire_bytes_received"] + stats[name]["placed_bytes"]
-                for server in self._servers.values()
-                for name in server.received_channels
+                num_received_bytes(stats, server.received_channels) for server in self._servers.values()
             ),
             "channels": {name: stats[name] | {"transport": transports.get(name)} for name in between},
             "clock": read_clock(),
