@@ -60,6 +60,13 @@ def wait_for_file(path: str | os.PathLike[str]) -> None:
         time.sleep(0.01)
 
 
+def wait_until_stopped(pid: int) -> None:
+    deadline_s = time.monotonic() + 60.0
+    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < deadline_s, f"process {pid} was not stopped"
+        time.sleep(0.01)
+
+
 def be_stopped_after(gate: str) -> None:
     """Once the file is there: what this worker had sent before has then been used by whoever made it."""
     wait_for_file(gate)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from mishaps import (
     run,
     run_until_lost,
     wait_for_file,
+    wait_until_stopped,
 )
 from pipedream import PeerLost, PipelineError, WorkerLost
 from pipedream.links.rendezvous import Rendezvous
@@ -136,19 +138,28 @@ def test_a_rank_that_dies_or_stops_while_a_larger_minibatch_is_planned_for_is_lo
 
 
 def _be_stopped_when_published(model: torch.nn.Sequential, folder: str) -> tuple[Exception | None, float]:
-    """Rank 2 stops when the others know where it listens, and so connect to it."""
-    kept = Rendezvous.publish
+    """Rank 2 stops when the others can read where it listens; they read it once it has stopped: its link
+    could answer before."""
+    note = Path(folder) / "note"
+    publish, wait_for = Rendezvous.publish, Rendezvous.wait_for
 
-    def publish(self: Rendezvous, key: str, value: Any) -> None:
-        kept(self, key, value)
+    def publish_and_stop(self: Rendezvous, key: str, value: Any) -> None:
+        publish(self, key, value)
         if key == "endpoints/2":
-            Layer(be_stopped, note=str(Path(folder) / "note")).happen()
+            Layer(be_stopped, note=str(note)).happen()
 
-    Rendezvous.publish = publish  # type: ignore[method-assign]
-    try:
+    def wait_for_stopped(self: Rendezvous, keys: list[str], *args: Any, **kwargs: Any) -> list[Any]:
+        values = wait_for(self, keys, *args, **kwargs)
+        if "endpoints/2" in keys:
+            wait_for_file(note)
+            wait_until_stopped(noted(note)[0])
+        return values
+
+    with (
+        mock.patch.object(Rendezvous, "publish", publish_and_stop),
+        mock.patch.object(Rendezvous, "wait_for", wait_for_stopped),
+    ):
         return run_until_lost(model, folder, peer_timeout=_TIMEOUT_S)
-    finally:
-        Rendezvous.publish = kept  # type: ignore[method-assign]
 
 
 def test_a_rank_that_stops_when_the_others_connect_to_it_is_named_to_all(farm: Farm, tmp_path: Path) -> None:
