@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
+import sys
+import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
+import pipedream
 import psutil
 import torch
 from oracle import assert_memory_as_predicted
-from pipedream import reference
+from pipedream import Plan, reference
 from pipedream.launch.fork_server import start_server
+from torch import nn
 from training import (
     Training,
     assert_close_losses,
@@ -139,6 +144,42 @@ def test_forwarded_data_draw_the_random_numbers_that_a_workers_own_would() -> No
     torch.empty((), dtype=torch.int64).random_()
     assert torch.equal(state_after, torch.get_rng_state())
     assert random.getstate() == state_before
+
+
+class Collecting(nn.Module):
+    """Reads what transformers keeps of its class, which constructors of its models leave there."""
+
+    _can_record_outputs: ClassVar[dict[str, Any]] = {"router_logits": nn.Linear}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.maker = os.getpid()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.maker != os.getpid():  # a worker that has the library imported
+            library = types.SimpleNamespace(_CAN_RECORD_REGISTRY={})
+            sys.modules["transformers.utils.output_capturing"] = library  # type: ignore[assignment]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.maker != os.getpid():
+            registry: Any = sys.modules["transformers.utils.output_capturing"]
+            assert registry._CAN_RECORD_REGISTRY[str(type(self))] == self._can_record_outputs
+        result: torch.Tensor = self.second(self.first(inputs))
+        return result
+
+
+def test_a_module_that_is_cut_finds_in_a_worker_what_its_library_keeps_of_its_class() -> None:
+    # Every model of transformers ended the run there: what is cut is no module itself.
+    batches = [(torch.randn(2, 4), torch.randint(3, (2,)))] * 2
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    cross_entropy = nn.functional.cross_entropy
+    plan = Plan.straight(2, 2)
+    result = pipedream.run(
+        Collecting(), plan, data=batches, loss_fn=cross_entropy, optimizer=sgd, progress=False
+    )
+    assert len(result.losses) == 2
 
 
 class Noise:

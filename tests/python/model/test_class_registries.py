@@ -13,11 +13,32 @@ import torch
 from networks import needed
 from pipedream.model.batches import call_model, parts_of
 from pipedream.model.class_registries import register_classes
+from pipedream.model.cut_model import cut_model
+from pipedream.model.layers import Model
 from torch import nn
+from torch.nn import functional as F
 
 
 class _Routed(nn.Module):
     _can_record_outputs: ClassVar[dict[str, Any]] = {"router_logits": nn.Linear}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(2, 2)
+        self.head = nn.Linear(2, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.router(inputs))
+        return result
+
+
+def _models() -> dict[str, Model]:
+    inputs = torch.randn(3, 2)
+    return {
+        "in a module": nn.Sequential(nn.Linear(2, 2), _Routed()),
+        "in a list of layers": [nn.Linear(2, 2), _Routed()],
+        "cut": cut_model(_Routed(), inputs, inputs, F.mse_loss),
+    }
 
 
 class _ByModule(dict[str, Any]):
@@ -28,14 +49,16 @@ class _ByModule(dict[str, Any]):
 
 
 @pytest.mark.parametrize("module_name", ["output_capturing", "generic"])
-@pytest.mark.parametrize("registry", [{}, _ByModule()], ids=["by text", "by module"])
+@pytest.mark.parametrize("kind", [dict, _ByModule], ids=["by text", "by module"])
+@pytest.mark.parametrize("model", _models())
 def test_what_constructors_register_of_each_inner_model_is_registered(
-    monkeypatch: pytest.MonkeyPatch, module_name: str, registry: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, module_name: str, kind: type[dict[str, Any]], model: str
 ) -> None:
+    registry = kind()
     for name in ("output_capturing", "generic"):
         library = types.SimpleNamespace(_CAN_RECORD_REGISTRY=registry) if name == module_name else None
         monkeypatch.setitem(sys.modules, f"transformers.utils.{name}", library)
-    register_classes(nn.Sequential(nn.Linear(2, 2), _Routed()))
+    register_classes(_models()[model])
     assert registry == {str(_Routed): {"router_logits": nn.Linear}}
 
 
