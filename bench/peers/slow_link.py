@@ -7,7 +7,8 @@ Each worker is a host of its own (a network namespace whose link tc shapes in bo
 thread. The model is VGG-like: six convolutions, then fully connected layers, 51.5 million parameters; 32
 samples a minibatch. In turn, round after round, in the same processes:
 
-    planned          pipedream, the plan that partition finds for these workers and this bandwidth
+    planned          pipedream, the plan that partition finds for these workers and this bandwidth, with
+                     codec={"pushes": "factors"}: it may replicate fully connected layers
     data parallel    pipedream, schedule="data_parallel"
       by factors     with codec={"pushes": "factors"}, as the large fully connected layers' are smaller
     torch 1F1B       torch.distributed.pipelining's Schedule1F1B over gloo, with each number of microbatches;
@@ -58,6 +59,7 @@ _NUM_STEPS = 2  # measured, of all data-parallel sides; of PowerSGD and factors 
 _NUM_WARM_UP_STEPS = 2  # before them: the first shows DDP and the parameter server what may leave when
 _POWER_SGD_START = 2  # its least: the steps before it are plain
 _SAMPLING_S = 0.02
+_FACTORS = {"pushes": "factors"}
 
 Rows = list[tuple[int, int, int]]  # stages: first and last layer, replicas
 
@@ -128,10 +130,12 @@ def _steps(step: Callable[[], None], *, num_warm_up: int, num_steps: int, sample
     return Measured(began_ns, time.monotonic_ns(), num_steps * samples_per_step)
 
 
-def pipedream_side(rows: Rows, schedule: str, codec: dict[str, str] | None = None) -> Measured:
-    plan = pipedream.Plan(tuple(pipedream.Stage(*row) for row in rows))
-    num_last = rows[-1][2]  # minibatches of each update at the last stage
-    num_warm_up, num_minibatches = sum(row[2] for row in rows) + 2, _NUM_MINIBATCHES
+def pipedream_side(fields: dict[str, Any], schedule: str, codec: dict[str, str] | None = None) -> Measured:
+    """fields: of a plan."""
+    plan = pipedream.Plan.from_dict(fields)
+    num_last = plan.stages[-1].num_replicas  # minibatches of each update at the last stage
+    # A round besides of each stage, as its first shows what may leave when; the pipeline is full by then.
+    num_warm_up, num_minibatches = max(plan.in_flight) * plan.workers_used + 2, _NUM_MINIBATCHES
     if schedule == "data_parallel":
         num_steps = _NUM_STEPS if codec is None else 4 * _NUM_STEPS
         num_warm_up, num_minibatches = _NUM_WARM_UP_STEPS * num_last, num_steps * num_last
@@ -250,14 +254,15 @@ def _straight(profile: pipedream.Profile, num_workers: int, bandwidth: str) -> R
 def sides_of(
     profile: pipedream.Profile, num_workers: int, bandwidth: str
 ) -> list[tuple[str, str, list[Any]]]:
-    planned = pipedream.partition(profile, num_workers=num_workers, bandwidth=bandwidth)
+    planned = pipedream.partition(profile, num_workers, bandwidth, codec=_FACTORS)
+    print(planned, file=sys.stderr)
     straight = _straight(profile, num_workers, bandwidth)
-    whole = [(0, profile.num_layers - 1, num_workers)]
+    whole = pipedream.Plan((pipedream.Stage(0, profile.num_layers - 1, num_workers),)).to_dict()
     name = "-".join(str(stage.num_replicas) for stage in planned.stages)
     sides: list[tuple[str, str, list[Any]]] = [
-        (f"planned ({name})", "pipedream", [_rows(planned), "pipedream"]),
+        (f"planned ({name})", "pipedream", [planned.to_dict(), "pipedream"]),
         ("data parallel", "pipedream", [whole, "data_parallel"]),
-        ("data parallel by factors", "pipedream", [whole, "data_parallel", {"pushes": "factors"}]),
+        ("data parallel by factors", "pipedream", [whole, "data_parallel", _FACTORS]),
     ]
     for microbatches in (2, 4, 8):
         if microbatches >= num_workers:  # 1F1B needs as many

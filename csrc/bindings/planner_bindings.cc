@@ -1,5 +1,6 @@
 // pipedream._core: the exact partition. Layers cross as one list per figure, stages as tuples of
-// (first_layer, last_layer, num_replicas). Called with the GIL held.
+// (first_layer, last_layer, num_replicas), weights that may go as factors as a list of (weight_bytes,
+// factor_bytes, product_s) per layer, or none at all. Called with the GIL held.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -22,10 +23,15 @@ namespace pipedream {
 namespace {
 
 using Figures = std::vector<double>;
+using FactorTuple = std::tuple<double, double, double>;
+using Factors = std::vector<std::vector<FactorTuple>>;
 using StageTuple = std::tuple<std::int64_t, std::int64_t, std::int64_t>;
 
 std::vector<LayerCost> make_layers(const Figures& compute_s, const Figures& activation_bytes,
-                                   const Figures& parameter_bytes) {
+                                   const Figures& parameter_bytes, const Factors& factors = {}) {
+  if (!factors.empty() && factors.size() != compute_s.size()) {
+    throw UserError("factors need one entry per layer");
+  }
   if (compute_s.size() != activation_bytes.size() || compute_s.size() != parameter_bytes.size()) {
     throw UserError("compute_s, activation_bytes and parameter_bytes have " +
                     std::to_string(compute_s.size()) + ", " + std::to_string(activation_bytes.size()) +
@@ -34,18 +40,20 @@ std::vector<LayerCost> make_layers(const Figures& compute_s, const Figures& acti
   std::vector<LayerCost> layers;
   layers.reserve(compute_s.size());
   for (std::size_t layer = 0; layer < compute_s.size(); ++layer) {
-    layers.push_back({compute_s[layer], activation_bytes[layer], parameter_bytes[layer]});
+    layers.push_back({compute_s[layer], activation_bytes[layer], parameter_bytes[layer], {}});
+    if (factors.empty()) continue;
+    for (const auto& [weight_bytes, factor_bytes, product_s] : factors[layer]) {
+      layers.back().factors.push_back({weight_bytes, factor_bytes, product_s});
+    }
   }
   return layers;
 }
 
-std::pair<std::vector<StageTuple>, double> partition_layers(const Figures& compute_s,
-                                                            const Figures& activation_bytes,
-                                                            const Figures& parameter_bytes,
-                                                            std::int64_t num_workers,
-                                                            double bandwidth_bytes_per_s, bool straight) {
-  const Partition best = partition(make_layers(compute_s, activation_bytes, parameter_bytes), num_workers,
-                                   bandwidth_bytes_per_s, straight);
+std::pair<std::vector<StageTuple>, double> partition_layers(
+    const Figures& compute_s, const Figures& activation_bytes, const Figures& parameter_bytes,
+    std::int64_t num_workers, double bandwidth_bytes_per_s, bool straight, const Factors& factors) {
+  const Partition best = partition(make_layers(compute_s, activation_bytes, parameter_bytes, factors),
+                                   num_workers, bandwidth_bytes_per_s, straight);
   std::vector<StageTuple> stages;
   for (const PlannedStage& stage : best.stages) {
     stages.emplace_back(stage.first_layer, stage.last_layer, stage.num_replicas);
@@ -92,13 +100,14 @@ std::vector<LayerMemory> make_memory(const Figures& saved_bytes, const Figures& 
 py::object partition_layers_within(const Figures& compute_s, const Figures& activation_bytes,
                                    const Figures& parameter_bytes, std::int64_t num_workers,
                                    double bandwidth_bytes_per_s, const Figures& saved_bytes,
-                                   const Figures& forward_s, const PlanLimits& limits) {
+                                   const Figures& forward_s, const PlanLimits& limits,
+                                   const Factors& factors) {
   const std::vector<LayerMemory> memory = make_memory(saved_bytes, forward_s, compute_s.size());
   std::optional<LimitedPartition> best;
   {
     const py::gil_scoped_release released;
-    best = partition_within(make_layers(compute_s, activation_bytes, parameter_bytes), memory, num_workers,
-                            bandwidth_bytes_per_s, limits);
+    best = partition_within(make_layers(compute_s, activation_bytes, parameter_bytes, factors), memory,
+                            num_workers, bandwidth_bytes_per_s, limits);
   }
   if (!best) return py::none();
   std::vector<StageTuple> stages;
@@ -113,7 +122,8 @@ py::object partition_layers_within(const Figures& compute_s, const Figures& acti
 void bind_planner(py::module_& module) {
   module.def("partition", &partition_layers, py::arg("compute_s"), py::arg("activation_bytes"),
              py::arg("parameter_bytes"), py::arg("num_workers"), py::arg("bandwidth_bytes_per_s"),
-             py::arg("straight") = false, py::call_guard<py::gil_scoped_release>(),
+             py::arg("straight") = false, py::arg("factors") = Factors(),
+             py::call_guard<py::gil_scoped_release>(),
              "The exact optimum: ([(first_layer, last_layer, num_replicas)], bottleneck_s).");
   module.def(
       "partition_within",
@@ -121,37 +131,39 @@ void bind_planner(py::module_& module) {
          std::int64_t num_workers, double bandwidth_bytes_per_s, const Figures& saved_bytes,
          const Figures& forward_s, Figures speeds, Figures memory_bytes, double fixed_copies,
          double step_copies, double data_bytes, bool may_recompute, std::vector<std::int64_t> last_layers,
-         std::vector<std::int64_t> num_replicas, std::int64_t num_replicas_max) {
+         std::vector<std::int64_t> num_replicas, std::int64_t num_replicas_max, const Factors& factors) {
         const PlanLimits limits{
             std::move(speeds), std::move(memory_bytes), {fixed_copies, step_copies, data_bytes},
             may_recompute,     std::move(last_layers),  std::move(num_replicas),
             num_replicas_max};
         return partition_layers_within(compute_s, activation_bytes, parameter_bytes, num_workers,
-                                       bandwidth_bytes_per_s, saved_bytes, forward_s, limits);
+                                       bandwidth_bytes_per_s, saved_bytes, forward_s, limits, factors);
       },
       py::arg("compute_s"), py::arg("activation_bytes"), py::arg("parameter_bytes"), py::arg("num_workers"),
       py::arg("bandwidth_bytes_per_s"), py::kw_only(), py::arg("saved_bytes"), py::arg("forward_s"),
       py::arg("speeds"), py::arg("memory_bytes"), py::arg("fixed_copies"), py::arg("step_copies"),
       py::arg("data_bytes"), py::arg("may_recompute"), py::arg("last_layers"), py::arg("num_replicas"),
-      py::arg("num_replicas_max"),
+      py::arg("num_replicas_max"), py::arg("factors") = Factors(),
       "([(first_layer, last_layer, num_replicas)], bottleneck_s, recompute, memory_bytes), or None.");
   module.def(
       "memory_of_plan",
       [](const Figures& activation_bytes, const Figures& parameter_bytes, const Figures& saved_bytes,
          const std::vector<StageTuple>& stages, const std::vector<std::int64_t>& in_flight,
-         const std::vector<bool>& recompute, double fixed_copies, double step_copies, double data_bytes) {
+         const std::vector<bool>& recompute, double fixed_copies, double step_copies, double data_bytes,
+         const Factors& factors) {
         const std::size_t num_layers = activation_bytes.size();
         const Figures no_time(num_layers, 0.0);
         if (in_flight.size() != stages.size() || recompute.size() != stages.size()) {
           throw UserError("in_flight and recompute need one entry per stage");
         }
-        return memory_of_plan(make_layers(no_time, activation_bytes, parameter_bytes),
+        return memory_of_plan(make_layers(no_time, activation_bytes, parameter_bytes, factors),
                               make_memory(saved_bytes, no_time, num_layers), make_stages(stages), in_flight,
                               recompute, {fixed_copies, step_copies, data_bytes});
       },
       py::arg("activation_bytes"), py::arg("parameter_bytes"), py::kw_only(), py::arg("saved_bytes"),
       py::arg("stages"), py::arg("in_flight"), py::arg("recompute"), py::arg("fixed_copies"),
-      py::arg("step_copies"), py::arg("data_bytes"), "Bytes of a replica of each stage.");
+      py::arg("step_copies"), py::arg("data_bytes"), py::arg("factors") = Factors(),
+      "Bytes of a replica of each stage.");
   module.def("stage_time_s", &stage_time_of_layers, py::arg("compute_s"), py::arg("activation_bytes"),
              py::arg("parameter_bytes"), py::arg("first_layer"), py::arg("last_layer"),
              py::arg("num_replicas"), py::arg("bandwidth_bytes_per_s"),

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "base/failure.h"
+#include "planner/stage_cost.h"
 
 namespace pipedream {
 namespace {
@@ -172,11 +173,12 @@ class LimitedSearch {
   void extend(Table& table, const Table& below, std::size_t first, std::int64_t num_workers, Bound& bound,
               std::int64_t replicas) const {
     if (first > 0 && !may_end_[first - 1]) return;
-    double compute_s = 0;
+    StageCost cost;
     double forward_s = 0;
     StageBytes bytes = StageBytes::from(layers_, first);
     for (std::size_t last = first; last < layers_.size(); ++last) {
-      compute_s += layers_[last].compute_s;
+      cost.add(layers_[last]);
+      const double compute_s = cost.compute_s;
       forward_s += memory_[last].forward_s;
       bytes.add(layers_, memory_, last);
       // A lower bound on the replicas, one less for rounding: fewer cannot compute the stage in time.
@@ -197,7 +199,7 @@ class LimitedSearch {
             replicas == 0 ? std::max<std::int64_t>(1, static_cast<std::int64_t>(fewest)) : replicas;
         const std::int64_t to = replicas == 0 ? most : std::min(most, replicas);
         for (std::int64_t count = from; count <= to; ++count) {
-          const Workers workers = workers_of(count, num_workers - after, bytes.parameters);
+          const Workers workers = workers_of(count, num_workers - after, cost);
           const double once_s = std::max(workers.time_s(compute_s), behind_s);
           if (bound.is_exceeded_by(once_s)) continue;
           std::optional<double> twice_s;  // the forward
@@ -217,22 +219,25 @@ class LimitedSearch {
     std::int64_t count = 0;
     double speed = 1;
     double sync_s = 0;
+    double products_s = 0;
     double memory_bytes = 0;  // of the least
 
     [[nodiscard]] double time_s(double compute_s) const {
-      return std::max(compute_s / speed, sync_s) / static_cast<double>(count);
+      return std::max((compute_s + products_s) / speed, sync_s) / static_cast<double>(count);
     }
   };
 
   // ranks_end: one after the rank of the stage's last replica.
   [[nodiscard]] Workers workers_of(std::int64_t replicas, std::int64_t ranks_end,
-                                   double parameter_bytes) const {
+                                   const StageCost& cost) const {
     const std::size_t begin = index(ranks_end - replicas);
     const std::size_t end = index(ranks_end);
-    const auto count = static_cast<double>(replicas);
-    Workers workers{replicas, 1, 0, std::numeric_limits<double>::infinity()};
+    Workers workers{replicas, 1, 0, 0, std::numeric_limits<double>::infinity()};
     if (!limits_.speeds.empty()) workers.speed = least(limits_.speeds, begin, end);
-    if (replicas > 1) workers.sync_s = 4 * (count - 1) * parameter_bytes / (count * bandwidth_);
+    if (replicas > 1) {
+      workers.sync_s = cost.sync_s(replicas, bandwidth_);
+      workers.products_s = cost.products_s(replicas);
+    }
     if (!limits_.memory_bytes.empty()) workers.memory_bytes = least(limits_.memory_bytes, begin, end);
     return workers;
   }

@@ -14,31 +14,10 @@
 
 #include "base/check.h"
 #include "base/failure.h"
+#include "planner/stage_cost.h"
 
 namespace pipedream {
 namespace {
-
-// Far above any cluster; keeps every sum of workers inside 64 bits.
-constexpr std::int64_t kNumWorkersMax = std::int64_t{1} << 30;
-
-// The sums over a stage's layers, taken in layer order so that equal stages have equal times to the bit.
-struct StageCost {
-  double compute_s = 0;
-  double parameter_bytes = 0;
-
-  void add(const LayerCost& layer) {
-    compute_s += layer.compute_s;
-    parameter_bytes += layer.parameter_bytes;
-  }
-
-  // T(first..last, num_replicas).
-  [[nodiscard]] double time_s(std::int64_t num_replicas, double bandwidth_bytes_per_s) const {
-    if (num_replicas == 1) return compute_s;  // nothing to synchronise
-    const auto replicas = static_cast<double>(num_replicas);
-    const double sync_s = 4 * (replicas - 1) * parameter_bytes / (replicas * bandwidth_bytes_per_s);
-    return std::max(compute_s, sync_s) / replicas;
-  }
-};
 
 struct Problem {
   const std::vector<LayerCost>& layers;
@@ -64,6 +43,46 @@ double estimate_replicas(const StageCost& cost, double bottleneck_s, double band
   return std::max(for_compute, (1 + std::sqrt(discriminant)) / (2 * quotient));
 }
 
+// The first number from `from` to `to` that is_enough, where all after one that is are, too; to + 1: none is.
+template <class IsEnough>
+std::int64_t first_enough(std::int64_t from, std::int64_t to, const IsEnough& is_enough) {
+  if (from > to || !is_enough(to)) return to + 1;
+  std::int64_t enough = to;
+  while (from < enough) {
+    const std::int64_t middle = from + (enough - from) / 2;
+    if (is_enough(middle)) {
+      enough = middle;
+    } else {
+      from = middle + 1;
+    }
+  }
+  return enough;
+}
+
+// The fewest from 2 on, of a stage whose weights may go as factors. As long as the same ones do, the
+// computing of a minibatch falls with m, (C - P) / m + P, and the sync, (m - 1) (4 w / m^2 + 2 F / m), rises
+// up to some m and falls from there on.
+std::int64_t fewest_with_factors(const Problem& problem, const StageCost& cost, double bottleneck_s) {
+  const auto computes = [&](std::int64_t num_replicas) {
+    const double own_s = cost.compute_s + cost.products_s(num_replicas);
+    return own_s / static_cast<double>(num_replicas) <= bottleneck_s;
+  };
+  const auto is_enough = [&](std::int64_t num_replicas) {
+    return cost.time_s(num_replicas, problem.bandwidth_bytes_per_s) <= bottleneck_s;
+  };
+  for (std::int64_t from = 2; from <= problem.num_replicas_max;) {
+    const std::int64_t to = std::min(problem.num_replicas_max, cost.factored.last_alike(from));
+    const std::int64_t begin = first_enough(from, to, computes);
+    if (begin <= to) {
+      if (is_enough(begin)) return begin;  // else it is the sync that takes too long
+      const std::int64_t found = first_enough(begin + 1, to, is_enough);
+      if (found <= to) return found;
+    }
+    from = to + 1;
+  }
+  return kImpossible;
+}
+
 // The fewest replicas with T(m) <= t, or kImpossible. T falls with m except from 1 to 2, where the sync
 // begins: 4 (m - 1) w / (m^2 B) is 0 at m = 1 and has its maximum at m = 2.
 std::int64_t fewest_replicas(const Problem& problem, const StageCost& cost, double bottleneck_s) {
@@ -71,6 +90,7 @@ std::int64_t fewest_replicas(const Problem& problem, const StageCost& cost, doub
     return cost.time_s(num_replicas, problem.bandwidth_bytes_per_s) <= bottleneck_s;
   };
   if (is_enough(1)) return 1;
+  if (!cost.factored.empty()) return fewest_with_factors(problem, cost, bottleneck_s);
   std::int64_t enough = problem.num_replicas_max;
   if (enough < 2 || !is_enough(enough)) return kImpossible;
 
@@ -181,6 +201,21 @@ void check_cost(const char* name, std::size_t layer_index, double value) {
                   std::to_string(value) + "; it must be finite and not negative");
 }
 
+void check_factors(std::size_t layer_index, const LayerCost& layer) {
+  FactoredWeights::Sum sum;
+  for (const FactoredWeight& weight : layer.factors) {
+    check_cost("weight_bytes of factors", layer_index, weight.weight_bytes);
+    check_cost("factor_bytes", layer_index, weight.factor_bytes);
+    check_cost("product_s", layer_index, weight.product_s);
+    sum.add({weight.weight_bytes, weight.factor_bytes, weight.product_s, 0, 0});
+  }
+  const double rounding = 1 + 1e-9;
+  if (sum.weight_bytes > layer.parameter_bytes * rounding || sum.product_s > layer.compute_s * rounding) {
+    throw UserError("factors of layer " + std::to_string(layer_index) +
+                    " are of more bytes, or take longer, than the layer");
+  }
+}
+
 void check_layers(const std::vector<LayerCost>& layers, double bandwidth_bytes_per_s) {
   if (layers.empty()) throw UserError("the profile has no layers; it needs at least one");
   if (!std::isfinite(bandwidth_bytes_per_s) || bandwidth_bytes_per_s <= 0) {
@@ -192,6 +227,7 @@ void check_layers(const std::vector<LayerCost>& layers, double bandwidth_bytes_p
     check_cost("compute_s", layer_index, layers[layer_index].compute_s);
     check_cost("activation_bytes", layer_index, layers[layer_index].activation_bytes);
     check_cost("parameter_bytes", layer_index, layers[layer_index].parameter_bytes);
+    check_factors(layer_index, layers[layer_index]);
     everything.add(layers[layer_index]);
   }
   if (!std::isfinite(everything.compute_s) || !std::isfinite(everything.parameter_bytes)) {
@@ -260,9 +296,9 @@ double bottleneck_s(const std::vector<LayerCost>& layers, const std::vector<Plan
 Partition partition(const std::vector<LayerCost>& layers, std::int64_t num_workers,
                     double bandwidth_bytes_per_s, bool straight) {
   check_layers(layers, bandwidth_bytes_per_s);
-  if (num_workers < 1 || num_workers > kNumWorkersMax) {
+  if (num_workers < 1 || num_workers > kNumReplicasMax) {
     throw UserError("num_workers is " + std::to_string(num_workers) + "; it must be between 1 and " +
-                    std::to_string(kNumWorkersMax));
+                    std::to_string(kNumReplicasMax));
   }
   const Problem problem{layers, straight ? 1 : num_workers, num_workers, bandwidth_bytes_per_s};
   Partition best;

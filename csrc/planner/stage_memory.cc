@@ -30,6 +30,7 @@ void StageBytes::add(const std::vector<LayerCost>& layers, const std::vector<Lay
   saved += memory[layer].saved_bytes;
   widest = std::max(widest, layers[layer].activation_bytes);
   largest = std::max(largest, layers[layer].parameter_bytes);
+  for (const FactoredWeight& weight : layers[layer].factors) factored.add(weight);
   is_last = layer + 1 == layers.size();
   output = is_last ? 0.0 : layers[layer].activation_bytes;
 }
@@ -39,9 +40,12 @@ double own_bytes(const StageBytes& stage, const StageCopies& copies, const Stage
   const auto in_flight = static_cast<double>(copies.in_flight);
   const auto replicas = static_cast<double>(copies.num_replicas);
   const double exchanged = copies.num_replicas == 1 ? 0.0 : 1 + 2 * (replicas - 1) / replicas;
-  const double weights = (in_flight + costs.fixed_copies + exchanged) * stage.parameters;
+  const FactoredWeights::Sum factored = stage.factored.of(copies.num_replicas);
+  const double factors = (replicas + 1) * factored.factor_bytes - (1 + exchanged) * factored.weight_bytes;
+  const double weights = (in_flight + costs.fixed_copies + exchanged) * stage.parameters + factors;
   const double data = ((stage.is_first ? in_flight : 0.0) + (stage.is_last ? 1.0 : 0.0)) * costs.data_bytes;
-  const double transient = std::max(2 * stage.widest, costs.step_copies * stage.largest);
+  const double product = factored.largest_weight_bytes + replicas * factored.largest_factor_bytes;
+  const double transient = std::max(2 * stage.widest, costs.step_copies * stage.largest + product);
   const double slots = 2 * static_cast<double>(num_edges(copies, below)) * stage.output;
   const double common = weights + data + transient + slots;
   if (recompute) {

@@ -8,9 +8,14 @@
 //   (n + fixed_copies) |w|            versions, and what there is of the weights besides
 //   + (1 + 2 (r - 1) / r) |w|         with r > 1 replicas: gradients that have not left, and slots for what
 //                                     the others push and pull
+//                                     of weights that go as factors: (r + 1) F in the place of this and of
+//                                     the gradients of fixed_copies, F of them in a round: those that are
+//                                     made, those that have not left, those of the others
 //   + 2 d output                      slots for its gradients
 //   + max(2 widest, step_copies largest)    what a backward or a step makes and drops: gradients of what
-//                                     crosses between layers, temporaries of a layer's parameters
+//                                     crosses between layers, temporaries of a layer's parameters; of
+//                                     weights that go as factors with those of a step the largest gradient,
+//                                     and all replicas' factors that it is made of
 //   + what is kept                    n (saved + output) at the first stage, and n minibatches of the data;
 //                                     at the last one a minibatch of the data
 //
@@ -53,6 +58,7 @@ struct StageBytes {
   double output = 0;
   double widest = 0;   // that crosses between two of its layers, or before the first
   double largest = 0;  // parameters of a layer
+  FactoredWeights factored;
   bool is_first = false;
   bool is_last = false;
 

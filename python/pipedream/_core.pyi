@@ -155,6 +155,7 @@ def partition(
     num_workers: int,
     bandwidth_bytes_per_s: float,
     straight: bool = False,
+    factors: Sequence[Sequence[tuple[float, float, float]]] = (),
 ) -> tuple[list[tuple[int, int, int]], float]: ...
 def partition_within(
     compute_s: Sequence[float],
@@ -174,6 +175,7 @@ def partition_within(
     last_layers: Sequence[int],
     num_replicas: Sequence[int],
     num_replicas_max: int,
+    factors: Sequence[Sequence[tuple[float, float, float]]] = (),
 ) -> tuple[list[tuple[int, int, int]], float, list[bool], list[float]] | None: ...
 def memory_of_plan(
     activation_bytes: Sequence[float],
@@ -186,6 +188,7 @@ def memory_of_plan(
     fixed_copies: float,
     step_copies: float,
     data_bytes: float,
+    factors: Sequence[Sequence[tuple[float, float, float]]] = (),
 ) -> list[float]: ...
 def stage_time_s(
     compute_s: Sequence[float],

@@ -85,6 +85,9 @@ def partition_command(
     spare_workers: Annotated[
         int, typer.Option(help="Besides, as hosts without a GPU, that may serve as spare shards.")
     ] = 0,
+    codec: Annotated[
+        str | None, typer.Option(help="For runs with it: pushes=factors, which `run` takes from the plan.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the plan here.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -106,6 +109,7 @@ def partition_command(
         optimizer_copies=optimizer_copies,
         recompute=recompute,
         spare_workers=spare_workers,
+        codec=None if codec is None else _codec(codec),
     )
     notes = []
     if output is not None:
@@ -145,6 +149,13 @@ def _one_or_each(text: str | None) -> str | list[str] | None:
     return text.split(",") if text is not None and "," in text else text
 
 
+def _codec(text: str) -> dict[str, str]:
+    parts = [part.partition("=") for part in text.split(",")]
+    if not all(separator for _, separator, _ in parts):
+        raise ValueError(f"--codec is {text!r}: plans are made for pushes=factors, or without")
+    return {where.strip(): name.strip() for where, _, name in parts}
+
+
 _Number = TypeVar("_Number", int, float)
 
 
@@ -179,8 +190,12 @@ def simulate_command(
     recompute: _Recompute = False,
     optimizer_copies: _OptimizerCopies = 1.0,
     factors: Annotated[
-        bool, typer.Option("--factors", help="Replicas push as with run's --codec pushes=factors.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--factors/--no-factors",
+            help="Replicas push as with run's --codec pushes=factors; without it as the plan was made for.",
+        ),
+    ] = None,
     sync: _Sync = "bsp",
     staleness: _Staleness = 0,
     trace_file: Annotated[

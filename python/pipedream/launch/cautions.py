@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
 from torch import nn
 from torch.nn import functional
 
+from pipedream.links.codec_choice import pushes_factors
 from pipedream.model.layers import Model, layers_of
 from pipedream.planning.plan import Plan
 
@@ -32,9 +33,10 @@ def cautions_of(
     microbatches: int = 1,
     *,
     rates_by_update: bool = False,
+    codec: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
     """One line each. world_size: ranks that torchrun has started, None without it. rates_by_update: each
-    stage has a scheduler of its own that steps with its updates."""
+    stage has a scheduler of its own that steps with its updates. codec: of the links."""
     layers = [layer for _, layer in layers_of(model)]
     if not any(parameter.requires_grad for layer in layers for parameter in layer.parameters()):
         yield (
@@ -58,6 +60,11 @@ def cautions_of(
         yield (
             f"the plan uses {plan.workers_used} of {world_size} ranks: the others wait until the run is over;"
             f" partition for {world_size} workers, or start {plan.workers_used}"
+        )
+    if plan.codec and not pushes_factors(dict(codec or {})):
+        yield (
+            f"the plan was made for codec={plan.codec}, and this run has another, without factors: the plan's"
+            " times and memory are not this run's; leave codec out, or partition without"
         )
     num_replicas = {stage.num_replicas for stage in plan.stages}
     if rates_by_update and len(num_replicas) > 1:

@@ -144,7 +144,7 @@ def run(
         stage) to these; and what replicas push to the owners of shards, by the key "pushes" alone, which may
         also be "factors" or "factors:bf16": gradients of fully connected layers as their factors, where these
         are smaller (docs/parameter-server.md). Weights always travel exactly. docs/transport.md says what
-        each does.
+        each does. None is what the plan was made for (Plan.codec), most often nothing; {} is nothing.
     keys: a file that `pipedream keys` made, or keys.CurveKeys: encrypts and authenticates every link.
     bind: the address or interface of this machine that workers listen on; None is loopback, and under
         torchrun on several machines this machine's address on the route to MASTER_ADDR. Elsewhere than on
@@ -203,6 +203,7 @@ def run(
             world_size,
             None if weight_fn else loss_fn,
             microbatches,
+            codec=options.links.codec,
             rates_by_update=lr_scheduler is not None
             and not _core.drains_every_minibatch(options.schedule_options()),
         )
@@ -227,7 +228,8 @@ def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any]) -> Job
         raise TypeError(f"plan is a {type(plan).__name__}: use pipedream.partition(...) or Plan.load(file)")
     autocast, memory = autocast_dtype(arguments["autocast"]), arguments["memory"]
     links = make_link_options(
-        **{name: arguments[name] for name in ("transport", "codec", "keys", "bind", "insecure")},
+        codec=_codec_of(arguments, plan),
+        **{name: arguments[name] for name in ("transport", "keys", "bind", "insecure")},
         peer_timeout_s=float(arguments["peer_timeout"]),
         several_machines=is_on_several_machines(),
     )
@@ -261,6 +263,21 @@ def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any]) -> Job
     check_replicas(options)
     options.schedule_options()  # says what the plan and the schedule cannot do, before any process starts
     return options
+
+
+def _codec_of(arguments: dict[str, Any], plan: Plan) -> Any:
+    """The given one, else that which the plan was made for."""
+    if arguments["codec"] is not None or not plan.codec:
+        return arguments["codec"]
+    without_rounds = arguments["sync"] in ("asp", "allreduce")
+    if without_rounds or arguments["sync_every"] > 1:
+        named = "sync" if without_rounds else "sync_every"
+        raise ValueError(
+            f"the plan was made for codec={plan.codec}, and {named} is {arguments[named]!r}, with which"
+            " replicas push no factors: give codec={}, or a plan made without"
+        )
+    _log.info("codec=%s, as the plan was made for it", plan.codec)
+    return plan.codec
 
 
 def _gather_of(arguments: dict[str, Any], *, on_meta: bool) -> str:

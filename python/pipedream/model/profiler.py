@@ -35,6 +35,7 @@ from pipedream.model.layer_sweep import SWEEPS_MAX, LayerSweep
 from pipedream.model.layers import Model, check_shapes, layers_of, model_name
 from pipedream.model.loss_placement import loss_on, spare_loss
 from pipedream.model.meta_device import is_on_meta
+from pipedream.model.product_timing import product_ms_per_replica
 from pipedream.model.references import check_loss_fn, modules_carried_by
 from pipedream.model.split_check import check_cuts
 from pipedream.model.timed_passes import CutPasses, LayerPasses, LossFunction, TimedPasses
@@ -162,7 +163,7 @@ class _Measurement:
         if self.factors is None:
             with rows_counted(factorable(nn.ModuleList(self.layers), self._named())) as rows:
                 forward_ms, backward_ms = self.passes.run(minibatch, inputs, targets, clock)
-            self.factors = self._factors_of(self.passes, rows)
+            self.factors = self._factors_of(self.passes, rows, clock)
         else:
             forward_ms, backward_ms = self.passes.run(minibatch, inputs, targets, clock)
         self.forward_ms.append(forward_ms)
@@ -172,14 +173,20 @@ class _Measurement:
         named = nn.ModuleList(self.layers).named_parameters()
         return [(name, parameter) for name, parameter in named if parameter.requires_grad]
 
-    def _factors_of(self, passes: TimedPasses, rows: Mapping[str, int]) -> list[list[WeightFactors]]:
+    def _factors_of(
+        self, passes: TimedPasses, rows: Mapping[str, int], clock: Clock
+    ) -> list[list[WeightFactors]]:
         """rows: of a minibatch, by the weight's name."""
+        product_ms: dict[tuple[torch.Size, torch.dtype, int], float] = {}  # of those alike
         found: list[list[WeightFactors]] = [[] for _ in passes.layer_names]
         for name, parameter in self._named():
             if name in rows:
                 row_bytes = sum(parameter.shape) * parameter.element_size()
-                sizes = WeightFactors(parameter.nbytes, rows[name] * row_bytes)
-                found[passes.layer_of[id(parameter)]].append(sizes)
+                kind = (parameter.shape, parameter.dtype, rows[name])
+                if kind not in product_ms:
+                    product_ms[kind] = product_ms_per_replica(parameter, rows[name], clock)
+                weight = WeightFactors(parameter.nbytes, rows[name] * row_bytes, product_ms[kind])
+                found[passes.layer_of[id(parameter)]].append(weight)
         return found
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipedream.planning.factor_rule import factored_sum
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.plan import Stage
 from pipedream.planning.shard_shares import round_ms
@@ -37,11 +38,14 @@ def samples_per_s(profile: Profile, minibatch_ms: float) -> float | None:
 
 def _stage_ms(profile: Profile, stage: Stage, bytes_per_s: float) -> float:
     """T(i..j, m) of the cost model, in milliseconds; with spare shards their round in the place of its own,
-    both directions of a link as there."""
+    both directions of a link as there. Weights that go as factors as csrc/planner/stage_cost.h has them."""
     replicas = stage.num_replicas
-    compute_ms = sum(layer.compute_ms for layer in profile.layers[stage.first_layer : stage.last_layer + 1])
-    num_bytes = parameter_bytes_of(profile, stage)
+    layers = profile.layers[stage.first_layer : stage.last_layer + 1]
+    factored = factored_sum(layers, replicas)
+    compute_ms = sum(layer.compute_ms for layer in layers) + (replicas - 1) * factored.product_ms
+    num_bytes = parameter_bytes_of(profile, stage) - factored.weight_bytes
     sync_ms = 4e3 * (replicas - 1) * num_bytes / (replicas * bytes_per_s)
+    sync_ms += 2e3 * (replicas - 1) * factored.factor_bytes / bytes_per_s
     if stage.num_spare_shards:
         sync_ms = 2 * round_ms(num_bytes, replicas, stage.num_spare_shards, bytes_per_s)
     return max(compute_ms, sync_ms) / replicas

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from pipedream.common.document import (
@@ -53,6 +53,8 @@ class WeightFactors(NamedTuple):
     weight_bytes: int
     factor_bytes: int
     """Of a minibatch."""
+    product_ms: float | None = None
+    """What each replica's factors add to the making of the gradient; None: not measured."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,10 @@ class LayerProfile:
         if self.saved_bytes is not None:
             measured["saved_bytes"] = self.saved_bytes
         if self.factors is not None:
-            measured["factors"] = [weight._asdict() for weight in self.factors]
+            measured["factors"] = [
+                {name: value for name, value in weight._asdict().items() if value is not None}
+                for weight in self.factors
+            ]
         return {name: getattr(self, name) for name in _LAYER_FIELDS} | measured | self.extra
 
 
@@ -159,6 +164,10 @@ class Profile:
     @property
     def parameter_bytes(self) -> int:
         return sum(layer.parameter_bytes for layer in self.layers)
+
+    def without_factors(self) -> Profile:
+        """Of a run whose replicas push all gradients as they are."""
+        return replace(self, layers=tuple(replace(layer, factors=None) for layer in self.layers))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
@@ -264,9 +273,13 @@ def _factors_from(value: object) -> tuple[WeightFactors, ...] | None:
     weights = []
     for index, row in enumerate(check_list("factors", value)):
         given = check_object(f"factors[{index}]", row)
-        require(given, WeightFactors._fields, f"factors[{index}].")
-        sizes = [check_whole(f"factors[{index}].{name}", given[name]) for name in WeightFactors._fields]
-        weights.append(WeightFactors(*sizes))
+        names = ("weight_bytes", "factor_bytes")
+        require(given, names, f"factors[{index}].")
+        sizes = [check_whole(f"factors[{index}].{name}", given[name]) for name in names]
+        product_ms = given.get("product_ms")
+        if product_ms is not None:
+            product_ms = check_number(f"factors[{index}].product_ms", product_ms)
+        weights.append(WeightFactors(sizes[0], sizes[1], product_ms))
     return tuple(weights)
 
 

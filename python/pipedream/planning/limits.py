@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 
 from pipedream.common.document import check_number, check_whole
 from pipedream.common.units import format_bytes, parse_size
+from pipedream.planning.factor_rule import core_factors
 from pipedream.planning.formulas import parameter_bytes_of
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.plan import Plan, Stage
@@ -155,6 +156,7 @@ class Limits:
             stages=[(stage.first_layer, stage.last_layer, stage.num_replicas) for stage in plan.stages],
             in_flight=plan.in_flight,
             recompute=[False] * plan.num_stages,
+            factors=core_factors(profile, [layer.compute_ms for layer in profile.layers]),
             **self.memory_costs,
         )
         return self.memory_figures(plan.stages, own_bytes)
@@ -275,6 +277,7 @@ def solve_within(
         last_layers=limits.last_layers,
         num_replicas=limits.num_replicas,
         num_replicas_max=1 if straight else num_workers,
+        factors=core_factors(profile, layers_ms),
     )
     if found is None:
         raise NothingFitsError(nothing_fits(num_workers, limits, straight))

@@ -27,6 +27,7 @@ def check_partition_arguments(
     cost_model: str,
     schedule: str,
     has_speeds: bool,
+    has_codec: bool,
 ) -> None:
     """Raises as partition(). links: where bandwidth is what was measured."""
     if not isinstance(profile, Profile):
@@ -59,4 +60,9 @@ def check_partition_arguments(
         raise ValueError(
             "spare_workers are planned for by cost_model='paper' with schedule 'pipedream' and one bandwidth:"
             " leave them out, or give a plan's stages num_spare_shards yourself"
+        )
+    if spare_workers and has_codec:
+        raise ValueError(
+            "spare_workers own shards, and of factors replicas make versions by themselves: leave out"
+            " spare_workers or codec"
         )

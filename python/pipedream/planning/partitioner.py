@@ -11,37 +11,32 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from pipedream.common.units import parse_bandwidth
 from pipedream.planning.alternatives import compare, model_parallel_ms
+from pipedream.planning.factor_rule import FACTOR_CODEC, check_planned_codec, core_factors, factored_figures
 from pipedream.planning.formulas import formula_figures, samples_per_s
+from pipedream.planning.hidden_links import FEW_ROUNDS, SIMULATED_ITEMS_MAX, with_links_hidden
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.limits import Limits, NothingFitsError, make_limits, nothing_fits, solve_within
 from pipedream.planning.link_profile import LinkProfile
 from pipedream.planning.measured_starts import measured_starts
 from pipedream.planning.partition_arguments import CUT_SCHEDULES, check_partition_arguments
 from pipedream.planning.plan import Plan, Stage
+from pipedream.planning.plan_schedule import any_schedule_of, minibatches_of_round, schedule_of
 from pipedream.planning.prediction import STEADY_ROUNDS, predict_ms, steady_minibatches
 from pipedream.planning.runtime_costs import FREE, RuntimeCosts, layer_cost_ms, runtime_of, stage_costs
 from pipedream.planning.search import search
 from pipedream.planning.spares import with_spares
 from pipedream.planning.stage_links import StageLinks
 
-if TYPE_CHECKING:
-    from pipedream import _core
-
 __all__ = ["make_plan", "partition"]
 
 _MICROBATCHES = (1, 2, 4, 8, 16, 32)  # of which m is chosen where it is free
 _SEARCHED_PLANS = 400
-_FEW_ROUNDS = 8  # simulated of each plan that is looked at
-_SIMULATED_ITEMS_MAX = 6_000  # minibatches times stages that partition() waits for
-_ROUNDING = 1e-9
-_IN_FLIGHT_GAIN_MIN = 0.05  # of the time per minibatch that more minibatches in flight must save
 
 Stages = tuple[Stage, ...]
 
@@ -64,6 +59,7 @@ def partition(
     recompute: bool = True,
     hides_links: bool = True,
     spare_workers: int = 0,
+    codec: Mapping[str, str] | None = None,
 ) -> Plan:
     """The plan with the smallest predicted time per minibatch on at most `num_workers` workers.
 
@@ -96,6 +92,10 @@ def partition(
         stages (docs/parameter-server.md); the plan has those that pay by the paper's formulas and by
         simulation, and says so, or why none does. By cost_model="paper" with schedule "pipedream" and one
         bandwidth.
+    codec: {"pushes": "factors"} plans for replicas that push gradients of fully connected layers as their
+        factors where these are smaller (docs/parameter-server.md), by a profile that has measured which
+        (`profile` does). The plan carries it, and `run` takes it from there. Without it no plan has it, as it
+        is not for every run; of one that it would make faster the plan says so.
 
     Raises ValueError for fewer than one worker, a bandwidth that is not positive, a cost model or schedule
     that is unknown or lacks its figures, and limits that no plan keeps to; TypeError for arguments of another
@@ -112,7 +112,12 @@ def partition(
         cost_model=cost_model,
         schedule=schedule,
         has_speeds=speeds is not None,
+        has_codec=bool(codec),
     )
+    planned_codec = check_planned_codec(codec, profile)
+    asked = profile
+    if not planned_codec:
+        profile = profile.without_factors()
     bytes_per_s = (
         bandwidth.speeds_of_first(num_workers)[0]
         if isinstance(bandwidth, LinkProfile)
@@ -139,10 +144,13 @@ def partition(
         microbatches,
         limits,
         links,
+        planned_codec,
     )
     plan = problem.by_search() if problem.is_simulated else problem.by_formulas()
     if hides_links and not problem.is_simulated and memory is None:
-        plan = problem.with_links_hidden(plan)
+        plan = problem.compared_with_factors(with_links_hidden(plan, problem.simulated_ms), asked)
+        if "hidden_links" in plan.predicted and limits.any:
+            plan = replace(plan, predicted=plan.predicted | limits.memory_with(plan, profile))
     return problem.with_spares(problem.with_alternatives(plan), spare_workers)
 
 
@@ -187,6 +195,7 @@ class _Problem:
     microbatches: int | None
     limits: Limits
     links: LinkProfile | None = None
+    codec: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_simulated(self) -> bool:
@@ -278,44 +287,29 @@ class _Problem:
             num_workers,
             self.bytes_per_s,
             straight,
+            core_factors(self.profile, layers_ms),
         )
         return tuple(Stage(*stage) for stage in found), bottleneck_s, {}
 
-    def with_links_hidden(self, plan: Plan) -> Plan:
-        """With as many in flight as hide the links (design.md, section 4), where the simulator says that this
-        pays for their memory and staleness."""
-        if plan.num_stages == 1 or not plan.bottleneck_ms:
-            return plan
-        in_flight = [plan.in_flight[-1]]
-        for index in range(plan.num_stages - 2, -1, -1):
-            here, below = plan.stages[index].num_replicas, plan.stages[index + 1].num_replicas
-            on_the_way = plan.predicted["boundary_ms"][index] / plan.bottleneck_ms
-            held = in_flight[0] * below + on_the_way
-            in_flight.insert(0, max(plan.in_flight[index], 1 + math.ceil(held / here - _ROUNDING)))
-        if tuple(in_flight) == plan.in_flight:
-            return plan
-        raised = replace(plan, in_flight=tuple(in_flight))
-        if steady_minibatches(raised, _FEW_ROUNDS) * plan.num_stages > _SIMULATED_ITEMS_MAX:
-            return plan
-        before_ms, after_ms = (self._simulated_ms(one) for one in (plan, raised))
-        if after_ms > before_ms * (1 - _IN_FLIGHT_GAIN_MIN):
-            return plan
-        figures: dict[str, Any] = {"hidden_links": {"before_ms": before_ms, "after_ms": after_ms}}
-        if self.limits.any:
-            figures |= self.limits.memory_with(raised, self.profile)
-        return replace(raised, predicted=raised.predicted | figures)
-
-    def _simulated_ms(self, plan: Plan) -> float:
+    def simulated_ms(self, plan: Plan) -> float:
+        """Per minibatch."""
         costed = replace(plan, predicted=plan.predicted | self._costs(plan.stages))
-        predicted_ms = predict_ms(costed, _schedule_of(costed, self.schedule, 1), steady_rounds=_FEW_ROUNDS)
+        predicted_ms = predict_ms(costed, schedule_of(costed, self.schedule, 1), steady_rounds=FEW_ROUNDS)
         assert predicted_ms is not None
         return predicted_ms
+
+    def compared_with_factors(self, plan: Plan, profile: Profile) -> Plan:
+        """The plan, which says how fast the best one with factors is. profile: which has them."""
+        if self.codec or self.limits.any or self.links or not any(layer.factors for layer in profile.layers):
+            return plan
+        by_factors = replace(self, profile=profile, codec=FACTOR_CODEC).by_formulas()
+        return replace(plan, predicted=plan.predicted | {"with_factors_ms": by_factors.bottleneck_ms})
 
     def with_spares(self, plan: Plan, spare_workers: int) -> Plan:
         def figures_of(stages: Stages) -> dict[str, Any]:
             return formula_figures(self.limits.slowed(self.profile, stages), stages, self.links_of(stages))
 
-        return with_spares(plan, spare_workers, figures_of, self._simulated_ms)
+        return with_spares(plan, spare_workers, figures_of, self.simulated_ms)
 
     # By the simulator.
 
@@ -354,9 +348,9 @@ class _Problem:
         plan = self._plan(stages, bottleneck_ms=None, predicted=predicted)
         best_ms, best_m = min((ms, m) for m, ms in self._times_by_microbatches(plan))
         if spreads and self.runtime.spread.factors:
-            options = _schedule_of(plan, self.schedule, best_m)
-            fits = steady_minibatches(plan) * plan.num_stages * best_m <= _SIMULATED_ITEMS_MAX
-            rounds = STEADY_ROUNDS if fits else _FEW_ROUNDS
+            options = schedule_of(plan, self.schedule, best_m)
+            fits = steady_minibatches(plan) * plan.num_stages * best_m <= SIMULATED_ITEMS_MAX
+            rounds = STEADY_ROUNDS if fits else FEW_ROUNDS
             predicted_ms = predict_ms(plan, options, steady_rounds=rounds)
             assert predicted_ms is not None
             best_ms = predicted_ms
@@ -376,8 +370,8 @@ class _Problem:
             choices = [m for m in _MICROBATCHES if m <= largest]
         for m in choices:
             try:
-                options = _schedule_of(plan, self.schedule, m)
-                predicted_ms = predict_ms(plan, options, steady_rounds=_FEW_ROUNDS, spreads=False)
+                options = schedule_of(plan, self.schedule, m)
+                predicted_ms = predict_ms(plan, options, steady_rounds=FEW_ROUNDS, spreads=False)
             except ValueError:  # 2bw needs as many microbatches as are in flight
                 if len(choices) == 1:
                     raise
@@ -388,7 +382,13 @@ class _Problem:
     def _costs(self, stages: Stages) -> dict[str, Any]:
         """What a prediction is made of."""
         links = self.links_of(stages)
-        costs = stage_costs(self.limits.slowed(self.profile, stages), self.runtime, stages, links.replicas)
+        costs = stage_costs(
+            self.limits.slowed(self.profile, stages),
+            self.runtime,
+            stages,
+            links.replicas,
+            minibatches=minibatches_of_round(Plan(stages), self.schedule) if self.codec else None,
+        )
         predicted = formula_figures(self.profile, stages, links)
         # The paper's formulas have no latency.
         measured_ms = links.latency_ms if self.cost_model == "calibrated" else (0.0,) * len(stages)
@@ -427,8 +427,7 @@ class _Problem:
         from pipedream import _core
 
         plan = Plan(stages)
-        m = max(n * stage.num_replicas for n, stage in zip(plan.in_flight, stages, strict=True))
-        options = _schedule_of(plan, self.schedule, m if self.schedule in CUT_SCHEDULES else 1)
+        options = any_schedule_of(plan, self.schedule)
         versions = [_core.num_versions_kept(options, index) for index in range(len(stages))]
         return self.limits.figures_of(stages, self.profile, versions)
 
@@ -476,6 +475,8 @@ class _Problem:
         return replace(plan, predicted=plan.predicted | figures)
 
     def _plan(self, stages: Stages, *, bottleneck_ms: float | None, predicted: dict[str, Any]) -> Plan:
+        if self.codec:
+            predicted["factored"] = factored_figures(self.profile, stages)
         return Plan(
             stages,
             model=self.profile.model,
@@ -486,10 +487,5 @@ class _Problem:
             predicted=predicted,
             max_shapes=self.profile.max_shapes or {},
             cuts=self.profile.cuts,
+            codec=dict(self.codec),
         )
-
-
-def _schedule_of(plan: Plan, schedule: str, num_microbatches: int) -> _core.ScheduleOptions:
-    from pipedream import _core
-
-    return _core.ScheduleOptions(schedule, list(plan.in_flight), num_microbatches, plan.placement)

@@ -56,7 +56,7 @@ _VERSION = 1
 _FORMAT = f"pipedream.{_KIND}/{_VERSION}"
 _DERIVED_FIELDS = ("num_workers", "noam", "in_flight", "predicted")
 _OPTIONAL_FIELDS = ("model", "bandwidth_bytes_per_s", "cost_model", "bottleneck_ms")
-_FIELDS = ("format", "stages", "max_shapes", "cuts", *_DERIVED_FIELDS, *_OPTIONAL_FIELDS)
+_FIELDS = ("format", "stages", "max_shapes", "cuts", "codec", *_DERIVED_FIELDS, *_OPTIONAL_FIELDS)
 _SIMILARITY_MIN = 0.75  # difflib's, of two names that differ in one letter, or in the order of two
 
 
@@ -91,6 +91,8 @@ class Plan:
     {"input_ids": (8, 512)}, or "inputs" and "targets" of pairs. From the profile, and from fitting()."""
     cuts: tuple[str, ...] | None = None
     """From the profile: the calls of modules after which layers end, where the model has more cuts."""
+    codec: dict[str, str] = field(default_factory=dict, hash=False)
+    """That it was made for, {"pushes": "factors"} or none: `run` without a codec of its own takes it."""
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -118,6 +120,8 @@ class Plan:
         check_figures("predicted", check_object("predicted", self.predicted))
         if self.cuts is not None:
             set_field(self, "cuts", checked_cuts(self.cuts, self.num_layers))
+        codec = check_object("codec", self.codec)
+        set_field(self, "codec", {w: check_text(f"codec.{w}", name) for w, name in codec.items()})
         set_field(self, "max_shapes", checked_shapes("max_shapes", self.max_shapes))
         set_field(self, "in_flight", tuple(self.in_flight) or derive_in_flight(self.stages))
         check_in_flight(self.in_flight, self.stages)
@@ -326,6 +330,7 @@ class Plan:
                 in_flight=_in_flight_from_dict(fields),
                 predicted=check_object("predicted", _given(fields, "predicted", {})),
                 cuts=fields.get("cuts"),
+                codec=check_object("codec", _given(fields, "codec", {})),
                 max_shapes=checked_shapes("max_shapes", _given(fields, "max_shapes", {})),
                 extra={name: fields[name] for name in fields if name not in _FIELDS},
             )
@@ -348,6 +353,7 @@ class Plan:
             "bottleneck_ms": self.bottleneck_ms,
             "predicted": self.predicted,
             **({} if self.cuts is None else {"cuts": list(self.cuts)}),
+            **({"codec": self.codec} if self.codec else {}),
             **({"max_shapes": {k: list(v) for k, v in self.max_shapes.items()}} if self.max_shapes else {}),
         } | self.extra
 

@@ -7,11 +7,13 @@ from typing import Any
 
 from pipedream.common.checks import is_number
 from pipedream.common.units import format_bytes
+from pipedream.planning.factor_rule import FACTOR_CODEC, describe_factored
 
 __all__ = ["describe_figures"]
 
 _SAME_SHARE = 0.01  # by which plans differ that are called as fast
 _GAIN_SHARE_MIN = 0.001
+_FACTORS_GAIN_MIN = 0.02
 _NAMES = {
     "one_worker": "one worker",
     "data_parallel": "data parallel",
@@ -20,6 +22,7 @@ _NAMES = {
 }
 _HIDDEN_FIELDS = ("before_ms", "after_ms")
 _SPARE_FIELDS = ("without_ms", "simulated_ms", "simulated_without_ms")
+_FACTORED_FIELDS = ("num_weights", "weight_bytes", "factor_bytes")
 _SEARCH_FIELDS = ("plans", "formulas_ms", "found_ms")
 
 
@@ -36,6 +39,7 @@ def describe_figures(
     if isinstance(schedule, str):
         m = f" with microbatches={microbatches}" if is_number(microbatches) else ""
         yield f"for schedule {schedule!r}{m}"
+    yield from _describe_factors(bottleneck_ms, predicted)
     hidden = predicted.get("hidden_links")
     if isinstance(hidden, Mapping) and all(is_number(hidden.get(name)) for name in _HIDDEN_FIELDS):
         yield (
@@ -55,6 +59,21 @@ def describe_figures(
         without_room = predicted.get("without_room")
         lacking = without_room if isinstance(without_room, list) else []
         yield from _describe_alternatives(bottleneck_ms, num_stages, alternatives, lacking)
+
+
+def _describe_factors(plan_ms: float | None, predicted: Mapping[str, Any]) -> Iterator[str]:
+    rows = predicted.get("factored")
+    if isinstance(rows, list) and all(map(_is_of_factors, rows)):
+        yield describe_factored(rows)
+    factors_ms = predicted.get("with_factors_ms")
+    if not isinstance(factors_ms, float) or not plan_ms:
+        return
+    if 0 < factors_ms < plan_ms * (1 - _FACTORS_GAIN_MIN):
+        yield f"{plan_ms / factors_ms:.2f} x as fast is predicted of a plan for codec={FACTOR_CODEC}"
+
+
+def _is_of_factors(row: Any) -> bool:
+    return isinstance(row, Mapping) and all(is_number(row.get(name)) for name in _FACTORED_FIELDS)
 
 
 def _describe_spares(plan_ms: float | None, figures: Any) -> Iterator[str]:

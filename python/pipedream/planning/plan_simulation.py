@@ -20,6 +20,7 @@ from typing import Any
 from pipedream.common.document import check_list, check_number
 from pipedream.common.table import format_table
 from pipedream.common.units import format_bandwidth, format_bytes
+from pipedream.planning.factor_rule import factored_sum
 from pipedream.planning.formulas import parameter_bytes_of
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.link_profile import LinkProfile
@@ -194,26 +195,34 @@ def simulate_plan(
     microbatches: int | None = None,
     recompute: bool = False,
     optimizer_copies: float = 1.0,
-    factors: bool = False,
+    factors: bool | None = None,
     sync: str = "bsp",
     staleness: int = 0,
 ) -> PlanSimulation:
     """Executes the plan's instruction lists with the profile's costs. optimizer_copies: as of partition().
-    factors: replicas push as with run's codec={"pushes": "factors"}; what that changes is what the links
-    carry, not what a worker computes or keeps. sync, staleness: as of run().
+    factors: replicas push as with run's codec={"pushes": "factors"}; None: as the plan was made for. Of a
+    calibrated plan that was made without, that changes what the links carry and what a worker keeps, not what
+    it computes. sync, staleness: as of run().
 
     bandwidth_bytes_per_s: of each link; links: what was measured, in its place; None takes the plan's
     bandwidth. minibatches, microbatches: None chooses enough
     for a steady state, and as many as the schedule needs. Raises ValueError for a profile of other layers,
     where nothing says the bandwidth or both do, for links of fewer workers or of a plan with spare shards,
-    and as make_traced().
+    for factors that the profile does not know or a calibrated plan cannot be without, and as make_traced().
     """
+    from pipedream import _core
+
     plan = Plan.load(plan_file)
     if plan.num_layers != profile.num_layers:
         raise ValueError(
             f"{plan_file} has {plan.num_layers} layers and the profile {profile.num_layers}: give the profile"
             " that the plan was made from"
         )
+    if factors is False and plan.codec and costs_of(plan) is not None:
+        raise ValueError(
+            f"{plan_file} has calibrated costs of codec={plan.codec}: partition without it to simulate that"
+        )
+    factors = bool(plan.codec) if factors is None else factors
     if factors and sync in ("asp", "allreduce"):
         raise ValueError(f"factors are pushed with sync 'bsp' or 'ssp', and sync is {sync!r}: leave one out")
     if minibatches is None:
@@ -236,14 +245,37 @@ def simulate_plan(
     )
     stage_links, bandwidth = _links_of(plan, plan_file, traced, bandwidth_bytes_per_s, links)
     num_microbatches = traced.options.num_microbatches
-    shares = _sync_shares(plan, profile, traced, factors=factors)
+    if factors and not any(layer.factors for layer in profile.layers):
+        raise ValueError(
+            "factors are asked for, and the profile has none: profile the model anew, or it has no fully"
+            " connected layers"
+        )
+    if not factors:
+        profile = profile.without_factors()
+    minibatches_of_round = [
+        _core.rounds_of(traced.options, index).minibatches_per_round // stage.num_replicas
+        for index, stage in enumerate(plan.stages)
+    ]
+    shares = [
+        shares_of_a_shard(
+            profile.layers[stage.first_layer : stage.last_layer + 1],
+            stage.num_replicas,
+            factors=factors,
+            minibatches=of_round,
+        )
+        for stage, of_round in zip(plan.stages, minibatches_of_round, strict=True)
+    ]
     transfers = _transfers(plan, profile, stage_links)
     if costs_of(plan) is not None:
         is_own = bandwidth_bytes_per_s is None and links is None
         costed = plan if is_own else _costed(plan, profile, stage_links, transfers)
-        simulation = simulate_programs(costed, traced.options, traced.programs, sync_shares=shares)
+        if plan.codec:
+            costed = costed if is_own else _by_factors(costed, shares)
+            simulation = simulate_programs(costed, traced.options, traced.programs)
+        else:
+            simulation = simulate_programs(costed, traced.options, traced.programs, sync_shares=shares)
     else:
-        times = _stage_times(plan, profile, num_microbatches, stage_links, shares)
+        times = _stage_times(plan, profile, num_microbatches, stage_links, shares, minibatches_of_round)
         simulation = simulate(traced.programs, times, [_cut(one, num_microbatches) for one in transfers])
     return PlanSimulation(plan, profile, bandwidth, stage_links, traced, simulation, optimizer_copies)
 
@@ -315,21 +347,13 @@ def _costed(plan: Plan, profile: Profile, links: StageLinks, transfers: Sequence
     return replace(plan, predicted=plan.predicted | {"links": of_boundaries, "stage_costs": of_stages})
 
 
-def _sync_shares(plan: Plan, profile: Profile, traced: TracedSchedule, *, factors: bool) -> list[SyncedBytes]:
-    """By stage."""
-    from pipedream import _core
-
-    if factors and not any(layer.factors for layer in profile.layers):
-        raise ValueError(
-            "factors are asked for, and the profile has none: profile the model anew, or it has no fully"
-            " connected layers"
-        )
-    shares = []
-    for index, stage in enumerate(plan.stages):
-        layers = profile.layers[stage.first_layer : stage.last_layer + 1]
-        minibatches = _core.rounds_of(traced.options, index).minibatches_per_round // stage.num_replicas
-        shares.append(shares_of_a_shard(layers, stage.num_replicas, factors=factors, minibatches=minibatches))
-    return shares
+def _by_factors(plan: Plan, shares: Sequence[SyncedBytes]) -> Plan:
+    """A calibrated plan whose costs have whole shards, with what of them is pushed and pulled."""
+    costs = [
+        {**cost, "push_ms": cost["shard_ms"] * share.pushed, "shard_ms": cost["shard_ms"] * share.pulled}
+        for cost, share in zip(plan.predicted["stage_costs"], shares, strict=True)
+    ]
+    return replace(plan, predicted=plan.predicted | {"stage_costs": costs})
 
 
 def _stage_times(
@@ -338,7 +362,9 @@ def _stage_times(
     num_microbatches: int,
     links: StageLinks,
     shares: Sequence[SyncedBytes],
+    minibatches: Sequence[int],
 ) -> Sequence[StageTimes]:
+    """minibatches: by stage, that a replica has of a round."""
     times = []
     speeds = _speeds_of(plan)
     for index, stage in enumerate(plan.stages):
@@ -346,12 +372,14 @@ def _stage_times(
         speed = min(speeds[plan.placement.rank_of(index, replica)] for replica in range(stage.num_replicas))
         layers = profile.layers[stage.first_layer : stage.last_layer + 1]
         forward_ms = sum(layer.forward_ms for layer in layers)
-        backward_ms = sum(layer.backward_ms for layer in layers)
+        product_ms = factored_sum(layers, stage.num_replicas, minibatches=minibatches[index]).product_ms
+        backward_ms = sum(layer.backward_ms for layer in layers) - product_ms
         all_ms = _parameters_ms(profile, stage, links.replicas[index])
         times.append(
             StageTimes(
                 forward_ms / num_microbatches / speed,
                 backward_ms / num_microbatches / speed,
+                stage.num_replicas * minibatches[index] * product_ms / speed,
                 **exchange_times(stage, all_ms, shares[index]),
             )
         )

@@ -94,7 +94,7 @@ def simulate_programs(
 ) -> Simulation:
     """The workers' lists with the costs that the plan, which has some, carries. spreads: with the spread of
     single items about their mean. sync_shares: by stage, of a shard, what a replica pushes to one other and
-    pulls from it; None: a whole one both."""
+    pulls from it; None: what the costs say."""
     from pipedream import _core
 
     costs = costs_of(plan)
@@ -123,6 +123,8 @@ def _times(
 ) -> StageTimes:
     update_ms = (cost.update_ms + (cost.copy_ms if num_versions > 1 else 0.0)) / speed
     exchange = exchange_times(stage, cost.shard_ms * stage.num_replicas, share)
+    if cost.push_ms is not None:
+        exchange["push_ms"] = cost.push_ms
     if stage.num_spare_shards:  # measured of a replica, whose part is smaller
         exchange["spare_update_ms"] = update_ms
     return StageTimes(

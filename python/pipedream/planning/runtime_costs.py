@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from pipedream.common.document import check_list, check_number, check_object, check_whole, require
+from pipedream.planning.factor_rule import factored_sum
 from pipedream.planning.layer_profile import LayerProfile, Profile
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.spread import EVEN, Spread
@@ -180,9 +181,11 @@ class StageCosts:
     """Of a replica's shard, pushed or pulled, on its way to one other replica."""
     sync_latency_ms: float = 0.0
     """Besides, of each."""
+    push_ms: float | None = None
+    """Of what is pushed, where factors are in it; None: as long as shard_ms."""
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "push_ms" or value is not None}
 
     @classmethod
     def from_dict(cls, where: str, value: object) -> StageCosts:
@@ -196,6 +199,7 @@ class StageCosts:
             shard_ms=check_number(f"{where}.shard_ms", given["shard_ms"]),
             # Plans of before there was one do not have it.
             sync_latency_ms=check_number(f"{where}.sync_latency_ms", given.get("sync_latency_ms", 0.0)),
+            push_ms=check_number(f"{where}.push_ms", given["push_ms"]) if "push_ms" in given else None,
         )
 
     @property
@@ -210,9 +214,15 @@ def runtime_of(profile: Profile) -> RuntimeCosts | None:
 
 
 def stage_costs(
-    profile: Profile, runtime: RuntimeCosts, stages: Sequence[Stage], bytes_per_s: Sequence[float]
+    profile: Profile,
+    runtime: RuntimeCosts,
+    stages: Sequence[Stage],
+    bytes_per_s: Sequence[float],
+    *,
+    minibatches: Sequence[int] | None = None,
 ) -> list[StageCosts]:
-    """Of each stage of a plan, by the calibrated cost model; bytes_per_s: between its replicas."""
+    """Of each stage of a plan, by the calibrated cost model; bytes_per_s: between its replicas. minibatches:
+    that a replica has of a round; None: one."""
     costs = []
     for stage_index, stage in enumerate(stages):
         layers = profile.layers[stage.first_layer : stage.last_layer + 1]
@@ -220,12 +230,18 @@ def stage_costs(
         before = profile.layers[stage.first_layer - 1].activation_bytes if stage_index else 0
         behind = layers[-1].activation_bytes if stage_index + 1 < len(stages) else 0
         num_bytes = sum(layer.parameter_bytes for layer in layers)
-        replicas = stage.num_replicas
-        update_ms = position.update_ms
+        replicas, of_round = stage.num_replicas, 1 if minibatches is None else minibatches[stage_index]
+        factored = factored_sum(layers, replicas, minibatches=of_round)
+        product_ms = factored.product_ms * position.backward_scale
+        dense_bytes = num_bytes - factored.weight_bytes
+        # Its shard, and of weights that go as factors the whole, whose gradients it makes of all factors.
+        updated_bytes = dense_bytes / replicas + factored.weight_bytes
+        update_ms = position.update_ms + replicas * of_round * product_ms
         if num_bytes:
-            update_ms += runtime.update_ms + runtime.update_ms_per_byte * num_bytes / replicas
+            update_ms += runtime.update_ms + runtime.update_ms_per_byte * updated_bytes
         # A replica pushes (r - 1) / r of its gradients and pulls as much of the versions.
-        exchanged = num_bytes * (replicas - 1) / replicas
+        exchanged = dense_bytes * (replicas - 1) / replicas + (replicas - 1) * factored.factor_bytes
+        per_byte_ms = 1e3 / bytes_per_s[stage_index]
         sync_ms = {kind: cost.of(exchanged) if replicas > 1 else 0.0 for kind, cost in runtime.sync.items()}
         costs.append(
             StageCosts(
@@ -235,14 +251,17 @@ def stage_costs(
                 .plus(_sending(position.forward, behind, runtime.cut_bytes))
                 .plus(ItemCost(minibatch_ms=sync_ms["FORWARD"])),
                 backward=runtime.backward_share.scaled(
-                    sum(layer.backward_ms for layer in layers) * position.backward_scale
+                    sum(layer.backward_ms for layer in layers) * position.backward_scale - product_ms
                 )
                 .plus(_sending(position.backward, before, runtime.cut_bytes))
                 .plus(ItemCost(minibatch_ms=sync_ms["BACKWARD"])),
                 update_ms=update_ms + sync_ms["UPDATE"],
-                copy_ms=runtime.copy_ms_per_byte * num_bytes / replicas,
-                shard_ms=1e3 * num_bytes / replicas / bytes_per_s[stage_index] if replicas > 1 else 0.0,
+                copy_ms=runtime.copy_ms_per_byte * updated_bytes,
+                shard_ms=per_byte_ms * dense_bytes / replicas if replicas > 1 else 0.0,
                 sync_latency_ms=runtime.latency_ms if replicas > 1 else 0.0,
+                push_ms=per_byte_ms * (dense_bytes / replicas + factored.factor_bytes)
+                if factored.num_weights
+                else None,
             )
         )
     return costs

@@ -16,6 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from pipedream.planning.factor_rule import factored_sum
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.plan import Plan
 from pipedream.planning.shard_shares import shard_shares
@@ -108,7 +109,8 @@ class _StageBytes(NamedTuple):
     num_versions: int
     parameters: float
     exchanged: float
-    """Where it has replicas: gradients and slots for what they push and pull."""
+    """Where it has replicas: gradients and slots for what they push and pull. Of weights that go as factors
+    these, of three kinds (csrc/planner/stage_memory.h), in the place of all gradients."""
     num_replicas: int
     share_of_spare: float
     """Of the parameters, that a spare owns."""
@@ -133,10 +135,14 @@ class _StageBytes(NamedTuple):
         shares = shard_shares(replicas, stage.num_spare_shards)
         # Pushed by the others of what it owns, and pulled of what it does not.
         received = (replicas - 1) * shares.of_replica + 1 - shares.of_replica
+        minibatches = _core.rounds_of(schedule, index).minibatches_per_round // replicas
+        factored = factored_sum(layers, replicas, minibatches=minibatches)
+        exchanged = (parameters - factored.weight_bytes) * (1 + received)
+        exchanged += (replicas + 1) * factored.factor_bytes - factored.weight_bytes
         return cls(
             num_versions=_core.num_versions_kept(schedule, index),
             parameters=parameters,
-            exchanged=parameters * (1 + received) if replicas > 1 else 0.0,
+            exchanged=exchanged if replicas > 1 else 0.0,
             num_replicas=replicas,
             share_of_spare=shares.of_spare,
             saved=saved / m,

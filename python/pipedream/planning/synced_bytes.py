@@ -1,7 +1,7 @@
 """What the replicas of a stage send each other, and spares, in a round, by a profile: gradients to the shards
 of others and versions from them, or factors of gradients where these are smaller and asked for.
 
-The rule is stage/factors.py's. Pure; any thread; needs no torch.
+The rule is factor_rule.py's. Pure; any thread; needs no torch.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from pipedream.planning.factor_rule import FactoredSum, factored_sum
 from pipedream.planning.layer_profile import LayerProfile, Profile
 from pipedream.planning.plan_stage import Stage
 from pipedream.planning.shard_shares import shard_shares
@@ -27,16 +28,9 @@ def synced_bytes(
     layers: Sequence[LayerProfile], num_replicas: int, *, factors: bool = False, minibatches: int = 1
 ) -> SyncedBytes:
     """Of a stage of these layers. minibatches: that a replica has of a round."""
-    dense_bytes = sum(layer.parameter_bytes for layer in layers)
-    factor_bytes = 0
-    weights = [weight for layer in layers for weight in layer.factors or ()] if factors else []
-    for weight in weights:
-        of_round = minibatches * weight.factor_bytes
-        if num_replicas * of_round < 2 * weight.weight_bytes:
-            dense_bytes -= weight.weight_bytes
-            factor_bytes += of_round
-    shard_bytes = dense_bytes / num_replicas
-    return SyncedBytes(shard_bytes + factor_bytes, shard_bytes)
+    found = factored_sum(layers, num_replicas, minibatches=minibatches) if factors else FactoredSum()
+    shard_bytes = (sum(layer.parameter_bytes for layer in layers) - found.weight_bytes) / num_replicas
+    return SyncedBytes(shard_bytes + found.factor_bytes, shard_bytes)
 
 
 def shares_of_a_shard(

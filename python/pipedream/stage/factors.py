@@ -5,9 +5,10 @@ two factors, where these are smaller, and each makes the mean gradient, and the 
     factors                          (r - 1)  K (M + N)       of K rows each, to each of the others
 
 r: replicas; W: M x N. So factors pay for K r (M + N) < 2 M N (Zhang et al., Poseidon, ATC 2017, section 4.2).
-The mean is one product, of the factors of all members of the round, one below the other in the order of the
-replicas. Each replica makes it of the same values by the same call, and so of the same bits; that replicas
-multiply alike is tried before the run. Owned by the worker's compute thread.
+The rule is planning/factor_rule.py's. The mean is one product, of the factors of all members of the round,
+one below the other in the order of the replicas. Each replica makes it of the same values by the same call,
+and so of the same bits; that replicas multiply alike is tried before the run. Owned by the worker's compute
+thread.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pipedream.model.factored import Factors
+from pipedream.planning import factor_rule
 
 __all__ = ["FactorLayer", "RoundFactors", "are_smaller", "factors_of", "item_of", "mean_product"]
 
@@ -49,8 +51,7 @@ class FactorLayer:
 def are_smaller(layer: FactorLayer, num_replicas: int, pushed_bytes: int | None = None) -> bool:
     """Whether factors are fewer bytes than what they stand for. pushed_bytes: of the whole gradient as it
     would be pushed else; None: as it is."""
-    dense_bytes = layer.weight_bytes + (layer.weight_bytes if pushed_bytes is None else pushed_bytes)
-    return num_replicas * layer.factor_bytes < dense_bytes
+    return factor_rule.are_smaller(layer.factor_bytes, layer.weight_bytes, num_replicas, pushed_bytes)
 
 
 class RoundFactors:

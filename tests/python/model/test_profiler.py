@@ -13,7 +13,9 @@ import pytest
 import torch
 from models import BATCH, CASES, CLASSES, SEQUENCE, WIDTH, Batch, Case, squared_error
 from pipedream import Plan, partition
+from pipedream.model.clock import HostClock
 from pipedream.model.cut_model import cut_model
+from pipedream.model.product_timing import product_ms_per_replica
 from pipedream.model.profiler import profile
 from pipedream.model.splitter import split
 from torch import nn
@@ -623,7 +625,9 @@ def test_the_factors_of_fully_connected_layers_are_measured() -> None:
         model, [(torch.randn(3, 5, 4), torch.randn(3, 5, 4))] * 3, squared_error, minibatches=2
     )
     factors = [layer.factors for layer in measured.layers]
-    assert factors == [((64, 15 * 8 * 4),), ((64, 30 * 8 * 4),), (), ()]
+    sizes = [tuple(weight[:2] for weight in of_layer or ()) for of_layer in factors]
+    assert sizes == [((64, 15 * 8 * 4),), ((64, 30 * 8 * 4),), (), ()]
+    assert all((weight.product_ms or 0.0) >= 0 for of_layer in factors for weight in of_layer or ())
     assert not any(layer._forward_hooks for layer in model.modules())
 
 
@@ -644,4 +648,16 @@ def test_rows_count_once_that_a_checkpoint_computes_twice() -> None:
     model = nn.Sequential(_Checkpointed())
     batches = [(torch.randn(3, 4), torch.randn(3, 4))] * 2
     (layer,) = profile(model, batches, squared_error, minibatches=1).layers
-    assert layer.factors == ((64, 3 * 8 * 4), (0, 3 * 4 * 4))
+    assert [weight[:2] for weight in layer.factors or ()] == [(64, 3 * 8 * 4), (0, 3 * 4 * 4)]
+
+
+def test_what_each_replica_adds_to_a_product_of_factors_is_measured() -> None:
+    class Clock(HostClock):
+        def finish_minibatch(self) -> list[float]:
+            assert len(super().finish_minibatch()) == 3
+            return [next(told), 99.0, 99.0]
+
+    told = iter([20.0, 5.0])  # of four replicas' rows, of one's
+    assert product_ms_per_replica(torch.ones(2, 3), 4, Clock()) == 5.0
+    told = iter([4.0, 5.0])  # less than can be told from the noise
+    assert product_ms_per_replica(torch.ones(2, 3), 4, Clock()) == 0.0

@@ -1,0 +1,52 @@
+// Weights of fully connected layers, whose gradients replicas may push as factors: which do with how many
+// replicas, and what they add up to. Pure arithmetic; any thread.
+//
+// With r replicas a weight goes as factors for r F < 2 W, F bytes of factors of one replica in a round and W
+// of the weight (Zhang et al., Poseidon, ATC 2017, section 4.2): so up to some r of its own, and dense
+// beyond.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace pipedream {
+
+struct FactoredWeight {
+  double weight_bytes = 0;
+  double factor_bytes = 0;  // of one replica in a round
+  double product_s = 0;     // to make the gradient of one replica's factors
+};
+
+class FactoredWeights {
+ public:
+  struct Sum {
+    double weight_bytes = 0;
+    double factor_bytes = 0;
+    double product_s = 0;
+    double largest_weight_bytes = 0;
+    double largest_factor_bytes = 0;
+
+    void add(const Sum& other);
+  };
+
+  void add(const FactoredWeight& weight);
+  [[nodiscard]] bool empty() const { return groups_.empty(); }
+  // Of those that so many replicas push as factors.
+  [[nodiscard]] Sum of(std::int64_t num_replicas) const;
+  // The most replicas that push the same ones.
+  [[nodiscard]] std::int64_t last_alike(std::int64_t num_replicas) const;
+
+ private:
+  struct Group {
+    std::int64_t num_replicas_max = 0;
+    Sum sum;
+  };
+
+  std::vector<Group> groups_;  // fewest replicas first, each number once
+};
+
+// Of replicas, of a plan or a stage: far above any cluster; keeps every sum of workers inside 64 bits.
+inline constexpr std::int64_t kNumReplicasMax = std::int64_t{1} << 30;
+
+}  // namespace pipedream

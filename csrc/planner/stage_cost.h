@@ -1,0 +1,53 @@
+// T(i..j, m): what a stage of m replicas takes of a minibatch, by the cost model of partition.h. Pure
+// arithmetic; any thread.
+//
+//   sync     4 (m-1) w / (m B) + 2 (m-1) F / B    both directions of a link in a round: w bytes of parameters
+//                                                 that are pushed as they are, F of one replica's factors
+//   compute  sum T_l + (m-1) P                    P: what each replica's factors add to the products that
+//                                                 every one of them makes of all
+//   T        max(compute, sync) / m
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "planner/factored_weights.h"
+#include "planner/partition.h"
+
+namespace pipedream {
+
+// The sums over a stage's layers, taken in layer order so that equal stages have equal times to the bit.
+struct StageCost {
+  double compute_s = 0;
+  double parameter_bytes = 0;
+  FactoredWeights factored;
+
+  void add(const LayerCost& layer) {
+    compute_s += layer.compute_s;
+    parameter_bytes += layer.parameter_bytes;
+    for (const FactoredWeight& weight : layer.factors) factored.add(weight);
+  }
+
+  // Besides compute_s, of a replica.
+  [[nodiscard]] double products_s(std::int64_t num_replicas) const {
+    if (factored.empty()) return 0;
+    return static_cast<double>(num_replicas - 1) * factored.of(num_replicas).product_s;
+  }
+
+  [[nodiscard]] double sync_s(std::int64_t num_replicas, double bandwidth_bytes_per_s) const {
+    const auto replicas = static_cast<double>(num_replicas);
+    if (factored.empty()) return 4 * (replicas - 1) * parameter_bytes / (replicas * bandwidth_bytes_per_s);
+    const FactoredWeights::Sum sum = factored.of(num_replicas);
+    const double dense_bytes = std::max(0.0, parameter_bytes - sum.weight_bytes);
+    return 4 * (replicas - 1) * dense_bytes / (replicas * bandwidth_bytes_per_s) +
+           2 * (replicas - 1) * sum.factor_bytes / bandwidth_bytes_per_s;
+  }
+
+  [[nodiscard]] double time_s(std::int64_t num_replicas, double bandwidth_bytes_per_s) const {
+    if (num_replicas == 1) return compute_s;  // nothing to synchronise
+    const double own_s = compute_s + products_s(num_replicas);
+    return std::max(own_s, sync_s(num_replicas, bandwidth_bytes_per_s)) / static_cast<double>(num_replicas);
+  }
+};
+
+}  // namespace pipedream

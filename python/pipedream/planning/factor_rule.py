@@ -1,0 +1,152 @@
+"""Which weights replicas push as factors of their gradients (docs/parameter-server.md): one rule, which
+planning takes by a profile and a run by its first minibatch (stage/factors.py).
+
+    dense, per round and replica     2 (r - 1) / r  W       gradients to the shards, and versions from them
+    factors                          (r - 1)  F             to each of the others
+
+so factors for r F < 2 W. Here, besides, what they cost: a replica's backward leaves a weight's gradient
+alone, and its update makes it for itself of all replicas' factors, one product that each of them makes
+longer. Where a profile has not measured by how much, that is half a backward, one of whose two products it
+is, in the weight's share of the layer's parameters.
+
+Where a layer says which of its weights may go so, they do: a profile without_factors() has none. Pure; any
+thread; needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pipedream.common.units import format_bytes
+
+if TYPE_CHECKING:
+    from pipedream.planning.layer_profile import LayerProfile, Profile, WeightFactors
+    from pipedream.planning.plan_stage import Stage
+
+__all__ = [
+    "FACTOR_CODEC",
+    "FactoredSum",
+    "are_smaller",
+    "check_planned_codec",
+    "core_factors",
+    "describe_factored",
+    "factored_figures",
+    "factored_sum",
+]
+
+FACTOR_CODEC = {"pushes": "factors"}
+"""As run() takes it, and a plan carries it."""
+
+
+def are_smaller(
+    factor_bytes: float, weight_bytes: float, num_replicas: int, pushed_bytes: float | None = None
+) -> bool:
+    """Whether factors are fewer bytes than what they stand for. factor_bytes: of one replica in a round.
+    pushed_bytes: of the whole gradient as it would be pushed else; None: as it is."""
+    dense_bytes = weight_bytes + (weight_bytes if pushed_bytes is None else pushed_bytes)
+    return num_replicas * factor_bytes < dense_bytes
+
+
+class FactoredSum(NamedTuple):
+    """Of the weights of a stage that go as factors."""
+
+    num_weights: int = 0
+    weight_bytes: float = 0.0
+    factor_bytes: float = 0.0
+    """Of one replica in a round."""
+    product_ms: float = 0.0
+    """Of the gradients of one minibatch: what a backward leaves to the update, which each replica adds to."""
+
+
+def factored_sum(layers: Sequence[LayerProfile], num_replicas: int, *, minibatches: int = 1) -> FactoredSum:
+    """Of a stage of these layers. minibatches: that a replica has of a round."""
+    found = FactoredSum()
+    if num_replicas == 1:
+        return found
+    for layer in layers:
+        for weight in layer.factors or ():
+            of_round = minibatches * weight.factor_bytes
+            if are_smaller(of_round, weight.weight_bytes, num_replicas):
+                found = FactoredSum(
+                    found.num_weights + 1,
+                    found.weight_bytes + weight.weight_bytes,
+                    found.factor_bytes + of_round,
+                    found.product_ms + _product_ms(layer, weight),
+                )
+    return found
+
+
+def core_factors(profile: Profile, layers_ms: Sequence[float]) -> list[list[tuple[float, float, float]]]:
+    """As the core takes them, seconds and bytes; layers_ms: what it takes each layer for, which no product
+    exceeds. Empty where there are none."""
+    if not any(layer.factors for layer in profile.layers):
+        return []
+    rows = []
+    for layer, layer_ms in zip(profile.layers, layers_ms, strict=True):
+        weights = layer.factors or ()
+        products_ms = [_product_ms(layer, weight) for weight in weights]
+        scale = min(1.0, layer_ms / sum(products_ms)) if sum(products_ms) > 0 else 1.0
+        rows.append(
+            [
+                (float(weight.weight_bytes), float(weight.factor_bytes), scale * product_ms / 1e3)
+                for weight, product_ms in zip(weights, products_ms, strict=True)
+            ]
+        )
+    return rows
+
+
+def check_planned_codec(codec: Any, profile: Profile) -> dict[str, str]:
+    """The codec that a plan is made for, {} or FACTOR_CODEC. Raises ValueError for another, and for factors
+    that the profile does not know."""
+    if codec is not None and not isinstance(codec, Mapping):
+        raise TypeError(f"codec is {codec!r}: plans are made for {FACTOR_CODEC}, or without")
+    given = {where: name for where, name in (codec or {}).items() if name not in (None, "none")}
+    if not given:
+        return {}
+    if given != FACTOR_CODEC:
+        raise ValueError(
+            f"codec is {codec!r}: plans are made for {FACTOR_CODEC}, or without; what other codecs save, plan"
+            " for by giving more bandwidth"
+        )
+    if not any(layer.factors for layer in profile.layers):
+        raise ValueError(
+            "factors are asked for, and the profile has none: profile the model anew, or it has no fully"
+            " connected layers"
+        )
+    return dict(FACTOR_CODEC)
+
+
+def factored_figures(profile: Profile, stages: Sequence[Stage]) -> list[dict[str, float]]:
+    """Of each stage, for a plan's `predicted`: in a round of one minibatch for each replica."""
+    figures = []
+    for stage in stages:
+        layers = profile.layers[stage.first_layer : stage.last_layer + 1]
+        found = factored_sum(layers, stage.num_replicas)
+        figures.append(
+            {
+                "num_weights": found.num_weights,
+                "weight_bytes": found.weight_bytes,
+                "factor_bytes": found.factor_bytes,
+            }
+        )
+    return figures
+
+
+def describe_factored(figures: Sequence[Mapping[str, float]]) -> str:
+    """A line for a person, of factored_figures()."""
+    parts = [
+        f"stage {index} pushes {format_bytes(int(row['factor_bytes']))} in the place of"
+        f" {format_bytes(int(row['weight_bytes']))}"
+        for index, row in enumerate(figures)
+        if row["num_weights"]
+    ]
+    what = ", ".join(parts) or "no stage pushes factors, as none has replicas whose factors are smaller"
+    return f"for codec={FACTOR_CODEC}, which run takes from the plan: {what}"
+
+
+def _product_ms(layer: LayerProfile, weight: WeightFactors) -> float:
+    if weight.product_ms is not None:
+        return min(weight.product_ms, layer.backward_ms)
+    own_bytes = max(layer.parameter_bytes, sum(one.weight_bytes for one in layer.factors or ()))
+    return layer.backward_ms / 2 * weight.weight_bytes / own_bytes if own_bytes else 0.0

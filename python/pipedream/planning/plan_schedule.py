@@ -1,0 +1,34 @@
+"""A plan with a schedule, as the core takes both. Pure; any thread; needs no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipedream.planning.partition_arguments import CUT_SCHEDULES
+from pipedream.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from pipedream import _core
+
+__all__ = ["any_schedule_of", "minibatches_of_round", "schedule_of"]
+
+
+def schedule_of(plan: Plan, schedule: str, num_microbatches: int) -> _core.ScheduleOptions:
+    from pipedream import _core
+
+    return _core.ScheduleOptions(schedule, list(plan.in_flight), num_microbatches, plan.placement)
+
+
+def any_schedule_of(plan: Plan, schedule: str) -> _core.ScheduleOptions:
+    """With some number of microbatches that it can have."""
+    m = max(n * stage.num_replicas for n, stage in zip(plan.in_flight, plan.stages, strict=True))
+    return schedule_of(plan, schedule, m if schedule in CUT_SCHEDULES else 1)
+
+
+def minibatches_of_round(plan: Plan, schedule: str) -> list[int]:
+    """By stage, that each replica has of a round."""
+    from pipedream import _core
+
+    options = any_schedule_of(plan, schedule)
+    rounds = [_core.rounds_of(options, index).minibatches_per_round for index in range(plan.num_stages)]
+    return [count // stage.num_replicas for count, stage in zip(rounds, plan.stages, strict=True)]

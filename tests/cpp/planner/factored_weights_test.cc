@@ -1,0 +1,72 @@
+// Which weights go as factors with how many replicas, and a stage's time with them.
+#include "planner/factored_weights.h"
+
+#include <gtest/gtest.h>
+
+#include "base/failure.h"
+#include "planner/stage_cost.h"
+
+namespace pipedream {
+namespace {
+
+TEST(FactoredWeights, AWeightGoesAsFactorsForAsLongAsTheyAreSmaller) {
+  FactoredWeights weights;
+  weights.add({.weight_bytes = 50, .factor_bytes = 25, .product_s = 1});  // 4 x 25 = 2 x 50
+  EXPECT_EQ(weights.of(1).weight_bytes, 0);
+  EXPECT_EQ(weights.of(2).weight_bytes, 50);
+  EXPECT_EQ(weights.of(3).factor_bytes, 25);
+  EXPECT_EQ(weights.of(4).weight_bytes, 0);
+  EXPECT_EQ(weights.last_alike(2), 3);
+  EXPECT_EQ(weights.last_alike(4), kNumReplicasMax);
+}
+
+TEST(FactoredWeights, OneWhoseFactorsAreAsLargeNeverDoes) {
+  FactoredWeights weights;
+  weights.add({.weight_bytes = 50, .factor_bytes = 50, .product_s = 1});
+  EXPECT_TRUE(weights.empty());
+}
+
+TEST(FactoredWeights, OneWithoutRowsAlwaysDoes) {
+  FactoredWeights weights;
+  weights.add({.weight_bytes = 50, .factor_bytes = 0, .product_s = 0});
+  EXPECT_EQ(weights.of(kNumReplicasMax).weight_bytes, 50);
+}
+
+TEST(FactoredWeights, ThoseAlikeAreOneSum) {
+  FactoredWeights weights;
+  weights.add({.weight_bytes = 100, .factor_bytes = 25, .product_s = 1});  // up to 7
+  weights.add({.weight_bytes = 50, .factor_bytes = 25, .product_s = 2});   // up to 3
+  weights.add({.weight_bytes = 200, .factor_bytes = 50, .product_s = 4});  // up to 7
+  const FactoredWeights::Sum two = weights.of(2);
+  EXPECT_EQ(two.weight_bytes, 350);
+  EXPECT_EQ(two.factor_bytes, 100);
+  EXPECT_EQ(two.product_s, 7);
+  EXPECT_EQ(two.largest_weight_bytes, 200);
+  EXPECT_EQ(two.largest_factor_bytes, 50);
+  EXPECT_EQ(weights.last_alike(2), 3);
+  EXPECT_EQ(weights.of(4).product_s, 5);
+  EXPECT_EQ(weights.last_alike(4), 7);
+  EXPECT_EQ(weights.of(8).weight_bytes, 0);
+}
+
+TEST(StageCost, OfFactorsEachReplicaSendsAndMultipliesAll) {
+  StageCost cost;
+  cost.add({.compute_s = 10, .activation_bytes = 0, .parameter_bytes = 150, .factors = {{100, 20, 2}}});
+  EXPECT_EQ(cost.time_s(1, 1), 10);
+  // 4 (3 - 1) 50 / 3 of what is dense, 2 (3 - 1) 20 of factors; 10 + 2 x 2 of products.
+  EXPECT_DOUBLE_EQ(cost.sync_s(3, 10), (4.0 * 2 * 50 / 3 + 2 * 2 * 20) / 10);
+  EXPECT_DOUBLE_EQ(cost.time_s(3, 1e9), 14.0 / 3);
+  EXPECT_DOUBLE_EQ(cost.time_s(10, 1e9), 1.0);  // dense: 10 x 20 = 2 x 100
+}
+
+TEST(StageCost, FactorsThatTheirLayerCannotHaveAreRefused) {
+  const LayerCost more_bytes{
+      .compute_s = 1, .activation_bytes = 0, .parameter_bytes = 10, .factors = {{11, 1, 0}}};
+  EXPECT_THROW(static_cast<void>(partition({more_bytes}, 2, 1.0)), UserError);
+  const LayerCost longer{
+      .compute_s = 1, .activation_bytes = 0, .parameter_bytes = 10, .factors = {{5, 1, 2}}};
+  EXPECT_THROW(static_cast<void>(partition({longer}, 2, 1.0)), UserError);
+}
+
+}  // namespace
+}  // namespace pipedream

@@ -1,0 +1,92 @@
+"""run() takes the codec that a plan was made for, and says where it cannot, or does not."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from typing import Any
+
+import pipedream
+import pytest
+import torch
+from pipedream.launch import runner
+from pipedream.planning.factor_rule import FACTOR_CODEC
+from pipedream.planning.plan import Plan, Stage
+from pipedream.stage.job import JobOptions
+from torch import nn
+
+_PLAN = Plan((Stage(0, 0, 2), Stage(1, 1)), codec=FACTOR_CODEC)
+
+
+class _Launched(Exception):  # noqa: N818 (no error)
+    pass
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[JobOptions]:
+    """What would have been run."""
+    found: list[JobOptions] = []
+
+    def launch(model: Any, data: Any, options: JobOptions) -> None:
+        found.append(options)
+        raise _Launched
+
+    monkeypatch.setattr(runner, "run_locally", launch)
+    return found
+
+
+def _run(**how: Any) -> None:
+    pipedream.run(
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+        **{"plan": _PLAN} | how,
+        data=[(torch.ones(2, 2), torch.ones(2, 2))] * 2,
+        loss_fn=nn.functional.mse_loss,
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+    )
+
+
+def test_a_run_takes_the_plans_codec_and_logs_it(
+    launched: list[JobOptions], caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        caplog.at_level(logging.INFO, "pipedream"),
+        warnings.catch_warnings(action="error"),
+        pytest.raises(_Launched),
+    ):
+        _run()
+    assert launched[0].links.codec == {"pushes": "factors"}
+    assert "codec={'pushes': 'factors'}, as the plan was made for it" in caplog.text
+
+
+def test_a_codec_of_the_runs_own_is_taken(launched: list[JobOptions]) -> None:
+    own = {"activations": "bf16", "pushes": "factors:bf16"}
+    with warnings.catch_warnings(action="error"), pytest.raises(_Launched):
+        _run(codec=own)
+    assert launched[0].links.codec == own
+
+
+@pytest.mark.parametrize("codec", [{}, "bf16", {"pushes": "int8"}])
+def test_a_run_without_the_plans_factors_is_told(launched: list[JobOptions], codec: Any) -> None:
+    with pytest.warns(UserWarning, match="and this run has another, without"), pytest.raises(_Launched):
+        _run(codec=codec)
+    assert "factors" not in launched[0].links.codec.values()
+
+
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        ({"sync": "asp"}, "sync is 'asp'"),
+        ({"sync": "allreduce"}, "sync is 'allreduce'"),
+        ({"sync": "allreduce", "sync_every": 2}, "sync is 'allreduce'"),
+        ({"sync_every": 2}, "sync_every is 2"),
+    ],
+)
+def test_a_run_that_pushes_no_factors_does_not_take_such_a_plan(
+    launched: list[JobOptions], how: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"made for codec={{'pushes': 'factors'}}, and {named}.*codec={{}}"):
+        _run(**how)
+    with pytest.warns(UserWarning, match="this run has another"), pytest.raises(_Launched):
+        _run(**how, codec={})
+    assert launched[0].links.codec == {}

@@ -1,0 +1,366 @@
+"""Plans whose replicas push factors: against an enumeration of all plans, in files, texts and simulations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipedream import _core
+from pipedream.planning.factor_rule import FACTOR_CODEC, are_smaller, factored_sum
+from pipedream.planning.layer_profile import LayerProfile, Profile, WeightFactors
+from pipedream.planning.partitioner import partition
+from pipedream.planning.plan import Plan, Stage
+from pipedream.planning.plan_simulation import simulate_plan
+from pipedream.planning.prediction import predict_ms
+from pipedream.planning.runtime_costs import FREE, stage_costs
+
+_Row = tuple[int, int, int, list[tuple[int, int]], int]
+
+
+def _profile(rows: list[_Row], *, saved: bool = False, product_share: float | None = None) -> Profile:
+    """Layers as (forward and backward ms, activation, other parameter bytes, weights, saved bytes).
+    product_share: of a backward, that each of a layer's two weights may take at most."""
+    layers = []
+    for index, (ms, activation, others, weights, kept) in enumerate(rows):
+        product_ms = None if product_share is None else product_share * 3 * ms / 4
+        factors = tuple(WeightFactors(*weight, product_ms) for weight in weights)
+        parameters = others + sum(weight for weight, _ in weights)
+        layers.append(
+            LayerProfile(
+                f"layer{index}",
+                ms / 4,
+                3 * ms / 4,
+                activation,
+                parameters,
+                saved_bytes=kept if saved else None,
+                factors=factors,
+            )
+        )
+    return Profile(tuple(layers), batch_size=4)
+
+
+def _plans(num_layers: int, num_workers: int) -> Iterator[tuple[Stage, ...]]:
+    def extend(first: int, left: int) -> Iterator[tuple[Stage, ...]]:
+        if first == num_layers:
+            yield ()
+            return
+        for last in range(first, num_layers):
+            for replicas in range(1, left + 1):
+                for rest in extend(last + 1, left - replicas):
+                    yield (Stage(first, last, replicas), *rest)
+
+    yield from extend(0, num_workers)
+
+
+def _stage_ms(layers: tuple[LayerProfile, ...], r: int, bytes_per_s: float, extra_ms: float = 0.0) -> float:
+    """Weight by weight, as docs/parameter-server.md says what travels and who computes."""
+    compute_ms, sent_bytes = extra_ms, 0.0  # of one direction, in a round
+    for layer in layers:
+        compute_ms += layer.compute_ms
+        dense_bytes = float(layer.parameter_bytes)
+        for weight, factors, product_ms in layer.factors or ():
+            if r > 1 and r * factors < 2 * weight:
+                dense_bytes -= weight
+                sent_bytes += (r - 1) * factors
+                half_ms = layer.backward_ms / 2 * weight / layer.parameter_bytes
+                compute_ms += (r - 1) * (half_ms if product_ms is None else product_ms)
+        sent_bytes += 2 * (r - 1) / r * dense_bytes
+    return max(compute_ms, 2e3 * sent_bytes / bytes_per_s) / r
+
+
+def _bottleneck_ms(profile: Profile, stages: tuple[Stage, ...], bytes_per_s: float) -> float:
+    times = []
+    for index, stage in enumerate(stages):
+        layers = profile.layers[stage.first_layer : stage.last_layer + 1]
+        times.append(_stage_ms(layers, stage.num_replicas, bytes_per_s))
+        if index + 1 < len(stages):
+            times.append(2e3 * layers[-1].activation_bytes / bytes_per_s)
+    return max(times)
+
+
+_weights = st.lists(st.tuples(st.integers(1, 1000), st.integers(0, 900)), max_size=2)
+_rows = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(0, 1000), st.integers(0, 300), _weights, st.integers(0, 1000)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    _rows,
+    st.integers(1, 6),
+    st.sampled_from([1e4, 1e5, 1e6]),
+    st.sampled_from([None, 0.0, 0.1, 0.5]),
+)
+def test_a_plan_by_factors_is_the_best_of_all_plans(
+    rows: list[_Row], num_workers: int, bytes_per_s: float, product_share: float | None
+) -> None:
+    profile = _profile(rows, product_share=product_share)
+    if not any(layer.factors for layer in profile.layers):
+        return
+    plan = partition(profile, num_workers, bytes_per_s, codec=FACTOR_CODEC, hides_links=False)
+    best = min(
+        _bottleneck_ms(profile, stages, bytes_per_s) for stages in _plans(profile.num_layers, num_workers)
+    )
+    assert plan.bottleneck_ms == pytest.approx(best, rel=1e-9)
+    assert _bottleneck_ms(profile, plan.stages, bytes_per_s) == pytest.approx(best, rel=1e-9)
+    slowest = max(plan.predicted["stage_ms"] + plan.predicted["boundary_ms"])
+    assert slowest == pytest.approx(best, rel=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.tuples(st.integers(0, 40), st.integers(0, 300), _weights),
+    st.integers(2, 300),
+    st.integers(1, 3000).map(lambda q: q / 100),
+)
+def test_the_fewest_replicas_within_a_bound_are_found_though_more_may_take_longer(
+    layer: tuple[int, int, list[tuple[int, int]]], num_workers: int, wanted_ms: float
+) -> None:
+    """What goes as factors costs the more the more replicas there are, until it goes dense."""
+    compute_ms, others, weights = layer
+    profile = _profile([(compute_ms, 0, others, weights, 0), (round(wanted_ms), 0, 0, [(4, 4)], 0)])
+    # The second layer has one replica whatever it costs; the first one as few as keep up with it.
+    profile = replace(
+        profile, layers=(profile.layers[0], replace(profile.layers[1], parameter_bytes=1 << 40, factors=None))
+    )
+    if not profile.layers[0].factors:
+        return
+    plan = partition(profile, num_workers, 1e4, codec=FACTOR_CODEC, hides_links=False)
+    best = min(
+        _bottleneck_ms(profile, stages, 1e4)
+        for r in range(1, num_workers + 1)
+        for stages in ((Stage(0, 1, r),), *([(Stage(0, 0, r), Stage(1, 1))] if r < num_workers else []))
+    )
+    assert plan.bottleneck_ms == pytest.approx(best, rel=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    _rows,
+    st.integers(1, 4),
+    st.sampled_from([1e4, 1e5]),
+    st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=4, max_size=4),
+)
+def test_speeds_and_factors_are_planned_for_together(
+    rows: list[_Row], num_workers: int, bytes_per_s: float, speeds: list[float]
+) -> None:
+    profile, speeds = _profile(rows), speeds[:num_workers]
+    if not any(layer.factors for layer in profile.layers):
+        return
+
+    def slowest_ms(stages: tuple[Stage, ...]) -> float:
+        rank, times = 0, []
+        for index, stage in enumerate(stages):
+            speed = min(speeds[rank : (rank := rank + stage.num_replicas)])
+            layers = tuple(
+                replace(layer, forward_ms=layer.forward_ms / speed, backward_ms=layer.backward_ms / speed)
+                for layer in profile.layers[stage.first_layer : stage.last_layer + 1]
+            )
+            times.append(_stage_ms(layers, stage.num_replicas, bytes_per_s))
+            if index + 1 < len(stages):
+                times.append(2e3 * layers[-1].activation_bytes / bytes_per_s)
+        return max(times)
+
+    best = min(map(slowest_ms, _plans(profile.num_layers, num_workers)))
+    plan = partition(profile, num_workers, bytes_per_s, speeds=speeds, codec=FACTOR_CODEC, hides_links=False)
+    assert plan.bottleneck_ms == pytest.approx(best, rel=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(_rows, st.integers(1, 3), st.integers(2000, 20000))
+def test_memory_by_factors_is_kept_to_exactly(rows: list[_Row], num_workers: int, memory: int) -> None:
+    profile = _profile(rows, saved=True)
+    if not any(layer.factors for layer in profile.layers):
+        return
+
+    def fits(stages: tuple[Stage, ...]) -> bool:
+        needed = _core.memory_of_plan(
+            [float(layer.activation_bytes) for layer in profile.layers],
+            [float(layer.parameter_bytes) for layer in profile.layers],
+            saved_bytes=[float(layer.saved_bytes or 0) for layer in profile.layers],
+            stages=[(stage.first_layer, stage.last_layer, stage.num_replicas) for stage in stages],
+            in_flight=Plan(stages).in_flight,
+            recompute=[False] * len(stages),
+            fixed_copies=3.0,
+            step_copies=1.0,
+            data_bytes=0.0,
+            factors=[
+                [(float(weight), float(factors), 0.0) for weight, factors, _ in layer.factors or ()]
+                for layer in profile.layers
+            ],
+        )
+        return max(needed) <= memory
+
+    times = [_bottleneck_ms(profile, one, 1e5) for one in _plans(len(rows), num_workers) if fits(one)]
+    asked: dict[str, Any] = {"memory": memory, "recompute": False, "codec": FACTOR_CODEC}
+    if not times:
+        with pytest.raises(ValueError, match="no plan has"):
+            partition(profile, num_workers, 1e5, **asked)
+        return
+    assert partition(profile, num_workers, 1e5, **asked).bottleneck_ms == pytest.approx(min(times), rel=1e-9)
+
+
+def test_memory_of_factored_weights_is_of_factors_and_whole_states() -> None:
+    def needed(factors: list[tuple[float, float, float]]) -> float:
+        (num_bytes,) = _core.memory_of_plan(
+            [0.0],
+            [1000.0],
+            saved_bytes=[0.0],
+            stages=[(0, 0, 4)],
+            in_flight=[1],
+            recompute=[False],
+            fixed_copies=3.0,
+            step_copies=1.0,
+            data_bytes=0.0,
+            factors=[factors],
+        )
+        return num_bytes
+
+    # A version, the model, gradients and momentum; gradients that have not left, slots; a step's temporary.
+    assert needed([]) == 4000 + 1000 * (1 + 2 * 3 / 4) + 1000
+    # Of 800 bytes a version, the model and momentum, and factors of five kinds; in a step the gradient that
+    # is made and what it is made of.
+    dense = 4 * 200 + 200 * (1 + 2 * 3 / 4)
+    assert needed([(800.0, 30.0, 0.0)]) == dense + 3 * 800 + 5 * 30 + 1000 + 800 + 4 * 30
+    assert needed([(800.0, 400.0, 0.0)]) == needed([])  # as large as the weight
+
+
+def test_the_rule_is_by_bytes_of_both_directions() -> None:
+    assert are_smaller(49, 50, 2)
+    assert not are_smaller(50, 50, 2)
+    assert are_smaller(24, 50, 4)
+    assert not are_smaller(25, 50, 4)
+    assert not are_smaller(40, 50, 2, pushed_bytes=25)  # encoded
+    layers = _profile([(8, 0, 100, [(50, 24), (50, 26)], 0)]).layers
+    assert factored_sum(layers, 1) == (0, 0, 0, 0)
+    assert factored_sum(layers, 2) == (2, 100, 50, 1.5)  # half of a backward of 6 ms, in half the parameters
+    assert factored_sum(layers, 4) == (1, 50, 24, 0.75)
+    assert factored_sum(layers, 2, minibatches=2) == (1, 50, 48, 0.75)
+
+
+def _wide() -> Profile:
+    """A small layer, and one whose gradients fill a slow link."""
+    return _profile([(40, 1000, 8000, [], 0), (90, 0, 0, [(100_000, 500)], 0)])
+
+
+def test_a_plan_by_factors_says_so_in_its_text_and_file(tmp_path: Path) -> None:
+    plan = partition(_wide(), 2, 1e6, codec=FACTOR_CODEC, replicas=[2])
+    assert plan.codec == {"pushes": "factors"}
+    row = {"num_weights": 1, "weight_bytes": 100_000, "factor_bytes": 500}
+    assert plan.predicted["factored"] == [row]
+    assert "which run takes from the plan: stage 0 pushes 500 B in the place of 97.66 KiB" in str(plan)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    dense = partition(_wide(), 2, 1e6)
+    assert dense.codec == {}
+    assert "codec" not in dense.to_dict()
+    assert "factored" not in dense.predicted
+
+
+def test_a_plan_without_factors_says_how_much_faster_one_with_them_is() -> None:
+    dense, by_factors = partition(_wide(), 3, 1e6), partition(_wide(), 3, 1e6, codec=FACTOR_CODEC)
+    gain = (dense.bottleneck_ms or 0.0) / (by_factors.bottleneck_ms or 1.0)
+    assert gain > 1.2
+    assert f"{gain:.2f} x as fast is predicted of a plan for codec={FACTOR_CODEC}" in str(dense)
+    assert "x as fast is predicted" not in str(by_factors)
+    assert "x as fast is predicted" not in str(partition(_wide(), 2, 1e12))
+    assert "with_factors_ms" not in partition(_wide().without_factors(), 2, 1e6).predicted
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"codec": {"pushes": "bf16"}},
+            r"codec is {'pushes': 'bf16'}: plans are made for {'pushes': 'factors'",
+        ),
+        ({"codec": {"activations": "bf16", "pushes": "factors"}}, "plans are made for"),
+        ({"codec": FACTOR_CODEC, "profile": _wide().without_factors()}, "the profile has none"),
+        ({"codec": FACTOR_CODEC, "spare_workers": 1}, "leave out spare_workers or codec"),
+    ],
+)
+def test_codecs_that_cannot_be_planned_for_are_refused(changes: dict[str, Any], message: str) -> None:
+    asked: dict[str, Any] = {"profile": _wide(), "num_workers": 2, "bandwidth": 1e6} | changes
+    with pytest.raises(ValueError, match=message):
+        partition(**asked)
+
+
+@pytest.mark.parametrize("codec", [None, {}, {"pushes": None}, {"pushes": "none"}])
+def test_no_codec_is_planned_as_ever(codec: Any) -> None:
+    assert partition(_wide(), 2, 1e6, codec=codec) == partition(_wide(), 2, 1e6)
+
+
+def test_an_old_profile_has_no_factors(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    _wide().save(path)
+    assert Profile.load(path) == _wide()
+    _wide().without_factors().save(path)
+    assert '"factors"' not in path.read_text()
+    assert all(layer.factors is None for layer in Profile.load(path).layers)
+
+
+# Costs of a run, and simulations.
+
+
+def _calibrated() -> Profile:
+    """A layer of 3 ms whose weight of 4000 bytes has factors of 300, with a byte updated in 1 us."""
+    runtime = replace(FREE, update_ms_per_byte=0.001, copy_ms_per_byte=0.002, cut_bytes=1000)
+    layer = LayerProfile("fc", 1.0, 2.0, 0, 5000, factors=(WeightFactors(4000, 300, 0.25),))
+    return Profile((layer,), batch_size=8, runtime=runtime.to_dict())
+
+
+def test_each_replica_updates_the_whole_of_what_goes_as_factors() -> None:
+    runtime = replace(FREE, update_ms_per_byte=0.001, copy_ms_per_byte=0.002)
+    (cost,) = stage_costs(_calibrated(), runtime, (Stage(0, 0, 2),), (1e6,))
+    assert cost.update_ms == pytest.approx((4000 + 1000 / 2) * 0.001 + 2 * 0.25)
+    assert cost.copy_ms == pytest.approx((4000 + 1000 / 2) * 0.002)
+    assert cost.backward.first(1) == pytest.approx(2.0 - 0.25)
+    assert (cost.shard_ms, cost.push_ms) == (pytest.approx(0.5), pytest.approx(0.5 + 0.3))
+    # Of a round of two minibatches of each replica.
+    (cost,) = stage_costs(_calibrated(), runtime, (Stage(0, 0, 2),), (1e6,), minibatches=[2])
+    assert cost.update_ms == pytest.approx((4000 + 1000 / 2) * 0.001 + 2 * 2 * 0.25)
+    assert cost.push_ms == pytest.approx(0.5 + 0.6)
+    assert stage_costs(_calibrated(), runtime, (Stage(0, 0),), (1e6,))[0].push_ms is None
+
+
+def test_a_calibrated_plan_by_factors_carries_what_its_run_takes(tmp_path: Path) -> None:
+    profile = _calibrated()
+    plan = partition(profile, 2, 1e6, cost_model="calibrated", codec=FACTOR_CODEC, replicas=[2])
+    # In a round: forward, backward, what is pushed, the update, what is pulled.
+    round_ms = 1.0 + 1.75 + 0.8 + 5.0 + 0.5
+    assert plan.bottleneck_ms == pytest.approx(round_ms / 2)
+    dense = partition(profile, 2, 1e6, cost_model="calibrated", replicas=[2])
+    assert dense.bottleneck_ms == pytest.approx((1.0 + 2.0 + 2.5 + 2.5 + 2.5) / 2)
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    assert Plan.load(path) == plan
+    options = _core.ScheduleOptions("pipedream", list(plan.in_flight), 1, plan.placement)
+    assert predict_ms(Plan.load(path), options) == pytest.approx(round_ms / 2)
+    for asked in (None, 1e6):
+        simulated = simulate_plan(path, profile, bandwidth_bytes_per_s=asked)
+        assert simulated.ms_per_minibatch == pytest.approx(round_ms / 2)
+    faster = simulate_plan(path, profile, bandwidth_bytes_per_s=2e6)
+    assert faster.ms_per_minibatch == pytest.approx((1.0 + 1.75 + 0.4 + 5.0 + 0.25) / 2)
+    with pytest.raises(ValueError, match=r"has calibrated costs of codec=.*: partition without"):
+        simulate_plan(path, profile, factors=False)
+
+
+def test_a_plan_is_simulated_as_it_was_made_unless_asked_otherwise(tmp_path: Path) -> None:
+    path, profile = tmp_path / "plan.json", _calibrated()
+    partition(profile, 2, 1e6, codec=FACTOR_CODEC, replicas=[2]).save(path)
+    by_factors = simulate_plan(path, profile)
+    assert by_factors.ms_per_minibatch == pytest.approx((1.0 + 1.75 + 0.8 + 0.5 + 0.5) / 2)
+    dense = simulate_plan(path, profile, factors=False)
+    assert dense.ms_per_minibatch == pytest.approx((3.0 + 2.5 + 2.5) / 2)
+    # Versions, model and momentum; of what is dealt gradients twice and slots; of the others factors thrice.
+    peaks = [worker["memory_peak_bytes"] for worker in by_factors.to_dict()["workers"]]
+    assert peaks == [3 * 5000 + 1000 * (1 + 2) + 3 * 300] * 2
+    peaks = [worker["memory_peak_bytes"] for worker in dense.to_dict()["workers"]]
+    assert peaks == [4 * 5000 + 5000 * 2] * 2
