@@ -198,11 +198,12 @@ class PyWorker {
   }
   void send_end(const std::string& channel) { worker_->send_end(channel); }
   bool wait_until_sent(const std::string& channel, std::size_t num_left_max, double timeout_s) {
-    return with_signals(
-               timeout_s,
-               [&](Deadline deadline) { return worker_->wait_until_sent(channel, num_left_max, deadline); },
-               [](bool have_left) { return have_left; })
-        .value();
+    const auto attempt = [&](Deadline deadline) {
+      return worker_->wait_until_sent(channel, num_left_max, deadline);
+    };
+    const bool have_left = with_signals(timeout_s, attempt, [](bool left) { return left; }).value();
+    worker_->collect_released(channel);  // with the GIL: what they kept alive is Python's
+    return have_left;
   }
 
   // None at the time-out.

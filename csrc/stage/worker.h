@@ -97,6 +97,8 @@ class Worker {
   // False at the deadline.
   [[nodiscard]] Result<bool> wait_until_sent(const std::string& channel, std::size_t num_left_max,
                                              Deadline deadline);
+  // Destroys what kept sent items alive, of those that have left.
+  void collect_released(const std::string& channel) { sender(channel).channel->collect_released(); }
   // counts_as_wait: in the engine's figures; false where the caller counts it as its own time.
   [[nodiscard]] Result<std::optional<ReceivedItem>> receive_item(const std::string& channel,
                                                                  Deadline deadline,

@@ -70,6 +70,9 @@ class MemoryMeter(Protocol):
     @property
     def peak_bytes(self) -> int: ...
     def reset_peak(self) -> None: ...
+    def note(self, tensor: Tensor) -> None:
+        """Of a tensor that was made elsewhere; it counts from now on."""
+
     def __enter__(self) -> Any: ...
     def __exit__(self, *error: Any) -> None: ...
 
@@ -97,6 +100,9 @@ class _CudaMeter:
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
 
+    def note(self, tensor: Tensor) -> None:
+        """The allocator has counted it."""
+
     def __enter__(self) -> _CudaMeter:
         return self
 
@@ -117,6 +123,9 @@ class _HostMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def reset_peak(self) -> None:
         self.peak_bytes = self.live_bytes
+
+    def note(self, tensor: Tensor) -> None:
+        self._note(tensor, counts=True)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -182,26 +191,37 @@ class WorkMeter:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        with self._measured():
+        with self._measured(lambda: self.gradient_peak_bytes):  # copies may have left meanwhile
             yield
-            self.gradient_peak_bytes = max(self.gradient_peak_bytes, self._gradient_bytes())
+            self._note_gradients()
             self._note_kept()  # also gradients on their way upstream
+
+    def note_gradients(self, copied: Tensor | None = None) -> None:
+        """In a backward or between two work items, before some may go. copied: of what there is now, made
+        outside of the meter, and known to gradient_bytes."""
+        if copied is not None:
+            self._meter.note(copied)
+        self._note_gradients()
 
     def kept_bytes(self) -> int:
         """Of what there is now, all but the parameters' gradients."""
         return self._meter.live_bytes - self._gradient_bytes()
 
+    def _note_gradients(self) -> None:
+        self.gradient_peak_bytes = max(self.gradient_peak_bytes, self._gradient_bytes())
+
     def _note_kept(self) -> None:
         self.stash_peak_bytes = max(self.stash_peak_bytes, self.kept_bytes())
 
     @contextlib.contextmanager
-    def _measured(self) -> Iterator[None]:
+    def _measured(self, gradient_bytes: Callable[[], int] | None = None) -> Iterator[None]:
+        gradient_bytes = gradient_bytes or self._gradient_bytes
         with self._meter as meter:
             meter.reset_peak()
             yield
             # Beyond the most that was kept, not beyond what is kept now: a microbatch of fewer samples keeps
             # less and has the same temporary gradients, and the sum of the terms is what counts.
-            beyond = meter.peak_bytes - self._gradient_bytes() - self.stash_peak_bytes
+            beyond = meter.peak_bytes - gradient_bytes() - self.stash_peak_bytes
             self.transient_peak_bytes = max(self.transient_peak_bytes, beyond)
 
 

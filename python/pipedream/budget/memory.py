@@ -38,6 +38,7 @@ __all__ = [
     "WEIGHT_VERSIONS",
     "MemoryPlan",
     "PushedFactors",
+    "PushedGradients",
     "channel_terms",
     "choose_savings",
     "describe_memory",
@@ -86,6 +87,18 @@ class PushedFactors:
 
 
 @dataclass(frozen=True)
+class PushedGradients:
+    """What a replica's exchange of gradients with its stage's shards takes beside the gradients. Bytes."""
+
+    copy_bytes: int = 0
+    """Of a round's copies, from which gradients leave that share a chunk, or are sparse."""
+    mean_bytes: int = 0
+    """Of the means that an update has at once in memory of their own."""
+    num_rounds: int = 1
+    """That may be here at once: the one that is accumulated, and those that wait or have not left."""
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """What the terms of one worker are made of. Bytes; the mappings are by stage, of the worker's own."""
 
@@ -109,6 +122,8 @@ class MemoryPlan:
     step_bytes: Mapping[int, int] = field(default_factory=dict)
     """What the optimizer's step makes and drops."""
     factors: Mapping[int, PushedFactors] = field(default_factory=dict)
+    pushes: Mapping[int, PushedGradients] = field(default_factory=dict)
+    """Where a stage has shards."""
     shard_bytes: Mapping[int, int] = field(default_factory=dict)
     """Of one version of the replica's own shard, where shards are asynchronous."""
     served_step_bytes: Mapping[int, int] = field(default_factory=dict)
@@ -198,16 +213,15 @@ class MemoryPlan:
             # Tied gradients on their way to the owner, as many as the channel may hold.
             stash += sum(self.tied_bytes[stage].values()) * (self.schedule.in_flight[0] + 1)
             factors = self.factors.get(stage, PushedFactors())
-            step_bytes = self.step_bytes.get(stage, 0) + factors.step_bytes
+            pushes = self.pushes.get(stage, PushedGradients())
+            step_bytes = self.step_bytes.get(stage, 0) + factors.step_bytes + pushes.mean_bytes
             transient = max(transient, footprint.transient_bytes + extra, step_bytes)
             fewer_bytes = factors.weight_bytes - factors.factor_bytes
-            gradients += footprint.gradient_bytes - fewer_bytes
-            if self.plan.stages[stage].num_replicas > 1:
-                # Those that are pushed and have not left, or are kept for the update of the own shard.
-                has_spares = self.plan.stages[stage].num_spare_shards > 0  # of which a round may wait here
-                num_rounds = _core.num_gradients_kept(self.schedule, stage) + has_spares
-                kept_bytes = max(footprint.gradient_bytes, self.weight_bytes[stage])
-                gradients += num_rounds * (kept_bytes - fewer_bytes)
+            of_round = footprint.gradient_bytes - fewer_bytes + pushes.copy_bytes
+            num_rounds = pushes.num_rounds
+            if factors.weight_bytes > 0 or (stage not in self.pushes and self._is_replicated(stage)):
+                num_rounds += 1  # as items of factors wait, or buckets that are reduced
+            gradients += num_rounds * of_round
         return {STASH: stash, TRANSIENT: transient, GRADIENTS: gradients}
 
     def _kept_beside_gradients(self, stage: int, kept: int) -> int:
@@ -221,6 +235,9 @@ class MemoryPlan:
         return _NUM_RELEASED_LATE * gradient_bytes + max(
             here * kept + (upstream - here) * gradient_bytes for here in (0, min(here_max, upstream))
         )
+
+    def _is_replicated(self, stage: int) -> bool:
+        return self.plan.stages[stage].num_replicas > 1
 
     def _recomputes(self, stage: int) -> bool:
         return bool(self.schedule.recompute) and self.schedule.recompute[stage]

@@ -17,7 +17,7 @@ from pipedream.budget.footprint import SCALARS_BYTES, StepMeter, make_meter, sto
 from pipedream.model.seeding import generators_kept
 from pipedream.model.stage_module import StageModule
 
-__all__ = ["native_step_bytes", "predict_state_bytes", "predict_step_bytes"]
+__all__ = ["native_step_bytes", "predict_state_bytes", "predict_step_bytes", "sparse_bytes"]
 
 # Sizes that no real parameter has by accident: a state's dimension of such a size follows the parameter's.
 _PROBE_SIZES = (2, 3, 5, 7, 11, 13, 17, 19)
@@ -111,13 +111,18 @@ def _advance_to(step: int, optimizer: torch.optim.Optimizer) -> bool:
 
 def native_step_bytes(stage: StageModule, num_parameters: int) -> int:
     """The same of a native optimizer: a step count per parameter, and sparse gradients made dense."""
+    return 8 * num_parameters + sparse_bytes(stage) + SCALARS_BYTES
+
+
+def sparse_bytes(stage: StageModule) -> int:
+    """Of the parameters whose gradients are sparse, made dense."""
     sparse = [
         parameter
         for module in stage.modules()
         if getattr(module, "sparse", False) is True
         for parameter in module.parameters(recurse=False)
     ]
-    return 8 * num_parameters + storage_bytes(sparse) + SCALARS_BYTES
+    return storage_bytes(sparse)
 
 
 def _probe_of(

@@ -31,13 +31,19 @@ from pipedream.budget.memory import (
     WEIGHT_VERSIONS,
     MemoryPlan,
     PushedFactors,
+    PushedGradients,
     choose_savings,
     model_bytes,
     num_activation_homes,
     slot_bytes,
 )
 from pipedream.budget.offload import Offload, StageOffload, forced_offload
-from pipedream.budget.optimizer_memory import native_step_bytes, predict_state_bytes, predict_step_bytes
+from pipedream.budget.optimizer_memory import (
+    native_step_bytes,
+    predict_state_bytes,
+    predict_step_bytes,
+    sparse_bytes,
+)
 from pipedream.budget.resident_versions import ResidentVersions, num_resident_versions
 from pipedream.budget.torch_pool import SEGMENT_SLACK_BYTES, TORCH_TENSORS, TorchPool, wants_torch_pool
 from pipedream.launch.agreed_run import AgreedRun
@@ -53,6 +59,7 @@ from pipedream.stage.factor_exchange import FactorExchange
 from pipedream.stage.factors import FactorLayer
 from pipedream.stage.gradients import StageGradients
 from pipedream.stage.param_server import ParameterServer
+from pipedream.stage.pushes import copied_bytes
 from pipedream.stage.reduced import LocalSteps, ReducedGradients
 from pipedream.stage.shard_client import ReplicaChannels, ShardClient
 from pipedream.stage.stage_loop import PreparedStage
@@ -177,9 +184,34 @@ class StagePool:
                 for stage, layers in self._worker_optimizers.factored.items()
                 if stage in own_bytes
             },
+            {stage: self._pushed_gradients(stage) for stage in own_bytes if self._has_shards(stage)},
             shard_bytes,
             served_step_bytes,
         )
+
+    def _pushed_gradients(self, stage: int) -> PushedGradients:
+        layout, num_replicas = (
+            self._worker_optimizers.layouts[stage],
+            self.run.plan.stages[stage].num_replicas,
+        )
+        own_chunks = layout.chunks_of(self._replica)
+        others = [chunk for chunk in layout.chunks if chunk.shard != self._replica]
+        own_sizes = [sum(piece.num_bytes for piece in chunk.pieces) for chunk in own_chunks]
+        mean_bytes = 0
+        if layout.whole_tensors or self.run.options.measures_gradients:
+            mean_bytes = sum(own_sizes)
+        elif _core.rounds_of(self.run.schedule(), stage).minibatches_per_round > num_replicas:
+            mean_bytes = max(own_sizes, default=0)  # where nobody else has a minibatch of the last round
+        return PushedGradients(
+            copied_bytes(others) + sparse_bytes(self.run.stages[stage]),
+            mean_bytes,
+            self._num_rounds_kept(stage),
+        )
+
+    def _num_rounds_kept(self, stage: int) -> int:
+        """Of which a replica may have gradients: of one that has spares another may wait for them."""
+        has_spares = self.run.plan.stages[stage].num_spare_shards > 0
+        return _core.num_gradients_kept(self.run.schedule(), stage) + has_spares
 
     def _pushed_factors(self, stage: int, layers: Sequence[FactorLayer]) -> PushedFactors:
         at_once = self.run.options.measures_gradients or self._worker_optimizers.layouts[stage].whole_tensors
@@ -308,6 +340,9 @@ class StagePool:
         """Of its stage, that this worker is."""
         return self.run.plan.replica_of(self.run.rank)
 
+    def _has_shards(self, stage: int) -> bool:
+        return self.run.plan.stages[stage].num_replicas > 1 and not self.run.options.reduces_together
+
     def _is_asynchronous(self, stage: int) -> bool:
         return self.run.options.is_asynchronous and self.run.plan.stages[stage].num_replicas > 1
 
@@ -335,6 +370,7 @@ class StagePool:
                 pull_from=names["pull", False],
             ),
             push_codec=codec_of_pushes(self.run.options.links.codec),
+            num_rounds_kept=self._num_rounds_kept(stage),
             factors=None
             if not factors
             else FactorExchange(

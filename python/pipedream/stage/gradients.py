@@ -104,6 +104,9 @@ class StageGradients:
         """What a backward of the stage runs in."""
         return None
 
+    def begin_backward(self) -> None:
+        """A backward is next: there is room for what it makes."""
+
     def begin_last_backward(self, minibatch: int, loss_scale: float) -> None:
         """The minibatch's last backward is next, of a loss that was multiplied by loss_scale."""
 

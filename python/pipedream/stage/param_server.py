@@ -33,7 +33,7 @@ from pipedream import _core
 from pipedream.common.errors import PipelineError
 from pipedream.model.layers import dtype_name
 from pipedream.stage.gradients import GradientFigures, RunStep, figures_of
-from pipedream.stage.pushes import send
+from pipedream.stage.pushes import bytes_of, send
 from pipedream.stage.shard_client import EndOfData, ShardClient, own_piece
 from pipedream.stage.shards import Chunk, Piece, ShardLayout, ShardPart, parts_of, piece_of
 from pipedream.stage.weights import WeightVersions
@@ -77,6 +77,9 @@ class ParameterServer(ShardClient):
         self._open: dict[int, _Round] = {}
         """By index, those that are not updated yet."""
         self._updated: _Round | None = None
+        self.mean_peak_bytes = 0
+        """Of means in memory of their own, the most that there were at once."""
+        self._mean_bytes = 0
         self._poisons = _core.poisons_released_slots()
         tied_pieces = layout.tied_pieces_of(self._replica)
         self._is_counted = [self._counts(piece) for piece in own_pieces]
@@ -119,6 +122,7 @@ class ParameterServer(ShardClient):
         """Of this shard's mean gradients, once all have come."""
         entry = self._updated
         assert entry is not None
+        self._mean_bytes = 0
         means = {part.first: self._means_of(entry, part) for part in self._parts}
         self._taken = [mean for first in sorted(means) for mean in means[first]]
         counted = zip(self._taken, self._is_counted, strict=True)
@@ -139,7 +143,9 @@ class ParameterServer(ShardClient):
         assert entry is not None
 
         def step(part: ShardPart, pieces: slice, read: Sequence[Tensor], write: Sequence[Tensor]) -> None:
-            means = self._taken[pieces] if self._taken else self._means_of(entry, part)
+            if not self._taken:
+                self._mean_bytes = 0
+            means = self._taken[pieces] if self._taken else self._means_of(entry, part, is_read=True)
             run(functools.partial(self._optimizer.step_some, part.first, read, write, means, gradient_scale))
 
         self._make_version(read_slot, write_slot, step)
@@ -203,10 +209,11 @@ class ParameterServer(ShardClient):
 
     # Means.
 
-    def _means_of(self, entry: _Round, part: ShardPart) -> list[Tensor | None]:
+    def _means_of(self, entry: _Round, part: ShardPart, *, is_read: bool = False) -> list[Tensor | None]:
+        """is_read: by the optimizer's step, which scales none."""
         means: dict[Piece, Tensor | None] = {}
         for index, chunk in part.chunks:  # in the order in which they come
-            means |= zip(chunk.pieces, self._means(entry, index, chunk), strict=True)
+            means |= zip(chunk.pieces, self._means(entry, index, chunk, is_read=is_read), strict=True)
         for piece in part.pieces:
             if piece.parameter in self._shared:
                 means[piece] = self._product(entry, piece)
@@ -230,14 +237,19 @@ class ParameterServer(ShardClient):
         self._arrivals.publish(index, members)
         return members
 
-    def _means(self, entry: _Round, index: int, chunk: Chunk) -> list[Tensor | None]:
+    def _means(self, entry: _Round, index: int, chunk: Chunk, *, is_read: bool) -> list[Tensor | None]:
         """Of the chunk's pieces, once it has come from all who have a minibatch in the round."""
         parts = {other: self._chunk_from(entry, other, index) for other in sorted(entry.pushed_by)}
         members = self._note_arrived(entry, index)
         means = []
         for position, piece in enumerate(chunk.pieces):
             of_piece = {member: self._part(entry, parts, member, position, piece) for member in members}
-            means.append(self._mean(piece, of_piece, entry.num_members))
+            if is_read and entry.num_members == 1 and self._steps_by_element:
+                (gradient,) = of_piece.values()  # the run's last round has one
+                means.append(None if gradient is None else self._shaped(gradient, piece))
+                continue
+            room = [_bytes_in_item(content, piece) for _, content in parts.values()]
+            means.append(self._mean(piece, of_piece, entry.num_members, room))
         return means
 
     def _chunk_from(self, entry: _Round, other: int, index: int) -> list[Tensor]:
@@ -259,16 +271,21 @@ class ParameterServer(ShardClient):
         assert entry.own is not None
         return own_piece(entry.own, piece)
 
-    def _mean(self, piece: Piece, found: Mapping[int, Tensor | None], num_members: int) -> Tensor | None:
-        """Of the members' gradients, by replica in their order; None where nobody has one. It lies where one
-        has been received, unless the optimizer may keep it, and never in this replica's own: that may be
-        memory of something else."""
-        parts = {member: part for member, part in found.items() if part is not None}
-        if not parts:
+    def _mean(
+        self, piece: Piece, found: Mapping[int, Tensor | None], num_members: int, room: Sequence[Tensor]
+    ) -> Tensor | None:
+        """Of the members' gradients, by replica in their order; None where nobody has one. room: where the
+        others' have been received, also one that has none. It lies there, unless the optimizer may keep it,
+        and never in this replica's own: that may be memory of something else."""
+        in_order = [part for part in found.values() if part is not None]
+        if not in_order:
             return None
-        in_order = list(parts.values())
-        received = [part for member, part in parts.items() if member != self._replica]
-        mean = received[-1] if received and self._steps_by_element else torch.empty_like(in_order[0])
+        if room and self._steps_by_element:
+            mean = room[-1].view(in_order[0].dtype)
+        else:
+            mean = torch.empty_like(in_order[0])
+            self._mean_bytes += mean.nbytes
+            self.mean_peak_bytes = max(self.mean_peak_bytes, self._mean_bytes)
         if mean.device.type == "cpu" and mean.dtype in (torch.float32, torch.float64):
             _core.aggregate(
                 [part.data_ptr() for part in in_order],
@@ -284,6 +301,10 @@ class ParameterServer(ShardClient):
                 total += part
             mean.copy_(total.div_(num_members))
         return self._shaped(mean, piece)
+
+
+def _bytes_in_item(content: Tensor, piece: Piece) -> Tensor:
+    return bytes_of(content)[piece.begin_bytes : piece.begin_bytes + piece.num_bytes]
 
 
 def _pieces_in_slots(versions: WeightVersions, pieces: Sequence[Piece]) -> list[list[Tensor]]:

@@ -6,7 +6,7 @@ Owned by the worker's compute thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +20,7 @@ from pipedream.model.boundary import exportable
 from pipedream.stage.gradients import in_order
 from pipedream.stage.shards import Chunk
 
-__all__ = ["ItemLinks", "RoundPushes", "bytes_of", "send"]
+__all__ = ["ItemLinks", "RoundPushes", "bytes_of", "copied_bytes", "send"]
 
 _NO_FIELDS = _core.ItemFields()
 
@@ -56,11 +56,13 @@ class RoundPushes:
         feeds_back: bool,
         factored: Collection[int] = (),
         push_factors: Callable[[int], None] | None = None,
+        before_sending: Callable[[Tensor | None], None] | None = None,
     ) -> None:
         """channels: by the receiver; chunks: by the shard, in the order in which they leave; dtypes: that
         they travel in. feeds_back: what the codec leaves out of a gradient is in the next one.
         factored: parameters whose gradients are pushed as factors. push_factors: pushes all of these, of so
-        many minibatches."""
+        many minibatches. before_sending: given what a chunk leaves from, where that is a copy of
+        gradients that share it; older ones may go while it is sent."""
         self._core = core
         self._channels = channels
         self._chunks = chunks
@@ -68,6 +70,7 @@ class RoundPushes:
         self._feeds_back = feeds_back
         self._factored = frozenset(factored)
         self._push_factors = push_factors
+        self._before_sending = before_sending
         self._complete: set[int] = set()  # of those, in this backward
         self._accumulated: dict[int, Tensor] = {}
         """By parameter, of the others, the leaf that has its gradient of this backward."""
@@ -162,6 +165,8 @@ class RoundPushes:
         flags = torch.tensor([always or part is not None for part in gradients], dtype=torch.uint8)
         fields = _core.ItemFields(num_minibatches=num_summed)
         content = _content(chunk, gradients).view(self._dtypes[other])
+        if self._before_sending is not None:
+            self._before_sending(None if is_filled(chunk) else content)
         send(self._core, self._channels[other], [flags, content], fields)
 
 
@@ -171,10 +176,15 @@ def send(
     core.send_item(channel, [to_dlpack(exportable(tensor)) for tensor in tensors], fields)  # waits for room
 
 
+def is_filled(chunk: Chunk) -> bool:
+    """Whether one gradient fills the chunk, so that it leaves without a copy."""
+    return chunk.pieces[0].num_bytes == chunk.num_bytes
+
+
 def _content(chunk: Chunk, gradients: Sequence[Tensor | None]) -> Tensor:
     """The bytes of a chunk, without a copy where one piece fills it. gradients: of its pieces' parameters."""
     first, gradient = chunk.pieces[0], gradients[0]
-    if gradient is not None and first.num_bytes == chunk.num_bytes:
+    if gradient is not None and is_filled(chunk):
         return bytes_of(gradient[first.first : first.first + first.count])
     device = next((gradient.device for gradient in gradients if gradient is not None), None)
     content = torch.empty(chunk.num_bytes, dtype=torch.uint8, device=device)
@@ -194,6 +204,11 @@ def _content(chunk: Chunk, gradients: Sequence[Tensor | None]) -> Tensor:
     if zeros:
         torch._foreach_zero_(zeros)
     return content
+
+
+def copied_bytes(chunks: Iterable[Chunk]) -> int:
+    """Of these that are pushed, the copies that they leave from."""
+    return sum(chunk.num_bytes for chunk in chunks if not is_filled(chunk))
 
 
 def bytes_of(flat: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -80,9 +80,10 @@ class ShardClient(StageGradients):
         channels: ReplicaChannels,
         push_codec: str = "none",
         factors: FactorExchange | None = None,
+        num_rounds_kept: int = 1,
     ) -> None:
         """optimizer: which keeps the pieces of this replica's shard. push_codec: of the channels. factors: of
-        what the layout has as shared."""
+        what the layout has as shared. num_rounds_kept: of which there may be gradients at once."""
         super().__init__(weights, optimizer, tied)
         self._core = core
         self._rounds = rounds
@@ -100,6 +101,10 @@ class ShardClient(StageGradients):
         """By round, this replica's gradients by parameter, flat: from its push to its update."""
         self._pushed: list[weakref.ref[torch.UntypedStorage]] = []  # of gradients
         self._left_late_bytes = 0
+        self._num_rounds_waiting = num_rounds_kept - 1
+        self._has_pushed = False  # since it was last known what has left
+        self.before_sending: Callable[[Tensor | None], None] | None = None
+        """As RoundPushes has it."""
         self._slot_of = {first: 0}  # by version, of those in the slots
         self._newest = first
         self._newest_pulled = dict.fromkeys(self._others, first)
@@ -115,6 +120,7 @@ class ShardClient(StageGradients):
             factored=() if factors is None else factors.parameters,
             # Weakly: the leaves' hooks have the pushes, and this has the leaves.
             push_factors=functools.partial(type(self)._push_factors, weakref.proxy(self)),
+            before_sending=functools.partial(type(self)._before_chunk, weakref.proxy(self)),
         )
         # On a device backwards run on other threads, and the core has one owner.
         self._pushes_early = weights.own.slots[0].device.type == "cpu"
@@ -139,6 +145,15 @@ class ShardClient(StageGradients):
 
     # Pushing.
 
+    def begin_backward(self) -> None:
+        """Waits until older rounds have left than may wait. Where links are as fast as they are at the others
+        they have, as those others have sent what the update before took."""
+        if not self._has_pushed:
+            return
+        self._has_pushed = False
+        for other, channel in self._channels.push_to.items():
+            self._core.wait_until_sent(channel, self._num_rounds_waiting * len(self._chunks[other]))
+
     def begin_last_backward(self, minibatch: int, loss_scale: float) -> None:
         self._loss_scale = loss_scale
         if self._pushes_early and self._rounds.is_last_own(minibatch, self._core.num_minibatches()):
@@ -161,6 +176,7 @@ class ShardClient(StageGradients):
         if other == self._others[-1]:
             self._pushes.finish()
             self._left_late_bytes = 0
+            self._has_pushed = True
             self._num_pushed = round_index + 1
             self.tell_end()
 
@@ -172,6 +188,11 @@ class ShardClient(StageGradients):
     def _note_pushed(self, tensors: Sequence[Tensor | None]) -> None:
         self._pushed = [ref for ref in self._pushed if ref() is not None]
         self._pushed += [weakref.ref(part.untyped_storage()) for part in tensors if part is not None]
+
+    def _before_chunk(self, copied: Tensor | None) -> None:
+        self._note_pushed([copied])
+        if self.before_sending is not None:
+            self.before_sending(copied)
 
     def tell_end(self) -> None:
         """Says on the way of the pushes how many minibatches there are, once that is known and all have left:

@@ -113,7 +113,7 @@ class SpareLoop:
 
     def _memory(self) -> dict[str, dict[str, int | None]]:
         measured = {
-            TRANSIENT: self._step_meter.peak_bytes,
+            TRANSIENT: self._step_meter.peak_bytes + self._server.mean_peak_bytes,
             TORCH_OPTIMIZER_STATE: self._optimizer.torch_state_bytes(),
             MODEL: self._predicted.get(MODEL, 0),
         }

@@ -43,6 +43,7 @@ from pipedream.stage.device_clock import make_device_clock, make_user_code
 from pipedream.stage.edge_transfers import EdgeTransfers
 from pipedream.stage.gradients import GradientFigures, NormExchange, StageGradients, clip_scale
 from pipedream.stage.job import JobOptions, WorkerPlace
+from pipedream.stage.param_server import ParameterServer
 from pipedream.stage.position import Position, located
 from pipedream.stage.report_parts import LEAVE_TIMEOUT_S, memory_rows, num_received_bytes
 from pipedream.stage.shard_client import EndOfData, ShardClient
@@ -290,8 +291,7 @@ class WorkerLoop:
             self._place.board.write(self._place.rank, minibatch)
         if self._measured_until is not None and minibatch > self._measured_until:
             self._measured_until = None
-            for runner in self._runners.values():
-                runner.meter = runner.step_meter = None
+            self._stop_measuring()
 
     def _update(self, runner: StageRunner, work: _core.WorkItem) -> None:
         if self._norms is None:
@@ -310,8 +310,7 @@ class WorkerLoop:
         return clip_scale(figures.squared_norm, self._options.max_grad_norm)
 
     def _restore(self, newest_slots: Mapping[int, int]) -> None:
-        for runner in self._runners.values():
-            runner.meter = runner.step_meter = None
+        self._stop_measuring()
         for part in self._prepared:
             if part.offload is not None:
                 part.offload.finish()
@@ -343,12 +342,20 @@ class WorkerLoop:
         if self._predicted.get(STASH) is not None:
             for runner in self._runners.values():
                 runner.meter, runner.step_meter = meter, step_meter
+            for server in self._servers.values():
+                server.before_sending = meter.note_gradients
         return meter, step_meter
+
+    def _stop_measuring(self) -> None:
+        for runner in self._runners.values():
+            runner.meter = runner.step_meter = None
+        for server in self._servers.values():
+            server.before_sending = None
 
     def _memory(self, meter: WorkMeter, step_meter: StepMeter) -> dict[str, dict[str, int | None]]:
         measured: dict[str, int | None] = {
             STASH: meter.stash_peak_bytes,
-            TRANSIENT: max(meter.transient_peak_bytes, step_meter.peak_bytes),
+            TRANSIENT: max(meter.transient_peak_bytes, step_meter.peak_bytes + self._mean_peak_bytes()),
             GRADIENTS: meter.gradient_peak_bytes,
             TORCH_OPTIMIZER_STATE: sum(part.optimizer.torch_state_bytes() for part in self._prepared),
             MODEL: self._predicted.get(MODEL, 0),
@@ -365,6 +372,10 @@ class WorkerLoop:
         if self._torch_pool is not None:
             memory[TORCH_TENSORS]["peak"] = self._torch_pool.peak_bytes
         return memory
+
+    def _mean_peak_bytes(self) -> int:
+        servers = self._servers.values()
+        return max((s.mean_peak_bytes for s in servers if isinstance(s, ParameterServer)), default=0)
 
     def _asynchronous_servers(self) -> list[AsynchronousServer]:
         return [server for server in self._servers.values() if isinstance(server, AsynchronousServer)]

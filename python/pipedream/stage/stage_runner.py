@@ -309,6 +309,7 @@ class StageRunner:
         following: Stashed | None = None
         if self._offload is not None:  # backwards come in the order of forwards
             following = next(iter(self._in_flight.values()), None)
+        self._gradients.begin_backward()
         if microbatch == self._last_microbatch:
             self._gradients.begin_last_backward(minibatch, self.loss_scale)
         if self.meter is None:

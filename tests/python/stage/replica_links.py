@@ -21,6 +21,8 @@ class ReplicaLinks:
         self.queues: dict[str, deque[Any]] = {}
         self.known_end: int | None = None
         self.sent: list[str] = []
+        self.waits: list[tuple[str, int]] = []
+        """For what was sent to leave: channel, items that may stay."""
 
     def send_item(self, channel: str, capsules: list[Any], fields: _core.ItemFields | None = None) -> bool:
         tensors = [from_dlpack(capsule).clone() for capsule in capsules]  # type: ignore[no-untyped-call]
@@ -41,6 +43,7 @@ class ReplicaLinks:
         raise AssertionError(why)
 
     def wait_until_sent(self, channel: str, num_left_max: int) -> bool:
+        self.waits.append((channel, num_left_max))
         return True
 
     def num_minibatches(self) -> int | None:

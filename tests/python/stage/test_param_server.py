@@ -41,6 +41,7 @@ class _Replica:
         *,
         width: int = 50,
         minibatches_per_round: int | None = None,
+        num_rounds_kept: int = 1,
     ) -> None:
         self.links, self.replica, self.num_replicas = links, replica, num_replicas
         model = nn.Sequential(nn.Linear(40, 3), nn.Linear(3, width, bias=False)).double()
@@ -67,6 +68,7 @@ class _Replica:
             ),
             replica=replica,
             channels=channels_of(replica, num_replicas),
+            num_rounds_kept=num_rounds_kept,
         )
         self.slot = 0
 
@@ -389,3 +391,20 @@ def test_norms_count_factored_weights_once() -> None:
     ((_loss_of(plain, 0) + _loss_of(plain, 1)) / 2).backward()  # type: ignore[no-untyped-call]
     expected = sum(float(p.grad.square().sum()) for p in plain.parameters() if p.grad is not None)
     assert total == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("num_rounds_kept", [1, 2])
+def test_before_the_first_backward_of_a_round_older_ones_have_left(num_rounds_kept: int) -> None:
+    # Else gradients of more rounds than the memory is planned for could wait for a slow link.
+    links = ReplicaLinks()
+    replica = _Replica(links, 0, 3, num_rounds_kept=num_rounds_kept)
+    replica.server.begin_backward()
+    assert not links.waits
+    replica.backward(0, 1.0)
+    for other in replica.others:
+        replica.server.push(other, 0, replica.slot)
+    replica.server.begin_backward()
+    counts = {other: len(replica.server._chunks[other]) for other in replica.others}
+    assert links.waits == [(f"push 0 {o}", (num_rounds_kept - 1) * count) for o, count in counts.items()]
+    replica.server.begin_backward()  # of the next microbatch
+    assert len(links.waits) == len(replica.others)
