@@ -239,10 +239,80 @@ class _Lengths:
 def test_fewer_and_longer_texts_are_planned_for_where_they_have_more_tokens(farm: Farm) -> None:
     training = Training("transformer", 2, schedule="flush")
     result, state = farm.results(train_in_pipeline, training, num_ranks=2, data=_Lengths())[0]
-    # 12 tokens are planned for at first, then 16 as (4, 4), which is enough for (1, 12), then (4, 9).
-    assert result.drained_at == [2, 4]
-    expected, expected_state = _train_by_reference(training, _Lengths(), [2, 4])
+    # Planned for are (4, 3), then (4, 5), although (2, 5) has fewer tokens, then (4, 12).
+    assert result.drained_at == [1, 3]
+    expected, expected_state = _train_by_reference(training, _Lengths(), [1, 3])
     assert_same_numbers(result.losses, state, expected.losses, expected_state, 1e-9)
+
+
+class _Attention(nn.Module):
+    """What it keeps grows with the square of the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.project(x)
+        return (x @ x.transpose(1, 2)).softmax(-1) @ x
+
+
+class _Budget:
+    """Minibatches of as many tokens each; of these sizes and lengths."""
+
+    def __init__(self, *shapes: tuple[int, int]) -> None:
+        self.shapes = shapes
+
+    def __iter__(self) -> Iterator[Batch]:
+        for index, shape in enumerate(self.shapes):
+            generator = torch.Generator().manual_seed(index)
+            yield torch.randn(*shape, 8, generator=generator), torch.randn(*shape, 8, generator=generator)
+
+
+_LONG, _WIDE = (2, 128), (16, 16)
+
+
+def train_budget(*shapes: tuple[int, int], fitting: str = "", num_replicas: int = 1) -> RunResult:
+    torch.manual_seed(0)
+    plan = pipedream.Plan.replicated(4, (num_replicas, 1))
+    if fitting:
+        plan = plan.fitting(*_Budget(_LONG, _WIDE), apart=fitting == "apart")
+    return pipedream.run(
+        nn.Sequential(*(_Attention() for _ in range(4))),
+        plan,
+        data=_Budget(*shapes),
+        loss_fn=nn.functional.mse_loss,
+        optimizer=OPTIMIZERS["sgd"],
+        schedule="flush",
+        seed=1,
+        progress=False,
+    )
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_as_many_elements_of_another_shape_are_planned_for(farm: Farm, num_replicas: int) -> None:
+    # (2, 128) after (16, 16) was taken for as large, and took 8 times the memory that was predicted.
+    shapes = [_WIDE, _WIDE, _LONG, _WIDE]
+    ranks = num_replicas + 1
+    result = farm.results(train_budget, *shapes, num_ranks=ranks, num_replicas=num_replicas)[0]
+    assert result.drained_at == [2]
+    assert_memory_as_predicted(result)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_few_long_and_many_short_texts_take_the_memory_of_the_larger(farm: Farm, num_replicas: int) -> None:
+    how: dict[str, Any] = {"num_ranks": num_replicas + 1, "num_replicas": num_replicas}
+    shapes = [(8, 32), _WIDE, _LONG, (4, 64)]
+    apart = farm.results(train_budget, *shapes, fitting="apart", **how)[0]
+    together = farm.results(train_budget, *shapes, fitting="together", **how)[0]
+    longest = farm.results(train_budget, _LONG, _LONG, **how)[0]
+    assert apart.drained_at == together.drained_at == []
+    assert_memory_as_predicted(apart)
+    stash = [
+        [terms["stashed activations"]["predicted"] for terms in r.memory] for r in (apart, together, longest)
+    ]
+    assert stash[0] == stash[2]
+    assert all(one < 0.2 * other for one, other in zip(stash[0], stash[1], strict=True))
 
 
 # Memory.

@@ -61,6 +61,25 @@ class Footprint:
     is_repeatable: bool = True
     """Whether a recompute gives what the forward gave; True also where nobody asked."""
 
+    def or_as(self, other: Footprint) -> Footprint:
+        """Of a stage whose minibatches may also be as those of the other: in each figure what is more."""
+        rows = (*self.factor_rows.items(), *other.factor_rows.items())
+        offloadable_bytes = max(self.offloadable_bytes, other.offloadable_bytes)
+        stays_bytes = max(kind.stash_bytes - kind.offloadable_bytes for kind in (self, other))
+        return Footprint(
+            input_bytes=max(self.input_bytes, other.input_bytes),
+            stash_bytes=max(self.stash_bytes, other.stash_bytes, offloadable_bytes + stays_bytes),
+            transient_bytes=max(self.transient_bytes, other.transient_bytes),
+            gradient_bytes=max(self.gradient_bytes, other.gradient_bytes),
+            is_measured=self.is_measured and other.is_measured,
+            output_bytes=max(self.output_bytes, other.output_bytes),
+            target_bytes=max(self.target_bytes, other.target_bytes),
+            offloadable_bytes=offloadable_bytes,
+            factor_rows={name: max(n for other, n in rows if other == name) for name, _ in rows},
+            foreign_draws=tuple(dict.fromkeys((*self.foreign_draws, *other.foreign_draws))),
+            is_repeatable=self.is_repeatable and other.is_repeatable,
+        )
+
 
 class MemoryMeter(Protocol):
     """Counts the live bytes of torch's tensors on one device while it is entered."""

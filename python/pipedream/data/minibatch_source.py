@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipedream.data.stream import Minibatch, MinibatchStream
 from pipedream.model.boundary import Boundary, map_tensors
-from pipedream.planning.shapes import Shapes, larger_of, shapes_of_parts
+from pipedream.planning.shapes import Shapes, cover_sizes, larger_of, shapes_of_parts
 
 __all__ = ["LargerMinibatch", "MinibatchSource", "exceeds"]
 
@@ -149,7 +149,8 @@ class _Ahead:
 
 
 def exceeds(planned: Boundary, inputs: Any) -> bool:
-    """Whether these inputs differ from what was planned, and by nothing but their size."""
+    """Whether these inputs differ from what was planned, and by nothing but their size: by any dimension of
+    any of them, as what a model makes of a longer one may be more where both have as many elements."""
     try:
         tensors = planned.flatten(inputs)
     except ValueError:  # told by whoever checks them
@@ -157,7 +158,12 @@ def exceeds(planned: Boundary, inputs: Any) -> bool:
     pairs = list(zip(tensors, planned.tensors, strict=True))
     if any(tensor.dtype != spec.dtype or tensor.dim() != len(spec.shape) for tensor, spec in pairs):
         return False
-    return any(spec.is_exceeded_by(tensor.shape) for tensor, spec in pairs)
+    if all(tensor.shape == spec.shape for tensor, spec in pairs):
+        return False
+    # Of several kinds of minibatches the shapes of each are at one place.
+    kinds = zip(*((spec.shape, *spec.others) for spec in planned.tensors), strict=True)
+    known = [[size for shape in kind for size in shape] for kind in kinds]
+    return not cover_sizes(known, [size for tensor in tensors for size in tensor.shape])
 
 
 def _in_own_memory(batch: Minibatch) -> Minibatch:

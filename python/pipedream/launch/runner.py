@@ -330,6 +330,8 @@ def _fitting(plan: Plan, data: Iterable[Any]) -> Plan:
     """The plan with memory for all minibatches, where they are there to be looked at."""
     if not isinstance(data, (list, tuple)):
         return plan
+    if plan.shapes_apart:
+        return plan.fitting(*data, apart=True)
     return replace(plan, max_shapes=largest_of(data, plan.max_shapes))
 
 

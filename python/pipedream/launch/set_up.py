@@ -34,7 +34,7 @@ from pipedream.links.channels import set_up_channels, tree_name
 from pipedream.links.codec_choice import pushes_factors
 from pipedream.links.rank_tree import children_of, parent_of, subtree_of
 from pipedream.model.boundary import Boundary
-from pipedream.model.enlarged import enlarged
+from pipedream.model.enlarged import enlarged, shaped
 from pipedream.model.microbatch import check_alike, chunk, samples_of
 from pipedream.planning.shapes import Shapes, describe_shapes, larger_of, shapes_of_parts
 
@@ -54,7 +54,16 @@ class Rehearsed:
     input_boundary: Boundary | None = None
     """Of a whole minibatch's inputs. None: their sizes need no plan."""
     shapes: Shapes = field(default_factory=dict)
-    """For which it was, where data are read."""
+    """For which it was, where data are read; of several that are apart none."""
+
+    def or_as(self, other: Rehearsed) -> Rehearsed:
+        """For minibatches of the other's kind, too."""
+        boundaries = {cut: known.or_as(other.boundaries[cut]) for cut, known in self.boundaries.items()}
+        footprints = {stage: known.or_as(other.footprints[stage]) for stage, known in self.footprints.items()}
+        inputs = self.input_boundary
+        if inputs is not None and other.input_boundary is not None:
+            inputs = inputs.or_as(other.input_boundary)
+        return Rehearsed(boundaries, footprints, inputs)
 
 
 def set_up(
@@ -64,14 +73,15 @@ def set_up(
     part, and the links are closed."""
     rendezvous = run.place.rendezvous
     rendezvous.enter("reading the first minibatch")
-    first = _read_first_microbatch(run, stream)
+    kinds = _read_first_microbatches(run, stream)
     rendezvous.enter("sharing the initial weights")
     core = _open_links(run, links, device)
     with links.explained():
         _share_initial_weights(run, core)
         part.leave_out_others()
         rendezvous.enter("rehearsing")
-        rehearsed = _rehearse(run, core, device, first)
+        each = [_rehearse(run, core, device, first) for first in kinds]
+        rehearsed = functools.reduce(Rehearsed.or_as, each)
         if core is not None:
             links.wait_until_sent()
     links.close()
@@ -101,8 +111,9 @@ def rehearse_again(
     """With the stages as trained so far, for what was rehearsed before and this minibatch, which is larger.
     larger: where data are read, what is known of it."""
     first = _FirstMicrobatch(name=f"minibatch {minibatch}")
+    are_apart = bool(run.plan.shapes_apart)
     if larger is not None:
-        shapes = larger_of(before.shapes, larger.shapes)
+        shapes = larger.shapes if are_apart else larger_of(before.shapes, larger.shapes)
         first = _first_microbatch(run, larger.inputs, larger.targets, shapes, minibatch)
     core = _open_links(run, links, device)
     with links.explained():
@@ -110,7 +121,7 @@ def rehearse_again(
         if core is not None:
             links.wait_until_sent()
     links.close()
-    return rehearsed
+    return before.or_as(rehearsed) if are_apart else rehearsed
 
 
 @dataclass(frozen=True)
@@ -125,12 +136,16 @@ class _FirstMicrobatch:
     name: str = "the first minibatch"
 
 
-def _read_first_microbatch(run: AgreedRun, stream: MinibatchStream) -> _FirstMicrobatch:
+def _read_first_microbatches(run: AgreedRun, stream: MinibatchStream) -> list[_FirstMicrobatch]:
+    """One, or where the plan fits shapes apart one of each kind, besides the minibatch as it is."""
     # Before any link is open: the processes of a DataLoader, which start now, would inherit its sockets, and
     # a peer that closes the link would wait for them to close it, too.
+    kinds = run.plan.shapes_apart
     if not (run.reads_inputs or run.reads_targets):
-        return _FirstMicrobatch()
-    return _first_microbatch(run, *stream.peek(), run.plan.max_shapes, 0)
+        return [_FirstMicrobatch()] * (1 + len(kinds))
+    first = stream.peek()
+    of_kinds = [_first_microbatch(run, *shaped(*first, shapes), {}, 0) for shapes in kinds]
+    return [_first_microbatch(run, *first, run.plan.max_shapes, 0), *of_kinds]
 
 
 def _first_microbatch(

@@ -5,6 +5,7 @@ Written by the caller from host memory, read by every worker, who thereby has co
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import pickle
@@ -30,7 +31,7 @@ from pipedream.data.stream import (
 from pipedream.links.keys import CurveKeys
 from pipedream.model.batches import parts_of
 from pipedream.model.boundary import Boundary
-from pipedream.model.enlarged import enlarged
+from pipedream.model.enlarged import enlarged, shaped
 from pipedream.model.layers import CutForward, model_name
 from pipedream.model.seeding import RngState, base_seed, seed_data
 from pipedream.stage.job import JobOptions
@@ -175,13 +176,22 @@ def write_data(folder: Path, data: Iterable[Any], options: JobOptions) -> Forwar
 
 def _describe_forwarded(data: Iterable[Any], options: JobOptions) -> ForwardedData:
     first = parts_of(first_of(data), 0)
-    inputs, targets = enlarged(*first, options.plan.max_shapes)
+    kinds = [enlarged(*first, options.plan.max_shapes)]
+    kinds += [shaped(*first, shapes) for shapes in options.plan.shapes_apart]
+    boundaries = [
+        (
+            Boundary.of(inputs, name="the inputs", num_beside=NUM_COUNT_TENSORS),
+            # A loss may need none.
+            Boundary.of(targets, name="the targets", needs_tensor=False, num_beside=NUM_COUNT_TENSORS),
+        )
+        for inputs, targets in kinds
+    ]
+    inputs, targets = (functools.reduce(Boundary.or_as, parts) for parts in zip(*boundaries, strict=True))
     length = num_minibatches_of(data, options.epochs)
     return ForwardedData(
         first,
-        Boundary.of(inputs, name="the inputs", num_beside=NUM_COUNT_TENSORS),
-        # A loss may need none.
-        Boundary.of(targets, name="the targets", needs_tensor=False, num_beside=NUM_COUNT_TENSORS),
+        inputs,
+        targets,
         length,
         describe_source(data.iterator if isinstance(data, PeekedIterator) else data),
     )

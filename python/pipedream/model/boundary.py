@@ -12,7 +12,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -66,14 +66,27 @@ class TensorSpec:
     shape: tuple[int, ...]
     requires_grad: bool
     """Whether a gradient comes back for it."""
+    others: tuple[tuple[int, ...], ...] = ()
+    """Shapes that it may have instead."""
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return max(map(math.prod, (self.shape, *self.others))) * self.dtype.itemsize
 
     def is_exceeded_by(self, shape: Sequence[int]) -> bool:
         """Of as many dimensions: by more elements, or more in the first dimension."""
-        return math.prod(shape) > math.prod(self.shape) or (bool(shape) and shape[0] > self.shape[0])
+        return all(
+            math.prod(shape) > math.prod(planned) or (bool(shape) and shape[0] > planned[0])
+            for planned in (self.shape, *self.others)
+        )
+
+    def or_as(self, other: TensorSpec) -> TensorSpec:
+        """Of one tensor, that may also be as the other says."""
+        return replace(
+            self,
+            others=(*self.others, other.shape, *other.others),
+            requires_grad=self.requires_grad or other.requires_grad,
+        )
 
 
 @dataclass(frozen=True)
@@ -108,6 +121,14 @@ class Boundary:
                 " elsewhere"
             )
         return cls(structure, tuple(specs))
+
+    def or_as(self, other: Boundary) -> Boundary:
+        """Of a value that may also be as the other says. Raises ValueError where more than sizes differ."""
+        kinds = [[(spec.dtype, len(spec.shape)) for spec in b.tensors] for b in (self, other)]
+        if self.structure != other.structure or kinds[0] != kinds[1]:
+            raise ValueError("minibatches of these shapes differ in more than their sizes")
+        pairs = zip(self.tensors, other.tensors, strict=True)
+        return Boundary(self.structure, tuple(one.or_as(another) for one, another in pairs))
 
     @property
     def num_bytes(self) -> int:

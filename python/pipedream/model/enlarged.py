@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipedream.model.batches import Keywords
 
-__all__ = ["enlarged"]
+__all__ = ["enlarged", "shaped"]
 
 
 def enlarged(inputs: Any, targets: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any, Any]:
@@ -25,16 +25,25 @@ def enlarged(inputs: Any, targets: Any, shapes: Mapping[str, tuple[int, ...]]) -
     that the minibatch does not have, and shapes of another number of dimensions, are left aside: the shapes
     may come from other data.
     """
-    maker = _Maker(shapes)
+    return _made(inputs, targets, _Maker(shapes, cuts=False))
+
+
+def _made(inputs: Any, targets: Any, maker: _Maker) -> tuple[Any, Any]:
     if type(inputs) is Keywords:
         large = Keywords({key: maker.make(key, value) for key, value in inputs.items()})
         return large, large if targets is inputs else maker.make("targets", targets)
     return maker.make("inputs", inputs), maker.make("targets", targets)
 
 
+def shaped(inputs: Any, targets: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any, Any]:
+    """The same, with tensors that `shapes` names of just these shapes: larger ones are cut."""
+    return _made(inputs, targets, _Maker(shapes, cuts=True))
+
+
 class _Maker:
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], *, cuts: bool) -> None:
         self._shapes = shapes
+        self._cuts = cuts
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
         """With the original, so that no other tensor gets its id."""
 
@@ -51,15 +60,15 @@ class _Maker:
 
     def _tensor(self, name: str, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._made:
-            self._made[id(tensor)] = tensor, _repeated(tensor, self._shapes.get(name, ()))
+            self._made[id(tensor)] = tensor, _repeated(tensor, self._shapes.get(name, ()), self._cuts)
         return self._made[id(tensor)][1]
 
 
-def _repeated(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _repeated(tensor: Tensor, shape: tuple[int, ...], cuts: bool) -> Tensor:
     if len(shape) != tensor.dim() or tensor.numel() == 0:
         return tensor
     for dim, size in enumerate(shape):
-        if size > tensor.shape[dim]:
+        if size > tensor.shape[dim] or (cuts and size < tensor.shape[dim]):
             indices = torch.arange(size, device=tensor.device) % tensor.shape[dim]
             tensor = tensor.index_select(dim, indices)
     return tensor

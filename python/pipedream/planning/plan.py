@@ -44,7 +44,7 @@ from pipedream.planning.plan_stage import (
     stage_counts,
     stage_from_dict,
 )
-from pipedream.planning.shapes import Shapes, checked_shapes, largest_of, shapes_of
+from pipedream.planning.shapes import Shapes, checked_shapes, largest_of, listed, shapes_of, with_apart
 
 if TYPE_CHECKING:
     from pipedream import _core
@@ -56,7 +56,8 @@ _VERSION = 1
 _FORMAT = f"pipedream.{_KIND}/{_VERSION}"
 _DERIVED_FIELDS = ("num_workers", "noam", "in_flight", "predicted")
 _OPTIONAL_FIELDS = ("model", "bandwidth_bytes_per_s", "cost_model", "bottleneck_ms")
-_FIELDS = ("format", "stages", "max_shapes", "cuts", "codec", *_DERIVED_FIELDS, *_OPTIONAL_FIELDS)
+_SHAPES_FIELDS = ("max_shapes", "shapes_apart")
+_FIELDS = ("format", "stages", *_SHAPES_FIELDS, "cuts", "codec", *_DERIVED_FIELDS, *_OPTIONAL_FIELDS)
 _SIMILARITY_MIN = 0.75  # difflib's, of two names that differ in one letter, or in the order of two
 
 
@@ -89,6 +90,9 @@ class Plan:
     max_shapes: Shapes = field(default_factory=dict, hash=False)
     """Of the entries of a minibatch, the largest that `run` plans memory for, besides those of the first one:
     {"input_ids": (8, 512)}, or "inputs" and "targets" of pairs. From the profile, and from fitting()."""
+    shapes_apart: tuple[Shapes, ...] = field(default=(), hash=False)
+    """In the place of max_shapes: `run` plans memory for minibatches as large as one of these, or between two
+    of them, and not for one that has the largest size of each. From fitting(apart=True)."""
     cuts: tuple[str, ...] | None = None
     """From the profile: the calls of modules after which layers end, where the model has more cuts."""
     codec: dict[str, str] = field(default_factory=dict, hash=False)
@@ -123,6 +127,9 @@ class Plan:
         codec = check_object("codec", self.codec)
         set_field(self, "codec", {w: check_text(f"codec.{w}", name) for w, name in codec.items()})
         set_field(self, "max_shapes", checked_shapes("max_shapes", self.max_shapes))
+        apart = check_list("shapes_apart", list(self.shapes_apart))
+        apart = [checked_shapes(f"shapes_apart[{i}]", shapes) for i, shapes in enumerate(apart)]
+        set_field(self, "shapes_apart", tuple(apart))
         set_field(self, "in_flight", tuple(self.in_flight) or derive_in_flight(self.stages))
         check_in_flight(self.in_flight, self.stages)
 
@@ -195,10 +202,13 @@ class Plan:
         stage = self.stages_of(rank)[0]
         return rank - self.placement.rank_of(stage) if self.stages[stage].num_replicas > 1 else 0
 
-    def fitting(self, *batches: Any) -> Plan:
+    def fitting(self, *batches: Any, apart: bool = False) -> Plan:
         """This plan, with memory for minibatches as large as these in every dimension. For data whose shapes
-        change, give one as large as any: `plan.fitting(collate([longest] * batch_size))`. Raises TypeError
-        for what is no minibatch."""
+        change, give one as large as any: `plan.fitting(collate([longest] * batch_size))`.
+
+        apart: for minibatches that are as large as one of these, or between two, and not for one with the
+        largest size of each: of as many tokens each, from few long texts to many short ones. It leaves out
+        what the profile has read. Raises TypeError for what is no minibatch."""
         for batch in batches:
             is_one = isinstance(batch, (tuple, list)) and len(batch) == 2
             is_one = is_one or isinstance(batch, Mapping) or is_dataclass(batch)
@@ -209,6 +219,12 @@ class Plan:
                     f"a {what} is no minibatch with tensors: give fitting() minibatches as the data yield"
                     " them, pairs (inputs, targets) or dicts, each as an argument of its own"
                 )
+        if apart:
+            return replace(self, max_shapes={}, shapes_apart=with_apart(self.shapes_apart, batches))
+        if self.shapes_apart:
+            raise ValueError(
+                "this plan fits shapes apart, each by itself: give fitting() apart=True for these, too"
+            )
         return replace(self, max_shapes=largest_of(batches, self.max_shapes))
 
     @property
@@ -332,6 +348,7 @@ class Plan:
                 cuts=fields.get("cuts"),
                 codec=check_object("codec", _given(fields, "codec", {})),
                 max_shapes=checked_shapes("max_shapes", _given(fields, "max_shapes", {})),
+                shapes_apart=tuple(check_list("shapes_apart", _given(fields, "shapes_apart", []))),
                 extra={name: fields[name] for name in fields if name not in _FIELDS},
             )
             _check_noam(fields, plan)
@@ -354,7 +371,8 @@ class Plan:
             "predicted": self.predicted,
             **({} if self.cuts is None else {"cuts": list(self.cuts)}),
             **({"codec": self.codec} if self.codec else {}),
-            **({"max_shapes": {k: list(v) for k, v in self.max_shapes.items()}} if self.max_shapes else {}),
+            **({"max_shapes": listed(self.max_shapes)} if self.max_shapes else {}),
+            **({"shapes_apart": [*map(listed, self.shapes_apart)]} if self.shapes_apart else {}),
         } | self.extra
 
     def __str__(self) -> str:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pipedream.common.document import check_list, check_object, check_whole
@@ -19,14 +21,20 @@ from pipedream.common.document import check_list, check_object, check_whole
 __all__ = [
     "Shapes",
     "checked_shapes",
+    "cover",
+    "cover_sizes",
     "describe_shapes",
     "larger_of",
     "largest_of",
+    "listed",
     "shapes_of",
     "shapes_of_parts",
+    "with_apart",
 ]
 
 Shapes = dict[str, tuple[int, ...]]
+
+_ROUNDED = 1e-9  # of a logarithm
 
 
 def shapes_of(batch: Any) -> Shapes:
@@ -60,12 +68,62 @@ def largest_of(batches: Iterable[Any], known: Mapping[str, tuple[int, ...]]) -> 
     return functools.reduce(larger_of, map(shapes_of, batches), dict(known))
 
 
+def cover(kinds: Iterable[Shapes], shapes: Shapes) -> bool:
+    """Whether a minibatch of these shapes is planned for where minibatches of these kinds are."""
+    known = [
+        [size for name in shapes for size in kind[name]]
+        for kind in kinds
+        if all(len(kind.get(name, ())) == len(shape) for name, shape in shapes.items())
+    ]
+    return cover_sizes(known, [size for shape in shapes.values() for size in shape])
+
+
+def cover_sizes(kinds: Sequence[Sequence[int]], sizes: Sequence[int]) -> bool:
+    """The same of all their sizes in a row: none is above those of a kind, or of what lies between two kinds.
+
+    What a minibatch takes is a sum of products of its sizes, to powers (batch x length^2 of an attention):
+    convex in the sizes' logarithms, so that between two kinds it is no more than for one of them.
+    """
+    logs = [math.log(max(size, 1)) for size in sizes]
+    of_kinds = [[math.log(max(size, 1)) for size in kind] for kind in kinds]
+    pairs = itertools.combinations_with_replacement(of_kinds, 2)
+    return any(_is_between(logs, one, other) for one, other in pairs)
+
+
+def _is_between(sizes: Sequence[float], one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether there is a t in [0, 1] for which no size is above one + t (other - one)."""
+    least, most = 0.0, 1.0
+    for size, begin, end in zip(sizes, one, other, strict=True):
+        missing, rise = size - begin - _ROUNDED, end - begin
+        if rise > 0:
+            least = max(least, missing / rise)
+        elif rise < 0:
+            most = min(most, missing / rise)
+        elif missing > 0:
+            return False
+    return least <= most
+
+
+def with_apart(known: Iterable[Shapes], batches: Iterable[Any]) -> tuple[Shapes, ...]:
+    """The known kinds, and those of the batches that they do not cover; without those that one covers."""
+    found = list(known)
+    for shapes in map(shapes_of, batches):
+        if not cover(found, shapes):
+            found = [other for other in found if not cover([shapes], other)] + [shapes]
+    return tuple(found)
+
+
 def checked_shapes(field: str, value: object) -> Shapes:
     """Of a file. Raises ValueError naming the field for what are no shapes."""
     return {
         name: tuple(check_whole(f"{field}.{name}", size) for size in check_list(f"{field}.{name}", shape))
         for name, shape in check_object(field, value).items()
     }
+
+
+def listed(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[int]]:
+    """For a file."""
+    return {name: list(shape) for name, shape in shapes.items()}
 
 
 def describe_shapes(shapes: Mapping[str, tuple[int, ...]]) -> str:

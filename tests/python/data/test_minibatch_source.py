@@ -108,7 +108,7 @@ def test_a_group_lies_in_memory_of_its_own_where_the_data_use_theirs_again() -> 
         (torch.zeros(4, 3), False),
         (torch.zeros(5, 1), True),
         (torch.zeros(3, 5), True),
-        (torch.zeros(3, 4), False),  # as many elements
+        (torch.zeros(3, 4), True),  # as many elements
         (torch.zeros(9, 3, dtype=torch.float64), False),  # and other than planned in more than size
         (torch.zeros(9, 3, 1), False),
         ((torch.zeros(9, 3),), False),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from pipedream.model.batches import parts_of
-from pipedream.model.enlarged import enlarged
+from pipedream.model.enlarged import enlarged, shaped
 
 
 def test_values_repeat_along_every_dimension_that_grows() -> None:
@@ -30,3 +30,9 @@ def test_what_the_shapes_do_not_fit_stays_the_same_object() -> None:
     found, _ = enlarged(given, None, shapes)
     assert found[0] is image and found[1]["empty"] is empty and found[2][0] is scale
     assert found[2][1:] == (None, "text")
+
+
+def test_a_minibatch_of_just_these_shapes_is_cut_where_it_is_larger() -> None:
+    inputs, targets = shaped(torch.tensor([[1, 2, 3]]), torch.tensor([7, 8]), {"inputs": (2, 2)})
+    assert inputs.tolist() == [[1, 2], [1, 2]]
+    assert targets.tolist() == [7, 8]

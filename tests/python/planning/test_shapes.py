@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pipedream import FileFormatError, LayerProfile, Plan, Profile, partition
-from pipedream.planning.shapes import larger_of, shapes_of
+from pipedream.planning.shapes import cover, cover_sizes, larger_of, shapes_of, with_apart
 
 
 def _tensor(*shape: int) -> Any:
@@ -64,3 +68,43 @@ def test_what_is_no_minibatch_is_not_taken_for_one_to_fit(batch: Any, what: str)
 def test_a_file_with_other_than_shapes_is_refused(shapes: Any) -> None:
     with pytest.raises(FileFormatError, match="max_shapes"):
         Plan.from_dict(Plan.straight(2, 2).to_dict() | {"max_shapes": shapes})
+
+
+def test_shapes_that_are_apart_are_those_that_no_other_covers() -> None:
+    long, wide = {"x": _tensor(2, 9)}, {"x": _tensor(6, 3)}
+    assert with_apart([], [long, wide, {"x": _tensor(2, 3)}]) == ({"x": (2, 9)}, {"x": (6, 3)})
+    assert with_apart([{"x": (2, 9)}], [{"x": _tensor(2, 10)}]) == ({"x": (2, 10)},)
+    assert not cover([{"x": (2, 9)}], {"x": (2, 9), "y": (1,)})
+
+
+def test_what_lies_between_two_kinds_is_covered() -> None:
+    kinds = [{"x": (2, 128), "y": (2,)}, {"x": (16, 16), "y": (16,)}]
+    for size, length in ((4, 64), (8, 32), (5, 51), (2, 128), (16, 2), (1, 1)):
+        assert cover(kinds, {"x": (size, length), "y": (size,)})
+    for size, length in ((4, 65), (5, 52), (17, 1), (1, 129)):
+        assert not cover(kinds, {"x": (size, length), "y": (size,)})
+    assert with_apart(kinds, [{"x": _tensor(8, 32), "y": _tensor(8)}]) == tuple(kinds)
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(*[st.integers(1, 40)] * 3), min_size=3, max_size=4))
+def test_no_product_of_sizes_is_more_than_for_one_of_the_kinds_that_cover_it(
+    sizes: list[tuple[int, ...]],
+) -> None:
+    *kinds, one = sizes
+    if cover_sizes(kinds, one):
+        for powers in itertools.product(range(3), repeat=3):
+            takes = [math.prod(size**power for size, power in zip(k, powers, strict=True)) for k in sizes]
+            assert takes[-1] <= max(takes[:-1]) * (1 + 1e-6)
+
+
+def test_a_plan_keeps_them_and_drops_the_largest_of_each_dimension() -> None:
+    plan = Plan.straight(2, 2).fitting({"x": _tensor(4, 4)})
+    apart = plan.fitting({"x": _tensor(2, 9)}, {"x": _tensor(6, 3)}, apart=True)
+    assert apart.max_shapes == {}
+    assert apart.shapes_apart == ({"x": (2, 9)}, {"x": (6, 3)})
+    assert Plan.from_dict(apart.to_dict()) == apart
+    with pytest.raises(ValueError, match="apart=True for these, too"):
+        apart.fitting({"x": _tensor(9, 9)})
+    with pytest.raises(FileFormatError, match=r"shapes_apart\[0\]"):
+        Plan.from_dict(plan.to_dict() | {"shapes_apart": [4]})
