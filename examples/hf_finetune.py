@@ -114,7 +114,7 @@ def make_plan(model: nn.Module, loader: DataLoader, num_workers: int, given: str
     print("profiling", flush=True)
     profile = pipedream.profile(model, loader, minibatches=30, seconds=10 if given is None else 1)
     if given is not None:
-        return pipedream.Plan.load(given, num_layers=profile.num_layers)
+        return pipedream.Plan.load(given, profile=profile)
     return pipedream.partition(profile, num_workers, "10Gbit/s", straight=True)
 
 

@@ -84,7 +84,7 @@ def make_plan(model: nn.Module, loader: DataLoader, num_workers: int, given: str
     seconds = 10 if given is None else 1
     profile = pipedream.profile(model, loader, F.cross_entropy, minibatches=30, seconds=seconds)
     if given is not None:
-        return pipedream.Plan.load(given, num_layers=profile.num_layers)
+        return pipedream.Plan.load(given, profile=profile)
     return pipedream.partition(profile, num_workers, "10Gbit/s", straight=True)
 
 

@@ -12,7 +12,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -269,13 +269,14 @@ def run_command(
         start_server()  # it imports torch while this process does
     with _clean_stdout(as_json):
         from pipedream.launch.runner import run
+        from pipedream.launch.shared_out import share_out
 
         check_arguments(**options)
         if plan_file is None:
             given_plan = _make_plan(target, workers or 0, links_or_bandwidth(links, bandwidth), straight)
         job = load_job(target, needs_optimizer=True)
-        plan = given_plan or _share_out(job.model, counts or ())
         options = job.options | options
+        plan = given_plan or share_out(job, counts or (), options)
         if output is not None and options.get("gather") == "none":
             raise ValueError("gather is 'none', which leaves no whole model to save: leave --output out")
         if not as_json and is_rank_0():
@@ -380,14 +381,6 @@ def _make_plan(target: str, workers: int, bandwidth: str | LinkProfile, straight
 
     measured = profile(job.model, job.data, job.loss_fn, seconds=_PROFILE_BEFORE_RUN_S)
     return partition(measured, workers, bandwidth, straight=straight)
-
-
-def _share_out(model: Any, counts: Sequence[tuple[int, int]]) -> Plan:
-    """counts: replicas and spare shards of every stage."""
-    from pipedream.model.layers import layers_of
-
-    plan = Plan.replicated(len(layers_of(model)), [replicas for replicas, _ in counts])
-    return plan.with_spare_shards([spares for _, spares in counts])
 
 
 def _save_weights(model: Any, output: Path) -> None:

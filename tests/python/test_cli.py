@@ -558,6 +558,31 @@ def test_run_takes_the_replicas_of_each_stage_for_a_plan(call: Caller, calls: di
     assert outcome.error() == "there are 7 stages and 6 layers: a stage needs one"
 
 
+def test_run_counts_the_layers_of_a_module_that_is_cut_for_the_replicas_of_each_stage(
+    call: Caller, calls: dict[str, Any]
+) -> None:
+    Path("cli_module.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.first, self.second, self.third = (torch.nn.Linear(4, 4) for _ in range(3))\n"
+        "    def forward(self, inputs):\n"
+        "        return self.third(self.second(self.first(inputs)))\n"
+        "def make(data=None):\n"
+        "    data = data or [(torch.randn(2, 4), torch.randn(2, 4))]\n"
+        "    loss_fn = torch.nn.functional.mse_loss\n"
+        "    return {'model': Net(), 'data': data, 'loss_fn': loss_fn, 'optimizer': max}\n"
+        "def make_iterator():\n"
+        "    return make(iter([]))\n"
+    )
+    outcome = call("run", "cli_module.py:make", "--plan", "2-1")
+    assert outcome.status == 0, outcome.stderr
+    assert calls["run"][1] == Plan.replicated(3, (2, 1))
+    outcome = call("run", "cli_module.py:make_iterator", "--plan", "2-1")
+    assert outcome.error().startswith("data is an iterator, which can be read once, and the model's layers")
+
+
 def test_run_json_has_the_plan_and_the_result_with_null_for_nan(call: Caller, calls: dict[str, Any]) -> None:
     fields = json.loads(call("run", "cli_target.py:make", "--plan", "plan.json", "--json").stdout)
     assert fields["plan"] == Plan.straight(2, 2).to_dict()

@@ -29,6 +29,7 @@ from pipedream.common.checks import (
     is_whole,
 )
 from pipedream.common.own_rank import is_rank_0
+from pipedream.common.table import shorten
 from pipedream.common.units import parse_size
 from pipedream.links.codec_choice import parse_codec, parse_codec_text
 from pipedream.links.keys import keys_of
@@ -39,6 +40,9 @@ __all__ = ["NEEDED", "RUN_OPTIONS", "CommandOption", "RunOption", "check_argumen
 
 NEEDED = object()
 """In place of a default."""
+
+_SHOWN_MAX = 60
+"""Characters of a value in an error."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,9 @@ def check_arguments(**arguments: Any) -> None:
             continue
         value = arguments[option.name]
         if not option.is_built and value != option.default:
+            shown = shorten(repr(value), _SHOWN_MAX)
             raise ValueError(
-                f"{option.name} is {value!r}: this is not built yet, leave it at {option.default!r}"
+                f"{option.name} is {shown}: this is not built yet, leave it at {option.default!r}"
             )
         option.check(option.name, value)
 
@@ -103,6 +108,19 @@ def _choice_of(*choices: str) -> Callable[[str, Any], None]:
 
 def _or_none(check: Callable[[str, Any], object]) -> Callable[[str, Any], object]:
     return lambda name, value: None if value is None else check(name, value)
+
+
+def _check_factory(which: str, example: str) -> Callable[[str, Any], None]:
+    """Of a function that makes for every stage what people know as one object for the model."""
+
+    def check(name: str, value: Any) -> None:
+        if not callable(value):
+            raise TypeError(
+                f"{name} is a {type(value).__name__}: give a function {which}, as"
+                f" functools.partial({example})"
+            )
+
+    return check
 
 
 def _check_peer_timeout(name: str, value: Any) -> None:
@@ -167,7 +185,12 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
         None,
         _or_none(check_function),
     ),
-    RunOption("optimizer", "called with a stage's parameters, or named parameters", NEEDED, check_function),
+    RunOption(
+        "optimizer",
+        "called with a stage's parameters, or named parameters",
+        NEEDED,
+        _check_factory("that each stage calls with its parameters", "torch.optim.SGD, lr=0.1"),
+    ),
     RunOption(
         "epochs", "times through the data", 1, check_count, CommandOption("Times through the data.", int)
     ),
@@ -191,7 +214,16 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
         None,
         _or_none(check_function),
     ),
-    RunOption("lr_scheduler", "called with a stage's optimizer", None, _or_none(check_function)),
+    RunOption(
+        "lr_scheduler",
+        "called with a stage's optimizer",
+        None,
+        _or_none(
+            _check_factory(
+                "that each stage calls with its optimizer", "torch.optim.lr_scheduler.StepLR, step_size=1000"
+            )
+        ),
+    ),
     RunOption(
         "recompute",
         "`True`, or the stages that run their forward again before the backward",

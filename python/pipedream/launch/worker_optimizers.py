@@ -59,7 +59,8 @@ class WorkerOptimizers:
                 optimizer.keep(layout.pieces_of(run.plan.replica_of(run.rank)))
                 told = _describe(layout, optimizer, codec_of_pushes(run.options.links.codec))
                 told += choice.describe(index, self.factored[index])
-                _log.info("%s: %s", run.plan.describe_worker(run.rank), told)
+                if optimizer.optimizer is not None:  # else nothing is trained here
+                    _log.info("%s: %s", run.plan.describe_worker(run.rank), told)
         self._learn_layouts_of_owners()
 
     def _has_shards(self, stage: int) -> bool:

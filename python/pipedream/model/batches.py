@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -51,10 +51,35 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, Tensor):
         return model(inputs)
     if type(inputs) is Keywords:
-        return model(**inputs)
+        return _call_by_name(model, inputs)
     if isinstance(inputs, (tuple, list, Mapping)) and not _takes_one(type(model).forward):
         return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
     return model(inputs)
+
+
+def _call_by_name(model: nn.Module, inputs: Keywords) -> Any:
+    try:
+        return model(**inputs)
+    except TypeError:
+        why_not = _why_not_bound(model, inputs)
+        if not why_not:
+            raise
+        raise TypeError(
+            f"the entries of a minibatch ({', '.join(inputs)}) are the arguments of {type(model).__name__}'s"
+            f" forward by name: {why_not}; yield pairs (inputs, targets), where the inputs may be a dict, if"
+            " the loss alone reads some"
+        ) from None
+
+
+def _why_not_bound(model: nn.Module, inputs: Keywords) -> str:
+    """Empty where the call itself is as the model's forward wants it, so that something in it failed."""
+    try:
+        inspect.signature(model.forward).bind(**inputs)
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # one without a signature
+        return ""
+    return ""
 
 
 @functools.cache
@@ -69,6 +94,17 @@ def _takes_one(forward: Callable[..., Any]) -> bool:
     return True
 
 
+def _check_only_loss(outputs: Sequence[Any]) -> None:
+    """Raises ValueError for several scalars with a gradient: the others would not be trained."""
+    scalars = [one for one in outputs if isinstance(one, Tensor) and one.dim() == 0 and one.requires_grad]
+    if len(scalars) > 1:
+        raise ValueError(
+            f"the model's output is a {type(outputs).__name__} with {len(scalars)} scalars, of which the"
+            " first alone would be the loss, and there is no loss_fn: give one that makes one loss of them,"
+            " as their sum; losses that have optimizers of their own, as in a GAN, are not built"
+        )
+
+
 def own_loss(outputs: Any, targets: Any) -> Tensor:
     """The loss in a model's output. Raises ValueError where there is none."""
     loss = outputs
@@ -76,6 +112,7 @@ def own_loss(outputs: Any, targets: Any) -> Tensor:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
         if loss is None and isinstance(outputs, (tuple, list)) and outputs:
             loss = outputs[0]
+            _check_only_loss(outputs)
     if not isinstance(loss, Tensor) or loss.dim() > 0:
         raise ValueError(
             f"the model's output, a {type(outputs).__name__}, has no scalar loss, and there is no loss_fn:"

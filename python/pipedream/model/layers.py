@@ -161,9 +161,14 @@ def check_parameters(module: nn.Module, prefix: str = "") -> None:
     check_shapes(module, prefix)
     for name, parameter in module.named_parameters(prefix=prefix.removesuffix(".")):
         if parameter.requires_grad and parameter.dtype not in _TRAINABLE_DTYPES:
+            remedy = (
+                "keep its real and imaginary part in it and take torch.view_as_complex of it in the forward"
+                if parameter.dtype.is_complex
+                else "use model.float()"
+            )
             raise ValueError(
                 f"parameter {name!r} has dtype {dtype_name(parameter.dtype)}: only float32 and float64 can be"
-                f" trained; use model.float(), or freeze it with requires_grad_(False)"
+                f" trained; {remedy}, or freeze it with requires_grad_(False)"
             )
 
 

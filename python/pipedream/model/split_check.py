@@ -244,7 +244,8 @@ def _copied(value: Any) -> Any:
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: grad.to_dense() if grad.is_sparse else grad for name, grad in gradients.items()}
 
 
 def _clones(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -278,7 +279,7 @@ def _largest(tensor: Tensor) -> float:
 
 def _is_close(tensor: Tensor, other: Tensor, scale: float) -> bool:
     """scale: what the largest element is taken for at least."""
-    if tensor.is_sparse:
+    if tensor.is_sparse:  # a buffer
         tensor, other = tensor.to_dense(), other.to_dense()
     if not tensor.is_floating_point():
         return torch.equal(tensor, other)

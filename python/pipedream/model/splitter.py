@@ -65,7 +65,7 @@ def check_split(model: Model, plan: StagePlan) -> None:
     model = _cut_as_planned(model, plan)
     layers = named_layers(model)
     if isinstance(model, CutForward):
-        _check_coverage(len(model.layer_names), plan, model.explain())
+        _check_coverage(len(model.layer_names), plan, model.explain(), has_cuts=plan.cuts is not None)
         check_parameters(model.module)
         check_references(layers, [0], check_storages(layers))
         return
@@ -88,7 +88,10 @@ def _cut_as_planned(model: Model, plan: StagePlan) -> Model:
     return model.at(plan.cuts) if isinstance(model, CutForward) and plan.cuts is not None else model
 
 
-def _check_coverage(num_layers: int, plan: StagePlan, why_no_more: str = "") -> None:
+def _check_coverage(
+    num_layers: int, plan: StagePlan, why_no_more: str = "", *, has_cuts: bool = True
+) -> None:
+    """has_cuts: whether the plan says where layers end, or the model has no other places for that."""
     num_stages = len(plan.stages)
     if num_stages > num_layers and why_no_more:
         raise ValueError(
@@ -111,5 +114,6 @@ def _check_coverage(num_layers: int, plan: StagePlan, why_no_more: str = "") -> 
     if next_layer != num_layers:
         raise ValueError(
             f"the plan covers {next_layer} layers but the model has {num_layers}: it is a plan for another "
-            f"model; partition a profile of this one"
+            f"model{'' if has_cuts else ', or lacks the cuts of its profile'}; partition a profile of this"
+            " one"
         )

@@ -40,6 +40,7 @@ from pipedream.planning.plan_stage import (
     Stage,
     check_stages,
     check_workers,
+    is_counts,
     set_field,
     stage_counts,
     stage_from_dict,
@@ -48,6 +49,7 @@ from pipedream.planning.shapes import Shapes, checked_shapes, largest_of, listed
 
 if TYPE_CHECKING:
     from pipedream import _core
+    from pipedream.planning.layer_profile import Profile
 
 __all__ = ["Plan", "Stage", "stage_counts"]
 
@@ -313,17 +315,37 @@ class Plan:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, num_layers: int | None = None) -> Plan:
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        num_layers: int | None = None,
+        profile: Profile | None = None,
+    ) -> Plan:
         """Reads a pipedream.plan/1 file; raises FileFormatError naming file and field, and warns of an
         unknown field whose name is almost that of a known one.
 
-        num_layers: of the model, where instead of a file the replicas of every stage may be given, "2-1", and
-        beside them its spare shards, "3+1-1"."""
-        counts = None if num_layers is None else stage_counts(path)
+        profile: where instead of a file the replicas of every stage may be given, "2-1", and beside them its
+        spare shards, "3+1-1": of its layers, with its cuts and the shapes that it has read.
+        num_layers: in its place, of a model that has so many."""
+        source = os.fspath(path)
+        if profile is not None:
+            num_layers = profile.num_layers
+        if num_layers is not None:
+            counts = stage_counts(path)
+        elif not os.path.exists(path) and is_counts(source):
+            raise ValueError(
+                f"plan is {source!r}, the replicas of each stage, but not of which layers: give"
+                f" Plan.load({source!r}, profile=profile)"
+            )
+        else:
+            counts = None
         if num_layers is not None and counts is not None:
             plan = cls.replicated(num_layers, [replicas for replicas, _ in counts])
-            return plan.with_spare_shards([spares for _, spares in counts])
-        source = os.fspath(path)
+            plan = plan.with_spare_shards([spares for _, spares in counts])
+            if profile is None:
+                return plan
+            return replace(plan, model=profile.model, cuts=profile.cuts, max_shapes=profile.max_shapes or {})
         plan = cls.from_dict(read_document(path, _KIND, _VERSION), source=source)
         for caution in _misspelt_fields(plan):
             warnings.warn(f"{source}: {caution}", stacklevel=2)

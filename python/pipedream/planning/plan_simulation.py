@@ -212,7 +212,7 @@ def simulate_plan(
     """
     from pipedream import _core
 
-    plan = Plan.load(plan_file)
+    plan = Plan.load(plan_file, profile=profile)
     if plan.num_layers != profile.num_layers:
         raise ValueError(
             f"{plan_file} has {plan.num_layers} layers and the profile {profile.num_layers}: give the profile"

@@ -72,12 +72,17 @@ class Stage:
         return {name: getattr(self, name) for name in _NEEDED_FIELDS} | worker | spares | self.extra
 
 
+def is_counts(text: str) -> bool:
+    """Whether it is as "2-1" and "3+1-1" are."""
+    return all(_COUNTS.fullmatch(part) for part in text.split("-"))
+
+
 def stage_counts(text: str | os.PathLike[str]) -> tuple[tuple[int, int], ...] | None:
     """Of "2-1": ((2, 0), (1, 0)), the replicas and spare shards of every stage, of "3+1-1" ((3, 1), (1, 0));
     None for the name of a file. Raises FileNotFoundError for what is neither, and ValueError for a stage
     without replicas, or with more spare shards than these can use."""
-    parts = [_COUNTS.fullmatch(part) for part in os.fspath(text).split("-")]
-    if all(parts):
+    if is_counts(os.fspath(text)):
+        parts = [_COUNTS.fullmatch(part) for part in os.fspath(text).split("-")]
         counts = tuple((int(part[1]), int(part[2] or 0)) for part in parts if part is not None)
         replicas = [count for count, _ in counts]
         if 0 in replicas:
@@ -107,6 +112,11 @@ def check_stages(stages: tuple[Stage, ...]) -> None:
     """Raises ValueError where they overlap, leave gaps or are out of order."""
     if not stages:
         raise ValueError("stages is empty: a plan has at least one stage")
+    for stage_index, stage in enumerate(stages):
+        if not isinstance(stage, Stage):
+            raise TypeError(
+                f"stages[{stage_index}] is a {type(stage).__name__}: give a Stage, for example Stage(0, 3)"
+            )
     next_layer = 0
     for stage_index, stage in enumerate(stages):
         if stage.first_layer == next_layer:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pipedream
 import pytest
+import torch
 from pipedream.common.agreement import settings_of
 from pipedream.launch.run_options import NEEDED, RUN_OPTIONS, check_arguments, options_table
 from pipedream.links.options import LinkOptions
@@ -45,3 +46,22 @@ def test_another_value_of_what_is_not_built_is_refused(option: object) -> None:
     assert not check_arguments(**{option.name: option.default})  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=f"^{option.name} is 'x': this is not built yet, leave it at "):  # type: ignore[attr-defined]
         check_arguments(**{option.name: "x"})  # type: ignore[attr-defined]
+
+
+def test_a_value_of_what_is_not_built_is_not_shown_at_length() -> None:
+    with pytest.raises(ValueError, match=r"^validation is ") as error:
+        check_arguments(validation=[(torch.randn(64, 64), torch.randn(64))] * 9)
+    assert len(str(error.value)) < 200
+
+
+def test_an_optimizer_that_was_made_already_is_refused_with_what_makes_one() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    for name, value, example in (
+        ("optimizer", optimizer, "torch.optim.SGD, lr=0.1"),
+        ("optimizer", "sgd", "torch.optim.SGD, lr=0.1"),
+        ("lr_scheduler", scheduler, "torch.optim.lr_scheduler.StepLR, step_size=1000"),
+    ):
+        text = f"^{name} is a {type(value).__name__}: give a function .* as functools.partial\\({example}\\)$"
+        with pytest.raises(TypeError, match=text):
+            check_arguments(**{name: value})

@@ -71,3 +71,33 @@ def test_a_models_own_loss_is_its_outputs_or_the_output_itself() -> None:
     for outputs in (torch.ones(2), {"logits": loss}, SimpleNamespace(loss=None), (), None):
         with pytest.raises(ValueError, match="has no scalar loss, and there is no loss_fn"):
             own_loss(outputs, None)
+
+
+def test_of_several_scalars_that_are_trained_none_is_taken_for_the_loss() -> None:
+    # A GAN's second one would not be trained, without a word.
+    first, second = torch.ones((), requires_grad=True), torch.ones((), requires_grad=True)
+    assert own_loss((first, torch.ones(()), torch.ones(3)), None) is first
+    with pytest.raises(ValueError, match="is a tuple with 2 scalars, of which the first alone would be the "):
+        own_loss((first, second), None)
+
+
+class _Named(nn.Module):
+    def forward(self, image: Any, *, scale: Any) -> Any:
+        if scale is None:
+            raise TypeError("of the model's own")
+        return image
+
+
+def test_entries_that_a_forward_does_not_take_are_told_with_a_remedy() -> None:
+    assert call_model(_Named(), Keywords(image=1, scale=2)) == 1
+    unknown = Keywords(image=1, scale=2, label=3)
+    with pytest.raises(
+        TypeError,
+        match=r"^the entries of a minibatch \(image, scale, label\) are the arguments of _Named's forward by"
+        r" name: got an unexpected keyword argument 'label'; yield pairs \(inputs, targets\), where",
+    ):
+        call_model(_Named(), unknown)
+    with pytest.raises(TypeError, match="missing a required argument: 'scale'; yield pairs"):
+        call_model(_Named(), Keywords(image=1))
+    with pytest.raises(TypeError, match=r"^of the model's own$"):
+        call_model(_Named(), Keywords(image=1, scale=None))

@@ -588,6 +588,23 @@ def test_a_buffer_that_counts_forwards_is_no_difference() -> None:
     assert len(measured.layers) == 2
 
 
+class _Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(20, 4, sparse=True)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, words: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.second(self.first(self.table(words, offsets)))
+        return result
+
+
+def test_a_module_with_sparse_gradients_is_checked_and_cut() -> None:
+    batch = ((torch.arange(6), torch.tensor([0, 2])), torch.tensor([0, 2]))
+    measured = profile(_Bag(), [batch], cross_entropy, minibatches=1)
+    assert [layer.name for layer in measured.layers] == ["table", "first", "second"]
+
+
 def test_the_check_of_cuts_finds_nothing_in_the_twins() -> None:
     for twin in TWINS.values():
         profile(twin.model(torch.float32), twin.data(1, torch.float32), twin.loss_fn, minibatches=1)

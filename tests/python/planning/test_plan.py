@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipedream import _core
 from pipedream.common.errors import FileFormatError
+from pipedream.planning.layer_profile import LayerProfile, Profile
 from pipedream.planning.plan import Plan, Stage, stage_counts
 
 
@@ -274,6 +275,28 @@ def test_stage_counts_are_numbers_with_dashes_between_them_and_else_a_file(
         assert stage_counts(text) is None
     plan = Plan.load("3+1-1", num_layers=8)
     assert [(stage.num_replicas, stage.num_spare_shards) for stage in plan.stages] == [(3, 1), (1, 0)]
+
+
+def test_a_plan_of_replicas_has_the_cuts_and_the_shapes_of_the_profile_that_it_is_for(tmp_path: Path) -> None:
+    layers = tuple(LayerProfile(name, 1, 1, 8, 8) for name in ("a", "b", "c"))
+    profile = Profile(layers, model="net", cuts=("a", "b"), max_shapes={"inputs": (4, 8)})
+    plan = Plan.load("2-1", profile=profile)
+    assert plan.stages == Plan.replicated(3, (2, 1)).stages
+    assert (plan.model, plan.cuts, plan.max_shapes) == ("net", ("a", "b"), {"inputs": (4, 8)})
+    without = Plan.load("1-1", profile=Profile(layers))
+    assert (without.cuts, without.max_shapes) == (None, {})
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json", profile=profile) == plan
+    with pytest.raises(
+        ValueError,
+        match=r"^plan is '2-1', the replicas of each stage, but not of which layers: give Plan.load\('2-1', ",
+    ):
+        Plan.load("2-1")
+
+
+def test_stages_that_are_no_stages_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"stages\[1\] is a dict: give a Stage, for example Stage\(0, 3\)"):
+        Plan((Stage(0, 0), {"first_layer": 1}))  # type: ignore[arg-type]
 
 
 def test_straight_plan_for_fewer_workers_deals_the_stages_out_in_turn() -> None:
