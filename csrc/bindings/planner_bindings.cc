@@ -131,9 +131,10 @@ void bind_planner(py::module_& module) {
          std::int64_t num_workers, double bandwidth_bytes_per_s, const Figures& saved_bytes,
          const Figures& forward_s, Figures speeds, Figures memory_bytes, double fixed_copies,
          double step_copies, double data_bytes, bool may_recompute, std::vector<std::int64_t> last_layers,
-         std::vector<std::int64_t> num_replicas, std::int64_t num_replicas_max, const Factors& factors) {
+         std::vector<std::int64_t> num_replicas, std::int64_t num_replicas_max, const Factors& factors,
+         bool asynchronous) {
         const PlanLimits limits{
-            std::move(speeds), std::move(memory_bytes), {fixed_copies, step_copies, data_bytes},
+            std::move(speeds), std::move(memory_bytes), {fixed_copies, step_copies, data_bytes, asynchronous},
             may_recompute,     std::move(last_layers),  std::move(num_replicas),
             num_replicas_max};
         return partition_layers_within(compute_s, activation_bytes, parameter_bytes, num_workers,
@@ -143,14 +144,14 @@ void bind_planner(py::module_& module) {
       py::arg("bandwidth_bytes_per_s"), py::kw_only(), py::arg("saved_bytes"), py::arg("forward_s"),
       py::arg("speeds"), py::arg("memory_bytes"), py::arg("fixed_copies"), py::arg("step_copies"),
       py::arg("data_bytes"), py::arg("may_recompute"), py::arg("last_layers"), py::arg("num_replicas"),
-      py::arg("num_replicas_max"), py::arg("factors") = Factors(),
+      py::arg("num_replicas_max"), py::arg("factors") = Factors(), py::arg("asynchronous") = false,
       "([(first_layer, last_layer, num_replicas)], bottleneck_s, recompute, memory_bytes), or None.");
   module.def(
       "memory_of_plan",
       [](const Figures& activation_bytes, const Figures& parameter_bytes, const Figures& saved_bytes,
          const std::vector<StageTuple>& stages, const std::vector<std::int64_t>& in_flight,
          const std::vector<bool>& recompute, double fixed_copies, double step_copies, double data_bytes,
-         const Factors& factors) {
+         const Factors& factors, bool asynchronous) {
         const std::size_t num_layers = activation_bytes.size();
         const Figures no_time(num_layers, 0.0);
         if (in_flight.size() != stages.size() || recompute.size() != stages.size()) {
@@ -158,12 +159,12 @@ void bind_planner(py::module_& module) {
         }
         return memory_of_plan(make_layers(no_time, activation_bytes, parameter_bytes, factors),
                               make_memory(saved_bytes, no_time, num_layers), make_stages(stages), in_flight,
-                              recompute, {fixed_copies, step_copies, data_bytes});
+                              recompute, {fixed_copies, step_copies, data_bytes, asynchronous});
       },
       py::arg("activation_bytes"), py::arg("parameter_bytes"), py::kw_only(), py::arg("saved_bytes"),
       py::arg("stages"), py::arg("in_flight"), py::arg("recompute"), py::arg("fixed_copies"),
       py::arg("step_copies"), py::arg("data_bytes"), py::arg("factors") = Factors(),
-      "Bytes of a replica of each stage.");
+      py::arg("asynchronous") = false, "Bytes of a replica of each stage.");
   module.def("stage_time_s", &stage_time_of_layers, py::arg("compute_s"), py::arg("activation_bytes"),
              py::arg("parameter_bytes"), py::arg("first_layer"), py::arg("last_layer"),
              py::arg("num_replicas"), py::arg("bandwidth_bytes_per_s"),

@@ -46,8 +46,11 @@ double own_bytes(const StageBytes& stage, const StageCopies& copies, const Stage
   const double data = ((stage.is_first ? in_flight : 0.0) + (stage.is_last ? 1.0 : 0.0)) * costs.data_bytes;
   const double product = factored.largest_weight_bytes + replicas * factored.largest_factor_bytes;
   const double transient = std::max(2 * stage.widest, costs.step_copies * stage.largest + product);
+  const double served = costs.asynchronous && copies.num_replicas > 1
+                            ? stage.parameters + costs.step_copies * stage.largest
+                            : 0;
   const double slots = 2 * static_cast<double>(num_edges(copies, below)) * stage.output;
-  const double common = weights + data + transient + slots;
+  const double common = weights + data + transient + served + slots;
   if (recompute) {
     const double input = stage.is_first ? costs.data_bytes : stage.input;
     return common + stage.saved + input + (stage.is_last ? 0.0 : in_flight + 2) * stage.output;

@@ -11,6 +11,8 @@
 //                                     of weights that go as factors: (r + 1) F in the place of this and of
 //                                     the gradients of fixed_copies, F of them in a round: those that are
 //                                     made, those that have not left, those of the others
+//   + |w| + step_copies largest       with asynchronous shards: the owner's own apart, a copy for each other
+//                                     replica, and the step of another's gradient
 //   + 2 d output                      slots for its gradients
 //   + max(2 widest, step_copies largest)    what a backward or a step makes and drops: gradients of what
 //                                     crosses between layers, temporaries of a layer's parameters; of
@@ -46,9 +48,10 @@ struct LayerMemory {
 
 // What does not depend on the plan.
 struct MemoryCosts {
-  double fixed_copies = 2;  // of the weights: the model as given, gradients, the optimizer's state
-  double step_copies = 0;   // of a layer's parameters, that a step makes and drops
-  double data_bytes = 0;    // of a minibatch
+  double fixed_copies = 2;    // of the weights: the model as given, gradients, the optimizer's state
+  double step_copies = 0;     // of a layer's parameters, that a step makes and drops
+  double data_bytes = 0;      // of a minibatch
+  bool asynchronous = false;  // shards: an owner's, besides versions, and a copy for each other replica
 };
 
 struct StageBytes {

@@ -176,6 +176,7 @@ def partition_within(
     num_replicas: Sequence[int],
     num_replicas_max: int,
     factors: Sequence[Sequence[tuple[float, float, float]]] = (),
+    asynchronous: bool = False,
 ) -> tuple[list[tuple[int, int, int]], float, list[bool], list[float]] | None: ...
 def memory_of_plan(
     activation_bytes: Sequence[float],
@@ -189,6 +190,7 @@ def memory_of_plan(
     step_copies: float,
     data_bytes: float,
     factors: Sequence[Sequence[tuple[float, float, float]]] = (),
+    asynchronous: bool = False,
 ) -> list[float]: ...
 def stage_time_s(
     compute_s: Sequence[float],

@@ -88,6 +88,7 @@ def partition_command(
     codec: Annotated[
         str | None, typer.Option(help="For runs with it: pushes=factors, which `run` takes from the plan.")
     ] = None,
+    sync: Annotated[str, typer.Option(help="Of the run: with asp workers need more --memory.")] = "bsp",
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the plan here.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -110,6 +111,7 @@ def partition_command(
         recompute=recompute,
         spare_workers=spare_workers,
         codec=None if codec is None else _codec(codec),
+        sync=sync,
     )
     notes = []
     if output is not None:

@@ -214,6 +214,22 @@ def test_a_spare_of_a_model_on_the_meta_device_makes_its_shard(tmp_path: Any) ->
     assert train(plan.with_spare_shards([1, 0]), "spare") == train(plan, "none")
 
 
+def _planned_gradients(training: Training) -> int:
+    result, _ = train_in_pipeline(training)
+    return int(result.memory[0]["parameter gradients"]["predicted"] or 0) if result.memory else 0
+
+
+def test_a_rounds_gradients_wait_for_spares_only_where_the_next_round_can_begin(farm: Farm) -> None:
+    def planned(replicas: tuple[int, ...], spares: tuple[int, ...], **how: Any) -> int:
+        training = _training("mlp", replicas, spares, **how)
+        return farm.results(_planned_gradients, training, num_ranks=sum((*replicas, *spares)))[0]
+
+    alone: dict[str, Any] = {"schedule": "data_parallel"}
+    # Chunks for a spare may be copies, which those of a replica's own shard are not.
+    assert planned((2,), (1,), **alone) < 1.5 * planned((2,), (0,), **alone)
+    assert planned((2, 1), (1, 0)) > 1.5 * planned((2, 1), (0, 0))
+
+
 def _error_without_memory(training: Training) -> str:
     with pytest.raises(ValueError) as caught:
         train_in_pipeline(training, memory="1KiB")
@@ -222,7 +238,10 @@ def _error_without_memory(training: Training) -> str:
 
 def test_a_spare_that_does_not_fit_is_refused_by_its_name(farm: Farm) -> None:
     refused = farm.results(_error_without_memory, _training("mlp", (2, 1), (1, 0)), num_ranks=4)
-    said = r"memory is 1.00 KiB, but stage 0 spare 0 \(rank 3\) needs \d+.\d+ .iB: give more memory"
+    said = (
+        r"memory is 1.00 KiB, but stage 0 spare 0 \(rank 3\) needs \d+.\d+ .iB, \d+.\d+ .iB more"
+        r" \(.*weight versions .*\): give more memory"
+    )
     assert re.match(said, refused[3]), refused[3]
 
 

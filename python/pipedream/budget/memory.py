@@ -42,6 +42,7 @@ __all__ = [
     "channel_terms",
     "choose_savings",
     "describe_memory",
+    "list_terms",
     "model_bytes",
     "num_activation_homes",
     "num_in_flight_upstream",
@@ -339,13 +340,18 @@ def _with_recompute_at(memory: MemoryPlan, stage: int, recompute: bool) -> Memor
 def _does_not_fit(memory: MemoryPlan, limit_bytes: int) -> str:
     terms = memory.counted_terms()
     total = sum(terms.values())
-    listed = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in _largest_first(terms))
+    listed = list_terms(terms)
     return (
         f"memory is {format_bytes(limit_bytes)}, but {memory.plan.describe_worker(memory.rank)} needs"
         f" {format_bytes(total)}, {format_bytes(total - limit_bytes)} more, with what recompute and"
         f" offloading may save ({listed}): give more memory, more stages, smaller minibatches, or a"
         " schedule that keeps fewer versions, as '2bw' or 'flush'"
     )
+
+
+def list_terms(terms: Mapping[str, int]) -> str:
+    """For an error: the largest first."""
+    return ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in _largest_first(terms))
 
 
 def _largest_first(terms: Mapping[str, int]) -> list[tuple[str, int]]:

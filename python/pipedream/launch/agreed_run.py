@@ -160,8 +160,9 @@ def wait_for(
 
 def _check_world(plan: Plan, world_size: int) -> None:
     if plan.workers_used > world_size:
+        spares = f", {plan.num_spares} of them spare shards" if plan.num_spares else ""
         raise ValueError(
-            f"the plan needs {plan.workers_used} workers, but only {world_size} ranks run:"
+            f"the plan needs {plan.workers_used} workers{spares}, but only {world_size} ranks run:"
             f" start torchrun with --nproc-per-node {plan.workers_used}, or partition for {world_size}"
         )
 

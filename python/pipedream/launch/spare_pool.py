@@ -19,6 +19,7 @@ from pipedream.budget.memory import (
     TRANSIENT,
     WEIGHT_VERSIONS,
     channel_terms,
+    list_terms,
     model_bytes,
     slot_bytes,
 )
@@ -142,7 +143,8 @@ def _check_fits(run: AgreedRun, terms: dict[str, int]) -> None:
     if limit_bytes is not None and total > limit_bytes:
         raise ValueError(
             f"memory is {format_bytes(limit_bytes)}, but {run.plan.describe_worker(run.rank)} needs"
-            f" {format_bytes(total)}: give more memory, or a plan with more or no num_spare_shards"
+            f" {format_bytes(total)}, {format_bytes(total - limit_bytes)} more ({list_terms(terms)}): give"
+            " more memory, or a plan with more or no num_spare_shards"
         )
 
 

@@ -209,9 +209,11 @@ class StagePool:
         )
 
     def _num_rounds_kept(self, stage: int) -> int:
-        """Of which a replica may have gradients: of one that has spares another may wait for them."""
-        has_spares = self.run.plan.stages[stage].num_spare_shards > 0
-        return _core.num_gradients_kept(self.run.schedule(), stage) + has_spares
+        """Of which a replica may have gradients. Another may wait for spares, which take chunks as they can
+        use them, where the next round's forwards do without the version that is made of it."""
+        schedule, has_spares = self.run.schedule(), self.run.plan.stages[stage].num_spare_shards > 0
+        waits = has_spares and _core.num_versions_kept(schedule, stage) > 1
+        return _core.num_gradients_kept(schedule, stage) + waits
 
     def _pushed_factors(self, stage: int, layers: Sequence[FactorLayer]) -> PushedFactors:
         at_once = self.run.options.measures_gradients or self._worker_optimizers.layouts[stage].whole_tensors

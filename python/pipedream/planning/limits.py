@@ -51,6 +51,8 @@ class Limits:
     weights travel in."""
     num_workers: int = 1
     """That host_bytes is for."""
+    asynchronous: bool = False
+    """Whether shards are, which keep more (docs/parameter-server.md)."""
 
     @property
     def any(self) -> bool:
@@ -128,12 +130,13 @@ class Limits:
         return figures | {"memory_bytes": max(held_bytes), "stage_memory_bytes": held_bytes}
 
     @property
-    def memory_costs(self) -> dict[str, float]:
+    def memory_costs(self) -> dict[str, Any]:
         """As the core has them. On a host every worker has the whole model as given, whatever its stage."""
         return {
             "fixed_copies": _COPIES - (self.host_bytes > 0) + self.optimizer_copies,
             "step_copies": self.optimizer_copies,
             "data_bytes": self.data_bytes,
+            "asynchronous": self.asynchronous,
         }
 
     def memory_figures(self, stages: Sequence[Stage], own_bytes: Sequence[float]) -> dict[str, Any]:
@@ -171,6 +174,7 @@ def make_limits(
     replicas: Sequence[int] | None,
     optimizer_copies: float,
     recompute: bool,
+    sync: str,
     profile: Profile,
 ) -> Limits:
     """Raises ValueError naming the argument that cannot be."""
@@ -217,6 +221,7 @@ def make_limits(
         ),
         host_bytes=float(_host_bytes(profile, num_workers)),
         num_workers=num_workers,
+        asynchronous=sync == "asp",
     )
 
 

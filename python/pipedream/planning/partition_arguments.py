@@ -10,6 +10,7 @@ from pipedream.planning.link_profile import LinkProfile
 
 __all__ = ["CUT_SCHEDULES", "check_partition_arguments"]
 
+_SYNCS = ("bsp", "ssp", "asp")
 _COST_MODELS = ("paper", "calibrated")
 CUT_SCHEDULES = ("2bw", "flush", "gpipe")
 """Of microbatches."""
@@ -28,6 +29,7 @@ def check_partition_arguments(
     schedule: str,
     has_speeds: bool,
     has_codec: bool,
+    sync: Any,
 ) -> None:
     """Raises as partition(). links: where bandwidth is what was measured."""
     if not isinstance(profile, Profile):
@@ -65,4 +67,13 @@ def check_partition_arguments(
         raise ValueError(
             "spare_workers own shards, and of factors replicas make versions by themselves: leave out"
             " spare_workers or codec"
+        )
+    if sync not in _SYNCS:
+        raise ValueError(
+            f"sync is {sync!r}: plans are made for {', '.join(_SYNCS)}; with 'allreduce' a worker needs no"
+            " more than with 'bsp'"
+        )
+    if sync == "asp" and (schedule != "pipedream" or spare_workers or has_codec):
+        raise ValueError(
+            "sync is 'asp', which has schedule 'pipedream', no spare_workers and no factors: leave them out"
         )

@@ -60,6 +60,7 @@ def partition(
     hides_links: bool = True,
     spare_workers: int = 0,
     codec: Mapping[str, str] | None = None,
+    sync: str = "bsp",
 ) -> Plan:
     """The plan with the smallest predicted time per minibatch on at most `num_workers` workers.
 
@@ -96,6 +97,7 @@ def partition(
         factors where these are smaller (docs/parameter-server.md), by a profile that has measured which
         (`profile` does). The plan carries it, and `run` takes it from there. Without it no plan has it, as it
         is not for every run; of one that it would make faster the plan says so.
+    sync: of the run: "asp" keeps more of what replicas share, which memory counts. "bsp" and "ssp" are alike.
 
     Raises ValueError for fewer than one worker, a bandwidth that is not positive, a cost model or schedule
     that is unknown or lacks its figures, and limits that no plan keeps to; TypeError for arguments of another
@@ -113,6 +115,7 @@ def partition(
         schedule=schedule,
         has_speeds=speeds is not None,
         has_codec=bool(codec),
+        sync=sync,
     )
     planned_codec = check_planned_codec(codec, profile)
     asked = profile
@@ -131,6 +134,7 @@ def partition(
         replicas=replicas,
         optimizer_copies=optimizer_copies,
         recompute=recompute,
+        sync=sync,
         profile=profile,
     )
     problem = _Problem(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pipedream.common.document import check_list, check_number, check_object, check_whole
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.runtime_costs import StageCosts, costs_of
+from pipedream.planning.shard_shares import shard_shares
 from pipedream.planning.shared_cores import SharedHost, simulate_shared
 from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, simulate
 from pipedream.planning.spread import EVEN, Spread
@@ -121,12 +122,15 @@ def _times(
     num_microbatches: int,
     speed: float,
 ) -> StageTimes:
-    update_ms = (cost.update_ms + (cost.copy_ms if num_versions > 1 else 0.0)) / speed
+    update_ms = _update_ms(stage, cost, num_versions, 1 / stage.num_replicas) / speed
     exchange = exchange_times(stage, cost.shard_ms * stage.num_replicas, share)
     if cost.push_ms is not None:
         exchange["push_ms"] = cost.push_ms
-    if stage.num_spare_shards:  # measured of a replica, whose part is smaller
-        exchange["spare_update_ms"] = update_ms
+    if stage.num_spare_shards:
+        shares = shard_shares(stage.num_replicas, stage.num_spare_shards)
+        update_ms, exchange["spare_update_ms"] = (
+            _update_ms(stage, cost, num_versions, of_owner) / speed for of_owner in shares
+        )
     return StageTimes(
         forward_ms=cost.forward.first(num_microbatches) / speed,
         later_forward_ms=cost.forward.later(num_microbatches) / speed,
@@ -136,6 +140,15 @@ def _times(
         sync_latency_ms=cost.sync_latency_ms,
         **exchange,
     )
+
+
+def _update_ms(stage: Stage, cost: StageCosts, num_versions: int, share: float) -> float:
+    """Of an owner of this share of the parameters. The costs are of a replica where there are no spares."""
+    update_ms, of_shard_ms = cost.update_ms, cost.shard_update_ms
+    if num_versions > 1:
+        update_ms += cost.copy_ms
+        of_shard_ms = None if of_shard_ms is None else of_shard_ms + cost.copy_ms
+    return update_ms + (share * stage.num_replicas - 1) * (of_shard_ms or 0.0)
 
 
 def _transfer(row: dict[str, Any], num_microbatches: int) -> TransferTimes:

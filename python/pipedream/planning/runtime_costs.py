@@ -183,9 +183,11 @@ class StageCosts:
     """Besides, of each."""
     push_ms: float | None = None
     """Of what is pushed, where factors are in it; None: as long as shard_ms."""
+    shard_update_ms: float | None = None
+    """Of update_ms what grows with the shard, 1 / r of the parameters, as copy_ms does; None: not known."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name != "push_ms" or value is not None}
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     @classmethod
     def from_dict(cls, where: str, value: object) -> StageCosts:
@@ -199,7 +201,8 @@ class StageCosts:
             shard_ms=check_number(f"{where}.shard_ms", given["shard_ms"]),
             # Plans of before there was one do not have it.
             sync_latency_ms=check_number(f"{where}.sync_latency_ms", given.get("sync_latency_ms", 0.0)),
-            push_ms=check_number(f"{where}.push_ms", given["push_ms"]) if "push_ms" in given else None,
+            push_ms=_optional_ms(where, given, "push_ms"),
+            shard_update_ms=_optional_ms(where, given, "shard_update_ms"),
         )
 
     @property
@@ -237,8 +240,9 @@ def stage_costs(
         # Its shard, and of weights that go as factors the whole, whose gradients it makes of all factors.
         updated_bytes = dense_bytes / replicas + factored.weight_bytes
         update_ms = position.update_ms + replicas * of_round * product_ms
+        shard_update_ms = runtime.update_ms_per_byte * updated_bytes
         if num_bytes:
-            update_ms += runtime.update_ms + runtime.update_ms_per_byte * updated_bytes
+            update_ms += runtime.update_ms + shard_update_ms
         # A replica pushes (r - 1) / r of its gradients and pulls as much of the versions.
         exchanged = dense_bytes * (replicas - 1) / replicas + (replicas - 1) * factored.factor_bytes
         per_byte_ms = 1e3 / bytes_per_s[stage_index]
@@ -262,6 +266,7 @@ def stage_costs(
                 push_ms=per_byte_ms * (dense_bytes / replicas + factored.factor_bytes)
                 if factored.num_weights
                 else None,
+                shard_update_ms=shard_update_ms if replicas > 1 else None,
             )
         )
     return costs
@@ -323,6 +328,10 @@ def _sync_from(kind: str, value: object) -> SyncCost:
     names = [field.name for field in fields(SyncCost)]
     require(given, names, where + ".")
     return SyncCost(*(check_number(f"{where}.{name}", given[name]) for name in names))
+
+
+def _optional_ms(where: str, given: Mapping[str, Any], name: str) -> float | None:
+    return check_number(f"{where}.{name}", given[name]) if name in given else None
 
 
 def _item_from(where: str, value: object) -> ItemCost:

@@ -139,6 +139,8 @@ class _StageBytes(NamedTuple):
         factored = factored_sum(layers, replicas, minibatches=minibatches)
         exchanged = (parameters - factored.weight_bytes) * (1 + received)
         exchanged += (replicas + 1) * factored.factor_bytes - factored.weight_bytes
+        if schedule.asynchronous:  # the owner's shard apart, and a copy for each other replica
+            exchanged += parameters
         return cls(
             num_versions=_core.num_versions_kept(schedule, index),
             parameters=parameters,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipedream.common.checks import check_choice
 from pipedream.planning.plan import Plan, stage_counts
+from pipedream.planning.program_text import parse_programs, print_programs
 
 if TYPE_CHECKING:
     from pipedream import _core
@@ -88,9 +89,7 @@ class TracedSchedule(NamedTuple):
         ]
 
     def text(self) -> str:
-        from pipedream import _core
-
-        return _core.print_programs(self.programs)
+        return print_programs(self.programs, self.options.placement)
 
 
 def make_traced(request: TraceRequest, program_file: Path | None) -> TracedSchedule:
@@ -122,10 +121,8 @@ def make_traced(request: TraceRequest, program_file: Path | None) -> TracedSched
 
 
 def _read_programs(path: Path) -> list[list[_core.Instruction]]:
-    from pipedream import _core
-
     try:
-        programs = _core.parse_programs(path.read_text(encoding="utf-8"))
+        programs = parse_programs(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     if not any(programs):

@@ -82,5 +82,19 @@ TEST(StageMemory, TheSearchTakesOtherReplicasWhereOneEdgeMoreDoesNotFit) {
   EXPECT_EQ(tight->stages, (std::vector<PlannedStage>{{0, 0, 1}, {1, 1, 1}}));
 }
 
+TEST(StageMemory, AsynchronousShardsAreOnceMoreAtTheirOwnerAndForEachOtherReplica) {
+  const std::vector<LayerCost> layers = {{.compute_s = 1, .activation_bytes = 0, .parameter_bytes = 60},
+                                         {.compute_s = 1, .activation_bytes = 0, .parameter_bytes = 30}};
+  const std::vector<LayerMemory> memory(2);
+  const auto of = [&](std::int64_t replicas, bool asynchronous) {
+    const MemoryCosts costs{
+        .fixed_copies = 0, .step_copies = 2, .data_bytes = 0, .asynchronous = asynchronous};
+    return memory_of_plan(layers, memory, {{0, 1, replicas}}, {1}, {false}, costs)[0];
+  };
+  // 90 / 3 at the owner, two copies of them, and a step's temporaries of the largest layer.
+  EXPECT_EQ(of(3, true) - of(3, false), 90 + 2 * 60);
+  EXPECT_EQ(of(1, true), of(1, false));
+}
+
 }  // namespace
 }  // namespace pipedream

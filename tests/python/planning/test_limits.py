@@ -349,3 +349,33 @@ def test_another_schedules_plan_is_the_best_of_all_by_the_simulator(
     times = [make_plan(profile, stages, bytes_per_s, schedule=schedule).bottleneck_ms for stages in plans]
     found = partition(profile, num_workers, bytes_per_s, schedule=schedule)
     assert found.bottleneck_ms == pytest.approx(min(time for time in times if time is not None), rel=1e-9)
+
+
+def test_asynchronous_shards_are_in_the_memory() -> None:
+    profile = _profile([(10, 0, 1000, 0)])
+    needed = {}
+    for sync in ("bsp", "ssp", "asp"):
+        plan = partition(profile, 2, 1e9, memory=1_000_000, sync=sync, optimizer_copies=2)
+        assert plan.stages == (Stage(0, 0, 2),)
+        needed[sync] = plan.predicted["memory_bytes"]
+    # The shard apart, a copy of it for the other replica, and the step of the other's gradient.
+    assert needed["asp"] == needed["bsp"] + 1000 + 2 * 1000
+    assert needed["ssp"] == needed["bsp"]
+    tight = int(needed["bsp"])
+    assert partition(profile, 2, 1e9, memory=tight, optimizer_copies=2).workers_used == 2
+    assert partition(profile, 2, 1e9, memory=tight, sync="asp", optimizer_copies=2).workers_used == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sync": "allreduce"}, "sync is 'allreduce': plans are made for bsp, ssp, asp"),
+        ({"sync": "asp", "schedule": "flush"}, "sync is 'asp', which has schedule 'pipedream'"),
+        ({"sync": "asp", "spare_workers": 1}, "no spare_workers and no factors: leave them out"),
+    ],
+)
+def test_how_replicas_agree_is_refused_where_it_cannot_be_planned(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        partition(_profile([(10, 0, 1000, 0)]), 2, 1e9, **changes)

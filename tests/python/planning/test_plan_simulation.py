@@ -233,6 +233,8 @@ def test_how_replicas_agree_says_what_they_wait_for(tmp_path: Path) -> None:
     # 3 ms of each minibatch, of which two run at once, then 2.5 ms of a push and 2.5 of a pull.
     times = {sync: of_sync.ms_per_minibatch for sync, of_sync in simulated.items()}
     assert times == {"bsp": pytest.approx(4.0), "asp": pytest.approx(4.0), "allreduce": pytest.approx(1.5)}
+    peaks = {sync: simulated[sync].to_dict()["workers"][0]["memory_peak_bytes"] for sync in ("bsp", "asp")}
+    assert peaks["asp"] == peaks["bsp"] + 5000  # half of it apart, and a copy for the other replica
     with pytest.raises(ValueError, match="factors are pushed with sync 'bsp' or 'ssp', and sync is 'asp'"):
         simulate_plan(path, profile, schedule="data_parallel", sync="asp", factors=True)
 

@@ -11,7 +11,7 @@ from pipedream import _core
 from pipedream.planning.layer_profile import LayerProfile, Profile
 from pipedream.planning.partitioner import make_plan, partition
 from pipedream.planning.plan import Plan, Stage
-from pipedream.planning.prediction import predict_ms, predict_ms_of_run
+from pipedream.planning.prediction import predict_ms, predict_ms_of_run, simulate_calibrated
 from pipedream.planning.runtime_costs import (
     FREE,
     POSITIONS,
@@ -19,6 +19,7 @@ from pipedream.planning.runtime_costs import (
     PositionCosts,
     RuntimeCosts,
     SyncCost,
+    costs_of,
     runtime_of,
     stage_costs,
 )
@@ -209,3 +210,28 @@ def test_a_plan_s_costs_that_cannot_be_are_refused_by_name(changes: dict[str, An
     options = _core.ScheduleOptions("pipedream", list(plan.in_flight), 1, plan.placement)
     spoilt = replace(plan, predicted=plan.predicted | changes)
     assert predict_ms_of_run(spoilt, options) == plan.bottleneck_ms  # the run is over, and its result counts
+
+
+def test_spares_and_replicas_update_their_own_shares() -> None:
+    """The costs are of a replica's half; of 3 replicas and a spare these own 1 / 5 and 2 / 5."""
+    profile = _profile(update_ms=0.5, update_ms_per_byte=0.001, copy_ms_per_byte=0.0005)
+    plan = make_plan(profile, (Stage(0, 3, 3),), 1e15, cost_model="calibrated")
+    (costs,) = costs_of(plan) or []
+    assert costs.shard_update_ms == pytest.approx(4000 * 0.001 / 3)
+    spared = plan.with_spare_shards([1])
+    options = _core.ScheduleOptions("pipedream", list(spared.in_flight), 1, spared.placement)
+    simulation = simulate_calibrated(spared, options, 6)
+    assert simulation is not None
+
+    def updates_ms(worker: int) -> list[float]:
+        row = simulation.timeline[worker]
+        return [end_ms - begin_ms for step, begin_ms, end_ms in row if step.opcode == "UPDATE"]
+
+    assert updates_ms(0) == [pytest.approx(0.5 + 4.0 / 5)] * 2
+    assert updates_ms(3) == [pytest.approx(0.5 + 4.0 * 2 / 5)] * 2
+    # Of a plan of before the costs said what grows with the shard.
+    older = [{name: value for name, value in costs.to_dict().items() if name != "shard_update_ms"}]
+    spared = replace(spared, predicted=spared.predicted | {"stage_costs": older})
+    simulation = simulate_calibrated(spared, options, 6)
+    assert simulation is not None
+    assert updates_ms(3) == [pytest.approx(0.5 + 4.0 / 3)] * 2
