@@ -193,7 +193,7 @@ class WorkMeter:
         self._meter = meter
         self._gradient_bytes = gradient_bytes
         self.stash_peak_bytes = 0
-        self.transient_peak_bytes = 0
+        self._peak_bytes = 0  # of all but gradients
         self.gradient_peak_bytes = 0
 
     @contextlib.contextmanager
@@ -222,6 +222,12 @@ class WorkMeter:
             self._meter.note(copied)
         self._note_gradients()
 
+    @property
+    def transient_peak_bytes(self) -> int:
+        """Beyond the most that was kept, not beyond what was kept then: a microbatch of fewer samples, or of
+        another shape, keeps less and has as much beside it, and the sum of the terms is what counts."""
+        return max(self._peak_bytes - self.stash_peak_bytes, 0)
+
     def kept_bytes(self) -> int:
         """Of what there is now, all but the parameters' gradients."""
         return self._meter.live_bytes - self._gradient_bytes()
@@ -238,10 +244,7 @@ class WorkMeter:
         with self._meter as meter:
             meter.reset_peak()
             yield
-            # Beyond the most that was kept, not beyond what is kept now: a microbatch of fewer samples keeps
-            # less and has the same temporary gradients, and the sum of the terms is what counts.
-            beyond = meter.peak_bytes - gradient_bytes() - self.stash_peak_bytes
-            self.transient_peak_bytes = max(self.transient_peak_bytes, beyond)
+            self._peak_bytes = max(self._peak_bytes, meter.peak_bytes - gradient_bytes())
 
 
 class StepMeter:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
@@ -54,17 +55,19 @@ _MAPPED_BYTES_MIN = 1 << 16  # smaller memory is in the pickle
 
 
 class _HostPickler(pickle.Pickler):
-    """Writes tensors as they are in host memory: what is unpickled lies on no device of the caller's. Large
-    memory goes into files, which whoever unpickles maps: it has the pages alone that it touches, so a worker
-    those of its own stages."""
+    """Writes tensors as they are in host memory: what is unpickled lies on no device of the caller's, and
+    tensors that share memory, as a view that a module keeps of a buffer, share it there. Large memory goes
+    into files, which whoever unpickles maps: it has the pages alone that it touches, so a worker those of its
+    own stages."""
 
     def __init__(self, content: io.BytesIO, folder: Path | None, name: str) -> None:
         """folder: None leaves all in the pickle."""
         super().__init__(content)
         self._folder = folder
         self._name = name
-        self._files: dict[int, str] = {}  # by address
-        self._kept: list[torch.UntypedStorage] = []  # so that no other gets the address
+        self._num_files = 0
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        """By address, one object for each: the pickler knows objects again."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, nn.Module) and parametrize.is_parametrized(value):
@@ -72,39 +75,31 @@ class _HostPickler(pickle.Pickler):
             # No worker loads a state_dict, for which weight_norm has a hook that cannot be sent either.
             attributes = vars(value) | {"_load_state_dict_pre_hooks": OrderedDict()}
             return _bare, (kind,), attributes, None, None, _parametrize_again
-        is_typed = isinstance(value, torch.TypedStorage)
-        if not is_typed and not isinstance(value, torch.UntypedStorage):
-            return NotImplemented
-        storage: Any = value._untyped_storage if is_typed else value
-        if self._maps(storage):
-            path = self._file_of(storage)
-            return _map_storage, (path, storage.nbytes(), value._dtype if is_typed else None)
-        if storage.device.type != "cuda":
-            return NotImplemented
-        on_host = storage.cpu()
-        if is_typed:
-            on_host = _typed(on_host, value._dtype)
-        return on_host.__reduce__()
+        if isinstance(value, torch.TypedStorage):
+            storage = value._untyped_storage
+            return _typed, (self._storages.setdefault(storage._cdata, storage), value._dtype)
+        if isinstance(value, torch.UntypedStorage) and value.device.type != "meta":
+            return self._reduce(value)
+        return NotImplemented
 
-    def _maps(self, storage: torch.UntypedStorage) -> bool:
-        has_memory = storage.device.type in ("cpu", "cuda")
-        return self._folder is not None and has_memory and storage.nbytes() >= _MAPPED_BYTES_MIN
-
-    def _file_of(self, storage: torch.UntypedStorage) -> str:
-        address = storage.data_ptr()
-        if address not in self._files:
-            assert self._folder is not None
-            path = self._folder / f"{self._name}-{len(self._files)}.memory"
-            content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            content.cpu().numpy().tofile(path)  # on the host no copy
-            self._files[address] = os.fspath(path)
-            self._kept.append(storage)
-        return self._files[address]
+    def _reduce(self, storage: torch.UntypedStorage) -> Any:
+        content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu().numpy()
+        if self._folder is None or storage.nbytes() < _MAPPED_BYTES_MIN:
+            return _storage_of, (content.tobytes(),)
+        path = self._folder / f"{self._name}-{self._num_files}.memory"
+        self._num_files += 1
+        content.tofile(path)  # on the host no copy
+        return _map_storage, (os.fspath(path), storage.nbytes())
 
 
-def _map_storage(path: str, num_bytes: int, dtype: torch.dtype | None) -> Any:
-    storage: Any = torch.UntypedStorage.from_file(path, shared=False, nbytes=num_bytes)
-    return storage if dtype is None else _typed(storage, dtype)
+def _storage_of(content: bytes) -> torch.UntypedStorage:
+    memory = torch.empty(len(content), dtype=torch.uint8)
+    memory.numpy()[:] = np.frombuffer(content, dtype=np.uint8)
+    return memory.untyped_storage()
+
+
+def _map_storage(path: str, num_bytes: int) -> Any:
+    return torch.UntypedStorage.from_file(path, shared=False, nbytes=num_bytes)
 
 
 def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from pipedream.launch.task_files import read_part, write_part
 from torch import nn
@@ -35,3 +36,15 @@ def test_a_model_on_the_meta_device_arrives_there(tmp_path: Path) -> None:
     arrived = read_part(tmp_path, "model")
     assert all(parameter.is_meta for parameter in arrived.parameters())
     assert arrived[1].weight is arrived[0].weight
+
+
+@pytest.mark.parametrize("size", [8, 1 << 16], ids=["in the pickle", "in a file"])
+def test_a_view_that_a_module_keeps_of_a_buffer_shares_its_memory_there(tmp_path: Path, size: int) -> None:
+    # It was a copy, which did not follow the buffer: a wrong loss, without a word.
+    model = nn.BatchNorm1d(size)
+    model.half = model.running_mean[: size // 2]
+    write_part(tmp_path, "model", model, "")
+    arrived = read_part(tmp_path, "model")
+    arrived.running_mean.add_(1)
+    assert arrived.half.tolist() == [1.0] * (size // 2)
+    assert model.half.tolist() == [0.0] * (size // 2)
