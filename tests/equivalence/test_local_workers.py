@@ -182,6 +182,43 @@ def test_a_module_that_is_cut_finds_in_a_worker_what_its_library_keeps_of_its_cl
     assert len(result.losses) == 2
 
 
+def test_lambdas_and_hooks_made_in_functions_train_as_a_plain_loop() -> None:
+    def model() -> nn.Sequential:
+        torch.manual_seed(2)
+        layers = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 3))
+
+        def doubled(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+            return output * 2
+
+        layers[1].register_forward_hook(doubled)  # as gradient checkpointing of transformers has one
+        return layers
+
+    rate = 0.1
+    batches = [(torch.randn(2, 4), torch.randint(3, (2,))) for _ in range(3)]
+    trained, plain = model(), model()
+    result = pipedream.run(
+        trained,
+        Plan.straight(3, 2),
+        data=batches,
+        loss_fn=lambda outputs, targets: 2 * nn.functional.cross_entropy(outputs, targets),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=rate),
+        weight_fn=lambda targets: 3 * len(targets),
+        schedule="flush",
+        microbatches=2,
+        progress=False,
+    )
+    optimizer = torch.optim.SGD(plain.parameters(), lr=rate)
+    losses = []
+    for inputs, targets in batches:
+        loss = 2 * nn.functional.cross_entropy(plain(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert_close_losses(result.losses, losses, 1e-6)
+    assert_close_state(trained.state_dict(), plain.state_dict(), 1e-6)
+
+
 class Noise:
     """A shuffled order, and noise on every minibatch, from the global generators."""
 

@@ -120,7 +120,8 @@ def test_a_run_after_failed_ones_trains_as_the_first_of_a_process_does(tmp_path:
     first = run(model_with(None, stages=2))
     _error_of(WorkerLost, lambda: run(model_with(be_killed, stages=2, stage=1, at=4, rank=1)))
     _error_of(PipelineError, lambda: run(model_with(raise_error, stages=2, stage=0, at=4)))
-    loss_fn = lambda outputs, targets: (outputs - targets).sum()  # noqa: E731 (what cannot be sent)
+    held: list[int] = []
+    loss_fn = lambda outputs, targets: (outputs - targets).sum() + len(held)  # noqa: E731 (what cannot be sent)
     assert "loss_fn" in str(_error_of(ValueError, lambda: run(model_with(None, stages=2), loss_fn=loss_fn)))
     again = run(model_with(None, stages=2))
     assert (again.losses, again.versions) == (first.losses, first.versions)

@@ -9,6 +9,7 @@ import functools
 import io
 import os
 import pickle
+import types
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from pipedream.data.stream import (
     num_minibatches_of,
     without_processes,
 )
+from pipedream.launch.local_functions import reduced_function
 from pipedream.links.keys import CurveKeys
 from pipedream.model.batches import parts_of
 from pipedream.model.boundary import Boundary
@@ -61,7 +63,7 @@ class _HostPickler(pickle.Pickler):
     own stages."""
 
     def __init__(self, content: io.BytesIO, folder: Path | None, name: str) -> None:
-        """folder: None leaves all in the pickle."""
+        """folder: None leaves all in the pickle, and functions to those who can import them."""
         super().__init__(content)
         self._folder = folder
         self._name = name
@@ -75,6 +77,8 @@ class _HostPickler(pickle.Pickler):
             # No worker loads a state_dict, for which weight_norm has a hook that cannot be sent either.
             attributes = vars(value) | {"_load_state_dict_pre_hooks": OrderedDict()}
             return _bare, (kind,), attributes, None, None, _parametrize_again
+        if isinstance(value, types.FunctionType) and self._folder is not None:
+            return reduced_function(value) or NotImplemented
         if isinstance(value, torch.TypedStorage):
             storage = value._untyped_storage
             return _typed, (self._storages.setdefault(storage._cdata, storage), value._dtype)

@@ -1,0 +1,89 @@
+"""local_functions.py: functions that no worker can import by name arrive as they are, or are refused."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipedream.launch.task_files import read_part, write_part
+
+TOP = 7
+by_name = lambda value: value + TOP  # noqa: E731
+
+
+def _sent(folder: Path, value: Any) -> Any:
+    write_part(folder, "loss_fn", value, "give a function of a module")
+    return read_part(folder, "loss_fn")
+
+
+def _makers() -> dict[str, Callable[..., Any]]:
+    rate, name, pair, rounded = 0.5, "rate", (1, (2, None)), math.floor
+
+    def with_defaults(value: int, other: int = 3, *, factor: int = 2) -> int:
+        return (value + other) * factor
+
+    with_defaults.note = "kept"  # type: ignore[attr-defined]
+
+    def with_plain_values(value: float) -> tuple[Any, ...]:
+        return name, pair, rounded(value * rate), torch.nn.functional.relu is by_name
+
+    return {"defaults": with_defaults, "plain": with_plain_values, "lambda": lambda value: value * TOP}
+
+
+def test_lambdas_and_functions_made_in_others_do_what_they_did(tmp_path: Path) -> None:
+    made = _makers()
+    arrived = {name: _sent(tmp_path, function) for name, function in made.items()}
+    assert arrived["defaults"](1) == 8 and arrived["defaults"](1, 1, factor=5) == 10
+    assert arrived["defaults"].note == "kept"
+    assert arrived["defaults"].__qualname__ == made["defaults"].__qualname__
+    assert arrived["plain"](3.0) == ("rate", (1, (2, None)), 1, False)
+    assert arrived["lambda"](2) == 14
+    assert _sent(tmp_path, by_name)(1) == 8
+    assert (
+        arrived["lambda"].__globals__ is globals()
+    )  # what a module's functions read and write there is shared
+
+
+def test_a_function_that_can_be_imported_is_sent_by_its_name(tmp_path: Path) -> None:
+    assert _sent(tmp_path, _sent) is _sent
+    assert _sent(tmp_path, torch.nn.functional.relu) is torch.nn.functional.relu
+
+
+class _Holder:
+    pass
+
+
+@pytest.mark.parametrize(
+    "held",
+    [[], {}, torch.ones(1), torch.nn.Linear(1, 1), _Holder(), (1, [2]), lambda: None],
+    ids=lambda held: type(held).__name__,
+)
+def test_one_that_shares_more_than_plain_values_with_its_caller_is_refused(tmp_path: Path, held: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape("cannot be sent to the workers: ")):
+        _sent(tmp_path, lambda outputs, targets: (outputs, held))
+
+
+def test_one_whose_name_has_no_value_yet_is_refused(tmp_path: Path) -> None:
+    function = lambda: later  # noqa: E731
+    with pytest.raises(ValueError, match="cannot be sent to the workers"):
+        _sent(tmp_path, function)
+    later = 3
+    assert function() == later
+
+
+def test_one_of_a_notebook_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A worker would have its code, and none of the names that it reads.
+    notebook = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    exec("scale = 2\ndouble = lambda value: value * scale", vars(notebook))
+    with pytest.raises(ValueError, match="cannot be sent to the workers"):
+        _sent(tmp_path, notebook.double)
+    notebook.__file__ = "script.py"
+    assert _sent(tmp_path, notebook.double)(2) == 4
