@@ -137,6 +137,42 @@ def test_a_rank_that_dies_or_stops_while_a_larger_minibatch_is_planned_for_is_lo
     _assert_told(outcomes, stage, message, tmp_path)
 
 
+def _run_and_fall_before_joining_again(
+    model: torch.nn.Sequential, folder: str, lost: int, mishap: Mishap
+) -> tuple[Exception | None, float]:
+    joined = []
+
+    def join_or_fall(self: Rendezvous, *args: Any) -> None:
+        joined.append(True)
+        if len(joined) == 2 and os.environ["RANK"] == str(lost):
+            Layer(mishap, note=str(Path(folder) / "note")).happen()
+        join(self, *args)
+
+    join = Rendezvous.join
+    with mock.patch.object(Rendezvous, "join", join_or_fall):
+        return run_until_lost(model, folder, peer_timeout=_TIMEOUT_S, data=_LargerAt4())
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+@pytest.mark.parametrize("mishap", _MISHAPS)
+def test_a_rank_that_dies_or_stops_before_it_plans_again_is_lost(
+    farm: Farm, tmp_path: Path, mishap: Mishap, lost: int
+) -> None:
+    # Its last sign of life, when its links were open, stays in the store.
+    outcomes = farm.run(
+        _run_and_fall_before_joining_again, model_with(None), str(tmp_path), lost, mishap, num_ranks=3
+    )
+    _assert_told(outcomes, lost, "", tmp_path)
+    for rank in {0, 1, 2} - {lost}:
+        assert f"rank {lost}" in str(outcomes[rank].value[0])
+
+
+def test_a_local_worker_that_dies_while_it_plans_again_is_named_with_that_minibatch(tmp_path: Path) -> None:
+    model = model_with(be_killed, stage=1, at=4, note=str(tmp_path / "note"))
+    with pytest.raises(WorkerLost, match="was killed by SIGKILL at minibatch 4"):
+        run(model, peer_timeout=_TIMEOUT_S, data=_LargerAt4())
+
+
 def _be_stopped_when_published(model: torch.nn.Sequential, folder: str) -> tuple[Exception | None, float]:
     """Rank 2 stops when the others can read where it listens; they read it once it has stopped: its link
     could answer before."""

@@ -170,6 +170,8 @@ class _Worker:
     def _leave(self, segment: Segment, following: Following) -> None:
         """Afterwards nothing lies in the segment's pool, and no link is open."""
         rendezvous = segment.run.place.rendezvous
+        if segment.run.place.board is not None:
+            segment.run.place.board.write(segment.run.rank, following.minibatch)
         rendezvous.join(segment.run.links.peer_timeout_s)
         rendezvous.enter(f"planning again for minibatch {following.minibatch}")
         segment.wait_for_all()
