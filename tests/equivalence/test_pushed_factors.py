@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +11,16 @@ import pipedream
 import pytest
 import torch
 from farm import Farm
-from oracle import assert_equals_reference
-from training import OPTIMIZERS, Training, assert_equal_state, train_in_pipeline
+from oracle import assert_equals_reference, assert_memory_as_predicted, assert_same_numbers
+from pipedream import reference
+from training import (
+    OPTIMIZERS,
+    Training,
+    assert_equal_state,
+    model_of_oracle,
+    state_of,
+    train_in_pipeline,
+)
 
 _FACTORS = {"pushes": "factors"}
 _BATCH, _TOKENS = 6, 30
@@ -136,14 +145,41 @@ def test_factors_are_planned_for_the_largest_minibatch_of_a_list(farm: Farm) -> 
     assert_equals_reference(farm, training, data=_with_a_larger_one(training), codec=_FACTORS)
 
 
-def test_a_minibatch_with_more_rows_than_are_planned_for_is_refused(farm: Farm) -> None:
-    training = _training("connected", (2,), **_DATA_PARALLEL)
+@pytest.mark.parametrize(
+    ("case_name", "replicas", "how"),
+    [
+        ("connected", (2,), _DATA_PARALLEL),
+        ("connected", (2, 1), {}),
+        ("connected", (3, 1), {"schedule": "flush"}),
+        ("words", (2, 1), {"microbatches": 2}),
+    ],
+    ids=str,
+)
+def test_a_minibatch_with_more_rows_is_planned_for_and_what_was_chosen_stays_factors(
+    farm: Farm, case_name: str, replicas: tuple[int, ...], how: dict[str, Any]
+) -> None:
+    training = _training(case_name, replicas, **how)
     data = _Unsized(_with_a_larger_one(training))
-    outcomes = farm.run(train_in_pipeline, training, data=data, codec=_FACTORS, num_ranks=2)
-    assert outcomes[0].error is not None
-    assert "gives '3.weight' 12 rows at one replica, and its factors were planned for 6" in str(
-        outcomes[0].error
+    found = farm.results(
+        train_in_pipeline, training, data=data, codec=_FACTORS, num_ranks=training.num_workers
     )
+    result, state = found[0]
+    drained_at = [2 - 2 % math.lcm(*replicas)]
+    assert result.drained_at == drained_at
+    model = model_of_oracle(training)
+    with torch.random.fork_rng():
+        expected = reference.run(
+            model, training.plan, **training.options() | {"data": data, "drained_at": drained_at}
+        )
+    assert_same_numbers(result.losses, state, expected.losses, state_of(model), 1e-9)
+    assert_memory_as_predicted(result)
+    (size,) = {
+        figures["predicted"]
+        for terms in result.memory
+        for term, figures in terms.items()
+        if term.startswith("pushed factors of stage 0 replica 0")
+    } or {0}
+    assert size > 0
 
 
 def test_autocast_pushes_no_factors(farm: Farm) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -77,6 +78,43 @@ class FactorChoice:
             parts.append(f"not {_listed(larger)}, whose factors are larger")
         return ", ".join(parts)
 
+    def enlarged(
+        self,
+        run: AgreedRun,
+        device: torch.device,
+        footprints: Mapping[int, Footprint],
+        stage: int,
+        layers: Sequence[FactorLayer],
+    ) -> list[FactorLayer]:
+        """These, which were chosen for a stage of this worker, with the rows of a larger minibatch: of each
+        the most that a replica has. Raises ValueError where the replicas multiply so many differently."""
+        if not layers:
+            return []
+        self._run, self._footprints = run, footprints
+        rows = {layer.name: layer.num_rows_max for layer in self._candidates(stage)}
+        mine = [max(layer.num_rows_max, rows.get(layer.name, 0)) for layer in layers]
+        most = [max(of_layer) for of_layer in zip(*self._exchanged(stage, "rows", mine), strict=True)]
+        larger = [replace(layer, num_rows_max=num) for layer, num in zip(layers, most, strict=True)]
+        mine = [_try(layer, self._num_replicas(stage), device) for layer in larger]
+        trials = self._exchanged(stage, "trial", mine)
+        if any(trial != trials[0] for trial in trials):
+            raise ValueError(
+                f"the replicas of stage {stage} multiply the larger factors differently (processors,"
+                " threads): leave 'factors' out of the codec of pushes"
+            )
+        return larger
+
+    def _exchanged(self, stage: int, what: str, mine: list[int]) -> list[list[int]]:
+        """By replica of this worker's stage."""
+
+        def key(replica: int) -> str:
+            return self._run.key(f"{what} of larger {_key(stage, replica)}")
+
+        rendezvous = self._run.place.rendezvous
+        rendezvous.publish(key(self._run.plan.replica_of(self._run.rank)), mine)
+        keys = [key(replica) for replica in range(self._num_replicas(stage))]
+        return wait_for(rendezvous, keys, functools.partial(_nothing_said, stage))
+
     def _own_stages(self) -> list[int]:
         stages = [stage.stage_index for stage in self._run.own_stages()] if self._is_asked_for else []
         return [stage for stage in stages if self._num_replicas(stage) > 1]
@@ -143,5 +181,5 @@ def _key(stage: int, replica: int) -> str:
 
 
 def _nothing_said(stage: int, keys: list[str]) -> str:
-    replicas = ", ".join(key.rpartition("/")[2] for key in keys)
+    replicas = ", ".join(key.rpartition("/")[2].partition(" ")[0] for key in keys)
     return f"no word of the factors of stage {stage} from replicas {replicas}"

@@ -43,7 +43,7 @@ from pipedream.links.channels import (
     forwarded_name,
     tree_name,
 )
-from pipedream.links.codec_choice import keeps_residuals, pushes_factors
+from pipedream.links.codec_choice import keeps_residuals
 from pipedream.links.device_memory import agree_on_device_memory, place_on_devices
 from pipedream.links.rank_tree import children_of, parent_of
 from pipedream.links.rendezvous import Rendezvous
@@ -190,7 +190,6 @@ def can_plan_again(run: AgreedRun, data: Iterable[Any] | ForwardedData) -> bool:
         and not isinstance(data, ForwardedData)
         and options.autocast is not torch.float16
         and not keeps_residuals(codec)
-        and not pushes_factors(codec)
     )
 
 

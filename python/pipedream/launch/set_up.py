@@ -161,8 +161,8 @@ def _first_microbatch(
         name += f" at the largest sizes of any ({describe_shapes(shapes)})"
     boundary: Boundary | None = None
     with contextlib.suppress(ValueError):  # inputs that cannot cross need not: they are read here
-        # Where nothing crosses a cut their sizes matter to a limit alone.
-        if len(run.stages) > 1 or run.options.memory_bytes is not None:
+        # Where nothing crosses a cut their sizes matter to a limit alone, and to what is pushed as factors.
+        if len(run.stages) > 1 or run.options.memory_bytes is not None or _stages_with_factors(run):
             boundary = Boundary.of(inputs, name="the inputs")
     count = samples_of(inputs, targets)
     first_inputs = chunk(inputs, m, name="the inputs", minibatch=minibatch, num_samples=count)[0]

@@ -86,8 +86,9 @@ class _HostPickler(pickle.Pickler):
             return self._reduce(value)
         return NotImplemented
 
-    def _reduce(self, storage: torch.UntypedStorage) -> Any:
-        content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu().numpy()
+    def _reduce(self, storage: Any) -> Any:
+        on_host = storage if storage.device.type == "cpu" else storage.cpu()
+        content = torch.empty(0, dtype=torch.uint8).set_(on_host).numpy()
         if self._folder is None or storage.nbytes() < _MAPPED_BYTES_MIN:
             return _storage_of, (content.tobytes(),)
         path = self._folder / f"{self._name}-{self._num_files}.memory"

@@ -163,6 +163,8 @@ class _Worker:
         core = self.links.make_core(run, device)
         if self._optimizers is None:
             self._optimizers = WorkerOptimizers(run, FactorChoice(run, device, rehearsed.footprints))
+        else:
+            self._optimizers.plan_again(run, device, rehearsed.footprints)
         segment = Segment(run, self.links, core, device, rehearsed, data, self._optimizers)
         rendezvous.leave()
         return segment

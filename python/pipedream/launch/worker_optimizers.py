@@ -7,11 +7,13 @@ On the worker's compute thread, before the pool is sealed.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from pipedream.budget.footprint import Footprint
 from pipedream.common.units import format_bytes
 from pipedream.launch.agreed_run import AgreedRun, wait_for
 from pipedream.launch.factor_choice import FactorChoice
@@ -90,6 +92,12 @@ class WorkerOptimizers:
         known = wait_for(self._run.place.rendezvous, keys, _no_optimizer) if keys else []
         for owner, whole in zip(owners, known, strict=True):
             self.layouts[owner] = self._layout_of(owner, whole_tensors=whole)
+
+    def plan_again(self, run: AgreedRun, device: torch.device, footprints: Mapping[int, Footprint]) -> None:
+        """For larger minibatches, as rehearsed. What is pushed as factors stays so, of more rows."""
+        for stage, layers in self.factored.items():
+            if stage in self.by_stage:
+                self.factored[stage] = self._choice.enlarged(run, device, footprints, stage, layers)
 
     def leave_slots(self) -> None:
         """Before the pool goes in which their state lies: another takes it up again."""
