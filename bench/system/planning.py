@@ -2,8 +2,9 @@
 
     python bench/system/planning.py [--rounds 3] [--json FILE]
 
-Profiles are made at random, always the same ones. `solve` is pipedream.partition with the paper's cost model,
-`within memory` the same with a limit for each worker, `simulate` the workers' lists of the plan found (made,
+Profiles are made at random, always the same ones. `solve` is pipedream.partition with the paper's cost
+model, `by factors` the search alone for replicas that push factors of a sixteenth of every weight, `within
+memory` the first with a limit for each worker, `simulate` the workers' lists of the plan found (made,
 then replayed) with the profile's times; of long plans only as many minibatches as make some hundred
 thousand instructions. CPU seconds, the least of the rounds.
 """
@@ -16,9 +17,13 @@ import json
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from pipedream import LayerProfile, Plan, Profile, _core, partition
+from pipedream.common.units import parse_bandwidth
+from pipedream.planning.factor_rule import core_factors
+from pipedream.planning.layer_profile import WeightFactors
 from pipedream.planning.prediction import steady_minibatches
 from pipedream.planning.simulator import StageTimes, simulate
 
@@ -42,6 +47,22 @@ def make_profile(num_layers: int) -> Profile:
         for index in range(num_layers)
     ]
     return Profile(tuple(layers), batch_size=64)
+
+
+def solve_by_factors(profile: Profile, num_workers: int) -> None:
+    layers = [
+        replace(layer, factors=(WeightFactors(layer.parameter_bytes, layer.parameter_bytes // 16),))
+        for layer in profile.layers
+    ]
+    layers_ms = [layer.compute_ms for layer in layers]
+    _core.partition(
+        [layer_ms / 1e3 for layer_ms in layers_ms],
+        [float(layer.activation_bytes) for layer in layers],
+        [float(layer.parameter_bytes) for layer in layers],
+        num_workers,
+        parse_bandwidth(BANDWIDTH),
+        factors=core_factors(replace(profile, layers=tuple(layers)), layers_ms),
+    )
 
 
 def least_s(rounds: int, work: Callable[[], Any]) -> tuple[float, Any]:
@@ -76,13 +97,14 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write the figures here too")
     options = parser.parse_args()
     print(
-        f"{'layers':>6} {'workers':>7} {'solve s':>8} {'within memory s':>15} {'simulate s':>10}"
-        f" {'instructions':>12}"
+        f"{'layers':>6} {'workers':>7} {'solve s':>8} {'by factors s':>12} {'within memory s':>15}"
+        f" {'simulate s':>10} {'instructions':>12}"
     )
     rows = []
     for num_layers, num_workers in SIZES:
         profile = make_profile(num_layers)
         solve_s, plan = least_s(options.rounds, functools.partial(partition, profile, num_workers, BANDWIDTH))
+        factors_s, _ = least_s(options.rounds, functools.partial(solve_by_factors, profile, num_workers))
         limited_s = None
         if num_layers * num_workers <= 136 * LIMITED_WORKERS_MAX:
             limited_s, _ = least_s(
@@ -90,10 +112,12 @@ def main() -> None:
             )
         simulate_s, count = least_s(1, functools.partial(simulate_plan, profile, plan))
         row = {"layers": num_layers, "workers": num_workers, "stages": plan.num_stages, "solve_s": solve_s}
+        row["by_factors_s"] = factors_s
         rows.append(row | {"within_memory_s": limited_s, "simulate_s": simulate_s, "instructions": count})
         limited = "" if limited_s is None else f"{limited_s:.3f}"
         print(
-            f"{num_layers:6} {num_workers:7} {solve_s:8.3f} {limited:>15} {simulate_s:10.2f} {count:12}",
+            f"{num_layers:6} {num_workers:7} {solve_s:8.3f} {factors_s:12.3f} {limited:>15}"
+            f" {simulate_s:10.2f} {count:12}",
             flush=True,
         )
     if options.json:

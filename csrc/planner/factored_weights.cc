@@ -32,28 +32,33 @@ void FactoredWeights::Sum::add(const Sum& other) {
 void FactoredWeights::add(const FactoredWeight& weight) {
   const std::int64_t most = replicas_max(weight);
   if (most < 2) return;
-  auto place = std::lower_bound(
-      groups_.begin(), groups_.end(), most,
-      [](const Group& group, std::int64_t num_replicas) { return group.num_replicas_max < num_replicas; });
-  if (place == groups_.end() || place->num_replicas_max != most) place = groups_.insert(place, {most, {}});
-  place->sum.add(
-      {weight.weight_bytes, weight.factor_bytes, weight.product_s, weight.weight_bytes, weight.factor_bytes});
+  const std::size_t place = first_from(most);
+  const bool is_behind_all = place == groups_.size();
+  if (is_behind_all || groups_[place].num_replicas_max != most) {
+    const Sum of_those_after = is_behind_all ? Sum{} : groups_[place].sum;
+    groups_.insert(groups_.begin() + static_cast<std::ptrdiff_t>(place), {most, of_those_after});
+  }
+  const Sum one{weight.weight_bytes, weight.factor_bytes, weight.product_s, weight.weight_bytes,
+                weight.factor_bytes};
+  for (std::size_t group = 0; group <= place; ++group) groups_[group].sum.add(one);
 }
 
 FactoredWeights::Sum FactoredWeights::of(std::int64_t num_replicas) const {
-  Sum sum;
-  if (num_replicas < 2) return sum;  // nothing to push
-  for (const Group& group : groups_) {
-    if (num_replicas <= group.num_replicas_max) sum.add(group.sum);
-  }
-  return sum;
+  const std::size_t first = first_from(num_replicas);
+  if (num_replicas < 2 || first == groups_.size()) return {};  // nothing to push, or none
+  return groups_[first].sum;
 }
 
 std::int64_t FactoredWeights::last_alike(std::int64_t num_replicas) const {
-  for (const Group& group : groups_) {
-    if (num_replicas <= group.num_replicas_max) return group.num_replicas_max;
-  }
-  return kNumReplicasMax;
+  const std::size_t first = first_from(num_replicas);
+  return first == groups_.size() ? kNumReplicasMax : groups_[first].num_replicas_max;
+}
+
+std::size_t FactoredWeights::first_from(std::int64_t num_replicas) const {
+  const auto first = std::partition_point(groups_.begin(), groups_.end(), [&](const Group& group) {
+    return group.num_replicas_max < num_replicas;
+  });
+  return static_cast<std::size_t>(first - groups_.begin());
 }
 
 }  // namespace pipedream

@@ -40,8 +40,11 @@ class FactoredWeights {
  private:
   struct Group {
     std::int64_t num_replicas_max = 0;
-    Sum sum;
+    Sum sum;  // of these and of all groups after them, which go as factors where these do
   };
+
+  // The first group that goes as factors with so many; behind all where none does.
+  [[nodiscard]] std::size_t first_from(std::int64_t num_replicas) const;
 
   std::vector<Group> groups_;  // fewest replicas first, each number once
 };

@@ -70,7 +70,10 @@ std::int64_t fewest_with_factors(const Problem& problem, const StageCost& cost, 
   const auto is_enough = [&](std::int64_t num_replicas) {
     return cost.time_s(num_replicas, problem.bandwidth_bytes_per_s) <= bottleneck_s;
   };
-  for (std::int64_t from = 2; from <= problem.num_replicas_max;) {
+  // Fewer cannot compute it in time; one less for rounding.
+  const double at_least = std::floor(cost.compute_s / bottleneck_s) - 1;
+  if (at_least > static_cast<double>(problem.num_replicas_max)) return kImpossible;
+  for (auto from = static_cast<std::int64_t>(std::max(2.0, at_least)); from <= problem.num_replicas_max;) {
     const std::int64_t to = std::min(problem.num_replicas_max, cost.factored.last_alike(from));
     const std::int64_t begin = first_enough(from, to, computes);
     if (begin <= to) {

@@ -40,12 +40,15 @@ double own_bytes(const StageBytes& stage, const StageCopies& copies, const Stage
   const auto in_flight = static_cast<double>(copies.in_flight);
   const auto replicas = static_cast<double>(copies.num_replicas);
   const double exchanged = copies.num_replicas == 1 ? 0.0 : 1 + 2 * (replicas - 1) / replicas;
-  const FactoredWeights::Sum factored = stage.factored.of(copies.num_replicas);
-  const double factors = (replicas + 1) * factored.factor_bytes - (1 + exchanged) * factored.weight_bytes;
-  const double weights = (in_flight + costs.fixed_copies + exchanged) * stage.parameters + factors;
+  double weights = (in_flight + costs.fixed_copies + exchanged) * stage.parameters;
+  double step = costs.step_copies * stage.largest;
+  if (!stage.factored.empty()) {
+    const FactoredWeights::Sum factored = stage.factored.of(copies.num_replicas);
+    weights += (replicas + 1) * factored.factor_bytes - (1 + exchanged) * factored.weight_bytes;
+    step += factored.largest_weight_bytes + replicas * factored.largest_factor_bytes;
+  }
   const double data = ((stage.is_first ? in_flight : 0.0) + (stage.is_last ? 1.0 : 0.0)) * costs.data_bytes;
-  const double product = factored.largest_weight_bytes + replicas * factored.largest_factor_bytes;
-  const double transient = std::max(2 * stage.widest, costs.step_copies * stage.largest + product);
+  const double transient = std::max(2 * stage.widest, step);
   const double served = costs.asynchronous && copies.num_replicas > 1
                             ? stage.parameters + costs.step_copies * stage.largest
                             : 0;

@@ -6,11 +6,13 @@ a bubble from here is one of the schedule that runs, not of a drawing of it.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from pipedream.common.document import check_number
 from pipedream.planning.spread import EVEN, Spread
@@ -26,6 +28,7 @@ __all__ = [
     "TimedInstruction",
     "Transfer",
     "TransferTimes",
+    "collector_paused",
     "simulate",
     "summarize",
 ]
@@ -145,7 +148,20 @@ def simulate(
     Raises ValueError for lists that wait for each other, naming who waits for what, for an instruction
     that is there twice, a stage that is at two workers or none, and figures of the wrong number.
     """
-    return Replay(programs, stage_times, transfer_ms, spread).run()
+    with collector_paused():
+        return Replay(programs, stage_times, transfer_ms, spread).run()
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """A replay makes millions of tuples in no circle, which the collector would go through time and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Lane:
@@ -279,20 +295,23 @@ class Replay:
     def _prepared(self, program: Sequence[Step]) -> list[PreparedStep]:
         """All instructions of a stage's replica are in one list, so this sees whether one is there twice, or
         a backward before its forward."""
-        steps, seen = [], set()
+        steps = []
+        seen: set[tuple[Any, ...]] = set()
         for instruction in program:
-            opcode, stage, microbatch = instruction.opcode, instruction.stage, instruction.microbatch
-            mean_ms = self._stage_times[stage].of(opcode, microbatch, instruction.replica)
-            lane = None
-            if opcode in TRANSFERS:
-                assert instruction.edge is not None
-                lane = self._lane_of(instruction.edge)
-            place = (stage, instruction.replica, instruction.minibatch, microbatch)
-            key = (opcode, lane, *place)
+            opcode, microbatch = instruction.opcode, instruction.microbatch
+            if opcode in TRANSFERS:  # of an edge, which has one of each minibatch's microbatches
+                edge = instruction.edge
+                assert edge is not None
+                lane, mean_ms = self._lanes.get(edge) or self._lane_of(edge), 0.0
+                key: tuple[Any, ...] = (lane, opcode, instruction.minibatch, microbatch)
+            else:
+                stage, replica = instruction.stage, instruction.replica
+                lane, mean_ms = None, self._stage_times[stage].of(opcode, microbatch, replica)
+                key = (opcode, stage, replica, instruction.minibatch, microbatch)
+                if opcode in _AFTER_FORWARD and ("FORWARD", *key[1:]) not in seen:
+                    raise ValueError(f"{_describe(instruction)} comes before its forward")
             if key in seen:
                 raise ValueError(f"{_describe(instruction)} is in the lists twice")
-            if opcode in _AFTER_FORWARD and ("FORWARD", None, *place) not in seen:
-                raise ValueError(f"{_describe(instruction)} comes before its forward")
             seen.add(key)
             steps.append(PreparedStep(instruction, opcode, lane, mean_ms))
         return steps
