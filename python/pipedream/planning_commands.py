@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -216,17 +217,18 @@ def simulate_command(
     """Predict what a plan does: time per minibatch, who works when, what the links carry. Nothing is run."""
     from pipedream.planning.measured_trace import compare_with_trace
     from pipedream.planning.plan_simulation import simulate_plan
-    from pipedream.planning.schedule_picture import check_picture_path
+    from pipedream.planning.schedule_picture import check_picture_path, is_drawn
     from pipedream.planning.trace import Counter
+    from pipedream.planning.traced_schedule import minibatches_to_draw
 
     check_output(output)
-    simulated = simulate_plan(
+    make = functools.partial(
+        simulate_plan,
         plan_file,
         Profile.load(profile_file),
         schedule=schedule,
         bandwidth_bytes_per_s=None if bandwidth is None else parse_bandwidth(bandwidth),
         links=None if links is None else LinkProfile.load(links),
-        minibatches=minibatches,
         microbatches=microbatches,
         recompute=recompute,
         optimizer_copies=optimizer_copies,
@@ -234,15 +236,18 @@ def simulate_command(
         sync=sync,
         staleness=staleness,
     )
+    simulated = make(minibatches=minibatches)
     notes = []
     if output is not None:
         check_picture_path(output)  # after the other options: it may only miss matplotlib
+        shows_few = minibatches is None and is_drawn(output)
+        drawn = make(minibatches=minibatches_to_draw(simulated.traced.options)) if shows_few else simulated
         counters = [
             Counter(f"worker {worker}", "memory, bytes", [(use.begin_ms, use.num_bytes) for use in uses])
-            for worker, uses in enumerate(simulated.memory)
+            for worker, uses in enumerate(drawn.memory)
         ]
-        _draw(output, simulated.traced, simulated.simulation, time_unit="ms", counters=counters)
-        notes.append(f"picture saved in {output}")
+        _draw(output, drawn.traced, drawn.simulation, time_unit="ms", counters=counters)
+        notes.append(f"picture of {drawn.traced.num_minibatches} minibatches saved in {output}")
     shown, fields = str(simulated), simulated.to_dict()
     if trace_file is not None:
         comparison = compare_with_trace(simulated.simulation, trace_file)

@@ -212,6 +212,16 @@ def test_table_and_run_take_measured_links_in_place_of_a_bandwidth(
     assert outcome.error() == "give --bandwidth, for example 10Gbit/s, or --links FILE: one of them"
 
 
+def test_simulate_draws_as_many_minibatches_as_a_person_can_read(call: Caller) -> None:
+    arguments = ("simulate", "1-1", "--profile", "profile.json", "--bandwidth", "1Gbit/s", "--output")
+    outcome = call(*arguments, "picture.txt")
+    assert "pipedream: 2 stages, 36 minibatches" in outcome.stdout
+    assert "picture of 8 minibatches saved in picture.txt" in outcome.stdout
+    assert Path("picture.txt").read_text().startswith("pipedream: 2 stages, 8 minibatches")
+    assert "of 36 minibatches saved" in call(*arguments, "trace.json").stdout
+    assert "of 5 minibatches saved" in call(*arguments, "picture.txt", "--minibatches", "5").stdout
+
+
 def test_simulate_takes_measured_links_in_place_of_a_bandwidth(call: Caller) -> None:
     LINKS.save("links.json")
     plan = ("--workers", "2", "--straight", "--bandwidth", "1Gbit/s", "--output", "plan.json")

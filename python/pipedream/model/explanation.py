@@ -99,15 +99,25 @@ class Explanation:
         figure = import_figure(path)(figsize=(10, 1.2 + 0.18 * len(self.layers)), layout="constrained")
         crossing, parameters = figure.subplots(1, 2, sharey=True)
         rows = range(len(self.layers))
-        crossing.barh(rows, [(layer.crossing_bytes or 0) / 2**20 for layer in self.layers], color="tab:blue")
-        crossing.set_yticks(rows, [shorten(layer.name, 40) for layer in self.layers], fontsize=6)
-        crossing.set_xlabel("MiB that cross after the layer")
-        crossing.invert_yaxis()
-        sizes = [layer.parameter_bytes / 2**20 for layer in self.layers]
+        unit, sizes = _in_one_unit([layer.crossing_bytes or 0 for layer in self.layers])
+        crossing.barh(rows, sizes, color="tab:blue")
+        crossing.set_xlabel(f"{unit} that cross after the layer")
+        unit, sizes = _in_one_unit([layer.parameter_bytes for layer in self.layers])
         parameters.barh(rows, sizes, color="tab:gray")
-        parameters.set_xlabel("MiB of parameters")
+        parameters.set_xlabel(f"{unit} of parameters")
+        crossing.set_yticks(rows, [shorten(layer.name, 40) for layer in self.layers], fontsize=6)
+        crossing.set_ylim(len(self.layers) - 0.5, -0.5)  # the first layer on top
+        for axes in (crossing, parameters):
+            axes.locator_params(axis="x", nbins=6)
         figure.suptitle(f"{self.model}: {len(self.layers)} layers")
         save_figure(figure, path)
+
+
+def _in_one_unit(sizes: Sequence[int]) -> tuple[str, list[float]]:
+    """(unit, sizes in it), where the largest is 1 or more."""
+    units = [(2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes")]
+    unit_bytes, unit = next((pair for pair in units if max(sizes) >= pair[0]), units[-1])
+    return unit, [size / unit_bytes for size in sizes]
 
 
 def explain(

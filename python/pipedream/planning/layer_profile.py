@@ -237,7 +237,8 @@ class Profile:
         if self.time_error is not None:
             sums += f"; the time is known to {100 * self.time_error:.1f} %"
         elif self.minibatches is not None:
-            sums += f"; of {self.minibatches} minibatches, too few to say how well the time is known"
+            num = f"{self.minibatches} minibatch{'es' * (self.minibatches != 1)}"
+            sums += f"; of {num}, too few to say how well the time is known"
         return f"{title}\n\n{format_table(headings, rows, '><>>>>>')}\n\n{sums}"
 
 

@@ -16,7 +16,7 @@ from pipedream.planning.step_labels import MEANINGS, StepLabels, computed
 from pipedream.planning.text_picture import draw_text
 from pipedream.planning.trace import Counter, Span, write_trace
 
-__all__ = ["check_picture_path", "make_spans", "write_picture"]
+__all__ = ["check_picture_path", "is_drawn", "make_spans", "write_picture"]
 
 _TRACE_SUFFIXES = (".json", ".json.gz")
 _TEXT_SUFFIX = ".txt"
@@ -34,6 +34,11 @@ def check_picture_path(path: str | os.PathLike[str]) -> None:
         raise ValueError(f"picture file is {name!r}: its name must end in one of {', '.join(known)}")
     if name.endswith(FIGURE_SUFFIXES):
         import_figure(name, _OTHERWISE)
+
+
+def is_drawn(path: str | os.PathLike[str]) -> bool:
+    """Whether the ending names a picture, in which a person sees but a few minibatches, and no trace."""
+    return not os.fspath(path).endswith(_TRACE_SUFFIXES)
 
 
 def write_picture(

@@ -26,6 +26,7 @@ __all__ = [
     "describe_bubble",
     "input_phases",
     "make_traced",
+    "minibatches_to_draw",
     "read_times",
     "trace_fields",
 ]
@@ -206,17 +207,20 @@ def _choose_stages(request: TraceRequest) -> tuple[_core.Placement, list[int]]:
     return placement, list(range(num_stages, 0, -1))
 
 
-def _choose_minibatches(request: TraceRequest, options: _core.ScheduleOptions) -> int:
-    """As asked for, or enough to see the steady state."""
+def minibatches_to_draw(options: _core.ScheduleOptions) -> int:
+    """Enough to see the steady state, in boxes that can be read."""
     from pipedream import _core
 
-    num_minibatches = request.minibatches
-    if num_minibatches is None:
-        if _core.drains_every_minibatch(options):
-            num_minibatches = 3 if options.num_microbatches == 1 else 2
-        else:
-            num_minibatches = 4 if options.schedule == "2bw" else max(8, 2 * options.in_flight[0])
-        num_minibatches *= max(_replica_counts(options))
+    if _core.drains_every_minibatch(options):
+        rounds = 3 if options.num_microbatches == 1 else 2
+    else:
+        rounds = 4 if options.schedule == "2bw" else max(8, 2 * options.in_flight[0])
+    return rounds * max(_replica_counts(options))
+
+
+def _choose_minibatches(request: TraceRequest, options: _core.ScheduleOptions) -> int:
+    """As asked for, or enough to draw."""
+    num_minibatches = minibatches_to_draw(options) if request.minibatches is None else request.minibatches
     if num_minibatches < 1:
         raise ValueError(f"--minibatches is {num_minibatches}: give at least 1")
     num_instructions = num_minibatches * options.num_microbatches * options.num_stages * 3

@@ -118,4 +118,6 @@ def test_the_command_prints_one_object_and_draws_a_picture(
     explained = json.loads(capfd.readouterr().out)
     assert [layer["name"] for layer in explained["layers"]] == ["stem", "head"]
     assert explained["refused"][0]["name"] == "body"
-    assert "MiB that cross after the layer" in (tmp_path / "cuts.svg").read_text()
+    drawn = (tmp_path / "cuts.svg").read_text()
+    assert ">bytes that cross after the layer</text>" in drawn  # 48 at most: a unit in which they can be read
+    assert ">bytes of parameters</text>" in drawn
