@@ -40,6 +40,7 @@ from pipedream.model.references import check_loss_fn, modules_carried_by
 from pipedream.model.split_check import check_cuts
 from pipedream.model.timed_passes import CutPasses, LayerPasses, LossFunction, TimedPasses
 from pipedream.model.untouched import untouched
+from pipedream.model.whole_on_host import whole_for_a_check
 from pipedream.planning.layer_profile import LayerProfile, Profile, WeightFactors
 from pipedream.planning.shapes import Shapes, larger_of, shapes_of
 
@@ -92,7 +93,8 @@ def profile(
 
     A model on the meta device is timed on the host, layer by layer: each is given its values, runs forward
     and backward on the first minibatch as often as there are minibatches to measure (at most 20), and goes
-    back to meta. So it needs the memory of its largest layer. There is no check then. weights: as in run.
+    back to meta. So it needs the memory of its largest layer, and is checked, whole, where eight times its
+    parameters are free; else the log says that it is not. weights: as in run.
     """
     check_main_guard()
     check_count("minibatches", minibatches)
@@ -118,7 +120,7 @@ def profile(
     with kept, placed, torch.enable_grad(), _progress(minibatches) as advance:
         if on_meta:
             passes: TimedPasses | LayerSweep = _sweep(
-                measurement, model, batches, loss_fn, cuts, weights, minibatches, seconds
+                measurement, model, batches, loss_fn, cuts, check, weights, minibatches, seconds
             )
         else:
             _measure(measurement, batches, device, minibatches, seconds, advance)
@@ -296,6 +298,7 @@ def _sweep(
     batches: Iterable[Any],
     loss_fn: LossFunction,
     cuts: Sequence[str] | None,
+    check: bool,
     weights: WeightSource,
     minibatches: int,
     seconds: float | None,
@@ -308,7 +311,13 @@ def _sweep(
     if needs_cutting(model):
         assert isinstance(model, nn.Module)
         cut = cut_model(model, inputs, targets, loss_fn, weights=weights)
-        model = cut if cuts is None else cut.at(cuts)
+        if cuts is not None:
+            cut = cut.at(cuts)
+        if check and cut.offered:
+            with whole_for_a_check(model, weights) as is_whole:
+                if is_whole:
+                    cut = _without_bad_cuts(cut, inputs, targets, loss_fn, is_chosen=cuts is not None)
+        model = cut
     elif cuts is not None:
         _refuse_cuts_of_list(cuts)
     passes = LayerSweep(model, loss_fn, weights)

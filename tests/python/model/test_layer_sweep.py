@@ -5,6 +5,8 @@ from __future__ import annotations
 import pipedream
 import pytest
 import torch
+from pipedream import Profile
+from pipedream.model import whole_on_host
 from pipedream.model.batches import own_loss
 from torch import nn
 from twins import TWINS
@@ -65,3 +67,41 @@ def test_buffers_are_on_meta_again() -> None:
     data = [(torch.randn(4, 2), torch.randn(4, 3))]
     pipedream.profile(model, data, nn.functional.mse_loss, minibatches=2)
     assert all(now is before and now.is_meta for now, before in zip(model.buffers(), buffers, strict=True))
+
+
+class _Aside(nn.Module):
+    """Leaves a number in an attribute, which code behind a cut reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        scale = float(x.detach().numpy().mean())
+        return self.last(self.second(x) * scale)
+
+
+def _profile_aside(caplog: pytest.LogCaptureFixture) -> tuple[Profile, str]:
+    with torch.device("meta"):
+        model = _Aside()
+    data = [(torch.randn(4, 8), torch.randn(4, 8))]
+    found = pipedream.profile(model, data, nn.functional.mse_loss, minibatches=1)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    return found, caplog.text
+
+
+def test_the_cuts_of_a_model_on_meta_are_checked(caplog: pytest.LogCaptureFixture) -> None:
+    found, said = _profile_aside(caplog)
+    assert len(found.layers) < 3
+    assert "does not compute what the whole model does" in said
+
+
+def test_where_it_does_not_fit_whole_that_is_said(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole_on_host, "_free_bytes", lambda: 1000)
+    found, said = _profile_aside(caplog)
+    assert len(found.layers) == 3
+    assert "the cuts of the model are not checked: it is on the meta device" in said
+    assert "are free; check a smaller one of the same kind" in said
