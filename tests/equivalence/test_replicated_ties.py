@@ -193,9 +193,40 @@ def _refused() -> str:
     return str(caught.value)
 
 
-def test_replicas_that_update_alone_share_nothing_with_other_stages(farm: Farm) -> None:
+def test_replicas_that_update_alone_share_with_as_many_of_another_stage(farm: Farm) -> None:
     messages = farm.results(_refused, num_ranks=4)
     assert messages[0] == (
-        "sync_every is 2, and stages 0 and 1 share a parameter, of which each replica that updates alone"
-        " would have another: leave sync_every out"
+        "sync_every is 2, and stages 0 and 1 share a parameter, of which each of stage 0's 2 replicas has"
+        " another, while stage 1 has 1: use a plan in which the two have as many, or leave sync_every out"
     )
+
+
+@pytest.mark.parametrize(
+    ("replicas", "how"),
+    [
+        ((2, 2), {"sync_every": 2}),
+        ((2, 2), {"sync_every": 3, "schedule": "vertical_sync"}),
+        ((1, 2), {"sync_every": 2}),
+        ((1, 2), {"sync_every": 2, "schedule": "flush"}),
+        ((2, 1, 2), {"sync_every": 2}),
+        ((2, 1, 2), {"sync_every": 2, "schedule": "flush"}),
+        ((2, 2), {"sync_every": 2, "schedule": "naive"}),
+        ((2, 2), {"sync_every": 2, "schedule": "2bw", "microbatches": 4, "short_last": False}),
+    ],
+    ids=lambda value: "-".join(map(str, value)),
+)
+@pytest.mark.parametrize("num_minibatches", [8, 11])  # with a mean at the end of the run or after it
+def test_what_is_tied_is_kept_alike_with_the_rest_once_in_some_rounds(
+    farm: Farm, replicas: tuple[int, ...], how: dict[str, Any], num_minibatches: int
+) -> None:
+    sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    training = _training("tied_apart", replicas, num_minibatches=num_minibatches, optimizer=sgd, **how)
+    assert_equals_reference(farm, training)
+
+
+def test_a_stage_that_owns_and_uses_keeps_alike_what_it_owns(farm: Farm) -> None:
+    how = {"sync_every": 2}
+    losses, state = farm.results(_train_crossed, (2, 2, 2), 4, how, num_ranks=6)[0]
+    expected, expected_state = _train_crossed((2, 2, 2), 4, how, by_reference=True)
+    assert_close_losses(losses, expected, 1e-9)
+    assert_close_state(state, expected_state, 1e-9)

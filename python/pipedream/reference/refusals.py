@@ -115,10 +115,13 @@ def check_drained_at(
         )
 
 
-def check_ties(ties: Sequence[Tie]) -> None:
-    """Raises ValueError for what replicas that update alone cannot train."""
-    if ties:
-        raise ValueError(
-            f"stages {ties[0].stages} share a parameter, and replicas that update alone (sync_every above 1)"
-            " would each have another: leave sync_every out"
-        )
+def check_ties(ties: Sequence[Tie], num_replicas: Sequence[int]) -> None:
+    """Raises ValueError for what replicas that update alone cannot train. A minibatch is at one replica of
+    every stage: where the owner's have values of their own, the user's are as many, to have one each."""
+    for tie in ties:
+        owner, *users = (num_replicas[stage] for stage in tie.stages)
+        if owner > 1 and any(user != owner for user in users):
+            raise ValueError(
+                f"stages {tie.stages} share a parameter, and replicas that update alone (sync_every above 1)"
+                f" would each have another, with {[owner, *users]} replicas: leave sync_every out"
+            )

@@ -126,7 +126,7 @@ def run(
     device = device_of(modules)
     ties = find_ties(modules)
     if max(num_replicas) > 1 and sync_every > 1:
-        check_ties(ties)
+        check_ties(ties, num_replicas)
     is_asynchronous = sync == "asp" and max(num_replicas) > 1
     if is_asynchronous:
         check_asynchronous(

@@ -191,11 +191,14 @@ def check_ties(options: JobOptions, ties: Sequence[tuple[int, int]]) -> None:
             f"sync is 'asp', and stages {ties[0][0]} and {ties[0][1]} share a parameter, of which they would"
             " have different versions: use sync='bsp'"
         )
-    if ties and options.sync_every > 1 and options.reduces_together:
-        raise ValueError(
-            f"sync_every is {options.sync_every}, and stages {ties[0][0]} and {ties[0][1]} share a parameter,"
-            " of which each replica that updates alone would have another: leave sync_every out"
-        )
+    for owner, user in ties if options.sync_every > 1 else ():
+        of_owner, of_user = (options.plan.stages[stage].num_replicas for stage in (owner, user))
+        if of_owner not in (1, of_user):
+            raise ValueError(
+                f"sync_every is {options.sync_every}, and stages {owner} and {user} share a parameter, of"
+                f" which each of stage {owner}'s {of_owner} replicas has another, while stage {user} has"
+                f" {of_user}: use a plan in which the two have as many, or leave sync_every out"
+            )
 
 
 def _check_spares(options: JobOptions) -> None:

@@ -8,6 +8,7 @@ or, where replicas are kept alike once in n rounds
 
     UPDATE      the mean of its own gradients, version t + 1 of its own; with every n-th round, and at the end
                 of the run, the mean of all replicas' weights. The optimizer's state stays its own
+                What it owns of tied parameters leaves after that, for the user's replica of its minibatches
 
 All replicas then have the same version, of the same bits. Gradients are reduced when the round's last
 backward is over, in buckets. Owned by the worker's compute thread.
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipedream import _core
 from pipedream.links.replica_group import ReplicaGroup
@@ -110,15 +111,17 @@ class LocalSteps(_GroupGradients):
 
     def take(self, minibatch: int, own_slot: int) -> None:
         """The mean of the replica's own gradients of the minibatch's round, if it has any."""
-        super().take(minibatch, own_slot)
         round_index = self._rounds.round_of(minibatch)
+        super().take(self._rounds.first_of(self._replica, round_index), own_slot)
         self._num_own = self._rounds.num_own_in(self._replica, round_index, self._num_minibatches())
         if self._num_own > 1:
             torch._foreach_div_([g for g in self._taken if g is not None], self._num_own)
 
     def apply(self, read_slot: int, write_slot: int, gradient_scale: float, run: RunStep) -> None:
         if self._num_own == 0:
+            tied_read, tied_write = self._tied.begin_update()
             self._weights.own.copy_version(read_slot, write_slot)
+            self._tied.copy_owned(tied_read, tied_write)
             self._finish()
         else:
             super().apply(read_slot, write_slot, gradient_scale, run)
@@ -127,12 +130,22 @@ class LocalSteps(_GroupGradients):
             self._average(write_slot)
 
     def finish(self, newest_slot: int) -> None:
-        if self._num_rounds % self._sync_every != 0:
-            self._average(newest_slot)
+        if self._num_rounds % self._sync_every == 0:
+            return
+        self._average(newest_slot)
+        # Each replica has what it shares from the owner's that has its minibatches, as that was before it
+        # became their mean. One parameter at a time here and there, and so with the same bits.
+        for leaves in self._tied.newest_of_others(self._rounds.num_replicas):
+            for leaf in leaves:
+                self._average_leaves([leaf])
+
+    def _average(self, slot: int) -> None:
+        self._average_leaves(self._weights.own.leaves(slot))
+        for leaf in self._tied.newest_owned_leaves:
+            self._average_leaves([leaf])
 
     @torch.no_grad()
-    def _average(self, slot: int) -> None:
-        leaves = self._weights.own.leaves(slot)
+    def _average_leaves(self, leaves: Sequence[nn.Parameter]) -> None:
         flats = [flat_view(leaf.data) for leaf in leaves]
         buckets = list(_buckets_of(list(enumerate(flats))))
         self._group.all_reduce([bucket for _, bucket in buckets])

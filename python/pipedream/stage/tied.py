@@ -116,6 +116,7 @@ class TiedParameters:
                 self._users.setdefault(user, []).append(index)
         self._owned = self._groups.get(stage_index)
         self._received: dict[int, list[Tensor | None]] = {}  # gradients of the next update, by user
+        self._num_replicas = schedule.placement.num_replicas
         self._has_replicas = any(
             schedule.placement.num_replicas(stage) > 1 for stage in (stage_index, *self._users, *self._groups)
         )
@@ -130,6 +131,20 @@ class TiedParameters:
 
     def owned_leaves(self, slot: int) -> list[nn.Parameter]:
         return [] if self._owned is None else self._owned.versions.leaves(slot)
+
+    @property
+    def newest_owned_leaves(self) -> list[nn.Parameter]:
+        """Of the version that this replica has made last."""
+        return [] if self._owned is None else self.owned_leaves(self._owned.slot_of(self._newest_owned))
+
+    def newest_of_others(self, num_replicas: int) -> list[list[nn.Parameter]]:
+        """By owner with so many replicas, but this stage, the leaves of the newest version of what it
+        shares."""
+        return [
+            group.versions.leaves(group.slot_of(group.newest))
+            for owner, group in self._groups.items()
+            if owner != self._stage and self._num_replicas(owner) == num_replicas
+        ]
 
     def copy_owned(self, read_slot: int, write_slot: int) -> None:
         if self._owned is not None:

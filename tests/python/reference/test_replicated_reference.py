@@ -337,6 +337,7 @@ def test_allreduce_is_bsp() -> None:
         ("mlp", (2, 1), {"sync": "ssp", "sync_every": 2}, "sync_every is 2 with sync 'ssp'"),
         ("mlp", (2, 1), {"sync_every": 2, "max_grad_norm": 1.0}, "sync_every is 2 with max_grad_norm"),
         ("tied_apart", (2, 1), {"sync_every": 2}, "share a parameter, and replicas that update alone"),
+        ("tied_apart", (2, 3), {"sync_every": 2}, r"would each have another, with \[2, 3\] replicas"),
     ],
 )
 def test_what_cannot_be_replicated_is_refused(
