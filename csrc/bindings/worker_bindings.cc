@@ -18,6 +18,7 @@
 #include "base/process.h"
 #include "bindings/bindings.h"
 #include "bindings/channel_rows.h"
+#include "bindings/engine_rows.h"
 #include "bindings/fast_method.h"
 #include "bindings/item_fields_type.h"
 #include "bindings/items.h"
@@ -92,7 +93,8 @@ class PyWorker {
                    const TensorFields& tensors, std::int64_t num_items, std::int64_t first_minibatch,
                    std::int64_t minibatch_stride, std::int64_t num_microbatches,
                    const std::optional<std::size_t>& chunk_bytes, bool on_device, const std::string& codec,
-                   bool places_on_device, std::size_t num_transfers_kept, std::int64_t num_residuals) {
+                   bool places_on_device, std::size_t num_transfers_kept, std::int64_t num_residuals,
+                   const std::string& posted_into, std::size_t num_posts_max) {
     ChannelSpec spec;
     spec.name = name;
     spec.peer = peer;
@@ -108,6 +110,8 @@ class PyWorker {
     spec.places_on_device = places_on_device;
     spec.num_transfers_kept = num_transfers_kept;
     spec.num_residuals = num_residuals;
+    spec.posted_into = posted_into;
+    spec.num_posts_max = num_posts_max;
     if (sends) {
       worker_->add_send_channel(spec);
     } else {
@@ -115,8 +119,10 @@ class PyWorker {
     }
   }
 
-  void add_term(const std::string& name, std::size_t slot_bytes, std::int64_t num_slots, bool staging) {
-    worker_->add_term({name, slot_bytes, num_slots, staging ? MemoryKind::kStaging : MemoryKind::kDevice});
+  void add_term(const std::string& name, std::size_t slot_bytes, std::int64_t num_slots, bool staging,
+                bool is_posted_into) {
+    const MemoryKind kind = staging ? MemoryKind::kStaging : MemoryKind::kDevice;
+    worker_->add_term({name, slot_bytes, num_slots, kind}, is_posted_into);
     if (staging) staging_terms_.insert(name);
   }
 
@@ -215,6 +221,16 @@ class PyWorker {
     if (!result.value()) return nullptr;
     return item_of(channel, std::move(*result.value()));
   }
+  // (address, bytes) of each
+  void post_items(const std::string& channel,
+                  const std::vector<std::pair<std::uintptr_t, std::size_t>>& places) {
+    std::vector<std::span<std::byte>> spans;
+    spans.reserve(places.size());
+    // NOLINTNEXTLINE(performance-no-int-to-ptr): as torch gives it
+    for (const auto& [data, size] : places) spans.emplace_back(reinterpret_cast<std::byte*>(data), size);
+    const py::gil_scoped_release release;
+    worker_->post_items(channel, spans);
+  }
   // (which of the channels, its item); None after stop_serving().
   py::object receive_any(const std::vector<std::string>& channels) {
     auto result = with_signals(
@@ -230,21 +246,9 @@ class PyWorker {
   void fail(const std::string& why) { worker_->fail(why); }
 
   py::list versions(std::int64_t stage) const {
-    py::list pairs;
-    for (const VersionsRead& read : worker_->engine().versions(StageIndex(stage))) {
-      pairs.append(py::make_tuple(read.forward.value(), read.backward.value()));
-    }
-    return pairs;
+    return version_rows(worker_->engine().versions(StageIndex(stage)));
   }
-  py::list spans() const {
-    py::list rows;
-    for (const Span& span : worker_->engine().spans()) {
-      rows.append(py::make_tuple(work_kind_name(span.kind), span.stage.value(), span.minibatch.value(),
-                                 span.microbatch.value(), span.asked_ns, span.ready_ns, span.completed_ns,
-                                 span.wait_ns, span.compute_ns));
-    }
-    return rows;
-  }
+  py::list spans() const { return span_rows(worker_->engine().spans()); }
   // After wait_for_transfers(), so that they are complete; of both directions.
   py::tuple transfers() const {
     py::dict sent;
@@ -259,15 +263,7 @@ class PyWorker {
     const py::gil_scoped_release release;
     return worker_->wait_for_transfers(deadline_after(timeout_s));
   }
-  py::dict totals() const {
-    const EngineTotals totals = worker_->engine().totals();
-    py::dict entries;
-    entries["num_work_items"] = totals.num_work_items;
-    entries["wait_ns"] = totals.wait_ns;
-    entries["compute_ns"] = totals.compute_ns;
-    entries["elapsed_ns"] = totals.elapsed_ns;
-    return entries;
-  }
+  py::dict totals() const { return totals_entry(worker_->engine().totals()); }
   py::list memory() const {
     py::list rows;
     for (const TermReport& term : worker_->pool()->report()) {
@@ -407,13 +403,15 @@ void bind_worker(py::module_& module) {
            py::arg("first_minibatch") = 0, py::arg("minibatch_stride") = 1, py::arg("num_microbatches") = 1,
            py::arg("chunk_bytes") = py::none(), py::arg("on_device") = true, py::arg("codec") = "none",
            py::arg("places_on_device") = false, py::arg("num_transfers_kept") = 0,
-           py::arg("num_residuals") = 1)
+           py::arg("num_residuals") = 1, py::arg("posted_into") = "", py::arg("num_posts_max") = 0)
       .def("offer_device_memory", &PyWorker::offer_device_memory, py::call_guard<py::gil_scoped_release>(),
            "(what senders need to try whether they can write into this device's memory, why there is none)")
       .def("why_out_of_reach", &PyWorker::why_out_of_reach, py::arg("offer"),
            py::call_guard<py::gil_scoped_release>(), "Empty when this device can write into that memory.")
       .def("add_term", &PyWorker::add_term, py::arg("name"), py::arg("slot_bytes"), py::arg("num_slots"),
-           py::arg("staging") = false, "staging: in pinned host memory instead of the device's.")
+           py::arg("staging") = false, py::arg("is_posted_into") = false,
+           "staging: in pinned host memory instead of the device's. is_posted_into: some channels receive "
+           "into it.")
       .def("seal", &PyWorker::seal, py::call_guard<py::gil_scoped_release>())
       .def("listen", &PyWorker::listen, py::call_guard<py::gil_scoped_release>())
       .def("connect", &PyWorker::connect, py::arg("endpoints"), py::call_guard<py::gil_scoped_release>())
@@ -437,6 +435,10 @@ void bind_worker(py::module_& module) {
            "time-out.")
       .def("receive_item", &PyWorker::receive_item, py::arg("channel"), py::arg("timeout_s") = 1e9,
            py::arg("counts_as_wait") = true)
+      .def("post_items", &PyWorker::post_items, py::arg("channel"), py::arg("places"),
+           "Where the channel's next items are to land: (address, bytes) of each, in the term that it is "
+           "posted "
+           "into.")
       .def("receive_any", &PyWorker::receive_any, py::arg("channels"),
            "(which of the channels, the next item of it), of the first that has one; None after "
            "stop_serving(). For one more thread than the compute thread.")

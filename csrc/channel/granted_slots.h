@@ -5,6 +5,7 @@
 #include <bitset>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "base/ring_buffer.h"
 
@@ -13,13 +14,23 @@ namespace pipedream {
 // A receiver never grants more at once, however many slots it has.
 inline constexpr std::size_t kNumGrantsMax = 4096;
 
+// Where the receiver wants the item that fills a slot: a range of memory of its own. Of no bytes: the slot
+// has memory itself.
+struct PostedRange {
+  std::size_t offset = 0;  // in the memory that is shared, if any is
+  std::size_t num_bytes = 0;
+};
+
 class GrantedSlots {
  public:
   // False when the slot is granted already, or too many are: the receiver breaks the protocol.
-  [[nodiscard]] bool add(std::uint16_t slot) {
+  [[nodiscard]] bool add(std::uint16_t slot, PostedRange range = {}) {
     if (is_granted_.test(slot) || slots_.full()) return false;
     is_granted_.set(slot);
     slots_.push_back(slot);
+    // Grows to the receiver's slots, in the first items.
+    if (range.num_bytes > 0 && slot >= ranges_.size()) ranges_.resize(std::size_t{slot} + 1);
+    if (slot < ranges_.size()) ranges_[slot] = range;
     return true;
   }
   [[nodiscard]] bool empty() const { return slots_.empty(); }
@@ -28,10 +39,15 @@ class GrantedSlots {
     is_granted_.reset(slot);
     return slot;
   }
+  // Of the slot that was granted last by this name.
+  [[nodiscard]] PostedRange range_of(std::uint16_t slot) const {
+    return slot < ranges_.size() ? ranges_[slot] : PostedRange{};
+  }
 
  private:
   RingBuffer<std::uint16_t> slots_{kNumGrantsMax};
   std::bitset<std::size_t{1} << 16> is_granted_;
+  std::vector<PostedRange> ranges_;  // by slot; empty while none has been posted
 };
 
 }  // namespace pipedream

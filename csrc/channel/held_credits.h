@@ -56,6 +56,13 @@ class HeldCredits {
     }
     free_slots_.clear();
   }
+  // Each by itself, in the order in which they were added.
+  template <class Tell>
+  void tell_each(Tell tell) {
+    num_told_ += free_slots_.size();
+    for (const std::uint16_t slot : free_slots_) tell(Credit{slot});
+    free_slots_.clear();
+  }
 
  private:
   static constexpr std::size_t kNumFurtherMax = 64;

@@ -36,9 +36,18 @@ ItemCopier::ItemCopier(const WireLayout& layout, Device& device, SlotGroup* stag
   }
 }
 
-void ItemCopier::place_into(std::unique_ptr<SharedMemory> memory) {
-  placed_slots_ = std::make_unique<PlacedSlots>(std::move(memory), device_, layout_.slot_bytes());
+void ItemCopier::place_into(std::unique_ptr<SharedMemory> memory, bool are_posted) {
+  const std::size_t slot_bytes = are_posted ? 0 : layout_.slot_bytes();
+  placed_slots_ = std::make_unique<PlacedSlots>(std::move(memory), device_, slot_bytes);
   if (!copy_stream_) copy_stream_ = device_.make_stream();
+}
+
+bool ItemCopier::can_reach(std::uint16_t slot, PostedRange posted) const {
+  if (placed_slots_ == nullptr) return true;
+  if (placed_slots_->are_posted()) {
+    return posted.num_bytes > 0 && placed_slots_->contains(posted.offset, posted.num_bytes);
+  }
+  return placed_slots_->contains(placed_slots_->slot_offset(slot), placed_slots_->slot_bytes());
 }
 
 bool ItemCopier::reserve(SendItem& item) {
@@ -54,7 +63,11 @@ bool ItemCopier::reserve(SendItem& item) {
 
 void ItemCopier::start(SendItem& item) {
   if (!residuals_.empty()) item.residual = residuals_[num_started_++ % residuals_.size()].data();
-  if (item.is_placed) item.copy = placed_slots_->slot_data(item.slot);
+  if (item.is_placed) {
+    const std::size_t offset =
+        placed_slots_->are_posted() ? item.posted.offset : placed_slots_->slot_offset(item.slot);
+    item.copy = placed_slots_->at(offset);
+  }
   if (item.copy == nullptr) {
     item.num_chunks_copied = item.num_chunks;
   } else if (item.ready) {

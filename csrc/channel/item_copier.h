@@ -17,6 +17,7 @@
 #include <memory>
 #include <vector>
 
+#include "channel/granted_slots.h"
 #include "channel/placed_slots.h"
 #include "channel/send_item.h"
 #include "channel/wire_layout.h"
@@ -33,15 +34,14 @@ class ItemCopier {
   ItemCopier(const WireLayout& layout, Device& device, SlotGroup* staging, SlotGroup* residual,
              std::function<void()> on_copied);
 
-  void place_into(std::unique_ptr<SharedMemory> memory);
+  // are_posted: not into slots, but where the receiver has posted a place.
+  void place_into(std::unique_ptr<SharedMemory> memory, bool are_posted);
   // Lets go of that memory. No copy is under way.
   void end_placing() { placed_slots_.reset(); }
   // Whether items are placed.
   [[nodiscard]] bool places() const { return placed_slots_ != nullptr; }
-  // False: the receiver names a slot that is not in its memory.
-  [[nodiscard]] bool can_reach(std::uint16_t slot) const {
-    return placed_slots_ == nullptr || placed_slots_->contains(slot);
-  }
+  // False: the receiver names a slot, or has posted a place for it, that is not in its memory.
+  [[nodiscard]] bool can_reach(std::uint16_t slot, PostedRange posted) const;
 
   // Leases the staging buffer that the item needs. False when none is free: to be asked again.
   [[nodiscard]] bool reserve(SendItem& item);

@@ -1,5 +1,6 @@
-// The slots of a receiver of the same host, mapped here: the sender writes into them itself, into the
-// receiver's device where that memory is. Owned by the send channel; written on its copy stream.
+// The memory of a receiver of the same host, mapped here: the sender writes its items there itself, into the
+// receiver's device where that memory is. Into its slots, which lie at equal distances, or where the receiver
+// has posted a place for the item. Owned by the send channel; written on its copy stream.
 #pragma once
 
 #include <cstddef>
@@ -16,24 +17,27 @@ namespace pipedream {
 
 class PlacedSlots {
  public:
-  // slot_bytes: as the receiver plans them, too. Pins host memory for the device.
+  // slot_bytes: as the receiver plans them, too; 0 where it posts places. Pins host memory for the device.
   PlacedSlots(std::unique_ptr<SharedMemory> memory, Device& device, std::size_t slot_bytes)
       : memory_(std::move(memory)),
         registration_(memory_->on_device()
                           ? nullptr
                           : device.register_host_memory(memory_->data(), memory_->size_bytes())),
-        slot_bytes_(slot_bytes) {
-    memory_->claim();
-  }
+        slot_bytes_(slot_bytes) {}
 
   [[nodiscard]] bool on_device() const { return memory_->on_device(); }
-  // Whether all of the slot lies in the memory. To be asked of every slot that the receiver names.
-  [[nodiscard]] bool contains(std::uint16_t slot) const {
-    return slot * slot_stride_bytes(slot_bytes_) + slot_bytes_ <= memory_->size_bytes();
+  [[nodiscard]] bool are_posted() const { return slot_bytes_ == 0; }
+  [[nodiscard]] std::size_t slot_offset(std::uint16_t slot) const {
+    return slot * slot_stride_bytes(slot_bytes_);
   }
-  [[nodiscard]] std::byte* slot_data(std::uint16_t slot) const {
-    PD_CHECK(contains(slot), "slot " << slot << " of " << slot_bytes_ << " bytes");
-    return memory_->data() + slot * slot_stride_bytes(slot_bytes_);
+  [[nodiscard]] std::size_t slot_bytes() const { return slot_bytes_; }
+  // Whether all of this lies in the memory. To be asked of whatever the receiver names.
+  [[nodiscard]] bool contains(std::size_t offset, std::size_t num_bytes) const {
+    return offset <= memory_->size_bytes() && num_bytes <= memory_->size_bytes() - offset;
+  }
+  [[nodiscard]] std::byte* at(std::size_t offset) const {
+    PD_CHECK(contains(offset, slot_bytes_), "byte " << offset << " of " << memory_->size_bytes());
+    return memory_->data() + offset;
   }
 
  private:

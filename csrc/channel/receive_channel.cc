@@ -7,44 +7,6 @@
 
 namespace pipedream {
 
-void ReceivedSlot::end_reading() {
-  if (compute_stream == nullptr) return;
-  try {
-    compute_stream->record(*last_read);
-  } catch (const DeviceError& error) {
-    receiver->tell(error);
-  }
-}
-
-// The staging buffer goes first: a slot that is free has one. After the slot has gone, all of this belongs to
-// the next item.
-void ReceivedSlot::drop() {
-  if (num_holders.fetch_sub(1) != 1) return;
-  Lease released = std::move(slot);
-  staging.release();
-  released.release();
-}
-
-ReceivedItem::~ReceivedItem() {
-  if (!held) return;
-  if (!held->receiver->is_in_its_process()) {
-    // Nor may its death, with all it leases, be theirs: nobody owns it from now on.
-    // NOLINTNEXTLINE(*-owning-memory, bugprone-unhandled-exception-at-new): no memory ends the process
-    static_cast<void>(new std::shared_ptr<ReceivedSlot>(std::move(held)));
-    return;
-  }
-  held->end_reading();
-  held->drop();
-}
-
-ReceivedItem& ReceivedItem::operator=(ReceivedItem&& other) noexcept {
-  if (this != &other) {
-    std::destroy_at(this);
-    std::construct_at(this, std::move(other));
-  }
-  return *this;
-}
-
 ReceiveChannel::ReceiveChannel(ChannelOptions options, Transport& transport, Wakeup& wakeup, Device& device,
                                SlotGroup& slots, SlotGroup* staging, Stream* compute_stream,
                                const SharedMemory* shared)
@@ -61,12 +23,16 @@ ReceiveChannel::ReceiveChannel(ChannelOptions options, Transport& transport, Wak
       copy_stream_(staging != nullptr || compute_stream != nullptr ? device.make_stream() : nullptr),
       access_(std::make_shared<ReceiverAccess>(*this)),
       transfers_(options_.num_transfers_kept),
+      posts_(options_.num_posts_max),
       inbox_(static_cast<std::size_t>(slots.term().num_slots) + 1),
       granted_(static_cast<std::size_t>((staging != nullptr ? *staging : slots).term().num_slots)),
       credits_(std::min(static_cast<std::size_t>(slots.term().num_slots), kNumGrantsMax)),
       next_minibatch_(options_.first_minibatch) {
   PD_CHECK(options_.minibatch_stride >= 1, options_.name);
-  PD_CHECK(slots.term().slot_bytes >= options_.spec.slot_bytes(), options_.name);
+  PD_CHECK(takes_posts() || slots.term().slot_bytes >= options_.spec.slot_bytes(), options_.name);
+  PD_CHECK(!takes_posts() || (staging == nullptr && compute_stream == nullptr && !is_placed_on_device() &&
+                              options_.spec.num_tensors() == 1),
+           options_.name);
   PD_CHECK(staging == nullptr || (staging->term().num_slots >= slots.term().num_slots &&
                                   staging->term().slot_bytes >= layout_.slot_bytes()),
            options_.name);
@@ -97,39 +63,6 @@ ReceiveChannel::~ReceiveChannel() {
 }
 
 void ReceiveChannel::detach() { access_->detach(); }
-
-void ReceiverAccess::detach() {
-  std::unique_lock lock(mutex_);
-  channel_ = nullptr;
-  none_reaches_.wait(lock, [&] { return num_reaching_ == 0; });
-}
-
-// Not under the mutex: a handler takes it, too.
-template <class Call>
-void ReceiverAccess::reach(Call call) {
-  ReceiveChannel* channel = nullptr;
-  {
-    const std::lock_guard lock(mutex_);
-    if (channel_ == nullptr) return;
-    channel = channel_;
-    ++num_reaching_;
-  }
-  call(*channel);
-  const std::lock_guard lock(mutex_);
-  if (--num_reaching_ == 0) none_reaches_.notify_all();
-}
-
-// The compute thread, most often: the credit leaves with what its work item sends.
-void ReceiverAccess::slot_released() {
-  reach([](ReceiveChannel& channel) {
-    if (!channel.note_release()) return;
-    channel.wakeup_.post_with_item(channel.transport_, [&channel] { channel.grant_free_slots(); });
-  });
-}
-
-void ReceiverAccess::tell(const DeviceError& error) {
-  reach([&](ReceiveChannel& channel) { channel.wakeup_.fail_of_device(channel.options_.name, error); });
-}
 
 bool ReceiveChannel::try_take(ReceivedItem& item) {
   if (inbox_.empty()) return false;
@@ -164,6 +97,24 @@ void ReceiveChannel::on_open(Link& link) {
   wakeup_.update([&] { open_.store(true); });
 }
 
+void ReceiveChannel::post(std::span<const std::span<std::byte>> places) {
+  PD_CHECK(takes_posts(), options_.name);
+  posts_.push(places);
+  if (note_release()) transport_.post_and_drive([this] { grant_free_slots(); });
+}
+
+bool ReceiveChannel::has_post_to_grant() {
+  const auto next = posts_.next();
+  return next && !is_awaited(next->data());
+}
+
+// An item that has not come whole is to land there.
+bool ReceiveChannel::is_awaited(const std::byte* place) const {
+  if (current_ && current_->held->data == place) return true;
+  return std::ranges::any_of(
+      granted_, [&](const ReceivedSlot* received) { return received != nullptr && received->data == place; });
+}
+
 // Any thread. Whether it is the caller who must see to it that the free slots are granted.
 bool ReceiveChannel::note_release() { return !grant_scheduled_.exchange(true); }
 
@@ -178,10 +129,17 @@ void ReceiveChannel::grant_free_slots() {
 
 // False when there is nothing to grant.
 bool ReceiveChannel::grant_slot() {
+  if (takes_posts() && !has_post_to_grant()) return false;
   if (num_granted_.fetch_add(1) < kNumGrantsMax) {  // before the slot is leased, for all_slots_held()
     if (auto slot = slots_.try_lease()) {
       ReceivedSlot& received = received_slots_->at(static_cast<std::size_t>(slot->slot().value()));
       received.slot = std::move(*slot);
+      received.data = received.slot.data();
+      if (takes_posts()) {
+        const std::span<std::byte> place = posts_.take_next();
+        received.data = place.data();
+        received.num_posted_bytes = place.size();
+      }
       if (staging_ != nullptr) received.staging = staging_->lease();  // whichever is free
       received.awaits_item = true;
       if (is_placed_on_device() && received.last_read && !received.last_read->done()) {
@@ -215,13 +173,27 @@ void ReceiveChannel::grant(ReceivedSlot& received) {
 
 void ReceiveChannel::tell_due_credits() {
   if (failed_ || !credits_.are_due()) return;
-  credits_.tell_all([this](const Credit& credit) {
-    OutgoingFrame frame;
-    frame.header.kind = FrameKind::kCredit;
-    frame.header.slot = credit.slot;
-    frame.header.further_slots = credit.further_slots;
-    link_.load()->send(std::move(frame));
-  });
+  const auto tell_one = [this](const Credit& credit) { tell(credit); };
+  if (takes_posts()) {
+    credits_.tell_each(tell_one);
+  } else {
+    credits_.tell_all(tell_one);
+  }
+}
+
+void ReceiveChannel::tell(const Credit& credit) {
+  OutgoingFrame frame;
+  frame.header.kind = FrameKind::kCredit;
+  frame.header.slot = credit.slot;
+  frame.header.further_slots = credit.further_slots;
+  if (takes_posts()) {
+    const ReceivedSlot& received = *granted_.at(credit.slot);
+    frame.header.tensor_bytes = received.num_posted_bytes;
+    if (shared_ != nullptr) {
+      frame.header.chunk_offset = static_cast<std::size_t>(received.data - shared_->data());
+    }
+  }
+  link_.load()->send(std::move(frame));
 }
 
 // ---- Errors of the device: who drives ----
@@ -326,7 +298,7 @@ std::optional<std::string> ReceiveChannel::unplanned(const FrameHeader& header) 
     return which() + " has " + std::to_string(header.tensor_bytes) + " bytes where codec " +
            codec_name(codec) + " makes " + std::to_string(wire_bytes);
   }
-  if (header.placed_bytes != 0 && (shared_ == nullptr || !shared_->is_claimed())) {
+  if (header.placed_bytes != 0 && !is_claimed()) {
     return which() + " is placed in memory that is not shared";
   }
   if (header.payload_bytes != 0 && is_placed_on_device()) {
@@ -340,6 +312,10 @@ std::optional<Failure> ReceiveChannel::begin_item(const FrameHeader& header) {
     return broken("an item in slot " + std::to_string(header.slot) + ", which was not granted");
   }
   ReceivedSlot& received = *granted_[header.slot];
+  if (takes_posts() && header.tensor_bytes != received.num_posted_bytes) {
+    return broken("an item of " + std::to_string(header.tensor_bytes) + " bytes where " +
+                  std::to_string(received.num_posted_bytes) + " were posted");
+  }
   if (received.last_read && !is_placed_on_device()) copy_stream_->wait(*received.last_read);
   granted_[header.slot] = nullptr;
   credits_.note_filled();
@@ -359,7 +335,7 @@ std::optional<Failure> ReceiveChannel::begin_item(const FrameHeader& header) {
 
 void ReceiveChannel::land(const FrameHeader& header, std::span<const std::byte> payload) {
   ReceivedSlot& received = *current_->held;
-  std::byte* const tensor = received.slot.data() + options_.spec.offset_bytes(tensor_index_);
+  std::byte* const tensor = received.data + options_.spec.offset_bytes(tensor_index_);
   if (tensor_offset_ == 0) {
     received.tensors.push_back(TensorView{header.dtype, header.num_dims, header.shape, tensor});
   }
@@ -482,6 +458,12 @@ Failure ReceiveChannel::broken(const std::string& what) const {
 void ReceiveChannel::on_failed(Link& /*link*/, const Failure& failure) {
   give_up();
   wakeup_.fail(failure);
+}
+
+// The sender writes into memory of this channel itself.
+bool ReceiveChannel::is_claimed() const {
+  if (shared_ == nullptr) return false;
+  return takes_posts() ? shared_->is_claimed_for(options_.channel_id) : shared_->is_claimed();
 }
 
 void ReceiveChannel::on_closed(Link& /*link*/) {

@@ -13,11 +13,17 @@
 //
 // A sender fills only slots that were granted to it by their index (of the staging buffer when there is one),
 // so the bytes in flight are bounded by the plan. What an item needs besides is kept per slot, so that to
-// receive one allocates nothing. Threads: as drawn; the inbox is guarded by the Wakeup's mutex.
+// receive one allocates nothing.
+//
+// Where num_posts_max is set the slots have no memory, and an item lands where it is wanted: post() says
+// where the next ones go, in their order, and a slot is granted with the place of one of them. It is given
+// back with the item, whose bytes stay. A place that is posted again is granted when what was to come there
+// before has.
+//
+// Threads: as drawn; the inbox is guarded by the Wakeup's mutex.
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -30,10 +36,11 @@
 #include "base/check.h"
 #include "base/ids.h"
 #include "base/newest_log.h"
-#include "base/process.h"
 #include "base/ring_buffer.h"
 #include "channel/channel_stats.h"
 #include "channel/held_credits.h"
+#include "channel/posted_places.h"
+#include "channel/received_item.h"
 #include "channel/send_channel.h"
 #include "channel/tensor.h"
 #include "channel/transfer.h"
@@ -48,89 +55,10 @@
 
 namespace pipedream {
 
-class ReceiveChannel;
-
-// The way from the slots, and from the items in them, to their channel: both may outlive it. Lives as long as
-// the slots' group. Any thread.
-class ReceiverAccess {
- public:
-  explicit ReceiverAccess(ReceiveChannel& channel) : channel_(&channel) {}
-  // Whichever thread drops the last reference to an item's tensors.
-  void slot_released();
-  // What was read last of an item is not known: the run fails.
-  void tell(const DeviceError& error);
-  // Afterwards nothing reaches the channel: waits for those who do.
-  void detach();
-  // False in a child of fork(): slots, streams and threads are its parent's.
-  [[nodiscard]] bool is_in_its_process() const { return home_.is_this(); }
-
- private:
-  template <class Call>
-  void reach(Call call);
-
-  const HomeProcess home_;
-  std::mutex mutex_;  // guards the members below
-  std::condition_variable none_reaches_;
-  ReceiveChannel* channel_;
-  int num_reaching_ = 0;  // threads on their way to the channel, or there
-};
-
-// What the channel keeps for the item in one slot of the device, from the slot's lease to the item's last
-// holder. A staged item has two: the item and, until its copies are done, the copy stream, as an item may be
-// dropped before the device has copied it. Shared with the items, which may outlive the channel.
-struct ReceivedSlot {
-  void end_reading();  // what was enqueued so far are the item's last readers; any thread
-  void drop();         // by a holder, once each; any thread
-
-  ReceiverAccess* receiver = nullptr;
-  bool awaits_item = false;  // leased for one that has not begun; who drives
-  std::atomic<int> num_holders{0};
-  Lease slot;
-  Lease staging;                    // invalid when it was not staged
-  std::vector<TensorView> tensors;  // with room for all
-  std::unique_ptr<Event> ready;     // recorded after the copies; null when nothing is staged
-
-  // On an asynchronous device a slot may be dropped while kernels that read it are still enqueued: the next
-  // copy into it waits for the event that its last reader recorded, and so does its grant where the sender
-  // makes that copy. Both null when the device is the host.
-  Stream* compute_stream = nullptr;  // outlives the items
-  std::unique_ptr<Event> last_read;
-};
-
-// A view of an item's tensors.
-class TensorList : public std::span<const TensorView> {
- public:
-  TensorList() = default;
-  explicit TensorList(const std::vector<TensorView>& tensors) : span(tensors) {}
-
-  [[nodiscard]] const TensorView& at(std::size_t index) const {
-    PD_CHECK(index < size(), "tensor " << index << " of " << size());
-    return (*this)[index];
-  }
-};
-
-// A work item's tensors in leased slots. They are valid while the item lives.
-struct ReceivedItem {
-  ReceivedItem() = default;
-  ReceivedItem(ReceivedItem&&) noexcept = default;
-  ReceivedItem& operator=(ReceivedItem&& other) noexcept;  // what was held is dropped as by the destructor
-  ReceivedItem(const ReceivedItem&) = delete;
-  ReceivedItem& operator=(const ReceivedItem&) = delete;
-  ~ReceivedItem();
-
-  bool is_end = false;
-  std::int64_t num_minibatches = 0;  // is_end
-  MinibatchId minibatch;
-  MicrobatchIndex microbatch;
-  ItemFields fields{};
-  TensorList tensors;
-  const Event* ready = nullptr;  // null when the bytes are there; else wait for it on the compute stream
-  std::shared_ptr<ReceivedSlot> held;  // what the above lies in; null for the end
-};
-
 class ReceiveChannel final : public LinkHandler {
  public:
-  // slots: of spec.slot_bytes() on the device. staging: null when the wire writes device memory, else
+  // slots: of spec.slot_bytes() on the device, of 0 where items land where it is posted; then nothing is
+  // staged, and shared is what all places lie in. staging: null when the wire writes device memory, else
   // as many slots of WireLayout::slot_bytes(). compute_stream: what the items are read on; null on the host.
   // All outlive the channel and its items. shared: what the slots that the wire writes lie in, when the
   // sender may write there itself; outlives the channel. When it is device memory there is no staging, and
@@ -142,10 +70,17 @@ class ReceiveChannel final : public LinkHandler {
 
   void attach(Link& link) { link_.store(&link); }
 
+  // The next items that have no place yet land here, one after the other; each has just so many bytes. The
+  // memory is not read until the item has been taken, and outlives the channel. Any one thread.
+  void post(std::span<const std::span<std::byte>> places);
+
   // Call inside Wakeup::wait_until. Moves the next item out; false when there is none.
   [[nodiscard]] bool try_take(ReceivedItem& item);
   // The peer said BYE and the inbox is empty: nothing will come.
   [[nodiscard]] bool exhausted() const { return closed_ && inbox_.empty(); }
+
+  // The sender writes into this end's memory itself; known from the link's opening on.
+  [[nodiscard]] bool is_claimed() const;
 
   // No slot is free, granted or being filled. Never so while the compute thread waits for this channel and
   // gives back what it was given: the plan has a slot more than it keeps.
@@ -188,13 +123,17 @@ class ReceiveChannel final : public LinkHandler {
   [[nodiscard]] bool note_release();
   void grant_free_slots();
   [[nodiscard]] bool grant_slot();
+  [[nodiscard]] bool is_awaited(const std::byte* place) const;
+  [[nodiscard]] bool has_post_to_grant();
   void grant_when_read(ReceivedSlot& received);
   void grant(ReceivedSlot& received);
   void tell_due_credits();
+  void tell(const Credit& credit);
   template <class Function>
   void on_device(Function function);
   void give_up();
   void finish_copies();
+  [[nodiscard]] bool takes_posts() const { return options_.num_posts_max > 0; }
   [[nodiscard]] bool is_placed_on_device() const { return shared_ != nullptr && shared_->on_device(); }
 
   const ChannelOptions options_;
@@ -223,6 +162,8 @@ class ReceiveChannel final : public LinkHandler {
 
   mutable std::mutex transfers_mutex_;  // guards transfers_
   NewestLog<ReceivedTransfer> transfers_;
+
+  PostedPlaces posts_;
 
   // Guarded by wakeup_'s mutex.
   RingBuffer<ReceivedItem> inbox_;  // an item a slot, and the end

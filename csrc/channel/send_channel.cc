@@ -23,8 +23,17 @@ SendChannel::SendChannel(ChannelOptions options, Transport& transport, Wakeup& w
 SendChannel::~SendChannel() { finish_copies(); }
 
 void SendChannel::place_into(std::unique_ptr<SharedMemory> memory) {
+  memory->claim();
+  place(std::move(memory), /*are_posted=*/false);
+}
+
+void SendChannel::place_where_posted(std::unique_ptr<SharedMemory> memory) {
+  place(std::move(memory), /*are_posted=*/true);
+}
+
+void SendChannel::place(std::unique_ptr<SharedMemory> memory, bool are_posted) {
   PD_CHECK(link_.load() == nullptr, options_.name << ": the link is there already");
-  copier_.place_into(std::move(memory));
+  copier_.place_into(std::move(memory), are_posted);
   places_ = true;
 }
 
@@ -129,6 +138,7 @@ void SendChannel::pump() {
     frame_copied();
   });
   if (!works) give_up();
+  if (refused_ && !failed_) return on_failed(*link_.load(), broken(*refused_));
   if (Link* link = link_.load()) link->let_wait(patience());
 }
 
@@ -152,6 +162,12 @@ bool SendChannel::start(SendItem& item) {
   if (granted_.empty() || !copier_.reserve(item)) return false;
   item.started_ns = now_ns();
   item.slot = granted_.take();
+  item.posted = granted_.range_of(item.slot);
+  if (item.posted.num_bytes != 0 && item.posted.num_bytes != item.num_wire_bytes) {
+    refused_ = "posted " + std::to_string(item.posted.num_bytes) + " bytes for an item of " +
+               std::to_string(item.num_wire_bytes);
+    return false;
+  }
   copier_.start(item);
   return true;
 }
@@ -249,11 +265,12 @@ void SendChannel::on_open(Link& link) {
   wakeup_.update([&] { open_.store(true); });
 }
 
+Failure SendChannel::broken(const std::string& what) const {
+  return {FailureKind::kCorruptFrame, options_.name + ": the receiver " + what};
+}
+
 std::optional<Failure> SendChannel::on_frame(Link& /*link*/, const FrameHeader& header,
                                              std::span<const std::byte> payload) {
-  const auto broken = [&](const std::string& what) {
-    return Failure{FailureKind::kCorruptFrame, options_.name + ": the receiver " + what};
-  };
   switch (header.kind) {
     case FrameKind::kCredit: {
       if (auto what = add_grants(header)) return broken(*what);
@@ -271,13 +288,14 @@ std::optional<Failure> SendChannel::on_frame(Link& /*link*/, const FrameHeader& 
 
 // What is wrong with them.
 std::optional<std::string> SendChannel::add_grants(const FrameHeader& credit) {
+  const PostedRange posted{credit.chunk_offset, credit.tensor_bytes};
   std::uint64_t slots_left = credit.further_slots;
   for (std::uint16_t slot = credit.slot;;) {
     const auto granted = [slot](const std::string& how) {
       return "granted slot " + std::to_string(slot) + how;
     };
-    if (!copier_.can_reach(slot)) return granted(", which is not in the memory that it shares");
-    if (!granted_.add(slot)) {
+    if (!copier_.can_reach(slot, posted)) return granted(", which is not in the memory that it shares");
+    if (!granted_.add(slot, posted)) {
       return granted(" twice, or more than " + std::to_string(kNumGrantsMax) + " slots");
     }
     if (slots_left == 0) return std::nullopt;

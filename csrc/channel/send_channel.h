@@ -55,6 +55,10 @@ struct ChannelOptions {
   std::int64_t num_microbatches = 1;   // of every one: items come in the order of both
   Codec codec{};                       // of the float tensors
   std::size_t num_transfers_kept = 0;  // the newest items whose times each end keeps
+  // Of a receiver whose items land where it posts, not in slots: places that may be posted and not granted
+  // yet. 0 for any other.
+  std::size_t num_posts_max = 0;
+  std::uint32_t channel_id = 0;  // of those
 };
 
 class SendChannel final : public LinkHandler {
@@ -68,7 +72,10 @@ class SendChannel final : public LinkHandler {
 
   // From now on items are written into the receiver's slots, which lie in this memory. Where it is device
   // memory, a channel that the wire can neither read from nor stage for must have it. Before there is a link.
+  // Claims it.
   void place_into(std::unique_ptr<SharedMemory> memory);
+  // As that, of memory into which the receiver posts places for items. The caller has claimed it.
+  void place_where_posted(std::unique_ptr<SharedMemory> memory);
   [[nodiscard]] bool places() const { return places_; }
   // Lets go of that memory, which the receiver frees then. The transport has been shut down.
   void end_placing();
@@ -122,9 +129,11 @@ class SendChannel final : public LinkHandler {
   void enqueue(SendItem& item);
   void schedule_pump();
   void pump();
+  [[nodiscard]] Failure broken(const std::string& what) const;
   [[nodiscard]] std::optional<std::string> add_grants(const FrameHeader& credit);
   void start_queued();
   [[nodiscard]] Patience patience();
+  void place(std::unique_ptr<SharedMemory> memory, bool are_posted);
   [[nodiscard]] bool start(SendItem& item);
   void copy_started();
   void frame_copied();
@@ -153,7 +162,8 @@ class SendChannel final : public LinkHandler {
   RingBuffer<SendItem*> started_;
   GrantedSlots granted_;
   bool failed_ = false;
-  bool peer_left_ = false;  // it said BYE: what is sent from now on would vanish
+  std::optional<std::string> refused_;  // what the receiver has posted wrongly
+  bool peer_left_ = false;              // it said BYE: what is sent from now on would vanish
 
   ItemCopier copier_;  // its callbacks use the above
 };

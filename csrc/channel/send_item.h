@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/ids.h"
+#include "channel/granted_slots.h"
 #include "channel/tensor.h"
 #include "channel/wire_layout.h"
 #include "device/device.h"
@@ -63,6 +64,7 @@ struct SendItem {
   std::size_t chunk_bytes = 0;
   std::size_t num_chunks = 0;
   std::uint16_t slot = 0;  // of the receiver
+  PostedRange posted;      // what it has posted for the slot, if anything
   Lease staging;  // what it is copied to, unless it is placed; invalid when the wire reads the tensors
   std::byte* copy = nullptr;      // in one of the two; null when there is none
   std::byte* residual = nullptr;  // what the codec has left out before it; null when it keeps none

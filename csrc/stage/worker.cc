@@ -3,10 +3,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "channel/placed_slots.h"
 #include "channel/wire_layout.h"
 #include "stage/abort_frame.h"
-#include "stage/shared_term_memory.h"
 #include "transport/device_offer.h"
 #include "transport/endpoint.h"
 
@@ -39,108 +37,13 @@ std::string Worker::why_out_of_reach(const std::string& offer) {
   return ::pipedream::why_out_of_reach(*device_, offer, identity(0));
 }
 
-void Worker::check_new(const std::string& name) const {
-  if (senders_.contains(name) || receivers_.contains(name))
-    throw UserError("channel '" + name + "' exists already");
-}
-
-void Worker::check_spec(const ChannelSpec& spec) const {
-  check_new(spec.name);
-  if (!spec.on_device && WireLayout(spec.item, spec.codec).encodes()) {
-    throw UserError("channel '" + spec.name + "' of host memory has codec " + codec_name(spec.codec) +
-                    "; only items on the device can be encoded");
-  }
-  if (!spec.places_on_device) return;
-  // The caller has asked both ends.
-  PD_CHECK(spec.on_device && !WireLayout(spec.item, spec.codec).encodes(), spec.name);
-  PD_CHECK(shares_memory(), spec.name);
-}
-
-bool Worker::is_staged(const ChannelSpec& spec) const {
-  if (!spec.on_device || spec.places_on_device) return false;
-  return options_.force_staging || !device_->device_memory_is_host_memory() ||
-         WireLayout(spec.item, spec.codec).encodes();
-}
-
-// Whether workers of the same host may use memory of this one.
-bool Worker::shares_memory() const { return options_.shares_memory && options_.transport != kInproc; }
-
-PoolTerm Worker::staging_term(const ChannelSpec& spec) const {
-  return {"staging, " + spec.name, WireLayout(spec.item, spec.codec).slot_bytes(), spec.num_items,
-          MemoryKind::kStaging};
-}
-
-LinkIdentity Worker::identity(std::uint32_t channel_id) const {
-  return {options_.run_id, options_.incarnation, channel_id};
-}
-
-// Both ends know it from the plan: the endpoint, which others may write, is not asked.
-SharedMemoryUse Worker::shared_use(const ChannelSpec& spec) const {
-  return {identity(spec.channel_id), WireLayout(spec.item, spec.codec).slot_bytes()};
-}
-
-std::unique_ptr<Memory> Worker::share(Receiver& receiver, std::size_t num_bytes) const {
-  const SharedMemoryUse use = shared_use(receiver.spec);
-  std::string why;
-  auto shared = receiver.spec.places_on_device ? SharedMemory::make_on(*device_, num_bytes, use, &why)
-                                               : SharedMemory::make(num_bytes, use);
-  if (!shared) throw UserError("the slots of " + receiver.spec.name + ": " + why);
-  auto memory = std::make_unique<SharedTermMemory>(*device_, std::move(shared));
-  receiver.shared = &memory->shared();
-  return memory;
-}
-
-void Worker::add_receive_channel(const ChannelSpec& spec) {
-  check_spec(spec);
-  Receiver& receiver = receivers_[spec.name];
-  receiver.spec = spec;
-  PoolTerm slots{spec.name, spec.item.slot_bytes(), spec.num_items,
-                 spec.on_device ? MemoryKind::kDevice : MemoryKind::kStaging};
-  PoolTerm staging = staging_term(spec);
-  if (shares_memory()) {  // what the wire writes
-    (is_staged(spec) ? staging : slots).allocate = [this, &receiver](std::size_t num_bytes) {
-      return share(receiver, num_bytes);
-    };
-  }
-  receiver.slots = &pool_->add(std::move(slots));
-  if (is_staged(spec)) receiver.staging = &pool_->add(std::move(staging));
-}
-
-void Worker::add_send_channel(const ChannelSpec& spec) {
-  check_spec(spec);
-  Sender& sender = senders_[spec.name];
-  sender.spec = spec;
-  if (is_staged(spec)) sender.staging = &pool_->add(staging_term(spec));
-  const std::size_t residual_bytes = WireLayout(spec.item, spec.codec).residual_bytes();
-  if (residual_bytes > 0) {  // zero at first, so not poisoned
-    sender.residual = &pool_->add({"residual, " + spec.name, residual_bytes, spec.num_residuals,
-                                   MemoryKind::kDevice, /*poison=*/false});
-  }
-}
-
-void Worker::add_term(PoolTerm term) {
-  const std::string name = term.name;
-  terms_[name] = &pool_->add(std::move(term));
-}
-
-ChannelOptions Worker::channel_options(const ChannelSpec& spec) {
-  ChannelOptions options;
-  options.name = spec.name;
-  options.spec = spec.item;
-  options.chunk_bytes = spec.chunk_bytes;
-  options.num_items_max = static_cast<std::size_t>(spec.num_items);
-  options.first_minibatch = spec.first_minibatch;
-  options.minibatch_stride = spec.minibatch_stride;
-  options.num_microbatches = spec.num_microbatches;
-  options.codec = spec.codec;
-  options.num_transfers_kept = spec.num_transfers_kept;
-  return options;
-}
-
 void Worker::seal() {
   offer_.reset();
   pool_->seal();
   for (auto& [name, receiver] : receivers_) {
+    if (const auto posted = posted_terms_.find(receiver.spec.posted_into); posted != posted_terms_.end()) {
+      receiver.shared = posted->second;
+    }
     receiver.channel = std::make_unique<ReceiveChannel>(
         channel_options(receiver.spec), *transport_, wakeup_, *device_, *receiver.slots, receiver.staging,
         receiver.spec.on_device ? compute_stream_.get() : nullptr, receiver.shared);
@@ -186,21 +89,6 @@ void Worker::connect(const std::map<std::string, std::string>& endpoints) {
     Link& link = transport_->connect(link_options(sender.spec), to_string(endpoint), *sender.channel);
     sender.link.store(&link);
     sender.channel->attach(link);
-  }
-}
-
-// Where memory of the host cannot be opened the receiver is on another host, or the address is of something
-// else; the wire carries the bytes. Device memory must be opened: nothing else is planned.
-void Worker::place(Sender& sender, const std::string& address) const {
-  const ChannelSpec& spec = sender.spec;
-  std::string why;
-  auto memory = spec.places_on_device ? SharedMemory::open_on(*device_, address, shared_use(spec), &why)
-                                      : SharedMemory::open(address, shared_use(spec));
-  if (memory) {
-    sender.channel->place_into(std::move(memory));
-  } else if (spec.places_on_device) {
-    throw UserError("the device memory of " + spec.peer + " cannot be opened for " + spec.name +
-                    ", though that was tried before: " + why + "; use transport='shm' or 'tcp'");
   }
 }
 
@@ -340,6 +228,18 @@ void Worker::send_end(const std::string& channel) {
   to.channel->send_end(to.num_items_sent);
 }
 
+void Worker::post_items(const std::string& channel, std::span<const std::span<std::byte>> places) {
+  Receiver& to = receiver(channel);
+  const SlotGroup& term = *terms_.at(to.spec.posted_into);
+  const std::byte* const begin = term.slot_data(SlotIndex(0));
+  const std::byte* const end = term.slot_data(SlotIndex(term.term().num_slots - 1)) + term.term().slot_bytes;
+  for (const std::span<std::byte> place : places) {
+    PD_CHECK(begin <= place.data() && place.data() + place.size() <= end,
+             place.size() << " bytes that are not in '" << to.spec.posted_into << "'");
+  }
+  to.channel->post(places);
+}
+
 Result<std::optional<ReceivedItem>> Worker::receive_item(const std::string& channel, Deadline deadline,
                                                          bool counts_as_wait) {
   ReceiveChannel& from = *receiver(channel).channel;
@@ -462,24 +362,6 @@ bool Worker::wait_for_transfers(Deadline deadline) {
     const Sender& sender = named.second;
     return sender.spec.num_transfers_kept == 0 || sender.channel->wait_until_sent(deadline);
   });
-}
-
-// The sender decides, and has told its receiver by claiming the memory, before it said HELLO.
-std::map<std::string, std::string> Worker::channel_transports() const {
-  const bool encrypts = options_.keys && options_.transport != kInproc;
-  std::string by_link = std::string(transport_->name()) + (encrypts ? " curve" : "");
-  const auto text = [&](const ChannelSpec& spec, bool placed) -> std::string {
-    if (!placed) return by_link;
-    return spec.places_on_device ? "cuda ipc" : "shared memory";
-  };
-  std::map<std::string, std::string> transports;
-  for (const auto& [name, sender] : senders_) {
-    transports[name] = text(sender.spec, sender.channel && sender.channel->places());
-  }
-  for (const auto& [name, receiver] : receivers_) {
-    transports[name] = text(receiver.spec, receiver.shared != nullptr && receiver.shared->is_claimed());
-  }
-  return transports;
 }
 
 void Worker::pulse() {

@@ -16,6 +16,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -57,7 +58,8 @@ class Worker {
   // Before seal. Throw UserError for a name that is taken.
   void add_receive_channel(const ChannelSpec& spec);
   void add_send_channel(const ChannelSpec& spec);
-  void add_term(PoolTerm term);
+  // is_posted_into: the items of some channels land there, so that workers of this host are to write it.
+  void add_term(PoolTerm term, bool is_posted_into = false);
   // Allocates and pre-faults everything.
   void seal();
   // Channel name -> endpoint, for every receive channel.
@@ -99,6 +101,9 @@ class Worker {
                                              Deadline deadline);
   // Destroys what kept sent items alive, of those that have left.
   void collect_released(const std::string& channel) { sender(channel).channel->collect_released(); }
+  // The next items of the channel, which has no slots, are to land there: each a part of the term that it is
+  // posted into, and of just so many bytes.
+  void post_items(const std::string& channel, std::span<const std::span<std::byte>> places);
   // counts_as_wait: in the engine's figures; false where the caller counts it as its own time.
   [[nodiscard]] Result<std::optional<ReceivedItem>> receive_item(const std::string& channel,
                                                                  Deadline deadline,
@@ -176,6 +181,7 @@ class Worker {
   [[nodiscard]] PoolTerm staging_term(const ChannelSpec& spec) const;
   [[nodiscard]] LinkIdentity identity(std::uint32_t channel_id) const;
   [[nodiscard]] SharedMemoryUse shared_use(const ChannelSpec& spec) const;
+  [[nodiscard]] SharedMemoryUse posted_use() const;
   [[nodiscard]] std::unique_ptr<Memory> share(Receiver& receiver, std::size_t num_bytes) const;
   [[nodiscard]] static ChannelOptions channel_options(const ChannelSpec& spec);
   void place(Sender& sender, const std::string& address) const;
@@ -199,7 +205,8 @@ class Worker {
   std::map<std::string, Sender> senders_;
   std::map<std::string, Receiver> receivers_;
   std::map<std::string, SlotGroup*> terms_;
-  std::vector<std::unique_ptr<VersionSlots>> slots_;  // of each stage
+  std::map<std::string, SharedMemory*> posted_terms_;  // those that others of this host write, by name
+  std::vector<std::unique_ptr<VersionSlots>> slots_;   // of each stage
   CpuShare own_cpus_;
   std::unique_ptr<StageEngine> engine_;
   std::atomic<const StageEngine*> started_engine_{nullptr};  // pulse() may come from any thread

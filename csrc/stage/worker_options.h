@@ -59,6 +59,10 @@ struct ChannelSpec {
   std::size_t num_transfers_kept = 0;  // the newest items whose times are kept, for transfers()
   std::int64_t minibatch_stride = 1;   // from one of its minibatches to the next
   std::int64_t num_residuals = 1;      // send: what the codec has left out is kept of so many items, in turn
+  // Receive: the items have no slots, post_items() says where in this term each is to land, which lies in the
+  // host's memory; and how many places may be posted before their items have begun to come. Empty: slots.
+  std::string posted_into{};
+  std::size_t num_posts_max = 0;
 };
 
 // The channel of an edge of which the worker has one end.

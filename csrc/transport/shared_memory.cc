@@ -35,7 +35,8 @@ constexpr std::size_t kPageBytes = 4096;
 constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 constexpr const char* kMemfdName = "pipedream";
 constexpr std::string_view kLinkPrefix = "/memfd:pipedream";  // what /proc/<pid>/fd/<fd> points to
-constexpr std::uint64_t kMagic = 0x334D454D53445250;          // "PRDSMEM3" in memory
+constexpr std::uint64_t kMagic = 0x344D454D53445250;          // "PRDSMEM4" in memory
+constexpr std::size_t kNumClaimsMax = 512;                    // of channels
 constexpr auto kOpenerPollPeriod = std::chrono::milliseconds(1);
 
 using Secret = std::array<std::uint8_t, 16>;
@@ -53,6 +54,7 @@ struct FirstPage {
   Secret secret;
   SharedMemoryUse use;
   std::atomic<std::uint32_t> claimed;
+  std::array<std::atomic<std::uint32_t>, kNumClaimsMax> claims;  // channel_id + 1; 0: of none
 };
 static_assert(sizeof(FirstPage) <= kPageBytes);
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
@@ -200,6 +202,17 @@ class MappedFile final : public SharedMemory {
   }
   void claim() override { first_page().claimed.store(1); }
   [[nodiscard]] bool is_claimed() const override { return first_page().claimed.load() != 0; }
+  [[nodiscard]] bool claim_for(std::uint32_t channel_id) override {
+    return std::ranges::any_of(first_page().claims, [&](std::atomic<std::uint32_t>& claim) {
+      std::uint32_t nobody = 0;
+      return claim.compare_exchange_strong(nobody, channel_id + 1) || nobody == channel_id + 1;
+    });
+  }
+  [[nodiscard]] bool is_claimed_for(std::uint32_t channel_id) const override {
+    return std::ranges::any_of(first_page().claims, [&](const std::atomic<std::uint32_t>& claim) {
+      return claim.load() == channel_id + 1;
+    });
+  }
   [[nodiscard]] FirstPage& first_page() const { return *reinterpret_cast<FirstPage*>(mapping_); }
   [[nodiscard]] DeviceNote& note() const { return *reinterpret_cast<DeviceNote*>(data()); }
   [[nodiscard]] int fd() const { return fd_.get(); }
@@ -339,6 +352,10 @@ class DeviceSharedMemory : public SharedMemory {
   [[nodiscard]] std::string address() const override { return file_->address(); }
   void claim() override { file_->claim(); }
   [[nodiscard]] bool is_claimed() const override { return file_->is_claimed(); }
+  [[nodiscard]] bool claim_for(std::uint32_t channel_id) override { return file_->claim_for(channel_id); }
+  [[nodiscard]] bool is_claimed_for(std::uint32_t channel_id) const override {
+    return file_->is_claimed_for(channel_id);
+  }
 
  protected:
   [[nodiscard]] const MappedFile& file() const { return *file_; }

@@ -31,6 +31,9 @@ struct SharedMemoryUse {
   friend bool operator==(const SharedMemoryUse&, const SharedMemoryUse&) = default;
 };
 
+// The channel_id of memory that belongs to no channel: several receive into it, where they are told to.
+inline constexpr std::uint32_t kPostedChannelId = 0xFFFFFFFF;
+
 // How long a maker of device memory waits for whoever opened it, from its destructor on where nobody says
 // until when. All of a run end at the same time.
 inline constexpr auto kOpenerPatience = std::chrono::seconds(5);
@@ -68,6 +71,9 @@ class SharedMemory {
   // Whoever opened it says that it will write here; both sides see that it has.
   virtual void claim() = 0;
   [[nodiscard]] virtual bool is_claimed() const = 0;
+  // The same where several may open it: who sends by this channel. False when as many have as can.
+  [[nodiscard]] virtual bool claim_for(std::uint32_t channel_id) = 0;
+  [[nodiscard]] virtual bool is_claimed_for(std::uint32_t channel_id) const = 0;
 
   // Until when its maker's destructor waits at most: one deadline for whatever is freed together. Nothing to
   // do but for what make_on() made.

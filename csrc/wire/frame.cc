@@ -200,12 +200,13 @@ std::optional<Failure> tensorless_violation(const FrameHeader& header) {
   if (header.num_tensors != 0) return not_zero(header, "num_tensors", header.num_tensors);
   if (header.tensor_index != 0) return not_zero(header, "tensor_index", header.tensor_index);
   if (header.num_dims != 0) return not_zero(header, "num_dims", header.num_dims);
-  if (header.tensor_bytes != 0) return not_zero(header, "tensor_bytes", header.tensor_bytes);
-  if (header.chunk_offset != 0) return not_zero(header, "chunk_offset", header.chunk_offset);
+  const bool is_credit = header.kind == FrameKind::kCredit;
+  if (header.tensor_bytes != 0 && !is_credit) return not_zero(header, "tensor_bytes", header.tensor_bytes);
+  if (header.chunk_offset != 0 && !is_credit) return not_zero(header, "chunk_offset", header.chunk_offset);
   if (header.placed_bytes != 0) return not_zero(header, "placed_bytes", header.placed_bytes);
   if (header.codec != CodecKind::kNone)
     return not_zero(header, "codec", static_cast<std::uint8_t>(header.codec));
-  if (header.slot != 0 && header.kind != FrameKind::kCredit) return not_zero(header, "slot", header.slot);
+  if (header.slot != 0 && !is_credit) return not_zero(header, "slot", header.slot);
   if (header.payload_bytes != 0 && header.kind != FrameKind::kAbort) {
     return not_zero(header, "payload_bytes", header.payload_bytes);
   }
@@ -220,8 +221,15 @@ std::optional<Failure> tensorless_violation(const FrameHeader& header) {
 }
 
 std::optional<Failure> credit_violation(const FrameHeader& header) {
+  const bool is_credit = header.kind == FrameKind::kCredit;
+  if (is_credit && header.chunk_offset != 0 && header.tensor_bytes == 0) {
+    return corrupt_field("chunk_offset", header.chunk_offset, "of no posted bytes");
+  }
   if (header.further_slots == 0) return std::nullopt;
-  if (header.kind != FrameKind::kCredit) return not_zero(header, "further_slots", header.further_slots);
+  if (!is_credit) return not_zero(header, "further_slots", header.further_slots);
+  if (header.tensor_bytes != 0) {
+    return corrupt_field("further_slots", header.further_slots, "must be 0 where a place is posted");
+  }
   if (last_slot_of(header) <= std::numeric_limits<std::uint16_t>::max()) return std::nullopt;
   return corrupt_field("further_slots", header.further_slots,
                        "reaches beyond slot 65535 from slot " + std::to_string(header.slot));

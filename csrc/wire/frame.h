@@ -22,7 +22,7 @@
 namespace pipedream {
 
 inline constexpr std::uint32_t kFrameMagic = 0x4D445250;  // "PRDM" in memory
-inline constexpr std::uint16_t kFrameFormatVersion = 5;
+inline constexpr std::uint16_t kFrameFormatVersion = 6;
 inline constexpr std::size_t kNumDimsMax = 8;
 inline constexpr std::size_t kFrameHeaderBytes = 208;
 inline constexpr std::size_t kChunkBytesMax = std::size_t{64} << 20;
@@ -59,6 +59,7 @@ struct FrameHeader {
   DType dtype = DType::kUInt8;
   std::uint8_t num_dims = 0;
   std::array<std::int64_t, kNumDimsMax> shape{};
+  // CREDIT of a posted place, which is one: its bytes, and where it begins in the memory that is shared.
   std::uint64_t tensor_bytes = 0;
   std::uint64_t chunk_offset = 0;
   std::uint64_t payload_bytes = 0;
@@ -89,8 +90,9 @@ void encode(const FrameHeader& header, std::span<std::byte, kFrameHeaderBytes> b
 // negative dimension, shape x dtype without overflow and, unless encoded, == tensor_bytes,
 // chunk_offset + payload_bytes + placed_bytes <= tensor_bytes for a tensor, one of these two zero,
 // tensor_index < num_tensors, a finite loss_scale that is not negative. Frames of other kinds than TENSOR
-// leave the tensor's and the item's fields zero (CREDIT has slots, 65,535 the last) and, but for ABORT, have
-// no payload; plan_hash is HELLO's alone, num_work_items and has_pulse BEAT's, further_slots CREDIT's.
+// leave the tensor's and the item's fields zero (CREDIT has slots, 65,535 the last, or one slot and the place
+// that is posted for it) and, but for ABORT, have no payload; plan_hash is HELLO's alone, num_work_items and
+// has_pulse BEAT's, further_slots CREDIT's.
 [[nodiscard]] Result<FrameHeader> decode(std::span<const std::byte> bytes);
 
 // The rules of decode() that concern the fields alone. A link asks before it sends: a header that the

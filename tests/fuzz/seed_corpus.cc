@@ -72,6 +72,10 @@ void write_frames(const std::filesystem::path& folder) {
   header.kind = FrameKind::kCredit;
   header.slot = 3;
   write_frame(folder, "credit", header);
+  header.tensor_bytes = 4096;
+  header.chunk_offset = 128;
+  write_frame(folder, "posted", header);
+  header.tensor_bytes = header.chunk_offset = 0;
   header.further_slots = 0b1101;
   write_frame(folder, "credits", header);
   header.further_slots = 0;

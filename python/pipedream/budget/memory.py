@@ -384,7 +384,7 @@ def channel_terms(channel: RunChannel, rank: int) -> Terms:
     item_bytes, wire_bytes, residual_bytes, encodes = _core.channel_bytes(channel.tensors, channel.codec)
     terms: Terms = {}
     if channel.receiver == rank:
-        terms[channel.name] = channel.num_slots * slot_bytes(item_bytes)
+        terms[channel.name] = 0 if channel.posted_into else channel.num_slots * slot_bytes(item_bytes)
         if encodes:
             terms[_STAGING + channel.name] = channel.num_slots * slot_bytes(wire_bytes)
     elif encodes:

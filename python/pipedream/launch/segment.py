@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from pipedream.data.stream import ForwardedData, MinibatchStream, ReceivedStream
 from pipedream.launch.agreed_run import AgreedRun, wait_for
 from pipedream.launch.set_up import Rehearsed
 from pipedream.launch.spare_pool import SparePool
-from pipedream.launch.stage_pool import StagePool
+from pipedream.launch.stage_pool import StagePool, version_term
 from pipedream.launch.worker_links import WorkerLinks, no_word
 from pipedream.launch.worker_optimizers import WorkerOptimizers
 from pipedream.links.channels import (
@@ -212,7 +212,26 @@ def _channels_of(
         codec=options.links.codec,
         shards=optimizers.shards(),
     )
+    if device.type != "cuda" and not options.is_asynchronous:
+        channels = _posted_into_versions(run, channels, optimizers)
     return _placed_on_devices(run, core, device, channels) if options.links.places_on_devices else channels
+
+
+def _posted_into_versions(
+    run: AgreedRun, channels: Sequence[RunChannel], optimizers: WorkerOptimizers
+) -> list[RunChannel]:
+    """The channels, of which those by which this worker pulls have no slots: what comes lands in the next
+    weight version. Not of a stage that owns tied parameters, whose versions are two terms."""
+
+    def posted(channel: RunChannel) -> RunChannel:
+        edge = channel.edge
+        if edge is None or edge.kind != "pull" or channel.receiver != run.rank:
+            return channel
+        if any(chunk.is_tied for chunk in optimizers.layouts[edge.to_stage].chunks):
+            return channel
+        return replace(channel, posted_into=version_term(edge.to_stage))
+
+    return [posted(channel) for channel in channels]
 
 
 def _placed_on_devices(

@@ -68,7 +68,7 @@ from pipedream.stage.tied import TiedParameters, ties_by_owner
 from pipedream.stage.weight_layout import weight_layout
 from pipedream.stage.weights import StageWeights, split_tied
 
-__all__ = ["StagePool"]
+__all__ = ["StagePool", "version_term"]
 
 
 class StagePool:
@@ -94,6 +94,7 @@ class StagePool:
         self._optimizers = optimizers.by_stage
         self._offload: dict[int, Offload] = {}  # by stage, what is done
         self._torch_pool_bytes = 0
+        self._channels = channels
         if run.own_stages():
             self._plan(footprints, channels)
 
@@ -244,7 +245,9 @@ class StagePool:
             if offload.versions:
                 self._core.add_term(_term(OFFLOADED_VERSIONS, stage), own_bytes, num_versions, staging=True)
                 num_versions = num_resident_versions(num_versions)
-            self._core.add_term(_term(WEIGHT_VERSIONS, stage), own_bytes, num_versions)
+            term = version_term(stage)
+            is_posted_into = any(channel.posted_into == term for channel in memory.channels)
+            self._core.add_term(term, own_bytes, num_versions, is_posted_into=is_posted_into)
             if offload.activations:
                 self._core.add_term(
                     _term(OFFLOADED_ACTIVATIONS, stage),
@@ -370,6 +373,7 @@ class StagePool:
                 push_from=names["push", False],
                 pull_to=names["pull", True],
                 pull_from=names["pull", False],
+                posted_from=self._posted_from(stage),
             ),
             push_codec=codec_of_pushes(self.run.options.links.codec),
             num_rounds_kept=self._num_rounds_kept(stage),
@@ -385,6 +389,11 @@ class StagePool:
                 device=self._device,
             ),
         )
+
+    def _posted_from(self, stage: int) -> frozenset[int]:
+        """The owners of shards whose versions land where they are for."""
+        edges = [channel.edge for channel in self._channels if channel.posted_into == version_term(stage)]
+        return frozenset(edge.from_replica for edge in edges if edge is not None)
 
     def _layers_of(self, stage: int, weights: Sequence[FactorLayer]) -> dict[str, list[nn.Linear]]:
         """By name, who has these weights."""
@@ -429,6 +438,11 @@ class StagePool:
 
 def _tied_name(owner: int) -> str:
     return f"{TIED_VERSIONS} from stage {owner}"
+
+
+def version_term(stage_index: int) -> str:
+    """The pool's, that has the stage's own weight versions."""
+    return _term(WEIGHT_VERSIONS, stage_index)
 
 
 def _term(name: str, stage_index: int) -> str:

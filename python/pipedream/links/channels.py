@@ -166,6 +166,8 @@ class RunChannel:
     """The newest items whose times each end keeps. Where any, whether all have left can be asked."""
     num_residuals: int = 1
     """Items in a row of which what the codec has left out is kept, each by itself."""
+    posted_into: str = ""
+    """At the receiver: the term of its memory into which it is told to receive; "" where it has slots."""
     places_on_device: bool = False
     """Whether the sender writes into the receiver's device memory, as both have found that it can."""
 
@@ -208,6 +210,8 @@ class RunChannel:
             places_on_device=self.places_on_device,
             num_transfers_kept=self.num_transfers_kept,
             num_residuals=self.num_residuals,
+            posted_into="" if sends else self.posted_into,
+            num_posts_max=self.num_unsent_max if self.posted_into and not sends else 0,
         )
 
 

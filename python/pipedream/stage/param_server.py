@@ -176,9 +176,13 @@ class ParameterServer(ShardClient):
         makes a part, whose pieces are these of the shard's."""
         tied_read, tied_write = self._tied.begin_update()
         self._settle(write_slot, tied_write)
+        poisons = self._poisons and read_slot != write_slot
+        if not poisons:
+            self._post_places(write_slot)
         self._wait_for_readers(write_slot)
-        if self._poisons and read_slot != write_slot:
+        if poisons:
             self._weights.own.poison(write_slot)
+            self._post_places(write_slot)
         read = [*self._own_pieces[read_slot], *self._tied_pieces[tied_read]]
         write = [*self._own_pieces[write_slot], *self._tied_pieces[tied_write]]
         for part in self._parts:

@@ -47,6 +47,8 @@ class ReplicaChannels:
     push_from: Mapping[int, str]
     pull_to: Mapping[int, str]
     pull_from: Mapping[int, str]
+    posted_from: frozenset[int] = frozenset()
+    """Those of pull_from whose versions land where post_items() says, which is where they are for."""
 
     @property
     def received(self) -> list[str]:
@@ -108,6 +110,8 @@ class ShardClient(StageGradients):
         self._slot_of = {first: 0}  # by version, of those in the slots
         self._newest = first
         self._newest_pulled = dict.fromkeys(self._others, first)
+        self._places: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        """By slot and owner, (address, bytes) of the owner's chunks in the slot."""
         self._num_pushed = first  # rounds
         self._has_told_end = False
         self._pushes = RoundPushes(
@@ -249,6 +253,10 @@ class ShardClient(StageGradients):
     def _take_in(self, other: int, slot_index: int | None, tied_slot: int) -> list[int]:
         """What comes next of that replica's shard, all its chunks. By chunk, how many minibatches it says
         that it is of."""
+        if other in self._channels.posted_from:  # it is where it was to land
+            for _ in self._chunks[other]:
+                self._core.receive_item(self._channels.pull_from[other])
+            return []
         self._settle(slot_index, tied_slot)
         num_minibatches = []
         for chunk in self._chunks[other]:
@@ -259,6 +267,16 @@ class ShardClient(StageGradients):
                 place.copy_(received.tensors[0])
             num_minibatches.append(received.num_minibatches)
         return num_minibatches
+
+    def _post_places(self, write_slot: int) -> None:
+        """From now on the others' shards of the next version may land in the slot, which nobody reads."""
+        for other in self._channels.posted_from:
+            if (write_slot, other) not in self._places:
+                places = [self._place_of(chunk, write_slot, 0) for chunk in self._chunks[other]]
+                self._places[write_slot, other] = [
+                    (place.data_ptr(), place.nbytes) for place in places if place is not None
+                ]
+            self._core.post_items(self._channels.pull_from[other], self._places[write_slot, other])
 
     def _note_version(self, write_slot: int) -> None:
         """The slot gets the next version: this replica's shard of it is there."""

@@ -124,6 +124,22 @@ TEST(SharedMemory, BothSidesSeeThatItIsClaimed) {
   EXPECT_TRUE(opened->is_claimed());
 }
 
+TEST(SharedMemory, EachOfSeveralSendersClaimsItForItself) {
+  const auto made = SharedMemory::make(100, kUse);
+  const auto first = SharedMemory::open(made->address(), kUse);
+  const auto second = SharedMemory::open(made->address(), kUse);
+  EXPECT_TRUE(first->claim_for(0));
+  EXPECT_TRUE(second->claim_for(7));
+  EXPECT_TRUE(second->claim_for(7));
+  EXPECT_TRUE(made->is_claimed_for(0));
+  EXPECT_TRUE(made->is_claimed_for(7));
+  EXPECT_FALSE(made->is_claimed_for(1));
+  EXPECT_FALSE(made->is_claimed());
+  std::uint32_t num_claimed = 2;
+  while (first->claim_for(100 + num_claimed)) ++num_claimed;
+  EXPECT_EQ(num_claimed, 512U);  // the rest take the wire
+}
+
 TEST(SharedMemory, EveryOneHasASecretOfItsOwn) {
   const auto first = SharedMemory::make(100, kUse);
   const auto second = SharedMemory::make(100, kUse);

@@ -195,7 +195,7 @@ TEST(Frame, ScalarsEmptyTensorsAndEightDimensionsSurviveTheRoundTrip) {
 
 TEST(Frame, BytesOnTheWireNeverChange) {
   const HeaderBytes bytes = encoded(tensor_header());
-  EXPECT_EQ(std::memcmp(bytes.data(), "PRDM\x05\x00\xD0\x00", 8), 0);
+  EXPECT_EQ(std::memcmp(bytes.data(), "PRDM\x06\x00\xD0\x00", 8), 0);
   EXPECT_EQ(std::memcmp(bytes.data() + 8, "\x88\x77\x66\x55\x44\x33\x22\x11", 8), 0);
   EXPECT_EQ(bytes[16], std::byte{7});
   EXPECT_EQ(bytes[20], std::byte{42});
@@ -326,7 +326,6 @@ TEST(Frame, FramesWithoutATensorCarryNoneOfItsFields) {
       {"num_tensors", [](FrameHeader& header) { header.num_tensors = 1; }},
       {"tensor_index", [](FrameHeader& header) { header.tensor_index = 1; }},
       {"num_dims", [](FrameHeader& header) { header.num_dims = 1; }},
-      {"tensor_bytes", [](FrameHeader& header) { header.tensor_bytes = 1; }},
       {"chunk_offset", [](FrameHeader& header) { header.chunk_offset = 1; }},
       {"placed_bytes", [](FrameHeader& header) { header.placed_bytes = 1; }},
       {"codec", [](FrameHeader& header) { header.codec = CodecKind::kBFloat16; }},
@@ -349,6 +348,9 @@ TEST(Frame, FramesWithoutATensorCarryNoneOfItsFields) {
     FrameHeader with_slot = header_of_kind(kind);
     with_slot.slot = 1;
     EXPECT_EQ(decode(encoded(with_slot)).ok(), kind == FrameKind::kCredit) << frame_kind_name(kind);
+    FrameHeader with_place = header_of_kind(kind);
+    with_place.tensor_bytes = 1;
+    EXPECT_EQ(decode(encoded(with_place)).ok(), kind == FrameKind::kCredit) << frame_kind_name(kind);
     FrameHeader with_slots = header_of_kind(kind);
     with_slots.further_slots = 1;
     EXPECT_EQ(decode(encoded(with_slots)).ok(), kind == FrameKind::kCredit) << frame_kind_name(kind);
@@ -373,11 +375,26 @@ TEST(Frame, CreditsReachNoFurtherThanSlotsGo) {
   expect_refused(encoded(header), "further_slots");
 }
 
+TEST(Frame, ACreditOfAPostedPlaceIsOfOneSlot) {
+  FrameHeader header = header_of_kind(FrameKind::kCredit);
+  header.slot = 3;
+  header.tensor_bytes = 4096;
+  header.chunk_offset = 64;
+  const Result<FrameHeader> decoded = decode(encoded(header));
+  ASSERT_TRUE(decoded.ok());
+  EXPECT_EQ(decoded.value(), header);
+  header.further_slots = 1;
+  expect_refused(encoded(header), "further_slots");
+  header.further_slots = 0;
+  header.tensor_bytes = 0;
+  expect_refused(encoded(header), "chunk_offset");
+}
+
 TEST(Frame, EnvelopeIsCheckedBeforeAnyField) {
   const HeaderBytes good = encoded(tensor_header());
   expect_refused(forged(good, 0, std::uint32_t{0x4D445251}), "magic");
-  expect_refused(forged(good, 4, std::uint16_t{4}), "format_version");
-  expect_refused(forged(good, 4, std::uint16_t{6}), "format_version");
+  expect_refused(forged(good, 4, std::uint16_t{5}), "format_version");
+  expect_refused(forged(good, 4, std::uint16_t{7}), "format_version");
   expect_refused(forged(good, 6, std::uint16_t{207}), "header_bytes");
   expect_refused(forged(good, kKindAt, std::uint8_t{0}), "kind");
   expect_refused(forged(good, kKindAt, std::uint8_t{8}), "kind");

@@ -1,0 +1,35 @@
+// With the GIL.
+#include "bindings/engine_rows.h"
+
+namespace py = pybind11;
+
+namespace pipedream {
+
+py::list version_rows(const std::vector<VersionsRead>& versions) {
+  py::list pairs;
+  for (const VersionsRead& read : versions) {
+    pairs.append(py::make_tuple(read.forward.value(), read.backward.value()));
+  }
+  return pairs;
+}
+
+py::list span_rows(const std::vector<Span>& spans) {
+  py::list rows;
+  for (const Span& span : spans) {
+    rows.append(py::make_tuple(work_kind_name(span.kind), span.stage.value(), span.minibatch.value(),
+                               span.microbatch.value(), span.asked_ns, span.ready_ns, span.completed_ns,
+                               span.wait_ns, span.compute_ns));
+  }
+  return rows;
+}
+
+py::dict totals_entry(const EngineTotals& totals) {
+  py::dict entries;
+  entries["num_work_items"] = totals.num_work_items;
+  entries["wait_ns"] = totals.wait_ns;
+  entries["compute_ns"] = totals.compute_ns;
+  entries["elapsed_ns"] = totals.elapsed_ns;
+  return entries;
+}
+
+}  // namespace pipedream

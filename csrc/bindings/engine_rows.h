@@ -1,0 +1,18 @@
+// What a stage engine has recorded, as Python's rows and entries. With the GIL.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <vector>
+
+#include "stage/engine.h"
+
+namespace pipedream {
+
+// (forward, backward)
+[[nodiscard]] pybind11::list version_rows(const std::vector<VersionsRead>& versions);
+// (kind, stage, minibatch, microbatch, asked, ready, completed, wait, compute), the last five in ns
+[[nodiscard]] pybind11::list span_rows(const std::vector<Span>& spans);
+[[nodiscard]] pybind11::dict totals_entry(const EngineTotals& totals);
+
+}  // namespace pipedream

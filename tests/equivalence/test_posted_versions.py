@@ -1,0 +1,130 @@
+"""What replicas pull lands in the slot of the version that it is of: there alone, while nobody reads that
+slot, and without slots of its own."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import time
+from typing import Any
+
+import pipedream
+import pytest
+import torch
+from farm import Farm
+from oracle import assert_equals_reference
+from pipedream import NonFiniteLoss, RunResult
+from pipedream.stage.param_server import ParameterServer
+from pipedream.stage.shard_client import ShardClient
+from pipedream.stage.stage_runner import StageRunner
+from training import OPTIMIZERS, State, Training, is_on_cuda, train_in_pipeline
+
+_ON_HOST = pytest.mark.skipif(is_on_cuda(), reason="versions of a device have slots of their own")
+
+
+def _training(case_name: str, replicas: tuple[int, ...], **how: Any) -> Training:
+    return Training(case_name, len(replicas), replicas=replicas, **how)
+
+
+def _train_late(training: Training, late_seed: int, **options: Any) -> tuple[RunResult, State]:
+    """Every rank is late by a time of its own before each backward, update and pull; slots that nobody may
+    read are NaN."""
+    rank = int(os.environ.get("RANK", "0"))
+    draws = random.Random(late_seed * 100 + rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PIPEDREAM_POISON", "1")
+        for owner, name in (
+            (StageRunner, "backward"),
+            (ParameterServer, "apply"),
+            (ShardClient, "pull_from"),
+        ):
+            patch.setattr(owner, name, _late(getattr(owner, name), draws))
+        return train_in_pipeline(training, **options)
+
+
+def _late(method: Any, draws: random.Random) -> Any:
+    @functools.wraps(method)
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        time.sleep(draws.choice((0.0, 0.0, 0.001, 0.01)))
+        return method(*arguments, **options)
+
+    return wrapped
+
+
+@pytest.mark.parametrize("transport", ["tcp", "auto"])
+@pytest.mark.parametrize(
+    ("replicas", "how"),
+    [
+        ((2, 1), {}),
+        ((1, 3), {}),
+        ((3, 2), {"sync": "ssp", "staleness": 1}),
+        ((2, 2), {"sync": "ssp", "staleness": 2}),
+        ((3, 1), {"schedule": "vertical_sync"}),
+        ((2, 1), {"schedule": "naive"}),
+        ((1, 2), {"schedule": "flush", "microbatches": 2}),
+        ((2, 1), {"optimizer": OPTIMIZERS["adam"]}),
+    ],
+    ids=lambda value: "-".join(map(str, value)) or "bsp",
+)
+def test_no_forward_mixes_versions_however_late_one_is(
+    farm: Farm, transport: str, replicas: tuple[int, ...], how: dict[str, Any]
+) -> None:
+    training = _training("mlp", replicas, num_minibatches=17, short_last=False, **how)
+    assert_equals_reference(
+        farm, training, train=functools.partial(_train_late, late_seed=len(how)), transport=transport
+    )
+
+
+def test_native_optimizers_read_what_has_landed_however_late_one_is(farm: Farm) -> None:
+    arguments = {"lr": 0.05, "momentum": 0.9}
+    training = _training(
+        "mlp", (2, 2), num_minibatches=13, optimizer=functools.partial(torch.optim.SGD, **arguments)
+    )
+    native = functools.partial(pipedream.optim.SGD, **arguments)
+    assert_equals_reference(farm, training, native=native, train=functools.partial(_train_late, late_seed=9))
+
+
+def _slots(result: RunResult) -> dict[str, int | None]:
+    """Bytes of what came from the owners of shards."""
+    return {
+        name: row["peak"]
+        for terms in result.memory
+        for name, row in terms.items()
+        if name.startswith("pulled")
+    }
+
+
+@_ON_HOST
+@pytest.mark.parametrize("transport", ["tcp", "auto"])
+def test_pulls_have_no_slots_of_their_own(farm: Farm, transport: str) -> None:
+    training = _training("mlp", (2, 1))
+    result, _ = assert_equals_reference(farm, training, transport=transport)
+    assert len(_slots(result)) == 2
+    assert set(_slots(result).values()) == {0}
+    asynchronous = farm.results(
+        train_in_pipeline, _training("mlp", (2, 1), sync="asp"), num_ranks=3, transport=transport
+    )[0][0]
+    assert all(_slots(asynchronous).values())
+
+
+def _lands_in_the_version_that_is_read(patch: pytest.MonkeyPatch) -> None:
+    post = ShardClient._post_places
+
+    def wrong(self: ShardClient, write_slot: int) -> None:
+        post(self, (write_slot + 1) % self._weights.own.num_slots)
+
+    patch.setattr(ShardClient, "_post_places", wrong)
+
+
+def _train_wrongly(training: Training) -> tuple[RunResult, State]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PIPEDREAM_POISON", "1")
+        _lands_in_the_version_that_is_read(patch)
+        return train_in_pipeline(training)
+
+
+@_ON_HOST
+def test_a_version_that_lands_elsewhere_is_caught_under_poison(farm: Farm) -> None:
+    for outcome in farm.run(_train_wrongly, _training("mlp", (2, 1), num_minibatches=10), num_ranks=3):
+        assert isinstance(outcome.error, NonFiniteLoss), outcome
