@@ -3,11 +3,13 @@ goes as far as the start of its processes."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pipedream
@@ -24,8 +26,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = [README, *(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))]
 
 
-def _blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+def _blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def _block_with(text: str) -> str:
@@ -54,7 +56,7 @@ def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tuple
             memory=[],
         )
 
-    def profile(model: Any, batches: Any, loss_fn: Any, **_: Any) -> Profile:
+    def profile(model: Any, batches: Any, loss_fn: Any = None, **_: Any) -> Profile:
         return measure(model, batches, loss_fn, minibatches=1)
 
     measure = profiler.profile
@@ -149,6 +151,83 @@ def test_the_parameter_groups_of_the_readme_can_be_made_of_every_stage() -> None
     assert decayed == [[0, 2], [1, 1], [0, 2]]
 
 
-def test_every_python_block_of_the_readme_is_python() -> None:
-    for block in _blocks("python"):
-        compile(block, "README.md", "exec")
+def test_every_python_block_of_the_documents_is_python() -> None:
+    for text in DOCUMENTS:
+        for block in _blocks("python", text):
+            compile(block, "a document", "exec")
+
+
+class _Text(nn.Module):
+    """As a language model of transformers takes and gives it."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8)
+
+    def forward(self, input_ids: Any) -> SimpleNamespace:
+        scores = self.head(self.embedding(input_ids))
+        return SimpleNamespace(loss=nn.functional.cross_entropy(scores.flatten(0, 1), input_ids.flatten()))
+
+
+def _collate(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.tensor([sample["input_ids"] for sample in samples])}
+
+
+def _about_models(containing: str) -> str:
+    (text,) = [text for text in DOCUMENTS if text.startswith("# Models")]
+    (block,) = [block for block in _blocks("python", text) if containing in block]
+    return block
+
+
+def test_the_longest_minibatch_of_the_document_about_models_is_planned_for() -> None:
+    names = {
+        "dataset": [{"input_ids": [1] * length} for length in (2, 5, 3)],
+        "collate": _collate,
+        "batch_size": 4,
+        "plan": Plan.straight(2, 2),
+    }
+    exec(_about_models("[longest] * batch_size"), names)
+    assert names["plan"].max_shapes == {"input_ids": (4, 5)}  # type: ignore[attr-defined]
+
+
+def test_few_long_texts_and_many_short_ones_of_the_document_are_planned_for_apart() -> None:
+    names = {
+        "dataset": [[1] * length for length in (2, 5, 3)],
+        "collate": lambda samples: {"input_ids": torch.tensor(samples)},
+        "tokens": 10,
+        "plan": Plan.straight(2, 2),
+    }
+    exec(_about_models("apart=True"), names)
+    apart = names["plan"].shapes_apart  # type: ignore[attr-defined]
+    assert sorted(shapes["input_ids"] for shapes in apart) == [(2, 5), (5, 2)]
+
+
+def test_the_model_on_the_meta_device_of_the_document_runs(runs: list[tuple[Any, Any]]) -> None:
+    names = {
+        "torch": torch,
+        "pipedream": pipedream,
+        "LlamaForCausalLM": _Text,
+        "config": None,
+        "loader": [_collate([{"input_ids": [1, 2]}])] * 3,
+        "make_optimizer": torch.optim.Adam,
+    }
+    exec(_about_models('torch.device("meta")'), names)
+    ((model, options),) = runs
+    assert model.module is names["model"]
+    assert options.save == os.path.abspath("trained")
+
+
+def test_the_evaluation_of_the_document_runs(runs: list[tuple[Any, Any]]) -> None:
+    loader = [_collate([{"input_ids": [1, 2]}])] * 3
+    names = {
+        "torch": torch,
+        "pipedream": pipedream,
+        "model": _Text(),
+        "plan": Plan.straight(2, 2),
+        "train_loader": loader,
+        "held_out_loader": loader,
+        "make_optimizer": torch.optim.Adam,
+    }
+    exec(_about_models("held_out_loader"), names)
+    assert len(runs) == 1
+    assert len(names["losses"]) == 3  # type: ignore[arg-type]
