@@ -118,7 +118,7 @@ def check_planned_codec(codec: Any, profile: Profile) -> dict[str, str]:
 
 
 def factored_figures(profile: Profile, stages: Sequence[Stage]) -> list[dict[str, float]]:
-    """Of each stage, for a plan's `predicted`: in a round of one minibatch for each replica."""
+    """Of each stage, for a plan's `predicted`."""
     figures = []
     for stage in stages:
         layers = profile.layers[stage.first_layer : stage.last_layer + 1]

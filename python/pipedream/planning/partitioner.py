@@ -26,7 +26,12 @@ from pipedream.planning.link_profile import LinkProfile
 from pipedream.planning.measured_starts import measured_starts
 from pipedream.planning.partition_arguments import CUT_SCHEDULES, check_partition_arguments
 from pipedream.planning.plan import Plan, Stage
-from pipedream.planning.plan_schedule import any_schedule_of, minibatches_of_round, schedule_of
+from pipedream.planning.plan_schedule import (
+    any_schedule_of,
+    minibatches_of_round,
+    profile_of_rounds,
+    schedule_of,
+)
 from pipedream.planning.prediction import STEADY_ROUNDS, predict_ms, steady_minibatches
 from pipedream.planning.runtime_costs import FREE, RuntimeCosts, layer_cost_ms, runtime_of, stage_costs
 from pipedream.planning.search import search
@@ -94,9 +99,8 @@ def partition(
         simulation, and says so, or why none does. By cost_model="paper" with schedule "pipedream" and one
         bandwidth.
     codec: {"pushes": "factors"} plans for replicas that push gradients of fully connected layers as their
-        factors where these are smaller (docs/parameter-server.md), by a profile that has measured which
-        (`profile` does). The plan carries it, and `run` takes it from there. Without it no plan has it, as it
-        is not for every run; of one that it would make faster the plan says so.
+        factors where these are smaller (docs/parameter-server.md), by a profile that has measured which. The
+        plan carries it, and `run` takes it from there. A plan without says how much faster one with it is.
     sync: of the run: "asp" keeps more of what replicas share, which memory counts. "bsp" and "ssp" are alike.
 
     Raises ValueError for fewer than one worker, a bandwidth that is not positive, a cost model or schedule
@@ -433,7 +437,7 @@ class _Problem:
         plan = Plan(stages)
         options = any_schedule_of(plan, self.schedule)
         versions = [_core.num_versions_kept(options, index) for index in range(len(stages))]
-        return self.limits.figures_of(stages, self.profile, versions)
+        return self.limits.figures_of(stages, profile_of_rounds(self.profile, plan, self.schedule), versions)
 
     # Beside other plans.
 
@@ -480,7 +484,8 @@ class _Problem:
 
     def _plan(self, stages: Stages, *, bottleneck_ms: float | None, predicted: dict[str, Any]) -> Plan:
         if self.codec:
-            predicted["factored"] = factored_figures(self.profile, stages)
+            of_rounds = profile_of_rounds(self.profile, Plan(stages), self.schedule)
+            predicted["factored"] = factored_figures(of_rounds, stages)
         return Plan(
             stages,
             model=self.profile.model,

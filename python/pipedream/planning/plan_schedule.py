@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pipedream.planning.layer_profile import Profile
 from pipedream.planning.partition_arguments import CUT_SCHEDULES
 from pipedream.planning.plan import Plan
 
 if TYPE_CHECKING:
     from pipedream import _core
 
-__all__ = ["any_schedule_of", "minibatches_of_round", "schedule_of"]
+__all__ = ["any_schedule_of", "minibatches_of_round", "profile_of_rounds", "schedule_of"]
 
 
 def schedule_of(plan: Plan, schedule: str, num_microbatches: int) -> _core.ScheduleOptions:
@@ -32,3 +34,16 @@ def minibatches_of_round(plan: Plan, schedule: str) -> list[int]:
     options = any_schedule_of(plan, schedule)
     rounds = [_core.rounds_of(options, index).minibatches_per_round for index in range(plan.num_stages)]
     return [count // stage.num_replicas for count, stage in zip(rounds, plan.stages, strict=True)]
+
+
+def profile_of_rounds(profile: Profile, plan: Plan, schedule: str) -> Profile:
+    """With factors as large as those of a round."""
+    if not any(layer.factors for layer in profile.layers):
+        return profile
+    layers = list(profile.layers)
+    for stage, count in zip(plan.stages, minibatches_of_round(plan, schedule), strict=True):
+        for index in range(stage.first_layer, stage.last_layer + 1):
+            weights = layers[index].factors or ()
+            scaled = tuple(one._replace(factor_bytes=count * one.factor_bytes) for one in weights)
+            layers[index] = replace(layers[index], factors=scaled)
+    return replace(profile, layers=tuple(layers))

@@ -364,3 +364,29 @@ def test_a_plan_is_simulated_as_it_was_made_unless_asked_otherwise(tmp_path: Pat
     assert peaks == [3 * 5000 + 1000 * (1 + 2) + 3 * 300] * 2
     peaks = [worker["memory_peak_bytes"] for worker in dense.to_dict()["workers"]]
     assert peaks == [4 * 5000 + 5000 * 2] * 2
+
+
+def test_a_schedule_that_drains_is_planned_with_the_factors_of_its_longer_rounds() -> None:
+    layers = (
+        LayerProfile("fc", 4.0, 8.0, 1000, 5000, factors=(WeightFactors(4000, 1500, 0.0),)),
+        LayerProfile("last", 4.0, 8.0, 0, 1000),
+    )
+    asked: dict[str, Any] = {"codec": FACTOR_CODEC, "boundaries": [0], "memory": 1_000_000}
+
+    def planned(replicas: list[int], schedule: str) -> Plan:
+        return partition(
+            Profile(layers, batch_size=8), sum(replicas), 1e6, replicas=replicas, schedule=schedule, **asked
+        )
+
+    # Of 2-2 each replica has one minibatch of a round, of 2-3 three of the first stage's.
+    sizes = [
+        planned([2, n], schedule).predicted["factored"][0]["factor_bytes"]
+        for n, schedule in ((2, "flush"), (3, "flush"), (3, "pipedream"))
+    ]
+    assert sizes == [1500, 0, 1500]
+    dense, by_factors = (
+        planned([2, 3], schedule).predicted["stage_memory_bytes"][0] for schedule in ("flush", "pipedream")
+    )
+    versions = Plan((Stage(0, 0, 2), Stage(1, 1, 3))).in_flight[0]
+    # The former keeps one version, gradients twice and slots of the weight; the latter all versions, factors.
+    assert by_factors - dense == (versions - 1) * 5000 - 2 * 4000 - 4000 + 3 * 1500 + 4000 + 2 * 1500
