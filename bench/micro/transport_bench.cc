@@ -3,7 +3,7 @@
 // memcpy.
 //
 //   PIPEDREAM_LIBZMQ=<libzmq> pd_transport_bench [--rounds N] [--seconds S] [--sizes BYTES,...] [--json]
-//                             [--sender-netns NAME --receiver-netns NAME --address IP]
+//                             [--only WAY,...] [--sender-netns NAME --receiver-netns NAME --address IP]
 //
 // Every way ends with the bytes in buffers of the receiver's own, eight in turn. Each round runs all of them
 // in turn, the first one another each time, so that a drift of the machine's speed meets all; ratios are of
@@ -55,6 +55,7 @@ struct Settings {
   int rounds = 7;
   double seconds = 0.15;  // of one way at one size in one round
   std::vector<std::size_t> sizes = {4096, 65536, 1 << 20, 4 << 20, 16 << 20, 64 << 20};
+  std::string only;  // of the ways, by name; empty: all
   std::string sender_netns;
   std::string receiver_netns;
   std::string address = "127.0.0.1";
@@ -525,16 +526,19 @@ void measure_latency(Contender& contender) {
 
 std::vector<Contender> contenders(const Settings& settings, std::size_t num_bytes) {
   std::vector<Contender> all;
-  const auto add = [&](const char* name, std::unique_ptr<Way> way) {
-    all.push_back({name, std::move(way), 1, {}, {}});
+  const auto add = [&](const char* name, const auto& make) {
+    if (!settings.only.empty() &&
+        ("," + settings.only + ",").find("," + std::string(name) + ",") == std::string::npos)
+      return;
+    all.push_back({name, make(), 1, {}, {}});
   };
-  add("channel", std::make_unique<ChannelWay>(settings, num_bytes, false));
-  add("bare zmq", std::make_unique<ZmqWay>(settings, num_bytes));
-  add("raw tcp", std::make_unique<TcpWay>(settings, num_bytes));
+  add("channel", [&] { return std::make_unique<ChannelWay>(settings, num_bytes, false); });
+  add("bare zmq", [&] { return std::make_unique<ZmqWay>(settings, num_bytes); });
+  add("raw tcp", [&] { return std::make_unique<TcpWay>(settings, num_bytes); });
   if (settings.over_wire_only()) return all;
-  add("shared memory", std::make_unique<ChannelWay>(settings, num_bytes, true));
-  add("ring", std::make_unique<RingWay>(num_bytes));
-  add("memcpy", std::make_unique<MemcpyWay>(num_bytes));
+  add("shared memory", [&] { return std::make_unique<ChannelWay>(settings, num_bytes, true); });
+  add("ring", [&] { return std::make_unique<RingWay>(num_bytes); });
+  add("memcpy", [&] { return std::make_unique<MemcpyWay>(num_bytes); });
   return all;
 }
 
@@ -621,6 +625,7 @@ Settings parse(int num_arguments, char** arguments) {
       {"--sizes", [&](const std::string& text) { settings.sizes = parse_sizes(text); }},
       {"--sender-netns", [&](const std::string& text) { settings.sender_netns = text; }},
       {"--receiver-netns", [&](const std::string& text) { settings.receiver_netns = text; }},
+      {"--only", [&](const std::string& text) { settings.only = text; }},
       {"--address", [&](const std::string& text) { settings.address = text; }},
   };
   for (int index = 1; index < num_arguments; ++index) {

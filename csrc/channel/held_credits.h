@@ -4,9 +4,11 @@
 //
 //   slots 8, enough 4       granted at first: 8 in one frame
 //   items fill 5 slots      the sender has 3 left: what is free by now leaves, and what becomes free
+//   an item fills the last  as the sender says with it: what is free leaves, and each that becomes free,
+//                           until an item comes that did not
 //
-// Nobody waits for a credit that is held: the sender has as many left as keep it going for the time that a
-// frame takes, and each item that it fills makes the receiver look again.
+// So nobody waits for a credit that is held. The receiver's own count does not tell it: items may be on their
+// way here in all the slots that it takes for the sender's.
 #pragma once
 
 #include <algorithm>
@@ -32,13 +34,16 @@ class HeldCredits {
   }
 
   void add(std::uint16_t slot) { free_slots_.push_back(slot); }
-  // The sender has filled one of those that it was told of.
-  void note_filled() {
+  // The sender has filled one of those that it was told of; was_last: it had no other then.
+  void note_filled(bool was_last) {
     PD_CHECK(num_told_ > 0, "a slot was filled that was not granted");
     --num_told_;
+    was_last_ = was_last;
   }
 
-  [[nodiscard]] bool are_due() const { return !free_slots_.empty() && num_told_ < num_enough_; }
+  [[nodiscard]] bool are_due() const {
+    return !free_slots_.empty() && (was_last_ || num_told_ < num_enough_);
+  }
 
   // Tells all, by `tell(Credit)`.
   template <class Tell>
@@ -70,7 +75,8 @@ class HeldCredits {
   static constexpr std::size_t kNumEnoughMin = 2;
 
   const std::size_t num_enough_;
-  std::size_t num_told_ = 0;  // and not filled yet
+  std::size_t num_told_ = 0;  // and not seen filled yet
+  bool was_last_ = false;     // the slot that was filled last, of the sender's
   std::vector<std::uint16_t> free_slots_;
 };
 

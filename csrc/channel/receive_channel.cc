@@ -318,7 +318,7 @@ std::optional<Failure> ReceiveChannel::begin_item(const FrameHeader& header) {
   }
   if (received.last_read && !is_placed_on_device()) copy_stream_->wait(*received.last_read);
   granted_[header.slot] = nullptr;
-  credits_.note_filled();
+  credits_.note_filled(header.has_last_slot);
   arrived_ns_ = now_ns();
   num_item_bytes_ = 0;
   received.awaits_item = false;

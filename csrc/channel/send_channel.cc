@@ -215,6 +215,7 @@ void SendChannel::frame_chunk(SendItem& item) {
   header.microbatch = item.microbatch;
   header.fields = item.fields;
   header.slot = item.slot;
+  header.has_last_slot = granted_.empty();
   header.tensor_index = static_cast<std::uint16_t>(tensor_index);
   header.num_tensors = static_cast<std::uint16_t>(item.tensors.size());
   header.dtype = tensor.dtype;

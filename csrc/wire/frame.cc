@@ -90,8 +90,9 @@ constexpr std::uint8_t kFlagGradientsOverflowed = 2;
 constexpr std::uint8_t kFlagEmpty = 4;
 constexpr std::uint8_t kFlagEndOfData = 8;
 constexpr std::uint8_t kFlagPulse = 16;
-constexpr std::uint8_t kKnownFlags =
-    kFlagPayloadChecksum | kFlagGradientsOverflowed | kFlagEmpty | kFlagEndOfData | kFlagPulse;
+constexpr std::uint8_t kFlagLastSlot = 32;
+constexpr std::uint8_t kKnownFlags = kFlagPayloadChecksum | kFlagGradientsOverflowed | kFlagEmpty |
+                                     kFlagEndOfData | kFlagPulse | kFlagLastSlot;
 
 std::uint32_t checksum_of(std::span<const std::byte> bytes) {
   return crc32c(bytes.first(offsetof(WireHeader, header_checksum)));
@@ -109,6 +110,7 @@ std::uint8_t flags_of(const FrameHeader& header) {
   if (header.fields.is_empty) flags |= kFlagEmpty;
   if (header.fields.is_end_of_data) flags |= kFlagEndOfData;
   if (header.has_pulse) flags |= kFlagPulse;
+  if (header.has_last_slot) flags |= kFlagLastSlot;
   return static_cast<std::uint8_t>(flags);
 }
 
@@ -207,6 +209,7 @@ std::optional<Failure> tensorless_violation(const FrameHeader& header) {
   if (header.codec != CodecKind::kNone)
     return not_zero(header, "codec", static_cast<std::uint8_t>(header.codec));
   if (header.slot != 0 && !is_credit) return not_zero(header, "slot", header.slot);
+  if (header.has_last_slot) return not_zero(header, "has_last_slot", 1);
   if (header.payload_bytes != 0 && header.kind != FrameKind::kAbort) {
     return not_zero(header, "payload_bytes", header.payload_bytes);
   }
@@ -377,6 +380,7 @@ Result<FrameHeader> decode(std::span<const std::byte> bytes) {
   header.payload_checksum = wire.payload_checksum;
   header.slot = wire.slot;
   header.further_slots = wire.further_slots;
+  header.has_last_slot = (wire.flags & kFlagLastSlot) != 0;
   header.codec = static_cast<CodecKind>(wire.codec);
   if (auto violation = find_violation(header)) return *violation;
   return header;

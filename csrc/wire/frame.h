@@ -72,6 +72,7 @@ struct FrameHeader {
   bool has_pulse = false;            // BEAT: the sender's program lives, not only its process
   std::uint16_t slot = 0;            // of the receiver: granted by CREDIT, used by TENSOR
   std::uint64_t further_slots = 0;   // CREDIT: bit k: slot + 1 + k is granted, too
+  bool has_last_slot = false;        // TENSOR: no other slot is granted to the sender
   // TENSOR: how tensor_bytes are encoded; shape and dtype are as they were before.
   CodecKind codec = CodecKind::kNone;
   // CRC-32C of the payload, when has_payload_checksum.
@@ -92,7 +93,7 @@ void encode(const FrameHeader& header, std::span<std::byte, kFrameHeaderBytes> b
 // tensor_index < num_tensors, a finite loss_scale that is not negative. Frames of other kinds than TENSOR
 // leave the tensor's and the item's fields zero (CREDIT has slots, 65,535 the last, or one slot and the place
 // that is posted for it) and, but for ABORT, have no payload; plan_hash is HELLO's alone, num_work_items and
-// has_pulse BEAT's, further_slots CREDIT's.
+// has_pulse BEAT's, further_slots CREDIT's, has_last_slot TENSOR's.
 [[nodiscard]] Result<FrameHeader> decode(std::span<const std::byte> bytes);
 
 // The rules of decode() that concern the fields alone. A link asks before it sends: a header that the

@@ -631,6 +631,43 @@ TEST_P(Channels, EndBeforeWhatHasComeIsRefused) {
   expect_refused("an end after 5 minibatches where minibatch 8 is due");
 }
 
+TEST_P(Channels, SenderSaysWhichItemsSlotIsItsLast) {
+  if (on_device()) GTEST_SKIP() << "a bare receiver has no device";
+  make_receiver(one_tensor_spec(), {});
+  make_bare_receiver();
+  make_sender(spec_, {}, receiver_link_->endpoint());
+  receiver_link_->send(grant_frame(0));
+  receiver_link_->send(grant_frame(1));
+  ASSERT_TRUE(bare_receiver_.wait_open());
+  // HELLO and both; nobody is told of them.
+  const auto is_granted = [&] { return sender_->stats().link.frames_received == 3; };
+  ASSERT_TRUE(wait_until([&] { return sender_wakeup_.wait_until(moment(), is_granted); }));
+  for (std::size_t item = 0; item < 2; ++item) {
+    send(static_cast<std::int64_t>(item), one_tensor(10, 1));  // one chunk
+    ASSERT_TRUE(bare_receiver_.wait_frames(item + 1));
+    EXPECT_EQ(bare_receiver_.frames().back().header.has_last_slot, item == 1) << item;
+  }
+}
+
+TEST_P(Channels, CreditIsNotHeldWhileTheSenderHasNoOther) {
+  if (on_device()) GTEST_SKIP() << "the wire cannot write its memory";
+  make_receiver(one_tensor_spec(), {.num_slots = 8});
+  make_bare_sender();
+  ASSERT_TRUE(bare_sender_.wait_frames(1));  // all slots
+  for (const std::int64_t minibatch : {0, 1, 2}) {
+    OutgoingFrame frame = tensor_frame(minibatch, std::span<const std::byte>(payload_).first(10));
+    frame.header.slot = static_cast<std::uint16_t>(minibatch);
+    frame.header.has_last_slot = minibatch < 2;
+    sender_link_->send(std::move(frame));
+    static_cast<void>(take());  // and dropped
+    if (minibatch == 2) continue;
+    ASSERT_TRUE(bare_sender_.wait_frames(static_cast<std::size_t>(minibatch) + 2)) << minibatch;
+    EXPECT_EQ(bare_sender_.frames().back().header.kind, FrameKind::kCredit);
+  }
+  std::this_thread::sleep_until(moment());
+  EXPECT_EQ(bare_sender_.frames().size(), 3U) << "the last one is held";
+}
+
 TEST_P(Channels, ReceiverThatSendsTensorsIsRefused) {
   make_receiver(one_tensor_spec(), {});
   make_bare_receiver();

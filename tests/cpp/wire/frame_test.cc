@@ -55,6 +55,7 @@ FrameHeader tensor_header() {
                    .num_minibatches = 0x89ABCDEF,
                    .is_end_of_data = true};
   header.slot = 0x0102;
+  header.has_last_slot = true;
   header.has_payload_checksum = true;
   header.payload_checksum = 0x12345678;
   return header;
@@ -202,8 +203,8 @@ TEST(Frame, BytesOnTheWireNeverChange) {
   EXPECT_EQ(bytes[kKindAt], std::byte{2});      // kind
   EXPECT_EQ(bytes[kKindAt + 1], std::byte{8});  // dtype
   EXPECT_EQ(bytes[kKindAt + 2], std::byte{4});  // num_dims
-  // A checksum, gradients_overflowed, is_empty, is_end_of_data.
-  EXPECT_EQ(bytes[kFlagsAt], std::byte{15});
+  // A checksum, gradients_overflowed, is_empty, is_end_of_data, has_last_slot.
+  EXPECT_EQ(bytes[kFlagsAt], std::byte{47});
   EXPECT_EQ(std::memcmp(bytes.data() + kNumMinibatchesAt, "\xEF\xCD\xAB\x89", 4), 0);
   EXPECT_EQ(std::memcmp(bytes.data() + kFingerprintAt, "\x0D\xF0\xFE\xCA\xEF\xBE\xAD\xDE", 8), 0);
   EXPECT_EQ(std::memcmp(bytes.data() + kLossScaleAt, "\x00\x00\x00\x00\x00\x00\xF0\x40", 8), 0);
@@ -335,6 +336,7 @@ TEST(Frame, FramesWithoutATensorCarryNoneOfItsFields) {
       {"is_empty", [](FrameHeader& header) { header.fields.is_empty = true; }},
       {"num_minibatches", [](FrameHeader& header) { header.fields.num_minibatches = 1; }},
       {"is_end_of_data", [](FrameHeader& header) { header.fields.is_end_of_data = true; }},
+      {"has_last_slot", [](FrameHeader& header) { header.has_last_slot = true; }},
   };
   for (const FrameKind kind : kTensorlessKinds) {
     for (const Violation& violation : violations) {
@@ -400,7 +402,7 @@ TEST(Frame, EnvelopeIsCheckedBeforeAnyField) {
   expect_refused(forged(good, kKindAt, std::uint8_t{8}), "kind");
   expect_refused(forged(good, kKindAt + 1, std::uint8_t{0}), "dtype");
   expect_refused(forged(good, kKindAt + 1, std::uint8_t{13}), "dtype");
-  expect_refused(forged(good, kFlagsAt, std::uint8_t{32}), "flags");
+  expect_refused(forged(good, kFlagsAt, std::uint8_t{64}), "flags");
   expect_refused(forged(good, kCodecAt, std::uint8_t{5}), "codec");
   expect_refused(forged(good, kCodecAt, std::uint8_t{255}), "codec");
   expect_refused(forged(good, 191, std::uint8_t{1}), "reserved");
