@@ -26,6 +26,7 @@
 
 #include "base/check.h"
 #include "base/clock.h"
+#include "base/handed_over.h"
 #include "device/host/host_memory.h"
 
 namespace pipedream {
@@ -87,7 +88,7 @@ class FileDescriptor {
   FileDescriptor(const FileDescriptor&) = delete;
   FileDescriptor& operator=(const FileDescriptor&) = delete;
   ~FileDescriptor() {
-    if (fd_ >= 0) ::close(fd_);
+    if (fd_ >= 0) close_memory_file(fd_);
   }
   [[nodiscard]] int get() const { return fd_; }
 

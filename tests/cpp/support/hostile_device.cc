@@ -23,6 +23,7 @@
 
 #include "base/check.h"
 #include "base/failure.h"
+#include "base/handed_over.h"
 #include "base/ring_buffer.h"
 #include "device/host/host_memory.h"
 
@@ -451,7 +452,7 @@ class HostileMemory final : public ExportedMemory {
       driver().changed.wait(lock, [&] { return !is_used(); });
     }
     ::munmap(mapped_, num_bytes_);
-    ::close(fd_);
+    close_memory_file(fd_);
     if (count_ != nullptr) --*count_;
   }
   HostileMemory(const HostileMemory&) = delete;
