@@ -164,6 +164,7 @@ class WorkerLinks:
     def _look_for_the_lost(self) -> None:
         """A peer that is silent on its link gives no sign of life either, which is known a little later."""
         deadline_s = time.monotonic() + 3 * sign_period_s(self._peer_timeout_s)
+        # No key comes that could be waited for: that signs of life do not is what it looks for.
         while time.monotonic() < deadline_s:
             self._raise_if_others_failed()
             time.sleep(_LOOK_PERIOD_S)

@@ -266,7 +266,10 @@ class Rendezvous:
             absent = [key for key in missing if not store.check([key])]
             return absent, self._read_failure(store) if absent else None
 
-        # It looks again and again: the store's own wait prints two lines of warning each time it times out.
+        # It looks again and again, 20 ms apart at most. The store's own wait ends for none of what may end
+        # this one: that the run has failed, a rank that is lost, `meanwhile`. With a timeout to look for that
+        # it prints two lines of warning whenever that passes, and it keeps the connection meanwhile, so that
+        # signs of life wait for it.
         while True:
             missing, failure = self._ask(look)
             if not missing:
@@ -312,6 +315,7 @@ class Rendezvous:
             return [rank for rank in others if not _needs_no_store(store, rank)]
 
         try:
+            # For whichever comes first of two keys of each rank; the store's own wait knows all of some.
             while self._ask(waiting) and time.monotonic() - begin_s < _LINGER_S:
                 _pause(time.monotonic() - begin_s)
         except PeerLost:
