@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+from pipedream.report import segments
 from pipedream.report.segments import join_reports
 
 
@@ -71,3 +73,9 @@ def test_one_segment_is_reported_as_it_is() -> None:
 
 def test_a_rank_beyond_the_plan_reports_nothing() -> None:
     assert join_reports([{}, {}], [4]) == {}
+
+
+def test_of_more_spans_than_are_kept_the_newest_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "_NUM_SPANS_MAX", 2)
+    joined = join_reports([_report(index) for index in range(3)], [2, 4])
+    assert [span[2] for span in joined["spans"]] == [2, 4]
