@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pipedream.common.units import format_bytes
 
 if TYPE_CHECKING:
-    from pipedream.planning.layer_profile import LayerProfile, Profile, WeightFactors
+    from pipedream.planning.layer_profile import LayerProfile, Profile
     from pipedream.planning.plan_stage import Stage
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "FactoredSum",
     "are_smaller",
     "check_planned_codec",
+    "checked_codec",
     "core_factors",
     "describe_factored",
     "factored_figures",
@@ -65,14 +66,14 @@ def factored_sum(layers: Sequence[LayerProfile], num_replicas: int, *, minibatch
     if num_replicas == 1:
         return found
     for layer in layers:
-        for weight in layer.factors or ():
+        for weight, product_ms in zip(layer.factors or (), _products_ms(layer), strict=True):
             of_round = minibatches * weight.factor_bytes
             if are_smaller(of_round, weight.weight_bytes, num_replicas):
                 found = FactoredSum(
                     found.num_weights + 1,
                     found.weight_bytes + weight.weight_bytes,
                     found.factor_bytes + of_round,
-                    found.product_ms + _product_ms(layer, weight),
+                    found.product_ms + product_ms,
                 )
     return found
 
@@ -85,7 +86,7 @@ def core_factors(profile: Profile, layers_ms: Sequence[float]) -> list[list[tupl
     rows = []
     for layer, layer_ms in zip(profile.layers, layers_ms, strict=True):
         weights = layer.factors or ()
-        products_ms = [_product_ms(layer, weight) for weight in weights]
+        products_ms = _products_ms(layer)
         scale = min(1.0, layer_ms / sum(products_ms)) if sum(products_ms) > 0 else 1.0
         rows.append(
             [
@@ -97,8 +98,18 @@ def core_factors(profile: Profile, layers_ms: Sequence[float]) -> list[list[tupl
 
 
 def check_planned_codec(codec: Any, profile: Profile) -> dict[str, str]:
-    """The codec that a plan is made for, {} or FACTOR_CODEC. Raises ValueError for another, and for factors
-    that the profile does not know."""
+    """As checked_codec(). Raises ValueError, besides, for factors that the profile does not know."""
+    checked = checked_codec(codec)
+    if checked and not any(layer.factors for layer in profile.layers):
+        raise ValueError(
+            "factors are asked for, and the profile has none: profile the model anew, or it has no fully"
+            " connected layers"
+        )
+    return checked
+
+
+def checked_codec(codec: Any) -> dict[str, str]:
+    """The codec that a plan is made for, {} or FACTOR_CODEC. Raises ValueError for another."""
     if codec is not None and not isinstance(codec, Mapping):
         raise TypeError(f"codec is {codec!r}: plans are made for {FACTOR_CODEC}, or without")
     given = {where: name for where, name in (codec or {}).items() if name not in (None, "none")}
@@ -106,13 +117,8 @@ def check_planned_codec(codec: Any, profile: Profile) -> dict[str, str]:
         return {}
     if given != FACTOR_CODEC:
         raise ValueError(
-            f"codec is {codec!r}: plans are made for {FACTOR_CODEC}, or without; what other codecs save, plan"
-            " for by giving more bandwidth"
-        )
-    if not any(layer.factors for layer in profile.layers):
-        raise ValueError(
-            "factors are asked for, and the profile has none: profile the model anew, or it has no fully"
-            " connected layers"
+            f"codec is {codec!r}: plans are made for {FACTOR_CODEC}, or without; give another one to run, and"
+            " plan for what it saves by giving more bandwidth"
         )
     return dict(FACTOR_CODEC)
 
@@ -145,8 +151,16 @@ def describe_factored(figures: Sequence[Mapping[str, float]]) -> str:
     return f"for codec={FACTOR_CODEC}, which run takes from the plan: {what}"
 
 
-def _product_ms(layer: LayerProfile, weight: WeightFactors) -> float:
-    if weight.product_ms is not None:
-        return min(weight.product_ms, layer.backward_ms)
-    own_bytes = max(layer.parameter_bytes, sum(one.weight_bytes for one in layer.factors or ()))
-    return layer.backward_ms / 2 * weight.weight_bytes / own_bytes if own_bytes else 0.0
+def _products_ms(layer: LayerProfile) -> list[float]:
+    """Of each weight: together at most the backward that they are a part of, which was measured apart."""
+    weights = layer.factors or ()
+    own_bytes = max(layer.parameter_bytes, sum(weight.weight_bytes for weight in weights), 1)
+    products_ms = [
+        layer.backward_ms / 2 * weight.weight_bytes / own_bytes
+        if weight.product_ms is None
+        else weight.product_ms
+        for weight in weights
+    ]
+    if sum(products_ms) <= layer.backward_ms:
+        return products_ms
+    return [layer.backward_ms * product_ms / sum(products_ms) for product_ms in products_ms]

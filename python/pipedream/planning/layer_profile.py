@@ -101,6 +101,21 @@ class LayerProfile:
             ]
         return {name: getattr(self, name) for name in _LAYER_FIELDS} | measured | self.extra
 
+    def at_speed(self, speed: float) -> LayerProfile:
+        """Of a worker that is so many times as fast."""
+
+        def slower(weight: WeightFactors) -> WeightFactors:
+            return (
+                weight if weight.product_ms is None else weight._replace(product_ms=weight.product_ms / speed)
+            )
+
+        return replace(
+            self,
+            forward_ms=self.forward_ms / speed,
+            backward_ms=self.backward_ms / speed,
+            factors=None if self.factors is None else tuple(map(slower, self.factors)),
+        )
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -261,14 +276,15 @@ def _layer_from_dict(layer_index: int, value: object) -> LayerProfile:
         return LayerProfile(
             **{name: fields[name] for name in _LAYER_FIELDS},
             saved_bytes=fields.get("saved_bytes"),
-            factors=_factors_from(fields.get("factors")),
+            factors=_factors_from(fields.get("factors"), fields["parameter_bytes"]),
             extra={name: fields[name] for name in fields if name not in known},
         )
     except ValueError as error:
         raise ValueError(f"{where}.{error}") from None
 
 
-def _factors_from(value: object) -> tuple[WeightFactors, ...] | None:
+def _factors_from(value: object, parameter_bytes: object) -> tuple[WeightFactors, ...] | None:
+    """parameter_bytes: of the layer, of which the weights are a part."""
     if value is None:
         return None
     weights = []
@@ -281,6 +297,12 @@ def _factors_from(value: object) -> tuple[WeightFactors, ...] | None:
         if product_ms is not None:
             product_ms = check_number(f"factors[{index}].product_ms", product_ms)
         weights.append(WeightFactors(sizes[0], sizes[1], product_ms))
+    weights_bytes = sum(weight.weight_bytes for weight in weights)
+    if weights_bytes > check_whole("parameter_bytes", parameter_bytes):
+        raise ValueError(
+            f"factors have {weights_bytes} bytes of weights, and the layer has {parameter_bytes} of all its"
+            " parameters: give weight_bytes of its own weights, each once, or leave factors out"
+        )
     return tuple(weights)
 
 

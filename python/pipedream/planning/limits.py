@@ -77,10 +77,7 @@ class Limits:
         layers = list(profile.layers)
         for stage, speed in zip(stages, self.speeds_of(stages), strict=True):
             for index in range(stage.first_layer, stage.last_layer + 1):
-                at_one = layers[index]
-                layers[index] = replace(
-                    at_one, forward_ms=at_one.forward_ms / speed, backward_ms=at_one.backward_ms / speed
-                )
+                layers[index] = layers[index].at_speed(speed)
         return replace(profile, layers=tuple(layers))
 
     def have_room(self, stages: Sequence[Stage], profile: Profile) -> bool:

@@ -32,6 +32,7 @@ from pipedream.common.document import (
 from pipedream.common.errors import FileFormatError
 from pipedream.common.table import format_table, shorten
 from pipedream.common.units import format_bandwidth, format_bytes
+from pipedream.planning.factor_rule import checked_codec
 from pipedream.planning.in_flight import check_in_flight, derive_in_flight, in_flight_in_phase
 from pipedream.planning.layer_profile import checked_cuts
 from pipedream.planning.plan_lines import describe_figures
@@ -126,8 +127,7 @@ class Plan:
         check_figures("predicted", check_object("predicted", self.predicted))
         if self.cuts is not None:
             set_field(self, "cuts", checked_cuts(self.cuts, self.num_layers))
-        codec = check_object("codec", self.codec)
-        set_field(self, "codec", {w: check_text(f"codec.{w}", name) for w, name in codec.items()})
+        set_field(self, "codec", checked_codec(check_object("codec", self.codec)))
         set_field(self, "max_shapes", checked_shapes("max_shapes", self.max_shapes))
         apart = check_list("shapes_apart", list(self.shapes_apart))
         apart = [checked_shapes(f"shapes_apart[{i}]", shapes) for i, shapes in enumerate(apart)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipedream import _core
+from pipedream.common.errors import FileFormatError
 from pipedream.planning.factor_rule import FACTOR_CODEC, are_smaller, factored_sum
 from pipedream.planning.layer_profile import LayerProfile, Profile, WeightFactors
 from pipedream.planning.partitioner import partition
@@ -19,7 +22,7 @@ from pipedream.planning.plan_simulation import simulate_plan
 from pipedream.planning.prediction import predict_ms
 from pipedream.planning.runtime_costs import FREE, stage_costs
 
-_Row = tuple[int, int, int, list[tuple[int, int]], int]
+_Row = tuple[float, int, int, list[tuple[int, int]], int]
 
 
 def _profile(rows: list[_Row], *, saved: bool = False, product_share: float | None = None) -> Profile:
@@ -63,12 +66,14 @@ def _stage_ms(layers: tuple[LayerProfile, ...], r: int, bytes_per_s: float, extr
     for layer in layers:
         compute_ms += layer.compute_ms
         dense_bytes = float(layer.parameter_bytes)
+        measured_ms = sum(product_ms or 0.0 for _, _, product_ms in layer.factors or ())
+        part = min(1.0, layer.backward_ms / measured_ms) if measured_ms else 1.0  # they are of the backward
         for weight, factors, product_ms in layer.factors or ():
             if r > 1 and r * factors < 2 * weight:
                 dense_bytes -= weight
                 sent_bytes += (r - 1) * factors
                 half_ms = layer.backward_ms / 2 * weight / layer.parameter_bytes
-                compute_ms += (r - 1) * (half_ms if product_ms is None else product_ms)
+                compute_ms += (r - 1) * (half_ms if product_ms is None else part * product_ms)
         sent_bytes += 2 * (r - 1) / r * dense_bytes
     return max(compute_ms, 2e3 * sent_bytes / bytes_per_s) / r
 
@@ -96,7 +101,7 @@ _rows = st.lists(
     _rows,
     st.integers(1, 6),
     st.sampled_from([1e4, 1e5, 1e6]),
-    st.sampled_from([None, 0.0, 0.1, 0.5]),
+    st.sampled_from([None, 0.0, 0.1, 0.5, 1.0]),
 )
 def test_a_plan_by_factors_is_the_best_of_all_plans(
     rows: list[_Row], num_workers: int, bytes_per_s: float, product_share: float | None
@@ -147,11 +152,12 @@ def test_the_fewest_replicas_within_a_bound_are_found_though_more_may_take_longe
     st.integers(1, 4),
     st.sampled_from([1e4, 1e5]),
     st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=4, max_size=4),
+    st.sampled_from([None, 0.1, 0.5]),
 )
 def test_speeds_and_factors_are_planned_for_together(
-    rows: list[_Row], num_workers: int, bytes_per_s: float, speeds: list[float]
+    rows: list[_Row], num_workers: int, bytes_per_s: float, speeds: list[float], product_share: float | None
 ) -> None:
-    profile, speeds = _profile(rows), speeds[:num_workers]
+    profile, speeds = _profile(rows, product_share=product_share), speeds[:num_workers]
     if not any(layer.factors for layer in profile.layers):
         return
 
@@ -159,10 +165,9 @@ def test_speeds_and_factors_are_planned_for_together(
         rank, times = 0, []
         for index, stage in enumerate(stages):
             speed = min(speeds[rank : (rank := rank + stage.num_replicas)])
-            layers = tuple(
-                replace(layer, forward_ms=layer.forward_ms / speed, backward_ms=layer.backward_ms / speed)
-                for layer in profile.layers[stage.first_layer : stage.last_layer + 1]
-            )
+            slower = [(row[0] / speed, *row[1:]) for row in rows]  # all times are a part of a row's
+            layers = _profile(slower, product_share=product_share).layers
+            layers = layers[stage.first_layer : stage.last_layer + 1]
             times.append(_stage_ms(layers, stage.num_replicas, bytes_per_s))
             if index + 1 < len(stages):
                 times.append(2e3 * layers[-1].activation_bytes / bytes_per_s)
@@ -171,6 +176,8 @@ def test_speeds_and_factors_are_planned_for_together(
     best = min(map(slowest_ms, _plans(profile.num_layers, num_workers)))
     plan = partition(profile, num_workers, bytes_per_s, speeds=speeds, codec=FACTOR_CODEC, hides_links=False)
     assert plan.bottleneck_ms == pytest.approx(best, rel=1e-9)
+    slowest = max(plan.predicted["stage_ms"] + plan.predicted["boundary_ms"])
+    assert slowest == pytest.approx(best, rel=1e-9)
 
 
 @settings(max_examples=100, deadline=None)
@@ -295,6 +302,40 @@ def test_codecs_that_cannot_be_planned_for_are_refused(changes: dict[str, Any], 
 @pytest.mark.parametrize("codec", [None, {}, {"pushes": None}, {"pushes": "none"}])
 def test_no_codec_is_planned_as_ever(codec: Any) -> None:
     assert partition(_wide(), 2, 1e6, codec=codec) == partition(_wide(), 2, 1e6)
+
+
+@pytest.mark.parametrize("codec", [{"pushes": "factor"}, {"push": "factors"}, {"activations": "bf16"}])
+def test_a_plan_file_of_another_codec_is_refused(tmp_path: Path, codec: dict[str, str]) -> None:
+    """Each of them was simulated as if replicas pushed factors."""
+    path = tmp_path / "plan.json"
+    document = partition(_wide(), 2, 1e6, codec=FACTOR_CODEC, replicas=[2]).to_dict()
+    path.write_text(json.dumps(document | {"codec": codec}))
+    with pytest.raises(FileFormatError, match=re.escape(f"plan.json: codec is {codec}: plans are made for")):
+        Plan.load(path)
+    path.write_text(json.dumps(document | {"codec": {"pushes": "none"}}))
+    assert Plan.load(path).codec == {}
+
+
+def test_weights_that_are_more_than_their_layer_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    document = _wide().to_dict()
+    document["layers"][1]["factors"] *= 2
+    path.write_text(json.dumps(document))
+    with pytest.raises(FileFormatError, match=r"layers\[1\].factors have 200000 bytes of weights, .* 100000"):
+        Profile.load(path)
+
+
+def test_products_that_were_measured_longer_than_the_backward_are_the_backward(tmp_path: Path) -> None:
+    """Each is measured alone, with noise; what is left of the backward cannot be less than nothing."""
+    factors = (WeightFactors(4000, 300, 3.0), WeightFactors(1000, 30, 1.0))
+    layer = LayerProfile("fc", 1.0, 2.0, 0, 5000, factors=factors)
+    assert factored_sum([layer], 2).product_ms == 2.0
+    (cost,) = stage_costs(Profile((layer,)), FREE, (Stage(0, 0, 2),), (1e6,))
+    assert cost.backward.first(1) == 0.0
+    path, profile = tmp_path / "plan.json", Profile((layer,), batch_size=8)
+    partition(profile, 2, 1e9, codec=FACTOR_CODEC, replicas=[2]).save(path)
+    # The forward, and two replicas' products in the update.
+    assert simulate_plan(path, profile).ms_per_minibatch == pytest.approx((1.0 + 2 * 2.0) / 2, rel=1e-3)
 
 
 def test_an_old_profile_has_no_factors(tmp_path: Path) -> None:
