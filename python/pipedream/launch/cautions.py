@@ -34,9 +34,10 @@ def cautions_of(
     *,
     rates_by_update: bool = False,
     codec: Mapping[str, str] | None = None,
+    autocast: Any = None,
 ) -> Iterator[str]:
     """One line each. world_size: ranks that torchrun has started, None without it. rates_by_update: each
-    stage has a scheduler of its own that steps with its updates. codec: of the links."""
+    stage has a scheduler of its own that steps with its updates. codec: of the links. autocast: of run()."""
     layers = [layer for _, layer in layers_of(model)]
     if not any(parameter.requires_grad for layer in layers for parameter in layer.parameters()):
         yield (
@@ -65,6 +66,11 @@ def cautions_of(
         yield (
             f"the plan was made for codec={plan.codec}, and this run has another, without factors: the plan's"
             " times and memory are not this run's; leave codec out, or partition without"
+        )
+    elif plan.codec and autocast is not None:
+        yield (
+            f"the plan was made for codec={plan.codec}, and under autocast nothing goes as factors: the"
+            " plan's times and memory are not this run's; partition without codec"
         )
     num_replicas = {stage.num_replicas for stage in plan.stages}
     if rates_by_update and len(num_replicas) > 1:

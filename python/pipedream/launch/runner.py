@@ -204,6 +204,7 @@ def run(
             None if weight_fn else loss_fn,
             microbatches,
             codec=options.links.codec,
+            autocast=options.autocast,
             rates_by_update=lr_scheduler is not None
             and not _core.drains_every_minibatch(options.schedule_options()),
         )

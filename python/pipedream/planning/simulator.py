@@ -28,7 +28,6 @@ __all__ = [
     "TimedInstruction",
     "Transfer",
     "TransferTimes",
-    "collector_paused",
     "simulate",
     "summarize",
 ]
@@ -148,12 +147,12 @@ def simulate(
     Raises ValueError for lists that wait for each other, naming who waits for what, for an instruction
     that is there twice, a stage that is at two workers or none, and figures of the wrong number.
     """
-    with collector_paused():
+    with _collector_paused():
         return Replay(programs, stage_times, transfer_ms, spread).run()
 
 
 @contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
+def _collector_paused() -> Iterator[None]:
     """A replay makes millions of tuples in no circle, which the collector would go through time and again."""
     was_enabled = gc.isenabled()
     gc.disable()

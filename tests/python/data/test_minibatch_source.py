@@ -126,6 +126,21 @@ def test_any_of_several_inputs_may_exceed() -> None:
     assert not exceeds(planned, larger | {"scale": 3.0})
 
 
+def test_of_several_kinds_one_is_not_exceeded_by_what_it_covers() -> None:
+    """Few long and many short ones: a minibatch is held against each whole, not against each one's inputs."""
+
+    def batch(num_texts: int, length: int) -> Keywords:
+        return Keywords(ids=torch.zeros(num_texts, length), mask=torch.zeros(num_texts, 1))
+
+    planned = Boundary.of(batch(4, 64)).or_as(Boundary.of(batch(16, 16)))
+    assert not exceeds(planned, batch(4, 64))
+    assert not exceeds(planned, batch(16, 16))
+    assert not exceeds(planned, batch(8, 32))  # between them
+    assert exceeds(planned, batch(8, 33))
+    assert exceeds(planned, batch(16, 17))
+    assert exceeds(planned, Keywords(ids=torch.zeros(4, 64), mask=torch.zeros(16, 1)))
+
+
 def test_what_is_read_ahead_is_what_is_read() -> None:
     for group_size in (1, 2):
         data = [_pair(size) for size in (2, 4, 3)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pipedream
@@ -57,6 +58,13 @@ def test_a_run_takes_the_plans_codec_and_logs_it(
         _run()
     assert launched[0].links.codec == {"pushes": "factors"}
     assert "codec={'pushes': 'factors'}, as the plan was made for it" in caplog.text
+
+
+def test_a_run_under_autocast_is_told_that_nothing_goes_as_factors(launched: list[JobOptions]) -> None:
+    with pytest.warns(UserWarning, match="under autocast nothing goes as factors"), pytest.raises(_Launched):
+        _run(autocast="bfloat16")
+    with warnings.catch_warnings(action="error"), pytest.raises(_Launched):
+        _run(autocast="bfloat16", plan=replace(_PLAN, codec={}))
 
 
 def test_a_codec_of_the_runs_own_is_taken(launched: list[JobOptions]) -> None:

@@ -338,6 +338,16 @@ def test_products_that_were_measured_longer_than_the_backward_are_the_backward(t
     assert simulate_plan(path, profile).ms_per_minibatch == pytest.approx((1.0 + 2 * 2.0) / 2, rel=1e-3)
 
 
+def test_a_calibration_with_shorter_backwards_shortens_their_products() -> None:
+    """The search for a start takes no product for longer than its layer."""
+    positions = {name: replace(cost, backward_scale=0.01) for name, cost in FREE.positions.items()}
+    layer = LayerProfile("fc", 0.0, 2.0, 0, 5000, factors=(WeightFactors(4000, 300, 2.0),))
+    profile = Profile((layer,), batch_size=8, runtime=replace(FREE, positions=positions).to_dict())
+    plan = partition(profile, 2, 1e13, cost_model="calibrated", codec=FACTOR_CODEC, replicas=[2])
+    # Two replicas' products in the update of a round of two minibatches.
+    assert plan.bottleneck_ms == pytest.approx(2 * 0.02 / 2, rel=1e-2)
+
+
 def test_an_old_profile_has_no_factors(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     _wide().save(path)
@@ -431,3 +441,26 @@ def test_a_schedule_that_drains_is_planned_with_the_factors_of_its_longer_rounds
     versions = Plan((Stage(0, 0, 2), Stage(1, 1, 3))).in_flight[0]
     # The former keeps one version, gradients twice and slots of the weight; the latter all versions, factors.
     assert by_factors - dense == (versions - 1) * 5000 - 2 * 4000 - 4000 + 3 * 1500 + 4000 + 2 * 1500
+
+
+def test_an_update_makes_the_products_of_all_minibatches_of_a_round(tmp_path: Path) -> None:
+    """Of 2-3 a round of flush is of six minibatches, three of each of the first stage's replicas."""
+    layers = (
+        LayerProfile("fc", 4.0, 8.0, 0, 5000, factors=(WeightFactors(4000, 300, 2.0),)),
+        LayerProfile("last", 4.0, 8.0, 0, 1000),
+    )
+    profile, path = Profile(layers, batch_size=8), tmp_path / "plan.json"
+    asked: dict[str, Any] = {"codec": FACTOR_CODEC, "schedule": "flush", "boundaries": [0]}
+    partition(profile, 5, 1e9, replicas=[2, 3], **asked).save(path)
+    simulated = simulate_plan(path, profile, schedule="flush", minibatches=12, microbatches=1)
+    # Six minibatches of its own, and two updates, of six products each.
+    busy_ms = 6 * (4.0 + 8.0 - 2.0) + 2 * 6 * 2.0
+    assert simulated.to_dict()["workers"][0]["busy_ms_per_minibatch"] == pytest.approx(busy_ms / 12)
+
+
+def test_products_of_slow_workers_are_simulated_at_their_speed(tmp_path: Path) -> None:
+    path, profile = tmp_path / "plan.json", _calibrated()
+    partition(profile, 2, 1e6, codec=FACTOR_CODEC, replicas=[2], speeds=[0.5, 0.5]).save(path)
+    computing_ms = 2 * (1.0 + 1.75 + 2 * 0.25)
+    simulated = simulate_plan(path, profile)
+    assert simulated.to_dict()["workers"][0]["busy_ms_per_minibatch"] == pytest.approx(computing_ms / 2)

@@ -1,0 +1,53 @@
+"""More minibatches in flight for slow links: how many, and when."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from pipedream.planning.hidden_links import SIMULATED_ITEMS_MAX, with_links_hidden
+from pipedream.planning.plan import Plan, Stage
+
+
+def _plan(*replicas: int, boundary_ms: float, in_flight: tuple[int, ...] = ()) -> Plan:
+    """Stages of one layer, the slowest of which takes 10 ms of a minibatch."""
+    stages = tuple(Stage(index, index, count) for index, count in enumerate(replicas))
+    predicted = {"boundary_ms": [boundary_ms] * (len(replicas) - 1)}
+    return Plan(stages, bottleneck_ms=10.0, in_flight=in_flight, predicted=predicted)
+
+
+def _half_of_the_time(plan: Plan) -> float:
+    return 20.0 / plan.in_flight[0]
+
+
+def test_replicas_share_what_is_on_its_way() -> None:
+    """Of 2-1 over a link of two bottlenecks: one is held below and two are on their way, for two replicas."""
+    found = with_links_hidden(_plan(2, 1, boundary_ms=20.0), _half_of_the_time)
+    assert found.in_flight == (1 + 2, 1)
+    found = with_links_hidden(_plan(1, 2, boundary_ms=20.0), _half_of_the_time)
+    assert found.in_flight == (1 + 4, 1)
+
+
+def test_a_plan_with_more_in_flight_than_the_links_need_keeps_them() -> None:
+    plan = _plan(1, 1, boundary_ms=1.0, in_flight=(6, 1))
+    assert with_links_hidden(plan, _half_of_the_time) == plan
+
+
+@pytest.mark.parametrize(("after_ms", "pays"), [(9.4, True), (9.6, False)])
+def test_what_saves_less_than_a_twentieth_is_not_worth_the_memory(after_ms: float, pays: bool) -> None:
+    plan = _plan(1, 1, boundary_ms=20.0)
+    found = with_links_hidden(plan, lambda asked: 10.0 if asked == plan else after_ms)
+    assert (found.in_flight == (4, 1)) == pays
+    if pays:
+        assert found.predicted["hidden_links"] == {"before_ms": 10.0, "after_ms": after_ms}
+    else:
+        assert found == plan
+
+
+def test_a_plan_that_takes_long_to_simulate_is_left_as_it_is() -> None:
+    def refuse(plan: Plan) -> float:
+        raise AssertionError(f"simulated with {plan.in_flight}")
+
+    plan = _plan(SIMULATED_ITEMS_MAX // 2, 1, boundary_ms=1e6)
+    assert with_links_hidden(plan, refuse) == plan
+    assert with_links_hidden(replace(plan, bottleneck_ms=None), refuse).in_flight == plan.in_flight
