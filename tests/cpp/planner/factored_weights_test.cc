@@ -37,9 +37,10 @@ TEST(FactoredWeights, ThoseAlikeAreOneSum) {
   weights.add({.weight_bytes = 100, .factor_bytes = 25, .product_s = 1});  // up to 7
   weights.add({.weight_bytes = 50, .factor_bytes = 25, .product_s = 2});   // up to 3
   weights.add({.weight_bytes = 200, .factor_bytes = 50, .product_s = 4});  // up to 7
+  weights.add({.weight_bytes = 40, .factor_bytes = 10, .product_s = 0});   // up to 7
   const FactoredWeights::Sum two = weights.of(2);
-  EXPECT_EQ(two.weight_bytes, 350);
-  EXPECT_EQ(two.factor_bytes, 100);
+  EXPECT_EQ(two.weight_bytes, 390);
+  EXPECT_EQ(two.factor_bytes, 110);
   EXPECT_EQ(two.product_s, 7);
   EXPECT_EQ(two.largest_weight_bytes, 200);
   EXPECT_EQ(two.largest_factor_bytes, 50);

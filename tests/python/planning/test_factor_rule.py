@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from all_plans import enumerate_plans
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipedream import _core
@@ -45,19 +45,6 @@ def _profile(rows: list[_Row], *, saved: bool = False, product_share: float | No
             )
         )
     return Profile(tuple(layers), batch_size=4)
-
-
-def _plans(num_layers: int, num_workers: int) -> Iterator[tuple[Stage, ...]]:
-    def extend(first: int, left: int) -> Iterator[tuple[Stage, ...]]:
-        if first == num_layers:
-            yield ()
-            return
-        for last in range(first, num_layers):
-            for replicas in range(1, left + 1):
-                for rest in extend(last + 1, left - replicas):
-                    yield (Stage(first, last, replicas), *rest)
-
-    yield from extend(0, num_workers)
 
 
 def _stage_ms(layers: tuple[LayerProfile, ...], r: int, bytes_per_s: float, extra_ms: float = 0.0) -> float:
@@ -111,7 +98,8 @@ def test_a_plan_by_factors_is_the_best_of_all_plans(
         return
     plan = partition(profile, num_workers, bytes_per_s, codec=FACTOR_CODEC, hides_links=False)
     best = min(
-        _bottleneck_ms(profile, stages, bytes_per_s) for stages in _plans(profile.num_layers, num_workers)
+        _bottleneck_ms(profile, stages, bytes_per_s)
+        for stages in enumerate_plans(profile.num_layers, num_workers)
     )
     assert plan.bottleneck_ms == pytest.approx(best, rel=1e-9)
     assert _bottleneck_ms(profile, plan.stages, bytes_per_s) == pytest.approx(best, rel=1e-9)
@@ -173,7 +161,7 @@ def test_speeds_and_factors_are_planned_for_together(
                 times.append(2e3 * layers[-1].activation_bytes / bytes_per_s)
         return max(times)
 
-    best = min(map(slowest_ms, _plans(profile.num_layers, num_workers)))
+    best = min(map(slowest_ms, enumerate_plans(profile.num_layers, num_workers)))
     plan = partition(profile, num_workers, bytes_per_s, speeds=speeds, codec=FACTOR_CODEC, hides_links=False)
     assert plan.bottleneck_ms == pytest.approx(best, rel=1e-9)
     slowest = max(plan.predicted["stage_ms"] + plan.predicted["boundary_ms"])
@@ -205,7 +193,9 @@ def test_memory_by_factors_is_kept_to_exactly(rows: list[_Row], num_workers: int
         )
         return max(needed) <= memory
 
-    times = [_bottleneck_ms(profile, one, 1e5) for one in _plans(len(rows), num_workers) if fits(one)]
+    times = [
+        _bottleneck_ms(profile, one, 1e5) for one in enumerate_plans(len(rows), num_workers) if fits(one)
+    ]
     asked: dict[str, Any] = {"memory": memory, "recompute": False, "codec": FACTOR_CODEC}
     if not times:
         with pytest.raises(ValueError, match="no plan has"):
@@ -443,14 +433,15 @@ def test_a_schedule_that_drains_is_planned_with_the_factors_of_its_longer_rounds
     assert by_factors - dense == (versions - 1) * 5000 - 2 * 4000 - 4000 + 3 * 1500 + 4000 + 2 * 1500
 
 
-def test_an_update_makes_the_products_of_all_minibatches_of_a_round(tmp_path: Path) -> None:
+@pytest.mark.parametrize("planned_for", ["pipedream", "flush"])
+def test_an_update_makes_the_products_of_all_minibatches_of_a_round(tmp_path: Path, planned_for: str) -> None:
     """Of 2-3 a round of flush is of six minibatches, three of each of the first stage's replicas."""
     layers = (
         LayerProfile("fc", 4.0, 8.0, 0, 5000, factors=(WeightFactors(4000, 300, 2.0),)),
         LayerProfile("last", 4.0, 8.0, 0, 1000),
     )
     profile, path = Profile(layers, batch_size=8), tmp_path / "plan.json"
-    asked: dict[str, Any] = {"codec": FACTOR_CODEC, "schedule": "flush", "boundaries": [0]}
+    asked: dict[str, Any] = {"codec": FACTOR_CODEC, "schedule": planned_for, "boundaries": [0]}
     partition(profile, 5, 1e9, replicas=[2, 3], **asked).save(path)
     simulated = simulate_plan(path, profile, schedule="flush", minibatches=12, microbatches=1)
     # Six minibatches of its own, and two updates, of six products each.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from all_plans import enumerate_plans
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipedream.planning.layer_profile import LayerProfile, Profile
@@ -26,19 +26,6 @@ def _profile(layers: list[tuple[int, int, int, int]]) -> Profile:
             for i, (ms, activation, parameters, saved) in enumerate(layers)
         )
     )
-
-
-def _plans(num_layers: int, num_workers: int) -> Iterator[tuple[Stage, ...]]:
-    def extend(first: int, left: int) -> Iterator[tuple[Stage, ...]]:
-        if first == num_layers:
-            yield ()
-            return
-        for last in range(first, num_layers):
-            for replicas in range(1, left + 1):
-                for rest in extend(last + 1, left - replicas):
-                    yield (Stage(first, last, replicas), *rest)
-
-    yield from extend(0, num_workers)
 
 
 def _needed_bytes(profile: Profile, stages: tuple[Stage, ...], index: int, *, recompute: bool) -> float:
@@ -128,7 +115,7 @@ def test_within_memory_and_speeds_it_is_the_best_of_all_plans(
     limits = None if memory is None else [memory + 500 * rank for rank in range(num_workers)]
     best = min(
         _time_ms(profile, stages, bytes_per_s, speeds, limits, recompute)
-        for stages in _plans(len(layers), num_workers)
+        for stages in enumerate_plans(len(layers), num_workers)
     )
     asked: dict[str, Any] = {"speeds": speeds, "memory": limits, "recompute": recompute}
     if best == math.inf:
@@ -151,7 +138,7 @@ def test_equal_workers_are_planned_for_as_one_by_one(
     bytes_per_s = 1024.0
     times = [
         (_time_ms(profile, stages, bytes_per_s, [1.0] * num_workers, [memory] * num_workers, True), stages)
-        for stages in _plans(len(layers), num_workers)
+        for stages in enumerate_plans(len(layers), num_workers)
     ]
     best = min(time for time, _ in times)
     if best == math.inf:
@@ -171,14 +158,14 @@ def test_boundaries_and_replicas_that_are_given_are_kept(
     layers: list[tuple[int, int, int, int]], num_workers: int, data: st.DataObject
 ) -> None:
     profile = _profile(layers)
-    given_ = data.draw(st.sampled_from(list(_plans(len(layers), num_workers))))
+    given_ = data.draw(st.sampled_from(list(enumerate_plans(len(layers), num_workers))))
     boundaries = [stage.last_layer for stage in given_[:-1]]
     counts = [stage.num_replicas for stage in given_]
     assert partition(profile, num_workers, 1e5, boundaries=boundaries, replicas=counts).stages == given_
     for asked, key in (({"boundaries": boundaries}, boundaries), ({"replicas": counts}, counts)):
         best = min(
             _time_ms(profile, stages, 1e5, [1.0] * num_workers, None, False)
-            for stages in _plans(len(layers), num_workers)
+            for stages in enumerate_plans(len(layers), num_workers)
             if key
             == (
                 [stage.last_layer for stage in stages[:-1]]
@@ -343,7 +330,7 @@ def test_another_schedules_plan_is_the_best_of_all_by_the_simulator(
     profile = replace(_profile(layers), batch_size=4)  # m is 1, 2 or 4
     plans = [
         stages
-        for stages in _plans(len(layers), num_workers)
+        for stages in enumerate_plans(len(layers), num_workers)
         if schedule != "2bw" or len({stage.num_replicas for stage in stages}) == 1
     ]
     times = [make_plan(profile, stages, bytes_per_s, schedule=schedule).bottleneck_ms for stages in plans]

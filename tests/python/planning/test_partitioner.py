@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from all_plans import enumerate_plans
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipedream.planning.layer_profile import LayerProfile, Profile
@@ -31,19 +31,6 @@ def make_profile(*layers: tuple[float, int, int], batch_size: int | None = None)
         ),
         batch_size=batch_size,
     )
-
-
-def enumerate_plans(num_layers: int, num_workers: int, straight: bool) -> Iterator[tuple[Stage, ...]]:
-    def extend(first_layer: int, workers_left: int) -> Iterator[tuple[Stage, ...]]:
-        if first_layer == num_layers:
-            yield ()
-            return
-        for last_layer in range(first_layer, num_layers):
-            for replicas in range(1, (min(1, workers_left) if straight else workers_left) + 1):
-                for rest in extend(last_layer + 1, workers_left - replicas):
-                    yield (Stage(first_layer, last_layer, replicas), *rest)
-
-    yield from extend(0, num_workers)
 
 
 def bottleneck_ms(profile: Profile, stages: tuple[Stage, ...], bytes_per_s: float) -> Fraction:
