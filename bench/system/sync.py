@@ -11,7 +11,7 @@ the least and the most; "beyond" is what is more than the model alone takes. The
 of a host's link must carry, 2 (m - 1) / m of the parameters.
 
 With k spares there are as many hosts more, whose part in all else is to wait, and pipedream's plan is
-measured without and with them, each beside its own limit, with spares 2 m (m - 1) / (m^2 + k m - 2 k).
+measured without and with them, each beside its own limit (planning/shard_shares.py).
 """
 
 from __future__ import annotations

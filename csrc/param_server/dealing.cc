@@ -42,8 +42,11 @@ std::vector<ShardChunk> deal_ranges(const WeightLayout& layout, const Shares& sh
   const std::size_t num_units = layout.slot_bytes() / kParameterAlignment;
   const std::size_t of_turn = std::accumulate(shares.begin(), shares.end(), std::size_t{0});
   const std::size_t largest = *std::max_element(shares.begin(), shares.end());
+  const bool are_equal =
+      std::all_of(shares.begin(), shares.end(), [&](std::size_t share) { return share == largest; });
+  const std::size_t chunk_bytes_max = are_equal ? kShardChunkBytesMax : kSpareChunkBytesMax;
   const std::size_t num_turns =
-      std::max<std::size_t>(1, divide_up(layout.slot_bytes() * largest, of_turn * kShardChunkBytesMax));
+      std::max<std::size_t>(1, divide_up(layout.slot_bytes() * largest, of_turn * chunk_bytes_max));
   std::vector<ShardChunk> chunks;
   std::size_t dealt = 0;  // shares
   for (std::size_t turn = 0; turn < num_turns; ++turn) {
@@ -114,11 +117,10 @@ std::vector<std::int64_t> shard_shares(std::int64_t num_replicas, std::int64_t n
                     std::to_string(num_spares) +
                     " spares; there must be 1 replica or more, with spares 2, and no more spares than these");
   }
-  const std::int64_t of_spare = num_spares == 0 ? 0 : 2 * (num_replicas - 1);
-  const std::int64_t unit = std::gcd(num_replicas - num_spares, of_spare);  // keeps products small
-  std::vector<std::int64_t> shares(static_cast<std::size_t>(num_replicas),
-                                   (num_replicas - num_spares) / unit);
-  shares.resize(static_cast<std::size_t>(num_replicas + num_spares), of_spare / unit);
+  const bool replicas_own =
+      num_spares == 0 || num_replicas * num_replicas > 2 * num_spares * (num_spares - 1);
+  std::vector<std::int64_t> shares(static_cast<std::size_t>(num_replicas), replicas_own ? 1 : 0);
+  shares.resize(static_cast<std::size_t>(num_replicas + num_spares), replicas_own ? 2 : 1);
   return shares;
 }
 

@@ -11,7 +11,7 @@
 // slot's end to its beginning, keeps all shards busy.
 //
 // Spares, owners beside the replicas that have no gradients of their own, take larger shards, and replicas
-// smaller ones, so that every link has as much to carry (shard_shares()).
+// smaller ones or none (shard_shares()), in chunks of 1 MiB at most.
 //
 // An optimizer that needs whole tensors (their norms, their rows) has them whole: then a chunk is a tensor,
 // or several neighbours of one shard, and shards are as equal as the tensors let them be.
@@ -27,6 +27,8 @@
 namespace pipedream {
 
 inline constexpr std::size_t kShardChunkBytesMax = std::size_t{4} << 20;  // of what is not a larger tensor
+// Where shares differ: a spare's link has nothing to send until its first chunk has come from all replicas.
+inline constexpr std::size_t kSpareChunkBytesMax = std::size_t{1} << 20;
 
 // Consecutive elements of a parameter.
 struct ShardPiece {
@@ -46,14 +48,15 @@ struct ShardChunk {
   friend bool operator==(const ShardChunk&, const ShardChunk&) = default;
 };
 
-// How large the shards of n replicas and k spares are to be, relative to each other. A replica sends n - 1
-// its own shard and pushes what is not in it, (1 + (n - 2) a) M of M bytes with a share a; a spare receives n
-// b M and sends as much. These are equal, and least, for
+// How large the shards of n replicas and k spares are to be, relative to each other. A replica sends every
+// other one what it pushes there and then its own shard, 2 a M of M bytes with a share a, and a spare b M;
+// what it sends to several shares its link evenly, so that with b = 2 a nothing waits:
 //
-//   a = (n - k) / D    b = 2 (n - 1) / D    D = n^2 + k n - 2 k      (BytePS, OSDI'20, section 4.1)
+//   a = 1 / (n + 2 k)    b = 2 / (n + 2 k)    in 2 (n + k - 1) / (n + 2 k) M
+//   a = 0                b = 1 / k            in n / k M, which is less where n^2 <= 2 k (k - 1)
 //
-// which is 2 n (n - 1) M / D in each direction. Throws UserError for n < 1, k < 0, k > n, and n = 1 with
-// spares.
+// For k = 1 and k = n these are BytePS's (OSDI'20, section 4.1), which between gives spares more than flows
+// that share links evenly carry to them. Throws UserError for n < 1, k < 0, k > n, and n = 1 with spares.
 [[nodiscard]] std::vector<std::int64_t> shard_shares(std::int64_t num_replicas, std::int64_t num_spares);
 
 // In the order of the slot; each element of each parameter is in one of them. shares: of each shard,

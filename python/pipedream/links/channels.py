@@ -61,8 +61,8 @@ TARGETS = "targets from the caller"
 # The newest items of a channel between stages whose times each end keeps for the trace, in 1 MiB at most:
 # about as many minibatches as the work items that a worker keeps.
 NUM_TRANSFERS_KEPT = 1 << 14
-# For chunks that one replica pushes to a spare: one is used while the next comes.
-NUM_SPARE_SLOTS = 2
+# For chunks that one replica pushes to a spare: some come while one is used.
+NUM_SPARE_SLOTS = 4
 # Of 1 MiB: one comes while the other is read. To touch more pages takes longer than small models need.
 _NUM_SET_UP_SLOTS = 2
 # What the kinds of edges carry.

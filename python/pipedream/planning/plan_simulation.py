@@ -380,7 +380,7 @@ def _stage_times(
                 forward_ms / num_microbatches / speed,
                 backward_ms / num_microbatches / speed,
                 stage.num_replicas * minibatches[index] * product_ms / speed,
-                **exchange_times(stage, all_ms, shares[index]),
+                **exchange_times(stage, all_ms, shares[index], parameter_bytes_of(profile, stage)),
             )
         )
     return times

@@ -106,7 +106,10 @@ def simulate_programs(
     is_alone = host is not None and host.num_workers == 1
     speed = host.speed(1) if host is not None and is_alone else 1.0
     shares = sync_shares or [SyncedBytes(1.0, 1.0)] * plan.num_stages
-    times = [_times(*stage, m, speed) for stage in zip(plan.stages, costs, shares, versions, strict=True)]
+    sizes = _parameter_bytes(plan)
+    times = [
+        _times(*stage, m, speed) for stage in zip(plan.stages, costs, shares, versions, sizes, strict=True)
+    ]
     transfers = [_transfer(row, m) for row in boundary_links(plan)]
     spread = Spread.from_dict("predicted.spread", plan.predicted.get("spread", {})) if spreads else EVEN
     if host is None or is_alone:
@@ -119,11 +122,12 @@ def _times(
     cost: StageCosts,
     share: SyncedBytes,
     num_versions: int,
+    parameter_bytes: float | None,
     num_microbatches: int,
     speed: float,
 ) -> StageTimes:
     update_ms = _update_ms(stage, cost, num_versions, 1 / stage.num_replicas) / speed
-    exchange = exchange_times(stage, cost.shard_ms * stage.num_replicas, share)
+    exchange = exchange_times(stage, cost.shard_ms * stage.num_replicas, share, parameter_bytes)
     if cost.push_ms is not None:
         exchange["push_ms"] = cost.push_ms
     if stage.num_spare_shards:
@@ -168,6 +172,22 @@ def boundary_links(plan: Plan) -> list[dict[str, Any]]:
             f"predicted.links has {len(rows)} entries for {plan.num_stages - 1} boundaries: give one for each"
         )
     return [check_object(f"predicted.links[{index}]", row) for index, row in enumerate(rows)]
+
+
+def _parameter_bytes(plan: Plan) -> list[float | None]:
+    """By stage, as far as the plan says. Raises ValueError naming a field."""
+    given = plan.predicted.get("stage_parameter_bytes")
+    if given is None:
+        return [None] * plan.num_stages
+    sizes = check_list("predicted.stage_parameter_bytes", given)
+    if len(sizes) != plan.num_stages:
+        raise ValueError(
+            f"predicted.stage_parameter_bytes has {len(sizes)} entries for {plan.num_stages} stages: give one"
+            " for each"
+        )
+    return [
+        check_number(f"predicted.stage_parameter_bytes[{index}]", size) for index, size in enumerate(sizes)
+    ]
 
 
 def _host_of(plan: Plan) -> SharedHost | None:

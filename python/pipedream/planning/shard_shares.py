@@ -1,19 +1,26 @@
 """What the owners of a stage's shards carry in a round: replicas, and spares beside them.
 
-Of n replicas each owns the share a of the parameters, of k spares each b, so that all links have as much to
-carry, and as little as can be (BytePS, OSDI'20, section 4.1):
+A replica sends every other one what it pushes there and then its own shard of the next version, and a spare
+what it pushes: to n - 1 replicas 2 a M of the M bytes of parameters each, to k spares b M each. What it sends
+to several shares its link evenly, so that with b = 2 a all end at once; a spare's link has nothing to send
+until its first chunk has come from all replicas, and after their last bytes has one chunk left for each:
 
-    a = (n - k) / D    b = 2 (n - 1) / D    D = n^2 + k n - 2 k    round = 2 n (n - 1) M / (D B)
+    a = 1 / (n + 2 k)    b = 2 / (n + 2 k)    round = (2 (n + k - 1) / (n + 2 k) M + n C) / B
+    a = 0                b = 1 / k            round = (n / k M + n C) / B    where n^2 <= 2 k (k - 1)
 
-M bytes of parameters, B bytes per second in each direction. For k = 0 that is 2 (n - 1) / n M / B, for k = n
-M / B; two replicas gain nothing. Pure; any thread; needs no torch.
+B bytes per second in each direction, chunks of C bytes of a spare's shard. For k = 1 and k = n these are the
+shares of BytePS (OSDI'20, section 4.1); without spares a round takes 2 (n - 1) / n M / B; two replicas gain
+nothing. Pure; any thread; needs no torch.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 __all__ = ["ShardShares", "round_ms", "shard_shares"]
+
+_SPARE_CHUNK_BYTES_MAX = 1 << 20  # csrc/param_server/dealing.h
 
 
 class ShardShares(NamedTuple):
@@ -28,15 +35,18 @@ def shard_shares(num_replicas: int, num_spares: int = 0) -> ShardShares:
     """As the core deals them (csrc/param_server/dealing.h)."""
     if num_spares == 0:
         return ShardShares(1 / num_replicas, 0.0)
-    total = _total(num_replicas, num_spares)
-    return ShardShares((num_replicas - num_spares) / total, 2 * (num_replicas - 1) / total)
+    if num_replicas**2 <= 2 * num_spares * (num_spares - 1):
+        return ShardShares(0.0, 1 / num_spares)
+    of_replica = 1 / (num_replicas + 2 * num_spares)
+    return ShardShares(of_replica, 2 * of_replica)
 
 
 def round_ms(num_bytes: float, num_replicas: int, num_spares: int, bytes_per_s: float) -> float:
-    """In which every link carries, in each direction, what a round needs."""
-    total = _total(num_replicas, num_spares)
-    return 2e3 * num_replicas * (num_replicas - 1) * num_bytes / (total * bytes_per_s)
-
-
-def _total(num_replicas: int, num_spares: int) -> int:
-    return num_replicas**2 + num_spares * num_replicas - 2 * num_spares
+    """In which the links carry what a round needs."""
+    of_replica, of_spare = shard_shares(num_replicas, num_spares)
+    if num_spares == 0:
+        return 2e3 * (num_replicas - 1) * of_replica * num_bytes / bytes_per_s
+    spare_bytes = of_spare * num_bytes
+    chunk_bytes = spare_bytes / max(1, math.ceil(spare_bytes / _SPARE_CHUNK_BYTES_MAX))
+    carried = 2 * of_replica * (num_replicas - 1 + num_spares) + num_replicas * (of_spare - 2 * of_replica)
+    return 1e3 * (carried * num_bytes + num_replicas * chunk_bytes) / bytes_per_s

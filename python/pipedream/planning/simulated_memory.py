@@ -29,7 +29,7 @@ __all__ = ["MemoryUse", "memory_in_use"]
 
 _BETWEEN_STAGES = ("activation", "gradient")
 _COPIES = 2  # of the weights: the model as given, gradients
-_SPARE_SLOTS_BYTES = 2 * (4 << 20)  # two of the largest chunks that one replica pushes (links/channels.py)
+_SPARE_SLOTS_BYTES = 4 * (1 << 20)  # of the largest chunks that one replica pushes (links/channels.py)
 
 
 class MemoryUse(NamedTuple):

@@ -12,9 +12,12 @@ from typing import Any, NamedTuple
 from pipedream.planning.factor_rule import FactoredSum, factored_sum
 from pipedream.planning.layer_profile import LayerProfile, Profile
 from pipedream.planning.plan_stage import Stage
-from pipedream.planning.shard_shares import shard_shares
+from pipedream.planning.shard_shares import round_ms, shard_shares
 
 __all__ = ["SyncedBytes", "exchange_times", "shares_of_a_shard", "spare_link_ms", "synced_bytes"]
+
+
+_MANY_BYTES = 1e15
 
 
 class SyncedBytes(NamedTuple):
@@ -44,9 +47,12 @@ def shares_of_a_shard(
     return SyncedBytes(found.pushed / dense, found.pulled / dense)
 
 
-def exchange_times(stage: Stage, all_ms: float, share: SyncedBytes) -> dict[str, Any]:
+def exchange_times(
+    stage: Stage, all_ms: float, share: SyncedBytes, num_bytes: float | None = None
+) -> dict[str, Any]:
     """The arguments of StageTimes. all_ms: of all the stage's parameters over one link. share: of a shard,
-    what is pushed to its owner and pulled from it."""
+    what is pushed to its owner and pulled from it. num_bytes: of the parameters; None: so many that a spare's
+    chunk takes no time beside them."""
     replicas, spares = stage.num_replicas, stage.num_spare_shards
     of_replica, of_spare = shard_shares(replicas, spares)
     times: dict[str, Any] = {
@@ -54,11 +60,14 @@ def exchange_times(stage: Stage, all_ms: float, share: SyncedBytes) -> dict[str,
         "push_ms": all_ms * of_replica * share.pushed,
     }
     if spares:
+        num_bytes = num_bytes or _MANY_BYTES
+        in_all = round_ms(num_bytes, replicas, spares, 1e3 * num_bytes)  # in times all_ms
+        pushed = (replicas - 1) * of_replica + spares * of_spare
         times |= {
             "num_replicas": replicas,
             "spare_push_ms": all_ms * of_spare * share.pushed,
-            # To all replicas as long as these, after the pushes, take for what they own.
-            "spare_shard_ms": all_ms * of_replica * (replicas - 1) / replicas * share.pulled,
+            # To all replicas what is left of the round when all pushes have come.
+            "spare_shard_ms": all_ms * max(0.0, in_all - pushed) / replicas * share.pulled,
         }
     return times
 

@@ -81,6 +81,9 @@ class ParameterServer(ShardClient):
         """Of means in memory of their own, the most that there were at once."""
         self._mean_bytes = 0
         self._poisons = _core.poisons_released_slots()
+        self._holds_versions = layout.num_shards > self._rounds.num_replicas
+        self._held: dict[int, list[Tensor]] = {}
+        """By replica, chunks of the next version that wait for what is pushed there."""
         tied_pieces = layout.tied_pieces_of(self._replica)
         self._is_counted = [self._counts(piece) for piece in own_pieces]
         own_pieces = own_pieces[: len(own_pieces) - len(tied_pieces)]
@@ -191,14 +194,48 @@ class ParameterServer(ShardClient):
             for _, chunk in part.chunks:
                 content = self._place_of(chunk, write_slot, tied_write)
                 assert content is not None
-                for channel in self._channels.pull_to.values():
-                    send(self._core, channel, [content])
+                self._send_version(content)
+        self._send_held()
         if self._factors is not None:
             assert self._updated is not None
             self._factors.end_round(self._updated.index)
         self._updated = None
         self._finish()
         self._note_version(write_slot)
+
+    def _send_version(self, content: Tensor) -> None:
+        """A chunk to all replicas. Where there are spares, to each after what is pushed to it: every channel
+        that has something to send gets as much of this replica's link, and the spares', for whose shards all
+        wait last, would get less of it."""
+        for other, channel in self._channels.pull_to.items():
+            if self._holds_versions:
+                held = self._held.setdefault(other, [])
+                held.append(content)
+                if not self._has_left(other, timeout_s=0.0):
+                    continue
+                self._send_all(channel, held)
+            else:
+                send(self._core, channel, [content])
+
+    def _send_held(self) -> None:
+        for other, held in self._held.items():
+            if held:
+                self._has_left(other)
+                self._send_all(self._channels.pull_to[other], held)
+
+    def _send_all(self, channel: str, held: list[Tensor]) -> None:
+        for content in held:
+            send(self._core, channel, [content])
+        held.clear()
+
+    def _has_left(self, other: int, timeout_s: float = 1e9) -> bool:
+        """What this replica pushes there in the round of the update, and in those before."""
+        assert self._updated is not None
+        pushed = self._channels.push_to.get(other)  # a spare has no gradients
+        if pushed is None:
+            return True
+        num_later = max(0, self._num_pushed - 1 - self._updated.index) * len(self._chunks[other])
+        return self._core.wait_until_sent(pushed, num_later, timeout_s)
 
     def _wait_for_readers(self, write_slot: int) -> None:
         """Until what is in the slot has left for the others. Who has read it in this round has had it; who

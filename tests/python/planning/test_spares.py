@@ -16,7 +16,7 @@ from pipedream.planning.simulator import StageTimes, simulate
 from pipedream.planning.spares import with_spares
 from pipedream.planning.text_picture import draw_text
 
-_BYTES_PER_S = 1e6
+_BYTES_PER_S = 1e9
 
 
 def _profile(compute_ms: float, *parameter_bytes: int) -> Profile:
@@ -30,16 +30,37 @@ def _profile(compute_ms: float, *parameter_bytes: int) -> Profile:
 
 
 @pytest.mark.parametrize("num_replicas", [2, 3, 5, 15])
-def test_shares_are_the_cores_and_meet_byteps_bound(num_replicas: int) -> None:
+def test_shares_are_the_cores_and_a_round_takes_what_flows_that_share_links_do(num_replicas: int) -> None:
+    num_bytes = 1 << 40  # beside which a chunk takes no time
     for num_spares in range(num_replicas + 1):
         dealt = _core.shard_shares(num_replicas, num_spares)
         of_replica, of_spare = shard_shares(num_replicas, num_spares)
         assert dealt[0] / sum(dealt) == pytest.approx(of_replica)
         if num_spares:
             assert dealt[-1] / sum(dealt) == pytest.approx(of_spare)
-        carried_ms = 1e3 * (1 + (num_replicas - 2) * of_replica) * 4000 / _BYTES_PER_S
-        assert round_ms(4000, num_replicas, num_spares, _BYTES_PER_S) == pytest.approx(carried_ms)
-    assert round_ms(4000, num_replicas, num_replicas, _BYTES_PER_S) == pytest.approx(4.0)
+        carried_ms = 1e3 * (1 + (num_replicas - 2) * of_replica) * num_bytes / _BYTES_PER_S
+        if of_replica == 0.0:  # the spares' links are fuller
+            carried_ms *= num_replicas / num_spares
+        found_ms = round_ms(num_bytes, num_replicas, num_spares, _BYTES_PER_S)
+        assert found_ms == pytest.approx(carried_ms, rel=1e-4)
+    assert round_ms(num_bytes, num_replicas, num_replicas, _BYTES_PER_S) == pytest.approx(
+        1e3 * num_bytes / _BYTES_PER_S, rel=1e-4
+    )
+
+
+def test_the_last_chunks_of_a_spare_count() -> None:
+    """64 MiB, 3 replicas, 200 Mbit/s: one spare has 26 chunks, and its link waits for the first."""
+    num_bytes, bytes_per_s = 64 << 20, 25e6
+    chunk_ms = 0.4 * 1e3 * num_bytes / bytes_per_s / 26
+    carried_ms = 1.2 * 1e3 * num_bytes / bytes_per_s
+    assert round_ms(num_bytes, 3, 1, bytes_per_s) == pytest.approx(carried_ms + 3 * chunk_ms)
+    # Of so little the one chunk comes to the spare from all, and only then leaves.
+    without_ms = round_ms(1 << 20, 3, 0, bytes_per_s)
+    assert round_ms(1 << 20, 3, 1, bytes_per_s) > without_ms
+    small = partition(_profile(3.0, 1 << 20), 3, bytes_per_s, replicas=[3], spare_workers=1)
+    assert small.num_spares == 0
+    large = partition(_profile(3.0, num_bytes), 3, bytes_per_s, replicas=[3], spare_workers=1)
+    assert large.num_spares == 1
 
 
 def _simulated(tmp_path: Path, stage: Stage, profile: Profile) -> PlanSimulation:
@@ -52,21 +73,21 @@ def _simulated(tmp_path: Path, stage: Stage, profile: Profile) -> PlanSimulation
 def test_what_nothing_hides_takes_the_bound_when_simulated(
     tmp_path: Path, num_replicas: int, num_spares: int
 ) -> None:
-    profile = _profile(1e-6, 40_000)
+    profile = _profile(1e-6, 40_000_000)
     simulated = _simulated(tmp_path, Stage(0, 0, num_replicas, num_spare_shards=num_spares), profile)
-    expected_ms = round_ms(40_000, num_replicas, num_spares, _BYTES_PER_S) / num_replicas
+    expected_ms = round_ms(40_000_000, num_replicas, num_spares, _BYTES_PER_S) / num_replicas
     assert simulated.ms_per_minibatch == pytest.approx(expected_ms, rel=1e-3)
 
 
 def test_a_simulated_spare_has_a_row_its_bytes_and_its_memory(tmp_path: Path) -> None:
-    profile = _profile(1.0, 40_000)
+    profile = _profile(1.0, 40_000_000)
     simulated = _simulated(tmp_path, Stage(0, 0, 3, num_spare_shards=1), profile)
     rows = simulated.to_dict()["workers"]
     assert [row["stages"] for row in rows] == [[0], [0], [0], []]
     # To each of 3 replicas two fifths, once in 3 minibatches.
-    assert rows[3]["bytes_sent_per_minibatch"] == pytest.approx(0.4 * 40_000)
-    # One version, the optimizer's copy, and slots for what 3 replicas push.
-    assert rows[3]["memory_peak_bytes"] == pytest.approx(5 * 0.4 * 40_000)
+    assert rows[3]["bytes_sent_per_minibatch"] == pytest.approx(0.4 * 40_000_000)
+    # One version, the optimizer's copy, and slots for four chunks of each of 3 replicas.
+    assert rows[3]["memory_peak_bytes"] == pytest.approx(2 * 0.4 * 40_000_000 + 3 * (4 << 20))
     assert "stage 0 spare 0 (rank 3)" in str(simulated)
 
 
@@ -85,13 +106,13 @@ def test_a_spare_is_named_in_pictures() -> None:
 
 
 def test_spares_are_planned_where_the_exchange_is_slowest() -> None:
-    profile = _profile(3.0, 40_000)
+    profile = _profile(3.0, 40_000_000)
     straight = partition(profile, 3, _BYTES_PER_S, replicas=[3])
     plan = partition(profile, 3, _BYTES_PER_S, replicas=[3], spare_workers=2)
     assert plan.stages == (Stage(0, 0, 3, num_spare_shards=2),)
     assert (plan.num_workers, plan.workers_used) == (3, 5)
     # Both directions, as in the paper's formula.
-    assert plan.bottleneck_ms == pytest.approx(2 * round_ms(40_000, 3, 2, _BYTES_PER_S) / 3)
+    assert plan.bottleneck_ms == pytest.approx(2 * round_ms(40_000_000, 3, 2, _BYTES_PER_S) / 3)
     assert plan.predicted["spare_shards"]["without_ms"] == straight.bottleneck_ms
     assert plan.predicted["samples_per_s"] == pytest.approx(8e3 / plan.bottleneck_ms)
     assert "2 of 2 spare workers serve as shards" in str(plan)
@@ -106,10 +127,10 @@ def test_stages_that_are_as_slow_as_each_other_get_spares_together(
 ) -> None:
     """The first spare made one of both faster, not the plan, and so none was planned at all."""
     how: dict[str, Any] = {"replicas": [3, 3], "boundaries": [0], "spare_workers": spare_workers}
-    plan = partition(_profile(3.0, 40_000, 40_000), 6, _BYTES_PER_S, **how)
+    plan = partition(_profile(3.0, 40_000_000, 40_000_000), 6, _BYTES_PER_S, **how)
     assert tuple(stage.num_spare_shards for stage in plan.stages) == used
     # Both directions, as in the paper's formula.
-    assert plan.bottleneck_ms == pytest.approx(2 * round_ms(40_000, 3, used[0], _BYTES_PER_S) / 3)
+    assert plan.bottleneck_ms == pytest.approx(2 * round_ms(40_000_000, 3, used[0], _BYTES_PER_S) / 3)
     too_few = "other stages are as slow, and there are too few spare workers for all"
     assert plan.predicted["spare_shards"]["why"] == ("" if used[0] else too_few)
 
@@ -118,7 +139,7 @@ def test_stages_that_are_as_slow_as_each_other_get_spares_together(
     ("profile", "replicas", "why"),
     [
         (
-            _profile(3.0, 40_000),
+            _profile(3.0, 40_000_000),
             [2],
             "stage 0 has 2 replicas, whose links carry as much with spares as without",
         ),
@@ -137,7 +158,7 @@ def test_a_plan_says_why_spares_would_not_pay(profile: Profile, replicas: list[i
 
 
 def test_spares_whose_gain_the_simulator_does_not_see_are_left_out() -> None:
-    plan = partition(_profile(3.0, 40_000), 3, _BYTES_PER_S, replicas=[3])
+    plan = partition(_profile(3.0, 40_000_000), 3, _BYTES_PER_S, replicas=[3])
 
     def figures_of(stages: tuple[Stage, ...]) -> dict[str, Any]:
         return {"stage_ms": [10.0 - stages[0].num_spare_shards], "boundary_ms": []}
@@ -158,4 +179,4 @@ def test_spares_whose_gain_the_simulator_does_not_see_are_left_out() -> None:
 )
 def test_spare_workers_that_cannot_be_planned_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        partition(_profile(3.0, 40_000), 3, _BYTES_PER_S, **options)
+        partition(_profile(3.0, 40_000_000), 3, _BYTES_PER_S, **options)

@@ -42,6 +42,7 @@ class _Replica:
         width: int = 50,
         minibatches_per_round: int | None = None,
         num_rounds_kept: int = 1,
+        num_spares: int = 0,
     ) -> None:
         self.links, self.replica, self.num_replicas = links, replica, num_replicas
         model = nn.Sequential(nn.Linear(40, 3), nn.Linear(3, width, bias=False)).double()
@@ -53,7 +54,7 @@ class _Replica:
         num_bytes = weight_layout(named)[0]
         slots = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(_NUM_SLOTS)]
         self.weights = StageWeights(stage, slots)
-        layout = ShardLayout(named, num_replicas, whole_tensors=False)
+        layout = ShardLayout(named, num_replicas, whole_tensors=False, num_spares=num_spares)
         optimizer = StageOptimizer(functools.partial(torch.optim.SGD, lr=1.0), named)
         optimizer.keep(layout.pieces_of(replica))
         schedule = _core.ScheduleOptions(in_flight=[1])
@@ -67,7 +68,7 @@ class _Replica:
                 num_replicas=num_replicas, minibatches_per_round=minibatches_per_round or num_replicas
             ),
             replica=replica,
-            channels=channels_of(replica, num_replicas),
+            channels=channels_of(replica, num_replicas, num_spares),
             num_rounds_kept=num_rounds_kept,
         )
         self.slot = 0
@@ -408,3 +409,29 @@ def test_before_the_first_backward_of_a_round_older_ones_have_left(num_rounds_ke
     assert links.waits == [(f"push 0 {o}", (num_rounds_kept - 1) * count) for o, count in counts.items()]
     replica.server.begin_backward()  # of the next microbatch
     assert len(links.waits) == len(replica.others)
+
+
+@pytest.mark.parametrize("slow", [(), (1,), (2,), (1, 2)])
+@pytest.mark.parametrize("num_spares", [0, 1])
+def test_where_there_are_spares_a_version_leaves_after_what_is_pushed_there(
+    num_spares: int, slow: tuple[int, ...]
+) -> None:
+    # Else it shares the link with what is pushed to the spares, for whose shards all wait last.
+    links = ReplicaLinks()
+    replicas = [_Replica(links, replica, 3, num_spares=num_spares) for replica in range(3)]
+    for replica in replicas:
+        replica.backward(replica.replica, 1.0)
+        for owner in [*replica.others, *range(3, 3 + num_spares)]:
+            replica.server.push(owner, replica.replica, 0)
+    first = replicas[0].server
+    for other in replicas[0].others:
+        assert first.expect(other, other) is None
+    links.slow = {f"push 0 {other}" for other in slow}
+    links.sent.clear()
+    first.take(0, 0)
+    first.apply(0, 1, 1.0, lambda step: step())
+    held = slow if num_spares else ()
+    pulls = {other: [f"pull 0 {other}"] * len(first._chunks[0]) for other in replicas[0].others}
+    at_once = [what for other, of_other in pulls.items() if other not in held for what in of_other]
+    after = [what for other in held for what in (f"waited for push 0 {other}", *pulls[other])]
+    assert links.sent == [*at_once, *after]
