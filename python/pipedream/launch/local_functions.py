@@ -1,8 +1,9 @@
 """Functions that a worker cannot import by their name, lambdas and those made inside of others: sent as their
 code, with the globals of their module as the worker has it.
 
-Only those that hold nothing of the function around them but plain values: of a tensor, a model or a list that
-they share with the caller each worker would have a copy, and nobody would be told. Stateless; any thread.
+Only those that hold nothing but plain values, of the function around them, as defaults or as attributes: of a
+tensor, a model or a list that they share with the caller each worker would have a copy, and nobody would be
+told. Stateless; any thread.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ def reduced_function(function: types.FunctionType) -> tuple[Any, ...] | None:
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:  # a name that has no value yet
         return None
-    if not all(map(_is_plain, cells)):
+    settings = {"__qualname__": function.__qualname__, "__kwdefaults__": function.__kwdefaults__}
+    defaults = (function.__defaults__ or (), *(function.__kwdefaults__ or {}).values())
+    if not all(map(_is_plain, (*cells, *defaults, *vars(function).values()))):
         return None
     code = marshal.dumps(function.__code__)
-    settings = {"__qualname__": function.__qualname__, "__kwdefaults__": function.__kwdefaults__}
     arguments = (module.__name__, code, function.__defaults__, cells, settings, vars(function))
     return _made_again, arguments
 

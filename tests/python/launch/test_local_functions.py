@@ -60,14 +60,38 @@ class _Holder:
     pass
 
 
+def _in_a_closure(held: Any) -> Callable[..., Any]:
+    return lambda outputs: (outputs, held)
+
+
+def _as_a_default(held: Any) -> Callable[..., Any]:
+    return lambda outputs, own=held: (outputs, own)
+
+
+def _as_a_keyword_default(held: Any) -> Callable[..., Any]:
+    return lambda outputs, *, own=held: (outputs, own)
+
+
+def _as_an_attribute(held: Any) -> Callable[..., Any]:
+    made: Any = lambda outputs: outputs  # noqa: E731
+    made.held = held
+    return made
+
+
+@pytest.mark.parametrize(
+    "made", [_in_a_closure, _as_a_default, _as_a_keyword_default, _as_an_attribute], ids=lambda m: m.__name__
+)
 @pytest.mark.parametrize(
     "held",
     [[], {}, torch.ones(1), torch.nn.Linear(1, 1), _Holder(), (1, [2]), lambda: None],
     ids=lambda held: type(held).__name__,
 )
-def test_one_that_shares_more_than_plain_values_with_its_caller_is_refused(tmp_path: Path, held: Any) -> None:
+def test_one_that_shares_more_than_plain_values_with_its_caller_is_refused(
+    tmp_path: Path, held: Any, made: Callable[[Any], Callable[..., Any]]
+) -> None:
+    # A list that a loss collects its terms in, as a default, stayed empty at the caller without a word.
     with pytest.raises(ValueError, match=re.escape("cannot be sent to the workers: ")):
-        _sent(tmp_path, lambda outputs, targets: (outputs, held))
+        _sent(tmp_path, made(held))
 
 
 def test_one_whose_name_has_no_value_yet_is_refused(tmp_path: Path) -> None:
