@@ -76,6 +76,16 @@ def test_no_forward_mixes_versions_however_late_one_is(
     )
 
 
+@pytest.mark.parametrize("case_name", ["mlp", "tied_apart"])
+def test_a_replica_may_read_versions_many_rounds_late(farm: Farm, case_name: str) -> None:
+    # As many versions may wait for it as are kept. A channel had room for what is in flight at the stage
+    # itself, and the ring of places was full, which ended the run.
+    training = _training(
+        case_name, (1, 2), num_minibatches=31, short_last=False, schedule="vertical_sync", in_flight=(12, 1)
+    )
+    assert_equals_reference(farm, training)
+
+
 def test_native_optimizers_read_what_has_landed_however_late_one_is(farm: Farm) -> None:
     arguments = {"lr": 0.05, "momentum": 0.9}
     training = _training(

@@ -332,6 +332,10 @@ def _add_between_replicas(
     content = TensorSpec(dtype, (spec.chunk_bytes_max // dtype.itemsize,), requires_grad=False)
     flags = TensorSpec(torch.uint8, (spec.num_pieces_max,), requires_grad=False)
     num_rounds = schedule.in_flight[edge.from_stage] + schedule.staleness + 2
+    # Versions wait at the owner, and their places at the replica, until it has read the one before them:
+    # under vertical sync it may be many rounds behind. One more in the last round, and one that is released
+    # late.
+    num_versions = max(num_rounds, _core.num_versions_kept(schedule, edge.from_stage) + 2)
     # A round is received at once, so that none waits in its sender's memory for the next to be used. A spare
     # uses chunk by chunk what it has from all replicas: one that is ahead waits, and lets the others have the
     # link, so that chunks are complete, and leave, all the time.
@@ -343,7 +347,7 @@ def _add_between_replicas(
         _ranks_of_ends(schedule, edge),
         [flags, content] if is_push else [content],
         slots=slots,
-        unsent=max(spec.num_chunks, 1) * num_rounds,
+        unsent=max(spec.num_chunks, 1) * (num_rounds if is_push else num_versions),
         codec=codec_of_pushes(codec) if is_push else NO_CODEC,
         edge=edge,
         num_transfers_kept=NUM_TRANSFERS_KEPT,
