@@ -436,9 +436,8 @@ void bind_worker(py::module_& module) {
       .def("receive_item", &PyWorker::receive_item, py::arg("channel"), py::arg("timeout_s") = 1e9,
            py::arg("counts_as_wait") = true)
       .def("post_items", &PyWorker::post_items, py::arg("channel"), py::arg("places"),
-           "Where the channel's next items are to land: (address, bytes) of each, in the term that it is "
-           "posted "
-           "into.")
+           "Where the channel's next items are to land: (address, bytes) of each, in the term that the "
+           "channel is posted into.")
       .def("receive_any", &PyWorker::receive_any, py::arg("channels"),
            "(which of the channels, the next item of it), of the first that has one; None after "
            "stop_serving(). For one more thread than the compute thread.")

@@ -1,8 +1,7 @@
 // Copies items to where the wire, or the receiver, reads them: the middle of a sending channel.
 //
-//   placed     into the receiver's own slot, mapped here: its memory is shared, the host's or its device's.
-//   The
-//              frames tell of the bytes
+//   placed     into the receiver's own slot, or where it has posted a place, mapped here: its memory is
+//              shared, the host's or its device's. The frames tell of the bytes
 //   staged     into a staging buffer: the wire cannot read device memory, or the tensors travel encoded
 //   in place   nowhere: the wire reads the tensors
 //
