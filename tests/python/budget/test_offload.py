@@ -450,6 +450,9 @@ def test_a_given_recompute_is_not_changed() -> None:
 def test_recompute_that_is_not_needed_after_all_is_left_out() -> None:
     memory = _plan_of("cuda", weight_mib=100, stash_mib=2, input_mib=1)  # 600 + 12 + 6; recompute saves 9
     assert _chosen(memory, 605) == (False, ["versions"])
+    needed = memory.with_recompute([False, False]).with_offload(0, Offload(versions=True)).counted_bytes()
+    assert not any(choose_savings(memory, None, needed).schedule.recompute)
+    assert choose_savings(memory, None, needed - 1).schedule.recompute[0]
 
 
 def test_on_the_host_offloading_saves_nothing_and_is_never_chosen() -> None:
