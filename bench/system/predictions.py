@@ -7,7 +7,8 @@ predicted by the calibrated cost model before it is run. Prints both, the error 
 and the worst; beside it by how much the two halves of the same run differ, which no prediction can beat, and
 what others took of the cores meanwhile. A run that others disturbed is done again, at most --tries times, and
 the least disturbed counts. --rounds calibrates and runs all that so often, and takes the median of each
-combination's figures. --links adds workers on hosts of their own (namespaces) with shaped links, which needs
+combination's figures; it then tells, too, by how much runs of one combination differ between rounds, which no
+prediction of a single run can beat. --links adds workers on hosts of their own (namespaces) with shaped links, which needs
 root; --only bit/s leaves out all others. A quiet machine is needed: what other processes take of the cores
 nobody predicts.
 """
@@ -258,6 +259,15 @@ def error_of(row: dict[str, float]) -> float:
     return row["predicted_ms"] / row["measured_ms"] - 1
 
 
+def repeats_differ(rounds: Sequence[dict[str, dict[str, float]]]) -> float:
+    """The mean, over combinations and neighbouring rounds, of by how much what was measured differs."""
+    return statistics.fmean(
+        abs(later[name]["measured_ms"] / earlier[name]["measured_ms"] - 1)
+        for earlier, later in itertools.pairwise(rounds)
+        for name in earlier
+    )
+
+
 def print_row(name: str, row: dict[str, float]) -> None:
     shares = (error_of(row), row["halves_differ"], row["foreign_share"])
     numbers = f"{row['predicted_ms']:10.3f} {row['measured_ms']:10.3f} {100 * shares[0]:+8.1f} %"
@@ -298,6 +308,8 @@ def main() -> None:
     others = statistics.fmean(row["foreign_share"] for rows in rounds for row in rows.values())
     print(f"\n{len(errors)} combinations: mean error {mean:.1%}, worst {errors[worst]:.1%} ({worst})")
     print(f"two halves of a run differ by {halves:.1%}; others took {others:.1%} of the cores")
+    if options.rounds > 1:
+        print(f"a run and the same one a round later differ by {repeats_differ(rounds):.1%}")
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump({"rounds": rounds, "errors": errors, "worst": worst}, file, indent=1)
