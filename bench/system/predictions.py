@@ -8,9 +8,9 @@ and the worst; beside it by how much the two halves of the same run differ, whic
 what others took of the cores meanwhile. A run that others disturbed is done again, at most --tries times, and
 the least disturbed counts. --rounds calibrates and runs all that so often, and takes the median of each
 combination's figures; it then tells, too, by how much runs of one combination differ between rounds, which no
-prediction of a single run can beat. --links adds workers on hosts of their own (namespaces) with shaped links, which needs
-root; --only bit/s leaves out all others. A quiet machine is needed: what other processes take of the cores
-nobody predicts.
+prediction of a single run can beat. --links adds workers on hosts of their own (namespaces) with shaped
+links, which needs root; --only bit/s leaves out all others. A quiet machine is needed: what other processes
+take of the cores nobody predicts.
 """
 
 from __future__ import annotations

@@ -93,21 +93,23 @@ class _Closed:
 
 
 def test_what_cannot_be_sent_to_the_workers() -> None:
+    # A function made here is sent where it holds plain values; these would fill a copy of the caller's list.
+    kept: list[Any] = []
     local: Any = model_with(None, stages=2)
-    local[1].callback = lambda: None
+    local[1].callback = lambda: kept.append(1)
     refused(lambda: run(local), ValueError, "model (Sequential)", "top level of a module")
     held: Any = model_with(None, stages=2)
     held[1].file = _Closed()
     refused(lambda: run(held), ValueError, "model", "it holds an open file")
     refused(
-        lambda: run(_MODEL, loss_fn=lambda outputs, targets: outputs.sum()),
+        lambda: run(_MODEL, loss_fn=lambda outputs, targets: kept.append(targets) or outputs.sum()),
         ValueError,
         "loss_fn",
         "<lambda>",
         "top level of a module",
     )
     refused(
-        lambda: run(_MODEL, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
+        lambda: run(_MODEL, optimizer=lambda parameters: kept.append(torch.optim.SGD(parameters)) or kept[0]),
         ValueError,
         "optimizer",
         "<lambda>",
