@@ -173,9 +173,9 @@ def make_plan(
     schedule: str = "pipedream",
     microbatches: int | None = None,
 ) -> Plan:
-    """The plan of these stages with the figures that the cost model has of it."""
+    """The plan of these stages, without a codec, with the figures that the cost model has of it."""
     problem = _Problem(
-        profile,
+        profile.without_factors(),
         num_workers,
         bytes_per_s,
         cost_model,

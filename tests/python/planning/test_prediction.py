@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from pipedream import _core
-from pipedream.planning.layer_profile import LayerProfile, Profile
+from pipedream.planning.layer_profile import LayerProfile, Profile, WeightFactors
 from pipedream.planning.partitioner import make_plan, partition
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.prediction import predict_ms, predict_ms_of_run, simulate_calibrated
@@ -210,6 +210,17 @@ def test_a_plan_s_costs_that_cannot_be_are_refused_by_name(changes: dict[str, An
     options = _core.ScheduleOptions("pipedream", list(plan.in_flight), 1, plan.placement)
     spoilt = replace(plan, predicted=plan.predicted | changes)
     assert predict_ms_of_run(spoilt, options) == plan.bottleneck_ms  # the run is over, and its result counts
+
+
+def test_factors_that_a_profile_has_are_in_no_plan_without_a_codec() -> None:
+    """They once were: whole updates and products, 20 % too much for replicas that push dense gradients."""
+    dense = _profile(update_ms_per_byte=0.001)
+    factored = replace(dense.layers[0], factors=(WeightFactors(1000, 10),))
+    profile = replace(dense, layers=(factored, *dense.layers[1:]))
+    stages = (Stage(0, 3, 2),)
+    plans = [make_plan(one, stages, 1e15, cost_model="calibrated") for one in (dense, profile)]
+    assert costs_of(plans[1]) == costs_of(plans[0])
+    assert plans[1].bottleneck_ms == plans[0].bottleneck_ms
 
 
 def test_spares_and_replicas_update_their_own_shares() -> None:
