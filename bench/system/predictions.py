@@ -1,6 +1,6 @@
 """Predicted against measured time per minibatch: models, plans, schedules and links on this machine.
 
-    python bench/system/predictions.py [--rounds 1] [--seconds 4] [--tries 3] [--links] [--json FILE]
+    python bench/system/predictions.py [--rounds 1] [--seconds 4] [--tries 3] [--links] [--own-runs]
 
 Each model is profiled and calibrated (pipedream.calibrate) once, with two workers; then each combination is
 predicted by the calibrated cost model before it is run. Prints both, the error of the prediction, its mean
@@ -9,8 +9,9 @@ what others took of the cores meanwhile. A run that others disturbed is done aga
 the least disturbed counts. --rounds calibrates and runs all that so often, and takes the median of each
 combination's figures; it then tells, too, by how much runs of one combination differ between rounds, which no
 prediction of a single run can beat. --links adds workers on hosts of their own (namespaces) with shaped
-links, which needs root; --only bit/s leaves out all others. A quiet machine is needed: what other processes
-take of the cores nobody predicts.
+links, which needs root; --only bit/s leaves out all others. --own-runs predicts instead the runs that a
+calibration itself is made of: what is wrong then is the model, as no time passes between. A quiet machine
+is needed: what other processes take of the cores nobody predicts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import os
 import platform
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pipedream
@@ -32,6 +33,8 @@ from foreign_load import ForeignLoad
 from links import Link, can_make_links, run_ranks
 from pipedream import Plan, Profile, Stage, _core
 from pipedream.common.units import parse_bandwidth
+from pipedream.launch.calibration import calibration_runs
+from pipedream.launch.measured_costs import Runs, runtime_costs
 from pipedream.planning.partitioner import make_plan
 from pipedream.planning.prediction import predict_ms
 from torch import nn
@@ -148,6 +151,12 @@ def plan_of(profile: Profile, combination: Combination, workers_per_host: int) -
     )
 
 
+def schedule_of(plan: Plan, combination: Combination) -> _core.ScheduleOptions:
+    return _core.ScheduleOptions(
+        combination.schedule, list(plan.in_flight), combination.microbatches, plan.placement
+    )
+
+
 def half_times_ms(result: pipedream.RunResult) -> tuple[float, float]:
     """Per minibatch, of the first and the second half of a run's updates."""
     updates = [span for span in result.spans[-1] if span.kind == "UPDATE"]
@@ -163,10 +172,7 @@ def half_times_ms(result: pipedream.RunResult) -> tuple[float, float]:
 def run_plan(combination: Combination, plan: Plan, seconds: float) -> dict[str, float]:
     """Predicted and measured milliseconds per minibatch, and how sure they are."""
     task = make_task(combination.model)
-    options = _core.ScheduleOptions(
-        combination.schedule, list(plan.in_flight), combination.microbatches, plan.placement
-    )
-    predicted_ms = predict_ms(plan, options)
+    predicted_ms = predict_ms(plan, schedule_of(plan, combination))
     assert predicted_ms is not None
     count = min(max(int(seconds * 1e3 / predicted_ms), MINIBATCHES_MIN), MINIBATCHES_MAX)
     with ForeignLoad() as others:
@@ -203,26 +209,51 @@ def run_undisturbed(combination: Combination, plan: Plan, seconds: float, tries:
     return min(rows, key=lambda row: row["foreign_share"])
 
 
-def calibrated(model: str, transport: str = "auto") -> Profile:
+def calibrated(model: str, transport: str = "auto") -> tuple[Profile, Runs]:
     task = make_task(model)
     profile = pipedream.profile(task.model, task.batches, nn.functional.mse_loss, seconds=PROFILE_SECONDS)
     # A second of each run: long enough that what is discarded of short ones does not count.
     minibatches = min(max(60, int(1e3 / max(profile.compute_ms, 1e-3))), 600)
-    return pipedream.calibrate(
+    plan, runs = calibration_runs(
         profile,
         task.model,
         task.batches,
         nn.functional.mse_loss,
         optimizer=task.optimizer,
+        workers=2,
         minibatches=minibatches,
         transport=transport,
     )
+    return replace(profile, runtime=runtime_costs(profile, plan, runs).to_dict()), runs
+
+
+def predict_own_runs(model: str) -> list[float]:
+    """Errors of the runs of a calibration, predicted by what it made of them."""
+    profile, runs = calibrated(model)
+    m = runs.num_microbatches
+    errors = []
+    for combination, results in (
+        (Combination(model, (1,), "pipedream"), runs.one),
+        (Combination(model, (1, 1), "pipedream"), runs.straight),
+        (Combination(model, (1, 1), "model_parallel"), runs.in_turn),
+        (Combination(model, (1, 1), "flush", m), runs.cut),
+        (Combination(model, (2,), "data_parallel"), runs.shared),
+    ):
+        plan = plan_of(profile, combination, sum(combination.replicas))
+        predicted_ms = predict_ms(plan, schedule_of(plan, combination))
+        assert predicted_ms is not None
+        measured_ms = statistics.fmean(result.measured_ms for result in results)
+        errors.append(predicted_ms / measured_ms - 1)
+        print(
+            f"{combination!s:44}{predicted_ms:11.3f}{measured_ms:11.3f}{100 * errors[-1]:+9.1f} %", flush=True
+        )
+    return errors
 
 
 def run_round(combinations: Sequence[Combination], seconds: float, tries: int) -> dict[str, dict[str, float]]:
     rows = {}
     for model in dict.fromkeys(combination.model for combination in combinations):
-        profile = calibrated(model)
+        profile, _ = calibrated(model)
         for combination in combinations:
             if combination.model == model:
                 plan = plan_of(profile, combination, sum(combination.replicas))
@@ -234,7 +265,7 @@ def run_round(combinations: Sequence[Combination], seconds: float, tries: int) -
 def run_shaped(combinations: Sequence[Combination], seconds: float) -> dict[str, dict[str, float]]:
     rows = {}
     for model in dict.fromkeys(combination.model for combination in combinations):
-        profile = calibrated(model, "tcp")
+        profile, _ = calibrated(model, "tcp")
         for combination in combinations:
             if combination.model != model or combination.bandwidth is None:
                 continue
@@ -281,6 +312,7 @@ def main() -> None:
     parser.add_argument("--tries", type=int, default=3, help="of a run that others disturb")
     parser.add_argument("--only", help="combinations whose name has this in it")
     parser.add_argument("--links", action="store_true", help="also over shaped links; needs root")
+    parser.add_argument("--own-runs", action="store_true", help="predict a calibration's own runs")
     parser.add_argument("--json", metavar="FILE", help="write the figures here too")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -292,6 +324,13 @@ def main() -> None:
     if options.links and (missing := can_make_links()):
         parser.error(missing)
     print(f"machine: {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}")
+    if options.own_runs:
+        models = dict.fromkeys(combination.model for combination in LOCAL)
+        errors = [
+            error for _ in range(options.rounds) for model in models for error in predict_own_runs(model)
+        ]
+        print(f"{len(errors)} runs: mean error {statistics.fmean(map(abs, errors)):.1%}")
+        return
     columns = (f"{name:>10}" for name in ("predicted", "measured", "error", "halves", "others"))
     print(f"{'ms per minibatch':44}", *columns)
     local, shaped = ([c for c in among if (options.only or "") in str(c)] for among in (LOCAL, SHAPED))
@@ -301,18 +340,18 @@ def main() -> None:
         if options.links:
             rows |= run_shaped(shaped, options.seconds)
         rounds.append(rows)
-    errors = {name: abs(statistics.median(error_of(rows[name]) for rows in rounds)) for name in rounds[0]}
-    worst = max(errors, key=lambda name: errors[name])
-    mean = statistics.fmean(errors.values())
+    of_rounds = {name: abs(statistics.median(error_of(rows[name]) for rows in rounds)) for name in rounds[0]}
+    worst = max(of_rounds, key=lambda name: of_rounds[name])
+    mean = statistics.fmean(of_rounds.values())
     halves = statistics.fmean(row["halves_differ"] for rows in rounds for row in rows.values())
     others = statistics.fmean(row["foreign_share"] for rows in rounds for row in rows.values())
-    print(f"\n{len(errors)} combinations: mean error {mean:.1%}, worst {errors[worst]:.1%} ({worst})")
+    print(f"\n{len(of_rounds)} combinations: mean error {mean:.1%}, worst {of_rounds[worst]:.1%} ({worst})")
     print(f"two halves of a run differ by {halves:.1%}; others took {others:.1%} of the cores")
     if options.rounds > 1:
         print(f"a run and the same one a round later differ by {repeats_differ(rounds):.1%}")
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
-            json.dump({"rounds": rounds, "errors": errors, "worst": worst}, file, indent=1)
+            json.dump({"rounds": rounds, "errors": of_rounds, "worst": worst}, file, indent=1)
 
 
 if __name__ == "__main__":

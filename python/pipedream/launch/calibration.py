@@ -33,7 +33,7 @@ from pipedream.planning.partitioner import partition
 from pipedream.planning.plan import Plan, Stage
 from pipedream.report.result import RunResult
 
-__all__ = ["calibrate"]
+__all__ = ["calibrate", "calibration_runs"]
 
 _MICROBATCHES = 4
 _BATCHES_MAX = 16  # of the user's data, used in turn
@@ -61,6 +61,34 @@ def calibrate(
 
     Raises ValueError for fewer than 2 workers or 20 minibatches, and as run().
     """
+    plan, runs = calibration_runs(
+        profile,
+        model,
+        data,
+        loss_fn,
+        optimizer=optimizer,
+        workers=workers,
+        minibatches=minibatches,
+        transport=transport,
+        weights=weights,
+    )
+    return replace(profile, runtime=runtime_costs(profile, plan, runs).to_dict())
+
+
+def calibration_runs(
+    profile: Profile,
+    model: Model,
+    data: Iterable[Any],
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None,
+    *,
+    optimizer: Callable[..., torch.optim.Optimizer],
+    workers: int,
+    minibatches: int,
+    transport: str,
+    weights: WeightSource = None,
+) -> tuple[Plan, Runs]:
+    """What calibrate(), whose arguments these are, makes the costs of; the plan is of the runs with several
+    stages. bench/system/predictions.py predicts these runs themselves."""
     check_main_guard()
     check_count("workers", workers)
     check_count("minibatches", minibatches)
@@ -108,5 +136,4 @@ def calibrate(
             if is_cut:
                 runs.cut.append(measure(straight, schedule="flush", microbatches=m))
             runs.shared.append(measure(copies))
-    runtime = runtime_costs(profile, straight, runs)
-    return replace(profile, runtime=runtime.to_dict())
+    return straight, runs
