@@ -1,8 +1,8 @@
-"""How much of the machine's cores others take while something is measured: other users' processes, and other
-machines on the same host (steal). Linux.
+"""How much others take of the cores that this process may use while something is measured: other users'
+processes, and other machines on the same host (steal). Linux.
 
     with ForeignLoad() as load: ...
-    load.share      of all cores' time, 0 to 1
+    load.share      of these cores' time, 0 to 1
 """
 
 from __future__ import annotations
@@ -31,13 +31,16 @@ class ForeignLoad:
     ) -> None:
         elapsed_s = time.monotonic() - self._began_s
         foreign_s = (_busy_s() - self._busy_s) - (_own_s() - self._own_s)
-        self.share = max(0.0, foreign_s / elapsed_s / (os.cpu_count() or 1)) if elapsed_s > 0 else 0.0
+        self.share = max(0.0, foreign_s / elapsed_s / len(os.sched_getaffinity(0))) if elapsed_s > 0 else 0.0
 
 
 def _busy_s() -> float:
-    """Of all cores, in which they were not idle."""
+    """Of these cores, in which they were not idle."""
+    names = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}
     with open("/proc/stat", encoding="ascii") as file:
-        user, nice, system, _idle, _wait, irq, soft_irq, steal = map(int, file.readline().split()[1:9])
+        rows = [row[1:9] for line in file if (row := line.split())[0] in names]
+    columns = (sum(map(int, column)) for column in zip(*rows, strict=True))
+    user, nice, system, _idle, _wait, irq, soft_irq, steal = columns
     return (user + nice + system + irq + soft_irq + steal) / _TICKS_PER_S
 
 

@@ -32,6 +32,7 @@ import torch
 from foreign_load import ForeignLoad
 from links import Link, can_make_links, run_ranks
 from pipedream import Plan, Profile, Stage, _core
+from pipedream.common.cpus import usable_cpus
 from pipedream.common.units import parse_bandwidth
 from pipedream.launch.calibration import calibration_runs
 from pipedream.launch.measured_costs import Runs, runtime_costs
@@ -224,7 +225,7 @@ def calibrated(model: str, transport: str = "auto") -> tuple[Profile, Runs]:
         minibatches=minibatches,
         transport=transport,
     )
-    return replace(profile, runtime=runtime_costs(profile, plan, runs).to_dict()), runs
+    return replace(profile, runtime=runtime_costs(profile, plan, runs, usable_cpus()).to_dict()), runs
 
 
 def predict_own_runs(model: str) -> list[float]:
@@ -323,7 +324,7 @@ def main() -> None:
         return
     if options.links and (missing := can_make_links()):
         parser.error(missing)
-    print(f"machine: {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}")
+    print(f"machine: {platform.machine()}, {usable_cpus()} cores, torch {torch.__version__}")
     if options.own_runs:
         models = dict.fromkeys(combination.model for combination in LOCAL)
         errors = [

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from pipedream.common.checks import check_count
+from pipedream.common.cpus import usable_cpus
 from pipedream.common.guard import check_main_guard
 from pipedream.launch.measured_costs import Runs, runtime_costs
 from pipedream.launch.runner import run
@@ -72,7 +72,7 @@ def calibrate(
         transport=transport,
         weights=weights,
     )
-    return replace(profile, runtime=runtime_costs(profile, plan, runs).to_dict())
+    return replace(profile, runtime=runtime_costs(profile, plan, runs, usable_cpus()).to_dict())
 
 
 def calibration_runs(
@@ -102,7 +102,7 @@ def calibration_runs(
 
     def measure(plan: Plan, **options: Any) -> RunResult:
         # Of every run the workers have as many threads as where all are at work.
-        torch.set_num_threads(max(1, min(threads, (os.cpu_count() or 1) // workers)))
+        torch.set_num_threads(max(1, min(threads, usable_cpus() // workers)))
         try:
             return run(
                 copy.deepcopy(model),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
@@ -76,10 +75,9 @@ _SpeedOf = Callable[[int], float]
 """By how many workers are at work."""
 
 
-def runtime_costs(profile: Profile, plan: Plan, runs: Runs) -> RuntimeCosts:
-    """plan: of the runs with several stages."""
-    alone_speed = _alone_speed(runs.straight, runs.in_turn)
-    host = SharedHost(max(plan.num_stages, 2), os.cpu_count() or 1, alone_speed)
+def runtime_costs(profile: Profile, plan: Plan, runs: Runs, num_cores: int) -> RuntimeCosts:
+    """plan: of the runs with several stages, whose workers had so many cores."""
+    host = SharedHost.measured(max(plan.num_stages, 2), num_cores, _times_alone(runs.straight, runs.in_turn))
     one, shared = (_means(_pooled(results, host.speed)) for results in (runs.one, runs.shared))
     straight_items, cut_items = (_pooled(results, host.speed) for results in (runs.straight, runs.cut))
     straight = _means(straight_items)
@@ -178,8 +176,8 @@ def _means(items: _Items) -> Mapping[_Key, _Item]:
     }
 
 
-def _alone_speed(together: Sequence[RunResult], in_turn: Sequence[RunResult]) -> float:
-    """How much faster workers are while the others wait: items of the same stages both ways. Of those
+def _times_alone(together: Sequence[RunResult], in_turn: Sequence[RunResult]) -> float:
+    """How many times as fast workers are while the others wait: items of the same stages both ways. Of those
     together a part was alone, too."""
     beside, alone = _means(_pooled(together, _as_it_was)), _means(_pooled(in_turn, _as_it_was))
     kinds = [key for key in alone if key in beside]

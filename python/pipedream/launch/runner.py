@@ -18,6 +18,7 @@ from pipedream.budget.offload import forced_offload
 from pipedream.common.checks import (
     is_whole,
 )
+from pipedream.common.cpus import usable_cpus
 from pipedream.common.errors import one_line
 from pipedream.common.guard import check_main_guard, one_run_at_a_time
 from pipedream.common.own_rank import is_on_several_machines, is_rank_0, under_torchrun
@@ -396,7 +397,7 @@ def _threads_per_worker(plan: Plan) -> int:
     """The caller's torch threads, shared by the workers of this machine."""
     if under_torchrun():
         return torch.get_num_threads()  # torchrun and the user have said how many
-    return max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // plan.workers_used))
+    return max(1, min(torch.get_num_threads(), usable_cpus() // plan.workers_used))
 
 
 def _check_process() -> None:

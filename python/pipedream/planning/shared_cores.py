@@ -5,6 +5,8 @@ faster they are, as caches and memory are theirs; the more, the slower, as they 
 
     workers at work     1             num_cores     w > num_cores
     speed of each       alone_speed   1             num_cores / w
+
+Between these each other worker lengthens what one does equally.
 """
 
 from __future__ import annotations
@@ -47,8 +49,19 @@ class SharedHost:
         """Of each of so many that are at work at once."""
         if num_at_work >= self.num_cores:
             return self.num_cores / num_at_work
-        idle_share = (self.num_cores - num_at_work) / (self.num_cores - 1)
-        return 1 + (self.alone_speed - 1) * idle_share
+        others_share = (num_at_work - 1) / (self.num_cores - 1)
+        return self.alone_speed / (1 + (self.alone_speed - 1) * others_share)
+
+    @classmethod
+    def measured(cls, num_workers: int, num_cores: int, times_alone: float) -> SharedHost:
+        """times_alone: how many times as fast one of the workers is alone as beside all the others."""
+        if num_cores == 1 or num_workers == 1:
+            return cls(num_workers, num_cores)
+        if num_workers < num_cores:
+            alone_speed = 1 + (times_alone - 1) * (num_cores - 1) / (num_workers - 1)
+        else:
+            alone_speed = times_alone * num_cores / num_workers
+        return cls(num_workers, num_cores, max(1.0, alone_speed))
 
 
 def simulate_shared(

@@ -69,9 +69,8 @@ def _known_runs(**changes: Any) -> Runs:
     return runs._replace(**changes)
 
 
-def test_known_costs_are_recovered_from_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    costs = runtime_costs(_PROFILE, _STRAIGHT, _known_runs())
+def test_known_costs_are_recovered_from_spans() -> None:
+    costs = runtime_costs(_PROFILE, _STRAIGHT, _known_runs(), num_cores=2)
     assert costs.alone_speed == 1.0
     for name in ("first", "middle", "last"):
         assert costs.positions[name].forward_scale == pytest.approx(3.0, rel=1e-3)
@@ -97,16 +96,14 @@ def test_known_costs_are_recovered_from_spans(monkeypatch: pytest.MonkeyPatch) -
     assert all(factors == pytest.approx([1.0] * 20, abs=1e-3) for factors in costs.spread.factors.values())
 
 
-def test_what_leaves_during_a_backward_is_a_cost_of_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+def test_what_leaves_during_a_backward_is_a_cost_of_the_backward() -> None:
     shared = _results(*(_spans(replica, 1, 3.25, 7.0, 0.5) for replica in range(2)))
-    costs = runtime_costs(_PROFILE, _STRAIGHT, _known_runs(shared=shared))
+    costs = runtime_costs(_PROFILE, _STRAIGHT, _known_runs(shared=shared), num_cores=2)
     assert costs.sync["FORWARD"].of(1 << 20) == pytest.approx(0.25, rel=1e-2)
     assert costs.sync["BACKWARD"].of(1 << 20) == pytest.approx(1.0, rel=1e-2)
 
 
-def test_items_that_were_done_alone_count_as_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+def test_items_that_were_done_alone_count_as_beside_the_others() -> None:
     changes = {
         "one": _results(_spans(0, 1, 3.0, 6.0, 0.6, speed=2)),
         "straight": _results(*(_spans(stage, 1, 3.0, 6.0, 0.6) for stage in range(2))),
@@ -114,18 +111,17 @@ def test_items_that_were_done_alone_count_as_beside_the_others(monkeypatch: pyte
             *(_spans(stage, 1, 3.0, 6.0, 0.6, speed=2, begin_ns=stage * 10**12) for stage in range(2))
         ),
     }
-    costs = runtime_costs(_PROFILE, _STRAIGHT, _known_runs(**changes))
+    costs = runtime_costs(_PROFILE, _STRAIGHT, _known_runs(**changes), num_cores=2)
     assert costs.alone_speed == pytest.approx(2.0, rel=1e-3)
     assert costs.positions["only"].forward_scale == pytest.approx(1.5, rel=1e-3)
     assert costs.positions["only"].forward.first(1) == pytest.approx(_OWN_MS["FORWARD"], rel=1e-3)
     # What the cores of both do to each other is not known where no worker was alone.
-    without = runtime_costs(_PROFILE, _STRAIGHT, _known_runs(**changes | {"in_turn": []}))
+    without = runtime_costs(_PROFILE, _STRAIGHT, _known_runs(**changes | {"in_turn": []}), num_cores=2)
     assert without.alone_speed == 1.0
 
 
-def test_what_cannot_be_cut_is_taken_to_take_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    costs = runtime_costs(_PROFILE, _STRAIGHT, _known_runs(cut=[]))
+def test_what_cannot_be_cut_is_taken_to_take_its_share() -> None:
+    costs = runtime_costs(_PROFILE, _STRAIGHT, _known_runs(cut=[]), num_cores=2)
     assert costs.forward_share == costs.backward_share == ItemCost(minibatch_ms=1.0)
     assert costs.positions["first"].forward.later(4) == pytest.approx(_OWN_MS["FORWARD"], rel=1e-3)
 
@@ -143,7 +139,7 @@ def test_latency_is_of_items_that_were_waited_for_alone() -> None:
         ready_ns = asked_ns + wait_ns
         receiver += [WorkSpan("FORWARD", 1, minibatch, 0, asked_ns, ready_ns, ready_ns + 1, wait_ns, 1)]
         receiver += [WorkSpan("UPDATE", 1, minibatch, 0, ready_ns + 2, ready_ns + 2, ready_ns + 3, 0, 1)]
-    costs = runtime_costs(_PROFILE, _STRAIGHT, _known_runs(in_turn=_results(sender, receiver)))
+    costs = runtime_costs(_PROFILE, _STRAIGHT, _known_runs(in_turn=_results(sender, receiver)), num_cores=2)
     assert costs.latency_ms == pytest.approx(0.04)
 
 

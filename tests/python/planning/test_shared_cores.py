@@ -58,6 +58,25 @@ def test_a_worker_is_faster_while_the_others_wait() -> None:
     assert busy.ms_per_minibatch == pytest.approx(3.0)
 
 
+def test_each_other_worker_lengthens_an_item_equally() -> None:
+    host = SharedHost(4, 4, alone_speed=1.75)
+    lengths = [host.alone_speed / host.speed(at_work) for at_work in (1, 2, 3, 4)]
+    assert lengths == pytest.approx([1.0, 1.25, 1.5, 1.75])
+
+
+@pytest.mark.parametrize(("num_workers", "num_cores"), [(2, 2), (2, 4), (3, 4), (4, 4), (3, 2), (5, 2)])
+def test_what_was_measured_with_so_many_workers_is_what_it_says_of_them(
+    num_workers: int, num_cores: int
+) -> None:
+    host = SharedHost.measured(num_workers, num_cores, times_alone=3.0)
+    assert host.speed(1) / host.speed(num_workers) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(("num_workers", "num_cores"), [(1, 2), (2, 1), (3, 2)])
+def test_a_worker_is_never_slower_alone(num_workers: int, num_cores: int) -> None:
+    assert SharedHost.measured(num_workers, num_cores, times_alone=1.0).alone_speed == 1.0
+
+
 def test_workers_of_two_machines_do_not_share() -> None:
     programs = _programs("pipedream", [1, 1, 1, 1], 40)
     apart = simulate_shared(programs, StageTimes(1.0, 2.0), 0.0, SharedHost(1, 1))
