@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from pipedream.planning.row_names import name_rows
+from pipedream.planning.drawn_part import drawn_part
 from pipedream.planning.simulator import Simulation, Step, TimedInstruction
 from pipedream.planning.step_labels import MEANINGS, StepLabels, computed
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PhaseSpan", "ScheduleDrawing"]
 
-_PICTURE_INCHES_MAX = 100.0
+_CHART_WIDTH_MAX = 30.0  # inches, of what time takes
 
 # Blue and orange of the Okabe-Ito palette: they differ for every kind of colour vision, and in lightness too.
 _COLOURS = {"FORWARD": (0.34, 0.71, 0.91), "RECOMPUTE": (0.75, 0.88, 0.95), "BACKWARD": (0.95, 0.67, 0.18)}
@@ -66,15 +66,21 @@ class ScheduleDrawing:
         phases: Sequence[PhaseSpan],
         time_unit: str,
     ) -> None:
-        self.simulation = simulation
         self.labels = labels
-        self.titles = titles
-        self.phases = phases
+        part = drawn_part(simulation, self._narrowest, _CHART_WIDTH_MAX)
+        self.simulation = simulation = part.simulation
+        self.row_names = part.row_names
+        title, subtitle = titles
+        self.titles = (title, "; ".join(filter(None, (subtitle, part.note))))
+        self.phases = [
+            span._replace(end_ms=min(span.end_ms, simulation.makespan_ms))
+            for span in phases
+            if span.begin_ms < simulation.makespan_ms
+        ]
         self.stages_of_worker = [
             sorted({timed.instruction.stage for timed in row}) for row in simulation.timeline
         ]
         self.num_chunks = max((len(stages) for stages in self.stages_of_worker), default=1)
-        self.row_names = name_rows(simulation)
         self.time_name = f"time, {time_unit}"
         row_name = max(self.row_names, key=len, default="")
         self.left = _MARGIN + 0.08
@@ -118,7 +124,11 @@ class ScheduleDrawing:
         if not makespan_ms:
             return 1.0
         roomy = max(max(wanted, default=0.0), _CHART_WIDTH_MIN / makespan_ms)
-        return min(roomy, _PICTURE_INCHES_MAX / makespan_ms)
+        return min(roomy, _CHART_WIDTH_MAX / makespan_ms)
+
+    def _narrowest(self, step: Step) -> float:
+        """Inches of a box whose label can just be read."""
+        return _text_width(self.labels.name(step), _TEXT_PT_MIN) + 0.03
 
     def _label_width(self, step: Step) -> float:
         return max(

@@ -59,7 +59,8 @@ def write_picture(
     where `show_versions` says so; None: where a version is not simply the minibatch's number. Several
     stages of one worker differ in shade, the later the darker. `phases` are marked above the first row.
     counters: of a trace alone. Raises ValueError for another ending, too many instructions to draw, and a
-    missing matplotlib.
+    missing matplotlib. A figure of many workers, or of a long time, shows a part, and says which
+    (drawn_part.py).
     """
     check_picture_path(path)
     name = os.fspath(path)
@@ -71,17 +72,16 @@ def write_picture(
             draw_text(simulation, title, subtitle, show_versions=show_versions), encoding="utf-8"
         )
         return
-    num_boxes = sum(len(computed(row)) for row in simulation.timeline)
+    labels = StepLabels(simulation, show_versions)
+    figure_type = import_figure(name, _OTHERWISE)
+    drawing = ScheduleDrawing(figure_type, simulation, labels, (title, subtitle), phases, time_unit)
+    num_boxes = sum(len(computed(row)) for row in drawing.simulation.timeline)
     if num_boxes > _DRAWN_BOXES_MAX:
         raise ValueError(
             f"{name}: {num_boxes} instructions are too many to draw (at most {_DRAWN_BOXES_MAX}): take fewer"
             " minibatches, or a .json trace"
         )
-    labels = StepLabels(simulation, show_versions)
-    figure_type = import_figure(name, _OTHERWISE)
-    save_figure(
-        ScheduleDrawing(figure_type, simulation, labels, (title, subtitle), phases, time_unit).draw(), path
-    )
+    save_figure(drawing.draw(), path)
 
 
 def make_spans(simulation: Simulation) -> Iterator[Span]:

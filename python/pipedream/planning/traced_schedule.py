@@ -211,11 +211,15 @@ def minibatches_to_draw(options: _core.ScheduleOptions) -> int:
     """Enough to see the steady state, in boxes that can be read."""
     from pipedream import _core
 
+    replicas = max(_replica_counts(options))
     if _core.drains_every_minibatch(options):
         rounds = 3 if options.num_microbatches == 1 else 2
+    elif options.schedule == "2bw":
+        rounds = 4
     else:
-        rounds = 4 if options.schedule == "2bw" else max(8, 2 * options.in_flight[0])
-    return rounds * max(_replica_counts(options))
+        least = 8 if replicas == 1 else math.ceil(16 / replicas)
+        rounds = max(least, 2 * options.in_flight[0])
+    return rounds * replicas
 
 
 def _choose_minibatches(request: TraceRequest, options: _core.ScheduleOptions) -> int:
