@@ -4,7 +4,8 @@
 
 Profiles are made at random, always the same ones. `solve` is pipedream.partition with the paper's cost
 model, `by factors` the search alone for replicas that push factors of a sixteenth of every weight, `within
-memory` the first with a limit for each worker, `simulate` the workers' lists of the plan found (made,
+memory` the first with a limit for each worker, `for flush` the search over simulated plans for that
+schedule, of which m is chosen, too, `simulate` the workers' lists of the plan found (made,
 then replayed) with the profile's times; of long plans only as many minibatches as make some hundred
 thousand instructions. CPU seconds, the least of the rounds.
 """
@@ -29,6 +30,7 @@ from pipedream.planning.simulator import StageTimes, simulate
 
 SIZES = ((23, 16), (40, 16), (136, 64), (400, 256), (400, 1024))
 LIMITED_WORKERS_MAX = 64  # the search within limits grows with the square of the workers
+SEARCHED_WORKERS_MAX = 64  # so that it takes seconds
 SIMULATED_ITEMS_MAX = 20_000  # minibatches times stages
 BANDWIDTH = "10Gbit/s"
 
@@ -77,8 +79,8 @@ def least_s(rounds: int, work: Callable[[], Any]) -> tuple[float, Any]:
 
 def simulate_plan(profile: Profile, plan: Plan) -> int:
     """How many instructions were replayed."""
-    count = min(steady_minibatches(plan, 16), SIMULATED_ITEMS_MAX // plan.num_stages)
     options = _core.ScheduleOptions("pipedream", list(plan.in_flight), 1, plan.placement)
+    count = min(steady_minibatches(plan, options, 16), SIMULATED_ITEMS_MAX // plan.num_stages)
     programs = [_core.make_program(options, rank, count) for rank in range(options.num_workers)]
     times = []
     for stage in plan.stages:
@@ -98,7 +100,7 @@ def main() -> None:
     options = parser.parse_args()
     print(
         f"{'layers':>6} {'workers':>7} {'solve s':>8} {'by factors s':>12} {'within memory s':>15}"
-        f" {'simulate s':>10} {'instructions':>12}"
+        f" {'for flush s':>11} {'simulate s':>10} {'instructions':>12}"
     )
     rows = []
     for num_layers, num_workers in SIZES:
@@ -110,13 +112,19 @@ def main() -> None:
             limited_s, _ = least_s(
                 1, functools.partial(partition, profile, num_workers, BANDWIDTH, memory="4GiB")
             )
+        flush_s = None
+        if num_workers <= SEARCHED_WORKERS_MAX:
+            flush_s, _ = least_s(
+                1, functools.partial(partition, profile, num_workers, BANDWIDTH, schedule="flush")
+            )
         simulate_s, count = least_s(1, functools.partial(simulate_plan, profile, plan))
         row = {"layers": num_layers, "workers": num_workers, "stages": plan.num_stages, "solve_s": solve_s}
         row["by_factors_s"] = factors_s
-        rows.append(row | {"within_memory_s": limited_s, "simulate_s": simulate_s, "instructions": count})
-        limited = "" if limited_s is None else f"{limited_s:.3f}"
+        row |= {"within_memory_s": limited_s, "for_flush_s": flush_s}
+        rows.append(row | {"simulate_s": simulate_s, "instructions": count})
+        limited, flush = ("" if some_s is None else f"{some_s:.3f}" for some_s in (limited_s, flush_s))
         print(
-            f"{num_layers:6} {num_workers:7} {solve_s:8.3f} {factors_s:12.3f} {limited:>15}"
+            f"{num_layers:6} {num_workers:7} {solve_s:8.3f} {factors_s:12.3f} {limited:>15} {flush:>11}"
             f" {simulate_s:10.2f} {count:12}",
             flush=True,
         )

@@ -192,6 +192,13 @@ def memory_of_plan(
     factors: Sequence[Sequence[tuple[float, float, float]]] = (),
     asynchronous: bool = False,
 ) -> list[float]: ...
+def steady_ms(
+    options: ScheduleOptions,
+    num_minibatches: int,
+    stages: Sequence[tuple[float, ...]],
+    boundaries: Sequence[tuple[float, float, float]],
+    speeds: Sequence[float] | None = None,
+) -> float: ...
 def stage_time_s(
     compute_s: Sequence[float],
     activation_bytes: Sequence[float],

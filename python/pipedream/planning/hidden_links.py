@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from pipedream.planning.plan import Plan
+from pipedream.planning.plan_schedule import schedule_of
 from pipedream.planning.prediction import steady_minibatches
 
 __all__ = ["FEW_ROUNDS", "SIMULATED_ITEMS_MAX", "with_links_hidden"]
 
 FEW_ROUNDS = 8  # simulated of each plan that is looked at
-SIMULATED_ITEMS_MAX = 6_000  # minibatches times stages that partition() waits for
+SIMULATED_ITEMS_MAX = 100_000  # minibatches times stages that partition() waits for
 _ROUNDING = 1e-9
 _GAIN_MIN = 0.05  # of the time per minibatch that more minibatches in flight must save
 
@@ -34,7 +35,8 @@ def with_links_hidden(plan: Plan, simulated_ms: Callable[[Plan], float]) -> Plan
     if tuple(in_flight) == plan.in_flight:
         return plan
     raised = replace(plan, in_flight=tuple(in_flight))
-    if steady_minibatches(raised, FEW_ROUNDS) * plan.num_stages > SIMULATED_ITEMS_MAX:
+    schedule = schedule_of(raised, "pipedream", 1)
+    if steady_minibatches(raised, schedule, FEW_ROUNDS) * plan.num_stages > SIMULATED_ITEMS_MAX:
         return plan
     before_ms, after_ms = simulated_ms(plan), simulated_ms(raised)
     if after_ms > before_ms * (1 - _GAIN_MIN):

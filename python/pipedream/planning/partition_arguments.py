@@ -43,6 +43,12 @@ def check_partition_arguments(
     for name, value in (("workers_per_host", workers_per_host), ("microbatches", microbatches)):
         if value is not None and (not is_whole(value) or value < 1):
             raise ValueError(f"{name} is {value!r}: give at least 1, or leave it out")
+    samples = profile.batch_size
+    if microbatches is not None and samples is not None and microbatches > samples:
+        raise ValueError(
+            f"microbatches is {microbatches}, and the profile's minibatches have {samples} samples: give at"
+            " most as many"
+        )
     if cost_model not in _COST_MODELS:
         raise ValueError(f"cost_model is {cost_model!r}: it is one of {', '.join(_COST_MODELS)}")
     if schedule not in _SCHEDULES:

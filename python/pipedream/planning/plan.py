@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pipedream.common.checks import is_number
 from pipedream.common.document import (
     check_figures,
     check_format,
@@ -30,12 +29,10 @@ from pipedream.common.document import (
     write_document,
 )
 from pipedream.common.errors import FileFormatError
-from pipedream.common.table import format_table, shorten
-from pipedream.common.units import format_bandwidth, format_bytes
 from pipedream.planning.factor_rule import checked_codec
-from pipedream.planning.in_flight import check_in_flight, derive_in_flight, in_flight_in_phase
+from pipedream.planning.in_flight import check_in_flight, derive_in_flight
 from pipedream.planning.layer_profile import checked_cuts
-from pipedream.planning.plan_lines import describe_figures
+from pipedream.planning.plan_lines import describe_plan
 from pipedream.planning.plan_stage import (
     STAGE_FIELDS,
     Stage,
@@ -398,76 +395,7 @@ class Plan:
         } | self.extra
 
     def __str__(self) -> str:
-        headings = (
-            "stage",
-            "layers",
-            "from .. to",
-            "replicas",
-            "in flight",
-            "ms",
-            "link ms",
-            "parameters",
-        )
-        rows = [self._row(stage_index) for stage_index in range(self.num_stages)]
-        lines = [self._title(), "", format_table(headings, rows, ">><>>>>>"), "", self._summary()]
-        return "\n".join(lines)
-
-    def _title(self) -> str:
-        workers = _count(self.num_workers, "worker")
-        if self.workers_training < self.num_workers:
-            workers = f"{self.workers_training} of {workers}"
-        if self.num_spares:
-            workers += f" and {_count(self.num_spares, 'spare shard')}"
-        layers = _count(self.num_layers, "layer")
-        title = (
-            f"plan for {self.model or 'a model'} of {layers}: {_count(self.num_stages, 'stage')} on {workers}"
-        )
-        if self.bandwidth_bytes_per_s is not None:
-            title += f", {format_bandwidth(self.bandwidth_bytes_per_s)}"
-        return title
-
-    def _row(self, stage_index: int) -> tuple[str, ...]:
-        stage = self.stages[stage_index]
-        names = self._figure("stage_layers", stage_index)
-        stage_ms = self._figure("stage_ms", stage_index)
-        boundary_ms = self._figure("boundary_ms", stage_index)
-        parameter_bytes = self._figure("stage_parameter_bytes", stage_index)
-        return (
-            str(stage_index),
-            str(stage.first_layer) if stage.num_layers == 1 else f"{stage.first_layer}-{stage.last_layer}",
-            _name_range(names),
-            str(stage.num_replicas) + (f"+{stage.num_spare_shards}" if stage.num_spare_shards else ""),
-            str(self.in_flight[stage_index]),
-            f"{stage_ms:.3f}" if is_number(stage_ms) else "",
-            f"{boundary_ms:.3f}" if is_number(boundary_ms) else "",
-            format_bytes(parameter_bytes) if is_number(parameter_bytes) else "",
-        )
-
-    def _summary(self) -> str:
-        parts = [f"NOAM {self.noam}"]
-        if self.bottleneck_ms is not None:
-            parts.append(f"bottleneck {self.bottleneck_ms:.3f} ms per minibatch")
-        samples_per_s = self.predicted.get("samples_per_s")
-        if is_number(samples_per_s):
-            parts.append(f"{samples_per_s:.1f} samples/s")
-        if self.cost_model is not None:
-            parts.append(f"predicted by cost model {self.cost_model!r}")
-        summary = ", ".join(parts)
-        in_phase = in_flight_in_phase(self.in_flight, self.stages)
-        if in_phase != self.in_flight and any(stage.num_replicas > 1 for stage in self.stages):
-            held = ", ".join(map(str, in_phase))
-            summary += (
-                "\nreplicas that take turns wait for each other once a round: sync='ssp' with staleness=2, or"
-                f" in_flight {held}, avoids it"
-            )
-        return "\n".join([summary, *describe_figures(self.bottleneck_ms, self.num_stages, self.predicted)])
-
-    def _figure(self, name: str, stage_index: int) -> Any:
-        # `predicted` may come from a file of anyone's: what is not in the expected form is not shown.
-        figures = self.predicted.get(name)
-        if isinstance(figures, list) and stage_index < len(figures):
-            return figures[stage_index]
-        return None
+        return describe_plan(self)
 
 
 def _misspelt_fields(plan: Plan) -> Iterator[str]:
@@ -508,14 +436,3 @@ def _check_noam(fields: Mapping[str, Any], plan: Plan) -> None:
 def _given(fields: Mapping[str, Any], name: str, default: Any) -> Any:
     value = fields.get(name)
     return default if value is None else value
-
-
-def _name_range(names: Any) -> str:
-    if not (isinstance(names, list) and len(names) == 2 and all(isinstance(name, str) for name in names)):
-        return ""
-    first, last = names
-    return shorten(first, 32) if first == last else f"{shorten(first, 14)} .. {shorten(last, 14)}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,16 +1,26 @@
-"""What a plan's predicted figures say, in lines for a person. Pure; any thread; needs no torch."""
+"""A plan in lines for a person: its stages, what its predicted figures say. Pure; any thread; torch-free."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipedream.common.checks import is_number
-from pipedream.common.units import format_bytes
+from pipedream.common.table import format_table, shorten
+from pipedream.common.units import format_bandwidth, format_bytes
 from pipedream.planning.factor_rule import FACTOR_CODEC, describe_factored
+from pipedream.planning.in_flight import in_flight_in_phase
 
-__all__ = ["describe_figures"]
+if TYPE_CHECKING:
+    from pipedream.planning.plan import Plan
 
+__all__ = ["describe_plan"]
+
+_HEADINGS = ("stage", "layers", "from .. to", "replicas", "in flight", "ms", "link ms", "parameters")
+
+_DRAINING = ("flush", "gpipe")  # schedules that are planned for
+_SHORT_MS = 1.0  # of a stage
 _SAME_SHARE = 0.01  # by which plans differ that are called as fast
 _GAIN_SHARE_MIN = 0.001
 _FACTORS_GAIN_MIN = 0.02
@@ -26,7 +36,90 @@ _FACTORED_FIELDS = ("num_weights", "weight_bytes", "factor_bytes")
 _SEARCH_FIELDS = ("plans", "formulas_ms", "found_ms")
 
 
-def describe_figures(
+def describe_plan(plan: Plan) -> str:
+    """A title, a table of the stages, and lines below it. Of figures in another form than ours, as a file of
+    anyone's may have them, nothing is shown."""
+    table = format_table(_HEADINGS, [_row(plan, index) for index in range(plan.num_stages)], ">><>>>>>")
+    return "\n".join([_title(plan), "", table, "", *_summary(plan)])
+
+
+def _title(plan: Plan) -> str:
+    workers = _count(plan.num_workers, "worker")
+    if plan.workers_training < plan.num_workers:
+        workers = f"{plan.workers_training} of {workers}"
+    if plan.num_spares:
+        workers += f" and {_count(plan.num_spares, 'spare shard')}"
+    layers, stages = _count(plan.num_layers, "layer"), _count(plan.num_stages, "stage")
+    title = f"plan for {plan.model or 'a model'} of {layers}: {stages} on {workers}"
+    if plan.bandwidth_bytes_per_s is not None:
+        title += f", {format_bandwidth(plan.bandwidth_bytes_per_s)}"
+    return title
+
+
+def _row(plan: Plan, stage_index: int) -> tuple[str, ...]:
+    def figure(name: str) -> Any:
+        figures = plan.predicted.get(name)
+        if isinstance(figures, list) and stage_index < len(figures):
+            return figures[stage_index]
+        return None
+
+    stage = plan.stages[stage_index]
+    stage_ms, boundary_ms = figure("stage_ms"), figure("boundary_ms")
+    parameter_bytes = figure("stage_parameter_bytes")
+    return (
+        str(stage_index),
+        str(stage.first_layer) if stage.num_layers == 1 else f"{stage.first_layer}-{stage.last_layer}",
+        _name_range(figure("stage_layers")),
+        str(stage.num_replicas) + (f"+{stage.num_spare_shards}" if stage.num_spare_shards else ""),
+        str(plan.in_flight[stage_index]),
+        f"{stage_ms:.3f}" if is_number(stage_ms) else "",
+        f"{boundary_ms:.3f}" if is_number(boundary_ms) else "",
+        format_bytes(parameter_bytes) if is_number(parameter_bytes) else "",
+    )
+
+
+def _summary(plan: Plan) -> Iterator[str]:
+    parts = [f"NOAM {plan.noam}"]
+    if plan.bottleneck_ms is not None:
+        parts.append(f"bottleneck {plan.bottleneck_ms:.3f} ms per minibatch")
+    samples_per_s = plan.predicted.get("samples_per_s")
+    if is_number(samples_per_s):
+        parts.append(f"{samples_per_s:.1f} samples/s")
+    if plan.cost_model is not None:
+        parts.append(f"predicted by cost model {plan.cost_model!r}")
+    yield ", ".join(parts)
+    schedule = plan.predicted.get("schedule")
+    round_of_all = math.lcm(*(stage.num_replicas for stage in plan.stages))
+    if schedule in _DRAINING and round_of_all > 1:
+        yield f"an update is of {round_of_all} minibatches, a round of all stages' replicas"
+    in_phase = in_flight_in_phase(plan.in_flight, plan.stages)
+    if schedule is None and in_phase != plan.in_flight and round_of_all > 1:
+        held = ", ".join(map(str, in_phase))
+        yield (
+            "replicas that take turns wait for each other once a round: sync='ssp' with staleness=2, or"
+            f" in_flight {held}, avoids it"
+        )
+    is_short = plan.bottleneck_ms is not None and 0 < plan.bottleneck_ms < _SHORT_MS
+    if is_short and plan.num_stages > 1 and plan.cost_model == "paper":
+        yield (
+            "stages of a fraction of a millisecond: the runtime's own time, which the formulas leave out, may"
+            " be more than a pipeline saves; `pipedream profile --calibrate` measures it"
+        )
+    yield from _describe_figures(plan.bottleneck_ms, plan.num_stages, plan.predicted)
+
+
+def _name_range(names: Any) -> str:
+    if not (isinstance(names, list) and len(names) == 2 and all(isinstance(name, str) for name in names)):
+        return ""
+    first, last = names
+    return shorten(first, 32) if first == last else f"{shorten(first, 14)} .. {shorten(last, 14)}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _describe_figures(
     bottleneck_ms: float | None, num_stages: int, predicted: Mapping[str, Any]
 ) -> Iterator[str]:
     """Lines for a person; of figures in another form, as files from elsewhere may have them, none."""

@@ -6,13 +6,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipedream.planning.layer_profile import Profile
-from pipedream.planning.partition_arguments import CUT_SCHEDULES
 from pipedream.planning.plan import Plan
 
 if TYPE_CHECKING:
     from pipedream import _core
 
-__all__ = ["any_schedule_of", "minibatches_of_round", "profile_of_rounds", "schedule_of"]
+__all__ = ["any_schedule_of", "microbatches_min", "minibatches_of_round", "profile_of_rounds", "schedule_of"]
 
 
 def schedule_of(plan: Plan, schedule: str, num_microbatches: int) -> _core.ScheduleOptions:
@@ -21,10 +20,16 @@ def schedule_of(plan: Plan, schedule: str, num_microbatches: int) -> _core.Sched
     return _core.ScheduleOptions(schedule, list(plan.in_flight), num_microbatches, plan.placement)
 
 
+def microbatches_min(plan: Plan, schedule: str) -> int:
+    """The fewest that a minibatch can have."""
+    if schedule != "2bw":
+        return 1
+    return max(n * stage.num_replicas for n, stage in zip(plan.in_flight, plan.stages, strict=True))
+
+
 def any_schedule_of(plan: Plan, schedule: str) -> _core.ScheduleOptions:
     """With some number of microbatches that it can have."""
-    m = max(n * stage.num_replicas for n, stage in zip(plan.in_flight, plan.stages, strict=True))
-    return schedule_of(plan, schedule, m if schedule in CUT_SCHEDULES else 1)
+    return schedule_of(plan, schedule, microbatches_min(plan, schedule))
 
 
 def minibatches_of_round(plan: Plan, schedule: str) -> list[int]:

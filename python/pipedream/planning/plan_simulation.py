@@ -26,7 +26,7 @@ from pipedream.planning.layer_profile import Profile
 from pipedream.planning.link_profile import LinkProfile
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.prediction import boundary_links, simulate_programs
-from pipedream.planning.runtime_costs import costs_of
+from pipedream.planning.runtime_costs import costed_for, costs_of
 from pipedream.planning.simulated_memory import MemoryUse, memory_in_use
 from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, simulate
 from pipedream.planning.stage_links import StageLinks
@@ -268,7 +268,8 @@ def simulate_plan(
     transfers = _transfers(plan, profile, stage_links)
     if costs_of(plan) is not None:
         is_own = bandwidth_bytes_per_s is None and links is None
-        costed = plan if is_own else _costed(plan, profile, stage_links, transfers)
+        costed = costed_for(plan, drains=_core.drains_every_minibatch(traced.options))
+        costed = costed if is_own else _costed(costed, profile, stage_links, transfers)
         if plan.codec:
             costed = costed if is_own else _by_factors(costed, shares)
             simulation = simulate_programs(costed, traced.options, traced.programs)

@@ -6,7 +6,7 @@ Pure; any thread; needs no torch. The paper's cost model has one figure, the bot
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipedream.common.document import check_list, check_number, check_object, check_whole
 from pipedream.planning.plan import Plan, Stage
@@ -15,6 +15,7 @@ from pipedream.planning.shard_shares import shard_shares
 from pipedream.planning.shared_cores import SharedHost, simulate_shared
 from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, simulate
 from pipedream.planning.spread import EVEN, Spread
+from pipedream.planning.steady_time import steady_ms
 from pipedream.planning.synced_bytes import SyncedBytes, exchange_times
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ __all__ = [
 
 # Minibatches of each replica, besides those of the warm-up and the cool-down: some decks of factors.
 STEADY_ROUNDS = 100
+# Where what drains is a round: what is looked at begins after the first one.
+_DRAINED_ROUNDS_MIN = 3
+_MINIBATCHES_MAX = 2_048  # of rounds that are longer than what is asked for
 
 
 def predict_ms(
@@ -43,8 +47,13 @@ def predict_ms(
 ) -> float | None:
     """Milliseconds per minibatch in the steady state; None: the plan says nothing. steady_rounds: minibatches
     of each replica besides warm-up and cool-down. spreads: as simulate_programs()."""
-    simulation = simulate_calibrated(plan, schedule, steady_minibatches(plan, steady_rounds), spreads=spreads)
-    return plan.bottleneck_ms if simulation is None else ms_per_minibatch(simulation)
+    if costs_of(plan) is None:
+        return plan.bottleneck_ms
+    timing = _timing_of(plan, schedule, spreads=spreads)
+    num_minibatches = steady_minibatches(plan, schedule, steady_rounds)
+    return steady_ms(
+        schedule, num_minibatches, timing.times, timing.transfers, host=timing.host, spread=timing.spread
+    )
 
 
 def predict_ms_of_run(plan: Plan, schedule: _core.ScheduleOptions) -> float | None:
@@ -55,16 +64,20 @@ def predict_ms_of_run(plan: Plan, schedule: _core.ScheduleOptions) -> float | No
         return plan.bottleneck_ms
 
 
-def ms_per_minibatch(simulation: Simulation) -> float:
-    """In the steady state; where there are too few minibatches to have one, of all of them."""
-    steady = simulation.ms_per_minibatch
-    return simulation.makespan_ms / simulation.num_minibatches if steady is None else steady
+def steady_minibatches(plan: Plan, schedule: _core.ScheduleOptions, rounds: int = STEADY_ROUNDS) -> int:
+    """Enough to see the steady state: so many minibatches of each replica besides warm-up and cool-down."""
+    from pipedream import _core
 
-
-def steady_minibatches(plan: Plan, rounds: int = STEADY_ROUNDS) -> int:
-    """Enough to see the steady state."""
-    replicas = [stage.num_replicas for stage in plan.stages]
-    return (rounds + 2 * max(plan.in_flight)) * max(replicas)
+    replicas = max(stage.num_replicas for stage in plan.stages)
+    if not _core.drains_every_minibatch(schedule):
+        # 2bw counts microbatches, of which no more than a minibatch's are in flight.
+        in_flight = 2 if schedule.schedule == "2bw" else max(plan.in_flight)
+        return (rounds + 2 * in_flight) * replicas
+    # Every round warms up and cools down by itself. One of replicas that differ is longer than any of them.
+    asked = (rounds + 2) * replicas
+    of_round = _core.rounds_of(schedule, 0).minibatches_per_round
+    whole_rounds = max(-(-asked // of_round), _DRAINED_ROUNDS_MIN) * of_round
+    return min(whole_rounds, max(asked, _MINIBATCHES_MAX))
 
 
 def simulate_calibrated(
@@ -80,7 +93,7 @@ def simulate_calibrated(
     if costs_of(plan) is None:
         return None
     if num_minibatches is None:
-        num_minibatches = steady_minibatches(plan)
+        num_minibatches = steady_minibatches(plan, schedule)
     programs = [_core.make_program(schedule, rank, num_minibatches) for rank in range(schedule.num_workers)]
     return simulate_programs(plan, schedule, programs, spreads=spreads)
 
@@ -96,9 +109,33 @@ def simulate_programs(
     """The workers' lists with the costs that the plan, which has some, carries. spreads: with the spread of
     single items about their mean. sync_shares: by stage, of a shard, what a replica pushes to one other and
     pulls from it; None: what the costs say."""
+    timing = _timing_of(plan, schedule, spreads=spreads, sync_shares=sync_shares)
+    if timing.host is None:
+        return simulate(programs, timing.times, timing.transfers, timing.spread)
+    return simulate_shared(programs, timing.times, timing.transfers, timing.host, timing.spread)
+
+
+class _Timing(NamedTuple):
+    """How long what a plan's lists say takes."""
+
+    times: list[StageTimes]
+    transfers: list[TransferTimes]
+    spread: Spread
+    host: SharedHost | None
+    """Whose cores the workers share."""
+
+
+def _timing_of(
+    plan: Plan,
+    schedule: _core.ScheduleOptions,
+    *,
+    spreads: bool,
+    sync_shares: Sequence[SyncedBytes] | None = None,
+) -> _Timing:
+    """Of a plan that has costs; the arguments as of simulate_programs()."""
     from pipedream import _core
 
-    costs = costs_of(plan)
+    costs = costs_of(plan, drains=_core.drains_every_minibatch(schedule))
     assert costs is not None
     m = schedule.num_microbatches
     versions = [_core.num_versions_kept(schedule, stage) for stage in range(plan.num_stages)]
@@ -107,14 +144,12 @@ def simulate_programs(
     speed = host.speed(1) if host is not None and is_alone else 1.0
     shares = sync_shares or [SyncedBytes(1.0, 1.0)] * plan.num_stages
     sizes = _parameter_bytes(plan)
-    times = [
-        _times(*stage, m, speed) for stage in zip(plan.stages, costs, shares, versions, sizes, strict=True)
-    ]
-    transfers = [_transfer(row, m) for row in boundary_links(plan)]
-    spread = Spread.from_dict("predicted.spread", plan.predicted.get("spread", {})) if spreads else EVEN
-    if host is None or is_alone:
-        return simulate(programs, times, transfers, spread)
-    return simulate_shared(programs, times, transfers, host, spread)
+    return _Timing(
+        [_times(*stage, m, speed) for stage in zip(plan.stages, costs, shares, versions, sizes, strict=True)],
+        [_transfer(row, m) for row in boundary_links(plan)],
+        Spread.from_dict("predicted.spread", plan.predicted.get("spread", {})) if spreads else EVEN,
+        None if is_alone else host,
+    )
 
 
 def _times(

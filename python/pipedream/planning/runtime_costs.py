@@ -31,6 +31,7 @@ __all__ = [
     "RuntimeCosts",
     "StageCosts",
     "SyncCost",
+    "costed_for",
     "costs_of",
     "layer_cost_ms",
     "runtime_of",
@@ -280,17 +281,30 @@ def layer_cost_ms(layer: LayerProfile, runtime: RuntimeCosts) -> float:
     return compute_ms + per_byte * layer.parameter_bytes
 
 
-def costs_of(plan: Plan) -> list[StageCosts] | None:
-    """What a calibrated plan carries; None where it has no such figures. Raises ValueError naming a field."""
-    given = plan.predicted.get("stage_costs")
+def costs_of(plan: Plan, *, drains: bool = False) -> list[StageCosts] | None:
+    """What a calibrated plan carries; None where it has no such figures. Raises ValueError naming a field.
+
+    drains: of a schedule that drains, whose rounds are longer where one stage has other replicas than the
+    next: a plan by factors has costs of these besides, as a round's update and pushes grow with it."""
+    name = "drained_costs" if drains and "drained_costs" in plan.predicted else "stage_costs"
+    given = plan.predicted.get(name)
     if given is None:
         return None
-    rows = check_list("predicted.stage_costs", given)
+    rows = check_list(f"predicted.{name}", given)
     if len(rows) != plan.num_stages:
         raise ValueError(
-            f"predicted.stage_costs has {len(rows)} entries for {plan.num_stages} stages: give one per stage"
+            f"predicted.{name} has {len(rows)} entries for {plan.num_stages} stages: give one per stage"
         )
-    return [StageCosts.from_dict(f"predicted.stage_costs[{index}]", row) for index, row in enumerate(rows)]
+    return [StageCosts.from_dict(f"predicted.{name}[{index}]", row) for index, row in enumerate(rows)]
+
+
+def costed_for(plan: Plan, *, drains: bool) -> Plan:
+    """A calibrated plan that carries only the costs of such a schedule."""
+    predicted = dict(plan.predicted)
+    drained = predicted.pop("drained_costs", None)
+    if drains and drained is not None:
+        predicted["stage_costs"] = drained
+    return replace(plan, predicted=predicted)
 
 
 def _position_of(stage_index: int, num_stages: int) -> str:

@@ -6,6 +6,7 @@ any thread; needs no torch. Source of the idea: FlexFlow (MLSys'19), which searc
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -13,9 +14,11 @@ from typing import Any
 
 from pipedream.planning.plan import Stage
 
-__all__ = ["FoundPlan", "search"]
+__all__ = ["FoundPlan", "OnPlan", "search"]
 
 Stages = tuple[Stage, ...]
+OnPlan = Callable[[int, int, float], None]
+"""Told of every plan that is scored: how many were, how many may be, and the least score."""
 
 _SEED = 0  # the same profile gives the same plan
 _BETTER = 1 - 1e-9  # by more than rounding
@@ -44,6 +47,7 @@ def search(
     straight: bool = False,
     plans_max: int = 400,
     allowed: Callable[[Stages], bool] = lambda stages: True,
+    on_plan: OnPlan | None = None,
 ) -> FoundPlan:
     """The plan with the least score of those looked at; ties: fewer workers, then fewer stages.
 
@@ -51,15 +55,21 @@ def search(
     starts. allowed: what else a plan must keep to.
     """
     scores: dict[tuple[tuple[int, int], ...], float] = {}
+    distinct = list(dict.fromkeys(starts))
+    limit = len(distinct) + plans_max
+    least_ms = math.inf
 
     def score_of(stages: Stages) -> float:
+        nonlocal least_ms
         key = _key(stages)
         if key not in scores:
             scores[key] = score(stages)
+            least_ms = min(least_ms, scores[key])
+            if on_plan is not None:
+                on_plan(len(scores), limit, least_ms)
         return scores[key]
 
-    ordered = sorted(dict.fromkeys(starts), key=lambda stages: (score_of(stages), *_size(stages)))
-    limit = len(scores) + plans_max
+    ordered = sorted(distinct, key=lambda stages: (score_of(stages), *_size(stages)))
     start_ms = score_of(ordered[0])
     generator = random.Random(_SEED)
     best = ordered[0]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from pipedream.common.document import check_number
 from pipedream.planning.spread import EVEN, Spread
-from pipedream.planning.step_times import TRANSFERS, StageTimes, TransferTimes
+from pipedream.planning.step_times import SYNC, TRANSFERS, StageTimes, TransferTimes
 
 __all__ = [
     "TRANSFERS",
@@ -68,8 +68,6 @@ class StepEdge(Protocol):
 
 
 _AFTER_FORWARD = ("RECOMPUTE", "BACKWARD")
-# What goes between the replicas of a stage.
-_SYNC = ("push", "pull")
 
 
 class TimedInstruction(NamedTuple):
@@ -173,7 +171,7 @@ class Lane:
         self.source = (edge.from_stage, edge.from_replica)
         # Only ends[0] uses this direction of the link, and does its instructions in order: so first sent is
         # first carried.
-        self.link = None if ends[0] == ends[1] else (ends[0], None if edge.kind in _SYNC else ends[1])
+        self.link = None if ends[0] == ends[1] else (ends[0], None if edge.kind in SYNC else ends[1])
         self.transfer_ms = transfer_ms
         self.latency_ms = latency_ms
         self.arrivals_ms: deque[float] = deque()

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from pipedream.common.document import check_number
 
-__all__ = ["TRANSFERS", "StageTimes", "TransferTimes"]
+__all__ = ["SYNC", "TRANSFERS", "StageTimes", "TransferTimes"]
 
 TRANSFERS = ("SEND", "RECV")
+SYNC = ("push", "pull")
+"""The kinds of what goes between the replicas of a stage."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,9 @@ class StageTimes:
         return self.num_replicas is not None and replica >= self.num_replicas
 
     def of_exchange(self, kind: str, owner: int) -> float:
-        """Milliseconds of what is pushed to the owner of a shard, or pulled from it."""
+        """Milliseconds of what is pushed to the owner of a shard, or pulled from it; of a norm none."""
+        if kind not in SYNC:
+            return 0.0
         if self.is_spare(owner):
             return self.spare_push_ms if kind == "push" else self.spare_shard_ms
         return self.shard_ms if kind == "pull" or self.push_ms is None else self.push_ms

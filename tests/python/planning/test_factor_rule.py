@@ -449,6 +449,45 @@ def test_an_update_makes_the_products_of_all_minibatches_of_a_round(tmp_path: Pa
     assert simulated.to_dict()["workers"][0]["busy_ms_per_minibatch"] == pytest.approx(busy_ms / 12)
 
 
+@pytest.mark.parametrize("planned_for", ["pipedream", "flush"])
+@pytest.mark.parametrize("run_with", ["pipedream", "flush", "gpipe"])
+def test_a_calibrated_plan_by_factors_counts_the_rounds_of_the_schedule_that_is_run(
+    tmp_path: Path, planned_for: str, run_with: str
+) -> None:
+    """It once had the rounds that it was planned for: of 2-3 one minibatch where flush has three."""
+    runtime = replace(FREE, update_ms_per_byte=0.001, cut_bytes=1000)
+    layers = (
+        LayerProfile("fc", 4.0, 8.0, 1000, 5000, factors=(WeightFactors(4000, 300, 2.0),)),
+        LayerProfile("last", 4.0, 8.0, 0, 1000),
+    )
+    profile, path = Profile(layers, batch_size=8, runtime=runtime.to_dict()), tmp_path / "plan.json"
+    asked: dict[str, Any] = {"codec": FACTOR_CODEC, "schedule": planned_for, "boundaries": [0]}
+    partition(profile, 5, 1e9, cost_model="calibrated", replicas=[2, 3], **asked).save(path)
+    plan = Plan.load(path)
+    options = _core.ScheduleOptions(run_with, list(plan.in_flight), 1, plan.placement)
+    # What the lists of a run say: an update makes the products of what every replica has gone through before.
+    busy_ms, own, products = 0.0, 0, []
+    for step in _core.make_program(options, 0, 12):
+        if step.opcode in ("FORWARD", "BACKWARD"):
+            busy_ms += 4.0 if step.opcode == "FORWARD" else 8.0 - 2.0
+            own += step.opcode == "BACKWARD"
+        elif step.opcode == "UPDATE":
+            busy_ms += 0.001 * (4000 + 1000 / 2) + 2 * own * 2.0
+            products.append(own)
+            own = 0
+    assert sum(products) == 6
+    assert products[0] == (1 if run_with == "pipedream" else 3)
+    simulated = simulate_plan(path, profile, schedule=run_with, minibatches=12, microbatches=1)
+    assert simulated.to_dict()["workers"][0]["busy_ms_per_minibatch"] == pytest.approx(busy_ms / 12)
+    # Over other links as much is computed, and of 300 bytes for each minibatch more is pushed.
+    slower = simulate_plan(
+        path, profile, schedule=run_with, minibatches=12, microbatches=1, bandwidth_bytes_per_s=1e6
+    )
+    pushes = [one for one in slower.simulation.transfers if one.what == "push" and one.from_worker == 0]
+    pushed_ms = 1000 / 2 / 1e3 + products[0] * 300 / 1e3
+    assert pushes[0].end_ms - pushes[0].begin_ms == pytest.approx(pushed_ms)
+
+
 def test_products_of_slow_workers_are_simulated_at_their_speed(tmp_path: Path) -> None:
     path, profile = tmp_path / "plan.json", _calibrated()
     partition(profile, 2, 1e6, codec=FACTOR_CODEC, replicas=[2], speeds=[0.5, 0.5]).save(path)

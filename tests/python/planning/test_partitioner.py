@@ -212,6 +212,40 @@ def test_a_schedule_that_drains_is_planned_with_its_bubble_and_m_is_chosen() -> 
     )
 
 
+def test_a_plan_for_a_schedule_that_drains_says_of_how_many_minibatches_an_update_is() -> None:
+    profile = make_profile(*[(10, 0, 0)] * 4, batch_size=8)
+    plan = partition(profile, 5, 1e9, schedule="flush", boundaries=[1], replicas=[2, 3])
+    assert "an update is of 6 minibatches, a round of all stages' replicas" in str(plan)
+    assert "staleness" not in str(plan)
+    asynchronous = partition(profile, 5, 1e9, boundaries=[1], replicas=[2, 3])
+    assert "an update is of" not in str(asynchronous)
+    assert "staleness=2" in str(asynchronous)
+
+
+def test_stages_of_a_fraction_of_a_millisecond_are_warned_of() -> None:
+    warned = [
+        "which the formulas leave out" in str(partition(make_profile(*layers), 2, 1e12, straight=True))
+        for layers in ([(0.75, 0, 8)] * 2, [(0.75, 0, 8)], [(1.25, 0, 8)] * 2)
+    ]
+    assert warned == [True, False, False]
+
+
+def test_2bw_has_as_many_microbatches_as_are_in_flight_where_m_is_chosen() -> None:
+    """Plans of more than 32 in flight once ended in `min() arg is an empty sequence`."""
+    profile = make_profile(*[(10, 0, 0)] * 40, batch_size=64)
+    plan = partition(profile, 40, 1e9, schedule="2bw", boundaries=range(39))
+    assert (plan.num_stages, plan.predicted["microbatches"]) == (40, 40)
+    few = partition(profile, 40, 1e9, schedule="2bw", microbatches=2, straight=True)
+    assert few.num_stages == 2
+    with pytest.raises(ValueError, match="microbatches is 8, and schedule '2bw' needs as many"):
+        partition(profile, 40, 1e9, schedule="2bw", microbatches=8, boundaries=range(39))
+
+
+def test_more_microbatches_than_samples_are_refused() -> None:
+    with pytest.raises(ValueError, match="microbatches is 8, and the profile's minibatches have 4 samples"):
+        partition(make_profile((1, 0, 0), batch_size=4), 1, 1e9, schedule="flush", microbatches=8)
+
+
 def test_the_planner_of_2bw_gives_all_stages_as_many_replicas() -> None:
     profile = make_profile(*[(10, 0, 0)] * 4, batch_size=32)
     plan = partition(profile, 4, 1e9, schedule="2bw")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from pipedream.common.errors import FileFormatError
 from pipedream.planning.layer_profile import LayerProfile, Profile
 from pipedream.planning.speed_table import describe_speeds, make_speeds, read_profiles
+
+SHARED_PROFILES = Path(__file__).resolve().parents[4] / "shared" / "profiles"
 
 
 def _profile(model: str | None, parameter_bytes: int = 0) -> Profile:
@@ -48,3 +51,25 @@ def test_a_folder_s_profiles_are_read_and_its_other_files_passed_over(tmp_path: 
         read_profiles([tmp_path / "empty"])
     with pytest.raises(FileFormatError, match=r"optima\.json"):
         read_profiles([tmp_path / "optima.json"])
+
+
+@pytest.mark.skipif(not SHARED_PROFILES.is_dir(), reason="the published profiles are not beside this tree")
+def test_the_table_of_the_published_profiles_has_the_published_optima() -> None:
+    published = {
+        (row["model"], row["num_workers"], row["bandwidth_bytes_per_s"]): row
+        for row in json.loads((SHARED_PROFILES / "optima.json").read_text())["rows"]
+    }
+    bandwidths = ["1Gbit/s", "10Gbit/s", "25Gbit/s", "100Gbit/s"]
+    rows = make_speeds(read_profiles([SHARED_PROFILES]), [4, 8, 16], bandwidths)
+    assert len(rows) == 4 * 3 * 4
+    compared = 0
+    for row in rows:
+        known = published.get((row.model, row.num_workers, row.bandwidth_bytes_per_s))
+        if known is None:
+            continue
+        compared += 1
+        assert row.plan.bottleneck_ms == pytest.approx(known["bottleneck_ms"], rel=1e-9)
+        for name in ("one_worker", "data_parallel"):
+            speed = known[f"{name}_ms"] / known["bottleneck_ms"]
+            assert getattr(row, f"over_{name}") == pytest.approx(speed, rel=1e-9)
+    assert compared

@@ -1,0 +1,238 @@
+"""What partition() was asked, and plans of given stages with the figures that the cost model has of them.
+Pure; any thread; needs no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pipedream.planning.factor_rule import core_factors, factored_figures
+from pipedream.planning.formulas import formula_figures, samples_per_s
+from pipedream.planning.hidden_links import FEW_ROUNDS
+from pipedream.planning.layer_profile import Profile
+from pipedream.planning.limits import Limits, NothingFitsError, solve_within
+from pipedream.planning.link_profile import LinkProfile
+from pipedream.planning.partition_arguments import CUT_SCHEDULES
+from pipedream.planning.plan import Plan, Stage
+from pipedream.planning.plan_schedule import (
+    any_schedule_of,
+    microbatches_min,
+    minibatches_of_round,
+    profile_of_rounds,
+    schedule_of,
+)
+from pipedream.planning.prediction import STEADY_ROUNDS, predict_ms, steady_minibatches
+from pipedream.planning.runtime_costs import FREE, RuntimeCosts, StageCosts, runtime_of, stage_costs
+from pipedream.planning.stage_links import StageLinks
+
+__all__ = ["PlanProblem", "Stages"]
+
+_MICROBATCHES = (1, 2, 4, 8, 16, 32)  # of which m is chosen where it is free
+_SPREAD_ITEMS_MAX = 6_000  # minibatches times stages that partition() waits for where times spread
+
+Stages = tuple[Stage, ...]
+
+
+@dataclass(frozen=True)
+class PlanProblem:
+    """What partition() was asked."""
+
+    profile: Profile
+    num_workers: int
+    bytes_per_s: float
+    """Of the slowest link that may be used, where they were measured."""
+    cost_model: str
+    straight: bool
+    workers_per_host: int | None
+    schedule: str
+    microbatches: int | None
+    limits: Limits
+    links: LinkProfile | None = None
+    codec: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_simulated(self) -> bool:
+        return self.cost_model == "calibrated" or self.schedule != "pipedream"
+
+    @functools.cached_property
+    def runtime(self) -> RuntimeCosts:
+        if self.cost_model == "paper":
+            return FREE
+        runtime = runtime_of(self.profile)
+        if runtime is None:
+            raise ValueError(
+                "cost_model is 'calibrated', but the profile has no runtime figures:"
+                " pipedream.calibrate(profile, model, data, ...) measures them"
+            )
+        return runtime
+
+    def links_of(self, stages: Stages) -> StageLinks:
+        if self.links is None:
+            return StageLinks.uniform(stages, self.bytes_per_s)
+        return StageLinks.measured(stages, self.links)
+
+    # By the paper's formulas.
+
+    def formula_figures_of(self, stages: Stages) -> dict[str, Any]:
+        return formula_figures(self.limits.slowed(self.profile, stages), stages, self.links_of(stages))
+
+    def formula_plan(self, stages: Stages, bottleneck_ms: float | None = None) -> Plan:
+        predicted = self.formula_figures_of(stages)
+        if bottleneck_ms is None:
+            bottleneck_ms = max([*predicted["stage_ms"], *predicted["boundary_ms"]])
+        rate = samples_per_s(self.profile, bottleneck_ms)
+        return self._plan(
+            stages,
+            bottleneck_ms=bottleneck_ms,
+            predicted={"samples_per_s": rate, "memory_bytes": None} | predicted,
+        )
+
+    def solve(
+        self, layers_ms: list[float], num_workers: int, straight: bool
+    ) -> tuple[Stages, float, dict[str, Any]]:
+        """The optimum of the formulas, its bottleneck in seconds, and what limits say of it."""
+        from pipedream import _core
+
+        if self.limits.any:
+            if num_workers != self.num_workers:
+                limits = self.limits.for_workers(num_workers)
+                return solve_within(layers_ms, self.profile, num_workers, self.bytes_per_s, straight, limits)
+            return solve_within(layers_ms, self.profile, num_workers, self.bytes_per_s, straight, self.limits)
+        found, bottleneck_s = _core.partition(
+            [layer_ms / 1e3 for layer_ms in layers_ms],
+            [float(layer.activation_bytes) for layer in self.profile.layers],
+            [float(layer.parameter_bytes) for layer in self.profile.layers],
+            num_workers,
+            self.bytes_per_s,
+            straight,
+            core_factors(self.profile, layers_ms),
+        )
+        return tuple(Stage(*stage) for stage in found), bottleneck_s, {}
+
+    # By the simulator.
+
+    def simulated_ms(self, plan: Plan) -> float:
+        """Per minibatch."""
+        costed = replace(plan, predicted=plan.predicted | self._costs(plan.stages))
+        predicted_ms = predict_ms(costed, schedule_of(costed, self.schedule, 1), steady_rounds=FEW_ROUNDS)
+        assert predicted_ms is not None
+        return predicted_ms
+
+    def simulated_plan(self, stages: Stages, *, spreads: bool = True) -> Plan:
+        """spreads: with the spread of single items about their mean; else what plans are compared by."""
+        predicted: dict[str, Any] = {"samples_per_s": None, "memory_bytes": None}
+        predicted |= formula_figures(self.profile, stages, self.links_of(stages)) | self._costs(stages)
+        plan = self._plan(stages, bottleneck_ms=None, predicted=predicted)
+        best_ms, best_m = min((ms, m) for m, ms in self._times_by_microbatches(plan))
+        if spreads and self.runtime.spread.factors:
+            options = schedule_of(plan, self.schedule, best_m)
+            num_items = steady_minibatches(plan, options) * plan.num_stages * best_m
+            rounds = STEADY_ROUNDS if num_items <= _SPREAD_ITEMS_MAX else FEW_ROUNDS
+            predicted_ms = predict_ms(plan, options, steady_rounds=rounds)
+            assert predicted_ms is not None
+            best_ms = predicted_ms
+        predicted["samples_per_s"] = samples_per_s(self.profile, best_ms)
+        if self.schedule != "pipedream":
+            predicted["schedule"] = self.schedule
+        if self.schedule in CUT_SCHEDULES:
+            predicted["microbatches"] = best_m
+        return replace(plan, bottleneck_ms=best_ms, predicted=predicted)
+
+    def _times_by_microbatches(self, plan: Plan) -> Iterator[tuple[int, float]]:
+        for m in self._microbatch_choices(plan):
+            options = schedule_of(plan, self.schedule, m)
+            predicted_ms = predict_ms(plan, options, steady_rounds=FEW_ROUNDS, spreads=False)
+            assert predicted_ms is not None
+            yield m, predicted_ms
+
+    def _microbatch_choices(self, plan: Plan) -> Sequence[int]:
+        """None where the plan has more minibatches in flight than there may be microbatches."""
+        if self.schedule not in CUT_SCHEDULES:
+            return (self.microbatches or 1,)
+        least = microbatches_min(plan, self.schedule)
+        if self.microbatches is not None:
+            return (self.microbatches,) if self.microbatches >= least else ()
+        largest = self.profile.batch_size or max(least, _MICROBATCHES[-1])
+        return sorted({m for m in (*_MICROBATCHES, least) if least <= m <= largest})
+
+    def _costs(self, stages: Stages) -> dict[str, Any]:
+        """What a prediction is made of."""
+        links = self.links_of(stages)
+        profile = self.limits.slowed(self.profile, stages)
+
+        def costs_with(minibatches: Sequence[int] | None) -> list[StageCosts]:
+            return stage_costs(profile, self.runtime, stages, links.replicas, minibatches=minibatches)
+
+        costs, drained = costs_with(None), None
+        if self.codec:
+            of_round = minibatches_of_round(Plan(stages), "flush")
+            drained = costs_with(of_round) if max(of_round) > 1 else None
+        predicted = formula_figures(self.profile, stages, links)
+        # The paper's formulas have no latency.
+        measured_ms = links.latency_ms if self.cost_model == "calibrated" else (0.0,) * len(stages)
+        figures: dict[str, Any] = {
+            "stage_ms": [
+                cost.minibatch_ms / stage.num_replicas for cost, stage in zip(costs, stages, strict=True)
+            ],
+            "stage_costs": [cost.to_dict() for cost in costs],
+            **({} if drained is None else {"drained_costs": [cost.to_dict() for cost in drained]}),
+            **({"spread": self.runtime.spread.to_dict()} if self.runtime.spread.factors else {}),
+            "links": [
+                {"one_way_ms": both_ms / 2, "latency_ms": max(self.runtime.latency_ms, latency_ms)}
+                for both_ms, latency_ms in zip(predicted["boundary_ms"], measured_ms, strict=False)
+            ],
+        }
+        workers_per_host = self.workers_per_host or 1
+        if workers_per_host > 1 or self.runtime.alone_speed > 1:
+            figures["host"] = {
+                "num_workers": workers_per_host,
+                "num_cores": self.runtime.num_cores,
+                "alone_speed": self.runtime.alone_speed,
+            }
+        return figures
+
+    def is_allowed(self, stages: Stages) -> bool:
+        if self.schedule == "2bw" and len({stage.num_replicas for stage in stages}) > 1:
+            return False
+        if not self.has_microbatches(stages):
+            return False
+        if not self.limits.any:
+            return True
+        with contextlib.suppress(NothingFitsError):
+            self.limits_of(stages)
+            return True
+        return False
+
+    def has_microbatches(self, stages: Stages) -> bool:
+        """Whether a minibatch can be cut into as many as the schedule needs."""
+        return self.schedule not in CUT_SCHEDULES or bool(self._microbatch_choices(Plan(stages)))
+
+    def limits_of(self, stages: Stages) -> dict[str, Any]:
+        """Raises where the stages do not keep to the limits."""
+        from pipedream import _core
+
+        plan = Plan(stages)
+        options = any_schedule_of(plan, self.schedule)
+        versions = [_core.num_versions_kept(options, index) for index in range(len(stages))]
+        return self.limits.figures_of(stages, profile_of_rounds(self.profile, plan, self.schedule), versions)
+
+    def _plan(self, stages: Stages, *, bottleneck_ms: float | None, predicted: dict[str, Any]) -> Plan:
+        if self.codec:
+            of_rounds = profile_of_rounds(self.profile, Plan(stages), self.schedule)
+            predicted["factored"] = factored_figures(of_rounds, stages)
+        return Plan(
+            stages,
+            model=self.profile.model,
+            num_workers=self.num_workers,
+            bandwidth_bytes_per_s=self.links_of(stages).slowest(self.bytes_per_s),
+            cost_model=self.cost_model,
+            bottleneck_ms=bottleneck_ms,
+            predicted=predicted,
+            max_shapes=self.profile.max_shapes or {},
+            cuts=self.profile.cuts,
+            codec=dict(self.codec),
+        )

@@ -1,0 +1,132 @@
+"""The best plan that partition() finds for what it was asked. Pure; any thread; needs no torch.
+
+by formulas    the exact optimum of the paper's formulas, by a search in C++ (csrc/planner); over measured
+               links, of which the formulas know one alone, by a search from there
+by simulation  what the simulator says of a run of it, searched from the formulas' plans (search.py)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from pipedream.planning.factor_rule import FACTOR_CODEC
+from pipedream.planning.layer_profile import Profile
+from pipedream.planning.limits import NothingFitsError, nothing_fits
+from pipedream.planning.link_profile import LinkProfile
+from pipedream.planning.measured_starts import measured_starts
+from pipedream.planning.plan import Plan
+from pipedream.planning.plan_problem import PlanProblem, Stages
+from pipedream.planning.runtime_costs import layer_cost_ms
+from pipedream.planning.search import OnPlan, search
+
+__all__ = ["best_plan", "compared_with_factors"]
+
+_SEARCHED_PLANS = 400
+
+
+def best_plan(problem: PlanProblem, on_plan: OnPlan | None = None) -> Plan:
+    """on_plan: told of every plan that a search has looked at: how many, of how many at most, and the least
+    milliseconds per minibatch. Raises ValueError where no plan keeps to the limits."""
+    if problem.is_simulated:
+        return _by_simulation(problem, on_plan)
+    if problem.links is not None and len(problem.links.speeds_of_first(problem.num_workers)) > 1:
+        return _by_measured_links(problem, problem.links, on_plan)
+    return _by_formulas(problem)
+
+
+def compared_with_factors(plan: Plan, problem: PlanProblem, profile: Profile) -> Plan:
+    """The plan, which says how fast the best one with factors is. profile: which has them."""
+    has_factors = any(layer.factors for layer in profile.layers)
+    if problem.codec or problem.limits.any or problem.links or not has_factors:
+        return plan
+    by_factors = _by_formulas(replace(problem, profile=profile, codec=FACTOR_CODEC))
+    return replace(plan, predicted=plan.predicted | {"with_factors_ms": by_factors.bottleneck_ms})
+
+
+def _by_formulas(problem: PlanProblem) -> Plan:
+    layers_ms = [layer.compute_ms for layer in problem.profile.layers]
+    stages, bottleneck_s, figures = problem.solve(layers_ms, problem.num_workers, problem.straight)
+    plan = problem.formula_plan(stages, bottleneck_s * 1e3)
+    return replace(plan, predicted=plan.predicted | figures)
+
+
+def _by_measured_links(problem: PlanProblem, links: LinkProfile, on_plan: OnPlan | None) -> Plan:
+    """By a search over the plans' own links."""
+    layers_ms = [layer.compute_ms for layer in problem.profile.layers]
+
+    def optimum_at(bytes_per_s: float, num_workers: int, straight: bool) -> Stages:
+        return replace(problem, bytes_per_s=bytes_per_s).solve(layers_ms, num_workers, straight)[0]
+
+    starts = measured_starts(links, problem.num_workers, optimum_at, straight=problem.straight)
+    allowed = [stages for stages in starts if problem.is_allowed(stages)] or starts[:1]
+    return _found_from(problem, allowed, problem.formula_plan, problem.formula_plan, on_plan)
+
+
+def _by_simulation(problem: PlanProblem, on_plan: OnPlan | None) -> Plan:
+    layers_ms = [layer_cost_ms(layer, problem.runtime) for layer in problem.profile.layers]
+    limits = problem.limits
+    starts: list[Stages] = []
+    for count in range(1, problem.num_workers + 1):
+        for straight in {problem.straight, True}:
+            with contextlib.suppress(NothingFitsError):
+                if limits.memory_bytes:  # may fit, as the schedule keeps other versions
+                    roomy = replace(problem, limits=replace(limits, memory_bytes=()))
+                    starts.append(roomy.solve(layers_ms, count, straight)[0])
+                starts.append(problem.solve(layers_ms, count, straight)[0])
+    if problem.schedule == "2bw" and not problem.straight:
+        # Its planner's plans: all stages have as many replicas.
+        equal = [
+            tuple(replace(stage, num_replicas=problem.num_workers // len(stages)) for stage in stages)
+            for stages in starts
+        ]
+        starts += equal
+    allowed = [stages for stages in starts if problem.is_allowed(stages)]
+    if not allowed:
+        raise NothingFitsError(_why_none_is_allowed(problem, starts))
+    without_spread = functools.partial(problem.simulated_plan, spreads=False)
+    return _found_from(problem, allowed, without_spread, problem.simulated_plan, on_plan)
+
+
+def _why_none_is_allowed(problem: PlanProblem, starts: Sequence[Stages]) -> str:
+    counts = problem.limits.num_replicas
+    if problem.schedule == "2bw" and len(set(counts)) > 1:
+        return (
+            f"replicas is {list(counts)}, but schedule '2bw' is planned with as many at all stages: give one"
+            " number for all, or another schedule"
+        )
+    if starts and not any(map(problem.has_microbatches, starts)):
+        given = problem.microbatches is not None
+        count = problem.microbatches if given else problem.profile.batch_size
+        return (
+            f"{'microbatches' if given else 'batch_size'} is {count}, and schedule {problem.schedule!r} needs"
+            " as many microbatches as are in flight: give more, or fewer workers"
+        )
+    return nothing_fits(problem.num_workers, problem.limits, problem.straight)
+
+
+def _found_from(
+    problem: PlanProblem,
+    starts: Sequence[Stages],
+    scored: Callable[[Stages], Plan],
+    planned: Callable[[Stages], Plan],
+    on_plan: OnPlan | None,
+) -> Plan:
+    """The plan whose bottleneck is least, by search; planned: makes it, once found."""
+    found = search(
+        starts,
+        lambda stages: scored(stages).bottleneck_ms or 0.0,
+        num_layers=problem.profile.num_layers,
+        num_workers=problem.num_workers,
+        straight=problem.straight,
+        plans_max=_SEARCHED_PLANS,
+        allowed=problem.is_allowed,
+        on_plan=on_plan,
+    )
+    plan = planned(found.stages)
+    figures = {"search": found.to_dict()}
+    if problem.limits.any:
+        figures |= problem.limits_of(found.stages)
+    return replace(plan, predicted=plan.predicted | figures)

@@ -1,0 +1,71 @@
+"""How long a minibatch takes with given durations, and no more: what a search asks of thousands of plans.
+Pure; any thread; needs no torch.
+
+simulate() in C++, without a timeline, to the same bits (csrc/planner/steady_time.h). What that does not do,
+times that spread, spares and asynchronous shards, is simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pipedream.planning.shared_cores import SharedHost, simulate_shared
+from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, simulate
+from pipedream.planning.spread import EVEN, Spread
+
+if TYPE_CHECKING:
+    from pipedream import _core
+
+__all__ = ["ms_per_minibatch", "steady_ms"]
+
+
+def steady_ms(
+    schedule: _core.ScheduleOptions,
+    num_minibatches: int,
+    stage_times: Sequence[StageTimes],
+    transfers: Sequence[TransferTimes],
+    *,
+    host: SharedHost | None = None,
+    spread: Spread = EVEN,
+) -> float:
+    """Milliseconds per minibatch in the steady state of the schedule's lists, as ms_per_minibatch(); one
+    StageTimes per stage, one TransferTimes per boundary. host: whose cores the workers share. Raises
+    ValueError as simulate()."""
+    from pipedream import _core
+
+    if schedule.asynchronous or schedule.placement.num_spares or spread.factors:
+        programs = [
+            _core.make_program(schedule, rank, num_minibatches) for rank in range(schedule.num_workers)
+        ]
+        if host is None:
+            return ms_per_minibatch(simulate(programs, stage_times, transfers, spread))
+        return ms_per_minibatch(simulate_shared(programs, stage_times, transfers, host, spread))
+    return _core.steady_ms(
+        schedule,
+        num_minibatches,
+        [_durations(times) for times in stage_times],
+        [(one.activation_ms, one.gradient_ms, one.latency_ms) for one in transfers],
+        None if host is None else [host.speed(1 + others) for others in range(host.num_workers)],
+    )
+
+
+def ms_per_minibatch(simulation: Simulation) -> float:
+    """In the steady state; where there are too few minibatches to have one, of all of them."""
+    steady = simulation.ms_per_minibatch
+    return simulation.makespan_ms / simulation.num_minibatches if steady is None else steady
+
+
+def _durations(times: StageTimes) -> tuple[float, ...]:
+    """In the order of the core's StageDurations."""
+    return (
+        times.of("FORWARD"),
+        times.of("FORWARD", 1),
+        times.of("BACKWARD"),
+        times.of("BACKWARD", 1),
+        times.of("RECOMPUTE"),
+        times.of("UPDATE"),
+        times.of_exchange("push", 0),
+        times.of_exchange("pull", 0),
+        times.sync_latency_ms,
+    )

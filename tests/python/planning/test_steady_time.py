@@ -1,0 +1,114 @@
+"""The core's time per minibatch is the simulator's, to the bit, of any schedule."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from pipedream import _core
+from pipedream.planning.shared_cores import SharedHost, simulate_shared
+from pipedream.planning.simulator import StageTimes, TransferTimes, simulate
+from pipedream.planning.spread import Spread
+from pipedream.planning.steady_time import ms_per_minibatch, steady_ms
+
+_SCHEDULES = ("pipedream", "vertical_sync", "naive", "2bw", "flush", "gpipe", "interleaved", "model_parallel")
+_DURATION = st.floats(0, 9).map(lambda ms: round(ms, 3))
+
+
+def _programs(options: _core.ScheduleOptions, num_minibatches: int) -> list[list[_core.Instruction]]:
+    return [_core.make_program(options, rank, num_minibatches) for rank in range(options.num_workers)]
+
+
+def _drawn_options(data: st.DataObject) -> _core.ScheduleOptions:
+    schedule = data.draw(st.sampled_from(_SCHEDULES))
+    if schedule == "interleaved":
+        replicas = [1] * (2 * data.draw(st.integers(1, 3)))
+        placement = _core.Placement.at_ranks([stage % 2 for stage in range(len(replicas))])
+    else:
+        replicas = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+        replicas = replicas[:1] * len(replicas) if schedule == "2bw" else replicas
+        placement = _core.Placement.in_order(replicas)
+    in_flight = _core.derive_in_flight(replicas)
+    least = max(n * r for n, r in zip(in_flight, replicas, strict=True)) if schedule == "2bw" else 1
+    has_ties = len(replicas) > 1 and data.draw(st.booleans())
+    try:
+        return _core.ScheduleOptions(
+            schedule,
+            in_flight,
+            least + data.draw(st.integers(0, 3)),
+            placement,
+            recompute=[data.draw(st.booleans()) for _ in replicas],
+            ties=[(0, len(replicas) - 1)] if has_ties else [],
+            exchanges_norms=data.draw(st.booleans()),
+            staleness=data.draw(st.integers(0, 2)) if schedule == "pipedream" else 0,
+            uses_allreduce=max(replicas) > 1 and data.draw(st.booleans()),
+        )
+    except ValueError:  # what schedules do not have together
+        assume(False)
+        raise
+
+
+def _drawn_times(data: st.DataObject, num_stages: int) -> tuple[list[StageTimes], list[TransferTimes]]:
+    def drawn(count: int) -> list[float]:
+        return [data.draw(_DURATION) for _ in range(count)]
+
+    stage_times = [StageTimes(*drawn(9)) for _ in range(num_stages)]
+    return stage_times, [TransferTimes(*drawn(3)) for _ in range(num_stages - 1)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_it_is_the_simulator_s_to_the_bit(data: st.DataObject) -> None:
+    options = _drawn_options(data)
+    times = _drawn_times(data, options.num_stages)
+    num_minibatches = data.draw(st.integers(1, 30))
+    simulation = simulate(_programs(options, num_minibatches), *times)
+    assert steady_ms(options, num_minibatches, *times) == ms_per_minibatch(simulation)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_it_is_the_simulator_s_where_workers_share_cores(data: st.DataObject) -> None:
+    options = _drawn_options(data)
+    times = _drawn_times(data, options.num_stages)
+    num_minibatches = data.draw(st.integers(1, 12))
+    num_cores = data.draw(st.integers(1, 4))
+    host = SharedHost(data.draw(st.integers(1, 4)), num_cores, data.draw(st.sampled_from([1.0, 1.25])))
+    simulation = simulate_shared(_programs(options, num_minibatches), *times, host)
+    assert steady_ms(options, num_minibatches, *times, host=host) == ms_per_minibatch(simulation)
+
+
+def test_what_the_core_does_not_replay_is_simulated() -> None:
+    spread = Spread({"FORWARD": (0.5, 1.5)})
+    replicated = _core.ScheduleOptions(in_flight=[1], placement=_core.Placement.in_order([2]))
+    spared = _core.ScheduleOptions(in_flight=[1], placement=_core.Placement.in_order([3], [1]))
+    served = _core.ScheduleOptions(
+        schedule="data_parallel", placement=_core.Placement.in_order([2]), asynchronous=True
+    )
+    times = [StageTimes(1.0, 2.0, update_ms=0.5, shard_ms=2.0)]
+    for options, how in ((replicated, spread), (spared, Spread()), (served, Spread())):
+        simulation = simulate(_programs(options, 12), times, [], how)
+        assert steady_ms(options, 12, times, [], spread=how) == ms_per_minibatch(simulation)
+    for options in (spared, served):
+        with pytest.raises(ValueError, match=r"have no steady_ms\(\): simulate them"):
+            _core.steady_ms(options, 12, [(1.0,) * 9], [])
+
+
+def test_durations_of_another_plan_are_refused() -> None:
+    options = _core.ScheduleOptions(in_flight=[2, 1])
+    with pytest.raises(ValueError, match="durations of 1 stages and 0 boundaries for 2 stages"):
+        _core.steady_ms(options, 4, [(1.0,) * 9], [])
+    with pytest.raises(ValueError, match="machines have 0 workers: give at least 1"):
+        _core.steady_ms(_core.ScheduleOptions(), 4, [(1.0,) * 9], [], [])
+
+
+def test_norms_between_replicas_take_no_time_of_their_links() -> None:
+    """They took as long as a shard: runs with max_grad_norm and replicas were predicted too slow."""
+    placement = _core.Placement.in_order([3])
+    without, norms = (
+        _core.ScheduleOptions(in_flight=[1], placement=placement, exchanges_norms=exchanged)
+        for exchanged in (False, True)
+    )
+    times = [StageTimes(1.0, 2.0, shard_ms=5.0)]
+    assert any(step.edge and step.edge.kind == "norm" for step in _core.make_program(norms, 0, 3))
+    assert steady_ms(norms, 12, times, []) == steady_ms(without, 12, times, [])
