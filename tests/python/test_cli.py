@@ -1029,6 +1029,17 @@ def test_trace_writes_a_perfetto_trace_where_the_name_says_so(call: Caller) -> N
         (["--stages", "4", "--schedule", "interleaved", "--workers", "0"], "--workers is 0: give at least 1"),
         (["--stages", "4", "--workers", "2"], 'only schedule "interleaved" runs several stages at a worker'),
         (
+            ["--stages", "3", "--schedule", "2bw", "--microbatches", "2"],
+            "num_microbatches is 2 with in_flight 3",
+        ),
+        (["--stages", "2", "--microbatches", "0"], "num_microbatches is 0"),
+        (["--stages", "2", "--minibatches", "0"], "--minibatches is 0: give at least 1"),
+        (["--stages", "2", "--minibatches", "1000000"], "trace shows at most 2000000: give fewer with"),
+        (
+            ["--stages", "3", "--in-flight", "2,1"],
+            "--in-flight is '2,1': give one whole number for each of the 3",
+        ),
+        (
             ["--stages", "2", "--in-flight", "2,x"],
             "--in-flight is '2,x': give one whole number for each of the 2",
         ),
