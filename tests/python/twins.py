@@ -349,6 +349,24 @@ class Skipping(nn.Module):
         return out
 
 
+class Viewing(nn.Module):
+    """FNet with learnt filters: code between modules views parameters of its own in other shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.scales = nn.Parameter(torch.rand(2, WIDTH // 2))
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.filters = nn.Parameter(torch.rand(WIDTH // 2 + 1, 2))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x) * self.scales.view(WIDTH))
+        filtered = torch.fft.rfft(self.second(x)) * torch.view_as_complex(self.filters)
+        result: Tensor = self.head(torch.fft.irfft(filtered, n=WIDTH))
+        return result
+
+
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
@@ -413,6 +431,7 @@ TWINS = {
         Twin("routed", Routed, _vectors),
         Twin("side_value", SideValue, _vectors),
         Twin("deciding", Deciding, _vectors_of_tasks),
+        Twin("viewing", Viewing, _vectors),
         Twin("dropping", Dropping, _vectors, draws=True),
     )
 }

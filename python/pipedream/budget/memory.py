@@ -399,9 +399,11 @@ def slot_bytes(num_bytes: int) -> int:
 
 
 def model_bytes(stages: Sequence[StageModule]) -> int:
-    """Parameters and buffers of the modules, each storage once."""
+    """Parameters and buffers of the modules, each storage once, and what stands in for those that are read of
+    other stages."""
     tensors: list[Tensor] = []
     for stage in stages:
         tensors += [tensor for _, tensor in (*stage.trainable_parameters(), *stage.frozen_parameters())]
         tensors += [buffer for _, buffer in stage.stage_buffers()]
+        tensors += stage.strays()
     return storage_bytes(list({id(tensor): tensor for tensor in tensors}.values()))

@@ -46,7 +46,8 @@ class OwnPart:
     def leave_out_others(self) -> None:
         own = {id(p) for s in self._stages for _, p in (*s.trainable_parameters(), *s.frozen_parameters())}
         others = {id(p): p for stage in self._stages for p in stage.others_parameters() if id(p) not in own}
-        self._others.enter_context(poisoned(others.values(), self._device))
+        strays = [tensor for stage in self._stages for tensor in stage.strays()]
+        self._others.enter_context(poisoned(others.values(), self._device, strays))
 
     def take_back_others(self) -> None:
         self._others.close()

@@ -96,7 +96,8 @@ class LayerSweep:
         """Inside the stage has its values, and stand-ins for those of others."""
         held = stage.held_names()
         others = [p for p in stage.others_parameters() if p.is_meta]
-        with materialised(self._roots, held, self._weights, _SEED), poisoned(others, torch.device("cpu")):
+        stand_ins = poisoned(others, torch.device("cpu"), stage.strays())
+        with materialised(self._roots, held, self._weights, _SEED), stand_ins:
             yield
 
     def _time(

@@ -86,6 +86,10 @@ class StageModule(nn.Module):
         """Parameters of other stages in the modules that its code runs."""
         return []
 
+    def strays(self) -> list[torch.Tensor]:
+        """Parameters and buffers of other stages that its code reads, for nothing that is needed."""
+        return []
+
     def place(self, device: torch.device) -> None:
         """Moves what it holds to the device."""
         self.to(device)

@@ -2,7 +2,8 @@
 
     zeroed      tracing a model on the meta device: what flows where does not depend on values, but any kernel
                 may run
-    poisoned    parameters of other stages: whoever reads one reads NaN, and the loss shows it
+    poisoned    parameters of other stages: whoever reads one reads NaN, and the loss shows it. Those that the
+                code is known to read have memory of their own, as it may view them in other shapes
 
 The parameter stays the object that it is, wherever it is held; only what it contains is exchanged. Owned by
 the thread that runs the model.
@@ -33,9 +34,13 @@ def exchange(tensor: Tensor, content: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def poisoned(tensors: Iterable[Tensor], device: torch.device) -> Iterator[None]:
-    """Inside the tensors are NaN, those of whole numbers 0, on the device: one element in their shape."""
-    with _exchanged(tensors, functools.partial(_nan_like, device=device)):
+def poisoned(
+    tensors: Iterable[Tensor], device: torch.device, read: Iterable[Tensor] = ()
+) -> Iterator[None]:
+    """Inside the tensors are NaN, those of whole numbers 0, on the device: one element in their shape. read:
+    those of them that lie in memory as they did."""
+    in_memory = {id(tensor) for tensor in read}
+    with _exchanged(tensors, functools.partial(_nan_like, device=device, in_memory=in_memory)):
         yield
 
 
@@ -56,10 +61,12 @@ def _exchanged(tensors: Iterable[Tensor], make: Callable[[Tensor], Tensor]) -> I
             exchange(tensor, content)
 
 
-def _nan_like(tensor: Tensor, device: torch.device) -> Tensor:
+def _nan_like(tensor: Tensor, device: torch.device, in_memory: set[int]) -> Tensor:
     is_number = tensor.is_floating_point() or tensor.is_complex()
-    element = torch.full((), math.nan if is_number else 0, dtype=tensor.dtype, device=device)
-    return element.expand(tensor.shape)
+    value = math.nan if is_number else 0
+    if id(tensor) in in_memory:
+        return torch.full_like(tensor, value, device=device, requires_grad=False)
+    return torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)
 
 
 def _zeros_like(tensor: Tensor) -> Tensor:

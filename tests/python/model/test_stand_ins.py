@@ -29,6 +29,15 @@ def test_what_reads_a_poisoned_parameter_reads_nan_and_one_element_is_all_its_me
     assert torch.equal(frozen, torch.ones(100, 100)) and int(whole.sum()) == 4
 
 
+def test_a_poisoned_parameter_that_is_read_can_be_viewed_in_another_shape_as_before() -> None:
+    read, other = (nn.Parameter(torch.ones(3, 4).t()) for _ in range(2))
+    with poisoned([read, other], torch.device("cpu"), [read]):
+        assert read.stride() == (1, 4) and read.is_leaf and read.requires_grad
+        assert read.t().view(12).isnan().all()
+        assert other.untyped_storage().nbytes() == 4
+    assert torch.equal(read, torch.ones(4, 3))
+
+
 def test_parameters_come_back_after_an_error_whose_graph_still_holds_them() -> None:
     weight = nn.Parameter(torch.empty(2, device="meta"))
     kept = []
