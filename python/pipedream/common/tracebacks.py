@@ -127,9 +127,15 @@ def _frames(trace: TracebackType | None) -> list[TracebackType]:
 
 
 def _is_ours(frame: TracebackType) -> bool:
-    return frame.tb_frame.f_code.co_filename.startswith(_OUR_FOLDER)
+    """What a dataclass of ours has been given, as its __init__, has no file; a script of python -c neither."""
+    code_file, module = frame.tb_frame.f_code.co_filename, frame.tb_frame.f_globals.get("__name__", "")
+    return code_file.startswith(_OUR_FOLDER) or (code_file == "<string>" and _is_our_module(module))
+
+
+def _is_our_module(name: str) -> bool:
+    return name.partition(".")[0] == "pipedream"
 
 
 def _is_users(frame: TracebackType) -> bool:
     name = frame.tb_frame.f_code.co_filename
-    return not name.startswith((_OUR_FOLDER, "<frozen", *_LIBRARY_FOLDERS))
+    return not (_is_ours(frame) or name.startswith(("<frozen", *_LIBRARY_FOLDERS)))
