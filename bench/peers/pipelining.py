@@ -9,7 +9,7 @@ the two cores could give to a minibatch if nothing waited and nothing travelled.
 pipedream's planner from a profile taken first, for both sides.
 
 Prints the milliseconds per minibatch, median (minimum to maximum) over the rounds, without the first tenth
-of each; the best of torch's; and the share of the limit. ../README.md has the figures.
+of each; the best of torch's; and the share of the limit.
 """
 
 from __future__ import annotations

@@ -231,3 +231,25 @@ def test_the_evaluation_of_the_document_runs(runs: list[tuple[Any, Any]]) -> Non
     exec(_about_models("held_out_loader"), names)
     assert len(runs) == 1
     assert len(names["losses"]) == 3  # type: ignore[arg-type]
+
+
+def _table_under(heading: str) -> list[list[str]]:
+    """The rows of the table under a heading of README, without its head."""
+    (section,) = re.findall(rf"^## {heading}\n(.*?)^## ", README, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_the_front_pages_figures_are_on_record_and_their_commands_are_there() -> None:
+    bench = ROOT / "bench"
+    record = (bench / "system" / "README.md").read_text(encoding="utf-8")
+    rows, script = _table_under("How fast"), ""
+    assert len(rows) > 5
+    for _, measured, command in rows:
+        figures = re.findall(r"[0-9]+\.[0-9]+", measured)
+        assert figures and all(re.search(rf"\b{re.escape(figure)}\b", record) for figure in figures), measured
+        if command != "the same":
+            script, *options = command.strip("`").split()
+            text = (bench / script).read_text(encoding="utf-8")
+            assert all(option in text for option in options if option.startswith("--")), command
+        assert (bench / script).is_file()
