@@ -167,8 +167,9 @@ def _numbers(option: str, text: str, kind: type[_Number], *, separator: str = ",
         return [kind(number) for number in text.split(separator)]
     except ValueError:
         example = separator.join(("2", "1"))
+        what = "whole numbers" if kind is int else "numbers"
         raise ValueError(
-            f"{option} is {text!r}: give numbers with {separator!r} between them, for example {example}"
+            f"{option} is {text!r}: give {what} with {separator!r} between them, for example {example}"
         ) from None
 
 

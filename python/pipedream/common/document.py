@@ -6,6 +6,7 @@ file's name in front of it, as FileFormatError, so that a user sees "plan.json: 
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -26,7 +27,11 @@ def read_document(path: str | os.PathLike[str], kind: str, version: int) -> dict
     """
     source = os.fspath(path)
     try:
-        fields = json.loads(Path(path).read_bytes())
+        fields = json.loads(
+            Path(path).read_bytes(), object_pairs_hook=functools.partial(_without_repeats, source)
+        )
+    except FileFormatError:
+        raise
     except (ValueError, RecursionError) as error:
         raise FileFormatError(f"{source}: not JSON: {error or 'nested too deeply'}") from None
     check_format(fields, kind, version, source)
@@ -36,6 +41,15 @@ def read_document(path: str | os.PathLike[str], kind: str, version: int) -> dict
     except ValueError as error:
         raise FileFormatError(f"{source}: {error}") from None
     return dict(fields)
+
+
+def _without_repeats(source: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise FileFormatError(f"{source}: {_shown(repeated)} is twice in one object: leave one out")
+    return fields
 
 
 def write_document(path: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:

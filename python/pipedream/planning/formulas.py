@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pipedream.planning.factor_rule import factored_sum
@@ -32,8 +33,10 @@ def formula_figures(profile: Profile, stages: tuple[Stage, ...], links: StageLin
 
 
 def samples_per_s(profile: Profile, minibatch_ms: float) -> float | None:
-    known = profile.batch_size is not None and minibatch_ms > 0
-    return (profile.batch_size or 0) * 1e3 / minibatch_ms if known else None
+    if profile.batch_size is None or minibatch_ms <= 0:
+        return None
+    rate = profile.batch_size * 1e3 / minibatch_ms
+    return rate if math.isfinite(rate) else None
 
 
 def _stage_ms(profile: Profile, stage: Stage, bytes_per_s: float) -> float:

@@ -24,12 +24,13 @@ _GAIN_MIN = 0.05  # of the time per minibatch that more minibatches in flight mu
 def with_links_hidden(plan: Plan, simulated_ms: Callable[[Plan], float]) -> Plan:
     """The plan, or the plan with as many in flight as hide the links, and in `predicted` what that brings.
     simulated_ms: per minibatch."""
-    if plan.num_stages == 1 or not plan.bottleneck_ms:
+    slowest_ms = _slowest_ms(plan)
+    if plan.num_stages == 1 or not slowest_ms:
         return plan
     in_flight = [plan.in_flight[-1]]
     for index in range(plan.num_stages - 2, -1, -1):
         here, below = plan.stages[index].num_replicas, plan.stages[index + 1].num_replicas
-        on_the_way = plan.predicted["boundary_ms"][index] / plan.bottleneck_ms
+        on_the_way = plan.predicted["boundary_ms"][index] / slowest_ms
         held = in_flight[0] * below + on_the_way
         in_flight.insert(0, max(plan.in_flight[index], 1 + math.ceil(held / here - _ROUNDING)))
     if tuple(in_flight) == plan.in_flight:
@@ -43,3 +44,12 @@ def with_links_hidden(plan: Plan, simulated_ms: Callable[[Plan], float]) -> Plan
         return plan
     figures = {"hidden_links": {"before_ms": before_ms, "after_ms": after_ms}}
     return replace(raised, predicted=raised.predicted | figures)
+
+
+def _slowest_ms(plan: Plan) -> float:
+    """Of a minibatch at the stage or link that nothing can hide. The paper's formulas have that as the
+    bottleneck; the calibrated model's has what waits for links besides."""
+    if plan.cost_model != "calibrated":
+        return plan.bottleneck_ms or 0.0
+    one_way_ms = [both_ms / 2 for both_ms in plan.predicted["boundary_ms"]]
+    return max([*plan.predicted["stage_ms"], *one_way_ms])

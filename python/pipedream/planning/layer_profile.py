@@ -44,6 +44,7 @@ _HEADER_FIELDS = (
     "max_shapes",
     "cuts",
 )
+_TIME_MS_MAX = 1e12  # 31 years: beyond it is no time of a layer
 _LAYER_FIELDS = ("name", "forward_ms", "backward_ms", "activation_bytes", "parameter_bytes")
 
 
@@ -76,8 +77,8 @@ class LayerProfile:
 
     def __post_init__(self) -> None:
         check_text("name", self.name)
-        _set(self, "forward_ms", check_number("forward_ms", self.forward_ms))
-        _set(self, "backward_ms", check_number("backward_ms", self.backward_ms))
+        _set(self, "forward_ms", _checked_ms("forward_ms", self.forward_ms))
+        _set(self, "backward_ms", _checked_ms("backward_ms", self.backward_ms))
         _set(self, "activation_bytes", check_whole("activation_bytes", self.activation_bytes))
         _set(self, "parameter_bytes", check_whole("parameter_bytes", self.parameter_bytes))
         if self.saved_bytes is not None:
@@ -304,6 +305,13 @@ def _factors_from(value: object, parameter_bytes: object) -> tuple[WeightFactors
             " parameters: give weight_bytes of its own weights, each once, or leave factors out"
         )
     return tuple(weights)
+
+
+def _checked_ms(name: str, value: object) -> float:
+    time_ms = check_number(name, value)
+    if time_ms > _TIME_MS_MAX:
+        raise ValueError(f"{name} is {value}: it must be at most {_TIME_MS_MAX:g}, in milliseconds")
+    return time_ms
 
 
 def _set(target: object, name: str, value: object) -> None:

@@ -76,8 +76,8 @@ def partition(
     boundaries, replicas: the last layer of every stage but the last one, and each stage's replicas, where
         they are given.
 
-    hides_links: by the paper's model, more minibatches are kept in flight than its rule says where the
-        simulator shows that a slow link would cost more than 5 % otherwise, unless memory is limited.
+    hides_links: more minibatches are kept in flight than the rule says where the simulator shows that a slow
+        link would cost more than 5 % otherwise; for schedule "pipedream", unless memory is limited.
     spare_workers: workers besides, as hosts without a GPU, that may serve as spare shards of replicated
         stages (docs/parameter-server.md); the plan has those that pay by the paper's formulas and by
         simulation, and says so, or why none does. By cost_model="paper" with schedule "pipedream" and one
@@ -141,12 +141,25 @@ def partition(
     )
     with SearchProgress(enabled=progress) as shown:
         plan = best_plan(problem, shown.advance)
+    if hides_links and schedule == "pipedream" and memory is None:
+        plan = _with_links_hidden(plan, problem)
     if hides_links and not problem.is_simulated and memory is None:
-        plan = compared_with_factors(with_links_hidden(plan, problem.simulated_ms), problem, asked)
-        if "hidden_links" in plan.predicted and limits.any:
-            plan = replace(plan, predicted=plan.predicted | limits.memory_with(plan, profile))
+        plan = compared_with_factors(plan, problem, asked)
     plan = with_alternatives(plan, problem)
     return with_spares(plan, spare_workers, problem.formula_figures_of, problem.simulated_ms)
+
+
+def _with_links_hidden(plan: Plan, problem: PlanProblem) -> Plan:
+    raised = with_links_hidden(plan, problem.simulated_ms)
+    if raised.in_flight == plan.in_flight:
+        return plan
+    if problem.is_simulated:
+        with_more = problem.simulated_plan(plan.stages, in_flight=raised.in_flight)
+        raised = replace(with_more, predicted=raised.predicted | with_more.predicted)
+    if problem.limits.any:
+        more = problem.limits.memory_with(raised, problem.profile)
+        raised = replace(raised, predicted=raised.predicted | more)
+    return raised
 
 
 def make_plan(

@@ -62,7 +62,10 @@ class PlanProblem:
     def runtime(self) -> RuntimeCosts:
         if self.cost_model == "paper":
             return FREE
-        runtime = runtime_of(self.profile)
+        try:
+            runtime = runtime_of(self.profile)
+        except ValueError as error:
+            raise ValueError(f"the profile's {error}: calibrate it anew") from None
         if runtime is None:
             raise ValueError(
                 "cost_model is 'calibrated', but the profile has no runtime figures:"
@@ -116,17 +119,21 @@ class PlanProblem:
     # By the simulator.
 
     def simulated_ms(self, plan: Plan) -> float:
-        """Per minibatch."""
+        """Per minibatch, without the spread of single items."""
         costed = replace(plan, predicted=plan.predicted | self._costs(plan.stages))
-        predicted_ms = predict_ms(costed, schedule_of(costed, self.schedule, 1), steady_rounds=FEW_ROUNDS)
+        options = schedule_of(costed, self.schedule, self.microbatches or 1)
+        predicted_ms = predict_ms(costed, options, steady_rounds=FEW_ROUNDS, spreads=False)
         assert predicted_ms is not None
         return predicted_ms
 
-    def simulated_plan(self, stages: Stages, *, spreads: bool = True) -> Plan:
-        """spreads: with the spread of single items about their mean; else what plans are compared by."""
+    def simulated_plan(
+        self, stages: Stages, *, spreads: bool = True, in_flight: tuple[int, ...] = ()
+    ) -> Plan:
+        """spreads: with the spread of single items about their mean; else what plans are compared by.
+        in_flight: as of Plan."""
         predicted: dict[str, Any] = {"samples_per_s": None, "memory_bytes": None}
         predicted |= formula_figures(self.profile, stages, self.links_of(stages)) | self._costs(stages)
-        plan = self._plan(stages, bottleneck_ms=None, predicted=predicted)
+        plan = self._plan(stages, bottleneck_ms=None, predicted=predicted, in_flight=in_flight)
         best_ms, best_m = min((ms, m) for m, ms in self._times_by_microbatches(plan))
         if spreads and self.runtime.spread.factors:
             options = schedule_of(plan, self.schedule, best_m)
@@ -220,7 +227,14 @@ class PlanProblem:
         versions = [_core.num_versions_kept(options, index) for index in range(len(stages))]
         return self.limits.figures_of(stages, profile_of_rounds(self.profile, plan, self.schedule), versions)
 
-    def _plan(self, stages: Stages, *, bottleneck_ms: float | None, predicted: dict[str, Any]) -> Plan:
+    def _plan(
+        self,
+        stages: Stages,
+        *,
+        bottleneck_ms: float | None,
+        predicted: dict[str, Any],
+        in_flight: tuple[int, ...] = (),
+    ) -> Plan:
         if self.codec:
             of_rounds = profile_of_rounds(self.profile, Plan(stages), self.schedule)
             predicted["factored"] = factored_figures(of_rounds, stages)
@@ -230,6 +244,7 @@ class PlanProblem:
             num_workers=self.num_workers,
             bandwidth_bytes_per_s=self.links_of(stages).slowest(self.bytes_per_s),
             cost_model=self.cost_model,
+            in_flight=in_flight,
             bottleneck_ms=bottleneck_ms,
             predicted=predicted,
             max_shapes=self.profile.max_shapes or {},

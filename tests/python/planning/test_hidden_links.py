@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -31,6 +32,16 @@ def test_replicas_share_what_is_on_its_way() -> None:
 def test_a_plan_with_more_in_flight_than_the_links_need_keeps_them() -> None:
     plan = _plan(1, 1, boundary_ms=1.0, in_flight=(6, 1))
     assert with_links_hidden(plan, lambda asked: 20.0 if asked == plan else 1.0) == plan
+
+
+def test_of_the_calibrated_model_the_slowest_stage_says_how_many_hide_a_link() -> None:
+    """Its bottleneck has the waiting in it that more in flight are to end."""
+    plan = replace(_plan(1, 1, boundary_ms=16.0), cost_model="calibrated", bottleneck_ms=26.0)
+    plan = replace(plan, predicted=plan.predicted | {"stage_ms": [10.0, 4.0]})
+    found = with_links_hidden(plan, lambda asked: 26.0 if asked == plan else 10.0)
+    assert found.in_flight == (1 + math.ceil(1 + 16.0 / 10.0), 1)
+    slow = replace(plan, predicted=plan.predicted | {"stage_ms": [6.0, 4.0]})  # a direction takes 8
+    assert with_links_hidden(slow, lambda asked: 26.0 if asked == slow else 8.0).in_flight == (1 + 3, 1)
 
 
 @pytest.mark.parametrize(("after_ms", "pays"), [(9.4, True), (9.6, False)])

@@ -99,6 +99,7 @@ def test_whole_numbers_may_be_written_as_floats() -> None:
     ("name", "value", "message"),
     [
         ("forward_ms", -1, r"layers\[1\]\.forward_ms is -1: it must not be negative"),
+        ("backward_ms", 1e300, r"layers\[1\]\.backward_ms is 1e\+300: it must be at most 1e\+12, in milli"),
         ("forward_ms", math.nan, r"layers\[1\]\.forward_ms is nan: it must be finite"),
         ("backward_ms", math.inf, r"layers\[1\]\.backward_ms is inf: it must be finite"),
         ("backward_ms", 10**400, r"layers\[1\]\.backward_ms is 1000.*: it must be finite"),
@@ -170,6 +171,10 @@ def test_missing_layers_are_named() -> None:
         (b"[" * 100_000, r"not JSON: "),
         (b"[1]", r"is not a JSON object with a format 'pipedream.profile/1'"),
         (b"{}", r"format is None"),
+        (
+            b'{"format": 1, "layers": [{"name": 1, "name": 2}]}',
+            r"'name' is twice in one object: leave one out",
+        ),
     ],
 )
 def test_file_that_is_not_a_document_is_refused_in_one_line(

@@ -163,6 +163,28 @@ def test_the_search_says_what_it_looked_at_and_is_never_behind_the_formulas() ->
     assert plan.bottleneck_ms == pytest.approx(6.0)  # three equal stages
 
 
+def test_a_calibrated_plan_hides_slow_links_as_the_paper_s_does() -> None:
+    profile = _profile()  # 1,000 bytes cross: at 250 kB/s 4 ms one way, beside stages of 6 ms
+    plan = partition(profile, 2, 250e3, cost_model="calibrated", boundaries=[1], replicas=[1, 1])
+    assert plan.in_flight == (4, 1)
+    assert plan.bottleneck_ms == pytest.approx(6.0)
+    assert plan.predicted["samples_per_s"] == pytest.approx(8e3 / 6)
+    assert plan.predicted["hidden_links"]["after_ms"] == pytest.approx(6.0)
+    assert plan.predicted["hidden_links"]["before_ms"] > 9
+    assert _predicted_ms(plan) == pytest.approx(6.0)
+    kept = partition(
+        profile, 2, 250e3, cost_model="calibrated", boundaries=[1], replicas=[1, 1], hides_links=False
+    )
+    assert kept.in_flight == (2, 1)
+    assert plan.predicted["memory_bytes"] > kept.predicted["memory_bytes"]
+
+
+def test_runtime_figures_of_another_form_are_to_be_measured_anew() -> None:
+    profile = replace(_profile(), runtime={"positions": {}})
+    with pytest.raises(ValueError, match=r"the profile's runtime\.\w+ is missing: calibrate it anew"):
+        partition(profile, 2, 1e9, cost_model="calibrated")
+
+
 def test_a_plan_predicts_the_same_from_its_file(tmp_path: Path) -> None:
     plan = _straight(_profile(latency_ms=0.25), workers_per_host=2)
     plan.save(tmp_path / "plan.json")
