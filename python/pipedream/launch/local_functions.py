@@ -3,7 +3,7 @@ code, with the globals of their module as the worker has it.
 
 Only those that hold nothing but plain values, of the function around them, as defaults or as attributes: of a
 tensor, a model or a list that they share with the caller each worker would have a copy, and nobody would be
-told. Stateless; any thread.
+told. Who holds another is refused, and what it holds is named. Stateless; any thread.
 """
 
 from __future__ import annotations
@@ -12,32 +12,62 @@ import importlib
 import marshal
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import torch
 
 __all__ = ["reduced_function"]
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 
 
 def reduced_function(function: types.FunctionType) -> tuple[Any, ...] | None:
-    """For a pickler; None for a function that can be imported by its name, or that holds other values."""
+    """For a pickler; None for a function that can be imported by its name, or by nothing. Raises ValueError
+    for one that holds other values, naming the first."""
     module = sys.modules.get(function.__module__ or "")
     if not _is_local(function) or module is None or vars(module) is not function.__globals__:
         return None
     if module.__name__ == "__main__" and not hasattr(module, "__file__"):
         return None  # a notebook's: a worker has nothing of what its cells have defined
-    try:
-        cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    except ValueError:  # a name that has no value yet
-        return None
+    for what, value in _held_by(function):
+        if not _is_plain(value):
+            raise ValueError(
+                f"{function.__qualname__} holds {_described(value)} {what}, of which each worker would have a"
+                " copy of its own"
+            )
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
     settings = {"__qualname__": function.__qualname__, "__kwdefaults__": function.__kwdefaults__}
-    defaults = (function.__defaults__ or (), *(function.__kwdefaults__ or {}).values())
-    if not all(map(_is_plain, (*cells, *defaults, *vars(function).values()))):
-        return None
     code = marshal.dumps(function.__code__)
     arguments = (module.__name__, code, function.__defaults__, cells, settings, vars(function))
     return _made_again, arguments
+
+
+def _held_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """How, and the value. Raises ValueError for a name that has none yet."""
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            value = cell.cell_contents
+        except ValueError:
+            raise ValueError(
+                f"{function.__qualname__} reads {name!r} of the function around it, which has no value yet"
+            ) from None
+        yield f"as {name!r} of the function around it", value
+    defaults = function.__defaults__ or ()
+    with_default = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    for name, value in (*zip(with_default, defaults, strict=True), *(function.__kwdefaults__ or {}).items()):
+        yield f"as the default of {name!r}", value
+    for name, value in vars(function).items():
+        yield f"as its attribute {name!r}", value
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, types.FunctionType):
+        return f"the function {value.__qualname__}, which is not at the top level of a module,"
+    if isinstance(value, tuple):
+        return "a tuple with " + next(_described(item) for item in value if not _is_plain(item))
+    return f"a {type(value).__name__}"
 
 
 def _is_local(function: types.FunctionType) -> bool:

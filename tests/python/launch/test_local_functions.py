@@ -24,7 +24,7 @@ def _sent(folder: Path, value: Any) -> Any:
 
 
 def _makers() -> dict[str, Callable[..., Any]]:
-    rate, name, pair, rounded = 0.5, "rate", (1, (2, None)), math.floor
+    rate, name, pair, rounded = 0.5, "rate", (1, (2, torch.float64)), math.floor
 
     def with_defaults(value: int, other: int = 3, *, factor: int = 2) -> int:
         return (value + other) * factor
@@ -43,7 +43,7 @@ def test_lambdas_and_functions_made_in_others_do_what_they_did(tmp_path: Path) -
     assert arrived["defaults"](1) == 8 and arrived["defaults"](1, 1, factor=5) == 10
     assert arrived["defaults"].note == "kept"
     assert arrived["defaults"].__qualname__ == made["defaults"].__qualname__
-    assert arrived["plain"](3.0) == ("rate", (1, (2, None)), 1, False)
+    assert arrived["plain"](3.0) == ("rate", (1, (2, torch.float64)), 1, False)
     assert arrived["lambda"](2) == 14
     assert _sent(tmp_path, by_name)(1) == 8
     assert (
@@ -79,24 +79,53 @@ def _as_an_attribute(held: Any) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(
-    "made", [_in_a_closure, _as_a_default, _as_a_keyword_default, _as_an_attribute], ids=lambda m: m.__name__
+    ("made", "how"),
+    [
+        (_in_a_closure, "as 'held' of the function around it"),
+        (_as_a_default, "as the default of 'own'"),
+        (_as_a_keyword_default, "as the default of 'own'"),
+        (_as_an_attribute, "as its attribute 'held'"),
+    ],
+    ids=lambda made: getattr(made, "__name__", None),
 )
 @pytest.mark.parametrize(
-    "held",
-    [[], {}, torch.ones(1), torch.nn.Linear(1, 1), _Holder(), (1, [2]), lambda: None],
+    ("held", "named"),
+    [
+        ([], "a list"),
+        ({}, "a dict"),
+        (torch.ones(1), "a Tensor"),
+        (torch.nn.Linear(1, 1), "a Linear"),
+        (_Holder(), "a _Holder"),
+        ((1, [2]), "a tuple with a list"),
+        (lambda: None, "the function <lambda>, which is not at the top level of a module,"),
+    ],
     ids=lambda held: type(held).__name__,
 )
-def test_one_that_shares_more_than_plain_values_with_its_caller_is_refused(
-    tmp_path: Path, held: Any, made: Callable[[Any], Callable[..., Any]]
+def test_one_that_shares_more_than_plain_values_with_its_caller_is_refused_by_what_it_holds(
+    tmp_path: Path, held: Any, named: str, made: Callable[[Any], Callable[..., Any]], how: str
 ) -> None:
     # A list that a loss collects its terms in, as a default, stayed empty at the caller without a word.
-    with pytest.raises(ValueError, match=re.escape("cannot be sent to the workers: ")):
+    said = f"<lambda> holds {named} {how}, of which each worker would have a copy"
+    with pytest.raises(ValueError, match=re.escape("cannot be sent to the workers: ")) as refused:
         _sent(tmp_path, made(held))
+    assert said in str(refused.value)
+
+
+def test_the_default_at_fault_is_named_among_others(tmp_path: Path) -> None:
+    def function(first: int, second: int = 2, third: Any = (), *, fourth: Any = [1]) -> None:  # noqa: B006
+        pass
+
+    with pytest.raises(ValueError, match="holds a list as the default of 'fourth'"):
+        _sent(tmp_path, function)
+    function.__kwdefaults__.clear()
+    function.__defaults__ = (2, {})
+    with pytest.raises(ValueError, match="holds a dict as the default of 'third'"):
+        _sent(tmp_path, function)
 
 
 def test_one_whose_name_has_no_value_yet_is_refused(tmp_path: Path) -> None:
     function = lambda: later  # noqa: E731
-    with pytest.raises(ValueError, match="cannot be sent to the workers"):
+    with pytest.raises(ValueError, match="reads 'later' of the function around it, which has no value yet"):
         _sent(tmp_path, function)
     later = 3
     assert function() == later
