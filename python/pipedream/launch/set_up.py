@@ -36,7 +36,7 @@ from pipedream.links.rank_tree import children_of, parent_of, subtree_of
 from pipedream.model.boundary import Boundary
 from pipedream.model.enlarged import enlarged, shaped
 from pipedream.model.microbatch import check_alike, chunk, samples_of
-from pipedream.planning.shapes import Shapes, describe_shapes, larger_of, shapes_of_parts
+from pipedream.planning.shapes import Shapes, cover, describe_shapes, next_kind, shapes_of_parts
 
 __all__ = ["Rehearsed", "rehearse_again", "set_up"]
 
@@ -53,8 +53,8 @@ class Rehearsed:
     """By stage."""
     input_boundary: Boundary | None = None
     """Of a whole minibatch's inputs. None: their sizes need no plan."""
-    shapes: Shapes = field(default_factory=dict)
-    """For which it was, where data are read; of several that are apart none."""
+    kinds: tuple[Shapes, ...] = ()
+    """For which it was, where data are read: one, but of a plan that fits shapes apart."""
 
     def or_as(self, other: Rehearsed) -> Rehearsed:
         """For minibatches of the other's kind, too."""
@@ -63,7 +63,8 @@ class Rehearsed:
         inputs = self.input_boundary
         if inputs is not None and other.input_boundary is not None:
             inputs = inputs.or_as(other.input_boundary)
-        return Rehearsed(boundaries, footprints, inputs)
+        kinds = [kind for kind in self.kinds if not cover(other.kinds, kind)]
+        return Rehearsed(boundaries, footprints, inputs, (*kinds, *other.kinds))
 
 
 def set_up(
@@ -113,7 +114,7 @@ def rehearse_again(
     first = _FirstMicrobatch(name=f"minibatch {minibatch}")
     are_apart = bool(run.plan.shapes_apart)
     if larger is not None:
-        shapes = larger.shapes if are_apart else larger_of(before.shapes, larger.shapes)
+        shapes = next_kind(before.kinds, larger.shapes, are_apart=are_apart)
         first = _first_microbatch(run, larger.inputs, larger.targets, shapes, minibatch)
     core = _open_links(run, links, device)
     with links.explained():
@@ -131,8 +132,8 @@ class _FirstMicrobatch:
     inputs: Any = None
     targets: Any = None
     input_boundary: Boundary | None = None
-    """As of Rehearsed, and so are the shapes."""
-    shapes: Shapes = field(default_factory=dict)
+    """As of Rehearsed, and so are the kinds."""
+    kinds: tuple[Shapes, ...] = ()
     name: str = "the first minibatch"
 
 
@@ -144,31 +145,40 @@ def _read_first_microbatches(run: AgreedRun, stream: MinibatchStream) -> list[_F
     if not (run.reads_inputs or run.reads_targets):
         return [_FirstMicrobatch()] * (1 + len(kinds))
     first = stream.peek()
-    of_kinds = [_first_microbatch(run, *shaped(*first, shapes), {}, 0) for shapes in kinds]
+    of_kinds = [_first_microbatch(run, *first, shapes, 0, is_kind=True) for shapes in kinds]
     return [_first_microbatch(run, *first, run.plan.max_shapes, 0), *of_kinds]
 
 
 def _first_microbatch(
-    run: AgreedRun, inputs: Any, targets: Any, max_shapes: Mapping[str, tuple[int, ...]], minibatch: int
+    run: AgreedRun,
+    inputs: Any,
+    targets: Any,
+    shapes: Mapping[str, tuple[int, ...]],
+    minibatch: int,
+    *,
+    is_kind: bool = False,
 ) -> _FirstMicrobatch:
-    """Of the minibatch, made as large as max_shapes says."""
+    """Of the minibatch, made at least as large as the shapes say; as a kind, made of just these."""
     m = run.options.microbatches
     own_shapes = shapes_of_parts(inputs, targets)
-    inputs, targets = enlarged(inputs, targets, max_shapes)
-    shapes = shapes_of_parts(inputs, targets)
-    name = _FirstMicrobatch.name if minibatch == 0 else f"minibatch {minibatch}"
-    if shapes != own_shapes:
-        name += f" at the largest sizes of any ({describe_shapes(shapes)})"
+    inputs, targets = (shaped if is_kind else enlarged)(inputs, targets, shapes)
+    made_shapes = shapes_of_parts(inputs, targets)
+    at_sizes = ""
+    if made_shapes != own_shapes:
+        what = "the sizes of one of shapes_apart" if is_kind else "the largest sizes of any"
+        at_sizes = f" at {what} ({describe_shapes(made_shapes)})"
+    which = f"{minibatch}{at_sizes}"
     boundary: Boundary | None = None
     with contextlib.suppress(ValueError):  # inputs that cannot cross need not: they are read here
         # Where nothing crosses a cut their sizes matter to a limit alone, and to what is pushed as factors.
         if len(run.stages) > 1 or run.options.memory_bytes is not None or _stages_with_factors(run):
             boundary = Boundary.of(inputs, name="the inputs")
     count = samples_of(inputs, targets)
-    first_inputs = chunk(inputs, m, name="the inputs", minibatch=minibatch, num_samples=count)[0]
-    first_targets = chunk(targets, m, name="the targets", minibatch=minibatch, num_samples=count)[0]
-    check_alike(inputs, targets, m, minibatch=minibatch)
-    return _FirstMicrobatch(first_inputs, first_targets, boundary, shapes, name)
+    first_inputs = chunk(inputs, m, name="the inputs", minibatch=which, num_samples=count)[0]
+    first_targets = chunk(targets, m, name="the targets", minibatch=which, num_samples=count)[0]
+    check_alike(inputs, targets, m, minibatch=which)
+    name = f"minibatch {which}" if minibatch > 0 else f"{_FirstMicrobatch.name}{at_sizes}"
+    return _FirstMicrobatch(first_inputs, first_targets, boundary, (made_shapes,), name)
 
 
 def _open_links(run: AgreedRun, links: WorkerLinks, device: torch.device) -> _core.Worker | None:
@@ -223,7 +233,7 @@ def _rehearse(
         for_recompute=_stages_that_may_recompute(run),
     )
     rehearsal.run(run.own_stages(), first.inputs, first.targets)
-    return Rehearsed(rehearsal.boundaries, rehearsal.footprints, first.input_boundary, first.shapes)
+    return Rehearsed(rehearsal.boundaries, rehearsal.footprints, first.input_boundary, first.kinds)
 
 
 def _stages_with_factors(run: AgreedRun) -> list[int]:

@@ -35,7 +35,7 @@ def piece_sizes(num_samples: int | None, num_microbatches: int) -> list[int]:
 
 
 def chunk(
-    value: Any, num_microbatches: int, *, name: str, minibatch: int, num_samples: int | None = None
+    value: Any, num_microbatches: int, *, name: str, minibatch: int | str, num_samples: int | None = None
 ) -> list[Any]:
     """The microbatches of a nested value, as views, in order; [value] itself for num_microbatches = 1.
 
@@ -44,8 +44,9 @@ def chunk(
     every piece. As torch.chunk does, it may give fewer pieces than asked for (5 samples in 4: 2, 2, 1); a
     value without samples is repeated for each piece of the minibatch's num_samples.
 
-    Raises ValueError, naming `name` and minibatch, for fewer samples than microbatches and for tensors that
-    disagree in their number of samples; TypeError for an object that hides its samples.
+    Raises ValueError, naming `name` and minibatch (its number, or more: "0 at these sizes"), for fewer
+    samples than microbatches and for tensors that disagree in their number of samples; TypeError for an
+    object that hides its samples.
     """
     if num_microbatches == 1:
         return [value]
@@ -74,7 +75,7 @@ def chunk(
     return [_piece(value, pieces, index) for index in range(num_pieces)]
 
 
-def check_enough(num_samples: int | None, num_microbatches: int, *, name: str, minibatch: int) -> None:
+def check_enough(num_samples: int | None, num_microbatches: int, *, name: str, minibatch: int | str) -> None:
     """Raises ValueError for fewer samples than microbatches; None are no samples at all."""
     if num_samples is not None and num_samples < num_microbatches:
         raise ValueError(
@@ -84,7 +85,7 @@ def check_enough(num_samples: int | None, num_microbatches: int, *, name: str, m
         )
 
 
-def check_alike(inputs: Any, targets: Any, num_microbatches: int, *, minibatch: int) -> None:
+def check_alike(inputs: Any, targets: Any, num_microbatches: int, *, minibatch: int | str) -> None:
     """Raises ValueError for inputs and targets, both with samples, that make different numbers of pieces."""
     if num_microbatches == 1:
         return
@@ -126,7 +127,7 @@ def _piece(value: Any, pieces: dict[int, tuple[torch.Tensor, ...]], index: int) 
     return map_tensors(lambda tensor: pieces[id(tensor)][index] if id(tensor) in pieces else tensor, value)
 
 
-def _check_constants(value: Any, name: str, minibatch: int) -> None:
+def _check_constants(value: Any, name: str, minibatch: int | str) -> None:
     # An object that map_tensors does not look into would go to every microbatch with all its samples.
     if isinstance(value, dict):
         items = list(value.values())

@@ -129,6 +129,11 @@ class Plan:
         apart = check_list("shapes_apart", list(self.shapes_apart))
         apart = [checked_shapes(f"shapes_apart[{i}]", shapes) for i, shapes in enumerate(apart)]
         set_field(self, "shapes_apart", tuple(apart))
+        if self.max_shapes and self.shapes_apart:
+            raise ValueError(
+                "max_shapes and shapes_apart are both given: name sizes that every minibatch fits into, or"
+                " several of which it fits into one"
+            )
         set_field(self, "in_flight", tuple(self.in_flight) or derive_in_flight(self.stages))
         check_in_flight(self.in_flight, self.stages)
 
@@ -207,7 +212,8 @@ class Plan:
 
         apart: for minibatches that are as large as one of these, or between two, and not for one with the
         largest size of each: of as many tokens each, from few long texts to many short ones. It leaves out
-        what the profile has read. Raises TypeError for what is no minibatch."""
+        what the profile has read, and of more than 16 kinds those become one that are smallest together.
+        Raises TypeError for what is no minibatch."""
         for batch in batches:
             is_one = isinstance(batch, (tuple, list)) and len(batch) == 2
             is_one = is_one or isinstance(batch, Mapping) or is_dataclass(batch)

@@ -19,6 +19,7 @@ from typing import Any
 from pipedream.common.document import check_list, check_object, check_whole
 
 __all__ = [
+    "NUM_KINDS_MAX",
     "Shapes",
     "checked_shapes",
     "cover",
@@ -27,12 +28,16 @@ __all__ = [
     "larger_of",
     "largest_of",
     "listed",
+    "next_kind",
     "shapes_of",
     "shapes_of_parts",
     "with_apart",
 ]
 
 Shapes = dict[str, tuple[int, ...]]
+
+NUM_KINDS_MAX = 16
+"""Of shapes apart: the workers rehearse each, and compare every minibatch with all pairs of them."""
 
 _ROUNDED = 1e-9  # of a logarithm
 
@@ -105,12 +110,44 @@ def _is_between(sizes: Sequence[float], one: Sequence[float], other: Sequence[fl
 
 
 def with_apart(known: Iterable[Shapes], batches: Iterable[Any]) -> tuple[Shapes, ...]:
-    """The known kinds, and those of the batches that they do not cover; without those that one covers."""
+    """The known kinds, and those of the batches that they do not cover; without those that one covers. Of
+    more than NUM_KINDS_MAX those two become one that are smallest together."""
     found = list(known)
     for shapes in map(shapes_of, batches):
         if not cover(found, shapes):
-            found = [other for other in found if not cover([shapes], other)] + [shapes]
+            found = _with_kind(found, shapes)
+            while len(found) > NUM_KINDS_MAX:
+                closest = _smallest_together(itertools.combinations(found, 2))
+                if closest is None:  # as many structures as kinds
+                    break
+                found = _with_kind(found, larger_of(*closest))
     return tuple(found)
+
+
+def next_kind(kinds: Sequence[Shapes], shapes: Shapes, *, are_apart: bool) -> Shapes:
+    """What to plan for, where these kinds are planned for and minibatches of these shapes come: as large as
+    all. are_apart: besides the kinds, for these shapes alone, or where there are NUM_KINDS_MAX kinds for what
+    is as large as one of those, too."""
+    if not are_apart:
+        return functools.reduce(larger_of, (*kinds, shapes))
+    closest = None
+    if len(kinds) >= NUM_KINDS_MAX:
+        closest = _smallest_together((kind, shapes) for kind in kinds)
+    return shapes if closest is None else larger_of(*closest)
+
+
+def _with_kind(kinds: Iterable[Shapes], shapes: Shapes) -> list[Shapes]:
+    return [*(kind for kind in kinds if not cover([shapes], kind)), shapes]
+
+
+def _smallest_together(pairs: Iterable[tuple[Shapes, Shapes]]) -> tuple[Shapes, Shapes] | None:
+    """Of those pairs of which one minibatch can be as large as both."""
+    can_be = [pair for pair in pairs if all(cover([larger_of(*pair)], kind) for kind in pair)]
+    return min(can_be, key=lambda pair: _num_elements(larger_of(*pair)), default=None)
+
+
+def _num_elements(shapes: Shapes) -> int:
+    return sum(map(math.prod, shapes.values()))
 
 
 def checked_shapes(field: str, value: object) -> Shapes:

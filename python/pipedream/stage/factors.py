@@ -79,8 +79,8 @@ class RoundFactors:
             if factors is not None and factors.num_rows > layer.num_rows_max:
                 raise ValueError(
                     f"a round gives {layer.name!r} {factors.num_rows} rows at one replica, and its factors"
-                    f" were planned for {layer.num_rows_max}, by the first minibatch: make the plan fit the"
-                    " largest one (plan.fitting), or leave 'factors' out of the codec of pushes"
+                    f" were planned for {layer.num_rows_max}: make the plan fit the largest minibatch"
+                    " (plan.fitting), or leave 'factors' out of the codec of pushes"
                 )
             taken.append(factors)
         return taken

@@ -12,7 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipedream import FileFormatError, LayerProfile, Plan, Profile, partition
-from pipedream.planning.shapes import cover, cover_sizes, larger_of, shapes_of, with_apart
+from pipedream.planning.shapes import (
+    NUM_KINDS_MAX,
+    cover,
+    cover_sizes,
+    larger_of,
+    next_kind,
+    shapes_of,
+    with_apart,
+)
 
 
 def _tensor(*shape: int) -> Any:
@@ -96,6 +104,50 @@ def test_no_product_of_sizes_is_more_than_for_one_of_the_kinds_that_cover_it(
         for powers in itertools.product(range(3), repeat=3):
             takes = [math.prod(size**power for size, power in zip(k, powers, strict=True)) for k in sizes]
             assert takes[-1] <= max(takes[:-1]) * (1 + 1e-6)
+
+
+# Their logarithms lie on a curve that no chord of it covers, so each is a kind of its own.
+_LENGTHS = st.lists(st.integers(1, 99), min_size=NUM_KINDS_MAX + 1, max_size=60, unique=True)
+
+
+@settings(max_examples=100)
+@given(_LENGTHS, st.integers(1, 9))
+def test_more_kinds_than_are_rehearsed_become_larger_ones_that_cover_each(
+    lengths: list[int], every: int
+) -> None:
+    batches = [{"x": _tensor(length, 100 - length), "y": _tensor(length)} for length in lengths]
+    for batch in batches[::every]:
+        batch["z"] = _tensor(1)  # what others have not
+    kinds = with_apart([], batches)
+    assert len(kinds) == NUM_KINDS_MAX
+    assert all(cover(kinds, shapes_of(batch)) for batch in batches)
+
+
+def test_those_two_become_one_that_are_smallest_together() -> None:
+    kinds = tuple({"x": (size, 40 - 2 * size)} for size in range(1, NUM_KINDS_MAX + 1))
+    assert with_apart(kinds, []) == kinds
+    # (16, 8) and (17, 6) together are (17, 8), and (1, 38) and (2, 36) are (2, 38).
+    assert with_apart(kinds, [{"x": _tensor(17, 6)}]) == (*kinds[2:], {"x": (17, 6)}, {"x": (2, 38)})
+    assert next_kind(kinds, {"x": (17, 6)}, are_apart=True) == {"x": (17, 8)}
+    assert next_kind(kinds[1:], {"x": (17, 6)}, are_apart=True) == {"x": (17, 6)}
+    assert next_kind(kinds, {"x": (17, 6)}, are_apart=False) == {"x": (17, 38)}
+
+
+def test_kinds_that_no_minibatch_can_be_as_large_as_stay_apart() -> None:
+    kinds = tuple({"x": (1,) * num_dims} for num_dims in range(1, NUM_KINDS_MAX + 1))
+    batch = {"x": _tensor(*[1] * (NUM_KINDS_MAX + 1))}
+    assert with_apart(kinds, [batch]) == (*kinds, shapes_of(batch))
+    assert next_kind(kinds, shapes_of(batch), are_apart=True) == shapes_of(batch)
+
+
+def test_a_plan_with_both_kinds_of_shapes_is_refused() -> None:
+    """It was planned for one besides the other, which neither says."""
+    with pytest.raises(ValueError, match="max_shapes and shapes_apart are both given") as refused:
+        Plan(Plan.straight(2, 2).stages, max_shapes={"x": (4, 4)}, shapes_apart=({"x": (2, 9)},))
+    assert "\n" not in str(refused.value)
+    fields = Plan.straight(2, 2).fitting({"x": _tensor(4, 4)}).to_dict()
+    with pytest.raises(FileFormatError, match="both given"):
+        Plan.from_dict(fields | {"shapes_apart": [{"x": [2, 9]}]})
 
 
 def test_a_plan_keeps_them_and_drops_the_largest_of_each_dimension() -> None:
