@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import os
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -19,6 +21,7 @@ from models import Batch, Case
 from oracle import assert_memory_as_predicted, assert_same_numbers
 from pipedream import RunResult, reference
 from pipedream.common.errors import DataMismatch
+from pipedream.planning import shapes as planning_shapes
 from pipedream.stage import stage_loop, weights
 from torch import nn
 from training import (
@@ -79,10 +82,10 @@ def _assert_equals_reference(
 
 
 def _train_by_reference(
-    training: Training, data: Iterable[Batch], drained_at: Sequence[int]
+    training: Training, data: Iterable[Batch], drained_at: Sequence[int], **options: Any
 ) -> tuple[reference.ReferenceResult, State]:
     model = model_of_oracle(training)
-    arguments = training.options() | {"data": data, "drained_at": drained_at}
+    arguments = training.options() | {"data": data, "drained_at": drained_at} | options
     with torch.random.fork_rng():
         return reference.run(model, training.plan, **arguments), state_of(model)
 
@@ -173,14 +176,96 @@ def test_optimizers_keep_their_state_and_rates_their_schedule(
         ((1, 2), {"sync": "ssp", "staleness": 1}, [2, 6]),
         ((2, 1), {"sync": "allreduce"}, [2, 6]),
         ((2, 2), {"sync": "allreduce", "schedule": "flush"}, [2, 6]),
+        # Within a group, and at the end of one.
+        ((2, 1), {"sync_every": 2}, [2, 6]),
+        ((2, 1), {"sync_every": 3}, [2, 6]),
+        ((1, 2, 1), {"sync_every": 3, "schedule": "vertical_sync"}, [2, 6]),
+        ((2, 2), {"sync_every": 4, "schedule": "flush", "optimizer": OPTIMIZERS["adam"]}, [2, 6]),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else None,
 )
 def test_replicas_finish_their_rounds_before(
     farm: Farm, replicas: tuple[int, ...], how: dict[str, Any], drained_at: list[int]
 ) -> None:
-    training = Training("cnn", 2, replicas=replicas, **how)
+    training = Training("cnn", len(replicas), replicas=replicas, **how)
     _assert_equals_reference(farm, training, [3, 3, 3, 4, 4, 3, 3, 6, 5], drained_at=drained_at)
+
+
+def _huge_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return 30 * nn.functional.mse_loss(outputs.float(), targets)
+
+
+class _CountingSGD(torch.optim.SGD):
+    num_steps = 0
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=1e-3)
+
+    def step(self, closure: Any = None) -> Any:
+        _CountingSGD.num_steps += 1
+        return super().step(closure)
+
+
+class _Overflowing(Training):
+    """Its first minibatches overflow float16 at the initial loss scale."""
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"loss_fn": _huge_loss}
+
+
+@pytest.mark.parametrize(
+    ("replicas", "how"),
+    [
+        ((1, 1), {}),
+        ((1, 1, 1), {"schedule": "vertical_sync", "max_grad_norm": 20.0}),
+        ((1, 1), {"schedule": "2bw", "microbatches": 2}),
+        ((1, 1), {"schedule": "flush", "microbatches": 2}),
+        ((2, 1), {}),
+        ((1, 2), {}),
+        ((3, 2), {"max_grad_norm": 20.0}),
+        ((2, 1), {"schedule": "gpipe"}),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else None,
+)
+def test_the_loss_scale_of_float16_goes_on(
+    farm: Farm, replicas: tuple[int, ...], how: dict[str, Any]
+) -> None:
+    """And with it what has overflowed and not been told of."""
+    how = {"autocast": "float16", "dtype": torch.float32, "replicas": replicas, **how}
+    training = _Overflowing("mlp", len(replicas), optimizer=_CountingSGD, **how)
+    multiple = math.lcm(*replicas)
+    drained_at = [multiple, 2 * multiple, 5 * multiple]
+    sizes = [3 + sum(boundary <= i for boundary in drained_at) for i in range(12 * multiple)]
+    _CountingSGD.num_steps = 0
+    data = _Growing(training.case, sizes, dtype=training.dtype)
+    _train_by_reference(training, data, drained_at)
+    num_rounds = sum(len(sizes) // count for count in replicas)
+    assert 0 < _CountingSGD.num_steps < num_rounds, "no update was skipped, or all were"
+    _assert_equals_reference(farm, training, sizes, drained_at=drained_at)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "optimizer"),
+    [((2, 1), "adam"), ((1, 2), "sgd"), ((2, 2), "adam"), ((3, 1), "sgd"), ((1, 2, 1), "adam")],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else value,
+)
+def test_asynchronous_shards_have_all_gradients_before(
+    farm: Farm, replicas: tuple[int, ...], optimizer: str
+) -> None:
+    training = Training("cnn", len(replicas), replicas=replicas, sync="asp", optimizer=OPTIMIZERS[optimizer])
+    data = _Growing(training.case, [3, 3, 3, 4, 4, 3, 3, 6, 5])
+    result, state = farm.results(train_in_pipeline, training, num_ranks=training.num_workers, data=data)[0]
+    multiple = math.lcm(*replicas)
+    assert result.drained_at == [3 // multiple * multiple, 7 // multiple * multiple]
+    orders = {"update_orders": result.update_orders}
+    expected, expected_state = _train_by_reference(training, data, result.drained_at, **orders)
+    assert_same_numbers(result.losses, state, expected.losses, expected_state, 1e-9)
+    assert result.versions == expected.versions
+    assert_memory_as_predicted(result)
+    for stage, reads in enumerate(result.updates_read):
+        assert len(reads) == (len(result.losses) if replicas[stage] > 1 else 0)
+        for first in result.drained_at if reads else []:
+            assert reads[first : first + replicas[stage]] == [(first, first)] * replicas[stage]
 
 
 @pytest.mark.parametrize("is_native", [False, True], ids=["torch", "native"])
@@ -225,6 +310,83 @@ def test_local_workers_say_so_in_a_line(capfd: pytest.CaptureFixture[str]) -> No
 def _larger(case: Case) -> list[Batch]:
     generator = torch.Generator().manual_seed(3)
     return [case.make_batch(generator, torch.float64, size) for size in (9, 4, 9)]
+
+
+class _OneMemory:
+    """Yields all minibatches of a size in the same memory, which the next one overwrites."""
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self._batches = batches
+        self.cannot_be_sent = threading.Lock()
+
+    def __iter__(self) -> Iterator[Batch]:
+        memory: dict[int, Batch] = {}
+        for inputs, targets in self._batches:
+            held = memory.setdefault(len(inputs), (inputs.clone(), targets.clone()))
+            held[0].copy_(inputs)
+            held[1].copy_(targets)
+            yield held
+
+
+@pytest.mark.parametrize(
+    ("replicas", "once", "how"),
+    [
+        ((1, 1), True, {}),
+        ((1, 1, 1), False, {"epochs": 2, "schedule": "vertical_sync"}),
+        ((2, 1), False, {"autocast": "float16", "dtype": torch.float32}),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else None,
+)
+def test_what_the_caller_forwards_is_planned_for(
+    capfd: pytest.CaptureFixture[str], replicas: tuple[int, ...], once: bool, how: dict[str, Any]
+) -> None:
+    training = Training("mlp", len(replicas), replicas=replicas, **how)
+    generator = torch.Generator().manual_seed(7)
+    sizes = [3, 3, 3, 5, 4, 5, 3, 8, 3]
+    batches = [training.case.make_batch(generator, training.dtype, size) for size in sizes]
+    data: Any = iter(batches) if once else _OneMemory(batches)
+    result, state = train_in_pipeline(training, data=data)
+    assert "forwarded" in result.data_sources[0]
+    multiple = math.lcm(*replicas)
+    assert result.drained_at == [3 // multiple * multiple, 7 // multiple * multiple]
+    expected, expected_state = _train_by_reference(training, batches, result.drained_at)
+    relative = tolerance(training.dtype)
+    assert_same_numbers(result.losses, state, expected.losses, expected_state, relative)
+    assert result.versions == expected.versions
+    assert_memory_as_predicted(result)
+    lines = [line for line in capfd.readouterr().err.splitlines() if "planned again" in line]
+    assert [line.partition(" is larger")[0] for line in lines] == ["minibatch 3", "minibatch 7"]
+
+
+class _Tokens:
+    """Dicts of tokens, (size, length) each."""
+
+    def __init__(self, *shapes: tuple[int, int]) -> None:
+        self._shapes = shapes
+        self.cannot_be_sent = threading.Lock()
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, shape in enumerate(self._shapes):
+            generator = torch.Generator().manual_seed(index)
+            yield torch.randint(13, shape, generator=generator), torch.randint(13, shape, generator=generator)
+
+
+def test_forwarded_kinds_stay_apart_and_one_that_does_not_fit_is_refused() -> None:
+    shapes = [(2, 8), (8, 2), (4, 3), (3, 12), (8, 2), (64, 64)]
+    training = Training("transformer", 2)
+    plan = training.plan.fitting(*_Tokens(*shapes[:2]), apart=True)
+
+    def run(data: Any, **options: Any) -> RunResult:
+        return pipedream.run(training.model(), plan, **training.options() | options | {"data": data})
+
+    fitting = run(_Tokens(*shapes[:-1]))
+    assert fitting.drained_at == [3]
+    assert_memory_as_predicted(fitting)
+    limit = max(_counted_bytes(fitting))
+    with pytest.raises(ValueError, match="minibatch 5 is larger than planned") as refused:
+        run(_Tokens(*shapes), memory=limit)
+    assert "inputs (64, 64)" in str(refused.value)
+    assert "there is no plan for it: memory is" in str(refused.value)
 
 
 class _Lengths:
@@ -272,7 +434,9 @@ class _Budget:
 _LONG, _WIDE = (2, 128), (16, 16)
 
 
-def train_budget(*shapes: tuple[int, int], fitting: str = "", num_replicas: int = 1) -> RunResult:
+def train_budget(
+    *shapes: tuple[int, int], fitting: str = "", num_replicas: int = 1, **options: Any
+) -> RunResult:
     torch.manual_seed(0)
     plan = pipedream.Plan.replicated(4, (num_replicas, 1))
     if fitting:
@@ -286,7 +450,30 @@ def train_budget(*shapes: tuple[int, int], fitting: str = "", num_replicas: int 
         schedule="flush",
         seed=1,
         progress=False,
+        **options,
     )
+
+
+def _train_with_two_kinds(*shapes: tuple[int, int]) -> RunResult:
+    with mock.patch.object(planning_shapes, "NUM_KINDS_MAX", 2):
+        return train_budget(*shapes, fitting="apart")
+
+
+def test_one_kind_too_many_is_planned_for_as_large_as_the_one_that_is_smallest_with_it(farm: Farm) -> None:
+    # (6, 64) with (2, 128), and then (17, 2) with (16, 16).
+    shapes = [_WIDE, (6, 64), (6, 128), (17, 2), (17, 16)]
+    result = farm.results(_train_with_two_kinds, *shapes, num_ranks=2)[0]
+    assert result.drained_at == [1, 3]
+    assert_memory_as_predicted(result)
+
+
+def test_a_kind_that_cannot_be_cut_is_named_by_its_sizes(farm: Farm) -> None:
+    """The first minibatch was said to have as few samples."""
+    for outcome in farm.run(train_budget, _WIDE, num_ranks=2, fitting="apart", microbatches=4):
+        assert str(outcome.error).startswith(
+            "minibatch 0 at the sizes of one of shapes_apart (inputs (2, 128, 8), targets (2, 128, 8)): 2"
+            " samples in the inputs, fewer than microbatches=4"
+        )
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
@@ -398,7 +585,7 @@ def test_recompute_is_chosen_again(farm: Farm) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"codec": "topk:0.5"}, {"autocast": "float16"}],
+    [{"codec": "topk:0.5"}],
     ids=lambda options: next(iter(options)),
 )
 def test_what_would_be_lost_at_the_boundary_is_not_planned_again(farm: Farm, options: dict[str, Any]) -> None:

@@ -4,48 +4,33 @@
                                         length     16   8  | 16   24 | 20   8
     3 is larger: the data end before 2, as if they were over, until there is memory for 4 x 24
 
-Where the workers can plan again a group is read before one of it is handed out: of as many minibatches as all
-rounds have in common, one where no stage has replicas. So no round has a part before and a part after. Every
-reader sees all minibatches whole, so all find the same. Outlives what was planned; owned by the worker's
-compute thread.
+A group is read before one of it is handed out: of as many minibatches as all rounds have in common, one
+where no stage has replicas. So no round has a part before and a part after. Every reader sees all minibatches
+whole, so all find the same; of what is forwarded the caller sees it (launch/forwarder.py). Outlives what was
+planned; owned by the worker's compute thread.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from pipedream.data.stream import Minibatch, MinibatchStream
+from pipedream.data.stream import LargerMinibatch, Minibatch, MinibatchStream
 from pipedream.model.boundary import Boundary, map_tensors
-from pipedream.planning.shapes import Shapes, cover_sizes, larger_of, shapes_of_parts
+from pipedream.planning.shapes import cover_sizes, larger_of, shapes_of_parts
 
-__all__ = ["LargerMinibatch", "MinibatchSource", "exceeds"]
-
-
-@dataclass(frozen=True)
-class LargerMinibatch:
-    """Why the data have ended before they are over."""
-
-    first: int
-    """The minibatch before which they have: the first of its group."""
-    minibatch: int
-    """The first of the group that is larger."""
-    inputs: Any
-    targets: Any
-    shapes: Shapes
-    """The largest of all in the group that are larger, each dimension by itself."""
+__all__ = ["MinibatchSource", "exceeds", "in_own_memory", "larger_in"]
 
 
 class MinibatchSource:
     """Hands out minibatches in order."""
 
     def __init__(self, stream: MinibatchStream) -> None:
-        self.stream = stream
+        self.stream = stream  # go_on() changes it
         self.samples: list[int] = []
         """Per minibatch that was read, those of other replicas too; so is the epoch."""
         self.epochs: list[int] = []
@@ -66,9 +51,14 @@ class MinibatchSource:
         self._group_size = group_size
         self.larger = None
 
+    def go_on(self, stream: MinibatchStream) -> None:
+        """From now on they come from this stream, which ends by itself before a larger one."""
+        self.stream = stream
+        self.larger = None
+
     @property
     def looks_ahead(self) -> bool:
-        return self._is_larger is not None
+        return self._is_larger is not None or self.stream.looks_ahead
 
     @property
     def num_minibatches(self) -> int:
@@ -105,10 +95,11 @@ class MinibatchSource:
             ahead, self._ahead = self._ahead, None
             batch = self.stream.next() if ahead is None else ahead.take()
             if batch is None:
-                self._is_over = True  # not asked again: whoever forwards data says so once
+                self.larger = self.stream.larger
+                self._is_over = self.larger is None  # not asked again: whoever forwards data says so once
                 break
             if copies:
-                batch = _in_own_memory(batch)
+                batch = in_own_memory(batch)
             self._group[len(self.samples)] = batch
             self.samples.append(1 if batch.num_samples is None else batch.num_samples)
             self.epochs.append(batch.epoch)
@@ -116,15 +107,21 @@ class MinibatchSource:
 
     def _look_at_group(self) -> None:
         is_larger = self._is_larger
-        if is_larger is None:
-            return
-        larger = {index: batch for index, batch in self._group.items() if is_larger(batch.inputs)}
-        if not larger:
-            return
-        index, batch = next(iter(larger.items()))
-        of_each = (shapes_of_parts(batch.inputs, batch.targets) for batch in larger.values())
-        shapes = functools.reduce(larger_of, of_each)
-        self.larger = LargerMinibatch(min(self._group), index, batch.inputs, batch.targets, shapes)
+        if is_larger is not None:
+            self.larger = larger_in(self._group, lambda batch: is_larger(batch.inputs))
+
+
+def larger_in(
+    group: Mapping[int, Minibatch], is_larger: Callable[[Minibatch], bool]
+) -> LargerMinibatch | None:
+    """None: none is. group: by index."""
+    larger = {index: batch for index, batch in group.items() if is_larger(batch)}
+    if not larger:
+        return None
+    index, batch = next(iter(larger.items()))
+    of_each = (shapes_of_parts(batch.inputs, batch.targets) for batch in larger.values())
+    shapes = functools.reduce(larger_of, of_each)
+    return LargerMinibatch(min(group), index, batch.inputs, batch.targets, shapes)
 
 
 class _Ahead:
@@ -149,8 +146,9 @@ class _Ahead:
 
 
 def exceeds(planned: Boundary, inputs: Any) -> bool:
-    """Whether these inputs differ from what was planned, and by nothing but their size: by any dimension of
-    any of them, as what a model makes of a longer one may be more where both have as many elements."""
+    """Whether these inputs, or targets, differ from what was planned, and by nothing but their size: by any
+    dimension of any of them, as what a model makes of a longer one may be more where both have as many
+    elements."""
     try:
         tensors = planned.flatten(inputs)
     except ValueError:  # told by whoever checks them
@@ -166,7 +164,8 @@ def exceeds(planned: Boundary, inputs: Any) -> bool:
     return not cover_sizes(known, [size for tensor in tensors for size in tensor.shape])
 
 
-def _in_own_memory(batch: Minibatch) -> Minibatch:
+def in_own_memory(batch: Minibatch) -> Minibatch:
+    """Of whoever may fill the same memory with the next one."""
     inputs = map_tensors(Tensor.clone, batch.inputs)
     targets = inputs if batch.targets is batch.inputs else map_tensors(Tensor.clone, batch.targets)
     return batch._replace(inputs=inputs, targets=targets)

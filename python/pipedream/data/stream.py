@@ -19,12 +19,14 @@ from pipedream.model.batches import parts_of
 from pipedream.model.boundary import Boundary, exportable, tensors_of
 from pipedream.model.exchange import TENSORS
 from pipedream.model.microbatch import check_enough, samples_of
+from pipedream.planning.shapes import Shapes
 
 __all__ = [
     "FORWARDED",
     "NUM_COUNT_TENSORS",
     "DataStream",
     "ForwardedData",
+    "LargerMinibatch",
     "Minibatch",
     "MinibatchStream",
     "ReceivedStream",
@@ -56,6 +58,20 @@ class Minibatch(NamedTuple):
     """Where it has been taken: of a forwarded minibatch by the caller."""
 
 
+@dataclass(frozen=True)
+class LargerMinibatch:
+    """Why the data have ended before they are over."""
+
+    first: int
+    """The minibatch before which they have: the first of its group."""
+    minibatch: int
+    """The first of the group that is larger."""
+    inputs: Any
+    targets: Any
+    shapes: Shapes
+    """The largest of all in the group that are larger, each dimension by itself."""
+
+
 class MinibatchStream(Protocol):
     num_minibatches: int | None
     """Of all epochs, as the data's len() says; None when it has none."""
@@ -67,6 +83,12 @@ class MinibatchStream(Protocol):
     """Whether next() may wait for what another process of the run does."""
     source: str
     """Where the minibatches come from, for the result: "DataLoader with num_workers=2"."""
+    looks_ahead: bool
+    """Whether next() gives None before a group in which one is larger than planned, too."""
+
+    @property
+    def larger(self) -> LargerMinibatch | None:
+        """Why next() has given None, where the data are not over."""
 
     def peek(self) -> tuple[Any, Any]:
         """(inputs, targets) of minibatch 0, before next(); raises ValueError when there is none."""
@@ -196,6 +218,8 @@ class DataStream:
         self.draws = type(data) not in (list, tuple)
         self.may_reuse_memory = self.draws and not _collates(data)
         self.waits_for_others = False
+        self.looks_ahead = False
+        self.larger: LargerMinibatch | None = None
         self._batches = epochs_of(data, epochs)
         self._peeked: tuple[Any, Any, int] | None = None
 
@@ -224,28 +248,42 @@ class ForwardedData:
     targets: Boundary
     num_minibatches: int | None
     source: str
+    kinds: tuple[Shapes, ...] = ()
+    """For which the boundaries were made: one, but of a plan that fits shapes apart."""
+    larger: LargerMinibatch | None = None
+    """With which these boundaries begin, where others were planned before."""
 
 
 class ReceivedStream:
     """Minibatches that the caller forwards. receive: one of a channel's items as (tensors, fingerprint),
-    None at the end; a channel this stage does not read is None."""
+    None at the end; a channel this stage does not read is None. read_larger: at the end, with what they go
+    on; None: they are over."""
 
     def __init__(
         self,
         data: ForwardedData,
         receive_inputs: Callable[[], tuple[list[torch.Tensor], int] | None] | None,
         receive_targets: Callable[[], tuple[list[torch.Tensor], int] | None] | None,
+        read_larger: Callable[[], ForwardedData | None] = lambda: None,
     ) -> None:
         self.num_minibatches = data.num_minibatches
         self.source = f"{data.source}, {FORWARDED}"
         self.draws = False
         self.may_reuse_memory = False
         self.waits_for_others = True
+        self.looks_ahead = True
+        self.following: ForwardedData | None = None
+        """With what the data go on, where they have ended before they are over."""
+        self._read_larger = read_larger
         self._data = data
         self._sources = (
             (data.inputs, receive_inputs),
             (data.targets, receive_targets),
         )
+
+    @property
+    def larger(self) -> LargerMinibatch | None:
+        return None if self.following is None else self.following.larger
 
     def peek(self) -> tuple[Any, Any]:
         return self._data.first
@@ -259,6 +297,7 @@ class ReceivedStream:
                 continue
             item = receive()
             if item is None:
+                self.following = self._read_larger()
                 return None
             (*tensors, counts), taken = item
             values.append(boundary.unflatten(tensors))

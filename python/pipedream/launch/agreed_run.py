@@ -26,7 +26,7 @@ from pipedream.model.stage_module import StageModule, Tie, find_ties, tie_pairs
 from pipedream.planning.plan import Plan
 from pipedream.stage.job import JobOptions, WorkerPlace, check_ties
 
-__all__ = ["AgreedRun", "agree", "wait_for"]
+__all__ = ["AgreedRun", "agree", "segment_key", "wait_for"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class AgreedRun:
 
     def key(self, name: str) -> str:
         """Of the segment, in the rendezvous."""
-        return f"{name} of segment {self.segment_index}" if self.segment_index > 0 else name
+        return segment_key(name, self.segment_index)
 
     def own_stages(self) -> list[StageModule]:
         """That this rank trains; none at a spare, and at a rank beyond the plan."""
@@ -142,6 +142,10 @@ def agree(
         }
         place.rendezvous.publish("agreed", agreed)
     return run, _make_stream(data, options.epochs)
+
+
+def segment_key(name: str, segment_index: int) -> str:
+    return f"{name} of segment {segment_index}" if segment_index > 0 else name
 
 
 def wait_for(

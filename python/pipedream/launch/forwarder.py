@@ -1,12 +1,22 @@
 """Data that cannot be sent to local workers: iterated in the caller's process, on a thread of its own, and
 forwarded to the workers of the first and the last stage.
+
+Where a minibatch is larger than planned this ends the segment of the run (segment.py), as it alone sees all:
+
+    read      a group, as many minibatches as all rounds have in common (minibatch_source.py)
+    larger    writes with what the next segment begins, the larger minibatch too, into the run's folder
+    end       says on each channel that no more come; who finds that file then knows that it is not the end
+    again     when the workers have left, other channels, planned for it
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import threading
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,13 +24,17 @@ from torch.utils.dlpack import to_dlpack
 
 from pipedream import _core
 from pipedream.common import errors
-from pipedream.data.stream import ForwardedData, epochs_of, fingerprint, forwarded_counts
+from pipedream.data.minibatch_source import exceeds, in_own_memory, larger_in
+from pipedream.data.stream import ForwardedData, Minibatch, epochs_of, fingerprint, forwarded_counts
+from pipedream.launch.agreed_run import segment_key
+from pipedream.launch.forwarded import enlarge_forwarded
+from pipedream.launch.segment import can_plan_again
+from pipedream.launch.task_files import WorkerTask, write_larger
 from pipedream.links.channels import CALLER, INPUTS, TARGETS, data_channels, forwarded_name
 from pipedream.links.pulse import Pulse
 from pipedream.links.rendezvous import START_TIMEOUT_S, Rendezvous
 from pipedream.model.microbatch import check_alike, samples_of
 from pipedream.model.seeding import RngState
-from pipedream.planning.plan import Plan
 from pipedream.stage.job import JobOptions
 
 __all__ = ["forwarding"]
@@ -33,13 +47,13 @@ def forwarding(
     forwarded: ForwardedData | None,
     data: Iterable[Any],
     options: JobOptions,
-    run_id: int,
+    task: WorkerTask,
     rendezvous: Rendezvous,
 ) -> Iterator[None]:
     if forwarded is None:
         yield
         return
-    forwarder = _Forwarder(forwarded, data, options, run_id, rendezvous)
+    forwarder = _Forwarder(forwarded, data, options, task, rendezvous)
     forwarder.start()
     try:
         yield
@@ -60,15 +74,19 @@ class _Forwarder(threading.Thread):
         forwarded: ForwardedData,
         data: Iterable[Any],
         options: JobOptions,
-        run_id: int,
+        task: WorkerTask,
         rendezvous: Rendezvous,
     ) -> None:
         super().__init__(name="pipedream-forwarder", daemon=True)
-        self._forwarded = forwarded
+        self._forwarded = forwarded  # of the segment
+        self._segment_index = 0
         self._data = data
         self._options = options
-        self._run_id = run_id
+        self._plan = options.plan
+        self._task = task
         self._rendezvous = rendezvous
+        self._core: _core.Worker | None = None  # of the segment
+        self._pulse: Pulse | None = None
         self._stopping = threading.Event()
         self._rng = RngState.capture()
         self.error: Exception | None = None
@@ -79,78 +97,122 @@ class _Forwarder(threading.Thread):
         self.join(_PATIENCE_S)  # no longer: the user's data may never yield again
 
     def run(self) -> None:
-        plan = self._options.plan
-        core: _core.Worker | None = None
-        pulse: Pulse | None = None
-        links = self._options.links
         try:
-            core = _core.Worker(**links.core_arguments(), run_id=self._run_id, plan_hash=plan.hash())
-            pulse = Pulse(core, links.peer_timeout_s)
-            self._connect(core, plan)
-            self._forward(core)
+            self._forward_all()
             while not self._stopping.wait(0.05):
                 pass  # what was sent may still be on its way
         except (_core.RunFailure, errors.PipelineError):
             pass  # a worker failed or is gone: the launcher says which and why
         except Exception as error:
             self.error = error
-            if core is not None:
-                core.abort(errors.describe_error(error))  # at first: the store may not answer
+            if self._core is not None:
+                self._core.abort(errors.describe_error(error))  # at first: the store may not answer
             with contextlib.suppress(Exception):
                 self._rendezvous.fail(errors.describe_error(error))
         finally:
-            if core is not None:
-                core.close(1.0)
-            if pulse is not None:
-                pulse.stop()
+            self._close()
 
-    def _connect(self, core: _core.Worker, plan: Plan) -> None:
+    def _forward_all(self) -> None:
+        """Segment after segment. The last one's links stay open."""
+        core = self._open()
+        self._rng.restore()
+        for group in self._groups():
+            larger = larger_in(group, self._is_larger) if can_plan_again(self._options.links) else None
+            if larger is not None:
+                self._forwarded = enlarge_forwarded(self._forwarded, self._plan, larger)
+                write_larger(Path(self._task.folder), self._segment_index + 1, self._forwarded)
+                self._send_ends(core)
+                self._wait_until_left()
+                self._close()
+                self._segment_index += 1
+                core = self._open()
+            for minibatch, batch in group.items():
+                self._forward(core, minibatch, batch)
+        self._send_ends(core)
+
+    def _groups(self) -> Iterator[dict[int, Minibatch]]:
+        """By index; of what is read before any of it is forwarded."""
+        size = math.lcm(*(stage.num_replicas for stage in self._plan.stages))
+        minibatches = self._minibatches(reuses_memory=size > 1)
+        while group := dict(itertools.islice(minibatches, size)):
+            yield group
+
+    def _minibatches(self, *, reuses_memory: bool) -> Iterator[tuple[int, Minibatch]]:
+        """reuses_memory: whether the data may, before a minibatch is forwarded."""
+        for index, (inputs, targets, epoch) in enumerate(epochs_of(self._data, self._options.epochs)):
+            batch = Minibatch(inputs, targets, epoch, samples_of(inputs, targets))
+            yield index, in_own_memory(batch) if reuses_memory else batch
+
+    def _is_larger(self, batch: Minibatch) -> bool:
+        forwarded = self._forwarded
+        return exceeds(forwarded.inputs, batch.inputs) or exceeds(forwarded.targets, batch.targets)
+
+    # The links of a segment.
+
+    def _open(self) -> _core.Worker:
+        links = self._options.links
+        core = self._core = _core.Worker(
+            **links.core_arguments(), run_id=self._task.run_id, plan_hash=self._plan.hash()
+        )
+        self._pulse = Pulse(core, links.peer_timeout_s)
         receivers = set()
-        for channel in data_channels(plan, self._forwarded):
+        for channel in data_channels(self._plan, self._forwarded):
             if channel.sender == CALLER:
-                channel.add_to(core, CALLER, plan)
+                channel.add_to(core, CALLER, self._plan)
                 receivers.add(channel.receiver)
         core.seal()
-        endpoints: dict[str, str] = {}
-        for receiver in sorted(receivers):
-            (published,) = self._wait_for(f"endpoints/{receiver}")
-            endpoints |= published
-        core.connect(endpoints)
+        published = self._wait_for("endpoints", sorted(receivers), START_TIMEOUT_S)
+        core.connect({name: address for endpoints in published for name, address in endpoints.items()})
         while not core.wait_open(0.1):
             self._check_stopping()
+        return core
 
-    def _wait_for(self, key: str) -> list[Any]:
+    def _close(self) -> None:
+        core, pulse, self._core, self._pulse = self._core, self._pulse, None, None
+        if core is not None:
+            core.close(1.0)
+        if pulse is not None:
+            pulse.stop()
+
+    def _wait_until_left(self) -> None:
+        """Until no worker needs these links any more, however long it has what was forwarded to train on."""
+        self._wait_for("drained", range(self._plan.workers_used), math.inf)
+
+    def _wait_for(self, name: str, ranks: Iterable[int], timeout_s: float) -> list[Any]:
+        """What these ranks publish of the segment."""
+        key = segment_key(name, self._segment_index)
+        keys = [f"{key}/{rank}" for rank in ranks]
         return self._rendezvous.wait_for(
-            [key], START_TIMEOUT_S, lambda _: f"no {key}", meanwhile=self._check_stopping
+            keys, timeout_s, lambda missing: f"no {missing[0]}", meanwhile=self._check_stopping
         )
 
-    def _forward(self, core: _core.Worker) -> None:
-        forwarded = self._forwarded
-        self._rng.restore()
-        receivers = {name: self._replicas_of(name) for name in (INPUTS, TARGETS)}
-        for minibatch, (inputs, targets, epoch) in enumerate(epochs_of(self._data, self._options.epochs)):
-            check_alike(inputs, targets, self._options.microbatches, minibatch=minibatch)
-            fields = _core.ItemFields(data_fingerprint=fingerprint(inputs, targets))
-            counts = forwarded_counts(epoch, samples_of(inputs, targets))
-            for channel, boundary, value in (
-                (INPUTS, forwarded.inputs, inputs),
-                (TARGETS, forwarded.targets, targets),
-            ):
-                tensors = boundary.flatten(value, minibatch=minibatch)
-                boundary.check(tensors, minibatch=minibatch)
-                num_replicas = receivers[channel]
-                for replica in range(num_replicas):
-                    sent = tensors
-                    if minibatch % num_replicas != replica:  # it counts those of the others, and no more
-                        sent = [tensor[:0] if tensor.dim() > 0 else tensor for tensor in tensors]
-                    self._send(core, forwarded_name(channel, replica), [*sent, counts], fields)
-        for channel, num_replicas in receivers.items():
+    # What travels.
+
+    def _forward(self, core: _core.Worker, minibatch: int, batch: Minibatch) -> None:
+        forwarded, inputs, targets = self._forwarded, batch.inputs, batch.targets
+        check_alike(inputs, targets, self._options.microbatches, minibatch=minibatch)
+        fields = _core.ItemFields(data_fingerprint=fingerprint(inputs, targets))
+        counts = forwarded_counts(batch.epoch, batch.num_samples)
+        for channel, boundary, value in (
+            (INPUTS, forwarded.inputs, inputs),
+            (TARGETS, forwarded.targets, targets),
+        ):
+            tensors = boundary.flatten(value, minibatch=minibatch)
+            boundary.check(tensors, minibatch=minibatch)
+            num_replicas = self._replicas_of(channel)
             for replica in range(num_replicas):
+                sent = tensors
+                if minibatch % num_replicas != replica:  # it counts those of the others, and no more
+                    sent = [tensor[:0] if tensor.dim() > 0 else tensor for tensor in tensors]
+                self._send(core, forwarded_name(channel, replica), [*sent, counts], fields)
+
+    def _send_ends(self, core: _core.Worker) -> None:
+        for channel in (INPUTS, TARGETS):
+            for replica in range(self._replicas_of(channel)):
                 core.send_end(forwarded_name(channel, replica))
 
     def _replicas_of(self, channel: str) -> int:
-        stages = self._options.plan.stages
-        return stages[0 if channel == INPUTS else -1].num_replicas
+        return self._plan.stages[0 if channel == INPUTS else -1].num_replicas
 
     def _send(
         self, core: _core.Worker, channel: str, tensors: list[torch.Tensor], fields: _core.ItemFields

@@ -73,7 +73,7 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions) -> RunRe
         with (
             errors.losses_kept(lambda: board.losses(options.plan.stages[-1].num_replicas)),
             Rendezvous(store, STORE_PREFIX) as rendezvous,
-            forwarding(forwarded, data, options, task.run_id, rendezvous),
+            forwarding(forwarded, data, options, task, rendezvous),
         ):
             _launch(task, options.plan, board)
         result = RunResult.from_dict(json.loads((folder / "result.json").read_text(encoding="utf-8")))

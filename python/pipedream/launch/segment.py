@@ -2,7 +2,7 @@
 
     open     channels and pool as planned, links to the other workers
     train    until the data are over, or one of them is larger than planned
-    follow   rank 0 tells all ranks which of the two it was
+    follow   rank 0 tells all ranks which of the two it was, before they finish
     close    nothing of it is left but what lives on
 
     F0 F1 B0 U0 F2 B1 U1 | B2 U2 |                 | F3 F4 B3 U3 ...
@@ -32,6 +32,7 @@ from pipedream.launch.agreed_run import AgreedRun, wait_for
 from pipedream.launch.set_up import Rehearsed
 from pipedream.launch.spare_pool import SparePool
 from pipedream.launch.stage_pool import StagePool, version_term
+from pipedream.launch.task_files import read_larger
 from pipedream.launch.worker_links import WorkerLinks, no_word
 from pipedream.launch.worker_optimizers import WorkerOptimizers
 from pipedream.links.channels import (
@@ -45,6 +46,7 @@ from pipedream.links.channels import (
 )
 from pipedream.links.codec_choice import keeps_residuals
 from pipedream.links.device_memory import agree_on_device_memory, place_on_devices
+from pipedream.links.options import LinkOptions
 from pipedream.links.rank_tree import children_of, parent_of
 from pipedream.links.rendezvous import Rendezvous
 from pipedream.links.replica_group import ReplicaGroup
@@ -88,6 +90,7 @@ class Segment:
         self._rehearsed = rehearsed
         self._data = data
         self._loop: WorkerLoop | None = None
+        self._heard: tuple[Following | None, ...] = ()  # once
         self.channels = _channels_of(run, core, device, rehearsed, data, optimizers)
         for channel in self.channels:
             channel.add_to(core, run.rank, run.plan)
@@ -114,24 +117,29 @@ class Segment:
         """What this worker reports; a rank beyond the plan has nothing to."""
         run = self.run
         if isinstance(self._data, ForwardedData):
-            source.stream = _received_stream(run, self.core, self._data)
+            source.go_on(_received_stream(run, self.core, self._data))
         if self._spare is not None:
             return self._spare.prepare().serve()
         if not run.own_stages():
             return {}
         boundary = self._rehearsed.input_boundary
-        if boundary is not None and can_plan_again(run, self._data):
+        if boundary is not None and not source.stream.looks_ahead and can_plan_again(run.options.links):
             num_replicas = [stage.num_replicas for stage in run.plan.stages]
             source.look_ahead(functools.partial(exceeds, boundary), math.lcm(*num_replicas))
         self._loop = self._make_loop(source)
         with gradients_noticed(run.parameters()):
-            report = self._loop.train()
+            report = self._loop.train(lambda: self.what_follows(source) is not None)
         _note_codecs(report, self.channels)
         return report
 
-    def hear_what_follows(self, source: MinibatchSource) -> Following | None:
-        """None: nothing. As rank 0 says, to every rank. Raises DataMismatch where this one has read other
-        data."""
+    def what_follows(self, source: MinibatchSource) -> Following | None:
+        """None: nothing. As rank 0 says, to every rank, once this worker has done its work. Raises
+        DataMismatch where this one has read other data."""
+        if not self._heard:
+            self._heard = (self._hear_what_follows(source),)
+        return self._heard[0]
+
+    def _hear_what_follows(self, source: MinibatchSource) -> Following | None:
         run, core, rank = self.run, self.core, self.run.rank
         larger = source.larger
         mine = None
@@ -179,18 +187,9 @@ class Segment:
         )
 
 
-def can_plan_again(run: AgreedRun, data: Iterable[Any] | ForwardedData) -> bool:
-    """Whether a segment may follow another: nothing has to be carried over that would be lost. The same at
-    all ranks that read data."""
-    options = run.options
-    codec = options.links.codec
-    return (
-        not options.is_asynchronous
-        and options.sync_every == 1
-        and not isinstance(data, ForwardedData)
-        and options.autocast is not torch.float16
-        and not keeps_residuals(codec)
-    )
+def can_plan_again(links: LinkOptions) -> bool:
+    """Whether a segment may follow another: nothing has to be carried over that would be lost."""
+    return not keeps_residuals(links.codec)
 
 
 def _channels_of(
@@ -302,7 +301,10 @@ def _received_stream(run: AgreedRun, core: _core.Worker, data: ForwardedData) ->
     replica = run.plan.replica_of(run.rank) if run.own_stages() else 0
     inputs, targets = (forwarded_name(channel, replica) for channel in (INPUTS, TARGETS))
     return ReceivedStream(
-        data, receiver(inputs) if run.reads_inputs else None, receiver(targets) if run.reads_targets else None
+        data,
+        receiver(inputs) if run.reads_inputs else None,
+        receiver(targets) if run.reads_targets else None,
+        functools.partial(read_larger, run.place.folder, run.segment_index + 1),
     )
 
 

@@ -25,8 +25,7 @@ from pipedream.budget.footprint import Footprint
 from pipedream.budget.offload import forced_offload
 from pipedream.budget.rehearsal import Handover, Rehearsal
 from pipedream.checkpoint.state import receive_state, relay_state, send_state
-from pipedream.data.minibatch_source import LargerMinibatch
-from pipedream.data.stream import MinibatchStream
+from pipedream.data.stream import LargerMinibatch, MinibatchStream
 from pipedream.launch.agreed_run import AgreedRun
 from pipedream.launch.own_part import OwnPart
 from pipedream.launch.worker_links import WorkerLinks

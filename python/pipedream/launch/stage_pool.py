@@ -318,7 +318,8 @@ class StagePool:
             gradients = self._make_reduced(index, weights, optimizer, tied, group)
         else:
             gradients = StageGradients(weights, optimizer, tied)
-        return PreparedStage(stage, weights, tied, optimizer, stage_offload, gradients)
+        loss_scaling = self._worker_optimizers.loss_scaling.get(index)
+        return PreparedStage(stage, weights, tied, optimizer, stage_offload, gradients, loss_scaling)
 
     def _tied_parameters(self, stage: int) -> dict[int, list[nn.Parameter]]:
         """By owner, those of the stage."""

@@ -5,7 +5,6 @@ Written by the caller from host memory, read by every worker, who thereby has co
 
 from __future__ import annotations
 
-import functools
 import io
 import os
 import pickle
@@ -22,24 +21,24 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from pipedream.common import errors
-from pipedream.data.first_minibatch import PeekedIterator, first_of
-from pipedream.data.stream import (
-    NUM_COUNT_TENSORS,
-    ForwardedData,
-    describe_source,
-    num_minibatches_of,
-    without_processes,
-)
+from pipedream.data.first_minibatch import PeekedIterator
+from pipedream.data.stream import ForwardedData, without_processes
+from pipedream.launch.forwarded import describe_forwarded
 from pipedream.launch.local_functions import reduced_function
 from pipedream.links.keys import CurveKeys
-from pipedream.model.batches import parts_of
-from pipedream.model.boundary import Boundary
-from pipedream.model.enlarged import enlarged, shaped
 from pipedream.model.layers import CutForward, model_name
 from pipedream.model.seeding import RngState, base_seed, seed_data
 from pipedream.stage.job import JobOptions
 
-__all__ = ["WorkerTask", "read_part", "write_data", "write_options", "write_part"]
+__all__ = [
+    "WorkerTask",
+    "read_larger",
+    "read_part",
+    "write_data",
+    "write_larger",
+    "write_options",
+    "write_part",
+]
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,7 @@ def write_data(folder: Path, data: Iterable[Any], options: JobOptions) -> Forwar
     except Exception:  # whatever a user's object raises: then it stays here
         seed_data(base_seed(options.seed), options.seed, options.plan.workers_used)
         begin = RngState.capture()
-        forwarded = _describe_forwarded(data, options)
+        forwarded = describe_forwarded(data, options.plan, options.epochs)
         if not isinstance(data, PeekedIterator):
             begin.restore()  # it will be iterated anew
         content = _dumps(forwarded)
@@ -174,27 +173,22 @@ def write_data(folder: Path, data: Iterable[Any], options: JobOptions) -> Forwar
     return forwarded
 
 
-def _describe_forwarded(data: Iterable[Any], options: JobOptions) -> ForwardedData:
-    first = parts_of(first_of(data), 0)
-    kinds = [enlarged(*first, options.plan.max_shapes)]
-    kinds += [shaped(*first, shapes) for shapes in options.plan.shapes_apart]
-    boundaries = [
-        (
-            Boundary.of(inputs, name="the inputs", num_beside=NUM_COUNT_TENSORS),
-            # A loss may need none.
-            Boundary.of(targets, name="the targets", needs_tensor=False, num_beside=NUM_COUNT_TENSORS),
-        )
-        for inputs, targets in kinds
-    ]
-    inputs, targets = (functools.reduce(Boundary.or_as, parts) for parts in zip(*boundaries, strict=True))
-    length = num_minibatches_of(data, options.epochs)
-    return ForwardedData(
-        first,
-        inputs,
-        targets,
-        length,
-        describe_source(data.iterator if isinstance(data, PeekedIterator) else data),
-    )
+def write_larger(folder: Path, segment_index: int, forwarded: ForwardedData) -> None:
+    """With what a segment of the run (segment.py) begins, before the one before it is told of its end."""
+    (folder / _larger_name(segment_index)).write_bytes(_dumps(forwarded))
+
+
+def read_larger(folder: Path | None, segment_index: int) -> ForwardedData | None:
+    """Once the segment before has been told of its end. None: that is the end of the data."""
+    path = None if folder is None else folder / _larger_name(segment_index)
+    if path is None or not path.exists():
+        return None
+    forwarded: ForwardedData = pickle.loads(path.read_bytes())
+    return forwarded
+
+
+def _larger_name(segment_index: int) -> str:
+    return f"data of segment {segment_index}.pickle"
 
 
 def _name_of(value: Any) -> str:

@@ -26,7 +26,7 @@ import torch
 from pipedream import _core
 from pipedream.common.errors import afterwards, describe_error, losses_kept, raise_failure
 from pipedream.data.minibatch_source import MinibatchSource
-from pipedream.data.stream import ForwardedData, MinibatchStream
+from pipedream.data.stream import ForwardedData, MinibatchStream, ReceivedStream
 from pipedream.launch.agreed_run import AgreedRun, agree
 from pipedream.launch.devices import choose_device
 from pipedream.launch.factor_choice import FactorChoice
@@ -127,13 +127,15 @@ class _Worker:
         self._segment = segment = self._open(run, device, rehearsed, data)
         while True:
             reports.append(segment.train(source))
-            following = segment.hear_what_follows(source)
+            following = segment.what_follows(source)
             if following is None:
                 break
             began_s = time.monotonic()
             drained_at.append(following.first_minibatch)
             self._leave(segment, following)
             del segment
+            if isinstance(source.stream, ReceivedStream) and source.stream.following is not None:
+                data = source.stream.following
             run = replace(run, segment_index=run.segment_index + 1, first_minibatch=following.first_minibatch)
             with _told_for(following):
                 rehearsed = rehearse_again(

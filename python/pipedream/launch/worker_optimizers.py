@@ -23,6 +23,7 @@ from pipedream.model.boundary import TensorSpec
 from pipedream.model.stage_module import Tie
 from pipedream.stage.factors import FactorLayer
 from pipedream.stage.gradients import updated_parameters
+from pipedream.stage.loss_scale import LossScaling
 from pipedream.stage.shards import Piece, ShardLayout, works_by_element
 from pipedream.stage.stage_optimizer import StageOptimizer
 from pipedream.stage.tied import ties_by_owner
@@ -43,6 +44,8 @@ class WorkerOptimizers:
         """Of these stages, and of those that own parameters that these use too."""
         self.factored: dict[int, list[FactorLayer]] = {}
         """Of the same stages: the weights whose gradients are pushed as factors."""
+        self.loss_scaling: dict[int, LossScaling] = {}
+        """Of this worker's stages, in float16."""
         self._run = run
         self._choice = choice
         for stage in run.held_stages_of(run.rank):
@@ -63,6 +66,9 @@ class WorkerOptimizers:
                 told += choice.describe(index, self.factored[index])
                 if optimizer.optimizer is not None:  # else nothing is trained here
                     _log.info("%s: %s", run.plan.describe_worker(run.rank), told)
+        if run.options.autocast is torch.float16:
+            schedule, stages = run.schedule(), run.plan.stages_of(run.rank)
+            self.loss_scaling = {stage: LossScaling(schedule, stage) for stage in stages}
         self._learn_layouts_of_owners()
 
     def _has_shards(self, stage: int) -> bool:

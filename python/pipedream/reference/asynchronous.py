@@ -7,12 +7,14 @@
                          part by an optimizer of its own on all of the stage's parameters, of which the part
                          alone is looked at
 
-A replica's version j + 1 of a part is what the part was right after it had the replica's j-th gradient.
+A replica's version j + 1 of a part is what the part was right after it had the replica's j-th gradient, and
+where the pipeline drained what it was when it had had all.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -133,13 +135,26 @@ class AsynchronousWeights:
         for name, first, count in shard.order.parts[part]:
             _in_memory(target[name])[first : first + count] = _in_memory(newest[name])[first : first + count]
 
+    def drain(self) -> None:
+        """Every replica's newest version becomes what the shards are: all gradients so far are in them."""
+        num_gradients = sum(map(len, self._gradients))
+        newest = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        for shard in self._shards:
+            assert shard.num_done == num_gradients * len(shard.order.parts), "another order than the run's"
+            self._copy(shard, newest)
+        for versions in self._versions:
+            versions[-1] = newest
+
     def finish(self) -> None:
         """The model's parameters become what the shards are when every gradient is in them."""
         newest: dict[str, Tensor] = {name: parameter.data for name, parameter in self._parameters.items()}
         for shard in self._shards:
             assert shard.num_done == len(shard.order.replicas), "the order names gradients that there are not"
-            for part in range(len(shard.order.parts)):
-                self._copy_part(shard, part, newest)
+            self._copy(shard, newest)
+
+    def _copy(self, shard: _Shard, target: dict[str, Tensor]) -> None:
+        for part in range(len(shard.order.parts)):
+            self._copy_part(shard, part, target)
 
 
 @dataclass
@@ -167,6 +182,23 @@ class AsynchronousTrainer(Trainer):
         self.versions_read = [[(0, 0)] * len(flights) for _ in self._stages]
         losses = [0.0] * len(flights)
         num_forwarded = [[0] * len(stage.buffers) for stage in self._stages]
+        for first, end in itertools.pairwise([0, *self._versions.drained_at, len(flights)]):
+            for of_stage in weights:
+                of_stage.drain()
+            self._train_some(flights[first:end], weights, num_forwarded, losses)
+        for of_stage, stage in zip(weights, self._stages, strict=True):
+            of_stage.finish()
+            stage.buffers.average()
+        return losses
+
+    def _train_some(
+        self,
+        flights: list[_Flight],
+        weights: Sequence[AsynchronousWeights],
+        num_forwarded: list[list[int]],
+        losses: list[float],
+    ) -> None:
+        """Until all these are done."""
         while flights:
             left = []
             for flight in flights:
@@ -180,10 +212,6 @@ class AsynchronousTrainer(Trainer):
                     left.append(flight)
             assert len(left) < len(flights), "the orders cannot have been those of a run"
             flights = left
-        for of_stage, stage in zip(weights, self._stages, strict=True):
-            of_stage.finish()
-            stage.buffers.average()
-        return losses
 
     def _flight(self, minibatch: int, inputs: Any, targets: Any) -> _Flight:
         pieces = cut(inputs, targets, self._num_microbatches, minibatch)

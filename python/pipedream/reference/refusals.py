@@ -98,10 +98,8 @@ def check_sync_every(
         )
 
 
-def check_drained_at(
-    drained_at: Sequence[int], num_replicas: Sequence[int], sync: str, sync_every: int, autocast: Any
-) -> None:
-    """Raises ValueError for boundaries inside of a round, and for what does not begin anew at one."""
+def check_drained_at(drained_at: Sequence[int], num_replicas: Sequence[int]) -> None:
+    """Raises ValueError for boundaries inside of a round, and for those that are not in order."""
     multiple = math.lcm(*num_replicas)
     for minibatch in drained_at:
         check_whole("drained_at", minibatch, at_least=0)
@@ -109,10 +107,8 @@ def check_drained_at(
             raise ValueError(
                 f"drained_at names minibatch {minibatch}, inside of a round: give multiples of {multiple}"
             )
-    if drained_at and (sync == "asp" or sync_every > 1 or autocast_dtype(autocast) == torch.float16):
-        raise ValueError(
-            "drained_at goes with sync 'bsp', 'ssp' and 'allreduce', without sync_every and float16"
-        )
+    if list(drained_at) != sorted(drained_at):
+        raise ValueError(f"drained_at is {list(drained_at)}: give the minibatches in order")
 
 
 def check_ties(ties: Sequence[Tie], num_replicas: Sequence[int]) -> None:

@@ -113,7 +113,7 @@ def run(
     num_replicas = [stage.num_replicas for stage in plan.stages]
     check_replicas(schedule, num_replicas, sync, staleness)
     versions = Versions(schedule, list(plan.in_flight), num_replicas, staleness, drained_at)
-    check_drained_at(drained_at, num_replicas, sync, sync_every, autocast)
+    check_drained_at(drained_at, num_replicas)
     check_microbatches(schedule, microbatches, plan.in_flight, num_replicas)
     recomputed = _recomputed_stages(recompute, len(plan.stages))
     check_sync_every(sync_every, num_replicas, sync, max_grad_norm, autocast)

@@ -31,7 +31,7 @@ class Versions:
         self._in_flight = in_flight
         self._num_replicas = num_replicas
         self._staleness = staleness
-        self._drained_at = drained_at
+        self.drained_at = drained_at
 
     @property
     def drains(self) -> bool:
@@ -72,7 +72,7 @@ class Versions:
 
     def _oldest(self, stage_index: int, minibatch: int) -> int:
         """The version that was there when the pipeline last began, before the minibatch."""
-        begun = max((first for first in self._drained_at if first <= minibatch), default=0)
+        begun = max((first for first in self.drained_at if first <= minibatch), default=0)
         return begun // self.minibatches_per_round(stage_index)
 
     @property
@@ -91,23 +91,29 @@ class Versions:
         """The (stage, round) whose overflow decides on the scale of the minibatch, the first that has it, and
         has decided on none before.
 
-        The activation of a minibatch tells the last stage of the newest round that each stage has updated
-        when it forwards the minibatch. Replicas of the last stage, where they have one minibatch of a round
-        each, tell each other with their update.
+        The activation of a minibatch tells the last stage of the rounds that each stage has updated since
+        the activation before. Replicas of the last stage, where they have one minibatch of a round each, tell
+        each other with their update.
         """
         last = len(self._num_replicas) - 1
         if self.drains:
             return {(stage, minibatch // self.minibatches_per_scale - 1) for stage in range(last + 1)}
         if self.minibatches_per_scale == 1:
-            return {(stage, self._newest_updated(stage, minibatch)) for stage in range(last + 1)}
-        of_last = self._newest_updated(last, minibatch)
-        begin = of_last * self.minibatches_per_scale
-        told = range(begin, begin + self.minibatches_per_scale)
-        of_others = {(stage, self._newest_updated(stage, i)) for stage in range(last) for i in told}
-        return {(last, of_last), *of_others}
+            return {known for stage in range(last + 1) for known in self._updated_since(stage, minibatch)}
+        of_last, per_round = self._updated_since(last, minibatch), self.minibatches_per_scale
+        told_with = [i for _, r in of_last for i in range(r * per_round, (r + 1) * per_round)]
+        told = (known for i in told_with for stage in range(last) for known in self._updated_since(stage, i))
+        return {*of_last, *told}
+
+    def _updated_since(self, stage_index: int, minibatch: int) -> set[tuple[int, int]]:
+        """(stage, round) of what the stage has updated when it forwards the minibatch, and had not when the
+        same replica forwarded the one before. One round, but for the first after the pipeline had drained."""
+        before = minibatch - self._num_replicas[stage_index]
+        known = self._newest_updated(stage_index, before) if before >= 0 else -1
+        return {(stage_index, i) for i in range(known + 1, self._newest_updated(stage_index, minibatch) + 1)}
 
     def _newest_updated(self, stage_index: int, minibatch: int) -> int:
-        """The newest round that the stage has updated when it forwards the minibatch; none below 0."""
+        """The newest round that the stage has updated when it forwards the minibatch; -1 is none."""
         replicas = self._num_replicas[stage_index]
         delay = self._in_flight[stage_index]
         if self._schedule == "2bw":
@@ -116,4 +122,4 @@ class Versions:
             delay = 1 if self._in_flight[stage_index] == 1 else 2
         if replicas > 1:  # where updates wait for half of the staleness
             delay += (self._staleness + 1) // 2
-        return minibatch // replicas - delay
+        return max(self._oldest(stage_index, minibatch) - 1, minibatch // replicas - delay)

@@ -13,6 +13,7 @@ from typing import Any
 __all__ = ["join_reports"]
 
 _NUM_SPANS_MAX = 50_000  # as of one segment
+_NUM_ORDERED_MAX = 1 << 20  # likewise (ShardUpdates::kNumOrderedMax)
 _OF_THE_LAST = ("chunk_bytes", "transport", "codec")  # of a channel
 
 _Report = dict[str, Any]
@@ -29,8 +30,7 @@ def join_reports(reports: Sequence[_Report], drained_at: Sequence[int]) -> _Repo
         return joined
     return joined | {
         "stages": {
-            stage: figures | {"versions": _chained(report["stages"][stage]["versions"] for report in reports)}
-            for stage, figures in last["stages"].items()
+            stage: _joined_stage([report["stages"][stage] for report in reports]) for stage in last["stages"]
         },
         "totals": _sums([report["totals"] for report in reports]),
         "spans": _chained(report["spans"] for report in reports)[-_NUM_SPANS_MAX:],
@@ -42,6 +42,30 @@ def join_reports(reports: Sequence[_Report], drained_at: Sequence[int]) -> _Repo
         },
         "losses": _chained(report["losses"] for report in reports),
     }
+
+
+def _joined_stage(of_segments: Sequence[_Report]) -> _Report:
+    last = of_segments[-1]
+    joined = last | {"versions": _chained(each["versions"] for each in of_segments)}
+    if last["shard"] is not None:
+        joined["shard"] = _joined_shard([each["shard"] for each in of_segments])
+    return joined
+
+
+def _joined_shard(of_segments: Sequence[_Report]) -> _Report:
+    """Of an asynchronous shard (AsynchronousServer.record). Each segment begins with all gradients of the one
+    before, whatever the replica had read of them."""
+    *before, last = of_segments
+    order = _chained(each["order"] for each in of_segments)
+    is_known = all(each["order"] or _num_rounds(each) == 0 for each in of_segments)
+    return last | {
+        "order": order if is_known and len(order) <= _NUM_ORDERED_MAX else [],
+        "contained": [*_chained(each["contained"][:-1] for each in before), *last["contained"]],
+    }
+
+
+def _num_rounds(shard: _Report) -> int:
+    return len(shard["contained"]) - 1
 
 
 def _chained(lists: Iterable[Sequence[Any]]) -> list[Any]:

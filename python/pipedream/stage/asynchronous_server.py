@@ -153,8 +153,8 @@ class AsynchronousServer(ShardClient):
         if counts:
             self._contained[version] = min(counts), max(counts)
 
-    def finish(self, newest_slot: int) -> None:
-        """Waits until every gradient of the run is in this shard, and gives it to all, and takes theirs."""
+    def finish(self, newest_slot: int, *, is_over: bool) -> None:
+        """Waits until every gradient is in this shard, and gives it to all, and takes theirs."""
         self.tell_end()
         self._thread.join()
         self._raise_failure()

@@ -137,8 +137,8 @@ class StageGradients:
         """Around the run, finish() included; afterwards the user's modules are as they were."""
         return nullcontext()
 
-    def finish(self, newest_slot: int) -> None:
-        """All updates of the run are done; the slot has the last version."""
+    def finish(self, newest_slot: int, *, is_over: bool) -> None:
+        """All updates are done; the slot has the last version. is_over: the run is, not a segment of it."""
 
     def take_overflow(self) -> bool:
         """Whether an update was skipped since the last call."""

@@ -7,6 +7,9 @@ anywhere so far, told upstream with the gradients. Owned by the worker's compute
 With replicas the minibatches of a round of the last stage have one scale. Where rounds drain, an overflow
 skips the update of all stages, so every replica knows it. Elsewhere each replica of the last stage has the
 activation of another minibatch of the round, and what that tells goes to the others with the round's norms.
+
+Between two segments of a run (launch/segment.py) nothing is under way: what has overflowed before is told
+with the activation of the first minibatch after.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ __all__ = ["LossScaling"]
 
 
 class LossScaling:
-    """At one replica of one stage."""
+    """At one replica of one stage, for the whole run."""
 
     def __init__(self, schedule: _core.ScheduleOptions, stage_index: int) -> None:
         placement, last = schedule.placement, schedule.num_stages - 1
@@ -35,6 +38,7 @@ class LossScaling:
         self._round = -1  # whose scale it is
         self._told: set[int] = set()  # rounds in which an activation has told of an overflow
         self._heard = False  # of an overflow, with the updates since the last round began
+        self._kept = False  # an overflow, of the segment before
         self.scale = 1.0
         """Of the minibatch that is being forwarded; at the last stage."""
 
@@ -60,6 +64,14 @@ class LossScaling:
         told = round_index in self._told
         self._told.discard(round_index)
         return told
+
+    def keep(self, *, overflowed: bool) -> None:
+        """When a segment is over: whether an update was skipped that nobody has been told of."""
+        self._kept = self._kept or overflowed
+
+    def take_kept(self) -> bool:
+        kept, self._kept = self._kept, False
+        return kept
 
     def hear(self, *, overflowed: bool) -> None:
         """With an update: whether its round overflowed or has been told of an overflow, at any replica."""

@@ -7,7 +7,8 @@ stage's parameters and the whole state of the optimizer.
 or, where replicas are kept alike once in n rounds
 
     UPDATE      the mean of its own gradients, version t + 1 of its own; with every n-th round, and at the end
-                of the run, the mean of all replicas' weights. The optimizer's state stays its own
+                of the run, the mean of all replicas' weights. The optimizer's state stays its own, and
+                between two segments of a run (launch/segment.py) so do the weights
                 What it owns of tied parameters leaves after that, for the user's replica of its minibatches
 
 All replicas then have the same version, of the same bits. Gradients are reduced when the round's last
@@ -129,8 +130,8 @@ class LocalSteps(_GroupGradients):
         if self._num_rounds % self._sync_every == 0:
             self._average(write_slot)
 
-    def finish(self, newest_slot: int) -> None:
-        if self._num_rounds % self._sync_every == 0:
+    def finish(self, newest_slot: int, *, is_over: bool) -> None:
+        if not is_over or self._num_rounds % self._sync_every == 0:
             return
         self._average(newest_slot)
         # Each replica has what it shares from the owner's that has its minibatches, as that was before it

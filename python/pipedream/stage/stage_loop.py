@@ -43,6 +43,7 @@ from pipedream.stage.device_clock import make_device_clock, make_user_code
 from pipedream.stage.edge_transfers import EdgeTransfers
 from pipedream.stage.gradients import GradientFigures, NormExchange, StageGradients, clip_scale
 from pipedream.stage.job import JobOptions, WorkerPlace
+from pipedream.stage.loss_scale import LossScaling
 from pipedream.stage.param_server import ParameterServer
 from pipedream.stage.position import Position, located
 from pipedream.stage.report_parts import LEAVE_TIMEOUT_S, memory_rows, num_received_bytes
@@ -68,6 +69,7 @@ class PreparedStage:
         optimizer: StageOptimizer,
         offload: StageOffload | None,
         gradients: StageGradients,
+        loss_scaling: LossScaling | None,
     ) -> None:
         self.stage = stage
         self.gradients = gradients
@@ -75,6 +77,7 @@ class PreparedStage:
         self.tied = tied
         self.optimizer = optimizer
         self.offload = offload
+        self.loss_scaling = loss_scaling
 
 
 class WorkerLoop:
@@ -193,6 +196,7 @@ class WorkerLoop:
             clones_inputs=clones_inputs,
             copies_targets=copies_data,
             offload=part.offload,
+            loss_scaling=part.loss_scaling,
             torch_region=None if self._torch_pool is None else self._torch_pool.region,
         )
         return StageRunner(self._options, self._schedule, parts, self._device, self._user, self._describe)
@@ -215,7 +219,8 @@ class WorkerLoop:
         """So far; none where the last stage is another worker's, or others have some of them."""
         return self._losses.values if self._options.plan.stages[-1].num_replicas == 1 else []
 
-    def train(self) -> dict[str, Any]:
+    def train(self, goes_on: Callable[[], bool]) -> dict[str, Any]:
+        """goes_on: asked once all is done, whether only this segment of the run is over."""
         core = self._core
         core.start(options=self._schedule, rank=self._place.rank, edges=self._edges, tensors=TENSORS)
         newest_slots = dict.fromkeys(self._runners, 0)
@@ -228,10 +233,12 @@ class WorkerLoop:
             work = self._work_through(core, newest_slots)
             if self._clock is not None:
                 self._clock.finish()
-            for stage, runner in self._runners.items():
+            for runner in self._runners.values():
                 runner.parts.weights.check_gradients_taken()
-                runner.parts.gradients.finish(newest_slots[stage])
             self._check_end(work.num_minibatches)
+            is_over = not goes_on()
+            for stage, runner in self._runners.items():
+                runner.finish(newest_slots[stage], is_over=is_over)
         return self._report(meter, step_meter)
 
     def _work_through(self, core: _core.Worker, newest_slots: dict[int, int]) -> _core.WorkItem:

@@ -67,6 +67,8 @@ class StageParts:
     copies_targets: bool
     """Whether the last stage works on copies of the targets."""
     offload: StageOffload | None = None
+    loss_scaling: LossScaling | None = None
+    """In float16."""
     torch_region: Callable[[], contextlib.AbstractContextManager[None]] | None = None
     """Around what torch computes: where its tensors lie. None leaves it to torch."""
 
@@ -118,9 +120,7 @@ class StageRunner:
         self._in_flight: dict[tuple[int, int], Stashed] = {}
         self._reads_losses_late = parts.losses is not None and parts.losses.reads_late
         self._tied = parts.tied or None
-        self._loss_scaling: LossScaling | None = None  # in float16
-        if options.autocast is torch.float16:
-            self._loss_scaling = LossScaling(schedule, self.stage_index)
+        self._loss_scaling = parts.loss_scaling
         self._offload: OffloadedStash | None = None
         if parts.offload is not None:
             self._offload = OffloadedStash(parts.offload, stage, parts.weights)
@@ -215,11 +215,17 @@ class StageRunner:
         if self._random_streams is not None:
             self._random_streams.begin(work.minibatch)
         if self._loss_scaling is not None:
-            overflowed, told = self._gradients.take_overflow(), work.gradients_overflowed
+            overflowed, told = self._take_overflow(), work.gradients_overflowed
             if told:
                 self._loss_scaling.note_told(work.minibatch)
             self._loss_scaling.begin_minibatch(work.minibatch, overflowed=overflowed, told=told)
             self.fields.gradients_overflowed = overflowed or told
+
+    def _take_overflow(self) -> bool:
+        """Whether an update was skipped since the last call, in the segment before too."""
+        assert self._loss_scaling is not None
+        before = self._loss_scaling.take_kept()
+        return self._gradients.take_overflow() or before
 
     def _bind(self, read_slot: int, minibatch: int) -> None:
         """The layers read the weights of the minibatch from now on."""
@@ -357,6 +363,12 @@ class StageRunner:
         else:
             gradients.apply(read_slot, write_slot, gradient_scale, self._run_step)
         own.end_update(write_slot)
+
+    def finish(self, newest_slot: int, *, is_over: bool) -> None:
+        """All updates are done; the slot has the last version. is_over: the run is, not a segment of it."""
+        self._gradients.finish(newest_slot, is_over=is_over)
+        if self._loss_scaling is not None:
+            self._loss_scaling.keep(overflowed=self._gradients.take_overflow())
 
     def _run_step(self, step: Callable[[], None]) -> None:
         if self.step_meter is None:

@@ -13,6 +13,7 @@ import torch
 from models import CASES
 from pipedream import _core, reference
 from pipedream.planning.plan import Plan, Stage
+from pipedream.reference.versions import Versions
 from training import assert_close_losses, assert_close_state
 
 # One thread: the tensors are tiny.
@@ -86,13 +87,30 @@ def test_what_is_read_after_a_boundary_is_what_a_program_reads_that_begins_there
         ]
 
 
+@pytest.mark.parametrize("num_replicas", [(1, 1), (1, 1, 1), (2, 1)], ids=str)
+@pytest.mark.parametrize("schedule", ["pipedream", "vertical_sync", "2bw"])
+@pytest.mark.parametrize("drained_at", [(), (2,), (4, 6, 12)], ids=str)
+def test_each_update_decides_on_one_scale_of_float16_wherever_it_drains(
+    drained_at: Sequence[int], schedule: str, num_replicas: tuple[int, ...]
+) -> None:
+    plan = _plan("mlp", num_replicas)
+    versions = Versions(schedule, plan.in_flight, num_replicas, 0, drained_at)
+    known = [versions.overflows_known(minibatch) for minibatch in range(30)]
+    for stage, replicas in enumerate(num_replicas):
+        for round_index in range(9):
+            knows = [minibatch for minibatch, rounds in enumerate(known) if (stage, round_index) in rounds]
+            assert len(knows) == replicas, "each replica tells of it with one activation"
+            end = (round_index + 1) * replicas
+            assert all(minibatch >= end for minibatch in knows)
+            assert not any(end <= boundary < knows[0] for boundary in drained_at), "it was told in between"
+
+
 @pytest.mark.parametrize(
     ("how", "said"),
     [
         ({"drained_at": [3]}, "drained_at names minibatch 3, inside of a round: give multiples of 2"),
         ({"drained_at": [-2]}, "drained_at"),
-        ({"drained_at": [2], "sync_every": 2}, "drained_at goes with sync 'bsp'"),
-        ({"drained_at": [2], "autocast": "float16"}, "drained_at goes with sync 'bsp'"),
+        ({"drained_at": [4, 2]}, r"drained_at is \[4, 2\]: give the minibatches in order"),
     ],
 )
 def test_boundaries_that_cannot_be_are_refused_in_one_line(how: dict[str, Any], said: str) -> None:
