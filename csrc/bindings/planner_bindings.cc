@@ -147,6 +147,19 @@ double steady_ms_of(const ScheduleOptions& options, std::int64_t num_minibatches
 }  // namespace
 
 void bind_planner(py::module_& module) {
+  py::class_<MemoryCosts>(module, "MemoryCosts", "What a worker's memory depends on besides the plan.")
+      .def(py::init([](double model_copies, double state_copies, double step_copies, double data_bytes,
+                       bool asynchronous, bool reduces_together, bool whole_tensors, bool posts_versions,
+                       bool has_spares, bool drains, std::int64_t staleness) {
+             return MemoryCosts{model_copies,  state_copies,     step_copies,   data_bytes,
+                                asynchronous,  reduces_together, whole_tensors, posts_versions,
+                                has_spares,    drains,           staleness};
+           }),
+           py::kw_only(), py::arg("model_copies") = 1.0, py::arg("state_copies") = 0.0,
+           py::arg("step_copies") = 0.0, py::arg("data_bytes") = 0.0, py::arg("asynchronous") = false,
+           py::arg("reduces_together") = false, py::arg("whole_tensors") = false,
+           py::arg("posts_versions") = false, py::arg("has_spares") = false, py::arg("drains") = false,
+           py::arg("staleness") = 0);
   module.def("partition", &partition_layers, py::arg("compute_s"), py::arg("activation_bytes"),
              py::arg("parameter_bytes"), py::arg("num_workers"), py::arg("bandwidth_bytes_per_s"),
              py::arg("straight") = false, py::arg("factors") = Factors(),
@@ -156,29 +169,26 @@ void bind_planner(py::module_& module) {
       "partition_within",
       [](const Figures& compute_s, const Figures& activation_bytes, const Figures& parameter_bytes,
          std::int64_t num_workers, double bandwidth_bytes_per_s, const Figures& saved_bytes,
-         const Figures& forward_s, Figures speeds, Figures memory_bytes, double fixed_copies,
-         double step_copies, double data_bytes, bool may_recompute, std::vector<std::int64_t> last_layers,
-         std::vector<std::int64_t> num_replicas, std::int64_t num_replicas_max, const Factors& factors,
-         bool asynchronous) {
-        const PlanLimits limits{
-            std::move(speeds), std::move(memory_bytes), {fixed_copies, step_copies, data_bytes, asynchronous},
-            may_recompute,     std::move(last_layers),  std::move(num_replicas),
-            num_replicas_max};
+         const Figures& forward_s, Figures speeds, Figures memory_bytes, const MemoryCosts& costs,
+         bool may_recompute, std::vector<std::int64_t> last_layers, std::vector<std::int64_t> num_replicas,
+         std::int64_t num_replicas_max, const Factors& factors) {
+        const PlanLimits limits{std::move(speeds), std::move(memory_bytes),  costs,
+                                may_recompute,     std::move(last_layers),   std::move(num_replicas),
+                                num_replicas_max};
         return partition_layers_within(compute_s, activation_bytes, parameter_bytes, num_workers,
                                        bandwidth_bytes_per_s, saved_bytes, forward_s, limits, factors);
       },
       py::arg("compute_s"), py::arg("activation_bytes"), py::arg("parameter_bytes"), py::arg("num_workers"),
       py::arg("bandwidth_bytes_per_s"), py::kw_only(), py::arg("saved_bytes"), py::arg("forward_s"),
-      py::arg("speeds"), py::arg("memory_bytes"), py::arg("fixed_copies"), py::arg("step_copies"),
-      py::arg("data_bytes"), py::arg("may_recompute"), py::arg("last_layers"), py::arg("num_replicas"),
-      py::arg("num_replicas_max"), py::arg("factors") = Factors(), py::arg("asynchronous") = false,
+      py::arg("speeds"), py::arg("memory_bytes"), py::arg("costs"), py::arg("may_recompute"),
+      py::arg("last_layers"), py::arg("num_replicas"), py::arg("num_replicas_max"),
+      py::arg("factors") = Factors(),
       "([(first_layer, last_layer, num_replicas)], bottleneck_s, recompute, memory_bytes), or None.");
   module.def(
       "memory_of_plan",
       [](const Figures& activation_bytes, const Figures& parameter_bytes, const Figures& saved_bytes,
          const std::vector<StageTuple>& stages, const std::vector<std::int64_t>& in_flight,
-         const std::vector<bool>& recompute, double fixed_copies, double step_copies, double data_bytes,
-         const Factors& factors, bool asynchronous) {
+         const std::vector<bool>& recompute, const MemoryCosts& costs, const Factors& factors) {
         const std::size_t num_layers = activation_bytes.size();
         const Figures no_time(num_layers, 0.0);
         if (in_flight.size() != stages.size() || recompute.size() != stages.size()) {
@@ -186,12 +196,24 @@ void bind_planner(py::module_& module) {
         }
         return memory_of_plan(make_layers(no_time, activation_bytes, parameter_bytes, factors),
                               make_memory(saved_bytes, no_time, num_layers), make_stages(stages), in_flight,
-                              recompute, {fixed_copies, step_copies, data_bytes, asynchronous});
+                              recompute, costs);
       },
       py::arg("activation_bytes"), py::arg("parameter_bytes"), py::kw_only(), py::arg("saved_bytes"),
-      py::arg("stages"), py::arg("in_flight"), py::arg("recompute"), py::arg("fixed_copies"),
-      py::arg("step_copies"), py::arg("data_bytes"), py::arg("factors") = Factors(),
-      py::arg("asynchronous") = false, "Bytes of a replica of each stage.");
+      py::arg("stages"), py::arg("in_flight"), py::arg("recompute"), py::arg("costs"),
+      py::arg("factors") = Factors(), "Bytes of a replica of each stage.");
+  module.def(
+      "replica_weight_bytes",
+      [](double all_bytes, double largest_bytes, std::int64_t num_replicas, std::int64_t num_versions,
+         const MemoryCosts& costs, std::optional<double> share, double factored_bytes, double factor_bytes) {
+        if (num_replicas < 1) throw UserError("num_replicas is " + std::to_string(num_replicas));
+        const double owned = share.value_or(1 / static_cast<double>(num_replicas));
+        return replica_weight_bytes({all_bytes, largest_bytes, factored_bytes, factor_bytes}, num_replicas,
+                                    num_versions, {owned, costs.whole_tensors ? 0 : owned}, costs);
+      },
+      py::arg("all_bytes"), py::arg("largest_bytes"), py::kw_only(), py::arg("num_replicas"),
+      py::arg("num_versions"), py::arg("costs"), py::arg("share") = py::none(),
+      py::arg("factored_bytes") = 0.0, py::arg("factor_bytes") = 0.0,
+      "What a replica of a stage has of its weights. share: that it owns; None: as much as the others.");
   module.def("stage_time_s", &stage_time_of_layers, py::arg("compute_s"), py::arg("activation_bytes"),
              py::arg("parameter_bytes"), py::arg("first_layer"), py::arg("last_layer"),
              py::arg("num_replicas"), py::arg("bandwidth_bytes_per_s"),

@@ -1,6 +1,7 @@
 #include "planner/stage_memory.h"
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 
 namespace pipedream {
@@ -14,7 +15,84 @@ std::int64_t num_edges(const StageCopies& stage, const StageCopies& neighbour) {
 
 std::int64_t divide_up(std::int64_t number, std::int64_t by) { return (number + by - 1) / by; }
 
+// What travels of a shard at once (param_server/dealing.h), and what its slot takes besides: which of its
+// pieces there are, and what the two are aligned to.
+constexpr double kChunkBytesMax = 4 << 20;
+constexpr double kChunkBytesMin = 1 << 20;
+constexpr double kBesidesChunkBytes = 512;
+
+double largest_tensor(const ReplicaWeights& weights) {
+  return std::min(weights.largest, weights.all - weights.factored);
+}
+
+// The most that one replica owns.
+double shard_bytes(const ReplicaWeights& weights, std::int64_t num_replicas, const ShardShare& share,
+                   const MemoryCosts& costs) {
+  const double even = share.most * (weights.all - weights.factored);
+  if (!costs.whole_tensors) return even;
+  return even + (1 - 1 / static_cast<double>(num_replicas)) * largest_tensor(weights);
+}
+
+// Of those with shards: gradients with their copies.
+double gradient_bytes(const ReplicaWeights& weights, std::int64_t num_versions, double others,
+                      const MemoryCosts& costs) {
+  std::int64_t rounds = 1 + (costs.staleness + 1) / 2;
+  if (weights.factored > 0) ++rounds;
+  if (costs.has_spares && num_versions + costs.staleness > 1) ++rounds;
+  return static_cast<double>(rounds) * (weights.all - weights.factored + others + weights.factors);
+}
+
+// Of those with shards: where what others push and pull comes in.
+double slots_bytes(const ReplicaWeights& weights, std::int64_t num_replicas, double shard, double others,
+                   const MemoryCosts& costs) {
+  const auto num_others = static_cast<double>(num_replicas - 1);
+  double pushed = shard + weights.factors + std::floor(shard / kChunkBytesMin) * kBesidesChunkBytes;
+  if (costs.whole_tensors) pushed += largest_tensor(weights);
+  return num_others * pushed + (costs.posts_versions && !costs.asynchronous ? 0 : others);
+}
+
+ReplicaWeights weights_of(const StageBytes& stage, const FactoredWeights::Sum& factored) {
+  return {stage.parameters, stage.largest, factored.weight_bytes, factored.factor_bytes};
+}
+
+// Of what goes dense, by a search that knows no spares yet: a replica beside them owns less, or nothing.
+ShardShare share_of(std::int64_t num_replicas, const MemoryCosts& costs) {
+  const double even = 1 / static_cast<double>(num_replicas);
+  return {even, costs.has_spares || costs.whole_tensors ? 0 : even};
+}
+
+// What an optimizer's step makes and drops.
+double step_bytes(const StageBytes& stage, std::int64_t num_replicas, const MemoryCosts& costs) {
+  double step = costs.step_copies * stage.largest;
+  FactoredWeights::Sum factored;
+  if (!stage.factored.empty()) {
+    factored = stage.factored.of(num_replicas);
+    step += costs.whole_tensors ? factored.weight_bytes : factored.largest_weight_bytes;
+    step += static_cast<double>(num_replicas) * factored.largest_factor_bytes;
+  }
+  if (num_replicas == 1 || costs.reduces_together) return step;
+  const double shard =
+      shard_bytes(weights_of(stage, factored), num_replicas, share_of(num_replicas, costs), costs);
+  if (costs.whole_tensors) return step + shard;
+  return step + (costs.drains ? std::min(shard, kChunkBytesMax) : 0);
+}
+
 }  // namespace
+
+double replica_weight_bytes(const ReplicaWeights& weights, std::int64_t num_replicas,
+                            std::int64_t num_versions, const ShardShare& share, const MemoryCosts& costs) {
+  const auto versions = static_cast<double>(num_versions + costs.staleness);
+  const double kept = (versions + costs.model_copies) * weights.all;
+  if (num_replicas == 1) return kept + (1 + costs.state_copies) * weights.all;
+  if (costs.reduces_together) return kept + (2 + costs.state_copies) * weights.all;
+  const double shard = shard_bytes(weights, num_replicas, share, costs);
+  const double others = (1 - share.least) * (weights.all - weights.factored);
+  double needed = kept + costs.state_copies * (shard + weights.factored) +
+                  gradient_bytes(weights, num_versions, others, costs) +
+                  slots_bytes(weights, num_replicas, shard, others, costs);
+  if (costs.asynchronous) needed += static_cast<double>(num_replicas) * shard;
+  return needed;
+}
 
 StageBytes StageBytes::from(const std::vector<LayerCost>& layers, std::size_t first_layer) {
   StageBytes bytes;
@@ -38,20 +116,15 @@ void StageBytes::add(const std::vector<LayerCost>& layers, const std::vector<Lay
 double own_bytes(const StageBytes& stage, const StageCopies& copies, const StageCopies& below, bool recompute,
                  const MemoryCosts& costs) {
   const auto in_flight = static_cast<double>(copies.in_flight);
-  const auto replicas = static_cast<double>(copies.num_replicas);
-  const double exchanged = copies.num_replicas == 1 ? 0.0 : 1 + 2 * (replicas - 1) / replicas;
-  double weights = (in_flight + costs.fixed_copies + exchanged) * stage.parameters;
-  double step = costs.step_copies * stage.largest;
-  if (!stage.factored.empty()) {
-    const FactoredWeights::Sum factored = stage.factored.of(copies.num_replicas);
-    weights += (replicas + 1) * factored.factor_bytes - (1 + exchanged) * factored.weight_bytes;
-    step += factored.largest_weight_bytes + replicas * factored.largest_factor_bytes;
-  }
+  const FactoredWeights::Sum factored =
+      stage.factored.empty() ? FactoredWeights::Sum{} : stage.factored.of(copies.num_replicas);
+  const double weights =
+      replica_weight_bytes(weights_of(stage, factored), copies.num_replicas, copies.in_flight,
+                           share_of(copies.num_replicas, costs), costs);
+  const double step = step_bytes(stage, copies.num_replicas, costs);
   const double data = ((stage.is_first ? in_flight : 0.0) + (stage.is_last ? 1.0 : 0.0)) * costs.data_bytes;
   const double transient = std::max(2 * stage.widest, step);
-  const double served = costs.asynchronous && copies.num_replicas > 1
-                            ? stage.parameters + costs.step_copies * stage.largest
-                            : 0;
+  const double served = costs.asynchronous && copies.num_replicas > 1 ? step : 0;
   const double slots = 2 * static_cast<double>(num_edges(copies, below)) * stage.output;
   const double common = weights + data + transient + served + slots;
   if (recompute) {

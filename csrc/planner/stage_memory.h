@@ -5,21 +5,16 @@
 // from each other replica upstream that has a minibatch in common with it, and d gradients' edges likewise:
 // u = r_{s-1} / gcd(r_{s-1}, r), d = r_{s+1} / gcd(r, r_{s+1}).
 //
-//   (n + fixed_copies) |w|            versions, and what there is of the weights besides
-//   + (1 + 2 (r - 1) / r) |w|         with r > 1 replicas: gradients that have not left, and slots for what
-//                                     the others push and pull
-//                                     of weights that go as factors: (r + 1) F in the place of this and of
-//                                     the gradients of fixed_copies, F of them in a round: those that are
-//                                     made, those that have not left, those of the others
-//   + |w| + step_copies largest       with asynchronous shards: the owner's own apart, a copy for each other
-//                                     replica, and the step of another's gradient
-//   + 2 d output                      slots for its gradients
-//   + max(2 widest, step_copies largest)    what a backward or a step makes and drops: gradients of what
-//                                     crosses between layers, temporaries of a layer's parameters; of
-//                                     weights that go as factors with those of a step the largest gradient,
-//                                     and all replicas' factors that it is made of
-//   + what is kept                    n (saved + output) at the first stage, and n minibatches of the data;
-//                                     at the last one a minibatch of the data
+//   what there is of the weights    replica_weight_bytes(), below
+//   + 2 d output                    slots for its gradients
+//   + max(2 widest, step)           what a backward or a step makes and drops: gradients of what crosses
+//                                   between layers, temporaries of a layer's parameters; of weights that go
+//                                   as factors with those of a step the largest gradient, and all replicas'
+//                                   factors that it is made of; the means of a shard that is updated at once,
+//                                   or of a chunk where a replica may have none of a round's last minibatches
+//   + the served step               with asynchronous shards: of another replica's gradient
+//   + what is kept                  n (saved + output) at the first stage, and n minibatches of the data;
+//                                   at the last one a minibatch of the data
 //
 // A stage but the first also has
 //
@@ -48,11 +43,54 @@ struct LayerMemory {
 
 // What does not depend on the plan.
 struct MemoryCosts {
-  double fixed_copies = 2;    // of the weights: the model as given, gradients, the optimizer's state
-  double step_copies = 0;     // of a layer's parameters, that a step makes and drops
-  double data_bytes = 0;      // of a minibatch
-  bool asynchronous = false;  // shards: an owner's, besides versions, and a copy for each other replica
+  double model_copies = 1;  // of the weights, besides versions and gradients: the model as given
+  double state_copies = 0;  // of the weights that a replica updates: the optimizer's state
+  double step_copies = 0;   // of a layer's parameters, that a step makes and drops
+  double data_bytes = 0;    // of a minibatch
+  // Where a stage has replicas.
+  bool asynchronous = false;      // shards: an owner's, besides versions, and a copy for each other replica
+  bool reduces_together = false;  // no shards
+  bool whole_tensors = false;     // shards of them, updated at once
+  bool posts_versions = false;    // what is pulled lands in the slot of the next version
+  bool has_spares = false;        // or may have
+  bool drains = false;            // a round may have several minibatches of a replica
+  std::int64_t staleness = 0;     // k, in rounds; of all stages
 };
+
+// Bytes of a stage's weights.
+struct ReplicaWeights {
+  double all = 0;
+  double largest = 0;   // of a layer
+  double factored = 0;  // whose gradients go as factors, and every replica updates
+  double factors = 0;   // of one replica in a round
+};
+
+// Of what goes dense, that one replica owns.
+struct ShardShare {
+  double most = 0;
+  double least = 0;
+};
+
+// What one of r replicas has of the weights with n versions, d bytes of which go dense and f as factors, F of
+// those in a round:
+//
+//   (n + k + model_copies) |w|
+//   straight            + (1 + state_copies) |w|    gradients, state
+//   reduced together    + (2 + state_copies) |w|    gradients of two rounds
+//   with shards         + g (d + c + F)             gradients of g rounds: one, one for every second of
+//                                                   staleness, one more where factors or spares may wait; and
+//                                                   the copies c from which those leave that share a chunk:
+//                                                   of all that others own
+//                       + state_copies (s + f)      s: of its shard, d / r; of whole tensors at most
+//                                                   d / r + (1 - 1 / r) largest, as the largest are dealt
+//                                                   first, each to who has least
+//                       + (r - 1) (s + F)           slots for what the others push; of whole tensors each as
+//                                                   large as the largest, which makes one more
+//                       + d - s                     slots for what it pulls, if it has any
+//                       + r s                       asynchronous: its own apart, a copy for each other
+[[nodiscard]] double replica_weight_bytes(const ReplicaWeights& weights, std::int64_t num_replicas,
+                                          std::int64_t num_versions, const ShardShare& share,
+                                          const MemoryCosts& costs);
 
 struct StageBytes {
   double parameters = 0;

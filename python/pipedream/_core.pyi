@@ -157,6 +157,24 @@ def partition(
     straight: bool = False,
     factors: Sequence[Sequence[tuple[float, float, float]]] = (),
 ) -> tuple[list[tuple[int, int, int]], float]: ...
+
+class MemoryCosts:
+    def __init__(
+        self,
+        *,
+        model_copies: float = 1.0,
+        state_copies: float = 0.0,
+        step_copies: float = 0.0,
+        data_bytes: float = 0.0,
+        asynchronous: bool = False,
+        reduces_together: bool = False,
+        whole_tensors: bool = False,
+        posts_versions: bool = False,
+        has_spares: bool = False,
+        drains: bool = False,
+        staleness: int = 0,
+    ) -> None: ...
+
 def partition_within(
     compute_s: Sequence[float],
     activation_bytes: Sequence[float],
@@ -168,15 +186,12 @@ def partition_within(
     forward_s: Sequence[float],
     speeds: Sequence[float],
     memory_bytes: Sequence[float],
-    fixed_copies: float,
-    step_copies: float,
-    data_bytes: float,
+    costs: MemoryCosts,
     may_recompute: bool,
     last_layers: Sequence[int],
     num_replicas: Sequence[int],
     num_replicas_max: int,
     factors: Sequence[Sequence[tuple[float, float, float]]] = (),
-    asynchronous: bool = False,
 ) -> tuple[list[tuple[int, int, int]], float, list[bool], list[float]] | None: ...
 def memory_of_plan(
     activation_bytes: Sequence[float],
@@ -186,11 +201,8 @@ def memory_of_plan(
     stages: Sequence[tuple[int, int, int]],
     in_flight: Sequence[int],
     recompute: Sequence[bool],
-    fixed_copies: float,
-    step_copies: float,
-    data_bytes: float,
+    costs: MemoryCosts,
     factors: Sequence[Sequence[tuple[float, float, float]]] = (),
-    asynchronous: bool = False,
 ) -> list[float]: ...
 def steady_ms(
     options: ScheduleOptions,
@@ -198,6 +210,17 @@ def steady_ms(
     stages: Sequence[tuple[float, ...]],
     boundaries: Sequence[tuple[float, float, float]],
     speeds: Sequence[float] | None = None,
+) -> float: ...
+def replica_weight_bytes(
+    all_bytes: float,
+    largest_bytes: float,
+    *,
+    num_replicas: int,
+    num_versions: int,
+    costs: MemoryCosts,
+    share: float | None = None,
+    factored_bytes: float = 0.0,
+    factor_bytes: float = 0.0,
 ) -> float: ...
 def stage_time_s(
     compute_s: Sequence[float],

@@ -89,7 +89,14 @@ def partition_command(
     codec: Annotated[
         str | None, typer.Option(help="For runs with it: pushes=factors, which `run` takes from the plan.")
     ] = None,
-    sync: Annotated[str, typer.Option(help="Of the run: with asp workers need more --memory.")] = "bsp",
+    sync: _Sync = "bsp",
+    staleness: _Staleness = 0,
+    whole_tensors: Annotated[
+        bool,
+        typer.Option(
+            "--whole-tensors", help="Room for optimizers that need whole tensors, or norms of gradients."
+        ),
+    ] = False,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the plan here.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -113,6 +120,8 @@ def partition_command(
         spare_workers=spare_workers,
         codec=None if codec is None else _codec(codec),
         sync=sync,
+        staleness=staleness,
+        whole_tensors=whole_tensors,
     )
     notes = []
     if output is not None:

@@ -119,6 +119,27 @@ def test_an_optimizer_that_needs_whole_tensors_has_them(farm: Farm) -> None:
     assert_equals_reference(farm, _training("mlp", (2, 1), optimizer=optimizer))
 
 
+class _OfWholeTensors(torch.optim.SGD):
+    """A subclass may look at whole tensors."""
+
+
+@pytest.mark.parametrize(
+    ("replicas", "how"),
+    [
+        ((3, 1), {}),
+        ((1, 3), {"schedule": "flush", "max_grad_norm": 0.02}),
+        ((3, 1), {"sync": "ssp", "staleness": 3, "num_minibatches": 14}),
+    ],
+    ids=["3-1", "1-3 flush", "3-1 ssp"],
+)
+def test_whole_tensors_of_unequal_sizes_wait_for_fewer_slots_than_there_are(
+    farm: Farm, replicas: tuple[int, ...], how: dict[str, Any]
+) -> None:
+    """Each slot holds the largest, and as many as hold a round are enough."""
+    optimizer = functools.partial(_OfWholeTensors, lr=0.05, momentum=0.9)
+    assert_equals_reference(farm, _training("transformer", replicas, optimizer=optimizer, **how))
+
+
 # The norm of every round is far above 0.02, so that all are clipped. Adam would hide a wrong divisor.
 @pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (3, 2)], ids=["2-1", "1-2", "3-2"])
 @pytest.mark.parametrize("schedule", ["flush", "gpipe", "pipedream", "vertical_sync", "naive"])

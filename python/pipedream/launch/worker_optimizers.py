@@ -162,6 +162,7 @@ class WorkerOptimizers:
                 max((chunk.num_bytes for chunk in chunks), default=1),
                 max((len(chunk.pieces) for chunk in chunks), default=1),
                 layout.dtype_of(shard),
+                sum(chunk.num_bytes for chunk in chunks) if layout.whole_tensors else 0,
                 tuple(spec for layer in self.factored[stage] for spec in _factor_specs(layer)),
             )
             for stage, layout in self.layouts.items()

@@ -100,6 +100,8 @@ class ShardSpec:
     """Of a chunk."""
     dtype: torch.dtype = torch.uint8
     """Of its elements; uint8 where they have several."""
+    whole_bytes: int = 0
+    """Where its chunks are whole tensors, of other sizes each: of all of them."""
     factors: tuple[TensorSpec, ...] = ()
     """Of the gradients that are pushed as factors, which all replicas of the stage send each other: of each
     weight's those of the outputs, then the inputs."""
@@ -340,6 +342,10 @@ def _add_between_replicas(
     # uses chunk by chunk what it has from all replicas: one that is ahead waits, and lets the others have the
     # link, so that chunks are complete, and leave, all the time.
     slots = max(spec.num_chunks, 1)
+    if is_push and spec.whole_bytes and not schedule.asynchronous:
+        # A slot holds the largest tensor, so these hold a round, unless small ones come first. Who updates
+        # them at once uses chunk by chunk.
+        slots = -(-spec.whole_bytes // spec.chunk_bytes_max)
     if is_push and owner >= schedule.placement.num_replicas(edge.from_stage):
         slots = min(slots, NUM_SPARE_SLOTS)
     found.add(

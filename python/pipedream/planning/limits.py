@@ -9,7 +9,7 @@ import contextlib
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from pipedream.common.document import check_number, check_whole
 from pipedream.common.units import format_bytes, parse_size
@@ -18,9 +18,11 @@ from pipedream.planning.formulas import parameter_bytes_of
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.plan import Plan, Stage
 
+if TYPE_CHECKING:
+    from pipedream import _core
+
 __all__ = ["Limits", "NothingFitsError", "make_limits", "nothing_fits", "solve_within"]
 
-_COPIES = 2  # of the weights, besides versions and the optimizer's state: the model as given, gradients
 _TREE_BUFFERS_BYTES = 4 << 20  # from each of a worker's neighbours in the tree by which weights travel
 _TREE_CHILDREN_MAX = 8  # links/rank_tree.py
 _ELEMENT_BYTES = 8  # of data, whose type a profile does not say
@@ -51,8 +53,15 @@ class Limits:
     weights travel in."""
     num_workers: int = 1
     """That host_bytes is for."""
-    asynchronous: bool = False
-    """Whether shards are, which keep more (docs/parameter-server.md)."""
+    sync: str = "bsp"
+    """How replicas agree: asynchronous shards keep more, and who reduces together whole states
+    (docs/parameter-server.md)."""
+    staleness: int = 0
+    whole_tensors: bool = False
+    """Whether replicas' shards are of whole tensors, and updated at once."""
+    has_spares: bool = False
+    drains: bool = False
+    """Whether a round may have several minibatches of a replica."""
 
     @property
     def any(self) -> bool:
@@ -127,14 +136,25 @@ class Limits:
         return figures | {"memory_bytes": max(held_bytes), "stage_memory_bytes": held_bytes}
 
     @property
-    def memory_costs(self) -> dict[str, Any]:
-        """As the core has them. On a host every worker has the whole model as given, whatever its stage."""
-        return {
-            "fixed_copies": _COPIES - (self.host_bytes > 0) + self.optimizer_copies,
-            "step_copies": self.optimizer_copies,
-            "data_bytes": self.data_bytes,
-            "asynchronous": self.asynchronous,
-        }
+    def memory_costs(self) -> _core.MemoryCosts:
+        """On a host every worker has the whole model as given, whatever its stage, and what replicas pull
+        lands where it is for."""
+        from pipedream import _core
+
+        is_host = self.host_bytes > 0
+        return _core.MemoryCosts(
+            model_copies=0.0 if is_host else 1.0,
+            state_copies=self.optimizer_copies,
+            step_copies=self.optimizer_copies,
+            data_bytes=self.data_bytes,
+            asynchronous=self.sync == "asp",
+            reduces_together=self.sync == "allreduce",
+            whole_tensors=self.whole_tensors,
+            posts_versions=is_host,
+            has_spares=self.has_spares,
+            drains=self.drains,
+            staleness=self.staleness,
+        )
 
     def memory_figures(self, stages: Sequence[Stage], own_bytes: Sequence[float]) -> dict[str, Any]:
         """Of a plan: own_bytes of each stage, and what each of its workers has besides."""
@@ -156,8 +176,8 @@ class Limits:
             stages=[(stage.first_layer, stage.last_layer, stage.num_replicas) for stage in plan.stages],
             in_flight=plan.in_flight,
             recompute=[False] * plan.num_stages,
+            costs=self.memory_costs,
             factors=core_factors(profile, [layer.compute_ms for layer in profile.layers]),
-            **self.memory_costs,
         )
         return self.memory_figures(plan.stages, own_bytes)
 
@@ -172,6 +192,10 @@ def make_limits(
     optimizer_copies: float,
     recompute: bool,
     sync: str,
+    staleness: int,
+    whole_tensors: bool,
+    has_spares: bool,
+    drains: bool,
     profile: Profile,
 ) -> Limits:
     """Raises ValueError naming the argument that cannot be."""
@@ -218,7 +242,11 @@ def make_limits(
         ),
         host_bytes=float(_host_bytes(profile, num_workers)),
         num_workers=num_workers,
-        asynchronous=sync == "asp",
+        sync=sync,
+        staleness=staleness,
+        whole_tensors=whole_tensors,
+        has_spares=has_spares,
+        drains=drains,
     )
 
 
@@ -274,7 +302,7 @@ def solve_within(
         forward_s=[layer.forward_ms / 1e3 for layer in profile.layers],
         speeds=limits.speeds,
         memory_bytes=left_bytes,
-        **limits.memory_costs,
+        costs=limits.memory_costs,
         may_recompute=limits.recompute,
         last_layers=limits.last_layers,
         num_replicas=limits.num_replicas,

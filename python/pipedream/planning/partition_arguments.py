@@ -10,7 +10,7 @@ from pipedream.planning.link_profile import LinkProfile
 
 __all__ = ["CUT_SCHEDULES", "check_partition_arguments"]
 
-_SYNCS = ("bsp", "ssp", "asp")
+_SYNCS = ("bsp", "ssp", "asp", "allreduce")
 _COST_MODELS = ("paper", "calibrated")
 CUT_SCHEDULES = ("2bw", "flush", "gpipe")
 """Of microbatches."""
@@ -30,6 +30,7 @@ def check_partition_arguments(
     has_speeds: bool,
     has_codec: bool,
     sync: Any,
+    staleness: Any,
 ) -> None:
     """Raises as partition(). links: where bandwidth is what was measured."""
     if not isinstance(profile, Profile):
@@ -75,11 +76,16 @@ def check_partition_arguments(
             " spare_workers or codec"
         )
     if sync not in _SYNCS:
-        raise ValueError(
-            f"sync is {sync!r}: plans are made for {', '.join(_SYNCS)}; with 'allreduce' a worker needs no"
-            " more than with 'bsp'"
-        )
+        raise ValueError(f"sync is {sync!r}: it is one of {', '.join(_SYNCS)}")
     if sync == "asp" and (schedule != "pipedream" or spare_workers or has_codec):
         raise ValueError(
             "sync is 'asp', which has schedule 'pipedream', no spare_workers and no factors: leave them out"
+        )
+    if sync == "allreduce" and (spare_workers or has_codec):
+        raise ValueError("sync is 'allreduce', which has no spare_workers and no factors: leave them out")
+    if not is_whole(staleness) or staleness < 0:
+        raise ValueError(f"staleness is {staleness!r}: give a number of rounds, 0 or more")
+    if staleness and (sync != "ssp" or schedule != "pipedream"):
+        raise ValueError(
+            f"staleness is {staleness}, which goes with sync='ssp' and schedule 'pipedream': leave it out"
         )

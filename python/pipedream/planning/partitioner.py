@@ -19,7 +19,7 @@ from pipedream.planning.hidden_links import with_links_hidden
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.limits import Limits, make_limits
 from pipedream.planning.link_profile import LinkProfile
-from pipedream.planning.partition_arguments import check_partition_arguments
+from pipedream.planning.partition_arguments import CUT_SCHEDULES, check_partition_arguments
 from pipedream.planning.plan import Plan
 from pipedream.planning.plan_problem import PlanProblem, Stages
 from pipedream.planning.plan_search import best_plan, compared_with_factors
@@ -49,6 +49,8 @@ def partition(
     spare_workers: int = 0,
     codec: Mapping[str, str] | None = None,
     sync: str = "bsp",
+    staleness: int = 0,
+    whole_tensors: bool = False,
     progress: bool = True,
 ) -> Plan:
     """The plan with the smallest predicted time per minibatch on at most `num_workers` workers.
@@ -85,7 +87,10 @@ def partition(
     codec: {"pushes": "factors"} plans for replicas that push gradients of fully connected layers as their
         factors where these are smaller (docs/parameter-server.md), by a profile that has measured which. The
         plan carries it, and `run` takes it from there. A plan without says how much faster one with it is.
-    sync: of the run: "asp" keeps more of what replicas share, which memory counts. "bsp" and "ssp" are alike.
+    sync, staleness: of the run, as memory depends on them: "ssp" keeps versions and gradients of more rounds,
+        "asp" more of what replicas share, and with "allreduce" each has the optimizer's whole state.
+    whole_tensors: whether replicas need room for an optimizer that does not work element by element, whose
+        shards are as unequal as tensors are, or for norms of gradients (max_grad_norm).
     progress: whether a search that takes longer than a second says on stderr how far it is.
 
     Raises ValueError for fewer than one worker, a bandwidth that is not positive, a cost model or schedule
@@ -105,6 +110,7 @@ def partition(
         has_speeds=speeds is not None,
         has_codec=bool(codec),
         sync=sync,
+        staleness=staleness,
     )
     planned_codec = check_planned_codec(codec, profile)
     asked = profile
@@ -124,6 +130,10 @@ def partition(
         optimizer_copies=optimizer_copies,
         recompute=recompute,
         sync=sync,
+        staleness=staleness,
+        whole_tensors=whole_tensors,
+        has_spares=spare_workers > 0,
+        drains=schedule in CUT_SCHEDULES or schedule == "model_parallel",
         profile=profile,
     )
     problem = PlanProblem(

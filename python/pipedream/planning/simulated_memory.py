@@ -1,6 +1,7 @@
 """How much memory each worker has in use along a simulated timeline. Pure; any thread; needs no torch.
 
-    all the time                          versions, the model as given, gradients, the optimizer's state
+    all the time                          versions, the model as given, gradients, the optimizer's state, and
+                                          what replicas exchange, as partition(memory=) counts it
     from a forward to its backward        what the layers save; with recompute from the recompute on
     from when it arrives to its backward  what a stage receives: its input, and its output's gradient
     until it has been sent                what a stage has made of them
@@ -16,10 +17,10 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from pipedream.planning.factor_rule import factored_sum
+from pipedream.planning.factor_rule import FactoredSum, factored_sum
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.plan import Plan
-from pipedream.planning.shard_shares import shard_shares
+from pipedream.planning.shard_shares import ShardShares, shard_shares
 from pipedream.planning.simulator import Simulation, TimedInstruction
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["MemoryUse", "memory_in_use"]
 
 _BETWEEN_STAGES = ("activation", "gradient")
-_COPIES = 2  # of the weights: the model as given, gradients
 _SPARE_SLOTS_BYTES = 4 * (1 << 20)  # of the largest chunks that one replica pushes (links/channels.py)
 
 
@@ -106,14 +106,16 @@ def _changes(
 class _StageBytes(NamedTuple):
     """Of one stage; what is of a minibatch is of one microbatch here."""
 
+    schedule: _core.ScheduleOptions
     num_versions: int
     parameters: float
-    exchanged: float
-    """Where it has replicas: gradients and slots for what they push and pull. Of weights that go as factors
-    these, of three kinds (csrc/planner/stage_memory.h), in the place of all gradients."""
+    largest: float
+    """Of a layer's parameters."""
+    factored: FactoredSum
     num_replicas: int
-    share_of_spare: float
-    """Of the parameters, that a spare owns."""
+    shares: ShardShares
+    posts_versions: bool
+    """Whether what replicas pull lands where it is for."""
     saved: float
     input: float
     output: float
@@ -126,27 +128,21 @@ class _StageBytes(NamedTuple):
 
         stage, m = plan.stages[index], schedule.num_microbatches
         layers = profile.layers[stage.first_layer : stage.last_layer + 1]
-        parameters = sum(layer.parameter_bytes for layer in layers)
         saved = sum(
             layer.activation_bytes if layer.saved_bytes is None else layer.saved_bytes for layer in layers
         )
         before = profile.layers[stage.first_layer - 1].activation_bytes if index else 0
         replicas = stage.num_replicas
-        shares = shard_shares(replicas, stage.num_spare_shards)
-        # Pushed by the others of what it owns, and pulled of what it does not.
-        received = (replicas - 1) * shares.of_replica + 1 - shares.of_replica
         minibatches = _core.rounds_of(schedule, index).minibatches_per_round // replicas
-        factored = factored_sum(layers, replicas, minibatches=minibatches)
-        exchanged = (parameters - factored.weight_bytes) * (1 + received)
-        exchanged += (replicas + 1) * factored.factor_bytes - factored.weight_bytes
-        if schedule.asynchronous:  # the owner's shard apart, and a copy for each other replica
-            exchanged += parameters
         return cls(
+            schedule=schedule,
             num_versions=_core.num_versions_kept(schedule, index),
-            parameters=parameters,
-            exchanged=exchanged if replicas > 1 else 0.0,
+            parameters=sum(layer.parameter_bytes for layer in layers),
+            largest=max(layer.parameter_bytes for layer in layers),
+            factored=factored_sum(layers, replicas, minibatches=minibatches),
             num_replicas=replicas,
-            share_of_spare=shares.of_spare,
+            shares=shard_shares(replicas, stage.num_spare_shards),
+            posts_versions=profile.is_of_host,
             saved=saved / m,
             input=before / m,
             output=layers[-1].activation_bytes / m,
@@ -154,11 +150,30 @@ class _StageBytes(NamedTuple):
         )
 
     def weight_bytes(self, optimizer_copies: float) -> float:
-        return (self.num_versions + _COPIES + optimizer_copies) * self.parameters + self.exchanged
+        from pipedream import _core
+
+        costs = _core.MemoryCosts(
+            state_copies=optimizer_copies,
+            asynchronous=self.schedule.asynchronous,
+            reduces_together=self.schedule.uses_allreduce,
+            posts_versions=self.posts_versions,
+            has_spares=self.shares.of_spare > 0,
+            staleness=self.schedule.staleness,
+        )
+        return _core.replica_weight_bytes(
+            self.parameters,
+            self.largest,
+            num_replicas=self.num_replicas,
+            num_versions=self.num_versions - self.schedule.staleness,
+            costs=costs,
+            share=self.shares.of_replica,
+            factored_bytes=self.factored.weight_bytes,
+            factor_bytes=self.factored.factor_bytes,
+        )
 
     def spare_bytes(self, optimizer_copies: float) -> float:
         """Of a spare: its shard's versions and state, and slots for some chunks that each replica pushes."""
-        shard_bytes = self.share_of_spare * self.parameters
+        shard_bytes = self.shares.of_spare * self.parameters
         slots_bytes = self.num_replicas * min(shard_bytes, _SPARE_SLOTS_BYTES)
         return (self.num_versions + optimizer_copies) * shard_bytes + slots_bytes
 

@@ -58,14 +58,15 @@ TEST(LimitedPartition, MemoryForbidsWhatDoesNotFit) {
 }
 
 TEST(LimitedPartition, ReplicasHaveWhatTheyExchangeInMemory) {
-  // (1 + 2) 20 bytes of weights and 200 saved ones, as above, and 20 of gradients and 20 of slots.
+  // (1 + 2) 20 bytes of weights and 200 saved ones, as above, and for the other's shard, of 10, the copies of
+  // gradients, and slots for what is pushed and pulled.
   PlanLimits limits;
-  limits.memory_bytes = {300, 300};
+  limits.memory_bytes = {290, 290};
   limits.num_replicas = {2};
   const auto found = partition_within(equal_layers(2), saving(2, 100), 2, 1e9, limits);
   ASSERT_TRUE(found.has_value());
-  EXPECT_EQ(found->memory_bytes, (std::vector<double>{300}));
-  limits.memory_bytes = {299, 299};
+  EXPECT_EQ(found->memory_bytes, (std::vector<double>{290}));
+  limits.memory_bytes = {289, 289};
   limits.may_recompute = false;
   EXPECT_FALSE(partition_within(equal_layers(2), saving(2, 100), 2, 1e9, limits).has_value());
 }

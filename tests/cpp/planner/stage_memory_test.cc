@@ -8,7 +8,7 @@
 namespace pipedream {
 namespace {
 
-constexpr MemoryCosts kNoCopies{.fixed_copies = 0, .step_copies = 0, .data_bytes = 0};
+constexpr MemoryCosts kNoCopies{.model_copies = 0};
 
 std::vector<double> memory_of_two(std::int64_t first_replicas, std::int64_t last_replicas,
                                   std::vector<std::int64_t> in_flight, double saved_bytes,
@@ -82,14 +82,65 @@ TEST(StageMemory, TheSearchTakesOtherReplicasWhereOneEdgeMoreDoesNotFit) {
   EXPECT_EQ(tight->stages, (std::vector<PlannedStage>{{0, 0, 1}, {1, 1, 1}}));
 }
 
-TEST(StageMemory, AsynchronousShardsAreOnceMoreAtTheirOwnerAndForEachOtherReplica) {
+// Of 90 bytes in two layers of 60 and 30, at each of r replicas with one version.
+double weights_of(std::int64_t replicas, const MemoryCosts& costs) {
   const std::vector<LayerCost> layers = {{.compute_s = 1, .activation_bytes = 0, .parameter_bytes = 60},
                                          {.compute_s = 1, .activation_bytes = 0, .parameter_bytes = 30}};
-  const std::vector<LayerMemory> memory(2);
+  return memory_of_plan(layers, std::vector<LayerMemory>(2), {{0, 1, replicas}}, {1}, {false}, costs)[0];
+}
+
+TEST(StageMemory, AReplicaHasTheStateOfItsShardAndGradientsAndSlotsForTheOthers) {
+  MemoryCosts costs{.model_copies = 1, .state_copies = 2};
+  EXPECT_EQ(weights_of(1, costs), 90 + 90 + 90 + 2 * 90);  // a version, the model, gradients, state
+  // Copies of gradients for two others; state of a third; slots for two others' pushes; for what is pulled.
+  EXPECT_EQ(weights_of(3, costs), 3 * 90 + 60 + 2 * 30 + 2 * 30 + 60);
+  costs.posts_versions = true;
+  EXPECT_EQ(weights_of(3, costs), 3 * 90 + 60 + 2 * 30 + 2 * 30);
+}
+
+TEST(StageMemory, ShardsOfWholeTensorsAreUnequal) {
+  const MemoryCosts even{.model_copies = 0, .state_copies = 1, .posts_versions = true};
+  MemoryCosts whole = even;
+  whole.whole_tensors = true;
+  // Of the largest as many may be in one shard that two thirds of it are more than a third of all; every
+  // copy may be another's; slots as large as the largest; and the means of an update at once.
+  const double shard = 30 + 60 * 2 / 3.0;
+  EXPECT_DOUBLE_EQ(weights_of(3, whole), 2 * 90 + 90 + shard + 2 * (shard + 60) + shard);
+  EXPECT_EQ(weights_of(3, even), 2 * 90 + 60 + 30 + 2 * 30);
+  EXPECT_EQ(weights_of(1, whole), weights_of(1, even));
+}
+
+TEST(StageMemory, StalenessKeepsVersionsAndEverySecondRoundGradients) {
+  const auto with = [](std::int64_t replicas, std::int64_t staleness) {
+    return weights_of(replicas, {.model_copies = 0, .posts_versions = true, .staleness = staleness});
+  };
+  const double gradients = 90 + 45;  // with the copies
+  EXPECT_EQ(with(2, 1) - with(2, 0), 90 + gradients);
+  EXPECT_EQ(with(2, 2) - with(2, 0), 2 * 90 + gradients);
+  EXPECT_EQ(with(2, 3) - with(2, 0), 3 * 90 + 2 * gradients);
+  EXPECT_EQ(with(1, 3) - with(1, 0), 3 * 90);
+}
+
+TEST(StageMemory, WhoReducesTogetherHasNoShards) {
+  const MemoryCosts costs{.model_copies = 0, .state_copies = 2, .reduces_together = true};
+  EXPECT_EQ(weights_of(3, costs), 90 + 2 * 90 + 2 * 90);
+}
+
+TEST(StageMemory, BesideSparesAReplicaMayOwnNothingAndWaitForThem) {
+  const MemoryCosts costs{.model_copies = 0, .posts_versions = true, .has_spares = true};
+  EXPECT_EQ(weights_of(3, costs), 90 + 90 + 90 + 2 * 30);  // a version, gradients and copies, slots
+  const double with_two = replica_weight_bytes({.all = 90}, 3, 2, {.most = 1 / 3.0}, costs);
+  EXPECT_DOUBLE_EQ(with_two, 2 * 90 + 2 * (90 + 90) + 2 * 30);
+}
+
+TEST(StageMemory, WhereRoundsAreLongAChunkHasAMeanOfItsOwn) {
+  EXPECT_EQ(weights_of(3, {.drains = true}) - weights_of(3, {}), 30);
+  EXPECT_EQ(weights_of(1, {.drains = true}), weights_of(1, {}));
+}
+
+TEST(StageMemory, AsynchronousShardsAreOnceMoreAtTheirOwnerAndForEachOtherReplica) {
   const auto of = [&](std::int64_t replicas, bool asynchronous) {
-    const MemoryCosts costs{
-        .fixed_copies = 0, .step_copies = 2, .data_bytes = 0, .asynchronous = asynchronous};
-    return memory_of_plan(layers, memory, {{0, 1, replicas}}, {1}, {false}, costs)[0];
+    return weights_of(replicas, {.model_copies = 0, .step_copies = 2, .asynchronous = asynchronous});
   };
   // 90 / 3 at the owner, two copies of them, and a step's temporaries of the largest layer.
   EXPECT_EQ(of(3, true) - of(3, false), 90 + 2 * 60);

@@ -48,3 +48,19 @@ def test_a_replica_has_a_window_of_chunks_at_a_spare_and_room_for_a_round_at_a_r
     assert slots["pushed gradients of stage 0 replica 1 to stage 0 spare 0"] == NUM_SPARE_SLOTS
     assert slots["pushed gradients of stage 0 replica 1 to stage 0 replica 0"] == 5
     assert slots["pulled weights of stage 0 spare 0 to stage 0 replica 1"] == 5
+
+
+@pytest.mark.parametrize(("is_asynchronous", "num_slots"), [(False, 2), (True, 21)])
+def test_slots_for_whole_tensors_hold_a_round_and_not_the_largest_for_each(
+    is_asynchronous: bool, num_slots: int
+) -> None:
+    plan = Plan.load("3-1", num_layers=2)
+    schedule = _core.ScheduleOptions(
+        in_flight=list(plan.in_flight), placement=plan.placement, asynchronous=is_asynchronous
+    )
+    # One tensor of 4096 bytes and twenty of 64.
+    spec = ShardSpec(num_chunks=21, chunk_bytes_max=4096, num_pieces_max=1, whole_bytes=4096 + 20 * 64)
+    shards = {(0, owner): spec for owner in range(3)}
+    found = channels_of_run(plan, schedule, plan.workers_used, {}, [], None, codec={}, shards=shards)
+    slots = {channel.name: channel.num_slots for channel in found}
+    assert slots["pushed gradients of stage 0 replica 1 to stage 0 replica 0"] == num_slots

@@ -183,9 +183,7 @@ def test_memory_by_factors_is_kept_to_exactly(rows: list[_Row], num_workers: int
             stages=[(stage.first_layer, stage.last_layer, stage.num_replicas) for stage in stages],
             in_flight=Plan(stages).in_flight,
             recompute=[False] * len(stages),
-            fixed_copies=3.0,
-            step_copies=1.0,
-            data_bytes=0.0,
+            costs=_core.MemoryCosts(state_copies=1.0, step_copies=1.0),
             factors=[
                 [(float(weight), float(factors), 0.0) for weight, factors, _ in layer.factors or ()]
                 for layer in profile.layers
@@ -213,19 +211,18 @@ def test_memory_of_factored_weights_is_of_factors_and_whole_states() -> None:
             stages=[(0, 0, 4)],
             in_flight=[1],
             recompute=[False],
-            fixed_copies=3.0,
-            step_copies=1.0,
-            data_bytes=0.0,
+            costs=_core.MemoryCosts(state_copies=1.0, step_copies=1.0),
             factors=[factors],
         )
         return num_bytes
 
-    # A version, the model, gradients and momentum; gradients that have not left, slots; a step's temporary.
-    assert needed([]) == 4000 + 1000 * (1 + 2 * 3 / 4) + 1000
-    # Of 800 bytes a version, the model and momentum, and factors of five kinds; in a step the gradient that
-    # is made and what it is made of.
-    dense = 4 * 200 + 200 * (1 + 2 * 3 / 4)
-    assert needed([(800.0, 30.0, 0.0)]) == dense + 3 * 800 + 5 * 30 + 1000 + 800 + 4 * 30
+    # A version, the model, gradients, momentum of a shard; copies of the others' gradients, slots for what
+    # they push and are pulled from; a step's temporary.
+    assert needed([]) == 3000 + 250 + 3 * 750 + 1000
+    # Of 800 bytes a version, the model and momentum; of the rest and of factors gradients of two rounds;
+    # slots of three others; in a step the gradient that is made and what it is made of.
+    dense = 2 * 200 + 50 + 2 * (200 + 150) + 2 * 150
+    assert needed([(800.0, 30.0, 0.0)]) == dense + 3 * 800 + (2 + 3) * 30 + 1000 + 800 + 4 * 30
     assert needed([(800.0, 400.0, 0.0)]) == needed([])  # as large as the weight
 
 
@@ -400,11 +397,12 @@ def test_a_plan_is_simulated_as_it_was_made_unless_asked_otherwise(tmp_path: Pat
     assert by_factors.ms_per_minibatch == pytest.approx((1.0 + 1.75 + 0.8 + 0.5 + 0.5) / 2)
     dense = simulate_plan(path, profile, factors=False)
     assert dense.ms_per_minibatch == pytest.approx((3.0 + 2.5 + 2.5) / 2)
-    # Versions, model and momentum; of what is dealt gradients twice and slots; of the others factors thrice.
+    # A version and the model; momentum; of two rounds gradients, copies of half of what is dealt, factors;
+    # slots for the other's; slots for what is pulled.
     peaks = [worker["memory_peak_bytes"] for worker in by_factors.to_dict()["workers"]]
-    assert peaks == [3 * 5000 + 1000 * (1 + 2) + 3 * 300] * 2
+    assert peaks == [2 * 5000 + (500 + 4000) + 2 * (1000 + 500 + 300) + (500 + 300) + 500] * 2
     peaks = [worker["memory_peak_bytes"] for worker in dense.to_dict()["workers"]]
-    assert peaks == [4 * 5000 + 5000 * 2] * 2
+    assert peaks == [3 * 5000 + 2500 * (1 + 3)] * 2
 
 
 def test_a_schedule_that_drains_is_planned_with_the_factors_of_its_longer_rounds() -> None:
@@ -429,8 +427,10 @@ def test_a_schedule_that_drains_is_planned_with_the_factors_of_its_longer_rounds
         planned([2, 3], schedule).predicted["stage_memory_bytes"][0] for schedule in ("flush", "pipedream")
     )
     versions = Plan((Stage(0, 0, 2), Stage(1, 1, 3))).in_flight[0]
-    # The former keeps one version, gradients twice and slots of the weight; the latter all versions, factors.
-    assert by_factors - dense == (versions - 1) * 5000 - 2 * 4000 - 4000 + 3 * 1500 + 4000 + 2 * 1500
+    # State, gradients with copies, slots for pushes and pulls, a step with a chunk's mean or a product.
+    of_dense = 2500 + (5000 + 2500) + 2500 + 2500 + (5000 + 2500)
+    of_factors = (500 + 4000) + 2 * (1000 + 500 + 1500) + (500 + 1500) + 500 + (5000 + 4000 + 2 * 1500)
+    assert by_factors - dense == (versions - 1) * 5000 + of_factors - of_dense
 
 
 @pytest.mark.parametrize("planned_for", ["pipedream", "flush"])

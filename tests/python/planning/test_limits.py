@@ -37,10 +37,10 @@ def _needed_bytes(profile: Profile, stages: tuple[Stage, ...], index: int, *, re
     saved = sum(layer.saved_bytes or 0 for layer in layers)
     crossing = [0, *(profile.layers[one.last_layer].activation_bytes for one in stages[:-1]), 0]
     given_, made = crossing[index], crossing[index + 1]
-    exchanged = 1 + 2 * (r - 1) / r if r > 1 else 0  # gradients, slots
+    exchanged = 3 * (r - 1) / r  # copies of gradients for the others, slots for what they push, and pull
     widest = max(given_, *(layer.activation_bytes for layer in layers))
     largest = _OPTIMIZER_COPIES * max(layer.parameter_bytes for layer in layers)
-    needed = (n + 2 + _OPTIMIZER_COPIES + exchanged) * weights + max(2 * widest, largest)
+    needed = (n + 2 + _OPTIMIZER_COPIES / r + exchanged) * weights + max(2 * widest, largest)
     minibatches = range(2 * r * max(one.num_replicas for one in stages))
     if not is_last:
         below = {i % stages[index + 1].num_replicas for i in minibatches if i % r == 0}
@@ -338,25 +338,51 @@ def test_another_schedules_plan_is_the_best_of_all_by_the_simulator(
     assert found.bottleneck_ms == pytest.approx(min(time for time in times if time is not None), rel=1e-9)
 
 
-def test_asynchronous_shards_are_in_the_memory() -> None:
+def test_how_replicas_agree_is_in_the_memory() -> None:
     profile = _profile([(10, 0, 1000, 0)])
+    asked: dict[str, dict[str, Any]] = {
+        "bsp": {},
+        "ssp": {"staleness": 3},
+        "asp": {},
+        "allreduce": {},
+        "whole": {"sync": "bsp", "whole_tensors": True},
+    }
     needed = {}
-    for sync in ("bsp", "ssp", "asp"):
-        plan = partition(profile, 2, 1e9, memory=1_000_000, sync=sync, optimizer_copies=2)
+    for name, how in asked.items():
+        plan = partition(profile, 2, 1e9, memory=1_000_000, optimizer_copies=2, **({"sync": name} | how))
         assert plan.stages == (Stage(0, 0, 2),)
-        needed[sync] = plan.predicted["memory_bytes"]
+        needed[name] = plan.predicted["memory_bytes"]
+    # A version, the model, gradients; copies of gradients for the other, its pushes, pulls; its shard's state
+    # of two copies, and of a step as many temporaries.
+    assert needed["bsp"] == 3000 + 3 * 500 + 2 * 500 + 2 * 1000
+    # Three more versions, and gradients of two more rounds with their copies.
+    assert needed["ssp"] == needed["bsp"] + 3000 + 2 * 1500
     # The shard apart, a copy of it for the other replica, and the step of the other's gradient.
     assert needed["asp"] == needed["bsp"] + 1000 + 2 * 1000
-    assert needed["ssp"] == needed["bsp"]
-    tight = int(needed["bsp"])
-    assert partition(profile, 2, 1e9, memory=tight, optimizer_copies=2).workers_used == 2
-    assert partition(profile, 2, 1e9, memory=tight, sync="asp", optimizer_copies=2).workers_used == 1
+    assert needed["allreduce"] == 4000 + 2 * 1000 + 2 * 1000  # gradients of two rounds, whole states
+    # One tensor that is all may be either's: copies, pushes in slots as large, pulls, state and a mean.
+    assert needed["whole"] == 3000 + 1000 + 2000 + 1000 + 2 * 1000 + 2 * 1000 + 1000
+    tight: dict[str, Any] = {"memory": int(needed["bsp"]), "optimizer_copies": 2}
+    assert partition(profile, 2, 1e9, **tight).workers_used == 2
+    for name in ("asp", "allreduce"):
+        assert partition(profile, 2, 1e9, sync=name, **tight).workers_used == 1
+
+
+def test_on_a_host_replicas_have_no_slots_for_what_they_pull() -> None:
+    host = replace(_profile([(10, 0, 1 << 20, 0)]), device="x86_64, 2 threads")
+    asked: dict[str, Any] = {"replicas": [2], "memory": "64MiB"}
+    device = partition(replace(host, device="NVIDIA H200"), 2, 1e9, **asked).predicted["memory_bytes"]
+    tree_bytes = (4 << 20) + (64 << 10)
+    assert partition(host, 2, 1e9, **asked).predicted["memory_bytes"] == device + tree_bytes - (1 << 19)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sync": "allreduce"}, "sync is 'allreduce': plans are made for bsp, ssp, asp"),
+        ({"sync": "sometimes"}, "sync is 'sometimes': it is one of bsp, ssp, asp, allreduce"),
+        ({"sync": "allreduce", "spare_workers": 1}, "sync is 'allreduce', which has no spare_workers"),
+        ({"staleness": 1}, "staleness is 1, which goes with sync='ssp'"),
+        ({"sync": "ssp", "staleness": -1}, "staleness is -1: give a number of rounds, 0 or more"),
         ({"sync": "asp", "schedule": "flush"}, "sync is 'asp', which has schedule 'pipedream'"),
         ({"sync": "asp", "spare_workers": 1}, "no spare_workers and no factors: leave them out"),
     ],

@@ -22,6 +22,7 @@ def _peaks(
     replicas: tuple[int, ...] = (1,) * _STAGES,
     recompute: bool = False,
     cut_bytes: int = 0,
+    device: str | None = None,
     **options: Any,
 ) -> list[float]:
     """Of each worker, without the weights of one version, the model, gradients and momentum."""
@@ -38,7 +39,7 @@ def _peaks(
     programs = [_core.make_program(schedule_options, rank, 12) for rank in range(plan.workers_used)]
     transfers = [TransferTimes(0.25, 0.25)] * (num_stages - 1)
     simulation = simulate(programs, StageTimes(1 / m, 2 / m), transfers)
-    uses = memory_in_use(simulation, plan, Profile(tuple(layers)), schedule_options, **options)
+    uses = memory_in_use(simulation, plan, Profile(tuple(layers), device=device), schedule_options, **options)
     assert all(row == sorted(row, key=lambda use: use.begin_ms) for row in uses)
     assert all(row[0].num_bytes == pytest.approx(row[-1].num_bytes) for row in uses)  # all is given back
     return [max(use.num_bytes for use in row) - 4 * _WEIGHTS for row in uses]
@@ -78,6 +79,8 @@ def test_what_travels_is_in_the_memory_of_both_ends() -> None:
 
 
 def test_replicas_have_what_they_exchange_and_the_optimizer_is_asked_for() -> None:
-    pushed_and_pulled = (1 + 2 / 2) * _WEIGHTS
-    assert _peaks("data_parallel", replicas=(2,)) == pytest.approx([_SAVED + pushed_and_pulled] * 2)
+    # Of half the weights copies of gradients, slots for what is pushed and pulled, and no state.
+    assert _peaks("data_parallel", replicas=(2,)) == pytest.approx([_SAVED + (3 - 1) / 2 * _WEIGHTS] * 2)
+    on_host = _peaks("data_parallel", replicas=(2,), device="x86_64, 2 threads")
+    assert on_host == pytest.approx([_SAVED + (2 - 1) / 2 * _WEIGHTS] * 2)
     assert _peaks("model_parallel", replicas=(1,), optimizer_copies=2.0) == pytest.approx([_SAVED + _WEIGHTS])

@@ -1,0 +1,123 @@
+"""partition(memory=...) beside what a run predicts for itself, of drawn models, plans and optimizers: a plan
+never has less, so that what is planned fits, and little more, so that what would fit is planned."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from typing import Any
+
+import pipedream
+import pytest
+import torch
+from farm import Farm
+from oracle import assert_memory_as_predicted
+from pipedream import Plan, RunResult
+from torch import nn
+
+_REPLICAS = ((2,), (3,), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2), (3, 2), (2, 1, 2))
+_NUM_MINIBATCHES = 9
+_MORE_MAX = 1.12
+
+
+class _OfWholeTensors(torch.optim.SGD):
+    """A subclass may look at whole tensors."""
+
+
+# By what an optimizer keeps of the weights, and whether its shards are of whole tensors.
+_OPTIMIZERS: dict[str, tuple[Any, float, bool]] = {
+    "sgd": (functools.partial(torch.optim.SGD, lr=1e-4), 0.0, False),
+    "momentum": (functools.partial(torch.optim.SGD, lr=1e-4, momentum=0.9), 1.0, False),
+    "adam": (functools.partial(torch.optim.Adam, lr=1e-4), 2.0, False),
+    "native adam": (functools.partial(pipedream.optim.Adam, lr=1e-4), 2.0, False),
+    "whole": (functools.partial(_OfWholeTensors, lr=1e-4, momentum=0.9), 1.0, True),
+}
+_SYNCS: tuple[dict[str, Any], ...] = (
+    {"sync": "bsp"},
+    {"sync": "ssp", "staleness": 1},
+    {"sync": "ssp", "staleness": 4},
+    {"sync": "asp"},
+    {"sync": "allreduce"},
+)
+
+
+class _Job:
+    """A model, a plan and options, drawn by number: the same at every rank."""
+
+    def __init__(self, number: int) -> None:
+        draw = random.Random(number)
+        self.replicas = _REPLICAS[number % len(_REPLICAS)]
+        self.optimizer = draw.choice([*_OPTIMIZERS])
+        self.sync = draw.choice(_SYNCS)
+        widths = [draw.choice((16, 96, 256, 512)) for _ in range(2 * len(self.replicas) + 3)]
+        linears = [nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
+        self.model = nn.Sequential(*linears)
+        self.widths = widths[0], widths[-1]
+        self.boundaries = sorted(draw.sample(range(len(linears) - 1), len(self.replicas) - 1))
+        self.batch_size = draw.choice((2, 16))
+        self.largest_bytes = 4 * max(sum(p.numel() for p in layer.parameters()) for layer in linears)
+        self.clips = draw.random() < 0.2 and self.sync["sync"] != "asp"
+
+    def data(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(self.batch_size, width) for width in self.widths]
+        pairs = [[torch.randn(s, generator=generator) for s in shapes] for _ in range(_NUM_MINIBATCHES)]
+        return [(inputs, targets) for inputs, targets in pairs]
+
+    def plan(self) -> Plan:
+        profile = pipedream.profile(self.model, self.data()[:1], nn.functional.mse_loss, minibatches=1)
+        _, copies, whole = _OPTIMIZERS[self.optimizer]
+        return pipedream.partition(
+            profile,
+            sum(self.replicas),
+            1e15,
+            memory="1GiB",
+            boundaries=self.boundaries,
+            replicas=self.replicas,
+            optimizer_copies=copies,
+            recompute=False,
+            whole_tensors=whole or self.clips,
+            **self.sync,
+        )
+
+
+def train_drawn(number: int, plan: Plan) -> RunResult:
+    """At one rank."""
+    torch.manual_seed(number)
+    job = _Job(number)
+    return pipedream.run(
+        job.model,
+        plan,
+        data=job.data(),
+        loss_fn=nn.functional.mse_loss,
+        optimizer=_OPTIMIZERS[job.optimizer][0],
+        max_grad_norm=1.0 if job.clips else None,
+        seed=1,
+        progress=False,
+        **job.sync,
+    )
+
+
+def _temporaries_bytes(job: _Job) -> int:
+    """Of a layer's step, which a plan counts of every optimizer; the native ones make none. Asynchronous
+    shards have another's besides."""
+    _, copies, _ = _OPTIMIZERS[job.optimizer]
+    num_steps = 2 if job.sync["sync"] == "asp" else 1
+    return num_steps * int(copies) * job.largest_bytes if "native" in job.optimizer else 0
+
+
+@pytest.mark.parametrize("number", range(14))
+def test_a_plan_has_what_its_run_predicts_and_little_more(farm: Farm, number: int) -> None:
+    job = _Job(number)
+    plan = job.plan()
+    result = farm.results(train_drawn, number, plan, num_ranks=plan.workers_used)[0]
+    assert_memory_as_predicted(result)
+    workers = iter(result.memory)
+    for planned, count in zip(plan.predicted["stage_memory_bytes"], job.replicas, strict=True):
+        terms = [next(workers) for _ in range(count)]
+        predicted = [sum(figures["predicted"] or 0 for figures in of_one.values()) for of_one in terms]
+        assert max(predicted) <= planned, (planned, result.describe_memory())
+        if not _OPTIMIZERS[job.optimizer][2] and not job.clips:
+            more = _temporaries_bytes(job)
+            assert planned <= _MORE_MAX * max(predicted) + more, (planned, result.describe_memory())
