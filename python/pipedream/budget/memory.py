@@ -70,6 +70,8 @@ SHARD_STEP = "step for another replica"
 _SLOT_ALIGNMENT = 256  # csrc/pool/pool.h, kSlotAlignment
 _STAGING, _RESIDUAL = "staging, ", "residual, "  # csrc/stage/worker.cc, before the channel's name
 _NUM_RELEASED_LATE = 1  # what a neighbour has used, and whose memory has not come back to the sender
+_NO_LIMIT = 1 << 60
+_PERIOD_MAX = 1 << 12  # minibatches that are looked at
 _GENERATOR_BYTES = 8192  # of a recompute: the state of torch's generators
 
 Terms = dict[str, int]
@@ -265,10 +267,33 @@ def num_activation_homes(schedule: _core.ScheduleOptions, stage: int) -> int:
 
 
 def num_in_flight_upstream(schedule: _core.ScheduleOptions, stage: int) -> int:
-    """Microbatches of one replica of the stage, not the first, that the replicas upstream have in flight."""
+    """Microbatches of one replica of the stage, not the first, that the replicas upstream may have in flight
+    at once: by the links to each of them, and as they share rounds. No fewer than any order of the workers'
+    lists has, as on a link that is slow for gradients alone, and but for that a worker may have no more."""
     upstream, here = (schedule.placement.num_replicas(index) for index in (stage - 1, stage))
     stride = math.lcm(upstream, here)
-    return stride // here * num_of_edge_in_flight(schedule, stage - 1, stride)
+    of_edges = stride // here * num_of_edge_in_flight(schedule, stage - 1, stride)
+    return min(of_edges, _num_within_rounds(schedule, stage))
+
+
+def _num_within_rounds(schedule: _core.ScheduleOptions, stage: int) -> int:
+    """Microbatches of one replica that upstream may be in flight by the version that its replicas read: there
+    are the gradients of all rounds before it, whoever has them."""
+    upstream, here = (schedule.placement.num_replicas(index) for index in (stage - 1, stage))
+    per_round = _core.rounds_of(schedule, stage - 1).minibatches_per_round
+    # In one period all is as in any other.
+    period = math.lcm(per_round, here, schedule.placement.num_replicas(0))
+    is_shared = upstream > 1 and not schedule.asynchronous and not schedule.uses_allreduce
+    if not is_shared or period > _PERIOD_MAX:
+        return _NO_LIMIT
+    begin = period * (2 + _core.num_versions_kept(schedule, 0) + _core.num_versions_kept(schedule, stage - 1))
+    begin += -(-schedule.first_minibatch // period) * period
+
+    def first_open(last: int) -> int:
+        return _core.forward_version(schedule, stage - 1, last) * per_round
+
+    num_minibatches = max((last - first_open(last)) // here + 1 for last in range(begin, begin + period))
+    return schedule.num_microbatches * num_minibatches
 
 
 def choose_savings(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -111,11 +112,18 @@ def test_gradients_that_are_larger_than_what_is_kept_wait_in_its_place() -> None
     assert _kib(memory)[STASH] == 4 * 10 + 10
 
 
-def _most_held(options: _core.ScheduleOptions, stage: int, kept: int, gradient: int) -> int:
+def _most_held(
+    options: _core.ScheduleOptions, stage: int, kept: int, gradient: int, count: int | None = None
+) -> int:
     """By the workers' own lists: the most that replica 0 of the stage has of what it keeps and of gradients
-    that have not been received, each time all others having done no more than it has needed."""
+    that have not been received, each time all others having done no more than it has needed. count: of the
+    minibatches; None: as many as show the most, wherever the last one falls."""
     placement = options.placement
-    count = (2 * max(options.in_flight) + 2) * max(map(placement.num_replicas, range(options.num_stages)))
+    if count is None:
+        replicas = [placement.num_replicas(index) for index in range(options.num_stages)]
+        least = (2 * max(options.in_flight) + 2) * max(replicas)
+        counts = range(least, least + math.lcm(*replicas))
+        return max(_most_held(options, stage, kept, gradient, count) for count in counts)
     programs = [_core.make_program(options, rank, count) for rank in range(options.num_workers)]
     positions, waiting = [0] * len(programs), dict.fromkeys(map(str, _core.edges_of(options)), 0)
 
@@ -143,7 +151,83 @@ def _most_held(options: _core.ScheduleOptions, stage: int, kept: int, gradient: 
     return most
 
 
+def _most_held_of_all_orders(
+    options: _core.ScheduleOptions, stage: int, kept: int, gradient: int, count: int
+) -> int:
+    """The same of every order in which the workers may do what their lists say, one by one."""
+    placement = options.placement
+    programs = [_core.make_program(options, rank, count) for rank in range(options.num_workers)]
+    # By worker and how much of its list is done: items sent or received by each edge, and held here.
+    done: list[list[dict[str, int]]] = []
+    for program in programs:
+        sums = [dict.fromkeys(["here", *map(str, _core.edges_of(options))], 0)]
+        for instruction in program:
+            after = dict(sums[-1])
+            if instruction.edge is not None:
+                after[str(instruction.edge)] += 1
+            elif instruction.opcode in ("FORWARD", "BACKWARD"):
+                after["here"] += 1 if instruction.opcode == "FORWARD" else -1
+            sums.append(after)
+        done.append(sums)
+    target = placement.rank_of(stage)
+    receivers = {
+        str(edge): placement.rank_of(edge.to_stage, edge.to_replica)
+        for edge in _core.edges_of(options)
+        if edge.kind == "gradient" and (edge.from_stage, edge.from_replica) == (stage, 0)
+    }
+    start = (0,) * len(programs)
+    seen, open_ = {start}, [start]
+    most = 0
+    while open_:
+        positions = open_.pop()
+        mine = done[target][positions[target]]
+        waiting = sum(mine[edge] - done[rank][positions[rank]][edge] for edge, rank in receivers.items())
+        most = max(most, mine["here"] * kept + waiting * gradient)
+        for rank, program in enumerate(programs):
+            if positions[rank] == len(program):
+                continue
+            instruction = program[positions[rank]]
+            edge = instruction.edge
+            if edge is not None and instruction.opcode == "RECV":
+                sender = placement.rank_of(edge.from_stage, edge.from_replica)
+                if done[sender][positions[sender]][str(edge)] == done[rank][positions[rank]][str(edge)]:
+                    continue  # has not been sent
+            after = (*positions[:rank], positions[rank] + 1, *positions[rank + 1 :])
+            if after not in seen:
+                seen.add(after)
+                open_.append(after)
+    return most
+
+
+@pytest.mark.parametrize(
+    ("replicas", "in_flight"),
+    [((1, 1), (2, 1)), ((1, 1), (4, 1)), ((2, 1), (2, 1)), ((1, 2), (3, 1)), ((1, 1, 1), (3, 2, 1))],
+    ids=str,
+)
+@pytest.mark.parametrize(("kept", "gradient"), [(100, 10), (1, 10)])
+def test_no_order_has_more_than_others_that_do_only_what_is_needed(
+    replicas: tuple[int, ...], in_flight: tuple[int, ...], kept: int, gradient: int
+) -> None:
+    plan = Plan.replicated(len(replicas), replicas)
+    options = _core.ScheduleOptions("pipedream", list(in_flight), 1, plan.placement)
+    count = 2 * max(n * r for n, r in zip(in_flight, replicas, strict=True))
+    for stage in range(1, len(replicas)):
+        held = _most_held_of_all_orders(options, stage, kept, gradient, count)
+        assert held == _most_held(options, stage, kept, gradient, count)
+
+
 _STRAIGHT = [("pipedream", 1), ("flush", 4), ("gpipe", 2), ("2bw", 4)]
+
+
+def _assert_stash_is_what_the_lists_allow(plan: Plan, options: _core.ScheduleOptions) -> None:
+    nothing = dict.fromkeys(range(plan.num_stages), 0)
+    for stage, (kept, gradient) in itertools.product(range(1, plan.num_stages), [(100, 10), (1, 10)]):
+        footprint = replace(_footprint(stash=0, inputs=0), stash_bytes=kept, input_bytes=gradient)
+        rank = plan.placement.rank_of(stage)
+        footprints, ties = {stage: footprint}, {stage: {}}
+        memory = MemoryPlan(plan, rank, options, footprints, [], nothing, ties, nothing, nothing, 0)
+        # One is released a little late.
+        assert memory.terms()[STASH] == _most_held(options, stage, kept, gradient) + gradient, stage
 
 
 @pytest.mark.parametrize(
@@ -164,14 +248,23 @@ def test_what_is_kept_and_the_gradients_that_wait_are_what_the_lists_allow(
 ) -> None:
     plan = Plan.replicated(len(replicas), replicas)
     options = _core.ScheduleOptions(schedule, plan.in_flight, microbatches, plan.placement)
-    nothing = dict.fromkeys(range(len(replicas)), 0)
-    for stage, (kept, gradient) in itertools.product(range(1, len(replicas)), [(100, 10), (1, 10)]):
-        footprint = replace(_footprint(stash=0, inputs=0), stash_bytes=kept, input_bytes=gradient)
-        rank = plan.placement.rank_of(stage)
-        footprints, ties = {stage: footprint}, {stage: {}}
-        memory = MemoryPlan(plan, rank, options, footprints, [], nothing, ties, nothing, nothing, 0)
-        # One is released a little late.
-        assert memory.terms()[STASH] == _most_held(options, stage, kept, gradient) + gradient
+    _assert_stash_is_what_the_lists_allow(plan, options)
+
+
+@pytest.mark.parametrize("more", [0, 1, 6], ids="{} more in flight".format)
+@pytest.mark.parametrize(
+    "replicas",
+    [(2, 1), (3, 1), (1, 3), (3, 2), (2, 3), (4, 3), (3, 3), (2, 1, 2), (1, 2, 1), (3, 2, 1), (1, 2, 3)],
+    ids=str,
+)
+def test_replicas_upstream_may_leave_gradients_of_all_that_they_have_in_flight(
+    replicas: tuple[int, ...], more: int
+) -> None:
+    """As behind a link that is slow in that direction alone; a fast one never shows it."""
+    plan = Plan.replicated(len(replicas), replicas)
+    in_flight = [plan.in_flight[0] + more, *plan.in_flight[1:]]
+    options = _core.ScheduleOptions("pipedream", in_flight, 1, plan.placement)
+    _assert_stash_is_what_the_lists_allow(plan, options)
 
 
 def _minibatches_of(in_flight: int, microbatches: int) -> int:
