@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import random
@@ -17,6 +18,7 @@ from oracle import assert_memory_as_predicted
 from pipedream import Plan, reference
 from pipedream.launch.fork_server import start_server
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 from training import (
     Training,
     assert_close_losses,
@@ -230,3 +232,50 @@ class Noise:
         for i in torch.randperm(len(self._batches)):
             inputs, targets = self._batches[i]
             yield inputs + torch.randn_like(inputs), targets * random.random()
+
+
+class _Residual(nn.Module):
+    """Is cut, for which minibatch 0 is looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = inputs + self.second(self.first(inputs))
+        return result
+
+
+def test_a_loaders_own_generator_goes_on_from_run_to_run_as_in_a_plain_loop() -> None:
+    """Workers iterate a copy: each run of one epoch had the minibatches of the first one again."""
+    inputs, targets = torch.randn(12, 3), torch.randn(12, 3)
+
+    def loader() -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(3)
+        return DataLoader(TensorDataset(inputs, targets), 4, shuffle=True, generator=generator)
+
+    data, plain_data, model = loader(), loader(), _Residual()
+    plain = copy.deepcopy(model)
+    losses, plain_losses = [], []
+    profile = pipedream.profile(model, data, nn.functional.mse_loss, minibatches=2)
+    plan, loss_fn = Plan.load("1-1", profile=profile), nn.functional.mse_loss
+    for _ in range(2):
+        sgd = functools.partial(torch.optim.SGD, lr=0.1)
+        result = pipedream.run(
+            model,
+            plan,
+            data=data,
+            loss_fn=nn.functional.mse_loss,
+            optimizer=sgd,
+            schedule="flush",
+            progress=False,
+        )
+        losses += result.losses
+        optimizer = sgd(plain.parameters())
+        for batch, wanted in plain_data:
+            optimizer.zero_grad()
+            loss = loss_fn(plain(batch), wanted)
+            loss.backward()
+            optimizer.step()
+            plain_losses.append(loss.item())
+    assert_close_losses(losses, plain_losses, 1e-5)

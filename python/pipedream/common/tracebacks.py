@@ -127,7 +127,7 @@ def _frames(trace: TracebackType | None) -> list[TracebackType]:
 
 
 def _is_ours(frame: TracebackType) -> bool:
-    """What a dataclass of ours is given, as its __init__, has no file; a script of python -c has none either."""
+    """What a dataclass of ours is given (its __init__) has no file; a script of python -c has none either."""
     code_file, module = frame.tb_frame.f_code.co_filename, frame.tb_frame.f_globals.get("__name__", "")
     return code_file.startswith(_OUR_FOLDER) or (code_file == "<string>" and _is_our_module(module))
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pipedream.data.stream import without_processes
+from pipedream.model.loader_generators import generators_of_loader_kept
 from pipedream.model.seeding import RngState
 
 __all__ = ["PeekedIterator", "first_of"]
@@ -46,12 +47,13 @@ class PeekedIterator:
 
 def first_of(data: Iterable[Any]) -> Any:
     """Of data that will be iterated again from the beginning; an iterator's by peek(). What data, a dataset
-    or a sampler count in attributes when they are iterated (epochs) stays as it is. Raises ValueError where
-    there is no minibatch."""
+    or a sampler count in attributes when they are iterated (epochs) stays as it is, and so do generators
+    that a DataLoader was given. Raises ValueError where there is no minibatch."""
     if isinstance(data, PeekedIterator):
         first = data.peek()
     elif isinstance(data, torch.utils.data.DataLoader):
-        first = next(iter(_alone(data)), None)
+        with generators_of_loader_kept(data):
+            first = next(iter(_alone(data)), None)
     else:
         first = next(iter(_shallow_copy(data)), None)
     if first is None:
@@ -67,7 +69,9 @@ def _alone(loader: torch.utils.data.DataLoader[Any]) -> torch.utils.data.DataLoa
     for name in ("dataset", "sampler", "batch_sampler"):
         alone.__dict__[name] = _shallow_copy(getattr(loader, name))  # a loader refuses others once it is made
     if isinstance(alone.batch_sampler, torch.utils.data.BatchSampler):
-        alone.batch_sampler.sampler = alone.sampler
+        of_batches = alone.batch_sampler.sampler  # another one than the loader's where it was given
+        is_loaders = of_batches is loader.sampler
+        alone.batch_sampler.sampler = alone.sampler if is_loaders else _shallow_copy(of_batches)
     return alone
 
 

@@ -37,6 +37,7 @@ from pipedream.launch.worker_processes import run_processes, signals_deferred
 from pipedream.links.rendezvous import Rendezvous, host_store
 from pipedream.model.factories import try_factories
 from pipedream.model.layers import Model
+from pipedream.model.loader_generators import set_generators
 from pipedream.model.seeding import generators_kept
 from pipedream.model.splitter import split
 from pipedream.model.stage_module import StageModule, find_ties
@@ -55,7 +56,7 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions) -> RunRe
 
     Raises ValueError for what cannot be sent to the workers, and for whatever a worker found mistaken;
     WorkerLost, PeerLost and other PipelineErrors when the run fails. No worker is left behind, and the
-    caller's random number generators are as they were.
+    caller's random number generators are as they were; those of a DataLoader's own, as it was iterated.
     """
     # What is known to be wrong is said before any worker starts.
     stages = split(model, options.plan)
@@ -76,6 +77,7 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions) -> RunRe
             forwarding(forwarded, data, options, task, rendezvous),
         ):
             _launch(task, options.plan, board)
+        set_generators(data, read_part(folder, "generators"))
         result = RunResult.from_dict(json.loads((folder / "result.json").read_text(encoding="utf-8")))
         if options.gather != "none":
             load_weights(stages, options.plan, folder)

@@ -15,11 +15,12 @@ from pathlib import Path
 from pipedream import _core
 from pipedream.common.guard import one_run_at_a_time
 from pipedream.launch.failure import write_error
-from pipedream.launch.task_files import WorkerTask, read_part
+from pipedream.launch.task_files import WorkerTask, read_part, write_part
 from pipedream.launch.worker import run_worker
 from pipedream.links.descriptors import descriptor_limit_raised
 from pipedream.links.rendezvous import Rendezvous, connect_store
 from pipedream.model.class_registries import register_classes
+from pipedream.model.loader_generators import generator_states
 from pipedream.model.seeding import RngState
 from pipedream.report.status import StatusBoard
 from pipedream.stage.job import CallerSettings, JobOptions, WorkerPlace
@@ -101,5 +102,6 @@ def _train(task: WorkerTask, folder: Path, rank: int, board: StatusBoard) -> Non
             folder=folder,
         )
         result = run_worker(place, options, model, data)
-    if rank == 0:
+    if rank == 0:  # which has read all data
+        write_part(folder, "generators", generator_states(data), "")
         (folder / "result.json").write_text(json.dumps(result.to_dict()), encoding="utf-8")

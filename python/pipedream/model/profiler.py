@@ -33,6 +33,7 @@ from pipedream.model.factored import factorable, rows_counted
 from pipedream.model.initial_weights import WeightSource, check_weights
 from pipedream.model.layer_sweep import SWEEPS_MAX, LayerSweep
 from pipedream.model.layers import Model, check_shapes, layers_of, model_name
+from pipedream.model.loader_generators import generators_of_loader_kept
 from pipedream.model.loss_placement import loss_on, spare_loss
 from pipedream.model.meta_device import is_on_meta
 from pipedream.model.product_timing import product_ms_per_replica
@@ -79,7 +80,8 @@ def profile(
     whichever is first. loss_fn(outputs, targets), with dicts
     loss_fn(outputs, batch), must give a scalar; its time goes to the last layer; None takes the loss that the
     model's output has. Short minibatches are not timed. The model is left as it was: weights, gradients,
-    buffers, flags and counters, random number generators; so is a loss that is a module or another object.
+    buffers, flags and counters, random number generators, a DataLoader's own too; so is a loss that is a
+    module or another object.
 
     Raises ValueError or TypeError for arguments or batches that do not fit. Source: PipeDream (SOSP'19),
     section 3.1.
@@ -117,7 +119,8 @@ def profile(
     loss_fn = spare_loss(loss_fn)
     measurement = _Measurement(functools.partial(_make_passes, model, loss_fn, cuts, check), layers)
     kept, placed = untouched([*layers, *modules_carried_by(loss_fn)]), loss_on(loss_fn, device)
-    with kept, placed, torch.enable_grad(), _progress(minibatches) as advance:
+    data_kept = generators_of_loader_kept(batches)
+    with kept, data_kept, placed, torch.enable_grad(), _progress(minibatches) as advance:
         if on_meta:
             passes: TimedPasses | LayerSweep = _sweep(
                 measurement, model, batches, loss_fn, cuts, check, weights, minibatches, seconds

@@ -34,9 +34,7 @@ def exchange(tensor: Tensor, content: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def poisoned(
-    tensors: Iterable[Tensor], device: torch.device, read: Iterable[Tensor] = ()
-) -> Iterator[None]:
+def poisoned(tensors: Iterable[Tensor], device: torch.device, read: Iterable[Tensor] = ()) -> Iterator[None]:
     """Inside the tensors are NaN, those of whole numbers 0, on the device: one element in their shape. read:
     those of them that lie in memory as they did."""
     in_memory = {id(tensor) for tensor in read}
