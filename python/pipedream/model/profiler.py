@@ -26,7 +26,7 @@ from torch import nn
 from pipedream.common.checks import check_count, check_data, check_function, is_number
 from pipedream.common.guard import check_main_guard
 from pipedream.model.batches import own_loss, parts_of
-from pipedream.model.boundary import device_of, tensors_of, to_device
+from pipedream.model.boundary import device_of, to_device
 from pipedream.model.clock import Clock, make_clock
 from pipedream.model.cut_model import CutModel, cut_model, needs_cutting
 from pipedream.model.factored import factorable, rows_counted
@@ -36,6 +36,7 @@ from pipedream.model.layers import Model, check_shapes, layers_of, model_name
 from pipedream.model.loader_generators import generators_of_loader_kept
 from pipedream.model.loss_placement import loss_on, spare_loss
 from pipedream.model.meta_device import is_on_meta
+from pipedream.model.microbatch import samples_of
 from pipedream.model.product_timing import product_ms_per_replica
 from pipedream.model.references import check_loss_fn, modules_carried_by
 from pipedream.model.split_check import check_cuts
@@ -247,7 +248,7 @@ def _measure(
     for minibatch, batch in enumerate(_repeat(batches)):
         inputs, targets = parts_of(batch, minibatch)
         measurement.max_shapes = larger_of(measurement.max_shapes, shapes_of(batch))
-        batch_size = _batch_size(inputs)
+        batch_size = _batch_size(inputs, targets)
         if minibatch == 0:
             measurement.batch_size = batch_size
         # A shorter last batch would pull the mean below what a full minibatch costs.
@@ -310,7 +311,7 @@ def _sweep(
     read = list(itertools.islice(_repeat(batches), min(minibatches, SWEEPS_MAX)))
     measurement.max_shapes = functools.reduce(larger_of, map(shapes_of, read), {})
     inputs, targets = parts_of(read[0], 0)
-    measurement.batch_size = _batch_size(inputs)
+    measurement.batch_size = _batch_size(inputs, targets)
     if needs_cutting(model):
         assert isinstance(model, nn.Module)
         cut = cut_model(model, inputs, targets, loss_fn, weights=weights)
@@ -373,11 +374,10 @@ def _repeat(batches: Iterable[Any]) -> Iterator[Any]:
             return
 
 
-def _batch_size(inputs: Any) -> int | None:
-    for tensor in tensors_of(inputs):
-        if tensor.ndim > 0:
-            return max(1, tensor.shape[0])
-    return None
+def _batch_size(inputs: Any, targets: Any) -> int | None:
+    """As a run counts samples: of inputs that are joined (words of bags, nodes of graphs) the targets tell."""
+    num_samples = samples_of(inputs, targets)
+    return None if num_samples is None else max(1, num_samples)
 
 
 def _column_means(rows: list[list[float]]) -> list[float]:

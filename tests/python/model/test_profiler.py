@@ -108,6 +108,29 @@ def test_short_minibatches_are_not_timed_and_batches_start_again_when_they_end()
     assert (measured.minibatches, measured.batch_size) == (5, 4)
 
 
+class _Bags(nn.Module):
+    """Of words, joined in one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags, self.head = nn.EmbeddingBag(9, 4), nn.Linear(4, 3)
+
+    def forward(self, words: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.bags(words, offsets))
+        return result
+
+
+def test_samples_are_counted_as_in_a_run_where_the_inputs_have_other_sizes() -> None:
+    # They were as many as words: rates so many times too high, and minibatches of other texts not timed.
+    def batch(*lengths: int) -> Batch:
+        offsets = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+        return (torch.randint(9, (sum(lengths),)), offsets), torch.randint(3, (len(lengths),))
+
+    batches = [batch(4, 2), batch(1, 2), batch(3, 3), batch(2, 5), batch(1, 1), batch(6, 6), batch(3, 1)]
+    measured = profile(_Bags(), iter(batches), nn.functional.cross_entropy, check=False)
+    assert (measured.batch_size, measured.minibatches) == (2, 2)  # and five of warm-up
+
+
 def test_a_generator_that_ends_early_leaves_what_it_gave() -> None:
     data = CASES["mlp"].data(8)
     for num_batches, num_measured in ((8, 3), (6, 1), (3, 1), (1, 1)):
