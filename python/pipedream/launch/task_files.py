@@ -5,12 +5,14 @@ Written by the caller from host memory, read by every worker, who thereby has co
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
+import shutil
 import types
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from pipedream.common import errors
+from pipedream.common.units import format_bytes
 from pipedream.data.first_minibatch import PeekedIterator
 from pipedream.data.stream import ForwardedData, without_processes
 from pipedream.launch.forwarded import describe_forwarded
@@ -92,7 +95,8 @@ class _HostPickler(pickle.Pickler):
             return _storage_of, (content.tobytes(),)
         path = self._folder / f"{self._name}-{self._num_files}.memory"
         self._num_files += 1
-        content.tofile(path)  # on the host no copy
+        with _room_told(self._folder):
+            content.tofile(path)  # on the host no copy
         return _map_storage, (os.fspath(path), storage.nbytes())
 
 
@@ -129,14 +133,31 @@ def _dumps(value: Any, folder: Path | None = None, name: str = "") -> bytes:
     return content.getvalue()
 
 
+@contextlib.contextmanager
+def _room_told(folder: Path) -> Iterator[None]:
+    """Around what writes into the folder of the run."""
+    try:
+        yield
+    except OSError as error:
+        temporary = folder.parent
+        free = format_bytes(shutil.disk_usage(temporary).free)
+        raise errors.PipelineError(
+            f"what local workers are told cannot be written into {temporary}, where {free} are free"
+            f" ({errors.one_line(error)}): make room there, or name another folder in TMPDIR"
+        ) from None
+
+
 def write_part(folder: Path, name: str, value: Any, remedy: str) -> None:
     try:
         content = _dumps(value, folder, name)
+    except errors.PipelineError:  # of _room_told
+        raise
     except Exception as error:
         raise ValueError(
             f"{name} ({_name_of(value)}) cannot be sent to the workers: {errors.one_line(error)}; {remedy}"
         ) from None
-    (folder / f"{name}.pickle").write_bytes(content)
+    with _room_told(folder):
+        (folder / f"{name}.pickle").write_bytes(content)
 
 
 def read_part(folder: Path, name: str) -> Any:
@@ -169,7 +190,8 @@ def write_data(folder: Path, data: Iterable[Any], options: JobOptions) -> Forwar
         if not isinstance(data, PeekedIterator):
             begin.restore()  # it will be iterated anew
         content = _dumps(forwarded)
-    (folder / "data.pickle").write_bytes(content)
+    with _room_told(folder):
+        (folder / "data.pickle").write_bytes(content)
     return forwarded
 
 

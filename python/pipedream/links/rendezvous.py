@@ -46,10 +46,23 @@ _T = TypeVar("_T")
 
 
 def host_store() -> tuple[dist.Store, int]:
-    """A store on a free port of the loopback interface, and the port."""
+    """A store on a free port of the loopback interface, and the port. Raises PipelineError where nothing
+    answers there: torch would try for minutes."""
+    _check_loopback()
     with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
         return _store_at(listener, LOOPBACK, port), port
+
+
+def _check_loopback() -> None:
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        try:
+            socket.create_connection(listener.getsockname(), timeout=_LAST_SIGN_S).close()
+        except OSError as error:
+            raise PipelineError(
+                f"local workers meet at {LOOPBACK}, which cannot be reached ({one_line(error)}): bring the"
+                " loopback interface up (ip link set lo up)"
+            ) from None
 
 
 def _store_at(listener: socket.socket, host: str, port: int) -> dist.Store:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pipedream import PipelineError
 from pipedream.launch.task_files import read_part, write_part
 from torch import nn
 
@@ -48,3 +49,13 @@ def test_a_view_that_a_module_keeps_of_a_buffer_shares_its_memory_there(tmp_path
     arrived.running_mean.add_(1)
     assert arrived.half.tolist() == [1.0] * (size // 2)
     assert model.half.tolist() == [0.0] * (size // 2)
+
+
+@pytest.mark.parametrize("full", ["model.pickle", "model-0.memory"])
+def test_a_full_temporary_folder_is_named_with_the_remedy(tmp_path: Path, full: str) -> None:
+    """It was said of the model that its classes should be defined elsewhere."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / full).symlink_to("/dev/full")
+    with pytest.raises(PipelineError, match=f"cannot be written into {tmp_path}, where .* are free .*TMPDIR"):
+        write_part(folder, "model", _tied_model(), "define its classes elsewhere")

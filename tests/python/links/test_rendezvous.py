@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -339,3 +341,14 @@ def test_a_store_on_loopback_is_of_no_use_to_other_machines(monkeypatch: pytest.
         "MASTER_ADDR is 'localhost', which is loopback at rank 0, so that other machines could not reach the"
         " store of the run: set it to rank 0's address"
     )
+
+
+def test_a_loopback_interface_that_is_down_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container without a network: torch's store tried for more than a minute."""
+
+    def connect(*_: Any, **__: Any) -> socket.socket:
+        raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    with pytest.raises(PipelineError, match=r"127\.0\.0\.1.*unreachable.*ip link set lo up"):
+        host_store()
