@@ -52,4 +52,5 @@ def _slowest_ms(plan: Plan) -> float:
     if plan.cost_model != "calibrated":
         return plan.bottleneck_ms or 0.0
     one_way_ms = [both_ms / 2 for both_ms in plan.predicted["boundary_ms"]]
-    return max([*plan.predicted["stage_ms"], *one_way_ms])
+    slowest_ms: float = max([*plan.predicted["stage_ms"], *one_way_ms])
+    return slowest_ms

@@ -8,7 +8,7 @@ from pipedream.common.checks import is_whole
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.link_profile import LinkProfile
 
-__all__ = ["CUT_SCHEDULES", "check_partition_arguments"]
+__all__ = ["CUT_SCHEDULES", "check_microbatches", "check_partition_arguments"]
 
 _SYNCS = ("bsp", "ssp", "asp", "allreduce")
 _COST_MODELS = ("paper", "calibrated")
@@ -44,12 +44,7 @@ def check_partition_arguments(
     for name, value in (("workers_per_host", workers_per_host), ("microbatches", microbatches)):
         if value is not None and (not is_whole(value) or value < 1):
             raise ValueError(f"{name} is {value!r}: give at least 1, or leave it out")
-    samples = profile.batch_size
-    if microbatches is not None and samples is not None and microbatches > samples:
-        raise ValueError(
-            f"microbatches is {microbatches}, and the profile's minibatches have {samples} samples: give at"
-            " most as many"
-        )
+    check_microbatches(microbatches, profile)
     if cost_model not in _COST_MODELS:
         raise ValueError(f"cost_model is {cost_model!r}: it is one of {', '.join(_COST_MODELS)}")
     if schedule not in _SCHEDULES:
@@ -88,4 +83,14 @@ def check_partition_arguments(
     if staleness and (sync != "ssp" or schedule != "pipedream"):
         raise ValueError(
             f"staleness is {staleness}, which goes with sync='ssp' and schedule 'pipedream': leave it out"
+        )
+
+
+def check_microbatches(microbatches: int | None, profile: Profile) -> None:
+    """Refuses more than a minibatch has samples."""
+    samples = profile.batch_size
+    if microbatches is not None and samples is not None and microbatches > samples:
+        raise ValueError(
+            f"microbatches is {microbatches}, and the profile's minibatches have {samples} samples: give at"
+            " most as many"
         )

@@ -15,7 +15,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipedream.common.document import check_list, check_number
 from pipedream.common.table import format_table
@@ -24,24 +24,31 @@ from pipedream.planning.factor_rule import factored_sum
 from pipedream.planning.formulas import parameter_bytes_of
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.link_profile import LinkProfile
+from pipedream.planning.partition_arguments import check_microbatches
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.prediction import boundary_links, simulate_programs
 from pipedream.planning.runtime_costs import costed_for, costs_of
 from pipedream.planning.simulated_memory import MemoryUse, memory_in_use
-from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, simulate
+from pipedream.planning.simulator import Simulation, StageTimes, Transfer, TransferTimes, simulate
 from pipedream.planning.stage_links import StageLinks
 from pipedream.planning.synced_bytes import (
     SyncedBytes,
+    all_reduce_ms,
     exchange_times,
     shares_of_a_shard,
     spare_link_ms,
 )
 from pipedream.planning.traced_schedule import TracedSchedule, TraceRequest, describe_bubble, make_traced
 
+if TYPE_CHECKING:
+    from pipedream import _core
+
 __all__ = ["PlanSimulation", "simulate_plan"]
 
 # Minibatches of each replica, besides those of the warm-up and the cool-down, unless asked otherwise.
 _STEADY_ROUNDS = 32
+_STEADY_ROUNDS_MIN = 4
+_EXCHANGES_MAX = 400_000  # between replicas
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,19 @@ class PlanSimulation:
             self.traced.options,
             optimizer_copies=self.optimizer_copies,
         )
+
+    @functools.cached_property
+    def _ranks(self) -> list[set[int]]:
+        """By stage, of its replicas."""
+        return list(map(set, _ranks_of(self.plan, self.traced)))
+
+    @functools.cached_property
+    def _sent_by(self) -> list[list[Transfer]]:
+        """By the worker that sends."""
+        sent: list[list[Transfer]] = [[] for _ in range(self.simulation.num_workers)]
+        for transfer in self.simulation.transfers:
+            sent[transfer.from_worker].append(transfer)
+        return sent
 
     @property
     def ms_per_minibatch(self) -> float:
@@ -137,12 +157,15 @@ class PlanSimulation:
 
     def _worker_fields(self, worker: int) -> dict[str, Any]:
         busy_ms = sum(timed.end_ms - timed.begin_ms for timed in self.simulation.timeline[worker])
-        sent = [transfer for transfer in self.simulation.transfers if transfer.from_worker == worker]
+        sent = self._sent_by[worker]
         makespan_ms, num_minibatches = self.simulation.makespan_ms, self.traced.num_minibatches
         link_ms = sum(transfer.end_ms - transfer.begin_ms for transfer in sent) / num_minibatches
+        sent_ms: dict[int, float] = {}  # by the receiver
+        for transfer in sent:
+            so_far_ms = sent_ms.get(transfer.to_worker, 0.0)
+            sent_ms[transfer.to_worker] = so_far_ms + transfer.end_ms - transfer.begin_ms
         sent_bytes = sum(
-            (transfer.end_ms - transfer.begin_ms) / 1e3 * self._bytes_per_s(worker, transfer.to_worker)
-            for transfer in sent
+            to_ms / 1e3 * self._bytes_per_s(worker, receiver) for receiver, to_ms in sent_ms.items()
         )
         served = self.plan.spare_stage_of(worker)
         if served is not None:  # whose chunks leave while others come, so that the simulation has the rest
@@ -159,7 +182,7 @@ class PlanSimulation:
         }
 
     def _bytes_per_s(self, sender: int, receiver: int) -> float:
-        ranks = _ranks_of(self.plan, self.traced)
+        ranks = self._ranks
         for stage, here in enumerate(ranks):
             if sender in here and receiver in here:
                 return self.links.replicas[stage]
@@ -225,9 +248,10 @@ def simulate_plan(
     factors = bool(plan.codec) if factors is None else factors
     if factors and sync in ("asp", "allreduce"):
         raise ValueError(f"factors are pushed with sync 'bsp' or 'ssp', and sync is {sync!r}: leave one out")
+    check_number("optimizer_copies", optimizer_copies)
+    check_microbatches(microbatches, profile)
     if minibatches is None:
-        rounds = _STEADY_ROUNDS + 2 * max(plan.in_flight)
-        minibatches = rounds * max(stage.num_replicas for stage in plan.stages)
+        minibatches = _enough_minibatches(plan)
     traced = make_traced(
         TraceRequest(
             schedule=schedule,
@@ -276,9 +300,17 @@ def simulate_plan(
         else:
             simulation = simulate_programs(costed, traced.options, traced.programs, sync_shares=shares)
     else:
-        times = _stage_times(plan, profile, num_microbatches, stage_links, shares, minibatches_of_round)
+        times = _stage_times(plan, profile, traced.options, stage_links, shares, minibatches_of_round)
         simulation = simulate(traced.programs, times, [_cut(one, num_microbatches) for one in transfers])
     return PlanSimulation(plan, profile, bandwidth, stage_links, traced, simulation, optimizer_copies)
+
+
+def _enough_minibatches(plan: Plan) -> int:
+    """For a steady state; of many replicas, who exchange with each other in every round, fewer."""
+    warm_up = 2 * max(plan.in_flight)
+    exchanged = 4 * sum(stage.num_replicas * (stage.num_replicas - 1) for stage in plan.stages)
+    steady = min(_STEADY_ROUNDS, max(_STEADY_ROUNDS_MIN, _EXCHANGES_MAX // max(exchanged, 1) - warm_up))
+    return (warm_up + steady) * max(stage.num_replicas for stage in plan.stages)
 
 
 def _links_of(
@@ -360,14 +392,14 @@ def _by_factors(plan: Plan, shares: Sequence[SyncedBytes]) -> Plan:
 def _stage_times(
     plan: Plan,
     profile: Profile,
-    num_microbatches: int,
+    schedule: _core.ScheduleOptions,
     links: StageLinks,
     shares: Sequence[SyncedBytes],
     minibatches: Sequence[int],
 ) -> Sequence[StageTimes]:
     """minibatches: by stage, that a replica has of a round."""
     times = []
-    speeds = _speeds_of(plan)
+    speeds, num_microbatches = _speeds_of(plan), schedule.num_microbatches
     for index, stage in enumerate(plan.stages):
         # As slow as the slowest of its workers, which the others wait for.
         speed = min(speeds[plan.placement.rank_of(index, replica)] for replica in range(stage.num_replicas))
@@ -376,11 +408,14 @@ def _stage_times(
         product_ms = factored_sum(layers, stage.num_replicas, minibatches=minibatches[index]).product_ms
         backward_ms = sum(layer.backward_ms for layer in layers) - product_ms
         all_ms = _parameters_ms(profile, stage, links.replicas[index])
+        update_ms = stage.num_replicas * minibatches[index] * product_ms / speed
+        if schedule.uses_allreduce:
+            update_ms += all_reduce_ms(stage, all_ms)
         times.append(
             StageTimes(
                 forward_ms / num_microbatches / speed,
                 backward_ms / num_microbatches / speed,
-                stage.num_replicas * minibatches[index] * product_ms / speed,
+                update_ms,
                 **exchange_times(stage, all_ms, shares[index], parameter_bytes_of(profile, stage)),
             )
         )

@@ -16,7 +16,7 @@ from pipedream.planning.shared_cores import SharedHost, simulate_shared
 from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, simulate
 from pipedream.planning.spread import EVEN, Spread
 from pipedream.planning.steady_time import steady_ms
-from pipedream.planning.synced_bytes import SyncedBytes, exchange_times
+from pipedream.planning.synced_bytes import SyncedBytes, all_reduce_ms, exchange_times
 
 if TYPE_CHECKING:
     from pipedream import _core
@@ -145,7 +145,10 @@ def _timing_of(
     shares = sync_shares or [SyncedBytes(1.0, 1.0)] * plan.num_stages
     sizes = _parameter_bytes(plan)
     return _Timing(
-        [_times(*stage, m, speed) for stage in zip(plan.stages, costs, shares, versions, sizes, strict=True)],
+        [
+            _times(*stage, m, speed, reduces_together=schedule.uses_allreduce)
+            for stage in zip(plan.stages, costs, shares, versions, sizes, strict=True)
+        ],
         [_transfer(row, m) for row in boundary_links(plan)],
         Spread.from_dict("predicted.spread", plan.predicted.get("spread", {})) if spreads else EVEN,
         None if is_alone else host,
@@ -160,8 +163,14 @@ def _times(
     parameter_bytes: float | None,
     num_microbatches: int,
     speed: float,
+    *,
+    reduces_together: bool,
 ) -> StageTimes:
-    update_ms = _update_ms(stage, cost, num_versions, 1 / stage.num_replicas) / speed
+    """reduces_together: every replica updates all of the stage's parameters, after an all-reduce."""
+    updated = 1.0 if reduces_together else 1 / stage.num_replicas
+    update_ms = _update_ms(stage, cost, num_versions, updated) / speed
+    if reduces_together:
+        update_ms += all_reduce_ms(stage, cost.shard_ms * stage.num_replicas)
     exchange = exchange_times(stage, cost.shard_ms * stage.num_replicas, share, parameter_bytes)
     if cost.push_ms is not None:
         exchange["push_ms"] = cost.push_ms

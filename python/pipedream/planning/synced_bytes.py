@@ -14,7 +14,14 @@ from pipedream.planning.layer_profile import LayerProfile, Profile
 from pipedream.planning.plan_stage import Stage
 from pipedream.planning.shard_shares import round_ms, shard_shares
 
-__all__ = ["SyncedBytes", "exchange_times", "shares_of_a_shard", "spare_link_ms", "synced_bytes"]
+__all__ = [
+    "SyncedBytes",
+    "all_reduce_ms",
+    "exchange_times",
+    "shares_of_a_shard",
+    "spare_link_ms",
+    "synced_bytes",
+]
 
 
 _MANY_BYTES = 1e15
@@ -70,6 +77,12 @@ def exchange_times(
             "spare_shard_ms": all_ms * max(0.0, in_all - pushed) / replicas * share.pulled,
         }
     return times
+
+
+def all_reduce_ms(stage: Stage, all_ms: float) -> float:
+    """Of a ring, in which each replica sends and receives 2 (r - 1) / r of the stage's gradients. all_ms: of
+    all of them over one link."""
+    return 2 * (stage.num_replicas - 1) / stage.num_replicas * all_ms
 
 
 def spare_link_ms(stage: Stage, profile: Profile, bytes_per_s: float) -> float:

@@ -112,6 +112,16 @@ def test_replicas_share_an_update_and_pay_for_what_they_exchange() -> None:
     assert (stage.sync_latency_ms, alone.sync_latency_ms) == (0.125, 0.0)
 
 
+def test_replicas_that_reduce_together_pay_for_a_ring_and_a_whole_update() -> None:
+    profile = _profile(update_ms=0.5, update_ms_per_byte=0.001)
+    plan = make_plan(profile, (Stage(0, 3, 2),), 1e6, cost_model="calibrated")
+    options = _core.ScheduleOptions(
+        "data_parallel", list(plan.in_flight), 1, plan.placement, uses_allreduce=True
+    )
+    # Of 4,000 bytes at 1 kB a millisecond 2 (2 - 1) / 2.
+    assert predict_ms(plan, options) == pytest.approx((12.0 + 0.5 + 4.0 + 4.0) / 2)
+
+
 def test_latency_is_paid_where_a_worker_waits_for_it() -> None:
     plan = _straight(_profile(latency_ms=0.5))
     assert _predicted_ms(plan, "model_parallel") == pytest.approx(12.0 + 2 * 0.5)
