@@ -29,6 +29,7 @@ BURST_SECONDS = 0.0005
 QUEUE_SECONDS = 0.02
 MTU_BYTES = 9000
 STORE_PORT = 29511
+SEND_BUFFER_BYTES = 65536  # of a connection of a host that is slowed down; the system's would be 4 MiB
 SEGMENT_BYTES_MAX = 65536  # of the offload
 # What the ranks give to pipedream.run().
 RUN_OPTIONS: dict[str, Any] = {
@@ -111,7 +112,7 @@ class Link:
             _run(*inside, "address", "add", f"{host.address}/24", "dev", host.interface)
             _run(*inside, *f"link set {host.interface} mtu {MTU_BYTES} up".split())
             _run(*inside, "link", "set", "lo", "up")
-            self._shape(host.namespace, host.interface)
+            self._shape(host.namespace, host.interface, self.bytes_per_s)
 
     def _join_by_switch(self) -> None:
         inside = ["ip", "-n", self._switch]
@@ -122,7 +123,7 @@ class Link:
             port = host.interface
             self._join(host, port, self._switch)
             _run(*inside, *f"link set {port} mtu {MTU_BYTES} master bridge up".split())
-            self._shape(self._switch, port)
+            self._shape(self._switch, port, self.bytes_per_s)
 
     @staticmethod
     def _join(host: Host, other_interface: str, other_namespace: str) -> None:
@@ -132,9 +133,15 @@ class Link:
         )
         _run(*f"ip link add {end} type veth peer name {other_end}".split())
 
-    def _shape(self, namespace: str, interface: str) -> None:
+    def slow_down(self, host: Host, bandwidth: str) -> None:
+        """Of links that are not shaped: what this host sends, and not what it is sent. What waits for its link
+        waits where it was made, as the system's buffers take little of it."""
+        _run(*host.prefix, "sysctl", "-w", f"net.ipv4.tcp_wmem=4096 16384 {SEND_BUFFER_BYTES}")
+        self._shape(host.namespace, host.interface, parse_bandwidth(bandwidth))
+
+    @staticmethod
+    def _shape(namespace: str, interface: str, bytes_per_s: float | None) -> None:
         """What leaves by the interface."""
-        bytes_per_s = self.bytes_per_s
         if bytes_per_s is None:
             return
         burst = max(2 * MTU_BYTES, int(bytes_per_s * BURST_SECONDS))

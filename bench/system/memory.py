@@ -1,10 +1,12 @@
 """Predicted against measured peak memory, per term: plans and schedules, straight and replicated.
 
-    python bench/system/memory.py [--only TEXT] [--terms] [--json FILE]
+    python bench/system/memory.py [--only TEXT] [--terms] [--json FILE] [--slow-gradients BANDWIDTH]
 
 Of each worker, in bytes: what partition() has planned for its stage, what its run predicts, and the most that
 was there. The core's own terms (weights, slots, staging) stand apart from torch's (activations, gradients,
-what a step makes). --terms prints every term. Nothing is timed; any machine will do.
+what a step makes). --terms prints every term. With --slow-gradients each worker is a host of its own (a
+namespace), and those of the last stage send at that bandwidth: what waits for their links is there then, as
+the workers' lists allow it. That needs root. Nothing is timed; any machine will do.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ import argparse
 import functools
 import itertools
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pipedream
 import torch
+from links import RUN_OPTIONS, Link, can_make_links, run_ranks
 from pipedream import Plan, RunResult, _core
 from pipedream.budget.memory import GRADIENTS, MODEL, STASH, TORCH_OPTIMIZER_STATE, TRANSIENT
 from pipedream.common.table import format_table
@@ -105,12 +109,12 @@ COMBINATIONS = [
 ]
 
 
-def train(combination: Combination) -> tuple[Plan, RunResult]:
+def plan_of(combination: Combination) -> Plan:
     torch.manual_seed(0)
     model, batches = MODELS[combination.model]()
-    optimizer, copies = OPTIMIZERS[combination.optimizer]
+    _, copies = OPTIMIZERS[combination.optimizer]
     profile = pipedream.profile(model, batches, nn.functional.mse_loss, minibatches=1)
-    plan = pipedream.partition(
+    return pipedream.partition(
         profile,
         sum(combination.replicas),
         1e15,
@@ -120,7 +124,13 @@ def train(combination: Combination) -> tuple[Plan, RunResult]:
         optimizer_copies=copies,
         recompute=False,
     )
-    result = pipedream.run(
+
+
+def train(combination: Combination, plan: Plan, **options: Any) -> RunResult:
+    torch.manual_seed(0)
+    model, batches = MODELS[combination.model]()
+    optimizer, _ = OPTIMIZERS[combination.optimizer]
+    return pipedream.run(
         model,
         plan,
         data=[batches[i % len(batches)] for i in range(MINIBATCHES)],
@@ -129,18 +139,36 @@ def train(combination: Combination) -> tuple[Plan, RunResult]:
         schedule=combination.schedule,
         microbatches=combination.microbatches,
         recompute=combination.recompute,
-        progress=False,
+        **({"progress": False} | options),
     )
-    return plan, result
 
 
 def sums(terms: Terms, kind: str, *, of_core: bool) -> int:
     return sum(figures[kind] or 0 for name, figures in terms.items() if (name not in OF_TORCH) == of_core)
 
 
-def rows_of(combination: Combination) -> list[dict[str, Any]]:
+def rows_over(combination: Combination, bandwidth: str) -> list[dict[str, Any]]:
+    """The same, where the last stage sends at that bandwidth."""
+    plan = plan_of(combination)
+    with Link(None, num_hosts=sum(combination.replicas)) as link:
+        for host in link.hosts[-combination.replicas[-1] :]:
+            link.slow_down(host, bandwidth)
+        figures = run_ranks(link, __file__, [COMBINATIONS.index(combination), plan.to_dict()])
+    rows: list[dict[str, Any]] = figures["rows"]
+    return rows
+
+
+def rank(arguments: str) -> None:
+    index, document, path = json.loads(arguments)
+    combination, plan = COMBINATIONS[index], Plan.from_dict(document)
+    rows = rows_of(combination, plan, train(combination, plan, **RUN_OPTIONS))
+    if os.environ["RANK"] == "0":
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"rows": rows}, file)
+
+
+def rows_of(combination: Combination, plan: Plan, result: RunResult) -> list[dict[str, Any]]:
     """One for each worker."""
-    plan, result = train(combination)
     planned = [
         num_bytes
         for stage, num_bytes in zip(plan.stages, plan.predicted["stage_memory_bytes"], strict=True)
@@ -195,13 +223,24 @@ def main() -> None:
     parser.add_argument("--only", help="combinations whose name has this in it")
     parser.add_argument("--terms", action="store_true", help="print every term")
     parser.add_argument("--json", metavar="FILE", help="write the figures here too")
+    parser.add_argument("--slow-gradients", metavar="BANDWIDTH", help="as 20Mbit/s; needs root")
+    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     _core.keep_freed_memory()
+    if options.rank_of:
+        rank(options.rank_of)
+        return
+    if options.slow_gradients and (missing := can_make_links()):
+        parser.error(missing)
     rows: list[dict[str, Any]] = []
     for combination in COMBINATIONS:
         if (options.only or "") in str(combination):
-            of_workers = rows_of(combination)
+            if options.slow_gradients:
+                of_workers = rows_over(combination, options.slow_gradients)
+            else:
+                plan = plan_of(combination)
+                of_workers = rows_of(combination, plan, train(combination, plan))
             print_rows(of_workers, options.terms)
             rows += of_workers
     if options.json:
