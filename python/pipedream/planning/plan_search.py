@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from pipedream.common.units import format_bytes
 from pipedream.planning.factor_rule import FACTOR_CODEC
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.limits import NothingFitsError, nothing_fits
@@ -25,6 +27,8 @@ from pipedream.planning.search import OnPlan, search
 __all__ = ["best_plan", "compared_with_factors"]
 
 _SEARCHED_PLANS = 400
+_MEMORY_SOUGHT_MAX = 1_000  # layers times workers
+_ALL_BYTES = 2.0**60
 
 
 def best_plan(problem: PlanProblem, on_plan: OnPlan | None = None) -> Plan:
@@ -48,9 +52,37 @@ def compared_with_factors(plan: Plan, problem: PlanProblem, profile: Profile) ->
 
 def _by_formulas(problem: PlanProblem) -> Plan:
     layers_ms = [layer.compute_ms for layer in problem.profile.layers]
-    stages, bottleneck_s, figures = problem.solve(layers_ms, problem.num_workers, problem.straight)
+    try:
+        stages, bottleneck_s, figures = problem.solve(layers_ms, problem.num_workers, problem.straight)
+    except NothingFitsError as error:
+        enough_bytes = _enough_memory(problem, layers_ms)
+        known = "" if enough_bytes is None else f"; {format_bytes(enough_bytes)} each is enough"
+        raise NothingFitsError(f"{error}{known}") from None
     plan = problem.formula_plan(stages, bottleneck_s * 1e3)
     return replace(plan, predicted=plan.predicted | figures)
+
+
+def _enough_memory(problem: PlanProblem, layers_ms: list[float]) -> float | None:
+    """Of each worker, within two hundredths of the least; None: that is not why nothing fits, or it takes long
+    to find."""
+    limits, num_workers = problem.limits, problem.num_workers
+    if not limits.memory_bytes or problem.profile.num_layers * num_workers > _MEMORY_SOUGHT_MAX:
+        return None
+
+    def fits(num_bytes: float) -> bool:
+        roomier = replace(problem, limits=replace(limits, memory_bytes=(num_bytes,) * num_workers))
+        with contextlib.suppress(NothingFitsError):
+            roomier.solve(layers_ms, num_workers, problem.straight)
+            return True
+        return False
+
+    too_few, enough = 1.0, _ALL_BYTES
+    if not fits(enough):
+        return None
+    while enough > too_few * 1.01:
+        middle = math.sqrt(too_few * enough)
+        too_few, enough = (too_few, middle) if fits(middle) else (middle, enough)
+    return enough * 1.005  # as much is left of it where it is shown with two digits after the point
 
 
 def _by_measured_links(problem: PlanProblem, links: LinkProfile, on_plan: OnPlan | None) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -392,3 +393,21 @@ def test_how_replicas_agree_is_refused_where_it_cannot_be_planned(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         partition(_profile([(10, 0, 1000, 0)]), 2, 1e9, **changes)
+
+
+@pytest.mark.parametrize("memory", ["1KiB", ["1KiB", "2KiB", "3KiB"]])
+def test_where_nothing_fits_it_is_said_how_much_would_be_enough(memory: str | list[str]) -> None:
+    layers = tuple(LayerProfile(f"layer{i}", 1.0, 2.0, 3_000_000, 5_000_000 * (1 + i)) for i in range(5))
+    profile = Profile(layers, batch_size=8)
+    with pytest.raises(NothingFitsError, match=r"give more memory.*; \S+ MiB each is enough") as refused:
+        partition(profile, 3, 1e9, memory=memory)
+    said = re.findall(r"; (\S+) MiB each", str(refused.value))[0]
+    assert partition(profile, 3, 1e9, memory=f"{said}MiB").predicted["memory_bytes"] > 0
+    with pytest.raises(NothingFitsError):
+        partition(profile, 3, 1e9, memory=f"{0.97 * float(said)}MiB")
+
+
+def test_memory_is_not_named_as_the_remedy_where_it_is_none() -> None:
+    profile = Profile((LayerProfile("layer", 1.0, 2.0, 0, 1000),) * 2)
+    with pytest.raises(NothingFitsError, match=r"smaller minibatches$"):
+        partition(profile, 2, 1e9, memory="1GiB", replicas=[2], straight=True)
