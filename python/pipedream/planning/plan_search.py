@@ -63,8 +63,8 @@ def _by_formulas(problem: PlanProblem) -> Plan:
 
 
 def _enough_memory(problem: PlanProblem, layers_ms: list[float]) -> float | None:
-    """Of each worker, within two hundredths of the least; None: that is not why nothing fits, or it takes long
-    to find."""
+    """Of each worker, within two hundredths of the least; None: that is not why nothing fits, or finding it
+    takes long."""
     limits, num_workers = problem.limits, problem.num_workers
     if not limits.memory_bytes or problem.profile.num_layers * num_workers > _MEMORY_SOUGHT_MAX:
         return None
