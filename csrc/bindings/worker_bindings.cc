@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -155,6 +156,25 @@ class PyWorker {
     view.data = held->lease.data();
     if (staging_terms_.contains(term)) return to_capsule(view, DeviceType::kHost, 0, held);
     return to_capsule(view, worker_->device().type(), worker_->device().index(), held);
+  }
+
+  // By item, in turn, and tensor: flat uint8 tensors over what the channel's codec has left out.
+  py::list residuals(const std::string& channel) {
+    py::list items;
+    for (const auto& of_item : worker_->residuals(channel)) {
+      py::list tensors;
+      for (const std::span<std::byte> residual : of_item) {
+        TensorView view;
+        view.dtype = DType::kUInt8;
+        view.num_dims = 1;
+        view.shape[0] = static_cast<std::int64_t>(residual.size());
+        view.data = residual.data();
+        tensors.append(
+            to_capsule(view, worker_->device().type(), worker_->device().index(), worker_->pool()));
+      }
+      items.append(tensors);
+    }
+    return items;
   }
 
   // edges: all of which this worker has one end, each with the name of its channel
@@ -418,6 +438,9 @@ void bind_worker(py::module_& module) {
       .def("wait_open", &PyWorker::wait_open, py::arg("timeout_s"))
       .def("channels_not_open", [](PyWorker& self) { return self.worker().channels_not_open(); })
       .def("hold_slot", &PyWorker::hold_slot, py::arg("term"))
+      .def("residuals", &PyWorker::residuals, py::arg("channel"),
+           "Of a channel that this worker sends by, per item in turn and tensor: flat uint8 tensors over "
+           "what its codec has left out so far. After seal(), before the first item or when all have left.")
       .def("start", &PyWorker::start, py::kw_only(), py::arg("options"), py::arg("rank"), py::arg("edges"),
            py::arg("tensors"), py::arg("num_spans_max") = 50'000)
       .def("next_work", &PyWorker::next_work,

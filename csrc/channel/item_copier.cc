@@ -36,6 +36,19 @@ ItemCopier::ItemCopier(const WireLayout& layout, Device& device, SlotGroup* stag
   }
 }
 
+std::vector<std::vector<std::span<std::byte>>> ItemCopier::residuals() const {
+  std::vector<std::vector<std::span<std::byte>>> residuals;
+  if (layout_.residual_bytes() == 0) return residuals;
+  for (const Lease& kept : residuals_) {
+    auto& of_item = residuals.emplace_back();
+    for (std::size_t tensor = 0; tensor < layout_.num_tensors(); ++tensor) {
+      of_item.emplace_back(kept.data() + layout_.residual_offset_bytes(tensor),
+                           layout_.residual_bytes(tensor));
+    }
+  }
+  return residuals;
+}
+
 void ItemCopier::place_into(std::unique_ptr<SharedMemory> memory, bool are_posted) {
   const std::size_t slot_bytes = are_posted ? 0 : layout_.slot_bytes();
   placed_slots_ = std::make_unique<PlacedSlots>(std::move(memory), device_, slot_bytes);

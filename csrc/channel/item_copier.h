@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "channel/granted_slots.h"
@@ -51,6 +52,9 @@ class ItemCopier {
   [[nodiscard]] bool copy(SendItem& item);
   // Until no copy is under way. Throws DeviceError.
   void synchronize();
+  // What the codec has left out, of the items in turn: of each tensor, in device memory. Empty where it keeps
+  // nothing. Changes while items are copied; another's may take its place before the first.
+  [[nodiscard]] std::vector<std::vector<std::span<std::byte>>> residuals() const;
 
  private:
   struct CopyRange {

@@ -102,6 +102,10 @@ class SendChannel final : public LinkHandler {
   bool wait_until_sent(Deadline deadline);
   // Waits until fewer items than these are not released. False as above.
   [[nodiscard]] bool wait_until_fewer(std::size_t num_items, Deadline deadline);
+  // As ItemCopier has them: when all that was sent has left, or before the first send.
+  [[nodiscard]] std::vector<std::vector<std::span<std::byte>>> residuals() const {
+    return copier_.residuals();
+  }
   // Items that are not released yet.
   [[nodiscard]] std::size_t num_unreleased() const { return queue_.num_unreleased(); }
   [[nodiscard]] const ChannelOptions& options() const { return options_; }

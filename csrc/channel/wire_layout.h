@@ -37,6 +37,9 @@ class WireLayout {
   [[nodiscard]] std::size_t residual_offset_bytes(std::size_t tensor_index) const {
     return residual_.offset_bytes(tensor_index);
   }
+  [[nodiscard]] std::size_t residual_bytes(std::size_t tensor_index) const {
+    return residual_.tensors().at(tensor_index).bytes_max;
+  }
 
  private:
   std::vector<DType> dtypes_;

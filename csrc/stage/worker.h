@@ -149,6 +149,11 @@ class Worker {
   // Waits until everything that was sent by channels that keep transfers has left, so that they are complete.
   // False at the deadline or when the run has failed.
   [[nodiscard]] bool wait_for_transfers(Deadline deadline);
+  // What the codec of a channel that this worker sends by has left out (SendChannel). Empty where it keeps
+  // nothing. After seal().
+  [[nodiscard]] std::vector<std::vector<std::span<std::byte>>> residuals(const std::string& channel) {
+    return sender(channel).channel->residuals();
+  }
   // How each channel's tensors travel: "zmq/tcp", "zmq/tcp curve", "shared memory", "cuda ipc", "inproc".
   // After connect(); of what this worker receives, after wait_open().
   [[nodiscard]] std::map<std::string, std::string> channel_transports() const;

@@ -49,7 +49,11 @@ class CodecOracle:
         Of what is not finite nothing is left over, sent or not.
         """
         total = tensor.flatten().to(_sum_dtype(tensor.dtype), copy=True)
-        kept = self._residuals.setdefault(key, torch.zeros_like(total))[: len(total)]
+        kept = self._residuals.get(key, torch.zeros_like(total))
+        if len(kept) < len(total):  # of one that was planned for later
+            kept = torch.cat([kept, total.new_zeros(len(total) - len(kept))])
+        self._residuals[key] = kept
+        kept = kept[: len(total)]
         total += kept
         # Of equal ones the first: what stands in several places of an image has equal activations.
         magnitudes = total.abs().nan_to_num(nan=math.inf, posinf=math.inf)

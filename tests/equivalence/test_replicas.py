@@ -343,40 +343,54 @@ def test_the_state_of_an_optimizer_is_shared_among_the_replicas(farm: Farm) -> N
     assert max(states) <= 0.55 * whole
 
 
-def _pushed_case(codec: str) -> tuple[nn.Sequential, list[tuple[torch.Tensor, torch.Tensor]]]:
+def _pushed_case(codec: str, grows: bool) -> tuple[nn.Sequential, list[tuple[torch.Tensor, torch.Tensor]]]:
     """Shards of one chunk each; of two where each has something of its own that was left out."""
     torch.manual_seed(0)
     inputs, hidden, outputs = (700, 1300, 900) if codec.startswith("topk") else (70, 90, 30)
     model = nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs)).double()
-    data = [(torch.randn(4, inputs).double(), torch.randn(4, outputs).double()) for _ in range(3 * 4 - 1)]
-    return model, data
+    sizes = [4] * (3 * 4 - 1)
+    if grows:  # in the third round
+        sizes[7] = 5
+    return model, [(torch.randn(n, inputs).double(), torch.randn(n, outputs).double()) for n in sizes]
 
 
-def _train_with_encoded_pushes(codec: str, num_spares: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    model, data = _pushed_case(codec)
+def _train_with_encoded_pushes(
+    codec: str, num_spares: int, grows: bool
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model, data = _pushed_case(codec, grows)
     stage = pipedream.planning.plan.Stage(0, len(model) - 1, 3, num_spare_shards=num_spares)
     result = pipedream.run(
         model,
         pipedream.Plan((stage,)),
-        data=data,
+        data=_Unsized(data) if grows else data,
         loss_fn=nn.functional.mse_loss,
         optimizer=functools.partial(torch.optim.SGD, lr=0.5),
         codec={"pushes": codec},
+        memory="1GiB",  # else a plan of one stage does not look at sizes
         seed=1,
         progress=False,
     )
+    assert result.drained_at == ([6] if grows else [])
     return result.losses, model.state_dict()
 
 
 @pytest.mark.parametrize(
-    ("codec", "num_spares"), [("bf16", 0), ("int8", 0), ("topk:0.1", 0), ("bf16", 1), ("topk:0.1", 2)]
+    ("codec", "num_spares", "grows"),
+    [
+        ("bf16", 0, False),
+        ("int8", 0, False),
+        ("topk:0.1", 0, True),
+        ("bf16", 1, False),
+        ("topk:0.1", 2, True),
+    ],
 )
 def test_encoded_pushes_give_the_mean_of_what_their_codec_makes_of_the_others_gradients(
-    farm: Farm, codec: str, num_spares: int
+    farm: Farm, codec: str, num_spares: int, grows: bool
 ) -> None:
+    """grows: also where the memory is planned again for a larger minibatch."""
     ranks = 3 + num_spares
-    losses, state = farm.results(_train_with_encoded_pushes, codec, num_spares, num_ranks=ranks)[0]
-    model, data = _pushed_case(codec)
+    losses, state = farm.results(_train_with_encoded_pushes, codec, num_spares, grows, num_ranks=ranks)[0]
+    model, data = _pushed_case(codec, grows)
     parameters = list(model.parameters())
     named = list(model.named_parameters())
     layout = ShardLayout(named, 3, whole_tensors=False, num_spares=num_spares)

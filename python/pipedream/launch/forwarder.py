@@ -28,7 +28,6 @@ from pipedream.data.minibatch_source import exceeds, in_own_memory, larger_in
 from pipedream.data.stream import ForwardedData, Minibatch, epochs_of, fingerprint, forwarded_counts
 from pipedream.launch.agreed_run import segment_key
 from pipedream.launch.forwarded import enlarge_forwarded
-from pipedream.launch.segment import can_plan_again
 from pipedream.launch.task_files import WorkerTask, write_larger
 from pipedream.links.channels import CALLER, INPUTS, TARGETS, data_channels, forwarded_name
 from pipedream.links.pulse import Pulse
@@ -117,7 +116,7 @@ class _Forwarder(threading.Thread):
         core = self._open()
         self._rng.restore()
         for group in self._groups():
-            larger = larger_in(group, self._is_larger) if can_plan_again(self._options.links) else None
+            larger = larger_in(group, self._is_larger)
             if larger is not None:
                 self._forwarded = enlarge_forwarded(self._forwarded, self._plan, larger)
                 write_larger(Path(self._task.folder), self._segment_index + 1, self._forwarded)

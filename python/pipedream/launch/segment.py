@@ -9,8 +9,9 @@
                            3 is larger, rehearsed    planned for it
 
 The pipeline drains in between, and begins again as it began: with the newest version as the only one. What
-lives on are the modules with their weights and buffers, the optimizers with their state, the data
-(minibatch_source.py) and what was reported. On the worker's compute thread.
+lives on are the modules with their weights and buffers, the optimizers with their state, the loss scaling of
+float16, what topk has left out, the data (minibatch_source.py) and what was reported. On the worker's compute
+thread.
 """
 
 from __future__ import annotations
@@ -44,19 +45,18 @@ from pipedream.links.channels import (
     forwarded_name,
     tree_name,
 )
-from pipedream.links.codec_choice import keeps_residuals
 from pipedream.links.device_memory import agree_on_device_memory, place_on_devices
-from pipedream.links.options import LinkOptions
 from pipedream.links.rank_tree import children_of, parent_of
 from pipedream.links.rendezvous import Rendezvous
 from pipedream.links.replica_group import ReplicaGroup
+from pipedream.links.residuals import Residuals, keep_residuals, restore_residuals
 from pipedream.links.state_transfer import receive_document, send_document
 from pipedream.model.references import gradients_noticed
 from pipedream.planning.shapes import describe_shapes
 from pipedream.stage.stage_loop import WorkerLoop
 from pipedream.stage.stage_runner import data_mismatch
 
-__all__ = ["Following", "Segment", "can_plan_again"]
+__all__ = ["Following", "Segment"]
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,10 @@ class Segment:
         rehearsed: Rehearsed,
         data: Iterable[Any] | ForwardedData,
         optimizers: WorkerOptimizers,
+        residuals: Residuals,
     ) -> None:
-        """core: as links has made it. Raises ValueError, term by term, for what does not fit into memory."""
+        """core: as links has made it. residuals: of the segment before. Raises ValueError, term by term, for
+        what does not fit into memory."""
         self.core = core
         self._device = device
         self._rehearsed = rehearsed
@@ -98,6 +100,7 @@ class Segment:
         served = run.served_stage
         self._spare = None if served is None else SparePool(run, core, served, self.channels, optimizers)
         core.seal()
+        restore_residuals(core, residuals)
         links.connect(run, self.channels, run.key("endpoints"))
         self._group = _replica_group(run, core, device, run.place.rendezvous)
         self.run = self._pool.run
@@ -123,7 +126,7 @@ class Segment:
         if not run.own_stages():
             return {}
         boundary = self._rehearsed.input_boundary
-        if boundary is not None and not source.stream.looks_ahead and can_plan_again(run.options.links):
+        if boundary is not None and not source.stream.looks_ahead:
             num_replicas = [stage.num_replicas for stage in run.plan.stages]
             source.look_ahead(functools.partial(exceeds, boundary), math.lcm(*num_replicas))
         self._loop = self._make_loop(source)
@@ -163,6 +166,10 @@ class Segment:
         keys = [f"{key}/{rank}" for rank in range(run.place.world_size)]
         wait_for(rendezvous, keys, no_word, meanwhile=_check_of_links(run, self.core))
 
+    def keep_residuals(self) -> Residuals:
+        """For the segment after this one."""
+        return keep_residuals(self.core, self.run.rank, self.channels)
+
     def _make_loop(self, source: MinibatchSource) -> WorkerLoop:
         run, pool, rehearsed = self.run, self._pool, self._rehearsed
         own = [channel for channel in self.channels if run.rank in (channel.sender, channel.receiver)]
@@ -185,11 +192,6 @@ class Segment:
             predicted=pool.predicted,
             torch_pool=pool.make_torch_pool(),
         )
-
-
-def can_plan_again(links: LinkOptions) -> bool:
-    """Whether a segment may follow another: nothing has to be carried over that would be lost."""
-    return not keeps_residuals(links.codec)
 
 
 def _channels_of(

@@ -36,6 +36,7 @@ from pipedream.launch.segment import Following, Segment
 from pipedream.launch.set_up import Rehearsed, rehearse_again, set_up
 from pipedream.launch.worker_links import WorkerLinks
 from pipedream.launch.worker_optimizers import WorkerOptimizers
+from pipedream.links.residuals import Residuals
 from pipedream.model.layers import Model
 from pipedream.model.loss_placement import loss_on
 from pipedream.report.result import RunResult
@@ -79,6 +80,7 @@ class _Worker:
         self._segment: Segment | None = None
         self._optimizers: WorkerOptimizers | None = None
         self._losses_before: list[float] = []  # the segment
+        self._residuals: Residuals = {}  # likewise
 
     def close(self) -> None:
         if self._segment is not None:
@@ -167,7 +169,7 @@ class _Worker:
             self._optimizers = WorkerOptimizers(run, FactorChoice(run, device, rehearsed.footprints))
         else:
             self._optimizers.plan_again(run, device, rehearsed.footprints)
-        segment = Segment(run, self.links, core, device, rehearsed, data, self._optimizers)
+        segment = Segment(run, self.links, core, device, rehearsed, data, self._optimizers, self._residuals)
         rendezvous.leave()
         return segment
 
@@ -180,6 +182,7 @@ class _Worker:
         rendezvous.enter(f"planning again for minibatch {following.minibatch}")
         segment.wait_for_all()
         self._losses_before += segment.losses
+        self._residuals = segment.keep_residuals()
         segment.close()
         self._segment = None
         assert self._optimizers is not None

@@ -21,7 +21,6 @@ __all__ = [
     "check_pairs",
     "codec_between",
     "codec_of_pushes",
-    "keeps_residuals",
     "parse_codec",
     "parse_codec_text",
     "pushes_factors",
@@ -99,11 +98,6 @@ def codec_between(choice: CodecChoice, sender: int, receiver: int) -> str:
 
 def pushes_factors(choice: CodecChoice) -> bool:
     return _split_pushes(choice.get(PUSHES, NO_CODEC))[0]
-
-
-def keeps_residuals(choice: CodecChoice) -> bool:
-    """Whether a sender adds what one item has left out to the next."""
-    return any(name.startswith("topk") for name in (*choice.values(), codec_of_pushes(choice)))
 
 
 def codec_of_pushes(choice: CodecChoice) -> str:

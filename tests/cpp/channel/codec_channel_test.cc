@@ -2,6 +2,7 @@
 // what a codec cannot have made is refused.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <memory>
@@ -131,6 +132,34 @@ TEST_P(CodecChannels, WhatIsLeftOutIsKeptOfEachOfSeveralItemsInTurn) {
     expected.bytes[0] = through(codec(), content->tensors[0], residuals[minibatch % kNumResiduals]);
     send(minibatch, content);
     expect_equal(take(), expected);
+  }
+}
+
+// As after a boundary at which a worker plans its memory again, and has another sender.
+TEST_P(CodecChannels, WhatAnotherSenderHasLeftOutMayBeSent) {
+  constexpr std::int64_t kNumElements = 1000;
+  const bool keeps = codec().kind == CodecKind::kTopK;
+  const ItemSpec spec({{DType::kInt64, 1, 8}, {DType::kFloat32, 1, kNumElements * 4}});
+  make_channels(spec, {.num_slots = 2, .codec = codec()});
+  std::vector<std::byte> residual(kNumElements * 4);
+  (void)through(codec(), normal_floats<float>({kNumElements}, 7)->tensors[0], residual);
+  const auto kept = sender_->residuals();
+  ASSERT_EQ(kept.size(), keeps ? 1U : 0U);
+  if (keeps) {
+    ASSERT_EQ(kept[0].size(), 2U);
+    EXPECT_TRUE(kept[0][0].empty());
+    ASSERT_EQ(kept[0][1].size(), residual.size());
+    std::ranges::copy(residual, kept[0][1].begin());
+  }
+  auto integer = std::make_shared<Content>();
+  integer->add(DType::kInt64, {1}, 3);
+  const auto content = joined({integer, normal_floats<float>({kNumElements}, 8)});
+  Content expected = *content;
+  expected.bytes[1] = through(codec(), content->tensors[1], residual);
+  send(0, content);
+  expect_equal(take(), expected);
+  if (keeps) {
+    EXPECT_TRUE(std::ranges::equal(kept[0][1], residual));
   }
 }
 
