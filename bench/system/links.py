@@ -134,8 +134,8 @@ class Link:
         _run(*f"ip link add {end} type veth peer name {other_end}".split())
 
     def slow_down(self, host: Host, bandwidth: str) -> None:
-        """Of links that are not shaped: what this host sends, and not what it is sent. What waits for its link
-        waits where it was made, as the system's buffers take little of it."""
+        """Of links that are not shaped: what this host sends, and not what it is sent. What waits for it is
+        where it was made, as the system's buffers take little of it."""
         _run(*host.prefix, "sysctl", "-w", f"net.ipv4.tcp_wmem=4096 16384 {SEND_BUFFER_BYTES}")
         self._shape(host.namespace, host.interface, parse_bandwidth(bandwidth))
 
