@@ -375,7 +375,7 @@ def _repeat(batches: Iterable[Any]) -> Iterator[Any]:
 
 
 def _batch_size(inputs: Any, targets: Any) -> int | None:
-    """As a run counts samples: of inputs that are joined (words of bags, nodes of graphs) the targets tell."""
+    """As a run counts samples: where inputs are joined (words of bags, nodes of graphs) the targets tell."""
     num_samples = samples_of(inputs, targets)
     return None if num_samples is None else max(1, num_samples)
 
