@@ -139,6 +139,18 @@ class CutModel(CutForward):
                 sizes[layer_of[name]] += parameter.numel() * parameter.element_size()
         return sizes
 
+    def explain_checkpointed(self) -> str:
+        """What leaves too few places where a model calls one checkpoint() after the other; else empty."""
+        names = [cut.name for cut in self.refused if cut.is_checkpointed]
+        if len(names) < 2:
+            return ""
+        others = f"{len(names) - 1} other{'s' * (len(names) > 2)}"
+        return (
+            f"it cannot be cut after {names[0]} and {others}, which run under activation checkpointing or"
+            " no_grad: leave checkpoint() out of the forward, and give run recompute=True, which does that"
+            " stage by stage"
+        )
+
     def explain(self) -> str:
         """Why there are no more cuts, for the first places that are none; empty where there is nothing to
         say."""

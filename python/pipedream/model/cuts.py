@@ -43,6 +43,8 @@ class Cut:
     why_not: str = ""
     calls: tuple[str, ...] = ()
     """All that end here, by name, the outermost first: the same place."""
+    is_checkpointed: bool = False
+    """The call itself, and none around it, is under activation checkpointing or no_grad."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,8 @@ class Cuts:
         if not all(self._trace.calls[other].is_plain for other in around):
             outer = next(o for o in reversed(around) if not self._trace.calls[o].is_plain)
             where = self._trace.calls[outer].key
-            return Cut(index, name, why_not=f"{where} runs under activation checkpointing or no_grad")
+            why_not = f"{where} runs under activation checkpointing or no_grad"
+            return Cut(index, name, why_not=why_not, is_checkpointed=outer == index)
         found = self._slice(call.end, None)
         why_not = self._fault(call, found)
         if why_not:

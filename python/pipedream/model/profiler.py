@@ -288,6 +288,8 @@ def _make_passes(
         if check:
             cut = _without_bad_cuts(cut, inputs, targets, loss_fn, is_chosen=cuts is not None)
         if cut.offered:
+            if cuts is None and cut.explain_checkpointed():
+                _log.warning("%s", cut.explain_checkpointed())
             return CutPasses(cut, loss_fn)
         if cut.chosen is None and cut.explain():
             _log.warning("the model cannot be cut, so it is one layer: %s", cut.explain())

@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import pipedream
 import pytest
 import torch
 from pipedream.model.batches import call_model, own_loss, parts_of
@@ -246,9 +247,30 @@ def test_there_is_no_cut_inside_what_is_checkpointed(reentrant: bool) -> None:
     assert {place.why_not for place in cut.cuts.refused} == {
         "blocks.1 runs under activation checkpointing or no_grad"
     }
+    assert not cut.explain_checkpointed()  # there are cuts before and behind
     whole = _whole(cut.module, inputs, targets)
     for end in range(len(cut.offered)):
         _assert_same(_in_stages(cut, [end], inputs, targets), whole)
+
+
+class _AllCheckpointed(_Checkpointed):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self._reentrant)
+        out: Tensor = self.last(x)
+        return out
+
+
+def test_where_one_checkpoint_follows_the_other_it_is_said_what_leaves_no_cuts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), _AllCheckpointed(reentrant=False))
+    model.register_forward_hook(lambda *_: None)  # no list of layers
+    batches = [TWINS["tuples"].data(2, torch.float32)[0]]
+    profile = pipedream.profile(model, batches, cross_entropy, minibatches=1, check=False)
+    assert [layer.name for layer in profile.layers] == ["0", "1"]
+    assert "it cannot be cut after 1.blocks.0 and 2 others, which run under activation" in caplog.text
+    assert "recompute=True" in caplog.text
 
 
 @pytest.mark.parametrize("in_place", [False, True])
