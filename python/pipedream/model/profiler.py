@@ -40,6 +40,7 @@ from pipedream.model.microbatch import samples_of
 from pipedream.model.product_timing import product_ms_per_replica
 from pipedream.model.references import check_loss_fn, modules_carried_by
 from pipedream.model.split_check import check_cuts
+from pipedream.model.structure import taken_apart
 from pipedream.model.timed_passes import CutPasses, LayerPasses, LossFunction, TimedPasses
 from pipedream.model.untouched import untouched
 from pipedream.model.whole_on_host import whole_for_a_check
@@ -349,6 +350,9 @@ def _without_bad_cuts(
         " (numpy, an attribute, a list that a hook appends to): return it from a module, or do all that"
         " needs it inside of one"
     )
+    opaque = next((type(one).__name__ for one in taken_apart(inputs)[0] if not _can_cross(one)), None)
+    if opaque is not None:
+        text += f"; the inputs hold a {opaque}, None behind a cut: give its tensors in a tuple or a dataclass"
     if is_chosen:
         raise ValueError(text)
     others = [cut.offered[other].name for other in bad if other != position]
@@ -356,6 +360,10 @@ def _without_bad_cuts(
     kept = cut.without(bad)
     _log.warning("%s%s; places left to cut it: %d", text, also, len(kept.offered))
     return kept
+
+
+def _can_cross(value: Any) -> bool:
+    return value is None or isinstance(value, (torch.Tensor, bool, int, float, str))
 
 
 def _repeat(batches: Iterable[Any]) -> Iterator[Any]:

@@ -701,3 +701,30 @@ def test_what_each_replica_adds_to_a_product_of_factors_is_measured() -> None:
     assert product_ms_per_replica(torch.ones(2, 3), 4, Clock()) == 5.0
     told = iter([4.0, 5.0])  # less than can be told from the noise
     assert product_ms_per_replica(torch.ones(2, 3), 4, Clock()) == 0.0
+
+
+class _Graph:
+    """As libraries of graph networks have them."""
+
+    def __init__(self, nodes: torch.Tensor, joined: torch.Tensor) -> None:
+        self.nodes, self.joined = nodes, joined
+
+
+class _GraphNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, graph: _Graph) -> torch.Tensor:
+        result: torch.Tensor = self.second(graph.joined @ self.first(graph.joined @ graph.nodes))
+        return result
+
+
+def test_inputs_in_an_object_that_cannot_cross_are_named_with_the_remedy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    graph = _Graph(torch.randn(5, 4), torch.rand(5, 5))
+    batches = [(graph, torch.randint(3, (5,)))]
+    measured = profile(_GraphNet(), batches, nn.functional.cross_entropy, minibatches=1)
+    assert measured.num_layers == 1
+    assert "the inputs hold a _Graph, None behind a cut: give its tensors in a tuple" in caplog.text
