@@ -27,6 +27,7 @@ from pipedream.planning.search import OnPlan, search
 __all__ = ["best_plan", "compared_with_factors"]
 
 _SEARCHED_PLANS = 400
+_COUNTS_MAX = 64
 _MEMORY_SOUGHT_MAX = 1_000  # layers times workers
 _ALL_BYTES = 2.0**60
 
@@ -101,7 +102,7 @@ def _by_simulation(problem: PlanProblem, on_plan: OnPlan | None) -> Plan:
     layers_ms = [layer_cost_ms(layer, problem.runtime) for layer in problem.profile.layers]
     limits = problem.limits
     starts: list[Stages] = []
-    for count in range(1, problem.num_workers + 1):
+    for count in _some_counts(problem.num_workers):
         for straight in {problem.straight, True}:
             with contextlib.suppress(NothingFitsError):
                 if limits.memory_bytes:  # may fit, as the schedule keeps other versions
@@ -120,6 +121,12 @@ def _by_simulation(problem: PlanProblem, on_plan: OnPlan | None) -> Plan:
         raise NothingFitsError(_why_none_is_allowed(problem, starts))
     without_spread = functools.partial(problem.simulated_plan, spreads=False)
     return _found_from(problem, allowed, without_spread, problem.simulated_plan, on_plan)
+
+
+def _some_counts(num_workers: int) -> list[int]:
+    """Of workers, for which a start is solved: all, or of many evenly spaced ones, the last one always."""
+    most = min(num_workers, _COUNTS_MAX)
+    return [-(-num_workers * index // most) for index in range(1, most + 1)]
 
 
 def _why_none_is_allowed(problem: PlanProblem, starts: Sequence[Stages]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from pipedream import _core
+from pipedream.planning import plan_search
 from pipedream.planning.layer_profile import LayerProfile, Profile, WeightFactors
 from pipedream.planning.partitioner import make_plan, partition
 from pipedream.planning.plan import Plan, Stage
@@ -278,3 +279,12 @@ def test_spares_and_replicas_update_their_own_shares() -> None:
     simulation = simulate_calibrated(spared, options, 6)
     assert simulation is not None
     assert updates_ms(3) == [pytest.approx(0.5 + 4.0 / 3)] * 2
+
+
+def test_of_many_workers_a_search_begins_at_some_counts_of_them() -> None:
+    """Of 1,024 it solved 2,048 plans before it looked at one."""
+    counts = plan_search._some_counts
+    assert counts(5) == [1, 2, 3, 4, 5]
+    assert counts(64) == list(range(1, 65))
+    assert len(counts(1_000)) == len(set(counts(1_000))) == 64
+    assert counts(1_000)[-1] == 1_000
