@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from pipedream.links.codec_choice import pushes_factors
+from pipedream.model.cut_model import CutModel
 from pipedream.model.layers import Model, layers_of
 from pipedream.planning.plan import Plan
 
@@ -71,6 +72,13 @@ def cautions_of(
         yield (
             f"the plan was made for codec={plan.codec}, and under autocast nothing goes as factors: the"
             " plan's times and memory are not this run's; partition without codec"
+        )
+    counts = model.counts if isinstance(model, CutModel) else ()
+    if counts and len(plan.stages_of(0)) > 1:
+        yield (
+            f"the forward changes {', '.join(counts[:3])}, and workers of this plan have several stages, each"
+            " of which changes it once a microbatch: keep what counts forwards in a module of its own, or"
+            " give a plan with one stage per worker"
         )
     num_replicas = {stage.num_replicas for stage in plan.stages}
     if rates_by_update and len(num_replicas) > 1:

@@ -44,8 +44,10 @@ def needs_cutting(model: Model) -> bool:
 class CutModel(CutForward):
     """What was found; the module itself is the user's."""
 
-    def __init__(self, module: nn.Module, cuts: Cuts) -> None:
+    def __init__(self, module: nn.Module, cuts: Cuts, counts: Sequence[str] = ()) -> None:
         self.module = module
+        self.counts = tuple(counts)
+        """Attributes of modules with modules inside, by path: numbers that the forward changes."""
         self.cuts = cuts
         self.offered = cuts.offered
         """Where it may be cut, in the order of the forward: all places, or those that were chosen."""
@@ -180,8 +182,9 @@ def cut_model(
     Raises ValueError for parameters that cannot be trained, and whatever the model and the loss raise.
     """
     check_parameters(model)
+    counts: list[str] = []
     with traceable(model, weights):
-        return CutModel(model, Cuts(_trace(model, inputs, targets, loss_fn, autocast)))
+        return CutModel(model, Cuts(_trace(model, inputs, targets, loss_fn, autocast, counts)), counts)
 
 
 def _trace(
@@ -190,7 +193,9 @@ def _trace(
     targets: Any,
     loss_fn: Callable[[Any, Any], Tensor],
     autocast: torch.dtype | None,
+    counts: list[str],
 ) -> Trace:
+    """counts: gets what CutModel has of that name."""
     device = device_of([model])
     loss_fn = spare_loss(loss_fn)
     # Copies, as a first layer that works in place would change the caller's data; and targets that are the
@@ -208,4 +213,19 @@ def _trace(
 
     kept, placed = untouched([model, *modules_carried_by(loss_fn)]), loss_on(loss_fn, device)
     with kept, placed, torch.enable_grad():
-        return record(model, given, run, make_loss)
+        before = _numbers_kept(model)
+        trace = record(model, given, run, make_loss)
+        after = _numbers_kept(model)
+        counts += [name for name, value in before.items() if after.get(name) != value]
+        return trace
+
+
+def _numbers_kept(model: nn.Module) -> dict[str, float]:
+    """By path, of modules that have others inside: these may run at several stages."""
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, module in model.named_modules()
+        if module._modules
+        for name, value in vars(module).items()
+        if type(value) in (int, float)
+    }

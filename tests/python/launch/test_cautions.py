@@ -12,6 +12,7 @@ import torch
 from pipedream import Plan
 from pipedream.launch import runner
 from pipedream.launch.cautions import cautions_of
+from pipedream.model.cut_model import cut_model
 from pipedream.planning.plan import Stage
 from torch import nn
 
@@ -126,3 +127,24 @@ def test_a_scheduler_that_steps_at_different_rates_is_told() -> None:
     assert list(cautions_of(_model(), uneven, None)) == []
     even = Plan((Stage(0, 0, 2), Stage(1, 1, 2)))
     assert list(cautions_of(_model(), even, None, rates_by_update=True)) == []
+
+
+class _Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.width, self.num_forwards = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2, 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += 1
+        result: torch.Tensor = self.layers(inputs) / self.num_forwards
+        return result
+
+
+def test_a_number_that_several_stages_of_a_worker_would_count_is_told() -> None:
+    """Trained by "interleaved" its losses were others than a plain loop's, without a word."""
+    model = _Counting()
+    cut = cut_model(model, torch.ones(2, 2), torch.ones(2, 2), nn.functional.mse_loss)
+    assert cut.counts == ("num_forwards",) and model.num_forwards == 0
+    (caution,) = cautions_of(cut, Plan.straight(2, 2, num_workers=1), None)
+    assert caution.startswith("the forward changes num_forwards, and workers of this plan have several")
+    assert list(cautions_of(cut, Plan.straight(2, 2), None)) == []
