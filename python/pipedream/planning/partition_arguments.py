@@ -47,6 +47,11 @@ def check_partition_arguments(
     check_microbatches(microbatches, profile)
     if cost_model not in _COST_MODELS:
         raise ValueError(f"cost_model is {cost_model!r}: it is one of {', '.join(_COST_MODELS)}")
+    if workers_per_host is not None and cost_model != "calibrated":
+        raise ValueError(
+            f"workers_per_host is {workers_per_host}, which cost_model='calibrated' alone counts: give that,"
+            " or leave workers_per_host out"
+        )
     if schedule not in _SCHEDULES:
         raise ValueError(f"schedule is {schedule!r}: plans are made for {', '.join(_SCHEDULES)}")
     if has_speeds and (cost_model == "calibrated" or schedule != "pipedream"):
