@@ -43,7 +43,8 @@ from torch import nn
 FOREIGN_SHARE_MAX = 0.03  # of the cores' time, that others may take of a run
 WARM_UP_SHARE = 0.2  # of a run's updates
 
-LOCAL_BYTES_PER_S = 1.25e10  # between workers of one machine: what is sent costs the sender, not a link
+LOCAL_BYTES_PER_S = 1e15  # between workers of one machine: what is sent costs the sender, and no link's time
+GOODPUT = 1448 / 1514  # of a shaped link's bits per second: what TCP over Ethernet leaves to the tensors
 PROFILE_SECONDS = 5.0
 MINIBATCHES_MIN, MINIBATCHES_MAX = 60, 2000
 
@@ -142,7 +143,7 @@ def stages_of(profile: Profile, combination: Combination) -> tuple[Stage, ...]:
 
 def plan_of(profile: Profile, combination: Combination, workers_per_host: int) -> Plan:
     bandwidth = combination.bandwidth
-    bytes_per_s = LOCAL_BYTES_PER_S if bandwidth is None else parse_bandwidth(bandwidth)
+    bytes_per_s = LOCAL_BYTES_PER_S if bandwidth is None else GOODPUT * parse_bandwidth(bandwidth)
     return make_plan(
         profile,
         stages_of(profile, combination),
@@ -231,13 +232,12 @@ def calibrated(model: str, transport: str = "auto") -> tuple[Profile, Runs]:
 def predict_own_runs(model: str) -> list[float]:
     """Errors of the runs of a calibration, predicted by what it made of them."""
     profile, runs = calibrated(model)
-    m = runs.num_microbatches
     errors = []
     for combination, results in (
         (Combination(model, (1,), "pipedream"), runs.one),
         (Combination(model, (1, 1), "pipedream"), runs.straight),
         (Combination(model, (1, 1), "model_parallel"), runs.in_turn),
-        (Combination(model, (1, 1), "flush", m), runs.cut),
+        *((Combination(model, (1, 1), "flush", m), results) for m, results in runs.cut.items()),
         (Combination(model, (2,), "data_parallel"), runs.shared),
     ):
         plan = plan_of(profile, combination, sum(combination.replicas))

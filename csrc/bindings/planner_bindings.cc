@@ -119,20 +119,20 @@ py::object partition_layers_within(const Figures& compute_s, const Figures& acti
   return py::make_tuple(stages, best->bottleneck_s, best->recompute, best->memory_bytes);
 }
 
-using StageDurationsTuple =
-    std::tuple<double, double, double, double, double, double, double, double, double>;
+using StageDurationsTuple = std::tuple<double, double, double, double, double, double, double, double, double,
+                                       double, double, double>;
 using BoundaryDurationsTuple = std::tuple<double, double, double>;
 
 double steady_ms_of(const ScheduleOptions& options, std::int64_t num_minibatches,
                     const std::vector<StageDurationsTuple>& stages,
                     const std::vector<BoundaryDurationsTuple>& boundaries,
-                    std::optional<Figures> speeds) {
+                    const std::optional<std::pair<std::size_t, Figures>>& host, double waking_after_ms) {
   std::vector<StageDurations> of_stages;
   of_stages.reserve(stages.size());
   for (const auto& [forward, later_forward, backward, later_backward, recompute, update, push, pull,
-                    sync_latency] : stages) {
-    of_stages.push_back(
-        {forward, later_forward, backward, later_backward, recompute, update, push, pull, sync_latency});
+                    sync_latency, forward_waking, backward_waking, update_waking] : stages) {
+    of_stages.push_back({forward, later_forward, backward, later_backward, recompute, update, push, pull,
+                         sync_latency, forward_waking, backward_waking, update_waking});
   }
   std::vector<BoundaryDurations> of_boundaries;
   of_boundaries.reserve(boundaries.size());
@@ -140,8 +140,8 @@ double steady_ms_of(const ScheduleOptions& options, std::int64_t num_minibatches
     of_boundaries.push_back({activation, gradient, latency});
   }
   std::optional<SharedCores> of_hosts;
-  if (speeds) of_hosts = {std::move(*speeds)};
-  return steady_ms(options, num_minibatches, of_stages, of_boundaries, of_hosts);
+  if (host) of_hosts = {host->first, host->second};
+  return steady_ms(options, num_minibatches, of_stages, of_boundaries, of_hosts, waking_after_ms);
 }
 
 }  // namespace
@@ -151,9 +151,9 @@ void bind_planner(py::module_& module) {
       .def(py::init([](double model_copies, double state_copies, double step_copies, double data_bytes,
                        bool asynchronous, bool reduces_together, bool whole_tensors, bool posts_versions,
                        bool has_spares, bool drains, std::int64_t staleness) {
-             return MemoryCosts{model_copies,  state_copies,     step_copies,   data_bytes,
-                                asynchronous,  reduces_together, whole_tensors, posts_versions,
-                                has_spares,    drains,           staleness};
+             return MemoryCosts{model_copies, state_copies,     step_copies,   data_bytes,
+                                asynchronous, reduces_together, whole_tensors, posts_versions,
+                                has_spares,   drains,           staleness};
            }),
            py::kw_only(), py::arg("model_copies") = 1.0, py::arg("state_copies") = 0.0,
            py::arg("step_copies") = 0.0, py::arg("data_bytes") = 0.0, py::arg("asynchronous") = false,
@@ -172,8 +172,8 @@ void bind_planner(py::module_& module) {
          const Figures& forward_s, Figures speeds, Figures memory_bytes, const MemoryCosts& costs,
          bool may_recompute, std::vector<std::int64_t> last_layers, std::vector<std::int64_t> num_replicas,
          std::int64_t num_replicas_max, const Factors& factors) {
-        const PlanLimits limits{std::move(speeds), std::move(memory_bytes),  costs,
-                                may_recompute,     std::move(last_layers),   std::move(num_replicas),
+        const PlanLimits limits{std::move(speeds), std::move(memory_bytes), costs,
+                                may_recompute,     std::move(last_layers),  std::move(num_replicas),
                                 num_replicas_max};
         return partition_layers_within(compute_s, activation_bytes, parameter_bytes, num_workers,
                                        bandwidth_bytes_per_s, saved_bytes, forward_s, limits, factors);
@@ -222,10 +222,11 @@ void bind_planner(py::module_& module) {
              py::arg("parameter_bytes"), py::arg("stages"), py::arg("bandwidth_bytes_per_s"),
              "The slowest stage or boundary of a given plan, in seconds.");
   module.def("steady_ms", &steady_ms_of, py::arg("options"), py::arg("num_minibatches"), py::arg("stages"),
-             py::arg("boundaries"), py::arg("speeds") = py::none(), py::call_guard<py::gil_scoped_release>(),
+             py::arg("boundaries"), py::arg("host") = py::none(), py::arg("waking_after_ms") = 0.0,
+             py::call_guard<py::gil_scoped_release>(),
              "Milliseconds per minibatch of the schedule's lists with these durations, as simulate() has "
-             "them; speeds: of each of 1, 2, ... workers of a machine that are at work at once, where they "
-             "share its cores.");
+             "them; host: (number of a machine's workers, speeds of each of 1, 2, ... cores of it that are "
+             "at work at once), where workers share cores; waking_after_ms: as of planning/waking.py.");
 }
 
 }  // namespace pipedream

@@ -118,9 +118,8 @@ double own_bytes(const StageBytes& stage, const StageCopies& copies, const Stage
   const auto in_flight = static_cast<double>(copies.in_flight);
   const FactoredWeights::Sum factored =
       stage.factored.empty() ? FactoredWeights::Sum{} : stage.factored.of(copies.num_replicas);
-  const double weights =
-      replica_weight_bytes(weights_of(stage, factored), copies.num_replicas, copies.in_flight,
-                           share_of(copies.num_replicas, costs), costs);
+  const double weights = replica_weight_bytes(weights_of(stage, factored), copies.num_replicas,
+                                              copies.in_flight, share_of(copies.num_replicas, costs), costs);
   const double step = step_bytes(stage, copies.num_replicas, costs);
   const double data = ((stage.is_first ? in_flight : 0.0) + (stage.is_last ? 1.0 : 0.0)) * costs.data_bytes;
   const double transient = std::max(2 * stage.widest, step);

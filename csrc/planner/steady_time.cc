@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "base/failure.h"
+#include "planner/run_queues.h"
 #include "schedule/transfers.h"
 
 namespace pipedream {
@@ -25,6 +26,15 @@ struct Step {
   std::uint32_t lane = 0;      // of kSend and kRecv
   std::int64_t minibatch = 0;  // of an update the first of its round
   double work_ms = 0;
+  std::size_t waking = 0;  // of work: which of the worker's
+};
+
+// What a kind of a stage's work pays after waits.
+struct Waking {
+  StageIndex stage{0};
+  Opcode opcode = Opcode::kForward;
+  double waking_ms = 0;
+  std::optional<double> waited_then_ms = std::nullopt;  // when the last such item began
 };
 
 // An edge, on which items arrive in the order in which they are sent.
@@ -49,8 +59,11 @@ struct Worker {
   double now_ms = 0;
   std::vector<RoundEnd> updates = {};  // ascending; of a round the last of the worker's stages
   std::int64_t num_started = 0;        // minibatches, counted through all replicas, before the first update
+  double waited_ms = 0;
+  std::vector<Waking> wakings = {};
   // Where cores are shared: of the work at hand, at speed 1.
   std::optional<double> left_ms = std::nullopt;
+  bool is_queued = false;
 
   [[nodiscard]] bool is_done() const { return position == steps.size(); }
 };
@@ -77,11 +90,31 @@ double work_ms_of(const Instruction& step, const StageDurations& stage) {
   return 0;  // they keep the link, not the worker
 }
 
+double waking_ms_of(Opcode opcode, const StageDurations& stage) {
+  switch (opcode) {
+    case Opcode::kForward:
+      return stage.forward_waking_ms;
+    case Opcode::kBackward:
+      return stage.backward_waking_ms;
+    case Opcode::kUpdate:
+      return stage.update_waking_ms;
+    case Opcode::kRecompute:
+    case Opcode::kSend:
+    case Opcode::kRecv:
+      break;
+  }
+  return 0;  // a recomputation comes right before its backward
+}
+
 class Replay {
  public:
   Replay(const ScheduleOptions& options, std::int64_t num_minibatches,
-         const std::vector<StageDurations>& stages, const std::vector<BoundaryDurations>& boundaries)
-      : placement_(placement_of(options)), stages_(stages), boundaries_(boundaries) {
+         const std::vector<StageDurations>& stages, const std::vector<BoundaryDurations>& boundaries,
+         double waking_after_ms)
+      : placement_(placement_of(options)),
+        stages_(stages),
+        boundaries_(boundaries),
+        waking_after_ms_(waking_after_ms) {
     const std::int64_t num_ranks = num_workers(options);
     workers_.resize(static_cast<std::size_t>(num_ranks));
     for (std::int64_t rank = 0; rank < num_ranks; ++rank) {
@@ -118,12 +151,17 @@ class Replay {
   // In the order of time, as who is at work now says how fast all are.
   void pass_through(const SharedCores& shared) {
     double now_ms = 0;
+    for (std::size_t first = 0; first < workers_.size(); first += shared.num_workers) {
+      machines_.emplace_back(std::min(shared.num_workers, workers_.size() - first), shared.speeds.size());
+    }
     while (!are_done()) {
       bool has_begun = true;
       while (has_begun) {  // what one sends another may be waiting for
         has_begun = false;
         for (Worker& worker : workers_) has_begun = begin_work(worker, now_ms) || has_begun;
       }
+      queue_up(shared, false);  // those who wait leave the cores first
+      queue_up(shared, true);
       if (!pass_time(shared, now_ms) && !are_done()) throw UserError("the lists deadlock");
     }
   }
@@ -139,8 +177,9 @@ class Replay {
         Lane& lane = lanes_[step.lane];
         if (lane.num_taken == lane.arrivals_ms.size() || lane.arrivals_ms[lane.num_taken] > now_ms) break;
         ++lane.num_taken;
+        worker.waited_ms += now_ms - worker.now_ms;
       } else {
-        worker.left_ms = step.work_ms;
+        worker.left_ms = work_ms(worker, step);
         break;
       }
       worker.now_ms = now_ms;
@@ -148,29 +187,44 @@ class Replay {
     return worker.position > before;
   }
 
-  // Until someone is done with their work, or something arrives that someone waits for; false: neither will
-  // be.
-  bool pass_time(const SharedCores& shared, double& now_ms) {
-    const std::vector<double> speeds = speeds_now(shared);
-    double passing_ms = std::numeric_limits<double>::infinity();
-    for (std::size_t rank = 0; rank < workers_.size(); ++rank) {
-      const Worker& worker = workers_[rank];
-      if (worker.left_ms) {
-        passing_ms = std::min(passing_ms, *worker.left_ms / speeds[rank]);
-      } else if (!worker.is_done()) {  // it waits
-        const Lane& lane = lanes_[worker.steps[worker.position].lane];
-        if (lane.num_taken < lane.arrivals_ms.size()) {
-          passing_ms = std::min(passing_ms, lane.arrivals_ms[lane.num_taken] - now_ms);
-        }
-      }
-    }
-    if (passing_ms == std::numeric_limits<double>::infinity()) return false;
-    now_ms += passing_ms;
+  // Those who began to wait, or to work, since the last time.
+  void queue_up(const SharedCores& shared, bool has_work) {
     for (std::size_t rank = 0; rank < workers_.size(); ++rank) {
       Worker& worker = workers_[rank];
-      if (!worker.left_ms) continue;
-      if (*worker.left_ms / speeds[rank] > passing_ms) {
-        *worker.left_ms -= passing_ms * speeds[rank];
+      if (worker.left_ms.has_value() != has_work || worker.is_queued == has_work) continue;
+      RunQueues& queues = machines_[rank / shared.num_workers];
+      if (has_work) {
+        queues.enter(rank % shared.num_workers);
+      } else {
+        queues.leave(rank % shared.num_workers);
+      }
+      worker.is_queued = has_work;
+    }
+  }
+
+  // Until someone is done with their work, something arrives that someone waits for, or others run; false:
+  // none of it will be.
+  bool pass_time(const SharedCores& shared, double& now_ms) {
+    const std::vector<std::pair<std::size_t, double>> speeds = speeds_now(shared);
+    double passing_ms = std::numeric_limits<double>::infinity();
+    for (const auto& [rank, speed] : speeds)
+      passing_ms = std::min(passing_ms, *workers_[rank].left_ms / speed);
+    for (const Worker& worker : workers_) {
+      if (worker.left_ms || worker.is_done()) continue;
+      const Lane& lane = lanes_[worker.steps[worker.position].lane];  // for which it waits
+      if (lane.num_taken < lane.arrivals_ms.size()) {
+        passing_ms = std::min(passing_ms, lane.arrivals_ms[lane.num_taken] - now_ms);
+      }
+    }
+    for (const RunQueues& queues : machines_)
+      passing_ms = std::min(passing_ms, queues.next_change_ms(now_ms));
+    if (passing_ms == std::numeric_limits<double>::infinity()) return false;
+    for (RunQueues& queues : machines_) queues.pass_time(now_ms, passing_ms);
+    now_ms += passing_ms;
+    for (const auto& [rank, speed] : speeds) {
+      Worker& worker = workers_[rank];
+      if (*worker.left_ms / speed > passing_ms) {
+        *worker.left_ms -= passing_ms * speed;
         continue;
       }
       worker.left_ms.reset();
@@ -181,17 +235,25 @@ class Replay {
     return true;
   }
 
-  [[nodiscard]] std::vector<double> speeds_now(const SharedCores& shared) const {
-    const std::size_t of_host = shared.speeds.size();
-    std::vector<std::size_t> at_work(1 + (workers_.size() - 1) / of_host);
-    for (std::size_t rank = 0; rank < workers_.size(); ++rank) {
-      if (workers_[rank].left_ms) ++at_work[rank / of_host];
-    }
-    std::vector<double> speeds(workers_.size(), 1.0);
-    for (std::size_t rank = 0; rank < workers_.size(); ++rank) {
-      if (at_work[rank / of_host] > 0) speeds[rank] = shared.speeds[at_work[rank / of_host] - 1];
+  // Of the workers that run.
+  [[nodiscard]] std::vector<std::pair<std::size_t, double>> speeds_now(const SharedCores& shared) const {
+    std::vector<std::pair<std::size_t, double>> speeds;
+    for (std::size_t machine = 0; machine < machines_.size(); ++machine) {
+      const std::vector<std::size_t> running = machines_[machine].running();
+      for (const std::size_t worker : running) {
+        speeds.emplace_back(machine * shared.num_workers + worker, shared.speeds[running.size() - 1]);
+      }
     }
     return speeds;
+  }
+
+  // Of an item that begins now.
+  [[nodiscard]] double work_ms(Worker& worker, const Step& step) const {
+    if (waking_after_ms_ <= 0) return step.work_ms;
+    Waking& waking = worker.wakings[step.waking];
+    const double since_ms = worker.waited_ms - waking.waited_then_ms.value_or(worker.waited_ms);
+    waking.waited_then_ms = worker.waited_ms;
+    return step.work_ms + waking.waking_ms * std::min(1.0, since_ms / waking_after_ms_);
   }
 
   void prepare(Worker& worker, const std::vector<Instruction>& program) {
@@ -201,15 +263,28 @@ class Replay {
       num_minibatches_ = std::max(num_minibatches_, made.minibatch.value() + 1);
       if (travels(made.opcode)) {
         const StepKind kind = made.opcode == Opcode::kSend ? StepKind::kSend : StepKind::kRecv;
-        worker.steps.push_back({kind, lane_of(made.edge), made.minibatch.value(), 0});
+        worker.steps.push_back({kind, lane_of(made.edge), made.minibatch.value(), 0, 0});
         continue;
       }
       const bool is_update = made.opcode == Opcode::kUpdate;
       is_before_update = is_before_update && !is_update;
       if (is_before_update) worker.num_started = std::max(worker.num_started, made.minibatch.value() + 1);
       worker.steps.push_back({is_update ? StepKind::kUpdate : StepKind::kWork, 0, made.minibatch.value(),
-                              work_ms_of(made, stages_[static_cast<std::size_t>(made.stage.value())])});
+                              work_ms_of(made, stages_[static_cast<std::size_t>(made.stage.value())]),
+                              waking_of(worker, made)});
     }
+  }
+
+  [[nodiscard]] std::size_t waking_of(Worker& worker, const Instruction& made) const {
+    const auto found = std::ranges::find_if(worker.wakings, [&](const Waking& waking) {
+      return waking.stage == made.stage && waking.opcode == made.opcode;
+    });
+    const auto index = static_cast<std::size_t>(found - worker.wakings.begin());
+    if (found == worker.wakings.end()) {
+      const StageDurations& stage = stages_[static_cast<std::size_t>(made.stage.value())];
+      worker.wakings.push_back({made.stage, made.opcode, waking_ms_of(made.opcode, stage)});
+    }
+    return index;
   }
 
   std::uint32_t lane_of(const Edge& edge) {
@@ -260,9 +335,11 @@ class Replay {
           lane.is_awaited = true;
           return;
         }
-        worker.now_ms = std::max(worker.now_ms, lane.arrivals_ms[lane.num_taken++]);
+        const double begin_ms = std::max(worker.now_ms, lane.arrivals_ms[lane.num_taken++]);
+        worker.waited_ms += begin_ms - worker.now_ms;
+        worker.now_ms = begin_ms;
       } else {
-        worker.now_ms += step.work_ms;
+        worker.now_ms += work_ms(worker, step);
         if (step.kind == StepKind::kUpdate) add_update(worker, step.minibatch);
       }
     }
@@ -336,6 +413,8 @@ class Replay {
   std::map<Edge, std::uint32_t> lane_by_edge_;
   std::map<std::pair<std::size_t, std::size_t>, std::size_t> links_;  // (sender, receiver or kNone)
   std::vector<double> link_free_ms_;
+  std::vector<RunQueues> machines_;  // where cores are shared
+  double waking_after_ms_ = 0;
   std::int64_t num_minibatches_ = 0;
 };
 
@@ -356,10 +435,13 @@ void check_durations(const ScheduleOptions& options, std::size_t num_of_stages,
 
 double steady_ms(const ScheduleOptions& options, std::int64_t num_minibatches,
                  const std::vector<StageDurations>& stages, const std::vector<BoundaryDurations>& boundaries,
-                 const std::optional<SharedCores>& shared) {
+                 const std::optional<SharedCores>& shared, double waking_after_ms) {
   check_durations(options, stages.size(), boundaries.size());
-  if (shared && shared->speeds.empty()) throw UserError("machines have 0 workers: give at least 1");
-  return Replay(options, num_minibatches, stages, boundaries).run(shared);
+  if (shared && (shared->num_workers == 0 || shared->speeds.empty())) {
+    throw UserError("machines have " + std::to_string(shared->num_workers) + " workers and " +
+                    std::to_string(shared->speeds.size()) + " cores: give at least 1 of each");
+  }
+  return Replay(options, num_minibatches, stages, boundaries, waking_after_ms).run(shared);
 }
 
 }  // namespace pipedream

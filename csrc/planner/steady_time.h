@@ -1,13 +1,15 @@
 // How long a minibatch takes in the steady state of a schedule: its own lists, replayed with given durations.
 //
-// The arithmetic of planning/simulator.py and shared_cores.py, operation by operation and so to the bit, for a
-// search that asks it of thousands of plans and wants no timeline. A worker does its list in order: work takes
-// its time, a SEND leaves at once and keeps its link, a RECV waits for the edge's next item. So a worker's
-// times depend on what it receives alone, and the order in which the workers are visited changes nothing.
+// The arithmetic of planning/simulator.py, shared_cores.py and waking.py, operation by operation and so to
+// the bit, for a search that asks it of thousands of plans and wants no timeline. A worker does its list in
+// order: work takes its time, a SEND leaves at once and keeps its link, a RECV waits for the edge's next
+// item. So a worker's times depend on what it receives alone, and the order in which the workers are visited
+// changes nothing.
 //
 // Pure; any thread.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <vector>
@@ -27,6 +29,10 @@ struct StageDurations {
   double push_ms = 0;
   double pull_ms = 0;
   double sync_latency_ms = 0;
+  // Besides, of an item after a long wait.
+  double forward_waking_ms = 0;
+  double backward_waking_ms = 0;
+  double update_waking_ms = 0;
 };
 
 // Between a stage and the next one, of a microbatch.
@@ -38,18 +44,21 @@ struct BoundaryDurations {
 
 // Machines whose workers share cores, in the order of their ranks.
 struct SharedCores {
-  // Of each of 1, 2, ... workers of a machine that are at work at once; as many as it has workers.
-  std::vector<double> speeds;
+  std::size_t num_workers = 1;  // of a machine
+  // Of each of 1, 2, ... cores of a machine that are at work at once; as many as it has.
+  std::vector<double> speeds = {1.0};
 };
 
 // Milliseconds per minibatch between two updates everywhere that no warm-up or cool-down is between
 // (Simulation in planning/simulator.py has the window); of so few minibatches that there is none, of the
-// whole run. stages, boundaries: one per stage, and one per boundary between neighbours. shared: none where no
-// worker shares cores. Throws UserError as make_program(), for another number of durations, for machines
-// without workers, for spares and asynchronous shards, and for lists that deadlock.
+// whole run. stages, boundaries: one per stage, and one per boundary between neighbours. shared: none where
+// no worker shares cores. waking_after_ms: from which wait on an item pays all that waking costs it; 0: none
+// does. Throws UserError as make_program(), for another number of durations, for machines without workers or
+// cores, for spares and asynchronous shards, and for lists that deadlock.
 [[nodiscard]] double steady_ms(const ScheduleOptions& options, std::int64_t num_minibatches,
                                const std::vector<StageDurations>& stages,
                                const std::vector<BoundaryDurations>& boundaries,
-                               const std::optional<SharedCores>& shared = std::nullopt);
+                               const std::optional<SharedCores>& shared = std::nullopt,
+                               double waking_after_ms = 0);
 
 }  // namespace pipedream

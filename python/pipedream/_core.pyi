@@ -209,7 +209,8 @@ def steady_ms(
     num_minibatches: int,
     stages: Sequence[tuple[float, ...]],
     boundaries: Sequence[tuple[float, float, float]],
-    speeds: Sequence[float] | None = None,
+    host: tuple[int, Sequence[float]] | None = None,
+    waking_after_ms: float = 0.0,
 ) -> float: ...
 def replica_weight_bytes(
     all_bytes: float,

@@ -3,7 +3,7 @@
     one worker                 the model by itself, its optimizer in place
     a stage per worker, m = 1  workers that share the machine; versions that are copied
     the same, one at a time    how much faster each is alone; how long what is sent is on its way
-    the same, flush, m = 4     what of each time is the same for a microbatch as for a minibatch
+    the same, flush, m = 2, 4  what a microbatch takes of a minibatch
     two replicas               what an update costs that they share
 
 measured_costs.py makes the costs of them. Runs in the caller's process; the model and the random generators
@@ -35,7 +35,7 @@ from pipedream.report.result import RunResult
 
 __all__ = ["calibrate", "calibration_runs"]
 
-_MICROBATCHES = 4
+_MICROBATCHES = (2, 4)  # the second one: at least as many as stages
 _BATCHES_MAX = 16  # of the user's data, used in turn
 _FAST_BYTES_PER_S = 1e15  # the cut is to balance the stages, whatever crosses it
 _ROUNDS = 2
@@ -56,7 +56,7 @@ def calibrate(
     """The profile with what a run on this machine adds to it, for partition(..., cost_model="calibrated").
 
     model, data, loss_fn, optimizer, transport and weights: as of run(). workers: so many share this machine's
-    cores, as they will in training; from 2. minibatches: of each of four runs; the data's first ones, again
+    cores, as they will in training; from 2. minibatches: of each of these runs; the data's first ones, again
     and again. Where a minibatch has too few samples to be cut, microbatches are taken to cost their share.
 
     Raises ValueError for fewer than 2 workers or 20 minibatches, and as run().
@@ -124,16 +124,18 @@ def calibration_runs(
     last = profile.num_layers - 1
     whole = Plan((Stage(0, last),), max_shapes=straight.max_shapes, cuts=straight.cuts)
     copies = replace(whole, stages=(Stage(0, last, num_replicas=2),), num_workers=2, in_flight=())
-    m = max(_MICROBATCHES, stages)
-    is_cut = stages > 1 and profile.batch_size is not None and profile.batch_size >= m
-    runs = Runs([], [], [], [], [], m)
+    counts = {_MICROBATCHES[0], max(_MICROBATCHES[1], stages)}
+    cut: dict[int, list[RunResult]] = {
+        m: [] for m in sorted(counts) if stages > 1 and (profile.batch_size or 0) >= m
+    }
+    runs = Runs([], [], [], cut, [])
     with generators_kept():
         for _ in range(_ROUNDS):  # in turn, as what else the machine does changes
             runs.one.append(measure(whole))
             runs.straight.append(measure(straight))
             if stages > 1:
                 runs.in_turn.append(measure(straight, schedule="model_parallel"))
-            if is_cut:
-                runs.cut.append(measure(straight, schedule="flush", microbatches=m))
+            for m, results in runs.cut.items():
+                results.append(measure(straight, schedule="flush", microbatches=m))
             runs.shared.append(measure(copies))
     return straight, runs

@@ -17,6 +17,7 @@ from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, 
 from pipedream.planning.spread import EVEN, Spread
 from pipedream.planning.steady_time import steady_ms
 from pipedream.planning.synced_bytes import SyncedBytes, all_reduce_ms, exchange_times
+from pipedream.planning.waking import StageWaking, Waking
 
 if TYPE_CHECKING:
     from pipedream import _core
@@ -52,7 +53,13 @@ def predict_ms(
     timing = _timing_of(plan, schedule, spreads=spreads)
     num_minibatches = steady_minibatches(plan, schedule, steady_rounds)
     return steady_ms(
-        schedule, num_minibatches, timing.times, timing.transfers, host=timing.host, spread=timing.spread
+        schedule,
+        num_minibatches,
+        timing.times,
+        timing.transfers,
+        host=timing.host,
+        spread=timing.spread,
+        waking=timing.waking,
     )
 
 
@@ -111,8 +118,10 @@ def simulate_programs(
     pulls from it; None: what the costs say."""
     timing = _timing_of(plan, schedule, spreads=spreads, sync_shares=sync_shares)
     if timing.host is None:
-        return simulate(programs, timing.times, timing.transfers, timing.spread)
-    return simulate_shared(programs, timing.times, timing.transfers, timing.host, timing.spread)
+        return simulate(programs, timing.times, timing.transfers, timing.spread, timing.waking)
+    return simulate_shared(
+        programs, timing.times, timing.transfers, timing.host, timing.spread, timing.waking
+    )
 
 
 class _Timing(NamedTuple):
@@ -123,6 +132,7 @@ class _Timing(NamedTuple):
     spread: Spread
     host: SharedHost | None
     """Whose cores the workers share."""
+    waking: StageWaking
 
 
 def _timing_of(
@@ -152,6 +162,10 @@ def _timing_of(
         [_transfer(row, m) for row in boundary_links(plan)],
         Spread.from_dict("predicted.spread", plan.predicted.get("spread", {})) if spreads else EVEN,
         None if is_alone else host,
+        StageWaking(
+            Waking.from_dict("predicted.waking", plan.predicted.get("waking", {})),
+            [cost.waking_ms for cost in costs],
+        ),
     )
 
 

@@ -4,7 +4,8 @@
     update                    fixed + per byte of its parameters (+ a copy, + what replicas exchange)
 
 The share is another one for a minibatch's first microbatch, which meets a new version and no gradients, than
-for those after it. Items are longer and shorter than their mean by the spread (spread.py).
+for those after it, and what was measured beside that line counts where it was measured (item_cost.py). Items
+are longer and shorter than their mean by the spread (spread.py), and longer after a wait (waking.py).
 
 `pipedream.calibrate` measures the figures by short runs; a profile's file carries them as `runtime`. Values
 that never change once built; any thread; needs no torch.
@@ -13,20 +14,21 @@ that never change once built; any thread; needs no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from pipedream.common.document import check_list, check_number, check_object, check_whole, require
 from pipedream.planning.factor_rule import factored_sum
+from pipedream.planning.item_cost import ItemCost
 from pipedream.planning.layer_profile import LayerProfile, Profile
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.spread import EVEN, Spread
+from pipedream.planning.waking import ALWAYS_AWAKE, Waking
 
 __all__ = [
     "FREE",
     "POSITIONS",
     "WORK_KINDS",
-    "ItemCost",
     "PositionCosts",
     "RuntimeCosts",
     "StageCosts",
@@ -44,32 +46,6 @@ WORK_KINDS = ("FORWARD", "BACKWARD", "UPDATE")
 
 
 @dataclass(frozen=True)
-class ItemCost:
-    """Milliseconds of one work item, with m microbatches of a minibatch: of the first one first_ms +
-    minibatch_ms / m, of each after it later_ms + minibatch_ms / m."""
-
-    first_ms: float = 0.0
-    later_ms: float = 0.0
-    minibatch_ms: float = 0.0
-
-    def first(self, num_microbatches: int) -> float:
-        return self.first_ms + self.minibatch_ms / num_microbatches
-
-    def later(self, num_microbatches: int) -> float:
-        return self.later_ms + self.minibatch_ms / num_microbatches
-
-    def plus(self, other: ItemCost) -> ItemCost:
-        return ItemCost(
-            self.first_ms + other.first_ms,
-            self.later_ms + other.later_ms,
-            self.minibatch_ms + other.minibatch_ms,
-        )
-
-    def scaled(self, factor: float) -> ItemCost:
-        return ItemCost(self.first_ms * factor, self.later_ms * factor, self.minibatch_ms * factor)
-
-
-@dataclass(frozen=True)
 class PositionCosts:
     """The runtime's own time per work item, beside the user's code and waiting; and what a layer takes in
     the run over what the profile says: threads, caches, cores that are shared."""
@@ -79,6 +55,10 @@ class PositionCosts:
     update_ms: float
     forward_scale: float = 1.0
     backward_scale: float = 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        costs = {"forward": self.forward.to_dict(), "backward": self.backward.to_dict()}
+        return {field.name: getattr(self, field.name) for field in fields(self)} | costs
 
 
 @dataclass(frozen=True)
@@ -122,22 +102,34 @@ class RuntimeCosts:
     """How much faster a worker is while the others of its machine wait; at least 1."""
     spread: Spread = EVEN
     """Of single items about their mean."""
+    waking: Waking = ALWAYS_AWAKE
+    """Of items after their worker has waited."""
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"spread": self.spread.to_dict()}
+        return {
+            **{field.name: getattr(self, field.name) for field in fields(self)},
+            "positions": {name: position.to_dict() for name, position in self.positions.items()},
+            "forward_share": self.forward_share.to_dict(),
+            "backward_share": self.backward_share.to_dict(),
+            "sync": {kind: asdict(cost) for kind, cost in self.sync.items()},
+            "spread": self.spread.to_dict(),
+            "waking": self.waking.to_dict(),
+        }
 
     @classmethod
     def from_dict(cls, value: object) -> RuntimeCosts:
         """Raises ValueError naming the field."""
         given = check_object("runtime", value)
-        require(given, [field.name for field in fields(cls)], "runtime.")
+        # Profiles of before there was one have no waking.
+        require(given, [field.name for field in fields(cls) if field.name != "waking"], "runtime.")
         figures: dict[str, Any] = {
             field.name: check_number(f"runtime.{field.name}", given[field.name])
             for field in fields(cls)
             if field.type == "float"
         }
         for name in ("forward_share", "backward_share"):
-            figures[name] = _item_from(f"runtime.{name}", given[name])
+            figures[name] = ItemCost.from_dict(f"runtime.{name}", given[name])
+        figures["waking"] = Waking.from_dict("runtime.waking", given.get("waking", {}))
         sync = check_object("runtime.sync", given["sync"])
         require(sync, WORK_KINDS, "runtime.sync.")
         figures["sync"] = {kind: _sync_from(kind, sync[kind]) for kind in WORK_KINDS}
@@ -186,17 +178,23 @@ class StageCosts:
     """Of what is pushed, where factors are in it; None: as long as shard_ms."""
     shard_update_ms: float | None = None
     """Of update_ms what grows with the shard, 1 / r of the parameters, as copy_ms does; None: not known."""
+    waking_ms: Mapping[str, float] = field(default_factory=dict)
+    """Besides, by kind, of an item after a long wait."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        figures = {field.name: getattr(self, field.name) for field in fields(self)}
+        figures |= {"forward": self.forward.to_dict(), "backward": self.backward.to_dict()}
+        if not self.waking_ms:
+            del figures["waking_ms"]
+        return {name: value for name, value in figures.items() if value is not None}
 
     @classmethod
     def from_dict(cls, where: str, value: object) -> StageCosts:
         given = check_object(where, value)
         require(given, ("forward", "backward", "update_ms", "copy_ms", "shard_ms"), where + ".")
         return cls(
-            forward=_item_from(f"{where}.forward", given["forward"]),
-            backward=_item_from(f"{where}.backward", given["backward"]),
+            forward=ItemCost.from_dict(f"{where}.forward", given["forward"]),
+            backward=ItemCost.from_dict(f"{where}.backward", given["backward"]),
             update_ms=check_number(f"{where}.update_ms", given["update_ms"]),
             copy_ms=check_number(f"{where}.copy_ms", given["copy_ms"]),
             shard_ms=check_number(f"{where}.shard_ms", given["shard_ms"]),
@@ -204,6 +202,7 @@ class StageCosts:
             sync_latency_ms=check_number(f"{where}.sync_latency_ms", given.get("sync_latency_ms", 0.0)),
             push_ms=_optional_ms(where, given, "push_ms"),
             shard_update_ms=_optional_ms(where, given, "shard_update_ms"),
+            waking_ms=_waking_from(f"{where}.waking_ms", given.get("waking_ms", {})),
         )
 
     @property
@@ -248,18 +247,17 @@ def stage_costs(
         exchanged = dense_bytes * (replicas - 1) / replicas + (replicas - 1) * factored.factor_bytes
         per_byte_ms = 1e3 / bytes_per_s[stage_index]
         sync_ms = {kind: cost.of(exchanged) if replicas > 1 else 0.0 for kind, cost in runtime.sync.items()}
+        forward = runtime.forward_share.scaled(
+            sum(layer.forward_ms for layer in layers) * position.forward_scale
+        ).plus(_sending(position.forward, behind, runtime.cut_bytes))
+        backward = runtime.backward_share.scaled(
+            sum(layer.backward_ms for layer in layers) * position.backward_scale - product_ms
+        ).plus(_sending(position.backward, before, runtime.cut_bytes))
+        whole_ms = {"FORWARD": forward.first(1), "BACKWARD": backward.first(1), "UPDATE": update_ms}
         costs.append(
             StageCosts(
-                forward=runtime.forward_share.scaled(
-                    sum(layer.forward_ms for layer in layers) * position.forward_scale
-                )
-                .plus(_sending(position.forward, behind, runtime.cut_bytes))
-                .plus(ItemCost(minibatch_ms=sync_ms["FORWARD"])),
-                backward=runtime.backward_share.scaled(
-                    sum(layer.backward_ms for layer in layers) * position.backward_scale - product_ms
-                )
-                .plus(_sending(position.backward, before, runtime.cut_bytes))
-                .plus(ItemCost(minibatch_ms=sync_ms["BACKWARD"])),
+                forward=forward.plus(ItemCost(minibatch_ms=sync_ms["FORWARD"])),
+                backward=backward.plus(ItemCost(minibatch_ms=sync_ms["BACKWARD"])),
                 update_ms=update_ms + sync_ms["UPDATE"],
                 copy_ms=runtime.copy_ms_per_byte * updated_bytes,
                 shard_ms=per_byte_ms * dense_bytes / replicas if replicas > 1 else 0.0,
@@ -268,6 +266,7 @@ def stage_costs(
                 if factored.num_weights
                 else None,
                 shard_update_ms=shard_update_ms if replicas > 1 else None,
+                waking_ms={kind: share * whole_ms[kind] for kind, share in runtime.waking.shares.items()},
             )
         )
     return costs
@@ -319,7 +318,7 @@ def _sending(cost: ItemCost, num_bytes: int, measured_bytes: int) -> ItemCost:
     """What grows with a minibatch is mostly the copy of what is sent."""
     if num_bytes == 0 or measured_bytes == 0:
         return cost
-    return replace(cost, minibatch_ms=cost.minibatch_ms * num_bytes / measured_bytes)
+    return cost.growing(num_bytes / measured_bytes)
 
 
 def _position_from(name: str, value: object) -> PositionCosts:
@@ -327,8 +326,8 @@ def _position_from(name: str, value: object) -> PositionCosts:
     given = check_object(where, value)
     require(given, [field.name for field in fields(PositionCosts)], where + ".")
     return PositionCosts(
-        _item_from(f"{where}.forward", given["forward"]),
-        _item_from(f"{where}.backward", given["backward"]),
+        ItemCost.from_dict(f"{where}.forward", given["forward"]),
+        ItemCost.from_dict(f"{where}.backward", given["backward"]),
         *(
             check_number(f"{where}.{name}", given[name])
             for name in ("update_ms", "forward_scale", "backward_scale")
@@ -348,8 +347,5 @@ def _optional_ms(where: str, given: Mapping[str, Any], name: str) -> float | Non
     return check_number(f"{where}.{name}", given[name]) if name in given else None
 
 
-def _item_from(where: str, value: object) -> ItemCost:
-    given = check_object(where, value)
-    names = [field.name for field in fields(ItemCost)]
-    require(given, names, where + ".")
-    return ItemCost(*(check_number(f"{where}.{name}", given[name]) for name in names))
+def _waking_from(where: str, value: object) -> dict[str, float]:
+    return {kind: check_number(f"{where}.{kind}", ms) for kind, ms in check_object(where, value).items()}

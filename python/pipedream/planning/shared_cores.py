@@ -1,12 +1,14 @@
 """What a schedule does in time where workers share the cores of their machine. Pure; any thread; torch-free.
 
 Durations are those of as many workers as the machine has cores, all at work: the fewer work at a moment, the
-faster they are, as caches and memory are theirs; the more, the slower, as they take turns.
+faster they are, as caches and memory are theirs.
 
-    workers at work     1             num_cores     w > num_cores
-    speed of each       alone_speed   1             num_cores / w
+    workers at work     1             num_cores
+    speed of each       alone_speed   1
 
-Between these each other worker lengthens what one does equally.
+Between these each other worker lengthens what one does equally. More workers than cores take turns
+(run_queues.py): on average each has num_cores / workers of a core, and less where cores idle beside workers
+that wait.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipedream.common.document import check_number, check_whole
+from pipedream.planning.run_queues import RunQueues
 from pipedream.planning.simulator import (
     Replay,
     Simulation,
@@ -26,6 +29,7 @@ from pipedream.planning.simulator import (
     summarize,
 )
 from pipedream.planning.spread import EVEN, Spread
+from pipedream.planning.waking import StageWaking
 
 __all__ = ["SharedHost", "simulate_shared"]
 
@@ -46,7 +50,7 @@ class SharedHost:
             raise ValueError(f"alone_speed is {self.alone_speed}: alone a worker is at least as fast, 1")
 
     def speed(self, num_at_work: int) -> float:
-        """Of each of so many that are at work at once."""
+        """Of each of so many that are at work at once; of more than there are cores, on average."""
         if num_at_work >= self.num_cores:
             return self.num_cores / num_at_work
         others_share = (num_at_work - 1) / (self.num_cores - 1)
@@ -70,9 +74,10 @@ def simulate_shared(
     transfer_ms: float | Sequence[TransferTimes],
     host: SharedHost,
     spread: Spread = EVEN,
+    waking: StageWaking | None = None,
 ) -> Simulation:
     """As simulate(), of workers that share machines."""
-    return _SharedReplay(programs, stage_times, transfer_ms, host, spread).run()
+    return _SharedReplay(programs, stage_times, transfer_ms, host, spread, waking).run()
 
 
 class _SharedReplay(Replay):
@@ -85,18 +90,26 @@ class _SharedReplay(Replay):
         transfer_ms: float | Sequence[TransferTimes],
         host: SharedHost,
         spread: Spread,
+        waking: StageWaking | None,
     ) -> None:
-        super().__init__(programs, stage_times, transfer_ms, spread)
+        super().__init__(programs, stage_times, transfer_ms, spread, waking)
         self._host = host
+        num_workers = len(programs)
+        self._queues = [
+            RunQueues(min(host.num_workers, num_workers - first), host.num_cores)
+            for first in range(0, num_workers, host.num_workers)
+        ]
         self._now_ms = 0.0
-        self._began_ms = [0.0] * len(programs)
-        self._left_ms: list[float | None] = [None] * len(programs)  # of the work at hand, at speed 1
+        self._began_ms = [0.0] * num_workers
+        self._left_ms: list[float | None] = [None] * num_workers  # of the work at hand, at speed 1
+        self._is_queued = [False] * num_workers
 
     def run(self) -> Simulation:
         while any(len(row) < len(steps) for row, steps in zip(self.timeline, self.steps, strict=True)):
             # What one sends another may be waiting for.
             while sum(self._begin_work(worker) for worker in range(len(self.steps))):
                 pass
+            self._queue_up()
             self._pass_time()
         return summarize(self.timeline, self.transfers)
 
@@ -115,6 +128,7 @@ class _SharedReplay(Replay):
                 if not arrivals_ms or arrivals_ms[0] > self._now_ms:
                     break
                 arrivals_ms.popleft()
+                self.waited(worker, self._now_ms - (done[-1].end_ms if done else 0.0))
             self._finish(worker, self._now_ms)
         return len(done) > num_before
 
@@ -124,38 +138,58 @@ class _SharedReplay(Replay):
             self.send(step, self._now_ms)
         self.timeline[worker].append(TimedInstruction(step.instruction, began_ms, self._now_ms))
 
+    def _queue_up(self) -> None:
+        """Those who go on with other work keep their cores; those who wait leave them first."""
+        changed = [
+            worker
+            for worker, left in enumerate(self._left_ms)
+            if (left is not None) != self._is_queued[worker]
+        ]
+        for worker in sorted(changed, key=lambda worker: self._left_ms[worker] is not None):
+            queues, of_machine = self._place_of(worker)
+            if self._is_queued[worker]:
+                queues.leave(of_machine)
+            else:
+                queues.enter(of_machine)
+            self._is_queued[worker] = not self._is_queued[worker]
+
+    def _place_of(self, worker: int) -> tuple[RunQueues, int]:
+        machine, of_machine = divmod(worker, self._host.num_workers)
+        return self._queues[machine], of_machine
+
     def _pass_time(self) -> None:
         """Until someone is done with their work, or something arrives that someone waits for."""
         speeds = self._speeds()
         passing_ms = min(
             [
-                *(left / speeds[worker] for worker, left in enumerate(self._left_ms) if left is not None),
+                *((self._left_ms[worker] or 0.0) / speed for worker, speed in speeds.items()),
                 *(arrival - self._now_ms for arrival in self._awaited_ms()),
+                *(queues.next_change_ms(self._now_ms) for queues in self._queues),
             ],
             default=math.inf,
         )
         if passing_ms == math.inf:
             self.check_all_done()
             return
+        for queues in self._queues:
+            queues.pass_time(self._now_ms, passing_ms)
         self._now_ms += passing_ms
-        for worker, left in enumerate(self._left_ms):
-            if left is None:
-                continue
-            if left / speeds[worker] <= passing_ms:
+        for worker, speed in speeds.items():
+            left_ms = self._left_ms[worker] or 0.0
+            if left_ms / speed <= passing_ms:
                 self._left_ms[worker] = None
                 self._finish(worker, self._began_ms[worker])
             else:
-                self._left_ms[worker] = left - passing_ms * speeds[worker]
+                self._left_ms[worker] = left_ms - passing_ms * speed
 
-    def _speeds(self) -> list[float]:
-        of_host = self._host.num_workers
-        at_work = [0] * (1 + (len(self.steps) - 1) // of_host)
-        for worker, left in enumerate(self._left_ms):
-            at_work[worker // of_host] += left is not None
-        return [
-            self._host.speed(at_work[worker // of_host]) if at_work[worker // of_host] else 1.0
-            for worker in range(len(self.steps))
-        ]
+    def _speeds(self) -> dict[int, float]:
+        """Of the workers that run."""
+        speeds = {}
+        for machine, queues in enumerate(self._queues):
+            running = queues.running()
+            for of_machine in running:
+                speeds[machine * self._host.num_workers + of_machine] = self._host.speed(len(running))
+        return speeds
 
     def _awaited_ms(self) -> list[float]:
         awaited = []

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from pipedream.common.document import check_number
 from pipedream.planning.spread import EVEN, Spread
 from pipedream.planning.step_times import SYNC, TRANSFERS, StageTimes, TransferTimes
+from pipedream.planning.waking import StageWaking, Waits
 
 __all__ = [
     "TRANSFERS",
@@ -132,9 +133,11 @@ def simulate(
     stage_times: StageTimes | Sequence[StageTimes],
     transfer_ms: float | Sequence[TransferTimes] = 0.0,
     spread: Spread = EVEN,
+    waking: StageWaking | None = None,
 ) -> Simulation:
     """Replays one list per worker; one StageTimes, or one per stage; one time per transfer, or one pair per
-    boundary between a stage and the next. spread: of single instructions about these times.
+    boundary between a stage and the next. spread: of single instructions about these times. waking: what work
+    takes besides after waits; None: nothing.
 
     A worker does its instructions in order, one at a time: a RECV is done as soon as its item has arrived,
     a SEND at once. What is sent queues for the link to the other worker, which carries one item at a time in
@@ -146,7 +149,7 @@ def simulate(
     that is there twice, a stage that is at two workers or none, and figures of the wrong number.
     """
     with _collector_paused():
-        return Replay(programs, stage_times, transfer_ms, spread).run()
+        return Replay(programs, stage_times, transfer_ms, spread, waking).run()
 
 
 @contextlib.contextmanager
@@ -202,7 +205,9 @@ class Replay:
         stage_times: StageTimes | Sequence[StageTimes],
         transfer_ms: float | Sequence[TransferTimes],
         spread: Spread,
+        waking: StageWaking | None = None,
     ) -> None:
+        self._waits = Waits(waking, len(programs)) if waking else None
         self._draws = [spread.draws(worker) for worker in range(len(programs))]
         self._workers = _find_workers(programs)
         num_stages = 1 + max((stage for stage, _ in self._workers), default=-1)
@@ -237,7 +242,9 @@ class Replay:
                     lane.is_awaited = False
                     ready.append(lane.ends[1])
             elif lane.arrivals_ms:
-                begin_ms = now_ms = max(now_ms, lane.arrivals_ms.popleft())
+                begin_ms = max(now_ms, lane.arrivals_ms.popleft())
+                self.waited(worker, begin_ms - now_ms)
+                now_ms = begin_ms
             else:
                 lane.is_awaited = True
                 return
@@ -245,7 +252,14 @@ class Replay:
 
     def work_ms(self, worker: int, step: PreparedStep) -> float:
         """How long this one takes; to be asked once of each."""
-        return step.mean_ms * self._draws[worker].next(step.opcode) if step.mean_ms else 0.0
+        of_itself_ms = step.mean_ms * self._draws[worker].next(step.opcode) if step.mean_ms else 0.0
+        if self._waits is None:
+            return of_itself_ms
+        return of_itself_ms + self._waits.waking_ms(worker, step.instruction.stage, step.opcode)
+
+    def waited(self, worker: int, for_ms: float) -> None:
+        if self._waits is not None:
+            self._waits.add(worker, for_ms)
 
     def send(self, step: PreparedStep, now_ms: float) -> None:
         lane = step.lane

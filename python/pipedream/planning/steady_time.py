@@ -7,12 +7,13 @@ times that spread, spares and asynchronous shards, is simulated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pipedream.planning.shared_cores import SharedHost, simulate_shared
 from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, simulate
 from pipedream.planning.spread import EVEN, Spread
+from pipedream.planning.waking import StageWaking
 
 if TYPE_CHECKING:
     from pipedream import _core
@@ -28,10 +29,11 @@ def steady_ms(
     *,
     host: SharedHost | None = None,
     spread: Spread = EVEN,
+    waking: StageWaking | None = None,
 ) -> float:
     """Milliseconds per minibatch in the steady state of the schedule's lists, as ms_per_minibatch(); one
-    StageTimes per stage, one TransferTimes per boundary. host: whose cores the workers share. Raises
-    ValueError as simulate()."""
+    StageTimes per stage, one TransferTimes per boundary. host, spread, waking: as of simulate_shared().
+    Raises ValueError as simulate()."""
     from pipedream import _core
 
     if schedule.asynchronous or schedule.placement.num_spares or spread.factors:
@@ -39,14 +41,18 @@ def steady_ms(
             _core.make_program(schedule, rank, num_minibatches) for rank in range(schedule.num_workers)
         ]
         if host is None:
-            return ms_per_minibatch(simulate(programs, stage_times, transfers, spread))
-        return ms_per_minibatch(simulate_shared(programs, stage_times, transfers, host, spread))
+            return ms_per_minibatch(simulate(programs, stage_times, transfers, spread, waking))
+        return ms_per_minibatch(simulate_shared(programs, stage_times, transfers, host, spread, waking))
+    of_stages_ms = waking.by_stage_ms if waking else [{}] * len(stage_times)
     return _core.steady_ms(
         schedule,
         num_minibatches,
-        [_durations(times) for times in stage_times],
+        [_durations(times, waking_ms) for times, waking_ms in zip(stage_times, of_stages_ms, strict=True)],
         [(one.activation_ms, one.gradient_ms, one.latency_ms) for one in transfers],
-        None if host is None else [host.speed(1 + others) for others in range(host.num_workers)],
+        None
+        if host is None
+        else (host.num_workers, [host.speed(1 + core) for core in range(host.num_cores)]),
+        waking.waking.after_ms if waking else 0.0,
     )
 
 
@@ -56,7 +62,7 @@ def ms_per_minibatch(simulation: Simulation) -> float:
     return simulation.makespan_ms / simulation.num_minibatches if steady is None else steady
 
 
-def _durations(times: StageTimes) -> tuple[float, ...]:
+def _durations(times: StageTimes, waking_ms: Mapping[str, float]) -> tuple[float, ...]:
     """In the order of the core's StageDurations."""
     return (
         times.of("FORWARD"),
@@ -68,4 +74,5 @@ def _durations(times: StageTimes) -> tuple[float, ...]:
         times.of_exchange("push", 0),
         times.of_exchange("pull", 0),
         times.sync_latency_ms,
+        *(waking_ms.get(kind, 0.0) for kind in ("FORWARD", "BACKWARD", "UPDATE")),
     )

@@ -67,11 +67,33 @@ TEST(SteadyTime, an_item_waits_for_its_link_and_not_for_the_latency_of_the_one_b
 TEST(SteadyTime, workers_that_share_cores_are_as_fast_as_so_many_at_work) {
   const std::vector<StageDurations> stages(2, make_stage(1, 2));
   const ScheduleOptions options = make_options("pipedream", {1, 1});
-  EXPECT_DOUBLE_EQ(steady_ms(options, 20, stages, {{}}, SharedCores{{1, 0.5}}), 6.0);
-  EXPECT_DOUBLE_EQ(steady_ms(options, 20, stages, {{}}, SharedCores{{2}}), 1.5);  // a machine for each
+  // Whose turn it is shifts the ends of what is looked at.
+  EXPECT_NEAR(steady_ms(options, 20, stages, {{}}, SharedCores{2, {1}}), 6.0, 0.1);
+  EXPECT_DOUBLE_EQ(steady_ms(options, 20, stages, {{}}, SharedCores{1, {2}}), 1.5);  // a machine for each
   // One at a time: always alone.
   EXPECT_DOUBLE_EQ(
-      steady_ms(make_options("model_parallel", {1, 1}), 4, stages, {{}}, SharedCores{{1.5, 1}}), 6 / 1.5);
+      steady_ms(make_options("model_parallel", {1, 1}), 4, stages, {{}}, SharedCores{2, {1.5, 1}}), 6 / 1.5);
+}
+
+TEST(SteadyTime, three_workers_on_two_cores_get_less_than_two_thirds_of_one_each) {
+  const std::vector<StageDurations> stages(3, make_stage(1, 2));
+  const double taken_ms =
+      steady_ms(make_options("pipedream", {1, 1, 1}), 48, stages, {{}, {}}, SharedCores{3, {1, 1}});
+  EXPECT_GT(taken_ms, 3.0 * 3 / 2);
+  EXPECT_LT(taken_ms, 3.0 * 2);
+}
+
+TEST(SteadyTime, who_waits_wakes_for_its_next_item_of_each_kind) {
+  std::vector<StageDurations> stages(2, make_stage(1, 2));
+  for (StageDurations& stage : stages) {
+    stage.forward_waking_ms = 0.25;
+    stage.backward_waking_ms = 0.5;
+  }
+  // Both items of each stage come after its wait of 3 ms.
+  const ScheduleOptions in_turn = make_options("model_parallel", {1, 1});
+  EXPECT_DOUBLE_EQ(steady_ms(in_turn, 8, stages, {{}}, std::nullopt, 2.0), 6 + 2 * 0.25 + 2 * 0.5);
+  EXPECT_DOUBLE_EQ(steady_ms(in_turn, 8, stages, {{}}, SharedCores{2, {1, 1}}, 2.0), 6 + 2 * 0.25 + 2 * 0.5);
+  EXPECT_DOUBLE_EQ(steady_ms(in_turn, 8, stages, {{}}), 6);  // no figure says from when on
 }
 
 TEST(SteadyTime, of_too_few_minibatches_it_is_the_mean_of_the_whole_run) {
@@ -84,7 +106,8 @@ TEST(SteadyTime, what_it_does_not_know_is_refused) {
   const ScheduleOptions options = make_options("pipedream", {1, 1});
   EXPECT_THROW((void)steady_ms(options, 4, stages, {}), UserError);
   EXPECT_THROW((void)steady_ms(options, 4, {stages[0]}, {{}}), UserError);
-  EXPECT_THROW((void)steady_ms(options, 4, stages, {{}}, SharedCores{}), UserError);
+  EXPECT_THROW((void)steady_ms(options, 4, stages, {{}}, SharedCores{0, {1}}), UserError);
+  EXPECT_THROW((void)steady_ms(options, 4, stages, {{}}, SharedCores{2, {}}), UserError);
   ScheduleOptions spared = make_options("pipedream", {3});
   spared.placement = Placement::in_order({3}, {1});
   EXPECT_THROW((void)steady_ms(spared, 4, {stages[0]}, {}), UserError);

@@ -10,8 +10,8 @@ import pytest
 import torch
 from pipedream import Plan, Profile, Stage, calibrate
 from pipedream.launch.measured_costs import Runs, runtime_costs
+from pipedream.planning.item_cost import ItemCost
 from pipedream.planning.layer_profile import LayerProfile
-from pipedream.planning.runtime_costs import ItemCost
 from pipedream.report.result import RunResult, WorkSpan
 from torch import nn
 
@@ -32,8 +32,9 @@ def _spans(
     later_forward_ms: float | None = None,
     speed: float = 1.0,
     begin_ns: int = 0,
+    wait_ms: float = 1.0,
 ) -> list[WorkSpan]:
-    """Of 20 minibatches; each forward waits for 1 ms besides."""
+    """Of 20 minibatches; each one's first forward waits besides."""
     spans, now_ns = [], begin_ns
     for minibatch in range(20):
         items = [(kind, part) for part in range(m) for kind in ("FORWARD", "BACKWARD")] + [("UPDATE", 0)]
@@ -41,7 +42,7 @@ def _spans(
             compute_ms = {"FORWARD": forward_ms, "BACKWARD": backward_ms, "UPDATE": update_ms}[kind]
             if kind == "FORWARD" and part and later_forward_ms is not None:
                 compute_ms = later_forward_ms
-            wait_ns = 1_000_000 if kind == "FORWARD" else 0
+            wait_ns = int(wait_ms * 1e6) if kind == "FORWARD" and not part else 0
             compute_ns, own_ns = (int(ms / speed * 1e6) for ms in (compute_ms, _OWN_MS[kind]))
             ready_ns = now_ns + wait_ns + own_ns // 2
             completed_ns = ready_ns + compute_ns
@@ -62,9 +63,8 @@ def _known_runs(**changes: Any) -> Runs:
         one=_results(_spans(0, 1, 3.0, 6.0, 0.5)),
         straight=_results(_spans(0, 1, 3.0, 6.0, 0.6), _spans(1, 1, 3.0, 6.0, 0.3)),
         in_turn=[],
-        cut=_results(*(_spans(stage, 4, 1.75, 1.5, 0.3, later_forward_ms=1.5) for stage in range(2))),
+        cut={4: _results(*(_spans(stage, 4, 1.75, 1.5, 0.3, later_forward_ms=1.5) for stage in range(2)))},
         shared=_results(*(_spans(replica, 1, 3.0, 6.0, 0.5) for replica in range(2))),
-        num_microbatches=4,
     )
     return runs._replace(**changes)
 
@@ -120,8 +120,50 @@ def test_items_that_were_done_alone_count_as_beside_the_others() -> None:
     assert without.alone_speed == 1.0
 
 
+def test_what_waiting_costs_is_told_apart_from_what_items_take() -> None:
+    # Whoever waits takes half as long again, of whatever a whole minibatch takes.
+    waits = {"wait_ms": 2.0}
+    changes = {
+        "straight": _results(*(_spans(stage, 1, 3.0, 6.0, 0.5, wait_ms=0.0) for stage in range(2))),
+        "in_turn": _results(
+            *(
+                _spans(stage, 1, 3.0, 6.0, 0.5, speed=2 / 3, begin_ns=stage * 10**12, **waits)
+                for stage in range(2)
+            )
+        ),
+        "cut": {
+            4: _results(
+                *(
+                    _spans(stage, 4, 1.0 + 1.5, 2.0 + 3.0, 0.75, later_forward_ms=1.0, **waits)
+                    for stage in range(2)
+                )
+            )
+        },
+    }
+    costs = runtime_costs(_PROFILE, _STRAIGHT, _known_runs(**changes), num_cores=2)
+    assert costs.alone_speed == 1.0
+    assert costs.waking.after_ms == pytest.approx(2.0)
+    assert costs.waking.shares == {kind: pytest.approx(0.5) for kind in ("FORWARD", "BACKWARD", "UPDATE")}
+    assert costs.positions["first"].forward_scale == pytest.approx(3.0, rel=1e-3)
+    # Of the microbatches the first forward alone comes after a wait.
+    own_ms = _OWN_MS["FORWARD"]
+    awake = 1 - 0.5 * (3.0 + own_ms) / (2.5 + own_ms)
+    assert costs.forward_share.first(4) * 3.0 == pytest.approx(2.5 * awake, rel=1e-3)
+    assert costs.forward_share.later(4) * 3.0 == pytest.approx(1.0, rel=1e-3)
+
+
+def test_each_number_of_microbatches_that_was_measured_counts_as_it_was() -> None:
+    # Halves of a minibatch take as long as all of it: a shape that the library has no faster way for.
+    cut = {
+        m: _results(*(_spans(stage, m, forward_ms, 1.5, 0.3) for stage in range(2)))
+        for m, forward_ms in ((2, 3.0), (4, 1.0))
+    }
+    costs = runtime_costs(_PROFILE, _STRAIGHT, _known_runs(cut=cut), num_cores=2)
+    assert [costs.forward_share.first(m) * 3.0 for m in (1, 2, 4)] == pytest.approx([3.0, 3.0, 1.0], rel=1e-3)
+
+
 def test_what_cannot_be_cut_is_taken_to_take_its_share() -> None:
-    costs = runtime_costs(_PROFILE, _STRAIGHT, _known_runs(cut=[]), num_cores=2)
+    costs = runtime_costs(_PROFILE, _STRAIGHT, _known_runs(cut={}), num_cores=2)
     assert costs.forward_share == costs.backward_share == ItemCost(minibatch_ms=1.0)
     assert costs.positions["first"].forward.later(4) == pytest.approx(_OWN_MS["FORWARD"], rel=1e-3)
 

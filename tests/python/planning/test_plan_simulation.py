@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 from pipedream.planning import plan_simulation
+from pipedream.planning.item_cost import ItemCost
 from pipedream.planning.layer_profile import LayerProfile, Profile, WeightFactors
 from pipedream.planning.link_profile import LinkProfile, MeasuredLink
 from pipedream.planning.partitioner import partition
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.plan_simulation import PlanSimulation, simulate_plan
-from pipedream.planning.runtime_costs import ItemCost, StageCosts
+from pipedream.planning.runtime_costs import StageCosts
 from pipedream.planning.synced_bytes import synced_bytes
 
 _STAGES = 3

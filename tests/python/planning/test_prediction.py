@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from pipedream import _core
 from pipedream.planning import plan_search
+from pipedream.planning.item_cost import ItemCost
 from pipedream.planning.layer_profile import LayerProfile, Profile, WeightFactors
 from pipedream.planning.partitioner import make_plan, partition
 from pipedream.planning.plan import Plan, Stage
@@ -16,7 +17,6 @@ from pipedream.planning.prediction import predict_ms, predict_ms_of_run, simulat
 from pipedream.planning.runtime_costs import (
     FREE,
     POSITIONS,
-    ItemCost,
     PositionCosts,
     RuntimeCosts,
     SyncCost,
@@ -132,7 +132,7 @@ def test_latency_is_paid_where_a_worker_waits_for_it() -> None:
 def test_workers_that_share_cores_slow_each_other() -> None:
     profile = _profile(num_cores=1)
     assert _straight(profile).bottleneck_ms == pytest.approx(6.0)
-    assert _straight(profile, workers_per_host=2).bottleneck_ms == pytest.approx(12.0)
+    assert _straight(profile, workers_per_host=2).bottleneck_ms == pytest.approx(12.0, rel=0.02)
 
 
 def test_a_worker_with_a_machine_of_its_own_is_as_fast_as_it_is_alone() -> None:

@@ -10,6 +10,7 @@ from pipedream.planning.shared_cores import SharedHost, simulate_shared
 from pipedream.planning.simulator import StageTimes, TransferTimes, simulate
 from pipedream.planning.spread import Spread
 from pipedream.planning.steady_time import ms_per_minibatch, steady_ms
+from pipedream.planning.waking import StageWaking, Waking
 
 _SCHEDULES = ("pipedream", "vertical_sync", "naive", "2bw", "flush", "gpipe", "interleaved", "model_parallel")
 _DURATION = st.floats(0, 9).map(lambda ms: round(ms, 3))
@@ -56,14 +57,20 @@ def _drawn_times(data: st.DataObject, num_stages: int) -> tuple[list[StageTimes]
     return stage_times, [TransferTimes(*drawn(3)) for _ in range(num_stages - 1)]
 
 
+def _drawn_waking(data: st.DataObject, num_stages: int) -> StageWaking:
+    kinds = data.draw(st.sets(st.sampled_from(("FORWARD", "BACKWARD", "UPDATE"))))
+    by_stage_ms = [{kind: data.draw(_DURATION) for kind in kinds} for _ in range(num_stages)]
+    return StageWaking(Waking(data.draw(_DURATION)), by_stage_ms)
+
+
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_it_is_the_simulator_s_to_the_bit(data: st.DataObject) -> None:
     options = _drawn_options(data)
     times = _drawn_times(data, options.num_stages)
-    num_minibatches = data.draw(st.integers(1, 30))
-    simulation = simulate(_programs(options, num_minibatches), *times)
-    assert steady_ms(options, num_minibatches, *times) == ms_per_minibatch(simulation)
+    num_minibatches, waking = data.draw(st.integers(1, 30)), _drawn_waking(data, options.num_stages)
+    simulation = simulate(_programs(options, num_minibatches), *times, waking=waking)
+    assert steady_ms(options, num_minibatches, *times, waking=waking) == ms_per_minibatch(simulation)
 
 
 @settings(max_examples=100, deadline=None)
@@ -71,11 +78,12 @@ def test_it_is_the_simulator_s_to_the_bit(data: st.DataObject) -> None:
 def test_it_is_the_simulator_s_where_workers_share_cores(data: st.DataObject) -> None:
     options = _drawn_options(data)
     times = _drawn_times(data, options.num_stages)
-    num_minibatches = data.draw(st.integers(1, 12))
+    num_minibatches, waking = data.draw(st.integers(1, 12)), _drawn_waking(data, options.num_stages)
     num_cores = data.draw(st.integers(1, 4))
     host = SharedHost(data.draw(st.integers(1, 4)), num_cores, data.draw(st.sampled_from([1.0, 1.25])))
-    simulation = simulate_shared(_programs(options, num_minibatches), *times, host)
-    assert steady_ms(options, num_minibatches, *times, host=host) == ms_per_minibatch(simulation)
+    simulation = simulate_shared(_programs(options, num_minibatches), *times, host, waking=waking)
+    replayed_ms = steady_ms(options, num_minibatches, *times, host=host, waking=waking)
+    assert replayed_ms == ms_per_minibatch(simulation)
 
 
 def test_what_the_core_does_not_replay_is_simulated() -> None:
@@ -91,15 +99,15 @@ def test_what_the_core_does_not_replay_is_simulated() -> None:
         assert steady_ms(options, 12, times, [], spread=how) == ms_per_minibatch(simulation)
     for options in (spared, served):
         with pytest.raises(ValueError, match=r"have no steady_ms\(\): simulate them"):
-            _core.steady_ms(options, 12, [(1.0,) * 9], [])
+            _core.steady_ms(options, 12, [(1.0,) * 12], [])
 
 
 def test_durations_of_another_plan_are_refused() -> None:
     options = _core.ScheduleOptions(in_flight=[2, 1])
     with pytest.raises(ValueError, match="durations of 1 stages and 0 boundaries for 2 stages"):
-        _core.steady_ms(options, 4, [(1.0,) * 9], [])
-    with pytest.raises(ValueError, match="machines have 0 workers: give at least 1"):
-        _core.steady_ms(_core.ScheduleOptions(), 4, [(1.0,) * 9], [], [])
+        _core.steady_ms(options, 4, [(1.0,) * 12], [])
+    with pytest.raises(ValueError, match="machines have 0 workers and 1 cores: give at least 1"):
+        _core.steady_ms(_core.ScheduleOptions(), 4, [(1.0,) * 12], [], (0, [1.0]))
 
 
 def test_norms_between_replicas_take_no_time_of_their_links() -> None:

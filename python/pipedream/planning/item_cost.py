@@ -1,0 +1,165 @@
+"""What one work item takes, by how many microbatches a minibatch is cut into. Values that never change once
+built; any thread; needs no torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pipedream.common.document import check_list, check_number, check_object, check_whole, require
+
+__all__ = ["CutCost", "ItemCost"]
+
+
+class CutCost(NamedTuple):
+    """Of items of a minibatch of so many microbatches; milliseconds."""
+
+    num_microbatches: int
+    first_ms: float
+    later_ms: float
+
+
+@dataclass(frozen=True)
+class ItemCost:
+    """Milliseconds of one work item, with m microbatches of a minibatch: of the first one first_ms +
+    minibatch_ms / m, of each after it later_ms + minibatch_ms / m.
+
+    measured: what they took with some numbers of microbatches, in the order of m, which need not lie on that
+    line. Between two of these, and the whole minibatch, which is on the line, the distance from it changes
+    with 1 / m; with more microbatches it stays as with the most.
+    """
+
+    first_ms: float = 0.0
+    later_ms: float = 0.0
+    minibatch_ms: float = 0.0
+    measured: tuple[CutCost, ...] = ()
+
+    @classmethod
+    def of_pieces(cls, whole_ms: float, pieces_ms: Mapping[int, tuple[float, float]]) -> ItemCost:
+        """Of a whole minibatch; and by m, from 2, of its first microbatch and of those after it."""
+        if not pieces_ms:
+            return cls(whole_ms, whole_ms)
+        most = max(pieces_ms)
+        first_ms, later_ms = pieces_ms[most]
+        minibatch_ms = (whole_ms - first_ms) * most / (most - 1)
+        minibatch_ms = min(max(minibatch_ms, 0.0), whole_ms)
+        return cls(
+            whole_ms - minibatch_ms,
+            max(0.0, later_ms - minibatch_ms / most),
+            minibatch_ms,
+            tuple(CutCost(m, *times) for m, times in sorted(pieces_ms.items())),
+        )
+
+    def first(self, num_microbatches: int) -> float:
+        return self._of(num_microbatches).first_ms
+
+    def later(self, num_microbatches: int) -> float:
+        return self._of(num_microbatches).later_ms
+
+    def plus(self, other: ItemCost) -> ItemCost:
+        counts = sorted({row.num_microbatches for row in (*self.measured, *other.measured)})
+        return ItemCost(
+            self.first_ms + other.first_ms,
+            self.later_ms + other.later_ms,
+            self.minibatch_ms + other.minibatch_ms,
+            tuple(CutCost(m, self.first(m) + other.first(m), self.later(m) + other.later(m)) for m in counts),
+        )
+
+    def scaled(self, factor: float) -> ItemCost:
+        return ItemCost(
+            self.first_ms * factor,
+            self.later_ms * factor,
+            self.minibatch_ms * factor,
+            tuple(
+                CutCost(m, first_ms * factor, later_ms * factor) for m, first_ms, later_ms in self.measured
+            ),
+        )
+
+    def growing(self, factor: float) -> ItemCost:
+        """With so many times what grows with the samples."""
+        more_ms = self.minibatch_ms * (factor - 1)
+        return ItemCost(
+            self.first_ms,
+            self.later_ms,
+            self.minibatch_ms * factor,
+            tuple(
+                CutCost(m, max(0.0, first_ms + more_ms / m), max(0.0, later_ms + more_ms / m))
+                for m, first_ms, later_ms in self.measured
+            ),
+        )
+
+    @classmethod
+    def mean(cls, costs: Sequence[ItemCost]) -> ItemCost:
+        total = costs[0]
+        for cost in costs[1:]:
+            total = total.plus(cost)
+        return total.scaled(1 / len(costs))
+
+    def to_dict(self) -> dict[str, Any]:
+        figures: dict[str, Any] = {name: getattr(self, name) for name in _LINE}
+        if self.measured:
+            figures["measured"] = [row._asdict() for row in self.measured]
+        return figures
+
+    @classmethod
+    def from_dict(cls, where: str, value: object) -> ItemCost:
+        """Raises ValueError naming the field."""
+        given = check_object(where, value)
+        require(given, _LINE, where + ".")
+        first_ms, later_ms, minibatch_ms = (check_number(f"{where}.{name}", given[name]) for name in _LINE)
+        rows = check_list(f"{where}.measured", given.get("measured", []))
+        measured = [_cut_from(f"{where}.measured[{index}]", row) for index, row in enumerate(rows)]
+        for one, following in itertools.pairwise(sorted(measured)):
+            if one.num_microbatches == following.num_microbatches:
+                raise ValueError(f"{where}.measured has {one.num_microbatches} microbatches twice")
+        return cls(first_ms, later_ms, minibatch_ms, tuple(sorted(measured)))
+
+    def _of(self, num_microbatches: int) -> CutCost:
+        on_line = self._on_line(num_microbatches)
+        if not self.measured or num_microbatches == 1:
+            return on_line
+        fewer = CutCost(1, 0.0, 0.0)
+        for row in self.measured:
+            more = self._beside_line(row)
+            if row.num_microbatches >= num_microbatches:
+                return _sum(on_line, _between(fewer, more, num_microbatches))
+            fewer = more
+        return _sum(on_line, fewer)
+
+    def _on_line(self, num_microbatches: int) -> CutCost:
+        of_samples_ms = self.minibatch_ms / num_microbatches
+        return CutCost(num_microbatches, self.first_ms + of_samples_ms, self.later_ms + of_samples_ms)
+
+    def _beside_line(self, row: CutCost) -> CutCost:
+        on_line = self._on_line(row.num_microbatches)
+        return CutCost(row.num_microbatches, row.first_ms - on_line.first_ms, row.later_ms - on_line.later_ms)
+
+
+_LINE = ("first_ms", "later_ms", "minibatch_ms")
+
+
+def _between(fewer: CutCost, more: CutCost, num_microbatches: int) -> CutCost:
+    gone = 1 / fewer.num_microbatches - 1 / num_microbatches
+    share = gone / (1 / fewer.num_microbatches - 1 / more.num_microbatches)
+    return CutCost(
+        num_microbatches,
+        fewer.first_ms + share * (more.first_ms - fewer.first_ms),
+        fewer.later_ms + share * (more.later_ms - fewer.later_ms),
+    )
+
+
+def _sum(one: CutCost, other: CutCost) -> CutCost:
+    first_ms, later_ms = one.first_ms + other.first_ms, one.later_ms + other.later_ms
+    return CutCost(one.num_microbatches, max(0.0, first_ms), max(0.0, later_ms))
+
+
+def _cut_from(where: str, value: object) -> CutCost:
+    given = check_object(where, value)
+    require(given, CutCost._fields, where + ".")
+    return CutCost(
+        check_whole(f"{where}.num_microbatches", given["num_microbatches"], at_least=2),
+        check_number(f"{where}.first_ms", given["first_ms"]),
+        check_number(f"{where}.later_ms", given["later_ms"]),
+    )

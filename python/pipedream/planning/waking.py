@@ -1,0 +1,86 @@
+"""By how much a work item is longer because its worker has waited. Values that never change once built; any
+thread; needs no torch.
+
+A core that has idled finds neither the code nor the data of what it goes on with in its caches, and may have
+to become fast again. Each kind of item pays that at its first one after the wait, as each has code and data
+of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipedream.common.document import check_number, check_object
+
+__all__ = ["ALWAYS_AWAKE", "StageWaking", "Waits", "Waking"]
+
+_KINDS = ("FORWARD", "BACKWARD", "UPDATE")
+
+
+@dataclass(frozen=True)
+class Waking:
+    """All of it where the worker has waited for after_ms since its last item of the kind, of a shorter wait
+    a part as large."""
+
+    after_ms: float = 0.0
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """By kind, of what the item of a whole minibatch takes; a microbatch's pays as much."""
+
+    def part(self, waited_ms: float) -> float:
+        """Of what there is to pay, 0 to 1."""
+        return min(1.0, waited_ms / self.after_ms) if self.after_ms > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"after_ms": self.after_ms, "shares": dict(self.shares)}
+
+    @classmethod
+    def from_dict(cls, where: str, value: object) -> Waking:
+        """Raises ValueError naming the field."""
+        given = check_object(where, value)
+        shares = check_object(f"{where}.shares", given.get("shares", {}))
+        for kind in shares:
+            if kind not in _KINDS:
+                raise ValueError(f"{where}.shares has {kind!r}: known are {', '.join(_KINDS)}")
+        return cls(
+            check_number(f"{where}.after_ms", given.get("after_ms", 0.0)),
+            {kind: check_number(f"{where}.shares.{kind}", share) for kind, share in shares.items()},
+        )
+
+
+ALWAYS_AWAKE = Waking()
+
+
+@dataclass(frozen=True)
+class StageWaking:
+    """As Waking, in the milliseconds of each stage's items."""
+
+    waking: Waking = ALWAYS_AWAKE
+    by_stage_ms: Sequence[Mapping[str, float]] = ()
+
+    def __bool__(self) -> bool:
+        return self.waking.after_ms > 0 and any(map(bool, self.by_stage_ms))
+
+    def of(self, stage: int, kind: str, waited_ms: float) -> float:
+        """Milliseconds."""
+        return self.by_stage_ms[stage].get(kind, 0.0) * self.waking.part(waited_ms)
+
+
+class Waits:
+    """Of the workers of one replay."""
+
+    def __init__(self, waking: StageWaking, num_workers: int) -> None:
+        self._waking = waking
+        self._waited_ms = [0.0] * num_workers
+        self._waited_then_ms: dict[tuple[int, int, str], float] = {}  # when the last such item began
+
+    def add(self, worker: int, for_ms: float) -> None:
+        self._waited_ms[worker] += for_ms
+
+    def waking_ms(self, worker: int, stage: int, kind: str) -> float:
+        """Of an item that begins now; to be asked once of each."""
+        waited_ms, key = self._waited_ms[worker], (worker, stage, kind)
+        since_ms = waited_ms - self._waited_then_ms.get(key, waited_ms)
+        self._waited_then_ms[key] = waited_ms
+        return self._waking.of(stage, kind, since_ms)

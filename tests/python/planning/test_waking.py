@@ -1,0 +1,85 @@
+"""What items cost after a wait: closed forms, in time of its own and on shared cores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pipedream import _core
+from pipedream.planning.shared_cores import SharedHost, simulate_shared
+from pipedream.planning.simulator import Simulation, StageTimes, simulate
+from pipedream.planning.waking import StageWaking, Waking
+
+_WAKING = Waking(2.0, {"FORWARD": 0.25})
+_MINIBATCHES = 16
+
+
+def _programs(schedule: str) -> list[list[_core.Instruction]]:
+    options = _core.ScheduleOptions(schedule, [2, 1], 1, _core.Placement.in_order([1, 1]))
+    return [_core.make_program(options, rank, _MINIBATCHES) for rank in range(2)]
+
+
+def _simulations(schedule: str, waking: StageWaking | None) -> list[Simulation]:
+    programs, times = _programs(schedule), StageTimes(1.0, 2.0)
+    return [
+        simulate(programs, times, 0.0, waking=waking),
+        simulate_shared(programs, times, 0.0, SharedHost(2, 2), waking=waking),
+    ]
+
+
+def test_a_part_of_the_wait_costs_a_part() -> None:
+    assert [_WAKING.part(waited_ms) for waited_ms in (0.0, 0.5, 2.0, 50.0)] == [0.0, 0.25, 1.0, 1.0]
+    assert Waking().part(10.0) == 0.0
+
+
+def test_workers_that_wait_for_each_other_in_turn_wake_for_each_item() -> None:
+    # 6 ms of work, in which each stage's forward is one after 3 ms of waiting, and its backward another.
+    waking = StageWaking(_WAKING, [{"FORWARD": 0.25, "BACKWARD": 0.5}] * 2)
+    for simulation in _simulations("model_parallel", waking):
+        assert simulation.ms_per_minibatch == pytest.approx(6.0 + 2 * 0.25 + 2 * 0.5)
+
+
+def test_a_worker_that_never_waits_never_wakes() -> None:
+    waking = StageWaking(_WAKING, [{"FORWARD": 0.25}] * 2)
+    for simulation in _simulations("pipedream", waking):
+        assert simulation.ms_per_minibatch == pytest.approx(3.0, rel=0.005)  # but once, after the warm-up
+
+
+def test_nobody_pays_for_a_wait_twice() -> None:
+    programs, times = _programs("model_parallel"), StageTimes(1.0, 2.0, 0.5)
+    kinds = {"FORWARD": 0.25, "BACKWARD": 0.5, "UPDATE": 0.125}
+    simulation = simulate(programs, times, 0.0, waking=StageWaking(_WAKING, [kinds] * 2))
+    for row in simulation.timeline:
+        extra: dict[str, list[float]] = {}
+        for timed in row:
+            if timed.instruction.edge is None:
+                opcode = timed.instruction.opcode
+                extra.setdefault(opcode, []).append(timed.end_ms - timed.begin_ms - times.of(opcode))
+        # The first of each kind has no wait behind it that another of its kind has not seen.
+        for opcode, more_ms in extra.items():
+            assert more_ms == pytest.approx([0.0] + [kinds[opcode]] * (_MINIBATCHES - 1))
+
+
+def test_without_figures_nothing_wakes() -> None:
+    assert not StageWaking()
+    assert not StageWaking(Waking(2.0), [{}, {}])
+    plain, woken = (_simulations("model_parallel", waking) for waking in (None, StageWaking()))
+    assert [one.makespan_ms for one in plain] == [one.makespan_ms for one in woken]
+
+
+def test_it_is_the_same_from_its_file() -> None:
+    assert Waking.from_dict("waking", _WAKING.to_dict()) == _WAKING
+    assert Waking.from_dict("waking", {}) == Waking()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"after_ms": -1.0}, "waking.after_ms is -1.0"),
+        ({"after_ms": 1.0, "shares": {"FORWARD": "much"}}, "waking.shares.FORWARD is 'much'"),
+        ({"shares": {"SEND": 1.0}}, "waking.shares has 'SEND': known are FORWARD, BACKWARD, UPDATE"),
+    ],
+)
+def test_figures_that_cannot_be_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Waking.from_dict("waking", fields)
