@@ -2,7 +2,8 @@
 
 It keeps a full copy of every weight version that may still be read and computes minibatch after
 minibatch, so it shows what numbers a schedule must give, not how to get them fast. The fast path is
-compared with it. Random numbers: see seeding.py.
+compared with it. Random numbers: see seeding.py. All stages of a module that is cut are that one module: what
+its forward counts in attributes is counted once a stage, where workers have modules of their own.
 
     a minibatch   1. a leaf of every parameter, with the content of the version that its stage reads
                   2. forward of each microbatch through all stages, in order, and its loss
