@@ -2,16 +2,16 @@
 
     python bench/system/predictions.py [--rounds 1] [--seconds 4] [--tries 3] [--links] [--own-runs]
 
-Each model is profiled and calibrated (pipedream.calibrate) once, with two workers; then each combination is
-predicted by the calibrated cost model before it is run. Prints both, the error of the prediction, its mean
-and the worst; beside it by how much the two halves of the same run differ, which no prediction can beat, and
-what others took of the cores meanwhile. A run that others disturbed is done again, at most --tries times, and
-the least disturbed counts. --rounds calibrates and runs all that so often, and takes the median of each
-combination's figures; it then tells, too, by how much runs of one combination differ between rounds, which no
-prediction of a single run can beat. --links adds workers on hosts of their own (namespaces) with shaped
-links, which needs root; --only bit/s leaves out all others. --own-runs predicts instead the runs that a
-calibration itself is made of: what is wrong then is the model, as no time passes between. A quiet machine
-is needed: what other processes take of the cores nobody predicts.
+Each model is profiled and calibrated (pipedream.calibrate) once, with as many workers as its combinations
+have; then each combination is predicted by the calibrated cost model before it is run. Prints both, the error
+of the prediction, its mean and the worst; beside it by how much the two halves of the same run differ, which
+no prediction can beat, and what others took of the cores meanwhile. A run that others disturbed is done again,
+at most --tries times, and the least disturbed counts. --rounds calibrates and runs all that so often, and
+takes the median of each combination's figures; it then tells, too, by how much runs of one combination differ
+between rounds, which no prediction of a single run can beat. --links adds workers on hosts of their own
+(namespaces) with shaped links, which needs root; --only bit/s leaves out all others. --own-runs predicts
+instead the runs that a calibration itself is made of: what is wrong then is the model, as no time passes
+between. A quiet machine is needed: what other processes take of the cores nobody predicts.
 """
 
 from __future__ import annotations
@@ -211,19 +211,17 @@ def run_undisturbed(combination: Combination, plan: Plan, seconds: float, tries:
     return min(rows, key=lambda row: row["foreign_share"])
 
 
-def calibrated(model: str, transport: str = "auto") -> tuple[Profile, Runs]:
+def calibrated(model: str, workers: int, transport: str = "auto") -> tuple[Profile, Runs]:
     task = make_task(model)
     profile = pipedream.profile(task.model, task.batches, nn.functional.mse_loss, seconds=PROFILE_SECONDS)
-    # A second of each run: long enough that what is discarded of short ones does not count.
-    minibatches = min(max(60, int(1e3 / max(profile.compute_ms, 1e-3))), 600)
     plan, runs = calibration_runs(
         profile,
         task.model,
         task.batches,
         nn.functional.mse_loss,
         optimizer=task.optimizer,
-        workers=2,
-        minibatches=minibatches,
+        workers=workers,
+        minibatches=None,
         transport=transport,
     )
     return replace(profile, runtime=runtime_costs(profile, plan, runs, usable_cpus()).to_dict()), runs
@@ -231,7 +229,7 @@ def calibrated(model: str, transport: str = "auto") -> tuple[Profile, Runs]:
 
 def predict_own_runs(model: str) -> list[float]:
     """Errors of the runs of a calibration, predicted by what it made of them."""
-    profile, runs = calibrated(model)
+    profile, runs = calibrated(model, 2)
     errors = []
     for combination, results in (
         (Combination(model, (1,), "pipedream"), runs.one),
@@ -251,10 +249,18 @@ def predict_own_runs(model: str) -> list[float]:
     return errors
 
 
+def workers_by_model(combinations: Sequence[Combination]) -> dict[str, int]:
+    """The most of its combinations, and at least the two that a calibration takes."""
+    counts: dict[str, int] = {}
+    for combination in combinations:
+        counts[combination.model] = max(counts.get(combination.model, 2), sum(combination.replicas))
+    return counts
+
+
 def run_round(combinations: Sequence[Combination], seconds: float, tries: int) -> dict[str, dict[str, float]]:
     rows = {}
-    for model in dict.fromkeys(combination.model for combination in combinations):
-        profile, _ = calibrated(model)
+    for model, workers in workers_by_model(combinations).items():
+        profile, _ = calibrated(model, workers)
         for combination in combinations:
             if combination.model == model:
                 plan = plan_of(profile, combination, sum(combination.replicas))
@@ -265,8 +271,8 @@ def run_round(combinations: Sequence[Combination], seconds: float, tries: int) -
 
 def run_shaped(combinations: Sequence[Combination], seconds: float) -> dict[str, dict[str, float]]:
     rows = {}
-    for model in dict.fromkeys(combination.model for combination in combinations):
-        profile, _ = calibrated(model, "tcp")
+    for model, workers in workers_by_model(combinations).items():
+        profile, _ = calibrated(model, workers, "tcp")
         for combination in combinations:
             if combination.model != model or combination.bandwidth is None:
                 continue

@@ -5,6 +5,7 @@
     the same, one at a time    how much faster each is alone; how long what is sent is on its way
     the same, flush, m = 2, 4  what a microbatch takes of a minibatch
     two replicas               what an update costs that they share
+    more workers than cores    where the caller wants that: how much slower all are while they take turns
 
 measured_costs.py makes the costs of them. Runs in the caller's process; the model and the random generators
 stay as they were.
@@ -23,7 +24,7 @@ import torch
 from pipedream.common.checks import check_count
 from pipedream.common.cpus import usable_cpus
 from pipedream.common.guard import check_main_guard
-from pipedream.launch.measured_costs import Runs, runtime_costs
+from pipedream.launch.measured_costs import CrowdedRuns, Runs, runtime_costs
 from pipedream.launch.runner import run
 from pipedream.model.initial_weights import WeightSource
 from pipedream.model.layers import Model
@@ -39,6 +40,7 @@ _MICROBATCHES = (2, 4)  # the second one: at least as many as stages
 _BATCHES_MAX = 16  # of the user's data, used in turn
 _FAST_BYTES_PER_S = 1e15  # the cut is to balance the stages, whatever crosses it
 _ROUNDS = 2
+_MINIBATCHES_MIN, _MINIBATCHES_MAX = 60, 4000
 
 
 def calibrate(
@@ -49,15 +51,16 @@ def calibrate(
     *,
     optimizer: Callable[..., torch.optim.Optimizer],
     workers: int = 2,
-    minibatches: int = 60,
+    minibatches: int | None = None,
     transport: str = "auto",
     weights: WeightSource = None,
 ) -> Profile:
     """The profile with what a run on this machine adds to it, for partition(..., cost_model="calibrated").
 
     model, data, loss_fn, optimizer, transport and weights: as of run(). workers: so many share this machine's
-    cores, as they will in training; from 2. minibatches: of each of these runs; the data's first ones, again
-    and again. Where a minibatch has too few samples to be cut, microbatches are taken to cost their share.
+    cores, as they will in training; from 2. minibatches: of each of these runs, the data's first ones, again
+    and again; None: of a second, by the profile, but at least 60. Where a minibatch has too few samples to be
+    cut, microbatches are taken to cost their share.
 
     Raises ValueError for fewer than 2 workers or 20 minibatches, and as run().
     """
@@ -83,7 +86,7 @@ def calibration_runs(
     *,
     optimizer: Callable[..., torch.optim.Optimizer],
     workers: int,
-    minibatches: int,
+    minibatches: int | None,
     transport: str,
     weights: WeightSource = None,
 ) -> tuple[Plan, Runs]:
@@ -91,6 +94,8 @@ def calibration_runs(
     stages. bench/system/predictions.py predicts these runs themselves."""
     check_main_guard()
     check_count("workers", workers)
+    if minibatches is None:
+        minibatches = _of_a_second(profile)
     check_count("minibatches", minibatches)
     if workers < 2:
         raise ValueError(f"workers is {workers}: it takes 2 to see what they do to each other")
@@ -98,11 +103,11 @@ def calibration_runs(
         raise ValueError(f"minibatches is {minibatches}: give at least 20")
     batches = list(itertools.islice(iter(data), _BATCHES_MAX))
     repeated = list(itertools.islice(itertools.cycle(batches), minibatches))
-    threads = torch.get_num_threads()
+    threads, cores = torch.get_num_threads(), usable_cpus()
 
     def measure(plan: Plan, **options: Any) -> RunResult:
         # Of every run the workers have as many threads as where all are at work.
-        torch.set_num_threads(max(1, min(threads, usable_cpus() // workers)))
+        torch.set_num_threads(max(1, min(threads, cores // workers)))
         try:
             return run(
                 copy.deepcopy(model),
@@ -119,16 +124,17 @@ def calibration_runs(
         finally:
             torch.set_num_threads(threads)
 
-    stages = min(workers, profile.num_layers)
+    # What items take is seen where each worker has a core, if there are two.
+    stages = min(workers, max(cores, 2), profile.num_layers)
     straight = partition(profile, stages, _FAST_BYTES_PER_S, straight=True)
     last = profile.num_layers - 1
     whole = Plan((Stage(0, last),), max_shapes=straight.max_shapes, cuts=straight.cuts)
-    copies = replace(whole, stages=(Stage(0, last, num_replicas=2),), num_workers=2, in_flight=())
     counts = {_MICROBATCHES[0], max(_MICROBATCHES[1], stages)}
+    crowded = [CrowdedRuns(plan, []) for plan in _crowding(profile, whole, workers, cores)]
     cut: dict[int, list[RunResult]] = {
         m: [] for m in sorted(counts) if stages > 1 and (profile.batch_size or 0) >= m
     }
-    runs = Runs([], [], [], cut, [])
+    runs = Runs([], [], [], cut, [], crowded)
     with generators_kept():
         for _ in range(_ROUNDS):  # in turn, as what else the machine does changes
             runs.one.append(measure(whole))
@@ -137,5 +143,24 @@ def calibration_runs(
                 runs.in_turn.append(measure(straight, schedule="model_parallel"))
             for m, results in runs.cut.items():
                 results.append(measure(straight, schedule="flush", microbatches=m))
-            runs.shared.append(measure(copies))
+            runs.shared.append(measure(_copies(whole, 2)))
+            for plan, results in crowded:
+                results.append(measure(plan))
     return straight, runs
+
+
+def _of_a_second(profile: Profile) -> int:
+    return min(max(_MINIBATCHES_MIN, int(1e3 / max(profile.compute_ms, 1e-3))), _MINIBATCHES_MAX)
+
+
+def _copies(whole: Plan, num_replicas: int) -> Plan:
+    stage = replace(whole.stages[0], num_replicas=num_replicas)
+    return replace(whole, stages=(stage,), num_workers=num_replicas, in_flight=())
+
+
+def _crowding(profile: Profile, whole: Plan, workers: int, cores: int) -> list[Plan]:
+    """Of so many workers, where they are more than the cores: as replicas and as stages."""
+    if workers <= cores:
+        return []
+    stages = partition(profile, min(workers, profile.num_layers), _FAST_BYTES_PER_S, straight=True)
+    return [plan for plan in (_copies(whole, workers), stages) if plan.workers_used > cores]

@@ -104,6 +104,8 @@ class RuntimeCosts:
     """Of single items about their mean."""
     waking: Waking = ALWAYS_AWAKE
     """Of items after their worker has waited."""
+    crowded_speed: float = 1.0
+    """Of workers, where there are more of them than cores; at most 1. Where that was not measured it is 1."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -120,10 +122,11 @@ class RuntimeCosts:
     def from_dict(cls, value: object) -> RuntimeCosts:
         """Raises ValueError naming the field."""
         given = check_object("runtime", value)
-        # Profiles of before there was one have no waking.
-        require(given, [field.name for field in fields(cls) if field.name != "waking"], "runtime.")
+        # Profiles of before there were these do not have them.
+        names = [field.name for field in fields(cls) if field.name not in ("waking", "crowded_speed")]
+        require(given, names, "runtime.")
         figures: dict[str, Any] = {
-            field.name: check_number(f"runtime.{field.name}", given[field.name])
+            field.name: check_number(f"runtime.{field.name}", given.get(field.name, field.default))
             for field in fields(cls)
             if field.type == "float"
         }

@@ -8,7 +8,7 @@ faster they are, as caches and memory are theirs.
 
 Between these each other worker lengthens what one does equally. More workers than cores take turns
 (run_queues.py): on average each has num_cores / workers of a core, and less where cores idle beside workers
-that wait.
+that wait. What they find in a core's caches is then another worker's: all are slower by crowded_speed.
 """
 
 from __future__ import annotations
@@ -37,24 +37,32 @@ __all__ = ["SharedHost", "simulate_shared"]
 @dataclass(frozen=True)
 class SharedHost:
     """A machine, of which each has num_workers in the order of their ranks. Raises ValueError naming the
-    field for less than one core or worker, and for workers that are slower alone than together."""
+    field for less than one core or worker, for workers that are slower alone than together, and for those
+    that are faster where there are more of them than cores."""
 
     num_workers: int
     num_cores: int
     alone_speed: float = 1.0
+    crowded_speed: float = 1.0
+    """Of all workers, where there are more of them than cores."""
 
     def __post_init__(self) -> None:
         check_whole("num_workers", self.num_workers, at_least=1)
         check_whole("num_cores", self.num_cores, at_least=1)
         if check_number("alone_speed", self.alone_speed) < 1:
             raise ValueError(f"alone_speed is {self.alone_speed}: alone a worker is at least as fast, 1")
+        if not 0 < check_number("crowded_speed", self.crowded_speed) <= 1:
+            raise ValueError(
+                f"crowded_speed is {self.crowded_speed}: workers that take turns are at most as fast, 1"
+            )
 
     def speed(self, num_at_work: int) -> float:
         """Of each of so many that are at work at once; of more than there are cores, on average."""
+        crowded = self.crowded_speed if self.num_workers > self.num_cores else 1.0
         if num_at_work >= self.num_cores:
-            return self.num_cores / num_at_work
+            return crowded * self.num_cores / num_at_work
         others_share = (num_at_work - 1) / (self.num_cores - 1)
-        return self.alone_speed / (1 + (self.alone_speed - 1) * others_share)
+        return crowded * self.alone_speed / (1 + (self.alone_speed - 1) * others_share)
 
     @classmethod
     def measured(cls, num_workers: int, num_cores: int, times_alone: float) -> SharedHost:

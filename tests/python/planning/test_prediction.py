@@ -142,6 +142,18 @@ def test_a_worker_with_a_machine_of_its_own_is_as_fast_as_it_is_alone() -> None:
     assert _straight(profile).bottleneck_ms == pytest.approx(6.0 / 1.5)
 
 
+def test_workers_that_take_turns_are_as_much_slower_as_was_measured() -> None:
+    as_fast, crowded = (_profile(num_cores=1, crowded_speed=speed) for speed in (1.0, 0.8))
+    two_ms = _predicted_ms(_straight(as_fast, workers_per_host=2))
+    plan = _straight(crowded, workers_per_host=2)
+    # Nearly: the turns do not grow with the items.
+    assert _predicted_ms(plan) == pytest.approx(two_ms / 0.8, rel=0.02)
+    assert _straight(crowded, workers_per_host=1).bottleneck_ms == pytest.approx(6.0)
+    # Plans of before there was one have none.
+    host = {name: value for name, value in plan.predicted["host"].items() if name != "crowded_speed"}
+    assert _predicted_ms(replace(plan, predicted={**plan.predicted, "host": host})) == pytest.approx(two_ms)
+
+
 def test_items_that_vary_cost_time_where_workers_wait_for_each_other_and_nowhere_else() -> None:
     spread = Spread(dict.fromkeys(("FORWARD", "BACKWARD"), (0.5, 1.0, 1.5)))
     plan = _straight(_profile(spread=spread))

@@ -94,12 +94,21 @@ def test_lists_that_wait_for_each_other_are_refused() -> None:
         _shared([programs[0], [step for step in programs[1] if step.opcode != "SEND"]], StageTimes(1, 2), 2)
 
 
+def test_all_are_slower_where_there_are_more_workers_than_cores_and_nowhere_else() -> None:
+    for num_workers in (1, 2):
+        assert SharedHost(num_workers, 2, 1.25, crowded_speed=0.5).speed(1) == 1.25
+    crowded = SharedHost(3, 2, 1.25, crowded_speed=0.5)
+    assert [crowded.speed(at_work) for at_work in (1, 2, 3)] == pytest.approx([0.625, 0.5, 1 / 3])
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"num_workers": 0}, "num_workers is 0"),
         ({"num_cores": 0}, "num_cores is 0"),
         ({"alone_speed": 0.5}, "alone_speed is 0.5: alone a worker is at least as fast"),
+        ({"crowded_speed": 1.5}, "crowded_speed is 1.5: workers that take turns are at most as fast"),
+        ({"crowded_speed": 0.0}, "crowded_speed is 0.0"),
     ],
 )
 def test_machines_that_cannot_be_are_refused(fields: dict[str, float], message: str) -> None:
