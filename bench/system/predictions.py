@@ -5,13 +5,14 @@
 Each model is profiled and calibrated (pipedream.calibrate) once, with as many workers as its combinations
 have; then each combination is predicted by the calibrated cost model before it is run. Prints both, the error
 of the prediction, its mean and the worst; beside it by how much the two halves of the same run differ, which
-no prediction can beat, and what others took of the cores meanwhile. A run that others disturbed is done again,
-at most --tries times, and the least disturbed counts. --rounds calibrates and runs all that so often, and
-takes the median of each combination's figures; it then tells, too, by how much runs of one combination differ
-between rounds, which no prediction of a single run can beat. --links adds workers on hosts of their own
-(namespaces) with shaped links, which needs root; --only bit/s leaves out all others. --own-runs predicts
-instead the runs that a calibration itself is made of: what is wrong then is the model, as no time passes
-between. A quiet machine is needed: what other processes take of the cores nobody predicts.
+no prediction can beat, and what others took of the cores meanwhile (of shaped links what the other ranks did,
+too). A run that others disturbed is done again, at most --tries times, and the least disturbed counts.
+--rounds calibrates and runs all that so often, and takes the median of each combination's figures; it then
+tells, too, by how much runs of one combination differ between rounds, which no prediction of a single run can
+beat. --links adds workers on hosts of their own (namespaces) with shaped links, which needs root; what these
+carry pipedream.profile_links measures before each run. --only bit/s leaves out all others. --own-runs
+predicts instead the runs that a calibration itself is made of: what is wrong then is the model, as no time
+passes between. A quiet machine is needed: what other processes take of the cores nobody predicts.
 """
 
 from __future__ import annotations
@@ -33,10 +34,9 @@ from foreign_load import ForeignLoad
 from links import Link, can_make_links, run_ranks
 from pipedream import Plan, Profile, Stage, _core
 from pipedream.common.cpus import usable_cpus
-from pipedream.common.units import parse_bandwidth
 from pipedream.launch.calibration import calibration_runs
 from pipedream.launch.measured_costs import Runs, runtime_costs
-from pipedream.planning.partitioner import make_plan
+from pipedream.planning.link_profile import LinkProfile
 from pipedream.planning.prediction import predict_ms
 from torch import nn
 
@@ -44,7 +44,7 @@ FOREIGN_SHARE_MAX = 0.03  # of the cores' time, that others may take of a run
 WARM_UP_SHARE = 0.2  # of a run's updates
 
 LOCAL_BYTES_PER_S = 1e15  # between workers of one machine: what is sent costs the sender, and no link's time
-GOODPUT = 1448 / 1514  # of a shaped link's bits per second: what TCP over Ethernet leaves to the tensors
+LINK_SECONDS = 0.3  # of each figure of a pair of hosts at most
 PROFILE_SECONDS = 5.0
 MINIBATCHES_MIN, MINIBATCHES_MAX = 60, 2000
 
@@ -141,15 +141,21 @@ def stages_of(profile: Profile, combination: Combination) -> tuple[Stage, ...]:
     return shared.stages
 
 
-def plan_of(profile: Profile, combination: Combination, workers_per_host: int) -> Plan:
-    bandwidth = combination.bandwidth
-    bytes_per_s = LOCAL_BYTES_PER_S if bandwidth is None else GOODPUT * parse_bandwidth(bandwidth)
-    return make_plan(
+def plan_of(
+    profile: Profile, combination: Combination, bandwidth: float | LinkProfile = LOCAL_BYTES_PER_S
+) -> Plan:
+    stages = stages_of(profile, combination)
+    num_workers = sum(combination.replicas)
+    return pipedream.partition(
         profile,
-        stages_of(profile, combination),
-        bytes_per_s,
+        num_workers,
+        bandwidth,
         cost_model="calibrated",
-        workers_per_host=workers_per_host,
+        workers_per_host=num_workers,  # hosts of their own share this one's cores, too
+        boundaries=[stage.last_layer for stage in stages[:-1]],
+        replicas=combination.replicas,
+        hides_links=False,
+        progress=False,
     )
 
 
@@ -238,7 +244,7 @@ def predict_own_runs(model: str) -> list[float]:
         *((Combination(model, (1, 1), "flush", m), results) for m, results in runs.cut.items()),
         (Combination(model, (2,), "data_parallel"), runs.shared),
     ):
-        plan = plan_of(profile, combination, sum(combination.replicas))
+        plan = plan_of(profile, combination)
         predicted_ms = predict_ms(plan, schedule_of(plan, combination))
         assert predicted_ms is not None
         measured_ms = statistics.fmean(result.measured_ms for result in results)
@@ -263,7 +269,7 @@ def run_round(combinations: Sequence[Combination], seconds: float, tries: int) -
         profile, _ = calibrated(model, workers)
         for combination in combinations:
             if combination.model == model:
-                plan = plan_of(profile, combination, sum(combination.replicas))
+                plan = plan_of(profile, combination)
                 rows[str(combination)] = run_undisturbed(combination, plan, seconds, tries)
                 print_row(str(combination), rows[str(combination)])
     return rows
@@ -276,18 +282,18 @@ def run_shaped(combinations: Sequence[Combination], seconds: float) -> dict[str,
         for combination in combinations:
             if combination.model != model or combination.bandwidth is None:
                 continue
-            num_workers = sum(combination.replicas)
-            plan = plan_of(profile, combination, num_workers)  # the hosts share this one's cores
-            fields = [SHAPED.index(combination), plan.to_dict(), seconds]
-            with Link(combination.bandwidth, num_hosts=num_workers) as link:
+            fields = [SHAPED.index(combination), profile.to_dict(), seconds]
+            with Link(combination.bandwidth, num_hosts=sum(combination.replicas)) as link:
                 rows[str(combination)] = run_ranks(link, __file__, fields)
             print_row(str(combination), rows[str(combination)])
     return rows
 
 
 def rank(arguments: str) -> None:
-    index, plan, seconds, path = json.loads(arguments)
-    row = run_plan(SHAPED[index], Plan.from_dict(plan), seconds)
+    index, profile, seconds, path = json.loads(arguments)
+    links = pipedream.profile_links(transport="tcp", insecure=True, seconds=LINK_SECONDS, progress=False)
+    plan = plan_of(Profile.from_dict(profile), SHAPED[index], links)
+    row = run_plan(SHAPED[index], plan, seconds)
     if os.environ["RANK"] == "0":
         with open(path, "w", encoding="utf-8") as file:
             json.dump(row, file)

@@ -126,7 +126,8 @@ using BoundaryDurationsTuple = std::tuple<double, double, double>;
 double steady_ms_of(const ScheduleOptions& options, std::int64_t num_minibatches,
                     const std::vector<StageDurationsTuple>& stages,
                     const std::vector<BoundaryDurationsTuple>& boundaries,
-                    const std::optional<std::pair<std::size_t, Figures>>& host, double waking_after_ms) {
+                    const std::optional<std::pair<std::size_t, Figures>>& host, double waking_after_ms,
+                    bool one_link) {
   std::vector<StageDurations> of_stages;
   of_stages.reserve(stages.size());
   for (const auto& [forward, later_forward, backward, later_backward, recompute, update, push, pull,
@@ -141,7 +142,7 @@ double steady_ms_of(const ScheduleOptions& options, std::int64_t num_minibatches
   }
   std::optional<SharedCores> of_hosts;
   if (host) of_hosts = {host->first, host->second};
-  return steady_ms(options, num_minibatches, of_stages, of_boundaries, of_hosts, waking_after_ms);
+  return steady_ms(options, num_minibatches, of_stages, of_boundaries, of_hosts, waking_after_ms, one_link);
 }
 
 }  // namespace
@@ -223,10 +224,11 @@ void bind_planner(py::module_& module) {
              "The slowest stage or boundary of a given plan, in seconds.");
   module.def("steady_ms", &steady_ms_of, py::arg("options"), py::arg("num_minibatches"), py::arg("stages"),
              py::arg("boundaries"), py::arg("host") = py::none(), py::arg("waking_after_ms") = 0.0,
-             py::call_guard<py::gil_scoped_release>(),
+             py::arg("one_link") = false, py::call_guard<py::gil_scoped_release>(),
              "Milliseconds per minibatch of the schedule's lists with these durations, as simulate() has "
              "them; host: (number of a machine's workers, speeds of each of 1, 2, ... cores of it that are "
-             "at work at once), where workers share cores; waking_after_ms: as of planning/waking.py.");
+             "at work at once), where workers share cores; waking_after_ms: as of planning/waking.py; "
+             "one_link: all that a worker sends leaves by one.");
 }
 
 }  // namespace pipedream

@@ -110,11 +110,12 @@ class Replay {
  public:
   Replay(const ScheduleOptions& options, std::int64_t num_minibatches,
          const std::vector<StageDurations>& stages, const std::vector<BoundaryDurations>& boundaries,
-         double waking_after_ms)
+         double waking_after_ms, bool one_link)
       : placement_(placement_of(options)),
         stages_(stages),
         boundaries_(boundaries),
-        waking_after_ms_(waking_after_ms) {
+        waking_after_ms_(waking_after_ms),
+        one_link_(one_link) {
     const std::int64_t num_ranks = num_workers(options);
     workers_.resize(static_cast<std::size_t>(num_ranks));
     for (std::int64_t rank = 0; rank < num_ranks; ++rank) {
@@ -299,7 +300,7 @@ class Replay {
     // Only the sender uses this direction of the link, and does its list in order: so first sent is first
     // carried. What replicas exchange leaves by one link, whoever it is for.
     if (sender != lane.receiver) {
-      const std::size_t to = is_between_replicas(edge) ? kNone : lane.receiver;
+      const std::size_t to = one_link_ || is_between_replicas(edge) ? kNone : lane.receiver;
       lane.link = links_.try_emplace({sender, to}, links_.size()).first->second;
     }
     if (edge.from.stage == edge.to.stage) {
@@ -415,6 +416,7 @@ class Replay {
   std::vector<double> link_free_ms_;
   std::vector<RunQueues> machines_;  // where cores are shared
   double waking_after_ms_ = 0;
+  bool one_link_ = false;
   std::int64_t num_minibatches_ = 0;
 };
 
@@ -435,13 +437,13 @@ void check_durations(const ScheduleOptions& options, std::size_t num_of_stages,
 
 double steady_ms(const ScheduleOptions& options, std::int64_t num_minibatches,
                  const std::vector<StageDurations>& stages, const std::vector<BoundaryDurations>& boundaries,
-                 const std::optional<SharedCores>& shared, double waking_after_ms) {
+                 const std::optional<SharedCores>& shared, double waking_after_ms, bool one_link) {
   check_durations(options, stages.size(), boundaries.size());
   if (shared && (shared->num_workers == 0 || shared->speeds.empty())) {
     throw UserError("machines have " + std::to_string(shared->num_workers) + " workers and " +
                     std::to_string(shared->speeds.size()) + " cores: give at least 1 of each");
   }
-  return Replay(options, num_minibatches, stages, boundaries, waking_after_ms).run(shared);
+  return Replay(options, num_minibatches, stages, boundaries, waking_after_ms, one_link).run(shared);
 }
 
 }  // namespace pipedream

@@ -53,12 +53,14 @@ struct SharedCores {
 // (Simulation in planning/simulator.py has the window); of so few minibatches that there is none, of the
 // whole run. stages, boundaries: one per stage, and one per boundary between neighbours. shared: none where
 // no worker shares cores. waking_after_ms: from which wait on an item pays all that waking costs it; 0: none
-// does. Throws UserError as make_program(), for another number of durations, for machines without workers or
-// cores, for spares and asynchronous shards, and for lists that deadlock.
+// does. one_link: all that a worker sends leaves by one link, as by a host's one network interface; else it
+// has one to each other worker, and one for all that it exchanges with replicas. Throws UserError as
+// make_program(), for another number of durations, for machines without workers or cores, for spares and
+// asynchronous shards, and for lists that deadlock.
 [[nodiscard]] double steady_ms(const ScheduleOptions& options, std::int64_t num_minibatches,
                                const std::vector<StageDurations>& stages,
                                const std::vector<BoundaryDurations>& boundaries,
                                const std::optional<SharedCores>& shared = std::nullopt,
-                               double waking_after_ms = 0);
+                               double waking_after_ms = 0, bool one_link = false);
 
 }  // namespace pipedream

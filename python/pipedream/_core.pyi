@@ -211,6 +211,7 @@ def steady_ms(
     boundaries: Sequence[tuple[float, float, float]],
     host: tuple[int, Sequence[float]] | None = None,
     waking_after_ms: float = 0.0,
+    one_link: bool = False,
 ) -> float: ...
 def replica_weight_bytes(
     all_bytes: float,

@@ -172,7 +172,14 @@ class PlanProblem:
         profile = self.limits.slowed(self.profile, stages)
 
         def costs_with(minibatches: Sequence[int] | None) -> list[StageCosts]:
-            return stage_costs(profile, self.runtime, stages, links.replicas, minibatches=minibatches)
+            return stage_costs(
+                profile,
+                self.runtime,
+                stages,
+                links.replicas,
+                latency_ms=links.replica_latency_ms if self.cost_model == "calibrated" else None,
+                minibatches=minibatches,
+            )
 
         costs, drained = costs_with(None), None
         if self.codec:

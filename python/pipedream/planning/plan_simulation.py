@@ -370,11 +370,15 @@ def _costed(plan: Plan, profile: Profile, links: StageLinks, transfers: Sequence
         for link, times in zip(boundary_links(plan), transfers, strict=True)
     ]
     of_stages = [
-        {**cost, "shard_ms": _parameters_ms(profile, stage, bytes_per_s) / stage.num_replicas}
+        {
+            **cost,
+            "shard_ms": _parameters_ms(profile, stage, bytes_per_s) / stage.num_replicas,
+            "sync_latency_ms": max(cost.get("sync_latency_ms", 0.0), latency_ms),
+        }
         if stage.num_replicas > 1
         else cost
-        for cost, stage, bytes_per_s in zip(
-            plan.predicted["stage_costs"], plan.stages, links.replicas, strict=True
+        for cost, stage, bytes_per_s, latency_ms in zip(
+            plan.predicted["stage_costs"], plan.stages, links.replicas, links.replica_latency_ms, strict=True
         )
     ]
     return replace(plan, predicted=plan.predicted | {"links": of_boundaries, "stage_costs": of_stages})
@@ -416,6 +420,7 @@ def _stage_times(
                 forward_ms / num_microbatches / speed,
                 backward_ms / num_microbatches / speed,
                 update_ms,
+                sync_latency_ms=links.replica_latency_ms[index],
                 **exchange_times(stage, all_ms, shares[index], parameter_bytes_of(profile, stage)),
             )
         )

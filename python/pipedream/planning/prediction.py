@@ -1,4 +1,5 @@
 """What a calibrated plan says a run of it will take: its schedule's own lists with the plan's stage costs.
+What a worker sends, downstream, upstream and to replicas, leaves by one link, as by a host's interface.
 
 Pure; any thread; needs no torch. The paper's cost model has one figure, the bottleneck, for all schedules.
 """
@@ -60,6 +61,7 @@ def predict_ms(
         host=timing.host,
         spread=timing.spread,
         waking=timing.waking,
+        one_link=True,
     )
 
 
@@ -118,9 +120,9 @@ def simulate_programs(
     pulls from it; None: what the costs say."""
     timing = _timing_of(plan, schedule, spreads=spreads, sync_shares=sync_shares)
     if timing.host is None:
-        return simulate(programs, timing.times, timing.transfers, timing.spread, timing.waking)
+        return simulate(programs, timing.times, timing.transfers, timing.spread, timing.waking, one_link=True)
     return simulate_shared(
-        programs, timing.times, timing.transfers, timing.host, timing.spread, timing.waking
+        programs, timing.times, timing.transfers, timing.host, timing.spread, timing.waking, one_link=True
     )
 
 

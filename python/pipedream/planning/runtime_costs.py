@@ -225,10 +225,12 @@ def stage_costs(
     stages: Sequence[Stage],
     bytes_per_s: Sequence[float],
     *,
+    latency_ms: Sequence[float] | None = None,
     minibatches: Sequence[int] | None = None,
 ) -> list[StageCosts]:
-    """Of each stage of a plan, by the calibrated cost model; bytes_per_s: between its replicas. minibatches:
-    that a replica has of a round; None: one."""
+    """Of each stage of a plan, by the calibrated cost model. bytes_per_s, latency_ms: between its replicas;
+    the longer latency counts, this or the calibration's. minibatches: that a replica has of a round;
+    None: one."""
     costs = []
     for stage_index, stage in enumerate(stages):
         layers = profile.layers[stage.first_layer : stage.last_layer + 1]
@@ -264,7 +266,9 @@ def stage_costs(
                 update_ms=update_ms + sync_ms["UPDATE"],
                 copy_ms=runtime.copy_ms_per_byte * updated_bytes,
                 shard_ms=per_byte_ms * dense_bytes / replicas if replicas > 1 else 0.0,
-                sync_latency_ms=runtime.latency_ms if replicas > 1 else 0.0,
+                sync_latency_ms=max(runtime.latency_ms, latency_ms[stage_index] if latency_ms else 0.0)
+                if replicas > 1
+                else 0.0,
                 push_ms=per_byte_ms * (dense_bytes / replicas + factored.factor_bytes)
                 if factored.num_weights
                 else None,

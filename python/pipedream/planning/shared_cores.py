@@ -83,9 +83,11 @@ def simulate_shared(
     host: SharedHost,
     spread: Spread = EVEN,
     waking: StageWaking | None = None,
+    *,
+    one_link: bool = False,
 ) -> Simulation:
     """As simulate(), of workers that share machines."""
-    return _SharedReplay(programs, stage_times, transfer_ms, host, spread, waking).run()
+    return _SharedReplay(programs, stage_times, transfer_ms, host, spread, waking, one_link=one_link).run()
 
 
 class _SharedReplay(Replay):
@@ -99,8 +101,10 @@ class _SharedReplay(Replay):
         host: SharedHost,
         spread: Spread,
         waking: StageWaking | None,
+        *,
+        one_link: bool,
     ) -> None:
-        super().__init__(programs, stage_times, transfer_ms, spread, waking)
+        super().__init__(programs, stage_times, transfer_ms, spread, waking, one_link=one_link)
         self._host = host
         num_workers = len(programs)
         self._queues = [

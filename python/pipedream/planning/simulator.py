@@ -134,22 +134,26 @@ def simulate(
     transfer_ms: float | Sequence[TransferTimes] = 0.0,
     spread: Spread = EVEN,
     waking: StageWaking | None = None,
+    *,
+    one_link: bool = False,
 ) -> Simulation:
     """Replays one list per worker; one StageTimes, or one per stage; one time per transfer, or one pair per
     boundary between a stage and the next. spread: of single instructions about these times. waking: what work
-    takes besides after waits; None: nothing.
+    takes besides after waits; None: nothing. one_link: all that a worker sends leaves by one link, as by a
+    host's one network interface.
 
     A worker does its instructions in order, one at a time: a RECV is done as soon as its item has arrived,
     a SEND at once. What is sent queues for the link to the other worker, which carries one item at a time in
     each direction, whatever the edge; what replicas push and pull queues for the one line that the worker has
-    for all of them. Of an edge items arrive in the order in which they are sent. What is pushed and no list
-    receives is to an asynchronous shard, which updates beside its worker's own work and answers by a pull.
+    for all of them; with one_link all of that is one line. Of an edge items arrive in the order in which they
+    are sent. What is pushed and no list receives is to an asynchronous shard, which updates beside its
+    worker's own work and answers by a pull.
 
     Raises ValueError for lists that wait for each other, naming who waits for what, for an instruction
     that is there twice, a stage that is at two workers or none, and figures of the wrong number.
     """
     with _collector_paused():
-        return Replay(programs, stage_times, transfer_ms, spread, waking).run()
+        return Replay(programs, stage_times, transfer_ms, spread, waking, one_link=one_link).run()
 
 
 @contextlib.contextmanager
@@ -167,14 +171,23 @@ def _collector_paused() -> Iterator[None]:
 class Lane:
     """What travels over one edge."""
 
-    def __init__(self, edge: StepEdge, ends: tuple[int, int], transfer_ms: float, latency_ms: float) -> None:
+    def __init__(
+        self,
+        edge: StepEdge,
+        ends: tuple[int, int],
+        transfer_ms: float,
+        latency_ms: float,
+        *,
+        one_link: bool,
+    ) -> None:
         self.kind = edge.kind
         self.ends = ends
         """The workers."""
         self.source = (edge.from_stage, edge.from_replica)
         # Only ends[0] uses this direction of the link, and does its instructions in order: so first sent is
         # first carried.
-        self.link = None if ends[0] == ends[1] else (ends[0], None if edge.kind in SYNC else ends[1])
+        is_shared = one_link or edge.kind in SYNC
+        self.link = None if ends[0] == ends[1] else (ends[0], None if is_shared else ends[1])
         self.transfer_ms = transfer_ms
         self.latency_ms = latency_ms
         self.arrivals_ms: deque[float] = deque()
@@ -206,7 +219,10 @@ class Replay:
         transfer_ms: float | Sequence[TransferTimes],
         spread: Spread,
         waking: StageWaking | None = None,
+        *,
+        one_link: bool = False,
     ) -> None:
+        self._one_link = one_link
         self._waits = Waits(waking, len(programs)) if waking else None
         self._draws = [spread.draws(worker) for worker in range(len(programs))]
         self._workers = _find_workers(programs)
@@ -341,7 +357,7 @@ class Replay:
             else:
                 boundary = self._transfer_times[min(edge.from_stage, edge.to_stage)]
                 times = (boundary.of(edge.kind), boundary.latency_ms)
-            lane = self._lanes[edge] = Lane(edge, ends, *times)
+            lane = self._lanes[edge] = Lane(edge, ends, *times, one_link=self._one_link)
         return lane
 
     def _describe_deadlock(self) -> str:

@@ -29,11 +29,15 @@ class StageLinks:
     """Between the replicas of each stage."""
     latency_ms: tuple[float, ...]
     """To or from the next stage, whichever is longer; 0 where none was measured."""
+    replica_latency_ms: tuple[float, ...]
+    """Likewise, between the replicas of each stage."""
 
     @classmethod
     def uniform(cls, stages: Sequence[Stage], bytes_per_s: float) -> StageLinks:
         between = (bytes_per_s,) * (len(stages) - 1)
-        return cls(between, between, (bytes_per_s,) * len(stages), (0.0,) * len(between))
+        return cls(
+            between, between, (bytes_per_s,) * len(stages), (0.0,) * len(between), (0.0,) * len(stages)
+        )
 
     @classmethod
     def measured(cls, stages: Sequence[Stage], links: LinkProfile) -> StageLinks:
@@ -56,6 +60,7 @@ class StageLinks:
                 max(links.largest_latency_us(here, below), links.largest_latency_us(below, here)) / 1e3
                 for here, below in pairs
             ),
+            tuple(links.largest_latency_us(own, own) / 1e3 for own in ranks),
         )
 
     def slowest(self, otherwise: float) -> float:

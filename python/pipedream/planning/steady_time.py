@@ -30,10 +30,11 @@ def steady_ms(
     host: SharedHost | None = None,
     spread: Spread = EVEN,
     waking: StageWaking | None = None,
+    one_link: bool = False,
 ) -> float:
     """Milliseconds per minibatch in the steady state of the schedule's lists, as ms_per_minibatch(); one
-    StageTimes per stage, one TransferTimes per boundary. host, spread, waking: as of simulate_shared().
-    Raises ValueError as simulate()."""
+    StageTimes per stage, one TransferTimes per boundary. host, spread, waking, one_link: as of
+    simulate_shared(). Raises ValueError as simulate()."""
     from pipedream import _core
 
     if schedule.asynchronous or schedule.placement.num_spares or spread.factors:
@@ -41,8 +42,12 @@ def steady_ms(
             _core.make_program(schedule, rank, num_minibatches) for rank in range(schedule.num_workers)
         ]
         if host is None:
-            return ms_per_minibatch(simulate(programs, stage_times, transfers, spread, waking))
-        return ms_per_minibatch(simulate_shared(programs, stage_times, transfers, host, spread, waking))
+            return ms_per_minibatch(
+                simulate(programs, stage_times, transfers, spread, waking, one_link=one_link)
+            )
+        return ms_per_minibatch(
+            simulate_shared(programs, stage_times, transfers, host, spread, waking, one_link=one_link)
+        )
     of_stages_ms = waking.by_stage_ms if waking else [{}] * len(stage_times)
     return _core.steady_ms(
         schedule,
@@ -53,6 +58,7 @@ def steady_ms(
         if host is None
         else (host.num_workers, [host.speed(1 + core) for core in range(host.num_cores)]),
         waking.waking.after_ms if waking else 0.0,
+        one_link,
     )
 
 

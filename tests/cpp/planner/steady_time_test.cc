@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -52,6 +53,16 @@ TEST(SteadyTime, replicas_push_and_pull_between_their_minibatches) {
   stage.sync_latency_ms = 0.25;
   EXPECT_DOUBLE_EQ(steady_ms(make_options("data_parallel", {2}), 12, {stage}, {}),
                    (1 + 2 + 2 + 0.25 + 0.5 + 3 + 0.25) / 2);
+}
+
+TEST(SteadyTime, what_leaves_by_one_link_waits_for_each_other) {
+  // The stage in the middle sends 4 ms downstream and 4 ms upstream of each minibatch.
+  const std::vector<StageDurations> stages(3, make_stage(1, 2));
+  const std::vector<BoundaryDurations> boundaries(2, {4, 4, 0});
+  ScheduleOptions options = make_options("pipedream", {1, 1, 1});
+  options.in_flight = {6, 4, 1};
+  EXPECT_LT(steady_ms(options, 40, stages, boundaries), 5.0);
+  EXPECT_DOUBLE_EQ(steady_ms(options, 40, stages, boundaries, std::nullopt, 0, true), 8.0);
 }
 
 TEST(SteadyTime, an_item_waits_for_its_link_and_not_for_the_latency_of_the_one_before_it) {

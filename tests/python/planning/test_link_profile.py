@@ -12,7 +12,7 @@ from pipedream.planning.layer_profile import LayerProfile, Profile
 from pipedream.planning.link_profile import LinkProfile, MeasuredLink
 from pipedream.planning.partitioner import partition
 from pipedream.planning.plan import Stage
-from pipedream.planning.runtime_costs import FREE
+from pipedream.planning.runtime_costs import FREE, stage_costs
 from pipedream.planning.stage_links import StageLinks
 
 
@@ -109,6 +109,7 @@ def test_stages_use_the_slowest_link_of_their_ranks() -> None:
     assert used.upstream == (5.0, 100.0)
     assert used.replicas == (7.0, float("inf"), float("inf"))
     assert used.latency_ms == (0.021, 0.032)  # of 2 to 1 and of 3 to 2
+    assert used.replica_latency_ms == (0.01, 0.0, 0.0)  # of 1 to 0; alone there is none
     assert used.slowest(1.0) == 3.0
     assert StageLinks.measured((Stage(0, 2),), links).slowest(1.0) == 1.0
 
@@ -145,6 +146,15 @@ def test_the_calibrated_model_takes_the_longer_latency() -> None:
     )
     plan = partition(profile, 2, make_links(2, {}, 1e9), cost_model="calibrated", boundaries=[0])
     assert plan.predicted["links"] == [{"one_way_ms": 0.001, "latency_ms": 0.01}]
+    # Between replicas, too; the paper's formulas have none.
+    for model, latency_ms in (("calibrated", 0.01), ("paper", None)):
+        shared = partition(profile, 2, make_links(2, {}, 1e9), cost_model=model, replicas=[2])
+        costs = shared.predicted.get("stage_costs", [{}])
+        assert costs[0].get("sync_latency_ms") == latency_ms
+    for latency_ms in (0.001, 0.02):  # shorter and longer than the calibration's
+        stages, runtime = (Stage(0, 1, 2),), replace(FREE, latency_ms=0.005)
+        (cost,) = stage_costs(profile, runtime, stages, [1e9], latency_ms=[latency_ms])
+        assert cost.sync_latency_ms == max(0.005, latency_ms)
 
 
 def test_links_of_fewer_workers_than_planned_for_are_refused() -> None:

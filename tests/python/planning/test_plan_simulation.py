@@ -222,6 +222,9 @@ def test_a_replicas_slowest_measured_link_is_that_of_its_shard(tmp_path: Path) -
     # 3 ms of two minibatches at once, then 2,500 bytes pushed and as many pulled.
     simulated = simulate_plan(path, profile, schedule="data_parallel", links=_links(2, from_1_0=5e5))
     assert simulated.ms_per_minibatch == pytest.approx((3.0 + 5.0 + 5.0) / 2)
+    # A push and a pull are each late.
+    late = simulate_plan(path, profile, schedule="data_parallel", links=_links(2, 500.0, from_1_0=5e5))
+    assert late.ms_per_minibatch == pytest.approx((3.0 + 5.5 + 5.5) / 2)
 
 
 def test_what_a_calibrated_plan_says_of_links_gives_way_to_measured_ones(tmp_path: Path) -> None:
@@ -233,6 +236,8 @@ def test_what_a_calibrated_plan_says_of_links_gives_way_to_measured_ones(tmp_pat
     assert own.ms_per_minibatch == pytest.approx(4.0)
     measured = simulate_plan(path, profile, schedule="data_parallel", links=_links(2, from_1_0=5e5))
     assert measured.ms_per_minibatch == pytest.approx((3.0 + 5.0 + 5.0) / 2)
+    late = simulate_plan(path, profile, schedule="data_parallel", links=_links(2, 500.0, from_1_0=5e5))
+    assert late.ms_per_minibatch == pytest.approx((3.0 + 5.5 + 5.5) / 2)
 
 
 def test_links_that_a_plan_cannot_be_simulated_with_are_refused(plan_file: Path, tmp_path: Path) -> None:

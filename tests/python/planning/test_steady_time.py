@@ -69,8 +69,10 @@ def test_it_is_the_simulator_s_to_the_bit(data: st.DataObject) -> None:
     options = _drawn_options(data)
     times = _drawn_times(data, options.num_stages)
     num_minibatches, waking = data.draw(st.integers(1, 30)), _drawn_waking(data, options.num_stages)
-    simulation = simulate(_programs(options, num_minibatches), *times, waking=waking)
-    assert steady_ms(options, num_minibatches, *times, waking=waking) == ms_per_minibatch(simulation)
+    one_link = data.draw(st.booleans())
+    simulation = simulate(_programs(options, num_minibatches), *times, waking=waking, one_link=one_link)
+    replayed_ms = steady_ms(options, num_minibatches, *times, waking=waking, one_link=one_link)
+    assert replayed_ms == ms_per_minibatch(simulation)
 
 
 @settings(max_examples=100, deadline=None)
@@ -81,8 +83,9 @@ def test_it_is_the_simulator_s_where_workers_share_cores(data: st.DataObject) ->
     num_minibatches, waking = data.draw(st.integers(1, 12)), _drawn_waking(data, options.num_stages)
     num_cores = data.draw(st.integers(1, 4))
     host = SharedHost(data.draw(st.integers(1, 4)), num_cores, data.draw(st.sampled_from([1.0, 1.25])))
-    simulation = simulate_shared(_programs(options, num_minibatches), *times, host, waking=waking)
-    replayed_ms = steady_ms(options, num_minibatches, *times, host=host, waking=waking)
+    how = {"waking": waking, "one_link": data.draw(st.booleans())}
+    simulation = simulate_shared(_programs(options, num_minibatches), *times, host, **how)
+    replayed_ms = steady_ms(options, num_minibatches, *times, host=host, **how)
     assert replayed_ms == ms_per_minibatch(simulation)
 
 
@@ -97,6 +100,11 @@ def test_what_the_core_does_not_replay_is_simulated() -> None:
     for options, how in ((replicated, spread), (spared, Spread()), (served, Spread())):
         simulation = simulate(_programs(options, 12), times, [], how)
         assert steady_ms(options, 12, times, [], spread=how) == ms_per_minibatch(simulation)
+    # The stage in the middle sends 4 ms both ways by one link.
+    straight, sending = _core.ScheduleOptions(in_flight=[6, 4, 1]), [TransferTimes(4.0, 4.0)] * 2
+    for host in (None, SharedHost(3, 3)):
+        replayed_ms = steady_ms(straight, 40, times * 3, sending, host=host, spread=spread, one_link=True)
+        assert replayed_ms == pytest.approx(8.0)
     for options in (spared, served):
         with pytest.raises(ValueError, match=r"have no steady_ms\(\): simulate them"):
             _core.steady_ms(options, 12, [(1.0,) * 12], [])
