@@ -33,7 +33,10 @@ def read_document(path: str | os.PathLike[str], kind: str, version: int) -> dict
     except FileFormatError:
         raise
     except (ValueError, RecursionError) as error:
-        raise FileFormatError(f"{source}: not JSON: {error or 'nested too deeply'}") from None
+        raise FileFormatError(
+            f"{source}: not JSON: {error or 'nested too deeply'}; give a file that pipedream wrote, as with"
+            " --output"
+        ) from None
     check_format(fields, kind, version, source)
     try:
         for name, value in fields.items():

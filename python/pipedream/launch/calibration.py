@@ -24,10 +24,13 @@ import torch
 from pipedream.common.checks import check_count
 from pipedream.common.cpus import usable_cpus
 from pipedream.common.guard import check_main_guard
+from pipedream.common.progress_bar import progress_bar
 from pipedream.launch.measured_costs import CrowdedRuns, Runs, runtime_costs
 from pipedream.launch.runner import run
+from pipedream.model.batches import parts_of
 from pipedream.model.initial_weights import WeightSource
 from pipedream.model.layers import Model
+from pipedream.model.microbatch import samples_of
 from pipedream.model.seeding import generators_kept
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.partitioner import partition
@@ -54,13 +57,16 @@ def calibrate(
     minibatches: int | None = None,
     transport: str = "auto",
     weights: WeightSource = None,
+    progress: bool = True,
 ) -> Profile:
     """The profile with what a run on this machine adds to it, for partition(..., cost_model="calibrated").
 
     model, data, loss_fn, optimizer, transport and weights: as of run(). workers: so many share this machine's
     cores, as they will in training; from 2. minibatches: of each of these runs, the data's first ones, again
-    and again; None: of a second, by the profile, but at least 60. Where a minibatch has too few samples to be
-    cut, microbatches are taken to cost their share.
+    and again, but those of another size than the profile's; None: as many as one worker does in a second, but
+    at least 60. Where a minibatch has too few samples to be cut, microbatches are taken to cost their share.
+    progress: show on stderr how many runs are done, where that is a terminal. Their processes start anew each
+    time: half a minute and more in all.
 
     Raises ValueError for fewer than 2 workers or 20 minibatches, and as run().
     """
@@ -74,6 +80,7 @@ def calibrate(
         minibatches=minibatches,
         transport=transport,
         weights=weights,
+        progress=progress,
     )
     return replace(profile, runtime=runtime_costs(profile, plan, runs, usable_cpus()).to_dict())
 
@@ -89,6 +96,7 @@ def calibration_runs(
     minibatches: int | None,
     transport: str,
     weights: WeightSource = None,
+    progress: bool = True,
 ) -> tuple[Plan, Runs]:
     """What calibrate(), whose arguments these are, makes the costs of; the plan is of the runs with several
     stages. bench/system/predictions.py predicts these runs themselves."""
@@ -101,7 +109,7 @@ def calibration_runs(
         raise ValueError(f"workers is {workers}: it takes 2 to see what they do to each other")
     if minibatches < 20:
         raise ValueError(f"minibatches is {minibatches}: give at least 20")
-    batches = list(itertools.islice(iter(data), _BATCHES_MAX))
+    batches = _whole_ones(list(itertools.islice(iter(data), _BATCHES_MAX)), profile.batch_size)
     repeated = list(itertools.islice(itertools.cycle(batches), minibatches))
     threads, cores = torch.get_num_threads(), usable_cpus()
 
@@ -123,6 +131,7 @@ def calibration_runs(
             )
         finally:
             torch.set_num_threads(threads)
+            advance()
 
     # What items take is seen where each worker has a core, if there are two.
     stages = min(workers, max(cores, 2), profile.num_layers)
@@ -135,7 +144,8 @@ def calibration_runs(
         m: [] for m in sorted(counts) if stages > 1 and (profile.batch_size or 0) >= m
     }
     runs = Runs([], [], [], cut, [], crowded)
-    with generators_kept():
+    num_runs = _ROUNDS * (3 + (stages > 1) + len(cut) + len(crowded))
+    with generators_kept(), progress_bar("calibrating", num_runs, "runs", is_shown=progress) as advance:
         for _ in range(_ROUNDS):  # in turn, as what else the machine does changes
             runs.one.append(measure(whole))
             runs.straight.append(measure(straight))
@@ -151,6 +161,16 @@ def calibration_runs(
 
 def _of_a_second(profile: Profile) -> int:
     return min(max(_MINIBATCHES_MIN, int(1e3 / max(profile.compute_ms, 1e-3))), _MINIBATCHES_MAX)
+
+
+def _whole_ones(batches: list[Any], batch_size: int | None) -> list[Any]:
+    """Those of the profile's size, if there are any: a short last one may be too short to be cut."""
+    of_size = [
+        batch
+        for index, batch in enumerate(batches)
+        if batch_size is None or samples_of(*parts_of(batch, index)) == batch_size
+    ]
+    return of_size or batches
 
 
 def _copies(whole: Plan, num_replicas: int) -> Plan:

@@ -10,16 +10,11 @@ Pairs of one round measure at the same time. On the caller's thread, which is th
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pipedream import _core
 from pipedream.common.agreement import difference, settings_of
@@ -27,6 +22,7 @@ from pipedream.common.checks import check_choice, check_output_file, is_number
 from pipedream.common.errors import PeerLost, afterwards, describe_error, raise_failure
 from pipedream.common.guard import one_run_at_a_time
 from pipedream.common.own_rank import is_on_several_machines, is_rank_0, under_torchrun
+from pipedream.common.progress_bar import progress_bar
 from pipedream.common.tracebacks import with_short_tracebacks
 from pipedream.launch.agreed_run import wait_for
 from pipedream.launch.devices import choose_device
@@ -169,7 +165,8 @@ class _Profiling:
         run = self._agree()
         rounds = pair_rounds(self._place.world_size)
         measured: list[MeasuredLink] = []
-        with _progress(len(rounds), shows_progress and is_rank_0()) as advance:
+        is_shown = shows_progress and is_rank_0()
+        with progress_bar("measuring links", len(rounds), "rounds", is_shown=is_shown) as advance:
             for index, pairs in enumerate(rounds):
                 for pair in pairs:
                     if rank in pair:
@@ -294,21 +291,3 @@ def _links_of(pair: tuple[int, int], figures: PairFigures, transport: str) -> li
             (follower, leader, figures.to_leader_s_per_byte),
         )
     ]
-
-
-@contextlib.contextmanager
-def _progress(num_rounds: int, is_shown: bool) -> Iterator[Any]:
-    console = Console(stderr=True)
-    if not (is_shown and sys.stderr.isatty() and console.is_terminal):
-        yield lambda: None
-        return
-    columns = (
-        TextColumn("measuring links"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("rounds"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, redirect_stdout=sys.stdout.isatty()) as shown:
-        task = shown.add_task("", total=num_rounds)
-        yield functools.partial(shown.advance, task)

@@ -5,26 +5,23 @@ timed_passes.py has how. Runs in the caller's thread.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import logging
 import math
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
 from pipedream.common.checks import check_count, check_data, check_function, is_number
 from pipedream.common.guard import check_main_guard
+from pipedream.common.progress_bar import progress_bar
 from pipedream.model.batches import own_loss, parts_of
 from pipedream.model.boundary import device_of, to_device
 from pipedream.model.clock import Clock, make_clock
@@ -122,7 +119,13 @@ def profile(
     measurement = _Measurement(functools.partial(_make_passes, model, loss_fn, cuts, check), layers)
     kept, placed = untouched([*layers, *modules_carried_by(loss_fn)]), loss_on(loss_fn, device)
     data_kept = generators_of_loader_kept(batches)
-    with kept, data_kept, placed, torch.enable_grad(), _progress(minibatches) as advance:
+    with (
+        kept,
+        data_kept,
+        placed,
+        torch.enable_grad(),
+        progress_bar("profiling", minibatches, "minibatches") as advance,
+    ):
         if on_meta:
             passes: TimedPasses | LayerSweep = _sweep(
                 measurement, model, batches, loss_fn, cuts, check, weights, minibatches, seconds
@@ -402,22 +405,3 @@ def _device_name(device: torch.device) -> str:
         threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
         return f"{platform.processor() or platform.machine() or 'cpu'}, {threads}"
     return device.type
-
-
-@contextlib.contextmanager
-def _progress(minibatches: int) -> Iterator[Callable[[], None]]:
-    console = Console(stderr=True)
-    if not (sys.stderr.isatty() and console.is_terminal):
-        yield lambda: None
-        return
-    columns = (
-        TextColumn("profiling"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("minibatches"),
-        TimeRemainingColumn(),
-    )
-    to_terminal = sys.stdout.isatty()  # a file gets what the user prints
-    with Progress(*columns, console=console, transient=True, redirect_stdout=to_terminal) as progress:
-        task = progress.add_task("", total=minibatches)
-        yield lambda: progress.advance(task)

@@ -201,7 +201,9 @@ class PlanProblem:
                 for both_ms, latency_ms in zip(predicted["boundary_ms"], measured_ms, strict=False)
             ],
         }
-        workers_per_host = self.workers_per_host or 1
+        # A plan may leave workers idle, who share no cores with the others.
+        num_workers = sum(stage.num_replicas for stage in stages)
+        workers_per_host = min(self.workers_per_host or 1, num_workers)
         if workers_per_host > 1 or self.runtime.alone_speed > 1:
             figures["host"] = {
                 "num_workers": workers_per_host,

@@ -19,7 +19,7 @@ from pipedream.planning.layer_profile import Profile
 from pipedream.planning.limits import NothingFitsError, nothing_fits
 from pipedream.planning.link_profile import LinkProfile
 from pipedream.planning.measured_starts import measured_starts
-from pipedream.planning.plan import Plan
+from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.plan_problem import PlanProblem, Stages
 from pipedream.planning.runtime_costs import layer_cost_ms
 from pipedream.planning.search import OnPlan, search
@@ -120,7 +120,23 @@ def _by_simulation(problem: PlanProblem, on_plan: OnPlan | None) -> Plan:
     if not allowed:
         raise NothingFitsError(_why_none_is_allowed(problem, starts))
     without_spread = functools.partial(problem.simulated_plan, spreads=False)
-    return _found_from(problem, allowed, without_spread, problem.simulated_plan, on_plan)
+    plan = _found_from(problem, allowed, without_spread, problem.simulated_plan, on_plan)
+    return _or_alone(problem, plan)
+
+
+def _or_alone(problem: PlanProblem, plan: Plan) -> Plan:
+    """One worker, where it is as fast as the plan: the search does without what single items vary by, and
+    that costs those who wait for others."""
+    alone: Stages = (Stage(0, problem.profile.num_layers - 1),)
+    if plan.workers_used == 1 or not problem.is_allowed(alone):
+        return plan
+    of_one = problem.simulated_plan(alone)
+    if (of_one.bottleneck_ms or 0.0) > (plan.bottleneck_ms or 0.0):
+        return plan
+    figures = {"search": plan.predicted["search"]}
+    if problem.limits.any:
+        figures |= problem.limits_of(alone)
+    return replace(of_one, predicted=of_one.predicted | figures)
 
 
 def _some_counts(num_workers: int) -> list[int]:

@@ -246,6 +246,25 @@ def test_more_workers_than_cores_are_measured_where_they_are_asked_for(
         assert set(plans) == {(1,), (1, 1), (2,)} | crowding
 
 
+def test_batches_of_another_size_than_the_profile_s_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short last one has fewer samples than the calibration cuts it into: what run trained ended it."""
+
+    class StoppedError(Exception):
+        pass
+
+    def stop(*arguments: Any, data: list[Any], **options: Any) -> RunResult:
+        sizes.append({inputs.shape[0] for inputs, _ in data})
+        raise StoppedError
+
+    sizes: list[set[int]] = []
+    monkeypatch.setattr("pipedream.launch.calibration.run", stop)
+    whole, short = ((torch.ones(count, 1), torch.ones(count, 1)) for count in (8, 1))
+    for data in ([whole, whole, short], [short]):
+        with pytest.raises(StoppedError):
+            calibrate(_PROFILE, nn.Linear(1, 1), data, optimizer=torch.optim.SGD)
+    assert sizes == [{8}, {1}]
+
+
 def test_a_calibration_without_a_number_of_minibatches_takes_a_second_of_each_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -154,6 +154,36 @@ def test_workers_that_take_turns_are_as_much_slower_as_was_measured() -> None:
     assert _predicted_ms(replace(plan, predicted={**plan.predicted, "host": host})) == pytest.approx(two_ms)
 
 
+def test_a_plan_that_leaves_workers_idle_shares_cores_among_the_others_alone() -> None:
+    profile = _profile(num_cores=2, crowded_speed=0.5)
+    plan = _straight(profile, workers_per_host=3)
+    assert plan.workers_used == 2
+    assert plan.predicted["host"]["num_workers"] == 2
+    assert plan.bottleneck_ms == pytest.approx(6.0)
+
+
+def test_one_worker_is_taken_where_waiting_for_what_varies_makes_two_as_slow() -> None:
+    """The search looks at means: two workers were given whose plan said that one is faster."""
+    spread = Spread(dict.fromkeys(("FORWARD", "BACKWARD"), (0.25, 1.0, 1.75)))
+    costly = PositionCosts(ItemCost(2.4, 2.4), ItemCost(2.4, 2.4), 0.0)
+    positions = {"only": _COSTS_NOTHING, "first": costly, "middle": costly, "last": costly}
+    means, varying = (
+        partition(_profile(positions=positions, **how), 2, 1e15, cost_model="calibrated", straight=True)
+        for how in ({}, {"spread": spread})
+    )
+    assert (means.num_stages, varying.num_stages) == (2, 1)
+    assert varying.bottleneck_ms == pytest.approx(12.0, rel=0.02)
+    assert varying.predicted["search"]["found_ms"] < 12.0
+    fixed = partition(
+        _profile(positions=positions, spread=spread),
+        2,
+        1e15,
+        cost_model="calibrated",
+        boundaries=[1],
+    )
+    assert fixed.num_stages == 2  # as was asked
+
+
 def test_items_that_vary_cost_time_where_workers_wait_for_each_other_and_nowhere_else() -> None:
     spread = Spread(dict.fromkeys(("FORWARD", "BACKWARD"), (0.5, 1.0, 1.5)))
     plan = _straight(_profile(spread=spread))
