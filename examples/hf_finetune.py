@@ -18,6 +18,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pipedream
 import torch
@@ -107,15 +108,23 @@ def evaluate(model: nn.Module, loader: DataLoader) -> float:
     return nats / count
 
 
-def make_plan(model: nn.Module, loader: DataLoader, num_workers: int, given: str | None) -> pipedream.Plan:
-    """From a profile; given: a plan's file, or each stage's replicas ("2-1")."""
+def make_plan(
+    model: nn.Module, loader: DataLoader, num_workers: int, given: str | None, optimizer: Any = None
+) -> pipedream.Plan:
+    """From a profile; given: a plan's file, or each stage's replicas ("2-1"). optimizer: what a run with it
+    takes on this machine is measured (about a minute), for a closer prediction."""
     if given is not None and os.path.exists(given):
         return pipedream.Plan.load(given)
     print("profiling", flush=True)
     profile = pipedream.profile(model, loader, minibatches=30, seconds=10 if given is None else 1)
     if given is not None:
         return pipedream.Plan.load(given, profile=profile)
-    return pipedream.partition(profile, num_workers, "10Gbit/s", straight=True)
+    how = {}
+    if optimizer is not None:
+        print("calibrating", flush=True)
+        profile = pipedream.calibrate(profile, model, loader, optimizer=optimizer, workers=num_workers)
+        how = {"cost_model": "calibrated", "workers_per_host": num_workers}
+    return pipedream.partition(profile, num_workers, "10Gbit/s", straight=True, **how)
 
 
 def parse_options() -> argparse.Namespace:
@@ -133,6 +142,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--schedule", default="pipedream", help="docs/schedules.md has all")
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--plan", help="a plan, or each stage's replicas (2-1), instead of the planner's")
+    parser.add_argument(
+        "--calibrate", action="store_true", help="predict from short runs on this machine; not with torchrun"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output-dir", type=Path, default=Path("results/hf_finetune"))
     return parser.parse_args()
@@ -160,8 +172,9 @@ def main() -> None:
     loader, held_out_loader = make_loader(train, shuffle=True), make_loader(held_out)
     epochs = math.ceil(options.minibatches / len(loader))
 
+    optimizer = functools.partial(torch.optim.AdamW, lr=options.learning_rate, weight_decay=0.01)
     if is_main:
-        plan = make_plan(model, loader, num_workers, options.plan)
+        plan = make_plan(model, loader, num_workers, options.plan, optimizer if options.calibrate else None)
         # Batches are as long as their longest example: memory is planned for the longest of all.
         plan = plan.fitting(collate([max(train, key=len)] * options.batch_size))
         print(plan, "\n", flush=True)
@@ -175,7 +188,7 @@ def main() -> None:
         model,
         plan,
         data=loader,
-        optimizer=functools.partial(torch.optim.AdamW, lr=options.learning_rate, weight_decay=0.01),
+        optimizer=optimizer,
         lr_scheduler=functools.partial(
             transformers.get_cosine_schedule_with_warmup,
             num_warmup_steps=num_updates // 10,

@@ -17,6 +17,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pipedream
 import torch
@@ -76,8 +77,11 @@ def accuracy(model: nn.Module, dataset: TensorDataset, batch_size: int) -> float
     return sum(right) / len(dataset)
 
 
-def make_plan(model: nn.Module, loader: DataLoader, num_workers: int, given: str | None) -> pipedream.Plan:
-    """From a profile; given: a plan's file, or each stage's replicas ("2-1")."""
+def make_plan(
+    model: nn.Module, loader: DataLoader, num_workers: int, given: str | None, optimizer: Any = None
+) -> pipedream.Plan:
+    """From a profile; given: a plan's file, or each stage's replicas ("2-1"). optimizer: what a run with it
+    takes on this machine is measured (about a minute), for a closer prediction."""
     if given is not None and os.path.exists(given):
         return pipedream.Plan.load(given)
     print("profiling", flush=True)
@@ -85,7 +89,14 @@ def make_plan(model: nn.Module, loader: DataLoader, num_workers: int, given: str
     profile = pipedream.profile(model, loader, F.cross_entropy, minibatches=30, seconds=seconds)
     if given is not None:
         return pipedream.Plan.load(given, profile=profile)
-    return pipedream.partition(profile, num_workers, "10Gbit/s", straight=True)
+    how = {}
+    if optimizer is not None:
+        print("calibrating", flush=True)
+        profile = pipedream.calibrate(
+            profile, model, loader, F.cross_entropy, optimizer=optimizer, workers=num_workers
+        )
+        how = {"cost_model": "calibrated", "workers_per_host": num_workers}
+    return pipedream.partition(profile, num_workers, "10Gbit/s", straight=True, **how)
 
 
 def main() -> None:
@@ -101,6 +112,9 @@ def main() -> None:
     parser.add_argument("--schedule", default="pipedream", help="docs/schedules.md has all")
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--plan", help="a plan, or each stage's replicas (2-1), instead of the planner's")
+    parser.add_argument(
+        "--calibrate", action="store_true", help="predict from short runs on this machine; not with torchrun"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output-dir", type=Path, help="default: results/MODEL")
     options = parser.parse_args()
@@ -116,8 +130,9 @@ def main() -> None:
     train, held_out = load_data(options.size, options.seed)
     loader = DataLoader(train, batch_size=options.batch_size, shuffle=True, drop_last=True)
 
+    optimizer = functools.partial(torch.optim.SGD, lr=options.learning_rate, momentum=0.9, weight_decay=5e-4)
     if is_main:
-        plan = make_plan(model, loader, num_workers, options.plan)
+        plan = make_plan(model, loader, num_workers, options.plan, optimizer if options.calibrate else None)
         print(plan, "\n", flush=True)
         plan.save(folder / "plan.json")
     else:
@@ -128,9 +143,7 @@ def main() -> None:
         plan,
         data=loader,
         loss_fn=F.cross_entropy,
-        optimizer=functools.partial(
-            torch.optim.SGD, lr=options.learning_rate, momentum=0.9, weight_decay=5e-4
-        ),
+        optimizer=optimizer,
         schedule=options.schedule,
         microbatches=options.microbatches,
         epochs=options.epochs,

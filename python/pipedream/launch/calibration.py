@@ -24,6 +24,7 @@ import torch
 from pipedream.common.checks import check_count
 from pipedream.common.cpus import usable_cpus
 from pipedream.common.guard import check_main_guard
+from pipedream.common.own_rank import under_torchrun
 from pipedream.common.progress_bar import progress_bar
 from pipedream.launch.measured_costs import CrowdedRuns, Runs, runtime_costs
 from pipedream.launch.runner import run
@@ -68,7 +69,7 @@ def calibrate(
     progress: show on stderr how many runs are done, where that is a terminal. Their processes start anew each
     time: half a minute and more in all.
 
-    Raises ValueError for fewer than 2 workers or 20 minibatches, and as run().
+    Raises ValueError for fewer than 2 workers or 20 minibatches, under torchrun, and as run().
     """
     plan, runs = calibration_runs(
         profile,
@@ -101,6 +102,11 @@ def calibration_runs(
     """What calibrate(), whose arguments these are, makes the costs of; the plan is of the runs with several
     stages. bench/system/predictions.py predicts these runs themselves."""
     check_main_guard()
+    if under_torchrun():
+        raise ValueError(
+            "calibrate starts workers of its own, and this is a rank of torchrun: call it in a plain script, or"
+            " with `pipedream profile TARGET --calibrate N --output FILE`, and load the profile here"
+        )
     check_count("workers", workers)
     if minibatches is None:
         minibatches = _of_a_second(profile)

@@ -302,6 +302,17 @@ def test_calibrating_leaves_model_and_layers_as_they_were() -> None:
     assert calibrated.layers == profile.layers
 
 
+def test_a_rank_of_torchrun_is_refused_which_would_wait_for_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(
+        ValueError, match="calibrate starts workers of its own, and this is a rank of torchrun"
+    ):
+        calibrate(_PROFILE, nn.Linear(1, 1), [], optimizer=torch.optim.SGD)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
