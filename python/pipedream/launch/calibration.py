@@ -104,8 +104,8 @@ def calibration_runs(
     check_main_guard()
     if under_torchrun():
         raise ValueError(
-            "calibrate starts workers of its own, and this is a rank of torchrun: call it in a plain script, or"
-            " with `pipedream profile TARGET --calibrate N --output FILE`, and load the profile here"
+            "calibrate starts workers of its own, and this is a rank of torchrun: call it in a plain script,"
+            " or `pipedream profile TARGET --calibrate N --output FILE`, and load the profile here"
         )
     check_count("workers", workers)
     if minibatches is None:
