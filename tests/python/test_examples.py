@@ -10,6 +10,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -59,6 +60,8 @@ def test_a_missing_library_is_told_in_one_line(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "torchvision" else find_spec(name)
     )
+    # What it imports now has found no torchvision: tests of this process that come later import it anew.
+    monkeypatch.setitem(sys.modules, "torchvision_import", ModuleType("torchvision_import"))
     monkeypatch.syspath_prepend(str(_EXAMPLES))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [example])
