@@ -128,7 +128,7 @@ class Layer(torch.nn.Module):
         if self._rank is not None and os.environ["RANK"] != str(self._rank):
             return
         if self._note:
-            Path(self._note).write_text(f"{os.getpid()} {time.monotonic()}", encoding="utf-8")
+            note_moment(self._note)
         assert self._mishap is not None
         self._mishap()
 
@@ -191,7 +191,7 @@ def run_until_stopped_at(when: str, at_call: int, folder: str) -> tuple[Exceptio
     """As run_until_killed_at, but that rank 1 is stopped; and as run_until_lost."""
 
     def be_noted() -> None:
-        (Path(folder) / "note").write_text(f"{os.getpid()} {time.monotonic()}", encoding="utf-8")
+        note_moment(Path(folder) / "note")
         be_stopped()
 
     of = "allreduce" if when == "all_reduce" else "bsp"
@@ -215,6 +215,13 @@ def _until_lost(
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return error, ended_s
+
+
+def note_moment(note: str | os.PathLike[str]) -> None:
+    """For noted(); the file is there at once with all that it holds, as others wait for it."""
+    begun = Path(f"{os.fspath(note)}.{os.getpid()}")
+    begun.write_text(f"{os.getpid()} {time.monotonic()}", encoding="utf-8")
+    begun.replace(note)
 
 
 def noted(note: str | os.PathLike[str]) -> tuple[int, float]:
