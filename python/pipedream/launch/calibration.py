@@ -31,7 +31,7 @@ from pipedream.launch.runner import run
 from pipedream.model.batches import parts_of
 from pipedream.model.initial_weights import WeightSource
 from pipedream.model.layers import Model
-from pipedream.model.microbatch import samples_of
+from pipedream.model.microbatch import batch_size_of
 from pipedream.model.seeding import generators_kept
 from pipedream.planning.layer_profile import Profile
 from pipedream.planning.partitioner import partition
@@ -174,7 +174,7 @@ def _whole_ones(batches: list[Any], batch_size: int | None) -> list[Any]:
     of_size = [
         batch
         for index, batch in enumerate(batches)
-        if batch_size is None or samples_of(*parts_of(batch, index)) == batch_size
+        if batch_size is None or batch_size_of(*parts_of(batch, index)) == batch_size
     ]
     return of_size or batches
 

@@ -10,7 +10,16 @@ import torch
 
 from pipedream.model.boundary import map_tensors, tensors_of
 
-__all__ = ["check_alike", "check_enough", "chunk", "counts_of", "piece_sizes", "samples_of", "weights"]
+__all__ = [
+    "batch_size_of",
+    "check_alike",
+    "check_enough",
+    "chunk",
+    "counts_of",
+    "piece_sizes",
+    "samples_of",
+    "weights",
+]
 
 # What every piece may share as it is.
 _CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
@@ -22,6 +31,13 @@ def samples_of(inputs: Any, targets: Any) -> int | None:
     where another tensor has more."""
     sizes = [tensor.size(0) for tensor in tensors_of((targets, inputs)) if tensor.dim() > 0]
     return next((size for size in sizes if size != 1), 1 if sizes else None)
+
+
+def batch_size_of(inputs: Any, targets: Any) -> int | None:
+    """Of a profile: as a run counts samples, at least 1. Where inputs are joined (words of bags, nodes of
+    graphs) the targets tell."""
+    num_samples = samples_of(inputs, targets)
+    return None if num_samples is None else max(1, num_samples)
 
 
 def piece_sizes(num_samples: int | None, num_microbatches: int) -> list[int]:

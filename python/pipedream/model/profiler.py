@@ -33,7 +33,7 @@ from pipedream.model.layers import Model, check_shapes, layers_of, model_name
 from pipedream.model.loader_generators import generators_of_loader_kept
 from pipedream.model.loss_placement import loss_on, spare_loss
 from pipedream.model.meta_device import is_on_meta
-from pipedream.model.microbatch import samples_of
+from pipedream.model.microbatch import batch_size_of
 from pipedream.model.product_timing import product_ms_per_replica
 from pipedream.model.references import check_loss_fn, modules_carried_by
 from pipedream.model.split_check import check_cuts
@@ -252,7 +252,7 @@ def _measure(
     for minibatch, batch in enumerate(_repeat(batches)):
         inputs, targets = parts_of(batch, minibatch)
         measurement.max_shapes = larger_of(measurement.max_shapes, shapes_of(batch))
-        batch_size = _batch_size(inputs, targets)
+        batch_size = batch_size_of(inputs, targets)
         if minibatch == 0:
             measurement.batch_size = batch_size
         # A shorter last batch would pull the mean below what a full minibatch costs.
@@ -317,7 +317,7 @@ def _sweep(
     read = list(itertools.islice(_repeat(batches), min(minibatches, SWEEPS_MAX)))
     measurement.max_shapes = functools.reduce(larger_of, map(shapes_of, read), {})
     inputs, targets = parts_of(read[0], 0)
-    measurement.batch_size = _batch_size(inputs, targets)
+    measurement.batch_size = batch_size_of(inputs, targets)
     if needs_cutting(model):
         assert isinstance(model, nn.Module)
         cut = cut_model(model, inputs, targets, loss_fn, weights=weights)
@@ -385,12 +385,6 @@ def _repeat(batches: Iterable[Any]) -> Iterator[Any]:
             yield batch
         if num_batches == 0:
             return
-
-
-def _batch_size(inputs: Any, targets: Any) -> int | None:
-    """As a run counts samples: where inputs are joined (words of bags, nodes of graphs) the targets tell."""
-    num_samples = samples_of(inputs, targets)
-    return None if num_samples is None else max(1, num_samples)
 
 
 def _column_means(rows: list[list[float]]) -> list[float]:

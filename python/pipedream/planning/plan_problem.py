@@ -169,6 +169,8 @@ class PlanProblem:
     def _costs(self, stages: Stages) -> dict[str, Any]:
         """What a prediction is made of."""
         links = self.links_of(stages)
+        if self.cost_model != "calibrated":  # the paper's formulas have no latency
+            links = links.without_latency()
         profile = self.limits.slowed(self.profile, stages)
 
         def costs_with(minibatches: Sequence[int] | None) -> list[StageCosts]:
@@ -177,7 +179,7 @@ class PlanProblem:
                 self.runtime,
                 stages,
                 links.replicas,
-                latency_ms=links.replica_latency_ms if self.cost_model == "calibrated" else None,
+                latency_ms=links.replica_latency_ms,
                 minibatches=minibatches,
             )
 
@@ -186,8 +188,6 @@ class PlanProblem:
             of_round = minibatches_of_round(Plan(stages), "flush")
             drained = costs_with(of_round) if max(of_round) > 1 else None
         predicted = formula_figures(self.profile, stages, links)
-        # The paper's formulas have no latency.
-        measured_ms = links.latency_ms if self.cost_model == "calibrated" else (0.0,) * len(stages)
         figures: dict[str, Any] = {
             "stage_ms": [
                 cost.minibatch_ms / stage.num_replicas for cost, stage in zip(costs, stages, strict=True)
@@ -198,7 +198,7 @@ class PlanProblem:
             **({"waking": self.runtime.waking.to_dict()} if self.runtime.waking.shares else {}),
             "links": [
                 {"one_way_ms": both_ms / 2, "latency_ms": max(self.runtime.latency_ms, latency_ms)}
-                for both_ms, latency_ms in zip(predicted["boundary_ms"], measured_ms, strict=False)
+                for both_ms, latency_ms in zip(predicted["boundary_ms"], links.latency_ms, strict=True)
             ],
         }
         # A plan may leave workers idle, who share no cores with the others.

@@ -120,23 +120,7 @@ def _by_simulation(problem: PlanProblem, on_plan: OnPlan | None) -> Plan:
     if not allowed:
         raise NothingFitsError(_why_none_is_allowed(problem, starts))
     without_spread = functools.partial(problem.simulated_plan, spreads=False)
-    plan = _found_from(problem, allowed, without_spread, problem.simulated_plan, on_plan)
-    return _or_alone(problem, plan)
-
-
-def _or_alone(problem: PlanProblem, plan: Plan) -> Plan:
-    """One worker, where it is as fast as the plan: the search does without what single items vary by, and
-    that costs those who wait for others."""
-    alone: Stages = (Stage(0, problem.profile.num_layers - 1),)
-    if plan.workers_used == 1 or not problem.is_allowed(alone):
-        return plan
-    of_one = problem.simulated_plan(alone)
-    if (of_one.bottleneck_ms or 0.0) > (plan.bottleneck_ms or 0.0):
-        return plan
-    figures = {"search": plan.predicted["search"]}
-    if problem.limits.any:
-        figures |= problem.limits_of(alone)
-    return replace(of_one, predicted=of_one.predicted | figures)
+    return _found_from(problem, allowed, without_spread, problem.simulated_plan, on_plan)
 
 
 def _some_counts(num_workers: int) -> list[int]:
@@ -169,7 +153,9 @@ def _found_from(
     planned: Callable[[Stages], Plan],
     on_plan: OnPlan | None,
 ) -> Plan:
-    """The plan whose bottleneck is least, by search; planned: makes it, once found."""
+    """The plan whose bottleneck is least, by search. planned: makes it, once found. It may see more than what
+    plans are compared by, as what single items vary by, which costs those who wait: so one worker is looked
+    at, too."""
     found = search(
         starts,
         lambda stages: scored(stages).bottleneck_ms or 0.0,
@@ -180,8 +166,11 @@ def _found_from(
         allowed=problem.is_allowed,
         on_plan=on_plan,
     )
-    plan = planned(found.stages)
+    alone: Stages = (Stage(0, problem.profile.num_layers - 1),)
+    finalists = {stages: None for stages in (alone, found.stages) if problem.is_allowed(stages)}
+    # Of plans that are as fast the smaller one, which is the first.
+    plan = min(map(planned, finalists or [found.stages]), key=lambda plan: plan.bottleneck_ms or 0.0)
     figures = {"search": found.to_dict()}
     if problem.limits.any:
-        figures |= problem.limits_of(found.stages)
+        figures |= problem.limits_of(plan.stages)
     return replace(plan, predicted=plan.predicted | figures)

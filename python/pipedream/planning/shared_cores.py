@@ -26,6 +26,7 @@ from pipedream.planning.simulator import (
     Step,
     TimedInstruction,
     TransferTimes,
+    simulate,
     summarize,
 )
 from pipedream.planning.spread import EVEN, Spread
@@ -80,13 +81,15 @@ def simulate_shared(
     programs: Sequence[Sequence[Step]],
     stage_times: StageTimes | Sequence[StageTimes],
     transfer_ms: float | Sequence[TransferTimes],
-    host: SharedHost,
+    host: SharedHost | None,
     spread: Spread = EVEN,
     waking: StageWaking | None = None,
     *,
     one_link: bool = False,
 ) -> Simulation:
-    """As simulate(), of workers that share machines."""
+    """As simulate(), of workers that share machines; None: each has its own."""
+    if host is None:
+        return simulate(programs, stage_times, transfer_ms, spread, waking, one_link=one_link)
     return _SharedReplay(programs, stage_times, transfer_ms, host, spread, waking, one_link=one_link).run()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipedream.planning.link_profile import LinkProfile
 from pipedream.planning.plan import Stage
@@ -61,6 +61,11 @@ class StageLinks:
                 for here, below in pairs
             ),
             tuple(links.largest_latency_us(own, own) / 1e3 for own in ranks),
+        )
+
+    def without_latency(self) -> StageLinks:
+        return replace(
+            self, latency_ms=(0.0,) * len(self.latency_ms), replica_latency_ms=(0.0,) * len(self.replicas)
         )
 
     def slowest(self, otherwise: float) -> float:

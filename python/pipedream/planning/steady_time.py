@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pipedream.planning.shared_cores import SharedHost, simulate_shared
-from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, simulate
+from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes
 from pipedream.planning.spread import EVEN, Spread
 from pipedream.planning.waking import StageWaking
 
@@ -41,10 +41,6 @@ def steady_ms(
         programs = [
             _core.make_program(schedule, rank, num_minibatches) for rank in range(schedule.num_workers)
         ]
-        if host is None:
-            return ms_per_minibatch(
-                simulate(programs, stage_times, transfers, spread, waking, one_link=one_link)
-            )
         return ms_per_minibatch(
             simulate_shared(programs, stage_times, transfers, host, spread, waking, one_link=one_link)
         )

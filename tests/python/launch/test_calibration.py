@@ -246,41 +246,38 @@ def test_more_workers_than_cores_are_measured_where_they_are_asked_for(
         assert set(plans) == {(1,), (1, 1), (2,)} | crowding
 
 
-def test_batches_of_another_size_than_the_profile_s_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short last one has fewer samples than the calibration cuts it into: what run trained ended it."""
+def _first_data(monkeypatch: pytest.MonkeyPatch, profile: Profile, data: list[Any]) -> list[Any]:
+    """What the first run of a calibration is given."""
 
     class StoppedError(Exception):
         pass
 
     def stop(*arguments: Any, data: list[Any], **options: Any) -> RunResult:
-        sizes.append({inputs.shape[0] for inputs, _ in data})
+        given.extend(data)
         raise StoppedError
 
-    sizes: list[set[int]] = []
+    given: list[Any] = []
     monkeypatch.setattr("pipedream.launch.calibration.run", stop)
+    with pytest.raises(StoppedError):
+        calibrate(profile, nn.Linear(1, 1), data, optimizer=torch.optim.SGD)
+    return given
+
+
+def test_batches_of_another_size_than_the_profile_s_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short last one has fewer samples than the calibration cuts it into: what run trained ended it."""
     whole, short = ((torch.ones(count, 1), torch.ones(count, 1)) for count in (8, 1))
-    for data in ([whole, whole, short], [short]):
-        with pytest.raises(StoppedError):
-            calibrate(_PROFILE, nn.Linear(1, 1), data, optimizer=torch.optim.SGD)
-    assert sizes == [{8}, {1}]
+    for data, size in (([whole, whole, short], 8), ([short], 1)):
+        given = _first_data(monkeypatch, _PROFILE, data)
+        assert {inputs.shape[0] for inputs, _ in given} == {size}
 
 
 def test_a_calibration_without_a_number_of_minibatches_takes_a_second_of_each_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class StoppedError(Exception):
-        pass
-
-    def stop(*arguments: Any, data: list[Any], **options: Any) -> RunResult:
-        counts.append(len(data))
-        raise StoppedError
-
-    counts: list[int] = []
-    monkeypatch.setattr("pipedream.launch.calibration.run", stop)
+    counts = []
     for layer_ms in (100.0, 1.0, 0.001):
         layers = (LayerProfile("a", layer_ms, layer_ms, 64, 64), LayerProfile("b", 0.0, 0.0, 0, 64))
-        with pytest.raises(StoppedError):
-            calibrate(Profile(layers), nn.Linear(1, 1), [(1, 1)], optimizer=torch.optim.SGD)
+        counts.append(len(_first_data(monkeypatch, Profile(layers), [(1, 1)])))
     assert counts == [60, 500, 4000]
 
 
