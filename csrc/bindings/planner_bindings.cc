@@ -228,7 +228,7 @@ void bind_planner(py::module_& module) {
              "Milliseconds per minibatch of the schedule's lists with these durations, as simulate() has "
              "them; host: (number of a machine's workers, speeds of each of 1, 2, ... cores of it that are "
              "at work at once), where workers share cores; waking_after_ms: as of planning/waking.py; "
-             "one_link: all that a worker sends leaves by one.");
+             "one_link: a worker has one link to all others.");
 }
 
 }  // namespace pipedream

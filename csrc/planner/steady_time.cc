@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <cstddef>
 #include <deque>
+#include <functional>
 #include <limits>
 #include <map>
 #include <numeric>
 #include <optional>
+#include <queue>
 #include <string>
 #include <utility>
 
@@ -41,11 +43,20 @@ struct Waking {
 struct Lane {
   std::size_t receiver = 0;
   std::size_t link = kNone;  // none between stages of one worker
+  bool queues_in = false;    // at the receiver, with what others send
+  bool is_exchange = false;  // of replicas
   double transfer_ms = 0;
   double latency_ms = 0;
   std::vector<double> arrivals_ms = {};
   std::size_t num_taken = 0;
   bool is_awaited = false;
+};
+
+// By which a worker gets what others send it (LineIn in planning/simulator.py).
+struct LineIn {
+  double free_ms = 0;  // for what other stages send
+  double exchanges_until_ms = 0;
+  double taken_ms = 0;  // of what replicas exchange, by what has come meanwhile
 };
 
 struct RoundEnd {
@@ -122,6 +133,7 @@ class Replay {
       prepare(workers_[static_cast<std::size_t>(rank)], make_program(options, Rank(rank), num_minibatches));
     }
     link_free_ms_.resize(links_.size());
+    lines_in_.resize(workers_.size());
   }
 
   double run(const std::optional<SharedCores>& shared) {
@@ -137,10 +149,16 @@ class Replay {
   void follow_items() {
     std::deque<std::size_t> ready(workers_.size());
     std::iota(ready.begin(), ready.end(), std::size_t{0});
-    while (!ready.empty()) {
-      const std::size_t worker = ready.front();
-      ready.pop_front();
-      advance(workers_[worker], ready);
+    while (!ready.empty() || !about_to_send_.empty()) {
+      if (!ready.empty()) {
+        const std::size_t rank = ready.front();
+        ready.pop_front();
+        advance(rank, ready, false);
+      } else {  // all others send later, or wait for what is sent later
+        const std::size_t rank = about_to_send_.top().second;
+        about_to_send_.pop();
+        advance(rank, ready, true);
+      }
     }
     if (!are_done()) throw UserError("the lists deadlock");
   }
@@ -302,7 +320,9 @@ class Replay {
     if (sender != lane.receiver) {
       const std::size_t to = one_link_ || is_between_replicas(edge) ? kNone : lane.receiver;
       lane.link = links_.try_emplace({sender, to}, links_.size()).first->second;
+      lane.queues_in = one_link_;
     }
+    lane.is_exchange = is_between_replicas(edge);
     if (edge.from.stage == edge.to.stage) {
       const StageDurations& stage = stages_[static_cast<std::size_t>(edge.from.stage.value())];
       if (edge.kind == EdgeKind::kPush) lane.transfer_ms = stage.push_ms;
@@ -320,10 +340,16 @@ class Replay {
   }
 
   // Does all that the worker can do now, and adds those that waited for it to the ready ones.
-  void advance(Worker& worker, std::deque<std::size_t>& ready) {
+  void advance(std::size_t rank, std::deque<std::size_t>& ready, bool is_first_to_send) {
+    Worker& worker = workers_[rank];
     for (; !worker.is_done(); ++worker.position) {
       const Step& step = worker.steps[worker.position];
       if (step.kind == StepKind::kSend) {
+        if (one_link_ && !is_first_to_send) {
+          about_to_send_.emplace(worker.now_ms, rank);
+          return;
+        }
+        is_first_to_send = false;
         Lane& lane = lanes_[step.lane];
         send(lane, worker.now_ms);
         if (lane.is_awaited) {
@@ -351,9 +377,24 @@ class Replay {
     if (lane.link != kNone) {
       const double begin_ms = std::max(now_ms, link_free_ms_[lane.link]);
       link_free_ms_[lane.link] = begin_ms + lane.transfer_ms;
-      arrives_ms = begin_ms + lane.transfer_ms + lane.latency_ms;
+      const double comes_ms = lane.queues_in ? begin_to_come(lane, begin_ms) : begin_ms;
+      arrives_ms = comes_ms + lane.transfer_ms + lane.latency_ms;
     }
     lane.arrivals_ms.push_back(arrives_ms);
+  }
+
+  double begin_to_come(const Lane& lane, double ready_ms) {
+    LineIn& line = lines_in_[lane.receiver];
+    if (lane.is_exchange) {
+      const double begin_ms = std::max(ready_ms, std::min(ready_ms, line.exchanges_until_ms) + line.taken_ms);
+      line.taken_ms = 0;
+      line.exchanges_until_ms = std::max(line.exchanges_until_ms, begin_ms + lane.transfer_ms);
+      return begin_ms;
+    }
+    const double begin_ms = std::max(ready_ms, line.free_ms);
+    line.free_ms = begin_ms + lane.transfer_ms;
+    line.taken_ms += std::max(0.0, std::min(line.free_ms, line.exchanges_until_ms) - begin_ms);
+    return begin_ms;
   }
 
   static void add_update(Worker& worker, std::int64_t minibatch) {
@@ -414,6 +455,10 @@ class Replay {
   std::map<Edge, std::uint32_t> lane_by_edge_;
   std::map<std::pair<std::size_t, std::size_t>, std::size_t> links_;  // (sender, receiver or kNone)
   std::vector<double> link_free_ms_;
+  std::vector<LineIn> lines_in_;  // of each worker
+  // Who is next to send, and when, where that is in the order of time.
+  using Sending = std::pair<double, std::size_t>;
+  std::priority_queue<Sending, std::vector<Sending>, std::greater<>> about_to_send_;
   std::vector<RunQueues> machines_;  // where cores are shared
   double waking_after_ms_ = 0;
   bool one_link_ = false;

@@ -4,7 +4,7 @@
 // the bit, for a search that asks it of thousands of plans and wants no timeline. A worker does its list in
 // order: work takes its time, a SEND leaves at once and keeps its link, a RECV waits for the edge's next
 // item. So a worker's times depend on what it receives alone, and the order in which the workers are visited
-// changes nothing.
+// changes nothing but where senders share a receiver's line: there they send in the order of time.
 //
 // Pure; any thread.
 #pragma once
@@ -53,10 +53,11 @@ struct SharedCores {
 // (Simulation in planning/simulator.py has the window); of so few minibatches that there is none, of the
 // whole run. stages, boundaries: one per stage, and one per boundary between neighbours. shared: none where
 // no worker shares cores. waking_after_ms: from which wait on an item pays all that waking costs it; 0: none
-// does. one_link: all that a worker sends leaves by one link, as by a host's one network interface; else it
-// has one to each other worker, and one for all that it exchanges with replicas. Throws UserError as
-// make_program(), for another number of durations, for machines without workers or cores, for spares and
-// asynchronous shards, and for lists that deadlock.
+// does. one_link: a worker has one link to all others, as a host has one network interface, by which also
+// what they send it comes (LineIn in planning/simulator.py). Else it has one to each other worker, and one
+// for all that it exchanges with replicas. Throws UserError as make_program(), for another number of
+// durations, for machines without workers or cores, for spares and asynchronous shards, and for lists that
+// deadlock.
 [[nodiscard]] double steady_ms(const ScheduleOptions& options, std::int64_t num_minibatches,
                                const std::vector<StageDurations>& stages,
                                const std::vector<BoundaryDurations>& boundaries,

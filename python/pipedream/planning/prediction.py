@@ -1,5 +1,6 @@
 """What a calibrated plan says a run of it will take: its schedule's own lists with the plan's stage costs.
-What a worker sends, downstream, upstream and to replicas, leaves by one link, as by a host's interface.
+A worker has one link for what it sends, downstream, upstream and to replicas, and what it is sent, as a host
+has one network interface.
 
 Pure; any thread; needs no torch. The paper's cost model has one figure, the bottleneck, for all schedules.
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import heapq
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from pipedream.planning.waking import StageWaking, Waits
 
 __all__ = [
     "TRANSFERS",
+    "LineIn",
     "Replay",
     "Simulation",
     "StageTimes",
@@ -139,13 +141,16 @@ def simulate(
 ) -> Simulation:
     """Replays one list per worker; one StageTimes, or one per stage; one time per transfer, or one pair per
     boundary between a stage and the next. spread: of single instructions about these times. waking: what work
-    takes besides after waits; None: nothing. one_link: all that a worker sends leaves by one link, as by a
-    host's one network interface.
+    takes besides after waits; None: nothing. one_link: a worker has one link to all others, as a host has one
+    network interface.
 
     A worker does its instructions in order, one at a time: a RECV is done as soon as its item has arrived,
     a SEND at once. What is sent queues for the link to the other worker, which carries one item at a time in
     each direction, whatever the edge; what replicas push and pull queues for the one line that the worker has
-    for all of them; with one_link all of that is one line. Of an edge items arrive in the order in which they
+    for all of them. With one_link all of that is one line, and what other stages send a worker queues there
+    for its line in, which carries one item at a time, too, first sent first. What replicas exchange shares
+    that line evenly, as all of them send each other as much at once; an item of another stage that comes
+    meanwhile takes its time of the next that they send. Of an edge items arrive in the order in which they
     are sent. What is pushed and no list receives is to an asynchronous shard, which updates beside its
     worker's own work and answers by a pull.
 
@@ -188,6 +193,8 @@ class Lane:
         # first carried.
         is_shared = one_link or edge.kind in SYNC
         self.link = None if ends[0] == ends[1] else (ends[0], None if is_shared else ends[1])
+        self.queues_in = one_link and ends[0] != ends[1]
+        """At the receiver, with what others send."""
         self.transfer_ms = transfer_ms
         self.latency_ms = latency_ms
         self.arrivals_ms: deque[float] = deque()
@@ -196,6 +203,27 @@ class Lane:
         """The receiver can do nothing else."""
         self.answer: Lane | None = None
         """Of a push to an asynchronous shard: by which it is answered."""
+
+
+class LineIn:
+    """By which a worker gets what others send it."""
+
+    def __init__(self) -> None:
+        self._free_ms = 0.0  # for what other stages send
+        self._exchanges_until_ms = 0.0
+        self._taken_ms = 0.0  # of what replicas exchange, by what has come meanwhile
+
+    def begin(self, kind: str, ready_ms: float, transfer_ms: float) -> float:
+        """When an item begins to come that could at that time."""
+        if kind in SYNC:
+            begin_ms = max(ready_ms, min(ready_ms, self._exchanges_until_ms) + self._taken_ms)
+            self._taken_ms = 0.0
+            self._exchanges_until_ms = max(self._exchanges_until_ms, begin_ms + transfer_ms)
+            return begin_ms
+        begin_ms = max(ready_ms, self._free_ms)
+        self._free_ms = begin_ms + transfer_ms
+        self._taken_ms += max(0.0, min(self._free_ms, self._exchanges_until_ms) - begin_ms)
+        return begin_ms
 
 
 class PreparedStep(NamedTuple):
@@ -210,7 +238,8 @@ class PreparedStep(NamedTuple):
 
 class Replay:
     """Plays the lists once. A worker's times depend only on what it receives, so the order in which the
-    workers are visited changes nothing."""
+    workers are visited changes nothing but where senders share a receiver's line: there they send in the
+    order of time."""
 
     def __init__(
         self,
@@ -235,15 +264,22 @@ class Replay:
         self.timeline: list[list[TimedInstruction]] = [[] for _ in programs]
         self.transfers: list[Transfer] = []
         self._link_free_ms: dict[tuple[int, int | None], float] = {}
+        self._lines_in = [LineIn() for _ in programs]
+        self._about_to_send: list[tuple[float, int]] = []
+        """A heap of (ms, worker): of those that are next to send, where that is in the order of time."""
 
     def run(self) -> Simulation:
         ready = deque(range(len(self.steps)))
-        while ready:
-            self._advance(ready.popleft(), ready)
+        while ready or self._about_to_send:
+            if ready:
+                self._advance(ready.popleft(), ready)
+            else:  # all others send later, or wait for what is sent later
+                _, worker = heapq.heappop(self._about_to_send)
+                self._advance(worker, ready, is_first_to_send=True)
         self.check_all_done()
         return summarize(self.timeline, self.transfers)
 
-    def _advance(self, worker: int, ready: deque[int]) -> None:
+    def _advance(self, worker: int, ready: deque[int], *, is_first_to_send: bool = False) -> None:
         """Does all that the worker can do now, and adds those that waited for it to the ready ones."""
         steps, done = self.steps[worker], self.timeline[worker]
         now_ms = done[-1].end_ms if done else 0.0
@@ -253,6 +289,10 @@ class Replay:
             if lane is None:
                 now_ms += self.work_ms(worker, step)
             elif opcode == "SEND":
+                if self._one_link and not is_first_to_send:
+                    heapq.heappush(self._about_to_send, (now_ms, worker))
+                    return
+                is_first_to_send = False
                 self.send(step, now_ms)
                 if lane.is_awaited:
                     lane.is_awaited = False
@@ -291,9 +331,11 @@ class Replay:
         """When what is ready at that time arrives."""
         arrives_ms = ready_ms
         if lane.link is not None:
-            begin_ms = max(ready_ms, self._link_free_ms.get(lane.link, 0.0))
+            begin_ms = comes_ms = max(ready_ms, self._link_free_ms.get(lane.link, 0.0))
             self._link_free_ms[lane.link] = begin_ms + lane.transfer_ms
-            arrives_ms = begin_ms + lane.transfer_ms + lane.latency_ms
+            if lane.queues_in:
+                comes_ms = self._lines_in[lane.ends[1]].begin(lane.kind, begin_ms, lane.transfer_ms)
+            arrives_ms = comes_ms + lane.transfer_ms + lane.latency_ms
             item = (step.instruction.minibatch, step.instruction.microbatch)
             self.transfers.append(Transfer(lane.kind, *lane.ends, *item, begin_ms, arrives_ms))
         lane.arrivals_ms.append(arrives_ms)
@@ -313,7 +355,7 @@ class Replay:
                     edge.from_stage,
                     edge.from_replica,
                 ):
-                    lane.answer, pull.link = pull, lane.link
+                    lane.answer, pull.link, pull.queues_in = pull, lane.link, False
 
     def check_all_done(self) -> None:
         if any(len(done) < len(steps) for done, steps in zip(self.timeline, self.steps, strict=True)):

@@ -65,6 +65,16 @@ TEST(SteadyTime, what_leaves_by_one_link_waits_for_each_other) {
   EXPECT_DOUBLE_EQ(steady_ms(options, 40, stages, boundaries, std::nullopt, 0, true), 8.0);
 }
 
+TEST(SteadyTime, what_replicas_send_one_worker_comes_by_its_one_link) {
+  // Three at once: a minibatch in 3 / 3 ms of compute, and an activation of each in 4 ms.
+  StageDurations last = make_stage(0.25, 0.5);
+  ScheduleOptions options = make_options("pipedream", {3, 1});
+  options.in_flight = {8, 1};
+  const std::vector<StageDurations> stages = {make_stage(1, 2), last};
+  EXPECT_LT(steady_ms(options, 90, stages, {{4, 0, 0}}), 2.0);
+  EXPECT_NEAR(steady_ms(options, 90, stages, {{4, 0, 0}}, std::nullopt, 0, true), 4.0, 1e-9);
+}
+
 TEST(SteadyTime, an_item_waits_for_its_link_and_not_for_the_latency_of_the_one_before_it) {
   // Of a minibatch at a time, so that everything is waited for.
   const std::vector<StageDurations> stages(2, make_stage(1, 2));
