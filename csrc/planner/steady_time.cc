@@ -52,7 +52,7 @@ struct Lane {
   bool is_awaited = false;
 };
 
-// By which a worker gets what others send it (LineIn in planning/simulator.py).
+// By which a worker gets what others send it (LineIn in planning/lanes.py).
 struct LineIn {
   double free_ms = 0;  // for what other stages send
   double exchanges_until_ms = 0;

@@ -54,7 +54,7 @@ struct SharedCores {
 // whole run. stages, boundaries: one per stage, and one per boundary between neighbours. shared: none where
 // no worker shares cores. waking_after_ms: from which wait on an item pays all that waking costs it; 0: none
 // does. one_link: a worker has one link to all others, as a host has one network interface, by which also
-// what they send it comes (LineIn in planning/simulator.py). Else it has one to each other worker, and one
+// what they send it comes (LineIn in planning/lanes.py). Else it has one to each other worker, and one
 // for all that it exchanges with replicas. Throws UserError as make_program(), for another number of
 // durations, for machines without workers or cores, for spares and asynchronous shards, and for lists that
 // deadlock.

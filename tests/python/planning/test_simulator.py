@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipedream import _core
 from pipedream.planning.in_flight import in_flight_in_phase
+from pipedream.planning.lanes import LineIn
 from pipedream.planning.plan import Plan
-from pipedream.planning.simulator import LineIn, Simulation, StageTimes, TransferTimes, simulate
+from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, simulate
 from pipedream.planning.spread import Spread
 
 
