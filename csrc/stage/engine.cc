@@ -181,6 +181,9 @@ Result<std::optional<WorkItem>> StageEngine::hand_out_transfer(std::optional<Rec
   work.minibatch = doing_.minibatch;
   work.edge = doing_.edge;
   if (const EdgeChannel* channel = find_channel(doing_.edge)) work.on_device = channel->on_device;
+  if (doing_.opcode == Opcode::kRecv && doing_.edge.kind == EdgeKind::kPush) {
+    work.write_slot = part_of(doing_.stage).stage_part.slots->begin_update();  // nothing is read before it
+  }
   work.received = std::move(received);
   begin_item();
   return std::optional<WorkItem>(std::move(work));

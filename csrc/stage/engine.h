@@ -49,7 +49,7 @@ struct WorkItem {
   WeightVersion read_version;
   SlotIndex read_slot;
   WeightVersion write_version;  // kUpdate
-  SlotIndex write_slot;         // kUpdate
+  SlotIndex write_slot;         // kUpdate, and kRecv of a push: of the update that takes it
   Edge edge;                    // kSend, kRecv
   bool on_device = true;        // whether what the item sends or has received lives there
   // kForward: activations from upstream, absent at the first stage. kBackward: gradients from

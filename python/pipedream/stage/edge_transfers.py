@@ -70,7 +70,7 @@ class EdgeTransfers:
         if edge.kind == "push":
             if work.kind == "RECV":
                 assert isinstance(server, ParameterServer)  # others serve pushes beside the program
-                return server.expect(edge.from_replica, work.minibatch)
+                return server.expect(edge.from_replica, work.minibatch, work.write_slot)
             server.push(edge.to_replica, work.minibatch, gradient_slot)
         elif work.kind == "RECV":
             server.pull_from(edge.from_replica)

@@ -91,9 +91,12 @@ class ParameterServer(ShardClient):
         tied = self._tied.owned
         self._tied_pieces = [[]] if tied is None else _pieces_in_slots(tied, tied_pieces)
 
-    def expect(self, other: int, minibatch: int) -> EndOfData | None:
-        """Waits for the beginning of that replica's gradient; EndOfData where it has none of that round."""
+    def expect(self, other: int, minibatch: int, write_slot: int | None = None) -> EndOfData | None:
+        """Waits for the beginning of that replica's gradient; EndOfData where it has none of that round.
+        write_slot: of the round's update, which nobody reads any more; None: not known yet."""
         round_index = self._rounds.round_of(minibatch)
+        if write_slot is not None and round_index in self._own and not self._poisons:
+            self._post_places(write_slot)  # there is an update, and others may be done with theirs before it
         entry = self._open.setdefault(round_index, _Round(round_index))
         entry.arrived[other] = []
         if self._factors is not None or self._chunks[self._replica]:
@@ -186,6 +189,7 @@ class ParameterServer(ShardClient):
         if poisons:
             self._weights.own.poison(write_slot)
             self._post_places(write_slot)
+        self._posted_slot = None
         read = [*self._own_pieces[read_slot], *self._tied_pieces[tied_read]]
         write = [*self._own_pieces[write_slot], *self._tied_pieces[tied_write]]
         for part in self._parts:

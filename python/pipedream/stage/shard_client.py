@@ -112,6 +112,8 @@ class ShardClient(StageGradients):
         self._newest_pulled = dict.fromkeys(self._others, first)
         self._places: dict[tuple[int, int], list[tuple[int, int]]] = {}
         """By slot and owner, (address, bytes) of the owner's chunks in the slot."""
+        self._posted_slot: int | None = None
+        """For the next version, which is not there yet."""
         self._num_pushed = first  # rounds
         self._has_told_end = False
         self._pushes = RoundPushes(
@@ -270,6 +272,11 @@ class ShardClient(StageGradients):
 
     def _post_places(self, write_slot: int) -> None:
         """From now on the others' shards of the next version may land in the slot, which nobody reads."""
+        if self._posted_slot == write_slot:
+            return
+        assert self._posted_slot is None
+        self._posted_slot = write_slot
+        self._weights.own.settle(write_slot)  # which would write over what has landed there
         for other in self._channels.posted_from:
             if (write_slot, other) not in self._places:
                 places = [self._place_of(chunk, write_slot, 0) for chunk in self._chunks[other]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +25,8 @@ class ReplicaLinks:
         """For what was sent to leave: channel, items that may stay."""
         self.slow: set[str] = set()
         """Channels from which nothing leaves but for who waits."""
+        self.posted: list[tuple[str, tuple[int, int]]] = []
+        """Channel, and the address and bytes at which an item of it may land."""
 
     def send_item(self, channel: str, capsules: list[Any], fields: _core.ItemFields | None = None) -> bool:
         tensors = [from_dlpack(capsule).clone() for capsule in capsules]  # type: ignore[no-untyped-call]
@@ -44,6 +46,9 @@ class ReplicaLinks:
     def fail(self, why: str) -> None:
         raise AssertionError(why)
 
+    def post_items(self, channel: str, places: Sequence[tuple[int, int]]) -> None:
+        self.posted += [(channel, place) for place in places]
+
     def wait_until_sent(self, channel: str, num_left_max: int, timeout_s: float = 1e9) -> bool:
         if timeout_s == 0.0:
             return channel not in self.slow
@@ -58,8 +63,10 @@ class ReplicaLinks:
         return len(self.queues.get(channel, ()))
 
 
-def channels_of(replica: int, num_replicas: int, num_spares: int = 0) -> ReplicaChannels:
-    """Named by sender and receiver: "push 0 1"."""
+def channels_of(
+    replica: int, num_replicas: int, num_spares: int = 0, *, posts: bool = False
+) -> ReplicaChannels:
+    """Named by sender and receiver: "push 0 1". posts: where versions are to land."""
     owners = range(num_replicas + num_spares)
 
     def names(what: str, *, sends: bool) -> Mapping[int, str]:
@@ -72,4 +79,5 @@ def channels_of(replica: int, num_replicas: int, num_spares: int = 0) -> Replica
         names("push", sends=False),
         names("pull", sends=True),
         names("pull", sends=False),
+        frozenset(names("pull", sends=False) if posts else ()),
     )

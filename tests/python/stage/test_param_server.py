@@ -43,6 +43,7 @@ class _Replica:
         minibatches_per_round: int | None = None,
         num_rounds_kept: int = 1,
         num_spares: int = 0,
+        posts: bool = False,
     ) -> None:
         self.links, self.replica, self.num_replicas = links, replica, num_replicas
         model = nn.Sequential(nn.Linear(40, 3), nn.Linear(3, width, bias=False)).double()
@@ -68,7 +69,7 @@ class _Replica:
                 num_replicas=num_replicas, minibatches_per_round=minibatches_per_round or num_replicas
             ),
             replica=replica,
-            channels=channels_of(replica, num_replicas, num_spares),
+            channels=channels_of(replica, num_replicas, num_spares, posts=posts),
             num_rounds_kept=num_rounds_kept,
         )
         self.slot = 0
@@ -209,6 +210,43 @@ def test_a_chunk_of_the_next_version_leaves_before_the_next_gradients_are_taken_
     assert links.sent == ["pull 0 1"]
     (content, _) = links.queues["pull 0 1"][0]
     assert set(content[0].view(torch.float64).tolist()) == {-1.0}
+
+
+def test_who_has_pushed_takes_the_others_version_before_its_own_update() -> None:
+    links = ReplicaLinks()
+    first, second = (_Replica(links, replica, 2, posts=True) for replica in range(2))
+    for replica in (first, second):
+        replica.backward(replica.replica, 1.0)
+        replica.server.push(1 - replica.replica, replica.replica, 0)
+    for leaf in first.weights.own.leaves(1):
+        leaf.data = leaf.data.clone()  # as a layer may that lays its weights out anew
+    assert first.server.expect(1, 1, write_slot=1) is None
+    [(channel, (address, num_bytes))] = links.posted
+    slot = first.weights.own.slots[1]
+    [others] = first.server._chunks[1]
+    assert (channel, address, num_bytes) == (
+        "pull 1 0",
+        slot.data_ptr() + others.begin_bytes,
+        others.num_bytes,
+    )
+    place = slot[others.begin_bytes : others.end_bytes]
+    place.fill_(7)  # comes meanwhile
+    first.server.take(0, 0)
+    first.server.apply(0, 1, 1.0, lambda step: step())
+    assert set(place.tolist()) == {7}
+    assert len(links.posted) == 1
+
+
+def test_who_has_not_pushed_takes_the_others_version_with_its_own_update() -> None:
+    links = ReplicaLinks()
+    first, second = (_Replica(links, replica, 2, posts=True) for replica in range(2))
+    first.backward(0, 1.0)
+    first.server.push(1, 0, 0)
+    assert second.server.expect(0, 0, write_slot=1) is None  # its last round, had the other ended before
+    assert not links.posted
+    second.server.take(0, 0)
+    second.server.apply(0, 1, 1.0, lambda step: step())
+    assert [channel for channel, _ in links.posted] == ["pull 0 1"]
 
 
 def test_a_gradient_that_grows_after_it_has_left_is_refused() -> None:
