@@ -119,8 +119,9 @@ py::object partition_layers_within(const Figures& compute_s, const Figures& acti
   return py::make_tuple(stages, best->bottleneck_s, best->recompute, best->memory_bytes);
 }
 
-using StageDurationsTuple = std::tuple<double, double, double, double, double, double, double, double, double,
-                                       double, double, double>;
+using StageDurationsTuple =
+    std::tuple<double, double, double, double, double, double, double, double, double, double, double, double,
+               double, std::vector<std::pair<double, double>>>;
 using BoundaryDurationsTuple = std::tuple<double, double, double>;
 
 double steady_ms_of(const ScheduleOptions& options, std::int64_t num_minibatches,
@@ -131,9 +132,11 @@ double steady_ms_of(const ScheduleOptions& options, std::int64_t num_minibatches
   std::vector<StageDurations> of_stages;
   of_stages.reserve(stages.size());
   for (const auto& [forward, later_forward, backward, later_backward, recompute, update, push, pull,
-                    sync_latency, forward_waking, backward_waking, update_waking] : stages) {
+                    sync_latency, forward_waking, backward_waking, update_waking, num_chunks, push_leads] :
+       stages) {
     of_stages.push_back({forward, later_forward, backward, later_backward, recompute, update, push, pull,
-                         sync_latency, forward_waking, backward_waking, update_waking});
+                         sync_latency, forward_waking, backward_waking, update_waking, num_chunks,
+                         push_leads});
   }
   std::vector<BoundaryDurations> of_boundaries;
   of_boundaries.reserve(boundaries.size());

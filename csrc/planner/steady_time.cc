@@ -10,16 +10,16 @@
 #include <optional>
 #include <queue>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "base/failure.h"
+#include "planner/lanes.h"
 #include "planner/run_queues.h"
 #include "schedule/transfers.h"
 
 namespace pipedream {
 namespace {
-
-constexpr std::size_t kNone = static_cast<std::size_t>(-1);
 
 enum class StepKind : std::uint8_t { kWork, kUpdate, kSend, kRecv };
 
@@ -37,26 +37,6 @@ struct Waking {
   Opcode opcode = Opcode::kForward;
   double waking_ms = 0;
   std::optional<double> waited_then_ms = std::nullopt;  // when the last such item began
-};
-
-// An edge, on which items arrive in the order in which they are sent.
-struct Lane {
-  std::size_t receiver = 0;
-  std::size_t link = kNone;  // none between stages of one worker
-  bool queues_in = false;    // at the receiver, with what others send
-  bool is_exchange = false;  // of replicas
-  double transfer_ms = 0;
-  double latency_ms = 0;
-  std::vector<double> arrivals_ms = {};
-  std::size_t num_taken = 0;
-  bool is_awaited = false;
-};
-
-// By which a worker gets what others send it (LineIn in planning/lanes.py).
-struct LineIn {
-  double free_ms = 0;  // for what other stages send
-  double exchanges_until_ms = 0;
-  double taken_ms = 0;  // of what replicas exchange, by what has come meanwhile
 };
 
 struct RoundEnd {
@@ -79,8 +59,23 @@ struct Worker {
   [[nodiscard]] bool is_done() const { return position == steps.size(); }
 };
 
-bool is_between_replicas(const Edge& edge) {
-  return edge.kind == EdgeKind::kPush || edge.kind == EdgeKind::kPull;
+LaneKind lane_kind_of(const Edge& edge) {
+  if (edge.kind == EdgeKind::kPush) return LaneKind::kPush;
+  return edge.kind == EdgeKind::kPull ? LaneKind::kPull : LaneKind::kBoundary;
+}
+
+LaneChunks chunks_of(const Edge& edge, const StageDurations& stage) {
+  const bool is_push = edge.kind == EdgeKind::kPush;
+  if (!is_push && edge.kind != EdgeKind::kPull) return {};
+  if (stage.num_chunks == 1 && stage.push_leads_ms.empty()) return {};
+  LaneChunks chunks;
+  chunks.number = stage.num_chunks;
+  chunks.update_ms = stage.update_ms / stage.num_chunks;
+  if (is_push && !stage.push_leads_ms.empty()) {
+    const auto owner = static_cast<std::size_t>(edge.to.replica.value());
+    std::tie(chunks.first_lead_ms, chunks.last_lead_ms) = stage.push_leads_ms.at(owner);
+  }
+  return chunks;
 }
 
 double work_ms_of(const Instruction& step, const StageDurations& stage) {
@@ -125,15 +120,13 @@ class Replay {
       : placement_(placement_of(options)),
         stages_(stages),
         boundaries_(boundaries),
+        workers_(static_cast<std::size_t>(num_workers(options))),
+        network_(workers_.size()),
         waking_after_ms_(waking_after_ms),
         one_link_(one_link) {
-    const std::int64_t num_ranks = num_workers(options);
-    workers_.resize(static_cast<std::size_t>(num_ranks));
-    for (std::int64_t rank = 0; rank < num_ranks; ++rank) {
-      prepare(workers_[static_cast<std::size_t>(rank)], make_program(options, Rank(rank), num_minibatches));
+    for (std::size_t rank = 0; rank < workers_.size(); ++rank) {
+      prepare(workers_[rank], make_program(options, Rank(static_cast<std::int64_t>(rank)), num_minibatches));
     }
-    link_free_ms_.resize(links_.size());
-    lines_in_.resize(workers_.size());
   }
 
   double run(const std::optional<SharedCores>& shared) {
@@ -191,11 +184,11 @@ class Replay {
     for (; !worker.left_ms && !worker.is_done(); ++worker.position) {
       const Step& step = worker.steps[worker.position];
       if (step.kind == StepKind::kSend) {
-        send(lanes_[step.lane], now_ms);
+        send(worker, now_ms);
       } else if (step.kind == StepKind::kRecv) {
         Lane& lane = lanes_[step.lane];
-        if (lane.num_taken == lane.arrivals_ms.size() || lane.arrivals_ms[lane.num_taken] > now_ms) break;
-        ++lane.num_taken;
+        if (!lane.has_next() || lane.next_ms() > now_ms) break;
+        network_.receive(lane, lane_before(worker), worker.now_ms);
         worker.waited_ms += now_ms - worker.now_ms;
       } else {
         worker.left_ms = work_ms(worker, step);
@@ -231,9 +224,7 @@ class Replay {
     for (const Worker& worker : workers_) {
       if (worker.left_ms || worker.is_done()) continue;
       const Lane& lane = lanes_[worker.steps[worker.position].lane];  // for which it waits
-      if (lane.num_taken < lane.arrivals_ms.size()) {
-        passing_ms = std::min(passing_ms, lane.arrivals_ms[lane.num_taken] - now_ms);
-      }
+      if (lane.has_next()) passing_ms = std::min(passing_ms, lane.next_ms() - now_ms);
     }
     for (const RunQueues& queues : machines_)
       passing_ms = std::min(passing_ms, queues.next_change_ms(now_ms));
@@ -306,6 +297,14 @@ class Replay {
     return index;
   }
 
+  // Of the step before the one at hand, if it is of one.
+  [[nodiscard]] const Lane* lane_before(const Worker& worker) const {
+    if (worker.position == 0) return nullptr;
+    const Step& before = worker.steps[worker.position - 1];
+    const bool travels = before.kind == StepKind::kSend || before.kind == StepKind::kRecv;
+    return travels ? &lanes_[before.lane] : nullptr;
+  }
+
   std::uint32_t lane_of(const Edge& edge) {
     const auto [found, is_new] = lane_by_edge_.try_emplace(edge, static_cast<std::uint32_t>(lanes_.size()));
     if (!is_new) return found->second;
@@ -313,21 +312,24 @@ class Replay {
       return static_cast<std::size_t>(placement_.rank_of(end.stage, end.replica).value());
     };
     Lane lane;
-    const std::size_t sender = rank_at(edge.from);
+    lane.kind = lane_kind_of(edge);
+    lane.sender = rank_at(edge.from);
     lane.receiver = rank_at(edge.to);
     // Only the sender uses this direction of the link, and does its list in order: so first sent is first
-    // carried. What replicas exchange leaves by one link, whoever it is for.
-    if (sender != lane.receiver) {
-      const std::size_t to = one_link_ || is_between_replicas(edge) ? kNone : lane.receiver;
-      lane.link = links_.try_emplace({sender, to}, links_.size()).first->second;
+    // carried. What replicas exchange leaves by one line, whoever it is for.
+    if (lane.sender != lane.receiver) {
+      const std::size_t to = one_link_ || lane.kind != LaneKind::kBoundary ? kNoLine : lane.receiver;
+      const auto [line, is_new_line] = lines_.try_emplace({lane.sender, to}, 0);
+      if (is_new_line) line->second = network_.add_line();
+      lane.line = line->second;
       lane.queues_in = one_link_;
     }
-    lane.is_exchange = is_between_replicas(edge);
     if (edge.from.stage == edge.to.stage) {
       const StageDurations& stage = stages_[static_cast<std::size_t>(edge.from.stage.value())];
       if (edge.kind == EdgeKind::kPush) lane.transfer_ms = stage.push_ms;
       if (edge.kind == EdgeKind::kPull) lane.transfer_ms = stage.pull_ms;
       lane.latency_ms = stage.sync_latency_ms;
+      lane.chunks = chunks_of(edge, stage);
     } else {
       const StageIndex above = std::min(edge.from.stage, edge.to.stage);
       const BoundaryDurations& boundary = boundaries_[static_cast<std::size_t>(above.value())];
@@ -337,6 +339,19 @@ class Replay {
     }
     lanes_.push_back(std::move(lane));
     return found->second;
+  }
+
+  // Does the step at hand, and with one link those after it that send too: all but the last's own advance.
+  void send(Worker& worker, double now_ms) {
+    sending_.clear();
+    for (std::size_t position = worker.position;; ++position) {
+      sending_.push_back(&lanes_[worker.steps[position].lane]);
+      worker.position = position;
+      const bool sends_more = one_link_ && position + 1 < worker.steps.size() &&
+                              worker.steps[position + 1].kind == StepKind::kSend;
+      if (!sends_more) break;
+    }
+    network_.send(sending_, now_ms);
   }
 
   // Does all that the worker can do now, and adds those that waited for it to the ready ones.
@@ -350,19 +365,19 @@ class Replay {
           return;
         }
         is_first_to_send = false;
-        Lane& lane = lanes_[step.lane];
-        send(lane, worker.now_ms);
-        if (lane.is_awaited) {
-          lane.is_awaited = false;
-          ready.push_back(lane.receiver);
+        send(worker, worker.now_ms);
+        for (Lane* const lane : sending_) {
+          if (!std::exchange(lane->is_awaited, false)) continue;
+          ready.push_back(lane->receiver);
         }
       } else if (step.kind == StepKind::kRecv) {
         Lane& lane = lanes_[step.lane];
-        if (lane.num_taken == lane.arrivals_ms.size()) {
+        if (!lane.has_next()) {
           lane.is_awaited = true;
           return;
         }
-        const double begin_ms = std::max(worker.now_ms, lane.arrivals_ms[lane.num_taken++]);
+        const double begin_ms = std::max(worker.now_ms, lane.next_ms());
+        network_.receive(lane, lane_before(worker), worker.now_ms);
         worker.waited_ms += begin_ms - worker.now_ms;
         worker.now_ms = begin_ms;
       } else {
@@ -370,31 +385,6 @@ class Replay {
         if (step.kind == StepKind::kUpdate) add_update(worker, step.minibatch);
       }
     }
-  }
-
-  void send(Lane& lane, double now_ms) {
-    double arrives_ms = now_ms;
-    if (lane.link != kNone) {
-      const double begin_ms = std::max(now_ms, link_free_ms_[lane.link]);
-      link_free_ms_[lane.link] = begin_ms + lane.transfer_ms;
-      const double comes_ms = lane.queues_in ? begin_to_come(lane, begin_ms) : begin_ms;
-      arrives_ms = comes_ms + lane.transfer_ms + lane.latency_ms;
-    }
-    lane.arrivals_ms.push_back(arrives_ms);
-  }
-
-  double begin_to_come(const Lane& lane, double ready_ms) {
-    LineIn& line = lines_in_[lane.receiver];
-    if (lane.is_exchange) {
-      const double begin_ms = std::max(ready_ms, std::min(ready_ms, line.exchanges_until_ms) + line.taken_ms);
-      line.taken_ms = 0;
-      line.exchanges_until_ms = std::max(line.exchanges_until_ms, begin_ms + lane.transfer_ms);
-      return begin_ms;
-    }
-    const double begin_ms = std::max(ready_ms, line.free_ms);
-    line.free_ms = begin_ms + lane.transfer_ms;
-    line.taken_ms += std::max(0.0, std::min(line.free_ms, line.exchanges_until_ms) - begin_ms);
-    return begin_ms;
   }
 
   static void add_update(Worker& worker, std::int64_t minibatch) {
@@ -453,9 +443,9 @@ class Replay {
   std::vector<Worker> workers_;
   std::vector<Lane> lanes_;
   std::map<Edge, std::uint32_t> lane_by_edge_;
-  std::map<std::pair<std::size_t, std::size_t>, std::size_t> links_;  // (sender, receiver or kNone)
-  std::vector<double> link_free_ms_;
-  std::vector<LineIn> lines_in_;  // of each worker
+  Network network_;
+  std::vector<Lane*> sending_;                                        // what was sent last
+  std::map<std::pair<std::size_t, std::size_t>, std::size_t> lines_;  // (sender, receiver or kNoLine)
   // Who is next to send, and when, where that is in the order of time.
   using Sending = std::pair<double, std::size_t>;
   std::priority_queue<Sending, std::vector<Sending>, std::greater<>> about_to_send_;

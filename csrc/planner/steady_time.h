@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "schedule/program.h"
@@ -33,6 +34,10 @@ struct StageDurations {
   double forward_waking_ms = 0;
   double backward_waking_ms = 0;
   double update_waking_ms = 0;
+  double num_chunks = 1;  // of a shard: one is updated, and leaves for the others, while the next come
+  // By its owner, how long before the end of the last backward the first and the last chunk of a shard are
+  // pushed; none: after it.
+  std::vector<std::pair<double, double>> push_leads_ms = {};
 };
 
 // Between a stage and the next one, of a microbatch.
@@ -54,7 +59,7 @@ struct SharedCores {
 // whole run. stages, boundaries: one per stage, and one per boundary between neighbours. shared: none where
 // no worker shares cores. waking_after_ms: from which wait on an item pays all that waking costs it; 0: none
 // does. one_link: a worker has one link to all others, as a host has one network interface, by which also
-// what they send it comes (LineIn in planning/lanes.py). Else it has one to each other worker, and one
+// what they send it comes (Network in planning/lanes.py). Else it has one to each other worker, and one
 // for all that it exchanges with replicas. Throws UserError as make_program(), for another number of
 // durations, for machines without workers or cores, for spares and asynchronous shards, and for lists that
 // deadlock.

@@ -207,7 +207,7 @@ def memory_of_plan(
 def steady_ms(
     options: ScheduleOptions,
     num_minibatches: int,
-    stages: Sequence[tuple[float, ...]],
+    stages: Sequence[tuple[Any, ...]],
     boundaries: Sequence[tuple[float, float, float]],
     host: tuple[int, Sequence[float]] | None = None,
     waking_after_ms: float = 0.0,

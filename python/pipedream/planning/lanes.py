@@ -5,15 +5,53 @@ Pure; any thread; needs no torch. The core has the same (csrc/planner/steady_tim
 
 from __future__ import annotations
 
-from collections import deque
-from typing import TYPE_CHECKING
+import math
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from pipedream.planning.step_times import SYNC
+from pipedream.planning.step_times import SYNC, StageTimes
 
 if TYPE_CHECKING:
     from pipedream.planning.simulator import StepEdge
 
-__all__ = ["Lane", "LineIn"]
+__all__ = ["Chunks", "Lane", "LineIn", "LineOut", "Network", "Transfer"]
+
+
+class Chunks(NamedTuple):
+    """Of what an edge carries between replicas: equal ones, each of which leaves as soon as it is made."""
+
+    number: int = 1
+    first_lead_ms: float = 0.0
+    """Of a push: so long before all are made the first one is."""
+    last_lead_ms: float = 0.0
+    """And the last one."""
+    update_ms: float = 0.0
+    """Of one."""
+
+    @classmethod
+    def between(cls, kind: str, owner: int, times: StageTimes) -> Chunks:
+        """kind: push or pull."""
+        if times.num_chunks == 1 and not times.push_leads_ms:
+            return _WHOLE
+        leads_ms = times.push_leads_ms[owner] if kind == "push" and times.push_leads_ms else (0.0, 0.0)
+        return cls(times.num_chunks, *leads_ms, update_ms=times.update_ms / times.num_chunks)
+
+
+_WHOLE = Chunks()
+
+
+class Transfer(NamedTuple):
+    """What one link carried: an item of an edge."""
+
+    what: str
+    """The edge's kind: activation, gradient, tied_gradient, tied_version, norm, push or pull."""
+    from_worker: int
+    to_worker: int
+    minibatch: int
+    microbatch: int
+    begin_ms: float
+    end_ms: float
 
 
 class Lane:
@@ -27,6 +65,7 @@ class Lane:
         latency_ms: float,
         *,
         one_link: bool,
+        chunks: Chunks = _WHOLE,
     ) -> None:
         self.kind = edge.kind
         self.ends = ends
@@ -40,12 +79,51 @@ class Lane:
         """At the receiver, with what others send."""
         self.transfer_ms = transfer_ms
         self.latency_ms = latency_ms
+        self.chunks = chunks
         self.arrivals_ms: deque[float] = deque()
-        """Of what has been sent and is not received."""
+        """Of what has been sent and is not received: when the receiver may go on."""
+        self.firsts_ms: deque[float] = deque()
+        """Of pushes among that: when the first chunk arrives."""
         self.is_awaited = False
         """The receiver can do nothing else."""
         self.answer: Lane | None = None
         """Of a push to an asynchronous shard: by which it is answered."""
+
+
+class _Span(NamedTuple):
+    """From when to when."""
+
+    begin_ms: float
+    end_ms: float
+
+
+class LineOut:
+    """By which a worker sends: what is sent at once shares it evenly, what is sent later waits."""
+
+    def __init__(self) -> None:
+        self._free_ms = 0.0
+
+    def carry(self, now_ms: float, first_ms: Sequence[float], transfers_ms: Sequence[float]) -> list[_Span]:
+        """What is sent now. first_ms: from when each could leave, chunk by chunk, if nothing else did."""
+        begin_ms = max(now_ms, self._free_ms)
+        begins_ms, left_ms = [begin_ms] * len(first_ms), [*transfers_ms]
+        for index, ready_ms in enumerate(first_ms):
+            early_ms = max(ready_ms, self._free_ms)
+            taken_ms = min(transfers_ms[index], begin_ms - early_ms)
+            if taken_ms > 0:
+                begins_ms[index], left_ms[index] = early_ms, transfers_ms[index] - taken_ms
+                self._free_ms = early_ms + taken_ms
+        ends_ms, carried_ms, sharing = [*begins_ms], 0.0, len(left_ms)
+        for index in sorted(range(len(left_ms)), key=left_ms.__getitem__):
+            if left_ms[index] > 0:
+                ends_ms[index] = begin_ms + (carried_ms + sharing * left_ms[index])
+            else:
+                ends_ms[index] += transfers_ms[index]
+            carried_ms += left_ms[index]
+            sharing -= 1
+        if carried_ms > 0:
+            self._free_ms = begin_ms + carried_ms
+        return [_Span(*span) for span in zip(begins_ms, ends_ms, strict=True)]
 
 
 class LineIn:
@@ -67,3 +145,73 @@ class LineIn:
         self._free_ms = begin_ms + transfer_ms
         self._taken_ms += max(0.0, min(self._free_ms, self._exchanges_until_ms) - begin_ms)
         return begin_ms
+
+
+class Network:
+    """All lines of a simulation, and what they have carried."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.transfers: list[Transfer] = []
+        self._lines_out: defaultdict[tuple[int, int | None], LineOut] = defaultdict(LineOut)
+        self._lines_in = [LineIn() for _ in range(num_workers)]
+        self._gathered_ms = [math.inf] * num_workers
+        """By worker, since when it has the first chunk of all gradients of its shard."""
+
+    def send(self, lanes: Sequence[Lane], items: Sequence[tuple[int, int]], now_ms: float) -> list[float]:
+        """What one worker sends at once, by the same line. When all of each arrives. items: minibatch and
+        microbatch."""
+        made = [self._made_ms(lane, now_ms) for lane in lanes]
+        arrivals = [_Span(last_ms, last_ms) for _, last_ms in made]
+        carried = [index for index, lane in enumerate(lanes) if lane.link is not None]
+        link = lanes[carried[0]].link if carried else None
+        if link is not None:
+            line = self._lines_out[link]
+            transfers_ms = [lanes[index].transfer_ms for index in carried]
+            leaving = line.carry(now_ms, [made[index].begin_ms for index in carried], transfers_ms)
+            for index, leaves in zip(carried, leaving, strict=True):
+                lane = lanes[index]
+                arrivals[index] = self._arrivals(lane, leaves, made[index].end_ms)
+                ends_ms = (leaves.begin_ms, arrivals[index].end_ms)
+                self.transfers.append(Transfer(lane.kind, *lane.ends, *items[index], *ends_ms))
+        for lane, (first_ms, all_ms) in zip(lanes, arrivals, strict=True):
+            if lane.kind == "push":
+                lane.firsts_ms.append(first_ms)
+                # All chunks but one are updated while others come.
+                hidden_ms = (lane.chunks.number - 1) * lane.chunks.update_ms
+                lane.arrivals_ms.append(max(first_ms, all_ms - hidden_ms))
+            else:
+                lane.arrivals_ms.append(all_ms)
+        return [all_ms for _, all_ms in arrivals]
+
+    def _made_ms(self, lane: Lane, now_ms: float) -> _Span:
+        """When the first and the last chunk of what is sent now were there."""
+        chunks = lane.chunks
+        if lane.kind == "push":
+            self._gathered_ms[lane.ends[0]] = math.inf
+            return _Span(now_ms - chunks.first_lead_ms, now_ms - chunks.last_lead_ms)
+        if lane.kind == "pull" and chunks.number > 1:
+            return _Span(min(now_ms, self._gathered_ms[lane.ends[0]] + chunks.update_ms), now_ms)
+        return _Span(now_ms, now_ms)
+
+    def _arrivals(self, lane: Lane, leaves: _Span, last_ms: float) -> _Span:
+        """Of the first chunk, and of all, of which the last was there at that time."""
+        begin_ms, transfer_ms, late_ms = leaves.begin_ms, lane.transfer_ms, 0.0
+        is_alone = leaves.end_ms == begin_ms + transfer_ms
+        comes_ms = begin_ms if is_alone else leaves.end_ms - transfer_ms
+        if lane.queues_in:
+            ready_ms = comes_ms
+            comes_ms = self._lines_in[lane.ends[1]].begin(lane.kind, ready_ms, transfer_ms)
+            late_ms = comes_ms - ready_ms
+        of_chunk_ms = transfer_ms / lane.chunks.number
+        all_ms = max(comes_ms + transfer_ms, last_ms + of_chunk_ms) + lane.latency_ms
+        return _Span(min(all_ms, begin_ms + late_ms + of_chunk_ms + lane.latency_ms), all_ms)
+
+    def receive(self, lane: Lane, before: Lane | None, since_ms: float) -> None:
+        """What its receiver has been ready for since then. before: of the list's step before, if it is of
+        one."""
+        lane.arrivals_ms.popleft()
+        if lane.kind == "push":
+            worker = lane.ends[1]
+            if before is not None and before.kind == "push" and before.ends[1] == worker:  # of the round, too
+                since_ms = self._gathered_ms[worker]
+            self._gathered_ms[worker] = max(since_ms, lane.firsts_ms.popleft())

@@ -157,7 +157,9 @@ def _timing_of(
     sizes = _parameter_bytes(plan)
     return _Timing(
         [
-            _times(*stage, m, speed, reduces_together=schedule.uses_allreduce)
+            _times(
+                *stage, m, speed, asynchronous=schedule.asynchronous, reduces_together=schedule.uses_allreduce
+            )
             for stage in zip(plan.stages, costs, shares, versions, sizes, strict=True)
         ],
         [_transfer(row, m) for row in boundary_links(plan)],
@@ -179,6 +181,7 @@ def _times(
     num_microbatches: int,
     speed: float,
     *,
+    asynchronous: bool,
     reduces_together: bool,
 ) -> StageTimes:
     """reduces_together: every replica updates all of the stage's parameters, after an all-reduce."""
@@ -193,6 +196,13 @@ def _times(
         shares = shard_shares(stage.num_replicas, stage.num_spare_shards)
         update_ms, exchange["spare_update_ms"] = (
             _update_ms(stage, cost, num_versions, of_owner) / speed for of_owner in shares
+        )
+    elif not asynchronous and share.pushed == share.pulled:  # nor are factors pushed
+        exchange["num_chunks"] = cost.num_chunks
+        of_last = cost.backward.first if num_microbatches == 1 else cost.backward.later
+        backward_ms = of_last(num_microbatches) / speed
+        exchange["push_leads_ms"] = tuple(
+            (first * backward_ms, last * backward_ms) for first, last in cost.push_leads
         )
     return StageTimes(
         forward_ms=cost.forward.first(num_microbatches) / speed,

@@ -22,6 +22,7 @@ from pipedream.planning.factor_rule import factored_sum
 from pipedream.planning.item_cost import ItemCost
 from pipedream.planning.layer_profile import LayerProfile, Profile
 from pipedream.planning.plan import Plan, Stage
+from pipedream.planning.shard_shares import num_chunks
 from pipedream.planning.spread import EVEN, Spread
 from pipedream.planning.waking import ALWAYS_AWAKE, Waking
 
@@ -183,12 +184,20 @@ class StageCosts:
     """Of update_ms what grows with the shard, 1 / r of the parameters, as copy_ms does; None: not known."""
     waking_ms: Mapping[str, float] = field(default_factory=dict)
     """Besides, by kind, of an item after a long wait."""
+    num_chunks: int = 1
+    """In which a shard travels."""
+    push_leads: tuple[tuple[float, float], ...] = ()
+    """By owner, of a backward: what is left of it when the first of its chunks can leave, and the last one;
+    none: they leave after it."""
 
     def to_dict(self) -> dict[str, Any]:
         figures = {field.name: getattr(self, field.name) for field in fields(self)}
         figures |= {"forward": self.forward.to_dict(), "backward": self.backward.to_dict()}
-        if not self.waking_ms:
-            del figures["waking_ms"]
+        for name in ("waking_ms", "push_leads"):
+            if not figures[name]:
+                del figures[name]
+        if self.num_chunks == 1:
+            del figures["num_chunks"]
         return {name: value for name, value in figures.items() if value is not None}
 
     @classmethod
@@ -206,6 +215,8 @@ class StageCosts:
             push_ms=_optional_ms(where, given, "push_ms"),
             shard_update_ms=_optional_ms(where, given, "shard_update_ms"),
             waking_ms=_waking_from(f"{where}.waking_ms", given.get("waking_ms", {})),
+            num_chunks=check_whole(f"{where}.num_chunks", given.get("num_chunks", 1), at_least=1),
+            push_leads=_leads_from(f"{where}.push_leads", given.get("push_leads", [])),
         )
 
     @property
@@ -274,9 +285,35 @@ def stage_costs(
                 else None,
                 shard_update_ms=shard_update_ms if replicas > 1 else None,
                 waking_ms={kind: share * whole_ms[kind] for kind, share in runtime.waking.shares.items()},
+                num_chunks=1 if factored.num_weights else num_chunks(num_bytes, replicas),
+                push_leads=_push_leads(layers, replicas)
+                if replicas > 1 and profile.is_of_host and not factored.num_weights
+                else (),
             )
         )
     return costs
+
+
+def _push_leads(layers: Sequence[LayerProfile], num_replicas: int) -> tuple[tuple[float, float], ...]:
+    """As StageCosts has them. A chunk can leave when the layer is done in which it begins; the stage's go
+    from owner to owner in turn."""
+    num_bytes = sum(layer.parameter_bytes for layer in layers)
+    all_ms = sum(layer.backward_ms for layer in layers)
+    if num_bytes == 0 or all_ms == 0:
+        return ()
+    number = num_chunks(num_bytes, num_replicas)
+
+    def lead(chunk: int) -> float:
+        begin_bytes = num_bytes * chunk / (number * num_replicas)
+        end_bytes, left_ms = 0, 0.0
+        for layer in layers:
+            end_bytes += layer.parameter_bytes
+            if end_bytes > begin_bytes:
+                break
+            left_ms += layer.backward_ms
+        return left_ms / all_ms
+
+    return tuple((lead((number - 1) * num_replicas + owner), lead(owner)) for owner in range(num_replicas))
 
 
 def layer_cost_ms(layer: LayerProfile, runtime: RuntimeCosts) -> float:
@@ -352,6 +389,18 @@ def _sync_from(kind: str, value: object) -> SyncCost:
 
 def _optional_ms(where: str, given: Mapping[str, Any], name: str) -> float | None:
     return check_number(f"{where}.{name}", given[name]) if name in given else None
+
+
+def _leads_from(where: str, value: object) -> tuple[tuple[float, float], ...]:
+    leads = []
+    for index, row in enumerate(check_list(where, value)):
+        pair = [check_number(f"{where}[{index}]", share) for share in check_list(f"{where}[{index}]", row)]
+        if len(pair) != 2:
+            raise ValueError(
+                f"{where}[{index}] has {len(pair)} figures: give that of the first and the last chunk"
+            )
+        leads.append((pair[0], pair[1]))
+    return tuple(leads)
 
 
 def _waking_from(where: str, value: object) -> dict[str, float]:

@@ -18,8 +18,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-__all__ = ["ShardShares", "round_ms", "shard_shares"]
+__all__ = ["ShardShares", "num_chunks", "round_ms", "shard_shares"]
 
+_CHUNK_BYTES_MAX = 4 << 20  # csrc/param_server/dealing.h
 _SPARE_CHUNK_BYTES_MAX = 1 << 20  # csrc/param_server/dealing.h
 
 
@@ -39,6 +40,11 @@ def shard_shares(num_replicas: int, num_spares: int = 0) -> ShardShares:
         return ShardShares(0.0, 1 / num_spares)
     of_replica = 1 / (num_replicas + 2 * num_spares)
     return ShardShares(of_replica, 2 * of_replica)
+
+
+def num_chunks(num_bytes: float, num_replicas: int) -> int:
+    """In which a shard of so many bytes of parameters travels, where there are no spares."""
+    return max(1, math.ceil(num_bytes / (num_replicas * _CHUNK_BYTES_MAX)))
 
 
 def round_ms(num_bytes: float, num_replicas: int, num_spares: int, bytes_per_s: float) -> float:

@@ -126,7 +126,7 @@ class _SharedReplay(Replay):
                 pass
             self._queue_up()
             self._pass_time()
-        return summarize(self.timeline, self.transfers)
+        return summarize(self.timeline, self._network.transfers)
 
     def _begin_work(self, worker: int) -> bool:
         """Does what takes no time until there is work or a wait; whether anything was done."""
@@ -138,19 +138,20 @@ class _SharedReplay(Replay):
                 self._began_ms[worker] = self._now_ms
                 self._left_ms[worker] = self.work_ms(worker, step)
                 break
-            if step.opcode == "RECV":
+            if step.opcode == "SEND":
+                self.send(worker, self._now_ms)
+            else:
                 arrivals_ms = step.lane.arrivals_ms
                 if not arrivals_ms or arrivals_ms[0] > self._now_ms:
                     break
-                arrivals_ms.popleft()
-                self.waited(worker, self._now_ms - (done[-1].end_ms if done else 0.0))
-            self._finish(worker, self._now_ms)
+                since_ms = done[-1].end_ms if done else 0.0
+                self.receive(worker, since_ms)
+                self.waited(worker, self._now_ms - since_ms)
+                self._finish(worker, self._now_ms)
         return len(done) > num_before
 
     def _finish(self, worker: int, began_ms: float) -> None:
         step = self.steps[worker][len(self.timeline[worker])]
-        if step.opcode == "SEND":
-            self.send(step, self._now_ms)
         self.timeline[worker].append(TimedInstruction(step.instruction, began_ms, self._now_ms))
 
     def _queue_up(self) -> None:

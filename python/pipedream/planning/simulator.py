@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from pipedream.common.document import check_number
-from pipedream.planning.lanes import Lane, LineIn
+from pipedream.planning.lanes import Chunks, Lane, Network, Transfer
 from pipedream.planning.spread import EVEN, Spread
-from pipedream.planning.step_times import TRANSFERS, StageTimes, TransferTimes
+from pipedream.planning.step_times import SYNC, TRANSFERS, StageTimes, TransferTimes
 from pipedream.planning.waking import StageWaking, Waits
 
 __all__ = [
@@ -81,19 +81,6 @@ class TimedInstruction(NamedTuple):
     end_ms: float
 
 
-class Transfer(NamedTuple):
-    """What one link carried: an item of an edge."""
-
-    what: str
-    """The edge's kind: activation, gradient, tied_gradient, tied_version, norm, push or pull."""
-    from_worker: int
-    to_worker: int
-    minibatch: int
-    microbatch: int
-    begin_ms: float
-    end_ms: float
-
-
 @dataclass(frozen=True)
 class Simulation:
     """When every instruction was done, and what follows from it.
@@ -147,12 +134,13 @@ def simulate(
     A worker does its instructions in order, one at a time: a RECV is done as soon as its item has arrived,
     a SEND at once. What is sent queues for the link to the other worker, which carries one item at a time in
     each direction, whatever the edge; what replicas push and pull queues for the one line that the worker has
-    for all of them. With one_link all of that is one line, and what other stages send a worker queues there
-    for its line in, which carries one item at a time, too, first sent first. What replicas exchange shares
-    that line evenly, as all of them send each other as much at once; an item of another stage that comes
-    meanwhile takes its time of the next that they send. Of an edge items arrive in the order in which they
-    are sent. What is pushed and no list receives is to an asynchronous shard, which updates beside its
-    worker's own work and answers by a pull.
+    for all of them. With one_link all of that is one line, which what a worker sends at once shares evenly,
+    and what other stages send a worker queues there for its line in, which carries one item at a time, first
+    sent first. What replicas exchange shares that line evenly, as all of them send each other as much at once;
+    an item of another stage that comes meanwhile takes its time of the next that they send. Of an edge items
+    arrive in the order in which they are sent. A shard of several chunks (StageTimes) is pushed from when its
+    first one is made, and its owner updates and sends on one while others come. What is pushed and no list
+    receives is to an asynchronous shard, which updates beside its worker's own work and answers by a pull.
 
     Raises ValueError for lists that wait for each other, naming who waits for what, for an instruction
     that is there twice, a stage that is at two workers or none, and figures of the wrong number.
@@ -209,9 +197,7 @@ class Replay:
         self.steps = [self._prepared(program) for program in programs]
         self._find_answers()
         self.timeline: list[list[TimedInstruction]] = [[] for _ in programs]
-        self.transfers: list[Transfer] = []
-        self._link_free_ms: dict[tuple[int, int | None], float] = {}
-        self._lines_in = [LineIn() for _ in programs]
+        self._network = Network(len(programs))
         self._about_to_send: list[tuple[float, int]] = []
         """A heap of (ms, worker): of those that are next to send, where that is in the order of time."""
 
@@ -224,14 +210,14 @@ class Replay:
                 _, worker = heapq.heappop(self._about_to_send)
                 self._advance(worker, ready, is_first_to_send=True)
         self.check_all_done()
-        return summarize(self.timeline, self.transfers)
+        return summarize(self.timeline, self._network.transfers)
 
     def _advance(self, worker: int, ready: deque[int], *, is_first_to_send: bool = False) -> None:
         """Does all that the worker can do now, and adds those that waited for it to the ready ones."""
         steps, done = self.steps[worker], self.timeline[worker]
         now_ms = done[-1].end_ms if done else 0.0
-        for position in range(len(done), len(steps)):
-            instruction, opcode, lane, _ = step = steps[position]
+        while len(done) < len(steps):
+            instruction, opcode, lane, _ = step = steps[len(done)]
             begin_ms = now_ms
             if lane is None:
                 now_ms += self.work_ms(worker, step)
@@ -240,12 +226,14 @@ class Replay:
                     heapq.heappush(self._about_to_send, (now_ms, worker))
                     return
                 is_first_to_send = False
-                self.send(step, now_ms)
-                if lane.is_awaited:
-                    lane.is_awaited = False
-                    ready.append(lane.ends[1])
+                for sent in self.send(worker, now_ms):
+                    if sent.is_awaited:
+                        sent.is_awaited = False
+                        ready.append(sent.ends[1])
+                continue
             elif lane.arrivals_ms:
-                begin_ms = max(now_ms, lane.arrivals_ms.popleft())
+                begin_ms = max(now_ms, lane.arrivals_ms[0])
+                self.receive(worker, now_ms)
                 self.waited(worker, begin_ms - now_ms)
                 now_ms = begin_ms
             else:
@@ -264,29 +252,34 @@ class Replay:
         if self._waits is not None:
             self._waits.add(worker, for_ms)
 
-    def send(self, step: PreparedStep, now_ms: float) -> None:
-        lane = step.lane
+    def receive(self, worker: int, since_ms: float) -> None:
+        """Takes what the worker's next step is for, which it has been ready for since then."""
+        steps, position = self.steps[worker], len(self.timeline[worker])
+        lane = steps[position].lane
         assert lane is not None
-        arrives_ms = self._carry(lane, step, now_ms)
-        if lane.answer is not None:
-            # An asynchronous shard updates what has come, and sends it back. What one is answered queues
-            # behind what it pushes: each line carries as many answers as pushes, whoever's they are.
-            made_ms = arrives_ms + self._stage_times[step.instruction.stage].update_ms
-            self._carry(lane.answer, step, made_ms)
+        self._network.receive(lane, steps[position - 1].lane if position else None, since_ms)
 
-    def _carry(self, lane: Lane, step: PreparedStep, ready_ms: float) -> float:
-        """When what is ready at that time arrives."""
-        arrives_ms = ready_ms
-        if lane.link is not None:
-            begin_ms = comes_ms = max(ready_ms, self._link_free_ms.get(lane.link, 0.0))
-            self._link_free_ms[lane.link] = begin_ms + lane.transfer_ms
-            if lane.queues_in:
-                comes_ms = self._lines_in[lane.ends[1]].begin(lane.kind, begin_ms, lane.transfer_ms)
-            arrives_ms = comes_ms + lane.transfer_ms + lane.latency_ms
-            item = (step.instruction.minibatch, step.instruction.microbatch)
-            self.transfers.append(Transfer(lane.kind, *lane.ends, *item, begin_ms, arrives_ms))
-        lane.arrivals_ms.append(arrives_ms)
-        return arrives_ms
+    def send(self, worker: int, now_ms: float) -> list[Lane]:
+        """Does the worker's next step, and with one link those after it that send too. By what is sent."""
+        steps, done = self.steps[worker], self.timeline[worker]
+        sent: list[Step] = []
+        lanes: list[Lane] = []
+        for position in range(len(done), len(steps) if self._one_link else len(done) + 1):
+            instruction, opcode, lane, _ = steps[position]
+            if lane is None or opcode != "SEND":
+                break
+            sent.append(instruction)
+            lanes.append(lane)
+        items = [(instruction.minibatch, instruction.microbatch) for instruction in sent]
+        arrivals_ms = self._network.send(lanes, items, now_ms)
+        for instruction, lane, item, arrives_ms in zip(sent, lanes, items, arrivals_ms, strict=True):
+            done.append(TimedInstruction(instruction, now_ms, now_ms))
+            if lane.answer is not None:
+                # An asynchronous shard updates what has come, and sends it back. What one is answered queues
+                # behind what it pushes: each line carries as many answers as pushes, whoever's they are.
+                update_ms = self._stage_times[instruction.stage].update_ms
+                self._network.send([lane.answer], [item], arrives_ms + update_ms)
+        return lanes
 
     def _find_answers(self) -> None:
         """Pushes that no list receives are to asynchronous shards, which answer beside the lists."""
@@ -335,6 +328,7 @@ class Replay:
     def _lane_of(self, edge: StepEdge) -> Lane:
         lane = self._lanes.get(edge)
         if lane is None:
+            chunks = Chunks()
             ends = (
                 self._workers[edge.from_stage, edge.from_replica],
                 self._workers[edge.to_stage, edge.to_replica],
@@ -343,10 +337,12 @@ class Replay:
                 owner = edge.to_replica if edge.kind == "push" else edge.from_replica
                 of_stage = self._stage_times[edge.from_stage]
                 times = (of_stage.of_exchange(edge.kind, owner), of_stage.sync_latency_ms)
+                if edge.kind in SYNC:
+                    chunks = Chunks.between(edge.kind, owner, of_stage)
             else:
                 boundary = self._transfer_times[min(edge.from_stage, edge.to_stage)]
                 times = (boundary.of(edge.kind), boundary.latency_ms)
-            lane = self._lanes[edge] = Lane(edge, ends, *times, one_link=self._one_link)
+            lane = self._lanes[edge] = Lane(edge, ends, *times, one_link=self._one_link, chunks=chunks)
         return lane
 
     def _describe_deadlock(self) -> str:

@@ -8,7 +8,7 @@ times that spread, spares and asynchronous shards, is simulated.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipedream.planning.shared_cores import SharedHost, simulate_shared
 from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes
@@ -64,7 +64,7 @@ def ms_per_minibatch(simulation: Simulation) -> float:
     return simulation.makespan_ms / simulation.num_minibatches if steady is None else steady
 
 
-def _durations(times: StageTimes, waking_ms: Mapping[str, float]) -> tuple[float, ...]:
+def _durations(times: StageTimes, waking_ms: Mapping[str, float]) -> tuple[Any, ...]:
     """In the order of the core's StageDurations."""
     return (
         times.of("FORWARD"),
@@ -77,4 +77,6 @@ def _durations(times: StageTimes, waking_ms: Mapping[str, float]) -> tuple[float
         times.of_exchange("pull", 0),
         times.sync_latency_ms,
         *(waking_ms.get(kind, 0.0) for kind in ("FORWARD", "BACKWARD", "UPDATE")),
+        float(times.num_chunks),
+        [*times.push_leads_ms],
     )

@@ -3,9 +3,10 @@ once built; any thread; needs no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipedream.common.document import check_number
+from pipedream.common.document import check_number, check_whole
 
 __all__ = ["SYNC", "TRANSFERS", "StageTimes", "TransferTimes"]
 
@@ -22,6 +23,9 @@ class StageTimes:
     microbatches of a minibatch but the first, which meets a new version and no gradients; None: as the first.
     `shard_ms` is how long a replica's shard, pushed or pulled, is on its way to one other replica; `push_ms`
     is of what is pushed, where that is not as much; `sync_latency_ms` is besides, as a link's.
+    A shard travels in `num_chunks` equal chunks: one is updated, and leaves for the others, while the next
+    come. `push_leads_ms` are by its owner: how long before the end of the last backward the first of its
+    chunks is pushed, and the last one; none: all are after it.
 
     Of a stage with spares, who count on from its num_replicas, `spare_push_ms` is how long a push to a spare
     is on its way, and `spare_shard_ms` what of a pull from it is left when all pushes have come: its chunks
@@ -43,6 +47,8 @@ class StageTimes:
     spare_push_ms: float = 0.0
     spare_shard_ms: float = 0.0
     spare_update_ms: float = 0.0
+    num_chunks: int = 1
+    push_leads_ms: Sequence[tuple[float, float]] = ()
 
     def __post_init__(self) -> None:
         for name in (
@@ -50,6 +56,10 @@ class StageTimes:
             *("spare_push_ms", "spare_shard_ms", "spare_update_ms"),
         ):
             check_number(name, getattr(self, name))
+        check_whole("num_chunks", self.num_chunks, at_least=1)
+        for leads_ms in self.push_leads_ms:
+            for lead_ms in leads_ms:
+                check_number("push_leads_ms", lead_ms)
         for name in ("recompute_ms", "later_forward_ms", "later_backward_ms", "push_ms"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name))

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipedream import _core
 from pipedream.planning.in_flight import in_flight_in_phase
-from pipedream.planning.lanes import LineIn
 from pipedream.planning.plan import Plan
 from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes, simulate
 from pipedream.planning.spread import Spread
@@ -179,18 +178,6 @@ def test_what_several_workers_send_one_comes_by_its_line_in_the_order_of_time() 
         simulation = simulate(programs, StageTimes(1, 1), [TransferTimes(4, 4)], one_link=one_link)
         assert [t.end_ms for t in simulation.transfers] == ends
         assert simulation.makespan_ms == ends[-1]
-
-
-def test_line_in_takes_of_an_exchange_what_other_stages_send_meanwhile() -> None:
-    line = LineIn()
-    assert line.begin("push", 1.0, 10.0) == 1.0
-    assert line.begin("push", 2.0, 10.0) == 2.0  # which replicas share evenly
-    assert line.begin("gradient", 4.0, 3.0) == 4.0
-    assert line.begin("gradient", 5.0, 6.0) == 7.0  # until 13, a millisecond after the exchange
-    assert line.begin("pull", 15.0, 10.0) == 12.0 + 3.0 + 5.0
-    assert line.begin("pull", 15.0, 10.0) == 15.0
-    assert line.begin("gradient", 16.0, 3.0) == 16.0
-    assert line.begin("pull", 40.0, 10.0) == 40.0  # in the pause before it there was time for that
 
 
 def test_tied_parameters_and_norms_of_a_schedule_are_simulated() -> None:

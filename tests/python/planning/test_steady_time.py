@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -53,7 +55,11 @@ def _drawn_times(data: st.DataObject, num_stages: int) -> tuple[list[StageTimes]
     def drawn(count: int) -> list[float]:
         return [data.draw(_DURATION) for _ in range(count)]
 
-    stage_times = [StageTimes(*drawn(9)) for _ in range(num_stages)]
+    def chunks() -> dict[str, Any]:
+        leads_ms = [sorted(drawn(2), reverse=True) for _ in range(data.draw(st.sampled_from((0, 3))))]
+        return {"num_chunks": data.draw(st.integers(1, 3)), "push_leads_ms": [(a, b) for a, b in leads_ms]}
+
+    stage_times = [StageTimes(*drawn(9), **chunks()) for _ in range(num_stages)]
     return stage_times, [TransferTimes(*drawn(3)) for _ in range(num_stages - 1)]
 
 
@@ -107,15 +113,15 @@ def test_what_the_core_does_not_replay_is_simulated() -> None:
         assert replayed_ms == pytest.approx(8.0)
     for options in (spared, served):
         with pytest.raises(ValueError, match=r"have no steady_ms\(\): simulate them"):
-            _core.steady_ms(options, 12, [(1.0,) * 12], [])
+            _core.steady_ms(options, 12, [(*(1.0,) * 13, [])], [])
 
 
 def test_durations_of_another_plan_are_refused() -> None:
     options = _core.ScheduleOptions(in_flight=[2, 1])
     with pytest.raises(ValueError, match="durations of 1 stages and 0 boundaries for 2 stages"):
-        _core.steady_ms(options, 4, [(1.0,) * 12], [])
+        _core.steady_ms(options, 4, [(*(1.0,) * 13, [])], [])
     with pytest.raises(ValueError, match="machines have 0 workers and 1 cores: give at least 1"):
-        _core.steady_ms(_core.ScheduleOptions(), 4, [(1.0,) * 12], [], (0, [1.0]))
+        _core.steady_ms(_core.ScheduleOptions(), 4, [(*(1.0,) * 13, [])], [], (0, [1.0]))
 
 
 def test_norms_between_replicas_take_no_time_of_their_links() -> None:

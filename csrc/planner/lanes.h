@@ -1,0 +1,82 @@
+// What carries a replay's items from worker to worker: a lane for each edge, by the lines of both ends
+// (planning/lanes.py, operation by operation and so to the bit). Pure; any thread.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+namespace pipedream {
+
+inline constexpr std::size_t kNoLine = static_cast<std::size_t>(-1);
+
+// Of what an edge carries between replicas: equal ones, each of which leaves as soon as it is made.
+struct LaneChunks {
+  double number = 1;
+  double first_lead_ms = 0;  // of a push: so long before all are made the first one is
+  double last_lead_ms = 0;   // and the last one
+  double update_ms = 0;      // of one
+};
+
+enum class LaneKind : std::uint8_t { kBoundary, kPush, kPull };
+
+// An edge, on which items arrive in the order in which they are sent.
+struct Lane {
+  LaneKind kind = LaneKind::kBoundary;
+  std::size_t sender = 0;
+  std::size_t receiver = 0;
+  std::size_t line = kNoLine;  // by which the sender sends; none between stages of one worker
+  bool queues_in = false;      // at the receiver, with what others send
+  double transfer_ms = 0;
+  double latency_ms = 0;
+  LaneChunks chunks = {};
+  std::vector<double> arrivals_ms = {};  // from when the receiver may go on
+  std::vector<double> firsts_ms = {};    // of pushes: when the first chunk arrives
+  std::size_t num_taken = 0;
+  bool is_awaited = false;
+
+  [[nodiscard]] bool has_next() const { return num_taken < arrivals_ms.size(); }
+  [[nodiscard]] double next_ms() const { return arrivals_ms[num_taken]; }
+};
+
+// All lines of a replay.
+class Network {
+ public:
+  explicit Network(std::size_t num_workers);
+
+  // One more by which a worker sends; its index.
+  std::size_t add_line();
+  // What one worker sends at once, by the same line.
+  void send(const std::vector<Lane*>& lanes, double now_ms);
+  // What its receiver has been ready for since then. before: of the list's step before, null if of none.
+  void receive(Lane& lane, const Lane* before, double since_ms);
+
+ private:
+  // By which a worker gets what others send it.
+  struct LineIn {
+    double free_ms = 0;  // for what other stages send
+    double exchanges_until_ms = 0;
+    double taken_ms = 0;  // of what replicas exchange, by what has come meanwhile
+  };
+  struct Span {
+    double begin_ms = 0;
+    double end_ms = 0;
+  };
+
+  // When the first and the last chunk of what is sent now were there.
+  Span made(const Lane& lane, double now_ms);
+  // What is sent at once shares the line evenly, what is sent later waits. first_ms: from when each item
+  // could leave, chunk by chunk, if nothing else did.
+  static std::vector<Span> carry(double& free_ms, double now_ms, const std::vector<double>& first_ms,
+                                 const std::vector<double>& transfers_ms);
+  // When what is ready to come begins to.
+  double begin_to_come(const Lane& lane, double ready_ms);
+  // Of the first chunk, and of all, of which the last was there at that time.
+  Span arrivals(const Lane& lane, Span leaves, double last_ms);
+
+  std::vector<double> lines_free_ms_ = {};  // by which workers send: from when
+  std::vector<LineIn> lines_in_;            // by worker
+  std::vector<double>
+      gathered_ms_;  // by worker: since when the first chunk of all its shard's gradients is there
+};
+
+}  // namespace pipedream

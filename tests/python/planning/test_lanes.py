@@ -1,0 +1,96 @@
+"""By what a simulation's items travel, in closed forms."""
+
+from __future__ import annotations
+
+import pytest
+from pipedream import _core
+from pipedream.planning.lanes import LineIn, LineOut
+from pipedream.planning.simulator import Simulation, StageTimes, Transfer, TransferTimes, simulate
+from pipedream.planning.steady_time import steady_ms
+
+_REPLICATED = _core.ScheduleOptions(
+    schedule="data_parallel", in_flight=[1], placement=_core.Placement.in_order([2])
+)
+
+
+def _simulated(options: _core.ScheduleOptions, times: StageTimes, minibatches: int) -> Simulation:
+    programs = [_core.make_program(options, rank, minibatches) for rank in range(options.num_workers)]
+    boundaries = [TransferTimes(3.0, 3.0)] * (options.num_stages - 1)
+    return simulate(programs, [StageTimes(1.0, 2.0)] * len(boundaries) + [times], boundaries, one_link=True)
+
+
+def _carried(simulation: Simulation, what: str, from_worker: int, minibatch: int) -> Transfer:
+    [found] = [
+        t
+        for t in simulation.transfers
+        if (t.what, t.from_worker, t.minibatch) == (what, from_worker, minibatch)
+    ]
+    return found
+
+
+def test_what_is_sent_at_once_shares_the_line_evenly_and_what_is_sent_later_waits() -> None:
+    line = LineOut()
+    assert line.carry(5.0, [5.0, 5.0], [3.0, 10.0]) == [(5.0, 11.0), (5.0, 18.0)]
+    assert line.carry(6.0, [6.0], [2.0]) == [(18.0, 20.0)]
+    assert line.carry(30.0, [30.0] * 3, [4.0, 4.0, 4.0]) == [(30.0, 42.0)] * 3
+    assert line.carry(50.0, [50.0, 50.0], [0.0, 4.0]) == [(50.0, 50.0), (50.0, 54.0)]
+
+
+def test_what_was_ready_earlier_takes_what_the_line_idled_before() -> None:
+    line = LineOut()
+    assert line.carry(5.0, [5.0, 2.0], [3.0, 10.0]) == [(5.0, 11.0), (2.0, 15.0)]
+    assert line.carry(20.0, [13.0], [2.0]) == [(15.0, 17.0)]  # all of it
+    assert line.carry(20.0, [20.0], [1.0]) == [(20.0, 21.0)]
+    assert line.carry(22.0, [10.0], [4.0]) == [(21.0, 25.0)]
+
+
+def test_line_in_takes_of_an_exchange_what_other_stages_send_meanwhile() -> None:
+    line = LineIn()
+    assert line.begin("push", 1.0, 10.0) == 1.0
+    assert line.begin("push", 2.0, 10.0) == 2.0  # which replicas share evenly
+    assert line.begin("gradient", 4.0, 3.0) == 4.0
+    assert line.begin("gradient", 5.0, 6.0) == 7.0  # until 13, a millisecond after the exchange
+    assert line.begin("pull", 15.0, 10.0) == 12.0 + 3.0 + 5.0
+    assert line.begin("pull", 15.0, 10.0) == 15.0
+    assert line.begin("gradient", 16.0, 3.0) == 16.0
+    assert line.begin("pull", 40.0, 10.0) == 40.0  # in the pause before it there was time for that
+
+
+@pytest.mark.parametrize(("num_chunks", "round_ms"), [(1, 21.0), (2, 19.0), (4, 19.0)])
+def test_chunks_are_updated_and_leave_while_others_come(num_chunks: int, round_ms: float) -> None:
+    """Of 2 chunks the first is there after 4 of 8 ms, and its version before the pushes have left."""
+    times = StageTimes(1.0, 2.0, 2.0, shard_ms=8.0, num_chunks=num_chunks)
+    assert steady_ms(_REPLICATED, 20, [times], [], one_link=True) == pytest.approx(round_ms / 2)
+
+
+def test_a_shard_s_version_waits_for_its_last_chunk() -> None:
+    """Where the links are fast: all chunks are there, and are updated one after the other."""
+    times = StageTimes(1.0, 2.0, 4.0, shard_ms=0.5, num_chunks=4)
+    simulation = _simulated(_REPLICATED, times, 2)
+    pull = _carried(simulation, "pull", 0, 0)
+    assert pull.begin_ms == pytest.approx(3 + 0.5 / 4 + 1)
+    assert pull.end_ms == pytest.approx(3 + 0.5 / 4 + 4 + 0.5 / 4)
+
+
+def test_pushes_leave_during_the_backward_as_its_layers_are_done() -> None:
+    leads_ms = [(1.0, 0.0), (1.5, 0.5)]  # of 2 chunks of each of two owners
+    times = StageTimes(1.0, 2.0, 1.0, shard_ms=2.0, num_chunks=2, push_leads_ms=leads_ms)
+    simulation = _simulated(_REPLICATED, times, 2)
+    assert _carried(simulation, "push", 0, 0)[-2:] == pytest.approx((1.5, 3.5))
+    assert _carried(simulation, "push", 1, 1)[-2:] == pytest.approx((2.0, 4.0))
+    times = StageTimes(1.0, 2.0, 1.0, shard_ms=0.2, num_chunks=2, push_leads_ms=leads_ms)
+    assert _carried(_simulated(_REPLICATED, times, 2), "push", 0, 0).end_ms == pytest.approx(3 - 0.5 + 0.1)
+
+
+def test_a_push_and_the_gradient_upstream_share_the_line() -> None:
+    options = _core.ScheduleOptions(in_flight=[3, 1], placement=_core.Placement.in_order([1, 2]))
+    simulation = _simulated(options, StageTimes(1.0, 2.0, 1.0, shard_ms=5.0), 8)
+    ends_ms = [_carried(simulation, what, 1, 0).end_ms for what in ("gradient", "push")]
+    assert ends_ms == pytest.approx([1 + 3 + 3 + 6, 1 + 3 + 3 + 8])
+
+
+def test_leads_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="push_leads_ms is -1"):
+        StageTimes(1.0, 2.0, push_leads_ms=[(-1.0, 0.0)])
+    with pytest.raises(ValueError, match="num_chunks is 0"):
+        StageTimes(1.0, 2.0, num_chunks=0)
