@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -120,23 +121,24 @@ py::object partition_layers_within(const Figures& compute_s, const Figures& acti
 }
 
 using StageDurationsTuple =
-    std::tuple<double, double, double, double, double, double, double, double, double, double, double, double,
-               double, std::vector<std::pair<double, double>>>;
+    std::tuple<double, double, double, double, double, double, double, double, double, double,
+               std::vector<std::pair<double, double>>, std::vector<std::array<double, 3>>>;
 using BoundaryDurationsTuple = std::tuple<double, double, double>;
 
 double steady_ms_of(const ScheduleOptions& options, std::int64_t num_minibatches,
                     const std::vector<StageDurationsTuple>& stages,
                     const std::vector<BoundaryDurationsTuple>& boundaries,
-                    const std::optional<std::pair<std::size_t, Figures>>& host, double waking_after_ms,
-                    bool one_link) {
+                    const std::optional<std::pair<std::size_t, Figures>>& host,
+                    const Figures& waking_after_ms, bool one_link) {
   std::vector<StageDurations> of_stages;
   of_stages.reserve(stages.size());
   for (const auto& [forward, later_forward, backward, later_backward, recompute, update, push, pull,
-                    sync_latency, forward_waking, backward_waking, update_waking, num_chunks, push_leads] :
-       stages) {
+                    sync_latency, num_chunks, push_leads, wakings] : stages) {
+    std::vector<WakingDurations> of_wakings;
+    for (const auto& [of_forward, of_backward, of_update] : wakings)
+      of_wakings.push_back({of_forward, of_backward, of_update});
     of_stages.push_back({forward, later_forward, backward, later_backward, recompute, update, push, pull,
-                         sync_latency, forward_waking, backward_waking, update_waking, num_chunks,
-                         push_leads});
+                         sync_latency, num_chunks, push_leads, std::move(of_wakings)});
   }
   std::vector<BoundaryDurations> of_boundaries;
   of_boundaries.reserve(boundaries.size());
@@ -226,7 +228,7 @@ void bind_planner(py::module_& module) {
              py::arg("parameter_bytes"), py::arg("stages"), py::arg("bandwidth_bytes_per_s"),
              "The slowest stage or boundary of a given plan, in seconds.");
   module.def("steady_ms", &steady_ms_of, py::arg("options"), py::arg("num_minibatches"), py::arg("stages"),
-             py::arg("boundaries"), py::arg("host") = py::none(), py::arg("waking_after_ms") = 0.0,
+             py::arg("boundaries"), py::arg("host") = py::none(), py::arg("waking_after_ms") = Figures(),
              py::arg("one_link") = false, py::call_guard<py::gil_scoped_release>(),
              "Milliseconds per minibatch of the schedule's lists with these durations, as simulate() has "
              "them; host: (number of a machine's workers, speeds of each of 1, 2, ... cores of it that are "

@@ -35,7 +35,7 @@ struct Step {
 struct Waking {
   StageIndex stage{0};
   Opcode opcode = Opcode::kForward;
-  double waking_ms = 0;
+  std::vector<double> costs_ms = {};
   std::optional<double> waited_then_ms = std::nullopt;  // when the last such item began
 };
 
@@ -96,14 +96,14 @@ double work_ms_of(const Instruction& step, const StageDurations& stage) {
   return 0;  // they keep the link, not the worker
 }
 
-double waking_ms_of(Opcode opcode, const StageDurations& stage) {
+double waking_ms_of(Opcode opcode, const WakingDurations& waking) {
   switch (opcode) {
     case Opcode::kForward:
-      return stage.forward_waking_ms;
+      return waking.forward_ms;
     case Opcode::kBackward:
-      return stage.backward_waking_ms;
+      return waking.backward_ms;
     case Opcode::kUpdate:
-      return stage.update_waking_ms;
+      return waking.update_ms;
     case Opcode::kRecompute:
     case Opcode::kSend:
     case Opcode::kRecv:
@@ -116,7 +116,7 @@ class Replay {
  public:
   Replay(const ScheduleOptions& options, std::int64_t num_minibatches,
          const std::vector<StageDurations>& stages, const std::vector<BoundaryDurations>& boundaries,
-         double waking_after_ms, bool one_link)
+         const std::vector<double>& waking_after_ms, bool one_link)
       : placement_(placement_of(options)),
         stages_(stages),
         boundaries_(boundaries),
@@ -259,11 +259,16 @@ class Replay {
 
   // Of an item that begins now.
   [[nodiscard]] double work_ms(Worker& worker, const Step& step) const {
-    if (waking_after_ms_ <= 0) return step.work_ms;
+    if (waking_after_ms_.empty()) return step.work_ms;
     Waking& waking = worker.wakings[step.waking];
     const double since_ms = worker.waited_ms - waking.waited_then_ms.value_or(worker.waited_ms);
     waking.waited_then_ms = worker.waited_ms;
-    return step.work_ms + waking.waking_ms * std::min(1.0, since_ms / waking_after_ms_);
+    double waking_ms = 0;
+    for (std::size_t index = 0; index < waking.costs_ms.size(); ++index) {
+      const double after_ms = waking_after_ms_[index];
+      waking_ms += waking.costs_ms[index] * (after_ms > 0 ? std::min(1.0, since_ms / after_ms) : 0.0);
+    }
+    return step.work_ms + waking_ms;
   }
 
   void prepare(Worker& worker, const std::vector<Instruction>& program) {
@@ -292,7 +297,9 @@ class Replay {
     const auto index = static_cast<std::size_t>(found - worker.wakings.begin());
     if (found == worker.wakings.end()) {
       const StageDurations& stage = stages_[static_cast<std::size_t>(made.stage.value())];
-      worker.wakings.push_back({made.stage, made.opcode, waking_ms_of(made.opcode, stage)});
+      std::vector<double>& costs_ms = worker.wakings.emplace_back(Waking{made.stage, made.opcode}).costs_ms;
+      for (const WakingDurations& waking : stage.wakings)
+        costs_ms.push_back(waking_ms_of(made.opcode, waking));
     }
     return index;
   }
@@ -450,7 +457,7 @@ class Replay {
   using Sending = std::pair<double, std::size_t>;
   std::priority_queue<Sending, std::vector<Sending>, std::greater<>> about_to_send_;
   std::vector<RunQueues> machines_;  // where cores are shared
-  double waking_after_ms_ = 0;
+  const std::vector<double>& waking_after_ms_;
   bool one_link_ = false;
   std::int64_t num_minibatches_ = 0;
 };
@@ -472,7 +479,8 @@ void check_durations(const ScheduleOptions& options, std::size_t num_of_stages,
 
 double steady_ms(const ScheduleOptions& options, std::int64_t num_minibatches,
                  const std::vector<StageDurations>& stages, const std::vector<BoundaryDurations>& boundaries,
-                 const std::optional<SharedCores>& shared, double waking_after_ms, bool one_link) {
+                 const std::optional<SharedCores>& shared, const std::vector<double>& waking_after_ms,
+                 bool one_link) {
   check_durations(options, stages.size(), boundaries.size());
   if (shared && (shared->num_workers == 0 || shared->speeds.empty())) {
     throw UserError("machines have " + std::to_string(shared->num_workers) + " workers and " +

@@ -19,6 +19,13 @@
 
 namespace pipedream {
 
+// Besides, of an item after a long wait.
+struct WakingDurations {
+  double forward_ms = 0;
+  double backward_ms = 0;
+  double update_ms = 0;
+};
+
 // Of a microbatch, and of an update; what replicas push to one other and pull from it.
 struct StageDurations {
   double forward_ms = 0;
@@ -30,14 +37,11 @@ struct StageDurations {
   double push_ms = 0;
   double pull_ms = 0;
   double sync_latency_ms = 0;
-  // Besides, of an item after a long wait.
-  double forward_waking_ms = 0;
-  double backward_waking_ms = 0;
-  double update_waking_ms = 0;
   double num_chunks = 1;  // of a shard: one is updated, and leaves for the others, while the next come
   // By its owner, how long before the end of the last backward the first and the last chunk of a shard are
   // pushed; none: after it.
   std::vector<std::pair<double, double>> push_leads_ms = {};
+  std::vector<WakingDurations> wakings = {};
 };
 
 // Between a stage and the next one, of a microbatch.
@@ -57,16 +61,16 @@ struct SharedCores {
 // Milliseconds per minibatch between two updates everywhere that no warm-up or cool-down is between
 // (Simulation in planning/simulator.py has the window); of so few minibatches that there is none, of the
 // whole run. stages, boundaries: one per stage, and one per boundary between neighbours. shared: none where
-// no worker shares cores. waking_after_ms: from which wait on an item pays all that waking costs it; 0: none
-// does. one_link: a worker has one link to all others, as a host has one network interface, by which also
-// what they send it comes (Network in planning/lanes.py). Else it has one to each other worker, and one
-// for all that it exchanges with replicas. Throws UserError as make_program(), for another number of
-// durations, for machines without workers or cores, for spares and asynchronous shards, and for lists that
-// deadlock.
+// no worker shares cores. waking_after_ms: of each of the stages' wakings, from which wait on
+// an item pays all of it; 0: none does. one_link: a worker has one link to all others, as a host has one
+// network interface, by which also what they send it comes (Network in planning/lanes.py). Else it has one to
+// each other worker, and one for all that it exchanges with replicas. Throws UserError as make_program(), for
+// another number of durations, for machines without workers or cores, for spares and asynchronous shards, and
+// for lists that deadlock.
 [[nodiscard]] double steady_ms(const ScheduleOptions& options, std::int64_t num_minibatches,
                                const std::vector<StageDurations>& stages,
                                const std::vector<BoundaryDurations>& boundaries,
                                const std::optional<SharedCores>& shared = std::nullopt,
-                               double waking_after_ms = 0, bool one_link = false);
+                               const std::vector<double>& waking_after_ms = {}, bool one_link = false);
 
 }  // namespace pipedream

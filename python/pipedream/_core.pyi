@@ -210,7 +210,7 @@ def steady_ms(
     stages: Sequence[tuple[Any, ...]],
     boundaries: Sequence[tuple[float, float, float]],
     host: tuple[int, Sequence[float]] | None = None,
-    waking_after_ms: float = 0.0,
+    waking_after_ms: Sequence[float] = (),
     one_link: bool = False,
 ) -> float: ...
 def replica_weight_bytes(

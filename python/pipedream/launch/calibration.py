@@ -3,6 +3,7 @@
     one worker                 the model by itself, its optimizer in place
     a stage per worker, m = 1  workers that share the machine; versions that are copied
     the same, one at a time    how much faster each is alone; how long what is sent is on its way
+    and with a pause of each   what a long wait costs, as slow links make it
     the same, flush, m = 2, 4  what a microbatch takes of a minibatch
     two replicas               what an update costs that they share
     more workers than cores    where the caller wants that: how much slower all are while they take turns
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -45,6 +47,8 @@ _BATCHES_MAX = 16  # of the user's data, used in turn
 _FAST_BYTES_PER_S = 1e15  # the cut is to balance the stages, whatever crosses it
 _ROUNDS = 2
 _MINIBATCHES_MIN, _MINIBATCHES_MAX = 60, 4000
+# Of the runs with pauses. After so long caches are as cold as after any longer one, nearly.
+_PAUSE_SECONDS, _PAUSED_MINIBATCHES = 0.004, 150
 
 
 def calibrate(
@@ -119,21 +123,20 @@ def calibration_runs(
     repeated = list(itertools.islice(itertools.cycle(batches), minibatches))
     threads, cores = torch.get_num_threads(), usable_cpus()
 
-    def measure(plan: Plan, **options: Any) -> RunResult:
+    def measure(plan: Plan, data: list[Any] = repeated, **options: Any) -> RunResult:
         # Of every run the workers have as many threads as where all are at work.
         torch.set_num_threads(max(1, min(threads, cores // workers)))
         try:
             return run(
                 copy.deepcopy(model),
                 plan,
-                data=repeated,
-                loss_fn=loss_fn,
+                data=data,
                 optimizer=optimizer,
                 transport=transport,
                 weights=weights,
                 gather="none",
                 progress=False,
-                **options,
+                **{"loss_fn": loss_fn, **options},
             )
         finally:
             torch.set_num_threads(threads)
@@ -149,20 +152,37 @@ def calibration_runs(
     cut: dict[int, list[RunResult]] = {
         m: [] for m in sorted(counts) if stages > 1 and (profile.batch_size or 0) >= m
     }
-    runs = Runs([], [], [], cut, [], crowded)
-    num_runs = _ROUNDS * (3 + (stages > 1) + len(cut) + len(crowded))
+    rested: list[RunResult] = []
+    runs = Runs([], [], [], cut, [], crowded, rested)
+    pauses = stages > 1 and loss_fn is not None
+    num_runs = _ROUNDS * (3 + (stages > 1) + pauses + len(cut) + len(crowded))
     with generators_kept(), progress_bar("calibrating", num_runs, "runs", is_shown=progress) as advance:
         for _ in range(_ROUNDS):  # in turn, as what else the machine does changes
             runs.one.append(measure(whole))
             runs.straight.append(measure(straight))
             if stages > 1:
                 runs.in_turn.append(measure(straight, schedule="model_parallel"))
+            if loss_fn is not None and pauses:
+                few = repeated[:_PAUSED_MINIBATCHES]
+                paused = _AfterPause(loss_fn)
+                rested.append(measure(straight, few, schedule="model_parallel", loss_fn=paused))
             for m, results in runs.cut.items():
                 results.append(measure(straight, schedule="flush", microbatches=m))
             runs.shared.append(measure(_copies(whole, 2)))
             for plan, results in crowded:
                 results.append(measure(plan))
     return straight, runs
+
+
+class _AfterPause:
+    """A loss that is late, as what comes over a slow link is."""
+
+    def __init__(self, loss_fn: Callable[[Any, Any], torch.Tensor]) -> None:
+        self._loss_fn = loss_fn
+
+    def __call__(self, output: Any, targets: Any) -> torch.Tensor:
+        time.sleep(_PAUSE_SECONDS)
+        return self._loss_fn(output, targets)
 
 
 def _of_a_second(profile: Profile) -> int:

@@ -37,7 +37,7 @@ from pipedream.planning.runtime_costs import (
 )
 from pipedream.planning.shared_cores import SharedHost
 from pipedream.planning.spread import Spread
-from pipedream.planning.waking import ALWAYS_AWAKE, Waking
+from pipedream.planning.waking import Waking
 from pipedream.report.result import RunResult
 
 __all__ = ["CrowdedRuns", "Runs", "runtime_costs"]
@@ -66,6 +66,8 @@ class Runs(NamedTuple):
     """Two replicas of the whole model."""
     crowded: Sequence[CrowdedRuns] = ()
     """More workers than cores."""
+    rested: Sequence[RunResult] = ()
+    """As in_turn, with a pause of the last worker in each minibatch, after which the others' items come."""
 
 
 class CrowdedRuns(NamedTuple):
@@ -77,14 +79,16 @@ class CrowdedRuns(NamedTuple):
 
 def runtime_costs(profile: Profile, plan: Plan, runs: Runs, num_cores: int) -> RuntimeCosts:
     """plan: of the runs with several stages, whose workers had so many cores."""
-    host = SharedHost.measured(max(plan.num_stages, 2), num_cores, times_alone(runs.straight, runs.in_turn))
-    # Of a worker that is faster while others wait nothing is seen of what waiting costs it.
-    waking = _waking(runs) if host.alone_speed == 1 else ALWAYS_AWAKE
-    whole = Standard(host.speed, waking)
+    wakings = _slow_wakings(runs)
+    alone_speed = times_alone(runs.straight, runs.in_turn, wakings)
+    host = SharedHost.measured(max(plan.num_stages, 2), num_cores, alone_speed)
+    # Of a worker that is faster while others wait nothing is seen of what short waits cost it.
+    wakings = [*(_quick_wakings(runs, wakings) if host.alone_speed == 1 else ()), *wakings]
+    whole = Standard(host.speed, wakings)
     one, shared = (means(pooled(results, whole)) for results in (runs.one, runs.shared))
     straight_items = pooled(runs.straight, whole)
     straight = means(straight_items)
-    pieces = Standard(host.speed, waking, straight)
+    pieces = Standard(host.speed, wakings, straight)
     cut_items = {m: pooled(results, pieces) for m, results in runs.cut.items()}
     cut = {m: means(items) for m, items in cut_items.items()}
     last = plan.num_stages - 1
@@ -109,7 +113,7 @@ def runtime_costs(profile: Profile, plan: Plan, runs: Runs, num_cores: int) -> R
         num_cores=host.num_cores,
         alone_speed=host.alone_speed,
         spread=_spread([straight_items, *cut_items.values()]),
-        waking=waking,
+        wakings=tuple(wakings),
     )
     return replace(costs, crowded_speed=_crowded_speed(profile, costs, runs.crowded))
 
@@ -137,32 +141,56 @@ def _speed_of_run(profile: Profile, plan: Plan, results: Sequence[RunResult]) ->
     return speed
 
 
-def _waking(runs: Runs) -> Waking:
-    """Items of the same stages where each worker waits for the others in turn, and where all are at work."""
-    if not runs.in_turn:
-        return ALWAYS_AWAKE
+def _slow_wakings(runs: Runs) -> list[Waking]:
+    """What items of the first stage compute after the pause, and where its worker waits for the others' work
+    alone. What they send goes to a worker that sleeps, which links that make workers wait do not know."""
+    if not runs.rested:
+        return []
+    rested, in_turn = (
+        {key: item._replace(own_ms=0.0) for key, item in means(pooled(results, Standard())).items()}
+        for results in (runs.rested, runs.in_turn)
+    )
+    waking = Waking(max(item.waited_ms for key, item in rested.items() if key.worker == 0))
+    keys = [key for key in rested if key.worker == 0]
+    shares = {
+        kind: _waking_share([key for key in keys if key.kind == kind], waking, rested, in_turn)
+        for kind in WORK_KINDS
+    }
+    return _known(waking, shares)
+
+
+def _quick_wakings(runs: Runs, slow: Sequence[Waking]) -> list[Waking]:
+    """Items of the same stages where each worker waits for the others in turn, and where all are at work;
+    without what is lost slowly."""
     rows = [spans for result in runs.in_turn for spans in result.spans]
     num_minibatches = sum(len({span.minibatch for span, _ in kept(spans)}) for spans in rows)
     waited_ms = sum(span.wait_ns for spans in rows for span, _ in kept(spans)) / 1e6
     if not num_minibatches or not waited_ms:
-        return ALWAYS_AWAKE
-    as_they_were = Standard(waking=Waking(waited_ms / num_minibatches))
-    rested, busy = (means(pooled(results, as_they_were)) for results in (runs.in_turn, runs.straight))
+        return []
+    standard, waking = Standard(wakings=slow), Waking(waited_ms / num_minibatches)
+    rested, busy = (means(pooled(results, standard)) for results in (runs.in_turn, runs.straight))
     last = max(key.worker for key in rested)
     shares = {
         # Of the stages only the last one updates in place both ways.
-        kind: _waking_share([k for k in rested if k.kind == kind and k.worker >= floor], rested, busy)
+        kind: _waking_share([k for k in rested if k.kind == kind and k.worker >= floor], waking, rested, busy)
         for kind, floor in (("FORWARD", 0), ("BACKWARD", 0), ("UPDATE", last))
     }
-    return Waking(as_they_were.waking.after_ms, {kind: share for kind, share in shares.items() if share})
+    return _known(waking, shares)
 
 
-def _waking_share(keys: Sequence[Key], rested: _Means, busy: _Means) -> float:
+def _known(waking: Waking, shares: Mapping[str, float]) -> list[Waking]:
+    known = {kind: share for kind, share in shares.items() if share}
+    return [replace(waking, shares=known)] if known else []
+
+
+def _waking_share(keys: Sequence[Key], waking: Waking, rested: _Means, busy: _Means) -> float:
     """Of an item that waking costs: item * (1 + share * woken) both ways."""
     if not keys or any(key not in busy for key in keys):
         return 0.0
     longer = sum(rested[key].work_ms for key in keys) / sum(busy[key].work_ms for key in keys)
-    woken, woken_beside = (statistics.fmean(items[key].woken for key in keys) for items in (rested, busy))
+    woken, woken_beside = (
+        statistics.fmean(waking.part(items[key].waited_ms) for key in keys) for items in (rested, busy)
+    )
     if longer <= 1 or woken - longer * woken_beside < _WOKEN_DIFFERENCE_MIN:
         return 0.0
     return (longer - 1) / (woken - longer * woken_beside)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pipedream.planning.waking import ALWAYS_AWAKE, Waking
+from pipedream.planning.waking import Waking, waking_share
 from pipedream.report.result import RunResult, WorkSpan
 
 __all__ = [
@@ -41,8 +41,8 @@ class Item(NamedTuple):
 
     compute_ms: float
     own_ms: float
-    woken: float = 0.0
-    """Which part of what a wait costs it has paid, 0 to 1."""
+    waited_ms: float = 0.0
+    """By its worker since the last item of its kind began."""
 
     @property
     def work_ms(self) -> float:
@@ -66,18 +66,18 @@ class Standard:
     """What items are brought to."""
 
     speed_of: _SpeedOf = lambda at_work: 1.0
-    waking: Waking = ALWAYS_AWAKE
+    wakings: Sequence[Waking] = ()
     whole_ms: Mapping[Key, Item] = field(default_factory=dict)
     """Of items that are cut: what whole ones take, of which waking has its shares."""
 
     def of(self, key: Key, item: Item, speed: float) -> Item:
-        share = self.waking.shares.get(key.kind, 0.0) * item.woken
+        share = waking_share(self.wakings, key.kind, item.waited_ms)
         whole = self.whole_ms.get(key._replace(is_first=True))
         if whole is None:
             awake = 1 / (1 + share)
         else:
             awake = 1 - min(share * whole.work_ms / max(item.work_ms * speed, 1e-9), _WAKING_SHARE_MAX)
-        return Item(item.compute_ms * speed * awake, item.own_ms * speed * awake, item.woken)
+        return Item(item.compute_ms * speed * awake, item.own_ms * speed * awake, item.waited_ms)
 
 
 AS_THEY_WERE = Standard()
@@ -98,12 +98,12 @@ def pooled(results: Iterable[RunResult], standard: Standard) -> Items:
     for result in results:
         speeds = _Speeds(result, standard.speed_of)
         for worker, spans in enumerate(result.spans):
-            woken = _woken(spans, standard.waking)
+            waited_ms = _waited_ms(spans)
             for span, end_ns in kept(spans):
                 compute_ms = span.compute_ns / 1e6
                 own_ms = max(0.0, (end_ns - begin_ns(span)) / 1e6 - compute_ms)
                 key = Key(worker, span.kind, span.microbatch == 0)
-                item = Item(compute_ms, own_ms, woken[id(span)])
+                item = Item(compute_ms, own_ms, waited_ms[id(span)])
                 speed = speeds.mean(begin_ns(span), end_ns)
                 items.setdefault(key, []).append(standard.of(key, item, speed))
     return items
@@ -117,10 +117,12 @@ def means(items: Items) -> Mapping[Key, Item]:
     }
 
 
-def times_alone(together: Sequence[RunResult], in_turn: Sequence[RunResult]) -> float:
+def times_alone(
+    together: Sequence[RunResult], in_turn: Sequence[RunResult], wakings: Sequence[Waking] = ()
+) -> float:
     """How many times as fast workers are while the others wait: items of the same stages both ways. Of those
-    together a part was alone, too."""
-    beside, alone = means(pooled(together, AS_THEY_WERE)), means(pooled(in_turn, AS_THEY_WERE))
+    together a part was alone, too. wakings: without what these cost."""
+    beside, alone = (means(pooled(results, Standard(wakings=wakings))) for results in (together, in_turn))
     kinds = [key for key in alone if key in beside]
     if len({key.worker for key in kinds}) < 2:
         return 1.0
@@ -128,18 +130,16 @@ def times_alone(together: Sequence[RunResult], in_turn: Sequence[RunResult]) -> 
     return max(1.0, 1 + (slower - 1) / statistics.fmean(map(_share_together, together)))
 
 
-def _woken(spans: Sequence[WorkSpan], waking: Waking) -> dict[int, float]:
-    """By span: which part of what a wait costs it pays."""
-    if not waking.after_ms:
-        return dict.fromkeys(map(id, spans), 0.0)
+def _waited_ms(spans: Sequence[WorkSpan]) -> dict[int, float]:
+    """By span, as Item has it."""
     waited_ns = 0
     waited_then_ns: dict[str, int] = {}
-    woken: dict[int, float] = {}
+    waited_ms: dict[int, float] = {}
     for span in spans:
         waited_ns += span.wait_ns
-        woken[id(span)] = waking.part((waited_ns - waited_then_ns.get(span.kind, waited_ns)) / 1e6)
+        waited_ms[id(span)] = (waited_ns - waited_then_ns.get(span.kind, waited_ns)) / 1e6
         waited_then_ns[span.kind] = waited_ns
-    return woken
+    return waited_ms
 
 
 class _Speeds:

@@ -195,7 +195,7 @@ class PlanProblem:
             "stage_costs": [cost.to_dict() for cost in costs],
             **({} if drained is None else {"drained_costs": [cost.to_dict() for cost in drained]}),
             **({"spread": self.runtime.spread.to_dict()} if self.runtime.spread.factors else {}),
-            **({"waking": self.runtime.waking.to_dict()} if self.runtime.waking.shares else {}),
+            **({"waking": [one.to_dict() for one in self.runtime.wakings]} if self.runtime.wakings else {}),
             "links": [
                 {"one_way_ms": both_ms / 2, "latency_ms": max(self.runtime.latency_ms, latency_ms)}
                 for both_ms, latency_ms in zip(predicted["boundary_ms"], links.latency_ms, strict=True)

@@ -19,7 +19,7 @@ from pipedream.planning.simulator import Simulation, StageTimes, TransferTimes
 from pipedream.planning.spread import EVEN, Spread
 from pipedream.planning.steady_time import steady_ms
 from pipedream.planning.synced_bytes import SyncedBytes, all_reduce_ms, exchange_times
-from pipedream.planning.waking import StageWaking, Waking
+from pipedream.planning.waking import StageWaking, wakings_from
 
 if TYPE_CHECKING:
     from pipedream import _core
@@ -166,7 +166,7 @@ def _timing_of(
         Spread.from_dict("predicted.spread", plan.predicted.get("spread", {})) if spreads else EVEN,
         None if is_alone else host,
         StageWaking(
-            Waking.from_dict("predicted.waking", plan.predicted.get("waking", {})),
+            wakings_from("predicted.waking", plan.predicted.get("waking", {})),
             [cost.waking_ms for cost in costs],
         ),
     )

@@ -14,7 +14,7 @@ that never change once built; any thread; needs no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from pipedream.common.document import check_list, check_number, check_object, check_whole, require
@@ -24,7 +24,7 @@ from pipedream.planning.layer_profile import LayerProfile, Profile
 from pipedream.planning.plan import Plan, Stage
 from pipedream.planning.shard_shares import num_chunks
 from pipedream.planning.spread import EVEN, Spread
-from pipedream.planning.waking import ALWAYS_AWAKE, Waking
+from pipedream.planning.waking import Waking, wakings_from
 
 __all__ = [
     "FREE",
@@ -103,20 +103,20 @@ class RuntimeCosts:
     """How much faster a worker is while the others of its machine wait; at least 1."""
     spread: Spread = EVEN
     """Of single items about their mean."""
-    waking: Waking = ALWAYS_AWAKE
-    """Of items after their worker has waited."""
+    wakings: tuple[Waking, ...] = ()
+    """Of items after their worker has waited; a file's `waking`."""
     crowded_speed: float = 1.0
     """Of workers, where there are more of them than cores; at most 1. Where that was not measured it is 1."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            **{field.name: getattr(self, field.name) for field in fields(self)},
+            **{field.name: getattr(self, field.name) for field in fields(self) if field.name != "wakings"},
             "positions": {name: position.to_dict() for name, position in self.positions.items()},
             "forward_share": self.forward_share.to_dict(),
             "backward_share": self.backward_share.to_dict(),
             "sync": {kind: asdict(cost) for kind, cost in self.sync.items()},
             "spread": self.spread.to_dict(),
-            "waking": self.waking.to_dict(),
+            "waking": [waking.to_dict() for waking in self.wakings],
         }
 
     @classmethod
@@ -124,7 +124,7 @@ class RuntimeCosts:
         """Raises ValueError naming the field."""
         given = check_object("runtime", value)
         # Profiles of before there were these do not have them.
-        names = [field.name for field in fields(cls) if field.name not in ("waking", "crowded_speed")]
+        names = [field.name for field in fields(cls) if field.name not in ("wakings", "crowded_speed")]
         require(given, names, "runtime.")
         figures: dict[str, Any] = {
             field.name: check_number(f"runtime.{field.name}", given.get(field.name, field.default))
@@ -133,7 +133,7 @@ class RuntimeCosts:
         }
         for name in ("forward_share", "backward_share"):
             figures[name] = ItemCost.from_dict(f"runtime.{name}", given[name])
-        figures["waking"] = Waking.from_dict("runtime.waking", given.get("waking", {}))
+        figures["wakings"] = wakings_from("runtime.waking", given.get("waking", {}))
         sync = check_object("runtime.sync", given["sync"])
         require(sync, WORK_KINDS, "runtime.sync.")
         figures["sync"] = {kind: _sync_from(kind, sync[kind]) for kind in WORK_KINDS}
@@ -182,8 +182,8 @@ class StageCosts:
     """Of what is pushed, where factors are in it; None: as long as shard_ms."""
     shard_update_ms: float | None = None
     """Of update_ms what grows with the shard, 1 / r of the parameters, as copy_ms does; None: not known."""
-    waking_ms: Mapping[str, float] = field(default_factory=dict)
-    """Besides, by kind, of an item after a long wait."""
+    waking_ms: tuple[Mapping[str, float], ...] = ()
+    """Besides, of each of the wakings, by kind, of an item after a long wait."""
     num_chunks: int = 1
     """In which a shard travels."""
     push_leads: tuple[tuple[float, float], ...] = ()
@@ -194,6 +194,7 @@ class StageCosts:
         figures = {field.name: getattr(self, field.name) for field in fields(self)}
         figures |= {"forward": self.forward.to_dict(), "backward": self.backward.to_dict()}
         for name in ("waking_ms", "push_leads"):
+            figures[name] = [*figures[name]]
             if not figures[name]:
                 del figures[name]
         if self.num_chunks == 1:
@@ -214,7 +215,7 @@ class StageCosts:
             sync_latency_ms=check_number(f"{where}.sync_latency_ms", given.get("sync_latency_ms", 0.0)),
             push_ms=_optional_ms(where, given, "push_ms"),
             shard_update_ms=_optional_ms(where, given, "shard_update_ms"),
-            waking_ms=_waking_from(f"{where}.waking_ms", given.get("waking_ms", {})),
+            waking_ms=_waking_from(f"{where}.waking_ms", given.get("waking_ms", [])),
             num_chunks=check_whole(f"{where}.num_chunks", given.get("num_chunks", 1), at_least=1),
             push_leads=_leads_from(f"{where}.push_leads", given.get("push_leads", [])),
         )
@@ -284,7 +285,10 @@ def stage_costs(
                 if factored.num_weights
                 else None,
                 shard_update_ms=shard_update_ms if replicas > 1 else None,
-                waking_ms={kind: share * whole_ms[kind] for kind, share in runtime.waking.shares.items()},
+                waking_ms=tuple(
+                    {kind: share * whole_ms[kind] for kind, share in waking.shares.items()}
+                    for waking in runtime.wakings
+                ),
                 num_chunks=1 if factored.num_weights else num_chunks(num_bytes, replicas),
                 push_leads=_push_leads(layers, replicas)
                 if replicas > 1 and profile.is_of_host and not factored.num_weights
@@ -403,5 +407,11 @@ def _leads_from(where: str, value: object) -> tuple[tuple[float, float], ...]:
     return tuple(leads)
 
 
-def _waking_from(where: str, value: object) -> dict[str, float]:
-    return {kind: check_number(f"{where}.{kind}", ms) for kind, ms in check_object(where, value).items()}
+def _waking_from(where: str, value: object) -> tuple[dict[str, float], ...]:
+    """A list, as wakings_from() has it."""
+    rows = value if isinstance(value, list) else [value] if value else []
+    names = [f"{where}[{index}]" for index in range(len(rows))] if isinstance(value, list) else [where]
+    return tuple(
+        {kind: check_number(f"{name}.{kind}", ms) for kind, ms in check_object(name, row).items()}
+        for name, row in zip(names, rows, strict=False)
+    )

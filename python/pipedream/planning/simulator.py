@@ -136,11 +136,12 @@ def simulate(
     each direction, whatever the edge; what replicas push and pull queues for the one line that the worker has
     for all of them. With one_link all of that is one line, which what a worker sends at once shares evenly,
     and what other stages send a worker queues there for its line in, which carries one item at a time, first
-    sent first. What replicas exchange shares that line evenly, as all of them send each other as much at once;
-    an item of another stage that comes meanwhile takes its time of the next that they send. Of an edge items
-    arrive in the order in which they are sent. A shard of several chunks (StageTimes) is pushed from when its
-    first one is made, and its owner updates and sends on one while others come. What is pushed and no list
-    receives is to an asynchronous shard, which updates beside its worker's own work and answers by a pull.
+    sent first. What replicas exchange shares that line evenly, as all of them send each other as much at
+    once; an item of another stage that comes meanwhile takes its time of the next that they send. Of an edge
+    items arrive in the order in which they are sent. A shard of several chunks (StageTimes) is pushed from
+    when its first one is made, and its owner updates and sends on one while others come. What is pushed and
+    no list receives is to an asynchronous shard, which updates beside its worker's own work and answers by a
+    pull.
 
     Raises ValueError for lists that wait for each other, naming who waits for what, for an instruction
     that is there twice, a stage that is at two workers or none, and figures of the wrong number.

@@ -44,16 +44,16 @@ def steady_ms(
         return ms_per_minibatch(
             simulate_shared(programs, stage_times, transfers, host, spread, waking, one_link=one_link)
         )
-    of_stages_ms = waking.by_stage_ms if waking else [{}] * len(stage_times)
+    of_stages_ms = waking.by_stage_ms if waking else [()] * len(stage_times)
     return _core.steady_ms(
         schedule,
         num_minibatches,
-        [_durations(times, waking_ms) for times, waking_ms in zip(stage_times, of_stages_ms, strict=True)],
+        [_durations(times, wakings_ms) for times, wakings_ms in zip(stage_times, of_stages_ms, strict=True)],
         [(one.activation_ms, one.gradient_ms, one.latency_ms) for one in transfers],
         None
         if host is None
         else (host.num_workers, [host.speed(1 + core) for core in range(host.num_cores)]),
-        waking.waking.after_ms if waking else 0.0,
+        [one.after_ms for one in waking.wakings] if waking else [],
         one_link,
     )
 
@@ -64,7 +64,7 @@ def ms_per_minibatch(simulation: Simulation) -> float:
     return simulation.makespan_ms / simulation.num_minibatches if steady is None else steady
 
 
-def _durations(times: StageTimes, waking_ms: Mapping[str, float]) -> tuple[Any, ...]:
+def _durations(times: StageTimes, wakings_ms: Sequence[Mapping[str, float]]) -> tuple[Any, ...]:
     """In the order of the core's StageDurations."""
     return (
         times.of("FORWARD"),
@@ -76,7 +76,7 @@ def _durations(times: StageTimes, waking_ms: Mapping[str, float]) -> tuple[Any, 
         times.of_exchange("push", 0),
         times.of_exchange("pull", 0),
         times.sync_latency_ms,
-        *(waking_ms.get(kind, 0.0) for kind in ("FORWARD", "BACKWARD", "UPDATE")),
         float(times.num_chunks),
         [*times.push_leads_ms],
+        [[by_kind.get(kind, 0.0) for kind in ("FORWARD", "BACKWARD", "UPDATE")] for by_kind in wakings_ms],
     )

@@ -3,26 +3,27 @@ thread; needs no torch.
 
 A core that has idled finds neither the code nor the data of what it goes on with in its caches, and may have
 to become fast again. Each kind of item pays that at its first one after the wait, as each has code and data
-of its own.
+of its own. Some of it is lost at once, and some over milliseconds: what a wait costs is a sum of what grows
+with it up to a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pipedream.common.document import check_number, check_object
 
-__all__ = ["ALWAYS_AWAKE", "StageWaking", "Waits", "Waking"]
+__all__ = ["StageWaking", "Waits", "Waking", "waking_share", "wakings_from"]
 
 _KINDS = ("FORWARD", "BACKWARD", "UPDATE")
 
 
 @dataclass(frozen=True)
 class Waking:
-    """All of it where the worker has waited for after_ms since its last item of the kind, of a shorter wait
-    a part as large."""
+    """One of these: all of it where the worker has waited for after_ms since its last item of the kind, of a
+    shorter wait a part as large."""
 
     after_ms: float = 0.0
     shares: Mapping[str, float] = field(default_factory=dict)
@@ -49,22 +50,38 @@ class Waking:
         )
 
 
-ALWAYS_AWAKE = Waking()
+def waking_share(wakings: Iterable[Waking], kind: str, waited_ms: float) -> float:
+    """What an item pays after such a wait, of what it takes without."""
+    return sum(waking.shares.get(kind, 0.0) * waking.part(waited_ms) for waking in wakings)
+
+
+def wakings_from(where: str, value: object) -> tuple[Waking, ...]:
+    """A file's: a list, or of before there were several, one. Raises ValueError naming the field."""
+    if isinstance(value, list):
+        return tuple(Waking.from_dict(f"{where}[{index}]", row) for index, row in enumerate(value))
+    return (Waking.from_dict(where, value),) if value else ()
 
 
 @dataclass(frozen=True)
 class StageWaking:
-    """As Waking, in the milliseconds of each stage's items."""
+    """The same in the milliseconds of each stage's items."""
 
-    waking: Waking = ALWAYS_AWAKE
-    by_stage_ms: Sequence[Mapping[str, float]] = ()
+    wakings: Sequence[Waking] = ()
+    by_stage_ms: Sequence[Sequence[Mapping[str, float]]] = ()
+    """By stage, of each of these, by kind."""
 
     def __bool__(self) -> bool:
-        return self.waking.after_ms > 0 and any(map(bool, self.by_stage_ms))
+        return any(
+            waking.after_ms > 0 and any(of_stage[index] for of_stage in self.by_stage_ms)
+            for index, waking in enumerate(self.wakings)
+        )
 
     def of(self, stage: int, kind: str, waited_ms: float) -> float:
         """Milliseconds."""
-        return self.by_stage_ms[stage].get(kind, 0.0) * self.waking.part(waited_ms)
+        in_all_ms = 0.0
+        for waking, by_kind_ms in zip(self.wakings, self.by_stage_ms[stage], strict=True):
+            in_all_ms += by_kind_ms.get(kind, 0.0) * waking.part(waited_ms)
+        return in_all_ms
 
 
 class Waits:

@@ -146,14 +146,37 @@ def test_what_waiting_costs_is_told_apart_from_what_items_take() -> None:
     }
     costs = runtime_costs(_PROFILE, _STRAIGHT, _known_runs(**changes), num_cores=2)
     assert costs.alone_speed == 1.0
-    assert costs.waking.after_ms == pytest.approx(2.0)
-    assert costs.waking.shares == {kind: pytest.approx(0.5) for kind in ("FORWARD", "BACKWARD", "UPDATE")}
+    [waking] = costs.wakings
+    assert waking.after_ms == pytest.approx(2.0)
+    assert waking.shares == {kind: pytest.approx(0.5) for kind in ("FORWARD", "BACKWARD", "UPDATE")}
     assert costs.positions["first"].forward_scale == pytest.approx(3.0, rel=1e-3)
     # Of the microbatches the first forward alone comes after a wait.
     own_ms = _OWN_MS["FORWARD"]
     awake = 1 - 0.5 * (3.0 + own_ms) / (2.5 + own_ms)
     assert costs.forward_share.first(4) * 3.0 == pytest.approx(2.5 * awake, rel=1e-3)
     assert costs.forward_share.later(4) * 3.0 == pytest.approx(1.0, rel=1e-3)
+
+
+def test_what_long_waits_cost_is_seen_after_a_pause() -> None:
+    # Alone each worker is twice as fast; after 10 ms of waiting it takes half as long again, after 2 a tenth.
+    def in_turn(wait_ms: float, longer: float) -> list[RunResult]:
+        return _results(
+            *(
+                _spans(stage, 1, 3.0, 6.0, 0.6, speed=2 / longer, begin_ns=stage * 10**12, wait_ms=wait_ms)
+                for stage in range(2)
+            )
+        )
+
+    changes = {
+        "straight": _results(*(_spans(stage, 1, 3.0, 6.0, 0.6, wait_ms=0.0) for stage in range(2))),
+        "in_turn": in_turn(2.0, 1.1),
+        "rested": in_turn(10.0, 1.5),
+    }
+    costs = runtime_costs(_PROFILE, _STRAIGHT, _known_runs(**changes), num_cores=2)
+    assert costs.alone_speed == pytest.approx(2.0, rel=1e-3)
+    [waking] = costs.wakings
+    assert waking.after_ms == pytest.approx(10.0)
+    assert waking.shares == {kind: pytest.approx(0.5, rel=1e-2) for kind in ("FORWARD", "BACKWARD", "UPDATE")}
 
 
 def test_each_number_of_microbatches_that_was_measured_counts_as_it_was() -> None:

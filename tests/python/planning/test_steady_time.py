@@ -65,8 +65,11 @@ def _drawn_times(data: st.DataObject, num_stages: int) -> tuple[list[StageTimes]
 
 def _drawn_waking(data: st.DataObject, num_stages: int) -> StageWaking:
     kinds = data.draw(st.sets(st.sampled_from(("FORWARD", "BACKWARD", "UPDATE"))))
-    by_stage_ms = [{kind: data.draw(_DURATION) for kind in kinds} for _ in range(num_stages)]
-    return StageWaking(Waking(data.draw(_DURATION)), by_stage_ms)
+    wakings = [Waking(data.draw(_DURATION)) for _ in range(data.draw(st.integers(0, 2)))]
+    by_stage_ms = [
+        [{kind: data.draw(_DURATION) for kind in kinds} for _ in wakings] for _ in range(num_stages)
+    ]
+    return StageWaking(wakings, by_stage_ms)
 
 
 @settings(max_examples=200, deadline=None)
@@ -113,15 +116,15 @@ def test_what_the_core_does_not_replay_is_simulated() -> None:
         assert replayed_ms == pytest.approx(8.0)
     for options in (spared, served):
         with pytest.raises(ValueError, match=r"have no steady_ms\(\): simulate them"):
-            _core.steady_ms(options, 12, [(*(1.0,) * 13, [])], [])
+            _core.steady_ms(options, 12, [(*(1.0,) * 10, [], [])], [])
 
 
 def test_durations_of_another_plan_are_refused() -> None:
     options = _core.ScheduleOptions(in_flight=[2, 1])
     with pytest.raises(ValueError, match="durations of 1 stages and 0 boundaries for 2 stages"):
-        _core.steady_ms(options, 4, [(*(1.0,) * 13, [])], [])
+        _core.steady_ms(options, 4, [(*(1.0,) * 10, [], [])], [])
     with pytest.raises(ValueError, match="machines have 0 workers and 1 cores: give at least 1"):
-        _core.steady_ms(_core.ScheduleOptions(), 4, [(*(1.0,) * 13, [])], [], (0, [1.0]))
+        _core.steady_ms(_core.ScheduleOptions(), 4, [(*(1.0,) * 10, [], [])], [], (0, [1.0]))
 
 
 def test_norms_between_replicas_take_no_time_of_their_links() -> None:

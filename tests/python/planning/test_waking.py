@@ -8,7 +8,7 @@ import pytest
 from pipedream import _core
 from pipedream.planning.shared_cores import SharedHost, simulate_shared
 from pipedream.planning.simulator import Simulation, StageTimes, simulate
-from pipedream.planning.waking import StageWaking, Waking
+from pipedream.planning.waking import StageWaking, Waking, waking_share, wakings_from
 
 _WAKING = Waking(2.0, {"FORWARD": 0.25})
 _MINIBATCHES = 16
@@ -34,13 +34,13 @@ def test_a_part_of_the_wait_costs_a_part() -> None:
 
 def test_workers_that_wait_for_each_other_in_turn_wake_for_each_item() -> None:
     # 6 ms of work, in which each stage's forward is one after 3 ms of waiting, and its backward another.
-    waking = StageWaking(_WAKING, [{"FORWARD": 0.25, "BACKWARD": 0.5}] * 2)
+    waking = StageWaking([_WAKING], [[{"FORWARD": 0.25, "BACKWARD": 0.5}]] * 2)
     for simulation in _simulations("model_parallel", waking):
         assert simulation.ms_per_minibatch == pytest.approx(6.0 + 2 * 0.25 + 2 * 0.5)
 
 
 def test_a_worker_that_never_waits_never_wakes() -> None:
-    waking = StageWaking(_WAKING, [{"FORWARD": 0.25}] * 2)
+    waking = StageWaking([_WAKING], [[{"FORWARD": 0.25}]] * 2)
     for simulation in _simulations("pipedream", waking):
         assert simulation.ms_per_minibatch == pytest.approx(3.0, rel=0.005)  # but once, after the warm-up
 
@@ -48,7 +48,7 @@ def test_a_worker_that_never_waits_never_wakes() -> None:
 def test_nobody_pays_for_a_wait_twice() -> None:
     programs, times = _programs("model_parallel"), StageTimes(1.0, 2.0, 0.5)
     kinds = {"FORWARD": 0.25, "BACKWARD": 0.5, "UPDATE": 0.125}
-    simulation = simulate(programs, times, 0.0, waking=StageWaking(_WAKING, [kinds] * 2))
+    simulation = simulate(programs, times, 0.0, waking=StageWaking([_WAKING], [[kinds]] * 2))
     for row in simulation.timeline:
         extra: dict[str, list[float]] = {}
         for timed in row:
@@ -62,7 +62,7 @@ def test_nobody_pays_for_a_wait_twice() -> None:
 
 def test_without_figures_nothing_wakes() -> None:
     assert not StageWaking()
-    assert not StageWaking(Waking(2.0), [{}, {}])
+    assert not StageWaking([Waking(2.0)], [[{}], [{}]])
     plain, woken = (_simulations("model_parallel", waking) for waking in (None, StageWaking()))
     assert [one.makespan_ms for one in plain] == [one.makespan_ms for one in woken]
 
@@ -70,6 +70,18 @@ def test_without_figures_nothing_wakes() -> None:
 def test_it_is_the_same_from_its_file() -> None:
     assert Waking.from_dict("waking", _WAKING.to_dict()) == _WAKING
     assert Waking.from_dict("waking", {}) == Waking()
+    both = (_WAKING, Waking(8.0, {"UPDATE": 0.5}))
+    assert wakings_from("waking", [one.to_dict() for one in both]) == both
+    assert wakings_from("waking", _WAKING.to_dict()) == (_WAKING,)
+    assert wakings_from("waking", {}) == ()
+
+
+def test_what_is_lost_at_once_and_what_is_lost_slowly_add_up() -> None:
+    wakings = [_WAKING, Waking(8.0, {"FORWARD": 0.5})]
+    assert waking_share(wakings, "FORWARD", 4.0) == pytest.approx(0.25 + 0.25)
+    assert waking_share(wakings, "BACKWARD", 4.0) == 0
+    in_ms = StageWaking(wakings, [[{"FORWARD": 1.0}, {"FORWARD": 2.0}]])
+    assert [in_ms.of(0, "FORWARD", waited_ms) for waited_ms in (1.0, 2.0, 8.0)] == [0.75, 1.5, 3.0]
 
 
 @pytest.mark.parametrize(
