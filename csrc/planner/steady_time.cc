@@ -462,26 +462,16 @@ class Replay {
   std::int64_t num_minibatches_ = 0;
 };
 
-void check_durations(const ScheduleOptions& options, std::size_t num_of_stages,
-                     std::size_t num_of_boundaries) {
-  const auto stages = static_cast<std::size_t>(num_stages(options));
-  if (num_of_stages != stages || num_of_boundaries + 1 != stages) {
-    throw UserError("durations of " + std::to_string(num_of_stages) + " stages and " +
-                    std::to_string(num_of_boundaries) + " boundaries for " + std::to_string(stages) +
-                    " stages: give one per stage, and one per boundary");
-  }
-  if (options.asynchronous || placement_of(options).num_spares() > 0) {
-    throw UserError("asynchronous shards and spares have no steady_ms(): simulate them");
-  }
-}
-
 }  // namespace
 
 double steady_ms(const ScheduleOptions& options, std::int64_t num_minibatches,
                  const std::vector<StageDurations>& stages, const std::vector<BoundaryDurations>& boundaries,
                  const std::optional<SharedCores>& shared, const std::vector<double>& waking_after_ms,
                  bool one_link) {
-  check_durations(options, stages.size(), boundaries.size());
+  check_durations(options, stages, boundaries, waking_after_ms.size());
+  if (options.asynchronous || placement_of(options).num_spares() > 0) {
+    throw UserError("asynchronous shards and spares have no steady_ms(): simulate them");
+  }
   if (shared && (shared->num_workers == 0 || shared->speeds.empty())) {
     throw UserError("machines have " + std::to_string(shared->num_workers) + " workers and " +
                     std::to_string(shared->speeds.size()) + " cores: give at least 1 of each");

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,8 +45,8 @@ __all__ = ["calibrate", "calibration_runs"]
 _MICROBATCHES = (2, 4)  # the second one: at least as many as stages
 _BATCHES_MAX = 16  # of the user's data, used in turn
 _FAST_BYTES_PER_S = 1e15  # the cut is to balance the stages, whatever crosses it
-_ROUNDS = 2
-_MINIBATCHES_MIN, _MINIBATCHES_MAX = 60, 4000
+_ROUNDS = 4
+_MINIBATCHES_MIN, _MINIBATCHES_MAX = 30, 2000
 # Of the runs with pauses. After so long caches are as cold as after any longer one, nearly.
 _PAUSE_SECONDS, _PAUSED_MINIBATCHES = 0.004, 150
 
@@ -113,7 +113,7 @@ def calibration_runs(
         )
     check_count("workers", workers)
     if minibatches is None:
-        minibatches = _of_a_second(profile)
+        minibatches = _of_half_a_second(profile)
     check_count("minibatches", minibatches)
     if workers < 2:
         raise ValueError(f"workers is {workers}: it takes 2 to see what they do to each other")
@@ -171,7 +171,26 @@ def calibration_runs(
             runs.shared.append(measure(_copies(whole, 2)))
             for plan, results in crowded:
                 results.append(measure(plan))
-    return straight, runs
+    return straight, _typical_of(runs)
+
+
+def _typical_of(runs: Runs) -> Runs:
+    return Runs(
+        one=_typical(runs.one),
+        straight=_typical(runs.straight),
+        in_turn=_typical(runs.in_turn),
+        cut={m: _typical(results) for m, results in runs.cut.items()},
+        shared=_typical(runs.shared),
+        crowded=[of_plan._replace(results=_typical(of_plan.results)) for of_plan in runs.crowded],
+        rested=_typical(runs.rested),
+    )
+
+
+def _typical(results: Sequence[RunResult]) -> list[RunResult]:
+    """The middle half. A whole run may be a tenth slower than the same one a second later, by where its
+    memory came to lie or what else the machine did."""
+    left_out = len(results) // 4
+    return sorted(results, key=lambda result: result.measured_ms)[left_out : len(results) - left_out]
 
 
 class _AfterPause:
@@ -185,8 +204,8 @@ class _AfterPause:
         return self._loss_fn(output, targets)
 
 
-def _of_a_second(profile: Profile) -> int:
-    return min(max(_MINIBATCHES_MIN, int(1e3 / max(profile.compute_ms, 1e-3))), _MINIBATCHES_MAX)
+def _of_half_a_second(profile: Profile) -> int:
+    return min(max(_MINIBATCHES_MIN, int(5e2 / max(profile.compute_ms, 1e-3))), _MINIBATCHES_MAX)
 
 
 def _whole_ones(batches: list[Any], batch_size: int | None) -> list[Any]:

@@ -148,6 +148,8 @@ def _timing_of(
 
     costs = costs_of(plan, drains=_core.drains_every_minibatch(schedule))
     assert costs is not None
+    wakings = wakings_from("predicted.waking", plan.predicted.get("waking", []))
+    _check_counts(plan, costs, len(wakings))
     m = schedule.num_microbatches
     versions = [_core.num_versions_kept(schedule, stage) for stage in range(plan.num_stages)]
     host = _host_of(plan)
@@ -165,11 +167,23 @@ def _timing_of(
         [_transfer(row, m) for row in boundary_links(plan)],
         Spread.from_dict("predicted.spread", plan.predicted.get("spread", {})) if spreads else EVEN,
         None if is_alone else host,
-        StageWaking(
-            wakings_from("predicted.waking", plan.predicted.get("waking", {})),
-            [cost.waking_ms for cost in costs],
-        ),
+        StageWaking(wakings, [cost.waking_ms for cost in costs]),
     )
+
+
+def _check_counts(plan: Plan, costs: Sequence[StageCosts], num_wakings: int) -> None:
+    """Raises ValueError naming what is not as many as there must be."""
+    for index, (stage, cost) in enumerate(zip(plan.stages, costs, strict=True)):
+        if len(cost.waking_ms) != num_wakings:
+            raise ValueError(
+                f"stage {index} has {len(cost.waking_ms)} waking_ms for {num_wakings} in predicted.waking:"
+                " give one for each"
+            )
+        if cost.push_leads and len(cost.push_leads) != stage.num_replicas:
+            raise ValueError(
+                f"stage {index} has {len(cost.push_leads)} push_leads for {stage.num_replicas} replicas: give"
+                " one for each, or none"
+            )
 
 
 def _times(

@@ -270,6 +270,7 @@ def stage_costs(
         backward = runtime.backward_share.scaled(
             sum(layer.backward_ms for layer in layers) * position.backward_scale - product_ms
         ).plus(_sending(position.backward, before, runtime.cut_bytes))
+        is_dense = replicas > 1 and not factored.num_weights
         whole_ms = {"FORWARD": forward.first(1), "BACKWARD": backward.first(1), "UPDATE": update_ms}
         costs.append(
             StageCosts(
@@ -289,10 +290,8 @@ def stage_costs(
                     {kind: share * whole_ms[kind] for kind, share in waking.shares.items()}
                     for waking in runtime.wakings
                 ),
-                num_chunks=1 if factored.num_weights else num_chunks(num_bytes, replicas),
-                push_leads=_push_leads(layers, replicas)
-                if replicas > 1 and profile.is_of_host and not factored.num_weights
-                else (),
+                num_chunks=num_chunks(num_bytes, replicas) if is_dense else 1,
+                push_leads=_push_leads(layers, replicas) if is_dense and profile.is_of_host else (),
             )
         )
     return costs
@@ -408,10 +407,11 @@ def _leads_from(where: str, value: object) -> tuple[tuple[float, float], ...]:
 
 
 def _waking_from(where: str, value: object) -> tuple[dict[str, float], ...]:
-    """A list, as wakings_from() has it."""
-    rows = value if isinstance(value, list) else [value] if value else []
-    names = [f"{where}[{index}]" for index in range(len(rows))] if isinstance(value, list) else [where]
+    """A list, or one of these, as wakings_from() has it."""
+    rows: dict[str, object] = {where: value} if value else {}
+    if isinstance(value, list):
+        rows = {f"{where}[{index}]": row for index, row in enumerate(value)}
     return tuple(
         {kind: check_number(f"{name}.{kind}", ms) for kind, ms in check_object(name, row).items()}
-        for name, row in zip(names, rows, strict=False)
+        for name, row in rows.items()
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from pipedream import Plan, Profile, Stage, calibrate
+from pipedream.launch.calibration import calibration_runs
 from pipedream.launch.measured_costs import CrowdedRuns, Runs, runtime_costs
 from pipedream.planning.item_cost import ItemCost
 from pipedream.planning.layer_profile import LayerProfile
@@ -294,14 +296,49 @@ def test_batches_of_another_size_than_the_profile_s_are_left_out(monkeypatch: py
         assert {inputs.shape[0] for inputs, _ in given} == {size}
 
 
-def test_a_calibration_without_a_number_of_minibatches_takes_a_second_of_each_run(
+def test_a_calibration_without_a_number_of_minibatches_takes_half_a_second_of_each_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counts = []
     for layer_ms in (100.0, 1.0, 0.001):
         layers = (LayerProfile("a", layer_ms, layer_ms, 64, 64), LayerProfile("b", 0.0, 0.0, 0, 64))
         counts.append(len(_first_data(monkeypatch, Profile(layers), [(1, 1)])))
-    assert counts == [60, 500, 4000]
+    assert counts == [30, 250, 2000]
+
+
+def test_runs_that_were_slow_or_fast_by_chance_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those with pauses are of the loss that is late, where there is one."""
+    numbers = itertools.count()
+    losses: list[Any] = []
+
+    def run_of_some_time(model: nn.Module, plan: Plan, **options: Any) -> RunResult:
+        losses.append((options["loss_fn"], len(options["data"])))
+        return cast(RunResult, SimpleNamespace(measured_ms=float(next(numbers))))
+
+    monkeypatch.setattr("pipedream.launch.calibration.run", run_of_some_time)
+
+    def runs_with(loss_fn: Any) -> Runs:
+        return calibration_runs(
+            _PROFILE,
+            nn.Sequential(nn.Identity(), nn.Identity()),
+            [(torch.ones(8, 1), torch.ones(8, 1))],
+            loss_fn,
+            optimizer=torch.optim.SGD,
+            workers=2,
+            minibatches=400,
+            transport="auto",
+            progress=False,
+        )[1]
+
+    runs = runs_with(nn.functional.mse_loss)
+    of_a_round = [results[0] for results in (runs.one, runs.straight, runs.in_turn, runs.rested)]
+    assert [result.measured_ms for result in of_a_round] == [7.0, 8.0, 9.0, 10.0]  # the second round's
+    assert {len(results) for results in (runs.one, *runs.cut.values(), runs.shared, runs.rested)} == {2}
+    paused = [row for row in losses if row[0] is not nn.functional.mse_loss]
+    assert [count for _, count in paused] == [150] * 4
+    late = paused[0][0]
+    assert late(torch.zeros(2), torch.ones(2)) == 1.0
+    assert runs_with(None).rested == []
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from pipedream.planning.runtime_costs import (
     POSITIONS,
     PositionCosts,
     RuntimeCosts,
+    StageCosts,
     SyncCost,
     costs_of,
     runtime_of,
@@ -111,6 +112,30 @@ def test_replicas_share_an_update_and_pay_for_what_they_exchange() -> None:
     assert stage.backward.first(1) - alone.backward.first(1) == pytest.approx(4000 * 0.001 / 2)
     assert stage.shard_ms == pytest.approx(2.0)
     assert (stage.sync_latency_ms, alone.sync_latency_ms) == (0.125, 0.0)
+
+
+def test_shards_travel_in_the_chunks_that_the_core_deals_and_leave_as_layers_are_done() -> None:
+    mib = 1 << 20
+    layers = [LayerProfile(f"layer{i}", 1.0, 1.0 + i, 1000, 5 * mib) for i in range(4)]
+    profile = Profile(tuple(layers), batch_size=8, device="cpu, 1 thread", runtime=_runtime().to_dict())
+    runtime = runtime_of(profile)
+    assert runtime is not None
+    (stage,) = stage_costs(profile, runtime, (Stage(0, 3, 2),), (1e6,))
+    dealt = _core.deal_shards([("weight", "float32", 5 * mib)], 2, whole_tensors=False)
+    assert stage.num_chunks == len(dealt) // 2 == 3
+    # Of 6 chunks the fifth, the first owner's last, begins after 13.3 MiB, in the third layer, and so on.
+    assert stage.push_leads == ((3 / 10, 0.0), (6 / 10, 0.0))
+    assert StageCosts.from_dict("costs", stage.to_dict()) == stage
+    (alone,) = stage_costs(profile, runtime, (Stage(0, 3),), (1e6,))
+    assert (alone.num_chunks, alone.push_leads) == (1, ())
+    (of_device,) = stage_costs(replace(profile, device="cuda"), runtime, (Stage(0, 3, 2),), (1e6,))
+    assert (of_device.num_chunks, of_device.push_leads) == (3, ())  # there they leave after the backward
+    spoilt = replace(stage, push_leads=stage.push_leads[:1])
+    plan = make_plan(profile, (Stage(0, 3, 2),), 1e6, cost_model="calibrated")
+    with pytest.raises(
+        ValueError, match="stage 0 has 1 push_leads for 2 replicas: give one for each, or none"
+    ):
+        _predicted_ms(replace(plan, predicted=plan.predicted | {"stage_costs": [spoilt.to_dict()]}))
 
 
 def test_replicas_that_reduce_together_pay_for_a_ring_and_a_whole_update() -> None:
@@ -276,6 +301,8 @@ def test_runtime_figures_that_cannot_be_are_refused_by_name(changes: dict[str, A
         ({"links": []}, "predicted.links has 0 entries for 1 boundaries"),
         ({"host": {"num_workers": 2}}, "predicted.host.num_cores is None"),
         ({"spread": {"FORWARD": 1.0}}, "predicted.spread.FORWARD is 1.0"),
+        ({"waking": [{"after_ms": 1.0}]}, "stage 0 has 0 waking_ms for 1 in predicted.waking: give one"),
+        ({"waking": [{"after_ms": "1"}]}, r"predicted.waking\[0\].after_ms is '1'"),
     ],
 )
 def test_a_plan_s_costs_that_cannot_be_are_refused_by_name(changes: dict[str, Any], message: str) -> None:

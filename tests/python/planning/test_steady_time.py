@@ -123,6 +123,11 @@ def test_durations_of_another_plan_are_refused() -> None:
     options = _core.ScheduleOptions(in_flight=[2, 1])
     with pytest.raises(ValueError, match="durations of 1 stages and 0 boundaries for 2 stages"):
         _core.steady_ms(options, 4, [(*(1.0,) * 10, [], [])], [])
+    replicated = _core.ScheduleOptions(in_flight=[1], placement=_core.Placement.in_order([2]))
+    with pytest.raises(ValueError, match="stage 0 has 1 push leads for 2 replicas: give one for each"):
+        _core.steady_ms(replicated, 4, [(*(1.0,) * 10, [(0.0, 0.0)], [])], [])
+    with pytest.raises(ValueError, match="stage 0 has 0 wakings for 1 times: give one for each"):
+        _core.steady_ms(replicated, 4, [(*(1.0,) * 10, [], [])], [], waking_after_ms=[1.0])
     with pytest.raises(ValueError, match="machines have 0 workers and 1 cores: give at least 1"):
         _core.steady_ms(_core.ScheduleOptions(), 4, [(*(1.0,) * 10, [], [])], [], (0, [1.0]))
 
