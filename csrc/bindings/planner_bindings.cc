@@ -122,7 +122,7 @@ py::object partition_layers_within(const Figures& compute_s, const Figures& acti
 
 using StageDurationsTuple =
     std::tuple<double, double, double, double, double, double, double, double, double, double,
-               std::vector<std::pair<double, double>>, std::vector<std::array<double, 3>>>;
+               std::vector<std::pair<double, double>>, bool, std::vector<std::array<double, 3>>>;
 using BoundaryDurationsTuple = std::tuple<double, double, double>;
 
 double steady_ms_of(const ScheduleOptions& options, std::int64_t num_minibatches,
@@ -133,12 +133,12 @@ double steady_ms_of(const ScheduleOptions& options, std::int64_t num_minibatches
   std::vector<StageDurations> of_stages;
   of_stages.reserve(stages.size());
   for (const auto& [forward, later_forward, backward, later_backward, recompute, update, push, pull,
-                    sync_latency, num_chunks, push_leads, wakings] : stages) {
+                    sync_latency, num_chunks, push_leads, updates_whole, wakings] : stages) {
     std::vector<WakingDurations> of_wakings;
     for (const auto& [of_forward, of_backward, of_update] : wakings)
       of_wakings.push_back({of_forward, of_backward, of_update});
     of_stages.push_back({forward, later_forward, backward, later_backward, recompute, update, push, pull,
-                         sync_latency, num_chunks, push_leads, std::move(of_wakings)});
+                         sync_latency, num_chunks, push_leads, updates_whole, std::move(of_wakings)});
   }
   std::vector<BoundaryDurations> of_boundaries;
   of_boundaries.reserve(boundaries.size());

@@ -23,6 +23,10 @@ void check_durations(const ScheduleOptions& options, const std::vector<StageDura
       throw UserError("stage " + std::to_string(index) + " has " + std::to_string(stage.wakings.size()) +
                       " wakings for " + std::to_string(num_wakings) + " times: give one for each");
     }
+    if (!(stage.num_chunks >= 1)) {
+      throw UserError("stage " + std::to_string(index) + " has shards of " +
+                      std::to_string(stage.num_chunks) + " chunks: give at least 1");
+    }
     if (!stage.push_leads_ms.empty() && stage.push_leads_ms.size() < replicas) {
       throw UserError("stage " + std::to_string(index) + " has " +
                       std::to_string(stage.push_leads_ms.size()) + " push leads for " +

@@ -31,6 +31,7 @@ struct StageDurations {
   // By its owner, how long before the end of the last backward the first and the last chunk of a shard are
   // pushed; none: after it.
   std::vector<std::pair<double, double>> push_leads_ms = {};
+  bool updates_whole = false;  // an update waits for all chunks, as where norms are measured
   std::vector<WakingDurations> wakings = {};
 };
 

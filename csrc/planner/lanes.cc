@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 
 namespace pipedream {
 
@@ -14,50 +15,42 @@ std::size_t Network::add_line() {
 }
 
 void Network::send(const std::vector<Lane*>& lanes, double now_ms) {
-  std::vector<Span> arrives;
-  std::vector<double> first_ms;
-  std::vector<double> transfers_ms;
-  std::vector<std::size_t> carried;
-  for (std::size_t index = 0; index < lanes.size(); ++index) {
-    const Span chunks = made(*lanes[index], now_ms);
-    arrives.push_back({chunks.end_ms, chunks.end_ms});
-    if (lanes[index]->line == kNoLine) continue;
-    carried.push_back(index);
-    first_ms.push_back(chunks.begin_ms);
-    transfers_ms.push_back(lanes[index]->transfer_ms);
-  }
-  if (!carried.empty()) {
-    double& free_ms = lines_free_ms_[lanes[carried.front()]->line];
-    const std::vector<Span> leaving = carry(free_ms, now_ms, first_ms, transfers_ms);
-    for (std::size_t place = 0; place < carried.size(); ++place) {
-      Span& span = arrives[carried[place]];
-      span = arrivals(*lanes[carried[place]], leaving[place], span.end_ms);
+  sent_.clear();
+  for (Lane* const lane : lanes) {
+    const Made item = made(*lane, now_ms);
+    if (lane->line == kNoLine) {
+      arrive(*lane, {item.last_ms, item.last_ms}, now_ms);
+    } else {
+      sent_.push_back(item);
     }
   }
-  for (std::size_t index = 0; index < lanes.size(); ++index) {
-    Lane& lane = *lanes[index];
-    const Span span = arrives[index];
-    if (lane.kind != LaneKind::kPush) {
-      lane.arrivals_ms.push_back(span.end_ms);
-      continue;
-    }
-    lane.firsts_ms.push_back(span.begin_ms);
-    // All chunks but one are updated while others come.
-    const double hidden_ms = (lane.chunks.number - 1) * lane.chunks.update_ms;
-    lane.arrivals_ms.push_back(std::max(span.begin_ms, span.end_ms - hidden_ms));
-  }
+  if (sent_.empty()) return;
+  carry(lines_free_ms_[sent_.front().lane->line], now_ms);
+  for (const Made& item : sent_) arrive(*item.lane, arrivals(item), now_ms);
 }
 
-Network::Span Network::made(const Lane& lane, double now_ms) {
+void Network::arrive(Lane& lane, Span arrives, double now_ms) {
+  double goes_on_ms = arrives.end_ms;
+  if (lane.kind == LaneKind::kPush) {
+    lane.firsts_ms.push_back(arrives.begin_ms);
+    // All chunks but one are updated while others come.
+    goes_on_ms =
+        std::max(arrives.begin_ms, arrives.end_ms - (lane.chunks.number - 1) * lane.chunks.update_ms);
+  }
+  lane.arrivals_ms.push_back(std::max(goes_on_ms, now_ms));  // nobody goes on before what has been sent
+}
+
+Network::Made Network::made(Lane& lane, double now_ms) {
   const LaneChunks& chunks = lane.chunks;
+  Made item{&lane, now_ms, now_ms, lane.transfer_ms / chunks.number, lane.transfer_ms, {}};
   if (lane.kind == LaneKind::kPush) {
     gathered_ms_[lane.sender] = std::numeric_limits<double>::infinity();
-    return {now_ms - chunks.first_lead_ms, now_ms - chunks.last_lead_ms};
+    item.first_ms = now_ms - chunks.first_lead_ms;
+    item.last_ms = now_ms - chunks.last_lead_ms;
+  } else if (lane.kind == LaneKind::kPull && chunks.number > 1) {
+    item.first_ms = std::min(now_ms, gathered_ms_[lane.sender] + chunks.update_ms);
   }
-  if (lane.kind == LaneKind::kPull && chunks.number > 1) {
-    return {std::min(now_ms, gathered_ms_[lane.sender] + chunks.update_ms), now_ms};
-  }
-  return {now_ms, now_ms};
+  return item;
 }
 
 void Network::receive(Lane& lane, const Lane* before, double since_ms) {
@@ -69,49 +62,50 @@ void Network::receive(Lane& lane, const Lane* before, double since_ms) {
   gathered_ms = std::max(is_of_round_too ? gathered_ms : since_ms, lane.firsts_ms[index]);
 }
 
-Network::Span Network::arrivals(const Lane& lane, Span leaves, double last_ms) {
-  const double transfer_ms = lane.transfer_ms;
-  const bool is_alone = leaves.end_ms == leaves.begin_ms + transfer_ms;
-  double comes_ms = is_alone ? leaves.begin_ms : leaves.end_ms - transfer_ms;
+Network::Span Network::arrivals(const Made& made) {
+  const Lane& lane = *made.lane;
+  const auto [begin_ms, end_ms] = made.leaves;
+  const bool is_alone = end_ms == begin_ms + lane.transfer_ms;
+  double comes_ms = is_alone ? begin_ms : end_ms - lane.transfer_ms;
   double late_ms = 0;
   if (lane.queues_in) {
     const double ready_ms = comes_ms;
     comes_ms = begin_to_come(lane, ready_ms);
     late_ms = comes_ms - ready_ms;
   }
-  const double of_chunk_ms = transfer_ms / lane.chunks.number;
-  const double all_ms = std::max(comes_ms + transfer_ms, last_ms + of_chunk_ms) + lane.latency_ms;
-  return {std::min(all_ms, leaves.begin_ms + late_ms + of_chunk_ms + lane.latency_ms), all_ms};
+  const double all_ms =
+      std::max(comes_ms + lane.transfer_ms, made.last_ms + made.of_chunk_ms) + lane.latency_ms;
+  const double first_ms = begin_ms + late_ms + (end_ms - begin_ms) / lane.chunks.number + lane.latency_ms;
+  return {std::min(first_ms, all_ms), all_ms};
 }
 
-std::vector<Network::Span> Network::carry(double& free_ms, double now_ms, const std::vector<double>& first_ms,
-                                          const std::vector<double>& transfers_ms) {
+void Network::carry(double& free_ms, double now_ms) {
   const double begin_ms = std::max(now_ms, free_ms);
-  std::vector<Span> spans(first_ms.size(), {begin_ms, begin_ms});
-  std::vector<double> left_ms = transfers_ms;
-  std::vector<std::size_t> in_order(first_ms.size());
-  for (std::size_t index = 0; index < first_ms.size(); ++index) {
-    in_order[index] = index;
-    const double early_ms = std::max(first_ms[index], free_ms);
-    const double taken_ms = std::min(transfers_ms[index], begin_ms - early_ms);
+  in_order_.resize(sent_.size());
+  std::iota(in_order_.begin(), in_order_.end(), std::size_t{0});
+  for (Made& item : sent_) {
+    item.leaves = {begin_ms, begin_ms};
+    const double early_ms = std::max(item.first_ms, free_ms);
+    const double not_there_ms = std::max(0.0, item.last_ms + item.of_chunk_ms - begin_ms);
+    const double taken_ms = std::min(begin_ms - early_ms, item.lane->transfer_ms - not_there_ms);
     if (taken_ms <= 0) continue;
-    spans[index].begin_ms = early_ms;
-    left_ms[index] = transfers_ms[index] - taken_ms;
+    item.leaves.begin_ms = early_ms;
+    item.left_ms = item.lane->transfer_ms - taken_ms;
     free_ms = early_ms + taken_ms;
   }
-  std::ranges::stable_sort(in_order,
-                           [&](std::size_t one, std::size_t other) { return left_ms[one] < left_ms[other]; });
+  std::ranges::stable_sort(in_order_, [&](std::size_t one, std::size_t other) {
+    return sent_[one].left_ms < sent_[other].left_ms;
+  });
   double carried_ms = 0;
-  auto sharing = static_cast<double>(in_order.size());
-  for (const std::size_t index : in_order) {
-    Span& span = spans[index];
-    span.end_ms = left_ms[index] > 0 ? begin_ms + (carried_ms + sharing * left_ms[index])
-                                     : span.begin_ms + transfers_ms[index];
-    carried_ms += left_ms[index];
+  auto sharing = static_cast<double>(sent_.size());
+  for (const std::size_t index : in_order_) {
+    Made& item = sent_[index];
+    item.leaves.end_ms = item.left_ms > 0 ? begin_ms + (carried_ms + sharing * item.left_ms)
+                                          : item.leaves.begin_ms + item.lane->transfer_ms;
+    carried_ms += item.left_ms;
     sharing -= 1;
   }
   if (carried_ms > 0) free_ms = begin_ms + carried_ms;
-  return spans;
 }
 
 double Network::begin_to_come(const Lane& lane, double ready_ms) {

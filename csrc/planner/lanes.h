@@ -15,7 +15,7 @@ struct LaneChunks {
   double number = 1;
   double first_lead_ms = 0;  // of a push: so long before all are made the first one is
   double last_lead_ms = 0;   // and the last one
-  double update_ms = 0;      // of one
+  double update_ms = 0;      // of one, which hides behind the next; 0 where none does
 };
 
 enum class LaneKind : std::uint8_t { kBoundary, kPush, kPull };
@@ -63,21 +63,32 @@ class Network {
     double end_ms = 0;
   };
 
-  // When the first and the last chunk of what is sent now were there.
-  Span made(const Lane& lane, double now_ms);
-  // What is sent at once shares the line evenly, what is sent later waits. first_ms: from when each item
-  // could leave, chunk by chunk, if nothing else did.
-  static std::vector<Span> carry(double& free_ms, double now_ms, const std::vector<double>& first_ms,
-                                 const std::vector<double>& transfers_ms);
+  // What is sent now, chunk by chunk.
+  struct Made {
+    Lane* lane = nullptr;
+    double first_ms = 0;  // when the first chunk was there
+    double last_ms = 0;   // and the last one
+    double of_chunk_ms = 0;
+    double left_ms = 0;  // that is still to leave
+    Span leaves = {};
+  };
+
+  [[nodiscard]] Made made(Lane& lane, double now_ms);
+  // When each of what is sent now leaves: it shares the line evenly, and what is sent later waits. Its chunks
+  // from before have left if nothing else did then.
+  void carry(double& free_ms, double now_ms);
   // When what is ready to come begins to.
   double begin_to_come(const Lane& lane, double ready_ms);
-  // Of the first chunk, and of all, of which the last was there at that time.
-  Span arrivals(const Lane& lane, Span leaves, double last_ms);
+  // Of the first chunk, and of all.
+  Span arrivals(const Made& made);
+  static void arrive(Lane& lane, Span arrives, double now_ms);
 
   std::vector<double> lines_free_ms_ = {};  // by which workers send: from when
+  std::vector<Made> sent_ = {};             // what has a line of what is sent now
+  std::vector<std::size_t> in_order_ = {};  // of these, those first that have least left
   std::vector<LineIn> lines_in_;            // by worker
-  std::vector<double>
-      gathered_ms_;  // by worker: since when the first chunk of all its shard's gradients is there
+  // By worker, since when it has the first chunk of all gradients of its shard.
+  std::vector<double> gathered_ms_;
 };
 
 }  // namespace pipedream

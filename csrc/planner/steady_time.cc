@@ -69,8 +69,9 @@ LaneChunks chunks_of(const Edge& edge, const StageDurations& stage) {
   if (!is_push && edge.kind != EdgeKind::kPull) return {};
   if (stage.num_chunks == 1 && stage.push_leads_ms.empty()) return {};
   LaneChunks chunks;
+  if (!is_push && stage.updates_whole) return {};
   chunks.number = stage.num_chunks;
-  chunks.update_ms = stage.update_ms / stage.num_chunks;
+  chunks.update_ms = stage.updates_whole ? 0 : stage.update_ms / stage.num_chunks;
   if (is_push && !stage.push_leads_ms.empty()) {
     const auto owner = static_cast<std::size_t>(edge.to.replica.value());
     std::tie(chunks.first_lead_ms, chunks.last_lead_ms) = stage.push_leads_ms.at(owner);

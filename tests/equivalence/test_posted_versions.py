@@ -27,15 +27,18 @@ def _training(case_name: str, replicas: tuple[int, ...], **how: Any) -> Training
     return Training(case_name, len(replicas), replicas=replicas, **how)
 
 
-def _train_late(training: Training, late_seed: int, **options: Any) -> tuple[RunResult, State]:
-    """Every rank is late by a time of its own before each backward, update and pull; slots that nobody may
-    read are NaN."""
+def _train_late(
+    training: Training, late_seed: int, *, poison: bool = True, **options: Any
+) -> tuple[RunResult, State]:
+    """Every rank is late by a time of its own before it waits for gradients, and before each backward,
+    update and pull. poison: slots that nobody may read are NaN, and so versions land from the update on."""
     rank = int(os.environ.get("RANK", "0"))
     draws = random.Random(late_seed * 100 + rank)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PIPEDREAM_POISON", "1")
+        patch.setenv("PIPEDREAM_POISON", str(int(poison)))
         for owner, name in (
             (StageRunner, "backward"),
+            (ParameterServer, "expect"),
             (ParameterServer, "apply"),
             (ShardClient, "pull_from"),
         ):
@@ -52,7 +55,7 @@ def _late(method: Any, draws: random.Random) -> Any:
     return wrapped
 
 
-@pytest.mark.parametrize("transport", ["tcp", "auto"])
+@pytest.mark.parametrize(("transport", "poison"), [("tcp", True), ("auto", True), ("auto", False)])
 @pytest.mark.parametrize(
     ("replicas", "how"),
     [
@@ -68,12 +71,11 @@ def _late(method: Any, draws: random.Random) -> Any:
     ids=lambda value: "-".join(map(str, value)) or "bsp",
 )
 def test_no_forward_mixes_versions_however_late_one_is(
-    farm: Farm, transport: str, replicas: tuple[int, ...], how: dict[str, Any]
+    farm: Farm, transport: str, poison: bool, replicas: tuple[int, ...], how: dict[str, Any]
 ) -> None:
     training = _training("mlp", replicas, num_minibatches=17, short_last=False, **how)
-    assert_equals_reference(
-        farm, training, train=functools.partial(_train_late, late_seed=len(how)), transport=transport
-    )
+    train = functools.partial(_train_late, late_seed=len(how), poison=poison)
+    assert_equals_reference(farm, training, train=train, transport=transport)
 
 
 @pytest.mark.parametrize("case_name", ["mlp", "tied_apart"])

@@ -3,7 +3,7 @@
     one worker                 the model by itself, its optimizer in place
     a stage per worker, m = 1  workers that share the machine; versions that are copied
     the same, one at a time    how much faster each is alone; how long what is sent is on its way
-    and with a pause of each   what a long wait costs, as slow links make it
+    and with a pause in it     what a long wait costs, as slow links make it
     the same, flush, m = 2, 4  what a microbatch takes of a minibatch
     two replicas               what an update costs that they share
     more workers than cores    where the caller wants that: how much slower all are while they take turns
@@ -30,7 +30,7 @@ from pipedream.common.own_rank import under_torchrun
 from pipedream.common.progress_bar import progress_bar
 from pipedream.launch.measured_costs import CrowdedRuns, Runs, runtime_costs
 from pipedream.launch.runner import run
-from pipedream.model.batches import parts_of
+from pipedream.model.batches import own_loss, parts_of
 from pipedream.model.initial_weights import WeightSource
 from pipedream.model.layers import Model
 from pipedream.model.microbatch import batch_size_of
@@ -68,10 +68,10 @@ def calibrate(
 
     model, data, loss_fn, optimizer, transport and weights: as of run(). workers: so many share this machine's
     cores, as they will in training; from 2. minibatches: of each of these runs, the data's first ones, again
-    and again, but those of another size than the profile's; None: as many as one worker does in a second, but
-    at least 60. Where a minibatch has too few samples to be cut, microbatches are taken to cost their share.
-    progress: show on stderr how many runs are done, where that is a terminal. Their processes start anew each
-    time: half a minute and more in all.
+    and again, but those of another size than the profile's; None: as many as one worker does in half a
+    second, but at least 30. Where a minibatch has too few samples to be cut, microbatches are taken to cost
+    their share. progress: show on stderr how many runs are done, where that is a terminal. Their processes
+    start anew each time: half a minute and more in all.
 
     Raises ValueError for fewer than 2 workers or 20 minibatches, under torchrun, and as run().
     """
@@ -154,18 +154,15 @@ def calibration_runs(
     }
     rested: list[RunResult] = []
     runs = Runs([], [], [], cut, [], crowded, rested)
-    pauses = stages > 1 and loss_fn is not None
-    num_runs = _ROUNDS * (3 + (stages > 1) + pauses + len(cut) + len(crowded))
+    num_runs = _ROUNDS * (2 + 3 * (stages > 1) + len(cut) + len(crowded))
     with generators_kept(), progress_bar("calibrating", num_runs, "runs", is_shown=progress) as advance:
         for _ in range(_ROUNDS):  # in turn, as what else the machine does changes
             runs.one.append(measure(whole))
             runs.straight.append(measure(straight))
             if stages > 1:
                 runs.in_turn.append(measure(straight, schedule="model_parallel"))
-            if loss_fn is not None and pauses:
-                few = repeated[:_PAUSED_MINIBATCHES]
-                paused = _AfterPause(loss_fn)
-                rested.append(measure(straight, few, schedule="model_parallel", loss_fn=paused))
+                few, late = repeated[:_PAUSED_MINIBATCHES], _AfterPause(loss_fn or own_loss)
+                rested.append(measure(straight, few, schedule="model_parallel", loss_fn=late))
             for m, results in runs.cut.items():
                 results.append(measure(straight, schedule="flush", microbatches=m))
             runs.shared.append(measure(_copies(whole, 2)))

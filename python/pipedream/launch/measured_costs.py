@@ -168,11 +168,13 @@ def _quick_wakings(runs: Runs, slow: Sequence[Waking]) -> list[Waking]:
     if not num_minibatches or not waited_ms:
         return []
     standard, waking = Standard(wakings=slow), Waking(waited_ms / num_minibatches)
-    rested, busy = (means(pooled(results, standard)) for results in (runs.in_turn, runs.straight))
-    last = max(key.worker for key in rested)
+    in_turn, straight = (means(pooled(results, standard)) for results in (runs.in_turn, runs.straight))
+    last = max(key.worker for key in in_turn)
     shares = {
         # Of the stages only the last one updates in place both ways.
-        kind: _waking_share([k for k in rested if k.kind == kind and k.worker >= floor], waking, rested, busy)
+        kind: _waking_share(
+            [key for key in in_turn if key.kind == kind and key.worker >= floor], waking, in_turn, straight
+        )
         for kind, floor in (("FORWARD", 0), ("BACKWARD", 0), ("UPDATE", last))
     }
     return _known(waking, shares)
@@ -183,13 +185,14 @@ def _known(waking: Waking, shares: Mapping[str, float]) -> list[Waking]:
     return [replace(waking, shares=known)] if known else []
 
 
-def _waking_share(keys: Sequence[Key], waking: Waking, rested: _Means, busy: _Means) -> float:
+def _waking_share(keys: Sequence[Key], waking: Waking, longer_waits: _Means, shorter_waits: _Means) -> float:
     """Of an item that waking costs: item * (1 + share * woken) both ways."""
-    if not keys or any(key not in busy for key in keys):
+    if not keys or any(key not in shorter_waits for key in keys):
         return 0.0
-    longer = sum(rested[key].work_ms for key in keys) / sum(busy[key].work_ms for key in keys)
+    longer = sum(longer_waits[key].work_ms for key in keys) / sum(shorter_waits[key].work_ms for key in keys)
     woken, woken_beside = (
-        statistics.fmean(waking.part(items[key].waited_ms) for key in keys) for items in (rested, busy)
+        statistics.fmean(waking.part(items[key].waited_ms) for key in keys)
+        for items in (longer_waits, shorter_waits)
     )
     if longer <= 1 or woken - longer * woken_beside < _WOKEN_DIFFERENCE_MIN:
         return 0.0

@@ -19,7 +19,6 @@ from pipedream.planning.waking import Waking, waking_share
 from pipedream.report.result import RunResult, WorkSpan
 
 __all__ = [
-    "AS_THEY_WERE",
     "Item",
     "Items",
     "Key",
@@ -78,9 +77,6 @@ class Standard:
         else:
             awake = 1 - min(share * whole.work_ms / max(item.work_ms * speed, 1e-9), _WAKING_SHARE_MAX)
         return Item(item.compute_ms * speed * awake, item.own_ms * speed * awake, item.waited_ms)
-
-
-AS_THEY_WERE = Standard()
 
 
 def kept(spans: Sequence[WorkSpan]) -> Iterator[tuple[WorkSpan, int]]:

@@ -1,6 +1,6 @@
 """What carries a simulation's items from worker to worker: a lane for each edge, by the links of both ends.
 
-Pure; any thread; needs no torch. The core has the same (csrc/planner/steady_time.cc).
+Pure; any thread; needs no torch. The core has the same (csrc/planner/lanes.h).
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ class Chunks(NamedTuple):
     last_lead_ms: float = 0.0
     """And the last one."""
     update_ms: float = 0.0
-    """Of one."""
+    """Of one, which hides behind the next; 0 where none does."""
 
     @classmethod
     def between(cls, kind: str, owner: int, times: StageTimes) -> Chunks:
         """kind: push or pull."""
         if times.num_chunks == 1 and not times.push_leads_ms:
             return _WHOLE
+        if kind == "pull" and times.updates_whole:
+            return _WHOLE
         leads_ms = times.push_leads_ms[owner] if kind == "push" and times.push_leads_ms else (0.0, 0.0)
-        return cls(times.num_chunks, *leads_ms, update_ms=times.update_ms / times.num_chunks)
+        update_ms = 0.0 if times.updates_whole else times.update_ms / times.num_chunks
+        return cls(times.num_chunks, *leads_ms, update_ms=update_ms)
 
 
 _WHOLE = Chunks()
@@ -97,28 +100,41 @@ class _Span(NamedTuple):
     end_ms: float
 
 
+class Made(NamedTuple):
+    """What is sent now, chunk by chunk."""
+
+    first_ms: float
+    """When the first chunk was there."""
+    last_ms: float
+    """And the last one."""
+    transfer_ms: float
+    """Of all, with the line to itself."""
+    of_chunk_ms: float
+
+
 class LineOut:
     """By which a worker sends: what is sent at once shares it evenly, what is sent later waits."""
 
     def __init__(self) -> None:
         self._free_ms = 0.0
 
-    def carry(self, now_ms: float, first_ms: Sequence[float], transfers_ms: Sequence[float]) -> list[_Span]:
-        """What is sent now. first_ms: from when each could leave, chunk by chunk, if nothing else did."""
+    def carry(self, now_ms: float, sent: Sequence[Made]) -> list[_Span]:
+        """When each of what is sent now leaves. Its chunks from before have left if nothing else did then."""
         begin_ms = max(now_ms, self._free_ms)
-        begins_ms, left_ms = [begin_ms] * len(first_ms), [*transfers_ms]
-        for index, ready_ms in enumerate(first_ms):
-            early_ms = max(ready_ms, self._free_ms)
-            taken_ms = min(transfers_ms[index], begin_ms - early_ms)
+        begins_ms, left_ms = [begin_ms] * len(sent), [made.transfer_ms for made in sent]
+        for index, made in enumerate(sent):
+            early_ms = max(made.first_ms, self._free_ms)
+            not_there_ms = max(0.0, made.last_ms + made.of_chunk_ms - begin_ms)
+            taken_ms = min(begin_ms - early_ms, made.transfer_ms - not_there_ms)
             if taken_ms > 0:
-                begins_ms[index], left_ms[index] = early_ms, transfers_ms[index] - taken_ms
+                begins_ms[index], left_ms[index] = early_ms, made.transfer_ms - taken_ms
                 self._free_ms = early_ms + taken_ms
         ends_ms, carried_ms, sharing = [*begins_ms], 0.0, len(left_ms)
         for index in sorted(range(len(left_ms)), key=left_ms.__getitem__):
             if left_ms[index] > 0:
                 ends_ms[index] = begin_ms + (carried_ms + sharing * left_ms[index])
             else:
-                ends_ms[index] += transfers_ms[index]
+                ends_ms[index] += sent[index].transfer_ms
             carried_ms += left_ms[index]
             sharing -= 1
         if carried_ms > 0:
@@ -160,51 +176,48 @@ class Network:
     def send(self, lanes: Sequence[Lane], items: Sequence[tuple[int, int]], now_ms: float) -> list[float]:
         """What one worker sends at once, by the same line. When all of each arrives. items: minibatch and
         microbatch."""
-        made = [self._made_ms(lane, now_ms) for lane in lanes]
-        arrivals = [_Span(last_ms, last_ms) for _, last_ms in made]
+        sent = [self._made(lane, now_ms) for lane in lanes]
+        arrivals = [_Span(made.last_ms, made.last_ms) for made in sent]
         carried = [index for index, lane in enumerate(lanes) if lane.link is not None]
         link = lanes[carried[0]].link if carried else None
         if link is not None:
-            line = self._lines_out[link]
-            transfers_ms = [lanes[index].transfer_ms for index in carried]
-            leaving = line.carry(now_ms, [made[index].begin_ms for index in carried], transfers_ms)
+            leaving = self._lines_out[link].carry(now_ms, [sent[index] for index in carried])
             for index, leaves in zip(carried, leaving, strict=True):
                 lane = lanes[index]
-                arrivals[index] = self._arrivals(lane, leaves, made[index].end_ms)
+                arrivals[index] = self._arrivals(lane, sent[index], leaves)
                 ends_ms = (leaves.begin_ms, arrivals[index].end_ms)
                 self.transfers.append(Transfer(lane.kind, *lane.ends, *items[index], *ends_ms))
         for lane, (first_ms, all_ms) in zip(lanes, arrivals, strict=True):
+            goes_on_ms = all_ms
             if lane.kind == "push":
                 lane.firsts_ms.append(first_ms)
                 # All chunks but one are updated while others come.
-                hidden_ms = (lane.chunks.number - 1) * lane.chunks.update_ms
-                lane.arrivals_ms.append(max(first_ms, all_ms - hidden_ms))
-            else:
-                lane.arrivals_ms.append(all_ms)
+                goes_on_ms = max(first_ms, all_ms - (lane.chunks.number - 1) * lane.chunks.update_ms)
+            lane.arrivals_ms.append(max(goes_on_ms, now_ms))  # nobody goes on before what has been sent
         return [all_ms for _, all_ms in arrivals]
 
-    def _made_ms(self, lane: Lane, now_ms: float) -> _Span:
-        """When the first and the last chunk of what is sent now were there."""
+    def _made(self, lane: Lane, now_ms: float) -> Made:
         chunks = lane.chunks
+        first_ms = last_ms = now_ms
         if lane.kind == "push":
             self._gathered_ms[lane.ends[0]] = math.inf
-            return _Span(now_ms - chunks.first_lead_ms, now_ms - chunks.last_lead_ms)
-        if lane.kind == "pull" and chunks.number > 1:
-            return _Span(min(now_ms, self._gathered_ms[lane.ends[0]] + chunks.update_ms), now_ms)
-        return _Span(now_ms, now_ms)
+            first_ms, last_ms = now_ms - chunks.first_lead_ms, now_ms - chunks.last_lead_ms
+        elif lane.kind == "pull" and chunks.number > 1:
+            first_ms = min(now_ms, self._gathered_ms[lane.ends[0]] + chunks.update_ms)
+        return Made(first_ms, last_ms, lane.transfer_ms, lane.transfer_ms / chunks.number)
 
-    def _arrivals(self, lane: Lane, leaves: _Span, last_ms: float) -> _Span:
-        """Of the first chunk, and of all, of which the last was there at that time."""
-        begin_ms, transfer_ms, late_ms = leaves.begin_ms, lane.transfer_ms, 0.0
-        is_alone = leaves.end_ms == begin_ms + transfer_ms
-        comes_ms = begin_ms if is_alone else leaves.end_ms - transfer_ms
+    def _arrivals(self, lane: Lane, made: Made, leaves: _Span) -> _Span:
+        """Of the first chunk, and of all."""
+        begin_ms, end_ms = leaves
+        is_alone = end_ms == begin_ms + made.transfer_ms
+        comes_ms, late_ms = begin_ms if is_alone else end_ms - made.transfer_ms, 0.0
         if lane.queues_in:
             ready_ms = comes_ms
-            comes_ms = self._lines_in[lane.ends[1]].begin(lane.kind, ready_ms, transfer_ms)
+            comes_ms = self._lines_in[lane.ends[1]].begin(lane.kind, ready_ms, made.transfer_ms)
             late_ms = comes_ms - ready_ms
-        of_chunk_ms = transfer_ms / lane.chunks.number
-        all_ms = max(comes_ms + transfer_ms, last_ms + of_chunk_ms) + lane.latency_ms
-        return _Span(min(all_ms, begin_ms + late_ms + of_chunk_ms + lane.latency_ms), all_ms)
+        all_ms = max(comes_ms + made.transfer_ms, made.last_ms + made.of_chunk_ms) + lane.latency_ms
+        first_ms = begin_ms + late_ms + (end_ms - begin_ms) / lane.chunks.number + lane.latency_ms
+        return _Span(min(first_ms, all_ms), all_ms)
 
     def receive(self, lane: Lane, before: Lane | None, since_ms: float) -> None:
         """What its receiver has been ready for since then. before: of the list's step before, if it is of

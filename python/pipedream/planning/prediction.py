@@ -159,9 +159,7 @@ def _timing_of(
     sizes = _parameter_bytes(plan)
     return _Timing(
         [
-            _times(
-                *stage, m, speed, asynchronous=schedule.asynchronous, reduces_together=schedule.uses_allreduce
-            )
+            _times(*stage, schedule, speed)
             for stage in zip(plan.stages, costs, shares, versions, sizes, strict=True)
         ],
         [_transfer(row, m) for row in boundary_links(plan)],
@@ -192,16 +190,14 @@ def _times(
     share: SyncedBytes,
     num_versions: int,
     parameter_bytes: float | None,
-    num_microbatches: int,
+    schedule: _core.ScheduleOptions,
     speed: float,
-    *,
-    asynchronous: bool,
-    reduces_together: bool,
 ) -> StageTimes:
-    """reduces_together: every replica updates all of the stage's parameters, after an all-reduce."""
-    updated = 1.0 if reduces_together else 1 / stage.num_replicas
+    # After an all-reduce every replica updates all of the stage's parameters.
+    updated = 1.0 if schedule.uses_allreduce else 1 / stage.num_replicas
+    num_microbatches = schedule.num_microbatches
     update_ms = _update_ms(stage, cost, num_versions, updated) / speed
-    if reduces_together:
+    if schedule.uses_allreduce:
         update_ms += all_reduce_ms(stage, cost.shard_ms * stage.num_replicas)
     exchange = exchange_times(stage, cost.shard_ms * stage.num_replicas, share, parameter_bytes)
     if cost.push_ms is not None:
@@ -211,8 +207,9 @@ def _times(
         update_ms, exchange["spare_update_ms"] = (
             _update_ms(stage, cost, num_versions, of_owner) / speed for of_owner in shares
         )
-    elif not asynchronous and share.pushed == share.pulled:  # nor are factors pushed
+    elif not schedule.asynchronous and share.pushed == share.pulled:  # nor are factors pushed
         exchange["num_chunks"] = cost.num_chunks
+        exchange["updates_whole"] = schedule.exchanges_norms
         of_last = cost.backward.first if num_microbatches == 1 else cost.backward.later
         backward_ms = of_last(num_microbatches) / speed
         exchange["push_leads_ms"] = tuple(

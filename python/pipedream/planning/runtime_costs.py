@@ -13,6 +13,8 @@ that never change once built; any thread; needs no torch.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -300,23 +302,17 @@ def stage_costs(
 def _push_leads(layers: Sequence[LayerProfile], num_replicas: int) -> tuple[tuple[float, float], ...]:
     """As StageCosts has them. A chunk can leave when the layer is done in which it begins; the stage's go
     from owner to owner in turn."""
-    num_bytes = sum(layer.parameter_bytes for layer in layers)
-    all_ms = sum(layer.backward_ms for layer in layers)
+    ends_bytes = [*itertools.accumulate(layer.parameter_bytes for layer in layers)]
+    done_ms = [0.0, *itertools.accumulate(layer.backward_ms for layer in layers)]
+    num_bytes, all_ms = ends_bytes[-1], done_ms[-1]
     if num_bytes == 0 or all_ms == 0:
         return ()
-    number = num_chunks(num_bytes, num_replicas)
+    in_all = num_replicas * num_chunks(num_bytes, num_replicas)
 
     def lead(chunk: int) -> float:
-        begin_bytes = num_bytes * chunk / (number * num_replicas)
-        end_bytes, left_ms = 0, 0.0
-        for layer in layers:
-            end_bytes += layer.parameter_bytes
-            if end_bytes > begin_bytes:
-                break
-            left_ms += layer.backward_ms
-        return left_ms / all_ms
+        return done_ms[bisect.bisect_right(ends_bytes, num_bytes * chunk / in_all)] / all_ms
 
-    return tuple((lead((number - 1) * num_replicas + owner), lead(owner)) for owner in range(num_replicas))
+    return tuple((lead(in_all - num_replicas + owner), lead(owner)) for owner in range(num_replicas))
 
 
 def layer_cost_ms(layer: LayerProfile, runtime: RuntimeCosts) -> float:
@@ -397,18 +393,20 @@ def _optional_ms(where: str, given: Mapping[str, Any], name: str) -> float | Non
 def _leads_from(where: str, value: object) -> tuple[tuple[float, float], ...]:
     leads = []
     for index, row in enumerate(check_list(where, value)):
-        pair = [check_number(f"{where}[{index}]", share) for share in check_list(f"{where}[{index}]", row)]
-        if len(pair) != 2:
+        name = f"{where}[{index}]"
+        shares = [check_number(name, share) for share in check_list(name, row)]
+        if len(shares) != 2 or not shares[1] <= shares[0] <= 1:
             raise ValueError(
-                f"{where}[{index}] has {len(pair)} figures: give that of the first and the last chunk"
+                f"{name} is {shares}: give what is left of the backward when the first chunk can leave, at"
+                " most 1, and when the last one can, no more than that"
             )
-        leads.append((pair[0], pair[1]))
+        leads.append((shares[0], shares[1]))
     return tuple(leads)
 
 
 def _waking_from(where: str, value: object) -> tuple[dict[str, float], ...]:
     """A list, or one of these, as wakings_from() has it."""
-    rows: dict[str, object] = {where: value} if value else {}
+    rows: dict[str, object] = {} if value == {} else {where: value}
     if isinstance(value, list):
         rows = {f"{where}[{index}]": row for index, row in enumerate(value)}
     return tuple(

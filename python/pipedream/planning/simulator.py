@@ -339,6 +339,7 @@ class Replay:
                 of_stage = self._stage_times[edge.from_stage]
                 times = (of_stage.of_exchange(edge.kind, owner), of_stage.sync_latency_ms)
                 if edge.kind in SYNC:
+                    _check_leads(of_stage, edge.from_stage, owner)
                     chunks = Chunks.between(edge.kind, owner, of_stage)
             else:
                 boundary = self._transfer_times[min(edge.from_stage, edge.to_stage)]
@@ -359,6 +360,13 @@ class Replay:
                 f" {_name_of(*lane.source)} at worker {lane.ends[0]}"
             )
         return "the lists deadlock: " + "; ".join(waits)
+
+
+def _check_leads(times: StageTimes, stage: int, owner: int) -> None:
+    if times.push_leads_ms and owner >= len(times.push_leads_ms):
+        raise ValueError(
+            f"stage {stage} has {len(times.push_leads_ms)} push leads and an owner {owner}: give one for each"
+        )
 
 
 def _describe(instruction: Step) -> str:

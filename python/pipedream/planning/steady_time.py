@@ -78,5 +78,6 @@ def _durations(times: StageTimes, wakings_ms: Sequence[Mapping[str, float]]) -> 
         times.sync_latency_ms,
         float(times.num_chunks),
         [*times.push_leads_ms],
+        times.updates_whole,
         [[by_kind.get(kind, 0.0) for kind in ("FORWARD", "BACKWARD", "UPDATE")] for by_kind in wakings_ms],
     )

@@ -25,7 +25,8 @@ class StageTimes:
     is of what is pushed, where that is not as much; `sync_latency_ms` is besides, as a link's.
     A shard travels in `num_chunks` equal chunks: one is updated, and leaves for the others, while the next
     come. `push_leads_ms` are by its owner: how long before the end of the last backward the first of its
-    chunks is pushed, and the last one; none: all are after it.
+    chunks is pushed, and the last one; none: all are after it. `updates_whole`: an update waits for all
+    chunks, as where norms are measured.
 
     Of a stage with spares, who count on from its num_replicas, `spare_push_ms` is how long a push to a spare
     is on its way, and `spare_shard_ms` what of a pull from it is left when all pushes have come: its chunks
@@ -49,6 +50,7 @@ class StageTimes:
     spare_update_ms: float = 0.0
     num_chunks: int = 1
     push_leads_ms: Sequence[tuple[float, float]] = ()
+    updates_whole: bool = False
 
     def __post_init__(self) -> None:
         for name in (

@@ -22,8 +22,8 @@ _KINDS = ("FORWARD", "BACKWARD", "UPDATE")
 
 @dataclass(frozen=True)
 class Waking:
-    """One of these: all of it where the worker has waited for after_ms since its last item of the kind, of a
-    shorter wait a part as large."""
+    """What is lost at once, or what is lost slowly: all of it where the worker has waited for after_ms since
+    its last item of the kind, of a shorter wait a part as large."""
 
     after_ms: float = 0.0
     shares: Mapping[str, float] = field(default_factory=dict)
@@ -59,7 +59,7 @@ def wakings_from(where: str, value: object) -> tuple[Waking, ...]:
     """A file's: a list, or of before there were several, one. Raises ValueError naming the field."""
     if isinstance(value, list):
         return tuple(Waking.from_dict(f"{where}[{index}]", row) for index, row in enumerate(value))
-    return (Waking.from_dict(where, value),) if value else ()
+    return () if value == {} else (Waking.from_dict(where, value),)
 
 
 @dataclass(frozen=True)

@@ -272,9 +272,9 @@ class ShardClient(StageGradients):
 
     def _post_places(self, write_slot: int) -> None:
         """From now on the others' shards of the next version may land in the slot, which nobody reads."""
-        if self._posted_slot == write_slot:
+        if not self._channels.posted_from or self._posted_slot == write_slot:
             return
-        assert self._posted_slot is None
+        assert self._posted_slot is None, f"slot {write_slot} after slot {self._posted_slot}"
         self._posted_slot = write_slot
         self._weights.own.settle(write_slot)  # which would write over what has landed there
         for other in self._channels.posted_from:

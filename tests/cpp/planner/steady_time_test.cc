@@ -55,6 +55,18 @@ TEST(SteadyTime, replicas_push_and_pull_between_their_minibatches) {
                    (1 + 2 + 2 + 0.25 + 0.5 + 3 + 0.25) / 2);
 }
 
+TEST(SteadyTime, chunks_of_a_shard_are_updated_and_leave_while_others_come) {
+  StageDurations stage = make_stage(1, 2);
+  stage.update_ms = 2;
+  stage.push_ms = stage.pull_ms = 8;
+  const ScheduleOptions options = make_options("data_parallel", {2});
+  EXPECT_DOUBLE_EQ(steady_ms(options, 20, {stage}, {}, std::nullopt, {}, true), 21.0 / 2);
+  stage.num_chunks = 2;  // the link is busy from the push to the end of the pull
+  EXPECT_DOUBLE_EQ(steady_ms(options, 20, {stage}, {}, std::nullopt, {}, true), 19.0 / 2);
+  stage.updates_whole = true;
+  EXPECT_DOUBLE_EQ(steady_ms(options, 20, {stage}, {}, std::nullopt, {}, true), 21.0 / 2);
+}
+
 TEST(SteadyTime, what_leaves_by_one_link_waits_for_each_other) {
   // The stage in the middle sends 4 ms downstream and 4 ms upstream of each minibatch.
   const std::vector<StageDurations> stages(3, make_stage(1, 2));
@@ -62,7 +74,7 @@ TEST(SteadyTime, what_leaves_by_one_link_waits_for_each_other) {
   ScheduleOptions options = make_options("pipedream", {1, 1, 1});
   options.in_flight = {6, 4, 1};
   EXPECT_LT(steady_ms(options, 40, stages, boundaries), 5.0);
-  EXPECT_DOUBLE_EQ(steady_ms(options, 40, stages, boundaries, std::nullopt, 0, true), 8.0);
+  EXPECT_DOUBLE_EQ(steady_ms(options, 40, stages, boundaries, std::nullopt, {}, true), 8.0);
 }
 
 TEST(SteadyTime, what_replicas_send_one_worker_comes_by_its_one_link) {
@@ -72,7 +84,7 @@ TEST(SteadyTime, what_replicas_send_one_worker_comes_by_its_one_link) {
   options.in_flight = {8, 1};
   const std::vector<StageDurations> stages = {make_stage(1, 2), last};
   EXPECT_LT(steady_ms(options, 90, stages, {{4, 0, 0}}), 2.0);
-  EXPECT_NEAR(steady_ms(options, 90, stages, {{4, 0, 0}}, std::nullopt, 0, true), 4.0, 1e-9);
+  EXPECT_NEAR(steady_ms(options, 90, stages, {{4, 0, 0}}, std::nullopt, {}, true), 4.0, 1e-9);
 }
 
 TEST(SteadyTime, an_item_waits_for_its_link_and_not_for_the_latency_of_the_one_before_it) {
@@ -107,14 +119,16 @@ TEST(SteadyTime, three_workers_on_two_cores_get_less_than_two_thirds_of_one_each
 TEST(SteadyTime, who_waits_wakes_for_its_next_item_of_each_kind) {
   std::vector<StageDurations> stages(2, make_stage(1, 2));
   for (StageDurations& stage : stages) {
-    stage.forward_waking_ms = 0.25;
-    stage.backward_waking_ms = 0.5;
+    stage.wakings = {{0.25, 0.5, 0}};
   }
   // Both items of each stage come after its wait of 3 ms.
   const ScheduleOptions in_turn = make_options("model_parallel", {1, 1});
-  EXPECT_DOUBLE_EQ(steady_ms(in_turn, 8, stages, {{}}, std::nullopt, 2.0), 6 + 2 * 0.25 + 2 * 0.5);
-  EXPECT_DOUBLE_EQ(steady_ms(in_turn, 8, stages, {{}}, SharedCores{2, {1, 1}}, 2.0), 6 + 2 * 0.25 + 2 * 0.5);
-  EXPECT_DOUBLE_EQ(steady_ms(in_turn, 8, stages, {{}}), 6);  // no figure says from when on
+  EXPECT_DOUBLE_EQ(steady_ms(in_turn, 8, stages, {{}}, std::nullopt, {2.0}), 6 + 2 * 0.25 + 2 * 0.5);
+  EXPECT_DOUBLE_EQ(steady_ms(in_turn, 8, stages, {{}}, SharedCores{2, {1, 1}}, {2.0}),
+                   6 + 2 * 0.25 + 2 * 0.5);
+  // And what is lost slowly.
+  for (StageDurations& stage : stages) stage.wakings.push_back({1, 0, 0});
+  EXPECT_DOUBLE_EQ(steady_ms(in_turn, 8, stages, {{}}, std::nullopt, {2.0, 3.0}), 6 + 2 * 1.25 + 2 * 0.5);
 }
 
 TEST(SteadyTime, of_too_few_minibatches_it_is_the_mean_of_the_whole_run) {

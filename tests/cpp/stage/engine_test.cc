@@ -240,6 +240,27 @@ TEST_F(Engine, EveryReadFindsItsVersionThoughFreedSlotsAreOverwritten) {
   });
 }
 
+TEST_F(Engine, APushIsReceivedWithTheSlotOfTheUpdateThatTakesIt) {
+  const std::vector<std::vector<std::int64_t>> plans = {{2}, {2, 1}, {1, 3}, {3, 2, 1}};
+  for (const std::vector<std::int64_t>& replicas : plans) {
+    ScheduleOptions options = make_options("pipedream", derive_in_flight(replicas));
+    options.placement = Placement::in_order(replicas);
+    for (std::int64_t worker = 0; worker < num_workers(options); ++worker) {
+      SCOPED_TRACE(describe(options, worker, 13));
+      make(options, worker);
+      std::optional<SlotIndex> told;
+      for (WorkItem work = next_of(13); work.kind != WorkKind::kDone; work = next_of(13)) {
+        if (work.kind == WorkKind::kRecv && work.edge.kind == EdgeKind::kPush) told = work.write_slot;
+        if (work.kind == WorkKind::kUpdate) {
+          EXPECT_EQ(work.write_slot, told.value_or(work.write_slot));
+          told.reset();
+        }
+        complete(work);
+      }
+    }
+  }
+}
+
 // By the program: the version of this backward is neither the newest nor read by a later item. What follows
 // the last minibatch counts as an item until the engine learns that it does not exist.
 bool is_last_read(const Instructions& program, std::size_t position) {

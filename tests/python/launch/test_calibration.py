@@ -307,7 +307,7 @@ def test_a_calibration_without_a_number_of_minibatches_takes_half_a_second_of_ea
 
 
 def test_runs_that_were_slow_or_fast_by_chance_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And those with pauses are of the loss that is late, where there is one."""
+    """And those with pauses are of a loss that is late."""
     numbers = itertools.count()
     losses: list[Any] = []
 
@@ -336,9 +336,14 @@ def test_runs_that_were_slow_or_fast_by_chance_do_not_count(monkeypatch: pytest.
     assert {len(results) for results in (runs.one, *runs.cut.values(), runs.shared, runs.rested)} == {2}
     paused = [row for row in losses if row[0] is not nn.functional.mse_loss]
     assert [count for _, count in paused] == [150] * 4
-    late = paused[0][0]
-    assert late(torch.zeros(2), torch.ones(2)) == 1.0
-    assert runs_with(None).rested == []
+    slept_s: list[float] = []
+    monkeypatch.setattr("time.sleep", slept_s.append)
+    assert paused[0][0](torch.zeros(2), torch.ones(2)) == 1.0
+    assert slept_s == [0.004]
+    losses.clear()
+    runs_with(None)
+    late = next(loss for loss, _ in losses if loss is not None)
+    assert late(torch.tensor(3.0), None) == 3.0  # the model's own
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from pipedream import _core
-from pipedream.planning.lanes import LineIn, LineOut
+from pipedream.planning.lanes import LineIn, LineOut, Made
 from pipedream.planning.simulator import Simulation, StageTimes, Transfer, TransferTimes, simulate
 from pipedream.planning.steady_time import steady_ms
 
@@ -20,28 +20,36 @@ def _simulated(options: _core.ScheduleOptions, times: StageTimes, minibatches: i
 
 
 def _carried(simulation: Simulation, what: str, from_worker: int, minibatch: int) -> Transfer:
-    [found] = [
-        t
-        for t in simulation.transfers
-        if (t.what, t.from_worker, t.minibatch) == (what, from_worker, minibatch)
-    ]
-    return found
+    return next(
+        transfer
+        for transfer in simulation.transfers
+        if (transfer.what, transfer.from_worker, transfer.minibatch) == (what, from_worker, minibatch)
+    )
+
+
+def _carried_by(line: LineOut, now_ms: float, *sent: float | Made) -> list[tuple[float, float]]:
+    """sent: milliseconds of what is made now, or what was made before."""
+    made = [one if isinstance(one, Made) else Made(now_ms, now_ms, one, one) for one in sent]
+    return [tuple(span) for span in line.carry(now_ms, made)]
 
 
 def test_what_is_sent_at_once_shares_the_line_evenly_and_what_is_sent_later_waits() -> None:
     line = LineOut()
-    assert line.carry(5.0, [5.0, 5.0], [3.0, 10.0]) == [(5.0, 11.0), (5.0, 18.0)]
-    assert line.carry(6.0, [6.0], [2.0]) == [(18.0, 20.0)]
-    assert line.carry(30.0, [30.0] * 3, [4.0, 4.0, 4.0]) == [(30.0, 42.0)] * 3
-    assert line.carry(50.0, [50.0, 50.0], [0.0, 4.0]) == [(50.0, 50.0), (50.0, 54.0)]
+    assert _carried_by(line, 5.0, 3.0, 10.0) == [(5.0, 11.0), (5.0, 18.0)]
+    assert _carried_by(line, 6.0, 2.0) == [(18.0, 20.0)]
+    assert _carried_by(line, 30.0, 4.0, 4.0, 4.0) == [(30.0, 42.0)] * 3
+    assert _carried_by(line, 50.0, 0.0, 4.0) == [(50.0, 50.0), (50.0, 54.0)]
 
 
-def test_what_was_ready_earlier_takes_what_the_line_idled_before() -> None:
+def test_chunks_that_were_there_earlier_take_what_the_line_idled_before() -> None:
     line = LineOut()
-    assert line.carry(5.0, [5.0, 2.0], [3.0, 10.0]) == [(5.0, 11.0), (2.0, 15.0)]
-    assert line.carry(20.0, [13.0], [2.0]) == [(15.0, 17.0)]  # all of it
-    assert line.carry(20.0, [20.0], [1.0]) == [(20.0, 21.0)]
-    assert line.carry(22.0, [10.0], [4.0]) == [(21.0, 25.0)]
+    assert _carried_by(line, 5.0, 3.0, Made(2.0, 2.0, 10.0, 10.0)) == [(5.0, 11.0), (2.0, 15.0)]
+    assert _carried_by(line, 20.0, Made(13.0, 16.0, 2.0, 1.0)) == [(15.0, 17.0)]  # all of it
+    assert _carried_by(line, 20.0, 1.0) == [(20.0, 21.0)]
+    assert _carried_by(line, 22.0, Made(10.0, 10.0, 4.0, 4.0)) == [(21.0, 25.0)]
+    # Of four chunks the last is made half a millisecond before it is sent: half of it is to leave then.
+    assert _carried_by(line, 40.0, Made(30.0, 39.5, 4.0, 1.0)) == [(30.0, 40.5)]
+    assert _carried_by(line, 40.0, 1.0) == [(40.5, 41.5)]
 
 
 def test_line_in_takes_of_an_exchange_what_other_stages_send_meanwhile() -> None:
@@ -61,6 +69,21 @@ def test_chunks_are_updated_and_leave_while_others_come(num_chunks: int, round_m
     """Of 2 chunks the first is there after 4 of 8 ms, and its version before the pushes have left."""
     times = StageTimes(1.0, 2.0, 2.0, shard_ms=8.0, num_chunks=num_chunks)
     assert steady_ms(_REPLICATED, 20, [times], [], one_link=True) == pytest.approx(round_ms / 2)
+
+
+def test_chunks_to_several_others_come_as_the_line_is_shared() -> None:
+    """Of three replicas: 16 ms of the line each round, as the first chunks are there after 4 ms."""
+    replicated = _core.ScheduleOptions(
+        schedule="data_parallel", in_flight=[1], placement=_core.Placement.in_order([3])
+    )
+    times = StageTimes(1.0, 2.0, 2.0, shard_ms=4.0, num_chunks=2)
+    assert steady_ms(replicated, 30, [times], [], one_link=True) == pytest.approx((3 + 16) / 3)
+    assert _carried(_simulated(replicated, times, 3), "pull", 0, 0).begin_ms == pytest.approx(3 + 8)
+
+
+def test_an_update_that_waits_for_all_gradients_hides_nothing() -> None:
+    times = StageTimes(1.0, 2.0, 2.0, shard_ms=8.0, num_chunks=2, updates_whole=True)
+    assert steady_ms(_REPLICATED, 20, [times], [], one_link=True) == pytest.approx(21 / 2)
 
 
 def test_a_shard_s_version_waits_for_its_last_chunk() -> None:
@@ -94,3 +117,6 @@ def test_leads_that_cannot_be_are_refused() -> None:
         StageTimes(1.0, 2.0, push_leads_ms=[(-1.0, 0.0)])
     with pytest.raises(ValueError, match="num_chunks is 0"):
         StageTimes(1.0, 2.0, num_chunks=0)
+    few = StageTimes(1.0, 2.0, push_leads_ms=[(0.0, 0.0)])
+    with pytest.raises(ValueError, match="stage 0 has 1 push leads and an owner 1: give one for each"):
+        _simulated(_REPLICATED, few, 2)

@@ -132,6 +132,11 @@ def test_shards_travel_in_the_chunks_that_the_core_deals_and_leave_as_layers_are
     assert (of_device.num_chunks, of_device.push_leads) == (3, ())  # there they leave after the backward
     spoilt = replace(stage, push_leads=stage.push_leads[:1])
     plan = make_plan(profile, (Stage(0, 3, 2),), 1e6, cost_model="calibrated")
+    for row in ([0.5], [0.25, 0.5], [1.5, 0.5]):
+        with pytest.raises(
+            ValueError, match=r"costs.push_leads\[0\] is .*: give what is left of the backward"
+        ):
+            StageCosts.from_dict("costs", stage.to_dict() | {"push_leads": [row]})
     with pytest.raises(
         ValueError, match="stage 0 has 1 push_leads for 2 replicas: give one for each, or none"
     ):
@@ -302,6 +307,7 @@ def test_runtime_figures_that_cannot_be_are_refused_by_name(changes: dict[str, A
         ({"host": {"num_workers": 2}}, "predicted.host.num_cores is None"),
         ({"spread": {"FORWARD": 1.0}}, "predicted.spread.FORWARD is 1.0"),
         ({"waking": [{"after_ms": 1.0}]}, "stage 0 has 0 waking_ms for 1 in predicted.waking: give one"),
+        ({"waking": 0}, "predicted.waking is 0"),
         ({"waking": [{"after_ms": "1"}]}, r"predicted.waking\[0\].after_ms is '1'"),
     ],
 )

@@ -57,7 +57,11 @@ def _drawn_times(data: st.DataObject, num_stages: int) -> tuple[list[StageTimes]
 
     def chunks() -> dict[str, Any]:
         leads_ms = [sorted(drawn(2), reverse=True) for _ in range(data.draw(st.sampled_from((0, 3))))]
-        return {"num_chunks": data.draw(st.integers(1, 3)), "push_leads_ms": [(a, b) for a, b in leads_ms]}
+        return {
+            "num_chunks": data.draw(st.integers(1, 3)),
+            "push_leads_ms": [(first, last) for first, last in leads_ms],
+            "updates_whole": data.draw(st.booleans()),
+        }
 
     stage_times = [StageTimes(*drawn(9), **chunks()) for _ in range(num_stages)]
     return stage_times, [TransferTimes(*drawn(3)) for _ in range(num_stages - 1)]
@@ -116,20 +120,22 @@ def test_what_the_core_does_not_replay_is_simulated() -> None:
         assert replayed_ms == pytest.approx(8.0)
     for options in (spared, served):
         with pytest.raises(ValueError, match=r"have no steady_ms\(\): simulate them"):
-            _core.steady_ms(options, 12, [(*(1.0,) * 10, [], [])], [])
+            _core.steady_ms(options, 12, [(*(1.0,) * 10, [], False, [])], [])
 
 
 def test_durations_of_another_plan_are_refused() -> None:
     options = _core.ScheduleOptions(in_flight=[2, 1])
     with pytest.raises(ValueError, match="durations of 1 stages and 0 boundaries for 2 stages"):
-        _core.steady_ms(options, 4, [(*(1.0,) * 10, [], [])], [])
+        _core.steady_ms(options, 4, [(*(1.0,) * 10, [], False, [])], [])
     replicated = _core.ScheduleOptions(in_flight=[1], placement=_core.Placement.in_order([2]))
     with pytest.raises(ValueError, match="stage 0 has 1 push leads for 2 replicas: give one for each"):
-        _core.steady_ms(replicated, 4, [(*(1.0,) * 10, [(0.0, 0.0)], [])], [])
+        _core.steady_ms(replicated, 4, [(*(1.0,) * 10, [(0.0, 0.0)], False, [])], [])
     with pytest.raises(ValueError, match="stage 0 has 0 wakings for 1 times: give one for each"):
-        _core.steady_ms(replicated, 4, [(*(1.0,) * 10, [], [])], [], waking_after_ms=[1.0])
+        _core.steady_ms(replicated, 4, [(*(1.0,) * 10, [], False, [])], [], waking_after_ms=[1.0])
+    with pytest.raises(ValueError, match=r"stage 0 has shards of 0\.0+ chunks: give at least 1"):
+        _core.steady_ms(replicated, 4, [(*(1.0,) * 9, 0.0, [], False, [])], [])
     with pytest.raises(ValueError, match="machines have 0 workers and 1 cores: give at least 1"):
-        _core.steady_ms(_core.ScheduleOptions(), 4, [(*(1.0,) * 10, [], [])], [], (0, [1.0]))
+        _core.steady_ms(_core.ScheduleOptions(), 4, [(*(1.0,) * 10, [], False, [])], [], (0, [1.0]))
 
 
 def test_norms_between_replicas_take_no_time_of_their_links() -> None:
