@@ -68,6 +68,11 @@ class RawPeer {
       ASSERT_GE(zmq_.send(socket_, parts[part].data(), parts[part].size(), flags), 0);
     }
   }
+  // As send(), of one part, unless the other end has gone already: then send() would wait for good.
+  void offer(const std::vector<std::byte>& part) {
+    if (zmq_.send(socket_, part.data(), part.size(), zmq::kDontWait) >= 0) return;
+    EXPECT_EQ(zmq_.errno_of_thread(), EAGAIN) << zmq_.last_error();
+  }
 
  private:
   const LibZmq& zmq_;

@@ -177,7 +177,7 @@ TEST_P(ZmqStrangers, SilentOnesAreTurnedAwayInTime) {
 TEST_P(ZmqStrangers, ZeroMqWithoutAMechanismIsRefusedAndCounted) {
   RawPeer stranger;
   stranger.connect(address_);
-  stranger.send({hello_bytes()});
+  stranger.offer(hello_bytes());
   ASSERT_TRUE(wait_refused(1));
   EXPECT_EQ(recorder_.num_calls(), 0u);
   expect_true_peer_gets_through();
