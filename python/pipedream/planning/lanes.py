@@ -118,6 +118,13 @@ class LineOut:
     def __init__(self) -> None:
         self._free_ms = 0.0
 
+    def carry_one(self, now_ms: float, transfer_ms: float) -> float:
+        """As carry(), of one item that is made now, as most are: when it begins to leave."""
+        begin_ms = max(now_ms, self._free_ms)
+        if transfer_ms > 0:
+            self._free_ms = begin_ms + transfer_ms
+        return begin_ms
+
     def carry(self, now_ms: float, sent: Sequence[Made]) -> list[_Span]:
         """When each of what is sent now leaves. Its chunks from before have left if nothing else did then."""
         begin_ms = max(now_ms, self._free_ms)
@@ -176,6 +183,8 @@ class Network:
     def send(self, lanes: Sequence[Lane], items: Sequence[tuple[int, int]], now_ms: float) -> list[float]:
         """What one worker sends at once, by the same line. When all of each arrives. items: minibatch and
         microbatch."""
+        if len(lanes) == 1 and lanes[0].kind not in SYNC:
+            return [self._send_one(lanes[0], items[0], now_ms)]
         sent = [self._made(lane, now_ms) for lane in lanes]
         arrivals = [_Span(made.last_ms, made.last_ms) for made in sent]
         carried = [index for index, lane in enumerate(lanes) if lane.link is not None]
@@ -195,6 +204,19 @@ class Network:
                 goes_on_ms = max(first_ms, all_ms - (lane.chunks.number - 1) * lane.chunks.update_ms)
             lane.arrivals_ms.append(max(goes_on_ms, now_ms))  # nobody goes on before what has been sent
         return [all_ms for _, all_ms in arrivals]
+
+    def _send_one(self, lane: Lane, item: tuple[int, int], now_ms: float) -> float:
+        """Of another stage."""
+        arrives_ms = now_ms
+        if lane.link is not None:
+            transfer_ms = lane.transfer_ms
+            begin_ms = comes_ms = self._lines_out[lane.link].carry_one(now_ms, transfer_ms)
+            if lane.queues_in:
+                comes_ms = self._lines_in[lane.ends[1]].begin(lane.kind, begin_ms, transfer_ms)
+            arrives_ms = comes_ms + transfer_ms + lane.latency_ms
+            self.transfers.append(Transfer(lane.kind, *lane.ends, *item, begin_ms, arrives_ms))
+        lane.arrivals_ms.append(arrives_ms)
+        return arrives_ms
 
     def _made(self, lane: Lane, now_ms: float) -> Made:
         chunks = lane.chunks
