@@ -15,10 +15,11 @@ void check_durations(const ScheduleOptions& options, const std::vector<StageDura
                     std::to_string(boundaries.size()) + " boundaries for " + std::to_string(stages) +
                     " stages: give one per stage, and one per boundary");
   }
+  const Placement placement = placement_of(options);
   for (std::size_t index = 0; index < stages; ++index) {
     const StageDurations& stage = of_stages[index];
-    const auto replicas = static_cast<std::size_t>(
-        placement_of(options).num_replicas(StageIndex(static_cast<std::int64_t>(index))));
+    const auto replicas =
+        static_cast<std::size_t>(placement.num_replicas(StageIndex(static_cast<std::int64_t>(index))));
     if (stage.wakings.size() != num_wakings) {
       throw UserError("stage " + std::to_string(index) + " has " + std::to_string(stage.wakings.size()) +
                       " wakings for " + std::to_string(num_wakings) + " times: give one for each");

@@ -147,13 +147,16 @@ def _slow_wakings(runs: Runs) -> list[Waking]:
     if not runs.rested:
         return []
     rested, in_turn = (
-        {key: item._replace(own_ms=0.0) for key, item in means(pooled(results, Standard())).items()}
+        {
+            key: item._replace(own_ms=0.0)
+            for key, item in means(pooled(results, Standard())).items()
+            if key.worker == 0
+        }
         for results in (runs.rested, runs.in_turn)
     )
-    waking = Waking(max(item.waited_ms for key, item in rested.items() if key.worker == 0))
-    keys = [key for key in rested if key.worker == 0]
+    waking = Waking(max(item.waited_ms for item in rested.values()))
     shares = {
-        kind: _waking_share([key for key in keys if key.kind == kind], waking, rested, in_turn)
+        kind: _waking_share([key for key in rested if key.kind == kind], waking, rested, in_turn)
         for kind in WORK_KINDS
     }
     return _known(waking, shares)
