@@ -66,6 +66,10 @@ class FreshBuild(build):
 class CMakeBuild(build_ext):
     """Runs CMake instead of a compiler."""
 
+    def run(self) -> None:
+        self.is_for_this_tree = self.inplace or self.editable_mode  # setuptools clears inplace meanwhile
+        super().run()
+
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -86,8 +90,10 @@ class CMakeBuild(build_ext):
         jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(len(os.sched_getaffinity(0))))
         build = [cmake, "--build", str(CMAKE_DIR), "--parallel", jobs]
         self.run_cmake([*build, "--target", "pd_bindings"])
-        suffix = sysconfig.get_config_var("EXT_SUFFIX")
-        shutil.copy2(CMAKE_DIR / "csrc" / "bindings" / f"_core{suffix}", target)
+        # A wheel's core has no symbols; that of a working tree names functions to a debugger.
+        strip = [] if self.is_for_this_tree else ["--strip"]
+        install = [cmake, "--install", str(CMAKE_DIR), "--component", "core", *strip]
+        self.run_cmake([*install, "--prefix", str(target.parent)])
         if os.environ.get("PIPEDREAM_BUILD_TESTS") == "ON":
             # Begun here, beside the rest of an installation; a test that does not compile is make's to tell.
             subprocess.run(build, check=False)
