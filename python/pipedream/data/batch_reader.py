@@ -13,6 +13,7 @@ from typing import Any
 
 from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.data.stream import Minibatch, fingerprint_of
+from pipedream.model.ignored_labels import IgnoredLabels, UnevenLabels
 from pipedream.model.microbatch import check_alike, chunk, counts_of, piece_sizes, weights
 
 __all__ = ["BatchReader", "Microbatch"]
@@ -30,6 +31,8 @@ class Microbatch:
     """Share of the minibatch's loss."""
     is_empty: bool = False
     """torch.chunk made fewer pieces than microbatches."""
+    uneven_labels: tuple[UnevenLabels, ...] = ()
+    """Labels of -100, by which the microbatches of the minibatch may count otherwise than by samples."""
 
 
 _NOTHING_EARLY: tuple[Minibatch | None, list[Microbatch]] = (None, [])
@@ -59,6 +62,7 @@ class BatchReader:
         self._is_compared = not (is_first and is_last)  # with a single stage nobody else reads the data
         self._check_inputs = check_inputs
         self._weight_fn = weight_fn
+        self.ignored_labels = IgnoredLabels()
         self._pieces: list[Microbatch] = []
         self._early = _NOTHING_EARLY
 
@@ -106,10 +110,13 @@ class BatchReader:
         check_alike(batch.inputs, batch.targets, m, minibatch=minibatch)
         sizes = piece_sizes(batch.num_samples, m)
         counts: list[float] = [*sizes]
+        uneven: tuple[UnevenLabels, ...] = ()
         if self._is_last and self._weight_fn is not None:
             counts = counts_of(self._weight_fn, cut_targets[: len(sizes)], minibatch)
+        elif self._is_last:
+            uneven = self.ignored_labels.look(targets, cut_targets[: len(sizes)], sizes)
         shares = weights(counts)
         return [
-            Microbatch(cut_inputs[index], cut_targets[index], fingerprint, share)
+            Microbatch(cut_inputs[index], cut_targets[index], fingerprint, share, uneven_labels=uneven)
             for index, share in enumerate(shares)
         ]

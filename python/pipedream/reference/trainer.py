@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor
 
 from pipedream.model.boundary import check_loss, map_tensors, to_device
+from pipedream.model.ignored_labels import IgnoredLabels, with_other_labels
 from pipedream.model.microbatch import check_alike, chunk, counts_of, samples_of, weights
 from pipedream.model.precision import LossScaler
 from pipedream.model.references import places_of
+from pipedream.model.untouched import untouched
 from pipedream.reference.cuts import CutFunction, cross
 from pipedream.reference.stages import Recomputed, Stage
 from pipedream.reference.updates import History
@@ -47,6 +50,7 @@ class Trainer:
         self._device = device
         self._num_microbatches = num_microbatches
         self._weight_fn = weight_fn
+        self._ignored_labels = IgnoredLabels()
         self._across_cut = across_cut
         self._max_grad_norm = max_grad_norm
         self._scaler = scaler
@@ -60,7 +64,7 @@ class Trainer:
     def train(self, minibatch: int, inputs: Any, targets: Any) -> float:
         """One minibatch; its loss."""
         pieces = cut(inputs, targets, self._num_microbatches, minibatch)
-        shares = self._shares(pieces, minibatch)
+        shares = self._shares(targets, pieces, minibatch)
         for stage in self._stages:
             stage.begin(minibatch)
         leaves = self._read(minibatch)
@@ -103,11 +107,29 @@ class Trainer:
             stage.average()
             stage.buffers.average()
 
-    def _shares(self, pieces: Sequence[tuple[Any, Any]], minibatch: int) -> list[float]:
-        """Of the microbatches in the minibatch."""
-        if self._weight_fn is None or self._num_microbatches == 1:
-            return weights([samples_of(*piece) or 1 for piece in pieces])
-        return weights(counts_of(self._weight_fn, [targets for _, targets in pieces], minibatch))
+    def _shares(self, targets: Any, pieces: Sequence[tuple[Any, Any]], minibatch: int) -> list[float]:
+        """Of the microbatches in the minibatch. Raises ValueError for a loss that wants others."""
+        of_pieces = [piece_targets for _, piece_targets in pieces]
+        if self._weight_fn is not None and self._num_microbatches > 1:
+            return weights(counts_of(self._weight_fn, of_pieces, minibatch))
+        counts = [samples_of(*piece) or 1 for piece in pieces]
+        if self._num_microbatches > 1:
+            found = self._ignored_labels.look(targets, of_pieces, counts)
+            for uneven, piece in itertools.product(found, pieces):
+                labels = uneven.of(piece[1])
+                loss_with = functools.partial(self._loss_with, piece, labels)
+                self._ignored_labels.judge(
+                    uneven, labels, loss_with, minibatch=minibatch, num_microbatches=self._num_microbatches
+                )
+        return weights(counts)
+
+    def _loss_with(self, piece: tuple[Any, Any], labels: Tensor, others: Tensor) -> float:
+        """Of a microbatch with other labels in the place of these; leaves no trace."""
+        value, targets = (to_device(with_other_labels(part, labels, others), self._device) for part in piece)
+        with untouched(stage.module for stage in self._stages), torch.no_grad():
+            for stage in self._stages:
+                value = stage.forward_again(value, targets, {})
+        return float(value)
 
     @contextlib.contextmanager
     def _statistics_kept(self) -> Iterator[None]:

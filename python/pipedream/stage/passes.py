@@ -22,9 +22,12 @@ from pipedream.model.boundary import (
     tensors_of,
     to_device,
 )
+from pipedream.model.ignored_labels import with_other_labels
+from pipedream.model.references import modules_carried_by
 from pipedream.model.seeding import RngStream
 from pipedream.model.stage_calls import StageCalls, backward, backward_of_loss
 from pipedream.model.stage_module import StageModule
+from pipedream.model.untouched import untouched
 from pipedream.stage.offloaded import OffloadedStash
 from pipedream.stage.stashed import Stashed
 from pipedream.stage.user_code import UserCode
@@ -66,7 +69,8 @@ class StagePasses:
         self._clones_inputs = clones_inputs
         self._works_in_place: bool | None = None  # on the stage's input; known after the first forward
         self._offload = offload
-        calls = StageCalls(stage, loss_fn, device, autocast)
+        self._loss_fn = loss_fn
+        self._calls = calls = StageCalls(stage, loss_fn, device, autocast)
         self._call_stage = functools.partial(_call_stage, calls, stage.stage_index)
         self._call_loss = functools.partial(_loss_of, calls, device)
         around: list[Region] = [] if torch_region is None else [torch_region]
@@ -118,6 +122,15 @@ class StagePasses:
         if self._boundary_out is not None:
             return output
         return self._user.run("loss_fn", self._call_loss, stashed, output)
+
+    def loss_with(self, stashed: Stashed, labels: Tensor, others: Tensor) -> float:
+        """The loss that the microbatch would have with other labels in the place of these. To be called before
+        its forward; leaves no trace."""
+        modules = [self._stage, *modules_carried_by(self._loss_fn)]
+        with untouched(modules), entered(self._around_again), torch.no_grad():
+            output = self._calls.layers(with_other_labels(stashed.value, labels, others))
+            targets = to_device(with_other_labels(stashed.piece.targets, labels, others), self._device)
+            return float(self._calls.loss(output, targets, stashed.minibatch))
 
     def crossing(self, output: Any, minibatch: int) -> list[Tensor]:
         """The tensors of an output that go downstream."""

@@ -174,6 +174,8 @@ class StageRunner:
         stashed = Stashed(minibatch, leaves, value, piece, work.read_slot, scale)
         del value, leaves
         self._bind(work.read_slot, minibatch)
+        if piece.uneven_labels:
+            self._judge_labels(stashed)
         if self.meter is None:
             output = self._passes.forward(stashed, is_next=not self._in_flight)
         else:
@@ -193,6 +195,21 @@ class StageRunner:
         if microbatch == self._last_microbatch:
             self._close_minibatch(minibatch)
         return [settled(tensor, self._buffer_memory) for tensor in crossing]
+
+    def _judge_labels(self, stashed: Stashed) -> None:
+        """Raises ValueError for labels of -100 by which microbatches count otherwise than by samples."""
+        reader, piece = self.parts.reader, stashed.piece
+        assert reader is not None
+        for uneven in piece.uneven_labels:
+            labels = uneven.of(piece.targets)
+            loss_with = functools.partial(self._passes.loss_with, stashed, labels)
+            reader.ignored_labels.judge(
+                uneven,
+                labels,
+                loss_with,
+                minibatch=stashed.minibatch,
+                num_microbatches=self._last_microbatch + 1,
+            )
 
     def _read(self, work: _core.WorkItem) -> Microbatch | None:
         """None: the data are over."""

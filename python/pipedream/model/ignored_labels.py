@@ -1,0 +1,195 @@
+"""Labels of -100, which torch's losses leave out of their mean: a microbatch then counts by its other labels,
+and not by its samples.
+
+    look     the last stage's reader finds a minibatch whose microbatches have unequal shares of such labels
+    judge    the stage tries whether its loss is such a mean, by losses of one microbatch with other labels
+
+The loss of one microbatch f is tried with the labels of A alone, with those of B alone, and with both:
+
+    the mean over labels    f(A + B) = (|A| f(A) + |B| f(B)) / (|A| + |B|)
+    over all positions      f(A + B) = f(A) + f(B)
+    of samples' means       f(A + B) = (samples of A * f(A) + samples of B * f(B)) / samples
+
+A and B are samples, so a decoder whose inputs follow from the labels is tried as well. The mean over labels
+must be by far the nearest. Owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedream.model.batches import Keywords
+from pipedream.model.boundary import map_tensors
+
+__all__ = ["IGNORED", "IgnoredLabels", "UnevenLabels", "with_other_labels"]
+
+IGNORED = -100
+"""The ignore_index of torch's losses."""
+
+_DTYPES = (torch.int64, torch.int32, torch.int16)
+_ROUNDING = 1e-7  # of a loss in float32
+
+
+@dataclass(frozen=True)
+class UnevenLabels:
+    """Labels whose -100s are not spread evenly over the microbatches."""
+
+    where: str
+    """An expression behind the name of the targets: "" or '["labels"]'."""
+    valid: int
+    """Some label that is none of -100."""
+    is_uneven: tuple[bool, bool]
+    """Of all labels, and of all but the first of each sample."""
+    is_named: bool
+    """The targets are a batch with names."""
+
+    def of(self, targets: Any) -> Tensor:
+        return _label_tensors(targets)[self.where]
+
+    def weight_fn(self, labels: Tensor, *, is_shifted: bool) -> str:
+        name = "batch" if self.is_named else "targets"
+        first = ""
+        if is_shifted:
+            first = "[:, 1:]" if labels.dim() == 2 else "[..., 1:]"
+        return f"lambda {name}: ({name}{self.where}{first} != {IGNORED}).sum()"
+
+
+class IgnoredLabels:
+    """What is known of a run's loss and its labels."""
+
+    def __init__(self) -> None:
+        self._is_shifted: dict[str, bool | None] = {}  # None: the loss is no mean over these labels
+
+    def look(self, targets: Any, pieces: Sequence[Any], sizes: Sequence[int]) -> tuple[UnevenLabels, ...]:
+        """Of a minibatch's targets, whose pieces have so many samples."""
+        found = []
+        for where, labels in _label_tensors(targets).items():
+            if self._is_shifted.get(where, False) is None or not _may_hold_ignored(labels):
+                continue
+            valid = labels[labels != IGNORED]
+            of_pieces = [_label_tensors(piece).get(where) for piece in pieces]
+            if valid.numel() == 0 or valid.numel() == labels.numel() or None in of_pieces:
+                continue
+            is_uneven = (_is_uneven(of_pieces, sizes, 0), _is_uneven(of_pieces, sizes, 1))
+            if any(is_uneven):
+                found.append(UnevenLabels(where, int(valid[0]), is_uneven, type(targets) is Keywords))
+        return tuple(found)
+
+    def judge(
+        self,
+        uneven: UnevenLabels,
+        labels: Tensor,
+        loss_with: Callable[[Tensor], float],
+        *,
+        minibatch: int,
+        num_microbatches: int,
+    ) -> None:
+        """Raises ValueError for a loss that is a mean over the labels, as soon as a microbatch has shown it.
+        labels: of a microbatch. loss_with: its loss with other labels in their place, which may be of twice
+        as many samples."""
+        if uneven.where not in self._is_shifted:
+            if not bool((labels == IGNORED).any()):
+                return  # they may be the very inputs, in which -100 would be out of range
+            self._is_shifted[uneven.where] = _shift_of_mean(labels, uneven.valid, loss_with)
+        is_shifted = self._is_shifted[uneven.where]
+        if is_shifted is None or not uneven.is_uneven[is_shifted]:
+            return
+        weight_fn = uneven.weight_fn(labels, is_shifted=is_shifted)
+        raise ValueError(
+            f"the labels of minibatch {minibatch} hold {IGNORED}, which the loss leaves out of its mean, and"
+            f" its {num_microbatches} microbatches count by their samples: losses and gradients would not be"
+            f" those of the whole minibatch; give run weight_fn={weight_fn}"
+        )
+
+
+def with_other_labels(value: Any, labels: Tensor, others: Tensor) -> Any:
+    """A copy of an input or of targets with other labels in the place of these, wherever they are in it.
+    Everything has twice as many samples where the others have."""
+    ratio = len(others) // len(labels)
+
+    def replaced(tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        is_labels = tensor.dtype == labels.dtype and tensor.shape == labels.shape
+        if is_labels and torch.equal(tensor.to(labels.device), labels):
+            return others.to(tensor.device)
+        if ratio > 1 and tensor.dim() > 0 and len(tensor) == len(labels):
+            return torch.cat([tensor] * ratio)
+        return tensor.clone()
+
+    return map_tensors(replaced, value)
+
+
+def _label_tensors(targets: Any, where: str = "") -> dict[str, Tensor]:
+    """By an expression behind the name of the targets: those of whole numbers."""
+    if isinstance(targets, Tensor):
+        return {where: targets} if targets.dtype in _DTYPES and targets.dim() > 0 else {}
+    entries: Mapping[Any, Any] = {}
+    if isinstance(targets, Mapping):
+        entries = targets
+    elif isinstance(targets, (tuple, list)):
+        entries = dict(enumerate(targets))
+    found: dict[str, Tensor] = {}
+    for key, entry in entries.items():
+        quoted = f'"{key}"' if isinstance(key, str) else repr(key)
+        found |= _label_tensors(entry, f"{where}[{quoted}]")
+    return found
+
+
+def _may_hold_ignored(labels: Tensor) -> bool:
+    return labels.numel() > 0 and int(labels.min()) <= IGNORED
+
+
+def _is_uneven(pieces: Sequence[Tensor | None], sizes: Sequence[int], first: int) -> bool:
+    """Whether the pieces' labels from the first one on have other shares than their samples."""
+    counts = []
+    for labels in pieces:
+        assert labels is not None
+        counted = labels[..., first:] if labels.dim() > 1 else labels
+        counts.append(int((counted != IGNORED).sum()))
+    total, num_samples = sum(counts), sum(sizes)
+    return any(count * num_samples != size * total for count, size in zip(counts, sizes, strict=False))
+
+
+def _shift_of_mean(labels: Tensor, valid: int, loss_with: Callable[[Tensor], float]) -> bool | None:
+    """Whether the loss, a mean over labels, leaves the first of each sample out; None for another loss, or
+    one of which it cannot be told."""
+    if len(labels) == 1:
+        labels = torch.cat([labels, labels])
+    full = labels.masked_fill(labels == IGNORED, valid)
+    half = len(full) // 2
+    is_a, is_b = (torch.zeros_like(full, dtype=torch.bool) for _ in range(2))
+    is_a[:half] = True
+    is_b[half:] = True
+    if full.dim() > 1:  # of B a few alone, that it has another share of the labels than of the samples
+        is_b[..., : 3 * full.shape[-1] // 4] = False
+    with contextlib.suppress(Exception):  # the forward itself tells what fails
+        loss = loss_with(full.masked_fill(~(is_a | is_b), IGNORED))
+        of_a, of_b = (loss_with(full.masked_fill(~chosen, IGNORED)) for chosen in (is_a, is_b))
+        is_shifted = False
+        if full.dim() > 1 and full.shape[-1] > 1:
+            without_first = full.masked_fill(~(is_a | is_b), IGNORED)
+            without_first[..., 0] = IGNORED
+            is_shifted = math.isclose(loss_with(without_first), loss, rel_tol=10 * _ROUNDING)
+        first = 1 if is_shifted else 0
+        num_a, num_b = (
+            int(chosen[..., first:].sum()) if full.dim() > 1 else int(chosen.sum()) for chosen in (is_a, is_b)
+        )
+        wanted = _mean(num_a, of_a, num_b, of_b)
+        others = [of_a + of_b]
+        if full.dim() > 1:
+            others.append(_mean(half, of_a, len(full) - half, of_b))
+        error = abs(loss - wanted)
+        if all(abs(loss - other) > 10 * (error + _ROUNDING * abs(loss)) for other in others):
+            return is_shifted
+    return None
+
+
+def _mean(num_a: int, of_a: float, num_b: int, of_b: float) -> float:
+    return (num_a * of_a + num_b * of_b) / (num_a + num_b)
