@@ -1,14 +1,14 @@
-"""The native out-of-place step against torch's fused in-place step, at 1M, 10M and 100M parameters.
+"""The native out-of-place step against torch's in-place step, at 1M, 10M and 100M parameters.
 
     python bench/micro/optimizer_bench.py [--quick] [--rounds 15] [--threads N] [--json]
 
-Both sides run in one process, with the same number of threads, and all their tensors are in memory as the
-pool's (huge pages advised); each round runs torch, native and a copy of the same number of bytes, in an order
-that changes from round to round, so that a drift of the machine's speed meets all. The native side alternates
-between two weight slots, as a stage with several versions does; "in place" is the native step of a stage that
-keeps one. The target is a ratio (native / torch, of the minima) of 1.05 or less. The MB are what a step has
-to move, each operand once; GB/s is that over the minimum, beside the copy's, which counts what it reads and
-writes.
+torch's step is its fused one; its NAdam has none and takes the foreach step. Both sides run in one process,
+with the same number of threads, and all their tensors are in memory as the pool's (huge pages advised);
+each round runs torch, native and a copy of the same number of bytes, in an order that changes from round to
+round, so that a drift of the machine's speed meets all. The native side alternates between two weight
+slots, as a stage with several versions does; "in place" is the native step of a stage that keeps one. The
+target is a ratio (native / torch, of the minima) of 1.05 or less. The MB are what a step has to move, each
+operand once; GB/s is that over the minimum, beside the copy's, which counts what it reads and writes.
 
 Plain SGD out of place touches three arrays where in place it touches two, so memory alone makes it slower:
 README.md has the bare loop's figures.
@@ -34,12 +34,24 @@ from pipedream import optim
 # Freed memory stays with the process: else fresh pages, not the step, are measured.
 _MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
 
+# torch's NAdam has no fused step.
+_TORCH_NADAMW = functools.partial(
+    torch.optim.NAdam, weight_decay=1e-2, decoupled_weight_decay=True, foreach=True
+)
+
 # name: (native, torch's, arguments, float32 arrays read, written)
 CASES: dict[str, tuple[Any, Any, dict[str, Any], int, int]] = {
-    "SGD": (optim.SGD, torch.optim.SGD, {"lr": 1e-3}, 2, 1),
-    "SGD momentum": (optim.SGD, torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}, 3, 2),
-    "Adam": (optim.Adam, torch.optim.Adam, {"lr": 1e-3}, 4, 3),
-    "AdamW": (optim.AdamW, torch.optim.AdamW, {"lr": 1e-3}, 4, 3),
+    "SGD": (optim.SGD, functools.partial(torch.optim.SGD, fused=True), {"lr": 1e-3}, 2, 1),
+    "SGD momentum": (
+        optim.SGD,
+        functools.partial(torch.optim.SGD, fused=True),
+        {"lr": 1e-3, "momentum": 0.9},
+        3,
+        2,
+    ),
+    "Adam": (optim.Adam, functools.partial(torch.optim.Adam, fused=True), {"lr": 1e-3}, 4, 3),
+    "AdamW": (optim.AdamW, functools.partial(torch.optim.AdamW, fused=True), {"lr": 1e-3}, 4, 3),
+    "NAdamW": (optim.NAdamW, _TORCH_NADAMW, {"lr": 1e-3}, 4, 3),
 }
 SIZES = {"1M": 1_000_000, "10M": 10_000_000, "100M": 100_000_000}
 HUGE_PAGE_BYTES = 2 << 20
@@ -119,7 +131,7 @@ def make_sides(case: str, num_elements: int) -> tuple[dict[str, Callable[[], obj
     copied = in_huge_pages(torch.randn(num_bytes // 8))
     make_native = functools.partial(native, **arguments)
     sides: dict[str, Callable[[], object]] = {
-        "torch": OfTorch(functools.partial(of_torch, **arguments, fused=True), arrays),
+        "torch": OfTorch(functools.partial(of_torch, **arguments), arrays),
         "native": Native(make_native, arrays, list(arrays.slots)),
         "in place": Native(make_native, arrays, arrays.slots[:1]),
         "copy": functools.partial(in_huge_pages(torch.zeros_like(copied)).copy_, copied),

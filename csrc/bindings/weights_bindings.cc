@@ -85,9 +85,11 @@ void sgd_step(const py::sequence& tensors, const std::string& dtype, bool first_
 
 void adam_step(const py::sequence& tensors, const std::string& dtype, std::int64_t step, double lr,
                double beta1, double beta2, double eps, double weight_decay, bool decoupled_weight_decay,
-               bool amsgrad, bool maximize, double gradient_scale, const std::string& device,
-               std::uintptr_t stream, int num_threads) {
-  const AdamOptions options{lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, amsgrad, maximize};
+               bool amsgrad, bool maximize, bool nesterov, double momentum_decay, double momentum_product,
+               double gradient_scale, const std::string& device, std::uintptr_t stream, int num_threads) {
+  const AdamOptions options{
+      lr,       beta1,          beta2,           eps, weight_decay, decoupled_weight_decay, amsgrad, maximize,
+      nesterov, momentum_decay, momentum_product};
   check_adam_options(options);
   std::vector<AdamTensor> rows;
   rows.reserve(tensors.size());
@@ -117,13 +119,15 @@ void bind_weights(py::module_& module) {
              py::arg("device") = "host", py::arg("stream") = 0, py::arg("num_threads") = 1,
              "One out-of-place SGD step. tensors: (num_elements, weight_in, weight_out, gradient,\n"
              "momentum_buffer) each, addresses as integers.");
-  module.def("adam_step", &adam_step, py::arg("tensors"), py::kw_only(), py::arg("dtype"), py::arg("step"),
-             py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
-             py::arg("decoupled_weight_decay"), py::arg("amsgrad"), py::arg("maximize"),
-             py::arg("gradient_scale") = 1, py::arg("device") = "host", py::arg("stream") = 0,
-             py::arg("num_threads") = 1,
-             "One out-of-place Adam or AdamW step; step is 1 for the first. tensors: (num_elements,\n"
-             "weight_in, weight_out, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq) each.");
+  module.def(
+      "adam_step", &adam_step, py::arg("tensors"), py::kw_only(), py::arg("dtype"), py::arg("step"),
+      py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
+      py::arg("decoupled_weight_decay"), py::arg("amsgrad"), py::arg("maximize"), py::arg("nesterov") = false,
+      py::arg("momentum_decay") = 0, py::arg("momentum_product") = 0, py::arg("gradient_scale") = 1,
+      py::arg("device") = "host", py::arg("stream") = 0, py::arg("num_threads") = 1,
+      "One out-of-place Adam, AdamW or, with nesterov, NAdam step; step is 1 for the first.\n"
+      "momentum_product: of NAdam's momenta of all steps, this one's included. tensors: (num_elements,\n"
+      "weight_in, weight_out, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq) each.");
   module.def(
       "share_openmp",
       [](const std::string& library_path) { return ThreadTeam::of_process().share_openmp(library_path); },

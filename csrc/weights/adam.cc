@@ -50,11 +50,14 @@ void check_adam_options(const AdamOptions& options) {
   check_number("weight_decay", options.weight_decay, false);
   check_beta("beta1", options.beta1);
   check_beta("beta2", options.beta2);
+  check_number("momentum_decay", options.momentum_decay, false);
 }
 
 void check_adam_tensors(const AdamOptions& options, DType dtype, std::span<const AdamTensor> tensors,
                         std::int64_t step) {
   PD_CHECK(step >= 1, "step " << step);
+  PD_CHECK(!options.nesterov || (options.decoupled_weight_decay && !options.amsgrad),
+           "NAdam with amsgrad or with weight decay that is added to the gradient");
   for (const AdamTensor& tensor : tensors) {
     check_tensor(dtype, tensor);
     if (tensor.num_elements == 0) continue;

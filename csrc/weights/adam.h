@@ -7,6 +7,10 @@
 //   v = beta2 * v + (1 - beta2) * g * g
 //   u = amsgrad ? max(largest v so far, v) : v
 //   w' = w - lr / (1 - beta1^t) * m / (sqrt(u) / sqrt(1 - beta2^t) + eps)
+// NAdam (Dozat, ICLR'16 workshop; torch.optim.NAdam) moves by what the first moment will be one step later:
+//   mu(t) = beta1 * (1 - 0.5 * 0.96^(t * momentum_decay)),  p(t) = mu(1) * ... * mu(t)
+//   w' = w - lr * ((1 - mu(t)) / (1 - p(t)) * g + mu(t+1) / (1 - p(t+1)) * m) / (sqrt(u) / sqrt(1 - beta2^t)
+//   + eps)
 // weight_in == weight_out is allowed (in place); gradient and the moments overlap nothing.
 #pragma once
 
@@ -26,6 +30,9 @@ struct AdamOptions {
   bool decoupled_weight_decay = false;  // AdamW
   bool amsgrad = false;
   bool maximize = false;
+  bool nesterov = false;  // NAdam; without amsgrad, and its weight decay is decoupled
+  double momentum_decay = 4e-3;
+  double momentum_product = 0;  // p(t) of this step
 };
 
 // One parameter of a step; all pointers are to num_elements of the step's dtype, in one order. The moments
@@ -40,8 +47,8 @@ struct AdamTensor {
   void* max_exp_avg_sq = nullptr;  // may be null without amsgrad
 };
 
-// Throws UserError, as torch.optim.Adam does, for a negative or not finite lr, eps, weight_decay and a beta
-// outside [0, 1).
+// Throws UserError, as torch.optim.Adam does, for a negative or not finite lr, eps, weight_decay,
+// momentum_decay and a beta outside [0, 1).
 void check_adam_options(const AdamOptions& options);
 
 // step: 1 for the first. Otherwise as sgd_step_host and sgd_step_cuda (sgd.h).

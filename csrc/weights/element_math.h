@@ -56,6 +56,7 @@ struct AdamFlags {
   bool has_weight_decay;  // added to the gradient; a decoupled one is in AdamFactors::weight_share
   bool amsgrad;
   bool lerp_from_gradient;  // 1 - beta1 >= 0.5: torch's lerp then counts from the other end
+  bool nesterov;            // NAdam: the gradient itself moves the weight, too
 };
 
 template <class T>
@@ -68,7 +69,8 @@ struct AdamFactors {
   T square_share;  // 1 - beta2
   T root_divisor;  // sqrt(1 - beta2 ^ step)
   T eps;
-  T minus_step_size;  // -lr / (1 - beta1 ^ step)
+  T minus_step_size;           // of the first moment: -lr / (1 - beta1 ^ step), or NAdam's
+  T minus_gradient_step_size;  // NAdam's alone
 };
 
 // The new weight; the moments are replaced by the new ones. max_exp_avg_sq is not touched without amsgrad.
@@ -94,7 +96,9 @@ PD_ELEMENT T adam_element(Flags flags, const AdamFactors<T>& factors, T weight_i
     *max_exp_avg_sq = largest;
   }
   const T denominator = sqrt(largest) / factors.root_divisor + factors.eps;
-  return weight + factors.minus_step_size * first / denominator;
+  T move = factors.minus_step_size * first;
+  if (flags.nesterov) move += factors.minus_gradient_step_size * gradient;
+  return weight + move / denominator;
 }
 
 }  // namespace pipedream

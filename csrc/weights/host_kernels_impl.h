@@ -35,11 +35,12 @@ struct StaticSgdFlags {
   static constexpr bool first_step = is_first_step;
 };
 
-template <bool weight_decay, bool has_amsgrad, bool from_gradient>
+template <bool weight_decay, bool has_amsgrad, bool from_gradient, bool is_nesterov>
 struct StaticAdamFlags {
   static constexpr bool has_weight_decay = weight_decay;
   static constexpr bool amsgrad = has_amsgrad;
   static constexpr bool lerp_from_gradient = from_gradient;
+  static constexpr bool nesterov = is_nesterov;
 };
 
 constexpr std::int64_t kCacheLineBytes = 64;
@@ -157,21 +158,22 @@ void adam_loop(const AdamFactors<T>& factors_in, const AdamRange<T>& range, bool
                  });
 }
 
-template <bool kWeightDecay, bool kAmsgrad, class T>
+template <bool kWeightDecay, bool kAmsgrad, bool kNesterov, class T>
 void adam_by_lerp(AdamFlags flags, const AdamFactors<T>& factors, const AdamRange<T>& range, bool streaming) {
   if (flags.lerp_from_gradient)
-    return adam_loop<StaticAdamFlags<kWeightDecay, kAmsgrad, true>>(factors, range, streaming);
-  return adam_loop<StaticAdamFlags<kWeightDecay, kAmsgrad, false>>(factors, range, streaming);
+    return adam_loop<StaticAdamFlags<kWeightDecay, kAmsgrad, true, kNesterov>>(factors, range, streaming);
+  return adam_loop<StaticAdamFlags<kWeightDecay, kAmsgrad, false, kNesterov>>(factors, range, streaming);
 }
 
 template <class T>
 void adam_kernel(AdamFlags flags, const AdamFactors<T>& factors, const AdamRange<T>& range, bool streaming) {
+  if (flags.nesterov) return adam_by_lerp<false, false, true>(flags, factors, range, streaming);
   if (flags.has_weight_decay) {
-    if (flags.amsgrad) return adam_by_lerp<true, true>(flags, factors, range, streaming);
-    return adam_by_lerp<true, false>(flags, factors, range, streaming);
+    if (flags.amsgrad) return adam_by_lerp<true, true, false>(flags, factors, range, streaming);
+    return adam_by_lerp<true, false, false>(flags, factors, range, streaming);
   }
-  if (flags.amsgrad) return adam_by_lerp<false, true>(flags, factors, range, streaming);
-  return adam_by_lerp<false, false>(flags, factors, range, streaming);
+  if (flags.amsgrad) return adam_by_lerp<false, true, false>(flags, factors, range, streaming);
+  return adam_by_lerp<false, false, false>(flags, factors, range, streaming);
 }
 
 template <class T>

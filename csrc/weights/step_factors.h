@@ -36,7 +36,12 @@ SgdFactors<T> sgd_factors(const SgdOptions& options, double gradient_scale) {
 
 inline AdamFlags adam_flags(const AdamOptions& options) {
   return {options.weight_decay != 0 && !options.decoupled_weight_decay, options.amsgrad,
-          1 - options.beta1 >= 0.5};
+          1 - options.beta1 >= 0.5, options.nesterov};
+}
+
+// mu(step) of adam.h.
+inline double nesterov_momentum(const AdamOptions& options, std::int64_t step) {
+  return options.beta1 * (1 - 0.5 * std::pow(0.96, static_cast<double>(step) * options.momentum_decay));
 }
 
 template <class T>
@@ -58,6 +63,14 @@ AdamFactors<T> adam_factors(const AdamOptions& options, std::int64_t step, doubl
   factors.root_divisor = static_cast<T>(std::sqrt(bias_correction2));
   factors.eps = static_cast<T>(options.eps);
   factors.minus_step_size = static_cast<T>(-(options.lr / bias_correction1));
+  if (options.nesterov) {
+    const double momentum = nesterov_momentum(options, step);
+    const double next_momentum = nesterov_momentum(options, step + 1);
+    factors.minus_gradient_step_size =
+        static_cast<T>(-options.lr * (1 - momentum) / (1 - options.momentum_product));
+    factors.minus_step_size =
+        static_cast<T>(-options.lr * next_momentum / (1 - options.momentum_product * next_momentum));
+  }
   return factors;
 }
 

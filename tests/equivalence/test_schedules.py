@@ -72,6 +72,10 @@ _NATIVE: dict[str, tuple[Any, Any]] = {
         functools.partial(pipedream.optim.Adam, lr=0.01, amsgrad=True),
     ),
     "adamw": (OPTIMIZERS["adamw"], functools.partial(pipedream.optim.AdamW, lr=0.01)),
+    "nadamw": (
+        functools.partial(torch.optim.NAdam, lr=0.01, weight_decay=0.01, decoupled_weight_decay=True),
+        functools.partial(pipedream.optim.NAdamW, lr=0.01),
+    ),
 }
 
 

@@ -18,6 +18,7 @@ _CORE = _TOP / "csrc"
 
 PYTHON_FOLDERS = [
     "common",
+    "optim",
     "planning",
     "model",
     "data",
@@ -45,7 +46,7 @@ CPP_FOLDERS = [
     "bindings",
 ]
 _COMMANDS = {"cli", "command_line", "planning_commands"}
-_ON_TOP = {"__init__", "__main__", "_core", "optim", *_COMMANDS}
+_ON_TOP = {"__init__", "__main__", "_core", *_COMMANDS}
 
 
 def _imports(path: Path, *, of_annotations: bool = True) -> Iterator[str]:
@@ -93,8 +94,8 @@ def test_python_imports_downwards_only() -> None:
         floor = PYTHON_FOLDERS.index(module.split(".")[0])
         for imported in _imports(path):
             folder = imported.split(".")[0]
-            # The native optimizers and the core are below all folders, the command above.
-            if folder in ("optim", "_core", "__version__"):
+            # The core is below all folders, the command above.
+            if folder in ("_core", "__version__"):
                 continue
             if folder not in PYTHON_FOLDERS or PYTHON_FOLDERS.index(folder) > floor:
                 upwards.append(f"{module} imports {imported}")

@@ -38,9 +38,7 @@ __all__ = [
 
 # Exactly these: a subclass may do more.
 _BY_ELEMENT: tuple[type[torch.optim.Optimizer], ...] = (
-    optim.SGD,
-    optim.Adam,
-    optim.AdamW,
+    *optim.NATIVE_OPTIMIZERS,
     torch.optim.SGD,
     torch.optim.Adam,
     torch.optim.AdamW,

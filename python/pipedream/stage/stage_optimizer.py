@@ -67,7 +67,7 @@ class StageOptimizer:
         of its own."""
         if (
             isinstance(self.optimizer, optim.NativeOptimizer)
-            and type(self.optimizer) in (optim.SGD, optim.Adam, optim.AdamW)
+            and type(self.optimizer) in optim.NATIVE_OPTIMIZERS
             and self._keeps_order(self.optimizer)
         ):
             return self.optimizer

@@ -20,6 +20,7 @@ struct ScalarAdam {
   double exp_avg = 0;
   double exp_avg_sq = 0;
   double max_exp_avg_sq = 0;
+  double momentum_product = 1;  // of NAdam
 
   double operator()(const AdamOptions& options, double weight, double gradient, std::int64_t step) {
     if (options.maximize) gradient = -gradient;
@@ -35,9 +36,32 @@ struct ScalarAdam {
     const auto t = static_cast<double>(step);
     const double corrected = exp_avg / (1 - std::pow(options.beta1, t));
     const double root = std::sqrt(square) / std::sqrt(1 - std::pow(options.beta2, t));
+    if (options.nesterov) {
+      const double momentum = nesterov_momentum(options, t);
+      const double next = nesterov_momentum(options, t + 1);
+      momentum_product *= momentum;
+      const double ahead = next / (1 - momentum_product * next) * exp_avg;
+      const double now = (1 - momentum) / (1 - momentum_product) * gradient;
+      return weight - options.lr * (ahead + now) / (root + options.eps);
+    }
     return weight - options.lr * corrected / (root + options.eps);
   }
+
+  static double nesterov_momentum(const AdamOptions& options, double t) {
+    return options.beta1 * (1 - 0.5 * std::pow(0.96, t * options.momentum_decay));
+  }
 };
+
+std::vector<AdamOptions> nadam_options() {
+  std::vector<AdamOptions> all;
+  for (const double beta1 : {0.0, 0.3, 0.99}) {
+    for (const double weight_decay : {0.0, 0.1}) {
+      for (const bool maximize : {false, true})
+        all.push_back({0.01, beta1, 0.99, 1e-6, weight_decay, true, false, maximize, true, 0.01});
+    }
+  }
+  return all;
+}
 
 std::vector<AdamOptions> all_options() {
   std::vector<AdamOptions> all;
@@ -52,13 +76,15 @@ std::vector<AdamOptions> all_options() {
       }
     }
   }
+  const std::vector<AdamOptions> nadam = nadam_options();
+  all.insert(all.end(), nadam.begin(), nadam.end());
   return all;
 }
 
 std::string describe(const AdamOptions& options) {
   return "beta1 " + std::to_string(options.beta1) + " weight_decay " + std::to_string(options.weight_decay) +
          (options.decoupled_weight_decay ? " decoupled" : "") + (options.amsgrad ? " amsgrad" : "") +
-         (options.maximize ? " maximize" : "");
+         (options.nesterov ? " nesterov" : "") + (options.maximize ? " maximize" : "");
 }
 
 // The weights of one parameter and its moments.
@@ -71,8 +97,11 @@ struct Parameter {
         exp_avg_sq(weight_in.size()),
         max_exp_avg_sq(weight_in.size()) {}
 
-  void step(const AdamOptions& options, const std::vector<T>& gradient, std::int64_t step_number,
+  void step(AdamOptions options, const std::vector<T>& gradient, std::int64_t step_number,
             std::vector<T>& target, double gradient_scale = 1, int num_threads = 1) {
+    options.momentum_product = 1;
+    for (std::int64_t t = 1; t <= step_number; ++t)
+      options.momentum_product *= ScalarAdam::nesterov_momentum(options, static_cast<double>(t));
     const AdamTensor tensor{static_cast<std::int64_t>(weight_in.size()),
                             weight_in.data(),
                             target.data(),
@@ -204,6 +233,7 @@ TEST(AdamOptions, RefusesWhatTorchRefuses) {
   EXPECT_THROW(check_adam_options({.beta2 = -0.1}), UserError);
   EXPECT_THROW(check_adam_options({.eps = -1e-8}), UserError);
   EXPECT_THROW(check_adam_options({.weight_decay = -0.1}), UserError);
+  EXPECT_THROW(check_adam_options({.momentum_decay = -0.1}), UserError);
 }
 
 TEST(AdamDeathTest, AbortsOnMisuse) {

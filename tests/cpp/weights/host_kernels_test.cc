@@ -77,16 +77,17 @@ TYPED_TEST(HostKernelSets, SgdGivesTheSameBits) {
 }
 
 TYPED_TEST(HostKernelSets, AdamGivesTheSameBits) {
-  const AdamFactors<TypeParam> factors{TypeParam(0.7),  TypeParam(0.01), TypeParam(0.999),
-                                       TypeParam(0.1),  TypeParam(0.99), TypeParam(0.01),
-                                       TypeParam(0.25), TypeParam(1e-6), TypeParam(-0.01)};
+  const AdamFactors<TypeParam> factors{TypeParam(0.7),   TypeParam(0.01),  TypeParam(0.999), TypeParam(0.1),
+                                       TypeParam(0.99),  TypeParam(0.01),  TypeParam(0.25),  TypeParam(1e-6),
+                                       TypeParam(-0.01), TypeParam(-0.003)};
   const auto weight = this->random_values();
   const auto gradient = this->random_values();
   const auto moment = this->random_values();
   auto square = this->random_values();
   for (TypeParam& value : square) value *= value;
-  for (const AdamFlags flags : {AdamFlags{false, false, false}, AdamFlags{true, true, false},
-                                AdamFlags{true, false, true}, AdamFlags{false, true, true}}) {
+  for (const AdamFlags flags : {AdamFlags{false, false, false, false}, AdamFlags{true, true, false, false},
+                                AdamFlags{true, false, true, false}, AdamFlags{false, true, true, false},
+                                AdamFlags{false, false, false, true}, AdamFlags{false, false, true, true}}) {
     for (std::int64_t offset = 0; offset < this->kNumOffsets; ++offset) {
       std::vector<std::vector<TypeParam>> results;
       for (const auto* kernels : this->sets()) {

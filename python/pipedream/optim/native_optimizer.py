@@ -22,24 +22,29 @@ from torch import Tensor
 from pipedream import _core
 from pipedream.common.compiling import unmarked_until_compiling
 
-__all__ = ["SGD", "Adam", "AdamW", "NativeOptimizer"]
+__all__ = ["Group", "NativeOptimizer", "Past", "Row", "check_numbers", "scalar_tensor"]
 
 _NATIVE_DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 _NATIVE_DEVICES = {"cpu": "host", "cuda": "cuda"}
 
 _add_param_group = unmarked_until_compiling(torch.optim.Optimizer.add_param_group)
 
-_Group = dict[str, Any]
-_Row = tuple[int, ...]  # elements, then addresses: as _core's steps take a tensor
+Group = dict[str, Any]
+Row = tuple[int, ...]  # elements, then addresses: as _core's steps take a tensor
+Past = tuple[float, ...]  # of one parameter's earlier steps, as far as the next one depends on their number
 
 
 class NativeOptimizer(torch.optim.Optimizer):
-    """What SGD, Adam and AdamW have in common. Parameters are dense float32 or float64 tensors, in host or
-    CUDA memory; any memory format."""
+    """The base of the optimizers that write the next weight version in one pass.
+
+    Parameters are dense float32 or float64 tensors, in host or CUDA memory, of any memory format.
+    """
 
     # Keys of the state tensors as large as the parameter, in the order in which the core takes them. A group
     # uses the first few.
     _STATE_NAMES: tuple[str, ...]
+    # Keys of the state that are one number per parameter, which stays on the host.
+    _SCALAR_NAMES: tuple[str, ...] = ()
     _TAKES_SPARSE = False
     _placed: dict[Tensor, list[Tensor]]
 
@@ -145,49 +150,49 @@ class NativeOptimizer(torch.optim.Optimizer):
         self.__dict__.setdefault("_placed", {})  # a copy of this optimizer has memory of its own
 
     @abstractmethod
-    def _check_group(self, group: _Group) -> None:
+    def _check_group(self, group: Group) -> None:
         """Raises ValueError for an option out of range."""
 
     @abstractmethod
-    def _num_state_tensors(self, group: _Group) -> int:
+    def _num_state_tensors(self, group: Group) -> int:
         """How many of _STATE_NAMES the group uses."""
 
     @abstractmethod
-    def _next_steps(self, group: _Group, parameters: list[Tensor]) -> list[int]:
-        """What the core must know of each parameter's past; parameters with one value step together."""
+    def _begin_step(self, group: Group, parameters: list[Tensor]) -> list[Past]:
+        """Counts the step, and returns each parameter's past; parameters with equal pasts step together."""
 
     @abstractmethod
-    def _run(self, group: _Group, step: int, rows: list[_Row], common: dict[str, Any]) -> None:
+    def _run(self, group: Group, past: Past, rows: list[Row], common: dict[str, Any]) -> None:
         """Calls the core."""
 
     def _step_group(
         self,
-        group: _Group,
+        group: Group,
         parameters: list[Tensor],
         read: Sequence[Tensor],
         write: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
         gradient_scale: float,
     ) -> None:
-        """One call of the core per device, dtype and step count: most often one."""
+        """One call of the core per device, dtype and past: most often one."""
         names = self._STATE_NAMES[: self._num_state_tensors(group)]
         absent = (0,) * (len(self._STATE_NAMES) - len(names))
         dense = [self._dense(source, gradient) for source, gradient in zip(read, gradients, strict=True)]
-        steps = self._next_steps(group, parameters)
-        batches: dict[tuple[torch.device, torch.dtype, int], list[_Row]] = {}
-        for parameter, source, target, gradient, step in zip(
-            parameters, read, write, dense, steps, strict=True
+        pasts = self._begin_step(group, parameters)
+        batches: dict[tuple[torch.device, torch.dtype, Past], list[Row]] = {}
+        for parameter, source, target, gradient, past in zip(
+            parameters, read, write, dense, pasts, strict=True
         ):
             state = (self._state_tensor(parameter, index, source) for index in range(len(names)))
             addresses = [tensor.data_ptr() for tensor in (source, target, gradient, *state)]
             row = (source.numel(), *addresses, *absent)
-            batches.setdefault((source.device, source.dtype, step), []).append(row)
-        for (device, dtype, step), rows in batches.items():
+            batches.setdefault((source.device, source.dtype, past), []).append(row)
+        for (device, dtype, past), rows in batches.items():
             on_cuda = device.type == "cuda"
             with torch.cuda.device(device) if on_cuda else contextlib.nullcontext():
                 self._run(
                     group,
-                    step,
+                    past,
                     rows,
                     {
                         "dtype": _NATIVE_DTYPES[dtype],
@@ -248,177 +253,9 @@ class NativeOptimizer(torch.optim.Optimizer):
                     state[name] = placed[index].copy_(tensor)
                 else:
                     state[name] = torch.empty_like(parameter).copy_(tensor)
-            if "step" in state:
-                state["step"] = _step_tensor(float(state["step"]))
-
-
-class SGD(NativeOptimizer):
-    """Stochastic gradient descent with momentum, Nesterov momentum and weight decay.
-
-    The arithmetic and the arguments are those of torch.optim.SGD; sparse gradients are made dense. Raises
-    ValueError for an argument out of range.
-    """
-
-    _STATE_NAMES = ("momentum_buffer",)
-    _TAKES_SPARSE = True
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        *,
-        maximize: bool = False,
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
-            group.setdefault("nesterov", False)
-            group.setdefault("maximize", False)
-
-    def _check_group(self, group: _Group) -> None:
-        _check_numbers(group, "lr", "momentum", "weight_decay")
-        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
-            raise ValueError("nesterov needs momentum > 0 and dampening 0")
-
-    def _num_state_tensors(self, group: _Group) -> int:
-        return 1 if group["momentum"] != 0 else 0
-
-    def _next_steps(self, group: _Group, parameters: list[Tensor]) -> list[int]:
-        """1 where the momentum starts with this step, else 0."""
-        if group["momentum"] == 0:
-            return [0] * len(parameters)
-        return [int(self.state[parameter].get("momentum_buffer") is None) for parameter in parameters]
-
-    def _run(self, group: _Group, step: int, rows: list[_Row], common: dict[str, Any]) -> None:
-        _core.sgd_step(
-            rows,
-            first_step=step == 1,
-            lr=float(group["lr"]),
-            momentum=group["momentum"],
-            dampening=group["dampening"],
-            weight_decay=group["weight_decay"],
-            nesterov=group["nesterov"],
-            maximize=group["maximize"],
-            **common,
-        )
-
-
-class Adam(NativeOptimizer):
-    """Adam (Kingma and Ba, ICLR'15), with amsgrad and with L2 or decoupled weight decay.
-
-    The arithmetic and the arguments are those of torch.optim.Adam. Raises ValueError for an argument out of
-    range.
-    """
-
-    _STATE_NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        decoupled_weight_decay: bool = False,
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": (float(betas[0]), float(betas[1])),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "decoupled_weight_decay": decoupled_weight_decay,
-        }
-        super().__init__(params, defaults)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
-            group.setdefault("amsgrad", False)
-            group.setdefault("maximize", False)
-            group.setdefault("decoupled_weight_decay", False)
-
-    def _check_group(self, group: _Group) -> None:
-        _check_numbers(group, "lr", "eps", "weight_decay")
-        for beta in group["betas"]:
-            if not 0 <= beta < 1:
-                raise ValueError(f"betas are {group['betas']}: each must be at least 0 and below 1")
-
-    def _num_state_tensors(self, group: _Group) -> int:
-        return 3 if group["amsgrad"] else 2
-
-    def _next_steps(self, group: _Group, parameters: list[Tensor]) -> list[int]:
-        """The number of the step, from 1; counted in the state, as torch does."""
-        if not parameters:
-            return []
-        for parameter in parameters:
-            if "step" not in self.state[parameter]:
-                self.state[parameter]["step"] = _step_tensor(0.0)
-        counts = [self.state[parameter]["step"] for parameter in parameters]
-        torch._foreach_add_(counts, 1)
-        return [int(count) for count in torch.stack(counts).tolist()]
-
-    def _run(self, group: _Group, step: int, rows: list[_Row], common: dict[str, Any]) -> None:
-        beta1, beta2 = group["betas"]
-        _core.adam_step(
-            rows,
-            step=step,
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            decoupled_weight_decay=group["decoupled_weight_decay"],
-            amsgrad=group["amsgrad"],
-            maximize=group["maximize"],
-            **common,
-        )
-
-
-class AdamW(Adam):
-    """Adam with decoupled weight decay (Loshchilov and Hutter, ICLR'19).
-
-    The arithmetic and the arguments are those of torch.optim.AdamW. Raises ValueError for an argument out of
-    range.
-    """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-    ) -> None:
-        super().__init__(
-            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, decoupled_weight_decay=True
-        )
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
-            group["decoupled_weight_decay"] = True
+            for name in self._SCALAR_NAMES:
+                if name in state:
+                    state[name] = scalar_tensor(float(state[name]))
 
 
 @functools.cache
@@ -432,7 +269,7 @@ def _num_threads() -> int:
     return torch.get_num_threads()
 
 
-def _check_numbers(group: _Group, *names: str) -> None:
+def check_numbers(group: Group, *names: str) -> None:
     for name in names:
         value = group[name]
         if isinstance(value, Tensor) and value.numel() != 1:
@@ -441,9 +278,9 @@ def _check_numbers(group: _Group, *names: str) -> None:
             raise ValueError(f"{name} is {float(value)}: it must be a finite number that is not negative")
 
 
-def _step_tensor(step: float) -> Tensor:
-    """On the host and of the dtype that torch's optimizers take."""
-    return torch.tensor(step, dtype=torch.get_default_dtype(), device="cpu")
+def scalar_tensor(value: float) -> Tensor:
+    """A number of a parameter's state, on the host and of the dtype that torch's optimizers take."""
+    return torch.tensor(value, dtype=torch.get_default_dtype(), device="cpu")
 
 
 def _same_layout(tensor: Tensor, like: Tensor) -> bool:
