@@ -124,8 +124,8 @@ class StagePasses:
         return self._user.run("loss_fn", self._call_loss, stashed, output)
 
     def loss_with(self, stashed: Stashed, labels: Tensor, others: Tensor) -> float:
-        """The loss that the microbatch would have with other labels in the place of these. To be called before
-        its forward; leaves no trace."""
+        """The loss that the microbatch would have with other labels in the place of these. Call it before the
+        microbatch's forward; it leaves no trace."""
         modules = [self._stage, *modules_carried_by(self._loss_fn)]
         with untouched(modules), entered(self._around_again), torch.no_grad():
             output = self._calls.layers(with_other_labels(stashed.value, labels, others))
