@@ -222,7 +222,7 @@ def test_workers_end_with_a_killed_launcher_and_the_next_run_removes_its_folder(
     assert not alive
     assert time.monotonic() - killed_s < BOUND_S
     (left,) = temporary.glob("pipedream-*")
-    assert (left / "model.pickle").exists()
+    assert (left / "task.pickle").exists()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     with run_folder():
         assert not left.exists()

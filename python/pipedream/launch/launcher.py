@@ -31,7 +31,15 @@ from pipedream.launch.fork_server import start_server
 from pipedream.launch.forwarder import forwarding
 from pipedream.launch.local_worker import STORE_PREFIX, run_local_worker
 from pipedream.launch.run_folder import run_folder
-from pipedream.launch.task_files import WorkerTask, read_part, write_data, write_options, write_part
+from pipedream.launch.task_files import (
+    GraphReader,
+    GraphWriter,
+    WorkerTask,
+    read_part,
+    write_data,
+    write_part,
+    write_task,
+)
 from pipedream.launch.weight_files import load_weights
 from pipedream.launch.worker_processes import run_processes, signals_deferred
 from pipedream.links.rendezvous import Rendezvous, host_store
@@ -61,11 +69,12 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions) -> RunRe
     # What is known to be wrong is said before any worker starts.
     stages = split(model, options.plan)
     with signals_deferred(), generators_kept() as rng, run_folder() as folder:
-        write_part(folder, "model", model, "define its classes at the top level of a module")
-        write_options(folder, options)
-        if any(not isinstance(made, NativeOptimizer) for made in _try_factories(folder, stages, options)):
-            start_server(compiler="before forks")
-        forwarded = write_data(folder, data, options)
+        with GraphWriter(folder) as graph:
+            write_task(graph, model, options)
+            graph.flush()
+            if any(not isinstance(made, NativeOptimizer) for made in _try_factories(folder, stages, options)):
+                start_server(compiler="before forks")
+            forwarded = write_data(graph, folder, data, options)
         write_part(folder, "rng", rng, "")
         write_part(folder, "settings", CallerSettings.capture(), "")
         board = StatusBoard(folder / "board", options.plan.workers_used, create=True)
@@ -99,12 +108,13 @@ def _try_factories(
     """What the workers will call a moment from now, called here. From the folder: theirs are copies, too, and
     the caller's own stay as they are."""
     ties = find_ties(stages)
-    return try_factories(
-        [updated_parameters(stage, ties) for stage in stages],
-        read_part(folder, "optimizer"),
-        read_part(folder, "lr_scheduler"),
-        choose_device_type(),
-    )
+    with GraphReader(folder) as graph:
+        return try_factories(
+            [updated_parameters(stage, ties) for stage in stages],
+            graph.read("optimizer"),
+            graph.read("lr_scheduler"),
+            choose_device_type(),
+        )
 
 
 def _launch(task: WorkerTask, plan: Plan, board: StatusBoard) -> None:

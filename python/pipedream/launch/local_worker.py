@@ -15,7 +15,7 @@ from pathlib import Path
 from pipedream import _core
 from pipedream.common.guard import one_run_at_a_time
 from pipedream.launch.failure import write_error
-from pipedream.launch.task_files import WorkerTask, read_part, write_part
+from pipedream.launch.task_files import GraphReader, WorkerTask, read_data, read_part, write_part
 from pipedream.launch.worker import run_worker
 from pipedream.links.descriptors import descriptor_limit_raised
 from pipedream.links.rendezvous import Rendezvous, connect_store
@@ -78,14 +78,15 @@ def _forked_children_die_with_this_process() -> None:
 def _train(task: WorkerTask, folder: Path, rank: int, board: StatusBoard) -> None:
     settings: CallerSettings = read_part(folder, "settings")
     settings.apply()  # before the model is rebuilt: its code may ask
-    options: JobOptions = read_part(folder, "options")
+    with GraphReader(folder) as graph:
+        options: JobOptions = graph.read("options")
+        model = graph.read("model")
+        register_classes(model)
+        plan = options.plan
+        own_stages = plan.stages_of(rank)
+        reads_data = 0 in own_stages or plan.num_stages - 1 in own_stages
+        data = read_data(graph, folder) if reads_data else ()
     options = replace(options, links=replace(options.links, keys=task.keys))
-    plan = options.plan
-    model = read_part(folder, "model")
-    register_classes(model)
-    own_stages = plan.stages_of(rank)
-    reads_data = 0 in own_stages or plan.num_stages - 1 in own_stages
-    data = read_part(folder, "data") if reads_data else ()
     # Not before: unpickling may import what draws random numbers.
     rng: RngState = read_part(folder, "rng")
     rng.restore()

@@ -1,46 +1,42 @@
 """What the local workers are told: files in a folder that only this user can read, and a task by a pipe.
 
-Written by the caller from host memory, read by every worker, who thereby has copies of its own. Any thread.
+    task.pickle   optimizer, model, loss_fn, ..., data: one graph of objects, so that a loss that holds a
+                  buffer of the model holds it in each worker, too
+    task.memory   the memory of its large tensors and arrays, which workers map (host_pickler.py)
+
+Written by the caller from host memory, read by every worker. Each has objects of its own. Any thread.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
-import os
 import pickle
-import shutil
-import types
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import torch
-from torch import nn
-from torch.nn.utils import parametrize
+from typing import Any, BinaryIO
 
 from pipedream.common import errors
-from pipedream.common.units import format_bytes
 from pipedream.data.first_minibatch import PeekedIterator
 from pipedream.data.stream import ForwardedData, without_processes
 from pipedream.launch.forwarded import describe_forwarded
-from pipedream.launch.local_functions import reduced_function
+from pipedream.launch.host_pickler import HostPickler, HostUnpickler, MemoryFile, room_told
 from pipedream.links.keys import CurveKeys
-from pipedream.model.layers import CutForward, model_name
+from pipedream.model.layers import CutForward, Model, model_name
 from pipedream.model.seeding import RngState, base_seed, seed_data
 from pipedream.stage.job import JobOptions
 
 __all__ = [
+    "GraphReader",
+    "GraphWriter",
     "WorkerTask",
+    "read_data",
     "read_larger",
     "read_part",
     "write_data",
     "write_larger",
-    "write_options",
     "write_part",
+    "write_task",
 ]
 
 
@@ -55,149 +51,158 @@ class WorkerTask:
     """Not in a file: a caller that is killed cannot remove it."""
 
 
-_MAPPED_BYTES_MIN = 1 << 16  # smaller memory is in the pickle
+_GRAPH = "task"
+_FORWARDED = "forwarded data"
+# In this order in the file of the run, so that whoever needs the first alone makes no others.
+_IN_GRAPH = ("optimizer", "lr_scheduler", "model", "loss_fn", "weight_fn", "weights", "options", "data")
+# All samples of data may be tensors of their own, as small as this.
+_MAPPED_BYTES_MIN_OF_DATA = 1 << 10
 
 
-class _HostPickler(pickle.Pickler):
-    """Writes tensors as they are in host memory: what is unpickled lies on no device of the caller's, and
-    tensors that share memory, as a view that a module keeps of a buffer, share it there. Large memory goes
-    into files, which whoever unpickles maps: it has the pages alone that it touches, so a worker those of its
-    own stages."""
+class GraphWriter:
+    """Writes values into one file and one of their large memory: an object that several of them hold is one
+    object for the reader, too. Owned by the thread that calls run()."""
 
-    def __init__(self, content: io.BytesIO, folder: Path | None, name: str) -> None:
-        """folder: None leaves all in the pickle, and functions to those who can import them."""
-        super().__init__(content)
+    def __init__(self, folder: Path, name: str = _GRAPH) -> None:
         self._folder = folder
-        self._name = name
-        self._num_files = 0
-        self._storages: dict[int, torch.UntypedStorage] = {}
-        """By address, one object for each: the pickler knows objects again."""
+        self._path = folder / f"{name}.pickle"
+        self._memory = MemoryFile(folder / f"{name}.memory")
+        with room_told(folder):
+            self._file = self._path.open("wb")
+        self._pickler = HostPickler(_Output(folder, self._file), self._memory)
 
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, nn.Module) and parametrize.is_parametrized(value):
-            kind = parametrize.type_before_parametrizations(value)
-            # No worker loads a state_dict, for which weight_norm has a hook that cannot be sent either.
-            attributes = vars(value) | {"_load_state_dict_pre_hooks": OrderedDict()}
-            return _bare, (kind,), attributes, None, None, _parametrize_again
-        if isinstance(value, types.FunctionType) and self._folder is not None:
-            return reduced_function(value) or NotImplemented
-        if isinstance(value, torch.TypedStorage):
-            storage = value._untyped_storage
-            return _typed, (self._storages.setdefault(storage._cdata, storage), value._dtype)
-        if isinstance(value, torch.UntypedStorage) and value.device.type != "meta":
-            return self._reduce(value)
-        return NotImplemented
+    def add(self, name: str, value: Any, remedy: str) -> None:
+        try:
+            self._pickler.dump(value)
+        except errors.PipelineError:  # of room_told
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"{name} ({_name_of(value)}) cannot be sent to the workers: {errors.one_line(error)};"
+                f" {remedy}"
+            ) from None
 
-    def _reduce(self, storage: Any) -> Any:
-        on_host = storage if storage.device.type == "cpu" else storage.cpu()
-        content = torch.empty(0, dtype=torch.uint8).set_(on_host).numpy()
-        if self._folder is None or storage.nbytes() < _MAPPED_BYTES_MIN:
-            return _storage_of, (content.tobytes(),)
-        path = self._folder / f"{self._name}-{self._num_files}.memory"
-        self._num_files += 1
-        with _room_told(self._folder):
-            content.tofile(path)  # on the host no copy
-        return _map_storage, (os.fspath(path), storage.nbytes())
+    def add_data(self, data: Any) -> bool:
+        """At last. False: it cannot be sent, and nothing of it is in the files."""
+        size, memory_size = self._file.tell(), self._memory.size
+        self._pickler.mapped_bytes_min = _MAPPED_BYTES_MIN_OF_DATA
+        self._pickler.sends_functions = False  # whoever iterates at the caller has them as they are
+        try:
+            self._pickler.dump(data)
+        except errors.PipelineError:
+            raise
+        except Exception:  # whatever a user's object raises
+            self._file.truncate(size)
+            self._file.seek(size)
+            self._memory.cut(memory_size)
+            return False
+        return True
 
+    def flush(self) -> None:
+        with room_told(self._folder):
+            self._file.flush()
+        self._memory.flush()
 
-def _storage_of(content: bytes) -> torch.UntypedStorage:
-    memory = torch.empty(len(content), dtype=torch.uint8)
-    memory.numpy()[:] = np.frombuffer(content, dtype=np.uint8)
-    return memory.untyped_storage()
+    def __enter__(self) -> GraphWriter:
+        return self
 
-
-def _map_storage(path: str, num_bytes: int) -> Any:
-    return torch.UntypedStorage.from_file(path, shared=False, nbytes=num_bytes)
-
-
-def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
-    make: Any = torch.TypedStorage
-    return make(wrap_storage=storage, dtype=dtype, _internal=True)
-
-
-def _bare(kind: type[nn.Module]) -> nn.Module:
-    return kind.__new__(kind)
+    def __exit__(self, *_: object) -> None:
+        with room_told(self._folder):
+            self._file.close()
+            self._memory.close()
 
 
-def _parametrize_again(module: nn.Module, attributes: dict[str, Any]) -> None:
-    """What torch.nn.utils.parametrize makes of a module is of a class of its own, which cannot be sent."""
-    vars(module).update(attributes)
-    parametrize._inject_new_class(module)
-    for name in attributes["_modules"]["parametrizations"]:
-        parametrize._inject_property(module, name)
+class _Output:
+    """The file, whose errors are told from those of what is pickled."""
+
+    def __init__(self, folder: Path, file: BinaryIO) -> None:
+        self._folder = folder
+        self._file = file
+
+    def write(self, content: bytes, /) -> None:
+        with room_told(self._folder):
+            self._file.write(content)
 
 
-def _dumps(value: Any, folder: Path | None = None, name: str = "") -> bytes:
-    content = io.BytesIO()
-    _HostPickler(content, folder, name).dump(value)
-    return content.getvalue()
+class GraphReader:
+    """Reads what a GraphWriter has written, in order and no further than is asked for."""
 
+    def __init__(self, folder: Path, names: Sequence[str] = _IN_GRAPH, file_name: str = _GRAPH) -> None:
+        self._names = list(names)
+        self._file = (folder / f"{file_name}.pickle").open("rb")
+        self._unpickler = HostUnpickler(self._file)
+        self._values: dict[str, Any] = {}
 
-@contextlib.contextmanager
-def _room_told(folder: Path) -> Iterator[None]:
-    """Around what writes into the folder of the run."""
-    try:
-        yield
-    except OSError as error:
-        temporary = folder.parent
-        free = format_bytes(shutil.disk_usage(temporary).free)
-        raise errors.PipelineError(
-            f"what local workers are told cannot be written into {temporary}, where {free} are free"
-            f" ({errors.one_line(error)}): make room there, or name another folder in TMPDIR"
-        ) from None
+    def read(self, name: str) -> Any:
+        while name not in self._values:
+            upcoming = self._names[len(self._values)]
+            try:
+                self._values[upcoming] = self._unpickler.load()
+            except Exception as error:
+                raise ValueError(
+                    f"{upcoming} cannot be rebuilt in a worker process: {errors.one_line(error)}; define its"
+                    " classes and functions in a module or script file that can be imported"
+                ) from error
+        return self._values[name]
+
+    def __enter__(self) -> GraphReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
 
 def write_part(folder: Path, name: str, value: Any, remedy: str) -> None:
-    try:
-        content = _dumps(value, folder, name)
-    except errors.PipelineError:  # of _room_told
-        raise
-    except Exception as error:
-        raise ValueError(
-            f"{name} ({_name_of(value)}) cannot be sent to the workers: {errors.one_line(error)}; {remedy}"
-        ) from None
-    with _room_told(folder):
-        (folder / f"{name}.pickle").write_bytes(content)
+    """Writes a value that has nothing in common with others."""
+    with GraphWriter(folder, name) as graph:
+        graph.add(name, value, remedy)
 
 
 def read_part(folder: Path, name: str) -> Any:
-    try:
-        return pickle.loads((folder / f"{name}.pickle").read_bytes())
-    except Exception as error:
-        raise ValueError(
-            f"{name} cannot be rebuilt in a worker process: {errors.one_line(error)}; define its classes and"
-            " functions in a module or script file that can be imported"
-        ) from error
+    with GraphReader(folder, [name], name) as graph:
+        return graph.read(name)
 
 
-def write_options(folder: Path, options: JobOptions) -> None:
-    remedy = "use a function or class that is defined at the top level of a module"
-    for name in ("loss_fn", "optimizer", "lr_scheduler", "weight_fn", "weights"):
-        write_part(folder, name, getattr(options, name), remedy)
+def write_task(graph: GraphWriter, model: Model, options: JobOptions) -> None:
+    """All but the data."""
+    of_functions = "use a function or class that is defined at the top level of a module"
     without_secret = replace(options, links=replace(options.links, keys=None))
-    write_part(folder, "options", without_secret, "")
+    for name in _IN_GRAPH[:-1]:
+        if name == "model":
+            graph.add(name, model, "define its classes at the top level of a module")
+        elif name == "options":
+            graph.add(name, without_secret, "")
+        else:
+            graph.add(name, getattr(options, name), of_functions)
 
 
-def write_data(folder: Path, data: Iterable[Any], options: JobOptions) -> ForwardedData | None:
+def write_data(
+    graph: GraphWriter, folder: Path, data: Iterable[Any], options: JobOptions
+) -> ForwardedData | None:
     """Writes the data for the workers, or what stands for it when it must be forwarded from here."""
-    forwarded: ForwardedData | None = None
-    try:
-        content = _dumps(without_processes(data))
-    except Exception:  # whatever a user's object raises: then it stays here
-        seed_data(base_seed(options.seed), options.seed, options.plan.workers_used)
-        begin = RngState.capture()
-        forwarded = describe_forwarded(data, options.plan, options.epochs)
-        if not isinstance(data, PeekedIterator):
-            begin.restore()  # it will be iterated anew
-        content = _dumps(forwarded)
-    with _room_told(folder):
-        (folder / "data.pickle").write_bytes(content)
+    if graph.add_data(without_processes(data)):
+        return None
+    seed_data(base_seed(options.seed), options.seed, options.plan.workers_used)
+    begin = RngState.capture()
+    forwarded = describe_forwarded(data, options.plan, options.epochs)
+    if not isinstance(data, PeekedIterator):
+        begin.restore()  # it will be iterated anew
+    write_part(folder, _FORWARDED, forwarded, "")
     return forwarded
+
+
+def read_data(graph: GraphReader, folder: Path) -> Any:
+    """Its iterable, or what stands for it."""
+    if (folder / f"{_FORWARDED}.pickle").exists():
+        return read_part(folder, _FORWARDED)
+    return graph.read("data")
 
 
 def write_larger(folder: Path, segment_index: int, forwarded: ForwardedData) -> None:
     """With what a segment of the run (segment.py) begins, before the one before it is told of its end."""
-    (folder / _larger_name(segment_index)).write_bytes(_dumps(forwarded))
+    content = io.BytesIO()
+    HostPickler(content, None).dump(forwarded)
+    (folder / _larger_name(segment_index)).write_bytes(content.getvalue())
 
 
 def read_larger(folder: Path | None, segment_index: int) -> ForwardedData | None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from pipedream import Plan
 from pipedream.launch import launcher
-from pipedream.launch.task_files import read_part, write_data, write_part
+from pipedream.launch.task_files import GraphReader, GraphWriter, read_part, write_data, write_part
 from pipedream.links.keys import CurveKeys
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -75,9 +75,10 @@ def test_data_and_functions_are_written_from_host_memory_too(
         device = _Device(patch)
         write_part(tmp_path, "loss_fn", nn.CrossEntropyLoss(weight=torch.ones(3)), "")
         assert len(device.copies) == 1
-        assert write_data(tmp_path, data, None) is None  # type: ignore[arg-type]
+        with GraphWriter(tmp_path) as graph:
+            assert write_data(graph, tmp_path, data, None) is None  # type: ignore[arg-type]
     assert len(device.copies) == 3
-    assert torch.equal(pickle.loads((tmp_path / "data.pickle").read_bytes())[0][0], torch.ones(2))
+    assert torch.equal(pickle.loads((tmp_path / "task.pickle").read_bytes())[0][0], torch.ones(2))
 
 
 class _StoppedError(Exception):
@@ -89,11 +90,14 @@ def test_no_secret_key_is_in_a_file(monkeypatch: pytest.MonkeyPatch, forwards: b
     # A caller that is killed used to leave it in the folder of the run.
     files: dict[str, bytes] = {}
     tasks: list[Any] = []
+    links: list[Any] = []
 
     def launch(task: Any, *_: object) -> None:
         tasks.append(task)
         folder = Path(task.folder)
         files.update({path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()})
+        with GraphReader(folder) as graph:
+            links.append(graph.read("options").links)
         raise _StoppedError
 
     monkeypatch.setattr(launcher, "_launch", launch)
@@ -108,12 +112,12 @@ def test_no_secret_key_is_in_a_file(monkeypatch: pytest.MonkeyPatch, forwards: b
             keys=CurveKeys("p" * 40, _SECRET, ("p" * 40,)),
             progress=False,
         )
-    assert {"model.pickle", "options.pickle", "data.pickle", "owner"} <= files.keys()
+    assert {"task.pickle", "owner"} <= files.keys()
     assert not any(_SECRET.encode() in content for content in files.values())
     (task,) = tasks
     assert task.keys.secret == _SECRET  # by the pipe through which a process gets its arguments
     assert _SECRET not in repr(task)
-    assert pickle.loads(files["options.pickle"]).links.bind_host == "127.0.0.1"
+    assert links[0].bind_host == "127.0.0.1" and links[0].keys is None
     assert not os.path.exists(task.folder)
 
 
