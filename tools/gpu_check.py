@@ -130,7 +130,7 @@ def training_steps() -> list[Step]:
         step("transports", transports, "-k", "not codec and not round"),
         step(
             "kernels",
-            "tests/python/test_optim.py",
+            "tests/python/optim",
             "tests/python/model/test_profiler.py",
             "-k",
             "gpu or cuda",

@@ -108,6 +108,15 @@ def test_an_optimizer_has_the_state_of_one_shard_and_gives_the_references_result
     assert_equals_reference(farm, _training("cnn", (2, 1), optimizer=optimizer))
 
 
+def _muon_with_adamw(named_parameters: Any) -> torch.optim.Optimizer:
+    rest = functools.partial(torch.optim.AdamW, lr=0.01)
+    return pipedream.optim.Muon(named_parameters, lr=0.05, rest=rest)
+
+
+def test_muon_gives_the_references_result(farm: Farm) -> None:
+    assert_equals_reference(farm, _training("mlp", (2, 1), optimizer=_muon_with_adamw))
+
+
 def test_native_optimizers_give_the_result_of_torchs(farm: Farm) -> None:
     arguments = {"lr": 0.01, "weight_decay": 0.1}
     training = _training("mlp", (1, 2), optimizer=functools.partial(torch.optim.AdamW, **arguments))

@@ -147,8 +147,10 @@ def _meta_like(parameter: Tensor) -> nn.Parameter:
 
 
 def _torch_class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-    """The optimizer's class, or what it inherits from torch: a user's own step may do more than step."""
-    known = [kind for kind in type(optimizer).__mro__ if f"{kind.__module__}.".startswith("torch.optim.")]
+    """The optimizer's class, or what it inherits from torch or from us: a user's own step may do more than
+    step."""
+    ours = ("torch.optim.", "pipedream.optim.")
+    known = [kind for kind in type(optimizer).__mro__ if f"{kind.__module__}.".startswith(ours)]
     kind: type[torch.optim.Optimizer] = known[0]
     return kind
 

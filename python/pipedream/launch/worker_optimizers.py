@@ -7,6 +7,7 @@ On the worker's compute thread, before the pool is sealed.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from pipedream.links.channels import ShardSpec, TieSpec
 from pipedream.links.codec_choice import NO_CODEC, codec_of_pushes
 from pipedream.model.boundary import TensorSpec
 from pipedream.model.stage_module import Tie
+from pipedream.optim import Muon
 from pipedream.stage.factors import FactorLayer
 from pipedream.stage.gradients import updated_parameters
 from pipedream.stage.loss_scale import LossScaling
@@ -55,6 +57,10 @@ class WorkerOptimizers:
                 run.options.optimizer, named, run.options.lr_scheduler, f"stage {index}"
             )
             self.by_stage[index] = optimizer
+            if isinstance(optimizer.optimizer, Muon) and run.options.progress:
+                print(
+                    f"{run.plan.describe_worker(run.rank)}: {optimizer.optimizer.describe()}", file=sys.stderr
+                )
             _check_sparse(run, index, optimizer)
             if self._has_shards(index):
                 whole = not works_by_element(optimizer.optimizer)

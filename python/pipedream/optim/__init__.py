@@ -1,10 +1,11 @@
-"""Native optimizers: they write the next weight version in one pass, without a copy."""
+"""Optimizers of a pipeline: native ones, which write the next weight version in one pass, and Muon."""
 
 from pipedream.optim.adam import Adam, AdamW, NAdamW
+from pipedream.optim.muon import Muon
 from pipedream.optim.native_optimizer import NativeOptimizer
 from pipedream.optim.sgd import SGD
 
-__all__ = ["NATIVE_OPTIMIZERS", "SGD", "Adam", "AdamW", "NAdamW", "NativeOptimizer"]
+__all__ = ["NATIVE_OPTIMIZERS", "SGD", "Adam", "AdamW", "Muon", "NAdamW", "NativeOptimizer"]
 
 NATIVE_OPTIMIZERS: tuple[type[NativeOptimizer], ...] = (SGD, Adam, AdamW, NAdamW)
 """All native classes. Compare `type(optimizer)` with these, since a subclass may have a step of its own."""

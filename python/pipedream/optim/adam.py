@@ -76,6 +76,7 @@ class Adam(_MomentOptimizer):
     """
 
     _STATE_NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    _TORCH_NAME = "torch.optim.Adam"
 
     def __init__(
         self,
@@ -121,6 +122,8 @@ class AdamW(Adam):
     range.
     """
 
+    _TORCH_NAME = "torch.optim.AdamW"
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -151,6 +154,7 @@ class NAdamW(_MomentOptimizer):
 
     _STATE_NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     _SCALAR_NAMES = ("step", "mu_product")
+    _TORCH_NAME = "torch.optim.NAdam with decoupled_weight_decay=True"
 
     def __init__(
         self,

@@ -46,6 +46,7 @@ class NativeOptimizer(torch.optim.Optimizer):
     # Keys of the state that are one number per parameter, which stays on the host.
     _SCALAR_NAMES: tuple[str, ...] = ()
     _TAKES_SPARSE = False
+    _TORCH_NAME: str  # what takes the tensors that this one refuses
     _placed: dict[Tensor, list[Tensor]]
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
@@ -213,12 +214,12 @@ class NativeOptimizer(torch.optim.Optimizer):
         if source.dtype not in _NATIVE_DTYPES or source.device.type not in _NATIVE_DEVICES:
             raise TypeError(
                 f"pipedream.optim.{name} got a {source.dtype} parameter on {source.device}: it takes float32"
-                f" and float64 in host or CUDA memory; use torch.optim.{name}"
+                f" and float64 in host or CUDA memory; use {self._TORCH_NAME}"
             )
         if not _is_dense(source):
             raise TypeError(
                 f"pipedream.optim.{name} got a parameter of shape {tuple(source.shape)} and strides"
-                f" {source.stride()}, with gaps or overlaps: make it contiguous, or use torch.optim.{name}"
+                f" {source.stride()}, with gaps or overlaps: make it contiguous, or use {self._TORCH_NAME}"
             )
         if gradient.is_sparse:
             if not self._TAKES_SPARSE:

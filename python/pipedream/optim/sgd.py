@@ -22,6 +22,7 @@ class SGD(NativeOptimizer):
 
     _STATE_NAMES = ("momentum_buffer",)
     _TAKES_SPARSE = True
+    _TORCH_NAME = "torch.optim.SGD"
 
     def __init__(
         self,
