@@ -55,6 +55,8 @@ ItemSpec item_spec(const TensorFields& tensors) {
 
 // Public key, secret key, public keys that are let in.
 using KeyFields = std::tuple<std::string, std::string, std::vector<std::string>>;
+// The first and the last.
+using PortFields = std::pair<std::uint16_t, std::uint16_t>;
 
 class PyWorker {
  public:
@@ -62,16 +64,18 @@ class PyWorker {
 
   static std::unique_ptr<PyWorker> make(const std::string& device, const std::string& transport,
                                         const std::string& libzmq_path, const std::string& bind_host,
-                                        double peer_timeout_s, const std::optional<KeyFields>& keys,
-                                        bool insecure, bool beats, bool shares_memory, bool checksums,
-                                        std::uint64_t run_id, std::uint32_t incarnation,
-                                        std::uint64_t plan_hash, std::uintptr_t compute_stream,
-                                        const std::vector<int>& own_cpus, bool force_staging) {
+                                        const std::optional<PortFields>& ports, double peer_timeout_s,
+                                        const std::optional<KeyFields>& keys, bool insecure, bool beats,
+                                        bool shares_memory, bool checksums, std::uint64_t run_id,
+                                        std::uint32_t incarnation, std::uint64_t plan_hash,
+                                        std::uintptr_t compute_stream, const std::vector<int>& own_cpus,
+                                        bool force_staging) {
     WorkerOptions options;
     options.device = device;
     options.transport = transport;
     options.libzmq_path = libzmq_path;
     options.bind_host = bind_host;
+    if (ports) options.ports = PortRange{ports->first, ports->second};
     options.peer_timeout_s = peer_timeout_s;
     if (keys) {
       const auto& [public_key, secret_key, allowed] = *keys;
@@ -413,11 +417,12 @@ void bind_worker(py::module_& module) {
       "without its tensors if it is known, else with None.");
   worker
       .def(py::init(&PyWorker::make), py::kw_only(), py::arg("device") = "host", py::arg("transport") = "zmq",
-           py::arg("libzmq_path") = "", py::arg("bind_host") = "127.0.0.1", py::arg("peer_timeout_s") = 15.0,
-           py::arg("keys") = py::none(), py::arg("insecure") = false, py::arg("beats") = false,
-           py::arg("shares_memory") = true, py::arg("checksums") = false, py::arg("run_id") = 0,
-           py::arg("incarnation") = 0, py::arg("plan_hash") = 0, py::arg("compute_stream") = 0,
-           py::arg("own_cpus") = std::vector<int>(), py::arg("force_staging") = false)
+           py::arg("libzmq_path") = "", py::arg("bind_host") = "127.0.0.1", py::arg("ports") = py::none(),
+           py::arg("peer_timeout_s") = 15.0, py::arg("keys") = py::none(), py::arg("insecure") = false,
+           py::arg("beats") = false, py::arg("shares_memory") = true, py::arg("checksums") = false,
+           py::arg("run_id") = 0, py::arg("incarnation") = 0, py::arg("plan_hash") = 0,
+           py::arg("compute_stream") = 0, py::arg("own_cpus") = std::vector<int>(),
+           py::arg("force_staging") = false)
       .def("add_channel", &PyWorker::add_channel, py::kw_only(), py::arg("name"), py::arg("sends"),
            py::arg("peer"), py::arg("channel_id"), py::arg("tensors"), py::arg("num_items"),
            py::arg("first_minibatch") = 0, py::arg("minibatch_stride") = 1, py::arg("num_microbatches") = 1,

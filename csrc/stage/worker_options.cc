@@ -32,6 +32,7 @@ std::unique_ptr<Device> make_device(const std::string& name) {
 std::unique_ptr<Transport> make_transport(const WorkerOptions& options) {
   TransportOptions transport;
   transport.bind_host = options.bind_host;
+  transport.ports = options.ports;
   transport.peer_timeout_s = options.peer_timeout_s;
   transport.keys = options.keys;
   transport.insecure = options.insecure;

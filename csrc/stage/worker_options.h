@@ -25,8 +25,9 @@ struct WorkerOptions {
   std::string transport = "zmq";  // or "inproc"
   std::string libzmq_path;        // empty: as transport.h says
   std::string bind_host = "127.0.0.1";
+  std::optional<PortRange> ports;
   double peer_timeout_s = 15.0;
-  std::optional<CurveKeys> keys;  // these three: see TransportOptions
+  std::optional<CurveKeys> keys;  // ports, keys, insecure, beats: see TransportOptions
   bool insecure = false;
   bool beats = false;
   // Receive into memory that senders of the same host write straight into.

@@ -126,9 +126,18 @@ struct CurveKeys {
   std::vector<std::string> allowed;  // public keys of the peers, one's own where all share a pair
 };
 
+// Ports of a machine, the last one included.
+struct PortRange {
+  std::uint16_t first = 0;
+  std::uint16_t last = 0;
+};
+
 struct TransportOptions {
   std::string bind_host = "127.0.0.1";  // address or interface
-  double peer_timeout_s = 15.0;         // a silent peer is lost after this
+  // Every listening link takes one of these that is free, and waits for one for peer_timeout_s at most.
+  // Without a range the system chooses.
+  std::optional<PortRange> ports;
+  double peer_timeout_s = 15.0;  // a silent peer is lost after this
   // Encrypts and authenticates every link: a listener lets in the allowed keys only, a connector talks to the
   // endpoint's key only, and only if it is allowed. Without keys a connector must say the endpoint's token,
   // in the clear.

@@ -392,6 +392,7 @@ class Worker:
         transport: str = "zmq",
         libzmq_path: str = "",
         bind_host: str = "127.0.0.1",
+        ports: tuple[int, int] | None = None,
         peer_timeout_s: float = 15.0,
         keys: tuple[str, str, Sequence[str]] | None = None,
         insecure: bool = False,

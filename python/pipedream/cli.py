@@ -297,6 +297,9 @@ def profile_links_command(
         Path | None, typer.Option(metavar="FILE", help="This machine's, made by `pipedream keys`.")
     ] = None,
     bind: Annotated[str | None, typer.Option(help="The address or interface to listen on.")] = None,
+    ports: Annotated[
+        str | None, typer.Option(metavar="RANGE", help="The ports to listen at, as 29600-29620.")
+    ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Without keys on a network that you trust.")
     ] = False,
@@ -312,6 +315,7 @@ def profile_links_command(
             transport=transport,
             keys=keys,
             bind=bind,
+            ports=ports,
             insecure=insecure,
             seconds=seconds,
             save=output,

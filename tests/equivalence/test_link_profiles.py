@@ -43,6 +43,11 @@ def test_the_transport_is_the_one_that_was_asked_for(farm: Farm) -> None:
     assert {link.transport for link in links.links} == {"zmq/tcp"}
 
 
+def test_links_are_measured_at_the_ports_that_were_given(farm: Farm) -> None:
+    outcomes = farm.run(_measure, ports="29600-29600", num_ranks=2)
+    assert all("ports 29600-29600 has 1" in str(outcome.error) for outcome in outcomes)
+
+
 def test_one_rank_has_no_links(farm: Farm) -> None:
     (outcome,) = farm.run(_measure, num_ranks=1)
     assert isinstance(outcome.error, ValueError)

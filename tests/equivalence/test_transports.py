@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import re
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,7 +23,9 @@ from pipedream import RunResult, reference
 from pipedream.links.addresses import is_loopback, resolve_bind
 from pipedream.links.codec_choice import codec_between, parse_codec
 from pipedream.links.keys import write_key_file, write_key_folder
+from pipedream.links.rendezvous import Rendezvous
 from pipedream.model.splitter import split
+from ports import free_ports
 from rehearsing import boundaries_of
 from training import (
     State,
@@ -246,6 +249,33 @@ def test_local_workers_and_the_caller_that_forwards_data_share_the_keys(tmp_path
     expected, expected_state = train_by_reference(training)
     assert_same_numbers(result.losses, state, expected.losses, expected_state, tolerance(training.dtype))
     assert set(result.transports.values()) == {_CURVE}
+
+
+# The ports.
+
+
+def _train_and_note_ports(training: Training, **options: Any) -> tuple[list[float], set[int]]:
+    noted: set[int] = set()
+    publish = Rendezvous.publish
+
+    def noting(self: Rendezvous, key: str, value: Any) -> None:
+        noted.update(map(int, re.findall(r"tcp://127\.0\.0\.1:(\d+)", str(value))))
+        publish(self, key, value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rendezvous, "publish", noting)
+        result, _ = train_in_pipeline(training, **options)
+    return ([] if result is None else result.losses), noted
+
+
+def test_workers_listen_at_the_ports_of_their_range_alone(farm: Farm, exact: tuple[RunResult, State]) -> None:
+    """As many as they need at once: links of the training open while those of the rehearsal close."""
+    ports = free_ports(8)
+    first, last = map(int, ports.split("-"))
+    ranks = farm.results(_train_and_note_ports, _TRAINING, num_ranks=3, ports=ports, transport="tcp")
+    assert ranks[0][0] == exact[0].losses
+    assert set().union(*(noted for _, noted in ranks)) <= set(range(first, last + 1))
+    assert all(noted for _, noted in ranks)
 
 
 # The codecs.

@@ -63,6 +63,8 @@ def test_what_replicas_cannot_have_and_what_only_they_have() -> None:
     refused(lambda: run(_MODEL, plan=plan, staleness=1), ValueError, "staleness is 1", "sync='ssp'")
     reduced: dict[str, Any] = {"plan": plan, "sync": "allreduce"}
     refused(lambda: run(_MODEL, **reduced, staleness=1), ValueError, "'allreduce'", "'ssp'")
+    words = ("sync is 'allreduce'", "ports are given", "sync='bsp'")
+    refused(lambda: run(_MODEL, **reduced, ports="29600-29620"), ValueError, *words)
     refused(lambda: run(_MODEL, **reduced, codec={"pushes": "bf16"}), ValueError, "nothing is pushed")
     for how in ({"max_grad_norm": 1.0, "schedule": "flush"}, {"autocast": "float16"}):
         refused(lambda how=how: run(_MODEL, **reduced, **how), ValueError, "tell each other", "sync='bsp'")

@@ -14,6 +14,7 @@ from farm import Farm
 from mishaps import NUM_MINIBATCHES, model_with, run
 from pipedream.links import options as links
 from pipedream.links.keys import CurveKeys, write_key_file, write_key_folder
+from ports import taken_ports
 from refusals import assert_says, refused
 
 _MODEL = model_with(None, stages=2)
@@ -35,6 +36,8 @@ def test_an_address_that_others_reach_without_keys() -> None:
     refused(lambda: run(_MODEL, bind="0.0.0.0", insecure=True), ValueError, "'0.0.0.0'", "name one address")
     refused(lambda: run(_MODEL, bind="eth99"), ValueError, "'eth99'", "neither an address nor an interface")
     refused(lambda: run(_MODEL, bind=7), TypeError, "bind is 7")
+    refused(lambda: run(_MODEL, ports="29600"), ValueError, "ports is '29600'", "the first port and the last")
+    refused(lambda: run(_MODEL, ports=29600), TypeError, "ports is 29600", "'29600-29620'")
     refused(lambda: run(_MODEL, insecure="yes"), TypeError, "insecure is 'yes'", "True or False")
 
 
@@ -184,6 +187,19 @@ def test_an_address_that_is_not_this_machines(farm: Farm, tmp_path: Path) -> Non
     write_key_file(tmp_path / "keys.json")
     options = {"keys": tmp_path / "keys.json", "bind": _ELSEWHERE}
     _refused_by_ranks(farm, [options, options], "cannot listen at", _ELSEWHERE)
+
+
+def test_a_range_with_too_few_ports_for_the_workers_of_a_machine(farm: Farm) -> None:
+    few = {"ports": "29600-29600"}
+    words = ("the range of ports 29600-29600 has 1", "workers (2) need 2", "at least 2")
+    _refused_by_ranks(farm, [few, few], *words)
+
+
+def test_ports_that_others_have_taken(farm: Farm) -> None:
+    with taken_ports(2) as ports:
+        options: dict[str, Any] = {"bind": "127.0.0.1", "peer_timeout": 0.3}
+        words = (f"all ports of {ports} are taken", "127.0.0.1", "another range")
+        _refused_by_ranks(farm, [options | {"ports": ports}, options], *words, ranks_per_machine=1)
 
 
 def _run_with_rank_1_apart(how: str, **options: Any) -> None:

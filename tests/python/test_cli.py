@@ -423,6 +423,7 @@ def test_run_gives_the_runner_the_job_the_plan_and_the_options(call: Caller, cal
         *("--schedule", "flush", "--microbatches", "4", "--recompute", "--memory", "1GiB"),
         *("--autocast", "bfloat16", "--max-grad-norm", "0.5"),
         *("--codec", "activations=bf16,1->0=topk:0.1", "--keys", "keys.json", "--bind", "eth0", "--insecure"),
+        *("--ports", "29600-29620"),
     )
     assert (outcome.status, outcome.stderr) == (0, "")
     model, plan, options = calls["run"]
@@ -442,6 +443,7 @@ def test_run_gives_the_runner_the_job_the_plan_and_the_options(call: Caller, cal
         "codec": {"activations": "bf16", "1->0": "topk:0.1"},
         "keys": Path("keys.json"),
         "bind": "eth0",
+        "ports": "29600-29620",
         "insecure": True,
         "seed": 5,
         "trace": "trace.json",

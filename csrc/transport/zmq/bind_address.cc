@@ -76,9 +76,9 @@ std::string bind_address(const TransportOptions& options) {
         "them), or insecure=True where everybody on that network is trusted");
   }
   // zmq_bind resolves no names.
-  if (host == "localhost") return "tcp://127.0.0.1:*";
+  if (host == "localhost") return "tcp://127.0.0.1";
   const bool is_ipv6 = host.find(':') != std::string::npos;
-  return "tcp://" + (is_ipv6 ? "[" + host + "]" : host) + ":*";
+  return "tcp://" + (is_ipv6 ? "[" + host + "]" : host);
 }
 
 void check_connect_address(const TransportOptions& options, const std::string& address) {

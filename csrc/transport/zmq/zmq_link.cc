@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
+#include <chrono>
 #include <cstring>
 #include <string_view>
+#include <thread>
 #include <utility>
 
 #include "base/check.h"
@@ -53,6 +55,7 @@ namespace {
 
 constexpr std::string_view kScheme = "tcp://";
 constexpr const char* kEndpointLooks = "an endpoint looks like tcp://127.0.0.1:40001";
+constexpr std::chrono::milliseconds kTakenPortsPeriod{20};
 constexpr int kNumMessagesPerRound = 16;  // of one link, before the others have their turn
 
 bool is_ipv6(const std::string& address) { return address.find('[') != std::string::npos; }
@@ -132,8 +135,8 @@ void ZmqLink::open_monitor() {
 }
 
 void ZmqLink::bind() {
-  const std::string wanted = bind_address(shared_.options);
-  if (is_ipv6(wanted)) set_option(zmq::kIpv6, 1);
+  const std::string host = bind_address(shared_.options);
+  if (is_ipv6(host)) set_option(zmq::kIpv6, 1);
   if (const std::optional<CurveKeys>& keys = shared_.options.keys) {
     set_curve_server(zmq_, socket_, *keys);
     server_key_ = keys->public_key;
@@ -143,16 +146,42 @@ void ZmqLink::bind() {
   }
   if (shared_.options.shares_memory) rings_ = FrameRings::make(options().identity, shared_.bell);
   PD_CHECK(zmq_.setsockopt(socket_, zmq::kZapDomain, domain_.data(), domain_.size()) == 0, zmq_.last_error());
-  if (zmq_.bind(socket_, wanted.c_str()) != 0) {
-    throw UserError("cannot listen at '" + wanted + "': " + zmq_.last_error() +
-                    "; bind_host must be an address or interface of this machine");
-  }
+  bind_to(host);
   char bound[256] = {};
   std::size_t num_bytes = sizeof(bound);
   PD_CHECK(zmq_.getsockopt(socket_, zmq::kLastEndpoint, bound, &num_bytes) == 0, zmq_.last_error());
   address_ = bound;
   // Not before: nobody else knows the endpoint yet.
   shared_.zap_domains.add(domain_, token_, [this] { await_hello(); });
+}
+
+// A range is shared by all workers of a machine, and by links that open while older ones close: so it is
+// asked again until one of its ports is free.
+void ZmqLink::bind_to(const std::string& host) {
+  if (!shared_.options.ports) {
+    if (try_bind(host + ":*")) return;
+    throw UserError("cannot listen at '" + host + "': the system has no free port");
+  }
+  const PortRange ports = *shared_.options.ports;
+  const std::chrono::duration<double> patience(shared_.options.peer_timeout_s);
+  const Deadline deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(patience);
+  for (;; std::this_thread::sleep_for(kTakenPortsPeriod)) {
+    for (unsigned port = ports.first; port <= ports.last; ++port) {
+      if (try_bind(host + ":" + std::to_string(port))) return;
+    }
+    if (Clock::now() >= deadline) break;
+  }
+  throw UserError("all ports of " + std::to_string(ports.first) + "-" + std::to_string(ports.last) +
+                  " are taken at '" + host +
+                  "', by other programs or other runs: give another range, or a larger one");
+}
+
+// False when the port is taken.
+bool ZmqLink::try_bind(const std::string& address) {
+  if (zmq_.bind(socket_, address.c_str()) == 0) return true;
+  if (zmq_.errno_of_thread() == EADDRINUSE) return false;
+  throw UserError("cannot listen at '" + address + "': " + zmq_.last_error() +
+                  "; bind_host must be an address or interface of this machine");
 }
 
 void ZmqLink::connect(const std::string& endpoint) {

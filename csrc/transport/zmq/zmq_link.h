@@ -97,8 +97,9 @@ class ZmqLink final : public LinkCore {
   ZmqLink(TransportCore& transport, LinkOptions options, LinkHandler& handler, Role role, ZmqShared& shared);
   ~ZmqLink() override { disconnect(); }
 
-  void bind();                                // throws UserError
-  void connect(const std::string& endpoint);  // throws UserError
+  // Throw UserError. Where all ports of a range are taken bind() waits until one is free.
+  void bind();
+  void connect(const std::string& endpoint);
 
   [[nodiscard]] std::string endpoint() const override {
     return to_string(Endpoint{.address = address_,
@@ -129,6 +130,8 @@ class ZmqLink final : public LinkCore {
   void disconnect() override;
   [[nodiscard]] const std::string& address() const override { return address_; }
   void open_monitor();
+  void bind_to(const std::string& host);
+  [[nodiscard]] bool try_bind(const std::string& address);
   [[nodiscard]] std::uint64_t name() const { return reinterpret_cast<std::uintptr_t>(this); }
   void mark();
   [[nodiscard]] bool has_traffic();

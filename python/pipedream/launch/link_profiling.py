@@ -57,6 +57,7 @@ def profile_links(
     transport: str = "auto",
     keys: Any = None,
     bind: Any = None,
+    ports: str | None = None,
     insecure: bool = False,
     peer_timeout: float = 15.0,
     seconds: float = 1.0,
@@ -69,7 +70,7 @@ def profile_links(
     after the other at each worker; pairs that share no worker are measured at the same time, so that they
     share the network of their machines. A worker on a GPU sends from its memory.
 
-    transport, keys, bind, insecure, peer_timeout: as of run().
+    transport, keys, bind, ports, insecure, peer_timeout: as of run().
     seconds: for each figure of a pair at most, once it has 3 samples; less where it is known to 2 % before.
     save: a file that rank 0 writes (LinkProfile.load reads it).
     progress: show on rank 0's stderr how many rounds are done, where that is a terminal.
@@ -84,7 +85,7 @@ def profile_links(
     prefix = rendezvous_prefix()
     with one_run_at_a_time(), descriptor_limit_raised():
         with mistakes_told(prefix):
-            options = _checked_options(transport, keys, bind, insecure, peer_timeout, seconds)
+            options = _checked_options(transport, keys, bind, ports, insecure, peer_timeout, seconds)
             if save is not None and is_rank_0():
                 check_output_file(save, "save")
         with this_rank(prefix) as place:
@@ -101,7 +102,7 @@ class _Options:
 
 
 def _checked_options(
-    transport: str, keys: Any, bind: Any, insecure: bool, peer_timeout: float, seconds: float
+    transport: str, keys: Any, bind: Any, ports: Any, insecure: bool, peer_timeout: float, seconds: float
 ) -> _Options:
     check_choice("transport", transport, TRANSPORTS)
     for name, value in (("peer_timeout", peer_timeout), ("seconds", seconds)):
@@ -112,6 +113,7 @@ def _checked_options(
         codec=None,
         keys=keys,
         bind=bind,
+        ports=ports,
         insecure=insecure,
         peer_timeout_s=float(peer_timeout),
         several_machines=is_on_several_machines(),

@@ -31,6 +31,7 @@ from pipedream.common.checks import (
 from pipedream.common.own_rank import is_rank_0
 from pipedream.common.table import shorten
 from pipedream.common.units import parse_size
+from pipedream.links.addresses import parse_ports
 from pipedream.links.codec_choice import parse_codec, parse_codec_text
 from pipedream.links.keys import keys_of
 from pipedream.links.options import TRANSPORTS
@@ -284,6 +285,13 @@ RUN_OPTIONS: tuple[RunOption, ...] = (
         "bind",
         "the address or interface that workers listen on",
         command=CommandOption("Address or interface that workers listen on.", metavar="ADDRESS"),
+    ),
+    RunOption(
+        "ports",
+        'the ports that workers listen at, `"29600-29620"`; `None`: `PIPEDREAM_PORTS`, else any',
+        None,
+        _or_none(parse_ports),
+        CommandOption("Ports that workers listen at, as 29600-29620.", metavar="RANGE"),
     ),
     RunOption(
         "insecure",

@@ -84,6 +84,7 @@ def run(
     codec: Any = None,
     keys: Any = None,
     bind: Any = None,
+    ports: str | None = None,
     insecure: bool = False,
     peer_timeout: float = 15.0,
     sync: str = "bsp",
@@ -150,6 +151,10 @@ def run(
     bind: the address or interface of this machine that workers listen on; None is loopback, and under
         torchrun on several machines this machine's address on the route to MASTER_ADDR. Elsewhere than on
         loopback keys are needed, or insecure.
+    ports: the ports of this machine that workers listen at, such as "29600-29620", for firewalls that admit
+        no others; the range is shared by the workers of a machine, each of which takes one port for every
+        channel that it receives by. None is PIPEDREAM_PORTS, else the system chooses. docs/transport.md says
+        what else has to be open.
     insecure: True listens without keys where others can reach it, and logs that.
     peer_timeout: seconds after which a worker that is silent, or whose interpreter hangs, is given up. Code
         that holds the GIL for so long without a break counts as a hang.
@@ -231,7 +236,7 @@ def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any]) -> Job
     autocast, memory = autocast_dtype(arguments["autocast"]), arguments["memory"]
     links = make_link_options(
         codec=_codec_of(arguments, plan),
-        **{name: arguments[name] for name in ("transport", "keys", "bind", "insecure")},
+        **{name: arguments[name] for name in ("transport", "keys", "bind", "ports", "insecure")},
         peer_timeout_s=float(arguments["peer_timeout"]),
         several_machines=is_on_several_machines(),
     )

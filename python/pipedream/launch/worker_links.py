@@ -17,6 +17,7 @@ from pipedream import _core
 from pipedream.common.errors import PeerLost, failures_of_others
 from pipedream.launch.agreed_run import wait_for
 from pipedream.launch.own_cpus import own_cpus
+from pipedream.links.addresses import check_ports
 from pipedream.links.channels import CALLER, RunChannel
 from pipedream.links.descriptors import check_descriptors
 from pipedream.links.liveness import sign_period_s
@@ -85,6 +86,8 @@ class WorkerLinks:
         core, rank, links = self._core, run.rank, run.links
         assert core is not None
         check_descriptors(rank, sum(rank in (c.sender, c.receiver) for c in channels))
+        here = run.place.ranks_of_machine
+        check_ports(links.ports, sum(c.receiver in here for c in channels), len(here))
         self._rendezvous.publish(f"{key}/{rank}", core.listen())
         self._check_peers(run, channels, key)
         receivers = sorted({c.receiver for c in channels if c.sender == rank})

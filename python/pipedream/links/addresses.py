@@ -1,4 +1,4 @@
-"""The address that a worker listens on: loopback, or where the other machines of its run reach it.
+"""The address and the ports that a worker listens at: loopback, or where other machines of its run reach it.
 
 No packet is sent to find it. IPv4, as the sockets of torchrun's usual set-ups are. Torch-free; any thread.
 """
@@ -7,16 +7,32 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import os
+import re
 import socket
 import struct
 
-__all__ = ["LOOPBACK", "check_reachable", "is_loopback", "resolve_bind", "route_address"]
+__all__ = [
+    "LOOPBACK",
+    "PortRange",
+    "check_ports",
+    "check_reachable",
+    "is_loopback",
+    "parse_ports",
+    "ports_of",
+    "resolve_bind",
+    "route_address",
+]
 
 LOOPBACK = "127.0.0.1"
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _INTERFACE_NAME_BYTES_MAX = 15  # IFNAMSIZ, less its final 0
 _ANY_PORT = 9  # "discard": nothing is sent there
+_PORT_MAX = 65_535
+
+PortRange = tuple[int, int]
+"""The first port and the last."""
 
 
 def resolve_bind(bind: str) -> str:
@@ -83,4 +99,39 @@ def check_reachable(address: str, host: str) -> None:
         raise ValueError(
             f"MASTER_ADDR is {host!r}, which is loopback here, so that other machines could not reach this"
             " one: give bind=, this machine's address or interface"
+        )
+
+
+def ports_of(ports: str | None) -> PortRange | None:
+    """The ports that a worker may listen at: the argument's, else those of $PIPEDREAM_PORTS, else any."""
+    if ports is not None:
+        return parse_ports("ports", ports)
+    from_environment = os.environ.get("PIPEDREAM_PORTS")
+    return parse_ports("PIPEDREAM_PORTS", from_environment) if from_environment else None
+
+
+def parse_ports(name: str, ports: str) -> PortRange:
+    """Reads "29600-29620". Raises ValueError or TypeError, which name the argument."""
+    if not isinstance(ports, str):
+        raise TypeError(f"{name} is {ports!r}: give a range of ports as text, such as '29600-29620'")
+    found = re.fullmatch(r"\s*(\d{1,5})\s*-\s*(\d{1,5})\s*", ports, re.ASCII)
+    if not found:
+        raise ValueError(f"{name} is {ports!r}: give the first port and the last, such as '29600-29620'")
+    first, last = map(int, found.groups())
+    if not 1 <= first <= last <= _PORT_MAX:
+        raise ValueError(f"{name} is {ports!r}: ports are 1 to {_PORT_MAX}, and the last comes last")
+    return first, last
+
+
+def check_ports(ports: PortRange | None, num_needed: int, num_workers: int) -> None:
+    """Refuses a range that has fewer ports than the workers of this machine need at once."""
+    if ports is None:
+        return
+    first, last = ports
+    num_ports = last - first + 1
+    if num_ports < num_needed:
+        raise ValueError(
+            f"the range of ports {first}-{last} has {num_ports}, but this machine's workers ({num_workers})"
+            f" need {num_needed}, one for each channel that they receive by: give a range of at least"
+            f" {num_needed}"
         )

@@ -12,7 +12,15 @@ from typing import Any
 
 from pipedream.common.agreement import OWN, compared, given
 from pipedream.common.own_rank import is_first_of_machine
-from pipedream.links.addresses import LOOPBACK, check_reachable, is_loopback, resolve_bind, route_address
+from pipedream.links.addresses import (
+    LOOPBACK,
+    PortRange,
+    check_reachable,
+    is_loopback,
+    ports_of,
+    resolve_bind,
+    route_address,
+)
 from pipedream.links.codec_choice import CodecChoice, parse_codec
 from pipedream.links.keys import CurveKeys, keys_of
 from pipedream.links.libzmq import find_libzmq
@@ -29,13 +37,15 @@ _log = logging.getLogger("pipedream")
 
 @dataclass(frozen=True)
 class LinkOptions:
-    """What the core needs to know about links; equal at all workers but for the address and the keys."""
+    """What the core needs to know about links; equal at all workers but for addresses, ports and keys."""
 
     transport: str = "auto"
     codec: CodecChoice = field(default_factory=dict, metadata=compared(said=lambda choice: choice or None))
     peer_timeout_s: float = field(default=15.0, metadata=compared("peer_timeout"))
     bind_host: str = field(default=LOOPBACK, metadata=OWN)
     """The address that this worker listens on."""
+    ports: PortRange | None = field(default=None, metadata=OWN)
+    """The ports that this worker may listen at; None leaves them to the system."""
     keys: CurveKeys | None = field(default=None, metadata=compared(said=given))
     insecure: bool = field(default=False, metadata=OWN)
 
@@ -56,6 +66,7 @@ class LinkOptions:
             "transport": "zmq",
             "libzmq_path": find_libzmq(),
             "bind_host": self.bind_host,
+            "ports": self.ports,
             "peer_timeout_s": self.peer_timeout_s,
             "keys": None if keys is None else (keys.public, keys.secret, list(keys.allowed)),
             "insecure": self.insecure,
@@ -130,6 +141,7 @@ def make_link_options(
     codec: Any,
     keys: Any,
     bind: Any,
+    ports: Any,
     insecure: Any,
     peer_timeout_s: float,
     several_machines: bool,
@@ -156,7 +168,15 @@ def make_link_options(
                 " of this run and send others",
                 address,
             )
-    return LinkOptions(transport, parse_codec(codec), peer_timeout_s, address, loaded, insecure)
+    return LinkOptions(
+        transport,
+        parse_codec(codec),
+        peer_timeout_s,
+        bind_host=address,
+        ports=ports_of(ports),
+        keys=loaded,
+        insecure=insecure,
+    )
 
 
 def _bind_address(bind: Any, several_machines: bool) -> str:

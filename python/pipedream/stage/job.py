@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,6 +117,12 @@ class WorkerPlace:
     @property
     def returns_model(self) -> bool:
         return self.folder is None
+
+    @property
+    def ranks_of_machine(self) -> range:
+        """The ranks of this worker's machine, which a launcher counts one after the other."""
+        first = self.rank - self.local_rank
+        return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)))
 
 
 @dataclass(frozen=True)
@@ -249,6 +256,10 @@ def _check_reduced(options: JobOptions) -> None:
         raise ValueError(f"{asked}, but sync is 'ssp', which it has no use for: {remedy}")
     if options.links.keys is not None:
         raise ValueError(f"{asked}, and keys are given, but torch.distributed does not encrypt: {remedy}")
+    if options.links.ports is not None:
+        raise ValueError(
+            f"{asked}, and ports are given, but torch.distributed listens where the system chooses: {remedy}"
+        )
     if PUSHES in options.links.codec:
         raise ValueError(f"{asked}, and codec names pushes, but then nothing is pushed: {remedy}")
     if not options.measures_gradients:

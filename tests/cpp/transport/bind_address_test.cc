@@ -41,11 +41,11 @@ TEST(BindAddress, NothingElseIsLoopback) {
 }
 
 TEST(BindAddress, IsWhatLibzmqBinds) {
-  EXPECT_EQ(bind_address(bound_to("127.0.0.1")), "tcp://127.0.0.1:*");
-  EXPECT_EQ(bind_address(bound_to("localhost")), "tcp://127.0.0.1:*");
-  EXPECT_EQ(bind_address(bound_to("lo")), "tcp://lo:*");
-  EXPECT_EQ(bind_address(bound_to("::1")), "tcp://[::1]:*");
-  EXPECT_EQ(bind_address(bound_to("[::1]")), "tcp://[::1]:*");
+  EXPECT_EQ(bind_address(bound_to("127.0.0.1")), "tcp://127.0.0.1");
+  EXPECT_EQ(bind_address(bound_to("localhost")), "tcp://127.0.0.1");
+  EXPECT_EQ(bind_address(bound_to("lo")), "tcp://lo");
+  EXPECT_EQ(bind_address(bound_to("::1")), "tcp://[::1]");
+  EXPECT_EQ(bind_address(bound_to("[::1]")), "tcp://[::1]");
 }
 
 TEST(BindAddress, AddressThatOthersReachNeedsKeysOrAnExplicitWord) {

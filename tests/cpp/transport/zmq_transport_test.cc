@@ -249,6 +249,59 @@ TEST_F(ZmqTransport, AddressThatIsNotThisMachinesIsTheUsersMistake) {
   }
 }
 
+// The ports of loopback that nobody listens at, for now: the system chose them.
+PortRange free_ports(int num_ports) {
+  const std::unique_ptr<Transport> transport = make_transport("zmq");
+  Recorder recorder;
+  for (;;) {
+    const std::string endpoint = transport->listen(link_options(), recorder).endpoint();
+    const int first = std::stoi(endpoint.substr(endpoint.find(':', 6) + 1)) + 1;
+    if (first + num_ports > 65'536) continue;
+    TransportOptions options;
+    options.ports =
+        PortRange{static_cast<std::uint16_t>(first), static_cast<std::uint16_t>(first + num_ports - 1)};
+    options.peer_timeout_s = 0.01;
+    const std::unique_ptr<Transport> trial = make_transport("zmq", options);
+    try {
+      for (int index = 0; index < num_ports; ++index) trial->listen(link_options(), recorder);
+    } catch (const UserError&) {
+      continue;
+    }
+    return *options.ports;
+  }
+}
+
+TEST_F(ZmqTransport, ListensAtThePortsOfItsRangeAlone) {
+  TransportOptions options;
+  options.ports = free_ports(3);
+  options.peer_timeout_s = 0.05;
+  const std::unique_ptr<Transport> transport = make_transport("zmq", options);
+  for (unsigned port = options.ports->first; port <= options.ports->last; ++port) {
+    const std::string endpoint = transport->listen(link_options(), recorder_).endpoint();
+    EXPECT_TRUE(endpoint.starts_with("tcp://127.0.0.1:" + std::to_string(port) + " ")) << endpoint;
+  }
+  try {
+    transport->listen(link_options(), recorder_);
+    ADD_FAILURE() << "a fourth listens, too";
+  } catch (const UserError& error) {
+    const std::string range =
+        std::to_string(options.ports->first) + "-" + std::to_string(options.ports->last);
+    EXPECT_EQ(error.what(), "all ports of " + range +
+                                " are taken at 'tcp://127.0.0.1', by other programs or other runs: give "
+                                "another range, or a larger one");
+  }
+}
+
+TEST_F(ZmqTransport, ListenerWaitsForAPortOfItsRangeThatIsStillTaken) {
+  TransportOptions options;
+  options.ports = free_ports(1);
+  std::unique_ptr<Transport> before = make_transport("zmq", options);
+  before->listen(link_options(), recorder_);
+  std::thread ends([&] { before.reset(); });
+  EXPECT_NO_THROW(make_transport("zmq", options)->listen(link_options(), recorder_));
+  ends.join();
+}
+
 TEST_F(ZmqTransport, ListensOnLoopbackUnlessToldOtherwise) {
   EXPECT_TRUE(listen().endpoint().starts_with("tcp://127.0.0.1:"));
   EXPECT_EQ(transport_->name(), "zmq/tcp");

@@ -6,7 +6,7 @@ import socket
 from typing import Any
 
 import pytest
-from pipedream.links.addresses import check_reachable, is_loopback, resolve_bind, route_address
+from pipedream.links.addresses import check_reachable, is_loopback, parse_ports, resolve_bind, route_address
 
 
 def test_an_address_stays_and_names_become_addresses() -> None:
@@ -34,6 +34,30 @@ def test_what_cannot_be_bound_is_refused(bind: str, words: tuple[str, ...]) -> N
         resolve_bind(bind)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("ports", "words"),
+    [
+        ("29600", "give the first port and the last, such as '29600-29620'"),
+        ("", "give the first port"),
+        ("-1-5", "give the first port"),
+        ("1-2-3", "give the first port"),
+        ("0-5", "ports are 1 to 65535"),
+        ("29620-29600", "the last comes last"),
+        ("65000-65536", "ports are 1 to 65535"),
+    ],
+)
+def test_a_range_of_ports_that_is_none_is_refused(ports: str, words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        parse_ports("ports", ports)
+    assert str(caught.value).startswith(f"ports is {ports!r}: ") and words in str(caught.value)
+
+
+def test_ports_are_a_range_as_text() -> None:
+    assert parse_ports("ports", " 29600 - 29620 ") == (29600, 29620)
+    with pytest.raises(TypeError, match=r"^ports is 29600: give a range of ports as text"):
+        parse_ports("ports", 29600)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bind", ["", 5, True])

@@ -21,6 +21,7 @@ def _links(several_machines: bool = False, **given: Any) -> LinkOptions:
         "codec": None,
         "keys": None,
         "bind": None,
+        "ports": None,
         "insecure": False,
     }
     return make_link_options(**(defaults | given), peer_timeout_s=3.0, several_machines=several_machines)
@@ -30,6 +31,16 @@ def test_the_default_is_loopback_and_every_worker_beats() -> None:
     arguments = _links().core_arguments()
     assert (arguments["bind_host"], arguments["keys"], arguments["insecure"]) == ("127.0.0.1", None, False)
     assert (arguments["beats"], arguments["peer_timeout_s"]) == (True, 3.0)
+
+
+def test_the_ports_are_the_arguments_else_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _links().core_arguments()["ports"] is None
+    monkeypatch.setenv("PIPEDREAM_PORTS", "29600-29620")
+    assert _links().core_arguments()["ports"] == (29600, 29620)
+    assert _links(ports="7000-7000").core_arguments()["ports"] == (7000, 7000)
+    monkeypatch.setenv("PIPEDREAM_PORTS", "some")
+    with pytest.raises(ValueError, match=r"^PIPEDREAM_PORTS is 'some': give the first port and the last"):
+        _links()
 
 
 def test_memory_is_shared_but_where_the_wire_is_asked_for() -> None:
