@@ -21,7 +21,7 @@ from pipedream.model.seeding import base_seed, generators_kept, seed_data
 from pipedream.planning.plan import Plan
 from torch import nn
 from training import State, assert_close_losses, assert_close_state, is_rank_0, state_of, tolerance
-from twins import TWINS, Batch, Output, Skipping, cross_entropy
+from twins import TWINS, Batch, Output, Padded, Skipping, cross_entropy, padded_vectors
 
 _SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 _NUM_MINIBATCHES = 6
@@ -386,4 +386,30 @@ def test_what_only_the_rehearsal_is_too_large_for_says_at_which_sizes(farm: Farm
         assert str(outcome.error) == (
             "the first minibatch at the largest sizes of any (input_ids (4, 4), attention_mask (4, 4), labels"
             " (4, 4)) does not pass stage 0 (rank 0): RuntimeError: too many tokens"
+        )
+
+
+def _train_padded(plan: Plan, padded: tuple[bool, ...]) -> RunResult:
+    torch.manual_seed(3)
+    options: dict[str, Any] = {"data": padded_vectors(padded), "loss_fn": cross_entropy, "optimizer": _SGD}
+    return pipedream.run(Padded().double(), plan, schedule="flush", progress=False, **options)
+
+
+def test_a_tensor_that_later_minibatches_lack_crosses_as_none(farm: Farm) -> None:
+    padded = (True, False, True, False)
+    losses = farm.results(_train_padded, straight_plan(3, (1,)), padded, num_ranks=2)[0].losses
+    torch.manual_seed(3)
+    assert_close_losses(losses, _train_plainly(Padded().double(), padded_vectors(padded)), _RELATIVE)
+
+
+def test_a_tensor_where_the_first_minibatch_has_none_is_refused_by_name(farm: Farm) -> None:
+    """It was dropped behind the cut without a word, in the oracle in the same way."""
+    plan, padded = straight_plan(3, (1,)), (False, False, True)
+    outcomes = farm.run(_train_padded, plan, padded, num_ranks=2)
+    named = "minibatch 2: the value[1] is a Tensor, and None in the first minibatch"
+    assert any(named in str(outcome.error) for outcome in outcomes), outcomes
+    named = r"the inputs have a tensor of 2 dimensions at \[1\], and None in the first minibatch"
+    with pytest.raises(ValueError, match=named):
+        reference.run(
+            Padded().double(), plan, data=padded_vectors(padded), loss_fn=cross_entropy, optimizer=_SGD
         )

@@ -5,7 +5,7 @@ Importable by worker processes: every class is a module-level name. Each says wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -367,6 +367,21 @@ class Viewing(nn.Module):
         return result
 
 
+class Padded(nn.Module):
+    """Takes a mask where something is padded, and no mask elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        x = self.second(torch.tanh(self.first(x)))
+        out: Tensor = self.last(torch.tanh(x if mask is None else x * mask))
+        return out
+
+
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
@@ -396,6 +411,17 @@ def _vectors(generator: torch.Generator, dtype: torch.dtype, size: int) -> Batch
 def _vectors_of_tasks(generator: torch.Generator, dtype: torch.dtype, size: int) -> Batch:
     vectors, targets = _vectors(generator, dtype, size)
     return (vectors, torch.randint(3, (1,), generator=generator).repeat(size)), targets
+
+
+def padded_vectors(padded: Sequence[bool]) -> list[Batch]:
+    """One minibatch each, with a mask where it is padded."""
+    generator = torch.Generator().manual_seed(7)
+    batches = [_vectors(generator, torch.float64, 4) for _ in padded]
+    masks = [
+        (vectors > 0).double() if is_padded else None
+        for (vectors, _), is_padded in zip(batches, padded, strict=True)
+    ]
+    return [((x, mask), targets) for (x, targets), mask in zip(batches, masks, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from pipedream.launch.agreed_run import AgreedRun, wait_for
 from pipedream.launch.factor_choice import FactorChoice
 from pipedream.links.channels import ShardSpec, TieSpec
 from pipedream.links.codec_choice import NO_CODEC, codec_of_pushes
-from pipedream.model.boundary import TensorSpec
 from pipedream.model.stage_module import Tie
+from pipedream.model.tensor_spec import TensorSpec
 from pipedream.optim import Muon
 from pipedream.stage.factors import FactorLayer
 from pipedream.stage.gradients import updated_parameters

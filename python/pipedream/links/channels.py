@@ -25,8 +25,9 @@ from pipedream.links.codec_choice import (
 )
 from pipedream.links.rank_tree import parent_of
 from pipedream.links.state_transfer import PIECE_BYTES
-from pipedream.model.boundary import Boundary, TensorSpec
+from pipedream.model.boundary import Boundary
 from pipedream.model.layers import dtype_name
+from pipedream.model.tensor_spec import TensorSpec
 from pipedream.planning.plan import Plan
 
 __all__ = [

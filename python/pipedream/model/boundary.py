@@ -12,7 +12,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,10 +21,10 @@ from torch import nn
 from pipedream import _core
 from pipedream.model.batches import Keywords
 from pipedream.model.layers import dtype_name
+from pipedream.model.tensor_spec import TensorSpec, whole
 
 __all__ = [
     "Boundary",
-    "TensorSpec",
     "boundary_input",
     "check_loss",
     "device_of",
@@ -34,59 +34,11 @@ __all__ = [
     "to_device",
 ]
 
-# Of the wire (csrc/base/dtype.h).
-_WIRE_DTYPES = {
-    dtype_name(dtype): dtype
-    for dtype in (
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.bool,
-        torch.complex64,
-        torch.complex128,
-    )
-}
-
+_KEEP = "keep the structure of the first minibatch"
+_NOTHING = object()  # that was given
 
 # Nodes with keys, by what they are made of.
 _KEYED: dict[str, type[dict[str, Any]]] = {"dict": dict, "keywords": Keywords}
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One tensor of a boundary, as planned: the largest that may cross."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    requires_grad: bool
-    """Whether a gradient comes back for it."""
-    others: tuple[tuple[int, ...], ...] = ()
-    """Shapes that it may have instead."""
-
-    @property
-    def num_bytes(self) -> int:
-        return max(map(math.prod, (self.shape, *self.others))) * self.dtype.itemsize
-
-    def is_exceeded_by(self, shape: Sequence[int]) -> bool:
-        """Of as many dimensions: by more elements, or more in the first dimension."""
-        return all(
-            math.prod(shape) > math.prod(planned) or (bool(shape) and shape[0] > planned[0])
-            for planned in (self.shape, *self.others)
-        )
-
-    def or_as(self, other: TensorSpec) -> TensorSpec:
-        """Of one tensor, that may also be as the other says."""
-        return replace(
-            self,
-            others=(*self.others, other.shape, *other.others),
-            requires_grad=self.requires_grad or other.requires_grad,
-        )
 
 
 @dataclass(frozen=True)
@@ -95,7 +47,8 @@ class Boundary:
 
     `structure` is JSON-ready, one node of: {"tensor": index}, {"tuple": [nodes]}, {"list": [nodes]},
     {"dict": {key: node}}, {"keywords": {key: node}}, {"constant": value}. A
-    tensor object that occurs twice has one index and crosses once.
+    tensor object that occurs twice has one index and crosses once. A tensor of the first minibatch may be
+    None in a later one, where another crosses with it.
     """
 
     structure: dict[str, Any]
@@ -165,13 +118,18 @@ class Boundary:
         Raises ValueError naming stage, minibatch and place when the structure or a constant is not as
         planned, or a tensor needs a gradient that was not planned.
         """
-        tensors: list[torch.Tensor | None] = [None] * len(self.tensors)
-        fault = _collect(self.structure, value, "the value", tensors)
+        given: list[Any] = [_NOTHING] * len(self.tensors)
+        fault = _collect(self.structure, value, "the value", given)
         if fault is not None:
-            raise ValueError(f"{_where(stage, minibatch)}{fault}: keep the structure of the first minibatch")
+            raise ValueError(f"{_where(stage, minibatch)}{fault}")
         found: list[torch.Tensor] = []
-        for tensor_index, (tensor, spec) in enumerate(zip(tensors, self.tensors, strict=True)):
-            assert tensor is not None  # every index occurs in the structure
+        for tensor_index, (one, spec) in enumerate(zip(given, self.tensors, strict=True)):
+            tensor = self._for_none(tensor_index, given, stage, minibatch) if one is None else one
+            if one is not None and spec.is_for_none(one):
+                raise ValueError(
+                    f"{_where(stage, minibatch)}{self._name_of(tensor_index)} has no extent in any dimension,"
+                    " which stands for None: pass on None, or at least one entry"
+                )
             if tensor.requires_grad and not spec.requires_grad:
                 raise ValueError(
                     f"{_where(stage, minibatch)}tensor {tensor_index} needs a gradient, but in the "
@@ -181,9 +139,28 @@ class Boundary:
             found.append(tensor)
         return found
 
+    def _for_none(
+        self, tensor_index: int, given: Sequence[Any], stage: int | None, minibatch: int | None
+    ) -> torch.Tensor:
+        device = next((tensor.device for tensor in given if tensor is not None), None)
+        sent = None if device is None else self.tensors[tensor_index].for_none(device)
+        if sent is None:
+            raise ValueError(
+                f"{_where(stage, minibatch)}{self._name_of(tensor_index)} is None, and a tensor in the first"
+                " minibatch: pass on a tensor in every minibatch, as one of zeros"
+            )
+        return sent
+
+    def _name_of(self, tensor_index: int) -> str:
+        return f"tensor {tensor_index}{_key_of(self.structure, tensor_index)}"
+
     def unflatten(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The value that holds these tensors; the inverse of flatten."""
-        return tensors[0] if self._lone is not None else _build(self.structure, tensors)
+        if self._lone is not None:
+            return tensors[0]
+        pairs = zip(tensors, self.tensors, strict=True)
+        given = [None if spec.is_for_none(tensor) else tensor for tensor, spec in pairs]
+        return _build(self.structure, given)
 
     def check(
         self, tensors: Sequence[torch.Tensor], *, stage: int | None = None, minibatch: int | None = None
@@ -201,20 +178,12 @@ class Boundary:
         for tensor_index, (tensor, spec) in enumerate(zip(tensors, self.tensors, strict=True)):
             if tensor.shape == spec.shape and tensor.dtype == spec.dtype:
                 continue
-            fault = _misfit(tensor, spec)
+            fault = spec.misfit(tensor)
             if fault is not None:
-                name = f"tensor {tensor_index}{_key_of(self.structure, tensor_index)}"
-                raise ValueError(f"{_where(stage, minibatch)}{name} {fault}")
+                raise ValueError(f"{_where(stage, minibatch)}{self._name_of(tensor_index)} {fault}")
 
     def to_json(self) -> str:
-        tensors = [
-            {
-                "dtype": dtype_name(spec.dtype),
-                "shape": list(spec.shape),
-                "requires_grad": spec.requires_grad,
-            }
-            for spec in self.tensors
-        ]
+        tensors = [spec.to_fields() for spec in self.tensors]
         return json.dumps({"structure": self.structure, "tensors": tensors}, allow_nan=False)
 
     @classmethod
@@ -222,14 +191,7 @@ class Boundary:
         """The inverse of to_json. Raises ValueError for text that to_json does not write."""
         try:
             fields = json.loads(text)
-            specs = tuple(
-                TensorSpec(
-                    _WIRE_DTYPES[spec["dtype"]],
-                    tuple(_whole(size) for size in spec["shape"]),
-                    spec["requires_grad"] is True,
-                )
-                for spec in fields["tensors"]
-            )
+            specs = tuple(map(TensorSpec.from_fields, fields["tensors"]))
             indices = set(_indices(fields["structure"]))
             if indices != set(range(len(specs))):
                 raise ValueError(f"tensor indices {sorted(indices)} for {len(specs)} tensors")
@@ -342,7 +304,7 @@ def _describe(value: Any, place: str, index_of: dict[int, int], specs: list[Tens
     if isinstance(value, torch.Tensor):
         if id(value) not in index_of:
             index_of[id(value)] = len(specs)
-            specs.append(_spec_of(value, place))
+            specs.append(TensorSpec.of(value, place))
         return {"tensor": index_of[id(value)]}
     if type(value) in (tuple, list):
         return {
@@ -372,55 +334,41 @@ def _kind_of(value: Any) -> str:
     return type(value).__name__.lower()
 
 
-def _spec_of(tensor: torch.Tensor, place: str) -> TensorSpec:
-    if tensor.layout != torch.strided:
-        raise ValueError(f"{place} is a {tensor.layout} tensor: only dense tensors can cross a cut")
-    if dtype_name(tensor.dtype) not in _WIRE_DTYPES:
-        raise ValueError(
-            f"{place} has dtype {dtype_name(tensor.dtype)}, which cannot cross a cut: cast it first"
-        )
-    most = _core.NUM_DIMS_MAX
-    if tensor.ndim > most:
-        raise ValueError(
-            f"{place} has {tensor.ndim} dimensions: at most {most} can cross a cut, so reshape it"
-        )
-    return TensorSpec(tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
-
-
-def _collect(node: dict[str, Any], value: Any, place: str, tensors: list[torch.Tensor | None]) -> str | None:
-    # Fills in the tensors; returns what is not as planned.
+def _collect(node: dict[str, Any], value: Any, place: str, given: list[Any]) -> str | None:
+    # Fills in the tensors, and None for those that are not there; returns what is not as planned.
     ((kind, content),) = node.items()
     if kind == "tensor":
-        if not isinstance(value, torch.Tensor):
-            return f"{place} is a {type(value).__name__}, planned a tensor"
-        known = tensors[content]
-        tensors[content] = value
-        return (
-            None
-            if known is None or known is value
-            else f"{place} was the same tensor as another, now it is not"
-        )
+        if value is not None and not isinstance(value, torch.Tensor):
+            return f"{place} is a {type(value).__name__}, planned a tensor: {_KEEP}"
+        known = given[content]
+        given[content] = value
+        if known is _NOTHING or known is value:
+            return None
+        return f"{place} was the same tensor as another, now it is not: {_KEEP}"
     if kind == "constant":
-        same = type(value) is type(content) and value == content
-        return None if same else f"{place} is {_brief(value)}, planned the constant {content!r}"
+        if type(value) is type(content) and value == content:
+            return None
+        if content is None:
+            return f"{place} is {_brief(value)}, and None in the first minibatch: put one first that has it"
+        return f"{place} is {_brief(value)}, planned the constant {content!r}: {_KEEP}"
     if _kind_of(value) != kind:
-        return f"{place} is a {type(value).__name__}, planned a {kind}"
+        return f"{place} is a {type(value).__name__}, planned a {kind}: {_KEEP}"
     if kind in _KEYED:
         if value.keys() != content.keys():
-            return f"{place} has the keys {list(value)}, planned {list(content)}"
+            return f"{place} has the keys {list(value)}, planned {list(content)}: {_KEEP}"
         items = [(f"{place}[{key!r}]", child, value[key]) for key, child in content.items()]
     else:
         if len(value) != len(content):
-            return f"{place} has {len(value)} items, planned {len(content)}"
+            return f"{place} has {len(value)} items, planned {len(content)}: {_KEEP}"
         items = [(f"{place}[{i}]", child, value[i]) for i, child in enumerate(content)]
     for child_place, child, item in items:
-        fault = _collect(child, item, child_place, tensors)
+        fault = _collect(child, item, child_place, given)
         if fault is not None:
             return fault
     return None
 
 
-def _build(node: dict[str, Any], tensors: Sequence[torch.Tensor]) -> Any:
+def _build(node: dict[str, Any], tensors: Sequence[torch.Tensor | None]) -> Any:
     ((kind, content),) = node.items()
     if kind == "tensor":
         return tensors[content]
@@ -435,7 +383,7 @@ def _build(node: dict[str, Any], tensors: Sequence[torch.Tensor]) -> Any:
 def _indices(node: Any) -> Iterator[int]:
     ((kind, content),) = node.items()
     if kind == "tensor":
-        yield _whole(content)
+        yield whole(content)
     elif kind in _KEYED:
         for child in content.values():
             yield from _indices(child)
@@ -480,26 +428,6 @@ def _find(value: Any, found: dict[int, torch.Tensor]) -> None:
             _find(item, found)
 
 
-def _misfit(tensor: torch.Tensor, spec: TensorSpec) -> str | None:
-    shape = tuple(tensor.shape)
-    if tensor.dtype != spec.dtype:
-        return (
-            f"is {dtype_name(tensor.dtype)}, planned {dtype_name(spec.dtype)}: use one dtype in all "
-            f"minibatches"
-        )
-    if len(shape) != len(spec.shape):
-        return (
-            f"has shape {shape} of rank {len(shape)}, planned {spec.shape} of rank {len(spec.shape)}: use "
-            f"one rank in all minibatches"
-        )
-    if spec.is_exceeded_by(shape):
-        return (
-            f"has shape {shape}, larger than the planned {spec.shape}: name the largest minibatch before the"
-            f" run, plan = plan.fitting(batch), and memory is planned for it"
-        )
-    return None
-
-
 def _where(stage: int | None, minibatch: int | None) -> str:
     parts = [
         f"{word} {number}"
@@ -511,9 +439,3 @@ def _where(stage: int | None, minibatch: int | None) -> str:
 
 def _brief(value: Any) -> str:
     return f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)
-
-
-def _whole(number: Any) -> int:
-    if type(number) is not int or number < 0:
-        raise ValueError(f"{number!r} is not a count")
-    return number

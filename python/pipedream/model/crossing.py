@@ -8,6 +8,9 @@ and whole numbers that calls returned, may change with every minibatch, so they 
 
     value = (tensor, ..., sizes)      sizes: int64, left out where there are none
 
+A tensor of the first minibatch may be None in a later one. Then it is None in the value, and the sizes of a
+filler are -1.
+
 Pure values, and functions of them; any thread.
 """
 
@@ -22,10 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedream.model.structure import Structure, rebuilt, taken_apart
-from pipedream.model.trace import CallKey
+from pipedream.model.structure import Structure, paths, rebuilt, taken_apart
+from pipedream.model.trace import INPUTS, CallKey, Opaque
 
 __all__ = ["Crossing", "Fillers", "FrontierCall", "PackedLeaf"]
+
+_SIZE_OF_NONE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,7 @@ class PackedLeaf:
     is_overwritten: bool = False
     """Somebody writes into its memory before the cut, or into the filler after it."""
     constant: Any = None
-    """Of what is no tensor: None stands for an object that does not cross, as a cache."""
+    """Of what is no tensor. Opaque stands for an object that does not cross."""
 
     @property
     def is_number(self) -> bool:
@@ -66,30 +71,51 @@ class FrontierCall:
     def flatten(self, output: Any) -> list[Any]:
         """What it returned, as pack() takes it: as it is now, whoever overwrites it later."""
         if isinstance(output, Tensor) and self.structure.kind is None:  # as most return
-            return [self._checked(self.leaves[0], output)]
+            return [self._checked(0, output)]
         leaves, structure = taken_apart(output)
         if structure != self.structure:
             raise ValueError(
-                f"{self.key} returned {structure}, and {self.structure} in the first minibatch: return the"
+                f"{self.key} {self._verb} {structure}, and {self.structure} in the first minibatch: keep the"
                 " same structure in all minibatches, as stages behind a cut give back what they know"
             )
-        return [self._checked(leaf, now) for leaf, now in zip(self.leaves, leaves, strict=True)]
+        return [self._checked(position, now) for position, now in enumerate(leaves)]
 
-    def _checked(self, leaf: PackedLeaf, now: Any) -> Any:
+    def _checked(self, position: int, now: Any) -> Any:
+        """Raises ValueError for a value of another kind than in the first minibatch, unless it can cross."""
+        leaf = self.leaves[position]
         if leaf.dtype is not None:
-            if not isinstance(now, Tensor) or now.dim() != leaf.num_dims:
-                raise ValueError(
-                    f"{self.key} returned {_brief(now)}, and a tensor of {leaf.num_dims} dimensions in the"
-                    " first minibatch: keep the number of dimensions in all minibatches"
-                )
-            return now.clone() if leaf.is_overwritten and leaf.crossing is not None else now
-        if not leaf.is_number and leaf.constant is not None and now != leaf.constant:
-            raise ValueError(
-                f"{self.key} returned {_brief(now)}, and {leaf.constant!r} in the first minibatch: only"
-                " tensors and whole numbers may change from minibatch to minibatch"
-            )
+            if isinstance(now, Tensor) and now.dim() == leaf.num_dims:
+                return now.clone() if leaf.is_overwritten and leaf.crossing is not None else now
+            if now is None and leaf.num_dims > 0:
+                return None
+            raise self._differs(position, now, f"a tensor of {leaf.num_dims} dimensions", _KEEP_DIMENSIONS)
+        first = leaf.constant
+        if first is None and now is not None:
+            raise self._differs(position, now, "None", _BEGIN_WITH_IT)
+        if first is Opaque:
+            if isinstance(now, (Tensor, bool, int, float, str)):
+                raise self._differs(position, now, "an object that cannot cross a cut", _KEEP_KIND)
+        elif type(now) is not type(first) or not (leaf.is_number or now == first):
+            raise self._differs(position, now, repr(first), _KEEP_KIND)
         return now
 
+    def _differs(self, position: int, now: Any, first: str, remedy: str) -> ValueError:
+        place = paths(self.structure)[position]
+        now_there = f"{_brief(now)} at {place}" if place else _brief(now)
+        return ValueError(
+            f"{self.key} {self._verb} {now_there}, and {first} in the first minibatch: {remedy}"
+        )
+
+    @property
+    def _verb(self) -> str:
+        return "have" if self.key == INPUTS else "returned"
+
+
+_KEEP_DIMENSIONS = "keep the number of dimensions in all minibatches"
+_BEGIN_WITH_IT = (
+    "put a minibatch first that has it, as what stages behind a cut are sent is planned from that"
+)
+_KEEP_KIND = "only tensors and whole numbers may change from minibatch to minibatch"
 
 _FILLERS_MAX = 1024  # of so many shapes
 
@@ -152,48 +178,52 @@ class Crossing:
             if leaf.crossing is None
         )
 
-    def pack(self, outputs: Mapping[CallKey, Sequence[Any]]) -> tuple[Tensor, ...]:
+    def pack(self, outputs: Mapping[CallKey, Sequence[Any]]) -> tuple[Tensor | None, ...]:
         """The value that crosses. outputs: of each frontier call, as it was flattened when it was over."""
-        tensors: dict[int, Tensor] = {}
+        values: dict[int, Tensor | None] = {}
         sizes: list[int] = []
         for call in self.all_calls:
             for leaf, now in zip(call.leaves, outputs[call.key], strict=True):
                 if leaf.crossing is not None:
-                    first = tensors.setdefault(leaf.crossing, now)
-                    if not _is_same(first, now):
+                    first = values.setdefault(leaf.crossing, now)
+                    if first is not now and not _is_same(first, now):
                         raise ValueError(
                             f"{call.key} returned a tensor that was also another one in the first minibatch,"
                             " and is not now, so it does not cross: put a minibatch first in which they"
                             " differ, as a longer one, or choose other cuts"
                         )
                 elif leaf.dtype is not None:
-                    sizes += now.shape
+                    sizes += [_SIZE_OF_NONE] * leaf.num_dims if now is None else now.shape
                 elif leaf.is_number:
-                    sizes.append(int(now))
-        packed = [tensors[position] for position in range(self.num_tensors)]
+                    sizes.append(now)
+        packed = [values[position] for position in range(self.num_tensors)]
         if sizes:
-            packed.append(torch.tensor(sizes, dtype=torch.int64, device=packed[0].device))
+            device = next((value.device for value in packed if value is not None), None)
+            packed.append(torch.tensor(sizes, dtype=torch.int64, device=device))
         return tuple(packed)
 
-    def unpack(self, value: Sequence[Tensor], fillers: Fillers) -> dict[CallKey, Any]:
+    def unpack(self, value: Sequence[Any], fillers: Fillers) -> dict[CallKey, Any]:
         """What the frontier calls give back, and what the hooked ones in them gave."""
         take_size = iter(value[self.num_tensors].tolist() if len(value) > self.num_tensors else ()).__next__
-        device = value[0].device
+        device = next(tensor.device for tensor in value if tensor is not None)
 
         def given(leaf: PackedLeaf) -> Any:
             if leaf.crossing is not None:
                 return value[leaf.crossing]
             if leaf.dtype is not None:
-                return fillers.make(leaf, tuple(take_size() for _ in range(leaf.num_dims)), device)
-            return take_size() if leaf.is_number else leaf.constant
+                shape = tuple(take_size() for _ in range(leaf.num_dims))
+                return None if _SIZE_OF_NONE in shape else fillers.make(leaf, shape, device)
+            if leaf.is_number:
+                return take_size()
+            return None if leaf.constant is Opaque else leaf.constant
 
         return {call.key: rebuilt(call.structure, map(given, call.leaves)) for call in self.all_calls}
 
 
-def _is_same(first: Tensor, now: Tensor) -> bool:
+def _is_same(first: Tensor | None, now: Tensor | None) -> bool:
     """Whether one stands for both. Copies that were made as calls ended are compared by their values."""
-    if first is now:
-        return True
+    if first is None or now is None:
+        return first is now
     in_one_place = first.data_ptr() == now.data_ptr() and first.stride() == now.stride()
     return first.shape == now.shape and (in_one_place or torch.equal(first, now))
 
@@ -201,4 +231,5 @@ def _is_same(first: Tensor, now: Tensor) -> bool:
 def _brief(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of {value.dim()} dimensions"
-    return repr(value) if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
+    is_constant = value is None or isinstance(value, (bool, int, float, str))
+    return repr(value) if is_constant else f"a {type(value).__name__}"

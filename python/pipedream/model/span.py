@@ -202,6 +202,6 @@ class _SpanForward:
                 " that are dropped, or called depending on the data, cannot be cut; give the plan other cuts"
             )
 
-    def crossing(self) -> tuple[Tensor, ...]:
+    def crossing(self) -> tuple[Tensor | None, ...]:
         assert self._out is not None
         return self._out.pack(self._outputs)

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-__all__ = ["Structure", "rebuilt", "taken_apart"]
+__all__ = ["Structure", "paths", "rebuilt", "taken_apart"]
 
 
 class Structure(NamedTuple):
@@ -42,6 +42,19 @@ def rebuilt(structure: Structure, values: Iterable[Any]) -> Any:
     if structure.kind is None:
         return next(iter(values))
     return _rebuild(structure, iter(values))
+
+
+def paths(structure: Structure) -> list[str]:
+    """Where each value is, as ".logits[0]"; "" for the only one."""
+    if structure.kind is None:
+        return [""]
+    if issubclass(structure.kind, dict):
+        places = [f"[{key!r}]" for key in structure.keys]
+    elif structure.keys:
+        places = [f".{key}" for key in structure.keys]
+    else:
+        places = [f"[{index}]" for index in range(len(structure.parts))]
+    return [place + path for place, part in zip(places, structure.parts, strict=True) for path in paths(part)]
 
 
 def _take_apart(value: Any, values: list[Any]) -> Structure:

@@ -38,6 +38,7 @@ __all__ = [
     "CallCounter",
     "CallKey",
     "Leaf",
+    "Opaque",
     "Operation",
     "Trace",
     "Version",
@@ -103,6 +104,10 @@ class CallCounter:
         self._times_called.update(times_called)
 
 
+class Opaque:
+    """Itself a mark: of an object that is no plain value, as a cache. It is None behind a cut."""
+
+
 INPUTS = CallKey("the inputs", 0)
 """They count as the output of a call that is over before anything runs."""
 
@@ -145,7 +150,7 @@ class Call:
     structure: Structure
     """Of the output."""
     leaves: tuple[Any, ...]
-    """Of the output: a Leaf for each tensor, None for objects that are no plain values, as caches."""
+    """Of the output: a Leaf for each tensor, the value itself of a plain one, Opaque for any other object."""
     is_hooked: bool = False
     """Forward hooks have seen the output, and may have put it elsewhere."""
 
@@ -371,7 +376,8 @@ def _has_storage(tensor: Tensor) -> bool:
 
 
 def _constant(value: Any) -> Any:
-    return value if isinstance(value, (bool, int, float, str)) else None
+    is_plain = value is None or isinstance(value, (bool, int, float, str))
+    return value if is_plain else Opaque
 
 
 def _saved_tensors_hooks() -> Any:

@@ -15,13 +15,13 @@ from models import BATCH, CASES, WIDTH, Case, straight_plan
 from pipedream import _core
 from pipedream.model.boundary import (
     Boundary,
-    TensorSpec,
     boundary_input,
     check_loss,
     map_tensors,
     tensors_of,
 )
 from pipedream.model.splitter import split
+from pipedream.model.tensor_spec import TensorSpec
 from pipedream.model.untouched import untouched
 from rehearsing import boundaries_of
 from torch import nn
@@ -151,7 +151,9 @@ def test_as_many_dimensions_cross_as_the_core_takes_and_no_more() -> None:
         ((torch.zeros(2), 2, {"a": torch.zeros(1)}), r"the value\[1\] is 2, planned the constant 1"),
         ((torch.zeros(2), True, {"a": torch.zeros(1)}), r"the value\[1\] is True, planned the constant 1"),
         ((torch.zeros(2), 1, {"b": torch.zeros(1)}), r"the value\[2\] has the keys \['b'\], planned \['a'\]"),
-        ((torch.zeros(2), 1, {"a": None}), r"the value\[2\]\['a'\] is a NoneType, planned a tensor"),
+        ((torch.zeros(2), 1, {"a": 3}), r"the value\[2\]\['a'\] is a int, planned a tensor"),
+        ((torch.zeros(0), 1, {"a": torch.zeros(1)}), r"tensor 0 has no extent in any dimension"),
+        ((None, 1, {"a": None}), r"tensor 0 is None, and a tensor in the first minibatch"),
         ((torch.zeros(2, requires_grad=True), 1, {"a": torch.zeros(1)}), r"tensor 0 needs a gradient"),
     ],
 )
@@ -160,6 +162,15 @@ def test_a_value_of_another_structure_is_refused_naming_stage_and_minibatch(valu
     with pytest.raises(ValueError, match=f"^stage 1, minibatch 7: {message}") as caught:
         boundary.flatten(value, stage=1, minibatch=7)
     assert "\n" not in str(caught.value)
+
+
+def test_none_crosses_for_a_tensor_but_not_for_a_scalar() -> None:
+    boundary = Boundary.of((torch.zeros(2), {"a": torch.zeros(3, 4)}, torch.zeros(())))
+    sent = boundary.checked((torch.ones(2), {"a": None}, torch.ones(())))
+    value = boundary.unflatten(sent)
+    assert value == (sent[0], {"a": None}, sent[2])
+    with pytest.raises(ValueError, match=r"^tensor 2 is None, and a tensor in the first minibatch"):
+        boundary.flatten((torch.ones(2), {"a": None}, None))
 
 
 def test_a_single_tensor_is_checked_for_structure_and_gradient_too() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import pickle
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -442,3 +443,61 @@ def test_what_only_a_later_minibatch_reads_is_nan_and_not_zero() -> None:
     assert _names(cut) == ["first", "second"]
     assert bool(_in_stages(cut, [0], *_texts(3))[0].isfinite())
     assert bool(_in_stages(cut, [1], *_texts(3))[0].isnan())
+
+
+class _Giving(nn.Module):
+    """Returns something beside its output, which nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.beside: Any = None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        return self.linear(x), self.beside
+
+
+class _Asking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.giving = _Giving()
+        self.last = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, beside = self.giving(x)
+        out: Tensor = self.last(x)
+        return out if beside is None else out * 2
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "message"),
+    [
+        (None, torch.ones(2), "giving returned a tensor of 1 dimensions at [1], and None in the first"),
+        (None, object(), "giving returned a object at [1], and None in the first minibatch"),
+        (object(), torch.ones(2), "a tensor of 1 dimensions at [1], and an object that cannot cross a cut"),
+        (3, None, "giving returned None at [1], and 3 in the first minibatch"),
+        (3, 2.5, "giving returned 2.5 at [1], and 3 in the first minibatch"),
+        (True, 1, "giving returned 1 at [1], and True in the first minibatch"),
+        (torch.tensor(1.0), None, "giving returned None at [1], and a tensor of 0 dimensions"),
+    ],
+)
+def test_what_becomes_another_kind_of_value_at_a_cut_is_refused_by_name(
+    first: Any, later: Any, message: str
+) -> None:
+    """What was None in the first minibatch was None behind the cut for ever."""
+    model, x = _Asking(), torch.randn(2, WIDTH)
+    model.giving.beside = first
+    stage = cut_model(model, x, torch.zeros(2, dtype=torch.long), cross_entropy).at(["giving"]).stage(0, 0, 0)
+    stage(x)
+    model.giving.beside = later
+    with pytest.raises(ValueError, match=re.escape(message)):
+        stage(x)
+
+
+def test_none_crosses_a_cut_for_a_tensor_and_for_a_stand_in() -> None:
+    model, x = _Asking(), torch.randn(2, WIDTH)
+    model.giving.beside = torch.ones(2)
+    cut = cut_model(model, x, torch.zeros(2, dtype=torch.long), cross_entropy).at(["giving"])
+    stages = cut.stage(0, 0, 0), cut.stage(1, 1, 1)
+    model.giving.beside = None
+    assert torch.equal(stages[1](stages[0](x)), model(x))

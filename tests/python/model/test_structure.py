@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
-from pipedream.model.structure import rebuilt, taken_apart
+from pipedream.model.structure import paths, rebuilt, taken_apart
 
 
 class Pair(NamedTuple):
@@ -50,3 +50,9 @@ def test_structures_differ_in_kind_length_and_keys_and_say_what_they_are() -> No
     assert str(taken_apart({"a": (1, 2), "b": Record(3)})[1]) == (
         "dict(a: tuple(*, *), b: Record(first: *, second: *))"
     )
+
+
+def test_paths_say_where_the_values_are() -> None:
+    _, structure = taken_apart({"a": (1, [2]), "b": Record(3)})
+    assert paths(structure) == ["['a'][0]", "['a'][1][0]", "['b'].first", "['b'].second"]
+    assert paths(taken_apart(1)[1]) == [""]
