@@ -18,7 +18,7 @@ import torch
 from pipedream.model.batches import own_loss
 from torch import Tensor, nn
 
-__all__ = ["NETWORKS", "Made", "Network", "UNet", "needed"]
+__all__ = ["NETWORKS", "Made", "Network", "UNet", "bart_with_layer_drop", "needed"]
 
 _VOCABULARY = 50
 _SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -117,6 +117,26 @@ def _sounds() -> dict[str, Tensor]:
 
 def _language_model(kind: str, config: str, **options: Any) -> Network:
     return _hugging_face(kind, config, _text, **_TOKENS, **options)
+
+
+def bart_with_layer_drop() -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    """The model, and minibatches that each leave out layers of their own in any process."""
+    library = _library("transformers")
+    depth = {"encoder_layers": 3, "decoder_layers": 3, "encoder_layerdrop": 0.3, "decoder_layerdrop": 0.3}
+    config = library.BartConfig(**_TOKENS | _CODERS | depth)
+    for name in ("dropout", "attention_dropout", "activation_dropout"):
+        setattr(config, name, 0.0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = library.BartForConditionalGeneration(config).double().train()
+        data = [_text() for _ in range(8)]
+    model.model.encoder.register_forward_pre_hook(_seed_by_inputs, with_kwargs=True)
+    model.model.decoder.register_forward_pre_hook(_seed_by_inputs, with_kwargs=True)
+    return model, data
+
+
+def _seed_by_inputs(module: nn.Module, args: Any, keywords: dict[str, Any]) -> None:
+    torch.manual_seed(int(keywords["input_ids"].sum()))
 
 
 # Of torchvision.

@@ -382,6 +382,107 @@ class Padded(nn.Module):
         return out
 
 
+class SparseExperts(nn.Module):
+    """Sends every sample to one of a dozen experts; those that none is sent to are not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 12)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, chosen = self.gate(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows = (chosen == index).nonzero().flatten()
+            if len(rows) > 0:
+                out = out.index_add(0, rows, expert(x[rows]).tanh())
+        return x + out * scores.unsqueeze(-1)
+
+
+class Sparse(nn.Module):
+    """Switch: the first minibatch does not call every expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(SparseExperts() for _ in range(3))
+        self.last = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.last(x)
+        return out
+
+
+class ResidualLayer(nn.Module):
+    """Stochastic depth: leaves itself out where its input says so."""
+
+    def __init__(self, skipped_sign: int = 0) -> None:
+        """skipped_sign: of the sum of its inputs; 0: it never leaves itself out."""
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.skipped_sign = skipped_sign
+
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x.detach().sum()) * self.skipped_sign > 0:
+            return x
+        return x + self.norm(self.linear(x)).tanh()
+
+
+class DroppedLayers(nn.Module):
+    """A part of BART with LayerDrop; which layers a minibatch leaves out is told to it."""
+
+    def __init__(self, is_residual: bool) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.layers = nn.ModuleList(ResidualLayer() for _ in range(4))
+        self.is_residual = is_residual
+
+    def forward(self, x: Tensor, kept: list[bool]) -> Tensor:
+        x = self.norm(x)
+        for layer, is_kept in zip(self.layers, kept, strict=True):
+            if is_kept:
+                x = x + layer(x) if self.is_residual else layer(x)
+        return x
+
+
+class LayerDropped(nn.Module):
+    """BART: some layers are left out in the first minibatch, others in later ones."""
+
+    def __init__(self, is_residual: bool = False) -> None:
+        """is_residual: code outside of the layers adds what a layer returns to what it is given."""
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.encoder, self.decoder = DroppedLayers(is_residual), DroppedLayers(is_residual)
+        self.last = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        x, kept = inputs
+        encoder, decoder = kept[0].bool().tolist()
+        out: Tensor = self.last(self.decoder(self.encoder(self.first(x), encoder), decoder))
+        return out
+
+
+class SelfSkipping(nn.Module):
+    """A residual network with stochastic depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(ResidualLayer((-1) ** index) for index in range(6))
+        self.last = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.last(x)
+        return out
+
+
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
@@ -424,6 +525,13 @@ def padded_vectors(padded: Sequence[bool]) -> list[Batch]:
     return [((x, mask), targets) for (x, targets), mask in zip(batches, masks, strict=True)]
 
 
+def _vectors_with_layers(generator: torch.Generator, dtype: torch.dtype, size: int) -> Batch:
+    vectors, targets = _vectors(generator, dtype, size)
+    kept = torch.randint(2, (2, 4), generator=generator)
+    kept[:, 2] = 1
+    return (vectors, kept.expand(size, 2, 4).contiguous()), targets
+
+
 @dataclass(frozen=True)
 class Twin:
     name: str
@@ -444,6 +552,16 @@ class Twin:
         sizes = [6] * (num_minibatches - 1) + [3]
         return [self.make_batch(generator, dtype, size) for size in sizes]
 
+
+# Their minibatches do not make the same calls.
+CHANGING = {
+    twin.name: twin
+    for twin in (
+        Twin("sparse", Sparse, _vectors),
+        Twin("layer_dropped", LayerDropped, _vectors_with_layers),
+        Twin("self_skipping", SelfSkipping, _vectors),
+    )
+}
 
 TWINS = {
     twin.name: twin

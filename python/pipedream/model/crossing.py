@@ -28,7 +28,15 @@ from torch import Tensor
 from pipedream.model.structure import Structure, paths, rebuilt, taken_apart
 from pipedream.model.trace import INPUTS, CallKey, Opaque
 
-__all__ = ["Crossing", "Fillers", "FrontierCall", "PackedLeaf"]
+__all__ = ["NOT_CALLED", "Crossing", "Fillers", "FrontierCall", "PackedLeaf"]
+
+
+class _NotCalled:
+    """What unpack() gives of a call that was made in the first minibatch and not in this one."""
+
+
+NOT_CALLED = _NotCalled()
+_NO_SIZE = -(1 << 63)  # crosses in the place of such a call's sizes
 
 _SIZE_OF_NONE = -1
 
@@ -67,6 +75,20 @@ class FrontierCall:
     are called again."""
     is_hooked: bool = False
     """It is such a call itself."""
+
+    @functools.cached_property
+    def crosses(self) -> bool:
+        """Whether a tensor that it returned does."""
+        return any(leaf.crossing is not None for leaf in self.leaves)
+
+    @functools.cached_property
+    def num_sizes(self) -> int:
+        """That cross in the place of what it returned."""
+        return sum(
+            leaf.num_dims if leaf.dtype is not None else int(leaf.is_number)
+            for leaf in self.leaves
+            if leaf.crossing is None
+        )
 
     def flatten(self, output: Any) -> list[Any]:
         """What it returned, as pack() takes it: as it is now, whoever overwrites it later."""
@@ -171,19 +193,19 @@ class Crossing:
 
     @property
     def num_sizes(self) -> int:
-        return sum(
-            leaf.num_dims if leaf.dtype is not None else int(leaf.is_number)
-            for call in self.all_calls
-            for leaf in call.leaves
-            if leaf.crossing is None
-        )
+        return sum(call.num_sizes for call in self.all_calls)
 
     def pack(self, outputs: Mapping[CallKey, Sequence[Any]]) -> tuple[Tensor | None, ...]:
-        """The value that crosses. outputs: of each frontier call, as it was flattened when it was over."""
+        """The value that crosses. outputs: of each frontier call, as it was flattened when it was over; none
+        of one that was not made, of which then nothing else may cross."""
         values: dict[int, Tensor | None] = {}
         sizes: list[int] = []
         for call in self.all_calls:
-            for leaf, now in zip(call.leaves, outputs[call.key], strict=True):
+            flat = outputs.get(call.key)
+            if flat is None:
+                sizes += [_NO_SIZE] * call.num_sizes
+                continue
+            for leaf, now in zip(call.leaves, flat, strict=True):
                 if leaf.crossing is not None:
                     first = values.setdefault(leaf.crossing, now)
                     if first is not now and not _is_same(first, now):
@@ -204,20 +226,32 @@ class Crossing:
 
     def unpack(self, value: Sequence[Any], fillers: Fillers) -> dict[CallKey, Any]:
         """What the frontier calls give back, and what the hooked ones in them gave."""
-        take_size = iter(value[self.num_tensors].tolist() if len(value) > self.num_tensors else ()).__next__
+        sizes = value[self.num_tensors].tolist() if len(value) > self.num_tensors else []
+        taken = 0
         device = next(tensor.device for tensor in value if tensor is not None)
 
         def given(leaf: PackedLeaf) -> Any:
+            nonlocal taken
             if leaf.crossing is not None:
                 return value[leaf.crossing]
+            begin = taken
             if leaf.dtype is not None:
-                shape = tuple(take_size() for _ in range(leaf.num_dims))
+                taken += leaf.num_dims
+                shape = tuple(sizes[begin:taken])
                 return None if _SIZE_OF_NONE in shape else fillers.make(leaf, shape, device)
             if leaf.is_number:
-                return take_size()
+                taken += 1
+                return sizes[begin]
             return None if leaf.constant is Opaque else leaf.constant
 
-        return {call.key: rebuilt(call.structure, map(given, call.leaves)) for call in self.all_calls}
+        found: dict[CallKey, Any] = {}
+        for call in self.all_calls:
+            if call.num_sizes and sizes[taken] == _NO_SIZE:
+                taken += call.num_sizes
+                found[call.key] = NOT_CALLED
+            else:
+                found[call.key] = rebuilt(call.structure, map(given, call.leaves))
+        return found
 
 
 def _is_same(first: Tensor | None, now: Tensor | None) -> bool:

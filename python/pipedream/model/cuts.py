@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ from dataclasses import dataclass, field, replace
 from pipedream import _core
 from pipedream.model.crossing import Crossing, FrontierCall, PackedLeaf
 from pipedream.model.trace import INPUTS, ROOT, Call, Leaf, Operation, Trace, Version
+from pipedream.model.unused import unused_of
 
 __all__ = ["Cut", "Cuts", "SpanState"]
 
@@ -55,6 +57,9 @@ class SpanState:
     buffers: frozenset[str]
     strays: frozenset[str]
     """Parameters and buffers of others that code outside calls reads, for nothing that is needed."""
+    others_modules: frozenset[str] = frozenset()
+    """Modules of others that were not called in the traced minibatch; code outside calls may call them in a
+    later one."""
 
 
 @dataclass
@@ -77,6 +82,7 @@ class Cuts:
             self._children.setdefault(call.parent, []).append(index)
         self._parameter_of = _by_storage(trace.parameters)
         self._buffer_of = _by_storage(trace.buffers)
+        self._unused = unused_of(trace)
         self._changing = {
             version.storage
             for op in trace.operations
@@ -101,17 +107,21 @@ class Cuts:
         runs = [op for op in self._trace.operations if self._runs(op, begin, end)]
         touched = _storages(runs)
         own = _storages([op for op in runs if op.tick > begin]) | _storages(self._slice(begin, last).needed)
-        if last is None:  # what nothing uses has to be somewhere
-            own |= {*self._parameter_of, *self._buffer_of} - _storages(self._trace.operations)
+        until = math.inf if end is None else end
+        unused = {name for name, found in self._unused.items() if found.is_in(begin, until)}
+        passed = {found for found in self._unused.values() if found.is_passed_in(begin, until)}
         named = self._parameter_of | self._buffer_of
         return SpanState(
-            _named(own, self._parameter_of), _named(own, self._buffer_of), _named(touched - own, named)
+            _named(own, self._parameter_of) | unused.intersection(self._trace.parameters),
+            _named(own, self._buffer_of) | unused.intersection(self._trace.buffers),
+            _named(touched - own, named),
+            frozenset(found.module for found in passed if found.module and not found.is_in(begin, until)),
         )
 
     def first_spans_of_parameters(self, cuts: Sequence[Cut]) -> dict[str, int]:
-        """Which of the spans between these cuts reads each parameter first; the last one where none does."""
+        """Which of the spans between these cuts reads each parameter first, or would read it."""
         ends = [self._trace.calls[cut.call].end for cut in cuts]
-        spans: dict[str, int] = {}
+        spans = {name: sum(end < min(found.ticks) for end in ends) for name, found in self._unused.items()}
         for op in self._trace.operations:
             for version in op.reads:
                 for name in self._parameter_of.get(version.storage, ()):

@@ -18,7 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["data_sizes"]
+__all__ = ["AS_LONG_AS_FIRST", "Sizes", "data_sizes"]
+
+AS_LONG_AS_FIRST = {
+    "aten::index_add",
+    "aten::index_copy",
+    "aten::index_fill",
+    "aten::index_put",
+    "aten::masked_scatter",
+    "aten::scatter",
+    "aten::scatter_add",
+}
+"""Operations whose result is as long as their first argument, whatever the others are."""
 
 _JOINING = {"aten::cat", "aten::concat", "aten::_cat"}
 _PACKING = {"aten::_pack_padded_sequence"}

@@ -6,8 +6,10 @@
     4  the end of the span's last call stops the forward
 
 Code outside calls runs at every stage whose forward passes it. What it computes from fillers nobody reads.
-What one forward knows is in an object of its own: many are in flight, and a recompute is one more. A forward
-that makes other calls of modules than the traced one is noticed here. Owned by the stage's compute thread.
+What one forward knows is in an object of its own: many are in flight, and a recompute is one more.
+
+A forward may leave out calls that the traced one made, or make others, where that concerns one stage alone.
+It is refused here where a result of such a call crosses a cut. Owned by the stage's compute thread.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ from torch import Tensor, nn
 
 from pipedream.model.batches import call_model
 from pipedream.model.calls import calls_seen, module_names, visible_modules
-from pipedream.model.crossing import Crossing, Fillers
+from pipedream.model.crossing import NOT_CALLED, Crossing, Fillers
 from pipedream.model.cuts import SpanState
 from pipedream.model.stage_module import StageModule
+from pipedream.model.structure import taken_apart
 from pipedream.model.trace import INPUTS, CallCounter, CallKey
 
 __all__ = ["SpanStage"]
@@ -65,14 +68,15 @@ class SpanStage(StageModule):
             for crossing in (crossing_in, crossing_out)
             if crossing
             for call in crossing.all_calls
-        }
+        } | state.others_modules
         self._seen = [module for name, module in visible_modules(model) if name in keys]
         self._visible = dict(visible_modules(model))
 
     def forward(self, value: Any) -> Any:
         """value: the inputs at the first stage, then what crossed. Gives what crosses, or the output."""
+        others = self._state.others_modules
         forward = _SpanForward(
-            self._names, self._visible, self._crossing_in, self._crossing_out, self._on_begin
+            self._names, self._visible, self._crossing_in, self._crossing_out, self._on_begin, others
         )
         inputs = forward.begin(value, self._fillers)
         model = self.layers[0]
@@ -84,7 +88,15 @@ class SpanStage(StageModule):
         except _Stop:
             pass
         forward.check_calls()
-        return forward.crossing() if self._crossing_out is not None else output
+        if self._crossing_out is not None:
+            output = forward.crossing()
+        if forward.first_of_others is not None and _has_nan(output) and not _has_nan(value):
+            raise ValueError(
+                f"{forward.first_of_others} was not called in the first minibatch and is now, by code that"
+                " runs on both sides of a cut, and its result crosses that cut: choose other cuts, or put a"
+                " minibatch first that calls it"
+            )
+        return output
 
     def owns(self, name: str) -> bool:
         return name in self._state.parameters or name in self._state.buffers
@@ -124,6 +136,11 @@ def _do_nothing() -> None:
     pass
 
 
+def _has_nan(value: Any) -> bool:
+    tensors = [tensor for tensor in taken_apart(value)[0] if isinstance(tensor, Tensor)]
+    return any(bool(tensor.isnan().any()) for tensor in tensors)
+
+
 class _SpanForward:
     """One forward."""
 
@@ -134,7 +151,12 @@ class _SpanForward:
         crossing_in: Crossing | None,
         crossing_out: Crossing | None,
         on_begin: Callable[[], None],
+        others: frozenset[str],
     ) -> None:
+        """others: SpanState.others_modules."""
+        self.first_of_others: CallKey | None = None
+        """The first call of such a module. Its parameters are NaN here, and so is what it returns."""
+        self._others = others
         self._counter = CallCounter(names)
         self._modules = modules
         self._on_begin = on_begin
@@ -164,6 +186,11 @@ class _SpanForward:
     ) -> Any:
         key = self._counter.key_of_next(module)
         if key in self._given:
+            if self._given[key] is NOT_CALLED:
+                raise ValueError(
+                    f"{key} is called in the forward of a stage, and was not in that of the stage before:"
+                    " let something decide whether it is called that all stages have, as the inputs are"
+                )
             self._counter.skip(self._over[key].calls_inside)
             over = self._over[key]
             for inner in over.hooked:
@@ -176,6 +203,8 @@ class _SpanForward:
             if self._in is not None and key == self._in.last:
                 self._on_begin()
         else:
+            if self.first_of_others is None and key.module in self._others:
+                self.first_of_others = key
             output = call(*arguments, **keywords)
         self._keep(key, output)
         if self._out is not None and key == self._out.last:
@@ -194,12 +223,20 @@ class _SpanForward:
             self._outputs[key] = self._wanted[key].flatten(output)
 
     def check_calls(self) -> None:
-        """Raises ValueError for a forward that did not make the calls of the traced one."""
-        missing = [key for key in (*self._given, *self._wanted) if key not in self._outputs]
+        """Raises ValueError for a forward that did not make a call of the traced one whose output crosses, or
+        at whose end the cut is."""
+        last = None if self._out is None else self._out.last
+        missing = [key for key, value in self._given.items() if value is not NOT_CALLED]
+        missing += [
+            key
+            for key, call in self._wanted.items()
+            if key not in self._outputs and (call.crosses or key == last)
+        ]
         if missing:
             raise ValueError(
                 f"the forward ended without calling {missing[0]}, as it did in the first minibatch: layers"
-                " that are dropped, or called depending on the data, cannot be cut; give the plan other cuts"
+                " that are dropped, or called depending on the data, must lie inside one stage, and not at"
+                " its end; give the plan other cuts"
             )
 
     def crossing(self) -> tuple[Tensor | None, ...]:

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedream.model.boundary import tensors_of
 from pipedream.model.calls import calls_seen, is_compiled, module_names, visible_modules
-from pipedream.model.data_sizes import Sizes, data_sizes
+from pipedream.model.data_sizes import AS_LONG_AS_FIRST, Sizes, data_sizes
 from pipedream.model.structure import Structure, rebuilt, taken_apart
 
 __all__ = [
@@ -182,6 +182,8 @@ class Trace:
     parameters: dict[str, int] = field(default_factory=dict)
     """Full name -> storage."""
     buffers: dict[str, int] = field(default_factory=dict)
+    modules: tuple[str, ...] = ()
+    """Those that can be called, containers apart, as they are registered."""
     loss: Version = field(default=_NOTHING)
 
 
@@ -214,6 +216,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._writes: list[int] = []  # per storage
         self._written_at: list[int] = []
         self._data_sizes: dict[int, Sizes] = {}  # by storage
+        self.trace.modules = tuple(
+            name for name, module in visible_modules(model) if not _is_container(module)
+        )
         self.trace.parameters = {name: self.version_of(p).storage for name, p in model.named_parameters()}
         self.trace.buffers = {name: self.version_of(b).storage for name, b in model.named_buffers()}
 
@@ -313,7 +318,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_sizes(self, func: Any, args: tuple[Any, ...], given: tuple[Version, ...], output: Any) -> None:
         storages = {version.storage for version in given}
-        known = Sizes().union(*(self._data_sizes.get(storage, Sizes()) for storage in storages))
+        sources = storages
+        if func._schema.name in AS_LONG_AS_FIRST:
+            sources = {self.version_of(args[0]).storage}
+        known = Sizes().union(*(self._data_sizes.get(storage, Sizes()) for storage in sources))
         for tensor in tensors_of(output):
             storage = self.version_of(tensor).storage
             if storage not in storages and _has_storage(tensor):
@@ -359,6 +367,10 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
     if "batch_norm" in func._schema.name and (given.get("training") or given.get("train")):
         changed += [given.get("running_mean"), given.get("running_var")]
     return changed
+
+
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
 
 
 def _uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[Any]:

@@ -20,10 +20,11 @@ from pipedream.model.boundary import boundary_input
 from pipedream.model.crossing import Fillers
 from pipedream.model.cut_model import CutModel, cut_model
 from pipedream.model.meta_device import parameters_on_meta
+from pipedream.model.span import SpanStage
 from pipedream.model.stage_module import StageModule, find_ties
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from twins import CLASSES, TWINS, WIDTH, Output, Residual, SideValue, Skipping, cross_entropy
+from twins import CLASSES, TWINS, WIDTH, LayerDropped, Output, Residual, SideValue, Skipping, cross_entropy
 
 State = dict[str, Tensor]
 
@@ -197,6 +198,18 @@ def test_stages_own_what_they_use_and_a_tied_parameter_is_of_both() -> None:
     assert all([name for name, _ in stage.stage_buffers()] == ["causal"] for stage in stages)
 
 
+def test_what_the_first_minibatch_does_not_use_belongs_to_the_stage_whose_module_has_it() -> None:
+    model = LayerDropped()
+    stages, _ = _stages_of_dropped(model, after="encoder.layers.2")
+    for name, owner in {"encoder.layers.1": 0, "decoder.layers.0": 1}.items():
+        for own in ("linear.weight", "norm.bias", "norm.running_mean"):
+            assert [stage.owns(f"{name}.{own}") for stage in stages] == [owner == 0, owner == 1]
+    assert cut_model(model, *_dropped_batch(), cross_entropy).at(["encoder"]).parameter_bytes() == [
+        sum(p.nbytes for name, p in model.named_parameters() if name.startswith(("first", "encoder"))),
+        sum(p.nbytes for name, p in model.named_parameters() if name.startswith(("decoder", "last"))),
+    ]
+
+
 def test_what_the_forward_does_not_use_belongs_to_the_last_stage() -> None:
     model = Residual()
     model.spare = nn.BatchNorm1d(3)
@@ -311,6 +324,58 @@ def test_a_forward_that_leaves_out_a_call_at_a_cut_is_noticed_on_both_sides() ->
     for stage, value in zip(stages, (inputs, sent), strict=True):
         with pytest.raises(ValueError, match=r"the forward ended without calling layers\.1, as it did"):
             stage(value)
+
+
+def _layers(encoder: str, decoder: str) -> Tensor:
+    """What tells a minibatch of LayerDropped which layers it has."""
+    return torch.tensor([[int(kept) for kept in half] for half in (encoder, decoder)]).expand(3, 2, 4)
+
+
+def _stages_of_dropped(model: LayerDropped, *, after: str) -> tuple[list[SpanStage], Tensor]:
+    inputs, targets = _dropped_batch()
+    cut = cut_model(model, inputs, targets, cross_entropy).at([after])
+    return [cut.stage(0, 0, 0, Fillers()), cut.stage(1, 1, 1, Fillers())], inputs[0]
+
+
+def _dropped_batch() -> tuple[tuple[Tensor, Tensor], Tensor]:
+    return (torch.randn(3, WIDTH), _layers("1011", "0111")), torch.arange(3)
+
+
+def test_a_call_left_out_before_a_cut_is_left_out_behind_it() -> None:
+    model = LayerDropped()
+    stages, x = _stages_of_dropped(model, after="encoder.layers.2")
+    inputs = (x, _layers("0010", "0011"))
+    assert torch.equal(stages[1](stages[0](inputs)), model(inputs))
+    sent = stages[0](inputs)
+    with pytest.raises(
+        ValueError, match=r"encoder\.layers\.0 is called in the forward of a stage, and was not"
+    ):
+        stages[1]([_layers("1011", "0011") if t.shape == (3, 2, 4) else t for t in sent])
+
+
+@pytest.mark.parametrize(
+    ("kept", "words"),
+    [
+        ("0011", r"the forward ended without calling encoder\.layers\.0, as it did in the first minibatch"),
+        ("1001", r"the forward ended without calling encoder\.layers\.2, as it did in the first minibatch"),
+    ],
+)
+def test_a_call_of_which_something_crosses_may_not_be_left_out(kept: str, words: str) -> None:
+    stages, x = _stages_of_dropped(LayerDropped(is_residual=True), after="encoder.layers.2")
+    with pytest.raises(ValueError, match=words):
+        stages[0]((x, _layers(kept, "0111")))
+
+
+def test_a_new_call_of_which_something_crosses_is_refused_by_name() -> None:
+    model = LayerDropped(is_residual=True)
+    stages, x = _stages_of_dropped(model, after="encoder.layers.2")
+    inputs = (x, _layers("1111", "0111"))
+    sent = stages[0](inputs)
+    with (
+        _only_own(stages[1], model),
+        pytest.raises(ValueError, match=r"encoder\.layers\.1 was not called in"),
+    ):
+        stages[1](sent)
 
 
 def test_another_structure_of_what_a_module_returns_is_refused() -> None:

@@ -1,0 +1,119 @@
+"""run() of models whose minibatches call other modules than the first one did."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pipedream
+import pytest
+import torch
+from farm import Farm
+from networks import bart_with_layer_drop
+from pipedream import RunResult
+from pipedream.model.batches import call_model, own_loss, parts_of
+from pipedream.model.cut_model import CutModel, cut_model
+from pipedream.model.timed_passes import LossFunction
+from pipedream.planning.plan import Plan
+from torch import nn
+from training import State, assert_close_losses, assert_close_state, state_of
+from twins import CHANGING, cross_entropy
+
+_SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+_NUM_MINIBATCHES = 12
+_RELATIVE = 1e-9
+
+
+def _cut(name: str) -> CutModel:
+    twin = CHANGING[name]
+    return cut_model(twin.model(), *parts_of(twin.data(_NUM_MINIBATCHES)[0], 0), cross_entropy)
+
+
+def _plan(name: str, *cuts: str) -> Plan:
+    num_stages = len(cuts) + 1
+    return replace(Plan.straight(num_stages, num_stages), cuts=_cut(name).at(cuts).chosen)
+
+
+def _train(name: str, plan: Plan, **options: Any) -> tuple[RunResult, State]:
+    twin = CHANGING[name]
+    model = twin.model()
+    result = pipedream.run(
+        model,
+        plan,
+        data=twin.data(_NUM_MINIBATCHES),
+        loss_fn=cross_entropy,
+        optimizer=_SGD,
+        seed=1,
+        progress=False,
+        **options,
+    )
+    return result, model.state_dict()
+
+
+def _train_plainly(model: nn.Module, data: Iterable[Any], loss_fn: LossFunction) -> list[float]:
+    optimizer = _SGD(model.parameters())
+    losses = []
+    for minibatch, batch in enumerate(data):
+        inputs, targets = parts_of(batch, minibatch)
+        optimizer.zero_grad()
+        loss = loss_fn(call_model(model, inputs), targets)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("name", "cuts"),
+    [
+        ("sparse", ("blocks.0",)),
+        ("sparse", ("first", "blocks.1")),
+        ("layer_dropped", ("encoder",)),
+        ("layer_dropped", ("encoder.layers.2", "decoder.layers.2")),  # which no minibatch leaves out
+        ("self_skipping", ("blocks.1", "blocks.3")),
+    ],
+)
+def test_what_a_later_minibatch_calls_or_leaves_out_within_a_stage_trains_as_in_a_plain_loop(
+    farm: Farm, name: str, cuts: tuple[str, ...]
+) -> None:
+    """Its parameters were NaN at every stage but the last."""
+    result, state = farm.results(_train, name, _plan(name, *cuts), num_ranks=len(cuts) + 1, schedule="flush")[
+        0
+    ]
+    model = CHANGING[name].model()
+    losses = _train_plainly(model, CHANGING[name].data(_NUM_MINIBATCHES), cross_entropy)
+    assert_close_losses(result.losses, losses, _RELATIVE)
+    assert_close_state(state, state_of(model), _RELATIVE)
+
+
+def _train_bart(plan: Plan) -> tuple[RunResult, State]:
+    model, data = bart_with_layer_drop()
+    result = pipedream.run(model, plan, data=data, optimizer=_SGD, seed=1, schedule="flush", progress=False)
+    return result, model.state_dict()
+
+
+def test_bart_with_layer_drop_trains_as_in_a_plain_loop(farm: Farm) -> None:
+    pytest.importorskip("transformers")
+    model, data = bart_with_layer_drop()
+    num_calls = [_layers_called(model, batch) for batch in data]
+    assert min(num_calls) < num_calls[0] < max(num_calls)
+    plan = replace(Plan.straight(2, 2), cuts=("model.encoder",))
+    result, state = farm.results(_train_bart, plan, num_ranks=2)[0]
+    losses = _train_plainly(model, data, own_loss)
+    assert_close_losses(result.losses, losses, _RELATIVE)
+    assert_close_state(state, state_of(model), _RELATIVE)
+
+
+def _layers_called(model: nn.Module, batch: Any) -> int:
+    called: list[str] = []
+    hooks = [
+        module.register_forward_hook(lambda *_, name=name: called.append(name))
+        for name, module in model.named_modules()
+        if type(module).__name__.endswith("coderLayer")
+    ]
+    call_model(model, parts_of(batch, 0)[0])
+    for hook in hooks:
+        hook.remove()
+    return len(called)
