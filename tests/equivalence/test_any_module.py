@@ -389,7 +389,7 @@ def test_what_only_the_rehearsal_is_too_large_for_says_at_which_sizes(farm: Farm
         )
 
 
-def _train_padded(plan: Plan, padded: tuple[bool, ...]) -> RunResult:
+def _train_masked(plan: Plan, padded: tuple[bool, ...]) -> RunResult:
     torch.manual_seed(3)
     options: dict[str, Any] = {"data": padded_vectors(padded), "loss_fn": cross_entropy, "optimizer": _SGD}
     return pipedream.run(Padded().double(), plan, schedule="flush", progress=False, **options)
@@ -397,7 +397,7 @@ def _train_padded(plan: Plan, padded: tuple[bool, ...]) -> RunResult:
 
 def test_a_tensor_that_later_minibatches_lack_crosses_as_none(farm: Farm) -> None:
     padded = (True, False, True, False)
-    losses = farm.results(_train_padded, straight_plan(3, (1,)), padded, num_ranks=2)[0].losses
+    losses = farm.results(_train_masked, straight_plan(3, (1,)), padded, num_ranks=2)[0].losses
     torch.manual_seed(3)
     assert_close_losses(losses, _train_plainly(Padded().double(), padded_vectors(padded)), _RELATIVE)
 
@@ -405,7 +405,7 @@ def test_a_tensor_that_later_minibatches_lack_crosses_as_none(farm: Farm) -> Non
 def test_a_tensor_where_the_first_minibatch_has_none_is_refused_by_name(farm: Farm) -> None:
     """It was dropped behind the cut without a word, in the oracle in the same way."""
     plan, padded = straight_plan(3, (1,)), (False, False, True)
-    outcomes = farm.run(_train_padded, plan, padded, num_ranks=2)
+    outcomes = farm.run(_train_masked, plan, padded, num_ranks=2)
     named = "minibatch 2: the value[1] is a Tensor, and None in the first minibatch"
     assert any(named in str(outcome.error) for outcome in outcomes), outcomes
     named = r"the inputs have a tensor of 2 dimensions at \[1\], and None in the first minibatch"
