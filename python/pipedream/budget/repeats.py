@@ -26,7 +26,7 @@ def foreign_draws(before: RngState, after: RngState) -> tuple[str, ...]:
     found = []
     if before.python != after.python:
         found.append("random")
-    if _numpy_of(before) != _numpy_of(after):
+    if before.of_numpy() != after.of_numpy():
         found.append("numpy.random")
     return tuple(found)
 
@@ -51,11 +51,3 @@ def _is_same(one: Tensor, other: Tensor, device: torch.device) -> bool:
     # On a device two sums may be added up in different orders.
     tolerance = 0.0 if device.type == "cpu" else 1e-2
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
-
-
-def _numpy_of(state: RngState) -> Any:
-    """The state of numpy's generator, so that it can be compared; None where nobody has imported it."""
-    if state.numpy is None:
-        return None
-    kind, keys, *rest = state.numpy
-    return kind, keys.tobytes(), rest

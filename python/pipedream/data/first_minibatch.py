@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from pipedream.data.stream import without_processes
 from pipedream.model.loader_generators import generators_of_loader_kept
 from pipedream.model.seeding import RngState
 
-__all__ = ["PeekedIterator", "first_of"]
+__all__ = ["KeptMinibatch", "PeekedIterator", "first_of"]
 
 
 class PeekedIterator:
@@ -43,6 +44,18 @@ class PeekedIterator:
 
     def __reduce__(self) -> Any:
         raise TypeError("an iterator stays with the caller")
+
+
+@dataclass
+class KeptMinibatch:
+    """Minibatch 0 where it was read before the run, for the one who needs it again."""
+
+    parts: tuple[Any, Any] | None = None
+    """(inputs, targets)."""
+
+    def take(self) -> tuple[Any, Any] | None:
+        parts, self.parts = self.parts, None
+        return parts
 
 
 def first_of(data: Iterable[Any]) -> Any:

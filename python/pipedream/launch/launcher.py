@@ -25,8 +25,10 @@ import torch
 
 from pipedream.common import errors
 from pipedream.common.guard import RUN_FOLDER_VARIABLE
+from pipedream.data.first_minibatch import KeptMinibatch, first_of
 from pipedream.launch.devices import choose_device_type
 from pipedream.launch.failure import cause_of, is_explained, traceback_of
+from pipedream.launch.first_loss import FirstLoss
 from pipedream.launch.fork_server import start_server
 from pipedream.launch.forwarder import forwarding
 from pipedream.launch.local_worker import STORE_PREFIX, run_local_worker
@@ -43,10 +45,11 @@ from pipedream.launch.task_files import (
 from pipedream.launch.weight_files import load_weights
 from pipedream.launch.worker_processes import run_processes, signals_deferred
 from pipedream.links.rendezvous import Rendezvous, host_store
+from pipedream.model.batches import parts_of
 from pipedream.model.factories import try_factories
 from pipedream.model.layers import Model
 from pipedream.model.loader_generators import set_generators
-from pipedream.model.seeding import generators_kept
+from pipedream.model.seeding import base_seed, generators_kept, seed_data
 from pipedream.model.splitter import split
 from pipedream.model.stage_module import StageModule, find_ties
 from pipedream.optim import NativeOptimizer
@@ -58,11 +61,18 @@ from pipedream.stage.job import CallerSettings, JobOptions
 
 __all__ = ["check_main_is_a_file", "run_locally"]
 
+_LIKELY_CAUSE = (
+    "the workers import modules anew and are sent the model and the loss, so what was set elsewhere does not"
+    " reach them"
+)
 
-def run_locally(model: Model, data: Iterable[Any], options: JobOptions) -> RunResult:
-    """Trains in worker processes and updates the model in place.
 
-    Raises ValueError for what cannot be sent to the workers, and for whatever a worker found mistaken;
+def run_locally(model: Model, data: Iterable[Any], options: JobOptions, first: KeptMinibatch) -> RunResult:
+    """Trains in worker processes and updates the model in place. first: gives away minibatch 0 where it
+    has been read.
+
+    Raises ValueError for what cannot be sent to the workers, for whatever a worker found mistaken, and where
+    the workers have another first loss than the model here;
     WorkerLost, PeerLost and other PipelineErrors when the run fails. No worker is left behind, and the
     caller's random number generators are as they were; those of a DataLoader's own, as it was iterated.
     """
@@ -77,6 +87,11 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions) -> RunRe
             forwarded = write_data(graph, folder, data, options)
         write_part(folder, "rng", rng, "")
         write_part(folder, "settings", CallerSettings.capture(), "")
+        if forwarded is not None:
+            first.parts = forwarded.first
+        expected = FirstLoss(model, stages, options, first, lambda: _read_first(data, options))
+        if forwarded is not None:
+            expected.compute()  # the forwarder's thread draws from the generators that this puts back
         board = StatusBoard(folder / "board", options.plan.workers_used, create=True)
         store, port = host_store()
         task = WorkerTask(os.fspath(folder), port, secrets.randbits(64), options.links.keys)
@@ -85,7 +100,7 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions) -> RunRe
             Rendezvous(store, STORE_PREFIX) as rendezvous,
             forwarding(forwarded, data, options, task, rendezvous),
         ):
-            _launch(task, options.plan, board)
+            _launch(task, options.plan, board, expected)
         set_generators(data, read_part(folder, "generators"))
         result = RunResult.from_dict(json.loads((folder / "result.json").read_text(encoding="utf-8")))
         if options.gather != "none":
@@ -117,14 +132,34 @@ def _try_factories(
         )
 
 
-def _launch(task: WorkerTask, plan: Plan, board: StatusBoard) -> None:
-    """Returns when all workers have done their part."""
+def _read_first(data: Iterable[Any], options: JobOptions) -> tuple[Any, Any]:
+    """Minibatch 0, as the workers read it."""
+    with generators_kept():
+        seed_data(base_seed(options.seed), options.seed, options.plan.workers_used)
+        return parts_of(first_of(data), 0)
+
+
+def _launch(task: WorkerTask, plan: Plan, board: StatusBoard, expected: FirstLoss) -> None:
+    """Returns when all workers have done their part. Raises ValueError where they train another model than
+    the caller's."""
     folder, num_workers = Path(task.folder), plan.workers_used
+
+    def look() -> bool:
+        differs = expected.differs(board, folder)
+        if differs:
+            raise ValueError(
+                f"{differs}, with the same weights and data: {_LIKELY_CAUSE}; PIPEDREAM_CHECK=0 trains"
+                " nevertheless"
+            )
+        return differs is None
+
     codes = run_processes(
         run_local_worker,
         [(task, rank, num_workers) for rank in range(num_workers)],
         {RUN_FOLDER_VARIABLE: task.folder},
         functools.partial(is_explained, folder=folder),
+        look,
     )
     if codes:
         raise cause_of(codes, folder, board, plan) from traceback_of(folder)
+    look()  # a short run is over before the next look

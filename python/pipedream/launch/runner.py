@@ -24,7 +24,7 @@ from pipedream.common.guard import check_main_guard, one_run_at_a_time
 from pipedream.common.own_rank import is_on_several_machines, is_rank_0, under_torchrun
 from pipedream.common.tracebacks import with_short_tracebacks
 from pipedream.common.units import parse_size
-from pipedream.data.first_minibatch import PeekedIterator, first_of
+from pipedream.data.first_minibatch import KeptMinibatch, PeekedIterator, first_of
 from pipedream.data.stream import check_sizes
 from pipedream.launch.cautions import cautions_of, warn_the_caller
 from pipedream.launch.devices import choose_device_type
@@ -46,6 +46,7 @@ from pipedream.model.references import check_loss_fn
 from pipedream.model.seeding import base_seed, generators_kept, seed_data
 from pipedream.planning.plan import Plan
 from pipedream.planning.shapes import largest_of
+from pipedream.report.first_figures import compares_losses
 from pipedream.report.result import RunResult
 from pipedream.stage.job import JobOptions, check_replicas
 
@@ -189,6 +190,12 @@ def run(
     if loss_fn is None:
         loss_fn = own_loss
     arguments = {name: value for name, value in locals().items() if name not in ("model", "plan")}
+    return _run(model, plan, arguments)
+
+
+def _run(model: Model, plan: Plan, arguments: dict[str, Any]) -> RunResult:
+    """run() with its other arguments by name."""
+    data: Iterable[Any] = arguments["data"]
     # Counted once a call, so that all ranks count alike, those with a mistake too.
     prefix = rendezvous_prefix() if under_torchrun() else None
     with mistakes_told(prefix):
@@ -199,32 +206,34 @@ def run(
         cuts = plan.num_layers > 1 and needs_cutting(model)
         if isinstance(data, Iterator) and (cuts or prefix is None):
             data = PeekedIterator(data)
+        first = KeptMinibatch()
         if cuts:
-            model = _cut(model, data, options)
+            model = _cut(model, data, options, first)
     if is_rank_0():
         world_size = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
+        rates_by_update = not _core.drains_every_minibatch(options.schedule_options())
         cautions = cautions_of(
             model,
             plan,
             world_size,
-            None if weight_fn else loss_fn,
-            microbatches,
+            None if options.weight_fn else options.loss_fn,
+            options.microbatches,
             codec=options.links.codec,
             autocast=options.autocast,
-            rates_by_update=lr_scheduler is not None
-            and not _core.drains_every_minibatch(options.schedule_options()),
+            rates_by_update=options.lr_scheduler is not None and rates_by_update,
         )
         for caution in cautions:
             warn_the_caller(caution)
     if prefix is not None:
+        first.take()  # which nobody needs again
         result = _run_this_rank(model, data, options, prefix)
     else:
-        result = run_locally(model, data, options)
-    if seed is None:
+        result = run_locally(model, data, options, first)
+    if options.seed is None:
         # The next run without a seed is another one: its shuffles and dropouts must not repeat this one's.
         torch.empty((), dtype=torch.int64).random_()
-    if trace is not None and is_rank_0():
-        _save_trace(result, trace)
+    if arguments["trace"] is not None and is_rank_0():
+        _save_trace(result, arguments["trace"])
     return result
 
 
@@ -315,12 +324,12 @@ def _absolute(path: Any) -> Any:
     return os.path.abspath(path) if isinstance(path, (str, os.PathLike)) else path
 
 
-def _cut(model: Model, data: Iterable[Any], options: JobOptions) -> CutModel:
-    """The model with its layers, found by one forward with minibatch 0."""
+def _cut(model: Model, data: Iterable[Any], options: JobOptions, first: KeptMinibatch) -> CutModel:
+    """The model with its layers, found by one forward with minibatch 0, which `first` then has."""
     assert isinstance(model, nn.Module)
     with generators_kept():
         seed_data(base_seed(options.seed), options.seed, options.plan.workers_used)
-        inputs, targets = parts_of(first_of(data), 0)
+        first.parts = inputs, targets = parts_of(first_of(data), 0)
         return cut_model(
             model, inputs, targets, options.loss_fn, autocast=options.autocast, weights=options.weights
         )
@@ -330,6 +339,7 @@ def _check_environment() -> None:
     """The variables that steer the workers: a mistake in one is told before they start."""
     choose_device_type()
     wants_checksums()
+    compares_losses()
     forced_offload()
 
 

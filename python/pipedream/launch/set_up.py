@@ -25,7 +25,7 @@ from pipedream.budget.footprint import Footprint
 from pipedream.budget.offload import forced_offload
 from pipedream.budget.rehearsal import Handover, Rehearsal
 from pipedream.checkpoint.state import receive_state, relay_state, send_state
-from pipedream.data.stream import LargerMinibatch, MinibatchStream
+from pipedream.data.stream import LargerMinibatch, MinibatchStream, fingerprint
 from pipedream.launch.agreed_run import AgreedRun
 from pipedream.launch.own_part import OwnPart
 from pipedream.launch.worker_links import WorkerLinks
@@ -36,6 +36,7 @@ from pipedream.model.boundary import Boundary
 from pipedream.model.enlarged import enlarged, shaped
 from pipedream.model.microbatch import check_alike, chunk, samples_of
 from pipedream.planning.shapes import Shapes, cover, describe_shapes, next_kind, shapes_of_parts
+from pipedream.report.first_figures import FirstFigures
 
 __all__ = ["Rehearsed", "rehearse_again", "set_up"]
 
@@ -144,6 +145,8 @@ def _read_first_microbatches(run: AgreedRun, stream: MinibatchStream) -> list[_F
     if not (run.reads_inputs or run.reads_targets):
         return [_FirstMicrobatch()] * (1 + len(kinds))
     first = stream.peek()
+    if run.place.folder is not None and run.reads_targets and run.plan.replica_of(run.rank) == 0:
+        FirstFigures(run.place.folder).write_fingerprint(fingerprint(*first))
     of_kinds = [_first_microbatch(run, *first, shapes, 0, is_kind=True) for shapes in kinds]
     return [_first_microbatch(run, *first, run.plan.max_shapes, 0), *of_kinds]
 

@@ -22,6 +22,7 @@ __all__ = ["run_processes", "signals_deferred"]
 
 _PATIENCE_S = 2.0  # with the workers that are left, when one ended of another's failure
 _SHUTDOWN_S = 3.0  # from SIGTERM to SIGKILL for the workers that are left
+_LOOK_S = 0.05  # between two looks at what runs
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -34,8 +35,10 @@ def run_processes(
     arguments: Sequence[tuple[Any, ...]],
     environment: Mapping[str, str],
     is_explained: Callable[[Mapping[int, int]], bool],
+    look: Callable[[], bool],
 ) -> dict[int, int]:
-    """Calls target(*arguments[rank]) in a process of each rank's own, and returns when all have ended.
+    """Calls target(*arguments[rank]) in a process of each rank's own, and returns when all have ended. Calls
+    look() once all are started, and then again every 50 ms while it returns True; what it raises ends all.
 
     Returns the exit codes (negative: of a signal) of those that failed by themselves, by rank, in the order
     of their ends; is_explained says whether these tell why the run failed. However it returns, none of the
@@ -47,17 +50,25 @@ def run_processes(
             name = f"pipedream-{rank}"
             processes.append(Process(target=target, args=of_rank, name=name, environment=environment))
             processes[-1].start()
-        return _wait(processes, is_explained)
+        return _wait(processes, is_explained, look)
     finally:
         _end([process for process in processes if process.pid is not None])
 
 
-def _wait(processes: list[Process], is_explained: Callable[[Mapping[int, int]], bool]) -> dict[int, int]:
+def _wait(
+    processes: list[Process],
+    is_explained: Callable[[Mapping[int, int]], bool],
+    look: Callable[[], bool],
+) -> dict[int, int]:
     codes: dict[int, int] = {}
+    looks = True
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
     deadline_s = float("inf")
     while running and time.monotonic() < deadline_s:
-        timeout_s = None if not codes else max(0.0, deadline_s - time.monotonic())
+        looks = looks and not codes and look()
+        timeout_s = _LOOK_S if looks else None
+        if codes:
+            timeout_s = max(0.0, deadline_s - time.monotonic())
         for sentinel in connection.wait(list(running), timeout_s):
             assert isinstance(sentinel, int)
             rank = running.pop(sentinel)

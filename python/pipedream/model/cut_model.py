@@ -29,6 +29,7 @@ from pipedream.model.layers import CutForward, Model, check_parameters, is_list_
 from pipedream.model.loss_placement import call_loss, loss_on, spare_loss
 from pipedream.model.precision import autocast_region
 from pipedream.model.references import modules_carried_by
+from pipedream.model.seeding import RngState
 from pipedream.model.span import SpanStage
 from pipedream.model.trace import Trace, record
 from pipedream.model.untouched import untouched
@@ -44,10 +45,14 @@ def needs_cutting(model: Model) -> bool:
 class CutModel(CutForward):
     """What was found; the module itself is the user's."""
 
-    def __init__(self, module: nn.Module, cuts: Cuts, counts: Sequence[str] = ()) -> None:
+    def __init__(
+        self, module: nn.Module, cuts: Cuts, counts: Sequence[str] = (), loss: float | None = None
+    ) -> None:
         self.module = module
         self.counts = tuple(counts)
         """Attributes of modules with modules inside, by path: numbers that the forward changes."""
+        self.loss = loss
+        """The traced minibatch's. None where random numbers were drawn for it."""
         self.cuts = cuts
         self.offered = cuts.offered
         """Where it may be cut, in the order of the forward: all places, or those that were chosen."""
@@ -183,8 +188,10 @@ def cut_model(
     """
     check_parameters(model)
     counts: list[str] = []
+    losses: list[float] = []
     with traceable(model, weights):
-        return CutModel(model, Cuts(_trace(model, inputs, targets, loss_fn, autocast, counts)), counts)
+        trace = _trace(model, inputs, targets, loss_fn, autocast, counts, losses)
+    return CutModel(model, Cuts(trace), counts, losses[0] if losses else None)
 
 
 def _trace(
@@ -194,8 +201,9 @@ def _trace(
     loss_fn: Callable[[Any, Any], Tensor],
     autocast: torch.dtype | None,
     counts: list[str],
+    losses: list[float],
 ) -> Trace:
-    """counts: gets what CutModel has of that name."""
+    """counts: gets what CutModel has of that name. losses: gets the loss, unless something was drawn."""
     device = device_of([model])
     loss_fn = spare_loss(loss_fn)
     # Copies, as a first layer that works in place would change the caller's data; and targets that are the
@@ -209,13 +217,19 @@ def _trace(
 
     def make_loss(output: Any) -> Tensor:
         with autocast_region(device.type, autocast):
-            return check_loss(call_loss(loss_fn, output, wanted), 0)
+            loss = check_loss(call_loss(loss_fn, output, wanted), 0)
+        made.append(loss.detach())
+        return loss
+
+    made: list[Tensor] = []
 
     kept, placed = untouched([model, *modules_carried_by(loss_fn)]), loss_on(loss_fn, device)
     with kept, placed, torch.enable_grad():
-        before = _numbers_kept(model)
+        before, generators = _numbers_kept(model), RngState.capture()
         trace = record(model, given, run, make_loss)
         after = _numbers_kept(model)
+        if RngState.capture().equals(generators):
+            losses.append(made[0].item())
         counts += [name for name, value in before.items() if after.get(name) != value]
         return trace
 

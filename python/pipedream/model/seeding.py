@@ -115,6 +115,20 @@ class RngState:
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
 
+    def equals(self, other: RngState) -> bool:
+        """Whether nothing was drawn between the two captures."""
+        mine, others = (torch.cat([one.torch_cpu, *one.torch_cuda]) for one in (self, other))
+        return (
+            torch.equal(mine, others) and self.python == other.python and self.of_numpy() == other.of_numpy()
+        )
+
+    def of_numpy(self) -> Any:
+        """The state of numpy's generator in a form that compares; None where nobody has imported numpy."""
+        if self.numpy is None:
+            return None
+        kind, keys, *rest = self.numpy
+        return kind, keys.tobytes(), rest
+
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[RngState]:

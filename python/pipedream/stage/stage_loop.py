@@ -41,6 +41,7 @@ from pipedream.report.status import StatusBoard
 from pipedream.stage.asynchronous_server import AsynchronousServer
 from pipedream.stage.device_clock import make_device_clock, make_user_code
 from pipedream.stage.edge_transfers import EdgeTransfers
+from pipedream.stage.first_gradients import make_first_gradients
 from pipedream.stage.gradients import GradientFigures, NormExchange, StageGradients, clip_scale
 from pipedream.stage.job import JobOptions, WorkerPlace
 from pipedream.stage.loss_scale import LossScaling
@@ -162,6 +163,7 @@ class WorkerLoop:
         tied = {stage: runner.parts.tied for stage, runner in self._runners.items()}
         self._transfers = EdgeTransfers(schedule, tied, self._norms, self._servers)
         self._poisons = _core.poisons_released_slots()
+        self._first_gradients = make_first_gradients(place.folder, options.microbatches)
 
     def _make_losses(self) -> LossRecord:
         num_replicas = self._options.plan.stages[-1].num_replicas
@@ -276,10 +278,13 @@ class WorkerLoop:
         if work.edge is not None:
             return self._transfers.do(work, runner.gradient_slot)
         if kind == "FORWARD":
-            made = runner.forward(work)
-            return EndOfData(self._data.num_minibatches) if made is None else made
+            sent = runner.forward(work)
+            return EndOfData(self._data.num_minibatches) if sent is None else sent
         if kind == "BACKWARD":
-            return runner.backward(work)
+            made = runner.backward(work)
+            if self._first_gradients is not None:
+                self._first_gradients.note(work, runner)
+            return made
         if kind == "RECOMPUTE":
             return runner.recompute(work)
         self._update(runner, work)

@@ -29,7 +29,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[JobOptions]:
     """What would have been run."""
     found: list[JobOptions] = []
 
-    def launch(model: Any, data: Any, options: JobOptions) -> None:
+    def launch(model: Any, data: Any, options: JobOptions, first: Any) -> None:
         found.append(options)
         raise _Launched
 

@@ -1,0 +1,231 @@
+"""The loss of minibatch 0 with the initial weights, computed by the caller, too: what gets lost on the way to
+the workers shows there.
+
+    caller    forks the workers, computes the loss     looks every 50 ms: is theirs there, and the same?
+    workers   import, rehearse, train minibatch 0 --board--^
+
+Nothing is compared where the two may differ for good reasons: where random numbers are drawn, where the
+workers read another minibatch, where activations travel by a codec, on another kind of device than the
+model's, for a model on the meta device. A model that was cut has been traced with that minibatch; else this
+takes one forward of it, in microbatches, that keeps nothing for a backward. With PIPEDREAM_CHECK=1 gradients
+are computed, too, and their norms compared stage by stage. On the caller's thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pipedream.data.batch_reader import BatchReader, Microbatch
+from pipedream.data.first_minibatch import KeptMinibatch
+from pipedream.data.minibatch_source import MinibatchSource
+from pipedream.data.stream import DataStream, fingerprint
+from pipedream.launch.devices import choose_device_type
+from pipedream.links.codec_choice import NO_CODEC, codec_between
+from pipedream.model.batches import call_model
+from pipedream.model.boundary import check_loss, device_of, map_tensors, to_device
+from pipedream.model.calls import is_compiled
+from pipedream.model.cut_model import CutModel
+from pipedream.model.layers import Model, roots_of
+from pipedream.model.loss_placement import call_loss, loss_on, spare_loss
+from pipedream.model.meta_device import is_on_meta
+from pipedream.model.precision import autocast_region
+from pipedream.model.references import modules_carried_by
+from pipedream.model.seeding import RngState
+from pipedream.model.stage_module import StageModule, find_ties
+from pipedream.model.untouched import untouched
+from pipedream.report.first_figures import FirstFigures, compares_gradients, compares_losses
+from pipedream.report.status import StatusBoard
+from pipedream.stage.gradients import figures_of
+from pipedream.stage.job import JobOptions
+from pipedream.stage.weights import split_tied
+
+__all__ = ["FirstLoss"]
+
+# Relative, and of how much at least: sums are added up in other orders, by other numbers of threads.
+_TOLERANCE, _LEAST = 1e-3, 1e-2
+_COARSE_TOLERANCE, _COARSE_LEAST = 5e-2, 1.0  # where something is rounded to 16 bits, or may be
+Outcome = Literal["unknown", "incomparable", "equal", "different"]
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class FirstLoss:
+    """What the caller's own model makes of minibatch 0, and the comparison with what the workers' do."""
+
+    def __init__(
+        self,
+        model: Model,
+        stages: Sequence[StageModule],
+        options: JobOptions,
+        first: KeptMinibatch,
+        read_first: Callable[[], tuple[Any, Any]],
+    ) -> None:
+        """stages: of the model. first: gives minibatch 0 away, where it has been read; else read_first does
+        that."""
+        self._model = model
+        self._stages = stages
+        self._options = options
+        self._first = first
+        self._read_first = read_first
+        self.outcome: Outcome = "unknown" if self._is_comparable() else "incomparable"
+        # Gradients of float16 are scaled, and those of replicas leave them while they are made.
+        self._compares_gradients = (
+            compares_gradients()
+            and options.autocast is not torch.float16
+            and all(stage.num_replicas == 1 for stage in options.plan.stages)
+        )
+        self._loss: float | None = None
+        self._norms: list[float] = []
+        """Of the gradients of each stage, where they are compared."""
+        self._fingerprint = 0
+
+    def compute(self) -> None:
+        """Where it fails there is nothing to compare with, and the workers say why."""
+        kept = self._first.take()
+        if self.outcome != "unknown" or self._loss is not None:
+            return
+        with contextlib.suppress(Exception):
+            first = kept or self._read_first()
+            self._fingerprint = fingerprint(*first)
+            traced = self._model.loss if isinstance(self._model, CutModel) else None
+            if traced is not None and self._options.microbatches == 1 and not self._compares_gradients:
+                self._loss = traced
+            else:
+                self._loss = self._compute(*first)
+        if self._loss is None or not math.isfinite(self._loss):
+            self.outcome = "incomparable"
+
+    def differs(self, board: StatusBoard, folder: Path) -> str | None:
+        """What differs from the workers' figures, in words; empty where nothing does. None: not known yet."""
+        self.compute()
+        if self.outcome != "unknown":
+            return ""
+        figures = FirstFigures(folder)
+        losses = board.losses(self._options.plan.stages[-1].num_replicas)
+        if not losses or figures.fingerprint() is None:
+            return None
+        assert self._loss is not None
+        if figures.fingerprint() != self._fingerprint or not math.isfinite(losses[0]):
+            self.outcome = "incomparable"
+            return ""
+        if not self._is_close(losses[0], self._loss, _COARSE_LEAST if self._is_coarse() else _LEAST):
+            self.outcome = "different"
+            return f"the loss of minibatch 0 is {losses[0]:.6g} in the workers and {self._loss:.6g} here"
+        norms = figures.gradient_norms(len(self._stages)) if self._norms else []
+        if norms is None:
+            return None
+        least = _LEAST * max(self._norms, default=0.0)
+        for stage, (theirs, mine) in enumerate(zip(norms, self._norms, strict=True)):
+            if math.isfinite(theirs) and not self._is_close(theirs, mine, least):
+                self.outcome = "different"
+                return (
+                    f"the norm of the gradients of minibatch 0 at stage {stage} is {theirs:.6g} in its worker"
+                    f" and {mine:.6g} here"
+                )
+        self.outcome = "equal"
+        return ""
+
+    def _is_close(self, value: float, expected: float, least: float) -> bool:
+        relative = _COARSE_TOLERANCE if self._is_coarse() else _TOLERANCE
+        return abs(value - expected) <= relative * max(abs(value), abs(expected), least)
+
+    def _is_coarse(self) -> bool:
+        if self._options.autocast is not None or torch.get_float32_matmul_precision() != "highest":
+            return True
+        tensors = [t for root in self._roots() for t in (*root.parameters(), *root.buffers())]
+        return any(tensor.dtype in _HALVES for tensor in tensors)
+
+    def _roots(self) -> list[nn.Module]:
+        return [root for _, root in roots_of(self._model)]
+
+    def _is_comparable(self) -> bool:
+        plan, codec = self._options.plan, self._options.links.codec
+        return (
+            compares_losses()
+            and all(codec_between(codec, s, s + 1) == NO_CODEC for s in range(plan.num_stages - 1))
+            and not is_on_meta(self._roots())
+            and device_of(self._roots()).type == choose_device_type()
+            # The trace is of the same model, minibatch and generators.
+            and not (isinstance(self._model, CutModel) and self._model.loss is None)
+        )
+
+    def _compute(self, inputs: Any, targets: Any) -> float | None:
+        """None where random numbers were drawn. Leaves the model and the generators as they were."""
+        options = self._options
+        loss_fn = spare_loss(options.loss_fn)
+        device = device_of(self._roots())
+        saving: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if not self._compares_gradients:
+            saving = torch.autograd.graph.saved_tensors_hooks(_forget, _forget)
+        with (
+            untouched([*self._roots(), *modules_carried_by(loss_fn)]),
+            loss_on(loss_fn, device),
+            _uncompiled(self._roots()),
+            torch.enable_grad(),
+            saving,
+        ):
+            before = RngState.capture()
+            total = 0.0
+            for piece in _microbatches(inputs, targets, options):
+                loss = self._loss_of(piece, loss_fn, device) if piece.weight > 0.0 else None
+                if not RngState.capture().equals(before):
+                    return None
+                if loss is not None:
+                    total += loss.item() * piece.weight
+                    if self._compares_gradients and loss.requires_grad:
+                        (loss * piece.weight).backward()  # type: ignore[no-untyped-call]
+            if self._compares_gradients:
+                self._norms = self._gradient_norms()
+            return total
+
+    def _loss_of(self, piece: Microbatch, loss_fn: Any, device: torch.device) -> Tensor:
+        given = map_tensors(lambda tensor: tensor.detach().clone(), to_device(piece.inputs, device))
+        targets = map_tensors(lambda tensor: tensor.detach().clone(), to_device(piece.targets, device))
+        with autocast_region(device.type, self._options.autocast):
+            first, *others = self._roots()  # the layers in their order; a model that was cut is one
+            output = functools.reduce(_call_layer, others, call_model(first, given))
+        with autocast_region(device.type, self._options.autocast):
+            return check_loss(call_loss(loss_fn, output, targets), 0)
+
+    def _gradient_norms(self) -> list[float]:
+        tied = [tie.parameter for tie in find_ties(self._stages)]
+        own = [split_tied(stage, tied)[0] for stage in self._stages]
+        return [math.sqrt(figures_of([p.grad for _, p in named]).squared_norm) for named in own]
+
+
+def _microbatches(inputs: Any, targets: Any, options: JobOptions) -> list[Microbatch]:
+    source = MinibatchSource(DataStream([(inputs, targets)], epochs=1))
+    source.fetch(0)
+    reader = BatchReader(
+        source,
+        options.microbatches,
+        is_first=True,
+        is_last=True,
+        check_inputs=lambda *_: None,
+        weight_fn=options.weight_fn,
+    )
+    pieces = [reader.read(0, index) for index in range(options.microbatches)]
+    return [piece for piece in pieces if not piece.is_empty]
+
+
+def _call_layer(value: Any, layer: nn.Module) -> Any:
+    return layer(value)
+
+
+def _forget(_: Any) -> Any:
+    return None
+
+
+def _uncompiled(modules: Sequence[nn.Module]) -> contextlib.AbstractContextManager[Any]:
+    """Without the compilation that the workers do, each of its own layers."""
+    if not any(is_compiled(module) for root in modules for module in root.modules()):
+        return contextlib.nullcontext()  # what follows imports the compiler, which takes seconds
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance

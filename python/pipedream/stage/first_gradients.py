@@ -1,0 +1,38 @@
+"""The gradients of minibatch 0, whose norms a caller compares with its own under PIPEDREAM_CHECK=1.
+
+Owned by the worker's compute thread.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from pipedream import _core
+from pipedream.report.first_figures import FirstFigures, compares_gradients
+from pipedream.stage.gradients import figures_of
+from pipedream.stage.stage_runner import StageRunner
+
+__all__ = ["FirstGradients", "make_first_gradients"]
+
+
+class FirstGradients:
+    """Writes the norm of each stage's own parameters; tied ones belong to several stages."""
+
+    def __init__(self, figures: FirstFigures, num_microbatches: int) -> None:
+        self._figures = figures
+        self._last_microbatch = num_microbatches - 1
+
+    def note(self, work: _core.WorkItem, runner: StageRunner) -> None:
+        """After each backward, before its gradients are taken."""
+        if work.minibatch == 0 and work.microbatch == self._last_microbatch:
+            leaves = runner.parts.weights.own.leaves(runner.gradient_slot)
+            norm = math.sqrt(figures_of([leaf.grad for leaf in leaves]).squared_norm)
+            self._figures.write_gradient_norm(work.stage, norm / runner.loss_scale)
+
+
+def make_first_gradients(folder: Path | None, num_microbatches: int) -> FirstGradients | None:
+    """folder: of the run. None where nobody compares."""
+    if folder is None or not compares_gradients():
+        return None
+    return FirstGradients(FirstFigures(folder), num_microbatches)
