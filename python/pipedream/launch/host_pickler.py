@@ -10,20 +10,21 @@ readers of the same data have them together. Owned by the thread that writes; un
 from __future__ import annotations
 
 import contextlib
+import inspect
 import mmap
 import os
 import pickle
 import shutil
 import types
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from pipedream.common import errors
@@ -62,6 +63,10 @@ class HostPickler(pickle.Pickler):
             return _bare, (kind,), attributes, None, None, _parametrize_again
         if isinstance(value, types.FunctionType) and self.sends_functions:
             return reduced_function(value) or NotImplemented
+        if isinstance(value, types.MethodType) and not _is_of_its_class(value):
+            return _bound, (value.__func__, value.__self__)
+        if _is_of_a_kind_of_its_own(value):
+            return _parameter, (type(value), value.data, value.requires_grad, vars(value))
         if isinstance(value, torch.TypedStorage):
             storage = value._untyped_storage
             return _typed, (self._storages.setdefault(storage._cdata, storage), value._dtype)
@@ -195,6 +200,34 @@ def _storage_of(content: bytes) -> torch.UntypedStorage:
 def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
     make: Any = torch.TypedStorage
     return make(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def _is_of_its_class(method: types.MethodType) -> bool:
+    """Whether the method is found by its name, which is all that pickle sends of it: not where it was made
+    for this one object, or has taken the place of the class's own."""
+    owner = method.__self__ if isinstance(method.__self__, type) else type(method.__self__)
+    found = inspect.getattr_static(owner, method.__name__, None)
+    return getattr(found, "__func__", found) is method.__func__
+
+
+def _bound(function: Callable[..., Any], holder: Any) -> types.MethodType:
+    return types.MethodType(function, holder)
+
+
+def _is_of_a_kind_of_its_own(value: Any) -> bool:
+    """Whether it is a parameter of a class that pickle does not send."""
+    kind = type(value)
+    reduce: Any = kind.__reduce_ex__
+    is_special = kind is not nn.Parameter and nn.Parameter in kind.__mro__
+    return is_special and reduce is nn.Parameter.__reduce_ex__
+
+
+def _parameter(
+    kind: type[nn.Parameter], content: Tensor, requires_grad: bool, marks: dict[str, Any]
+) -> nn.Parameter:
+    made: nn.Parameter = torch.Tensor._make_subclass(kind, content, requires_grad)
+    vars(made).update(marks)
+    return made
 
 
 def _bare(kind: type[nn.Module]) -> nn.Module:

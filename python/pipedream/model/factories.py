@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipedream.common.compiling import unmarked_until_compiling
 from pipedream.common.errors import PipelineError, describe_error
@@ -24,6 +24,7 @@ __all__ = [
     "build_optimizer",
     "build_scheduler",
     "make_masters",
+    "parameter_like",
     "try_factories",
 ]
 
@@ -35,6 +36,15 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 def make_masters(named: NamedParameters) -> list[nn.Parameter]:
     """Parameters of the optimizer's own that share the memory, and the marks, of these."""
     return [_make_master(parameter) for _, parameter in named]
+
+
+def parameter_like(original: nn.Parameter, content: Tensor, *, requires_grad: bool = True) -> nn.Parameter:
+    """A parameter in the content's memory, of the original's class and with its marks, by which parameter
+    groups may be made."""
+    kind = type(original) if nn.Parameter in type(original).__mro__ else nn.Parameter
+    made: nn.Parameter = torch.Tensor._make_subclass(kind, content, requires_grad)
+    vars(made).update(vars(original))
+    return made
 
 
 def build_optimizer(
@@ -144,6 +154,4 @@ def _wants_names(factory: Callable[..., Any]) -> bool:
 
 
 def _make_master(parameter: nn.Parameter) -> nn.Parameter:
-    master = nn.Parameter(parameter.data)
-    master.__dict__.update(parameter.__dict__)
-    return master
+    return parameter_like(parameter, parameter.data)

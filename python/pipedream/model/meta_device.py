@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipedream.model.factories import parameter_like
+
 __all__ = ["is_on_meta", "parameters_on_meta"]
 
 _ON_META = "_pipedream_on_meta"  # of a parameter: what was registered in its place
@@ -41,8 +43,8 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
     """The same for the same parameter, which may be registered in several places."""
     made: nn.Parameter | None = vars(parameter).get(_ON_META)
     if made is None:
-        made = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-        vars(made).update(vars(parameter))
+        content = torch.empty_like(parameter, device="meta").detach()
+        made = parameter_like(parameter, content, requires_grad=parameter.requires_grad)
         vars(parameter)[_ON_META] = made
     return made
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedream import _core, optim
-from pipedream.model.factories import NamedParameters
+from pipedream.model.factories import NamedParameters, parameter_like
 from pipedream.model.layers import dtype_name
 
 __all__ = [
@@ -288,8 +288,9 @@ def keep_pieces(
     state = {} if optimizer is None else optimizer.state
     for piece in pieces:
         master = masters[piece.parameter]
-        parameter = master if piece.is_whole else nn.Parameter(_part_of(master.data, master, piece))
-        parameter.__dict__.update(master.__dict__)
+        parameter = master
+        if not piece.is_whole:
+            parameter = parameter_like(master, _part_of(master.data, master, piece))
         made[id(master)].append(parameter)
         if parameter is not master and master in state:
             state[parameter] = {key: _cut_state(v, master, piece) for key, v in state[master].items()}

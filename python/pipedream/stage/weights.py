@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedream.budget.resident_versions import ResidentVersions
-from pipedream.model.factories import NamedParameters
+from pipedream.model.factories import NamedParameters, parameter_like
 from pipedream.model.references import Place, places_of
 from pipedream.model.stage_module import StageModule
 from pipedream.stage.weight_layout import view_like, weight_layout
@@ -81,7 +81,7 @@ class WeightVersions:
         self._views = [views(slot) for slot in slots]
         homes = self._views if resident is None else self._views[:1] * resident.num_versions
         self._leaves = [
-            [_make_leaf(view.data, p) for view, p in zip(home, self._originals, strict=True)]
+            [parameter_like(p, view.data) for view, p in zip(home, self._originals, strict=True)]
             for home in homes
         ]
         if resident is not None:
@@ -336,9 +336,3 @@ def _move(
 def _nan_like(original: Tensor) -> Tensor:
     """One NaN that looks like a tensor of the original's shape."""
     return torch.full((), float("nan"), dtype=original.dtype, device=original.device).expand(original.shape)
-
-
-def _make_leaf(view: Tensor, original: nn.Parameter) -> nn.Parameter:
-    leaf = nn.Parameter(view)
-    leaf.__dict__.update(original.__dict__)  # marks such as `no_weight_decay`
-    return leaf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,57 @@ def test_a_model_on_the_meta_device_arrives_there(tmp_path: Path) -> None:
     arrived = read_part(tmp_path, "model")
     assert all(parameter.is_meta for parameter in arrived.parameters())
     assert arrived[1].weight is arrived[0].weight
+
+
+class NotDecayed(nn.Parameter):
+    """By which a script makes its parameter groups."""
+
+
+def test_parameters_arrive_as_their_own_class_with_their_marks(tmp_path: Path) -> None:
+    model = _tied_model()
+    model[0].weight = model[1].weight = NotDecayed(torch.ones(2, 2))
+    model[2].bias = NotDecayed(torch.zeros(2), requires_grad=False)
+    model[0].weight.rank = 3
+    write_part(tmp_path, "model", model, "")
+    arrived = read_part(tmp_path, "model")
+    assert type(arrived[0].weight) is NotDecayed and arrived[1].weight is arrived[0].weight
+    assert arrived[0].weight.rank == 3 and arrived[0].weight.requires_grad
+    assert type(arrived[2].bias) is NotDecayed and not arrived[2].bias.requires_grad
+    assert type(arrived[2].weight) is nn.Parameter
+
+
+class Named(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.own, self.of_kind = self.name_of, self.kind_of
+
+    def name_of(self) -> str:
+        return "the class's"
+
+    @classmethod
+    def kind_of(cls) -> str:
+        return cls.__name__
+
+
+def patched(module: nn.Module) -> str:
+    return f"{type(module).__name__}'s patch"
+
+
+def test_a_method_arrives_as_its_function_and_its_object(tmp_path: Path) -> None:
+    """A method that was put into one object arrived as the class's."""
+    model = nn.ModuleList([Named(), Named(), Named()])
+    patched.__name__ = "name_of"  # as functools.wraps does
+    try:
+        model[1].name_of = types.MethodType(patched, model[1])  # type: ignore[method-assign]
+    finally:
+        patched.__name__ = "patched"
+    model[2].name_of = types.MethodType(lambda module: module.own() + " and more", model[2])  # type: ignore[method-assign]
+    write_part(tmp_path, "model", model, "")
+    arrived = read_part(tmp_path, "model")
+    names = [module.name_of() for module in arrived]
+    assert names == ["the class's", "Named's patch", "the class's and more"]
+    assert arrived[1].name_of.__self__ is arrived[1] and arrived[2].own.__self__ is arrived[2]
+    assert [module.of_kind() for module in arrived] == ["Named"] * 3
 
 
 @pytest.mark.parametrize("size", [8, 1 << 16], ids=["in the pickle", "in a file"])

@@ -13,6 +13,7 @@ import torch
 from pipedream import PipelineError, Plan
 from pipedream.launch import launcher
 from pipedream.model.factories import build_optimizer, build_scheduler, make_masters, try_factories
+from pipedream.stage.weights import WeightVersions
 from torch import nn
 
 _SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -170,3 +171,20 @@ def test_a_run_refuses_a_factory_before_any_process_starts(
         pipedream.run(model, Plan.straight(2, 2), data=data, loss_fn=nn.functional.mse_loss, **options)
     assert type(caught.value) is kind
     assert getattr(options["optimizer"], "num_calls", 0) == 0
+
+
+class _NotDecayed(nn.Parameter):
+    pass
+
+
+def test_parameter_groups_may_be_made_by_classes_and_marks_of_parameters() -> None:
+    """The optimizer got plain parameters, so what was not to be decayed was."""
+    layer = nn.Linear(3, 2)
+    layer.bias = _NotDecayed(torch.zeros(2))
+    layer.weight.rank = 1
+    weight, bias = make_masters(_named(layer))
+    assert type(weight) is nn.Parameter and type(bias) is _NotDecayed
+    assert weight.rank == 1 and bias.requires_grad and bias.data_ptr() == layer.bias.data_ptr()
+    versions = WeightVersions(layer, _named(layer), [torch.zeros(1024, dtype=torch.uint8)])
+    assert [type(leaf) for leaf in versions.leaves(0)] == [nn.Parameter, _NotDecayed]
+    assert torch.equal(versions.leaves(0)[0], layer.weight)
