@@ -36,6 +36,23 @@ def _train_and_tell_pid(training: Training, **options: Any) -> tuple[int, RunRes
     return os.getpid(), *train_in_pipeline(training, **options)
 
 
+def _train_in_a_region(training: Training) -> tuple[RunResult, bool]:
+    with torch.autocast("cpu", enabled=False), torch.autocast("cpu", torch.bfloat16):
+        result, _ = train_in_pipeline(training)
+        return result, torch.is_autocast_enabled("cpu")
+
+
+def test_a_run_in_a_region_of_autocast_is_one_with_autocast(farm: Farm) -> None:
+    """Local workers knew nothing of the region, and ranks kept the casts of the first weights for ever."""
+    training = Training("cnn", 2, torch.float32, num_minibatches=4)
+    inside = farm.results(_train_in_a_region, training, num_ranks=2)
+    results = farm.results(train_in_pipeline, replace(training, autocast="bfloat16"), num_ranks=2)
+    assert inside[0][0].losses == results[0][0].losses
+    assert all(is_on for _, is_on in inside)
+    local, _ = _train_in_a_region(training)
+    assert_close_losses(local.losses, results[0][0].losses, 1e-6)
+
+
 @pytest.mark.parametrize("transport", ["tcp", "zmq"])
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_losses_crossed_between_processes_over_zmq(farm: Farm, num_stages: int, transport: str) -> None:

@@ -41,7 +41,7 @@ from pipedream.model.cut_model import CutModel, cut_model, needs_cutting
 from pipedream.model.initial_weights import WeightSource
 from pipedream.model.layers import Model, layers_of
 from pipedream.model.meta_device import is_on_meta
-from pipedream.model.precision import autocast_dtype
+from pipedream.model.precision import autocast_dtype, autocast_left
 from pipedream.model.references import check_loss_fn
 from pipedream.model.seeding import base_seed, generators_kept, seed_data
 from pipedream.planning.plan import Plan
@@ -190,7 +190,10 @@ def run(
     if loss_fn is None:
         loss_fn = own_loss
     arguments = {name: value for name, value in locals().items() if name not in ("model", "plan")}
-    return _run(model, plan, arguments)
+    with autocast_left() as regions:
+        if autocast is None and regions:
+            arguments["autocast"] = regions.get(choose_device_type())
+        return _run(model, plan, arguments)
 
 
 def _run(model: Model, plan: Plan, arguments: dict[str, Any]) -> RunResult:

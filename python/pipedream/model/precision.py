@@ -6,11 +6,14 @@ Pure values and one small rule; the last stage's compute thread owns the scaler.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["LossScaler", "autocast_dtype", "autocast_region", "num_steps_in_flight"]
+__all__ = ["LossScaler", "autocast_dtype", "autocast_left", "autocast_region", "num_steps_in_flight"]
+
+_DEVICES = ("cpu", "cuda")
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -36,6 +39,27 @@ def autocast_region(device_type: str, dtype: torch.dtype | None) -> contextlib.A
     if dtype is None:
         return contextlib.nullcontext()
     return torch.autocast(device_type, dtype)
+
+
+@contextlib.contextmanager
+def autocast_left() -> Iterator[dict[str, torch.dtype]]:
+    """Outside of the caller's regions of autocast, those that turn it off included: casts of parameters are
+    kept until the outermost region ends. Gives the dtypes of what is on, by the type of device; a stage has a
+    region around each forward instead."""
+    dtypes = {kind: torch.get_autocast_dtype(kind) for kind in _DEVICES if torch.is_autocast_enabled(kind)}
+    depth = torch.autocast_increment_nesting() - 1
+    for _ in range(depth + 1):
+        torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
+    for kind in dtypes:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        yield dtypes
+    finally:
+        for kind in dtypes:
+            torch.set_autocast_enabled(kind, True)
+        for _ in range(depth):
+            torch.autocast_increment_nesting()
 
 
 def num_steps_in_flight(in_flight: int, num_replicas_first: int, num_replicas_last: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
@@ -125,6 +126,34 @@ class WorkerPlace:
         return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)))
 
 
+def _enable(module: Any) -> Callable[[bool], None]:
+    return functools.partial(setattr, module, "enabled")
+
+
+_SDP = torch.backends.cuda
+# What is on or off for a whole process: how it is asked for, and set.
+_SWITCHES: dict[str, tuple[Callable[[], bool], Callable[[bool], Any]]] = {
+    "cudnn": (lambda: torch.backends.cudnn.enabled, _enable(torch.backends.cudnn)),
+    "cudnn.benchmark": (
+        lambda: torch.backends.cudnn.benchmark,
+        functools.partial(setattr, torch.backends.cudnn, "benchmark"),
+    ),
+    "cudnn.deterministic": (
+        lambda: torch.backends.cudnn.deterministic,
+        functools.partial(setattr, torch.backends.cudnn, "deterministic"),
+    ),
+    "mkldnn": (lambda: bool(torch.backends.mkldnn.enabled), _enable(torch.backends.mkldnn)),
+    "fast path of attention": (
+        torch.backends.mha.get_fastpath_enabled,
+        torch.backends.mha.set_fastpath_enabled,
+    ),
+    "flash attention": (_SDP.flash_sdp_enabled, _SDP.enable_flash_sdp),
+    "memory-efficient attention": (_SDP.mem_efficient_sdp_enabled, _SDP.enable_mem_efficient_sdp),
+    "attention by cudnn": (_SDP.cudnn_sdp_enabled, _SDP.enable_cudnn_sdp),
+    "attention by its formula": (_SDP.math_sdp_enabled, _SDP.enable_math_sdp),
+}
+
+
 @dataclass(frozen=True)
 class CallerSettings:
     """What is set for a whole process and decides what a model computes or how its data are loaded: local
@@ -134,8 +163,10 @@ class CallerSettings:
     deterministic: bool
     deterministic_warn_only: bool
     matmul_precision: str
-    cudnn_benchmark: bool
-    cudnn_deterministic: bool
+    switches: dict[str, bool]
+    """By the names of _SWITCHES."""
+    anomalies: tuple[bool, bool]
+    """Whether autograd looks for them, and whether NaN is one."""
     start_method: str
     """Of multiprocessing: how a DataLoader starts its processes. A spawned worker's own would be "spawn"."""
     sharing_strategy: str
@@ -150,8 +181,8 @@ class CallerSettings:
             deterministic=torch.are_deterministic_algorithms_enabled(),
             deterministic_warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
             matmul_precision=torch.get_float32_matmul_precision(),
-            cudnn_benchmark=torch.backends.cudnn.benchmark,
-            cudnn_deterministic=torch.backends.cudnn.deterministic,
+            switches={name: is_on() for name, (is_on, _) in _SWITCHES.items()},
+            anomalies=(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
             start_method=start_method or multiprocessing.get_all_start_methods()[0],  # which is the default
             sharing_strategy=torch.multiprocessing.get_sharing_strategy(),  # type: ignore[no-untyped-call]
         )
@@ -161,8 +192,10 @@ class CallerSettings:
         if self.deterministic or torch.are_deterministic_algorithms_enabled():  # it imports torch's compilers
             torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warn_only)
         torch.set_float32_matmul_precision(self.matmul_precision)
-        torch.backends.cudnn.benchmark = self.cudnn_benchmark
-        torch.backends.cudnn.deterministic = self.cudnn_deterministic
+        for name, (is_on, switch) in _SWITCHES.items():
+            if is_on() != self.switches[name]:
+                switch(self.switches[name])
+        torch.autograd.set_detect_anomaly(*self.anomalies)
         multiprocessing.set_start_method(self.start_method, force=True)
         torch.multiprocessing.set_sharing_strategy(self.sharing_strategy)  # type: ignore[no-untyped-call]
 

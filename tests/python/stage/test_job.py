@@ -29,6 +29,24 @@ def test_a_workers_processes_start_as_the_callers_would(farm: Farm, method: str)
     assert farm.results(_start_methods, settings, num_ranks=1) == [(method, "file_system")]
 
 
+def _switched(settings: CallerSettings) -> CallerSettings:
+    """What a rank has with these, which is afterwards as it was."""
+    own = CallerSettings.capture()
+    settings.apply()
+    found = CallerSettings.capture()
+    own.apply()
+    return found
+
+
+def test_a_worker_has_the_callers_switches(farm: Farm) -> None:
+    own = CallerSettings.capture()
+    turned = {name: not is_on for name, is_on in own.switches.items()}
+    settings = replace(own, switches=turned, anomalies=(True, False))
+    (found,) = farm.results(_switched, settings, num_ranks=1)
+    assert found.switches == turned and len(turned) == 9
+    assert found.anomalies == (True, False)
+
+
 def test_looking_does_not_settle_the_callers_start_method(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none=False: None)
     assert CallerSettings.capture().start_method == multiprocessing.get_all_start_methods()[0]
