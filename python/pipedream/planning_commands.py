@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_planning_commands"]
 
-_DEFAULT_PICTURE = Path("schedule.svg")
 _BANDWIDTHS = "1Gbit/s,10Gbit/s,25Gbit/s,100Gbit/s"
 
 _Microbatches = Annotated[int | None, typer.Option(help="Of every minibatch.")]
@@ -311,8 +310,7 @@ def trace_command(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Save the picture here: .svg, .png, .pdf, .txt, or a Perfetto trace, .json or .json.gz."
-            " Without --text and --json the default is schedule.svg.",
+            help="Save the picture here: .svg, .png, .pdf, .txt, or a Perfetto trace, .json or .json.gz.",
         ),
     ] = None,
     versions: Annotated[
@@ -324,6 +322,7 @@ def trace_command(
     """Show a schedule: a picture as in the papers, the instruction lists, the bubble. Nothing is run."""
     from pipedream.planning.schedule_picture import check_picture_path
     from pipedream.planning.simulator import simulate
+    from pipedream.planning.text_picture import draw_text
     from pipedream.planning.traced_schedule import (
         TraceRequest,
         describe_bubble,
@@ -334,8 +333,6 @@ def trace_command(
 
     if as_text and as_json:
         raise ValueError("--text and --json both print on stdout: give one of them")
-    if output is None and not (as_text or as_json):
-        output = _DEFAULT_PICTURE
     check_output(output)
     given_times = dataclasses.replace(read_times(times), shard_ms=shard)
     traced = make_traced(
@@ -363,9 +360,13 @@ def trace_command(
     if as_text:
         typer.echo(f"# {traced.title()}\n{traced.text()}", nl=False)
         return
-    saved = f"\npicture saved in {output}" if output is not None else ""
-    shown = f"{traced.title()}\n{describe_bubble(simulation)}{saved}"
-    print_result(shown, trace_fields(traced, simulation, given_times, transfer, output), as_json)
+    if output is None:
+        shown = draw_text(simulation, traced.title(), describe_bubble(simulation), show_versions=versions)
+    else:
+        shown = f"{traced.title()}\n{describe_bubble(simulation)}\npicture saved in {output}"
+    print_result(
+        shown.removesuffix("\n"), trace_fields(traced, simulation, given_times, transfer, output), as_json
+    )
 
 
 def _draw(

@@ -840,7 +840,7 @@ def test_module_as_a_command_prints_the_published_vgg16_plan() -> None:
 
 
 def test_trace_draws_the_schedule_and_says_its_bubble(call: Caller) -> None:
-    outcome = call("trace", "--stages", "4")
+    outcome = call("trace", "--stages", "4", "--output", "schedule.svg")
     assert (outcome.status, outcome.stderr) == (0, "")
     assert outcome.stdout == (
         "pipedream: 4 stages, 8 minibatches\n"
@@ -850,6 +850,17 @@ def test_trace_draws_the_schedule_and_says_its_bubble(call: Caller) -> None:
     drawn = Path("schedule.svg").read_text()
     for text in ("pipedream: 4 stages, 8 minibatches", "warm-up", "steady", "cool-down", "time, forwards"):
         assert f">{text}</text>" in drawn
+
+
+def test_trace_without_an_output_prints_the_picture_and_writes_no_file(call: Caller) -> None:
+    before = set(Path().iterdir())
+    outcome = call("trace", "--schedule", "flush", "--stages", "2", "--minibatches", "1")
+    assert (outcome.status, outcome.stderr) == (0, "")
+    lines = outcome.stdout.splitlines()
+    assert lines[0] == "flush: 2 stages, 1 minibatch of 2 microbatches"
+    assert lines[1].startswith("bubble ")
+    assert [line.split()[:2] for line in lines[3:5]] == [["worker", "0"], ["worker", "1"]]
+    assert set(Path().iterdir()) == before
 
 
 @pytest.mark.parametrize(
@@ -1131,4 +1142,4 @@ def test_a_mistaken_option_of_trace_is_told_before_a_matplotlib_that_is_missing(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert call("trace", "--schedule", "foo", "--stages", "4").error().startswith('unknown schedule "foo"')
     assert call("trace", "--stages", "4", "--times", "1").error().startswith("--times is '1'")
-    assert "needs matplotlib" in call("trace", "--stages", "4").error()
+    assert "needs matplotlib" in call("trace", "--stages", "4", "--output", "schedule.svg").error()
