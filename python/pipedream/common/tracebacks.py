@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from pipedream.common.errors import PipelineError
 
@@ -49,7 +50,7 @@ def wants_whole_tracebacks() -> bool:
 
 
 def with_short_tracebacks(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Decorates what users call: its errors show the user's frames and one of ours."""
+    """Decorates what users call: its errors show the user's frames and one of ours, an interrupt one line."""
 
     @functools.wraps(function)
     def call(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
@@ -58,15 +59,35 @@ def with_short_tracebacks(function: Callable[_Parameters, _Result]) -> Callable[
         except Exception as error:
             shorten(error)
             raise error  # PIPEDREAM_TRACEBACK=1 shows the frames that are left out here
+        except KeyboardInterrupt as interrupt:
+            _say_in_one_line(interrupt, function.__name__)
+            raise
 
     return call
+
+
+def _say_in_one_line(interrupt: KeyboardInterrupt, function_name: str) -> None:
+    """Where nobody catches it. Python, and whoever else has a hook of his own, shows other errors as ever."""
+    if wants_whole_tracebacks() or sys.excepthook is not sys.__excepthook__:
+        return
+    losses = getattr(interrupt, "losses", ())
+    after = f" after {len(losses)} minibatches" if losses else ""
+    line = f"pipedream: {function_name} was interrupted{after}"
+
+    def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if error is interrupt:
+            print(line, file=sys.stderr)
+        else:
+            sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = show
 
 
 def shorten(error: Exception) -> None:
     """Cuts what the error and its causes show down to the user's frames."""
     if wants_whole_tracebacks():
         return
-    if isinstance(error, _FORESEEN) or _users_frames(error.__traceback__):
+    if isinstance(error, _FORESEEN) or _is_users_error(error.__traceback__):
         cause: BaseException | None = error
         seen: set[int] = set()
         while cause is not None and id(cause) not in seen:
@@ -116,6 +137,18 @@ def _users_frames(trace: TracebackType | None) -> list[TracebackType]:
     ours = next((index for index, frame in enumerate(frames) if _is_ours(frame)), len(frames))
     users = next((index for index in range(ours, len(frames)) if _is_users(frames[index])), len(frames))
     return frames[users:]
+
+
+def _is_users_error(trace: TracebackType | None) -> bool:
+    """Whether the user's code was called, of which a module or a loss of torch's is part, too."""
+    if _users_frames(trace):
+        return True
+    frames = _frames(trace)
+    ours = max((index for index, frame in enumerate(frames) if _is_ours(frame)), default=len(frames))
+    if ours + 1 >= len(frames):
+        return False
+    calls_a_loss = frames[ours].tb_frame.f_code.co_name == "call_loss"
+    return calls_a_loss or frames[ours + 1].tb_frame.f_code.co_filename.endswith(_CALLS[0])
 
 
 def _frames(trace: TracebackType | None) -> list[TracebackType]:

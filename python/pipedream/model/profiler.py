@@ -5,6 +5,7 @@ timed_passes.py has how. Runs in the caller's thread.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -257,7 +258,9 @@ def _measure(
             measurement.batch_size = batch_size
         # A shorter last batch would pull the mean below what a full minibatch costs.
         if batch_size == measurement.batch_size:
-            measurement.measure(minibatch, to_device(inputs, device), to_device(targets, device), clock)
+            on_device = to_device(inputs, device), to_device(targets, device)
+            with _located(minibatch):
+                measurement.measure(minibatch, *on_device, clock)
             if len(measurement.forward_ms) > _WARM_UP_MINIBATCHES:
                 advance()
         num_done = len(measurement.forward_ms)
@@ -268,6 +271,16 @@ def _measure(
             return
         if num_done >= most or minibatch + 1 >= _SKIPPED_FACTOR_MAX * most:
             return
+
+
+@contextlib.contextmanager
+def _located(minibatch: int) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(f"at minibatch {minibatch} of the batches that are profiled")
+        raise
 
 
 def _check_names(cuts: Sequence[str] | None) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import traceback
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +30,21 @@ _DATA = [(torch.ones(2, 3), torch.ones(2, 3))]
 @pytest.fixture(autouse=True)
 def usual_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIPEDREAM_TRACEBACK", raising=False)
+
+
+_INTERRUPTED = """
+import os, signal, pipedream, torch
+
+class Interrupting(torch.nn.Linear):
+    def forward(self, value):
+        os.kill(os.getpid(), signal.SIGINT)
+        return super().forward(value)
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    batches = [(torch.ones(2, 3), torch.ones(2, 3))]
+    pipedream.profile([Interrupting(3, 3)], batches, torch.nn.functional.mse_loss)
+"""
 
 
 class _Broken(nn.Module):
@@ -84,6 +102,37 @@ def test_an_error_of_a_librarys_in_the_users_place_shows_the_librarys_frames() -
     assert _shown(inner.__traceback__) == [
         "test_an_error_of_a_librarys_in_the_users_place_shows_the_librarys_frames"
     ]
+
+
+@pytest.mark.parametrize(
+    ("layers", "loss_fn", "function"),
+    [
+        ([nn.Linear(3, 3), nn.Linear(4, 3)], nn.functional.mse_loss, "forward"),
+        ([nn.Linear(3, 2)], nn.functional.binary_cross_entropy, "binary_cross_entropy"),
+    ],
+)
+def test_a_shape_that_torchs_layers_and_losses_do_not_take_shows_no_frame_of_ours(
+    layers: list[nn.Module], loss_fn: Any, function: str
+) -> None:
+    try:
+        pipedream.profile(nn.Sequential(*layers), _DATA, loss_fn, minibatches=1)
+    except (RuntimeError, ValueError) as error:
+        shown = _shown(error.__traceback__)
+        assert shown[1:2] == ["[call]"]
+        assert not any(name.startswith("[") for name in shown[2:])
+        assert function in shown
+        assert error.__notes__ == ["at minibatch 0 of the batches that are profiled"]
+    else:
+        raise AssertionError("no error")
+
+
+@pytest.mark.slow
+def test_an_interrupt_that_nobody_catches_is_one_line(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_INTERRUPTED, encoding="utf-8")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, check=False, text=True)
+    assert done.returncode == -signal.SIGINT
+    assert done.stderr == "pipedream: profile was interrupted\n"
 
 
 def test_a_mistake_in_the_arguments_shows_where_the_user_made_it() -> None:
