@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from pipedream.model.layers import CutForward, Model, check_parameters, named_layers
+from pipedream.model.layers import CutForward, Model, check_parameters, model_name, named_layers
 from pipedream.model.sharing_checks import (
     check_references,
     check_shared_buffers,
@@ -66,10 +66,13 @@ def check_split(model: Model, plan: StagePlan) -> None:
     layers = named_layers(model)
     if isinstance(model, CutForward):
         _check_coverage(len(model.layer_names), plan, model.explain(), has_cuts=plan.cuts is not None)
+        _check_names(model.layer_names, plan)
         check_parameters(model.module)
         check_references(layers, [0], check_storages(layers))
         return
     _check_coverage(len(layers), plan)
+    if not (len(layers) == 1 and layers[0].name == model_name(model)):  # which is whole, however it is cut
+        _check_names([layer.name for layer in layers], plan)
     stage_of_layer = [
         stage_index
         for stage_index, stage in enumerate(plan.stages)
@@ -81,6 +84,21 @@ def check_split(model: Model, plan: StagePlan) -> None:
     check_shared_buffers(layers, stage_of_layer)
     spans = check_storages(layers)
     check_references(layers, stage_of_layer, spans)
+
+
+def _check_names(names: Sequence[str], plan: StagePlan) -> None:
+    """Raises ValueError for a plan that names other layers. One that is written by hand names none."""
+    planned = getattr(plan, "predicted", {}).get("stage_layers")
+    if not isinstance(planned, list) or len(planned) != len(plan.stages):
+        return
+    for stage_index, (stage, of_plan) in enumerate(zip(plan.stages, planned, strict=True)):
+        of_model = [names[stage.first_layer], names[stage.last_layer]]
+        if of_plan != of_model:
+            of_both = [" to ".join(map(repr, layers)) for layers in (of_plan, of_model)]
+            raise ValueError(
+                f"stage {stage_index} of the plan has the layers {of_both[0]}, which of this model are"
+                f" {of_both[1]}: it is a plan for another model; partition a profile of this one"
+            )
 
 
 def _cut_as_planned(model: Model, plan: StagePlan) -> Model:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -129,6 +130,17 @@ def test_a_stage_of_a_model_in_eval_mode_is_in_eval_mode() -> None:
 def test_a_plan_of_another_number_of_layers_is_refused() -> None:
     assert "covers 2 layers but the model has 3" in _refusal(_linears(3), straight_plan(2, (1,)))
     assert "covers 4 layers but the model has 3" in _refusal(_linears(3), straight_plan(4, (1,)))
+
+
+def test_a_plan_with_the_names_of_another_models_layers_is_refused() -> None:
+    def named(*names: list[str]) -> Plan:
+        return replace(straight_plan(3, (1,)), predicted={"stage_layers": [*names]})
+
+    split(_linears(3), named(["0", "0"], ["1", "2"]))
+    message = _refusal(_linears(3), named(["0", "0"], ["norm", "head"]))
+    assert (
+        "stage 1 of the plan has the layers 'norm' to 'head', which of this model are '1' to '2'" in message
+    )
 
 
 def test_more_stages_than_layers_are_refused() -> None:
