@@ -83,7 +83,8 @@ def load_keys(path: str | os.PathLike[str]) -> CurveKeys:
         mode = Path(path).stat().st_mode
     except OSError as error:
         raise ValueError(
-            f"keys is {source!r}: {error.strerror}; `pipedream keys {source}` makes the file"
+            f"keys is {source!r}: {error.strerror}; copy this machine's file here, or where no machine of the"
+            f" run has one yet, make it once with `pipedream keys {source}`"
         ) from None
     if stat.S_ISDIR(mode):
         raise ValueError(f"keys is {source!r}, a folder: give this machine's file in it")

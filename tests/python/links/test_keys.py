@@ -158,7 +158,8 @@ def test_a_file_in_another_form_is_refused_by_name_without_its_secret(
 
 
 def test_what_is_no_file_of_keys_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"gone\.json': No such file or directory; `pipedream keys "):
+    missing = r"gone\.json': No such file or directory; copy this machine's file here, or where no machine"
+    with pytest.raises(ValueError, match=missing):
         load_keys(tmp_path / "gone.json")
     with pytest.raises(ValueError, match="a folder: give this machine's file in it"):
         load_keys(tmp_path)
