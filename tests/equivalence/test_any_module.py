@@ -385,7 +385,8 @@ def test_what_only_the_rehearsal_is_too_large_for_says_at_which_sizes(farm: Farm
     for outcome in farm.run(_train_within_budget, Plan.straight(3, 2), num_ranks=2):
         assert str(outcome.error) == (
             "the first minibatch at the largest sizes of any (input_ids (4, 4), attention_mask (4, 4), labels"
-            " (4, 4)) does not pass stage 0 (rank 0): RuntimeError: too many tokens"
+            " (4, 4); minibatch 1 has the largest input_ids, attention_mask, labels) does not pass stage 0"
+            " (rank 0): RuntimeError: too many tokens"
         )
 
 

@@ -45,7 +45,7 @@ from pipedream.model.precision import autocast_dtype, autocast_left
 from pipedream.model.references import check_loss_fn
 from pipedream.model.seeding import base_seed, generators_kept, seed_data
 from pipedream.planning.plan import Plan
-from pipedream.planning.shapes import largest_of
+from pipedream.planning.shapes import largest_in, largest_of
 from pipedream.report.first_figures import compares_losses
 from pipedream.report.result import RunResult
 from pipedream.stage.job import JobOptions, check_replicas
@@ -277,6 +277,7 @@ def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any]) -> Job
             "gather": gather,
             "weights": _absolute(arguments["weights"]),
             "save": _absolute(arguments["save"]),
+            "largest_in": largest_in(data) if isinstance(data := arguments["data"], (list, tuple)) else {},
         }
     )
     check_replicas(options)

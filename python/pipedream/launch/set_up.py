@@ -168,7 +168,8 @@ def _first_microbatch(
     at_sizes = ""
     if made_shapes != own_shapes:
         what = "the sizes of one of shapes_apart" if is_kind else "the largest sizes of any"
-        at_sizes = f" at {what} ({describe_shapes(made_shapes)})"
+        largest = "" if is_kind else _largest_of(run.options.largest_in)
+        at_sizes = f" at {what} ({describe_shapes(made_shapes)}{largest})"
     which = f"{minibatch}{at_sizes}"
     boundary: Boundary | None = None
     with contextlib.suppress(ValueError):  # inputs that cannot cross need not: they are read here
@@ -181,6 +182,16 @@ def _first_microbatch(
     check_alike(inputs, targets, m, minibatch=which)
     name = f"minibatch {which}" if minibatch > 0 else f"{_FirstMicrobatch.name}{at_sizes}"
     return _FirstMicrobatch(first_inputs, first_targets, boundary, (made_shapes,), name)
+
+
+def _largest_of(largest_in: Mapping[str, int]) -> str:
+    """ "; minibatch 3 has the largest inputs, targets"."""
+    named = {
+        place: [name for name in largest_in if largest_in[name] == place] for place in largest_in.values()
+    }
+    return "".join(
+        f"; minibatch {place} has the largest {', '.join(named[place])}" for place in sorted(named)
+    )
 
 
 def _open_links(run: AgreedRun, links: WorkerLinks, device: torch.device) -> _core.Worker | None:

@@ -26,6 +26,7 @@ __all__ = [
     "cover_sizes",
     "describe_shapes",
     "larger_of",
+    "largest_in",
     "largest_of",
     "listed",
     "next_kind",
@@ -71,6 +72,18 @@ def larger_of(known: Mapping[str, tuple[int, ...]], others: Mapping[str, tuple[i
 def largest_of(batches: Iterable[Any], known: Mapping[str, tuple[int, ...]]) -> Shapes:
     """Of what is known and all of these."""
     return functools.reduce(larger_of, map(shapes_of, batches), dict(known))
+
+
+def largest_in(batches: Sequence[Any]) -> dict[str, int]:
+    """Entry -> the minibatch that has some size larger than all before it, the last one of these. Entries
+    that are largest in the first minibatch are left out."""
+    found: dict[str, int] = {}
+    known: Shapes = {}
+    for minibatch, shapes in enumerate(map(shapes_of, batches)):
+        larger = larger_of(known, shapes)
+        found |= {name: minibatch for name in shapes if known and larger[name] != known.get(name)}
+        known = larger
+    return found
 
 
 def cover(kinds: Iterable[Shapes], shapes: Shapes) -> bool:

@@ -59,6 +59,8 @@ class JobOptions:
     progress: bool = field(metadata=OWN)
     num_threads: int = field(metadata=OWN)
     """Of torch, per worker."""
+    largest_in: dict[str, int] = field(default_factory=dict, metadata=OWN)
+    """Of data in a list, for errors: planning.shapes.largest_in()."""
 
     @property
     def measures_gradients(self) -> bool:
