@@ -413,4 +413,38 @@ def test_a_tensor_where_the_first_minibatch_has_none_is_refused_by_name(farm: Fa
     with pytest.raises(ValueError, match=named):
         reference.run(
             Padded().double(), plan, data=padded_vectors(padded), loss_fn=cross_entropy, optimizer=_SGD
+
+
+class _Tempered(nn.Module):
+    """Returns a tensor and a number that changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.temperature = 1.0
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, float]:
+        self.temperature *= 0.5
+        return self.layer(x), self.temperature
+
+
+class _Cooling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.early, self.late = _Tempered(), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, temperature = self.early(x)
+        return torch.as_tensor(self.late(out) * temperature)
+
+
+def test_a_number_that_changes_behind_a_cut_is_to_be_given_as_a_tensor() -> None:
+    with pytest.raises(pipedream.PipelineError, match="give it as a tensor, as only tensors and whole numbers"):
+        pipedream.run(
+            _Cooling(),
+            straight_plan(2, (1,)),
+            data=[(torch.ones(2, 3), torch.zeros(2, 3))] * 2,
+            loss_fn=nn.functional.mse_loss,
+            optimizer=_SGD,
+            progress=False,
         )

@@ -137,9 +137,7 @@ _KEEP_DIMENSIONS = "keep the number of dimensions in all minibatches"
 _BEGIN_WITH_IT = (
     "put a minibatch first that has it, as what stages behind a cut are sent is planned from that"
 )
-_KEEP_KIND = (
-    "give it as a tensor, which may change from minibatch to minibatch, as whole numbers may, and nothing else"
-)
+_KEEP_KIND = "give it as a tensor, as only tensors and whole numbers may change from minibatch to minibatch"
 
 _FILLERS_MAX = 1024  # of so many shapes
 
