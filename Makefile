@@ -64,11 +64,14 @@ test-python: setup
 test-fast: setup
 	@$(PYTEST) -n $(JOBS) --maxprocesses 8 --dist worksteal -m 'not faults and not slow'
 
+# Also where torch finds a GPU that this build of the core cannot use, which run() refuses.
 demo: setup
 	@echo "==> digits example on two local workers"
-	@$(PYTHON) examples/digits.py --workers 2
-	@echo "==> the same on three, the first stage on two of them"
-	@$(PYTHON) examples/digits.py --plan 2-1 --epochs 3 --output-dir results/digits-2-1
+	@export PIPEDREAM_DEVICE=$${PIPEDREAM_DEVICE:-$$($(PYTHON) -c \
+	  'from pipedream import _core; print("auto" if _core.cuda_available() else "host")')}; \
+	$(PYTHON) examples/digits.py --workers 2; \
+	echo "==> the same on three, the first stage on two of them"; \
+	$(PYTHON) examples/digits.py --plan 2-1 --epochs 3 --output-dir results/digits-2-1
 
 # What examples/hf_finetune.py and image_classifier.py need, beside the torch that is there: the newest torchvision
 # would bring another.

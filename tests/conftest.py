@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,11 @@ import pytest
 import torch
 from farm import Farm
 from hypothesis import settings
+from pipedream import _core
+
+# A GPU that this build of the core cannot use, which run() would refuse.
+if torch.cuda.is_available() and not _core.cuda_available():
+    os.environ.setdefault("PIPEDREAM_DEVICE", "host")
 
 # A slow or loaded machine is no failure.
 settings.register_profile("pipedream", deadline=None)

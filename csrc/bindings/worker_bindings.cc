@@ -521,6 +521,7 @@ void bind_worker(py::module_& module) {
   module.def("die_with_parent", &die_with_parent);
   module.def("keep_freed_memory", &keep_freed_memory);
   module.def("cuda_available", &cuda_available);
+  module.def("why_no_cuda", &why_no_cuda, "Why the core has no CUDA device; empty where it has one.");
   module.def("built_with_cuda", &built_with_cuda);
 }
 

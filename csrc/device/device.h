@@ -141,8 +141,10 @@ class Device {
 
 [[nodiscard]] std::unique_ptr<Device> make_host_device();
 
-// False when built without CUDA, without a driver, or without a device.
+// False when built without CUDA, without a driver or with an old one, or without a device; why_no_cuda() says
+// which, and is empty otherwise.
 [[nodiscard]] bool cuda_available();
+[[nodiscard]] std::string why_no_cuda();
 [[nodiscard]] bool built_with_cuda();
 // Throws UserError when not cuda_available() or the index does not exist.
 [[nodiscard]] std::unique_ptr<Device> make_cuda_device(int index);

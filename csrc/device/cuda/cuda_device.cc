@@ -243,6 +243,11 @@ class CudaDevice final : public Device {
   std::string name_;
 };
 
+// Of 13020: "13.2".
+std::string version_text(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
 struct DeviceCount {
   int num_devices = 0;
   std::string why_none;
@@ -254,7 +259,15 @@ DeviceCount count_devices() {
   const cudaError_t status = cudaGetDeviceCount(&num_devices);
   if (status == cudaSuccess && num_devices > 0) return {num_devices, ""};
   (void)cudaGetLastError();
-  return {0, status == cudaSuccess ? "no CUDA device" : cudaGetErrorString(status)};
+  if (status == cudaErrorInsufficientDriver) {
+    int driver_version = 0;
+    (void)cudaDriverGetVersion(&driver_version);
+    return {0, driver_version == 0
+                   ? "there is no CUDA driver"
+                   : "it was built with CUDA " + version_text(CUDART_VERSION) +
+                         ", and the driver runs CUDA " + version_text(driver_version) + " at most"};
+  }
+  return {0, status == cudaSuccess ? "there is no CUDA device" : cudaGetErrorString(status)};
 }
 
 }  // namespace
@@ -262,6 +275,8 @@ DeviceCount count_devices() {
 bool built_with_cuda() { return true; }
 
 bool cuda_available() { return count_devices().num_devices > 0; }
+
+std::string why_no_cuda() { return count_devices().why_none; }
 
 std::unique_ptr<Device> make_cuda_device(int index) {
   const DeviceCount count = count_devices();

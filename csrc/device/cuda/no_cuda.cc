@@ -8,6 +8,8 @@ bool built_with_cuda() { return false; }
 
 bool cuda_available() { return false; }
 
+std::string why_no_cuda() { return "it was built without CUDA"; }
+
 std::unique_ptr<Device> make_cuda_device(int index) {
   throw UserError("cuda:" + std::to_string(index) +
                   " was asked for, but pipedream was built without CUDA; install the CUDA toolkit and "

@@ -10,16 +10,33 @@ from pipedream import _core
 
 __all__ = ["choose_device", "choose_device_type"]
 
+_REMEDY = (
+    "install pipedream again where it finds an nvcc that fits the driver (CUDACXX names one), or set"
+    " PIPEDREAM_DEVICE=host to train on the CPU"
+)
+
 
 def choose_device_type() -> str:
-    """Where the workers of this machine compute, as $PIPEDREAM_DEVICE says: "cpu" or "cuda"."""
+    """Where the workers of this machine compute, as $PIPEDREAM_DEVICE says: "cpu" or "cuda".
+
+    Raises ValueError where torch finds a GPU and the core cannot use it: a training for a GPU would take the
+    CPU, and nobody would know.
+    """
     wanted = os.environ.get("PIPEDREAM_DEVICE", "auto")
     if wanted not in ("auto", "host", "cuda"):
         raise ValueError(f"PIPEDREAM_DEVICE is {wanted!r}: use auto, host or cuda")
-    usable = torch.cuda.is_available() and _core.cuda_available()
-    if wanted == "cuda" and not usable:
-        raise ValueError("PIPEDREAM_DEVICE is 'cuda', but there is no usable CUDA device, or no CUDA build")
-    return "cuda" if usable and wanted != "host" else "cpu"
+    if wanted == "host":
+        return "cpu"
+    if not torch.cuda.is_available():
+        if wanted == "cuda":
+            raise ValueError(
+                "PIPEDREAM_DEVICE is 'cuda', but torch finds no CUDA device here: use host, or auto"
+            )
+        return "cpu"
+    why_not = _core.why_no_cuda()
+    if why_not:
+        raise ValueError(f"torch finds a GPU here that pipedream's core cannot use: {why_not}; {_REMEDY}")
+    return "cuda"
 
 
 def choose_device(local_rank: int) -> torch.device:

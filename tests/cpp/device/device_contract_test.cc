@@ -436,6 +436,7 @@ INSTANTIATE_TEST_SUITE_P(Backends, DeviceContract, testing::ValuesIn(devices_her
 
 TEST(CudaDevice, WhatDoesNotExistIsRefusedByName) {
   EXPECT_TRUE(built_with_cuda() || !cuda_available());
+  EXPECT_EQ(why_no_cuda().empty(), cuda_available()) << why_no_cuda();
   const int index = cuda_available() ? 4096 : 0;
   try {
     const auto device = make_cuda_device(index);
