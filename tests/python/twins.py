@@ -367,6 +367,29 @@ class Viewing(nn.Module):
         return result
 
 
+class LastChannels(nn.Conv2d):
+    """Its output has the channels last in memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).contiguous(memory_format=torch.channels_last)
+
+
+class Strided(nn.Module):
+    """A vision model in channels_last: what it does with a tensor depends on its strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = LastChannels(3, CHANNELS, 3, padding=1)
+        self.middle = LastChannels(CHANNELS, CHANNELS, 3, padding=1)
+        self.head = nn.Linear(CHANNELS, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.middle(torch.tanh(self.stem(x)))
+        pixels = x.permute(0, 2, 3, 1).view(-1, CHANNELS)
+        out: Tensor = self.head(pixels).view(len(x), -1, CLASSES).mean(1) * (1.0 + x.stride(1))
+        return out
+
+
 class Padded(nn.Module):
     """Takes a mask where something is padded, and no mask elsewhere."""
 
@@ -570,6 +593,7 @@ TWINS = {
         Twin("unet", UNet, _images),
         Twin("transformer", Transformer, _texts),
         Twin("masked_transformer", MaskedTransformer, _padded_texts, loss_fn=own_loss),
+        Twin("strided", Strided, _images),
         Twin("tuples", Tuples, _vectors),
         Twin("handing_on", HandingOn, _vectors),
         Twin("routed", Routed, _vectors),

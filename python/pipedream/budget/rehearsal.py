@@ -91,7 +91,7 @@ class Handover:
             name = rehearsal_name(cut, receiver)
             send_document(self._core, name, boundary.to_json())
             # What is sent is held until it has left.
-            copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+            copies = [tensor.detach().to("cpu", copy=True) for tensor in boundary.sent(tensors)]
             send_tensors(self._core, name, copies)
 
     def receive(self, cut: int) -> tuple[Boundary, list[Tensor]]:
@@ -102,8 +102,9 @@ class Handover:
         name = rehearsal_name(cut, self._replica)
         boundary = Boundary.from_json(receive_document(self._core, name))
         tensors = [torch.empty(spec.shape, dtype=spec.dtype) for spec in boundary.tensors]
+        tensors = [tensor.contiguous() for tensor in boundary.sent(tensors)]
         receive_tensors(self._core, name, tensors)
-        return boundary, tensors
+        return boundary, boundary.received(tensors)
 
     def _is_local(self, cut: int) -> bool:
         return self._placement.rank_of(cut) == self._placement.rank_of(cut + 1)

@@ -300,7 +300,7 @@ class ReceivedStream:
                 self.following = self._read_larger()
                 return None
             (*tensors, counts), taken = item
-            values.append(boundary.unflatten(tensors))
+            values.append(boundary.unflatten(boundary.received(tensors)))
         assert counts is not None  # a stage reads this
         epoch, num_samples = counts.tolist()
         return Minibatch(values[0], values[1], epoch, num_samples if num_samples >= 0 else None, taken)

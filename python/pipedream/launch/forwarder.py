@@ -203,6 +203,7 @@ class _Forwarder(threading.Thread):
                 sent = tensors
                 if minibatch % num_replicas != replica:  # it counts those of the others, and no more
                     sent = [tensor[:0] if tensor.dim() > 0 else tensor for tensor in tensors]
+                sent = boundary.sent(sent)
                 self._send(core, forwarded_name(channel, replica), [*sent, counts], fields)
 
     def _send_ends(self, core: _core.Worker) -> None:

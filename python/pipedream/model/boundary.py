@@ -21,7 +21,7 @@ from torch import nn
 from pipedream import _core
 from pipedream.model.batches import Keywords
 from pipedream.model.layers import dtype_name
-from pipedream.model.tensor_spec import TensorSpec, whole
+from pipedream.model.tensor_spec import DimOrder, TensorSpec, as_sent, as_used, whole
 
 __all__ = [
     "Boundary",
@@ -182,6 +182,26 @@ class Boundary:
             if fault is not None:
                 raise ValueError(f"{_where(stage, minibatch)}{self._name_of(tensor_index)} {fault}")
 
+    # How the tensors travel, and the gradients of those that need one.
+
+    def sent(self, tensors: Sequence[torch.Tensor], *, gradients: bool = False) -> list[torch.Tensor]:
+        return _each(as_sent, tensors, self._gradient_orders if gradients else self._orders)
+
+    def received(self, tensors: Sequence[torch.Tensor], *, gradients: bool = False) -> list[torch.Tensor]:
+        """The inverse, in the same memory."""
+        return _each(as_used, tensors, self._gradient_orders if gradients else self._orders)
+
+    @functools.cached_property
+    def _orders(self) -> list[DimOrder]:
+        """Empty where all are row-major, as mostly."""
+        orders = [spec.order for spec in self.tensors]
+        return orders if any(orders) else []
+
+    @functools.cached_property
+    def _gradient_orders(self) -> list[DimOrder]:
+        orders = [spec.order for spec in self.tensors if spec.requires_grad]
+        return orders if any(orders) else []
+
     def to_json(self) -> str:
         tensors = [spec.to_fields() for spec in self.tensors]
         return json.dumps({"structure": self.structure, "tensors": tensors}, allow_nan=False)
@@ -297,6 +317,16 @@ def to_device(value: Any, device: torch.device, *, copy: bool = False) -> Any:
     if isinstance(value, torch.Tensor):
         return value if value.device == device and not copy else value.to(device, copy=copy)
     return _map(lambda tensor: tensor.to(device, copy=copy), value, {})
+
+
+def _each(
+    change: Callable[[torch.Tensor, DimOrder], torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    orders: Sequence[DimOrder],
+) -> list[torch.Tensor]:
+    if not orders:
+        return [*tensors]
+    return [change(tensor, order) for tensor, order in zip(tensors, orders, strict=True)]
 
 
 def _describe(value: Any, place: str, index_of: dict[int, int], specs: list[TensorSpec]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from pipedream.model.structure import Structure, paths, rebuilt, taken_apart
+from pipedream.model.tensor_spec import DimOrder, as_used
 from pipedream.model.trace import INPUTS, CallKey, Opaque
 
 __all__ = ["NOT_CALLED", "Crossing", "Fillers", "FrontierCall", "PackedLeaf"]
@@ -50,6 +51,8 @@ class PackedLeaf:
     dtype: torch.dtype | None = None
     """None: no tensor."""
     num_dims: int = 0
+    order: DimOrder = ()
+    """Of its dimensions in memory."""
     is_overwritten: bool = False
     """Somebody writes into its memory before the cut, or into the filler after it."""
     constant: Any = None
@@ -149,31 +152,35 @@ class Fillers:
 
     def __init__(self) -> None:
         self._flat: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self._made: dict[tuple[torch.dtype, torch.device, tuple[int, ...]], Tensor] = {}
+        self._made: dict[tuple[torch.dtype, torch.device, tuple[int, ...], DimOrder], Tensor] = {}
 
     def make(self, leaf: PackedLeaf, shape: tuple[int, ...], device: torch.device) -> Tensor:
         assert leaf.dtype is not None
         if leaf.is_overwritten:
-            return self._filled(leaf.dtype, math.prod(shape), device).view(shape)
-        key = leaf.dtype, device, shape
+            return _shaped(self._filled(leaf.dtype, math.prod(shape), device), shape, leaf.order)
+        key = leaf.dtype, device, shape, leaf.order
         made = self._made.get(key)
         if made is None:
             if len(self._made) >= _FILLERS_MAX:
                 self._made.clear()
-            made = self._made[key] = self._part_of_flat(leaf.dtype, shape, device)
+            flat = self._part_of_flat(leaf.dtype, math.prod(shape), device)
+            made = self._made[key] = _shaped(flat, shape, leaf.order)
         return made
 
-    def _part_of_flat(self, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        size = math.prod(shape)
+    def _part_of_flat(self, dtype: torch.dtype, size: int, device: torch.device) -> Tensor:
         flat = self._flat.get((dtype, device))
         if flat is None or flat.numel() < size:
             flat = self._flat[dtype, device] = self._filled(dtype, size, device)
             self._made.clear()  # or the smaller memory would stay
-        return flat[:size].view(shape)
+        return flat[:size]
 
     def _filled(self, dtype: torch.dtype, size: int, device: torch.device) -> Tensor:
         is_number = dtype.is_floating_point or dtype.is_complex
         return torch.full((size,), math.nan if is_number else 0, dtype=dtype, device=device)
+
+
+def _shaped(flat: Tensor, shape: tuple[int, ...], order: DimOrder) -> Tensor:
+    return as_used(flat.view([shape[dim] for dim in order]), order) if order else flat.view(shape)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 
 from pipedream import _core
 from pipedream.model.crossing import Crossing, FrontierCall, PackedLeaf
+from pipedream.model.tensor_spec import order_in_memory
 from pipedream.model.trace import INPUTS, ROOT, Call, Leaf, Operation, Trace, Version
 from pipedream.model.unused import unused_of
 
@@ -310,7 +311,8 @@ class Cuts:
             # What crosses is overwritten by code before the cut, a filler by any that runs afterwards.
             until = cut if position is not None else None
             overwritten = self._is_overwritten(leaf.version.storage, call.end, until)
-            return PackedLeaf(position, leaf.dtype, len(leaf.shape), overwritten)
+            order = order_in_memory(leaf.shape, leaf.stride)
+            return PackedLeaf(position, leaf.dtype, len(leaf.shape), order, overwritten)
 
         inside = Counter(
             other.key.module for other in self._trace.calls if call.begin < other.begin < call.end

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pipedream.model.batches import Keywords
+from pipedream.model.tensor_spec import as_sent, as_used, order_in_memory
 
 __all__ = ["enlarged", "shaped"]
 
@@ -67,8 +68,10 @@ class _Maker:
 def _repeated(tensor: Tensor, shape: tuple[int, ...], cuts: bool) -> Tensor:
     if len(shape) != tensor.dim() or tensor.numel() == 0:
         return tensor
+    made = tensor
     for dim, size in enumerate(shape):
-        if size > tensor.shape[dim] or (cuts and size < tensor.shape[dim]):
-            indices = torch.arange(size, device=tensor.device) % tensor.shape[dim]
-            tensor = tensor.index_select(dim, indices)
-    return tensor
+        if size > made.shape[dim] or (cuts and size < made.shape[dim]):
+            indices = torch.arange(size, device=tensor.device) % made.shape[dim]
+            made = made.index_select(dim, indices)
+    order = order_in_memory(tensor.shape, tensor.stride())
+    return tensor if made is tensor else as_used(as_sent(made, order).contiguous(), order)

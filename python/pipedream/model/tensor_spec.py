@@ -1,4 +1,9 @@
-"""Tensor spec: what is planned of one tensor that crosses a cut, or travels otherwise. Pure; any thread."""
+"""Tensor spec: what is planned of one tensor that crosses a cut, or travels otherwise.
+
+Tensors travel as contiguous memory. One that is not row-major (channels_last, a transposed one) is sent in
+the order of its memory, without a copy, and the receiver sees it with the strides that it had. Pure; any
+thread.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ from torch import Tensor
 from pipedream import _core
 from pipedream.model.layers import dtype_name
 
-__all__ = ["TensorSpec", "whole"]
+__all__ = ["DimOrder", "TensorSpec", "as_sent", "as_used", "order_in_memory", "whole"]
 
 # Of the wire (csrc/base/dtype.h).
 _WIRE_DTYPES = {
@@ -35,6 +40,10 @@ _WIRE_DTYPES = {
 }
 
 
+DimOrder = tuple[int, ...]
+"""The dimensions from the slowest to the fastest in memory; () is row-major."""
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """One tensor of a boundary, as planned: the largest that may cross."""
@@ -45,6 +54,8 @@ class TensorSpec:
     """Whether a gradient comes back for it."""
     others: tuple[tuple[int, ...], ...] = ()
     """Shapes that it may have instead."""
+    order: DimOrder = ()
+    """Of the first minibatch's, for all."""
 
     @classmethod
     def of(cls, tensor: Tensor, place: str) -> TensorSpec:
@@ -60,7 +71,8 @@ class TensorSpec:
             raise ValueError(
                 f"{place} has {tensor.ndim} dimensions: at most {most} can cross a cut, so reshape it"
             )
-        return cls(tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
+        order = order_in_memory(tensor.shape, tensor.stride())
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.requires_grad, order=order)
 
     @property
     def num_bytes(self) -> int:
@@ -117,13 +129,44 @@ class TensorSpec:
             "dtype": dtype_name(self.dtype),
             "shape": list(self.shape),
             "requires_grad": self.requires_grad,
+            "order": list(self.order),
         }
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> TensorSpec:
         """The inverse of to_fields. Raises KeyError, TypeError or ValueError for what that does not give."""
         shape = tuple(whole(size) for size in fields["shape"])
-        return cls(_WIRE_DTYPES[fields["dtype"]], shape, fields["requires_grad"] is True)
+        order = tuple(whole(dim) for dim in fields["order"])
+        if order and sorted(order) != [*range(len(shape))]:
+            raise ValueError(f"{order} are not the dimensions of {shape}")
+        return cls(_WIRE_DTYPES[fields["dtype"]], shape, fields["requires_grad"] is True, order=order)
+
+
+def order_in_memory(shape: Sequence[int], stride: Sequence[int]) -> DimOrder:
+    """The order of a tensor's dimensions. Gaps and repetitions of one that does not fill its memory are left
+    aside, as in a clone of it."""
+    row_major, num_entries = [0] * len(shape), 1
+    for dim in reversed(range(len(shape))):
+        row_major[dim] = num_entries
+        num_entries *= max(shape[dim], 1)
+    if num_entries == 1 or list(stride) == row_major:
+        return ()
+    steps: list[int] = []
+    for step in stride:  # 0 is of a dimension that is expanded, and stays where it is
+        steps.append(step or (steps[-1] if steps else num_entries))
+    # Among equal strides a size of 1 is inside: of (N, 1, H, W) that tells channels_last.
+    order = tuple(sorted(range(len(shape)), key=lambda dim: (-steps[dim], shape[dim] == 1, dim)))
+    return () if order == tuple(range(len(shape))) else order
+
+
+def as_sent(tensor: Tensor, order: DimOrder) -> Tensor:
+    """With its dimensions in this order: contiguous where it is as planned."""
+    return tensor.permute(order) if order else tensor
+
+
+def as_used(sent: Tensor, order: DimOrder) -> Tensor:
+    """The inverse, in the same memory."""
+    return sent.permute(sorted(range(len(order)), key=order.__getitem__)) if order else sent
 
 
 def whole(number: Any) -> int:

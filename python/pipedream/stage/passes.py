@@ -90,7 +90,7 @@ class StagePasses:
             value, piece.inputs = piece.inputs, None
             clones = self._works_in_place is not False if self._clones_inputs is None else self._clones_inputs
             return [], to_device(value, self._device, copy=clones)
-        leaves = [*received]
+        leaves = boundary.received(received)
         for leaf, spec in zip(leaves, boundary.tensors, strict=True):
             if spec.requires_grad:
                 leaf.requires_grad_()
@@ -162,7 +162,7 @@ class StagePasses:
         specs = self._boundary_out.tensors
         crossing = [output for output, spec in zip(outputs, specs, strict=True) if spec.requires_grad]
         if crossing:  # else what was received is the word that the backward downstream is done
-            backward(crossing, received)
+            backward(crossing, self._boundary_out.received(received, gradients=True))
 
 
 def _history_of(given: Any) -> list[tuple[int, Any]]:

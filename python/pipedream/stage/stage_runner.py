@@ -194,7 +194,9 @@ class StageRunner:
             stashed.outputs = crossing if self._offload is None else self._offload.roots(stashed, crossing)
         if microbatch == self._last_microbatch:
             self._close_minibatch(minibatch)
-        return [settled(tensor, self._buffer_memory) for tensor in crossing]
+        boundary = self.parts.boundary_out
+        assert boundary is not None
+        return boundary.sent([settled(tensor, self._buffer_memory) for tensor in crossing])
 
     def _judge_labels(self, stashed: Stashed) -> None:
         """Raises ValueError for labels of -100 by which microbatches count otherwise than by samples."""
@@ -348,7 +350,7 @@ class StageRunner:
             return []
         if stashed.piece.is_empty:
             return nothing_like(boundary, self._device, gradients=True)
-        return gradients_of(stashed.leaves, self._device)
+        return boundary.sent(gradients_of(stashed.leaves, self._device), gradients=True)
 
     def poison(self, done: _core.WorkItem, freed_slot: int) -> None:
         """After a backward: whoever reads a version after its last one gets NaN. freed_slot: -1 is none."""

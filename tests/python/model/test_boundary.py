@@ -30,7 +30,8 @@ Pair = namedtuple("Pair", "first second")
 
 
 _GOOD_JSON = (
-    '{"structure": {"tensor": 0}, "tensors": [{"dtype": "float32", "shape": [1], "requires_grad": true}]}'
+    '{"structure": {"tensor": 0}, '
+    '"tensors": [{"dtype": "float32", "shape": [1], "requires_grad": true, "order": []}]}'
 )
 
 
@@ -245,6 +246,7 @@ def test_smaller_batches_fit() -> None:
         _GOOD_JSON.replace('{"tensor": 0}', '{"set": [{"tensor": 0}]}'),
         _GOOD_JSON.replace("float32", "float31"),
         _GOOD_JSON.replace("[1]", "[-1]"),
+        _GOOD_JSON.replace("[]", "[1]"),
     ],
 )
 def test_json_that_is_no_boundary_is_refused(text: str) -> None:
@@ -450,3 +452,29 @@ def test_a_loss_that_is_no_scalar_is_refused(loss: Any, error: type[Exception], 
         check_loss(loss, 3)
     scalar = torch.zeros(())
     assert check_loss(scalar, 3) is scalar
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 1, 4, 5), (1, 3, 4, 5), (2, 3, 1, 1)])
+@pytest.mark.parametrize("dims", [(0, 1, 2, 3), (0, 2, 3, 1), (3, 1, 0, 2)])
+def test_a_tensor_crosses_in_its_own_memory_with_the_strides_that_it_has(
+    shape: tuple[int, ...], dims: tuple[int, ...]
+) -> None:
+    """Only values crossed: channels_last arrived row-major."""
+    inverse = [dims.index(dim) for dim in range(4)]
+    tensor = torch.randn([shape[dim] for dim in dims]).permute(inverse)
+    boundary = Boundary.from_json(Boundary.of((tensor, torch.zeros(2))).to_json())
+    sent = boundary.sent(boundary.checked((tensor, torch.zeros(2))))
+    assert sent[0].is_contiguous()
+    assert sent[0].data_ptr() == tensor.data_ptr()
+    received, _ = boundary.received([part.clone() for part in sent])
+    assert torch.equal(received, tensor)
+    assert received.stride() == tensor.stride()
+
+
+@pytest.mark.parametrize("change", [lambda x: x[:, :, 1:], lambda x: x[:1].expand(4, -1, -1, -1)])
+def test_a_tensor_with_gaps_crosses_with_the_strides_of_a_clone(change: Any) -> None:
+    for tensor in (change(torch.randn(2, 3, 4, 5)), change(torch.randn(2, 5, 4, 3).transpose(1, 3))):
+        boundary = Boundary.of(tensor)
+        (received,) = boundary.received([part.contiguous() for part in boundary.sent([tensor])])
+        assert torch.equal(received, tensor)
+        assert received.stride() == tensor.clone().stride()

@@ -36,3 +36,10 @@ def test_a_minibatch_of_just_these_shapes_is_cut_where_it_is_larger() -> None:
     inputs, targets = shaped(torch.tensor([[1, 2, 3]]), torch.tensor([7, 8]), {"inputs": (2, 2)})
     assert inputs.tolist() == [[1, 2], [1, 2]]
     assert targets.tolist() == [7, 8]
+
+
+def test_an_enlarged_tensor_has_the_order_in_memory_that_it_had() -> None:
+    images = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    large, _ = enlarged(images, torch.zeros(2), {"inputs": (5, 3, 4, 6)})
+    assert large.shape == (5, 3, 4, 6)
+    assert large.is_contiguous(memory_format=torch.channels_last)
