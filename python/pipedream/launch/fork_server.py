@@ -23,6 +23,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import io
@@ -38,6 +39,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from multiprocessing import popen_fork, process, reduction, spawn, util
 from multiprocessing.context import set_spawning_popen
+from types import FrameType
 from typing import Any, Literal, NoReturn
 
 from pipedream import _core
@@ -69,6 +71,16 @@ _IMPORT_COMPILER, _IMPORT_COMPILER_IF_IDLE = 0xFF, 0xFE
 _ANSWER = struct.Struct("<q")  # the worker's pid, or minus the error's number
 _SIZE = struct.Struct("<Q")  # of what a task begins with
 _NUM_FILES_MAX = 32
+# Terminals and batch systems (Slurm's --signal) send these to all processes of a job. What they mean is for a
+# handler of the script, and where it has none the workers end with the caller.
+_OF_THE_CALLER = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
 
 
@@ -124,6 +136,9 @@ class _Popen(popen_fork.Popen):
     def duplicate_for_child(self, file: int) -> int:
         self._files.append(file)
         return len(self._files) - 1
+
+    def terminate(self) -> None:
+        self.kill()  # no worker listens to SIGTERM
 
     def _launch(self, process_obj: Process) -> None:
         task = io.BytesIO()
@@ -326,7 +341,8 @@ def _adopting_orphans() -> Iterator[None]:
 def serve(connection_file: int, parent_pid: int) -> None:
     """The life of the server: until its parent ends, or closes the connection."""
     _die_with(parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: for the process that waits for the workers
+    for number in _OF_THE_CALLER:
+        signal.signal(number, signal.SIG_IGN)
     _import_for_all(*_PRELOADED)
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 2)  # from now on nothing of it is the user's concern
@@ -391,7 +407,7 @@ def _fork_orphan(connection: socket.socket, open_files: int, files: list[int]) -
 def _be_worker(open_files: int, files: list[int]) -> NoReturn:
     code = 1
     try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _leave_signals_to_the_caller()
         given = iter(files)
         for standard in range(3):
             if open_files & 1 << standard:
@@ -409,6 +425,26 @@ def _be_worker(open_files: int, files: list[int]) -> NoReturn:
         code = spawn._main(task, parent_sentinel)
     finally:
         os._exit(code)
+
+
+def _leave_signals_to_the_caller() -> None:
+    """By handlers that do nothing: programs that a worker executes have the signals' own meaning again, and
+    its forked children that of SIGTERM, by which multiprocessing ends them."""
+
+    def do_nothing(_number: int, _frame: FrameType | None) -> None:
+        pass
+
+    def follow() -> None:
+        if signal.getsignal(signal.SIGTERM) is do_nothing:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        pass_on()
+
+    # A child that is ended as soon as it is forked must not handle that, too.
+    hold = functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM])
+    pass_on = functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGTERM])
+    for number in _OF_THE_CALLER:
+        signal.signal(number, do_nothing)
+    os.register_at_fork(before=hold, after_in_parent=pass_on, after_in_child=follow)
 
 
 def _read(file: int, size: int) -> bytes:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -38,8 +37,6 @@ def run_local_worker(task: WorkerTask, rank: int, num_workers: int) -> None:
     try:
         with one_run_at_a_time(), descriptor_limit_raised():
             _train(task, folder, rank, StatusBoard(folder / "board", num_workers, create=False))
-    except KeyboardInterrupt:
-        raise SystemExit(128 + signal.SIGINT) from None
     except Exception as error:
         write_error(folder, rank, error)
         raise SystemExit(1) from None  # the caller reports; a traceback here would only repeat it

@@ -21,9 +21,8 @@ from pipedream.launch.fork_server import Process
 __all__ = ["run_processes", "signals_deferred"]
 
 _PATIENCE_S = 2.0  # with the workers that are left, when one ended of another's failure
-_SHUTDOWN_S = 3.0  # from SIGTERM to SIGKILL for the workers that are left
 _LOOK_S = 0.05  # between two looks at what runs
-_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class _Ended(BaseException):
@@ -85,12 +84,8 @@ def _wait(
 
 def _end(processes: Sequence[Process]) -> None:
     for process in processes:
-        process.terminate()
-    deadline_s = time.monotonic() + _SHUTDOWN_S
-    for process in processes:
-        process.join(max(0.0, deadline_s - time.monotonic()))
-    for process in processes:
         process.kill()
+    for process in processes:
         process.join()
         process.close()
 

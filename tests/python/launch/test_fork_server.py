@@ -86,6 +86,37 @@ def test_a_process_has_the_surroundings_of_its_start_and_not_those_of_the_server
     assert _server_pid() == server_pid
 
 
+_OF_A_JOB = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+
+
+def _exit_codes_of_children() -> tuple[int | None, int]:
+    """Of one that multiprocessing terminates, and of a program that does it itself."""
+    for number in _OF_A_JOB:
+        os.kill(os.getpid(), number)
+    child = multiprocessing.get_context("fork").Process(target=signal.pause)
+    child.start()
+    child.terminate()
+    child.join()
+    return child.exitcode, subprocess.run(["sh", "-c", "kill -USR1 $$"], check=False).returncode
+
+
+def test_what_a_batch_system_sends_to_all_processes_ends_neither_server_nor_worker() -> None:
+    # SIGUSR1, by which Slurm says that time is nearly up, killed the workers, whatever the script did then.
+    server_pid = _server_pid()
+    assert _found(_exit_codes_of_children) == (-signal.SIGTERM, -signal.SIGUSR1)
+    for number in _OF_A_JOB:
+        os.kill(server_pid, number)
+    assert _found(os.getppid) == os.getpid()
+    assert _server_pid() == server_pid
+
+
 def test_a_process_writes_where_the_caller_does(capfd: pytest.CaptureFixture[str]) -> None:
     _found(print, "from the process")
     assert capfd.readouterr().out == "from the process\n"
