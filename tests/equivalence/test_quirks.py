@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -734,3 +735,49 @@ def test_a_parameter_with_a_hook_is_refused() -> None:
         pipedream.run(
             model, Plan.straight(5, 2), data=_data(), loss_fn=nn.functional.mse_loss, optimizer=_OPTIMIZER
         )
+
+
+class _Switching(nn.Module):
+    """Freezes a layer, or thaws it, in one of its forwards: as gradual unfreezing does."""
+
+    def __init__(self, forward: int, *, thaws: bool) -> None:
+        super().__init__()
+        self.linear = _linear().requires_grad_(not thaws)
+        self._switches_in = forward
+        self._num_forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._num_forwards == self._switches_in:
+            for parameter in self.linear.parameters():
+                parameter.requires_grad_(not parameter.requires_grad)
+        self._num_forwards += 1
+        out: Tensor = self.linear(x)
+        return out
+
+
+def _freezing() -> nn.Sequential:
+    return _model(_linear(), _Switching(2, thaws=False), _linear())
+
+
+def _thawing() -> nn.Sequential:
+    return _model(_linear(), _Switching(2, thaws=True), _linear())
+
+
+@pytest.mark.parametrize(
+    ("make_model", "message"),
+    [
+        (_freezing, "parameter '1.linear.(weight|bias)' was frozen during the run"),
+        (
+            _thawing,
+            "parameter '1.linear.(weight|bias)' was frozen when the run began, and has a gradient now",
+        ),
+    ],
+)
+def test_requires_grad_that_changes_in_a_run_is_refused_by_name(
+    farm: Farm, make_model: Callable[[], nn.Sequential], message: str
+) -> None:
+    """It was ignored without a word."""
+    outcomes = farm.run(_run, make_model, 2, num_ranks=2)
+    assert any(re.search(message, str(outcome.error)) for outcome in outcomes), outcomes
+    with pytest.raises(ValueError, match=message):
+        _expect(make_model, 2)

@@ -91,6 +91,10 @@ class AgreedRun:
         """Of all stages: the model's own, which the weight versions stand in for."""
         return {name: p for stage in self.stages for name, p in stage.trainable_parameters()}
 
+    def frozen_parameters(self) -> dict[str, nn.Parameter]:
+        """Of all stages."""
+        return {name: p for stage in self.stages for name, p in stage.frozen_parameters()}
+
     def ties_of(self, stage_index: int) -> list[Tie]:
         return [tie for tie in self.ties if stage_index in tie.stages]
 

@@ -130,7 +130,7 @@ class Segment:
             num_replicas = [stage.num_replicas for stage in run.plan.stages]
             source.look_ahead(functools.partial(exceeds, boundary), math.lcm(*num_replicas))
         self._loop = self._make_loop(source)
-        with gradients_noticed(run.parameters()):
+        with gradients_noticed({**run.parameters(), **run.frozen_parameters()}):
             report = self._loop.train(lambda: self.what_follows(source) is not None)
         _note_codecs(report, self.channels)
         return report

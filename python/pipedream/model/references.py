@@ -24,6 +24,7 @@ __all__ = [
     "ByteSpan",
     "Place",
     "check_loss_fn",
+    "frozen_meanwhile",
     "gradients_noticed",
     "modules_carried_by",
     "places_of",
@@ -129,8 +130,9 @@ def check_loss_fn(loss_fn: Any) -> None:
 def gradients_noticed(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
     """Inside, a gradient that arrives at one of these parameters raises ValueError with its name."""
     handles = [
-        parameter.register_post_accumulate_grad_hook(functools.partial(_notice, name))  # type: ignore[no-untyped-call]
+        _told_of_gradients(parameter, _notice if parameter.requires_grad else _notice_thawed, name)
         for name, parameter in parameters.items()
+        if parameter.is_floating_point() or parameter.is_complex()
     ]
     try:
         yield
@@ -139,11 +141,35 @@ def gradients_noticed(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
             handle.remove()
 
 
+def _told_of_gradients(parameter: nn.Parameter, tell: Callable[[str, Tensor], None], name: str) -> Any:
+    needs_gradient = parameter.requires_grad
+    parameter.requires_grad_(True)  # torch takes the hook of such a parameter alone, and keeps it
+    handle = parameter.register_post_accumulate_grad_hook(functools.partial(tell, name))  # type: ignore[no-untyped-call]
+    parameter.requires_grad_(needs_gradient)
+    return handle
+
+
 def _notice(name: str, _: Tensor) -> None:
     raise ValueError(
         f"parameter {name!r} was used in a way that the stage does not know of (a global name, or a layer of"
         " another stage), so it would not be trained: register it, or the module that has it, in the layer"
         " that uses it (self.x = ...)"
+    )
+
+
+def _notice_thawed(name: str, _: Tensor) -> None:
+    raise ValueError(
+        f"parameter {name!r} was frozen when the run began, and has a gradient now, with which nobody would"
+        " train it: requires_grad_(True) counts at the beginning of a run, so end this one where it is to"
+        " thaw, and begin another"
+    )
+
+
+def frozen_meanwhile(name: str) -> ValueError:
+    return ValueError(
+        f"parameter {name!r} was frozen during the run, where each minibatch may read another version of it:"
+        " requires_grad_(False) counts at the beginning of a run, so freeze it before, or end this run there"
+        " and begin another"
     )
 
 

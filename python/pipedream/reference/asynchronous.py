@@ -265,7 +265,7 @@ class AsynchronousTrainer(Trainer):
                 counted.backward()  # type: ignore[no-untyped-call]
         for of_stage, stage in zip(weights, self._stages, strict=True):
             gradients = {
-                name: flight.leaves[id(parameter)].grad
+                name: stage.gradient_of(parameter, flight.leaves[id(parameter)])
                 for name, parameter in zip(of_stage.names, stage.parameters, strict=True)
             }
             of_stage.add(flight.minibatch, gradients)

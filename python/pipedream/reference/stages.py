@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pipedream.model.boundary import map_tensors, tensors_of
 from pipedream.model.loss_placement import call_loss
+from pipedream.model.references import frozen_meanwhile
 from pipedream.model.seeding import MinibatchStreams, RngState, generators_kept
 from pipedream.model.stage_module import StageModule
 from pipedream.reference.batch_norms import MinibatchStatistics
@@ -44,6 +45,13 @@ class Stage:
     def parameters(self) -> list[nn.Parameter]:
         """The model's, that the stage updates."""
         return self.updaters[0].parameters
+
+    def gradient_of(self, parameter: nn.Parameter, leaf: Tensor) -> Tensor | None:
+        """What a backward left at the parameter's leaf. Raises ValueError where that was frozen meanwhile."""
+        if leaf.grad is None and not leaf.requires_grad:
+            named = self.module.trainable_parameters()
+            raise frozen_meanwhile(next(name for name, other in named if other is parameter))
+        return leaf.grad
 
     def updater_of(self, minibatch: int) -> Updater:
         """Which has the weights that the minibatch reads, and takes its gradients."""

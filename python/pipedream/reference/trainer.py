@@ -225,7 +225,7 @@ class Trainer:
             updater = stage.updater_of(minibatch)
             updater.num_added += 1
             for parameter, of_replica in zip(stage.parameters, updater.parameters, strict=True):
-                gradient = leaves[id(parameter)].grad
+                gradient = stage.gradient_of(parameter, leaves[id(parameter)])
                 if gradient is None:
                     continue
                 if scale is not None:

@@ -132,7 +132,7 @@ def run(
         check_asynchronous(
             schedule, sync_every, max_grad_norm, autocast, ties, has_orders=update_orders is not None
         )
-    own = {name: parameter for module in modules for name, parameter in module.trainable_parameters()}
+    own = {name: p for m in modules for name, p in (*m.trainable_parameters(), *m.frozen_parameters())}
     with (
         _random_streams(len(modules), num_workers, seed) as streams,
         gradients_noticed(own),

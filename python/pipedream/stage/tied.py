@@ -180,8 +180,8 @@ class TiedParameters:
         """This stage's gradients of the minibatch, of what it shares with that owner; they are given up.
         Before them which there are: an optimizer leaves alone what no use has a gradient of."""
         group = self._groups[owner]
-        leaves = group.versions.leaves(group.slot_read_by(minibatch))
-        gradients = [_take_gradient(leaf) for leaf in leaves]
+        slot = group.slot_read_by(minibatch)
+        leaves, gradients = group.versions.leaves(slot), group.versions.take_gradients(slot)
         are_there = [gradient is not None for gradient in gradients]
         flags = torch.tensor(are_there, dtype=torch.uint8, device=leaves[0].device)
         pairs = zip(gradients, leaves, strict=True)
@@ -201,7 +201,7 @@ class TiedParameters:
         the update, one that this replica has, if it has any: else there is nothing."""
         if self._owned is None:
             return []
-        total = [_take_gradient(leaf) for leaf in self.owned_leaves(self._owned.slot_read_by(minibatch))]
+        total = self._owned.versions.take_gradients(self._owned.slot_read_by(minibatch))
         for user, indices in self._users.items():
             for index, gradient in zip(indices, self._received.pop(user, ()), strict=False):
                 if gradient is not None:
@@ -259,11 +259,6 @@ class TiedParameters:
         """That this replica has made."""
         assert self._owned is not None
         return self._owned.newest_of[self._own_index]
-
-
-def _take_gradient(leaf: nn.Parameter) -> Tensor | None:
-    gradient, leaf.grad = leaf.grad, None
-    return gradient
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipedream.budget.resident_versions import ResidentVersions
 from pipedream.model.factories import NamedParameters, parameter_like
-from pipedream.model.references import Place, places_of
+from pipedream.model.references import Place, frozen_meanwhile, places_of
 from pipedream.model.stage_module import StageModule
 from pipedream.stage.weight_layout import view_like, weight_layout
 
@@ -138,11 +138,14 @@ class WeightVersions:
         return self._leaves[slot]
 
     def take_gradients(self, slot: int) -> list[Tensor | None]:
-        """What the backwards accumulated in the slot's leaves, which give it up."""
-        gradients = []
+        """What the backwards accumulated in the slot's leaves, which give it up. Raises ValueError for one
+        that was frozen meanwhile."""
+        gradients: list[Tensor | None] = []
         for leaf in self._leaves[slot]:
-            gradients.append(leaf.grad)
-            leaf.grad = None
+            gradient, leaf.grad = leaf.grad, None
+            if gradient is None and not leaf.requires_grad:
+                raise frozen_meanwhile(self.names[len(gradients)])
+            gradients.append(gradient)
         return gradients
 
     def check_gradients_taken(self) -> None:
