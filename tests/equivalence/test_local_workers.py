@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import pipedream
 import psutil
+import pytest
 import torch
 from oracle import assert_memory_as_predicted
 from pipedream import Plan, reference
@@ -53,7 +54,20 @@ def test_local_workers_train_the_callers_model_in_place() -> None:
     assert torch.equal(torch.get_rng_state(), state_before)
 
 
-def test_a_generator_of_unknown_length_is_iterated_by_the_caller_and_forwarded() -> None:
+class _Stream:
+    """Gives each minibatch once, though it is no iterator."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._batches
+
+
+@pytest.mark.parametrize("given", [iter, _Stream])
+def test_a_stream_of_unknown_length_is_iterated_by_the_caller_and_forwarded_whole(
+    given: Callable[[Iterator[Any]], Iterable[Any]],
+) -> None:
     training = Training("lstm", 2, num_minibatches=5, short_last=True)
     iterated_by: list[int] = []
 
@@ -62,7 +76,7 @@ def test_a_generator_of_unknown_length_is_iterated_by_the_caller_and_forwarded()
             iterated_by.append(os.getpid())
             yield batch
 
-    result, state = train_in_pipeline(training, data=batches())
+    result, state = train_in_pipeline(training, data=given(batches()))
     expected, expected_state = train_by_reference(training)
     assert iterated_by == [os.getpid()] * 5
     assert_close_losses(result.losses, expected.losses, 1e-9)

@@ -2,48 +2,56 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from torch.utils.data import DataLoader
 
-from pipedream.data.stream import without_processes
+from pipedream.model.data_copies import copy_of
 from pipedream.model.loader_generators import generators_of_loader_kept
 from pipedream.model.seeding import RngState
 
-__all__ = ["KeptMinibatch", "PeekedIterator", "first_of"]
+__all__ = ["KeptMinibatch", "PeekedData", "first_of", "looked_at"]
 
 
-class PeekedIterator:
-    """An iterator whose first item may be looked at before it is taken. Each look, and the taking, leaves the
-    generators as the iterator left them when it made the item."""
+class PeekedData:
+    """Data that may give each minibatch once, as an iterator or an object over a queue does. Their first may
+    be looked at before it is taken: whoever iterates next goes on from there. Each look, and the taking,
+    leaves the generators as the data left them when they made the minibatch."""
 
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self.iterator = iterator
+    def __init__(self, data: Iterable[Any]) -> None:
+        self.data = data
+        self._begun: Iterator[Any] | None = None
         self._peeked: list[Any] = []
         self._generators: RngState | None = None
 
     def peek(self) -> Any | None:
         if self._generators is None:
-            self._peeked = [item for item in [next(self.iterator, None)] if item is not None]
+            self._begun = iter(self.data)
+            self._peeked = [item for item in [next(self._begun, None)] if item is not None]
             self._generators = RngState.capture()
         self._generators.restore()
         return self._peeked[0] if self._peeked else None
 
     def __iter__(self) -> Iterator[Any]:
-        return self
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return iter(self.data)
+        return self._rest_of(begun)
 
-    def __next__(self) -> Any:
-        if not self._peeked:
-            return next(self.iterator)
-        assert self._generators is not None
-        self._generators.restore()
-        return self._peeked.pop()
+    def __len__(self) -> int:
+        return len(self.data)  # type: ignore[arg-type]  # it says that there is none
 
     def __reduce__(self) -> Any:
-        raise TypeError("an iterator stays with the caller")
+        raise TypeError("what gives each minibatch once stays with the caller")
+
+    def _rest_of(self, begun: Iterator[Any]) -> Iterator[Any]:
+        assert self._generators is not None
+        self._generators.restore()
+        while self._peeked:
+            yield self._peeked.pop()
+        yield from begun
 
 
 @dataclass
@@ -58,41 +66,25 @@ class KeptMinibatch:
         return parts
 
 
+def looked_at(data: Iterable[Any]) -> Iterable[Any]:
+    """The data, or what they become where a look at their first minibatch may take it away."""
+    if isinstance(data, PeekedData) or (not isinstance(data, Iterator) and copy_of(data) is not None):
+        return data
+    return PeekedData(data)
+
+
 def first_of(data: Iterable[Any]) -> Any:
-    """Of data that will be iterated again from the beginning; an iterator's by peek(). What data, a dataset
-    or a sampler count in attributes when they are iterated (epochs) stays as it is, and so do generators
-    that a DataLoader was given. Raises ValueError where there is no minibatch."""
-    if isinstance(data, PeekedIterator):
+    """The first minibatch of what looked_at() has given. What data, datasets and samplers count when they are
+    iterated (epochs) stays as it is, and so do generators that a DataLoader was given. Raises ValueError
+    where there is no minibatch."""
+    if isinstance(data, PeekedData):
         first = data.peek()
-    elif isinstance(data, torch.utils.data.DataLoader):
-        with generators_of_loader_kept(data):
-            first = next(iter(_alone(data)), None)
     else:
-        first = next(iter(_shallow_copy(data)), None)
+        copied = copy_of(data)
+        if isinstance(copied, DataLoader):
+            copied.num_workers, copied.timeout = 0, 0  # processes would be started for one minibatch
+        with generators_of_loader_kept(data):
+            first = next(iter(data if copied is None else copied), None)
     if first is None:
         raise ValueError("data yields no minibatch: check the dataset, batch_size and drop_last")
     return first
-
-
-def _alone(loader: torch.utils.data.DataLoader[Any]) -> torch.utils.data.DataLoader[Any]:
-    """The loader without processes, which would be started for one minibatch, and copies of its parts."""
-    alone = copy.copy(without_processes(loader))
-    assert isinstance(alone, torch.utils.data.DataLoader)
-    alone.num_workers, alone.timeout = 0, 0
-    for name in ("dataset", "sampler", "batch_sampler"):
-        alone.__dict__[name] = _shallow_copy(getattr(loader, name))  # a loader refuses others once it is made
-    if isinstance(alone.batch_sampler, torch.utils.data.BatchSampler):
-        of_batches = alone.batch_sampler.sampler  # another one than the loader's where it was given
-        is_loaders = of_batches is loader.sampler
-        alone.batch_sampler.sampler = alone.sampler if is_loaders else _shallow_copy(of_batches)
-    return alone
-
-
-def _shallow_copy(data: Any) -> Any:
-    """As it is where it cannot be copied, or is not changed by an iteration."""
-    if data is None or isinstance(data, (list, tuple)):
-        return data
-    try:
-        return copy.copy(data)
-    except TypeError:
-        return data

@@ -7,7 +7,6 @@ workers read differently is reported and not trained on. Owned by the worker's c
 
 from __future__ import annotations
 
-import copy
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -37,7 +36,6 @@ __all__ = [
     "fingerprint_of",
     "forwarded_counts",
     "num_minibatches_of",
-    "without_processes",
 ]
 
 FORWARDED = "iterated by the caller and forwarded"
@@ -144,16 +142,6 @@ def num_minibatches_of(data: Iterable[Any], epochs: int) -> int | None:
         return epochs * len(data)  # type: ignore[arg-type]
     except TypeError:
         return None
-
-
-def without_processes(data: Iterable[Any]) -> Iterable[Any]:
-    """A DataLoader with persistent_workers that was iterated has its processes, which cannot be sent; a copy
-    of it starts its own. Other data as they are."""
-    if not isinstance(data, torch.utils.data.DataLoader) or data._iterator is None:
-        return data
-    loader = copy.copy(data)
-    loader._iterator = None
-    return loader
 
 
 def check_sizes(data: Iterable[Any], num_microbatches: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from pipedream.data.first_minibatch import PeekedIterator, first_of
+from pipedream.data.first_minibatch import PeekedData, first_of
 from pipedream.data.stream import (
     NUM_COUNT_TENSORS,
     ForwardedData,
@@ -36,7 +36,7 @@ def describe_forwarded(data: Iterable[Any], plan: Plan, epochs: int) -> Forwarde
         inputs,
         targets,
         num_minibatches_of(data, epochs),
-        describe_source(data.iterator if isinstance(data, PeekedIterator) else data),
+        describe_source(data.data if isinstance(data, PeekedData) else data),
         tuple(shapes_of_parts(*parts) for parts in made),
     )
 

@@ -24,7 +24,7 @@ from pipedream.common.guard import check_main_guard, one_run_at_a_time
 from pipedream.common.own_rank import is_on_several_machines, is_rank_0, under_torchrun
 from pipedream.common.tracebacks import with_short_tracebacks
 from pipedream.common.units import parse_size
-from pipedream.data.first_minibatch import KeptMinibatch, PeekedIterator, first_of
+from pipedream.data.first_minibatch import KeptMinibatch, first_of, looked_at
 from pipedream.data.stream import check_sizes
 from pipedream.launch.cautions import cautions_of, warn_the_caller
 from pipedream.launch.devices import choose_device_type
@@ -207,8 +207,8 @@ def _run(model: Model, plan: Plan, arguments: dict[str, Any]) -> RunResult:
             check_main_is_a_file()
             start_server()  # which imports torch, the first time, while this process goes on
         cuts = plan.num_layers > 1 and needs_cutting(model)
-        if isinstance(data, Iterator) and (cuts or prefix is None):
-            data = PeekedIterator(data)
+        if cuts or prefix is None:
+            data = looked_at(data)
         first = KeptMinibatch()
         if cuts:
             model = _cut(model, data, options, first)

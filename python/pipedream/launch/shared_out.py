@@ -5,10 +5,10 @@ On the thread of the command that was given "2-1" in place of a plan's file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pipedream.data.first_minibatch import first_of
+from pipedream.data.first_minibatch import PeekedData, first_of, looked_at
 from pipedream.launch.target import Job
 from pipedream.model.batches import own_loss, parts_of
 from pipedream.model.cut_model import cut_model, needs_cutting
@@ -30,10 +30,10 @@ def share_out(job: Job, counts: Sequence[tuple[int, int]], options: Mapping[str,
 def _num_layers(job: Job, options: Mapping[str, Any]) -> int:
     if not needs_cutting(job.model):
         return len(layers_of(job.model))
-    if isinstance(job.data, Iterator):
+    if isinstance(looked_at(job.data), PeekedData):
         raise ValueError(
-            "data is an iterator, which can be read once, and the model's layers are counted with its first"
-            " minibatch: give --plan FILE, or let the target return a list or a DataLoader"
+            f"data is {_named(job.data)}, which can be read once, and the model's layers are counted with its"
+            " first minibatch: give --plan FILE, or let the target return a list or a DataLoader"
         )
     with generators_kept():
         inputs, targets = parts_of(first_of(job.data), 0)
@@ -46,3 +46,9 @@ def _num_layers(job: Job, options: Mapping[str, Any]) -> int:
             weights=options.get("weights"),
         )
     return len(cut.layer_names)
+
+
+def _named(data: Iterable[Any]) -> str:
+    return (
+        "an iterator" if isinstance(data, Iterator) else f"a {type(data).__name__} that no other process has"
+    )

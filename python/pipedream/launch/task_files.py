@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from pipedream.common import errors
-from pipedream.data.first_minibatch import PeekedIterator
-from pipedream.data.stream import ForwardedData, without_processes
+from pipedream.data.first_minibatch import PeekedData
+from pipedream.data.stream import ForwardedData
 from pipedream.launch.forwarded import describe_forwarded
 from pipedream.launch.host_pickler import HostPickler, HostUnpickler, MemoryFile, room_told
 from pipedream.links.keys import CurveKeys
+from pipedream.model.data_copies import without_processes
 from pipedream.model.layers import CutForward, Model, model_name
 from pipedream.model.seeding import RngState, base_seed, seed_data
 from pipedream.stage.job import JobOptions
@@ -185,7 +186,7 @@ def write_data(
     seed_data(base_seed(options.seed), options.seed, options.plan.workers_used)
     begin = RngState.capture()
     forwarded = describe_forwarded(data, options.plan, options.epochs)
-    if not isinstance(data, PeekedIterator):
+    if not isinstance(data, PeekedData):
         begin.restore()  # it will be iterated anew
     write_part(folder, _FORWARDED, forwarded, "")
     return forwarded

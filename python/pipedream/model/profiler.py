@@ -27,6 +27,7 @@ from pipedream.model.batches import own_loss, parts_of
 from pipedream.model.boundary import device_of, to_device
 from pipedream.model.clock import Clock, make_clock
 from pipedream.model.cut_model import CutModel, cut_model, needs_cutting
+from pipedream.model.data_copies import copy_of
 from pipedream.model.factored import factorable, rows_counted
 from pipedream.model.initial_weights import WeightSource, check_weights
 from pipedream.model.layer_sweep import SWEEPS_MAX, LayerSweep
@@ -75,8 +76,9 @@ def profile(
     milliseconds, the bytes that cross the cut after it and the bytes of its trainable parameters.
 
     batches: yields (inputs, targets), or dicts of what the model takes by name; started again when it ends,
-    unless it is a generator. Stops after `minibatches` measured ones (besides up to 5 of warm-up, discarded),
-    after `seconds` in all, or once the mean time of a minibatch is known to 0.5 % (Profile.time_error),
+    unless it is a generator, or another object that gives each minibatch once. Stops after `minibatches`
+    measured ones (besides up to 5 of warm-up, discarded), after `seconds` in all, or once the mean time of a
+    minibatch is known to 0.5 % (Profile.time_error),
     whichever is first. loss_fn(outputs, targets), with dicts
     loss_fn(outputs, batch), must give a scalar; its time goes to the last layer; None takes the loss that the
     model's output has. Short minibatches are not timed. The model is left as it was: weights, gradients,
@@ -383,8 +385,11 @@ def _can_cross(value: Any) -> bool:
 
 
 def _repeat(batches: Iterable[Any]) -> Iterator[Any]:
+    copied = copy_of(batches)
+    is_one_pass = isinstance(batches, Iterator) or (copied is None and not hasattr(batches, "__len__"))
+    if not is_one_pass and copied is not None:
+        batches = copied  # what they count when they are iterated stays as it is
     iterator = iter(batches)
-    is_one_pass = iterator is batches
     is_empty = True
     for batch in iterator:
         is_empty = False

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import queue
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pipedream.data.first_minibatch import PeekedIterator, first_of
+from pipedream.data.first_minibatch import PeekedData, first_of, looked_at
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -22,12 +24,13 @@ def test_an_iterator_goes_on_as_if_nobody_had_looked() -> None:
     iterator = _drawn()
     expected = [next(iterator) for _ in range(3)]
     torch.manual_seed(3)
-    peeked = PeekedIterator(_drawn())
+    peeked = PeekedData(_drawn())
     assert first_of(peeked) == expected[0]
     torch.rand(7)  # by whoever works with what was seen
     assert first_of(peeked) == expected[0]
     torch.rand(7)
-    assert [next(peeked) for _ in range(3)] == expected
+    taken = iter(peeked)
+    assert [next(taken) for _ in range(3)] == expected
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -64,16 +67,45 @@ class _CountedDataset(_Counted, torch.utils.data.IterableDataset[int]):
     pass
 
 
+class _CountedInside:
+    """Its counter is an object of its own."""
+
+    def __init__(self) -> None:
+        self.counted = _Counted()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.counted)
+
+    def __len__(self) -> int:
+        return 4
+
+
+class _CountedInsideDataset(_CountedInside, torch.utils.data.IterableDataset[int]):
+    pass
+
+
 @pytest.mark.parametrize(
     "data",
     [
         _Counted(),
+        _CountedInside(),
+        DataLoader(_CountedInsideDataset(), batch_size=None),
+        DataLoader(range(50), batch_size=None, sampler=_CountedInside()),  # type: ignore[arg-type]
         DataLoader(_CountedDataset(), batch_size=None),
         DataLoader(range(50), batch_size=None, sampler=_Counted()),  # type: ignore[arg-type]
         DataLoader(range(50), batch_size=1, sampler=_Counted()),  # type: ignore[arg-type]
         DataLoader(range(50), batch_sampler=[[10]]),  # type: ignore[arg-type]
     ],
-    ids=["iterable", "dataset", "sampler", "sampler of batches", "list"],
+    ids=[
+        "iterable",
+        "inside an iterable",
+        "inside a dataset",
+        "inside a sampler",
+        "dataset",
+        "sampler",
+        "sampler of batches",
+        "list",
+    ],
 )
 def test_data_that_count_their_epochs_are_in_the_first_one_afterwards(data: Iterable[Any]) -> None:
     assert int(first_of(data)) == int(first_of(data)) == 10
@@ -81,6 +113,42 @@ def test_data_that_count_their_epochs_are_in_the_first_one_afterwards(data: Iter
 
 
 def test_data_without_a_minibatch_are_refused() -> None:
-    for data in ([], PeekedIterator(iter(())), DataLoader(TensorDataset(torch.ones(0)), batch_size=2)):
+    for data in ([], PeekedData(iter(())), DataLoader(TensorDataset(torch.ones(0)), batch_size=2)):
         with pytest.raises(ValueError, match="data yields no minibatch"):
             first_of(data)
+
+
+class _OverQueue:
+    """Gives each minibatch once, though it is no iterator."""
+
+    def __init__(self) -> None:
+        self.queue: queue.Queue[int] = queue.Queue()
+        for item in range(4):
+            self.queue.put(item)
+
+    def __iter__(self) -> Iterator[int]:
+        while not self.queue.empty():
+            yield self.queue.get()
+
+
+class _OverQueueDataset(_OverQueue, torch.utils.data.IterableDataset[int]):
+    pass
+
+
+@pytest.mark.parametrize("is_loader", [False, True])
+def test_what_gives_each_minibatch_once_loses_none_to_a_look(is_loader: bool) -> None:
+    # The look took the first: the run began with the second or third.
+    data: Iterable[int] = DataLoader(_OverQueueDataset(), batch_size=None) if is_loader else _OverQueue()
+    looked = looked_at(data)
+    assert looked_at(looked) is looked
+    assert first_of(looked) == first_of(looked) == 0
+    assert list(looked) == [0, 1, 2, 3]
+    assert list(looked) == []  # as of the data
+
+
+def test_an_open_file_is_read_from_its_first_line(tmp_path: Path) -> None:
+    (tmp_path / "lines").write_text("one\ntwo\n")
+    with (tmp_path / "lines").open() as file:
+        looked = looked_at(file)
+        assert first_of(looked) == "one\n"
+        assert list(looked) == ["one\n", "two\n"]

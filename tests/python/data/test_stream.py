@@ -14,8 +14,8 @@ from pipedream.data.stream import (
     describe_source,
     fingerprint,
     num_minibatches_of,
-    without_processes,
 )
+from pipedream.model.data_copies import without_processes
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 

@@ -728,3 +728,39 @@ def test_inputs_in_an_object_that_cannot_cross_are_named_with_the_remedy(
     measured = profile(_GraphNet(), batches, nn.functional.cross_entropy, minibatches=1)
     assert measured.num_layers == 1
     assert "the inputs hold a _Graph, None behind a cut: give its tensors in a tuple" in caplog.text
+
+
+class _Epochs:
+    """Counts its epochs in an object of its own."""
+
+    def __init__(self) -> None:
+        self.counts = {"epochs": 0}
+
+    def __iter__(self) -> Iterator[Any]:
+        self.counts["epochs"] += 1
+        yield torch.ones(2, 3), torch.ones(2, 1)
+
+
+def test_profiled_data_count_no_epoch() -> None:
+    data = _Epochs()
+    profile(nn.Sequential(nn.Linear(3, 1)), data, nn.functional.mse_loss, minibatches=3)
+    assert data.counts == {"epochs": 0}
+
+
+class _Stream:
+    """Gives each minibatch once."""
+
+    def __init__(self) -> None:
+        self.batches = (batch for batch in [(torch.ones(2, 3), torch.ones(2, 1))] * 3)
+        self.times_asked = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.times_asked += 1
+        return iter(self.batches)
+
+
+def test_a_stream_is_profiled_as_far_as_it_goes_and_asked_for_no_more() -> None:
+    # One over a queue would wait for it for ever.
+    data = _Stream()
+    assert profile(nn.Sequential(nn.Linear(3, 1)), data, nn.functional.mse_loss).minibatches == 1
+    assert data.times_asked == 1

@@ -1,0 +1,106 @@
+"""Copies of data, to look at while the run's own stay as they are: what a dataset or a sampler counts, what a
+queue gives once, and generators. Stateless; the thread that looks.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+__all__ = ["copy_of", "without_processes"]
+
+
+def copy_of(data: Iterable[Any]) -> Iterable[Any] | None:
+    """Data that may be iterated instead. None: a copy may share with the data what an iteration takes away,
+    as the place in an open file or the items of a queue."""
+    if isinstance(data, (list, tuple)):
+        return data
+    if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
+        return _copy_of_loader(data)
+    content = io.BytesIO()
+    pickler = _SharingPickler(content)
+    try:
+        pickler.dump(without_processes(data))
+        return pickler.read()  # type: ignore[no-any-return]
+    except Exception:  # whatever a user's object raises
+        return None
+
+
+def without_processes(data: Iterable[Any]) -> Iterable[Any]:
+    """A DataLoader with persistent_workers that was iterated has its processes, which cannot be sent; a copy
+    of it starts its own. Other data as they are."""
+    if not isinstance(data, DataLoader) or data._iterator is None:
+        return data
+    loader = copy.copy(data)
+    loader._iterator = None
+    return loader
+
+
+def _copy_of_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Its dataset's attributes are copied, and all of its samplers: an iteration takes nothing from a dataset
+    that has indices."""
+    copied: Any = copy.copy(without_processes(loader))
+    dataset = _shallow_copy(loader.dataset)
+    memo = {id(loader.dataset): dataset}
+    parts = (loader.generator, loader.sampler, loader.batch_sampler)
+    try:
+        generator, sampler, batch_sampler = copy.deepcopy(parts, memo)
+    except Exception:  # likewise
+        generator, (sampler, batch_sampler) = loader.generator, map(_shallow_copy, parts[1:])
+        if isinstance(batch_sampler, BatchSampler):
+            of_batches = batch_sampler.sampler  # another one than the loader's where it was given
+            batch_sampler.sampler = sampler if of_batches is loader.sampler else _shallow_copy(of_batches)
+    # A loader refuses others once it is made.
+    vars(copied).update(dataset=dataset, generator=generator, sampler=sampler, batch_sampler=batch_sampler)
+    return copied  # type: ignore[no-any-return]
+
+
+def _shallow_copy(data: Any) -> Any:
+    """As it is where it cannot be copied, or is not changed by an iteration."""
+    if data is None or isinstance(data, (list, tuple)):
+        return data
+    try:
+        return copy.copy(data)
+    except TypeError:
+        return data
+
+
+class _SharingPickler(pickle.Pickler):
+    """Copies what can be sent, but tensors and arrays, which an iteration reads."""
+
+    def __init__(self, content: io.BytesIO) -> None:
+        super().__init__(content)
+        self._content = content
+        self._shared: list[Any] = []
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (torch.Tensor, np.ndarray)):
+            self._shared.append(value)
+            return _shared, (len(self._shared) - 1,)
+        return NotImplemented
+
+    def read(self) -> Any:
+        self._content.seek(0)
+        return _SharingUnpickler(self._content, self._shared).load()
+
+
+class _SharingUnpickler(pickle.Unpickler):
+    def __init__(self, content: io.BytesIO, shared: list[Any]) -> None:
+        super().__init__(content)
+        self._shared = shared
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        if (module, name) == (_shared.__module__, _shared.__name__):
+            return self._shared.__getitem__
+        return super().find_class(module, name)
+
+
+def _shared(index: int) -> Any:
+    raise NotImplementedError(f"{index} is known to the unpickler alone")
