@@ -77,6 +77,9 @@ function(pd_add_tests folder)
   add_executable(pd_${folder}_test ${sources})
   target_include_directories(pd_${folder}_test PRIVATE ${PROJECT_SOURCE_DIR}/tests/cpp)
   target_link_libraries(pd_${folder}_test PRIVATE ${ARGN} pd_own_shard GTest::gtest GTest::gtest_main)
+  if(TARGET pd_cuda_stub AND pipedream::device IN_LIST ARGN)
+    target_link_libraries(pd_${folder}_test PRIVATE pd_cuda_stub)
+  endif()
   # Optimising tests, and describing them to a debugger, would double what it takes to compile them. A sanitizer
   # names lines.
   if(NOT PIPEDREAM_SANITIZE)

@@ -12,6 +12,7 @@
 #include <cuda_runtime_api.h>
 
 #include "codec/cuda/cuda_codec_kernels.h"
+#include "device/cuda/cuda_launch.h"
 
 namespace pipedream {
 namespace {
@@ -342,47 +343,47 @@ __global__ void __launch_bounds__(kBlockThreads)
 template <class T>
 int launch_encode_bfloat16(std::size_t num_elements, const T* values, std::uint16_t* encoded,
                            std::uintptr_t stream) {
-  encode_half_kernel<ToBFloat16, T>
-      <<<num_blocks_for(num_elements), kBlockThreads, 0, stream_of(stream)>>>(num_elements, values, encoded);
+  PD_LAUNCH((encode_half_kernel<ToBFloat16, T>), num_blocks_for(num_elements), kBlockThreads,
+            stream_of(stream), num_elements, values, encoded);
   return cudaGetLastError();
 }
 
 template <class T>
 int launch_decode_bfloat16(std::size_t num_elements, const std::uint16_t* encoded, T* values,
                            std::uintptr_t stream) {
-  decode_half_kernel<ToBFloat16, T>
-      <<<num_blocks_for(num_elements), kBlockThreads, 0, stream_of(stream)>>>(num_elements, encoded, values);
+  PD_LAUNCH((decode_half_kernel<ToBFloat16, T>), num_blocks_for(num_elements), kBlockThreads,
+            stream_of(stream), num_elements, encoded, values);
   return cudaGetLastError();
 }
 
 template <class T>
 int launch_encode_float16(std::size_t num_elements, const T* values, std::uint16_t* encoded,
                           std::uintptr_t stream) {
-  encode_half_kernel<ToFloat16, T>
-      <<<num_blocks_for(num_elements), kBlockThreads, 0, stream_of(stream)>>>(num_elements, values, encoded);
+  PD_LAUNCH((encode_half_kernel<ToFloat16, T>), num_blocks_for(num_elements), kBlockThreads,
+            stream_of(stream), num_elements, values, encoded);
   return cudaGetLastError();
 }
 
 template <class T>
 int launch_decode_float16(std::size_t num_elements, const std::uint16_t* encoded, T* values,
                           std::uintptr_t stream) {
-  decode_half_kernel<ToFloat16, T>
-      <<<num_blocks_for(num_elements), kBlockThreads, 0, stream_of(stream)>>>(num_elements, encoded, values);
+  PD_LAUNCH((decode_half_kernel<ToFloat16, T>), num_blocks_for(num_elements), kBlockThreads,
+            stream_of(stream), num_elements, encoded, values);
   return cudaGetLastError();
 }
 
 template <class T>
 int launch_encode_int8(std::size_t num_elements, const T* values, std::byte* encoded, std::uintptr_t stream) {
   const std::size_t num_threads = (num_elements + kInt8Block - 1) / kInt8Block * kWarpThreads;
-  encode_int8_kernel<T>
-      <<<num_blocks_for(num_threads), kBlockThreads, 0, stream_of(stream)>>>(num_elements, values, encoded);
+  PD_LAUNCH((encode_int8_kernel<T>), num_blocks_for(num_threads), kBlockThreads, stream_of(stream),
+            num_elements, values, encoded);
   return cudaGetLastError();
 }
 
 template <class T>
 int launch_decode_int8(std::size_t num_elements, const std::byte* encoded, T* values, std::uintptr_t stream) {
-  decode_int8_kernel<T>
-      <<<num_blocks_for(num_elements), kBlockThreads, 0, stream_of(stream)>>>(num_elements, encoded, values);
+  PD_LAUNCH((decode_int8_kernel<T>), num_blocks_for(num_elements), kBlockThreads, stream_of(stream),
+            num_elements, encoded, values);
   return cudaGetLastError();
 }
 
@@ -392,17 +393,19 @@ int launch_encode_topk(const TopKEncode<T>& work, TopKScratch* scratch, std::uin
   const std::size_t num_elements = work.num_elements;
   const unsigned num_count_blocks = num_blocks_for(num_elements, kNumCountBlocksMax);
   const unsigned num_parts = num_blocks_for(num_elements, kTopKPartsMax);
-  topk_add_kernel<T><<<num_blocks_for(num_elements), kBlockThreads, 0, stream_of(stream)>>>(work, scratch);
+  PD_LAUNCH((topk_add_kernel<T>), num_blocks_for(num_elements), kBlockThreads, stream_of(stream), work,
+            scratch);
   for (int shift_before = FloatLayout<Number>::kMagnitudeBits; shift_before > 0;) {
     const int shift = next_digit_shift(shift_before);
-    topk_count_kernel<<<num_count_blocks, kBlockThreads, 0, stream_of(stream)>>>(
-        num_elements, work.residual, shift_before, shift, scratch);
-    topk_narrow_kernel<<<1, kScanThreads, 0, stream_of(stream)>>>(shift, scratch);
+    PD_LAUNCH((topk_count_kernel<Number>), num_count_blocks, kBlockThreads, stream_of(stream), num_elements,
+              work.residual, shift_before, shift, scratch);
+    PD_LAUNCH(topk_narrow_kernel, 1, kScanThreads, stream_of(stream), shift, scratch);
     shift_before = shift;
   }
-  topk_part_kernel<<<num_parts, kBlockThreads, 0, stream_of(stream)>>>(num_elements, work.residual, scratch);
-  topk_offset_kernel<<<1, kScanThreads, 0, stream_of(stream)>>>(num_parts, scratch);
-  topk_gather_kernel<T><<<num_parts, kBlockThreads, 0, stream_of(stream)>>>(work, scratch);
+  PD_LAUNCH((topk_part_kernel<Number>), num_parts, kBlockThreads, stream_of(stream), num_elements,
+            work.residual, scratch);
+  PD_LAUNCH(topk_offset_kernel, 1, kScanThreads, stream_of(stream), num_parts, scratch);
+  PD_LAUNCH((topk_gather_kernel<T>), num_parts, kBlockThreads, stream_of(stream), work, scratch);
   return cudaGetLastError();
 }
 
@@ -411,8 +414,8 @@ int launch_decode_topk(std::size_t num_elements, std::size_t num_chosen, const s
                        const SentOf<T>* chosen_values, T* values, std::uintptr_t stream) {
   const cudaError_t zeroed = cudaMemsetAsync(values, 0, num_elements * sizeof(T), stream_of(stream));
   if (zeroed != cudaSuccess) return zeroed;
-  topk_scatter_kernel<T><<<num_blocks_for(num_chosen), kBlockThreads, 0, stream_of(stream)>>>(
-      num_chosen, indices, chosen_values, values);
+  PD_LAUNCH((topk_scatter_kernel<T>), num_blocks_for(num_chosen), kBlockThreads, stream_of(stream),
+            num_chosen, indices, chosen_values, values);
   return cudaGetLastError();
 }
 

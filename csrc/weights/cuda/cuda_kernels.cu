@@ -6,6 +6,7 @@
 //   grid.y  tensors of the launch; blocks beyond a small tensor's end leave at once
 #include <cuda_runtime_api.h>
 
+#include "device/cuda/cuda_launch.h"
 #include "weights/cuda/cuda_kernels.h"
 
 namespace pipedream {
@@ -148,14 +149,14 @@ cudaStream_t stream_of(std::uintptr_t stream) { return reinterpret_cast<cudaStre
 template <class T>
 int launch_sgd(const SgdFlags& flags, const SgdFactors<T>& factors,
                const CudaTensors<CudaSgdTensor<T>>& tensors, std::uintptr_t stream) {
-  sgd_kernel<T><<<grid_of<T>(tensors), kBlockThreads, 0, stream_of(stream)>>>(flags, factors, tensors);
+  PD_LAUNCH((sgd_kernel<T>), grid_of<T>(tensors), kBlockThreads, stream_of(stream), flags, factors, tensors);
   return cudaGetLastError();
 }
 
 template <class T>
 int launch_adam(const AdamFlags& flags, const AdamFactors<T>& factors,
                 const CudaTensors<CudaAdamTensor<T>>& tensors, std::uintptr_t stream) {
-  adam_kernel<T><<<grid_of<T>(tensors), kBlockThreads, 0, stream_of(stream)>>>(flags, factors, tensors);
+  PD_LAUNCH((adam_kernel<T>), grid_of<T>(tensors), kBlockThreads, stream_of(stream), flags, factors, tensors);
   return cudaGetLastError();
 }
 

@@ -1,0 +1,178 @@
+// A kernel without barriers runs as a loop on one fiber: a thread gets another fiber only while it waits.
+// Whoever waits goes on in the next thread that can, without the scheduler between.
+#include "cuda_stub/block.h"
+
+#include <array>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "cuda_stub/fiber.h"
+
+namespace cuda_stub {
+namespace {
+
+constexpr unsigned kWarpThreads = 32;
+
+[[noreturn]] void give_up(const char* why) {
+  std::fprintf(stderr, "cuda_stub: block (%u, %u): %s\n", current.block.x, current.block.y, why);
+  std::abort();
+}
+
+class Block {
+ public:
+  void run(unsigned num_threads, const std::function<void()>& kernel) {
+    kernel_ = &kernel;
+    num_threads_ = num_threads;
+    next_ = num_done_ = num_at_block_ = 0;
+    warps_.assign((num_threads + kWarpThreads - 1) / kWarpThreads, {});
+    waiting_.resize(num_threads);
+    shows_second_.assign(num_threads, false);
+    while (num_done_ < num_threads_) {
+      Worker* const worker = next_worker();
+      if (worker == nullptr) {
+        give_up(num_done_ > 0 ? "a thread has returned before a barrier at which others wait"
+                              : "threads wait for each other at different barriers");
+      }
+      scheduler_.switch_to(worker->fiber);
+    }
+  }
+
+  // Of the running thread.
+  void wait_for_block() {
+    ++num_at_block_;
+    if (num_at_block_ == num_threads_) {
+      num_at_block_ = 0;
+      release(0, num_threads_);
+    }
+    wait();
+  }
+
+  // The values of the warp's lanes, for a thread of it that shows its own.
+  const std::array<std::uint32_t, kWarpThreads>& exchange(std::uint32_t value) {
+    const unsigned thread = current.thread.x;
+    const unsigned first = thread / kWarpThreads * kWarpThreads;
+    Warp& warp = warps_[thread / kWarpThreads];
+    shows_second_[thread] = !shows_second_[thread];  // a slower lane may still read the other place
+    auto& shown = warp.shown[shows_second_[thread] ? 1 : 0];
+    shown[thread - first] = value;
+    if (++warp.num_waiting == kWarpThreads) {
+      warp.num_waiting = 0;
+      release(first, first + kWarpThreads);
+    }
+    wait();
+    return shown;
+  }
+
+ private:
+  struct Worker {
+    explicit Worker(Block* of) : block(of), fiber(&Worker::body, this) {}
+    static void body(void* worker) { static_cast<Worker*>(worker)->work(); }
+    void work() {
+      for (;;) {
+        while (block->next_ < block->num_threads_) {
+          thread = block->next_++;
+          current.thread = {thread, 0, 0};
+          (*block->kernel_)();
+          ++block->num_done_;
+        }
+        block->free_.push_back(this);
+        Worker* const following = block->released_.empty() ? nullptr : block->next_worker();
+        fiber.switch_to(following == nullptr ? block->scheduler_ : following->fiber);
+      }
+    }
+    Block* const block;
+    unsigned thread = 0;
+    Fiber fiber;
+  };
+  struct Warp {
+    unsigned num_waiting = 0;
+    std::array<std::array<std::uint32_t, kWarpThreads>, 2> shown{};
+  };
+
+  void release(unsigned first, unsigned end) {
+    for (unsigned thread = end; thread > first; --thread) released_.push_back(thread - 1);
+  }
+
+  void wait() {
+    const unsigned thread = current.thread.x;
+    Worker* const own = running_of(thread);
+    waiting_[thread] = own;
+    Worker* const following = next_worker();
+    if (following == own) return;
+    own->fiber.switch_to(following == nullptr ? scheduler_ : following->fiber);
+  }
+
+  Worker* running_of(unsigned thread) {
+    if (running_ != nullptr && running_->thread == thread) return running_;
+    give_up("a thread waits that does not run");
+  }
+
+  // Who goes on: a thread that others have waited for, else one that has not begun. None: all wait, or are
+  // done.
+  Worker* next_worker() {
+    if (!released_.empty()) {
+      const unsigned thread = released_.back();
+      released_.pop_back();
+      current.thread = {thread, 0, 0};
+      return running_ = waiting_[thread];
+    }
+    if (next_ == num_threads_) return nullptr;
+    if (free_.empty()) {
+      workers_.push_back(std::make_unique<Worker>(this));
+      return running_ = workers_.back().get();
+    }
+    running_ = free_.back();
+    free_.pop_back();
+    return running_;
+  }
+
+  const std::function<void()>* kernel_ = nullptr;
+  unsigned num_threads_ = 0;
+  unsigned next_ = 0;  // thread to begin
+  unsigned num_done_ = 0;
+  unsigned num_at_block_ = 0;
+  std::vector<Warp> warps_;
+  std::vector<Worker*> waiting_;    // by thread
+  std::vector<unsigned> released_;  // threads, the first one last
+  std::vector<bool> shows_second_;  // by thread: where its last value for the warp is
+  Worker* running_ = nullptr;
+  Fiber scheduler_;
+  std::vector<std::unique_ptr<Worker>> workers_;
+  std::vector<Worker*> free_;
+};
+
+Block& block_of_process() {
+  static auto* const block = new Block;  // its fibers end with the process
+  return *block;
+}
+
+}  // namespace
+
+void wait_for_block() { block_of_process().wait_for_block(); }
+
+std::uint32_t value_of_lane(std::uint32_t value, unsigned from) {
+  return block_of_process().exchange(value)[from];
+}
+
+std::uint32_t ballot(bool yes) {
+  const auto& shown = block_of_process().exchange(yes ? 1 : 0);
+  std::uint32_t mask = 0;
+  for (unsigned lane = 0; lane < kWarpThreads; ++lane) mask |= shown[lane] << lane;
+  return mask;
+}
+
+void run_grid(const dim3& grid, unsigned block_threads, const std::function<void()>& kernel) {
+  current.grid_size = grid;
+  current.block_size = {block_threads, 1, 1};
+  for (unsigned y = 0; y < grid.y; ++y) {
+    for (unsigned x = 0; x < grid.x; ++x) {
+      current.block = {x, y, 0};
+      block_of_process().run(block_threads, kernel);
+    }
+  }
+}
+
+}  // namespace cuda_stub

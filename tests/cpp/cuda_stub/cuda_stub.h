@@ -1,0 +1,46 @@
+// A CUDA runtime on the host, under the real sources of csrc/*/cuda: what tests ask of it.
+//
+//   streams      threads; every operation is asynchronous, and late at random
+//   kernels      C++, a fiber per CUDA thread (kernel_launch.h)
+//   memory       host that touches device memory gets SIGSEGV: copies use a second mapping, and the first can
+//   be
+//                read and written only while a kernel runs. Pinned memory is registered; a copy from or to
+//                other host memory is synchronous, as the driver's
+//   errors       a call fails on demand; after an error of the context every call fails, what is enqueued is
+//                dropped, and a host function that runs ends as it likes
+//   aborts       with the call's name: a call inside a host function, memory that is freed while a stream
+//   uses it,
+//                a copy beyond an allocation, a handle that does not exist
+//
+// The delays come from $PIPEDREAM_CUDA_STUB_SEED, or from a seed that an abort prints. It shows neither
+// torch's tensors, nor timing, nor the memory model of a device, nor nvcc's arithmetic.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+
+namespace cuda_stub {
+
+constexpr int kNumDevices = 2;
+
+// The call of this name after so many others of it fails once. ends_context: and all calls after it.
+void fail(const std::string& call, cudaError_t error, int num_calls_before = 0, bool ends_context = false);
+// A kernel fails that nobody of ours has launched.
+void end_context(cudaError_t error);
+// As a new process: no error, no failure on demand. What is enqueued must be done.
+void reset();
+
+// Somebody else captures a graph in the global mode, which is torch's, until is_capture_intact() says whether
+// no call has ended that.
+void begin_capture();
+bool end_capture_intact();
+
+// How often a function of the runtime was called.
+std::uint64_t num_calls(const std::string& call);
+
+// How long operations are late at most, microseconds; 0 is never.
+void set_delay_us_max(unsigned delay_us_max);
+
+}  // namespace cuda_stub

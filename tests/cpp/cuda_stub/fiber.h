@@ -1,0 +1,31 @@
+// Fibers: a switch of stacks on one thread, for the CUDA threads of a block. Not for other use: a fiber ends
+// only with the process. AddressSanitizer and ThreadSanitizer are told of every switch.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+namespace cuda_stub {
+
+class Fiber {
+ public:
+  using Body = void (*)(void*);
+
+  Fiber();  // of the thread itself, to come back to
+  Fiber(Body body, void* argument);
+  ~Fiber();
+  Fiber(const Fiber&) = delete;
+  Fiber& operator=(const Fiber&) = delete;
+
+  // Goes on in the other; returns when someone switches here again.
+  void switch_to(Fiber& other);
+
+  struct State;
+
+ private:
+  const std::unique_ptr<State> state_;
+  static void enter(State* state);
+  friend void enter_fiber();
+};
+
+}  // namespace cuda_stub

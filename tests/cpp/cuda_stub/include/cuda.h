@@ -1,0 +1,7 @@
+// What the core uses of the CUDA driver's header, for the tests' stand-in (cuda_stub.h).
+#pragma once
+
+using CUdevice = int;
+enum CUresult : int { CUDA_SUCCESS = 0, CUDA_ERROR_INVALID_DEVICE = 101 };
+
+extern "C" CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* active);
