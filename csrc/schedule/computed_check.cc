@@ -193,6 +193,11 @@ Fault StageChecker::check_update(const Instruction& instruction) const {
     return "the gradient is not complete: the backward of " + std::to_string(num_done) + " of " +
            std::to_string(num_needed) + " microbatches was done";
   }
+  // The backwards of more than one round may be done already: with a staleness, or where the replica has no
+  // minibatch in the last round.
+  if (round > newest_) {
+    return "the update of minibatch " + std::to_string(rounds_.begin_of(newest_).value()) + " is due first";
+  }
   if (instruction.version.value() == newest_ + 1) return {};
   return "the newest version is " + std::to_string(newest_) + ", so the update writes version " +
          std::to_string(newest_ + 1);

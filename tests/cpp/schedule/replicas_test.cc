@@ -763,6 +763,21 @@ TEST_F(BrokenReplicas, ShardThatMissesTheRoundInWhichItsReplicaHasNoMinibatch) {
   expect_fault("worker 2, position 31, end of the program: UPDATE stage 0 replica 2 minibatch 6 is missing");
 }
 
+TEST(Replicas, UpdateOfALaterRoundIsRefusedEvenWhereItsBackwardsAreDone) {
+  // With a staleness of 1 the first update waits for the backward of the second round, so both are done here.
+  ScheduleOptions options = make_replicated("pipedream", {2}, 1, 1);
+  options.uses_allreduce = true;
+  Programs programs = make_programs(options, 3);
+  const auto update =
+      std::find_if(programs[0].begin(), programs[0].end(),
+                   [](const Instruction& instruction) { return instruction.opcode == Opcode::kUpdate; });
+  update->minibatch = MinibatchId(2);
+  EXPECT_EQ(
+      replay(options, programs, 3).error,
+      "worker 0, position 4, UPDATE stage 0 minibatch 2 writes version 1: the update of minibatch 0 is due "
+      "first");
+}
+
 TEST_F(BrokenReplicas, ListAtTheWorkerOfAnotherReplica) {
   std::swap(programs_[0], programs_[1]);
   expect_fault(
