@@ -5,16 +5,15 @@ profiled or rehearsed. Stateless; the thread that runs the module.
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 from pipedream.common.errors import afterwards
+from pipedream.model.contents import Contents, overwriting
 from pipedream.model.seeding import RngState
 
 __all__ = ["attributes_kept", "hooks_of", "restore_hooks", "untouched"]
@@ -23,10 +22,6 @@ __all__ = ["attributes_kept", "hooks_of", "restore_hooks", "untouched"]
 _PLAIN = (bool, int, float, complex, str, type(None))
 # Those that every module has, which are kept in ways of their own, but for flags such as `training`.
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))
-# What is followed into where it is not long: a long one is what a model looks up, as a vocabulary, and not
-# what it remembers of its minibatches.
-_CONTAINERS = {list, tuple, deque, dict, OrderedDict, defaultdict, Counter, set}
-_LENGTH_MAX = 1024
 # Its tables of hooks: transformers' models install some in a first forward, and remember so in an attribute.
 _HOOKS = (
     "_forward_pre_hooks",
@@ -38,6 +33,10 @@ _HOOKS = (
     "_backward_hooks",
 )
 
+# Scales, shifts and step sizes, which layers set up by their first minibatch; weights are no such thing, and
+# a copy of all of them would be a second model.
+_SMALL_BYTES = 64 * 1024
+
 Hooks = dict[str, dict[int, Any]]
 
 
@@ -46,7 +45,8 @@ def untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Layers may run inside; afterwards everything is as it was.
 
     Kept: all random number generators, buffers (contents and objects), each parameter's .grad (None
-    inside), training flags, and what else a module has in attributes, as a counter, `initialised` or the
+    inside) and requires_grad, the contents of small parameters, which a forward may set by its first
+    minibatch, training flags, and what else a module has in attributes, as a counter, `initialised` or the
     tensors of a memory bank, without which a layer would take its next minibatch for another than the first.
     """
     all_modules = list({id(m): m for module in modules for m in module.modules()}.values())
@@ -59,13 +59,21 @@ def untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
         for buffer in named.values()
         if buffer is not None
     }
-    gradients = [(parameter, parameter.grad) for parameter in parameters.values()]
-    for parameter, _ in gradients:
+    former = [(parameter, parameter.grad, parameter.requires_grad) for parameter in parameters.values()]
+    for parameter, _, _ in former:
         parameter.grad = None
+    set_back = [
+        overwriting(parameter)
+        for parameter in parameters.values()
+        if not is_lazy(parameter) and parameter.nbytes <= _SMALL_BYTES
+    ]
 
     def restore() -> None:
-        for parameter, gradient in gradients:
+        for parameter, gradient, requires_grad in former:
             parameter.grad = gradient
+            parameter.requires_grad_(requires_grad)
+        for put_back in set_back:
+            put_back()
         with torch.no_grad():
             for buffer, content in contents.values():
                 buffer.copy_(content)
@@ -80,10 +88,11 @@ def untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """What modules keep in attributes inside is gone afterwards: new ones, changed ones, hooks. Tensors,
-    generators, lists and the like get their contents back, other objects do not."""
+    """What modules keep in attributes inside is gone afterwards: new ones, changed ones, hooks. What changes
+    without being replaced gets its contents back (contents.py)."""
+    modules = list(modules)
     before = [(module, type(module), dict(vars(module)), hooks_of(module)) for module in modules]
-    contents = _Contents()
+    contents = Contents(modules)
     for _, _, attributes, _ in before:
         contents.keep(attributes[name] for name in attributes.keys() - _OF_ANY_MODULE)
 
@@ -106,59 +115,6 @@ def _replaceable(attributes: dict[str, Any]) -> dict[str, Any]:
         for name, value in attributes.items()
         if name not in _OF_ANY_MODULE or isinstance(value, _PLAIN)
     }
-
-
-class _Contents:
-    """What is in objects that change without being replaced."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, tuple[Any, Callable[[], object]]] = {}  # by id; alive, so that ids stay theirs
-
-    def keep(self, values: Iterable[Any]) -> None:
-        pending = list(values)
-        while pending:
-            value = pending.pop()
-            if id(value) in self._kept:
-                continue
-            if type(value) in _CONTAINERS and len(value) <= _LENGTH_MAX:
-                self._kept[id(value)] = value, _refilling(value)
-                pending += value.values() if isinstance(value, dict) else value
-            elif isinstance(value, torch.Generator):
-                self._kept[id(value)] = value, functools.partial(value.set_state, value.get_state())
-            elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                self._kept[id(value)] = value, _overwriting(value)
-
-    def restore(self) -> None:
-        for _, restore in self._kept.values():
-            restore()
-
-
-def _refilling(container: Any) -> Callable[[], object]:
-    """Gives a container the entries back that it has now."""
-    entries = copy.copy(container)
-
-    def refill() -> None:
-        if isinstance(container, tuple):
-            return
-        container.clear()
-        if isinstance(container, (list, deque)):
-            container.extend(entries)
-        else:
-            container.update(entries)
-
-    return refill
-
-
-def _overwriting(tensor: Tensor) -> Callable[[], object]:
-    """Gives a tensor the values back that it has now."""
-    content, version = tensor.detach().clone(), tensor._version
-
-    @torch.no_grad()
-    def overwrite() -> None:
-        if tensor._version != version:
-            tensor.copy_(content)
-
-    return overwrite
 
 
 def hooks_of(module: nn.Module) -> Hooks:

@@ -25,7 +25,8 @@ from twins import TWINS, cross_entropy
 
 
 class Record:
-    """Of a layer's forwards, beside the model: what a model itself remembers is put back."""
+    """Of a layer's forwards, beside the model: what a model itself remembers, in its objects too, is put
+    back."""
 
     def __init__(self) -> None:
         self.batch_sizes: list[int] = []
@@ -38,12 +39,12 @@ class Recorded(nn.Module):
     def __init__(self, record: Record) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
-        self.record = record
+        self._record = lambda: record
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        self.record.batch_sizes.append(value.shape[0])
+        self._record().batch_sizes.append(value.shape[0])
         output = value * self.weight
-        output.register_hook(self.record.gradients.append)
+        output.register_hook(self._record().gradients.append)
         return output
 
 

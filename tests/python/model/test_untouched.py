@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import random
+import threading
 from collections import deque
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from pipedream.model.untouched import untouched
 from torch import Tensor, nn
@@ -40,6 +45,21 @@ def test_a_hook_that_removes_itself_is_there_again() -> None:
     assert _num_hooks(model) == 1
 
 
+@dataclass
+class _Record:
+    mean: Tensor
+    count: int = 0
+
+
+@dataclass(slots=True)
+class _Slotted:
+    count: int
+
+
+class _Recent(list[Tensor]):
+    total = 0
+
+
 class _Remembers(nn.Module):
     """Of its minibatches, in every kind of attribute; what it gives depends on all of them."""
 
@@ -53,6 +73,14 @@ class _Remembers(nn.Module):
         self.sizes: set[int] = set()
         self.nested = ([torch.zeros(2)],)
         self.generator = torch.Generator()
+        self.numbers = np.zeros(2)
+        self.draws = [random.Random(1), np.random.default_rng(1), np.random.RandomState(1)]
+        self.record = _Record(torch.zeros(2))
+        self.slotted = _Slotted(0)
+        self.recent = _Recent()
+        self.long = [0] * 2000
+        self.frame = torch.zeros(2)
+        self.scale = nn.Parameter(torch.zeros(2))
 
     def forward(self, inputs: Tensor) -> Tensor:
         mean = inputs.mean(0)
@@ -64,6 +92,25 @@ class _Remembers(nn.Module):
         self.sizes.add(len(inputs) + self.counts["forwards"])
         self.nested[0][0] += mean
         noise = torch.rand(2, generator=self.generator)
+        self.numbers += 1
+        self.record.count += 1
+        self.record.mean.data += mean
+        self.slotted.count += 1
+        self.recent.append(mean)
+        self.recent.total += 1
+        self.long.append(len(self.long))
+        self.frame.data += mean
+        self.scale.data += mean
+        python, numpy, old_numpy = self.draws
+        drawn = python.random() + numpy.random() + old_numpy.random_sample()
+        numbers = [
+            self.numbers[0],
+            self.record.count,
+            self.slotted.count,
+            len(self.recent),
+            self.recent.total,
+        ]
+        noise = noise + drawn + sum(numbers) + len(self.long) + self.record.mean + self.frame + self.scale
         remembered = [self.hidden, self.bank.sum(0), *self.latest, *self.history, *self.nested[0], noise]
         return sum(remembered, inputs * len(self.sizes) * self.counts["forwards"])
 
@@ -80,3 +127,33 @@ def test_what_a_forward_remembers_in_attributes_is_as_it_was() -> None:
         assert model.bank is bank
         assert model.history is history
         assert torch.equal(model(inputs), fresh(inputs))
+
+
+def test_a_flag_that_says_what_is_trained_is_as_it_was() -> None:
+    """A model that froze itself under profile was trained frozen, or not, whatever its script said."""
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    with untouched([model]):
+        model.requires_grad_(False)
+        model.bias.requires_grad_(True)
+    assert [parameter.requires_grad for parameter in model.parameters()] == [True, False]
+
+
+def test_an_object_of_another_library_and_what_it_holds_are_left_alone() -> None:
+    model, lock = nn.Linear(2, 2), threading.Lock()
+    model.lock, model.log = lock, logging.getLogger("pipedream.tests")
+    with untouched([model]):
+        model.log.setLevel(logging.ERROR)
+        lock.acquire()
+    assert lock.locked()
+    assert model.log.level == logging.ERROR
+
+
+def test_tensors_that_are_not_a_number_or_no_plain_memory_are_compared() -> None:
+    model = nn.Linear(2, 2)
+    model.expanded = torch.full((1,), torch.nan).expand(3)
+    model.sparse = torch.eye(2).to_sparse()
+    model.on_meta = torch.empty(2, device="meta")
+    with untouched([model]):
+        model(torch.zeros(1, 2))
+    assert model.expanded.isnan().all()

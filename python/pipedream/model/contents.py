@@ -1,0 +1,199 @@
+"""Contents: what is in objects that change without being replaced, and comes back as it was. Stateless; the
+thread that runs the module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import random
+import sys
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Contents", "overwriting"]
+
+_LENGTH_MAX = 1024
+"""Of a container whose entries are looked into. A longer one gets its entries back, too; what has so many
+that change by themselves is a data set, and no memory of a layer's."""
+_CONTAINERS = (list, deque, dict, set)
+# Objects of others' have threads, files and caches inside, which are not the model's to put back.
+_LIBRARIES = {"torch", "numpy", "pipedream", "lightning", "pytorch_lightning", *sys.stdlib_module_names}
+_ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device}
+
+
+class Contents:
+    """Containers, tensors, arrays, generators, and the attributes of objects that the user's classes have."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        """modules: that are kept in another way."""
+        # By id; alive, so that ids stay theirs.
+        self._kept: dict[int, tuple[Any, Callable[[], object]]] = {
+            id(module): (module, _nothing) for module in modules
+        }
+
+    def keep(self, values: Iterable[Any]) -> None:
+        """The values, and all within them."""
+        pending = [value for value in values if type(value) not in _ATOMS]
+        while pending:
+            value = pending.pop()
+            if id(value) in self._kept:
+                continue
+            restore = _restoring(value)
+            if restore is not None:
+                self._kept[id(value)] = value, restore
+                pending += [inner for inner in _inside(value) if type(inner) not in _ATOMS]
+
+    def restore(self) -> None:
+        for _, restore in self._kept.values():
+            restore()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _restoring(value: Any) -> Callable[[], object] | None:
+    """Gives the value what it has now; None for one of which nothing is known."""
+    if isinstance(value, Tensor):
+        return None if isinstance(value, nn.Parameter) else overwriting(value)
+    if isinstance(value, torch.Generator):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return functools.partial(value.setstate, value.getstate())
+    if _is_of_numpy(value):
+        return _restoring_of_numpy(value)
+    if isinstance(value, tuple):
+        return _nothing
+    of_class = _refilling_attributes(value) if _is_of_the_users(value) else None
+    of_container = _refilling(value) if isinstance(value, _CONTAINERS) else None
+    if of_class is None or of_container is None:
+        return of_class or of_container
+
+    def both() -> None:
+        of_container()
+        of_class()
+
+    return both
+
+
+def _inside(value: Any) -> list[Any]:
+    inside: list[Any] = []
+    if isinstance(value, (tuple, *_CONTAINERS)) and len(value) <= _LENGTH_MAX:
+        inside += dict.values(value) if isinstance(value, dict) else value
+    if _is_of_the_users(value):
+        inside += _attributes(value).values()
+    return inside
+
+
+def _is_of_the_users(value: Any) -> bool:
+    if isinstance(value, (type, types.ModuleType, types.FunctionType, Tensor)):
+        return False
+    if isinstance(
+        value, (nn.Module, types.SimpleNamespace)
+    ):  # a module that none of the others has registered
+        return True
+    return (type(value).__module__ or "").partition(".")[0] not in _LIBRARIES
+
+
+def _attributes(target: Any) -> dict[str, Any]:
+    """Past the object's own ways of looking up, which may run or raise anything."""
+    try:
+        attributes = dict(object.__getattribute__(target, "__dict__"))
+    except AttributeError:
+        attributes = {}
+    for name, slot in _slots(target).items():
+        with contextlib.suppress(AttributeError):  # an empty one
+            attributes[name] = slot.__get__(target)
+    return attributes
+
+
+def _slots(target: Any) -> dict[str, types.MemberDescriptorType]:
+    members = (item for kind in type(target).__mro__ for item in vars(kind).items())
+    return {name: slot for name, slot in members if isinstance(slot, types.MemberDescriptorType)}
+
+
+def _refilling_attributes(target: Any) -> Callable[[], None]:
+    attributes = _attributes(target)
+
+    def refill() -> None:
+        now, slots = _attributes(target), _slots(target)
+        for name in now.keys() - attributes.keys():
+            object.__delattr__(target, name)
+        for name, value in attributes.items():
+            if name in now and now[name] is value:
+                continue
+            if name in slots:
+                slots[name].__set__(target, value)
+            else:
+                object.__getattribute__(target, "__dict__")[name] = value
+
+    return refill
+
+
+def _refilling(container: Any) -> Callable[[], None]:
+    """By the base classes' own methods: a subclass may compute or refuse."""
+    base: Any = next(kind for kind in (OrderedDict, *_CONTAINERS) if isinstance(container, kind))
+    entries = list(base.items(container) if issubclass(base, dict) else base.__iter__(container))
+
+    def refill() -> None:
+        base.clear(container)
+        if issubclass(base, dict):
+            for key, value in entries:
+                base.__setitem__(container, key, value)
+        else:
+            (base.update if base is set else base.extend)(container, entries)
+
+    return refill
+
+
+def overwriting(tensor: Tensor) -> Callable[[], None]:
+    """Gives a tensor the memory and the values back that it has now, whoever has written them: `.data` counts
+    as no version."""
+    memory, version = tensor.data, tensor._version
+    is_plain = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_nested
+    content = tensor.detach().clone()
+
+    @torch.no_grad()
+    def overwrite() -> None:
+        if is_plain and (tensor.shape != memory.shape or tensor.data_ptr() != memory.data_ptr()):
+            tensor.data = memory
+        if tensor._version != version or (is_plain and not _is_same(tensor, content)):
+            tensor.copy_(content)
+
+    return overwrite
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _is_of_numpy(value: Any) -> bool:
+    return (type(value).__module__ or "").partition(".")[0] == "numpy"
+
+
+def _restoring_of_numpy(value: Any) -> Callable[[], object] | None:
+    import numpy as np  # is there, as the value is
+
+    if isinstance(value, np.memmap):  # a file, which may be larger than memory
+        return None
+    if isinstance(value, np.ndarray):
+        content = value.copy()
+
+        def overwrite() -> None:
+            if value.tobytes() != content.tobytes():
+                value[...] = content
+
+        return overwrite
+    if isinstance(value, np.random.RandomState):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, np.random.Generator):
+        state = copy.deepcopy(value.bit_generator.state)
+        return functools.partial(setattr, value.bit_generator, "state", state)
+    return None
