@@ -423,6 +423,12 @@ using namespace cuda_stub;  // NOLINT(google-build-using-namespace): these are C
 
 extern "C" {
 
+cudaError_t cudaDriverGetVersion(int* version) {
+  PD_ENTER();
+  *version = CUDART_VERSION;
+  return cudaSuccess;
+}
+
 cudaError_t cudaGetDeviceCount(int* count) {
   PD_ENTER();
   *count = kNumDevices;
