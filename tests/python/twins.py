@@ -405,6 +405,65 @@ class Padded(nn.Module):
         return out
 
 
+class Truncated(nn.Module):
+    """Truncated backpropagation through time: the model itself keeps the hidden states, beside its cells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, WIDTH)
+        self.lower, self.upper = nn.GRUCell(WIDTH, WIDTH), nn.GRUCell(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.hidden: tuple[Tensor, Tensor] | None = None
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(0.1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        start = torch.zeros(len(tokens), WIDTH, dtype=self.head.weight.dtype)
+        lower, upper = self.hidden or (start, start)
+        outputs = []
+        for position in range(tokens.shape[1]):
+            lower = self.lower(self.words(tokens[:, position]), lower)
+            upper = self.upper(lower, upper)
+            outputs.append(self.head(upper))
+        self.hidden = lower.detach(), upper.detach()
+        return torch.stack(outputs, 1)
+
+
+class Rotary(nn.Module):
+    """Llama: positions and norms in float32, whatever the rest computes in; a weight that is used often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, WIDTH)
+        self.shared, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        positions = torch.arange(tokens.shape[1], dtype=torch.float32)[:, None]
+        for _ in range(6):
+            turned = self.shared(x).float() * positions.cos()
+            x = (turned * turned.square().mean(-1, keepdim=True).add(1e-6).rsqrt()).to(x.dtype) + x
+        out: Tensor = self.last(x)
+        return out
+
+
+class LongOnes(nn.Module):
+    """Has a skip where a text is longer than two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = (nn.Linear(WIDTH, size) for size in (WIDTH, WIDTH, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        out: Tensor = self.second(hidden).relu()
+        if x.shape[1] > 2:
+            out = out + hidden
+        result: Tensor = self.head(out.mean(1))
+        return result
+
+
 class SparseExperts(nn.Module):
     """Sends every sample to one of a dozen experts; those that none is sent to are not called."""
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipedream.model.stand_ins import poison
 from pipedream.model.structure import Structure, paths, rebuilt, taken_apart
 from pipedream.model.tensor_spec import DimOrder, as_used
 from pipedream.model.trace import INPUTS, CallKey, Opaque
@@ -147,8 +148,8 @@ _FILLERS_MAX = 1024  # of so many shapes
 
 class Fillers:
     """Stand-ins for tensors that nobody reads. They share their memory, so that they cost none; those that
-    look alike are one tensor. Floating-point ones are NaN: where somebody reads one, as nobody did in the
-    first minibatch, the loss shows it."""
+    look alike are one tensor. They are poison: where somebody reads one, as nobody did in the first
+    minibatch, it fails as an index, or the loss shows it."""
 
     def __init__(self) -> None:
         self._flat: dict[tuple[torch.dtype, torch.device], Tensor] = {}
@@ -157,7 +158,7 @@ class Fillers:
     def make(self, leaf: PackedLeaf, shape: tuple[int, ...], device: torch.device) -> Tensor:
         assert leaf.dtype is not None
         if leaf.is_overwritten:
-            return _shaped(self._filled(leaf.dtype, math.prod(shape), device), shape, leaf.order)
+            return _shaped(poison(math.prod(shape), leaf.dtype, device), shape, leaf.order)
         key = leaf.dtype, device, shape, leaf.order
         made = self._made.get(key)
         if made is None:
@@ -170,13 +171,9 @@ class Fillers:
     def _part_of_flat(self, dtype: torch.dtype, size: int, device: torch.device) -> Tensor:
         flat = self._flat.get((dtype, device))
         if flat is None or flat.numel() < size:
-            flat = self._flat[dtype, device] = self._filled(dtype, size, device)
+            flat = self._flat[dtype, device] = poison(size, dtype, device)
             self._made.clear()  # or the smaller memory would stay
         return flat[:size]
-
-    def _filled(self, dtype: torch.dtype, size: int, device: torch.device) -> Tensor:
-        is_number = dtype.is_floating_point or dtype.is_complex
-        return torch.full((size,), math.nan if is_number else 0, dtype=dtype, device=device)
 
 
 def _shaped(flat: Tensor, shape: tuple[int, ...], order: DimOrder) -> Tensor:

@@ -20,7 +20,24 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["exchange", "poisoned", "zeroed"]
+__all__ = ["exchange", "poison", "poisoned", "zeroed"]
+
+
+def poison(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A flat tensor that nobody is to read, and that shows where somebody does: NaN, whole numbers that are
+    no index of anything, true and false by turns."""
+    if dtype == torch.bool:
+        return torch.arange(size, device=device) % 2 == 0
+    return torch.full((size,), _poison_of(dtype), dtype=dtype, device=device)
+
+
+def _poison_of(dtype: torch.dtype) -> float | int:
+    if dtype.is_floating_point or dtype.is_complex:
+        return math.nan
+    if dtype == torch.bool:
+        return 1
+    info = torch.iinfo(dtype)
+    return info.min or info.max
 
 
 def exchange(tensor: Tensor, content: Tensor) -> Tensor:
@@ -35,10 +52,10 @@ def exchange(tensor: Tensor, content: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def poisoned(tensors: Iterable[Tensor], device: torch.device, read: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Inside the tensors are NaN, those of whole numbers 0, on the device: one element in their shape. read:
-    those of them that lie in memory as they did."""
+    """Inside the tensors are as poison() has it, on the device: one element in their shape. read: those of
+    them that lie in memory as they did."""
     in_memory = {id(tensor) for tensor in read}
-    with _exchanged(tensors, functools.partial(_nan_like, device=device, in_memory=in_memory)):
+    with _exchanged(tensors, functools.partial(_poison_like, device=device, in_memory=in_memory)):
         yield
 
 
@@ -59,9 +76,8 @@ def _exchanged(tensors: Iterable[Tensor], make: Callable[[Tensor], Tensor]) -> I
             exchange(tensor, content)
 
 
-def _nan_like(tensor: Tensor, device: torch.device, in_memory: set[int]) -> Tensor:
-    is_number = tensor.is_floating_point() or tensor.is_complex()
-    value = math.nan if is_number else 0
+def _poison_like(tensor: Tensor, device: torch.device, in_memory: set[int]) -> Tensor:
+    value = _poison_of(tensor.dtype)
     if id(tensor) in in_memory:
         return torch.full_like(tensor, value, device=device, requires_grad=False)
     return torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)

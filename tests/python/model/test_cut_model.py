@@ -24,7 +24,18 @@ from pipedream.model.span import SpanStage
 from pipedream.model.stage_module import StageModule, find_ties
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from twins import CLASSES, TWINS, WIDTH, LayerDropped, Output, Residual, SideValue, Skipping, cross_entropy
+from twins import (
+    CLASSES,
+    TWINS,
+    WIDTH,
+    LayerDropped,
+    LongOnes,
+    Output,
+    Residual,
+    SideValue,
+    Skipping,
+    cross_entropy,
+)
 
 State = dict[str, Tensor]
 
@@ -472,21 +483,6 @@ class _Lengthwise(nn.Module):
         return self.head(self.second(whole).mean(1) + begin.mean(1))
 
 
-class _LongOnes(nn.Module):
-    """Has a skip where a text is longer than two."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = (nn.Linear(WIDTH, size) for size in (WIDTH, WIDTH, CLASSES))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        out = self.second(hidden).relu()
-        if x.shape[1] > 2:
-            out = out + hidden
-        return self.head(out.mean(1))
-
-
 def _texts(length: int) -> tuple[Tensor, Tensor]:
     return torch.randn(3, length, WIDTH), torch.arange(3) % CLASSES
 
@@ -504,7 +500,7 @@ def test_tensors_that_are_one_in_the_first_minibatch_alone_are_not_taken_for_one
 
 def test_what_only_a_later_minibatch_reads_is_nan_and_not_zero() -> None:
     """A stage read the zeros that stood for what does not cross, and the training went on."""
-    cut = cut_model(_LongOnes(), *_texts(2), cross_entropy)
+    cut = cut_model(LongOnes(), *_texts(2), cross_entropy)
     assert _names(cut) == ["first", "second"]
     assert bool(_in_stages(cut, [0], *_texts(3))[0].isfinite())
     assert bool(_in_stages(cut, [1], *_texts(3))[0].isnan())
@@ -566,3 +562,49 @@ def test_none_crosses_a_cut_for_a_tensor_and_for_a_stand_in() -> None:
     stages = cut.stage(0, 0, 0), cut.stage(1, 1, 1)
     model.giving.beside = None
     assert torch.equal(stages[1](stages[0](x)), model(x))
+
+
+class _Codes(nn.Module):
+    """Returns what it was given with the nearest of a few whole numbers, and where that is odd."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        codes = x.detach().abs().sum(-1).long() % 4
+        return x, codes, codes % 2 == 1
+
+
+class _Coded(nn.Module):
+    """Reads whole numbers or truths of its first part where a text is longer than two."""
+
+    def __init__(self, reads: str) -> None:
+        super().__init__()
+        self.first, self.second, self.head = (nn.Linear(WIDTH, size) for size in (WIDTH, WIDTH, CLASSES))
+        self.coder = _Codes()
+        self.table = nn.Parameter(torch.rand(4, WIDTH))
+        self.reads = reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, codes, is_odd = self.coder(self.first(x))
+        out = self.second(out) * self.table.sum()
+        if x.shape[1] > 2:
+            out = out + (self.table[codes] if self.reads == "codes" else is_odd[..., None])
+        return self.head(out.mean(1))
+
+
+def test_whole_numbers_that_only_a_later_minibatch_reads_are_no_index() -> None:
+    """They were 0, and the training went on with the table's first row."""
+    cut = cut_model(_Coded("codes"), *_texts(2), cross_entropy)
+    assert "second" in _names(cut)
+    with pytest.raises(IndexError):
+        _in_stages(cut, [_names(cut).index("second")], *_texts(3))
+
+
+def test_truths_that_only_a_later_minibatch_reads_show_in_its_loss() -> None:
+    """They were all false, as they may well be."""
+    model = _Coded("truths")
+    cut = cut_model(model, *_texts(2), cross_entropy)
+    with torch.no_grad():
+        model.first.weight.zero_()  # all codes are 0, and none is odd
+        model.first.bias.zero_()
+    texts = _texts(3)
+    staged, _ = _in_stages(cut, [_names(cut).index("second")], *texts)
+    assert not torch.isclose(staged, _loss(model(texts[0]), texts[1]))
