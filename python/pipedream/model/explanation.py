@@ -140,7 +140,7 @@ def explain(
     device = torch.device("cpu") if on_meta else device_of([model])
     inputs, targets = (to_device(part, device) for part in parts_of(batch, 0))
     cut = cut_model(model, inputs, targets, loss_fn, weights=weights)
-    bad = {} if on_meta else check_cuts(cut, inputs, targets, loss_fn)
+    bad = {} if on_meta else check_cuts(cut, [(inputs, targets)], loss_fn)
     return _of_cut(cut.without(bad) if bad else cut)
 
 

@@ -38,7 +38,7 @@ from pipedream.model.meta_device import is_on_meta
 from pipedream.model.microbatch import batch_size_of
 from pipedream.model.product_timing import product_ms_per_replica
 from pipedream.model.references import check_loss_fn, modules_carried_by
-from pipedream.model.split_check import check_cuts
+from pipedream.model.split_check import NUM_CHECKED, check_cuts
 from pipedream.model.structure import taken_apart
 from pipedream.model.timed_passes import CutPasses, LayerPasses, LossFunction, TimedPasses
 from pipedream.model.untouched import untouched
@@ -159,8 +159,8 @@ def profile(
 
 @dataclass
 class _Measurement:
-    make_passes: Callable[[Any, Any], TimedPasses]
-    """Of minibatch 0, on the device."""
+    make_passes: Callable[[Sequence[tuple[Any, Any]]], TimedPasses]
+    """Of the first minibatches, (inputs, targets) on the device."""
     layers: Sequence[nn.Module]
     passes: TimedPasses | None = None
     factors: list[list[WeightFactors]] | None = None  # [layer]
@@ -170,9 +170,12 @@ class _Measurement:
     max_shapes: Shapes = field(default_factory=dict)
     """Of all minibatches that were read, the short ones too."""
 
+    def begin(self, first: Sequence[tuple[Any, Any]]) -> None:
+        """first: minibatches, on the device."""
+        self.passes = self.make_passes(first)
+
     def measure(self, minibatch: int, inputs: Any, targets: Any, clock: Clock) -> None:
-        if self.passes is None:
-            self.passes = self.make_passes(inputs, targets)
+        assert self.passes is not None
         if self.factors is None:
             with rows_counted(factorable(nn.ModuleList(self.layers), self._named())) as rows:
                 forward_ms, backward_ms = self.passes.run(minibatch, inputs, targets, clock)
@@ -252,7 +255,11 @@ def _measure(
     most = _WARM_UP_MINIBATCHES + minibatches
     deadline = None if seconds is None else time.perf_counter() + seconds
     clock = make_clock(device)
-    for minibatch, batch in enumerate(_repeat(batches)):
+    stream = _repeat(batches)
+    first = list(itertools.islice(stream, NUM_CHECKED))
+    with _located(0):
+        measurement.begin([_on_device(batch, minibatch, device) for minibatch, batch in enumerate(first)])
+    for minibatch, batch in enumerate(itertools.chain(first, stream)):
         inputs, targets = parts_of(batch, minibatch)
         measurement.max_shapes = larger_of(measurement.max_shapes, shapes_of(batch))
         batch_size = batch_size_of(inputs, targets)
@@ -260,7 +267,7 @@ def _measure(
             measurement.batch_size = batch_size
         # A shorter last batch would pull the mean below what a full minibatch costs.
         if batch_size == measurement.batch_size:
-            on_device = to_device(inputs, device), to_device(targets, device)
+            on_device = _on_device(batch, minibatch, device)
             with _located(minibatch):
                 measurement.measure(minibatch, *on_device, clock)
             if len(measurement.forward_ms) > _WARM_UP_MINIBATCHES:
@@ -273,6 +280,11 @@ def _measure(
             return
         if num_done >= most or minibatch + 1 >= _SKIPPED_FACTOR_MAX * most:
             return
+
+
+def _on_device(batch: Any, minibatch: int, device: torch.device) -> tuple[Any, Any]:
+    inputs, targets = parts_of(batch, minibatch)
+    return to_device(inputs, device), to_device(targets, device)
 
 
 @contextlib.contextmanager
@@ -296,16 +308,16 @@ def _make_passes(
     loss_fn: LossFunction,
     cuts: Sequence[str] | None,
     check: bool,
-    inputs: Any,
-    targets: Any,
+    first: Sequence[tuple[Any, Any]],
 ) -> TimedPasses:
+    """first: minibatches, on the device."""
     if needs_cutting(model):
         assert isinstance(model, nn.Module)
-        cut = cut_model(model, inputs, targets, loss_fn)
+        cut = cut_model(model, *first[0], loss_fn)
         if cuts is not None:
             cut = cut.at(cuts)
         if check:
-            cut = _without_bad_cuts(cut, inputs, targets, loss_fn, is_chosen=cuts is not None)
+            cut = _without_bad_cuts(cut, first, loss_fn, is_chosen=cuts is not None)
         if cut.offered:
             if cuts is None and cut.explain_checkpointed():
                 _log.warning("%s", cut.explain_checkpointed())
@@ -341,7 +353,8 @@ def _sweep(
         if check and cut.offered:
             with whole_for_a_check(model, weights) as is_whole:
                 if is_whole:
-                    cut = _without_bad_cuts(cut, inputs, targets, loss_fn, is_chosen=cuts is not None)
+                    first = [parts_of(batch, minibatch) for minibatch, batch in enumerate(read[:NUM_CHECKED])]
+                    cut = _without_bad_cuts(cut, first, loss_fn, is_chosen=cuts is not None)
         model = cut
     elif cuts is not None:
         _refuse_cuts_of_list(cuts)
@@ -356,9 +369,9 @@ def _refuse_cuts_of_list(cuts: Sequence[str]) -> NoReturn:
 
 
 def _without_bad_cuts(
-    cut: CutModel, inputs: Any, targets: Any, loss_fn: LossFunction, *, is_chosen: bool
+    cut: CutModel, minibatches: Sequence[tuple[Any, Any]], loss_fn: LossFunction, *, is_chosen: bool
 ) -> CutModel:
-    bad = check_cuts(cut, inputs, targets, loss_fn)
+    bad = check_cuts(cut, minibatches, loss_fn)
     if not bad:
         return cut
     position, difference = next(iter(bad.items()))
@@ -368,7 +381,9 @@ def _without_bad_cuts(
         " (numpy, an attribute, a list that a hook appends to): return it from a module, or do all that"
         " needs it inside of one"
     )
-    opaque = next((type(one).__name__ for one in taken_apart(inputs)[0] if not _can_cross(one)), None)
+    opaque = next(
+        (type(one).__name__ for one in taken_apart(minibatches[0][0])[0] if not _can_cross(one)), None
+    )
     if opaque is not None:
         text += f"; the inputs hold a {opaque}, None behind a cut: give its tensors in a tuple or a dataclass"
     if is_chosen:

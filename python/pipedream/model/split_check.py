@@ -1,10 +1,10 @@
 """Split check: whether a model that is cut at all its cuts at once computes what the whole one does.
 
-One minibatch, twice, with every layer as a stage of its own. What a stage must not need is NaN: tensors that
-do not cross, and parameters and buffers of other stages; attributes that one stage sets no other finds, but
-itself in the second turn. Losses, gradients and buffers are compared. It takes the time of four minibatches
-and of the code outside calls at every layer, and leaves everything as it was. Owned by the thread that
-profiles.
+Two minibatches, one after the other, with every layer as a stage of its own. What a stage must not need is
+poison: tensors that do not cross, and parameters and buffers of other stages; attributes that one stage sets
+no other finds, but itself with the second minibatch. Losses, gradients and buffers are compared, in float64
+where the model computes in it. It takes the time of four minibatches and of the code outside calls at every
+layer, and leaves everything as it was. Owned by the thread that profiles.
 """
 
 from __future__ import annotations
@@ -19,57 +19,63 @@ import torch
 from torch import Tensor, nn
 
 from pipedream.common.errors import describe_error
-from pipedream.model.batches import call_model
-from pipedream.model.boundary import boundary_input, check_loss, map_tensors
-from pipedream.model.calls import calls_seen, module_names, visible_modules
-from pipedream.model.crossing import Fillers
-from pipedream.model.cut_model import CutModel
+from pipedream.model.boundary import boundary_input, check_loss, device_of, map_tensors, tensors_of
+from pipedream.model.checked_model import CheckedModel, checked_model
+from pipedream.model.float64 import NotInFloat64Error, PrecisionSeen, as_float64, fits_in_float64, in_float64
+from pipedream.model.layers import Model
 from pipedream.model.loss_placement import call_loss
 from pipedream.model.recompute import GeneratorState
 from pipedream.model.references import modules_carried_by
-from pipedream.model.span import SpanStage
-from pipedream.model.trace import CallCounter
+from pipedream.model.stage_calls import leaves_of
+from pipedream.model.stage_module import StageModule
+from pipedream.model.trace import uncompiled
 from pipedream.model.untouched import hooks_of, restore_hooks, untouched
 
-__all__ = ["check_cuts"]
+__all__ = ["NUM_CHECKED", "check_cuts"]
+
+NUM_CHECKED = 2
+"""Minibatches that a check reads."""
 
 _LossFunction = Callable[[Any, Any], Tensor]
+_Minibatches = Sequence[tuple[Any, Any]]
 
-# Of each tensor's largest element: values that three or more use are summed in another order.
+# Of each tensor's largest element, by the coarsest numbers that the model computes: values that three or more
+# use are summed in another order.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-
+_TOLERANCE_OF_OTHERS = 1e-2
+# Where all but some of it is float64 (norms, positions), only what these round differently differs.
+_TOLERANCE_OF_MIXED = {torch.float32: 1e-6}
 
 _NEGLIGIBLE = 1e-2
 """Of the largest element of all gradients: times the tolerance some ten times float32's rounding of it."""
-
-_NUM_ROUNDS = 2  # the same minibatch twice: the second one finds what the first one left
 
 
 @dataclass
 class _Outcome:
     losses: list[float]
-    """Of each round."""
+    """Of each minibatch."""
     gradients: dict[str, Tensor]
-    """Of the first round, by name."""
+    """Of all of them, added up, by name."""
     buffers: dict[str, Tensor]
-    """After the last round."""
+    """After the last one."""
 
 
 @dataclass
 class _Round:
-    """The generators of the whole model's forward."""
+    """The generators of the whole model's forward with one minibatch."""
 
     begin: GeneratorState
-    at_cuts: dict[int, GeneratorState] = field(default_factory=dict)
+    at_places: dict[int, GeneratorState] = field(default_factory=dict)
 
 
 class _Attributes:
     """All that the modules of a model have, but for the contents of tensors."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._of = [
             (module, dict(vars(module)), dict(module._buffers), hooks_of(module))
-            for module in model.modules()
+            for root in modules
+            for module in root.modules()
         ]
 
     def restore(self) -> None:
@@ -81,152 +87,185 @@ class _Attributes:
             restore_hooks(module, hooks)
 
 
-def check_cuts(cut: CutModel, inputs: Any, targets: Any, loss_fn: _LossFunction) -> dict[int, str]:
-    """The offered places, by position, at which cutting changes what is computed, with what differs, or the
-    error that the forward then raises. inputs, targets: on the model's device.
+def check_cuts(model: Model, minibatches: _Minibatches, loss_fn: _LossFunction) -> dict[int, str]:
+    """The places where the model may be cut, by position, at which cutting changes what is computed, with
+    what differs, or the error that the forward then raises. model: a list of layers or a CutModel.
+    minibatches: (inputs, targets) on the model's device, the first NUM_CHECKED; where there are fewer the
+    last one counts again.
 
     Raises ValueError where single cuts compute what they must and several together do not."""
-    if not cut.offered:
+    checked = checked_model(model)
+    if not checked.place_names:
         return {}
-    device = next(cut.module.parameters()).device
-    kept = [cut.module, *modules_carried_by(loss_fn)]
-    with _all_kept(kept):
-        rounds, whole = _whole(cut, inputs, targets, loss_fn, device)
+    modules = [module for _, module in checked.roots]
+    taken = [*minibatches[:NUM_CHECKED], *[minibatches[-1]] * NUM_CHECKED][:NUM_CHECKED]
+    kept = [*modules, *modules_carried_by(loss_fn)]
+    with contextlib.ExitStack() as around:
+        around.enter_context(untouched(kept))
+        for module in modules:
+            around.enter_context(uncompiled(module))
+        if fits_in_float64(checked.roots, device_of(modules)):
+            with contextlib.suppress(NotInFloat64Error), in_float64(checked.roots, loss_fn):
+                wide = [(as_float64(inputs), as_float64(targets)) for inputs, targets in taken]
+                return _bad_places(_Check(checked, wide, loss_fn, kept, is_wide=True))
+        return _bad_places(_Check(checked, taken, loss_fn, kept, is_wide=False))
 
-    def difference(ends: Sequence[int]) -> str:
-        with _all_kept(kept):
-            try:
-                staged = _staged(cut, ends, inputs, targets, loss_fn, device, rounds)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                return f"cut there its forward raises {describe_error(error)}"
-            return _difference(whole, staged)
 
-    bad = _bad_of(range(len(cut.offered)), difference)
-    good = [end for end in range(len(cut.offered)) if end not in bad]
-    left = difference(good) if bad and good else ""
+def _bad_places(check: _Check) -> dict[int, str]:
+    names = check.model.place_names
+    bad = _bad_of(range(len(names)), check.difference)
+    good = [place for place in range(len(names)) if place not in bad]
+    left = check.difference(good) if bad and good else ""
     if left:
         raise ValueError(
-            f"the model cut after {', '.join(cut.offered[end].name for end in good)} at once does not compute"
+            f"the model cut after {', '.join(names[place] for place in good)} at once does not compute"
             f" what the whole model does: {left}; choose cuts=[...] of profile, or give a list of layers"
         )
     return bad
 
 
-def _bad_of(ends: Sequence[int], difference: Callable[[Sequence[int]], str]) -> dict[int, str]:
-    """Those of the cuts that differ, found by halves: a few of many take a few checks."""
-    found = difference(ends)
+def _bad_of(places: Sequence[int], difference: Callable[[Sequence[int]], str]) -> dict[int, str]:
+    """Those at which it differs, found by halves: a few of many take a few checks."""
+    found = difference(places)
     if not found:
         return {}
-    if len(ends) == 1:
-        return {ends[0]: found}
-    middle = len(ends) // 2
-    return _bad_of(ends[:middle], difference) | _bad_of(ends[middle:], difference)
+    if len(places) == 1:
+        return {places[0]: found}
+    middle = len(places) // 2
+    return _bad_of(places[:middle], difference) | _bad_of(places[middle:], difference)
+
+
+class _Check:
+    """Minibatches that a model has computed as a whole, to compare it in stages with."""
+
+    def __init__(
+        self,
+        model: CheckedModel,
+        minibatches: _Minibatches,
+        loss_fn: _LossFunction,
+        kept: Sequence[nn.Module],
+        *,
+        is_wide: bool,
+    ) -> None:
+        """kept: modules that are left as they are. is_wide: all is float64; raises NotInFloat64Error where
+        the model does not take it."""
+        self.model = model
+        self._minibatches = minibatches
+        self._loss_fn = loss_fn
+        self._kept = kept
+        self._modules = [module for _, module in model.roots]
+        self._device = device_of(self._modules)
+        self._rounds: list[_Round] = []
+        seen = PrecisionSeen()
+        with _all_kept(kept):
+            try:
+                self._whole = self._run_whole(seen)
+            except Exception as error:
+                if is_wide:
+                    raise NotInFloat64Error from error
+                raise
+        tolerances = (
+            _TOLERANCE_OF_MIXED | {torch.float64: _TOLERANCE[torch.float64]} if is_wide else _TOLERANCE
+        )
+        self._tolerance = tolerances.get(seen.coarsest, _TOLERANCE_OF_OTHERS)
+
+    def difference(self, ends: Sequence[int]) -> str:
+        """What differs in stages that end at these places; empty where nothing does."""
+        with _all_kept(self._kept):
+            try:
+                staged = self._run_staged(ends)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                return f"cut there its forward raises {describe_error(error)}"
+            return _difference(self._whole, staged, self._tolerance)
+
+    def _run_whole(self, seen: PrecisionSeen) -> _Outcome:
+        losses = []
+        for turn, (inputs, targets) in enumerate(self._minibatches):
+            of_turn = _Round(GeneratorState.capture(self._device))
+            self._rounds.append(of_turn)
+
+            def at_place(place: int, of_turn: _Round = of_turn) -> None:
+                of_turn.at_places[place] = GeneratorState.capture(self._device)
+
+            with seen if turn == 0 else contextlib.nullcontext():
+                output = self.model.run(_copied(inputs), at_place)
+                loss = self._loss(output, targets)
+            losses.append(float(loss.detach()))
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+            del loss, output
+        return _Outcome(losses, self._gradients(), _clones(self._named("named_buffers")))
+
+    def _run_staged(self, ends: Sequence[int]) -> _Outcome:
+        generators: dict[int, GeneratorState] = {}  # at the places, of this minibatch
+
+        def on_begin(place: int) -> None:
+            generators[place].restore(self._device)
+
+        stages = self.model.stages(ends, on_begin)
+        # A worker has the attributes that its own forwards have set.
+        attributes = [_Attributes(self._modules)] * len(stages)
+        losses: list[float] = []
+        buffers: dict[str, Tensor] = {}
+        for of_whole, (inputs, targets) in zip(self._rounds, self._minibatches, strict=True):
+            generators = of_whole.at_places
+            of_whole.begin.restore(self._device)
+            value: Any = _copied(inputs)
+            received: list[Any] = []
+            sent: list[Any] = []
+            buffers = {}
+            for index, stage in enumerate(stages):
+                if sent:
+                    received.append(leaves_of(sent[-1], copies=True))
+                    value = map_tensors(boundary_input, received[-1])
+                attributes[index].restore()
+                with _strays_swapped(stage):
+                    value = stage(value)
+                attributes[index] = _Attributes(self._modules)
+                buffers |= _clones(stage.stage_buffers())
+                if stage is not stages[-1]:
+                    sent.append(value)
+            loss = self._loss(value, targets)
+            losses.append(float(loss.detach()))
+            _backward(loss, sent, received)
+        return _Outcome(losses, self._gradients(), buffers)
+
+    def _loss(self, output: Any, targets: Any) -> Tensor:
+        return check_loss(call_loss(self._loss_fn, output, _copied(targets)), 0)
+
+    def _gradients(self) -> dict[str, Tensor]:
+        gradients = {name: p.grad for name, p in self._named("named_parameters") if p.grad is not None}
+        return {name: grad.to_dense() if grad.is_sparse else grad for name, grad in gradients.items()}
+
+    def _named(self, table: str) -> Iterator[tuple[str, Tensor]]:
+        """By full name; table: "named_parameters" or "named_buffers"."""
+        for prefix, module in self.model.roots:
+            yield from ((prefix + name, tensor) for name, tensor in getattr(module, table)())
+
+
+def _backward(loss: Tensor, sent: list[Any], received: list[Any]) -> None:
+    """Stage by stage, the last one first. sent, received: at each cut."""
+    roots = [(loss, torch.ones_like(loss))] if loss.requires_grad else []
+    while roots:
+        torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+        pairs = zip(tensors_of(sent.pop()), tensors_of(received.pop()), strict=True) if sent else ()
+        roots = [(output, leaf.grad) for output, leaf in pairs if leaf.grad is not None]
 
 
 @contextlib.contextmanager
 def _all_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
     with untouched(modules):
-        attributes = [_Attributes(module) for module in modules]
+        attributes = _Attributes(modules)
         try:
             yield
         finally:
-            for of_module in attributes:
-                of_module.restore()
-
-
-def _whole(
-    cut: CutModel, inputs: Any, targets: Any, loss_fn: _LossFunction, device: torch.device
-) -> tuple[list[_Round], _Outcome]:
-    """What the whole model computes."""
-    modules = dict(visible_modules(cut.module))
-    names = module_names(cut.module)
-    keys = {
-        place.crossing.last: index for index, place in enumerate(cut.offered) if place.crossing is not None
-    }
-    counter = CallCounter(names)  # of this round
-    rounds: list[_Round] = []
-
-    def call(module: nn.Module, call: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
-        key = counter.key_of_next(module)
-        output = call(*arguments, **keywords)
-        index = keys.get(key)
-        if index is not None:
-            rounds[-1].at_cuts[index] = GeneratorState.capture(device)
-        return output
-
-    losses = []
-    for turn in range(_NUM_ROUNDS):
-        rounds.append(_Round(GeneratorState.capture(device)))
-        counter = CallCounter(names)
-        with calls_seen([modules[key.module] for key in keys], call):
-            output = call_model(cut.module, _copied(inputs))
-        loss = check_loss(call_loss(loss_fn, output, _copied(targets)), 0)
-        losses.append(float(loss.detach()))
-        if turn == 0 and loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
-        del loss, output
-    return rounds, _Outcome(losses, _gradients(cut.module), _clones(cut.module.named_buffers()))
-
-
-def _staged(
-    cut: CutModel,
-    ends: Sequence[int],
-    inputs: Any,
-    targets: Any,
-    loss_fn: _LossFunction,
-    device: torch.device,
-    rounds: Sequence[_Round],
-) -> _Outcome:
-    """Of stages that end at these layers."""
-    fillers = Fillers()
-    generators: dict[int, GeneratorState] = {}  # at the cuts, of this round
-    last_layers = [*ends, len(cut.offered)]
-    stages = []
-    for stage_index, last_layer in enumerate(last_layers):
-        first_layer = last_layers[stage_index - 1] + 1 if stage_index > 0 else 0
-
-        def begin(end: int = first_layer - 1) -> None:
-            generators[end].restore(device)
-
-        stages.append(
-            cut.stage(stage_index, first_layer, last_layer, fillers, begin if stage_index > 0 else None)
-        )
-    # A worker has the attributes that its own forwards have set.
-    attributes = [_Attributes(cut.module)] * len(stages)
-    losses: list[float] = []
-    buffers: dict[str, Tensor] = {}
-    for turn, of_whole in enumerate(rounds):
-        generators = of_whole.at_cuts
-        of_whole.begin.restore(device)
-        value: Any = _copied(inputs)
-        received: list[list[Tensor]] = []
-        sent: list[list[Tensor]] = []
-        for index, stage in enumerate(stages):
-            if sent:
-                received.append([t.detach().clone().requires_grad_(t.requires_grad) for t in sent[-1]])
-                value = [boundary_input(leaf) for leaf in received[-1]]
-            attributes[index].restore()
-            with _strays_swapped(stage):
-                value = stage(value)
-            attributes[index] = _Attributes(cut.module)
-            if turn == len(rounds) - 1:
-                buffers |= _clones(stage.stage_buffers())
-            if stage is not stages[-1]:
-                sent.append(list(value))
-        loss = check_loss(call_loss(loss_fn, value, _copied(targets)), 0)
-        losses.append(float(loss.detach()))
-        roots = [(loss, torch.ones_like(loss))] if turn == 0 and loss.requires_grad else []
-        while roots:
-            torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
-            pairs = zip(sent.pop(), received.pop(), strict=True) if sent else ()
-            roots = [(output, leaf.grad) for output, leaf in pairs if leaf.grad is not None]
-    return _Outcome(losses, _gradients(cut.module), buffers)
+            attributes.restore()
 
 
 @contextlib.contextmanager
-def _strays_swapped(stage: SpanStage) -> Iterator[None]:
+def _strays_swapped(stage: StageModule) -> Iterator[None]:
     """Parameters and buffers of others are not what this stage reads, nor where it writes."""
     contents = [(tensor, tensor.data) for tensor in stage.strays()]
     for tensor, content in contents:
@@ -243,32 +282,26 @@ def _copied(value: Any) -> Any:
     return map_tensors(lambda tensor: tensor.detach().clone(), value)
 
 
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {name: grad.to_dense() if grad.is_sparse else grad for name, grad in gradients.items()}
-
-
 def _clones(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in named}
 
 
-def _difference(whole: _Outcome, staged: _Outcome) -> str:
+def _difference(whole: _Outcome, staged: _Outcome, tolerance: float) -> str:
     """Empty where there is none."""
     for turn, (wanted, loss) in enumerate(zip(whole.losses, staged.losses, strict=True)):
-        scale = max(abs(wanted), 1.0)
-        if not math.isclose(loss, wanted, abs_tol=_TOLERANCE[torch.float32] * scale):
+        if not math.isclose(loss, wanted, rel_tol=0, abs_tol=tolerance * max(abs(wanted), 1.0)):
             which = "its loss" if turn == 0 else "its next loss"
-            return f"{which} is {loss:.6g}, not {wanted:.6g}"
+            return f"{which} is {loss:.10g}, not {wanted:.10g}"
     # A gradient that is nothing but rounding, as that of an attention's key bias, is so in another way.
     scale = _NEGLIGIBLE * max([_largest(tensor) for tensor in whole.gradients.values()], default=0.0)
     for name, tensor in whole.gradients.items():
         other = staged.gradients.get(name)
         if other is None:
             return f"{name} has no gradient"
-        if not _is_close(tensor, other, scale):
+        if not _is_close(tensor, other, scale, tolerance):
             return f"the gradient of {name} differs"
     for name, tensor in whole.buffers.items():
-        if not _is_close(tensor, staged.buffers[name], 0.0):
+        if not _is_close(tensor, staged.buffers[name], 0.0, tolerance):
             return f"{name} differs"
     return ""
 
@@ -277,7 +310,7 @@ def _largest(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() > 0 else 0.0
 
 
-def _is_close(tensor: Tensor, other: Tensor, scale: float) -> bool:
+def _is_close(tensor: Tensor, other: Tensor, scale: float, tolerance: float) -> bool:
     """scale: what the largest element is taken for at least."""
     if tensor.is_sparse:  # a buffer
         tensor, other = tensor.to_dense(), other.to_dense()
@@ -286,4 +319,4 @@ def _is_close(tensor: Tensor, other: Tensor, scale: float) -> bool:
     if tensor.numel() == 0 or torch.equal(tensor, other):
         return True
     distance = (tensor - other).abs().max()  # NaN is no distance
-    return bool(distance <= _TOLERANCE.get(tensor.dtype, 1e-2) * max(_largest(tensor), scale))
+    return bool(distance <= tolerance * max(_largest(tensor), scale))

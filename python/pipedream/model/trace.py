@@ -43,6 +43,7 @@ __all__ = [
     "Trace",
     "Version",
     "record",
+    "uncompiled",
 ]
 
 # Operations that ask a tensor for its shape and dtype, not for its contents.
@@ -197,7 +198,7 @@ def record(
     recorder = _Recorder(model)
     recorder.note_inputs(inputs)
     modules = [module for _, module in visible_modules(model)]
-    with _uncompiled(model), calls_seen(modules, recorder.call), recorder:
+    with uncompiled(model), calls_seen(modules, recorder.call), recorder:
         loss = make_loss(call_model(inputs))
     recorder.trace.loss = recorder.version_of(loss)
     return recorder.trace
@@ -373,7 +374,7 @@ def _is_container(module: nn.Module) -> bool:
     return isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
 
 
-def _uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+def uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """Compiled code does not show its operations."""
     if not any(map(is_compiled, model.modules())):
         return contextlib.nullcontext()  # what follows imports the compiler, which takes seconds

@@ -17,7 +17,7 @@ from pipedream.model.initial_weights import WeightSource, materialised
 from pipedream.model.layers import roots_of
 from pipedream.model.seeding import generators_kept
 
-__all__ = ["whole_for_a_check"]
+__all__ = ["free_host_bytes", "whole_for_a_check"]
 
 _log = logging.getLogger("pipedream")
 
@@ -33,7 +33,7 @@ def whole_for_a_check(model: nn.Module, weights: WeightSource) -> Iterator[bool]
     roots = roots_of(model)
     tensors = dict(_named_tensors(model))
     needed_bytes = _NUM_COPIES * sum({id(t): t.nbytes for t in tensors.values()}.values())
-    free_bytes = _free_bytes()
+    free_bytes = free_host_bytes()
     if needed_bytes > free_bytes:
         _log.warning(
             "the cuts of the model are not checked: it is on the meta device, and whole it would take some"
@@ -47,7 +47,7 @@ def whole_for_a_check(model: nn.Module, weights: WeightSource) -> Iterator[bool]
         yield True
 
 
-def _free_bytes() -> int:
+def free_host_bytes() -> int:
     """With what the system keeps of files, as far as it says so."""
     with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as file:
         for line in file:

@@ -100,7 +100,7 @@ def test_the_cuts_of_a_model_on_meta_are_checked(caplog: pytest.LogCaptureFixtur
 def test_where_it_does_not_fit_whole_that_is_said(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole_on_host, "_free_bytes", lambda: 1000)
+    monkeypatch.setattr(whole_on_host, "free_host_bytes", lambda: 1000)
     found, said = _profile_aside(caplog)
     assert len(found.layers) == 3
     assert "the cuts of the model are not checked: it is on the meta device" in said

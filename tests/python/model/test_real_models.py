@@ -41,7 +41,7 @@ def _cut(name: str) -> CutModel:
     made = needed(name).seeded(draws=True)
     inputs, targets = parts_of(made.batch, 0)
     cut = cut_model(made.model.train(), inputs, targets, made.loss_fn)
-    assert check_cuts(cut, inputs, targets, made.loss_fn) == {}
+    assert check_cuts(cut, [(inputs, targets)], made.loss_fn) == {}
     return cut
 
 
@@ -57,7 +57,7 @@ def test_cut_in_any_one_place_a_small_network_computes_what_it_does_whole(name: 
     inputs, targets = parts_of(made.batch, 0)
     cut = cut_model(made.model.train(), inputs, targets, made.loss_fn)
     for place in cut.offered:
-        assert check_cuts(cut.at([place.name]), inputs, targets, made.loss_fn) == {}, place.name
+        assert check_cuts(cut.at([place.name]), [(inputs, targets)], made.loss_fn) == {}, place.name
 
 
 @pytest.mark.parametrize(("name", "num_layers"), [("resnet18", 60), ("mobilenet", 156), ("vgg", 37)])
