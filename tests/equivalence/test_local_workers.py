@@ -9,6 +9,7 @@ import random
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pipedream
@@ -293,3 +294,53 @@ def test_a_loaders_own_generator_goes_on_from_run_to_run_as_in_a_plain_loop() ->
             optimizer.step()
             plain_losses.append(loss.item())
     assert_close_losses(losses, plain_losses, 1e-5)
+
+
+class _FailingAfterwards(torch.utils.data.SequentialSampler):
+    """What a worker asks for when it has trained fails there."""
+
+    def __init__(self, source: Any) -> None:
+        super().__init__(source)
+        self.caller = os.getpid()
+
+    @property
+    def generator(self) -> None:
+        if os.getpid() != self.caller:
+            raise RuntimeError("at the very end")
+
+
+def test_a_run_that_fails_when_all_is_trained_leaves_the_weights_in_the_model(tmp_path: Path) -> None:
+    """Where no room is left to save them, too, of which nothing is left half written."""
+    (tmp_path / "model-00002-of-00002.safetensors.part").symlink_to("/dev/full")
+    inputs, targets = torch.randn(16, 4), torch.randn(16, 2)
+    dataset = TensorDataset(inputs, targets)
+    models = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)) for _ in range(3)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    ends = (
+        ({}, None),
+        ({"sampler": _FailingAfterwards(dataset)}, "at the very end; "),
+        ({"save": tmp_path}, r"weights of stage 1 could not be saved in .*\(.*No space left on device\); "),
+    )
+    for model, (how, said) in zip(models, ends, strict=True):
+        data = DataLoader(dataset, 4, sampler=how.pop("sampler", None))
+        train = functools.partial(
+            pipedream.run,
+            model,
+            Plan.straight(2, 2),
+            data=data,
+            loss_fn=nn.functional.mse_loss,
+            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+            progress=False,
+            **how,
+        )
+        if said is None:
+            train()
+            continue
+        over = "the training was over, and the model has the trained weights"
+        with pytest.raises(RuntimeError, match=said + over) as failed:
+            train()
+        assert len(failed.value.losses) == 4  # type: ignore[attr-defined]
+        for name, value in models[0].state_dict().items():
+            assert torch.equal(model.state_dict()[name], value)
+    assert not list(tmp_path.iterdir())

@@ -4,6 +4,8 @@ plain loop does from those of the whole model."""
 from __future__ import annotations
 
 import functools
+import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from models import straight_plan
 from pipedream import Plan, RunResult, Stage
 from pipedream.model.batches import call_model, own_loss, parts_of
 from pipedream.model.cut_model import cut_model
+from safetensors.torch import load_file
 from torch import nn
 from training import State, assert_close_losses, assert_close_state, state_of
 from twins import TWINS
@@ -104,6 +107,37 @@ def test_replicas_save_one_stage_and_the_means_of_their_buffers(farm: Farm, tmp_
     ]
     gathered = farm.results(_train_gathered, plan, num_ranks=3)[0]
     assert_close_state(_read("residual", tmp_path), gathered, _RELATIVE)
+
+
+def test_a_stage_that_cannot_save_keeps_its_weights_where_the_error_says(farm: Farm, tmp_path: Path) -> None:
+    # They were lost, and the folder had those of the other stage beside an earlier run's.
+    saved, elsewhere = tmp_path / "saved", tmp_path / "elsewhere"
+    saved.mkdir()
+    elsewhere.mkdir()
+    (saved / "model-00002-of-00002.safetensors.part").symlink_to("/dev/full")
+    outcomes = farm.run(_train_with_temporary, elsewhere, num_ranks=2, save=saved)
+    errors = {str(outcome.error) for outcome in outcomes}
+    assert len(errors) == 1
+    said = re.fullmatch(
+        r"the trained weights of stage 1 could not be saved in .*saved \(.*No space left on device\):"
+        r" they are in (.*); those of other stages are in (.*)",
+        errors.pop(),
+    )
+    assert said
+    (of_1,), (of_0,) = (list(Path(folder).iterdir()) for folder in said.groups())
+    assert [path.name for path in saved.iterdir()] == [of_0.parent.name]
+    _, state = _train_plainly("unet")
+    kept = {**load_file(of_0), **load_file(of_1)}
+    assert set(kept) == set(state)
+    assert_close_state(kept, state, _RELATIVE)
+
+
+def _train_with_temporary(temporary: Path, save: Path) -> None:
+    tempfile.tempdir = str(temporary)
+    try:
+        _train("unet", _plan("unet", 2), save=save)
+    finally:
+        tempfile.tempdir = None
 
 
 def _train_replicated(plan: Plan, **options: Any) -> None:

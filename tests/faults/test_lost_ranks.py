@@ -7,6 +7,7 @@ import functools
 import os
 import re
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ from mishaps import (
     suspend_all_ranks,
 )
 from pipedream import PeerLost, PipelineError
+from pipedream.launch import gathering
 from pipedream.links.keys import write_key_file
+from safetensors.torch import load_file
 
 
 def _assert_lost(
@@ -172,3 +175,34 @@ def test_a_run_that_is_suspended_as_a_whole_goes_on(farm: Farm) -> None:
     model = model_with(functools.partial(suspend_all_ranks, 2.5), stages=2, stage=1, at=5)
     results = farm.results(run, model, num_ranks=2, peer_timeout=2.0)
     assert len(results[1].losses) == NUM_MINIBATCHES
+
+
+def _be_killed_when_all_is_trained(temporary: str) -> tuple[str, dict[str, torch.Tensor]]:
+    """What the run ends with at the ranks that live, and the model there."""
+    if os.environ["RANK"] == "2":
+        gathering._hand_up = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    tempfile.tempdir = temporary
+    model = model_with(None)
+    try:
+        run(model)
+    except PipelineError as error:
+        return str(error), model.state_dict()
+    finally:
+        tempfile.tempdir = None
+    raise AssertionError("it has gathered")
+
+
+def test_ranks_that_lose_another_after_the_training_keep_their_own_weights(
+    farm: Farm, tmp_path: Path
+) -> None:
+    outcomes = farm.run(_be_killed_when_all_is_trained, str(tmp_path), num_ranks=3)
+    assert outcomes[2].exit_code == -signal.SIGKILL
+    for rank in range(2):
+        text, state = outcomes[rank].value
+        said = re.search(
+            rf"the training was over, and the trained weights of stage {rank}: they are in (.*)", text
+        )
+        assert said, text
+        (path,) = Path(said[1]).iterdir()
+        kept = load_file(path)
+        assert kept and all(torch.equal(value, state[name]) for name, value in kept.items())

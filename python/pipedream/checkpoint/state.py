@@ -6,13 +6,16 @@ cache that a layer makes in its first forward). Owned by the calling thread.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import os
+import struct
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from pipedream import _core
@@ -29,6 +32,25 @@ from pipedream.model.initial_weights import COMPLEX_MARK
 from pipedream.model.layers import dtype_name
 from pipedream.model.stage_module import StageModule
 
+# As safetensors calls them.
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
 __all__ = [
     "average_buffers",
     "load_state",
@@ -40,6 +62,7 @@ __all__ = [
     "saved_names",
     "saved_values",
     "send_state",
+    "state_bytes",
 ]
 
 
@@ -104,7 +127,8 @@ def save_state(
     names: Collection[str] | None = None,
     only_buffers: bool = False,
 ) -> None:
-    """Writes a safetensors file. names: of what is saved; None: all."""
+    """Writes a safetensors file, into the memory of the one that is there. names: of what is saved; None:
+    all. Where that fails no file is left."""
     state: dict[str, Tensor] = {}
     storages: set[int] = set()
     for stage in stages:
@@ -115,7 +139,43 @@ def save_state(
                 state[COMPLEX_MARK + name if value.is_complex() else name] = (
                     torch.view_as_real(value) if value.is_complex() else value
                 )
-    save_file(state, path, metadata={"format": "pt"})
+    try:
+        with open(path, "r+b" if os.path.exists(path) else "wb") as file:
+            _write(state, file)
+            file.truncate()
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
+
+
+def state_bytes(stage: StageModule, *, only_buffers: bool = False) -> int:
+    """Of the file that save_state() will write, at most, where no tensor grows."""
+    state = dict(stage.stage_buffers()) if only_buffers else _state_of(stage)
+    # Of the header, per tensor: the name and the other fields.
+    return 1024 + sum(len(name.encode()) * 2 + 256 + tensor.nbytes for name, tensor in state.items())
+
+
+def _write(state: Mapping[str, Tensor], file: BinaryIO) -> None:
+    """In the form of safetensors, whose own function gives back the room of a file before it writes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    # The widest first, so that each lies at a multiple of its width.
+    ordered = sorted(state.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    size = 0
+    for name, tensor in ordered:
+        offsets = [size, size + tensor.nbytes]
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": offsets,
+        }
+        size = offsets[1]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for _, tensor in ordered:
+        if tensor.nbytes:
+            file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _alone(value: Tensor, storages: set[int]) -> Tensor:

@@ -23,8 +23,15 @@ from pipedream.checkpoint.state import (
     relay_state,
     send_state,
 )
+from pipedream.common.errors import PipelineError, one_line
 from pipedream.launch.agreed_run import AgreedRun
-from pipedream.launch.weight_files import finish_weights, save_weights
+from pipedream.launch.weight_files import (
+    drop_weights,
+    finish_weights,
+    keep_elsewhere,
+    move_weights,
+    save_weights,
+)
 from pipedream.links.channels import RunChannel, tree_name
 from pipedream.links.rank_tree import children_of, parent_of, subtree_of
 from pipedream.links.state_transfer import receive_document, relay_document, send_document
@@ -33,13 +40,36 @@ from pipedream.report.result import RunResult, combine_reports
 
 __all__ = ["gather"]
 
+_UNSAVED = "unsaved"  # in a report and in the result that travels: texts
+
 
 def gather(
     run: AgreedRun, core: _core.Worker, channels: Sequence[RunChannel], report: dict[str, Any]
 ) -> RunResult:
     """The result at every rank, what the trace shows at rank 0 only. report: this rank's; channels: of the
-    run."""
-    _save(run)
+    run. What fails here says where the trained weights are."""
+    report[_UNSAVED] = _save(run)
+    try:
+        result, unsaved = _gather(run, core, channels, report)
+    except _core.RunFailure as failure:
+        kind, message = failure.args
+        has_saved = run.options.save is not None and run.options.gather == "none"
+        if run.place.folder is not None or has_saved or not run.own_stages():
+            raise
+        raise _core.RunFailure(
+            kind, f"{message}; the training was over, and {_weights_of(run)}: {keep_elsewhere(run)}"
+        ) from None
+    if unsaved:
+        is_in_model = run.options.gather != "none" and run.place.folder is None
+        where = ["the model of rank 0 has the trained weights"] if is_in_model else []
+        raise PipelineError("; ".join([*unsaved, *where]))
+    return result
+
+
+def _gather(
+    run: AgreedRun, core: _core.Worker, channels: Sequence[RunChannel], report: dict[str, Any]
+) -> tuple[RunResult, list[str]]:
+    """With what could not be saved."""
     if run.rank != 0:
         _hand_up(run, core, report)
         return _hear_farewell(run, core)
@@ -57,15 +87,17 @@ def gather(
             reports[other] = receive_document(core, tree_name(child, 0))
     for stage_index, by_replica in buffers.items():
         average_buffers(run.stages[stage_index], [by_replica[replica] for replica in sorted(by_replica)])
+    unsaved = [text for rank in range(num_ranks) for text in reports[rank].pop(_UNSAVED)]
     if run.options.save is not None:
-        finish_weights(run, Path(run.options.save))
+        unsaved += _finish(run, Path(run.options.save), unsaved)
     between = [channel for channel in channels if channel.stages is not None]
     in_order = [reports[rank] for rank in range(num_ranks)]
     result = combine_reports(plan, run.options.schedule_options(), between, in_order)
     # The farewell: nobody closes before everybody has all it needs.
-    shared = result.to_dict() | {"spans": [], "transfers": []}  # the trace is rank 0's: it can be large
+    # The trace is rank 0's: it can be large.
+    shared = result.to_dict() | {"spans": [], "transfers": [], _UNSAVED: unsaved}
     _hand_down(run, core, shared)
-    return result
+    return result, unsaved
 
 
 def _hand_up(run: AgreedRun, core: _core.Worker, report: dict[str, Any]) -> None:
@@ -83,11 +115,12 @@ def _hand_up(run: AgreedRun, core: _core.Worker, report: dict[str, Any]) -> None
             relay_document(core, tree_name(child, rank), above)
 
 
-def _hear_farewell(run: AgreedRun, core: _core.Worker) -> RunResult:
+def _hear_farewell(run: AgreedRun, core: _core.Worker) -> tuple[RunResult, list[str]]:
     above = tree_name(parent_of(run.rank), run.rank)
-    shared = receive_document(core, above)
+    shared: dict[str, Any] = receive_document(core, above)
     _hand_down(run, core, shared, above)
-    return RunResult.from_dict(shared)
+    unsaved = shared.pop(_UNSAVED)
+    return RunResult.from_dict(shared), unsaved
 
 
 def _hand_down(run: AgreedRun, core: _core.Worker, shared: dict[str, Any], above: str = "") -> None:
@@ -109,9 +142,40 @@ def _gathered_stages_of(run: AgreedRun, rank: int) -> list[StageModule]:
     return [] if by_files else run.stages_of(rank)
 
 
-def _save(run: AgreedRun) -> None:
-    """Before the report goes up, so that rank 0 finds all files."""
-    if run.options.save is not None:
-        save_weights(run, Path(run.options.save), persistent=True)
+def _save(run: AgreedRun) -> list[str]:
+    """Before the report goes up, so that rank 0 finds all files. What could not be saved for the user, and
+    where it is, which ends the run when everybody has what it needs."""
     if run.place.folder is not None and run.options.gather != "none":
-        save_weights(run, run.place.folder, persistent=False)
+        save_weights(run, run.place.folder, persistent=False)  # where there is room for it
+    if run.options.save is None:
+        return []
+    try:
+        save_weights(run, Path(run.options.save), persistent=True)
+    except OSError as error:
+        text = f"{_weights_of(run)} could not be saved in {run.options.save} ({one_line(error)})"
+        if run.options.gather == "none":
+            return [f"{text}: {keep_elsewhere(run)}"]
+        return [text]
+    return []
+
+
+def _finish(run: AgreedRun, folder: Path, unsaved: Sequence[str]) -> list[str]:
+    """The user's files get their names, all of them or none. What failed of that, or where the others are."""
+    text = ""
+    if not unsaved:
+        try:
+            finish_weights(run.plan, folder)
+            return []
+        except OSError as error:
+            text = f"the trained weights could not be saved in {folder} ({one_line(error)})"
+    if run.options.gather != "none":
+        drop_weights(run.plan, folder)
+        return [text] if text else []
+    moved = move_weights(run.plan, folder)
+    of_others = [] if moved is None else [f"those of {'all' if text else 'other'} stages are in {moved}"]
+    return [*([text] if text else []), *of_others]
+
+
+def _weights_of(run: AgreedRun) -> str:
+    stages = [stage.stage_index for stage in run.own_stages()]
+    return f"the trained weights of stage{'s' if len(stages) > 1 else ''} {' and '.join(map(str, stages))}"

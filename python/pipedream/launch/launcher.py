@@ -12,12 +12,13 @@ The result comes back through the folder, the weights as safetensors. On the cal
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import secrets
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from pipedream.launch.task_files import (
     write_part,
     write_task,
 )
-from pipedream.launch.weight_files import load_weights
+from pipedream.launch.weight_files import are_complete, load_weights, reserve_room
 from pipedream.launch.worker_processes import run_processes, signals_deferred
 from pipedream.links.rendezvous import Rendezvous, host_store
 from pipedream.model.batches import parts_of
@@ -85,6 +86,8 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions, first: K
             if any(not isinstance(made, NativeOptimizer) for made in _try_factories(folder, stages, options)):
                 start_server(compiler="before forks")
             forwarded = write_data(graph, folder, data, options)
+        if options.gather != "none":
+            reserve_room(stages, options.plan, folder)
         write_part(folder, "rng", rng, "")
         write_part(folder, "settings", CallerSettings.capture(), "")
         if forwarded is not None:
@@ -99,13 +102,25 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions, first: K
             errors.losses_kept(lambda: board.losses(options.plan.stages[-1].num_replicas)),
             Rendezvous(store, STORE_PREFIX) as rendezvous,
             forwarding(forwarded, data, options, task, rendezvous),
+            _trained_weights_told(stages, options, folder),
         ):
             _launch(task, options.plan, board, expected)
-        set_generators(data, read_part(folder, "generators"))
-        result = RunResult.from_dict(json.loads((folder / "result.json").read_text(encoding="utf-8")))
         if options.gather != "none":
             load_weights(stages, options.plan, folder)
-        return result
+        set_generators(data, read_part(folder, "generators"))
+        return RunResult.from_dict(json.loads((folder / "result.json").read_text(encoding="utf-8")))
+
+
+@contextlib.contextmanager
+def _trained_weights_told(stages: list[StageModule], options: JobOptions, folder: Path) -> Iterator[None]:
+    """A run that fails when all is trained leaves the weights in the model, and says so."""
+    try:
+        yield
+    except RuntimeError as error:
+        if options.gather != "none" and are_complete(options.plan, folder):
+            load_weights(stages, options.plan, folder)
+            error.args = (f"{error}; the training was over, and the model has the trained weights",)
+        raise
 
 
 def check_main_is_a_file() -> None:

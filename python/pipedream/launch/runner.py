@@ -32,6 +32,7 @@ from pipedream.launch.fork_server import start_server
 from pipedream.launch.launcher import check_main_is_a_file, run_locally
 from pipedream.launch.run_options import check_arguments
 from pipedream.launch.torchrun import mistakes_told, rendezvous_prefix, this_rank
+from pipedream.launch.weight_files import check_room
 from pipedream.launch.worker import run_worker
 from pipedream.links.codec_choice import CodecChoice, check_pairs, codec_between
 from pipedream.links.descriptors import descriptor_limit_raised
@@ -174,7 +175,8 @@ def run(
         module's own reset_parameters() and _init_weights; a function of a module; or a checkpoint, a
         safetensors file or a folder of them. docs/models.md.
     save: a folder, in which each stage's worker writes its trained weights as a safetensors file, with an
-        index of all as Hugging Face's checkpoints have it. On several machines one that all of them share.
+        index of all as Hugging Face's checkpoints have it. The files get their names when all are written. On
+        several machines a folder that all of them share.
     progress: show epoch, loss and samples/s on stderr while training: on a terminal a line that changes,
         elsewhere a line every few seconds.
     trace: a file (.json or .json.gz) for a trace that ui.perfetto.dev opens.
@@ -184,7 +186,8 @@ def run(
 
     The other arguments belong to features that are not built yet, and are refused. Raises ValueError or
     TypeError for a mistake in the arguments, errors.PipelineError for a run that fails; its `losses` are
-    those of the minibatches that were done. Warns where nothing is trainable, the model is in eval(), or
+    those of the minibatches that were done. One that fails when all is trained, as on a full disk, says where
+    the trained weights are. Warns where nothing is trainable, the model is in eval(), or
     the plan leaves workers without work.
     """
     if loss_fn is None:
@@ -280,6 +283,8 @@ def _checked_options(model: Model, plan: Plan, arguments: dict[str, Any]) -> Job
             "largest_in": largest_in(data) if isinstance(data := arguments["data"], (list, tuple)) else {},
         }
     )
+    if options.save is not None and is_rank_0():
+        check_room(model, options.save)
     check_replicas(options)
     options.schedule_options()  # says what the plan and the schedule cannot do, before any process starts
     return options

@@ -6,12 +6,18 @@ and for the user.
     model.safetensors.index.json          by name, as Hugging Face's checkpoints have it
 
 Of a stage with replicas each one more writes its buffers, whose means over all are the stage's; the user's
-folder gets them in a file of their own. On the worker's compute thread, and the caller's.
+folder gets them in a file of their own. A file is called *.part until it is whole, one of the user's until
+all of them are. On the worker's compute thread, and the caller's.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
+import shutil
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -25,57 +31,180 @@ from pipedream.checkpoint.state import (
     save_state,
     saved_names,
     saved_values,
+    state_bytes,
 )
+from pipedream.common.errors import PipelineError, one_line
+from pipedream.common.units import format_bytes
 from pipedream.launch.agreed_run import AgreedRun
 from pipedream.model.initial_weights import WEIGHT_INDEX
+from pipedream.model.layers import Model, roots_of
 from pipedream.model.stage_module import StageModule
 from pipedream.planning.plan import Plan
 
-__all__ = ["finish_weights", "load_weights", "save_weights"]
+__all__ = [
+    "are_complete",
+    "check_room",
+    "drop_weights",
+    "finish_weights",
+    "keep_elsewhere",
+    "load_weights",
+    "move_weights",
+    "reserve_room",
+    "save_weights",
+]
+
+_PART = ".part"
+
+
+def check_room(model: Model, folder: str) -> None:
+    """Raises ValueError where the folder has no room for the trained weights."""
+    place = Path(folder)
+    while not place.exists():
+        place = place.parent
+    roots = [root for _, root in roots_of(model)]
+    tensors = {id(t): t for root in roots for t in (*root.parameters(), *root.buffers())}
+    needed, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(place).free
+    if needed > free:
+        raise ValueError(
+            f"save is {folder!r}, where {format_bytes(free)} are free, and the trained weights take"
+            f" {format_bytes(needed)}, beside those of an earlier run until all are written: make room there,"
+            " or name another folder"
+        )
+
+
+def reserve_room(stages: Iterable[StageModule], plan: Plan, folder: Path) -> None:
+    """Before a run: so that no full disk keeps the trained weights from the caller of local workers."""
+    for stage in stages:
+        for replica in range(plan.stages[stage.stage_index].num_replicas):
+            path = _part_of(_file_of(folder, plan, stage.stage_index, replica))
+            num_bytes = state_bytes(stage, only_buffers=replica > 0)
+            try:
+                with path.open("wb") as file:
+                    os.posix_fallocate(file.fileno(), 0, num_bytes)
+            except OSError as error:
+                if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):  # it cannot be reserved there
+                    return
+                temporary = folder.parent
+                raise PipelineError(
+                    f"the trained weights of stage {stage.stage_index} ({format_bytes(num_bytes)}) come back"
+                    f" through {temporary}, where {format_bytes(shutil.disk_usage(temporary).free)} are free"
+                    f" ({one_line(error)}): make room there, or name another folder in TMPDIR"
+                ) from None
 
 
 def save_weights(run: AgreedRun, folder: Path, *, persistent: bool) -> None:
-    """Those of this worker's stages. persistent: only what a state_dict holds."""
+    """Writes those of this worker's stages. persistent: only what a state_dict holds, for the user, to be
+    finished when all have written theirs."""
     for stage in run.own_stages():
         replica = run.plan.replica_of(run.rank)
         names = stage.persistent_names() if persistent else None
         path = _file_of(folder, run.plan, stage.stage_index, replica)
-        save_state([stage], path, names=names, only_buffers=replica > 0)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_state([stage], _part_of(path), names=names, only_buffers=replica > 0)
+        if not persistent:
+            _part_of(path).replace(path)
+
+
+def are_complete(plan: Plan, folder: Path) -> bool:
+    """Whether all workers have saved theirs for the caller."""
+    return all(
+        _file_of(folder, plan, stage, replica).exists()
+        for stage in range(plan.num_stages)
+        for replica in range(plan.stages[stage].num_replicas)
+    )
 
 
 def load_weights(stages: Iterable[StageModule], plan: Plan, folder: Path) -> None:
-    """Makes what all workers saved the stages' state."""
-    for stage in stages:
-        index = stage.stage_index
-        load_state([stage], _file_of(folder, plan, index))
-        average_buffers(stage, _of_other_replicas(folder, plan, index))
+    """Makes what all workers saved the stages' state. Where that fails the files are kept."""
+    try:
+        for stage in stages:
+            index = stage.stage_index
+            load_state([stage], _file_of(folder, plan, index))
+            average_buffers(stage, _of_other_replicas(folder, plan, index))
+    except Exception as error:
+        kept = Path(tempfile.mkdtemp(prefix="trained-weights-", dir=folder.parent))
+        for path in folder.glob("model-*.safetensors"):
+            path.replace(kept / path.name)
+        raise PipelineError(
+            f"the trained weights could not be put into the model ({one_line(error)}): they are in {kept}"
+        ) from error
 
 
-def finish_weights(run: AgreedRun, folder: Path) -> None:
-    """When all workers have saved theirs: the buffers' means, and the index. At rank 0."""
-    plan = run.plan
+def finish_weights(plan: Plan, folder: Path) -> None:
+    """When all workers have written theirs for the user: the buffers' means, the files' names, and the
+    index. At rank 0."""
     file_of: dict[str, str] = {}
     means: dict[str, Tensor] = {}
     for stage in range(plan.num_stages):
         path = _file_of(folder, plan, stage)
-        file_of |= dict.fromkeys(saved_names(path), path.name)
-        others = _of_other_replicas(folder, plan, stage)
+        file_of |= dict.fromkeys(saved_names(_part_of(path)), path.name)
+        others = _of_other_replicas(folder, plan, stage, suffix=_PART)
         if others:
-            means |= mean_buffers(saved_values(path, others[0]), others)
-        for replica in range(1, plan.stages[stage].num_replicas):
-            _file_of(folder, plan, stage, replica).unlink()
+            means |= mean_buffers(saved_values(_part_of(path), others[0]), others)
     if means:
         path = folder / "model-buffers.safetensors"
-        save_file(means, path, metadata={"format": "pt"})
+        save_file(means, _part_of(path), metadata={"format": "pt"})
         file_of |= dict.fromkeys(means, path.name)
-    num_bytes = sum((folder / name).stat().st_size for name in set(file_of.values()))
+    num_bytes = sum(_part_of(folder / name).stat().st_size for name in set(file_of.values()))
     index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(file_of.items()))}
-    (folder / WEIGHT_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(index, indent=2) + "\n"
+    _part_of(folder / WEIGHT_INDEX).write_text(text, encoding="utf-8")
+    for name in (*set(file_of.values()), WEIGHT_INDEX):
+        _part_of(folder / name).replace(folder / name)
+    drop_weights(plan, folder)  # what other replicas have written
 
 
-def _of_other_replicas(folder: Path, plan: Plan, stage: int) -> list[dict[str, Tensor]]:
+def drop_weights(plan: Plan, folder: Path) -> None:
+    """Removes what is not finished."""
+    for path in _unfinished(plan, folder):
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def move_weights(plan: Plan, folder: Path) -> Path | None:
+    """Into a folder of their own those that are written, but not finished, as not all are. None: there are
+    none."""
+    written = [path for path in _unfinished(plan, folder) if path.exists()]
+    if not written:
+        return None
+    kept = Path(tempfile.mkdtemp(prefix="trained-weights-", dir=folder))
+    for path in written:
+        path.replace(kept / path.name.removesuffix(_PART))
+    return kept
+
+
+def keep_elsewhere(run: AgreedRun) -> str:
+    """Writes this worker's weights to where there is room, and says where."""
+    for place in (tempfile.gettempdir(), os.getcwd()):
+        with contextlib.suppress(OSError):
+            kept = Path(tempfile.mkdtemp(prefix="trained-weights-", dir=place))
+            try:
+                save_weights(run, kept, persistent=True)
+            except OSError:
+                shutil.rmtree(kept, ignore_errors=True)
+                raise
+            for part in kept.glob(f"*{_PART}"):
+                part.replace(kept / part.name.removesuffix(_PART))
+            return f"they are in {kept}"
+    return f"nor in {tempfile.gettempdir()} or {os.getcwd()}, so they are lost"
+
+
+def _unfinished(plan: Plan, folder: Path) -> list[Path]:
+    stages = range(plan.num_stages)
+    replicas = [range(plan.stages[stage].num_replicas) for stage in stages]
+    paths = [_file_of(folder, plan, stage, replica) for stage in stages for replica in replicas[stage]]
+    others = [folder / "model-buffers.safetensors", folder / WEIGHT_INDEX]
+    return [_part_of(path) for path in (*paths, *others)]
+
+
+def _of_other_replicas(folder: Path, plan: Plan, stage: int, suffix: str = "") -> list[dict[str, Tensor]]:
     replicas = range(1, plan.stages[stage].num_replicas)
-    return [saved_values(_file_of(folder, plan, stage, replica)) for replica in replicas]
+    paths = [_file_of(folder, plan, stage, replica) for replica in replicas]
+    return [saved_values(path.with_name(path.name + suffix)) for path in paths]
+
+
+def _part_of(path: Path) -> Path:
+    return path.with_name(path.name + _PART)
 
 
 def _file_of(folder: Path, plan: Plan, stage: int, replica: int = 0) -> Path:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from pipedream import Plan
-from pipedream.checkpoint.state import load_state, save_state
+from pipedream.checkpoint.state import load_state, save_state, state_bytes
 from pipedream.model.splitter import split
+from safetensors.torch import load_file
 from torch import nn
 
 
@@ -61,3 +63,35 @@ def test_a_buffer_that_is_taken_over_goes_where_its_model_is(tmp_path: Path) -> 
     load_state(stages, tmp_path / "state.safetensors")
     assert fresh[2].cache.is_meta
     assert fresh[0].empty.is_meta and fresh[0].empty.shape == (2, 4)
+
+
+def test_any_reader_of_safetensors_reads_what_was_saved(tmp_path: Path) -> None:
+    layer = nn.Linear(3, 2)
+    kinds = (torch.bfloat16, torch.float64, torch.bool, torch.uint8, torch.int32, torch.float8_e4m3fn)
+    for index, dtype in enumerate(kinds):
+        layer.register_buffer(f"of_{index}", torch.arange(index + 1).to(dtype))
+    layer.register_buffer("count", torch.tensor(7))
+    save_state(split(nn.Sequential(layer), Plan.straight(1, 1)), tmp_path / "state.safetensors")
+    read = load_file(tmp_path / "state.safetensors")
+    assert set(read) == {f"0.{name}" for name in layer.state_dict()}
+    for name, value in layer.state_dict().items():
+        assert read[f"0.{name}"].dtype == value.dtype
+        assert torch.equal(read[f"0.{name}"].float(), value.float()), name
+
+
+def test_a_file_is_written_into_the_room_that_was_reserved_for_it(tmp_path: Path) -> None:
+    stages, path = split(_make_model(7.0), Plan.straight(3, 1)), tmp_path / "state.safetensors"
+    path.write_bytes(bytes(state_bytes(stages[0])))
+    inode = path.stat().st_ino
+    save_state(stages, path)
+    assert path.stat().st_ino == inode
+    assert 0 < path.stat().st_size <= state_bytes(stages[0])
+    load_state(split(_make_model(0.0), Plan.straight(3, 1)), path)
+
+
+def test_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "state.safetensors"
+    path.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        save_state(split(_make_model(7.0), Plan.straight(3, 1)), path)
+    assert not list(tmp_path.iterdir())
