@@ -781,3 +781,38 @@ def test_requires_grad_that_changes_in_a_run_is_refused_by_name(
     assert any(re.search(message, str(outcome.error)) for outcome in outcomes), outcomes
     with pytest.raises(ValueError, match=message):
         _expect(make_model, 2)
+
+
+class _Padding(nn.Module):
+    """Joins sequences of several lengths, one per sample."""
+
+    def forward(self, sequences: list[Tensor]) -> Tensor:
+        return torch.stack([sequence.mean(0) for sequence in sequences])
+
+
+def _ragged() -> nn.Sequential:
+    return _model(_Padding(), _linear(), nn.Tanh(), _linear())
+
+
+def _ragged_data() -> list[tuple[list[Tensor], list[dict[str, Tensor]]]]:
+    """Sequences in a list, targets in records, and a short last minibatch."""
+    inputs = [
+        [value.expand(1 + index % 3, _WIDTH) for index, value in enumerate(batch)] for batch, _ in _data()
+    ]
+    inputs[-1] = inputs[-1][:3]
+    return [
+        (sequences, [{"wanted": target} for target in targets[: len(sequences)]])
+        for sequences, (_, targets) in zip(inputs, _data(), strict=True)
+    ]
+
+
+def _loss_of_records(outputs: Tensor, targets: list[dict[str, Tensor]]) -> Tensor:
+    return nn.functional.mse_loss(outputs, torch.stack([target["wanted"] for target in targets]))
+
+
+def test_lists_with_an_entry_per_sample_are_cut_into_microbatches(farm: Farm) -> None:
+    """Targets in a list went whole to every microbatch, and were paired with others' outputs."""
+    options: dict[str, Any] = {"data": _ragged_data(), "loss_fn": _loss_of_records, "schedule": "flush"}
+    whole = _expect(_ragged, 1, **options)[0]
+    assert _expect(_ragged, 2, microbatches=2, **options)[0] == pytest.approx(whole, rel=1e-9)
+    _assert_equals_reference(farm, _ragged, 2, microbatches=2, **options)

@@ -34,7 +34,7 @@ from pipedream.links.codec_choice import pushes_factors
 from pipedream.links.rank_tree import children_of, parent_of, subtree_of
 from pipedream.model.boundary import Boundary
 from pipedream.model.enlarged import enlarged, shaped
-from pipedream.model.microbatch import check_alike, chunk, samples_of
+from pipedream.model.microbatch import check_alike, chunk, lists_samples, samples_of
 from pipedream.planning.shapes import Shapes, cover, describe_shapes, next_kind, shapes_of_parts
 from pipedream.report.first_figures import FirstFigures
 
@@ -172,11 +172,13 @@ def _first_microbatch(
         at_sizes = f" at {what} ({describe_shapes(made_shapes)}{largest})"
     which = f"{minibatch}{at_sizes}"
     boundary: Boundary | None = None
+    count = samples_of(inputs, targets)
     with contextlib.suppress(ValueError):  # inputs that cannot cross need not: they are read here
         # Where nothing crosses a cut their sizes matter to a limit alone, and to what is pushed as factors.
-        if len(run.stages) > 1 or run.options.memory_bytes is not None or _stages_with_factors(run):
+        is_limited = run.options.memory_bytes is not None or bool(_stages_with_factors(run))
+        # A list of samples has other entries in every minibatch.
+        if (len(run.stages) > 1 or is_limited) and not lists_samples(inputs, count):
             boundary = Boundary.of(inputs, name="the inputs")
-    count = samples_of(inputs, targets)
     first_inputs = chunk(inputs, m, name="the inputs", minibatch=which, num_samples=count)[0]
     first_targets = chunk(targets, m, name="the targets", minibatch=which, num_samples=count)[0]
     check_alike(inputs, targets, m, minibatch=which)

@@ -11,7 +11,7 @@ import copy
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ __all__ = [
     "device_of",
     "exportable",
     "map_tensors",
+    "replaced",
     "tensors_of",
     "to_device",
 ]
@@ -292,6 +293,11 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     return function(value) if isinstance(value, torch.Tensor) else _map(function, value, {})
 
 
+def replaced(value: Any, others: Mapping[int, Any]) -> Any:
+    """The value with others in the place of what has these ids in it: tensors, tuples, lists or dicts."""
+    return _map(lambda tensor: tensor, value, {**others})
+
+
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors in a value's tuples, lists and dicts, each object once."""
     if type(value) is tuple and len(value) == 2:  # (inputs, targets), as most data have them
@@ -430,10 +436,11 @@ def _key_of(structure: dict[str, Any], tensor_index: int) -> str:
     return "".join(f" ({key})" for key, node in keys.items() if node == {"tensor": tensor_index})
 
 
-def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Any, done: dict[int, torch.Tensor]) -> Any:
+def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Any, done: dict[int, Any]) -> Any:
+    if id(value) in done:
+        return done[id(value)]
     if isinstance(value, torch.Tensor):
-        if id(value) not in done:
-            done[id(value)] = function(value)
+        done[id(value)] = function(value)
         return done[id(value)]
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
         return type(value)(*(_map(function, item, done) for item in value))

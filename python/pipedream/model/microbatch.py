@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from pipedream.model.boundary import map_tensors, tensors_of
+from pipedream.model.boundary import replaced, tensors_of
 
 __all__ = [
     "batch_size_of",
@@ -16,6 +17,7 @@ __all__ = [
     "check_enough",
     "chunk",
     "counts_of",
+    "lists_samples",
     "piece_sizes",
     "samples_of",
     "weights",
@@ -27,10 +29,74 @@ _CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, 
 
 def samples_of(inputs: Any, targets: Any) -> int | None:
     """Samples of a minibatch: the size of dimension 0 of the first tensor that has one, of the targets or,
-    where they have none, of the inputs. None: neither has any. A size of 1, which broadcasts, tells nothing
-    where another tensor has more."""
+    where they have none, of the inputs. A size of 1, which broadcasts, tells nothing where another tensor has
+    more. Where the targets are a list with one entry per sample its length tells, and where there is no
+    tensor any such list's. None: there is nothing of these."""
+    if isinstance(targets, (list, tuple)) and targets is not inputs and _are_samples(targets, inputs):
+        return len(targets)
     sizes = [tensor.size(0) for tensor in tensors_of((targets, inputs)) if tensor.dim() > 0]
+    if not sizes:
+        found = (*_sequences(targets), *_sequences(inputs))
+        sizes = [len(sequence) for sequence in found if _has_entries_of_samples(sequence)]
     return next((size for size in sizes if size != 1), 1 if sizes else None)
+
+
+def _are_samples(targets: Sequence[Any], inputs: Any) -> bool:
+    """Whether the targets as a whole are a list of samples."""
+    if _has_entries_of_samples(targets):
+        return True
+    kinds = {type(entry) for entry in targets}
+    if len(kinds) != 1 or not issubclass(kinds.pop(), (dict, torch.Tensor)) or hasattr(targets, "_fields"):
+        return False
+    # Records, or masks of images; where sizes agree they are fields. A tuple of inputs may have fields of its
+    # own, as a graph's edges.
+    is_pair = isinstance(inputs, (list, tuple)) and len(inputs) == len(targets)
+    compared = targets if isinstance(targets, tuple) else (targets, inputs)
+    return is_pair and len({tensor.shape[:1] for tensor in tensors_of(compared)} - {(1,)}) > 1
+
+
+def _has_entries_of_samples(sequence: Sequence[Any]) -> bool:
+    """Whether the entries can only be of a sample each: texts, or numbers and the like in a list."""
+    kinds = {type(entry) for entry in sequence}
+    if isinstance(sequence, list):
+        return bool(kinds) and all(issubclass(kind, (type(None), *_CONSTANTS)) for kind in kinds)
+    return len(kinds) == 1 and issubclass(kinds.pop(), (str, bytes))
+
+
+def _sequences(value: Any) -> Iterator[Sequence[Any]]:
+    """The outermost lists, and the tuples outside of them."""
+    if isinstance(value, list):
+        yield value
+    elif isinstance(value, (tuple, dict)):
+        if isinstance(value, tuple) and not hasattr(value, "_fields"):
+            yield value
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _sequences(item)
+
+
+def lists_samples(value: Any, num_samples: int | None) -> bool:
+    """Whether there is a list or tuple in it with one entry per sample."""
+    return any(True for _ in _lists_of_samples(value, num_samples))
+
+
+def _lists_of_samples(value: Any, num_samples: int | None) -> Iterator[Sequence[Any]]:
+    if num_samples is None or isinstance(value, torch.Tensor):
+        return iter(())
+    return (found for found in _sequences(value) if _is_of_samples(found, num_samples))
+
+
+def _is_of_samples(value: Any, num_samples: int) -> bool:
+    """Whether it is a list or tuple with one entry per sample, and not of fields, which are tensors of all
+    samples."""
+    if not isinstance(value, (list, tuple)) or len(value) != num_samples or hasattr(value, "_fields"):
+        return False
+    if _has_entries_of_samples(value):
+        return True
+    kinds = {type(entry) for entry in value}
+    if isinstance(value, tuple) and (len(kinds) > 1 or kinds & {type(None), *_CONSTANTS}):
+        return False  # a list may have entries of any kind
+    sizes = {tensor.size(0) for tensor in tensors_of(value) if tensor.dim() > 0}
+    return sizes not in ({num_samples}, {1, num_samples})
 
 
 def batch_size_of(inputs: Any, targets: Any) -> int | None:
@@ -55,10 +121,11 @@ def chunk(
 ) -> list[Any]:
     """The microbatches of a nested value, as views, in order; [value] itself for num_microbatches = 1.
 
-    Every tensor with a dimension is cut with torch.chunk along dimension 0, its samples; other tensors,
-    those that have 1 there where others have more (positions, masks of a shape (1, T)) and constants go to
-    every piece. As torch.chunk does, it may give fewer pieces than asked for (5 samples in 4: 2, 2, 1); a
-    value without samples is repeated for each piece of the minibatch's num_samples.
+    Every tensor with a dimension is cut with torch.chunk along dimension 0, its samples, and every list or
+    tuple with one entry per sample likewise; other tensors, those that have 1 there where others have more
+    (positions, masks of a shape (1, T)) and constants go to every piece. As torch.chunk does, it may give
+    fewer pieces than asked for (5 samples in 4: 2, 2, 1); a value without samples is repeated for each piece
+    of the minibatch's num_samples.
 
     Raises ValueError, naming `name` and minibatch (its number, or more: "0 at these sizes"), for fewer
     samples than microbatches and for tensors that disagree in their number of samples; TypeError for an
@@ -66,11 +133,17 @@ def chunk(
     """
     if num_microbatches == 1:
         return [value]
-    _check_constants(value, name, minibatch)
-    cut = {id(tensor): tensor for tensor in tensors_of(value) if tensor.dim() > 0}
-    if not cut:
+    count = samples_of(value, None) if num_samples is None else num_samples
+    lists = {id(found): found for found in _lists_of_samples(value, count)}
+    rest = _without(value, lists)
+    _check_constants(rest, name, minibatch)
+    cut = {id(tensor): tensor for tensor in tensors_of(rest) if tensor.dim() > 0}
+    if not cut and not lists:
         return [value] * len(piece_sizes(num_samples, num_microbatches))
     all_sizes = {int(tensor.shape[0]) for tensor in cut.values()}
+    if lists:
+        assert count is not None
+        all_sizes.add(count)
     sizes = sorted(all_sizes - {1} or all_sizes)
     if sizes == [1] and num_samples not in (None, 1):
         return [value] * len(piece_sizes(num_samples, num_microbatches))
@@ -82,13 +155,28 @@ def chunk(
             f"microbatches=1"
         )
     check_enough(sizes[0], num_microbatches, name=name, minibatch=minibatch)
-    pieces = {
+    pieces: dict[int, Sequence[Any]] = {
         key: torch.chunk(tensor, num_microbatches)
         for key, tensor in cut.items()
         if tensor.shape[0] == sizes[0]
     }
-    num_pieces = len(next(iter(pieces.values())))
-    return [_piece(value, pieces, index) for index in range(num_pieces)]
+    ends = list(itertools.accumulate(piece_sizes(sizes[0], num_microbatches)))
+    for key, entries in lists.items():
+        pieces[key] = [entries[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    return [
+        replaced(value, {key: parts[index] for key, parts in pieces.items()}) for index in range(len(ends))
+    ]
+
+
+def _without(value: Any, lists: dict[int, Sequence[Any]]) -> Any:
+    """The value without what is in these lists."""
+    if not lists:
+        return value
+    if id(value) in lists:
+        return None
+    if isinstance(value, (tuple, list)):
+        return tuple(_without(item, lists) for item in value)
+    return {key: _without(item, lists) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def check_enough(num_samples: int | None, num_microbatches: int, *, name: str, minibatch: int | str) -> None:
@@ -105,7 +193,8 @@ def check_alike(inputs: Any, targets: Any, num_microbatches: int, *, minibatch: 
     """Raises ValueError for inputs and targets, both with samples, that make different numbers of pieces."""
     if num_microbatches == 1:
         return
-    counts = [samples_of(inputs, None), samples_of(None, targets)]
+    count = samples_of(inputs, targets)
+    counts = [count if lists_samples(part, count) else samples_of(part, None) for part in (inputs, targets)]
     made = [len(piece_sizes(count, num_microbatches)) for count in counts if count not in (None, 1)]
     if len(set(made)) > 1:
         raise ValueError(
@@ -137,10 +226,6 @@ def counts_of(weight_fn: Callable[[Any], Any], pieces: Sequence[Any], minibatch:
             )
         counts.append(count)
     return counts if any(counts) else [1.0] * len(counts)
-
-
-def _piece(value: Any, pieces: dict[int, tuple[torch.Tensor, ...]], index: int) -> Any:
-    return map_tensors(lambda tensor: pieces[id(tensor)][index] if id(tensor) in pieces else tensor, value)
 
 
 def _check_constants(value: Any, name: str, minibatch: int | str) -> None:

@@ -219,7 +219,7 @@ class AsynchronousTrainer(Trainer):
         if len(self._stages) > 1:
             values = [map_tensors(Tensor.clone, value) for value in values]
         on_device = [to_device(piece_targets, self._device) for _, piece_targets in pieces]
-        return _Flight(minibatch, values, on_device, self._shares(targets, pieces, minibatch))
+        return _Flight(minibatch, values, on_device, self._shares(inputs, targets, pieces, minibatch))
 
     def _forward_next(
         self,

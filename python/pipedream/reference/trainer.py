@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipedream.model.boundary import check_loss, map_tensors, to_device
 from pipedream.model.ignored_labels import IgnoredLabels, with_other_labels
-from pipedream.model.microbatch import check_alike, chunk, counts_of, samples_of, weights
+from pipedream.model.microbatch import check_alike, chunk, counts_of, piece_sizes, samples_of, weights
 from pipedream.model.precision import LossScaler
 from pipedream.model.references import places_of
 from pipedream.model.untouched import untouched
@@ -64,7 +64,7 @@ class Trainer:
     def train(self, minibatch: int, inputs: Any, targets: Any) -> float:
         """One minibatch; its loss."""
         pieces = cut(inputs, targets, self._num_microbatches, minibatch)
-        shares = self._shares(targets, pieces, minibatch)
+        shares = self._shares(inputs, targets, pieces, minibatch)
         for stage in self._stages:
             stage.begin(minibatch)
         leaves = self._read(minibatch)
@@ -107,12 +107,14 @@ class Trainer:
             stage.average()
             stage.buffers.average()
 
-    def _shares(self, targets: Any, pieces: Sequence[tuple[Any, Any]], minibatch: int) -> list[float]:
+    def _shares(
+        self, inputs: Any, targets: Any, pieces: Sequence[tuple[Any, Any]], minibatch: int
+    ) -> list[float]:
         """Of the microbatches in the minibatch. Raises ValueError for a loss that wants others."""
         of_pieces = [piece_targets for _, piece_targets in pieces]
         if self._weight_fn is not None and self._num_microbatches > 1:
             return weights(counts_of(self._weight_fn, of_pieces, minibatch))
-        counts = [samples_of(*piece) or 1 for piece in pieces]
+        counts = piece_sizes(samples_of(inputs, targets), self._num_microbatches)
         if self._num_microbatches > 1:
             found = self._ignored_labels.look(targets, of_pieces, counts)
             for uneven, piece in itertools.product(found, pieces):

@@ -137,3 +137,83 @@ def test_where_nothing_counts_all_count_alike() -> None:
 def test_what_is_no_count_is_refused_naming_the_minibatch(count: float) -> None:
     with pytest.raises(ValueError, match=f"weight_fn gives {float(count)} for a microbatch of minibatch 5"):
         counts_of(lambda targets: count, [None, None], 5)
+
+
+def _halves(value: Any, num_samples: int | None = None) -> list[Any]:
+    return chunk(value, 2, name="the inputs", minibatch=0, num_samples=num_samples)
+
+
+_IMAGES = [torch.zeros(3, 4 + width, 4) for width in range(4)]
+_BOXES = [{"boxes": torch.zeros(count, 4), "labels": torch.zeros(count)} for count in (2, 0, 4, 1)]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        ["a", "b", "c", "d"],
+        ("a", "b", "c", "d"),
+        [1, 2, 3, 4],
+        [[1], [2, 3], [], [4, 5, 6]],
+        _IMAGES,
+        tuple(_IMAGES),
+        [torch.zeros(1, 2, 2)] * 4,
+        [torch.zeros(length) for length in (4, 1, 3, 4)],
+        _BOXES,
+        tuple(_BOXES),
+        [object() for _ in range(4)],
+    ],
+    ids=[
+        "texts",
+        "tuple",
+        "numbers",
+        "ragged",
+        "images",
+        "image tuple",
+        "grey",
+        "lengths",
+        "boxes",
+        "box tuple",
+        "objects",
+    ],
+)
+def test_a_list_with_an_entry_per_sample_is_cut(value: Any) -> None:
+    """It went whole to every microbatch, or along the channels of its images, paired with other samples."""
+    assert _halves(value, 4) == [value[:2], value[2:]]
+    (first, _), (second, _) = _halves((value, torch.zeros(4)), 4)
+    assert (first, second) == (value[:2], value[2:])
+
+
+def test_lists_of_fields_and_of_constants_are_no_samples() -> None:
+    fields = [torch.arange(4), torch.arange(8).view(4, 2)]
+    first, second = _halves([*fields, "mode", (8, 8), [1, 2, 3]], 4)
+    assert [part.tolist() for part in first[:2]] == [[0, 1], [[0, 1], [2, 3]]]
+    assert first[2:] == second[2:] == ["mode", (8, 8), [1, 2, 3]]
+    records = ({"a": torch.arange(2)}, {"b": torch.arange(2)})
+    assert [part["b"].tolist() for _, part in _halves(records, 2)] == [[0], [1]]
+    assert _halves({"size": (8, 8), "x": torch.zeros(2)}, 2)[0]["size"] == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "num_samples"),
+    [
+        (_IMAGES, _BOXES, 4),
+        (tuple(_IMAGES), tuple(_BOXES), 4),
+        (_IMAGES, [image[0] for image in _IMAGES], 4),
+        (_IMAGES, [3, 1, 2, 0], 4),
+        (["a", "b", "c"], None, 3),
+        ((torch.zeros(8, 3), torch.zeros(2, 20)), (torch.zeros(8), torch.zeros(8)), 8),
+        ([torch.zeros(8, 2), torch.zeros(8)], None, 8),
+        ([torch.zeros(8, 2), torch.zeros(8)], [torch.zeros(8), torch.zeros(8)], 8),
+        (torch.zeros(8), ({"a": torch.zeros(8)}, {"b": torch.zeros(8)}), 8),
+        ({"x": torch.zeros(8), "names": ["a", "b"]}, None, 8),
+    ],
+)
+def test_lists_tell_the_number_of_samples_where_tensors_do_not(
+    inputs: Any, targets: Any, num_samples: int
+) -> None:
+    assert samples_of(inputs, targets) == num_samples
+
+
+def test_a_list_of_samples_beside_tensors_of_others_is_refused() -> None:
+    with pytest.raises(ValueError, match="have 4 and 8 samples"):
+        _halves((["a", "b", "c", "d"], torch.zeros(8)), 4)
