@@ -61,7 +61,8 @@ class Stream {
   virtual void wait(const Event& event) = 0;
   // Runs on a CPU thread in stream order. It must be short, and must not call the device.
   virtual void call(std::function<void()> function) = 0;
-  // Blocks the calling CPU thread until everything enqueued is done.
+  // Blocks the calling CPU thread until everything enqueued is done. After an error of the device it throws
+  // DeviceError, and no function of call() runs any more.
   virtual void synchronize() = 0;
 };
 

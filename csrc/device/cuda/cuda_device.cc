@@ -6,7 +6,10 @@
 // so streams, events and pointers of both mix.
 #include <cuda_runtime_api.h>
 
+#include <condition_variable>
+#include <mutex>
 #include <utility>
+#include <vector>
 
 #include "base/bytes.h"
 #include "base/check.h"
@@ -58,10 +61,65 @@ cudaEvent_t native_of(const Event& event) {
   return cuda_event->native();
 }
 
-void CUDART_CB run_call(void* data) noexcept {
-  const std::unique_ptr<std::function<void()>> function(static_cast<std::function<void()>*>(data));
-  (*function)();
-}
+// The host functions that a stream was given. After an error of the context the driver begins none, but it
+// does not wait for one that runs: end() does, so that what a function uses may go when synchronize() has
+// thrown.
+class HostCalls : public std::enable_shared_from_this<HostCalls> {
+ public:
+  // The driver's until it calls run(), which frees it.
+  struct Call {
+    std::function<void()> function;
+    std::shared_ptr<HostCalls> calls;
+  };
+
+  [[nodiscard]] Call* add(std::function<void()> function) {
+    auto call = std::make_unique<Call>(std::move(function), shared_from_this());
+    const std::lock_guard lock(mutex_);
+    pending_.push_back(call.get());
+    return call.release();
+  }
+  void forget(const Call* call) {
+    const std::lock_guard lock(mutex_);
+    std::erase(pending_, call);
+  }
+
+  static void CUDART_CB run(void* data) noexcept {
+    const std::unique_ptr<Call> call(static_cast<Call*>(data));
+    call->calls->run_one(*call);
+  }
+
+  void end() noexcept {
+    std::unique_lock lock(mutex_);
+    has_ended_ = true;
+    changed_.wait(lock, [this] { return !is_running_; });
+    if (pending_.empty()) return;
+    // The driver may still hold their addresses, and says nothing when it drops them.
+    static auto* const dropped = new std::vector<std::shared_ptr<HostCalls>>;
+    static std::mutex dropped_mutex;
+    const std::lock_guard dropping(dropped_mutex);
+    dropped->push_back(shared_from_this());
+  }
+
+ private:
+  void run_one(const Call& call) {
+    {
+      const std::lock_guard lock(mutex_);
+      std::erase(pending_, &call);
+      if (has_ended_) return;
+      is_running_ = true;
+    }
+    call.function();
+    const std::lock_guard lock(mutex_);
+    is_running_ = false;
+    changed_.notify_all();
+  }
+
+  std::mutex mutex_;  // guards all below
+  std::condition_variable changed_;
+  std::vector<const Call*> pending_;  // few: as many as a stream is behind
+  bool is_running_ = false;
+  bool has_ended_ = false;
+};
 
 class CudaStream final : public Stream {
  public:
@@ -74,8 +132,8 @@ class CudaStream final : public Stream {
       : device_index_(device_index), owned_(false), stream_(stream) {}
   ~CudaStream() override {
     if (!owned_) return;
+    PD_CUDA_LOG(finish(), device_index_);
     const DeviceScope scope(device_index_, std::nothrow);
-    PD_CUDA_LOG(cudaStreamSynchronize(stream_), device_index_);
     PD_CUDA_LOG(cudaStreamDestroy(stream_), device_index_);
   }
 
@@ -94,18 +152,28 @@ class CudaStream final : public Stream {
   }
   void call(std::function<void()> function) override {
     const DeviceScope scope(device_index_);
-    auto owned_function = std::make_unique<std::function<void()>>(std::move(function));
-    PD_CUDA(cudaLaunchHostFunc(stream_, run_call, owned_function.get()), device_index_);
-    (void)owned_function.release();  // run_call owns it now
+    HostCalls::Call* const call = calls_->add(std::move(function));
+    const cudaError_t status = cudaLaunchHostFunc(stream_, HostCalls::run, call);
+    if (status != cudaSuccess) {
+      const std::unique_ptr<HostCalls::Call> refused(call);
+      calls_->forget(call);
+      throw_if_failed(status, "cudaLaunchHostFunc", device_index_);
+    }
   }
-  void synchronize() override {
-    const DeviceScope scope(device_index_);
-    PD_CUDA(cudaStreamSynchronize(stream_), device_index_);
-  }
+  void synchronize() override { throw_if_failed(finish(), "cudaStreamSynchronize", device_index_); }
 
  private:
+  // No function of call() runs any more, whatever it returns.
+  cudaError_t finish() noexcept {
+    const DeviceScope scope(device_index_, std::nothrow);
+    const cudaError_t status = cudaStreamSynchronize(stream_);
+    if (status != cudaSuccess) calls_->end();
+    return status;
+  }
+
   const int device_index_;
   const bool owned_;
+  const std::shared_ptr<HostCalls> calls_ = std::make_shared<HostCalls>();
   cudaStream_t stream_ = nullptr;
 };
 

@@ -206,6 +206,28 @@ TEST_F(CudaStub, ThreadsOfABlockWaitForEachOther) {
   EXPECT_EQ(cudaHostUnregister(pinned.data()), cudaSuccess);
 }
 
+TEST_F(CudaStub, AfterAnErrorSynchronizeWaitsForTheHostFunctionThatRunsAndNoOtherBegins) {
+  const auto device = make_cuda_device(0);
+  const auto stream = device->make_stream();
+  std::promise<void> begun;
+  Gate gate;
+  std::atomic<bool> is_done = false;
+  std::atomic<bool> next_has_run = false;
+  stream->call([&] {
+    begun.set_value();
+    gate.opened.get_future().wait();
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    is_done = true;
+  });
+  stream->call([&] { next_has_run = true; });
+  begun.get_future().wait();
+  cuda_stub::end_context(cudaErrorLaunchFailure);
+  gate.open();
+  EXPECT_THROW(stream->synchronize(), DeviceError);
+  EXPECT_TRUE(is_done);
+  EXPECT_FALSE(next_has_run);
+}
+
 // In a process of its own, where the stream's thread is, too.
 TEST_F(CudaStubDeathTest, WhatWouldCorruptMemoryOrHangEndsTheProcess) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
