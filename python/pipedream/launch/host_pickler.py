@@ -63,6 +63,8 @@ class HostPickler(pickle.Pickler):
             return _bare, (kind,), attributes, None, None, _parametrize_again
         if isinstance(value, types.FunctionType) and self.sends_functions:
             return reduced_function(value) or NotImplemented
+        if isinstance(value, (staticmethod, classmethod)):
+            return type(value), (value.__func__,)
         if isinstance(value, types.MethodType) and not _is_of_its_class(value):
             return _bound, (value.__func__, value.__self__)
         if _is_of_a_kind_of_its_own(value):

@@ -34,6 +34,8 @@ from pipedream.launch.fork_server import start_server
 from pipedream.launch.forwarder import forwarding
 from pipedream.launch.local_worker import STORE_PREFIX, run_local_worker
 from pipedream.launch.run_folder import run_folder
+from pipedream.launch.script_capture import CapturedScript, capture_script
+from pipedream.launch.script_logging import ScriptLogging
 from pipedream.launch.task_files import (
     GraphReader,
     GraphWriter,
@@ -48,7 +50,7 @@ from pipedream.launch.worker_processes import run_processes, signals_deferred
 from pipedream.links.rendezvous import Rendezvous, host_store
 from pipedream.model.batches import parts_of
 from pipedream.model.factories import try_factories
-from pipedream.model.layers import Model
+from pipedream.model.layers import Model, roots_of
 from pipedream.model.loader_generators import set_generators
 from pipedream.model.seeding import base_seed, generators_kept, seed_data
 from pipedream.model.splitter import split
@@ -61,11 +63,6 @@ from pipedream.stage.gradients import updated_parameters
 from pipedream.stage.job import CallerSettings, JobOptions
 
 __all__ = ["check_main_is_a_file", "run_locally"]
-
-_LIKELY_CAUSE = (
-    "the workers import modules anew and are sent the model and the loss, so what was set elsewhere does not"
-    " reach them"
-)
 
 
 def run_locally(model: Model, data: Iterable[Any], options: JobOptions, first: KeptMinibatch) -> RunResult:
@@ -85,11 +82,13 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions, first: K
             graph.flush()
             if any(not isinstance(made, NativeOptimizer) for made in _try_factories(folder, stages, options)):
                 start_server(compiler="before forks")
+            script = capture_script([*(root for _, root in roots_of(model)), *_functions_of(options)], data)
+            graph.add("script", script.state, "")
             forwarded = write_data(graph, folder, data, options)
         if options.gather != "none":
             reserve_room(stages, options.plan, folder)
         write_part(folder, "rng", rng, "")
-        write_part(folder, "settings", CallerSettings.capture(), "")
+        write_part(folder, "settings", (CallerSettings.capture(), ScriptLogging.capture()), "")
         if forwarded is not None:
             first.parts = forwarded.first
         expected = FirstLoss(model, stages, options, first, lambda: _read_first(data, options))
@@ -104,7 +103,7 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions, first: K
             forwarding(forwarded, data, options, task, rendezvous),
             _trained_weights_told(stages, options, folder),
         ):
-            _launch(task, options.plan, board, expected)
+            _launch(task, options.plan, board, expected, script)
         if options.gather != "none":
             load_weights(stages, options.plan, folder)
         set_generators(data, read_part(folder, "generators"))
@@ -154,7 +153,16 @@ def _read_first(data: Iterable[Any], options: JobOptions) -> tuple[Any, Any]:
         return parts_of(first_of(data), 0)
 
 
-def _launch(task: WorkerTask, plan: Plan, board: StatusBoard, expected: FirstLoss) -> None:
+def _functions_of(options: JobOptions) -> list[Any]:
+    return [
+        *(options.loss_fn, options.optimizer, options.lr_scheduler),
+        *(options.weight_fn, options.weights),
+    ]
+
+
+def _launch(
+    task: WorkerTask, plan: Plan, board: StatusBoard, expected: FirstLoss, script: CapturedScript
+) -> None:
     """Returns when all workers have done their part. Raises ValueError where they train another model than
     the caller's."""
     folder, num_workers = Path(task.folder), plan.workers_used
@@ -163,8 +171,8 @@ def _launch(task: WorkerTask, plan: Plan, board: StatusBoard, expected: FirstLos
         differs = expected.differs(board, folder)
         if differs:
             raise ValueError(
-                f"{differs}, with the same weights and data: {_LIKELY_CAUSE}; PIPEDREAM_CHECK=0 trains"
-                " nevertheless"
+                f"{differs}, with the same weights and data: {script.likely_cause()};"
+                " PIPEDREAM_CHECK=0 trains nevertheless"
             )
         return differs is None
 

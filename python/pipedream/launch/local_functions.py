@@ -1,5 +1,6 @@
 """Functions that a worker cannot import by their name, lambdas and those made inside of others: sent as their
-code, with the globals of their module as the worker has it.
+code, with the globals of their module as the worker has it. So are those of the script: what is defined under
+the guard no import makes.
 
 Only those that hold nothing but plain values, of the function around them, as defaults or as attributes: of a
 tensor, a model or a list that they share with the caller each worker would have a copy, and nobody would be
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["reduced_function"]
+__all__ = ["namespace_of", "reduced_function"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 
@@ -26,10 +27,13 @@ def reduced_function(function: types.FunctionType) -> tuple[Any, ...] | None:
     """For a pickler; None for a function that can be imported by its name, or by nothing. Raises ValueError
     for one that holds other values, naming the first."""
     module = sys.modules.get(function.__module__ or "")
-    if not _is_local(function) or module is None or vars(module) is not function.__globals__:
+    if module is None or vars(module) is not function.__globals__:
         return None
-    if module.__name__ == "__main__" and not hasattr(module, "__file__"):
+    is_scripts = module.__name__ == "__main__"
+    if is_scripts and not hasattr(module, "__file__"):
         return None  # a notebook's: a worker has nothing of what its cells have defined
+    if not _is_local(function) and not (is_scripts and _is_simple(function)):
+        return None
     for what, value in _held_by(function):
         if not _is_plain(value):
             raise ValueError(
@@ -41,6 +45,23 @@ def reduced_function(function: types.FunctionType) -> tuple[Any, ...] | None:
     code = marshal.dumps(function.__code__)
     arguments = (module.__name__, code, function.__defaults__, cells, settings, vars(function))
     return _made_again, arguments
+
+
+def namespace_of(module: types.ModuleType) -> dict[str, Any]:
+    """Where the functions of a module look names up. Of a script that multiprocessing has imported the module
+    has a copy of that."""
+    for value in vars(module).values():
+        held = vars(value).values() if isinstance(value, type) else (value,)
+        for function in held:
+            if isinstance(function, types.FunctionType) and function.__module__ == module.__name__:
+                return function.__globals__
+    return vars(module)
+
+
+def _is_simple(function: types.FunctionType) -> bool:
+    """Whether it is at the top level, and holds nothing but plain values."""
+    is_open = "." in function.__qualname__ or function.__closure__
+    return not is_open and all(_is_plain(value) for _, value in _held_by(function))
 
 
 def _held_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -90,7 +111,12 @@ def _made_again(
     settings: dict[str, Any],
     attributes: dict[str, Any],
 ) -> Callable[..., Any]:
-    namespace = vars(importlib.import_module(module_name))
+    namespace = namespace_of(importlib.import_module(module_name))
+    own = namespace.get(settings["__qualname__"])
+    if isinstance(own, types.FunctionType) and own.__code__ == marshal.loads(code):
+        own.__defaults__, own.__kwdefaults__ = defaults, settings["__kwdefaults__"]
+        vars(own).update(attributes)
+        return own
     held = tuple(map(types.CellType, cells))
     function = types.FunctionType(marshal.loads(code), namespace, None, defaults, held)
     for name, value in settings.items():

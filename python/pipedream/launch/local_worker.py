@@ -14,6 +14,8 @@ from pathlib import Path
 from pipedream import _core
 from pipedream.common.guard import one_run_at_a_time
 from pipedream.launch.failure import write_error
+from pipedream.launch.script_logging import ScriptLogging
+from pipedream.launch.script_state import ScriptState
 from pipedream.launch.task_files import GraphReader, WorkerTask, read_data, read_part, write_part
 from pipedream.launch.worker import run_worker
 from pipedream.links.descriptors import descriptor_limit_raised
@@ -73,8 +75,9 @@ def _forked_children_die_with_this_process() -> None:
 
 
 def _train(task: WorkerTask, folder: Path, rank: int, board: StatusBoard) -> None:
-    settings: CallerSettings = read_part(folder, "settings")
-    settings.apply()  # before the model is rebuilt: its code may ask
+    settings: tuple[CallerSettings, ScriptLogging] = read_part(folder, "settings")
+    for each in settings:
+        each.apply()  # before the model is rebuilt: its code may ask
     with GraphReader(folder) as graph:
         options: JobOptions = graph.read("options")
         model = graph.read("model")
@@ -82,6 +85,8 @@ def _train(task: WorkerTask, folder: Path, rank: int, board: StatusBoard) -> Non
         plan = options.plan
         own_stages = plan.stages_of(rank)
         reads_data = 0 in own_stages or plan.num_stages - 1 in own_stages
+        script: ScriptState = graph.read("script")
+        script.apply()
         data = read_data(graph, folder) if reads_data else ()
     options = replace(options, links=replace(options.links, keys=task.keys))
     # Not before: unpickling may import what draws random numbers.

@@ -55,7 +55,8 @@ class WorkerTask:
 _GRAPH = "task"
 _FORWARDED = "forwarded data"
 # In this order in the file of the run, so that whoever needs the first alone makes no others.
-_IN_GRAPH = ("optimizer", "lr_scheduler", "model", "loss_fn", "weight_fn", "weights", "options", "data")
+_OF_TASK = ("optimizer", "lr_scheduler", "model", "loss_fn", "weight_fn", "weights", "options")
+_IN_GRAPH = (*_OF_TASK, "script", "data")
 # All samples of data may be tensors of their own, as small as this.
 _MAPPED_BYTES_MIN_OF_DATA = 1 << 10
 
@@ -168,7 +169,7 @@ def write_task(graph: GraphWriter, model: Model, options: JobOptions) -> None:
     """All but the data."""
     of_functions = "use a function or class that is defined at the top level of a module"
     without_secret = replace(options, links=replace(options.links, keys=None))
-    for name in _IN_GRAPH[:-1]:
+    for name in _OF_TASK:
         if name == "model":
             graph.add(name, model, "define its classes at the top level of a module")
         elif name == "options":

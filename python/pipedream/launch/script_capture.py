@@ -1,0 +1,355 @@
+"""Finds what a script has set since its modules were imported, for workers that import them anew.
+
+    caller   follows the code that workers will run, from the model, the loss, ... to the functions and
+             classes of the user's modules and the global names that these read
+    graph    has the values, one graph of objects with the model and the loss (task_files.py)
+    worker   imports the modules, and sets what it does not have so (script_state.py)
+
+So `SCALE = args.scale` under the guard counts in workers, as it does under torchrun, and so do functions that
+were put into a class or into a module of a library, and hooks of all modules. What cannot be sent stays what
+the import makes of it, and `unsent` names it. On the caller's thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import site
+import sys
+import sysconfig
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.modules.module as hooks_of_all
+from torch import Tensor, nn
+
+from pipedream.common import errors
+from pipedream.common.units import format_bytes
+from pipedream.launch.host_pickler import HostPickler
+from pipedream.launch.script_state import ScriptState, attributes_of
+
+__all__ = ["CapturedScript", "capture_script"]
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_CONTAINERS = {dict, OrderedDict, defaultdict, list, tuple, set, frozenset, deque}
+_LENGTH_MAX = 1024
+"""Of containers that are looked into: a longer one is what code looks up."""
+_OBJECTS_MAX = 100_000
+_VALUE_BYTES_MAX = 64 << 20
+"""Of a global: a larger one is made by the import, or belongs to the model or the data."""
+# Where functions of a library are looked for that are the user's now, besides the modules that code names.
+_PATCHED = (torch, torch.nn.functional, torch.nn.init)
+_OF_TENSORS = ("_parameters", "_buffers")
+_HOOKS_OF_ALL = (
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_forward_hooks_always_called",
+    "_global_forward_hooks_with_kwargs",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+)
+
+
+@dataclass(frozen=True)
+class CapturedScript:
+    state: ScriptState
+    unsent: list[str]
+    """What has to stay behind, in words."""
+    code: list[types.CodeType]
+    """Of functions in files, which workers read anew."""
+
+    def likely_cause(self) -> str:
+        """Why workers may compute something else."""
+        edited = _edited_files(self.code)
+        if edited:
+            return f"{', '.join(edited)} has changed since it was imported here: start the script again"
+        told = "the workers import modules anew"
+        if self.unsent:
+            others = f" and {len(self.unsent) - 3} more" if len(self.unsent) > 3 else ""
+            return f"{told}, and could not be sent {', '.join(self.unsent[:3])}{others}"
+        return (
+            f"{told}, so look for what was set or replaced in a library since then, and for what layers hand"
+            " on outside their return values"
+        )
+
+
+def _edited_files(code: Iterable[types.CodeType]) -> list[str]:
+    """Those that have other code now for one of these functions."""
+    edited: dict[str, None] = {}
+    on_disk: dict[str, dict[str, list[types.CodeType]]] = {}
+    for own in code:
+        path = own.co_filename
+        if path not in on_disk:
+            on_disk[path] = _code_of_file(path)
+        there = on_disk[path].get(_name_of(own), [])
+        if there and own not in there:
+            edited[path] = None
+    return list(edited)
+
+
+def _name_of(code: types.CodeType) -> str:
+    return getattr(code, "co_qualname", code.co_name)  # qualified from Python 3.11 on
+
+
+def _code_of_file(path: str) -> dict[str, list[types.CodeType]]:
+    """By name. Empty where it cannot be read."""
+    found: dict[str, list[types.CodeType]] = {}
+    with contextlib.suppress(OSError, SyntaxError, ValueError):
+        pending = [compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)]
+        while pending:
+            code = pending.pop()
+            found.setdefault(_name_of(code), []).append(code)
+            pending += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
+    return found
+
+
+def capture_script(roots: Iterable[Any], data: Any) -> CapturedScript:
+    """roots: what workers are sent, data apart."""
+    walk = _Walk()
+    roots = list(roots)
+    for root in (*roots, data):
+        walk.visit(root)
+    for module in _PATCHED:
+        walk.look_for_patches(module)
+    walk.visit([Tensor, nn.Module])
+    sent_anyway = {id(value) for root in roots for value in _parts_of(root)}
+    left_out = {id(data), id(getattr(data, "dataset", None))}
+    return walk.captured(sent_anyway, left_out)
+
+
+def _parts_of(root: Any) -> Iterator[Any]:
+    yield root
+    if isinstance(root, nn.Module):
+        yield from root.modules()
+        yield from root.parameters()
+        yield from root.buffers()
+
+
+class _Walk:
+    """Each object once."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, Any] = {}  # alive, so that no other object gets the id
+        self._modules: set[tuple[str, frozenset[str]]] = set()
+        self._pending: list[Any] = []
+        self._names: dict[str, dict[str, Any]] = {}
+        self._attributes: dict[tuple[type, str], Any] = {}
+        self._code: list[types.CodeType] = []
+
+    def visit(self, value: Any) -> None:
+        self._pending.append(value)
+        while self._pending and len(self._seen) < _OBJECTS_MAX:
+            found = self._pending.pop()
+            if isinstance(found, (*_ATOMS, Tensor, np.ndarray, types.ModuleType)) or id(found) in self._seen:
+                continue
+            self._seen[id(found)] = found
+            with contextlib.suppress(Exception):  # whatever a user's object raises when it is looked at
+                self._look_into(found)
+
+    def look_for_patches(self, module: types.ModuleType) -> None:
+        """Functions of the user's in a library's module."""
+        for name, value in list(vars(module).items()):
+            if _is_users_function(value):
+                self._note(module.__name__, name, value)
+
+    def captured(self, sent_anyway: set[int], left_out: set[int]) -> CapturedScript:
+        unsent: list[str] = []
+        state = ScriptState()
+        for module_name, values in self._names.items():
+            for name, value in values.items():
+                why_not = "" if id(value) in sent_anyway else _why_not_sent(value)
+                if id(value) in left_out:
+                    continue
+                if why_not:
+                    unsent.append(f"{name!r} of {module_name} ({why_not})")
+                else:
+                    state.names.setdefault(module_name, {})[name] = value
+        for (kind, name), value in self._attributes.items():
+            why_not = "" if id(value) in sent_anyway else _why_not_sent((kind, value))
+            if why_not:
+                unsent.append(f"{kind.__qualname__}.{name} ({why_not})")
+            else:
+                state.attributes.append((kind, name, value))
+        for table in _HOOKS_OF_ALL:
+            for key, hook in getattr(hooks_of_all, table, {}).items():
+                why_not = _why_not_sent(hook)
+                if why_not:
+                    unsent.append(f"a hook of all modules ({why_not})")
+                else:
+                    state.hooks.setdefault(table, {})[key] = hook
+        return CapturedScript(state, unsent, self._code)
+
+    def _look_into(self, value: Any) -> None:
+        if isinstance(value, types.FunctionType):
+            self._look_into_function(value)
+        elif isinstance(value, types.MethodType):
+            self._pending += [value.__func__, value.__self__]
+        elif isinstance(value, (staticmethod, classmethod)):
+            self._pending.append(value.__func__)
+        elif isinstance(value, property):
+            self._pending += [value.fget, value.fset]
+        elif isinstance(value, type):
+            self._look_into_class(value)
+        elif isinstance(value, functools.partial):
+            self._pending += [value.func, *value.args, *value.keywords.values()]
+        elif type(value) in _CONTAINERS:
+            if len(value) <= _LENGTH_MAX:
+                self._pending += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, nn.Module):
+            self._pending.append(type(value))
+            self._pending += [held for name, held in vars(value).items() if held and name not in _OF_TENSORS]
+        else:
+            self._pending.append(type(value))
+            self._pending += attributes_of(value).values()
+
+    def _look_into_function(self, function: types.FunctionType) -> None:
+        self._pending += [function.__defaults__, function.__kwdefaults__, vars(function)]
+        for cell in function.__closure__ or ():
+            try:
+                self._pending.append(cell.cell_contents)
+            except ValueError:  # it has no value yet
+                continue
+        module = sys.modules.get(function.__globals__.get("__name__", ""))
+        if module is None or not _is_users(module) or vars(module) is not function.__globals__:
+            return
+        self._code.append(function.__code__)
+        for name, path in _names_read(function.__code__).items():
+            if name in function.__globals__:
+                self._look_at_name(module, name, path)
+
+    def _look_at_name(self, module: types.ModuleType, name: str, read: frozenset[str]) -> None:
+        """read: the names of attributes that the same code reads."""
+        value = vars(module)[name]
+        if not isinstance(value, types.ModuleType):
+            if _is_users(module) or _is_users_function(value):
+                self._note(module.__name__, name, value)
+            return
+        if (value.__name__, read) in self._modules:
+            return
+        self._modules.add((value.__name__, read))
+        for attribute in read & vars(value).keys():
+            self._look_at_name(value, attribute, read)
+
+    def _note(self, module_name: str, name: str, value: Any) -> None:
+        is_class = isinstance(value, type)
+        if not (is_class and _is_at_home(value, module_name, name)):
+            is_function = isinstance(value, types.FunctionType)
+            at_home = is_function and _is_at_home(value, module_name, name)
+            # A function of the script may have been defined again, under the guard.
+            if not at_home or module_name == "__main__":
+                self._names.setdefault(module_name, {})[name] = value
+        self._pending.append(value)
+
+    def _look_into_class(self, kind: type) -> None:
+        for base in kind.__mro__:
+            users = _is_users(sys.modules.get(base.__module__))
+            for name, value in list(vars(base).items()):
+                function = getattr(value, "__func__", value)
+                if isinstance(function, types.FunctionType):
+                    put_there = not _is_at_home(function, base.__module__, f"{base.__qualname__}.{name}")
+                    if put_there and (users or _is_users_function(function)):
+                        self._attributes[base, name] = value
+                elif users and not name.startswith(("__", "_abc_")) and not _is_of_the_class(value):
+                    self._attributes[base, name] = value
+                if users and name != "__init__":  # workers make no object anew
+                    self._pending.append(value)
+
+
+def _is_of_the_class(value: Any) -> bool:
+    """Whether it is a class inside, a property or a slot."""
+    return isinstance(value, type) or hasattr(type(value), "__get__")
+
+
+def _names_read(code: types.CodeType) -> dict[str, frozenset[str]]:
+    """The global names that the code reads, with the attributes that it reads of anything."""
+    names: set[str] = set()
+    attributes: set[str] = set()
+    pending = [code]
+    while pending:
+        found = pending.pop()
+        for step in dis.get_instructions(found):
+            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                names.add(step.argval)
+            elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"):
+                attributes.add(step.argval)
+        pending += [constant for constant in found.co_consts if isinstance(constant, types.CodeType)]
+    return dict.fromkeys(sorted(names), frozenset(attributes))
+
+
+@functools.cache
+def _library_folders() -> tuple[str, ...]:
+    paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders = {*paths, *site.getsitepackages(), site.getusersitepackages()}
+    return tuple(f"{folder}/" for folder in folders)
+
+
+def _is_users(module: types.ModuleType | None) -> bool:
+    """Whether it is a file of the user's, not of a library. A notebook's cells are in no file."""
+    path = getattr(module, "__file__", None)
+    if module is None or path is None or module.__name__.partition(".")[0] in ("pipedream", "torch"):
+        return False
+    return not str(path).startswith(_library_folders())
+
+
+def _is_users_function(value: Any) -> bool:
+    return isinstance(value, types.FunctionType) and _is_users(sys.modules.get(value.__module__ or ""))
+
+
+def _is_at_home(value: Any, module_name: str, qualified_name: str) -> bool:
+    """Whether it is what this module has made by this name."""
+    return (value.__module__, value.__qualname__) == (module_name, qualified_name)
+
+
+class _TooLargeError(Exception):
+    pass
+
+
+class _Measure:
+    """Counts what is written, and keeps none of it."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def write(self, content: bytes, /) -> None:
+        self.add(len(content))
+
+    def add(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        if self.num_bytes > _VALUE_BYTES_MAX:
+            raise _TooLargeError
+
+
+class _Trial(HostPickler):
+    """Finds out whether a value can be sent."""
+
+    def __init__(self) -> None:
+        self._measure = _Measure()
+        super().__init__(self._measure, None)
+        self.sends_functions = True
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.UntypedStorage):
+            self._measure.add(value.nbytes())
+            return int, ()
+        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            self._measure.add(value.nbytes)
+            return int, ()
+        return super().reducer_override(value)
+
+
+def _why_not_sent(value: Any) -> str:
+    """Empty where it can be."""
+    try:
+        _Trial().dump(value)
+    except _TooLargeError:
+        return f"{type(value).__name__} of more than {format_bytes(_VALUE_BYTES_MAX)}"
+    except Exception as error:  # whatever a user's object raises
+        return f"{type(value).__name__}: {errors.one_line(error)}"
+    return ""

@@ -1,0 +1,112 @@
+"""How a script has set up logging, for local workers: what is set under the guard no import sets.
+
+Levels and filters of all loggers, and handlers that write to stderr, stdout or a file, to which every worker
+appends. A handler of another class stays behind. Any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["ScriptLogging"]
+
+_STREAMS = ("stderr", "stdout")
+
+
+@dataclass(frozen=True)
+class _HandlerSettings:
+    target: str
+    """One of _STREAMS, or the path of a file."""
+    level: int
+    formatter: logging.Formatter | None
+    filters: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, handler: logging.Handler) -> _HandlerSettings | None:
+        """None for one that cannot be made anew."""
+        target = ""
+        if type(handler) is logging.StreamHandler:
+            names = [name for name in _STREAMS if handler.stream in (getattr(sys, name), _own(name))]
+            target = names[0] if names else ""
+        elif type(handler) is logging.FileHandler:
+            target = os.path.abspath(handler.baseFilename)
+        settings = cls(target, handler.level, handler.formatter, tuple(handler.filters))
+        return settings if target and _can_be_sent(settings) else None
+
+    def make(self) -> logging.Handler:
+        handler = (
+            logging.StreamHandler(getattr(sys, self.target))
+            if self.target in _STREAMS
+            else logging.FileHandler(self.target)
+        )
+        handler.setLevel(self.level)
+        handler.setFormatter(self.formatter)
+        handler.filters[:] = self.filters
+        return handler
+
+
+@dataclass(frozen=True)
+class _LoggerSettings:
+    level: int
+    propagate: bool
+    disabled: bool
+    filters: tuple[Any, ...]
+    handlers: tuple[_HandlerSettings, ...]
+
+    @classmethod
+    def of(cls, logger: logging.Logger) -> _LoggerSettings:
+        handlers = map(_HandlerSettings.of, logger.handlers)
+        return cls(
+            logger.level,
+            logger.propagate,
+            logger.disabled,
+            tuple(filter(_can_be_sent, logger.filters)),
+            tuple(handler for handler in handlers if handler is not None),
+        )
+
+    def apply(self, logger: logging.Logger) -> None:
+        """Where the import has made handlers, they are those of the caller already."""
+        logger.setLevel(self.level)
+        logger.propagate, logger.disabled = self.propagate, self.disabled
+        logger.filters[:] = self.filters
+        if not logger.handlers:
+            logger.handlers += [settings.make() for settings in self.handlers]
+
+
+@dataclass(frozen=True)
+class ScriptLogging:
+    disabled_level: int
+    loggers: dict[str, _LoggerSettings]
+    """By name; the root's is empty."""
+
+    @classmethod
+    def capture(cls) -> ScriptLogging:
+        manager = logging.root.manager
+        named = {
+            name: logger for name, logger in manager.loggerDict.items() if type(logger) is logging.Logger
+        }
+        loggers = {"": logging.root, **named}
+        return cls(manager.disable, {name: _LoggerSettings.of(logger) for name, logger in loggers.items()})
+
+    def apply(self) -> None:
+        logging.disable(self.disabled_level)
+        for name, settings in self.loggers.items():
+            settings.apply(logging.getLogger(name))
+
+
+def _own(name: str) -> Any:
+    """The stream that the process began with."""
+    return getattr(sys, f"__{name}__")
+
+
+def _can_be_sent(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:  # whatever a user's object raises
+        return False
+    return True

@@ -1,0 +1,124 @@
+"""script_capture.py and script_state.py: what a script has set is found, taken over, or named."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pipedream.launch import script_capture
+from pipedream.launch.script_capture import capture_script
+from pipedream.launch.task_files import read_part, write_part
+from torch import nn
+
+_PARTS = """
+import threading
+import numpy as np
+import torch
+
+SIZE, UNREAD = 1, 2
+CONFIG = {"rates": [1, 2]}
+LOCK = threading.Lock()
+TABLE = np.zeros(4)
+MISSING = object()
+
+def missing(value=MISSING):
+    return value is MISSING
+
+class Layer(torch.nn.Module):
+    kinds = ("a",)
+
+    def forward(self, value):
+        with LOCK:
+            return value * SIZE + CONFIG["rates"][0] + TABLE.sum() + missing()
+"""
+
+
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module of a user's."""
+    (tmp_path / "carried_parts.py").write_text(_PARTS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("carried_parts")
+    del sys.modules["carried_parts"]
+
+
+def _taken_over(parts: Any, folder: Path, change: Callable[[], None]) -> Any:
+    """The module as a worker has it, where the caller's has changed since its import."""
+    model = parts.Layer()
+    change()
+    write_part(folder, "script", capture_script([model], None).state, "")
+    del sys.modules["carried_parts"]
+    anew = importlib.import_module("carried_parts")
+    read_part(folder, "script").apply()
+    return anew
+
+
+def test_only_what_has_changed_is_replaced(parts: Any, tmp_path: Path) -> None:
+    def change() -> None:
+        parts.SIZE, parts.UNREAD = 3, 4
+        parts.TABLE[1] = 5
+        parts.Layer.kinds = ("a", "b")
+
+    anew = _taken_over(parts, tmp_path, change)
+    assert (anew.SIZE, anew.UNREAD) == (3, 2)
+    assert anew.TABLE.tolist() == [0, 5, 0, 0]
+    assert anew.Layer.kinds == ("a", "b") == parts.Layer.kinds
+    # A function has it as a default.
+    assert anew.MISSING is not parts.MISSING and anew.missing()
+    assert torch.equal(anew.Layer()(torch.ones(2)), parts.Layer()(torch.ones(2)))
+
+
+def test_what_holds_others_is_compared_by_its_contents(parts: Any, tmp_path: Path) -> None:
+    def change() -> None:
+        parts.CONFIG["rates"].append(3)
+        parts.MISSING = types.SimpleNamespace(inside=[float("nan")])
+
+    anew = _taken_over(parts, tmp_path, change)
+    assert anew.CONFIG == {"rates": [1, 2, 3]}
+
+
+def test_what_cannot_be_sent_is_named(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script_capture, "_VALUE_BYTES_MAX", 1 << 20)
+    parts.TABLE = np.zeros(1 << 18)
+    parts.LOCK = threading.RLock()
+    captured = capture_script([parts.Layer()], None)
+    assert captured.state.names["carried_parts"].keys() == {"SIZE", "CONFIG", "MISSING"}
+    cause = captured.likely_cause()
+    assert "'LOCK' of carried_parts (RLock: cannot pickle" in cause
+    assert "'TABLE' of carried_parts (ndarray of more than 1.00 MiB)" in cause
+    parts.CONFIG = {"words": ["word"] * (1 << 20)}
+    assert (
+        "'CONFIG' of carried_parts (dict of more than 1.00 MiB)"
+        in capture_script([parts.Layer()], None).likely_cause()
+    )
+
+
+def test_a_class_that_no_worker_can_import_is_named_and_nothing_else(parts: Any) -> None:
+    class Local(parts.Layer):
+        slope = 2.0
+
+    Local.__module__ = "carried_parts"
+    captured = capture_script([Local()], None)
+    assert captured.state.attributes == [(parts.Layer, "kinds", ("a",))]
+    assert any("Local.slope" in unsent for unsent in captured.unsent)
+
+
+def test_a_file_that_was_edited_since_its_import_is_named(parts: Any, tmp_path: Path) -> None:
+    captured = capture_script([parts.Layer()], None)
+    assert "has changed since it was imported" not in captured.likely_cause()
+    path = tmp_path / "carried_parts.py"
+    path.write_text(_PARTS.replace("value * SIZE", "value + SIZE"))
+    assert captured.likely_cause() == f"{path} has changed since it was imported here: start the script again"
+
+
+def test_modules_of_libraries_stay_as_they_are() -> None:
+    captured = capture_script([nn.Linear(2, 2), nn.functional.mse_loss], [(torch.ones(2), torch.ones(2))])
+    assert captured.state == script_capture.ScriptState() and not captured.code and not captured.unsent
