@@ -32,7 +32,7 @@
 namespace pipedream {
 namespace {
 
-constexpr std::size_t kPageBytes = 4096;
+constexpr std::size_t kPageBytesMin = 4096;
 constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 constexpr const char* kMemfdName = "pipedream";
 constexpr std::string_view kLinkPrefix = "/memfd:pipedream";  // what /proc/<pid>/fd/<fd> points to
@@ -57,7 +57,7 @@ struct FirstPage {
   std::atomic<std::uint32_t> claimed;
   std::array<std::atomic<std::uint32_t>, kNumClaimsMax> claims;  // channel_id + 1; 0: of none
 };
-static_assert(sizeof(FirstPage) <= kPageBytes);
+static_assert(sizeof(FirstPage) <= kPageBytesMin);
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
 
 struct DeviceNote {
@@ -144,7 +144,8 @@ std::optional<Address> parse_address(std::string_view text) {
 // ---- Mappings ----
 
 std::size_t mapped_bytes_of(std::size_t num_bytes) {
-  return kPageBytes + (num_bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
+  const std::size_t page = page_bytes();
+  return page + (num_bytes + page - 1) / page * page;
 }
 
 // The whole file at a huge page's boundary, so that the kernel can use them. Null when there is no room.
@@ -167,25 +168,11 @@ std::byte* map_aligned(int fd, std::size_t mapped_bytes) {
   return aligned;
 }
 
-// False when the kernel has no memory left for it. The bytes stay what they are.
-bool touch_all(std::byte* data, std::size_t mapped_bytes) {
-  (void)::madvise(data, mapped_bytes, MADV_HUGEPAGE);  // advice only
-#ifdef MADV_POPULATE_WRITE
-  if (::madvise(data, mapped_bytes, MADV_POPULATE_WRITE) == 0) return true;
-  if (errno == ENOMEM || errno == EFAULT) return false;
-#endif
-  // A kernel before 5.14. An atomic addition of nothing: the other side may write already.
-  for (std::size_t offset = 0; offset < mapped_bytes; offset += kPageBytes) {
-    reinterpret_cast<std::atomic<std::uint8_t>*>(data + offset)->fetch_add(0, std::memory_order_relaxed);
-  }
-  return true;
-}
-
 class MappedFile final : public SharedMemory {
  public:
   // mapping: of mapped_bytes_of(num_bytes), taken over.
   MappedFile(FileDescriptor fd, std::byte* mapping, std::size_t num_bytes)
-      : fd_(std::move(fd)), mapping_(mapping), num_bytes_(num_bytes) {}
+      : fd_(std::move(fd)), mapping_(mapping), data_(mapping + page_bytes()), num_bytes_(num_bytes) {}
   ~MappedFile() override {
     if (::munmap(mapping_, mapped_bytes_of(num_bytes_)) != 0) {
       std::fprintf(stderr, "pipedream: munmap of %zu shared bytes failed: %s\n", num_bytes_,
@@ -193,7 +180,7 @@ class MappedFile final : public SharedMemory {
     }
   }
 
-  [[nodiscard]] std::byte* data() const override { return mapping_ + kPageBytes; }
+  [[nodiscard]] std::byte* data() const override { return data_; }
   [[nodiscard]] std::size_t size_bytes() const override { return num_bytes_; }
   [[nodiscard]] bool on_device() const override { return false; }
   [[nodiscard]] std::string address() const override {
@@ -221,6 +208,7 @@ class MappedFile final : public SharedMemory {
  private:
   const FileDescriptor fd_;  // the maker's: what others open; none when it was opened
   std::byte* const mapping_;
+  std::byte* const data_;  // behind the first page
   const std::size_t num_bytes_;
 };
 
@@ -285,7 +273,7 @@ std::variant<OpenedFile, Refusal> open_mapped(const std::string& text, Kind kind
   if (mapping == nullptr) return Refusal{"it cannot be mapped: " + text_of_error()};
   auto memory = std::make_unique<MappedFile>(FileDescriptor(-1), mapping, address->num_bytes);
   if (auto refusal = refusal_of(memory->first_page(), kind, *address, use)) return *refusal;
-  if (!touch_all(mapping, mapped_bytes)) return Refusal{"there is no memory left to map it"};
+  if (!touch_pages(mapping, mapped_bytes)) return Refusal{"there is no memory left to map it"};
   return OpenedFile{std::move(fd), std::move(memory)};
 }
 
@@ -313,7 +301,7 @@ std::unique_ptr<MappedFile> make_mapped(std::size_t num_bytes, Kind kind, const 
   std::byte* const mapping = map_aligned(fd.get(), mapped_bytes);
   if (mapping == nullptr) throw_not_enough_memory(num_bytes, what, text_of_error());
   auto memory = std::make_unique<MappedFile>(std::move(fd), mapping, num_bytes);
-  if (!touch_all(mapping, mapped_bytes)) {
+  if (!touch_pages(mapping, mapped_bytes)) {
     throw_not_enough_memory(num_bytes, what, "the kernel ran out of pages");
   }
   FirstPage& page = memory->first_page();

@@ -61,7 +61,7 @@ class SharedMemory {
   SharedMemory& operator=(const SharedMemory&) = delete;
   virtual ~SharedMemory() = default;
 
-  [[nodiscard]] virtual std::byte* data() const = 0;  // behind the first page; 4096-byte aligned
+  [[nodiscard]] virtual std::byte* data() const = 0;  // behind the first page, from the second on
   // True: only the device's streams may read and write it.
   [[nodiscard]] virtual bool on_device() const = 0;
   [[nodiscard]] virtual std::size_t size_bytes() const = 0;

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdint>
 #include <cstdio>
@@ -23,14 +24,15 @@ namespace {
 
 constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 
+// MADV_POPULATE_WRITE of linux/mman.h. Headers before Linux 5.14, manylinux_2_28's among them, do not have
+// it.
+constexpr int kMadvPopulateWrite = 23;
+#ifdef MADV_POPULATE_WRITE
+static_assert(kMadvPopulateWrite == MADV_POPULATE_WRITE);
+#endif
+
 std::size_t round_up(std::size_t num_bytes, std::size_t multiple) {
   return (num_bytes + multiple - 1) / multiple * multiple;
-}
-
-std::size_t page_bytes() {
-  const long num_bytes = ::sysconf(_SC_PAGESIZE);
-  PD_CHECK(num_bytes > 0, "page size " << num_bytes);
-  return static_cast<std::size_t>(num_bytes);
 }
 
 // MemAvailable in /proc/meminfo, in bytes; the largest size when it cannot be read.
@@ -63,20 +65,26 @@ std::byte* map_aligned(std::size_t mapped_bytes) {
   return begin + head_bytes;
 }
 
-// False when the kernel has no memory left for it.
-bool touch_all(std::byte* data, std::size_t mapped_bytes, std::size_t page) {
-#ifdef MADV_POPULATE_WRITE
-  if (::madvise(data, mapped_bytes, MADV_POPULATE_WRITE) == 0) return true;
+}  // namespace
+
+std::size_t page_bytes() {
+  const long num_bytes = ::sysconf(_SC_PAGESIZE);
+  PD_CHECK(num_bytes > 0, "page size " << num_bytes);
+  return static_cast<std::size_t>(num_bytes);
+}
+
+bool touch_pages(std::byte* data, std::size_t num_bytes) {
+  // Advice only: a kernel without huge pages refuses, and small pages are right, just slower.
+  (void)::madvise(data, num_bytes, MADV_HUGEPAGE);
+  if (::madvise(data, num_bytes, kMadvPopulateWrite) == 0) return true;
   if (errno == ENOMEM || errno == EFAULT) return false;
-#endif
-  // A kernel before 5.14. volatile: the stores are the point.
-  for (std::size_t offset = 0; offset < mapped_bytes; offset += page) {
-    *reinterpret_cast<volatile std::byte*>(data + offset) = std::byte{0};
+  // A kernel before 5.14 does not know the advice. An atomic addition of nothing: others may write already.
+  const std::size_t page = page_bytes();
+  for (std::size_t offset = 0; offset < num_bytes; offset += page) {
+    reinterpret_cast<std::atomic<std::uint8_t>*>(data + offset)->fetch_add(0, std::memory_order_relaxed);
   }
   return true;
 }
-
-}  // namespace
 
 void throw_not_enough_memory(std::size_t num_bytes, const std::string& what, const std::string& why) {
   throw UserError("cannot allocate " + format_bytes(num_bytes) + " (" + std::to_string(num_bytes) +
@@ -95,13 +103,10 @@ HostMemory::HostMemory(std::size_t num_bytes, const std::string& what) : size_by
   if (num_bytes > available_bytes) {
     throw_not_enough_memory(num_bytes, what, format_bytes(available_bytes) + " are available");
   }
-  const std::size_t page = page_bytes();
-  mapped_bytes_ = round_up(num_bytes, page);
+  mapped_bytes_ = round_up(num_bytes, page_bytes());
   data_ = map_aligned(mapped_bytes_);
   if (data_ == nullptr) throw_not_enough_memory(num_bytes, what, std::strerror(errno));
-  // Advice only: a kernel without huge pages refuses, and small pages are right, just slower.
-  (void)::madvise(data_, mapped_bytes_, MADV_HUGEPAGE);
-  if (!touch_all(data_, mapped_bytes_, page)) {
+  if (!touch_pages(data_, mapped_bytes_)) {
     ::munmap(data_, mapped_bytes_);
     throw_not_enough_memory(num_bytes, what, "the kernel ran out of pages");
   }

@@ -24,6 +24,13 @@ class HostMemory final : public Memory {
   std::size_t mapped_bytes_ = 0;  // whole pages
 };
 
+// The system's: 4 KiB on most, 16 or 64 KiB on some with ARM processors.
+[[nodiscard]] std::size_t page_bytes();
+
+// Makes the kernel map every page of [data, data + num_bytes), huge ones where it likes. The bytes stay what
+// they are, also where another process writes them. False when the kernel has no memory left.
+[[nodiscard]] bool touch_pages(std::byte* data, std::size_t num_bytes);
+
 // "cannot allocate 2.00 GiB (2147483648 bytes) of staging memory on host: <why>; <remedy>", as UserError.
 [[noreturn]] void throw_not_enough_memory(std::size_t num_bytes, const std::string& what,
                                           const std::string& why);

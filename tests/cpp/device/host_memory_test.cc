@@ -2,13 +2,23 @@
 #include "device/host/host_memory.h"
 
 #include <gtest/gtest.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <fstream>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/failure.h"
@@ -45,6 +55,40 @@ TEST(HostMemory, EveryPageIsThereBeforeTheFirstUse) {
   std::size_t num_missing = 0;
   for (const unsigned char flags : resident) num_missing += (flags & 1u) == 0;
   EXPECT_EQ(num_missing, 0u);
+}
+
+// A kernel that answers madvise(MADV_POPULATE_WRITE) with this error, for this thread.
+void let_populating_fail_with(std::uint32_t error) {
+  std::array<sock_filter, 6> program = {{
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, __NR_madvise, 0, 3),
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, args[2])),  // the low half: little-endian
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 23, 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | error),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  }};
+  const sock_fprog filter{static_cast<unsigned short>(program.size()), program.data()};
+  ASSERT_EQ(::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+  ASSERT_EQ(::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter), 0) << std::strerror(errno);
+}
+
+// manylinux's headers have no name for the advice, so its number must not be asked of them.
+TEST(HostMemory, KernelIsAskedForAllPagesAtOnceWhateverTheHeadersKnow) {
+  std::thread([] {
+    let_populating_fail_with(ENOMEM);
+    EXPECT_THROW(HostMemory(kHugePageBytes, "device memory on host"), UserError);
+  }).join();
+}
+
+TEST(HostMemory, EveryPageIsThereAlsoWithAKernelThatDoesNotKnowTheAdvice) {
+  std::thread([] {
+    let_populating_fail_with(EINVAL);
+    const std::size_t num_bytes = kHugePageBytes + 4097;
+    const HostMemory memory(num_bytes, "device memory on host");
+    std::vector<unsigned char> resident((num_bytes + page_bytes() - 1) / page_bytes());
+    ASSERT_EQ(::mincore(memory.data(), num_bytes, resident.data()), 0);
+    EXPECT_TRUE(std::ranges::all_of(resident, [](unsigned char flags) { return (flags & 1u) != 0; }));
+  }).join();
 }
 
 TEST(HostMemory, LargeAllocationsStartAtAHugePageAndAdviseThem) {

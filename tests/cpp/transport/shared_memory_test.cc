@@ -3,6 +3,7 @@
 // address.
 #include "transport/shared_memory.h"
 
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
@@ -15,15 +16,28 @@
 #include <array>
 #include <cerrno>
 #include <csignal>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <limits>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "base/failure.h"
+#include "base/scope_exit.h"
+
+// What sysconf says in place of the system's page size; 0: what it says by itself.
+static long page_bytes_said = 0;
+
+// Before the C library's, for this test program.
+extern "C" long sysconf(int name) noexcept {
+  if (name == _SC_PAGESIZE && page_bytes_said != 0) return page_bytes_said;
+  static const auto by_itself = reinterpret_cast<long (*)(int)>(::dlsym(RTLD_NEXT, "sysconf"));
+  return by_itself(name);
+}
 
 namespace pipedream {
 namespace {
@@ -56,6 +70,25 @@ std::vector<std::string> parts_of(const std::string& address) {
 }
 std::string joined(const std::vector<std::string>& parts) {
   return parts.at(0) + ":" + parts.at(1) + ":" + parts.at(2) + ":" + parts.at(3);
+}
+
+struct Mapping {
+  const std::byte* begin = nullptr;
+  const std::byte* end = nullptr;
+};
+
+// The one of this process that holds the address.
+Mapping mapping_of(const std::byte* address) {
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) {
+    void* begin = nullptr;
+    void* end = nullptr;
+    if (std::sscanf(line.c_str(), "%p-%p ", &begin, &end) != 2) continue;
+    if (begin <= address && address < end) {
+      return {static_cast<const std::byte*>(begin), static_cast<const std::byte*>(end)};
+    }
+  }
+  return {};
 }
 
 // One end of a pipe that the other process writes to or reads from.
@@ -374,6 +407,20 @@ TEST(SharedMemory, DescriptorsAndMappingsAreGivenBack) {
     EXPECT_NE(refusal_of(joined(parts)), "");
   }
   EXPECT_EQ(num_descriptors(), before);
+}
+
+// A kernel of 4 KiB pages maps 64 KiB as well, so that its checks of a larger page's bounds do not show here.
+TEST(SharedMemory, WhatIsSharedBeginsAtAPageOfTheSystemsWhateverItsSize) {
+  const ScopeExit own_size([] { page_bytes_said = 0; });
+  page_bytes_said = 64 << 10;
+  const auto made = SharedMemory::make(100, kUse);
+  const auto opened = SharedMemory::open(made->address(), kUse);
+  ASSERT_NE(opened, nullptr);
+  for (const SharedMemory* memory : {made.get(), opened.get()}) {
+    const Mapping mapping = mapping_of(memory->data());
+    EXPECT_EQ(memory->data() - mapping.begin, 64 << 10);
+    EXPECT_EQ(mapping.end - mapping.begin, 128 << 10);
+  }
 }
 
 }  // namespace
