@@ -3,6 +3,7 @@
 #include <malloc.h>
 #include <pthread.h>
 #include <sys/prctl.h>
+#include <unistd.h>
 
 #include <csignal>
 #include <limits>
@@ -11,7 +12,10 @@
 
 namespace pipedream {
 
-void die_with_parent() { prctl(PR_SET_PDEATHSIG, SIGKILL); }
+void die_with_parent(int parent_pid) {
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (getppid() != parent_pid) _exit(1);
+}
 
 void keep_freed_memory() {
   mallopt(M_MMAP_MAX, 0);

@@ -6,8 +6,9 @@
 namespace pipedream {
 
 // A worker calls this once, at start-up. The process gets SIGKILL when the thread that started it dies, so
-// that no worker outlives its launcher.
-void die_with_parent();
+// that no worker outlives its launcher. It ends at once where parent_pid is no longer its parent: the kernel
+// sends nothing for what has happened before.
+void die_with_parent(int parent_pid);
 
 // Likewise. Freed memory stays with the process: with the default thresholds malloc maps and unmaps every
 // large tensor, and the first touch of each fresh page costs 10 to 100 us on virtual machines.

@@ -518,7 +518,7 @@ void bind_worker(py::module_& module) {
              "The 63-bit seed of what the stage of this seed draws for one minibatch.");
   module.def("make_curve_keys", &make_curve_keys, py::arg("libzmq_path") = "",
              "A new pair of Z85 keys: (public, secret).");
-  module.def("die_with_parent", &die_with_parent);
+  module.def("die_with_parent", &die_with_parent, py::arg("parent_pid"));
   module.def("keep_freed_memory", &keep_freed_memory);
   module.def("cuda_available", &cuda_available);
   module.def("why_no_cuda", &why_no_cuda, "Why the core has no CUDA device; empty where it has one.");

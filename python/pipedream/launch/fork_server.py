@@ -340,7 +340,7 @@ def _adopting_orphans() -> Iterator[None]:
 
 def serve(connection_file: int, parent_pid: int) -> None:
     """The life of the server: until its parent ends, or closes the connection."""
-    _die_with(parent_pid)
+    _core.die_with_parent(parent_pid)
     for number in _OF_THE_CALLER:
         signal.signal(number, signal.SIG_IGN)
     _import_for_all(*_PRELOADED)
@@ -361,13 +361,6 @@ def serve(connection_file: int, parent_pid: int) -> None:
         for file in files:
             os.close(file)
         connection.sendall(_ANSWER.pack(pid))
-
-
-def _die_with(parent_pid: int) -> None:
-    """This process is killed when its parent ends, and ends now where that has happened before."""
-    _core.die_with_parent()
-    if os.getppid() != parent_pid:
-        os._exit(1)
 
 
 def _import_for_all(*names: str) -> None:
@@ -419,7 +412,7 @@ def _be_worker(open_files: int, files: list[int]) -> NoReturn:
         # The caller sends the task when the worker has become its child.
         (size,) = _SIZE.unpack(_read(task, _SIZE.size))
         surroundings: _Surroundings = pickle.loads(_read(task, size))
-        _die_with(surroundings.pid)
+        _core.die_with_parent(surroundings.pid)
         surroundings.apply()
         parent_sentinel = os.dup(task)
         code = spawn._main(task, parent_sentinel)

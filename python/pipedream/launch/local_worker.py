@@ -61,17 +61,17 @@ def _environment_of(task: WorkerTask, rank: int, num_workers: int) -> dict[str, 
 def _forked_children_die_with_this_process() -> None:
     """The processes of a DataLoader hold this one's sockets and memory: where it is killed, they would keep
     both for seconds."""
-    forks_on_main_thread = False
+    forks_on_main_thread, pid = False, 0
 
-    def note_thread() -> None:
-        nonlocal forks_on_main_thread
-        forks_on_main_thread = threading.current_thread() is threading.main_thread()
+    def note_fork() -> None:
+        nonlocal forks_on_main_thread, pid
+        forks_on_main_thread, pid = threading.current_thread() is threading.main_thread(), os.getpid()
 
     def follow() -> None:
         if forks_on_main_thread:  # the signal comes when the thread ends that forked
-            _core.die_with_parent()
+            _core.die_with_parent(pid)
 
-    os.register_at_fork(before=note_thread, after_in_child=follow)
+    os.register_at_fork(before=note_fork, after_in_child=follow)
 
 
 def _train(task: WorkerTask, folder: Path, rank: int, board: StatusBoard) -> None:

@@ -1,8 +1,11 @@
 #include "base/process.h"
 
 #include <gtest/gtest.h>
+#include <sched.h>
 #include <sys/wait.h>
 #include <unistd.h>
+
+#include <array>
 
 namespace pipedream {
 namespace {
@@ -34,6 +37,36 @@ TEST(HomeProcess, OfAChildIsNotItsChild) {
     return status_of_child([&] { return home.is_this(); }) == 1;
   });
   EXPECT_EQ(status, 2);
+}
+
+// The process that is forked last begins to follow its parent when that has ended, and would say so.
+TEST(DieWithParent, ProcessWhoseParentHasEndedEnds) {
+  std::array<int, 2> pipe{};
+  ASSERT_EQ(::pipe(pipe.data()), 0);
+  const pid_t parent = fork();
+  if (parent == 0) {
+    const pid_t own_parent = getpid();
+    if (fork() == 0) {
+      while (getppid() == own_parent) sched_yield();
+      die_with_parent(own_parent);
+      static_cast<void>(!write(pipe[1], "lives", 5));
+    }
+    _exit(0);
+  }
+  close(pipe[1]);
+  ASSERT_EQ(waitpid(parent, nullptr, 0), parent);
+  std::array<char, 5> said{};
+  EXPECT_EQ(read(pipe[0], said.data(), said.size()), 0);
+  close(pipe[0]);
+}
+
+TEST(DieWithParent, ProcessGoesOnWithItsParent) {
+  const pid_t parent = getpid();
+  EXPECT_EQ(status_of_child([parent] {
+              die_with_parent(parent);
+              return true;
+            }),
+            2);
 }
 
 }  // namespace

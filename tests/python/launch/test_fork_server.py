@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import multiprocessing
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ import pytest
 import torch
 from pipedream.launch import fork_server
 from pipedream.launch.fork_server import Process, start_server
+from pipedream.launch.local_worker import _forked_children_die_with_this_process
 
 _BOUND_S = 60.0  # of what takes milliseconds on a machine that is not busy
 
@@ -195,14 +197,28 @@ def _unread(connection: socket.socket) -> int:
     return int.from_bytes(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
 
 
-def test_a_process_whose_parent_has_ended_before_it_could_follow_it_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(fork_server._core, "die_with_parent", lambda: None)  # this process lives on
-    monkeypatch.setattr(os, "_exit", _exit)
-    fork_server._die_with(os.getppid())
-    with pytest.raises(SystemExit, match="1"):
-        fork_server._die_with(os.getppid() + 1)
+def _fork_an_orphan(connection: Connection) -> None:
+    """The child begins to follow its parent when that has ended."""
+
+    def wait_for_the_parent() -> None:
+        select.select([os.pidfd_open(parent)], [], [])
+
+    parent = os.getpid()
+    os.register_at_fork(after_in_child=wait_for_the_parent)
+    _forked_children_die_with_this_process()
+    if os.fork() == 0:
+        connection.send("lives")
+    os._exit(0)
+
+
+def test_a_process_of_a_workers_whose_parent_has_ended_before_it_could_follow_it_ends() -> None:
+    here, there = multiprocessing.Pipe()
+    process = Process(target=_fork_an_orphan, args=(there,))
+    process.start()
+    there.close()
+    process.join()
+    with pytest.raises(EOFError):
+        here.recv()
 
 
 def _exit(code: int) -> None:
