@@ -1,7 +1,10 @@
 #include "channel/wire_layout.h"
 
 #include <algorithm>
+#include <string>
 #include <utility>
+
+#include "base/failure.h"
 
 namespace pipedream {
 
@@ -13,6 +16,11 @@ WireLayout::WireLayout(const ItemSpec& item, const Codec& codec) {
     dtypes_.push_back(tensor.dtype);
     codecs_.push_back(codec_for(codec, tensor.dtype));
     const std::size_t num_elements = tensor.bytes_max / dtype_bytes(tensor.dtype);
+    if (codecs_.back().kind == CodecKind::kTopK && num_elements > kTopKElementsMax) {
+      throw UserError(codec_name(codec) + " of a tensor of " + std::to_string(num_elements) +
+                      " elements: it counts " + std::to_string(kTopKElementsMax) +
+                      " at most; use int8, or cut the model elsewhere");
+    }
     if (codecs_.back().kind != CodecKind::kNone) {
       num_elements_max_ = std::max(num_elements_max_, num_elements);
     }

@@ -161,7 +161,7 @@ std::size_t residual_bytes(const Codec& codec, DType dtype, std::size_t num_elem
 
 std::size_t topk_num_chosen(const Codec& codec, std::size_t num_elements) {
   PD_CHECK(codec.share > 0 && codec.share <= 1, "share " << codec.share);
-  PD_CHECK(num_elements <= std::numeric_limits<std::uint32_t>::max(), num_elements << " elements for topk");
+  PD_CHECK(num_elements <= kTopKElementsMax, num_elements << " elements for topk");
   if (num_elements == 0) return 0;
   const double wanted = std::ceil(codec.share * static_cast<double>(num_elements));
   return std::clamp(static_cast<std::size_t>(wanted), std::size_t{1}, num_elements);

@@ -48,7 +48,9 @@ inline constexpr std::size_t kInt8BlockElements = 256;
 // What topk adds up in: float64 for float64, else float32. codec applies to dtype; 0 for all others.
 [[nodiscard]] std::size_t residual_bytes(const Codec& codec, DType dtype, std::size_t num_elements);
 
-// How many of the elements topk sends. At most 2^32 - 1 elements (checked).
+inline constexpr std::size_t kTopKElementsMax = 0xFFFFFFFF;  // an entry says which by 32 bits
+
+// How many of the elements topk sends. At most kTopKElementsMax (checked).
 [[nodiscard]] std::size_t topk_num_chosen(const Codec& codec, std::size_t num_elements);
 
 // Exact. codec applies to dtype. At most 2^32 - 1 elements for topk (checked).

@@ -14,6 +14,14 @@ void Worker::check_new(const std::string& name) const {
 
 void Worker::check_spec(const ChannelSpec& spec) const {
   check_new(spec.name);
+  if (spec.num_items < 1) {
+    throw UserError("channel '" + spec.name + "' has num_items " + std::to_string(spec.num_items) +
+                    "; it must be 1 or more");
+  }
+  if (spec.chunk_bytes > kChunkBytesMax) {
+    throw UserError("channel '" + spec.name + "' has chunk_bytes " + std::to_string(spec.chunk_bytes) +
+                    "; a frame has at most " + std::to_string(kChunkBytesMax));
+  }
   if (!spec.on_device && WireLayout(spec.item, spec.codec).encodes()) {
     throw UserError("channel '" + spec.name + "' of host memory has codec " + codec_name(spec.codec) +
                     "; only items on the device can be encoded");

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 
+#include "base/failure.h"
 #include "channel/granted_slots.h"
 
 namespace pipedream {
@@ -105,6 +106,20 @@ TEST(GrantedSlots, HoldNoneTwiceAndNoMoreThanTheirBound) {
   EXPECT_FALSE(slots.add(60000));
   static_cast<void>(slots.take());
   EXPECT_TRUE(slots.add(60000));
+}
+
+TEST(WireLayout, TensorOfMoreElementsThanTopKCountsIsTheUsersMistake) {
+  const std::size_t num_elements = std::size_t{1} << 32;
+  const ItemSpec item({{DType::kFloat32, 1, num_elements * sizeof(float)}});
+  EXPECT_NO_THROW(WireLayout(item, codec_from_name("int8")));
+  try {
+    const WireLayout layout(item, codec_from_name("topk:0.1"));
+    ADD_FAILURE() << "it was accepted";
+  } catch (const UserError& error) {
+    EXPECT_EQ(std::string(error.what()),
+              "topk:0.1 of a tensor of 4294967296 elements: it counts 4294967295 at most; use int8, or cut "
+              "the model elsewhere");
+  }
 }
 
 }  // namespace

@@ -723,6 +723,30 @@ TEST(WorkerOptions, WhatIsUnknownIsRefusedByName) {
   }
 }
 
+TEST(WorkerOptions, ChannelThatNoFrameOrNoItemHasRoomForIsRefused) {
+  WorkerOptions options;
+  options.transport = "inproc";
+  Worker worker(options);
+  const auto refusal_of = [&](const ChannelSpec& spec, auto add) {
+    try {
+      (worker.*add)(spec);
+      return std::string("nothing was thrown");
+    } catch (const UserError& error) {
+      return std::string(error.what());
+    }
+  };
+  ChannelSpec spec{"weights", "stage 1 (rank 1)", 1, ItemSpec({{DType::kUInt8, 1, 10}})};
+  for (const auto add : {&Worker::add_send_channel, &Worker::add_receive_channel}) {
+    spec.chunk_bytes = (std::size_t{64} << 20) + 1;
+    EXPECT_EQ(refusal_of(spec, add),
+              "channel 'weights' has chunk_bytes 67108865; a frame has at most 67108864");
+    spec.chunk_bytes = 0;
+    spec.num_items = 0;
+    EXPECT_EQ(refusal_of(spec, add), "channel 'weights' has num_items 0; it must be 1 or more");
+    spec.num_items = 1;
+  }
+}
+
 TEST(WorkerOptions, ChannelNamesAreUniqueAndEveryEndpointIsNeeded) {
   WorkerOptions options;
   options.transport = "inproc";
