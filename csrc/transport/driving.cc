@@ -1,5 +1,7 @@
 // How work reaches those who drive, and the turns of posters and waiters. Threads as in transport_core.h.
+#include <iterator>
 #include <utility>
+#include <vector>
 
 #include "base/scope_exit.h"
 #include "transport/driving_scope.h"
@@ -115,10 +117,8 @@ bool TransportCore::stop_driving(bool hands_over) {
   return true;
 }
 
-// After an error of a task or a handler, as a device's: it reaches who drives, and the thread goes on. What
-// this turn had taken of the queue is dropped.
+// After an error of a task or a handler, as a device's: it reaches who drives, and the thread goes on.
 void TransportCore::drop_drive() {
-  running_tasks_.clear();
   need_thread();
   static_cast<void>(stop_driving(/*hands_over=*/true));
 }
@@ -245,12 +245,29 @@ TransportCore::Stop TransportCore::run_tasks() {
   }
   for (const std::uint64_t name : noted_) note_ready(name);
   noted_.clear();
-  for (Task& task : running_tasks_) {
-    task();
-    task.reset();
+  auto next = running_tasks_.begin();
+  try {
+    while (next != running_tasks_.end()) {
+      Task& task = *next++;
+      task();
+      task.reset();
+    }
+  } catch (...) {
+    put_back(next);
+    throw;
   }
   running_tasks_.clear();
   return stop;
+}
+
+// After an error of the task before `next`: what follows it is other links', too, and stays the first to run.
+void TransportCore::put_back(std::vector<Task>::iterator next) {
+  {
+    const std::lock_guard lock(mutex_);
+    tasks_.insert(tasks_.begin(), std::make_move_iterator(next),
+                  std::make_move_iterator(running_tasks_.end()));
+  }
+  running_tasks_.clear();
 }
 
 }  // namespace pipedream

@@ -162,9 +162,8 @@ TransportCore::Stop TransportCore::take_turn(bool& closing) {
   return stop;
 }
 
-// After an error that nobody else is there to be thrown to. What this turn had taken of the queue is dropped.
+// After an error that nobody else is there to be thrown to.
 void TransportCore::fail_links(const Failure& failure) {
-  running_tasks_.clear();
   for (LinkCore* link : active_links_) {
     try {
       link->fail(failure);

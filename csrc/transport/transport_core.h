@@ -154,6 +154,7 @@ class TransportCore : public Transport {
   void run();
   Stop take_turn(bool& closing);
   Stop run_tasks();
+  void put_back(std::vector<Task>::iterator next);
   void close_links();
   void say_beats(Deadline now);
   [[nodiscard]] std::optional<Deadline> next_deadline(const Stop& stop) const;

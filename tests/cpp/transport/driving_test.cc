@@ -181,6 +181,30 @@ TEST_P(Driving, ErrorOfATaskReachesWhoDrivesAndTheThreadGoesOn) {
   }
 }
 
+TEST_P(Driving, ErrorOfATaskLeavesWhatWasPostedBesideItInItsOrder) {
+  const std::thread::id here = std::this_thread::get_id();
+  const auto has_thrown_here = [&] {
+    const auto num_run = std::make_shared<std::atomic<int>>(0);
+    const auto post = [&](int index) {
+      connecting_->post_for_later([num_run, index] { EXPECT_EQ(num_run->fetch_add(1), index); });
+    };
+    bool has_thrown = false;
+    try {
+      post(0);
+      connecting_->post_for_later([here] {
+        if (std::this_thread::get_id() == here) throw std::runtime_error("the device refuses");
+      });
+      for (int index = 1; index < 4; ++index) post(index);
+      connecting_->drive_posted();
+    } catch (const std::runtime_error&) {
+      has_thrown = true;
+    }
+    EXPECT_TRUE(wait_until([&] { return num_run->load() == 4; }));
+    return has_thrown;
+  };
+  EXPECT_TRUE(wait_until(has_thrown_here));
+}
+
 // A post drives nothing, so that the transport thread runs it.
 TEST_P(Driving, ErrorOnTheTransportThreadIsTheFailureOfItsLinks) {
   open_link();
