@@ -125,8 +125,11 @@ void ZmqLink::open_monitor() {
                      zmq::kEventHandshakeFailedAuth;
   monitor_ = zmq_.socket(shared_.context, zmq::kPair);
   const int linger = 0;
+  // A full monitor would hold up libzmq's I/O thread, and with it all links, until somebody drives.
+  const int unbounded = 0;
   if (monitor_ == nullptr || zmq_.socket_monitor(socket_, address.c_str(), events) != 0 ||
       zmq_.setsockopt(monitor_, zmq::kLinger, &linger, sizeof(linger)) != 0 ||
+      zmq_.setsockopt(monitor_, zmq::kRcvHwm, &unbounded, sizeof(unbounded)) != 0 ||
       zmq_.connect(monitor_, address.c_str()) != 0) {
     const std::string reason = zmq_.last_error();
     disconnect();

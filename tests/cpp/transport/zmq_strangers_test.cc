@@ -72,6 +72,23 @@ TEST_P(ZmqStrangers, ConnectionsThatSayNothingDoNotKeepThePeerOut) {
   expect_true_peer_gets_through();
 }
 
+// Whoever drives is held up, so that nobody reads what libzmq tells of connections.
+TEST_P(ZmqStrangers, ManyOfThemHoldUpNoConnectionWhileNobodyLooks) {
+  std::latch held(1);
+  std::latch leaves(1);
+  listening_->post([&] {
+    held.count_down();
+    leaves.wait();
+  });
+  held.wait();
+  for (int index = 0; index < 1500; ++index) {
+    TcpStranger passes_by(address_);
+    EXPECT_EQ(passes_by.hear(1).size(), 1U) << index;  // libzmq's greeting
+  }
+  leaves.count_down();
+  expect_true_peer_gets_through();
+}
+
 TEST_P(ZmqStrangers, StrangersThatLeaveAreNotMistakenForThePeer) {
   auto silent = std::make_unique<TcpStranger>(address_);
   Recorder at_connector;
