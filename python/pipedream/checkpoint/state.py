@@ -62,6 +62,7 @@ __all__ = [
     "saved_names",
     "saved_values",
     "send_state",
+    "send_values",
     "state_bytes",
 ]
 
@@ -69,9 +70,13 @@ __all__ = [
 def send_state(core: _core.Worker, channel: str, stage: StageModule, *, only_buffers: bool = False) -> None:
     """Those on the meta device have no values, and are left out."""
     state = dict(stage.stage_buffers()) if only_buffers else _state_of(stage)
-    state = {name: tensor for name, tensor in state.items() if not tensor.is_meta}
-    send_document(core, channel, [[name, dtype_name(t.dtype), list(t.shape)] for name, t in state.items()])
-    send_tensors(core, channel, list(state.values()))
+    send_values(core, channel, {name: tensor for name, tensor in state.items() if not tensor.is_meta})
+
+
+def send_values(core: _core.Worker, channel: str, values: Mapping[str, Tensor]) -> None:
+    described = [[name, dtype_name(value.dtype), list(value.shape)] for name, value in values.items()]
+    send_document(core, channel, described)
+    send_tensors(core, channel, list(values.values()))
     core.wait_until_sent(channel)  # they are read where they lie, and the next forward changes buffers
 
 
@@ -82,7 +87,7 @@ def receive_state(core: _core.Worker, channel: str, stage: StageModule) -> None:
 
 
 def receive_values(core: _core.Worker, channel: str) -> dict[str, Tensor]:
-    """What send_state sent."""
+    """What send_state or send_values sent."""
     values: dict[str, Tensor] = {}
     for name, dtype, shape in receive_document(core, channel):
         values[name] = torch.empty(shape, dtype=getattr(torch, dtype))

@@ -19,6 +19,7 @@ from pipedream.data.stream import DataStream, ForwardedData, MinibatchStream, Re
 from pipedream.links.options import LinkOptions
 from pipedream.links.rendezvous import START_TIMEOUT_S, Rendezvous
 from pipedream.model.layers import Model, outline_of
+from pipedream.model.loss_state import check_loss_buffers
 from pipedream.model.meta_device import is_on_meta
 from pipedream.model.seeding import base_seed, seed_data
 from pipedream.model.splitter import split
@@ -131,6 +132,8 @@ def agree(
         _check_layers(outline_of(model), place.rank, agreed["layers"])
         place = replace(place, run_id=int(agreed["run_id"]))
     stages = split(model, options.plan)
+    if place.returns_model:  # else the caller has done it
+        check_loss_buffers(stages, options.loss_fn)
     base = base_seed(options.seed) if agreed is None else int(agreed["base_seed"])
     on_meta = is_on_meta(root for stage in stages for _, root in stage.roots())
     run = AgreedRun(place, options, base, stages, find_ties(stages), on_meta)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
 from pipedream.links.codec_choice import pushes_factors
 from pipedream.model.cut_model import CutModel
-from pipedream.model.layers import Model, layers_of
+from pipedream.model.layers import Model, layers_of, roots_of
 from pipedream.planning.plan import Plan
 
-__all__ = ["cautions_of", "warn_the_caller"]
+__all__ = ["cautions_of", "check_data_apart", "warn_the_caller"]
 
 # Their mean divides by the weights of the samples that count, not by the number of samples.
 _WEIGHTED = (nn.CrossEntropyLoss, nn.NLLLoss, functional.cross_entropy, functional.nll_loss)
@@ -114,6 +116,51 @@ def _cautions_of_loss(loss_fn: Any, microbatches: int) -> Iterator[str]:
             " microbatches, which count by their samples, losses and gradients differ from those of whole"
             " minibatches; give weight_fn, which says what a microbatch counts"
         )
+
+
+def check_data_apart(data: Iterable[Any], model: Model, plan: Plan) -> Iterator[str]:
+    """One line where data hold a part of the model, whose weights are not where data are read. Raises
+    ValueError for a sampler that does: it has no other use for them than to choose."""
+    if plan.num_stages == 1 and plan.workers_used == 1:
+        return  # it is the model that is trained
+    roots = [root for _, root in roots_of(model)]
+    own = {id(model), *(id(part) for root in roots for part in (*root.modules(), *root.parameters()))}
+    why = (
+        "data are read ahead of the updates, and each worker has the weights of its own stages alone, so it"
+        " sees other weights than the newest"
+    )
+    for path, sampler in _samplers_of(data):
+        for name, value in getattr(sampler, "__dict__", {}).items():
+            if id(value) in own:
+                raise ValueError(
+                    f"{path}.{name} is a part of the model, by which a sampler chooses: {why}; choose between"
+                    " two runs, or train with a plan of one worker"
+                )
+    for path, value in _held_by(data):
+        if id(value) in own:
+            yield f"data holds a part of the model ({path}): {why}; let data not depend on the weights"
+            return
+
+
+def _samplers_of(data: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    if isinstance(data, DataLoader):
+        for name in ("sampler", "batch_sampler"):
+            sampler = getattr(data, name)
+            yield f"data.{name}", sampler
+            yield f"data.{name}.sampler", getattr(sampler, "sampler", None)
+
+
+def _held_by(data: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Directly: a dataset may have a million parts."""
+    held: Mapping[str, Any] = {}
+    path = "data.dataset" if isinstance(data, DataLoader) else "data"
+    if isinstance(data, types.GeneratorType):
+        held = {} if data.gi_frame is None else data.gi_frame.f_locals
+    elif isinstance(data, DataLoader):
+        held = getattr(data.dataset, "__dict__", {})
+    elif not isinstance(data, (list, tuple)):
+        held = getattr(data, "__dict__", {})
+    yield from ((f"{path}.{name}", value) for name, value in held.items())
 
 
 def warn_the_caller(caution: str) -> None:

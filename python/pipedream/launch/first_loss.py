@@ -159,7 +159,7 @@ class FirstLoss:
     def _compute(self, inputs: Any, targets: Any) -> float | None:
         """None where random numbers were drawn. Leaves the model and the generators as they were."""
         options = self._options
-        loss_fn = spare_loss(options.loss_fn)
+        loss_fn = spare_loss(options.loss_fn, self._roots())
         device = device_of(self._roots())
         saving: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if not self._compares_gradients:

@@ -22,6 +22,7 @@ from pipedream.checkpoint.state import (
     receive_values,
     relay_state,
     send_state,
+    send_values,
 )
 from pipedream.common.errors import PipelineError, one_line
 from pipedream.launch.agreed_run import AgreedRun
@@ -31,10 +32,12 @@ from pipedream.launch.weight_files import (
     keep_elsewhere,
     move_weights,
     save_weights,
+    write_loss_state,
 )
 from pipedream.links.channels import RunChannel, tree_name
 from pipedream.links.rank_tree import children_of, parent_of, subtree_of
 from pipedream.links.state_transfer import receive_document, relay_document, send_document
+from pipedream.model.loss_state import LossState, joined_loss_states, set_loss_state
 from pipedream.model.stage_module import StageModule
 from pipedream.report.result import RunResult, combine_reports
 
@@ -44,13 +47,18 @@ _UNSAVED = "unsaved"  # in a report and in the result that travels: texts
 
 
 def gather(
-    run: AgreedRun, core: _core.Worker, channels: Sequence[RunChannel], report: dict[str, Any]
+    run: AgreedRun,
+    core: _core.Worker,
+    channels: Sequence[RunChannel],
+    report: dict[str, Any],
+    loss_state: LossState | None,
 ) -> RunResult:
     """The result at every rank, what the trace shows at rank 0 only. report: this rank's; channels: of the
-    run. What fails here says where the trained weights are."""
-    report[_UNSAVED] = _save(run)
+    run. loss_state: of the loss, at the last stage. What fails here says where the trained weights are."""
+    of_loss = {} if loss_state is None else loss_state.changed()
+    report[_UNSAVED] = _save(run, of_loss)
     try:
-        result, unsaved = _gather(run, core, channels, report)
+        result, unsaved = _gather(run, core, channels, report, of_loss)
     except _core.RunFailure as failure:
         kind, message = failure.args
         has_saved = run.options.save is not None and run.options.gather == "none"
@@ -67,15 +75,20 @@ def gather(
 
 
 def _gather(
-    run: AgreedRun, core: _core.Worker, channels: Sequence[RunChannel], report: dict[str, Any]
+    run: AgreedRun,
+    core: _core.Worker,
+    channels: Sequence[RunChannel],
+    report: dict[str, Any],
+    of_loss: dict[str, Tensor],
 ) -> tuple[RunResult, list[str]]:
     """With what could not be saved."""
     if run.rank != 0:
-        _hand_up(run, core, report)
+        _hand_up(run, core, report, of_loss)
         return _hear_farewell(run, core)
     plan, num_ranks = run.plan, run.plan.workers_used
     reports = {0: report}
     buffers: dict[int, dict[int, dict[str, Tensor]]] = {}  # by stage and replica, but the first
+    of_losses = {plan.replica_of(0): of_loss} if _sends_loss(run, 0) else {}
     for child in children_of(0, num_ranks):
         for other in subtree_of(child, num_ranks):
             for stage in _gathered_stages_of(run, other):
@@ -84,10 +97,14 @@ def _gather(
                 else:
                     of_stage = buffers.setdefault(stage.stage_index, {})
                     of_stage[plan.replica_of(other)] = receive_values(core, tree_name(child, 0))
+            if _sends_loss(run, other):
+                of_losses[plan.replica_of(other)] = receive_values(core, tree_name(child, 0))
             reports[other] = receive_document(core, tree_name(child, 0))
     for stage_index, by_replica in buffers.items():
         average_buffers(run.stages[stage_index], [by_replica[replica] for replica in sorted(by_replica)])
     unsaved = [text for rank in range(num_ranks) for text in reports[rank].pop(_UNSAVED)]
+    of_loss = joined_loss_states([of_losses[replica] for replica in sorted(of_losses)])
+    set_loss_state(run.options.loss_fn, of_loss)
     if run.options.save is not None:
         unsaved += _finish(run, Path(run.options.save), unsaved)
     between = [channel for channel in channels if channel.stages is not None]
@@ -96,21 +113,25 @@ def _gather(
     # The farewell: nobody closes before everybody has all it needs.
     # The trace is rank 0's: it can be large.
     shared = result.to_dict() | {"spans": [], "transfers": [], _UNSAVED: unsaved}
-    _hand_down(run, core, shared)
+    _hand_down(run, core, shared, of_loss)
     return result, unsaved
 
 
-def _hand_up(run: AgreedRun, core: _core.Worker, report: dict[str, Any]) -> None:
+def _hand_up(run: AgreedRun, core: _core.Worker, report: dict[str, Any], of_loss: dict[str, Tensor]) -> None:
     rank, num_ranks = run.rank, run.plan.workers_used
     if rank >= num_ranks:
         return
     above = tree_name(rank, parent_of(rank))
     for stage in _gathered_stages_of(run, rank):
         send_state(core, above, stage, only_buffers=run.plan.replica_of(rank) > 0)
+    if _sends_loss(run, rank):
+        send_values(core, above, of_loss)
     send_document(core, above, report)
     for child in children_of(rank, num_ranks):
         for other in subtree_of(child, num_ranks):
             for _ in _gathered_stages_of(run, other):
+                relay_state(core, tree_name(child, rank), above)
+            if _sends_loss(run, other):
                 relay_state(core, tree_name(child, rank), above)
             relay_document(core, tree_name(child, rank), above)
 
@@ -118,13 +139,20 @@ def _hand_up(run: AgreedRun, core: _core.Worker, report: dict[str, Any]) -> None
 def _hear_farewell(run: AgreedRun, core: _core.Worker) -> tuple[RunResult, list[str]]:
     above = tree_name(parent_of(run.rank), run.rank)
     shared: dict[str, Any] = receive_document(core, above)
-    _hand_down(run, core, shared, above)
+    _hand_down(run, core, shared, {}, above)
     unsaved = shared.pop(_UNSAVED)
     return RunResult.from_dict(shared), unsaved
 
 
-def _hand_down(run: AgreedRun, core: _core.Worker, shared: dict[str, Any], above: str = "") -> None:
-    """The result, and all weights where all ranks want them. above: whence they come, but at rank 0."""
+def _hand_down(
+    run: AgreedRun,
+    core: _core.Worker,
+    shared: dict[str, Any],
+    of_loss: dict[str, Tensor],
+    above: str = "",
+) -> None:
+    """The result, and all weights and the loss's state where all ranks want them. above: whence they come,
+    but at rank 0."""
     rank = run.rank
     below = [tree_name(rank, child) for child in children_of(rank, run.place.world_size)]
     for channel in below:
@@ -135,6 +163,12 @@ def _hand_down(run: AgreedRun, core: _core.Worker, shared: dict[str, Any], above
             receive_state(core, above, stage)
         for channel in below:
             send_state(core, channel, stage)
+    if to_all:
+        if above:
+            of_loss = receive_values(core, above)
+            set_loss_state(run.options.loss_fn, of_loss)
+        for channel in below:
+            send_values(core, channel, of_loss)
 
 
 def _gathered_stages_of(run: AgreedRun, rank: int) -> list[StageModule]:
@@ -142,10 +176,17 @@ def _gathered_stages_of(run: AgreedRun, rank: int) -> list[StageModule]:
     return [] if by_files else run.stages_of(rank)
 
 
-def _save(run: AgreedRun) -> list[str]:
+def _sends_loss(run: AgreedRun, rank: int) -> bool:
+    by_files = run.options.gather == "none" or run.place.folder is not None
+    return not by_files and run.plan.num_stages - 1 in run.plan.stages_of(rank)
+
+
+def _save(run: AgreedRun, of_loss: dict[str, Tensor]) -> list[str]:
     """Before the report goes up, so that rank 0 finds all files. What could not be saved for the user, and
     where it is, which ends the run when everybody has what it needs."""
     if run.place.folder is not None and run.options.gather != "none":
+        if run.reads_targets:
+            write_loss_state(run.place.folder, run.plan.replica_of(run.rank), of_loss)
         save_weights(run, run.place.folder, persistent=False)  # where there is room for it
     if run.options.save is None:
         return []

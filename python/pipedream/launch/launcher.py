@@ -45,13 +45,19 @@ from pipedream.launch.task_files import (
     write_part,
     write_task,
 )
-from pipedream.launch.weight_files import are_complete, load_weights, reserve_room
+from pipedream.launch.weight_files import (
+    are_complete,
+    load_weights,
+    read_loss_state,
+    reserve_room,
+)
 from pipedream.launch.worker_processes import run_processes, signals_deferred
 from pipedream.links.rendezvous import Rendezvous, host_store
 from pipedream.model.batches import parts_of
 from pipedream.model.factories import try_factories
 from pipedream.model.layers import Model, roots_of
 from pipedream.model.loader_generators import set_generators
+from pipedream.model.loss_state import check_loss_buffers, set_loss_state
 from pipedream.model.seeding import base_seed, generators_kept, seed_data
 from pipedream.model.splitter import split
 from pipedream.model.stage_module import StageModule, find_ties
@@ -76,6 +82,7 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions, first: K
     """
     # What is known to be wrong is said before any worker starts.
     stages = split(model, options.plan)
+    check_loss_buffers(stages, options.loss_fn)
     with signals_deferred(), generators_kept() as rng, run_folder() as folder:
         with GraphWriter(folder) as graph:
             write_task(graph, model, options)
@@ -105,7 +112,7 @@ def run_locally(model: Model, data: Iterable[Any], options: JobOptions, first: K
         ):
             _launch(task, options.plan, board, expected, script)
         if options.gather != "none":
-            load_weights(stages, options.plan, folder)
+            _take_over(stages, options, folder)
         set_generators(data, read_part(folder, "generators"))
         return RunResult.from_dict(json.loads((folder / "result.json").read_text(encoding="utf-8")))
 
@@ -117,9 +124,15 @@ def _trained_weights_told(stages: list[StageModule], options: JobOptions, folder
         yield
     except RuntimeError as error:
         if options.gather != "none" and are_complete(options.plan, folder):
-            load_weights(stages, options.plan, folder)
+            _take_over(stages, options, folder)
             error.args = (f"{error}; the training was over, and the model has the trained weights",)
         raise
+
+
+def _take_over(stages: list[StageModule], options: JobOptions, folder: Path) -> None:
+    """Makes the model, and what the loss has kept, what they are in the workers."""
+    load_weights(stages, options.plan, folder)
+    set_loss_state(options.loss_fn, read_loss_state(options.plan, folder))
 
 
 def check_main_is_a_file() -> None:

@@ -26,7 +26,7 @@ from pipedream.common.tracebacks import with_short_tracebacks
 from pipedream.common.units import parse_size
 from pipedream.data.first_minibatch import KeptMinibatch, first_of, looked_at
 from pipedream.data.stream import check_sizes
-from pipedream.launch.cautions import cautions_of, warn_the_caller
+from pipedream.launch.cautions import cautions_of, check_data_apart, warn_the_caller
 from pipedream.launch.devices import choose_device_type
 from pipedream.launch.fork_server import start_server
 from pipedream.launch.launcher import check_main_is_a_file, run_locally
@@ -209,6 +209,7 @@ def _run(model: Model, plan: Plan, arguments: dict[str, Any]) -> RunResult:
         if prefix is None:
             check_main_is_a_file()
             start_server()  # which imports torch, the first time, while this process goes on
+        of_data = list(check_data_apart(data, model, plan))
         cuts = plan.num_layers > 1 and needs_cutting(model)
         if cuts or prefix is None:
             data = looked_at(data)
@@ -228,7 +229,7 @@ def _run(model: Model, plan: Plan, arguments: dict[str, Any]) -> RunResult:
             autocast=options.autocast,
             rates_by_update=options.lr_scheduler is not None and rates_by_update,
         )
-        for caution in cautions:
+        for caution in (*of_data, *cautions):
             warn_the_caller(caution)
     if prefix is not None:
         first.take()  # which nobody needs again

@@ -36,8 +36,10 @@ from pipedream.checkpoint.state import (
 from pipedream.common.errors import PipelineError, one_line
 from pipedream.common.units import format_bytes
 from pipedream.launch.agreed_run import AgreedRun
+from pipedream.launch.task_files import read_part, write_part
 from pipedream.model.initial_weights import WEIGHT_INDEX
 from pipedream.model.layers import Model, roots_of
+from pipedream.model.loss_state import joined_loss_states
 from pipedream.model.stage_module import StageModule
 from pipedream.planning.plan import Plan
 
@@ -49,8 +51,10 @@ __all__ = [
     "keep_elsewhere",
     "load_weights",
     "move_weights",
+    "read_loss_state",
     "reserve_room",
     "save_weights",
+    "write_loss_state",
 ]
 
 _PART = ".part"
@@ -103,6 +107,20 @@ def save_weights(run: AgreedRun, folder: Path, *, persistent: bool) -> None:
         save_state([stage], _part_of(path), names=names, only_buffers=replica > 0)
         if not persistent:
             _part_of(path).replace(path)
+
+
+def write_loss_state(folder: Path, replica: int, state: dict[str, Tensor]) -> None:
+    """For the caller of local workers, by the last stage's."""
+    write_part(folder, _loss_file(replica), state, "")
+
+
+def read_loss_state(plan: Plan, folder: Path) -> dict[str, Tensor]:
+    replicas = range(plan.stages[-1].num_replicas)
+    return joined_loss_states([read_part(folder, _loss_file(replica)) for replica in replicas])
+
+
+def _loss_file(replica: int) -> str:
+    return f"loss-replica-{replica}"
 
 
 def are_complete(plan: Plan, folder: Path) -> bool:

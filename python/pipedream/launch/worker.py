@@ -39,6 +39,7 @@ from pipedream.launch.worker_optimizers import WorkerOptimizers
 from pipedream.links.residuals import Residuals
 from pipedream.model.layers import Model
 from pipedream.model.loss_placement import loss_on
+from pipedream.model.loss_state import LossState
 from pipedream.report.result import RunResult
 from pipedream.report.segments import join_reports
 from pipedream.stage.job import JobOptions, WorkerPlace
@@ -81,6 +82,7 @@ class _Worker:
         self._optimizers: WorkerOptimizers | None = None
         self._losses_before: list[float] = []  # the segment
         self._residuals: Residuals = {}  # likewise
+        self._loss_state: LossState | None = None  # at the last stage
 
     def close(self) -> None:
         if self._segment is not None:
@@ -105,6 +107,7 @@ class _Worker:
         loss_placed = contextlib.ExitStack()
         if run.reads_targets:
             loss_placed.enter_context(loss_on(options.loss_fn, device))
+            self._loss_state = LossState(options.loss_fn, run.stages)
         with afterwards(part.give_back), afterwards(loss_placed.close):
             try:
                 part.place()
@@ -153,7 +156,9 @@ class _Worker:
                     time.monotonic() - began_s,
                 )
         part.take_back_others()
-        return gather(segment.run, segment.core, segment.channels, join_reports(reports, drained_at))
+        return gather(
+            segment.run, segment.core, segment.channels, join_reports(reports, drained_at), self._loss_state
+        )
 
     def _open(
         self,

@@ -205,7 +205,7 @@ def _trace(
 ) -> Trace:
     """counts: gets what CutModel has of that name. losses: gets the loss, unless something was drawn."""
     device = device_of([model])
-    loss_fn = spare_loss(loss_fn)
+    loss_fn = spare_loss(loss_fn, [model])
     # Copies, as a first layer that works in place would change the caller's data; and targets that are the
     # inputs are then read at the last stage, where they are.
     given = map_tensors(lambda tensor: tensor.detach().clone(), to_device(inputs, device))

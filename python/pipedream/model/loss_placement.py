@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipedream.common.errors import describe_error
 from pipedream.model.boundary import tensors_of
@@ -65,13 +65,19 @@ def loss_on(loss_fn: Any, device: torch.device) -> Iterator[None]:
                 module._buffers[name] = now.to(own.device)
 
 
-def spare_loss(loss_fn: Any) -> Any:
+def spare_loss(loss_fn: Any, model: Iterable[nn.Module] = ()) -> Any:
     """A copy of the loss, for calls that do not count: what it keeps in its objects stays as it is. Its
-    parameters are the same ones; so is what cannot be copied, as the global names and closures of functions.
-    """
-    parameters = [p for module in modules_carried_by(loss_fn) for p in module.parameters()]
+    parameters are the same ones, and so are modules and tensors of the model; so is what cannot be copied, as
+    the global names and closures of functions."""
+    shared: list[Any] = [p for module in modules_carried_by(loss_fn) for p in module.parameters()]
+    for root in model:
+        shared += (*root.modules(), *root.buffers())
+    memo: dict[Any, Any] = {id(one): one for one in shared}
+    # Views of the model's buffers stay so: this is where storages look for their copies.
+    storages = [one.untyped_storage() for one in shared if isinstance(one, Tensor)]
+    memo["torch"] = {storage._cdata: storage for storage in storages}
     try:
-        return copy.deepcopy(loss_fn, {id(parameter): parameter for parameter in parameters})
+        return copy.deepcopy(loss_fn, memo)
     except Exception:  # whatever a user's object raises: then it is tried itself
         return loss_fn
 

@@ -118,7 +118,7 @@ def profile(
             check_shapes(layer, f"{name}.")
     on_meta = is_on_meta(layers)
     device = torch.device("cpu") if on_meta else device_of(layers)
-    loss_fn = spare_loss(loss_fn)
+    loss_fn = spare_loss(loss_fn, layers)
     measurement = _Measurement(functools.partial(_make_passes, model, loss_fn, cuts, check), layers)
     kept, placed = untouched([*layers, *modules_carried_by(loss_fn)]), loss_on(loss_fn, device)
     data_kept = generators_of_loader_kept(batches)

@@ -27,6 +27,7 @@ __all__ = [
     "frozen_meanwhile",
     "gradients_noticed",
     "modules_carried_by",
+    "objects_carried_by",
     "places_of",
     "tensors_carried_by",
 ]
@@ -108,6 +109,14 @@ def modules_carried_by(function: Any) -> list[nn.Module]:
     """The modules that a function or object has within reach."""
     found = _walk([_Found(function, "")], set(), with_globals=True)
     return [entry.value for entry in found if isinstance(entry.value, nn.Module)]
+
+
+def objects_carried_by(name: str, function: Any) -> list[tuple[str, Any]]:
+    """(path, object) of the modules and other objects that a function or object holds itself, not by global
+    names; tensors and containers are left out."""
+    found = _walk([_Found(function, name)], set(), with_globals=False)
+    others = (Tensor, dict, list, tuple, set, frozenset, deque, type, types.ModuleType)
+    return [(entry.path, entry.value) for entry in found if not isinstance(entry.value, others)]
 
 
 def check_loss_fn(loss_fn: Any) -> None:

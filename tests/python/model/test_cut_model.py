@@ -608,3 +608,33 @@ def test_truths_that_only_a_later_minibatch_reads_show_in_its_loss() -> None:
     texts = _texts(3)
     staged, _ = _in_stages(cut, [_names(cut).index("second")], *texts)
     assert not torch.isclose(staged, _loss(model(texts[0]), texts[1]))
+
+
+class _Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.last = nn.Linear(3, 3)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(value)))  # type: ignore[no-any-return]
+
+
+class _ReadsMean:
+    def __init__(self, mean: Tensor) -> None:
+        self.mean = mean
+
+    def __call__(self, outputs: Tensor, _: Tensor) -> Tensor:
+        return (outputs - self.mean).square().mean()
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+def test_no_cut_parts_a_loss_from_a_buffer_that_it_reads_of_the_model(is_view: bool) -> None:
+    # It read a copy, which stayed as it began.
+    model = _Normed()
+    assert isinstance(model.norm.running_mean, Tensor)
+    mean = model.norm.running_mean[:] if is_view else model.norm.running_mean
+    cut = cut_model(model, torch.randn(4, 3), torch.randn(4, 3), _ReadsMean(mean))
+    assert [one.name for one in cut.offered] == ["first"]
+    assert not mean.any()

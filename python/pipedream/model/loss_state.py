@@ -1,0 +1,151 @@
+"""What a loss keeps from minibatch to minibatch: a centre, a queue, a count of its steps. It changes in the
+worker of the last stage, and comes back to the caller's loss at the end of a run.
+
+    where      buffers of its modules, and tensors and numbers in attributes of these and of its other objects
+    not        what the model has, which comes back with the model, and entries of lists and dicts
+    replicas   floating point becomes the mean over those of the last stage, as the model's buffers do
+
+Owned by the worker's compute thread, and the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipedream.model.references import objects_carried_by
+from pipedream.model.stage_module import StageModule
+
+__all__ = ["LossState", "check_loss_buffers", "joined_loss_states", "set_loss_state"]
+
+_BUFFER, _TENSOR, _NUMBER = "buffer", "tensor", "number"  # the kinds, in the keys of a state
+
+
+class LossState:
+    """What a loss has kept since this was made."""
+
+    def __init__(self, loss_fn: Any, stages: Iterable[StageModule]) -> None:
+        """stages: of the model."""
+        self._loss_fn = loss_fn
+        roots = [root for stage in stages for _, root in stage.roots()]
+        self._of_model = {id(module) for root in roots for module in root.modules()}
+        self._storages = {_storage_of(t) for root in roots for t in (*root.parameters(), *root.buffers())}
+        self._before = {key: (value, _version_of(value)) for key, value in self._values()}
+
+    def changed(self) -> dict[str, Tensor]:
+        """By place."""
+        return {
+            key: value.detach().cpu() if isinstance(value, Tensor) else torch.tensor(value)
+            for key, value in self._values()
+            # A buffer may be written through .data, which nobody counts.
+            if f":{_BUFFER}:" in key or not _is_as(self._before.get(key), value)
+        }
+
+    def _values(self) -> Iterator[tuple[str, Any]]:
+        for path, holder in objects_carried_by("loss_fn", self._loss_fn):
+            if id(holder) in self._of_model:
+                continue
+            for kind, table in _tables_of(holder):
+                for name, value in table.items():
+                    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                        if _storage_of(value) not in self._storages:
+                            yield f"{path}:{kind}:{name}", value
+                    elif kind == _TENSOR and type(value) in (bool, int, float):
+                        yield f"{path}:{_NUMBER}:{name}", value
+
+
+def set_loss_state(loss_fn: Any, state: Mapping[str, Tensor]) -> None:
+    """state: changed() of a copy of the loss."""
+    holders = dict(objects_carried_by("loss_fn", loss_fn)) if state else {}
+    for key, value in state.items():
+        path, kind, name = key.rsplit(":", 2)
+        if path not in holders:  # an object that the worker's loss has made
+            continue
+        tables = dict(_tables_of(holders[path]))
+        if kind == _NUMBER:
+            tables[_TENSOR][name] = value.item()
+            continue
+        table = tables[kind]
+        mine = table.get(name)
+        if isinstance(mine, Tensor) and mine.shape == value.shape and mine.dtype == value.dtype:
+            with torch.no_grad():
+                mine.copy_(value)  # in place: the user may hold the tensor
+        else:
+            table[name] = value.to(mine.device) if isinstance(mine, Tensor) else value
+
+
+def joined_loss_states(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Of the replicas of the last stage, in their order: the first's, but means of floating point that all
+    have in the same shape."""
+    if not states:
+        return {}
+    first, *others = states
+    joined = dict(first)
+    for key, value in first.items():
+        of_others = [state[key] for state in others if key in state and state[key].shape == value.shape]
+        if of_others and len(of_others) == len(others) and value.is_floating_point():
+            joined[key] = sum(of_others, value) / len(states)
+    return joined
+
+
+def check_loss_buffers(stages: list[StageModule], loss_fn: Any) -> None:
+    """Raises ValueError for a loss that holds a buffer of the model which an earlier stage changes."""
+    last = stages[-1]
+    own = {_storage_of(buffer) for _, buffer in last.stage_buffers()}
+    changing = {
+        _storage_of(buffer): (name, stage.stage_index)
+        for stage in stages[:-1]
+        for name, buffer in stage.stage_buffers()
+        if _module_of(stage, name).training
+    }
+    for path, holder in objects_carried_by("loss_fn", loss_fn) if changing else ():
+        for _, table in _tables_of(holder):
+            for attribute, value in table.items():
+                storage = _storage_of(value) if isinstance(value, Tensor) else 0
+                if storage in changing and storage not in own:
+                    name, stage_index = changing[storage]
+                    raise ValueError(
+                        f"{path}.{attribute} is the buffer {name!r} of the model, which stage {stage_index}"
+                        f" may change as it trains: the loss, at stage {last.stage_index}, would see it as it"
+                        " began; let the model return what the loss needs of it, or give the loss a .clone()"
+                        " of a buffer that stays as it is"
+                    )
+
+
+def _tables_of(holder: Any) -> list[tuple[str, dict[str, Any]]]:
+    """(kind, names and values) of what an object holds directly."""
+    attributes = getattr(holder, "__dict__", None)
+    if not isinstance(attributes, dict) or isinstance(holder, type):
+        return []
+    if isinstance(holder, nn.Module):
+        return [(_BUFFER, holder._buffers), (_TENSOR, attributes)]
+    return [(_TENSOR, attributes)]
+
+
+def _module_of(stage: StageModule, name: str) -> nn.Module:
+    """Of a buffer's full name in the model."""
+    prefix, root = next((prefix, root) for prefix, root in stage.roots() if name.startswith(prefix))
+    return root.get_submodule(name.removeprefix(prefix).rpartition(".")[0])
+
+
+def _storage_of(tensor: Tensor) -> int:
+    """0: none that it could share."""
+    if tensor.layout != torch.strided or tensor.is_meta:
+        return 0
+    return tensor.untyped_storage().data_ptr()
+
+
+def _version_of(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) else 0
+
+
+def _is_as(before: tuple[Any, int] | None, value: Any) -> bool:
+    if before is None:
+        return False
+    then, version = before
+    if isinstance(value, Tensor):
+        return value is then and value._version == version
+    return type(value) is type(then) and value == then
