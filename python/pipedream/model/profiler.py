@@ -26,7 +26,7 @@ from pipedream.common.progress_bar import progress_bar
 from pipedream.model.batches import own_loss, parts_of
 from pipedream.model.boundary import device_of, to_device
 from pipedream.model.clock import Clock, make_clock
-from pipedream.model.cut_model import CutModel, cut_model, needs_cutting
+from pipedream.model.cut_model import cut_model, needs_cutting
 from pipedream.model.data_copies import copy_of
 from pipedream.model.factored import factorable, rows_counted
 from pipedream.model.initial_weights import WeightSource, check_weights
@@ -38,8 +38,7 @@ from pipedream.model.meta_device import is_on_meta
 from pipedream.model.microbatch import batch_size_of
 from pipedream.model.product_timing import product_ms_per_replica
 from pipedream.model.references import check_loss_fn, modules_carried_by
-from pipedream.model.split_check import NUM_CHECKED, check_cuts
-from pipedream.model.structure import taken_apart
+from pipedream.model.split_check import NUM_CHECKED, check_layers, without_bad_cuts
 from pipedream.model.timed_passes import CutPasses, LayerPasses, LossFunction, TimedPasses
 from pipedream.model.untouched import untouched
 from pipedream.model.whole_on_host import whole_for_a_check
@@ -91,9 +90,9 @@ def profile(
     model: an nn.Sequential or a list is taken as its layers; any other module is traced once, on the first
     minibatch, and a layer is then the part of its forward between two places where it may be cut, named by
     the module whose call ends it. cuts: the paths of the modules after which it may be cut, ["layer2",
-    "layer3"]; None: after any. check: such a model is at first run with all its cuts, and compared with the
+    "layer3"]; None: after any. check: the model is at first run with all its cuts, and compared with the
     whole one; a cut that changes the loss, a gradient or a buffer is left out, which the log says, or refused
-    by a ValueError where `cuts` names it.
+    by a ValueError where `cuts` names it or the model is a list of layers, some of which are not torch's own.
 
     A model on the meta device is timed on the host, layer by layer: each is given its values, runs forward
     and backward on the first minibatch as often as there are minibatches to measure (at most 20), and goes
@@ -317,7 +316,7 @@ def _make_passes(
         if cuts is not None:
             cut = cut.at(cuts)
         if check:
-            cut = _without_bad_cuts(cut, first, loss_fn, is_chosen=cuts is not None)
+            cut = without_bad_cuts(cut, first, loss_fn, is_chosen=cuts is not None)
         if cut.offered:
             if cuts is None and cut.explain_checkpointed():
                 _log.warning("%s", cut.explain_checkpointed())
@@ -326,6 +325,8 @@ def _make_passes(
             _log.warning("the model cannot be cut, so it is one layer: %s", cut.explain())
     elif cuts is not None:
         _refuse_cuts_of_list(cuts)
+    elif check:
+        check_layers(model, first, loss_fn)
     return LayerPasses(layers_of(model), loss_fn)
 
 
@@ -354,7 +355,7 @@ def _sweep(
             with whole_for_a_check(model, weights) as is_whole:
                 if is_whole:
                     first = [parts_of(batch, minibatch) for minibatch, batch in enumerate(read[:NUM_CHECKED])]
-                    cut = _without_bad_cuts(cut, first, loss_fn, is_chosen=cuts is not None)
+                    cut = without_bad_cuts(cut, first, loss_fn, is_chosen=cuts is not None)
         model = cut
     elif cuts is not None:
         _refuse_cuts_of_list(cuts)
@@ -366,37 +367,6 @@ def _sweep(
 
 def _refuse_cuts_of_list(cuts: Sequence[str]) -> NoReturn:
     raise ValueError(f"cuts is {cuts!r}, but the model is a list of layers: it is cut after its entries")
-
-
-def _without_bad_cuts(
-    cut: CutModel, minibatches: Sequence[tuple[Any, Any]], loss_fn: LossFunction, *, is_chosen: bool
-) -> CutModel:
-    bad = check_cuts(cut, minibatches, loss_fn)
-    if not bad:
-        return cut
-    position, difference = next(iter(bad.items()))
-    text = (
-        f"the model cut after {cut.offered[position].name} does not compute what the whole model does:"
-        f" {difference}; what later code, or the next minibatch, reads is kept outside torch's operations"
-        " (numpy, an attribute, a list that a hook appends to): return it from a module, or do all that"
-        " needs it inside of one"
-    )
-    opaque = next(
-        (type(one).__name__ for one in taken_apart(minibatches[0][0])[0] if not _can_cross(one)), None
-    )
-    if opaque is not None:
-        text += f"; the inputs hold a {opaque}, None behind a cut: give its tensors in a tuple or a dataclass"
-    if is_chosen:
-        raise ValueError(text)
-    others = [cut.offered[other].name for other in bad if other != position]
-    also = f"; nor after {', '.join(others[:5])}{' and others' if len(others) > 5 else ''}" if others else ""
-    kept = cut.without(bad)
-    _log.warning("%s%s; places left to cut it: %d", text, also, len(kept.offered))
-    return kept
-
-
-def _can_cross(value: Any) -> bool:
-    return value is None or isinstance(value, (torch.Tensor, bool, int, float, str))
 
 
 def _repeat(batches: Iterable[Any]) -> Iterator[Any]:

@@ -10,6 +10,7 @@ layer, and leaves everything as it was. Owned by the thread that profiles.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,17 +22,21 @@ from torch import Tensor, nn
 from pipedream.common.errors import describe_error
 from pipedream.model.boundary import boundary_input, check_loss, device_of, map_tensors, tensors_of
 from pipedream.model.checked_model import CheckedModel, checked_model
+from pipedream.model.cut_model import CutModel
 from pipedream.model.float64 import NotInFloat64Error, PrecisionSeen, as_float64, fits_in_float64, in_float64
-from pipedream.model.layers import Model
+from pipedream.model.layers import Model, named_layers
 from pipedream.model.loss_placement import call_loss
 from pipedream.model.recompute import GeneratorState
 from pipedream.model.references import modules_carried_by
 from pipedream.model.stage_calls import leaves_of
 from pipedream.model.stage_module import StageModule
+from pipedream.model.structure import taken_apart
 from pipedream.model.trace import uncompiled
-from pipedream.model.untouched import hooks_of, restore_hooks, untouched
+from pipedream.model.untouched import Attributes, untouched
 
-__all__ = ["NUM_CHECKED", "check_cuts"]
+__all__ = ["NUM_CHECKED", "check_cuts", "check_layers", "without_bad_cuts"]
+
+_log = logging.getLogger("pipedream")
 
 NUM_CHECKED = 2
 """Minibatches that a check reads."""
@@ -68,25 +73,6 @@ class _Round:
     at_places: dict[int, GeneratorState] = field(default_factory=dict)
 
 
-class _Attributes:
-    """All that the modules of a model have, but for the contents of tensors."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._of = [
-            (module, dict(vars(module)), dict(module._buffers), hooks_of(module))
-            for root in modules
-            for module in root.modules()
-        ]
-
-    def restore(self) -> None:
-        for module, attributes, buffers, hooks in self._of:
-            vars(module).clear()
-            vars(module).update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
-            restore_hooks(module, hooks)
-
-
 def check_cuts(model: Model, minibatches: _Minibatches, loss_fn: _LossFunction) -> dict[int, str]:
     """The places where the model may be cut, by position, at which cutting changes what is computed, with
     what differs, or the error that the forward then raises. model: a list of layers or a CutModel.
@@ -109,6 +95,60 @@ def check_cuts(model: Model, minibatches: _Minibatches, loss_fn: _LossFunction) 
                 wide = [(as_float64(inputs), as_float64(targets)) for inputs, targets in taken]
                 return _bad_places(_Check(checked, wide, loss_fn, kept, is_wide=True))
         return _bad_places(_Check(checked, taken, loss_fn, kept, is_wide=False))
+
+
+def without_bad_cuts(
+    cut: CutModel, minibatches: _Minibatches, loss_fn: _LossFunction, *, is_chosen: bool
+) -> CutModel:
+    """The model without those of its cuts that change what is computed, which the log says. Raises ValueError
+    where the user has chosen the cuts."""
+    bad = check_cuts(cut, minibatches, loss_fn)
+    if not bad:
+        return cut
+    position, difference = next(iter(bad.items()))
+    text = (
+        f"the model cut after {cut.offered[position].name} does not compute what the whole model does:"
+        f" {difference}; what later code, or the next minibatch, reads is kept outside torch's operations"
+        " (numpy, an attribute, a list that a hook appends to): return it from a module, or do all that"
+        " needs it inside of one"
+    )
+    opaque = next(
+        (type(one).__name__ for one in taken_apart(minibatches[0][0])[0] if not _can_cross(one)), None
+    )
+    if opaque is not None:
+        text += f"; the inputs hold a {opaque}, None behind a cut: give its tensors in a tuple or a dataclass"
+    if is_chosen:
+        raise ValueError(text)
+    others = [cut.offered[other].name for other in bad if other != position]
+    also = f"; nor after {', '.join(others[:5])}{' and others' if len(others) > 5 else ''}" if others else ""
+    kept = cut.without(bad)
+    _log.warning("%s%s; places left to cut it: %d", text, also, len(kept.offered))
+    return kept
+
+
+def _can_cross(value: Any) -> bool:
+    return value is None or isinstance(value, (torch.Tensor, bool, int, float, str))
+
+
+def check_layers(model: Model, minibatches: _Minibatches, loss_fn: _LossFunction) -> None:
+    """Raises ValueError where the layers of a list, each a stage, do not compute what they do one after the
+    other in one process. Layers that are all torch's own keep nothing for each other, and are not run."""
+    named = named_layers(model)
+    if all(_is_of_torch(module) for layer in named for module in layer.module.modules()):
+        return
+    for position, difference in check_cuts(model, minibatches, loss_fn).items():
+        raise ValueError(
+            f"the model cut after layer {named[position].name} does not compute what the whole model does:"
+            f" {difference}; a layer keeps what another one, or the next minibatch, reads outside of what it"
+            " returns (in an object that both have, an attribute of the other): return it, or make one entry"
+            " of the list of all layers between; for a plan of one stage alone use profile(check=False)"
+        )
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks)
+    is_patched = "forward" in vars(module)
+    return type(module).__module__.startswith("torch.nn.") and not any(hooks) and not is_patched
 
 
 def _bad_places(check: _Check) -> dict[int, str]:
@@ -206,7 +246,7 @@ class _Check:
 
         stages = self.model.stages(ends, on_begin)
         # A worker has the attributes that its own forwards have set.
-        attributes = [_Attributes(self._modules)] * len(stages)
+        attributes = [Attributes(self._modules)] * len(stages)
         losses: list[float] = []
         buffers: dict[str, Tensor] = {}
         for of_whole, (inputs, targets) in zip(self._rounds, self._minibatches, strict=True):
@@ -223,7 +263,7 @@ class _Check:
                 attributes[index].restore()
                 with _strays_swapped(stage):
                     value = stage(value)
-                attributes[index] = _Attributes(self._modules)
+                attributes[index] = Attributes(self._modules)
                 buffers |= _clones(stage.stage_buffers())
                 if stage is not stages[-1]:
                     sent.append(value)
@@ -257,7 +297,7 @@ def _backward(loss: Tensor, sent: list[Any], received: list[Any]) -> None:
 @contextlib.contextmanager
 def _all_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
     with untouched(modules):
-        attributes = _Attributes(modules)
+        attributes = Attributes(modules)
         try:
             yield
         finally:

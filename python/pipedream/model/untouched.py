@@ -16,7 +16,7 @@ from pipedream.common.errors import afterwards
 from pipedream.model.contents import Contents, overwriting
 from pipedream.model.seeding import RngState
 
-__all__ = ["attributes_kept", "hooks_of", "restore_hooks", "untouched"]
+__all__ = ["Attributes", "attributes_kept", "untouched"]
 
 # Of a module's attributes, what cannot change but by being replaced.
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -91,7 +91,7 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     """What modules keep in attributes inside is gone afterwards: new ones, changed ones, hooks. What changes
     without being replaced gets its contents back (contents.py)."""
     modules = list(modules)
-    before = [(module, type(module), dict(vars(module)), hooks_of(module)) for module in modules]
+    before = [(module, type(module), dict(vars(module)), _hooks_of(module)) for module in modules]
     contents = Contents(modules)
     for _, _, attributes, _ in before:
         contents.keep(attributes[name] for name in attributes.keys() - _OF_ANY_MODULE)
@@ -99,7 +99,7 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     def restore() -> None:
         contents.restore()
         for module, kind, attributes, hooks in before:
-            restore_hooks(module, hooks)
+            _restore_hooks(module, hooks)
             if type(module) is kind:  # a lazy module has become another, with attributes of its own
                 for name in vars(module).keys() - attributes.keys():
                     del vars(module)[name]
@@ -107,6 +107,28 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 
     with afterwards(restore):
         yield
+
+
+class Attributes:
+    """All that modules have now, but for the contents of parameters and buffers, to be put back later."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        all_modules = [module for root in modules for module in root.modules()]
+        self._of = [
+            (module, dict(vars(module)), dict(module._buffers), _hooks_of(module)) for module in all_modules
+        ]
+        self._contents = Contents(all_modules)
+        for _, attributes, _, _ in self._of:
+            self._contents.keep(attributes[name] for name in attributes.keys() - _OF_ANY_MODULE)
+
+    def restore(self) -> None:
+        self._contents.restore()
+        for module, attributes, buffers, hooks in self._of:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            _restore_hooks(module, hooks)
 
 
 def _replaceable(attributes: dict[str, Any]) -> dict[str, Any]:
@@ -117,11 +139,11 @@ def _replaceable(attributes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def hooks_of(module: nn.Module) -> Hooks:
+def _hooks_of(module: nn.Module) -> Hooks:
     return {name: dict(vars(module)[name]) for name in _HOOKS if name in vars(module)}
 
 
-def restore_hooks(module: nn.Module, hooks: Hooks) -> None:
+def _restore_hooks(module: nn.Module, hooks: Hooks) -> None:
     """Makes what hooks_of gave the module's hooks again."""
     for name, table in hooks.items():
         now = vars(module)[name]

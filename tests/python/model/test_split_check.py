@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pipedream
 import pytest
 import torch
 from pipedream.model.cut_model import cut_model
@@ -84,3 +85,96 @@ def test_a_model_that_does_not_compute_in_float64_is_checked_in_its_own() -> Non
     cut = cut_model(model, *data[0], cross_entropy)
     assert check_cuts(cut, data, cross_entropy) == {}
     assert model.first.weight.dtype == torch.get_default_dtype() == torch.float32
+
+
+class _Kept:
+    """What layers of a list have in common."""
+
+    def __init__(self) -> None:
+        self.skip: Tensor | None = None
+        self.scale = 1.0
+
+
+class _Down(nn.Module):
+    def __init__(self, kept: _Kept) -> None:
+        super().__init__()
+        self.linear, self.kept = nn.Linear(WIDTH, WIDTH), kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        self.kept.skip = out
+        return out
+
+
+class _Up(_Down):
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.kept.skip is not None
+        out: Tensor = self.linear(x) + self.kept.skip
+        return out
+
+
+class _Measuring(_Down):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        self.kept.scale = float(out.detach().abs().max())
+        return out
+
+
+class _Scaling(_Down):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x) / self.kept.scale
+        return out
+
+
+def _vectors() -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(3, WIDTH), torch.arange(3)) for _ in range(2)]
+
+
+def _listed(first: type[_Down], last: type[_Down]) -> tuple[nn.Sequential, _Kept]:
+    kept = _Kept()
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), first(kept), nn.Tanh(), last(kept)), kept
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "words"),
+    [
+        (_Down, _Up, "cut there its forward raises AssertionError"),
+        (_Measuring, _Scaling, "its loss is"),
+    ],
+)
+def test_what_layers_of_a_list_keep_for_each_other_is_refused(
+    first: type[_Down], last: type[_Down], words: str
+) -> None:
+    """They trained on what the last forward of the profiler had left."""
+    layers, kept = _listed(first, last)
+    for model in (layers, list(layers)):
+        with pytest.raises(ValueError, match=f"the model cut after layer 1 does not compute what .*{words}"):
+            pipedream.profile(model, _vectors(), cross_entropy, minibatches=1)
+    assert (kept.skip, kept.scale) == (None, 1.0)
+    assert len(pipedream.profile(layers, _vectors(), cross_entropy, minibatches=1, check=False).layers) == 4
+
+
+def test_layers_that_keep_something_within_one_entry_may_be_cut() -> None:
+    layers, _ = _listed(_Down, _Up)
+    model = nn.Sequential(layers[0], layers[1:], nn.Dropout(0.5), nn.BatchNorm1d(WIDTH), _Scaling(_Kept()))
+    assert len(pipedream.profile(model, _vectors(), cross_entropy, minibatches=1).layers) == 5
+
+
+class _SharingObject(nn.Module):
+    """Has a number in an object that two of its parts hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kept = _Kept()
+        self.first, self.second, self.last = _Measuring(kept), nn.Linear(WIDTH, WIDTH), _Scaling(kept)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.second(self.first(x)))
+        return out
+
+
+def test_a_number_in_an_object_that_two_stages_hold_is_found() -> None:
+    data = _vectors()
+    cut = cut_model(_SharingObject(), *data[0], cross_entropy)
+    bad = check_cuts(cut, data, cross_entropy)
+    assert {cut.offered[place].name for place in bad} >= {"first", "second"}
