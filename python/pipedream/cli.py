@@ -133,7 +133,7 @@ def profile_command(
         job = load_job(target, needs_optimizer=calibrated_for is not None)
         from pipedream.model.profiler import profile
 
-        how = _given(job, "weights") | {"minibatches": minibatches, "seconds": seconds}
+        how = _given(job, "autocast", "weights") | {"minibatches": minibatches, "seconds": seconds}
         measured = profile(job.model, job.data, job.loss_fn, **how)
         if calibrated_for is not None:
             measured = _calibrate(measured, target, calibrated_for)
@@ -383,7 +383,8 @@ def _make_plan(target: str, workers: int, bandwidth: str | LinkProfile, straight
     check_arguments(**job.options)
     from pipedream.launch.profiling import profile
 
-    measured = profile(job.model, job.data, job.loss_fn, seconds=_PROFILE_BEFORE_RUN_S)
+    how = _given(job, "autocast") | {"seconds": _PROFILE_BEFORE_RUN_S}
+    measured = profile(job.model, job.data, job.loss_fn, **how)
     return partition(measured, workers, bandwidth, straight=straight)
 
 

@@ -140,7 +140,7 @@ def test_what_a_run_may_do_it_does_for_any_module(farm: Farm, name: str, options
     assert_same_as_reference(name, plan, result, state, **options)
 
 
-@pytest.mark.parametrize("name", ["residual", "masked_transformer"])
+@pytest.mark.parametrize("name", ["residual", "masked_transformer", "sharing"])
 def test_autocast_reaches_every_stage_of_a_module(farm: Farm, name: str) -> None:
     plan, options = _plan(name, 2), {"autocast": "bfloat16", "dtype": torch.float32}
     result, state = farm.results(_train, name, plan, num_ranks=2, **options)[0]

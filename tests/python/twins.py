@@ -367,6 +367,23 @@ class Viewing(nn.Module):
         return result
 
 
+class Sharing(nn.Module):
+    """ALBERT: the same layer again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(3):
+            x = self.shared(torch.tanh(x))
+        out: Tensor = self.last(torch.tanh(x))
+        return out
+
+
 class LastChannels(nn.Conv2d):
     """Its output has the channels last in memory."""
 
@@ -652,6 +669,7 @@ TWINS = {
         Twin("unet", UNet, _images),
         Twin("transformer", Transformer, _texts),
         Twin("masked_transformer", MaskedTransformer, _padded_texts, loss_fn=own_loss),
+        Twin("sharing", Sharing, _vectors),
         Twin("strided", Strided, _images),
         Twin("tuples", Tuples, _vectors),
         Twin("handing_on", HandingOn, _vectors),

@@ -46,7 +46,14 @@ Times = tuple[list[list[float]], list[list[float]]]
 
 
 class LayerSweep:
-    def __init__(self, model: Model, loss_fn: LossFunction, weights: WeightSource) -> None:
+    def __init__(
+        self,
+        model: Model,
+        loss_fn: LossFunction,
+        weights: WeightSource,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self._autocast = autocast
         self._loss_fn = loss_fn
         self._weights = weights
         self._begun: list[Clock] = []  # the clock that starts where a layer's own code does
@@ -126,7 +133,7 @@ class LayerSweep:
         clock.start_minibatch()
         clock.start()
         self._begun = [clock]
-        calls = StageCalls(stage, self._loss_fn, torch.device("cpu"))
+        calls = StageCalls(stage, self._loss_fn, torch.device("cpu"), self._autocast)
         output = calls.layers(map_tensors(boundary_input, leaves))
         if is_last:
             output = calls.loss(output, targets)

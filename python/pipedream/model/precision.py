@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["LossScaler", "autocast_dtype", "autocast_left", "autocast_region", "num_steps_in_flight"]
+__all__ = [
+    "LossScaler",
+    "autocast_dtype",
+    "autocast_left",
+    "autocast_region",
+    "casts_not_kept",
+    "num_steps_in_flight",
+]
 
 _DEVICES = ("cpu", "cuda")
 
@@ -39,6 +46,19 @@ def autocast_region(device_type: str, dtype: torch.dtype | None) -> contextlib.A
     if dtype is None:
         return contextlib.nullcontext()
     return torch.autocast(device_type, dtype)
+
+
+@contextlib.contextmanager
+def casts_not_kept() -> Iterator[None]:
+    """Inside, every use of a parameter makes a cast of its own, in regions that the model itself begins, too.
+    A cast that one call made for another would cross a cut outside of what they return; a stage makes it
+    again."""
+    keeps = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(keeps)
 
 
 @contextlib.contextmanager

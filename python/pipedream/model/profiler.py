@@ -36,6 +36,7 @@ from pipedream.model.loader_generators import generators_of_loader_kept
 from pipedream.model.loss_placement import loss_on, spare_loss
 from pipedream.model.meta_device import is_on_meta
 from pipedream.model.microbatch import batch_size_of
+from pipedream.model.precision import autocast_dtype, autocast_left, autocast_region
 from pipedream.model.product_timing import product_ms_per_replica
 from pipedream.model.references import check_loss_fn, modules_carried_by
 from pipedream.model.split_check import NUM_CHECKED, check_layers, without_bad_cuts
@@ -69,6 +70,7 @@ def profile(
     seconds: float | None = None,
     cuts: Sequence[str] | None = None,
     check: bool = True,
+    autocast: str | torch.dtype | None = None,
     weights: WeightSource = None,
 ) -> Profile:
     """Measures what partition needs: per layer the mean forward and backward time of a minibatch in
@@ -93,6 +95,8 @@ def profile(
     "layer3"]; None: after any. check: the model is at first run with all its cuts, and compared with the
     whole one; a cut that changes the loss, a gradient or a buffer is left out, which the log says, or refused
     by a ValueError where `cuts` names it or the model is a list of layers, some of which are not torch's own.
+    autocast: as in run, under which times and bytes are others, and the same cuts are found; None: that of
+    the region around this call, if there is one.
 
     A model on the meta device is timed on the host, layer by layer: each is given its values, runs forward
     and backward on the first minibatch as often as there are minibatches to measure (at most 20), and goes
@@ -109,6 +113,7 @@ def profile(
     check_function("loss_fn", loss_fn)
     check_loss_fn(loss_fn)
     check_weights(weights)
+    dtype = autocast_dtype(autocast)
     _check_names(cuts)
     named_layers = layers_of(model)
     layers = [layer for _, layer in named_layers]
@@ -118,20 +123,21 @@ def profile(
     on_meta = is_on_meta(layers)
     device = torch.device("cpu") if on_meta else device_of(layers)
     loss_fn = spare_loss(loss_fn, layers)
-    measurement = _Measurement(functools.partial(_make_passes, model, loss_fn, cuts, check), layers)
     kept, placed = untouched([*layers, *modules_carried_by(loss_fn)]), loss_on(loss_fn, device)
     data_kept = generators_of_loader_kept(batches)
     with (
         kept,
         data_kept,
         placed,
+        autocast_left() as regions,
         torch.enable_grad(),
         progress_bar("profiling", minibatches, "minibatches") as advance,
     ):
+        dtype = dtype or regions.get(device.type)
+        how = _How(loss_fn, cuts, check, device, dtype, weights)
+        measurement = _Measurement(functools.partial(_make_passes, model, how), layers)
         if on_meta:
-            passes: TimedPasses | LayerSweep = _sweep(
-                measurement, model, batches, loss_fn, cuts, check, weights, minibatches, seconds
-            )
+            passes: TimedPasses | LayerSweep = _sweep(measurement, model, batches, how, minibatches, seconds)
         else:
             _measure(measurement, batches, device, minibatches, seconds, advance)
             assert measurement.passes is not None  # at least one minibatch was measured
@@ -302,56 +308,64 @@ def _check_names(cuts: Sequence[str] | None) -> None:
         raise TypeError(f'cuts is {cuts!r}: give a list of paths of modules, as ["layer2", "layer3"]')
 
 
-def _make_passes(
-    model: Model,
-    loss_fn: LossFunction,
-    cuts: Sequence[str] | None,
-    check: bool,
-    first: Sequence[tuple[Any, Any]],
-) -> TimedPasses:
+@dataclass(frozen=True)
+class _How:
+    """The model is cut and run."""
+
+    loss_fn: LossFunction
+    cuts: Sequence[str] | None
+    check: bool
+    device: torch.device
+    autocast: torch.dtype | None
+    weights: WeightSource
+
+    def region(self) -> contextlib.AbstractContextManager[Any]:
+        return autocast_region(self.device.type, self.autocast)
+
+
+def _make_passes(model: Model, how: _How, first: Sequence[tuple[Any, Any]]) -> TimedPasses:
     """first: minibatches, on the device."""
+    loss_fn, cuts = how.loss_fn, how.cuts
     if needs_cutting(model):
         assert isinstance(model, nn.Module)
-        cut = cut_model(model, *first[0], loss_fn)
+        cut = cut_model(model, *first[0], loss_fn, autocast=how.autocast)
         if cuts is not None:
             cut = cut.at(cuts)
-        if check:
+        if how.check:
             cut = without_bad_cuts(cut, first, loss_fn, is_chosen=cuts is not None)
         if cut.offered:
             if cuts is None and cut.explain_checkpointed():
                 _log.warning("%s", cut.explain_checkpointed())
-            return CutPasses(cut, loss_fn)
+            return CutPasses(cut, loss_fn, how.region)
         if cut.chosen is None and cut.explain():
             _log.warning("the model cannot be cut, so it is one layer: %s", cut.explain())
     elif cuts is not None:
         _refuse_cuts_of_list(cuts)
-    elif check:
+    elif how.check:
         check_layers(model, first, loss_fn)
-    return LayerPasses(layers_of(model), loss_fn)
+    return LayerPasses(layers_of(model), loss_fn, how.region)
 
 
 def _sweep(
     measurement: _Measurement,
     model: Model,
     batches: Iterable[Any],
-    loss_fn: LossFunction,
-    cuts: Sequence[str] | None,
-    check: bool,
-    weights: WeightSource,
+    how: _How,
     minibatches: int,
     seconds: float | None,
 ) -> LayerSweep:
     """Measures a model on the meta device."""
+    loss_fn, cuts, weights = how.loss_fn, how.cuts, how.weights
     read = list(itertools.islice(_repeat(batches), min(minibatches, SWEEPS_MAX)))
     measurement.max_shapes = functools.reduce(larger_of, map(shapes_of, read), {})
     inputs, targets = parts_of(read[0], 0)
     measurement.batch_size = batch_size_of(inputs, targets)
     if needs_cutting(model):
         assert isinstance(model, nn.Module)
-        cut = cut_model(model, inputs, targets, loss_fn, weights=weights)
+        cut = cut_model(model, inputs, targets, loss_fn, autocast=how.autocast, weights=weights)
         if cuts is not None:
             cut = cut.at(cuts)
-        if check and cut.offered:
+        if how.check and cut.offered:
             with whole_for_a_check(model, weights) as is_whole:
                 if is_whole:
                     first = [parts_of(batch, minibatch) for minibatch, batch in enumerate(read[:NUM_CHECKED])]
@@ -359,7 +373,7 @@ def _sweep(
         model = cut
     elif cuts is not None:
         _refuse_cuts_of_list(cuts)
-    passes = LayerSweep(model, loss_fn, weights)
+    passes = LayerSweep(model, loss_fn, weights, how.autocast)
     times = passes.run(inputs, targets, min(minibatches, SWEEPS_MAX) + _WARM_UP_MINIBATCHES, seconds)
     measurement.forward_ms, measurement.backward_ms = times
     return passes

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from pipedream.common.regions import Region
 from pipedream.model.batches import call_model
 from pipedream.model.boundary import check_loss, map_tensors, tensors_of
 from pipedream.model.calls import calls_seen, module_names, visible_modules
@@ -61,7 +62,14 @@ class TimedPasses(Protocol):
 class LayerPasses:
     """Of a list of layers."""
 
-    def __init__(self, named_layers: Sequence[tuple[str, nn.Module]], loss_fn: LossFunction) -> None:
+    def __init__(
+        self,
+        named_layers: Sequence[tuple[str, nn.Module]],
+        loss_fn: LossFunction,
+        region: Region = contextlib.nullcontext,
+    ) -> None:
+        """region: around each forward."""
+        self._region = region
         self.layer_names = [name for name, _ in named_layers]
         self._layers = [layer for _, layer in named_layers]
         self._loss_fn = loss_fn
@@ -80,7 +88,7 @@ class LayerPasses:
         value = map_tensors(lambda tensor: tensor.detach().clone(), inputs)
         clock.start_minibatch()
         clock.start()
-        with saved as saved_bytes:
+        with saved as saved_bytes, self._region():
             for layer_index, layer in enumerate(self._layers[:-1]):
                 value = call_model(layer, value)
                 pass_.end_forward_of(layer_index, value)
@@ -101,7 +109,9 @@ class LayerPasses:
 class CutPasses:
     """Of a module that is cut along its own forward."""
 
-    def __init__(self, cut: CutModel, loss_fn: LossFunction) -> None:
+    def __init__(self, cut: CutModel, loss_fn: LossFunction, region: Region = contextlib.nullcontext) -> None:
+        """region: around each forward."""
+        self._region = region
         self._cut = cut
         self.cuts = cut.chosen
         self._loss_fn = loss_fn
@@ -141,7 +151,7 @@ class CutPasses:
         saved = pass_.saved_bytes([self._cut.module]) if measures_bytes else _no_bytes()
         clock.start_minibatch()
         clock.start()
-        with saved as saved_bytes, calls_seen(self._seen, see):
+        with saved as saved_bytes, calls_seen(self._seen, see), self._region():
             output = call_model(self._cut.module, given)
             loss = check_loss(call_loss(self._loss_fn, output, targets), minibatch)
         del output, given

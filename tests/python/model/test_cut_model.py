@@ -638,3 +638,32 @@ def test_no_cut_parts_a_loss_from_a_buffer_that_it_reads_of_the_model(is_view: b
     cut = cut_model(model, torch.randn(4, 3), torch.randn(4, 3), _ReadsMean(mean))
     assert [one.name for one in cut.offered] == ["first"]
     assert not mean.any()
+
+
+class _OwnRegion(nn.Module):
+    """With autocast in its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = TWINS["sharing"].model(torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.inner(x)
+
+
+@pytest.mark.parametrize("has_own_region", [False, True])
+def test_a_weight_that_is_used_twice_forbids_no_cut_under_autocast(has_own_region: bool) -> None:
+    """The cast that autocast had kept of the first use was read by the second, outside of return values."""
+    twin = TWINS["sharing"]
+    model = _OwnRegion() if has_own_region else twin.model(torch.float32)
+    cut = cut_model(
+        model,
+        *twin.data(1, torch.float32)[0],
+        cross_entropy,
+        autocast=None if has_own_region else torch.bfloat16,
+    )
+    names = ["first", "shared", "shared (call 2)", "shared (call 3)"]
+    assert _names(cut) == [f"inner.{name}" if has_own_region else name for name in names]
+    assert not cut.refused
+    assert torch.is_autocast_cache_enabled()

@@ -767,3 +767,23 @@ def test_a_stream_is_profiled_as_far_as_it_goes_and_asked_for_no_more() -> None:
     data = _Stream()
     assert profile(nn.Sequential(nn.Linear(3, 1)), data, nn.functional.mse_loss).minibatches == 1
     assert data.times_asked == 1
+
+
+def test_autocast_is_profiled_as_it_is_run() -> None:
+    twin = TWINS["sharing"]
+    data = twin.data(2, torch.float32)
+    plain, mixed = (
+        profile(twin.model(torch.float32), data, cross_entropy, minibatches=1, autocast=autocast)
+        for autocast in (None, "bfloat16")
+    )
+    assert [layer.name for layer in mixed.layers] == [layer.name for layer in plain.layers]
+    saved_bytes = plain.layers[0].activation_bytes - mixed.layers[0].activation_bytes
+    assert saved_bytes == 6 * WIDTH * 2
+    with torch.autocast("cpu", torch.bfloat16):
+        around = profile(twin.model(torch.float32), data, cross_entropy, minibatches=1)
+    assert around.layers[0].activation_bytes == mixed.layers[0].activation_bytes
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES))
+    of_list = profile(layers, data, cross_entropy, minibatches=1, autocast="bfloat16")
+    assert of_list.layers[0].activation_bytes == 6 * WIDTH * 2
+    with pytest.raises(ValueError, match="autocast is 'int8': use 'bfloat16', 'float16' or None"):
+        profile(layers, data, cross_entropy, autocast="int8")
