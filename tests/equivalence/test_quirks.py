@@ -816,3 +816,32 @@ def test_lists_with_an_entry_per_sample_are_cut_into_microbatches(farm: Farm) ->
     whole = _expect(_ragged, 1, **options)[0]
     assert _expect(_ragged, 2, microbatches=2, **options)[0] == pytest.approx(whole, rel=1e-9)
     _assert_equals_reference(farm, _ragged, 2, microbatches=2, **options)
+
+
+class _Averages(nn.InstanceNorm1d):
+    """Of samples as if they were channels' positions, with a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(_WIDTH, track_running_stats=True, dtype=torch.float64)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(x.T[None])[0].T
+
+
+def _averaging() -> nn.Sequential:
+    return _model(_Averages(), nn.BatchNorm1d(_WIDTH, dtype=torch.float64), _linear())
+
+
+def test_buffers_move_once_a_microbatch_and_batch_norm_once_a_minibatch(farm: Farm) -> None:
+    optimizer = functools.partial(torch.optim.SGD, lr=0.0)
+    options: dict[str, Any] = {"microbatches": 2, "schedule": "flush", "optimizer": optimizer}
+    _, state = farm.results(_run, _averaging, 1, num_ranks=1, **options)[0]
+    norm = _averaging()[0]
+    for inputs, _ in _data():
+        for piece in inputs.chunk(2):
+            norm(piece)
+    torch.testing.assert_close(state["0.running_mean"], norm.running_mean)
+    assert state["0.count"] == 2 * _NUM_MINIBATCHES
+    assert state["1.num_batches_tracked"] == _NUM_MINIBATCHES
