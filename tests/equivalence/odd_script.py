@@ -34,6 +34,7 @@ DECAY = 0.0
 UNIT = "none"
 NOISE = 0.0
 activation = torch.tanh
+rescale = functools.partial(torch.mul, other=1.0)
 _MISSING = object()
 
 
@@ -62,8 +63,12 @@ class Block(nn.Linear):
 
     gain = 1.0
 
+    @property
+    def share(self):
+        return 1.0
+
     def forward(self, value):
-        value = super().forward(value) * SCALE + CONFIG["shift"]
+        value = rescale(super().forward(value)) * self.share * SCALE + CONFIG["shift"]
         value = self.mix(value) * self.gain * sum(GAINS) * torch.from_numpy(ROW).to(value.dtype)
         value = squash(activation(value)) ** SETTINGS.power
         return value if MASK is None else value * MASK
@@ -207,6 +212,25 @@ def tensor(model):
 @odd
 def another_function(model):
     return put_here(activation=torch.sigmoid)
+
+
+@odd
+def another_partial(model):
+    return put_here(rescale=functools.partial(torch.mul, other=0.9))
+
+
+@odd
+def patched_property(model):
+    return put(Block, share=property(lambda block: 1.0 / len(GAINS) + 0.1))
+
+
+@odd
+@contextlib.contextmanager
+def forward_around_the_former(model):
+    layer = next(module for module in model.modules() if type(module) is Gate)
+    former = layer.forward
+    layer.forward = lambda value: former(value) - 0.25
+    yield {}
 
 
 @odd
@@ -358,9 +382,11 @@ def mean_over_something_else(model):
 
 _OF_CODE = (
     *("number_of_the_command_line", "changed_dict", "longer_list", "another_object", "array", "tensor"),
-    *("another_function", "attribute_of_a_class", "patched_class", "patched_class_of_a_module"),
+    *("another_function", "another_partial", "patched_property"),
+    *("attribute_of_a_class", "patched_class", "patched_class_of_a_module"),
     *("patched_static_method", "number_of_a_module", "changed_dict_of_a_module", "patched_library"),
     *("patched_object", "partial_of_an_object", "hooks", "hook_of_all_modules", "guarded_function"),
+    "forward_around_the_former",  # after those that patch its class
 )
 GROUPS = {
     "nothing": (),

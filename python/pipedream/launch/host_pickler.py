@@ -65,6 +65,8 @@ class HostPickler(pickle.Pickler):
             return reduced_function(value) or NotImplemented
         if isinstance(value, (staticmethod, classmethod)):
             return type(value), (value.__func__,)
+        if isinstance(value, property):
+            return property, (value.fget, value.fset, value.fdel, value.__doc__)
         if isinstance(value, types.MethodType) and not _is_of_its_class(value):
             return _bound, (value.__func__, value.__self__)
         if _is_of_a_kind_of_its_own(value):
@@ -208,6 +210,8 @@ def _is_of_its_class(method: types.MethodType) -> bool:
     """Whether the method is found by its name, which is all that pickle sends of it: not where it was made
     for this one object, or has taken the place of the class's own."""
     owner = method.__self__ if isinstance(method.__self__, type) else type(method.__self__)
+    if owner is not method.__self__ and method.__name__ in getattr(method.__self__, "__dict__", {}):
+        return False  # something else has the name there
     found = inspect.getattr_static(owner, method.__name__, None)
     return getattr(found, "__func__", found) is method.__func__
 

@@ -2,9 +2,10 @@
 code, with the globals of their module as the worker has it. So are those of the script: what is defined under
 the guard no import makes.
 
-Only those that hold nothing but plain values, of the function around them, as defaults or as attributes: of a
-tensor, a model or a list that they share with the caller each worker would have a copy, and nobody would be
-told. Who holds another is refused, and what it holds is named. Stateless; any thread.
+Only those that hold nothing but plain values, functions and methods of modules: of a tensor, a model or a
+list that they share with the caller each worker would have a copy, and nobody would be told. One that holds
+another, of the function around it, as a default or as an attribute, is refused by what it holds. Stateless;
+any thread.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 __all__ = ["namespace_of", "reduced_function"]
 
@@ -33,8 +35,13 @@ def reduced_function(function: types.FunctionType) -> tuple[Any, ...] | None:
     if is_scripts and not hasattr(module, "__file__"):
         return None  # a notebook's: a worker has nothing of what its cells have defined
     if not _is_local(function) and not (is_scripts and _is_simple(function)):
-        return None
+        name = function.__qualname__
+        return None if _found(module, name) is function else (_as_imported, (module.__name__, name))
     for what, value in _held_by(function):
+        if value is function:
+            raise ValueError(
+                f"{function.__qualname__} holds itself {what}: define it at the top level of a module"
+            )
         if not _is_plain(value):
             raise ValueError(
                 f"{function.__qualname__} holds {_described(value)} {what}, of which each worker would have a"
@@ -45,6 +52,19 @@ def reduced_function(function: types.FunctionType) -> tuple[Any, ...] | None:
     code = marshal.dumps(function.__code__)
     arguments = (module.__name__, code, function.__defaults__, cells, settings, vars(function))
     return _made_again, arguments
+
+
+def _found(module: types.ModuleType, qualified_name: str) -> Any:
+    """None where there is nothing of this name."""
+    found: Any = module
+    for name in qualified_name.split("."):
+        found = getattr(found, name, None)
+    return getattr(found, "__func__", found)  # of a classmethod
+
+
+def _as_imported(module_name: str, qualified_name: str) -> Any:
+    """A function in whose place the script has put another: a worker has not done that yet."""
+    return _found(importlib.import_module(module_name), qualified_name)
 
 
 def namespace_of(module: types.ModuleType) -> dict[str, Any]:
@@ -84,8 +104,6 @@ def _held_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _described(value: Any) -> str:
-    if isinstance(value, types.FunctionType):
-        return f"the function {value.__qualname__}, which is not at the top level of a module,"
     if isinstance(value, tuple):
         return "a tuple with " + next(_described(item) for item in value if not _is_plain(item))
     return f"a {type(value).__name__}"
@@ -98,9 +116,10 @@ def _is_local(function: types.FunctionType) -> bool:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
-    if isinstance(value, types.FunctionType):
-        return not _is_local(value)
-    return isinstance(value, (*_PLAIN, type, types.BuiltinFunctionType))
+    if isinstance(value, types.MethodType):  # of a module that was patched
+        return isinstance(value.__self__, nn.Module)
+    # Of a function what it holds is looked at in its turn.
+    return isinstance(value, (*_PLAIN, type, types.FunctionType, types.BuiltinFunctionType))
 
 
 def _made_again(

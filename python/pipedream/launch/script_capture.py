@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from pipedream.common import errors
 from pipedream.common.units import format_bytes
 from pipedream.launch.host_pickler import HostPickler
-from pipedream.launch.script_state import ScriptState, attributes_of
+from pipedream.launch.script_state import ScriptState
 
 __all__ = ["CapturedScript", "capture_script"]
 
@@ -207,7 +207,7 @@ class _Walk:
             self._pending += [held for name, held in vars(value).items() if held and name not in _OF_TENSORS]
         else:
             self._pending.append(type(value))
-            self._pending += attributes_of(value).values()
+            self._pending += _attributes_of(value).values()
 
     def _look_into_function(self, function: types.FunctionType) -> None:
         self._pending += [function.__defaults__, function.__kwdefaults__, vars(function)]
@@ -251,7 +251,7 @@ class _Walk:
         for base in kind.__mro__:
             users = _is_users(sys.modules.get(base.__module__))
             for name, value in list(vars(base).items()):
-                function = getattr(value, "__func__", value)
+                function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
                 if isinstance(function, types.FunctionType):
                     put_there = not _is_at_home(function, base.__module__, f"{base.__qualname__}.{name}")
                     if put_there and (users or _is_users_function(function)):
@@ -265,6 +265,14 @@ class _Walk:
 def _is_of_the_class(value: Any) -> bool:
     """Whether it is a class inside, a property or a slot."""
     return isinstance(value, type) or hasattr(type(value), "__get__")
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    """In its dictionary and in its slots."""
+    of_kinds = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
+    slots = [name for names in of_kinds for name in ([names] if isinstance(names, str) else names)]
+    found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return found | getattr(value, "__dict__", {})
 
 
 def _names_read(code: types.CodeType) -> dict[str, frozenset[str]]:

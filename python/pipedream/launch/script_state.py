@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipedream.launch.local_functions import namespace_of
 
-__all__ = ["ScriptState", "attributes_of"]
+__all__ = ["ScriptState"]
 
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__closure__", "__dict__")
 
@@ -76,23 +76,17 @@ def _is_equal(own: Any, sent: Any) -> bool:
         return _is_equal(own.cell_contents, sent.cell_contents)
     if isinstance(own, (staticmethod, classmethod)):
         return _is_equal(own.__func__, sent.__func__)
+    if isinstance(own, property):
+        return all(_is_equal(getattr(own, name), getattr(sent, name)) for name in ("fget", "fset", "fdel"))
     if isinstance(own, np.ndarray):
         return bool(own.dtype == sent.dtype and np.array_equal(own, sent))
     if own != own and sent != sent:  # NaN
         return True
     compare: Any = type(own).__eq__
     if compare is object.__eq__:
-        return _is_equal(attributes_of(own), attributes_of(sent))
+        return _is_equal(own.__reduce_ex__(2), sent.__reduce_ex__(2))
     same: bool = own == sent
     return bool(same)
-
-
-def attributes_of(value: Any) -> dict[str, Any]:
-    """In its dictionary and in its slots."""
-    of_kinds = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
-    slots = [name for names in of_kinds for name in ([names] if isinstance(names, str) else names)]
-    found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    return found | getattr(value, "__dict__", {})
 
 
 def _placed_as(own: Any, sent: Any) -> Any:

@@ -97,7 +97,7 @@ def _as_an_attribute(held: Any) -> Callable[..., Any]:
         (torch.nn.Linear(1, 1), "a Linear"),
         (_Holder(), "a _Holder"),
         ((1, [2]), "a tuple with a list"),
-        (lambda: None, "the function <lambda>, which is not at the top level of a module,"),
+        (_Holder().__init__, "a method-wrapper"),
     ],
     ids=lambda held: type(held).__name__,
 )
@@ -109,6 +109,44 @@ def test_one_that_shares_more_than_plain_values_with_its_caller_is_refused_by_wh
     with pytest.raises(ValueError, match=re.escape("cannot be sent to the workers: ")) as refused:
         _sent(tmp_path, made(held))
     assert said in str(refused.value)
+
+
+def test_functions_and_methods_that_one_holds_come_with_it(tmp_path: Path) -> None:
+    """A function around another was refused, and so was a forward that calls the one that it replaces."""
+    module = torch.nn.Linear(2, 2)
+    former, twice = module.forward, lambda value: 2 * value
+    module.forward = lambda value: twice(former(value))  # type: ignore[method-assign]
+    arrived = _sent(tmp_path, torch.nn.Sequential(module, torch.nn.ReLU()))
+    value = torch.ones(1, 2)
+    assert torch.equal(arrived[0](value), 2 * torch.nn.functional.linear(value, module.weight, module.bias))
+    loss, arrived_loss = lambda outputs: former(outputs).sum(), None
+    arrived_loss = _sent(tmp_path, loss)
+    assert torch.equal(arrived_loss(value), loss(value))
+
+
+def test_one_that_was_replaced_arrives_as_it_was_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    former = torch.nn.Linear.forward
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda module, value: former(module, value) + 1)
+    patched = _sent_before(tmp_path, torch.nn.Linear.forward)
+    module, value = torch.nn.Linear(2, 2), torch.ones(1, 2)
+    expected = former(module, value) + 1
+    monkeypatch.undo()  # as it is in a worker
+    assert torch.equal(patched()(module, value), expected)
+
+
+def _sent_before(folder: Path, value: Any) -> Callable[[], Any]:
+    write_part(folder, "loss_fn", value, "")
+    return lambda: read_part(folder, "loss_fn")
+
+
+def test_one_that_holds_itself_is_refused(tmp_path: Path) -> None:
+    def factorial(number: int) -> int:
+        return 1 if number == 0 else number * factorial(number - 1)
+
+    with pytest.raises(ValueError, match="holds itself as 'factorial' of the function around it: define it"):
+        _sent(tmp_path, factorial)
 
 
 def test_the_default_at_fault_is_named_among_others(tmp_path: Path) -> None:
