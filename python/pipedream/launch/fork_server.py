@@ -36,7 +36,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from multiprocessing import popen_fork, process, reduction, spawn, util
 from multiprocessing.context import set_spawning_popen
 from types import FrameType
@@ -203,7 +203,7 @@ class _Server:
         self.kind = _kind_of_server()
         self._has_compiler = False
         self._socket, there = socket.socketpair()
-        with there:
+        with there, _held(_OF_THE_CALLER):  # until the server, which inherits that, ignores them
             self._process = subprocess.Popen(
                 self._command(there.fileno()),
                 stdin=subprocess.DEVNULL,
@@ -324,6 +324,16 @@ def _is_open(file: int) -> bool:
 
 
 @contextlib.contextmanager
+def _held(signals: Collection[signal.Signals]) -> Iterator[None]:
+    """Inside they wait, for this thread and for what it executes."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
 def _adopting_orphans() -> Iterator[None]:
     prctl = ctypes.CDLL(None).prctl
     was = ctypes.c_int(0)
@@ -343,6 +353,7 @@ def serve(connection_file: int, parent_pid: int) -> None:
     _core.die_with_parent(parent_pid)
     for number in _OF_THE_CALLER:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_THE_CALLER)
     _import_for_all(*_PRELOADED)
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 2)  # from now on nothing of it is the user's concern

@@ -111,7 +111,9 @@ def _exit_codes_of_children() -> tuple[int | None, int]:
 
 def test_what_a_batch_system_sends_to_all_processes_ends_neither_server_nor_worker() -> None:
     # SIGUSR1, by which Slurm says that time is nearly up, killed the workers, whatever the script did then.
+    fork_server._close_server()
     server_pid = _server_pid()
+    os.kill(server_pid, signal.SIGUSR1)  # while it starts
     assert _found(_exit_codes_of_children) == (-signal.SIGTERM, -signal.SIGUSR1)
     for number in _OF_A_JOB:
         os.kill(server_pid, number)
