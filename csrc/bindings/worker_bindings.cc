@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "base/minibatch_seed.h"
+#include "base/derived_seed.h"
 #include "base/process.h"
 #include "bindings/bindings.h"
 #include "bindings/channel_rows.h"
@@ -514,8 +514,8 @@ void bind_worker(py::module_& module) {
   module.def(
       "codec_name", [](const std::string& name) { return codec_name(codec_from_name(name)); },
       py::arg("name"), "The codec's name in full; raises ValueError naming the choices.");
-  module.def("minibatch_seed", &minibatch_seed, py::arg("stage_seed"), py::arg("minibatch"),
-             "The 63-bit seed of what the stage of this seed draws for one minibatch.");
+  module.def("derived_seed", &derived_seed, py::arg("seed"), py::arg("number"),
+             "The 63-bit seed that derives from a seed by number.");
   module.def("make_curve_keys", &make_curve_keys, py::arg("libzmq_path") = "",
              "A new pair of Z85 keys: (public, secret).");
   module.def("die_with_parent", &die_with_parent, py::arg("parent_pid"));

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedream.common.compiling import unmarked_until_compiling
+from pipedream.model.draws import SeenDraws
 
 __all__ = [
     "SCALARS_BYTES",
@@ -58,6 +59,8 @@ class Footprint:
     rows in a microbatch. None also where nobody asked."""
     foreign_draws: tuple[str, ...] = ()
     """Generators but torch's that the forward draws from."""
+    draws: SeenDraws = field(default_factory=SeenDraws)
+    """Of torch's generators."""
     is_repeatable: bool = True
     """Whether a recompute gives what the forward gave; True also where nobody asked."""
 
@@ -77,6 +80,7 @@ class Footprint:
             offloadable_bytes=offloadable_bytes,
             factor_rows={name: max(n for other, n in rows if other == name) for name, _ in rows},
             foreign_draws=tuple(dict.fromkeys((*self.foreign_draws, *other.foreign_draws))),
+            draws=self.draws | other.draws,
             is_repeatable=self.is_repeatable and other.is_repeatable,
         )
 

@@ -28,6 +28,7 @@ says where. Owned by the worker's compute thread.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -50,9 +51,11 @@ from pipedream.model.boundary import (
     tensors_of,
     to_device,
 )
-from pipedream.model.calls import is_compiled
+from pipedream.model.calls import calls_seen, is_compiled
+from pipedream.model.draws import SeenDraws
 from pipedream.model.factored import FactoredLayers, factorable
 from pipedream.model.loss_placement import spare_loss
+from pipedream.model.recompute import GeneratorState
 from pipedream.model.references import modules_carried_by
 from pipedream.model.seeding import RngState
 from pipedream.model.stage_calls import StageCalls, backward, backward_of_loss, leaves_of
@@ -221,6 +224,7 @@ class Rehearsal:
             offloadable_bytes=offloadable_bytes,
             factor_rows=factor_rows,
             foreign_draws=draws,
+            draws=stage_rehearsal.draws,
             is_repeatable=is_repeatable,
         )
 
@@ -266,6 +270,7 @@ class _StageRehearsal:
         parameters = self._parameters = [parameter for _, parameter in stage.trainable_parameters()]
         # Not of self: the gradients would wait for the garbage collector.
         self._meter = WorkMeter(make_meter(self._device), lambda: storage_bytes([p.grad for p in parameters]))
+        self.draws = SeenDraws()
         self.output: Any = None
         self._roots: list[Tensor] = []
         self._output_bytes = 0
@@ -290,10 +295,29 @@ class _StageRehearsal:
 
     def _run(self, value: Any) -> Any:
         """The stage's output, or the loss where there is one."""
-        output = self._calls.layers(value)
+        with self._layers_seen():
+            output = self._calls.layers(value)
         if not self._is_last or self._loss_fn is None:
             return output
-        return self._calls.loss(output, self._targets)
+        before = GeneratorState.capture(self._device)
+        loss = self._calls.loss(output, self._targets)
+        self.draws |= SeenDraws(in_loss=before.has_moved_on(self._device))
+        return loss
+
+    def _layers_seen(self) -> contextlib.AbstractContextManager[None]:
+        """Notes which layers of a list draw; what is cut was traced."""
+        if self._stage.traced_draws is not None:
+            return contextlib.nullcontext()
+        layer_indices = itertools.count(self._stage.first_layer)
+
+        def call(_: nn.Module, call: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
+            layer_index, before = next(layer_indices), GeneratorState.capture(self._device)
+            output = call(*arguments, **keywords)
+            if before.has_moved_on(self._device):
+                self.draws |= SeenDraws(frozenset({layer_index}))
+            return output
+
+        return calls_seen(dict.fromkeys(self._stage.layers), call)
 
     def footprint(self, *, with_backward: bool) -> Footprint:
         measured = self._metered
@@ -368,12 +392,14 @@ class _StageRehearsal:
         self._roots = []
         self.output = None
         region = self._meter.backward() if self._metered else contextlib.nullcontext()
+        before = GeneratorState.capture(self._device)
         with region:
             if not self._is_last:
                 backward(roots, seeds)
             elif roots:
                 backward_of_loss(roots.pop(), 0.5 if self._scales_loss else 1.0)
             del roots, seeds
+        self.draws |= SeenDraws(in_backward=before.has_moved_on(self._device))
         self._leaves = []  # with their gradients, but for what the model holds
 
 

@@ -18,6 +18,7 @@ from pipedream.model.batches import parts_of
 from pipedream.model.boundary import Boundary, exportable, tensors_of
 from pipedream.model.exchange import TENSORS
 from pipedream.model.microbatch import check_enough, samples_of
+from pipedream.model.seeding import RngStream
 from pipedream.planning.shapes import Shapes
 
 __all__ = [
@@ -73,8 +74,6 @@ class LargerMinibatch:
 class MinibatchStream(Protocol):
     num_minibatches: int | None
     """Of all epochs, as the data's len() says; None when it has none."""
-    draws: bool
-    """Whether next() may draw random numbers in this process."""
     may_reuse_memory: bool
     """Whether next() may overwrite the tensors of a minibatch that is still in flight."""
     waits_for_others: bool
@@ -200,11 +199,13 @@ def _collates(data: Iterable[Any]) -> bool:
 class DataStream:
     """This worker's own iteration of the user's data."""
 
-    def __init__(self, data: Iterable[Any], *, epochs: int) -> None:
+    def __init__(self, data: Iterable[Any], *, epochs: int, generators: RngStream | None = None) -> None:
+        """generators: torch's, of the data; None: the process's."""
         self.num_minibatches = num_minibatches_of(data, epochs)
         self.source = describe_source(data)
-        self.draws = type(data) not in (list, tuple)
-        self.may_reuse_memory = self.draws and not _collates(data)
+        is_in_memory = type(data) in (list, tuple)
+        self.may_reuse_memory = not is_in_memory and not _collates(data)
+        self._generators = None if is_in_memory else generators
         self.waits_for_others = False
         self.looks_ahead = False
         self.larger: LargerMinibatch | None = None
@@ -212,16 +213,23 @@ class DataStream:
         self._peeked: tuple[Any, Any, int] | None = None
 
     def peek(self) -> tuple[Any, Any]:
-        self._peeked = next(self._batches)  # there is one: epochs_of raises for an empty epoch
+        self._peeked = self._next()
+        assert self._peeked is not None  # epochs_of raises for an empty epoch
         return self._peeked[0], self._peeked[1]
 
     def next(self) -> Minibatch | None:
-        batch = self._peeked if self._peeked is not None else next(self._batches, None)
+        batch = self._peeked if self._peeked is not None else self._next()
         self._peeked = None
         if batch is None:
             return None
         inputs, targets, epoch = batch
         return Minibatch(inputs, targets, epoch, samples_of(inputs, targets))
+
+    def _next(self) -> tuple[Any, Any, int] | None:
+        if self._generators is None:
+            return next(self._batches, None)
+        with self._generators:
+            return next(self._batches, None)
 
 
 @dataclass(frozen=True)
@@ -256,7 +264,6 @@ class ReceivedStream:
     ) -> None:
         self.num_minibatches = data.num_minibatches
         self.source = f"{data.source}, {FORWARDED}"
-        self.draws = False
         self.may_reuse_memory = False
         self.waits_for_others = True
         self.looks_ahead = True

@@ -21,7 +21,14 @@ from pipedream.links.rendezvous import START_TIMEOUT_S, Rendezvous
 from pipedream.model.layers import Model, outline_of
 from pipedream.model.loss_state import check_loss_buffers
 from pipedream.model.meta_device import is_on_meta
-from pipedream.model.seeding import base_seed, seed_data
+from pipedream.model.seeding import (
+    RngStream,
+    base_seed,
+    data_seed,
+    process_seed,
+    seed_data,
+    seed_torch,
+)
 from pipedream.model.splitter import split
 from pipedream.model.stage_module import StageModule, Tie, find_ties, tie_pairs
 from pipedream.planning.plan import Plan
@@ -148,7 +155,12 @@ def agree(
             "run_id": place.run_id,
         }
         place.rendezvous.publish("agreed", agreed)
-    return run, _make_stream(data, options.epochs)
+    generators: RngStream | None = None
+    if options.plan.workers_used > 1:
+        # What this worker draws elsewhere is no draw of the data's, which all workers read alike.
+        generators = RngStream(data_seed(base))
+        seed_torch(process_seed(base, _first_stage(options.plan, place.rank)))
+    return run, _make_stream(data, options.epochs, generators)
 
 
 def segment_key(name: str, segment_index: int) -> str:
@@ -193,7 +205,15 @@ def _check_layers(mine: list[str], rank: int, of_rank_0: list[str]) -> None:
             )
 
 
-def _make_stream(data: Iterable[Any] | ForwardedData, epochs: int) -> MinibatchStream:
+def _first_stage(plan: Plan, rank: int) -> int:
+    """Of the rank; of one that has none some number."""
+    stages = plan.stages_of(rank) if rank < plan.workers_used else ()
+    return stages[0] if stages else plan.num_stages + rank
+
+
+def _make_stream(
+    data: Iterable[Any] | ForwardedData, epochs: int, generators: RngStream | None
+) -> MinibatchStream:
     if isinstance(data, ForwardedData):
         return ReceivedStream(data, None, None)  # for peek(); replaced when the channels are open
-    return DataStream(data, epochs=epochs)
+    return DataStream(data, epochs=epochs, generators=generators)

@@ -51,7 +51,9 @@ from pipedream.links.rendezvous import Rendezvous
 from pipedream.links.replica_group import ReplicaGroup
 from pipedream.links.residuals import Residuals, keep_residuals, restore_residuals
 from pipedream.links.state_transfer import receive_document, send_document
+from pipedream.model.draws import KeyedDraws, keyed_draws
 from pipedream.model.references import gradients_noticed
+from pipedream.model.seeding import backward_seed, draws_seed
 from pipedream.planning.shapes import describe_shapes
 from pipedream.stage.stage_loop import WorkerLoop
 from pipedream.stage.stage_runner import data_mismatch
@@ -181,7 +183,8 @@ class Segment:
             prepared=pool.prepare(self._group),
             source=source,
             device=self._device,
-            base_seed=run.base_seed,
+            draws=_draws_of(run, rehearsed, self._device),
+            backward_seeds=_backward_seeds(run, rehearsed),
             input_boundary=rehearsed.input_boundary if len(run.stages) > 1 else None,
             boundaries=rehearsed.boundaries,
             edges=[
@@ -192,6 +195,25 @@ class Segment:
             predicted=pool.predicted,
             torch_pool=pool.make_torch_pool(),
         )
+
+
+def _draws_of(run: AgreedRun, rehearsed: Rehearsed, device: torch.device) -> KeyedDraws | None:
+    """Of this worker's stages. One worker draws as a plain loop does."""
+    stages = run.own_stages()
+    if run.plan.workers_used == 1 or not stages:
+        return None
+    seen = [rehearsed.footprints[stage.stage_index].draws for stage in stages]
+    return keyed_draws(draws_seed(run.base_seed), stages, seen, device)
+
+
+def _backward_seeds(run: AgreedRun, rehearsed: Rehearsed) -> dict[int, int]:
+    """By stage, of those whose backward draws."""
+    footprints = rehearsed.footprints if run.plan.workers_used > 1 else {}
+    return {
+        stage: backward_seed(run.base_seed, stage)
+        for stage, footprint in footprints.items()
+        if footprint.draws.in_backward
+    }
 
 
 def _channels_of(

@@ -72,6 +72,8 @@ class WorkerOptimizers:
                 told += choice.describe(index, self.factored[index])
                 if optimizer.optimizer is not None:  # else nothing is trained here
                     _log.info("%s: %s", run.plan.describe_worker(run.rank), told)
+            if run.plan.workers_used > 1:
+                optimizer.draw_by_name(run.base_seed, index)
         if run.options.autocast is torch.float16:
             schedule, stages = run.schedule(), run.plan.stages_of(run.rank)
             self.loss_scaling = {stage: LossScaling(schedule, stage) for stage in stages}

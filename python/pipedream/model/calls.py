@@ -21,7 +21,8 @@ __all__ = ["CallHandler", "calls_seen", "is_compiled", "module_names", "visible_
 CallHandler = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """(module, the call itself, its arguments) -> what the caller gets."""
 
-_HANDLER = "_pipedream_call_handler"  # in the module's own table: other threads have modules of their own
+_HANDLER = "_pipedream_call_handler_"  # in the module's own table: other threads have modules of their own
+_DEPTH = "_pipedream_call_depth"  # of a class: how many handlers see its calls
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -83,25 +84,39 @@ def _see_call(module: nn.Module, handler: CallHandler) -> Callable[[], None]:
 def _see_class(module: nn.Module, handler: CallHandler) -> Callable[[], None]:
     """Gives what undoes it."""
     kind = type(module)
+    name = _handler_name(kind)
 
     def undo() -> None:
         module.__class__ = kind
-        vars(module).pop(_HANDLER, None)
+        vars(module).pop(name, None)
 
-    vars(module)[_HANDLER] = handler
+    vars(module)[name] = handler
     module.__class__ = _seen_kind(kind)  # type: ignore[arg-type]  # a class is hashable
     return undo
+
+
+def _handler_name(kind: type[nn.Module]) -> str:
+    """Of the next handler, which may see calls that others see already."""
+    return f"{_HANDLER}{getattr(kind, _DEPTH, 0)}"
 
 
 @functools.cache
 def _seen_kind(kind: type[nn.Module]) -> type[nn.Module]:
     """The class with its calls seen; by the same name, as user code may ask for it."""
 
+    name = _handler_name(kind)
+
     def call(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
-        handler: CallHandler = vars(self)[_HANDLER]
+        handler: CallHandler = vars(self)[name]
         return handler(self, functools.partial(kind.__call__, self), arguments, keywords)
 
-    table = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    depth = getattr(kind, _DEPTH, 0) + 1
+    table = {
+        "__call__": call,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        _DEPTH: depth,
+    }
     metaclass: Any = type(kind)
     seen: type[nn.Module] = metaclass(kind.__name__, (kind,), table)
     return seen

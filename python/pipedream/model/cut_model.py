@@ -24,6 +24,7 @@ from pipedream.model.boundary import check_loss, device_of, map_tensors, to_devi
 from pipedream.model.calls import is_compiled, module_names
 from pipedream.model.crossing import Fillers
 from pipedream.model.cuts import Cut, Cuts
+from pipedream.model.draws import DrawSites, sites_of_trace
 from pipedream.model.initial_weights import WeightSource, traceable
 from pipedream.model.layers import CutForward, Model, check_parameters, is_list_of_layers, model_name
 from pipedream.model.loss_placement import call_loss, loss_on, spare_loss
@@ -46,13 +47,20 @@ class CutModel(CutForward):
     """What was found; the module itself is the user's."""
 
     def __init__(
-        self, module: nn.Module, cuts: Cuts, counts: Sequence[str] = (), loss: float | None = None
+        self,
+        module: nn.Module,
+        cuts: Cuts,
+        counts: Sequence[str] = (),
+        loss: float | None = None,
+        draws: DrawSites | None = None,
     ) -> None:
         self.module = module
         self.counts = tuple(counts)
         """Attributes of modules with modules inside, by path: numbers that the forward changes."""
         self.loss = loss
         """The traced minibatch's. None where random numbers were drawn for it."""
+        self.draws = draws or DrawSites()
+        """Where its forward drew random numbers."""
         self.cuts = cuts
         self.offered = cuts.offered
         """Where it may be cut, in the order of the forward: all places, or those that were chosen."""
@@ -128,6 +136,7 @@ class CutModel(CutForward):
             crossing_out=None if after is None else after.crossing,
             fillers=fillers,
             on_begin=on_begin,
+            draws=self.draws,
         )
 
     @property
@@ -191,7 +200,8 @@ def cut_model(
     losses: list[float] = []
     with traceable(model, weights):
         trace = _trace(model, inputs, targets, loss_fn, autocast, counts, losses)
-    return CutModel(model, Cuts(trace), counts, losses[0] if losses else None)
+    draws = sites_of_trace(trace, model)
+    return CutModel(model, Cuts(trace), counts, losses[0] if losses else None, draws)
 
 
 def _trace(

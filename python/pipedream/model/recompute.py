@@ -30,6 +30,12 @@ class GeneratorState:
         on_cuda = device.type == "cuda"
         return cls(torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None)
 
+    def has_moved_on(self, device: torch.device) -> bool:
+        """Whether something was drawn since the capture."""
+        now = GeneratorState.capture(device)
+        same_cuda = self.cuda is None or now.cuda is None or torch.equal(self.cuda, now.cuda)
+        return not (same_cuda and torch.equal(self.cpu, now.cpu))
+
     @contextlib.contextmanager
     def replayed(self, device: torch.device) -> Iterator[None]:
         """Inside, random numbers come as they came after the capture; afterwards go on as before."""

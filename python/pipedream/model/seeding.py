@@ -4,13 +4,14 @@ The rule, the same in the workers and in the reference:
 
 - One worker: everything draws from the process's global generators, as in a plain PyTorch loop; a seed
   that is given is set first with `seed_all`.
-- Several workers: the data own the global generators (torch, `random`, numpy), set with
-  `seed_all(data_seed(base))`, so that every worker reads the same stream; stage s draws for each minibatch
-  from a torch stream of its own, `MinibatchStreams(stage_seed(base, s))`, entered for each of its forwards,
-  so that its draws depend neither on the process that it runs in nor on the replica that has the minibatch.
-  The loss draws from the last stage's. `base` is `base_seed(seed)` of the caller (of rank 0 under torchrun).
+- Several workers: the data have streams of their own, from `seed_all(data_seed(base))`, so that every
+  worker reads the same minibatches. Torch's is swapped in while data are read, `random` and numpy belong to
+  them. What the model draws in its forwards is keyed by where and for which microbatch (draws.py), an
+  optimizer's step by its stage, its parameters' names and its number, a backward that draws by its stage and
+  microbatch: `update_seed`, `backward_seed`. The rest of a stage draws from the process's generators,
+  `process_seed`. `base` is `base_seed(seed)` of the caller (of rank 0 under torchrun).
 
-So a layer of a pipeline draws from torch's generator only (as dropout does), and only in its forward.
+So a layer of a pipeline draws from torch's generator only, as dropout does.
 Generators are global to a process: use by the thread that runs the stage.
 """
 
@@ -20,26 +21,29 @@ import contextlib
 import hashlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from pipedream import _core
 from pipedream.common.checks import is_whole
 
 __all__ = [
-    "MinibatchStreams",
     "RngState",
     "RngStream",
+    "backward_seed",
     "base_seed",
     "data_seed",
+    "draws_seed",
     "generators_kept",
+    "generators_of_torch_kept",
+    "process_seed",
     "seed_all",
     "seed_data",
-    "stage_seed",
+    "seed_torch",
+    "update_seed",
 ]
 
 _SEED_BITS = 63  # torch.manual_seed takes a signed 64-bit number
@@ -61,9 +65,24 @@ def base_seed(seed: int | None) -> int:
     return _mix(b"seed", str(seed).encode())
 
 
-def stage_seed(base: int, stage_index: int) -> int:
-    """The 63-bit seed of one stage's stream; the same on every machine and version."""
-    return _mix(b"stage", f"{base} {stage_index}".encode())
+def draws_seed(base: int) -> int:
+    """The 63-bit seed of what a model draws in its forwards; the same on every machine and version."""
+    return _mix(b"draws", str(base).encode())
+
+
+def update_seed(base: int, stage_index: int, names: Iterable[str]) -> int:
+    """Of what an optimizer draws in its steps. names: of its parameters, or of its pieces of them."""
+    return _mix(b"update", f"{base} {stage_index} {' '.join(names)}".encode())
+
+
+def backward_seed(base: int, stage_index: int) -> int:
+    """Of what a stage draws in its backwards."""
+    return _mix(b"backward", f"{base} {stage_index}".encode())
+
+
+def process_seed(base: int, stage_index: int) -> int:
+    """Of the generators of a process. stage_index: its first stage."""
+    return _mix(b"process", f"{base} {stage_index}".encode())
 
 
 def data_seed(base: int) -> int:
@@ -140,8 +159,19 @@ def generators_kept() -> Iterator[RngState]:
         state.restore()
 
 
+@contextlib.contextmanager
+def generators_of_torch_kept() -> Iterator[None]:
+    """Inside, torch's generators may be used; afterwards they are as they were."""
+    cpu, cuda = torch.get_rng_state(), _cuda_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        _set_cuda_state(cuda)
+
+
 class RngStream:
-    """A torch stream of its own (CPU and CUDA). `with stream:` draws from it where it was left.
+    """A torch stream of its own (CPU and CUDA): `with stream:` draws from it where it was left.
 
     Swapping costs about 1 us each way: `random` and numpy are left alone, they belong to the data.
     """
@@ -151,17 +181,12 @@ class RngStream:
         self._inside: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
         self._outside: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
 
-    def restart(self, seed: int) -> None:
-        """Afterwards it is as new, of this seed. Not while it is entered."""
-        self._seed = seed
-        self._inside = None
-
     def __enter__(self) -> RngStream:
         if self._outside is not None:
             raise RuntimeError("this RngStream is already entered")
         self._outside = (torch.get_rng_state(), _cuda_state())
         if self._inside is None:
-            _seed_torch(self._seed)
+            seed_torch(self._seed)
             return self
         cpu_state, cuda_state = self._inside
         torch.set_rng_state(cpu_state)
@@ -182,29 +207,8 @@ class RngStream:
         self._outside = None
 
 
-class MinibatchStreams:
-    """What one stage draws from torch: a stream for each minibatch, one after the other."""
-
-    def __init__(self, seed: int, *, is_shared: bool = True) -> None:
-        """seed: stage_seed(). is_shared: whether others draw from the process's generators, too."""
-        self._seed = seed
-        self.region = RngStream(seed) if is_shared else None
-        """To be entered for each forward; None where nobody else draws and nothing needs swapping."""
-        self._begun = -1
-
-    def begin(self, minibatch: int) -> None:
-        """The next forwards are this minibatch's; once or more before the first of them."""
-        if minibatch == self._begun:
-            return
-        self._begun = minibatch
-        seed = _core.minibatch_seed(self._seed, minibatch)
-        if self.region is None:
-            _seed_torch(seed)
-        else:
-            self.region.restart(seed)
-
-
-def _seed_torch(seed: int) -> None:
+def seed_torch(seed: int) -> None:
+    """Torch's generators, of the host and of all devices in use."""
     # As torch.manual_seed, which takes a hundred times as long to ask for devices that are not there.
     _seed_host(seed)
     if _cuda_is_initialized():

@@ -24,6 +24,7 @@ from pipedream.model.batches import call_model
 from pipedream.model.calls import calls_seen, module_names, visible_modules
 from pipedream.model.crossing import NOT_CALLED, Crossing, Fillers
 from pipedream.model.cuts import SpanState
+from pipedream.model.draws import DrawSites, KeyedDraws
 from pipedream.model.stage_module import StageModule
 from pipedream.model.structure import taken_apart
 from pipedream.model.trace import INPUTS, CallCounter, CallKey
@@ -51,12 +52,14 @@ class SpanStage(StageModule):
         crossing_out: Crossing | None,
         fillers: Fillers | None = None,
         on_begin: Callable[[], None] | None = None,
+        draws: DrawSites | None = None,
     ) -> None:
         """crossing_in, crossing_out: None at the first and the last stage. on_begin: called in each forward
-        where it has come to the cut before."""
+        where it has come to the cut before. draws: of the whole model."""
         super().__init__(stage_index, first_layer, [(layer_names[-1], "", model)])
         self.last_layer = first_layer + len(layer_names) - 1
         self.layer_names = list(layer_names)
+        self.traced_draws = draws or DrawSites()
         self._state = state
         self._crossing_in = crossing_in
         self._crossing_out = crossing_out
@@ -76,7 +79,13 @@ class SpanStage(StageModule):
         """value: the inputs at the first stage, then what crossed. Gives what crosses, or the output."""
         others = self._state.others_modules
         forward = _SpanForward(
-            self._names, self._visible, self._crossing_in, self._crossing_out, self._on_begin, others
+            self._names,
+            self._visible,
+            self._crossing_in,
+            self._crossing_out,
+            self._on_begin,
+            others,
+            self.draws,
         )
         inputs = forward.begin(value, self._fillers)
         model = self.layers[0]
@@ -152,8 +161,10 @@ class _SpanForward:
         crossing_out: Crossing | None,
         on_begin: Callable[[], None],
         others: frozenset[str],
+        draws: KeyedDraws | None,
     ) -> None:
         """others: SpanState.others_modules."""
+        self._draws = draws
         self.first_of_others: CallKey | None = None
         """The first call of such a module. Its parameters are NaN here, and so is what it returns."""
         self._others = others
@@ -198,6 +209,8 @@ class _SpanForward:
                 self._call_hooks(inner.key, inner_output)
                 self._keep(inner.key, inner_output)
             output = self._given.pop(key)
+            if self._draws is not None:
+                self._draws.skip(key)
             if over.is_hooked:
                 self._call_hooks(key, output)
             if self._in is not None and key == self._in.last:

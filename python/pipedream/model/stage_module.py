@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from pipedream.model.batches import call_model
+
+if TYPE_CHECKING:
+    from pipedream.model.draws import DrawSites, KeyedDraws
 
 __all__ = ["StageModule", "Tie", "find_ties", "tie_pairs"]
 
@@ -34,6 +37,10 @@ class StageModule(nn.Module):
         self.last_layer = first_layer + len(layers) - 1
         self.layer_names = [name for name, _, _ in layers]
         self.layers = nn.ModuleList(module for _, _, module in layers)
+        self.traced_draws: DrawSites | None = None
+        """Where the model draws; None of a list of layers."""
+        self.draws: KeyedDraws | None = None
+        """Seeds the generators, while the stage trains."""
         self._prefixes = [prefix for _, prefix, _ in layers]
         # Fresh containers are in training mode whatever their layers are in; they say what those say.
         self.training = self.layers.training = all(module.training for module in self.layers)

@@ -246,7 +246,10 @@ class AsynchronousTrainer(Trainer):
                 value = crossing
                 if stage_index > 0 and self._across_cut is not None:
                     value = cross(crossing, stage_index - 1, stage_index, self._across_cut)
-                flight.values[index] = stage.forward_on_copies(value, flight.targets[index])
+                at = (minibatch, index)
+                value = stage.forward_on_copies(value, flight.targets[index], at)
+                is_last = stage_index + 1 == len(self._stages)
+                flight.values[index] = value if is_last else stage.seeding_backward(value, at)
         if stage.statistics is not None:
             stage.statistics.update()
         flight.num_stages_done += 1
@@ -256,12 +259,13 @@ class AsynchronousTrainer(Trainer):
         """Gives all stages their gradients. The loss."""
         loss_sum = 0.0
         with self._bound(flight.leaves), self._statistics_kept():
-            for value, share in zip(flight.values, flight.shares, strict=True):
+            for index, (value, share) in enumerate(zip(flight.values, flight.shares, strict=True)):
                 if share == 0:
                     continue  # its loss may be NaN, a mean over nothing
                 loss = check_loss(value, flight.minibatch)
                 loss_sum += loss.item() * share
                 counted = loss if self._num_microbatches == 1 else loss * share
+                self._stages[-1].seed_backward((flight.minibatch, index))
                 counted.backward()  # type: ignore[no-untyped-call]
         for of_stage, stage in zip(weights, self._stages, strict=True):
             gradients = {

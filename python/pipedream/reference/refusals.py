@@ -17,6 +17,7 @@ from pipedream.reference.versions import SCHEDULES
 __all__ = [
     "check_asynchronous",
     "check_drained_at",
+    "check_max_grad_norm",
     "check_microbatches",
     "check_replicas",
     "check_sync_every",
@@ -121,3 +122,9 @@ def check_ties(ties: Sequence[Tie], num_replicas: Sequence[int]) -> None:
                 f"stages {tie.stages} share a parameter, and replicas that update alone (sync_every above 1)"
                 f" would each have another, with {[owner, *users]} replicas: leave sync_every out"
             )
+
+
+def check_max_grad_norm(max_grad_norm: float | None) -> None:
+    """Raises ValueError for a norm to which no gradient can be clipped."""
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm is {max_grad_norm!r}: give a number above 0, or None not to clip")

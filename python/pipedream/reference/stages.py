@@ -10,17 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipedream import _core
 from pipedream.model.boundary import map_tensors, tensors_of
 from pipedream.model.loss_placement import call_loss
 from pipedream.model.references import frozen_meanwhile
-from pipedream.model.seeding import MinibatchStreams, RngState, generators_kept
+from pipedream.model.seeding import RngState, generators_kept, seed_torch
 from pipedream.model.stage_module import StageModule
 from pipedream.reference.batch_norms import MinibatchStatistics
 from pipedream.reference.updates import Updater
 
-__all__ = ["LossFunction", "Recomputed", "ReplicaBuffers", "Stage"]
+__all__ = ["At", "LossFunction", "Recomputed", "ReplicaBuffers", "Stage"]
 
 LossFunction = Callable[[Any, Any], Tensor]
+At = tuple[int, int]
+"""A minibatch, and the microbatch of it."""
 
 
 @dataclass
@@ -30,8 +33,8 @@ class Stage:
     module: StageModule
     recomputes_newest: bool
     """Whether its backward runs on a forward that is done again at the newest version."""
-    streams: MinibatchStreams | None
-    """Of random numbers; None for those of the process."""
+    backward_seed: int | None
+    """Of what its backward draws; None leaves that to the process's generators."""
     autocast: Callable[[], contextlib.AbstractContextManager[Any]]
     loss_fn: LossFunction | None
     """Of the last stage, whose output is the loss."""
@@ -68,33 +71,45 @@ class Stage:
                 parameter.copy_(mean)
 
     def begin(self, minibatch: int) -> None:
-        if self.streams is not None:
-            self.streams.begin(minibatch)
         self.buffers.use(minibatch)
 
-    @property
-    def stream(self) -> contextlib.AbstractContextManager[Any]:
-        region = None if self.streams is None else self.streams.region
-        return contextlib.nullcontext() if region is None else region
+    def seed_backward(self, at: At) -> None:
+        """Its backward of the microbatch follows."""
+        if self.module.draws is not None:
+            self.module.draws.go_back_to(*at)
+        if self.backward_seed is not None:
+            seed_torch(_core.derived_seed(_core.derived_seed(self.backward_seed, at[0]), at[1]))
 
-    def forward(self, value: Any, targets: Any) -> Any:
-        with self.stream:
-            return self._forward(value, targets, buffers={}, is_first_time=True)
+    def seeding_backward(self, value: Any, at: At) -> Any:
+        """The value that comes from the stage, whose gradient begins the stage's backward."""
+        for tensor in tensors_of(value):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self.seed_backward(at))  # type: ignore[no-untyped-call]
+        return value
 
-    def forward_on_copies(self, value: Any, targets: Any) -> Any:
+    def forward(self, value: Any, targets: Any, at: At) -> Any:
+        return self._forward(value, targets, {}, at, is_first_time=True)
+
+    def forward_on_copies(self, value: Any, targets: Any, at: At) -> Any:
         """The same, where the buffers change before the backward: its graph has copies of them."""
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        with self.stream:
-            output = self._forward(value, targets, buffers, is_first_time=True)
+        output = self._forward(value, targets, buffers, at, is_first_time=True)
         for name, buffer in self.module.named_buffers():
             buffer.copy_(buffers[name])
         return output
 
-    def forward_again(self, value: Any, targets: Any, buffers: dict[str, Tensor]) -> Any:
-        """Draws from the generators as they are, works on these buffers and leaves the stage's own alone."""
-        return self._forward(value, targets, buffers, is_first_time=False)
+    def forward_again(
+        self, value: Any, targets: Any, buffers: dict[str, Tensor], at: At | None = None
+    ) -> Any:
+        """Works on these buffers and leaves the stage's own alone. at: None draws from the generators."""
+        return self._forward(value, targets, buffers, at, is_first_time=False)
 
-    def _forward(self, value: Any, targets: Any, buffers: dict[str, Tensor], *, is_first_time: bool) -> Any:
+    def _forward(
+        self, value: Any, targets: Any, buffers: dict[str, Tensor], at: At | None, *, is_first_time: bool
+    ) -> Any:
+        draws = self.module.draws
+        if draws is not None and at is not None:
+            draws.begin(*at, self.module)
         with contextlib.ExitStack() as around:
             if self.statistics is not None:
                 around.enter_context(self.statistics.microbatch(collect=is_first_time))
@@ -105,6 +120,8 @@ class Stage:
                 output = self.module(value)
         if self.loss_fn is None:
             return output
+        if draws is not None:
+            draws.begin_loss()
         with self.autocast():
             return call_loss(self.loss_fn, output, targets)
 
@@ -157,15 +174,15 @@ class Recomputed:
                             \\-> forward again -> its outputs, given the gradients of the leaves
     """
 
-    def __init__(self, stage: Stage, inputs: Any, targets: Any) -> None:
+    def __init__(self, stage: Stage, inputs: Any, targets: Any, at: At) -> None:
         self._stage = stage
+        self._at = at
         self._inputs = inputs
         self._targets = targets
         self._buffers = {name: buffer.clone() for name, buffer in stage.module.named_buffers()}
-        with stage.stream:
-            self._generators = RngState.capture()
+        self._generators = RngState.capture()
         # A clone: the first layer may work in place.
-        outputs = stage.forward(map_tensors(Tensor.clone, inputs), targets)
+        outputs = stage.forward(map_tensors(Tensor.clone, inputs), targets, at)
         self._outputs = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), outputs)
 
     def outputs(self) -> Any:
@@ -176,10 +193,11 @@ class Recomputed:
         """After the backward of everything downstream."""
         with generators_kept():
             self._generators.restore()
-            outputs = self._stage.forward_again(self._inputs, self._targets, self._buffers)
+            outputs = self._stage.forward_again(self._inputs, self._targets, self._buffers, self._at)
         roots = [
             (output, leaf.grad)
             for output, leaf in zip(tensors_of(outputs), tensors_of(self._outputs), strict=True)
             if leaf.grad is not None
         ]
+        self._stage.seed_backward(self._at)
         torch.autograd.backward([output for output, _ in roots], [gradient for _, gradient in roots])

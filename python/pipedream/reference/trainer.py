@@ -18,7 +18,7 @@ from pipedream.model.precision import LossScaler
 from pipedream.model.references import places_of
 from pipedream.model.untouched import untouched
 from pipedream.reference.cuts import CutFunction, cross
-from pipedream.reference.stages import Recomputed, Stage
+from pipedream.reference.stages import At, Recomputed, Stage
 from pipedream.reference.updates import History
 from pipedream.reference.versions import Versions
 
@@ -72,20 +72,22 @@ class Trainer:
         losses = []
         backwards = []
         with self._bound(leaves):
-            for (piece, piece_targets), share in zip(pieces, shares, strict=True):
-                loss, recomputed = self._forward(minibatch, piece, piece_targets)
+            for microbatch, ((piece, piece_targets), share) in enumerate(zip(pieces, shares, strict=True)):
+                at = (minibatch, microbatch)
+                loss, recomputed = self._forward(at, piece, piece_targets)
                 if share == 0:
                     continue  # its loss may be NaN, a mean over nothing
                 # A single microbatch is multiplied by nothing, so that it is plain training to the last bit.
                 counted = loss if self._num_microbatches == 1 else loss * share
-                backwards.append((counted if scale is None else counted * scale, recomputed))
+                backwards.append((counted if scale is None else counted * scale, recomputed, at))
                 losses.append(loss.item() * share)
             for stage in self._stages:
                 if stage.statistics is not None:
                     stage.statistics.update()
             self._overwrite(minibatch, leaves)
-            for root, recomputed in backwards:
+            for root, recomputed, at in backwards:
                 with self._statistics_kept():
+                    self._stages[-1].seed_backward(at)
                     root.backward()  # type: ignore[no-untyped-call]
                     for stage_again in reversed(recomputed):
                         stage_again.backward()
@@ -174,7 +176,7 @@ class Trainer:
                 )
         return leaves
 
-    def _forward(self, minibatch: int, inputs: Any, targets: Any) -> tuple[Tensor, list[Recomputed]]:
+    def _forward(self, at: At, inputs: Any, targets: Any) -> tuple[Tensor, list[Recomputed]]:
         """The loss of a microbatch, and what is to be recomputed for its backward."""
         recomputed = []
         value = to_device(inputs, self._device)
@@ -187,12 +189,14 @@ class Trainer:
             if stage_index > 0 and self._across_cut is not None:
                 value = cross(value, stage_index - 1, stage_index, self._across_cut)
             if stage.recomputes_newest:
-                recomputed.append(Recomputed(stage, value, targets))
+                recomputed.append(Recomputed(stage, value, targets, at))
                 value = recomputed[-1].outputs()
             else:
                 # One graph through all stages: each parameter's gradient is at the version its stage read.
-                value = stage.forward(value, targets)
-        return check_loss(value, minibatch), recomputed
+                value = stage.forward(value, targets, at)
+                if stage_index + 1 < len(self._stages):
+                    value = stage.seeding_backward(value, at)
+        return check_loss(value, at[0]), recomputed
 
     def _overwrite(self, minibatch: int, leaves: dict[int, Tensor]) -> None:
         """Without stashing the backward finds the newest version where its forward found an older one."""

@@ -15,19 +15,21 @@ from torch import nn
 from pipedream.model.batches import own_loss, parts_of
 from pipedream.model.boundary import device_of
 from pipedream.model.cut_model import cut_model, needs_cutting
+from pipedream.model.draws import SeenDraws, keyed_draws
 from pipedream.model.layers import Model
 from pipedream.model.loss_placement import loss_on
 from pipedream.model.precision import LossScaler, autocast_dtype, autocast_region
 from pipedream.model.references import check_loss_fn, gradients_noticed
 from pipedream.model.seeding import (
-    MinibatchStreams,
-    RngState,
+    RngStream,
+    backward_seed,
     base_seed,
     data_seed,
+    draws_seed,
     generators_kept,
     seed_all,
     seed_data,
-    stage_seed,
+    update_seed,
 )
 from pipedream.model.splitter import PlannedStage, split
 from pipedream.model.stage_module import StageModule, Tie, find_ties
@@ -37,6 +39,7 @@ from pipedream.reference.cuts import CutFunction
 from pipedream.reference.refusals import (
     check_asynchronous,
     check_drained_at,
+    check_max_grad_norm,
     check_microbatches,
     check_replicas,
     check_sync_every,
@@ -117,8 +120,7 @@ def run(
     check_microbatches(schedule, microbatches, plan.in_flight, num_replicas)
     recomputed = _recomputed_stages(recompute, len(plan.stages))
     check_sync_every(sync_every, num_replicas, sync, max_grad_norm, autocast)
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(f"max_grad_norm is {max_grad_norm!r}: give a number above 0, or None not to clip")
+    check_max_grad_norm(max_grad_norm)
     check_loss_fn(loss_fn)
     loss_fn, dtype = loss_fn or own_loss, autocast_dtype(autocast)
     num_workers = max(len(num_replicas), sum(num_replicas))
@@ -134,7 +136,7 @@ def run(
         )
     own = {name: p for m in modules for name, p in (*m.trainable_parameters(), *m.frozen_parameters())}
     with (
-        _random_streams(len(modules), num_workers, seed) as streams,
+        _draws(modules, num_workers, seed, device) as (base, generators),
         gradients_noticed(own),
         loss_on(loss_fn, device),
     ):
@@ -143,7 +145,7 @@ def run(
                 module,
                 # Elsewhere a recomputed forward is the first one again, number by number.
                 recomputes_newest=schedule == "naive" and stage_index in recomputed,
-                streams=streams[stage_index],
+                backward_seed=None if base is None else backward_seed(base, stage_index),
                 autocast=functools.partial(autocast_region, device.type, dtype),
                 loss_fn=loss_fn if stage_index == len(modules) - 1 else None,
                 statistics=MinibatchStatistics(module) if microbatches > 1 else None,
@@ -152,6 +154,7 @@ def run(
                     optimizer,
                     lr_scheduler,
                     num_replicas[stage_index] if sync_every > 1 else 1,
+                    _update_seed(base, module, ties),
                 ),
                 buffers=ReplicaBuffers(module, num_replicas[stage_index]),
             )
@@ -169,7 +172,7 @@ def run(
             scaler=LossScaler(versions.num_scales_in_flight) if dtype == torch.float16 else None,
             sync_every=sync_every,
         )
-        batches = _minibatches(data, epochs)
+        batches = _read_from(generators, _minibatches(data, epochs))
         if isinstance(trainer, AsynchronousTrainer):
             owned = [_owned_parameters(module, ties) for module in modules]
             make_updater = functools.partial(Updater, optimizer=optimizer, lr_scheduler=lr_scheduler)
@@ -232,6 +235,11 @@ def _owned_parameters(module: StageModule, ties: Sequence[Tie]) -> list[tuple[st
     ]
 
 
+def _update_seed(base: int | None, module: StageModule, ties: Sequence[Tie]) -> int | None:
+    names = [name for name, _ in _owned_parameters(module, ties)]
+    return None if base is None else update_seed(base, module.stage_index, names)
+
+
 def _recomputed_stages(recompute: bool | Sequence[int] | None, num_stages: int) -> set[int]:
     if recompute is None or isinstance(recompute, bool):
         return set(range(num_stages)) if recompute else set()
@@ -244,21 +252,45 @@ def _recomputed_stages(recompute: bool | Sequence[int] | None, num_stages: int) 
 
 
 @contextlib.contextmanager
-def _random_streams(
-    num_stages: int, num_workers: int, seed: int | None
-) -> Iterator[Sequence[MinibatchStreams | None]]:
+def _draws(
+    modules: Sequence[StageModule], num_workers: int, seed: int | None, device: torch.device
+) -> Iterator[tuple[int | None, RngStream | None]]:
+    """(base seed, generators of the data) of several workers; nothing of one, which draws as a plain loop."""
     if num_workers == 1:
         if seed is not None:
             seed_all(seed)
-        yield [None]
+        yield None, None
         return
     base = base_seed(seed)
-    caller_state = RngState.capture()
-    try:
+    with generators_kept(), contextlib.ExitStack() as around:
         seed_all(data_seed(base))
-        yield [MinibatchStreams(stage_seed(base, stage_index)) for stage_index in range(num_stages)]
-    finally:
-        caller_state.restore()
+        # All layers, and the loss: those that draw nothing do not mind.
+        seen = [
+            SeenDraws(
+                frozenset(range(module.first_layer, module.last_layer + 1)), in_loss=module is modules[-1]
+            )
+            for module in modules
+        ]
+        draws = keyed_draws(draws_seed(base), modules, seen, device)
+        if draws is not None:
+            around.enter_context(draws.installed())
+        for module in modules:
+            module.draws = draws
+        try:
+            yield base, RngStream(data_seed(base))
+        finally:
+            for module in modules:
+                module.draws = None
+
+
+def _read_from(generators: RngStream | None, batches: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+    """The data draw from their own generators."""
+    while True:
+        with generators or contextlib.nullcontext():
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
 
 
 def _minibatches(data: Iterable[Any], epochs: int) -> Iterator[tuple[Any, Any]]:

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipedream import _core
+from pipedream.model.seeding import seed_torch
+
 __all__ = ["History", "OptimizerFactory", "SchedulerFactory", "Updater", "make_updaters"]
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
@@ -44,7 +47,11 @@ class Updater:
         owned: Sequence[tuple[str, nn.Parameter]],
         optimizer: OptimizerFactory,
         lr_scheduler: SchedulerFactory | None,
+        draws: int | None = None,
     ) -> None:
+        """draws: the seed of what steps draw; None leaves that to the process's generators."""
+        self._draws = draws
+        self._num_steps = 0
         self.parameters = [parameter for _, parameter in owned]
         self.num_added = 0
         """Minibatches, to the gradients of the round."""
@@ -59,8 +66,12 @@ class Updater:
         self.schedule()
 
     def optimize(self) -> None:
-        if self._optimizer is not None:
-            self._optimizer.step()
+        if self._optimizer is None:
+            return
+        if self._draws is not None:
+            seed_torch(_core.derived_seed(self._draws, self._num_steps))
+            self._num_steps += 1
+        self._optimizer.step()
 
     def schedule(self) -> None:
         if self._scheduler is not None:
@@ -72,10 +83,11 @@ def make_updaters(
     optimizer: OptimizerFactory,
     lr_scheduler: SchedulerFactory | None,
     count: int,
+    draws: int | None = None,
 ) -> list[Updater]:
     """The first is of the stage's own parameters, the others of copies."""
     copies = [[(name, copy.deepcopy(parameter)) for name, parameter in owned] for _ in range(count - 1)]
-    return [Updater(named, optimizer, lr_scheduler) for named in (owned, *copies)]
+    return [Updater(named, optimizer, lr_scheduler, draws) for named in (owned, *copies)]
 
 
 def _make_optimizer(

@@ -24,7 +24,6 @@ from pipedream.model.boundary import (
 )
 from pipedream.model.ignored_labels import with_other_labels
 from pipedream.model.references import modules_carried_by
-from pipedream.model.seeding import RngStream
 from pipedream.model.stage_calls import StageCalls, backward, backward_of_loss
 from pipedream.model.stage_module import StageModule
 from pipedream.model.untouched import untouched
@@ -51,13 +50,12 @@ class StagePasses:
         device: torch.device,
         autocast: torch.dtype | None,
         statistics: MinibatchStatistics | None,
-        rng: RngStream | None,
         torch_region: Region | None,
         around_backward: Region | None = None,
         clones_inputs: bool | None,
         offload: OffloadedStash | None,
     ) -> None:
-        """statistics, rng, torch_region, around_backward: around the layers, None where there is nothing to
+        """statistics, torch_region, around_backward: around the layers, None where there is nothing to
         be around them.
         clones_inputs: whether the first stage works on copies of the inputs; None leaves it to the first
         forward, which shows whether the first layer works in place."""
@@ -78,8 +76,6 @@ class StagePasses:
         self._around_again = [*around, *([] if statistics is None else [statistics.recomputation])]
         self._around_backward = [*self._around_again, *([] if around_backward is None else [around_backward])]
         self._around_forward = [*around, *([] if statistics is None else [statistics.microbatch])]
-        if rng is not None:
-            self._around_forward.append(lambda: rng)
 
     # Forward.
 
@@ -98,6 +94,8 @@ class StagePasses:
 
     def forward(self, stashed: Stashed, *, is_next: bool) -> Any:
         """The stage's output, or the loss at the last stage. is_next: its backward is the stage's next."""
+        if self._stage.draws is not None:
+            self._stage.draws.begin(stashed.minibatch, stashed.microbatch, self._stage)
         if not self._around_forward:
             return self._forward(stashed, is_next=is_next)
         with entered(self._around_forward):
@@ -121,6 +119,8 @@ class StagePasses:
         output = self._user.run("forward", self._call_stage, stashed, given)
         if self._boundary_out is not None:
             return output
+        if self._stage.draws is not None:
+            self._stage.draws.begin_loss()
         return self._user.run("loss_fn", self._call_loss, stashed, output)
 
     def loss_with(self, stashed: Stashed, labels: Tensor, others: Tensor) -> float:
@@ -142,6 +142,8 @@ class StagePasses:
     def backward(self, stashed: Stashed, received: Sequence[Tensor], following: Stashed | None) -> None:
         """Leaves gradients at the stashed leaves and at the parameters. received: from downstream.
         following: what the stage's next backward goes through."""
+        if self._stage.draws is not None:
+            self._stage.draws.go_back_to(stashed.minibatch, stashed.microbatch)
         if not self._around_backward:
             self._backward(stashed, received, following)
             return

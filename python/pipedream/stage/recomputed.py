@@ -4,6 +4,7 @@ backward the same forward once more with it. Owned by the worker's compute threa
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -33,19 +34,20 @@ class RecomputedPasses(StagePasses):
         )
         counts = [tensor._version for tensor in tensors_of(given)]
         with torch.no_grad(), self._buffers.forward() as stashed.buffers:
-            stashed.generators = GeneratorState.capture(self._device)
+            if self._stage.draws is None:  # else it is seeded for each forward
+                stashed.generators = GeneratorState.capture(self._device)
             output = self._run_layers(stashed, given)
             self._learn_works_in_place(stashed.minibatch, given, counts)
             return output
 
     def recompute(self, stashed: Stashed) -> Any:
         """The output or the loss again, now with its graph."""
-        assert stashed.generators is not None
-        with (
-            entered(self._around_again),
-            buffers_replayed(self._stage, stashed.buffers),
-            stashed.generators.replayed(self._device),
-        ):
+        replayed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._stage.draws is not None:
+            self._stage.draws.begin(stashed.minibatch, stashed.microbatch, self._stage)
+        elif stashed.generators is not None:
+            replayed = stashed.generators.replayed(self._device)
+        with entered(self._around_again), buffers_replayed(self._stage, stashed.buffers), replayed:
             return super()._forward(stashed, is_next=True)
 
     def _learn_works_in_place(self, minibatch: int, given: Any, counts: list[int]) -> None:

@@ -31,8 +31,8 @@ from pipedream.common.errors import afterwards
 from pipedream.data.batch_reader import BatchReader
 from pipedream.data.minibatch_source import MinibatchSource
 from pipedream.model.boundary import Boundary
+from pipedream.model.draws import KeyedDraws
 from pipedream.model.exchange import TENSORS
-from pipedream.model.seeding import MinibatchStreams, stage_seed
 from pipedream.model.stage_module import StageModule
 from pipedream.planning.trace import read_clock
 from pipedream.report.losses import LossRecord, make_loss_record
@@ -94,7 +94,8 @@ class WorkerLoop:
         prepared: Sequence[PreparedStage],
         source: MinibatchSource,
         device: torch.device,
-        base_seed: int,
+        draws: KeyedDraws | None,
+        backward_seeds: Mapping[int, int],
         input_boundary: Boundary | None,
         boundaries: Mapping[int, Boundary],
         edges: Sequence[tuple[_core.Edge, str]],
@@ -102,10 +103,10 @@ class WorkerLoop:
         torch_pool: TorchPool | None = None,
     ) -> None:
         """prepared: this worker's stages in ascending order. input_boundary: what the first stage's inputs
-        must look like, None to check nothing. boundaries: by the stage upstream, of the cuts at these
-        stages. edges: those with one end here, and the names of their channels. predicted: bytes of each
-        memory term. torch_pool: where forwards and backwards make their tensors, None leaves it to
-        torch."""
+        must look like, None to check nothing. draws: of these stages, None: nothing is keyed. backward_seeds:
+        by stage, of what backwards draw. boundaries: by the stage upstream, of the cuts at these stages.
+        edges: those with one end here, and the names of their channels. predicted: bytes of each memory term.
+        torch_pool: where forwards and backwards make their tensors, None leaves it to torch."""
         self._core = core
         self._options = options
         self._schedule = schedule
@@ -148,8 +149,12 @@ class WorkerLoop:
         )
         self._losses = self._make_losses()
         self._runners = {
-            part.stage.stage_index: self._make_runner(part, boundaries, base_seed) for part in prepared
+            part.stage.stage_index: self._make_runner(
+                part, boundaries, backward_seeds.get(part.stage.stage_index)
+            )
+            for part in prepared
         }
+        self._draws = draws
         self._servers = _servers_of(prepared)
         self._reads = any(runner.parts.reader is not None for runner in self._runners.values())
         rounds = _core.rounds_of(schedule, stages[0]).minibatches_per_round
@@ -174,7 +179,7 @@ class WorkerLoop:
         return make_loss_record(self._options.on_nonfinite, show, self._device)
 
     def _make_runner(
-        self, part: PreparedStage, boundaries: Mapping[int, Boundary], base_seed: int
+        self, part: PreparedStage, boundaries: Mapping[int, Boundary], backward_seed: int | None
     ) -> StageRunner:
         stage_index, last = part.stage.stage_index, self._options.plan.num_stages - 1
         is_first, is_last = stage_index == 0, stage_index == last
@@ -194,7 +199,7 @@ class WorkerLoop:
             boundary_out=None if is_last else boundaries[stage_index],
             reader=self._reader if is_first or is_last else None,
             losses=self._losses if is_last else None,
-            random_streams=self._streams_of(stage_index, base_seed),
+            backward_seed=backward_seed,
             clones_inputs=clones_inputs,
             copies_targets=copies_data,
             offload=part.offload,
@@ -207,14 +212,6 @@ class WorkerLoop:
         """Whether the stage reads the next minibatch before it is done with this one."""
         drains = _core.drains_every_minibatch(self._schedule)
         return not drains and self._schedule.in_flight[stage_index] > 1
-
-    def _streams_of(self, stage_index: int, base_seed: int) -> MinibatchStreams | None:
-        """Around what draws random numbers for the model; seeding.py has the rule."""
-        if self._options.plan.workers_used == 1:
-            return None
-        reads_data = stage_index in (0, self._options.plan.num_stages - 1)
-        is_shared = len(self._prepared) > 1 or (reads_data and self._data.stream.draws)
-        return MinibatchStreams(stage_seed(base_seed, stage_index), is_shared=is_shared)
 
     @property
     def losses(self) -> list[float]:
@@ -230,7 +227,10 @@ class WorkerLoop:
         # Also after a failure: the user's modules get their own parameters back.
         restore = functools.partial(self._restore, newest_slots)
         with self._progress, afterwards(restore), located(self._position), contextlib.ExitStack() as around:
+            if self._draws is not None:
+                around.enter_context(self._draws.installed())
             for part in self._prepared:
+                part.stage.draws = self._draws
                 around.enter_context(part.gradients.running())
             work = self._work_through(core, newest_slots)
             if self._clock is not None:
@@ -324,6 +324,7 @@ class WorkerLoop:
     def _restore(self, newest_slots: Mapping[int, int]) -> None:
         self._stop_measuring()
         for part in self._prepared:
+            part.stage.draws = None
             if part.offload is not None:
                 part.offload.finish()
             part.weights.own.restore(newest_slots[part.stage.stage_index])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipedream import optim
+from pipedream import _core, optim
 from pipedream.model.factories import (
     NamedParameters,
     OptimizerFactory,
@@ -21,6 +21,7 @@ from pipedream.model.factories import (
     build_scheduler,
     make_masters,
 )
+from pipedream.model.seeding import seed_torch, update_seed
 from pipedream.stage.shards import Piece, keep_pieces
 from pipedream.stage.weight_layout import view_like, weight_layout
 
@@ -53,6 +54,14 @@ class StageOptimizer:
             if lr_scheduler is not None:
                 self._scheduler = build_scheduler(lr_scheduler, self.optimizer, where)
         self._native = self._native_one()
+        self._drawn_names = [name for name, _ in named]
+        self._draws: int | None = None
+        self._num_steps = 0
+
+    def draw_by_name(self, base: int, stage_index: int) -> None:
+        """What its steps draw is by the stage, what it makes versions of, and how many steps it made before;
+        else it is from the process's generators. base: of the run."""
+        self._draws = update_seed(base, stage_index, self._drawn_names)
 
     def keep(self, pieces: Sequence[Piece]) -> None:
         """From now on it makes versions of these pieces of its parameters alone: `named` are they, in order.
@@ -60,6 +69,10 @@ class StageOptimizer:
         self._masters = keep_pieces(self.optimizer, self._masters, pieces)
         names = [self._named[piece.parameter][0] for piece in pieces]
         self._named = list(zip(names, self._masters, strict=True))
+        self._drawn_names = [
+            f"{name}[{piece.first}:{piece.first + piece.count}]"
+            for name, piece in zip(names, pieces, strict=True)
+        ]
         self._native = self._native_one()
 
     def _native_one(self) -> optim.NativeOptimizer | None:
@@ -171,6 +184,9 @@ class StageOptimizer:
         if self._native is not None:
             self._native.step_out_of_place(read, write, gradients, gradient_scale)
         else:
+            if self._draws is not None:
+                seed_torch(_core.derived_seed(self._draws, self._num_steps))
+                self._num_steps += 1
             self._step_through_masters(optimizer, masters, read, write, gradients, gradient_scale)
 
     def end_step(self) -> None:

@@ -24,7 +24,7 @@ from pipedream.data.batch_reader import BatchReader, Microbatch
 from pipedream.model.batch_norm import MinibatchStatistics
 from pipedream.model.boundary import Boundary, to_device
 from pipedream.model.evaluated_norms import EvaluatedNorms
-from pipedream.model.seeding import MinibatchStreams
+from pipedream.model.seeding import seed_torch
 from pipedream.model.stage_module import StageModule
 from pipedream.report.losses import LossRecord
 from pipedream.stage.gradients import GradientFigures, StageGradients
@@ -60,8 +60,8 @@ class StageParts:
     """At the first and the last stage."""
     losses: LossRecord | None
     """At the last stage."""
-    random_streams: MinibatchStreams | None
-    """What the model draws from; None where it draws from the process's own."""
+    backward_seed: int | None
+    """Of what the backward draws; None where it draws nothing, or from the process's generators."""
     clones_inputs: bool | None
     """Whether the first stage works on copies of the inputs; None leaves it to the first forward."""
     copies_targets: bool
@@ -92,7 +92,6 @@ class StageRunner:
         self.is_last = parts.boundary_out is None
         self.parts = parts
         self._weights, self._gradients = parts.weights, parts.gradients
-        self._random_streams = parts.random_streams
         self._losses = parts.losses
         self.fields = self._activation_fields = _core.ItemFields()
         """What travels with the tensors of the latest item."""
@@ -135,7 +134,6 @@ class StageRunner:
             device=device,
             autocast=options.autocast,
             statistics=self._statistics,
-            rng=None if parts.random_streams is None else parts.random_streams.region,
             torch_region=parts.torch_region,
             around_backward=parts.gradients.around_backward,
             clones_inputs=parts.clones_inputs,
@@ -146,8 +144,6 @@ class StageRunner:
         """The item is next; its tensors have not come."""
         if self._binds_early:
             self._bind(work.read_slot, work.minibatch)
-        if work.kind == "FORWARD" and work.microbatch == 0 and self._random_streams is not None:
-            self._random_streams.begin(work.minibatch)
 
     # Forward.
 
@@ -171,7 +167,7 @@ class StageRunner:
             return self._forward_nothing(minibatch, microbatch)
         leaves, value = self._passes.take_input(piece, work.tensors)
         work.tensors.clear()
-        stashed = Stashed(minibatch, leaves, value, piece, work.read_slot, scale)
+        stashed = Stashed(minibatch, leaves, value, piece, work.read_slot, scale, microbatch=microbatch)
         del value, leaves
         self._bind(work.read_slot, minibatch)
         if piece.uneven_labels:
@@ -231,8 +227,6 @@ class StageRunner:
         return piece
 
     def _begin_minibatch(self, work: _core.WorkItem) -> None:
-        if self._random_streams is not None:
-            self._random_streams.begin(work.minibatch)
         if self._loss_scaling is not None:
             overflowed, told = self._take_overflow(), work.gradients_overflowed
             if told:
@@ -334,6 +328,9 @@ class StageRunner:
         following: Stashed | None = None
         if self._offload is not None:  # backwards come in the order of forwards
             following = next(iter(self._in_flight.values()), None)
+        if self.parts.backward_seed is not None:
+            of_minibatch = _core.derived_seed(self.parts.backward_seed, minibatch)
+            seed_torch(_core.derived_seed(of_minibatch, microbatch))
         self._gradients.begin_backward()
         if microbatch == self._last_microbatch:
             self._gradients.begin_last_backward(minibatch, self.loss_scale)

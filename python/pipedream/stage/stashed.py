@@ -35,3 +35,4 @@ class Stashed:
     """Recompute: what the forward read and changed."""
     saved: SavedTensors | None = None
     """Offloading: what the graph holds."""
+    microbatch: int = 0

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 
 import numpy as np
 import pytest
 import torch
-from pipedream import _core
 from pipedream.model.seeding import (
-    MinibatchStreams,
     RngState,
     RngStream,
+    backward_seed,
     base_seed,
     data_seed,
+    draws_seed,
+    process_seed,
     seed_all,
-    stage_seed,
+    update_seed,
 )
 
-# base_seed(0), stage_seed(base, 3), data_seed(base).
-PINNED_SEEDS = (439447896215772966, 8103633286890876180, 9132376182267266863)
+# base_seed(0), draws_seed(base), data_seed(base).
+PINNED_SEEDS = (439447896215772966, 2713569199408562941, 9132376182267266863)
 
 
 def _draw() -> tuple[float, float, float]:
@@ -38,7 +38,7 @@ def test_restored_state_draws_the_same_numbers_from_every_generator() -> None:
 
 
 def test_seed_all_sets_every_generator_also_from_a_63_bit_seed() -> None:
-    seed = stage_seed(base_seed(1), 0)
+    seed = draws_seed(base_seed(1))
     seed_all(seed)
     first = _draw()
     seed_all(seed)
@@ -63,11 +63,14 @@ def test_base_seed_without_seed_follows_torch_state_and_draws_nothing() -> None:
 
 def test_derived_seeds_are_63_bits_distinct_and_the_same_in_every_version() -> None:
     base = base_seed(0)
-    seeds = [base, data_seed(base), *(stage_seed(base, stage_index) for stage_index in range(64))]
+    seeds = [base, data_seed(base), draws_seed(base)]
+    for stage_index in range(16):
+        seeds += [backward_seed(base, stage_index), process_seed(base, stage_index)]
+        seeds += [update_seed(base, stage_index, names) for names in ([], ["a"], ["a", "b"])]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 1 << 63 for seed in seeds)
     # Changing these numbers changes the result of every seeded run.
-    assert (base, stage_seed(base, 3), data_seed(base)) == PINNED_SEEDS
+    assert (base, draws_seed(base), data_seed(base)) == PINNED_SEEDS
 
 
 def test_base_seed_takes_any_int_and_refuses_the_rest() -> None:
@@ -104,30 +107,3 @@ def test_a_stream_restores_the_outside_after_an_error_and_refuses_to_nest_in_its
     assert torch.equal(torch.get_rng_state(), before)
     with stream, pytest.raises(RuntimeError, match="already entered"):
         stream.__enter__()
-
-
-@pytest.mark.parametrize("is_shared", [True, False])
-def test_a_stage_draws_the_same_for_a_minibatch_whichever_others_it_has(is_shared: bool) -> None:
-    def draws(minibatches: list[int]) -> dict[int, list[float]]:
-        streams = MinibatchStreams(stage_seed(base_seed(0), 1), is_shared=is_shared)
-        drawn: dict[int, list[float]] = {}
-        for minibatch in minibatches:
-            streams.begin(minibatch)
-            for _ in range(2):  # microbatches
-                with streams.region or contextlib.nullcontext():
-                    drawn.setdefault(minibatch, []).append(float(torch.rand(())))
-        return drawn
-
-    every = draws([0, 1, 2, 3, 4])
-    assert len({number for numbers in every.values() for number in numbers}) == 10
-    assert draws([0, 2, 4]) | draws([1, 3]) == every
-    torch.manual_seed(_core.minibatch_seed(stage_seed(base_seed(0), 1), 3))
-    assert [float(torch.rand(())) for _ in range(2)] == every[3]
-
-
-def test_only_streams_that_share_the_generators_leave_the_outside_alone() -> None:
-    before = torch.get_rng_state()
-    MinibatchStreams(5).begin(0)
-    assert torch.equal(torch.get_rng_state(), before)
-    MinibatchStreams(5, is_shared=False).begin(0)
-    assert not torch.equal(torch.get_rng_state(), before)

@@ -32,7 +32,6 @@ def _passes(kind: type[StagePasses], layers: list[nn.Module], boundary_out: Boun
         device=_HOST,
         autocast=None,
         statistics=None,
-        rng=None,
         torch_region=None,
         clones_inputs=False,
         offload=None,

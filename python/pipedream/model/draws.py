@@ -1,0 +1,285 @@
+"""Draws: what a model draws in its forward is keyed by where it draws and for which microbatch, so that every
+cut, number of replicas, schedule and recompute has the same dropout masks.
+
+    seed = position << 32 | hash(base seed, minibatch, microbatch, position)
+           where in the forward      which numbers it draws there
+
+A position is the beginning, or the end, of a call of a module that drew random numbers when the model was
+traced; of a list of layers it is a layer's beginning. The generator is seeded where such a call begins, and
+where one ends whose caller draws on. So a stage behind a cut, which makes none of the calls before it, draws
+in its own what a run without cuts draws there. The position is in the seed because a generator remembers its
+seed: what saves and restores a generator's state brings the position back, too. The CPU's generator uses the
+low half of the seed.
+
+    forward         begin(): the stage's first position; each call that draws has its own
+    recompute       the same again, by the same begin()
+    checkpoint()    its own forward again, in the backward of the microbatch that go_back_to() names
+    between calls   code and hooks draw from the last position on, alike at all stages that run them
+    eval()          nothing draws, so nothing is keyed and nothing is paid
+    a module that only a later minibatch calls draws by its name
+
+Generators are global to a process: use by the thread that runs the stages, and by autograd's.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from pipedream import _core
+from pipedream.model.calls import calls_seen, visible_modules
+from pipedream.model.seeding import generators_of_torch_kept
+from pipedream.model.trace import INPUTS, ROOT, CallKey, Trace
+
+if TYPE_CHECKING:
+    from pipedream.model.stage_module import StageModule
+
+__all__ = ["DrawSites", "KeyedDraws", "SeenDraws", "keyed_draws", "sites_of_trace"]
+
+_LOW_BITS = 32
+_LOW = (1 << _LOW_BITS) - 1
+_NEXT_BITS = 10
+"""Between two positions there is room for calls that come after the last traced one of their module."""
+_NOT_ONLY = (-1, None)
+_mixed = _core.derived_seed
+_seed_host = torch.default_generator.manual_seed
+_seed_of_host = torch.default_generator.initial_seed
+
+
+@dataclass(frozen=True)
+class DrawSites:
+    """Where a forward draws."""
+
+    begins: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Module -> positions of its calls, ascending; none of one that is only like those that draw."""
+    ends: Mapping[int, int] = field(default_factory=dict)
+    """Beginning -> end, of calls whose caller draws after them."""
+    skips: Mapping[CallKey, int] = field(default_factory=dict)
+    """Call -> the position at its end, where it matters to what draws after it. Of all calls."""
+    draws_between: bool = False
+    """Whether code outside all calls draws."""
+    of_loss: int = 0
+    """Position of the loss; 0: it goes on from the last one."""
+
+    def __bool__(self) -> bool:
+        """Whether anything is drawn."""
+        return bool(self.begins) or self.draws_between or self.of_loss > 0
+
+    def __add__(self, other: DrawSites) -> DrawSites:
+        """Of several stages of a list of layers."""
+        return DrawSites({**self.begins, **other.begins}, of_loss=max(self.of_loss, other.of_loss))
+
+
+def sites_of_trace(trace: Trace, model: nn.Module) -> DrawSites:
+    """Of a model that was traced."""
+    calls = trace.calls
+    draws = [op for op in trace.operations if op.draws]
+    ticks = [op.tick for op in draws]
+    drawing = sorted({op.call for op in draws} - {ROOT})
+    events = sorted(tick for index in drawing for tick in (calls[index].begin, calls[index].end))
+    position_of = {tick: number << _NEXT_BITS for number, tick in enumerate(events, 1)}
+
+    def goes_on(end: int) -> bool:
+        """Whether the next draw after this tick belongs to a call that had begun before it."""
+        after = bisect.bisect(ticks, end)
+        return after < len(draws) and (draws[after].call == ROOT or calls[draws[after].call].begin < end)
+
+    begins: dict[str, list[int]] = {}
+    ends: dict[int, int] = {}
+    for call in (calls[index] for index in drawing):
+        begins.setdefault(call.key.module, []).append(position_of[call.begin])
+        if goes_on(call.end):
+            ends[position_of[call.begin]] = position_of[call.end]
+    several = any(len(positions) > 1 for positions in begins.values())
+    skips: dict[CallKey, int] = {}
+    for call in calls:
+        last = bisect.bisect(events, call.end) - 1
+        if call.key != INPUTS and last >= 0 and events[last] >= call.begin and (several or goes_on(call.end)):
+            skips[call.key] = position_of[events[last]]
+    for name in _alike(model, begins):
+        begins.setdefault(name, [])
+    found = {name: tuple(sorted(positions)) for name, positions in begins.items()}
+    return DrawSites(found, ends, skips, draws_between=len(drawing) < len({op.call for op in draws}))
+
+
+def _alike(model: nn.Module, drawing: Iterable[str]) -> list[str]:
+    """Modules of the kinds that draw, as those of a layer that was dropped in the first minibatch."""
+    modules = visible_modules(model)
+    kinds = {type(module) for name, module in modules if name in set(drawing)}
+    return [
+        name for name, module in modules if type(module) in kinds and module.training and _may_draw(module)
+    ]
+
+
+def _may_draw(module: nn.Module) -> bool:
+    return not (isinstance(module, nn.modules.dropout._DropoutNd) and module.p == 0.0)
+
+
+@dataclass(frozen=True)
+class SeenDraws:
+    """What a stage was seen to draw, when it ran once."""
+
+    layers: frozenset[int] = frozenset()
+    """Of a list of layers, by their position in the model."""
+    in_loss: bool = False
+    in_backward: bool = False
+
+    def __or__(self, other: SeenDraws) -> SeenDraws:
+        return SeenDraws(
+            self.layers | other.layers, self.in_loss or other.in_loss, self.in_backward or other.in_backward
+        )
+
+
+def _start_of_layer(layer_index: int) -> int:
+    """Of a list of layers, before this layer's own position."""
+    return layer_index << _NEXT_BITS
+
+
+def _sites_of_layers(stage: StageModule, seen: SeenDraws) -> DrawSites:
+    """Of layers in a list: those that drew, and those with dropout, which may draw in a later minibatch."""
+    begins = {
+        str(index): (_start_of_layer(index + 1),)
+        for index, layer in enumerate(stage.layers, stage.first_layer)
+        if index in seen.layers or any(map(_drops, layer.modules()))
+    }
+    return DrawSites(begins, of_loss=_start_of_layer(stage.last_layer + 2) if seen.in_loss else 0)
+
+
+def _drops(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.dropout._DropoutNd) and module.training and _may_draw(module)
+
+
+def keyed_draws(
+    base: int, stages: Sequence[StageModule], seen: Sequence[SeenDraws], device: torch.device
+) -> KeyedDraws | None:
+    """Of a worker's stages, which were seen to draw this; None where nothing is to be keyed. base:
+    draws_seed() of the run's."""
+    traced = stages[0].traced_draws
+    if traced is not None:
+        return KeyedDraws(base, traced, visible_modules(stages[0].layers[0]), device) if traced else None
+    sites = functools.reduce(DrawSites.__add__, map(_sites_of_layers, stages, seen))
+    layers = [
+        (str(index), layer) for stage in stages for index, layer in enumerate(stage.layers, stage.first_layer)
+    ]
+    return KeyedDraws(base, sites, layers, device) if sites else None
+
+
+class KeyedDraws:
+    """Seeds the generators of a worker's forwards."""
+
+    def __init__(
+        self,
+        base: int,
+        sites: DrawSites,
+        modules: Iterable[tuple[str, nn.Module]],
+        device: torch.device,
+    ) -> None:
+        """base: seeding.draws_seed(). modules: with the names that the sites have; others draw nothing."""
+        self._base = base
+        self._sites = sites
+        self._positions: dict[int, tuple[int, ...]] = {}  # of several calls or none, by the module's id
+        self._only_call: dict[int, tuple[int, int | None]] = {}  # the only position, and of what is after it
+        self._names: dict[int, int] = {}  # hashed
+        self._modules: dict[nn.Module, None] = {}
+        for name, module in modules:
+            if name in sites.begins:
+                known = self._positions.get(id(module), ())
+                self._positions[id(module)] = tuple(sorted({*known, *sites.begins[name]}))
+                self._names[id(module)] = zlib.crc32(name.encode())
+                self._modules[module] = None
+        for key, positions in self._positions.items():
+            if len(positions) == 1:
+                self._only_call[key] = (positions[0], sites.ends.get(positions[0]))
+        self._context = 0
+        self._seed_device: Callable[[int], Any] | None = None
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._seed_device = torch.cuda.default_generators[index].manual_seed
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, calls of the modules draw by their positions, in backwards that make them again, too."""
+        with calls_seen(self._modules, self._call):
+            yield
+
+    def begin(self, minibatch: int, microbatch: int, stage: StageModule) -> None:
+        """A stage's forward of the microbatch begins."""
+        self.go_back_to(minibatch, microbatch)
+        self._seed(0 if stage.traced_draws is not None else _start_of_layer(stage.first_layer))
+
+    def go_back_to(self, minibatch: int, microbatch: int) -> None:
+        """A backward of the microbatch begins, in which calls may be made again."""
+        self._context = _mixed(_mixed(self._base, minibatch), microbatch)
+
+    def begin_loss(self) -> None:
+        if self._sites.of_loss:
+            self._seed(self._sites.of_loss)
+
+    def skip(self, key: CallKey) -> None:
+        """A call was over before the stage, and gives back what it gave."""
+        position = self._sites.skips.get(key)
+        if position is not None:
+            self._seed(position)
+
+    def _seed(self, position: int) -> None:
+        self._draw_from(position, _mixed(self._context, position))
+
+    def _draw_from(self, position: int, mixed: int) -> None:
+        seed = position << _LOW_BITS | mixed & _LOW
+        _seed_host(seed)
+        if self._seed_device is not None:
+            self._seed_device(seed)
+
+    def _call(
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> Any:
+        position, end = self._only_call.get(id(module), _NOT_ONLY)
+        if position < 0:
+            found = self._next_call(module)
+            if found is None:
+                return self._call_by_name(module, call, arguments, keywords)
+            position, end = found, self._sites.ends.get(found)
+        seed = (
+            position << _LOW_BITS | _mixed(self._context, position) & _LOW
+        )  # as _seed(), a microsecond less
+        _seed_host(seed)
+        if self._seed_device is not None:
+            self._seed_device(seed)
+        output = call(*arguments, **keywords)
+        if end is not None:
+            self._seed(end)
+        return output
+
+    def _call_by_name(
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> Any:
+        """Of a module that the traced forward did not call. What draws after it does so as if it were not
+        called, as at stages that do not call it."""
+        with generators_of_torch_kept():
+            position = _seed_of_host() >> _LOW_BITS
+            self._draw_from(position, _mixed(self._context ^ self._names[id(module)], 0))
+            return call(*arguments, **keywords)
+
+    def _next_call(self, module: nn.Module) -> int | None:
+        """Where a call is of a module with several follows from the position before; None: with none."""
+        before = _seed_of_host() >> _LOW_BITS
+        positions = self._positions[id(module)]
+        if not positions:
+            return None
+        return next((known for known in positions if known > before), before + 1)
