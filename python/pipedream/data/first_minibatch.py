@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from pipedream.model.data_copies import copy_of
+from pipedream.model.data_copies import copy_of, has_indices
 from pipedream.model.loader_generators import generators_of_loader_kept
 from pipedream.model.seeding import RngState
 
@@ -68,7 +68,9 @@ class KeptMinibatch:
 
 def looked_at(data: Iterable[Any]) -> Iterable[Any]:
     """The data, or what they become where a look at their first minibatch may take it away."""
-    if isinstance(data, PeekedData) or (not isinstance(data, Iterator) and copy_of(data) is not None):
+    if isinstance(data, PeekedData) or has_indices(data):
+        return data
+    if not isinstance(data, Iterator) and copy_of(data) is not None:
         return data
     return PeekedData(data)
 

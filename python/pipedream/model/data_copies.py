@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-__all__ = ["copy_of", "without_processes"]
+__all__ = ["copy_of", "has_indices", "without_processes"]
 
 
 def copy_of(data: Iterable[Any]) -> Iterable[Any] | None:
@@ -22,7 +22,7 @@ def copy_of(data: Iterable[Any]) -> Iterable[Any] | None:
     as the place in an open file or the items of a queue."""
     if isinstance(data, (list, tuple)):
         return data
-    if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
+    if isinstance(data, DataLoader) and has_indices(data):
         return _copy_of_loader(data)
     content = io.BytesIO()
     pickler = _SharingPickler(content)
@@ -31,6 +31,12 @@ def copy_of(data: Iterable[Any]) -> Iterable[Any] | None:
         return pickler.read()  # type: ignore[no-any-return]
     except Exception:  # whatever a user's object raises
         return None
+
+
+def has_indices(data: Iterable[Any]) -> bool:
+    """Whether an iteration takes nothing away, and copy_of() always gives a copy."""
+    is_loader = isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset)
+    return is_loader or isinstance(data, (list, tuple))
 
 
 def without_processes(data: Iterable[Any]) -> Iterable[Any]:
@@ -44,8 +50,7 @@ def without_processes(data: Iterable[Any]) -> Iterable[Any]:
 
 
 def _copy_of_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Its dataset's attributes are copied, and all of its samplers: an iteration takes nothing from a dataset
-    that has indices."""
+    """Its dataset's attributes are copied, and all of its samplers."""
     copied: Any = copy.copy(without_processes(loader))
     dataset = _shallow_copy(loader.dataset)
     memo = {id(loader.dataset): dataset}
