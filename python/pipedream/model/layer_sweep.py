@@ -78,6 +78,7 @@ class LayerSweep:
         self._buffer_names = {name for stage in self._stages for name, _ in stage.stage_buffers()}
         self.activation_bytes: list[int] = []
         self.saved_bytes: list[int] = []
+        self.left_out: set[int] = set()
 
     def run(self, inputs: Any, targets: Any, num_runs: int, seconds: float | None) -> Times:
         """Each layer runs so many times, or until its share of the time is over, at least twice; the same

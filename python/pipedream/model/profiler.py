@@ -13,7 +13,7 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -150,16 +150,43 @@ def profile(
         passes.saved_bytes,
         measurement.factors or no_factors,
     )
+    measured = [*itertools.starmap(LayerProfile, zip(passes.layer_names, *columns, strict=True))]
+    chosen = passes.cuts
+    if passes.left_out:
+        names = [measured[layer].name for layer in sorted(passes.left_out)]
+        _say_left_out(names, is_chosen=cuts is not None)
+        measured = _joined(measured, passes.left_out)
+        chosen = tuple(layer.name for layer in measured[:-1])
     return Profile(
-        layers=tuple(itertools.starmap(LayerProfile, zip(passes.layer_names, *columns, strict=True))),
+        layers=tuple(measured),
         model=model_name(model),
         batch_size=measurement.batch_size,
         device=_device_name(device),
         minibatches=measurement.num_measured,
         time_error=measurement.time_error(),
         max_shapes=measurement.max_shapes,
-        cuts=passes.cuts,
+        cuts=chosen,
     )
+
+
+def _say_left_out(names: Sequence[str], *, is_chosen: bool) -> None:
+    also = f" and {len(names) - 1} others" if len(names) > 1 else ""
+    text = f"the model is not cut after {names[0]}{also}: some minibatches do not call what ends there"
+    if is_chosen:
+        raise ValueError(f"{text}; choose other cuts")
+    _log.warning("%s", text)
+
+
+def _joined(layers: Sequence[LayerProfile], left_out: Collection[int]) -> list[LayerProfile]:
+    """Each layer of which there is no end is one with the layer behind it."""
+    joined: list[LayerProfile] = []
+    before: LayerProfile | None = None
+    for index, layer in enumerate(layers):
+        whole = layer if before is None else before.joined_with(layer)
+        before = whole if index in left_out else None
+        if before is None:
+            joined.append(whole)
+    return joined
 
 
 @dataclass

@@ -51,6 +51,7 @@ _TOLERANCE_OF_OTHERS = 1e-2
 # Where all but some of it is float64 (norms, positions), only what these round differently differs.
 _TOLERANCE_OF_MIXED = {torch.float32: 1e-6}
 
+_LEFT_OUT = "the second minibatch does not make the call that ends there"
 _NEGLIGIBLE = 1e-2
 """Of the largest element of all gradients: times the tolerance some ten times float32's rounding of it."""
 
@@ -105,13 +106,18 @@ def without_bad_cuts(
     bad = check_cuts(cut, minibatches, loss_fn)
     if not bad:
         return cut
-    position, difference = next(iter(bad.items()))
+    differing = [(position, why) for position, why in bad.items() if why != _LEFT_OUT]
+    position, difference = (differing or [*bad.items()])[0]
     text = (
         f"the model cut after {cut.offered[position].name} does not compute what the whole model does:"
-        f" {difference}; what later code, or the next minibatch, reads is kept outside torch's operations"
-        " (numpy, an attribute, a list that a hook appends to): return it from a module, or do all that"
-        " needs it inside of one"
+        f" {difference}"
     )
+    if differing:
+        text += (
+            "; what later code, or the next minibatch, reads is kept outside torch's operations (numpy, an"
+            " attribute, a list that a hook appends to): return it from a module, or do all that needs it"
+            " inside of one"
+        )
     opaque = next(
         (type(one).__name__ for one in taken_apart(minibatches[0][0])[0] if not _can_cross(one)), None
     )
@@ -153,8 +159,10 @@ def _is_of_torch(module: nn.Module) -> bool:
 
 def _bad_places(check: _Check) -> dict[int, str]:
     names = check.model.place_names
-    bad = _bad_of(range(len(names)), check.difference)
-    good = [place for place in range(len(names)) if place not in bad]
+    left_out = check.places_left_out()
+    reached = [place for place in range(len(names)) if place not in left_out]
+    bad = dict.fromkeys(left_out, _LEFT_OUT) | _bad_of(reached, check.difference)
+    good = [place for place in reached if place not in bad]
     left = check.difference(good) if bad and good else ""
     if left:
         raise ValueError(
@@ -208,6 +216,15 @@ class _Check:
             _TOLERANCE_OF_MIXED | {torch.float64: _TOLERANCE[torch.float64]} if is_wide else _TOLERANCE
         )
         self._tolerance = tolerances.get(seen.coarsest, _TOLERANCE_OF_OTHERS)
+
+    def places_left_out(self) -> list[int]:
+        """Those that a minibatch does not come to."""
+        reached = [of_turn.at_places for of_turn in self._rounds]
+        return [
+            place
+            for place in range(len(self.model.place_names))
+            if not all(place in of_turn for of_turn in reached)
+        ]
 
     def difference(self, ends: Sequence[int]) -> str:
         """What differs in stages that end at these places; empty where nothing does."""

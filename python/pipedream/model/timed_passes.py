@@ -54,6 +54,8 @@ class TimedPasses(Protocol):
     """Of Profile."""
     saved_bytes: list[int]
     """That autograd keeps for each layer's backward, without parameters, each storage once; as above."""
+    left_out: set[int]
+    """Layers whose ends were not reached in some minibatch: it left out the call."""
 
     def run(self, minibatch: int, inputs: Any, targets: Any, clock: Clock) -> tuple[list[float], list[float]]:
         """Milliseconds of each layer's forward and backward. Leaves no gradients."""
@@ -79,6 +81,7 @@ class LayerPasses:
         self.activation_bytes: list[int] = []
         self.cuts: tuple[str, ...] | None = None
         self.saved_bytes: list[int] = []
+        self.left_out: set[int] = set()
 
     def run(self, minibatch: int, inputs: Any, targets: Any, clock: Clock) -> tuple[list[float], list[float]]:
         pass_ = _Pass(len(self._layers), clock)
@@ -121,6 +124,7 @@ class CutPasses:
         self.layer_of = {id(parameter): spans[name] for name, parameter in cut.module.named_parameters()}
         self.activation_bytes = [*(place.num_bytes for place in cut.offered), 0]
         self.saved_bytes: list[int] = []
+        self.left_out: set[int] = set()
         modules = dict(visible_modules(cut.module))
         self._names = module_names(cut.module)
         self._layers = {
@@ -156,6 +160,7 @@ class CutPasses:
             loss = check_loss(call_loss(self._loss_fn, output, targets), minibatch)
         del output, given
         pass_.backward(loss)
+        self.left_out.update(pass_.layers_left_out())
         drop_gradients(self._cut.module)
         if measures_bytes:
             self.saved_bytes = saved_bytes
@@ -183,6 +188,9 @@ class _Pass:
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
         self._clock.stop()
+
+    def layers_left_out(self) -> set[int]:
+        return set(range(self._num_layers - 1)).difference(self._forward)
 
     def times(self) -> tuple[list[float], list[float]]:
         """Milliseconds of each layer's forward and backward."""

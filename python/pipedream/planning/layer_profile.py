@@ -102,6 +102,18 @@ class LayerProfile:
             ]
         return {name: getattr(self, name) for name in _LAYER_FIELDS} | measured | self.extra
 
+    def joined_with(self, other: LayerProfile) -> LayerProfile:
+        """The layer that it is with the one behind it, by whose name it goes."""
+        saved, factors = (self.saved_bytes, other.saved_bytes), (self.factors, other.factors)
+        return replace(
+            other,
+            forward_ms=self.forward_ms + other.forward_ms,
+            backward_ms=self.backward_ms + other.backward_ms,
+            parameter_bytes=self.parameter_bytes + other.parameter_bytes,
+            saved_bytes=None if None in saved else sum(one or 0 for one in saved),
+            factors=None if None in factors else tuple(weight for one in factors for weight in one or ()),
+        )
+
     def at_speed(self, speed: float) -> LayerProfile:
         """Of a worker that is so many times as fast."""
 

@@ -21,7 +21,7 @@ from pipedream.model.splitter import split
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
-from twins import TWINS, cross_entropy
+from twins import CHANGING, TWINS, cross_entropy
 
 
 class Record:
@@ -787,3 +787,21 @@ def test_autocast_is_profiled_as_it_is_run() -> None:
     assert of_list.layers[0].activation_bytes == 6 * WIDTH * 2
     with pytest.raises(ValueError, match="autocast is 'int8': use 'bfloat16', 'float16' or None"):
         profile(layers, data, cross_entropy, autocast="int8")
+
+
+def test_a_place_whose_call_some_minibatches_leave_out_is_no_cut(caplog: pytest.LogCaptureFixture) -> None:
+    """The run ended at the first of them."""
+    twin = CHANGING["self_skipping"]
+    model, data = twin.model(), twin.data(8)
+    everywhere = cut_model(model, *data[0], cross_entropy).layer_names
+    assert "blocks.0.linear" in everywhere
+    measured = profile(model, data, cross_entropy, minibatches=12)
+    # Every block leaves itself out now and then; its own end, a call of its parent's, is always reached.
+    assert set(measured.cuts or ()) == {"first", *(f"blocks.{index}" for index in range(6))}
+    assert [layer.name for layer in measured.layers] == [*(measured.cuts or ()), "last"]
+    assert sum(layer.parameter_bytes for layer in measured.layers) == sum(
+        p.nbytes for p in model.parameters()
+    )
+    assert "the model " in caplog.text and "blocks." in caplog.text
+    with pytest.raises(ValueError, match="cut after blocks"):
+        profile(model, data, cross_entropy, minibatches=12, cuts=["blocks.0.linear", "blocks.2.norm"])
