@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import random
 import sys
 import types
@@ -25,6 +26,7 @@ that change by themselves is a data set, and no memory of a layer's."""
 _CONTAINERS = (list, deque, dict, set)
 # Objects of others' have threads, files and caches inside, which are not the model's to put back.
 _LIBRARIES = {"torch", "numpy", "pipedream", "lightning", "pytorch_lightning", *sys.stdlib_module_names}
+_NOTHING = object()
 _ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device}
 
 
@@ -140,17 +142,26 @@ def _refilling_attributes(target: Any) -> Callable[[], None]:
 def _refilling(container: Any) -> Callable[[], None]:
     """By the base classes' own methods: a subclass may compute or refuse."""
     base: Any = next(kind for kind in (OrderedDict, *_CONTAINERS) if isinstance(container, kind))
-    entries = list(base.items(container) if issubclass(base, dict) else base.__iter__(container))
+    is_dict = issubclass(base, dict)
+    entries = list(base.__iter__(container))
+    values = list(base.values(container)) if is_dict else []
 
     def refill() -> None:
+        now = base.values(container) if is_dict else ()
+        if _are_these(base.__iter__(container), entries) and _are_these(now, values):
+            return  # as a vocabulary is
         base.clear(container)
-        if issubclass(base, dict):
-            for key, value in entries:
+        if is_dict:
+            for key, value in zip(entries, values, strict=True):
                 base.__setitem__(container, key, value)
         else:
             (base.update if base is set else base.extend)(container, entries)
 
     return refill
+
+
+def _are_these(found: Iterable[Any], objects: list[Any]) -> bool:
+    return all(one is other for one, other in itertools.zip_longest(found, objects, fillvalue=_NOTHING))
 
 
 def overwriting(tensor: Tensor) -> Callable[[], None]:
