@@ -536,7 +536,7 @@ class DroppedLayers(nn.Module):
 
     def __init__(self, is_residual: bool) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
         self.layers = nn.ModuleList(ResidualLayer() for _ in range(4))
         self.is_residual = is_residual
 
