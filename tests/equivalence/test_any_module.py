@@ -294,7 +294,8 @@ def test_what_a_later_minibatch_alone_reads_of_another_stage_shows_in_its_loss(f
     """It was read as it had been before the training."""
     for outcome in farm.run(_train_reading_later, Plan.straight(2, 2), num_ranks=2):
         assert isinstance(outcome.error, pipedream.NonFiniteLoss)
-        assert "the loss of minibatch 2 is nan" in str(outcome.error)
+        origin = "parameter 'early.weight', which another stage trains"
+        assert f"the loss of minibatch 2 is nan, at stage 1 from {origin}: lower" in str(outcome.error)
         assert "whether its forward reads something there that it did not read in" in str(outcome.error)
 
 
@@ -449,3 +450,31 @@ def test_a_number_that_changes_behind_a_cut_is_to_be_given_as_a_tensor() -> None
             optimizer=_SGD,
             progress=False,
         )
+
+
+class _Diverging(nn.Linear):
+    """In the second minibatch, where it is told to."""
+
+    def __init__(self, *, diverges: bool) -> None:
+        super().__init__(3, 3)
+        self.diverges = diverges
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        return out.sub(1e9).log() if self.diverges and len(x) > 2 else out
+
+
+def _train_diverging(layer: int) -> None:
+    data = [(torch.ones(size, 3), torch.zeros(size, 3)) for size in (2, 3)]
+    model = nn.Sequential(*(_Diverging(diverges=index == layer) for index in range(2)))
+    loss_fn = nn.functional.mse_loss
+    pipedream.run(
+        model, Plan.straight(2, 2), data=data, loss_fn=loss_fn, optimizer=_SGD, progress=False, seed=1
+    )
+
+
+@pytest.mark.parametrize(("layer", "origin"), [(0, "what came from stage 0"), (1, "aten.log in 1")])
+def test_a_nan_names_where_it_was_made(farm: Farm, layer: int, origin: str) -> None:
+    for outcome in farm.run(_train_diverging, layer, num_ranks=2):
+        message = f"the loss of minibatch 1 is nan, at stage 1 from {origin}: lower the learning rate"
+        assert message in str(outcome.error)

@@ -5,6 +5,7 @@ Knows nothing of the schedule. Owned by the worker's compute thread.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from pipedream.model.boundary import (
     to_device,
 )
 from pipedream.model.ignored_labels import with_other_labels
+from pipedream.model.nan_source import origins_of_nan
 from pipedream.model.references import modules_carried_by
 from pipedream.model.stage_calls import StageCalls, backward, backward_of_loss
 from pipedream.model.stage_module import StageModule
@@ -122,6 +124,21 @@ class StagePasses:
         if self._stage.draws is not None:
             self._stage.draws.begin_loss()
         return self._user.run("loss_fn", self._call_loss, stashed, output)
+
+    def origins_of_nan(self, stashed: Stashed, targets: Any) -> list[str]:
+        """Where the NaN in a microbatch's loss came from, after its forward; none where it is not told."""
+        boundary = self._boundary_in
+        if boundary is None:
+            return []
+        value = boundary.unflatten(stashed.leaves)
+
+        def run() -> Tensor:
+            output = self._calls.layers(value)
+            return self._calls.loss(output, to_device(targets, self._device), stashed.minibatch)
+
+        with contextlib.suppress(Exception), entered(self._around_again):
+            return origins_of_nan(self._stage, stashed.leaves, run)
+        return []
 
     def loss_with(self, stashed: Stashed, labels: Tensor, others: Tensor) -> float:
         """The loss that the microbatch would have with other labels in the place of these. Call it before the

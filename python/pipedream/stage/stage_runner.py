@@ -12,6 +12,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch import Tensor
 from pipedream import _core
 from pipedream.budget.footprint import StepMeter, WorkMeter
 from pipedream.budget.offload import StageOffload
-from pipedream.common.errors import DataMismatch
+from pipedream.common.errors import DataMismatch, NonFiniteLoss
 from pipedream.data.batch_reader import BatchReader, Microbatch
 from pipedream.model.batch_norm import MinibatchStatistics
 from pipedream.model.boundary import Boundary, to_device
@@ -256,13 +257,27 @@ class StageRunner:
     def _add_loss(self, stashed: Stashed, loss: Tensor, *, closes: bool) -> None:
         losses = self._losses
         assert losses is not None
+        targets = stashed.piece.targets
         if not self._recomputes:
             self._keep_loss(stashed, loss)
         if self._reads_losses_late:
             self._read_losses()
-        losses.add(stashed.minibatch, loss, stashed.piece.weight)
+        try:
+            losses.add(stashed.minibatch, loss, stashed.piece.weight)
+        except NonFiniteLoss as error:
+            raise self._explained(error, stashed, targets) from None
         if closes:
             self._close_minibatch(stashed.minibatch)
+
+    def _explained(self, error: NonFiniteLoss, stashed: Stashed, targets: Any) -> NonFiniteLoss:
+        """With what the NaN came from, where that is told."""
+        origins = self._passes.origins_of_nan(stashed, targets)
+        if not origins:
+            return error
+        text, _, advice = str(error).partition(": ")
+        return NonFiniteLoss(
+            f"{text}, at stage {self.stage_index} from {' and '.join(origins[:2])}: {advice}"
+        )
 
     def _keep_loss(self, stashed: Stashed, loss: Tensor) -> None:
         """For the backward."""
