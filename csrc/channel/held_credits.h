@@ -28,15 +28,20 @@ struct Credit {
 
 class HeldCredits {
  public:
-  // num_slots: as many as the sender can have at most.
-  explicit HeldCredits(std::size_t num_slots) : num_enough_(std::max(kNumEnoughMin, num_slots / 2)) {
+  // num_slots: as many as the sender can have at most. num_names: slots are named by numbers below this.
+  HeldCredits(std::size_t num_slots, std::size_t num_names)
+      : num_enough_(std::max(kNumEnoughMin, num_slots / 2)), is_told_(num_names) {
     free_slots_.reserve(num_slots);
   }
 
   void add(std::uint16_t slot) { free_slots_.push_back(slot); }
-  // The sender has filled one of those that it was told of; was_last: it had no other then.
-  void note_filled(bool was_last) {
-    PD_CHECK(num_told_ > 0, "a slot was filled that was not granted");
+  // The sender was told of the slot and has not filled it since. False for a credit that is still held here:
+  // a sender that fills such a slot breaks the protocol.
+  [[nodiscard]] bool is_told(std::uint16_t slot) const { return is_told_.at(slot); }
+  // The sender has filled a slot that it was told of; was_last: it had no other then.
+  void note_filled(std::uint16_t slot, bool was_last) {
+    PD_CHECK(is_told(slot), "slot " << slot << " was filled, which was not granted");
+    is_told_[slot] = false;
     --num_told_;
     was_last_ = was_last;
   }
@@ -48,7 +53,7 @@ class HeldCredits {
   // Tells all, by `tell(Credit)`.
   template <class Tell>
   void tell_all(Tell tell) {
-    num_told_ += free_slots_.size();
+    note_told();
     std::ranges::sort(free_slots_);
     for (std::size_t index = 0; index < free_slots_.size();) {
       Credit credit{free_slots_[index++]};
@@ -64,7 +69,7 @@ class HeldCredits {
   // Each by itself, in the order in which they were added.
   template <class Tell>
   void tell_each(Tell tell) {
-    num_told_ += free_slots_.size();
+    note_told();
     for (const std::uint16_t slot : free_slots_) tell(Credit{slot});
     free_slots_.clear();
   }
@@ -74,9 +79,15 @@ class HeldCredits {
   // One under way and one to go on with, so that a window of two slots holds nothing.
   static constexpr std::size_t kNumEnoughMin = 2;
 
+  void note_told() {
+    num_told_ += free_slots_.size();
+    for (const std::uint16_t slot : free_slots_) is_told_.at(slot) = true;
+  }
+
   const std::size_t num_enough_;
-  std::size_t num_told_ = 0;  // and not seen filled yet
-  bool was_last_ = false;     // the slot that was filled last, of the sender's
+  std::size_t num_told_ = 0;   // and not seen filled yet
+  bool was_last_ = false;      // the slot that was filled last, of the sender's
+  std::vector<bool> is_told_;  // by slot
   std::vector<std::uint16_t> free_slots_;
 };
 

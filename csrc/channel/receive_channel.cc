@@ -26,7 +26,7 @@ ReceiveChannel::ReceiveChannel(ChannelOptions options, Transport& transport, Wak
       posts_(options_.num_posts_max),
       inbox_(static_cast<std::size_t>(slots.term().num_slots) + 1),
       granted_(static_cast<std::size_t>((staging != nullptr ? *staging : slots).term().num_slots)),
-      credits_(std::min(static_cast<std::size_t>(slots.term().num_slots), kNumGrantsMax)),
+      credits_(std::min(static_cast<std::size_t>(slots.term().num_slots), kNumGrantsMax), granted_.size()),
       next_minibatch_(options_.first_minibatch) {
   PD_CHECK(options_.minibatch_stride >= 1, options_.name);
   PD_CHECK(takes_posts() || slots.term().slot_bytes >= options_.spec.slot_bytes(), options_.name);
@@ -308,7 +308,9 @@ std::optional<std::string> ReceiveChannel::unplanned(const FrameHeader& header) 
 }
 
 std::optional<Failure> ReceiveChannel::begin_item(const FrameHeader& header) {
-  if (header.slot >= granted_.size() || granted_[header.slot] == nullptr) {
+  const bool is_granted =
+      header.slot < granted_.size() && granted_[header.slot] != nullptr && credits_.is_told(header.slot);
+  if (!is_granted) {
     return broken("an item in slot " + std::to_string(header.slot) + ", which was not granted");
   }
   ReceivedSlot& received = *granted_[header.slot];
@@ -318,7 +320,7 @@ std::optional<Failure> ReceiveChannel::begin_item(const FrameHeader& header) {
   }
   if (received.last_read && !is_placed_on_device()) copy_stream_->wait(*received.last_read);
   granted_[header.slot] = nullptr;
-  credits_.note_filled(header.has_last_slot);
+  credits_.note_filled(header.slot, header.has_last_slot);
   arrived_ns_ = now_ns();
   num_item_bytes_ = 0;
   received.awaits_item = false;

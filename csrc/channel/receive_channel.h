@@ -169,7 +169,8 @@ class ReceiveChannel final : public LinkHandler {
   RingBuffer<ReceivedItem> inbox_;  // an item a slot, and the end
   bool closed_ = false;
 
-  // Who drives: the slots that are granted and not filled yet, by what the wire calls them; else null.
+  // Who drives: the slots that await an item, by what the wire calls them; else null. The sender was told of
+  // those that credits_ does not hold back.
   std::vector<ReceivedSlot*> granted_;
   HeldCredits credits_;  // of these
 

@@ -49,7 +49,9 @@ void SendChannel::send(MinibatchId minibatch, MicrobatchIndex microbatch, const 
                        const std::vector<TensorView>& tensors, std::unique_ptr<Event> ready,
                        std::shared_ptr<void> keep_alive) {
   const std::size_t num_wire_bytes = check_and_count_bytes(minibatch, tensors);
-  SendItem& item = take_free_item();
+  SendItem* const free_item = queue_.take_free();
+  if (free_item == nullptr) return wakeup_.fail(starved());
+  SendItem& item = *free_item;
   item.is_end = false;
   item.minibatch = minibatch;
   item.microbatch = microbatch;
@@ -66,7 +68,9 @@ void SendChannel::send(MinibatchId minibatch, MicrobatchIndex microbatch, const 
 }
 
 void SendChannel::send_end(std::int64_t num_minibatches) {
-  SendItem& item = take_free_item();
+  SendItem* const free_item = queue_.take_free();
+  if (free_item == nullptr) return wakeup_.fail(starved());
+  SendItem& item = *free_item;
   item.is_end = true;
   item.minibatch = MinibatchId(num_minibatches);
   item.tensors.clear();
@@ -109,10 +113,11 @@ bool SendChannel::wait_until_fewer(std::size_t num_items, Deadline deadline) {
   return fewer;
 }
 
-SendItem& SendChannel::take_free_item() {
-  SendItem* const item = queue_.take_free();
-  PD_CHECK(item != nullptr, options_.name << ": more than " << options_.num_items_max << " items in flight");
-  return *item;
+// The program bounds what is under way by what has come back for it. So the receiver has answered items that
+// it gave no slots for.
+Failure SendChannel::starved() const {
+  return broken("holds back the slots for " + std::to_string(options_.num_items_max) +
+                " items and goes on without them");
 }
 
 void SendChannel::enqueue(SendItem& item) {

@@ -129,7 +129,7 @@ class SendChannel final : public LinkHandler {
 
   [[nodiscard]] std::size_t check_and_count_bytes(MinibatchId minibatch,
                                                   const std::vector<TensorView>& tensors) const;
-  [[nodiscard]] SendItem& take_free_item();
+  [[nodiscard]] Failure starved() const;
   void enqueue(SendItem& item);
   void schedule_pump();
   void pump();

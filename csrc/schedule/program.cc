@@ -373,15 +373,23 @@ void ComputeCursor::advance() {
 }
 
 void ComputeCursor::set_num_minibatches(std::int64_t num_minibatches) {
-  const std::int64_t num_positions = order_.num_positions();
-  const std::int64_t num_started = (num_forwarded_ + num_positions - 1) / num_positions;
-  const std::int64_t first = options_.first_minibatch.value();
   PD_CHECK(!num_minibatches_.has_value(), "rank " << rank_.value() << ": num_minibatches was already set to "
                                                   << *num_minibatches_ << ", now " << num_minibatches);
-  PD_CHECK(num_minibatches >= first && rounds_.num_own(replica_, num_minibatches) >= num_started,
+  PD_CHECK(may_set_num_minibatches(num_minibatches),
            "rank " << rank_.value() << ": num_minibatches " << num_minibatches << " is below the "
-                   << num_started << " already forwarded since minibatch " << first);
+                   << num_started() << " already forwarded since minibatch "
+                   << options_.first_minibatch.value());
   num_minibatches_ = num_minibatches;
+}
+
+bool ComputeCursor::may_set_num_minibatches(std::int64_t num_minibatches) const {
+  return !num_minibatches_ && num_minibatches >= options_.first_minibatch.value() &&
+         num_minibatches <= kNumMinibatchesMax && rounds_.num_own(replica_, num_minibatches) >= num_started();
+}
+
+std::int64_t ComputeCursor::num_started() const {
+  const std::int64_t num_positions = order_.num_positions();
+  return (num_forwarded_ + num_positions - 1) / num_positions;
 }
 
 std::int64_t ComputeCursor::num_own() const {

@@ -224,6 +224,8 @@ class ComputeCursor {
 
   // Says how many minibatches there are. Allowed once, and not below what was already forwarded.
   void set_num_minibatches(std::int64_t num_minibatches);
+  // Whether that is so: to be asked where the number comes from another process.
+  [[nodiscard]] bool may_set_num_minibatches(std::int64_t num_minibatches) const;
   [[nodiscard]] std::optional<std::int64_t> num_minibatches() const { return num_minibatches_; }
 
   [[nodiscard]] const ScheduleOptions& options() const { return options_; }
@@ -232,6 +234,7 @@ class ComputeCursor {
  private:
   // Of the replica's own minibatches, while their number is unknown without a bound.
   [[nodiscard]] std::int64_t num_own() const;
+  [[nodiscard]] std::int64_t num_started() const;  // of the replica's own minibatches
   [[nodiscard]] bool is_update_due() const;
   [[nodiscard]] bool may_forward() const;
   [[nodiscard]] Instruction update() const;

@@ -155,6 +155,9 @@ class ProgramCursor {
   // current may be the activation, the pull before a forward, the forward, or the push, of one that does not
   // exist. A pull that stands before such a forward has its item all the same, and is not done again.
   void set_num_minibatches(std::int64_t num_minibatches);
+  [[nodiscard]] bool may_set_num_minibatches(std::int64_t num_minibatches) const {
+    return compute_.may_set_num_minibatches(num_minibatches);
+  }
   [[nodiscard]] std::optional<std::int64_t> num_minibatches() const { return compute_.num_minibatches(); }
 
   [[nodiscard]] const ScheduleOptions& options() const { return compute_.options(); }

@@ -30,6 +30,12 @@ WorkKind work_kind_of(Opcode opcode) {
 // What is made and needed by FORWARD and BACKWARD, and so comes and leaves with them.
 bool goes_with_work(EdgeKind kind) { return kind == EdgeKind::kActivation || kind == EdgeKind::kGradient; }
 
+Failure untrue_end(const std::string& channel, std::int64_t num_minibatches) {
+  return {FailureKind::kCorruptFrame,
+          channel + ": the sender says that the data ended after " + std::to_string(num_minibatches) +
+              " minibatches, which cannot be: other channels have brought more, or the run began later"};
+}
+
 // In an error: by the work that waits for it.
 std::string describe(const Instruction& instruction) {
   if (!travels(instruction.opcode)) return opcode_name(instruction.opcode);
@@ -141,6 +147,9 @@ Result<std::optional<WorkItem>> StageEngine::next_work(Deadline deadline) {
         if (instruction->edge.kind != EdgeKind::kActivation) {
           return located(
               {FailureKind::kCorruptFrame, source->options().name + ": ended with items still due"});
+        }
+        if (!cursor_.may_set_num_minibatches(item->num_minibatches)) {
+          return located(untrue_end(source->options().name, item->num_minibatches));
         }
         learn_num_minibatches(item->num_minibatches);
         continue;
@@ -361,9 +370,11 @@ bool StageEngine::is_forwarded_later(const Part& part, WeightVersion version) co
 }
 
 void StageEngine::end_of_data(std::int64_t num_minibatches) {
-  PD_CHECK(handed_out_ && num_minibatches <= doing_.minibatch.value(),
-           num_minibatches << " minibatches at " << to_string(doing_));
+  PD_CHECK(handed_out_, num_minibatches << " minibatches at " << to_string(doing_));
+  const bool may_be =
+      num_minibatches <= doing_.minibatch.value() && cursor_.may_set_num_minibatches(num_minibatches);
   if (doing_.opcode == Opcode::kForward) {
+    PD_CHECK(may_be, num_minibatches << " minibatches at " << to_string(doing_));
     const bool is_told = std::any_of(channels_.begin(), channels_.end(), [&](const EdgeChannel& channel) {
       return channel.receives != nullptr && channel.edge.kind == EdgeKind::kActivation &&
              channel.edge.to.stage == doing_.stage;
@@ -375,6 +386,10 @@ void StageEngine::end_of_data(std::int64_t num_minibatches) {
     --part.num_forwards;
   } else {
     PD_CHECK(doing_.opcode == Opcode::kRecv && doing_.edge.kind == EdgeKind::kPush, to_string(doing_));
+    if (!may_be) {  // a peer has said so: the next item is the failure
+      wakeup_.fail(untrue_end(to_string(doing_.edge), num_minibatches));
+      return end_item();
+    }
   }
   end_item();
   learn_num_minibatches(num_minibatches);

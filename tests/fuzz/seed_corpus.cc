@@ -105,9 +105,10 @@ void write_codecs(const std::filesystem::path& folder) {
   }
 }
 
-// codec, then per frame: changes (2 bits), shortened payload, payload from the input, drop an item, take one
+// codec, or posted places, then per frame: changes (2 bits), shortened payload, payload from the input, drop
+// an item, take one
 void write_channels(const std::filesystem::path& folder) {
-  for (std::uint8_t codec = 0; codec < 4; ++codec) {
+  for (std::uint8_t codec = 0; codec < 5; ++codec) {
     Bytes honest(64, 3);
     honest.front() = codec;
     write(folder, "honest_" + std::to_string(codec), honest);
@@ -120,10 +121,27 @@ void write_channels(const std::filesystem::path& folder) {
     Bytes changed = {0, 3, 3, static_cast<std::uint8_t>(3U | 1U << 6U), field, 1, 0, 0, 0, 0, 0, 0, 0, 3, 3};
     write(folder, "field_" + std::to_string(field), changed);
   }
-  for (std::uint8_t metadata = 0; metadata < 8; ++metadata) {
+  for (std::uint8_t metadata = 0; metadata < 10; ++metadata) {
     Bytes changed = {0, 3, 3, static_cast<std::uint8_t>(3U | 1U << 6U), 16, metadata, 0, 0, 0, 0, 0, 0,
                      0, 3, 3};
     write(folder, "metadata_" + std::to_string(metadata), changed);
+  }
+}
+
+// path, then per step: an item (0), the end (4), what was released (1), or a credit (2, or 10 with a place),
+// whose first is HELLO; the two highest bits count its changes
+void write_senders(const std::filesystem::path& folder) {
+  for (std::uint8_t path = 0; path < 4; ++path) {
+    const auto credit = static_cast<std::uint8_t>(path == 3 ? 10 : 2);
+    const std::string name = "path_" + std::to_string(path);
+    const Bytes honest = {path, 2, credit, credit, 0, 0, 1, credit, credit, 0, 0, 0, credit, 4, 1};
+    write(folder, name, honest);
+    write(folder, name + "_starved", {path, 2, 0, 0, 0, 0, 0, 0, 0, credit, 1});
+    for (std::uint8_t field = 0; field < 20; ++field) {
+      const auto changed = static_cast<std::uint8_t>(credit | 1U << 6U);
+      write(folder, name + "_field_" + std::to_string(field),
+            {path, 2, credit, 0, 0, changed, field, 3, 0, 0, 0, 0, 0, 0, 0, credit, 0, 1});
+    }
   }
 }
 
@@ -139,5 +157,6 @@ int main(int num_arguments, char** arguments) {
   pipedream::write_frames(corpus / "frame");
   pipedream::write_codecs(corpus / "codec");
   pipedream::write_channels(corpus / "channel");
+  pipedream::write_senders(corpus / "sender");
   return 0;
 }

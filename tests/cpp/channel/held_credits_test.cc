@@ -26,7 +26,7 @@ std::vector<Credit> told(HeldCredits& credits) {
 }
 
 HeldCredits with_slots(std::size_t num_slots) {
-  HeldCredits credits(num_slots);
+  HeldCredits credits(num_slots, num_slots);
   for (std::size_t slot = 0; slot < num_slots; ++slot) credits.add(static_cast<std::uint16_t>(slot));
   return credits;
 }
@@ -44,7 +44,7 @@ TEST(HeldCredits, AWindowOfTwoSlotsHoldsNothing) {
   for (const std::size_t num_slots : {1, 2}) {
     HeldCredits credits = with_slots(num_slots);
     static_cast<void>(told(credits));
-    credits.note_filled(/*was_last=*/false);
+    credits.note_filled(0, /*was_last=*/false);
     credits.add(0);
     EXPECT_TRUE(credits.are_due()) << num_slots;
   }
@@ -54,11 +54,11 @@ TEST(HeldCredits, WaitForEachOtherWhileTheSenderHasHalfOfThem) {
   HeldCredits credits = with_slots(8);
   static_cast<void>(told(credits));
   for (std::uint16_t slot = 0; slot < 4; ++slot) {
-    credits.note_filled(/*was_last=*/false);
+    credits.note_filled(slot, /*was_last=*/false);
     credits.add(slot);
     EXPECT_FALSE(credits.are_due()) << slot;
   }
-  credits.note_filled(/*was_last=*/false);  // an item alone makes them due
+  credits.note_filled(4, /*was_last=*/false);  // an item alone makes them due
   EXPECT_TRUE(credits.are_due());
   EXPECT_EQ(slots_of(told(credits).front()), (std::vector<std::uint16_t>{0, 1, 2, 3}));
 }
@@ -69,19 +69,19 @@ TEST(HeldCredits, LeaveAtOnceWhileTheSenderSaysThatItHasNone) {
   HeldCredits credits = with_slots(8);
   static_cast<void>(told(credits));
   for (std::uint16_t slot = 0; slot < 3; ++slot) {
-    credits.note_filled(/*was_last=*/true);
+    credits.note_filled(slot, /*was_last=*/true);
     EXPECT_FALSE(credits.are_due()) << slot << ": none is free";
     credits.add(slot);
     ASSERT_TRUE(credits.are_due()) << slot;
     EXPECT_EQ(slots_of(told(credits).front()), (std::vector<std::uint16_t>{slot}));
   }
-  credits.note_filled(/*was_last=*/false);
+  credits.note_filled(3, /*was_last=*/false);
   credits.add(3);
   EXPECT_FALSE(credits.are_due());
 }
 
 TEST(HeldCredits, SlotsThatAreFarApartTakeFramesOfTheirOwn) {
-  HeldCredits credits(5);
+  HeldCredits credits(5, 65536);
   for (const int slot : {65, 130, 0, 64, 65535}) credits.add(static_cast<std::uint16_t>(slot));
   const std::vector<Credit> all = told(credits);
   ASSERT_EQ(all.size(), 4U);
@@ -91,9 +91,20 @@ TEST(HeldCredits, SlotsThatAreFarApartTakeFramesOfTheirOwn) {
   EXPECT_EQ(slots_of(all[3]), (std::vector<std::uint16_t>{65535}));
 }
 
+TEST(HeldCredits, ASlotIsToldFromItsCreditUntilItIsFilled) {
+  HeldCredits credits = with_slots(8);
+  EXPECT_FALSE(credits.is_told(0));
+  static_cast<void>(told(credits));
+  EXPECT_TRUE(credits.is_told(0));
+  credits.note_filled(0, /*was_last=*/false);
+  credits.add(0);  // held back: the sender has seven others
+  EXPECT_FALSE(credits.are_due());
+  EXPECT_FALSE(credits.is_told(0));
+}
+
 TEST(HeldCreditsDeathTest, ASlotThatWasNotToldIsNotFilled) {
-  HeldCredits credits(2);
-  EXPECT_DEATH(credits.note_filled(/*was_last=*/false), "not granted");
+  HeldCredits credits(2, 2);
+  EXPECT_DEATH(credits.note_filled(0, /*was_last=*/false), "not granted");
 }
 
 // However items are sent, taken and dropped: who has slots to fill is never without one for good.
@@ -118,7 +129,7 @@ TEST(HeldCredits, SenderNeverStarves) {
       if (sends) {
         held.push_back(at_sender.front());
         at_sender.pop_front();
-        credits.note_filled(at_sender.empty());
+        credits.note_filled(held.back(), at_sender.empty());
       } else if (!held.empty()) {
         credits.add(held.back());
         held.pop_back();

@@ -576,6 +576,31 @@ TEST_P(BrokenSender, ItemWithoutACreditIsRefusedBeforeItIsRead) {
   EXPECT_EQ(take().minibatch, MinibatchId(1));
 }
 
+// The slot is free and leased again, but its credit waits for others: the sender has not been told of it. It
+// once was accepted, until a count of the sender's slots fell below zero.
+TEST_P(Channels, ASlotWhoseCreditIsHeldBackIsNotGranted) {
+  if (on_device() && placed()) return;  // the wire writes nothing there
+  make_receiver(one_tensor_spec(), {.num_slots = 8});
+  make_bare_sender();
+  for (std::int64_t minibatch = 0; minibatch < 9; ++minibatch) {
+    OutgoingFrame frame;
+    FrameHeader& header = frame.header;
+    header.kind = FrameKind::kTensor;
+    header.minibatch = MinibatchId(minibatch);
+    header.num_tensors = 1;
+    header.num_dims = 1;
+    header.shape[0] = 100;
+    header.tensor_bytes = header.payload_bytes = 100;
+    frame.payload = std::span(payload_).first(100);
+    sender_link_->send(std::move(frame));
+    if (receiver_wakeup_.failure()) break;
+    ReceivedItem item;
+    if (!take(item, patience())) break;
+    copies_are_done(item);
+  }
+  expect_refused("an item in slot 0, which was not granted");
+}
+
 TEST_P(BrokenSender, EndInsideAnItemIsRefused) {
   send_frame(good_header(0));
   FrameHeader end;
@@ -681,6 +706,22 @@ TEST_P(Channels, ReceiverThatSendsTensorsIsRefused) {
   EXPECT_EQ(failure.kind, FailureKind::kCorruptFrame);
   EXPECT_EQ(failure.message,
             std::string(kName) + ": the receiver sent a TENSOR frame that is not allowed here");
+}
+
+// As one does that answers items which it has not let come: the program goes on, and the queue is full.
+TEST_P(Channels, ReceiverThatGrantsNothingWhileTheProgramGoesOnIsAFailure) {
+  make_receiver(one_tensor_spec(), {});
+  make_bare_receiver();
+  make_sender(spec_, {.num_items_max = 4}, receiver_link_->endpoint());
+  for (std::int64_t minibatch = 0; minibatch < 6; ++minibatch) send_one_tensor(minibatch);
+  EXPECT_EQ(failure_text(sender_wakeup_), "no failure");
+  send_one_tensor(6);
+  const Failure failure = wait_failure(sender_wakeup_);
+  EXPECT_EQ(failure.kind, FailureKind::kCorruptFrame);
+  EXPECT_EQ(failure.message, std::string(kName) +
+                                 ": the receiver holds back the slots for 4 items and goes on "
+                                 "without them");
+  EXPECT_EQ(sender_->num_unreleased(), 6U);
 }
 
 TEST_P(Channels, ReceiverThatGrantsASlotTwiceIsRefused) {

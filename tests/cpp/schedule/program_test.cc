@@ -461,6 +461,21 @@ TEST(ComputeCursorDeathTest, AbortsOnMisuse) {
   EXPECT_DEATH(cursor.advance(), "the program is over");
 }
 
+TEST(ComputeCursor, AnEndThatContradictsWhatWasDoneIsKnownBeforeItIsTaken) {
+  ScheduleOptions options = make_options("pipedream", {4, 3, 2, 1});
+  options.first_minibatch = MinibatchId(5);
+  ComputeCursor cursor(options, Rank(0));
+  cursor.advance();
+  cursor.advance();
+  for (const std::int64_t refused :
+       {std::int64_t{-1}, std::int64_t{0}, std::int64_t{6}, kNumMinibatchesMax + 1}) {
+    EXPECT_FALSE(cursor.may_set_num_minibatches(refused)) << refused;
+  }
+  EXPECT_TRUE(cursor.may_set_num_minibatches(7));
+  cursor.set_num_minibatches(7);
+  EXPECT_FALSE(cursor.may_set_num_minibatches(7)) << "a second time";
+}
+
 TEST(ComputeCursorDeathTest, AMinibatchThatWasBegunExists) {
   ComputeCursor cursor(make_options("gpipe", {2, 1}, 4), Rank(0));
   cursor.advance();

@@ -91,6 +91,11 @@ class Engine : public testing::Test {
     engine_ = std::make_unique<StageEngine>(options, Rank(worker), parts, std::vector<EdgeChannel>(), wakeup_,
                                             num_spans_max);
   }
+  // A failure stays.
+  static void renew(Wakeup& wakeup) {
+    std::destroy_at(&wakeup);
+    std::construct_at(&wakeup);
+  }
   void make_pipedream(std::int64_t in_flight = 1, std::size_t num_spans_max = 100) {
     make(make_options("pipedream", {in_flight}), 0, num_spans_max);
   }
@@ -383,6 +388,28 @@ TEST_F(Engine, EndOfDataTakesTheForwardBack) {
   EXPECT_EQ(slots_.at(StageIndex(0))->num_readers(WeightVersion(0)), 1);
   EXPECT_EQ(engine_->versions(StageIndex(0)).size(), 1U);
   EXPECT_EQ(next().kind, WorkKind::kBackward);
+}
+
+TEST_F(Engine, AnEndOfDataThatAPusherTellsAndThatCannotBeIsAFailure) {
+  for (const std::int64_t told : {std::int64_t{-1}, std::int64_t{5}}) {
+    renew(wakeup_);
+    make(make_replicated("pipedream", {2}));
+    WorkItem work = next();
+    while (work.kind != WorkKind::kRecv || work.edge.kind != EdgeKind::kPush) {
+      complete(work);
+      work = next();
+    }
+    engine_->end_of_data(told);
+    auto after = engine_->next_work(Clock::now() + kPatience);
+    while (after.ok()) {
+      complete(*after.value());
+      after = engine_->next_work(Clock::now() + kPatience);
+    }
+    EXPECT_EQ(after.failure().kind, FailureKind::kCorruptFrame);
+    EXPECT_NE(after.failure().message.find("says that the data ended after " + std::to_string(told)),
+              std::string::npos)
+        << after.failure().message;
+  }
 }
 
 TEST_F(Engine, SpansKeepTheLatestOldestFirst) {
