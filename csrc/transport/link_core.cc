@@ -38,6 +38,7 @@ bool is_said_by_link(FrameKind kind) {
 LinkCore::LinkCore(TransportCore& transport, LinkOptions options, LinkHandler& handler, Role role)
     : options_(std::move(options)),
       transport_(transport),
+      peer_life_(transport.peer_named(options_.peer)),
       handler_(handler),
       is_quick_(handler.is_quick()),
       role_(role) {}
@@ -130,31 +131,18 @@ Clock::duration LinkCore::peer_timeout() const {
   return std::chrono::duration_cast<Clock::duration>(seconds);
 }
 
-std::optional<Deadline> LinkCore::deadline() const {
-  if (state_ == State::kConnecting) return hello_deadline_;
-  if (!transport_.transport_options().beats) return std::nullopt;
-  const bool awaits_frames = state_ == State::kOpen || state_ == State::kFarewell;
-  return awaits_frames ? std::optional(frame_deadline_) : std::nullopt;
+std::optional<Deadline> LinkCore::hello_deadline() const {
+  return state_ == State::kConnecting ? hello_deadline_ : std::nullopt;
 }
 
-// At every BEAT of this side at least, so a frame is noted that much too late at most.
-void LinkCore::check_deadline(Deadline now) {
-  // One that comes late itself was held up with its process, and perhaps the whole run, as by Ctrl-Z: what
-  // did not come while it could not look tells nothing.
-  const bool was_held_up = now - std::exchange(last_check_, now) > peer_timeout() / 4;
-  if (std::exchange(received_when_heard_, next_received_) != next_received_ || was_held_up) {
-    frame_deadline_ = now + peer_timeout() / 2;
-  }
-  const std::optional<Deadline> due = deadline();
+void LinkCore::check_hello(Deadline now) {
+  const std::optional<Deadline> due = hello_deadline();
   if (!due || now < *due) return;
-  if (received_when_missed_ != next_received_) {
-    // This process may have been held up while it waited: what has arrived is read first.
-    received_when_missed_ = next_received_;
+  // This process may have been held up while it waited: what has arrived is read first.
+  if (!std::exchange(looked_for_hello_, true)) {
     look_for_traffic();
-  } else if (state_ == State::kConnecting) {
-    hello_is_late();
   } else {
-    frame_is_late();
+    hello_is_late();
   }
 }
 
@@ -170,7 +158,7 @@ void LinkCore::hello_is_late() {
             seconds_text(transport_.transport_options().peer_timeout_s) + " (" + options_.name + ")"});
 }
 
-void LinkCore::frame_is_late() {
+void LinkCore::peer_is_silent() {
   lost("nothing has come from it for " + seconds_text(transport_.transport_options().peer_timeout_s / 2) +
        ": its process is stopped, or the way to its machine is cut (" +
        std::to_string(num_work_items_of_peer_) + " work items done)");
@@ -262,6 +250,7 @@ void LinkCore::receive(std::span<const std::byte> header_bytes, std::span<const 
     return;
   }
   ++next_received_;
+  peer_life_.hear_frame();
   frames_received_.fetch_add(1, std::memory_order_relaxed);
   dispatch(header, payload);
 }
@@ -345,8 +334,7 @@ void LinkCore::dispatch(const FrameHeader& header, std::span<const std::byte> pa
 
 void LinkCore::open() {
   state_ = State::kOpen;
-  last_check_ = Clock::now();
-  frame_deadline_ = last_check_ + peer_timeout() / 2;
+  peer_life_.hear_at(Clock::now());
   transport_.need_thread();
   opened();
   std::deque<HeldFrame> waiting;

@@ -71,9 +71,18 @@ class LinkCore : public Link {
   // As end(), and the handler hears of it.
   void fail(const Failure& failure);
   [[nodiscard]] bool ended() const { return state_ == State::kEnded; }
-  // When the peer's HELLO, or its next frame, is due at the latest; empty when none is awaited.
-  [[nodiscard]] std::optional<Deadline> deadline() const;
-  void check_deadline(Deadline now);
+  // When the peer's HELLO is due at the latest; empty when it is not awaited.
+  [[nodiscard]] std::optional<Deadline> hello_deadline() const;
+  void check_hello(Deadline now);
+  // The process at the other end, which other links may share.
+  [[nodiscard]] PeerLife& peer_life() const { return peer_life_; }
+  // A peer that lives says something before long.
+  [[nodiscard]] bool awaits_frames() const { return state_ == State::kOpen || state_ == State::kFarewell; }
+  // When bytes last came from the peer, be they of a frame that has not come whole; empty when unknown.
+  [[nodiscard]] virtual std::optional<Deadline> last_arrival() const { return std::nullopt; }
+  // There may be traffic of which nobody was told.
+  virtual void look_for_traffic() {}
+  void peer_is_silent();
   void say_beat(std::uint64_t num_work_items, bool has_pulse);  // if the link is open
 
   // Carries bytes as they are, past every rule. For tests.
@@ -84,8 +93,6 @@ class LinkCore : public Link {
   virtual void watch_traffic() {}
   // HELLOs were exchanged and accepted.
   virtual void opened() {}
-  // There may be traffic of which nobody was told.
-  virtual void look_for_traffic() {}
   // Connectors, before HELLO. A failure ends the link.
   [[nodiscard]] virtual std::optional<std::string> open_connection() { return std::nullopt; }
   // Takes the frame: it dies when its payload is no longer read.
@@ -129,7 +136,6 @@ class LinkCore : public Link {
   void hear_beat(const FrameHeader& header);
   void hear_farewell();
   void hello_is_late();
-  void frame_is_late();
   void refuse(const Failure& failure);
   void end_quietly(State state);
   template <class Call>
@@ -137,6 +143,7 @@ class LinkCore : public Link {
 
   const LinkOptions options_;
   TransportCore& transport_;
+  PeerLife& peer_life_;
   LinkHandler& handler_;
   const bool is_quick_;  // as the handler said: after close() it may be gone
   const Role role_;
@@ -156,14 +163,10 @@ class LinkCore : public Link {
   std::deque<HeldFrame> waiting_;  // sent before the link was open
   std::uint64_t next_sent_ = 0;    // sequence numbers
   std::uint64_t next_received_ = 0;
-  std::optional<Deadline> hello_deadline_;  // from when the peer is known to be there
-  Deadline frame_deadline_;
-  Deadline last_check_;                       // of frame_deadline_, or when the link opened
+  std::optional<Deadline> hello_deadline_;    // from when the peer is known to be there
   int num_beats_without_pulse_ = 0;           // in a row, up to the last
   std::uint64_t num_work_items_of_peer_ = 0;  // as its last BEAT said
-  std::uint64_t received_when_heard_ = 0;     // next_received_ when frame_deadline_ was set
-  // next_received_ when something was missed.
-  std::optional<std::uint64_t> received_when_missed_;
+  bool looked_for_hello_ = false;             // what may have come was read at the deadline
 };
 
 }  // namespace pipedream

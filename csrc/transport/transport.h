@@ -72,9 +72,11 @@ class LinkHandler {
 
 struct LinkOptions {
   LinkIdentity identity;
-  std::uint64_t plan_hash = 0;              // sent and expected in HELLO
-  std::string name;                         // for errors: "activations of stage 0 to stage 1"
-  std::string peer;                         // for errors: "stage 1 (rank 1)"
+  std::uint64_t plan_hash = 0;  // sent and expected in HELLO
+  std::string name;             // for errors: "activations of stage 0 to stage 1"
+  // "stage 1 (rank 1)": in errors, and as links of one name lead to one process: while anything comes by one
+  // of them, all of them live.
+  std::string peer;
   std::size_t payload_bytes_max = 1 << 20;  // larger frames are refused before anything is allocated
   // send() adds a CRC-32C to every payload that has none, on the caller's thread.
   bool checksums_payloads = false;

@@ -8,6 +8,7 @@
 #include <csignal>
 #include <cstdio>
 #include <exception>
+#include <iterator>
 
 #include "base/check.h"
 #include "transport/driving_scope.h"
@@ -75,6 +76,11 @@ void TransportCore::unwatch(int fd) {
   thread_watch_.remove(fd);
 }
 
+PeerLife& TransportCore::peer_named(const std::string& name) {
+  const std::lock_guard lock(mutex_);
+  return peers_.try_emplace(name, duration_of(options_.peer_timeout_s) / 2).first->second;
+}
+
 void TransportCore::add_rings(FrameRings& rings) {
   const std::lock_guard lock(mutex_);
   rings_.push_back(&rings);
@@ -95,6 +101,8 @@ Link& TransportCore::add(std::unique_ptr<LinkCore> link) {
   }
   enqueue([this, added] {
     active_links_.push_back(added);
+    PeerLife* const peer = &added->peer_life();
+    if (std::ranges::find(active_peers_, peer) == active_peers_.end()) active_peers_.push_back(peer);
     added->start();
     need_thread();
   });
@@ -158,7 +166,8 @@ TransportCore::Stop TransportCore::take_turn(bool& closing) {
   }
   const Deadline now = Clock::now();
   say_beats(now);
-  for (LinkCore* link : active_links_) link->check_deadline(now);
+  for (LinkCore* link : active_links_) link->check_hello(now);
+  check_peers(now);
   return stop;
 }
 
@@ -224,6 +233,44 @@ void TransportCore::say_beats(Deadline now) {
   for (LinkCore* link : active_links_) link->say_beat(num_work_items, has_pulse);
 }
 
+// At every beat of this side at least.
+void TransportCore::check_peers(Deadline now) {
+  if (!options_.beats) return;
+  // A check that comes late itself was held up with its process, and perhaps the whole run, as by Ctrl-Z:
+  // what did not come while it could not look tells nothing.
+  const bool was_held_up = now - std::exchange(last_check_, now) > 2 * beat_period_;
+  for (PeerLife* peer : active_peers_) {
+    if (was_held_up) peer->hear_at(now);
+    if (peer->is_silent(now)) check_silent_peer(*peer, now);
+  }
+}
+
+// No frame has come whole. Bytes of one may have, and what has may lie unread.
+void TransportCore::check_silent_peer(PeerLife& peer, Deadline now) {
+  const std::vector<LinkCore*> links = links_that_await(peer);
+  if (links.empty()) return peer.hear_at(now);  // nobody waits for it
+  for (const LinkCore* link : links) {
+    if (const std::optional<Deadline> arrival = link->last_arrival()) peer.hear_at(*arrival);
+  }
+  if (!peer.is_silent(now)) return;
+  const bool must_look = peer.must_look();
+  for (LinkCore* link : links) {
+    if (must_look) {
+      link->look_for_traffic();
+    } else {
+      link->peer_is_silent();
+    }
+  }
+}
+
+std::vector<LinkCore*> TransportCore::links_that_await(const PeerLife& peer) const {
+  std::vector<LinkCore*> links;
+  std::ranges::copy_if(active_links_, std::back_inserter(links), [&](const LinkCore* link) {
+    return &link->peer_life() == &peer && link->awaits_frames();
+  });
+  return links;
+}
+
 // Of those that the thread looks after; empty when there is none.
 std::optional<Deadline> TransportCore::next_deadline(const Stop& stop) const {
   std::optional<Deadline> earliest;
@@ -233,7 +280,10 @@ std::optional<Deadline> TransportCore::next_deadline(const Stop& stop) const {
   if (stop.requested) wake_at(stop.deadline);
   if (options_.beats && !active_links_.empty()) wake_at(next_beat_);
   for (const LinkCore* link : active_links_) {
-    if (const std::optional<Deadline> deadline = link->deadline()) wake_at(*deadline);
+    if (const std::optional<Deadline> deadline = link->hello_deadline()) wake_at(*deadline);
+  }
+  if (options_.beats && !active_links_.empty()) {
+    for (const PeerLife* peer : active_peers_) wake_at(peer->deadline());
   }
   return earliest;
 }

@@ -30,10 +30,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -42,6 +44,7 @@
 #include "base/inline_function.h"
 #include "base/process.h"
 #include "transport/frame_rings.h"
+#include "transport/peer_life.h"
 #include "transport/transport.h"
 #include "transport/watch.h"
 
@@ -106,6 +109,9 @@ class TransportCore : public Transport {
   void add_rings(FrameRings& rings);
   void remove_rings(FrameRings& rings);
 
+  // The one that all links with this LinkOptions::peer share.
+  [[nodiscard]] PeerLife& peer_named(const std::string& name);
+
   [[nodiscard]] const TransportOptions& transport_options() const { return options_; }
 
  protected:
@@ -157,6 +163,9 @@ class TransportCore : public Transport {
   void put_back(std::vector<Task>::iterator next);
   void close_links();
   void say_beats(Deadline now);
+  void check_peers(Deadline now);
+  void check_silent_peer(PeerLife& peer, Deadline now);
+  [[nodiscard]] std::vector<LinkCore*> links_that_await(const PeerLife& peer) const;
   [[nodiscard]] std::optional<Deadline> next_deadline(const Stop& stop) const;
   void wait_for_traffic(std::optional<Deadline> deadline);
   [[nodiscard]] bool may_thread_sleep();
@@ -173,7 +182,8 @@ class TransportCore : public Transport {
 
   std::mutex mutex_;  // guards the members below
   std::vector<Task> tasks_;
-  std::vector<std::uint64_t> told_;  // names of what became readable, for who drives
+  std::vector<std::uint64_t> told_;        // names of what became readable, for who drives
+  std::map<std::string, PeerLife> peers_;  // by name; outlive the links
   std::vector<std::unique_ptr<LinkCore>> links_;
   std::vector<FrameRings*> rings_;
   Stop stop_;
@@ -191,6 +201,8 @@ class TransportCore : public Transport {
 
   // Who drives.
   std::vector<LinkCore*> active_links_;  // started and not ended, but for those that ended in this turn
+  std::vector<PeerLife*> active_peers_;  // theirs, and some whose links have all ended
+  Deadline last_check_;                  // of these
   std::vector<Task> running_tasks_;
   std::vector<std::uint64_t> noted_;
   Deadline next_beat_;

@@ -1,6 +1,10 @@
 // One link. Threads as in the header.
 #include "transport/zmq/zmq_link.h"
 
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
@@ -245,6 +249,17 @@ void ZmqLink::look_for_traffic() {
   mark();
 }
 
+// By the kernel's count: libzmq tells of whole messages alone. The descriptor is libzmq's. Where it has just
+// been closed this says nothing, or something of another connection, and the monitor tells of the end.
+std::optional<Deadline> ZmqLink::last_arrival() const {
+  tcp_info info{};
+  socklen_t num_bytes = sizeof(info);
+  if (peer_fd_ == kAnyFd || ::getsockopt(peer_fd_, IPPROTO_TCP, TCP_INFO, &info, &num_bytes) != 0) {
+    return std::nullopt;
+  }
+  return Clock::now() - std::chrono::milliseconds(info.tcpi_last_data_recv);
+}
+
 void ZmqLink::mark() {
   if (!std::exchange(is_marked_, true)) shared_.marked_links.push_back(this);
 }
@@ -432,7 +447,7 @@ void ZmqLink::receive_one(ZmqReceived& header) {
   drain_rings();
   if (socket_ == nullptr) return;  // one of those has ended the link
   if (uses_rings_) rings_->note_brought();
-  if (connecting() && role_ == Role::kListener) peer_fd_ = header.connection_fd();
+  if (connecting()) peer_fd_ = header.connection_fd();
   if (!header.more()) {
     receive(header.bytes(), {});
     return;

@@ -107,6 +107,8 @@ class ZmqLink final : public LinkCore {
                               .token = token_,
                               .rings = role_ == Role::kListener && rings_ ? rings_->address() : ""});
   }
+  void look_for_traffic() override;
+  [[nodiscard]] std::optional<Deadline> last_arrival() const override;
   void let_wait(Patience patience) override {
     if (uses_rings_) rings_->let_wait(patience);
   }
@@ -125,7 +127,6 @@ class ZmqLink final : public LinkCore {
 
   void watch_traffic() override;
   void opened() override;
-  void look_for_traffic() override;
   void carry(const FrameHeaderBytes& header, HeldFrame frame) override;
   void disconnect() override;
   [[nodiscard]] const std::string& address() const override { return address_; }
@@ -165,7 +166,7 @@ class ZmqLink final : public LinkCore {
   int monitor_fd_ = -1;
   bool is_marked_ = false;   // it is in marked_links: there may be traffic
   bool has_events_ = false;  // the monitor may have
-  int peer_fd_ = kAnyFd;     // a listener's connection that said HELLO
+  int peer_fd_ = kAnyFd;     // the connection that HELLO came by
   std::set<int> ended_fds_;  // a listener's connections that ended before that and were not opened anew
   bool connection_ended_ = false;
   std::unique_ptr<FrameRings> rings_;  // null: not shared; who drives, once the link is added

@@ -670,6 +670,28 @@ TEST_P(TransportContract, PeerLivesAsLongAsFramesComeAndIsLostWhenNoneDo) {
   EXPECT_NE(failure.message.find("nothing has come from it for 1 s"), std::string::npos) << failure.message;
 }
 
+// The links of two processes may have one line, on which one of them waits for the others.
+TEST_P(TransportContract, ALinkOnWhichNothingComesLivesWhileAnotherOfItsPeerDoes) {
+  make_transports_with_beats(2, /*connector_beats=*/false);
+  open_link();
+  LinkOptions options = link_options("stage 0 (rank 0)");
+  options.identity.channel_id += 1;
+  Recorder at_silent_listener;
+  Recorder at_silent_connector;
+  const Link& silent = listening_->listen(options, at_silent_listener);
+  connecting_->connect(options, silent.endpoint(), at_silent_connector);
+  ASSERT_TRUE(at_silent_listener.wait_open());
+  for (const Deadline end = Clock::now() + std::chrono::milliseconds(2500); Clock::now() < end;) {
+    listening_->pulse(1);
+    connector_->send(credit_frame(5));
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  EXPECT_EQ(at_silent_listener.num_failures(), 0u);
+  // And both are lost with it.
+  EXPECT_EQ(at_listener_.wait_failure().kind, FailureKind::kPeerLost);
+  EXPECT_EQ(at_silent_listener.wait_failure().kind, FailureKind::kPeerLost);
+}
+
 TEST_P(TransportContract, PeersThatPulseLiveLongerThanThePeerTimeout) {
   constexpr std::uint64_t kNumBeats = 12;  // of eight in the time
   make_transports_with_beats(3);

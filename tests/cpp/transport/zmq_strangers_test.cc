@@ -220,7 +220,8 @@ TEST_P(ZmqStrangers, ListenerThatHasSeenOnlyStrangersWaitsOn) {
   for (int index = 0; index < 3; ++index) const TcpStranger passes_by(address_);
   ASSERT_TRUE(wait_refused(3));
   std::promise<bool> has_deadline;
-  listening_->post([&] { has_deadline.set_value(dynamic_cast<LinkCore&>(*link_).deadline().has_value()); });
+  listening_->post(
+      [&] { has_deadline.set_value(dynamic_cast<LinkCore&>(*link_).hello_deadline().has_value()); });
   EXPECT_FALSE(has_deadline.get_future().get());
 }
 

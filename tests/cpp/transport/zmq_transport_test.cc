@@ -11,8 +11,10 @@
 #include <string>
 #include <vector>
 
+#include "transport/endpoint.h"
 #include "transport/raw_peer.h"
 #include "transport/recorder.h"
+#include "transport/slow_relay.h"
 
 extern char** environ;
 
@@ -230,6 +232,31 @@ TEST_F(ZmqTransport, PeerThatNeitherReadsNorBeatsIsLost) {
   for (int index = 0; index < 32; ++index) link.send(tensor_frame(index, payload, sent_.callback()));
   EXPECT_EQ(recorder_.wait_failure().kind, FailureKind::kPeerLost);
   EXPECT_TRUE(sent_.wait(32));
+}
+
+// Beats wait behind the payload, and none of its frames is whole for twice as long as a silent peer lives.
+TEST_F(ZmqTransport, PeerOnASlowLineLivesWhileBytesOfAFrameCome) {
+  constexpr std::size_t kPayloadBytes = std::size_t{256} << 10;
+  options_ = options_with_beats();
+  transport_ = make_transport("zmq", options_);
+  const std::unique_ptr<Transport> connecting = make_transport("zmq", options_);
+  Endpoint endpoint = parse_endpoint(listen().endpoint());
+  const SlowRelay relay(endpoint.address, /*bytes_per_s=*/kPayloadBytes / 2.0);
+  endpoint.address = relay.address();
+  Recorder at_connector;
+  Link& link = connecting->connect(link_options(), to_string(endpoint), at_connector);
+  ASSERT_TRUE(at_connector.wait_open());
+  const std::vector<std::byte> payload(kPayloadBytes);
+  link.send(tensor_frame(0, payload, sent_.callback()));
+  const bool came_or_failed = wait_until([&] {
+    transport_->pulse(1);
+    connecting->pulse(1);
+    return !recorder_.frames().empty() || recorder_.num_failures() > 0;
+  });
+  EXPECT_TRUE(came_or_failed);
+  EXPECT_EQ(recorder_.num_failures() > 0 ? recorder_.wait_failure().message : "", "");
+  connecting->shutdown(0);
+  transport_->shutdown(0);
 }
 
 // ---- Set-up ----
