@@ -61,6 +61,12 @@ using PortFields = std::pair<std::uint16_t, std::uint16_t>;
 class PyWorker {
  public:
   explicit PyWorker(const WorkerOptions& options) : worker_(std::make_unique<Worker>(options)) {}
+  // In a child of fork() nobody owns it from now on: its threads and sockets are the parent's.
+  ~PyWorker() {
+    if (!home_.is_this()) static_cast<void>(worker_.release());
+  }
+  PyWorker(const PyWorker&) = delete;
+  PyWorker& operator=(const PyWorker&) = delete;
 
   static std::unique_ptr<PyWorker> make(const std::string& device, const std::string& transport,
                                         const std::string& libzmq_path, const std::string& bind_host,
@@ -396,6 +402,7 @@ class PyWorker {
 
   static constexpr Clock::time_point kNotStarved = Clock::time_point::max();
 
+  const HomeProcess home_;
   std::unique_ptr<Worker> worker_;
   std::shared_ptr<TensorExchange> exchange_;  // set by start()
   WorkKind doing_ = WorkKind::kDone;

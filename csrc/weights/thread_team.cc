@@ -3,16 +3,29 @@
 #include "weights/thread_team.h"
 
 #include <dlfcn.h>
-#include <unistd.h>
 
 #include <algorithm>
+#include <memory>
 #include <system_error>
 
 namespace pipedream {
 
+namespace {
+
+// A child of fork() leaves the team as it is: to end its condition variables would wait for threads that are
+// not there.
+struct TeamOfProcess {
+  std::unique_ptr<ThreadTeam> team = std::make_unique<ThreadTeam>();
+  ~TeamOfProcess() {
+    if (!team->has_its_helpers()) static_cast<void>(team.release());
+  }
+};
+
+}  // namespace
+
 ThreadTeam& ThreadTeam::of_process() {
-  static ThreadTeam team;
-  return team;
+  static const TeamOfProcess of_process;
+  return *of_process.team;
 }
 
 ThreadTeam::~ThreadTeam() {
@@ -21,14 +34,7 @@ ThreadTeam::~ThreadTeam() {
     stopping_ = true;
   }
   job_offered_.notify_all();
-  const bool helpers_are_ours = started_by_ == getpid();  // false in a forked child, which has none
-  for (std::thread& helper : helpers_) {
-    if (helpers_are_ours) {
-      helper.join();
-    } else {
-      helper.detach();
-    }
-  }
+  for (std::thread& helper : helpers_) helper.join();
 }
 
 int ThreadTeam::num_helpers() const {
@@ -53,7 +59,7 @@ bool ThreadTeam::share_openmp(const std::string& library_path) {
 
 void ThreadTeam::run_tasks(int num_threads, std::int64_t num_tasks, Task task, const void* context) {
   const auto num_shares = std::min<std::int64_t>({num_threads, num_tasks, kTeamThreadsMax});
-  if (num_shares <= 1 || in_use_.exchange(true, std::memory_order_acquire)) {
+  if (num_shares <= 1 || !has_its_helpers() || in_use_.exchange(true, std::memory_order_acquire)) {
     for (std::int64_t task_index = 0; task_index < num_tasks; ++task_index) task(context, task_index);
     return;
   }
@@ -99,7 +105,8 @@ void ThreadTeam::run_on_helpers() {
 void ThreadTeam::start_helpers(int num_helpers) {
   while (static_cast<int>(helpers_.size()) < num_helpers) {
     try {
-      if (helpers_.empty()) started_by_ = getpid();
+      if (!home_) home_.emplace();
+      is_helped_.store(true, std::memory_order_release);
       const int share_index = static_cast<int>(helpers_.size()) + 1;
       helpers_.emplace_back([this, share_index] { help(share_index); });
     } catch (const std::system_error&) {

@@ -16,10 +16,13 @@
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <type_traits>
 #include <vector>
+
+#include "base/process.h"
 
 namespace pipedream {
 
@@ -52,6 +55,11 @@ class ThreadTeam {
   }
 
   [[nodiscard]] int num_helpers() const;  // threads started so far
+  // False in a child of fork(), where the helpers of the parent are not there, but all that waits for them
+  // is.
+  [[nodiscard]] bool has_its_helpers() const {
+    return !is_helped_.load(std::memory_order_acquire) || home_->is_this();
+  }
 
  private:
   using Task = void (*)(const void* context, std::int64_t task_index) noexcept;
@@ -77,7 +85,8 @@ class ThreadTeam {
   void claim_share(int share_index);
   [[nodiscard]] std::int64_t share_begin(int share_index) const;
 
-  std::atomic<bool> in_use_{false};  // by a caller of run()
+  std::atomic<bool> in_use_{false};     // by a caller of run()
+  std::atomic<bool> is_helped_{false};  // home_ is known
   std::atomic<OpenMpParallel> openmp_parallel_{nullptr};
   std::atomic<OpenMpThreadIndex> openmp_thread_index_{nullptr};
   // Written by the caller of run() before a thread joins its job, read by those that have.
@@ -91,8 +100,8 @@ class ThreadTeam {
   std::uint64_t job_number_ = 0;
   int num_inside_ = 0;  // helpers at work on the job
   bool stopping_ = false;
-  std::int64_t started_by_ = 0;  // process id
   std::vector<std::thread> helpers_;
+  std::optional<HomeProcess> home_;  // of the helpers, once there are any
 };
 
 }  // namespace pipedream

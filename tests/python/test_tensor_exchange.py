@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
 from typing import Any
 
 import pytest
 import torch
 from pipedream import _core
+from pipedream.links.libzmq import find_libzmq
 from pipedream.model.boundary import exportable
 from pipedream.model.exchange import TENSORS
 from torch import Tensor
@@ -33,6 +36,36 @@ def _core_with_channel() -> _core.Worker:
     tensors = [("float32", 1, 16), ("float32", 1, 16)]
     core.add_channel(name="out", sends=True, peer="stage 1", channel_id=0, tensors=tensors, num_items=2)
     return core
+
+
+def test_a_forked_child_leaves_the_worker_to_its_parent() -> None:
+    # It once ended the parent's threads and sockets for itself, and aborted.
+    cores = [_core.Worker(libzmq_path=find_libzmq(), shares_memory=True) for _ in range(2)]
+    for core in cores:
+        core.add_channel(
+            name="c",
+            sends=core is cores[0],
+            peer="other",
+            channel_id=3,
+            tensors=[("float32", 1, 16)],
+            num_items=2,
+        )
+        core.seal()
+    cores[0].connect(cores[1].listen())
+    assert all(core.wait_open(60) for core in cores)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        try:
+            del core
+            cores.clear()
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    cores[0].send_item("c", [to_dlpack(torch.ones(4))])
+    assert cores[1].receive_item("c") is not None
+    for core in cores:
+        core.close(1)
 
 
 @pytest.mark.parametrize(

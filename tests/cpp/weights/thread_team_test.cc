@@ -3,8 +3,11 @@
 
 #include <dlfcn.h>
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <latch>
 #include <set>
 #include <thread>
@@ -96,6 +99,22 @@ TEST(ThreadTeam, ManyCallersShareItSafely) {
     });
   }
   for (std::thread& caller : callers) caller.join();
+}
+
+// It once waited, at its exit, for threads that are not there.
+TEST(ThreadTeam, AForkedChildRunsAllTasksByItselfAndExits) {
+  times_run(ThreadTeam::of_process(), 3, 100);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(60);
+    const bool works = times_run(ThreadTeam::of_process(), 3, 100) == std::vector<int>(100, 1);
+    std::exit(works ? 0 : 1);  // with the destructors of what is static
+  }
+  ASSERT_GT(child, 0);
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status)) << "signal " << WTERMSIG(status);
+  EXPECT_EQ(WEXITSTATUS(status), 0);
 }
 
 TEST(ThreadTeam, KeepsItsOwnThreadsWhenALibraryHasNoOpenMp) {
