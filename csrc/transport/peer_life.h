@@ -29,7 +29,7 @@ class PeerLife {
     if (std::exchange(num_frames_heard_, num_frames_) != num_frames_) hear_at(now);
     return now >= deadline_;
   }
-  // Of a silent peer: whether this side has yet to read what may have come while it was held up.
+  // Whether this side has yet to read frames of a silent peer that came while it was held up itself.
   [[nodiscard]] bool must_look() { return std::exchange(num_frames_missed_, num_frames_) != num_frames_; }
 
  private:

@@ -51,7 +51,7 @@ SETTINGS = Settings()
 
 
 class NotDecayed(nn.Parameter):
-    """What has no weight decay."""
+    """Parameters without weight decay."""
 
 
 def squash(value):
@@ -104,7 +104,7 @@ class Net(nn.Module):
 
 
 def plain():
-    """What most scripts have."""
+    """A script as most are."""
     return nn.Sequential(Scale(), nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 3))
 
 
@@ -440,7 +440,7 @@ def train(group, names):
 
 
 def first_loss(group, names):
-    """Of the whole model, here."""
+    """The whole model's loss, computed here."""
     model, options, around = prepared(group, names)
     with around, torch.no_grad():
         values, targets = next(iter(torch.utils.data.DataLoader(Samples(), 6)))

@@ -52,7 +52,7 @@ class CausalModel(nn.Module):
 
 
 def _labels(valid: list[int]) -> Tensor:
-    """Of as many samples; of each so many labels are valid, the last ones, as behind a prompt."""
+    """A minibatch whose samples have so many valid labels each, the last ones, as behind a prompt."""
     generator = torch.Generator().manual_seed(3)
     labels = torch.randint(_VOCABULARY, (len(valid), _LENGTH), generator=generator)
     for sample, count in enumerate(valid):

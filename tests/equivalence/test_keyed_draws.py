@@ -23,7 +23,7 @@ _RELATIVE = 1e-9
 
 
 class _Block(nn.Module):
-    """Of GPT-2: dropout modules, one of them called twice, and dropout as a function."""
+    """A block as GPT-2's: dropout modules, one of them called twice, and dropout as a function."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -297,7 +297,7 @@ def test_a_loaders_own_generator_goes_on_from_run_to_run_as_in_a_plain_loop() ->
 
 
 class _FailingAfterwards(torch.utils.data.SequentialSampler):
-    """What a worker asks for when it has trained fails there."""
+    """Fails when a worker asks for it after the training."""
 
     def __init__(self, source: Any) -> None:
         super().__init__(source)
@@ -310,7 +310,7 @@ class _FailingAfterwards(torch.utils.data.SequentialSampler):
 
 
 def test_a_run_that_fails_when_all_is_trained_leaves_the_weights_in_the_model(tmp_path: Path) -> None:
-    """Where no room is left to save them, too, of which nothing is left half written."""
+    """Leaves no room to save the weights either; nothing may stay half written."""
     (tmp_path / "model-00002-of-00002.safetensors.part").symlink_to("/dev/full")
     inputs, targets = torch.randn(16, 4), torch.randn(16, 2)
     dataset = TensorDataset(inputs, targets)

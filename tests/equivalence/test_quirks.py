@@ -819,7 +819,7 @@ def test_lists_with_an_entry_per_sample_are_cut_into_microbatches(farm: Farm) ->
 
 
 class _Averages(nn.InstanceNorm1d):
-    """Of samples as if they were channels' positions, with a buffer of its own."""
+    """Averages samples as if they were channels' positions, with a buffer of its own."""
 
     def __init__(self) -> None:
         super().__init__(_WIDTH, track_running_stats=True, dtype=torch.float64)

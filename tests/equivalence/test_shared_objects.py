@@ -190,7 +190,7 @@ def test_a_sampler_that_asks_a_model_of_several_stages_is_refused_by_name() -> N
 def test_other_data_that_hold_a_model_of_several_stages_are_warned_of(
     make: Callable[[nn.Module], Any],
 ) -> None:
-    """Where each worker iterates them they may read other minibatches, too."""
+    """Each worker iterates them, so they may read other minibatches, too."""
     model = _small()
     with (
         pytest.warns(UserWarning, match=r"data holds a part of the model \(data.*model\)"),

@@ -269,7 +269,7 @@ def _train_and_note_ports(training: Training, **options: Any) -> tuple[list[floa
 
 
 def test_workers_listen_at_the_ports_of_their_range_alone(farm: Farm, exact: tuple[RunResult, State]) -> None:
-    """As many as they need at once: links of the training open while those of the rehearsal close."""
+    """Ports that they need at once: the training's links open while those of the rehearsal close."""
     ports = free_ports(8)
     first, last = map(int, ports.split("-"))
     ranks = farm.results(_train_and_note_ports, _TRAINING, num_ranks=3, ports=ports, transport="tcp")

@@ -178,7 +178,7 @@ def test_a_run_that_is_suspended_as_a_whole_goes_on(farm: Farm) -> None:
 
 
 def _be_killed_when_all_is_trained(temporary: str) -> tuple[str, dict[str, torch.Tensor]]:
-    """What the run ends with at the ranks that live, and the model there."""
+    """The error of the run at the ranks that live, and the model there."""
     if os.environ["RANK"] == "2":
         gathering._hand_up = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
     tempfile.tempdir = temporary

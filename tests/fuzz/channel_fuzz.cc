@@ -29,7 +29,7 @@ constexpr std::size_t kNumFramesMax = 64;
 constexpr std::size_t kNumPosts = 8;
 constexpr std::byte kUntouched{0x5A};
 
-// What the first byte of an input chooses.
+// The choices that the first byte of an input makes.
 struct Mode {
   Codec codec;
   bool takes_posts = false;

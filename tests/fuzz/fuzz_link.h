@@ -42,7 +42,7 @@ class FuzzLink final : public LinkCore {
   using LinkCore::lost;
   [[nodiscard]] std::string endpoint() const override { return address_; }
 
-  // As from the peer, and runs what that has posted.
+  // Brings a frame as from the peer, and runs the tasks that it has posted.
   void bring(const FrameHeader& header, std::span<const std::byte> payload) {
     FrameHeaderBytes bytes;
     encode(header, bytes);

@@ -106,7 +106,7 @@ class Steps {
   bool ended_ = false;
 };
 
-// What the receiver shares, as the sender opens it; null where it does not.
+// The receiver's shared memory as the sender opens it; null if it shares none.
 struct Shared {
   std::unique_ptr<SharedMemory> receivers;
   std::unique_ptr<SharedMemory> senders;

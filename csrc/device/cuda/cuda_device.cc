@@ -311,7 +311,7 @@ class CudaDevice final : public Device {
   std::string name_;
 };
 
-// Of 13020: "13.2".
+// 13020 is "13.2".
 std::string version_text(int version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }

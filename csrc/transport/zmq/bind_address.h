@@ -11,8 +11,8 @@ namespace pipedream {
 // Every name of loopback that libzmq or a resolver knows: 127.0.0.0/8, ::1, localhost, the interface lo.
 [[nodiscard]] bool is_loopback(const std::string& host);
 
-// What options.bind_host is for zmq_bind, without the port: "tcp://127.0.0.1". Throws UserError for an
-// address that nobody could connect to, and for one that others reach where links are not encrypted.
+// The form of options.bind_host that zmq_bind takes, without the port: "tcp://127.0.0.1". Throws UserError
+// for an address that nobody could connect to, and for one that others reach where links are not encrypted.
 [[nodiscard]] std::string bind_address(const TransportOptions& options);
 
 // address: "tcp://127.0.0.1:40001", as a listener's endpoint has it. It comes from a store in which others

@@ -60,7 +60,7 @@ class Footprint:
     foreign_draws: tuple[str, ...] = ()
     """Generators but torch's that the forward draws from."""
     draws: SeenDraws = field(default_factory=SeenDraws)
-    """Of torch's generators."""
+    """Draws from torch's generators."""
     is_repeatable: bool = True
     """Whether a recompute gives what the forward gave; True also where nobody asked."""
 

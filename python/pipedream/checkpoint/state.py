@@ -32,7 +32,7 @@ from pipedream.model.initial_weights import COMPLEX_MARK
 from pipedream.model.layers import dtype_name
 from pipedream.model.stage_module import StageModule
 
-# As safetensors calls them.
+# The names that safetensors has for them.
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -87,7 +87,7 @@ def receive_state(core: _core.Worker, channel: str, stage: StageModule) -> None:
 
 
 def receive_values(core: _core.Worker, channel: str) -> dict[str, Tensor]:
-    """What send_state or send_values sent."""
+    """Receives what send_state or send_values sent."""
     values: dict[str, Tensor] = {}
     for name, dtype, shape in receive_document(core, channel):
         values[name] = torch.empty(shape, dtype=getattr(torch, dtype))
@@ -155,9 +155,9 @@ def save_state(
 
 
 def state_bytes(stage: StageModule, *, only_buffers: bool = False) -> int:
-    """Of the file that save_state() will write, at most, where no tensor grows."""
+    """The most that save_state() will write, unless a tensor grows."""
     state = dict(stage.stage_buffers()) if only_buffers else _state_of(stage)
-    # Of the header, per tensor: the name and the other fields.
+    # The header has a tensor's name and its other fields.
     return 1024 + sum(len(name.encode()) * 2 + 256 + tensor.nbytes for name, tensor in state.items())
 
 

@@ -67,7 +67,7 @@ def with_short_tracebacks(function: Callable[_Parameters, _Result]) -> Callable[
 
 
 def _say_in_one_line(interrupt: KeyboardInterrupt, function_name: str) -> None:
-    """Where nobody catches it. Python, and whoever else has a hook of his own, shows other errors as ever."""
+    """Shows an interrupt that nobody catches as one line; a hook of somebody else stays in charge."""
     if wants_whole_tracebacks() or sys.excepthook is not sys.__excepthook__:
         return
     losses = getattr(interrupt, "losses", ())

@@ -100,7 +100,7 @@ class AgreedRun:
         return {name: p for stage in self.stages for name, p in stage.trainable_parameters()}
 
     def frozen_parameters(self) -> dict[str, nn.Parameter]:
-        """Of all stages."""
+        """The parameters of all stages that are not trained."""
         return {name: p for stage in self.stages for name, p in stage.frozen_parameters()}
 
     def ties_of(self, stage_index: int) -> list[Tie]:
@@ -157,7 +157,7 @@ def agree(
         place.rendezvous.publish("agreed", agreed)
     generators: RngStream | None = None
     if options.plan.workers_used > 1:
-        # What this worker draws elsewhere is no draw of the data's, which all workers read alike.
+        # All workers read the data alike, so nothing else that a worker draws may come from their generators.
         generators = RngStream(data_seed(base))
         seed_torch(process_seed(base, _first_stage(options.plan, place.rank)))
     return run, _make_stream(data, options.epochs, generators)
@@ -206,7 +206,7 @@ def _check_layers(mine: list[str], rank: int, of_rank_0: list[str]) -> None:
 
 
 def _first_stage(plan: Plan, rank: int) -> int:
-    """Of the rank; of one that has none some number."""
+    """The first stage of the rank, or a number of its own if it has none."""
     stages = plan.stages_of(rank) if rank < plan.workers_used else ()
     return stages[0] if stages else plan.num_stages + rank
 

@@ -17,7 +17,7 @@ _REMEDY = (
 
 
 def choose_device_type() -> str:
-    """Where the workers of this machine compute, as $PIPEDREAM_DEVICE says: "cpu" or "cuda".
+    """The device that the workers of this machine compute on, "cpu" or "cuda", as $PIPEDREAM_DEVICE says.
 
     Raises ValueError where torch finds a GPU and the core cannot use it: a training for a GPU would take the
     CPU, and nobody would know.

@@ -57,7 +57,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class FirstLoss:
-    """What the caller's own model makes of minibatch 0, and the comparison with what the workers' do."""
+    """The caller's own loss of minibatch 0, and its comparison with the workers' loss."""
 
     def __init__(
         self,
@@ -83,11 +83,11 @@ class FirstLoss:
         )
         self._loss: float | None = None
         self._norms: list[float] = []
-        """Of the gradients of each stage, where they are compared."""
+        """The norm of each stage's gradients, where they are compared."""
         self._fingerprint = 0
 
     def compute(self) -> None:
-        """Where it fails there is nothing to compare with, and the workers say why."""
+        """Computes the caller's loss. If that fails nothing is compared: the workers will say why."""
         kept = self._first.take()
         if self.outcome != "unknown" or self._loss is not None:
             return
@@ -103,7 +103,7 @@ class FirstLoss:
             self.outcome = "incomparable"
 
     def differs(self, board: StatusBoard, folder: Path) -> str | None:
-        """What differs from the workers' figures, in words; empty where nothing does. None: not known yet."""
+        """Says what differs from the workers' figures; "" if nothing does, None if they are not there yet."""
         self.compute()
         if self.outcome != "unknown":
             return ""

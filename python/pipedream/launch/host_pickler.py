@@ -241,7 +241,7 @@ def _bare(kind: type[nn.Module]) -> nn.Module:
 
 
 def _parametrize_again(module: nn.Module, attributes: dict[str, Any]) -> None:
-    """What torch.nn.utils.parametrize makes of a module is of a class of its own, which cannot be sent."""
+    """Gives the module the class that torch.nn.utils.parametrize makes for each, which cannot be sent."""
     vars(module).update(attributes)
     parametrize._inject_new_class(module)
     for name in attributes["_modules"]["parametrizations"]:

@@ -68,8 +68,8 @@ def _as_imported(module_name: str, qualified_name: str) -> Any:
 
 
 def namespace_of(module: types.ModuleType) -> dict[str, Any]:
-    """Where the functions of a module look names up. Of a script that multiprocessing has imported the module
-    has a copy of that."""
+    """The dictionary in which a module's functions look names up. A script that multiprocessing has imported
+    has a module with a copy of it."""
     for value in vars(module).values():
         held = vars(value).values() if isinstance(value, type) else (value,)
         for function in held:
@@ -118,7 +118,7 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value))
     if isinstance(value, types.MethodType):  # of a module that was patched
         return isinstance(value.__self__, nn.Module)
-    # Of a function what it holds is looked at in its turn.
+    # The values that a function holds are looked at in their turn.
     return isinstance(value, (*_PLAIN, type, types.FunctionType, types.BuiltinFunctionType))
 
 

@@ -40,11 +40,11 @@ __all__ = ["CapturedScript", "capture_script"]
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _CONTAINERS = {dict, OrderedDict, defaultdict, list, tuple, set, frozenset, deque}
 _LENGTH_MAX = 1024
-"""Of containers that are looked into: a longer one is what code looks up."""
+"""Entries of the containers that are looked into; a longer one is a table that code looks values up in."""
 _OBJECTS_MAX = 100_000
 _VALUE_BYTES_MAX = 64 << 20
-"""Of a global: a larger one is made by the import, or belongs to the model or the data."""
-# Where functions of a library are looked for that are the user's now, besides the modules that code names.
+"""The largest global that is sent; a larger one is made by the import, or belongs to model or data."""
+# Library modules in which scripts put functions of their own, whether code that is sent names them or not.
 _PATCHED = (torch, torch.nn.functional, torch.nn.init)
 _OF_TENSORS = ("_parameters", "_buffers")
 _HOOKS_OF_ALL = (
@@ -61,9 +61,9 @@ _HOOKS_OF_ALL = (
 class CapturedScript:
     state: ScriptState
     unsent: list[str]
-    """What has to stay behind, in words."""
+    """Names that cannot be sent, each with the reason."""
     code: list[types.CodeType]
-    """Of functions in files, which workers read anew."""
+    """The code of functions in files, which workers read anew."""
 
     def likely_cause(self) -> str:
         """Why workers may compute something else."""

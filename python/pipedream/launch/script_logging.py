@@ -70,7 +70,7 @@ class _LoggerSettings:
         )
 
     def apply(self, logger: logging.Logger) -> None:
-        """Where the import has made handlers, they are those of the caller already."""
+        """Sets up the worker's logger as the caller's, with the handlers that the import has made."""
         logger.setLevel(self.level)
         logger.propagate, logger.disabled = self.propagate, self.disabled
         logger.filters[:] = self.filters

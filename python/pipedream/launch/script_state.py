@@ -1,6 +1,6 @@
-"""What a script has set since its modules were imported: the values, and how a worker, which has imported the
-modules anew, takes them. script_capture.py finds them, and task_files.py sends them as part of the graph of
-objects that the model is in. Applied before a worker's model runs, on its main thread.
+"""ScriptState holds the values that a script has set since its modules were imported, and gives them to a
+worker, which has imported the modules anew. script_capture.py finds them, and task_files.py sends them in the
+graph of objects that the model is in. Applied before a worker's model runs, on its main thread.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class ScriptState:
     names: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Global names, by module: what was set there, and functions of the user's in modules of others."""
     attributes: list[tuple[type, str, Any]] = field(default_factory=list)
-    """Of classes, likewise."""
+    """Attributes of classes: (class, name, value)."""
     hooks: dict[str, dict[int, Any]] = field(default_factory=dict)
-    """Of all modules: torch's tables of them."""
+    """Hooks of all modules, by the name of torch's table."""
 
     def apply(self) -> None:
         """At a worker."""

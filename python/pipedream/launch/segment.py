@@ -198,7 +198,7 @@ class Segment:
 
 
 def _draws_of(run: AgreedRun, rehearsed: Rehearsed, device: torch.device) -> KeyedDraws | None:
-    """Of this worker's stages. One worker draws as a plain loop does."""
+    """The keyed draws of this worker's stages. One worker draws as a plain loop does."""
     stages = run.own_stages()
     if run.plan.workers_used == 1 or not stages:
         return None

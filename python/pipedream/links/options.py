@@ -37,7 +37,7 @@ _log = logging.getLogger("pipedream")
 
 @dataclass(frozen=True)
 class LinkOptions:
-    """What the core needs to know about links; equal at all workers but for addresses, ports and keys."""
+    """The options of links; equal at all workers but for addresses, ports and keys."""
 
     transport: str = "auto"
     codec: CodecChoice = field(default_factory=dict, metadata=compared(said=lambda choice: choice or None))

@@ -96,7 +96,7 @@ def _see_class(module: nn.Module, handler: CallHandler) -> Callable[[], None]:
 
 
 def _handler_name(kind: type[nn.Module]) -> str:
-    """Of the next handler, which may see calls that others see already."""
+    """The attribute of the next handler, which may see calls that others see already."""
     return f"{_HANDLER}{getattr(kind, _DEPTH, 0)}"
 
 

@@ -1,5 +1,5 @@
-"""What a check of cuts runs: a model whole, and in stages that end at some of its places. Owned by the thread
-that profiles."""
+"""CheckedModel runs a model whole, and in stages that end at some of its places, for the check of cuts. Owned
+by the thread that profiles."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class CheckedModel(Protocol):
     roots: list[tuple[str, nn.Module]]
     """(prefix of full names, module)."""
     place_names: list[str]
-    """Of the layers after which it may be cut."""
+    """Names of the layers after which it may be cut."""
 
     def run(self, inputs: Any, at_place: Callable[[int], None]) -> Any:
         """The whole model's output. at_place: called where a layer before the last one has ended."""
 
     def stages(self, ends: Sequence[int], on_begin: Callable[[int], None]) -> list[StageModule]:
-        """That end at these places, and at the model's end. on_begin: called with the place where a stage's
-        own part begins."""
+        """Stages that end at these places, and at the model's end. on_begin: called with the place where a
+        stage's own part begins."""
 
 
 def checked_model(model: Model) -> CheckedModel:

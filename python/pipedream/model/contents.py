@@ -21,8 +21,8 @@ from torch import Tensor, nn
 __all__ = ["Contents", "overwriting"]
 
 _LENGTH_MAX = 1024
-"""Of a container whose entries are looked into. A longer one gets its entries back, too; what has so many
-that change by themselves is a data set, and no memory of a layer's."""
+"""Entries of a container that are looked into. A longer one gets its entries back, but not what is inside
+them: it is a data set, and no memory of a layer's."""
 _CONTAINERS = (list, deque, dict, set)
 # Objects of others' have threads, files and caches inside, which are not the model's to put back.
 _LIBRARIES = {"torch", "numpy", "pipedream", "lightning", "pytorch_lightning", *sys.stdlib_module_names}

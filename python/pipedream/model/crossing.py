@@ -34,7 +34,7 @@ __all__ = ["NOT_CALLED", "Crossing", "Fillers", "FrontierCall", "PackedLeaf"]
 
 
 class _NotCalled:
-    """What unpack() gives of a call that was made in the first minibatch and not in this one."""
+    """unpack()'s value for a call that was made in the first minibatch and not in this one."""
 
 
 NOT_CALLED = _NotCalled()
@@ -53,11 +53,11 @@ class PackedLeaf:
     """None: no tensor."""
     num_dims: int = 0
     order: DimOrder = ()
-    """Of its dimensions in memory."""
+    """The order of its dimensions in memory."""
     is_overwritten: bool = False
     """Somebody writes into its memory before the cut, or into the filler after it."""
     constant: Any = None
-    """Of what is no tensor. Opaque stands for an object that does not cross."""
+    """The value of a leaf that is no tensor. Opaque stands for an object that does not cross."""
 
     @property
     def is_number(self) -> bool:
@@ -87,7 +87,7 @@ class FrontierCall:
 
     @functools.cached_property
     def num_sizes(self) -> int:
-        """That cross in the place of what it returned."""
+        """Number of sizes that cross in the place of what it returned."""
         return sum(
             leaf.num_dims if leaf.dtype is not None else int(leaf.is_number)
             for leaf in self.leaves

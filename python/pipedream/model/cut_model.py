@@ -60,7 +60,7 @@ class CutModel(CutForward):
         self.loss = loss
         """The traced minibatch's. None where random numbers were drawn for it."""
         self.draws = draws or DrawSites()
-        """Where its forward drew random numbers."""
+        """Places at which its forward drew random numbers."""
         self.cuts = cuts
         self.offered = cuts.offered
         """Where it may be cut, in the order of the forward: all places, or those that were chosen."""

@@ -120,7 +120,7 @@ class Cuts:
         )
 
     def first_spans_of_parameters(self, cuts: Sequence[Cut]) -> dict[str, int]:
-        """Which of the spans between these cuts reads each parameter first, or would read it."""
+        """By parameter, the first of the spans between these cuts that reads it, or would read it."""
         ends = [self._trace.calls[cut.call].end for cut in cuts]
         spans = {name: sum(end < min(found.ticks) for end in ends) for name, found in self._unused.items()}
         for op in self._trace.operations:

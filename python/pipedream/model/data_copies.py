@@ -68,7 +68,7 @@ def _copy_of_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def _shallow_copy(data: Any) -> Any:
-    """As it is where it cannot be copied, or is not changed by an iteration."""
+    """A copy, or the data themselves if they cannot be copied or no iteration changes them."""
     if data is None or isinstance(data, (list, tuple)):
         return data
     try:

@@ -56,7 +56,7 @@ _seed_of_host = torch.default_generator.initial_seed
 
 @dataclass(frozen=True)
 class DrawSites:
-    """Where a forward draws."""
+    """The places at which a forward draws."""
 
     begins: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Module -> positions of its calls, ascending; none of one that is only like those that draw."""
@@ -74,12 +74,12 @@ class DrawSites:
         return bool(self.begins) or self.draws_between or self.of_loss > 0
 
     def __add__(self, other: DrawSites) -> DrawSites:
-        """Of several stages of a list of layers."""
+        """The places of several stages of a list of layers."""
         return DrawSites({**self.begins, **other.begins}, of_loss=max(self.of_loss, other.of_loss))
 
 
 def sites_of_trace(trace: Trace, model: nn.Module) -> DrawSites:
-    """Of a model that was traced."""
+    """The places at which a traced model draws."""
     calls = trace.calls
     draws = [op for op in trace.operations if op.draws]
     ticks = [op.tick for op in draws]
@@ -125,10 +125,10 @@ def _may_draw(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class SeenDraws:
-    """What a stage was seen to draw, when it ran once."""
+    """The draws that a stage was seen to make when it ran once."""
 
     layers: frozenset[int] = frozenset()
-    """Of a list of layers, by their position in the model."""
+    """Layers of a list that drew, by their position in the model."""
     in_loss: bool = False
     in_backward: bool = False
 
@@ -139,12 +139,12 @@ class SeenDraws:
 
 
 def _start_of_layer(layer_index: int) -> int:
-    """Of a list of layers, before this layer's own position."""
+    """The position before this layer's own, in a list of layers."""
     return layer_index << _NEXT_BITS
 
 
 def _sites_of_layers(stage: StageModule, seen: SeenDraws) -> DrawSites:
-    """Of layers in a list: those that drew, and those with dropout, which may draw in a later minibatch."""
+    """The layers of a list that drew, and those with dropout, which may draw in a later minibatch."""
     begins = {
         str(index): (_start_of_layer(index + 1),)
         for index, layer in enumerate(stage.layers, stage.first_layer)
@@ -160,8 +160,8 @@ def _drops(module: nn.Module) -> bool:
 def keyed_draws(
     base: int, stages: Sequence[StageModule], seen: Sequence[SeenDraws], device: torch.device
 ) -> KeyedDraws | None:
-    """Of a worker's stages, which were seen to draw this; None where nothing is to be keyed. base:
-    draws_seed() of the run's."""
+    """The keyed draws of a worker's stages, which were seen to draw this; None if there are none. base:
+    draws_seed() of the run."""
     traced = stages[0].traced_draws
     if traced is not None:
         return KeyedDraws(base, traced, visible_modules(stages[0].layers[0]), device) if traced else None
@@ -269,15 +269,15 @@ class KeyedDraws:
         arguments: tuple[Any, ...],
         keywords: dict[str, Any],
     ) -> Any:
-        """Of a module that the traced forward did not call. What draws after it does so as if it were not
-        called, as at stages that do not call it."""
+        """Calls a module that the traced forward did not call. Later draws are as if it were not called, as
+        they are at stages that do not call it."""
         with generators_of_torch_kept():
             position = _seed_of_host() >> _LOW_BITS
             self._draw_from(position, _mixed(self._context ^ self._names[id(module)], 0))
             return call(*arguments, **keywords)
 
     def _next_call(self, module: nn.Module) -> int | None:
-        """Where a call is of a module with several follows from the position before; None: with none."""
+        """The position of a module's next call, by the position before; None for a module without any."""
         before = _seed_of_host() >> _LOW_BITS
         positions = self._positions[id(module)]
         if not positions:

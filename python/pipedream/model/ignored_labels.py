@@ -46,7 +46,7 @@ class UnevenLabels:
     valid: int
     """Some label that is none of -100."""
     is_uneven: tuple[bool, bool]
-    """Of all labels, and of all but the first of each sample."""
+    """One answer for all labels, one for all but the first of each sample."""
     is_named: bool
     """The targets are a batch with names."""
 
@@ -62,13 +62,13 @@ class UnevenLabels:
 
 
 class IgnoredLabels:
-    """What is known of a run's loss and its labels."""
+    """Remembers whether the run's loss is a mean over its labels."""
 
     def __init__(self) -> None:
         self._is_shifted: dict[str, bool | None] = {}  # None: the loss is no mean over these labels
 
     def look(self, targets: Any, pieces: Sequence[Any], sizes: Sequence[int]) -> tuple[UnevenLabels, ...]:
-        """Of a minibatch's targets, whose pieces have so many samples."""
+        """Looks for uneven labels in a minibatch's targets. sizes: samples of each piece."""
         found = []
         for where, labels in _label_tensors(targets).items():
             if self._is_shifted.get(where, False) is None or not _may_hold_ignored(labels):

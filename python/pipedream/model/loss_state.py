@@ -1,5 +1,5 @@
-"""What a loss keeps from minibatch to minibatch: a centre, a queue, a count of its steps. It changes in the
-worker of the last stage, and comes back to the caller's loss at the end of a run.
+"""LossState holds what a loss keeps from minibatch to minibatch: a centre, a queue, a count of its steps. It
+changes in the worker of the last stage, and comes back to the caller's loss at the end of a run.
 
     where      buffers of its modules, and tensors and numbers in attributes of these and of its other objects
     not        what the model has, which comes back with the model, and entries of lists and dicts
@@ -25,7 +25,7 @@ _BUFFER, _TENSOR, _NUMBER = "buffer", "tensor", "number"  # the kinds, in the ke
 
 
 class LossState:
-    """What a loss has kept since this was made."""
+    """The values that a loss has changed since this was made."""
 
     def __init__(self, loss_fn: Any, stages: Iterable[StageModule]) -> None:
         """stages: of the model."""
@@ -78,8 +78,8 @@ def set_loss_state(loss_fn: Any, state: Mapping[str, Tensor]) -> None:
 
 
 def joined_loss_states(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Of the replicas of the last stage, in their order: the first's, but means of floating point that all
-    have in the same shape."""
+    """Joins the states of the last stage's replicas: the first one's, but the mean of floating-point values
+    that all have in the same shape."""
     if not states:
         return {}
     first, *others = states
@@ -126,7 +126,7 @@ def _tables_of(holder: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _module_of(stage: StageModule, name: str) -> nn.Module:
-    """Of a buffer's full name in the model."""
+    """The module that has the buffer of this full name."""
     prefix, root = next((prefix, root) for prefix, root in stage.roots() if name.startswith(prefix))
     return root.get_submodule(name.removeprefix(prefix).rpartition(".")[0])
 

@@ -192,7 +192,7 @@ def _joined(layers: Sequence[LayerProfile], left_out: Collection[int]) -> list[L
 @dataclass
 class _Measurement:
     make_passes: Callable[[Sequence[tuple[Any, Any]]], TimedPasses]
-    """Of the first minibatches, (inputs, targets) on the device."""
+    """Takes the first minibatches, (inputs, targets) on the device."""
     layers: Sequence[nn.Module]
     passes: TimedPasses | None = None
     factors: list[list[WeightFactors]] | None = None  # [layer]

@@ -71,17 +71,17 @@ def draws_seed(base: int) -> int:
 
 
 def update_seed(base: int, stage_index: int, names: Iterable[str]) -> int:
-    """Of what an optimizer draws in its steps. names: of its parameters, or of its pieces of them."""
+    """The seed of an optimizer's draws in its steps. names: of its parameters, or of its pieces of them."""
     return _mix(b"update", f"{base} {stage_index} {' '.join(names)}".encode())
 
 
 def backward_seed(base: int, stage_index: int) -> int:
-    """Of what a stage draws in its backwards."""
+    """The seed of a stage's draws in its backwards."""
     return _mix(b"backward", f"{base} {stage_index}".encode())
 
 
 def process_seed(base: int, stage_index: int) -> int:
-    """Of the generators of a process. stage_index: its first stage."""
+    """The seed of a process's own generators. stage_index: its first stage."""
     return _mix(b"process", f"{base} {stage_index}".encode())
 
 

@@ -6,7 +6,7 @@
     4  the end of the span's last call stops the forward
 
 Code outside calls runs at every stage whose forward passes it. What it computes from fillers nobody reads.
-What one forward knows is in an object of its own: many are in flight, and a recompute is one more.
+Each forward keeps its state in an object of its own: many are in flight, and a recompute is one more.
 
 A forward may leave out calls that the traced one made, or make others, where that concerns one stage alone.
 It is refused here where a result of such a call crosses a cut. Owned by the stage's compute thread.

@@ -44,11 +44,11 @@ NUM_CHECKED = 2
 _LossFunction = Callable[[Any, Any], Tensor]
 _Minibatches = Sequence[tuple[Any, Any]]
 
-# Of each tensor's largest element, by the coarsest numbers that the model computes: values that three or more
-# use are summed in another order.
+# Relative to each tensor's largest element, by the coarsest dtype that the model computes in: a value that
+# three or more use is summed in another order.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _TOLERANCE_OF_OTHERS = 1e-2
-# Where all but some of it is float64 (norms, positions), only what these round differently differs.
+# A float64 model with some float32 inside (norms, positions) differs by what these round differently.
 _TOLERANCE_OF_MIXED = {torch.float32: 1e-6}
 
 _LEFT_OUT = "the second minibatch does not make the call that ends there"
@@ -59,9 +59,9 @@ _NEGLIGIBLE = 1e-2
 @dataclass
 class _Outcome:
     losses: list[float]
-    """Of each minibatch."""
+    """One per minibatch."""
     gradients: dict[str, Tensor]
-    """Of all of them, added up, by name."""
+    """Sums over the minibatches, by name."""
     buffers: dict[str, Tensor]
     """After the last one."""
 
@@ -227,7 +227,7 @@ class _Check:
         ]
 
     def difference(self, ends: Sequence[int]) -> str:
-        """What differs in stages that end at these places; empty where nothing does."""
+        """Says what differs in stages that end at these places; "" if nothing does."""
         with _all_kept(self._kept):
             try:
                 staged = self._run_staged(ends)

@@ -38,7 +38,7 @@ class StageModule(nn.Module):
         self.layer_names = [name for name, _, _ in layers]
         self.layers = nn.ModuleList(module for _, _, module in layers)
         self.traced_draws: DrawSites | None = None
-        """Where the model draws; None of a list of layers."""
+        """Places at which the model draws; None for a list of layers."""
         self.draws: KeyedDraws | None = None
         """Seeds the generators, while the stage trains."""
         self._prefixes = [prefix for _, prefix, _ in layers]

@@ -45,7 +45,7 @@ def rebuilt(structure: Structure, values: Iterable[Any]) -> Any:
 
 
 def paths(structure: Structure) -> list[str]:
-    """Where each value is, as ".logits[0]"; "" for the only one."""
+    """The place of each value, as ".logits[0]"; "" for the only one."""
     if structure.kind is None:
         return [""]
     if issubclass(structure.kind, dict):

@@ -20,7 +20,7 @@ from pipedream.model.layers import dtype_name
 
 __all__ = ["DimOrder", "TensorSpec", "as_sent", "as_used", "order_in_memory", "whole"]
 
-# Of the wire (csrc/base/dtype.h).
+# The wire's dtypes (csrc/base/dtype.h).
 _WIRE_DTYPES = {
     dtype_name(dtype): dtype
     for dtype in (
@@ -55,7 +55,7 @@ class TensorSpec:
     others: tuple[tuple[int, ...], ...] = ()
     """Shapes that it may have instead."""
     order: DimOrder = ()
-    """Of the first minibatch's, for all."""
+    """The order of dimensions in memory of the first minibatch's, which all get."""
 
     @classmethod
     def of(cls, tensor: Tensor, place: str) -> TensorSpec:
@@ -79,14 +79,14 @@ class TensorSpec:
         return max(map(math.prod, (self.shape, *self.others))) * self.dtype.itemsize
 
     def is_exceeded_by(self, shape: Sequence[int]) -> bool:
-        """Of as many dimensions: by more elements, or more in the first dimension."""
+        """Whether a shape of as many dimensions has more elements, or more in the first dimension."""
         return all(
             math.prod(shape) > math.prod(planned) or (bool(shape) and shape[0] > planned[0])
             for planned in (self.shape, *self.others)
         )
 
     def or_as(self, other: TensorSpec) -> TensorSpec:
-        """Of one tensor, that may also be as the other says."""
+        """The spec of a tensor that may also be as the other says."""
         return replace(
             self,
             others=(*self.others, other.shape, *other.others),
@@ -116,7 +116,7 @@ class TensorSpec:
     # A tensor of the first minibatch may be None in a later one, for which a tensor without extent crosses.
 
     def for_none(self, device: torch.device) -> Tensor | None:
-        """What crosses for None; None where nothing can, as a tensor of no dimensions always has a value."""
+        """The tensor that crosses for None; None if none can: without dimensions it has a value."""
         can = any(self.shape)
         return torch.empty((0,) * len(self.shape), dtype=self.dtype, device=device) if can else None
 

@@ -151,7 +151,7 @@ class Call:
     structure: Structure
     """Of the output."""
     leaves: tuple[Any, ...]
-    """Of the output: a Leaf for each tensor, the value itself of a plain one, Opaque for any other object."""
+    """The output's leaves: a Leaf for each tensor, a plain value itself, Opaque for any other object."""
     is_hooked: bool = False
     """Forward hooks have seen the output, and may have put it elsewhere."""
 

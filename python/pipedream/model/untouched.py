@@ -88,8 +88,8 @@ def untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """What modules keep in attributes inside is gone afterwards: new ones, changed ones, hooks. What changes
-    without being replaced gets its contents back (contents.py)."""
+    """Undoes what modules set inside: new attributes, changed ones, hooks. An object that changes without
+    being replaced gets its contents back (contents.py)."""
     modules = list(modules)
     before = [(module, type(module), dict(vars(module)), _hooks_of(module)) for module in modules]
     contents = Contents(modules)

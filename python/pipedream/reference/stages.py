@@ -34,7 +34,7 @@ class Stage:
     recomputes_newest: bool
     """Whether its backward runs on a forward that is done again at the newest version."""
     backward_seed: int | None
-    """Of what its backward draws; None leaves that to the process's generators."""
+    """Seed of its backward's draws; None leaves them to the process's generators."""
     autocast: Callable[[], contextlib.AbstractContextManager[Any]]
     loss_fn: LossFunction | None
     """Of the last stage, whose output is the loss."""
@@ -50,7 +50,7 @@ class Stage:
         return self.updaters[0].parameters
 
     def gradient_of(self, parameter: nn.Parameter, leaf: Tensor) -> Tensor | None:
-        """What a backward left at the parameter's leaf. Raises ValueError where that was frozen meanwhile."""
+        """The gradient that a backward left at the leaf. Raises ValueError if that was frozen meanwhile."""
         if leaf.grad is None and not leaf.requires_grad:
             named = self.module.trainable_parameters()
             raise frozen_meanwhile(next(name for name, other in named if other is parameter))

@@ -112,7 +112,7 @@ class Trainer:
     def _shares(
         self, inputs: Any, targets: Any, pieces: Sequence[tuple[Any, Any]], minibatch: int
     ) -> list[float]:
-        """Of the microbatches in the minibatch. Raises ValueError for a loss that wants others."""
+        """Each microbatch's share of the minibatch. Raises ValueError for a loss that wants others."""
         of_pieces = [piece_targets for _, piece_targets in pieces]
         if self._weight_fn is not None and self._num_microbatches > 1:
             return weights(counts_of(self._weight_fn, of_pieces, minibatch))
@@ -128,7 +128,7 @@ class Trainer:
         return weights(counts)
 
     def _loss_with(self, piece: tuple[Any, Any], labels: Tensor, others: Tensor) -> float:
-        """Of a microbatch with other labels in the place of these; leaves no trace."""
+        """The loss of a microbatch with other labels in the place of these; leaves no trace."""
         value, targets = (to_device(with_other_labels(part, labels, others), self._device) for part in piece)
         with untouched(stage.module for stage in self._stages), torch.no_grad():
             for stage in self._stages:

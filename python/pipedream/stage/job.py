@@ -60,7 +60,7 @@ class JobOptions:
     num_threads: int = field(metadata=OWN)
     """Of torch, per worker."""
     largest_in: dict[str, int] = field(default_factory=dict, metadata=OWN)
-    """Of data in a list, for errors: planning.shapes.largest_in()."""
+    """Minibatches with the largest entries of data in a list, for errors (planning.shapes.largest_in)."""
 
     @property
     def measures_gradients(self) -> bool:
@@ -133,7 +133,7 @@ def _enable(module: Any) -> Callable[[bool], None]:
 
 
 _SDP = torch.backends.cuda
-# What is on or off for a whole process: how it is asked for, and set.
+# Switches of a whole process: (get, set).
 _SWITCHES: dict[str, tuple[Callable[[], bool], Callable[[bool], Any]]] = {
     "cudnn": (lambda: torch.backends.cudnn.enabled, _enable(torch.backends.cudnn)),
     "cudnn.benchmark": (

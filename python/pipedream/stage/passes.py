@@ -126,7 +126,7 @@ class StagePasses:
         return self._user.run("loss_fn", self._call_loss, stashed, output)
 
     def origins_of_nan(self, stashed: Stashed, targets: Any) -> list[str]:
-        """Where the NaN in a microbatch's loss came from, after its forward; none where it is not told."""
+        """Names the origins of the NaN in a microbatch's loss, after its forward; empty if none is found."""
         boundary = self._boundary_in
         if boundary is None:
             return []

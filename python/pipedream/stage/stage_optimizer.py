@@ -59,8 +59,8 @@ class StageOptimizer:
         self._num_steps = 0
 
     def draw_by_name(self, base: int, stage_index: int) -> None:
-        """What its steps draw is by the stage, what it makes versions of, and how many steps it made before;
-        else it is from the process's generators. base: of the run."""
+        """Makes its steps draw by the stage, the names of its parameters and the number of the step, and not
+        from the generators of the process. base: of the run."""
         self._draws = update_seed(base, stage_index, self._drawn_names)
 
     def keep(self, pieces: Sequence[Piece]) -> None:

@@ -62,7 +62,7 @@ class StageParts:
     losses: LossRecord | None
     """At the last stage."""
     backward_seed: int | None
-    """Of what the backward draws; None where it draws nothing, or from the process's generators."""
+    """Seed of the backward's draws; None if it draws nothing, or from the process's generators."""
     clones_inputs: bool | None
     """Whether the first stage works on copies of the inputs; None leaves it to the first forward."""
     copies_targets: bool

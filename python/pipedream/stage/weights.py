@@ -138,8 +138,8 @@ class WeightVersions:
         return self._leaves[slot]
 
     def take_gradients(self, slot: int) -> list[Tensor | None]:
-        """What the backwards accumulated in the slot's leaves, which give it up. Raises ValueError for one
-        that was frozen meanwhile."""
+        """The gradients that the backwards accumulated in the slot's leaves, which give them up. Raises
+        ValueError for one that was frozen meanwhile."""
         gradients: list[Tensor | None] = []
         for leaf in self._leaves[slot]:
             gradient, leaf.grad = leaf.grad, None

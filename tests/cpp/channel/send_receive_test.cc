@@ -708,7 +708,7 @@ TEST_P(Channels, ReceiverThatSendsTensorsIsRefused) {
             std::string(kName) + ": the receiver sent a TENSOR frame that is not allowed here");
 }
 
-// As one does that answers items which it has not let come: the program goes on, and the queue is full.
+// A receiver may answer items that it has not let come: the program goes on, and the queue is full.
 TEST_P(Channels, ReceiverThatGrantsNothingWhileTheProgramGoesOnIsAFailure) {
   make_receiver(one_tensor_spec(), {});
   make_bare_receiver();

@@ -40,7 +40,7 @@ class Block {
     }
   }
 
-  // Of the running thread.
+  // Called by the running thread.
   void wait_for_block() {
     ++num_at_block_;
     if (num_at_block_ == num_threads_) {

@@ -29,7 +29,7 @@ constexpr int kNumDevices = 2;
 void fail(const std::string& call, cudaError_t error, int num_calls_before = 0, bool ends_context = false);
 // A kernel fails that nobody of ours has launched.
 void end_context(cudaError_t error);
-// As a new process: no error, no failure on demand. What is enqueued must be done.
+// Forgets errors and failures on demand, as a new process has none. All that is enqueued must be done.
 void reset();
 
 // Somebody else captures a graph in the global mode, which is torch's, until is_capture_intact() says whether

@@ -1,4 +1,4 @@
-// What a .cu of ours needs of CUDA's language, as C++: built-in variables, barriers, warps, and a launch.
+// CUDA's language as C++, as far as our .cu files use it: built-in variables, barriers, warps, and a launch.
 //
 // One block runs at a time in the process, so a __shared__ variable is a static one. A CUDA thread that
 // reaches a barrier is parked on its fiber until the others of its block, or of its warp, are there, too.

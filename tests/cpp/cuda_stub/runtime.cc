@@ -269,7 +269,7 @@ auto find_range(std::map<std::uintptr_t, Entry>& ranges, std::uintptr_t address)
   return after == ranges.begin() ? ranges.end() : std::prev(after);
 }
 
-// Where a copy finds the bytes; *is_pageable: memory of the host that is not registered.
+// The address at which a copy finds the bytes; *is_pageable: memory of the host that is not registered.
 std::byte* place_of(const void* data, std::size_t num_bytes, bool* is_pageable) {
   Driver& all = driver();
   const auto address = reinterpret_cast<std::uintptr_t>(data);

@@ -57,7 +57,7 @@ ScheduleOptions draw_options(Draws& draws) {
   }
 }
 
-// What a mutant may have in place of one number of an instruction.
+// Values that a mutant may have in place of one number of an instruction.
 void change_number(Instruction& instruction, Draws& draws) {
   const std::int64_t by = draws.from(Counts{-2, -1, 1, 2});
   switch (draws.below(5)) {

@@ -29,7 +29,7 @@
 #include "base/failure.h"
 #include "base/scope_exit.h"
 
-// What sysconf says in place of the system's page size; 0: what it says by itself.
+// The page size that sysconf says in place of the system's; 0: the system's.
 static long page_bytes_said = 0;
 
 // Before the C library's, for this test program.

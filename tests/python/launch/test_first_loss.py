@@ -49,7 +49,7 @@ class Doubling(nn.Module):
 
 
 class InFloat32(nn.Module):
-    """As a rotary embedding computes in a model that is float64."""
+    """Computes in float32 inside a float64 model, as a rotary embedding does."""
 
     def forward(self, value: Tensor) -> Tensor:
         return value * value.float().cos().to(value.dtype)
@@ -89,7 +89,7 @@ def _run(model: nn.Module, *, dtype: torch.dtype = torch.float32, **options: Any
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[FirstLoss]:
-    """What was to be compared, of each run; with gradients."""
+    """The comparisons of each run; with gradients."""
     found: list[FirstLoss] = []
 
     class Kept(FirstLoss):

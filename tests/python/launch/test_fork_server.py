@@ -99,7 +99,7 @@ _OF_A_JOB = (
 
 
 def _exit_codes_of_children() -> tuple[int | None, int]:
-    """Of one that multiprocessing terminates, and of a program that does it itself."""
+    """A process that multiprocessing terminates, and a program that does it itself."""
     for number in _OF_A_JOB:
         os.kill(os.getpid(), number)
     child = multiprocessing.get_context("fork").Process(target=signal.pause)

@@ -338,7 +338,7 @@ def test_a_forward_that_leaves_out_a_call_at_a_cut_is_noticed_on_both_sides() ->
 
 
 def _layers(encoder: str, decoder: str) -> Tensor:
-    """What tells a minibatch of LayerDropped which layers it has."""
+    """Tells a minibatch of LayerDropped which layers it has."""
     return torch.tensor([[int(kept) for kept in half] for half in (encoder, decoder)]).expand(3, 2, 4)
 
 
@@ -545,7 +545,7 @@ class _Asking(nn.Module):
 def test_what_becomes_another_kind_of_value_at_a_cut_is_refused_by_name(
     first: Any, later: Any, message: str
 ) -> None:
-    """What was None in the first minibatch was None behind the cut for ever."""
+    """A value that was None in the first minibatch was None behind the cut for ever."""
     model, x = _Asking(), torch.randn(2, WIDTH)
     model.giving.beside = first
     stage = cut_model(model, x, torch.zeros(2, dtype=torch.long), cross_entropy).at(["giving"]).stage(0, 0, 0)

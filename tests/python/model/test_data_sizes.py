@@ -68,7 +68,7 @@ def test_what_is_as_long_as_contents_say_is_known(function: Callable[[Tensor], T
         lambda x: x[_mask()].sum(),
         lambda x: torch.zeros_like(x).index_put_((_mask(),), x[_mask()]),
         lambda x: torch.zeros_like(x).index_add(0, _mask().nonzero()[:, 0], x[_mask()]),
-        # Of experts, one that is sent as many tokens as there are.
+        # One expert gets as many tokens as there are.
         lambda x: torch.zeros(_NUM_CHOSEN, WIDTH).index_add(0, _mask().nonzero()[:, 0], x[_mask()]),
         lambda x: x.masked_fill(_mask()[:, None], 0.0),
         lambda x: torch.cat([x, x]),

@@ -25,7 +25,7 @@ from twins import CHANGING, TWINS, cross_entropy
 
 
 class Record:
-    """Of a layer's forwards, beside the model: what a model itself remembers, in its objects too, is put
+    """Counts a layer's forwards, beside the model: what a model itself remembers, in its objects too, is put
     back."""
 
     def __init__(self) -> None:

@@ -88,7 +88,7 @@ def test_a_model_that_does_not_compute_in_float64_is_checked_in_its_own() -> Non
 
 
 class _Kept:
-    """What layers of a list have in common."""
+    """An object that layers of a list have in common."""
 
     def __init__(self) -> None:
         self.skip: Tensor | None = None

@@ -30,7 +30,7 @@ def test_a_workers_processes_start_as_the_callers_would(farm: Farm, method: str)
 
 
 def _switched(settings: CallerSettings) -> CallerSettings:
-    """What a rank has with these, which is afterwards as it was."""
+    """A rank's settings with these; they are put back afterwards."""
     own = CallerSettings.capture()
     settings.apply()
     found = CallerSettings.capture()

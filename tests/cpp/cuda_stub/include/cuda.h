@@ -1,4 +1,4 @@
-// What the core uses of the CUDA driver's header, for the tests' stand-in (cuda_stub.h).
+// The part of the CUDA driver's header that the core uses, for the tests' stand-in (cuda_stub.h).
 #pragma once
 
 using CUdevice = int;

@@ -1,5 +1,5 @@
-// What the core uses of the CUDA runtime's header, for the tests' stand-in (cuda_stub.h). A .cu that includes
-// it is C++: kernels are functions, run by fibers (kernel_launch.h).
+// The part of the CUDA runtime's header that the core uses, for the tests' stand-in (cuda_stub.h). A .cu that
+// includes it is C++: kernels are functions, run by fibers (kernel_launch.h).
 #pragma once
 
 #include <cstddef>
