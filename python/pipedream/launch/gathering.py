@@ -65,7 +65,7 @@ def gather(
         if run.place.folder is not None or has_saved or not run.own_stages():
             raise
         raise _core.RunFailure(
-            kind, f"{message}; the training was over, and {_weights_of(run)}: {keep_elsewhere(run)}"
+            kind, f"{message}; the training was over here, and {_weights_of(run)}: {keep_elsewhere(run)}"
         ) from None
     if unsaved:
         is_in_model = run.options.gather != "none" and run.place.folder is None
