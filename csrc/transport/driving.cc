@@ -1,4 +1,5 @@
 // How work reaches those who drive, and the turns of posters and waiters. Threads as in transport_core.h.
+#include <algorithm>
 #include <iterator>
 #include <utility>
 #include <vector>
@@ -80,7 +81,7 @@ bool TransportCore::begin_driving() {
 // Under the mutex, whenever it changes who sleeps: what that one is to be woken for. True: some of it is
 // there already.
 bool TransportCore::listen_for_bells() {
-  bool has_frames = false;
+  bool looks = false;
   for (FrameRings* rings : rings_) {
     const Patience patience = num_wanting_all_ == 0 ? rings->patience() : Patience::kNone;
     BellWish wished = BellWish::kNothing;
@@ -90,9 +91,11 @@ bool TransportCore::listen_for_bells() {
       wished = patience == Patience::kNone ? BellWish::kAll : BellWish::kUrgent;
     }
     rings->wish(wished);
-    has_frames = rings->has(wished) || has_frames;
+    looks = looks || wished != BellWish::kNothing;
   }
-  return has_frames;
+  if (!looks) return false;
+  FrameRings::look_after_wishes();
+  return std::ranges::any_of(rings_, [](const FrameRings* rings) { return rings->has_wished(); });
 }
 
 // False when there is more to do, and this thread still drives. hands_over: unless another one can do it.

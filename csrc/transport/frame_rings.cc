@@ -29,46 +29,56 @@ struct RingWay {
   alignas(kCacheLineBytes) std::array<Cell, FrameRings::kNumCells> cells;
 };
 
-namespace {
-
-struct Layout {
+struct FrameRingsPlan {
   BellAddress listener_bell;
   BellAddress connector_bell;
   RingWay to_listener;
   RingWay to_connector;
 };
 
+namespace {
+
+// Every memory begins at a page, and lines at the same place of their pages share few places in a cache: of
+// neighbouring channels the rings begin at different ones.
+constexpr std::size_t kNumPlaces = 16;
+constexpr std::size_t kPlaceBytes = 4 * kCacheLineBytes;
+constexpr std::size_t kPlanBytes = sizeof(FrameRingsPlan) + (kNumPlaces - 1) * kPlaceBytes;
+
+std::byte* place_of_plan(const SharedMemory& memory, const LinkIdentity& identity) {
+  return memory.data() + identity.channel_id % kNumPlaces * kPlaceBytes;
+}
+
 }  // namespace
 
-FrameRings::FrameRings(std::unique_ptr<SharedMemory> memory, bool is_listener)
-    : memory_(std::move(memory)),
+FrameRings::FrameRings(std::unique_ptr<SharedMemory> memory, FrameRingsPlan& plan, bool is_listener)
+    : in_(is_listener ? plan.to_listener : plan.to_connector),
       is_listener_(is_listener),
-      out_(is_listener ? reinterpret_cast<Layout*>(memory_->data())->to_connector
-                       : reinterpret_cast<Layout*>(memory_->data())->to_listener),
-      in_(is_listener ? reinterpret_cast<Layout*>(memory_->data())->to_listener
-                      : reinterpret_cast<Layout*>(memory_->data())->to_connector) {
+      out_(is_listener ? plan.to_connector : plan.to_listener),
+      plan_(plan),
+      memory_(std::move(memory)) {
   static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 }
 
 FrameRings::~FrameRings() = default;
 
 std::unique_ptr<FrameRings> FrameRings::make(const LinkIdentity& identity, const Bell& bell) {
-  auto memory = SharedMemory::make(sizeof(Layout), {identity, kNoSlots});
-  auto* const layout = new (memory->data()) Layout{};  // NOLINT(*-owning-memory): it lies in the memory
-  layout->listener_bell = bell.address();
-  return std::unique_ptr<FrameRings>(new FrameRings(std::move(memory), /*is_listener=*/true));
+  auto memory = SharedMemory::make(kPlanBytes, {identity, kNoSlots});
+  // NOLINTNEXTLINE(*-owning-memory): it lies in the memory
+  auto* const plan = new (place_of_plan(*memory, identity)) FrameRingsPlan{};
+  plan->listener_bell = bell.address();
+  return std::unique_ptr<FrameRings>(new FrameRings(std::move(memory), *plan, /*is_listener=*/true));
 }
 
 std::unique_ptr<FrameRings> FrameRings::open(const std::string& address, const LinkIdentity& identity,
                                              const Bell& bell) {
   auto memory = SharedMemory::open(address, {identity, kNoSlots});
-  if (!memory || memory->size_bytes() < sizeof(Layout)) return nullptr;
-  auto* const layout = reinterpret_cast<Layout*>(memory->data());
-  auto rope = BellRope::open(layout->listener_bell);
+  if (!memory || memory->size_bytes() < kPlanBytes) return nullptr;
+  auto* const plan = reinterpret_cast<FrameRingsPlan*>(place_of_plan(*memory, identity));
+  auto rope = BellRope::open(plan->listener_bell);
   if (!rope) return nullptr;
-  layout->connector_bell = bell.address();
+  plan->connector_bell = bell.address();
   memory->claim();
-  std::unique_ptr<FrameRings> rings(new FrameRings(std::move(memory), /*is_listener=*/false));
+  std::unique_ptr<FrameRings> rings(new FrameRings(std::move(memory), *plan, /*is_listener=*/false));
   rings->rope_ = std::move(rope);
   return rings;
 }
@@ -77,7 +87,7 @@ std::unique_ptr<FrameRings> FrameRings::open(const std::string& address, const L
 // connection.
 bool FrameRings::begin() {
   if (!memory_->is_claimed()) return false;
-  if (is_listener_) rope_ = BellRope::open(reinterpret_cast<Layout*>(memory_->data())->connector_bell);
+  if (is_listener_) rope_ = BellRope::open(plan_.connector_bell);
   return true;
 }
 
@@ -123,9 +133,10 @@ bool FrameRings::take(FrameHeaderBytes& header) {
 }
 
 void FrameRings::wish(BellWish wished) {
+  if (wished == BellWish::kNothing && wished_ == BellWish::kNothing) return;
+  wished_ = wished;
   const auto value = static_cast<std::uint32_t>(wished);
   if (in_.wish.load(std::memory_order_relaxed) != value) in_.wish.store(value, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 
 bool FrameRings::has(BellWish wished) const {

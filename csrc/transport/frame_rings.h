@@ -7,7 +7,8 @@
 //     else 2 ring the bell           ----------------------------------------->  3 drives: take()
 //
 // Nothing is lost between the two: a receiver says which frames it wants to be woken for (wish()), then looks
-// once more, and sleeps only if there are none; a sender pushes first and reads the wish then.
+// once more (has_wished(), behind one fence for all its rings), and sleeps only if there are none; a sender
+// pushes first and reads the wish then.
 //
 // The listener makes the memory, the connector opens it and claims it before it says HELLO. What finds no
 // free cell takes the connection: a frame says how many before it did, and waits for them.
@@ -35,9 +36,10 @@ enum class BellWish : std::uint32_t {
   kAll = 2,
 };
 
-struct RingWay;  // one way's ring, in the shared memory
+struct RingWay;         // one way's ring, in the shared memory
+struct FrameRingsPlan;  // what lies there
 
-class FrameRings {
+class alignas(64) FrameRings {
  public:
   static constexpr std::size_t kNumCells = 256;  // each way
 
@@ -68,30 +70,37 @@ class FrameRings {
   // Of frames that are not urgent. Any thread.
   void let_wait(Patience patience) { patience_.store(patience); }
   [[nodiscard]] Patience patience() const { return patience_.load(); }
-  // From now on, and until the bell was rung once. Any thread, one at a time.
+  // From now on, and until the bell was rung once. Any thread, one at a time, which calls look_after_wishes()
+  // when it has wished of all rings, and has_wished() of each.
   void wish(BellWish wished);
+  static void look_after_wishes() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+  [[nodiscard]] bool has_wished() const { return has(wished_); }
   // Whether there is anything to take of what is wished for. Any thread.
   [[nodiscard]] bool has(BellWish wished) const;
 
  private:
-  FrameRings(std::unique_ptr<SharedMemory> memory, bool is_listener);
+  FrameRings(std::unique_ptr<SharedMemory> memory, FrameRingsPlan& plan, bool is_listener);
 
-  const std::unique_ptr<SharedMemory> memory_;
-  const bool is_listener_;
-  RingWay& out_;
+  // In one line of the cache: what every turn reads of every link.
   RingWay& in_;
-  std::unique_ptr<BellRope> rope_;  // null: not opened, or nobody can be woken
+  std::atomic<std::uint64_t> num_taken_{0};
+  std::atomic<std::uint64_t> num_urgent_taken_{0};
   std::atomic<Patience> patience_{Patience::kNone};
+  BellWish wished_ = BellWish::kNothing;  // the last time; since then the bell may have been rung
   std::atomic<bool> is_blocked_{false};
 
-  // What this side has done; others read the last two.
+  const bool is_listener_;
+  RingWay& out_;
+  FrameRingsPlan& plan_;
+  const std::unique_ptr<SharedMemory> memory_;
+  std::unique_ptr<BellRope> rope_;  // null: not opened, or nobody can be woken
+
+  // What this side has done.
   std::uint64_t num_pushed_ = 0;
   std::uint64_t num_urgent_pushed_ = 0;
   std::uint64_t num_free_ = kNumCells;  // at least: the other side is asked only when there seem to be none
   std::uint64_t num_carried_ = 0;
   std::uint64_t num_brought_ = 0;
-  std::atomic<std::uint64_t> num_taken_{0};
-  std::atomic<std::uint64_t> num_urgent_taken_{0};
 };
 
 }  // namespace pipedream

@@ -148,8 +148,13 @@ std::size_t mapped_bytes_of(std::size_t num_bytes) {
   return page + (num_bytes + page - 1) / page * page;
 }
 
-// The whole file at a huge page's boundary, so that the kernel can use them. Null when there is no room.
+// The whole file, from a huge page's boundary where it has room for one, so that the kernel can use them.
+// Null when there is no room.
 std::byte* map_aligned(int fd, std::size_t mapped_bytes) {
+  if (mapped_bytes < kHugePageBytes) {
+    void* const mapping = ::mmap(nullptr, mapped_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    return mapping == MAP_FAILED ? nullptr : static_cast<std::byte*>(mapping);
+  }
   const std::size_t reserved_bytes = mapped_bytes + kHugePageBytes;
   void* const reserved = ::mmap(nullptr, reserved_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (reserved == MAP_FAILED) return nullptr;

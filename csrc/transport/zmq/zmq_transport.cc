@@ -82,11 +82,15 @@ class ZmqTransport final : public TransportCore {
 
   // A handler may end its link, or open it.
   void deliver_rings(Driver driver) {
-    std::erase_if(shared_.ring_links, [](const ZmqLink* link) { return !link->uses_rings(); });
     rings_have_more_ = false;
+    bool some_ended = false;
     for (std::size_t index = 0; index < shared_.ring_links.size(); ++index) {
-      if (shared_.ring_links[index]->deliver_rings(driver)) rings_have_more_ = true;
+      ZmqLink& link = *shared_.ring_links[index];
+      if (link.deliver_rings(driver)) rings_have_more_ = true;
+      some_ended = some_ended || !link.uses_rings();
     }
+    if (!some_ended) return;
+    std::erase_if(shared_.ring_links, [](const ZmqLink* link) { return !link->uses_rings(); });
   }
 
   [[nodiscard]] bool has_traffic() const override {

@@ -23,6 +23,7 @@
 #include <fstream>
 #include <limits>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -407,6 +408,17 @@ TEST(SharedMemory, DescriptorsAndMappingsAreGivenBack) {
     EXPECT_NE(refusal_of(joined(parts)), "");
   }
   EXPECT_EQ(num_descriptors(), before);
+}
+
+// Else what all of them have first would lie at one place of the caches.
+TEST(SharedMemory, SmallOnesDoNotAllBeginWithAHugePage) {
+  std::vector<std::unique_ptr<SharedMemory>> memories;
+  std::set<std::uintptr_t> places;
+  for (int index = 0; index < 8; ++index) {
+    memories.push_back(SharedMemory::make(100, kUse));
+    places.insert(reinterpret_cast<std::uintptr_t>(memories.back()->data()) % (std::uintptr_t{2} << 20));
+  }
+  EXPECT_GT(places.size(), 1U);
 }
 
 // A kernel of 4 KiB pages maps 64 KiB as well, so that its checks of a larger page's bounds do not show here.
